@@ -1,8 +1,8 @@
-"""`TRITON_INTERPRET=0 python -m pytest -p compile_only tests/kernels/triton`: kernels are compiled as for an
-H200, which need not be here, where tests would run them. A test fails if one cannot be, and for nothing else.
+"""`TRITON_INTERPRET=0 python -m pytest -p compile_only tests/kernels/triton` compiles kernels for an H200,
+which need not be present, where tests would run them. A test fails only if a kernel does not compile.
 
-What Triton's interpreter runs need not compile: it knows no types, and Python says what is true.
-"""
+Code that runs in Triton's interpreter need not compile: the interpreter ignores types and uses Python's
+semantics."""
 
 import types
 from collections.abc import Generator
@@ -22,11 +22,11 @@ SHARED_BYTES, MOST_THREADS = 232_448, 1024
 FAULTS = CompilationError, PTXASError
 
 
-class Absent:
-    """The driver of a GPU that is not here."""
+class AbsentDriver:
+    """Driver of an absent GPU."""
 
     utils = types.SimpleNamespace(
-        load_binary=lambda *given: (None, None, 0, 0, MOST_THREADS),
+        load_binary=lambda *item: (None, None, 0, 0, MOST_THREADS),
         get_device_properties=lambda device: {"max_shared_mem": SHARED_BYTES, "warpSize": 32},
     )
 
@@ -42,13 +42,13 @@ class Absent:
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cpu")
 
-    def launcher_cls(self, *given: Any) -> Any:
+    def launcher_cls(self, *values: Any) -> Any:
         return lambda *args: None
 
 
 def pytest_configure() -> None:
     assert not triton.knobs.runtime.interpret, "TRITON_INTERPRET=0 is missing"
-    driver.set_active(Absent())
+    driver.set_active(AbsentDriver())
     launch._can_overlap = lambda: True  # type: ignore[assignment]
 
 

@@ -1,10 +1,10 @@
-"""Settings that every test shares. Workers of pytest have one thread each. Processes of tests read
-what the first of them has compiled, and clients share what is known of certificates. Without a GPU the Triton
-kernels run in Triton's interpreter, which must be asked for before its import.
+"""Settings that every test shares. Workers of pytest have one thread each. Test processes share compiled
+files, and clients share loaded certificates. Without a GPU the Triton kernels run in Triton's interpreter,
+which must be enabled before its import.
 
-A test sees the same numbers alone, after others and in any order: random numbers start anew for every fixture
-and every test, Hypothesis makes the same examples in every run, and warnings that are given once are given
-once in each test."""
+A test gets the same random numbers alone, after others and in any order: they are reseeded for every fixture
+and every test, Hypothesis generates the same examples in every run, and one-time warnings are reset for each
+test."""
 
 import gc
 import os
@@ -33,7 +33,7 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 from quire.logs import warn_once  # noqa: E402
 
 PATIENCE_S = 60.0
-"""What a client waits for an answer unless a test says otherwise: only a server that hangs takes so long."""
+"""Default time limit of clients: only a hanging server takes so long."""
 
 transport.create_ssl_context = cache(transport.create_ssl_context)
 for phase in ("connect", "read", "write", "pool"):
@@ -52,13 +52,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    gc.unfreeze()  # Triton's library complains at exit of objects that are never collected
+    gc.unfreeze()  # Triton's library complains at exit about objects that are never collected
     if not hasattr(config, "workerinput"):
         shutil.rmtree(os.environ.pop("QUIRE_TEST_TINY_MODELS"), ignore_errors=True)
 
 
 def seed_from(name: str) -> None:
-    """Start the random numbers of every library that is imported anew; `name` alone decides on them."""
+    """Reseed the random numbers of every imported library from `name`."""
     seed = zlib.crc32(name.encode())
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -71,7 +71,7 @@ def seed_from(name: str) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> None:
-    """A fixture of a module is made for whichever of its tests comes first: it must not matter which."""
+    """Reseed for a fixture: it must not matter which test needs it first."""
     seed_from(fixturedef.argname)
 
 
@@ -86,7 +86,7 @@ def pytest_runtest_call() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what was imported out of every later garbage collection, and prepare Triton's interpreter."""
+    """Exclude imported objects from later garbage collections, and prepare Triton's interpreter."""
     gc.collect()
     gc.freeze()
     if "triton" in sys.modules:

@@ -1,4 +1,4 @@
-"""The `quire` command: what it prints, and that every mistake is one line and an exit code."""
+"""Tests of the `quire` command: its output, and that every error is one line and an exit code."""
 
 import io
 import json
@@ -24,8 +24,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
     return text_model(tmp_path_factory.getbasetemp())
 
 
-def on(model: TextModel | Path, *words: str) -> list[str]:
-    """Flags that name the model and keep the engine small."""
+def flags_for(model: TextModel | Path, *words: str) -> list[str]:
+    """Return flags that name the model and keep the engine small."""
     path = model.path if isinstance(model, TextModel) else model
     return ["--model", str(path), "--dtype", "float32", "--num-gpu-blocks-override", "80", *words]
 
@@ -37,7 +37,7 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def check_one_line(code: int, errors: str, *, expected: int, says: Sequence[str]) -> None:
-    """Log lines may stand before it; the error itself is one line."""
+    """Check that the error is one line; log lines may come before it."""
     assert code == expected and "Traceback" not in errors
     last = errors.strip().splitlines()[-1]
     assert errors.count("error:") == 1 and "error:" in last
@@ -55,14 +55,16 @@ def test_version_and_help_as_a_process() -> None:
     assert shown.returncode == 0 and all(name in shown.stdout for name in COMMANDS)
 
 
-def test_an_unknown_flag_as_a_process() -> None:
+def test_unknown_flag_as_a_process() -> None:
     shown = command("chat", "--max-modle-len", "5")
     check_one_line(shown.returncode, shown.stderr, expected=2, says=["--max-modle-len", "'--max-model-len'"])
 
 
-def test_an_answer_as_a_process(model: TextModel) -> None:
+def test_answer_as_a_process(model: TextModel) -> None:
     """Text goes to stdout and log lines do not, so that the answer can be piped."""
-    shown = command("chat", *on(model, "-q", "One two", "--max-tokens", "6", "--temperature", "0", "--stats"))
+    shown = command(
+        "chat", *flags_for(model, "-q", "One two", "--max-tokens", "6", "--temperature", "0", "--stats")
+    )
     assert shown.returncode == 0, shown.stderr
     first, *_, ttft, tps = shown.stdout.splitlines()
     assert first == f"Using model: {model.path}"
@@ -70,14 +72,14 @@ def test_an_answer_as_a_process(model: TextModel) -> None:
     assert tps.startswith("TPS: ") and "tokens/s (" in tps
 
 
-# ---- the command itself
+# ---- the command in this process
 
 
-def test_a_broken_weight_file(model: TextModel, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_broken_weight_file(model: TextModel, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = shutil.copytree(model.path, tmp_path / "broken")
     (weights,) = path.glob("*.safetensors")
     weights.write_bytes(weights.read_bytes()[:5000])
-    code = main(["chat", *on(path, "-q", "hi")])
+    code = main(["chat", *flags_for(path, "-q", "hi")])
     check_one_line(code, capfd.readouterr().err, expected=1, says=[weights.name])
 
 
@@ -101,7 +103,7 @@ def test_every_command_has_help(name: str, capsys: Capture) -> None:
     ("words", "says"),
     [(["caht"], "did you mean 'chat'?"), (["bench", "latenci"], "mean 'bench latency'?"), (["-x"], "'-x'")],
 )
-def test_an_unknown_command_names_the_nearest(words: list[str], says: str, capsys: Capture) -> None:
+def test_unknown_command_names_the_nearest(words: list[str], says: str, capsys: Capture) -> None:
     assert main(words) == 2
     first = capsys.readouterr().err.splitlines()[0]
     assert "unknown command" in first and says in first
@@ -115,24 +117,24 @@ def test_an_unknown_command_names_the_nearest(words: list[str], says: str, capsy
         (["stray"], "unexpected argument 'stray'"),
     ],
 )
-def test_a_wrong_flag_is_exit_2(flags: list[str], says: str, capsys: Capture) -> None:
+def test_wrong_flag_is_exit_code_2(flags: list[str], says: str, capsys: Capture) -> None:
     with pytest.raises(SystemExit) as end:
         main(["complete", *flags])
     check_one_line(int(end.value.code or 0), capsys.readouterr().err, expected=2, says=[says])
 
 
 def check_refused(path: Path, says: Sequence[str], capsys: Capture, *flags: str) -> None:
-    code = main(["complete", *on(path, "-q", "hi", *flags)])
+    code = main(["complete", *flags_for(path, "-q", "hi", *flags)])
     check_one_line(code, capsys.readouterr().err, expected=1, says=says)
 
 
-def test_a_missing_model(tmp_path: Path, capsys: Capture) -> None:
+def test_missing_model(tmp_path: Path, capsys: Capture) -> None:
     check_refused(tmp_path / "nowhere", ["nowhere"], capsys)
     check_refused(tmp_path / "nowhere.gguf", ["nowhere.gguf"], capsys)
     check_refused(tmp_path, ["config.json"], capsys)
 
 
-def test_a_truncated_gguf(tmp_path: Path, capsys: Capture) -> None:
+def test_truncated_gguf(tmp_path: Path, capsys: Capture) -> None:
     _, hf = make_tiny("llama", tmp_path)
     whole = write_gguf(tmp_path / "whole.gguf", hf).read_bytes()
     for length in (0, 3, 100, len(whole) // 2):
@@ -151,7 +153,7 @@ def test_a_truncated_gguf(tmp_path: Path, capsys: Capture) -> None:
         ({"vocab_size": 999}, "999"),
     ],
 )
-def test_a_config_that_does_not_add_up(
+def test_inconsistent_config(
     model: TextModel, tmp_path: Path, changes: dict[str, object], says: str, capsys: Capture
 ) -> None:
     path = shutil.copytree(model.path, tmp_path / "odd")
@@ -160,19 +162,19 @@ def test_a_config_that_does_not_add_up(
     check_refused(path, [says], capsys)
 
 
-def test_text_that_is_no_json(model: TextModel, tmp_path: Path, capsys: Capture) -> None:
+def test_invalid_json_files(model: TextModel, tmp_path: Path, capsys: Capture) -> None:
     for name in ("config.json", "tokenizer.json"):
         path = shutil.copytree(model.path, tmp_path / name)
         (path / name).write_text("{")
         check_refused(path, [name], capsys)
 
 
-def test_a_wrong_request_is_exit_1(model: TextModel, capsys: Capture) -> None:
+def test_invalid_request_is_exit_code_1(model: TextModel, capsys: Capture) -> None:
     check_refused(model.path, ["temperature"], capsys, "--temperature", "9")
     check_refused(model.path, ["max_tokens", "0"], capsys, "--max-tokens", "0")
 
 
-# ---- the terminal
+# ---- interactive use
 
 
 def answers(words: list[str], capsys: Capture) -> str:
@@ -180,38 +182,42 @@ def answers(words: list[str], capsys: Capture) -> str:
     return capsys.readouterr().out
 
 
-def test_temperature_changes_nothing_else_of_the_models_defaults(model: TextModel, capsys: Capture) -> None:
-    """The tiny model's own top_k of 20 still holds: with top_k 1 the answer is the greedy one."""
-    own = ["--override-generation-config", '{"top_k": 1}', "-q", "One two", "--max-tokens", "8"]
-    hot = answers(["complete", *on(model, *own, "--temperature", "2")], capsys)
-    assert hot == answers(["complete", *on(model, *own, "--temperature", "0")], capsys)
+def test_temperature_keeps_the_other_model_defaults(model: TextModel, capsys: Capture) -> None:
+    """The tiny model's own top_k of 20 still applies: with top_k 1 the answer is the greedy one."""
+    flags = ["--override-generation-config", '{"top_k": 1}', "-q", "One two", "--max-tokens", "8"]
+    hot = answers(["complete", *flags_for(model, *flags, "--temperature", "2")], capsys)
+    assert hot == answers(["complete", *flags_for(model, *flags, "--temperature", "0")], capsys)
 
 
 def test_lines_are_read_until_the_end_of_input(
     model: TextModel, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("One\n\n  \ntwo\n"))
-    shown = answers(["complete", *on(model, "--max-tokens", "3", "--temperature", "0", "--stats")], capsys)
+    shown = answers(
+        ["complete", *flags_for(model, "--max-tokens", "3", "--temperature", "0", "--stats")], capsys
+    )
     assert shown.count("TTFT:") == shown.count("(3 tokens in") == 2
     assert "Please enter prompt to complete:" in shown
 
 
-def test_a_conversation_remembers(model: TextModel, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    """The template of the second turn sees the first, its answer and the system prompt."""
+def test_conversation_keeps_its_history(
+    model: TextModel, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """The template of the second turn gets the first, its answer and the system prompt."""
     roles = "{{ raise_exception(messages | map(attribute='role') | join(' ')) }}"
     template = CHATML + "{% if messages | length > 3 %}" + roles + "{% endif %}"
     monkeypatch.setattr("sys.stdin", io.StringIO("One\ntwo\n"))
-    words = on(model, "--chat-template", template, "--system-prompt", "Be brief.", "--max-tokens", "2")
+    words = flags_for(model, "--chat-template", template, "--system-prompt", "Be brief.", "--max-tokens", "2")
     assert main(["chat", *words]) == 1
     assert "system user assistant user" in capsys.readouterr().err
 
 
-def test_an_interrupted_answer_is_exit_130(
+def test_interrupted_answer_is_exit_code_130(
     model: TextModel, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("quire.core.engine_core.EngineCore.step", interrupt)
-    assert main(["complete", *on(model, "-q", "hi")]) == 130
+    assert main(["complete", *flags_for(model, "-q", "hi")]) == 130
     assert "Traceback" not in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""configure(): what cannot be had is refused before anything slow."""
+"""Tests of configure(): impossible settings are refused before any slow work."""
 
 import json
 from fnmatch import fnmatch
@@ -24,7 +24,7 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 
 @pytest.mark.parametrize(
-    "given",
+    "settings",
     [
         {"data_parallel_backend": "ray"},
         {"distributed_executor_backend": "external_launcher"},
@@ -34,15 +34,15 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin")
         {"no_such_name": 1},
     ],
 )
-def test_a_refusal_comes_before_any_download(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusal_comes_before_any_download(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "locate", lambda *args, **more: pytest.fail("looked for the model"))
     with pytest.raises(ConfigError) as refused:
-        configure({"model": "org/large"} | given)
-    assert next(iter(given)) in str(refused.value) and "\n" not in str(refused.value)
+        configure({"model": "org/large"} | settings)
+    assert next(iter(settings)) in str(refused.value) and "\n" not in str(refused.value)
 
 
 def serve_hub(monkeypatch: pytest.MonkeyPatch, folder: Path, config: dict[str, Any]) -> None:
-    """A hub with one repository; what was downloaded of it is in `folder`."""
+    """Serve a hub with one repository; `folder` holds the downloaded files."""
     files = {"config.json": json.dumps(config), **dict.fromkeys((*WEIGHTS, "modeling.py"), "")}
 
     def snapshot(repo: str, allow_patterns: list[str], **more: Any) -> str:
@@ -60,7 +60,7 @@ def downloaded(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("changes", "given", "words"),
+    ("changes", "settings", "words"),
     [
         ({"architectures": ["NobodysForCausalLM"]}, {}, "'NobodysForCausalLM' is not supported"),
         ({"quantization_config": {"quant_method": "odd"}}, {}, "quant_method 'odd'"),
@@ -68,9 +68,9 @@ def downloaded(folder: Path) -> set[str]:
         ({}, {"max_model_len": 512}, "max_model_len=512 is above the 256"),
     ],
 )
-def test_a_hub_model_is_judged_by_its_config_before_its_weights_are_fetched(
+def test_hub_config_is_checked_before_weights_are_fetched(
     changes: dict[str, Any],
-    given: dict[str, Any],
+    settings: dict[str, Any],
     words: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -78,7 +78,7 @@ def test_a_hub_model_is_judged_by_its_config_before_its_weights_are_fetched(
     """Catches gigabytes that are downloaded only to be refused."""
     serve_hub(monkeypatch, tmp_path / "repo", TINY | changes)
     with pytest.raises(ConfigError, match=words):
-        configure({"model": "org/m", "device": "cpu"} | given)
+        configure({"model": "org/m", "device": "cpu"} | settings)
     assert downloaded(tmp_path / "repo") == {"config.json"}
 
 
@@ -91,7 +91,7 @@ def test_a_hub_model_is_judged_by_its_config_before_its_weights_are_fetched(
         ("dummy", set()),
     ],
 )
-def test_only_the_weights_of_the_asked_format_are_fetched(
+def test_only_weights_of_the_requested_format_are_fetched(
     load_format: str, fetched: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     serve_hub(monkeypatch, tmp_path / "repo", TINY)
@@ -101,7 +101,7 @@ def test_only_the_weights_of_the_asked_format_are_fetched(
 
 
 @pytest.mark.parametrize(
-    ("draft", "asked", "words"),
+    ("draft", "draft_settings", "words"),
     [
         ({"vocab_size": 99}, {}, "has a vocabulary of 99 tokens and the target of 320"),
         ({}, {"kv_cache_dtype": "fp8_e4m3"}, "speculative_config.kv_cache_dtype='fp8_e4m3'"),
@@ -113,9 +113,9 @@ def test_only_the_weights_of_the_asked_format_are_fetched(
         ({}, {"quantization": "awq"}, "quantization='awq' is not supported with None in the draft itself"),
     ],
 )
-def test_so_is_a_draft(
+def test_draft_config_is_checked_before_its_weights_are_fetched(
     draft: dict[str, Any],
-    asked: dict[str, Any],
+    draft_settings: dict[str, Any],
     words: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -123,34 +123,34 @@ def test_so_is_a_draft(
     (tmp_path / "target").mkdir()
     (tmp_path / "target" / "config.json").write_text(json.dumps(TINY))
     serve_hub(monkeypatch, tmp_path / "repo", TINY | draft)
-    asked = {"model": "org/d", "num_speculative_tokens": 2} | asked
-    given = {"model": str(tmp_path / "target"), "device": "cpu", "skip_tokenizer_init": True}
+    draft_settings = {"model": "org/d", "num_speculative_tokens": 2} | draft_settings
+    settings = {"model": str(tmp_path / "target"), "device": "cpu", "skip_tokenizer_init": True}
     with pytest.raises(ConfigError, match=words):
-        configure(given | {"speculative_config": asked})
+        configure(settings | {"speculative_config": draft_settings})
     assert downloaded(tmp_path / "repo") == {"config.json"}
 
 
-def test_code_is_fetched_only_when_it_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remote_code_is_fetched_only_if_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     serve_hub(monkeypatch, tmp_path / "repo", TINY)
     configure({"model": "org/m", "device": "cpu", "load_format": "dummy", "trust_remote_code": True})
     assert downloaded(tmp_path / "repo") == {"config.json", "modeling.py"}
 
 
-def test_a_config_may_lie_elsewhere(tmp_path: Path) -> None:
-    """In place of the model's own, which need not be there."""
+def test_hf_config_path(tmp_path: Path) -> None:
+    """It replaces the model's own config, which need not exist."""
     model, config = tmp_path / "model", tmp_path / "config"
     for folder in (model, config):
         folder.mkdir()
     (config / "config.json").write_text(json.dumps(TINY | {"hidden_size": 96}))
-    given = {"model": str(model), "device": "cpu", "load_format": "dummy", "skip_tokenizer_init": True}
+    settings = {"model": str(model), "device": "cpu", "load_format": "dummy", "skip_tokenizer_init": True}
     with pytest.raises(ConfigError, match="holds neither a config.json"):
-        configure(given)
-    found = configure(given | {"hf_config_path": str(config)})
-    assert found.checkpoint.facts.hidden == 96 and found.checkpoint.path == model
+        configure(settings)
+    resolved = configure(settings | {"hf_config_path": str(config)})
+    assert resolved.checkpoint.facts.hidden == 96 and resolved.checkpoint.path == model
     (model / "config.json").write_text(json.dumps(TINY))
-    assert configure(given).checkpoint.facts.hidden == 64
+    assert configure(settings).checkpoint.facts.hidden == 64
     laid_over = {"hf_config_path": str(config), "hf_overrides": {"max_position_embeddings": 128}}
-    found = configure(given | laid_over)
-    assert (found.checkpoint.facts.hidden, found.model.max_model_len) == (96, 128)
+    resolved = configure(settings | laid_over)
+    assert (resolved.checkpoint.facts.hidden, resolved.model.max_model_len) == (96, 128)
     with pytest.raises(ConfigError, match="neither an existing path nor a hub id"):
-        configure(given | {"hf_config_path": str(tmp_path / "nowhere")})
+        configure(settings | {"hf_config_path": str(tmp_path / "nowhere")})

@@ -1,4 +1,4 @@
-"""Capacity: exact block counts, and advice that works when it is followed."""
+"""Tests of cache capacity: exact block counts, and advice that works when it is followed."""
 
 import dataclasses
 import re
@@ -21,16 +21,16 @@ from quire.memory import (
 
 FACTS = ArchFacts("LlamaForCausalLM", 320, 64, 128, 4, 2, 16, 1e-5, (LayerFacts(RopeFacts()),) * 2)
 BLOCK = 2 * 2 * 2 * 16 * 2 * 16
-"""Keys and values, layers, heads, their size, bytes of bfloat16, tokens."""
+"""Keys and values, layers, heads, head size, bytes of bfloat16, tokens."""
 GIB = 1 << 30
 
 
 def size(kv_bytes: int = 0, **settings: Any) -> CacheSize:
     of_room = {field.name for field in dataclasses.fields(CacheRoom)} & settings.keys()
     room = {"other_bytes": 0, "total_bytes": GIB} | {name: settings.pop(name) for name in of_room}
-    asked = {"max_model_len": 64, "auto_fit": False, "num_rows": 10**6, "block_size": 16, "max_chunk": 32}
-    asked |= {"layout": layout(cache_specs(FACTS), 1 << 20)} | settings
-    return size_cache(kv_dtype="bfloat16", room=CacheRoom(kv_bytes=kv_bytes, **room), **asked)
+    options = {"max_model_len": 64, "auto_fit": False, "num_rows": 10**6, "block_size": 16, "max_chunk": 32}
+    options |= {"layout": layout(cache_specs(FACTS), 1 << 20)} | settings
+    return size_cache(kv_dtype="bfloat16", room=CacheRoom(kv_bytes=kv_bytes, **room), **options)
 
 
 def blocks_and_len(size: CacheSize) -> tuple[int, int]:
@@ -43,7 +43,7 @@ def test_bytes_of_a_block() -> None:
     assert size(5 * BLOCK + 7).num_bytes == 5 * BLOCK
 
 
-def test_8_bits_hold_twice_the_tokens_of_16() -> None:
+def test_fp8_cache_holds_twice_the_tokens() -> None:
     sizes = {
         kind: size_cache(
             layout(cache_specs(FACTS), 1 << 20), kv_dtype=kind, block_size=16, max_model_len=64, max_chunk=32,
@@ -66,7 +66,7 @@ def test_as_many_blocks_as_fit(spare: int, blocks: int) -> None:
     assert blocks_and_len(size(5 * BLOCK + spare)) == (blocks, 64)
 
 
-def test_the_empty_block_is_counted() -> None:
+def test_null_block_is_counted() -> None:
     """64 tokens are four blocks; without the fifth a request would never be admitted."""
     with pytest.raises(ConfigError, match=f"{BLOCK} bytes are missing"):
         size(4 * BLOCK)
@@ -74,31 +74,31 @@ def test_the_empty_block_is_counted() -> None:
         size(num_blocks_override=4)
 
 
-def test_an_override_stands_whatever_is_free() -> None:
+def test_override_ignores_free_memory() -> None:
     assert blocks_and_len(size(-5, num_blocks_override=7)) == (7, 64)
 
 
-def test_a_default_is_cut_to_what_rows_can_fill_and_a_wish_is_not() -> None:
+def test_default_size_is_limited_by_rows_and_an_explicit_one_is_not() -> None:
     assert size(1000 * BLOCK, soft=True, num_rows=2).num_blocks == 9
     assert size(1000 * BLOCK, soft=False, num_rows=2).num_blocks == 1000
 
 
-def test_auto_fit_shortens_only_what_does_not_fit() -> None:
+def test_auto_fit_shortens_only_if_needed() -> None:
     assert blocks_and_len(size(4 * BLOCK, auto_fit=True)) == (4, 48)
     assert blocks_and_len(size(9 * BLOCK, auto_fit=True)) == (9, 64)
     with pytest.raises(ConfigError, match="maximum model length is 0"):
         size(BLOCK, auto_fit=True)
 
 
-def test_a_device_too_small_gets_no_false_hope() -> None:
+def test_too_small_device_gets_no_flag_advice() -> None:
     with pytest.raises(ConfigError, match="needs a device with more memory") as caught:
         size(-100, total_bytes=4 * BLOCK)
     assert "--" not in str(caught.value)
 
 
 def flag(message: str, name: str) -> str | None:
-    found = re.search(rf"--{name} ([\d.]*\d)", message)
-    return found[1] if found else None
+    match = re.search(rf"--{name} ([\d.]*\d)", message)
+    return match[1] if match else None
 
 
 @given(
@@ -108,10 +108,10 @@ def flag(message: str, name: str) -> str | None:
     other_share=st.floats(0, 1),
     utilization=st.floats(0.01, 1),
 )
-def test_advice_that_is_followed_works(
+def test_followed_advice_works(
     max_model_len: int, block_size: int, total_bytes: int, other_share: float, utilization: float
 ) -> None:
-    """Each flag of the message, fed back alone, makes the same model fit."""
+    """Each flag of the message, used alone, makes the same model fit."""
     other = int(total_bytes * other_share)
     same: dict[str, Any] = {"block_size": block_size, "total_bytes": total_bytes, "other_bytes": other}
     have = int(total_bytes * utilization) - other
@@ -155,32 +155,32 @@ def test_advice_on_an_override_works(max_model_len: int, blocks: int) -> None:
     ("num_bytes", "text"),
     [(0, "0.00 MiB"), (1 << 20, "1.00 MiB"), (1 << 28, "0.25 GiB"), (3 << 29, "1.50 GiB")],
 )
-def test_bytes_are_written_for_people(num_bytes: int, text: str) -> None:
+def test_bytes_are_human_readable(num_bytes: int, text: str) -> None:
     assert human(num_bytes) == text
 
 
-def test_windows_leave_room_for_more_tokens() -> None:
-    """Five windows to each full layer, at 32k: three times the tokens in the same memory, and more."""
+def test_sliding_windows_leave_room_for_more_tokens() -> None:
+    """Five windows per full layer, at 32k: more than three times the tokens in the same memory."""
     full, narrow = CacheSpec("full", numbers=64), CacheSpec("window", numbers=64, window=1024)
-    found = {}
+    results = {}
     for name, specs in {"full": [full] * 36, "windows": ([narrow] * 5 + [full]) * 6}.items():
         settings = {"layout": layout(specs, 1 << 17), "max_model_len": 32768, "max_chunk": 8192}
-        found[name] = size(GIB, total_bytes=2 * GIB, **settings)
-        assert found[name].num_bytes <= GIB
-    assert found["full"].num_tokens == (found["full"].num_blocks - 1) * 16
-    assert found["windows"].num_tokens > 5 * found["full"].num_tokens
-    assert found["windows"].windows == (None, *(1024,) * 5)
+        results[name] = size(GIB, total_bytes=2 * GIB, **settings)
+        assert results[name].num_bytes <= GIB
+    assert results["full"].num_tokens == (results["full"].num_blocks - 1) * 16
+    assert results["windows"].num_tokens > 5 * results["full"].num_tokens
+    assert results["windows"].windows == (None, *(1024,) * 5)
 
 
-def test_a_window_alone_holds_any_length() -> None:
-    """While a chunk of 32 is computed a window of 32 takes at most 5 blocks of 16."""
+def test_window_only_model_holds_any_length() -> None:
+    """During a chunk of 32, a window of 32 takes at most 5 blocks of 16."""
     narrow = {"layout": layout([CacheSpec("window", numbers=64, window=32)], 1 << 20), "max_model_len": 10**5}
     assert size(num_blocks_override=6, **narrow).max_model_len == 10**5
     with pytest.raises(ConfigError, match="needs 6 KV cache blocks"):
         size(num_blocks_override=5, **narrow)
 
 
-def test_states_of_all_rows_and_of_padding_come_first() -> None:
+def test_states_of_all_rows_are_reserved_first() -> None:
     specs = [CacheSpec("state", bytes_per_row=BLOCK), *cache_specs(FACTS)]
     states = {"layout": layout(specs, 64), "num_rows": 3}
     assert blocks_and_len(size(9 * BLOCK, **states)) == (5, 64)
@@ -189,8 +189,8 @@ def test_states_of_all_rows_and_of_padding_come_first() -> None:
         size(8 * BLOCK, **states)
 
 
-def test_states_that_leave_no_room_say_how_many_requests_fit() -> None:
-    """The only way out that is named is a shorter request, although the states of rows are the trouble."""
+def test_states_without_room_report_how_many_requests_fit() -> None:
+    """Catches advice that names only a shorter length, although the states need the memory."""
     specs = [CacheSpec("state", bytes_per_row=100 * BLOCK), *cache_specs(FACTS)]
     with pytest.raises(ConfigError, match=r"--max-num-seqs 6\b"):
         size(800 * BLOCK, layout=layout(specs, 64), num_rows=16)

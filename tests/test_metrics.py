@@ -1,4 +1,4 @@
-"""Metrics: the numbers of known traffic, under the names that dashboards read."""
+"""Tests of the metrics of known traffic, under the names that dashboards use."""
 
 import re
 import time
@@ -39,18 +39,19 @@ def run(llm: LLM, prompts: Any, **fields: Any) -> None:
 
 
 def values(llm: LLM) -> dict[str, float]:
-    """Counters and gauges by name; histograms' counts and sums; what is labelled by reason as name:reason."""
-    found: dict[str, float] = {}
+    """Return counters and gauges by name, histogram counts and sums, and name:reason for those labelled by
+    reason."""
+    results: dict[str, float] = {}
     for metric in llm.get_metrics():
         assert metric.name.startswith("vllm:")
         reason = metric.labels.get("finished_reason")
         name = metric.name.removeprefix("vllm:") + (f":{reason}" if reason else "")
         if isinstance(metric, Histogram):
-            found[f"{name}.count"], found[f"{name}.sum"] = metric.count, metric.sum
+            results[f"{name}.count"], results[f"{name}.sum"] = metric.count, metric.sum
         else:
             assert isinstance(metric, Counter | Gauge)
-            found[name] = metric.value
-    return found
+            results[name] = metric.value
+    return results
 
 
 def test_everything_is_zero_before_the_first_request(llm: LLM) -> None:
@@ -78,7 +79,7 @@ def test_counters_of_known_traffic(llm: LLM) -> None:
     assert len(per_request) == 7 and {after[name] for name in per_request} == {3}
 
 
-def test_requests_are_counted_by_how_they_ended(llm: LLM) -> None:
+def test_requests_are_counted_by_finish_reason(llm: LLM) -> None:
     run(llm, [5], ignore_eos=False, logit_bias={2: 100})
     run(llm, [5], stop_token_ids=[77], logit_bias={77: 100})
     run(llm, [5], stop="T", logit_bias={llm.get_tokenizer().encode("T")[1]: 100})
@@ -91,8 +92,8 @@ def test_requests_are_counted_by_how_they_ended(llm: LLM) -> None:
     assert {reason: after[f"request_success:{reason}"] for reason in expected} == expected
 
 
-def test_gauges_fall_back_to_zero(llm: LLM) -> None:
-    """Also when a stop string or an abort ends the last request, which the core learns after its step."""
+def test_gauges_return_to_zero(llm: LLM) -> None:
+    """Also when a stop string or an abort ends the last request, which reaches the core after its step."""
     engine, names = llm.llm_engine, ("num_requests_running", "kv_cache_usage_perc", "gpu_cache_usage_perc")
     run(llm, PROMPT, stop="T", logit_bias={llm.get_tokenizer().encode("T")[1]: 100})
     assert [values(llm)[name] for name in names] == [0, 0, 0]
@@ -116,7 +117,7 @@ def test_preempted_requests_count_their_prompt_once(model: TextModel) -> None:
     assert after["prefix_cache_queries"] == 44
 
 
-def test_an_interrupted_step_is_no_obstacle(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_step_keeps_the_metrics(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(plan: Any) -> Any:
         raise KeyboardInterrupt
 
@@ -128,7 +129,7 @@ def test_an_interrupted_step_is_no_obstacle(llm: LLM, monkeypatch: pytest.Monkey
     assert values(llm)["num_requests_running"] == 0 and values(llm)["generation_tokens"] == 4
 
 
-def test_snapshots_have_no_total_and_the_scrape_has(llm: LLM) -> None:
+def test_snapshot_names_have_no_total_suffix(llm: LLM) -> None:
     run(llm, [5])
     names = {metric.name for metric in llm.get_metrics()}
     assert "vllm:generation_tokens" in names and "vllm:generation_tokens_total" not in names
@@ -141,7 +142,7 @@ def test_snapshots_have_no_total_and_the_scrape_has(llm: LLM) -> None:
     assert 'vllm:request_success_total{engine="0",finished_reason="length",model_name="tiny"} 1.0' in scrape
 
 
-def test_two_engines_do_not_share_their_numbers(llm: LLM, model: TextModel) -> None:
+def test_engines_have_separate_metrics(llm: LLM, model: TextModel) -> None:
     other = open_text(model, disable_log_stats=False)
     run(llm, [5])
     assert values(llm)["generation_tokens"] == 4 and values(other)["generation_tokens"] == 0
@@ -152,20 +153,20 @@ def test_metrics_are_off_by_default(model: TextModel) -> None:
         open_text(model).get_metrics()
 
 
-def test_the_cache_is_described(llm: LLM) -> None:
+def test_cache_config_info(llm: LLM) -> None:
     (info,) = (metric for metric in llm.get_metrics() if metric.name == "vllm:cache_config_info")
     assert info.labels["block_size"] == "4" and info.labels["num_gpu_blocks"] == "400"
     assert info.labels["kv_cache_size_tokens"] == str(399 * 4)
 
 
-def test_a_value_on_the_edge_of_a_bucket_is_in_it() -> None:
+def test_value_on_a_bucket_edge_is_included() -> None:
     """Buckets are `less or equal`, and count everything below them too."""
     pages = MetricsPages(MetricsLayout(max_model_len=100))
     for num_tokens in (1, 8, 9, 10**6):
         pages.observe(StepStats(num_computed_tokens=num_tokens), FrontStats())
     pages.observe(StepStats(), FrontStats(first_token_s=[0.001, 0.002, 9999.0]))
-    found = EngineMetrics(pages, model_name="m", cache_info={}).snapshot()
-    by_name = {metric.name: metric for metric in found if isinstance(metric, Histogram)}
+    result = EngineMetrics(pages, model_name="m", cache_info={}).snapshot()
+    by_name = {metric.name: metric for metric in result if isinstance(metric, Histogram)}
     steps = by_name["vllm:iteration_tokens_total"].buckets
     assert (steps["1.0"], steps["8.0"], steps["16.0"], steps["+Inf"]) == (1, 2, 3, 4)
     first = by_name["vllm:time_to_first_token_seconds"]
@@ -174,35 +175,35 @@ def test_a_value_on_the_edge_of_a_bucket_is_in_it() -> None:
 
 
 @pytest.mark.parametrize(("longest", "last"), [(1, 1), (9, 5), (10, 10), (8192, 5000), (131072, 100000)])
-def test_length_buckets_end_at_the_longest(longest: int, last: int) -> None:
+def test_length_buckets_end_at_max_model_len(longest: int, last: int) -> None:
     buckets = length_buckets(longest)
     assert buckets[-1] == last and buckets == sorted(set(buckets)) and buckets[0] == 1
 
 
-def test_intervals_are_taken_from_the_right_stations() -> None:
+def test_intervals_use_the_right_timestamps() -> None:
     pages = MetricsPages(MetricsLayout(max_model_len=100))
     times = SequenceTimes(queued_at=1.0, scheduled_at=2.5, first_token_at=4.5, last_token_at=10.5)
     ended = FinishedSequence("stop", 7, 4, 3, 4, SamplingParams(), 0.0, times)
     pages.observe(StepStats(), FrontStats(finished=[ended]))
-    found = EngineMetrics(pages, model_name="m", cache_info={}).snapshot()
-    sums = {metric.name: metric.sum for metric in found if isinstance(metric, Histogram)}
+    result = EngineMetrics(pages, model_name="m", cache_info={}).snapshot()
+    sums = {metric.name: metric.sum for metric in result if isinstance(metric, Histogram)}
     expected = {"queue": 1.5, "prefill": 2.0, "decode": 6.0, "inference": 8.0}
     assert {name: sums[f"vllm:request_{name}_time_seconds"] for name in expected} == expected
     assert sums["vllm:request_time_per_output_token_seconds"] == 2.0
     assert sums["vllm:request_prefill_kv_computed_tokens"] == 4
 
 
-def test_the_adapters_of_all_engines_are_one_series_with_the_time_of_the_news() -> None:
+def test_lora_info_is_one_series_over_all_engines() -> None:
     pages = MetricsPages(MetricsLayout(64), num_engines=2)
     assert "lora_requests_info" not in EngineMetrics(pages, model_name="m", cache_info={}).text()
     metrics = EngineMetrics(pages, model_name="m", cache_info={}, max_loras=4)
     began = time.time()
     metrics.note_adapters(0, ["b"], ["c"])
     metrics.note_adapters(1, ["a", "b"], [])
-    (found,) = [each for each in metrics.snapshot() if each.name == "vllm:lora_requests_info"]
-    assert found.labels == {
+    (result,) = [item for item in metrics.snapshot() if item.name == "vllm:lora_requests_info"]
+    assert result.labels == {
         "max_lora": "4",
         "waiting_lora_adapters": "c",
         "running_lora_adapters": "a,b",
     }
-    assert isinstance(found, Gauge) and began <= found.value <= time.time()
+    assert isinstance(result, Gauge) and began <= result.value <= time.time()

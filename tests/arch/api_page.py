@@ -1,4 +1,4 @@
-"""docs/api.md, out of the routes and their models: `python tests/arch/api_page.py > docs/api.md`."""
+"""Generate docs/api.md from the routes and their models: `python tests/arch/api_page.py > docs/api.md`."""
 
 import json
 import sys
@@ -17,17 +17,17 @@ from quire.server.app import Application
 from quire.server.settings import make_settings
 
 PROSE = Path(__file__).with_name("api_page.md")
-"""What is written by hand: the head of the page."""
+"""Handwritten head of the page."""
 
 
 def routes() -> list[APIRoute]:
-    """Every route there can be, as the application has them in developer mode."""
+    """Return every possible route, as the application has them in developer mode."""
     settings = make_settings(
         {"enable_tokenizer_info_endpoint": True},
         env=Env.read({"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}),
     )
-    found = Application(FakeEngine("Hi"), settings).routes.routes
-    return [route for route in found if isinstance(route, APIRoute) and route.include_in_schema]
+    result = Application(FakeEngine("Hi"), settings).routes.routes
+    return [route for route in result if isinstance(route, APIRoute) and route.include_in_schema]
 
 
 def page() -> str:
@@ -45,19 +45,19 @@ def page() -> str:
     )
 
 
-def bodies_of(found: list[APIRoute]) -> list[type[BaseModel]]:
+def bodies_of(all_routes: list[APIRoute]) -> list[type[BaseModel]]:
     return _with_parts(
         model
-        for route in found
+        for route in all_routes
         if route.body_field is not None
         for model in _models_in(route.body_field.field_info.annotation)
     )
 
 
-def replies_of(found: list[APIRoute]) -> list[type[BaseModel]]:
+def replies_of(all_routes: list[APIRoute]) -> list[type[BaseModel]]:
     return _with_parts(
         model
-        for route in found
+        for route in all_routes
         for reply in route.responses.values()
         for model in _models_in(reply.get("model"))
     )
@@ -71,18 +71,18 @@ def _models_in(kind: Any) -> Iterator[type[BaseModel]]:
 
 
 def _with_parts(models: Iterator[type[BaseModel]]) -> list[type[BaseModel]]:
-    """With the models that their fields hold, and those that they have fields from, each once."""
-    found: dict[type[BaseModel], None] = {}
+    """Return the models with those of their fields and of their bases, each once."""
+    results: dict[type[BaseModel], None] = {}
     waiting = list(models)
     while waiting:
         model = waiting.pop(0)
-        if model not in found:
-            found[model] = None
+        if model not in results:
+            results[model] = None
             waiting += _bases(model)
             waiting += [
                 part for field in model.model_fields.values() for part in _models_in(field.annotation)
             ]
-    return list(found)
+    return list(results)
 
 
 def _bases(model: type[BaseModel]) -> list[type[BaseModel]]:
@@ -122,15 +122,15 @@ def _models(models: list[type[BaseModel]]) -> Iterator[str]:
         yield says + (f" It has every field of {bases}." if bases else "") + "\n"
         inherited = {name for base in _bases(model) for name in base.model_fields}
         properties = model.model_json_schema(by_alias=True).get("properties", {})
-        own = {
+        local = {
             name: field
             for name, field in model.model_fields.items()
             if name not in inherited or str(field) != str(_inherited(model, name))
         }
-        if own:
+        if local:
             yield "| field | type | default | |"
             yield "|---|---|---|---|"
-            for name, field in own.items():
+            for name, field in local.items():
                 shown = field.alias or name
                 yield _field_line(shown, properties.get(shown, {}), field.is_required())
             yield ""
@@ -149,7 +149,7 @@ def _field_line(name: str, schema: dict[str, Any], required: bool) -> str:
 def _kind(schema: dict[str, Any]) -> str:
     for joined in ("anyOf", "oneOf"):
         if joined in schema:
-            kinds = dict.fromkeys(_kind(each) for each in schema[joined] if each.get("type") != "null")
+            kinds = dict.fromkeys(_kind(item) for item in schema[joined] if item.get("type") != "null")
             return " or ".join(kinds)
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
@@ -157,7 +157,7 @@ def _kind(schema: dict[str, Any]) -> str:
     if "const" in schema:
         return f"`{schema['const']}`"
     if "enum" in schema:
-        return ", ".join(f"`{each}`" for each in schema["enum"])
+        return ", ".join(f"`{item}`" for item in schema["enum"])
     if schema.get("type") == "array":
         return f"list of {_kind(schema.get('items', {}))}"
     return str(schema.get("type", "any JSON"))

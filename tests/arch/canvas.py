@@ -1,4 +1,4 @@
-"""What the drawings of docs/ are made of."""
+"""Shapes for the drawings of docs/."""
 
 from collections.abc import Sequence
 from html import escape
@@ -15,8 +15,8 @@ def frame(width: int, height: int, parts: Sequence[str]) -> str:
     return "\n".join([head, f'<rect width="{width}" height="{height}" fill="{PAPER}"/>', *parts, "</svg>\n"])
 
 
-def box(x: float, y: float, width: float, height: float, fill: str, text: str = "", said: str = "") -> str:
-    title = f"<title>{escape(said)}</title>" if said else ""
+def box(x: float, y: float, width: float, height: float, fill: str, text: str = "", tooltip: str = "") -> str:
+    title = f"<title>{escape(tooltip)}</title>" if tooltip else ""
     rect = f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="{fill}" stroke="{PAPER}">'
     ink = INK if fill in (PALE, PAPER) else "white"
     label = f'<text x="{x + width / 2:g}" y="{y + height / 2 + 4:g}" text-anchor="middle" fill="{ink}">'
@@ -32,7 +32,7 @@ def words(
 
 
 def arrow(x: float, y: float, to_x: float, to_y: float) -> str:
-    """Straight, along one of the axes."""
+    """Draw a straight arrow along one of the axes."""
     if y == to_y:
         tip = to_x - 7 if to_x > x else to_x + 7
         line, head = f"M{x:g} {y:g}H{tip:g}", f"M{to_x:g} {y:g}L{tip:g} {y - 4:g}V{y + 4:g}Z"

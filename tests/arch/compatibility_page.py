@@ -182,7 +182,7 @@ COLUMNS = [feature for feature in FEATURES if feature.short not in FORMATS]
 
 @dataclass(frozen=True)
 class Answer:
-    """What the checks say of a pair: yes, no, part or off, and why."""
+    """Return the verdict of the checks on a pair (yes, no, part or off) and the reason."""
 
     word: str
     why: str = ""
@@ -198,7 +198,7 @@ class Checks:
     def __init__(self, folder: Path, machine: Machine) -> None:
         self.folder, self.machine = folder, machine
         self.warnings: list[str] = []
-        """What the last configuration was warned of."""
+        """Warnings of the last configuration."""
         self.draft = self._write(DENSE)
         self.gguf = folder / "tiny.gguf"
         _write_gguf(self.gguf)

@@ -1,4 +1,4 @@
-"""docs/models.md, out of the tables: `python tests/arch/models_page.py > docs/models.md`."""
+"""Generate docs/models.md from the tables: `python tests/arch/models_page.py > docs/models.md`."""
 
 import sys
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from quire.models import CLASSIFIERS, MODELS
 
 _KEPT = {"full": "pages", "window": "window", "latent": "latent", "state": "state"}
 _ELSEWHERE = {"WhisperForConditionalGeneration": ("pages, crossed", "tape", "graphs")}
-"""Of decoders that cannot be alone: what is compared in tests/multimodal/."""
+"""Decoders that cannot run alone: cache, CPU and GPU paths tested in tests/multimodal/."""
 
 GROUPS = {
     "dense": "Dense decoders",
@@ -29,7 +29,7 @@ GROUPS = {
     "ssm": "State-space and hybrid decoders",
     "encoder": "Encoders",
 }
-"""By the file in checkpoint/families/ that reads them."""
+"""Titles by the file in checkpoint/families/ that reads them."""
 HEAD = """# Models
 
 Made by `python tests/arch/models_page.py > docs/models.md` out of the tables of `checkpoint/families/` and
@@ -95,7 +95,7 @@ def _line(name: str) -> str:
         f"`{family.model_type}`",
         *(_ELSEWHERE.get(name) or _runs(name)),
         read_by,
-        ", ".join(f"`{each}`" for each in gguf) or "-",
+        ", ".join(f"`{item}`" for item in gguf) or "-",
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -107,7 +107,7 @@ def _runs(name: str) -> tuple[str, str, str]:
 
 
 def _kept(name: str) -> str:
-    """By the layers of the zoo's tiny model."""
+    """Return the cache kinds of the layers of the tiny test model."""
     import transformers
 
     specimen = ZOO[name]

@@ -1,4 +1,5 @@
-"""Pictures of docs/, drawn from code and from the tables of its pages: `python tests/arch/pictures.py`."""
+"""Generate the pictures of docs/ from code and from the tables of its pages: `python
+tests/arch/pictures.py`."""
 
 import contextlib
 import io
@@ -26,7 +27,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def _table(page: str, first_line: str) -> list[list[str]]:
-    """The rows below the table's head that begins so."""
+    """Return the rows of the table with a header that begins with `first_line`."""
     lines = (DOCS / page).read_text(encoding="utf-8").splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith(first_line))
     rows = []
@@ -38,21 +39,21 @@ def _table(page: str, first_line: str) -> list[list[str]]:
 
 
 def _numbers(cell: str) -> list[float]:
-    """Those in front of a bracket."""
-    found = re.findall(r"\d[\d,]*\.?\d*", cell.partition("(")[0].replace(", ", " "))
-    return [float(each.replace(",", "")) for each in found]
+    """Return the numbers before a bracket."""
+    result = re.findall(r"\d[\d,]*\.?\d*", cell.partition("(")[0].replace(", ", " "))
+    return [float(item.replace(",", "")) for item in result]
 
 
-# ---- bars out of tables
+# ---- bar charts from tables
 
 
 def decode() -> str:
-    """A decode step beside vLLM's, of two models."""
+    """Draw a decode step beside vLLM's, for two models."""
     rows = _table("performance.md", "| decode step, ms |")
     groups = []
-    for theirs, ours in ((rows[0], rows[1]), (rows[3], rows[4])):
-        name = theirs[0].partition(",")[0]
-        for size, a, b in zip((1, 8, 32, 128, 256), theirs[1:], ours[1:], strict=True):
+    for vllm, quire_row in ((rows[0], rows[1]), (rows[3], rows[4])):
+        name = vllm[0].partition(",")[0]
+        for size, a, b in zip((1, 8, 32, 128, 256), vllm[1:], quire_row[1:], strict=True):
             values = {"vLLM 0.24": _numbers(a)[0], "Quire": _numbers(b)[0]}
             groups.append(
                 BarGroup(f"{name}, batch {size}", values, {k: f"{v:g} ms" for k, v in values.items()})
@@ -61,7 +62,7 @@ def decode() -> str:
 
 
 def peers() -> str:
-    """Engines on two cores."""
+    """Draw engines on two cores."""
     rows = _table("performance.md", "| | ready s | first token s |")[:4]
     columns = {"one prompt, tok/s": 4, "one stream, tok/s": 5, "32 at once, tok/s": 6}
     groups = []
@@ -72,7 +73,7 @@ def peers() -> str:
 
 
 def drafts() -> str:
-    """What speculation is worth, by the text."""
+    """Draw the gain of speculation by kind of text."""
     groups = []
     for name, plain, drafted, *_ in _table("speculation.md", "| workload | plain tok/s"):
         values = {"plain": median(_numbers(plain)), "with drafts": median(_numbers(drafted))}
@@ -81,7 +82,7 @@ def drafts() -> str:
 
 
 def formats() -> str:
-    """Tokens a second by the format of the weights."""
+    """Draw tokens per second by the format of the weights."""
     rows = _table("quantization.md", "| | weights | prompt of 512 | decode |")
     groups = []
     for row in rows:
@@ -93,7 +94,7 @@ def formats() -> str:
 
 
 def shares() -> str:
-    """How soon another key has its share."""
+    """Draw how soon another key gets its share."""
     groups = []
     for name, cell, _ in _table("keys.md", "| | share of the other key"):
         values = dict(
@@ -113,14 +114,15 @@ def shares() -> str:
 
 
 def _steps(*, chunked: bool) -> list[dict[str, int]]:
-    """Tokens of each request, step by step: four streams, and two prompts behind the second step."""
+    """Return the tokens of each request, step by step: four streams, and two prompts after the second
+    step."""
     kv = KVManager(num_blocks=400, block_size=16, max_rows=8, share_prefixes=False)
     budget = 64 if chunked else 256
     scheduler = Scheduler(
         kv=kv, max_num_seqs=8, max_num_batched_tokens=budget, max_model_len=512, chunked_prefill=chunked
     )
     add_requests(scheduler, [(8, 40)] * 4)
-    found: list[dict[str, int]] = []
+    results: list[dict[str, int]] = []
     names: dict[int, str] = {}
     for number in range(8):
         if number == 2:
@@ -128,12 +130,12 @@ def _steps(*, chunked: bool) -> list[dict[str, int]]:
                 scheduler.add(_request(name, list(range(length)), 40))
         plan = scheduler.plan()
         assert plan is not None
-        names |= {each.row: each.request_id for each in plan.admitted}
+        names |= {item.row: item.request_id for item in plan.admitted}
         counts = zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True)
-        found.append({names[row]: count for row, count in counts})
+        results.append({names[row]: count for row, count in counts})
         tokens = np.full(int(plan.samples.sum()), 7, np.int32)
         scheduler.update(plan, StepResult(token_ids=tokens))
-    return found
+    return results
 
 
 def _request(name: str, tokens: list[int], num_out: int) -> Request:
@@ -148,7 +150,7 @@ def _request(name: str, tokens: list[int], num_out: int) -> Request:
 
 
 def chunks() -> str:
-    """Steps as the scheduler plans them, prompts in chunks and whole."""
+    """Draw steps as the scheduler plans them, prompts in chunks and whole."""
     fills = {"streams": COLOURS[0], "long": COLOURS[2], "short": COLOURS[1]}
     parts, scale, y = [], 2.6, 40
     for title, chunked in _WAYS.items():
@@ -158,8 +160,11 @@ def chunks() -> str:
             counts = {"streams": sum(count for name, count in step.items() if name.isdigit())}
             counts |= {name: step[name] for name in ("long", "short") if name in step}
             for name, count in counts.items():
-                said, text = f"step {number + 1}: {count} tokens of {name}", str(count) if count > 8 else ""
-                parts.append(box(x, y, count * scale, 26, fills[name], text, said))
+                title_text, text = (
+                    f"step {number + 1}: {count} tokens of {name}",
+                    str(count) if count > 8 else "",
+                )
+                parts.append(box(x, y, count * scale, 26, fills[name], text, title_text))
                 x += count * scale
             x += 6
         y += 76
@@ -182,7 +187,7 @@ _CHUNK_WORDS = {
 
 
 def cache() -> str:
-    """Blocks of three requests, two of which begin alike."""
+    """Draw the blocks of three requests, two with a common prefix."""
     kv = KVManager(num_blocks=64, block_size=16, max_rows=8, share_prefixes=True)
     scheduler = Scheduler(kv=kv, max_num_seqs=8, max_num_batched_tokens=512, max_model_len=512)
     common = list(range(64))
@@ -198,8 +203,8 @@ def cache() -> str:
         known = f"{name}: {len(tokens)} tokens, {admitted.num_computed} known"
         parts.append(f'<text x="12" y="{y + 18}" fill="{INK}">{known}</text>')
         for place, block in enumerate(admitted.block_ids[0]):
-            fill, said = (COLOURS[1], "found") if block in seen else (COLOURS[0], "computed")
-            parts.append(box(220 + 58 * place, y, 54, 28, fill, str(block), said))
+            fill, label = (COLOURS[1], "found") if block in seen else (COLOURS[0], "computed")
+            parts.append(box(220 + 58 * place, y, 54, 28, fill, str(block), label))
         seen |= {*admitted.block_ids[0]}
         y += 40
         scheduler.update(plan, StepResult(token_ids=np.full(int(plan.samples.sum()), 7, np.int32)))
@@ -209,7 +214,7 @@ def cache() -> str:
 
 
 def memory() -> str:
-    """What `quire plan` draws of a 70B."""
+    """Return the drawing of `quire plan` for a 70B model."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         path = Path(folder) / "memory.svg"
         assert quire(["plan", "llama-3-70b", "--gpu", "h200", "--concurrency", "8", "--svg", str(path)]) == 0
@@ -230,7 +235,7 @@ _WAY = (
 
 
 def way() -> str:
-    """A request's way, top to bottom."""
+    """Draw the path of a request, top to bottom."""
     return _lanes(_WAY)
 
 
@@ -247,50 +252,50 @@ _ITEM = (
 
 
 def media() -> str:
-    """An image's way."""
+    """Draw the path of an image."""
     return _lanes(_ITEM)
 
 
 def _lanes(steps: Sequence[tuple[str, str, str]]) -> str:
-    """From whom to whom, and what."""
+    """Draw messages between lanes: sender, receiver, text."""
     lanes = {"client": 90, "API process": 320, "core": 560, "worker": 780}
     bottom = 64 + 40 * len(steps)
     parts = []
     for name, x in lanes.items():
         parts.append(box(x - 60, 16, 120, 28, COLOURS[0], name))
         parts.append(f'<path d="M{x} 44V{bottom}" stroke="#bbb" stroke-dasharray="3 4"/>')
-    for number, (start, end, told) in enumerate(steps):
+    for number, (start, end, text) in enumerate(steps):
         y, a, b = 84 + 40 * number, lanes[start], lanes[end]
         if start == end:
             anchor = "end" if a > 700 else "middle"
             parts.append(f'<circle cx="{a}" cy="{y - 4}" r="4" fill="{COLOURS[2]}"/>')
-            parts.append(words(a, y - 12, told, anchor))
+            parts.append(words(a, y - 12, text, anchor))
             continue
         parts.append(arrow(a, y, b, y))
-        parts.append(words((a + b) / 2, y - 6, told))
+        parts.append(words((a + b) / 2, y - 6, text))
     return frame(900, bottom + 12, parts)
 
 
 _LOADS = (90, 20, 15, 10, 60, 15, 10, 10, 25, 10, 10, 5, 20, 10, 5, 5)
-"""Tokens of 16 experts, some of them liked."""
+"""Tokens of 16 experts, some of them popular."""
 
 
 def experts() -> str:
-    """Experts over four devices: dealt in order, and after they were moved with four places more."""
+    """Draw experts over four devices: in order, and balanced with four more slots."""
     parts, y = [], 36
     for title, places in (
         ("Neighbours together: all wait for device 0", initial_placement(16, 4)),
         ("Balanced, with a place more on each device", balance(_LOADS, 4, 5)),
     ):
-        copies = [len(each) for each in places.replicas(len(_LOADS))]
+        copies = [len(replica) for replica in places.replicas(len(_LOADS))]
         parts.append(f'<text x="12" y="{y - 12}" font-size="14" fill="{INK}">{title}</text>')
-        for rank, own in enumerate(places.by_rank):
+        for rank, experts_here in enumerate(places.by_rank):
             x = 90.0
             parts.append(f'<text x="12" y="{y + 16}" fill="{INK}">device {rank}</text>')
-            for expert in own:
+            for expert in experts_here:
                 load = _LOADS[expert] / copies[expert]
-                fill, said = COLOURS[2 if copies[expert] > 1 else 0], f"expert {expert}: {load:g} tokens"
-                parts.append(box(x, y, 4.5 * load, 24, fill, str(expert) if load >= 5 else "", said))
+                fill, label = COLOURS[2 if copies[expert] > 1 else 0], f"expert {expert}: {load:g} tokens"
+                parts.append(box(x, y, 4.5 * load, 24, fill, str(expert) if load >= 5 else "", label))
                 x += 4.5 * load
             y += 28
         y += 44
@@ -300,7 +305,7 @@ def experts() -> str:
 
 
 def adapters() -> str:
-    """What adapters cost at 64 sequences."""
+    """Draw the cost of adapters at 64 sequences."""
     row = next(row for row in _table("lora.md", "| | no adapter | one |") if row[0].startswith("batch 64"))
     values = [float(re.findall(r"\d+\.\d+", cell)[0]) for cell in row[1:]]
     names = ("no adapter", "one adapter", "eight in the batch")

@@ -1,4 +1,4 @@
-"""Pages of docs/ that are made from the code: `python tests/arch/reference_pages.py`."""
+"""Generate pages of docs/ from the code: `python tests/arch/reference_pages.py`."""
 
 import ast
 import inspect
@@ -33,12 +33,12 @@ def _sections(sections: Mapping[str, type]) -> list[str]:
     known, lines = options_of(sections), []
     for section, cls in sections.items():
         texts = field_help(cls)
-        own = [option for option in known.values() if option.section == section]
+        local = [option for option in known.values() if option.section == section]
         lines += [f"### {section.capitalize()}: {(cls.__doc__ or '').split(chr(10))[0]}\n"]
         lines += ["| flag | takes | default | |", "|---|---|---|---|"]
         lines += [
             f"| {' | '.join([_flag(option), _takes(option), _default(option), _cell(texts[option.name])])} |"
-            for option in own
+            for option in local
         ]
         lines.append("")
     return lines
@@ -74,9 +74,9 @@ def _cell(text: str) -> str:
 
 
 def environment() -> str:
-    texts = _said(Env)
+    texts = _field_docs(Env)
     for kind, prefix in _GROUPS.values():
-        texts |= {f"{prefix}{name}": text for name, text in _said(kind).items()}
+        texts |= {f"{prefix}{name}": text for name, text in _field_docs(kind).items()}
     lines = [
         "# Environment variables\n",
         "Each is read as `QUIRE_NAME`, then as `VLLM_NAME` (`python tests/arch/reference_pages.py` makes this"
@@ -93,16 +93,16 @@ def environment() -> str:
     return "\n".join(lines)
 
 
-def _said(cls: type) -> dict[str, str]:
-    """The docstrings of those fields that have one."""
+def _field_docs(cls: type) -> dict[str, str]:
+    """Return the docstrings of the fields that have one."""
     (tree,) = ast.parse(inspect.getsource(cls)).body
     assert isinstance(tree, ast.ClassDef)
-    found = {}
+    results = {}
     for item, after in itertools.pairwise(tree.body):
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
             is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-            found[item.target.id] = str(after.value.value) if is_text else ""  # type: ignore[attr-defined]
-    return found
+            results[item.target.id] = str(after.value.value) if is_text else ""  # type: ignore[attr-defined]
+    return results
 
 
 def metrics() -> str:

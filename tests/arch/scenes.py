@@ -1,4 +1,4 @@
-"""Scenes from the life of a request, played by the code that they are about."""
+"""Drawings of the stages of a request, computed by the code that they show."""
 
 import json
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ from quire.server.responses.output import Output
 from quire.text.grammar import Grammars, Vocabulary
 from quire.text.parsers import answer_parser
 
-# ---- an answer told apart
+# ---- parsing an answer
 
-_HEARD = (
+_PARTS = (
     "The weather: a tool ",
     "knows.</thi",
     "nk>Let me look. <tool",
@@ -38,14 +38,14 @@ _KINDS = {
 
 
 def tools() -> str:
-    """What a parser makes of an answer that comes in parts."""
+    """Draw what a parser makes of an answer that arrives in parts."""
     parser = answer_parser(reasoning="qwen3", tools="hermes", prompt="<think>\n")
     parts = [
         words(12, 22, "the model writes", "start", size=14),
         words(390, 22, "the client is sent", "start", size=14),
     ]
     y = 36
-    for text in _HEARD:
+    for text in _PARTS:
         pieces = parser.feed(text)
         height = 26 * max(1, len(pieces))
         parts.append(box(12, y, 290, 24, PALE))
@@ -67,7 +67,7 @@ def _piece(x: float, y: float, piece: Piece) -> list[str]:
     return [box(x, y, 170, 24, fill, kind), words(x + 180, y + 16, text, "start", mono=True)]
 
 
-# ---- an answer of a form
+# ---- structured output
 
 _TOKENS = ('{"', "age", "name", '":', " ", "4", "42", "forty", '"', "}", "Sure", "<end>")
 _ANSWER = ('{"', "age", '":', " ", "42", "}", "<end>")
@@ -75,22 +75,22 @@ _SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "requir
 
 
 def _encode(text: str) -> list[int]:
-    """The longest token first, a byte where none fits."""
+    """Encode greedily with the longest token, or a byte if none matches."""
     ids = []
     while text:
-        token = max((each for each in _TOKENS if text.startswith(each)), key=len, default=text[0])
+        token = max((item for item in _TOKENS if text.startswith(item)), key=len, default=text[0])
         ids.append(_TOKENS.index(token) if token in _TOKENS else len(_TOKENS) + ord(token))
         text = text[len(token) :]
     return ids
 
 
 def structured() -> str:
-    """Which tokens of a small vocabulary may follow, step by step."""
-    tokens = [each.encode() for each in _TOKENS] + [bytes([code]) for code in range(256)]
+    """Draw which tokens of a small vocabulary may follow, step by step."""
+    tokens = [item.encode() for item in _TOKENS] + [bytes([code]) for code in range(256)]
     end = _TOKENS.index("<end>")
     grammars = Grammars(lambda: Vocabulary(tokens, [end], (end,), _encode))
-    asked = StructuredOutputsParams(json=_SCHEMA, disable_additional_properties=True)
-    matcher = grammars.compile(asked)
+    request = StructuredOutputsParams(json=_SCHEMA, disable_additional_properties=True)
+    matcher = grammars.compile(request)
     title = f"Tokens that may come next: {json.dumps(_SCHEMA)}"
     parts, y, text = [words(12, 22, title, "start")], 36, ""
     for chosen in _ANSWER:
@@ -100,8 +100,8 @@ def structured() -> str:
         parts.append(words(12, y + 17, text or "(nothing yet)", "start", mono=bool(text)))
         for place, token in enumerate(_TOKENS):
             fill = COLOURS[2] if token == chosen else COLOURS[1] if may[place] else PALE
-            said = "sampled" if token == chosen else "may come" if may[place] else "never"
-            parts.append(box(120 + 60 * place, y, 56, 26, fill, "space" if token == " " else token, said))
+            message = "sampled" if token == chosen else "may come" if may[place] else "never"
+            parts.append(box(120 + 60 * place, y, 56, 26, fill, "space" if token == " " else token, message))
             assert may[place] or token != chosen
         y += 32
         text += chosen
@@ -115,7 +115,7 @@ def structured() -> str:
     return frame(850, y + 28, parts)
 
 
-# ---- where the time went
+# ---- timeline
 
 _STATS = RequestStateStats(
     queued_ts=1.012, scheduled_ts=1.142, first_token_ts=1.300, last_token_ts=1.860, latency=0.88,
@@ -125,8 +125,8 @@ _ARRIVED = 1.0
 
 
 def timeline() -> str:
-    """The stations of a request, and which field says what lies between them."""
-    told, scale, left = RequestTimeline.of(_STATS, 0), 0.85, 40.0
+    """Draw the events of a request, and the fields that measure the times between them."""
+    times, scale, left = RequestTimeline.of(_STATS, 0), 0.85, 40.0
     stations = {
         "arrives": _ARRIVED, "in the line": _STATS.queued_ts, "first step": _STATS.scheduled_ts,
         "first token": _STATS.first_token_ts, "last token": _STATS.last_token_ts,
@@ -144,29 +144,31 @@ def timeline() -> str:
         ("first token", "last token", COLOURS[1], "decode_ms"),
     ):
         width = at[end] - at[start]
-        parts.append(box(at[start], 60, width, 30, fill, f"{field} {getattr(told, field):.0f}"))
-    away, share = told.preempted_ms * scale, told.step_share_ms * scale
+        parts.append(box(at[start], 60, width, 30, fill, f"{field} {getattr(times, field):.0f}"))
+    away, share = times.preempted_ms * scale, times.step_share_ms * scale
     parts.append(
-        box(at["first token"] + 120, 96, away, 22, COLOURS[5], f"preempted_ms {told.preempted_ms:.0f}")
+        box(at["first token"] + 120, 96, away, 22, COLOURS[5], f"preempted_ms {times.preempted_ms:.0f}")
     )
     parts.append(
         words(at["first token"] + 126 + away, 111, "within decode_ms: its row was another's", "start")
     )
-    parts.append(box(at["first step"], 124, share, 22, COLOURS[4], f"step_share_ms {told.step_share_ms:.0f}"))
+    parts.append(
+        box(at["first step"], 124, share, 22, COLOURS[4], f"step_share_ms {times.step_share_ms:.0f}")
+    )
     parts.append(words(at["first step"] + share + 6, 139, "of its steps its own part, put together", "start"))
-    total = told.total_ms * scale
-    parts.append(box(left, 152, total, 22, PALE, f"total_ms {told.total_ms:.0f}"))
+    total = times.total_ms * scale
+    parts.append(box(left, 152, total, 22, PALE, f"total_ms {times.total_ms:.0f}"))
     parts.append(
         words(left, 192, "What no bar covers is the API process: template, tokens, the way, text.", "start")
     )
     return frame(840, 204, parts)
 
 
-# ---- an operator's day
+# ---- control routes
 
 
 def operate() -> str:
-    """Running, paused, asleep, and the routes between."""
+    """Draw the states running, paused and asleep, and the routes between them."""
     assert set(MODES) == {"abort", "wait", "keep"}
     states = {
         "running": (40, "steps are taken", COLOURS[1]),
@@ -213,7 +215,7 @@ def operate() -> str:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """`-tp 4 -pp 2`."""
+    """Sizes of `-tp 4 -pp 2`."""
 
     tensor_parallel_size: int = 4
     pipeline_parallel_size: int = 2
@@ -223,11 +225,11 @@ _PLANS = ("plans, by one ring of shared memory", "started by the agent; plans fr
 
 
 def ranks() -> str:
-    """Eight ranks on two machines."""
+    """Draw eight ranks on two machines."""
     sizes, layers = _Sizes(), stage_layers(80, 2)
     parts = [words(12, 22, "quire serve MODEL -tp 4 -pp 2 --nnodes 2 ..., 80 layers", "start", mono=True)]
     every = [Rank.of(index, sizes) for index in range(8)]
-    for machine, (pp, own) in enumerate(groupby(every, key=lambda rank: rank.pp)):
+    for machine, (pp, machine_ranks) in enumerate(groupby(every, key=lambda rank: rank.pp)):
         y = 36 + 150 * machine
         parts.append(f'<rect x="12" y="{y}" width="836" height="136" fill="{PAPER}" stroke="#999" rx="6"/>')
         span = f"layers {layers[pp][0]} to {layers[pp][-1]}"
@@ -240,7 +242,7 @@ def ranks() -> str:
             parts += [arrow(126, y + 79, 152, y + 79), box(154, y + 44, 100, 70, COLOURS[1], "core")]
         parts.append(arrow(256, y + 79, 294, y + 79))
         parts.append(words(296, y + 42, _PLANS[machine], "start"))
-        for rank in own:
+        for rank in machine_ranks:
             x = 296 + 136 * rank.tp
             parts.append(box(x, y + 50, 128, 40, COLOURS[2], f"Worker_PP{rank.pp}_TP{rank.tp}"))
         parts.append(f'<path d="M296 {y + 104}H832" stroke="{COLOURS[5]}" stroke-width="3"/>')
@@ -255,7 +257,7 @@ def ranks() -> str:
 
 # ---- two more APIs
 
-_SAID = (
+_PIECES = (
     ReasoningPiece("A tool knows."),
     TextPiece("Let me"),
     TextPiece(" look."),
@@ -265,9 +267,9 @@ _SAID = (
 
 
 def responses() -> str:
-    """The events of a stream, item by item."""
+    """Draw the events of a stream, item by item."""
     output = Output()
-    events = [event for piece in _SAID for event in output.add(piece)]
+    events = [event for piece in _PIECES for event in output.add(piece)]
     events += output.end("completed")
     kinds = iter(
         [
@@ -314,7 +316,7 @@ _BODY = {
 
 
 def messages() -> str:
-    """A body, and the chat that it becomes."""
+    """Draw a body, and the chat request that it becomes."""
     chat = as_chat(MessagesBody.model_validate(_BODY), budgets=True).model_dump(exclude_unset=True)
     parts: list[str] = []
     sides = (("POST /v1/messages", _BODY, 12), ("the chat that is answered", chat, 440))
@@ -333,13 +335,14 @@ def messages() -> str:
             if name not in body:
                 continue
             for line in body[name] if name == "messages" else [{name: body[name]}]:
-                told = _lines(line)
+                reported = _lines(line)
                 fill = _ROLES.get(line.get("role", "system" if name == "system" else ""), PALE)
-                parts.append(box(x, y, 6, 16 * len(told) + 8, fill))
+                parts.append(box(x, y, 6, 16 * len(reported) + 8, fill))
                 parts += [
-                    words(x + 14, y + 16 + 16 * at, text, "start", mono=True) for at, text in enumerate(told)
+                    words(x + 14, y + 16 + 16 * at, text, "start", mono=True)
+                    for at, text in enumerate(reported)
                 ]
-                y += 16 * len(told) + 14
+                y += 16 * len(reported) + 14
         heights.append(y)
     parts.append(arrow(404, 28 + 60, 432, 28 + 60))
     return frame(860, int(max(heights)) + 4, parts)
@@ -349,16 +352,16 @@ _ENDS = ("stop_sequences", "stop", "max_tokens")
 _ROLES = {"system": COLOURS[3], "user": COLOURS[0], "assistant": COLOURS[1], "tool": COLOURS[2]}
 
 
-def _lines(told: dict[str, object]) -> list[str]:
-    """A line for each field, blocks and calls in lines of their own."""
-    found = []
-    for name, value in told.items():
+def _lines(expected: dict[str, object]) -> list[str]:
+    """Return a line for each field, with blocks and calls on separate lines."""
+    results = []
+    for name, value in expected.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
-            found.append(f"{name}:")
-            found += [f"  {line}" for each in value for line in _short(each)]
+            results.append(f"{name}:")
+            results += [f"  {line}" for item in value for line in _short(item)]
         elif value not in ([], ""):
-            found.append(f"{name}: {value if isinstance(value, str) else json.dumps(value)}")
-    return found
+            results.append(f"{name}: {value if isinstance(value, str) else json.dumps(value)}")
+    return results
 
 
 def _short(block: dict[str, object]) -> list[str]:

@@ -1,7 +1,6 @@
-"""docs/structure.md out of the floors and the first sentence of every module's docstring.
+"""Generate docs/structure.md from the floors and the first sentence of every module's docstring.
 
-PYTHONPATH=src python tests/arch/structure_page.py
-"""
+PYTHONPATH=src python tests/arch/structure_page.py"""
 
 import ast
 import re

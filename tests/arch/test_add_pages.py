@@ -34,7 +34,7 @@ def tables() -> Iterator[None]:
 
 @pytest.mark.usefixtures("tables")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_an_example_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = dict(_BLOCK.findall(page.read_text(encoding="utf-8")))
     module, script = files
     for name, code in files.items():

@@ -1,4 +1,4 @@
-"""docs/api.md says what the routes say, and the OpenAPI document leaves nothing out."""
+"""Tests that docs/api.md matches the routes, and that the OpenAPI document is complete."""
 
 from pathlib import Path
 
@@ -14,11 +14,11 @@ WITHOUT_A_MODEL = {
     "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter",
 }
-"""An empty body, text, or what there happens to be."""
+"""Routes with an empty body, text, or a variable answer."""
 
 
-def test_the_page_of_the_api_is_what_the_routes_make() -> None:
-    """A field that was added, and nobody can read that it was."""
+def test_api_page_is_current() -> None:
+    """Catches a new field that is not documented."""
     written = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
     assert written == page(), "run: python tests/arch/api_page.py > docs/api.md"
 
@@ -34,5 +34,5 @@ def test_every_route_is_described(route: APIRoute) -> None:
     errors = [reply for code, reply in answers.items() if code >= 400]
     models = {reply["model"].__name__ for reply in errors if "model" in reply}
     schemas = [reply["content"]["application/json"]["schema"] for reply in errors if "model" not in reply]
-    assert len(models) == bool(errors), "one says how errors look"
+    assert len(models) == bool(errors), "all errors of a route have one model"
     assert all(schema == {"$ref": f"#/components/schemas/{name}"} for schema in schemas for name in models)

@@ -3,5 +3,5 @@
 from compatibility_page import PAGE, page
 
 
-def test_the_page_of_compatibility_is_fresh() -> None:
+def test_compatibility_page_is_current() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run: python tests/arch/compatibility_page.py"

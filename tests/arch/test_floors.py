@@ -1,4 +1,4 @@
-"""The house stands: imports point down, and the wings that must not know torch do not."""
+"""Tests of the import order: imports point down, and torch-free folders do not import torch."""
 
 import ast
 import subprocess
@@ -15,32 +15,32 @@ FLOOR = {name: height for height, names in enumerate(FLOORS) for name in names}
 FILES = sorted(ROOT.rglob("*.py"))
 
 
-def room(path: Path) -> str:
+def folder_of(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
 @cache
 def imported(path: Path) -> list[tuple[int, str]]:
-    """Every import anywhere in the file, with its line: in functions and under TYPE_CHECKING too."""
-    found = []
+    """Return every import in the file with its line, in functions and under TYPE_CHECKING too."""
+    imports = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found += [(node.lineno, alias.name) for alias in node.names]
+            imports += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: relative import"
-            found.append((node.lineno, node.module or ""))
-    return found
+            imports.append((node.lineno, node.module or ""))
+    return imports
 
 
 def test_every_folder_has_a_floor() -> None:
-    assert {room(path) for path in FILES} <= set(FLOOR)
+    assert {folder_of(path) for path in FILES} <= set(FLOOR)
 
 
 def test_imports_point_down() -> None:
-    """An import of a higher floor, or of another room on the same one."""
+    """Catches an import of a higher floor, or of another folder on the same one."""
     upward = []
     for path in FILES:
-        here = room(path)
+        here = folder_of(path)
         for line, module in imported(path):
             there = "__init__" if module == "quire" else module.removeprefix("quire.").split(".")[0]
             if module.partition(".")[0] != "quire" or there == here:
@@ -50,9 +50,9 @@ def test_imports_point_down() -> None:
     assert not upward, "\n".join(upward)
 
 
-def test_no_import_circles() -> None:
-    """A file that imports itself through others."""
-    imports = {module: neighbours(module) for module in MODULES}
+def test_no_import_cycles() -> None:
+    """Catches a file that imports itself through others."""
+    imports = {module: imports_of(module) for module in MODULES}
     try:
         TopologicalSorter(imports).prepare()
     except CycleError as circle:
@@ -67,17 +67,19 @@ def module_name(path: Path) -> str:
 MODULES = {module_name(path): path for path in FILES}
 
 
-def neighbours(module: str) -> set[str]:
+def imports_of(module: str) -> set[str]:
     """Return the modules of the package that `module` imports."""
     return {name for _, name in imported(MODULES[module]) if name in MODULES and name != "quire"} - {module}
 
 
-def test_torch_free_wings_import_without_torch() -> None:
-    """Import every file of these wings in one process in which torch cannot be imported."""
-    wings = {name: [module for module in MODULES if module.split(".")[1:2] == [name]] for name in TORCH_FREE}
-    assert all(wings.values()), "a wing has no files"
-    modules = sum(wings.values(), [])
-    modules.remove("quire.executor.inprocess")  # the seam to the device wing
+def test_torch_free_folders_import_without_torch() -> None:
+    """Import every file of these folders in one process in which torch cannot be imported."""
+    folders = {
+        name: [module for module in MODULES if module.split(".")[1:2] == [name]] for name in TORCH_FREE
+    }
+    assert all(folders.values()), "a folder has no files"
+    modules = sum(folders.values(), [])
+    modules.remove("quire.executor.inprocess")  # the connection to the device code
     code = f"import sys; sys.modules['torch'] = None; import {', '.join(modules)}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""What is not Quire's own is named in NOTICE, with its licence, and in the bill of materials."""
+"""Tests that third-party parts are named in NOTICE, with their licence, and in the bill of materials."""
 
 import importlib.util
 import re
@@ -17,17 +17,17 @@ OWN = {
     "src/quire/server/page": {".js", ".css", ".html", ".svg"},
     "src/quire": {".typed"},
 }
-"""Where files of the package beside Python are Quire's own."""
+"""Folders of the package with non-Python files that are Quire's own."""
 _FOREIGN = re.compile(r"copyright|@license|\(c\) \d{4}|all rights reserved", re.IGNORECASE)
 
 
 def bundled() -> list[Path]:
-    found = (path for path in (ROOT / "src/quire").rglob("*") if path.is_file())
-    return [path for path in found if path.suffix != ".pyc" and "__pycache__" not in path.parts]
+    result = (path for path in (ROOT / "src/quire").rglob("*") if path.is_file())
+    return [path for path in result if path.suffix != ".pyc" and "__pycache__" not in path.parts]
 
 
-def test_every_bundled_file_is_ours_or_named() -> None:
-    """A script, a font or a table that was put in without a word."""
+def test_every_bundled_file_is_ours_or_in_the_notice() -> None:
+    """Catches a script, a font or a table that was added without a notice."""
     named = {name for name, _ in NAMED}
     for path in bundled():
         name = str(path.relative_to(ROOT))
@@ -41,7 +41,7 @@ def test_no_file_has_a_foreign_header() -> None:
         assert not _FOREIGN.search(path.read_text(encoding="utf-8")), path
 
 
-def test_what_is_named_is_there_and_says_its_licence() -> None:
+def test_named_files_exist_and_state_their_licence() -> None:
     for name, licence in NAMED:
         path = ROOT / name
         if name == DEFAULT_MODEL.file:
@@ -52,23 +52,23 @@ def test_what_is_named_is_there_and_says_its_licence() -> None:
     assert DEFAULT_MODEL.file in NOTICE
 
 
-def test_wheel_and_bill_have_them() -> None:
+def test_wheel_and_sbom_list_the_notices() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["license"] == "Apache-2.0" and project["license-files"] == ["LICENSE", "NOTICE"]
     assert "Version 2.0, January 2004" in (ROOT / "LICENSE").read_text()
-    listed = {each["name"]: each["licenses"][0]["license"]["id"] for each in _sbom().noticed()}
+    listed = {item["name"]: item["licenses"][0]["license"]["id"] for item in _sbom().noticed()}
     assert listed == dict(NAMED) and len(NAMED) == NOTICE.count("\n- ")
 
 
-def test_every_part_of_an_environment_has_a_licence() -> None:
-    """Some packages name it by classifiers alone."""
+def test_every_dependency_has_a_licence() -> None:
+    """Check also packages that name their licence only by classifiers."""
     sbom = _sbom()
     about = Message()
     about["Classifier"] = "License :: OSI Approved :: MIT License"
     assert sbom.licence_of(about) == "MIT License"
-    found = sbom.needed("quire", {})
-    found.pop("quire", None)
-    assert [name for name, each in found.items() if not sbom.licence_of(each.metadata)] == []
+    result = sbom.needed("quire", {})
+    result.pop("quire", None)
+    assert [name for name, item in result.items() if not sbom.licence_of(item.metadata)] == []
 
 
 def _sbom() -> Any:

@@ -1,4 +1,4 @@
-"""Nothing heavy is imported before it is needed. What is imported is looked at, not how long that takes."""
+"""Tests that no heavy module is imported before it is needed; imports are checked, not times."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ except SystemExit as end:
 
 
 def modules_after(code: str) -> set[str]:
-    """The modules that a new interpreter has once it has run `code`."""
+    """Return the modules that a new interpreter has after running `code`."""
     command = [sys.executable, "-c", f"import sys\n{code}\n{TELL}"]
     return set(subprocess.run(command, check=True, capture_output=True, text=True).stderr.split())
 
@@ -25,9 +25,9 @@ def modules_after(code: str) -> set[str]:
 @pytest.mark.parametrize(
     ("code", "most"), [("import quire", 60), (HELP, 120)], ids=["import quire", "quire --help"]
 )
-def test_a_start_imports_little(code: str, most: int) -> None:
-    """Catches torch, numpy, fastapi or any other package of somebody else at the start, and a start that
-    imports half of Quire."""
+def test_startup_imports_few_modules(code: str, most: int) -> None:
+    """Catches torch, numpy, fastapi or any other third-party package at startup, and a start that imports
+    half of Quire."""
     imported = modules_after(code) - modules_after("pass")
     packages = {name.partition(".")[0] for name in imported}
     assert "quire" in packages

@@ -1,4 +1,4 @@
-"""One language: retired words do not come back, class names are unique, and fragments become fewer."""
+"""Tests of the language: retired words do not return, class names are unique, and fragments become fewer."""
 
 import ast
 from collections import Counter, defaultdict
@@ -24,7 +24,7 @@ SHARED = frozenset({"Attention", "Layer", "MLP"})
 MAX_FRAGMENTS = 0
 MAX_PERSONS = 0
 MAX_VAGUE = 2
-"""These may only fall: lower them when a change removes some."""
+"""Limits that may only fall: lower them when a change removes some."""
 
 
 @cache
@@ -37,7 +37,7 @@ def counts() -> Counter[str]:
     return Counter(kind for path in FILES for kind, _, _ in findings(path))
 
 
-def test_retired_words_stay_away() -> None:
+def test_retired_words_are_not_used() -> None:
     returned = []
     for path in FILES:
         for node in ast.walk(tree(path)):
@@ -47,7 +47,7 @@ def test_retired_words_stay_away() -> None:
     assert not returned, "\n".join(returned)
 
 
-def test_a_class_name_exists_once() -> None:
+def test_class_names_are_unique() -> None:
     places = defaultdict(list)
     for path in FILES:
         for node in ast.walk(tree(path)):
@@ -62,19 +62,19 @@ def test_every_floor_exists() -> None:
     assert not missing
 
 
-def test_fragments_become_fewer() -> None:
+def test_fragments_do_not_increase() -> None:
     assert counts()["fragment"] <= MAX_FRAGMENTS, "a docstring is a complete sentence"
 
 
-def test_data_are_not_persons() -> None:
+def test_persons_do_not_increase() -> None:
     assert counts()["person"] <= MAX_PERSONS, "who, nobody, somebody: data are things"
 
 
-def test_names_say_what_they_hold() -> None:
+def test_vague_names_do_not_increase() -> None:
     assert counts()["vague"] <= MAX_VAGUE, "given, found, own, each: a name says what it holds"
 
 
-def test_the_counter_sees_what_it_counts(tmp_path: Path) -> None:
+def test_counter_finds_each_kind(tmp_path: Path) -> None:
     source = '''"""Module."""
 
 

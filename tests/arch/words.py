@@ -1,4 +1,4 @@
-"""Counts of the language rules: docstring fragments, data spoken of as persons, names that say nothing."""
+"""Count violations of the language rules: docstring fragments, data described as persons, vague names."""
 
 import ast
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 FRAGMENT = re.compile(
     r"(Of|What|Who|Whom|Whose|That|Its|Those|These|Theirs|Such|The same|Which|And|But|Or|As|Where)\b"
 )
-"""First words of a docstring that is no sentence. "Whether ..." is how a flag is described."""
+"""First words of a docstring that is no sentence. "Whether ..." describes a flag."""
 _IMPERATIVES = """
     accept add admit advance align allocate allow answer append apply assert assign attach await
     begin bind block bring broadcast build bump cache call cancel capture cast change charge check
@@ -51,7 +51,8 @@ VAGUE = frozenset(_VAGUE.split())
 
 
 def documented(tree: ast.Module) -> Iterator[tuple[int, str, bool]]:
-    """Every docstring with its line, and whether it is a function's; fields have strings behind them."""
+    """Yield every docstring with its line, and whether it belongs to a function; fields have strings after
+    them."""
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if not isinstance(body, list):
@@ -68,7 +69,7 @@ def documented(tree: ast.Module) -> Iterator[tuple[int, str, bool]]:
 
 
 def is_fragment(text: str, of_function: bool) -> bool:
-    """Whether a docstring is no sentence: its first word says so, or a function's has no verb."""
+    """Return whether a docstring is no sentence: by its first word, or because a function's has no verb."""
     text = " ".join(text.split())
     if FRAGMENT.match(text):
         return True
@@ -89,7 +90,7 @@ def comments(source: str) -> Iterator[tuple[int, str]]:
 
 
 def vague_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Parameters and variables with names that say nothing; those of one- or two-line loops may be short."""
+    """Yield parameters and variables with vague names; those of one- or two-line loops may be short."""
     for node in ast.walk(tree):
         if isinstance(node, ast.arg) and node.arg in VAGUE:
             yield node.lineno, node.arg
@@ -98,7 +99,7 @@ def vague_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def findings(path: Path) -> Iterator[tuple[str, int, str]]:
-    """Kind, line and text of every finding in a file."""
+    """Yield the kind, line and text of every finding in a file."""
     source = path.read_text()
     tree = ast.parse(source)
     for line, text, of_function in documented(tree):

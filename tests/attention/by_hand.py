@@ -1,4 +1,4 @@
-"""Attention written out in float64: what every backend is compared with."""
+"""Attention in float64, the reference of every backend."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ Chunks = list[tuple[int, int]]
 
 BLOCK = 4
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
-"""For scores of about 1: a score is exact to a fraction of itself, and its error is that of a weight."""
+"""Tolerances for scores of about 1: a score's relative error becomes that of a weight."""
 CHUNKS: dict[str, Chunks] = {
     "whole prompts": [(7, 0), (4, 0), (1, 0)],
     "decodes": [(1, 5), (1, 0), (1, 12), (1, 3)],
@@ -25,7 +25,7 @@ CHUNKS: dict[str, Chunks] = {
 
 
 Runs = list[list[tuple[int, int]]]
-"""(first, how many) tokens of each sequence that see each other in both directions."""
+"""(first, count) of the tokens of each sequence that attend to each other bidirectionally."""
 
 
 def by_hand(
@@ -37,7 +37,9 @@ def by_hand(
     reach: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
 ) -> Tensor:
-    """[Q, heads, d] queries, the last of which sees the last of the [L, kv_heads, d] keys."""
+    """Compute attention of [Q, heads, d] queries, of which the last is aligned with the last of the [L,
+    kv_heads, d] keys.
+    """
     if not len(keys):
         return torch.zeros_like(q)
     group = spec.heads // spec.kv_heads
@@ -61,7 +63,7 @@ def by_hand(
 
 @dataclass
 class Case:
-    """Sequences whose keys lie in a cache; every slot that is not written holds NaN."""
+    """Sequences with keys in a cache; every unwritten slot holds NaN."""
 
     spec: AttentionSpec
     batch: Batch
@@ -118,10 +120,10 @@ def make_case(
             cache.view(-1, spec.kv_heads, spec.head_dim)[slots] = stored
             seen.append((stored * scale).to(device))
     places = [np.arange(n - new, n) for (new, _), n in zip(chunks, seq_lens, strict=True)]
-    reach = [own.astype(np.int32) for own in places]
-    for own, seen in zip(reach, runs or [], strict=runs is not None):
+    reach = [positions.astype(np.int32) for positions in places]
+    for positions, seen in zip(reach, runs or [], strict=runs is not None):
         for first, count in seen:
-            own[(own >= first) & (own < first + count)] = first + count - 1
+            positions[(positions >= first) & (positions < first + count)] = first + count - 1
     starts = np.concatenate(([0], np.cumsum(query_lens))).astype(np.int32)
     nothing = torch.zeros(0, dtype=torch.int64)
     batch = Batch(

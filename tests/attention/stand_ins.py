@@ -1,4 +1,4 @@
-"""The functions of optional attention packages, written out in torch: what their arguments mean."""
+"""Torch versions of the functions of optional attention packages."""
 
 from types import ModuleType
 from typing import Any

@@ -1,4 +1,4 @@
-"""Choosing a backend: the first that fits, or the named one, or a reason."""
+"""Tests of the choice of an attention backend: the first that fits, the named one, or an error."""
 
 from dataclasses import replace
 
@@ -31,24 +31,24 @@ def with_picky(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("with_picky")
-def test_the_first_that_fits_is_taken() -> None:
+def test_first_backend_that_fits_is_chosen() -> None:
     assert choose(None, SPEC, MACHINE).name == "TORCH_SDPA"
 
 
 @pytest.mark.usefixtures("with_picky")
-def test_a_named_backend_that_does_not_fit_is_an_error_with_its_reason() -> None:
-    """A silent fall back to another backend than the one asked for."""
+def test_named_backend_that_does_not_fit_is_an_error() -> None:
+    """Check that there is no silent fallback to another backend."""
     with pytest.raises(ConfigError, match="PICKY: needs CUDA, this is cpu"):
         choose("PICKY", SPEC, MACHINE)
 
 
-def test_an_unknown_name_lists_the_known() -> None:
+def test_unknown_name_lists_the_known_names() -> None:
     with pytest.raises(ConfigError, match="unknown attention backend 'FLASH'; known: .*TORCH_SDPA"):
         choose("flash", SPEC, MACHINE)
 
 
-def test_the_native_backend_comes_first_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And gives way where it was not compiled, on other devices, and for shapes that it cannot do."""
+def test_native_backend_comes_first_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check also that it is skipped if it is not compiled, on other devices, and for unsupported shapes."""
     monkeypatch.setattr(native, "library", lambda: object())
     assert choose(None, SPEC, MACHINE).name == "CPU_ATTN"
     for spec, machine in [
@@ -63,12 +63,12 @@ def test_the_native_backend_comes_first_on_a_cpu(monkeypatch: pytest.MonkeyPatch
         choose("cpu_attn", SPEC, MACHINE)
 
 
-def test_every_backend_of_the_table_can_be_made() -> None:
-    """A name that leads to no class, or to one that calls itself otherwise."""
+def test_every_backend_of_the_table_can_be_constructed() -> None:
+    """Check that each name leads to the class with this name."""
     assert [backend.BACKENDS[name]().name for name in backend.BACKENDS] == list(backend.BACKENDS)
 
 
-def test_on_a_gpu_our_own_kernels_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_kernels_come_first_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = replace(MACHINE, device="cuda", capability=(9, 0))
     monkeypatch.setattr("quire.attention.triton_attn.find_spec", lambda name: object())
     assert choose(None, SPEC, gpu).name == "TRITON_ATTN"
@@ -76,11 +76,11 @@ def test_on_a_gpu_our_own_kernels_come_first(monkeypatch: pytest.MonkeyPatch) ->
     assert choose(None, SPEC, gpu).name == "TORCH_SDPA"
 
 
-def test_names_are_taken_in_any_case() -> None:
+def test_names_are_case_insensitive() -> None:
     assert choose("torch_sdpa", SPEC, MACHINE).name == "TORCH_SDPA"
 
 
-def test_no_fit_at_all_gives_every_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_lists_every_reason_if_no_backend_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "BACKENDS", LazyTable("attention backend", {"PICKY": f"{__name__}:Picky"}))
     with pytest.raises(ConfigError, match="no attention backend fits .*PICKY: needs CUDA"):
         choose(None, SPEC, MACHINE)

@@ -1,4 +1,6 @@
-"""Every backend against attention in float64: Triton in its interpreter or, marked gpu, on the GPU."""
+"""Tests of every backend against attention in float64: Triton in its interpreter or, marked gpu,
+on the GPU.
+"""
 
 import itertools
 import sys
@@ -36,7 +38,7 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA 
 
 @pytest.fixture
 def packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand-ins for packages that need a GPU."""
+    """Install stand-ins for packages that need a GPU."""
     wrapper = stand_ins.BatchPrefillWithPagedKVCacheWrapper
     for module in (
         stand_ins.package("vllm_flash_attn", flash_attn_varlen_func=stand_ins.by_lens),
@@ -60,7 +62,7 @@ def capped(request: pytest.FixtureRequest, packages: None) -> AttentionBackend:
 
 @pytest.fixture(params=["TORCH_SDPA", "TRITON_ATTN"])
 def full(request: pytest.FixtureRequest) -> AttentionBackend:
-    """Those with soft cap, sinks, 8-bit caches and padding."""
+    """Skip backends without soft cap, sinks, 8-bit caches and padding."""
     return BACKENDS[request.param]()
 
 
@@ -69,8 +71,10 @@ HEADS = (4, 4), (4, 2), (6, 1)
 
 @pytest.mark.parametrize("shift", [0, *more(1, 2)])
 def test_small_sequences(backend: AttentionBackend, shift: int) -> None:
-    """A wrong mask, head grouping, window edge, slot, row; or NaN leaking from slots that nobody wrote. Each
-    batch with each window, and the heads in turn: with every shift, all with all."""
+    """Check masks, head groups, window edges, slots and rows, and that no NaN leaks from unwritten slots.
+
+    Each batch runs with each window, and heads in rotation: every combination over all shifts.
+    """
     for number, (name, window) in enumerate(itertools.product(CHUNKS, (None, 1, 4, 100))):
         spec = AttentionSpec(*HEADS[(number + shift) % len(HEADS)], 8, torch.float32, window)
         try:
@@ -82,39 +86,39 @@ def test_small_sequences(backend: AttentionBackend, shift: int) -> None:
 @pytest.mark.parametrize("window", [None, 33])
 @pytest.mark.parametrize("head_dim", [16, 40])
 def test_many_tiles_and_ranges(backend: AttentionBackend, head_dim: int, window: int | None) -> None:
-    """A range lost or merged twice, a tile that starts or ends at the wrong key, dims beyond the head."""
+    """Check for lost or doubly merged splits, wrong tile bounds, and dimensions beyond the head."""
     check(backend, MIXED, replace(SPEC, head_dim=head_dim, window=window), block=16)
 
 
-def test_more_heads_on_one_key_head_than_a_tile_has_rows(backend: AttentionBackend) -> None:
+def test_more_query_heads_per_kv_head_than_tile_rows(backend: AttentionBackend) -> None:
     check(backend, [(3, 4), (1, 9)], AttentionSpec(40, 1, 16, torch.float32))
 
 
 def test_heads_that_do_not_fill_the_rows_of_a_tile(backend: AttentionBackend) -> None:
-    """A query whose heads are cut at the end of a tile."""
+    """Check a query whose heads are split at the end of a tile."""
     check(backend, [(23, 9), (2, 5), (1, 30)], AttentionSpec(14, 2, 16, torch.float32))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_wide_heads(dtype: torch.dtype, full: AttentionBackend) -> None:
-    """Those of Gemma 4, in the shapes that the kernels have for them."""
+    """Check the heads of Gemma 4."""
     check(full, [(19, 3), (1, 40), (1, 0)], AttentionSpec(8, 2, 512, dtype, scale=0.05), block=16)
 
 
 @pytest.mark.parametrize("kind", ["TORCH_SDPA", "TRITON_ATTN", pytest.param("CPU_ATTN", marks=needs_native)])
-def test_layers_side_by_side(kind: str) -> None:
-    """A token's keys that lie further apart than they are wide: those of another layer read for them."""
+def test_layers_interleaved_in_memory(kind: str) -> None:
+    """Check keys with a stride above their width, so that other layers' keys lie between them."""
     case = make_case(MIXED, AttentionSpec(4, 2, 8, torch.float32, 33), block=16)
     for name in ("k_cache", "v_cache"):
-        own = getattr(case, name)
-        shared = torch.full((own.shape[0], own.shape[1], 4, *own.shape[2:]), torch.nan)
-        shared[:, :, 2] = own
+        cache = getattr(case, name)
+        shared = torch.full((cache.shape[0], cache.shape[1], 4, *cache.shape[2:]), torch.nan)
+        shared[:, :, 2] = cache
         setattr(case, name, shared[:, :, 2])
     backend = CPUAttention() if kind == "CPU_ATTN" else BACKENDS[kind]()
     torch.testing.assert_close(attend(backend, case), case.expected(), atol=1e-5, rtol=1e-5)
 
 
-def test_an_own_scale(backend: AttentionBackend) -> None:
+def test_custom_scale(backend: AttentionBackend) -> None:
     check(backend, [(4, 0), (1, 3)], replace(SPEC, scale=0.9))
 
 
@@ -123,7 +127,7 @@ def test_half_precision_is_summed_in_float32(backend: AttentionBackend, window: 
     check(backend, MIXED, replace(SPEC, dtype=torch.float16, window=window), block=16)
 
 
-def test_a_narrower_cache(full: AttentionBackend) -> None:
+def test_cache_of_a_narrower_dtype(full: AttentionBackend) -> None:
     check(full, MIXED, SPEC, cache_dtype=torch.float16)
 
 
@@ -134,47 +138,45 @@ def test_soft_cap(capped: AttentionBackend, window: int | None) -> None:
 
 @pytest.mark.parametrize("window", [None, 33])
 def test_sinks(full: AttentionBackend, window: int | None) -> None:
-    """A sink counted once per range or per tile instead of once; the sink of another head."""
+    """Check that a sink counts once, not per split or tile, and that each head uses its own."""
     check(full, MIXED, replace(SPEC, window=window), sinks=True, block=16)
 
 
 @pytest.mark.parametrize(("heads", "window"), [((4, 4), None), ((6, 1), None), ((4, 2), 33)])
-def test_slopes(full: AttentionBackend, heads: tuple[int, int], window: int | None) -> None:
-    """The slope of another head or in other units; distances from the start of a chunk, a share, a window."""
+def test_alibi_slopes(full: AttentionBackend, heads: tuple[int, int], window: int | None) -> None:
+    """Check each head's slope and its units, and distances with chunks, splits and windows."""
     check(full, MIXED, AttentionSpec(*heads, 16, torch.float32, window, uses_alibi=True), block=16)
 
 
 @pytest.mark.parametrize(("cache_dtype", "window"), [(torch.float8_e4m3fn, None), (torch.float8_e5m2, 33)])
 def test_8_bit_caches(full: AttentionBackend, cache_dtype: torch.dtype, window: int | None) -> None:
-    """Scales left out, swapped or applied twice; a kind taken for the other."""
+    """Check that scales are applied once and not swapped, and that FP8 types are not confused."""
     spec = replace(SPEC, dtype=torch.float16, k_scale=0.5, v_scale=2.0, window=window)
     check(full, MIXED, spec, cache_dtype=cache_dtype, sinks=window is not None, block=16)
 
 
 REACHING: Chunks = [(50, 3), (1, 50), (5, 60), (36, 20), (1, 0), (7, 0)]
 RUNS: Runs = [[(5, 40), (48, 3)], [], [(61, 4)], [(10, 46)], [], [(0, 7)]]
-"""Of whole tiles and of few tokens; one that began before the step; all of a sequence."""
+"""Spans of whole tiles and of few tokens; one that began before the step; a whole sequence."""
 
 
 @pytest.mark.parametrize(("heads", "window"), [((4, 2), None), ((6, 1), 9), ((4, 2), 33)])
-def test_tokens_that_see_what_follows_them(
-    full: AttentionBackend, heads: tuple[int, int], window: int | None
-) -> None:
-    """A tile that ends at its last query; a window that moves with the reach; few queries cut by keys."""
+def test_bidirectional_spans(full: AttentionBackend, heads: tuple[int, int], window: int | None) -> None:
+    """Check tiles that end at the last query, windows with spans, and few queries split by keys."""
     spec = AttentionSpec(*heads, 16, torch.float32, window)
     check(full, REACHING, spec, block=16, runs=RUNS)
 
 
 @pytest.mark.parametrize("name", ["FLASH_ATTN", "FLASHINFER"])
 @pytest.mark.usefixtures("packages")
-def test_packages_without_reach_say_so(name: str) -> None:
+def test_packages_without_bidirectional_spans_are_rejected(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}: does not support bidirectional attention"):
         choose(name, replace(SPEC, head_dim=64, dtype=torch.bfloat16, reaches=True), H200)
 
 
 @pytest.mark.parametrize("name", ["FLASH_ATTN", "FLASHINFER"])
 @pytest.mark.usefixtures("packages")
-def test_packages_without_slopes_say_so(name: str) -> None:
+def test_packages_without_alibi_are_rejected(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}: does not support ALiBi slopes"):
         choose(name, replace(SPEC, head_dim=64, dtype=torch.bfloat16, uses_alibi=True), H200)
 
@@ -189,10 +191,10 @@ def test_packages_without_slopes_say_so(name: str) -> None:
         ),
     ],
 )
-def test_lengths_that_only_the_device_knows(
+def test_lengths_known_only_on_the_device(
     heads: tuple[int, int], window: int | None, sinks: bool, pad: int
 ) -> None:
-    """A tile that nobody has, or two; what pads the batch taken for a sequence with keys."""
+    """Check for missing or duplicate tiles, and for padding taken for a sequence with keys."""
     chunks = [*MIXED, (0, 0), (2, 9), (0, 0), (pad, -pad)]
     case = make_case(chunks, AttentionSpec(*heads, 16, torch.float32, window), block=16, sinks=sinks)
     expected, num_tokens = case.expected(), len(case.q)
@@ -203,7 +205,7 @@ def test_lengths_that_only_the_device_knows(
 
 @pytest.mark.parametrize("sinks", [False, True])
 def test_padding_gives_zeros(full: AttentionBackend, sinks: bool) -> None:
-    """A division by no weights at all; a read at a place before the first."""
+    """Check for a division by zero weights and a read before the first position."""
     check(full, [(1, -1), (1, 70), (1, -1), (1, -1)], SPEC, sinks=sinks)
 
 
@@ -222,8 +224,8 @@ def alone(case: Case, seq: int) -> Case:
     return replace(case, batch=batch, q=case.q[start : start + count])
 
 
-def test_the_same_alone_and_in_company(backend: AttentionBackend) -> None:
-    """Keys or partial sums of one sequence counted in another."""
+def test_outputs_are_equal_alone_and_in_a_batch(backend: AttentionBackend) -> None:
+    """Check that no keys or partial sums of another sequence are included."""
     case = make_case([(1, 130), (5, 60), (1, 7), (20, 1)], SPEC)
     together = attend(backend, case).split(case.batch.query_lens_host.tolist())
     for seq, expected in enumerate(together):
@@ -233,7 +235,7 @@ def test_the_same_alone_and_in_company(backend: AttentionBackend) -> None:
 H200 = Machine("cuda", "a GPU", 1, 1, 1, 1, capability=(9, 0))
 
 
-def test_what_is_not_installed_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backends_that_are_not_installed_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = AttentionSpec(4, 2, 128, torch.bfloat16)
     for name in ("flash_attn", "vllm_flash_attn", "flashinfer", "triton"):
         monkeypatch.setitem(sys.modules, name, stand_ins.package(name))
@@ -249,8 +251,8 @@ def test_what_is_not_installed_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> 
         assert "installed" in (kind().fits(spec, H200) or "")
 
 
-def test_a_cache_that_cannot_be_read_does_not_fit(packages: None) -> None:
-    """An assert in the first step instead of a reason at the start."""
+def test_unsupported_cache_dtype_does_not_fit(packages: None) -> None:
+    """Check for a reason at start-up instead of an assertion in the first step."""
     spec, cache_dtype = AttentionSpec(4, 2, 128, torch.bfloat16), torch.float8_e4m3fn
     for kind in (FlashAttention, FlashInfer):
         assert kind().fits(replace(spec, cache_dtype=torch.bfloat16), H200) is None
@@ -262,13 +264,13 @@ def test_a_cache_that_cannot_be_read_does_not_fit(packages: None) -> None:
         choose("FLASHINFER", replace(spec, cache_dtype=torch.float8_e5m2), H200)
 
 
-def test_flashinfer_is_told_the_scales_of_an_8_bit_cache(packages: None) -> None:
+def test_flashinfer_gets_the_scales_of_an_8_bit_cache(packages: None) -> None:
     spec = replace(SPEC, dtype=torch.float16, k_scale=0.5, v_scale=2.0)
     check(FlashInfer(), MIXED, spec, cache_dtype=torch.float8_e4m3fn, block=16)
 
 
-def test_the_older_flash_attn_wants_starts_and_large_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lengths given where it reads starts; blocks that it would read as others."""
+def test_older_flash_attn_needs_starts_and_large_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that it gets starts instead of lengths, and no unsupported block size."""
     package = stand_ins.package("flash_attn", flash_attn_varlen_func=stand_ins.by_starts)
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.setattr(flash_attn, "_PACKAGES", {"flash_attn": 256})
@@ -307,7 +309,9 @@ REAL = {
     ],
 )
 @pytest.mark.parametrize("chunks", REAL.values(), ids=REAL.keys())
-def test_on_the_gpu(chunks: Chunks, heads: tuple[int, int], head_dim: int, window: int | None) -> None:
+def test_backends_on_the_gpu(
+    chunks: Chunks, heads: tuple[int, int], head_dim: int, window: int | None
+) -> None:
     spec = AttentionSpec(*heads, head_dim, torch.bfloat16, window)
     check(TritonAttention(), chunks, spec, block=16, device="cuda")
 
@@ -315,8 +319,8 @@ def test_on_the_gpu(chunks: Chunks, heads: tuple[int, int], head_dim: int, windo
 @pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize(("heads", "head_dim", "window"), [((8, 4), 256, None), ((32, 8), 128, 100)])
-def test_reach_on_the_gpu(heads: tuple[int, int], head_dim: int, window: int | None) -> None:
-    """Images as Gemma has them, beside a decode."""
+def test_bidirectional_spans_on_the_gpu(heads: tuple[int, int], head_dim: int, window: int | None) -> None:
+    """Check Gemma's images beside a decode."""
     chunks: Chunks = [(700, 30), (1, 900), (300, 0), (40, 7)]
     runs: Runs = [[(40, 256), (320, 256)], [], [(0, 256)], []]
     spec = AttentionSpec(*heads, head_dim, torch.bfloat16, window)
@@ -328,7 +332,7 @@ def test_reach_on_the_gpu(heads: tuple[int, int], head_dim: int, window: int | N
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 512])
 @pytest.mark.parametrize("extra", ["plain", "cap", "sinks", "slopes", "e4m3fn", "e5m2"])
-def test_kinds_on_the_gpu(dtype: torch.dtype, head_dim: int, extra: str) -> None:
+def test_variants_on_the_gpu(dtype: torch.dtype, head_dim: int, extra: str) -> None:
     spec = AttentionSpec(8, 2, head_dim, dtype)
     if extra == "cap":
         spec = replace(spec, softcap=2.0, scale=1.0)
@@ -352,7 +356,9 @@ def test_kinds_on_the_gpu(dtype: torch.dtype, head_dim: int, extra: str) -> None
 @pytest.mark.gpu
 @on_gpu
 def test_decodes_in_a_graph() -> None:
-    """A grid or an address that depends on the lengths at capture; counts that are not zero again."""
+    """Check for grids or addresses that depend on the captured lengths, and for counters that are
+    not reset.
+    """
     spec = AttentionSpec(32, 8, 128, torch.bfloat16)
     backend = TritonAttention()
     case = make_case([(1, 1500), (1, 40), (1, 3000)], spec, block=16, device="cuda")

@@ -1,4 +1,4 @@
-"""The native backend: by hand, against the reference, and the same to the last bit in any batch."""
+"""Tests of the native backend against float64, against the reference, and bitwise in any batch."""
 
 import numpy as np
 import pytest
@@ -29,31 +29,31 @@ def threads(request: pytest.FixtureRequest) -> object:
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS.keys())
-def test_matches_attention_by_hand_with_nan_in_unused_slots(
+def test_matches_float64_with_nan_in_unused_slots(
     chunks: Chunks, heads: tuple[int, int], window: int | None
 ) -> None:
-    """A wrong mask, head grouping, window edge, slot; or NaN leaking from slots that nobody wrote."""
+    """Check masks, head groups, window edges and slots, and that no NaN leaks from unwritten slots."""
     check(CPUAttention(), chunks, AttentionSpec(*heads, 8, torch.float32, window))
 
 
 @pytest.mark.parametrize("chunks", [[(1, 700), (3, 300), (1, 63), (1, 64)], [(70, 190), (1, 256)]])
 @pytest.mark.parametrize("window", [None, 130])
 @pytest.mark.usefixtures("threads")
-def test_sequences_of_many_tiles_and_ranges(chunks: Chunks, window: int | None) -> None:
-    """A range that is lost, merged twice or with the sums of another row; scratch shared by threads."""
+def test_sequences_of_many_tiles_and_splits(chunks: Chunks, window: int | None) -> None:
+    """Check for lost, doubly merged or swapped splits, and for scratch shared by threads."""
     check(CPUAttention(), chunks, AttentionSpec(6, 2, 16, torch.float32, window))
 
 
 @pytest.mark.parametrize("head_dim", [16, 40, 64, 72])
 @pytest.mark.parametrize("window", [None, 70])
 def test_prompts_longer_than_a_block_of_rows(window: int | None, head_dim: int) -> None:
-    """Keys left out that the last rows of a block see, or weighed that the first ones do not."""
+    """Check keys that only the first or the last rows of a block attend to."""
     check(
         CPUAttention(), [(150, 101), (66, 62), (1, 5)], AttentionSpec(3, 1, head_dim, torch.float32, window)
     )
 
 
-def test_an_own_scale_and_a_soft_cap_are_used() -> None:
+def test_custom_scale_and_soft_cap() -> None:
     check(CPUAttention(), [(4, 0), (1, 3)], AttentionSpec(2, 2, 8, torch.float32, scale=0.9))
     check(CPUAttention(), [(4, 0), (1, 80)], AttentionSpec(2, 2, 8, torch.float32, scale=3.0, softcap=2.0))
 
@@ -61,8 +61,10 @@ def test_an_own_scale_and_a_soft_cap_are_used() -> None:
 @pytest.mark.parametrize("window", [None, 33])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sinks(dtype: torch.dtype, window: int | None) -> None:
-    """A sink counted once for each tile; in other units than the scores; that of another head; padding that
-    sees nothing else."""
+    """Check that a sink counts once per row, in the units of the scores, of its own head.
+
+    Padding attends to nothing else.
+    """
     chunks = [(150, 101), (1, 300), (3, 62), (1, 0), (1, -1)]
     check(CPUAttention(), chunks, AttentionSpec(6, 2, 16, dtype, window), sinks=True)
 
@@ -70,8 +72,8 @@ def test_sinks(dtype: torch.dtype, window: int | None) -> None:
 @pytest.mark.parametrize("window", [None, 9, 70])
 @pytest.mark.parametrize("heads", [(6, 2), (3, 1), (4, 4)])
 @pytest.mark.usefixtures("threads")
-def test_tokens_that_see_what_follows_them(heads: tuple[int, int], window: int | None) -> None:
-    """Keys behind the last query of a block of rows left out; a row that sees as far as another one does."""
+def test_bidirectional_spans(heads: tuple[int, int], window: int | None) -> None:
+    """Check keys after the last query of a block of rows, and rows with different spans."""
     chunks = [(150, 101), (1, 300), (3, 62), (66, 0), (1, 0)]
     runs = [[(90, 30), (140, 100)], [], [(62, 3)], [(0, 66)], []]
     check(CPUAttention(), chunks, AttentionSpec(*heads, 16, torch.float32, window), runs=runs)
@@ -79,24 +81,23 @@ def test_tokens_that_see_what_follows_them(heads: tuple[int, int], window: int |
 
 @pytest.mark.parametrize("heads", [(6, 2), (3, 3), (5, 1)])
 @pytest.mark.parametrize("window", [None, 33])
-def test_slopes(heads: tuple[int, int], window: int | None) -> None:
-    """The slope of another head or in other units; distances from the start of a tile; keys seen by few rows
-    and by many."""
+def test_alibi_slopes(heads: tuple[int, int], window: int | None) -> None:
+    """Check each head's slope and its units, distances within tiles, and keys of few and of many rows."""
     chunks = [(150, 101), (1, 300), (3, 62), (1, 0), (1, -1)]
     check(CPUAttention(), chunks, AttentionSpec(*heads, 16, torch.float32, window, uses_alibi=True))
 
 
-def test_scores_far_below_the_largest_weigh_nothing() -> None:
-    """An exponent that wraps around below the least number: a huge weight, or a negative one."""
+def test_scores_far_below_the_largest_have_no_weight() -> None:
+    """Check for an exponent that wraps around to a huge or negative weight."""
     check(CPUAttention(), [(4, 0), (60, 90), (1, 80)], AttentionSpec(2, 1, 8, torch.float32, scale=20.0))
 
 
-def test_more_heads_on_one_key_head_than_a_block_has_rows() -> None:
+def test_more_query_heads_per_kv_head_than_block_rows() -> None:
     check(CPUAttention(), [(3, 4), (1, 9)], AttentionSpec(40, 1, 8, torch.float32))
 
 
 class Case:
-    """Sequences with filled caches, whose new tokens can be attended in any company."""
+    """Sequences with filled caches, whose new tokens can run in any batch."""
 
     def __init__(
         self, chunks: Chunks, spec: AttentionSpec, block: int, seed: int, dtype: torch.dtype
@@ -137,14 +138,14 @@ def cases(draw: st.DrawFn, dtype: torch.dtype = torch.float32) -> Case:
 @settings(max_examples=40)
 def test_random_shapes_against_the_reference(case: Case) -> None:
     rows = list(range(len(case.chunks)))
-    ours, expected = case.attend(CPUAttention(), rows), case.attend(TorchSDPA(), rows)
-    torch.testing.assert_close(torch.cat(ours), torch.cat(expected), atol=2e-5, rtol=1e-4)
+    actual, expected = case.attend(CPUAttention(), rows), case.attend(TorchSDPA(), rows)
+    torch.testing.assert_close(torch.cat(actual), torch.cat(expected), atol=2e-5, rtol=1e-4)
 
 
 @given(case=cases(), threads=st.sampled_from([1, 2, 3]), cut=st.integers(1, 39))
 @settings(max_examples=30)
-def test_the_same_bits_alone_and_in_a_batch_and_in_pieces(case: Case, threads: int, cut: int) -> None:
-    """A result that depends on who else is in the batch, on the threads, or on where a chunk ends."""
+def test_bits_are_equal_alone_in_a_batch_and_in_chunks(case: Case, threads: int, cut: int) -> None:
+    """Check that results do not depend on the batch, the threads or the chunks."""
     together = case.attend(CPUAttention(), list(range(len(case.chunks))))
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -164,8 +165,8 @@ def test_the_same_bits_alone_and_in_a_batch_and_in_pieces(case: Case, threads: i
 
 
 @pytest.mark.parametrize("window", [None, 90])
-def test_a_long_prompt_in_pieces_has_the_same_bits(window: int | None) -> None:
-    """Four rows at a time, or fewer, or alone; tiles that a piece sees in part."""
+def test_long_prompt_in_chunks_has_the_same_bits(window: int | None) -> None:
+    """Check groups of four rows, fewer, and one, and tiles that a chunk attends to in part."""
     case = Case([(200, 30)], AttentionSpec(6, 2, 64, torch.float32, window), 16, 0, torch.float32)
     together, q = case.attend(CPUAttention(), [0])[0], case.q[0]
     for start, end in ((0, 1), (0, 99), (63, 128), (97, 98), (98, 200), (199, 200)):
@@ -176,21 +177,21 @@ def test_a_long_prompt_in_pieces_has_the_same_bits(window: int | None) -> None:
 @given(case=cases(torch.bfloat16))
 @settings(max_examples=15)
 def test_bfloat16_is_summed_in_float32(case: Case) -> None:
-    """Sums rounded at every key, or bits cut off instead of rounded."""
+    """Check that sums are not rounded at every key, and that rounding does not truncate."""
     rows = list(range(len(case.chunks)))
-    ours = torch.cat(case.attend(CPUAttention(), rows))
-    assert ours.dtype == torch.bfloat16
+    actual = torch.cat(case.attend(CPUAttention(), rows))
+    assert actual.dtype == torch.bfloat16
     case.q, case.k_cache, case.v_cache = (
         [q.float() for q in case.q],
         case.k_cache.float(),
         case.v_cache.float(),
     )
     expected = torch.cat(case.attend(TorchSDPA(), rows))
-    torch.testing.assert_close(ours.float(), expected, atol=1e-4, rtol=2**-8)
+    torch.testing.assert_close(actual.float(), expected, atol=1e-4, rtol=2**-8)
 
 
 def test_padding_reads_nothing_and_is_zero() -> None:
-    """A sequence of length 0 in a decode batch: its row and its table mean nothing."""
+    """Check a sequence of length 0 in a decode batch, whose row and table are undefined."""
     spec = AttentionSpec(4, 2, 16, torch.float32)
     case = Case([(1, 40), (1, 300), (1, 7)], spec, 4, 0, torch.float32)
     alone = [case.attend(CPUAttention(), [row])[0] for row in range(3)]

@@ -1,4 +1,4 @@
-"""Caches of 8 bits: every kind of attention against transformers, its keys and values rounded alike."""
+"""Tests of 8-bit caches: every kind of attention against transformers with rounded keys and values."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +32,7 @@ NAMES = {
     "gpt_oss": ("k_proj.k_scale", "v_proj.v_scale"),
     "deepseek_v3": ("kv_scale",),
 }
-"""One of each kind of attention: full, windows, sinks, latent; what it calls its scales."""
+"""One model per kind of attention: full, windows, sinks, MLA; with the names of its scales."""
 SCALES = 0.013, 0.021
 needs_native = pytest.mark.skipif(native.library() is None, reason="there are no native kernels here")
 
@@ -43,7 +43,7 @@ def rounded(x: Tensor, scale: float, kind: torch.dtype) -> Tensor:
 
 
 class Rounding(DynamicCache):
-    """Keys and values, or latents and keys that turned, as 8 bits have them."""
+    """A cache that rounds keys and values, or MLA latents and RoPE keys, to 8 bits."""
 
     def __init__(self, kind: torch.dtype, scales: tuple[float, float]) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def with_scales(path: Path, names: tuple[str, ...]) -> None:
 
 
 def keep_in(model: Any, kind: torch.dtype, backend: AttentionBackend) -> None:
-    """The cache of each layer, in zeros."""
+    """Allocate the cache of each layer, filled with zeros."""
     for layer in caching_layers(model.modules()):
         size = 64 * BLOCK_SIZE * layer.keeps.planes * layer.keeps.numbers
         memory = torch.zeros(size, dtype=torch.uint8)
@@ -83,8 +83,10 @@ def keep_in(model: Any, kind: torch.dtype, backend: AttentionBackend) -> None:
 @needs_native
 @pytest.mark.parametrize("stored", [True, False], ids=["scales", "no scales"])
 @pytest.mark.parametrize("family", NAMES)
-def test_models_round_keys_and_values_and_nothing_else(family: str, stored: bool, tmp_path: Path) -> None:
-    """Scales that are not read, of the wrong tensor or applied once; a kind taken for the other."""
+def test_only_keys_and_values_are_rounded(family: str, stored: bool, tmp_path: Path) -> None:
+    """Check that each scale is read, applied to its tensor in both directions, and that FP8 types are not
+    confused.
+    """
     path, hf_model = make_tiny(family, tmp_path)
     scales = (1.0, 1.0)
     if stored:
@@ -96,15 +98,15 @@ def test_models_round_keys_and_values_and_nothing_else(family: str, stored: bool
         expected = torch.cat([run_rounded(hf_model, ids, kind, scales) for ids in prompts])
         for backend in (TorchSDPA(), CPUAttention()):
             keep_in(model, kind, backend)
-            ours = torch.cat(run_paged(model, prompts, [[9, 5], [1, 4], [7, 1]]))
-            assert (ours - expected).norm() / expected.norm() < 1e-2
+            actual = torch.cat(run_paged(model, prompts, [[9, 5], [1, 4], [7, 1]]))
+            assert (actual - expected).norm() / expected.norm() < 1e-2
 
 
 @needs_native
 @pytest.mark.parametrize("family", NAMES)
 @torch.inference_mode()
-def test_decodes_are_taped(family: str, tmp_path: Path) -> None:
-    """An operation of torch between the kernels, which then is never taped."""
+def test_decodes_with_an_8_bit_cache_are_taped(family: str, tmp_path: Path) -> None:
+    """Check that no torch operation runs between the kernels."""
     model = load_tiny(make_tiny(family, tmp_path)[0])
     keep_in(model, KINDS[0], CPUAttention())
     batch = on_rows(make_batch([([5], 6), ([9], 2)], [[1, 2], [3]], BLOCK_SIZE), [4, 0])
@@ -114,20 +116,20 @@ def test_decodes_are_taped(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_e5m2"])
-def test_an_engine_with_an_8_bit_cache(name: str, tmp_path: Path) -> None:
+def test_engine_with_an_8_bit_cache(name: str, tmp_path: Path) -> None:
     path, hf_model = make_tiny("llama", tmp_path)
     with_scales(path, NAMES["llama"])
     kind = KINDS[name == "fp8_e5m2"]
     for output in generate(open_tiny(path, kv_cache_dtype=name), random_prompts(9, 14)):
-        said = [*output.prompt_token_ids, *output.outputs[0].token_ids]
-        expected = run_rounded(hf_model, said, kind, SCALES)[len(output.prompt_token_ids) - 1 : -1]
+        outputs = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+        expected = run_rounded(hf_model, outputs, kind, SCALES)[len(output.prompt_token_ids) - 1 : -1]
         assert (logits_of(output) - expected).norm() / expected.norm() < 1e-2
 
 
 @needs_native
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_every_code_is_read_and_the_nearest_is_written(kind: torch.dtype) -> None:
-    """Numbers below the normal ones, ties, and what is too large: the largest, and never NaN."""
+    """Check subnormal numbers, ties, and saturation, which never gives NaN."""
     codes = torch.arange(256, dtype=torch.uint8).view(kind)
     wide = codes.float()
     real = wide[wide.isfinite()]
@@ -151,21 +153,21 @@ def test_every_code_is_read_and_the_nearest_is_written(kind: torch.dtype) -> Non
     cache = torch.cat((cache, cache), -1)
     spec = AttentionSpec(1, 1, 8, torch.float32, v_scale=2.0)
     batch = make_batch([([0], 0)] * len(cache), [[i] for i in range(len(cache))], 1)
-    ours = CPUAttention().forward(torch.zeros(len(cache), 1, 8), cache, cache, batch, spec)
-    assert torch.equal(ours, 2 * cache[:, 0].float())
+    actual = CPUAttention().forward(torch.zeros(len(cache), 1, 8), cache, cache, batch, spec)
+    assert torch.equal(actual, 2 * cache[:, 0].float())
 
 
 @needs_native
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("window", [None, 4])
-def test_the_native_kernel_over_8_bits(kind: torch.dtype, window: int | None) -> None:
+def test_native_kernel_with_8_bit_cache(kind: torch.dtype, window: int | None) -> None:
     for heads, dim in (((4, 2), 24), ((3, 3), 64)):
         spec = AttentionSpec(*heads, dim, torch.float32, window, k_scale=0.5, v_scale=2.0)
         for chunks in CHUNKS.values():
             check(CPUAttention(), chunks, spec, cache_dtype=kind, sinks=heads[0] == 4)
 
 
-def test_who_cannot_names_those_who_can() -> None:
+def test_unsupported_backend_error_names_supported_ones() -> None:
     spec = AttentionSpec(4, 2, 64, torch.bfloat16, cache_dtype=torch.float8_e4m3fn)
     ampere = Machine("cuda", "a GPU", 1, 1, 1, 1, capability=(8, 0))
     with pytest.raises(ConfigError, match=r"8\.9 for fp8_e4m3, this is 8\.0; .* or use TORCH_SDPA"):

@@ -1,4 +1,4 @@
-"""Latent attention against attention over keys and values written out in float64."""
+"""Tests of MLA against attention over explicit keys and values in float64."""
 
 from dataclasses import replace
 
@@ -37,7 +37,7 @@ NAMES = ["torch", ON_CPU, "triton"]
 def case_of(
     chunks: Chunks, spec: MLASpec, dtype: torch.dtype, device: str, cache_dtype: torch.dtype | None
 ) -> tuple[Case, Tensor, Tensor]:
-    """Latents in a cache, queries and the weight."""
+    """Return latents in a cache, queries and the weight."""
     one = AttentionSpec(spec.heads, 1, spec.width, dtype, scale=spec.scale, k_scale=spec.k_scale)
     case = make_case(chunks, one, device=device, cache_dtype=cache_dtype)
     q = torch.randn(len(case.q), spec.heads, spec.query_dim, device=device).to(dtype)
@@ -68,15 +68,15 @@ def check(
 ) -> None:
     case, q, weight = case_of(chunks, spec, dtype, device, cache_dtype)
     cache = case.k_cache[:, :, 0]
-    ours = latent.attend(q, weight, cache, case.batch, spec)
+    actual = latent.attend(q, weight, cache, case.batch, spec)
     tolerance = 3 * TOLERANCE[dtype]
-    torch.testing.assert_close(ours, expected(case, q, weight, spec), atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(actual, expected(case, q, weight, spec), atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("chunks", [*CHUNKS.values(), MANY], ids=[*CHUNKS, "many"])
-def test_latents_are_attended_to_as_the_keys_and_values_they_stand_for(name: str, chunks: Chunks) -> None:
-    """A wrong half of the weight, a key that is not seen, a share that is not merged."""
+def test_latent_attention_matches_explicit_keys_and_values(name: str, chunks: Chunks) -> None:
+    """Check both halves of the weight, masks, and the merging of splits."""
     check(IMPLEMENTATIONS[name](), chunks, SPEC, torch.float32, DEVICE if name == "triton" else "cpu")
 
 
@@ -84,9 +84,11 @@ ADAPTED: dict[str, type[Ops]] = {"torch": Reference, "cpu": CPUOps, "triton": Tr
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_sequence_has_its_own_adapter(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """A half of the weight that an adapter does not reach, or reaches for another's latents; an infinity of
-    one that nobody has."""
+def test_each_sequence_uses_its_own_adapter(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Check that adapters apply to both halves and only to their own latents.
+
+    An infinity in an unused adapter must not spread.
+    """
     monkeypatch.setattr(cpu_mla, "FEW_QUERIES", 8)
     monkeypatch.setattr(cpu_mla, "EXPANDED_BYTES", 1)
     device = DEVICE if name == "triton" else "cpu"
@@ -109,10 +111,10 @@ def test_each_sequence_has_its_own_adapter(monkeypatch: pytest.MonkeyPatch, name
     adapted = MLALoRA(
         point.a, point.b, point.transposed, torch.tensor(tokens, dtype=torch.int32, device=device), point.ops
     )
-    ours = implementation.attend(q, weight, case.k_cache[:, :, 0], case.batch, SPEC, adapted)
-    theirs = {slot: expected(case, q, own, SPEC) for slot, own in weights.items()}
-    right = torch.stack([theirs[slot][at] for at, slot in enumerate(tokens)])
-    torch.testing.assert_close(ours, right, atol=3e-4, rtol=3e-4)
+    actual = implementation.attend(q, weight, case.k_cache[:, :, 0], case.batch, SPEC, adapted)
+    reference = {slot: expected(case, q, slot_weights, SPEC) for slot, slot_weights in weights.items()}
+    right = torch.stack([reference[slot][at] for at, slot in enumerate(tokens)])
+    torch.testing.assert_close(actual, right, atol=3e-4, rtol=3e-4)
 
 
 @pytest.mark.parametrize("name", [ON_CPU, "triton"])
@@ -124,7 +126,7 @@ def test_half_precision(name: str) -> None:
 @pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_8_bit_caches(monkeypatch: pytest.MonkeyPatch, name: str, cache_dtype: torch.dtype) -> None:
-    """A scale left out of the scores, of the sums, or of what is multiplied out."""
+    """Check that the scale is applied to scores, sums and decompressed keys."""
     monkeypatch.setattr(cpu_mla, "FEW_QUERIES", 8)
     spec, device = replace(SPEC, k_scale=0.5), DEVICE if name == "triton" else "cpu"
     check(
@@ -134,8 +136,8 @@ def test_8_bit_caches(monkeypatch: pytest.MonkeyPatch, name: str, cache_dtype: t
 
 @pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 @pytest.mark.parametrize("name", [ON_CPU, "triton"])
-def test_tokens_enter_an_8_bit_cache(name: str, cache_dtype: torch.dtype) -> None:
-    """What is too large becomes the largest, and never NaN."""
+def test_tokens_are_written_to_an_8_bit_cache(name: str, cache_dtype: torch.dtype) -> None:
+    """Check that large values saturate and never become NaN."""
     spec, device = MLASpec(3, 24, 16, 8, 24, 0.2, k_scale=0.25), DEVICE if name == "triton" else "cpu"
     torch.manual_seed(1)
     q, kv = torch.randn(5, 3, spec.query_dim, device=device), torch.randn(5, spec.width, device=device)
@@ -150,23 +152,23 @@ def test_tokens_enter_an_8_bit_cache(name: str, cache_dtype: torch.dtype) -> Non
     )
     caches = []
     for latent in (TorchMLA(), IMPLEMENTATIONS[name]()):
-        own = entry._replace(cache=entry.cache.view(torch.uint8).clone().view(cache_dtype))
-        latent.enter(q.clone(), kv, own, spec)
-        caches.append(own.cache.float())
+        copied_entry = entry._replace(cache=entry.cache.view(torch.uint8).clone().view(cache_dtype))
+        latent.enter(q.clone(), kv, copied_entry, spec)
+        caches.append(copied_entry.cache.float())
     assert caches[1].isfinite().all()
-    # The last bit of a float may decide; the interpreter loses the carry into the exponent.
+    # The last bit of a float may differ; the interpreter loses the carry into the exponent.
     assert (caches[0] == caches[1]).float().mean() > 0.98
     assert torch.isclose(*caches, rtol=0.3, atol=1e-2).float().mean() > 0.98
 
 
-def test_more_heads_than_a_tile_has_rows() -> None:
+def test_more_heads_than_tile_rows() -> None:
     spec = MLASpec(heads=70, rank=16, nope_dim=16, rope_dim=16, v_dim=16, scale=0.25)
     check(TritonMLA(), [(1, 90), (2, 20), (1, 5)], spec, torch.float32, DEVICE)
 
 
 @pytest.mark.parametrize("num_sms", [3, 40, *more(1)])
 def test_uneven_sequences(monkeypatch: pytest.MonkeyPatch, num_sms: int) -> None:
-    """A share that ends within a sequence, spans several or has nothing."""
+    """Check splits that end within a sequence, span several, or are empty."""
     monkeypatch.setattr(launch, "sms", lambda device: (num_sms, 1 << 18))
     chunks: Chunks = [(1, 5), (1, 140), (3, 31), (1, -1), (2, 100), (1, 63), (1, 200)]
     check(TritonMLA(), chunks, SPEC, torch.float32, DEVICE)
@@ -182,8 +184,8 @@ def test_more_sequences_than_are_counted_at_once(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("num_bytes", [1, 40 * 4 * 80 * 3])
-def test_prompts_in_rounds(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
-    """Little memory: a sequence at a time, and a head at a time of a long one."""
+def test_prompts_in_several_rounds(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    """Check little memory: one sequence at a time, and one head at a time for a long one."""
     monkeypatch.setattr(triton_mla, "EXPANDED_BYTES", num_bytes)
     monkeypatch.setattr(triton_mla, "_split", triton_mla._split.__wrapped__)
     check(TritonMLA(), MANY, SPEC, torch.float32, DEVICE)
@@ -192,7 +194,7 @@ def test_prompts_in_rounds(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> N
 @needs_native
 @pytest.mark.parametrize("num_bytes", [1, 1 << 20])
 def test_long_chunks_on_a_cpu(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
-    """Their keys are multiplied out, a head at a time or all; other sequences of the batch are absorbed."""
+    """Check keys decompressed for one head or all; other sequences of the batch use absorbed weights."""
     monkeypatch.setattr(cpu_mla, "FEW_QUERIES", 8)
     monkeypatch.setattr(cpu_mla, "EXPANDED_BYTES", num_bytes)
     check(CPUMLA(), MANY, SPEC, torch.float32, "cpu")
@@ -200,10 +202,10 @@ def test_long_chunks_on_a_cpu(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -
 
 @needs_native
 @pytest.mark.parametrize(("rank", "nope_dim"), [(30, 16), (32, 10), (32, 8)])
-def test_sizes_that_the_native_kernel_does_not_take(
+def test_sizes_that_the_native_kernel_does_not_support(
     monkeypatch: pytest.MonkeyPatch, rank: int, nope_dim: int
 ) -> None:
-    """A width that is no multiple of its step; heads that are none, or that are smaller than their values."""
+    """Check widths that are no multiple of its step, and unusual head sizes."""
     monkeypatch.setattr(cpu_mla, "FEW_QUERIES", 8)
     spec = MLASpec(heads=3, rank=rank, nope_dim=nope_dim, rope_dim=8, v_dim=20, scale=0.2)
     check(CPUMLA(), MANY, spec, torch.float32, "cpu")
@@ -220,8 +222,8 @@ def test_sizes_that_the_native_kernel_does_not_take(
     ],
     ids=str,
 )
-def test_tokens_enter_the_cache(name: str, dtype: torch.dtype, neighbours: bool) -> None:
-    """A norm over the whole width, a key turned by halves, a padded token that is written."""
+def test_tokens_are_written_to_the_cache(name: str, dtype: torch.dtype, neighbours: bool) -> None:
+    """Check the norm's width, interleaved RoPE, and that padding is not written."""
     spec = MLASpec(3, 24, 16, 8, 24, 0.2, neighbours)
     device = DEVICE if name == "triton" else "cpu"
     torch.manual_seed(1)
@@ -236,10 +238,10 @@ def test_tokens_enter_the_cache(name: str, dtype: torch.dtype, neighbours: bool)
     )
     entries = entry, entry._replace(cache=entry.cache.clone())
     queries = []
-    for latent, each in zip((TorchMLA(), IMPLEMENTATIONS[name]()), entries, strict=True):
+    for latent, item in zip((TorchMLA(), IMPLEMENTATIONS[name]()), entries, strict=True):
         q, kv = fused.clone().split([3 * spec.query_dim, spec.width], -1)
         queries.append(q.view(5, 3, spec.query_dim))
-        latent.enter(queries[-1], kv, each, spec)
+        latent.enter(queries[-1], kv, item, spec)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(queries[1], queries[0], atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(entries[1].cache, entries[0].cache, atol=tolerance, rtol=tolerance)
@@ -247,7 +249,7 @@ def test_tokens_enter_the_cache(name: str, dtype: torch.dtype, neighbours: bool)
     assert entries[1].cache.view(24, -1)[[9, 2, 0, 23]].all()
 
 
-def test_a_cpu_is_served_by_the_native_kernel() -> None:
+def test_native_kernel_is_used_on_a_cpu() -> None:
     expected = TorchMLA if native.library() is None else CPUMLA
     assert type(choose(torch.device("cpu"), torch.float32)) is expected
     assert type(choose(torch.device("cpu"), torch.float64)) is TorchMLA

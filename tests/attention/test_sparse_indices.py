@@ -1,4 +1,4 @@
-"""Which tokens an indexer picks: the kernel against torch, and torch against the sum written out."""
+"""Tests of the sparse attention indexer: the kernel against torch, and torch against an explicit sum."""
 
 import pytest
 import torch
@@ -22,54 +22,56 @@ needs_native = pytest.mark.skipif(native.library() is None, reason="there are no
 
 
 def case_of(chunks: Chunks, heads: int = 5, dim: int = 24) -> tuple[Case, Tensor, Tensor]:
-    """Keys in a cache of one head, queries and weights."""
+    """Return keys in a single-head cache, queries and weights."""
     case = make_case(chunks, AttentionSpec(heads, 1, dim, torch.float32), device=DEVICE)
     case.batch.seq_lens.clamp_(min=0)
     return case, torch.randn(len(case.q), heads, device=DEVICE), case.k_cache[:, :, 0]
 
 
-def test_each_token_sees_those_that_it_scores_best() -> None:
-    """A key of another sequence, one that comes later, a head's score that counts below 0. Keys that no head
-    likes all score 0: which of them are picked does not matter, so scores are compared, not keys."""
+def test_each_token_selects_its_best_keys() -> None:
+    """Check for keys of other sequences, later keys, and negative head scores.
+
+    Scores are compared instead of keys, since the choice among keys with score 0 is undefined.
+    """
     case, weights, keys = case_of(MANY)
     topk_indices = sparse_indices.pick(case.q, weights, keys, case.batch, MOST)
     assert topk_indices is not None
     flat, at = keys.flatten(0, 1), 0
-    for own, new in zip(case.keys, case.batch.query_lens_host.tolist(), strict=True):
+    for sequence_keys, new in zip(case.keys, case.batch.query_lens_host.tolist(), strict=True):
         for token in range(at, at + new):
-            seen = own[: len(own) - new + token - at + 1, 0]
+            seen = sequence_keys[: len(sequence_keys) - new + token - at + 1, 0]
             count = min(MOST, len(seen))
             assert topk_indices.lens[token] == count
             slots = topk_indices.slots[token, :count].long()
             assert len(slots.unique()) == count
-            found = flat[slots]
-            assert (found[:, None] == seen).all(-1).any(-1).all()
-            best, ours = (
+            actual = flat[slots]
+            assert (actual[:, None] == seen).all(-1).any(-1).all()
+            best, selected = (
                 (weights[token] @ (case.q[token] @ of.t()).relu()).sort(descending=True).values[:count]
-                for of in (seen, found)
+                for of in (seen, actual)
             )
-            torch.testing.assert_close(ours, best, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(selected, best, atol=1e-4, rtol=1e-4)
         at += new
 
 
-def test_nothing_is_picked_where_all_is_seen() -> None:
+def test_no_selection_if_all_keys_fit() -> None:
     case, weights, keys = case_of([(3, 5), (1, MOST - 1)])
     assert sparse_indices.pick(case.q, weights, keys, case.batch, MOST) is None
 
 
 @pytest.mark.parametrize(("heads", "dim"), [(5, 24), (32, 64)])
-def test_the_kernel_scores_as_torch_does(heads: int, dim: int) -> None:
+def test_kernel_scores_match_torch(heads: int, dim: int) -> None:
     case, weights, keys = case_of([*MANY, (1, -1)], heads, dim)
     batch = case.batch
     rows = torch.repeat_interleave(batch.rows, torch.from_numpy(batch.query_lens_host).to(DEVICE)).long()
     seen = (batch.positions + 1).clamp(min=0)
-    given = case.q, weights, keys, batch.block_tables, rows, seen, 80
-    torch.testing.assert_close(scores(*given), sparse_indices.reference(*given), atol=1e-4, rtol=1e-4)
+    arguments = case.q, weights, keys, batch.block_tables, rows, seen, 80
+    torch.testing.assert_close(scores(*arguments), sparse_indices.reference(*arguments), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["torch", pytest.param("cpu", marks=needs_native), "triton"])
-def test_latents_that_were_picked_are_all_that_is_seen(kind: str) -> None:
-    """A slot that is read as a block, what is behind a token's own picks."""
+def test_attention_reads_only_selected_latents(kind: str) -> None:
+    """Check for slots read as blocks, and for entries beyond a token's selection."""
     spec = MLASpec(heads=3, rank=32, nope_dim=16, rope_dim=8, v_dim=24, scale=0.2)
     device = DEVICE if kind == "triton" else "cpu"
     case = make_case([(2, 30), (5, 9)], AttentionSpec(3, 1, spec.width, torch.float32), device=device)
@@ -79,7 +81,7 @@ def test_latents_that_were_picked_are_all_that_is_seen(kind: str) -> None:
         topk_indices = SparseIndices(torch.randint(0, 80, (7, 9), dtype=torch.int32), lens)
         q, weight = torch.randn(7, 3, spec.query_dim), torch.randn(3, spec.nope_dim + spec.v_dim, spec.rank)
     seen, one = topk_indices.seen_by(case.batch), cache.view(-1, 1, spec.width)
-    ours = IMPLEMENTATIONS[kind]().attend(q, weight, one, seen, spec)
+    actual = IMPLEMENTATIONS[kind]().attend(q, weight, one, seen, spec)
     for token, count in enumerate(lens.tolist()):
         latents, turned = one[topk_indices.slots[token, :count].long(), 0].split(
             [spec.rank, spec.rope_dim], -1
@@ -88,17 +90,17 @@ def test_latents_that_were_picked_are_all_that_is_seen(kind: str) -> None:
         scores = torch.einsum("hd,hkd->hk", q[token, :, : spec.nope_dim], keys)
         scores = (scores + q[token, :, spec.nope_dim :] @ turned.t()) * spec.scale
         expected = torch.einsum("hk,hkv->hv", scores.softmax(-1), values)
-        torch.testing.assert_close(ours[token], expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(actual[token], expected, atol=1e-4, rtol=1e-4)
 
 
-def test_keys_of_padding_go_nowhere() -> None:
+def test_keys_of_padding_are_not_written() -> None:
     keys = torch.zeros(3, 4, 2)
     sparse_indices.keep(torch.ones(3, 2), keys, torch.tensor([5, -1, 11]))
     assert keys.flatten(0, 1).sum(1).nonzero().flatten().tolist() == [0, 5, 11]
 
 
 @pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_keys_of_eight_bits(kind: torch.dtype) -> None:
+def test_8_bit_keys(kind: torch.dtype) -> None:
     keys = torch.zeros(2, 4, 2).to(kind)
     sparse_indices.keep(torch.tensor([[0.5, -1e6]]), keys, torch.tensor([6]))
     assert keys.flatten(0, 1)[6].float().tolist() == [0.5, -torch.finfo(kind).max]

@@ -1,4 +1,4 @@
-"""The reference backend against attention written out by hand."""
+"""Tests of the reference backend against attention in float64."""
 
 import math
 
@@ -16,27 +16,27 @@ from quire.kernels.reference.ops import write
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS.keys())
-def test_matches_attention_by_hand_with_nan_in_unused_slots(
+def test_matches_float64_with_nan_in_unused_slots(
     chunks: list[tuple[int, int]], heads: tuple[int, int], window: int | None
 ) -> None:
-    """A wrong mask, head grouping, window edge, slot; or NaN leaking from slots that nobody wrote."""
+    """Check masks, head groups, window edges and slots, and that no NaN leaks from unwritten slots."""
     check(TorchSDPA(), chunks, AttentionSpec(*heads, 8, torch.float32, window))
 
 
-def test_an_own_scale_is_used() -> None:
+def test_custom_scale() -> None:
     spec = AttentionSpec(2, 2, 8, torch.float32, scale=0.9)
     assert not math.isclose(spec.score_scale, AttentionSpec(2, 2, 8, torch.float32).score_scale)
     check(TorchSDPA(), [(4, 0), (1, 3)], spec)
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_long_chunks_go_in_pieces(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
-    """Pieces that overlap, skip queries, or see too much."""
+def test_long_chunks_are_split(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+    """Check for overlapping parts, skipped queries, and wrong masks."""
     monkeypatch.setattr(torch_sdpa, "_MAX_MASK", 30)
     check(TorchSDPA(), [(11, 4), (1, 2), (9, 1)], AttentionSpec(2, 1, 8, torch.float32, window))
 
 
-def test_one_long_sequence_does_not_pad_the_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_sequence_does_not_pad_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_sdpa, "_ALWAYS_TOGETHER_LEN", 4)
     lens = [3, 40, 4, 35, 5, 2, 12]
     spec = AttentionSpec(2, 1, 8, torch.float32)
@@ -52,15 +52,15 @@ def test_one_long_sequence_does_not_pad_the_short_ones(monkeypatch: pytest.Monke
     assert sum(span.slots.numel() for span in spans) <= 2 * sum(lens)
 
 
-def test_a_sequence_reads_blocks_that_another_of_the_same_batch_writes() -> None:
-    """Attention of one sequence computed before the keys of the next are written (a shared prefix)."""
+def test_sequence_reads_blocks_that_the_same_batch_writes() -> None:
+    """Check a shared prefix: all keys are written before attention is computed."""
     spec = AttentionSpec(2, 2, 8, torch.float32)
     backend = TorchSDPA()
     torch.manual_seed(1)
     shape = (4, BLOCK, 2, 8)
     k_cache, v_cache = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
     k, v, q = torch.randn(8, 2, 8), torch.randn(8, 2, 8), torch.randn(8, 2, 8)
-    # The first sequence has block 2 as its prefix, which the second one is writing just now.
+    # The first sequence has block 2 as its prefix, which the second one writes in this step.
     batch = make_batch([([0] * 2, 4), ([0] * 6, 0)], [[2, 1], [2, 3]], BLOCK)
     backend.plan(batch)
     write(k, k_cache, batch.slots)
@@ -70,7 +70,7 @@ def test_a_sequence_reads_blocks_that_another_of_the_same_batch_writes() -> None
     torch.testing.assert_close(out[:2], by_hand(q[:2], seen_k, seen_v, spec))
 
 
-def test_spans_are_cut_once_per_step_not_once_per_layer() -> None:
+def test_spans_are_computed_once_per_step() -> None:
     batch = make_batch([([0, 0], 0)], [[0]], BLOCK)
     TorchSDPA().plan(batch)
     assert batch.attention.split(BLOCK, None) is batch.attention.split(BLOCK, None)

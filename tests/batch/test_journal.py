@@ -1,4 +1,4 @@
-"""The journal keeps what was finished, whatever happened to the process."""
+"""Tests of the journal: finished answers survive the end of the process."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def filled(path: Path, *ids: str) -> None:
     journal.close()
 
 
-def test_answers_are_found_again(tmp_path: Path) -> None:
+def test_answers_are_read_back(tmp_path: Path) -> None:
     path = tmp_path / "part"
     filled(path, "a", "b")
     journal = Journal(path)
@@ -31,8 +31,8 @@ def test_answers_are_found_again(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_every_line_is_on_disk_at_once(tmp_path: Path) -> None:
-    """A killed process loses its buffers: there must be nothing in them."""
+def test_every_line_is_written_at_once(tmp_path: Path) -> None:
+    """A killed process loses its buffers: they must be empty."""
     path = tmp_path / "part"
     journal = Journal(path)
     for custom_id in ("a", "b"):
@@ -41,7 +41,7 @@ def test_every_line_is_on_disk_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 2, 40])
-def test_a_torn_last_line_is_dropped_and_written_again(tmp_path: Path, cut: int) -> None:
+def test_partial_last_line_is_dropped_and_rewritten(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "part"
     filled(path, "a", "b")
     path.write_bytes(path.read_bytes()[:-cut])
@@ -53,7 +53,7 @@ def test_a_torn_last_line_is_dropped_and_written_again(tmp_path: Path, cut: int)
 
 
 def test_damage_ends_the_journal(tmp_path: Path) -> None:
-    """Blocks of zeros after a power cut, with whole lines behind them."""
+    """Blocks of zeros after a power cut, followed by whole lines."""
     path = tmp_path / "part"
     path.write_bytes(entry("a") + b"\0" * 50 + b"\n" + entry("b"))
     assert list(Journal(path).finished) == ["a"] and path.read_bytes() == path.read_bytes().rstrip(b"\0")
@@ -67,7 +67,7 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
     Journal(tmp_path / "part").close()
 
 
-def test_the_journal_of_another_batch_is_refused(tmp_path: Path) -> None:
+def test_journal_of_another_batch_is_refused(tmp_path: Path) -> None:
     filled(tmp_path / "part", "a", "strange")
     journal = Journal(tmp_path / "part")
     journal.check(["a", "strange", "more"])
@@ -75,6 +75,6 @@ def test_the_journal_of_another_batch_is_refused(tmp_path: Path) -> None:
         journal.check(["a"])
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be written"):
         Journal(tmp_path / "no" / "part")

@@ -1,4 +1,4 @@
-"""Batch files: every line is found, and every wrong one says what is wrong."""
+"""Tests of batch files: every line is indexed, and every invalid one has an error."""
 
 import json
 from pathlib import Path
@@ -23,14 +23,14 @@ def write(folder: Path, *lines: str) -> Path:
     return path
 
 
-def test_requests_are_read_back_from_their_place(tmp_path: Path) -> None:
+def test_requests_are_read_from_their_offsets(tmp_path: Path) -> None:
     path = write(tmp_path, line("é"), "", "   ", line("b", body={"prompt": "ß", "seed": 2**70}))
-    found = index(path)
+    result = index(path)
     with path.open("rb") as file:
-        requests = [read_request(file, each) for each in found]
-    assert [each.custom_id for each in requests] == ["é", "b"]
+        requests = [read_request(file, item) for item in result]
+    assert [request.custom_id for request in requests] == ["é", "b"]
     assert json.loads(bytes(requests[1].body)) == {"prompt": "ß", "seed": 2**70}, "bodies pass unchanged"
-    assert all(each.error is None for each in found)
+    assert all(item.error is None for item in result)
 
 
 @pytest.mark.parametrize(
@@ -47,19 +47,19 @@ def test_requests_are_read_back_from_their_place(tmp_path: Path) -> None:
         (line(body={"prompt": "x", "stream": True}), "a", "cannot be streamed"),
     ],
 )
-def test_a_wrong_line_says_why(tmp_path: Path, content: str, custom_id: str | None, says: str) -> None:
+def test_invalid_line_has_an_error(tmp_path: Path, content: str, custom_id: str | None, says: str) -> None:
     _, bad = index(write(tmp_path, line("first"), content))
     assert bad.custom_id == custom_id and bad.error is not None
     assert bad.error.startswith("line 2: ") and says in bad.error
 
 
-def test_the_second_of_two_equal_ids_is_the_wrong_one(tmp_path: Path) -> None:
+def test_second_of_two_equal_ids_is_invalid(tmp_path: Path) -> None:
     first, other, second = index(write(tmp_path, line("a"), line("b"), line("a")))
     assert first.error is None and other.error is None
     assert second.error == "line 3: custom_id 'a' is already used by line 1"
 
 
-def test_no_file(tmp_path: Path) -> None:
+def test_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere"):
         index(tmp_path / "nowhere")
 

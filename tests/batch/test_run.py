@@ -1,4 +1,4 @@
-"""`quire run-batch` as a command: whole, wrong, killed and taken up again."""
+"""Tests of the `quire run-batch` command: complete, with errors, killed and resumed."""
 
 import json
 import os
@@ -51,16 +51,16 @@ def test_every_request_is_answered_in_order(tmp_path: Path, chat: bool) -> None:
     with FakeServer(delay_s=0.002) as server:
         assert main(words(server, path, "--max-concurrency", "4")) == 0
         assert server.peak <= 4
-    found = output(path)
-    assert [each["custom_id"] for each in found] == list(prompts)
-    for each, prompt in zip(found, prompts.values(), strict=True):
-        choice = each["response"]["body"]["choices"][0]
+    result = output(path)
+    assert [item["custom_id"] for item in result] == list(prompts)
+    for item, prompt in zip(result, prompts.values(), strict=True):
+        choice = item["response"]["body"]["choices"][0]
         text = choice["message"]["content"] if chat else choice["text"]
-        assert text == f"echo {prompt}" and each["response"]["status_code"] == 200 and each["error"] is None
+        assert text == f"echo {prompt}" and item["response"]["status_code"] == 200 and item["error"] is None
     assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "out.jsonl"]
 
 
-def test_bad_lines_get_error_lines_in_their_place(tmp_path: Path, capsys: Capture) -> None:
+def test_invalid_lines_get_error_lines_in_their_place(tmp_path: Path, capsys: Capture) -> None:
     path = write(
         tmp_path, {"a": "hi", "b": "refuse"}, "{", '{"custom_id": "a", "url": "/v1/completions", "body": {}}'
     )
@@ -75,18 +75,18 @@ def test_bad_lines_get_error_lines_in_their_place(tmp_path: Path, capsys: Captur
     assert "2 requests answered, 2 refused" in capsys.readouterr().out
 
 
-def test_a_busy_server_is_asked_again(tmp_path: Path) -> None:
+def test_busy_server_is_retried(tmp_path: Path) -> None:
     path = write(tmp_path, {"a": "hi", "b": "fail"})
     with FakeServer() as server:
         server.num_failures = 2
         assert main(words(server, path, "--max-retries", "3", "--max-concurrency", "1")) == 0
-        assert [each["prompt"] for each in server.requests] == ["hi"] * 3 + ["fail"] * 4
+        assert [request["prompt"] for request in server.requests] == ["hi"] * 3 + ["fail"] * 4
     good, bad = output(path)
     assert good["response"]["status_code"] == 200 and bad["response"]["status_code"] == 500
 
 
-def test_a_server_that_goes_away_leaves_what_is_done(tmp_path: Path, capsys: Capture) -> None:
-    """The unanswered are not written off as failed: the next run does them."""
+def test_lost_server_keeps_the_finished_answers(tmp_path: Path, capsys: Capture) -> None:
+    """Unanswered requests are not recorded as failed: the next run sends them."""
     path = write(tmp_path, {"a": "hi"})
     with FakeServer() as server:
         pass
@@ -102,7 +102,7 @@ def test_a_server_that_goes_away_leaves_what_is_done(tmp_path: Path, capsys: Cap
 
 
 def kill_midway(server: FakeServer, path: Path) -> set[str]:
-    """Start a run in a process, kill it in the middle; the ids whose answers are on disk."""
+    """Run in a process, kill it midway, and return the ids with answers on disk."""
     part = path.with_name("out.jsonl.part")
     command = [sys.executable, "-m", "quire", *words(server, path, "--max-concurrency", "2")]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
@@ -118,8 +118,8 @@ def kill_midway(server: FakeServer, path: Path) -> set[str]:
     }
 
 
-def test_a_killed_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    """Finished lines are asked for once in both runs together; nothing is missing at the end."""
+def test_killed_run_resumes(tmp_path: Path) -> None:
+    """Finished lines are requested once in both runs together; none is missing at the end."""
     prompts = {f"id-{i}": f"prompt {i}" for i in range(40)}
     path = write(tmp_path, prompts)
     part = path.with_name("out.jsonl.part")
@@ -132,14 +132,14 @@ def test_a_killed_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
             file.write(b'{"id": "batch_req_1", "custom_id": "id-39", "resp')
         server.requests.clear()
         assert main(words(server, path)) == 0
-        again = {each["prompt"] for each in server.requests}
+        again = {request["prompt"] for request in server.requests}
     assert again == {prompt for custom_id, prompt in prompts.items() if custom_id not in done}
-    found = output(path)
-    assert [each["custom_id"] for each in found] == list(prompts)
-    assert all(each["response"]["status_code"] == 200 for each in found) and not part.exists()
+    result = output(path)
+    assert [item["custom_id"] for item in result] == list(prompts)
+    assert all(item["response"]["status_code"] == 200 for item in result) and not part.exists()
 
 
-def test_a_run_that_only_lacks_its_output_needs_no_server(tmp_path: Path) -> None:
+def test_run_that_lacks_only_its_output_needs_no_server(tmp_path: Path) -> None:
     path = write(tmp_path, {"a": "hi"})
     with FakeServer() as server:
         assert main(words(server, path)) == 0
@@ -161,7 +161,9 @@ def test_a_run_that_only_lacks_its_output_needs_no_server(tmp_path: Path) -> Non
         (["-o", "/nowhere/out.jsonl"], "/nowhere/out.jsonl.part cannot be written"),
     ],
 )
-def test_mistakes_are_one_line(tmp_path: Path, capsys: Capture, flags: list[str], says: str) -> None:
+def test_invalid_arguments_are_one_line_errors(
+    tmp_path: Path, capsys: Capture, flags: list[str], says: str
+) -> None:
     with FakeServer() as server:
         assert main(words(server, write(tmp_path, {"a": "hi"}), *flags)) == 1
         assert not server.requests
@@ -169,7 +171,7 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: Capture, flags: list[str]
     assert says in errors and "Traceback" not in errors
 
 
-def test_a_url_may_end_in_v1(tmp_path: Path) -> None:
+def test_url_may_end_in_v1(tmp_path: Path) -> None:
     path = write(tmp_path, {"a": "hi"})
     with FakeServer() as server:
         assert main(words(server, path, "--url", f"{server.url}/v1/")) == 0

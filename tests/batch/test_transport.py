@@ -1,4 +1,4 @@
-"""Both ways to an engine give the same answers."""
+"""Tests of both transports to an engine."""
 
 import asyncio
 import json
@@ -25,40 +25,41 @@ def test_over_http() -> None:
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
-    """Says what it got; listens for a hang-up meanwhile, as servers do."""
+    """Return the request; wait for a disconnect meanwhile, as servers do."""
     message = await receive()
     hang_up = asyncio.create_task(receive())
     for _ in range(20):
         await asyncio.sleep(0)
-    assert not hang_up.done(), "the client seemed to hang up"
+    assert not hang_up.done(), "the client seemed to disconnect"
     hang_up.cancel()
     headers = {name.decode(): value.decode() for name, value in scope["headers"]}
-    found = {
+    echo = {
         "path": scope["path"],
         "method": scope["method"],
         "headers": headers,
         "body": message["body"].decode(),
     }
-    content = json.dumps(found).encode()
+    content = json.dumps(echo).encode()
     await send({"type": "http.response.start", "status": 202, "headers": []})
     await send({"type": "http.response.body", "body": content[:10], "more_body": True})
     await send({"type": "http.response.body", "body": content[10:]})
 
 
-def test_into_an_application() -> None:
+def test_into_an_asgi_application() -> None:
     transport = AsgiTransport(app, headers={"Authorization": "Bearer k"})
     answer = asyncio.run(transport.send("/v1/completions", b'{"prompt": 1}', "r1"))
-    found = json.loads(answer.body)
-    assert (answer.status, found["path"], found["method"]) == (202, "/v1/completions", "POST")
-    assert found["body"] == '{"prompt": 1}'
-    assert found["headers"]["x-request-id"] == "r1" and found["headers"]["authorization"] == "Bearer k"
+    result = json.loads(answer.body)
+    assert (answer.status, result["path"], result["method"]) == (202, "/v1/completions", "POST")
+    assert result["body"] == '{"prompt": 1}'
+    assert result["headers"]["x-request-id"] == "r1" and result["headers"]["authorization"] == "Bearer k"
     assert (
-        found["headers"]["content-type"] == "application/json" and found["headers"]["content-length"] == "13"
+        result["headers"]["content-type"] == "application/json"
+        and result["headers"]["content-length"] == "13"
     )
 
 
 def test_into_fastapi() -> None:
-    """A real framework reads the scope without complaint."""
+    """A real framework accepts the scope."""
     from fastapi import FastAPI
 
     api = FastAPI()
@@ -67,5 +68,5 @@ def test_into_fastapi() -> None:
     async def answer(body: dict[str, Any]) -> dict[str, Any]:
         return {"echo": body["prompt"]}
 
-    found = asyncio.run(AsgiTransport(api).send("/v1/completions", b'{"prompt": "x"}', "r1"))
-    assert (found.status, json.loads(found.body)) == (200, {"echo": "x"})
+    result = asyncio.run(AsgiTransport(api).send("/v1/completions", b'{"prompt": "x"}', "r1"))
+    assert (result.status, json.loads(result.body)) == (200, {"echo": "x"})

@@ -1,4 +1,4 @@
-"""`quire bench`: lines and JSON in the shape that scripts written for vLLM read."""
+"""Tests of `quire bench`: lines and JSON in the format of vLLM."""
 
 import json
 import re
@@ -62,13 +62,13 @@ def test_throughput_on_conversations(model: TextModel, tmp_path: Path, capsys: C
     assert lines[2] == "Total num output tokens:  10"
 
 
-def test_a_dataset_without_its_file_is_one_line(model: TextModel, capsys: Capture) -> None:
+def test_dataset_without_its_file_gives_one_line(model: TextModel, capsys: Capture) -> None:
     assert main(["bench", "throughput", "--model", str(model.path), "--dataset-name", "sharegpt"]) == 1
     last = capsys.readouterr().err.splitlines()[-1]
     assert last == "quire bench throughput: error: --dataset-name sharegpt needs --dataset-path FILE"
 
 
 @pytest.mark.parametrize("flags", [["--output-len", "0"], ["--n", "0"], ["--input-len", "500"]])
-def test_impossible_sizes_are_one_line(model: TextModel, capsys: Capture, flags: list[str]) -> None:
+def test_invalid_sizes_give_one_line(model: TextModel, capsys: Capture, flags: list[str]) -> None:
     assert main(["bench", "latency", "--model", str(model.path), "--dtype", "float32", *flags]) == 1
     assert "quire bench latency: error: " in capsys.readouterr().err.splitlines()[-1]

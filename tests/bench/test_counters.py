@@ -1,4 +1,4 @@
-"""Counters of speculative decoding and of the prefix cache, read before and after."""
+"""Tests of the counters of speculative decoding and of the prefix cache, read before and after."""
 
 from quire.bench.counters import counter_summary, read_counters
 
@@ -19,7 +19,7 @@ def page(drafts: int, tokens: int, accepted: tuple[int, int]) -> str:
     )
 
 
-def test_only_what_the_run_added_counts() -> None:
+def test_only_the_runs_increments_count() -> None:
     assert counter_summary(page(10, 20, (5, 5)), page(20, 40, (13, 7))) == {
         "spec_decode_acceptance_rate": 50.0,
         "spec_decode_acceptance_length": 2.0,
@@ -30,14 +30,14 @@ def test_only_what_the_run_added_counts() -> None:
     }
 
 
-def test_engines_are_added_up() -> None:
+def test_engines_are_summed() -> None:
     both = page(1, 2, (1, 0)) + "\n" + page(2, 4, (1, 1)).replace('engine="0"', 'engine="1"')
     counters = read_counters(both)
     assert counters["spec_decode_num_drafts"] == 3
     assert counters["spec_decode_num_accepted_tokens_per_pos.0"] == 2
 
 
-def test_no_drafts_no_entries() -> None:
+def test_no_entries_without_drafts() -> None:
     same = page(3, 6, (1, 1))
     assert counter_summary(same, same) == counter_summary("", "up 1") == {}
 
@@ -50,10 +50,10 @@ def prefix_page(*engines: tuple[int, int]) -> str:
     )
 
 
-def test_lookups_of_all_engines_are_added_up_and_only_the_run_counts() -> None:
+def test_prefix_lookups_of_all_engines_are_summed() -> None:
     summary = counter_summary(prefix_page((100, 50), (10, 0)), prefix_page((200, 75), (110, 25)))
     assert summary == {"prefix_cache_hit_rate": 25.0, "prefix_cache_hit_tokens": 50}
 
 
-def test_no_lookups_no_entries() -> None:
+def test_no_entries_without_lookups() -> None:
     assert counter_summary(prefix_page((5, 1)), prefix_page((5, 1))) == {}

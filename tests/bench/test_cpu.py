@@ -1,4 +1,4 @@
-"""CPU time lands on the process that spent it."""
+"""Tests that CPU time is attributed to the process that used it."""
 
 import os
 import subprocess
@@ -21,8 +21,8 @@ sys.stdin.readline()
 """
 
 
-def test_children_count_and_idle_processes_do_not() -> None:
-    """A child that burns 0.3 s is charged with them; this process is not."""
+def test_children_are_counted_and_idle_processes_are_not() -> None:
+    """Check a child that uses 0.3 s of CPU time."""
     with subprocess.Popen(
         [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:
@@ -31,30 +31,32 @@ def test_children_count_and_idle_processes_do_not() -> None:
         child.stdin.write("\n")
         child.stdin.flush()
         child.stdout.readline()
-        spent = {each.pid: each for each in watch.spent()}
+        spent = {item.pid: item for item in watch.spent()}
         child.stdin.close()
     burnt = spent[child.pid].user_s + spent[child.pid].system_s
     assert burnt > 0.25
     assert spent[os.getpid()].user_s < burnt and spent[os.getpid()].role == "client (this process)"
 
 
-def test_a_process_that_went_away_is_left_out() -> None:
+def test_ended_process_is_omitted() -> None:
     child = subprocess.Popen([sys.executable, "-c", "pass"])
     watch = CpuWatch([os.getpid()])
     child.wait()
-    pids = {each.pid for each in watch.spent()}  # perhaps with children that other tests share
+    pids = {item.pid for item in watch.spent()}  # possibly with children of other tests
     assert os.getpid() in pids and child.pid not in pids
     assert CpuWatch([child.pid]).spent() == []
 
 
-def test_who_listens_on_a_port() -> None:
+def test_listener_of_a_port() -> None:
     with FakeServer() as server:
         assert listening_pids(server.port) == [os.getpid()]
     assert listening_pids(server.port) == []
 
 
-def test_of_a_shared_socket_the_eldest_listener_is_found() -> None:
-    """A supervisor hands its socket to API processes; the engine is only among the supervisor's children."""
+def test_oldest_listener_of_a_shared_socket_is_found() -> None:
+    """Check a supervisor whose socket is inherited by API processes; the engine is a child of the
+    supervisor.
+    """
     code = "import os, socket, sys\ns = socket.create_server(('127.0.0.1', 0))\n"
     code += "if os.fork(): print(s.getsockname()[1], flush=True)\nsys.stdin.read()"
     with subprocess.Popen(
@@ -70,6 +72,6 @@ def test_shares_are_of_one_core() -> None:
     assert line.split() == ["quire:core", "7", "1.50", "0.50", "50.0%", "40.0"] and "of one core" in title
 
 
-def test_a_pid_that_is_none_is_refused() -> None:
+def test_invalid_pid_is_rejected() -> None:
     with pytest.raises(ConfigError, match="--server-pid 99999999"):
         check_pid(99999999)

@@ -1,4 +1,4 @@
-"""Prompts for servers: ids or texts, of the lengths asked for."""
+"""Tests of prompts for servers: ids or texts of the requested lengths."""
 
 import json
 from pathlib import Path
@@ -20,19 +20,19 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 def test_random_prompts_are_ids_without_a_tokenizer() -> None:
     samples = random_samples(3, vocab=50, input_len=6, output_len=2)
-    assert random_queries(samples, None) == [Query(each.prompt_ids, 6, 2) for each in samples]
+    assert random_queries(samples, None) == [Query(sample.prompt_ids, 6, 2) for sample in samples]
 
 
-def test_random_texts_have_the_tokens_asked_for(tokenizer: Tokenizer) -> None:
-    """Random ids decoded and encoded again have another length; here nearly all must come right."""
+def test_random_texts_have_the_requested_number_of_tokens(tokenizer: Tokenizer) -> None:
+    """Check that nearly all lengths are exact after decoding and encoding random ids."""
     samples = random_samples(40, vocab=tokenizer.vocab_size, input_len=20, output_len=2)
-    found = random_queries(samples, tokenizer)
-    lengths = [len(tokenizer.encode(str(each.prompt), add_special_tokens=False)) for each in found]
+    actual = random_queries(samples, tokenizer)
+    lengths = [len(tokenizer.encode(str(item.prompt), add_special_tokens=False)) for item in actual]
     assert sum(length == 20 for length in lengths) >= 36
-    assert [each.prompt_len for each in found] == [length + 1 for length in lengths], "with the <s>"
+    assert [item.prompt_len for item in actual] == [length + 1 for length in lengths], "with the <s>"
 
 
-def test_conversations_without_a_tokenizer_are_chosen_by_their_bytes(
+def test_conversations_without_a_tokenizer_are_selected_by_bytes(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     path = tmp_path / "talk.json"
@@ -43,19 +43,19 @@ def test_conversations_without_a_tokenizer_are_chosen_by_their_bytes(
     assert counted == Query(QUESTION, len(tokenizer.encode(QUESTION)), 8)
 
 
-def test_custom_lines(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_custom_dataset_lines(tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = tmp_path / "mine.jsonl"
     path.write_text('{"prompt": "a"}\n\n{"prompt": "b", "output_tokens": 3}\n')
-    found = custom_queries(4, path, None, output_len=9)
-    assert sorted({(each.prompt, each.output_len) for each in found}) == [("a", 9), ("b", 3)]
-    assert len(found) == 4 and found[:2] == found[2:]
+    actual = custom_queries(4, path, None, output_len=9)
+    assert sorted({(item.prompt, item.output_len) for item in actual}) == [("a", 9), ("b", 3)]
+    assert len(actual) == 4 and actual[:2] == actual[2:]
     assert custom_queries(1, path, tokenizer, output_len=9)[0].prompt_len == 2
 
 
 @pytest.mark.parametrize(
     "line", ["{", "[1]", '{"text": "a"}', '{"prompt": 5}', '{"prompt": "a", "output_tokens": "x"}']
 )
-def test_a_wrong_line_is_named(tmp_path: Path, line: str) -> None:
+def test_invalid_line_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "mine.jsonl"
     path.write_text(f'{{"prompt": "a"}}\n{line}\n')
     with pytest.raises(ConfigError, match=r"mine\.jsonl, line 2"):

@@ -1,4 +1,4 @@
-"""`quire bench on-off`: pairs of engines, and the table and picture of what came of them."""
+"""Tests of `quire bench on-off`: pairs of engines, and the table and chart of the results."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ def words(folder: Path, model: Path, *more: str) -> list[str]:
     ],
     ids=["two", "all"],
 )
-def test_each_part_is_measured_off_and_on(
+def test_each_feature_is_measured_off_and_on(
     parts: list[str], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, capsys: Capture
 ) -> None:
     model = text_model(tmp_path_factory.getbasetemp()).path
@@ -34,29 +34,29 @@ def test_each_part_is_measured_off_and_on(
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert len(lines) == 1 + len(parts)
     figures = json.loads((tmp_path / "figures.json").read_text())
-    for found in figures:
-        assert found["why_not"] == "" and found["off"]["rate"] > 0 and found["on"]["rate"] > 0, found
+    for actual in figures:
+        assert actual["why_not"] == "" and actual["off"]["rate"] > 0 and actual["on"]["rate"] > 0, actual
     assert (tmp_path / "bars.svg").read_text().count("<rect") == 1 + 2 + 2 * len(parts)
     chunks = figures[parts.index("chunks")]
     assert chunks["off"]["gap_s"] > 0 and "longest gap" in "\n".join(lines)
 
 
 @pytest.mark.slow
-def test_two_ranks_look_at_images(
+def test_two_ranks_with_images(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, capsys: Capture
 ) -> None:
     model = text_model(tmp_path_factory.getbasetemp()).path
     assert main(words(tmp_path, model, "--parts", "encoder")) == 0
-    (found,) = json.loads((tmp_path / "figures.json").read_text())
-    assert found["why_not"] == "" and found["off"]["rate"] > 0
+    (actual,) = json.loads((tmp_path / "figures.json").read_text())
+    assert actual["why_not"] == "" and actual["off"]["rate"] > 0
 
 
-def test_a_part_that_is_not_there_is_named(tmp_path: Path, capsys: Capture) -> None:
+def test_unknown_feature_is_named(tmp_path: Path, capsys: Capture) -> None:
     assert main(words(tmp_path, tmp_path, "--parts", "prefix,lookahead")) == 1
     assert "'lookahead'; known: prefix, chunks" in capsys.readouterr().err
 
 
-def test_the_table_says_the_gain_or_why_there_is_none() -> None:
+def test_table_shows_the_gain_or_the_reason_for_none() -> None:
     part = OnOffPart("graphs (eager)", "+15 %", {}, {}, "one stream", _one_stream)
     measured = Row(part, OnOffRun(0.5, 10.0), OnOffRun(0.25, 15.0, 0.0))
     missing = Row(part, why_not="two ranks need two GPUs")

@@ -1,4 +1,4 @@
-"""The numbers of a run, against values worked out by hand."""
+"""Tests of the numbers of a run against values computed by hand."""
 
 from typing import Any
 
@@ -19,16 +19,16 @@ def summary(**changes: Any) -> dict[str, Any]:
     return summarise([FIRST, SECOND, FAILED], 2.0, **(settings | changes))
 
 
-def test_counts_and_rates_leave_failures_out() -> None:
-    found = summary()
-    assert (found["completed"], found["failed"]) == (2, 1)
-    assert (found["total_input_tokens"], found["total_output_tokens"]) == (30, 6)
-    assert found["request_throughput"] == 1.0 and found["output_throughput"] == 3.0
-    assert found["total_token_throughput"] == 18.0 and found["request_goodput"] is None
+def test_counts_and_rates_exclude_failures() -> None:
+    actual = summary()
+    assert (actual["completed"], actual["failed"]) == (2, 1)
+    assert (actual["total_input_tokens"], actual["total_output_tokens"]) == (30, 6)
+    assert actual["request_throughput"] == 1.0 and actual["output_throughput"] == 3.0
+    assert actual["total_token_throughput"] == 18.0 and actual["request_goodput"] is None
 
 
 def test_latencies() -> None:
-    found = summary()
+    actual = summary()
     expected = {
         "mean_ttft_ms": 200.0,
         "median_ttft_ms": 200.0,
@@ -40,12 +40,12 @@ def test_latencies() -> None:
         "mean_e2el_ms": 350.0,
         "p99_e2el_ms": 300 + 0.99 * 100,
     }
-    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    assert {name: actual[name] for name in expected} == pytest.approx(expected)
 
 
-def test_only_what_is_asked_for() -> None:
-    found = summary(metrics=("itl",), percentiles=(99.9,))
-    assert {name for name in found if name.endswith("_ms")} == {
+def test_only_requested_metrics_are_shown() -> None:
+    actual = summary(metrics=("itl",), percentiles=(99.9,))
+    assert {name for name in actual if name.endswith("_ms")} == {
         "mean_itl_ms",
         "median_itl_ms",
         "std_itl_ms",
@@ -63,14 +63,14 @@ def test_only_what_is_asked_for() -> None:
         ({"e2el": 350.0}, 0.5),
     ],
 )
-def test_goodput_wants_every_limit_kept(goodput: dict[str, float], per_second: float) -> None:
+def test_goodput_needs_every_limit_met(goodput: dict[str, float], per_second: float) -> None:
     assert summary(goodput=goodput)["request_goodput"] == per_second
 
 
-def test_nothing_but_failures_is_no_crash() -> None:
-    found = summarise([FAILED], 1.0, metrics=ALL, percentiles=(99.0,), goodput={"ttft": 1.0})
-    assert found["completed"] == 0 and found["mean_ttft_ms"] == 0.0 and found["request_goodput"] == 0.0
-    assert found["max_output_tokens_per_s"] == 0.0 and found["max_concurrent_requests"] == 0
+def test_only_failures_do_not_crash() -> None:
+    actual = summarise([FAILED], 1.0, metrics=ALL, percentiles=(99.0,), goodput={"ttft": 1.0})
+    assert actual["completed"] == 0 and actual["mean_ttft_ms"] == 0.0 and actual["request_goodput"] == 0.0
+    assert actual["max_output_tokens_per_s"] == 0.0 and actual["max_concurrent_requests"] == 0
 
 
 def test_peaks() -> None:
@@ -84,20 +84,19 @@ def test_peaks() -> None:
 
 @pytest.mark.parametrize("duration", [0.4, 1.0, 1.66, 2.5])
 @pytest.mark.parametrize("num_chunks", [1, 3, 100])
-def test_the_peak_is_never_below_the_mean(duration: float, num_chunks: int) -> None:
-    """Catches a peak that counts chunks, however many tokens are in one, or thinks that a run is whole
-    seconds."""
+def test_peak_is_never_below_the_mean(duration: float, num_chunks: int) -> None:
+    """Check that tokens instead of chunks are counted, and that a run may last fractions of seconds."""
     records = []
     for number in range(20):
         start = duration * number / 20
         gap = (duration - start) / num_chunks
         arrivals = [start + gap * (i + 1) for i in range(num_chunks)]
         records.append(Record(1, start=start, end=duration, arrivals=arrivals, num_tokens=100))
-    found = summarise(records, duration, metrics=(), percentiles=(), goodput={})
-    assert found["max_output_tokens_per_s"] >= found["output_throughput"] * 0.9999
+    actual = summarise(records, duration, metrics=(), percentiles=(), goodput={})
+    assert actual["max_output_tokens_per_s"] >= actual["output_throughput"] * 0.9999
 
 
-def test_the_block_is_vllms() -> None:
+def test_summary_matches_vllms_format() -> None:
     result = summary(goodput={"ttft": 500.0}) | {"max_concurrency": 4, "request_rate": 2.0}
     assert lines(result, metrics=("ttft", "e2el"), percentiles=(99.0,)) == [
         "============ Serving Benchmark Result ============",
@@ -126,7 +125,7 @@ def test_the_block_is_vllms() -> None:
     ]
 
 
-def test_what_was_not_set_is_not_shown() -> None:
+def test_unset_values_are_not_shown() -> None:
     result = summary() | {"max_concurrency": None, "request_rate": "inf"}
     shown = "\n".join(lines(result, metrics=("tpot", "itl"), percentiles=(99.0,)))
     assert "concurrency:" not in shown and "configured" not in shown and "goodput" not in shown
@@ -134,7 +133,7 @@ def test_what_was_not_set_is_not_shown() -> None:
     assert "---------------Inter-token Latency----------------" in shown and "Speculative" not in shown
 
 
-def test_drafts_are_shown_where_there_were_some() -> None:
+def test_drafts_are_shown_if_there_were_some() -> None:
     drafted = {
         "spec_decode_acceptance_rate": 50.0,
         "spec_decode_acceptance_length": 1.5,
@@ -149,7 +148,7 @@ def test_drafts_are_shown_where_there_were_some() -> None:
 
 
 def test_details_have_an_entry_per_request() -> None:
-    found = detailed([FIRST, FAILED])
-    assert found["errors"] == ["", "HTTP 500: no"] and found["output_lens"] == [3, 1]
-    assert found["itls"][0] == pytest.approx([0.1, 0.1]) and found["ttfts"] == [pytest.approx(0.1), 0.0]
-    assert {len(values) for values in found.values()} == {2}
+    actual = detailed([FIRST, FAILED])
+    assert actual["errors"] == ["", "HTTP 500: no"] and actual["output_lens"] == [3, 1]
+    assert actual["itls"][0] == pytest.approx([0.1, 0.1]) and actual["ttfts"] == [pytest.approx(0.1), 0.0]
+    assert {len(values) for values in actual.values()} == {2}

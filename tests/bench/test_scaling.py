@@ -1,4 +1,4 @@
-"""Many GPUs, simulated: what one was measured at comes out again, and nothing is better than it can be."""
+"""Tests of simulated clusters: measured values are reproduced, and nothing exceeds its bounds."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ def seconds(model: str, layout: GpuLayout, step: StepShape, links: Links = FREE)
 
 
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row.model}/{row.tp}")
-def test_measured_rows_come_out_again(row: Measured) -> None:
+def test_measured_steps_are_reproduced(row: Measured) -> None:
     for batch, ms in zip(BATCHES, row.decode_ms, strict=False):
         assert 1e3 * seconds(row.model, GpuLayout(tp=row.tp), decode_of(batch)) == pytest.approx(ms, rel=0.01)
     rate = PREFILL.num_tokens / seconds(row.model, GpuLayout(tp=row.tp), PREFILL)
@@ -34,12 +34,12 @@ def test_measured_rows_come_out_again(row: Measured) -> None:
 
 
 @pytest.mark.parametrize("row", WHOLE, ids=lambda row: row.model)
-def test_the_rates_alone_are_near(row: Measured) -> None:
-    """Else the corrections hide a model of a step that is wrong, and other sizes are wrong with it."""
+def test_rates_alone_are_close(row: Measured) -> None:
+    """Check the model of a step without corrections, which would hide errors at other sizes."""
     cost = StepCost(row.model, GpuLayout(), FREE)
     cost.correction = Correction()
-    found = [1e3 * cost.stage_s(decode_of(batch))[0] for batch in BATCHES]
-    assert found == pytest.approx(list(row.decode_ms), rel=0.08)
+    actual = [1e3 * cost.stage_s(decode_of(batch))[0] for batch in BATCHES]
+    assert actual == pytest.approx(list(row.decode_ms), rel=0.08)
 
 
 @pytest.mark.parametrize(
@@ -50,8 +50,8 @@ def test_the_rates_alone_are_near(row: Measured) -> None:
         ("qwen3-30b-a3b", 6_412),
     ],
 )
-def test_a_whole_run_takes_what_it_was_measured_at(model: str, out_tok_s: float) -> None:
-    """The offline workload of `quire.bench.gpu`, which no rate is fitted to."""
+def test_whole_run_matches_its_measured_time(model: str, out_tok_s: float) -> None:
+    """Check the offline workload of `quire.bench.gpu`, to which no rate is fitted."""
     draw = random.Random(0)
     num_in = []
     for _ in range(gpu.OFFLINE_REQUESTS):
@@ -87,7 +87,7 @@ def test_twice_the_devices_are_at_most_twice_as_fast(model: str, tp: int) -> Non
         assert one / 2 <= two * 1.0001, step
 
 
-def test_sums_take_the_quickest_way_and_nodes_are_far() -> None:
+def test_all_reduce_uses_the_fastest_method_and_nodes_cost_more() -> None:
     links = Links()
     times = [links.all_reduce_s(size, 8) for size in (1 << 13, 1 << 17, 1 << 20, 1 << 24, 1 << 28)]
     assert (
@@ -97,17 +97,17 @@ def test_sums_take_the_quickest_way_and_nodes_are_far() -> None:
     assert links.sent_s(1 << 27, other_node=True) > 5 * links.sent_s(1 << 27, other_node=False)
 
 
-def test_stages_share_the_layers_and_a_send_is_paid_for() -> None:
+def test_stages_share_the_layers_and_sends_cost_time() -> None:
     step = decode_of(32)
-    whole, halves = (StepCost("llama-3.1-8b", GpuLayout(pp=pp), FREE).stage_s(step) for pp in (1, 2))
-    assert sum(halves) == pytest.approx(whole[0]) and halves[0] < halves[1]  # the head is on the last
+    full, halves = (StepCost("llama-3.1-8b", GpuLayout(pp=pp), FREE).stage_s(step) for pp in (1, 2))
+    assert sum(halves) == pytest.approx(full[0]) and halves[0] < halves[1]  # the head is on the last stage
     assert StepCost("llama-3.1-8b", GpuLayout(pp=2), Links()).stage_s(step)[0] > halves[0]
     near, far = (StepCost("llama-3.1-8b", GpuLayout(tp=tp, pp=2), Links()) for tp in (4, 8))
     assert near._send_s(0, PREFILL) < far._send_s(0, PREFILL) / 5
 
 
 def test_stages_are_busy_while_rows_decode() -> None:
-    """With as many plans in flight as stages, two of them serve twice the requests in the same time."""
+    """Check that two stages with two plans in flight serve twice the requests in the same time."""
 
     def took_s(pp: int) -> float:
         core = SimulatedCore(StepCost("llama-3.1-8b", GpuLayout(pp=pp), FREE), max_len=256, **LIMITS)
@@ -125,8 +125,8 @@ def test_requests_go_to_the_core_with_fewest() -> None:
 
     class Seen(Traffic):
         def requests(self):  # type: ignore[no-untyped-def]
-            for each in super().requests():
-                yield each
+            for request in super().requests():
+                yield request
                 most[:] = [max(old, core.load) for old, core in zip(most, cores, strict=True)]
 
     run(cores, Seen(40, 8, 8, concurrency=10))
@@ -141,7 +141,7 @@ def test_cores_in_lockstep_pay_for_each_others_tokens() -> None:
     assert cost.weights_bytes() < StepCost("qwen3-30b-a3b", alone, Links()).weights_bytes() / 5
 
 
-def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_configuration_that_does_not_fit_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     scale.main(["--model", "llama-3.1-70b", "--layouts", "tp1", "tp3", "dp2ep", "--json"])
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["refused"] for row in rows] == [
@@ -155,7 +155,7 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 SMALL = ["--concurrency", "4", "--num-requests", "24", "--input-len", "64", "--output-len", "8"]
 
 
-def test_a_table_is_the_same_every_time(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_is_deterministic(capsys: pytest.CaptureFixture[str]) -> None:
     shown = []
     for _ in range(2):
         scale.simulate.cache_clear()
@@ -191,21 +191,21 @@ def test_single_steps(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("text", ["tp1", "dp2", "tp8pp2", "dp16tp8", "dp2tp8ep"])
-def test_layouts_are_read_as_they_are_written(text: str) -> None:
+def test_layouts_are_parsed_as_written(text: str) -> None:
     assert str(GpuLayout.of(text)) == text
 
 
 @pytest.mark.parametrize("text", ["", "tp", "tp0", "8tp", "tp8-pp2", "cp2"])
-def test_no_layout(text: str) -> None:
+def test_invalid_layout(text: str) -> None:
     with pytest.raises(ConfigError, match="not a layout"):
         GpuLayout.of(text)
 
 
 def test_sensible_layouts_use_all_gpus() -> None:
-    found = scale.sensible("qwen3-30b-a3b", [1, 2, 8, 128])
-    assert {layout.num_gpus for layout in found} == {1, 2, 8, 128} and len(found) == len(set(found))
+    actual = scale.sensible("qwen3-30b-a3b", [1, 2, 8, 128])
+    assert {layout.num_gpus for layout in actual} == {1, 2, 8, 128} and len(actual) == len(set(actual))
     assert (
-        all(layout.tp <= 8 for layout in found)
-        and GpuLayout(16, 8) in found
-        and GpuLayout(128, ep=True) in found
+        all(layout.tp <= 8 for layout in actual)
+        and GpuLayout(16, 8) in actual
+        and GpuLayout(128, ep=True) in actual
     )

@@ -1,4 +1,4 @@
-"""`quire bench startup`: fresh processes, timed by the machine's clock."""
+"""Tests of `quire bench startup`: fresh processes, timed by the system clock."""
 
 import json
 import os
@@ -32,17 +32,17 @@ def test_cold_and_warm_starts(
 
 def test_averages_and_percentiles() -> None:
     starts = [Start(0.1, 1.0, 2.0, 2**20), Start(0.3, 3.0, 4.0, 3 * 2**20)]
-    found = summary("cold", starts)
-    assert found["avg_cold_startup_time"] == 2.0 and found["cold_startup_times"] == [1.0, 3.0]
-    assert found["cold_startup_time_percentiles"]["50"] == 2.0
-    assert found["cold_startup_time_percentiles"]["90"] == pytest.approx(2.8)
-    shown = lines(found)
+    actual = summary("cold", starts)
+    assert actual["avg_cold_startup_time"] == 2.0 and actual["cold_startup_times"] == [1.0, 3.0]
+    assert actual["cold_startup_time_percentiles"]["50"] == 2.0
+    assert actual["cold_startup_time_percentiles"]["90"] == pytest.approx(2.8)
+    shown = lines(actual)
     assert "  Avg first token: 3.000 seconds" in shown and "  Avg memory: 2 MiB" in shown
     assert not any("Warm" in line for line in shown)
 
 
-def test_a_cold_start_keeps_downloaded_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else every cold start would download the model again."""
+def test_cold_start_keeps_downloaded_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that a cold start does not download the model again."""
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "m.gguf").write_text("x")
     (tmp_path / "kernels").mkdir()
@@ -53,7 +53,7 @@ def test_a_cold_start_keeps_downloaded_models(tmp_path: Path, monkeypatch: pytes
     assert not folder.exists() and (tmp_path / "models" / "m.gguf").exists()
 
 
-def test_an_engine_that_does_not_start_is_one_line(
+def test_engine_that_does_not_start_gives_one_line(
     tmp_path_factory: pytest.TempPathFactory, capsys: Capture
 ) -> None:
     path = text_model(tmp_path_factory.getbasetemp()).path
@@ -62,6 +62,6 @@ def test_an_engine_that_does_not_start_is_one_line(
     assert "the engine did not start: " in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_nothing_to_measure_is_refused(capsys: Capture) -> None:
+def test_zero_iterations_are_rejected(capsys: Capture) -> None:
     assert main(["bench", "startup", "--num-iters-cold", "0", "--num-iters-warm", "0"]) == 1
     assert "nothing to measure" in capsys.readouterr().err

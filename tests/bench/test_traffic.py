@@ -1,4 +1,4 @@
-"""Requests leave when they should, and their records say what happened."""
+"""Tests that requests are sent on time and recorded correctly."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ def driven(
     path: str = "/v1/completions",
     **limits: Any,
 ) -> list[Record]:
-    bodies = [request_body(Query(each, 2, 5), backend=backend, model="m", options={}) for each in prompts]
+    bodies = [request_body(Query(prompt, 2, 5), backend=backend, model="m", options={}) for prompt in prompts]
 
     async def main() -> list[Record]:
         client = HttpClient(server.url)
@@ -47,19 +47,19 @@ def driven(
     return asyncio.run(main())
 
 
-def test_a_good_answer() -> None:
+def test_successful_request() -> None:
     with FakeServer() as server:
         done: list[Record] = []
         (record,) = driven(server, ["hi"], on_done=done.append)
     assert done == [record] and record.error == ""
-    assert (record.prompt_len, record.output_len) == (7, 5), "the server counts, where it does"
+    assert (record.prompt_len, record.output_len) == (7, 5), "the server's count is used if there is one"
     assert "".join(record.pieces) == "t0 t1 t2 t3 t4 "
     assert record.start < record.arrivals[0] <= record.arrivals[-1] <= record.end
     assert len(record.itls) == 4 and sum(record.itls) == pytest.approx(record.latency - record.ttft)
 
 
-def test_the_role_chunk_of_a_chat_is_no_token() -> None:
-    """It would make the time to the first token too short, and the count too high."""
+def test_role_chunk_of_a_chat_is_not_a_token() -> None:
+    """Check that it affects neither the time to the first token nor the count."""
     with FakeServer(usage=False) as server:
         (record,) = driven(server, ["slow"], backend="openai-chat", path="/v1/chat/completions")
         assert server.requests[0]["max_completion_tokens"] == 5
@@ -67,7 +67,7 @@ def test_the_role_chunk_of_a_chat_is_no_token() -> None:
     assert record.ttft > 0.04
 
 
-def test_failures_are_records_too() -> None:
+def test_failures_are_recorded() -> None:
     prompts = ["hi", "fail", "refuse", "drop", "garbage", "error", "early", "hi"]
     with FakeServer() as server:
         records = driven(server, prompts)
@@ -76,21 +76,21 @@ def test_failures_are_records_too() -> None:
         assert text in record.error and bool(record.error) == bool(text)
 
 
-def test_a_server_that_is_gone_fails_every_request() -> None:
+def test_unreachable_server_fails_every_request() -> None:
     with FakeServer() as server:
         pass
     assert all("is it running?" in record.error for record in driven(server, ["a", "b"]))
 
 
 @pytest.mark.parametrize("limit", [1, 3])
-def test_no_more_at_a_time_than_allowed(limit: int) -> None:
+def test_max_concurrency_is_respected(limit: int) -> None:
     with FakeServer() as server:
         server.held_until = limit
         driven(server, ["slow"] * 6, max_concurrency=limit)
         assert server.peak == limit
 
 
-def test_requests_leave_at_their_times() -> None:
+def test_requests_are_sent_at_their_times() -> None:
     with FakeServer() as server:
         start = time.perf_counter()
         records = driven(server, ["hi"] * 3, times=[0.0, 0.1, 0.2])
@@ -100,7 +100,7 @@ def test_requests_leave_at_their_times() -> None:
 
 
 def test_arrivals_are_poisson_at_burstiness_one() -> None:
-    """Wrong shape or scale of the gaps: their spread tells."""
+    """Check the spread of the gaps."""
     times = send_times(4000, rate=20.0, burstiness=1.0, seed=1)
     gaps = [after - before for before, after in zip([0.0, *times], times, strict=False)]
     mean = sum(gaps) / len(gaps)
@@ -113,7 +113,7 @@ def test_arrivals_are_poisson_at_burstiness_one() -> None:
     assert send_times(3, rate=float("inf"), burstiness=1.0, seed=0) == [0.0] * 3
 
 
-def test_bodies() -> None:
+def test_request_bodies() -> None:
     body = json.loads(request_body(QUERY, backend="vllm", model="m", options={"ignore_eos": True}))
     assert body == {
         "model": "m",
@@ -128,7 +128,9 @@ def test_bodies() -> None:
 
 
 def test_tokens_without_text_count_in_completions() -> None:
-    """Half a character has no text yet, but it is a token; an empty last chunk of a chat is none."""
+    """Check half a character, which is a token without text, and the empty last chunk of a chat, which is
+    not.
+    """
     record = Record(1)
     record.take(Chunk(choices=(Choice(text=""),)))
     record.take(Chunk(choices=(Choice(text="", finish_reason="stop"),)))
@@ -138,14 +140,14 @@ def test_tokens_without_text_count_in_completions() -> None:
     assert (record.prompt_len, record.output_len) == (9, 3)
 
 
-def test_a_piece_stands_for_its_share_of_the_tokens() -> None:
+def test_chunk_counts_as_its_share_of_the_tokens() -> None:
     record = Record(1, arrivals=[1.0, 2.0], num_tokens=6)
     assert list(token_times([record])) == [(1.0, 3.0), (2.0, 3.0)]
     longer = Record(1, arrivals=[1.0, 2.0], pieces=["ab", "abcdef"], num_tokens=10)
     assert list(token_times([longer])) == [(1.0, 3.0), (2.0, 7.0)]
 
 
-def test_a_server_that_counts_in_every_chunk_is_believed() -> None:
+def test_usage_in_every_chunk_is_used() -> None:
     record = Record(1)
     for text, count in (("a", 1), ("bcdefgh", 3), ("i", 9)):
         record.take(Chunk(choices=(Choice(text=text),), usage=Usage(completion_tokens=count)))
@@ -154,8 +156,8 @@ def test_a_server_that_counts_in_every_chunk_is_believed() -> None:
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_an_answer_without_text_arrives_with_its_end(chat: bool) -> None:
-    """Catches tokens that are in the count and in no second: all of them special, and in one chunk."""
+def test_output_without_text_arrives_with_its_end(chat: bool) -> None:
+    """Check special tokens in one chunk, which must be counted in some second."""
     record = Record(1)
     delta = Delta(content="") if chat else None
     if chat:
@@ -165,7 +167,7 @@ def test_an_answer_without_text_arrives_with_its_end(chat: bool) -> None:
     assert [num_tokens for _, num_tokens in token_times([record])] == [128]
 
 
-def test_an_answer_of_one_token_has_no_time_per_token() -> None:
+def test_output_of_one_token_has_no_time_per_token() -> None:
     assert Record(1, arrivals=[1.0]).tpot is None
     assert Record(1, start=0.0, arrivals=[1.0, 4.0], num_tokens=4).tpot == 1.0
     assert Record(1, start=1.0, end=3.0).ttft == Record(1, start=1.0, end=3.0).latency == 2.0

@@ -1,4 +1,4 @@
-"""`quire tune`: what is tried, what is kept, and what is recommended."""
+"""Tests of `quire tune`: tried, kept and recommended configurations."""
 
 import json
 from argparse import Namespace
@@ -16,7 +16,7 @@ from quire.cli import main
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[str, ...], int]]:
-    """What was measured; the larger the step, the later and the more."""
+    """Return a fake measurement; larger steps have higher latency and throughput."""
     seen: list[tuple[tuple[str, ...], int]] = []
     current: list[tuple[str, ...]] = []
 
@@ -41,20 +41,23 @@ def flags(folder: Path, *more: str) -> list[str]:
     return ["tune", "model", *tried, *places, *more]
 
 
-def test_the_best_that_keeps_the_limits_is_recommended(
+def test_best_configuration_within_the_limits_is_recommended(
     measured: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(flags(tmp_path, "--ttft", "1s", "--itl", "20ms", "--serve-args", "--dtype float32")) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
-        "--max-num-batched-tokens=8192 --max-num-seqs=32 --dtype float32" in said and "at 8 at once" in said
+        "--max-num-batched-tokens=8192 --max-num-seqs=32 --dtype float32" in output
+        and "at 8 at once" in output
     )
     assert "<svg" in (tmp_path / "p.svg").read_text() and len(measured) == 6
     assert main(flags(tmp_path, "--ttft", "100ms", "--itl", "20ms", "--serve-args", "--dtype float32")) == 0
-    assert "=512 " in capsys.readouterr().out and len(measured) == 6, "what is known was measured again"
+    assert "=512 " in capsys.readouterr().out and len(measured) == 6, (
+        "a known configuration was measured again"
+    )
 
 
-def test_a_broken_run_goes_on(measured: list[Any], tmp_path: Path) -> None:
+def test_tuning_continues_after_a_failed_run(measured: list[Any], tmp_path: Path) -> None:
     key = ["model", 512, 128, 4, ""]
     known = TunePoint(Setting(512, 32), 8, 1.0, 1.0, 1.0)
     lines = [
@@ -67,7 +70,7 @@ def test_a_broken_run_goes_on(measured: list[Any], tmp_path: Path) -> None:
     assert [level for started, level in measured if "=512" in started[0]] == [1, 64] and len(measured) == 5
 
 
-def test_nothing_that_keeps_them_is_said(
+def test_no_configuration_within_the_limits_is_reported(
     measured: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(flags(tmp_path, "--itl", "1ms")) == 1
@@ -75,12 +78,12 @@ def test_nothing_that_keeps_them_is_said(
 
 
 @pytest.mark.parametrize("wrong", [["--ttft", "soon"], ["--itl", "0ms"], ["--concurrency", "1,x"]])
-def test_what_is_wrong_is_named(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_are_named(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tune", "model", *wrong]) == 1
     assert wrong[1] in capsys.readouterr().err
 
 
-def test_the_frontier_has_nothing_that_is_beaten() -> None:
+def test_frontier_has_no_dominated_points() -> None:
     points = [
         TunePoint(Setting(1, 1), n, 1.0, itl, rate)
         for n, (itl, rate) in enumerate([(1, 5), (2, 4), (3, 9), (3, 8)])
@@ -89,9 +92,9 @@ def test_the_frontier_has_nothing_that_is_beaten() -> None:
 
 
 @pytest.mark.slow
-def test_a_real_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the packaged model: about a minute."""
-    given = [
+def test_sweep_with_real_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Check with the packaged model, which takes about a minute."""
+    flags = [
         "--max-num-batched-tokens",
         "512",
         "--max-num-seqs",
@@ -103,5 +106,5 @@ def test_a_real_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     ]
     places = ["--journal", str(tmp_path / "j"), "--svg", str(tmp_path / "p.svg")]
     more = ["--input-len", "32", "--output-len", "16", "--ttft", "60s", "--itl", "60s"]
-    assert main(["tune", "default", *given, *places, *more]) == 0
+    assert main(["tune", "default", *flags, *places, *more]) == 0
     assert "quire serve default --max-num-batched-tokens=512" in capsys.readouterr().out

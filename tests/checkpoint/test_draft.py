@@ -1,4 +1,4 @@
-"""The model that drafts, held against its target."""
+"""Tests of draft models, checked against their target."""
 
 import json
 from pathlib import Path
@@ -44,7 +44,7 @@ def read(folder: Path, method: str, **config: Any) -> Draft:
     return read_draft(method, target, 3, saved(folder, LLAMA | config))
 
 
-def test_heads_are_read_whatever_they_call_themselves(tmp_path: Path) -> None:
+def test_eagle_heads_are_read_under_every_name(tmp_path: Path) -> None:
     usual = read(tmp_path, "eagle3", num_hidden_layers=1, draft_vocab_size=32).facts
     assert usual.drafts is not None and usual.architecture == "Eagle3LlamaForCausalLM"
     assert (usual.drafts.aux_layers, usual.drafts.vocab, len(usual.layers)) == ((2, 6, 9), 32, 1)
@@ -74,30 +74,30 @@ def test_heads_are_read_whatever_they_call_themselves(tmp_path: Path) -> None:
         ("mtp", {}, "a LlamaForCausalLM has no layers for multi-token prediction"),
     ],
 )
-def test_what_does_not_fit_is_named(tmp_path: Path, method: str, config: dict[str, Any], words: str) -> None:
+def test_mismatched_draft_is_refused(tmp_path: Path, method: str, config: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         read(tmp_path, method, **config)
 
 
-def test_a_target_with_states_cannot_be_speculated_with(tmp_path: Path) -> None:
+def test_state_space_target_cannot_be_speculated(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="recurrent state, which cannot be rolled back"):
         check_target(checkpoint(tmp_path, GRANITE).facts)
     check_target(checkpoint(tmp_path, LLAMA).facts)
 
 
-def test_a_draft_needs_the_tokens_of_its_target(tmp_path: Path) -> None:
+def test_draft_needs_the_vocabulary_of_its_target(tmp_path: Path) -> None:
     target = checkpoint(tmp_path, LLAMA).facts
     larger = read(tmp_path, "draft_model", vocab_size=160)
-    ours = {"a": 0, "b": 1, "c": 2}
-    check_vocabulary(larger, target, ours, {"a": 0, "b": 1})
+    vocabulary = {"a": 0, "b": 1, "c": 2}
+    check_vocabulary(larger, target, vocabulary, {"a": 0, "b": 1})
     check_vocabulary(read(tmp_path, "draft_model"), target, None, None)
     with pytest.raises(ConfigError, match="has a vocabulary of 160 tokens and the target of 128"):
-        check_vocabulary(larger, target, ours, None)
+        check_vocabulary(larger, target, vocabulary, None)
     with pytest.raises(
         ConfigError, match="token 1 is 'x' in the draft's tokenizer and is 'b' in the target's"
     ):
-        check_vocabulary(larger, target, ours, {"a": 0, "x": 1})
+        check_vocabulary(larger, target, vocabulary, {"a": 0, "x": 1})
     with pytest.raises(
         ConfigError, match="token 3 is 'd' in the draft's tokenizer and does not exist in the target's"
     ):
-        check_vocabulary(larger, target, ours, {"d": 3})
+        check_vocabulary(larger, target, vocabulary, {"d": 3})

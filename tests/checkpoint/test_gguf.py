@@ -1,4 +1,4 @@
-"""The GGUF header reader: right on good files, and a plain error, quickly, on bad ones."""
+"""Tests of the GGUF header reader: correct on valid files, and a clear error, quickly, on invalid ones."""
 
 import random
 import struct
@@ -44,7 +44,7 @@ def string(text: str) -> bytes:
     return struct.pack("<Q", len(text)) + text.encode()
 
 
-def test_metadata_values_come_out_with_their_types(path: Path) -> None:
+def test_metadata_values_keep_their_types(path: Path) -> None:
     metadata = GGUFFile(path).metadata
     assert metadata["general.architecture"] == "llama"
     assert metadata["llama.block_count"] == 2
@@ -56,8 +56,8 @@ def test_metadata_values_come_out_with_their_types(path: Path) -> None:
     assert metadata["tokenizer.ggml.scores"].tolist() == [0.0, -1.5, -2.5, 1.0]
 
 
-def test_tensors_lie_where_the_reference_reader_finds_them(path: Path) -> None:
-    """Alignment or dimension order wrong."""
+def test_tensor_offsets_equal_the_reference_reader(path: Path) -> None:
+    """Catches a wrong alignment or dimension order."""
     file = GGUFFile(path)
     reference = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
     assert file.tensors.keys() == reference.keys()
@@ -68,7 +68,7 @@ def test_tensors_lie_where_the_reference_reader_finds_them(path: Path) -> None:
         assert bytes(file.raw(name)) == reference[name].data.tobytes()
 
 
-def test_the_type_table_agrees_with_the_gguf_package() -> None:
+def test_type_table_equals_the_gguf_package() -> None:
     known = {int(kind): (kind.name, *sizes) for kind, sizes in GGML_QUANT_SIZES.items()}
     assert {number: GGML_TYPES[number] for number in known.keys() & GGML_TYPES.keys()} == {
         number: known[number] for number in known.keys() & GGML_TYPES.keys()
@@ -76,7 +76,7 @@ def test_the_type_table_agrees_with_the_gguf_package() -> None:
     assert len(GGML_TYPES) > 25
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.gguf"):
         GGUFFile(tmp_path / "nowhere.gguf")
 
@@ -99,8 +99,8 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         (header(num_keys=1) + string("k") + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 40, "deep"),
     ],
 )
-def test_a_bad_header_is_a_plain_error(tmp_path: Path, content: bytes, message: str) -> None:
-    """A length that is trusted: a huge allocation, a struct.error, a MemoryError."""
+def test_invalid_header_is_a_config_error(tmp_path: Path, content: bytes, message: str) -> None:
+    """Catches a trusted length: a huge allocation, a struct.error, a MemoryError."""
     path = tmp_path / "bad.gguf"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=message) as caught:
@@ -108,7 +108,7 @@ def test_a_bad_header_is_a_plain_error(tmp_path: Path, content: bytes, message: 
     assert "bad.gguf" in str(caught.value)
 
 
-def test_a_truncated_tensor_is_named_with_both_sizes(path: Path) -> None:
+def test_truncated_tensor_is_named_with_both_sizes(path: Path) -> None:
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[: size - 40])
     with pytest.raises(ConfigError, match=rf"blk\.0\.ffn_up\.weight .*expected \d+ bytes, .*has {size - 40}"):
@@ -129,7 +129,7 @@ def tensor_entry(*dims: int, kind: int = 0, offset: int = 0) -> bytes:
         (string("w") + struct.pack("<I", 10**9), "1000000000 dimensions"),
     ],
 )
-def test_a_bad_tensor_entry_is_a_plain_error(tmp_path: Path, entry: bytes, message: str) -> None:
+def test_invalid_tensor_entry_is_a_config_error(tmp_path: Path, entry: bytes, message: str) -> None:
     path = tmp_path / "bad.gguf"
     path.write_bytes(header(num_tensors=1) + entry + b"\0" * 128)
     with pytest.raises(ConfigError, match=message):
@@ -137,15 +137,16 @@ def test_a_bad_tensor_entry_is_a_plain_error(tmp_path: Path, entry: bytes, messa
 
 
 @pytest.mark.parametrize("alignment", [struct.pack("<II", 4, 0), struct.pack("<I", 8) + string("no")])
-def test_a_senseless_alignment_is_a_plain_error(tmp_path: Path, alignment: bytes) -> None:
+def test_invalid_alignment_is_a_config_error(tmp_path: Path, alignment: bytes) -> None:
     path = tmp_path / "bad.gguf"
     path.write_bytes(header(num_keys=1) + string("general.alignment") + alignment)
     with pytest.raises(ConfigError, match=r"general\.alignment"):
         GGUFFile(path)
 
 
-def test_every_truncation_and_any_flipped_byte_reads_or_raises_config_error(path: Path) -> None:
-    """An exception of another kind (IndexError, UnicodeDecodeError): the user would get a traceback."""
+def test_damaged_files_are_read_or_raise_config_error(path: Path) -> None:
+    """Catches an exception of another kind (IndexError, UnicodeDecodeError), which would show a
+    traceback."""
     whole = path.read_bytes()
     rng = random.Random(0)
     damaged = [whole[:end] for end in range(0, len(whole), 7)]

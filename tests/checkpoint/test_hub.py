@@ -1,4 +1,4 @@
-"""locate(): every form of a model argument, and the fetch of the packaged default."""
+"""Tests of locate(): every form of a model argument, and the download of the packaged default."""
 
 import hashlib
 import multiprocessing
@@ -18,7 +18,7 @@ from quire.errors import ConfigError
 CONTENT = b"GGUF" + bytes(range(256)) * 20
 WANTED = Packaged("tiny_model", "1.0", "tiny.gguf", len(CONTENT), hashlib.sha256(CONTENT).hexdigest(), {})
 
-# Stands in for `python -m pip`: checks its arguments, notes the call, copies the wheel.
+# Replaces `python -m pip`: checks its arguments, records the call, copies the wheel.
 FAKE_PIP = """
 import shutil, sys, time
 from pathlib import Path
@@ -36,7 +36,7 @@ shutil.copy(here / "tiny_model-1.0-py3-none-any.whl", args[args.index("--dest") 
 
 @pytest.fixture
 def pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a fake pip and the wheel that it serves."""
+    """Make a folder with a fake pip and the wheel that it serves."""
     folder = tmp_path / "pip"
     folder.mkdir()
     (folder / "pip.py").write_text(FAKE_PIP)
@@ -62,27 +62,27 @@ def left_over(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.suffix != ".lock")
 
 
-def test_the_packaged_model_is_fetched_once(pip: Path, tmp_path: Path) -> None:
+def test_packaged_model_is_fetched_once(pip: Path, tmp_path: Path) -> None:
     for _ in range(2):
         assert fetch(tmp_path / "models").read_bytes() == CONTENT
     assert num_calls(pip) == 1
     assert left_over(tmp_path / "models") == ["tiny.gguf"]
 
 
-def test_a_cached_file_of_the_wrong_size_is_fetched_again(pip: Path, tmp_path: Path) -> None:
+def test_cached_file_of_the_wrong_size_is_fetched_again(pip: Path, tmp_path: Path) -> None:
     (tmp_path / "tiny.gguf").write_bytes(CONTENT[:-1])
     assert fetch(tmp_path).read_bytes() == CONTENT
     assert num_calls(pip) == 1
 
 
-def test_a_damaged_file_is_refused_and_not_kept(pip: Path, tmp_path: Path) -> None:
+def test_damaged_file_is_refused_and_not_kept(pip: Path, tmp_path: Path) -> None:
     write_wheel(pip, b"X" + CONTENT[1:])
     with pytest.raises(ConfigError, match=f"expected {WANTED.sha256}"):
         fetch(tmp_path / "models")
     assert left_over(tmp_path / "models") == []
 
 
-def test_the_leftovers_of_a_killed_fetch_are_cleared(pip: Path, tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_fetch_are_removed(pip: Path, tmp_path: Path) -> None:
     (tmp_path / "models/.fetch-old").mkdir(parents=True)
     (tmp_path / "models/.fetch-old/tiny.gguf").write_bytes(CONTENT[:10])
     assert fetch(tmp_path / "models").read_bytes() == CONTENT
@@ -94,7 +94,7 @@ def _fetch_in_process(folder: Path, pip: Path) -> None:
     assert fetch(folder).read_bytes() == CONTENT
 
 
-def test_two_processes_at_once_fetch_once(pip: Path, tmp_path: Path) -> None:
+def test_concurrent_processes_fetch_once(pip: Path, tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     workers = [context.Process(target=_fetch_in_process, args=(tmp_path / "m", pip)) for _ in range(3)]
     for worker in workers:
@@ -106,20 +106,20 @@ def test_two_processes_at_once_fetch_once(pip: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
+    ("output", "words"),
     [
         ("noise\nERROR: No matching distribution found\n", "No matching distribution found"),
         ("/usr/bin/python: No module named pip", "ensurepip"),
     ],
 )
-def test_a_failing_pip_is_one_sentence(pip: Path, tmp_path: Path, said: str, words: str) -> None:
-    (pip / "fail").write_text(said)
+def test_failing_pip_is_reported_in_one_sentence(pip: Path, tmp_path: Path, output: str, words: str) -> None:
+    (pip / "fail").write_text(output)
     with pytest.raises(ConfigError, match=words):
         fetch(tmp_path / "models")
     assert left_over(tmp_path / "models") == []
 
 
-def test_a_wheel_without_the_file_is_one_sentence(pip: Path, tmp_path: Path) -> None:
+def test_wheel_without_the_file_is_reported_in_one_sentence(pip: Path, tmp_path: Path) -> None:
     write_wheel(pip, CONTENT, name="tiny_model/other.gguf")
     with pytest.raises(ConfigError, match=r"does not hold tiny\.gguf"):
         fetch(tmp_path / "models")
@@ -128,13 +128,13 @@ def test_a_wheel_without_the_file_is_one_sentence(pip: Path, tmp_path: Path) -> 
         fetch(tmp_path / "models")
 
 
-def test_a_cache_that_cannot_be_written_says_where_to_point_it(pip: Path, tmp_path: Path) -> None:
+def test_unwritable_cache_names_the_variable(pip: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="QUIRE_CACHE_ROOT"):
         fetch(tmp_path / "file" / "models")
 
 
-def test_an_installed_package_is_used_without_importing_it(
+def test_installed_package_is_used_without_importing_it(
     pip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "site/tiny_model"
@@ -154,12 +154,12 @@ def test_no_model_means_the_packaged_one(
     assert locate(model, cache_root=tmp_path, progress=False) == tmp_path / "models/tiny.gguf"
 
 
-def test_the_default_has_a_name_without_a_path() -> None:
+def test_default_model_has_a_name_without_a_path() -> None:
     assert default_model_id() == "SmolLM2-135M-Instruct"
 
 
 @pytest.mark.parametrize(
-    ("files", "found"),
+    ("files", "expected"),
     [
         (["config.json", "model.safetensors"], ""),
         (["config.json"], ""),
@@ -171,12 +171,12 @@ def test_the_default_has_a_name_without_a_path() -> None:
         (["a-00001-of-00002.gguf", "a-00002-of-00002.gguf"], "a-00001-of-00002.gguf"),
     ],
 )
-def test_what_a_directory_stands_for(files: list[str], found: str, tmp_path: Path) -> None:
+def test_model_of_a_directory(files: list[str], expected: str, tmp_path: Path) -> None:
     for name in files:
         (tmp_path / name).write_bytes(b"")
-    assert locate(str(tmp_path), cache_root=tmp_path) == tmp_path / found
-    if found:
-        assert locate(str(tmp_path / found), cache_root=tmp_path) == tmp_path / found
+    assert locate(str(tmp_path), cache_root=tmp_path) == tmp_path / expected
+    if expected:
+        assert locate(str(tmp_path / expected), cache_root=tmp_path) == tmp_path / expected
 
 
 @pytest.mark.parametrize(
@@ -192,21 +192,21 @@ def test_what_a_directory_stands_for(files: list[str], found: str, tmp_path: Pat
         ),
     ],
 )
-def test_a_directory_that_stands_for_nothing(files: list[str], words: str, tmp_path: Path) -> None:
+def test_directory_without_a_single_model_is_refused(files: list[str], words: str, tmp_path: Path) -> None:
     for name in files:
         (tmp_path / name).write_bytes(b"")
     with pytest.raises(ConfigError, match=words):
         locate(str(tmp_path), cache_root=tmp_path)
 
 
-def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+def test_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "m.bin").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"not a \.gguf file"):
         locate(str(tmp_path / "m.bin"), cache_root=tmp_path)
 
 
 @pytest.mark.parametrize("model", ["./none", "/none/at/all", "~/none-here", "a b", "none.gguf", "x/y/z"])
-def test_a_path_that_is_not_there_never_asks_the_hub(
+def test_missing_path_is_not_looked_up_on_the_hub(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -216,15 +216,15 @@ def test_a_path_that_is_not_there_never_asks_the_hub(
 
 
 def serve_repo(monkeypatch: pytest.MonkeyPatch, folder: Path, files: list[str]) -> dict[str, Any]:
-    """A hub whose repository holds `files`; returns what it was asked."""
+    """Serve a hub repository with `files`; return the arguments that it received."""
     from fnmatch import fnmatch
 
-    asked: dict[str, Any] = {}
+    received: dict[str, Any] = {}
 
     def snapshot(
         repo: str, allow_patterns: list[str], ignore_patterns: list[str] | None = None, **more: Any
     ) -> str:
-        asked.update(repo=repo, **more)
+        received.update(repo=repo, **more)
         for name in files:
             skip = any(fnmatch(name, pattern) for pattern in ignore_patterns or [])
             if any(fnmatch(name, pattern) for pattern in allow_patterns) and not skip:
@@ -233,16 +233,16 @@ def serve_repo(monkeypatch: pytest.MonkeyPatch, folder: Path, files: list[str]) 
         return str(folder)
 
     def download(repo: str, name: str, **more: Any) -> str:
-        asked.update(repo=repo, **more)
+        received.update(repo=repo, **more)
         (folder / name).write_bytes(b"")
         return str(folder / name)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
-    return asked
+    return received
 
 
-def test_a_hub_id_downloads_only_what_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_id_downloads_only_required_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = [
         "config.json",
         "model-00001-of-00002.safetensors",
@@ -251,21 +251,21 @@ def test_a_hub_id_downloads_only_what_is_needed(tmp_path: Path, monkeypatch: pyt
         "merges.txt",
     ]
     extra = ["original/params.json", "pytorch_model.bin", "consolidated.safetensors", "a.gguf", "README.md"]
-    asked = serve_repo(monkeypatch, tmp_path / "repo", wanted + extra)
-    found = locate("org/m", revision="r", download_dir="d", token="t", cache_root=tmp_path)
-    assert sorted(path.name for path in found.rglob("*") if path.is_file()) == sorted(wanted)
-    assert asked == {"repo": "org/m", "revision": "r", "cache_dir": "d", "token": "t"}
+    received = serve_repo(monkeypatch, tmp_path / "repo", wanted + extra)
+    folder = locate("org/m", revision="r", download_dir="d", token="t", cache_root=tmp_path)
+    assert sorted(path.name for path in folder.rglob("*") if path.is_file()) == sorted(wanted)
+    assert received == {"repo": "org/m", "revision": "r", "cache_dir": "d", "token": "t"}
 
 
-def test_modules_behind_an_embedding_model_come_along(
+def test_modules_of_an_embedding_model_are_downloaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their weights may be older than the model's."""
+    """Their weights may be in an older format than the model's."""
     wanted = ["config.json", "model.safetensors", "modules.json", "2_Dense/config.json"]
     wanted += ["2_Dense/pytorch_model.bin", "3_Dense/model.safetensors"]
     serve_repo(monkeypatch, tmp_path / "repo", [*wanted, "pytorch_model.bin"])
-    found = locate("org/m", cache_root=tmp_path)
-    files = {str(path.relative_to(found)) for path in found.rglob("*") if path.is_file()}
+    result = locate("org/m", cache_root=tmp_path)
+    files = {str(path.relative_to(result)) for path in result.rglob("*") if path.is_file()}
     assert files == set(wanted)
 
 
@@ -283,7 +283,7 @@ def test_gguf_files_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("named", ["org/m:Q4_K_M", "org/m/big/m-Q4_K_M-00002-of-00002.gguf"])
-def test_all_parts_of_a_split_file_come_from_the_hub(
+def test_all_parts_of_a_split_file_are_downloaded(
     named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts = [f"big/m-Q4_K_M-0000{i}-of-00002.gguf" for i in (1, 2)]
@@ -293,14 +293,14 @@ def test_all_parts_of_a_split_file_come_from_the_hub(
     assert sorted(path.name for path in tmp_path.rglob("*.gguf")) == [Path(part).name for part in parts]
 
 
-def test_any_part_of_a_split_file_stands_for_all(tmp_path: Path) -> None:
+def test_any_part_of_a_split_file_selects_all(tmp_path: Path) -> None:
     for i in (1, 2, 3):
         (tmp_path / f"m-0000{i}-of-00003.gguf").write_bytes(b"")
-    given = str(tmp_path / "m-00002-of-00003.gguf")
-    assert locate(given, cache_root=tmp_path) == tmp_path / "m-00001-of-00003.gguf"
+    part = str(tmp_path / "m-00002-of-00003.gguf")
+    assert locate(part, cache_root=tmp_path) == tmp_path / "m-00001-of-00003.gguf"
 
 
-def test_a_gguf_file_named_apart_from_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gguf_file_argument(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "models"
     folder.mkdir()
     for name in ("a.gguf", "b.gguf"):
@@ -314,12 +314,12 @@ def test_a_gguf_file_named_apart_from_its_model(tmp_path: Path, monkeypatch: pyt
     assert locate("org/m", gguf_file="m-Q8_0.gguf", cache_root=tmp_path).name == "m-Q8_0.gguf"
 
 
-def test_weights_as_pytorch_files_where_there_are_no_others(
+def test_pytorch_weights_are_used_if_there_are_no_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     serve_repo(monkeypatch, tmp_path / "repo", ["config.json", "pytorch_model.bin", "training_args.bin"])
-    found = locate("org/m", cache_root=tmp_path)
-    assert sorted(path.name for path in found.iterdir()) == ["config.json", "pytorch_model.bin"]
+    result = locate("org/m", cache_root=tmp_path)
+    assert sorted(path.name for path in result.iterdir()) == ["config.json", "pytorch_model.bin"]
 
 
 def _raise(error: BaseException) -> Callable[..., str]:
@@ -341,7 +341,7 @@ def _raise(error: BaseException) -> Callable[..., str]:
         ("ConnectionError", "could not be downloaded"),
     ],
 )
-def test_each_failure_of_the_hub_is_one_sentence(
+def test_each_hub_failure_is_one_sentence(
     name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from huggingface_hub import errors
@@ -354,13 +354,13 @@ def test_each_failure_of_the_hub_is_one_sentence(
         locate("org/m", revision="r", cache_root=tmp_path)
 
 
-def test_offline_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_mode_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set"):
         locate("some-org/surely-not-cached", download_dir=str(tmp_path), cache_root=tmp_path)
 
 
-def test_hub_does_not_pull_in_torch() -> None:
+def test_hub_does_not_import_torch() -> None:
     slow = "{'torch', 'huggingface_hub', 'tqdm'}"
     code = f"import sys, quire.checkpoint.hub; assert not {slow} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,4 +1,4 @@
-"""Which layers share blocks, and how many blocks a request takes."""
+"""Tests of the KV cache layout: layers that share blocks, and the blocks of a request."""
 
 import pytest
 
@@ -13,15 +13,15 @@ def window(size: int, numbers: int = 8) -> CacheSpec:
     return CacheSpec("window", numbers=numbers, window=size)
 
 
-def test_layers_that_keep_all_are_one_group() -> None:
+def test_full_attention_layers_are_one_group() -> None:
     made = layout([FULL] * 5, 100)
     assert made.windows == (None,) and made.groups[0].layers == (0, 1, 2, 3, 4)
     assert made.slabs == (16,) * 5 and made.block_bytes(4, 2) == 5 * 16 * 4 * 2
 
 
-def test_five_windows_to_each_full_layer_are_groups_of_equal_size() -> None:
+def test_sliding_window_layers_form_groups_of_equal_size() -> None:
     """Gemma-3 4B: 34 layers, each sixth of them full. A block has a page in five slabs, and only in the last
-    group one is idle."""
+    group one is unused."""
     made = layout([FULL if layer % 6 == 5 else window(1024) for layer in range(34)], 1 << 17)
     assert made.windows == (None, *(1024,) * 6)
     assert [len(group.layers) for group in made.groups] == [5] * 6 + [4] and len(made.slabs) == 5
@@ -39,7 +39,7 @@ def test_five_windows_to_each_full_layer_are_groups_of_equal_size() -> None:
     ],
     ids=["a quarter more is too many", "a fifth more is not", "two windows"],
 )
-def test_how_many_layers_a_group_has(specs: list[CacheSpec], sizes: list[int]) -> None:
+def test_number_of_layers_per_group(specs: list[CacheSpec], sizes: list[int]) -> None:
     made = layout(specs, 100)
     assert [len(group.layers) for group in made.groups] == sizes and len(made.slabs) == max(sizes)
 
@@ -52,8 +52,8 @@ def test_layers_with_different_pages_share_no_memory(odd: CacheSpec) -> None:
 
 
 @pytest.mark.parametrize("draft", [CacheSpec("full", numbers=2), LATENT, window(5, numbers=2)])
-def test_a_draft_with_other_pages_lies_where_all_is_kept(draft: CacheSpec) -> None:
-    """The target's windows stay windows; what the draft keeps is idle in their blocks."""
+def test_draft_with_other_pages_is_in_the_full_group(draft: CacheSpec) -> None:
+    """The target's windows stay windows; the draft's pages are unused in their blocks."""
     made = layout([FULL, window(6)] * 4 + [draft] * 2, 1000)
     assert made.windows == (None, 6) and made.groups[0].layers == (0, 2, 4, 6, 8, 9)
     assert made.slabs == (16,) * 4 + (draft.planes * draft.numbers,) * 2
@@ -62,9 +62,9 @@ def test_a_draft_with_other_pages_lies_where_all_is_kept(draft: CacheSpec) -> No
     assert last.windows == made.windows and last.places == {8: (0, 0), 9: (0, 1), 7: (1, 2)}
 
 
-def test_layers_with_pages_of_half_the_size_lie_side_by_side() -> None:
-    """Gemma 4 31B: 60 layers, each sixth of which sees all and keeps half as much of a token. A block is as
-    large as what those ten keep of its tokens."""
+def test_half_size_pages_are_placed_side_by_side() -> None:
+    """Gemma 4 31B: 60 layers, each sixth with full attention and half the bytes per token. A block has the
+    size of those ten layers for its tokens."""
     specs = [CacheSpec("full", numbers=2048) if i % 6 == 5 else window(1024, 4096) for i in range(60)]
     made = layout(specs, 1 << 17)
     assert made.windows == (None, *(1024,) * 10) and made.slabs == (2 * 4096,) * 5
@@ -77,31 +77,31 @@ def test_layers_with_pages_of_half_the_size_lie_side_by_side() -> None:
     assert last.slabs == made.slabs[:5] and last.parts[59] == (0, 2)
 
 
-def test_layers_whose_pages_do_not_divide_each_other_share_no_memory() -> None:
+def test_pages_that_do_not_divide_each_other_share_no_memory() -> None:
     specs = [CacheSpec("full", numbers=6), *[window(9, numbers=4)] * 5] * 2
     assert layout(specs, 1 << 17).largest == 0
 
 
-def test_a_draft_with_the_same_pages_is_more_layers() -> None:
+def test_draft_with_the_same_pages_adds_layers() -> None:
     made = layout([FULL, window(6)] * 4 + [FULL], 1000)
     assert [len(group.layers) for group in made.groups] == [4, 1, 4] and len(made.slabs) == 4
     assert layout([FULL] * 8 + [FULL], 1000).groups[0].layers == tuple(range(9))
 
 
-def test_windows_alone_are_given_up_for_a_draft_that_keeps_all() -> None:
-    """Its blocks have room for all layers anyway, unless it has the same pages, or a part of them."""
+def test_full_attention_draft_disables_windows() -> None:
+    """Its blocks have room for all layers anyway, unless it has the same pages or a part of them."""
     assert layout([window(6)] * 4 + [CacheSpec("full", numbers=3)], 1000).windows == (None,)
     assert layout([window(6)] * 4 + [CacheSpec("full", numbers=2)], 1000).windows == (None, 6, 6, 6, 6)
     assert layout([window(6)] * 4 + [FULL], 1000).windows == (None, 6, 6, 6, 6)
 
 
-def test_windows_are_given_up_for_a_draft_whose_pages_would_make_them_cost_more() -> None:
-    """Each of nine groups with windows would have room for the draft."""
+def test_windows_are_disabled_if_a_draft_makes_them_cost_more() -> None:
+    """Each of nine window groups would have room for the draft."""
     specs = [FULL, *[window(600)] * 9, *[LATENT] * 2]
     assert layout(specs, 1000).windows == (None,) and len(layout(specs, 100_000).windows) == 10
 
 
-def test_a_window_that_no_sequence_outgrows_is_none() -> None:
+def test_window_of_the_full_length_is_ignored() -> None:
     assert layout([FULL, window(64)], 64).windows == (None,)
     assert layout([FULL, window(64)], 65).windows == (None, 64)
 
@@ -115,21 +115,21 @@ def test_states_have_no_pages() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "chunk", "blocks"), [(3, 8, 1), (400, 1, 3), (400, 8, 5), (10, 8, 3)])
-def test_a_window_is_all_that_a_request_takes(tokens: int, chunk: int, blocks: int) -> None:
-    """Of 4: the worst of all places where a window of 7 and a chunk can begin."""
+def test_request_takes_only_the_blocks_of_its_window(tokens: int, chunk: int, blocks: int) -> None:
+    """With blocks of 4, the worst case over all starts of a window of 7 and a chunk."""
     made = layout([window(7)], 1000)
     assert made.blocks_of(tokens, block_size=4, max_chunk=chunk) == blocks
     seen = [range(max(at - 6, 0), min(at + chunk, tokens)) for at in range(0, tokens, 1)]
     assert blocks == max(span[-1] // 4 - span[0] // 4 + 1 for span in seen)
 
 
-def test_specs_are_what_the_facts_say() -> None:
+def test_cache_specs_follow_the_facts() -> None:
     layers = tuple(LayerFacts(RopeFacts(), window) for window in (None, 32))
     facts = ArchFacts("Qwen3ForCausalLM", 320, 64, 128, 4, 2, 16, 1e-5, layers)
     assert cache_specs(facts) == (CacheSpec("full", numbers=32), window(32, numbers=32))
 
 
-def test_a_stage_has_the_groups_of_all_and_room_for_its_own_layers() -> None:
+def test_pipeline_stage_has_all_groups_and_its_own_layers() -> None:
     """Block tables and blocks of a group are the same in every stage."""
     whole = layout([window(6), FULL, window(6), FULL, STATE], 100)
     first, second = whole.of(range(3)), whole.of(range(3, 5))

@@ -1,4 +1,4 @@
-"""The facts of a checkpoint, from config.json and from a GGUF header; and every way a file can be wrong."""
+"""Tests of the facts of a checkpoint, from config.json and from a GGUF header, and of every invalid file."""
 
 import json
 import logging
@@ -56,7 +56,7 @@ def read(
     return read_checkpoint(tmp_path, **options)
 
 
-def test_the_plain_facts(tmp_path: Path) -> None:
+def test_basic_facts(tmp_path: Path) -> None:
     checkpoint = read(tmp_path, {})
     facts = checkpoint.facts
     assert (checkpoint.format, checkpoint.dtype, checkpoint.derived_max_len) == ("hf", "bfloat16", 256)
@@ -72,7 +72,7 @@ def test_the_plain_facts(tmp_path: Path) -> None:
     assert [layer.window for layer in facts.layers] == [None] * 3
 
 
-def test_optional_keys_have_the_families_defaults(tmp_path: Path) -> None:
+def test_optional_keys_have_the_defaults_of_the_family(tmp_path: Path) -> None:
     facts = read(tmp_path, {"num_key_value_heads": "absent", "architectures": "absent"}).facts
     assert (facts.kv_heads, facts.architecture) == (4, "LlamaForCausalLM")
     assert read(tmp_path, {"head_dim": 32}).facts.head_dim == 32
@@ -83,7 +83,7 @@ def test_optional_keys_have_the_families_defaults(tmp_path: Path) -> None:
 
 
 def test_other_names_of_a_family(tmp_path: Path) -> None:
-    """A checkpoint from before transformers knew the model: its name, and what its files call things."""
+    """Older checkpoints have another architecture name and other key names."""
     assert read(tmp_path, {"architectures": ["XverseForCausalLM"]}).facts.architecture == "LlamaForCausalLM"
     older = {"architectures": ["StableLMEpochForCausalLM"], "rope_pct": 0.5, "norm_eps": 1e-4}
     facts = read(tmp_path, older).facts
@@ -91,8 +91,8 @@ def test_other_names_of_a_family(tmp_path: Path) -> None:
     assert facts.layers[0].rope is not None and facts.layers[0].rope.dim == 8
 
 
-def test_a_family_is_known_by_its_model_type(tmp_path: Path) -> None:
-    """A line of the table whose model_type no checkpoint has; the twins of others' names aside."""
+def test_family_is_detected_by_model_type(tmp_path: Path) -> None:
+    """Catches a table entry with a model_type that no checkpoint has; aliases are skipped."""
     import transformers
 
     for architecture, family in FAMILIES.items():
@@ -134,10 +134,10 @@ def test_a_family_is_known_by_its_model_type(tmp_path: Path) -> None:
         (EXPERTS | {"num_nextn_predict_layers": "1"}, "num_nextn_predict_layers is '1'"),
     ],
 )
-def test_what_a_family_has_and_we_have_not_is_refused(
+def test_unsupported_variants_of_a_family_are_refused(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
-    """A model that answers, wrongly."""
+    """Otherwise the model would give wrong answers."""
     with pytest.raises(ConfigError, match=message):
         read(tmp_path, changes)
 
@@ -218,7 +218,7 @@ def test_sliding_windows(tmp_path: Path, changes: dict[str, Any], windows: tuple
         ),
     ],
 )
-def test_rope_in_both_spellings_and_the_length_it_gives(
+def test_rope_in_both_spellings_and_the_derived_length(
     tmp_path: Path, changes: dict[str, Any], theta: float, kind: str, derived: int
 ) -> None:
     checkpoint = read(tmp_path, changes)
@@ -226,7 +226,7 @@ def test_rope_in_both_spellings_and_the_length_it_gives(
     assert checkpoint.derived_max_len == derived
 
 
-def test_without_a_length_it_is_2048_and_says_so(
+def test_missing_length_is_2048_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)
@@ -235,8 +235,8 @@ def test_without_a_length_it_is_2048_and_says_so(
     assert "assuming 2048" in caplog.text
 
 
-def test_which_layers_pick_the_tokens_that_they_see(tmp_path: Path) -> None:
-    """As many ways to say it as GLM-5's files have."""
+def test_layers_with_a_sparse_attention_indexer(tmp_path: Path) -> None:
+    """Covers all forms in GLM-5's files."""
     glm = EXPERTS | {"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa"}
 
     def picks(**keys: Any) -> list[bool]:
@@ -254,7 +254,7 @@ def test_which_layers_pick_the_tokens_that_they_see(tmp_path: Path) -> None:
         picks(indexer_types=["full"])
 
 
-def test_the_generation_config_comes_first_and_only_known_keys_are_kept(tmp_path: Path) -> None:
+def test_generation_config_overrides_and_keeps_only_known_keys(tmp_path: Path) -> None:
     generation = {"eos_token_id": [7, 2, 7], "temperature": 0.6, "top_k": None, "do_sample": True}
     checkpoint = read(tmp_path, {}, generation)
     assert checkpoint.eos_ids == (7, 2)
@@ -262,8 +262,8 @@ def test_the_generation_config_comes_first_and_only_known_keys_are_kept(tmp_path
     assert read(tmp_path, {"eos_token_id": [5, 6]}, {}).eos_ids == (5, 6)
 
 
-def test_overrides_are_merged_before_anything_is_read(tmp_path: Path) -> None:
-    """An override of one rope key that wipes out the others."""
+def test_overrides_are_merged_before_reading(tmp_path: Path) -> None:
+    """Catches an override of one rope key that removes the others."""
     changes = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
     overrides = {"rope_parameters": {"rope_type": "linear", "factor": 2.0}, "num_hidden_layers": 1}
     checkpoint = read(tmp_path, changes, overrides=overrides)
@@ -329,26 +329,26 @@ def test_overrides_are_merged_before_anything_is_read(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_wrong_value_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    """A KeyError, a TypeError, or worse a model built from nonsense."""
+def test_invalid_value_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    """Catches a KeyError, a TypeError, or a model built from invalid values."""
     with pytest.raises(ConfigError, match=message) as caught:
         read(tmp_path, changes)
     assert "config.json" in str(caught.value)
 
 
 @pytest.mark.parametrize("content", ["{not json", "[1, 2]", ""])
-def test_a_config_that_is_not_a_json_object_is_named(tmp_path: Path, content: str) -> None:
+def test_config_that_is_not_a_json_object_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=r"config\.json"):
         read_checkpoint(tmp_path)
 
 
-def test_a_generation_config_that_is_wrong_is_named(tmp_path: Path) -> None:
+def test_invalid_generation_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"generation_config\.json: temperature is 'hot'"):
         read(tmp_path, {}, {"temperature": "hot"})
 
 
-def test_a_path_without_a_model_is_named(tmp_path: Path) -> None:
+def test_path_without_a_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         read_checkpoint(tmp_path)
     with pytest.raises(ConfigError, match=r"no model at .*nowhere"):
@@ -388,16 +388,16 @@ def write_gguf(path: Path, arch: str = "llama", drop: str = "", **extra: Any) ->
     return path
 
 
-def test_a_gguf_file_needs_no_config_of_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_gguf_file_needs_no_config_json(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("quire").addHandler(caplog.handler)
     try:
-        found = read_checkpoint(write_gguf(tmp_path / "m.gguf"), config_path=tmp_path)
+        result = read_checkpoint(write_gguf(tmp_path / "m.gguf"), config_path=tmp_path)
     finally:
         logging.getLogger("quire").removeHandler(caplog.handler)
-    assert found.format == "gguf" and "hf_config_path has no effect" in caplog.text
+    assert result.format == "gguf" and "hf_config_path has no effect" in caplog.text
 
 
-def test_the_facts_of_a_gguf_header(tmp_path: Path) -> None:
+def test_facts_of_a_gguf_header(tmp_path: Path) -> None:
     checkpoint = read_checkpoint(write_gguf(tmp_path / "m.gguf", **{"rope.freq_base": 5e4}))
     facts = checkpoint.facts
     assert (checkpoint.format, checkpoint.dtype, checkpoint.derived_max_len) == ("gguf", "float32", 512)
@@ -413,7 +413,7 @@ def test_the_facts_of_a_gguf_header(tmp_path: Path) -> None:
     assert (facts.layers[-1].rope.theta, facts.layers[-1].rope.kind) == (5e4, "default")
 
 
-def test_tensors_of_a_gguf_file_are_facts_too(tmp_path: Path) -> None:
+def test_tensors_of_a_gguf_file_give_facts(tmp_path: Path) -> None:
     factors = np.linspace(1, 8, 8, dtype=np.float32)
     extra = {
         "output.weight": np.zeros((128, 64), np.float32),
@@ -438,8 +438,8 @@ def test_rope_scaling_of_a_gguf_header(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("arch", "largest"), [("gemma2", 46), ("gemma3", 62)])
-def test_gemma_files_do_not_say_how_queries_are_scaled(tmp_path: Path, arch: str, largest: int) -> None:
-    """By the head's size, but in the largest model of each kind."""
+def test_gemma_gguf_query_scale_is_derived(tmp_path: Path, arch: str, largest: int) -> None:
+    """The scale follows the head size, except in the largest model of each kind."""
     for num_layers, width in ((26, 32), (largest, 16)):
         extra = {"attention.key_length": 32, "block_count": num_layers}
         facts = read_checkpoint(write_gguf(tmp_path / "m.gguf", arch, **extra)).facts
@@ -447,7 +447,7 @@ def test_gemma_files_do_not_say_how_queries_are_scaled(tmp_path: Path, arch: str
         assert (facts.norm, facts.embed_scale) == ("rms", 8)
 
 
-def test_the_length_of_gemma3_counts_its_stretched_rotation_in(tmp_path: Path) -> None:
+def test_gemma3_length_includes_rope_scaling(tmp_path: Path) -> None:
     stretched = {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
     extra = stretched | {"attention.key_length": 16, "attention.sliding_window": 7, "block_count": 6}
     checkpoint = read_checkpoint(write_gguf(tmp_path / "m.gguf", "gemma3", **extra))
@@ -477,9 +477,7 @@ def test_the_length_of_gemma3_counts_its_stretched_rotation_in(tmp_path: Path) -
         ("llama", {"rope.scaling.type": [1, 2]}, "none, linear or yarn"),
     ],
 )
-def test_a_gguf_header_that_does_not_fit_is_named(
-    tmp_path: Path, arch: str, extra: dict[str, Any], message: str
-) -> None:
+def test_invalid_gguf_header_is_named(tmp_path: Path, arch: str, extra: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         read_checkpoint(write_gguf(tmp_path / "m.gguf", arch, **extra))
     assert "m.gguf" in str(caught.value)
@@ -499,15 +497,15 @@ def test_a_gguf_header_that_does_not_fit_is_named(
         ),
     ],
 )
-def test_what_transformers_does_not_run_is_told_in_one_sentence(
+def test_unsupported_heads_are_refused_in_one_sentence(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
-    """A classifier of tokens whose embeddings are tied, taken for a model that generates."""
+    """Catches a token classifier with tied embeddings that is taken for a generative model."""
     with pytest.raises(ConfigError, match=message):
         read(tmp_path, {"tie_word_embeddings": True} | changes)
 
 
-def test_the_text_part_of_a_model_that_also_sees(tmp_path: Path) -> None:
+def test_text_model_of_a_multimodal_family(tmp_path: Path) -> None:
     gemma = {"architectures": ["Gemma3TextModel"], "hidden_activation": "gelu_pytorch_tanh", "head_dim": 16}
     assert read(tmp_path, gemma).facts.architecture == "Gemma3ForCausalLM"
     assert not read(tmp_path, gemma | {"use_bidirectional_attention": "vision"}).pooling.both_ways
@@ -532,8 +530,8 @@ def test_the_text_part_of_a_model_that_also_sees(tmp_path: Path) -> None:
         ({"quantization_config": compressed(block_structure="x")}, "which is not supported"),
     ],
 )
-def test_a_value_of_another_kind_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    """A TypeError from inside."""
+def test_value_of_another_type_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    """Catches a TypeError from inside."""
     with pytest.raises(ConfigError, match=message):
         read(tmp_path, changes)
 

@@ -1,4 +1,4 @@
-"""Which numbers of devices can divide a model, and what each has of it."""
+"""Tests of the tensor-parallel sizes that a model allows, and of each rank's shard."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ FACTS = ArchFacts(
 )
 MOE = replace(
     FACTS,
-    intermediate=50,  # nobody's: all layers are mixtures
+    intermediate=50,  # unused: all layers are mixtures
     layers=(replace(PLAIN, moe=True),),
     moe=MoeFacts(experts=4, intermediate=24, routing=Routing(2), shared_intermediate=32),
 )
@@ -51,27 +51,27 @@ STATE = replace(
         (STATE, 16, "24 state heads; use 1, 2, 4 or 8"),
     ],
 )
-def test_a_number_that_does_not_divide_names_those_that_do(facts: ArchFacts, size: int, message: str) -> None:
+def test_size_that_does_not_divide_names_those_that_do(facts: ArchFacts, size: int, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         check_divisible(facts, size)
     assert message in str(error.value)
 
 
-def test_what_divides_is_taken() -> None:
+def test_valid_sizes_are_accepted() -> None:
     for facts in (FACTS, MOE, STATE):
         for size in (1, 2, 4, 8):
             check_divisible(facts, size)
-    check_divisible(FACTS, 16)  # key and value heads are had twice
+    check_divisible(FACTS, 16)  # key and value heads are replicated
     check_divisible(MOE, 16, with_experts=False)
     latent = replace(FACTS, kv_heads=3, layers=(replace(PLAIN, mixer="latent"),), mla=MlaFacts(16, 4, 4, 4))
     check_divisible(latent, 4)
 
 
-def test_one_device_has_its_share() -> None:
+def test_facts_of_one_rank() -> None:
     assert shard_facts(FACTS, 1) is FACTS
-    own = shard_facts(FACTS, 4)
-    assert (own.heads, own.kv_heads, own.intermediate, own.vocab) == (8, 2, 24, 1001)
-    assert [spec.numbers for spec in cache_specs(own) if spec] == [8, 8]
+    shard = shard_facts(FACTS, 4)
+    assert (shard.heads, shard.kv_heads, shard.intermediate, shard.vocab) == (8, 2, 24, 1001)
+    assert [spec.numbers for spec in cache_specs(shard) if spec] == [8, 8]
     assert [spec.numbers for spec in cache_specs(shard_facts(FACTS, 32)) if spec] == [4, 4]
     state = shard_facts(STATE, 4).state
     assert state is not None and (state.heads, state.groups) == (6, 1)
@@ -83,4 +83,4 @@ def test_one_device_has_its_share() -> None:
     assert [layer.heads for layer in shard_facts(wider, 4).layers] == [0, 12]
     sizes = {"num_tokens": 512, "num_seqs": 1}
     assert activation_bytes(wider, "float32", **sizes) > activation_bytes(FACTS, "float32", **sizes)
-    assert activation_bytes(own, "float32", **sizes) < activation_bytes(FACTS, "float32", **sizes)
+    assert activation_bytes(shard, "float32", **sizes) < activation_bytes(FACTS, "float32", **sizes)

@@ -1,4 +1,4 @@
-"""What the facts of a model say of its size, against the models themselves."""
+"""Tests of the parameter counts computed from the facts of a model, against the models themselves."""
 
 import re
 from pathlib import Path
@@ -17,8 +17,8 @@ from quire.errors import ConfigError
 
 
 @pytest.mark.parametrize("architecture", ZOO)
-def test_the_facts_of_a_model_tell_how_many_numbers_it_has(architecture: str, tmp_path: Path) -> None:
-    """A gate, a tied head, a shared expert or a kind of mixer that is not counted."""
+def test_parameter_count_equals_the_model(architecture: str, tmp_path: Path) -> None:
+    """Catches a gate, a tied head, a shared expert or a kind of mixer that is not counted."""
     path, model = make_tiny(architecture, tmp_path, **STORED.get(architecture, {}))
     facts = read_checkpoint(path).facts
     unused = re.compile(facts.unused or "$^")
@@ -63,15 +63,15 @@ FLASH: dict[str, Any] = {
     "swiglu_limits": [*[0.0] * 43, 7.0, 7.0, *[0.0] * 3],
     "swiglu_limits_shared": [*[0.0] * 44, 16.0, *[0.0] * 3],
 }
-"""Step-3.5-Flash, of which lists have three entries more than there are layers."""
+"""Config of Step-3.5-Flash, with lists that have three more entries than there are layers."""
 
 
 def step(**changes: Any) -> ArchFacts:
     return FAMILIES["Step3p5ForCausalLM"].read(ConfigReader("config.json", FLASH | changes))
 
 
-def test_step_has_the_numbers_that_its_makers_state() -> None:
-    """196 billion, of which a token meets 11; what each kind of layer has of its own."""
+def test_step_has_the_published_parameter_count() -> None:
+    """196 billion parameters, of which 11 are active per token; also the sizes of each kind of layer."""
     facts = step()
     assert count_parameters(facts).total == pytest.approx(196e9, rel=0.01)
     assert count_parameters(facts).active == pytest.approx(11e9, rel=0.05)
@@ -96,6 +96,6 @@ def test_step_has_the_numbers_that_its_makers_state() -> None:
         ({"use_head_wise_attn_gate": False}, "expected True"),
     ],
 )
-def test_what_step_cannot_be(changes: dict[str, Any], message: str) -> None:
+def test_invalid_step_configs_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         step(**changes)

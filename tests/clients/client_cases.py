@@ -1,4 +1,4 @@
-"""What every client asks for."""
+"""Requests that every client sends."""
 
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ WEATHER: Any = {
     "required": ["city", "unit"],
     "additionalProperties": False,
 }
-"""Of few values, so that a small model comes to an end."""
+"""Schema with few values, so that a small model finishes."""
 TOOLS: Any = [
     {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER, "strict": True}}
 ]
@@ -25,9 +25,9 @@ NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
 
 
 class Place(BaseModel):
-    """A place and whether one has been there."""
+    """City, and whether the user has visited it."""
 
-    model_config = ConfigDict(extra="forbid")  # a small model would go on and on with more properties
+    model_config = ConfigDict(extra="forbid")  # a small model would keep adding properties
 
     city: Literal["Paris", "Rome"]
     visited: bool

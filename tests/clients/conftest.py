@@ -10,7 +10,7 @@ from quire.checkpoint.hub import locate
 from quire.config.env import Env
 from quire.errors import QuireError
 
-os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it would ask the network for prices
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it would fetch prices over the network
 FLAGS = ("--max-model-len", "4096", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 
 
@@ -34,5 +34,5 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
 
 @pytest.fixture
 def url(served: ServeProcess) -> str:
-    """Where OpenAI's routes begin."""
+    """Return the base URL of OpenAI's routes."""
     return f"{served.url}/v1"

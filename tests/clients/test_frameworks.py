@@ -1,4 +1,4 @@
-"""litellm, langchain, instructor and llama-index: what each makes of the same server."""
+"""Tests of litellm, langchain, instructor and llama-index against one server."""
 
 import json
 from typing import Any, Literal
@@ -12,14 +12,14 @@ pytestmark = pytest.mark.slow
 def test_litellm(url: str) -> None:
     litellm = pytest.importorskip("litellm")
     for provider in ("openai", "hosted_vllm"):
-        asked = {"model": f"{provider}/{MODEL}", "api_base": url, "api_key": "none", "messages": MESSAGES}
-        asked |= {"temperature": 0, "timeout": 120}
-        whole = litellm.completion(**asked, max_tokens=16)
+        fields = {"model": f"{provider}/{MODEL}", "api_base": url, "api_key": "none", "messages": MESSAGES}
+        fields |= {"temperature": 0, "timeout": 120}
+        whole = litellm.completion(**fields, max_tokens=16)
         assert "Paris" in whole.choices[0].message.content and whole.usage.completion_tokens > 0
-        chunks = litellm.completion(**asked, max_tokens=16, stream=True)
+        chunks = litellm.completion(**fields, max_tokens=16, stream=True)
         text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
         assert text == whole.choices[0].message.content
-        called = litellm.completion(**asked, tools=TOOLS, tool_choice=NAMED)
+        called = litellm.completion(**fields, tools=TOOLS, tool_choice=NAMED)
         (call,) = called.choices[0].message.tool_calls
         assert call.function.name == "get_weather"
         assert json.loads(call.function.arguments).keys() == {"city", "unit"}
@@ -37,7 +37,7 @@ def test_langchain_invokes_and_streams(chat: Any) -> None:
     whole = chat.invoke(QUESTION)
     assert "Paris" in whole.content and whole.usage_metadata["output_tokens"] > 0
     assert "".join(chunk.content for chunk in chat.stream(QUESTION)) == whole.content
-    assert [each.content for each in chat.batch([QUESTION] * 3)] == [whole.content] * 3
+    assert [item.content for item in chat.batch([QUESTION] * 3)] == [whole.content] * 3
 
 
 def test_langchain_binds_tools(chat: Any) -> None:
@@ -51,7 +51,7 @@ def test_langchain_binds_tools(chat: Any) -> None:
     merged: Any = None
     for chunk in bound.stream(QUESTION):
         merged = chunk if merged is None else merged + chunk
-    assert [each["args"] for each in merged.tool_calls] == [call["args"]]
+    assert [tool_call["args"] for tool_call in merged.tool_calls] == [call["args"]]
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
@@ -76,9 +76,9 @@ def test_llama_index(url: str) -> None:
 
     shared = {"model": MODEL, "api_base": url, "api_key": "none", "temperature": 0, "timeout": 120}
     llm = like.OpenAILike(**shared, is_chat_model=True, max_tokens=16)
-    asked = [ChatMessage(role="user", content=QUESTION)]
-    whole = llm.chat(asked)
+    request = [ChatMessage(role="user", content=QUESTION)]
+    whole = llm.chat(request)
     assert "Paris" in whole.message.content
-    assert "".join(chunk.delta for chunk in llm.stream_chat(asked)) == whole.message.content
+    assert "".join(chunk.delta for chunk in llm.stream_chat(request)) == whole.message.content
     plain = like.OpenAILike(**shared, is_chat_model=False, max_tokens=5)
     assert "Paris" in plain.complete("The capital of France is").text

@@ -1,4 +1,4 @@
-"""lm-eval and guidellm: programs that measure a server, run as their users run them."""
+"""Tests of lm-eval and guidellm, run as their users run them."""
 
 import json
 import os
@@ -30,15 +30,15 @@ def run(*words: str, cwd: Path) -> str:
 
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> Path:
-    """The default model's own, as files that transformers reads."""
+    """Save the default model's tokenizer as files that transformers reads."""
     from quire.checkpoint.hub import locate
     from quire.config.env import Env
     from quire.text.tokenizer import load_tokenizer
 
     place = tmp_path / "tokenizer"
     place.mkdir()
-    found = locate(None, cache_root=Env.read(os.environ).cache_root, progress=False)
-    known = load_tokenizer(found, "gguf")
+    result = locate(None, cache_root=Env.read(os.environ).cache_root, progress=False)
+    known = load_tokenizer(result, "gguf")
     known.backend.save(str(place / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": known.eos_token}
     (place / "tokenizer_config.json").write_text(json.dumps(config))
@@ -46,14 +46,24 @@ def tokenizer(tmp_path: Path) -> Path:
 
 
 @pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is not installed")
-def test_lm_eval_asks_for_likelihoods_and_texts(url: str, tokenizer: Path, tmp_path: Path) -> None:
-    """Likelihoods are of `echo` with logprobs; a wrong offset in them would choose at random."""
+def test_lm_eval_loglikelihood_and_generation(url: str, tokenizer: Path, tmp_path: Path) -> None:
+    """Likelihoods come from `echo` with logprobs; a wrong offset in them would choose at random."""
     for task in TASKS.glob("*.yaml"):
         text = task.read_text().replace("CAPITALS", str(TASKS / "capitals.jsonl"))
         (tmp_path / task.name).write_text(text)
-    asked = f"model={MODEL},base_url={url}/completions,tokenizer={tokenizer},num_concurrent=2,max_length=512"
+    request = (
+        f"model={MODEL},base_url={url}/completions,tokenizer={tokenizer},num_concurrent=2,max_length=512"
+    )
     run(
-        *("lm_eval", "--model", "local-completions", "--model_args", asked, "--include_path", str(tmp_path)),
+        *(
+            "lm_eval",
+            "--model",
+            "local-completions",
+            "--model_args",
+            request,
+            "--include_path",
+            str(tmp_path),
+        ),
         *("--tasks", "capitals_choice,capitals_text", "--output_path", str(tmp_path / "out")),
         cwd=tmp_path,
     )

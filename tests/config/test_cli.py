@@ -1,4 +1,4 @@
-"""The flag parser: the ways in which launch scripts write flags."""
+"""Tests of the flag parser: the forms in which launch scripts write flags."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ def parser() -> FlagParser:
     return made
 
 
-def given(*args: str) -> dict[str, Any]:
+def parse(*args: str) -> dict[str, Any]:
     return engine_args_from(parser().parse_args(list(args)))
 
 
@@ -84,12 +84,12 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
         ("--speculative-config.method ngram", {"speculative_config": {"method": "ngram"}}),
     ],
 )
-def test_the_ways_to_write_a_flag(line: str, expected: dict[str, Any] | None) -> None:
+def test_flag_syntax(line: str, expected: dict[str, Any] | None) -> None:
     if expected is None:
         with pytest.raises(SystemExit):
-            given(*line.split())
+            parse(*line.split())
     else:
-        assert given(*line.split()) == expected
+        assert parse(*line.split()) == expected
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_human_ints(text: str, value: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["25.6K", "1.5", "k", "", "4x", "0.0001k", "nan", "inf"])
-def test_numbers_that_are_no_count_are_refused(text: str) -> None:
+def test_invalid_counts_are_refused(text: str) -> None:
     with pytest.raises(Exception, match="is not|is a fraction"):
         human_int(text)
 
@@ -127,13 +127,13 @@ def test_numbers_that_are_no_count_are_refused(text: str) -> None:
         (["--help=nothing"], "no help on 'nothing'"),
     ],
 )
-def test_a_wrong_flag_is_one_line_and_exit_code_2(
+def test_wrong_flag_is_one_line_and_exit_code_2(
     args: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert words in refused(capsys, *args)
 
 
-def test_every_flag_of_the_command_line_reaches_the_checks() -> None:
+def test_every_flag_value_is_accepted_by_resolve() -> None:
     """A value that the parser reads must be one that resolve() accepts."""
     for option in options().values():
         flag = f"--{option.name.replace('_', '-')}"
@@ -141,20 +141,20 @@ def test_every_flag_of_the_command_line_reaches_the_checks() -> None:
         values = [option.choices[0]] if option.choices else samples[option.kind]
         if option.name in UNSUPPORTED["engine argument"]:
             values = [str(UNSUPPORTED["engine argument"][option.name][0])]
-        assert option.name in check_args(given(flag, *values)), option.name
+        assert option.name in check_args(parse(flag, *values)), option.name
 
 
-def test_config_file_loses_against_the_command_line(tmp_path: Path) -> None:
+def test_command_line_overrides_the_config_file(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(
         "max-num-seqs: 4\nmax_model_len: 4K\nport: 9\nenforce-eager: true\nenable-prefix-caching: false\n"
         "served_model_name: [a, b]\nhf-overrides: {x: {y: 1}}\nseed: null\ncache: {block-size: 32}\n"
     )
-    found = parser().parse_args(
+    result = parser().parse_args(
         ["--config", str(file), "MODEL", "--max-num-seqs", "8", "--hf-overrides.x.z", "2"]
     )
-    assert (found.model_tag, found.port) == ("MODEL", 9)
-    assert engine_args_from(found) == {
+    assert (result.model_tag, result.port) == ("MODEL", 9)
+    assert engine_args_from(result) == {
         "max_num_seqs": 8,
         "max_model_len": 4096,
         "enforce_eager": True,
@@ -163,7 +163,7 @@ def test_config_file_loses_against_the_command_line(tmp_path: Path) -> None:
         "hf_overrides": {"x": {"y": 1, "z": 2}},
         "block_size": 32,
     }
-    assert given(f"--config={file}", "--no-enforce-eager")["enforce_eager"] is False
+    assert parse(f"--config={file}", "--no-enforce-eager")["enforce_eager"] is False
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_config_file_loses_against_the_command_line(tmp_path: Path) -> None:
         ("a: [", "cannot be read"),
     ],
 )
-def test_a_wrong_config_file_names_the_file_and_the_line(
+def test_wrong_config_file_is_named_with_the_key(
     content: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "c.yaml"
@@ -206,16 +206,16 @@ def test_help_by_topic(capsys: pytest.CaptureFixture[str]) -> None:
     assert "{fcfs,priority}" in full and "--block-size" in full
 
 
-def test_a_subcommand_gets_its_own_help_errors_and_config(
+def test_subcommand_has_its_own_help_errors_and_config(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A parser above must not take `--help=all` or dotted keys away from the one below."""
+    """A parent parser must not take `--help=all` or dotted keys away from its subparser."""
     top = FlagParser(prog="quire")
     serve = top.add_subparsers(dest="command").add_parser("serve")
     add_engine_flags(serve)
     (tmp_path / "c.yaml").write_text("max-num-seqs: 4")
-    found = top.parse_args(["serve", "--config", str(tmp_path / "c.yaml"), "--hf_overrides.a_b", "1"])
-    assert engine_args_from(found) == {"max_num_seqs": 4, "hf_overrides": {"a_b": 1}}
+    result = top.parse_args(["serve", "--config", str(tmp_path / "c.yaml"), "--hf_overrides.a_b", "1"])
+    assert engine_args_from(result) == {"max_num_seqs": 4, "hf_overrides": {"a_b": 1}}
     with pytest.raises(SystemExit):
         top.parse_args(["serve", "--help=max-num-seqs"])
     assert "Most requests running" in capsys.readouterr().out
@@ -224,7 +224,7 @@ def test_a_subcommand_gets_its_own_help_errors_and_config(
     assert "did you mean '--max-num-seqs'?" in capsys.readouterr().err
 
 
-def test_building_flags_imports_nothing_heavy() -> None:
+def test_building_flags_imports_no_heavy_modules() -> None:
     code = (
         "import sys, quire.config.cli as c; p = c.FlagParser(); c.add_engine_flags(p); p.parse_args([]);"
         "assert not {'torch', 'numpy', 'transformers', 'tokenizers', 'yaml'} & sys.modules.keys()"

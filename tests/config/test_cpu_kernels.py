@@ -1,4 +1,4 @@
-"""QUIRE_CPU_KERNELS: which instructions the C kernels are compiled for, and which CPU has them."""
+"""Tests of QUIRE_CPU_KERNELS: the instruction sets of the C kernels, and the CPUs that have them."""
 
 from pathlib import Path
 
@@ -30,12 +30,12 @@ ARM = Cpu("aarch64", frozenset(["asimd", "asimddp"]))
         (Cpu("x86_64", None), ["native", "c", "torch"]),
     ],
 )
-def test_the_paths_that_a_cpu_has(cpu: Cpu, paths: list[str]) -> None:
+def test_paths_of_a_cpu(cpu: Cpu, paths: list[str]) -> None:
     assert paths_of(cpu) == paths
 
 
-def test_what_a_cpu_lacks_is_named_with_the_remedy() -> None:
-    """A library that ends the process at its first instruction."""
+def test_missing_cpu_features_are_named_with_the_remedy() -> None:
+    """Otherwise the process would end at the first unsupported instruction."""
     with pytest.raises(ConfigError, match="QUIRE_CPU_KERNELS=avx512: this CPU has no avx512f, .*; unset"):
         check_cpu_kernels("avx512", x86(HASWELL))
     with pytest.raises(ConfigError, match="=avx512: this CPU has no avx512vl; unset .* set it to c or torch"):
@@ -46,7 +46,7 @@ def test_what_a_cpu_lacks_is_named_with_the_remedy() -> None:
         compiler_flags("avx2", Cpu("x86_64", None))
 
 
-def test_the_flags_of_each_path() -> None:
+def test_compiler_flags_of_each_path() -> None:
     flags = {path: compiler_flags(path, x86(SKYLAKE)) for path in CPU_KERNELS if path != "torch"}
     assert flags == {
         "native": ("-march=native",),
@@ -58,7 +58,7 @@ def test_the_flags_of_each_path() -> None:
     assert compiler_flags("c", ARM) == ("-march=native", "-U__ARM_NEON", "-U__ARM_FEATURE_DOTPROD")
 
 
-def test_the_cpu_is_read_as_linux_tells_of_it(tmp_path: Path) -> None:
+def test_cpu_features_are_read_from_cpuinfo(tmp_path: Path) -> None:
     (tmp_path / "x86").write_text("processor\t: 0\nflags\t\t: fpu avx2 fma\nvmx flags\t: vnmi\n")
     (tmp_path / "arm").write_text("processor\t: 0\nFeatures\t: asimd asimddp\n")
     assert Cpu.read(tmp_path / "x86").features == {"fpu", "avx2", "fma"}
@@ -66,7 +66,7 @@ def test_the_cpu_is_read_as_linux_tells_of_it(tmp_path: Path) -> None:
     assert Cpu.read(tmp_path / "none").features is None
 
 
-def test_the_variable_is_one_of_the_paths() -> None:
+def test_variable_is_one_of_the_paths() -> None:
     assert Env.read({}).cpu_kernels == "native"
     assert [Env.read({"QUIRE_CPU_KERNELS": path}).cpu_kernels for path in CPU_KERNELS] == list(CPU_KERNELS)
     message = "QUIRE_CPU_KERNELS='sse' is not a valid value; choose from native, avx512, avx2, c, torch"

@@ -1,4 +1,4 @@
-"""Which cores run where, and who speaks to them."""
+"""Tests of the placement of engine cores and of the processes that connect to them."""
 
 from typing import Any
 
@@ -9,14 +9,14 @@ from quire.config.sections import ParallelSection
 from quire.errors import ConfigError
 
 
-def laid_out(*, headless: bool = False, api_server_count: int | None = None, **given: Any) -> Topology:
-    named = {f"data_parallel_{name}": value for name, value in given.items()}
+def laid_out(*, headless: bool = False, api_server_count: int | None = None, **settings: Any) -> Topology:
+    named = {f"data_parallel_{name}": value for name, value in settings.items()}
     section = ParallelSection(device="cpu", cpu_threads=1, **named)
     return lay_out(section, headless=headless, api_server_count=api_server_count)
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("settings", "expected"),
     [
         ({}, Topology(1, range(1), range(1), 1)),
         ({"size": 3}, Topology(3, range(3), range(3), 3)),
@@ -38,14 +38,14 @@ def laid_out(*, headless: bool = False, api_server_count: int | None = None, **g
     ],
     ids=str,
 )
-def test_who_is_where(given: dict[str, Any], expected: Topology) -> None:
-    found = laid_out(**given)
-    assert found == expected
-    assert found.remote == [rank for rank in expected.served if rank not in expected.local]
+def test_topology(settings: dict[str, Any], expected: Topology) -> None:
+    topology = laid_out(**settings)
+    assert topology == expected
+    assert topology.remote == [rank for rank in expected.served if rank not in expected.local]
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("settings", "words"),
     [
         ({"size": 2, "rank": 2}, "rank 2 is out of range: data_parallel_size is 2"),
         ({"size": 4, "size_local": 3, "start_rank": 2}, "goes beyond data_parallel_size=4"),
@@ -60,6 +60,6 @@ def test_who_is_where(given: dict[str, Any], expected: Topology) -> None:
     ],
     ids=str,
 )
-def test_what_contradicts_itself_is_named(given: dict[str, Any], words: str) -> None:
+def test_contradictions_are_named(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        laid_out(**given)
+        laid_out(**settings)

@@ -1,4 +1,4 @@
-"""resolve(): names, types, ranges, and where defaults meet the machine."""
+"""Tests of resolve(): names, types, ranges, and defaults that depend on the machine."""
 
 import dataclasses
 import json
@@ -104,14 +104,14 @@ def cpu(**more: Any) -> Machine:
     return Machine("cpu", "a CPU", 1, 16 * GIB, 12 * GIB, 4, **more)
 
 
-def make(given: dict[str, Any] | None = None, **more: Any) -> EngineConfig:
+def make(arguments: dict[str, Any] | None = None, **more: Any) -> EngineConfig:
     settings: dict[str, Any] = {"checkpoint": checkpoint(), "machine": cpu(), "env": ENV, **more}
-    return resolve(given or {}, **settings)
+    return resolve(arguments or {}, **settings)
 
 
 @pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture) -> Any:
-    """Messages of Quire's loggers, which do not propagate."""
+    """Yield the messages of Quire's loggers, which do not propagate."""
     warn_once.cache_clear()
     logger = logging.getLogger("quire")
     logger.addHandler(caplog.handler)
@@ -120,7 +120,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("settings", "words"),
     [
         ({"gpu_memory_utilization": 0}, ["gpu_memory_utilization=0.0", "above 0", "at most 1"]),
         ({"gpu_memory_utilization": 1.5}, ["gpu_memory_utilization=1.5", "at most 1"]),
@@ -170,16 +170,14 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Any:
         ({"zzzz": 5}, ["unknown engine argument 'zzzz'", "--help=all"]),
     ],
 )
-def test_a_wrong_value_is_an_error_that_names_value_and_limit(
-    given: dict[str, Any], words: list[str]
-) -> None:
+def test_invalid_value_is_reported_with_value_and_limit(settings: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
-        make(given)
+        make(settings)
     assert [word for word in words if word not in str(error.value)] == []
 
 
 @pytest.mark.parametrize(
-    "given",
+    "settings",
     [
         {"data_parallel_backend": "ray"},
         {"distributed_executor_backend": "external_launcher"},
@@ -188,20 +186,20 @@ def test_a_wrong_value_is_an_error_that_names_value_and_limit(
         {"logits_processors": ["a:B"]},
     ],
 )
-def test_what_is_not_built_is_refused_not_silently_dropped(given: dict[str, Any]) -> None:
+def test_unsupported_arguments_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="not supported yet"):
-        make(given)
+        make(settings)
 
 
-def test_drafts_are_settled_with_the_rest() -> None:
-    given = {"spec_method": "ngram", "spec_tokens": 4}
-    found = make(given).speculation
-    assert make().speculation is None and found is not None and found.num_speculative_tokens == 4
+def test_speculation_is_resolved() -> None:
+    fields = {"spec_method": "ngram", "spec_tokens": 4}
+    result = make(fields).speculation
+    assert make().speculation is None and result is not None and result.num_speculative_tokens == 4
     with pytest.raises(ConfigError, match="pooling model"):
-        make({**given, "runner": "pooling"})
+        make({**fields, "runner": "pooling"})
 
 
-def test_adapters_have_room_in_host_memory_and_a_rank_that_there_is() -> None:
+def test_lora_defaults_and_limits() -> None:
     lora = make({"enable_lora": True, "max_loras": 4, "max_lora_rank": 64}).lora
     assert (lora.enable_lora, lora.max_cpu_loras, lora.lora_dtype) == (True, 4, "auto")
     assert make({}).lora.max_cpu_loras == 1
@@ -214,7 +212,7 @@ def test_adapters_have_room_in_host_memory_and_a_rank_that_there_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "backend", "threads"),
+    ("settings", "backend", "threads"),
     [
         ({}, "uni", 4),
         ({"distributed_executor_backend": "mp"}, "mp", 4),
@@ -224,13 +222,15 @@ def test_adapters_have_room_in_host_memory_and_a_rank_that_there_is() -> None:
         ({"tensor_parallel_size": 2, "cpu_threads": 3}, "mp", 3),
     ],
 )
-def test_ranks_are_processes_that_share_the_cores(given: dict[str, Any], backend: str, threads: int) -> None:
-    parallel = make(given).parallel
+def test_ranks_are_processes_that_share_the_cores(
+    settings: dict[str, Any], backend: str, threads: int
+) -> None:
+    parallel = make(settings).parallel
     assert (parallel.distributed_executor_backend, parallel.cpu_threads) == (backend, threads)
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("settings", "words"),
     [
         ({"tensor_parallel_size": 2, "distributed_executor_backend": "uni"}, "use 'mp'"),
         (
@@ -240,15 +240,15 @@ def test_ranks_are_processes_that_share_the_cores(given: dict[str, Any], backend
         ({"device_ids": ["1"]}, "names GPUs"),
     ],
 )
-def test_ranks_that_cannot_be_had(given: dict[str, Any], words: str) -> None:
-    more = {"machine": given.pop("machine")} if "machine" in given else {}
+def test_impossible_ranks_are_refused(settings: dict[str, Any], words: str) -> None:
+    more = {"machine": settings.pop("machine")} if "machine" in settings else {}
     with pytest.raises(ConfigError, match=words):
-        make(given, **more)
+        make(settings, **more)
 
 
-def test_a_pooling_engine_goes_without_what_it_cannot_have() -> None:
-    for given in ({"runner": "pooling"}, {"task": "embed"}):
-        config = make(given)
+def test_pooling_engine_disables_unsupported_features() -> None:
+    for result in ({"runner": "pooling"}, {"task": "embed"}):
+        config = make(result)
         assert config.pooling is not None and config.pooling.task == "embed"
         assert config.cache.enable_prefix_caching and not config.scheduler.async_scheduling
     config = make({"runner": "pooling", "pooler_config": {"pooling_type": "MEAN"}})
@@ -256,7 +256,7 @@ def test_a_pooling_engine_goes_without_what_it_cannot_have() -> None:
     assert make({}).pooling is None
 
 
-def test_an_8_bit_cache_has_three_names() -> None:
+def test_fp8_kv_cache_names() -> None:
     kinds = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
     for name, kind in kinds.items():
         assert make({"kv_cache_dtype": name}).cache.kv_cache_dtype == kind
@@ -264,7 +264,7 @@ def test_an_8_bit_cache_has_three_names() -> None:
         make({"kv_cache_dtype": "fp9"})
 
 
-def test_unbuilt_features_at_their_defaults_are_no_error(warnings: Any) -> None:
+def test_unsupported_features_at_their_defaults_are_accepted(warnings: Any) -> None:
     unbuilt = UNSUPPORTED["engine argument"].items()
     off = {name: values[0] if values else None for name, values in unbuilt}
     make(
@@ -273,14 +273,14 @@ def test_unbuilt_features_at_their_defaults_are_no_error(warnings: Any) -> None:
     make({"quantization": "gguf"}, checkpoint=checkpoint(format="gguf"))
 
 
-def test_packed_weights_stay_packed() -> None:
+def test_quantized_gguf_stays_quantized() -> None:
     packed = checkpoint(format="gguf")
     assert make({}, checkpoint=packed).model.quantization == "gguf"
     assert make({"quantization": "none"}, checkpoint=packed).model.quantization == "none"
     assert make({}, checkpoint=packed, machine=cuda(80, "A100", (8, 0))).model.quantization == "gguf"
 
 
-def test_a_checkpoint_says_how_wide_its_keys_are() -> None:
+def test_checkpoint_sets_the_kv_cache_dtype() -> None:
     narrow = checkpoint(quant=QuantFacts("compressed-tensors", (), "fp8_e4m3"))
     assert make({}, checkpoint=narrow).cache.kv_cache_dtype == "fp8_e4m3"
     assert make({"kv_cache_dtype": "fp8_e5m2"}, checkpoint=narrow).cache.kv_cache_dtype == "fp8_e5m2"
@@ -288,21 +288,21 @@ def test_a_checkpoint_says_how_wide_its_keys_are() -> None:
     assert make({"kv_cache_dtype": wide}, checkpoint=narrow).cache.kv_cache_dtype == wide
 
 
-def test_none_means_not_given_for_every_field() -> None:
+def test_none_means_not_given() -> None:
     assert make(dict.fromkeys(options())) == make({})
 
 
 def test_ignored_names_warn_once_and_change_nothing(warnings: Any) -> None:
-    given = {"swap_space": 4, "disable_log_requests": True, "disable_custom_all_reduce": False}
-    assert make(given) == make({})
-    make(given)
+    fields = {"swap_space": 4, "disable_log_requests": True, "disable_custom_all_reduce": False}
+    assert make(fields) == make({})
+    make(fields)
     assert sorted(warnings()) == [
         "disable_log_requests=True has no effect in Quire and is ignored",
         "swap_space=4 has no effect in Quire and is ignored",
     ]
 
 
-def test_old_names_are_mapped_and_said_outright_wins(warnings: Any) -> None:
+def test_old_names_are_mapped_and_explicit_ones_win(warnings: Any) -> None:
     assert make({"optimization_level": 0}).model.enforce_eager
     assert not make({"optimization_level": 0, "enforce_eager": False}).model.enforce_eager
     assert make({"compilation_config": {"cudagraph_mode": "NONE"}}).model.enforce_eager
@@ -314,7 +314,7 @@ def test_old_names_are_mapped_and_said_outright_wins(warnings: Any) -> None:
     assert any("max_cudagraph_capture_size=8192 has no effect" in text for text in warnings())
 
 
-def test_the_tables_of_foreign_names_do_not_overlap() -> None:
+def test_tables_of_foreign_names_do_not_overlap() -> None:
     """A name in two tables would be both ignored and refused, or shadow a real field."""
     tables = [
         set(IGNORED_SWITCHES),
@@ -327,14 +327,14 @@ def test_the_tables_of_foreign_names_do_not_overlap() -> None:
     assert other_names() >= LISTS and other_names() >= set(SHORT)
 
 
-def test_every_flag_of_the_reference_engine_is_understood() -> None:
-    """A launch script with any real vLLM flag must not die of an unknown name."""
+def test_every_vllm_flag_is_known() -> None:
+    """A launch script with any real vLLM flag must not fail with an unknown name."""
     known = options().keys() | other_names()
     assert sorted(name for name in VLLM_FLAGS if name.replace("-", "_") not in known) == []
 
 
 @pytest.mark.parametrize(
-    ("asked", "stored", "machine", "expected"),
+    ("requested", "stored", "machine", "expected"),
     [
         ("auto", "bfloat16", cuda(), "bfloat16"),
         ("auto", "float16", cuda(), "float16"),
@@ -352,12 +352,12 @@ def test_every_flag_of_the_reference_engine_is_understood() -> None:
         ("bfloat16", "float32", cpu(), "bfloat16"),
     ],
 )
-def test_dtype(asked: str, stored: str, machine: Machine, expected: str) -> None:
-    config = make({"dtype": asked}, checkpoint=checkpoint(stored), machine=machine)
+def test_dtype(requested: str, stored: str, machine: Machine, expected: str) -> None:
+    config = make({"dtype": requested}, checkpoint=checkpoint(stored), machine=machine)
     assert (config.model.dtype, config.cache.kv_cache_dtype) == (expected, expected)
 
 
-def test_states_that_outgrow_float16_are_not_kept_in_it() -> None:
+def test_models_that_overflow_float16_do_not_use_it() -> None:
     wide = replace(checkpoint("float32"), facts=replace(FACTS, architecture="Gemma3ForCausalLM"))
     for runner in ("generate", "pooling"):
         assert make({"runner": runner}, checkpoint=wide, machine=cuda()).model.dtype == "bfloat16"
@@ -367,7 +367,7 @@ def test_states_that_outgrow_float16_are_not_kept_in_it() -> None:
     assert plain.model.dtype == "float16"
 
 
-def test_bfloat16_on_an_old_gpu_says_what_to_use() -> None:
+def test_bfloat16_on_an_old_gpu_names_the_alternative() -> None:
     with pytest.raises(ConfigError, match=r"7\.5: use dtype='float16'"):
         make({"dtype": "bfloat16"}, machine=cuda(16, "Tesla T4", (7, 5)))
 
@@ -394,7 +394,7 @@ def test_batch_defaults_by_machine_and_usage(machine: Machine, usage: str, token
 
 
 @pytest.mark.parametrize(
-    ("given", "tokens", "seqs"),
+    ("settings", "tokens", "seqs"),
     [
         ({"performance_mode": "throughput"}, 8192, 512),
         ({"enable_chunked_prefill": False}, 8192, 256),
@@ -404,39 +404,39 @@ def test_batch_defaults_by_machine_and_usage(machine: Machine, usage: str, token
         ({"max_num_batched_tokens": 512, "max_num_seqs": 7}, 512, 7),
     ],
 )
-def test_batch_sizes_follow_what_is_given(given: dict[str, Any], tokens: int, seqs: int) -> None:
-    scheduler = make(given).scheduler
+def test_batch_sizes_follow_the_arguments(settings: dict[str, Any], tokens: int, seqs: int) -> None:
+    scheduler = make(settings).scheduler
     assert (scheduler.max_num_batched_tokens, scheduler.max_num_seqs) == (tokens, seqs)
 
 
-def test_a_batch_that_can_never_fill_is_a_warning(warnings: Any) -> None:
+def test_batch_that_can_never_fill_is_warned_about(warnings: Any) -> None:
     make({"max_num_batched_tokens": 500, "max_num_seqs": 2, "max_model_len": 100})
     assert "above max_num_seqs * max_model_len (200)" in warnings()[0]
 
 
-def test_async_scheduling_on_a_cpu_is_turned_off_with_a_warning(warnings: Any) -> None:
+def test_async_scheduling_on_a_cpu_is_disabled_with_a_warning(warnings: Any) -> None:
     assert make({"async_scheduling": True}).scheduler.async_scheduling is False
     assert "async_scheduling" in warnings()[0]
     assert make({"async_scheduling": False}, machine=cuda()).scheduler.async_scheduling is False
 
 
 @pytest.mark.parametrize(
-    ("given", "length", "auto_fit"),
+    ("settings", "length", "auto_fit"),
     [({}, 8192, False), ({"max_model_len": 100}, 100, False), ({"max_model_len": -1}, 8192, True)]
     + [({"max_model_len": "auto"}, 8192, True)],
 )
-def test_max_model_len(given: dict[str, Any], length: int, auto_fit: bool) -> None:
-    model = make(given).model
+def test_max_model_len(settings: dict[str, Any], length: int, auto_fit: bool) -> None:
+    model = make(settings).model
     assert (model.max_model_len, model.auto_fit) == (length, auto_fit)
 
 
-def test_a_longer_length_can_be_forced_by_environment() -> None:
+def test_environment_allows_a_longer_max_model_len() -> None:
     env = Env.read({"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"})
     assert make({"max_model_len": 9000}, env=env).model.max_model_len == 9000
 
 
 @pytest.mark.parametrize(
-    ("given", "machine", "env", "limit"),
+    ("settings", "machine", "env", "limit"),
     [
         ({}, cpu(), {}, 4 * GIB),
         ({}, cpu(), {"VLLM_CPU_KVCACHE_SPACE": "2"}, 2 * GIB),
@@ -446,40 +446,40 @@ def test_a_longer_length_can_be_forced_by_environment() -> None:
         ({}, cuda(), {"VLLM_CPU_KVCACHE_SPACE": "2"}, None),
     ],
 )
-def test_the_kv_cache_of_a_cpu_is_bounded(
-    given: dict[str, Any], machine: Machine, env: dict[str, str], limit: int | None
+def test_cpu_kv_cache_is_bounded(
+    settings: dict[str, Any], machine: Machine, env: dict[str, str], limit: int | None
 ) -> None:
-    cache = make(given, machine=machine, env=Env.read(env)).cache
+    cache = make(settings, machine=machine, env=Env.read(env)).cache
     assert cache.kv_cache_memory_limit == limit
-    assert cache.gpu_memory_utilization == given.get("gpu_memory_utilization", 0.92)
+    assert cache.gpu_memory_utilization == settings.get("gpu_memory_utilization", 0.92)
 
 
-def test_cpu_cache_space_of_zero_is_an_error() -> None:
+def test_zero_cpu_cache_space_is_an_error() -> None:
     with pytest.raises(ConfigError, match="must be above 0"):
         make(env=Env.read({"QUIRE_CPU_KVCACHE_SPACE": "0"}))
 
 
 @pytest.mark.parametrize(
-    ("given", "environ"),
+    ("settings", "environ"),
     [
         ({"attention_backend": "xformers"}, {}),
         ({"attention_config": {"backend": "XFORMERS"}}, {}),
         ({}, {"VLLM_ATTENTION_BACKEND": "XFORMERS"}),
     ],
 )
-def test_a_retired_attention_backend_is_the_default(
-    given: dict[str, Any], environ: dict[str, str], warnings: Any
+def test_retired_attention_backend_becomes_the_default(
+    settings: dict[str, Any], environ: dict[str, str], warnings: Any
 ) -> None:
-    assert make(given, env=Env.read(environ)).attention.attention_backend == "AUTO"
+    assert make(settings, env=Env.read(environ)).attention.attention_backend == "AUTO"
     assert any("XFORMERS is retired" in text for text in warnings())
 
 
-def test_sha256_cbor_is_read_as_sha256(warnings: Any) -> None:
+def test_sha256_cbor_is_sha256(warnings: Any) -> None:
     assert make({"prefix_caching_hash_algo": "sha256_cbor"}).cache.prefix_caching_hash_algo == "sha256"
     assert "sha256_cbor" in warnings()[0]
 
 
-def test_names_and_logging_by_usage() -> None:
+def test_model_names_and_logging_depend_on_usage() -> None:
     plain = make()
     assert plain.model.model == "SmolLM2-135M-Instruct" == plain.model.served_model_name[0]
     assert plain.model.tokenizer == "/m"
@@ -490,19 +490,19 @@ def test_names_and_logging_by_usage() -> None:
     assert make({"max_logprobs": -1}).model.max_logprobs == FACTS.vocab
 
 
-def test_a_thread_for_each_core_unless_asked() -> None:
+def test_cpu_threads_are_divided_among_engines() -> None:
     assert make().parallel.cpu_threads == cpu().num_cores
     assert make({"data_parallel_size": 3}).parallel.cpu_threads == max(cpu().num_cores // 3, 1)
     assert make({"data_parallel_size": 999}).parallel.cpu_threads == 1
     both = make({"data_parallel_size": 2, "gpu_memory_utilization": 0.8})
-    assert both.cache.gpu_memory_utilization == 0.4, "the memory is one"
+    assert both.cache.gpu_memory_utilization == 0.4, "the engines share one memory"
     assert make({"cpu_threads": 3}).parallel.cpu_threads == 3
     with pytest.raises(ConfigError, match="cpu_threads"):
         make({"cpu_threads": 0})
 
 
-def test_resolved_values_are_concrete() -> None:
-    """A None left where a default exists would surface in the worker."""
+def test_resolved_values_are_not_none() -> None:
+    """A None left where a default exists would fail in the worker."""
     config = make()
     may_be_none = {
         "revision",
@@ -515,13 +515,13 @@ def test_resolved_values_are_concrete() -> None:
         "hf_config_path",
     }
     may_be_none |= {"kv_cache_memory_bytes", "num_gpu_blocks_override", "data_parallel_rank"}
-    found = {
+    results = {
         f.name
         for s in SECTIONS.keys() - {"speculation"}
         for f in dataclasses.fields(getattr(config, s))
         if getattr(getattr(config, s), f.name) is None
     }
-    assert found == may_be_none
+    assert results == may_be_none
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.cache.block_size = 1  # type: ignore[misc]
 
@@ -532,12 +532,12 @@ def test_secrets_are_not_printed() -> None:
 
 
 def test_generation_defaults(tmp_path: Path, warnings: Any) -> None:
-    own = {"temperature": 0.6, "top_k": 20, "max_new_tokens": 9, "min_p": None, "eos_token_id": 2}
-    stored = checkpoint(generation=own)
+    generation = {"temperature": 0.6, "top_k": 20, "max_new_tokens": 9, "min_p": None, "eos_token_id": 2}
+    stored = checkpoint(generation=generation)
     (tmp_path / "generation_config.json").write_text(json.dumps({"top_p": 0.5}))
 
-    def defaults(**given: Any) -> dict[str, Any]:
-        return default_sampling(make(given, checkpoint=stored))
+    def defaults(**settings: Any) -> dict[str, Any]:
+        return default_sampling(make(settings, checkpoint=stored))
 
     assert defaults() == {"temperature": 0.6, "top_k": 20, "max_tokens": 9}
     assert defaults(generation_config="vllm") == {} == defaults(generation_config="quire")
@@ -548,7 +548,7 @@ def test_generation_defaults(tmp_path: Path, warnings: Any) -> None:
         defaults(generation_config="/nowhere")
 
 
-def test_env_prefers_its_own_names_and_keeps_xdg() -> None:
+def test_quire_variables_override_vllm_ones() -> None:
     both = {"QUIRE_PORT": "1", "VLLM_PORT": "2", "VLLM_HOST_IP": "h", "XDG_CACHE_HOME": "/c"}
     env = Env.read(both)
     assert (env.port, env.host_ip, env.cache_root) == (1, "h", Path("/c/quire"))
@@ -563,7 +563,7 @@ def test_env_prefers_its_own_names_and_keeps_xdg() -> None:
         Env.read({"VLLM_PORT": "tcp"})
 
 
-def test_engine_args_give_only_what_was_changed() -> None:
+def test_engine_args_return_only_changed_values() -> None:
     args = EngineArgs(model="m", seed=0, max_num_seqs=4, swap_space=4, hf_overrides={})
     assert args.given() == {"model": "m", "max_num_seqs": 4, "swap_space": 4}
     assert EngineArgs(gpu_memory_utilization=0.92).given() == {"gpu_memory_utilization": 0.92}
@@ -576,25 +576,26 @@ def test_checking_names_needs_no_model() -> None:
     assert check_args({"max_num_seqs": 4, "swap_space": 0, "seed": None}) == {"max_num_seqs": 4}
 
 
-def test_config_does_not_pull_in_torch() -> None:
+def test_config_does_not_import_torch() -> None:
     heavy = {"torch", "transformers", "tokenizers"}
     code = f"import sys, quire.config.engine; assert not {heavy} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_state_cannot_be_cut_at_a_prefix(warnings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_models_disable_prefix_caching(warnings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     states = (CacheSpec("full", numbers=8), CacheSpec("state", bytes_per_row=64))
     monkeypatch.setattr("quire.config.engine.cache_specs", lambda facts: states)
     assert not make().cache.enable_prefix_caching and not make().cache.enable_prefix_caching
-    (said,) = warnings()
-    assert "Prefix caching is off" in said
+    (message,) = warnings()
+    assert "Prefix caching is off" in message
     warn_once.cache_clear()
     assert not make({"enable_prefix_caching": False}).cache.enable_prefix_caching
-    assert warnings() == [said]
+    assert warnings() == [message]
 
 
-def test_a_model_with_states_has_as_many_rows_as_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default of a large device, whose states alone would not fit on it; what the user says stands."""
+def test_state_models_limit_max_num_seqs_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The states of the default batch size of a large device would not fit on it; an explicit value
+    stays."""
     states = (CacheSpec("state", bytes_per_row=100 << 20),)
     monkeypatch.setattr("quire.config.engine.cache_specs", lambda facts: states)
     assert make({"kv_cache_memory_bytes": 4 << 30}).scheduler.max_num_seqs == 20
@@ -613,14 +614,14 @@ def test_a_model_with_states_has_as_many_rows_as_have_room(monkeypatch: pytest.M
         (5, 1, "", [5]),
     ],
 )
-def test_layers_of_stages(layers: int, stages: int, partition: str, counts: list[int]) -> None:
-    """As vLLM divides them: the last stage, which has the head, gets none of what is left over."""
+def test_layers_of_pipeline_stages(layers: int, stages: int, partition: str, counts: list[int]) -> None:
+    """Check that the last stage, which has the LM head, gets none of the remaining layers, as in vLLM."""
     made = stage_layers(layers, stages, partition)
     assert [len(stage) for stage in made] == counts
     assert [layer for stage in made for layer in stage] == [*range(layers)]
 
 
-def test_stages_and_where_they_are_said(warnings: Any) -> None:
+def test_pipeline_partition_and_async_scheduling(warnings: Any) -> None:
     env = Env.read({"VLLM_PP_LAYER_PARTITION": "1,1"})
     two = make(
         {"pipeline_parallel_size": 2, "async_scheduling": True},

@@ -1,4 +1,4 @@
-"""Environment variables under our prefixes."""
+"""Tests of environment variables with our prefixes."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -18,7 +18,9 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str
     logger.removeHandler(caplog.handler)
 
 
-def test_an_unknown_variable_is_said_once_with_the_nearest(warnings: Callable[[], list[str]]) -> None:
+def test_unknown_variable_is_warned_about_once_with_the_nearest_name(
+    warnings: Callable[[], list[str]],
+) -> None:
     environ = {"VLLM_LOGING_LEVEL": "DEBUG", "QUIRE_XXXXXXXXX": "1", "VLLM_EMPTY": "", "HOME": "/h"}
     for _ in range(2):
         warn_unknown(environ)
@@ -28,15 +30,15 @@ def test_an_unknown_variable_is_said_once_with_the_nearest(warnings: Callable[[]
     ]
 
 
-def test_variables_that_are_read_are_not_mentioned(warnings: Callable[[], list[str]]) -> None:
+def test_known_variables_are_not_warned_about(warnings: Callable[[], list[str]]) -> None:
     names = [name.upper() for name in _ENV_KINDS]
     warn_unknown({f"{prefix}_{name}": "1" for prefix in ("QUIRE", "VLLM") for name in names})
     warn_unknown({"QUIRE_TEST_TRAFFIC_S": "3"})
     assert warnings() == []
 
 
-def test_variables_of_the_reference_engine_have_no_effect(warnings: Callable[[], list[str]]) -> None:
-    """Catches a launch script that is scolded for what every one of them sets."""
+def test_vllm_variables_without_effect_are_warned_about(warnings: Callable[[], list[str]]) -> None:
+    """Catches a harsher warning for variables that every launch script sets."""
     names = ("VLLM_WORKER_MULTIPROC_METHOD", "VLLM_NO_USAGE_STATS", "VLLM_USE_DEEP_GEMM")
     warn_unknown(dict.fromkeys(names, "1"))
     assert warnings() == [

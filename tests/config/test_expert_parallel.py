@@ -1,4 +1,4 @@
-"""Experts over devices: what a model allows, and what is said where it does not."""
+"""Tests of expert parallelism: the layouts that a model allows, and the errors of others."""
 
 from dataclasses import replace
 from typing import Any
@@ -31,13 +31,13 @@ DENSE = ArchFacts(
 MOE = replace(DENSE, moe=MoeFacts(experts=8, intermediate=24, routing=Routing(2)))
 
 
-def settle(facts: ArchFacts = MOE, *, pools: bool = False, **given: Any) -> ParallelSection:
-    section = ParallelSection(device="cpu", cpu_threads=1, **given)
-    return with_experts(section, facts, given, pools=pools, all_local=True)
+def settle(facts: ArchFacts = MOE, *, pools: bool = False, **settings: Any) -> ParallelSection:
+    section = ParallelSection(device="cpu", cpu_threads=1, **settings)
+    return with_experts(section, facts, settings, pools=pools, all_local=True)
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("settings", "message"),
     [
         ({"enable_eplb": True}, "enable_eplb moves experts between devices: it needs enable_expert_parallel"),
         ({"eplb_config": {"num_redundant_experts": 2}}, "num_redundant_experts needs enable_eplb"),
@@ -64,12 +64,12 @@ def settle(facts: ArchFacts = MOE, *, pools: bool = False, **given: Any) -> Para
         ),
     ],
 )
-def test_what_cannot_be_is_said(given: dict[str, Any], message: str) -> None:
+def test_impossible_layouts_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        settle(**given)
+        settle(**settings)
 
 
-def test_models_without_experts_and_pooling_models() -> None:
+def test_dense_and_pooling_models_are_refused() -> None:
     with pytest.raises(ConfigError, match="a LlamaForCausalLM has no experts to spread"):
         settle(DENSE, enable_expert_parallel=True, tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="data_parallel_size > 1 is not supported for a pooling model"):
@@ -77,12 +77,12 @@ def test_models_without_experts_and_pooling_models() -> None:
     assert settle(DENSE, tensor_parallel_size=2).tensor_parallel_size == 2
 
 
-def test_names_of_others_become_ours() -> None:
-    for name, ours in {"pplx": "allgather_reducescatter", "deepep_low_latency": "all2all"}.items():
-        assert settle(all2all_backend=name).all2all_backend == ours
+def test_vllm_backend_names_are_mapped() -> None:
+    for name, backend in {"pplx": "allgather_reducescatter", "deepep_low_latency": "all2all"}.items():
+        assert settle(all2all_backend=name).all2all_backend == backend
 
 
-def test_engines_that_step_together_have_a_place_to_meet() -> None:
+def test_lockstep_engines_have_a_sync_address() -> None:
     one = settle(enable_expert_parallel=True, tensor_parallel_size=4)
     assert ep_size(one) == 4 and not steps_together(one)
     many = settle(
@@ -94,6 +94,8 @@ def test_engines_that_step_together_have_a_place_to_meet() -> None:
         "tcp://127.0.0.1:502",
     )
     free = settle(enable_expert_parallel=True, data_parallel_size=2)
-    assert free.data_parallel_rpc_port != one.data_parallel_rpc_port, "two engines on one machine would meet"
+    assert free.data_parallel_rpc_port != one.data_parallel_rpc_port, (
+        "two engines on one machine would share a port"
+    )
     eplb = Eplb.of(settle(eplb_config={"window_size": 7}))
     assert (eplb.window_size, eplb.step_interval) == (7, 3000)

@@ -1,4 +1,4 @@
-"""Which device has which experts."""
+"""Tests of the placement of experts on devices."""
 
 import random
 
@@ -7,7 +7,7 @@ import pytest
 from quire.config.expert_placement import Placement, balance, copies_between, imbalance, initial_placement
 
 
-def test_neighbours_and_every_nth() -> None:
+def test_linear_and_round_robin_placement() -> None:
     assert initial_placement(7, 3).by_rank == ((0, 1, 2), (3, 4), (5, 6))
     assert initial_placement(7, 3, "round_robin").by_rank == ((0, 3, 6), (1, 4), (2, 5))
     assert initial_placement(4, 2, num_redundant=2).by_rank == ((0, 1, 2), (0, 1, 3))
@@ -15,8 +15,8 @@ def test_neighbours_and_every_nth() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_better_placement(seed: int) -> None:
-    """An expert that nobody has, two copies on one device, or more load on the busiest than before."""
+def test_balanced_placement(seed: int) -> None:
+    """Catches a missing expert, two copies on one device, and a higher maximum load than before."""
     chance = random.Random(seed)
     num_ranks = chance.choice([2, 3, 4, 8])
     num_experts = num_ranks * chance.randrange(1, 9)
@@ -28,19 +28,19 @@ def test_a_better_placement(seed: int) -> None:
     num_slots = (num_experts + num_redundant) // num_ranks
     after = balance(loads, num_ranks, num_slots, before)
     for placement in (before, after):
-        assert {expert for own in placement.by_rank for expert in own} == set(range(num_experts))
-        assert all(len(own) == len(set(own)) == num_slots for own in placement.by_rank)
+        assert {expert for experts in placement.by_rank for expert in experts} == set(range(num_experts))
+        assert all(len(experts) == len(set(experts)) == num_slots for experts in placement.by_rank)
     assert imbalance(after, loads) <= imbalance(before, loads) + 1e-9
-    places = [list(own) for own in before.by_rank]
+    places = [list(experts) for experts in before.by_rank]
     for source, source_slot, target, target_slot in copies_between(before, after):
         places[target][target_slot] = before.by_rank[source][source_slot]
     assert Placement(tuple(map(tuple, places))) == after
 
 
-def test_one_expert_that_all_want_is_everywhere() -> None:
+def test_overloaded_expert_is_replicated_everywhere() -> None:
     before = initial_placement(8, 4, num_redundant=4)
     loads = [0.0] * 7 + [100.0]
     after = balance(loads, 4, 3, before)
-    assert all(7 in own for own in after.by_rank)
+    assert all(7 in experts for experts in after.by_rank)
     assert imbalance(before, loads) == 4 and imbalance(after, loads) == pytest.approx(1)
     assert balance(loads, 4, 3, after) == after and not copies_between(after, after)

@@ -1,4 +1,4 @@
-"""What AWQ's and GPTQ's configurations say."""
+"""Tests of the configurations of AWQ and GPTQ."""
 
 import json
 from pathlib import Path
@@ -13,19 +13,19 @@ from quire.checkpoint.reader import ConfigReader
 from quire.errors import ConfigError
 
 
-def read(method: str, **said: Any) -> QuantFacts:
-    return METHODS[method](ConfigReader("config.json", said))
+def read(method: str, **keys: Any) -> QuantFacts:
+    return METHODS[method](ConfigReader("config.json", keys))
 
 
 @pytest.mark.parametrize(
-    "said",
+    "keys",
     [
         {"bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
         {"w_bit": 4, "q_group_size": 128, "version": "GEMM"},
     ],
 )
-def test_awq(said: dict[str, Any]) -> None:
-    facts = read("awq", **said, modules_to_not_convert=["visual"])
+def test_awq(keys: dict[str, Any]) -> None:
+    facts = read("awq", **keys, modules_to_not_convert=["visual"])
     assert facts.scheme("model.layers.0.mlp.up_proj") == Grouped(4, 128, False, False, "awq")
     assert facts.scheme("visual.blocks.0.up_proj") is None
     assert choose_quant("awq_marlin", facts) is facts
@@ -57,7 +57,7 @@ def test_gptq() -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "said", "method"),
+    ("file", "keys", "method"),
     [
         ("quantize_config.json", {"bits": 4, "group_size": 128}, "gptq"),
         ("quant_config.json", {"w_bit": 4, "q_group_size": 128}, "awq"),
@@ -68,17 +68,17 @@ def test_gptq() -> None:
         ),
     ],
 )
-def test_what_older_tools_wrote_beside_config_json(
-    file: str, said: dict[str, Any], method: str, tmp_path: Path
+def test_separate_quantization_config_files(
+    file: str, keys: dict[str, Any], method: str, tmp_path: Path
 ) -> None:
-    (tmp_path / file).write_text(json.dumps(said))
+    (tmp_path / file).write_text(json.dumps(keys))
     facts = read_quant(ConfigReader("config.json", {}), tmp_path)
     assert facts is not None and facts.method == method
     assert facts.scheme("model.layers.0.mlp.up_proj") is not None
 
 
 @pytest.mark.parametrize(
-    ("method", "said", "message"),
+    ("method", "keys", "message"),
     [
         ("awq", {"bits": 4, "version": "gemv"}, 'version "gemm"'),
         ("awq", {"bits": "four"}, "bits is 'four'"),
@@ -89,9 +89,9 @@ def test_what_older_tools_wrote_beside_config_json(
         ("gptq", {"bits": 4, "dynamic": []}, None),
     ],
 )
-def test_wrong(method: str, said: dict[str, Any], message: str | None) -> None:
+def test_invalid_quantization_configs(method: str, keys: dict[str, Any], message: str | None) -> None:
     if message is None:
-        assert read(method, **said).method == method
+        assert read(method, **keys).method == method
         return
     with pytest.raises(ConfigError, match=message):
-        read(method, **said)
+        read(method, **keys)

@@ -1,4 +1,5 @@
-"""speculative_config: its methods, defaults and errors, and where it meets the engine's settings."""
+"""Tests of speculative_config: its methods, defaults and errors, and its interaction with engine
+settings."""
 
 from typing import Any
 
@@ -10,20 +11,20 @@ from quire.errors import ConfigError
 
 
 def facts(config: dict[str, Any], draft: dict[str, Any] | None = None, **values: Any) -> SpecFacts:
-    found = SpecFacts.of(
+    result = SpecFacts.of(
         {"speculative_config": config, **values}, max_model_len=64, tensor_parallel_size=4, draft=draft
     )
-    assert found is not None
-    return found
+    assert result is not None
+    return result
 
 
-def test_it_is_off_unless_asked_for() -> None:
-    for given in ({}, {"speculative_config": {}, "spec_tokens": None}):
-        assert SpecFacts.of(check_args(given), max_model_len=64) is None
+def test_speculation_is_off_by_default() -> None:
+    for settings in ({}, {"speculative_config": {}, "spec_tokens": None}):
+        assert SpecFacts.of(check_args(settings), max_model_len=64) is None
 
 
 @pytest.mark.parametrize(
-    "given",
+    "settings",
     [
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
         {"speculative_config": {"model": "[ngram]", "num_speculative_tokens": 3}},
@@ -33,24 +34,24 @@ def test_it_is_off_unless_asked_for() -> None:
         {"speculative_model": "ngram", "num_speculative_tokens": 3},
     ],
 )
-def test_the_ways_to_ask_for_prompt_lookup(given: dict[str, Any]) -> None:
-    found = SpecFacts.of(check_args(given), max_model_len=64)
-    assert found is not None and (found.method, found.num_speculative_tokens) == ("ngram", 3)
-    assert (found.prompt_lookup_min, found.prompt_lookup_max, found.model) == (5, 5, None)
+def test_prompt_lookup_settings(settings: dict[str, Any]) -> None:
+    spec = SpecFacts.of(check_args(settings), max_model_len=64)
+    assert spec is not None and (spec.method, spec.num_speculative_tokens) == ("ngram", 3)
+    assert (spec.prompt_lookup_min, spec.prompt_lookup_max, spec.model) == (5, 5, None)
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"), [({"min": 2}, (2, 2)), ({"max": 3}, (3, 3)), ({"min": 2, "max": 4}, (2, 4))]
+    ("bounds", "expected"), [({"min": 2}, (2, 2)), ({"max": 3}, (3, 3)), ({"min": 2, "max": 4}, (2, 4))]
 )
-def test_one_bound_of_the_lookup_is_both(given: dict[str, int], expected: tuple[int, int]) -> None:
-    found = facts(
+def test_one_lookup_bound_sets_both(bounds: dict[str, int], expected: tuple[int, int]) -> None:
+    spec = facts(
         {"method": "ngram", "num_speculative_tokens": 3}
-        | {f"prompt_lookup_{end}": size for end, size in given.items()}
+        | {f"prompt_lookup_{end}": size for end, size in bounds.items()}
     )
-    assert (found.prompt_lookup_min, found.prompt_lookup_max) == expected
+    assert (spec.prompt_lookup_min, spec.prompt_lookup_max) == expected
 
 
-def test_suffixes_are_drafted_as_deep_as_their_tree() -> None:
+def test_suffix_drafts_are_as_long_as_the_tree_is_deep() -> None:
     assert facts({"method": "suffix"}).num_speculative_tokens == 24
     assert facts({"method": "suffix", "suffix_decoding_max_tree_depth": 8}).num_speculative_tokens == 8
 
@@ -91,13 +92,13 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
         ({**NGRAM, "num_speculative_tokens_per_batch_size": ["abc"]}, ["['abc']"]),
     ],
 )
-def test_what_is_wrong_is_said_by_name(config: dict[str, Any], words: list[str]) -> None:
+def test_invalid_settings_are_named(config: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
         facts(config)
     assert [word for word in words if word not in str(error.value)] == []
 
 
-def test_a_key_that_is_given_twice_is_an_error() -> None:
+def test_key_given_twice_is_an_error() -> None:
     with pytest.raises(ConfigError, match="method is given twice.*spec_method"):
         facts(NGRAM, spec_method="ngram")
 
@@ -112,8 +113,8 @@ def test_a_key_that_is_given_twice_is_an_error() -> None:
         ({"model_type": "medusa"}, "medusa"),
     ],
 )
-def test_a_model_that_drafts_is_known_by_its_config(draft: dict[str, Any], method: str) -> None:
-    """None of them is built on the host alone, so that the refusal names what was found."""
+def test_draft_model_method_is_detected_from_its_config(draft: dict[str, Any], method: str) -> None:
+    """Check that the refusal names the detected method."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(
             SpecFacts.of.__globals__["UNSUPPORTED"]["speculative key"], "speculative_config.method", (method,)
@@ -122,18 +123,18 @@ def test_a_model_that_drafts_is_known_by_its_config(draft: dict[str, Any], metho
         assert facts({"model": "x"}, {**draft, "n_predict": 7}).num_speculative_tokens == 7
 
 
-def test_any_name_of_mtp_is_mtp() -> None:
+def test_mtp_names_are_mapped() -> None:
     assert facts({"method": "qwen3_next_mtp", "num_speculative_tokens": 1}).method == "mtp"
 
 
-def test_batch_sizes_bound_the_drafts() -> None:
-    found = facts({**NGRAM, "num_speculative_tokens_per_batch_size": [[1, 4, 3], [5, 16, 1], [17, 99, 0]]})
-    assert [found.most(size) for size in (1, 4, 5, 16, 17, 100)] == [3, 3, 1, 1, 0, 3]
+def test_batch_sizes_limit_the_drafts() -> None:
+    spec = facts({**NGRAM, "num_speculative_tokens_per_batch_size": [[1, 4, 3], [5, 16, 1], [17, 99, 0]]})
+    assert [spec.most(size) for size in (1, 4, 5, 16, 17, 100)] == [3, 3, 1, 1, 0, 3]
 
 
-def test_a_mean_length_becomes_rates() -> None:
-    found = facts({**NGRAM, "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.5})
-    first, second, third = found.synthetic_acceptance_rates
+def test_synthetic_acceptance_length_becomes_rates() -> None:
+    spec = facts({**NGRAM, "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.5})
+    first, second, third = spec.synthetic_acceptance_rates
     assert abs(1 + first + second + third - 2.5) < 1e-9 and abs(second - first**2) < 1e-9
     most = facts({**NGRAM, "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 4})
     assert most.synthetic_acceptance_rates == (1, 1, 1)

@@ -1,4 +1,4 @@
-"""The one refusal of what is not built."""
+"""Tests of the refusal of unsupported features."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from quire.errors import ConfigError, RequestError
 
 
 @pytest.mark.parametrize("place", UNSUPPORTED)
-def test_what_asks_for_nothing_is_let_through(place: Place) -> None:
+def test_default_values_are_accepted(place: Place) -> None:
     for name, off in UNSUPPORTED[place].items():
         for value in (None, *off):
             check_supported(place, name, value)
@@ -50,7 +50,7 @@ def test_what_asks_for_nothing_is_let_through(place: Place) -> None:
         ("call argument", "structured_outputs", 1, RequestError, "`structured_outputs` is not supported yet"),
     ],
 )
-def test_each_place_refuses_in_the_same_words(
+def test_each_place_refuses_with_the_same_message(
     place: Place, name: str, value: Any, kind: type[Exception], words: str
 ) -> None:
     with pytest.raises(kind) as refused:
@@ -60,7 +60,7 @@ def test_each_place_refuses_in_the_same_words(
         assert refused.value.param == name
 
 
-def test_a_number_is_no_switch() -> None:
+def test_number_is_not_a_switch() -> None:
     """Catches `(0,) == (False,)`."""
     assert is_switch("engine argument", "return_sampling_mask") and is_switch("server flag", "grpc")
     for name in ("cpu_offload_gb", "kv_offloading_size", "offload_group_size"):

@@ -1,4 +1,4 @@
-"""Engines that share experts: each says what it says alone, whatever the others have to do."""
+"""Tests of data-parallel engines with shared experts: each gives the same outputs as alone."""
 
 import random
 import socket
@@ -31,7 +31,7 @@ from quire.parallel.world import World
 from quire.worker.worker import Worker
 
 PATIENCE_S = 120.0
-"""Ends a test that hangs."""
+"""Timeout of a test that hangs."""
 TOKEN = "shared"
 
 
@@ -45,8 +45,8 @@ def plan_of(count: int) -> StepPlan:
     return plan
 
 
-def test_rounds() -> None:
-    """An engine that misses a round, one that stays in it when all rest, a call that comes late."""
+def test_lockstep_rounds() -> None:
+    """Check an engine that misses a round, one that continues when all are idle, and a late call."""
     where, rounds = address(), [[3, 0, 1], [0, 2, 0], [5, 5, 5], [0, 0, 0], [0, 0, 9]]
     seen: list[list[tuple[int, ...] | None]] = [[] for _ in range(3)]
     begin = [threading.Barrier(3, timeout=PATIENCE_S) for _ in rounds]
@@ -74,7 +74,7 @@ def test_rounds() -> None:
     assert seen == [expected] * 3
 
 
-def test_a_port_in_use_is_said() -> None:
+def test_port_in_use_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         where = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ConfigError, match="choose another data_parallel_rpc_port"):
@@ -91,7 +91,7 @@ time.sleep(300)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_dead_engine_ends_the_others(victim: int) -> None:
+def test_dead_engine_ends_the_others(victim: int) -> None:
     where = address()
     engines = [
         subprocess.Popen([sys.executable, "-c", ENGINE, str(rank), where], stdout=subprocess.PIPE, text=True)
@@ -105,10 +105,10 @@ def test_a_dead_engine_ends_the_others(victim: int) -> None:
 
 
 @pytest.mark.parametrize("error", [ConfigError("no weights"), KeyboardInterrupt()])
-def test_an_engine_that_cannot_start_takes_the_others_along(
+def test_engine_that_fails_to_start_ends_the_others(
     monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    """They meet before they load: one that waits for the other in warm-up is ended at once."""
+    """Check that engines meet before they load, so that one waiting in warm-up is ended at once."""
     where, ended, others = address(), threading.Event(), []
     monkeypatch.setattr(Lockstep, "_end", lambda lockstep: ended.set())
 
@@ -131,13 +131,13 @@ def test_an_engine_that_cannot_start_takes_the_others_along(
     others[0].close()
 
 
-class Together(Engine):
-    """An engine in lockstep with others that are threads, or alone."""
+class LockstepEngine(Engine):
+    """An engine in lockstep with others in threads, or alone."""
 
-    def __init__(self, model: Path, world: World, where: str, **given: Any) -> None:
-        own = {"model": str(model), "dtype": "float32", "block_size": 4, "enforce_eager": True}
-        own |= {"use_tqdm_on_load": False, "max_num_seqs": 8, "num_gpu_blocks_override": 200}
-        self.config = configure(own | given)
+    def __init__(self, model: Path, world: World, where: str, **settings: Any) -> None:
+        defaults = {"model": str(model), "dtype": "float32", "block_size": 4, "enforce_eager": True}
+        defaults |= {"use_tqdm_on_load": False, "max_num_seqs": 8, "num_gpu_blocks_override": 200}
+        self.config = configure(defaults | settings)
         executor = InProcessExecutor.__new__(InProcessExecutor)
         executor._worker = Worker(self.config, world)
         self.world, self.where = world, where
@@ -147,7 +147,9 @@ class Together(Engine):
         self.tokens, self.logprobs, self.prompt_logprobs = {}, {}, {}
 
     def live(self, stop: threading.Event, late: dict[int, list[Any]]) -> None:
-        """Until told to stop; requests of `late` come before the step of this number, or when it rests."""
+        """Run until stopped; the requests of `late` arrive before the step with this number, or when it is
+        idle.
+        """
         size = self.world.ep.size // self.world.tp.size
         self.core.pipeline.lockstep = Lockstep(
             self.world.rank.dp, size, self.where, token=TOKEN, timeout_s=PATIENCE_S
@@ -177,22 +179,22 @@ def traffic(seed: int) -> dict[int, list[Any]]:
     }
 
 
-def alone(model: Path, late: dict[int, list[Any]], **given: Any) -> dict[str, list[int]]:
-    engine = Together(model, World(), "", **given)
+def alone(model: Path, late: dict[int, list[Any]], **settings: Any) -> dict[str, list[int]]:
+    engine = LockstepEngine(model, World(), "", **settings)
     for requests in late.values():
         for request in requests:
             engine.add(*request)
     return engine.run()
 
 
-def together(model: Path, num_engines: int, **given: Any) -> list[Together]:
+def together(model: Path, num_engines: int, **settings: Any) -> list[LockstepEngine]:
     table, where = Table(num_engines), address()
     worlds = [World(Rank(dp=rank), ep=ThreadGroup(table, rank)) for rank in range(num_engines)]
-    given |= {"enable_expert_parallel": True, "data_parallel_size": num_engines}
-    engines = [Together(model, world, where, **given) for world in worlds]
+    settings |= {"enable_expert_parallel": True, "data_parallel_size": num_engines}
+    engines = [LockstepEngine(model, world, where, **settings) for world in worlds]
     left, stop, errors = threading.Barrier(num_engines + 1, timeout=PATIENCE_S), threading.Event(), []
 
-    def live(engine: Together) -> None:
+    def live(engine: LockstepEngine) -> None:
         try:
             engine.live(stop, traffic(engine.world.rank.dp))
         except BaseException as error:
@@ -209,7 +211,7 @@ def together(model: Path, num_engines: int, **given: Any) -> list[Together]:
         for rank in range(num_engines)
     ]
     while not errors and time.monotonic() < deadline:
-        got = [{id: len(found) for id, found in engine.tokens.items()} for engine in engines]
+        got = [{id: len(actual) for id, actual in engine.tokens.items()} for engine in engines]
         if got == wanted and not any(engine.core.scheduler.has_work for engine in engines):
             break
         time.sleep(0.01)
@@ -238,8 +240,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_engines_with_experts_of_each_other_say_what_each_says_alone(case: str, tmp_path: Path) -> None:
-    """One starts late and rests while the other works, steps are of different lengths, experts move."""
+def test_expert_parallel_engines_match_each_engine_alone(case: str, tmp_path: Path) -> None:
+    """Check a late start, idle engines, steps of different lengths, and expert rebalancing."""
     model, _ = make_tiny("qwen3_moe", tmp_path)
     engines = together(model, 2, max_num_batched_tokens=16, **CASES[case])
     for rank, engine in enumerate(engines):
@@ -251,4 +253,4 @@ def test_engines_with_experts_of_each_other_say_what_each_says_alone(case: str, 
                 4, 2, "linear", CASES[case]["eplb_config"].get("num_redundant_experts", 0)
             )
             assert any(layer.places.placement != first for layer in layers), "no expert moved"
-    assert any(not step.request_ids for engine in engines for step in engine.steps), "nobody rested"
+    assert any(not step.request_ids for engine in engines for step in engine.steps), "no engine was idle"

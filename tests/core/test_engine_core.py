@@ -1,9 +1,9 @@
-"""Steps of a core: what it does where nobody can run."""
+"""Tests of core steps in which no request can run."""
 
 import threading
 from itertools import count
 
-from library import Library, lora
+from library import FakeLoader, lora
 from symbolic import Engine
 
 from quire.data.params import SamplingParams
@@ -14,10 +14,10 @@ from quire.sched.lora import READ_S, LoRAScheduler
 PATIENCE_S = 60.0
 
 
-def test_a_disk_that_never_answers_ends_its_request_though_nothing_else_happens() -> None:
-    """A caller without a time limit of its own would wait for ever."""
+def test_adapter_timeout_ends_its_request_in_an_idle_engine() -> None:
+    """Check that a caller without its own timeout does not wait forever."""
     moments = count(0.0, READ_S / 4)
-    gate = LoRAScheduler(Library(at_once=False), max_slots=1, max_read=1, clock=lambda: next(moments))
+    gate = LoRAScheduler(FakeLoader(at_once=False), max_slots=1, max_read=1, clock=lambda: next(moments))
     core = Engine(adapters=gate).core
     params = SamplingParams(max_tokens=4)
     core.add(Request(id="a", tokens=[1, 2, 3], params=params, prompt_len=3, limit=7, seed=0, lora=lora("x")))

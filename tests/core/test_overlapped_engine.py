@@ -1,4 +1,4 @@
-"""The whole engine with a step in flight says what it says without."""
+"""Tests that outputs of the whole engine do not depend on steps in flight."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ def say(llm: LLM, params: SamplingParams) -> list[RequestOutput]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_answers_do_not_depend_on_the_steps_in_flight(model: TextModel, mode: str) -> None:
+def test_outputs_do_not_depend_on_steps_in_flight(model: TextModel, mode: str) -> None:
     plain, overlapped = (open_text(model, **MODES[mode]) for _ in range(2))
     overlapped.llm_engine.core.pipeline.depth = 2
     for name, settings in PARAMS.items():

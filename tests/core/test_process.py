@@ -1,4 +1,4 @@
-"""The core between its clients and its steps: turns taken, progress told, nobody waited for."""
+"""Tests of the engine core process: messages of clients, steps, progress reports and slow clients."""
 
 import tempfile
 import time
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import zmq
-from library import Library, digest, lora
+from library import FakeLoader, digest, lora
 from symbolic import Engine, continuation
 
 from quire.core import process
@@ -40,7 +40,7 @@ TOKEN = "shared"
 
 
 class Client:
-    """An API process, as far as the core can tell."""
+    """A fake API process."""
 
     def __init__(self, address: str, *, rcvhwm: int = 0) -> None:
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
@@ -58,7 +58,7 @@ class Client:
         self.socket.send(encode(message))
 
     def read(self) -> None:
-        """All that has come."""
+        """Read all messages that have arrived."""
         while self.socket.poll(0):
             self.take(decode_from_core(self.socket.recv()))
 
@@ -77,7 +77,7 @@ class Client:
 
 
 class TickingClock:
-    """Every look at it takes a ten-thousandth of a second, however fast the machine is."""
+    """A clock that advances by 0.1 ms with every read."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -88,7 +88,7 @@ class TickingClock:
 
 
 class Bench:
-    """A core over the symbolic worker, turned by hand, and its clients."""
+    """A core over the symbolic worker, stepped by hand, and its clients."""
 
     def __init__(self, folder: str, clock: Callable[[], float] = time.monotonic, **limits: Any) -> None:
         self.address = f"ipc://{folder}/core"
@@ -129,7 +129,7 @@ class Bench:
 
 @pytest.fixture
 def make_bench() -> Iterator[Callable[..., Bench]]:
-    """Paths of sockets must be short, so they are not below pytest's folder."""
+    """Yield a factory; socket paths must be short, so they are not below pytest's directory."""
     made: list[Bench] = []
     with tempfile.TemporaryDirectory(prefix="quire-") as folder:
 
@@ -158,7 +158,7 @@ def prompt(number: int) -> list[int]:
     return [(number + 7 * i) % 97 for i in range(5)]
 
 
-def test_requests_come_in_and_tokens_go_out_to_whom_they_belong(make_bench: Callable[..., Bench]) -> None:
+def test_requests_are_routed_and_tokens_return_to_their_clients(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench()
     one, two = bench.join(), bench.join()
     one.send(Add([make_request("a", prompt(1), 6)]))
@@ -169,8 +169,8 @@ def test_requests_come_in_and_tokens_go_out_to_whom_they_belong(make_bench: Call
     assert not bench.server.clients.owner
 
 
-def test_what_is_no_message_is_left_out_and_the_next_one_is_heard(make_bench: Callable[..., Bench]) -> None:
-    """A port on a network is found by others, and by API processes of another version."""
+def test_invalid_message_is_skipped_and_the_next_one_is_read(make_bench: Callable[..., Bench]) -> None:
+    """Check messages of strangers on a network port and of API processes of another version."""
     bench = make_bench()
     client = bench.join()
     for strange in ([b"GET / HTTP/1.1"], [b""], [b"", b"two parts"], [b"\x81\xa4type\xa5other"]):
@@ -180,7 +180,7 @@ def test_what_is_no_message_is_left_out_and_the_next_one_is_heard(make_bench: Ca
     assert client.tokens == {"a": continuation(prompt(1), 6)}
 
 
-def test_a_client_is_heard_after_its_hello_with_the_token_only(make_bench: Callable[..., Bench]) -> None:
+def test_client_must_send_hello_with_the_token_first(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench()
     member, foreign = bench.join(), Client(bench.address)
     bench.clients.append(foreign)
@@ -192,8 +192,8 @@ def test_a_client_is_heard_after_its_hello_with_the_token_only(make_bench: Calla
     assert not foreign.is_ready and not foreign.beats and not foreign.reasons
 
 
-def test_a_request_without_what_the_core_lacks_is_not_added(make_bench: Callable[..., Bench]) -> None:
-    """It is told of, and comes again; a reset is told to all."""
+def test_request_with_missing_media_is_returned(make_bench: Callable[..., Bench]) -> None:
+    """Check that the client is notified and sends it again, and that a reset is sent to all clients."""
     bench = make_bench()
     client = bench.join()
     request = make_request("a", prompt(1), 2)
@@ -205,10 +205,10 @@ def test_a_request_without_what_the_core_lacks_is_not_added(make_bench: Callable
     bench.turn_until(lambda: bool(client.beats) and client.beats[-1].num_resets == 1, client)
 
 
-def test_work_that_cannot_be_planned_is_told_and_not_spun_on(
+def test_unplannable_work_is_reported_without_spinning(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches beats that say all is well while nothing moves, and a core that burns a CPU meanwhile."""
+    """Check that heartbeats do not report progress while nothing moves, and that no CPU is burnt."""
     bench = make_bench()
     client = bench.join()
     plan, wait = bench.engine.scheduler.plan, bench.server.clients.wait
@@ -242,33 +242,33 @@ def test_work_that_cannot_be_planned_is_told_and_not_spun_on(
     assert client.beats[-1].stalled_s == 0.0, "idle is not stalled"
 
 
-def test_a_core_whose_requests_wait_for_an_adapter_does_not_stand_still(
+def test_core_whose_requests_wait_for_an_adapter_is_not_stuck(
     make_bench: Callable[..., Bench],
 ) -> None:
-    """Catches a server that calls itself dead while a disk is slow."""
-    library = Library(at_once=False)
+    """Check that a server does not report itself dead while a disk is slow."""
+    library = FakeLoader(at_once=False)
     bench = make_bench(adapters=LoRAScheduler(library, max_slots=1, max_read=1))
     bench.engine.worker.host = library.host
     client = bench.join()
     request = make_request("a", prompt(1), 6)
     request.lora = lora("x")
     client.send(Add([request]))
-    bench.turn_until(lambda: bool(library.asked), client)
+    bench.turn_until(lambda: bool(library.requested), client)
     client.beats.clear()
     bench.turn_until(lambda: len(client.beats) >= 4, client)
     assert client.beats[-1].stats.waiting_adapters == ["x"]
 
     def gets_on() -> bool:
-        """One that stands still says so for longer with every beat."""
+        """Return whether heartbeats report progress; a stuck core reports a growing time."""
         return client.beats[-1].stalled_s < len(client.beats) * process.BEAT_S / 2
 
     bench.turn_until(gets_on, client, max_turns=500)
-    library.bring()
+    library.complete_next()
     bench.turn_until(lambda: "a" in client.reasons, client)
     assert client.tokens["a"] == continuation(prompt(1), 6, digest("/adapters/x"))
 
 
-def test_a_stuck_core_still_hears_that_it_may_give_up(
+def test_stuck_core_still_receives_shutdown(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = make_bench()
@@ -285,8 +285,8 @@ def test_a_stuck_core_still_hears_that_it_may_give_up(
     assert all(beat.stalled_s == 0.0 for beat in client.beats)
 
 
-def test_a_crowd_at_the_door_does_not_keep_steps_waiting(make_bench: Callable[..., Bench]) -> None:
-    """Catches a core that takes in all that arrives before it computes anything."""
+def test_many_arriving_requests_do_not_delay_steps(make_bench: Callable[..., Bench]) -> None:
+    """Check that the core does not read all arriving messages before it computes."""
     bench = make_bench(clock=TickingClock())
     client = bench.join()
     num = 5000
@@ -298,15 +298,17 @@ def test_a_crowd_at_the_door_does_not_keep_steps_waiting(make_bench: Callable[..
     num_tokens = len(client.tokens["first"])
     bench.turn_until(lambda: len(client.tokens["first"]) > num_tokens + 5, client)
     outside = bench.server.clients._socket
-    assert outside.poll(60_000), "some still wait outside"
+    assert outside.poll(60_000), "some requests are not read yet"
     bench.turn_until(lambda: not (bench.engine.core.has_work or outside.poll(0)), client)
     assert client.tokens["first"] == continuation(prompt(1), 50)
 
 
-def test_a_client_that_takes_nothing_is_given_up_and_told_when_it_does(
+def test_client_that_reads_nothing_is_dropped_and_notified_later(
     make_bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Catches a core that grows behind a stopped API process, waits for it, or lets its requests hang."""
+    """Check that the core neither grows behind a stopped API process, nor waits for it, nor leaves requests
+    hanging.
+    """
     most = 20_000
     bench = make_bench(num_blocks=8000, max_num_seqs=80, max_num_batched_tokens=512)
     server = bench.server
@@ -323,27 +325,27 @@ def test_a_client_that_takes_nothing_is_given_up_and_told_when_it_does(
     while "good" not in good.reasons:
         bench.turn_and_read(good)
         fullest = max([fullest, *(queue.num_bytes for queue in clients.queues.values())])
-        while clients.queues.keys() - {deaf_id}:  # ZMQ's own thread may be slow on a busy machine
+        while clients.queues.keys() - {deaf_id}:  # ZMQ's thread may be slow on a busy machine
             good.socket.poll(10)
             good.read()
             clients.flush()
     assert most / 2 < fullest <= most
     assert good.tokens == {"good": continuation(prompt(5), 1000)}
-    assert not bench.engine.core.has_work, "what nobody takes is not computed"
+    assert not bench.engine.core.has_work, "outputs without a reader are not computed"
     assert "An API process does not read" in caplog.text
     bench.turn_until(lambda: len(deaf.reasons) == 40, deaf)
     assert set(deaf.reasons.values()) == {"error"}
     for number in range(40):
-        said = deaf.tokens[f"deaf-{number}"]
-        assert said == continuation(prompt(number), len(said)), "what came before is in order"
+        output = deaf.tokens[f"deaf-{number}"]
+        assert output == continuation(prompt(number), len(output)), "earlier outputs are in order"
     deaf.send(Add([make_request("again", prompt(9), 5)]))
     bench.turn_until(lambda: "again" in deaf.reasons, deaf)
     assert deaf.tokens["again"] == continuation(prompt(9), 5)
     assert not clients.queues and not clients.owner
 
 
-def test_an_end_that_was_still_queued_is_told_as_an_error(make_bench: Callable[..., Bench]) -> None:
-    """Catches a request that is over in the core, and whose end is thrown away: nobody would ever tell."""
+def test_finish_lost_in_a_dropped_queue_is_reported_as_an_error(make_bench: Callable[..., Bench]) -> None:
+    """Check a request that ended in the core while its last message was discarded."""
     bench = make_bench()
     client = bench.join(rcvhwm=1)
     given_up: list[list[str]] = []
@@ -366,7 +368,7 @@ def test_an_end_that_was_still_queued_is_told_as_an_error(make_bench: Callable[.
     assert set(client.reasons.values()) == {"stop", "error"}
 
 
-def test_a_client_that_is_gone_takes_its_requests_along(make_bench: Callable[..., Bench]) -> None:
+def test_disconnected_client_aborts_its_requests(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench(num_blocks=400)
     clients, given_up = bench.server.clients, list[str]()
     give_up = clients._give_up
@@ -386,27 +388,27 @@ def test_a_client_that_is_gone_takes_its_requests_along(make_bench: Callable[...
     assert good.tokens["good"] == continuation(prompt(2), 400)
 
 
-def test_a_request_that_comes_again_over_a_new_connection_replaces_the_first(
+def test_request_resent_over_a_new_connection_replaces_the_first(
     make_bench: Callable[..., Bench],
 ) -> None:
-    """An API process that lost its connection cannot know whether the core still runs its requests."""
+    """Check an API process that lost its connection and cannot tell whether its requests still run."""
     bench = make_bench()
     lost, back = bench.join(), bench.join()
     lost.send(Add([make_request("a", prompt(1), 200)]))
     bench.turn_until(lambda: "a" in lost.tokens, lost)
-    again = make_request("a", prompt(1), 6)
-    again.tokens, again.has_run = [*prompt(1), *lost.tokens["a"][:2]], True
-    back.send(Add([again]))
+    second = make_request("a", prompt(1), 6)
+    second.tokens, second.has_run = [*prompt(1), *lost.tokens["a"][:2]], True
+    back.send(Add([second]))
     bench.turn_until(lambda: "a" in back.reasons, lost, back)
-    assert again.tokens + back.tokens["a"] == prompt(1) + continuation(prompt(1), 6)
+    assert second.tokens + back.tokens["a"] == prompt(1) + continuation(prompt(1), 6)
     assert back.reasons == {"a": "length"} and not lost.reasons
     assert not bench.engine.core.has_work and not bench.server.clients.owner
 
 
-def test_a_request_of_a_core_with_a_longer_context_ends_at_the_limit_of_this_one(
+def test_request_of_a_core_with_a_longer_context_ends_at_this_limit(
     make_bench: Callable[..., Bench],
 ) -> None:
-    """Where the cache decides how long sequences may be, a restarted core may have less room."""
+    """Check a restarted core whose cache allows only shorter sequences."""
     bench = make_bench(num_blocks=2000, max_num_batched_tokens=4096)
     client = bench.join()
     long, longer = make_request("a", [1] * 4094, 900), make_request("b", [1] * 4000, 900)
@@ -418,9 +420,11 @@ def test_a_request_of_a_core_with_a_longer_context_ends_at_the_limit_of_this_one
     assert not bench.engine.core.has_work and not bench.server.clients.owner
 
 
-def test_an_id_that_is_in_use_does_not_end_the_core(make_bench: Callable[..., Bench]) -> None:
-    """The later request takes the place of the earlier one: of the same client, of another one, and among the
-    sequences of one prompt."""
+def test_duplicate_id_does_not_end_the_core(make_bench: Callable[..., Bench]) -> None:
+    """Check that the later request replaces the earlier one of the same client or of another.
+
+    It also replaces a sequence of the same prompt.
+    """
     bench = make_bench()
     one, two = bench.join(), bench.join()
     one.send(Add([make_request("a", prompt(1), 900)]))

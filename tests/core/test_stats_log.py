@@ -1,4 +1,4 @@
-"""The line about the engine, and when it is said."""
+"""Tests of the statistics log line and its interval."""
 
 import re
 
@@ -13,7 +13,7 @@ INTERVAL_S = 10.0
 
 
 class Clock:
-    """Time that passes when told to."""
+    """A manual clock."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -29,9 +29,9 @@ def clock() -> Clock:
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    said: list[str] = []
-    monkeypatch.setattr(stats_log.log, "info", lambda text, *values: said.append(text % values))
-    return said
+    output: list[str] = []
+    monkeypatch.setattr(stats_log.log, "info", lambda text, *values: output.append(text % values))
+    return output
 
 
 def make_log(clock: Clock, quiet: bool = False) -> StatsLog:
@@ -46,12 +46,12 @@ def rates(log: StatsLog) -> tuple[float, float]:
 
 
 def preemptions(line: str) -> int:
-    (found,) = re.findall(r"Preemptions: (\d+)", line)
-    return int(found)
+    (actual,) = re.findall(r"Preemptions: (\d+)", line)
+    return int(actual)
 
 
 def test_preemptions_are_counted_from_the_start(clock: Clock, lines: list[str]) -> None:
-    """Catches a count that starts again with each line."""
+    """Check that the count does not restart with each line."""
     log = make_log(clock)
     for num_preempted in (2, 0, 3):
         clock.now += INTERVAL_S
@@ -60,9 +60,7 @@ def test_preemptions_are_counted_from_the_start(clock: Clock, lines: list[str]) 
     assert [preemptions(line) for line in lines] == [2, 2, 5]
 
 
-def test_rates_are_those_of_the_interval_and_an_idle_engine_says_so_once(
-    clock: Clock, lines: list[str]
-) -> None:
+def test_rates_are_of_the_interval_and_idle_is_logged_once(clock: Clock, lines: list[str]) -> None:
     log = make_log(clock)
     log.add(StepStats(num_prompt_tokens=70, num_cached_tokens=20, num_sampled_tokens=40))
     log.tick(StepStats())
@@ -74,8 +72,10 @@ def test_rates_are_those_of_the_interval_and_an_idle_engine_says_so_once(
     assert len(lines) == 2
 
 
-def test_a_run_ends_with_its_own_rates_and_a_line(clock: Clock, lines: list[str]) -> None:
-    """Catches rates of 0 after a run shorter than the interval, and those of its last seconds only."""
+def test_run_ends_with_its_own_rates_and_a_line(clock: Clock, lines: list[str]) -> None:
+    """Check that a run shorter than the interval has rates of the whole run, not 0 or those of its last
+    seconds.
+    """
     log = make_log(clock)
     clock.now += 500.0
     log.begin_run()
@@ -86,7 +86,7 @@ def test_a_run_ends_with_its_own_rates_and_a_line(clock: Clock, lines: list[str]
     clock.now += 2.0
     log.end_run(StepStats())
     assert rates(log) == (10.0, 5.0)
-    assert len(lines) == 1, "one was said two seconds before"
+    assert len(lines) == 1, "one line was logged two seconds before"
     clock.now += INTERVAL_S
     log.begin_run()
     log.add(StepStats(num_prompt_tokens=8, num_sampled_tokens=2))
@@ -96,7 +96,7 @@ def test_a_run_ends_with_its_own_rates_and_a_line(clock: Clock, lines: list[str]
     assert "Avg prompt throughput: 4.0 tokens/s" in lines[-1]
 
 
-def test_a_quiet_log_still_keeps_the_rates(clock: Clock, lines: list[str]) -> None:
+def test_disabled_log_still_keeps_the_rates(clock: Clock, lines: list[str]) -> None:
     log = make_log(clock, quiet=True)
     log.add(StepStats(num_sampled_tokens=40))
     clock.now += INTERVAL_S

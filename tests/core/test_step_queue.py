@@ -1,4 +1,4 @@
-"""The pipeline: steps come back in order, a failure in its turn, and nothing stays behind it."""
+"""Tests of the step queue: results in order, failures in their turn, and an empty queue after them."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +33,7 @@ class Step:
 
 @dataclass
 class Scripted:
-    """An executor whose steps end as told; what stands in `refused` does not even begin."""
+    """An executor with scripted outcomes; plans in `refused` fail at submission."""
 
     outcomes: dict[int, Any] = field(default_factory=dict)
     refused: dict[int, Exception] = field(default_factory=dict)
@@ -56,7 +56,7 @@ def filled(executor: Scripted, num_steps: int = 3) -> StepQueue:
     return pipeline
 
 
-def test_results_come_in_the_order_of_submission_and_make_room() -> None:
+def test_results_come_in_submission_order_and_free_places() -> None:
     pipeline = filled(Scripted())
     assert not pipeline.has_room()
     for step in range(3):
@@ -65,7 +65,7 @@ def test_results_come_in_the_order_of_submission_and_make_room() -> None:
         assert pipeline.has_room() and len(pipeline) == 2 - step
 
 
-def test_a_failed_step_takes_those_behind_it_along_but_waits_for_them() -> None:
+def test_failed_step_discards_later_ones_but_waits_for_them() -> None:
     executor = Scripted({1: ValueError("one"), 2: ValueError("two")})
     pipeline = filled(executor, 4)
     assert pipeline.next()[1] is not None
@@ -74,7 +74,7 @@ def test_a_failed_step_takes_those_behind_it_along_but_waits_for_them() -> None:
     assert all(step.waited for step in executor.steps.values())
 
 
-def test_a_refused_step_is_the_last_one_and_fails_in_its_turn() -> None:
+def test_refused_step_is_the_last_and_fails_in_its_turn() -> None:
     pipeline = StepQueue(Scripted(refused={1: ValueError("no")}), depth=3)
     pipeline.submit(plan(0))
     pipeline.submit(plan(1))
@@ -92,19 +92,19 @@ def test_a_refused_step_is_the_last_one_and_fails_in_its_turn() -> None:
     ],
     ids=["first", "behind a failure"],
 )
-def test_a_dead_engine_is_not_a_failed_step(executor: Scripted) -> None:
+def test_dead_engine_is_not_a_failed_step(executor: Scripted) -> None:
     pipeline = filled(executor)
     with pytest.raises(EngineDead):
         pipeline.next()
 
 
-def test_an_engine_that_dies_at_submission_says_so_at_once() -> None:
+def test_engine_that_dies_at_submission_raises_at_once() -> None:
     pipeline = StepQueue(Scripted(refused={0: EngineDead("the device")}), depth=2)
     with pytest.raises(EngineDead):
         pipeline.submit(plan(0))
 
 
-def test_nobody_waits_after_clear() -> None:
+def test_nothing_is_waited_for_after_clear() -> None:
     executor = Scripted()
     pipeline = filled(executor)
     pipeline.clear()
@@ -112,8 +112,8 @@ def test_nobody_waits_after_clear() -> None:
     assert not any(step.waited for step in executor.steps.values())
 
 
-def test_workers_that_died_before_a_draw_are_closed_all_the_same() -> None:
-    """Catches an error of the dead that keeps the executor open, or requests from being forgotten."""
+def test_dead_workers_before_sampling_are_closed() -> None:
+    """Check that the error does not keep the executor open or requests in memory."""
 
     class Dead(Scripted):
         closed = False

@@ -1,4 +1,4 @@
-"""What another thread makes, and what follows."""
+"""Tests of values that another thread computes, and of their callbacks."""
 
 import threading
 
@@ -7,7 +7,7 @@ from quire.data.async_value import AsyncValue
 WAIT_S = 60
 
 
-def test_what_follows_happens_once_whoever_is_first() -> None:
+def test_callback_runs_once_in_any_order() -> None:
     before, after, done = AsyncValue(), AsyncValue(), list[str]()
     before.then(lambda: done.append("before"))
     assert not before.is_there and not done
@@ -19,7 +19,7 @@ def test_what_follows_happens_once_whoever_is_first() -> None:
         coming.wait()
 
 
-def test_who_waits_sees_what_followed() -> None:
+def test_waiter_sees_the_effect_of_callbacks() -> None:
     coming, done = AsyncValue(), list[int]()
     coming.then(lambda: done.append(1))
     seen = list[list[int]]()

@@ -1,4 +1,4 @@
-"""Plans and results as bytes: what comes out is what went in."""
+"""Tests of plans and results as bytes: the round trip preserves them."""
 
 from typing import Any
 
@@ -65,7 +65,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
 
 
 def plain(value: Any) -> Any:
-    """For comparison: arrays have their type and shape beside them."""
+    """Return a comparable form with the dtype and shape of arrays."""
     return msgspec.to_builtins(
         value, enc_hook=lambda array: (str(array.dtype), list(array.shape), array.tolist())
     )
@@ -73,9 +73,9 @@ def plain(value: Any) -> Any:
 
 @given(plans())
 def test_plans(plan: StepPlan) -> None:
-    found = decode_plan(encode_plan(plan))
-    assert plain(found) == plain(plan)
-    found.rows[:] = 0  # whoever gets it may change it
+    actual = decode_plan(encode_plan(plan))
+    assert plain(actual) == plain(plan)
+    actual.rows[:] = 0  # the receiver may modify it
 
 
 @given(st.integers(0, 4), st.integers(0, 9))
@@ -88,9 +88,9 @@ def test_masks(count: int, words: int) -> None:
 @given(st.lists(INTS, max_size=40), st.dictionaries(INTS, LOGPROBS, max_size=3), st.text())
 def test_outcomes(token_ids: list[int], logprobs: dict[int, RowLogprobs], error: str) -> None:
     pooled = {3: Pooled.of(np.ones((2, 2), np.float32))}
-    prompt = {row: [each, each] for row, each in logprobs.items()}
+    prompt = {row: [item, item] for row, item in logprobs.items()}
     counts = np.array([len(token_ids), 1], np.int32)
-    each = {row: [found] for row, found in logprobs.items()}
-    result = StepResult(np.array(token_ids, np.int32), counts, each, prompt, pooled)
+    item = {row: [actual] for row, actual in logprobs.items()}
+    result = StepResult(np.array(token_ids, np.int32), counts, item, prompt, pooled)
     for outcome in (Outcome(7, result), Outcome(8, error=error)):
         assert plain(decode_outcome(encode_outcome(outcome))) == plain(outcome)

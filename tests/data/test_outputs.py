@@ -1,4 +1,4 @@
-"""What callers read: outputs that keep their shape, and flat logprobs that read like dicts."""
+"""Tests of output objects and flat logprobs."""
 
 import logging
 
@@ -26,19 +26,19 @@ def completion(finish_reason: str | None = None) -> CompletionOutput:
     return CompletionOutput(0, "hi", [1, 2], -0.3, None, finish_reason=finish_reason)
 
 
-def test_a_completion_is_finished_only_with_a_reason() -> None:
+def test_completion_is_finished_only_with_a_reason() -> None:
     assert not completion().finished()
     assert completion("length").finished()
 
 
-def test_reprs_show_the_text_and_hide_what_is_internal() -> None:
+def test_reprs_show_the_text_and_hide_internal_fields() -> None:
     shown = repr(completion("stop"))
     assert "text='hi'" in shown and "finish_reason='stop'" in shown and "routed_experts" not in shown
     output = RequestOutput("r1", "p", [1], None, [completion()], False)
     assert "request_id='r1'" in repr(output) and "text='hi'" in repr(output)
 
 
-def test_unknown_arguments_of_a_request_output_warn_and_are_ignored(caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_arguments_of_a_request_output_give_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     warn_once.cache_clear()
     logger = logging.getLogger("quire.data.outputs")
     logger.addHandler(caplog.handler)
@@ -50,14 +50,14 @@ def test_unknown_arguments_of_a_request_output_warn_and_are_ignored(caplog: pyte
     assert output.num_cached_tokens == 3 and not hasattr(output, "from_the_future")
 
 
-def test_the_optional_parts_of_a_request_output_are_none() -> None:
+def test_optional_fields_of_a_request_output_are_none() -> None:
     output = RequestOutput("r1", None, [1], None, [], True)
     names = ("metrics", "lora_request", "encoder_prompt", "encoder_prompt_token_ids", "num_cached_tokens",
              "num_cache_creation_tokens", "kv_transfer_params", "ec_transfer_params")  # fmt: skip
     assert [getattr(output, name) for name in names] == [None] * len(names)
 
 
-def test_flat_logprobs_read_like_the_list_of_dicts_they_were_made_from() -> None:
+def test_flat_logprobs_equal_their_list_of_dicts() -> None:
     flat = FlatLogprobs()
     flat.extend(POSITIONS)
     assert len(flat) == 3
@@ -67,7 +67,7 @@ def test_flat_logprobs_read_like_the_list_of_dicts_they_were_made_from() -> None
         flat[3]
 
 
-def test_a_slice_of_flat_logprobs_stands_alone() -> None:
+def test_slice_of_flat_logprobs_is_independent() -> None:
     flat = FlatLogprobs()
     flat.extend(POSITIONS)
     part = flat[1:]

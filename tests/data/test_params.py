@@ -1,4 +1,4 @@
-"""SamplingParams: every rule of the interface has a case that breaks it."""
+"""Tests of SamplingParams: every validation rule has a failing case."""
 
 import math
 from typing import Any
@@ -60,7 +60,7 @@ REJECTED: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("name", "value"), REJECTED, ids=lambda v: str(v)[:20])
-def test_a_bad_value_is_a_request_error_that_names_its_field(name: str, value: Any) -> None:
+def test_invalid_value_is_a_request_error_that_names_its_field(name: str, value: Any) -> None:
     with pytest.raises(RequestError) as caught:
         SamplingParams(**{name: value})
     assert caught.value.param == name
@@ -78,14 +78,14 @@ EDGES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", EDGES, ids=str)
-def test_the_edges_of_each_range_are_allowed(fields: dict[str, Any]) -> None:
+def test_limits_of_each_range_are_allowed(fields: dict[str, Any]) -> None:
     params = SamplingParams(**fields)
     for name, value in fields.items():
         assert getattr(params, name) == value
 
 
-def test_the_defaults_are_those_people_know() -> None:
-    """Catches a changed default, which silently changes everybody's output."""
+def test_defaults_match_vllm() -> None:
+    """Check that no default changes silently."""
     params = SamplingParams()
     expected: dict[str, Any] = {
         "n": 1, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0,
@@ -106,28 +106,28 @@ def test_the_defaults_are_those_people_know() -> None:
     assert list(expected) == list(params.__struct_fields__)
 
 
-def test_an_unknown_field_is_a_type_error() -> None:
+def test_unknown_field_is_a_type_error() -> None:
     with pytest.raises(TypeError):
         SamplingParams(temprature=1.0)  # type: ignore[call-arg]
 
 
-def test_greedy_switches_the_random_filters_off() -> None:
+def test_greedy_disables_the_random_filters() -> None:
     params = SamplingParams(temperature=0, top_p=0.5, top_k=5, min_p=0.1)
     assert (params.top_p, params.top_k, params.min_p, params.greedy) == (1.0, 0, 0.0, True)
     assert not SamplingParams(temperature=1e-6).greedy
 
 
-def test_greedy_with_several_completions_is_refused() -> None:
+def test_greedy_with_several_completions_is_rejected() -> None:
     with pytest.raises(RequestError, match="n must be 1 when using greedy sampling"):
         SamplingParams(n=2, temperature=0.0)
 
 
-def test_a_tiny_temperature_is_raised() -> None:
+def test_tiny_temperature_is_raised() -> None:
     assert SamplingParams(temperature=0.001).temperature == 0.01
 
 
 @pytest.mark.parametrize(
-    ("given", "name", "kept"),
+    ("values", "name", "kept"),
     [
         ({"seed": -1}, "seed", None),
         ({"stop": "a"}, "stop", ["a"]),
@@ -144,13 +144,13 @@ def test_a_tiny_temperature_is_raised() -> None:
     ],
     ids=str,
 )
-def test_what_is_given_is_normalised(given: dict[str, Any], name: str, kept: Any) -> None:
-    value = getattr(SamplingParams(**given), name)
+def test_values_are_normalized(values: dict[str, Any], name: str, kept: Any) -> None:
+    value = getattr(SamplingParams(**values), name)
     assert value == kept
     assert type(value) is type(kept)
 
 
-def test_stop_strings_without_detokenizing_are_refused() -> None:
+def test_stop_strings_without_detokenization_are_rejected() -> None:
     with pytest.raises(RequestError, match="detokenize"):
         SamplingParams(stop="a", detokenize=False)
 
@@ -160,7 +160,7 @@ def test_listed_logprobs_must_agree_with_their_number() -> None:
         SamplingParams(logprobs=3, logprob_token_ids=[1, 2])
 
 
-def test_from_optional_reads_null_as_the_default_but_keeps_max_tokens_null() -> None:
+def test_from_optional_maps_null_to_defaults_except_max_tokens() -> None:
     assert SamplingParams.from_optional(n=None, temperature=None, stop=None) == SamplingParams()
     assert SamplingParams.from_optional(max_tokens=None).max_tokens is None
 
@@ -171,7 +171,7 @@ def test_from_optional_converts_and_clamps_logit_bias() -> None:
 
 
 @pytest.mark.parametrize("bias", [{"x": 1.0}, {"1": NAN}, {"1": "2"}, [1], {INF: 1.0}], ids=str)
-def test_from_optional_refuses_a_bias_it_cannot_read(bias: Any) -> None:
+def test_from_optional_rejects_an_invalid_bias(bias: Any) -> None:
     with pytest.raises(RequestError) as caught:
         SamplingParams.from_optional(logit_bias=bias)
     assert caught.value.param == "logit_bias"
@@ -189,12 +189,12 @@ FULL = SamplingParams(
 @pytest.mark.parametrize(
     "params", [SamplingParams(), SamplingParams(temperature=0), FULL], ids=["plain", "greedy", "full"]
 )
-def test_the_wire_gives_back_what_it_was_given(params: SamplingParams) -> None:
+def test_serialization_round_trip(params: SamplingParams) -> None:
     data = msgspec.msgpack.encode(params)
     assert msgspec.msgpack.decode(data, type=SamplingParams) == params
 
 
-def test_a_clone_shares_nothing_unless_asked() -> None:
+def test_clone_is_deep_by_default() -> None:
     copy = FULL.clone()
     assert copy == FULL and copy is not FULL
     assert copy.logit_bias is not None and FULL.logit_bias is not None
@@ -224,14 +224,14 @@ def test_a_clone_shares_nothing_unless_asked() -> None:
     ],
     ids=str,
 )
-def test_verify_refuses_what_the_model_cannot_do(fields: dict[str, Any], param: str) -> None:
+def test_verify_rejects_what_the_model_does_not_support(fields: dict[str, Any], param: str) -> None:
     params = SamplingParams(**fields)
     with pytest.raises(RequestError) as caught:
         params.verify(vocab=100, max_logprobs=20)
     assert caught.value.param == param
 
 
-def test_verify_lets_the_rest_through() -> None:
+def test_verify_accepts_the_rest() -> None:
     SamplingParams(
         logprobs=20, prompt_logprobs=20, logit_bias={99: 1.0}, allowed_token_ids=[0, 99],
         stop_token_ids=[99], extra_args={"a": 1}, bad_words_token_ids=[[99]] * 128,
@@ -249,7 +249,7 @@ def test_verify_lets_the_rest_through() -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_structured_outputs_want_exactly_one_sound_constraint(fields: dict[str, Any]) -> None:
+def test_structured_outputs_need_exactly_one_valid_constraint(fields: dict[str, Any]) -> None:
     with pytest.raises(RequestError):
         StructuredOutputsParams(**fields)
 
@@ -259,7 +259,7 @@ def test_structured_outputs_want_exactly_one_sound_constraint(fields: dict[str, 
     [{"json": {}}, {"json": "{}"}, {"regex": "a"}, {"choice": ["a"]}, {"json_object": True}],
     ids=str,
 )
-def test_structured_outputs_take_one_constraint(fields: dict[str, Any]) -> None:
+def test_structured_outputs_accept_one_constraint(fields: dict[str, Any]) -> None:
     StructuredOutputsParams(**fields)
 
 
@@ -272,7 +272,7 @@ def test_structured_outputs_take_one_constraint(fields: dict[str, Any]) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_repetition_detection_refuses_sizes_that_make_no_sense(fields: dict[str, Any]) -> None:
+def test_repetition_detection_rejects_invalid_sizes(fields: dict[str, Any]) -> None:
     with pytest.raises(RequestError) as caught:
         RepetitionDetectionParams(**fields)
     assert caught.value.param == "repetition_detection"
@@ -283,6 +283,6 @@ def test_repetition_detection_refuses_sizes_that_make_no_sense(fields: dict[str,
     [{"beam_width": 0}, {"max_tokens": 0}, {"temperature": -1}, {"length_penalty": NAN}, {"ignore_eos": 1}],
     ids=str,
 )
-def test_beam_search_refuses_bad_values(fields: dict[str, Any]) -> None:
+def test_beam_search_rejects_invalid_values(fields: dict[str, Any]) -> None:
     with pytest.raises(RequestError):
         BeamSearchParams(**{"beam_width": 2, "max_tokens": 5, **fields})

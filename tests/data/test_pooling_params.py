@@ -1,4 +1,4 @@
-"""What a pooling request may ask for, and what the files of a model make of it."""
+"""Tests of pooling parameters and of their defaults from model files."""
 
 from typing import Any
 
@@ -26,13 +26,13 @@ MEAN = {"pooling_type": "mean"}
         ({"returned_token_ids": [True]}, "returned_token_ids"),
     ],
 )
-def test_mistakes_are_named(fields: dict[str, Any], param: str) -> None:
+def test_invalid_values_are_named(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
         PoolingParams(**fields)
     assert caught.value.param == param
 
 
-def test_the_model_fills_in_what_is_left_open() -> None:
+def test_model_defaults_fill_unset_fields() -> None:
     made = completed(PoolingParams(), EMBEDS, None)
     assert (made.task, made.use_activation, made.dimensions) == ("embed", True, None)
     assert completed(PoolingParams(normalize=False), EMBEDS, None).use_activation is False
@@ -42,7 +42,7 @@ def test_the_model_fills_in_what_is_left_open() -> None:
             completed(PoolingParams(dimensions=wrong), EMBEDS, None)
 
 
-def test_types_of_tokens_are_where_the_second_text_begins() -> None:
+def test_token_types_begin_with_the_second_text() -> None:
     assert second_start([0, 0, 1], 3) == 2 and second_start([0, 0], 2) is None and second_start([1], 1) == 0
     for wrong in ([0, 1, 0], [0, 0], [0, 0, 2]):
         with pytest.raises(RequestError, match="zeros and then ones"):
@@ -50,7 +50,7 @@ def test_types_of_tokens_are_where_the_second_text_begins() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stored", "given", "task", "kind"),
+    ("stored", "overrides", "task", "kind"),
     [
         ({}, {}, None, None),
         ({}, {"runner": "pooling"}, "embed", "LAST"),
@@ -65,14 +65,14 @@ def test_types_of_tokens_are_where_the_second_text_begins() -> None:
         ({"architecture": "BertForMaskedLM"}, {"is_encoder": True, "pooler": MEAN}, "embed", "MEAN"),
     ],
 )  # fmt: skip
-def test_what_a_model_is_for(
-    stored: dict[str, Any], given: dict[str, Any], task: str | None, kind: str | None
+def test_task_of_a_model(
+    stored: dict[str, Any], overrides: dict[str, Any], task: str | None, kind: str | None
 ) -> None:
-    facts = resolve_pooling(StoredPooling(**stored), **({"is_encoder": False, "hidden": 8} | given))
+    facts = resolve_pooling(StoredPooling(**stored), **({"is_encoder": False, "hidden": 8} | overrides))
     assert (facts and facts.task, facts and facts.type) == (task, kind)
 
 
-def test_one_class_has_a_sigmoid() -> None:
+def test_single_class_uses_a_sigmoid() -> None:
     stored = StoredPooling("LlamaForSequenceClassification", labels=("yes",))
     facts = resolve_pooling(stored, is_encoder=False, hidden=8)
     assert facts is not None and (facts.size, facts.activation) == (1, "sigmoid")
@@ -84,7 +84,7 @@ STEPS = {"pooling_type": "STEP", "step_tag_id": 9}
 
 
 @pytest.mark.parametrize(
-    ("stored", "given", "tasks"),
+    ("stored", "overrides", "tasks"),
     [
         ({}, {"runner": "pooling"}, ("embed", "token_embed")),
         ({}, {"runner": "pooling", "pooler": {"pooling_type": "all"}}, ("token_embed", "embed")),
@@ -93,10 +93,12 @@ STEPS = {"pooling_type": "STEP", "step_tag_id": 9}
         ({"head": "tokens"}, {"runner": "pooling", "convert": "embed"}, ("embed", "token_embed")),
     ],
 )
-def test_what_can_be_asked_for_and_what_is_done_unasked(
-    stored: dict[str, Any], given: dict[str, Any], tasks: tuple[str, ...]
+def test_supported_and_default_tasks(
+    stored: dict[str, Any], overrides: dict[str, Any], tasks: tuple[str, ...]
 ) -> None:
-    facts = resolve_pooling(StoredPooling(labels=("a", "b"), **stored), is_encoder=False, hidden=8, **given)
+    facts = resolve_pooling(
+        StoredPooling(labels=("a", "b"), **stored), is_encoder=False, hidden=8, **overrides
+    )
     assert facts is not None and facts.tasks == tasks
     assert completed(PoolingParams(), facts, None).task == tasks[0]
     if "classify" not in tasks:
@@ -105,15 +107,15 @@ def test_what_can_be_asked_for_and_what_is_done_unasked(
         assert caught.value.param == "task"
 
 
-def test_steps_are_filled_in_and_numbers_become_places() -> None:
+def test_step_token_ids_are_filled_in() -> None:
     pooler = STEPS | {"returned_token_ids": [7, 4]}
     facts = resolve_pooling(StoredPooling(), is_encoder=False, hidden=8, runner="pooling", pooler=pooler)
     assert facts is not None and facts.needs_all_states == "STEP"
     assert (facts.label_ids, facts.labels, facts.returned_token_ids) == ((7, 4), ("7", "4"), ())
     plain = completed(PoolingParams(), facts, None)
     assert (plain.step_tag_id, plain.returned_token_ids) == (9, None)
-    own = completed(PoolingParams(step_tag_id=3, returned_token_ids=[4]), facts, None)
-    assert (own.step_tag_id, own.returned_token_ids) == (3, [1])
+    params = completed(PoolingParams(step_tag_id=3, returned_token_ids=[4]), facts, None)
+    assert (params.step_tag_id, params.returned_token_ids) == (3, [1])
     with pytest.raises(RequestError, match="among those of this model: 7, 4"):
         completed(PoolingParams(returned_token_ids=[5]), facts, None)
     with pytest.raises(RequestError, match="pooling_type STEP"):
@@ -133,6 +135,6 @@ def test_steps_are_filled_in_and_numbers_become_places() -> None:
         {"pooling_type": "STEP", "returned_token_ids": 5},
     ],
 )
-def test_what_a_pooler_cannot_be(pooler: dict[str, Any]) -> None:
+def test_invalid_pooler_configs_are_rejected(pooler: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"pooler_config: (pooling_type|step_tag_id|returned_token_ids)"):
         resolve_pooling(StoredPooling(), is_encoder=False, hidden=8, runner="pooling", pooler=pooler)

@@ -1,4 +1,4 @@
-"""Repetition detection: the definition, and counters that agree with it."""
+"""Tests of repetition detection: the definition, and counters that agree with it."""
 
 from random import Random
 
@@ -26,7 +26,7 @@ from quire.data.repetition import RepetitionCounts, find_repetition
         ([5, 5, 5], 0, 0, 2, False),
     ],
 )
-def test_a_repetition_is_found_only_at_the_end_and_only_in_the_asked_sizes(
+def test_repetition_is_found_only_at_the_end_and_in_the_given_sizes(
     tokens: list[int], low: int, high: int, count: int, expected: bool
 ) -> None:
     params = RepetitionDetectionParams(max_pattern_size=high, min_pattern_size=low, min_count=count)
@@ -43,7 +43,7 @@ def random_params(random: Random) -> RepetitionDetectionParams:
 
 
 def random_tokens(random: Random, count: int) -> list[int]:
-    """Tokens of a small alphabet in which whole stretches come again."""
+    """Return tokens of a small alphabet with repeated stretches."""
     alphabet, tokens = random.randint(1, 3), list[int]()
     while len(tokens) < count:
         if tokens and random.random() < 0.3:
@@ -54,7 +54,7 @@ def random_tokens(random: Random, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_counters_say_of_every_token_what_the_definition_says(seed: int) -> None:
+def test_counters_match_the_definition_at_every_token(seed: int) -> None:
     random = Random(seed)
     params, tokens = random_params(random), random_tokens(random, 120)
     counts = RepetitionCounts(params)
@@ -66,7 +66,9 @@ def test_counters_say_of_every_token_what_the_definition_says(seed: int) -> None
 
 @pytest.mark.parametrize("seed", range(40))
 def test_counters_follow_an_output_that_jumps(seed: int) -> None:
-    """As behind `min_tokens`, after a preemption that counted from anew, or for another sequence."""
+    """Check jumps after `min_tokens`, after a preemption that restarts the counters, and to another
+    sequence.
+    """
     random = Random(seed)
     params = random_params(random)
     counts = RepetitionCounts(params)
@@ -77,7 +79,7 @@ def test_counters_follow_an_output_that_jumps(seed: int) -> None:
             assert counts.is_repetition(np.array(tokens[:length], np.int32)) is expected
 
 
-def test_a_huge_count_is_never_reached() -> None:
+def test_huge_count_is_never_reached() -> None:
     params = RepetitionDetectionParams(max_pattern_size=MAX_PATTERN_SIZE, min_count=2**63 - 1)
     counts = RepetitionCounts(params)
     assert not any(counts.is_repetition(np.zeros(length, np.int32)) for length in range(1, 50))

@@ -1,4 +1,4 @@
-"""Messages come through as they were sent, and a prompt goes over the wire once."""
+"""Tests of messages: they round-trip, and a prompt is sent once."""
 
 import numpy as np
 import pytest
@@ -20,24 +20,24 @@ def requests(n: int, **fields: object) -> Add:
 
 
 @pytest.mark.parametrize("fields", [{}, {"prompt_logprobs": 1}])
-def test_siblings_arrive_as_they_were_made(fields: dict[str, object]) -> None:
+def test_samples_of_one_prompt_round_trip(fields: dict[str, object]) -> None:
     sent = requests(3, **fields)
     message = decode_to_core(encode(sent))
     assert isinstance(message, Add)
     arrived = message.all()
-    assert [(each.id, each.seed) for each in arrived] == [("0_a", 5), ("1_a", 6), ("2_a", 7)]
-    assert all(each.tokens is arrived[0].tokens for each in arrived), "stored once"
-    assert len({id(each.block_keys) for each in arrived}) == 3, "but each has its own notes"
-    wanted = [each.params.prompt_logprobs for each in arrived]
+    assert [(item.id, item.seed) for item in arrived] == [("0_a", 5), ("1_a", 6), ("2_a", 7)]
+    assert all(item.tokens is arrived[0].tokens for item in arrived), "stored once"
+    assert len({id(item.block_keys) for item in arrived}) == 3, "but each has its own block keys"
+    wanted = [item.params.prompt_logprobs for item in arrived]
     assert wanted == ([1, None, None] if fields else [None] * 3)
-    assert {each.limit for each in arrived} == {arrived[0].limit}
+    assert {item.limit for item in arrived} == {arrived[0].limit}
 
 
-def test_a_prompt_travels_once_however_many_continue_it() -> None:
+def test_prompt_is_sent_once_for_n_samples() -> None:
     assert len(encode(requests(128))) < 1.5 * len(encode(requests(1)))
 
 
-def test_a_pooling_request_and_its_vectors_come_through() -> None:
+def test_pooling_request_and_vectors_round_trip() -> None:
     inputs = InputProcessor(
         tokenizer=None, vocab=100, max_model_len=8, eos_ids=(2,), max_logprobs=20, seed=0,
         pooling=PoolingFacts(task="embed", type="LAST", size=4, token_types=2),

@@ -12,21 +12,21 @@ from tiny_text import EOS, IM_END, TextModel, text_model, variant
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
-    """Without the few tokens that its own generation config would limit every answer to."""
+    """Return the tiny model without the length limit of its own generation config."""
     base = text_model(tmp_path_factory.getbasetemp())
     return variant(base, tmp_path_factory.mktemp("tiny"), generation_config={"eos_token_id": [EOS, IM_END]})
 
 
 @pytest.fixture(scope="session")
 def preloaded() -> Iterator[Preloaded]:
-    """The process that most servers are forked from."""
+    """Start the process that most servers are forked from."""
     with Preloaded() as opened:
         yield opened
 
 
 @pytest.fixture(scope="session")
 def server(tiny: TextModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
-    """The server that tests share which leave it as they found it. Its processes import their modules
+    """Start the server that tests share if they leave it unchanged. Its processes import their modules
     themselves."""
     log = tmp_path_factory.mktemp("shared") / "log"
     with ServeProcess(str(tiny.path), *SHARED_FLAGS, log=log) as started:
@@ -37,8 +37,8 @@ def server(tiny: TextModel, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture
 def start(tiny: TextModel, tmp_path: Path, preloaded: Preloaded) -> Iterator[Start]:
-    """Starts a server with these flags; it is gone after the test, whatever happens. The processes of a
-    `fresh` one import their modules themselves."""
+    """Yield a function that starts a server with these flags; it is killed after the test. The processes of
+    a `fresh` one import their modules themselves."""
     with ExitStack() as stack:
 
         def make(*flags: str, model: str = str(tiny.path), fresh: bool = False) -> ServeProcess:

@@ -1,4 +1,4 @@
-"""Tiny models under the names of those that the guide speaks of, and what is asked of them."""
+"""Tiny models under the names of those in the guide, and their prompts."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ DENSE = ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.3-70B-Instruct"
 DRAFT = "meta-llama/Llama-3.2-1B-Instruct"
 EXPERTS = "mistralai/Mixtral-8x7B-Instruct-v0.1"
 SEEING = {"Qwen/Qwen2.5-VL-3B-Instruct": 2, "Qwen/Qwen2.5-VL-72B-Instruct": 4}
-"""With so many heads."""
+"""Vision models, with their number of heads."""
 PACKED = {
     "TheBloke/Llama-2-7B-Chat-AWQ": (AWQ, STORED["awq"].config),
     "TheBloke/Llama-2-7B-Chat-GPTQ": (GPTQ, STORED["gptq"].config),
@@ -41,12 +41,13 @@ GGUF = "TheBloke/Llama-2-7B-Chat-GGUF/llama-2-7b-chat.Q8_0.gguf"
 _TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
-def shelf(folder: Path, tiny: TextModel, base: Path) -> Path:
-    """A working directory where each name of the guide is the folder of a tiny model; and two adapters."""
+def make_models(folder: Path, tiny: TextModel, base: Path) -> Path:
+    """Make a working directory where each model name of the guide is the folder of a tiny model, with two
+    adapters."""
     for name in DENSE:
-        _linked(folder / name, tiny.path)
+        _link(folder / name, tiny.path)
     for name, heads in SEEING.items():
-        _linked(folder / name, made("Qwen2_5_VL", base, heads)[0])
+        _link(folder / name, made("Qwen2_5_VL", base, heads)[0])
         (folder / name / "chat_template.jinja").write_text(TEMPLATE)
     _with_text(folder / DRAFT, tiny, "llama", num_hidden_layers=1)
     _with_text(folder / EXPERTS, tiny, "mixtral")
@@ -60,14 +61,14 @@ def shelf(folder: Path, tiny: TextModel, base: Path) -> Path:
     return folder
 
 
-def _linked(folder: Path, model: Path) -> None:
+def _link(folder: Path, model: Path) -> None:
     folder.mkdir(parents=True)
     for file in model.iterdir():
         (folder / file.name).symlink_to(file)
 
 
 def _with_text(folder: Path, tiny: TextModel, family: str, **sizes: Any) -> tuple[Path, Any]:
-    """Of that family, with the tokenizer of the tiny one."""
+    """Make a model of this family with the tokenizer of the tiny one."""
     made_at, hf = make_tiny(family, folder.parent, **{"vocab_size": VOCAB, **sizes})
     made_at.rename(folder)
     for name in _TEXT_FILES:
@@ -88,7 +89,7 @@ def texts(llm: LLM, prompts: Sequence[str] = PROMPTS) -> list[str]:
 
 
 def described(llm: LLM, images: Sequence[Image.Image] = IMAGES) -> list[str]:
-    """What it says of each, in a chat."""
+    """Return the answer about each image, in a chat."""
     text = {"type": "text", "text": "What is this?"}
     chats: Any = [
         [{"role": "user", "content": [{"type": "image_pil", "image_pil": image}, text]}] for image in images

@@ -1,10 +1,9 @@
 """Servers that start without the seconds that their imports take.
 
-A process imports Quire and torch once; every server is forked from it, and forks its own processes where it
-would spawn them. What they are told, and which files are open in them, is what a spawned process gets. Only
-the imports are not their own: the server that most tests share, those of the guide and the default model are
-processes from the first line on, and so prove the imports.
-"""
+One process imports Quire and torch; every server is forked from it, and forks its child processes where it
+would spawn them. Arguments and open files are those of a spawned process. Only the imports are shared: the
+server that most tests share, those of the guide and the default model are full processes, and so test the
+imports."""
 
 import contextlib
 import gc
@@ -40,14 +39,14 @@ _MODULES = (
 
 
 class Preloaded:
-    """The process that servers are forked from."""
+    """Process that servers are forked from."""
 
     def __init__(self) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        self._socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with child_socket:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, __file__, str(child_socket.fileno())],
+                pass_fds=[child_socket.fileno()],
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
             )
 
@@ -61,7 +60,7 @@ class Preloaded:
     def open(
         self, argv: Sequence[str], *, environment: Mapping[str, str], cwd: Path | None, log: Path
     ) -> "ForkedServer":
-        """Run the `quire` command with these words; `log` takes its output."""
+        """Run the `quire` command with these arguments; `log` receives its output."""
         order = {"argv": [*argv], "environment": {**environment}, "cwd": str(cwd or Path.cwd())}
         status, written = os.pipe()
         with log.open("wb") as output:
@@ -72,10 +71,10 @@ class Preloaded:
 
 
 class ForkedServer:
-    """What `subprocess.Popen` offers, as far as tests of servers use it."""
+    """The part of `subprocess.Popen` that tests of servers use."""
 
     def __init__(self, status: int) -> None:
-        """`status` is the end of a pipe: it yields the process id, and the exit code when there is one."""
+        """`status` is the end of a pipe: it yields the process id, and later the exit code."""
         self._status = os.fdopen(status, "rb", buffering=0)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._status, selectors.EVENT_READ)
@@ -104,11 +103,11 @@ class ForkedServer:
             os.kill(self.pid, number)
 
 
-# ---- in the processes that are forked
+# ---- in the forked processes
 
 
 def run_forked(code: str, argv: Sequence[str], keep_fds: Sequence[int]) -> int:
-    """Fork a process that does what `python -c code argv...` would; its id."""
+    """Fork a process that does what `python -c code argv...` would, and return its id."""
     pid = os.fork()
     if pid:
         return pid
@@ -129,7 +128,7 @@ def _close_all_but(keep_fds: Sequence[int]) -> None:
 
 
 def _leave(run: Callable[[], object]) -> None:
-    """End this process with the exit code that Python would end it with, but not its parent's code."""
+    """End this process with the exit code that Python would use, without running its parent's code."""
     code = 1
     try:
         result = run()
@@ -146,14 +145,14 @@ def _leave(run: Callable[[], object]) -> None:
 
 
 def _spawn(path: str, args: Sequence[str | bytes], passfds: Sequence[int]) -> int:
-    """In place of multiprocessing's function, which executes `path` with `-c` and code among `args`."""
+    """Replace multiprocessing's function, which executes `path` with `-c` and code among `args`."""
     words = [os.fsdecode(word) for word in args]
     place = words.index("-c") + 1
     return run_forked(words[place], words[place + 1 :], passfds)
 
 
 class ForkedRank:
-    """What an executor uses of `subprocess.Popen`, for a rank that is forked."""
+    """The part of `subprocess.Popen` that an executor uses, for a forked rank."""
 
     def __init__(self, args: Sequence[str], *, pass_fds: Sequence[int], **_: object) -> None:
         place = args.index("-c") + 1
@@ -201,7 +200,7 @@ def _serve(order: dict[str, Any], output: int) -> None:
     _leave(lambda: main(order["argv"]))
 
 
-# ---- in the process that they are forked from
+# ---- in the process that servers are forked from
 
 
 def _preload() -> None:
@@ -214,7 +213,7 @@ def _preload() -> None:
 
 
 def _run(orders: socket.socket) -> None:
-    """Fork a server for every order, and report the end of each, until there is nobody to give orders."""
+    """Fork a server for every order, and report the end of each, until the socket is closed."""
     wake, woken = socket.socketpair()
     wake.setblocking(False)
     woken.setblocking(False)
@@ -258,4 +257,4 @@ if __name__ == "__main__":
     _preload()
     with socket.socket(fileno=int(sys.argv[1])) as given_orders:
         _run(given_orders)
-    os._exit(0)  # libraries that are taken down in order print warnings
+    os._exit(0)  # skip library teardown, which prints warnings

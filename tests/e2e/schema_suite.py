@@ -1,8 +1,7 @@
-"""The JSON-Schema-Test-Suite (draft 2020-12) as schemas that a request can ask for.
+"""The JSON-Schema-Test-Suite (draft 2020-12) as schemas that a request can use.
 
 `json_schema/suite.json` holds the suite's own groups: file -> [[description, schema, [[instance, valid]]]];
-`json_schema/LICENSE` is the suite's.
-"""
+`json_schema/LICENSE` is the suite's."""
 
 import json
 import re
@@ -22,7 +21,7 @@ TYPE_OF = {
     "string": "format maxLength minLength pattern",
     "number": "exclusiveMaximum exclusiveMinimum maximum minimum multipleOf",
 }
-"""Which values a keyword is about: it says nothing of others."""
+"""Type of the values that a keyword constrains; it does not constrain others."""
 
 KNOWN = {
     "optional/ecmascript-regex: ECMA 262 \\S matches everything but whitespace": "U+FEFF is no whitespace",
@@ -30,18 +29,18 @@ KNOWN = {
     "optional/format/date: validation of date strings": "29 February in any year",
     "optional/format/time: validation of time strings": "second 60 in any minute",
 }
-"""Where llguidance lets an instance pass that the suite calls wrong. docs/structured.md says so, too."""
+"""Groups where llguidance accepts an invalid instance; docs/structured.md lists them, too."""
 
 UNCHECKED_FORMATS = ("date", "date-time", "time")
-"""Formats with such a fault: of a finished answer they are not checked again."""
+"""Formats with such a fault: finished answers are not checked for them."""
 
 _ALONE = ("$ref", "$id", "$anchor", "$defs", "$dynamicRef", "$dynamicAnchor", "definitions")
-"""Schemas that mean another thing inside of another one."""
+"""Keywords that change their meaning inside another schema."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """A schema of the suite, with instances that it must or must not allow."""
+    """Schema of the suite, with valid and invalid instances."""
 
     name: str
     schema: Any
@@ -49,17 +48,17 @@ class Group:
 
 
 def groups() -> list[Group]:
-    found = json.loads(SUITE.read_text(encoding="utf-8"))
+    result = json.loads(SUITE.read_text(encoding="utf-8"))
     return [
         Group(f"{file}: {description}", schema, [(data, valid) for data, valid in instances])
-        for file, each in found.items()
-        for description, schema, instances in each
+        for file, item in result.items()
+        for description, schema, instances in item
     ]
 
 
 def cases() -> dict[str, Any]:
-    """Every schema as it is; again with the type that its keywords are about, because a model would
-    mostly say something else; and with the next one as properties of an object."""
+    """Return every schema as it is; again with the type of its keywords, because a model would mostly write
+    another type; and with the next one as properties of an object."""
     plain = {group.name: group.schema for group in groups()}
     typed = {
         f"{name} ({kind})": {**schema, "type": kind}
@@ -89,7 +88,7 @@ def validator(schema: Any) -> jsonschema.Draft202012Validator:
 
 
 def _fits_pattern(_: Any, pattern: str, instance: Any, schema: Any) -> Iterator[jsonschema.ValidationError]:
-    """As ECMA 262 reads it: `\\d` and `\\w` are of ASCII, `\\s` of all Unicode."""
+    """Match as ECMA 262 does: `\\d` and `\\w` are ASCII, `\\s` is Unicode."""
     ascii_only = re.ASCII if re.search(r"\\[dDwW]", pattern) else 0
     if isinstance(instance, str) and not re.search(pattern, instance, ascii_only):
         yield jsonschema.ValidationError(f"{instance!r} does not match {pattern!r}")

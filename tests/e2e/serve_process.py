@@ -1,4 +1,4 @@
-"""`quire serve` as a process of its own, and the few things that tests ask of it."""
+"""`quire serve` as a separate process, with helpers for tests."""
 
 import errno
 import json
@@ -26,13 +26,13 @@ SHARED_FLAGS = (
     *("--served-model-name", "tiny", "also-tiny"),
     *("--disable-uvicorn-access-log", "--enable-prompt-embeds"),
 )
-"""A context far longer than the tests need, so that a stream can be made to last."""
+"""Flags with a context far longer than the tests need, so that a stream can be made to last."""
 
 SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 PATIENCE_S = 150.0
-"""For what takes a second on an idle machine."""
+"""Time limit for operations that take a second on an idle machine."""
 
 
 def free_port() -> int:
@@ -42,7 +42,7 @@ def free_port() -> int:
 
 
 def eventually(what: str, holds: Callable[[], bool], within_s: float = PATIENCE_S) -> None:
-    """Wait until it holds; the limit only ends a test that would hang."""
+    """Wait until `holds()`; the limit only ends a test that would hang."""
     start, pause_s = time.monotonic(), 0.02
     while not holds():
         assert time.monotonic() - start < within_s, f"not within {within_s:g} s: {what}"
@@ -51,7 +51,7 @@ def eventually(what: str, holds: Callable[[], bool], within_s: float = PATIENCE_
 
 
 def as_vllm(folder: Path, *flags: str) -> Path:
-    """A command `vllm` that is `quire`, with further flags."""
+    """Make a command `vllm` that runs `quire` with further flags."""
     shim = folder / "bin" / "vllm"
     shim.parent.mkdir(exist_ok=True)
     shim.write_text(f'#!/bin/sh\nexec {sys.executable} -m quire "$@" {" ".join(flags)}\n')
@@ -60,7 +60,7 @@ def as_vllm(folder: Path, *flags: str) -> Path:
 
 
 class ServeProcess:
-    """A running `quire serve`. Leaving the context kills its whole process group."""
+    """Running `quire serve`. Leaving the context kills its whole process group."""
 
     process: "subprocess.Popen[bytes] | ForkedServer"
 
@@ -73,9 +73,9 @@ class ServeProcess:
         cwd: Path | None = None,
         preloaded: Preloaded | None = None,
     ) -> None:
-        """`script` is run by the shell in place of a command that is made of `model` and `flags`; it calls
-        `vllm`, which adds where to listen. With `preloaded` the server is forked from a process that has
-        imported all modules."""
+        """`script` is run by the shell in place of a command made of `model` and `flags`; it calls `vllm`,
+        which adds where to listen. With `preloaded` the server is forked from a process that has imported
+        all modules."""
         self.log, self.by_script = log, script is not None
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -110,20 +110,20 @@ class ServeProcess:
     # ---- processes
 
     def members(self) -> list[psutil.Process]:
-        """Every living process that this server has started, itself included."""
-        found = []
+        """Return every living process that this server has started, itself included."""
+        results = []
         for process in psutil.process_iter(["name", "status"]):
             try:
                 if os.getpgid(process.pid) == self.process.pid and process.info["status"] != "zombie":
-                    found.append(process)
+                    results.append(process)
             except ProcessLookupError:
                 continue
-        return found
+        return results
 
     def with_role(self, role: str) -> list[int]:
-        """Pids of the processes that call themselves so; the kernel keeps 15 characters of a name."""
+        """Return the pids of the processes with this title; the kernel keeps 15 characters of a name."""
         name = f"quire:{role}"[:15]
-        return sorted(each.pid for each in self.members() if each.info["name"].startswith(name))
+        return sorted(member.pid for member in self.members() if member.info["name"].startswith(name))
 
     @property
     def core(self) -> int:
@@ -131,7 +131,7 @@ class ServeProcess:
         return pid
 
     def exit_code(self, within_s: float = PATIENCE_S) -> int:
-        """Of the supervisor, once it has ended; nothing may be left of the server then."""
+        """Return the exit code of the supervisor once it has ended; no process may be left then."""
         code = self.process.wait(within_s)
         eventually("no orphan is left", lambda: not self.members())
         return code
@@ -145,10 +145,10 @@ class ServeProcess:
     def text(self) -> str:
         return self.log.read_text(errors="replace")
 
-    # ---- what it says
+    # ---- answers
 
     def health(self) -> int:
-        """The status of /health; 0 when nobody answers."""
+        """Return the status of /health; 0 if no process answers."""
         try:
             with httpx.Client(base_url=self.url, timeout=10.0) as fresh:
                 return fresh.get("/health").status_code
@@ -156,12 +156,12 @@ class ServeProcess:
             return 0
 
     def refuses(self) -> bool:
-        """Whether new connections are refused, not just left to wait."""
+        """Return whether new connections are refused and not just left to wait."""
         with socket.socket() as probe:
             return probe.connect_ex(("127.0.0.1", self.port)) == errno.ECONNREFUSED
 
     def until_healthy(self, num_api: int = 1) -> None:
-        """However often it is asked: any of the API processes may answer."""
+        """Wait until all API processes are healthy; any of them may answer."""
 
         def healthy() -> bool:
             assert self.process.poll() is None, self.text()
@@ -171,18 +171,18 @@ class ServeProcess:
         eventually("the server is up", healthy)
 
     def metrics(self) -> dict[str, float]:
-        """Every sample by its name, with the one label that tells it from its brothers."""
+        """Return every sample by its name, with the label that distinguishes it."""
         return parse_metrics(self.client.get("/metrics").text)
 
     def complete(self, **body: Any) -> dict[str, Any]:
         reply = self.client.post("/v1/completions", json=greedy(**body))
         assert reply.status_code == 200, reply.text
-        found: dict[str, Any] = reply.json()
-        return found
+        reply_body: dict[str, Any] = reply.json()
+        return reply_body
 
     @contextmanager
     def streaming(self, **body: Any) -> Iterator[Iterator[dict[str, Any] | str]]:
-        """The events of a streamed completion, on a connection that the end of the context cuts."""
+        """Yield the events of a streamed completion, on a connection that the end of the context closes."""
         with (
             httpx.Client(base_url=self.url, timeout=PATIENCE_S) as fresh,
             fresh.stream("POST", "/v1/completions", json=greedy(**body, stream=True)) as reply,
@@ -192,32 +192,35 @@ class ServeProcess:
 
 
 Start = Callable[..., ServeProcess]
-"""Takes flags, `model` and `fresh`."""
+"""Function that takes flags, `model` and `fresh`."""
 
 
 def greedy(**body: Any) -> dict[str, Any]:
-    """A completion that depends on nothing but its prompt, and is as long as was asked for."""
+    """Return a body of a completion that depends only on its prompt and has exactly the requested length."""
     return {"model": "tiny", "prompt": "The quick", "temperature": 0, "ignore_eos": True} | body
 
 
 def events(lines: Iterator[str]) -> Iterator[dict[str, Any] | str]:
-    """The data of server-sent events; `[DONE]` as the string that it is."""
+    """Yield the data of server-sent events; `[DONE]` as a string."""
     for line in lines:
         if line.startswith("data: "):
             data = line.removeprefix("data: ")
             yield data if data == "[DONE]" else json.loads(data)
 
 
-def joined(found: list[dict[str, Any] | str]) -> str:
-    """The text of a stream's events."""
+def joined(stream_events: list[dict[str, Any] | str]) -> str:
+    """Return the text of a stream's events."""
     return "".join(
-        choice["text"] for each in found if isinstance(each, dict) for choice in each.get("choices", [])
+        choice["text"]
+        for event in stream_events
+        if isinstance(event, dict)
+        for choice in event.get("choices", [])
     )
 
 
 def samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
-    """The name, labels and value of every sample of a /metrics page. Prometheus' own parser takes a hundred
-    times as long; test_counting.py compares the two."""
+    """Yield the name, labels and value of every sample of a /metrics page. Prometheus' own parser takes a
+    hundred times as long; test_counting.py compares the two."""
     for name, labels, value in SAMPLE.findall(text):
         yield name, dict(LABEL.findall(labels)), float(value)
 
@@ -225,6 +228,6 @@ def samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
 def parse_metrics(text: str) -> dict[str, float]:
     values = {}
     for name, labels, value in samples(text):
-        telling = [text for label, text in labels.items() if label not in ("model_name", "engine")]
-        values[":".join([name.removeprefix("vllm:"), *telling])] = value
+        other_labels = [text for label, text in labels.items() if label not in ("model_name", "engine")]
+        values[":".join([name.removeprefix("vllm:"), *other_labels])] = value
     return values

@@ -13,12 +13,12 @@ ASK = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 def open_by_process(server: ServeProcess) -> Counter[int]:
-    """Connections that each API process holds."""
+    """Return the number of connections of each API process."""
     return Counter(
         {
             pid: sum(
-                each.status == psutil.CONN_ESTABLISHED and each.laddr.port == server.port
-                for each in psutil.Process(pid).net_connections(kind="tcp")
+                connection.status == psutil.CONN_ESTABLISHED and connection.laddr.port == server.port
+                for connection in psutil.Process(pid).net_connections(kind="tcp")
             )
             for pid in server.with_role("APIServer")
         }
@@ -30,20 +30,20 @@ def connect(server: ServeProcess) -> socket.socket:
 
 
 def check_even(server: ServeProcess, expected: int) -> None:
-    eventually("all are accepted", lambda: open_by_process(server).total() == expected)
-    found = open_by_process(server)
-    assert len(found) == NUM_API and max(found.values()) <= 1.3 * min(found.values()), found
+    eventually("all connections are accepted", lambda: open_by_process(server).total() == expected)
+    result = open_by_process(server)
+    assert len(result) == NUM_API and max(result.values()) <= 1.3 * min(result.values()), result
 
 
-def test_connections_spread_evenly(start: Start) -> None:
-    """Catches the process that wakes up first and takes all that wait."""
+def test_connections_are_spread_evenly(start: Start) -> None:
+    """Catches the first process to wake up that accepts all waiting connections."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     server = start("--api-server-count", str(NUM_API))
     server.until_healthy(num_api=NUM_API)
     server.client.close()
     for count in (64, 256, 1024):
-        eventually("nobody is connected", lambda: open_by_process(server).total() == 0)
+        eventually("no client is connected", lambda: open_by_process(server).total() == 0)
         clients = [connect(server) for _ in range(count)]
         for client in clients:
             client.sendall(ASK)
@@ -56,7 +56,7 @@ def test_connections_spread_evenly(start: Start) -> None:
         trickle.append(connect(server))
         trickle[-1].sendall(ASK)
         assert trickle[-1].recv(12) == b"HTTP/1.1 200"
-        if number % 3 == 2:  # some do not stay
+        if number % 3 == 2:  # some disconnect early
             trickle.pop(0).close()
     check_even(server, len(trickle))
     for client in trickle:
@@ -65,12 +65,10 @@ def test_connections_spread_evenly(start: Start) -> None:
 
 
 @pytest.mark.parametrize("num_api", [2])
-def test_a_unix_socket_is_shared_too(
-    start: Start, tmp_path_factory: pytest.TempPathFactory, num_api: int
-) -> None:
+def test_unix_socket_is_shared(start: Start, tmp_path_factory: pytest.TempPathFactory, num_api: int) -> None:
     path = tmp_path_factory.mktemp("u") / "s"
     server = start("--uds", str(path), "--api-server-count", "2")
-    eventually("both serve", lambda: server.text().count("Started server process") == 2)
+    eventually("both processes serve", lambda: server.text().count("Started server process") == 2)
     for _ in range(4):
         with socket.socket(socket.AF_UNIX) as client:
             client.settimeout(PATIENCE_S)

@@ -1,4 +1,4 @@
-"""private_engine(): however its start or its use ends, nothing of it is left."""
+"""private_engine(): whichever way its start or its use ends, no process or file is left."""
 
 import asyncio
 import shutil
@@ -22,15 +22,15 @@ from quire.errors import ConfigError
 
 @pytest.fixture
 def folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where temporary folders are made."""
+    """Set and return the folder of temporary folders."""
     path = tmp_path_factory.mktemp("t")
     monkeypatch.setattr(tempfile, "tempdir", str(path))
     return path
 
 
-def config_of(path: Path, **given: Any) -> EngineConfig:
+def config_of(path: Path, **settings: Any) -> EngineConfig:
     sizes: dict[str, Any] = {"dtype": "float32", "num_gpu_blocks_override": 64, "max_num_seqs": 4}
-    return configure({"model": str(path), "use_tqdm_on_load": False} | sizes | given)
+    return configure({"model": str(path), "use_tqdm_on_load": False} | sizes | settings)
 
 
 Cores = Callable[[], list[psutil.Process]]
@@ -38,7 +38,7 @@ Cores = Callable[[], list[psutil.Process]]
 
 @pytest.fixture
 def cores() -> Cores:
-    """Finds the cores that the test has started."""
+    """Return a function that lists the cores that the test has started."""
     before = {child.pid for child in psutil.Process().children()}
 
     def is_core(child: psutil.Process) -> bool:
@@ -55,8 +55,8 @@ def check_nothing_is_left(folder: Path, cores: Cores) -> None:
 
 
 @pytest.fixture
-def broken(tiny: TextModel, tmp_path: Path) -> Path:
-    """A model whose weights cannot be read."""
+def broken_model(tiny: TextModel, tmp_path: Path) -> Path:
+    """Return a model with weights that cannot be read."""
     path = tmp_path / "broken"
     shutil.copytree(tiny.path, path)
     weights = path / "model.safetensors"
@@ -64,31 +64,33 @@ def broken(tiny: TextModel, tmp_path: Path) -> Path:
     return path
 
 
-async def use(config: EngineConfig) -> None:
+async def start_engine(config: EngineConfig) -> None:
     async with private_engine(config):
         raise AssertionError("it started")
 
 
-def test_a_core_that_cannot_start_says_why(broken: Path, folder: Path, cores: Cores) -> None:
+def test_failing_core_reports_the_reason(broken_model: Path, folder: Path, cores: Cores) -> None:
     """Catches an AttributeError in place of the reason."""
     with pytest.raises(ConfigError, match=r"model\.safetensors"):
-        asyncio.run(use(config_of(broken)))
+        asyncio.run(start_engine(config_of(broken_model)))
     check_nothing_is_left(folder, cores)
 
 
-def test_a_tokenizer_that_cannot_be_read(tiny: TextModel, tmp_path: Path, folder: Path, cores: Cores) -> None:
-    """Catches a core that goes on loading for nobody."""
+def test_unreadable_tokenizer_ends_the_core(
+    tiny: TextModel, tmp_path: Path, folder: Path, cores: Cores
+) -> None:
+    """Catches a core that keeps loading after the start has failed."""
     copy = tmp_path / "copy"
     shutil.copytree(tiny.path, copy)
     (copy / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError):
-        asyncio.run(use(config_of(copy)))
+        asyncio.run(start_engine(config_of(copy)))
     check_nothing_is_left(folder, cores)
 
 
-def test_a_core_that_is_killed_while_it_starts(tiny: TextModel, folder: Path, cores: Cores) -> None:
+def test_core_killed_during_startup(tiny: TextModel, folder: Path, cores: Cores) -> None:
     async def go() -> None:
-        task = asyncio.create_task(use(config_of(tiny.path)))
+        task = asyncio.create_task(start_engine(config_of(tiny.path)))
         while not cores():
             await asyncio.sleep(0.01)
         cores()[0].kill()
@@ -99,9 +101,9 @@ def test_a_core_that_is_killed_while_it_starts(tiny: TextModel, folder: Path, co
     check_nothing_is_left(folder, cores)
 
 
-def test_a_start_that_is_given_up(tiny: TextModel, folder: Path, cores: Cores) -> None:
+def test_cancelled_startup(tiny: TextModel, folder: Path, cores: Cores) -> None:
     async def go() -> None:
-        task = asyncio.create_task(use(config_of(tiny.path)))
+        task = asyncio.create_task(start_engine(config_of(tiny.path)))
         while not cores():
             await asyncio.sleep(0.01)
         task.cancel()
@@ -112,12 +114,12 @@ def test_a_start_that_is_given_up(tiny: TextModel, folder: Path, cores: Cores) -
     check_nothing_is_left(folder, cores)
 
 
-def test_an_engine_whose_user_fails(tiny: TextModel, folder: Path, cores: Cores) -> None:
+def test_engine_closes_when_its_user_fails(tiny: TextModel, folder: Path, cores: Cores) -> None:
     async def go() -> None:
         async with private_engine(config_of(tiny.path)) as engine:
             params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
             prompt = engine.inputs.parse([5, 6])
-            outputs = [each async for each in engine.generate(prompt, params, "a")]
+            outputs = [item async for item in engine.generate(prompt, params, "a")]
             assert outputs[-1].finished
             raise KeyError("mine")
 

@@ -1,4 +1,4 @@
-"""The commands that talk to a server, against a real one."""
+"""The client commands against a real server."""
 
 import json
 import subprocess
@@ -10,15 +10,15 @@ from serve_process import PATIENCE_S, ServeProcess, greedy
 
 def quire(*words: str) -> str:
     command = [sys.executable, "-m", "quire", *words]
-    found = subprocess.run(command, capture_output=True, timeout=PATIENCE_S, text=True)
-    assert found.returncode == 0, found.stderr
-    return found.stdout
+    done = subprocess.run(command, capture_output=True, timeout=PATIENCE_S, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_chat_prints_the_servers_answer(server: ServeProcess) -> None:
-    """Catches a terminal that shows something else than the server said."""
-    asked = {"model": "tiny", "messages": [{"role": "user", "content": "One two"}], "max_tokens": 12}
-    reply = server.client.post("/v1/chat/completions", json=asked | {"temperature": 0}).json()
+    """Catches a terminal that shows another text than the server's."""
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "One two"}], "max_tokens": 12}
+    reply = server.client.post("/v1/chat/completions", json=body | {"temperature": 0}).json()
     flags = ("--url", f"{server.url}/v1", "--max-tokens", "12", "--temperature", "0")
     assert reply["choices"][0]["message"]["content"].strip() in quire("chat", *flags, "-q", "One two")
 
@@ -29,8 +29,8 @@ def test_complete_prints_the_servers_answer(server: ServeProcess) -> None:
     assert reply["choices"][0]["text"].strip() in quire("complete", *flags, "-q", "The quick")
 
 
-def test_bench_serve_counts_what_the_server_counts(server: ServeProcess, tmp_path: Path) -> None:
-    """Catches a benchmark whose tokens are not the server's."""
+def test_bench_serve_counts_the_servers_tokens(server: ServeProcess, tmp_path: Path) -> None:
+    """Catches a benchmark with token counts that differ from the server's."""
     before = server.metrics()
     out = tmp_path / "result.json"
     lengths = ("--random-input-len", "20", "--random-output-len", "8", "--num-prompts", "12")

@@ -1,4 +1,4 @@
-"""A server put to sleep and paused under traffic, by either of two API processes."""
+"""A server that sleeps and is paused under traffic, controlled through either of two API processes."""
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,7 +29,7 @@ def server(
         patch.setenv("VLLM_SERVER_DEV_MODE", "1")
         started = ServeProcess(str(tiny.path), *SHARED_FLAGS, *FLAGS, log=log, preloaded=preloaded)
     with started:
-        eventually("it is up", lambda: started.health() == 200, STARTING_S)
+        eventually("the server is up", lambda: started.health() == 200, STARTING_S)
         started.until_healthy(num_api=2)
         yield started
         started.end_cleanly()
@@ -42,117 +42,119 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 @pytest.fixture(autouse=True)
-def leaves_it_as_it_was(server: ServeProcess) -> Iterator[None]:
+def check_idle_after_test(server: ServeProcess) -> Iterator[None]:
     yield
     assert server.health() == 200
-    eventually("nothing is left", lambda: at_rest(server))
+    eventually("no request is left", lambda: at_rest(server))
 
 
 def at_rest(server: ServeProcess) -> bool:
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-    found = server.metrics()
-    return not any(found[name] for name in names) and is_in(server, "awake")
+    metrics = server.metrics()
+    return not any(metrics[name] for name in names) and is_in(server, "awake")
 
 
 def is_in(server: ServeProcess, state: str) -> bool:
     return server.metrics()[f"engine_sleep_state:{state}"] == 1
 
 
-def post(server: ServeProcess, path: str, **given: Any) -> Any:
-    reply = server.client.post(path, timeout=WAKING_S, **given)
+def post(server: ServeProcess, path: str, **kwargs: Any) -> Any:
+    reply = server.client.post(path, timeout=WAKING_S, **kwargs)
     assert reply.status_code == 200, reply.text
     return reply.json() if reply.content else None
 
 
 def everywhere(server: ServeProcess, path: str, expected: dict[str, bool]) -> bool:
-    """Whichever process is asked: each connection goes to another."""
+    """Return whether every API process gives this answer: each connection goes to another."""
     return all(httpx.get(server.url + path, timeout=WAKING_S).json() == expected for _ in range(4))
 
 
-def waiting(server: ServeProcess, pool: ThreadPoolExecutor, **body: Any) -> "Future[dict[str, Any]]":
-    """A request that is not answered for now."""
+def submit_waiting(server: ServeProcess, pool: ThreadPoolExecutor, **body: Any) -> "Future[dict[str, Any]]":
+    """Submit a request that stays in the queue."""
     before = server.metrics()["num_requests_waiting"]
     future = pool.submit(server.complete, **body)
-    eventually("it waits", lambda: server.metrics()["num_requests_waiting"] > before)
+    eventually("the request waits", lambda: server.metrics()["num_requests_waiting"] > before)
     assert not future.done()
     return future
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_sleep_under_traffic_and_the_same_answers_after(
+def test_sleep_under_traffic_keeps_the_answers(
     server: ServeProcess, pool: ThreadPoolExecutor, level: int
 ) -> None:
-    """Kept streams go on where they were; who comes meanwhile waits; a health check never fails."""
+    """Kept streams continue where they were, new requests wait, and health checks never fail."""
     whole = server.complete(max_tokens=600)["choices"][0]["text"]
     pair = {"prompt": ["The quick", "The quick"], "max_tokens": 600}
     with server.streaming(max_tokens=600) as stream, server.streaming(**pair) as others:
-        found, of_others = [next(stream)], [next(others)]
+        stream_events, of_others = [next(stream)], [next(others)]
         post(server, f"/sleep?level={level}&mode=keep")
         assert everywhere(server, "/is_sleeping", {"is_sleeping": True})
         state = ("weights_offloaded", "discard_all")[level - 1]
-        eventually("it is shown", lambda: is_in(server, state))
-        post(server, f"/sleep?level={level}")  # twice is once: what is kept stays
-        late = waiting(server, pool, max_tokens=600)
+        eventually("the first token is streamed", lambda: is_in(server, state))
+        post(server, f"/sleep?level={level}")  # a second call changes nothing: kept requests stay
+        late = submit_waiting(server, pool, max_tokens=600)
         assert server.health() == 200
         post(server, "/wake_up?tags=weights")
         assert everywhere(server, "/is_sleeping", {"is_sleeping": True}) and not late.done()
         post(server, "/wake_up?tags=kv_cache")
         assert everywhere(server, "/is_sleeping", {"is_sleeping": False})
-        found += stream
+        stream_events += stream
         of_others += others
-    assert joined(found) == whole and found[-1] == "[DONE]"
+    assert joined(stream_events) == whole and stream_events[-1] == "[DONE]"
     for index in range(2):
-        mine = [each for each in of_others if isinstance(each, dict) and each["choices"][0]["index"] == index]
-        assert joined(mine) == whole
+        choices = [
+            event for event in of_others if isinstance(event, dict) and event["choices"][0]["index"] == index
+        ]
+        assert joined(choices) == whole
     assert late.result(WAKING_S)["choices"][0]["text"] == whole
     post(server, "/wake_up")
 
 
-def test_sleep_ends_what_runs_unless_told_otherwise(server: ServeProcess) -> None:
+def test_sleep_aborts_running_requests_by_default(server: ServeProcess) -> None:
     with server.streaming(max_tokens=8000) as stream:
-        found = [next(stream)]
+        stream_events = [next(stream)]
         post(server, "/sleep")
-        found += stream
+        stream_events += stream
     post(server, "/wake_up")
-    assert found[-1] == "[DONE]" and isinstance(found[-2], dict)
-    assert found[-2]["choices"][0]["finish_reason"] == "abort"
+    assert stream_events[-1] == "[DONE]" and isinstance(stream_events[-2], dict)
+    assert stream_events[-2]["choices"][0]["finish_reason"] == "abort"
 
 
-def test_pause_keeps_waits_or_ends(server: ServeProcess, pool: ThreadPoolExecutor) -> None:
+def test_pause_modes_keep_wait_and_abort(server: ServeProcess, pool: ThreadPoolExecutor) -> None:
     whole = server.complete(max_tokens=300)["choices"][0]["text"]
     with server.streaming(max_tokens=300) as stream:
-        found = [next(stream)]
+        stream_events = [next(stream)]
         post(server, "/pause?mode=keep")
         assert everywhere(server, "/is_paused", {"is_paused": True})
-        late = waiting(server, pool, max_tokens=300)
+        late = submit_waiting(server, pool, max_tokens=300)
         post(server, "/resume")
         assert everywhere(server, "/is_paused", {"is_paused": False})
-        found += stream
-    assert joined(found) == whole and late.result(WAKING_S)["choices"][0]["text"] == whole
+        stream_events += stream
+    assert joined(stream_events) == whole and late.result(WAKING_S)["choices"][0]["text"] == whole
     with server.streaming(max_tokens=300) as stream:
-        found = [next(stream)]
+        stream_events = [next(stream)]
         post(server, "/pause?mode=wait")
-        found += stream
-    assert joined(found) == whole
-    late = waiting(server, pool, max_tokens=300)
-    post(server, "/pause?mode=abort")  # those who wait end, too
+        stream_events += stream
+    assert joined(stream_events) == whole
+    late = submit_waiting(server, pool, max_tokens=300)
+    post(server, "/pause?mode=abort")  # waiting requests are aborted, too
     assert late.result(WAKING_S)["choices"][0]["finish_reason"] == "abort"
     post(server, "/resume")
 
 
-def test_requests_end_by_their_ids_whoever_answers_them(server: ServeProcess) -> None:
+def test_requests_of_any_api_process_are_aborted_by_id(server: ServeProcess) -> None:
     with server.streaming(max_tokens=8000, prompt=["The quick", "brown fox"]) as stream:
         first = next(stream)
         assert isinstance(first, dict)
         body = {"request_ids": [first["id"], "no-such"]}
         assert post(server, "/abort_requests", json=body) == {"aborted": 2}
-        found = [each for each in stream if isinstance(each, dict)]
-    assert [each["choices"][0]["finish_reason"] for each in found][-2:] == ["abort", "abort"]
+        stream_events = [event for event in stream if isinstance(event, dict)]
+    assert [event["choices"][0]["finish_reason"] for event in stream_events][-2:] == ["abort", "abort"]
 
 
-def test_workers_are_asked_and_survive_what_cannot_be_answered(server: ServeProcess) -> None:
-    found = post(server, "/collective_rpc", json={"method": "memory_stats"})["results"]
-    assert len(found) == 1 and found[0]["weights"] > 0
+def test_collective_rpc_survives_failing_calls(server: ServeProcess) -> None:
+    results = post(server, "/collective_rpc", json={"method": "memory_stats"})["results"]
+    assert len(results) == 1 and results[0]["weights"] > 0
     assert post(server, "/collective_rpc", json={"method": "check_health"}) == {"results": [None]}
     for body in (
         {"method": "no_such"},
@@ -184,7 +186,7 @@ def test_workers_are_asked_and_survive_what_cannot_be_answered(server: ServeProc
     assert server.complete(max_tokens=3)["usage"]["completion_tokens"] == 3
 
 
-def test_the_log_lists_the_routes_at_debug_level_only(
+def test_routes_are_logged_at_debug_level_only(
     server: ServeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "Route: " not in server.text()

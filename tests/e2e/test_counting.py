@@ -1,4 +1,4 @@
-"""Known traffic, and what /metrics says about it: every counter and every histogram, to the last one."""
+"""Known traffic and its metrics: every counter and every histogram has the exact value."""
 
 from collections.abc import Iterator
 
@@ -28,42 +28,42 @@ def pair(
         started.end_cleanly()
 
 
-OF_THE_PROCESS = ("process_", "python_")
+PROCESS_PREFIXES = ("process_", "python_")
 
 
 @pytest.fixture(params=["server", "pair"], ids=["one API process", "two API processes"])
 def counted(request: pytest.FixtureRequest) -> ServeProcess:
-    found: ServeProcess = request.getfixturevalue(request.param)
-    eventually("what others asked has ended", lambda: found.metrics()["num_requests_running"] == 0)
-    return found
+    result: ServeProcess = request.getfixturevalue(request.param)
+    eventually("earlier requests have ended", lambda: result.metrics()["num_requests_running"] == 0)
+    return result
 
 
 def ask(server: ServeProcess, **body: object) -> dict[str, object]:
-    """On a connection of its own, so that any of the API processes may answer."""
+    """Send a request on a new connection, so that any of the API processes may answer."""
     with httpx.Client(base_url=server.url, timeout=60) as fresh:
         reply = fresh.post("/v1/completions", json=greedy(**body))
     assert reply.status_code == 200, reply.text
-    found: dict[str, object] = reply.json()
-    return found
+    reply_body: dict[str, object] = reply.json()
+    return reply_body
 
 
 def scrape(server: ServeProcess) -> dict[str, float]:
-    """Several times: whichever process answers, it says the same."""
-    found = []
+    """Read the metrics several times: every process gives the same values."""
+    results = []
     for _ in range(6):
         with httpx.Client(base_url=server.url, timeout=60) as fresh:
-            found.append(parse_metrics(fresh.get("/metrics").text))
-    for name in [name for name in found[0] if name.startswith(OF_THE_PROCESS)]:
-        for each in found:
-            del each[name]
-    for name, value in found[0].items():
-        if not name.startswith("avg_"):  # set by the clock, between any two scrapes
-            assert [each[name] for each in found] == [value] * len(found), name
-    return found[0]
+            results.append(parse_metrics(fresh.get("/metrics").text))
+    for name in [name for name in results[0] if name.startswith(PROCESS_PREFIXES)]:
+        for item in results:
+            del item[name]
+    for name, value in results[0].items():
+        if not name.startswith("avg_"):  # updated by a timer, between any two scrapes
+            assert [item[name] for item in results] == [value] * len(results), name
+    return results[0]
 
 
 def grown(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    """The counters and histogram counts of the engine that moved, and by how much."""
+    """Return the counters and histogram counts of the engine that changed, and by how much."""
     names = [name for name in after if name.split(":")[0].endswith(("_total", "_count"))]
     return {
         name: after[name] - before[name]
@@ -72,7 +72,7 @@ def grown(before: dict[str, float], after: dict[str, float]) -> dict[str, float]
     }
 
 
-def test_prometheus_reads_the_same_samples(counted: ServeProcess) -> None:
+def test_prometheus_parses_the_same_samples(counted: ServeProcess) -> None:
     """Catches a page that Prometheus refuses or reads differently."""
     text = counted.client.get("/metrics").text
     families = text_string_to_metric_families(text)
@@ -82,20 +82,20 @@ def test_prometheus_reads_the_same_samples(counted: ServeProcess) -> None:
     assert list(samples(text)) == expected and len(expected) > 100
 
 
-def test_every_name_is_there_from_the_start(counted: ServeProcess) -> None:
+def test_every_metric_exists_from_the_start(counted: ServeProcess) -> None:
     """Catches a metric that dashboards would miss until the first request."""
-    found = scrape(counted)
+    metrics = scrape(counted)
     for name in COUNTERS:
-        assert f"{name}_total" in found
+        assert f"{name}_total" in metrics
     for name in HISTOGRAMS | LENGTHS:
-        assert f"{name}_count" in found and f"{name}_bucket:+Inf" in found
+        assert f"{name}_count" in metrics and f"{name}_bucket:+Inf" in metrics
     with httpx.Client(base_url=counted.url) as fresh:
         info = [line for line in fresh.get("/metrics").text.splitlines() if "cache_config_info{" in line]
     assert len(info) == 1 and 'num_gpu_blocks="8192"' in info[0] and 'block_size="16"' in info[0]
 
 
 def test_every_counter_counts_known_traffic(counted: ServeProcess) -> None:
-    """Catches what is counted twice, by nobody, or only in the process that is asked."""
+    """Catches events that are counted twice, never, or only in the process that answers."""
     before = scrape(counted)
     ask(counted, prompt=PROMPT, max_tokens=5)
     ask(counted, prompt=PROMPT, max_tokens=4, n=3, temperature=1.0)
@@ -106,7 +106,7 @@ def test_every_counter_counts_known_traffic(counted: ServeProcess) -> None:
 
     num_sequences, num_requests = 6, 4
     lengths = [5, 4, 4, 4, 1, 1]
-    # All whole blocks but the last token, which has to be computed to say what comes next.
+    # All whole blocks but the last token, which must be computed to sample the next one.
     num_hits = 3 * (2 * BLOCK)
     expected = {
         "prompt_tokens_total": 4 * len(PROMPT) + 2 * 3,
@@ -131,12 +131,12 @@ def test_every_counter_counts_known_traffic(counted: ServeProcess) -> None:
             "request_prefill_kv_computed_tokens",
         )
     }
-    found = grown(before, after)
-    assert {name: found.get(name) for name in expected} == expected
-    unexpected = set(found) - set(expected)
+    changes = grown(before, after)
+    assert {name: changes.get(name) for name in expected} == expected
+    unexpected = set(changes) - set(expected)
     assert all(name.startswith(("iteration_tokens", "prompt_tokens_by_source")) for name in unexpected)
-    # The sequences of a request may share steps; each request has as many as its tokens, at least.
-    assert 5 + 4 + 1 + 1 <= found["iteration_tokens_total_count"] <= sum(lengths)
+    # The sequences of a request may share steps; each request has at least as many as its tokens.
+    assert 5 + 4 + 1 + 1 <= changes["iteration_tokens_total_count"] <= sum(lengths)
     assert after["iteration_tokens_total_sum"] - before["iteration_tokens_total_sum"] == (
         expected["prompt_tokens_total"] - num_hits + sum(lengths) - num_sequences
     )
@@ -145,8 +145,8 @@ def test_every_counter_counts_known_traffic(counted: ServeProcess) -> None:
     assert after["kv_cache_usage_perc"] == after["gpu_cache_usage_perc"] == 0
 
 
-def test_every_exchange_counts_once(counted: ServeProcess) -> None:
-    """Catches requests that only the process counts which answered them."""
+def test_every_http_request_is_counted_once(counted: ServeProcess) -> None:
+    """Catches requests that are counted only in the process that answered them."""
     before = scrape(counted)
     for _ in range(4):
         ask(counted, prompt=[7, 8, 9], max_tokens=1)
@@ -160,18 +160,18 @@ def test_every_exchange_counts_once(counted: ServeProcess) -> None:
     assert after[name] - before.get(name, 0) == 8
 
 
-def test_a_stop_string_counts_what_the_client_got(counted: ServeProcess) -> None:
-    """Catches tokens counted that were computed after the stop and thrown away."""
+def test_stop_string_counts_only_returned_tokens(counted: ServeProcess) -> None:
+    """Catches counted tokens that were computed after the stop and discarded."""
     free = ask(counted, prompt=[5, 6, 7], max_tokens=30)["choices"][0]["text"]  # type: ignore[index]
     before = scrape(counted)
     reply = ask(counted, prompt=[5, 6, 7], max_tokens=2000, stop=[free[8:11]])
-    eventually("the engine rests", lambda: counted.metrics()["num_requests_running"] == 0)
-    found = grown(before, scrape(counted))
-    assert found["request_success_total:stop"] == 1
-    assert found["generation_tokens_total"] == reply["usage"]["completion_tokens"]  # type: ignore[index]
+    eventually("the engine is idle", lambda: counted.metrics()["num_requests_running"] == 0)
+    changes = grown(before, scrape(counted))
+    assert changes["request_success_total:stop"] == 1
+    assert changes["generation_tokens_total"] == reply["usage"]["completion_tokens"]  # type: ignore[index]
 
 
-def test_a_mistake_counts_for_nothing(counted: ServeProcess) -> None:
+def test_refused_request_is_not_counted(counted: ServeProcess) -> None:
     """Catches a refused request that reached the engine."""
     before = scrape(counted)
     with httpx.Client(base_url=counted.url) as fresh:
@@ -179,14 +179,14 @@ def test_a_mistake_counts_for_nothing(counted: ServeProcess) -> None:
     assert grown(before, scrape(counted)) == {}
 
 
-def test_one_who_leaves_counts_as_abort(counted: ServeProcess) -> None:
+def test_disconnect_is_counted_as_abort(counted: ServeProcess) -> None:
     before = scrape(counted)
     with counted.streaming(max_tokens=4000) as stream:
         next(stream)
-        eventually("it runs", lambda: counted.metrics()["num_requests_running"] == 1)
+        eventually("the request runs", lambda: counted.metrics()["num_requests_running"] == 1)
     gone = "request_success_total:abort"
-    eventually("it is counted", lambda: counted.metrics()[gone] > before[gone])
-    eventually("none runs", lambda: counted.metrics()["num_requests_running"] == 0)
-    found = grown(before, scrape(counted))
-    assert found["request_success_total:abort"] == found["request_prompt_tokens_count"] == 1
+    eventually("the abort is counted", lambda: counted.metrics()[gone] > before[gone])
+    eventually("no request runs", lambda: counted.metrics()["num_requests_running"] == 0)
+    changes = grown(before, scrape(counted))
+    assert changes["request_success_total:abort"] == changes["request_prompt_tokens_count"] == 1
     assert scrape(counted)["kv_cache_usage_perc"] == 0

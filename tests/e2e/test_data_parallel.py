@@ -1,4 +1,4 @@
-"""Two cores behind one address: they answer as one does, and one answers while the other is dead."""
+"""Two cores behind one address: they answer like one, and one answers while the other is dead."""
 
 import os
 import re
@@ -26,7 +26,7 @@ from tiny_text import TextModel
 
 PROMPTS = ["The quick", "A page is", "One two three", "a book; a quire", "naïve café", "dog"]
 LENGTH = 1200
-"""Tokens of an answer that is not complete when a process is killed or stopped."""
+"""Tokens of an answer that is still running when a process is killed or stopped."""
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +50,10 @@ def by_engine(server: ServeProcess, name: str) -> dict[str, float]:
 
 
 def cores(server: ServeProcess) -> dict[int, int]:
-    """Pids by rank, as the log names them."""
+    """Return the pids by rank, as the log names them."""
     alive = server.with_role("EngineCore")
-    said = re.findall(r"\(EngineCore_DP(\d) pid=(\d+)\)", server.text())
-    return {int(rank): int(pid) for rank, pid in said if int(pid) in alive}
+    logged = re.findall(r"\(EngineCore_DP(\d) pid=(\d+)\)", server.text())
+    return {int(rank): int(pid) for rank, pid in logged if int(pid) in alive}
 
 
 def at_rest(server: ServeProcess) -> bool:
@@ -66,13 +66,15 @@ def at_rest(server: ServeProcess) -> bool:
 
 def ask(server: ServeProcess, rank: int | None = None, **body: Any) -> httpx.Response:
     headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
-    asked = {"model": "tiny", "prompt": "The quick", "temperature": 0, "ignore_eos": True} | body
+    fields = {"model": "tiny", "prompt": "The quick", "temperature": 0, "ignore_eos": True} | body
     with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as fresh:
-        return fresh.post("/v1/completions", json=asked, headers=headers)
+        return fresh.post("/v1/completions", json=fields, headers=headers)
 
 
-def test_two_cores_answer_as_one_and_are_told_apart(pair: ServeProcess, server: ServeProcess) -> None:
-    """Catches another answer, ranks that are not honoured, and numbers without their engine."""
+def test_two_cores_answer_like_one_and_have_separate_metrics(
+    pair: ServeProcess, server: ServeProcess
+) -> None:
+    """Catches a different answer, ranks that are not honoured, and metrics without their engine."""
     expected = [server.complete(prompt=prompt, max_tokens=12)["choices"][0]["text"] for prompt in PROMPTS]
     with ThreadPoolExecutor(6) as pool:
         replies = list(pool.map(lambda prompt: ask(pair, prompt=prompt, max_tokens=12), PROMPTS))
@@ -84,35 +86,35 @@ def test_two_cores_answer_as_one_and_are_told_apart(pair: ServeProcess, server: 
     assert by_engine(pair, "cache_config_info") == {"0": 1, "1": 1}
     refused = ask(pair, rank=2)
     assert refused.status_code == 400 and "ranks 0 to 1" in refused.json()["error"]["message"]
-    eventually("the log names both", lambda: len(cores(pair)) == 2)
+    eventually("the log names both cores", lambda: len(cores(pair)) == 2)
 
 
-def test_equal_beginnings_meet_in_one_cache(pair: ServeProcess) -> None:
-    """Catches an affinity that spreads a conversation over caches."""
+def test_equal_prefixes_are_routed_to_one_cache(pair: ServeProcess) -> None:
+    """Catches a routing that spreads a conversation over caches."""
     text = "The quick brown fox jumps over the lazy dog, and the dog sleeps on. " * 4
     before = by_engine(pair, "prefix_cache_hits_total")
     for i in range(4):
         assert ask(pair, prompt=f"{text}{i}", max_tokens=2).status_code == 200
     after = by_engine(pair, "prefix_cache_hits_total")
-    # Both API processes may have to learn where it lies.
+    # Both API processes may have to find out where the prefix is cached.
     hits = sorted(after[engine] - before[engine] for engine in after)
     assert hits[1] > 0 and sum(hits) >= 2 * hits[1] / 3
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_core_is_lost_under_load(pair: ServeProcess, how: int) -> None:
-    """Catches requests that hang, a server that is down with one core, one that does not come back, and
-    counters that keep what the dead had."""
-    eventually("it is at rest", lambda: at_rest(pair))
-    eventually("both have spoken", lambda: len(cores(pair)) == 2)
+def test_lost_core_under_load(pair: ServeProcess, how: int) -> None:
+    """Catches requests that hang, a server that is down with one core, a core that does not restart, and
+    counters that keep the values of the dead core."""
+    eventually("the server is idle", lambda: at_rest(pair))
+    eventually("both cores have logged", lambda: len(cores(pair)) == 2)
     victim = cores(pair)[1]
     expected = ask(pair, max_tokens=LENGTH).json()["choices"][0]["text"]
     with ThreadPoolExecutor(12) as pool, pair.streaming(max_tokens=LENGTH) as stream:
-        found = [next(stream)]
+        stream_events = [next(stream)]
         running: list[Future[httpx.Response]] = []
 
         def second_core_works() -> bool:
-            """Whether it does; it is given more to do if it has finished."""
+            """Return whether the second core is busy; give it more work if it has finished."""
             num_missing = 6 - sum(not reply.done() for reply in running)
             running.extend(pool.submit(ask, pair, max_tokens=LENGTH) for _ in range(num_missing))
             return by_engine(pair, "num_requests_running")["1"] > 0
@@ -120,23 +122,23 @@ def test_a_core_is_lost_under_load(pair: ServeProcess, how: int) -> None:
         eventually("the second core works", second_core_works)
         os.kill(victim, how)
         later = [pool.submit(ask, pair, max_tokens=5, rank=0) for _ in range(3)]
-        assert all(each.result().status_code == 200 for each in later)
+        assert all(item.result().status_code == 200 for item in later)
         if how == signal.SIGSTOP:
-            eventually("a core that stands still is told of", lambda: pair.health() == 503)
+            eventually("a hung core is reported", lambda: pair.health() == 503)
             assert ask(pair, max_tokens=5).status_code == 200
             os.kill(victim, signal.SIGCONT)
-        replies = [each.result() for each in running]
-        found += stream
+        replies = [item.result() for item in running]
+        stream_events += stream
     assert {reply.status_code for reply in replies} == {200}
     assert {reply.json()["choices"][0]["text"] for reply in replies} == {expected}
-    assert found[-1] == "[DONE]" and joined(found) == expected
-    eventually("it is well and at rest", lambda: at_rest(pair))
+    assert stream_events[-1] == "[DONE]" and joined(stream_events) == expected
+    eventually("the server is healthy and idle", lambda: at_rest(pair))
     assert ask(pair, max_tokens=3, rank=1).status_code == 200
     assert (cores(pair)[1] != victim) == (how == signal.SIGKILL)
     assert len(pair.with_role("EngineCore")) == len(pair.with_role("APIServer")) == 2
 
 
-def reaches_its_end(stream: Iterator[Any]) -> bool:
+def ends_with_done(stream: Iterator[Any]) -> bool:
     try:
         return list(stream)[-1] == "[DONE]"
     except httpx.TransportError:
@@ -144,14 +146,18 @@ def reaches_its_end(stream: Iterator[Any]) -> bool:
 
 
 def clients_of(pid: int, port: int) -> set[int]:
-    """The ports of the clients that are connected to a process on `port`."""
+    """Return the ports of the clients that are connected to a process on `port`."""
     connections = psutil.Process(pid).net_connections("tcp")
-    return {each.raddr.port for each in connections if each.laddr.port == port and each.raddr}
+    return {
+        connection.raddr.port
+        for connection in connections
+        if connection.laddr.port == port and connection.raddr
+    }
 
 
-def test_an_api_process_is_lost_under_load(pair: ServeProcess) -> None:
-    """Catches cores that go on computing for a client that is gone."""
-    eventually("it is at rest", lambda: at_rest(pair))
+def test_lost_api_process_under_load(pair: ServeProcess) -> None:
+    """Catches cores that keep computing for a client that is gone."""
+    eventually("the server is idle", lambda: at_rest(pair))
     processes = pair.with_role("APIServer")
     dead = processes[0]
     earlier = {pid: clients_of(pid, pair.port) for pid in processes}
@@ -162,19 +168,19 @@ def test_an_api_process_is_lost_under_load(pair: ServeProcess) -> None:
             streams.append(stack.enter_context(pair.streaming(max_tokens=LENGTH)))
             next(streams[-1])
         os.kill(dead, signal.SIGKILL)
-        alive = [reaches_its_end(stream) for stream in streams]
-    assert True in alive and False in alive, "only those of the other process live on"
-    eventually("it is back", lambda: len(set(pair.with_role("APIServer")) - {dead}) == 2)
-    eventually("it is well and at rest", lambda: at_rest(pair))
+        alive = [ends_with_done(stream) for stream in streams]
+    assert True in alive and False in alive, "only the streams of the other process continue"
+    eventually("the process is back", lambda: len(set(pair.with_role("APIServer")) - {dead}) == 2)
+    eventually("the server is healthy and idle", lambda: at_rest(pair))
 
 
 @pytest.mark.slow
-def test_a_head_and_a_headless_server(start: Start, tiny: TextModel) -> None:
-    """Catches ranks that must come in order, numbers that stay on the other machine, and what is left."""
+def test_head_and_headless_server(start: Start, tiny: TextModel) -> None:
+    """Catches ranks that must join in order, metrics that stay on the other machine, and leftovers."""
     rpc = ("--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(free_port()))
     two = ("--data-parallel-size", "2", "--data-parallel-size-local", "1", *rpc)
     node = start(*two, "--headless", "--data-parallel-start-rank", "1")
-    eventually("it has begun before the head", lambda: bool(node.text()))
+    eventually("the headless server starts before the head", lambda: bool(node.text()))
     head = start(*two, "--api-server-count", "1")
     wrong = start("--headless", "-dp", "4", "-dpl", "1", "-dpr", "3", *rpc)
     head.until_healthy()
@@ -185,23 +191,23 @@ def test_a_head_and_a_headless_server(start: Start, tiny: TextModel) -> None:
     assert "data-parallel rank 1 is taken by" in again.text()
     one = ask(head, rank=0, max_tokens=9).json()["choices"][0]["text"]
     assert ask(head, rank=1, max_tokens=9).json()["choices"][0]["text"] == one
-    eventually("its numbers are here", lambda: by_engine(head, "prompt_tokens_total")["1"] > 0)
+    eventually("its metrics are served", lambda: by_engine(head, "prompt_tokens_total")["1"] > 0)
     dead = node.core
     with head.streaming(max_tokens=8000) as stream:
         next(stream)
         os.kill(dead, signal.SIGKILL)
         replies = [ask(head, max_tokens=5) for _ in range(4)]
     assert [reply.status_code for reply in replies] == [200] * 4
-    eventually("it is back", lambda: ask(head, rank=1, max_tokens=3).status_code == 200)
+    eventually("the process is back", lambda: ask(head, rank=1, max_tokens=3).status_code == 200)
     head.process.send_signal(signal.SIGTERM)
     assert head.exit_code() == node.exit_code() == 0, node.text()
 
 
-def test_what_cannot_be_laid_out_is_one_line(start: Start) -> None:
+def test_impossible_layout_is_a_one_line_error(start: Start) -> None:
     taken = free_port()
     rpc = ("-dpp", str(taken))
     first = start("-dp", "2", "-dpl", "1", *rpc)
-    eventually("it listens", lambda: "APIServer" in first.text())
+    eventually("the server listens", lambda: "APIServer" in first.text())
     second = start("-dp", "2", "-dpl", "1", *rpc)
     assert second.exit_code() == 1
     last = second.text().strip().splitlines()[-1]

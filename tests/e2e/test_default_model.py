@@ -1,4 +1,4 @@
-"""`quire serve` with nothing said: the default model answers."""
+"""`quire serve` without arguments: the default model answers."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,7 @@ from quire.config.env import Env
 from quire.errors import QuireError
 
 
-def test_the_default_model_knows_paris(tmp_path: Path) -> None:
+def test_default_model_answers_paris(tmp_path: Path) -> None:
     """Catches a server that works only with the models of the tests."""
     try:
         locate(None, cache_root=Env.read(os.environ).cache_root, progress=False)
@@ -20,7 +20,7 @@ def test_the_default_model_knows_paris(tmp_path: Path) -> None:
     with ServeProcess(None, "--max-model-len", "512", "--dtype", "float32", log=tmp_path / "log") as server:
         server.until_healthy()
         question = {"role": "user", "content": "What is the capital of France? Answer in one word."}
-        asked = {"messages": [question], "max_tokens": 12, "temperature": 0}
-        reply = server.client.post("/v1/chat/completions", json=asked).json()
+        body = {"messages": [question], "max_tokens": 12, "temperature": 0}
+        reply = server.client.post("/v1/chat/completions", json=body).json()
         assert "Paris" in reply["choices"][0]["message"]["content"]
         server.end_cleanly()

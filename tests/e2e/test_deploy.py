@@ -1,4 +1,4 @@
-"""What lies in deploy/: valid manifests, alerts that fire, a dashboard whose queries find something."""
+"""Files in deploy/: valid manifests, alerts that fire, and a dashboard with queries that return data."""
 
 import functools
 import importlib.util
@@ -21,18 +21,18 @@ OVERLAYS = sorted(path.parent.name for path in DEPLOY.glob("kubernetes/overlays/
 
 
 def tool(name: str) -> str:
-    found = shutil.which(name)
-    if found is None:
+    path = shutil.which(name)
+    if path is None:
         pytest.skip(f"{name} is not installed")
-    return found
+    return path
 
 
 @functools.cache
 def kubectl() -> str:
-    """One that knows components: that of Debian 12 does not."""
+    """Return a kubectl that supports components, which that of Debian 12 does not."""
     path = tool("kubectl")
-    told = subprocess.run([path, "version", "--client", "-o", "json"], capture_output=True, text=True)
-    version = json.loads(told.stdout)["clientVersion"]
+    done = subprocess.run([path, "version", "--client", "-o", "json"], capture_output=True, text=True)
+    version = json.loads(done.stdout)["clientVersion"]
     if (int(version["major"]), int(re.match(r"\d+", version["minor"])[0])) < (1, 21):  # type: ignore[index]
         pytest.skip(f"{path} is {version['gitVersion']}; components need 1.21")
     return path
@@ -42,7 +42,7 @@ def kubectl() -> str:
 def documents(overlay: str) -> dict[str, dict[str, Any]]:
     words = [kubectl(), "kustomize", str(DEPLOY / "kubernetes" / "overlays" / overlay)]
     made = subprocess.run(words, capture_output=True, text=True, check=True)
-    return {each["kind"]: each for each in yaml.safe_load_all(made.stdout)}
+    return {item["kind"]: item for item in yaml.safe_load_all(made.stdout)}
 
 
 def make() -> Any:
@@ -53,8 +53,9 @@ def make() -> Any:
     return module
 
 
-def test_an_image_is_built_of_what_the_build_may_see() -> None:
-    """Whatever the Dockerfile copies is there and let in, and so are the files that the wheel must have."""
+def test_docker_build_context_has_all_files() -> None:
+    """Every path that the Dockerfile copies exists and is in the context, and so are the files of the
+    wheel."""
     root = DEPLOY.parent
     copied = {
         path
@@ -73,7 +74,7 @@ def test_an_image_is_built_of_what_the_build_may_see() -> None:
 def test_manifests_are_rendered_and_valid(overlay: str) -> None:
     validate = pytest.importorskip("kubernetes_validate")
     for kind, document in documents(overlay).items():
-        if kind not in ("PodMonitor", "LeaderWorkerSet"):  # of operators, which have schemas of their own
+        if kind not in ("PodMonitor", "LeaderWorkerSet"):  # of operators, which have their own schemas
             validate.validate(document, "1.33", strict=True)
     for pod in pods(overlay):
         whole = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": pod["spec"]}
@@ -81,24 +82,28 @@ def test_manifests_are_rendered_and_valid(overlay: str) -> None:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_pods_end_after_their_requests_and_write_nothing(overlay: str) -> None:
-    """What the server gives running requests, and the pause before, fit into what the cluster waits."""
+def test_pods_drain_in_time_and_have_a_read_only_root(overlay: str) -> None:
+    """The drain timeout of the server and the pause before fit into the grace period of the cluster."""
     for pod in pods(overlay):
         (container,) = pod["spec"]["containers"]
         assert pod["spec"]["securityContext"]["runAsNonRoot"]
         assert container["securityContext"]["readOnlyRootFilesystem"]
-        assert {each["mountPath"] for each in container["volumeMounts"]} == {"/cache", "/tmp", "/dev/shm"}
+        assert {mount["mountPath"] for mount in container["volumeMounts"]} == {
+            "/cache",
+            "/tmp",
+            "/dev/shm",
+        }
         if "--headless" in container["command"][2]:
             continue
-        given = int(re.search(r"--shutdown-timeout (\d+)", container["command"][2])[1])  # type: ignore[index]
+        drain_s = int(re.search(r"--shutdown-timeout (\d+)", container["command"][2])[1])  # type: ignore[index]
         pause = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
-        assert given + pause < pod["spec"]["terminationGracePeriodSeconds"]
+        assert drain_s + pause < pod["spec"]["terminationGracePeriodSeconds"]
         probes = [container[f"{kind}Probe"] for kind in ("startup", "readiness", "liveness")]
-        assert {each["httpGet"]["path"] for each in probes} == {"/health"}
+        assert {probe["httpGet"]["path"] for probe in probes} == {"/health"}
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_who_watches_and_guards_pods_finds_them_and_no_others(overlay: str) -> None:
+def test_monitors_and_policies_select_the_pods(overlay: str) -> None:
     made = documents(overlay)
     selectors = [made["PodMonitor"]["spec"]["selector"]]
     if overlay != "multi-node":
@@ -110,7 +115,7 @@ def test_who_watches_and_guards_pods_finds_them_and_no_others(overlay: str) -> N
 
 
 def pods(overlay: str) -> list[dict[str, Any]]:
-    """The templates of pods."""
+    """Return the pod templates."""
     made = documents(overlay)
     if "LeaderWorkerSet" not in made:
         return [made["Deployment"]["spec"]["template"]]
@@ -118,35 +123,37 @@ def pods(overlay: str) -> list[dict[str, Any]]:
     return [group["leaderTemplate"], group["workerTemplate"]]
 
 
-def test_replicas_follow_those_who_wait(server: ServeProcess) -> None:
-    """The rule of the adapter renames a metric that the server has to the one that is asked for."""
+def test_autoscaler_uses_the_waiting_requests(server: ServeProcess) -> None:
+    """The rule of the adapter renames a metric of the server to the requested one."""
     scaler = documents("single-gpu")["HorizontalPodAutoscaler"]["spec"]
     (metric,) = scaler["metrics"]
     assert (scaler["minReplicas"], scaler["maxReplicas"]) == (2, 10)
     assert metric["pods"]["target"]["averageValue"] == "10"
     adapter = yaml.safe_load((DEPLOY / "kubernetes/components/hpa/adapter-rules.yaml").read_text())
     (rule,) = adapter["rules"]["custom"]
-    theirs = re.search(r'__name__=~"([^"]*)"', rule["seriesQuery"])[1]  # type: ignore[index]
+    pattern = re.search(r'__name__=~"([^"]*)"', rule["seriesQuery"])[1]  # type: ignore[index]
     names = {line.split("{")[0] for line in server.client.get("/metrics").text.splitlines()}
-    found = [name for name in names if re.fullmatch(theirs, name)]
-    ours = re.compile(rule["name"]["matches"])
-    renamed = {ours.sub(rule["name"]["as"].replace("${1}", r"\1"), name) for name in found}
+    results = [name for name in names if re.fullmatch(pattern, name)]
+    matches = re.compile(rule["name"]["matches"])
+    renamed = {matches.sub(rule["name"]["as"].replace("${1}", r"\1"), name) for name in results}
     assert metric["pods"]["metric"]["name"] in renamed
 
 
-def test_whoever_reads_metrics_asks_for_those_that_there_are(server: ServeProcess) -> None:
-    """Alerts, and KEDA; and the job that alerts know the server by is its job in a cluster, too."""
-    assert server.client.get("/v1/models").status_code == 200  # answers are counted from the first on
+def test_alerts_and_scalers_use_existing_metrics(server: ServeProcess) -> None:
+    """Alerts and KEDA use them; the job name of the alerts is that of the cluster, too."""
+    assert server.client.get("/v1/models").status_code == 200  # answers are counted from the first one
     names = {re.split(r"[{ ]", line)[0] for line in server.client.get("/metrics").text.splitlines()}
     alerts = (DEPLOY / "prometheus/alerts.yml").read_text()
     keda = (DEPLOY / "kubernetes/components/keda/scaled-object.yaml").read_text()
-    asked = set(re.findall(r"\b(?:vllm|quire|http|process)[:_][a-z_0-9:]+", alerts + keda))
-    assert asked and asked <= names
+    used = set(re.findall(r"\b(?:vllm|quire|http|process)[:_][a-z_0-9:]+", alerts + keda))
+    assert used and used <= names
     monitor = yaml.safe_load((DEPLOY / "kubernetes/monitor/monitor.yaml").read_text())
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
     (config,) = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["scrape_configs"]
     known = {*re.findall(r'job="([^"]*)"', alerts)}
-    assert known == {config["job_name"]} == {each["replacement"] for each in endpoint["relabelings"]}
+    assert (
+        known == {config["job_name"]} == {relabeling["replacement"] for relabeling in endpoint["relabelings"]}
+    )
 
 
 def test_alerts_fire_when_they_should() -> None:
@@ -157,14 +164,14 @@ def test_alerts_fire_when_they_should() -> None:
     assert [rule["alert"] for rule in rules if rule["alert"] not in tried] == []
 
 
-def test_the_dashboard_is_what_its_table_says() -> None:
+def test_dashboard_matches_its_generator() -> None:
     kept = json.loads((DEPLOY / "grafana/dashboards/quire.json").read_text())
     assert kept == make().dashboard(), "run: python deploy/grafana/make.py"
 
 
 @pytest.mark.slow
-def test_every_query_finds_something(start: Start, tmp_path: Path) -> None:
-    """By a real Prometheus, over a real server with adapters and drafts."""
+def test_every_dashboard_query_returns_data(start: Start, tmp_path: Path) -> None:
+    """A real Prometheus scrapes a real server with adapters and drafts."""
     prometheus = tool("prometheus")
     drafts = {"method": "ngram", "num_speculative_tokens": 3}
     server = start("--enable-lora", "--speculative-config", json.dumps(drafts))
@@ -178,7 +185,7 @@ def test_every_query_finds_something(start: Start, tmp_path: Path) -> None:
     words = [prometheus, f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data"]
     running = subprocess.Popen([*words, f"--web.listen-address=127.0.0.1:{port}"], stderr=subprocess.DEVNULL)
     api = httpx.Client(base_url=f"http://127.0.0.1:{port}/api/v1", timeout=60)
-    queries = [query for _, _, _, each in make().PANELS for _, query in each]
+    queries = [query for _, _, _, panel in make().PANELS for _, query in panel]
     missing = list(queries)
 
     def ask() -> bool:
@@ -187,14 +194,14 @@ def test_every_query_finds_something(start: Start, tmp_path: Path) -> None:
         time.sleep(1.0)
         for query in list(missing):
             plain = query.replace("$__rate_interval", "10s").replace("$model", ".*")
-            found = api.get("/query", params={"query": plain}).json()
-            assert found["status"] == "success", found
-            if found["data"]["result"]:
+            reply_body = api.get("/query", params={"query": plain}).json()
+            assert reply_body["status"] == "success", reply_body
+            if reply_body["data"]["result"]:
                 missing.remove(query)
         return not missing
 
     try:
-        eventually("Prometheus is there", lambda: _is_up(api))
+        eventually("Prometheus is ready", lambda: _is_up(api))
         eventually(f"all have values: {missing}", ask)
         groups = api.get("/rules").json()["data"]["groups"]
         assert {rule["health"] for group in groups for rule in group["rules"]} == {"ok"}

@@ -1,4 +1,4 @@
-"""Prompts as vectors over HTTP: what they say, and what hostile ones do."""
+"""Prompt embeddings over HTTP: their answers, and hostile ones."""
 
 import base64
 from concurrent.futures import ThreadPoolExecutor
@@ -14,35 +14,35 @@ IDS = [1, 40, 300, 77, 310, 90, 5, 17, 201]
 
 
 def vectors(tiny: TextModel, ids: list[int] = IDS) -> torch.Tensor:
-    found: torch.Tensor = tiny.hf.get_input_embeddings()(torch.tensor(ids)).detach()
-    return found
+    result: torch.Tensor = tiny.hf.get_input_embeddings()(torch.tensor(ids)).detach()
+    return result
 
 
 def complete(server: ServeProcess, **body: Any) -> httpx.Response:
-    asked = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "return_token_ids": True}
-    return server.client.post("/v1/completions", json=asked | body)
+    defaults = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "return_token_ids": True}
+    return server.client.post("/v1/completions", json=defaults | body)
 
 
-def test_vectors_say_what_their_tokens_say(server: ServeProcess, tiny: TextModel) -> None:
-    """Alone, several, beside a prompt, streamed, and in a crowd."""
+def test_prompt_embeds_equal_their_tokens(server: ServeProcess, tiny: TextModel) -> None:
+    """Check one and several embeddings, beside a prompt, streamed, and concurrently."""
     expected = tiny.greedy(IDS, 12)
-    given = sent(vectors(tiny))
-    (alone,) = complete(server, prompt_embeds=given).json()["choices"]
+    embeds = sent(vectors(tiny))
+    (alone,) = complete(server, prompt_embeds=embeds).json()["choices"]
     assert alone["token_ids"] == expected and alone["prompt_token_ids"] == [0] * len(IDS)
-    answer = complete(server, prompt_embeds=[given, given], prompt=IDS[:4]).json()
-    assert [each["index"] for each in answer["choices"]] == list(range(3))
-    said = [each["token_ids"] for each in answer["choices"]]
-    assert said == [expected, expected, tiny.greedy(IDS[:4], 12)]
+    answer = complete(server, prompt_embeds=[embeds, embeds], prompt=IDS[:4]).json()
+    assert [choice["index"] for choice in answer["choices"]] == list(range(3))
+    token_ids = [choice["token_ids"] for choice in answer["choices"]]
+    assert token_ids == [expected, expected, tiny.greedy(IDS[:4], 12)]
     assert answer["usage"]["prompt_tokens"] == 2 * len(IDS) + 4
-    streamed = complete(server, prompt_embeds=given, stream=True, return_token_ids=False)
+    streamed = complete(server, prompt_embeds=embeds, stream=True, return_token_ids=False)
     assert streamed.status_code == 200 and streamed.text.endswith("data: [DONE]\n\n")
-    bodies: list[dict[str, Any]] = [{"prompt_embeds": given}, {"prompt": IDS}] * 8
+    bodies: list[dict[str, Any]] = [{"prompt_embeds": embeds}, {"prompt": IDS}] * 8
     with ThreadPoolExecutor(8) as pool:
-        for found in pool.map(lambda body: complete(server, **body), bodies):
-            assert found.json()["choices"][0]["token_ids"] == expected
+        for result in pool.map(lambda body: complete(server, **body), bodies):
+            assert result.json()["choices"][0]["token_ids"] == expected
 
 
-def test_hostile_bodies_are_refused_and_leave_nothing(server: ServeProcess, tiny: TextModel) -> None:
+def test_hostile_prompt_embeds_are_refused_and_leave_nothing(server: ServeProcess, tiny: TextModel) -> None:
     good = vectors(tiny)
     hidden = good.shape[1]
     refused: list[tuple[dict[str, Any], str]] = [
@@ -72,4 +72,4 @@ def test_hostile_bodies_are_refused_and_leave_nothing(server: ServeProcess, tiny
         "/v1/chat/completions", json={"messages": [{"role": "user", "content": content}]}
     )
     assert chat.status_code == 400, chat.text
-    eventually("nothing runs", lambda: server.metrics()["num_requests_running"] == 0)
+    eventually("no request runs", lambda: server.metrics()["num_requests_running"] == 0)

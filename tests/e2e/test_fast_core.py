@@ -1,4 +1,5 @@
-"""A core that is faster than any API process: everybody still gets his turn. On a GPU that is usual."""
+"""An engine core that is faster than any API process: all clients still make progress. On a GPU that is
+usual."""
 
 import asyncio
 import json
@@ -26,7 +27,7 @@ NUM_TOKENS = 4000
 
 
 def run_server(model: Path, address: str, listener: socket.socket) -> None:
-    """An API process without a supervisor."""
+    """Run an API process without a supervisor."""
 
     async def answer() -> None:
         tokenizer = load_tokenizer(model, "hf")
@@ -66,15 +67,16 @@ def serving(model: Path, folder: Path) -> Iterator[Server]:
 
 
 class ChunkClock:
-    """The time, in chunks that have arrived at all clients together: a busy machine does not change it."""
+    """Clock that counts the chunks that all clients have received: the load of the machine does not affect
+    it."""
 
     def __init__(self) -> None:
         self.now = 0
 
 
 @dataclass
-class Seen:
-    """What one client saw of its stream."""
+class StreamRecord:
+    """Chunks that one client received."""
 
     clock: ChunkClock
     arrivals: list[int] = field(default_factory=list)
@@ -92,12 +94,12 @@ class Seen:
         return max(after - before for before, after in zip(self.arrivals, self.arrivals[1:], strict=False))
 
 
-async def crowd(server: Server, clock: ChunkClock) -> tuple[list[Seen], list[int], list[int]]:
-    """Streams, and beside them how long /health takes and what memory the server has."""
+async def run_streams(server: Server, clock: ChunkClock) -> tuple[list[StreamRecord], list[int], list[int]]:
+    """Run streams, and record meanwhile how long /health takes and how much memory the server uses."""
     client = HttpClient(server.url, timeout_s=280.0)
     wanted = {"max_tokens": NUM_TOKENS, "stream": True, "stream_options": {"include_usage": True}}
     body = json.dumps({"prompt": [20] * 16, "ignore_eos": True, **wanted}).encode()
-    seen = [Seen(clock) for _ in range(NUM_STREAMS)]
+    seen = [StreamRecord(clock) for _ in range(NUM_STREAMS)]
     waits, sizes = [], []
 
     async def watch() -> None:
@@ -109,23 +111,24 @@ async def crowd(server: Server, clock: ChunkClock) -> tuple[list[Seen], list[int
             await asyncio.sleep(0.05)
 
     watching = asyncio.create_task(watch())
-    await asyncio.gather(*(stream(client, "/v1/completions", body, each.take) for each in seen))
+    await asyncio.gather(*(stream(client, "/v1/completions", body, item.take) for item in seen))
     watching.cancel()
     client.close()
     return seen, waits, sizes
 
 
-def test_streams_flow_and_health_answers_while_the_core_floods(tiny: TextModel, tmp_path: Path) -> None:
-    """A process that reads until nothing is left would show nothing before the core is done."""
+def test_streams_flow_and_health_answers_under_a_flood_of_tokens(tiny: TextModel, tmp_path: Path) -> None:
+    """A process that reads until nothing is left would send nothing before the core is done."""
     with serving(tiny.path, tmp_path) as server:
         clock = ChunkClock()
-        seen, waits, sizes = asyncio.run(crowd(server, clock))
-    assert all(each.num_tokens == NUM_TOKENS for each in seen), "nothing is lost"
-    assert min(len(each.arrivals) for each in seen) > 20, "the flood is long enough to tell"
+        seen, waits, sizes = asyncio.run(run_streams(server, clock))
+    assert all(item.num_tokens == NUM_TOKENS for item in seen), "no token is lost"
+    assert min(len(item.arrivals) for item in seen) > 20, "the flood is long enough"
     assert len(waits) > 5
-    # Nothing waits for the end of the flood: not the first chunk of a stream, not the next one, not /health.
-    assert max(each.arrivals[0] for each in seen) < clock.now / 4
-    assert max(each.longest_gap for each in seen) < clock.now / 4
+    # Nothing waits for the end of the flood: neither the first chunk of a stream, nor the next one, nor
+    # /health.
+    assert max(item.arrivals[0] for item in seen) < clock.now / 4
+    assert max(item.longest_gap for item in seen) < clock.now / 4
     assert max(waits) < clock.now / 4
-    assert all(len(each.arrivals) < NUM_TOKENS for each in seen), "what comes at once goes out at once"
+    assert all(len(item.arrivals) < NUM_TOKENS for item in seen), "simultaneous tokens are merged"
     assert sizes[-1] - sizes[len(sizes) // 4] < 100 << 20

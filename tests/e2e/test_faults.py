@@ -1,4 +1,4 @@
-"""Processes killed or stopped under a running server: honest health, clear errors, and a way back."""
+"""Processes killed or stopped under a running server: correct health, clear errors, and recovery."""
 
 import os
 import re
@@ -15,7 +15,7 @@ from serve_process import SHARED_FLAGS, ServeProcess, Start, eventually, joined
 from tiny_text import TextModel
 
 HEALTH_TIMEOUT_S = 10.0
-"""Longer than a busy machine keeps a core from its next step."""
+"""Longer than a busy machine delays the next step of a core."""
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def tough(
 
 
 def steady(server: ServeProcess) -> bool:
-    """Healthy whichever process is asked, and at rest."""
+    """Return whether all processes are healthy and no request runs."""
     return all(server.health() == 200 for _ in range(8)) and server.metrics()["num_requests_running"] == 0
 
 
@@ -39,75 +39,79 @@ def runs_without(server: ServeProcess, dead: int) -> bool:
     return len(set(server.with_role("APIServer")) - {dead}) == 2
 
 
-def test_a_stopped_engine_is_unhealthy_and_goes_on_where_it_was(tough: ServeProcess) -> None:
+def test_stopped_engine_is_unhealthy_and_resumes(tough: ServeProcess) -> None:
     """Catches a /health that stays 200 with a hung engine, and a stream that is lost over a pause."""
     whole = tough.complete(max_tokens=1000)["choices"][0]["text"]
     core = tough.core
     with tough.streaming(max_tokens=1000) as stream:
-        found = [next(stream)]
+        stream_events = [next(stream)]
         os.kill(core, signal.SIGSTOP)
         try:
-            eventually("it is unhealthy", lambda: tough.health() == 503)
-            # The other API process may be a moment behind, and would still accept a request.
-            eventually("both say so", lambda: all(tough.health() == 503 for _ in range(8)))
+            eventually("the server is unhealthy", lambda: tough.health() == 503)
+            # The other API process may lag behind and still accept a request.
+            eventually("both processes report it", lambda: all(tough.health() == 503 for _ in range(8)))
             refused = tough.client.post("/v1/completions", json={"model": "tiny", "prompt": "x"})
         finally:
             os.kill(core, signal.SIGCONT)
-        found += stream
+        stream_events += stream
     assert refused.status_code == 503
-    said = re.search(r"no progress for (\d+\.\d) s; the limit is 10 s", refused.json()["error"]["message"])
-    assert said is not None and float(said[1]) >= HEALTH_TIMEOUT_S, "a short pause is no reason"
-    eventually("it is healthy again", lambda: steady(tough))
-    assert found[-1] == "[DONE]"
-    assert "".join(each["choices"][0]["text"] for each in found[:-1] if isinstance(each, dict)) == whole
+    match = re.search(r"no progress for (\d+\.\d) s; the limit is 10 s", refused.json()["error"]["message"])
+    assert match is not None and float(match[1]) >= HEALTH_TIMEOUT_S, (
+        "a short pause does not make it unhealthy"
+    )
+    eventually("the server is healthy again", lambda: steady(tough))
+    assert stream_events[-1] == "[DONE]"
+    assert (
+        "".join(item["choices"][0]["text"] for item in stream_events[:-1] if isinstance(item, dict)) == whole
+    )
 
 
-def test_a_killed_engine_comes_back_and_its_answers_go_on(tough: ServeProcess) -> None:
-    """Catches streams that hang, a health that lies, a restart that does not work, and what it leaves."""
+def test_killed_engine_restarts_and_its_streams_continue(tough: ServeProcess) -> None:
+    """Catches streams that hang, a wrong health status, a failed restart, and leftovers."""
     whole = tough.complete(max_tokens=1000)["choices"][0]["text"]
     dead = tough.core
     before = tough.metrics()
     with tough.streaming(max_tokens=1000) as stream:
-        found = [next(stream)]
+        stream_events = [next(stream)]
         os.kill(dead, signal.SIGKILL)
-        eventually("it is unhealthy", lambda: tough.health() == 503)
-        found += stream
-    assert found[-1] == "[DONE]" and joined(found) == whole
-    eventually("it is healthy again", lambda: steady(tough))
+        eventually("the server is unhealthy", lambda: tough.health() == 503)
+        stream_events += stream
+    assert stream_events[-1] == "[DONE]" and joined(stream_events) == whole
+    eventually("the server is healthy again", lambda: steady(tough))
     assert tough.core != dead
     assert tough.complete(max_tokens=3)["usage"]["completion_tokens"] == 3
     after = tough.metrics()
-    assert after["kv_cache_usage_perc"] == 0, "the numbers of the dead are not those of its successor"
+    assert after["kv_cache_usage_perc"] == 0, "the new engine's gauges start anew"
     assert after["request_resumed_total"] - before["request_resumed_total"] == 1
     assert after["request_success_total:error"] == before["request_success_total:error"]
-    assert after["generation_tokens_total"] > before["generation_tokens_total"], "counters never fall back"
+    assert after["generation_tokens_total"] > before["generation_tokens_total"], "counters never decrease"
     assert len(tough.with_role("APIServer")) == 2
 
 
-def test_numbers_of_a_dead_engine_go_with_it(tough: ServeProcess) -> None:
+def test_gauges_of_a_dead_engine_are_reset(tough: ServeProcess) -> None:
     """Catches gauges that show the requests of a dead engine until the first request of the next."""
     core = tough.core
     with tough.streaming(max_tokens=8000) as stream:
         next(stream)
-        eventually("it runs", lambda: tough.metrics()["num_requests_running"] == 1)
+        eventually("the request runs", lambda: tough.metrics()["num_requests_running"] == 1)
         os.kill(core, signal.SIGKILL)
-        eventually("its numbers are gone", lambda: tough.metrics()["num_requests_running"] == 0)
+        eventually("its gauges are reset", lambda: tough.metrics()["num_requests_running"] == 0)
         assert tough.metrics()["kv_cache_usage_perc"] == 0
         eventually("the next core runs it", lambda: tough.metrics()["num_requests_running"] == 1)
-    eventually("it is healthy again and rests", lambda: steady(tough))
+    eventually("the server is healthy again and idle", lambda: steady(tough))
     assert tough.metrics()["kv_cache_usage_perc"] == 0
 
 
-def test_a_killed_api_process_takes_only_its_own_along(tough: ServeProcess) -> None:
-    """Catches an API process that is not restarted, or whose requests go on without it."""
+def test_killed_api_process_ends_only_its_own_requests(tough: ServeProcess) -> None:
+    """Catches an API process that is not restarted, or with requests that run on without it."""
     pids = tough.with_role("APIServer")
     with tough.streaming(max_tokens=8000) as stream:
         next(stream)
-        eventually("it runs", lambda: tough.metrics()["num_requests_running"] == 1)
+        eventually("the request runs", lambda: tough.metrics()["num_requests_running"] == 1)
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
             eventually("the other still answers", lambda: tough.health() == 200)
-            eventually("it is started again", partial(runs_without, tough, pid))
+            eventually("the process is restarted", partial(runs_without, tough, pid))
         with pytest.raises(httpx.TransportError):
             list(stream)
     assert not set(pids) & set(tough.with_role("APIServer"))
@@ -116,10 +120,10 @@ def test_a_killed_api_process_takes_only_its_own_along(tough: ServeProcess) -> N
     assert tough.complete(max_tokens=3)["usage"]["completion_tokens"] == 3
 
 
-def test_an_engine_that_cannot_come_back_says_why_and_keeps_trying(
+def test_engine_that_cannot_restart_reports_the_reason_and_retries(
     start: Start, tiny: TextModel, tmp_path: Path
 ) -> None:
-    """Catches a cause that nobody is told, and a server that gives up when the cause may pass."""
+    """Catches a cause that is not reported, and a server that gives up although the cause may pass."""
     copy = tmp_path / "model"
     shutil.copytree(tiny.path, copy)
     weights, aside = copy / "model.safetensors", tmp_path / "aside"
@@ -127,7 +131,7 @@ def test_an_engine_that_cannot_come_back_says_why_and_keeps_trying(
     server.until_healthy()
     weights.rename(aside)
     os.kill(server.core, signal.SIGKILL)
-    eventually("it says why", lambda: "the engine cannot start: " in server.text())
+    eventually("the log has the reason", lambda: "the engine cannot start: " in server.text())
     assert server.health() == 503
     aside.rename(weights)
     server.until_healthy()

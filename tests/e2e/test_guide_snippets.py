@@ -1,5 +1,5 @@
-"""Every snippet of the guide, word for word: scripts through `quire python`, commands through the shell with
-a `vllm` that is `quire`. The models that they name are tiny ones in the working directory."""
+"""Every snippet of the guide, unchanged: scripts through `quire python`, commands through the shell with a
+`vllm` that is `quire`. The models are tiny ones in the working directory."""
 
 import sys
 from base64 import b64encode
@@ -20,7 +20,7 @@ from guide_models import (
     PROMPTS,
     SEEING,
     described,
-    shelf,
+    make_models,
     texts,
 )
 from openai import OpenAI
@@ -44,9 +44,7 @@ GUIDE: dict[int, dict[str, str]] = {
         "max_num_batched_tokens=16384": "02_large_steps.py",
         "max_num_batched_tokens=2048": "02_small_steps.py",
     },
-    3: {
-        "a cache too small for the load": "test_guide.py::test_a_small_cache_preempts_with_the_guides_warning"
-    },
+    3: {"a cache too small for the load": "test_guide.py::test_small_cache_preempts_with_the_guides_warning"},
     4: {"disable_log_stats=False": "04_statistics.py"},
     5: {"--enable-prefix-caching": "05_prefix_caching.sh"},
     6: {"tensor_parallel_size=4": "06_tensor_parallel.py"},
@@ -68,7 +66,7 @@ GUIDE: dict[int, dict[str, str]] = {
     },
     12: {
         "VLLM_MEDIA_LOADING_THREAD_COUNT=2": "12_loading_threads.sh",
-        "that many": "test_guide.py::test_as_many_threads_load_media_as_asked",
+        "that many": "test_guide.py::test_media_loading_thread_count",
     },
     13: {
         "mm_processor_cache_gb=8": "13_large_cache.py",
@@ -95,16 +93,16 @@ GUIDE: dict[int, dict[str, str]] = {
         "--lora-extra-vocab-size 256": "20_extra_vocab.sh",
     },
     21: {"swap_space": "21_memory.py", "cpu_offload_gb": "21_offload.py"},
-    22: {"nine metrics": "test_guide_snippets.py::test_a_command_is_answered_as_written"},
-    23: {"the memory formula": "../plan/test_plan.py::test_the_weights_of_70b_are_what_the_guide_says"},
-    24: {"HPA": "test_deploy.py::test_replicas_follow_those_who_wait"},
+    22: {"nine metrics": "test_guide_snippets.py::test_command_runs_as_written"},
+    23: {"the memory formula": "../plan/test_plan.py::test_weights_of_70b_match_the_guide"},
+    24: {"HPA": "test_deploy.py::test_autoscaler_uses_the_waiting_requests"},
     25: {"alerts": "test_deploy.py::test_alerts_fire_when_they_should"},
-    26: {"VLLM_ENGINE_READY_TIMEOUT_S": "../executor/test_multi_node.py::test_who_never_comes_is_named"},
-    27: {"threads": "../system/test_platform.py::test_two_hardware_threads_for_each_process_of_a_gpu_engine"},
+    26: {"VLLM_ENGINE_READY_TIMEOUT_S": "../executor/test_multi_node.py::test_missing_machines_are_named"},
+    27: {"threads": "../system/test_platform.py::test_two_hardware_threads_per_process_of_a_gpu_engine"},
     28: {"Ray": "../executor/test_ray.py::test_"},
     29: {"client": "test_openai_client.py::test_"},
 }
-"""What is typed, by its number in the list of the guide, and the snippet, or the test, that has it."""
+"""Settings by their number in the guide, with the snippet or the test that covers them."""
 NINE = [
     *("num_requests_running", "num_requests_waiting", "gpu_cache_usage_perc", "num_preemptions_total"),
     *("avg_prompt_throughput_toks_per_s", "avg_generation_throughput_toks_per_s"),
@@ -118,9 +116,9 @@ REFUSED = {
     "14_flashinfer_variable.sh": "FLASHINFER",
     "21_offload.py": "cpu_offload_gb",
 }
-"""On a CPU, or by design: in one line that names what cannot be had."""
+"""Snippets that are refused on a CPU or by design, with a word of their one-line error."""
 OTHER_NUMBERS = {"16_fp8.sh", "18_fp8_cache.sh", "18_deep_gemm.sh"}
-"""Which need not say word for word what the model says as it is."""
+"""Snippets with answers that may differ from those of the unmodified model."""
 OFTEN = {
     *("14_flashinfer_variable.sh", "18_fp8_cache.sh", "20_adapters.sh"),
     *(
@@ -130,16 +128,17 @@ OFTEN = {
     ),
     "08_experts.py",
 }
-"""The others start servers or many ranks, and are slow; images in shared memory are in test_guide.py, too."""
+"""Fast snippets. The others start servers or many ranks; test_guide.py also covers images in shared
+memory."""
 
 
 def snippets(suffix: str) -> list[Any]:
-    found = sorted(file.name for file in SNIPPETS.glob(f"*{suffix}"))
-    return [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in found]
+    results = sorted(file.name for file in SNIPPETS.glob(f"*{suffix}"))
+    return [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in results]
 
 
-def test_nothing_of_the_guide_is_forgotten() -> None:
-    """Each line of its list has a snippet with these words, or a test; each snippet stands in a line."""
+def test_every_line_of_the_guide_is_covered() -> None:
+    """Each line of its list has a snippet with these words, or a test; each snippet belongs to a line."""
     assert list(GUIDE) == list(range(1, 30))
     used = set()
     for typed, where in (pair for line in GUIDE.values() for pair in line.items()):
@@ -154,17 +153,17 @@ def test_nothing_of_the_guide_is_forgotten() -> None:
 
 @pytest.fixture(scope="module")
 def place(tiny: TextModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The working directory."""
-    return shelf(tmp_path_factory.mktemp("guide"), tiny, tmp_path_factory.getbasetemp())
+    """Return the working directory."""
+    return make_models(tmp_path_factory.mktemp("guide"), tiny, tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(scope="module")
 def expected(place: Path) -> dict[str, list[str]]:
-    """What each model says by itself, made when it is asked for."""
+    """Return the answers of each model by itself, filled on demand."""
     return {}
 
 
-def said_by(name: str, place: Path, expected: dict[str, list[str]]) -> list[str]:
+def reference_answers(name: str, place: Path, expected: dict[str, list[str]]) -> list[str]:
     if name not in expected:
         llm = LLM(str(place / name))
         expected[name] = described(llm) if name in SEEING else texts(llm)
@@ -173,7 +172,7 @@ def said_by(name: str, place: Path, expected: dict[str, list[str]]) -> list[str]
 
 
 def model_of(snippet: str) -> str:
-    """The name in it."""
+    """Return the model name in the snippet."""
     text = (SNIPPETS / snippet).read_text()
     if "gguf-file" in text:
         return GGUF
@@ -184,8 +183,8 @@ def model_of(snippet: str) -> str:
 
 
 @pytest.fixture
-def undone(monkeypatch: pytest.MonkeyPatch, place: Path) -> Iterator[None]:
-    """In the working directory; the hook, and what came through it, go with the test."""
+def restored_modules(monkeypatch: pytest.MonkeyPatch, place: Path) -> Iterator[None]:
+    """Run in the working directory; remove the import hook and the modules that it loaded after the test."""
     monkeypatch.chdir(place)
     for name in ("meta_path", "argv", "path"):
         monkeypatch.setattr(sys, name, list(getattr(sys, name)))
@@ -194,9 +193,9 @@ def undone(monkeypatch: pytest.MonkeyPatch, place: Path) -> Iterator[None]:
         del sys.modules[name]
 
 
-@pytest.mark.usefixtures("undone")
+@pytest.mark.usefixtures("restored_modules")
 @pytest.mark.parametrize("name", snippets(".py"))
-def test_a_script_runs_as_written(name: str, place: Path, expected: dict[str, list[str]]) -> None:
+def test_script_runs_as_written(name: str, place: Path, expected: dict[str, list[str]]) -> None:
     if name in REFUSED:
         with pytest.raises(ConfigError) as caught:
             vllm_shim.executed([str(SNIPPETS / name)])
@@ -205,16 +204,16 @@ def test_a_script_runs_as_written(name: str, place: Path, expected: dict[str, li
     llm: LLM = vllm_shim.executed([str(SNIPPETS / name)])["llm"]
     model = model_of(name)
     try:
-        for _ in range(2):  # once when images are new, once when they may be known
-            found = described(llm) if model in SEEING else texts(llm)
-            assert found == said_by(model, place, expected)
-        look(llm, name)
+        for _ in range(2):  # once when images are new, once when they may be cached
+            result = described(llm) if model in SEEING else texts(llm)
+            assert result == reference_answers(model, place, expected)
+        check_config(llm, name)
     finally:
         llm.llm_engine.close()
 
 
-def look(llm: LLM, name: str) -> None:
-    """What each must show beside its answers."""
+def check_config(llm: LLM, name: str) -> None:
+    """Check the effect of each script beside its answers."""
     config, parallel = llm.config, llm.config.parallel
     ranks = parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.data_parallel_size
     seen: dict[str, Any] = {
@@ -232,14 +231,16 @@ def look(llm: LLM, name: str) -> None:
     }
     assert seen.get(name, True), config
     if name == "04_statistics.py":
-        assert {"vllm:num_preemptions", "vllm:generation_tokens"} <= {each.name for each in llm.get_metrics()}
+        assert {"vllm:num_preemptions", "vllm:generation_tokens"} <= {
+            metric.name for metric in llm.get_metrics()
+        }
 
 
 # ---- commands
 
 
 @pytest.mark.parametrize("name", snippets(".sh"))
-def test_a_command_is_answered_as_written(
+def test_command_runs_as_written(
     name: str, place: Path, expected: dict[str, list[str]], tmp_path: Path
 ) -> None:
     with ServeProcess(None, log=tmp_path / "log", script=SNIPPETS / name, cwd=place) as server:
@@ -250,18 +251,18 @@ def test_a_command_is_answered_as_written(
             return
         server.until_healthy(num_api=4 if "api_processes" in name else 1)
         model = model_of(name)
-        wanted = said_by(model, place, expected)
+        wanted = reference_answers(model, place, expected)
         for _ in range(2):
-            found = described_over_http(server) if model in SEEING else completions(server)
-            assert found == wanted or name in OTHER_NUMBERS and all(found)
+            result = described_over_http(server) if model in SEEING else completions(server)
+            assert result == wanted or name in OTHER_NUMBERS and all(result)
         check(server, name)
         server.end_cleanly()
 
 
 def check(server: ServeProcess, name: str) -> None:
-    """What each must show beside its answers."""
-    found = server.metrics()
-    assert [metric for metric in NINE if metric not in found] == []
+    """Check the effect of each command beside its answers."""
+    metrics = server.metrics()
+    assert [metric for metric in NINE if metric not in metrics] == []
     if name == "05_prefix_caching.sh":
         for _ in range(2):
             server.complete(model=DENSE[0], prompt=[7] * 100, max_tokens=1)
@@ -274,11 +275,11 @@ def check(server: ServeProcess, name: str) -> None:
     if name.startswith("14_xformers"):
         assert "XFORMERS" in server.text()
     if name.startswith("20_"):
-        names = {each["id"] for each in server.client.get("/v1/models").json()["data"]}
+        names = {entry["id"] for entry in server.client.get("/v1/models").json()["data"]}
         adapters = {"customer-support", "finance"} if name == "20_adapters.sh" else {"customer-support"}
         assert names == {DENSE[0], *adapters}
         answers = {completions(server, adapter)[0] for adapter in names}
-        assert len(answers) == len(names), "an adapter says what the model says"
+        assert len(answers) == len(names), "an adapter gives the output of the base model"
 
 
 def completions(server: ServeProcess, model: str | None = None) -> list[str]:
@@ -290,7 +291,7 @@ def completions(server: ServeProcess, model: str | None = None) -> list[str]:
 
 
 def described_over_http(server: ServeProcess) -> list[str]:
-    """As openai's client asks, several at once, whichever process answers."""
+    """Ask as OpenAI's client does, several at once, over any process."""
 
     def ask(image: Image.Image) -> str:
         file = BytesIO()

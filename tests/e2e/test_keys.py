@@ -1,4 +1,5 @@
-"""Keys on a real server of two API processes: a flood, an answer beside it, limits, counters, hang-ups."""
+"""Keys on a real server of two API processes: a flood, an answer beside it, limits, counters,
+disconnects."""
 
 import json
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ KEYS = [
 
 
 ENDLESS: dict[str, Any] = {"prompt": [[number + 5] * 9 for number in range(48)], "max_tokens": 8000}
-"""One request, and some hundred thousand steps."""
+"""One request with some hundred thousand steps."""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def keyed(
 
 
 def post(server: ServeProcess, key: str, **body: Any) -> httpx.Response:
-    """On a connection of its own, so that any of the API processes may answer."""
+    """Send a request on a new connection, so that any of the API processes may answer."""
     with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as fresh:
         return fresh.post(
             "/v1/completions", json=greedy(**body), headers={"authorization": f"Bearer sk-{key}"}
@@ -55,24 +56,24 @@ def running(server: ServeProcess, key: str) -> float:
 def open_stream(stack: ExitStack, server: ServeProcess, key: str, **body: Any) -> httpx.Response:
     client = stack.enter_context(httpx.Client(base_url=server.url, timeout=PATIENCE_S))
     headers = {"authorization": f"Bearer sk-{key}"}
-    asked = greedy(stream=True, **body)
-    return stack.enter_context(client.stream("POST", "/v1/completions", json=asked, headers=headers))
+    body_sent = greedy(stream=True, **body)
+    return stack.enter_context(client.stream("POST", "/v1/completions", json=body_sent, headers=headers))
 
 
-def test_a_flood_delays_nobody_else(keyed: ServeProcess) -> None:
-    """All four rows are taken by answers of 8,000 tokens, with many more of them in the line."""
+def test_flood_of_one_key_does_not_delay_other_keys(keyed: ServeProcess) -> None:
+    """All four rows are taken by answers of 8,000 tokens, and many more wait."""
     with ExitStack() as stack:
         open_stream(stack, keyed, "greedy", **ENDLESS)
         eventually("rows are taken", lambda: keyed.metrics()["num_requests_running"] == 4)
         assert running(keyed, "greedy") == 1
         with ThreadPoolExecutor(3) as pool:
-            found = list(pool.map(lambda _: post(keyed, "light", max_tokens=5), range(6)))
-        assert [reply.json()["usage"]["completion_tokens"] for reply in found] == [5] * 6
-        assert keyed.metrics()["num_requests_waiting"] > 0, "answered when the line was empty"
-    eventually("those who hung up are gone", lambda: running(keyed, "greedy") == 0)
+            replies = list(pool.map(lambda _: post(keyed, "light", max_tokens=5), range(6)))
+        assert [reply.json()["usage"]["completion_tokens"] for reply in replies] == [5] * 6
+        assert keyed.metrics()["num_requests_waiting"] > 0, "answered when the queue was empty"
+    eventually("disconnected clients are gone", lambda: running(keyed, "greedy") == 0)
     eventually("and so are their rows", lambda: keyed.metrics()["num_requests_running"] == 0)
     seen = keyed.metrics()
-    prompt = found[0].json()["usage"]["prompt_tokens"]
+    prompt = replies[0].json()["usage"]["prompt_tokens"]
     counted = [
         seen[f"quire:key_{what}_total:light"] for what in ("requests", "prompt_tokens", "generation_tokens")
     ]
@@ -80,29 +81,29 @@ def test_a_flood_delays_nobody_else(keyed: ServeProcess) -> None:
     assert seen["num_preemptions_total"] >= 1 and seen["quire:key_running:light"] == 0
 
 
-def test_the_processes_keep_one_limit_together(keyed: ServeProcess) -> None:
+def test_processes_share_the_concurrency_limit(keyed: ServeProcess) -> None:
     before = keyed.metrics()["quire:key_rejected_total:single:concurrency"]
     with ExitStack() as stack:
         open_stream(stack, keyed, "single", **ENDLESS)
-        eventually("it is there", lambda: running(keyed, "single") == 1)
-        found = [post(keyed, "single", max_tokens=1) for _ in range(4)]
-        assert [reply.status_code for reply in found] == [429] * 4
-        assert all(int(reply.headers["retry-after"]) >= 1 for reply in found)
-        assert found[0].json()["error"]["type"] == "RateLimitError"
-    eventually("its place is free", lambda: running(keyed, "single") == 0)
+        eventually("the request runs", lambda: running(keyed, "single") == 1)
+        replies = [post(keyed, "single", max_tokens=1) for _ in range(4)]
+        assert [reply.status_code for reply in replies] == [429] * 4
+        assert all(int(reply.headers["retry-after"]) >= 1 for reply in replies)
+        assert replies[0].json()["error"]["type"] == "RateLimitError"
+    eventually("its slot is free", lambda: running(keyed, "single") == 0)
     assert post(keyed, "single", max_tokens=1).status_code == 200
     assert keyed.metrics()["quire:key_rejected_total:single:concurrency"] == before + 4
 
 
-def test_tokens_run_out_for_all_processes(keyed: ServeProcess) -> None:
+def test_processes_share_the_token_limit(keyed: ServeProcess) -> None:
     assert post(keyed, "poor", prompt=[5] * 2000, max_tokens=1).status_code == 200
-    found = [post(keyed, "poor", max_tokens=1) for _ in range(4)]
-    assert [reply.status_code for reply in found] == [429] * 4
-    assert int(found[0].headers["retry-after"]) > 60 and "tokens_per_minute is 20" in found[0].text
+    replies = [post(keyed, "poor", max_tokens=1) for _ in range(4)]
+    assert [reply.status_code for reply in replies] == [429] * 4
+    assert int(replies[0].headers["retry-after"]) > 60 and "tokens_per_minute is 20" in replies[0].text
     assert keyed.metrics()["quire:key_rejected_total:poor:tokens"] == 4
 
 
-def test_who_has_no_key_is_told_nothing(keyed: ServeProcess) -> None:
+def test_missing_key_is_401(keyed: ServeProcess) -> None:
     assert post(keyed, "nobody").status_code == 401
     assert (
         keyed.client.get("/v1/models").status_code == 401 and keyed.client.get("/health").status_code == 200

@@ -1,4 +1,4 @@
-"""Adapters of a running server: answered by name in every process, loaded and unloaded under way."""
+"""LoRA adapters of a running server: answered by name in every process, loaded and unloaded at runtime."""
 
 import json
 import shutil
@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 from serve_process import PATIENCE_S, Start, eventually, greedy
-from tiny_adapter import write_adapter, write_own
+from tiny_adapter import write_adapter, write_adapter_with_tokens
 from tiny_text import TextModel
 
 SLOTS = ("--enable-lora", "--max-loras", "4", "--max-lora-rank", "64", "--lora-extra-vocab-size", "256")
@@ -23,7 +23,7 @@ def adapters(tiny: TextModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_adapters_answer_come_and_go_in_all_processes(
+def test_adapters_are_served_loaded_and_unloaded_in_all_processes(
     start: Start, adapters: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
@@ -37,7 +37,7 @@ def test_adapters_answer_come_and_go_in_all_processes(
     assert len(set(answers.values())) == 3
 
     def fresh(model: str) -> int:
-        """By whichever process."""
+        """Return the status of a request on a new connection, answered by any process."""
         return httpx.post(
             f"{server.url}/v1/completions", json=greedy(model=model, max_tokens=2), timeout=PATIENCE_S
         ).status_code
@@ -46,19 +46,19 @@ def test_adapters_answer_come_and_go_in_all_processes(
     assert server.client.post("/v1/load_lora_adapter", json=change).status_code == 200
     assert {fresh("late") for _ in range(6)} == {200}
     with server.streaming(model="late", max_tokens=600) as stream, ThreadPoolExecutor() as threads:
-        found = [next(stream)]
+        stream_events = [next(stream)]
         gone = threads.submit(server.client.post, "/v1/unload_lora_adapter", json={"lora_name": "late"})
-        eventually("nobody gets it any more", lambda: fresh("late") == 404)
+        eventually("the adapter is no longer served", lambda: fresh("late") == 404)
         assert {fresh("late") for _ in range(6)} == {404}
-        found += stream
+        stream_events += stream
         assert gone.result(PATIENCE_S).status_code == 200
-    assert found[-1] == "[DONE]" and isinstance(last := found[-2], dict)
+    assert stream_events[-1] == "[DONE]" and isinstance(last := stream_events[-2], dict)
     assert last["choices"][0]["finish_reason"] == "length"
-    eventually("nothing runs", lambda: server.metrics()["num_requests_running"] == 0)
+    eventually("no request runs", lambda: server.metrics()["num_requests_running"] == 0)
     server.end_cleanly()
 
 
-def test_an_adapter_that_cannot_be_read_ends_the_start(start: Start, adapters: Path, tmp_path: Path) -> None:
+def test_unreadable_adapter_ends_the_start(start: Start, adapters: Path, tmp_path: Path) -> None:
     broken = shutil.copytree(adapters / "a", tmp_path / "broken")
     (broken / "adapter_model.safetensors").write_bytes(b"nothing")
     server = start(*SLOTS, "--lora-modules", f"one={broken}")
@@ -66,27 +66,27 @@ def test_an_adapter_that_cannot_be_read_ends_the_start(start: Start, adapters: P
     assert f"lora_modules: 'one' from '{broken}'" in server.text()
 
 
-def test_tokens_of_an_adapter_are_read_and_said_by_it_alone(
+def test_added_tokens_of_an_adapter_are_its_own(
     start: Start, tiny: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
     new = [f"<new-{number}>" for number in range(9)]
-    write_own(tmp_path / "own", tiny.path, new)
-    write_own(tmp_path / "many", tiny.path, [f"<many-{number}>" for number in range(40)])
+    write_adapter_with_tokens(tmp_path / "own", tiny.path, new)
+    write_adapter_with_tokens(tmp_path / "many", tiny.path, [f"<many-{number}>" for number in range(40)])
     server = start("--enable-lora", "--lora-extra-vocab-size", "16", "--lora-modules", f"own={tmp_path}/own")
     server.until_healthy()
 
     def ids(model: str) -> list[int]:
         reply = server.client.post("/tokenize", json={"model": model, "prompt": "a<new-8>"})
-        found: list[int] = reply.json()["tokens"]
-        return found
+        token_ids: list[int] = reply.json()["tokens"]
+        return token_ids
 
     last = ids("own")[-1]
     assert last >= 344 and len(ids("own")) < len(ids("tiny")) and max(ids("tiny")) < 344
-    said = server.complete(
+    reply_body = server.complete(
         model="own", prompt="a<new-8>", max_tokens=3, logit_bias={str(last): 100}, logprobs=1
     )["choices"][0]
-    assert said["text"] == "<new-8>" * 3 and said["logprobs"]["tokens"] == ["<new-8>"] * 3
+    assert reply_body["text"] == "<new-8>" * 3 and reply_body["logprobs"]["tokens"] == ["<new-8>"] * 3
     for model, prompt in (("tiny", [5, last]), ("own", [5, last + 1]), ("own", [5, last + 100])):
         refused = server.client.post("/v1/completions", json=greedy(model=model, prompt=prompt))
         assert refused.status_code == 400 and "out of vocabulary" in refused.text, refused.text

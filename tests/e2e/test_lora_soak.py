@@ -1,7 +1,6 @@
-"""A soak of adapters: loaded, unloaded and read again under the traffic of 16 clients.
+"""A soak of LoRA adapters: loaded, unloaded and reloaded under the traffic of 16 clients.
 
-`QUIRE_TEST_ADAPTER_SOAK_S` says for how many seconds.
-"""
+`QUIRE_TEST_ADAPTER_SOAK_S` sets its seconds."""
 
 import asyncio
 import itertools
@@ -32,7 +31,7 @@ FLAGS = ("--enable-lora", "--max-loras", "2", "--max-cpu-loras", "3", "--max-lor
 
 
 class Soak:
-    """Clients who know what each adapter says, and one who has adapters come and go."""
+    """Clients that check the answers of each adapter, and one that loads and unloads adapters."""
 
     def __init__(self, server: ServeProcess, folder: Path, client: httpx.AsyncClient) -> None:
         self.server, self.folder, self.client = server, folder, client
@@ -41,7 +40,7 @@ class Soak:
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.num_bytes: list[int] = []
-        """Resident, of all processes, every `LOOK_S`."""
+        """Resident bytes of all processes, every `LOOK_S`."""
 
     async def ask(self, model: str, prompt: str) -> httpx.Response:
         body = greedy(model=model, prompt=prompt, max_tokens=16)
@@ -58,8 +57,8 @@ class Soak:
     async def load(self, name: str, **more: object) -> int:
         return await self.change("load", name, lora_path=str(self.folder / name), **more)
 
-    async def learn(self) -> None:
-        """What each says of each prompt if there is no other."""
+    async def record_expected(self) -> None:
+        """Record the answer of each adapter to each prompt while no other request runs."""
         for name, prompt in itertools.product(["tiny", *NAMES], PROMPTS):
             self.alone[name, prompt] = (await self.ask(name, prompt)).json()["choices"][0]["text"]
         assert len({self.alone[name, PROMPTS[0]] for name in ("tiny", *NAMES)}) == len(NAMES) + 1
@@ -89,13 +88,13 @@ class Soak:
 
     async def look_until(self, end: float) -> None:
         while time.monotonic() < end:
-            self.num_bytes.append(sum(_resident(each) for each in self.server.members()))
+            self.num_bytes.append(sum(_resident(member) for member in self.server.members()))
             await asyncio.sleep(min(LOOK_S, SECONDS / 8))
 
     async def run(self) -> None:
         for name in NAMES:
             assert await self.load(name) == 200
-        await self.learn()
+        await self.record_expected()
         await self.client_until(time.monotonic() + min(SECONDS / 10, 10.0))
         end = time.monotonic() + SECONDS
         clients = (self.client_until(end) for _ in range(CLIENTS))
@@ -113,29 +112,29 @@ def _resident(process: psutil.Process) -> int:
 
 
 async def soak(server: ServeProcess, folder: Path) -> Soak:
-    each_its_own = {"connection": "close"}  # none that the server closes as it is used again
-    async with httpx.AsyncClient(base_url=server.url, timeout=600, headers=each_its_own) as client:
+    headers = {"connection": "close"}  # new connections: the server may close a kept one just as it is reused
+    async with httpx.AsyncClient(base_url=server.url, timeout=600, headers=headers) as client:
         made = Soak(server, folder, client)
         await made.run()
         return made
 
 
-def test_adapters_come_and_go_under_traffic(
+def test_adapters_are_loaded_and_unloaded_under_traffic(
     start: Start, tiny: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches an adapter that answers for another, a slot or a reading that is lost, memory that grows."""
+    """Catches an adapter that answers for another, a lost slot or load, and memory that grows."""
     monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
     model = json.loads((tiny.path / "config.json").read_text())
     for seed, name in enumerate(NAMES, 1):
         write_adapter(tmp_path / name, model, seed)
     server = start(*FLAGS, "--lora-roots", str(tmp_path))
     server.until_healthy()
-    found = asyncio.run(soak(server, tmp_path))
-    print(dict(found.counts), [f"{each / 1e6:.0f} MB" for each in found.num_bytes])
-    assert not found.wrong, (len(found.wrong), found.wrong[:10])
-    assert all(found.counts[kind] for kind in ("answer 200", "load 200", "unload 200"))
-    half = len(found.num_bytes) // 2
-    first, last = median(found.num_bytes[:half]), median(found.num_bytes[half:])
+    result = asyncio.run(soak(server, tmp_path))
+    print(dict(result.counts), [f"{num_bytes / 1e6:.0f} MB" for num_bytes in result.num_bytes])
+    assert not result.wrong, (len(result.wrong), result.wrong[:10])
+    assert all(result.counts[kind] for kind in ("answer 200", "load 200", "unload 200"))
+    half = len(result.num_bytes) // 2
+    first, last = median(result.num_bytes[:half]), median(result.num_bytes[half:])
     assert last < first + SLACK_BYTES, f"grew from {first} to {last} bytes"
     for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         eventually(f"{gauge} is 0", lambda gauge=gauge: server.metrics()[gauge] == 0)  # type: ignore[misc]

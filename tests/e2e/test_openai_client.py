@@ -1,4 +1,4 @@
-"""The official client, strict about every reply, against a real server."""
+"""The official client, with strict validation of every reply, against a real server."""
 
 import json
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from tiny_text import TextModel
 
 from quire.text.tokenizer import load_tokenizer
 
-SAY: Any = [{"role": "user", "content": "The quick brown fox"}]
+MESSAGES: Any = [{"role": "user", "content": "The quick brown fox"}]
 PLAIN: dict[str, Any] = {"temperature": 0, "extra_body": {"ignore_eos": True}}
 
 
@@ -27,14 +27,14 @@ def client(server: ServeProcess) -> Iterator[OpenAI]:
 
 @pytest.fixture(scope="module")
 def lenient(client: OpenAI) -> Iterator[OpenAI]:
-    """For the replies that OpenAI's own schema of completions has forgotten: the chunks of a stream, which
-    have no finish reason yet, and an echoed first token, which has no logprob."""
+    """Client for replies that OpenAI's own schema of completions does not allow: stream chunks without a
+    finish reason, and an echoed first token without a logprob."""
     with client.with_options(_extra_kwargs={"_strict_response_validation": False}) as made:
         yield made
 
 
-def test_a_completion_is_what_transformers_says(client: OpenAI, tiny: TextModel) -> None:
-    """Catches a prompt or an answer that changes on the way through three processes."""
+def test_completion_equals_transformers(client: OpenAI, tiny: TextModel) -> None:
+    """Catches a prompt or an answer that changes on its way through three processes."""
     tokenizer = load_tokenizer(tiny.path, "hf")
     prompt = tokenizer.encode("A page is a block")
     reply = client.completions.create(model="tiny", prompt="A page is a block", max_tokens=12, **PLAIN)
@@ -46,7 +46,7 @@ def test_a_completion_is_what_transformers_says(client: OpenAI, tiny: TextModel)
 
 
 def test_batches_of_token_ids(client: OpenAI, tiny: TextModel) -> None:
-    """Catches batched token-id prompts that are mixed up, or choices that do not stand prompt by prompt."""
+    """Catches batched token-id prompts that are mixed up, or choices that are not grouped by prompt."""
     prompts = [[5, 6, 7], [40, 41, 42, 43]]
     reply = client.completions.create(
         model="also-tiny",
@@ -55,14 +55,14 @@ def test_batches_of_token_ids(client: OpenAI, tiny: TextModel) -> None:
         temperature=0,
         extra_body={"ignore_eos": True, "return_token_ids": True},
     )
-    found = [choice.model_dump()["token_ids"] for choice in reply.choices]
+    token_ids = [choice.model_dump()["token_ids"] for choice in reply.choices]
     assert [choice.index for choice in reply.choices] == [0, 1]
-    assert found == [tiny.greedy(prompt, 4) for prompt in prompts]
+    assert token_ids == [tiny.greedy(prompt, 4) for prompt in prompts]
 
 
-def test_a_streamed_completion_is_the_whole_one(client: OpenAI, lenient: OpenAI) -> None:
+def test_streamed_completion_equals_the_complete_one(client: OpenAI, lenient: OpenAI) -> None:
     """Catches deltas that lose, repeat or reorder text, and a usage chunk that miscounts."""
-    asked: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "model": "tiny",
         "prompt": "One two",
         "max_tokens": 20,
@@ -70,10 +70,10 @@ def test_a_streamed_completion_is_the_whole_one(client: OpenAI, lenient: OpenAI)
         "seed": 5,
         "temperature": 0.9,
     }
-    whole = client.completions.create(**asked, extra_body={"ignore_eos": True})
+    whole = client.completions.create(**fields, extra_body={"ignore_eos": True})
     texts, ends, usage = ["", ""], {}, None
     for chunk in lenient.completions.create(
-        **asked, stream=True, stream_options={"include_usage": True}, extra_body={"ignore_eos": True}
+        **fields, stream=True, stream_options={"include_usage": True}, extra_body={"ignore_eos": True}
     ):
         for choice in chunk.choices:
             assert choice.index not in ends, "text after the finish reason"
@@ -87,11 +87,11 @@ def test_a_streamed_completion_is_the_whole_one(client: OpenAI, lenient: OpenAI)
     assert usage == whole.usage
 
 
-def test_a_streamed_chat_is_the_whole_one(client: OpenAI) -> None:
+def test_streamed_chat_equals_the_complete_one(client: OpenAI) -> None:
     """Catches a missing role chunk, or a finish reason apart from the last text."""
-    whole = client.chat.completions.create(model="tiny", messages=SAY, max_tokens=10, **PLAIN)
+    whole = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=10, **PLAIN)
     chunks = list(
-        client.chat.completions.create(model="tiny", messages=SAY, max_tokens=10, stream=True, **PLAIN)
+        client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=10, stream=True, **PLAIN)
     )
     deltas = [chunk.choices[0].delta for chunk in chunks]
     assert (deltas[0].role, deltas[0].content) == ("assistant", "")
@@ -104,14 +104,14 @@ def test_a_streamed_chat_is_the_whole_one(client: OpenAI) -> None:
 def test_chat_logprobs(client: OpenAI) -> None:
     """Catches logprobs of other tokens than those of the text."""
     reply = client.chat.completions.create(
-        model="tiny", messages=SAY, max_tokens=6, logprobs=True, top_logprobs=3, **PLAIN
+        model="tiny", messages=MESSAGES, max_tokens=6, logprobs=True, top_logprobs=3, **PLAIN
     )
     choice = reply.choices[0]
     assert choice.logprobs is not None and choice.logprobs.content is not None
     assert len(choice.logprobs.content) == 6
     for token in choice.logprobs.content:
         assert len(token.top_logprobs) == 3
-        assert token.logprob == max(each.logprob for each in token.top_logprobs) <= 0
+        assert token.logprob == max(top_logprob.logprob for top_logprob in token.top_logprobs) <= 0
 
 
 def test_completion_logprobs_with_echo(lenient: OpenAI) -> None:
@@ -128,12 +128,12 @@ def test_completion_logprobs_with_echo(lenient: OpenAI) -> None:
     assert all(value is not None and value <= 0 for value in choice.logprobs.token_logprobs[1:])
 
 
-def test_a_stop_string_ends_the_answer(client: OpenAI, lenient: OpenAI) -> None:
+def test_stop_string_ends_the_answer(client: OpenAI, lenient: OpenAI) -> None:
     """Catches a stop string that is shown, or that the engine runs past."""
     free = client.completions.create(model="tiny", prompt="The dog", max_tokens=30, **PLAIN).choices[0].text
     stop = free[8:11]
     for stream in (False, True):
-        asked: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "model": "tiny",
             "prompt": "The dog",
             "max_tokens": 30,
@@ -141,31 +141,31 @@ def test_a_stop_string_ends_the_answer(client: OpenAI, lenient: OpenAI) -> None:
             **PLAIN,
         }
         if stream:
-            choices = [chunk.choices[0] for chunk in lenient.completions.create(**asked, stream=True)]
+            choices = [chunk.choices[0] for chunk in lenient.completions.create(**fields, stream=True)]
         else:
-            choices = client.completions.create(**asked).choices
+            choices = client.completions.create(**fields).choices
         assert "".join(choice.text for choice in choices) == free[: free.index(stop)]
         assert choices[-1].finish_reason == "stop"
         assert choices[-1].model_dump()["stop_reason"] == stop
 
 
-def test_a_seed_fixes_the_answer_and_no_seed_does_not(client: OpenAI) -> None:
-    """Catches seeds that are dropped on the way, and requests without one that all get the same."""
+def test_seed_fixes_the_answer(client: OpenAI) -> None:
+    """Catches seeds that are dropped on the way, and unseeded requests that all get the same answer."""
 
-    def say(seed: int | None) -> str:
+    def sample(seed: int | None) -> str:
         reply = client.chat.completions.create(
-            model="tiny", messages=SAY, max_tokens=16, temperature=1.5, seed=seed
+            model="tiny", messages=MESSAGES, max_tokens=16, temperature=1.5, seed=seed
         )
         return reply.choices[0].message.content or ""
 
-    assert say(7) == say(7) != say(8)
-    assert say(None) != say(None)
+    assert sample(7) == sample(7) != sample(8)
+    assert sample(None) != sample(None)
 
 
-def test_mistakes_get_the_error_that_names_them(client: OpenAI) -> None:
-    """Catches mistakes that are answered with a 500, with silence, or by the engine."""
+def test_invalid_requests_get_specific_errors(client: OpenAI) -> None:
+    """Catches invalid requests that are answered with a 500, without a message, or by the engine."""
     with pytest.raises(openai.NotFoundError, match="`nobody` does not exist"):
-        client.chat.completions.create(model="nobody", messages=SAY)
+        client.chat.completions.create(model="nobody", messages=MESSAGES)
     with pytest.raises(openai.BadRequestError, match="max_model_len=8192"):
         client.completions.create(model="tiny", prompt="x", max_tokens=9000)
     with pytest.raises(openai.BadRequestError, match="maximum context length is 8192"):
@@ -175,49 +175,60 @@ def test_mistakes_get_the_error_that_names_them(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="vocabulary"):
         client.completions.create(model="tiny", prompt=[999_999])
     with pytest.raises(openai.BadRequestError, match="top_logprobs"):
-        client.chat.completions.create(model="tiny", messages=SAY, top_logprobs=2)
+        client.chat.completions.create(model="tiny", messages=MESSAGES, top_logprobs=2)
     with pytest.raises(openai.BadRequestError, match="response_format"):
-        client.chat.completions.create(model="tiny", messages=SAY, response_format={"type": "x"})  # type: ignore
+        client.chat.completions.create(model="tiny", messages=MESSAGES, response_format={"type": "x"})  # type: ignore
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("nobody")
 
 
-def test_an_answer_has_the_form_that_was_asked_for(client: OpenAI) -> None:
-    """Through API process and core, streamed or not; a schema that cannot be followed is refused by both."""
+def test_answer_follows_the_json_schema(client: OpenAI) -> None:
+    """Check streamed and complete answers; API process and core refuse an unsupported schema."""
     schema = {"type": "object", "properties": {"a": {"enum": [1, "x"]}}, "required": ["a"]}
     schema["additionalProperties"] = False
-    asked: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    response_format: Any = {
+        "type": "json_schema",
+        "json_schema": {"name": "x", "schema": schema, "strict": True},
+    }
     tight = {"structured_outputs": {"json": schema, "disable_any_whitespace": True}}
     for seed in range(4):
-        given: dict[str, Any] = {"model": "tiny", "temperature": 1.5, "seed": seed, "max_tokens": 200}
-        whole = client.chat.completions.create(messages=SAY, response_format=asked, **given).choices[0]
+        fields: dict[str, Any] = {"model": "tiny", "temperature": 1.5, "seed": seed, "max_tokens": 200}
+        whole = client.chat.completions.create(
+            messages=MESSAGES, response_format=response_format, **fields
+        ).choices[0]
         if whole.finish_reason == "stop":
             assert json.loads(whole.message.content or "") in ({"a": 1}, {"a": "x"})
-        plain = client.completions.create(prompt="x", extra_body=tight, **given)
+        plain = client.completions.create(prompt="x", extra_body=tight, **fields)
         assert plain.choices[0].text in ('{"a":1}', '{"a":"x"}')
-        stream = client.chat.completions.create(messages=SAY, stream=True, extra_body=tight, **given)
+        stream = client.chat.completions.create(messages=MESSAGES, stream=True, extra_body=tight, **fields)
         assert "".join(part.choices[0].delta.content or "" for part in stream) in ('{"a":1}', '{"a":"x"}')
     schema["properties"] = {"a": {"type": "strange"}}
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError, match="strange"):
-            client.chat.completions.create(model="tiny", messages=SAY, response_format=asked, stream=stream)
+            client.chat.completions.create(
+                model="tiny", messages=MESSAGES, response_format=response_format, stream=stream
+            )
 
 
-def test_the_models_are_listed_by_every_name(client: OpenAI) -> None:
+def test_models_are_listed_by_every_name(client: OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny", "also-tiny"]
     assert client.models.retrieve("also-tiny").id == "also-tiny"
 
 
-def test_tokens_there_and_back(server: ServeProcess, tiny: TextModel) -> None:
+def test_tokenize_round_trip(server: ServeProcess, tiny: TextModel) -> None:
     """Catches a tokenizer that is not the engine's."""
     text = "naïve café, 日本語, 🙂"
     expected = load_tokenizer(tiny.path, "hf").encode(text)
-    found = server.client.post("/tokenize", json={"model": "tiny", "prompt": text}).json()
-    assert (found["tokens"], found["count"], found["max_model_len"]) == (expected, len(expected), 8192)
-    back = server.client.post("/detokenize", json={"model": "tiny", "tokens": found["tokens"]}).json()
+    reply_body = server.client.post("/tokenize", json={"model": "tiny", "prompt": text}).json()
+    assert (reply_body["tokens"], reply_body["count"], reply_body["max_model_len"]) == (
+        expected,
+        len(expected),
+        8192,
+    )
+    back = server.client.post("/detokenize", json={"model": "tiny", "tokens": reply_body["tokens"]}).json()
     assert back["prompt"] == "<s>" + text
-    chat = server.client.post("/tokenize", json={"model": "tiny", "messages": SAY}).json()
-    assert chat["count"] > found["count"] // 2
+    chat = server.client.post("/tokenize", json={"model": "tiny", "messages": MESSAGES}).json()
+    assert chat["count"] > reply_body["count"] // 2
 
 
 @pytest.mark.parametrize(
@@ -232,14 +243,14 @@ def test_tokens_there_and_back(server: ServeProcess, tiny: TextModel) -> None:
         ("/health", b"{}", 405),
     ],
 )
-def test_bodies_no_client_sends(server: ServeProcess, path: str, content: bytes, status: int) -> None:
-    """Catches a body that gets past the door, or breaks it."""
+def test_malformed_bodies_are_refused(server: ServeProcess, path: str, content: bytes, status: int) -> None:
+    """Catches a malformed body that is accepted or breaks the server."""
     reply = server.client.post(path, content=content, headers={"content-type": "application/json"})
     assert reply.status_code == status, reply.text
     assert server.health() == 200
 
 
-def test_small_routes_answer(server: ServeProcess) -> None:
+def test_small_routes(server: ServeProcess) -> None:
     def get(path: str) -> httpx.Response:
         return server.client.get(path)
 

@@ -1,4 +1,4 @@
-"""A request that breaks every step it is in ends alone."""
+"""A request that breaks every step it is in fails alone."""
 
 from collections.abc import Iterator
 
@@ -22,19 +22,19 @@ def engine(tiny: TextModel) -> Iterator[LocalEngine]:
 
 
 def finished(engine: LocalEngine) -> dict[str, RequestOutput]:
-    found: dict[str, RequestOutput] = {}
+    results: dict[str, RequestOutput] = {}
     for _ in range(500):
         if not engine.has_unfinished_requests():
-            return found
-        found |= {output.request_id: output for output in engine.step() if output.finished}
-    raise AssertionError("the engine does not come to an end")
+            return results
+        results |= {output.request_id: output for output in engine.step() if output.finished}
+    raise AssertionError("the engine does not finish")
 
 
 @pytest.mark.parametrize("after", [0, 3], ids=["at once", "after 3 tokens"])
-def test_only_the_request_at_fault_ends(
+def test_only_the_request_at_fault_fails(
     engine: LocalEngine, tiny: TextModel, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
-    """Catches a bad request that takes its neighbours along, or makes them say something else."""
+    """Catches a bad request that ends other requests, or changes their output."""
     submit = engine.core.executor.submit
     core = engine.core.scheduler
 
@@ -50,9 +50,9 @@ def test_only_the_request_at_fault_ends(
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     for number, prompt in enumerate(PROMPTS):
         engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
-    found = finished(engine)
-    assert found.pop(str(POISONED)).outputs[0].finish_reason == "error"
-    for id, output in found.items():
+    result = finished(engine)
+    assert result.pop(str(POISONED)).outputs[0].finish_reason == "error"
+    for id, output in result.items():
         assert list(output.outputs[0].token_ids) == tiny.greedy(PROMPTS[int(id)], 8)
-    assert len(found) == 8
+    assert len(result) == 8
     assert engine.core.scheduler.kv.pool.usage == 0

@@ -1,4 +1,4 @@
-"""What a newcomer reads in docs/quickstart.md and README.md is typed as it stands there."""
+"""Commands and scripts of docs/quickstart.md and README.md run as they are written."""
 
 import json
 import re
@@ -18,33 +18,33 @@ _FENCE = re.compile(r"^```(console|python)\n(.*?)^```", re.DOTALL | re.MULTILINE
 
 
 def blocks(kind: str, words: str) -> list[tuple[str, str]]:
-    """(page, code) of that kind with these words in them."""
-    found = [
+    """Return (page, code) of the blocks of this language that contain these words."""
+    results = [
         (page, code)
         for page in PAGES
         for language, code in _FENCE.findall((ROOT / page).read_text(encoding="utf-8"))
         if language == kind and words in code
     ]
-    assert found, words
-    return found
+    assert results, words
+    return results
 
 
-def test_a_line_of_a_log_is_where_it_says() -> None:
+def test_log_lines_in_docs_match_the_source() -> None:
     for page in PAGES:
-        for name, line, told in _LOGGED.findall((ROOT / page).read_text(encoding="utf-8")):
-            found = [
+        for name, line, message in _LOGGED.findall((ROOT / page).read_text(encoding="utf-8")):
+            results = [
                 path.read_text(encoding="utf-8").splitlines() for path in ROOT.glob(f"src/quire/**/{name}")
             ]
-            assert any(told in "".join(lines[int(line) - 1 : int(line)]) for lines in found), (
+            assert any(message in "".join(lines[int(line) - 1 : int(line)]) for lines in results), (
                 page,
                 name,
-                told,
+                message,
             )
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
 @pytest.mark.parametrize(("page", "code"), blocks("console", "$ curl"))
-def test_a_command_is_answered(page: str, code: str, server: ServeProcess) -> None:
+def test_curl_commands_are_answered(page: str, code: str, server: ServeProcess) -> None:
     typed = code.replace("\\\n", " ").replace("localhost:8000", server.url.removeprefix("http://"))
     for line in typed.splitlines():
         if not line.startswith("$ "):
@@ -60,8 +60,8 @@ def test_a_command_is_answered(page: str, code: str, server: ServeProcess) -> No
 
 
 @pytest.mark.parametrize(("page", "code"), blocks("python", "import"))
-def test_a_script_runs(page: str, code: str, server: ServeProcess, tiny: TextModel) -> None:
-    """With the tiny model in place of those that are named."""
+def test_scripts_run(page: str, code: str, server: ServeProcess, tiny: TextModel) -> None:
+    """The tiny model replaces the models that are named."""
     code = code.replace("http://localhost:8000", server.url).replace("path/to/Qwen3-0.6B", str(tiny.path))
     code = code.replace("LLM()", f"LLM({str(tiny.path)!r})")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)

@@ -1,4 +1,4 @@
-"""A server whose engine is two ranks: one killed, one stopped, the core killed; no orphan, no hang."""
+"""A server with two ranks: one is killed, one stopped, the core killed; no orphan and no hang."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from serve_process import SHARED_FLAGS, ServeProcess, eventually, joined
 from tiny_text import TextModel
 
 HEALTH_TIMEOUT_S = 10.0
-"""Longer than a busy machine keeps a rank from its next step."""
+"""Longer than a busy machine delays the next step of a rank."""
 
 
 @pytest.fixture(scope="module")
@@ -33,40 +33,42 @@ def ranks(server: ServeProcess) -> list[int]:
 def at_rest(server: ServeProcess) -> bool:
     if server.health() != 200 or len(ranks(server)) != 2:
         return False
-    found = server.metrics()
-    return found["num_requests_running"] == 0 == found["kv_cache_usage_perc"]
+    metrics = server.metrics()
+    return metrics["num_requests_running"] == 0 == metrics["kv_cache_usage_perc"]
 
 
-def test_a_stopped_rank_is_unhealthy_and_goes_on(pair: ServeProcess) -> None:
-    """Catches a core that says nothing while it waits for a rank, and a stream lost over a pause."""
+def test_stopped_rank_is_unhealthy_and_resumes(pair: ServeProcess) -> None:
+    """Catches a core that reports nothing while it waits for a rank, and a stream lost over a pause."""
     whole = pair.complete(max_tokens=400)["choices"][0]["text"]
     _, second = ranks(pair)
     with pair.streaming(max_tokens=400) as stream:
-        found = [next(stream)]
+        stream_events = [next(stream)]
         os.kill(second, signal.SIGSTOP)
         try:
-            eventually("it is unhealthy", lambda: pair.health() == 503)
+            eventually("the server is unhealthy", lambda: pair.health() == 503)
             refused = pair.client.post("/v1/completions", json={"model": "tiny", "prompt": "x"})
             assert "no progress" in refused.json()["error"]["message"]
         finally:
             os.kill(second, signal.SIGCONT)
-        found += stream
-    assert "".join(each["choices"][0]["text"] for each in found[:-1] if isinstance(each, dict)) == whole
-    eventually("it is healthy again", lambda: at_rest(pair))
+        stream_events += stream
+    assert (
+        "".join(item["choices"][0]["text"] for item in stream_events[:-1] if isinstance(item, dict)) == whole
+    )
+    eventually("the server is healthy again", lambda: at_rest(pair))
 
 
 @pytest.mark.parametrize("victim", ["rank", "core"])
-def test_a_killed_process_takes_the_engine_along_and_it_comes_back(pair: ServeProcess, victim: str) -> None:
-    """Catches orphans, a stream that hangs or ends, and an engine that nobody starts again."""
+def test_killed_process_ends_the_engine_and_it_restarts(pair: ServeProcess, victim: str) -> None:
+    """Catches orphans, a stream that hangs or ends, and an engine that is not restarted."""
     whole = pair.complete(max_tokens=150)["choices"][0]["text"]
     before, core = ranks(pair), pair.core
     with pair.streaming(max_tokens=150) as stream:
-        found = [next(stream)]
+        stream_events = [next(stream)]
         os.kill(before[1] if victim == "rank" else core, signal.SIGKILL)
-        eventually("all of them end", lambda: not {core, *before} & {*psutil.pids()})
-        found += stream
-    assert found[-1] == "[DONE]" and joined(found) == whole
-    eventually("it is back", lambda: at_rest(pair))
+        eventually("all ranks end", lambda: not {core, *before} & {*psutil.pids()})
+        stream_events += stream
+    assert stream_events[-1] == "[DONE]" and joined(stream_events) == whole
+    eventually("the engine is back", lambda: at_rest(pair))
     assert pair.core != core and not set(ranks(pair)) & set(before)
     assert pair.complete(max_tokens=3)["usage"]["completion_tokens"] == 3
     if victim == "rank":

@@ -24,7 +24,7 @@ from tiny_adapter import write_adapter
 from tiny_text import TextModel
 
 LENGTH = 800
-"""Tokens of an answer that is not complete when the core is killed."""
+"""Tokens of an answer that is still running when the core is killed."""
 LIST = {
     "type": "array",
     "items": {"type": "string", "minLength": 4, "maxLength": 4},
@@ -82,36 +82,36 @@ def stream(server: ServeProcess, path: str, body: dict[str, Any]) -> Iterator[It
         yield events(reply.iter_lines())
 
 
-def whole(found: list[dict[str, Any] | str]) -> dict[str, Any]:
-    """What a stream has told: by choice its text, logprobs and end, and the usage."""
-    assert found[-1] == "[DONE]" and isinstance(found[-2], dict), found[-2:]
-    told: dict[int, dict[str, Any]] = {}
-    for event in found[:-1]:
+def whole(stream_events: list[dict[str, Any] | str]) -> dict[str, Any]:
+    """Return the text, logprobs and finish reason of each choice of a stream, and the usage."""
+    assert stream_events[-1] == "[DONE]" and isinstance(stream_events[-2], dict), stream_events[-2:]
+    answers: dict[int, dict[str, Any]] = {}
+    for event in stream_events[:-1]:
         assert isinstance(event, dict) and "error" not in event, event
         for choice in event["choices"]:
-            sequence = told.setdefault(choice["index"], {"text": "", "logprobs": [], "end": None})
+            sequence = answers.setdefault(choice["index"], {"text": "", "logprobs": [], "end": None})
             sequence["text"] += choice.get("text") or choice.get("delta", {}).get("content") or ""
             for call in choice.get("delta", {}).get("tool_calls") or ():
                 sequence["text"] += call["function"].get("arguments") or ""
             logprobs = choice.get("logprobs") or {}
             sequence["logprobs"] += logprobs.get("tokens") or [
-                each["token"] for each in logprobs.get("content") or ()
+                entry["token"] for entry in logprobs.get("content") or ()
             ]
             sequence["end"] = choice["finish_reason"] or sequence["end"]
-    return {"choices": told, "usage": found[-2]["usage"]}
+    return {"choices": answers, "usage": stream_events[-2]["usage"]}
 
 
-def test_streams_of_all_kinds_go_on_in_the_restarted_core(single: ServeProcess, tiny: TextModel) -> None:
-    """Catches text, logprobs and usage that are lost or told twice, and a grammar that starts over."""
+def test_streams_of_all_kinds_resume_in_the_restarted_core(single: ServeProcess, tiny: TextModel) -> None:
+    """Catches text, logprobs and usage that are lost or sent twice, and a grammar that starts over."""
     vectors = tiny.hf.get_input_embeddings()(torch.tensor([1, 40, 300, 77, 310])).detach()
     kinds = KINDS | {"vectors": (TEXT, SEEDED | {"prompt": None, "prompt_embeds": sent(vectors)})}
     ready = Barrier(len(kinds) + 1)
 
     def disturbed(kind: str) -> dict[str, Any]:
         with stream(single, *kinds[kind]) as chunks:
-            found = [next(chunks) for _ in range(5)]
+            result = [next(chunks) for _ in range(5)]
             ready.wait(PATIENCE_S)
-            return whole([*found, *chunks])
+            return whole([*result, *chunks])
 
     def undisturbed(kind: str) -> dict[str, Any]:
         with stream(single, *kinds[kind]) as chunks:
@@ -119,60 +119,68 @@ def test_streams_of_all_kinds_go_on_in_the_restarted_core(single: ServeProcess, 
 
     dead = single.core
     with ThreadPoolExecutor(len(kinds)) as pool:
-        os.kill(dead, signal.SIGSTOP)  # all streams begin together: none ends before another has begun
+        os.kill(dead, signal.SIGSTOP)  # all streams start together: none ends before another has started
         answers = pool.map(disturbed, kinds)
-        eventually("all wait", lambda: single.client.get("/load").json()["server_load"] == len(kinds))
+        eventually(
+            "all requests wait", lambda: single.client.get("/load").json()["server_load"] == len(kinds)
+        )
         os.kill(dead, signal.SIGCONT)
         ready.wait(PATIENCE_S)
         os.kill(dead, signal.SIGKILL)
-        eventually("it is unhealthy", lambda: single.health() == 503)
+        eventually("the server is unhealthy", lambda: single.health() == 503)
         refused = single.client.post("/v1/completions", json={"model": "tiny", "prompt": "x"})
-        found = dict(zip(kinds, answers, strict=True))
+        result = dict(zip(kinds, answers, strict=True))
         expected = dict(zip(kinds, pool.map(undisturbed, kinds), strict=True))
     assert refused.status_code == 503, "a new request can be sent elsewhere"
     for kind in kinds:
-        for told in (found[kind], expected[kind]):
-            told["usage"].pop("prompt_tokens_details", None)  # later ones find their prompt in the cache
-        assert found[kind] == expected[kind], kind
-    assert len(json.loads(found["schema"]["choices"][0]["text"])) == LIST["minItems"]
+        for answer in (result[kind], expected[kind]):
+            answer["usage"].pop(
+                "prompt_tokens_details", None
+            )  # later requests find their prompt in the cache
+        assert result[kind] == expected[kind], kind
+    assert len(json.loads(result["schema"]["choices"][0]["text"])) == LIST["minItems"]
     assert single.core != dead and single.health() == 200
     numbers = single.metrics()
     assert numbers["request_resumed_total"] == len(kinds)
     assert numbers["request_success_total:error"] == 0
 
 
-def test_a_client_that_hangs_up_in_the_pause_leaves_nothing(single: ServeProcess) -> None:
+def test_disconnect_during_the_pause_leaves_nothing(single: ServeProcess) -> None:
     before = single.metrics()
     with single.streaming(max_tokens=8000) as chunks:
         next(chunks)
         os.kill(single.core, signal.SIGKILL)
-        eventually("it is unhealthy", lambda: single.health() == 503)
-        eventually("its numbers are gone", lambda: single.metrics()["num_requests_running"] == 0)
-    eventually("it is healthy again", lambda: single.health() == 200)
+        eventually("the server is unhealthy", lambda: single.health() == 503)
+        eventually("its gauges are reset", lambda: single.metrics()["num_requests_running"] == 0)
+    eventually("the server is healthy again", lambda: single.health() == 200)
     eventually("the request was aborted", lambda: single.metrics()["request_success_total:abort"] == 1)
     after = single.metrics()
     assert after["num_requests_running"] == after["kv_cache_usage_perc"] == 0
     assert after["request_resumed_total"] == before["request_resumed_total"]
 
 
-def test_sigterm_in_the_pause_lets_answers_finish(start: Start) -> None:
-    """Catches a core that is not restarted while the server drains, and streams that wait for it in vain."""
+def test_sigterm_during_the_pause_lets_answers_finish(start: Start) -> None:
+    """Catches a core that is not restarted while the server drains, and streams that wait for it forever."""
     server = start("--shutdown-timeout", "100")
     server.until_healthy()
     with server.streaming(max_tokens=LENGTH) as chunks:
-        found = [next(chunks)]
+        stream_events = [next(chunks)]
         os.kill(server.core, signal.SIGKILL)
-        eventually("it is unhealthy", lambda: server.health() == 503)
+        eventually("the server is unhealthy", lambda: server.health() == 503)
         server.process.send_signal(signal.SIGTERM)
-        found += chunks
-    assert found[-1] == "[DONE]" and isinstance(found[-2], dict) and "error" not in found[-2], found[-2]
-    assert found[-2]["choices"][0]["finish_reason"] == "length"
+        stream_events += chunks
+    assert (
+        stream_events[-1] == "[DONE]"
+        and isinstance(stream_events[-2], dict)
+        and "error" not in stream_events[-2]
+    ), stream_events[-2]
+    assert stream_events[-2]["choices"][0]["finish_reason"] == "length"
     assert server.exit_code() == 0, server.text()
     assert "Traceback" not in server.text(), server.text()
 
 
-def test_a_core_that_stays_away_ends_its_answers(start: Start, tiny: TextModel, tmp_path: Path) -> None:
-    """Catches streams that wait for ever for a core that cannot start."""
+def test_core_that_cannot_restart_ends_its_streams(start: Start, tiny: TextModel, tmp_path: Path) -> None:
+    """Catches streams that wait forever for a core that cannot start."""
     copy = tmp_path / "model"
     shutil.copytree(tiny.path, copy)
     server = start("--health-timeout", "2", model=str(copy))
@@ -181,27 +189,27 @@ def test_a_core_that_stays_away_ends_its_answers(start: Start, tiny: TextModel, 
         next(chunks)
         (copy / "model.safetensors").rename(tmp_path / "aside")
         os.kill(server.core, signal.SIGKILL)
-        found = list(chunks)
-    assert found[-1] == "[DONE]" and isinstance(found[-2], dict)
-    assert found[-2]["error"]["code"] == 503 and "was not restarted" in found[-2]["error"]["message"]
+        results = list(chunks)
+    assert results[-1] == "[DONE]" and isinstance(results[-2], dict)
+    assert results[-2]["error"]["code"] == 503 and "was not restarted" in results[-2]["error"]["message"]
     server.end_cleanly()
 
 
-def test_resumption_can_be_turned_off(start: Start) -> None:
-    """A stream ends with an error then. What nobody has seen anything of is answered all the same."""
+def test_resumption_can_be_disabled(start: Start) -> None:
+    """A stream then ends with an error. A request without any sent output is answered nevertheless."""
     server = start("--no-resume-requests")
     server.until_healthy()
     expected = server.complete(max_tokens=LENGTH)["choices"][0]["text"]
     with ThreadPoolExecutor(1) as pool, server.streaming(max_tokens=8000) as chunks:
         hidden = pool.submit(server.complete, max_tokens=LENGTH)
-        eventually("both run", lambda: server.metrics()["num_requests_running"] == 2)
+        eventually("both requests run", lambda: server.metrics()["num_requests_running"] == 2)
         next(chunks)
         os.kill(server.core, signal.SIGKILL)
-        found = list(chunks)
+        results = list(chunks)
         assert hidden.result()["choices"][0]["text"] == expected
-    assert found[-1] == "[DONE]" and joined(found[:-2])
-    assert isinstance(found[-2], dict) and found[-2]["error"]["code"] == 503
-    assert "died" in found[-2]["error"]["message"]
+    assert results[-1] == "[DONE]" and joined(results[:-2])
+    assert isinstance(results[-2], dict) and results[-2]["error"]["code"] == 503
+    assert "died" in results[-2]["error"]["message"]
     assert server.metrics()["request_resumed_total"] == 0
     server.end_cleanly()
 
@@ -213,11 +221,11 @@ NUM_STREAMS = 16
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("num_cores", [1, 2])
-def test_twenty_deaths_under_sixteen_streams(
+def test_twenty_core_failures_under_sixteen_streams(
     tiny: TextModel, tmp_path: Path, preloaded: Preloaded, num_cores: int
 ) -> None:
-    """Streams of all kinds one after the other while cores are killed: every answer is the undisturbed one.
-    The longest pauses of each death are printed."""
+    """Streams of all kinds run one after the other while cores are killed: every answer equals the
+    undisturbed one. The longest pauses of each failure are printed."""
     write_adapter(tmp_path / "styled", json.loads((tiny.path / "config.json").read_text()), 1)
     flags = (*SHARED_FLAGS, "--enable-lora", "--lora-modules", f"styled={tmp_path}/styled")
     flags = (*flags, "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "-dp", str(num_cores))
@@ -225,13 +233,13 @@ def test_twenty_deaths_under_sixteen_streams(
     is_over, pauses = Event(), list[tuple[float, float]]()
     with ServeProcess(str(tiny.path), *flags, log=tmp_path / "log", preloaded=preloaded) as server:
         server.until_healthy(num_api=num_cores)
-        expected = {kind: without_cached(told(server, *kinds[kind], pauses)) for kind in kinds}
+        expected = {kind: without_cached(read_answer(server, *kinds[kind], pauses)) for kind in kinds}
         del pauses[:]
 
         def repeat(kind: str) -> int:
             count = 0
             while not is_over.is_set():
-                assert without_cached(told(server, *kinds[kind], pauses)) == expected[kind], kind
+                assert without_cached(read_answer(server, *kinds[kind], pauses)) == expected[kind], kind
                 count += 1
             return count
 
@@ -239,18 +247,18 @@ def test_twenty_deaths_under_sixteen_streams(
             streams = [pool.submit(repeat, kind) for _, kind in zip(range(NUM_STREAMS), cycle(kinds))]
             for number in range(NUM_DEATHS):
                 eventually("all cores work", lambda: len(server.with_role("EngineCore")) == num_cores)
-                eventually("it is healthy", lambda: server.health() == 200)
+                eventually("the server is healthy", lambda: server.health() == 200)
                 time.sleep(random.uniform(0.5, 3.0))
-                assert not any(each.done() for each in streams), [each.exception() for each in streams]
+                assert not any(item.done() for item in streams), [item.exception() for item in streams]
                 began = time.monotonic()
                 os.kill(server.with_role("EngineCore")[number % num_cores], signal.SIGKILL)
                 time.sleep(0.5)
-                eventually("it is healthy", lambda: server.health() == 200)
+                eventually("the server is healthy", lambda: server.health() == 200)
                 time.sleep(1.5)
                 longest = max((pause for at, pause in pauses if at >= began), default=0.0)
                 print(f"death {number + 1}: longest pause {longest:.2f} s")
             is_over.set()
-            counts = [each.result() for each in streams]
+            counts = [item.result() for item in streams]
         print(f"{sum(counts)} answers, {server.metrics()['request_resumed_total']:.0f} resumed")
         server.end_cleanly()
 
@@ -270,31 +278,32 @@ TOOLS = {
 }
 
 
-def told(
+def read_answer(
     server: ServeProcess, path: str, body: dict[str, Any], pauses: list[tuple[float, float]]
 ) -> dict[str, Any]:
-    """The whole answer of a stream; its pauses of more than a tenth of a second are added to `pauses`."""
+    """Return the complete answer of a stream; add its pauses of more than a tenth of a second to
+    `pauses`."""
     while True:
         body = {"model": "tiny", "stream": True, "stream_options": {"include_usage": True}} | body
         with (
             httpx.Client(base_url=server.url, timeout=PATIENCE_S) as fresh,
             fresh.stream("POST", path, json=body) as reply,
         ):
-            if reply.status_code == 503:  # a new request while no core is there
+            if reply.status_code == 503:  # a new request while no core is up
                 time.sleep(0.1)
                 continue
             assert reply.status_code == 200, reply.read()
-            found, last = [], 0.0
+            result, last = [], 0.0
             for event in events(reply.iter_lines()):
                 now = time.monotonic()
                 if last and now - last > 0.1:
                     pauses.append((now, now - last))
-                found.append(event)
+                result.append(event)
                 last = now
-        return whole(found)
+        return whole(result)
 
 
 def without_cached(answer: dict[str, Any]) -> dict[str, Any]:
-    """Later requests find their prompt in the cache."""
+    """Remove the cached token count: later requests find their prompt in the cache."""
     answer["usage"].pop("prompt_tokens_details", None)
     return answer

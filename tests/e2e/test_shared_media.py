@@ -1,4 +1,5 @@
-"""A server whose images lie in memory that its two ranks share: kept, never sent, gone with whoever dies."""
+"""A server with images in memory that its two ranks share: kept, not sent, and released when a process
+dies."""
 
 import os
 import signal
@@ -32,7 +33,7 @@ FLAGS = (
     ),
     *("--served-model-name", "tiny", "--no-enable-prefix-caching"),
 )
-"""Room for some of the images."""
+"""Cache with room for some of the images."""
 
 
 def url_of(seed: int) -> str:
@@ -56,49 +57,53 @@ def server(tmp_path_factory: pytest.TempPathFactory, preloaded: Preloaded) -> It
         started.end_cleanly()
 
 
-def said(server: ServeProcess, *seeds: int) -> str:
+def answer_about(server: ServeProcess, *seeds: int) -> str:
     parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": URLS[seed]}} for seed in seeds]
     parts.append({"type": "text", "text": "What is this?"})
-    asked = {"messages": [{"role": "user", "content": parts}], "max_tokens": 4, "temperature": 0}
-    reply = server.client.post("/v1/chat/completions", json={"model": "tiny", "ignore_eos": True} | asked)
+    body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 4, "temperature": 0}
+    reply = server.client.post("/v1/chat/completions", json={"model": "tiny", "ignore_eos": True} | body)
     assert reply.status_code == 200, reply.text
-    found: str = reply.json()["choices"][0]["message"]["content"]
-    return found
+    content: str = reply.json()["choices"][0]["message"]["content"]
+    return content
 
 
-def all_said(server: ServeProcess) -> list[str]:
-    """Several conversations at once, each with a repeated image."""
+def all_answers(server: ServeProcess) -> list[str]:
+    """Run several conversations at once, each with a repeated image."""
     with ThreadPoolExecutor(4) as pool:
-        return list(pool.map(lambda seed: said(server, seed, seed % 5), range(12)))
+        return list(pool.map(lambda seed: answer_about(server, seed, seed % 5), range(12)))
 
 
-def memories(pid: int) -> int:
-    """Those that a process has mapped."""
+def num_mapped(pid: int) -> int:
+    """Return the number of shared media segments that a process has mapped."""
     with open(f"/proc/{pid}/maps") as maps:
         return sum("quire-media" in line for line in maps)
 
 
-def test_images_in_shared_memory_outlive_whoever_is_killed(server: ServeProcess) -> None:
+def test_images_in_shared_memory_survive_a_killed_process(server: ServeProcess) -> None:
     before = {name for name in os.listdir("/dev/shm") if "quire" in name}
-    first = all_said(server)
-    assert len(set(first)) > 1 and all_said(server) == first
+    first = all_answers(server)
+    assert len(set(first)) > 1 and all_answers(server) == first
     counted = server.metrics()
     assert counted["mm_cache_hits_total"] > 0 and counted["mm_cache_queries_total"] == 48
     processes = [server.core, *server.with_role("APIServer"), *server.with_role("Worker_TP")]
-    assert [memories(pid) for pid in processes] == [1] * 4
+    assert [num_mapped(pid) for pid in processes] == [1] * 4
     for role in ("EngineCore", "APIServer"):
         (victim,) = server.with_role(role)
         os.kill(victim, signal.SIGKILL)
-        eventually("another is there", lambda gone=victim, role=role: _is_replaced(server, role, gone))
-        assert all_said(server) == first
+        eventually(
+            "another process has started", lambda gone=victim, role=role: _is_replaced(server, role, gone)
+        )
+        assert all_answers(server) == first
     processes = [server.core, *server.with_role("APIServer"), *server.with_role("Worker_TP")]
-    eventually("the memory of the dead is gone", lambda: [memories(pid) for pid in processes] == [1] * 4)
+    eventually(
+        "the memory of the dead process is gone", lambda: [num_mapped(pid) for pid in processes] == [1] * 4
+    )
     assert {name for name in os.listdir("/dev/shm") if "quire" in name} <= before
-    eventually("nothing runs", lambda: server.metrics()["num_requests_running"] == 0)
+    eventually("no request runs", lambda: server.metrics()["num_requests_running"] == 0)
 
 
-def test_streams_about_images_go_on_in_the_restarted_core(server: ServeProcess) -> None:
-    """Two sequences of one prompt, each of which needs the image again."""
+def test_image_streams_resume_in_the_restarted_core(server: ServeProcess) -> None:
+    """Two sequences of one prompt both need the image again."""
     parts = [{"type": "image_url", "image_url": {"url": URLS[3]}}, {"type": "text", "text": "What is this?"}]
     body: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": parts}], "stream": True}
     body |= {"max_tokens": 120, "n": 2, "seed": 1, "temperature": 1, "ignore_eos": True}
@@ -119,5 +124,5 @@ def test_streams_about_images_go_on_in_the_restarted_core(server: ServeProcess) 
 
 
 def _is_replaced(server: ServeProcess, role: str, gone: int) -> bool:
-    found = server.with_role(role)
-    return len(found) == 1 and found[0] != gone and server.health() == 200
+    result = server.with_role(role)
+    return len(result) == 1 and result[0] != gone and server.health() == 200

@@ -1,4 +1,4 @@
-"""How a server ends: with its work done, at once, or by force; never with somebody left behind."""
+"""Shutdown of a server: after a drain, at once, or by force; never with a process left behind."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ LENGTH = 1200
 """Tokens that take longer than a busy machine needs to open some more streams."""
 
 
-class Crowd:
+class Streams:
     """Clients that read streams of one length, each in its thread."""
 
     def __init__(self, server: ServeProcess, count: int, max_tokens: int) -> None:
@@ -29,10 +29,10 @@ class Crowd:
         assert all(event.wait(PATIENCE_S) for event in self._begun)
 
     def _read(self, server: ServeProcess, number: int, max_tokens: int) -> None:
-        asked = {"max_tokens": max_tokens, "stream_options": {"include_usage": True}}
+        fields = {"max_tokens": max_tokens, "stream_options": {"include_usage": True}}
         with (
             contextlib.suppress(httpx.RemoteProtocolError),
-            server.streaming(prompt=[5 + number, 6], **asked) as stream,
+            server.streaming(prompt=[5 + number, 6], **fields) as stream,
         ):
             for event in stream:
                 self.found[number].append(event)
@@ -45,55 +45,56 @@ class Crowd:
 
 
 def test_sigterm_lets_running_requests_finish(start: Start) -> None:
-    """Catches requests that a deployment cuts off, and a port that still takes what nobody will answer."""
+    """Catches requests that a deployment cuts off, and a port that still accepts connections that are never
+    answered."""
     server = start("--api-server-count", "2", "--shutdown-timeout", "100")
     server.until_healthy(num_api=2)
-    crowd = Crowd(server, 6, max_tokens=LENGTH)
+    crowd = Streams(server, 6, max_tokens=LENGTH)
     core = server.core
     os.kill(core, signal.SIGSTOP)  # no stream ends before new connections are refused
     server.process.send_signal(signal.SIGTERM)
     eventually("new connections are refused", server.refuses)
-    still_running = "[DONE]" not in [found[-1] for found in crowd.found]
+    still_running = "[DONE]" not in [result[-1] for result in crowd.found]
     os.kill(core, signal.SIGCONT)
     crowd.join()
     assert server.exit_code() == 0, server.text()
-    assert still_running, "new ones were refused only when the old ones had finished"
-    for found in crowd.found:
-        assert found[-1] == "[DONE]"
-        assert isinstance(found[-2], dict)
-        assert found[-2]["usage"]["completion_tokens"] == LENGTH
+    assert still_running, "new requests were refused only after the old ones had finished"
+    for result in crowd.found:
+        assert result[-1] == "[DONE]"
+        assert isinstance(result[-2], dict)
+        assert result[-2]["usage"]["completion_tokens"] == LENGTH
     assert "Traceback" not in server.text()
 
 
-def test_a_shutdown_timeout_of_0_aborts_at_once(start: Start) -> None:
-    """Catches a drain that waits all the same, and streams that end without a word."""
+def test_shutdown_timeout_0_aborts_at_once(start: Start) -> None:
+    """Catches a drain that waits nevertheless, and streams that end without a reason."""
     server = start("--shutdown-timeout", "0")
     server.until_healthy()
-    crowd = Crowd(server, 4, max_tokens=8000)
+    crowd = Streams(server, 4, max_tokens=8000)
     server.process.send_signal(signal.SIGTERM)
     assert server.exit_code() == 0, server.text()
     crowd.join()
-    for found in crowd.found:
-        assert found[-1] == "[DONE]"
-        assert isinstance(found[-2], dict) and "shutting down" in found[-2]["error"]["message"]
+    for result in crowd.found:
+        assert result[-1] == "[DONE]"
+        assert isinstance(result[-2], dict) and "shutting down" in result[-2]["error"]["message"]
     assert "Traceback" not in server.text(), server.text()
 
 
-def test_a_second_sigint_ends_at_once(start: Start) -> None:
-    """Catches a Ctrl-C that nobody can hurry."""
+def test_second_sigint_ends_at_once(start: Start) -> None:
+    """Catches a Ctrl-C that cannot be hurried."""
     server = start()
     server.until_healthy()
-    crowd = Crowd(server, 2, max_tokens=8000)
+    crowd = Streams(server, 2, max_tokens=8000)
     server.process.send_signal(signal.SIGINT)
-    eventually("it drains", lambda: "Shutting down" in server.text())
+    eventually("the server drains", lambda: "Shutting down" in server.text())
     server.process.send_signal(signal.SIGINT)
     assert server.exit_code() == 130, server.text()
     crowd.join()
-    assert "[DONE]" not in [found[-1] for found in crowd.found], "there was nothing to hurry"
+    assert "[DONE]" not in [result[-1] for result in crowd.found], "no request was running"
 
 
-def test_a_killed_supervisor_leaves_no_orphan(start: Start) -> None:
-    """Catches an engine that keeps its memory after everybody else is gone."""
+def test_killed_supervisor_leaves_no_orphan(start: Start) -> None:
+    """Catches an engine that keeps its memory after all other processes are gone."""
     server = start("--api-server-count", "2")
     server.until_healthy(num_api=2)
     assert len(server.members()) >= 4
@@ -103,10 +104,10 @@ def test_a_killed_supervisor_leaves_no_orphan(start: Start) -> None:
         server.client.get("/health")
 
 
-def test_what_a_killed_supervisor_leaves_is_removed_by_the_next(
+def test_leftovers_of_a_killed_supervisor_are_removed_by_the_next(
     start: Start, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches folders that pile up, and a sweep that takes a living server's away."""
+    """Catches folders that pile up, and a cleanup that removes those of a living server."""
     folder = tmp_path_factory.mktemp("t")
     monkeypatch.setenv("TMPDIR", str(folder))
     killed, living = start(), start()
@@ -123,10 +124,10 @@ def test_what_a_killed_supervisor_leaves_is_removed_by_the_next(
     assert len(list(folder.glob("quire-*"))) == 1
 
 
-def test_sigterm_while_the_model_loads(start: Start) -> None:
+def test_sigterm_during_model_loading(start: Start) -> None:
     """Catches a server that can only be stopped once it is up."""
     server = start("--shutdown-timeout", "0")
     eventually("the engine's process runs", lambda: bool(server.with_role("EngineCore")))
-    os.kill(server.core, signal.SIGSTOP)  # it is never up
+    os.kill(server.core, signal.SIGSTOP)  # it never gets healthy
     server.process.send_signal(signal.SIGTERM)
     assert server.exit_code() == 0, server.text()

@@ -1,7 +1,6 @@
 """A soak: mixed traffic on the default model for half an hour. Nothing grows, slows down or breaks.
 
-`QUIRE_TEST_SOAK_S` says for how many seconds, `QUIRE_TEST_SOAK_SEED` which traffic.
-"""
+`QUIRE_TEST_SOAK_S` sets its seconds, `QUIRE_TEST_SOAK_SEED` the traffic."""
 
 import asyncio
 import os
@@ -52,11 +51,11 @@ BAD: list[dict[str, Any]] = [
     {"messages": "hello"},
     {"messages": [{"role": "user", "content": None}]},
 ]
-"""Each is refused, and by its client's fault."""
+"""Invalid requests, each refused with a client error."""
 
 
 class Soak:
-    """One server, and the requests that are made to it."""
+    """One server and the requests that are sent to it."""
 
     def __init__(self, server: ServeProcess, client: httpx.AsyncClient) -> None:
         self.server = server
@@ -65,9 +64,9 @@ class Soak:
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.num_bytes: list[dict[str, int]] = []
-        """Resident, by process, after each phase."""
+        """Resident bytes by process, after each phase."""
         self.rates: list[float] = []
-        """Tokens a second of one stream, after each phase."""
+        """Tokens per second of one stream, after each phase."""
 
     # ---- requests
 
@@ -75,30 +74,30 @@ class Soak:
         return [self.rng.randrange(10, VOCAB) for _ in range(self.rng.randint(1, most))]
 
     def body(self) -> dict[str, Any]:
-        """What a reasonable client may ask for."""
+        """Return a typical valid request."""
         rng = self.rng
-        asked: dict[str, Any] = {"model": "soaked", "max_tokens": rng.randint(1, 32)}
+        fields: dict[str, Any] = {"model": "soaked", "max_tokens": rng.randint(1, 32)}
         if rng.random() < 0.4:
             words = " ".join(rng.choice(["tell", "me", "a", "story", "of", "rain"]) for _ in range(9))
-            asked["messages"] = [{"role": "user", "content": words}]
+            fields["messages"] = [{"role": "user", "content": words}]
         else:
-            asked["prompt"] = self.prompt(rng.choice([8, 64, 300]))
+            fields["prompt"] = self.prompt(rng.choice([8, 64, 300]))
         extras: list[dict[str, Any]] = [
             {"temperature": 0},
             {"temperature": 0.8, "top_p": 0.9, "seed": rng.randrange(99)},
             {"n": rng.randint(2, 4), "temperature": 1.0},
-            {"logprobs": True, "top_logprobs": 3} if "messages" in asked else {"logprobs": 3},
+            {"logprobs": True, "top_logprobs": 3} if "messages" in fields else {"logprobs": 3},
             {"stop": ["the", "."], "temperature": 0.5},
             {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.1},
             {"top_k": 20, "min_p": 0.05, "logit_bias": {"30": 2.0}, "min_tokens": 1},
         ]
-        return asked | rng.choice(extras)
+        return fields | rng.choice(extras)
 
     async def whole(self) -> None:
-        asked = self.body()
-        reply = await self.post(asked)
-        if reply.status_code != 200 or len(reply.json()["choices"]) != asked.get("n", 1):
-            self.wrong.append(f"{reply.status_code} for {asked}: {reply.text[:200]}")
+        fields = self.body()
+        reply = await self.post(fields)
+        if reply.status_code != 200 or len(reply.json()["choices"]) != fields.get("n", 1):
+            self.wrong.append(f"{reply.status_code} for {fields}: {reply.text[:200]}")
         self.counts["whole"] += 1
 
     async def streamed(self) -> None:
@@ -120,10 +119,10 @@ class Soak:
         self.counts["aborted"] += 1
 
     async def refused(self) -> None:
-        asked = {"model": "soaked"} | self.rng.choice(BAD)
-        reply = await self.post(asked)
+        fields = {"model": "soaked"} | self.rng.choice(BAD)
+        reply = await self.post(fields)
         if not 400 <= reply.status_code < 500:
-            self.wrong.append(f"{reply.status_code} for {asked}")
+            self.wrong.append(f"{reply.status_code} for {fields}")
         self.counts["refused"] += 1
 
     async def post(self, body: dict[str, Any]) -> httpx.Response:
@@ -141,7 +140,7 @@ class Soak:
     # ---- phases
 
     async def phase(self, num_streams: int, seconds: float) -> None:
-        """So many clients, each asking for one thing after the other; over when all have their answers."""
+        """Run this many clients, each sending one request after the other, until all have their answers."""
         end = time.monotonic() + seconds
         kinds: list[Callable[[], Awaitable[None]]] = [self.whole, self.streamed, self.aborted, self.refused]
 
@@ -153,7 +152,7 @@ class Soak:
         await self.idle()
 
     async def idle(self) -> None:
-        """Those who left are gone, too."""
+        """Wait until no request runs, disconnected ones included."""
         for _ in range(1500):
             busy = (await asyncio.to_thread(self.server.metrics))["num_requests_running"]
             if not busy:
@@ -162,7 +161,7 @@ class Soak:
         self.wrong.append("requests run although nobody asks")
 
     async def measure(self) -> None:
-        """One stream alone, the best of several; and the memory of every process."""
+        """Measure one stream alone, the best of several, and the memory of every process."""
         body = {"model": "soaked", "prompt": [100, 200, 300], "temperature": 0, "ignore_eos": True}
         rates = []
         for _ in range(PROBES):
@@ -184,7 +183,7 @@ class Soak:
             await asyncio.sleep(0.5)
 
     async def warm_up(self) -> None:
-        """Touch the whole cache, and batches of every size."""
+        """Fill the whole cache, and run batches of every size."""
         for _ in range(NUM_BLOCKS * 16 // (LONGEST - 8) + 2):
             long = [self.rng.randrange(10, VOCAB) for _ in range(LONGEST - 8)]
             reply = await self.post({"model": "soaked", "prompt": long, "max_tokens": 1})
@@ -220,27 +219,27 @@ async def soak(server: ServeProcess) -> Soak:
 
 
 def quarters(values: list[float]) -> tuple[float, float]:
-    """The medians of the first quarter and of the last."""
+    """Return the medians of the first quarter and of the last."""
     size = max(len(values) // 4, 1)
     return median(values[:size]), median(values[-size:])
 
 
-def test_half_an_hour_of_everything_leaves_no_trace(tmp_path: Path) -> None:
-    """Catches memory that grows with requests, tapes or blocks that get lost, a stream that nobody ends."""
+def test_half_an_hour_of_mixed_traffic_leaks_nothing(tmp_path: Path) -> None:
+    """Catches memory that grows with requests, lost rows or blocks, and a stream that never ends."""
     try:
         locate(None, cache_root=Env.read(os.environ).cache_root, progress=False)
     except QuireError as error:
         pytest.skip(f"the default model cannot be fetched: {error}")
     with ServeProcess(None, *FLAGS, log=tmp_path / "log") as server:
         server.until_healthy()
-        found = asyncio.run(soak(server))
-        print(dict(found.counts), [f"{rate:.1f}" for rate in found.rates], found.num_bytes)
-        assert not found.wrong, found.wrong[:10]
-        assert all(found.counts[kind] for kind in ("whole", "streamed", "aborted", "refused", "health"))
+        result = asyncio.run(soak(server))
+        print(dict(result.counts), [f"{rate:.1f}" for rate in result.rates], result.num_bytes)
+        assert not result.wrong, result.wrong[:10]
+        assert all(result.counts[kind] for kind in ("whole", "streamed", "aborted", "refused", "health"))
         for name in ("core", "API"):
-            first, last = quarters([each[name] for each in found.num_bytes])
+            first, last = quarters([counts[name] for counts in result.num_bytes])
             assert last < GROWTH * first + SLACK_BYTES, f"{name} grew from {first} to {last} bytes"
-        first, last = quarters(found.rates)
+        first, last = quarters(result.rates)
         assert last > SLOWER * first, f"one stream: {first:.1f} tokens a second, then {last:.1f}"
         for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
             eventually(f"{name} is 0", lambda name=name: server.metrics()[name] == 0)  # type: ignore[misc]

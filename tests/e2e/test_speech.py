@@ -1,4 +1,4 @@
-"""A tiny Whisper behind a server: a sound in pieces is written down as its twin hears each of them."""
+"""A tiny Whisper behind a server: audio in chunks is transcribed as transformers transcribes each chunk."""
 
 from functools import partial
 from itertools import groupby
@@ -21,8 +21,8 @@ NUM_TOKENS = 9
 
 
 @torch.no_grad()
-def heard(model: Any, processor: Any, samples: np.ndarray, *, timed: bool = False) -> list[int]:
-    """What the twin writes, greedily."""
+def reference_ids(model: Any, processor: Any, samples: np.ndarray, *, timed: bool = False) -> list[int]:
+    """Return the ids that the transformers model generates greedily."""
     from transformers import WhisperTimeStampLogitsProcessor
 
     mel = processor.features(samples, sampling_rate=RATE, return_tensors="pt").input_features
@@ -36,26 +36,28 @@ def heard(model: Any, processor: Any, samples: np.ndarray, *, timed: bool = Fals
     return ids[-NUM_TOKENS:]
 
 
-def check_moments(found: Any, said: list[list[int]], starts: list[int], zero: int, end_id: int) -> None:
-    """Every token of text is in a segment, between the moments around it; so are words."""
-    segments = iter(found.segments)
-    for start, ids in zip(starts, said, strict=True):
+def check_timestamps(
+    transcription: Any, all_ids: list[list[int]], starts: list[int], zero: int, end_id: int
+) -> None:
+    """Check that every text token is in a segment between its timestamps, and so are words."""
+    segments = iter(transcription.segments)
+    for start, ids in zip(starts, all_ids, strict=True):
         assert ids[0] >= zero
         moment = 0
-        for is_time, each in groupby(ids, lambda id: id >= zero):
+        for is_time, group in groupby(ids, lambda id: id >= zero):
             if is_time:
-                *_, moment = each
-            elif text := [id for id in each if id < end_id]:
+                *_, moment = group
+            elif text := [id for id in group if id < end_id]:
                 segment = next(segments)
                 assert segment.tokens == text and segment.seek == round(start / RATE, 3)
                 assert segment.start == round(start / RATE + 0.02 * (moment - zero), 3) <= segment.end
                 assert 0 < segment.no_speech_prob < 1 and segment.avg_logprob < 0
     assert next(segments, None) is None
-    times = [(word.start, word.end) for word in found.words]
-    assert times and all(start <= end for start, end in times) and times[-1][1] <= found.duration
+    times = [(word.start, word.end) for word in transcription.words]
+    assert times and all(start <= end for start, end in times) and times[-1][1] <= transcription.duration
 
 
-def test_sounds_are_written_down(tmp_path: Path, preloaded: Preloaded) -> None:
+def test_audio_is_transcribed(tmp_path: Path, preloaded: Preloaded) -> None:
     path = tmp_path / "whisper"
     model, processor = save_scribe(path)
     samples = np.random.default_rng(0).normal(0, 0.2, 5 * RATE).astype(np.float32)
@@ -63,22 +65,22 @@ def test_sounds_are_written_down(tmp_path: Path, preloaded: Preloaded) -> None:
     starts, pieces = zip(*pieces_of(samples, SECONDS * RATE), strict=True)
     assert len(pieces) > 2
     decode = partial(processor.tokenizer.decode, skip_special_tokens=True)
-    expected = "".join(decode(heard(model, processor, piece)) for piece in pieces)
-    timed = [heard(model, processor, piece, timed=True) for piece in pieces]
+    expected = "".join(decode(reference_ids(model, processor, piece)) for piece in pieces)
+    timed = [reference_ids(model, processor, piece, timed=True) for piece in pieces]
     flags = ("--dtype", "float32", "--served-model-name", "tiny")
     with ServeProcess(str(path), *flags, log=tmp_path / "log", preloaded=preloaded) as server:
         server.until_healthy()
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=PATIENCE_S)
         few = {"max_completion_tokens": NUM_TOKENS}
-        asked: Any = {"model": "tiny", "file": ("a.wav", file), "language": "de", "extra_body": few}
-        whole = client.audio.transcriptions.create(**asked)
+        fields: Any = {"model": "tiny", "file": ("a.wav", file), "language": "de", "extra_body": few}
+        whole = client.audio.transcriptions.create(**fields)
         assert whole.text == expected.strip()
         verbose = {"response_format": "verbose_json", "timestamp_granularities": ["word", "segment"]}
         zero = model.generation_config.no_timestamps_token_id + 1
         end_id = model.generation_config.eos_token_id
-        found = client.audio.transcriptions.create(**asked, **verbose)
-        check_moments(found, timed, list(starts), zero, end_id)
-        stream: Any = client.audio.transcriptions.create(**asked, stream=True)
+        result = client.audio.transcriptions.create(**fields, **verbose)
+        check_timestamps(result, timed, list(starts), zero, end_id)
+        stream: Any = client.audio.transcriptions.create(**fields, stream=True)
         assert "".join(chunk.choices[0]["delta"]["content"] for chunk in stream) == expected.lstrip()
         with (
             httpx.Client(base_url=server.url, timeout=PATIENCE_S) as fresh,
@@ -86,7 +88,7 @@ def test_sounds_are_written_down(tmp_path: Path, preloaded: Preloaded) -> None:
                 "POST", "/v1/audio/translations", data={"stream": "1"}, files={"file": file}
             ) as reply,
         ):
-            assert reply.status_code == 200  # and nobody reads on
+            assert reply.status_code == 200  # and the client reads no further
         gauges = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
         for name in gauges:
             eventually(f"{name} is 0", lambda name=name: server.metrics()[name] == 0.0)

@@ -1,4 +1,5 @@
-"""Where a server listens and who may ask, and starts that fail: one clear line, exit code 1, no hang."""
+"""Tests of the addresses and clients of a server, and of failed starts: one clear line, exit code 1, no
+hang."""
 
 import os
 import re
@@ -15,7 +16,7 @@ from tiny_text import TextModel
 
 
 def only_line(server: ServeProcess, within_s: float = PATIENCE_S) -> str:
-    """What a server that could not start has to say."""
+    """Return the one error line of a server that could not start."""
     assert server.exit_code(within_s) == 1, server.text()
     lines = [line for line in server.text().splitlines() if "error" in line.lower()]
     assert len(lines) == 1 and lines[0].startswith("quire serve: error: "), server.text()
@@ -23,7 +24,7 @@ def only_line(server: ServeProcess, within_s: float = PATIENCE_S) -> str:
     return lines[0]
 
 
-def test_a_taken_port_is_named(start: Start) -> None:
+def test_port_in_use_is_named(start: Start) -> None:
     """Catches a start that loads a model first, or waits for the port to become free."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -33,13 +34,13 @@ def test_a_taken_port_is_named(start: Start) -> None:
     assert f"127.0.0.1:{port}" in line and "in use" in line
 
 
-def test_a_model_that_is_not_there_is_named(start: Start, tmp_path: Path) -> None:
+def test_missing_model_is_named(start: Start, tmp_path: Path) -> None:
     missing = str(tmp_path / "no" / "model")
     assert missing in only_line(start(model=missing))
 
 
 def test_corrupt_weights_end_the_start(start: Start, tiny: TextModel, tmp_path: Path) -> None:
-    """Catches an engine that is started again and again although it can never run."""
+    """Catches an engine that is restarted again and again although it can never run."""
     broken = tmp_path / "broken"
     shutil.copytree(tiny.path, broken)
     weights = broken / "model.safetensors"
@@ -49,8 +50,8 @@ def test_corrupt_weights_end_the_start(start: Start, tiny: TextModel, tmp_path: 
     assert "starting it again" not in server.text()
 
 
-def test_a_certificate_that_is_not_there_is_named(start: Start, tmp_path: Path) -> None:
-    """Catches an API process that is started again and again although it can never serve."""
+def test_missing_certificate_is_named(start: Start, tmp_path: Path) -> None:
+    """Catches an API process that is restarted again and again although it can never serve."""
     missing = str(tmp_path / "no.pem")
     server = start("--ssl-certfile", missing, "--ssl-keyfile", missing)
     assert missing in only_line(server)
@@ -64,35 +65,35 @@ def test_a_certificate_that_is_not_there_is_named(start: Start, tmp_path: Path) 
         ("import os; os._exit(3)", r"API server \d could not start \(exit code 3\)"),
     ],
 )
-def test_an_api_process_that_cannot_start_ends_the_server(
+def test_failing_api_process_ends_the_server(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, words: str
 ) -> None:
-    """Catches a process that says that it is up before it serves, and is then started again for ever."""
+    """Catches a process that reports itself up before it serves, and is then restarted forever."""
     (tmp_path / "uvicorn.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     server = start("--api-server-count", "2", fresh=True)
     assert server.exit_code() == 1, server.text()
-    said = [line for line in server.text().splitlines() if line.startswith("quire serve: error: ")]
-    assert len(said) == 1 and re.search(words, said[0]), server.text()
+    errors = [line for line in server.text().splitlines() if line.startswith("quire serve: error: ")]
+    assert len(errors) == 1 and re.search(words, errors[0]), server.text()
     assert "starting it again" not in server.text()
 
 
-def test_port_0_takes_a_free_port_and_says_which(start: Start) -> None:
+def test_port_0_binds_and_logs_a_free_port(start: Start) -> None:
     server = start("--port", "0")
-    eventually("it says where", lambda: "Starting Quire server on" in server.text())
+    eventually("the log has the address", lambda: "Starting Quire server on" in server.text())
     address = server.text().partition("Starting Quire server on ")[2].split()[0]
     assert not address.endswith(":0")
     assert httpx.get(f"{address}/version", timeout=30).status_code == 200
 
 
-def test_a_unix_socket(start: Start, tmp_path: Path) -> None:
+def test_unix_socket(start: Start, tmp_path: Path) -> None:
     """Catches a socket file that is not made, or is left behind."""
     path = tmp_path / "sock"
     server = start("--uds", str(path))
-    eventually("the socket is there", path.exists)
+    eventually("the socket exists", path.exists)
     transport = httpx.HTTPTransport(uds=str(path))
     with httpx.Client(transport=transport, base_url="http://quire", timeout=PATIENCE_S) as client:
-        eventually("it is up", lambda: client.get("/health").status_code == 200)
+        eventually("the server is up", lambda: client.get("/health").status_code == 200)
         reply = client.post("/v1/completions", json=greedy(max_tokens=3))
         assert reply.json()["usage"]["completion_tokens"] == 3
     server.end_cleanly()
@@ -114,14 +115,14 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return key, cert
 
 
-def test_https_and_a_key_for_every_route(start: Start, certificate: tuple[Path, Path]) -> None:
-    """Catches a route that answers without the key, and plain http on a port that should be safe."""
+def test_https_and_api_keys_on_every_route(start: Start, certificate: tuple[Path, Path]) -> None:
+    """Catches a route that answers without the key, and plain HTTP on a TLS port."""
     key, cert = certificate
     server = start("--ssl-keyfile", str(key), "--ssl-certfile", str(cert), "--api-key", "sesame", "other")
     address = server.url.replace("http:", "https:")
-    eventually("it listens", lambda: "Started server process" in server.text())
+    eventually("the server listens", lambda: "Started server process" in server.text())
     with httpx.Client(base_url=address, verify=ssl.create_default_context(cafile=cert), timeout=60) as client:
-        eventually("it is up", lambda: client.get("/health").status_code == 200)
+        eventually("the server is up", lambda: client.get("/health").status_code == 200)
         routes = client.get("/openapi.json", headers={"Authorization": "Bearer other"}).json()["paths"]
         open_to_all = {"/health", "/ping", "/metrics"}
         assert open_to_all < set(routes) and "/v1/chat/completions" in routes

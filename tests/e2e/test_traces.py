@@ -1,4 +1,4 @@
-"""Spans of requests, as a collector gets them."""
+"""Spans of requests, as a collector receives them."""
 
 import threading
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 @pytest.fixture
 def collector() -> Iterator[tuple[str, list[Any]]]:
-    """A place that takes spans, and those that came."""
+    """Run a collector and yield its address with the list of received spans."""
     messages = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
     came: list[Any] = []
 
@@ -42,14 +42,14 @@ def collector() -> Iterator[tuple[str, list[Any]]]:
     server.server_close()
 
 
-def test_a_request_is_a_span_with_its_stations(start: Start, collector: tuple[str, list[Any]]) -> None:
+def test_request_is_a_span_with_its_events(start: Start, collector: tuple[str, list[Any]]) -> None:
     endpoint, came = collector
     server = start("--otlp-traces-endpoint", endpoint)
     server.until_healthy()
     body = {"model": "tiny", "prompt": "A page is", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
     reply = server.client.post("/v1/completions", json=body, headers={"traceparent": CALLER})
     assert reply.status_code == 200
-    eventually("all spans are there", lambda: len(came) >= 4)
+    eventually("all spans are exported", lambda: len(came) >= 4)
     spans = {span.name: span for span in came}
     assert {*spans} == {"llm_request", "queue", "prefill", "decode"}
     whole = spans["llm_request"]
@@ -58,6 +58,6 @@ def test_a_request_is_a_span_with_its_stations(start: Start, collector: tuple[st
     for name in ("queue", "prefill", "decode"):
         assert spans[name].parent_span_id == whole.span_id
         assert whole.start_time_unix_nano <= spans[name].start_time_unix_nano + 5_000_000
-    said = {each.key: each.value for each in whole.attributes}
-    assert said["gen_ai.usage.completion_tokens"].int_value == 5
-    assert said["gen_ai.request.max_tokens"].int_value == 5
+    attributes = {attribute.key: attribute.value for attribute in whole.attributes}
+    assert attributes["gen_ai.usage.completion_tokens"].int_value == 5
+    assert attributes["gen_ai.request.max_tokens"].int_value == 5

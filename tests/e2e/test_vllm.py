@@ -1,4 +1,4 @@
-"""Scripts that were written for vLLM run as they are."""
+"""Scripts that were written for vLLM run unchanged."""
 
 import importlib
 import os
@@ -49,8 +49,8 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(autouse=True)
-def undone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The hook, and what came through it, go with the test."""
+def restored_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Remove the import hook and the modules that it loaded after the test."""
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -59,25 +59,25 @@ def undone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         del sys.modules[name]
 
 
-def test_a_script_runs_as_it_is(tiny: TextModel, tmp_path: Path) -> None:
+def test_vllm_script_runs_unchanged(tiny: TextModel, tmp_path: Path) -> None:
     script, out = tmp_path / "script.py", tmp_path / "out"
     script.write_text(SCRIPT)
     assert main(["python", str(script), str(tiny.path), str(out)]) == 0
-    ours = LLM(str(tiny.path), dtype="float32", num_gpu_blocks_override=64, max_model_len=128)
+    llm = LLM(str(tiny.path), dtype="float32", num_gpu_blocks_override=64, max_model_len=128)
     greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-    expected = ours.generate(["A page is"], greedy, use_tqdm=False)[0].outputs[0].text
+    expected = llm.generate(["A page is"], greedy, use_tqdm=False)[0].outputs[0].text
     assert out.read_text().split("\n") == [expected, expected]
 
 
 @pytest.mark.parametrize("module", vllm_shim.MODULES)
-def test_every_name_is_there(module: str) -> None:
+def test_every_shim_name_exists(module: str) -> None:
     vllm_shim.install()
-    found = importlib.import_module(module)
+    imported = importlib.import_module(module)
     for name in vllm_shim.MODULES[module]:
-        assert getattr(found, name) is not None
+        assert getattr(imported, name) is not None
 
 
-def test_what_is_not_there_says_so() -> None:
+def test_missing_names_are_import_errors_with_a_hint() -> None:
     vllm_shim.install()
     with pytest.raises(ImportError, match=r"is not in Quire.*sampling_params"):
         __import__("vllm.sampling_param")
@@ -85,7 +85,7 @@ def test_what_is_not_there_says_so() -> None:
         from vllm import SamplingParam  # type: ignore[import-not-found]  # noqa: F401
 
 
-def test_a_section_is_what_an_engine_argument_takes(tiny: TextModel) -> None:
+def test_section_is_accepted_as_an_engine_argument(tiny: TextModel) -> None:
     section = vllm_shim.Section(method="ngram", num_speculative_tokens=3)
     llm = LLM(str(tiny.path), speculative_config=section, max_model_len=64, num_gpu_blocks_override=8)
     assert llm.config.speculation is not None and section.num_speculative_tokens == 3
@@ -93,13 +93,13 @@ def test_a_section_is_what_an_engine_argument_takes(tiny: TextModel) -> None:
         _ = section.model
 
 
-def test_models_are_listed_and_none_is_added() -> None:
+def test_model_registry_is_read_only() -> None:
     assert "LlamaForCausalLM" in vllm_shim.ModelRegistry.get_supported_archs()
     with pytest.raises(ConfigError, match=r"register_model\('Mine'\).*transformers"):
         vllm_shim.ModelRegistry.register_model("Mine", object)
 
 
-def test_a_script_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_script_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["python", "nowhere.py"]) == 2
     assert "nowhere.py" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""A wheel that installs, answers and serves without the repository."""
+"""A wheel that installs, generates and serves without the repository."""
 
 import subprocess
 import sys
@@ -20,10 +20,10 @@ print("from", quire.__file__)
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_wheel_answers_in_an_empty_environment(
+def test_wheel_works_in_an_empty_environment(
     tiny: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file of the package that is not in the wheel: a C kernel, a template, the page."""
+    """Catches a file that is missing in the wheel: a C kernel, a template, the page."""
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
     subprocess.run([*pip, "wheel", "--no-deps", "-w", str(tmp_path), str(ROOT)], check=True)
     (wheel,) = tmp_path.glob("quire-*.whl")
@@ -35,10 +35,10 @@ def test_the_wheel_answers_in_an_empty_environment(
     quire = str(tmp_path / "env" / "bin" / "quire")
     version = subprocess.run([quire, "--version"], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert version.stdout.strip() in wheel.name
-    asked = subprocess.run(
+    done = subprocess.run(
         [python, "-c", ASK, str(tiny.path)], capture_output=True, text=True, check=True, cwd=tmp_path
     )
-    assert "said" in asked.stdout and str(tmp_path) in asked.stdout
+    assert "said" in done.stdout and str(tmp_path) in done.stdout
     listed = subprocess.run(
         [python, "-c", "from quire.server import page; print(*page.__path__)"],
         capture_output=True, text=True, check=True, cwd=tmp_path,

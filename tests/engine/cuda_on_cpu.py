@@ -1,4 +1,4 @@
-"""The device that computes as a GPU does, on the CPU: its bookkeeping, and stand-ins for captured graphs."""
+"""A CUDA-like device on the CPU: its bookkeeping, with stand-ins for captured graphs."""
 
 import functools
 import os
@@ -27,7 +27,7 @@ NEEDS_KERNELS = pytest.mark.skipif(
 
 
 class OnCPU(CudaDevice):
-    """Everything but the graphs."""
+    """Runs everything except the graphs."""
 
     def needs(self, config: EngineConfig, weights: int, sampler: Sampler, bound: int = 0) -> Needs:
         return Needs(weights, 1 << 20)
@@ -36,7 +36,7 @@ class OnCPU(CudaDevice):
 
 
 class Replayed:
-    """Stands in for a captured graph: computes again, into the tensors of the first time."""
+    """A stand-in for a captured graph: it computes again into the tensors of the first run."""
 
     capturing: list["Replayed"] = []
 
@@ -44,8 +44,10 @@ class Replayed:
         for old, new in zip(self.done, _flat(self.again()), strict=True):
             old.copy_(new)
 
-    def remember(self, again: Callable[[], Any], done: ForwardResult | IntermediateTensors | Tensor) -> None:
-        self.again, self.done = again, _flat(done)
+    def remember(
+        self, recompute: Callable[[], Any], done: ForwardResult | IntermediateTensors | Tensor
+    ) -> None:
+        self.again, self.done = recompute, _flat(done)
 
 
 def _flat(done: ForwardResult | IntermediateTensors | Tensor) -> list[Tensor]:
@@ -54,13 +56,13 @@ def _flat(done: ForwardResult | IntermediateTensors | Tensor) -> list[Tensor]:
     if not isinstance(done, ForwardResult):
         return [*done]
     assert done.token_ids is not None and done.sampling is not None
-    found = [] if done.verified is None else [done.verified]
-    return [done.hidden, done.logits, done.token_ids, *done.sampling, *found]
+    actual = [] if done.verified is None else [done.verified]
+    return [done.hidden, done.logits, done.token_ids, *done.sampling, *actual]
 
 
 @contextmanager
 def captured(graph: Replayed, pool: object, capture_error_mode: str) -> Iterator[None]:
-    assert capture_error_mode == "thread_local"  # others pin memory meanwhile
+    assert capture_error_mode == "thread_local"  # other threads pin memory meanwhile
     Replayed.capturing.append(graph)
     yield
     Replayed.capturing.pop()
@@ -78,10 +80,10 @@ class WithGraphs(OnCPU):
 
     def _verify(self, done: ForwardResult) -> Tensor:
         verify = functools.partial(super()._verify, done)
-        found = verify()
+        actual = verify()
         if Replayed.capturing:
-            Replayed.capturing[-1].remember(verify, found)
-        return found
+            Replayed.capturing[-1].remember(verify, actual)
+        return actual
 
     @torch.inference_mode()
     def warm_up(self, config: EngineConfig) -> None:
@@ -102,38 +104,39 @@ class WithPrompts(WithGraphs):
 
 
 def _remembered(compute: Callable[..., None]) -> Callable[..., None]:
-    """What leaves all it gives where it lay."""
+    """Return the function with outputs copied into the tensors of its first call."""
 
-    def computed(*given: Any) -> None:
-        compute(*given)
+    def computed(*args: Any) -> None:
+        compute(*args)
         if Replayed.capturing:
-            Replayed.capturing[-1].remember(lambda: (compute(*given), torch.empty(0))[1], torch.empty(0))
+            Replayed.capturing[-1].remember(lambda: (compute(*args), torch.empty(0))[1], torch.empty(0))
 
     return computed
 
 
-def pretend_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def use_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DraftGraphs, "compute", _remembered(DraftGraphs.compute))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Replayed)
     monkeypatch.setattr(torch.cuda, "graph", captured)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr("quire.worker.worker.choose", lambda *asked: TritonAttention())
+    monkeypatch.setattr("quire.worker.worker.choose", lambda *args: TritonAttention())
 
 
-def pretend_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines that open next run ahead of the host, in graphs; torch attends, and the likeliest is said."""
+def use_fake_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the next engines run ahead of the host in graphs, with torch attention and greedy sampling."""
 
     def hidden(self: Model, batch: Batch) -> Any:
         for group in batch.groups:
-            group.seq_lens_host = batch.seq_lens.numpy().copy()  # a GPU's attention would read them there
+            # a GPU's attention kernel would read them from there
+            group.seq_lens_host = batch.seq_lens.numpy().copy()
             self.attention.plan(group)
         return self.forward(batch)
 
     def open_device(model: Model, all_rows: Rows, device: torch.device, drafts: Any) -> WithGraphs:
         return WithGraphs(model, all_rows, lambda logits, *_: logits.argmax(-1), device, drafts)
 
-    pretend_graphs(monkeypatch)
-    monkeypatch.setattr("quire.worker.worker.choose", lambda *asked: TorchSDPA())
+    use_fake_graphs(monkeypatch)
+    monkeypatch.setattr("quire.worker.worker.choose", lambda *args: TorchSDPA())
     monkeypatch.setattr(Model, "hidden", hidden)
     monkeypatch.setattr("quire.worker.worker.open_device", open_device)

@@ -1,12 +1,12 @@
-"""Drafts in any number, whatever they bring: for tests of what becomes of them."""
+"""A draft length policy for tests of acceptance."""
 
 from typing import Any
 
 import numpy as np
 
 
-class Eager:
-    """As many drafts as may be; now and then fewer."""
+class EagerPolicy:
+    """Drafts as many tokens as possible, and sometimes fewer."""
 
     def __init__(self) -> None:
         self.num_drafts = self.num_held = self.num_steps = 0

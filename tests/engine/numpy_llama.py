@@ -1,4 +1,4 @@
-"""Llama in numpy, straight from its paper: an oracle that shares no code with the engine."""
+"""Llama in numpy, written from its paper: a reference that shares no code with the engine."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ Array = NDArray[Any]
 
 
 class Sizes(NamedTuple):
-    """Of a model."""
+    """Dimensions of a model."""
 
     layers: int
     heads: int
@@ -20,7 +20,7 @@ class Sizes(NamedTuple):
 
 
 def logits(weight: Callable[[str], Array], sizes: Sizes, ids: list[int]) -> Array:
-    """[len(ids), vocab], by weights under llama.cpp's names. Neighbours in a head turn together."""
+    """Return logits [len(ids), vocab] from weights under llama.cpp's names, with interleaved RoPE."""
     x = weight("token_embd")[ids]
     for i in range(sizes.layers):
         h = _norm(x, weight(f"blk.{i}.attn_norm"), sizes.eps)
@@ -41,8 +41,8 @@ def _norm(x: Array, weight: Array, eps: float) -> Array:
     return out
 
 
-def _turned(x: Array, theta: float) -> Array:
-    """[T, heads, head_dim], by angles that grow with the position."""
+def _rotate(x: Array, theta: float) -> Array:
+    """Rotate [T, heads, head_dim] by angles that grow with the position."""
     angles = np.arange(len(x))[:, None] * theta ** -(np.arange(0, x.shape[-1], 2) / x.shape[-1])
     pairs = x.reshape(*x.shape[:-1], -1, 2)
     turned = (pairs[..., 0] + 1j * pairs[..., 1]) * np.exp(1j * angles)[:, None]
@@ -51,8 +51,8 @@ def _turned(x: Array, theta: float) -> Array:
 
 def _attention(q: Array, k: Array, v: Array, sizes: Sizes) -> Array:
     num = len(q)
-    q = _turned(q.reshape(num, sizes.heads, -1), sizes.theta)
-    k = _turned(k.reshape(num, sizes.kv_heads, -1), sizes.theta)
+    q = _rotate(q.reshape(num, sizes.heads, -1), sizes.theta)
+    k = _rotate(k.reshape(num, sizes.kv_heads, -1), sizes.theta)
     k, v = (np.repeat(t.reshape(num, sizes.kv_heads, -1), sizes.heads // sizes.kv_heads, 1) for t in (k, v))
     scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(q.shape[-1])
     scores = np.where(np.tri(num, dtype=bool), scores, -np.inf)

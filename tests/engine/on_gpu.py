@@ -1,4 +1,4 @@
-"""Tiny engines on a GPU, steps of every kind, and how far their logits are off."""
+"""Tiny engines on a GPU, steps of every kind, and the errors of their logits."""
 
 import gc
 from pathlib import Path
@@ -19,10 +19,11 @@ SETTINGS: dict[str, Any] = {
     "enable_prefix_caching": False,
 }
 COUNTS = (10, 8, 6, 3)
-"""Tokens of each answer: batches of 4, 3, 2 and 1, of which the second is padded."""
+"""Output tokens per request: batches of 4, 3, 2 and 1, of which the second is padded."""
 ROUNDING = 0.5
-"""How far the worst logit of a step is off in the median, in deviations of all its logits. Measured: 0.02 to
-0.18 on a CPU, and with transformers alike; 4 if all are wrong."""
+"""Limit of the median over steps of the worst logit error, in standard deviations of the logits. Measured:
+0.02 to 0.18 on a CPU and with transformers; 4 if all are wrong.
+"""
 
 
 def opened(path: Path, dtype: str, **more: Any) -> LLM:
@@ -32,15 +33,14 @@ def opened(path: Path, dtype: str, **more: Any) -> LLM:
 
 
 def answers(llm: LLM) -> list[RequestOutput]:
-    """Two whole prompts with the first half of a third, its other half and the fourth beside decodes, and
-    decodes alone."""
+    """Generate with whole prompts beside half a prompt, prompts beside decodes, and decodes alone."""
     params = [
         SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=-1) for count in COUNTS
     ]
     return llm.generate(prompts_of(23, 9, 40, 5), params, use_tqdm=False)
 
 
-def distances(ours: Tensor, theirs: Tensor) -> list[float]:
-    """Of the worst logit of each step, in deviations."""
-    apart: list[float] = ((ours - theirs).abs().amax(-1) / theirs.std(-1)).tolist()
+def distances(actual: Tensor, expected: Tensor) -> list[float]:
+    """Return the worst logit error of each step, in standard deviations."""
+    apart: list[float] = ((actual - expected).abs().amax(-1) / expected.std(-1)).tolist()
     return apart

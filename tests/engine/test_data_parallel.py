@@ -1,4 +1,4 @@
-"""LLM over several cores: the same answers in the same order, and nothing left behind."""
+"""Tests of LLM over several engine cores: equal outputs in order, and no leftover processes."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
 
 @pytest.fixture(scope="module")
 def opened(model: TextModel) -> Iterator[tuple[LLM, list[list[list[int]]]]]:
-    """An LLM over two cores, and the tokens that it sampled first: each call draws new seeds."""
+    """Open an LLM over two cores and return it with its first sampled tokens: each call draws new seeds."""
     before = cores()
     llm = open_text(model, data_parallel_size=2, disable_log_stats=False)
     children = [core for core in cores() if core not in before]
@@ -42,19 +42,17 @@ def pair(opened: tuple[LLM, list[list[list[int]]]]) -> LLM:
 
 
 def cores() -> list[psutil.Process]:
-    """The cores that are children of this process, those of other tests among them."""
-    return [each for each in psutil.Process().children() if each.name().startswith("quire:Engine")]
+    """Return the core processes of this process, including those of other tests."""
+    return [child for child in psutil.Process().children() if child.name().startswith("quire:Engine")]
 
 
 def ids(llm: LLM, prompts: Any, params: SamplingParams) -> list[list[list[int]]]:
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert [output.prompt_token_ids for output in outputs] == prompts
-    return [[list(each.token_ids) for each in output.outputs] for output in outputs]
+    return [[list(item.token_ids) for item in output.outputs] for output in outputs]
 
 
-def test_answers_are_those_of_one_core_in_order(
-    model: TextModel, opened: tuple[LLM, list[list[list[int]]]]
-) -> None:
+def test_outputs_match_one_core_in_order(model: TextModel, opened: tuple[LLM, list[list[list[int]]]]) -> None:
     one = open_text(model)
     pair, sampled = opened
     assert sampled == ids(one, PROMPTS, SEEDED), "seeds are drawn in the order of prompts"
@@ -65,7 +63,7 @@ def test_answers_are_those_of_one_core_in_order(
     assert pair.reset_prefix_cache()
 
 
-def test_what_is_wrong_with_a_prompt_is_said_at_once_and_nothing_stays(pair: LLM) -> None:
+def test_invalid_prompt_is_rejected_before_any_request_runs(pair: LLM) -> None:
     with pytest.raises(RequestError, match="out of vocabulary"):
         pair.generate([[5], [10**6]], GREEDY, use_tqdm=False)
     with pytest.raises(RequestError):
@@ -74,8 +72,8 @@ def test_what_is_wrong_with_a_prompt_is_said_at_once_and_nothing_stays(pair: LLM
     assert len(ids(pair, PROMPTS[:2], GREEDY)) == 2
 
 
-def test_a_request_that_fails_leaves_the_others(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches answers that are lost because another request of the same call failed."""
+def test_failed_request_does_not_affect_others(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that outputs are not lost because another request of the same call failed."""
     expected, engine = ids(pair, PROMPTS[:3], GREEDY), pair.llm_engine._engine  # type: ignore[attr-defined]
     generate = engine.generate
 
@@ -93,7 +91,7 @@ def test_a_request_that_fails_leaves_the_others(pair: LLM, monkeypatch: pytest.M
     assert second.error is failed.value.errors[1] and not pair.llm_engine.has_unfinished_requests()
 
 
-def test_beams(model: TextModel, pair: LLM) -> None:
+def test_beam_search_over_two_cores(model: TextModel, pair: LLM) -> None:
     from quire import BeamSearchParams
 
     params = BeamSearchParams(beam_width=3, max_tokens=4)
@@ -102,7 +100,7 @@ def test_beams(model: TextModel, pair: LLM) -> None:
     assert [beam.tokens for beam in both[0].sequences] == [beam.tokens for beam in both[1].sequences]
 
 
-def test_a_dead_core_costs_nothing_while_there_is_another(model: TextModel) -> None:
+def test_dead_core_is_replaced_by_the_other(model: TextModel) -> None:
     before = cores()
     llm = open_text(model, data_parallel_size=2)
     first, second = (core for core in cores() if core not in before)
@@ -123,8 +121,8 @@ def test_a_dead_core_costs_nothing_while_there_is_another(model: TextModel) -> N
     engine.close()
 
 
-def test_a_script_without_a_guard_and_without_an_end(model: TextModel, tmp_path: Path) -> None:
-    """Catches cores that run the user's script once more, and a process that waits for them at its end."""
+def test_script_without_main_guard_or_shutdown(model: TextModel, tmp_path: Path) -> None:
+    """Check that cores do not run the user's script again and that the process exits."""
     script = tmp_path / "script.py"
     script.write_text(
         "from quire import LLM, SamplingParams\n"

@@ -1,4 +1,6 @@
-"""Every proposer with everything that a request may ask for, and with adapters: no answer is another."""
+"""Tests of every draft proposer with every sampling parameter and with LoRA adapters: outputs do
+not change.
+"""
 
 import json
 import shutil
@@ -10,7 +12,7 @@ import pytest
 import torch
 from heads import HIDDEN, add_prediction, layer_weights, norm_weights, save_head
 from oracle import make_tiny
-from test_drafts import RECORD, Always
+from test_drafts import RECORD, AlwaysDraft
 from tiny_adapter import write_adapter
 from tiny_text import VOCAB, TextModel, open_text, text_model
 
@@ -18,7 +20,7 @@ from quire import LLM, LoRARequest, SamplingParams
 from quire.data.outputs import RequestOutput
 
 LENGTH: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
-ASKED: dict[str, dict[str, Any]] = {
+PARAMS_BY_NAME: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0, **LENGTH},
     "sampled": {"temperature": 1.0, "seed": 3, "top_p": 0.9, **LENGTH},
     "penalties": {
@@ -34,21 +36,23 @@ ASKED: dict[str, dict[str, Any]] = {
     "logprobs": {"temperature": 0.9, "seed": 8, "logprobs": 3, **LENGTH},
     "n > 1": {"temperature": 1.0, "seed": 10, "n": 3, **LENGTH},
 }
-"""Beside these: chunks, prefix hits and preemption, in all of them."""
-PROMPTS = [[40 + at, 300, 77, 310, 90, 77, 310, 90 + at] * (1 + at % 4) for at in range(2 * len(ASKED))]
+"""Combined with chunked prefill, prefix hits and preemption in all cases."""
+PROMPTS = [
+    [40 + at, 300, 77, 310, 90, 77, 310, 90 + at] * (1 + at % 4) for at in range(2 * len(PARAMS_BY_NAME))
+]
 SCARCE = {"max_num_batched_tokens": 20, "num_gpu_blocks_override": 60, "max_model_len": 128}
 ADAPTERS = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 
 
 class Proposer:
-    """A target, and what drafts for it."""
+    """A target model and its draft model."""
 
     def __init__(self, target: Path, **config: Any) -> None:
         self.target, self.config = target, {"num_speculative_tokens": 4} | config
 
 
 def with_text(path: Path, model: TextModel) -> Path:
-    """Another model with its vocabulary."""
+    """Return another model with the same vocabulary."""
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(model.path / name, path / name)
     return path
@@ -105,7 +109,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
 
 @pytest.fixture(scope="module")
 def plain() -> dict[Path, list[RequestOutput]]:
-    """What is said without drafts, by target."""
+    """Return the outputs without drafts, by target."""
     return {}
 
 
@@ -115,15 +119,15 @@ def adapters_of(target: Path, folder: Path) -> list[LoRARequest]:
 
 
 def answers(llm: LLM, adapters: list[LoRARequest]) -> list[RequestOutput]:
-    """All at once, where a third of the rows has no adapter; then one whose prefix the cache has."""
+    """Generate all at once with no adapter in a third of the rows, then one request with a cached prefix."""
     loras = [([None, *adapters])[number % 3] for number in range(len(PROMPTS))]
-    asked = [SamplingParams(**fields) for fields in (*ASKED.values(), *ASKED.values())]
-    last = partial(llm.generate, PROMPTS[3], asked[0], lora_request=adapters[0], use_tqdm=False)
-    return [*llm.generate(PROMPTS, asked, lora_request=loras, use_tqdm=False), *last(), *last()]
+    params = [SamplingParams(**fields) for fields in (*PARAMS_BY_NAME.values(), *PARAMS_BY_NAME.values())]
+    last = partial(llm.generate, PROMPTS[3], params[0], lora_request=adapters[0], use_tqdm=False)
+    return [*llm.generate(PROMPTS, params, lora_request=loras, use_tqdm=False), *last(), *last()]
 
 
 @pytest.mark.parametrize("name", PROPOSERS)
-def test_no_answer_is_another(
+def test_outputs_match_outputs_without_drafts(
     name: str, model: TextModel, plain: dict[Path, list[RequestOutput]], tmp_path: Path
 ) -> None:
     torch.manual_seed(1)
@@ -135,24 +139,24 @@ def test_no_answer_is_another(
     llm = open_text(target, **ADAPTERS, **SCARCE, speculative_config=proposer.config)
     scheduler = llm.llm_engine.core.scheduler
     assert scheduler.admitter.drafting is not None
-    scheduler.admitter.drafting._pace = pace = Always()  # type: ignore[assignment]
-    found = answers(llm, adapters)
-    for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-        asked = [*ASKED][number % len(ASKED)]
-        for one, other in zip(ours.outputs, theirs.outputs, strict=True):
-            assert _said(one) == _said(other), asked
+    scheduler.admitter.drafting._pace = pace = AlwaysDraft()  # type: ignore[assignment]
+    actual = answers(llm, adapters)
+    for number, (output, reference) in enumerate(zip(actual, expected, strict=True)):
+        params_name = [*PARAMS_BY_NAME][number % len(PARAMS_BY_NAME)]
+        for one, other in zip(output.outputs, reference.outputs, strict=True):
+            assert _output_fields(one) == _output_fields(other), params_name
             for place, wanted in zip(_numbers(one.logprobs), _numbers(other.logprobs), strict=True):
-                assert place == pytest.approx(wanted, abs=1e-4), asked
+                assert place == pytest.approx(wanted, abs=1e-4), params_name
     assert pace.num_drafts > 20 and (pace.num_held or name not in ("ngram", "suffix"))
-    assert scheduler.num_preemptions, "nobody was preempted"
-    assert found[-1].num_cached_tokens, "no prefix was hit"
-    assert max(map(len, PROMPTS)) > SCARCE["max_num_batched_tokens"], "no prompt was cut"
+    assert scheduler.num_preemptions, "no request was preempted"
+    assert actual[-1].num_cached_tokens, "no prefix was hit"
+    assert max(map(len, PROMPTS)) > SCARCE["max_num_batched_tokens"], "no prompt was chunked"
     assert scheduler.kv.pool.usage == 0.0 and not scheduler.adapters.running_names
 
 
-def _said(each: Any) -> tuple[Any, ...]:
-    return each.token_ids, each.text, each.finish_reason, each.stop_reason
+def _output_fields(item: Any) -> tuple[Any, ...]:
+    return item.token_ids, item.text, item.finish_reason, item.stop_reason
 
 
 def _numbers(logprobs: Any) -> list[dict[int, float]]:
-    return [{token: each.logprob for token, each in place.items()} for place in logprobs or []]
+    return [{token: item.logprob for token, item in place.items()} for place in logprobs or []]

@@ -1,4 +1,4 @@
-"""Whole engines with models and heads that draft: no answer is another."""
+"""Tests of engines with draft models and draft heads: outputs do not change."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from quire.kernels.cpu import native
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_key_value_heads": 1}
 LENGTH: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True}
-ASKED = [
+ALL_PARAMS = [
     SamplingParams(temperature=0, **LENGTH),
     SamplingParams(temperature=1.0, seed=3, **LENGTH),
     SamplingParams(temperature=0.8, top_p=0.9, seed=4, logprobs=2, **LENGTH),
@@ -24,8 +24,8 @@ ASKED = [
 ]
 
 
-class Always:
-    """As many drafts as there are, whatever they cost."""
+class AlwaysDraft:
+    """Drafts as many tokens as there are, whatever they cost."""
 
     num_held = num_drafts = 0
 
@@ -47,18 +47,18 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answers(llm: LLM) -> list[Any]:
-    """To prompts in chunks, beside each other, and once more to what the prefix cache has."""
+    """Generate for chunked prompts together, and once more with a filled prefix cache."""
     prompts = prompts_of(3, 30, 11, 18, 25)
-    found = []
-    for asked in (ASKED, ASKED[::-1]):
-        outputs = llm.generate(prompts, asked, use_tqdm=False)
-        found += [(said.token_ids, said.logprobs) for output in outputs for said in output.outputs]
-    return found
+    actual = []
+    for params in (ALL_PARAMS, ALL_PARAMS[::-1]):
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        actual += [(answer.token_ids, answer.logprobs) for output in outputs for answer in output.outputs]
+    return actual
 
 
 def numbers(entry: Any) -> Any:
-    """Logprobs without what they are called."""
-    return [{token: each.logprob for token, each in place.items()} for place in entry or []]
+    """Return the logprobs without their decoded texts."""
+    return [{token: item.logprob for token, item in place.items()} for place in entry or []]
 
 
 @pytest.fixture(scope="module")
@@ -74,28 +74,30 @@ def draft_of(kind: str, folder: Path, target: Path) -> dict[str, Any]:
         weights["fc.weight"] = 0.2 * torch.randn(HIDDEN, 3 * HIDDEN)
         named = {"architectures": ["LlamaForCausalLMEagle3"], "eagle_aux_hidden_state_layer_ids": [0, 1, 1]}
         return {"model": str(save_head(folder / "head", weights, **named))}
-    own = {"model": str(target), "draft_sample_method": "probabilistic"}
-    return own if kind == "itself" else {"model": str(make_tiny("qwen3", folder, **SMALL)[0])}
+    draft = {"model": str(target), "draft_sample_method": "probabilistic"}
+    return draft if kind == "itself" else {"model": str(make_tiny("qwen3", folder, **SMALL)[0])}
 
 
 @pytest.mark.parametrize("kind", ["itself", "another model", "a head"])
-def test_answers_are_those_without_drafts(tmp_path: Path, target: Path, plain: list[Any], kind: str) -> None:
-    """Rows are preempted, too: there is room for few."""
-    asked = {"num_speculative_tokens": 3} | draft_of(kind, tmp_path, target)
+def test_draft_models_do_not_change_outputs(
+    tmp_path: Path, target: Path, plain: list[Any], kind: str
+) -> None:
+    """Check with few cache blocks, so that rows are preempted too."""
+    speculative = {"num_speculative_tokens": 3} | draft_of(kind, tmp_path, target)
     llm = open_tiny(
         target,
-        speculative_config=asked,
+        speculative_config=speculative,
         max_num_batched_tokens=16,
         max_num_seqs=5,
         num_gpu_blocks_override=30,
         max_model_len=96,
     )
     core = llm.llm_engine.core
-    core.scheduler.admitter.drafting._pace = pace = Always()  # type: ignore[union-attr, assignment]
-    found = answers(llm)
-    assert [ids for ids, _ in found] == [ids for ids, _ in plain]
-    for (_, ours), (_, theirs) in zip(found, plain, strict=True):
-        for place, other in zip(numbers(ours), numbers(theirs), strict=True):
+    core.scheduler.admitter.drafting._pace = pace = AlwaysDraft()  # type: ignore[union-attr, assignment]
+    actual = answers(llm)
+    assert [ids for ids, _ in actual] == [ids for ids, _ in plain]
+    for (_, output), (_, expected) in zip(actual, plain, strict=True):
+        for place, other in zip(numbers(output), numbers(expected), strict=True):
             assert place == pytest.approx(other, abs=1e-4)
     assert pace.num_drafts > 100 and core.scheduler.num_preemptions
     device = core.executor._worker._runner.device  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Speculation changes no answer: with drafts, right and wrong ones, everything is as without."""
+"""Tests that correct and wrong draft tokens do not change outputs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ RECORD = {
     "additionalProperties": False,
 }
 LENGTH = {"max_tokens": 24, "ignore_eos": True}
-ASKED: dict[str, dict[str, Any]] = {
+PARAMS_BY_NAME: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0, **LENGTH},
     "greedy until it ends": {"temperature": 0, "max_tokens": 40},
     "sampled": {"temperature": 1.0, "seed": 3, **LENGTH},
@@ -51,8 +51,8 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-class Knowing:
-    """Proposes what the answers were, with a mistake here and there."""
+class ReplayProposer:
+    """Proposes the expected outputs with occasional mistakes."""
 
     is_sure = False
 
@@ -72,14 +72,14 @@ class Knowing:
 
     def propose(self, row: int, most: int) -> Any:
         text = self.texts[row]
-        whole = next((each for each in self.answers if each[: len(text)] == text), text)
-        found = whole[len(text) : len(text) + most]
-        mistakes = [each + ((len(text) + at) % 4 == 0) for at, each in enumerate(found)]
+        full = next((output for output in self.answers if output[: len(text)] == text), text)
+        actual = full[len(text) : len(text) + most]
+        mistakes = [output + ((len(text) + at) % 4 == 0) for at, output in enumerate(actual)]
         return np.array(mistakes, np.int32) % VOCAB
 
 
-class Always:
-    """As many drafts as there are."""
+class AlwaysDraft:
+    """Drafts as many tokens as there are."""
 
     num_held = num_drafts = 0
 
@@ -125,7 +125,7 @@ def rounded(logprob: float) -> Any:
 
 
 def values(positions: Any, number: Callable[[float], Any]) -> Any:
-    """The logprobs of each position by token, with their ranks and texts."""
+    """Return the logprobs of each position by token, with ranks and texts."""
     return positions and [
         one
         and {token: (number(entry.logprob), entry.rank, entry.decoded_token) for token, entry in one.items()}
@@ -134,7 +134,7 @@ def values(positions: Any, number: Callable[[float], Any]) -> Any:
 
 
 def facts(outputs: list[RequestOutput], number: Callable[[float], Any] = exact) -> list[Any]:
-    """All that must be equal."""
+    """Return all fields that must be equal."""
     return [
         (
             values(output.prompt_logprobs, number),
@@ -150,20 +150,22 @@ def facts(outputs: list[RequestOutput], number: Callable[[float], Any] = exact) 
 
 
 def expected_facts(outputs: list[RequestOutput]) -> list[Any]:
-    """What the C kernels compute for a token has the same bits in any batch; torch's products may add up in
-    another order for a larger one, so that their logprobs are equal up to rounding."""
+    """Return the expected fields, with rounded logprobs if there are no C kernels.
+
+    The C kernels are batch-invariant; torch matmuls may sum in another order in a larger batch.
+    """
     return facts(outputs, rounded if native.library() is None else exact)
 
 
 def sequences(outputs: list[RequestOutput]) -> list[list[int]]:
     return [
-        [*(output.prompt_token_ids or ()), *each.token_ids] for output in outputs for each in output.outputs
+        [*(output.prompt_token_ids or ()), *item.token_ids] for output in outputs for item in output.outputs
     ]
 
 
-def let(llm: LLM, proposer: Any = None) -> Always:
-    """Always drafts, and those of another."""
-    drafting, pace = llm.llm_engine.core.scheduler.admitter.drafting, Always()
+def always_draft(llm: LLM, proposer: Any = None) -> AlwaysDraft:
+    """Make the engine always draft, optionally with another proposer."""
+    drafting, pace = llm.llm_engine.core.scheduler.admitter.drafting, AlwaysDraft()
     assert drafting is not None
     drafting._pace = pace
     if proposer is not None:
@@ -171,12 +173,12 @@ def let(llm: LLM, proposer: Any = None) -> Always:
     return pace
 
 
-@pytest.mark.parametrize("asked", ASKED)
-def test_answers_are_those_without_drafts(asked: str, plain: LLM, drafting: LLM) -> None:
-    expected = ask(plain, ASKED[asked])
-    pace = let(drafting, Knowing(sequences(expected)))
-    found = ask(drafting, ASKED[asked])
-    assert facts(found) == expected_facts(expected)
+@pytest.mark.parametrize("params", PARAMS_BY_NAME)
+def test_drafts_do_not_change_outputs(params: str, plain: LLM, drafting: LLM) -> None:
+    expected = ask(plain, PARAMS_BY_NAME[params])
+    pace = always_draft(drafting, ReplayProposer(sequences(expected)))
+    actual = ask(drafting, PARAMS_BY_NAME[params])
+    assert facts(actual) == expected_facts(expected)
     assert 0 < pace.num_held < pace.num_drafts
 
 
@@ -185,56 +187,60 @@ def test_answers_are_those_without_drafts(asked: str, plain: LLM, drafting: LLM)
     [{"num_gpu_blocks_override": 34}, {"max_num_batched_tokens": 20}, {"enforce_eager": True}],
     ids=["preemption", "chunks", "eager"],
 )
-def test_so_are_they_where_room_is_scarce(settings: dict[str, Any], model: TextModel, plain: LLM) -> None:
-    asked = {"temperature": 0.9, "seed": 2, "max_tokens": 40, "ignore_eos": True}
-    expected = ask(plain, asked)
+def test_drafts_do_not_change_outputs_with_few_blocks_or_tokens(
+    settings: dict[str, Any], model: TextModel, plain: LLM
+) -> None:
+    params = {"temperature": 0.9, "seed": 2, "max_tokens": 40, "ignore_eos": True}
+    expected = ask(plain, params)
     config = {"method": "ngram", "num_speculative_tokens": 5}
     llm = open_text(model, speculative_config=config, max_model_len=128, **settings)
-    pace = let(llm, Knowing(sequences(expected)))
-    assert facts(ask(llm, asked)) == expected_facts(expected)
+    pace = always_draft(llm, ReplayProposer(sequences(expected)))
+    assert facts(ask(llm, params)) == expected_facts(expected)
     if "num_gpu_blocks_override" in settings:
         assert llm.llm_engine.core.scheduler.num_preemptions
-    again = ask(llm, asked)  # prefixes that accepted drafts have written, too
-    assert facts(again) == expected_facts(expected)
-    assert any(output.num_cached_tokens for output in again)
+    second = ask(llm, params)  # prefixes written by accepted drafts are cached too
+    assert facts(second) == expected_facts(expected)
+    assert any(output.num_cached_tokens for output in second)
     assert 0 < pace.num_held < pace.num_drafts
     assert llm.llm_engine.core.scheduler.kv.pool.usage == 0.0
 
 
-def test_prompt_lookup_finds_what_repeats_itself(model: TextModel, plain: LLM) -> None:
-    """Who has three words soon says the same again and again."""
+def test_prompt_lookup_drafts_repeating_text(model: TextModel, plain: LLM) -> None:
+    """Check a vocabulary of three tokens, which soon repeats."""
     words = {"allowed_token_ids": [60, 61, 62]}
-    asked = {"temperature": 0, "max_tokens": 80, "ignore_eos": True, **words}
+    params = {"temperature": 0, "max_tokens": 80, "ignore_eos": True, **words}
     config = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
     llm = open_text(model, speculative_config=config)
-    pace = let(llm)
-    assert facts(ask(llm, asked)) == expected_facts(ask(plain, asked))
+    pace = always_draft(llm)
+    assert facts(ask(llm, params)) == expected_facts(ask(plain, params))
     assert pace.num_held > 40
 
 
-def test_what_became_of_drafts_is_counted(model: TextModel, plain: LLM) -> None:
-    asked = {"temperature": 0, "max_tokens": 30, "ignore_eos": True}
+def test_draft_metrics_are_counted(model: TextModel, plain: LLM) -> None:
+    params = {"temperature": 0, "max_tokens": 30, "ignore_eos": True}
     config = {"method": "ngram", "num_speculative_tokens": 5}
     llm = open_text(model, speculative_config=config, disable_log_stats=False)
-    pace = let(llm, Knowing(sequences(ask(plain, asked))))
-    outputs = ask(llm, asked)
-    found = {metric.name.removeprefix("vllm:spec_decode_num_"): metric for metric in llm.get_metrics()}
-    drafts, tokens, held = (found[name].value for name in ("drafts", "draft_tokens", "accepted_tokens"))
+    pace = always_draft(llm, ReplayProposer(sequences(ask(plain, params))))
+    outputs = ask(llm, params)
+    actual = {metric.name.removeprefix("vllm:spec_decode_num_"): metric for metric in llm.get_metrics()}
+    drafts, tokens, held = (actual[name].value for name in ("drafts", "draft_tokens", "accepted_tokens"))
     assert (tokens, held) == (pace.num_drafts, pace.num_held)
-    by_place = found["accepted_tokens_per_pos"].values
+    by_place = actual["accepted_tokens_per_pos"].values
     assert sum(by_place) == held and len(by_place) == 5 and drafts >= by_place[0] >= by_place[1] > 0
     of_each = [output.outputs[0].spec_decode_metrics for output in outputs]
-    assert sum(each["num_accepted_tokens"] for each in of_each if each) == held
+    assert sum(item["num_accepted_tokens"] for item in of_each if item) == held
     assert sum(output.metrics.num_draft_tokens for output in outputs if output.metrics) == tokens
 
 
-def test_a_grammar_holds_where_a_model_drafts(model: TextModel, plain: LLM) -> None:
-    """Whose drafts nobody knows who fills masks. A length that fills no whole block, too."""
+def test_grammar_holds_with_a_draft_model(model: TextModel, plain: LLM) -> None:
+    """Check drafts that the host, which fills the masks, does not have yet, also with an incomplete last
+    block.
+    """
     config = {"model": str(model.path), "num_speculative_tokens": 3}
     llm = open_text(model, speculative_config=config, max_model_len=99, block_size=16)
-    pace = let(llm)
-    for asked in ("json", "choice", "greedy"):
-        assert facts(ask(llm, ASKED[asked])) == expected_facts(ask(plain, ASKED[asked]))
-    whole = {"temperature": 0, "max_tokens": 99 - 8, "ignore_eos": True}
-    found = [each.generate(PROMPTS[:1], SamplingParams(**whole), use_tqdm=False) for each in (llm, plain)]
-    assert facts(found[0]) == expected_facts(found[1]) and pace.num_held > 20
+    pace = always_draft(llm)
+    for params in ("json", "choice", "greedy"):
+        assert facts(ask(llm, PARAMS_BY_NAME[params])) == expected_facts(ask(plain, PARAMS_BY_NAME[params]))
+    full = {"temperature": 0, "max_tokens": 99 - 8, "ignore_eos": True}
+    actual = [item.generate(PROMPTS[:1], SamplingParams(**full), use_tqdm=False) for item in (llm, plain)]
+    assert facts(actual[0]) == expected_facts(actual[1]) and pace.num_held > 20

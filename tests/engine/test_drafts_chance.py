@@ -1,4 +1,4 @@
-"""Tokens that are sampled with drafts come as often as the model says they should, whatever was drafted."""
+"""Tests that tokens sampled with drafts follow the model's probabilities."""
 
 import math
 from itertools import product
@@ -17,12 +17,12 @@ from quire.worker import cpu
 VOCAB, LENGTH = 5, 4
 PROMPT = [1, 3, 2, 4]
 DRAFTS = [3, 0, 3]
-"""Always these."""
+"""Draft tokens that are always proposed."""
 Counts = NDArray[np.float64]
 
 
-class Stubborn:
-    """A proposer of these."""
+class FixedProposer:
+    """Always proposes DRAFTS."""
 
     is_sure = False
 
@@ -36,8 +36,8 @@ class Stubborn:
         return np.array(DRAFTS[:most], np.int32)
 
 
-class Always:
-    """As many drafts as there are."""
+class AlwaysDraft:
+    """Drafts as many tokens as there are."""
 
     num_held = num_drafts = 0
 
@@ -60,17 +60,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 def expected(hf: Any) -> Counts:
-    """[VOCAB] * LENGTH: the chance of each answer."""
+    """Return the probability of each output, shaped [VOCAB] * LENGTH."""
     answers = torch.tensor(list(product(range(VOCAB), repeat=LENGTH)))
     with torch.inference_mode():
-        whole = torch.cat([torch.tensor(PROMPT).expand(len(answers), -1), answers], 1)
-        logprobs = hf(whole).logits.double().log_softmax(-1)[:, len(PROMPT) - 1 : -1]
+        full = torch.cat([torch.tensor(PROMPT).expand(len(answers), -1), answers], 1)
+        logprobs = hf(full).logits.double().log_softmax(-1)[:, len(PROMPT) - 1 : -1]
     chances: Counts = logprobs.gather(2, answers[:, :, None]).sum((1, 2)).exp().numpy()
     return chances.reshape([VOCAB] * LENGTH)
 
 
-def drawn(path: Path, num_draws: int) -> tuple[Counts, Always]:
-    """How often each answer was drawn, every time by another seed; and what became of drafts."""
+def drawn(path: Path, num_draws: int) -> tuple[Counts, AlwaysDraft]:
+    """Return how often each output was sampled over many seeds, and the draft policy with its counts."""
     llm = LLM(
         str(path),
         dtype="float32",
@@ -80,45 +80,47 @@ def drawn(path: Path, num_draws: int) -> tuple[Counts, Always]:
         use_tqdm_on_load=False,
         speculative_config={"method": "ngram", "num_speculative_tokens": len(DRAFTS)},
     )
-    drafting, pace = llm.llm_engine.core.scheduler.admitter.drafting, Always()
+    drafting, pace = llm.llm_engine.core.scheduler.admitter.drafting, AlwaysDraft()
     assert drafting is not None
-    drafting._pace, drafting._proposer = pace, Stubborn()
-    asked = [
+    drafting._pace, drafting._proposer = pace, FixedProposer()
+    params = [
         SamplingParams(temperature=1.0, seed=seed, max_tokens=LENGTH, ignore_eos=True, detokenize=False)
         for seed in range(num_draws)
     ]
     prompts = [{"prompt_token_ids": PROMPT}] * num_draws
     counts = np.zeros([VOCAB] * LENGTH)
-    for output in llm.generate(prompts, asked, use_tqdm=False):
+    for output in llm.generate(prompts, params, use_tqdm=False):
         counts[tuple(output.outputs[0].token_ids)] += 1
     return counts, pace
 
 
 def distance(counts: Counts, chances: Counts) -> float:
-    """Chi-square over each token but the first together with the one before, the worst of all, in deviations
-    from what it is on average. Pairs of which there should be few count as one."""
-    found, num_draws = [], counts.sum()
+    """Return the worst chi-square over pairs of successive tokens, in standard deviations from its mean.
+
+    Rare pairs are merged into one.
+    """
+    actual, num_draws = [], counts.sum()
     for place in range(1, LENGTH):
         others = tuple(at for at in range(LENGTH) if at not in (place - 1, place))
         seen, wanted = counts.sum(others).ravel(), num_draws * chances.sum(others).ravel()
         few = wanted < 10
-        seen, wanted = (np.append(each[~few], each[few].sum()) for each in (seen, wanted))
+        seen, wanted = (np.append(item[~few], item[few].sum()) for item in (seen, wanted))
         degrees = len(wanted) - 1
         assert degrees > 5
-        found.append((((seen - wanted) ** 2 / wanted).sum() - degrees) / math.sqrt(2 * degrees))
-    return float(max(found))
+        actual.append((((seen - wanted) ** 2 / wanted).sum() - degrees) / math.sqrt(2 * degrees))
+    return float(max(actual))
 
 
-def test_answers_come_as_often_as_without_drafts(model: tuple[Path, Any]) -> None:
-    """By another rule of acceptance drafts would be said more often than they are likely, or less."""
+def test_sampled_outputs_follow_the_models_distribution(model: tuple[Path, Any]) -> None:
+    """Check that no draft is sampled more or less often than its probability."""
     path, hf = model
     counts, pace = drawn(path, 4000)
     assert 0.1 < pace.num_held / pace.num_drafts < 0.5
     assert distance(counts, expected(hf)) < 4
 
 
-def test_another_rule_would_be_seen(model: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A draft that is taken for held now and then although something else was drawn."""
+def test_wrong_acceptance_rule_is_detected(model: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that accepting a draft although another token was sampled is detected."""
     path, hf = model
     true = cpu.count_accepted
 

@@ -1,4 +1,4 @@
-"""LLM with experts over processes: within an engine, and between engines that step together."""
+"""Tests of LLM with expert parallelism within an engine and between engines that step together."""
 
 from pathlib import Path
 from typing import Any
@@ -35,18 +35,18 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def engine_cores() -> list[psutil.Process]:
-    """The cores that are children of this process, those of other tests among them."""
-    return [each for each in psutil.Process().children() if each.name().startswith("quire:Engine")]
+    """Return the core processes of this process, including those of other tests."""
+    return [child for child in psutil.Process().children() if child.name().startswith("quire:Engine")]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_answers_are_those_of_one_device(case: str, model: Path) -> None:
+def test_outputs_match_one_device(case: str, model: Path) -> None:
     one, before = open_tiny(model), engine_cores()
     many = open_tiny(
         model, enable_expert_parallel=True, max_num_batched_tokens=16, max_num_seqs=8, **CASES[case]
     )
     cores = [core for core in engine_cores() if core not in before]
-    for prompts in (PROMPTS, PROMPTS[:1]):  # all have work; then one has
+    for prompts in (PROMPTS, PROMPTS[:1]):  # all cores have work; then one has
         assert answers(many, prompts) == answers(one, prompts)
     if "data_parallel_size" in CASES[case]:
         many.llm_engine.close()

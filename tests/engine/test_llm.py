@@ -1,4 +1,4 @@
-"""LLM: whatever form prompts and settings come in, the outputs are those of their own prompt, in order."""
+"""Tests of LLM: each form of prompts and parameters gives the outputs of its prompts, in order."""
 
 import io
 import itertools
@@ -45,7 +45,7 @@ def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
 
 
 def check_idle(llm: LLM) -> None:
-    """No request anywhere, every block free."""
+    """Check that there is no request and every block is free."""
     engine = llm.llm_engine
     assert not engine.has_unfinished_requests() and len(engine.outputs) == 0
     assert engine.core.scheduler.kv.pool.usage == 0.0
@@ -53,7 +53,7 @@ def check_idle(llm: LLM) -> None:
 
 
 def interrupt(llm: LLM, monkeypatch: pytest.MonkeyPatch, at_step: int) -> None:
-    """Ctrl-C while the worker computes the given step from now."""
+    """Raise KeyboardInterrupt while the worker computes the step with this number."""
     executor, steps = llm.llm_engine.core.executor, itertools.count(1)
     submit = executor.submit
 
@@ -84,7 +84,7 @@ FORMS: dict[str, Callable[[list[int]], Any]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_of_a_prompt_means_the_same(llm: LLM, model: TextModel, form: str) -> None:
+def test_all_prompt_forms_are_equivalent(llm: LLM, model: TextModel, form: str) -> None:
     ids = llm.get_tokenizer().encode(TEXT)
     (output,) = llm.generate(FORMS[form](ids), GREEDY, use_tqdm=False)
     assert output.prompt_token_ids == ids and ids[0] == 1
@@ -92,7 +92,7 @@ def test_every_form_of_a_prompt_means_the_same(llm: LLM, model: TextModel, form:
     assert list(output.outputs[0].token_ids) == model.greedy(ids, 4)
 
 
-def test_mixed_forms_in_one_call(llm: LLM, model: TextModel) -> None:
+def test_mixed_prompt_forms_in_one_call(llm: LLM, model: TextModel) -> None:
     ids = [9, 8, 7]
     outputs = llm.generate([TEXT, {"prompt_token_ids": ids}, ids], GREEDY, use_tqdm=False)
     assert outputs[1].outputs[0].token_ids == outputs[2].outputs[0].token_ids == model.greedy(ids, 4)
@@ -102,12 +102,12 @@ def test_no_prompts_give_no_outputs(llm: LLM) -> None:
     assert llm.generate([], GREEDY) == [] and llm.chat([]) == []
 
 
-def test_special_tokens_can_be_left_out(llm: LLM) -> None:
+def test_add_special_tokens_can_be_disabled(llm: LLM) -> None:
     (output,) = llm.generate(TEXT, GREEDY, use_tqdm=False, tokenization_kwargs={"add_special_tokens": False})
     assert output.prompt_token_ids == llm.get_tokenizer().encode(TEXT)[1:]
 
 
-def test_outputs_stand_in_the_order_of_prompts_although_later_ones_end_first(llm: LLM) -> None:
+def test_outputs_are_in_prompt_order_when_later_ones_end_first(llm: LLM) -> None:
     params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (9, 1, 5, 3)]
     prompts = [[10 + i] * (i + 1) for i in range(4)]
     outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -117,7 +117,7 @@ def test_outputs_stand_in_the_order_of_prompts_although_later_ones_end_first(llm
     assert ids == list(range(ids[0], ids[0] + 4))
 
 
-def test_every_field_of_an_output(llm: LLM) -> None:
+def test_all_output_fields(llm: LLM) -> None:
     (output,) = llm.generate(TEXT, GREEDY, use_tqdm=False)
     assert output.finished and output.prompt == TEXT and output.prompt_logprobs is None
     for absent in ("lora_request", "encoder_prompt", "encoder_prompt_token_ids", "kv_transfer_params"):
@@ -133,12 +133,12 @@ def test_every_field_of_an_output(llm: LLM) -> None:
     assert times.first_token_latency > 0 and times.arrival_time > 1e9
 
 
-def test_cache_salt_separates_and_a_second_run_hits(llm: LLM) -> None:
+def test_cache_salt_separates_prefixes_and_second_run_hits(llm: LLM) -> None:
     prompt = list(range(20, 37))
 
     def cached(salt: str | None) -> int | None:
-        given: Any = {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {})
-        outputs: list[RequestOutput] = llm.generate(given, GREEDY, use_tqdm=False)
+        inputs: Any = {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {})
+        outputs: list[RequestOutput] = llm.generate(inputs, GREEDY, use_tqdm=False)
         return outputs[0].num_cached_tokens
 
     assert [cached(salt) for salt in (None, None, "a", "a", "b")] == [0, 16, 0, 16, 0]
@@ -147,7 +147,7 @@ def test_cache_salt_separates_and_a_second_run_hits(llm: LLM) -> None:
 # ---- parameters
 
 
-def test_numbers_of_params_and_priorities_must_match(llm: LLM) -> None:
+def test_numbers_of_params_and_priorities_must_match_prompts(llm: LLM) -> None:
     with pytest.raises(RequestError, match=re.escape("prompts (3) and params (2) must be the same.")):
         llm.generate(["a", "b", "c"], [GREEDY, GREEDY])
     with pytest.raises(RequestError, match=re.escape("prompts (1) and priority (2) must be the same.")):
@@ -162,17 +162,19 @@ def test_params_of_a_wrong_type_are_named(llm: LLM, wrong: Any) -> None:
     check_idle(llm)
 
 
-def test_params_are_the_models_own_where_none_are_given(llm: LLM, model: TextModel) -> None:
+def test_default_params_come_from_the_model(llm: LLM, model: TextModel) -> None:
     assert llm.get_default_sampling_params() == SamplingParams(temperature=0.7, top_k=20, max_tokens=5)
     params = SamplingParams(temperature=0.7, top_k=20, max_tokens=5)
-    ours, theirs = (open_text(model, seed=3).generate("Hi", each, use_tqdm=False) for each in (None, params))
-    assert tokens(ours) == tokens(theirs)
+    actual, expected = (
+        open_text(model, seed=3).generate("Hi", item, use_tqdm=False) for item in (None, params)
+    )
+    assert tokens(actual) == tokens(expected)
     neutral = open_text(model, generation_config="vllm")
     assert neutral.get_default_sampling_params() == SamplingParams()
 
 
 @pytest.mark.parametrize("skip_clone", [False, True])
-def test_the_callers_params_stay_as_they_were(llm: LLM, skip_clone: bool) -> None:
+def test_callers_params_are_not_modified(llm: LLM, skip_clone: bool) -> None:
     params = SamplingParams(temperature=0, max_tokens=2, bad_words=["dog"], skip_clone=skip_clone)
     llm.generate("a", params, use_tqdm=False)
     assert params.output_kind is RequestOutputKind.CUMULATIVE
@@ -186,8 +188,8 @@ def test_urgent_requests_run_first(model: TextModel) -> None:
     assert ends[1] < ends[2] < ends[0]
 
 
-def test_an_adapter_is_asked_for_by_a_request_for_it_where_there_may_be_some(llm: LLM) -> None:
-    """Catches a prompt that is answered by the model alone."""
+def test_lora_request_needs_enable_lora(llm: LLM) -> None:
+    """Check that a prompt is not silently answered by the base model."""
     one = LoRARequest("one", 1, "/nowhere")
     for call in (llm.generate, llm.chat):
         prompts: Any = ["a", "b"] if call == llm.generate else TURN
@@ -200,18 +202,18 @@ def test_an_adapter_is_asked_for_by_a_request_for_it_where_there_may_be_some(llm
     assert not llm.llm_engine.has_unfinished_requests()
 
 
-def test_weights_out_of_pytorch_files(model: TextModel, llm: LLM, tmp_path: Path) -> None:
-    """Catches a load format that the loader has and no argument reaches."""
+def test_load_format_pt(model: TextModel, llm: LLM, tmp_path: Path) -> None:
+    """Check that the load format reaches the loader."""
     for file in model.path.iterdir():
         if file.suffix != ".safetensors":
             (tmp_path / file.name).symlink_to(file)
     torch.save(model.hf.state_dict(), tmp_path / "pytorch_model.bin")
     pickled = open_text(TextModel(tmp_path, model.hf), load_format="pt")
-    found, expected = (each.generate([[5, 6, 7]], GREEDY, use_tqdm=False) for each in (pickled, llm))
-    assert found[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
+    actual, expected = (item.generate([[5, 6, 7]], GREEDY, use_tqdm=False) for item in (pickled, llm))
+    assert actual[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
 
 
-# ---- mistakes leave nothing behind
+# ---- errors leave no requests
 
 
 WRONG: dict[str, tuple[Any, str]] = {
@@ -239,8 +241,8 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_prompt_among_good_ones(llm: LLM, model: TextModel, case: str) -> None:
-    """It is named; the good ones before it are not left running; the engine answers on."""
+def test_invalid_prompt_among_valid_ones(llm: LLM, model: TextModel, case: str) -> None:
+    """Check that the error names it, that no valid prompt stays queued, and that the engine still works."""
     wrong, message = WRONG[case]
     with pytest.raises(RequestError, match=message):
         llm.generate([[5, 6], wrong, [7]], GREEDY)
@@ -249,24 +251,22 @@ def test_a_wrong_prompt_among_good_ones(llm: LLM, model: TextModel, case: str) -
 
 
 @pytest.mark.parametrize("wrong", [None, 5, 1.5, b"abc", object()])
-def test_a_wrong_prompt_alone(llm: LLM, wrong: Any) -> None:
+def test_single_invalid_prompt(llm: LLM, wrong: Any) -> None:
     with pytest.raises(RequestError):
         llm.generate(wrong, GREEDY)
     check_idle(llm)
 
 
-def test_wrong_params_among_good_ones(llm: LLM) -> None:
-    """Requests added before the one that fails are taken back."""
+def test_invalid_params_among_valid_ones(llm: LLM) -> None:
+    """Check that requests added before the failing one are removed."""
     with pytest.raises(RequestError, match="Requested sample logprobs of 21"):
         llm.generate([[5], [6], [7]], [GREEDY, SamplingParams(logprobs=21), GREEDY])
     check_idle(llm)
 
 
 @pytest.mark.parametrize("fails_at", [1, 2, 3])
-def test_an_interrupt_leaves_nothing_behind(
-    model: TextModel, monkeypatch: pytest.MonkeyPatch, fails_at: int
-) -> None:
-    """Neither a request nor a cached prefix whose blocks were never filled."""
+def test_interrupt_leaves_no_state(model: TextModel, monkeypatch: pytest.MonkeyPatch, fails_at: int) -> None:
+    """Check that no request and no cached prefix with unwritten blocks is left."""
     llm = open_text(model, max_num_batched_tokens=16)
     prompts = [list(range(30, 30 + length)) for length in (13, 21, 9)]
 
@@ -278,10 +278,10 @@ def test_an_interrupt_leaves_nothing_behind(
     assert tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) == [model.greedy(ids, 4) for ids in prompts]
 
 
-def test_a_plan_lost_in_an_interrupt_leaves_no_wishes_in_its_rows(
+def test_plan_lost_in_an_interrupt_leaves_no_logprobs_in_its_rows(
     model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worker never heard that these rows were released; who gets them next did not ask for logprobs."""
+    """Check rows that the worker did not release: their next requests have no logprobs."""
     llm = open_text(model)
     asking = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1, logprobs=1, logit_bias={9: 100.0})
     llm.generate([[5, 6, 7], [8, 9, 10]], asking, use_tqdm=False)
@@ -296,7 +296,7 @@ def test_a_plan_lost_in_an_interrupt_leaves_no_wishes_in_its_rows(
 # ---- queues and progress
 
 
-def test_enqueue_runs_nothing_until_waited_for(llm: LLM, model: TextModel) -> None:
+def test_enqueue_runs_only_when_waited_for(llm: LLM, model: TextModel) -> None:
     first, second = llm.enqueue([[5], [6]], GREEDY), llm.enqueue([7], GREEDY)
     outputs = llm.wait_for_completion(use_tqdm=False)
     assert [output.request_id for output in outputs] == first + second
@@ -304,8 +304,8 @@ def test_enqueue_runs_nothing_until_waited_for(llm: LLM, model: TextModel) -> No
     check_idle(llm)
 
 
-def test_generate_returns_only_its_own(llm: LLM, model: TextModel) -> None:
-    """What was queued before keeps its place and its output."""
+def test_generate_returns_only_its_own_outputs(llm: LLM, model: TextModel) -> None:
+    """Check that requests queued before keep their place and their output."""
     llm.enqueue([[5]], GREEDY)
     assert tokens(llm.generate([[6]], GREEDY, use_tqdm=False)) == [model.greedy([6], 4)]
     beams = llm.beam_search([[7]], BeamSearchParams(1, 2))
@@ -313,7 +313,7 @@ def test_generate_returns_only_its_own(llm: LLM, model: TextModel) -> None:
     assert tokens(llm.wait_for_completion(use_tqdm=False)) == [model.greedy([5], 4)]
 
 
-def test_the_bar_of_the_caller_is_used(llm: LLM) -> None:
+def test_custom_tqdm_is_used(llm: LLM) -> None:
     shown, bars = io.StringIO(), list[Any]()
 
     def make(**settings: Any) -> Any:
@@ -329,7 +329,7 @@ def test_the_bar_of_the_caller_is_used(llm: LLM) -> None:
     assert num_out == pytest.approx(2 * num_in, rel=0.01), "6 prompt tokens in, 12 tokens out"
 
 
-def test_bars_of_long_lists_and_none_where_not_wanted(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_bar_is_optional(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     one = SamplingParams(max_tokens=1)
     llm.generate([[5]] * 65, one, use_tqdm=False)
     assert capsys.readouterr().err == ""
@@ -346,7 +346,7 @@ def prompt_of(llm: LLM, *args: Any, **settings: Any) -> str | None:
     return outputs[0].prompt
 
 
-def test_a_conversation_becomes_a_prompt(llm: LLM) -> None:
+def test_conversation_becomes_a_prompt(llm: LLM) -> None:
     (output,) = llm.chat(TURN, SamplingParams(max_tokens=1), use_tqdm=False)
     assert output.prompt == "<|im_start|>user\nOne two<|im_end|>\n<|im_start|>assistant\n"
     assert output.prompt_token_ids is not None
@@ -361,13 +361,13 @@ def test_several_conversations_are_answered_in_order(llm: LLM) -> None:
     assert tokens(outputs) == [tokens(llm.chat(turn, GREEDY, use_tqdm=False))[0] for turn in turns]
 
 
-def test_the_template_of_a_call_wins(llm: LLM, model: TextModel) -> None:
+def test_chat_template_of_a_call_wins(llm: LLM, model: TextModel) -> None:
     shout = "{{ messages[0].content | upper }}"
     assert prompt_of(llm, TURN, chat_template=shout) == "ONE TWO"
     assert prompt_of(open_text(model, chat_template=shout), TURN) == "ONE TWO"
 
 
-def test_the_final_message_can_be_continued(llm: LLM) -> None:
+def test_final_message_can_be_continued(llm: LLM) -> None:
     turns = [*TURN, {"role": "assistant", "content": "three fo"}]
     prompt = prompt_of(llm, turns, add_generation_prompt=False, continue_final_message=True)
     assert prompt == "<|im_start|>user\nOne two<|im_end|>\n<|im_start|>assistant\nthree fo"
@@ -380,7 +380,7 @@ def test_tools_reach_the_template(llm: LLM) -> None:
     assert '"name": "weather"' in str(prompt_of(llm, TURN, tools=tools))
 
 
-def test_template_kwargs_reach_the_template_and_may_not_replace_the_conversation(llm: LLM) -> None:
+def test_template_kwargs_reach_the_template_but_cannot_replace_messages(llm: LLM) -> None:
     template = "{{ mood }}{{ messages[0].content }}{% if add_generation_prompt %}!{% endif %}"
     kwargs = {"mood": "gay ", "add_generation_prompt": False}
     assert prompt_of(llm, TURN, chat_template=template, chat_template_kwargs=kwargs) == "gay One two"
@@ -404,23 +404,23 @@ def test_template_kwargs_reach_the_template_and_may_not_replace_the_conversation
         [TURN, None],
     ],
 )
-def test_wrong_messages_are_refused(llm: LLM, wrong: Any) -> None:
+def test_invalid_messages_are_rejected(llm: LLM, wrong: Any) -> None:
     with pytest.raises(RequestError):
         llm.chat(wrong, GREEDY)
     check_idle(llm)
 
 
-def test_a_model_without_a_template_says_so(model: TextModel, tmp_path: Path) -> None:
+def test_chat_without_template_is_rejected(model: TextModel, tmp_path: Path) -> None:
     llm = open_text(variant(model, tmp_path, tokenizer_config={}))
     with pytest.raises(RequestError, match="no chat template; start with `--chat-template FILE`"):
         llm.chat(TURN)
     assert prompt_of(llm, TURN, chat_template="{{ messages[0].content }}") == "One two"
 
 
-# ---- the rest of the face
+# ---- other methods
 
 
-def test_without_a_tokenizer_ids_work_and_text_is_refused(model: TextModel) -> None:
+def test_without_tokenizer_ids_work_and_text_is_rejected(model: TextModel) -> None:
     llm = open_text(model, skip_tokenizer_init=True)
     (output,) = llm.generate([5], GREEDY, use_tqdm=False)
     assert output.outputs[0].text == "" and tokens([output]) == [model.greedy([5], 4)]
@@ -444,7 +444,7 @@ def test_from_engine_args_and_sizes(model: TextModel) -> None:
     assert llm.get_world_size() == llm.get_world_size(include_dp=False) == 1
 
 
-def test_prefixes_are_forgotten_only_when_no_request_holds_blocks(model: TextModel) -> None:
+def test_reset_prefix_cache_fails_while_blocks_are_held(model: TextModel) -> None:
     llm = open_text(model)
     prompt = list(range(20, 37))
     llm.generate(prompt, GREEDY, use_tqdm=False)
@@ -460,8 +460,8 @@ def test_prefixes_are_forgotten_only_when_no_request_holds_blocks(model: TextMod
 # ---- the size of the cache
 
 
-def test_the_cache_is_as_large_as_asked(model: TextModel) -> None:
-    """Two layers of two heads of 16 float32: 512 bytes a token, 2048 a block of four."""
+def test_kv_cache_memory_bytes_sets_the_number_of_blocks(model: TextModel) -> None:
+    """Check two layers of two heads of 16 float32: 512 bytes per token, 2048 per block of four."""
 
     def num_blocks(**settings: Any) -> int:
         llm = open_text(model, **({"num_gpu_blocks_override": None} | settings))
@@ -472,7 +472,7 @@ def test_the_cache_is_as_large_as_asked(model: TextModel) -> None:
     assert num_blocks(max_num_seqs=2) == 2 * 256 // 4 + 1, "no more than all rows can fill"
 
 
-def test_a_context_that_does_not_fit_is_cut_or_refused(model: TextModel) -> None:
+def test_max_model_len_that_does_not_fit_is_reduced_or_rejected(model: TextModel) -> None:
     small: dict[str, Any] = {"num_gpu_blocks_override": None, "kv_cache_memory_bytes": 20 * 2048}
     with pytest.raises(ConfigError, match=r"\d+ bytes are missing.*--max-model-len 76"):
         open_text(model, **small)
@@ -484,16 +484,14 @@ def test_a_context_that_does_not_fit_is_cut_or_refused(model: TextModel) -> None
     assert len(output.outputs[0].token_ids) == 6, "the answer ends where the context does"
 
 
-def test_a_share_of_memory_too_small_for_the_model_is_refused(model: TextModel) -> None:
+def test_memory_utilization_too_small_for_the_model_is_rejected(model: TextModel) -> None:
     with pytest.raises(ConfigError, match="--gpu-memory-utilization"):
         open_text(model, num_gpu_blocks_override=None, gpu_memory_utilization=1e-9)
     with pytest.raises(ConfigError, match="is more than the .* that are free"):
         open_text(model, num_gpu_blocks_override=None, kv_cache_memory_bytes=2**60)
 
 
-def test_the_tokenizers_eos_ends_without_a_reason_whatever_the_model_lists_first(
-    model: TextModel, tmp_path: Path
-) -> None:
+def test_tokenizer_eos_has_no_stop_reason(model: TextModel, tmp_path: Path) -> None:
     config = {"eos_token": "<|im_end|>"}
     llm = open_text(variant(model, tmp_path, tokenizer_config=config))
     reasons = [

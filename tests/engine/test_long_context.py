@@ -1,4 +1,4 @@
-"""Long contexts through layers that keep only their window: transformers' own tokens, in few blocks."""
+"""Tests of long contexts with sliding windows: outputs match transformers, in few blocks."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -56,37 +56,37 @@ def steps_of(llm: LLM, prompt: list[int], count: int) -> Iterator[list[RequestOu
 
 @torch.inference_mode()
 def greedy(hf_model: Any, tokens: list[int], prompt_len: int) -> list[int]:
-    """What transformers would say at each place of the output."""
-    said: list[int] = hf_model(torch.tensor([tokens])).logits[0, prompt_len - 1 : -1].argmax(-1).tolist()
-    return said
+    """Return transformers' greedy token at each position of the output."""
+    output: list[int] = hf_model(torch.tensor([tokens])).logits[0, prompt_len - 1 : -1].argmax(-1).tolist()
+    return output
 
 
-def held(kv: KVManager) -> int:
-    """The most blocks that a row has in any group with a window."""
+def max_blocks_held(kv: KVManager) -> int:
+    """Return the most blocks that a row holds in any group with a window."""
     sliding = [tables for tables, window in zip(kv.tables, kv.windows, strict=True) if window is not None]
     return max(sum(block is not None for block in row) for tables in sliding for row in tables)
 
 
-def most(chunk: int) -> int:
-    """Of a row whose steps have up to so many tokens."""
+def block_limit(chunk: int) -> int:
+    """Return the number of blocks that a row may hold with steps of up to this many tokens."""
     return most_blocks(LENGTH, WINDOW, block_size=BLOCK, max_chunk=chunk)
 
 
-def test_2k_tokens_after_a_preemption_and_a_prefix_hit(tiny: Tiny) -> None:
-    """A block that was given back too early, never, or found again with other tokens in it."""
+def test_2k_tokens_after_preemption_and_prefix_hit(tiny: Tiny) -> None:
+    """Check for blocks that are freed too early, never, or hit with other tokens in them."""
     llm, hf_model = tiny
     scheduler, (prompt,) = llm.llm_engine.core.scheduler, prompts_of(LENGTH, vocab=64)
     reading, answering, outputs = [], [], []
     for number, made in enumerate(steps_of(llm, prompt, 40)):
-        (answering if outputs else reading).append(held(scheduler.kv))
+        (answering if outputs else reading).append(max_blocks_held(scheduler.kv))
         outputs += made
-        if number in (3, 20):  # in the middle of the prompt, and of the answer
+        if number in (3, 20):  # in the middle of the prompt and of the output
             scheduler._preempt(int(scheduler.running.order[0]))
-    assert most(1) < max(reading) <= most(CHUNK)
-    assert WINDOW // BLOCK <= max(answering) <= most(BLOCK), "what is not full is computed again"
-    said = list(outputs[-1].outputs[0].token_ids)
-    assert scheduler.num_preemptions == 2 and said == greedy(hf_model, prompt + said, LENGTH)
-    longer = prompt + said[:30]
-    *_, (again,) = steps_of(llm, longer, 10)
-    assert again.num_cached_tokens == len(longer) // BLOCK * BLOCK
-    assert list(again.outputs[0].token_ids) == said[30:]
+    assert block_limit(1) < max(reading) <= block_limit(CHUNK)
+    assert WINDOW // BLOCK <= max(answering) <= block_limit(BLOCK), "the unfinished block is computed again"
+    output = list(outputs[-1].outputs[0].token_ids)
+    assert scheduler.num_preemptions == 2 and output == greedy(hf_model, prompt + output, LENGTH)
+    longer = prompt + output[:30]
+    *_, (second,) = steps_of(llm, longer, 10)
+    assert second.num_cached_tokens == len(longer) // BLOCK * BLOCK
+    assert list(second.outputs[0].token_ids) == output[30:]

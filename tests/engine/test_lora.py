@@ -1,4 +1,4 @@
-"""Engines whose requests have adapters: together they say what each says alone, wherever the worker is."""
+"""Tests of engines with LoRA adapters: mixed requests give the same outputs as each alone, in any process."""
 
 import contextlib
 import gc
@@ -36,7 +36,7 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def quick_collection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sleep does not look through the objects of all imported modules, which takes a second in tests."""
+    """Skip garbage collection in sleep, which takes a second with all modules of the tests."""
     monkeypatch.setattr("quire.worker.sleep.collect_all", gc.collect)
 
 
@@ -58,7 +58,7 @@ def llm(tiny: Path) -> Iterator[LLM]:
     llm.llm_engine.close()
 
 
-def asked(adapters: list[LoRARequest]) -> list[LoRARequest | None]:
+def lora_requests(adapters: list[LoRARequest]) -> list[LoRARequest | None]:
     return [None if number % 4 == 3 else adapters[number % 3] for number in range(len(PROMPTS))]
 
 
@@ -67,23 +67,23 @@ def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def alone(llm: LLM, adapters: list[LoRARequest]) -> list[list[int]]:
-    """What each request says if there is no other."""
-    wanted = zip(PROMPTS, asked(adapters), strict=True)
+def outputs_alone(llm: LLM, adapters: list[LoRARequest]) -> list[list[int]]:
+    """Return the output of each request run alone."""
+    wanted = zip(PROMPTS, lora_requests(adapters), strict=True)
     return [tokens(llm.generate([ids], GREEDY, lora_request=lora, use_tqdm=False))[0] for ids, lora in wanted]
 
 
-def test_mixed_requests_say_what_each_says_alone(
-    llm: LLM, adapters: list[LoRARequest], alone: list[list[int]]
+def test_mixed_adapters_match_each_request_alone(
+    llm: LLM, adapters: list[LoRARequest], outputs_alone: list[list[int]]
 ) -> None:
     plain = tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
-    assert [mine == base for mine, base in zip(alone, plain, strict=True)] == [
-        lora is None for lora in asked(adapters)
-    ], "an adapter changes what is said"
-    outputs = llm.generate(PROMPTS, GREEDY, lora_request=asked(adapters), use_tqdm=False)
-    assert tokens(outputs) == alone
-    assert [output.lora_request for output in outputs] == asked(adapters)
-    assert [output.outputs[0].lora_request for output in outputs] == asked(adapters)
+    assert [alone == base for alone, base in zip(outputs_alone, plain, strict=True)] == [
+        lora is None for lora in lora_requests(adapters)
+    ], "an adapter changes the output"
+    outputs = llm.generate(PROMPTS, GREEDY, lora_request=lora_requests(adapters), use_tqdm=False)
+    assert tokens(outputs) == outputs_alone
+    assert [output.lora_request for output in outputs] == lora_requests(adapters)
+    assert [output.outputs[0].lora_request for output in outputs] == lora_requests(adapters)
 
 
 @pytest.mark.parametrize(
@@ -95,23 +95,26 @@ def test_mixed_requests_say_what_each_says_alone(
     ],
     ids=str,
 )
-def test_so_they_do_in_other_processes(
-    tiny: Path, adapters: list[LoRARequest], alone: list[list[int]], layout: dict[str, Any]
+def test_mixed_adapters_match_in_other_processes(
+    tiny: Path, adapters: list[LoRARequest], outputs_alone: list[list[int]], layout: dict[str, Any]
 ) -> None:
     llm = LLM(str(tiny), **SETTINGS, **layout)
     try:
-        assert tokens(llm.generate(PROMPTS, GREEDY, lora_request=asked(adapters), use_tqdm=False)) == alone
+        assert (
+            tokens(llm.generate(PROMPTS, GREEDY, lora_request=lora_requests(adapters), use_tqdm=False))
+            == outputs_alone
+        )
         with pytest.raises(RequestsFailed, match="No adapter found for /nowhere"):
             llm.generate(PROMPTS[0], GREEDY, lora_request=LoRARequest("none", 9, "/nowhere"))
     finally:
         llm.llm_engine.close()
 
 
-def test_an_adapter_that_is_not_there_ends_its_own_requests(
-    llm: LLM, adapters: list[LoRARequest], alone: list[list[int]]
+def test_missing_adapter_fails_only_its_requests(
+    llm: LLM, adapters: list[LoRARequest], outputs_alone: list[list[int]]
 ) -> None:
-    """Catches an empty answer in place of an error, and answers that are lost with another's error."""
-    loras = asked(adapters)
+    """Check that it is an error instead of an empty output, and that other outputs are kept."""
+    loras = lora_requests(adapters)
     loras[0] = loras[5] = LoRARequest("none", 9, "/nowhere")
     with pytest.raises(RequestsFailed, match=f"^2 of {len(PROMPTS)} requests failed") as failed:
         llm.generate(PROMPTS, GREEDY, lora_request=loras, use_tqdm=False)
@@ -119,11 +122,14 @@ def test_an_adapter_that_is_not_there_ends_its_own_requests(
         (0, 5), "Loading lora none failed: No adapter found for /nowhere"
     )
     for number, output in enumerate(failed.value.outputs):
-        assert list(output.outputs[0].token_ids) == ([] if number in (0, 5) else alone[number])
-    assert tokens(llm.generate(PROMPTS, GREEDY, lora_request=asked(adapters), use_tqdm=False)) == alone
+        assert list(output.outputs[0].token_ids) == ([] if number in (0, 5) else outputs_alone[number])
+    assert (
+        tokens(llm.generate(PROMPTS, GREEDY, lora_request=lora_requests(adapters), use_tqdm=False))
+        == outputs_alone
+    )
 
 
-def test_prefixes_are_those_of_the_content_and_what_is_read_again_has_others(
+def test_prefix_cache_keys_follow_adapter_content_and_reloads(
     llm: LLM, adapters: list[LoRARequest], tiny: Path
 ) -> None:
     def cached(lora: LoRARequest) -> int:
@@ -132,16 +138,16 @@ def test_prefixes_are_those_of_the_content_and_what_is_read_again_has_others(
 
     llm.reset_prefix_cache()
     model = json.loads((tiny / "config.json").read_text())
-    own = write_adapter(tiny.parent / "own", model, 1)
+    duplicate = write_adapter(tiny.parent / "own", model, 1)
     assert cached(adapters[1]) == 0 and cached(adapters[0]) == 0
-    assert cached(own) == 20, "another name of the first adapter"
+    assert cached(duplicate) == 20, "another name of the first adapter"
     write_adapter(tiny.parent / "own", model, 7)
-    assert cached(own) == 20, "nobody said that it has changed"
-    assert cached(LoRARequest("own", 1, own.lora_path, load_inplace=True)) == 0
-    assert cached(own) == 20 and cached(adapters[0]) == 20
+    assert cached(duplicate) == 20, "no reload was requested"
+    assert cached(LoRARequest("own", 1, duplicate.lora_path, load_inplace=True)) == 0
+    assert cached(duplicate) == 20 and cached(adapters[0]) == 20
 
 
-def test_beams_have_the_adapter_of_their_prompt(llm: LLM, adapters: list[LoRARequest]) -> None:
+def test_beams_use_the_adapter_of_their_prompt(llm: LLM, adapters: list[LoRARequest]) -> None:
     params = BeamSearchParams(beam_width=2, max_tokens=3, ignore_eos=True)
     prompts: Any = [{"prompt_token_ids": ids} for ids in PROMPTS[:2]]
     together = llm.beam_search(prompts, params, lora_request=[adapters[0], None])
@@ -149,31 +155,34 @@ def test_beams_have_the_adapter_of_their_prompt(llm: LLM, adapters: list[LoRAReq
         llm.beam_search([prompt], params, lora_request=lora)[0]
         for prompt, lora in zip(prompts, (adapters[0], None), strict=True)
     ]
-    assert [[beam.tokens for beam in each.sequences] for each in together] == [
-        [beam.tokens for beam in each.sequences] for each in apart
+    assert [[beam.tokens for beam in item.sequences] for item in together] == [
+        [beam.tokens for beam in item.sequences] for item in apart
     ]
-    assert [each.sequences[0].lora_request for each in together] == [adapters[0], None]
+    assert [item.sequences[0].lora_request for item in together] == [adapters[0], None]
     with pytest.raises(RequestError, match="prompts .2. and lora_request .1. must be the same"):
         llm.beam_search(prompts, params, lora_request=[None])
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_who_has_slept_has_its_adapters_again(
-    tiny: Path, adapters: list[LoRARequest], alone: list[list[int]], level: int
+def test_adapters_are_reloaded_after_sleep(
+    tiny: Path, adapters: list[LoRARequest], outputs_alone: list[list[int]], level: int
 ) -> None:
     llm = LLM(str(tiny), **SETTINGS, enable_sleep_mode=True)
     for _ in range(2):
-        assert tokens(llm.generate(PROMPTS, GREEDY, lora_request=asked(adapters), use_tqdm=False)) == alone
+        assert (
+            tokens(llm.generate(PROMPTS, GREEDY, lora_request=lora_requests(adapters), use_tqdm=False))
+            == outputs_alone
+        )
         llm.sleep(level=level)
         llm.wake_up()
     llm.llm_engine.close()
 
 
-def test_nothing_is_left_of_adapters_that_have_gone(
+def test_unloaded_adapters_leave_no_memory(
     llm: LLM, adapters: list[LoRARequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever is kept by the name of an adapter, of a reading or of a request, in the core and beside it."""
-    monkeypatch.setattr("quire.sched.lora.log.disabled", True)  # pytest keeps what is told
+    """Check everything that is stored by adapter, load or request in the core and outside."""
+    monkeypatch.setattr("quire.sched.lora.log.disabled", True)  # pytest keeps log records
     engine = llm.llm_engine
     numbers = itertools.count()
 
@@ -195,11 +204,11 @@ def test_nothing_is_left_of_adapters_that_have_gone(
 
 
 def sizes() -> Counter[str]:
-    """How many objects of each kind there are, and how much is in them."""
-    found: Counter[str] = Counter()
-    for each in gc.get_objects():
-        kind = type(each)
-        found[kind.__qualname__] += 1
+    """Return the number of objects of each type and their total length."""
+    actual: Counter[str] = Counter()
+    for item in gc.get_objects():
+        kind = type(item)
+        actual[kind.__qualname__] += 1
         if kind in (dict, list, set, deque, OrderedDict, defaultdict):
-            found[f"in {kind.__qualname__}"] += len(each)
-    return found
+            actual[f"in {kind.__qualname__}"] += len(item)
+    return actual

@@ -1,4 +1,4 @@
-"""Adapters that bring tokens, and answers that have to follow a grammar, which knows none of these."""
+"""Tests of grammars with adapters that add tokens, which no grammar contains."""
 
 import json
 import re
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tiny_adapter import write_own
+from tiny_adapter import write_adapter_with_tokens
 from tiny_text import VOCAB, text_model
 
 from quire import LLM, LoRARequest, SamplingParams
@@ -22,13 +22,13 @@ SETTINGS: dict[str, Any] = {
     "max_lora_rank": 8,
 }
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}}, "required": ["a"]}
-ASKED: dict[str, dict[str, Any]] = {
+CONSTRAINTS: dict[str, dict[str, Any]] = {
     "json": {"json": SCHEMA},
     "regex": {"regex": "[a-f]{6}"},
     "choice": {"choice": ["yes", "no", "perhaps"]},
 }
 LAST = VOCAB + 3
-"""The token that the adapter is made to say."""
+"""The token that the adapter is built to generate."""
 
 
 @pytest.fixture(scope="module", params=[{}, {"method": "ngram", "num_speculative_tokens": 3}], ids=str)
@@ -40,53 +40,58 @@ def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory: pytest.TempPathFactory) -> LoRARequest:
+def token_adapter(tmp_path_factory: pytest.TempPathFactory) -> LoRARequest:
     path = tmp_path_factory.mktemp("own") / "own"
-    write_own(path, text_model(tmp_path_factory.getbasetemp()).path, [f"<new-{n}>" for n in range(8)])
+    write_adapter_with_tokens(
+        path, text_model(tmp_path_factory.getbasetemp()).path, [f"<new-{n}>" for n in range(8)]
+    )
     return LoRARequest("own", 1, str(path))
 
 
 def params_of(kind: str) -> SamplingParams:
-    """All would say the adapter's last token and nothing else."""
-    given = {"temperature": 0.7, "seed": 3, "max_tokens": 24, "logit_bias": {LAST: 100.0}}
-    asked = ASKED.get(kind)
-    return SamplingParams(**given, structured_outputs=asked and StructuredOutputsParams(**asked))
+    """Return parameters with which every row would generate only the adapter's last token."""
+    fields = {"temperature": 0.7, "seed": 3, "max_tokens": 24, "logit_bias": {LAST: 100.0}}
+    constraint = CONSTRAINTS.get(kind)
+    return SamplingParams(**fields, structured_outputs=constraint and StructuredOutputsParams(**constraint))
 
 
-def test_grammars_rule_out_what_an_adapter_brings(llm: LLM, own: LoRARequest) -> None:
+def test_grammars_exclude_tokens_added_by_an_adapter(llm: LLM, token_adapter: LoRARequest) -> None:
     kinds = ["json", "", "regex", "choice", "", "json"]
     prompts = [f"one two <new-7> {number}" for number in range(len(kinds))]
-    given = [params_of(kind) for kind in kinds]
-    found = [each.outputs[0] for each in llm.generate(prompts, given, lora_request=own, use_tqdm=False)]
-    for kind, answer in zip(kinds, found, strict=True):
+    all_params = [params_of(kind) for kind in kinds]
+    actual = [
+        output.outputs[0]
+        for output in llm.generate(prompts, all_params, lora_request=token_adapter, use_tqdm=False)
+    ]
+    for kind, answer in zip(kinds, actual, strict=True):
         if not kind:
             assert {*answer.token_ids} == {LAST} and answer.text == "<new-7>" * 24
             continue
-        assert max(answer.token_ids) < VOCAB, "none of the adapter's own"
+        assert max(answer.token_ids) < VOCAB, "no token of the adapter"
         if kind == "json" and answer.finish_reason == "stop":
             assert set(json.loads(answer.text)) >= {"a"}
         elif kind == "regex":
             assert re.fullmatch("[a-f]{6}", answer.text)
         elif kind == "choice":
-            assert answer.text in ASKED["choice"]["choice"]
-    for prompt, asked, answer in zip(prompts, given, found, strict=True):
-        (alone,) = llm.generate([prompt], asked, lora_request=own, use_tqdm=False)
+            assert answer.text in CONSTRAINTS["choice"]["choice"]
+    for prompt, params, answer in zip(prompts, all_params, actual, strict=True):
+        (alone,) = llm.generate([prompt], params, lora_request=token_adapter, use_tqdm=False)
         assert list(alone.outputs[0].token_ids) == list(answer.token_ids)
 
 
-def test_the_model_beside_it_is_as_it_is_alone(llm: LLM, own: LoRARequest) -> None:
-    prompts, loras = ["one two three"] * 3, [None, own, None]
+def test_base_model_rows_are_not_affected_by_adapter_tokens(llm: LLM, token_adapter: LoRARequest) -> None:
+    prompts, loras = ["one two three"] * 3, [None, token_adapter, None]
     free = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     strict = SamplingParams(
         temperature=0, max_tokens=8, structured_outputs=params_of("regex").structured_outputs
     )
-    given = [strict, params_of(""), free]
+    all_params = [strict, params_of(""), free]
     together = [
-        list(each.outputs[0].token_ids)
-        for each in llm.generate(prompts, given, lora_request=loras, use_tqdm=False)
+        list(output.outputs[0].token_ids)
+        for output in llm.generate(prompts, all_params, lora_request=loras, use_tqdm=False)
     ]
     alone = [
-        list(llm.generate([prompt], asked, lora_request=lora, use_tqdm=False)[0].outputs[0].token_ids)
-        for prompt, asked, lora in zip(prompts, given, loras, strict=True)
+        list(llm.generate([prompt], params, lora_request=lora, use_tqdm=False)[0].outputs[0].token_ids)
+        for prompt, params, lora in zip(prompts, all_params, loras, strict=True)
     ]
     assert together == alone and {*together[1]} == {LAST}

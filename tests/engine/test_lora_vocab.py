@@ -1,4 +1,4 @@
-"""Adapters that bring tokens of their own, against PEFT: what they read and say, in whatever company."""
+"""Tests of adapters that add tokens, against PEFT, in mixed batches."""
 
 import copy
 import warnings
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_on_cpu import NEEDS_KERNELS, WithGraphs, pretend_graphs
+from cuda_on_cpu import NEEDS_KERNELS, WithGraphs, use_fake_graphs
 from oracle import make_tiny, run_hf
 
 from quire import LLM, LoRARequest, SamplingParams
@@ -40,11 +40,11 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "whole": (3, {"target_modules": ["v_proj"], "modules_to_save": BOTH}),
     "trained": (3, {"target_modules": ["q_proj"], "trainable_token_indices": [7, 128, 129, 130]}),
 }
-"""How PEFT may save them, and how many there are."""
+"""PEFT's formats of added tokens, and their number."""
 
 
 class Base:
-    """A model, and adapters of it that bring tokens."""
+    """A model with adapters that add tokens."""
 
     def __init__(self, folder: Path, tied: bool, family: str = "llama", **settings: Any) -> None:
         self.path, hf = make_tiny(family, folder, tie_word_embeddings=tied, **settings)
@@ -95,8 +95,8 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Base:
 
 @pytest.fixture(scope="module", params=["untied", "tied"])
 def base(request: pytest.FixtureRequest) -> Base:
-    found: Base = request.getfixturevalue(request.param)
-    return found
+    actual: Base = request.getfixturevalue(request.param)
+    return actual
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def llm(base: Base) -> Iterator[LLM]:
     llm.llm_engine.close()
 
 
-def said(outputs: list[RequestOutput]) -> list[list[int]]:
+def token_ids_of(outputs: list[RequestOutput]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
@@ -116,7 +116,7 @@ def run(llm: LLM, base: Base, names: list[str], params: SamplingParams = GREEDY)
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_logits_are_those_of_peft(llm: LLM, base: Base, name: str) -> None:
+def test_logits_match_peft(llm: LLM, base: Base, name: str) -> None:
     check_logits(llm, base, name)
 
 
@@ -124,27 +124,27 @@ def check_logits(llm: LLM, base: Base, name: str) -> None:
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=-1)
     (output,) = run(llm, base, [name], params)
     expected, size = base.logits(name), VOCAB + KINDS[name][0]
-    for position, found in enumerate((output.prompt_logprobs or [])[1:]):
-        assert found is not None and sorted(found) == list(range(size)), "those, and no others"
-        ours = torch.tensor([found[token_id].logprob for token_id in range(size)])
-        torch.testing.assert_close(ours, expected[position], atol=1e-3, rtol=1e-3)
+    for position, actual in enumerate((output.prompt_logprobs or [])[1:]):
+        assert actual is not None and sorted(actual) == list(range(size)), "exactly these tokens"
+        logprobs = torch.tensor([actual[token_id].logprob for token_id in range(size)])
+        torch.testing.assert_close(logprobs, expected[position], atol=1e-3, rtol=1e-3)
 
 
-def test_all_together_say_what_peft_says_and_the_model_none_of_it(llm: LLM, base: Base) -> None:
+def test_mixed_batch_matches_peft_and_base_model_excludes_new_tokens(llm: LLM, base: Base) -> None:
     names = ["", *KINDS, "", "adapted", "trained"]
-    found = said(run(llm, base, names))
-    assert found == [base.tokens(name) for name in names]
-    assert found == [said(run(llm, base, [name]))[0] for name in names]
-    new = [sum(token_id >= VOCAB for token_id in ids) for ids in found]
-    assert not new[0] and sum(new) > 5, "some of what is said is new"
+    actual = token_ids_of(run(llm, base, names))
+    assert actual == [base.tokens(name) for name in names]
+    assert actual == [token_ids_of(run(llm, base, [name]))[0] for name in names]
+    new = [sum(token_id >= VOCAB for token_id in ids) for ids in actual]
+    assert not new[0] and sum(new) > 5, "some generated tokens are new"
 
 
-def test_what_is_asked_of_sampling_holds_for_new_tokens(llm: LLM, base: Base) -> None:
+def test_sampling_parameters_apply_to_new_tokens(llm: LLM, base: Base) -> None:
     name, new = "saved", [VOCAB, VOCAB + 1, VOCAB + 2]
 
     def ask(**params: Any) -> list[int]:
-        given = {"temperature": 0.0, "max_tokens": STEPS, "ignore_eos": True} | params
-        (output,) = run(llm, base, [name], SamplingParams(**given))
+        fields = {"temperature": 0.0, "max_tokens": STEPS, "ignore_eos": True} | params
+        (output,) = run(llm, base, [name], SamplingParams(**fields))
         return list(output.outputs[0].token_ids)
 
     plain = base.tokens(name)
@@ -155,54 +155,54 @@ def test_what_is_asked_of_sampling_holds_for_new_tokens(llm: LLM, base: Base) ->
     assert ask(stop_token_ids=[first])[-1] == first
     held = ask(stop_token_ids=[first], min_tokens=STEPS)
     assert len(held) == STEPS and first not in held[:-1]
-    most = max(ask(frequency_penalty=2.0, allowed_token_ids=new).count(each) for each in new)
-    assert most < STEPS, "they are counted"
+    most = max(ask(frequency_penalty=2.0, allowed_token_ids=new).count(item) for item in new)
+    assert most < STEPS, "new tokens are counted"
     drawn = [ask(temperature=1.0, seed=seed, top_k=20, top_p=0.9) for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
     (output,) = run(llm, base, [name], SamplingParams(max_tokens=1, temperature=0, logprob_token_ids=new))
     assert {*new} <= {*(output.outputs[0].logprobs or [{}])[0]}
 
 
-def test_all_logprobs_are_those_of_the_adapters_tokens(llm: LLM, base: Base) -> None:
-    """Room that is not used, tokens of another adapter of the step, the last few of the model's own."""
+def test_logprobs_cover_exactly_the_adapters_tokens(llm: LLM, base: Base) -> None:
+    """Check for unused rows, tokens of another adapter in the step, and the last ids of the model."""
     names = ["", "saved", "adapted", ""]
     params = SamplingParams(temperature=0, max_tokens=3, logprobs=-1, ignore_eos=True)
     outputs = run(llm, base, names, params)
     for name, output in zip(names, outputs, strict=True):
         size = VOCAB + (KINDS[name][0] if name else 0)
-        found = output.outputs[0].logprobs or []
-        assert [sorted(each) for each in found] == [list(range(size))] * 3
-        ours = torch.tensor([found[0][token_id].logprob for token_id in range(size)])
-        torch.testing.assert_close(ours, base.logits(name)[-1], atol=1e-3, rtol=1e-3)
+        actual = output.outputs[0].logprobs or []
+        assert [sorted(item) for item in actual] == [list(range(size))] * 3
+        logprobs = torch.tensor([actual[0][token_id].logprob for token_id in range(size)])
+        torch.testing.assert_close(logprobs, base.logits(name)[-1], atol=1e-3, rtol=1e-3)
 
 
-def test_ids_that_are_not_there_are_not_among_those_that_are_ruled_out(untied: Base) -> None:
-    """What follows a limit has no more finite numbers than that: the rest are any others, of any number."""
+def test_nonexistent_ids_are_not_returned_as_top_logprobs(untied: Base) -> None:
+    """Check a request whose finite logits are fewer than its logprobs."""
     llm = LLM(str(untied.path), **SETTINGS | {"logprobs_mode": "processed_logits"})
     params = SamplingParams(temperature=0, max_tokens=2, logprobs=-1, allowed_token_ids=[5, 6])
     names = ["", "saved", "adapted"]
     try:
         for name, output in zip(names, run(llm, untied, names, params), strict=True):
             size = VOCAB + (KINDS[name][0] if name else 0)
-            assert all(sorted(each) == list(range(size)) for each in output.outputs[0].logprobs or [])
+            assert all(sorted(item) == list(range(size)) for item in output.outputs[0].logprobs or [])
     finally:
         llm.llm_engine.close()
 
 
-def test_capped_logits_are_those_of_peft(tmp_path: Path) -> None:
-    """A cap that leaves no minus infinity, or that new tokens are spared; embeddings that are scaled."""
+def test_soft_capped_logits_match_peft(tmp_path: Path) -> None:
+    """Check a soft cap, which must leave minus infinity and include new tokens, and scaled embeddings."""
     capped = Base(tmp_path, True, "gemma2", final_logit_softcapping=4.0, attn_logit_softcapping=None)
     llm = LLM(str(capped.path), **SETTINGS | {"num_gpu_blocks_override": 160})
     names = ["", *KINDS]
     try:
         for name in KINDS:
             check_logits(llm, capped, name)
-        assert said(run(llm, capped, names)) == [capped.tokens(name) for name in names]
+        assert token_ids_of(run(llm, capped, names)) == [capped.tokens(name) for name in names]
     finally:
         llm.llm_engine.close()
 
 
-def test_ids_that_nobody_has(llm: LLM, base: Base) -> None:
+def test_unknown_ids_are_rejected(llm: LLM, base: Base) -> None:
     with pytest.raises(RequestError, match="Token id 128 is out of vocabulary: ids of this model are 0 to 1"):
         llm.generate([[3, VOCAB]], GREEDY, use_tqdm=False)
     with pytest.raises(RequestError, match="contain out-of-vocab token ids. Vocabulary size: 128"):
@@ -213,17 +213,17 @@ def test_ids_that_nobody_has(llm: LLM, base: Base) -> None:
     ):
         with pytest.raises(RequestsFailed, match="Token id 131 is out of vocabulary: ids of this adapter"):
             llm.generate([prompt], params, lora_request=base.loras["saved"], use_tqdm=False)
-    assert said(run(llm, base, ["saved"])) == [base.tokens("saved")]
+    assert token_ids_of(run(llm, base, ["saved"])) == [base.tokens("saved")]
 
 
-def test_more_than_there_is_room_for_and_where_there_is_none(untied: Base) -> None:
-    for settings, told in (
+def test_added_tokens_beyond_the_limit_are_rejected(untied: Base) -> None:
+    for settings, message in (
         ({"lora_extra_vocab_size": 4}, "has 5 tokens of its own, above the 4 of --lora-extra-vocab-size"),
         ({"lora_extra_vocab_size": 0}, "cannot bring tokens here, --lora-extra-vocab-size is 0"),
     ):
         llm = LLM(str(untied.path), **SETTINGS | settings)
         try:
-            with pytest.raises(RequestsFailed, match=told):
+            with pytest.raises(RequestsFailed, match=message):
                 llm.generate([[3]], GREEDY, lora_request=untied.loras["adapted"], use_tqdm=False)
         finally:
             llm.llm_engine.close()
@@ -238,30 +238,30 @@ def test_more_than_there_is_room_for_and_where_there_is_none(untied: Base) -> No
     ],
     ids=str,
 )
-def test_the_same_on_devices_that_share_and_with_drafts(untied: Base, settings: dict[str, Any]) -> None:
+def test_added_tokens_with_tensor_parallelism_and_drafts(untied: Base, settings: dict[str, Any]) -> None:
     llm = LLM(str(untied.path), **SETTINGS | settings)
     names = ["", *KINDS]
     try:
-        assert said(run(llm, untied, names)) == [untied.tokens(name) for name in names]
+        assert token_ids_of(run(llm, untied, names)) == [untied.tokens(name) for name in names]
     finally:
         llm.llm_engine.close()
 
 
 @pytest.mark.slow
 @NEEDS_KERNELS
-def test_steps_with_new_tokens_are_not_replayed(untied: Base, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: captured steps for others, and the way of `LoRAVocabRows` there."""
+def test_steps_with_added_tokens_are_not_replayed(untied: Base, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check a CUDA-like device: captured steps for other rows, and `LoRAVocabRows` for these."""
 
     def open_device(model: Model, all_rows: Rows, device: torch.device, *drafts: Any) -> WithGraphs:
         for room in model.adapters.owned.values() if model.adapters else ():
             room._replace = room._replace_by_slots
-        return WithGraphs(model, all_rows, lambda logits, *asked: logits.argmax(-1), device)
+        return WithGraphs(model, all_rows, lambda logits, *args: logits.argmax(-1), device)
 
-    pretend_graphs(monkeypatch)
+    use_fake_graphs(monkeypatch)
     monkeypatch.setattr("quire.worker.worker.open_device", open_device)
     llm = LLM(str(untied.path), **SETTINGS)
     names = ["", *KINDS]
     try:
-        assert said(run(llm, untied, names)) == [untied.tokens(name) for name in names]
+        assert token_ids_of(run(llm, untied, names)) == [untied.tokens(name) for name in names]
     finally:
         llm.llm_engine.close()

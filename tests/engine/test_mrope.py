@@ -1,4 +1,4 @@
-"""Heads that turn by time, height and width: logits and tokens of whole engines against transformers."""
+"""Tests of M-RoPE: logits and tokens of whole engines against transformers."""
 
 from functools import lru_cache
 from pathlib import Path
@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cuda_on_cpu import pretend_device
-from drafted import Eager
+from cuda_on_cpu import use_fake_device
+from drafted import EagerPolicy
 from oracle import make_tiny
 from tiny import generate_preempted, logits_of, open_tiny, prompts_of
 from torch import Tensor
@@ -28,7 +28,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
 
 
 def positions_of(length: int) -> Positions:
-    """Text, two images of 3 x 4 and 2 x 2 with text between, and text: as far as there are tokens."""
+    """Return positions of text, two images of 3 x 4 and 2 x 2 with text between them, and text."""
     parts, at = [np.tile(np.arange(4), (3, 1))], 4
     for rows, columns in ((3, 4), (2, 2)):
         grid = np.stack([np.zeros(rows * columns, np.int64), *np.indices((rows, columns)).reshape(2, -1)])
@@ -40,18 +40,18 @@ def positions_of(length: int) -> Positions:
     return np.concatenate(parts, 1)[:, :length].astype(np.int32)
 
 
-GIVEN = {tuple(ids): positions_of(len(ids)) for place, ids in enumerate(PROMPTS) if place != 3}
-"""All but one have items."""
+POSITIONS_BY_PROMPT = {tuple(ids): positions_of(len(ids)) for place, ids in enumerate(PROMPTS) if place != 3}
+"""All prompts but one have items."""
 
 
 @pytest.fixture(autouse=True)
-def told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows hear of positions, whatever the engine around them tells."""
+def mrope_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pass M-RoPE positions to the rows independently of the engine."""
     admit = Rows._admit
 
     def with_positions(self: Rows, new: Admission, step: int) -> None:
-        given = GIVEN.get(tuple(new.token_ids[: new.prompt_len]))
-        new.media = None if given is None else Media([], Array.of(given))
+        positions = POSITIONS_BY_PROMPT.get(tuple(new.token_ids[: new.prompt_len]))
+        new.media = None if positions is None else Media([], Array.of(positions))
         admit(self, new, step)
 
     monkeypatch.setattr(Rows, "_admit", with_positions)
@@ -76,11 +76,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @torch.inference_mode()
-def expected_of(hf: Any, prompt: list[int], said: list[int]) -> Tensor:
-    """Logits behind each token that was said."""
-    ids = [*prompt, *said]
-    places = GIVEN.get(tuple(prompt), np.tile(np.arange(len(prompt)), (3, 1)))
-    behind = places.max() + 1 + np.arange(len(said))
+def expected_of(hf: Any, prompt: list[int], output: list[int]) -> Tensor:
+    """Return transformers' logits after each generated token."""
+    ids = [*prompt, *output]
+    places = POSITIONS_BY_PROMPT.get(tuple(prompt), np.tile(np.arange(len(prompt)), (3, 1)))
+    behind = places.max() + 1 + np.arange(len(output))
     positions = np.concatenate([places, np.tile(behind, (3, 1))], 1)
     states = hf.model(input_ids=torch.tensor([ids]), position_ids=torch.from_numpy(positions)[:, None].long())
     logits: Tensor = hf.lm_head(states.last_hidden_state[0, len(prompt) - 1 : -1])
@@ -89,10 +89,10 @@ def expected_of(hf: Any, prompt: list[int], said: list[int]) -> Tensor:
 
 def check(hf: Any, llm: LLM, at: tuple[int, ...] = (2, 4)) -> None:
     for output in generate_preempted(llm, PROMPTS, 8, at=at):
-        said = list(output.outputs[0].token_ids)
-        expected = expected_of(hf, list(output.prompt_token_ids), said)
+        outputs = list(output.outputs[0].token_ids)
+        expected = expected_of(hf, list(output.prompt_token_ids), outputs)
         torch.testing.assert_close(logits_of(output), expected, atol=1e-3, rtol=1e-3)
-        assert said == expected.argmax(-1).tolist()
+        assert outputs == expected.argmax(-1).tolist()
 
 
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
@@ -105,31 +105,30 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", SECTIONS)
-def test_a_cpu_turns_as_transformers_does(family: str, way: str, models: Any) -> None:
-    """Images divided between steps, decodes beside and behind them, a prompt computed again after its answer
-    began, a prompt without items beside them; decodes from tapes."""
+def test_mrope_on_cpu_matches_transformers(family: str, way: str, models: Any) -> None:
+    """Check images split between steps, decodes beside them, preemption and prompts without items."""
     path, hf = models(family)
     check(hf, open_tiny(path, max_model_len=64, max_num_seqs=6, enable_prefix_caching=False, **WAYS[way]))
 
 
 @pytest.mark.parametrize("drafted", [False, True])
-def test_a_device_that_runs_ahead_turns_alike(
+def test_mrope_on_a_device_that_runs_ahead(
     drafted: bool, models: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In graphs, with drafts of which the host knows nothing and without."""
+    """Check graphs with and without drafts that the host does not have yet."""
     path, hf = models("qwen2")
-    pretend_device(monkeypatch)
+    use_fake_device(monkeypatch)
     here = "quire.worker.cuda.draft_verify."
     monkeypatch.setattr(here + "derive", spec.derive_reference)
-    monkeypatch.setattr(here + "verify", lambda *given: spec.verify_reference(*given[:3], *given[5:]))
+    monkeypatch.setattr(here + "verify", lambda *args: spec.verify_reference(*args[:3], *args[5:]))
     monkeypatch.setattr(
         here + "look_up", lambda known, step, _, least: spec.look_up_reference(known, step, least)
     )
-    asked = {"max_model_len": 64, "max_num_seqs": 4, "num_gpu_blocks_override": 200}
-    asked |= {"max_num_batched_tokens": 24, "enable_prefix_caching": False}
-    llm = open_tiny(path, **asked, **{"speculative_config": DRAFTS} if drafted else {})
+    settings = {"max_model_len": 64, "max_num_seqs": 4, "num_gpu_blocks_override": 200}
+    settings |= {"max_num_batched_tokens": 24, "enable_prefix_caching": False}
+    llm = open_tiny(path, **settings, **{"speculative_config": DRAFTS} if drafted else {})
     if drafted:
         drafting = llm.llm_engine.core.scheduler.admitter.drafting
-        drafting._pace = pace = Eager()  # type: ignore[union-attr, assignment]
+        drafting._pace = pace = EagerPolicy()  # type: ignore[union-attr, assignment]
     check(hf, llm, at=())
     assert not drafted or pace.num_held > 0

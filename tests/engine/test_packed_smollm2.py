@@ -1,4 +1,4 @@
-"""The default model from its packed weights: as good as unpacked to float32."""
+"""Tests of the default model with packed weights against the same weights in float32."""
 
 import math
 import os
@@ -35,7 +35,7 @@ def path() -> Path:
 
 @pytest.fixture(scope="module")
 def engines(path: Path) -> tuple[LLM, LLM]:
-    """The float32 reference, and the packed weights."""
+    """Open the float32 reference and the packed weights."""
     reference, packed = (
         LLM(
             str(path),
@@ -58,9 +58,9 @@ def perplexity(llm: LLM) -> float:
     (output,) = llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
     assert output.prompt_logprobs is not None
     losses = []
-    for token_id, found in zip(ids, output.prompt_logprobs, strict=True):
-        if found is not None:
-            losses.append(-found[token_id].logprob)
+    for token_id, actual in zip(ids, output.prompt_logprobs, strict=True):
+        if actual is not None:
+            losses.append(-actual[token_id].logprob)
     return math.exp(sum(losses) / len(losses))
 
 
@@ -69,22 +69,22 @@ def test_perplexity_stays_within_half_a_percent(engines: tuple[LLM, LLM]) -> Non
     assert abs(packed / reference - 1) < 0.005, (packed, reference)
 
 
-def test_the_five_likeliest_tokens_keep_their_logprobs(engines: tuple[LLM, LLM]) -> None:
+def test_top_five_logprobs_match(engines: tuple[LLM, LLM]) -> None:
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=20)
-    expected, ours = (
+    expected, actual = (
         [output.outputs[0].logprobs for output in llm.generate(PROMPTS, params, use_tqdm=False)]
         for llm in engines
     )
-    for prompt, theirs, found in zip(PROMPTS, expected, ours, strict=True):
-        assert theirs is not None and found is not None
-        top = sorted(theirs[0], key=lambda token_id: -theirs[0][token_id].logprob)[:5]
-        distances = [abs(theirs[0][i].logprob - found[0][i].logprob) for i in top if i in found[0]]
+    for prompt, reference, result in zip(PROMPTS, expected, actual, strict=True):
+        assert reference is not None and result is not None
+        top = sorted(reference[0], key=lambda token_id: -reference[0][token_id].logprob)[:5]
+        distances = [abs(reference[0][i].logprob - result[0][i].logprob) for i in top if i in result[0]]
         assert len(distances) == 5 and max(distances) < 0.02, prompt
 
 
-def test_the_first_token_of_a_near_tie_stays(engines: tuple[LLM, LLM]) -> None:
-    """Two tokens lie 0.1 apart: activations rounded to 8 bits made the other one win."""
+def test_near_tie_has_the_same_first_token(engines: tuple[LLM, LLM]) -> None:
+    """Check two tokens 0.1 apart: activations rounded to 8 bits changed the winner."""
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     params = SamplingParams(temperature=0, max_tokens=8)
-    expected, ours = (llm.chat(messages, params, use_tqdm=False)[0].outputs[0].token_ids for llm in engines)
-    assert list(ours) == list(expected)
+    expected, actual = (llm.chat(messages, params, use_tqdm=False)[0].outputs[0].token_ids for llm in engines)
+    assert list(actual) == list(expected)

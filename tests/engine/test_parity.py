@@ -1,4 +1,4 @@
-"""The engine has transformers' logits, whichever way the tokens went through it."""
+"""Tests that the engine's logits match transformers with any schedule."""
 
 from pathlib import Path
 from typing import Any
@@ -29,15 +29,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 KINDS = ["llama", "mistral", "gemma3_text", "qwen3_moe", "deepseek_v3", "qwen3_next", "mamba", "lfm2"]
-"""One family for each kind of layer: full attention, windows, both, experts, MLA, three kinds of states."""
+"""One family per kind of layer: full attention, windows, both, experts, MLA, and three kinds of
+SSM states.
+"""
 
 Tiny = tuple[Path, Any]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_after_chunks_prefix_hits_and_preemption(variant: str, tmp_path: Path) -> None:
-    """A wrong logit in a run that has it all: chunks that cut blocks, prompts beside decodes, prompts with a
-    cached beginning, and requests that are preempted in a prompt and in an answer."""
+    """Check chunks that cut blocks, prompts beside decodes, cached prefixes and preemption in prompts and
+    outputs.
+    """
     family, overrides = VARIANTS[variant]
     path, hf_model = make_tiny(family, tmp_path, **overrides)
     llm = open_tiny(path, max_num_batched_tokens=11, max_num_seqs=4)
@@ -45,12 +48,12 @@ def test_logits_after_chunks_prefix_hits_and_preemption(variant: str, tmp_path: 
     prompts = [common + tail for tail in prompts_of(1, 10, 4, seed=8)] + prompts_of(1, 17)
     check_against(hf_model, generate_preempted(llm, prompts, count=5, at=(1, 4, 7)))
     assert llm.llm_engine.core.scheduler.num_preemptions >= 3
-    again = generate(llm, prompts[:3], count=1)
-    check_against(hf_model, again)
+    second = generate(llm, prompts[:3], count=1)
+    check_against(hf_model, second)
     states = has_ssm_state(cache_specs(llm.config.checkpoint.facts))
     assert llm.config.cache.enable_prefix_caching is not states
     if None in llm.llm_engine.core.scheduler.kv.windows:
-        assert [output.num_cached_tokens for output in again] == ([0] * 3 if states else [8, 16, 12])
+        assert [output.num_cached_tokens for output in second] == ([0] * 3 if states else [8, 16, 12])
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -72,20 +75,20 @@ def test_chunks_of_every_size(tiny: Tiny) -> None:
 
 
 def test_prefix_hits(tiny: Tiny) -> None:
-    """Blocks that are shared too far, or not at all; models with states share none."""
+    """Check blocks shared too far or not at all; models with SSM states share none."""
     path, hf_model = tiny
     llm = open_tiny(path)
     (common,) = prompts_of(19)
     prompts = [common + tail for tail in prompts_of(1, 2, 5, 9, seed=8)] + [common, common[:8]]
     check_against(hf_model, generate(llm, prompts))
-    again = generate(llm, prompts)
-    check_against(hf_model, again)
+    second = generate(llm, prompts)
+    check_against(hf_model, second)
     states = has_ssm_state(cache_specs(llm.config.checkpoint.facts))
     expected = [0] * 6 if states else [16, 20, 20, 24, 16, 4]
-    assert [output.num_cached_tokens for output in again] == expected
+    assert [output.num_cached_tokens for output in second] == expected
 
 
-def test_a_model_with_states_says_that_it_shares_no_prefixes(
+def test_model_with_states_reports_no_prefix_caching(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, _ = make_tiny("qwen3_next", tmp_path)
@@ -96,8 +99,10 @@ def test_a_model_with_states_says_that_it_shares_no_prefixes(
 
 
 def test_preemption(tiny: Tiny) -> None:
-    """For want of blocks; and of any model in the middle of a prompt and of an answer, since one with windows
-    alone is let in with all that it will hold."""
+    """Check preemption for lack of blocks, and forced preemption in a prompt and in an output.
+
+    A model with windows alone reserves all its blocks at admission.
+    """
     path, hf_model = tiny
     llm = open_tiny(
         path, max_num_batched_tokens=7, max_num_seqs=5, num_gpu_blocks_override=24, max_model_len=44
@@ -119,8 +124,8 @@ def test_mixed_batches(tiny: Tiny) -> None:
         check_against(hf_model, generate(llm, prompts[:batch], count=4))
 
 
-def test_64_long_requests_with_room_for_barely_two(tmp_path: Path) -> None:
-    """No livelock: all finish, with the tokens that they have with ample room."""
+def test_64_long_requests_with_blocks_for_barely_two(tmp_path: Path) -> None:
+    """Check that there is no livelock and that the outputs match those with ample blocks."""
     path, _ = make_tiny("llama", tmp_path)
     prompts = prompts_of(*[20 + i % 13 for i in range(64)])
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)

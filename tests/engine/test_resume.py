@@ -1,4 +1,4 @@
-"""An answer that is broken off and continued from the tokens so far is the one that nothing disturbed."""
+"""Tests that an output that is interrupted and continued from its tokens matches the uninterrupted output."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -74,8 +74,8 @@ def over_the_wire(message: Add) -> list[Request]:
 
 
 @dataclass
-class Trial:
-    """One request, which may be answered again and again, with the same seed."""
+class Case:
+    """One request that can be run repeatedly with the same seed."""
 
     llm: LLM
     params: SamplingParams
@@ -86,7 +86,9 @@ class Trial:
         self.requests = self.engine.inputs.requests("a", self.prompt, self.params)
 
     def answer(self, cut: int | None = None) -> RequestOutput:
-        """Run it. After `cut` steps the core loses everything, and goes on from what has come out of it."""
+        """Run the request; after `cut` steps the core loses all state and continues from the received
+        outputs.
+        """
         engine, outputs = self.engine, list[RequestOutput]()
         engine.core.clear()
         state = engine.outputs.add("a", self.prompt, self.requests)
@@ -94,7 +96,7 @@ class Trial:
             engine.core.add(request)
         num_steps = 0
         while engine.has_unfinished_requests():
-            outputs += [each for each in engine.step() if isinstance(each, RequestOutput)]
+            outputs += [item for item in engine.step() if isinstance(item, RequestOutput)]
             num_steps += 1
             if num_steps == cut and engine.has_unfinished_requests():
                 engine.core.clear()
@@ -102,65 +104,65 @@ class Trial:
                 engine.outputs.attach(state)
                 for request in over_the_wire(Add(state.continued(self.requests))):
                     engine.core.add(request)
-        whole = OutputBuffer(outputs[0])
+        full = OutputBuffer(outputs[0])
         for output in outputs[1:]:
-            whole.add(output)
-        return whole.joined()
+            full.add(output)
+        return full.joined()
 
 
 def facts(output: RequestOutput) -> list[Any]:
     sequences = [
-        (each.index, each.text, each.token_ids, each.logprobs, each.finish_reason, each.stop_reason)
-        for each in output.outputs
+        (item.index, item.text, item.token_ids, item.logprobs, item.finish_reason, item.stop_reason)
+        for item in output.outputs
     ]
     return [output.prompt_token_ids, output.num_cached_tokens, output.prompt_logprobs, sequences]
 
 
-def check(trial: Trial) -> None:
+def check(trial: Case) -> None:
     expected = trial.answer()
     for cut in (1, 2, 9):
         same(facts(trial.answer(cut)), facts(expected))
 
 
-def same(found: Any, expected: Any) -> None:
-    """Equal, with logprobs that another order of sums may change in their last digits."""
+def same(actual: Any, expected: Any) -> None:
+    """Return whether they are equal, except for the last digits of logprobs."""
     if isinstance(expected, float):
-        assert found == pytest.approx(expected, abs=1e-4)
+        assert actual == pytest.approx(expected, abs=1e-4)
     elif isinstance(expected, dict):
-        assert list(found) == list(expected)
+        assert list(actual) == list(expected)
         for key, value in expected.items():
-            same(found[key], value)
+            same(actual[key], value)
     elif isinstance(expected, list | tuple):
-        assert len(found) == len(expected)
-        for one, other in zip(found, expected, strict=True):
+        assert len(actual) == len(expected)
+        for one, other in zip(actual, expected, strict=True):
             same(one, other)
     elif hasattr(expected, "logprob"):
-        same((found.logprob, found.decoded_token), (expected.logprob, expected.decoded_token))
+        same((actual.logprob, actual.decoded_token), (expected.logprob, expected.decoded_token))
     else:
-        assert found == expected
+        assert actual == expected
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_continued_answer_is_the_undisturbed_one(llm: LLM, case: str) -> None:
-    """Catches what is counted from the wrong token on, told twice, or forgotten."""
-    check(Trial(llm, SamplingParams(**CASES[case], output_kind=RequestOutputKind.DELTA)))
+def test_resumed_output_matches_uninterrupted_output(llm: LLM, case: str) -> None:
+    """Check counters, duplicates and missing tokens."""
+    check(Case(llm, SamplingParams(**CASES[case], output_kind=RequestOutputKind.DELTA)))
 
 
 @pytest.mark.parametrize("case", ["several with prompt logprobs", "stop string"])
-def test_an_answer_that_is_told_at_its_end_is_whole(llm: LLM, case: str) -> None:
-    check(Trial(llm, SamplingParams(**CASES[case], output_kind=RequestOutputKind.FINAL_ONLY)))
+def test_resumed_final_only_output_is_complete(llm: LLM, case: str) -> None:
+    check(Case(llm, SamplingParams(**CASES[case], output_kind=RequestOutputKind.FINAL_ONLY)))
 
 
 @pytest.mark.parametrize("case", ["greedy", "penalties", "schema"])
-def test_drafts_go_on_with_a_continued_answer(drafting: LLM, case: str) -> None:
-    check(Trial(drafting, SamplingParams(**CASES[case], output_kind=RequestOutputKind.DELTA)))
+def test_drafts_continue_after_resume(drafting: LLM, case: str) -> None:
+    check(Case(drafting, SamplingParams(**CASES[case], output_kind=RequestOutputKind.DELTA)))
 
 
-def test_reasoning_and_its_budget_go_on_where_they_were(llm: LLM) -> None:
-    """The end of the reasoning is forced after 9 tokens in all, and the grammar begins behind it."""
+def test_reasoning_budget_continues_after_resume(llm: LLM) -> None:
+    """Check that reasoning is ended after 9 tokens in total, and that the grammar starts after it."""
     params = SamplingParams(**SAMPLED | {"max_tokens": 70}, structured_outputs=JSON, thinking_token_budget=9)
     params.output_kind = RequestOutputKind.DELTA
     params.reasoning = ReasoningIds((), (60, 61), True)
-    trial = Trial(llm, params)
+    trial = Case(llm, params)
     assert trial.answer().outputs[0].token_ids[9:11] == [60, 61]
     check(trial)

@@ -1,4 +1,4 @@
-"""Every sampling parameter through the whole engine, held against transformers' logits of the same model."""
+"""Tests of every sampling parameter in the whole engine against transformers' logits."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def llm(model: TextModel) -> LLM:
 
 @pytest.fixture(scope="module")
 def plain(llm: LLM) -> list[int]:
-    """Ids of tokens that are plain ASCII text, so that each adds its own characters."""
+    """Return ids of plain ASCII tokens, each of which adds its own characters."""
     table = llm.get_tokenizer().token_bytes
     assert table is not None
     return [id for id in range(5, TOKENS) if table[id].isascii() and table[id].decode().isprintable()]
@@ -42,10 +42,10 @@ def drawn(llm: LLM, count: int = 40, prompt: Any = None, **fields: Any) -> list[
     return list(ask(llm, prompt, temperature=1.5, max_tokens=count, **fields).token_ids)
 
 
-# ---- ends
+# ---- stop conditions
 
 
-def test_eos_ends_without_a_reason_and_without_text(llm: LLM, plain: list[int]) -> None:
+def test_eos_ends_without_stop_reason_and_text(llm: LLM, plain: list[int]) -> None:
     held: dict[str, Any] = {"ignore_eos": False, "min_tokens": 3, "logit_bias": {EOS: 100}}
     held["allowed_token_ids"] = [EOS, *plain]
     answer = ask(llm, **held)
@@ -57,25 +57,25 @@ def test_eos_ends_without_a_reason_and_without_text(llm: LLM, plain: list[int]) 
     assert kept.text == answer.text + "</s>"
 
 
-def test_further_eos_ids_of_the_model_are_named_as_the_reason(llm: LLM) -> None:
+def test_additional_eos_ids_are_reported_as_stop_reason(llm: LLM) -> None:
     answer = ask(llm, ignore_eos=False, min_tokens=2, logit_bias={IM_END: 100})
     assert list(answer.token_ids[2:]) == [IM_END]
     assert (answer.finish_reason, answer.stop_reason) == ("stop", IM_END)
 
 
-def test_ignore_eos_goes_on_after_every_eos(llm: LLM) -> None:
+def test_ignore_eos_continues_after_eos(llm: LLM) -> None:
     for eos in (EOS, IM_END):
         answer = ask(llm, logit_bias={eos: 100})
         assert list(answer.token_ids) == [eos] * 8 and answer.finish_reason == "length"
 
 
-def test_stop_token_ids_end_and_are_held_back_by_min_tokens(llm: LLM, model: TextModel) -> None:
-    said = model.greedy(PROMPT, 8)
-    answer = ask(llm, stop_token_ids=[said[3]])
-    assert list(answer.token_ids) == said[: said.index(said[3]) + 1]
-    assert (answer.finish_reason, answer.stop_reason) == ("stop", said[3])
-    late = ask(llm, stop_token_ids=[said[3]], min_tokens=6)
-    assert said[3] not in late.token_ids[:6] and len(late.token_ids) >= 6
+def test_stop_token_ids_respect_min_tokens(llm: LLM, model: TextModel) -> None:
+    output = model.greedy(PROMPT, 8)
+    answer = ask(llm, stop_token_ids=[output[3]])
+    assert list(answer.token_ids) == output[: output.index(output[3]) + 1]
+    assert (answer.finish_reason, answer.stop_reason) == ("stop", output[3])
+    late = ask(llm, stop_token_ids=[output[3]], min_tokens=6)
+    assert output[3] not in late.token_ids[:6] and len(late.token_ids) >= 6
 
 
 def test_max_tokens_ends_with_length_and_none_fills_the_context(llm: LLM) -> None:
@@ -84,7 +84,7 @@ def test_max_tokens_ends_with_length_and_none_fills_the_context(llm: LLM) -> Non
     assert len(ask(llm, [9] * 250, max_tokens=50, min_tokens=50).token_ids) == 6
 
 
-def test_repetition_ends_a_loop(llm: LLM) -> None:
+def test_repetition_detection_ends_a_loop(llm: LLM) -> None:
     detect = {"max_pattern_size": 2, "min_pattern_size": 1, "min_count": 4}
     answer = ask(llm, max_tokens=40, allowed_token_ids=[50], repetition_detection=detect)
     assert len(answer.token_ids) == 4
@@ -96,7 +96,7 @@ def test_repetition_ends_a_loop(llm: LLM) -> None:
 
 @pytest.fixture(scope="module")
 def whole(llm: LLM, plain: list[int]) -> CompletionOutput:
-    """A long answer in plain text."""
+    """Return a long output of plain text."""
     return ask(llm, max_tokens=30, allowed_token_ids=plain, repetition_penalty=1.3)
 
 
@@ -105,7 +105,7 @@ def stopped(llm: LLM, plain: list[int], stop: Any, **fields: Any) -> CompletionO
     return ask(llm, stop=stop, **(long | fields))
 
 
-def test_a_stop_string_across_tokens_cuts_the_text(
+def test_stop_string_across_tokens_truncates_the_text(
     llm: LLM, plain: list[int], whole: CompletionOutput
 ) -> None:
     tokenizer = llm.get_tokenizer()
@@ -122,7 +122,7 @@ def test_a_stop_string_across_tokens_cuts_the_text(
     assert kept.text == whole.text[: at + len(stop)] and kept.token_ids == answer.token_ids
 
 
-def test_stop_strings_are_not_looked_for_before_min_tokens(
+def test_stop_strings_are_ignored_before_min_tokens(
     llm: LLM, plain: list[int], whole: CompletionOutput
 ) -> None:
     first = whole.text[0]
@@ -131,7 +131,7 @@ def test_stop_strings_are_not_looked_for_before_min_tokens(
     assert len(late.token_ids) >= 5 and late.text.startswith(first)
 
 
-def test_a_stop_string_that_the_last_token_completes_is_a_stop(
+def test_stop_string_completed_by_the_last_token_is_a_stop(
     llm: LLM, plain: list[int], whole: CompletionOutput
 ) -> None:
     texts = [llm.get_tokenizer().decode(whole.token_ids[:count]) for count in range(31)]
@@ -142,7 +142,7 @@ def test_a_stop_string_that_the_last_token_completes_is_a_stop(
     assert (answer.finish_reason, answer.stop_reason) == ("stop", tail)
 
 
-def test_stopping_frees_the_request_at_once(llm: LLM, plain: list[int], whole: CompletionOutput) -> None:
+def test_stop_string_frees_the_request_at_once(llm: LLM, plain: list[int], whole: CompletionOutput) -> None:
     stopped(llm, plain, whole.text[3], max_tokens=200)
     assert not llm.llm_engine.has_unfinished_requests()
     assert llm.llm_engine.core.scheduler.kv.pool.usage == 0.0
@@ -151,14 +151,14 @@ def test_stopping_frees_the_request_at_once(llm: LLM, plain: list[int], whole: C
 # ---- text
 
 
-def test_detokenize_off_gives_ids_only(llm: LLM) -> None:
+def test_detokenize_false_gives_ids_only(llm: LLM) -> None:
     answer = ask(llm, detokenize=False)
     assert answer.text == "" and len(answer.token_ids) == 8
     with pytest.raises(RequestError, match="stop"):
         SamplingParams(detokenize=False, stop="a")
 
 
-def test_special_tokens_are_skipped_unless_asked_for(llm: LLM) -> None:
+def test_special_tokens_are_skipped_by_default(llm: LLM) -> None:
     fields = {"logit_bias": {3: 100}, "max_tokens": 2}
     assert ask(llm, **fields).text == ""
     assert ask(llm, **fields, skip_special_tokens=False).text == "<|im_start|>" * 2
@@ -179,7 +179,7 @@ def stream(llm: LLM, kind: RequestOutputKind, **fields: Any) -> list[RequestOutp
 
 
 @pytest.mark.parametrize("fields", [{}, {"stop": ["the", " d", "e"]}, {"flat_logprobs": True}])
-def test_deltas_join_to_what_is_given_at_the_end(llm: LLM, fields: dict[str, Any]) -> None:
+def test_deltas_join_to_the_final_output(llm: LLM, fields: dict[str, Any]) -> None:
     (final,) = stream(llm, RequestOutputKind.FINAL_ONLY, **fields)
     deltas = stream(llm, RequestOutputKind.DELTA, **fields)
     whole = final.outputs[0]
@@ -197,7 +197,7 @@ def test_deltas_join_to_what_is_given_at_the_end(llm: LLM, fields: dict[str, Any
 
 @pytest.mark.parametrize("stop", [[], ["the quick"]])
 def test_cumulative_outputs_only_grow(llm: LLM, stop: list[str]) -> None:
-    """Text that could become part of a stop string is never shown and then taken back."""
+    """Check that text that may become part of a stop string is never shown and then removed."""
     (final,) = stream(llm, RequestOutputKind.FINAL_ONLY, stop=stop)
     outputs = [output.outputs[0] for output in stream(llm, RequestOutputKind.CUMULATIVE, stop=stop)]
     for before, after in zip(outputs, outputs[1:], strict=False):
@@ -209,12 +209,12 @@ def test_cumulative_outputs_only_grow(llm: LLM, stop: list[str]) -> None:
     assert outputs[-1].text == final.outputs[0].text
 
 
-def test_a_cumulative_output_is_not_changed_by_later_steps(llm: LLM) -> None:
+def test_cumulative_output_is_not_modified_by_later_steps(llm: LLM) -> None:
     lengths = [len(output.outputs[0].token_ids) for output in stream(llm, RequestOutputKind.CUMULATIVE)]
     assert lengths == list(range(1, len(lengths) + 1))
 
 
-def test_an_aborted_request_gives_out_what_it_has(llm: LLM) -> None:
+def test_aborted_request_returns_its_partial_output(llm: LLM) -> None:
     engine = llm.llm_engine
     engine.add_request("gone", PROMPT, SamplingParams(max_tokens=99, ignore_eos=True))
     for _ in range(3):
@@ -232,7 +232,7 @@ def test_an_aborted_request_gives_out_what_it_has(llm: LLM) -> None:
 # ---- n
 
 
-def test_n_answers_have_their_own_streams_and_share_the_prompt(llm: LLM) -> None:
+def test_n_samples_have_their_own_seeds_and_share_the_prompt(llm: LLM) -> None:
     assert llm.reset_prefix_cache()
     prompt = list(range(60, 81))
     params = SamplingParams(n=3, max_tokens=12, seed=41, ignore_eos=True)
@@ -248,18 +248,18 @@ def test_n_answers_have_their_own_streams_and_share_the_prompt(llm: LLM) -> None
     assert output.metrics is not None and output.metrics.num_generation_tokens == 36
 
 
-def test_n_answers_hold_the_blocks_of_the_prompt_once(llm: LLM) -> None:
+def test_n_samples_hold_the_prompt_blocks_once(llm: LLM) -> None:
     engine, pool = llm.llm_engine, llm.llm_engine.core.scheduler.kv.pool
     engine.add_request("many", [8] * 100, SamplingParams(n=8, max_tokens=9, ignore_eos=True))
     engine.step()
     engine.step()
     used = pool.num_usable - pool.num_free
     engine.abort_request(["many"])
-    assert used <= 25 + 8 * 2, "25 blocks of prompt, and two for the own tokens of each"
+    assert used <= 25 + 8 * 2, "25 blocks of the prompt, and two for the output of each"
     assert pool.usage == 0.0
 
 
-def test_greedy_with_several_answers_is_refused() -> None:
+def test_greedy_with_n_above_one_is_rejected() -> None:
     with pytest.raises(RequestError, match="n must be 1 when using greedy sampling"):
         SamplingParams(n=2, temperature=0)
 
@@ -267,7 +267,7 @@ def test_greedy_with_several_answers_is_refused() -> None:
 # ---- logprobs
 
 
-def test_logprobs_are_those_of_transformers(llm: LLM, model: TextModel) -> None:
+def test_logprobs_match_transformers(llm: LLM, model: TextModel) -> None:
     answer = ask(llm, temperature=1.2, seed=3, top_k=50, logprobs=4, repetition_penalty=1.5)
     assert answer.logprobs is not None and len(answer.logprobs) == 8
     expected = model.logprobs(PROMPT + list(answer.token_ids))[len(PROMPT) - 1 : -1]
@@ -285,17 +285,17 @@ def test_logprobs_are_those_of_transformers(llm: LLM, model: TextModel) -> None:
 
 
 @pytest.mark.parametrize("chunk", [4, 4096])
-def test_prompt_logprobs_are_those_of_transformers(model: TextModel, chunk: int) -> None:
-    """Also when the prompt is computed in chunks, or its prefix is cached."""
+def test_prompt_logprobs_match_transformers(model: TextModel, chunk: int) -> None:
+    """Check chunked prompts and cached prefixes too."""
     llm = open_text(model, max_num_batched_tokens=chunk, max_num_seqs=4)
     params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=2)
     prompt = [1, *range(20, 41)]
     for _ in range(2):
         (output,) = llm.generate(prompt, params, use_tqdm=False)
-        found = output.prompt_logprobs
-        assert found is not None and len(found) == len(prompt) and found[0] is None
+        actual = output.prompt_logprobs
+        assert actual is not None and len(actual) == len(prompt) and actual[0] is None
         assert output.num_cached_tokens == 0
-        for id, position, row in zip(prompt[1:], list(found)[1:], model.logprobs(prompt), strict=False):
+        for id, position, row in zip(prompt[1:], list(actual)[1:], model.logprobs(prompt), strict=False):
             assert position is not None and {id, *row.topk(2).indices.tolist()} == set(position)
             for other, entry in position.items():
                 assert entry.logprob == pytest.approx(row[other].item(), abs=1e-4)
@@ -303,7 +303,7 @@ def test_prompt_logprobs_are_those_of_transformers(model: TextModel, chunk: int)
 
 
 def test_prompt_logprobs_survive_preemption(model: TextModel) -> None:
-    """A preempted request computes its prompt again, and reports no position twice."""
+    """Check that a preempted request, which computes its prompt again, reports no position twice."""
     llm = open_text(model, num_gpu_blocks_override=16, max_model_len=48)
     params = SamplingParams(temperature=0, max_tokens=24, prompt_logprobs=0, ignore_eos=True)
     outputs = llm.generate([[20 + i] * 11 for i in range(4)], params, use_tqdm=False)
@@ -311,13 +311,13 @@ def test_prompt_logprobs_survive_preemption(model: TextModel) -> None:
     assert [len(output.prompt_logprobs or ()) for output in outputs] == [11] * 4
 
 
-def test_prompt_logprobs_come_once_with_several_answers(llm: LLM) -> None:
+def test_prompt_logprobs_come_once_with_n_samples(llm: LLM) -> None:
     params = SamplingParams(n=2, max_tokens=2, prompt_logprobs=1)
     (output,) = llm.generate(PROMPT, params, use_tqdm=False)
     assert len(output.prompt_logprobs or ()) == len(PROMPT) and len(output.outputs) == 2
 
 
-def test_flat_logprobs_hold_the_same(llm: LLM) -> None:
+def test_flat_logprobs_have_equal_content(llm: LLM) -> None:
     fields = {"logprobs": 3, "prompt_logprobs": 2, "max_tokens": 3, "temperature": 0}
     plain, flat = (
         llm.generate(PROMPT, SamplingParams(**fields, flat_logprobs=flag), use_tqdm=False)[0]
@@ -329,7 +329,7 @@ def test_flat_logprobs_hold_the_same(llm: LLM) -> None:
     assert list(flat.outputs[0].logprobs) == plain.outputs[0].logprobs
 
 
-def test_logprob_token_ids_are_reported_in_place_of_the_best(llm: LLM, model: TextModel) -> None:
+def test_logprob_token_ids_replace_the_top_logprobs(llm: LLM, model: TextModel) -> None:
     answer = ask(llm, logprob_token_ids=[7, 300, 12], max_tokens=3)
     assert answer.logprobs is not None
     expected = model.logprobs(PROMPT + list(answer.token_ids))[len(PROMPT) - 1 : -1]
@@ -339,7 +339,7 @@ def test_logprob_token_ids_are_reported_in_place_of_the_best(llm: LLM, model: Te
             assert entry.logprob == pytest.approx(row[other].item(), abs=1e-4)
 
 
-def test_no_more_logprobs_than_allowed(model: TextModel, llm: LLM) -> None:
+def test_logprobs_above_max_logprobs_are_rejected(model: TextModel, llm: LLM) -> None:
     with pytest.raises(RequestError, match="Requested prompt logprobs of 344.*max allowed: 20"):
         open_text(model).generate(PROMPT, SamplingParams(prompt_logprobs=-1))
     assert len((ask(llm, logprobs=-1, max_tokens=1).logprobs or [{}])[0] or ()) == VOCAB
@@ -347,16 +347,16 @@ def test_no_more_logprobs_than_allowed(model: TextModel, llm: LLM) -> None:
     assert only is not None and len(only) == 1
 
 
-# ---- chance
+# ---- randomness
 
 
-def test_a_request_says_the_same_alone_and_in_a_batch(llm: LLM) -> None:
+def test_request_output_is_equal_alone_and_in_a_batch(llm: LLM) -> None:
     params = [
         SamplingParams(temperature=0, max_tokens=10, logprobs=2, ignore_eos=True),
         SamplingParams(seed=8, max_tokens=10, top_p=0.8, ignore_eos=True),
         SamplingParams(seed=9, max_tokens=10, frequency_penalty=1.0, logit_bias={50: 3.0}, ignore_eos=True),
     ]
-    alone = [llm.generate(PROMPT, each, use_tqdm=False)[0].outputs[0].token_ids for each in params]
+    alone = [llm.generate(PROMPT, param, use_tqdm=False)[0].outputs[0].token_ids for param in params]
     crowd = [SamplingParams(max_tokens=4 + i, bad_words=["a"], min_p=0.1) for i in range(6)]
     prompts = [OTHER, PROMPT, OTHER, PROMPT, OTHER, OTHER, PROMPT, OTHER, [9]]
     mixed = [crowd[0], params[0], crowd[1], params[1], crowd[2], crowd[3], params[2], crowd[4], crowd[5]]
@@ -364,14 +364,14 @@ def test_a_request_says_the_same_alone_and_in_a_batch(llm: LLM) -> None:
     assert [together[i].outputs[0].token_ids for i in (1, 3, 6)] == alone
 
 
-def test_seeds_repeat_in_another_engine_and_differ_from_each_other(llm: LLM, model: TextModel) -> None:
+def test_seeds_are_reproducible_and_distinct(llm: LLM, model: TextModel) -> None:
     fresh = open_text(model, seed=99, max_num_batched_tokens=16)
-    said = [drawn(llm, seed=seed) for seed in (1, 2, 2**63 - 1)]
-    assert said == [drawn(fresh, seed=seed) for seed in (1, 2, 2**63 - 1)]
-    assert len({tuple(ids) for ids in said}) == 3
+    output = [drawn(llm, seed=seed) for seed in (1, 2, 2**63 - 1)]
+    assert output == [drawn(fresh, seed=seed) for seed in (1, 2, 2**63 - 1)]
+    assert len({tuple(ids) for ids in output}) == 3
 
 
-def test_unseeded_requests_differ_but_an_engine_of_the_same_seed_repeats_them(model: TextModel) -> None:
+def test_unseeded_requests_differ_but_repeat_with_the_engine_seed(model: TextModel) -> None:
     def run(seed: int) -> list[list[int]]:
         llm = open_text(model, seed=seed)
         return [drawn(llm, 12) for _ in range(3)]
@@ -381,8 +381,8 @@ def test_unseeded_requests_differ_but_an_engine_of_the_same_seed_repeats_them(mo
     assert run(7) == first and run(8) != first
 
 
-def test_the_drawn_tokens_follow_the_models_probabilities(llm: LLM, model: TextModel) -> None:
-    """A draw that ignored temperature or took another row's logits would not."""
+def test_sampled_tokens_follow_the_models_probabilities(llm: LLM, model: TextModel) -> None:
+    """Check that temperature is applied and that no other row's logits are used."""
     params = SamplingParams(n=1000, max_tokens=1, temperature=0.7, seed=1, top_k=5, detokenize=False)
     (output,) = llm.generate(PROMPT, params, use_tqdm=False)
     seen = torch.bincount(torch.tensor([answer.token_ids[0] for answer in output.outputs]), minlength=VOCAB)
@@ -391,27 +391,27 @@ def test_the_drawn_tokens_follow_the_models_probabilities(llm: LLM, model: TextM
     assert (seen / 1000 - expected).abs().max() < 0.06
 
 
-# ---- what changes the choice
+# ---- logits processors
 
 
-def test_allowed_token_ids_restrict(llm: LLM) -> None:
+def test_allowed_token_ids_restrict_sampling(llm: LLM) -> None:
     allowed = [30, 31, 99]
     assert set(drawn(llm, allowed_token_ids=allowed)) == set(allowed)
 
 
 def test_top_k_and_min_p_keep_only_likely_tokens(llm: LLM, model: TextModel) -> None:
-    said = drawn(llm, top_k=3)
-    for row, id in zip(model.logits(PROMPT + said)[len(PROMPT) - 1 :], said, strict=False):
+    output = drawn(llm, top_k=3)
+    for row, id in zip(model.logits(PROMPT + output)[len(PROMPT) - 1 :], output, strict=False):
         assert id in row.topk(3).indices
-    said = drawn(llm, min_p=0.3)
-    for row, id in zip(model.logits(PROMPT + said)[len(PROMPT) - 1 :], said, strict=False):
+    output = drawn(llm, min_p=0.3)
+    for row, id in zip(model.logits(PROMPT + output)[len(PROMPT) - 1 :], output, strict=False):
         chances = (row / 1.5).softmax(-1)
         assert chances[id] >= 0.3 * chances.max() - 1e-6
     assert drawn(llm, 8, top_k=1) == model.greedy(PROMPT, 8)
     assert drawn(llm, 8, top_p=1e-6) == model.greedy(PROMPT, 8)
 
 
-def test_logit_bias_forbids_and_forces(llm: LLM, model: TextModel) -> None:
+def test_logit_bias_forbids_and_forces_tokens(llm: LLM, model: TextModel) -> None:
     first = model.greedy(PROMPT, 1)[0]
     second = int(model.logits(PROMPT)[-1].topk(2).indices[1])
     assert ask(llm, logit_bias={first: -100}, max_tokens=1).token_ids == [second]
@@ -419,7 +419,7 @@ def test_logit_bias_forbids_and_forces(llm: LLM, model: TextModel) -> None:
 
 
 @pytest.mark.parametrize("word", ["the", " the", "dog", "e"])
-def test_bad_words_never_appear_in_either_spelling(llm: LLM, word: str) -> None:
+def test_bad_words_never_appear_with_or_without_leading_space(llm: LLM, word: str) -> None:
     tokenizer = llm.get_tokenizer()
     forms = (word.strip(), " " + word.strip())
     spellings = [tokenizer.encode(form, add_special_tokens=False) for form in forms]
@@ -432,14 +432,14 @@ def test_bad_words_never_appear_in_either_spelling(llm: LLM, word: str) -> None:
     assert count(drawn(llm, logit_bias=bias, seed=1, bad_words=[word])) == 0
 
 
-def test_penalties_fight_repetition(llm: LLM) -> None:
+def test_penalties_reduce_repetition(llm: LLM) -> None:
     base = {"allowed_token_ids": list(range(50, 70)), "max_tokens": 20, "logit_bias": {55: 5.0}}
     loop = len(set(ask(llm, **base).token_ids))
     for penalty in ({"repetition_penalty": 5.0}, {"frequency_penalty": 2.0}, {"presence_penalty": 2.0}):
         assert len(set(ask(llm, **base, **penalty).token_ids)) > loop, penalty
 
 
-def test_the_repetition_penalty_reads_the_prompt_and_the_others_do_not(llm: LLM, model: TextModel) -> None:
+def test_only_repetition_penalty_includes_the_prompt(llm: LLM, model: TextModel) -> None:
     prompts = ([id, *PROMPT] for id in range(5, VOCAB))
     prompt = next(prompt for prompt in prompts if model.greedy(prompt, 1)[0] in prompt)
     row = model.logits(prompt)[-1].clone()

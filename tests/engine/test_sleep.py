@@ -1,4 +1,4 @@
-"""LLM.sleep and wake_up: memory goes and comes back, and nothing else changes; collective_rpc."""
+"""Tests of LLM.sleep, wake_up and collective_rpc: memory is freed and restored, and outputs do not change."""
 
 import gc
 import weakref
@@ -26,7 +26,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "two cores": {"data_parallel_size": 2},
 }
 LEVELS = {"one worker": (1, 2), "two ranks": (2,), "two cores": (1,)}
-"""Levels of sleep that are tried with each engine: ranks and cores differ in how the order reaches them."""
+"""Sleep levels per engine; ranks and cores receive the command in different ways."""
 
 
 @pytest.fixture(scope="module")
@@ -50,19 +50,18 @@ def alone(model: TextModel) -> Iterator[LLM]:
 
 @pytest.fixture(autouse=True)
 def quick_collection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sleep does not look through the objects of all imported modules, which takes a second in tests."""
+    """Skip garbage collection in sleep, which takes a second with all modules of the tests."""
     monkeypatch.setattr("quire.worker.sleep.collect_all", gc.collect)
 
 
-def said(llm: LLM) -> list[list[int]]:
-    return [list(each.outputs[0].token_ids) for each in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+def generated_ids(llm: LLM) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
 
 
-def test_the_same_tokens_after_sleep(llm: LLM, request: pytest.FixtureRequest) -> None:
-    """Catches tapes that play over memory that is gone, a cache or weights that did not come back, and a
-    prefix that is found in an empty cache."""
-    before = said(llm)
-    assert said(llm) == before  # taped by now
+def test_outputs_are_equal_after_sleep(llm: LLM, request: pytest.FixtureRequest) -> None:
+    """Check recorded steps, the KV cache, the weights, and that no prefix hits an empty cache."""
+    before = generated_ids(llm)
+    assert generated_ids(llm) == before  # recorded by now
     for level in LEVELS[request.node.callspec.params["llm"]]:
         llm.sleep(level)
         llm.sleep(level)
@@ -72,16 +71,16 @@ def test_the_same_tokens_after_sleep(llm: LLM, request: pytest.FixtureRequest) -
         with pytest.raises(RequestError, match="wake_up"):
             llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         llm.wake_up(["kv_cache"])
-        assert said(llm) == before
+        assert generated_ids(llm) == before
         llm.wake_up()  # awake already
-        assert said(llm) == before
+        assert generated_ids(llm) == before
 
 
-def test_methods_of_all_workers(llm: LLM) -> None:
-    found = llm.collective_rpc("memory_stats")
-    assert len(found) == llm.get_world_size() and all(each["weights"] > 0 for each in found)
+def test_collective_rpc_calls_all_workers(llm: LLM) -> None:
+    actual = llm.collective_rpc("memory_stats")
+    assert len(actual) == llm.get_world_size() and all(item["weights"] > 0 for item in actual)
     assert llm.collective_rpc("check_health") == [None] * llm.get_world_size()
-    for method, given, problem in [
+    for method, arguments, problem in [
         ("no_such", (), "no method 'no_such'"),
         ("_bind", (1,), "no method"),
         ("__init__", (), "no method"),
@@ -91,30 +90,27 @@ def test_methods_of_all_workers(llm: LLM) -> None:
         ("sleep", (1,), "engine alone"),
     ]:
         with pytest.raises(RequestError, match=problem):
-            llm.collective_rpc(method, args=given)
-    said(llm)
+            llm.collective_rpc(method, args=arguments)
+    generated_ids(llm)
 
 
-def test_only_what_is_meant_to_be_called_is_open() -> None:
-    """A method that was made for the engine alone, and anybody can call it."""
+def test_internal_worker_methods_cannot_be_called() -> None:
     assert open_methods(Worker.__new__(Worker)) == ["check_health", "memory_stats"]
 
 
-def test_level_2_drops_the_model(alone: LLM) -> None:
-    """A part of the engine that holds the weights would keep their memory."""
+def test_level_2_frees_the_model(alone: LLM) -> None:
+    """Check that no part of the engine keeps a reference to the weights."""
     models = [weakref.ref(worker) for worker in alone.collective_rpc(lambda worker: worker.model)]
     alone.sleep(level=2)
     gc.collect()
-    assert [each() for each in models] == [None]
+    assert [model() for model in models] == [None]
     assert alone.collective_rpc("memory_stats")[0]["weights"] == 0
     alone.wake_up()
     assert alone.collective_rpc("memory_stats")[0]["weights"] > 0
 
 
-def test_level_2_drops_what_the_collector_was_told_to_pass_over(
-    alone: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As in the process of a core, where all that was there at its start is frozen, dead circles too."""
+def test_level_2_frees_objects_frozen_by_the_collector(alone: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check a core process, where all objects of its start, including dead cycles, are frozen."""
 
     def make_a_circle(worker: Any) -> Any:
         worker.model.itself = [worker.model]
@@ -130,7 +126,7 @@ def test_level_2_drops_what_the_collector_was_told_to_pass_over(
     finally:
         gc.unfreeze()
     alone.wake_up()
-    said(alone)
+    generated_ids(alone)
 
 
 def cache_bytes(worker: Any) -> int:
@@ -140,64 +136,66 @@ def cache_bytes(worker: Any) -> int:
 
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("method", ["quire.worker.worker.bind", "quire.worker.cpu.CpuDevice.warm_up"])
-def test_a_second_attempt_to_wake_up_makes_up_for_the_first(
+def test_second_wake_up_completes_a_failed_one(
     alone: LLM, method: str, level: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches steps in the one block of a cache that sleeps; and a cache that stays where one failed, so that
-    there is no room for the next."""
+    """Check that no step runs with the one-block cache of a sleeping worker.
 
-    def fail(*_: Any, **given: Any) -> None:
+    Also check that a failed wake-up leaves no cache allocated.
+    """
+
+    def fail(*_: Any, **arguments: Any) -> None:
         monkeypatch.undo()
         raise torch.OutOfMemoryError("no room")
 
-    before, whole = said(alone), alone.collective_rpc(cache_bytes)[0]
+    before, full = generated_ids(alone), alone.collective_rpc(cache_bytes)[0]
     alone.sleep(level)
     monkeypatch.setattr(method, fail)
     with pytest.raises(EngineError, match="no room"):
         alone.wake_up()
     with pytest.raises(RequestError, match="wake_up"):
         alone.generate(PROMPTS, GREEDY, use_tqdm=False)
-    assert alone.collective_rpc(cache_bytes)[0] < whole / 4
+    assert alone.collective_rpc(cache_bytes)[0] < full / 4
     alone.wake_up()
-    assert alone.collective_rpc(cache_bytes)[0] == whole
-    assert said(alone) == before
+    assert alone.collective_rpc(cache_bytes)[0] == full
+    assert generated_ids(alone) == before
 
 
-class LikeCuda(str):
-    """A CPU to torch, and none to a worker."""
+class FakeCudaDevice(str):
+    """A device that is a CPU to torch and none to a worker."""
 
     type = "cuda"
 
 
-def test_who_cannot_fall_asleep_wakes_up_whole(alone: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cache is gone when weights find no host memory."""
+def test_failed_sleep_wakes_up_again(alone: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check a failure to allocate host memory for the weights after the cache was freed."""
 
     def fail(model: Any) -> None:
         raise MemoryError("no room")
 
-    before, whole = said(alone), alone.collective_rpc(cache_bytes)[0]
+    before, full = generated_ids(alone), alone.collective_rpc(cache_bytes)[0]
     monkeypatch.setattr("quire.worker.worker.OffloadedWeights", fail)
-    alone.collective_rpc(lambda worker: monkeypatch.setattr(worker, "device", LikeCuda("cpu")))
+    alone.collective_rpc(lambda worker: monkeypatch.setattr(worker, "device", FakeCudaDevice("cpu")))
     with pytest.raises(EngineError, match="no room"):
         alone.sleep(1)
     monkeypatch.undo()
-    assert alone.collective_rpc(cache_bytes)[0] < whole / 4
+    assert alone.collective_rpc(cache_bytes)[0] < full / 4
     alone.wake_up()
-    assert alone.collective_rpc(cache_bytes)[0] == whole
-    assert said(alone) == before
+    assert alone.collective_rpc(cache_bytes)[0] == full
+    assert generated_ids(alone) == before
 
 
-def test_level_1_drops_the_cache(alone: LLM) -> None:
-    whole = alone.collective_rpc(cache_bytes)[0]
+def test_level_1_frees_the_cache(alone: LLM) -> None:
+    full = alone.collective_rpc(cache_bytes)[0]
     alone.sleep(level=1)
-    assert alone.collective_rpc(cache_bytes)[0] < whole / 4
+    assert alone.collective_rpc(cache_bytes)[0] < full / 4
     alone.wake_up()
-    assert alone.collective_rpc(cache_bytes)[0] == whole
+    assert alone.collective_rpc(cache_bytes)[0] == full
 
 
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
-def test_what_is_queued(alone: LLM, mode: str) -> None:
-    expected = said(alone)
+def test_queued_requests_and_sleep(alone: LLM, mode: str) -> None:
+    expected = generated_ids(alone)
     ids = alone.enqueue(PROMPTS, GREEDY, use_tqdm=False)
     for _ in range(3):
         assert not [output for output in alone.llm_engine.step() if output.finished]
@@ -209,57 +207,57 @@ def test_what_is_queued(alone: LLM, mode: str) -> None:
     outputs = alone.wait_for_completion(use_tqdm=False)
     alone.wake_up()
     assert [output.request_id for output in outputs] == ids
-    found = [list(output.outputs[0].token_ids) for output in outputs]
+    actual = [list(output.outputs[0].token_ids) for output in outputs]
     reasons = {output.outputs[0].finish_reason for output in outputs}
     if mode == "abort":
-        assert reasons == {"abort"} and [each[:2] for each in found] == [each[:2] for each in expected]
+        assert reasons == {"abort"} and [item[:2] for item in actual] == [item[:2] for item in expected]
     else:
-        assert reasons == {"length"} and found == expected
-    assert said(alone) == expected
+        assert reasons == {"length"} and actual == expected
+    assert generated_ids(alone) == expected
 
 
 @pytest.mark.parametrize(
-    ("given", "problem"),
+    ("arguments", "problem"),
     [({"level": 3}, "unknown level 3"), ({"mode": "later"}, "unknown mode 'later'")],
 )
-def test_what_cannot_be_had_changes_nothing(alone: LLM, given: Any, problem: str) -> None:
+def test_invalid_sleep_and_wake_up_arguments_change_nothing(alone: LLM, arguments: Any, problem: str) -> None:
     with pytest.raises(RequestError, match=problem):
-        alone.sleep(**given)
+        alone.sleep(**arguments)
     with pytest.raises(RequestError, match="unknown tags"):
         alone.wake_up(["weights", "dreams"])
-    assert said(alone)
+    assert generated_ids(alone)
 
 
-def test_sleep_that_was_not_allowed(model: TextModel) -> None:
+def test_sleep_needs_enable_sleep_mode(model: TextModel) -> None:
     with pytest.raises(RequestError, match="enable_sleep_mode"):
         open_text(model).sleep()
 
 
-def test_deeper_sleep_and_no_lighter_one(alone: LLM) -> None:
-    before = said(alone)
+def test_sleep_level_can_be_raised_but_not_lowered(alone: LLM) -> None:
+    before = generated_ids(alone)
     alone.sleep(1)
     alone.sleep(2)
     with pytest.raises(RequestError, match="level 2 already"):
         alone.sleep(1)
     alone.wake_up()
-    assert said(alone) == before
+    assert generated_ids(alone) == before
 
 
-def test_stowed_weights_come_back_where_they_are_held() -> None:
-    """Views of a weight, and two names of one, are the same afterwards; the memory is gone meanwhile."""
+def test_offloaded_weights_return_to_the_same_tensors() -> None:
+    """Check that views and tied weights stay the same tensors, and that memory is freed meanwhile."""
     model = torch.nn.Sequential(torch.nn.Linear(30, 50), torch.nn.Linear(50, 30)).requires_grad_(False)
     model[1].bias = torch.nn.Parameter(model[0].bias[:30], requires_grad=False)
     part, x = model[0].weight[3:5].t(), torch.randn(2, 30)
     before, held = model(x), part.clone()
     stowed = OffloadedWeights(model)
     assert stowed.num_bytes == 4 * (2 * 30 * 50 + 50)
-    assert {each.untyped_storage().nbytes() for each in model.parameters()} == {0}
+    assert {parameter.untyped_storage().nbytes() for parameter in model.parameters()} == {0}
     stowed.restore()
     assert torch.equal(model(x), before) and torch.equal(part, held)
 
 
-def test_memory_that_cannot_be_pinned_is_nobody_elses_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA keeps its last error until somebody looks at it, as each launch does."""
+def test_failed_pinning_does_not_fail_later_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that CUDA's sticky last error is cleared."""
     errors: list[int] = []
 
     def register(*_: int) -> int:
@@ -277,7 +275,7 @@ def test_memory_that_cannot_be_pinned_is_nobody_elses_failure(monkeypatch: pytes
     assert not errors
 
 
-def test_a_profile_of_what_was_run(model: TextModel, tmp_path: Path) -> None:
+def test_profile_of_a_run(model: TextModel, tmp_path: Path) -> None:
     config = {"profiler": "torch", "torch_profiler_dir": str(tmp_path / "traces")}
     llm = open_text(model, profiler_config=config, enforce_eager=True)
     with pytest.raises(RequestError, match="start one first"):
@@ -285,7 +283,7 @@ def test_a_profile_of_what_was_run(model: TextModel, tmp_path: Path) -> None:
     llm.start_profile("mine")
     with pytest.raises(RequestError, match="already"):
         llm.start_profile()
-    said(llm)
+    generated_ids(llm)
     llm.stop_profile()
     (trace,) = (tmp_path / "traces").iterdir()
     assert trace.name.startswith("mine_") and '"aten::' in trace.read_text()
@@ -302,6 +300,6 @@ def test_a_profile_of_what_was_run(model: TextModel, tmp_path: Path) -> None:
         ({"profiller": "torch"}, "unknown profiler_config key"),
     ],
 )
-def test_profilers_that_are_not_there(model: TextModel, config: dict[str, Any], problem: str) -> None:
+def test_missing_profilers_are_rejected(model: TextModel, config: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         open_text(model, profiler_config=config)

@@ -1,4 +1,4 @@
-"""The default model, for real: fetched from the package index, compared with a forward pass in numpy."""
+"""Tests of the default model, downloaded from the package index, against a forward pass in numpy."""
 
 import os
 from functools import cache
@@ -48,8 +48,8 @@ def llm(path: Path) -> LLM:
     )
 
 
-def test_top_5_logits_equal_a_forward_in_numpy(llm: LLM, path: Path) -> None:
-    """Tensors dequantized or permuted wrongly, a wrong epsilon or base of the rotation."""
+def test_top_5_logits_match_numpy(llm: LLM, path: Path) -> None:
+    """Check dequantization, permutation of rows, epsilon and the RoPE base."""
     file = GGUFFile(path)
     sizes = Sizes(
         layers=file.metadata["llama.block_count"],
@@ -69,20 +69,20 @@ def test_top_5_logits_equal_a_forward_in_numpy(llm: LLM, path: Path) -> None:
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         expected = logits(weight, sizes, output.prompt_token_ids)[-1]
         assert output.outputs[0].logprobs is not None
-        ours = output.outputs[0].logprobs[0]
+        actual = output.outputs[0].logprobs[0]
         for token_id in np.argsort(expected)[-5:].tolist():
-            assert abs(ours[token_id].logprob - float(expected[token_id])) < 0.05, prompt
+            assert abs(actual[token_id].logprob - float(expected[token_id])) < 0.05, prompt
 
 
-def test_it_knows_the_capital_of_france(llm: LLM) -> None:
+def test_capital_of_france(llm: LLM) -> None:
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     (output,) = llm.chat(messages, SamplingParams(temperature=0, max_tokens=40), use_tqdm=False)
     assert "Paris" in output.outputs[0].text
     assert output.outputs[0].finish_reason == "stop"
 
 
-def test_a_system_prompt_is_computed_once(llm: LLM) -> None:
-    """Two questions under one system prompt: the second finds its blocks."""
+def test_system_prompt_is_computed_once(llm: LLM) -> None:
+    """Check two questions with one system prompt: the second hits its blocks."""
     system = {"role": "system", "content": "You are a patient teacher of geography. " * 6}
     for number, question in enumerate(("Where is Norway?", "Where is Chile?")):
         messages = [system, {"role": "user", "content": question}]

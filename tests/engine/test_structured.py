@@ -1,4 +1,4 @@
-"""Structured output through the whole engine: a model of random weights says what it must, and no more."""
+"""Tests of structured output in the whole engine with a model of random weights."""
 
 import json
 import re
@@ -52,7 +52,7 @@ def fits(pattern: str) -> Callable[[str], bool]:
     return lambda text: re.fullmatch(pattern, text) is not None
 
 
-ASKED: dict[str, tuple[dict[str, Any], Callable[[str], bool]]] = {
+CONSTRAINTS: dict[str, tuple[dict[str, Any], Callable[[str], bool]]] = {
     **{
         f"json {name}": ({"json": schema, "disable_any_whitespace": True}, is_json(schema))
         for name, schema in SCHEMAS.items()
@@ -102,31 +102,33 @@ def llm(model: TextModel) -> LLM:
     return open_text(model)
 
 
-def params(asked: dict[str, Any] | None = None, **fields: Any) -> SamplingParams:
-    fields = {"temperature": 1.5, "max_tokens": 120, "seed": 1, "structured_outputs": asked} | fields
+def params(constraint: dict[str, Any] | None = None, **fields: Any) -> SamplingParams:
+    fields = {"temperature": 1.5, "max_tokens": 120, "seed": 1, "structured_outputs": constraint} | fields
     return SamplingParams(**fields)
 
 
-def ask(llm: LLM, asked: dict[str, Any] | None, **fields: Any) -> list[CompletionOutput]:
-    found: list[RequestOutput] = llm.generate([PROMPT], params(asked, **fields), use_tqdm=False)
-    return found[0].outputs
+def ask(llm: LLM, constraint: dict[str, Any] | None, **fields: Any) -> list[CompletionOutput]:
+    actual: list[RequestOutput] = llm.generate([PROMPT], params(constraint, **fields), use_tqdm=False)
+    return actual[0].outputs
 
 
-def test_every_finished_answer_is_what_was_asked_for(llm: LLM) -> None:
-    """All kinds in one batch, several of each."""
+def test_every_finished_output_satisfies_its_grammar(llm: LLM) -> None:
+    """Check all kinds in one batch, several of each."""
     outputs = llm.generate(
-        [PROMPT] * len(ASKED), [params(asked, n=6) for asked, _ in ASKED.values()], use_tqdm=False
+        [PROMPT] * len(CONSTRAINTS),
+        [params(constraint, n=6) for constraint, _ in CONSTRAINTS.values()],
+        use_tqdm=False,
     )
-    for name, (_, is_right), output in zip(ASKED, ASKED.values(), outputs, strict=True):
-        done = [each for each in output.outputs if each.finish_reason == "stop"]
-        assert all(each.finish_reason in ("stop", "length") for each in output.outputs), name
+    for name, (_, is_right), output in zip(CONSTRAINTS, CONSTRAINTS.values(), outputs, strict=True):
+        done = [item for item in output.outputs if item.finish_reason == "stop"]
+        assert all(item.finish_reason in ("stop", "length") for item in output.outputs), name
         assert done or name == "tags", f"{name}: none of six came to an end"
-        for each in done:
-            assert is_right(each.text), f"{name}: {each.text!r}"
+        for item in done:
+            assert is_right(item.text), f"{name}: {item.text!r}"
 
 
-def test_whitespace_comes_to_an_end(llm: LLM) -> None:
-    """A model that would rather write newlines for ever."""
+def test_whitespace_is_bounded(llm: LLM) -> None:
+    """Check a model that prefers to generate newlines forever."""
     newline = llm.get_tokenizer().encode("\n", False)[0]
     (answer,) = ask(llm, {"json": PERSON}, logit_bias={newline: 100}, temperature=0, max_tokens=400)
     assert "\n" in answer.text and answer.finish_reason == "stop"
@@ -135,7 +137,7 @@ def test_whitespace_comes_to_an_end(llm: LLM) -> None:
     assert "\n" not in answer.text
 
 
-def test_a_neighbour_says_what_it_says_alone(llm: LLM) -> None:
+def test_unconstrained_row_in_the_batch_is_not_affected(llm: LLM) -> None:
     free = params(max_tokens=30, ignore_eos=True)
     alone = llm.generate([PROMPT], free, use_tqdm=False)[0].outputs[0].token_ids
     bound = params({"json": PERSON}, seed=5)
@@ -144,8 +146,8 @@ def test_a_neighbour_says_what_it_says_alone(llm: LLM) -> None:
     assert both[0].outputs[0].token_ids == both[2].outputs[0].token_ids != alone
 
 
-def test_the_text_ends_where_the_grammar_does(llm: LLM) -> None:
-    """Without an eos of its own, whatever else the request wants of its end."""
+def test_output_ends_where_the_grammar_ends(llm: LLM) -> None:
+    """Check models without eos, with other stop conditions of the request."""
     for fields in ({}, {"min_tokens": 20}, {"ignore_eos": True}, {"include_stop_str_in_output": True}):
         (answer,) = ask(llm, {"choice": ["abc"]}, **fields)
         assert (answer.text, answer.finish_reason, answer.stop_reason) == ("abc", "stop", None), fields
@@ -155,8 +157,8 @@ def test_the_text_ends_where_the_grammar_does(llm: LLM) -> None:
     assert (stopped.text, stopped.stop_reason) == ("", "aaa")
 
 
-def test_the_grammar_wins_over_what_would_leave_nothing(llm: LLM) -> None:
-    """Catches rows without a token, which would end in an error."""
+def test_grammar_wins_over_parameters_that_exclude_all_tokens(llm: LLM) -> None:
+    """Check that no row is left without a token, which would end in an error."""
     tokenizer = llm.get_tokenizer()
     (banned,) = ask(llm, {"choice": ["a"]}, bad_words=["a"])
     (allowed,) = ask(llm, {"choice": ["a"]}, allowed_token_ids=tokenizer.encode("b", False))
@@ -166,14 +168,14 @@ def test_the_grammar_wins_over_what_would_leave_nothing(llm: LLM) -> None:
     assert [banned.text, allowed.text, biased.text] == ["a", "a", "b"]
 
 
-def test_logprobs_are_of_what_the_grammar_leaves(llm: LLM) -> None:
+def test_logprobs_are_of_allowed_tokens(llm: LLM) -> None:
     (answer,) = ask(llm, {"choice": ["a", "b"]}, temperature=0, logprobs=3)
     assert answer.logprobs is not None
-    finite = [each.logprob for each in answer.logprobs[0].values() if each.logprob > -1e9]
+    finite = [logprob.logprob for logprob in answer.logprobs[0].values() if logprob.logprob > -1e9]
     assert len(finite) <= 2 and max(finite) <= 0
 
 
-def test_a_preempted_answer_goes_on_where_it_was(llm: LLM) -> None:
+def test_preempted_constrained_request_continues(llm: LLM) -> None:
     engine, scheduler = llm.llm_engine, llm.llm_engine.core.scheduler
     expected = ask(llm, {"json": PERSON}, seed=3)[0]
     engine.add_request("x", PROMPT, params({"json": PERSON}, seed=3))
@@ -188,7 +190,7 @@ def test_a_preempted_answer_goes_on_where_it_was(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("constraint", "words"),
     [
         ({"json": {"type": "strange"}}, "Invalid type"),
         ({"json": {"type": "object", "dependentRequired": {"a": ["b"]}}}, "dependentRequired"),
@@ -206,16 +208,16 @@ def test_a_preempted_answer_goes_on_where_it_was(llm: LLM) -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_followed_is_refused_before_it_runs(
-    llm: LLM, asked: dict[str, Any], words: str
+def test_unsupported_grammars_are_rejected_before_running(
+    llm: LLM, constraint: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(RequestError, match=re.escape(words)) as refused:
-        ask(llm, asked)
+        ask(llm, constraint)
     assert refused.value.param == "structured_outputs"
     assert not llm.llm_engine.has_unfinished_requests()
 
 
-def test_without_a_tokenizer_there_is_no_grammar(model: TextModel) -> None:
+def test_structured_outputs_need_a_tokenizer(model: TextModel) -> None:
     bare = open_text(model, skip_tokenizer_init=True)
     with pytest.raises(RequestError, match="skip_tokenizer_init"):
         ask(bare, {"choice": ["a"]})
@@ -233,16 +235,16 @@ MIXED: list[dict[str, Any]] = [
     {"structured_outputs": {"regex": "[0-9]{12}"}, "reasoning": REASONING, "max_tokens": 60},
     {"reasoning": OPENED, "thinking_token_budget": 4, "max_tokens": 20, "ignore_eos": True},
 ]
-"""Rows of all kinds beside each other."""
+"""Rows of all kinds in one batch."""
 
 
 def mixed(llm: LLM, batches: int = 1) -> list[list[Any]]:
-    """What each of them says; in one batch, or one after another."""
+    """Return the output of each request; in one batch, or one after another."""
     prompts = [PROMPT, LONG, LONG, PROMPT, LONG, PROMPT, PROMPT, LONG, PROMPT]
-    asked = [params(**({"max_tokens": 80} | fields)) for fields in MIXED]
-    each = [slice(None)] if batches == 1 else [slice(at, at + 1) for at in range(len(MIXED))]
-    found = [one for part in each for one in llm.generate(prompts[part], asked[part], use_tqdm=False)]
-    return [[(out.token_ids, out.finish_reason, out.stop_reason) for out in one.outputs] for one in found]
+    all_params = [params(**({"max_tokens": 80} | fields)) for fields in MIXED]
+    item = [slice(None)] if batches == 1 else [slice(at, at + 1) for at in range(len(MIXED))]
+    actual = [one for part in item for one in llm.generate(prompts[part], all_params[part], use_tqdm=False)]
+    return [[(out.token_ids, out.finish_reason, out.stop_reason) for out in one.outputs] for one in actual]
 
 
 @pytest.fixture(scope="module")
@@ -263,10 +265,12 @@ TWO_STAGES: dict[str, Any] = {"pipeline_parallel_size": 2, "cpu_threads": 1}
 
 
 @pytest.mark.parametrize("engine", [*ENGINES, pytest.param("two stages", marks=pytest.mark.slow)])
-def test_rows_of_all_kinds_say_what_they_say_alone(
+def test_rows_of_all_kinds_match_their_outputs_alone(
     engine: str, model: TextModel, alone: list[list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches masks that reach the wrong row, the wrong step or the wrong rank, and neighbours they touch."""
+    """Check for masks that are applied to the wrong row, step or rank, and for unconstrained rows affected
+    by them.
+    """
     monkeypatch.setattr(Grammars, "is_beside", engine == "masks beside the layers")
     other = open_text(model, **ENGINES.get(engine, TWO_STAGES))
     try:
@@ -277,8 +281,8 @@ def test_rows_of_all_kinds_say_what_they_say_alone(
         other.llm_engine.close()
 
 
-def test_a_constrained_row_is_in_every_step(model: TextModel) -> None:
-    """With two steps in flight one that waits for its value would take twice as many."""
+def test_constrained_row_is_in_every_step(model: TextModel) -> None:
+    """Check two steps in flight; a row that waited for its token would take twice as many steps."""
     engine = open_text(model, async_scheduling=True).llm_engine
     engine.add_request("x", PROMPT, params({"regex": "[a-z]{40}"}, max_tokens=10))
     engine.add_request("y", PROMPT, params(max_tokens=10, ignore_eos=True))
@@ -289,31 +293,31 @@ def test_a_constrained_row_is_in_every_step(model: TextModel) -> None:
     assert steps <= 12
 
 
-def test_the_grammar_starts_when_the_reasoning_ends(llm: LLM) -> None:
-    asked = {"regex": "[0-9]{4}"}
-    (opened,) = ask(llm, asked, reasoning=OPENED, thinking_token_budget=6, ignore_eos=True)
+def test_grammar_starts_after_reasoning_in_the_engine(llm: LLM) -> None:
+    constraint = {"regex": "[0-9]{4}"}
+    (opened,) = ask(llm, constraint, reasoning=OPENED, thinking_token_budget=6, ignore_eos=True)
     thought, answer = opened.token_ids[:7], opened.token_ids[7:]
     assert thought[-1] == END or END in thought
     assert re.fullmatch("[0-9]{4}", llm.get_tokenizer().decode(answer)) and opened.finish_reason == "stop"
-    (forced,) = ask(llm, asked, reasoning=REASONING, logit_bias={START: 100}, thinking_token_budget=0)
+    (forced,) = ask(llm, constraint, reasoning=REASONING, logit_bias={START: 100}, thinking_token_budget=0)
     assert list(forced.token_ids[:2]) == [START, END] and forced.finish_reason == "stop"
-    (direct,) = ask(llm, asked, reasoning=REASONING, logit_bias={START: -100})
+    (direct,) = ask(llm, constraint, reasoning=REASONING, logit_bias={START: -100})
     assert re.fullmatch("[0-9]{4}", direct.text)
     with pytest.raises(RequestError, match="reasoning parser"):
         ask(llm, None, thinking_token_budget=3)
 
 
-def test_the_vocabulary_is_the_one_that_the_library_would_find(llm: LLM) -> None:
-    """Ours is built from bytes of tokens; theirs from tokenizer.json, which takes several times as long."""
+def test_vocabulary_matches_the_grammar_library(llm: LLM) -> None:
+    """Compare the vocabulary built from token bytes with the slower one built from tokenizer.json."""
     tokenizer = llm.get_tokenizer()
-    ours = vocabulary_of(tokenizer, 0, (tokenizer.eos_token_id,)).open()
-    theirs = LLTokenizer(tokenizer.backend.to_str(), eos_token=[tokenizer.eos_token_id])
-    assert ours.vocab_size == theirs.vocab_size
-    for id in range(ours.vocab_size):
-        assert ours.decode_bytes([id]) == theirs.decode_bytes([id]), id
-        assert ours.is_special_token(id) == theirs.is_special_token(id), id
+    actual = vocabulary_of(tokenizer, 0, (tokenizer.eos_token_id,)).open()
+    expected = LLTokenizer(tokenizer.backend.to_str(), eos_token=[tokenizer.eos_token_id])
+    assert actual.vocab_size == expected.vocab_size
+    for id in range(actual.vocab_size):
+        assert actual.decode_bytes([id]) == expected.decode_bytes([id]), id
+        assert actual.is_special_token(id) == expected.is_special_token(id), id
     grammar = LLMatcher.grammar_from_json_schema(json.dumps(PERSON))
-    one, other = (LLMatcher(each, grammar, log_level=0) for each in (ours, theirs))
+    one, other = (LLMatcher(item, grammar, log_level=0) for item in (actual, expected))
     for id in tokenizer.encode('{"name": "naïve dog", "age": 3, "tags": ["é"]}', False):
         assert one.compute_bitmask() == other.compute_bitmask()
         one.consume_token(id), other.consume_token(id)

@@ -1,4 +1,4 @@
-"""Answers for tokens by themselves: classes of each, and how good each step is, against transformers."""
+"""Tests of per-token pooling against transformers: token classes and step rewards."""
 
 import asyncio
 import json
@@ -41,13 +41,13 @@ def opened(path: Path, **settings: Any) -> LLM:
 
 
 def encoded(llm: LLM, prompts: Any, params: Any = None, task: str = "token_classify") -> list[Floats]:
-    return [each.outputs.data for each in llm.encode(prompts, params, pooling_task=task, use_tqdm=False)]
+    return [output.outputs.data for output in llm.encode(prompts, params, pooling_task=task, use_tqdm=False)]
 
 
-def same(found: list[Floats], wanted: list[torch.Tensor]) -> None:
-    for ours, theirs in zip(found, wanted, strict=True):
-        assert ours.shape == theirs.shape
-        assert not ours.size or np.abs(ours - theirs.numpy()).max() < TOLERANCE
+def same(actual: list[Floats], wanted: list[torch.Tensor]) -> None:
+    for vectors, expected in zip(actual, wanted, strict=True):
+        assert vectors.shape == expected.shape
+        assert not vectors.size or np.abs(vectors - expected.numpy()).max() < TOLERANCE
 
 
 @torch.inference_mode()
@@ -72,21 +72,21 @@ def classifier(path: Path, family: str, body: nn.Module, **settings: Any) -> Any
 
 
 @pytest.mark.parametrize("named", [name for name in encoders.ENCODERS if "," not in name])
-def test_tokens_of_encoders(named: str, tmp_path: Path) -> None:
+def test_token_classification_with_encoders(named: str, tmp_path: Path) -> None:
     family, settings = encoders.ENCODERS[named]
     body = encoders.make(tmp_path / "whole", family, **settings).body
     hf = classifier(tmp_path, family, body)
     llm, prompts = opened(tmp_path), encoders.texts(*LENGTHS)
     wanted = logits(hf, prompts)
     same(encoded(llm, prompts, RAW), wanted)
-    same(encoded(llm, prompts), [each.softmax(-1) for each in wanted])
+    same(encoded(llm, prompts), [item.softmax(-1) for item in wanted])
     with pytest.raises(RequestError, match="each token and none for a whole text"):
         llm.classify(prompts)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
-def test_tokens_of_decoders(family: str, tmp_path: Path) -> None:
-    """In chunks, and again: what the prefix cache holds has no states."""
+def test_token_classification_with_decoders(family: str, tmp_path: Path) -> None:
+    """Check chunks, and a second run: the prefix cache holds no hidden states."""
     _, body = make_tiny(family.lower(), tmp_path)
     hf = classifier(tmp_path / "classes", family, body.model)
     llm = opened(tmp_path / "classes", max_num_batched_tokens=9)
@@ -94,13 +94,13 @@ def test_tokens_of_decoders(family: str, tmp_path: Path) -> None:
     wanted = logits(hf, prompts)
     for _ in range(2):
         same(encoded(llm, prompts, RAW), wanted)
-    same(encoded(llm, prompts), [each.softmax(-1) for each in wanted])
-    for call in (llm.classify, llm.embed, lambda given: llm.score(given[0], given[1])):
+    same(encoded(llm, prompts), [item.softmax(-1) for item in wanted])
+    for call in (llm.classify, llm.embed, lambda texts: llm.score(texts[0], texts[1])):
         with pytest.raises(RequestError):
             call(prompts)
 
 
-def test_one_type_of_pooling_is_all_tokens(tmp_path: Path) -> None:
+def test_pooling_type_all_returns_all_tokens(tmp_path: Path) -> None:
     path, hf = make_tiny("qwen3", tmp_path)
     llm = opened(path, runner="pooling", pooler_config={"pooling_type": "ALL", "use_activation": False})
     prompts = prompts_of(*LENGTHS)
@@ -108,11 +108,11 @@ def test_one_type_of_pooling_is_all_tokens(tmp_path: Path) -> None:
         wanted = [hf.model(torch.tensor([ids])).last_hidden_state[0] for ids in prompts]
     assert llm.config.cache.enable_prefix_caching
     same(encoded(llm, prompts, task="token_embed"), wanted)
-    same(encoded(llm, prompts, task="embed"), [each[-1] for each in wanted])
+    same(encoded(llm, prompts, task="embed"), [item[-1] for item in wanted])
 
 
-def tagged(prompts: list[list[int]]) -> list[list[int]]:
-    """Steps of a few tokens, each with a tag behind it; the first prompt has none."""
+def prompts_with_step_tags(prompts: list[list[int]]) -> list[list[int]]:
+    """Return prompts of steps, each with a tag at its end; the first prompt has none."""
     kept = [[token if token != TAG else TAG + 1 for token in ids] for ids in prompts]
     return [
         kept[0],
@@ -120,8 +120,8 @@ def tagged(prompts: list[list[int]]) -> list[list[int]]:
     ]
 
 
-class Rewarding(nn.Module):
-    """The heads of Qwen2.5-Math-PRM and of the reward models before it."""
+class RewardModel(nn.Module):
+    """The heads of Qwen2.5-Math-PRM and of earlier reward models."""
 
     def __init__(self, body: nn.Module, hidden: int, num_labels: int) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class Rewarding(nn.Module):
 
         tensors = load_file(path / "model.safetensors")
         tensors.pop("lm_head.weight", None)
-        save_file(tensors | {f"score.{key}": each for key, each in self.score.state_dict().items()},
+        save_file(tensors | {f"score.{key}": item for key, item in self.score.state_dict().items()},
                   path / "model.safetensors")  # fmt: skip
         config = json.loads((path / "config.json").read_text()) | {"architectures": [name]}
         (path / "config.json").write_text(json.dumps(config))
@@ -147,73 +147,73 @@ class Rewarding(nn.Module):
 
 
 @pytest.mark.parametrize("chunk", [7, 256])
-def test_a_process_reward_model(chunk: int, tmp_path: Path) -> None:
+def test_process_reward_model(chunk: int, tmp_path: Path) -> None:
     path, hf = make_tiny("qwen2", tmp_path)
-    reward = Rewarding(hf.model, hf.config.hidden_size, 2)
+    reward = RewardModel(hf.model, hf.config.hidden_size, 2)
     reward.save(path, "Qwen2ForProcessRewardModel")
     llm = opened(path, max_num_batched_tokens=chunk, pooler_config={"step_tag_id": TAG})
     assert not llm.config.cache.enable_prefix_caching
-    prompts = tagged(prompts_of(*LENGTHS))
-    whole = [reward(ids) for ids in prompts]
-    steps = [each[torch.tensor(ids) == TAG] for ids, each in zip(prompts, whole, strict=True)]
-    assert [len(each) for each in steps] == [0, 0, 1, 4, 7]
-    same(encoded(llm, prompts), [each.softmax(-1) for each in steps])
+    prompts = prompts_with_step_tags(prompts_of(*LENGTHS))
+    full = [reward(ids) for ids in prompts]
+    steps = [item[torch.tensor(ids) == TAG] for ids, item in zip(prompts, full, strict=True)]
+    assert [len(item) for item in steps] == [0, 0, 1, 4, 7]
+    same(encoded(llm, prompts), [item.softmax(-1) for item in steps])
     same(
         encoded(llm, prompts, PoolingParams(returned_token_ids=[1])),
-        [each[:, 1:].sigmoid() for each in steps],
+        [item[:, 1:].sigmoid() for item in steps],
     )
     last = PoolingParams(step_tag_id=prompts[4][-1], use_activation=False)
-    same(encoded(llm, prompts[4:], last), [whole[4][torch.tensor(prompts[4]) == prompts[4][-1]]])
+    same(encoded(llm, prompts[4:], last), [full[4][torch.tensor(prompts[4]) == prompts[4][-1]]])
     assert opened(path).config.pooling.step_tag_id == 151651  # type: ignore[union-attr]
 
 
-def test_an_outcome_reward_model(tmp_path: Path) -> None:
-    """One number for each token, as it is."""
+def test_outcome_reward_model(tmp_path: Path) -> None:
+    """Check one raw number per token."""
     path, hf = make_tiny("qwen2", tmp_path)
-    reward = Rewarding(hf.model, hf.config.hidden_size, 1)
+    reward = RewardModel(hf.model, hf.config.hidden_size, 1)
     llm, prompts = opened(reward.save(path, "Qwen2ForRewardModel")), prompts_of(*LENGTHS)
     same(encoded(llm, prompts), [reward(ids) for ids in prompts])
 
 
-def test_internlm2_rewards(tmp_path: Path) -> None:
+def test_internlm2_reward_model(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     path, hf = make_tiny("internlm2", tmp_path)
     tensors = load_file(path / "model.safetensors")
     tensors["v_head.weight"] = torch.randn(1, hf.model.config.hidden_size)
     save_file(
-        {name: each for name, each in tensors.items() if name != "output.weight"}, path / "model.safetensors"
+        {name: body for name, body in tensors.items() if name != "output.weight"}, path / "model.safetensors"
     )
     config = json.loads((path / "config.json").read_text()) | {"architectures": ["InternLM2ForRewardModel"]}
     (path / "config.json").write_text(json.dumps(config))
     prompts = prompts_of(*LENGTHS)
     with torch.inference_mode():
         bodies = [hf.model.model(torch.tensor([ids])).last_hidden_state[0] for ids in prompts]
-    same(encoded(opened(path), prompts), [each @ tensors["v_head.weight"].T for each in bodies])
+    same(encoded(opened(path), prompts), [body @ tensors["v_head.weight"].T for body in bodies])
 
 
-def test_steps_by_the_logits_of_two_tokens(tmp_path: Path) -> None:
-    """The form of Math-Shepherd: a model that generates, asked how likely a good step is behind each tag."""
+def test_step_rewards_from_two_token_logits(tmp_path: Path) -> None:
+    """Check Math-Shepherd's form: a generative model gives the probability of a good step at each tag."""
     path, hf = make_tiny("mistral", tmp_path)
     good, bad = 20, 11
     pooler = {"pooling_type": "STEP", "step_tag_id": TAG, "returned_token_ids": [good, bad]}
     llm = opened(path, runner="pooling", pooler_config=pooler, max_num_batched_tokens=8)
-    prompts = tagged(prompts_of(*LENGTHS))
+    prompts = prompts_with_step_tags(prompts_of(*LENGTHS))
     steps = [
-        each[torch.tensor(ids) == TAG][:, [good, bad]]
-        for ids, each in zip(prompts, logits(hf, prompts), strict=True)
+        logit[torch.tensor(ids) == TAG][:, [good, bad]]
+        for ids, logit in zip(prompts, logits(hf, prompts), strict=True)
     ]
-    same(encoded(llm, prompts), [each.softmax(-1) for each in steps])
+    same(encoded(llm, prompts), [logit.softmax(-1) for logit in steps])
     one = PoolingParams(returned_token_ids=[bad], use_activation=False)
-    same(encoded(llm, prompts, one), [each[:, 1:] for each in steps])
+    same(encoded(llm, prompts, one), [logit[:, 1:] for logit in steps])
 
 
-def test_over_http(tmp_path: Path) -> None:
-    """/pooling says classes of tokens with or without being asked; other routes say that there are none."""
+def test_token_pooling_over_http(tmp_path: Path) -> None:
+    """Check that /pooling returns token classes with and without a task, and that other routes reject it."""
     _, body = make_tiny("qwen3", tmp_path)
     hf = classifier(tmp_path / "classes", "Qwen3", body.model)
     prompts = prompts_of(5, 12)
-    wanted = [each.softmax(-1) for each in logits(hf, prompts)]
+    wanted = [logit.softmax(-1) for logit in logits(hf, prompts)]
     settings = {"model": str(tmp_path / "classes"), "skip_tokenizer_init": True, "dtype": "float32"}
 
     async def go() -> None:
@@ -224,8 +224,8 @@ def test_over_http(tmp_path: Path) -> None:
                     for more in ({"task": "token_classify"}, {}):
                         reply = await client.post(route, json={"input": prompts, **more})
                         assert reply.status_code == 200, reply.text
-                        found = [np.array(each["data"]) for each in reply.json()["data"]]
-                        same(found, wanted)
+                        actual = [np.array(logit["data"]) for logit in reply.json()["data"]]
+                        same(actual, wanted)
                 reply = await client.post("/classify", json={"input": prompts})
                 assert reply.status_code == 400 and "token_classify" in reply.json()["error"]["message"]
 

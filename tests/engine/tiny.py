@@ -1,4 +1,4 @@
-"""Tiny models as whole engines, and the check of every logit against transformers."""
+"""Tiny models as whole engines, and checks of every logit against transformers."""
 
 from functools import lru_cache
 from pathlib import Path
@@ -15,7 +15,7 @@ TOLERANCE = 1e-3
 
 
 def open_tiny(path: Path, **settings: Any) -> LLM:
-    """An engine over token ids that gives out all its logits."""
+    """Open an engine over token ids that returns all its logits."""
     defaults: dict[str, Any] = {
         "skip_tokenizer_init": True,
         "dtype": "float32",
@@ -41,7 +41,7 @@ def generate(llm: LLM, prompts: list[list[int]], count: int = 6) -> list[Request
 def generate_preempted(
     llm: LLM, prompts: list[list[int]], count: int, at: tuple[int, ...]
 ) -> list[RequestOutput]:
-    """The same, but the request that came first is preempted before each of these steps."""
+    """Generate while the oldest request is preempted before each of these steps."""
     engine, scheduler = llm.llm_engine, llm.llm_engine.core.scheduler
     params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=-1)
     for number, prompt in enumerate(prompts):
@@ -58,28 +58,30 @@ def generate_preempted(
 def check_against(
     hf_model: Any, outputs: list[RequestOutput], tolerance: float = TOLERANCE, ties: float = 0.0
 ) -> None:
-    """Every logit of every step is within the tolerance of that of transformers, and every token has the
-    largest of our logits, or one within `ties` of it. Which of two tokens is the choice of transformers may
-    hang on the last bit where their logits are nearly equal: it is not asked."""
+    """Check every logit of every step against transformers, within the tolerance.
+
+    Every token must have the largest of our logits, or one within `ties` of it. transformers' choice is not
+    compared, since it depends on the last bit of nearly equal logits.
+    """
     for output in outputs:
-        prompt, said = f"prompt of {len(output.prompt_token_ids)}", output.outputs[0].token_ids
-        ours, expected = logits_of(output), expected_of(hf_model, output)
-        apart = (ours - expected).abs().amax(-1)
+        prompt, answer = f"prompt of {len(output.prompt_token_ids)}", output.outputs[0].token_ids
+        actual, expected = logits_of(output), expected_of(hf_model, output)
+        apart = (actual - expected).abs().amax(-1)
         assert (apart < tolerance).all(), f"{prompt}: logits of each step differ by {apart.tolist()}"
-        chosen = ours.gather(1, torch.tensor(said)[:, None])[:, 0]
-        assert (ours.amax(-1) - chosen <= ties).all(), f"{prompt}: {said}"
+        chosen = actual.gather(1, torch.tensor(answer)[:, None])[:, 0]
+        assert (actual.amax(-1) - chosen <= ties).all(), f"{prompt}: {answer}"
 
 
 def logits_of(output: RequestOutput) -> Tensor:
-    """[steps, vocab] of what was said."""
+    """Return the logits [steps, vocab] of a generated output."""
     steps: list[Any] = output.outputs[0].logprobs  # type: ignore[assignment]
     return torch.tensor([[step[id].logprob for id in range(len(step))] for step in steps])
 
 
 def expected_of(hf_model: Any, output: RequestOutput) -> Tensor:
-    """The same as transformers has it, after the same tokens."""
-    prompt, said = output.prompt_token_ids, output.outputs[0].token_ids
-    return _logits(hf_model, (*prompt, *said))[len(prompt) - 1 : -1]
+    """Return transformers' logits after the same tokens."""
+    prompt, outputs = output.prompt_token_ids, output.outputs[0].token_ids
+    return _logits(hf_model, (*prompt, *outputs))[len(prompt) - 1 : -1]
 
 
 @lru_cache(100)

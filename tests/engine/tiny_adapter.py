@@ -1,4 +1,4 @@
-"""Random adapters of tiny models, on disk."""
+"""Random LoRA adapters of tiny models, on disk."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from quire import LoRARequest
 
 
 def write_adapter(path: Path, model: dict[str, Any], seed: int) -> LoRARequest:
-    """A random one for the attention of a tiny Llama."""
+    """Write a random adapter for the attention of a tiny Llama."""
     draw, hidden, rank = torch.Generator().manual_seed(seed), model["hidden_size"], 4
     kv = hidden // model["num_attention_heads"] * model["num_key_value_heads"]
     tensors = {}
@@ -28,8 +28,8 @@ def write_adapter(path: Path, model: dict[str, Any], seed: int) -> LoRARequest:
     return LoRARequest(path.name, seed, str(path))
 
 
-def write_own(path: Path, base: Path, new: list[str]) -> None:
-    """An adapter that brings tokens, and says the last of them again and again."""
+def write_adapter_with_tokens(path: Path, base: Path, new: list[str]) -> None:
+    """Write an adapter that adds tokens and repeats the last of them."""
     model = json.loads((base / "config.json").read_text())
     write_adapter(path, model, 7)
     backend = Tokenizer.from_file(str(base / "tokenizer.json"))

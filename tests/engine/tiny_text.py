@@ -1,4 +1,4 @@
-"""A tiny Llama that reads and writes text: random weights, and a byte-level vocabulary trained here."""
+"""A tiny Llama with text: random weights, and a byte-level tokenizer trained here."""
 
 import functools
 import json
@@ -15,7 +15,7 @@ from quire import LLM
 
 TOKENS = 340
 VOCAB = 344
-"""The model has a few ids more than the tokenizer, as padded checkpoints do."""
+"""The model has a few more ids than the tokenizer, as padded checkpoints do."""
 EOS, IM_END = 2, 4
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 CORPUS = [
@@ -37,11 +37,11 @@ GENERATION = {"eos_token_id": [EOS, IM_END], "temperature": 0.7, "top_k": 20, "m
 class TextModel:
     path: Path
     hf: Any
-    """The same weights in transformers."""
+    """transformers model with the same weights."""
 
     @torch.inference_mode()
     def logits(self, token_ids: list[int]) -> Tensor:
-        """[len(token_ids), VOCAB]"""
+        """Return logits [len(token_ids), VOCAB]."""
         logits: Tensor = self.hf(torch.tensor([token_ids])).logits[0]
         return logits
 
@@ -49,7 +49,7 @@ class TextModel:
         return self.logits(token_ids).log_softmax(-1)
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
-        """What transformers says next, whatever it is."""
+        """Return transformers' greedy output, ignoring eos."""
         ids = list(prompt)
         for _ in range(count):
             ids.append(int(self.logits(ids)[-1].argmax()))
@@ -58,7 +58,9 @@ class TextModel:
 
 @functools.cache
 def text_model(directory: Path) -> TextModel:
-    """The model, made once in `directory` (the base of pytest's temporary folders, say)."""
+    """Return the model, which is built once in `directory` (for example pytest's base temporary
+    directory).
+    """
     directory = directory / "tiny_text"
     directory.mkdir(exist_ok=True)
     path, hf = make_tiny("llama", directory, vocab_size=VOCAB)
@@ -70,7 +72,9 @@ def text_model(directory: Path) -> TextModel:
 
 
 def variant(model: TextModel, directory: Path, **files: dict[str, Any]) -> TextModel:
-    """The same model in `directory` with some of its JSON files replaced, each named without its suffix."""
+    """Save the same model in `directory` with some of its JSON files replaced, each named without its
+    suffix.
+    """
     for file in model.path.iterdir():
         if file.stem in files:
             _write(directory / file.name, files[file.stem])

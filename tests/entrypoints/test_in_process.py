@@ -1,4 +1,4 @@
-"""The engine in one process: what it says about itself, and what it does when nothing can run."""
+"""Tests of the in-process engine: its statistics, and requests that cannot run."""
 
 import logging
 import re
@@ -21,10 +21,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
     return text_model(tmp_path_factory.getbasetemp())
 
 
-def test_a_run_offline_says_its_line_with_all_preemptions(
+def test_offline_run_logs_its_line_with_all_preemptions(
     model: TextModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Catches an engine that is asked for statistics and keeps them to itself."""
+    """Check that enabled statistics are logged."""
     llm = open_text(model, disable_log_stats=False, num_gpu_blocks_override=20, max_model_len=64)
     with caplog.at_level(logging.INFO):
         llm.generate(PROMPTS, PARAMS, use_tqdm=False)
@@ -35,7 +35,7 @@ def test_a_run_offline_says_its_line_with_all_preemptions(
     assert "Sequence group" in caplog.text and "total_cumulative_preemption_cnt=1" in caplog.text
 
 
-def test_throughput_offline_is_that_of_the_run(model: TextModel) -> None:
+def test_offline_throughput_is_that_of_the_run(model: TextModel) -> None:
     llm = open_text(model, disable_log_stats=False)
     llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     rates = [metric for metric in llm.get_metrics() if metric.name.startswith("vllm:avg_")]
@@ -43,16 +43,16 @@ def test_throughput_offline_is_that_of_the_run(model: TextModel) -> None:
     assert all(isinstance(rate, Gauge) and rate.value > 0 for rate in rates)
 
 
-def test_without_statistics_nothing_is_said(model: TextModel, caplog: pytest.LogCaptureFixture) -> None:
+def test_disabled_statistics_are_not_logged(model: TextModel, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         open_text(model).generate(PROMPTS, PARAMS, use_tqdm=False)
     assert not [text for text in caplog.messages if text.startswith("Engine 000:")]
 
 
-def test_a_device_too_small_for_the_batch_still_answers_all(
+def test_device_too_small_for_the_batch_still_finishes_all(
     model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches rows of the worker that a failed batch leaves behind, and tokens that it costs."""
+    """Check that a failed batch leaves no worker rows and loses no tokens."""
     llm = open_text(model)
     executor = llm.llm_engine.core.executor
     submit, num_failed = executor.submit, 0
@@ -75,7 +75,7 @@ def test_a_device_too_small_for_the_batch_still_answers_all(
 def test_requests_that_can_never_run_end_the_call_and_not_the_engine(
     model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a loop that turns for ever."""
+    """Check that the call does not loop forever."""
     llm = open_text(model)
     with monkeypatch.context() as patch:
         patch.setattr(llm.llm_engine.core.scheduler, "plan", lambda: None)

@@ -1,4 +1,4 @@
-"""Adapters that ranks read beside their steps: when one is there, and what is said of one that is not."""
+"""Tests of adapters that ranks load in the background."""
 
 import queue
 import threading
@@ -20,8 +20,8 @@ PATIENCE_S = 60.0
 ONE = LoRARequest("one", 1, "/one")
 
 
-class Port:
-    """A rank's, whose orders come from the test."""
+class FakePort:
+    """A rank's port whose orders come from the test."""
 
     def __init__(self) -> None:
         self.orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
@@ -34,14 +34,14 @@ class Port:
         self.said.put(decode_word(encode(word)))  # type: ignore[arg-type]
 
 
-class Crew:
-    """Two ranks, each with a reader of its own."""
+class FakeRanks:
+    """Two ranks, each with its own loader."""
 
     names = ("first", "second")
 
     def __init__(self, *workers: Any) -> None:
         self.heard: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-        self.ports = [Port() for _ in workers]
+        self.ports = [FakePort() for _ in workers]
         for worker, port in zip(workers, self.ports, strict=True):
             worker.device = SimpleNamespace(type="cpu")
             threading.Thread(target=_read_adapters, args=(worker, port), daemon=True).start()
@@ -50,13 +50,13 @@ class Crew:
         for port in self.ports:
             port.orders.put(decode_order(order))
 
-    def hear(self, index: int) -> None:
-        """The next word of a rank reaches the executor."""
+    def deliver(self, index: int) -> None:
+        """Deliver the next message of a rank to the executor."""
         self.heard.put((index, self.ports[index].said.get(timeout=PATIENCE_S)))
 
 
-class Worker:
-    """Reads what it is told to, unless that is wrong."""
+class FakeWorker:
+    """Loads any adapter unless it is named wrong."""
 
     def __init__(self, digest: bytes = b"d" * 32, error: Exception | None = None) -> None:
         self.digest, self.error = digest, error
@@ -72,28 +72,28 @@ class Worker:
         self.kept.remove(name)
 
 
-def executor_of(*workers: Worker) -> tuple[Any, Crew]:
+def executor_of(*workers: FakeWorker) -> tuple[Any, FakeRanks]:
     executor: Any = RankedExecutor(None)  # type: ignore[arg-type]
-    executor.worker_group = worker_group = Crew(*workers)
+    executor.worker_group = worker_group = FakeRanks(*workers)
     return executor, worker_group
 
 
-def test_an_adapter_is_there_when_every_rank_has_it() -> None:
-    workers = Worker(), Worker()
+def test_adapter_is_loaded_when_every_rank_has_it() -> None:
+    workers = FakeWorker(), FakeWorker()
     executor, worker_group = executor_of(*workers)
     future = executor.fetch(ONE)
-    worker_group.hear(1)
+    worker_group.deliver(1)
     executor.watch()
     assert not future.done()
-    worker_group.hear(0)
+    worker_group.deliver(0)
     executor.watch()
     assert future.result(0).digest == b"d" * 32
     executor.drop("one")
-    again = executor.fetch(LoRARequest("two", 2, "/two"))
+    second = executor.fetch(LoRARequest("two", 2, "/two"))
     for index in (0, 1):
-        worker_group.hear(index)
+        worker_group.deliver(index)
     executor.watch()
-    assert again.result(0) and [worker.kept for worker in workers] == [["two"], ["two"]]
+    assert second.result(0) and [worker.kept for worker in workers] == [["two"], ["two"]]
 
 
 @pytest.mark.parametrize(
@@ -103,30 +103,32 @@ def test_an_adapter_is_there_when_every_rank_has_it() -> None:
         (MemoryError("none left"), EngineError, "second: MemoryError: none left"),
     ],
 )
-def test_one_rank_that_cannot_read_it_is_enough(error: Exception, kind: type[Exception], words: str) -> None:
-    executor, worker_group = executor_of(Worker(), Worker(error=error))
+def test_load_error_of_one_rank_fails_the_adapter(
+    error: Exception, kind: type[Exception], words: str
+) -> None:
+    executor, worker_group = executor_of(FakeWorker(), FakeWorker(error=error))
     future = executor.fetch(ONE)
     for index in (0, 1):
-        worker_group.hear(index)
+        worker_group.deliver(index)
     executor.watch()
     with pytest.raises(kind, match=words):
         future.result(0)
 
 
-def test_contents_that_differ_between_machines_are_the_prefix_of_neither() -> None:
-    executor, worker_group = executor_of(Worker(b"a" * 32), Worker(b"b" * 32))
+def test_contents_that_differ_between_machines_get_a_new_digest() -> None:
+    executor, worker_group = executor_of(FakeWorker(b"a" * 32), FakeWorker(b"b" * 32))
     future = executor.fetch(ONE)
     for index in (0, 1):
-        worker_group.hear(index)
+        worker_group.deliver(index)
     executor.watch()
     assert future.result(0).digest not in (b"a" * 32, b"b" * 32)
 
 
-def test_a_disk_that_does_not_answer_holds_up_its_own_adapter_alone() -> None:
-    """Others that wait behind it; what is told of one name happens in order."""
+def test_slow_disk_delays_only_its_own_adapter() -> None:
+    """Check adapters behind it; operations on one name stay in order."""
     answers = threading.Event()
 
-    class Slow(Worker):
+    class Slow(FakeWorker):
         device = SimpleNamespace(type="cpu")
 
         def fetch_adapter(self, lora: LoRARequest) -> AdapterFacts:
@@ -138,21 +140,21 @@ def test_a_disk_that_does_not_answer_holds_up_its_own_adapter_alone() -> None:
     reading = AdapterReading(worker)
     stuck = reading.fetch(LoRARequest("slow", 1, "/slow"))
     reading.drop("slow")
-    again = reading.fetch(LoRARequest("slow", 1, "/quick"))
-    assert reading.fetch(ONE).result(PATIENCE_S) and not stuck.done() and not again.done()
+    second = reading.fetch(LoRARequest("slow", 1, "/quick"))
+    assert reading.fetch(ONE).result(PATIENCE_S) and not stuck.done() and not second.done()
     answers.set()
-    assert again.result(PATIENCE_S) and worker.kept == ["one", "slow"]
+    assert second.result(PATIENCE_S) and worker.kept == ["one", "slow"]
     reading.close()
 
 
-def test_reads_that_hang_give_their_places_to_others_until_too_many_do(
+def test_hung_loads_free_their_threads_up_to_a_limit(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(lora_reading, "_LOOK_S", 0.01)
     answers, now = threading.Event(), [0.0]
     begun: queue.SimpleQueue[str] = queue.SimpleQueue()
 
-    class Stuck(Worker):
+    class Stuck(FakeWorker):
         device = SimpleNamespace(type="cpu")
 
         def fetch_adapter(self, lora: LoRARequest) -> AdapterFacts:
@@ -181,10 +183,10 @@ def test_reads_that_hang_give_their_places_to_others_until_too_many_do(
     assert reading.fetch(ONE).result(PATIENCE_S)
 
 
-def test_what_waits_behind_a_hung_read_of_its_name_takes_no_thread() -> None:
+def test_load_behind_a_hung_load_of_the_same_name_takes_no_thread() -> None:
     answers = threading.Event()
 
-    class Stuck(Worker):
+    class Stuck(FakeWorker):
         device = SimpleNamespace(type="cpu")
 
         def fetch_adapter(self, lora: LoRARequest) -> AdapterFacts:
@@ -199,25 +201,25 @@ def test_what_waits_behind_a_hung_read_of_its_name_takes_no_thread() -> None:
     assert all(future.result(PATIENCE_S) for future in futures)
 
 
-def test_what_is_told_while_the_one_before_ends_is_waited_for_too() -> None:
-    """Between a reader's look at who was told last and its saying that nobody is, somebody may be told."""
-    looked, told, forgotten, answers = (threading.Event() for _ in range(4))
+def test_operation_queued_while_the_last_one_ends_is_run() -> None:
+    """Check the race between the loader's last look at its queue and its end."""
+    looked, message, forgotten, answers = (threading.Event() for _ in range(4))
 
     class Watched(dict[str, Any]):
-        """Lets the test in between."""
+        """Lets the test run between two operations."""
 
         def get(self, name: str, default: Any = None) -> Any:
-            found = super().get(name, default)
+            actual = super().get(name, default)
             if threading.current_thread() is not threading.main_thread() and not looked.is_set():
                 looked.set()
-                told.wait(0.3)
-            return found
+                message.wait(0.3)
+            return actual
 
         def __delitem__(self, name: str) -> None:
             super().__delitem__(name)
             forgotten.set()
 
-    class Slow(Worker):
+    class Slow(FakeWorker):
         device = SimpleNamespace(type="cpu")
 
         def fetch_adapter(self, lora: LoRARequest) -> AdapterFacts:
@@ -229,7 +231,7 @@ def test_what_is_told_while_the_one_before_ends_is_waited_for_too() -> None:
     reading.fetch(ONE)
     assert looked.wait(PATIENCE_S)
     second = reading.fetch(LoRARequest("one", 1, "/slow"))
-    told.set()
+    message.set()
     assert forgotten.wait(PATIENCE_S)
     third = reading.fetch(ONE)
     with pytest.raises(TimeoutError):
@@ -238,8 +240,8 @@ def test_what_is_told_while_the_one_before_ends_is_waited_for_too() -> None:
     assert second.result(PATIENCE_S) and third.result(PATIENCE_S)
 
 
-def test_a_call_that_the_ranks_do_not_take_is_the_end() -> None:
-    executor, worker_group = executor_of(Worker(), Worker())
+def test_call_that_ranks_do_not_receive_is_fatal() -> None:
+    executor, worker_group = executor_of(FakeWorker(), FakeWorker())
 
     def send(data: bytes, timeout_s: float) -> None:
         raise TimeoutError("not taken")

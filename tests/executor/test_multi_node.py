@@ -1,4 +1,4 @@
-"""Ranks on several machines: who may join, what each is told, and an engine over two loopback addresses."""
+"""Tests of ranks on several machines: joining, mismatches, and an engine over two loopback addresses."""
 
 import re
 import socket
@@ -52,16 +52,16 @@ def changed(config: EngineConfig, **parallel: Any) -> EngineConfig:
 
 
 def ends_of(config: EngineConfig, *others: EngineConfig, timeout_s: float = PATIENCE_S) -> list[str]:
-    """What the first machine, and then each of the others, says in the end; none of them starts a rank."""
-    said: dict[int, str] = {}
+    """Return the final messages of the first machine and of the others; none of them starts a rank."""
+    output: dict[int, str] = {}
 
     def join(number: int) -> None:
         agent = NodeAgent(others[number])
         try:
             end = agent._serve(agent._connect())
-            said[number] = "gone" if end is None else end.problem
+            output[number] = "gone" if end is None else end.problem
         except ConfigError as error:
-            said[number] = str(error)
+            output[number] = str(error)
 
     threads = [threading.Thread(target=join, args=(number,), daemon=True) for number in range(len(others))]
     for thread in threads:
@@ -70,11 +70,11 @@ def ends_of(config: EngineConfig, *others: EngineConfig, timeout_s: float = PATI
         MultiNodeRanks(config, timeout_s)
     for thread in threads:
         thread.join(PATIENCE_S)
-    return [str(problem.value), *(said[number] for number in range(len(others)))]
+    return [str(problem.value), *(output[number] for number in range(len(others)))]
 
 
-def test_another_version_or_size_is_named_to_the_machine_that_has_it(config: EngineConfig) -> None:
-    """The first machine goes on to wait for the right one, and says at last what came in its place."""
+def test_version_or_size_mismatch_is_reported_to_its_machine(config: EngineConfig) -> None:
+    """Check that the first machine keeps waiting and finally reports what it rejected."""
     other = replace(config, model=replace(config.model, max_model_len=64))
     head, node = ends_of(config, changed(other, node_rank=1), timeout_s=1.0)
     assert re.search(r"^node 1 \(.*\) was started with max_model_len=64, and the first with .*=256", node)
@@ -83,16 +83,16 @@ def test_another_version_or_size_is_named_to_the_machine_that_has_it(config: Eng
     assert "was started with nnodes=3, and the first with nnodes=2" in node
 
 
-def test_a_node_rank_given_twice_is_told_to_the_second(config: EngineConfig) -> None:
+def test_duplicate_node_rank_is_reported_to_the_second(config: EngineConfig) -> None:
     three = changed(config, nnodes=3, tensor_parallel_size=3)
     second = changed(three, node_rank=1)
     head, *nodes = ends_of(three, second, second, timeout_s=1.0)
     assert head.startswith("no word from node 2 of 3")
     assert sorted(problem.startswith("two machines have --node-rank 1") for problem in nodes) == [False, True]
-    assert head in nodes, "the first of them was told how it ended"
+    assert head in nodes, "the first machine received the reason"
 
 
-def test_who_never_comes_is_named(config: EngineConfig) -> None:
+def test_missing_machines_are_named(config: EngineConfig) -> None:
     (head,) = ends_of(config, timeout_s=0.2)
     assert head.startswith("no word from node 1 of 2 within 0.2 s")
     agent = NodeAgent(changed(config, node_rank=1))
@@ -102,8 +102,8 @@ def test_who_never_comes_is_named(config: EngineConfig) -> None:
 
 
 @pytest.mark.parametrize("error", [TimeoutError("timed out"), OSError("got end of file during message")])
-def test_a_first_machine_that_falls_silent_may_come_again(config: EngineConfig, error: OSError) -> None:
-    """Without power it says no goodbye: the system gives the connection up, or it ends within a message."""
+def test_unresponsive_first_machine_may_return(config: EngineConfig, error: OSError) -> None:
+    """Check a power loss: the system ends the connection, possibly within a message."""
 
     class Head:
         is_closed = False
@@ -121,7 +121,9 @@ def test_a_first_machine_that_falls_silent_may_come_again(config: EngineConfig, 
     assert head.is_closed
 
 
-def test_a_port_in_use_and_strangers(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_port_in_use_and_unauthenticated_connections(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     where = "127.0.0.2", config.parallel.master_port
     with socket.create_server(where):
         (head,) = ends_of(config)
@@ -141,26 +143,26 @@ def test_a_port_in_use_and_strangers(config: EngineConfig, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("settings", "words"),
     [
         ({"nnodes": 3}, "2 workers cannot be divided evenly over nnodes=3"),
         ({"node_rank": 2}, r"node_rank=2 must be below nnodes \(2\)"),
         ({"data_parallel_size": 2}, "data_parallel_address"),
     ],
 )
-def test_what_cannot_be_is_said_before_anything_starts(tiny: Path, given: Any, words: str) -> None:
+def test_invalid_configurations_are_rejected_before_start(tiny: Path, settings: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        configure({"model": str(tiny)} | SETTINGS | given)
+        configure({"model": str(tiny)} | SETTINGS | settings)
 
 
-def test_two_machines_answer_as_one_and_come_again(tiny: Path, tmp_path: Path) -> None:
-    """The agent joins late, its rank is killed, and it serves the next engine, too."""
+def test_two_machines_match_one_and_restart(tiny: Path, tmp_path: Path) -> None:
+    """Check an agent that joins late, whose rank is killed, and that serves the next engine too."""
     port, alone = free_port(), {"nnodes": 1, "tensor_parallel_size": 1}
     prompts = [{"prompt_token_ids": [5, 6, 7, number]} for number in range(4)]
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
     def answers(llm: LLM) -> list[list[int]]:
-        return [each.outputs[0].token_ids for each in llm.generate(prompts, params, use_tqdm=False)]
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
 
     expected = answers(LLM(str(tiny), **(SETTINGS | alone)))
     settings = SETTINGS | {"node_rank": 1, "master_port": port, "max_num_batched_tokens": 1024}
@@ -181,14 +183,14 @@ def test_two_machines_answer_as_one_and_come_again(tiny: Path, tmp_path: Path) -
             llm = LLM(str(tiny), master_port=port, **SETTINGS)
             assert answers(llm) == expected
             log_text = (tmp_path / "log").read_text()
-            (pid,) = {int(found) for found in re.findall(r"\(Worker_TP1 pid=(\d+)\)", log_text)}
+            (pid,) = {int(actual) for actual in re.findall(r"\(Worker_TP1 pid=(\d+)\)", log_text)}
             subprocess.run(["kill", "-9", str(pid)], check=True)
             with pytest.raises(EngineDead, match="Worker_TP1 is gone"):
                 answers(llm)
             llm.llm_engine.close()
-            again = LLM(str(tiny), master_port=port, **SETTINGS)
-            assert answers(again) == expected
-            again.llm_engine.close()
-            assert agent.wait(PATIENCE_S) == 0, "the end of the engine is that of its machines"
+            second = LLM(str(tiny), master_port=port, **SETTINGS)
+            assert answers(second) == expected
+            second.llm_engine.close()
+            assert agent.wait(PATIENCE_S) == 0, "the machines end with the engine"
         finally:
             agent.kill()

@@ -1,4 +1,4 @@
-"""Ranks as processes: the same answers as one, and what happens when one of them fails."""
+"""Tests of ranks as processes: outputs match one process, and failures of ranks are handled."""
 
 import os
 import queue
@@ -25,7 +25,7 @@ from quire.executor.worker_group import LocalRanks
 from quire.executor.worker_process import RankAddress, local_ranks
 
 PATIENCE_S = 60.0
-"""Ends a test that hangs."""
+"""Timeout of a test that hangs."""
 PROMPTS = [[5, 6, 7, number] * (1 + number) for number in range(6)]
 SETTINGS: dict[str, Any] = {
     "skip_tokenizer_init": True,
@@ -40,7 +40,7 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks of a busy machine may tell of a failure long after each other."""
+    """Raise the limit, since ranks on a busy machine may report a failure late."""
     monkeypatch.setattr(multiprocess, "ALIKE_S", PATIENCE_S)
     monkeypatch.setattr(multiprocess, "CAUSE_S", PATIENCE_S)
 
@@ -51,9 +51,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def generate(llm: LLM, **params: Any) -> list[Any]:
-    asked = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3, **params)
+    sampling_params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3, **params)
     prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
-    return [output.outputs[0] for output in llm.generate(prompts, asked, use_tqdm=False)]
+    return [output.outputs[0] for output in llm.generate(prompts, sampling_params, use_tqdm=False)]
 
 
 def ranks_of(llm: LLM) -> list[psutil.Process]:
@@ -72,19 +72,19 @@ def pair(tiny: Path) -> Iterator[LLM]:
     llm.llm_engine.close()
 
 
-def test_two_ranks_answer_as_one(pair: LLM, tiny: Path) -> None:
-    own = os.getpid()
-    assert [process.ppid() for process in ranks_of(pair)] == [own, own]
+def test_two_ranks_match_one(pair: LLM, tiny: Path) -> None:
+    parent_pid = os.getpid()
+    assert [process.ppid() for process in ranks_of(pair)] == [parent_pid, parent_pid]
     expected = generate(LLM(str(tiny), **SETTINGS))
-    for found, wanted in zip(generate(pair), expected, strict=True):
-        assert found.token_ids == wanted.token_ids
-        for mine, theirs in zip(found.logprobs, wanted.logprobs, strict=True):
-            assert mine.keys() == theirs.keys()
-            for token_id, logprob in mine.items():
-                assert logprob.logprob == pytest.approx(theirs[token_id].logprob, abs=1e-4)
+    for actual, wanted in zip(generate(pair), expected, strict=True):
+        assert actual.token_ids == wanted.token_ids
+        for logprobs, reference in zip(actual.logprobs, wanted.logprobs, strict=True):
+            assert logprobs.keys() == reference.keys()
+            for token_id, logprob in logprobs.items():
+                assert logprob.logprob == pytest.approx(reference[token_id].logprob, abs=1e-4)
 
 
-def test_a_step_that_fails_on_all_ranks_is_only_that_step(pair: LLM) -> None:
+def test_step_that_fails_on_all_ranks_is_only_a_failed_step(pair: LLM) -> None:
     none, far = np.empty(0, np.int32), np.array([10_000], np.int32)
     broken = StepPlan(1 << 20, [], [], none, none, far, np.ones(1, np.int32), np.array([True]))
     with pytest.raises(EngineError, match="IndexError") as error:
@@ -93,9 +93,9 @@ def test_a_step_that_fails_on_all_ranks_is_only_that_step(pair: LLM) -> None:
     assert len(generate(pair)) == len(PROMPTS)
 
 
-def test_a_step_that_fails_on_the_last_stage_is_only_that_step(pair: LLM) -> None:
-    """The stage before has done its part, and nothing of it is taken for the next step's."""
-    params = SamplingParams(logit_bias={1 << 20: 1.0})  # there is no such token
+def test_step_that_fails_on_the_last_stage_is_only_a_failed_step(pair: LLM) -> None:
+    """Check that nothing that the first stage sent is taken for the next step's."""
+    params = SamplingParams(logit_bias={1 << 20: 1.0})  # an invalid token id
     new = Admission(0, "a", [5, 6, 7], 3, 0, [[1]], params, seed=0)
     none, one = np.empty(0, np.int32), np.zeros(1, np.int32)
     broken = StepPlan(2 << 20, [], [new], none, none, one, np.full(1, 3, np.int32), np.ones(1, np.bool_))
@@ -105,27 +105,29 @@ def test_a_step_that_fails_on_the_last_stage_is_only_that_step(pair: LLM) -> Non
     assert len(generate(pair)) == len(PROMPTS)
 
 
-def test_a_request_that_no_rank_can_compute_ends_alone(pair: LLM) -> None:
+def test_request_that_no_rank_can_compute_fails_alone(pair: LLM) -> None:
     engine, expected = pair.llm_engine, generate(pair)
     good = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     bad = good.clone()
-    bad.allowed_token_ids = [10**7]  # behind the checks
+    bad.allowed_token_ids = [10**7]  # bypasses the checks
     for number, ids in enumerate(PROMPTS[:2]):
         engine.add_request(str(number), {"prompt_token_ids": ids}, good)
     engine.step()
     engine.add_request("bad", {"prompt_token_ids": [5]}, good)
-    request = next(each for id, each in engine.core.scheduler.requests.items() if id.startswith("bad"))
+    request = next(item for id, item in engine.core.scheduler.requests.items() if id.startswith("bad"))
     request.params = bad
     done = {}
     while engine.has_unfinished_requests():
         done |= {output.request_id: output.outputs[0] for output in engine.step() if output.finished}
     assert done["bad"].finish_reason == "error"
-    assert [done[str(number)].token_ids for number in range(2)] == [each.token_ids for each in expected[:2]]
+    assert [done[str(number)].token_ids for number in range(2)] == [item.token_ids for item in expected[:2]]
 
 
-def test_a_stopped_rank_is_waited_for_and_a_killed_one_is_the_end(tiny: Path) -> None:
-    """Also catches ranks that are left when the engine is. A killed rank is named, and not taken for one that
-    hangs when the time of a step is over."""
+def test_stopped_rank_is_waited_for_and_killed_rank_is_fatal(tiny: Path) -> None:
+    """Check also that no rank outlives the engine.
+
+    A killed rank is named, and not reported as hung.
+    """
     pair = LLM(str(tiny), tensor_parallel_size=2, **SETTINGS)
     first, second = ranks_of(pair)
     executor = pair.llm_engine.core.executor
@@ -145,7 +147,7 @@ def test_a_stopped_rank_is_waited_for_and_a_killed_one_is_the_end(tiny: Path) ->
     assert is_gone(first) and is_gone(second)
 
 
-def test_one_rank_is_a_process_if_asked_for(tiny: Path) -> None:
+def test_single_rank_can_be_a_process(tiny: Path) -> None:
     llm = LLM(str(tiny), distributed_executor_backend="mp", **SETTINGS)
     (rank,) = ranks_of(llm)
     assert rank.ppid() == os.getpid()
@@ -156,7 +158,7 @@ def test_one_rank_is_a_process_if_asked_for(tiny: Path) -> None:
 
 
 class OneBroken(MultiprocessExecutor):
-    """The second rank finds no weights."""
+    """Two ranks of which the second finds no weights."""
 
     folder: Path
 
@@ -169,7 +171,7 @@ class OneBroken(MultiprocessExecutor):
         return LocalRanks([first, broken(second)])
 
 
-def test_a_rank_that_cannot_start_says_so_and_takes_all_along(tiny: Path, tmp_path: Path) -> None:
+def test_rank_that_fails_to_start_is_reported_and_ends_all(tiny: Path, tmp_path: Path) -> None:
     config = configure({"model": str(tiny), "tensor_parallel_size": 2} | SETTINGS)
     executor = OneBroken(config)
     executor.folder = tmp_path
@@ -201,10 +203,10 @@ worker_process.main()
         ("os._exit(3)", r"ended while it was starting: pid \d+ ended with exit code 3"),
     ],
 )
-def test_a_rank_that_fails_in_warm_up_is_named_though_another_waits_for_it(
+def test_rank_that_fails_in_warm_up_is_named(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, fault: str, words: str
 ) -> None:
-    """Catches an error that only says that a connection was closed, and ranks that are waited for."""
+    """Check that the error is not only a closed connection, and that the other ranks are not waited for."""
     monkeypatch.setattr(multiprocess, "CAUSE_S", 2.0)
     monkeypatch.setattr(worker_group, "_ENTRY", WARM_UP.format(fault=fault))
     executor = MultiprocessExecutor(configure({"model": str(tiny), "tensor_parallel_size": 2} | SETTINGS))
@@ -213,10 +215,10 @@ def test_a_rank_that_fails_in_warm_up_is_named_though_another_waits_for_it(
     assert all(process.poll() is not None for process in executor.worker_group.processes)  # type: ignore[attr-defined]
 
 
-def test_ranks_that_wait_in_a_warm_up_for_one_that_failed_are_given_up(
+def test_ranks_that_wait_in_warm_up_for_a_failed_rank_are_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """After sleep: the engine is started again, rather than waiting until the timeout of its collectives."""
+    """Check after sleep: the engine restarts instead of waiting for the timeout of its collectives."""
 
     class HalfWarm:
         names = ("first", "second")
@@ -234,7 +236,7 @@ def test_ranks_that_wait_in_a_warm_up_for_one_that_failed_are_given_up(
         executor.call("warm_up")
 
 
-def test_a_start_has_a_deadline(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_has_a_deadline(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ENGINE_READY_TIMEOUT_S", "0.3")
     with pytest.raises(EngineDead, match=r"not ready within 0\.3 s .*waiting for rank 0; rank 0: \w+"):
         LLM(str(tiny), distributed_executor_backend="mp", **SETTINGS)

@@ -1,4 +1,4 @@
-"""Ranks as actors of a Ray cluster of two nodes, which is real and of this machine."""
+"""Tests of ranks as actors of a real two-node Ray cluster on this machine."""
 
 import os
 import signal
@@ -46,7 +46,7 @@ def cluster() -> Iterator[Any]:
 
 def answers(llm: LLM) -> list[list[int]]:
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    return [each.outputs[0].token_ids for each in llm.generate(PROMPTS, params, use_tqdm=False)]
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
 
 
 def opened(tiny: Path) -> LLM:
@@ -54,11 +54,11 @@ def opened(tiny: Path) -> LLM:
 
 
 def actors() -> list[psutil.Process]:
-    found = [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"]]
-    return [each for each in found if each.info["cmdline"][0].startswith("ray::RayRank")]
+    actual = [item for item in psutil.process_iter(["cmdline"]) if item.info["cmdline"]]
+    return [item for item in actual if item.info["cmdline"][0].startswith("ray::RayRank")]
 
 
-def test_two_nodes_answer_as_one_and_their_death_is_noticed(cluster: Any, tiny: Path) -> None:
+def test_two_nodes_match_one_and_their_death_is_noticed(cluster: Any, tiny: Path) -> None:
     expected = answers(LLM(str(tiny), **SETTINGS))
     llm = opened(tiny)
     assert answers(llm) == expected
@@ -70,11 +70,11 @@ def test_two_nodes_answer_as_one_and_their_death_is_noticed(cluster: Any, tiny: 
     psutil.wait_procs(actors(), timeout=10)
     assert not actors()
 
-    again = opened(tiny)
-    assert answers(again) == expected
+    second = opened(tiny)
+    assert answers(second) == expected
     cluster.remove_node(next(iter(cluster.worker_nodes)))
     with pytest.raises(EngineDead, match="is gone"):
-        answers(again)
-    again.llm_engine.close()
+        answers(second)
+    second.llm_engine.close()
     with pytest.raises(ConfigError, match="2 ranks need as many CPUs, and the Ray cluster has 1"):
         opened(tiny)

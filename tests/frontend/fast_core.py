@@ -1,4 +1,6 @@
-"""A core without a model, in a process of its own: it speaks the wire and makes tokens as fast as it can."""
+"""A core without a model in a separate process: it uses the wire protocol and generates tokens at full
+speed.
+"""
 
 import os
 import time
@@ -35,13 +37,13 @@ BEAT_S = 0.05
 
 
 class FastCore:
-    """Everybody who comes gets as many tokens as he asked for, one a step and all of them the same."""
+    """Gives every request its max_tokens, one equal token per step."""
 
     def __init__(self, address: str, *, token_id: int, max_model_len: int) -> None:
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.SNDHWM, 1000)
-        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending waits for room
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending blocks when the queue is full
         self.socket.bind(address)
         self.token_id = token_id
         self.max_model_len = max_model_len
@@ -50,11 +52,11 @@ class FastCore:
         self.clients: set[bytes] = set()
         self.owners: dict[str, bytes] = {}
         self.ends: dict[str, int] = {}
-        """The step that is each sequence's last."""
+        """Last step of each sequence."""
         self.new: dict[str, FirstRun] = {}
         self.num_steps = 0
         self.usual: list[tuple[bytes, bytes]] | None = None
-        """The messages of a step in which nobody comes or goes, encoded once."""
+        """Messages of a step without arrivals and ends, encoded once."""
         self.next_beat = 0.0
 
     def send(self, client: bytes, message: FromCore) -> None:
@@ -113,16 +115,16 @@ class FastCore:
                 self.remove(id)
 
     def outputs(self) -> dict[bytes, StepOutput]:
-        found: dict[bytes, StepOutput] = {}
+        actual: dict[bytes, StepOutput] = {}
         for id, client in self.owners.items():
-            output = found.setdefault(client, StepOutput([], [], at=time.monotonic()))
+            output = actual.setdefault(client, StepOutput([], [], at=time.monotonic()))
             output.request_ids.append(id)
             output.token_ids.append(self.token_id)
             if id in self.new:
                 output.admitted[id] = self.new[id]
             if self.num_steps >= self.ends[id]:
                 output.finished[id] = FinishReason("length")
-        return found
+        return actual
 
     def beat(self) -> None:
         if time.monotonic() >= self.next_beat:
@@ -148,7 +150,7 @@ def engine_over(
     clock: Callable[[], float] = time.monotonic,
     resumes: bool = True,
 ) -> AsyncEngine:
-    """An API process's engine, whose cores are at `addresses`."""
+    """Open an API process's engine with cores at `addresses`."""
     facts = EngineFacts(
         model_names=("m",),
         root="m",

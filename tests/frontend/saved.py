@@ -14,5 +14,5 @@ def saved(value: Any, **options: Any) -> bytes:
 
 
 def sent(value: Any, **options: Any) -> str:
-    """Base64 of what torch.save writes."""
+    """Return the base64 of torch.save's output."""
     return base64.b64encode(saved(value, **options)).decode()

@@ -1,4 +1,4 @@
-"""A conversation becomes a prompt."""
+"""Tests of conversations as prompts."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> InputProcessor:
     )
 
 
-def test_a_template_is_a_file_or_itself(tmp_path: Path) -> None:
+def test_chat_template_is_a_file_or_text(tmp_path: Path) -> None:
     file = tmp_path / "plain.jinja"
     file.write_text(WHOLE)
     assert read_template(str(file)) == read_template(WHOLE) == WHOLE
@@ -42,14 +42,14 @@ def test_a_template_is_a_file_or_itself(tmp_path: Path) -> None:
         (WHOLE, "string", "One\ntwo"),
     ],
 )
-def test_content_comes_in_the_form_that_the_template_reads(
+def test_content_format_follows_the_template(
     inputs: InputProcessor, template: str, form: str, text: str
 ) -> None:
     prompt = chat_prompt(inputs, TURN, chat_template=template, chat_template_content_format=form)
     assert prompt.text == text
 
 
-def test_special_tokens_are_added_only_when_asked(inputs: InputProcessor) -> None:
+def test_special_tokens_are_added_only_if_requested(inputs: InputProcessor) -> None:
     for add in (False, True):
         prompt = chat_prompt(inputs, TURN, chat_template=WHOLE, add_special_tokens=add)
         assert (prompt.token_ids[0] == 1) is add
@@ -68,6 +68,8 @@ def test_special_tokens_are_added_only_when_asked(inputs: InputProcessor) -> Non
         ({"continue_final_message": True}, "Cannot set both"),
     ],
 )
-def test_mistakes_are_the_requests(inputs: InputProcessor, settings: dict[str, Any], message: str) -> None:
+def test_invalid_requests_are_request_errors(
+    inputs: InputProcessor, settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(RequestError, match=message):
         chat_prompt(inputs, TURN, **settings)

@@ -1,4 +1,4 @@
-"""An API process's engine over cores in other processes, which die, stand still and come back."""
+"""Tests of an API process's engine over core processes that die, hang and restart."""
 
 import asyncio
 import multiprocessing
@@ -29,13 +29,13 @@ from quire.multimodal.processor_cache import ProcessorCache
 from quire.system.shared_arena import SharedArena
 
 CONTEXT = multiprocessing.get_context("forkserver")
-"""Cores are started by a process that has imported what they need, so that each is there at once."""
+"""Forks cores from a process that has imported their modules, so that each starts at once."""
 CONTEXT.set_forkserver_preload(["quire.frontend.engine", "quire.metrics", "quire.sched.mm_receiver_cache"])
 LONGEST = 10**7
 PATIENCE_S = 120.0
-"""Ends a test that hangs."""
+"""Timeout of a test that hangs."""
 HEALTH_TIMEOUT_S = 1000.0
-"""Longer than any test takes: only a clock that is set forward makes a core late."""
+"""Longer than any test, so that a core is late only if the test advances the clock."""
 FINAL = {"ignore_eos": True, "output_kind": RequestOutputKind.FINAL_ONLY, "detokenize": False}
 ENDLESS = SamplingParams(max_tokens=LONGEST - 10, **FINAL)
 SHORT = SamplingParams(max_tokens=3, **FINAL)
@@ -43,7 +43,7 @@ STREAM = SamplingParams(max_tokens=LONGEST - 10, **FINAL | {"output_kind": Reque
 
 
 class Clock:
-    """The real time, which a test can set forward."""
+    """The real time, which a test can advance."""
 
     def __init__(self) -> None:
         self.ahead_s = 0.0
@@ -53,12 +53,12 @@ class Clock:
 
 
 class Cores:
-    """Cores that can be ended and started again."""
+    """Cores that can be killed and restarted."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.clock = Clock()
-        """Of the engine that uses the cores."""
+        """Token of the engine that uses the cores."""
         self.processes: dict[int, BaseProcess] = {}
 
     def address(self, rank: int) -> str:
@@ -83,7 +83,7 @@ Run = Callable[..., None]
 
 @pytest.fixture
 def with_cores(tmp_path: Path) -> Iterator[Run]:
-    """Runs a test with an engine and its cores, and ends all."""
+    """Run a test with an engine and its cores, and stop them all."""
     cores = Cores(tmp_path)
 
     def run(test: Test, num: int = 1, **options: Any) -> None:
@@ -125,12 +125,12 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 def running(engine: AsyncEngine) -> list[int]:
-    """Sequences that this process has at each core."""
+    """Return the number of this process's sequences at each core."""
     return [core.num_local for core in engine._router.cores]
 
 
-def test_without_resumption_an_answer_that_was_shown_ends_with_its_core(with_cores: Run) -> None:
-    """503, which clients try again, and not 500; whether the answer is read or forwarded."""
+def test_without_resume_a_streamed_output_fails_with_its_core(with_cores: Run) -> None:
+    """Check for 503, which clients retry, instead of 500; for read and forwarded streams."""
 
     async def test(engine: AsyncEngine, cores: Cores) -> None:
         read = engine.generate(Prompt([5]), STREAM, "read")
@@ -155,7 +155,7 @@ def test_without_resumption_an_answer_that_was_shown_ends_with_its_core(with_cor
 
 
 def test_streams_pause_until_their_core_is_back(with_cores: Run) -> None:
-    """Catches tokens that are lost or told twice, whether the answer is read or forwarded."""
+    """Check for lost and duplicate tokens in read and forwarded streams."""
     length = 4000
     params = SamplingParams(max_tokens=length, **FINAL | {"output_kind": RequestOutputKind.DELTA})
 
@@ -164,7 +164,7 @@ def test_streams_pause_until_their_core_is_back(with_cores: Run) -> None:
         forwarded = engine.generate(Prompt([5]), params, "forwarded")
         seen: list[RequestOutput] = []
         task = asyncio.create_task(forwarded.forward(seen.append))
-        found = [await anext(read)]
+        actual = [await anext(read)]
         await until(lambda: bool(seen))
         cores.kill(0)
         await until(lambda: engine._links[0].core is None)
@@ -174,9 +174,9 @@ def test_streams_pause_until_their_core_is_back(with_cores: Run) -> None:
             engine.generate(Prompt([5]), params, "new")
         assert engine.num_in_flight == 2 and not task.done()
         cores.start(0)
-        found += [output async for output in read]
+        actual += [output async for output in read]
         await asyncio.wait_for(task, PATIENCE_S)
-        for outputs in (found, seen):
+        for outputs in (actual, seen):
             assert sum(len(output.outputs[0].token_ids) for output in outputs) == length
             assert outputs[-1].outputs[0].finish_reason == "length"
         engine.check()
@@ -187,8 +187,8 @@ def test_streams_pause_until_their_core_is_back(with_cores: Run) -> None:
     with_cores(test)
 
 
-def test_what_nobody_has_seen_is_sent_again_when_the_core_is_back(with_cores: Run) -> None:
-    """Catches requests that die with a core though nothing of them was shown, and counts that stay."""
+def test_unseen_requests_are_resent_when_the_core_is_back(with_cores: Run) -> None:
+    """Check that requests without streamed output survive, and that counters return to zero."""
 
     async def test(engine: AsyncEngine, cores: Cores) -> None:
         long = engine.generate(Prompt([5]), ENDLESS, "long")
@@ -211,7 +211,7 @@ def test_what_nobody_has_seen_is_sent_again_when_the_core_is_back(with_cores: Ru
     with_cores(test)
 
 
-def test_a_core_that_stays_away_is_not_waited_for_longer_than_health_allows(with_cores: Run) -> None:
+def test_missing_core_is_waited_for_up_to_the_health_limit(with_cores: Run) -> None:
     async def test(engine: AsyncEngine, cores: Cores) -> None:
         waiting = asyncio.create_task(anext(engine.generate(Prompt([5]), ENDLESS, "a")))
         await until(lambda: engine.num_in_flight == 1)
@@ -219,7 +219,7 @@ def test_a_core_that_stays_away_is_not_waited_for_longer_than_health_allows(with
         await until(lambda: engine._links[0].core is None)
         cores.clock.ahead_s += 0.5 * HEALTH_TIMEOUT_S
         engine._send_waiting()
-        assert engine.num_in_flight == 1 and not waiting.done(), "it is waited for until the time is up"
+        assert engine.num_in_flight == 1 and not waiting.done(), "the request waits until the time limit"
         cores.clock.ahead_s += HEALTH_TIMEOUT_S
         with pytest.raises(EngineDead, match="was not restarted"):
             await asyncio.wait_for(waiting, PATIENCE_S)
@@ -229,8 +229,8 @@ def test_a_core_that_stays_away_is_not_waited_for_longer_than_health_allows(with
     with_cores(test)
 
 
-def test_another_core_takes_what_a_dead_one_had(with_cores: Run) -> None:
-    """Catches a health that is 503 while one core serves, and one that stays 200 while another stays dead."""
+def test_another_core_takes_over_from_a_dead_one(with_cores: Run) -> None:
+    """Check that health is 200 while one core serves, and 503 if another stays dead."""
 
     async def test(engine: AsyncEngine, cores: Cores) -> None:
         os.kill(cores.pid(1), signal.SIGSTOP)
@@ -260,14 +260,14 @@ def test_another_core_takes_what_a_dead_one_had(with_cores: Run) -> None:
     with_cores(test, num=2)
 
 
-def test_a_silent_core_is_passed_by(with_cores: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_core_is_skipped(with_cores: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     silent_s = HEALTH_TIMEOUT_S / 4
     monkeypatch.setattr(engine_module, "SILENT_S", silent_s)
 
     async def test(engine: AsyncEngine, cores: Cores) -> None:
         stopped, beating = engine._links
         os.kill(cores.pid(0), signal.SIGSTOP)
-        # The second time nothing is on its way any more that the core had sent before it was stopped.
+        # The second time no message is in transit that the core sent before it was stopped.
         for _ in range(2):
             cores.clock.ahead_s += 2 * silent_s
             await until(lambda: beating.silent_s < silent_s)
@@ -281,8 +281,8 @@ def test_a_silent_core_is_passed_by(with_cores: Run, monkeypatch: pytest.MonkeyP
     with_cores(test, num=2)
 
 
-def test_a_core_that_beats_and_gets_nowhere_is_not_healthy(with_cores: Run) -> None:
-    """Health follows steps: a thread that still says it is there proves nothing."""
+def test_core_with_heartbeats_but_no_progress_is_unhealthy(with_cores: Run) -> None:
+    """Check that health depends on steps, not only on the heartbeat thread."""
 
     async def test(engine: AsyncEngine, cores: Cores) -> None:
         (link,) = engine._links
@@ -298,14 +298,14 @@ def test_a_core_that_beats_and_gets_nowhere_is_not_healthy(with_cores: Run) -> N
     with_cores(test)
 
 
-def test_the_adapters_of_a_core_are_those_it_last_told_of_and_of_a_dead_one_none() -> None:
-    """Catches a router that is sent to a core which has nothing any more."""
+def test_loaded_adapters_follow_core_reports_and_are_empty_if_dead() -> None:
+    """Check that a router is not directed to a core that has lost its adapters."""
     engine = engine_over("ipc://nowhere0", "ipc://nowhere1", vocab=64, max_model_len=64)
     engine.metrics = EngineMetrics(engine.metrics.pages, model_name="m", cache_info={}, max_loras=2)
 
     def told() -> tuple[str, str]:
-        (found,) = [each for each in engine.metrics.snapshot() if each.name == "vllm:lora_requests_info"]
-        return found.labels["running_lora_adapters"], found.labels["waiting_lora_adapters"]
+        (actual,) = [item for item in engine.metrics.snapshot() if item.name == "vllm:lora_requests_info"]
+        return actual.labels["running_lora_adapters"], actual.labels["waiting_lora_adapters"]
 
     first, second = engine._links
     first.handle(Heartbeat(StepStats(running_adapters=["a"], waiting_adapters=["c"])))
@@ -315,21 +315,21 @@ def test_the_adapters_of_a_core_are_those_it_last_told_of_and_of_a_dead_one_none
     assert told() == ("a,b", "")
 
 
-def test_an_adapter_that_cannot_be_read_is_the_fault_of_who_named_it() -> None:
+def test_unreadable_adapter_is_a_client_error() -> None:
     error = failure(FinishReason("error", "Loading lora x failed: No adapter found for /x"))
     assert isinstance(error, RequestError) and error.param == "model" and "/x" in str(error)
     assert not isinstance(failure(FinishReason("error")), RequestError)
 
 
-class Seeing:
-    """An engine whose core keeps the arrays of images; what goes to it is counted."""
+class MediaClient:
+    """An engine whose core caches image arrays, with counters of the sent messages."""
 
     def __init__(self, engine: AsyncEngine, arena: SharedArena | None = None) -> None:
         self.engine = engine
         self.processor_cache = ProcessorCache(1 << 20, far=arena is None, arena=arena)
         engine.inputs = inputs(media(processor_cache=self.processor_cache), max_model_len=LONGEST)
         self.sent: list[int] = []
-        """Bytes of each message."""
+        """Size of each message in bytes."""
         (self.link,) = engine._links
         send = self.link.send
 
@@ -347,76 +347,78 @@ class Seeing:
 
     async def prompt(self, *pictures: Any) -> Prompt:
         text = "see " + MARKS["image"] * len(pictures)
-        given = {"prompt": text, "multi_modal_data": {"image": list(pictures)}}
-        return await self.engine.inputs.parse_beside(given)
+        prompt = {"prompt": text, "multi_modal_data": {"image": list(pictures)}}
+        return await self.engine.inputs.parse_beside(prompt)
 
     async def ask(self, prompt: Prompt) -> int:
-        """Bytes that it took."""
+        """Run a request and return the number of bytes sent."""
         self.sent.clear()
         answer = self.engine.generate(prompt, SHORT.clone(), f"see{self.num_processed}")
         assert (await asyncio.wait_for(anext(answer), PATIENCE_S)).finished
         return sum(self.sent)
 
 
-def test_what_a_core_has_is_not_sent_again_and_what_it_lost_is(with_cores: Run) -> None:
-    """A hit is not processed and takes few bytes. A core that forgot, or is another one, gets it again."""
+def test_cached_media_is_not_resent_unless_the_core_lost_it(with_cores: Run) -> None:
+    """Check that a hit is not processed and takes few bytes, and that a core without it gets it again."""
 
     async def test(engine: AsyncEngine, cores: Cores) -> None:
-        seeing, cat = Seeing(engine), picture(64, 64)
-        first = await seeing.ask(await seeing.prompt(cat, picture(48, 48, seed=1)))
-        again = await seeing.ask(await seeing.prompt(cat, cat))
-        assert first > 64 * 64 * 3 and again < 2000 and seeing.num_processed == 2
+        client, cat = MediaClient(engine), picture(64, 64)
+        first = await client.ask(await client.prompt(cat, picture(48, 48, seed=1)))
+        second = await client.ask(await client.prompt(cat, cat))
+        assert first > 64 * 64 * 3 and second < 2000 and client.num_processed == 2
 
-        await seeing.link.call("reset_mm_cache")  # without a word to this side
-        assert await seeing.ask(await seeing.prompt(cat)) > 64 * 64 * 3 and seeing.num_processed == 3
-        assert await seeing.ask(await seeing.prompt(cat)) < 2000 and seeing.num_processed == 3
+        await client.link.call("reset_mm_cache")  # without notifying this side
+        assert await client.ask(await client.prompt(cat)) > 64 * 64 * 3 and client.num_processed == 3
+        assert await client.ask(await client.prompt(cat)) < 2000 and client.num_processed == 3
 
-        prompt = await seeing.prompt(cat)
+        prompt = await client.prompt(cat)
         os.kill(cores.pid(0), signal.SIGSTOP)
-        asked = asyncio.create_task(seeing.ask(prompt))
+        pending = asyncio.create_task(client.ask(prompt))
         await until(lambda: running(engine) == [1])
         cores.kill(0)
-        await until(lambda: seeing.link.core is None)
+        await until(lambda: client.link.core is None)
         cores.start(0)
-        assert await asked > 64 * 64 * 3 and seeing.num_processed == 4
+        assert await pending > 64 * 64 * 3 and client.num_processed == 4
 
-        lost = await seeing.prompt(cat)
+        lost = await client.prompt(cat)
         await engine.reset_mm_cache()
-        assert not len(seeing.processor_cache)
-        assert await seeing.ask(lost) > 64 * 64 * 3 and seeing.num_processed == 5
+        assert not len(client.processor_cache)
+        assert await client.ask(lost) > 64 * 64 * 3 and client.num_processed == 5
         assert running(engine) == [0] and engine.num_in_flight == 0
 
     with_cores(test)
 
 
-def test_what_is_in_shared_memory_is_never_sent(with_cores: Run) -> None:
-    """Not when it is new, and not to a core that comes again, for which nothing is made again. Whatever
-    becomes of its requests, a core lets go of all of it."""
+def test_media_in_shared_memory_is_never_sent(with_cores: Run) -> None:
+    """Check new items, and restarted cores, for which no item is processed again.
+
+    A core releases all shared memory, whatever happens to its requests.
+    """
 
     async def test(engine: AsyncEngine, cores: Cores) -> None:
         arena = SharedArena(1 << 20, 1 << 16)
-        seeing, cat, large = Seeing(engine, arena), picture(64, 64), picture(160, 160, seed=1)
+        client, cat, large = MediaClient(engine, arena), picture(64, 64), picture(160, 160, seed=1)
         for pictures in ([cat], [cat, cat]):
-            assert await seeing.ask(await seeing.prompt(*pictures)) < 2000 and seeing.num_processed == 1
-        for number in (2, 3):  # is larger than one may be there
-            assert await seeing.ask(await seeing.prompt(cat, large)) > 160 * 160 * 3
-            assert seeing.num_processed == number
+            assert await client.ask(await client.prompt(*pictures)) < 2000 and client.num_processed == 1
+        for number in (2, 3):  # larger than shared memory allows
+            assert await client.ask(await client.prompt(cat, large)) > 160 * 160 * 3
+            assert client.num_processed == number
         await until(lambda: not arena.num_busy)
 
-        prompt = await seeing.prompt(cat)
+        prompt = await client.prompt(cat)
         os.kill(cores.pid(0), signal.SIGSTOP)
-        asked = asyncio.create_task(seeing.ask(prompt))
+        pending = asyncio.create_task(client.ask(prompt))
         await until(lambda: running(engine) == [1])
         cores.kill(0)
-        await until(lambda: seeing.link.core is None)
+        await until(lambda: client.link.core is None)
         cores.start(0)
-        assert await asked < 4000 and seeing.num_processed == 3
+        assert await pending < 4000 and client.num_processed == 3
 
         answer = engine.generate(prompt, SamplingParams(max_tokens=LONGEST - 100), "given up")
         await asyncio.wait_for(anext(answer), PATIENCE_S)
         assert arena.num_busy == 1
         await answer.aclose()
-        del prompt, answer, asked
+        del prompt, answer, pending
         await until(lambda: not arena.num_busy)
         await engine.reset_mm_cache()
         assert not arena.num_bytes
@@ -424,25 +426,25 @@ def test_what_is_in_shared_memory_is_never_sent(with_cores: Run) -> None:
     with_cores(test)
 
 
-def test_an_item_that_is_nowhere_any_more_ends_its_request(with_cores: Run) -> None:
+def test_item_that_no_cache_has_fails_its_request(with_cores: Run) -> None:
     async def test(engine: AsyncEngine, cores: Cores) -> None:
-        seeing = Seeing(engine)
+        client = MediaClient(engine)
         named = {"prompt": MARKS["image"], "multi_modal_uuids": {"image": ["cat"]}}
         full = await engine.inputs.parse_beside(named | {"multi_modal_data": {"image": picture()}})
-        await seeing.ask(full)
+        await client.ask(full)
         empty = await engine.inputs.parse_beside(named)
-        await seeing.ask(empty)
-        await seeing.link.call("reset_mm_cache")
+        await client.ask(empty)
+        await client.link.call("reset_mm_cache")
         with pytest.raises(RequestError, match="nothing is cached for the uuid 'cat'"):
-            await seeing.ask(empty)
+            await client.ask(empty)
         assert running(engine) == [0] and engine.num_in_flight == 0
-        await seeing.ask(full)
+        await client.ask(full)
 
     with_cores(test)
 
 
-def test_what_somebody_else_has_reset_is_forgotten_here() -> None:
-    """Of several API processes one is asked: the others hear of it from the core."""
+def test_cache_reset_by_another_client_is_applied() -> None:
+    """Check several API processes of which one resets: the core notifies the others."""
     engine = engine_over("ipc://nowhere", vocab=64, max_model_len=64)
     processor_cache = ProcessorCache(1 << 20)
     engine.inputs = inputs(media(processor_cache=processor_cache))
@@ -454,8 +456,8 @@ def test_what_somebody_else_has_reset_is_forgotten_here() -> None:
     assert not len(processor_cache)
 
 
-def test_a_request_for_a_core_that_has_never_been_up_is_told_that_it_starts(with_cores: Run) -> None:
-    """Catches one that waits, and is told in the end that its core died while it worked on the request."""
+def test_request_for_a_core_that_never_started_fails_with_starting(with_cores: Run) -> None:
+    """Check that it does not wait and then report that its core died."""
 
     async def test(engine: AsyncEngine, cores: Cores) -> None:
         late = engine._links[1]
@@ -467,10 +469,10 @@ def test_a_request_for_a_core_that_has_never_been_up_is_told_that_it_starts(with
     with_cores(test, num=2)
 
 
-def test_a_link_hears_on_after_what_it_brought_could_not_be_handled(
+def test_connection_continues_after_a_message_handler_fails(
     with_cores: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a connection that is deaf for ever, and a core that seems to stand still by that."""
+    """Check that the connection still receives, so that the core does not appear to hang."""
 
     async def test(engine: AsyncEngine, cores: Cores) -> None:
         (link,) = engine._links
@@ -490,7 +492,7 @@ def test_a_link_hears_on_after_what_it_brought_could_not_be_handled(
     with_cores(test)
 
 
-def test_looking_after_a_link_goes_on_after_a_fault(with_cores: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_supervision_continues_after_an_error(with_cores: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(engine: AsyncEngine, cores: Cores) -> None:
         (link,), looks = engine._links, []
 
@@ -507,10 +509,8 @@ def test_looking_after_a_link_goes_on_after_a_fault(with_cores: Run, monkeypatch
     with_cores(test)
 
 
-def test_an_address_that_cannot_be_parsed_is_replaced_by_the_next_one(
-    with_cores: Run, tmp_path: Path
-) -> None:
-    """Catches a link that nothing looks after any more."""
+def test_invalid_address_is_replaced_by_the_next_one(with_cores: Run, tmp_path: Path) -> None:
+    """Check that the connection is still supervised."""
 
     async def test(engine: AsyncEngine, cores: Cores) -> None:
         (link,), file = engine._links, tmp_path / "address"

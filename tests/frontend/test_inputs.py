@@ -1,4 +1,4 @@
-"""Inputs: what becomes a request, and what is turned away."""
+"""Tests of inputs: accepted prompts and rejected ones."""
 
 from typing import Any
 
@@ -32,8 +32,8 @@ def test_ids_of_any_integer_type_become_plain_integers(inputs: InputProcessor) -
     assert parsed.token_ids == [5, 6, 7] and all(type(id) is int for id in parsed.token_ids)
 
 
-def test_the_callers_list_is_not_shared(inputs: InputProcessor) -> None:
-    """A caller may change it while the engine works on the prompt."""
+def test_callers_list_is_copied(inputs: InputProcessor) -> None:
+    """Check that the caller may change it while the engine uses the prompt."""
     ids = [5, 6]
     prompt = inputs.parse({"prompt_token_ids": ids})
     (request,) = inputs.requests("a", prompt, SamplingParams())
@@ -42,7 +42,7 @@ def test_the_callers_list_is_not_shared(inputs: InputProcessor) -> None:
 
 
 @pytest.mark.parametrize(("length", "fits"), [(31, True), (32, False), (33, False)])
-def test_a_prompt_leaves_room_for_one_token(inputs: InputProcessor, length: int, fits: bool) -> None:
+def test_prompt_must_leave_space_for_one_token(inputs: InputProcessor, length: int, fits: bool) -> None:
     if fits:
         assert len(inputs.parse([5] * length).token_ids) == length
         return
@@ -51,8 +51,8 @@ def test_a_prompt_leaves_room_for_one_token(inputs: InputProcessor, length: int,
     assert caught.value.param == "input_tokens"
 
 
-def test_a_prompt_that_no_step_can_hold_is_refused() -> None:
-    """Else it waits for ever at the head of the line."""
+def test_prompt_larger_than_any_step_is_rejected() -> None:
+    """Check that it does not wait forever at the head of the queue."""
     inputs = processor(max_prompt_len=9)
     assert len(inputs.parse([5] * 9).token_ids) == 9
     with pytest.raises(RequestError, match="contains 10 input tokens.*at most 9.*chunked_prefill") as caught:
@@ -60,7 +60,7 @@ def test_a_prompt_that_no_step_can_hold_is_refused() -> None:
     assert caught.value.param == "input_tokens"
 
 
-def test_a_text_far_too_long_is_refused_before_it_is_tokenized(
+def test_overlong_text_is_rejected_before_tokenization(
     inputs: InputProcessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: pytest.fail("tokenized"))
@@ -69,22 +69,22 @@ def test_a_text_far_too_long_is_refused_before_it_is_tokenized(
 
 
 @pytest.mark.parametrize(("max_tokens", "limit"), [(1, 11), (21, 31), (22, 32), (500, 32), (None, 32)])
-def test_a_sequence_ends_at_max_tokens_or_at_the_context(max_tokens: int | None, limit: int) -> None:
+def test_sequence_ends_at_max_tokens_or_max_model_len(max_tokens: int | None, limit: int) -> None:
     (request,) = processor().requests("a", Prompt([5] * 10), SamplingParams(max_tokens=max_tokens))
     assert request.limit == limit
 
 
-def test_one_answer_keeps_the_id_and_several_are_numbered() -> None:
+def test_single_sample_keeps_the_id_and_several_are_numbered() -> None:
     inputs = processor()
-    assert [each.id for each in inputs.requests("a", Prompt([5]), SamplingParams())] == ["a"]
+    assert [request.id for request in inputs.requests("a", Prompt([5]), SamplingParams())] == ["a"]
     children = inputs.requests("a", Prompt([5]), SamplingParams(n=3, seed=10))
-    assert [each.id for each in children] == ["0_a", "1_a", "2_a"]
-    assert [each.seed for each in children] == [10, 11, 12]
-    assert len({id(each.tokens) for each in children}) == 1, "a prompt is stored once"
+    assert [request.id for request in children] == ["0_a", "1_a", "2_a"]
+    assert [request.seed for request in children] == [10, 11, 12]
+    assert len({id(request.tokens) for request in children}) == 1, "a prompt is stored once"
 
 
-def test_only_the_first_of_several_answers_computes_prompt_logprobs() -> None:
-    """The others may read the cached prefix, which the first must not."""
+def test_only_the_first_of_n_samples_computes_prompt_logprobs() -> None:
+    """Check that the others may read the cached prefix, which the first must not."""
     params = SamplingParams(n=3, prompt_logprobs=2)
     first, *others = processor().requests("a", Prompt([5]), params)
     assert first.params.prompt_logprobs == 2 and first.params.skip_reading_prefix_cache
@@ -92,7 +92,7 @@ def test_only_the_first_of_several_answers_computes_prompt_logprobs() -> None:
         assert other.params.prompt_logprobs is None and not other.params.skip_reading_prefix_cache
 
 
-def test_seeds_of_unseeded_requests_follow_from_the_engines() -> None:
+def test_seeds_of_unseeded_requests_follow_the_engine_seed() -> None:
     def seeds(seed: int) -> list[int]:
         inputs = processor(seed=seed)
         return [inputs.requests(str(i), Prompt([5]), SamplingParams())[0].seed for i in range(3)]
@@ -100,7 +100,7 @@ def test_seeds_of_unseeded_requests_follow_from_the_engines() -> None:
     assert seeds(1) == seeds(1) != seeds(2) and len(set(seeds(1))) == 3
 
 
-def test_eos_ids_become_the_eos_and_stop_ids_unless_ignored() -> None:
+def test_eos_ids_become_eos_and_stop_ids_unless_ignored() -> None:
     inputs = processor()
     (request,) = inputs.requests("a", Prompt([5]), SamplingParams(stop_token_ids=[9, IM_END]))
     assert request.eos_id == EOS and request.params.stop_token_ids == [9, IM_END]
@@ -111,13 +111,15 @@ def test_eos_ids_become_the_eos_and_stop_ids_unless_ignored() -> None:
     assert request.eos_id == -1
 
 
-def test_the_callers_params_are_not_changed(inputs: InputProcessor) -> None:
+def test_callers_params_are_not_changed(inputs: InputProcessor) -> None:
     params = SamplingParams(bad_words=["dog"], stop_token_ids=[9])
     inputs.requests("a", Prompt([5]), params)
     assert params == SamplingParams(bad_words=["dog"], stop_token_ids=[9])
 
 
-def test_bad_words_are_spelled_with_and_without_a_space(inputs: InputProcessor, tokenizer: Tokenizer) -> None:
+def test_bad_words_are_tokenized_with_and_without_a_space(
+    inputs: InputProcessor, tokenizer: Tokenizer
+) -> None:
     (request,) = inputs.requests("a", Prompt([5]), SamplingParams(bad_words=["dog", " dog"]))
     spellings = [tokenizer.encode(text, add_special_tokens=False) for text in ("dog", " dog")]
     assert request.params.bad_words_token_ids == spellings
@@ -134,13 +136,13 @@ def test_bad_words_are_spelled_with_and_without_a_space(inputs: InputProcessor, 
         {"structured_outputs": {"regex": "a"}},
     ],
 )
-def test_params_are_checked_against_the_model(inputs: InputProcessor, fields: dict[str, Any]) -> None:
+def test_params_are_validated_against_the_model(inputs: InputProcessor, fields: dict[str, Any]) -> None:
     with pytest.raises(RequestError) as caught:
         inputs.requests("a", Prompt([5]), SamplingParams(**fields))
     assert caught.value.param == next(iter(fields))
 
 
-def test_without_a_tokenizer_only_ids_are_left() -> None:
+def test_without_tokenizer_only_ids_are_accepted() -> None:
     inputs = processor()
     (request,) = inputs.requests("a", inputs.parse([5]), SamplingParams())
     assert not request.params.detokenize

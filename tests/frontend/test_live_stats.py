@@ -1,10 +1,10 @@
-"""The slowest of the last requests."""
+"""Tests of the slowest recent requests."""
 
 from quire.data.outputs import RequestOutput, RequestStateStats
 from quire.frontend.live_stats import RECENT, SLOWEST, LiveView
 
 
-def test_the_slowest_come_first_and_old_ones_are_forgotten() -> None:
+def test_slowest_come_first_and_old_ones_expire() -> None:
     view = LiveView()
 
     def end(id: int, seconds: float) -> None:
@@ -16,7 +16,7 @@ def test_the_slowest_come_first_and_old_ones_are_forgotten() -> None:
         end(id, (id * 7 % RECENT) + 1.0)
     view.ended(RequestOutput("without times", None, [1], None, [], True))
     slowest = view.view(0, 0)["slowest"]
-    assert [each["total_ms"] for each in slowest] == [1e3 * (RECENT - i) for i in range(SLOWEST)]
+    assert [item["total_ms"] for item in slowest] == [1e3 * (RECENT - i) for i in range(SLOWEST)]
     first = slowest[0]
     assert (first["prompt_tokens"], first["completion_tokens"], first["cached_tokens"]) == (2, 3, 1)
     assert first["queue_ms"] == 500 and int(first["id"]) * 7 % RECENT == RECENT - 1

@@ -1,4 +1,4 @@
-"""Outputs: steps of the core become what the user sees, whatever the tokens are."""
+"""Tests of output processing: core steps become user-visible outputs for any tokens."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def expecting(tokenizer: Tokenizer | None, id: str = "a", **fields: Any) -> OutputProcessor:
-    """A processor that waits for one request."""
+    """Return a processor that expects one request."""
     outputs = OutputProcessor(tokenizer)
     add(outputs, id, **fields)
     return outputs
@@ -45,7 +45,7 @@ def step(tokens: dict[str, int], at: float = 1.0, **fields: Any) -> StepOutput:
 
 
 def feed(outputs: OutputProcessor, token_ids: list[int], last: FinishReason) -> list[RequestOutput]:
-    """One step per token; the last ends the request, unless a stop string did before."""
+    """Feed one step per token; the last ends the request unless a stop string did."""
     seen: list[RequestOutput] = []
     for place, id in enumerate(token_ids):
         finished = {"a": last} if place == len(token_ids) - 1 else {}
@@ -55,8 +55,10 @@ def feed(outputs: OutputProcessor, token_ids: list[int], last: FinishReason) -> 
 
 @settings(max_examples=60)
 @given(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=25), st.data())
-def test_all_kinds_tell_the_same_story(tokenizer: Tokenizer, token_ids: list[int], data: Any) -> None:
-    """Deltas join to the whole, cumulative outputs end in it, whatever bytes and stop strings come."""
+def test_all_output_kinds_are_consistent(tokenizer: Tokenizer, token_ids: list[int], data: Any) -> None:
+    """Check that deltas join to the final output and cumulative outputs end with it, for any bytes and stop
+    strings.
+    """
     text = tokenizer.decode([id for id in token_ids if id < TOKENS])
     pieces = [text[i : i + n] for i in range(len(text)) for n in (1, 2, 5)]
     stop = data.draw(st.lists(st.sampled_from(pieces or ["zz"]), max_size=2))
@@ -65,28 +67,28 @@ def test_all_kinds_tell_the_same_story(tokenizer: Tokenizer, token_ids: list[int
         for kind in KINDS
     }
     (final,) = seen[FINAL]
-    whole = final.outputs[0]
+    full = final.outputs[0]
     deltas = [output.outputs[0] for output in seen[DELTA]]
-    assert "".join(delta.text for delta in deltas) == whole.text == seen[CUMULATIVE][-1].outputs[0].text
-    assert [id for delta in deltas for id in delta.token_ids] == whole.token_ids
-    assert deltas[-1].stop_reason == whole.stop_reason
-    if whole.finish_reason == "length":
-        assert whole.token_ids == token_ids and whole.text == text
+    assert "".join(delta.text for delta in deltas) == full.text == seen[CUMULATIVE][-1].outputs[0].text
+    assert [id for delta in deltas for id in delta.token_ids] == full.token_ids
+    assert deltas[-1].stop_reason == full.stop_reason
+    if full.finish_reason == "length":
+        assert full.token_ids == token_ids and full.text == text
     else:
-        assert whole.stop_reason in stop and str(whole.stop_reason) not in whole.text
+        assert full.stop_reason in stop and str(full.stop_reason) not in full.text
 
 
-def test_a_met_stop_string_is_told_to_the_core(tokenizer: Tokenizer) -> None:
-    """Else the core would run on for a request that nobody waits for."""
+def test_matched_stop_string_aborts_the_request_in_the_core(tokenizer: Tokenizer) -> None:
+    """Check that the core does not continue a finished request."""
     dog = tokenizer.encode(" dog", add_special_tokens=False)
     outputs = expecting(tokenizer, stop="dog")
     *_, processed = [outputs.process(step({"a": id})) for id in dog]
     assert processed.stopped == ["a"] and processed.outputs[0].outputs[0].stop_reason == "dog"
-    assert outputs.process(step({"a": 50})).outputs == [], "what ran past the stop is dropped"
+    assert outputs.process(step({"a": 50})).outputs == [], "tokens after the stop are dropped"
     assert len(outputs) == 0
 
 
-def test_a_stop_string_in_the_last_token_needs_no_abort(tokenizer: Tokenizer) -> None:
+def test_stop_string_in_the_last_token_needs_no_abort(tokenizer: Tokenizer) -> None:
     (star,) = tokenizer.encode("*", add_special_tokens=False)
     processed = expecting(tokenizer, stop="*").process(
         step({"a": star}, finished={"a": FinishReason("length")})
@@ -95,7 +97,7 @@ def test_a_stop_string_in_the_last_token_needs_no_abort(tokenizer: Tokenizer) ->
     assert processed.outputs[0].outputs[0].finish_reason == "stop"
 
 
-def test_an_ending_token_is_text_only_if_asked(tokenizer: Tokenizer) -> None:
+def test_stop_token_text_is_included_only_if_requested(tokenizer: Tokenizer) -> None:
     for include, text in ((False, ""), (True, "*")):
         (star,) = tokenizer.encode("*", add_special_tokens=False)
         outputs = expecting(tokenizer, stop_token_ids=[star], include_stop_str_in_output=include)
@@ -104,10 +106,10 @@ def test_an_ending_token_is_text_only_if_asked(tokenizer: Tokenizer) -> None:
 
 
 def finish_of(processed: ProcessedOutputs) -> list[list[tuple[int, str | None]]]:
-    return [[(each.index, each.finish_reason) for each in output.outputs] for output in processed.outputs]
+    return [[(item.index, item.finish_reason) for item in output.outputs] for output in processed.outputs]
 
 
-def test_several_answers_end_one_by_one(tokenizer: Tokenizer) -> None:
+def test_several_samples_end_one_by_one(tokenizer: Tokenizer) -> None:
     outputs = expecting(tokenizer, n=2)
     assert outputs.sequences_of(["a", "unknown"]) == ["0_a", "1_a"]
     assert finish_of(outputs.process(step({"0_a": 50, "1_a": 51}))) == [[(0, None), (1, None)]]
@@ -117,18 +119,18 @@ def test_several_answers_end_one_by_one(tokenizer: Tokenizer) -> None:
     assert finish_of(end) == [[(0, "stop")]] and end.outputs[0].finished and "a" not in outputs
 
 
-def test_final_only_waits_for_the_last_answer(tokenizer: Tokenizer) -> None:
+def test_final_only_waits_for_the_last_sample(tokenizer: Tokenizer) -> None:
     outputs = expecting(tokenizer, n=2, output_kind=FINAL)
     assert outputs.process(step({"0_a": 50}, finished={"0_a": FinishReason("stop")})).outputs == []
     end = outputs.process(step({"1_a": 51}, finished={"1_a": FinishReason("length")}))
     assert finish_of(end) == [[(0, "stop"), (1, "length")]]
 
 
-def test_logprobs_go_to_their_request_with_ranks(tokenizer: Tokenizer) -> None:
+def test_logprobs_reach_their_request_with_ranks(tokenizer: Tokenizer) -> None:
     outputs = expecting(tokenizer, logprobs=2)
     add(outputs, "b")
-    found = RowLogprobs([50, 60, 61], [-3.0, -0.5, -1.0], rank=7)
-    first, second = outputs.process(step({"a": 50, "b": 51}, logprobs={"a": [found]})).outputs
+    actual = RowLogprobs([50, 60, 61], [-3.0, -0.5, -1.0], rank=7)
+    first, second = outputs.process(step({"a": 50, "b": 51}, logprobs={"a": [actual]})).outputs
     assert second.outputs[0].logprobs is None and second.outputs[0].cumulative_logprob is None
     (position,) = first.outputs[0].logprobs or []
     assert position is not None
@@ -155,8 +157,8 @@ def test_times_and_cached_tokens(tokenizer: Tokenizer) -> None:
     assert (ended.num_prompt_tokens, ended.num_output_tokens, ended.num_cached) == (2, 3, 16)
 
 
-def test_shares_and_preemptions_add_up_whoever_ends_the_request(tokenizer: Tokenizer) -> None:
-    """A stop string is met here, and the core knows nothing of it."""
+def test_shares_and_preemptions_are_summed_for_any_finish(tokenizer: Tokenizer) -> None:
+    """Check a stop string, which is matched here without the core."""
     outputs = expecting(tokenizer, n=2, stop="*")
     (star,) = tokenizer.encode("*", add_special_tokens=False)
     outputs.process(step({}, shares={"0_a": 0.5}))
@@ -168,7 +170,7 @@ def test_shares_and_preemptions_add_up_whoever_ends_the_request(tokenizer: Token
     assert times.latency > 0
 
 
-def test_an_abort_gives_out_what_was_held_back(tokenizer: Tokenizer) -> None:
+def test_abort_releases_held_back_text(tokenizer: Tokenizer) -> None:
     outputs = expecting(tokenizer, stop="a very long stop string", output_kind=DELTA)
     (star,) = tokenizer.encode("*", add_special_tokens=False)
     (held,) = outputs.process(step({"a": star})).outputs
@@ -178,15 +180,15 @@ def test_an_abort_gives_out_what_was_held_back(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "default", "sizes"),
+    ("interval", "default", "sizes"),
     [(None, 1, [1] * 7), (3, 1, [1, 3, 3]), (2, 3, [1, 3, 3]), (5, 1, [1, 5, 1])],
 )
-def test_stream_interval_gathers_tokens_but_not_the_first_nor_the_last(
-    asked: int | None, default: int, sizes: list[int]
+def test_stream_interval_gathers_tokens_except_first_and_last(
+    interval: int | None, default: int, sizes: list[int]
 ) -> None:
     processor = OutputProcessor(None, stream_interval=default)
     params = SamplingParams(
-        max_tokens=7, output_kind=RequestOutputKind.DELTA, stream_interval=asked, detokenize=False
+        max_tokens=7, output_kind=RequestOutputKind.DELTA, stream_interval=interval, detokenize=False
     )
     request = Request(id="a", tokens=[1], params=params, prompt_len=1, limit=8, seed=0)
     processor.add("a", Prompt([1]), [request])
@@ -200,22 +202,22 @@ def test_stream_interval_gathers_tokens_but_not_the_first_nor_the_last(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_prompt_logprobs_reach_whichever_answer_speaks_first(tokenizer: Tokenizer, kind: Any) -> None:
-    """They come from the first sequence, which computes the whole prompt and may be the last to draw."""
+def test_prompt_logprobs_come_with_the_first_sample_output(tokenizer: Tokenizer, kind: Any) -> None:
+    """Check that they come from the first sequence, which may be the last to sample."""
     outputs = expecting(tokenizer, n=2, prompt_logprobs=0, output_kind=kind)
     early = outputs.process(step({"1_a": 51}, finished={"1_a": FinishReason("length")}))
     assert early.outputs == [] and early.stats.num_tokens == 1
-    found = RowLogprobs([40], [-1.5], 3)
+    actual = RowLogprobs([40], [-1.5], 3)
     late = outputs.process(
-        step({"0_a": 50}, prompt_logprobs={"0_a": [found]}, finished={"0_a": FinishReason("length")})
+        step({"0_a": 50}, prompt_logprobs={"0_a": [actual]}, finished={"0_a": FinishReason("length")})
     )
     (output,) = late.outputs
-    assert sorted(each.index for each in output.outputs) == [0, 1] and output.finished
+    assert sorted(item.index for item in output.outputs) == [0, 1] and output.finished
     assert output.prompt_logprobs is not None and output.prompt_logprobs[1][40].logprob == -1.5
 
 
 def test_steps_between_two_flushes_make_one_delta(tokenizer: Tokenizer) -> None:
-    """What comes while a front end is busy is shown together, with a stop string found at its very token."""
+    """Check steps that arrive while a front end is busy, with a stop string at its exact token."""
     dog = tokenizer.encode(" dog sleeps", add_special_tokens=False)
     outputs = expecting(tokenizer, stop="dog", output_kind=DELTA)
     add(outputs, "b", output_kind=DELTA)
@@ -230,8 +232,8 @@ def test_steps_between_two_flushes_make_one_delta(tokenizer: Tokenizer) -> None:
     assert outputs.flush().outputs == []
 
 
-def test_a_long_answer_that_nobody_reads_yet_becomes_text_in_pieces(tokenizer: Tokenizer) -> None:
-    """The end of a request must not wait for all of its text at once."""
+def test_long_unread_output_is_detokenized_in_pieces(tokenizer: Tokenizer) -> None:
+    """Check that the end of a request does not wait for all of its text at once."""
     ids = tokenizer.encode("the dog sleeps on. " * 60, add_special_tokens=False)
     outputs = expecting(tokenizer, output_kind=FINAL)
     read = [outputs.process(step({"a": id})) and outputs._sequences["a"].num_read for id in ids]
@@ -241,8 +243,8 @@ def test_a_long_answer_that_nobody_reads_yet_becomes_text_in_pieces(tokenizer: T
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_request_has_failed_if_one_of_its_answers_has(tokenizer: Tokenizer, kind: Any) -> None:
-    """Also when its other answers end well, and later."""
+def test_request_fails_if_one_of_its_samples_fails(tokenizer: Tokenizer, kind: Any) -> None:
+    """Check that this holds if other samples end normally and later."""
     outputs = expecting(tokenizer, n=2, output_kind=kind)
     first = outputs.process(step({"1_a": 51}, finished={"0_a": FinishReason("error")}))
     last = outputs.process(step({"1_a": 51}, finished={"1_a": FinishReason("stop")}))
@@ -251,33 +253,35 @@ def test_a_request_has_failed_if_one_of_its_answers_has(tokenizer: Tokenizer, ki
 
 @settings(max_examples=40)
 @given(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20), st.integers(1, 4))
-def test_text_without_outputs_is_the_same_text(tokenizer: Tokenizer, token_ids: list[int], each: int) -> None:
-    """The short way of plain text leaves nothing out and counts every token, however many come at once."""
+def test_plain_text_path_gives_the_same_text(tokenizer: Tokenizer, token_ids: list[int], item: int) -> None:
+    """Check that the fast path for plain text is complete and counts every token, however many
+    come at once.
+    """
     plain, short = OutputProcessor(tokenizer), OutputProcessor(tokenizer)
-    said: list[tuple[str, int]] = []
+    answer: list[tuple[str, int]] = []
     add(plain, "a", output_kind=DELTA)
-    add(short, "a", output_kind=DELTA, put_text=lambda text, count: said.append((text, count)))
+    add(short, "a", output_kind=DELTA, put_text=lambda text, count: answer.append((text, count)))
     texts: dict[int, list[str]] = {0: [], 1: []}
     for place, id in enumerate(token_ids):
         last = place == len(token_ids) - 1
         for number, outputs in enumerate((plain, short)):
             outputs.take(step({"a": id}, finished={"a": FinishReason("length")} if last else {}))
-            if last or place % each == 0:
+            if last or place % item == 0:
                 texts[number] += [output.outputs[0].text for output in outputs.flush().outputs]
-    assert len(texts[1]) <= 2, "the first and the last"
+    assert len(texts[1]) <= 2, "the first and the last output"
     first, last = texts[1][0], texts[1][1:]
-    assert "".join([first, *(text for text, _ in said), *last]) == "".join(texts[0])
-    assert not said or sum(count for _, count in said) <= len(token_ids) - 2
+    assert "".join([first, *(text for text, _ in answer), *last]) == "".join(texts[0])
+    assert not answer or sum(count for _, count in answer) <= len(token_ids) - 2
 
 
-@pytest.mark.parametrize("asked", [{"n": 2}, {"logprobs": 1}, {"stop": "zz"}, {"stream_interval": 2}])
-def test_what_is_more_than_text_takes_no_short_way(tokenizer: Tokenizer, asked: dict[str, Any]) -> None:
+@pytest.mark.parametrize("fields", [{"n": 2}, {"logprobs": 1}, {"stop": "zz"}, {"stream_interval": 2}])
+def test_requests_beyond_plain_text_skip_the_fast_path(tokenizer: Tokenizer, fields: dict[str, Any]) -> None:
     def never(*_: object) -> None:
         raise AssertionError
 
     outputs = OutputProcessor(tokenizer)
-    add(outputs, "a", output_kind=DELTA, put_text=never, **asked)
-    id = "0_a" if "n" in asked else "a"
-    logprobs = {id: [RowLogprobs([50, 51], [-1.0, -2.0], 1)]} if "logprobs" in asked else {}
+    add(outputs, "a", output_kind=DELTA, put_text=never, **fields)
+    id = "0_a" if "n" in fields else "a"
+    logprobs = {id: [RowLogprobs([50, 51], [-1.0, -2.0], 1)]} if "logprobs" in fields else {}
     seen = [outputs.process(step({id: 50}, logprobs=dict(logprobs))).outputs for _ in range(5)]
     assert sum(map(len, seen)) >= 2

@@ -1,4 +1,4 @@
-"""Prompts as vectors: what torch saves is read as torch reads it, and nothing else is."""
+"""Tests of prompt embeddings: torch.save files are read as torch does, and all else is rejected."""
 
 import base64
 import io
@@ -35,8 +35,8 @@ TENSORS: dict[str, Tensor] = {
 }
 
 
-def read(given: Any, dtype: str = "bfloat16") -> PromptEmbeds:
-    return PromptEmbedsReader(HIDDEN, dtype).read(given, lambda count: None)
+def read(value: Any, dtype: str = "bfloat16") -> PromptEmbeds:
+    return PromptEmbedsReader(HIDDEN, dtype).read(value, lambda count: None)
 
 
 def back(embeds: PromptEmbeds) -> Tensor:
@@ -46,29 +46,29 @@ def back(embeds: PromptEmbeds) -> Tensor:
 
 @pytest.mark.parametrize("way", ["saved", "of protocol 4", "live"])
 @pytest.mark.parametrize("kind", TENSORS)
-def test_a_tensor_arrives_as_it_was(kind: str, way: str) -> None:
+def test_tensor_round_trip(kind: str, way: str) -> None:
     tensor = TENSORS[kind]
     options = {"pickle_protocol": 4} if way == "of protocol 4" else {}
-    found = read(tensor if way == "live" else sent(tensor, **options))
+    actual = read(tensor if way == "live" else sent(tensor, **options))
     expected = tensor.detach().reshape(-1, HIDDEN)
-    assert back(found).dtype == tensor.dtype and torch.equal(back(found), expected)
-    assert len(found) == len(expected)
+    assert back(actual).dtype == tensor.dtype and torch.equal(back(actual), expected)
+    assert len(actual) == len(expected)
 
 
-def test_arrays_of_numpy_are_tensors_too() -> None:
+def test_numpy_arrays_are_accepted() -> None:
     array = TENSORS["plain"].numpy()
     assert torch.equal(back(read(array[::2])), TENSORS["plain"][::2])
 
 
 class Trap:
-    """What a hostile pickle does: it calls something."""
+    """A hostile pickle that calls a function."""
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return exec, ("raise SystemExit('the pickle ran')",)
 
 
 def zipped(pkl: bytes, how: int = zipfile.ZIP_STORED, **entries: bytes) -> str:
-    """A file of torch with this pickle in it."""
+    """Return a torch file with this pickle."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", how) as archive:
         archive.writestr("a/data.pkl", pkl)
@@ -132,15 +132,15 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_whatever_else_comes_is_refused(kind: str) -> None:
-    given, words = WRONG[kind]
+def test_other_contents_are_rejected(kind: str) -> None:
+    value, words = WRONG[kind]
     with pytest.raises(RequestError) as refused:
-        read(given)
+        read(value)
     assert words in str(refused.value) and refused.value.param == "prompt_embeds"
 
 
-def test_every_cut_and_every_changed_byte_is_read_or_refused() -> None:
-    """Catches an error of the standard library that is not one of the request's."""
+def test_truncated_and_modified_files_are_read_or_rejected() -> None:
+    """Check that no error of the standard library escapes."""
     draw = np.random.default_rng(1)
     for at in range(len(WHOLE_FILE)):
         changed = bytearray(WHOLE_FILE)
@@ -152,14 +152,14 @@ def test_every_cut_and_every_changed_byte_is_read_or_refused() -> None:
                 assert refused.param == "prompt_embeds"
 
 
-def test_numbers_that_the_models_type_lacks_are_refused() -> None:
+def test_values_outside_the_models_dtype_are_rejected() -> None:
     assert len(read(spoiled(7e4))) == 8
     with pytest.raises(RequestError, match="beyond 65504, the largest of float16"):
         read(spoiled(7e4), "float16")
 
 
-def test_the_length_is_checked_before_the_numbers() -> None:
-    """Catches a tensor of stride 0 that would fill the memory."""
+def test_length_is_checked_before_the_values() -> None:
+    """Check a tensor of stride 0, which would fill the memory."""
     endless = torch.zeros(1).expand(1 << 38, HIDDEN)
     inputs = processor()
     with pytest.raises(RequestError, match="contains 274877906944 input tokens"):
@@ -185,7 +185,7 @@ def requests(**params: Any) -> list[Request]:
     return processor().requests("a", prompt, SamplingParams(**params))
 
 
-def test_requests_take_their_vectors_to_the_core() -> None:
+def test_requests_carry_their_embeddings_to_the_core() -> None:
     message = decode_to_core(encode(Add.of(requests(n=3))))
     assert isinstance(message, Add)
     for request in message.all():
@@ -197,10 +197,10 @@ def test_requests_take_their_vectors_to_the_core() -> None:
         processor().parse({"prompt_embeds": TENSORS["plain"], "prompt_token_ids": [1]})
 
 
-def test_keys_tell_vectors_and_their_types_apart() -> None:
+def test_keys_differ_by_embeddings_and_dtype() -> None:
     plain, half = read(TENSORS["plain"]), read(TENSORS["plain"].half())
     same_bits = read(TENSORS["plain"].half().view(torch.bfloat16).nan_to_num(0))
-    again = read(TENSORS["plain"].clone())
-    assert plain.keys == again.keys and len({*plain.marks()}) == len(plain)
-    keys = {each.keys_of(3, 4) for each in (plain, half, same_bits)} | {plain.keys_of(4, 5)}
+    second = read(TENSORS["plain"].clone())
+    assert plain.keys == second.keys and len({*plain.marks()}) == len(plain)
+    keys = {item.keys_of(3, 4) for item in (plain, half, same_bits)} | {plain.keys_of(4, 5)}
     assert len(keys) == 4

@@ -1,4 +1,4 @@
-"""Requests whose core dies, as an API process sees them: what is sent to the next core, and what is not."""
+"""Tests of requests whose core dies, in the API process: the content of resent requests."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -26,7 +26,7 @@ HEALTH_TIMEOUT_S = 30.0
 
 
 class Cores:
-    """Cores without a process: the test reads what is sent to them, and speaks for them."""
+    """Cores without processes: the test reads sent messages and sends replies."""
 
     def __init__(self, num: int = 1, tokenizer: Tokenizer | None = None, **options: Any) -> None:
         self.now = 100.0
@@ -56,18 +56,18 @@ class Cores:
         self.engine._links[place]._handle_death()
 
     def requests(self, place: int = 0) -> dict[str, Request]:
-        """What was sent to a core, by the name that the test gave it."""
+        """Return the requests sent to a core, by the test's request name."""
         adds = [message for message in self.sent[place] if isinstance(message, Add)]
-        return {each.id.rpartition("-")[0]: each for message in adds for each in message.all()}
+        return {item.id.rpartition("-")[0]: item for message in adds for item in message.all()}
 
     def step(self, tokens: dict[str, int], place: int = 0, **fields: Any) -> None:
-        """A step of a core, with the ids that the test uses."""
+        """Return a core's step output with the test's request ids."""
         known = self.requests(place)
-        told = {
+        message = {
             name: {known[id].id: value for id, value in values.items()} for name, values in fields.items()
         }
         ids = [known[id].id for id in tokens]
-        output = StepOutput(ids, list(tokens.values()), at=self.now, **told)
+        output = StepOutput(ids, list(tokens.values()), at=self.now, **message)
         self.engine._links[place].handle(StepDone(output))
         self.engine.on_turn(self.engine._links[place])
 
@@ -80,7 +80,7 @@ class Cores:
 
 
 class Reader:
-    """Reads an answer as it comes."""
+    """Reads a stream as it arrives."""
 
     def __init__(self, engine: AsyncEngine, answer: Any) -> None:
         self.engine, self.answer = engine, answer
@@ -92,12 +92,12 @@ class Reader:
             self.outputs.append(output)
 
     def token_ids(self, index: int = 0) -> list[int]:
-        parts = [each for output in self.outputs for each in output.outputs if each.index == index]
-        return [token for each in parts for token in each.token_ids]
+        parts = [item for output in self.outputs for item in output.outputs if item.index == index]
+        return [token for item in parts for token in item.token_ids]
 
     @property
     def text(self) -> str:
-        return "".join(each.text for output in self.outputs for each in output.outputs)
+        return "".join(item.text for output in self.outputs for item in output.outputs)
 
 
 async def settle() -> None:
@@ -112,8 +112,8 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 FIRST = FirstRun(2, 90.0, 91.0)
 
 
-def test_the_next_core_gets_the_output_so_far_and_the_answer_stays_one() -> None:
-    """Catches a prompt that grows, another seed, cached tokens that are told anew, and a count that fails."""
+def test_next_core_gets_the_output_so_far() -> None:
+    """Check for a growing prompt, another seed, repeated cached-token counts and a failure count."""
 
     async def test() -> None:
         cores = Cores()
@@ -127,10 +127,14 @@ def test_the_next_core_gets_the_output_so_far_and_the_answer_stays_one() -> None
         assert reader.token_ids() == [50, 51] and not reader.task.done()
         assert cores.count("request_resumed") == 0
         cores.come()
-        again = cores.requests()["a"]
-        assert again.tokens == [*PROMPT, 50, 51] and again.prompt_len == len(PROMPT)
-        assert (again.seed, again.limit, again.arrived_at) == (before.seed, before.limit, before.arrived_at)
-        assert again.has_run and again.num_cached == FIRST.num_cached
+        second = cores.requests()["a"]
+        assert second.tokens == [*PROMPT, 50, 51] and second.prompt_len == len(PROMPT)
+        assert (second.seed, second.limit, second.arrived_at) == (
+            before.seed,
+            before.limit,
+            before.arrived_at,
+        )
+        assert second.has_run and second.num_cached == FIRST.num_cached
         cores.step({"a": 52}, finished={"a": FinishReason("stop")})
         await reader.task
         assert reader.token_ids() == [50, 51, 52]
@@ -159,7 +163,7 @@ def test_another_core_takes_over_at_once() -> None:
     run(test())
 
 
-def test_of_several_sequences_only_those_that_have_not_ended_are_sent() -> None:
+def test_only_unfinished_samples_are_resent() -> None:
     async def test() -> None:
         cores = Cores()
         reader = cores.ask("a", n=3, seed=9)
@@ -168,10 +172,10 @@ def test_of_several_sequences_only_those_that_have_not_ended_are_sent() -> None:
         cores.step({"0_a": 51, "1_a": 61}, finished={"0_a": FinishReason("stop")})
         cores.die()
         cores.come()
-        again = cores.requests()
-        assert {id: each.tokens[len(PROMPT) :] for id, each in again.items()} == {"1_a": [60, 61], "2_a": []}
-        assert [each.seed for each in again.values()] == [10, 11]
-        assert [each.has_run for each in again.values()] == [True, False]
+        second = cores.requests()
+        assert {id: item.tokens[len(PROMPT) :] for id, item in second.items()} == {"1_a": [60, 61], "2_a": []}
+        assert [item.seed for item in second.values()] == [10, 11]
+        assert [item.has_run for item in second.values()] == [True, False]
         cores.step(
             {"1_a": 62, "2_a": 70}, finished={"1_a": FinishReason("stop"), "2_a": FinishReason("stop")}
         )
@@ -186,8 +190,8 @@ def logprob(token_id: int) -> list[RowLogprobs]:
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3])
-def test_logprobs_come_once(cut: int) -> None:
-    """A prompt whose logprobs come in two pieces, broken off behind the first, the second and a token."""
+def test_logprobs_come_once_after_resume(cut: int) -> None:
+    """Check prompt logprobs in two pieces, with a death after the first, the second and a token."""
 
     async def test() -> None:
         cores = Cores()
@@ -208,16 +212,16 @@ def test_logprobs_come_once(cut: int) -> None:
             cores.step(tokens, **fields)
         await reader.task
         of_prompt = [output.prompt_logprobs for output in reader.outputs if output.prompt_logprobs]
-        assert [len(each) for each in of_prompt] == [3]
-        found = [position for output in reader.outputs for position in output.outputs[0].logprobs or ()]
-        assert [list(position) for position in found] == [[50], [51], [52]]
+        assert [len(item) for item in of_prompt] == [3]
+        actual = [position for output in reader.outputs for position in output.outputs[0].logprobs or ()]
+        assert [list(position) for position in actual] == [[50], [51], [52]]
         assert reader.outputs[-1].outputs[0].cumulative_logprob == -1.5
 
     run(test())
 
 
-def test_text_and_stop_strings_go_on_where_they_were(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The stop string has one half in front of the death, and one behind it."""
+def test_text_and_stop_strings_continue_after_resume(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Check a stop string of which one half comes before the death and one after it."""
     tokenizer = load_tokenizer(text_model(tmp_path_factory.getbasetemp()).path, "hf")
 
     async def test() -> None:
@@ -237,8 +241,8 @@ def test_text_and_stop_strings_go_on_where_they_were(tmp_path_factory: pytest.Te
     run(test())
 
 
-def test_requests_that_have_not_run_keep_their_order_and_the_others_come_before_them() -> None:
-    """A core puts each that has run in front of all others, so that the oldest has to be the last."""
+def test_resent_requests_keep_their_order() -> None:
+    """Check that the oldest is sent last, since a core puts each started request in front of all others."""
 
     async def test() -> None:
         cores = Cores()
@@ -248,7 +252,7 @@ def test_requests_that_have_not_run_keep_their_order_and_the_others_come_before_
         cores.die()
         cores.come()
         assert list(cores.requests()) == ["c", "d", "b", "a"]
-        assert [each.has_run for each in cores.requests().values()] == [False, False, True, True]
+        assert [request.has_run for request in cores.requests().values()] == [False, False, True, True]
         assert cores.requests()["c"].tokens == PROMPT
         assert cores.count("request_resumed") == 2
         for reader in readers:
@@ -257,8 +261,8 @@ def test_requests_that_have_not_run_keep_their_order_and_the_others_come_before_
     run(test())
 
 
-def test_what_came_before_the_death_is_not_made_again() -> None:
-    """A request that has ended in a message that is read, and not yet handed out."""
+def test_outputs_before_the_death_are_not_generated_again() -> None:
+    """Check a request that ended in a message that was read but not yet delivered."""
 
     async def test() -> None:
         cores = Cores()
@@ -275,7 +279,7 @@ def test_what_came_before_the_death_is_not_made_again() -> None:
     run(test())
 
 
-def test_without_resumption_only_what_nobody_has_seen_is_sent_again() -> None:
+def test_without_resume_only_unseen_requests_are_resent() -> None:
     async def test() -> None:
         cores = Cores(resumes=False)
         shown, hidden = cores.ask("a"), cores.ask("b", output_kind=FINAL)
@@ -295,7 +299,7 @@ def test_without_resumption_only_what_nobody_has_seen_is_sent_again() -> None:
     run(test())
 
 
-def test_a_slow_start_is_waited_for_and_one_that_never_ends_is_not() -> None:
+def test_slow_restart_is_waited_for_up_to_a_limit() -> None:
     async def test() -> None:
         cores = Cores()
         cores.die()
@@ -318,7 +322,7 @@ def test_a_slow_start_is_waited_for_and_one_that_never_ends_is_not() -> None:
     run(test())
 
 
-def test_a_client_that_hangs_up_in_the_pause_is_forgotten() -> None:
+def test_client_that_disconnects_in_the_pause_is_forgotten() -> None:
     async def test() -> None:
         cores = Cores()
         reader = cores.ask("a")
@@ -336,8 +340,8 @@ def test_a_client_that_hangs_up_in_the_pause_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize(("num_tokens", "num_deaths"), [(1, 2), (PROGRESS - 1, 2), (PROGRESS, MAX_SENT)])
-def test_a_request_alone_at_deaths_without_progress_ends(num_tokens: int, num_deaths: int) -> None:
-    """One that makes progress between the deaths is not what causes them, and lives through many."""
+def test_request_alone_at_deaths_without_progress_fails(num_tokens: int, num_deaths: int) -> None:
+    """Check that a request with progress between the deaths survives many."""
 
     async def test() -> None:
         cores = Cores()
@@ -359,8 +363,8 @@ def test_a_request_alone_at_deaths_without_progress_ends(num_tokens: int, num_de
 
 
 @pytest.mark.parametrize("poison", ["a", "c", "e"])
-def test_a_request_that_ends_its_cores_is_found_among_others(poison: str) -> None:
-    """Catches innocent requests that end with it, and a request that ends cores for ever."""
+def test_request_that_kills_its_cores_is_isolated(poison: str) -> None:
+    """Check that other requests do not fail with it, and that it does not kill cores forever."""
 
     async def test() -> None:
         cores = Cores()
@@ -392,8 +396,8 @@ def test_a_request_that_ends_its_cores_is_found_among_others(poison: str) -> Non
     run(test())
 
 
-def test_a_core_that_lacks_media_gets_the_output_so_far_with_them() -> None:
-    """Catches an answer that starts over since its arrays were missing."""
+def test_resumed_request_with_missing_media_keeps_its_output() -> None:
+    """Check that the output does not start over because arrays were missing."""
 
     async def test() -> None:
         cores = Cores()
@@ -414,7 +418,7 @@ def test_a_core_that_lacks_media_gets_the_output_so_far_with_them() -> None:
     run(test())
 
 
-def test_a_request_that_failed_by_itself_does_not_go_again() -> None:
+def test_failed_request_is_not_resent() -> None:
     async def test() -> None:
         cores = Cores()
         reader = cores.ask("a")
@@ -429,7 +433,7 @@ def test_a_request_that_failed_by_itself_does_not_go_again() -> None:
     run(test())
 
 
-def test_a_pooling_request_starts_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pooling_request_starts_over(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         cores = Cores()
         request = Request(
@@ -447,8 +451,8 @@ def test_a_pooling_request_starts_over(monkeypatch: pytest.MonkeyPatch) -> None:
         await settle()
         cores.die()
         cores.come()
-        again = cores.requests()["e"]
-        assert again.pooling is not None and again.tokens == PROMPT and not again.has_run
+        second = cores.requests()["e"]
+        assert second.pooling is not None and second.tokens == PROMPT and not second.has_run
         task.cancel()
 
     run(test())

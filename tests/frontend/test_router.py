@@ -1,4 +1,4 @@
-"""Which core a request goes to: near its prefix, evenly, and as evenly after a million requests."""
+"""Tests of the routing to cores: prefix affinity and balance, also after a million requests."""
 
 import heapq
 import random
@@ -31,8 +31,8 @@ ALL = (0, 1, 2)
 # ---- keys
 
 
-def test_keys_are_equal_as_far_as_prompts_and_extras_are() -> None:
-    """Catches keys that do not see a token, its place or the salt, and a last token that counts as cached."""
+def test_prefix_keys_follow_tokens_and_extra_keys() -> None:
+    """Check tokens, positions and the salt, and that the last token does not count as cached."""
     keys = PrefixKeys(BLOCK)
     first, second = prompt(0, 80), prompt(0, 80)
     second[40] += 1
@@ -47,31 +47,31 @@ def test_keys_are_equal_as_far_as_prompts_and_extras_are() -> None:
     assert keys.of(first[:16], None)[0] == []
 
 
-def test_a_long_prompt_has_few_keys_and_one_near_its_end() -> None:
+def test_long_prompt_has_few_keys_and_one_near_its_end() -> None:
     keys = PrefixKeys(BLOCK)
-    depths, found = keys.of(prompt(1, 100_000), None)
-    assert len(depths) == len(found) == len({*found.tolist()}) < 400
+    depths, actual = keys.of(prompt(1, 100_000), None)
+    assert len(depths) == len(actual) == len({*actual.tolist()}) < 400
     assert depths == sorted(depths) and depths[-1] > 0.95 * 100_000
-    whole = set(keys.of(prompt(1, 3000), None)[1])
-    assert set(keys.of(prompt(1, 100_000)[:1000], None)[1]) <= whole, "depths do not move with the length"
+    full = set(keys.of(prompt(1, 3000), None)[1])
+    assert set(keys.of(prompt(1, 100_000)[:1000], None)[1]) <= full, "depths do not depend on the length"
 
 
 # ---- choices
 
 
-def test_equal_beginnings_go_to_one_core_until_it_is_too_busy() -> None:
+def test_equal_prefixes_go_to_one_core_until_it_is_busy() -> None:
     router, shared = make(), prompt(2, 64)
     placed = [router.place(str(i), [*shared, *prompt(i, 16)], among=ALL) for i in range(40)]
     assert len(set(placed[:3])) == 1
     busy = [core.num_local for core in router.cores]
-    assert max(busy) - min(busy) <= 6, "a prefix that all share must not fill one core"
+    assert max(busy) - min(busy) <= 6, "a common prefix must not fill one core"
     for i in range(40):
         router.end(str(i))
         router.end(str(i))
     assert [core.num_local for core in router.cores] == [0, 0, 0]
 
 
-def test_other_prompts_go_to_the_least_busy_in_turn() -> None:
+def test_other_prompts_go_to_the_least_busy_core_in_turn() -> None:
     router = make(first=1)
     assert [router.place(str(i), prompt(i, 40), among=ALL) for i in range(4)] == [1, 2, 0, 1]
     router.hear(2, num_running=9, num_waiting=0, kv_usage=0.1)
@@ -79,11 +79,11 @@ def test_other_prompts_go_to_the_least_busy_in_turn() -> None:
     router.hear(0, num_running=4, num_waiting=4, kv_usage=0.99)
     router.hear(1, num_running=12, num_waiting=0, kv_usage=0.5)
     router.hear(2, num_running=20, num_waiting=0, kv_usage=0.5)
-    assert router.place("c", prompt(99, 40), among=ALL) == 1, "who waits for a full cache waits long"
+    assert router.place("c", prompt(99, 40), among=ALL) == 1, "a core with a full cache has a long queue"
 
 
-def test_what_a_core_tells_holds_no_request_twice() -> None:
-    """Catches own requests that are counted again when the core reports them, and those of others lost."""
+def test_reported_requests_are_not_counted_twice() -> None:
+    """Check that own requests are counted once when the core reports them, and others' requests are kept."""
     router = make()
     for i in range(6):
         router.place(str(i), prompt(i, 40), among=[0])
@@ -95,7 +95,7 @@ def test_what_a_core_tells_holds_no_request_twice() -> None:
     assert router.cores[0].load == 8
 
 
-def test_the_cache_of_a_dead_core_is_forgotten_with_its_requests() -> None:
+def test_prefixes_of_a_dead_core_are_forgotten() -> None:
     router, shared = make(), prompt(3, 64)
     home = router.place("a", [*shared, 1], among=ALL)
     router.lose(home)
@@ -104,12 +104,12 @@ def test_the_cache_of_a_dead_core_is_forgotten_with_its_requests() -> None:
     assert router.cores[home].num_local == 0
     others = [core for core in ALL if core != home]
     elsewhere = router.place("b", [*shared, 2], among=others)
-    assert router.place("c", [*shared, 3], among=ALL) == elsewhere, "it is cached there now"
+    assert router.place("c", [*shared, 3], among=ALL) == elsewhere, "the prefix is cached there now"
     router.forget_prefixes()
     assert router.place("d", [*shared, 4], among=ALL) != elsewhere
 
 
-def test_memory_is_bounded_and_what_is_used_stays() -> None:
+def test_memory_is_bounded_and_recent_prefixes_stay() -> None:
     router, kept = make(prefixes=PrefixMap(num_buckets=8)), prompt(4, 64)
     home = router.place("kept", [*kept, 0], among=ALL)
     for i in range(200):
@@ -119,20 +119,19 @@ def test_memory_is_bounded_and_what_is_used_stays() -> None:
         router.end("again")
 
 
-def test_processes_share_what_they_know(tmp_path: Path) -> None:
-    """Catches a prefix that has as many homes as there are processes, and a home that moves when another core
-    helps out."""
+def test_processes_choose_the_same_core_for_a_prefix(tmp_path: Path) -> None:
+    """Check that a prefix has one home over all processes, and keeps it when another core helps out."""
     PrefixMap.create(tmp_path / "prefixes")
     one, two = (make(prefixes=PrefixMap(tmp_path / "prefixes"), first=first) for first in (0, 1))
     shared = prompt(6, 64)
     home = one.place("a", [*shared, 1], among=ALL)
     other = two.place("b", [*shared, 2], among=[core for core in ALL if core != home])
-    assert [each.place("c", [*shared, 3], among=ALL) for each in (one, two)] == [home, home]
+    assert [item.place("c", [*shared, 3], among=ALL) for item in (one, two)] == [home, home]
     two.lose(home)
     assert one.place("d", [*shared, 4], among=ALL) == other
 
 
-def test_policies() -> None:
+def test_routing_policies() -> None:
     shared = prompt(5, 64)
     in_turn = make(policy="round_robin")
     assert [in_turn.place(str(i), shared, among=ALL) for i in range(4)] == [0, 1, 2, 0]
@@ -141,11 +140,11 @@ def test_policies() -> None:
     assert [by_load.place(str(i), shared, among=ALL) for i in range(4)] == [0, 1, 2, 0]
 
 
-# ---- a long time
+# ---- long simulation
 
 
 class Fleet:
-    """Cores in simulated time, and API processes that each see their own requests and the beats."""
+    """Cores in simulated time, and API processes that see their own requests and the heartbeats."""
 
     NUM_CORES, NUM_API, BEAT_S = 4, 3, 0.1
 
@@ -160,12 +159,11 @@ class Fleet:
         self.running: list[set[int]] = [set() for _ in cores]
         self.waiting: list[deque[int]] = [deque() for _ in cores]
         self.requests: dict[int, tuple[int, int, float, list[int]]] = {}
-        """API process, core, seconds of service, prompt."""
+        """API process, core, service time in seconds, and prompt."""
         self.busy, self.fair_busy = [0.0] * self.NUM_CORES, [0.0] * self.NUM_CORES
-        """Load of each core over time, and what it would have been with equal shares for those that were
-        up."""
+        """Load of each core over time, and its load with equal shares among live cores."""
         self.work_s, self.fair_work_s = [0.0] * self.NUM_CORES, [0.0] * self.NUM_CORES
-        """Likewise, seconds of work that it was given."""
+        """Seconds of work assigned to each core, and with equal shares among live cores."""
         self.num_events = self.num_again = 0
         self.prefixes = [prompt(i, 96) for i in range(300)]
         self.suffixes = prompt(1000, 5000)
@@ -178,7 +176,7 @@ class Fleet:
         draw = self.draw
         start = draw.randrange(4900)
         suffix = self.suffixes[start : start + draw.randrange(8, 90)]
-        # Half of the prompts begin like others, few beginnings more often than many.
+        # Half of the prompts share prefixes, with a skewed distribution.
         shared = self.prefixes[int(300 * draw.random() ** 3)] if draw.random() < 0.5 else []
         self.send(number, draw.randrange(self.NUM_API), draw.lognormvariate(0.0, 1.0), [*shared, *suffix])
 
@@ -187,8 +185,8 @@ class Fleet:
         core = self.routers[api].place(str(number), tokens, among=among)
         self.requests[number] = api, core, service_s, tokens
         self.work_s[core] += service_s
-        for each in among:
-            self.fair_work_s[each] += service_s / len(among)
+        for item in among:
+            self.fair_work_s[item] += service_s / len(among)
         self.waiting[core].append(number)
         self.admit(core)
 
@@ -200,7 +198,7 @@ class Fleet:
 
     def end(self, number: int) -> None:
         if number not in self.requests or number not in self.running[self.requests[number][1]]:
-            return  # it was sent again when its core died
+            return  # it was resent when its core died
         api, core, service_s, _ = self.requests.pop(number)
         self.running[core].discard(number)
         self.routers[api].end(str(number))
@@ -263,27 +261,27 @@ class Fleet:
     [8_000, pytest.param(1_000_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
     ids=["some", "a million"],
 )
-def test_load_stays_even_through_deaths_and_restarts(num_requests: int) -> None:
-    """Catches counts that drift, prefixes that pull everything to one core, and a herd after a restart."""
+def test_load_stays_balanced_through_deaths_and_restarts(num_requests: int) -> None:
+    """Check for counter drift, prefixes that overload one core, and a burst after a restart."""
     fleet = Fleet(seed=7)
     fleet.run(num_requests, rate=80)
     assert fleet.num_again > num_requests / 1000
     for had, fair in ((fleet.busy, fleet.fair_busy), (fleet.work_s, fleet.fair_work_s)):
-        shares = [each / its_due for each, its_due in zip(had, fair, strict=True)]
+        shares = [item / its_due for item, its_due in zip(had, fair, strict=True)]
         assert max(shares) <= 1.1 * min(shares), shares
     assert all(core.num_local == 0 for router in fleet.routers for core in router.cores)
     assert all(not router._placed for router in fleet.routers)
 
 
 class Cache:
-    """Blocks of a core by the tokens up to their end, the longest unused go first."""
+    """A core's blocks by their prefix tokens, with LRU eviction."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.blocks: dict[tuple[int, ...], None] = {}
 
     def read(self, tokens: list[int]) -> int:
-        """The tokens of a prompt that were cached; all of its blocks are now."""
+        """Return the number of cached tokens of a prompt, and cache all its blocks."""
         ends = range(BLOCK, len(tokens), BLOCK)
         prefixes = [tuple(tokens[:end]) for end in ends]
         num_hit = next((i for i, prefix in enumerate(prefixes) if prefix not in self.blocks), len(prefixes))
@@ -296,7 +294,9 @@ class Cache:
 
 
 def hit_rate(policy: str) -> float:
-    """Of two cores, whose caches hold two fifths of 40 prefixes each, with 8 requests at a time."""
+    """Return the hit rate of two cores that each hold two fifths of 40 prefixes, with 8 concurrent
+    requests.
+    """
     draw = random.Random(1)
     prefixes = [prompt(i, 12 * BLOCK) for i in range(40)]
     router = make(2, policy=policy, max_num_seqs=128)
@@ -314,6 +314,6 @@ def hit_rate(policy: str) -> float:
     return num_hit / num_asked
 
 
-def test_affinity_makes_one_cache_of_two() -> None:
+def test_affinity_combines_two_caches() -> None:
     rates = {policy: hit_rate(policy) for policy in ("round_robin", "affinity")}
     assert rates["affinity"] >= 1.8 * rates["round_robin"], rates

@@ -1,4 +1,4 @@
-"""Work is broken off when its time is up, and only then."""
+"""Tests of the time limit of a function call."""
 
 import threading
 import time
@@ -12,23 +12,23 @@ from quire.frontend.time_limit import limited
 
 
 def in_a_thread(work: object) -> list[object]:
-    """What came of it: its result, or the error."""
-    found: list[object] = []
+    """Run it in a thread and return its result or error."""
+    actual: list[object] = []
 
     def run() -> None:
         try:
-            found.append(work())  # type: ignore[operator]
+            actual.append(work())  # type: ignore[operator]
         except BaseException as error:
-            found.append(error)
+            actual.append(error)
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join(60)
     assert not thread.is_alive()
-    return found
+    return actual
 
 
-def test_endless_work_ends_with_an_error_that_names_it() -> None:
+def test_endless_work_raises_an_error_that_names_it() -> None:
     def work() -> None:
         with limited(0.1, "counting"):
             while True:
@@ -38,7 +38,7 @@ def test_endless_work_ends_with_an_error_that_names_it() -> None:
     assert isinstance(error, RequestError) and "counting took longer than 0.1 s" in str(error)
 
 
-def test_work_cannot_swallow_the_end() -> None:
+def test_work_cannot_swallow_the_interrupt() -> None:
     def work() -> None:
         with limited(0.1, "counting"):
             while True:
@@ -49,10 +49,10 @@ def test_work_cannot_swallow_the_end() -> None:
     assert isinstance(error, RequestError)
 
 
-class TimerByHand:
-    """A timer whose time is up when the test says so."""
+class ManualTimer:
+    """A timer that expires when the test fires it."""
 
-    made: "list[TimerByHand]" = []
+    made: "list[ManualTimer]" = []
 
     def __init__(self, seconds: float, interrupt: Callable[[], None]) -> None:
         self.interrupt = interrupt
@@ -63,10 +63,10 @@ class TimerByHand:
     def cancel(self) -> None: ...
 
 
-def test_what_is_done_in_time_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if the timer's thread is late, and looks whether the work is over after its end."""
-    monkeypatch.setattr(threading, "Timer", TimerByHand)
-    monkeypatch.setattr(TimerByHand, "made", [])
+def test_work_done_in_time_is_not_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check also a late timer thread, which fires after the work has ended."""
+    monkeypatch.setattr(threading, "Timer", ManualTimer)
+    monkeypatch.setattr(ManualTimer, "made", [])
 
     def rest() -> None:
         for _ in range(1000):  # an interrupt would arrive here
@@ -75,14 +75,14 @@ def test_what_is_done_in_time_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> 
     def work() -> int:
         with limited(0.01, "a moment"):
             pass
-        TimerByHand.made[-1].interrupt()
+        ManualTimer.made[-1].interrupt()
         rest()
         with pytest.raises(KeyError), limited(5.0, "failing"):
             raise KeyError
-        TimerByHand.made[-1].interrupt()
+        ManualTimer.made[-1].interrupt()
         rest()
         with pytest.raises(RequestError, match="a while took longer than 3 s"), limited(3.0, "a while"):
-            TimerByHand.made[-1].interrupt()
+            ManualTimer.made[-1].interrupt()
             rest()
         return 7
 

@@ -1,4 +1,4 @@
-"""Words with their tokens, against those of transformers."""
+"""Tests of words and their tokens against transformers."""
 
 import pytest
 from fake_engine import byte_tokenizer
@@ -15,8 +15,8 @@ TEXTS = {
 }
 
 
-class Named:
-    """What transformers asks of a tokenizer."""
+class TransformersTokenizer:
+    """The tokenizer interface that transformers needs."""
 
     eos_token_id = 1 << 20
 
@@ -25,23 +25,23 @@ class Named:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_words_are_those_of_transformers(text: str) -> None:
+def test_words_match_transformers(text: str) -> None:
     from transformers.models.whisper.tokenization_whisper import _combine_tokens_into_words
 
     tokenizer = byte_tokenizer()
     ids = tokenizer.encode(text, False)
-    words, _, places = _combine_tokens_into_words(Named(), ids, TEXTS[text])
+    words, _, places = _combine_tokens_into_words(TransformersTokenizer(), ids, TEXTS[text])
     expected = [
         (word.strip(), place[0], place[-1] + 1)
         for word, place in zip(words, places, strict=True)
         if word.strip()
     ]
-    found = words_of(tokenizer, ids, spaced=TEXTS[text] != "japanese")
-    assert [(word.text, word.place.start, word.place.stop) for word in found] == expected
+    actual = words_of(tokenizer, ids, spaced=TEXTS[text] != "japanese")
+    assert [(word.text, word.place.start, word.place.stop) for word in actual] == expected
 
 
-def test_characters_that_never_end_are_kept() -> None:
+def test_incomplete_characters_are_kept() -> None:
     tokenizer = byte_tokenizer()
     ids = tokenizer.encode(" a é", False)[:-1]
-    found = words_of(tokenizer, ids, spaced=True)
-    assert [word.place for word in found] == [slice(0, 2), slice(2, 4)]
+    actual = words_of(tokenizer, ids, spaced=True)
+    assert [word.place for word in actual] == [slice(0, 2), slice(2, 4)]

@@ -1,4 +1,4 @@
-"""Kernels are compiled before an engine says that it is ready, and none in traffic, whatever its kind."""
+"""Tests that all kernels are compiled before an engine is ready, and none during requests."""
 
 import json
 import random
@@ -48,8 +48,8 @@ STATES: dict[str, dict[str, Any]] = {
         "head_dim": 64,
     },
 }
-"""Layers that keep a state; what is said of others is not read."""
-ASKED: list[dict[str, Any]] = [
+"""Models with SSM states; outputs of others are not read."""
+SAMPLING_FIELDS: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 1.0, "seed": 3},
     {"temperature": 0.7, "top_k": 5, "top_p": 0.8, "min_p": 0.01},
@@ -63,45 +63,49 @@ ASKED: list[dict[str, Any]] = [
 
 @contextmanager
 def compilations() -> Iterator[list[str]]:
-    """The kernels that are compiled, or read from where they are kept, in here."""
-    found: list[str] = []
+    """Record the kernels that are compiled, or loaded from the cache."""
+    actual: list[str] = []
 
     def note(*, repr: str, **more: Any) -> None:
-        found.append(repr)
+        actual.append(repr)
 
     runtime = triton.knobs.runtime
     before, runtime.jit_post_compile_hook = runtime.jit_post_compile_hook, note
     try:
-        yield found
+        yield actual
     finally:
         runtime.jit_post_compile_hook = before
 
 
 def send(llm: LLM, adapters: list[LoRARequest]) -> None:
-    """All that requests ask for, alone and together, in batches and prompts of many sizes."""
+    """Send requests with all features, alone and together, with many batch and prompt sizes."""
     rng = random.Random(0)
 
-    def ask(lengths: list[int], each: list[dict[str, Any]], max_tokens: int) -> None:
+    def ask(lengths: list[int], all_fields: list[dict[str, Any]], max_tokens: int) -> None:
         prompts = [prompts_of(rng, 1, length)[0] for length in lengths]
-        params = [SamplingParams(max_tokens=max_tokens, ignore_eos=True, **asked) for asked in each]
-        own = [adapters[i % len(adapters)] if adapters and i % 3 < 2 else None for i in range(len(prompts))]
-        llm.generate(prompts, params, use_tqdm=False, lora_request=own)
+        params = [SamplingParams(max_tokens=max_tokens, ignore_eos=True, **fields) for fields in all_fields]
+        loras = [adapters[i % len(adapters)] if adapters and i % 3 < 2 else None for i in range(len(prompts))]
+        llm.generate(prompts, params, use_tqdm=False, lora_request=loras)
 
     for batch in (1, 2, 3, 5, 8, 17, 32, 64):
-        ask([60] * batch, [ASKED[0]] * batch, 40)  # what repeats is drafted
-        ask([rng.randrange(1, 90) for _ in range(batch)], [rng.choice(ASKED) for _ in range(batch)], 12)
-    for asked in ASKED:
-        ask([33], [asked], 6)
+        ask([60] * batch, [SAMPLING_FIELDS[0]] * batch, 40)  # repetitive text is drafted
+        ask(
+            [rng.randrange(1, 90) for _ in range(batch)],
+            [rng.choice(SAMPLING_FIELDS) for _ in range(batch)],
+            12,
+        )
+    for fields in SAMPLING_FIELDS:
+        ask([33], [fields], 6)
     for length in (1, 15, 130, 257, 700, 1500, 3900):
-        ask([length], [ASKED[0]], 3)
+        ask([length], [SAMPLING_FIELDS[0]], 3)
 
 
 def compiled_in_traffic(kind: str, folder: Path) -> tuple[int, list[str]]:
-    """How many kernels there are when an engine is ready, and which come later."""
+    """Return the number of kernels when an engine is ready, and those compiled later."""
     (folder / "model").mkdir()
-    own = {"model_type": kind, **STATES[kind]} if kind in STATES else {}
-    (folder / "model" / "config.json").write_text(json.dumps(MODEL | own))
-    with compilations() as found:
+    state_settings = {"model_type": kind, **STATES[kind]} if kind in STATES else {}
+    (folder / "model" / "config.json").write_text(json.dumps(MODEL | state_settings))
+    with compilations() as actual:
         llm = LLM(
             str(folder / "model"),
             load_format="dummy",
@@ -110,16 +114,16 @@ def compiled_in_traffic(kind: str, folder: Path) -> tuple[int, list[str]]:
             kv_cache_memory_bytes=2**30,
             **KINDS.get(kind, {}),
         )
-        count = len(found)
-        found.clear()
+        count = len(actual)
+        actual.clear()
         send(llm, write_adapters(folder, MODEL, 16, 8) if kind == "adapters" else [])
     llm.llm_engine.close()
-    return count, found
+    return count, actual
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *STATES])
-def test_nothing_is_compiled_in_traffic(kind: str, tmp_path: Path) -> None:
-    """In a process of its own: what others have compiled is not known there."""
+def test_no_kernel_is_compiled_during_requests(kind: str, tmp_path: Path) -> None:
+    """Check in a separate process, without kernels compiled by other tests."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        count, found = pool.submit(compiled_in_traffic, kind, tmp_path).result()
-    assert count > 0 and not found
+        count, actual = pool.submit(compiled_in_traffic, kind, tmp_path).result()
+    assert count > 0 and not actual

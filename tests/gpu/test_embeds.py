@@ -1,4 +1,4 @@
-"""Prompts as vectors on a GPU: beside decodes in graphs, in chunks, and of one token, as a decode has it."""
+"""Tests of prompt embeddings on a GPU: beside decodes in graphs, in chunks, and of one token."""
 
 from pathlib import Path
 from typing import Any
@@ -27,20 +27,20 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_vectors_say_what_their_tokens_say(way: str, tmp_path: Path) -> None:
+def test_prompt_embeds_match_token_ids_on_gpu(way: str, tmp_path: Path) -> None:
     path, hf = make_tiny("qwen3", tmp_path, **SIZE)
-    asked = [*prompts_of(23, 90, 1, 40, 1, 60, 5, 33), [7]]
+    token_prompts = [*prompts_of(23, 90, 1, 40, 1, 60, 5, 33), [7]]
     table = hf.get_input_embeddings().weight.detach()
-    given: list[Any] = [
+    mixed_prompts: list[Any] = [
         ids if place % 3 == 0 else {"prompt_embeds": table[torch.tensor(ids)].cuda()}
-        for place, ids in enumerate(asked)
+        for place, ids in enumerate(token_prompts)
     ]
     llm = opened(path, "float32", enable_prompt_embeds=True, **WAYS[way])
-    expected = said(llm, asked)
-    assert said(llm, given) == expected
-    assert [said(llm, [each])[0] for each in given] == expected
+    expected = generated_ids(llm, token_prompts)
+    assert generated_ids(llm, mixed_prompts) == expected
+    assert [generated_ids(llm, [item])[0] for item in mixed_prompts] == expected
 
 
-def said(llm: LLM, prompts: list[Any]) -> list[list[int]]:
+def generated_ids(llm: LLM, prompts: list[Any]) -> list[list[int]]:
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    return [list(each.outputs[0].token_ids) for each in llm.generate(prompts, params, use_tqdm=False)]
+    return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]

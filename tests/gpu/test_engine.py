@@ -1,4 +1,4 @@
-"""The whole engine on a GPU: graphs, batches, chunks and prefix hits change nothing."""
+"""Tests of the whole engine on a GPU: graphs, batches, chunks and prefix hits do not change outputs."""
 
 import gc
 from pathlib import Path
@@ -36,7 +36,7 @@ def prompts(count: int) -> list[list[int]]:
 
 
 def run(
-    path: Path, asked: list[list[int]], *, one_by_one: bool = False, **settings: Any
+    path: Path, requests: list[list[int]], *, one_by_one: bool = False, **settings: Any
 ) -> list[RequestOutput]:
     gc.collect()
     torch.cuda.empty_cache()
@@ -46,8 +46,8 @@ def run(
     )
     params = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True, logprobs=5)
     if one_by_one:
-        return [llm.generate([each], params, use_tqdm=False)[0] for each in asked]
-    return llm.generate(asked, params, use_tqdm=False)
+        return [llm.generate([request], params, use_tqdm=False)[0] for request in requests]
+    return llm.generate(requests, params, use_tqdm=False)
 
 
 def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
@@ -66,58 +66,57 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_float32_tokens_are_transformers(tiny: tuple[Path, Any], way: str) -> None:
+def test_float32_tokens_match_transformers(tiny: tuple[Path, Any], way: str) -> None:
     path, hf = tiny
-    asked = prompts(24)
-    found = tokens(run(path, asked, dtype="float32", **WAYS[way]))
-    for prompt, said in zip(asked, found, strict=True):
+    requests = prompts(24)
+    actual = tokens(run(path, requests, dtype="float32", **WAYS[way]))
+    for prompt, output in zip(requests, actual, strict=True):
         ids = list(prompt)
-        for token in said[:6]:
+        for token in output[:6]:
             logits = run_hf(hf, ids)[-1]
             assert logits[token] > logits.max() - 1e-3
             ids.append(token)
 
 
 @pytest.mark.parametrize(("dtype", "noise"), [("bfloat16", 0.1), ("float16", 0.0125)])
-def test_tokens_that_are_no_near_ties_are_the_same_in_every_way(
+def test_tokens_without_near_ties_are_equal_in_every_mode(
     tiny: tuple[Path, Any], dtype: str, noise: float
 ) -> None:
-    """Rounded logits differ a little with the batch, by `noise` as a rule: where the best token leads by far
-    more it must be the same."""
-    asked = prompts(64)
-    expected = run(tiny[0], asked, dtype=dtype)
+    """Check tokens whose lead is far above `noise`, the usual change of a logit with the batch."""
+    requests = prompts(64)
+    expected = run(tiny[0], requests, dtype=dtype)
     for way, settings in WAYS.items():
         apart: list[float] = []
-        for ours, theirs in zip(run(tiny[0], asked, dtype=dtype, **settings), expected, strict=True):
-            apart += distances(ours, theirs, way, margin=10 * noise)
+        for actual, reference in zip(run(tiny[0], requests, dtype=dtype, **settings), expected, strict=True):
+            apart += distances(actual, reference, way, margin=10 * noise)
         assert len(apart) > 200, way
         assert sum(apart) / len(apart) < noise and max(apart) < 8 * noise, way
 
 
-def distances(ours: RequestOutput, theirs: RequestOutput, way: str, margin: float) -> list[float]:
-    """How far the logprobs of the best token lie apart, up to where a near tie went another way."""
-    found, apart = (ours.outputs[0], theirs.outputs[0]), []
-    assert found[0].logprobs is not None and found[1].logprobs is not None
+def distances(actual: RequestOutput, expected: RequestOutput, way: str, margin: float) -> list[float]:
+    """Return the differences of the top logprobs, up to the first near tie with another choice."""
+    result, apart = (actual.outputs[0], expected.outputs[0]), []
+    assert result[0].logprobs is not None and result[1].logprobs is not None
     for at in range(LENGTH):
-        mine, other = (list(each.logprobs[at].items()) for each in found)  # type: ignore[index, union-attr]
+        one, other = (list(item.logprobs[at].items()) for item in result)  # type: ignore[index, union-attr]
         best = sorted((value.logprob for _, value in other), reverse=True)
-        if mine[0][0] != other[0][0]:
+        if one[0][0] != other[0][0]:
             assert best[0] - best[1] < margin, f"{way}: token {at}"
             break
-        apart.append(abs(mine[0][1].logprob - other[0][1].logprob))
+        apart.append(abs(one[0][1].logprob - other[0][1].logprob))
     return apart
 
 
-def test_a_prefix_hit_says_the_same_as_a_full_prompt(tiny: tuple[Path, Any]) -> None:
+def test_prefix_hit_matches_a_full_prompt(tiny: tuple[Path, Any]) -> None:
     shared = prompts(1)[0] * 4
-    asked = [shared[:300] + tail for tail in prompts(12)]
-    asked = [each[:400] for each in asked]
-    cold = tokens(run(tiny[0], asked, dtype="float32", enable_prefix_caching=False))
-    assert tokens(run(tiny[0], asked, dtype="float32", one_by_one=True)) == cold
+    requests = [shared[:300] + tail for tail in prompts(12)]
+    requests = [request[:400] for request in requests]
+    cold = tokens(run(tiny[0], requests, dtype="float32", enable_prefix_caching=False))
+    assert tokens(run(tiny[0], requests, dtype="float32", one_by_one=True)) == cold
 
 
-def test_draws_depend_on_seed_and_position_alone(tiny: tuple[Path, Any]) -> None:
-    asked = prompts(16)
+def test_samples_depend_only_on_seed_and_position(tiny: tuple[Path, Any]) -> None:
+    requests = prompts(16)
     params = [SamplingParams(temperature=0.9, top_k=40, top_p=0.9, seed=i, max_tokens=8) for i in range(16)]
     llm = LLM(
         str(tiny[0]),
@@ -126,24 +125,24 @@ def test_draws_depend_on_seed_and_position_alone(tiny: tuple[Path, Any]) -> None
         num_gpu_blocks_override=4000,
         dtype="float32",
     )
-    together = tokens(llm.generate(asked, params, use_tqdm=False))
+    together = tokens(llm.generate(requests, params, use_tqdm=False))
     alone = [
-        tokens(llm.generate([one], [each], use_tqdm=False))[0]
-        for one, each in zip(asked, params, strict=True)
+        tokens(llm.generate([one], [param], use_tqdm=False))[0]
+        for one, param in zip(requests, params, strict=True)
     ]
     assert together == alone
 
 
-def test_an_8_bit_cache_is_close(tiny: tuple[Path, Any]) -> None:
-    asked = prompts(16)
-    exact = run(tiny[0], asked, dtype="bfloat16")
-    rough = run(tiny[0], asked, dtype="bfloat16", kv_cache_dtype="fp8")
+def test_8_bit_cache_is_close(tiny: tuple[Path, Any]) -> None:
+    requests = prompts(16)
+    exact = run(tiny[0], requests, dtype="bfloat16")
+    rough = run(tiny[0], requests, dtype="bfloat16", kv_cache_dtype="fp8")
     apart = []
-    for ours, theirs in zip(rough, exact, strict=True):
-        mine, other = (each.outputs[0].logprobs for each in (ours, theirs))
-        assert mine is not None and other is not None
-        first = theirs.outputs[0].token_ids[0]
-        mine_first, other_first = mine[0], other[0]
+    for actual, expected in zip(rough, exact, strict=True):
+        one, other = (item.outputs[0].logprobs for item in (actual, expected))
+        assert one is not None and other is not None
+        first = expected.outputs[0].token_ids[0]
+        mine_first, other_first = one[0], other[0]
         assert mine_first is not None and other_first is not None
         if first in mine_first:
             apart.append(abs(mine_first[first].logprob - other_first[first].logprob))

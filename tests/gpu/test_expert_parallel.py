@@ -1,4 +1,4 @@
-"""Several ranks on one GPU, through the host: the same tokens as one."""
+"""Tests of several ranks on one GPU, communicating through the host, against one rank."""
 
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,8 @@ def tokens(path: Path, **settings: Any) -> list[list[int]]:
         **settings,
     )
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    said = llm.generate(prompts_of(23, 9, 70, 5), params, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in said]
+    outputs = llm.generate(prompts_of(23, 9, 70, 5), params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,9 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_same_tokens(layout: str, moe: tuple[Path, list[list[int]]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_give_the_same_tokens(
+    layout: str, moe: tuple[Path, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("QUIRE_TEST_SHARE_GPU", "1")
     path, expected = moe
     assert tokens(path, **LAYOUTS[layout]) == expected

@@ -1,4 +1,4 @@
-"""Every architecture on a GPU: in float32 as transformers, in bfloat16 the same with graphs and without."""
+"""Tests of every architecture on a GPU: float32 against transformers, bfloat16 with and without graphs."""
 
 from itertools import chain
 from pathlib import Path
@@ -18,7 +18,7 @@ from quire.worker.cuda.graphs import Graph, Graphs
 
 pytestmark = pytest.mark.gpu
 NOISE = 0.5
-"""What two ways to round may make of that logit in any step, likewise."""
+"""Limit of that error in any step between two ways of rounding, in the same units."""
 Tiny = tuple[Path, Any]
 
 
@@ -27,14 +27,14 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return make_tiny(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def test_float32_logits_are_transformers(tiny: Tiny) -> None:
+def test_float32_logits_match_transformers(tiny: Tiny) -> None:
     assert torch.get_float32_matmul_precision() == "highest", "TF32 is another type"
     path, hf_model = tiny
     check_against(hf_model, answers(opened(path, "float32")), tolerance=5e-3, ties=5e-3)
 
 
-def test_bfloat16_decodes_are_the_same_from_graphs(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a graph has read when it was captured, or does to the rows that pad it."""
+def test_bfloat16_decodes_match_with_and_without_graphs(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check for values read at capture, and for effects of padding rows."""
     path, hf_model = tiny
     llm, sizes, replay = opened(path, "bfloat16"), set[int](), Graph.replay
 
@@ -58,16 +58,18 @@ def test_bfloat16_decodes_are_the_same_from_graphs(tiny: Tiny, monkeypatch: pyte
 
 
 def num_alike(played: RequestOutput, eager: RequestOutput, *, strict: bool) -> int:
-    """The steps before a near tie went the other way: of tokens, or, unless `strict`, of experts or in what a
-    state adds up."""
-    ours, theirs = logits_of(played), logits_of(eager)
-    said = [output.outputs[0].token_ids for output in (played, eager)]
-    for step, apart in enumerate(distances(ours, theirs)):
+    """Return the number of steps before a near tie goes the other way.
+
+    Near ties are of tokens or, unless `strict`, of experts or accumulated states.
+    """
+    actual, expected = logits_of(played), logits_of(eager)
+    outputs = [output.outputs[0].token_ids for output in (played, eager)]
+    for step, apart in enumerate(distances(actual, expected)):
         if apart > NOISE:
             assert not strict, f"step {step}: logits differ by {apart} deviations"
             return step
-        if said[0][step] != said[1][step]:
-            best, second = theirs[step].topk(2).values.tolist()
-            assert best - second < 2 * NOISE * theirs[step].std(), f"step {step}: {said}"
+        if outputs[0][step] != outputs[1][step]:
+            best, second = expected[step].topk(2).values.tolist()
+            assert best - second < 2 * NOISE * expected[step].std(), f"step {step}: {outputs}"
             return step + 1
-    return len(ours)
+    return len(actual)

@@ -1,4 +1,4 @@
-"""Every way to store weights, as an engine on a GPU, with graphs: as a plain model of the same numbers."""
+"""Tests of every weight format in an engine on a GPU with graphs against a plain model of equal values."""
 
 from itertools import chain
 from pathlib import Path
@@ -16,26 +16,26 @@ from tiny import expected_of, logits_of
 pytestmark = pytest.mark.gpu
 ONLINE = ("fp8", "int8")
 PACKED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
-"""Of GGUF: the types that its package can write."""
+"""GGUF types that its package can write."""
 
 
 def check(path: Path, twin: Any, limit: float = ROUNDING, **settings: Any) -> None:
     llm = opened(path, "bfloat16", **settings)
-    said = answers(llm)
-    off = [distances(logits_of(output), expected_of(twin, output)) for output in said]
+    outputs = answers(llm)
+    off = [distances(logits_of(output), expected_of(twin, output)) for output in outputs]
     assert median(chain.from_iterable(off)) < limit
 
 
 @pytest.mark.parametrize("family", SIZES)
 @pytest.mark.parametrize("name", STORED)
-def test_stored(name: str, family: str, tmp_path: Path) -> None:
+def test_stored_formats(name: str, family: str, tmp_path: Path) -> None:
     check(*requantize(family, tmp_path, *STORED[name], **SIZES[family]))
 
 
 @pytest.mark.parametrize("family", SIZES)
 @pytest.mark.parametrize("quantization", ONLINE)
-def test_narrowed_while_loading(quantization: str, family: str, tmp_path: Path) -> None:
-    """Against the model before: what is lost counts, too, of 3 bits more than of 7."""
+def test_online_quantization(quantization: str, family: str, tmp_path: Path) -> None:
+    """Compare with the unquantized model; 3 bits lose more than 7."""
     limit = 2 * ROUNDING if quantization == "fp8" else ROUNDING
     check(*make_tiny(family, tmp_path, **SIZES[family]), limit, quantization=quantization)
 
@@ -53,6 +53,6 @@ def test_mxfp4(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cache_dtype", ["fp8_e4m3", "fp8_e5m2"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3", "gpt_oss"])
 def test_caches(family: str, cache_dtype: str, tmp_path: Path) -> None:
-    """Of full attention, windows, latents and sinks."""
+    """Check full attention, windows, MLA and sinks."""
     limit = ROUNDING if cache_dtype == "fp8_e4m3" else 2 * ROUNDING
     check(*make_tiny(family, tmp_path), limit, kv_cache_dtype=cache_dtype)

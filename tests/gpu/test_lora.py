@@ -1,4 +1,4 @@
-"""Adapters on all layers that PEFT would choose, on a GPU: experts, latent attention, fused ones."""
+"""Tests of adapters on all layers that PEFT selects, on a GPU: experts, MLA and fused layers."""
 
 import gc
 import threading
@@ -33,25 +33,25 @@ WAYS: dict[str, dict[str, Any]] = {"graphs": {}, "eager": {"enforce_eager": True
 
 
 @pytest.mark.parametrize("architecture", SHAPES)
-def test_answers_are_those_of_peft(architecture: str, tmp_path: Path) -> None:
-    """Rows with the adapter beside rows without, from graphs and without."""
+def test_outputs_match_peft(architecture: str, tmp_path: Path) -> None:
+    """Check rows with and without the adapter, with and without graphs."""
     gc.collect()
     torch.cuda.empty_cache()
     path, hf = make_tiny(architecture, tmp_path)
     adapted = save_adapter(hf, tmp_path / "a", 1, **RANK, **chosen(architecture, hf))
     lora, more = LoRARequest("a", 1, str(tmp_path / "a")), {"enable_lora": True, "max_lora_rank": 8}
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=-1)
-    prompts, asked = prompts_of(23, 9, 40, 5), [lora, None, lora, None]
+    prompts, loras = prompts_of(23, 9, 40, 5), [lora, None, lora, None]
     for way in WAYS.values():
         llm = open_tiny(path, dtype="float32", **SETTINGS, **more, **way)
-        found = llm.generate(prompts, params, use_tqdm=False, lora_request=asked)
-        check_against(adapted, found[::2], tolerance=5e-3, ties=5e-3)
+        actual = llm.generate(prompts, params, use_tqdm=False, lora_request=loras)
+        check_against(adapted, actual[::2], tolerance=5e-3, ties=5e-3)
         llm.llm_engine.close()
-    check_against(adapted.unload(), found[1::2], tolerance=5e-3, ties=5e-3)
+    check_against(adapted.unload(), actual[1::2], tolerance=5e-3, ties=5e-3)
 
 
 def test_graphs_are_captured_while_a_thread_pins_memory(tmp_path: Path) -> None:
-    """As the one does that has it ready for the next adapters."""
+    """Check the thread that pins memory for the next adapters."""
     path, _ = make_tiny("LlamaForCausalLM", tmp_path)
     pinned: list[torch.Tensor] = []
     ends = threading.Event()

@@ -1,4 +1,4 @@
-"""A small device, a full batch, and every feature of sampling at once: what was put aside is enough."""
+"""Tests of a small device with a full batch and every sampling feature: the reserved memory suffices."""
 
 import gc
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ VOCAB, ROWS, DEVICE_BYTES = 151_936, 256, 5 << 30
 
 @pytest.fixture
 def small_device() -> Iterator[float]:
-    """The share of this device that is used; memory beyond it is refused."""
+    """Limit this device to a share of its memory."""
     gc.collect()
     torch.cuda.empty_cache()
     yield DEVICE_BYTES / torch.cuda.mem_get_info()[1]
@@ -27,8 +27,10 @@ def small_device() -> Iterator[float]:
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
-def test_everything_at_full_batch_does_not_run_out(tmp_path: Path, small_device: float, mode: str) -> None:
-    """The cache has the memory that penalties, logprobs or a prompt's logprobs want."""
+def test_full_batch_with_all_features_does_not_run_out_of_memory(
+    tmp_path: Path, small_device: float, mode: str
+) -> None:
+    """Check that penalties, logprobs and prompt logprobs have memory that the cache did not take."""
     path, _ = make_tiny("qwen3", tmp_path, hidden_size=256, vocab_size=VOCAB, max_position_embeddings=1024)
     llm = LLM(
         str(path),
@@ -48,15 +50,15 @@ def test_everything_at_full_batch_does_not_run_out(tmp_path: Path, small_device:
     params.prompt_logprobs, params.max_tokens, params.ignore_eos, params.stop_token_ids = 20, 24, False, [3]
     params.min_tokens = 24
     for output in llm.generate(prompts, params, use_tqdm=False):
-        said = output.outputs[0]
-        assert said.finish_reason == "length" and len(said.token_ids) == 24
-        assert said.logprobs is not None and all(len(each or {}) >= 20 for each in said.logprobs)
+        outputs = output.outputs[0]
+        assert outputs.finish_reason == "length" and len(outputs.token_ids) == 24
+        assert outputs.logprobs is not None and all(len(logprob or {}) >= 20 for logprob in outputs.logprobs)
         assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == 200
-        assert not {1, 3} & set(said.token_ids) and max(said.token_ids) < 1024
+        assert not {1, 3} & set(outputs.token_ids) and max(outputs.token_ids) < 1024
 
 
 def test_states_of_rows_are_counted_once(tmp_path: Path) -> None:
-    """A gigabyte of them that the cache did not get, since the step that was measured had some, too."""
+    """Check that the SSM states of the profiling step do not reduce the cache."""
     sizes = {"hidden_size": 256, "mamba_d_state": 256, "max_position_embeddings": 1024}
     path, _ = make_tiny("granitemoehybrid", tmp_path, **sizes)
     gc.collect()

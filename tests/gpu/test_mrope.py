@@ -1,4 +1,4 @@
-"""Heads that turn by time, height and width on a GPU: in graphs, eagerly, with drafts, as a CPU has it."""
+"""Tests of M-RoPE on a GPU against a CPU: in graphs, eager, and with drafts."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,7 +34,7 @@ PROMPTS = [*prompts_of(40, 70, 9), [5, 6, 7, 8] * 6]
 
 
 def positions_of(length: int) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """An image of 4 x 5 behind 3 tokens."""
+    """Return positions of an image of 4 x 5 after 3 tokens."""
     text, grid = np.tile(np.arange(length), (3, 1)), np.indices((4, 5)).reshape(2, -1)
     text[:, 3:23] = 3 + np.stack([np.zeros(20, np.int64), *grid])[:, : max(length - 3, 0)]
     text[:, 23:] = np.arange(8, 8 + max(length - 23, 0))
@@ -47,36 +47,36 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def given() -> Iterator[list[bool]]:
-    """Whether prompts have positions."""
-    admit, given = Rows._admit, [True]
+def uses_mrope() -> Iterator[list[bool]]:
+    """Switch M-RoPE positions of prompts on and off."""
+    admit, uses_mrope = Rows._admit, [True]
 
     def with_positions(self: Rows, new: Admission, step: int) -> None:
-        if given[0] and new.prompt_len > 23:
+        if uses_mrope[0] and new.prompt_len > 23:
             new.media = Media([], Array.of(positions_of(new.prompt_len)))
         admit(self, new, step)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Rows, "_admit", with_positions)
-        yield given
+        yield uses_mrope
 
 
-def said(llm: LLM) -> list[list[int]]:
+def generated_ids(llm: LLM) -> list[list[int]]:
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    return [list(each.outputs[0].token_ids) for each in llm.generate(PROMPTS, params, use_tqdm=False)]
+    return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, params, use_tqdm=False)]
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path, given: list[bool]) -> list[list[int]]:
-    """Which is not what is said without positions."""
+def expected(model: Path, uses_mrope: list[bool]) -> list[list[int]]:
+    """Return the CPU's outputs, which differ from those without positions."""
     llm = opened(model, "float32", enforce_eager=True, attention_backend="TORCH_SDPA")
-    found = said(llm)
-    given[0] = False
-    assert found != said(llm)
-    given[0] = True
-    return found
+    actual = generated_ids(llm)
+    uses_mrope[0] = False
+    assert actual != generated_ids(llm)
+    uses_mrope[0] = True
+    return actual
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_graphs_and_drafts_turn_alike(way: str, model: Path, expected: list[list[int]]) -> None:
-    assert said(opened(model, "float32", **WAYS[way])) == expected
+def test_mrope_in_graphs_and_with_drafts(way: str, model: Path, expected: list[list[int]]) -> None:
+    assert generated_ids(opened(model, "float32", **WAYS[way])) == expected

@@ -1,4 +1,4 @@
-"""`quire plan` against an engine on a GPU, term by term (`pytest -m gpu -s` prints them)."""
+"""Tests of `quire plan` against an engine on a GPU, term by term (`pytest -m gpu -s` prints them)."""
 
 import gc
 import json
@@ -47,20 +47,20 @@ WITHIN = 0.05
 
 
 def used() -> int:
-    """By all on the device, without what torch keeps for later."""
+    """Return the used device memory, without torch's cached memory."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     return total - free
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_plan_holds_on_a_gpu(name: str, tmp_path: Path) -> None:
-    """Weights and cache within 5 %, and so all that is taken in the end."""
+def test_plan_matches_a_gpu_engine(name: str, tmp_path: Path) -> None:
+    """Check weights, cache and total within 5 %."""
     (tmp_path / "config.json").write_text(json.dumps(SHARED | SHAPES[name]))
     gc.collect()
     torch.cuda.empty_cache()
-    given = {"model": str(tmp_path), "load_format": "dummy", "skip_tokenizer_init": True}
-    config = configure(given | {"max_model_len": 8192})
+    settings = {"model": str(tmp_path), "load_format": "dummy", "skip_tokenizer_init": True}
+    config = configure(settings | {"max_model_len": 8192})
     planned = memory_of(config, "bf16")
     cache = cache_of(config, planned)
     worker = Worker(config)
@@ -85,9 +85,9 @@ def test_a_plan_holds_on_a_gpu(name: str, tmp_path: Path) -> None:
     print(f"  put aside by the engine: graphs {human(needs.graphs)}, others {human(needs.other)}")
     for term, bytes_ in measured.items():
         print(f"  {term:<12} planned {human(terms[term]):>12}   measured {human(bytes_):>12}")
-    whole = planned.beside - planned.activations + cache.num_bytes
-    print(f"  {'all':<12} planned {human(whole):>12}   measured {human(taken):>12} (no step running)")
+    full = planned.beside - planned.activations + cache.num_bytes
+    print(f"  {'all':<12} planned {human(full):>12}   measured {human(taken):>12} (no step running)")
     worker.close()
     assert terms["weights"] == pytest.approx(measured["weights"], rel=WITHIN)
     assert cache.num_blocks == pytest.approx(size.num_blocks, rel=WITHIN)
-    assert whole == pytest.approx(taken, rel=WITHIN)
+    assert full == pytest.approx(taken, rel=WITHIN)

@@ -1,4 +1,4 @@
-"""Pooling on a GPU says what transformers says on a CPU."""
+"""Tests of pooling on a GPU against transformers on a CPU."""
 
 import gc
 from pathlib import Path
@@ -31,19 +31,19 @@ def texts() -> list[list[int]]:
     return [draw.integers(3, 90, length).tolist() for length in LENGTHS]
 
 
-def check(found: list[Any], wanted: list[np.ndarray[Any, Any]], dtype: str) -> None:
-    for each, expected in zip(found, wanted, strict=True):
-        off = np.abs(each.outputs.data - expected).max() / np.abs(expected).max()
+def check(actual: list[Any], wanted: list[np.ndarray[Any, Any]], dtype: str) -> None:
+    for item, expected in zip(actual, wanted, strict=True):
+        off = np.abs(item.outputs.data - expected).max() / np.abs(expected).max()
         assert off < TOLERANCE[dtype], f"{expected.shape}: {off}"
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("family", ["Bert", "ModernBert"])
-def test_every_state_of_an_encoder(family: str, dtype: str, tmp_path: Path) -> None:
+def test_hidden_states_of_an_encoder(family: str, dtype: str, tmp_path: Path) -> None:
     tiny = make(tmp_path, family, max_position_embeddings=512, initializer_range=0.05, **SIZE)
     llm = opened(tiny.path, convert="embed", dtype=dtype, max_num_batched_tokens=600)
-    found = llm.encode(texts(), RAW, pooling_task="token_embed", use_tqdm=False)
-    check(found, [states(tiny, ids) for ids in texts()], dtype)
+    actual = llm.encode(texts(), RAW, pooling_task="token_embed", use_tqdm=False)
+    check(actual, [states(tiny, ids) for ids in texts()], dtype)
 
 
 @pytest.mark.parametrize("kind", ["LAST", "MEAN"])
@@ -58,21 +58,21 @@ def test_embeddings_of_a_decoder(kind: str, chunk: int, tmp_path: Path) -> None:
         max_num_batched_tokens=chunk,
     )
     with torch.inference_mode():
-        found = [hf.model(torch.tensor([ids])).last_hidden_state[0].numpy() for ids in texts()]
-    wanted = [each.mean(0) if kind == "MEAN" else each[-1] for each in found]
+        actual = [hf.model(torch.tensor([ids])).last_hidden_state[0].numpy() for ids in texts()]
+    wanted = [item.mean(0) if kind == "MEAN" else item[-1] for item in actual]
     for _ in range(2):
         check(llm.encode(texts(), RAW, pooling_task="embed", use_tqdm=False), wanted, "float32")
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen2"])
-def test_a_decoder_that_looks_ahead(family: str, dtype: str, tmp_path: Path) -> None:
-    """Layers of Gemma see 32 tokens on either side, some all; those of Qwen all."""
-    said = {"use_bidirectional_attention": True, "sliding_window": 64, "attn_implementation": "eager"}
-    said = said if family == "gemma3_text" else {"is_causal": False}
-    path, hf = make_tiny(family, tmp_path, head_dim=64, max_position_embeddings=512, **SIZE, **said)
-    llm = opened(path, runner="pooling", dtype=dtype, hf_overrides=said, max_num_batched_tokens=600)
-    found = llm.encode(texts(), RAW, pooling_task="token_embed", use_tqdm=False)
+def test_bidirectional_decoder(family: str, dtype: str, tmp_path: Path) -> None:
+    """Check Gemma's layers with windows of 32 tokens on either side and full ones, and Qwen's full layers."""
+    output = {"use_bidirectional_attention": True, "sliding_window": 64, "attn_implementation": "eager"}
+    output = output if family == "gemma3_text" else {"is_causal": False}
+    path, hf = make_tiny(family, tmp_path, head_dim=64, max_position_embeddings=512, **SIZE, **output)
+    llm = opened(path, runner="pooling", dtype=dtype, hf_overrides=output, max_num_batched_tokens=600)
+    actual = llm.encode(texts(), RAW, pooling_task="token_embed", use_tqdm=False)
     with torch.inference_mode():
         wanted = [hf.model(torch.tensor([ids])).last_hidden_state[0].numpy() for ids in texts()]
-    check(found, wanted, dtype)
+    check(actual, wanted, dtype)

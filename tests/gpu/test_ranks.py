@@ -1,4 +1,4 @@
-"""Ranks on a GPU: one in a process of its own, and two that share the GPU, answer as the engine itself."""
+"""Tests of ranks on a GPU: one in a separate process, and two that share the GPU, match the engine."""
 
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ def answers(path: Path, **settings: Any) -> list[Any]:
     llm = LLM(str(path), **(SETTINGS | settings))
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2)
     prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
-    outputs = [each.outputs[0] for each in llm.generate(prompts, params, use_tqdm=False)]
+    outputs = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
     llm.llm_engine.close()
     return outputs
 
@@ -54,10 +54,10 @@ def expected(tiny: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_ranks_answer_as_the_engine(
+def test_ranks_match_the_engine(
     way: str, tiny: Path, expected: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QUIRE_TEST_SHARE_GPU", "1")
-    for found, wanted in zip(answers(tiny, **WAYS[way]), expected, strict=True):
-        assert found.token_ids == wanted.token_ids
-        assert found.cumulative_logprob == pytest.approx(wanted.cumulative_logprob, abs=1e-2)
+    for actual, wanted in zip(answers(tiny, **WAYS[way]), expected, strict=True):
+        assert actual.token_ids == wanted.token_ids
+        assert actual.cumulative_logprob == pytest.approx(wanted.cumulative_logprob, abs=1e-2)

@@ -1,4 +1,4 @@
-"""Short steps with prompts as graphs: with adapters, with drafts, and with tokens that stand for images."""
+"""Tests of short prompt steps in graphs: with adapters, with drafts, and with images."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drafted import Eager
+from drafted import EagerPolicy
 from on_gpu import SETTINGS
 from oracle import make_tiny
 from PIL import Image
@@ -19,25 +19,27 @@ from quire.worker.cuda.graphs import Graph
 
 pytestmark = pytest.mark.gpu
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-SEES = "<begin><image><end>"
+IMAGE_TOKENS = "<begin><image><end>"
 
 
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
-    """Of each short step that a graph took: whether it is one with adapters, and its vectors."""
-    found: list[tuple[bool, int]] = []
+    """Record for each short step in a graph whether it has adapters, and its embeddings."""
+    actual: list[tuple[bool, int]] = []
     load = Graph.load
 
-    def counted(self: Graph, *given: Any) -> None:
+    def counted(self: Graph, *args: Any) -> None:
         if self.is_short:
-            found.append((self.sizes.adapters, 0 if given[4] is None else len(given[4][0])))
-        load(self, *given)
+            actual.append((self.sizes.adapters, 0 if args[4] is None else len(args[4][0])))
+        load(self, *args)
 
     monkeypatch.setattr(Graph, "load", counted)
-    return found
+    return actual
 
 
-def said(llm: LLM, prompts: list[Any], adapters: list[LoRARequest | None] | None = None) -> list[list[int]]:
+def generated_ids(
+    llm: LLM, prompts: list[Any], adapters: list[LoRARequest | None] | None = None
+) -> list[list[int]]:
     outputs = llm.generate(prompts, GREEDY, use_tqdm=False, lora_request=adapters)
     return [list(output.outputs[0].token_ids) for output in outputs]
 
@@ -48,27 +50,32 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("llama", tmp_path_factory.mktemp("short"), **size)[0]
 
 
-def test_with_adapters(tiny: Path, loaded: list[tuple[bool, int]]) -> None:
+def test_short_steps_with_adapters(tiny: Path, loaded: list[tuple[bool, int]]) -> None:
     model = json.loads((tiny / "config.json").read_text())
     some = [write_adapter(tiny.parent / f"adapter{seed}", model, seed) for seed in (1, 2)]
     prompts = prompts_of(9, 14, 5, 22, 30, 3)
-    asked = [some[0], None, some[1], some[0], some[1], None]
+    row_adapters = [some[0], None, some[1], some[0], some[1], None]
     settings = SETTINGS | {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "dtype": "float32"}
     settings |= {"max_num_batched_tokens": 128}
-    expected = said(open_tiny(tiny, **settings, enforce_eager=True), prompts, asked)
+    expected = generated_ids(open_tiny(tiny, **settings, enforce_eager=True), prompts, row_adapters)
     assert not loaded
     llm = open_tiny(tiny, **settings)
-    assert said(llm, prompts, asked) == expected
+    assert generated_ids(llm, prompts, row_adapters) == expected
     assert (True, 0) in loaded
     del loaded[:]
-    alone = [said(llm, [prompt], [adapter])[0] for prompt, adapter in zip(prompts, asked, strict=True)]
+    alone = [
+        generated_ids(llm, [prompt], [adapter])[0]
+        for prompt, adapter in zip(prompts, row_adapters, strict=True)
+    ]
     assert alone == expected
-    assert [kind for kind, _ in loaded] == [adapter is not None for adapter in asked]
+    assert [kind for kind, _ in loaded] == [adapter is not None for adapter in row_adapters]
 
 
-def test_with_drafts(tiny: Path, loaded: list[tuple[bool, int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts beside rows that have drafts, some of which hold: there are three tokens to draw."""
-    pace = Eager()
+def test_short_steps_with_drafts(
+    tiny: Path, loaded: list[tuple[bool, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check prompts beside rows with drafts, of which some are accepted: the vocabulary has three tokens."""
+    pace = EagerPolicy()
     monkeypatch.setattr("quire.core.build.Pace", lambda **sizes: pace)
     lookup = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
     settings = SETTINGS | {"dtype": "float32", "max_num_batched_tokens": 128}
@@ -88,22 +95,27 @@ def test_with_drafts(tiny: Path, loaded: list[tuple[bool, int]], monkeypatch: py
 
 @pytest.mark.parametrize("budget", [48, 256])
 @pytest.mark.parametrize("family", ["Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe"])
-def test_with_images(family: str, budget: int, tmp_path: Path, loaded: list[tuple[bool, int]]) -> None:
-    """Images cut by steps and whole, beside text and again; text alone behind them."""
+def test_short_steps_with_images(
+    family: str, budget: int, tmp_path: Path, loaded: list[tuple[bool, int]]
+) -> None:
+    """Check images split by steps and whole, beside text and repeated; then text alone."""
     path, draw = made(family, tmp_path)[0], np.random.default_rng(3)
     sizes = ((120, 90), (17, 19), (64, 24))
     images = [Image.fromarray(draw.integers(0, 256, (*size, 3), np.uint8)) for size in sizes]
     prompts = [
-        {"prompt": f"what is {SEES} this", "multi_modal_data": {"image": images[0]}},
+        {"prompt": f"what is {IMAGE_TOKENS} this", "multi_modal_data": {"image": images[0]}},
         {"prompt": "nothing to see here, only words"},
-        {"prompt": f"{SEES}one {SEES}and then", "multi_modal_data": {"image": images[1:]}},
-        {"prompt": f"{SEES} again, and a little more of it", "multi_modal_data": {"image": images[0]}},
+        {"prompt": f"{IMAGE_TOKENS}one {IMAGE_TOKENS}and then", "multi_modal_data": {"image": images[1:]}},
+        {
+            "prompt": f"{IMAGE_TOKENS} again, and a little more of it",
+            "multi_modal_data": {"image": images[0]},
+        },
     ]
     settings = SETTINGS | {"skip_tokenizer_init": False, "dtype": "float32", "max_model_len": 512}
     settings |= {"use_tqdm_on_load": False, "enable_prefix_caching": True, "max_num_batched_tokens": budget}
-    expected = said(LLM(str(path), **settings, enforce_eager=True), prompts)
+    expected = generated_ids(LLM(str(path), **settings, enforce_eager=True), prompts)
     assert not loaded
     llm = LLM(str(path), **settings)
-    assert said(llm, prompts) == expected
-    assert [said(llm, [prompt])[0] for prompt in prompts] == expected
+    assert generated_ids(llm, prompts) == expected
+    assert [generated_ids(llm, [prompt])[0] for prompt in prompts] == expected
     assert any(count for _, count in loaded) and any(not count for _, count in loaded)

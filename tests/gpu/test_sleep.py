@@ -1,4 +1,4 @@
-"""Sleep on a GPU: its memory is really free meanwhile, and graphs, weights and cache are right afterwards."""
+"""Tests of sleep on a GPU: memory is freed, and graphs, weights and cache are correct afterwards."""
 
 import gc
 from pathlib import Path
@@ -46,10 +46,10 @@ def free_bytes() -> int:
     return torch.cuda.mem_get_info()[0]
 
 
-def said(llm: LLM) -> list[list[int]]:
+def generated_ids(llm: LLM) -> list[list[int]]:
     params = [GREEDY, RANDOM] * (len(PROMPTS) // 2)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], params, use_tqdm=False)
-    return [list(each.outputs[0].token_ids) for each in outputs]
+    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 def num_graphs(worker: Any) -> int:
@@ -69,35 +69,37 @@ def open_model(path: Path, **settings: Any) -> LLM:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_memory_falls_and_the_tokens_stay(model: Path, name: str) -> None:
+def test_memory_is_freed_and_outputs_stay(model: Path, name: str) -> None:
     llm = open_model(model, dtype="bfloat16", enable_prefix_caching=False, **SETTINGS[name])
-    expected = said(llm)
+    expected = generated_ids(llm)
     weights = llm.collective_rpc("memory_stats")[0]["weights"]
     graphs = llm.collective_rpc(num_graphs)[0]
     assert bool(graphs) == (name != "eager")
     resident = free_bytes()
     for level in (1, 2, 1):
         llm.sleep(level)
-        given = free_bytes() - resident
-        assert given > 0.9 * (CACHE_BYTES + weights), f"level {level}: {given} of {CACHE_BYTES + weights}"
+        freed = free_bytes() - resident
+        assert freed > 0.9 * (CACHE_BYTES + weights), f"level {level}: {freed} of {CACHE_BYTES + weights}"
         llm.wake_up(tags=["weights"])
-        # Some of them fit into what torch has kept: 0.79 of fp8 weights did not.
-        assert resident + given - free_bytes() > 0.5 * weights
+        # Some allocations fit into torch's cached memory: 0.79 of FP8 weights did not.
+        assert resident + freed - free_bytes() > 0.5 * weights
         llm.wake_up(tags=["kv_cache"])
         assert llm.collective_rpc(num_graphs)[0] == graphs
         assert llm.collective_rpc("memory_stats")[0]["weights"] == weights
-        assert said(llm) == expected, f"level {level}"
+        assert generated_ids(llm) == expected, f"level {level}"
     llm.llm_engine.close()
     del llm
     gc.collect()
     torch.cuda.empty_cache()
 
 
-def test_somebody_else_uses_the_memory_meanwhile(model: Path) -> None:
-    """What others wrote over is written anew; who cannot get it back sleeps on, and may try again."""
+def test_other_process_uses_the_memory_meanwhile(model: Path) -> None:
+    """Check that overwritten memory is restored, and that a failed wake-up leaves the engine asleep for a
+    retry.
+    """
     llm = open_model(model)
-    expected = said(llm)
-    ids = llm.enqueue([{"prompt_token_ids": each} for each in PROMPTS], GREEDY, use_tqdm=False)
+    expected = generated_ids(llm)
+    ids = llm.enqueue([{"prompt_token_ids": prompt} for prompt in PROMPTS], GREEDY, use_tqdm=False)
     for _ in range(5):
         llm.llm_engine.step()
     llm.sleep(1, mode="keep")
@@ -110,7 +112,7 @@ def test_somebody_else_uses_the_memory_meanwhile(model: Path) -> None:
     outputs = llm.wait_for_completion(use_tqdm=False)
     assert [output.request_id for output in outputs] == ids
     assert [list(output.outputs[0].token_ids) for output in outputs][::2] == expected[::2]
-    assert said(llm) == expected
+    assert generated_ids(llm) == expected
     llm.llm_engine.close()
 
 
@@ -122,14 +124,14 @@ def test_somebody_else_uses_the_memory_meanwhile(model: Path) -> None:
 def test_weights_fit_and_the_cache_does_not(
     model: Path, where: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody waits for the one that has no room, and the next attempt makes the whole cache."""
+    """Check that no worker waits for the one without memory, and that a retry allocates the whole cache."""
     monkeypatch.setenv("QUIRE_TEST_SHARE_GPU", "1")
     llm = open_model(model, **where)
-    expected = said(llm)
-    weights = sum(each["weights"] for each in llm.collective_rpc("memory_stats"))
+    expected = generated_ids(llm)
+    weights = sum(item["weights"] for item in llm.collective_rpc("memory_stats"))
     for level in (1, 2):
         llm.sleep(level)
-        # Of two workers none, or one, has room for its cache.
+        # None or one of two workers has memory for its cache.
         left = weights + CACHE_BYTES * (3 if where else 1) // 2
         taken = [torch.empty(free_bytes() - left, dtype=torch.uint8, device="cuda")]
         try:
@@ -139,37 +141,39 @@ def test_weights_fit_and_the_cache_does_not(
             taken.clear()
             torch.cuda.empty_cache()
         llm.wake_up()
-        assert said(llm) == expected, f"level {level}"
+        assert generated_ids(llm) == expected, f"level {level}"
     llm.llm_engine.close()
 
 
-def test_memory_that_cannot_be_pinned_is_nobody_elses_failure() -> None:
+def test_failed_pinning_does_not_fail_later_launches() -> None:
     memory = _host_memory(1 << 20)
     assert pin(memory)
     try:
-        assert not pin(memory), "it is pinned already"
+        assert not pin(memory), "the memory is pinned already"
         assert torch.full((8,), 3, device="cuda").sum().item() == 24
     finally:
         torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
-def test_cores_sleep_in_processes_of_their_own(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose collectors pass over what was there at their start: a part that holds the model in a circle would
-    keep weights and cache, and a second copy would have to fit beside them."""
+def test_core_processes_sleep(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check processes whose collectors skip objects of their start.
+
+    A reference cycle that holds the model would keep weights and cache in memory.
+    """
     monkeypatch.setenv("QUIRE_TEST_SHARE_GPU", "1")
     llm = open_model(model, data_parallel_size=2)
-    expected, resident = said(llm), free_bytes()
-    weights = [each["weights"] for each in llm.collective_rpc("memory_stats")]
+    expected, resident = generated_ids(llm), free_bytes()
+    weights = [item["weights"] for item in llm.collective_rpc("memory_stats")]
     assert len(weights) == 2
     awake = []
     for level in (2, 1, 2, 2):
         llm.sleep(level)
-        given = free_bytes() - resident
-        assert given > 0.9 * (2 * CACHE_BYTES + sum(weights)), f"level {level}: {given}"
+        freed = free_bytes() - resident
+        assert freed > 0.9 * (2 * CACHE_BYTES + sum(weights)), f"level {level}: {freed}"
         llm.wake_up()
         awake.append(free_bytes())
-        assert said(llm) == expected, f"level {level}"
-    # What torch keeps for itself may be more than before the first sleep, and does not grow.
+        assert generated_ids(llm) == expected, f"level {level}"
+    # Torch's cached memory may exceed that before the first sleep, but does not grow.
     assert abs(awake[0] - resident) < 0.5 * CACHE_BYTES
     assert awake[0] - awake[-1] < 0.1 * CACHE_BYTES, awake
     llm.llm_engine.close()
@@ -181,13 +185,13 @@ def test_cores_sleep_in_processes_of_their_own(model: Path, monkeypatch: pytest.
     ids=["one", "two"],
 )
 def test_ranks_sleep_together(model: Path, ranks: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes of their own, for which the call goes the way of plans."""
+    """Check rank processes, which get the call like a plan."""
     monkeypatch.setenv("QUIRE_TEST_SHARE_GPU", "1")
     llm = open_model(model, **ranks)
-    expected, resident = said(llm), free_bytes()
+    expected, resident = generated_ids(llm), free_bytes()
     for level in (1, 2):
         llm.sleep(level)
         assert free_bytes() - resident > 0.9 * CACHE_BYTES
         llm.wake_up()
-        assert said(llm) == expected
+        assert generated_ids(llm) == expected
     llm.llm_engine.close()

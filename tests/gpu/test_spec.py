@@ -1,4 +1,4 @@
-"""Drafts that a GPU makes and judges by itself: outputs are those without any."""
+"""Tests of drafts that a GPU makes and verifies by itself: outputs match those without drafts."""
 
 import gc
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafted import Eager
+from drafted import EagerPolicy
 from heads import HIDDEN, add_prediction, layer_weights, norm_weights, save_head
 from on_gpu import SETTINGS, opened
 from oracle import make_tiny
@@ -17,7 +17,7 @@ from quire import LLM, SamplingParams
 pytestmark = pytest.mark.gpu
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 SIZE: dict[str, Any] = {"hidden_size": 128, "head_dim": 64, "vocab_size": 512, "max_position_embeddings": 512}
-ASKED: list[dict[str, Any]] = [
+SAMPLING_FIELDS: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 0.8, "seed": 1},
     {"temperature": 0, "repetition_penalty": 1.2},
@@ -36,9 +36,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def answers(path: Path, **more: Any) -> list[Any]:
     llm = opened(path, "float32", **more)
-    params = [SamplingParams(max_tokens=24, ignore_eos=True, **each) for each in ASKED]
+    params = [SamplingParams(max_tokens=24, ignore_eos=True, **item) for item in SAMPLING_FIELDS]
     prompts = prompts_of(23, 9, 40, 5, 12, 30, 3, 8)
-    return [list(each.outputs[0].token_ids) for each in llm.generate(prompts, params, use_tqdm=False)]
+    return [list(item.outputs[0].token_ids) for item in llm.generate(prompts, params, use_tqdm=False)]
 
 
 @pytest.fixture(scope="module")
@@ -47,14 +47,18 @@ def plain(tiny: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize(("enforce_eager", "method"), [(False, "ngram"), (True, "ngram"), (False, "suffix")])
-def test_outputs_are_those_without_drafts(
+def test_outputs_match_outputs_without_drafts(
     enforce_eager: bool, method: str, tiny: Path, plain: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lengths that only the device knows, graphs with padded places, two steps in flight, tokens that were
-    counted for a penalty and did not hold."""
-    pace, asked = Eager(), DRAFTS if method == "ngram" else {"method": method, "num_speculative_tokens": 3}
+    """Check lengths known only on the device, padded graphs, two steps in flight, and penalty counts of
+    rejected drafts.
+    """
+    pace, speculative = (
+        EagerPolicy(),
+        DRAFTS if method == "ngram" else {"method": method, "num_speculative_tokens": 3},
+    )
     monkeypatch.setattr("quire.core.build.Pace", lambda **sizes: pace)
-    assert answers(tiny, speculative_config=asked, enforce_eager=enforce_eager) == plain
+    assert answers(tiny, speculative_config=speculative, enforce_eager=enforce_eager) == plain
     assert pace.num_drafts > 0 and (method == "suffix" or 10 < pace.num_held < pace.num_drafts)
 
 
@@ -62,15 +66,16 @@ ALIKE: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 0.8}, {"tempe
 
 
 def all_answers(llm: LLM, params: list[dict[str, Any]]) -> list[Any]:
-    """To one prompt alone; to eight beside each other, some in chunks; and to some of them again, whose
-    prefixes are there."""
-    prompts, found = prompts_of(23, 9, 40, 5, 60, 30, 3, 17), []
-    asked = [params[at % len(params)] | {"seed": at} for at in range(len(prompts))]
+    """Generate for one prompt alone, for eight together with some in chunks, and again with cached
+    prefixes.
+    """
+    prompts, actual = prompts_of(23, 9, 40, 5, 60, 30, 3, 17), []
+    fields = [params[at % len(params)] | {"seed": at} for at in range(len(prompts))]
     for some in ([2], range(8), [4, 2, 0]):
-        wanted = [SamplingParams(max_tokens=24, ignore_eos=True, **asked[at]) for at in some]
+        wanted = [SamplingParams(max_tokens=24, ignore_eos=True, **fields[at]) for at in some]
         outputs = llm.generate([prompts[at] for at in some], wanted, use_tqdm=False)
-        found += [list(each.outputs[0].token_ids) for each in outputs]
-    return found
+        actual += [list(output.outputs[0].token_ids) for output in outputs]
+    return actual
 
 
 def opened_for(path: Path, **more: Any) -> LLM:
@@ -114,18 +119,18 @@ def draft_of(kind: str, folder: Path, target: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["itself", "another", "eagle", "eagle3", "mtp"])
-def test_so_are_those_with_a_model_that_drafts(
+def test_draft_models_do_not_change_outputs_on_gpu(
     kind: str,
     tmp_path: Path,
     targets: dict[str, Path],
     expected: dict[str, list[Any]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Drafts that are captured, padded, made beside prompts, of rows that had none for a while."""
-    name, pace = kind if kind in targets else "llama", Eager()
+    """Check captured and padded drafts, drafts beside prompts, and rows that had none for a while."""
+    name, pace = kind if kind in targets else "llama", EagerPolicy()
     monkeypatch.setattr("quire.core.build.Pace", lambda **sizes: pace)
-    asked = {"num_speculative_tokens": 3} | draft_of(kind, tmp_path, targets[name])
-    llm = opened_for(targets[name], speculative_config=asked)
+    speculative = {"num_speculative_tokens": 3} | draft_of(kind, tmp_path, targets[name])
+    llm = opened_for(targets[name], speculative_config=speculative)
     assert all_answers(llm, ALIKE) == expected[name]
     assert pace.num_drafts > 100
     assert kind != "itself" or pace.num_held > 0.9 * pace.num_drafts

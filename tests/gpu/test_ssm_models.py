@@ -1,4 +1,4 @@
-"""Models that keep a state on a GPU, against transformers in float32; decodes in a captured graph."""
+"""Tests of models with SSM states on a GPU against transformers in float32, with captured decodes."""
 
 from pathlib import Path
 from typing import Any
@@ -40,21 +40,21 @@ def load(path: Path, hf_model: Any) -> tuple[Any, Any]:
     return model, hf_model
 
 
-def near(ours: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(ours.cpu(), expected, atol=2e-3, rtol=2e-3)
+def near(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual.cpu(), expected, atol=2e-3, rtol=2e-3)
 
 
 def test_logits_match_transformers(twins: tuple[Any, Any]) -> None:
     model, hf_model = twins
     prompts = random_prompts(23, 9, 80)
     for steps in ([[23, 9, 80]], [[10, 0, 17], [1, 4, 56], [1, 1, 1], [1, 3, 1], [10, 0, 5], [0, 1, 0]]):
-        for ours, ids in zip(run_rows(model, prompts, steps, [4, 3, 0], "cuda"), prompts, strict=True):
-            near(ours, run_hf(hf_model, ids))
+        for actual, ids in zip(run_rows(model, prompts, steps, [4, 3, 0], "cuda"), prompts, strict=True):
+            near(actual, run_hf(hf_model, ids))
 
 
 @torch.inference_mode()
-def test_a_captured_decode_goes_on_from_what_its_rows_hold(twins: tuple[Any, Any]) -> None:
-    """A row or a position read when the graph was captured; padding that takes somebody's state."""
+def test_captured_decode_continues_from_its_rows_states(twins: tuple[Any, Any]) -> None:
+    """Check for rows or positions read at capture, and for padding that changes a state."""
     model, hf_model = twins
     if any(isinstance(module, MoE) for module in model.modules()):
         pytest.skip("experts have graphs in tests of their own")

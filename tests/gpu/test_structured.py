@@ -1,4 +1,4 @@
-"""Structured output on a GPU: masks that travel beside the layers reach their rows, graphs or not."""
+"""Tests of structured output on a GPU: asynchronous masks reach their rows, with and without graphs."""
 
 import gc
 import json
@@ -63,34 +63,34 @@ def open_llm(path: Path, **settings: Any) -> LLM:
 
 
 def bound(seed: int, **fields: Any) -> SamplingParams:
-    asked = {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}
-    return SamplingParams(**{"temperature": 1.2, "seed": seed, "max_tokens": 120} | asked | fields)
+    constraint = {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}
+    return SamplingParams(**{"temperature": 1.2, "seed": seed, "max_tokens": 120} | constraint | fields)
 
 
 def is_right(text: str) -> bool:
-    found = json.loads(text)
+    actual = json.loads(text)
     return (
-        list(found) == ["name", "age", "kind"]
-        and 1 <= len(found["name"]) <= 8
-        and 0 <= found["age"] <= 150
-        and found["kind"] in ("a", "bc", "é")
+        list(actual) == ["name", "age", "kind"]
+        and 1 <= len(actual["name"]) <= 8
+        and 0 <= actual["age"] <= 150
+        and actual["kind"] in ("a", "bc", "é")
     )
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_finished_answer_is_what_was_asked_for(way: str, path: Path) -> None:
+def test_every_finished_output_satisfies_its_grammar(way: str, path: Path) -> None:
     llm = open_llm(path, **WAYS[way])
     opened = ReasoningIds((), (END,), True)
-    asked = [
+    all_params = [
         *(bound(seed, n=2) for seed in range(8)),
         *(bound(seed, logprobs=3, bad_words=["the"], repetition_penalty=1.1) for seed in range(4)),
         *(bound(seed, thinking_token_budget=seed, reasoning=opened) for seed in range(4)),
         SamplingParams(max_tokens=60, ignore_eos=True),
     ]
-    outputs = llm.generate([PROMPT * (1 + at) for at in range(len(asked))], asked, use_tqdm=False)
+    outputs = llm.generate([PROMPT * (1 + at) for at in range(len(all_params))], all_params, use_tqdm=False)
     done = [
         (llm.get_tokenizer().decode(_after(out.token_ids, params)), out.finish_reason)
-        for output, params in zip(outputs, asked[:-1], strict=False)
+        for output, params in zip(outputs, all_params[:-1], strict=False)
         for out in output.outputs
     ]
     assert {reason for _, reason in done} <= {"stop", "length"}
@@ -100,29 +100,30 @@ def test_every_finished_answer_is_what_was_asked_for(way: str, path: Path) -> No
 
 
 def _after(token_ids: Any, params: SamplingParams) -> list[int]:
-    """Without what came before the end of reasoning."""
+    """Return the text after the end of reasoning."""
     ids = list(token_ids)
     return ids[ids.index(END) + 1 :] if params.reasoning is not None else ids
 
 
-def test_a_neighbour_says_the_same_beside_whomever(path: Path) -> None:
-    """Only the masks may differ, so all rows are in all steps together: sums of bfloat16 depend on the size
-    of the batch. A row whose grammar is being compiled would join later than the others, and one whose
-    grammar ends would leave before them. So the engine runs once everybody can, and nobody ends early."""
+def test_unconstrained_row_is_equal_in_any_batch(path: Path) -> None:
+    """Check with all rows in all steps, since sums of bfloat16 depend on the batch size.
+
+    The engine therefore starts when all grammars are compiled, and no request ends early.
+    """
     llm = open_llm(path, enable_prefix_caching=False)
     free = [SamplingParams(temperature=0.8, seed=row, max_tokens=80, ignore_eos=True) for row in range(16)]
     regex = {"structured_outputs": {"regex": "[a-z ]{2000}"}, "ignore_eos": True}
-    mixed = [bound(row, **regex, max_tokens=80) if row % 2 else each for row, each in enumerate(free)]
-    said = [together(llm, asked) for asked in (free, mixed)]
-    assert said[0][::2] == said[1][::2]
-    texts = [llm.get_tokenizer().decode(ids) for ids in said[1][1::2]]
+    mixed = [bound(row, **regex, max_tokens=80) if row % 2 else item for row, item in enumerate(free)]
+    output = [together(llm, batch) for batch in (free, mixed)]
+    assert output[0][::2] == output[1][::2]
+    texts = [llm.get_tokenizer().decode(ids) for ids in output[1][1::2]]
     assert all(re.fullmatch("[a-z ]+", text) for text in texts), texts
 
 
-def together(llm: LLM, asked: list[SamplingParams]) -> list[list[int]]:
-    """The tokens of each, from steps in which all of them are."""
-    engine, said = llm.llm_engine, {}
-    for row, params in enumerate(asked):
+def together(llm: LLM, requests: list[SamplingParams]) -> list[list[int]]:
+    """Return the tokens of each request from steps that contain all of them."""
+    engine, outputs = llm.llm_engine, {}
+    for row, params in enumerate(requests):
         engine.add_request(str(row), PROMPT, params)
     scheduler = engine.core.scheduler
     while scheduler.gates.is_awaiting:
@@ -130,5 +131,5 @@ def together(llm: LLM, asked: list[SamplingParams]) -> list[list[int]]:
         assert not scheduler.settle()
     while engine.has_unfinished_requests():
         for output in engine.step():
-            said[int(output.request_id)] = list(output.outputs[0].token_ids)
-    return [said[row] for row in range(len(asked))]
+            outputs[int(output.request_id)] = list(output.outputs[0].token_ids)
+    return [outputs[row] for row in range(len(requests))]

@@ -1,4 +1,4 @@
-"""Sums through each other's memory: two processes on one GPU, which torch allows for such tests."""
+"""Tests of all-reduces through symmetric memory: two processes on one GPU, which torch allows for tests."""
 
 import multiprocessing
 import os
@@ -14,7 +14,7 @@ from quire.parallel.symmetric import SymmetricGroup, with_symmetric_memory
 
 pytestmark = pytest.mark.gpu
 SHAPES = ((1, 4096), (3, 136), (32, 4096), (128, 4096), (255, 4104))
-"""One-shot and two-shot, whole and ragged."""
+"""One-shot and two-shot, aligned and ragged."""
 
 
 def add(rank: int, size: int, meeting: str, answer: Connection) -> None:
@@ -39,19 +39,19 @@ def add(rank: int, size: int, meeting: str, answer: Connection) -> None:
                     wrong.append((dtype, shape))
     answer.send(wrong)
     dist.barrier()
-    os._exit(0)  # the other one may have unmapped the memory by now
+    os._exit(0)  # the other process may have unmapped the memory by now
 
 
-def test_sums_are_right_in_graphs_and_outside(tmp_path: Path) -> None:
+def test_sums_are_correct_with_and_without_graphs(tmp_path: Path) -> None:
     context, size = multiprocessing.get_context("spawn"), 2
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
     ranks = [
-        context.Process(target=add, args=(rank, size, f"file://{tmp_path}/meeting", theirs), daemon=True)
-        for rank, (_, theirs) in enumerate(pipes)
+        context.Process(target=add, args=(rank, size, f"file://{tmp_path}/meeting", expected), daemon=True)
+        for rank, (_, expected) in enumerate(pipes)
     ]
-    for rank, (_, theirs) in zip(ranks, pipes, strict=True):
+    for rank, (_, expected) in zip(ranks, pipes, strict=True):
         rank.start()
-        theirs.close()
-    assert [ours.recv() for ours, _ in pipes] == [[], []]
+        expected.close()
+    assert [actual.recv() for actual, _ in pipes] == [[], []]
     for rank in ranks:
         rank.join(30)

@@ -1,6 +1,6 @@
-"""Random traffic on a GPU: arrivals, aborts, preemptions in a small cache. Nothing leaks, nothing is wrong.
+"""Random traffic on a GPU: arrivals, aborts and preemptions in a small cache, without leaks or errors.
 
-`QUIRE_TEST_TRAFFIC_S` says for how long, 20 seconds by default, `QUIRE_TEST_TRAFFIC_SEED` which traffic.
+`QUIRE_TEST_TRAFFIC_S` sets the duration, 20 seconds by default, `QUIRE_TEST_TRAFFIC_SEED` the seed.
 """
 
 import os
@@ -71,11 +71,11 @@ class Traffic:
                 continue
             which, params = self.running.pop(output.request_id)
             self.counts["finished"] += 1
-            said = list(output.outputs[0].token_ids)
-            assert all(0 <= token < VOCAB for token in said)
+            outputs = list(output.outputs[0].token_ids)
+            assert all(0 <= token < VOCAB for token in outputs)
             if which is not None:
                 self.counts["checked"] += 1
-                assert said == self.expected[which][: params.max_tokens]
+                assert outputs == self.expected[which][: params.max_tokens]
 
     def abort_some(self) -> None:
         gone = [id for id in self.running if self.rng.random() < 0.1]
@@ -86,7 +86,7 @@ class Traffic:
 
 
 @pytest.mark.timeout(SECONDS + 300)
-def test_nothing_leaks_and_nothing_is_wrong(tmp_path: Path) -> None:
+def test_no_leaks_and_correct_outputs(tmp_path: Path) -> None:
     path, hf = make_tiny("qwen3", tmp_path)
     llm = LLM(
         str(path),

@@ -1,8 +1,7 @@
-"""Triton's interpreter, which runs the kernels where there is no CUDA device: which cases are run in it, and
-how it is made faster.
+"""Triton's interpreter, which runs the kernels without a CUDA device: selected cases, and a speed-up.
 
-A small product takes it a tenth of a second or more. `make test` therefore runs each kernel once for each of
-its branches, on few numbers; other shapes are for a CUDA device and for `make slow`.
+A small matmul takes it a tenth of a second or more. `make test` therefore runs each branch of a kernel once,
+on small inputs; other shapes are for a CUDA device and for `make slow`.
 """
 
 import functools
@@ -18,24 +17,26 @@ CUDA = torch.cuda.is_available()
 
 
 def more(*values: Any) -> list[Any]:
-    """Parameters of a test that repeat a branch with other numbers: a CUDA device runs all of them, the
-    interpreter does with `-m slow` only. A tuple is one set of parameters."""
+    """Mark parameters that repeat a branch with other numbers.
+
+    A CUDA device runs all of them, the interpreter only with `-m slow`. A tuple is one set of parameters.
+    """
     marks = [] if CUDA else [pytest.mark.slow]
     return [pytest.param(*value if isinstance(value, tuple) else (value,), marks=marks) for value in values]
 
 
 class Patched:
-    """Stands for the changes to Triton's language that the interpreter would take back after each call."""
+    """Replaces Triton's patch scope, which the interpreter would undo after each call."""
 
     def restore(self) -> None: ...
 
 
 def quicken() -> None:
-    """Spare the interpreter work that it repeats at every operation and whose result never differs.
+    """Skip work that the interpreter repeats at every operation with an equal result.
 
-    It patches its language once for each module of kernels instead of at every call. It does not look for
-    overflows, whose assertion it leaves out without `debug` anyway. Types of blocks, shapes of tensors and
-    dtypes of numpy are looked up instead of built.
+    The language is patched once per module of kernels instead of at every call. Overflow checks, whose
+    assertions are omitted without `debug` anyway, are skipped. Block types, tensor shapes and numpy dtypes
+    are cached.
     """
     triton, interpreter = sys.modules.get("triton"), sys.modules.get("triton.runtime.interpreter")
     if triton is None or interpreter is None or not triton.knobs.runtime.interpret:
@@ -75,7 +76,7 @@ def _index(tensor: Any) -> int:
 
 
 def _by_name(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`convert`, called once for each type: types of blocks and pointers have no hash, but a name each."""
+    """Cache `convert` by the type's name, since block and pointer types have no hash."""
     results: dict[str, Any] = {}
 
     def look_up(dtype: Any) -> Any:

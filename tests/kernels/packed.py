@@ -1,4 +1,4 @@
-"""Packed weights as a GGUF file has them, of random bytes."""
+"""Packed weights of random bytes in GGUF layout."""
 
 import numpy as np
 import torch
@@ -13,11 +13,11 @@ HALVES: dict[str, tuple[int, ...]] = {
     "Q6_K": (208,),
     "MXFP4": (),
 }
-"""Where the float16 numbers of a block lie, if not only at its start."""
+"""Offsets of the float16 numbers of a block, if not only at its start."""
 
 
 def stored(kind: str, rows: int, columns: int, seed: int) -> Tensor:
-    """Random bytes, with scales of a sensible size: every code and every small scale occurs."""
+    """Return random bytes with scales of a sensible size: every code and every small scale occurs."""
     form, rng = TYPES[kind], np.random.default_rng(seed)
     blocks = columns // form.stored_columns
     content = rng.integers(0, 256, (rows, blocks, form.stored_bytes), dtype=np.uint8)

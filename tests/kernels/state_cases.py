@@ -1,4 +1,4 @@
-"""Random inputs for the kernels of states: ragged batches, strided rows, rows that were used before."""
+"""Random inputs for the SSM kernels: ragged batches, strided rows, reused state rows."""
 
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ LENS = {
     "long": [200],
     "short": [2, 5],
 }
-"""Tokens of each sequence of a batch."""
+"""Number of tokens of each sequence in a batch."""
 
 
 class Case(NamedTuple):
@@ -24,7 +24,7 @@ class Case(NamedTuple):
     x: Tensor
     """[T, width], a slice of wider rows"""
     small: Tensor
-    """[T, 2 * heads], another"""
+    """[T, 2 * heads], another slice"""
     rates: DecayRates
     skip: Tensor
     state: Tensor
@@ -39,7 +39,9 @@ def make_case(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> Case:
-    """Every other sequence goes on from a random state, the others start, on rows full of NaN."""
+    """Build a case in which every other sequence continues from a random state and the others start on NaN
+    rows.
+    """
     torch.manual_seed(seed)
     starts = np.concatenate([[0], np.cumsum(lens)])
     positions = np.concatenate([np.arange(n) + (7 if i % 2 else 0) for i, n in enumerate(lens)])
@@ -66,7 +68,7 @@ def select_case(
     device: torch.device | str = "cpu",
     shape: tuple[int, int] = (70, 12),
 ) -> Case:
-    """For Mamba: channels, and numbers of state of each."""
+    """Build a case for Mamba with this number of channels and state size."""
     channels, size = shape
     case = make_case(lens, 3 * channels + 2 * size, shape, dtype=dtype, device=device)
     rates = DecayRates(-torch.rand(shape).to(device) * 4, case.rates.bias)

@@ -1,4 +1,4 @@
-"""A scope that builds small float32 layers on the CPU."""
+"""Fixture of a scope that builds small float32 layers on the CPU."""
 
 import pytest
 import torch

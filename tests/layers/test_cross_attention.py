@@ -1,4 +1,4 @@
-"""Attention to items that no tokens stand for, by every kind of backend, against softmax."""
+"""Tests of cross-attention with every backend against softmax."""
 
 from dataclasses import replace
 
@@ -57,15 +57,17 @@ def batch_of(rows: list[int], lens: list[int]) -> Batch:
 
 
 @pytest.mark.parametrize(
-    "backend", [TorchSDPA(), CPUAttention(), TritonAttention()], ids=lambda each: each.name
+    "backend", [TorchSDPA(), CPUAttention(), TritonAttention()], ids=lambda entry: entry.name
 )
 @pytest.mark.parametrize("lens", [[1, 1, 1], [3, 1, 5], [2]], ids=str)
 @torch.inference_mode()
-def test_every_token_sees_all_of_its_rows_item(
+def test_every_token_attends_to_its_rows_item(
     backend: AttentionBackend, lens: list[int], scope: Scope
 ) -> None:
-    """Another row's item, another layer's keys, a vector that is left out, the rest of the last block; rows
-    that share an item, and a slot that was another's before."""
+    """Check for other rows' items, other layers' keys, missing vectors and the rest of the last block.
+
+    Rows may share an item, and slots are reused.
+    """
     if isinstance(backend, CPUAttention) and native.library() is None:
         pytest.skip("there are no native kernels here")
     torch.manual_seed(0)

@@ -6,15 +6,15 @@ from quire.layers.scope import Scope
 
 
 def filled(embedding: TokenEmbedding) -> Tensor:
-    """The random vectors that it now has."""
+    """Fill the layer with random vectors and return them."""
     (target,) = embedding.targets()
     target.tensor.copy_(torch.randn(8, 4))
     embedding.finish()
     return target.tensor.clone()
 
 
-def test_a_tied_head_uses_the_embeddings_own_memory(scope: Scope) -> None:
-    """A head that copies the weight: twice the memory, or memory that loading never fills."""
+def test_tied_head_shares_the_embeddings_memory(scope: Scope) -> None:
+    """Check that the head does not copy the weight."""
     embedding = TokenEmbedding(8, 4, scope / "embed")
     head = Head(8, 4, scope / "lm_head", tied=embedding)
     assert head.table is embedding
@@ -24,13 +24,13 @@ def test_a_tied_head_uses_the_embeddings_own_memory(scope: Scope) -> None:
     assert torch.equal(head.rows([5, 1]), vectors[[5, 1]])
 
 
-def test_an_untied_head_has_its_own(scope: Scope) -> None:
+def test_untied_head_has_its_own_weight(scope: Scope) -> None:
     head = Head(8, 4, scope / "lm_head")
     (target,) = head.table.targets()
     assert (target.name, tuple(target.tensor.shape)) == ("lm_head.weight", (8, 4))
 
 
-def test_embedding_looks_rows_up(scope: Scope) -> None:
+def test_embedding_looks_up_rows(scope: Scope) -> None:
     embedding = TokenEmbedding(8, 4, scope / "embed")
     vectors = filled(embedding)
     torch.testing.assert_close(embedding(torch.tensor([3, 0, 3])), vectors[[3, 0, 3]])

@@ -10,7 +10,7 @@ from quire.quant.weight import LinearShape
 
 
 def fill(layer: Loads) -> dict[str, Tensor]:
-    """Random checkpoint tensors of the layer, copied in by name."""
+    """Fill the layer with random checkpoint tensors by name."""
     torch.manual_seed(0)
     tensors = {target.name: torch.randn(target.tensor.shape) for target in layer.targets()}
     for target in layer.targets():
@@ -20,15 +20,15 @@ def fill(layer: Loads) -> dict[str, Tensor]:
 
 
 def test_qkv_is_the_three_projections_of_the_checkpoint(scope: Scope) -> None:
-    """Parts in the wrong order or of the wrong size."""
+    """Check the order and sizes of the parts."""
     layer = QKVLinear(12, 4, 2, 8, scope / "attn" / "qkv_proj", bias=True)
     tensors = fill(layer)
     x = torch.randn(5, 12)
     names = ["q_proj", "k_proj", "v_proj"]
     assert list(tensors) == [f"attn.{name}.{suffix}" for name in names for suffix in ("weight", "bias")]
-    for name, ours in zip(names, layer.multiply(x).split([32, 16, 16], dim=1), strict=True):
+    for name, actual in zip(names, layer.multiply(x).split([32, 16, 16], dim=1), strict=True):
         expected = F.linear(x, tensors[f"attn.{name}.weight"], tensors[f"attn.{name}.bias"])
-        torch.testing.assert_close(ours, expected)
+        torch.testing.assert_close(actual, expected)
 
 
 def test_gate_and_up_are_not_swapped(scope: Scope) -> None:
@@ -41,7 +41,7 @@ def test_gate_and_up_are_not_swapped(scope: Scope) -> None:
 
 @pytest.mark.parametrize("kind", [ColumnLinear, RowLinear])
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_single_layer_has_its_own_name(kind: type, bias: bool, scope: Scope) -> None:
+def test_single_layer_has_its_own_name(kind: type, bias: bool, scope: Scope) -> None:
     layer = kind(6, 4, scope / "mlp" / "down_proj", bias=bias)
     tensors = fill(layer)
     x = torch.randn(3, 6)
@@ -49,16 +49,16 @@ def test_a_single_layer_has_its_own_name(kind: type, bias: bool, scope: Scope) -
     torch.testing.assert_close(layer(x), F.linear(x, *tensors.values()))
 
 
-def test_the_format_is_chosen_by_the_names_of_the_parts(scope: Scope) -> None:
-    """A layer that ignores the scope's choice of format."""
-    asked: list[tuple[str, ...]] = []
+def test_format_is_chosen_by_the_names_of_the_parts(scope: Scope) -> None:
+    """Check that the layer uses the scope's choice of format."""
+    part_names: list[tuple[str, ...]] = []
 
     class Doubled(PlainWeight):
         def finish(self) -> None:
             self.product = lambda x: 2 * F.linear(x, self.weight)
 
     def choose(parts: tuple[str, ...], shape: LinearShape) -> PlainWeight:
-        asked.append(parts)
+        part_names.append(parts)
         return Doubled(shape)
 
     chosen = Scope(scope.dtype, scope.device, scope.backend, scope.max_len, linear=choose)
@@ -66,5 +66,5 @@ def test_the_format_is_chosen_by_the_names_of_the_parts(scope: Scope) -> None:
     weight = fill(layer)["o_proj.weight"]
     x = torch.randn(3, 6)
     GateUpLinear(6, 4, chosen / "mlp" / "gate_up_proj")
-    assert asked == [("o_proj",), ("mlp.gate_proj", "mlp.up_proj")]
+    assert part_names == [("o_proj",), ("mlp.gate_proj", "mlp.up_proj")]
     torch.testing.assert_close(layer(x), 2 * (x @ weight.T))

@@ -1,4 +1,4 @@
-"""Adapters beside weights of any format, and the memory of slots."""
+"""Tests of LoRA with weights of any format, and of the memory of slots."""
 
 from pathlib import Path
 
@@ -15,42 +15,42 @@ from quire.quant.plain import PlainWeight
 
 
 @pytest.mark.parametrize("method", ["int8", "fp8"])
-def test_the_weight_may_be_in_any_format(method: str, tmp_path: Path) -> None:
-    """A product of a format that goes past the adapters."""
+def test_lora_with_weights_of_any_format(method: str, tmp_path: Path) -> None:
+    """Check that no format's matmul bypasses the adapters."""
     path, _ = make_tiny("llama", tmp_path)
-    ours = Adapted(path, slots_for(2, 4), quant=ONLINE[method])
-    assert {type(module.weight) for module in ours.modules() if isinstance(module, Linear)} != {PlainWeight}
+    actual = Adapted(path, slots_for(2, 4), quant=ONLINE[method])
+    assert {type(module.weight) for module in actual.modules() if isinstance(module, Linear)} != {PlainWeight}
     tokens = torch.tensor([0, -1, 1, 1, 0], dtype=torch.int32)
-    for module in ours.modules():
+    for module in actual.modules():
         if not isinstance(module, Linear):
             continue
         point = module.point
         assert point is not None
-        for each in (point.a, point.b):
-            each.normal_()
+        for item in (point.a, point.b):
+            item.normal_()
         x = torch.randn(5, point.size_in)
-        ours.slots.use()
+        actual.slots.use()
         plain = module.multiply(x)
-        ours.slots.use(tokens)
+        actual.slots.use(tokens)
         expected = Reference().lora(plain.clone(), x, point.a, point.b, point.part_sizes, tokens)
         torch.testing.assert_close(module.multiply(x), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_a_slot_holds_one_adapter(tmp_path: Path) -> None:
-    """What is left of an adapter with more ranks or other layers; a neighbour that is written over."""
+def test_slot_holds_one_adapter(tmp_path: Path) -> None:
+    """Check for remains of an adapter with more ranks or other layers, and for writes to other slots."""
     path, _ = make_tiny("llama", tmp_path)
-    ours = Adapted(path, slots_for(3, 4))
-    slots, names = ours.slots, list(ours.slots.points)
+    actual = Adapted(path, slots_for(3, 4))
+    slots, names = actual.slots, list(actual.slots.points)
     for slot, rank in ((1, 4), (0, 3), (2, 2)):
         full = {
-            name: LoRAFactors(*(each.fill_(rank) for each in both))
+            name: LoRAFactors(*(item.fill_(rank) for item in both))
             for name, both in slots.room(dict.fromkeys(names, rank)).items()
         }
         slots.put(slot, full)
     slots.put(
         1,
         {
-            name: LoRAFactors(*(each.fill_(9) for each in both))
+            name: LoRAFactors(*(item.fill_(9) for item in both))
             for name, both in slots.room({names[1]: 1}).items()
         },
     )
@@ -60,8 +60,8 @@ def test_a_slot_holds_one_adapter(tmp_path: Path) -> None:
         assert (point.b[0] == 3).sum() == 3 * point.b[0, :, 0].numel()
 
 
-def test_a_step_without_draws_has_no_adapters_for_them(tmp_path: Path) -> None:
-    """A chunk in the middle of a prompt: kernels have no work to sort there."""
+def test_step_without_samples_has_no_adapters_for_the_head(tmp_path: Path) -> None:
+    """Check a chunk in the middle of a prompt, for which kernels have no rows to sort."""
     path, _ = make_tiny("llama", tmp_path)
     slots = Adapted(path, slots_for(2, 4)).slots
     tokens = torch.tensor([0, 1, -1], dtype=torch.int32)

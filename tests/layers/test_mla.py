@@ -16,19 +16,19 @@ def make(scope: Scope) -> MLAAttention:
     return MLAAttention(SPEC, rope, RMSNorm(8, 1e-6, scope / "norm"), scope / "kv_b_proj")
 
 
-def test_the_product_is_loaded_as_the_checkpoint_has_it(scope: Scope) -> None:
+def test_kv_b_weight_is_loaded_as_stored(scope: Scope) -> None:
     (target,) = make(scope).targets()
     assert (target.name, tuple(target.tensor.shape)) == ("kv_b_proj.weight", (20, 8))
 
 
-def test_a_cache_of_the_wrong_width_is_refused(scope: Scope) -> None:
+def test_cache_of_the_wrong_width_is_rejected(scope: Scope) -> None:
     layer = make(scope)
     layer.bind(torch.zeros(3, 4, 12))
     with pytest.raises(AssertionError):
         layer.bind(torch.zeros(3, 4, 8))
 
 
-def test_the_cache_is_one_plane(scope: Scope) -> None:
+def test_cache_is_one_plane(scope: Scope) -> None:
     layer, memory = make(scope), torch.zeros(3 * 4 * 12 * 4, dtype=torch.uint8)
     assert layer.keeps.page == (1, 12)
     layer.bind_memory(memory, block_size=4, cache_dtype=torch.float32, group=0)

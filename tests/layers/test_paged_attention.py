@@ -14,14 +14,14 @@ def make(scope: Scope, window: int | None = None) -> PagedAttention:
     return PagedAttention(AttentionSpec(4, 2, 8, scope.dtype, window), rope, scope / "attn")
 
 
-def test_layers_are_found_in_the_order_of_the_model(scope: Scope) -> None:
-    """Caches bound to the wrong layers would go unnoticed until a prefix is shared between processes."""
+def test_layers_are_listed_in_model_order(scope: Scope) -> None:
+    """Check the order by which caches are bound to layers."""
     layers = [make(scope, window) for window in (None, 3, 7)]
     model = nn.Sequential(nn.Sequential(layers[0], nn.Identity()), *layers[1:])
     assert [layer.spec.window for layer in attention_layers(model.modules())] == [None, 3, 7]
 
 
-def test_a_cache_of_the_wrong_shape_is_refused(scope: Scope) -> None:
+def test_cache_of_the_wrong_shape_is_rejected(scope: Scope) -> None:
     layer = make(scope)
     good, bad = torch.zeros(3, 4, 2, 8), torch.zeros(3, 4, 4, 8)
     layer.bind(good, good)

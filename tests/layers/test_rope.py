@@ -1,4 +1,4 @@
-"""Rotations that tests/models does not reach through whole models."""
+"""Tests of RoPE variants that tests/models does not reach through whole models."""
 
 from dataclasses import replace
 
@@ -21,22 +21,22 @@ def rotated(facts: RopeFacts, scope: Scope, position: int) -> torch.Tensor:
     return rotate(x, cos, sin)
 
 
-def test_every_kind_that_a_config_may_name_is_in_the_table() -> None:
+def test_every_rope_type_of_configs_is_in_the_table() -> None:
     assert set(KINDS) == {*ROPE_KINDS, "factors"} - {"proportional"}, "those are read as factors"
 
 
-def test_halves_rotate_against_each_other_by_position_times_frequency(scope: Scope) -> None:
-    """Neighbouring pairs rotated instead of halves; the sign; positions off by one."""
+def test_halves_rotate_by_position_times_frequency(scope: Scope) -> None:
+    """Check half-split instead of interleaved pairs, the sign, and positions."""
     torch.manual_seed(0)
     x = torch.randn(1, 2, 8)
-    ours = torch.view_as_complex(torch.stack(rotated(FACTS, scope, 5).chunk(2, -1), -1))
+    actual = torch.view_as_complex(torch.stack(rotated(FACTS, scope, 5).chunk(2, -1), -1))
     frequencies = torch.tensor([1.0, 0.1, 0.01, 0.001])
     turn = torch.polar(torch.ones(4), 5 * frequencies)
-    torch.testing.assert_close(ours, torch.view_as_complex(torch.stack(x.chunk(2, -1), -1)) * turn)
+    torch.testing.assert_close(actual, torch.view_as_complex(torch.stack(x.chunk(2, -1), -1)) * turn)
 
 
 def test_factors_divide_the_frequencies(scope: Scope) -> None:
-    """Llama 3 GGUF files carry their scaling as a tensor of divisors."""
+    """Check Llama 3 GGUF files, which store their scaling as a tensor of divisors."""
     factors = replace(FACTS, kind="factors", factors=(4.0,) * 4)
     linear = replace(FACTS, kind="linear", factor=4.0)
     torch.testing.assert_close(rotated(factors, scope, 9), rotated(linear, scope, 9))
@@ -49,7 +49,7 @@ def test_factors_reproduce_llama3(scope: Scope) -> None:
     torch.testing.assert_close(rotated(factors, scope, 50), rotated(llama3, scope, 50))
 
 
-def test_dimensions_beyond_dim_stay(scope: Scope) -> None:
+def test_dimensions_beyond_dim_are_unchanged(scope: Scope) -> None:
     torch.manual_seed(0)
     x = torch.randn(1, 2, 8)
     out = rotated(replace(FACTS, dim=4), scope, 7)
@@ -58,7 +58,7 @@ def test_dimensions_beyond_dim_stay(scope: Scope) -> None:
 
 
 @pytest.mark.parametrize("max_len", [16, 64])
-def test_dynamic_changes_nothing_within_the_original_length(max_len: int) -> None:
+def test_dynamic_rope_is_plain_within_the_original_length(max_len: int) -> None:
     dynamic = replace(FACTS, kind="dynamic", factor=4.0)
     torch.testing.assert_close(KINDS["dynamic"](dynamic, max_len), KINDS["default"](FACTS, max_len))
     assert not torch.allclose(KINDS["dynamic"](dynamic, 128), KINDS["default"](FACTS, 128))

@@ -14,7 +14,7 @@ def test_names_are_dotted_without_a_leading_dot(scope: Scope) -> None:
     assert (scope / "lm_head").beside("other") == "other"
 
 
-def test_a_child_inherits_everything_but_the_name(scope: Scope) -> None:
+def test_child_inherits_everything_except_the_name(scope: Scope) -> None:
     child = scope / "a"
     assert (child.dtype, child.device, child.backend, child.max_len) == (
         scope.dtype,
@@ -26,7 +26,7 @@ def test_a_child_inherits_everything_but_the_name(scope: Scope) -> None:
 
 
 def test_every_layer_with_weights_can_be_loaded(scope: Scope) -> None:
-    """A layer whose parameters no target reaches: it would silently keep unfilled memory."""
+    """Check that every parameter is reached by a target and not left uninitialized."""
     embedding = TokenEmbedding(8, 4, scope / "embed")
     layers: list[nn.Module] = [
         embedding,

@@ -1,4 +1,4 @@
-"""Mixers that keep a state: what they ask for, and that their decodes can be taped."""
+"""Tests of SSM mixers: their state sizes, and that their decodes can be taped."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def made(kind: str) -> SSMMixer:
     return mixer
 
 
-def test_what_a_row_takes() -> None:
+def test_state_size_of_a_row() -> None:
     inputs, state = made("mamba").state_shapes
     assert inputs == ((4 * 8 + 2 * 2 * 16, 3), torch.float32)
     assert state == ((4, 8, 16), torch.float32)
@@ -50,16 +50,16 @@ def test_what_a_row_takes() -> None:
     assert state == ((4, 16, 8), torch.float32)
 
 
-def test_parts_of_groups_are_taken_apart() -> None:
-    """Two groups of one a and two b each: a b b a b b."""
+def test_interleaved_groups_are_split() -> None:
+    """Check two groups of one a and two b each: a b b a b b."""
     assert apart(2, 2, 4).tolist() == [0, 3, 1, 2, 4, 5]
 
 
 @pytest.mark.skipif(native.library() is None, reason="there are no native kernels here")
 @pytest.mark.parametrize("kind", MIXERS)
 @torch.inference_mode()
-def test_a_decode_is_one_tape(kind: str) -> None:
-    """An operation of torch between the kernels: the whole model's decodes would run without a tape."""
+def test_decode_is_one_tape(kind: str) -> None:
+    """Check that no torch operation runs between the kernels."""
     mixer, x = made(kind), torch.randn(2, HIDDEN)
     batch = make_batch([([1], 4), ([1], 0)], [[0, 1], [2]], 4)
     with record() as tape:

@@ -1,4 +1,4 @@
-"""What a device of a group has of each layer's weights: a share along the axis that targets name, or all."""
+"""Tests of each rank's shard of a layer's weights: a part along the target's axis, or all."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -59,32 +59,31 @@ def targets_of(kind: str, scope: Scope, group: Group) -> dict[str, Target]:
 
 @pytest.mark.parametrize("across", [False, True])
 @pytest.mark.parametrize("kind", LAYERS)
-def test_shares_are_all_of_what_is_stored(kind: str, across: bool, scope: Scope) -> None:
-    """An axis of the tensor before it was turned round, or of all experts for one; a part in no share, or in
-    two; half of query, key and value taken for half of the queries."""
+def test_shards_cover_the_stored_weights(kind: str, across: bool, scope: Scope) -> None:
+    """Check axes of transposed tensors and single experts, missing and duplicate parts, and fused QKV."""
     scope = replace(scope / "layer", across=across and "mamba" not in kind)
     alone = targets_of(kind, scope, Group())
     shared = [targets_of(kind, scope, Group(rank, 2)) for rank in range(2)]
-    whole = []
+    full = []
     for name, target in alone.items():
         assert target.is_whole
         numbers = torch.arange(float(target.tensor.numel())).view(target.shape)
         seen: list[Tensor] = []
-        for each in shared:
-            share = each[name]
+        for item in shared:
+            share = item[name]
             assert share.shape == target.shape
             share.tensor.fill_(torch.nan)
             put(numbers, share)
             seen.append(share.tensor.flatten())
-        if all(each[name].is_whole for each in shared):
-            whole.append(name)
+        if all(item[name].is_whole for item in shared):
+            full.append(name)
         elif kind != "embedding" and kind != "head":
             assert all(len(part) == numbers.numel() // 2 for part in seen)
             assert sorted(torch.cat(seen).tolist()) == numbers.flatten().tolist()
     if not kind.startswith("experts"):
-        assert whole == WHOLE.get(kind, [])
+        assert full == WHOLE.get(kind, [])
     else:
-        assert all("down" in name and name.endswith("bias") for name in whole)
+        assert all("down" in name and name.endswith("bias") for name in full)
 
 
 @pytest.mark.parametrize(
@@ -99,29 +98,27 @@ def test_shares_are_all_of_what_is_stored(kind: str, across: bool, scope: Scope)
         ("experts gpt_oss", [(8, 16)]),
     ],
 )
-def test_what_is_stored_as_one_is_divided_for_itself(
-    kind: str, spans: list[tuple[int, int]], scope: Scope
-) -> None:
-    """What lies in turns taken for what lies behind each other."""
+def test_fused_tensors_are_sharded_per_part(kind: str, spans: list[tuple[int, int]], scope: Scope) -> None:
+    """Check interleaved against concatenated parts."""
     first = next(iter(targets_of(kind, scope / "layer", Group(1, 2)).values()))
     assert [(span.start, span.stop) for span, _ in first.spans()] == spans
 
 
-def test_fewer_heads_than_devices_are_had_by_neighbours() -> None:
+def test_kv_heads_are_replicated_on_adjacent_ranks() -> None:
     assert [of_heads(Group(rank, 4), 2, 8).start for rank in range(4)] == [0, 0, 8, 8]
     assert of_heads(Group(3, 4), 2, 8) == Shard(8, 8, 16)
     assert of_heads(Group(1, 2), 4, 8) == Shard(16, 16, 32)
 
 
-def test_a_group_of_heads_may_be_shared(scope: Scope) -> None:
-    """Four devices, two groups of key heads: queries and keys of one, half of its values and gates."""
+def test_group_of_heads_may_be_shared(scope: Scope) -> None:
+    """Check four ranks and two groups of key heads: queries and keys of one, half of its values and gates."""
     targets = targets_of("delta", scope / "layer", Group(3, 4))
     spans = [(span.start, span.stop) for span, _ in targets["layer.in_proj_qkvz.weight"].spans()]
-    # A group: 4 of q, 4 of k, 8 of v, 8 of z.
+    # A group has 4 of q, 4 of k, 8 of v and 8 of z.
     assert [span for span in spans if span[0] < span[1]] == [(24, 28), (28, 32), (36, 40), (44, 48)]
 
 
-def test_the_last_share_of_a_vocabulary_is_filled_up(scope: Scope) -> None:
+def test_last_shard_of_a_vocabulary_is_padded(scope: Scope) -> None:
     assert [padded(Group(rank, 4), 10) for rank in range(4)] == [
         Shard(3, 0, 10),
         Shard(3, 3, 10),
@@ -134,7 +131,7 @@ def test_the_last_share_of_a_vocabulary_is_filled_up(scope: Scope) -> None:
     assert target.tensor[:, 0].tolist() == [1, 0, 0]
 
 
-def test_what_is_stored_as_one_is_not_cut() -> None:
+def test_unsplittable_tensors_are_not_sharded() -> None:
     check_units("a", [Shard(128, 128, 256), Shard(5), Shard(64, 0, 64)], 128, "blocks")
     with pytest.raises(ConfigError, match=r"^a: blocks of 128 do not fit.* 192 out of 768.* 1, 2, 3 or 6,"):
         check_units("a", [Shard(192, 192, 768)], 128, "blocks")

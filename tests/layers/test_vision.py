@@ -1,4 +1,4 @@
-"""The layers of towers against those of transformers and torch."""
+"""Tests of vision encoder layers against transformers and torch."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ _FUSED = VisionStyle(qkv=("qkv",), out="proj")
 
 
 def fill(module: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """All that the module wants, and nothing else is there."""
+    """Fill all parameters of the module, and check that there are no others."""
     wanted = set()
     for layer in module.modules():
         if isinstance(layer, Loads):
@@ -38,41 +38,40 @@ def state_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in module.state_dict().items()}
 
 
-def test_fused_attention_of_items_that_turn(scope: Scope) -> None:
-    """Patches that see those of another item; query and key in each other's place; a head that is turned by
-    the angles of another patch."""
+def test_fused_attention_with_rope(scope: Scope) -> None:
+    """Check for patches of other items, swapped query and key, and angles of another patch."""
     from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
     from transformers.models.qwen2_vl.modeling_qwen2_vl import VisionAttention as Theirs
 
     torch.manual_seed(0)
     config = Qwen2VLVisionConfig(embed_dim=HIDDEN, num_heads=HEADS)
     config._attn_implementation = "sdpa"
-    theirs = Theirs(config)
-    ours = VisionAttention(HIDDEN, HEADS, scope, _FUSED)
-    fill(ours, state_of(theirs))
+    reference = Theirs(config)
+    actual = VisionAttention(HIDDEN, HEADS, scope, _FUSED)
+    fill(actual, state_of(reference))
     x, angles = torch.randn(LENS.sum(), HIDDEN), torch.randn(LENS.sum(), HIDDEN // HEADS // 2)
-    whole = torch.cat((angles, angles), -1)
+    full = torch.cat((angles, angles), -1)
     ends = torch.tensor([0, *np.cumsum(LENS)], dtype=torch.int32)
-    expected = theirs(x, ends, position_embeddings=(whole.cos(), whole.sin()))
-    found = ours(x, spans_of(LENS, CPU), (angles.cos(), angles.sin()))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    expected = reference(x, ends, position_embeddings=(full.cos(), full.sin()))
+    result = actual(x, spans_of(LENS, CPU), (angles.cos(), angles.sin()))
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_attention_with_norms(scope: Scope) -> None:
-    """A norm of each head for one of all."""
+    """Check per-head norms against norms over all heads."""
     from transformers.models.internvl.configuration_internvl import InternVLVisionConfig
     from transformers.models.internvl.modeling_internvl import InternVLVisionAttention
 
     torch.manual_seed(1)
     config = InternVLVisionConfig(hidden_size=HIDDEN, num_attention_heads=HEADS, use_qk_norm=True)
     config._attn_implementation = "sdpa"
-    theirs = InternVLVisionAttention(config)
+    expected = InternVLVisionAttention(config)
     style = VisionStyle(out="projection_layer", bias=config.attention_bias, qk_norms=("q_norm", "k_norm"))
-    ours = VisionAttention(HIDDEN, HEADS, scope, style)
-    fill(ours, state_of(theirs))
+    actual = VisionAttention(HIDDEN, HEADS, scope, style)
+    fill(actual, state_of(expected))
     x = torch.randn(2, 7, HIDDEN)
-    found = ours(x.flatten(0, 1), spans_of(np.array([7, 7], np.int32), CPU))
-    torch.testing.assert_close(found.view_as(x), theirs(x)[0], rtol=1e-4, atol=1e-5)
+    result = actual(x.flatten(0, 1), spans_of(np.array([7, 7], np.int32), CPU))
+    torch.testing.assert_close(result.view_as(x), expected(x)[0], rtol=1e-4, atol=1e-5)
 
 
 def test_keys_without_a_bias(scope: Scope) -> None:
@@ -80,21 +79,21 @@ def test_keys_without_a_bias(scope: Scope) -> None:
     from transformers.models.whisper.modeling_whisper import WhisperAttention
 
     torch.manual_seed(2)
-    theirs = WhisperAttention(HIDDEN, HEADS, config=WhisperConfig(attn_implementation="sdpa"))
-    ours = VisionAttention(HIDDEN, HEADS, scope, VisionStyle(key_bias=False))
-    fill(ours, state_of(theirs))
+    expected = WhisperAttention(HIDDEN, HEADS, config=WhisperConfig(attn_implementation="sdpa"))
+    actual = VisionAttention(HIDDEN, HEADS, scope, VisionStyle(key_bias=False))
+    fill(actual, state_of(expected))
     x = torch.randn(1, 11, HIDDEN)
-    found = ours(x[0], spans_of(np.array([11], np.int32), CPU))
-    torch.testing.assert_close(found, theirs(x)[0][0], rtol=1e-4, atol=1e-5)
+    result = actual(x[0], spans_of(np.array([11], np.int32), CPU))
+    torch.testing.assert_close(result, expected(x)[0][0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("pairs", [False, True])
-def test_neighbours_or_halves_turn_together(pairs: bool, scope: Scope) -> None:
+def test_interleaved_and_half_split_rope(pairs: bool, scope: Scope) -> None:
     torch.manual_seed(3)
-    ours = VisionAttention(HIDDEN, HEADS, scope, VisionStyle(bias=False, out_bias=False, pairs=pairs))
+    actual = VisionAttention(HIDDEN, HEADS, scope, VisionStyle(bias=False, out_bias=False, pairs=pairs))
     names = ("q_proj", "k_proj", "v_proj", "out_proj")
     weights = {f"{name}.weight": torch.randn(HIDDEN, HIDDEN) / 7 for name in names}
-    fill(ours, weights)
+    fill(actual, weights)
     x, angles = torch.randn(10, HIDDEN), torch.randn(10, 6)
     q, k, v = ((x @ weights[f"{name}.weight"].T).view(10, HEADS, 12) for name in names[:3])
 
@@ -104,8 +103,8 @@ def test_neighbours_or_halves_turn_together(pairs: bool, scope: Scope) -> None:
 
     scores = torch.einsum("qhdi,khdi->hqk", turned(q), turned(k)) / 12**0.5
     mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
-    found = ours(x, spans_of(np.array([10], np.int32), CPU), (angles.cos(), angles.sin()))
-    torch.testing.assert_close(found, mixed @ weights["out_proj.weight"].T, rtol=1e-4, atol=1e-5)
+    result = actual(x, spans_of(np.array([10], np.int32), CPU), (angles.cos(), angles.sin()))
+    torch.testing.assert_close(result, mixed @ weights["out_proj.weight"].T, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -118,18 +117,18 @@ def test_feed_forward(activation: str, gated: bool, scope: Scope) -> None:
 
     torch.manual_seed(4)
     names = ("gate_proj", "up_proj", "down_proj") if gated else ("fc1", "fc2")
-    theirs = nn.ModuleDict({name: nn.Linear(HIDDEN, 64) for name in names[:-1]})
-    theirs[names[-1]] = nn.Linear(64, 20)
-    ours = VisionMLP(HIDDEN, 64, scope, size_out=20, names=names, activation=activation)
-    fill(ours, state_of(theirs))
+    expected = nn.ModuleDict({name: nn.Linear(HIDDEN, 64) for name in names[:-1]})
+    expected[names[-1]] = nn.Linear(64, 20)
+    actual = VisionMLP(HIDDEN, 64, scope, size_out=20, names=names, activation=activation)
+    fill(actual, state_of(expected))
     x, act = torch.randn(9, HIDDEN), ACT2FN[activation]
-    inner = act(theirs[names[0]](x)) * (theirs[names[1]](x) if gated else 1)
-    torch.testing.assert_close(ours(x), theirs[names[-1]](inner), rtol=1e-4, atol=1e-5)
+    inner = act(expected[names[0]](x)) * (expected[names[1]](x) if gated else 1)
+    torch.testing.assert_close(actual(x), expected[names[-1]](inner), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_shares_add_up(size: int, scope: Scope) -> None:
-    """A bias that is added by each device; heads that do not divide among three are had by all."""
+def test_tensor_parallel_shards_add_up(size: int, scope: Scope) -> None:
+    """Check that biases are added once, and that heads not divisible by three are replicated."""
 
     class Split(nn.Module):
         def __init__(self, scope: Scope) -> None:
@@ -156,7 +155,7 @@ def test_shares_add_up(size: int, scope: Scope) -> None:
 
 
 def test_patches_of_images_and_videos(scope: Scope) -> None:
-    """Rows for columns, channels behind pixels."""
+    """Check row and channel order."""
     torch.manual_seed(6)
     flat, deep = nn.Conv2d(3, 20, 4, 4), nn.Conv3d(3, 20, (2, 4, 4), (2, 4, 4), bias=False)
     image = PatchEmbedding((3, 4, 4), 20, scope)

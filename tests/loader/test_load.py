@@ -1,4 +1,4 @@
-"""Loading a directory: what is found, what is missing, what does not fit."""
+"""Tests of loading a directory: present, missing and mismatched weights."""
 
 import json
 import logging
@@ -27,8 +27,8 @@ def rewrite(path: Path, change: Any) -> None:
 
 def assert_same_logits(path: Path, hf_model: Any, **options: Any) -> None:
     ids = random_prompts(12)[0]
-    ours = run_paged(load_tiny(path, **options), [ids], [[12]])[0]
-    torch.testing.assert_close(ours, run_hf(hf_model, ids), atol=1e-4, rtol=1e-4)
+    actual = run_paged(load_tiny(path, **options), [ids], [[12]])[0]
+    torch.testing.assert_close(actual, run_hf(hf_model, ids), atol=1e-4, rtol=1e-4)
 
 
 def test_shards_are_read_through_the_index(tiny: tuple[Path, Any]) -> None:
@@ -39,7 +39,7 @@ def test_shards_are_read_through_the_index(tiny: tuple[Path, Any]) -> None:
     assert_same_logits(path, hf_model)
 
 
-def test_a_missing_shard_is_named(tiny: tuple[Path, Any]) -> None:
+def test_missing_shard_is_named(tiny: tuple[Path, Any]) -> None:
     path, hf_model = tiny
     (path / "model.safetensors").unlink()
     hf_model.save_pretrained(path, max_shard_size="60KB")
@@ -50,8 +50,8 @@ def test_a_missing_shard_is_named(tiny: tuple[Path, Any]) -> None:
 
 
 @pytest.mark.parametrize("weight_map", [None, {"a": 3}, {"a": "../../etc/passwd"}])
-def test_a_senseless_index_is_named(tiny: tuple[Path, Any], weight_map: Any) -> None:
-    """An index that leads out of the model's directory."""
+def test_invalid_index_is_named(tiny: tuple[Path, Any], weight_map: Any) -> None:
+    """Check an index that leads out of the model's directory."""
     path, _ = tiny
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(ConfigError, match=r"model\.safetensors\.index\.json: weight_map"):
@@ -66,21 +66,21 @@ def test_pytorch_bin_files_are_read(tiny: tuple[Path, Any]) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 5, 200, -10])
-def test_a_truncated_file_is_named(tiny: tuple[Path, Any], keep: int) -> None:
+def test_truncated_file_is_named(tiny: tuple[Path, Any], keep: int) -> None:
     file = tiny[0] / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
     with pytest.raises(ConfigError, match=r"model\.safetensors is not a whole safetensors file"):
         load_tiny(tiny[0])
 
 
-def test_a_directory_without_weights_says_what_was_looked_for(tiny: tuple[Path, Any]) -> None:
+def test_directory_without_weights_lists_the_expected_files(tiny: tuple[Path, Any]) -> None:
     (tiny[0] / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"no weights in .*llama: looked for .*model\.safetensors"):
         load_tiny(tiny[0])
 
 
 def test_missing_tensors_are_counted_and_the_first_named(tiny: tuple[Path, Any]) -> None:
-    """A layer left with unfilled memory."""
+    """Check that no layer is left with uninitialized memory."""
     rewrite(tiny[0], lambda tensors: [tensors.pop(name) for name in list(tensors) if ".layers.1." in name])
     with pytest.raises(ConfigError, match=r"lacks 9 of the 21 .*model\.layers\.1\..* and 4 more"):
         load_tiny(tiny[0])
@@ -96,7 +96,7 @@ def test_missing_tensors_are_counted_and_the_first_named(tiny: tuple[Path, Any])
         ("opt", "model.decoder.embed_positions.weight"),
     ],
 )
-def test_what_other_families_lack_or_have_too_much_of_is_named(
+def test_missing_and_extra_tensors_of_other_families_are_named(
     family: str,
     name: str,
     tmp_path: Path,
@@ -116,8 +116,8 @@ def test_what_other_families_lack_or_have_too_much_of_is_named(
         load_tiny(path)
 
 
-def test_a_checkpoint_of_the_body_alone_is_read(tmp_path: Path) -> None:
-    """GPT-2 as it was published: without the name of the body in front, and with its causal mask."""
+def test_checkpoint_of_the_base_model_is_read(tmp_path: Path) -> None:
+    """Check GPT-2 as published: without the prefix of the base model, and with its causal mask."""
     path, hf_model = make_tiny("gpt2", tmp_path, tie_word_embeddings=True)
 
     def published(tensors: dict[str, torch.Tensor]) -> None:
@@ -131,10 +131,10 @@ def test_a_checkpoint_of_the_body_alone_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_5_moe_text", "deepseek_v3"])
 def test_experts_are_read_from_one_tensor_or_from_one_each(family: str, tmp_path: Path) -> None:
-    """Qwen3.5 as it was published, and as transformers saves it."""
+    """Check Qwen3.5 as published and as transformers saves it."""
     path, _ = make_tiny(family, tmp_path)
     ids = random_prompts(12)[0]
-    each = run_paged(load_tiny(path), [ids], [[12]])[0]
+    item = run_paged(load_tiny(path), [ids], [[12]])[0]
 
     def merge(tensors: dict[str, torch.Tensor]) -> None:
         for block in {name.partition(".experts.0.")[0] for name in tensors if ".experts.0." in name}:
@@ -147,11 +147,11 @@ def test_experts_are_read_from_one_tensor_or_from_one_each(family: str, tmp_path
             tensors[f"{block}.experts.down_proj"] = down
 
     rewrite(path, merge)
-    assert torch.equal(run_paged(load_tiny(path), [ids], [[12]])[0], each)
+    assert torch.equal(run_paged(load_tiny(path), [ids], [[12]])[0], item)
 
 
-def test_a_wrong_shape_is_named_with_both(tiny: tuple[Path, Any]) -> None:
-    """A shape that would broadcast into place without an error."""
+def test_wrong_shape_is_reported_with_both_shapes(tiny: tuple[Path, Any]) -> None:
+    """Check a shape that would broadcast without an error."""
     name = "model.layers.0.mlp.down_proj.weight"
     rewrite(tiny[0], lambda tensors: tensors.update({name: torch.zeros(1, 96)}))
     with pytest.raises(ConfigError, match=rf"{name} has the shape \(1, 96\), .* \(64, 96\)"):
@@ -162,7 +162,7 @@ def test_a_wrong_shape_is_named_with_both(tiny: tuple[Path, Any]) -> None:
     ("name", "warned"),
     [("model.layers.0.self_attn.rotary_emb.inv_freq", False), ("vision.tower.weight", True)],
 )
-def test_unused_tensors_are_warned_about_unless_harmless(
+def test_unused_tensors_give_a_warning_unless_harmless(
     tiny: tuple[Path, Any],
     name: str,
     warned: bool,
@@ -176,10 +176,10 @@ def test_unused_tensors_are_warned_about_unless_harmless(
 
 
 @pytest.mark.parametrize(("family", "name"), [("glm_moe_dsa", "indexer.wk"), ("glm4_moe", "q_proj")])
-def test_layers_that_draft_are_passed_over(
+def test_mtp_layers_are_skipped(
     family: str, name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A warning about thousands of tensors that have no part in what the model says; none about others."""
+    """Check that thousands of unused draft tensors give no warning, while others do."""
     monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)
     path, _ = make_tiny(family, tmp_path, num_nextn_predict_layers=1)
     rewrite(path, lambda tensors: tensors.update({f"model.layers.2.self_attn.{name}": torch.zeros(2)}))
@@ -190,7 +190,7 @@ def test_layers_that_draft_are_passed_over(
     assert "1 weights are not used" in caplog.text
 
 
-def test_a_tied_models_own_head_is_left_alone(
+def test_head_of_a_tied_model_is_ignored(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)
@@ -202,8 +202,8 @@ def test_a_tied_models_own_head_is_left_alone(
 
 def test_dummy_weights_need_only_the_config_and_follow_the_seed(tiny: tuple[Path, Any]) -> None:
     (tiny[0] / "model.safetensors").unlink()
-    first, again, other = (load_tiny(tiny[0], load_format="dummy", seed=seed) for seed in (1, 1, 2))
-    same = [torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True)]
+    first, second, other = (load_tiny(tiny[0], load_format="dummy", seed=seed) for seed in (1, 1, 2))
+    same = [torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True)]
     assert all(same)
     changed = [torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters(), strict=True)]
     assert not all(changed)
@@ -219,14 +219,12 @@ def test_dummy_weights_need_only_the_config_and_follow_the_seed(tiny: tuple[Path
         ("pt", r"no weights in .*pytorch_model\.bin"),
     ],
 )
-def test_a_load_format_that_does_not_fit_is_an_error(
-    tiny: tuple[Path, Any], load_format: str, message: str
-) -> None:
+def test_unsuitable_load_format_is_an_error(tiny: tuple[Path, Any], load_format: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_tiny(tiny[0], load_format=load_format)
 
 
-def test_weights_are_cast_to_the_engines_dtype_and_need_no_gradient(tiny: tuple[Path, Any]) -> None:
+def test_weights_are_cast_to_the_engines_dtype_without_gradients(tiny: tuple[Path, Any]) -> None:
     path, hf_model = tiny
     rewrite(path, lambda tensors: tensors.update({name: t.half() for name, t in tensors.items()}))
     for parameter in hf_model.parameters():

@@ -1,4 +1,4 @@
-"""Weights out of GGUF files, against the transformers model with the same rounding."""
+"""Tests of weights from GGUF files against the transformers model with the same rounding."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,25 +39,24 @@ def _pattern_by_layer(config: Any) -> dict[str, Any]:
         *((family, kind) for family in ("qwen2", "qwen3", "qwen3_moe") for kind in ("BF16", "Q4_0")),
     ],
 )
-def test_logits_match_the_model_it_was_written_from(family: str, kind: str, tmp_path: Path) -> None:
-    """A wrong name, a block read wrongly, Llama's rows left interleaved (or Qwen's taken apart)."""
+def test_logits_match_the_converted_model(family: str, kind: str, tmp_path: Path) -> None:
+    """Check names, blocks, and the permutation of Llama's but not of Qwen's rows."""
     path, hf_model = make_tiny_gguf(family, tmp_path, kind)
     prompts = random_prompts(17, 10)
-    for ours, ids in zip(run_paged(load_tiny(path), prompts, STEPS), prompts, strict=True):
-        torch.testing.assert_close(ours, run_hf(hf_model, ids), atol=1e-4, rtol=1e-4)
+    for actual, ids in zip(run_paged(load_tiny(path), prompts, STEPS), prompts, strict=True):
+        torch.testing.assert_close(actual, run_hf(hf_model, ids), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", CONVERSIONS)
 def test_every_architecture_as_its_converter_writes_it(family: str, tmp_path: Path) -> None:
-    """A wrong name or key, norms with a 1 too many, rows or weights turned the wrong way."""
+    """Check names, keys, norms with or without 1 added, and transposed rows or weights."""
     path, hf_model = make_tiny_gguf(family, tmp_path)
     prompts = random_prompts(17, 10)
-    for ours, ids in zip(run_paged(load_tiny(path), prompts, STEPS), prompts, strict=True):
-        torch.testing.assert_close(ours, run_hf(hf_model, ids), atol=1e-4, rtol=1e-4)
+    for actual, ids in zip(run_paged(load_tiny(path), prompts, STEPS), prompts, strict=True):
+        torch.testing.assert_close(actual, run_hf(hf_model, ids), atol=1e-4, rtol=1e-4)
 
 
-def test_every_architecture_of_the_format_has_a_file_to_be_compared_with() -> None:
-    """One that is read, and never was."""
+def test_every_gguf_architecture_has_a_reference_file() -> None:
     assert set(GGUF_FAMILIES) == {made.architecture or name for name, made in CONVERSIONS.items()}
 
 
@@ -69,22 +68,22 @@ def test_every_architecture_of_the_format_has_a_file_to_be_compared_with() -> No
         ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": True}),
         ("dots1", {"norm_topk_prob": True, "n_group": 1, "topk_group": 1}),
     ],
-    ids=lambda each: each if isinstance(each, str) else "",
+    ids=lambda item: item if isinstance(item, str) else "",
 )
 def test_layouts_of_one_architecture(family: str, overrides: dict[str, Any], tmp_path: Path) -> None:
-    """Norms under each other's names, keys of a header that are not read."""
+    """Check for swapped norms and ignored header keys."""
     path, hf_model = make_tiny_gguf(family, tmp_path, **overrides)
     ids = random_prompts(12)[0]
-    ours = run_paged(load_tiny(path), [ids], [[12]])[0]
-    torch.testing.assert_close(ours, run_hf(hf_model, ids), atol=1e-4, rtol=1e-4)
+    actual = run_paged(load_tiny(path), [ids], [[12]])[0]
+    torch.testing.assert_close(actual, run_hf(hf_model, ids), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["bloom", "falcon", "glm4", "gpt_neox", "phi3"])
 def test_packed_weights_of_fused_and_reordered_layers(family: str, tmp_path: Path) -> None:
     path, hf_model = make_tiny_gguf(family, tmp_path, "Q8_0")
     ids = random_prompts(12)[0]
-    ours = run_paged(load_tiny(path, packed=True), [ids], [[12]])[0]
-    torch.testing.assert_close(ours, run_hf(hf_model, ids), atol=0.2, rtol=0.1)
+    actual = run_paged(load_tiny(path, packed=True), [ids], [[12]])[0]
+    torch.testing.assert_close(actual, run_hf(hf_model, ids), atol=0.2, rtol=0.1)
 
 
 @pytest.mark.parametrize(
@@ -93,8 +92,8 @@ def test_packed_weights_of_fused_and_reordered_layers(family: str, tmp_path: Pat
 def test_tied_and_biased_files(overrides: dict[str, Any], tmp_path: Path) -> None:
     path, hf_model = make_tiny_gguf("llama", tmp_path, **overrides)
     ids = random_prompts(12)[0]
-    ours = run_paged(load_tiny(path), [ids], [[12]])[0]
-    torch.testing.assert_close(ours, run_hf(hf_model, ids), atol=1e-4, rtol=1e-4)
+    actual = run_paged(load_tiny(path), [ids], [[12]])[0]
+    torch.testing.assert_close(actual, run_hf(hf_model, ids), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -107,29 +106,29 @@ def test_tied_and_biased_files(overrides: dict[str, Any], tmp_path: Path) -> Non
     ],
     ids=["an expert by itself", "the shared gate as a matrix", "window pattern", "windows by layer"],
 )
-def test_other_forms_of_the_same_file(
+def test_other_layouts_of_the_same_file(
     family: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(CONVERSIONS, family, CONVERSIONS[family]._replace(**changes))
     path, hf_model = make_tiny_gguf(family, tmp_path)
     ids = random_prompts(12)[0]
-    ours = run_paged(load_tiny(path), [ids], [[12]])[0]
-    torch.testing.assert_close(ours, run_hf(hf_model, ids), atol=1e-4, rtol=1e-4)
+    actual = run_paged(load_tiny(path), [ids], [[12]])[0]
+    torch.testing.assert_close(actual, run_hf(hf_model, ids), atol=1e-4, rtol=1e-4)
 
 
-def test_experts_in_4_bit_floats_as_gpt_oss_has_them(tmp_path: Path) -> None:
-    """The scales of blocks, gate and up of one expert in the place of another's."""
+def test_mxfp4_experts_of_gpt_oss(tmp_path: Path) -> None:
+    """Check for block scales, gate or up of another expert."""
     path, hf_model = make_tiny_gguf("gpt_oss", tmp_path, "MXFP4")
     assert GGUFFile(path).tensors["blk.0.ffn_up_exps.weight"].type == "MXFP4"
     ids = random_prompts(12)[0]
     expected = run_hf(hf_model, ids)
     for packed, tolerance in ((False, 1e-4), (True, 2e-3)):
-        ours = run_paged(load_tiny(path, packed=packed), [ids], [[12]])[0]
-        torch.testing.assert_close(ours, expected, atol=tolerance, rtol=tolerance)
+        actual = run_paged(load_tiny(path, packed=packed), [ids], [[12]])[0]
+        torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
 def split(path: Path) -> list[Path]:
-    """The file in three parts, metadata in the first and no tensor in the second."""
+    """Split the file into three parts, with metadata in the first and no tensor in the second."""
     reader = GGUFReader(path)
     writers = [GGUFWriter(path.with_name(f"s-0000{i}-of-00003.gguf"), "llama") for i in (1, 2, 3)]
     for field in reader.fields.values():
@@ -146,13 +145,13 @@ def split(path: Path) -> list[Path]:
     return sorted(path.parent.glob("s-*.gguf"))
 
 
-def test_a_file_in_parts_is_the_whole(tmp_path: Path) -> None:
-    """A tensor looked for in the wrong part; a part that is not there taken for an empty one."""
+def test_split_file_is_read_completely(tmp_path: Path) -> None:
+    """Check that tensors are read from the right part, and that a missing part is an error."""
     path, _ = make_tiny_gguf("llama", tmp_path, "Q8_0")
-    whole, (first, middle, last) = load_tiny(path).state_dict(), split(path)
-    for given in (first, last):
-        parts = load_tiny(given).state_dict()
-        assert all(torch.equal(parts[name], tensor) for name, tensor in whole.items())
+    full, (first, middle, last) = load_tiny(path).state_dict(), split(path)
+    for part_path in (first, last):
+        parts = load_tiny(part_path).state_dict()
+        assert all(torch.equal(parts[name], tensor) for name, tensor in full.items())
     middle.unlink()
     with pytest.raises(
         ConfigError, match=r"one of 3 parts; missing in the same directory: s-00002-of-00003\.gguf"
@@ -160,7 +159,7 @@ def test_a_file_in_parts_is_the_whole(tmp_path: Path) -> None:
         GGUFFile(first)
 
 
-def test_every_type_that_the_gguf_package_unpacks_is_loaded(tmp_path: Path) -> None:
+def test_every_type_of_the_gguf_package_is_loaded(tmp_path: Path) -> None:
     kinds = [kind for kind in GGMLQuantizationType if kind in _type_traits or kind.name in ("F32", "F16")]
     path, rng, sizes = tmp_path / "all.gguf", np.random.default_rng(0), GGML_QUANT_SIZES
     writer, made = GGUFWriter(path, "llama"), {}
@@ -180,16 +179,16 @@ def test_every_type_that_the_gguf_package_unpacks_is_loaded(tmp_path: Path) -> N
     assert len(kinds) > 20
 
 
-def test_large_tensors_are_unpacked_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A piece that is lost or put in the wrong place, also across interleaved rows."""
+def test_large_tensors_are_dequantized_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check for lost or misplaced pieces, also with permuted rows."""
     path, _ = make_tiny_gguf("llama", tmp_path, "Q8_0")
-    whole = load_tiny(path).state_dict()
+    full = load_tiny(path).state_dict()
     monkeypatch.setattr(loader_gguf, "_CHUNK_WEIGHTS", 64 * 7)
     pieces = load_tiny(path).state_dict()
-    assert all(torch.equal(pieces[name], tensor) for name, tensor in whole.items())
+    assert all(torch.equal(pieces[name], tensor) for name, tensor in full.items())
 
 
-def test_a_type_that_cannot_be_unpacked_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_type_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, _ = make_tiny_gguf("llama", tmp_path, "Q8_0")
 
     def refuse(data: np.ndarray, kind: Any) -> np.ndarray:
@@ -200,7 +199,7 @@ def test_a_type_that_cannot_be_unpacked_is_named(tmp_path: Path, monkeypatch: py
         load_tiny(path)
 
 
-def test_a_missing_tensor_is_named_as_a_weight_of_the_model(
+def test_missing_tensor_is_named_as_a_weight_of_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, _ = make_tiny_gguf("llama", tmp_path)
@@ -231,5 +230,5 @@ def test_a_missing_tensor_is_named_as_a_weight_of_the_model(
         ("blk.0.attn_sinks.weight", "model.layers.0.self_attn.sinks", "GptOssForCausalLM"),
     ],
 )
-def test_names(stored: str, name: str, architecture: str) -> None:
+def test_tensor_names(stored: str, name: str, architecture: str) -> None:
     assert hf_name(stored, architecture) == name

@@ -1,4 +1,4 @@
-"""Adapters on disk: what fits is read, and what does not is refused by the name of what is wrong."""
+"""Tests of adapters on disk: matching ones are read, and others are rejected with the reason."""
 
 import json
 import os
@@ -31,7 +31,9 @@ CONFIG: dict[str, Any] = {
 
 
 def reader(*, layers: range | None = None, **options: Any) -> LoRAReader:
-    """Of a model that is two ends and an attention without a way back."""
+    """Return a reader for a model of an embedding, a head and an attention layer without output
+    projection.
+    """
     device = torch.device("cpu")
     slots = AdapterSlots(max_slots=1, max_rank=8, dtype=torch.float32, device=device, **options)
     scope = Scope(torch.float32, device, TorchSDPA(), 8, adapters=slots)
@@ -43,33 +45,33 @@ def reader(*, layers: range | None = None, **options: Any) -> LoRAReader:
 
 
 def tensors(**changes: Tensor | None) -> dict[str, Tensor]:
-    """An adapter of the queries; changes by the end of a tensor's name."""
-    found = {
+    """Return an adapter of the queries, with changes by tensor name suffix."""
+    weights = {
         f"{LAYER}.q_proj.lora_A.weight": torch.ones(2, HIDDEN),
         f"{LAYER}.q_proj.lora_B.weight": torch.ones(32, 2),
     }
     for name, tensor in changes.items():
         full = f"{LAYER}.q_proj.lora_{name}.weight"
-        found = {key: value for key, value in found.items() if key != full}
+        weights = {key: value for key, value in weights.items() if key != full}
         if tensor is not None:
-            found[full] = tensor
-    return found
+            weights[full] = tensor
+    return weights
 
 
-def save(path: Path, found: dict[str, Tensor], **config: Any) -> Path:
+def save(path: Path, weights: dict[str, Tensor], **config: Any) -> Path:
     path.mkdir(exist_ok=True)
     (path / "adapter_config.json").write_text(json.dumps(CONFIG | config))
-    save_file(found, path / "adapter_model.safetensors")
+    save_file(weights, path / "adapter_model.safetensors")
     return path
 
 
-def test_parts_are_filled_up_and_scaled(tmp_path: Path) -> None:
-    """A rank, a part or a scale at the wrong place; the factor of the ranks of one layer for another."""
-    found = tensors() | {
+def test_parts_are_padded_and_scaled(tmp_path: Path) -> None:
+    """Check the places of ranks, parts and scales, and the scale of each layer's rank."""
+    weights = tensors() | {
         f"{LAYER}.v_proj.lora_A.default.weight": torch.full((3, HIDDEN), 2.0),
         f"{LAYER}.v_proj.lora_B.default.weight": torch.full((16, 3), 3.0),
     }
-    path = save(tmp_path, found, rank_pattern={"v_proj": 3}, alpha_pattern={".*q_proj": 6})
+    path = save(tmp_path, weights, rank_pattern={"v_proj": 3}, alpha_pattern={".*q_proj": 6})
     adapter = reader().read("one", path)
     assert (adapter.facts.rank, len(adapter.facts.digest)) == (3, 32)
     ((name, (a, b)),) = adapter.factors.items()
@@ -89,7 +91,7 @@ def test_rslora_divides_by_the_root(tmp_path: Path) -> None:
 
 
 def test_other_names_of_the_same_layer(tmp_path: Path) -> None:
-    """A model beside one that sees, a body alone, and a file of torch."""
+    """Check a multimodal model, a base model, and a torch file."""
     for prefix in ("base_model.model.language_model.model.", "base_model.model.model.language_model.", ""):
         names = {
             f"{prefix}layers.0.self_attn.q_proj.lora_{key[-8]}.weight": value
@@ -101,11 +103,11 @@ def test_other_names_of_the_same_layer(tmp_path: Path) -> None:
     assert len(reader().read("one", tmp_path).factors) == 1
 
 
-def test_the_digest_is_that_of_the_contents(tmp_path: Path) -> None:
-    """Another adapter at the same place that is answered from the cache of the first."""
+def test_digest_follows_the_contents(tmp_path: Path) -> None:
+    """Check that another adapter at the same path does not hit the prefix cache of the first."""
     digests = [
-        reader().read("one", save(tmp_path, found, **config)).facts.digest
-        for found, config in (
+        reader().read("one", save(tmp_path, weights, **config)).facts.digest
+        for weights, config in (
             (tensors(), {}),
             (tensors(A=torch.zeros(2, HIDDEN)), {}),
             (tensors(), {"lora_alpha": 8}),
@@ -115,28 +117,29 @@ def test_the_digest_is_that_of_the_contents(tmp_path: Path) -> None:
     assert reader().read("two", save(tmp_path / "elsewhere", tensors())).facts.digest == digests[0]
 
 
-def test_what_is_brought_as_a_whole(tmp_path: Path) -> None:
-    """Norms or scores that are left out without a word; a table that has grown; one that there is no room
-    for."""
+def test_fully_trained_modules(tmp_path: Path) -> None:
+    """Check that norms and scores are not silently ignored, and that grown or oversized embeddings are
+    handled.
+    """
     head, norm = "base_model.model.lm_head.weight", "base_model.model.model.norm.weight"
-    asked = {"modules_to_save": ["lm_head"]}
-    path = save(tmp_path, tensors() | {head: torch.full((VOCAB, HIDDEN), 3.0)}, **asked)
+    config = {"modules_to_save": ["lm_head"]}
+    path = save(tmp_path, tensors() | {head: torch.full((VOCAB, HIDDEN), 3.0)}, **config)
     adapter = reader(whole=["lm_head"]).read("one", path)
     assert torch.equal(adapter.tables["lm_head"], torch.full((VOCAB, HIDDEN), 3.0))
     assert adapter.facts.num_bytes > 4 * VOCAB * HIDDEN
-    for whole in ([], ["embed_tokens"]):
+    for full in ([], ["embed_tokens"]):
         with pytest.raises(RequestError, match="modules_to_save 'lm_head' is not supported"):
-            reader(whole=whole).read("one", path)
+            reader(whole=full).read("one", path)
     path = save(tmp_path, tensors() | {norm: torch.ones(HIDDEN)}, modules_to_save=["norm"])
     with pytest.raises(RequestError, match="'norm' is not supported: adapters may bring lm_head whole"):
         reader(whole=["lm_head"]).read("one", path)
-    path = save(tmp_path, tensors() | {head: torch.ones(VOCAB + 1, HIDDEN)}, **asked)
+    path = save(tmp_path, tensors() | {head: torch.ones(VOCAB + 1, HIDDEN)}, **config)
     with pytest.raises(
         RequestError, match=r"lm_head\.weight has the shape \(41, 12\), .* cannot bring tokens"
     ):
         reader(whole=["lm_head"]).read("one", path)
-    device, whole = torch.device("cpu"), ["lm_head"]
-    slots = AdapterSlots(max_slots=1, max_rank=8, dtype=torch.float32, device=device, whole=whole)
+    device, full = torch.device("cpu"), ["lm_head"]
+    slots = AdapterSlots(max_slots=1, max_rank=8, dtype=torch.float32, device=device, whole=full)
     stage = LoRAReader(slots, range(2, 4))
     assert not stage.read("one", path).tables, "another stage has the head"
     path = save(tmp_path, tensors() | {norm: torch.ones(HIDDEN)}, modules_to_save=["norm"])
@@ -144,8 +147,8 @@ def test_what_is_brought_as_a_whole(tmp_path: Path) -> None:
         stage.read("one", path)
 
 
-def test_copies_of_the_ends_are_left_alone(tmp_path: Path) -> None:
-    """PEFT saves an embedding beside the adapter that it has; one that has grown is refused."""
+def test_unchanged_copies_of_embeddings_are_ignored(tmp_path: Path) -> None:
+    """Check the embedding that PEFT saves with an adapter; one that has grown is rejected."""
     ends = {
         "base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(2, VOCAB),
         "base_model.model.model.embed_tokens.lora_embedding_B": torch.ones(HIDDEN, 2),
@@ -159,7 +162,7 @@ def test_copies_of_the_ends_are_left_alone(tmp_path: Path) -> None:
         reader().read("one", save(tmp_path, ends))
 
 
-def test_a_rank_that_no_slot_has_room_for(tmp_path: Path) -> None:
+def test_rank_above_max_lora_rank_is_rejected(tmp_path: Path) -> None:
     path = save(tmp_path, tensors(A=torch.ones(16, HIDDEN), B=torch.ones(32, 16)), r=16)
     with pytest.raises(RequestError) as refused:
         reader().read("one", path)
@@ -183,11 +186,11 @@ WRONG: dict[str, tuple[dict[str, Tensor], str]] = {
     "whole numbers": (tensors(A=torch.ones(2, HIDDEN, dtype=torch.int8)), r"lora_A\.weight is torch\.int8"),
     "one half": (tensors(B=None), r"q_proj\.lora_A\.weight has no counterpart"),
     "no such layer": (
-        {name.replace("q_proj", "z_proj"): each for name, each in tensors().items()},
+        {name.replace("q_proj", "z_proj"): item for name, item in tensors().items()},
         r"z_proj\.lora_A",
     ),
     "one that takes none": (
-        {name.replace("q_proj", "kv_b_proj"): each for name, each in tensors().items()},
+        {name.replace("q_proj", "kv_b_proj"): item for name, item in tensors().items()},
         r"kv_b_proj\.lora_A\.weight: takes none",
     ),
     "no tensor of LoRA": (
@@ -199,10 +202,10 @@ WRONG: dict[str, tuple[dict[str, Tensor], str]] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_the_tensor_at_fault_is_named(what: str, tmp_path: Path) -> None:
-    found, message = WRONG[what]
+def test_faulty_tensor_is_named(what: str, tmp_path: Path) -> None:
+    weights, message = WRONG[what]
     with pytest.raises(RequestError, match=f"adapter 'one': .*{message}"):
-        reader().read("one", save(tmp_path, found))
+        reader().read("one", save(tmp_path, weights))
 
 
 @pytest.mark.parametrize(
@@ -227,17 +230,17 @@ def test_the_tensor_at_fault_is_named(what: str, tmp_path: Path) -> None:
         ({"rank_pattern": {r".*.*.*.*!": 2}}, "rank_pattern has a pattern that is too complex"),
     ],
 )
-def test_what_cannot_be_had_is_refused_by_name(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_unsupported_features_are_named(config: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=message):
         reader().read("one", save(tmp_path, tensors(), **config))
 
 
-def test_files_that_are_not_there_or_not_whole(tmp_path: Path) -> None:
+def test_missing_and_truncated_files(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="No adapter found for"):
         reader().read("one", tmp_path / "nowhere")
     path = save(tmp_path, tensors())
-    whole = (path / "adapter_model.safetensors").read_bytes()
-    (path / "adapter_model.safetensors").write_bytes(whole[:-9])
+    full = (path / "adapter_model.safetensors").read_bytes()
+    (path / "adapter_model.safetensors").write_bytes(full[:-9])
     with pytest.raises(RequestError, match="not a whole safetensors file"):
         reader().read("one", path)
     (path / "adapter_model.safetensors").unlink()
@@ -258,8 +261,8 @@ def test_files_that_are_not_there_or_not_whole(tmp_path: Path) -> None:
         (lambda entry: entry.update(dtype=7), "Expected `str`, got `int`"),
     ],
 )
-def test_headers_that_lie_are_refused(change: Any, why: str, tmp_path: Path) -> None:
-    """Numbers of another tensor, or of other memory."""
+def test_inconsistent_headers_are_rejected(change: Any, why: str, tmp_path: Path) -> None:
+    """Check that no data of another tensor or other memory is read."""
     file = save(tmp_path, tensors()) / "adapter_model.safetensors"
     header, data = _parts(file)
     change(header[f"{LAYER}.q_proj.lora_A.weight"])
@@ -268,14 +271,14 @@ def test_headers_that_lie_are_refused(change: Any, why: str, tmp_path: Path) -> 
         reader().read("one", tmp_path)
 
 
-def test_bytes_that_no_tensor_has_and_headers_of_any_length(tmp_path: Path) -> None:
+def test_unused_bytes_and_headers_of_any_length(tmp_path: Path) -> None:
     path = save(tmp_path, tensors())
     file = path / "adapter_model.safetensors"
     expected, (header, data) = reader().read("one", path), _parts(file)
     for size in range(8):
         _write(file, json.dumps(header).encode() + b" " * size, data)
-        found = reader().read("one", path)
-        assert all(map(torch.equal, *(next(iter(each.factors.values())) for each in (found, expected))))
+        adapter = reader().read("one", path)
+        assert all(map(torch.equal, *(next(iter(item.factors.values())) for item in (adapter, expected))))
     _write(file, json.dumps(header).encode(), data + b"!")
     with pytest.raises(RequestError, match="its header lists"):
         reader().read("one", path)
@@ -295,25 +298,23 @@ def _write(file: Path, header: bytes, data: bytes) -> None:
     file.write_bytes(len(header).to_bytes(8, "little") + header + data)
 
 
-def test_digests_tell_each_byte_and_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefixes of one adapter for another's: parts that count twice, not at all or anywhere."""
+def test_digest_depends_on_each_byte_and_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that parts are neither ignored, counted twice nor interchangeable."""
     monkeypatch.setattr("quire.loader.lora_files._PART_BYTES", 32)
     path = save(tmp_path, tensors(A=torch.arange(2.0 * HIDDEN).view(2, HIDDEN)))
     file = path / "adapter_model.safetensors"
-    whole, found = file.read_bytes(), {reader().read("one", path).facts.digest}
-    data = len(whole) - 4 * (2 * HIDDEN + 64)
-    changed = [whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in range(data, len(whole), 13)]
+    full, digests = file.read_bytes(), {reader().read("one", path).facts.digest}
+    data = len(full) - 4 * (2 * HIDDEN + 64)
+    changed = [full[:at] + bytes([full[at] ^ 1]) + full[at + 1 :] for at in range(data, len(full), 13)]
     first = -(-data // 32) * 32
-    changed += [
-        whole[:first] + whole[first + 32 : first + 64] + whole[first : first + 32] + whole[first + 64 :]
-    ]
+    changed += [full[:first] + full[first + 32 : first + 64] + full[first : first + 32] + full[first + 64 :]]
     for written in changed:
         file.write_bytes(written)
-        found.add(reader().read("one", path).facts.digest)
-    assert len(found) == 1 + len(changed)
-    file.write_bytes(whole)
-    assert reader().read("one", path).facts.digest in found
-    assert reader().read("one", save(path, _read(file), lora_alpha=5)).facts.digest not in found
+        digests.add(reader().read("one", path).facts.digest)
+    assert len(digests) == 1 + len(changed)
+    file.write_bytes(full)
+    assert reader().read("one", path).facts.digest in digests
+    assert reader().read("one", save(path, _read(file), lora_alpha=5)).facts.digest not in digests
 
 
 def _read(file: Path) -> dict[str, Tensor]:
@@ -322,7 +323,7 @@ def _read(file: Path) -> dict[str, Tensor]:
     return load_file(file)
 
 
-def test_threads_that_copy_leave_those_of_torch_to_others() -> None:
+def test_copy_threads_do_not_limit_torch_threads() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -334,20 +335,20 @@ def test_threads_that_copy_leave_those_of_torch_to_others() -> None:
         torch.set_num_threads(before)
 
 
-def test_what_is_wrong_can_be_sent_and_is_not_long(tmp_path: Path) -> None:
-    """Half a character ends whoever encodes it, and a name may be as long as a file."""
-    found = tensors() | {"x" * 100_000: torch.ones(1)}
+def test_error_messages_are_serializable_and_short(tmp_path: Path) -> None:
+    """Check lone surrogates, which cannot be encoded, and very long names."""
+    weights = tensors() | {"x" * 100_000: torch.ones(1)}
     with pytest.raises(RequestError, match="xxx") as refused:
-        reader().read("one", save(tmp_path / "long", found))
+        reader().read("one", save(tmp_path / "long", weights))
     assert len(str(refused.value)) < 2000
     with pytest.raises(RequestError, match=r"peft_type \\ud800 is not supported") as refused:
         reader().read("one", save(tmp_path / "half", tensors(), peft_type="\ud800"))
     assert str(refused.value).encode()
 
 
-def test_some_layers_alone_take_adapters(tmp_path: Path) -> None:
-    found = tensors() | {name.replace("q_proj", "k_proj"): each[:16] for name, each in tensors().items()}
-    path = save(tmp_path, found)
+def test_only_some_layers_take_adapters(tmp_path: Path) -> None:
+    weights = tensors() | {name.replace("q_proj", "k_proj"): item[:16] for name, item in tensors().items()}
+    path = save(tmp_path, weights)
     assert (reader().read("one", path).factors["model.layers.0.self_attn.q_proj"].b[32:48]).any()
     for only in (["q_proj"], ["qkv_proj"]):
         b = reader(only=only).read("one", path).factors["model.layers.0.self_attn.q_proj"].b
@@ -355,16 +356,16 @@ def test_some_layers_alone_take_adapters(tmp_path: Path) -> None:
     assert not reader(only=["o_proj"]).read("one", path).factors
 
 
-def test_layers_of_other_devices_are_left_to_them(tmp_path: Path) -> None:
-    found = tensors() | {name.replace("layers.0", "layers.7"): each for name, each in tensors().items()}
-    path = save(tmp_path, found)
+def test_layers_of_other_ranks_are_skipped(tmp_path: Path) -> None:
+    weights = tensors() | {name.replace("layers.0", "layers.7"): item for name, item in tensors().items()}
+    path = save(tmp_path, weights)
     assert len(reader(layers=range(1)).read("one", path).factors) == 1
     with pytest.raises(RequestError, match=r"layers\.7"):
         reader().read("one", path)
 
 
 @pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
-def test_what_is_too_large_is_not_read(file: str, tmp_path: Path) -> None:
+def test_oversized_files_are_not_read(file: str, tmp_path: Path) -> None:
     save(tmp_path, tensors())
     with (tmp_path / file).open("r+b") as opened:
         opened.truncate(1 << 42)
@@ -372,8 +373,8 @@ def test_what_is_too_large_is_not_read(file: str, tmp_path: Path) -> None:
         reader().read("one", tmp_path)
 
 
-def test_a_link_that_was_put_there_later_leads_nowhere(tmp_path: Path) -> None:
-    """What lies outside when it is opened, whatever lay there when somebody looked: a file, the folder."""
+def test_symlink_created_after_the_check_is_not_followed(tmp_path: Path) -> None:
+    """Check a file and a directory that lead outside when they are opened."""
     root = tmp_path / "root"
     root.mkdir()
     within = (str(root),)
@@ -381,25 +382,25 @@ def test_a_link_that_was_put_there_later_leads_nowhere(tmp_path: Path) -> None:
     path = save(root / "one", tensors())
     assert reader().read("one", path, within).factors
     for name in ("adapter_model.safetensors", "adapter_config.json"):
-        own = path / name
-        own.rename(path / "own")
-        own.symlink_to(tmp_path / "outside" / name)
+        file = path / name
+        file.rename(path / "own")
+        file.symlink_to(tmp_path / "outside" / name)
         with pytest.raises(RequestError, match=rf"adapter 'one': {name} is a link to a file outside"):
             reader().read("one", path, within)
-        own.unlink()
-        own.symlink_to(path / "own")
-        assert reader().read("one", path, within).factors, "a link to what is inside"
-        own.unlink()
-        (path / "own").rename(own)
+        file.unlink()
+        file.symlink_to(path / "own")
+        assert reader().read("one", path, within).factors, "a link to a file inside"
+        file.unlink()
+        (path / "own").rename(file)
     path.rename(root / "two")
     path.symlink_to(tmp_path / "outside")
     with pytest.raises(RequestError, match="is a link to a file outside"):
         reader().read("one", path, within)
-    assert reader().read("one", path).factors, "an operator's own"
+    assert reader().read("one", path).factors, "an operator's adapter"
 
 
-def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
-    """A pipe that nobody writes to."""
+def test_special_files_are_not_waited_for(tmp_path: Path) -> None:
+    """Check a pipe without a writer."""
     os.mkfifo(tmp_path / "adapter_config.json")
     with pytest.raises(FileNotFoundError):
         reader().read("one", tmp_path)

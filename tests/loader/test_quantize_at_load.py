@@ -1,4 +1,6 @@
-"""bfloat16 checkpoints on a CPU that computes in float32: stored narrow, computed wide."""
+"""Tests of bfloat16 checkpoints on a CPU that computes in float32: stored in bfloat16, computed in
+float32.
+"""
 
 import json
 from pathlib import Path
@@ -15,9 +17,7 @@ pytestmark = pytest.mark.skipif(native.library() is None, reason="there are no n
 @pytest.mark.parametrize(
     ("family", "tied"), [("qwen2", True), ("qwen2", False), ("qwen3_moe", False), ("gpt_oss", False)]
 )
-def test_weights_stay_narrow_and_logits_are_those_of_wide_ones(
-    family: str, tied: bool, tmp_path: Path
-) -> None:
+def test_weights_stay_bfloat16_and_logits_match_float32(family: str, tied: bool, tmp_path: Path) -> None:
     path, hf = make_tiny(family, tmp_path, tie_word_embeddings=tied)
     hf.bfloat16().save_pretrained(path)
     narrow = load_tiny(path)
@@ -29,6 +29,8 @@ def test_weights_stay_narrow_and_logits_are_those_of_wide_ones(
     assert all(p.dtype == torch.float32 for p in wide.parameters())
     prompts = random_prompts(9, 5)
     steps = [[8, 5], [1, 0]]
-    for ours, theirs in zip(run_paged(narrow, prompts, steps), run_paged(wide, prompts, steps), strict=True):
-        assert ours.dtype == torch.float32
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    for actual, expected in zip(
+        run_paged(narrow, prompts, steps), run_paged(wide, prompts, steps), strict=True
+    ):
+        assert actual.dtype == torch.float32
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)

@@ -1,4 +1,4 @@
-"""Reading safetensors: straight, in pieces, by several threads, and what is cut off meanwhile."""
+"""Tests of reading safetensors: directly, in pieces, by several threads, and truncated meanwhile."""
 
 from pathlib import Path
 from typing import Any
@@ -31,41 +31,41 @@ def source(tmp_path: Path) -> tuple[SafetensorsSource, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 64, 1 << 20])
-def test_tensors_of_any_type_reach_any_place(
+def test_tensors_of_any_dtype_and_destination(
     source: tuple[SafetensorsSource, dict[str, torch.Tensor]],
     chunk_bytes: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A piece in the wrong rows, bytes of one type taken for another, a view that is not contiguous."""
+    """Check misplaced rows, wrong dtypes, and noncontiguous views."""
     monkeypatch.setattr(reading, "_CHUNK_BYTES", chunk_bytes)
-    found, tensors = source
-    assert found.shapes({}) == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    actual, tensors = source
+    assert actual.shapes({}) == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
         wide = torch.empty(tensor.shape or (1,), dtype=torch.float32)
         for into in (torch.empty_like(tensor), wide):
-            found.fill(Target(name, into))
+            actual.fill(Target(name, into))
             assert torch.equal(into.float().view(tensor.shape), tensor.float()), name
         if tensor.ndim == 2:
             turned = torch.empty(*tensor.shape[::-1], dtype=tensor.dtype)
-            found.fill(Target(name, turned.t()))
+            actual.fill(Target(name, turned.t()))
             assert torch.equal(turned.t().float(), tensor.float())
 
 
-def test_a_file_that_is_cut_off_after_it_was_opened_is_named(
+def test_file_truncated_after_opening_is_named(
     source: tuple[SafetensorsSource, dict[str, torch.Tensor]],
 ) -> None:
-    found, tensors = source
-    path = found.entries["bfloat16"].path
+    actual, tensors = source
+    path = actual.entries["bfloat16"].path
     path.write_bytes(path.read_bytes()[:-1])
-    last = max(found.entries, key=lambda name: found.entries[name].offset)
+    last = max(actual.entries, key=lambda name: actual.entries[name].offset)
     with pytest.raises(ConfigError, match=rf"cannot read {last} from .*safetensors: unexpected end of file"):
-        found.fill(Target(last, torch.empty_like(tensors[last])))
+        actual.fill(Target(last, torch.empty_like(tensors[last])))
 
 
-def test_a_layer_is_finished_once_after_all_its_tensors(
+def test_layer_is_finished_once_after_all_its_tensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A norm that is finished while a thread still reads it, or twice."""
+    """Check that a norm is not finished while a thread still reads it, or twice."""
     path, _ = make_tiny("llama", tmp_path)
     stored = load_file(path / "model.safetensors")
     seen: list[tuple[str, bool]] = []

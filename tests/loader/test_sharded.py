@@ -1,4 +1,4 @@
-"""A model as the engine keeps it: written, read again, and refused by another engine."""
+"""Tests of saved engine states: written, read again, and rejected by another engine."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ from quire.loader.shards import STATE
 from quire.quant.plain import PlainWeight
 
 FAMILIES = ["gemma3_text", "gpt_neox", "gpt_oss", "cohere", "qwen3_5_moe_text"]
-"""Norms with 1 added, heads put apart, experts in turns, heads halved and tied ends, a rate of forgetting."""
+"""Norms with 1 added, permuted heads, interleaved experts, split heads, tied embeddings, and decay rates."""
 
 
 def save(path: Path, to: Path, *more: str) -> int:
@@ -34,10 +34,10 @@ def logits(path: Path, **options: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_saved_state_computes_the_same(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is changed after loading, and is changed once more; a parameter that is in no part."""
+def test_saved_state_computes_the_same(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check values that are changed after loading, which must not be changed twice, and missing
+    parameters.
+    """
     monkeypatch.setattr(sharded, "_PART_BYTES", 50_000)
     path, _ = make_tiny(family, tmp_path)
     out = tmp_path / "state"
@@ -50,7 +50,7 @@ def test_a_saved_state_computes_the_same(
 
 @pytest.mark.parametrize("family", SIZES)
 @pytest.mark.parametrize("name", ["fp8 tensor", "fp8 block", "int8 channel", "nf4"])
-def test_quantized_weights_are_saved_as_they_are_kept(name: str, family: str, tmp_path: Path) -> None:
+def test_quantized_weights_are_saved_as_stored(name: str, family: str, tmp_path: Path) -> None:
     path, _ = requantize(family, tmp_path, *STORED[name], **SIZES[family])
     assert save(path, tmp_path / "state") == 0
     quant = read_checkpoint(path).quant
@@ -58,7 +58,7 @@ def test_quantized_weights_are_saved_as_they_are_kept(name: str, family: str, tm
 
 
 @pytest.mark.parametrize("method", ["fp8", "int8"])
-def test_narrowed_weights_are_saved_narrow(method: str, tmp_path: Path) -> None:
+def test_bfloat16_weights_are_saved_as_bfloat16(method: str, tmp_path: Path) -> None:
     path, _ = make_tiny("llama", tmp_path, **SIZES["llama"])
     assert save(path, tmp_path / "state", "--quantization", method) == 0
     narrow, wide = (
@@ -70,8 +70,8 @@ def test_narrowed_weights_are_saved_narrow(method: str, tmp_path: Path) -> None:
     assert torch.equal(logits(tmp_path / "state", quant=quant), logits(path, quant=quant))
 
 
-class Turned(PlainWeight):
-    """Keeps its weight with inputs first, under another name."""
+class TransposedLinear(PlainWeight):
+    """Stores its weight transposed, under another name."""
 
     def repack(self) -> None:
         self.turned = torch.nn.Parameter(self.weight.t().contiguous(), requires_grad=False)
@@ -87,16 +87,16 @@ def test_repacked_weights_are_not_repacked_again(tmp_path: Path, monkeypatch: py
     expected = logits(path)
 
     def linear(self: Any, parts: tuple[str, ...], shape: Any) -> PlainWeight:
-        return PlainWeight(shape) if "embed" in parts[0] else Turned(shape)
+        return PlainWeight(shape) if "embed" in parts[0] else TransposedLinear(shape)
 
     monkeypatch.setattr("quire.quant.plain.PlainFormat.linear", linear)
     assert save(path, tmp_path / "state") == 0
-    monkeypatch.delattr(Turned, "repack")
+    monkeypatch.delattr(TransposedLinear, "repack")
     torch.testing.assert_close(logits(tmp_path / "state"), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_a_state_with_unknown_modules_is_refused(tmp_path: Path) -> None:
-    """A state that was saved when a module had another name."""
+def test_state_with_unknown_modules_is_rejected(tmp_path: Path) -> None:
+    """Check a state that was saved when a module had another name."""
     path, _ = make_tiny("llama", tmp_path)
     assert save(path, tmp_path / "state") == 0
     (file,) = (tmp_path / "state").glob("*.safetensors")
@@ -107,13 +107,13 @@ def test_a_state_with_unknown_modules_is_refused(tmp_path: Path) -> None:
         logits(tmp_path / "state")
 
 
-def test_a_state_of_another_engine_is_refused(tmp_path: Path) -> None:
+def test_state_of_another_engine_is_rejected(tmp_path: Path) -> None:
     path, _ = make_tiny("llama", tmp_path)
     out = tmp_path / "state"
     assert save(path, out) == 0
-    said = json.loads((out / STATE).read_text())
+    output = json.loads((out / STATE).read_text())
     for name, other in {"dtype": "float16", "device": "cuda", "version": 0, "quantization": "fp8"}.items():
-        (out / STATE).write_text(json.dumps(said | {name: other}))
+        (out / STATE).write_text(json.dumps(output | {name: other}))
         with pytest.raises(ConfigError, match=rf"saved for {name} {other!r}, but .*save it again with"):
             load_tiny(out)
     (out / STATE).unlink()
@@ -121,10 +121,10 @@ def test_a_state_of_another_engine_is_refused(tmp_path: Path) -> None:
         load_tiny(out, load_format="sharded_state")
 
 
-def test_what_cannot_be_saved_is_refused(
+def test_unsupported_saves_are_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A weight whose `finish` may keep more than its parameters, or a directory with something in it."""
+    """Check weights whose `finish` may keep more than parameters, and a directory that is not empty."""
     path, _ = make_tiny("llama", tmp_path)
     assert save(path, path) == 1
     assert "not an empty directory" in capsys.readouterr().err

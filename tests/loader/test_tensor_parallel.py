@@ -1,4 +1,4 @@
-"""A device of a group reads its share of every file, and no more; from every kind of file the same."""
+"""Tests that a rank reads only its shard of every file, equally from all file formats."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,20 +43,20 @@ def dims(name: str) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", PARTS)
-def test_parts_of_a_tensor(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Of another type than the file, too, and out of a file whose tensors lie at odd places."""
+def test_shards_of_a_tensor(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Check dtype conversion, and a file with misaligned tensors."""
     axis, runs = PARTS[name]
-    whole = torch.randn(SHAPES[dims(name)]).to(torch.bfloat16)
+    full = torch.randn(SHAPES[dims(name)]).to(torch.bfloat16)
     odd = torch.zeros(3, dtype=torch.uint8)
-    save_file({"a": odd, "w": whole}, tmp_path / "model.safetensors")
+    save_file({"a": odd, "w": full}, tmp_path / "model.safetensors")
     source = source_of(tmp_path)
-    shape = list(whole.shape)
+    shape = list(full.shape)
     shape[axis] = sum(run.size for run in runs)
     target = Target("w", torch.full(shape, torch.nan, dtype=dtype), axis, runs)
     source.fill(target)
     first, pieces = 0, []
     for run in runs:
-        piece = whole.narrow(axis, first + run.start, min(run.size, run.all - run.start))
+        piece = full.narrow(axis, first + run.start, min(run.size, run.all - run.start))
         missing = list(shape)
         missing[axis] = run.size - piece.shape[axis]
         pieces += [piece, piece.new_zeros(missing)]
@@ -64,8 +64,10 @@ def test_parts_of_a_tensor(name: str, dtype: torch.dtype, tmp_path: Path) -> Non
     assert torch.equal(target.tensor, torch.cat(pieces, axis).to(dtype))
 
 
-def test_no_more_is_read_than_the_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks together read each byte of what is divided once, and of the rest as often as they are."""
+def test_only_the_shard_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that all ranks together read each byte of sharded tensors once, and of the others once
+    per rank.
+    """
     path, _ = make_tiny("MixtralForCausalLM", tmp_path)
     stored = load_file(path / "model.safetensors")
     num_read: list[int] = []
@@ -84,30 +86,30 @@ def test_no_more_is_read_than_the_share(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(SafetensorsSource, "_read_columns", counted_columns)
     for world in tp_worlds(2):
         load_tiny(path, world=world)
-    whole = [name for name in stored if "norm" in name or ".gate.weight" in name]
-    expected = sum(tensor.nbytes * (2 if name in whole else 1) for name, tensor in stored.items())
+    full = [name for name in stored if "norm" in name or ".gate.weight" in name]
+    expected = sum(tensor.nbytes * (2 if name in full else 1) for name, tensor in stored.items())
     assert sum(num_read) == expected
 
 
 def test_mapped_columns_are_read_within_their_rows(tmp_path: Path) -> None:
-    """The last row of the last tensor of a file: a mapping that goes beyond its end."""
-    whole = torch.randn(2000, 8)
-    save_file({"w": whole}, tmp_path / "model.safetensors")
+    """Check the last row of the last tensor: the mapping must not exceed the file."""
+    full = torch.randn(2000, 8)
+    save_file({"w": full}, tmp_path / "model.safetensors")
     target = Target("w", torch.empty(2000, 4), 1, (Shard(4, 4, 8),))
     source_of(tmp_path).fill(target)
-    assert torch.equal(target.tensor, whole[:, 4:])
+    assert torch.equal(target.tensor, full[:, 4:])
 
 
-def test_gguf_rows_are_taken_out_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gguf_rows_are_read_from_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, _ = make_tiny_gguf("qwen3", tmp_path, "Q8_0", intermediate_size=128)
     num_bytes: dict[str, int] = {}
     taken = gguf._select
 
     def counted(packed: Any, span: slice, axis: int, order: Any) -> Any:
-        found = taken(packed, span, axis, order)
-        num_bytes[str(axis)] = num_bytes.get(str(axis), 0) + found.nbytes
-        assert found.base is not None, "a copy of more than the share"
-        return found
+        actual = taken(packed, span, axis, order)
+        num_bytes[str(axis)] = num_bytes.get(str(axis), 0) + actual.nbytes
+        assert actual.base is not None, "a copy of more than the shard"
+        return actual
 
     monkeypatch.setattr(gguf, "_select", counted)
     load_tiny(path, world=tp_worlds(2)[1], packed=True)
@@ -116,7 +118,7 @@ def test_gguf_rows_are_taken_out_of_the_file(tmp_path: Path, monkeypatch: pytest
     assert num_bytes == {"0": ends + heads + up, "1": 2 * (64 * 34 + 64 * 34 * 2)}
 
 
-def test_shapes_that_do_not_fit_are_named_whole(tmp_path: Path) -> None:
+def test_shape_errors_name_the_full_shape(tmp_path: Path) -> None:
     path, _ = make_tiny("LlamaForCausalLM", tmp_path)
     tensors = load_file(path / "model.safetensors")
     tensors["model.layers.0.mlp.down_proj.weight"] = torch.zeros(64, 80)
@@ -133,20 +135,20 @@ def test_pickled_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["LlamaForCausalLM", "GptOssForCausalLM", "GPT2LMHeadModel"])
-def test_random_weights_are_the_same_however_they_are_divided(family: str, tmp_path: Path) -> None:
+def test_dummy_weights_do_not_depend_on_sharding(family: str, tmp_path: Path) -> None:
     path, _ = make_tiny(family, tmp_path)
     compare(path, 2, load_format="dummy")
 
 
-def test_a_state_is_saved_for_each_rank(tmp_path: Path) -> None:
+def test_state_is_saved_for_each_rank(tmp_path: Path) -> None:
     path, _ = make_tiny("LlamaForCausalLM", tmp_path, attention_bias=True)
     flags = ["--dtype", "float32", "--skip-tokenizer-init", "--device", "cpu", "-tp", "2"]
     assert main(["save-sharded-state", str(path), "-o", str(tmp_path / "state"), *flags]) == 0
     for rank in range(2):
         assert (tmp_path / "state" / f"model-rank-{rank}-part-0.safetensors").is_file()
     expected = logits(path, 2)
-    for ours, theirs in zip(logits(tmp_path / "state", 2), expected, strict=True):
-        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+    for actual, reference in zip(logits(tmp_path / "state", 2), expected, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(actual, reference, strict=True))
     with pytest.raises(ConfigError, match="saved for tensor_parallel_size 2, but this engine has 1"):
         logits(tmp_path / "state", 1)
     assert read_checkpoint(tmp_path / "state").facts.heads == 4

@@ -1,4 +1,4 @@
-"""Tiny encoders with a transformers twin."""
+"""Tiny encoders with their transformers models."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "JinaEmbeddingsV3Model": ("JinaEmbeddingsV3", {"type_vocab_size": 1}),
     "ModernBertModel, mean": ("ModernBert", {"classifier_pooling": "mean", "attention_bias": True}),
 }
-"""By architecture, and what is tested of it: the family in transformers, and its settings."""
+"""Family in transformers and its settings, by architecture and tested variant."""
 SETTINGS = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -47,7 +47,7 @@ SETTINGS = {
 class Tiny(NamedTuple):
     path: Path
     hf: Any
-    """ForSequenceClassification."""
+    """The transformers ForSequenceClassification model."""
 
     @property
     def body(self) -> Any:
@@ -82,6 +82,6 @@ def texts(*lengths: int) -> list[list[int]]:
 
 @torch.inference_mode()
 def states(tiny: Tiny, ids: list[int], types: list[int] | None = None) -> np.ndarray[Any, Any]:
-    given = {} if types is None else {"token_type_ids": torch.tensor([types])}
-    found: np.ndarray[Any, Any] = tiny.body(torch.tensor([ids]), **given).last_hidden_state[0].numpy()
-    return found
+    kwargs = {} if types is None else {"token_type_ids": torch.tensor([types])}
+    actual: np.ndarray[Any, Any] = tiny.body(torch.tensor([ids]), **kwargs).last_hidden_state[0].numpy()
+    return actual

@@ -1,4 +1,4 @@
-"""Every way in which a checkpoint stores weights: its configuration, and a packer after its documentation."""
+"""Checkpoint weight formats: the configuration, and a packer written from each format's documentation."""
 
 import functools
 import json
@@ -27,18 +27,18 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
     },
 }
-"""Of models whose layers every format can store: plain and fused ones, and experts."""
+"""Models whose layers every format can store: plain and fused layers, and experts."""
 
 
 class Stored(NamedTuple):
-    """A `quantization_config`, and what makes the tensors that it speaks of."""
+    """A `quantization_config` and the packer of its tensors."""
 
     config: dict[str, Any]
     pack: Pack
 
 
 def compressed(format: str, kind: str, strategy: str, *, static: bool = False) -> dict[str, Any]:
-    """Weights and inputs of 8 bits as llm-compressor says it."""
+    """Return an 8-bit weight and activation config of llm-compressor."""
     weights = {"num_bits": 8, "type": kind, "strategy": strategy, "symmetric": True, "dynamic": False}
     inputs = weights | {"strategy": "tensor" if static else "token", "dynamic": not static}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
@@ -51,7 +51,7 @@ def compressed(format: str, kind: str, strategy: str, *, static: bool = False) -
 
 
 def pack_int8(by: str, static: bool, name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """As compressed-tensors does it; every part of a layer gets a scale of its own."""
+    """Pack as compressed-tensors does; every part of a layer has its own scale."""
     most = weight.abs().amax() if by == "tensor" else weight.abs().amax(1, keepdim=True)
     scale = (most / 127).reshape((1,) if by == "tensor" else (-1, 1))
     codes = (weight / scale).round().clamp(-128, 127)
@@ -65,9 +65,9 @@ def pack_fp8(by: str, name: str, weight: Tensor) -> tuple[dict[str, Tensor], Ten
     data, scale = quantize_weight(weight)
     stored = {"weight_scale": scale[:, None]}
     if by == "tensor":
-        whole = scale.amax()
-        data, scale = (weight / whole).to(E4M3), whole.expand(len(weight))
-        stored = {"weight_scale": whole, "input_scale": torch.ones(())}
+        full = scale.amax()
+        data, scale = (weight / full).to(E4M3), full.expand(len(weight))
+        stored = {"weight_scale": full, "input_scale": torch.ones(())}
     if by == "block":
         rows, columns = weight.shape
         blocks = weight.view(rows // 128, 128, columns // 128, 128)
@@ -90,7 +90,7 @@ TABLES = {name: torch.tensor([float(v) for v in of.split()]) for name, of in (("
 
 
 def pack4(kind: str, nested: bool, name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """Blocks of 64 numbers row after row, two codes in a byte; scales in 8 bits around their mean."""
+    """Pack blocks of 64 numbers by rows, two codes per byte, with 8-bit scales around their mean."""
     table, flat = TABLES[kind], weight.flatten()
     blocks = torch.cat((flat, flat.new_zeros(-len(flat) % 64))).view(-1, 64)
     absmax = blocks.abs().amax(1)
@@ -131,7 +131,7 @@ def pack8(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     return tensors, codes * most[:, None] / 127
 
 
-def said(kind: str, nested: bool = False) -> dict[str, Any]:
+def bitsandbytes_config(kind: str, nested: bool = False) -> dict[str, Any]:
     return {
         "quant_method": "bitsandbytes",
         "load_in_4bit": kind != "int8",
@@ -152,8 +152,10 @@ MXFP4 = {
 
 
 def pack_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[experts, inputs, outputs] of a plain checkpoint -> blocks, scales, and what they stand for, in its
-    order. Neighbours share a byte, the first in its low half."""
+    """Pack [experts, inputs, outputs] of a plain checkpoint; return blocks, scales and values in that order.
+
+    Two successive numbers share a byte, the first in its low half.
+    """
     rows = weight.transpose(1, 2).unflatten(-1, (-1, 32))
     exponent = rows.abs().amax(-1, keepdim=True).clamp(min=1e-30).log2().floor() - 2
     codes = (rows[..., None] / 2 ** exponent[..., None] - E2M1).abs().argmin(-1)
@@ -163,7 +165,7 @@ def pack_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def gpt_oss(folder: Path, intermediate_size: int = 96) -> tuple[Path, Any]:
-    """A tiny gpt-oss with packed experts, and its twin with their numbers."""
+    """Return a tiny gpt-oss with packed experts and its transformers model with the dequantized values."""
     path, hf_model = make_tiny("gpt_oss", folder, hidden_size=64, intermediate_size=intermediate_size)
     tensors, state = load_file(path / "model.safetensors"), hf_model.state_dict()
     for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
@@ -219,7 +221,7 @@ STORED: dict[str, Stored] = {
     "gptq act-order": _groups(_GPTQ | {"desc_act": True}, replace(GPTQ, act_order=True)),
     "gptq 8": _groups(_GPTQ | {"bits": 8}, replace(GPTQ, bits=8)),
     "packed": _groups(_PACKED, replace(GPTQ, layout="compressed")),
-    "nf4": Stored(said("nf4", nested=True), functools.partial(pack4, "nf4", True)),
-    "fp4": Stored(said("fp4"), functools.partial(pack4, "fp4", False)),
-    "bitsandbytes int8": Stored(said("int8"), pack8),
+    "nf4": Stored(bitsandbytes_config("nf4", nested=True), functools.partial(pack4, "nf4", True)),
+    "fp4": Stored(bitsandbytes_config("fp4"), functools.partial(pack4, "fp4", False)),
+    "bitsandbytes int8": Stored(bitsandbytes_config("int8"), pack8),
 }

@@ -1,4 +1,4 @@
-"""Tiny models as GGUF files, as the converter of llama.cpp writes them."""
+"""Tiny models as GGUF files, as written by llama.cpp's converter."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,26 +15,26 @@ from zoo import SHARED, TIED, Settings, longrope
 
 
 class Conversion(NamedTuple):
-    """What the converter does for one architecture, beside what it does for all."""
+    """The converter's steps for one architecture, in addition to the common ones."""
 
     architecture: str = ""
-    """llama.cpp's name of it, unless it is the model_type."""
+    """llama.cpp's name of the architecture, if it is not the model_type."""
     keys: Callable[[Any], dict[str, Any]] = lambda config: {}
-    """Further keys of the header, out of the model's configuration."""
+    """Additional header keys from the model's configuration."""
     tensors: Callable[[Any], dict[str, Any]] = lambda config: {}
-    """Further tensors."""
+    """Additional tensors."""
     settings: Settings = {}
-    """What a model must have since files do not say it."""
+    """Settings that a model must have because files do not store them."""
     change: Callable[[str, NDArray[Any], Any], NDArray[Any]] = lambda name, values, config: values
-    """A tensor, by its Hugging Face name, as it is stored."""
+    """Transforms a tensor, by its Hugging Face name, for storage."""
     pieces: Callable[[str, Tensor], dict[str, Tensor]] = lambda name, tensor: {name: tensor}
-    """A tensor as views of its parts, each of which is stored by itself."""
+    """Splits a tensor into views that are stored separately."""
     as_stored: bool = False
-    """Whether the converter reads the tensors as makers store them, not as transformers has them."""
+    """Whether the converter reads the makers' checkpoint instead of the transformers one."""
 
 
 def _interleaved(name: str, values: NDArray[Any], config: Any) -> NDArray[Any]:
-    """The halves of each query and key head in turns."""
+    """Interleave the halves of each query and key head."""
     if ".q_proj." not in name and ".k_proj." not in name:
         return values
     heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
@@ -51,7 +51,7 @@ def _plus_one(name: str, values: NDArray[Any], config: Any) -> NDArray[Any]:
 
 
 def _expert_pieces(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Gate and up, which are one behind the other for each expert."""
+    """Split gate and up, which are concatenated for each expert."""
     where, _, part = name.rpartition(".")
     if part == "gate_up_proj":
         gate, up = tensor.chunk(2, dim=1)
@@ -60,7 +60,7 @@ def _expert_pieces(name: str, tensor: Tensor) -> dict[str, Tensor]:
 
 
 def each_expert(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Every expert by itself, as the first converters wrote Mixtral."""
+    """Split a tensor into single experts, as the first converters wrote Mixtral."""
     pieces = _expert_pieces(name, tensor)
     if tensor.ndim < 3:
         return pieces
@@ -74,7 +74,7 @@ def each_expert(name: str, tensor: Tensor) -> dict[str, Tensor]:
 
 
 def _granite_pieces(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Under the names that the converter knows."""
+    """Rename the tensors to the converter's names."""
     pieces = _expert_pieces(name.replace("block_sparse_moe.router", "mlp.gate"), tensor)
     return {name.replace("block_sparse_moe", "mlp"): piece for name, piece in pieces.items()}
 
@@ -84,7 +84,7 @@ def _layer_norms(config: Any) -> dict[str, Any]:
 
 
 def _gpt_oss_pieces(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Gate and up in turns, inputs before outputs."""
+    """Split interleaved gate and up and transpose to outputs first."""
     where, _, part = name.rpartition(".")
     if part == "sinks":
         return {f"{name}.weight": tensor}
@@ -92,7 +92,7 @@ def _gpt_oss_pieces(name: str, tensor: Tensor) -> dict[str, Tensor]:
     across = tensor.transpose(1, 2) if tensor.ndim == 3 else tensor
     if part.startswith("gate_up_proj"):
         return {
-            f"{where}.{each}_proj.{kind}": across[:, first::2] for first, each in enumerate(("gate", "up"))
+            f"{where}.{item}_proj.{kind}": across[:, first::2] for first, item in enumerate(("gate", "up"))
         }
     return {f"{where}.down_proj.{kind}" if part.startswith("down_proj") else name: across}
 
@@ -102,14 +102,14 @@ def _one_row_as_a_vector(name: str, values: NDArray[Any], config: Any) -> NDArra
 
 
 def _apart(name: str, values: NDArray[Any], config: Any) -> NDArray[Any]:
-    """All queries, then all keys, then all values, which are side by side for each head."""
+    """Regroup per-head Q, K and V into all queries, all keys and all values."""
     if ".query_key_value." not in name:
         return values
     return values.reshape(config.n_head, 3, -1, *values.shape[1:]).swapaxes(0, 1).reshape(values.shape)
 
 
 def _four_times(config: Any) -> dict[str, Any]:
-    """Sizes that the configuration does not name, as Bloom and MPT have them."""
+    """Return sizes that the configurations of Bloom and MPT do not name."""
     return {
         "feed_forward_length": 4 * config.hidden_size,
         "attention.head_count_kv": config.num_attention_heads,
@@ -124,7 +124,7 @@ def _mpt_keys(config: Any) -> dict[str, Any]:
 
 
 def _falcon_order(name: str, values: NDArray[Any], config: Any) -> NDArray[Any]:
-    """All queries, then all keys, then all values, which are side by side for each head of keys."""
+    """Regroup Q, K and V per KV head into all queries, all keys and all values."""
     if ".query_key_value." not in name:
         return values
     keys = getattr(config, "num_kv_heads", config.num_attention_heads)
@@ -152,11 +152,11 @@ def _dbrx_keys(config: Any) -> dict[str, Any]:
 
 
 def _dbrx_pieces(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Experts below each other, the last matrix of each across."""
+    """Split concatenated experts and transpose the last matrix of each."""
     if ".experts.mlp." not in name:
         return {name: tensor}
-    each = tensor.view(4, -1, tensor.shape[1])
-    return {f"{name}.weight": each.transpose(1, 2) if name.endswith("w2") else each}
+    item = tensor.view(4, -1, tensor.shape[1])
+    return {f"{name}.weight": item.transpose(1, 2) if name.endswith("w2") else item}
 
 
 def _sharing_keys(config: Any) -> dict[str, Any]:
@@ -248,7 +248,7 @@ SIX_LAYERS: Settings = {
 }
 FOUR_LAYERS = ["sliding_attention"] * 3 + ["full_attention"]
 EXACT = (".bias", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
-"""What the converter never packs, beside vectors."""
+"""Tensors that the converter never packs, besides vectors."""
 ADD = {
     bool: GGUFWriter.add_bool,
     int: GGUFWriter.add_uint32,
@@ -263,7 +263,7 @@ EPSILONS = {
     "norm_epsilon": "layer_norm_epsilon",
     "norm_eps": "layer_norm_epsilon",
 }
-"""What configurations call it -> what headers do."""
+"""Names of values in configurations and their names in headers."""
 CONVERSIONS = {
     "arcee": Conversion(change=_interleaved),
     "bloom": Conversion(
@@ -350,11 +350,11 @@ CONVERSIONS = {
     ),
     "starcoder2": Conversion(),
 }
-"""By model_type."""
+"""Conversions by model_type."""
 
 
 def make_tiny_gguf(family: str, tmp_path: Path, kind: str = "F32", **overrides: Any) -> tuple[Path, Any]:
-    """The zoo's model as a file, and transformers' twin of it."""
+    """Write the zoo's model as a file and return it with its transformers model."""
     _, hf_model = make_tiny(family, tmp_path, **(CONVERSIONS[family].settings | overrides))
     return write_gguf(tmp_path / "m.gguf", hf_model, kind, family), hf_model
 
@@ -379,8 +379,10 @@ def _shared_keys(config: Any) -> dict[str, Any]:
 
 
 def write_gguf(path: Path, hf_model: Any, kind: str = "F32", family: str = "") -> Path:
-    """The tiny model as a GGUF file, its matrices packed as `kind`; `hf_model` gets the same rounding. It is
-    of the family that its configuration says, unless another is given."""
+    """Write the tiny model as a GGUF file with matrices of type `kind`; `hf_model` gets the rounded values.
+
+    The family is that of its configuration unless another is passed.
+    """
     from gguf.constants import MODEL_ARCH_NAMES, GGMLQuantizationType
     from gguf.quants import dequantize, quantize
     from gguf.tensor_mapping import get_tensor_name_map
@@ -391,7 +393,7 @@ def write_gguf(path: Path, hf_model: Any, kind: str = "F32", family: str = "") -
     conversion = CONVERSIONS[family]
     tensors = dict(hf_model.named_parameters())
     tensors |= {
-        name: each for name, each in hf_model.state_dict().items() if name in dict(hf_model.named_buffers())
+        name: item for name, item in hf_model.state_dict().items() if name in dict(hf_model.named_buffers())
     }
     if conversion.as_stored:
         tensors = twin.stored(tensors)
@@ -403,8 +405,8 @@ def write_gguf(path: Path, hf_model: Any, kind: str = "F32", family: str = "") -
     writer.add_eos_token_id(2)
     enum = next(enum for enum, name in MODEL_ARCH_NAMES.items() if name == arch)
     names = get_tensor_name_map(enum, config.num_hidden_layers)
-    for whole, parameter in tensors.items():
-        for name, piece in conversion.pieces(whole, parameter.data).items():
+    for full, parameter in tensors.items():
+        for name, piece in conversion.pieces(full, parameter.data).items():
             stored_as = names.get_name(name, try_suffixes=(".weight", ".bias"))
             if name.startswith("blk."):
                 stored_as = name
@@ -412,7 +414,7 @@ def write_gguf(path: Path, hf_model: Any, kind: str = "F32", family: str = "") -
             values = np.ascontiguousarray(piece.numpy())
             exact = values.ndim == 1 or stored_as.endswith(EXACT)
             packed_as = GGMLQuantizationType["F32" if exact else kind]
-            # Rows are packed one by one, so that moving rows and packing them can be done in any order.
+            # Rows are packed independently, so that permuting and packing rows commute.
             rounded = dequantize(quantize(values, packed_as), packed_as).astype(np.float32)
             stored = np.ascontiguousarray(conversion.change(name, values, config))
             piece.copy_(torch.from_numpy(rounded))

@@ -1,4 +1,4 @@
-"""Packers of weights in groups, after the layouts that AutoAWQ, AutoGPTQ and compressed-tensors document."""
+"""Packers of group-quantized weights in the layouts of AutoAWQ, AutoGPTQ and compressed-tensors."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ Stored = dict[str, Tensor]
 
 
 def rounded(weight: Tensor, scheme: Grouped, group_of: Tensor | None = None) -> Int4Codes:
-    """The nearest codes, of inputs that are sorted by group."""
+    """Return the nearest codes for inputs sorted by group."""
     inputs = weight.shape[1]
     group = inputs if scheme.group < 0 else scheme.group
     sorted_ = weight if group_of is None else weight[:, group_of.argsort(stable=True)]
@@ -33,20 +33,20 @@ def rounded(weight: Tensor, scheme: Grouped, group_of: Tensor | None = None) -> 
 
 
 def in_words(codes: Tensor, bits: int, axis: int, order: list[int] | None = None) -> Tensor:
-    """Neighbours along `axis` share a word, the first in its lowest bits."""
+    """Pack successive codes along `axis` into words, the first in the lowest bits."""
     per = 32 // bits
     padded = list(codes.shape)
     padded[axis] = -(-padded[axis] // per) * per
-    whole = torch.zeros(padded, dtype=torch.int64)
-    whole.narrow(axis, 0, codes.shape[axis]).copy_(codes)
-    cut = whole.unflatten(axis, (-1, per))
+    full = torch.zeros(padded, dtype=torch.int64)
+    full.narrow(axis, 0, codes.shape[axis]).copy_(codes)
+    cut = full.unflatten(axis, (-1, per))
     words = sum(cut.select(axis + 1, of) << bits * i for i, of in enumerate(order or range(per)))
     assert isinstance(words, Tensor)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32).contiguous()
 
 
 def stored(weight: Int4Codes, scheme: Grouped, group_of: Tensor | None = None) -> Stored:
-    """The tensors of a file. `weight` has its inputs sorted by group."""
+    """Return the tensors of a file. `weight` has its inputs sorted by group."""
     codes, scales, zeros, bits = weight
     if group_of is not None:
         codes = torch.empty_like(codes).index_copy_(1, group_of.argsort(stable=True), codes)
@@ -72,22 +72,22 @@ def stored(weight: Int4Codes, scheme: Grouped, group_of: Tensor | None = None) -
 
 
 def values(weight: Int4Codes, group_of: Tensor | None = None) -> Tensor:
-    """What the file means."""
-    whole = weight.values()
+    """Return the dequantized values of the file."""
+    full = weight.values()
     return (
-        whole
+        full
         if group_of is None
-        else torch.empty_like(whole).index_copy_(1, group_of.argsort(stable=True), whole)
+        else torch.empty_like(full).index_copy_(1, group_of.argsort(stable=True), full)
     )
 
 
 def shuffled(inputs: int, group: int, generator: torch.Generator) -> Tensor:
-    """The group of each input, where they are not neighbours."""
+    """Return the group of each input where groups are not contiguous (act-order)."""
     return torch.randperm(inputs, generator=generator) // (inputs if group < 0 else group)
 
 
 def quantize_files(path: Path, model: Any, scheme: Grouped, config: dict[str, Any]) -> None:
-    """Rewrite a saved model with its layers' linear weights packed, and give `model` what they mean."""
+    """Rewrite a saved model with packed linear weights, and give `model` the dequantized values."""
     generator = torch.Generator().manual_seed(0)
     file = path / "model.safetensors"
     tensors, state = load_file(file), model.state_dict()
@@ -98,12 +98,12 @@ def quantize_files(path: Path, model: Any, scheme: Grouped, config: dict[str, An
         tensors |= {prefix + suffix: tensor for suffix, tensor in stored(codes, scheme, group_of).items()}
         tensors_of_model(state, name).copy_(values(codes, group_of))
     save_file(tensors, file, metadata={"format": "pt"})
-    said = json.loads((path / "config.json").read_text()) | {"quantization_config": config}
-    (path / "config.json").write_text(json.dumps(said))
+    output = json.loads((path / "config.json").read_text()) | {"quantization_config": config}
+    (path / "config.json").write_text(json.dumps(output))
 
 
 def tensors_of_model(state: dict[str, Tensor], name: str) -> Tensor:
-    """Where the model in memory has what the file calls so: it may have all experts in one."""
+    """Return the tensors of the model in memory for a name in the file; experts may be one tensor."""
     if name in state:
         return state[name]
     where, _, rest = name.partition(".experts.")

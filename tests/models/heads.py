@@ -1,4 +1,4 @@
-"""EAGLE, EAGLE-3 and MTP in plain torch, as their papers have them, over all tokens at once."""
+"""EAGLE, EAGLE-3 and MTP in plain torch, written from their papers, over all tokens at once."""
 
 import json
 from collections.abc import Callable
@@ -41,8 +41,10 @@ def layer_weights(prefix: str, size_in: int = HIDDEN) -> Weights:
 
 
 def add_prediction(path: Path, extra: list[str], weights: Weights) -> None:
-    """Make the last layer of the checkpoint at `path` one that predicts the next token but one: it is called
-    by the first of `extra` from now on, in place of the second."""
+    """Turn the last layer of the checkpoint at `path` into an MTP layer.
+
+    Its name becomes the first of `extra` in place of the second.
+    """
     file, config = path / "model.safetensors", json.loads((path / "config.json").read_text())
     stored = {name.replace(extra[1], extra[0]): tensor for name, tensor in load_file(file).items()}
     save_file(stored | weights, file)
@@ -63,8 +65,10 @@ def mtp(
     plus: float,
     window: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """With a layer of transformers; norms multiply by their weights and `plus`. One with a `window` turns by
-    the table of that kind of layers."""
+    """Run an MTP layer of transformers; norms multiply by weight + `plus`.
+
+    With a `window` it uses the RoPE table of sliding-window layers.
+    """
 
     def normed(x: Tensor, name: str) -> Tensor:
         return norm(x, weights[f"{names[name]}.weight"] + plus)
@@ -95,11 +99,11 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight
 
 
-def turn(x: Tensor) -> Tensor:
-    """[T, heads, HEAD_DIM] by their positions."""
+def rotate(x: Tensor) -> Tensor:
+    """Rotate [T, heads, HEAD_DIM] by position."""
     steps = 10000.0 ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
     angles = torch.arange(len(x))[:, None] * steps
-    cos, sin = (torch.cat((each, each), -1)[:, None] for each in (angles.cos(), angles.sin()))
+    cos, sin = (torch.cat((item, item), -1)[:, None] for item in (angles.cos(), angles.sin()))
     left, right = x.chunk(2, -1)
     return x * cos + torch.cat((-right, left), -1) * sin
 
@@ -108,8 +112,8 @@ def attention(x: Tensor, weights: Weights, prefix: str) -> Tensor:
     def project(name: str) -> Tensor:
         return (x @ weights[f"{prefix}.self_attn.{name}.weight"].T).unflatten(1, (-1, HEAD_DIM))
 
-    q, k, v = turn(project("q_proj")), turn(project("k_proj")), project("v_proj")
-    q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))
+    q, k, v = rotate(project("q_proj")), rotate(project("k_proj")), project("v_proj")
+    q, k, v = (item.transpose(0, 1)[None] for item in (q, k, v))
     seen = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0]
     return seen.transpose(0, 1).flatten(1) @ weights[f"{prefix}.self_attn.o_proj.weight"].T
 
@@ -121,7 +125,7 @@ def feed_forward(x: Tensor, weights: Weights, prefix: str) -> Tensor:
 
 
 def eagle(weights: Weights, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-    """Vectors of tokens, and the states of the tokens before them."""
+    """Run EAGLE on token embeddings and the hidden states of the tokens before them."""
     x = torch.cat((tokens, states), -1) @ weights["fc.weight"].T + weights.get("fc.bias", torch.zeros(1))
     x = x + attention(x, weights, "layers.0")
     x = x + feed_forward(x, weights, "layers.0")
@@ -149,7 +153,9 @@ def drafted(
     states: Tensor,
     count: int,
 ) -> list[int]:
-    """What follows `tokens`, of which `states` has all but the last; `say` makes a token of a vector."""
+    """Return the drafts after `tokens`; `states` has all but the last. `say` returns a hidden
+    state's token.
+    """
     tokens, start = list(tokens), len(tokens)
     for _ in range(count):
         out, after = head(embed[tokens[1:]], states)

@@ -1,4 +1,4 @@
-"""Random adapters as PEFT makes and saves them, and a driver that runs a batch of several."""
+"""Random PEFT adapters on disk, and a driver for batches with several adapters."""
 
 import warnings
 from collections.abc import Iterator
@@ -15,12 +15,11 @@ from quire.layers.lora import AdapterSlots
 from quire.loader.lora import LoRAReader, LoRAWeights
 
 PLAIN = -1
-"""The slot of a row without an adapter."""
+"""Slot of a row without adapter."""
 
 
 def save_adapter(hf_model: Any, path: Path, seed: int, **settings: Any) -> Any:
-    """A PEFT model around `hf_model` with a random adapter, which is saved at `path`; `unload()` it before
-    the next."""
+    """Wrap `hf_model` with a random PEFT adapter and save it at `path`; call `unload()` before the next."""
     from peft import LoraConfig, get_peft_model
 
     with warnings.catch_warnings():
@@ -40,7 +39,7 @@ def slots_for(max_slots: int, max_rank: int, **options: Any) -> AdapterSlots:
 
 
 class Adapted:
-    """A model whose rows have adapters: `slot_of` by row."""
+    """A model whose rows have adapters; `slot_of` gives the slot by row."""
 
     def __init__(self, path: Path, slots: AdapterSlots, **options: Any) -> None:
         self.slots = slots
@@ -69,7 +68,7 @@ class Adapted:
         return out
 
     def run(self, prompts: list[list[int]], slot_of: list[int]) -> list[Tensor]:
-        """Logits of every position: all prompts at once, in two chunks and a decode."""
+        """Return logits of every position: all prompts at once, in two chunks and a decode."""
         self.slot_of = slot_of
         lens = [len(ids) for ids in prompts]
         first = [size // 2 for size in lens]

@@ -1,4 +1,4 @@
-"""Tiny models with a transformers twin, and a driver that runs ours over a paged cache."""
+"""Tiny models with their transformers models, and a driver that runs ours over a paged cache."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ def make_tiny(family: str, tmp_path: Path, **overrides: Any) -> tuple[Path, Any]
 def _build(architecture: str, settings: Settings, path: Path) -> Any:
     """Write a checkpoint with these settings to `path` and return the transformers model."""
     model = _twin(architecture, settings)
-    # Norms start as ones, biases and some routers as zeros, which would hide a layer that ignores them.
+    # Random values, since norms of ones and biases of zeros would hide a layer that ignores them.
     for tensor in model.state_dict().values():
         if tensor.is_floating_point() and (tensor.ndim == 1 or not tensor.any()):
             tensor.add_(torch.randn_like(tensor) * 0.2)
@@ -61,7 +61,7 @@ def _twin(architecture: str, settings: Settings) -> Any:
 def load_tiny(
     path: Path, *, max_model_len: int = 256, backend: AttentionBackend | None = None, **options: Any
 ) -> Any:
-    """Our model of the checkpoint at `path` in float32, with a cache of 64 blocks full of NaN."""
+    """Load the checkpoint at `path` in float32 with a cache of 64 blocks full of NaN."""
     model = load_model(
         read_checkpoint(path),
         dtype=torch.float32,
@@ -83,7 +83,7 @@ def load_tiny(
 
 @torch.inference_mode()
 def run_paged(model: Any, prompts: list[list[int]], steps: list[list[int]]) -> list[Tensor]:
-    """Logits of every position of each prompt; a step says how many tokens each prompt computes in it."""
+    """Return logits of every position of each prompt; `steps` gives the tokens per prompt and step."""
     order = np.random.default_rng(7).permutation(np.arange(1, 64)).tolist()
     tables = [[order.pop() for _ in range(-(-len(ids) // BLOCK_SIZE))] for ids in prompts]
     done = [0] * len(prompts)

@@ -1,4 +1,4 @@
-"""Batches over a paged cache, made by hand, without a model."""
+"""Handmade batches over a paged cache, without a model."""
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ MAX_ROWS = 8
 
 
 def make_batch(chunks: list[tuple[list[int], int]], tables: list[list[int]], block_size: int) -> Batch:
-    """One batch: for each sequence the new token ids and how many came before them, and its block ids."""
+    """Build a batch from each sequence's new token ids, number of previous tokens and block ids."""
     query_lens = np.array([len(ids) for ids, _ in chunks], np.int32)
     seq_lens = np.array([len(ids) + before for ids, before in chunks], np.int32)
     positions = np.concatenate([np.arange(before, before + len(ids)) for ids, before in chunks])
@@ -36,7 +36,7 @@ def make_batch(chunks: list[tuple[list[int], int]], tables: list[list[int]], blo
 
 
 def on_rows(batch: Batch, rows: list[int]) -> Batch:
-    """The same batch for these rows of a worker."""
+    """Return the same batch for these rows of a worker."""
     tables = torch.zeros(MAX_ROWS + 1, batch.block_tables.shape[1], dtype=torch.int32)
     tables[rows] = batch.block_tables
     batch.rows, batch.block_tables = torch.tensor(rows, dtype=torch.int32), tables

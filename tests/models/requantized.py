@@ -1,4 +1,4 @@
-"""Checkpoints of tiny models with weights in some format, and models with the same weights in float32."""
+"""Checkpoints of tiny models in some weight format, and models with the dequantized weights in float32."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.checkpoint.model import read_checkpoint
 
 Pack = Callable[[str, Tensor], tuple[dict[str, Tensor], Tensor]]
-"""A layer's name and weight -> its tensors by suffix, and the weight that they stand for."""
+"""Function from a layer's name and weight to its tensors by suffix and its dequantized weight."""
 LAYERS = r"(_proj|\.w[123])\.weight$"
 
 
@@ -27,7 +27,9 @@ def requantize(
     key: str = "quantization_config",
     **overrides: Any,
 ) -> tuple[Path, Any]:
-    """A model directory with packed weights, and transformers' model of the weights that they stand for."""
+    """Write a model directory with packed weights; return it with transformers' model of the dequantized
+    weights.
+    """
     path, hf_model = make_tiny(family, folder, **overrides)
     stored, wide = load_file(path / "model.safetensors"), {}
     packed: dict[str, Tensor] = {}
@@ -42,8 +44,8 @@ def requantize(
     save_file(wide, path / "model.safetensors", metadata={"format": "pt"})
     twin = type(hf_model).from_pretrained(path, dtype=torch.float32).eval()
     save_file(packed, path / "model.safetensors", metadata={"format": "pt"})
-    said = json.loads((path / "config.json").read_text()) | {key: config}
-    (path / "config.json").write_text(json.dumps(said))
+    output = json.loads((path / "config.json").read_text()) | {key: config}
+    (path / "config.json").write_text(json.dumps(output))
     return path, twin
 
 
@@ -52,9 +54,9 @@ def loaded(path: Path, **options: Any) -> Any:
 
 
 def error_of(model: Any, twin: Any) -> float:
-    """How far the logits of two prompts are from the twin's, relative to their size."""
+    """Return the relative error of the logits of two prompts against the transformers model."""
     prompts, errors = random_prompts(17, 10), []
-    for ours, ids in zip(run_paged(model, prompts, [[9, 5], [1, 4], [7, 1]]), prompts, strict=True):
+    for actual, ids in zip(run_paged(model, prompts, [[9, 5], [1, 4], [7, 1]]), prompts, strict=True):
         expected = run_hf(twin, ids)
-        errors.append(float((ours - expected).norm() / expected.norm()))
+        errors.append(float((actual - expected).norm() / expected.norm()))
     return max(errors)

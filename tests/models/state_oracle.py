@@ -1,4 +1,4 @@
-"""Tiny models that keep a state, with a transformers twin; a driver that runs ours on rows of a worker."""
+"""Tiny models with SSM states and their transformers models; a driver that runs ours on worker rows."""
 
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,7 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def make_twins(variant: str, path: Path) -> Any:
-    """A seeded random model in transformers, saved to `path`."""
+    """Save a seeded random transformers model to `path`."""
     import transformers
 
     config, model_class, settings = VARIANTS[variant]
@@ -88,14 +88,15 @@ def make_twins(variant: str, path: Path) -> Any:
     model = getattr(transformers, model_class)(getattr(transformers, config)(**settings)).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 1 or "conv1d" in name:  # norms, biases and rates start all alike
+            # norms, biases and rates would otherwise be constant
+            if parameter.dim() == 1 or "conv1d" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
     model.save_pretrained(path)
     return model
 
 
 def bind_states(model: Any) -> None:
-    """States full of NaN."""
+    """Bind states full of NaN."""
     for layer in state_layers(model.modules()):
         device = layer.conv_weight.device
         layer.bind(
@@ -107,7 +108,7 @@ def bind_states(model: Any) -> None:
 
 
 def on_rows(batch: Batch, rows: list[int], device: str = "cpu") -> Batch:
-    """The same batch for these rows of a worker."""
+    """Return the same batch for these rows of a worker."""
     tables = torch.zeros(MAX_ROWS + 1, batch.block_tables.shape[1], dtype=torch.int32)
     batch.rows = torch.tensor(rows, dtype=torch.int32)
     tables[rows] = batch.block_tables
@@ -121,7 +122,7 @@ def on_rows(batch: Batch, rows: list[int], device: str = "cpu") -> Batch:
 def run_rows(
     model: Any, prompts: list[list[int]], steps: list[list[int]], rows: list[int], device: str = "cpu"
 ) -> list[Tensor]:
-    """Logits of every position of each prompt; a step says how many tokens each prompt computes in it."""
+    """Return logits of every position of each prompt; `steps` gives the tokens per prompt and step."""
     order = np.random.default_rng(7).permutation(np.arange(1, 64)).tolist()
     tables = [[order.pop() for _ in range(-(-len(ids) // BLOCK_SIZE))] for ids in prompts]
     done = [0] * len(prompts)

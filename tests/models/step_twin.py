@@ -1,4 +1,4 @@
-"""Step-3.5 with the decoder that transformers has of Step-3.7, stored as StepFun stores it."""
+"""Step-3.5 built from transformers' Step-3.7 decoder, stored as StepFun does."""
 
 import copy
 import json
@@ -17,25 +17,25 @@ _NAMES = {
     ".mlp.gate.e_score_correction_bias": ".moe.router_bias",
     ".mlp.experts.down_proj": ".moe.down_proj.weight",
 }
-"""What transformers calls the parts, and what StepFun does."""
+"""Names of the parts in transformers and in StepFun's checkpoints."""
 
 
 def stored(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """By StepFun's names, gate and up of experts apart."""
+    """Return the tensors by StepFun's names, with separate gate and up of experts."""
     out = {}
-    for name, each in tensors.items():
+    for name, item in tensors.items():
         for old, new in _NAMES.items():
             name = name.replace(old, new)
         if ".mlp.experts.gate_up_proj" in name:
-            for part, own in zip(("gate", "up"), each.chunk(2, 1), strict=True):
-                out[name.replace(".mlp.experts.gate_up_proj", f".moe.{part}_proj.weight")] = own.contiguous()
+            for part, half in zip(("gate", "up"), item.chunk(2, 1), strict=True):
+                out[name.replace(".mlp.experts.gate_up_proj", f".moe.{part}_proj.weight")] = half.contiguous()
         else:
-            out[name] = each.clone()
+            out[name] = item.clone()
     return out
 
 
 def step35(settings: Settings) -> Any:
-    """The checkpoint's config.json is `settings`."""
+    """Build the model with `settings` as the checkpoint's config.json."""
     from transformers.models.step3p7.configuration_step3p7 import Step3p7TextConfig
     from transformers.models.step3p7.modeling_step3p7 import Step3p7PreTrainedModel, Step3p7TextModel
 

@@ -1,4 +1,4 @@
-"""Decoders that look ahead, too, and the products behind an embedding, against transformers."""
+"""Tests of bidirectional decoders, and of dense layers after pooling, against transformers."""
 
 import json
 from pathlib import Path
@@ -40,12 +40,12 @@ def opened(path: Path, **settings: Any) -> LLM:
 
 @torch.inference_mode()
 def states(model: Any, ids: list[int]) -> Tensor:
-    found: Tensor = model(torch.tensor([ids])).last_hidden_state[0]
-    return found
+    actual: Tensor = model(torch.tensor([ids])).last_hidden_state[0]
+    return actual
 
 
-def rewritten(path: Path, **said: Any) -> Path:
-    config = json.loads((path / "config.json").read_text()) | said
+def rewritten(path: Path, **changes: Any) -> Path:
+    config = json.loads((path / "config.json").read_text()) | changes
     (path / "config.json").write_text(json.dumps(config))
     return path
 
@@ -58,16 +58,16 @@ def add_modules(path: Path, *dense: nn.Linear, activations: tuple[str, ...], pic
     (path / "modules.json").write_text(json.dumps(modules))
     (path / "1_Pooling").mkdir()
     (path / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
-    for place, (each, activation) in enumerate(zip(dense, activations, strict=True), 2):
+    for place, (item, activation) in enumerate(zip(dense, activations, strict=True), 2):
         (folder := path / f"{place}_Dense").mkdir()
         config = {
-            "in_features": each.in_features,
-            "out_features": each.out_features,
-            "bias": each.bias is not None,
+            "in_features": item.in_features,
+            "out_features": item.out_features,
+            "bias": item.bias is not None,
             "activation_function": f"torch.nn.modules.{activation}",
         }
         (folder / "config.json").write_text(json.dumps(config))
-        tensors = {f"linear.{name}": tensor.clone() for name, tensor in each.state_dict().items()}
+        tensors = {f"linear.{name}": tensor.clone() for name, tensor in item.state_dict().items()}
         if pickled:
             torch.save(tensors, folder / "pytorch_model.bin")
         else:
@@ -76,7 +76,7 @@ def add_modules(path: Path, *dense: nn.Linear, activations: tuple[str, ...], pic
 
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, list[nn.Linear]]:
-    """The form of EmbeddingGemma: layers that see up to 4 tokens on either side, and some that see all."""
+    """Return an EmbeddingGemma: layers with windows of 4 tokens on either side, and full layers."""
     settings = {"use_bidirectional_attention": True, "sliding_window": 8, "attn_implementation": "eager"}
     path, hf = make_tiny("gemma3_text", tmp_path_factory.mktemp("gemma"), **settings)
     body = path / "body"
@@ -99,14 +99,14 @@ def test_embedding_gemma(gemma: tuple[Path, Any, list[nn.Linear]]) -> None:
     assert llm.config.pooling is not None and llm.config.pooling.size == 24
     cache, scheduler = llm.config.cache, llm.config.scheduler
     assert not cache.enable_prefix_caching and not scheduler.enable_chunked_prefill
-    for _ in range(2):  # nothing of the first time is there the second
-        found = llm.embed(prompts(), use_tqdm=False)
-        for ids, each in zip(prompts(), found, strict=True):
+    for _ in range(2):  # the second run shares nothing with the first
+        actual = llm.embed(prompts(), use_tqdm=False)
+        for ids, item in zip(prompts(), actual, strict=True):
             with torch.inference_mode():
                 wanted = dense[1](dense[0](states(hf, ids).mean(0))).tanh()
                 wanted /= wanted.norm()
-            assert each.num_cached_tokens == 0
-            assert np.abs(np.array(each.outputs.embedding) - wanted.numpy()).max() < TOLERANCE
+            assert item.num_cached_tokens == 0
+            assert np.abs(np.array(item.outputs.embedding) - wanted.numpy()).max() < TOLERANCE
     tokens = llm.encode(prompts(), RAW, pooling_task="token_embed", use_tqdm=False)
     for ids, every in zip(prompts(), tokens, strict=True):
         with torch.inference_mode():
@@ -114,16 +114,16 @@ def test_embedding_gemma(gemma: tuple[Path, Any, list[nn.Linear]]) -> None:
         assert np.abs(every.outputs.data - wanted.numpy()).max() < TOLERANCE
 
 
-def test_older_weights_of_modules_and_what_they_must_fit(
+def test_older_module_weights_and_their_checks(
     gemma: tuple[Path, Any, list[nn.Linear]], tmp_path: Path
 ) -> None:
     _, hf, dense = gemma
     hf.save_pretrained(tmp_path)
     add_modules(tmp_path, dense[0], activations=("linear.Identity",), pickled=True)
-    (found,) = opened(tmp_path).embed([prompts()[1]], RAW, use_tqdm=False)
+    (actual,) = opened(tmp_path).embed([prompts()[1]], RAW, use_tqdm=False)
     with torch.inference_mode():
         wanted = dense[0](states(hf, prompts()[1]).mean(0)).numpy()
-    assert np.abs(np.array(found.outputs.embedding) - wanted).max() < TOLERANCE
+    assert np.abs(np.array(actual.outputs.embedding) - wanted).max() < TOLERANCE
     (tmp_path / "2_Dense" / "pytorch_model.bin").unlink()
     with pytest.raises(ConfigError, match="no weights in .*2_Dense"):
         opened(tmp_path)
@@ -140,48 +140,47 @@ def test_older_weights_of_modules_and_what_they_must_fit(
         opened(tmp_path)
 
 
-def test_a_saved_state_has_the_modules(gemma: tuple[Path, Any, list[nn.Linear]], tmp_path: Path) -> None:
+def test_saved_state_includes_the_modules(gemma: tuple[Path, Any, list[nn.Linear]], tmp_path: Path) -> None:
     from quire.cli import main
 
     path, _, _ = gemma
     flags = ["--skip-tokenizer-init", "--dtype", "float32", "--max-model-len", "48"]
     assert main(["save-sharded-state", str(path), "-o", str(tmp_path / "saved"), *flags]) == 0
-    ours, saved = (opened(each).embed(prompts(), use_tqdm=False) for each in (path, tmp_path / "saved"))
-    for one, other in zip(ours, saved, strict=True):
+    actual, saved = (opened(item).embed(prompts(), use_tqdm=False) for item in (path, tmp_path / "saved"))
+    for one, other in zip(actual, saved, strict=True):
         assert one.outputs.embedding == other.outputs.embedding
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mixtral"])
-def test_a_configuration_that_says_is_causal_false(family: str, tmp_path: Path) -> None:
-    """As gte-Qwen2 does."""
+def test_config_with_is_causal_false(family: str, tmp_path: Path) -> None:
     path, hf = make_tiny(family, tmp_path, is_causal=False)
     llm = opened(rewritten(path, is_causal=False), runner="pooling")
-    found = llm.encode(prompts(), RAW, pooling_task="token_embed", use_tqdm=False)
-    for ids, each in zip(prompts(), found, strict=True):
+    actual = llm.encode(prompts(), RAW, pooling_task="token_embed", use_tqdm=False)
+    for ids, item in zip(prompts(), actual, strict=True):
         wanted = states(hf.model, ids).numpy()
-        assert np.abs(each.outputs.data - wanted).max() < TOLERANCE
+        assert np.abs(item.outputs.data - wanted).max() < TOLERANCE
     last = llm.embed(prompts(), RAW, use_tqdm=False)
     wanted = states(hf.model, prompts()[3])[-1].numpy()
     assert np.abs(np.array(last[3].outputs.embedding) - wanted).max() < TOLERANCE
 
 
 def test_llama_bidirectional(tmp_path: Path) -> None:
-    """Its embeddings are means; its scores are divided by its temperature."""
+    """Check mean embeddings, and scores divided by the temperature."""
     import transformers
 
     path, hf = make_tiny("llama", tmp_path, is_causal=False)
-    said = {"architectures": ["LlamaBidirectionalModel"], "model_type": "llama_bidirec", "pooling": "avg"}
-    rewritten(path, **said, is_causal=None, temperature=0.02)
-    found = opened(path).embed(prompts(), RAW, use_tqdm=False)
-    for ids, each in zip(prompts(), found, strict=True):
+    changes = {"architectures": ["LlamaBidirectionalModel"], "model_type": "llama_bidirec", "pooling": "avg"}
+    rewritten(path, **changes, is_causal=None, temperature=0.02)
+    actual = opened(path).embed(prompts(), RAW, use_tqdm=False)
+    for ids, item in zip(prompts(), actual, strict=True):
         wanted = states(hf.model, ids).mean(0).numpy()
-        assert np.abs(np.array(each.outputs.embedding) - wanted).max() < TOLERANCE
+        assert np.abs(np.array(item.outputs.embedding) - wanted).max() < TOLERANCE
     hf.config.num_labels = 1
     scored = transformers.LlamaForSequenceClassification(hf.config).float().eval()
     scored.model.load_state_dict(hf.model.state_dict())
     scored.save_pretrained(tmp_path / "scored")
-    said["architectures"] = ["LlamaBidirectionalForSequenceClassification"]
-    rewritten(tmp_path / "scored", **said, is_causal=None, temperature=0.5)
+    changes["architectures"] = ["LlamaBidirectionalForSequenceClassification"]
+    rewritten(tmp_path / "scored", **changes, is_causal=None, temperature=0.5)
     scores = opened(tmp_path / "scored").classify(prompts(), RAW, use_tqdm=False)
     for ids, one in zip(prompts(), scores, strict=True):
         with torch.inference_mode():
@@ -190,7 +189,7 @@ def test_llama_bidirectional(tmp_path: Path) -> None:
 
 
 def test_eurobert(tmp_path: Path) -> None:
-    """A Llama in all but its name and its masks."""
+    """Check a Llama with other names and a bidirectional mask."""
     import transformers
 
     path, hf = make_tiny("llama", tmp_path)
@@ -198,12 +197,12 @@ def test_eurobert(tmp_path: Path) -> None:
     model = transformers.EuroBertModel(transformers.EuroBertConfig(**config)).float().eval()
     model.load_state_dict(hf.model.state_dict())
     model.save_pretrained(path / "euro")
-    found = opened(path / "euro").encode(prompts(), RAW, pooling_task="token_embed", use_tqdm=False)
-    for ids, each in zip(prompts(), found, strict=True):
-        assert np.abs(each.outputs.data - states(model, ids).numpy()).max() < TOLERANCE
+    actual = opened(path / "euro").encode(prompts(), RAW, pooling_task="token_embed", use_tqdm=False)
+    for ids, item in zip(prompts(), actual, strict=True):
+        assert np.abs(item.outputs.data - states(model, ids).numpy()).max() < TOLERANCE
 
 
-def test_what_cannot_look_ahead(tmp_path: Path) -> None:
+def test_models_without_bidirectional_attention_are_rejected(tmp_path: Path) -> None:
     llama, _ = make_tiny("llama", tmp_path, is_causal=False)
     both = {"is_causal": False}
     with pytest.raises(ConfigError, match=r"max_num_batched_tokens \(16\).*both directions reads a whole"):

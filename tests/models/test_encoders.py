@@ -1,4 +1,4 @@
-"""Encoders say what transformers says: every state, every class, in batches of texts of any length."""
+"""Tests of encoders against transformers: hidden states and classes in batches of texts of any length."""
 
 import json
 import math
@@ -30,30 +30,30 @@ def opened(path: Path, **settings: Any) -> LLM:
     return LLM(str(path), **(defaults | settings))
 
 
-def test_every_state(tiny: Tiny) -> None:
+def test_hidden_states_match(tiny: Tiny) -> None:
     llm = opened(tiny.path, convert="embed", max_num_batched_tokens=96)
     prompts = texts(1, 40, 7, 62, 3, 23)
-    found = llm.encode(prompts, RAW, pooling_task="token_embed", use_tqdm=False)
-    for ids, each in zip(prompts, found, strict=True):
-        assert np.abs(each.outputs.data - states(tiny, ids)).max() < TOLERANCE
+    actual = llm.encode(prompts, RAW, pooling_task="token_embed", use_tqdm=False)
+    for ids, item in zip(prompts, actual, strict=True):
+        assert np.abs(item.outputs.data - states(tiny, ids)).max() < TOLERANCE
     firsts = llm.embed(prompts, RAW, use_tqdm=False)
-    for ids, each in zip(prompts, firsts, strict=True):
+    for ids, item in zip(prompts, firsts, strict=True):
         wanted = states(tiny, ids)
         wanted = wanted.mean(0) if llm.config.pooling.type == "MEAN" else wanted[0]  # type: ignore[union-attr]
-        assert np.abs(each.outputs.embedding - wanted).max() < TOLERANCE
+        assert np.abs(item.outputs.embedding - wanted).max() < TOLERANCE
 
 
-def test_every_class(tiny: Tiny) -> None:
+def test_classes_match(tiny: Tiny) -> None:
     llm = opened(tiny.path)
     prompts = texts(9, 1, 30)
     with torch.inference_mode():
         logits = np.stack([tiny.hf(torch.tensor([ids])).logits[0].numpy() for ids in prompts])
-    found = [each.outputs.probs for each in llm.classify(prompts, RAW, use_tqdm=False)]
-    assert np.abs(found - logits).max() < TOLERANCE
+    actual = [item.outputs.probs for item in llm.classify(prompts, RAW, use_tqdm=False)]
+    assert np.abs(actual - logits).max() < TOLERANCE
     assert llm.config.checkpoint.pooling.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
 
 
-def test_a_bare_body_with_old_names_and_files_of_sentence_transformers(tmp_path: Path) -> None:
+def test_base_model_with_old_names_and_sentence_transformers_files(tmp_path: Path) -> None:
     tiny = make(tmp_path / "whole", "Bert")
     bare = tmp_path / "bare"
     bare.mkdir()
@@ -72,14 +72,14 @@ def test_a_bare_body_with_old_names_and_files_of_sentence_transformers(tmp_path:
     (bare / "1_Pooling").mkdir()
     (bare / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
     prompts = texts(5, 17)
-    found = opened(bare).embed(prompts, use_tqdm=False)
-    for ids, each in zip(prompts, found, strict=True):
+    actual = opened(bare).embed(prompts, use_tqdm=False)
+    for ids, item in zip(prompts, actual, strict=True):
         wanted = states(tiny, ids).mean(0)
-        assert np.abs(each.outputs.embedding - wanted / np.linalg.norm(wanted)).max() < TOLERANCE
+        assert np.abs(item.outputs.embedding - wanted / np.linalg.norm(wanted)).max() < TOLERANCE
 
 
-def test_a_cross_encoder_reads_pairs(tmp_path: Path) -> None:
-    """Tokens of the second text are of another type, as the tokenizer says."""
+def test_cross_encoder_reads_pairs(tmp_path: Path) -> None:
+    """Check that tokens of the second text have the tokenizer's other type."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     tiny = make(tmp_path, "Bert", num_labels=1)
@@ -93,24 +93,25 @@ def test_a_cross_encoder_reads_pairs(tmp_path: Path) -> None:
     )
     backend.save(str(tmp_path / "tokenizer.json"))
     llm = opened(tmp_path, skip_tokenizer_init=False)
-    found = llm.score("one two", ["three", "two one three"], use_tqdm=False)
-    for ids, start, each in zip(([1, 4, 5, 2, 6, 2], [1, 4, 5, 2, 5, 4, 6, 2]), (4, 4), found, strict=True):
+    actual = llm.score("one two", ["three", "two one three"], use_tqdm=False)
+    for ids, start, item in zip(([1, 4, 5, 2, 6, 2], [1, 4, 5, 2, 5, 4, 6, 2]), (4, 4), actual, strict=True):
         types = [int(place >= start) for place in range(len(ids))]
         with torch.inference_mode():
             logit = tiny.hf(torch.tensor([ids]), token_type_ids=torch.tensor([types])).logits[0, 0]
-        assert each.prompt_token_ids == ids
-        assert abs(each.outputs.score - float(logit.sigmoid())) < TOLERANCE
-    given = {"prompt_token_ids": [1, 4, 2, 5, 2], "token_type_ids": [0, 0, 0, 1, 1]}
-    (tokens,) = llm.encode(given, RAW, pooling_task="classify", use_tqdm=False)  # type: ignore[arg-type]
+        assert item.prompt_token_ids == ids
+        assert abs(item.outputs.score - float(logit.sigmoid())) < TOLERANCE
+    prompt = {"prompt_token_ids": [1, 4, 2, 5, 2], "token_type_ids": [0, 0, 0, 1, 1]}
+    (tokens,) = llm.encode(prompt, RAW, pooling_task="classify", use_tqdm=False)  # type: ignore[arg-type]
     with torch.inference_mode():
         wanted = tiny.hf(
-            torch.tensor([given["prompt_token_ids"]]), token_type_ids=torch.tensor([given["token_type_ids"]])
+            torch.tensor([prompt["prompt_token_ids"]]),
+            token_type_ids=torch.tensor([prompt["token_type_ids"]]),
         ).logits[0]
     assert np.abs(tokens.outputs.data - wanted.numpy()).max() < TOLERANCE
 
 
-def test_a_model_of_one_type_is_told_of_none(tmp_path: Path) -> None:
-    """A second text's type would be read from behind the table."""
+def test_model_with_one_token_type_ignores_types(tmp_path: Path) -> None:
+    """Check that the second text's type is not read beyond the table."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     tiny = make(tmp_path, "XLMRoberta", pad_token_id=1, type_vocab_size=1, num_labels=1)
@@ -122,27 +123,27 @@ def test_a_model_of_one_type_is_told_of_none(tmp_path: Path) -> None:
     )
     backend.save(str(tmp_path / "tokenizer.json"))
     llm = opened(tmp_path, skip_tokenizer_init=False)
-    (found,) = llm.score("one", "two", use_tqdm=False)
+    (actual,) = llm.score("one", "two", use_tqdm=False)
     with torch.inference_mode():
         logit = tiny.hf(torch.tensor([[0, 4, 2, 5, 2]])).logits[0, 0]
-    assert abs(found.outputs.score - float(logit.sigmoid())) < TOLERANCE
-    given = {"prompt_token_ids": [0, 4, 2, 5, 2], "token_type_ids": [0, 0, 0, 1, 1]}
+    assert abs(actual.outputs.score - float(logit.sigmoid())) < TOLERANCE
+    prompt = {"prompt_token_ids": [0, 4, 2, 5, 2], "token_type_ids": [0, 0, 0, 1, 1]}
     with pytest.raises(RequestError, match="must be zeros: this model has one type"):
-        llm.encode(given, RAW, pooling_task="classify", use_tqdm=False)  # type: ignore[arg-type]
+        llm.encode(prompt, RAW, pooling_task="classify", use_tqdm=False)  # type: ignore[arg-type]
 
 
-def test_padding_inside_of_a_text_has_no_place_of_its_own(tmp_path: Path) -> None:
+def test_padding_inside_a_text_has_no_position(tmp_path: Path) -> None:
     tiny = make(tmp_path, "Roberta", pad_token_id=5)
     prompts = [[5, 3, 4, 5, 5, 6, 7], [8, 5], [5], [3, 4, 6]]
-    found = opened(tmp_path).classify(prompts, RAW, use_tqdm=False)
-    for ids, each in zip(prompts, found, strict=True):
+    actual = opened(tmp_path).classify(prompts, RAW, use_tqdm=False)
+    for ids, item in zip(prompts, actual, strict=True):
         with torch.inference_mode():
             wanted = tiny.hf(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids))).logits[0]
-        assert np.abs(np.array(each.outputs.probs) - wanted.numpy()).max() < TOLERANCE
+        assert np.abs(np.array(item.outputs.probs) - wanted.numpy()).max() < TOLERANCE
 
 
-def test_older_files_of_modernbert_say_the_same(tmp_path: Path) -> None:
-    """Before layers had names, and rotations a place of their own."""
+def test_older_modernbert_configs_match(tmp_path: Path) -> None:
+    """Check configs without layer types and RoPE parameters."""
     tiny = make(tmp_path, "ModernBert", local_attention=8, num_hidden_layers=4)
     today = read_checkpoint(tmp_path).facts
     config = json.loads((tmp_path / "config.json").read_text())
@@ -160,23 +161,23 @@ def test_older_files_of_modernbert_say_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["NomicBertModel", "GteModel", "JinaEmbeddingsV3Model"])
-def test_names_of_transformers_itself(name: str, tmp_path: Path) -> None:
-    """What it writes has those of the first checkpoints."""
+def test_names_written_by_transformers(name: str, tmp_path: Path) -> None:
+    """Check that its saved files have the names of the first checkpoints."""
     family, settings = ENCODERS[name]
     tiny = make(tmp_path, family, **settings)
     tensors = {name: tensor.clone() for name, tensor in tiny.body.state_dict().items()}
-    older = [each for each in load_file(tmp_path / "model.safetensors") if ".encoder.layer" in each]
-    assert older and not any(".encoder.layer" in each for each in tensors)
+    older = [item for item in load_file(tmp_path / "model.safetensors") if ".encoder.layer" in item]
+    assert older and not any(".encoder.layer" in item for item in tensors)
     save_file(tensors, tmp_path / "model.safetensors")
     (ids,) = texts(20)
-    (found,) = opened(tmp_path, convert="embed").encode(
+    (actual,) = opened(tmp_path, convert="embed").encode(
         [ids], RAW, pooling_task="token_embed", use_tqdm=False
     )
-    assert np.abs(found.outputs.data - states(tiny, ids)).max() < TOLERANCE
+    assert np.abs(actual.outputs.data - states(tiny, ids)).max() < TOLERANCE
 
 
-def test_the_configurations_of_older_checkpoints(tmp_path: Path) -> None:
-    """Nomic's own keys, and the rotation of New, which is stretched once for all."""
+def test_configs_of_older_checkpoints(tmp_path: Path) -> None:
+    """Check Nomic's keys, and the NTK-scaled RoPE of the New architecture."""
     nomic = make(tmp_path / "nomic", "NomicBert")
     config = {
         "architectures": ["NomicBertModel"],
@@ -212,8 +213,8 @@ def test_the_configurations_of_older_checkpoints(tmp_path: Path) -> None:
     (ids,) = texts(40)
     for tiny in (nomic, new):
         llm = opened(tiny.path, convert="embed")
-        (found,) = llm.encode([ids], RAW, pooling_task="token_embed", use_tqdm=False)
-        assert np.abs(found.outputs.data - states(tiny, ids)).max() < TOLERANCE
+        (actual,) = llm.encode([ids], RAW, pooling_task="token_embed", use_tqdm=False)
+        assert np.abs(actual.outputs.data - states(tiny, ids)).max() < TOLERANCE
     for wrong in ({"activation_function": "gelu"}, {"prenorm": True}, {"num_experts": 8}):
         with pytest.raises(ConfigError):
             opened(tmp_path / "nomic", hf_overrides=wrong)
@@ -221,18 +222,18 @@ def test_the_configurations_of_older_checkpoints(tmp_path: Path) -> None:
         opened(tmp_path / "new", hf_overrides={"rope_scaling": {"mixed_b": 0.3}})
 
 
-def test_narrow_weights_on_a_cpu(tmp_path: Path) -> None:
-    """A bfloat16 checkpoint that is computed in float32 keeps its tables as they are stored."""
+def test_bfloat16_tables_on_a_cpu(tmp_path: Path) -> None:
+    """Check that tables keep their stored dtype when a bfloat16 checkpoint is computed in float32."""
     tiny = make(tmp_path, "Bert")
     tiny.hf.to(torch.bfloat16).save_pretrained(tmp_path)
     tiny.hf.float()
     prompts = texts(9, 30)
-    found = opened(tmp_path, convert="embed").embed(prompts, RAW, use_tqdm=False)
-    for ids, each in zip(prompts, found, strict=True):
-        assert np.abs(each.outputs.embedding - states(tiny, ids)[0]).max() < TOLERANCE
+    actual = opened(tmp_path, convert="embed").embed(prompts, RAW, use_tqdm=False)
+    for ids, item in zip(prompts, actual, strict=True):
+        assert np.abs(item.outputs.embedding - states(tiny, ids)[0]).max() < TOLERANCE
 
 
-def test_what_an_encoder_cannot_do(tmp_path: Path) -> None:
+def test_unsupported_encoder_features_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is_decoder is True, expected false"):
         opened(make(tmp_path, "Bert", is_decoder=True).path)
     tiny = make(tmp_path, "Roberta", pad_token_id=1)
@@ -246,10 +247,10 @@ def test_what_an_encoder_cannot_do(tmp_path: Path) -> None:
         llm.classify(texts(63))
 
 
-def test_distances_that_are_far(tmp_path: Path) -> None:
-    """Beyond 128 tokens all are of one class."""
+def test_far_relative_positions(tmp_path: Path) -> None:
+    """Check positions beyond 128 tokens, which share one bucket."""
     tiny = make(tmp_path, "MPNet", max_position_embeddings=200, pad_token_id=1)
     prompts = texts(190, 33)
     llm = opened(tmp_path, convert="embed")
-    for ids, each in zip(prompts, llm.encode(prompts, RAW, pooling_task="token_embed"), strict=True):
-        assert np.abs(each.outputs.data - states(tiny, ids)).max() < TOLERANCE
+    for ids, output in zip(prompts, llm.encode(prompts, RAW, pooling_task="token_embed"), strict=True):
+        assert np.abs(output.outputs.data - states(tiny, ids)).max() < TOLERANCE

@@ -1,4 +1,4 @@
-"""Models whose experts are spread over devices say what one device says."""
+"""Tests that models with expert parallelism match one device."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,13 +23,13 @@ from quire.parallel.world import World
 from quire.worker.eplb import move
 
 STEPS = [[10, 0, 17], [1, 4, 6], [1, 1, 1]]
-"""Parts of prompts, then decodes."""
+"""Prompt chunks, then decodes."""
 PROMPTS = random_prompts(12, 5, 24)
 OTHERS = [list(reversed(ids)) for ids in PROMPTS]
 
 
 def worlds(tp: int, dp: int = 1) -> list[World]:
-    """As `join` makes them."""
+    """Return the ranks' groups as `join` makes them."""
     shared = [groups(tp) if tp > 1 else [ALONE] for _ in range(dp)]
     return [
         World(Rank(dp=index // tp, tp=index % tp), tp=shared[index // tp][index % tp], ep=ep)
@@ -47,7 +47,7 @@ def logits(
     then: Callable[[Any, World], None] | None = None,
     **options: Any,
 ) -> list[list[Tensor]]:
-    """Of each device, of each prompt; engines have prompts of their own."""
+    """Return the logits of each rank and prompt; engines have their own prompts."""
     models = [
         load_tiny(
             path,
@@ -72,9 +72,9 @@ def expected(path: Path, **options: Any) -> list[list[Tensor]]:
     return [run_paged(model, prompts, STEPS) for prompts in (PROMPTS, OTHERS)]
 
 
-def compare(found: list[list[Tensor]], right: list[list[Tensor]], made: list[World]) -> None:
-    for world, ours in zip(made, found, strict=True):
-        for one, other in zip(ours, right[world.rank.dp], strict=True):
+def compare(actual: list[list[Tensor]], right: list[list[Tensor]], made: list[World]) -> None:
+    for world, rank_logits in zip(made, actual, strict=True):
+        for one, other in zip(rank_logits, right[world.rank.dp], strict=True):
             torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 
@@ -91,9 +91,10 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_one_device(name: str, tmp_path: Path) -> None:
-    """An expert that no device has or two add, or with the bias of another; shared ones added twice; a token
-    that comes back to another, or not at all."""
+def test_expert_parallel_logits_match_one_device(name: str, tmp_path: Path) -> None:
+    """Check for missing or duplicate experts, wrong biases, doubled shared experts and lost or swapped
+    tokens.
+    """
     path, _ = make_tiny(name, tmp_path, **MODELS[name])
     right = expected(path)
     for strategy in ("linear", "round_robin"):
@@ -105,14 +106,14 @@ def test_logits_are_those_of_one_device(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["allgather_reducescatter", "all2all"])
-def test_experts_that_do_not_divide(backend: str, tmp_path: Path) -> None:
+def test_number_of_experts_not_divisible_by_ranks(backend: str, tmp_path: Path) -> None:
     path, _ = make_tiny("MixtralForCausalLM", tmp_path)
     right, made = expected(path), worlds(1, 3)
     compare(logits(path, made, backend=backend), [*right, right[1]], made)
 
 
-def test_devices_that_share_layers_of_several_engines(tmp_path: Path) -> None:
-    """A token that two devices of one engine send, or neither; experts with copies, which both compute."""
+def test_tensor_and_data_parallel_ranks_share_experts(tmp_path: Path) -> None:
+    """Check for tokens sent twice or never by ranks of one engine, and replicated experts."""
     path, _ = make_tiny("DeepseekV3ForCausalLM", tmp_path)
     right = expected(path)
     for backend in ("allgather_reducescatter", "all2all"):
@@ -121,7 +122,7 @@ def test_devices_that_share_layers_of_several_engines(tmp_path: Path) -> None:
 
 
 def shuffled(model: torch.nn.Module, world: World) -> None:
-    """Experts on other devices, with their weights."""
+    """Move experts with their weights to other ranks."""
     for number, layer in enumerate(module for module in model.modules() if isinstance(module, Experts)):
         assert layer.places is not None
         before = layer.places.placement
@@ -158,13 +159,13 @@ FORMATS = [
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_experts_in_every_format_and_on_their_way(name: str, tmp_path: Path) -> None:
-    """A scale that stays behind, or is another's; a kernel that reads where an expert was."""
+def test_experts_in_every_format_and_during_rebalancing(name: str, tmp_path: Path) -> None:
+    """Check that scales move with their experts, and that no kernel reads the old place."""
     path, options = stored(name, tmp_path)
     right = expected(path, **options)
     made = worlds(1, 2)
     for how in ({}, {"redundant": 2, "then": shuffled}):
-        for ours, theirs in zip(logits(path, made, **how, **options), right, strict=True):
-            for one, other in zip(ours, theirs, strict=True):
-                # Some kernels round what they are given to 8 bits.
+        for actual, reference in zip(logits(path, made, **how, **options), right, strict=True):
+            for one, other in zip(actual, reference, strict=True):
+                # Some kernels quantize activations to 8 bits.
                 assert (one - other).norm() < 1e-3 * other.norm()

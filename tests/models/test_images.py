@@ -1,5 +1,6 @@
-"""What images do in decoders, against transformers: their tokens see each other in both directions, through
-windows too, and further vectors of theirs are added behind the first layers."""
+"""Tests of images in decoders against transformers: bidirectional attention, windows and DeepStack
+vectors.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from quire.worker.multimodal.bidirectional import reach_of
 from quire.worker.rows import Rows
 
 RUNS = [(3, 9), (15, 2)]
-"""Longer than the window, and shorter."""
+"""Lengths above and below the window."""
 NATIVE = pytest.mark.skipif(native.library() is None, reason="there are no native kernels here")
 
 
@@ -55,9 +56,8 @@ def step(first: int, ids: list[int], admitted: list[Admission]) -> StepPlan:
 
 @pytest.mark.parametrize("backend", [TorchSDPA, pytest.param(CPUAttention, marks=NATIVE)])
 @torch.inference_mode()
-def test_images_of_gemma(backend: type[AttentionBackend], tmp_path: Path) -> None:
-    """A window that is lifted for an image, or is not looked through ahead; the tokens behind an image, which
-    come in a step of their own, taken for a part of it."""
+def test_bidirectional_image_attention_of_gemma(backend: type[AttentionBackend], tmp_path: Path) -> None:
+    """Check windows inside an image, and tokens after it in a separate step."""
     path, hf = make_tiny("gemma3_text", tmp_path, sliding_window=5, attn_implementation="eager")
     ids = random_prompts(23)[0]
     model = load_tiny(path, backend=backend())
@@ -67,7 +67,7 @@ def test_images_of_gemma(backend: type[AttentionBackend], tmp_path: Path) -> Non
     )
     admission = Admission(2, "", ids, len(ids), 0, [list(range(1, 9))], SamplingParams(), seed=0)
     admission.media = Media([item])
-    found = []
+    actual = []
     for first, end in ((0, 14), (14, 23)):
         plan = step(first, ids[first:end], [admission] if not first else [])
         all_rows.apply(plan)
@@ -77,15 +77,17 @@ def test_images_of_gemma(backend: type[AttentionBackend], tmp_path: Path) -> Non
         batch.reach = torch.from_numpy(reach)
         model_backend = next(module.backend for module in model.modules() if hasattr(module, "backend"))
         model_backend.plan(batch)
-        found.append(model.logits(model(batch)))
+        actual.append(model.logits(model(batch)))
         all_rows.advance(plan)
     assert reach_of(step(23, ids[:1], []), all_rows) is None
-    torch.testing.assert_close(torch.cat(found), expected_of(hf, ids), atol=3e-4, rtol=1e-3)
+    torch.testing.assert_close(torch.cat(actual), expected_of(hf, ids), atol=3e-4, rtol=1e-3)
 
 
 @torch.inference_mode()
-def test_further_vectors_are_added_behind_the_first_layers(tmp_path: Path) -> None:
-    """Added to another layer, to other tokens, or put in their place; in a step that is the second of two."""
+def test_deepstack_vectors_are_added_after_the_first_layers(tmp_path: Path) -> None:
+    """Check the layers and tokens, that vectors are added and not replaced, and a step that is the second of
+    two.
+    """
     import transformers
 
     path, hf = make_tiny("qwen3", tmp_path, num_hidden_layers=3)
@@ -103,18 +105,18 @@ def test_further_vectors_are_added_behind_the_first_layers(tmp_path: Path) -> No
         visual_pos_masks=mask,
         deepstack_visual_embeds=deeper,
     )
-    model, found = load_tiny(path), []
+    model, actual = load_tiny(path), []
     for first, end in ((0, 6), (6, 23)):
         batch = make_batch([(ids[first:end], first)], [list(range(1, 9))], BLOCK_SIZE)
         here = (seen >= first) & (seen < end)
         batch.embeds = seen[here] - first, vectors[here]
         TorchSDPA().plan(batch)
-        found.append(model.logits(model(batch)))
+        actual.append(model.logits(model(batch)))
     expected = hf.lm_head(states.last_hidden_state[0])
-    torch.testing.assert_close(torch.cat(found), expected, atol=3e-4, rtol=1e-3)
+    torch.testing.assert_close(torch.cat(actual), expected, atol=3e-4, rtol=1e-3)
 
 
-def test_a_first_stage_without_the_layers_that_images_go_into_is_refused(tmp_path: Path) -> None:
+def test_first_stage_without_the_deepstack_layers_is_rejected(tmp_path: Path) -> None:
     path, _ = make_tiny("qwen3", tmp_path)
     media = MediaFacts("", ("image",), None, levels=2)
     facts = replace(read_checkpoint(path).facts, media=media)

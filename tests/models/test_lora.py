@@ -1,4 +1,4 @@
-"""Adapters against PEFT: many in one batch, in every kind of layer."""
+"""Tests of LoRA adapters against PEFT: many in one batch, in every kind of layer."""
 
 import copy
 import math
@@ -50,45 +50,46 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "opt": {"target_modules": [*PROJECTIONS[:3], "out_proj", "fc1", "fc2", "embed_tokens", "lm_head"]},
     "granitemoehybrid": {"target_modules": ["in_proj", "out_proj", "input_linear"]},
 }
-"""Rotations of neighbours and of halves, fused and split projections, a tied head, weights that lie across,
-experts, latents, states; what PEFT makes of them."""
+"""Interleaved and half-split RoPE, fused and split projections, a tied head, transposed weights, experts,
+MLA and SSM states.
+"""
 
 SHARED = ["opt", "gpt_oss", "granitemoehybrid"]
-"""Those that are divided among devices."""
+"""Models that are tested with tensor parallelism."""
 
 
 def peft_logits(hf: Any, folder: Path, **settings: Any) -> list[Tensor]:
-    """Of the prompts with the adapters of ranks 4 and 8 that are saved there, then without."""
+    """Return logits of the prompts with the saved adapters of ranks 4 and 8, then without."""
     expected, plain = [], run_hf(hf, PROMPTS[2])
     for number, prompt in enumerate(PROMPTS[:2]):
         rank = 4 * (number + 1)
-        own = {"r": rank, "lora_alpha": 16, "use_rslora": bool(number)} | settings
-        # Of a copy: PEFT leaves what was trained as a whole where it put it.
-        adapted = save_adapter(copy.deepcopy(hf), folder / str(number), number, **own)
+        lora_config = {"r": rank, "lora_alpha": 16, "use_rslora": bool(number)} | settings
+        # A copy, since PEFT does not remove fully trained modules.
+        adapted = save_adapter(copy.deepcopy(hf), folder / str(number), number, **lora_config)
         expected.append(run_hf(adapted, prompt))
     return [*expected, plain]
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in SHARED])
-def test_each_row_is_what_peft_makes_of_it(family: str, tmp_path: Path) -> None:
-    """An adapter of another row, of another part or in another order; a scale or a rank that is wrong."""
+def test_each_row_matches_peft(family: str, tmp_path: Path) -> None:
+    """Check for adapters of another row or part, and for wrong scales or ranks."""
     path, hf = make_tiny(family, tmp_path)
     expected = peft_logits(hf, tmp_path, **FAMILIES[family])
     backend = CPUAttention() if native.library() is not None else None
-    ours = Adapted(path, slots_for(2, 8), backend=backend)
+    actual = Adapted(path, slots_for(2, 8), backend=backend)
     for slot in (1, 0):
-        ours.put(slot, tmp_path / str(slot))
-    found = ours.run(PROMPTS, SLOT_OF)
-    for one, other in zip(found, expected, strict=True):
+        actual.put(slot, tmp_path / str(slot))
+    result = actual.run(PROMPTS, SLOT_OF)
+    for one, other in zip(result, expected, strict=True):
         torch.testing.assert_close(one, other, atol=2e-4, rtol=1e-4)
     if backend is not None:
-        for prompt, slot, together in zip(PROMPTS, SLOT_OF, found, strict=True):
-            assert torch.equal(ours.run([prompt], [slot])[0], together), "not what it is alone"
+        for prompt, slot, together in zip(PROMPTS, SLOT_OF, result, strict=True):
+            assert torch.equal(actual.run([prompt], [slot])[0], together), "different from the output alone"
 
 
 @pytest.mark.parametrize("family", SHARED)
-def test_devices_that_share_layers_share_adapters(family: str, tmp_path: Path) -> None:
-    """Inputs or outputs of another device; what is added before and after a sum."""
+def test_tensor_parallel_adapters(family: str, tmp_path: Path) -> None:
+    """Check shards of inputs and outputs, and additions before and after an all-reduce."""
     path, hf = make_tiny(family, tmp_path, vocab_size=129)
     expected = peft_logits(hf, tmp_path, **FAMILIES[family])
     worlds = tp_worlds(2)
@@ -100,28 +101,30 @@ def test_devices_that_share_layers_share_adapters(family: str, tmp_path: Path) -
 
 
 def check_ranks(models: list[Adapted], worlds: list[World], expected: list[Tensor]) -> None:
-    for found in run_threads(
+    for actual in run_threads(
         len(worlds), lambda world: models[world.tp.rank].run(PROMPTS, SLOT_OF), worlds=lambda _: worlds
     ):
-        for one, other in zip(found, expected, strict=True):
+        for one, other in zip(actual, expected, strict=True):
             torch.testing.assert_close(one, other, atol=2e-4, rtol=1e-4)
 
 
-def test_devices_that_divide_all_of_an_adapter(tmp_path: Path) -> None:
-    """Ranks of another device, or in another order; ranks that are no multiple of the devices; outputs that
-    two add; a half that each device still has whole."""
+def test_fully_sharded_adapters(tmp_path: Path) -> None:
+    """Check shards of ranks, ranks that are no multiple of the devices, and doubled outputs.
+
+    No rank may keep an unsharded half.
+    """
     path, hf = make_tiny("llama", tmp_path, num_key_value_heads=1)
     expected = peft_logits(hf, tmp_path, target_modules=PROJECTIONS, rank_pattern={"k_proj": 3})
     worlds = tp_worlds(2)
-    whole, parts = (
+    full, parts = (
         [Adapted(path, slots_for(2, 9, divides=divides, only=PROJECTIONS), world=world) for world in worlds]
         for divides in (False, True)
     )
-    for model in (*whole, *parts):
+    for model in (*full, *parts):
         for slot in (0, 1):
             model.put(slot, tmp_path / str(slot))
     check_ranks(parts, worlds, expected)
-    for one, other in zip(parts[0].slots.points.values(), whole[0].slots.points.values(), strict=True):
+    for one, other in zip(parts[0].slots.points.values(), full[0].slots.points.values(), strict=True):
         assert one.size < 0.8 * other.size, one.name
         halves = zip(one.slot_shapes, other.slot_shapes, strict=True)
         assert sum(math.prod(small) <= 0.6 * math.prod(large) for small, large in halves) == 1
@@ -132,13 +135,13 @@ WHOLE = {
     "gpt_neox": {"target_modules": ["dense_4h_to_h"], "modules_to_save": ["embed_in", "lm_head"]},
     "gemma2": {"target_modules": ["v_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
 }
-"""One end beside an adapter of the other, by other names, of a tied head."""
+"""Embedding or head with an adapter of the other, by other names, and a tied head."""
 
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("family", WHOLE)
-def test_ends_that_adapters_bring_as_a_whole(family: str, size: int, tmp_path: Path) -> None:
-    """An end of another adapter or of the model; rows of another device; one that was there before."""
+def test_adapters_with_full_embeddings_or_heads(family: str, size: int, tmp_path: Path) -> None:
+    """Check for modules of another adapter or of the model, rows of another rank, and stale modules."""
     path, hf = make_tiny(family, tmp_path, vocab_size=129)
     expected = peft_logits(hf, tmp_path, **WHOLE[family])
     worlds = tp_worlds(size)
@@ -155,21 +158,21 @@ def test_ends_that_adapters_bring_as_a_whole(family: str, size: int, tmp_path: P
         assert not any(table.brought[0] for table in model.slots.tables.values())  # type: ignore[attr-defined]
 
 
-def test_without_an_adapter_the_same_kernels_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that pays for adapters which none of its rows has."""
+def test_steps_without_adapters_run_the_same_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that a step without adapters has no extra cost."""
     path, hf = make_tiny("llama", tmp_path)
     peft_logits(hf, tmp_path, target_modules=PROJECTIONS)
-    ours = Adapted(path, slots_for(1, 8))
-    ours.put(0, tmp_path / "0")
+    actual = Adapted(path, slots_for(1, 8))
+    actual.put(0, tmp_path / "0")
     used: list[str] = []
-    for module in ours.modules():
+    for module in actual.modules():
         if isinstance(module, QKVLinear):
             monkeypatch.setattr(module, "entered", lambda x, entry: used.append("entered"))
         if isinstance(module, GateUpLinear):
             gated = partial(_noted, used, module.weight.product, module.ops)
             monkeypatch.setattr(module, "gated", gated)
-    monkeypatch.setattr(type(ours.slots.points["lm_head"].ops), "lora", lambda *_: used.append("lora"))
-    ours.run(PROMPTS, [PLAIN] * 3)
+    monkeypatch.setattr(type(actual.slots.points["lm_head"].ops), "lora", lambda *_: used.append("lora"))
+    actual.run(PROMPTS, [PLAIN] * 3)
     assert set(used) == {"entered", "gated"}
 
 
@@ -178,7 +181,7 @@ def _noted(used: list[str], product: Callable[[Tensor], Tensor], ops: Ops, x: Te
     return ops.gated(product(x), "silu")
 
 
-def test_a_model_of_transformers_takes_none() -> None:
+def test_transformers_backend_rejects_adapters() -> None:
     facts: Any = SimpleNamespace(borrowed=object(), architecture="Odd")
     scope = Scope(torch.float32, torch.device("cpu"), TorchSDPA(), 8, adapters=slots_for(1, 8))
     with pytest.raises(ConfigError, match="enable_lora is not supported with Odd"):

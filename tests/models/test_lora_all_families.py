@@ -1,4 +1,6 @@
-"""An adapter on every layer that PEFT would choose, in every family: what PEFT makes of it, or a refusal."""
+"""Tests of adapters on every layer that PEFT selects, in every family: outputs match PEFT, or it is
+rejected.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -39,7 +41,7 @@ QUICK = [
     "Starcoder2ForCausalLM",
     "Step3p5ForCausalLM",
 ]
-"""Those that are least like Llama, and that no other test of adapters has."""
+"""Families least like Llama that no other adapter test covers."""
 NOT_BY_PEFT = {
     "FalconH1ForCausalLM": {"out_proj"},
     "FalconMambaForCausalLM": {"out_proj", "dt_proj"},
@@ -53,27 +55,27 @@ NOT_BY_PEFT = {
     "Zamba2ForCausalLM": {"q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj", "0", "1"},
     "PhimoeForCausalLM": {"router"},
 }
-"""Linear layers that PEFT refuses or cannot run, of which transformers takes the weight alone, that take none
-here, being of a few numbers, or that are shared: PEFT would have one for each use of these, which is
-refused."""
+"""Linear layers without adapters. PEFT rejects or cannot run them, transformers uses only their weight, they
+are too small, or they are shared: PEFT would have one adapter per use.
+"""
 
 
 def chosen(architecture: str, hf: Any) -> dict[str, Any]:
-    """All linear layers but the head, and the experts, which are one tensor each."""
+    """Return all linear layers except the head, and the experts, which are one tensor each."""
     experts = {
         ".".join(name.split(".")[-3:])
         for name, parameter in hf.named_parameters()
         if parameter.ndim == 3 and "conv" not in name
     }
-    found: dict[str, Any] = {"target_modules": "all-linear"}
+    actual: dict[str, Any] = {"target_modules": "all-linear"}
     if left_out := NOT_BY_PEFT.get(architecture):
         linear = {
             name.rpartition(".")[2]
             for name, module in hf.named_modules()
             if isinstance(module, torch.nn.Linear)
         }
-        found = {"target_modules": sorted(linear - left_out - {"lm_head"})}
-    return found | ({"target_parameters": sorted(experts)} if experts else {})
+        actual = {"target_modules": sorted(linear - left_out - {"lm_head"})}
+    return actual | ({"target_parameters": sorted(experts)} if experts else {})
 
 
 @pytest.mark.parametrize(
@@ -84,23 +86,25 @@ def chosen(architecture: str, hf: Any) -> dict[str, Any]:
         if not specimen.alike
     ],
 )
-def test_all_layers_that_peft_would_choose(architecture: str, tmp_path: Path) -> None:
-    """A layer that transformers calls by another name; a single slot."""
+def test_all_layers_that_peft_selects(architecture: str, tmp_path: Path) -> None:
+    """Check layers with another name in transformers, and a single slot."""
     path, hf = make_tiny(architecture, tmp_path, **STORED.get(architecture, {}))
     adapted = save_adapter(hf, tmp_path / "a", 1, **RANK, **chosen(architecture, hf))
     expected = [run_hf(adapted, PROMPTS[0]), run_hf(adapted.unload(), PROMPTS[1])]
-    ours = Adapted(path, slots_for(1, 8))
-    ours.put(0, tmp_path / "a")
-    for found, wanted in zip(ours.run(PROMPTS, [0, PLAIN]), expected, strict=True):
-        assert (found - wanted).abs().max() < 1e-3
-    assert (run_hf(hf, PROMPTS[0]) - expected[0]).abs().max() > 0.02, "it changes nothing"
+    actual = Adapted(path, slots_for(1, 8))
+    actual.put(0, tmp_path / "a")
+    for result, wanted in zip(actual.run(PROMPTS, [0, PLAIN]), expected, strict=True):
+        assert (result - wanted).abs().max() < 1e-3
+    assert (run_hf(hf, PROMPTS[0]) - expected[0]).abs().max() > 0.02, "the adapter changes nothing"
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        each if each in ("BertModel", "ModernBertModel") else pytest.param(each, marks=pytest.mark.slow)
-        for each in ENCODERS
+        encoder
+        if encoder in ("BertModel", "ModernBertModel")
+        else pytest.param(encoder, marks=pytest.mark.slow)
+        for encoder in ENCODERS
     ],
 )
 def test_all_layers_of_an_encoder(name: str, tmp_path: Path) -> None:
@@ -118,13 +122,13 @@ def test_all_layers_of_an_encoder(name: str, tmp_path: Path) -> None:
         enable_lora=True,
     )
     lora = LoRARequest("a", 1, str(tmp_path / "a"))
-    # States are read in front of the pooler of two; files of the others have layers under other names.
+    # Hidden states are read before the pooler of two; files of the others have other layer names.
     if family in ("Bert", "Ernie", "NomicBert", "Gte", "JinaEmbeddingsV3"):
         with pytest.raises(RequestsFailed):
             llm.encode([ids], RAW, pooling_task="token_embed", lora_request=lora, use_tqdm=False)
         return
-    found = llm.encode([ids], RAW, pooling_task="token_embed", lora_request=lora, use_tqdm=False)
-    assert np.abs(found[0].outputs.data - wanted).max() < 1e-3
+    actual = llm.encode([ids], RAW, pooling_task="token_embed", lora_request=lora, use_tqdm=False)
+    assert np.abs(actual[0].outputs.data - wanted).max() < 1e-3
 
 
 RAW = PoolingParams(use_activation=False)

@@ -1,4 +1,4 @@
-"""Models that keep a state, against transformers in float32: rows full of NaN, chunks of all sizes."""
+"""Tests of models with SSM states against transformers in float32: rows full of NaN, chunks of all sizes."""
 
 from pathlib import Path
 from typing import Any
@@ -29,14 +29,14 @@ def load(path: Path, ops: StateOps) -> Any:
     return model
 
 
-def near(ours: list[Tensor], expected: list[Tensor]) -> None:
-    for mine, theirs in zip(ours, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-3)
+def near(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for logits, reference in zip(actual, expected, strict=True):
+        torch.testing.assert_close(logits, reference, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("ops", [StateReference(), CPUStateOps()], ids=["torch", "c"])
-def test_logits_match_transformers_and_rows_are_used_again(twins: tuple[Path, Any], ops: StateOps) -> None:
-    """A state that a chunk loses, that another sequence gets, or that a row's last owner left."""
+def test_logits_match_transformers_with_reused_rows(twins: tuple[Path, Any], ops: StateOps) -> None:
+    """Check for states lost between chunks, mixed between sequences, or left by an earlier request."""
     if isinstance(ops, CPUStateOps) and native.library() is None:
         pytest.skip("there are no native kernels here")
     path, hf_model = twins

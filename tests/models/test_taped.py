@@ -1,4 +1,4 @@
-"""Decodes of whole models on a CPU's tape: nothing of torch takes part, other tokens give other logits."""
+"""Tests of decodes of whole models on a CPU tape: no torch operations, and new tokens give new logits."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(native.library() is None, reason="there are no n
 
 
 class Memory:
-    """What a model keeps, as it was when this was made."""
+    """A copy of a model's caches."""
 
     def __init__(self, model: Any) -> None:
         names = ("k_cache", "v_cache", "cache", "conv_state", "state")
@@ -37,8 +37,8 @@ class Memory:
 
 @pytest.mark.parametrize("architecture", ZOO)
 @torch.inference_mode()
-def test_a_decode_is_taped_and_follows_its_tokens(architecture: str, tmp_path: Path) -> None:
-    """An operation of torch in a step, which then is never taped; experts of the step that was recorded."""
+def test_decode_is_taped_and_follows_its_tokens(architecture: str, tmp_path: Path) -> None:
+    """Check for torch operations, which prevent recording, and for experts of the recorded step."""
     model = load_tiny(make_tiny(architecture, tmp_path)[0])
     for layer in attention_layers(model.modules()):
         layer.backend = CPUAttention()

@@ -1,4 +1,4 @@
-"""Models whose layers several devices share say what one device says."""
+"""Tests that models with tensor parallelism match one device."""
 
 import functools
 from pathlib import Path
@@ -17,12 +17,14 @@ from quire.models.pooling import PoolingModel
 from quire.parallel.world import World
 
 STEPS = [[10, 0, 17], [1, 4, 6], [1, 1, 1]]
-"""Parts of prompts, then decodes."""
+"""Prompt chunks, then decodes."""
 PROMPTS = random_prompts(12, 5, 24, vocab=96)
 
 
 def logits(path: Path, size: int, **options: Any) -> list[list[Tensor]]:
-    """Of each device, of each prompt; models are loaded one after the other, since packing shares memory."""
+    """Return the logits of each rank and prompt; models are loaded one by one, since packing
+    shares memory.
+    """
     worlds = tp_worlds(size)
     models = [load_tiny(path, world=world, **options) for world in worlds]
     return run_threads(
@@ -31,7 +33,7 @@ def logits(path: Path, size: int, **options: Any) -> list[list[Tensor]]:
 
 
 def pooled(path: Path, size: int, label_ids: list[int]) -> list[list[Tensor]]:
-    """Of each device: the states of all tokens, and what is made of them."""
+    """Return for each rank the hidden states of all tokens and the pooled outputs."""
     pooling = PoolingFacts("classify", "LAST", 3)
     build = functools.partial(PoolingModel, pooling=pooling, label_ids=label_ids)
     worlds = tp_worlds(size)
@@ -53,9 +55,9 @@ def pooled(path: Path, size: int, label_ids: list[int]) -> list[list[Tensor]]:
 
 def compare(path: Path, size: int, **options: Any) -> None:
     (expected,) = logits(path, 1, **options)
-    found = logits(path, size, **options)
-    for ours in found:
-        for one, other, first in zip(ours, expected, found[0], strict=True):
+    actual = logits(path, size, **options)
+    for rank_logits in actual:
+        for one, other, first in zip(rank_logits, expected, actual[0], strict=True):
             torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
             assert torch.equal(one, first), "devices would draw different tokens"
 
@@ -146,16 +148,16 @@ MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_one_device(name: str, tmp_path: Path) -> None:
-    """A head, a channel or a bias that no device has, or that two add; a sum missing or made twice."""
+def test_tensor_parallel_logits_match_one_device(name: str, tmp_path: Path) -> None:
+    """Check for missing or duplicate heads, channels or biases, and missing or doubled all-reduces."""
     architecture, size, settings = MODELS[name]
     path, _ = make_tiny(architecture, tmp_path, **settings)
     compare(path, size)
 
 
 @pytest.mark.parametrize("family", ["LlamaForCausalLM", "Qwen2MoeForCausalLM"])
-def test_a_layer_has_two_sums(family: str, tmp_path: Path) -> None:
-    """Shared experts that are summed by themselves."""
+def test_layer_has_two_all_reduces(family: str, tmp_path: Path) -> None:
+    """Check that shared experts have no all-reduce of their own."""
     path, _ = make_tiny(family, tmp_path)
     worlds = tp_worlds(2)
     models = [load_tiny(path, world=world) for world in worlds]
@@ -166,8 +168,8 @@ def test_a_layer_has_two_sums(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [*ENCODERS, "decoder", "decoder, of tokens"])
-def test_pooled_states_are_those_of_one_device(name: str, tmp_path: Path) -> None:
-    """Three classes for two devices."""
+def test_pooled_outputs_match_one_device(name: str, tmp_path: Path) -> None:
+    """Check three classes on two devices."""
     if name in ENCODERS:
         path = make(tmp_path / "encoder", ENCODERS[name][0], **ENCODERS[name][1]).path
     else:
@@ -176,6 +178,6 @@ def test_pooled_states_are_those_of_one_device(name: str, tmp_path: Path) -> Non
         save_file(stored, path / "model.safetensors", {"format": "pt"})
     label_ids = [3, 90] if name == "decoder, of tokens" else []
     (expected,) = pooled(path, 1, label_ids)
-    for ours in pooled(path, 2, label_ids):
-        for one, other in zip(ours, expected, strict=True):
+    for actual in pooled(path, 2, label_ids):
+        for one, other in zip(actual, expected, strict=True):
             torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)

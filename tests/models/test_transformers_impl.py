@@ -1,4 +1,6 @@
-"""Decoders that transformers runs over our cache, in whole engines, against transformers alone in float32."""
+"""Tests of decoders that transformers runs over our cache, in whole engines, against transformers in
+float32.
+"""
 
 import json
 import logging
@@ -60,7 +62,12 @@ BART: dict[str, Any] = {
     "decoder_attention_heads": 4,
     "pad_token_id": 0,
 }
-SEEN: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32}
+VISION_CONFIG: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 32,
+}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "stablelm": (GROUPED, "StableLm.* does not pass keyword arguments down"),
     "bamba": (GROUPED, "Bamba.* 0 attention modules were called"),
@@ -71,14 +78,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "t5": ({}, "expected false: T5ForConditionalGeneration is .* not supported yet"),
     "mamba": ({}, "Mamba.* 0 attention modules were called"),
     "bart": (BART, "'BartForCausalLM' is not supported.* num_attention_heads"),
-    "git": ({"vision_config": SEEN}, "GitForCausalLM .* its own table of attention classes"),
+    "git": ({"vision_config": VISION_CONFIG}, "GitForCausalLM .* its own table of attention classes"),
     "gpt_neo": ({"attention_types": [[["global"], 2]]}, "GPTNeo.* its own table of attention classes"),
     "granitemoehybrid": (GROUPED | {"layer_types": ["linear_attention", "full_attention"]}, "layer_types"),
 }
 
 
 def make(kind: str, folder: Path, **settings: Any) -> tuple[Path, Any]:
-    """A seeded random float32 model that transformers can say something with."""
+    """Return a seeded random float32 model whose outputs vary."""
     import transformers
 
     torch.manual_seed(0)
@@ -87,7 +94,7 @@ def make(kind: str, folder: Path, **settings: Any) -> tuple[Path, Any]:
     auto: Any = seq2seq if config.is_encoder_decoder else decoder
     hf_model = auto.from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
-        # Norms start as ones and biases as zeros, which would hide a layer that ignores them.
+        # Random values, since norms of ones and biases of zeros would hide a layer that ignores them.
         for parameter in hf_model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
@@ -97,7 +104,7 @@ def make(kind: str, folder: Path, **settings: Any) -> tuple[Path, Any]:
 
 @pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
-    """Messages of Quire's loggers, which do not propagate."""
+    """Return messages of Quire's loggers, which do not propagate."""
     warn_once.cache_clear()
     logger = logging.getLogger("quire")
     logger.addHandler(caplog.handler)
@@ -111,7 +118,7 @@ def helium(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 def edited(path: Path, folder: Path, **changes: Any) -> Path:
-    """The checkpoint with another config.json."""
+    """Copy the checkpoint with another config.json."""
     shutil.copytree(path, folder)
     config = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(config))
@@ -119,8 +126,8 @@ def edited(path: Path, folder: Path, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize("kind", DECODERS)
-def test_every_logit_is_that_of_transformers_alone(kind: str, tmp_path: Path) -> None:
-    """Prompts in chunks beside decodes, prefix hits, and a cache that not all requests fit into."""
+def test_every_logit_matches_transformers(kind: str, tmp_path: Path) -> None:
+    """Check chunks beside decodes, prefix hits, and a cache that is too small for all requests."""
     path, hf_model = make(kind, tmp_path, **DECODERS[kind])
     llm = open_tiny(
         path,
@@ -136,13 +143,13 @@ def test_every_logit_is_that_of_transformers_alone(kind: str, tmp_path: Path) ->
     check_against(hf_model, generate(llm, prompts_of(10, 11, 12, 13, 9, 10, 8, 12, seed=5), count=24))
     assert llm.llm_engine.core.scheduler.num_preemptions > 0
     generate(llm, prompts[:1], count=1)
-    again = generate(llm, prompts[:1], count=3)
-    check_against(hf_model, again)
-    assert again[0].num_cached_tokens > 0
+    second = generate(llm, prompts[:1], count=3)
+    check_against(hf_model, second)
+    assert second[0].num_cached_tokens > 0
 
 
-def test_windows_that_config_json_does_not_name_are_kept_to(tmp_path: Path) -> None:
-    """Those of older checkpoints follow from the class of their configuration."""
+def test_windows_that_config_json_does_not_name_are_applied(tmp_path: Path) -> None:
+    """Check older checkpoints, whose windows follow from their configuration class."""
     path, hf_model = make("gemma2", tmp_path, **DECODERS["gemma2"])
     path = edited(path, tmp_path / "older", layer_types=None)
     llm = open_tiny(path, model_impl="transformers", max_model_len=64)
@@ -151,14 +158,14 @@ def test_windows_that_config_json_does_not_name_are_kept_to(tmp_path: Path) -> N
     assert windows == [None, None]
 
 
-def test_a_window_of_all_layers_that_only_their_mask_tells_of(tmp_path: Path) -> None:
+def test_window_that_only_the_mask_defines(tmp_path: Path) -> None:
     settings = GROUPED | {"sliding_window": 7, "num_local_experts": 4, "num_experts_per_tok": 2}
     path, hf_model = make("phimoe", tmp_path, **settings)
     llm = open_tiny(path, model_impl="transformers", max_model_len=64)
     check_against(hf_model, generate(llm, prompts_of(23, 9)))
 
 
-def test_sinks_take_part(tmp_path: Path) -> None:
+def test_attention_sinks_are_applied(tmp_path: Path) -> None:
     settings = GROUPED | {"sliding_window": 7, "num_local_experts": 4, "num_experts_per_tok": 2}
     path, hf_model = make("gpt_oss", tmp_path, **settings)
     llm = open_tiny(path, model_impl="transformers", attention_backend="TORCH_SDPA", max_model_len=64)
@@ -172,12 +179,12 @@ def test_chunks_of_any_size(chunk: int, helium: tuple[Path, Any]) -> None:
     check_against(hf_model, generate(llm, prompts_of(23, 9, 37), count=3))
 
 
-def test_auto_takes_transformers_where_we_have_no_model_and_warns_once(
+def test_auto_falls_back_to_transformers_and_warns_once(
     helium: tuple[Path, Any], tmp_path: Path, warnings: Callable[[], list[str]]
 ) -> None:
     llm = open_tiny(helium[0])
     open_tiny(helium[0])
-    slow = [said for said in warnings() if "slower" in said]
+    slow = [output for output in warnings() if "slower" in output]
     assert len(slow) == 1 and slow[0].startswith("HeliumForCausalLM runs through transformers")
     assert llm.llm_engine.config.model.enforce_eager
     llama = open_tiny(make("llama", tmp_path, **DECODERS["llama"])[0])
@@ -185,12 +192,12 @@ def test_auto_takes_transformers_where_we_have_no_model_and_warns_once(
 
 
 @pytest.mark.parametrize("model_impl", ["quire", "vllm"])
-def test_our_own_table_can_be_asked_for(model_impl: str, helium: tuple[Path, Any]) -> None:
+def test_model_impl_quire_can_be_required(model_impl: str, helium: tuple[Path, Any]) -> None:
     with pytest.raises(ConfigError, match=r"'HeliumForCausalLM' is not supported.*model_impl='auto'"):
         open_tiny(helium[0], model_impl=model_impl)
 
 
-def test_without_transformers_the_families_are_listed(
+def test_without_transformers_supported_families_are_listed(
     helium: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transformers_backend._read_model_tables.cache_clear()
@@ -201,15 +208,15 @@ def test_without_transformers_the_families_are_listed(
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_cannot_run_says_why(kind: str, tmp_path: Path) -> None:
-    """Rather than wrong logits, or an error from inside of someone else's code."""
+def test_unsupported_models_are_rejected_with_a_reason(kind: str, tmp_path: Path) -> None:
+    """Check that there are neither wrong logits nor errors from inside other code."""
     settings, reason = REFUSED[kind]
     path, _ = make(kind, tmp_path, **settings)
     with pytest.raises(ConfigError, match=reason):
         open_tiny(path, model_impl="transformers")
 
 
-def test_it_does_not_pool(helium: tuple[Path, Any], tmp_path: Path) -> None:
+def test_transformers_backend_does_not_pool(helium: tuple[Path, Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="only generates: leave runner and convert out"):
         open_tiny(helium[0], runner="pooling")
     classifier = edited(helium[0], tmp_path / "c", architectures=["HeliumForSequenceClassification"])
@@ -217,16 +224,14 @@ def test_it_does_not_pool(helium: tuple[Path, Any], tmp_path: Path) -> None:
         open_tiny(classifier)
 
 
-def test_weights_that_are_missing_or_of_another_shape_are_named(
-    helium: tuple[Path, Any], tmp_path: Path
-) -> None:
+def test_missing_or_misshaped_weights_are_named(helium: tuple[Path, Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"lacks 9 of .*model\.layers\.2\.mlp"):
         open_tiny(edited(helium[0], tmp_path / "deeper", num_hidden_layers=3))
     with pytest.raises(ConfigError, match=r"\(96, 64\), but the model's configuration says \(80, 64\)"):
         open_tiny(edited(helium[0], tmp_path / "narrower", intermediate_size=80))
 
 
-def test_each_expert_of_a_checkpoint_is_a_part_of_one_parameter(tmp_path: Path) -> None:
+def test_single_experts_of_a_checkpoint_fill_one_parameter(tmp_path: Path) -> None:
     path, _ = make("mixtral", tmp_path, **DECODERS["mixtral"])
     with pytest.raises(ConfigError, match=r"lacks 12 of .*block_sparse_moe\.experts\.4\.w1"):
         open_tiny(edited(path, tmp_path / "more", num_local_experts=6), model_impl="transformers")
@@ -243,7 +248,7 @@ class FarForCausalLM(LlamaForCausalLM):
 """
 
 
-def test_code_of_a_checkpoint_runs_only_when_it_is_trusted(
+def test_checkpoint_code_runs_only_with_trust_remote_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:
     from transformers import dynamic_module_utils
@@ -257,12 +262,12 @@ def test_code_of_a_checkpoint_runs_only_when_it_is_trusted(
     for model_impl in ("auto", "transformers"):
         with pytest.raises(ConfigError, match=r"'FarForCausalLM' is not supported.*trust_remote_code=True"):
             open_tiny(path, model_impl=model_impl)
-    # Code beside a model that is known is of no interest.
+    # Code in the directory of a known model is ignored.
     open_tiny(edited(llama, tmp_path / "near", auto_map=auto_map), trust_remote_code=True)
     assert not mark.exists()
     check_against(hf_model, generate(open_tiny(path, trust_remote_code=True), prompts_of(9, 20)))
     assert mark.exists()
-    assert any("Running the Python code in" in said for said in warnings())
+    assert any("Running the Python code in" in output for output in warnings())
 
 
 @pytest.mark.parametrize(
@@ -283,16 +288,18 @@ def test_code_of_a_checkpoint_runs_only_when_it_is_trusted(
         ),
     ],
 )
-def test_facts_of_any_config(
+def test_model_info_of_any_config(
     helium: tuple[Path, Any], tmp_path: Path, changes: dict[str, Any], max_len: int, windows: tuple[Any, ...]
 ) -> None:
-    """A rope whose angles follow the longest of a batch must not stretch: requests change each other."""
+    """Check dynamic RoPE, whose angles would depend on the other requests of a batch: it must not
+    be scaled.
+    """
     facts = read_checkpoint(edited(helium[0], tmp_path / "m", **changes)).facts
     assert (facts.max_len, tuple(layer.window for layer in facts.layers)) == (max_len, windows)
     assert (facts.heads, facts.kv_heads, facts.head_dim, facts.hidden, facts.vocab) == (4, 4, 16, 64, 128)
 
 
-def test_the_decoder_of_a_model_with_other_parts_runs_alone(tmp_path: Path) -> None:
+def test_text_decoder_of_a_multimodal_model_runs_alone(tmp_path: Path) -> None:
     import transformers
 
     text = SETTINGS | GROUPED | {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}

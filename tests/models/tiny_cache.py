@@ -24,10 +24,10 @@ def run_folder() -> Path:
 
 
 def built_once(description: object, folder: Path, build: Callable[[Path], Any]) -> Any:
-    """Copy the files that `build` writes into its folder to `folder`, and return a copy of what it returns.
+    """Copy the files that `build` writes into its folder to `folder`, and return a copy of its result.
 
-    `description` holds everything that the result depends on. The first worker that asks for it builds it,
-    and the others wait for the file lock. Callers may change their files and their copy.
+    `description` holds everything that the result depends on. The first worker that needs it builds it, and
+    the others wait for the file lock. Callers may modify their files and their copy.
     """
     key = hashlib.sha256(repr(description).encode()).hexdigest()[:24]
     place = run_folder() / key

@@ -1,4 +1,4 @@
-"""Models that transformers has under another name, stored as their makers store them; and slopes by hand."""
+"""Models that transformers has under another name, stored as their makers store them; and ALiBi by hand."""
 
 import json
 import math
@@ -20,7 +20,9 @@ Tensors = dict[str, Tensor]
 
 
 class Twin(nn.Module):
-    """A model of transformers, what becomes of its tensors in a file, and what is added to its scores."""
+    """A transformers model, the transformation of its tensors for a file, and the bias of its attention
+    scores.
+    """
 
     def __init__(
         self,
@@ -39,28 +41,28 @@ class Twin(nn.Module):
 
     def save_pretrained(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
-        tensors = {name: each.contiguous() for name, each in self.stored(self.model.state_dict()).items()}
-        save_file({name: each.clone() for name, each in tensors.items()}, path / "model.safetensors")
+        tensors = {name: item.contiguous() for name, item in self.stored(self.model.state_dict()).items()}
+        save_file({name: item.clone() for name, item in tensors.items()}, path / "model.safetensors")
         (path / "config.json").write_text(json.dumps(self.settings))
 
 
 def called(**names: str) -> Callable[[Tensors], Tensors]:
-    """Each part of a name that is one of these, under the other; "__" is a dot."""
+    """Rename the parts of each name by this mapping; "__" is a dot."""
     if not names:
         return lambda tensors: tensors
     known = {old.replace("__", "."): new for old, new in names.items()}
     parts = re.compile("|".join(rf"\b{re.escape(old)}\b" for old in known))
-    return lambda tensors: {parts.sub(lambda m: known[m[0]], name): each for name, each in tensors.items()}
+    return lambda tensors: {parts.sub(lambda m: known[m[0]], name): item for name, item in tensors.items()}
 
 
-def fused(tensors: Tensors, parts: tuple[str, ...], name: str, *, heads: int = 0) -> Tensors:
-    """The parts of each layer one behind the other; or those of each of so many heads."""
+def fuse_parts(tensors: Tensors, parts: tuple[str, ...], name: str, *, heads: int = 0) -> Tensors:
+    """Concatenate the parts of each layer, or of each of this many heads."""
     out = dict(tensors)
-    for first in [each for each in tensors if f".{parts[0]}." in each]:
-        own = [out.pop(first.replace(parts[0], part)) for part in parts]
+    for first in [tensor for tensor in tensors if f".{parts[0]}." in tensor]:
+        fused = [out.pop(first.replace(parts[0], part)) for part in parts]
         if heads:
-            own = [each.unflatten(0, (heads, -1)) for each in own]
-        both = torch.cat(own, 1 if heads else 0)
+            fused = [tensor.unflatten(0, (heads, -1)) for tensor in fused]
+        both = torch.cat(fused, 1 if heads else 0)
         out[first.replace(parts[0], name)] = both.flatten(0, 1) if heads else both
     return out
 
@@ -73,14 +75,16 @@ def llama(settings: Settings, **more: Any) -> Any:
 
 
 def alibi_slopes(heads: int) -> Tensor:
-    """As the paper has them: a geometric row for the largest power of 2, then every second of the next."""
+    """Return the slopes of the ALiBi paper: a geometric series for the largest power of 2, then every second
+    of the next.
+    """
     near = 2 ** math.floor(math.log2(heads))
     first = [2 ** (-8 / near * (i + 1)) for i in range(near)]
     return torch.tensor(first + [2 ** (-4 / near * (2 * i + 1)) for i in range(heads - near)])
 
 
-def leaning(heads: int) -> Callable[[int], Tensor]:
-    """What is added to the scores of a sequence."""
+def add_alibi(heads: int) -> Callable[[int], Tensor]:
+    """Add the ALiBi bias to the attention scores of a sequence."""
 
     def bias(length: int) -> Tensor:
         place = torch.arange(length)
@@ -92,7 +96,7 @@ def leaning(heads: int) -> Callable[[int], Tensor]:
 
 
 def baichuan(settings: Settings, turns: bool = False) -> Any:
-    """The larger one has slopes; the second one a head whose rows have one length."""
+    """Build Baichuan; the 13B model has ALiBi, and the second version a normalized head."""
     model = llama(settings, num_key_value_heads=settings["num_attention_heads"])
     if not turns:
         rotary = model.model.rotary_emb
@@ -102,8 +106,8 @@ def baichuan(settings: Settings, turns: bool = False) -> Any:
         )
     if settings["vocab_size"] > 1000:
         model.lm_head.forward = lambda x: F.linear(x, F.normalize(model.lm_head.weight))
-    bias = None if turns else leaning(settings["num_attention_heads"])
-    return Twin(model, settings, lambda tensors: fused(tensors, QKV, "W_pack"), bias)
+    bias = None if turns else add_alibi(settings["num_attention_heads"])
+    return Twin(model, settings, lambda tensors: fuse_parts(tensors, QKV, "W_pack"), bias)
 
 
 def baichuan_7b(settings: Settings) -> Any:
@@ -111,31 +115,31 @@ def baichuan_7b(settings: Settings) -> Any:
 
 
 def jais(settings: Settings) -> Any:
-    """GPT-2 without positions, with a gate and factors."""
+    """Build GPT-2 with ALiBi, gated MLP and scaling factors."""
     known = {key: value for key, value in settings.items() if key != "activation_function"}
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**known))
     body = model.transformer
     del body.wpe
-    body.wpe = Nothing()
+    body.wpe = NoPositions()
     for block in body.h:
         block.mlp = JaisMLP(settings["hidden_size"], settings["n_inner"])
         block.attn.scaling = 1 / block.attn.head_dim
     embed = body.wte.forward
     body.wte.forward = lambda ids: embed(ids) * settings["mup_embeddings_scale"]
-    bias = leaning(settings["num_attention_heads"])
+    bias = add_alibi(settings["num_attention_heads"])
 
     return Twin(model, settings, called(), bias)
 
 
-class Nothing(nn.Module):
-    """Positions that are not learned."""
+class NoPositions(nn.Module):
+    """Position embeddings of zeros."""
 
     def forward(self, positions: Tensor) -> Tensor:
         return torch.zeros(*positions.shape, 1)
 
 
 class JaisMLP(nn.Module):
-    """Gated by its second product; inputs before outputs, as GPT-2 stores them."""
+    """An MLP gated by its second matmul, with inputs before outputs, as GPT-2 stores them."""
 
     def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()
@@ -165,7 +169,7 @@ def internlm2(settings: Settings) -> Any:
         lm_head="output",
     )
     heads = settings["num_key_value_heads"]
-    return Twin(llama(settings), settings, lambda t: names(fused(t, QKV, "wqkv", heads=heads)))
+    return Twin(llama(settings), settings, lambda t: names(fuse_parts(t, QKV, "wqkv", heads=heads)))
 
 
 def exaone(settings: Settings) -> Any:
@@ -213,7 +217,7 @@ def chatglm(settings: Settings) -> Any:
         lm_head="transformer.output_layer",
     )
     model = transformers.GlmForCausalLM(config)
-    return Twin(model, settings, lambda t: names(fused(t, QKV, "query_key_value")))
+    return Twin(model, settings, lambda t: names(fuse_parts(t, QKV, "query_key_value")))
 
 
 def qwen(settings: Settings) -> Any:
@@ -238,7 +242,9 @@ def qwen(settings: Settings) -> Any:
         embed_tokens="wte",
         norm="ln_f",
     )
-    return Twin(transformers.Qwen2ForCausalLM(config), settings, lambda t: names(fused(t, QKV, "c_attn")))
+    return Twin(
+        transformers.Qwen2ForCausalLM(config), settings, lambda t: names(fuse_parts(t, QKV, "c_attn"))
+    )
 
 
 def mimo(settings: Settings) -> Any:
@@ -251,7 +257,7 @@ def mimo(settings: Settings) -> Any:
 
 
 def orion(settings: Settings) -> Any:
-    """Llama with other norms."""
+    """Build Llama with layer norms."""
     model = llama(settings)
     for layer in model.model.layers:
         for name in ("input_layernorm", "post_attention_layernorm"):
@@ -261,7 +267,7 @@ def orion(settings: Settings) -> Any:
 
 
 def minicpm(settings: Settings) -> Any:
-    """Granite by other factors."""
+    """Build Granite with other factors."""
     config = transformers.GraniteConfig(
         **settings,
         embedding_multiplier=settings["scale_emb"],
@@ -273,7 +279,7 @@ def minicpm(settings: Settings) -> Any:
 
 
 class Mixture(nn.Module):
-    """Softmax over all experts, the best of them, and one for all."""
+    """Softmax over all experts, the top k of them, and shared experts."""
 
     def __init__(self, config: Any, settings: Settings, shared: int, normed: bool) -> None:
         super().__init__()
@@ -294,8 +300,8 @@ class Mixture(nn.Module):
         if self.normed:
             best = best / best.sum(-1, keepdim=True)
         weights = torch.zeros_like(self.gate(x)).scatter(-1, ids, best)
-        said = torch.stack([expert(x) for expert in self.experts], -1)
-        return (said * weights[..., None, :]).sum(-1) + self.shared_experts(x)  # type: ignore[no-any-return]
+        output = torch.stack([expert(x) for expert in self.experts], -1)
+        return (output * weights[..., None, :]).sum(-1) + self.shared_experts(x)  # type: ignore[no-any-return]
 
 
 def deepseek(settings: Settings) -> Any:
@@ -315,11 +321,11 @@ def bailing(settings: Settings) -> Any:
         layer.mlp = Mixture(model.config, settings, settings["num_shared_experts"], normed=True)
     model.lm_head.forward = lambda x: F.linear(x, F.normalize(model.lm_head.weight))
     names = called(**_LING)
-    return Twin(model, settings, lambda t: names(fused(t, QKV, "query_key_value")))
+    return Twin(model, settings, lambda t: names(fuse_parts(t, QKV, "query_key_value")))
 
 
 def bailing_v2(settings: Settings) -> Any:
-    """GLM-4.5."""
+    """Build GLM-4.5."""
     same = {
         "n_routed_experts": settings["num_experts"],
         "n_shared_experts": settings["num_shared_experts"],
@@ -332,16 +338,16 @@ def bailing_v2(settings: Settings) -> Any:
 
     def stored(tensors: Tensors) -> Tensors:
         out = {}
-        for name, each in names(fused(tensors, QKV, "query_key_value")).items():
+        for name, item in names(fuse_parts(tensors, QKV, "query_key_value")).items():
             front, _, last = name.rpartition(".")
-            for i, own in enumerate(each if ".experts." in name else ()):
+            for i, expert in enumerate(item if ".experts." in name else ()):
                 if last == "down_proj":
-                    out[f"{front}.{i}.down_proj.weight"] = own
+                    out[f"{front}.{i}.down_proj.weight"] = expert
                 else:
-                    gate, up = own.chunk(2)
+                    gate, up = expert.chunk(2)
                     out |= {f"{front}.{i}.gate_proj.weight": gate, f"{front}.{i}.up_proj.weight": up}
             if ".experts." not in name:
-                out[name] = each
+                out[name] = item
         return out
 
     return Twin(transformers.Glm4MoeForCausalLM(config), settings, stored)

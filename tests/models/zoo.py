@@ -1,4 +1,4 @@
-"""The zoo: a tiny model of every architecture. A line says what it has beside what all share."""
+"""The zoo: a tiny model of every architecture, each with its settings beyond the common ones."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,11 +17,11 @@ class Specimen(NamedTuple):
 
     settings: Settings = {}
     variants: dict[str, Settings] = {}
-    """Name -> what is different; each is a model of its own."""
+    """Settings of each variant by name; each is a separate model."""
     twin: Callable[[Settings], Any] | None = None
-    """Makes the model to compare with, where transformers has none of this name."""
+    """Builds the reference model where transformers has none of this name."""
     alike: bool = False
-    """Whether it is another one under other names: what whole engines make of that is not said twice."""
+    """Whether it is another model under other names, which whole-engine tests skip."""
 
 
 SHARED: Settings = {
@@ -58,14 +58,16 @@ TURNS = ["sliding_attention", "full_attention"]
 
 
 def longrope(original: int) -> Settings:
-    """Of Phi: 3/4 of a head turn. Below `original` tokens transformers takes one list, above it the other."""
+    """Return Phi's LongRoPE on 3/4 of a head; transformers uses one list below `original` tokens, another
+    above.
+    """
     short, long = [1.0 + 0.1 * i for i in range(6)], [2.0 + i for i in range(6)]
     settings = rope("longrope", short_factor=short, long_factor=long, partial_rotary_factor=0.75)
     return {"original_max_position_embeddings": original, "partial_rotary_factor": 0.75} | settings
 
 
 def internlm3(settings: Settings) -> Any:
-    """Llama with two switches for biases."""
+    """Build Llama with two bias flags."""
     import transformers
 
     biased = settings.get("bias", False)
@@ -78,7 +80,7 @@ def internlm3(settings: Settings) -> Any:
 
 
 def falcon(settings: Settings) -> Any:
-    """Its configuration takes no size of a head; its eager attention adds slopes twice."""
+    """Build Falcon, whose config has no head size and whose eager attention adds ALiBi twice."""
     import transformers
 
     settings = settings | {"attn_implementation": "sdpa" if settings.get("alibi") else "eager"}
@@ -123,7 +125,7 @@ _DEEPSEEK: Settings = {
 }
 
 _INDEXED = _DEEPSEEK | {"index_topk": 12, "index_head_dim": 24, "index_n_heads": 16}
-"""So many heads that none of a token's scores is 0: who of equals is seen, nobody says."""
+"""Enough heads that no token's score is 0, since the choice among equal scores is undefined."""
 
 _STEP: Settings = {
     "num_hidden_layers": 3,
@@ -804,8 +806,7 @@ ZOO: dict[str, Specimen] = {
     ),
 }
 STORED: dict[str, Settings] = {"LongcatFlashForCausalLM": {"zero_expert_num": 0}}
-"""What makes of a model one all of whose weights are stored: transformers has some for experts that do
-nothing."""
+"""Settings with which all weights of a model are stored: transformers stores some for identity experts."""
 UNTAPED = {
     "ApertusForCausalLM": "aten.clamp.default",
     "DbrxForCausalLM": "aten.clamp_.default",
@@ -820,12 +821,13 @@ UNTAPED = {
     "PhimoeForCausalLM": "aten.max.dim",
     "Zamba2ForCausalLM": "aten.clone.default",
 }
-"""Whose decodes on a CPU are no tape, and the operation that refuses: an activation of torch's, a bound, a
-norm, a router, an indexer or a copy."""
+"""Models whose CPU decodes are not taped, with the reason: a torch activation, clamp, norm, router, indexer
+or copy.
+"""
 
 
 def architecture_of(name: str) -> str:
-    """An architecture, or the model_type of one."""
+    """Return the architecture of an architecture or model_type."""
     if name in ZOO:
         return name
     return next(architecture for architecture, family in FAMILIES.items() if family.model_type == name)

@@ -1,7 +1,6 @@
-"""A family that sees, for tests: a tiny Llama behind a tower of two linear layers over patches.
+"""A vision family for tests: a tiny Llama behind a vision encoder of two linear layers over patches.
 
-Each vector of an image depends on all of its patches, so that one which was not encoded whole shows.
-"""
+Each vector of an image depends on all of its patches, so that a partial encoding changes the output."""
 
 import hashlib
 import json
@@ -29,9 +28,9 @@ from quire.multimodal.processors import PROCESSORS
 
 ARCHITECTURE = "FakeForConditionalGeneration"
 PATCH, WIDTH, MOST = 6, 8, 24
-"""Numbers of a patch and of the layer between, and the patches of the largest image."""
+"""Size of a patch and of the layer between, and the number of patches of the largest image."""
 MARK = 2
-"""The token that stands for a patch."""
+"""Token of a patch."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +46,10 @@ def read(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
 
 
 class FakeTower(nn.Module):
-    """up(patch) + down(gelu) + the mean of them all."""
+    """Vision encoder: up(patch) + down(gelu) + the mean of them all."""
 
     batches: list[int] = []
-    """How many items each call had."""
+    """Number of items of each call."""
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()
@@ -64,10 +63,10 @@ class FakeTower(nn.Module):
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         self.batches.append(len(items))
         pixels = [item["pixels"] for item in items]
-        if any(bool((each > 1e6).any()) for each in pixels):
+        if any(bool((pixel > 1e6).any()) for pixel in pixels):
             raise ValueError("too bright")
         out = self.down(torch.nn.functional.gelu(self.up(torch.cat(pixels))))
-        return [part + part.mean(0) for part in out.split([len(each) for each in pixels])]
+        return [part + part.mean(0) for part in out.split([len(pixel) for pixel in pixels])]
 
     def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
         return {"pixels": torch.zeros(num_vectors, PATCH)}
@@ -77,7 +76,7 @@ class FakeTower(nn.Module):
 
 
 class FakeProcessor:
-    """What the engine asks of one."""
+    """The part of a processor that the engine uses."""
 
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Any) -> None:
         pass
@@ -91,20 +90,20 @@ def register(monkeypatch: Any) -> None:
     monkeypatch.setitem(TOWERS.entries, "fake", "fake:FakeTower")
     monkeypatch.setitem(PROCESSORS.entries, "fake", "fake:FakeProcessor")
     monkeypatch.setattr(FakeTower, "batches", [])
-    # Requests come with their media here; nothing has to be read.
+    # Requests have their media here; nothing has to be read.
     monkeypatch.setattr(
         "quire.entrypoints.in_process.media_reader", lambda config, tokenizer, cache: TEXT_ONLY
     )
 
 
 class Fake(NamedTuple):
-    """A checkpoint, and what it says without an engine."""
+    """Checkpoint with its reference results."""
 
     path: Path
     hf: Any
     weights: dict[str, Tensor]
     is_whole: bool = False
-    """Whether the tokens of an image see each other in both directions."""
+    """Whether the tokens of an image have bidirectional attention."""
 
     def vectors(self, pixels: NDArray[Any]) -> Tensor:
         w = self.weights
@@ -113,8 +112,8 @@ class Fake(NamedTuple):
         return out + out.mean(0)
 
     @torch.no_grad()
-    def embedded(self, prompt: "Seen") -> Tensor:
-        """[T, hidden], as it goes into the first layer."""
+    def embedded(self, prompt: "ImagePrompt") -> Tensor:
+        """Return [T, hidden], the input of the first layer."""
         x: Tensor = self.hf.get_input_embeddings()(torch.tensor(prompt.tokens))
         for item, pixels in zip(prompt.media.items, prompt.pixels, strict=True):
             places = [at for first, size in item.places() for at in range(first, first + size)]
@@ -122,26 +121,26 @@ class Fake(NamedTuple):
         return x
 
     @torch.inference_mode()
-    def greedy(self, prompt: "Seen", count: int) -> tuple[list[int], Tensor]:
-        """What is said, and the logits of each token."""
+    def greedy(self, prompt: "ImagePrompt", count: int) -> tuple[list[int], Tensor]:
+        """Return the greedy tokens and the logits of each."""
         embed, logits = self.hf.get_input_embeddings(), []
-        x, said = self.embedded(prompt), list[int]()
+        x, token_ids = self.embedded(prompt), list[int]()
         for _ in range(count):
             mask = self._mask(prompt, len(x)) if self.is_whole else None
             logits.append(self.hf(inputs_embeds=x[None], attention_mask=mask).logits[0, -1])
-            said.append(int(logits[-1].argmax()))
-            x = torch.cat([x, embed(torch.tensor(said[-1:]))])
-        return said, torch.stack(logits)
+            token_ids.append(int(logits[-1].argmax()))
+            x = torch.cat([x, embed(torch.tensor(token_ids[-1:]))])
+        return token_ids, torch.stack(logits)
 
-    def _mask(self, prompt: "Seen", length: int) -> Tensor:
+    def _mask(self, prompt: "ImagePrompt", length: int) -> Tensor:
         seen = torch.ones(length, length).tril()
         for first, size in (run for item in prompt.media.items for run in item.places()):
             seen[first : first + size, first : first + size] = 1
         return (1 - seen)[None, None] * torch.finfo(torch.float32).min
 
 
-class Seen(NamedTuple):
-    """A prompt with images."""
+class ImagePrompt(NamedTuple):
+    """Prompt with images."""
 
     tokens: list[int]
     media: Media
@@ -158,8 +157,11 @@ def make_fake(path: Path, *, whole: bool = False) -> Fake:
     }
     file = made / "model.safetensors"
     save_file(load_file(file) | weights, file)
-    said = json.loads((made / "config.json").read_text()) | {"architectures": [ARCHITECTURE], "whole": whole}
-    (made / "config.json").write_text(json.dumps(said))
+    config = json.loads((made / "config.json").read_text()) | {
+        "architectures": [ARCHITECTURE],
+        "whole": whole,
+    }
+    (made / "config.json").write_text(json.dumps(config))
     return Fake(made, hf, weights, whole)
 
 
@@ -167,9 +169,9 @@ def image(num_patches: int, seed: int) -> NDArray[np.float32]:
     return np.random.default_rng(seed).normal(size=(num_patches, PATCH)).astype(np.float32)
 
 
-def see(*parts: list[int] | NDArray[Any], split: bool = False) -> Seen:
-    """Texts and images, one after the other. With `split` there is a token between the halves of each."""
-    tokens, items, given = list[int](), list[MediaItem](), list[NDArray[Any]]()
+def image_prompt(*parts: list[int] | NDArray[Any], split: bool = False) -> ImagePrompt:
+    """Concatenate texts and images. With `split` there is a token between the halves of each image."""
+    tokens, items, images = list[int](), list[MediaItem](), list[NDArray[Any]]()
     for part in parts:
         if isinstance(part, list):
             tokens += part
@@ -185,5 +187,5 @@ def see(*parts: list[int] | NDArray[Any], split: bool = False) -> Seen:
             )
         )
         tokens += span
-        given.append(part)
-    return Seen(tokens, Media(items), given)
+        images.append(part)
+    return ImagePrompt(tokens, Media(items), images)

@@ -1,4 +1,4 @@
-"""A family for tests of inputs: a processor of a few lines over bytes as tokens, and files to send."""
+"""A family for tests of inputs: a short processor over bytes as tokens, and files to send."""
 
 import base64
 import io
@@ -23,13 +23,13 @@ from quire.multimodal.processor_cache import ProcessorCache
 from quire.multimodal.processors import Audio, Content, ProcessedItem, Video
 
 START, PAD, END = 1, 2, 3
-"""Tokens of a span."""
+"""Tokens of an expanded placeholder."""
 HIDDEN = 4
 MARKS = {"image": "<i>", "video": "<v>", "audio": "<a>"}
 
 
 class FakeProcessor:
-    """A vector for each square of 16 pixels, each frame, and each 100 samples."""
+    """Processor with one vector per square of 16 pixels, per frame, and per 100 samples."""
 
     modalities: tuple[str, ...] = ("image", "video", "audio")
 
@@ -62,10 +62,10 @@ class FakeProcessor:
         )
 
     def process_embeds(self, modality: str, embeds: Mapping[str, NDArray[Any]]) -> ProcessedItem:
-        found = embeds["embeds"]
-        if found.ndim != 2 or found.shape[1] != HIDDEN:
-            raise RequestError(f"vectors of shape {list(found.shape)} are not [n, {HIDDEN}]", "image_embeds")
-        return ProcessedItem([PAD] * len(found), [], {"count": len(found)}, {"embeds": Array.of(found)})
+        result = embeds["embeds"]
+        if result.ndim != 2 or result.shape[1] != HIDDEN:
+            raise RequestError(f"vectors of shape {list(result.shape)} are not [n, {HIDDEN}]", "image_embeds")
+        return ProcessedItem([PAD] * len(result), [], {"count": len(result)}, {"embeds": Array.of(result)})
 
     def most_vectors(self, modality: str) -> int:
         return 64
@@ -106,7 +106,7 @@ def inputs(reader: MediaInputReader | None = None, **limits: Any) -> InputProces
     )
 
 
-def seeing(reader: MediaInputReader | None = None) -> FakeEngine:
+def engine_with_media(reader: MediaInputReader | None = None) -> FakeEngine:
     engine = FakeEngine()
     engine.inputs.media = reader or media()
     return engine
@@ -132,7 +132,7 @@ def image_part(url: str | None = None, **more: Any) -> dict[str, Any]:
 
 
 def huge_png(width: int = 20_000, height: int = 20_000) -> bytes:
-    """One colour, packed as well as it can be."""
+    """Return an image of one colour, compressed as well as possible."""
 
     def chunk(name: bytes, body: bytes) -> bytes:
         return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
@@ -144,7 +144,7 @@ def huge_png(width: int = 20_000, height: int = 20_000) -> bytes:
 
 
 def wav(samples: NDArray[Any], rate: int = 8000, *, kind: int = 1) -> bytes:
-    """[n, channels] as they are stored."""
+    """Store samples of shape [n, channels] as a WAV file."""
     data, (_, channels), width = samples.tobytes(), samples.shape, samples.dtype.itemsize
     form = struct.pack("<HHIIHH", kind, channels, rate, rate * channels * width, channels * width, width * 8)
     body = b"WAVEfmt " + struct.pack("<I", 16) + form + b"data" + struct.pack("<I", len(data)) + data

@@ -1,4 +1,4 @@
-"""Items as towers are given them."""
+"""Items as vision encoders receive them."""
 
 import torch
 from torch import Tensor
@@ -9,12 +9,12 @@ from quire.worker.multimodal.encoder import numbers_of
 
 def finished(arrays: Arrays | None) -> dict[str, Tensor]:
     assert arrays is not None
-    found = {name: torch.from_numpy(array.numbers().copy()) for name, array in arrays.items()}
-    table = found.pop(TABLE, torch.empty(0))
-    return {name: numbers_of(each, table) for name, each in found.items()}
+    tensors = {name: torch.from_numpy(array.numbers().copy()) for name, array in arrays.items()}
+    table = tensors.pop(TABLE, torch.empty(0))
+    return {name: numbers_of(tensor, table) for name, tensor in tensors.items()}
 
 
 def patches(arrays: Arrays | None) -> Tensor:
-    """[steps, height, width, numbers of two frames of a patch]: one that is alone is there twice."""
+    """Return [steps, height, width, numbers of two frames of a patch]; a single frame is repeated."""
     pixels = finished(arrays)["pixels"]
     return pixels.flatten(4).repeat(1, 1, 1, 1, 2 * pixels.shape[5] // pixels.shape[4]).flatten(3)

@@ -1,4 +1,4 @@
-"""Tiny models that hear, with their transformers twins."""
+"""Tiny audio models, with their transformers models."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from quire.multimodal.processors import Audio
 
 RATE = 16000
 SECONDS = 2
-"""Of the longest sound."""
+"""Length of the longest audio."""
 MARK = "<|audio_bos|><|AUDIO|><|audio_eos|>"
 TEMPLATE = (
     "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
@@ -22,7 +22,7 @@ TEMPLATE = (
 
 
 def save_qwen_audio(path: Path) -> tuple[Any, Any]:
-    """The model and the processor."""
+    """Save Qwen2-Audio and return the model and the processor."""
     import transformers as hf
 
     tokenizer = make_tokenizer(["<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"])
@@ -46,7 +46,7 @@ def save_qwen_audio(path: Path) -> tuple[Any, Any]:
 
 
 def save_flamingo(path: Path) -> tuple[Any, Any]:
-    """The model and the processor, of sounds of three pieces."""
+    """Save Audio Flamingo for audio of three windows, and return the model and the processor."""
     import transformers as hf
 
     tokenizer = make_tokenizer(["<sound>", "<pad>"])
@@ -73,7 +73,7 @@ STARTS = "<|startoftranscript|><|en|><|transcribe|><|notimestamps|>"
 
 
 def save_whisper(path: Path, **settings: Any) -> tuple[Any, Any]:
-    """The model and the processor."""
+    """Save Whisper and return the model and the processor."""
     import transformers as hf
 
     marks = [f"<|{name}|>" for name in ("endoftext", *STARTS[2:-2].split("|><|"))]
@@ -98,41 +98,42 @@ def save_whisper(path: Path, **settings: Any) -> tuple[Any, Any]:
     )
     model = save_tiny(path, "WhisperForConditionalGeneration", config, features)
     tokenizer.save_pretrained(path)
-    return model, Heard(features, tokenizer)
+    return model, AudioProcessor(features, tokenizer)
 
 
 SPEECH = "endoftext startoftranscript en de translate transcribe startofprev nospeech notimestamps"
-"""What a model that writes down has names for; what is behind are moments."""
+"""Special tokens of a transcription model; timestamps follow."""
 
 
 def save_scribe(path: Path, **settings: Any) -> tuple[Any, Any]:
-    """Whisper with a name for everything that the routes ask of it, and 43 moments."""
+    """Save Whisper with every special token that the routes need, and 43 timestamps."""
     marks = [f"<|{name}|>" for name in SPEECH.split()]
     tokenizer = make_tokenizer(marks)
     tokenizer.eos_token = marks[0]
     ends = dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id"), tokenizer.eos_token_id)
     start = tokenizer.convert_tokens_to_ids(marks[1])
     model, heard = save_whisper(path, **ends, decoder_start_token_id=start, **settings)
-    told = {
+    model_settings = {
         "no_timestamps_token_id": tokenizer.convert_tokens_to_ids(marks[-1]),
         "max_initial_timestamp_index": 20,
     }
-    for name, value in told.items():
+    for name, value in model_settings.items():
         setattr(model.generation_config, name, value)
     model.generation_config.save_pretrained(path)
     tokenizer.save_pretrained(path)
-    return model, Heard(heard.features, tokenizer)
+    return model, AudioProcessor(heard.features, tokenizer)
 
 
-class Heard(NamedTuple):
-    """What a processor has: transformers' own wants a tokenizer of Whisper."""
+class AudioProcessor(NamedTuple):
+    """Feature extractor and tokenizer: transformers' own processor requires a tokenizer of Whisper."""
 
     features: Any
     tokenizer: Any
 
 
 def save_voxtral(path: Path) -> tuple[Any, Any]:
-    """The model, and what makes its features: the whole processor needs mistral-common."""
+    """Save Voxtral and return the model and its feature extractor: the whole processor needs
+    mistral-common."""
     import transformers as hf
 
     tokenizer = make_tokenizer(["[BEGIN_AUDIO]", "[AUDIO]", "<s>", "[INST]", "[/INST]", "[TRANSCRIBE]"])
@@ -168,7 +169,7 @@ def _saved(path: Path, architecture: str, config: Any, processor: Any) -> Any:
 
 
 def noise(count: int, seed: int = 0) -> NDArray[np.float32]:
-    """A tone that goes up, and noise."""
+    """Return a rising tone with noise."""
     random = np.random.default_rng([count, seed])
     tone = np.sin(np.arange(count) ** 1.3 / (5 + seed))
     return (0.3 * tone + 0.05 * random.standard_normal(count)).astype(np.float32)

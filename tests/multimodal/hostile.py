@@ -1,4 +1,4 @@
-"""A server on this machine that sends images, and one that does whatever a server can do wrong."""
+"""A server on this machine that sends images, and misbehaves in every way a server can."""
 
 import contextlib
 import socket
@@ -34,7 +34,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: Any
 
     def do_GET(self) -> None:
-        self.server.asked.append((self.path, self.headers["Host"]))
+        self.server.requests.append((self.path, self.headers["Host"]))
         if self.path == "/drips":
             self.send_response(200)
             self.end_headers()
@@ -54,7 +54,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path == "/garbage":
             self.wfile.write(b"\x00\xff not http\r\n\r\n")
             self.close_connection = True
-        elif self.path == "/flaky" and [path for path, _ in self.server.asked].count("/flaky") < 3:
+        elif self.path == "/flaky" and [path for path, _ in self.server.requests].count("/flaky") < 3:
             self._send(503, {}, b"busy")
         else:
             self._send(*PATHS.get(self.path, (200, {}, IMAGE) if self.path == "/flaky" else (404, {}, b"?")))
@@ -70,7 +70,7 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: Any) -> None: ...
 
     def handle(self) -> None:
-        with contextlib.suppress(OSError):  # whoever asked has gone
+        with contextlib.suppress(OSError):  # the client has disconnected
             super().handle()
 
 
@@ -80,7 +80,7 @@ class _Server(socketserver.ThreadingTCPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.asked: list[tuple[str, str]] = []
+        self.requests: list[tuple[str, str]] = []
         self.over = threading.Event()
 
     @property
@@ -102,7 +102,7 @@ def hostile_server() -> Iterator[_Server]:
 
 
 def free_port() -> int:
-    """Nobody listens there."""
+    """Return a port without a listener."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         return int(bound.getsockname()[1])

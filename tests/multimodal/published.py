@@ -1,4 +1,4 @@
-"""Models that see as their makers published them, and as transformers does not have them: in plain torch."""
+"""Vision models as published that transformers does not have, in plain torch."""
 
 import json
 from pathlib import Path
@@ -10,8 +10,8 @@ from tiny_seeing import TEXT
 
 
 class OlderMiniCPM(torch.nn.Module):
-    """MiniCPM-V 2.6 to 4.5 as published, which transformers does not have: SigLIP, with places by fractions
-    of the sides; queries that look at all patches; a decoder."""
+    """MiniCPM-V 2.6 to 4.5 as published, which transformers does not have: SigLIP with fractional positions,
+    queries that attend to all patches, and a decoder."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         import transformers as hf
@@ -66,14 +66,14 @@ class OlderMiniCPM(torch.nn.Module):
         options.pop("attention_mask", None)
         embeds = self.llm.get_input_embeddings()(input_ids)
         if squares:
-            embeds[input_ids == 0] = torch.cat([self.seen(each) for each in squares])
+            embeds[input_ids == 0] = torch.cat([self.seen(square) for square in squares])
         out = self.llm.generate(inputs_embeds=embeds, attention_mask=torch.ones_like(input_ids), **options)
         out.sequences = torch.cat((input_ids, out.sequences), 1)
         return out
 
 
 def dots(config: dict[str, Any]) -> Any:
-    """dots.ocr as published, which transformers does not have."""
+    """Build dots.ocr as published, which transformers does not have."""
     import transformers as hf
 
     class RMS(torch.nn.Module):
@@ -96,13 +96,13 @@ def dots(config: dict[str, Any]) -> Any:
 
         def forward(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
             q, k, v = self.attn.qkv(self.norm1(x)).view(-1, 3, 2, 16).permute(1, 2, 0, 3)
-            q, k = (self.turned(each, turns) for each in (q, k))
+            q, k = (self.rotate(item, turns) for item in (q, k))
             mixed = torch.softmax(q @ k.transpose(1, 2) / 4, -1) @ v
             x = x + self.attn.proj(mixed.transpose(0, 1).flatten(1))
             y = self.norm2(x)
             return x + self.mlp.fc2(torch.nn.functional.silu(self.mlp.fc1(y)) * self.mlp.fc3(y))
 
-        def turned(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        def rotate(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
             cos, sin = turns.cos(), turns.sin()
             first, second = x.chunk(2, -1)
             return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
@@ -166,7 +166,8 @@ def dots(config: dict[str, Any]) -> Any:
 
 
 def step(config: dict[str, Any]) -> Any:
-    """Step3-VL-10B as published: a tower of 32 numbers and 2 heads, over patches of 7 pixels."""
+    """Build Step3-VL-10B as published: a vision encoder of size 32 with 2 heads, over patches of 7
+    pixels."""
     import transformers as hf
 
     class Layer(torch.nn.Module):
@@ -182,14 +183,14 @@ def step(config: dict[str, Any]) -> Any:
         def forward(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
             qkv = self.ln_1(x) @ self.attn.in_proj_weight.T + self.attn.in_proj_bias
             q, k, v = qkv.view(-1, 3, 2, 16).permute(1, 2, 0, 3)
-            q, k = (self.turned(each, turns) for each in (q, k))
+            q, k = (self.rotate(item, turns) for item in (q, k))
             mixed = torch.softmax(q @ k.transpose(1, 2) / 4, -1) @ v
             x = x + self.ls_1.gamma * self.attn.out_proj(mixed.transpose(0, 1).flatten(1))
             inner = self.mlp.c_fc(self.ln_2(x))
             return x + self.ls_2.gamma * self.mlp.c_proj(inner * torch.sigmoid(1.702 * inner))
 
-        def turned(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-            """Neighbours turn together."""
+        def rotate(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+            """Rotate adjacent pairs together."""
             numbers = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
             return torch.view_as_real(numbers * torch.polar(torch.ones_like(turns), turns)).flatten(-2)
 
@@ -231,7 +232,7 @@ def step(config: dict[str, Any]) -> Any:
             _save(self, config, path)
 
         def seen(self, squares: list[torch.Tensor]) -> torch.Tensor:
-            return torch.cat([self.vit_large_projector(self.vision_model(each)) for each in squares])
+            return torch.cat([self.vit_large_projector(self.vision_model(item)) for item in squares])
 
         def generate(self, input_ids: torch.Tensor, squares: Any = (), **options: Any) -> Any:
             embeds = self.get_input_embeddings()(input_ids)
@@ -246,4 +247,4 @@ def step(config: dict[str, Any]) -> Any:
 
 def _save(model: torch.nn.Module, config: dict[str, Any], path: Path) -> None:
     (path / "config.json").write_text(json.dumps(config))
-    save_file({name: each.clone() for name, each in model.state_dict().items()}, path / "model.safetensors")
+    save_file({name: item.clone() for name, item in model.state_dict().items()}, path / "model.safetensors")

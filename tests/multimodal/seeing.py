@@ -1,4 +1,4 @@
-"""Tiny models that see, each with a transformers twin, a tokenizer and a processor."""
+"""Tiny vision models, each with a transformers model, a tokenizer and a processor."""
 
 import importlib
 import sys
@@ -26,7 +26,8 @@ from quire.text.tokenizer import load_tokenizer
 
 
 class Twin:
-    """A family's tiny checkpoint, transformers' model and processor of it, and our processor and tower."""
+    """Tiny checkpoint of a family, transformers' model and processor, and our processor and vision
+    encoder."""
 
     def __init__(self, path: Path, family: str) -> None:
         self.path = path
@@ -35,19 +36,19 @@ class Twin:
         self.reread()
 
     def reread(self) -> None:
-        """What is on disk."""
+        """Read the checkpoint from disk again."""
         self.checkpoint = read_checkpoint(self.path)
         media = self.checkpoint.facts.media
         assert media is not None
         self.media = media
         self.tokenizer = load_tokenizer(self.path, "hf")
         self.ours = PROCESSORS[media.family](self.path, media, self.tokenizer)
-        own: int | None = getattr(self.ours, "image_id", None)
-        self.image_id = media.tower.image_id if own is None else own
+        image_id: int | None = getattr(self.ours, "image_id", None)
+        self.image_id = media.tower.image_id if image_id is None else image_id
         self.image_ids = {self.image_id, *getattr(media.tower, "mark_ids", ())}
-        """The tokens that have vectors."""
+        """Token ids that have embeddings."""
         self.least = 20 if media.family == "lighton_ocr" else 5
-        """Pixels of a side; of fewer, when a long one was made shorter, nothing may be left."""
+        """Smallest side in pixels: with fewer, nothing may be left after resizing a long side."""
         if isinstance(self.processor, Stand):
             self.processor.ours = self.ours
 
@@ -65,20 +66,20 @@ class Twin:
         )
 
     def features(self, inputs: Any) -> torch.Tensor:
-        """The vectors of all images, by transformers."""
+        """Return the embeddings of all images by transformers."""
         if isinstance(self.processor, Stand):
             return self.processor.features(self.model, inputs)
-        found = self.model.model.get_image_features(**inputs).pooler_output
-        return torch.cat([each.reshape(-1, each.shape[-1]) for each in found])
+        result = self.model.model.get_image_features(**inputs).pooler_output
+        return torch.cat([item.reshape(-1, item.shape[-1]) for item in result])
 
     def inputs(self, text: str, images: list[Image.Image]) -> Any:
-        """What transformers makes of a prompt."""
+        """Return the inputs that transformers makes of a prompt."""
         return self.processor(images=images, text=text, return_tensors="pt")
 
     def token_ids(self, text: str, images: list[Image.Image]) -> list[int]:
-        """The same prompt, as we make it; what its items say of it is checked, too."""
+        """Return the tokens of the same prompt in our implementation, after checking its items."""
         processed = [self.ours.process("image", image, {}) for image in images]
-        ready = [PreparedItem("image", b"%d" % i, each) for i, each in enumerate(processed)]
+        ready = [PreparedItem("image", b"%d" % i, entry) for i, entry in enumerate(processed)]
         if rewrites_text(self.ours):
             text = self.ours.spelled(text)
         tokens, media = place(self.tokenizer.encode(text), ready, self.ours)
@@ -149,7 +150,7 @@ def _internvl() -> tuple[str, Any, Any, str]:
 
     class Processor(hf.InternVLProcessor):
         def check_argument_for_proper_class(self, *_: Any) -> None:
-            """That of videos needs torchvision."""
+            """Accept any class: the video processor needs torchvision."""
 
     Processor.__name__ = "InternVLProcessor"
     processor = Processor(images, tokenizer, image_seq_length=4)
@@ -206,7 +207,7 @@ def _mistral3() -> tuple[str, Any, Any, str]:
 
 
 def _lighton_ocr() -> tuple[str, Any, Any, str]:
-    """Whose sides are whole patches, and not whole squares of them."""
+    """Build a model with sides of whole patches, and not of whole merged squares."""
     import transformers as hf
 
     parts, vision = _pixtral_parts(2)
@@ -226,7 +227,7 @@ def _lighton_ocr() -> tuple[str, Any, Any, str]:
 def _aya_vision() -> tuple[str, Any, Any, str]:
     import transformers as hf
 
-    tiles = [f"TILE_{number}" for number in range(1, 3)]  # the others are spelled
+    tiles = [f"TILE_{number}" for number in range(1, 3)]  # the others are several tokens
     marks = ["<image>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", *tiles, "TILE_GLOBAL"]
     images = hf.models.got_ocr2.image_processing_pil_got_ocr2.GotOcr2ImageProcessorPil(
         size={"height": 28, "width": 28}, max_patches=6
@@ -244,7 +245,7 @@ def _aya_vision() -> tuple[str, Any, Any, str]:
     return "AyaVisionForConditionalGeneration", config, processor, "<image>"
 
 
-def _llava_next(**own: Any) -> tuple[str, Any, Any, str]:
+def _llava_next(**kwargs: Any) -> tuple[str, Any, Any, str]:
     import transformers as hf
 
     shapes = [[28, 56], [56, 28], [56, 56], [84, 28], [28, 84]]
@@ -264,14 +265,14 @@ def _llava_next(**own: Any) -> tuple[str, Any, Any, str]:
             "text_config": hf.MistralConfig(**TEXT),
             "image_token_index": processor.image_token_id,
             "image_grid_pinpoints": shapes,
-            **own,
+            **kwargs,
         }
     )
     return "LlavaNextForConditionalGeneration", config, processor, "<image>"
 
 
 def _granite_vision() -> tuple[str, Any, Any, str]:
-    """States of several layers, among embeddings that are scaled, and images with them."""
+    """Build a model with states of several layers, scaled embeddings, and images among them."""
     import transformers as hf
 
     scales = {"embedding_multiplier": 5.0, "residual_multiplier": 0.5}
@@ -292,7 +293,7 @@ def _llava_onevision() -> tuple[str, Any, Any, str]:
 
     class Processor(hf.LlavaOnevisionProcessor):
         def check_argument_for_proper_class(self, *_: Any) -> None:
-            """That of videos needs torchvision."""
+            """Accept any class: the video processor needs torchvision."""
 
     processor = Processor(
         images,
@@ -359,7 +360,7 @@ def _llama4() -> tuple[str, Any, Any, str]:
 
 
 class Llama4Stand(Stand):
-    """What ours makes, as the model takes it, spelled out a second time."""
+    """Inputs of the model, made from our pixels by an independent implementation."""
 
     settings = {"max_patches": 4}
 
@@ -371,11 +372,11 @@ class Llama4Stand(Stand):
         tiles = [finished(self.ours.process("image", image, {}).arrays)["pixels"] for image in images]
         parts = text.split("<|image|>")
         out = parts[0]
-        for image, own, part in zip(images, tiles, parts[1:], strict=True):
+        for image, image_tiles, part in zip(images, tiles, parts[1:], strict=True):
             rows, columns = LLAMA4_GRIDS[image.size]
-            assert len(own) == rows * columns + (rows * columns > 1)
+            assert len(image_tiles) == rows * columns + (rows * columns > 1)
             spelled = "<|image_start|>"
-            for _ in range(rows if len(own) > 1 else 0):
+            for _ in range(rows if len(image_tiles) > 1 else 0):
                 spelled += "<|tile_x_separator|>".join(["<|patch|>" * 4] * columns) + "<|tile_y_separator|>"
             out += spelled + "<|image|>" + "<|patch|>" * 4 + "<|image_end|>" + part
         inputs = self.tokenizer(out, return_tensors="pt")
@@ -391,8 +392,8 @@ LLAMA4_GRIDS = {
     (20, 60): (3, 1),
     (120, 90): (2, 2),
 }
-"""Of pictures by width and height: rows and columns of tiles of 28 pixels, four at most, as transformers 5.22
-chooses them."""
+"""Rows and columns of tiles of 28 pixels, four at most, by width and height of an image, as transformers
+5.22 chooses them."""
 
 
 FAMILIES = {

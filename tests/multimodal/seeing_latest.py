@@ -1,4 +1,4 @@
-"""More families that see, of those that transformers has."""
+"""More vision families of transformers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from tiny_seeing import STRONG, VISION, Stand, make_tokenizer
 
 
 def _paligemma() -> tuple[str, Any, Any, str]:
-    """All of a prompt sees itself."""
+    """Build PaliGemma, with a bidirectional prompt."""
     import transformers as hf
 
     return _pali(hf.GemmaConfig(**STRONG, head_dim=16))
@@ -40,13 +40,13 @@ def _pali(text: Any) -> tuple[str, Any, Any, str]:
         text_config=text,
         image_token_index=processor.image_token_id,
         projection_dim=32,
-        attn_implementation="eager",  # with others a text without images sees itself as well
+        attn_implementation="eager",  # others make text-only prompts bidirectional, too
     )
     return "PaliGemmaForConditionalGeneration", config, processor, "<image>"
 
 
 class OvisStand(Stand):
-    """transformers' own, whose marks have vectors, too."""
+    """Processor of transformers, with markers that also have embeddings."""
 
     settings = {"size": {"height": 28, "width": 28}, "crop_to_patches": True, "max_patches": 5}
 
@@ -59,22 +59,22 @@ class OvisStand(Stand):
         self.ids = torch.empty(0)
 
     def pixels(self, image: Image.Image) -> dict[str, NDArray[Any]]:
-        found = self.processor.image_processor(images=[image], return_tensors="np")
-        return {"pixels": found["pixel_values"], "grid": np.zeros(found["grids"][0])}
+        output = self.processor.image_processor(images=[image], return_tensors="np")
+        return {"pixels": output["pixel_values"], "grid": np.zeros(output["grids"][0])}
 
     def features(self, model: Any, inputs: Any) -> torch.Tensor:
-        found = model.model.get_image_features(pixel_values=inputs["pixel_values"])
-        words = [found.pooler_output.flatten(0, 1), *found.visual_indicator_features.split(1)]
+        output = model.model.get_image_features(pixel_values=inputs["pixel_values"])
+        words = [output.pooler_output.flatten(0, 1), *output.visual_indicator_features.split(1)]
         out = torch.zeros(len(self.ids), 32)
         marks = [model.config.image_token_id, *model.config.visual_indicator_token_ids]
-        for mark, each in zip(marks, words, strict=True):
-            out[self.ids == mark] = each
+        for mark, vector in zip(marks, words, strict=True):
+            out[self.ids == mark] = vector
         return out[torch.isin(self.ids, torch.tensor(marks))]
 
     def __call__(self, images: list[Image.Image], text: str, return_tensors: str) -> Any:
-        found = self.processor(images=images, text=text, return_tensors=return_tensors)
-        self.ids = found["input_ids"][0]
-        return found
+        output = self.processor(images=images, text=text, return_tensors=return_tensors)
+        self.ids = output["input_ids"][0]
+        return output
 
 
 def _ovis2() -> tuple[str, Any, Any, str]:

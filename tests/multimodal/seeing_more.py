@@ -1,4 +1,5 @@
-"""More tiny models that see: those whose processors need torchvision, or that transformers does not have."""
+"""More tiny vision models: those with processors that need torchvision, or that transformers does not
+have."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -38,22 +39,22 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
 
 
 def _single(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Each expert by itself."""
+    """Split the experts into single tensors."""
     out = {}
-    for name, each in tensors.items():
+    for name, tensor in tensors.items():
         layer, _, kind = name.rpartition(".experts.")
         names = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind)
         if not layer or names is None:
-            out[name] = each
+            out[name] = tensor
             continue
-        for i, expert in enumerate(each):
+        for i, expert in enumerate(tensor):
             for part, weight in zip(names, expert.chunk(len(names)), strict=True):
                 out[f"{layer}.experts.{i}.{part}.weight"] = weight
     return out
 
 
 class KimiStand(Stand):
-    """Images of at most 64 patches, 16 a side, resized by Pillow, then padded with zeros."""
+    """Images of at most 64 patches, 16 per side, resized by Pillow, then padded with zeros."""
 
     settings = {
         "media_proc_cfg": {
@@ -77,28 +78,29 @@ class KimiStand(Stand):
         "mm_projector.in_proj": "mm_projector.proj.0",
         "mm_projector.out_proj": "mm_projector.proj.2",
     }
-    """What transformers calls the parts, and what Moonshot does."""
+    """Names of the parts in transformers and in Moonshot's checkpoints."""
 
     def rewrite(self, path: Path, model: Any) -> None:
         tensors = {
-            _renamed(name.removeprefix("model."), self.names): each
-            for name, each in _single(model.state_dict()).items()
+            _renamed(name.removeprefix("model."), self.names): item
+            for name, item in _single(model.state_dict()).items()
         }
         tensors["language_model.lm_head.weight"] = tensors.pop("lm_head.weight")
         heads = model.config.vision_config.num_attention_heads
         for name in [name for name in tensors if ".attn.q_proj." in name]:
-            q, k, v = (tensors.pop(name.replace(".q_", f".{each}_")) for each in "qkv")
-            q, k = (each.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2) for each in (q, k))
+            q, k, v = (tensors.pop(name.replace(".q_", f".{item}_")) for item in "qkv")
+            q, k = (item.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2) for item in (q, k))
             tensors[name.replace("attn.q_proj", "wqkv")] = torch.cat((q, k, v))
         save_file(
-            {name: each.contiguous().clone() for name, each in tensors.items()}, path / "model.safetensors"
+            {name: tensor.contiguous().clone() for name, tensor in tensors.items()},
+            path / "model.safetensors",
         )
 
     def pixels(self, image: Image.Image) -> dict[str, NDArray[Any]]:
         width, height = image.size
         patches = max(width // 7, 1) * max(height // 7, 1)
         scale = min(1, (64 / patches) ** 0.5, 16 * 7 / width, 16 * 7 / height)
-        width, height = (max(1, int(each * scale)) for each in (width, height))
+        width, height = (max(1, int(item * scale)) for item in (width, height))
         small = np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))
         whole = np.zeros((-(-height // 14) * 14, -(-width // 14) * 14, 3))
         whole[:height, :width] = small
@@ -136,12 +138,12 @@ def _kimi_k25() -> tuple[str, Any, Any, str]:
 
 
 class MiniCPMStand(Stand):
-    """transformers' own, but for the part of videos."""
+    """Processor of transformers, without the part for videos."""
 
     settings = {"scale_resolution": 56, "patch_size": 7, "max_slice_nums": 4, "image_mean": [0.5, 0.4, 0.3]}
     place = "<|image_pad|>"
     unit = 4
-    """Patches of a side that come together in one vector."""
+    """Patches per side that are merged into one vector."""
 
     def __init__(self, tokenizer: Any) -> None:
         from transformers.models.minicpmv4_6 import image_processing_pil_minicpmv4_6 as pil
@@ -167,8 +169,10 @@ class MiniCPMStand(Stand):
             for name in ("image", "slice")
             for end in ("start", "end")
         }
-        own = SimpleNamespace(image_token=self.place, slice_mode=True, **named)
-        text = MiniCPMV4_6Processor.replace_image_token(own, made, number, image_token_divisor=self.unit**2)
+        processor = SimpleNamespace(image_token=self.place, slice_mode=True, **named)
+        text = MiniCPMV4_6Processor.replace_image_token(
+            processor, made, number, image_token_divisor=self.unit**2
+        )
         return f"<image_id>{number}</image_id>{text}"
 
     def __call__(self, images: list[Image.Image], text: str, return_tensors: str) -> Any:
@@ -196,7 +200,7 @@ def _minicpm_v46() -> tuple[str, Any, Any, str]:
 
 
 class OlderMiniCPMStand(MiniCPMStand):
-    """Sides are of whole patches; each square has as many vectors as there are queries."""
+    """Sides are whole patches; each square has as many vectors as there are queries."""
 
     settings = {
         "scale_resolution": 56,
@@ -239,14 +243,14 @@ class OlderMiniCPMStand(MiniCPMStand):
         return whole | {"slices": np.stack(slices)}
 
     def features(self, model: Any, inputs: Any) -> torch.Tensor:
-        return torch.cat([model.seen(each) for each in inputs["squares"]])
+        return torch.cat([model.seen(square) for square in inputs["squares"]])
 
     def __call__(self, images: list[Image.Image], text: str, return_tensors: str) -> Any:
         squares, parts = [], text.split("(<image>./</image>)")
         out = parts[0]
         for i, (image, part) in enumerate(zip(images, parts[1:], strict=True)):
             made = self.pixels(image)
-            squares += [torch.from_numpy(each.copy()) for each in (made["pixels"], *made.get("slices", ()))]
+            squares += [torch.from_numpy(item.copy()) for item in (made["pixels"], *made.get("slices", ()))]
             rows, columns = self.grids.get_sliced_grid(image.size[::-1], 4, 56) or (0, 0)
             out += f"<image_id>{i}</image_id><image>{'<unk>' * 4}</image>"
             out += "\n".join([f"<slice>{'<unk>' * 4}</slice>" * columns] * rows) + part
@@ -273,7 +277,7 @@ def _minicpm_v(version: float) -> Callable[[], tuple[Any, Any, Any, str]]:
 
 
 class DotsStand(Stand):
-    """Qwen2-VL's own, with patches of one frame."""
+    """Qwen2-VL's processor, with patches of one frame."""
 
     settings = {"patch_size": 7, "temporal_patch_size": 1, "min_pixels": 784, "max_pixels": 6000}
 
@@ -322,26 +326,26 @@ def _dots_ocr() -> tuple[Any, Any, Any, str]:
 
 
 class StepStand(Stand):
-    """Squares of 56 pixels, windows of 42, images of at most 100 a side."""
+    """Squares of 56 pixels, windows of 42, images of at most 100 per side."""
 
     settings = {"patch_size": 42, "max_image_size": 100}
 
     def pixels(self, image: Image.Image) -> dict[str, NDArray[Any]]:
         windows, whole = self.cut(image)
-        own = {"pixels": self.sized(whole, 56)}
-        rows = [each for row in windows for each in row]
-        return own | ({"windows": np.stack([self.sized(each, 42) for each in rows])} if rows else {})
+        arrays = {"pixels": self.sized(whole, 56)}
+        rows = [item for row in windows for item in row]
+        return arrays | ({"windows": np.stack([self.sized(item, 42) for item in rows])} if rows else {})
 
     def sized(self, image: Image.Image, side: int) -> NDArray[Any]:
-        """As torchvision does it with tensors: after all else."""
-        mean, std = (torch.tensor(each).double()[:, None, None] for each in (_CLIP_MEAN, _CLIP_STD))
+        """Resize as torchvision does with tensors: after all else."""
+        mean, std = (torch.tensor(item).double()[:, None, None] for item in (_CLIP_MEAN, _CLIP_STD))
         numbers = torch.from_numpy(np.array(image)).permute(2, 0, 1).double() / 255
         normal = ((numbers - mean) / std)[None]
         size = {"size": (side, side), "mode": "bilinear", "antialias": True}
         return torch.nn.functional.interpolate(normal, **size)[0].float().numpy()
 
     def cut(self, image: Image.Image) -> tuple[list[list[Image.Image]], Image.Image]:
-        """Rows of windows, and the whole."""
+        """Return rows of windows, and the whole image."""
         width, height = image.size
         if min(image.size) < 32 and (width / height > 4 or width / height < 1 / 4):
             square = Image.new("RGB", (max(image.size), max(image.size)), 0)
@@ -381,7 +385,7 @@ class StepStand(Stand):
         out = parts[0]
         for image, part in zip(images, parts[1:], strict=True):
             windows, whole = self.cut(image)
-            squares += [torch.from_numpy(self.sized(each, 42)) for row in windows for each in row]
+            squares += [torch.from_numpy(self.sized(item, 42)) for row in windows for item in row]
             squares.append(torch.from_numpy(self.sized(whole, 56)))
             place = "<im_patch>" * 4
             rows = [f"<patch_start>{place}<patch_end>" * len(row) for row in windows]
@@ -391,7 +395,7 @@ class StepStand(Stand):
 
 
 class Step37Stand(StepStand):
-    """The same for a model that takes windows and wholes apart."""
+    """Inputs for a model that takes windows and whole images separately."""
 
     def __call__(self, images: list[Image.Image], text: str, return_tensors: str) -> Any:
         inputs = dict(super().__call__(images, text, return_tensors))
@@ -457,17 +461,17 @@ def _step37() -> tuple[Any, Any, Any, str]:
         "initializer_range": 0.2,
         "pad_token_id": 0,
     }
-    own = {key: config[key] for key in ("image_token_id", "projector_bias", "vision_config")}
+    vision_settings = {key: config[key] for key in ("image_token_id", "projector_bias", "vision_config")}
 
     def make(config: Any) -> Any:
-        """Its patches turn by their column first: see `test_published.py`."""
+        """Rotate the patches by their column first: see `test_published.py`."""
         model = hf.Step3p7ForConditionalGeneration(config)
         rotary = model.model.vision_model.rotary_emb
         turns = rotary.recomposition_frequencies
         rotary.recomposition_frequencies = lambda freqs: turns(freqs.flip(1))
         return model
 
-    return make, hf.Step3p7Config(text_config=text, **own), Step37Stand(stand.tokenizer), mark
+    return make, hf.Step3p7Config(text_config=text, **vision_settings), Step37Stand(stand.tokenizer), mark
 
 
 MORE: dict[str, Callable[[], tuple[Any, Any, Any, str]]] = {

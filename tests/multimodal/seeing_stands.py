@@ -1,4 +1,4 @@
-"""Tiny models that see: Command A Vision, whose processor needs torchvision, and PaddleOCR-VL."""
+"""Tiny vision models: Command A Vision, with a processor that needs torchvision, and PaddleOCR-VL."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.2613
 
 
 class Cohere2VisionStand(Stand):
-    """Tiles of 28 pixels, four at most, of the grid that an image has to grow or to shrink to the least."""
+    """Tiles of 28 pixels, four at most, in the grid for which an image is resized the least."""
 
     settings = {"size": {"height": 28, "width": 28}, "max_patches": 4, "crop_to_patches": True}
 
@@ -29,8 +29,8 @@ class Cohere2VisionStand(Stand):
         boxes = [(28 * x, 28 * y, 28 * x + 28, 28 * y + 28) for y in range(high) for x in range(wide)]
         tiles = [large.crop(box) for box in boxes]
         tiles += [image.resize((28, 28), Image.Resampling.BICUBIC)] if len(tiles) > 1 else []
-        found = (np.stack([np.asarray(tile) for tile in tiles]) / 255 - _CLIP_MEAN) / _CLIP_STD
-        return {"pixels": found.astype(np.float32).transpose(0, 3, 1, 2)}
+        scaled = (np.stack([np.asarray(tile) for tile in tiles]) / 255 - _CLIP_MEAN) / _CLIP_STD
+        return {"pixels": scaled.astype(np.float32).transpose(0, 3, 1, 2)}
 
     def features(self, model: Any, inputs: Any) -> torch.Tensor:
         return torch.as_tensor(model.model.get_image_features(**inputs).pooler_output.flatten(0, 1))
@@ -60,7 +60,7 @@ def _cohere2_vision() -> tuple[str, Any, Any, str]:
 
 
 class PaddleStand(Stand):
-    """transformers' own, whose patches lie row by row, and not square by square."""
+    """Processor of transformers, with patches row by row instead of square by square."""
 
     settings = {"patch_size": 7, "size": {"shortest_edge": 28 * 28, "longest_edge": 84 * 84}}
 
@@ -73,14 +73,14 @@ class PaddleStand(Stand):
         self.processor = hf.PaddleOCRVLProcessor(made(**self.settings), tokenizer)
 
     def pixels(self, image: Image.Image) -> dict[str, NDArray[Any]]:
-        found = self([image], "<|IMAGE|>", "pt")
-        _, rows, columns = found["image_grid_thw"][0].tolist()
-        patches = np.asarray(found["pixel_values"]).reshape(rows // 2, 2, columns // 2, 2, 3, 7, 7)
+        result = self([image], "<|IMAGE|>", "pt")
+        _, rows, columns = result["image_grid_thw"][0].tolist()
+        patches = np.asarray(result["pixel_values"]).reshape(rows // 2, 2, columns // 2, 2, 3, 7, 7)
         return {"pixels": patches.swapaxes(1, 2).reshape(-1, 3, 7, 7)}
 
     def features(self, model: Any, inputs: Any) -> torch.Tensor:
-        own = {name: inputs[name] for name in ("pixel_values", "image_grid_thw")}
-        return torch.cat(list(model.model.get_image_features(**own).pooler_output))
+        vision_inputs = {name: inputs[name] for name in ("pixel_values", "image_grid_thw")}
+        return torch.cat(list(model.model.get_image_features(**vision_inputs).pooler_output))
 
     def __call__(self, images: list[Image.Image], text: str, return_tensors: str) -> Any:
         return self.processor(images=images, text=text, return_tensors=return_tensors)

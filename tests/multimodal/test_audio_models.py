@@ -1,4 +1,4 @@
-"""Sounds and models that hear, against transformers: features, spans, vectors, answers."""
+"""Tests of audio models against transformers: features, placeholders, embeddings, answers."""
 
 import base64
 from collections.abc import Callable
@@ -27,11 +27,11 @@ from quire.text.tokenizer import load_tokenizer
 COUNT = 5
 PARAMS = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
 LENGTHS = (321, 480, 481, 5000, 12345, 31840, 31841, SECONDS * RATE, SECONDS * RATE + 777)
-"""Samples: the fewest, at edges of windows, as many as there may be, more."""
+"""Numbers of samples: the fewest, at window borders, the maximum, and more."""
 
 
 class Twin:
-    """The checkpoint, transformers' model and processor of it, and our processor."""
+    """Checkpoint with transformers' model and processor, and our processor."""
 
     def __init__(self, path: Path, save: Callable[[Path], tuple[Any, Any]]) -> None:
         self.path = path
@@ -54,7 +54,7 @@ class Twin:
         )
 
     def inputs(self, text: str, sounds: list[Audio]) -> Any:
-        samples = [each.samples[: SECONDS * RATE] for each in sounds]
+        samples = [item.samples[: SECONDS * RATE] for item in sounds]
         if not samples:
             return self.processor.tokenizer(text, return_tensors="pt", return_token_type_ids=False)
         return self.processor(text=text, audio=samples, sampling_rate=RATE, return_tensors="pt")
@@ -66,46 +66,46 @@ def twin(tmp_path_factory: pytest.TempPathFactory) -> Twin:
 
 
 @pytest.mark.parametrize("mels", [80, 128])
-def test_pitches_are_those_of_transformers(mels: int) -> None:
+def test_mel_features_equal_transformers(mels: int) -> None:
     from transformers import WhisperFeatureExtractor
 
-    theirs = WhisperFeatureExtractor(feature_size=mels, chunk_length=SECONDS)
+    reference = WhisperFeatureExtractor(feature_size=mels, chunk_length=SECONDS)
     for count in (1, *LENGTHS[:-1]):
         samples = noise(count)
         padded = np.pad(samples, (0, SECONDS * RATE - count))
-        (expected,) = theirs._np_extract_fbank_features(padded[None], "cpu")
+        (expected,) = reference._np_extract_fbank_features(padded[None], "cpu")
         close(log_mel(samples, SECONDS * 100, mels=mels, rate=RATE), expected.T)
 
 
 @pytest.mark.parametrize("rate", [8000, 11025, 22050, 44100, 44101, 48000, 96000, 767999])
-def test_a_tone_stays_the_same_at_another_rate(rate: int) -> None:
-    """Up to nine tenths of what both rates can have; what the new one cannot have is gone. Odd rates are off
-    by millionths."""
+def test_resampling_keeps_a_tone(rate: int) -> None:
+    """Tones up to nine tenths of both Nyquist frequencies are kept; higher ones are removed. Odd rates are
+    off by millionths."""
     within = 0.03 if rate in (44101, 767999) else 2e-5
 
     def tone(hertz: float, rate: int, count: int) -> np.ndarray[Any, Any]:
         return np.sin(2 * np.pi * hertz * np.arange(count) / rate).astype(np.float32)
 
     for hertz in (50, 0.44 * min(rate, RATE)):
-        found = resampled(Audio(tone(hertz, rate, rate // 4), rate), RATE, RATE)
-        assert len(found) == -(-(rate // 4) * RATE // rate)
-        middle = slice(len(found) // 4, -len(found) // 4)
-        close(found[middle], tone(hertz, RATE, len(found))[middle], within)
+        result = resampled(Audio(tone(hertz, rate, rate // 4), rate), RATE, RATE)
+        assert len(result) == -(-(rate // 4) * RATE // rate)
+        middle = slice(len(result) // 4, -len(result) // 4)
+        close(result[middle], tone(hertz, RATE, len(result))[middle], within)
     if rate > RATE * 1.1:
         gone = resampled(Audio(tone(8100, rate, rate // 4), rate), RATE, RATE)
         assert np.abs(gone[len(gone) // 4 : -len(gone) // 4]).max() < 2e-5
     assert len(resampled(Audio(tone(50, rate, rate // 4), rate), RATE, 100)) == 100
 
 
-def test_spans_and_features_are_those_of_transformers(twin: Twin) -> None:
+def test_placeholders_and_features_equal_transformers(twin: Twin) -> None:
     for count in LENGTHS:
-        given = sound(count)
-        theirs = twin.inputs(MARK, [given])
-        ours = twin.ours.process("audio", given, {})
-        mel = ours.arrays["mel"].numbers()
-        expected = np.pad(theirs["input_features"][0].numpy().T, ((0, 1), (0, 0)))
+        audio = sound(count)
+        reference = twin.inputs(MARK, [audio])
+        processed = twin.ours.process("audio", audio, {})
+        mel = processed.arrays["mel"].numbers()
+        expected = np.pad(reference["input_features"][0].numpy().T, ((0, 1), (0, 0)))
         close(mel, expected[: len(mel)], 1e-4)
-        assert ours.token_ids == theirs["input_ids"][0].tolist()[1:-1]
+        assert processed.token_ids == reference["input_ids"][0].tolist()[1:-1]
     for wrong, message in (
         (Audio(noise(320), RATE), "too short: it has 320 samples"),
         (Audio(noise(900), 7), "7 Hz is too low"),
@@ -119,8 +119,9 @@ def test_spans_and_features_are_those_of_transformers(twin: Twin) -> None:
 
 
 @torch.no_grad()
-def test_vectors_are_those_of_transformers(twin: Twin) -> None:
-    """All lengths in one batch: a layer left out, silence that is heard, the edge of a convolution."""
+def test_audio_embeddings_equal_transformers(twin: Twin) -> None:
+    """All lengths are in one batch. Catches a missing layer, attention to padding, and a wrong convolution
+    border."""
     sounds = [sound(count, seed) for seed, count in enumerate(LENGTHS)]
     inputs = twin.inputs(MARK * len(sounds), sounds)
     parts = twin.model.model
@@ -129,25 +130,25 @@ def test_vectors_are_those_of_transformers(twin: Twin) -> None:
     seen = torch.arange(SECONDS * 50)[None] < states[:, None]
     mask = torch.zeros(len(sounds), 1, 1, SECONDS * 50).masked_fill(~seen[:, None, None], -torch.inf)
     heard = parts.audio_tower(inputs["input_features"], attention_mask=mask).last_hidden_state
-    theirs = parts.multi_modal_projector(heard)
+    reference = parts.multi_modal_projector(heard)
     tower = twin.tower()
-    items = [twin.ours.process("audio", each, {}) for each in sounds]
+    items = [twin.ours.process("audio", audio, {}) for audio in sounds]
     arrays = [{"mel": torch.from_numpy(item.arrays["mel"].numbers().copy())} for item in items]
     vectors = tower.encode("audio", arrays)
-    for item, own, their in zip(items, vectors, theirs, strict=True):
-        assert len(own) == len(item.token_ids)
-        torch.testing.assert_close(own, their[: len(own)], atol=1e-4, rtol=1e-4)
+    for item, vector, their in zip(items, vectors, reference, strict=True):
+        assert len(vector) == len(item.token_ids)
+        torch.testing.assert_close(vector, their[: len(vector)], atol=1e-4, rtol=1e-4)
     (blank,) = tower.encode("audio", [tower.blank("audio", twin.ours.most_vectors("audio"))])
     assert len(blank) == twin.ours.most_vectors("audio") == max(map(len, vectors))
     assert tower.cost("audio", {"mel": (9, 20)}) < tower.cost("audio", {"mel": (19, 20)})
 
 
 @torch.inference_mode()
-def says(twin: Twin, text: str, sounds: list[Audio]) -> list[int]:
+def generate_reference(twin: Twin, text: str, sounds: list[Audio]) -> list[int]:
     inputs = twin.inputs(text, sounds)
     out = twin.model.generate(**inputs, max_new_tokens=COUNT, do_sample=False)
-    said: list[int] = out[0, inputs["input_ids"].shape[1] :].tolist()
-    return said
+    token_ids: list[int] = out[0, inputs["input_ids"].shape[1] :].tolist()
+    return token_ids
 
 
 def engine(twin: Twin) -> LLM:
@@ -168,31 +169,31 @@ def llm(twin: Twin) -> LLM:
     return engine(twin)
 
 
-def test_what_is_said_of_sounds_is_what_transformers_says(twin: Twin, llm: LLM) -> None:
-    """One sound, several with text between, none; in chunks that end within them; then again, when their
-    beginnings are kept. One is brought along at another rate."""
+def test_answers_about_audio_equal_transformers(twin: Twin, llm: LLM) -> None:
+    """Covers one audio item, several with text between, none; in chunks that end within them; then again
+    with the prefix cache. One item has another sample rate."""
     contents = [
         (f"what is {MARK} this", [sound(LENGTHS[-1], 1)]),
         ("nothing to hear here, only words", []),
         (f"{MARK}one {MARK}\nand then {MARK}?", [sound(900, 2), sound(14321, 3), sound(7000, 4)]),
     ]
-    asked = [
-        {"prompt": text, "multi_modal_data": {"audio": [tuple(each) for each in sounds]}} if sounds else text
+    requests = [
+        {"prompt": text, "multi_modal_data": {"audio": [tuple(item) for item in sounds]}} if sounds else text
         for text, sounds in contents
     ]
-    expected = [says(twin, text, sounds) for text, sounds in contents]
-    first = llm.generate(asked, PARAMS, use_tqdm=False)
+    expected = [generate_reference(twin, text, sounds) for text, sounds in contents]
+    first = llm.generate(requests, PARAMS, use_tqdm=False)
     for output, (text, sounds) in zip(first, contents, strict=True):
         assert output.prompt_token_ids == twin.inputs(text, sounds)["input_ids"][0].tolist()
     assert [output.outputs[0].token_ids for output in first] == expected
-    again = llm.generate(asked, PARAMS, use_tqdm=False)
+    again = llm.generate(requests, PARAMS, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in again] == expected
     assert all(output.num_cached_tokens > 0.5 * len(output.prompt_token_ids) for output in again)
     slow = Audio(noise(8000), 8000)
     one = {"prompt": f"{MARK} so", "multi_modal_data": {"audio": (slow.samples, slow.rate)}}
     (output,) = llm.generate([one], PARAMS, use_tqdm=False)
     same = Audio(resampled(slow, RATE, SECONDS * RATE), RATE)
-    assert output.outputs[0].token_ids == says(twin, f"{MARK} so", [same])
+    assert output.outputs[0].token_ids == generate_reference(twin, f"{MARK} so", [same])
 
 
 def part(samples: np.ndarray[Any, Any], rate: int, kind: int = 1) -> dict[str, Any]:
@@ -200,9 +201,8 @@ def part(samples: np.ndarray[Any, Any], rate: int, kind: int = 1) -> dict[str, A
     return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
 
 
-def test_sounds_of_a_conversation(twin: Twin, llm: LLM) -> None:
-    """Stored in other ways, they are heard as the same; what cannot be heard is refused, and the next one is
-    answered."""
+def test_audio_in_a_conversation(twin: Twin, llm: LLM) -> None:
+    """Other encodings give the same answer; invalid audio is refused, and the next request is answered."""
     samples = (noise(9000) * 30000).astype(np.int16)
     url = data_url(wav(samples[:, None], RATE), "audio/wav")
     same = [
@@ -210,9 +210,11 @@ def test_sounds_of_a_conversation(twin: Twin, llm: LLM) -> None:
         part(samples[:, None].astype(np.float32) / 2**15, RATE, kind=3),
         {"type": "audio_url", "audio_url": {"url": url}},
     ]
-    asked = [[{"role": "user", "content": [each, {"type": "text", "text": "so"}]}] for each in same]
-    answers = llm.chat(asked, PARAMS, use_tqdm=False)
-    expected = says(twin, f"{MARK}\nso", [Audio(samples / np.float32(2**15), RATE)])
+    conversations = [
+        [{"role": "user", "content": [audio_part, {"type": "text", "text": "so"}]}] for audio_part in same
+    ]
+    answers = llm.chat(conversations, PARAMS, use_tqdm=False)
+    expected = generate_reference(twin, f"{MARK}\nso", [Audio(samples / np.float32(2**15), RATE)])
     assert [answer.outputs[0].token_ids for answer in answers] == [expected] * len(same)
     loud = np.full((900, 2), 3e38, np.float32)
     for wrong, message in (
@@ -226,54 +228,55 @@ def test_sounds_of_a_conversation(twin: Twin, llm: LLM) -> None:
     ):
         with pytest.raises(RequestError, match=message):
             llm.chat([{"role": "user", "content": [wrong]}], PARAMS, use_tqdm=False)
-    (answer,) = llm.chat(asked[:1], PARAMS, use_tqdm=False)
+    (answer,) = llm.chat(conversations[:1], PARAMS, use_tqdm=False)
     assert answer.outputs[0].token_ids == expected
 
 
 @torch.inference_mode()
-def test_long_sounds_are_heard_in_pieces(tmp_path: Path) -> None:
-    """Audio Flamingo's: less than a piece, some, one whose last is too short to be heard, one that is cut."""
+def test_long_audio_is_split_into_windows(tmp_path: Path) -> None:
+    """Covers Audio Flamingo: less than a window, several, one with a last window that is too short, and one
+    that is truncated."""
     twin = Twin(tmp_path, save_flamingo)
     sounds = [sound(count, seed) for seed, count in enumerate((900, 80000, 64100, 200000))]
     inputs = [
-        twin.processor(text="so <sound>?", audio=[each.samples], sampling_rate=RATE, return_tensors="pt")
-        for each in sounds
+        twin.processor(text="so <sound>?", audio=[audio.samples], sampling_rate=RATE, return_tensors="pt")
+        for audio in sounds
     ]
-    items = [twin.ours.process("audio", each, {}).arrays["mel"].numbers().copy() for each in sounds]
+    items = [twin.ours.process("audio", audio, {}).arrays["mel"].numbers().copy() for audio in sounds]
     tower = twin.tower()
     vectors = tower.encode("audio", [{"mel": torch.from_numpy(mel)} for mel in items])
-    for own, given in zip(vectors, inputs, strict=True):
-        features = given["input_features"], given["input_features_mask"]
-        theirs = twin.model.model.get_audio_features(*features).pooler_output
-        torch.testing.assert_close(own, theirs, atol=1e-4, rtol=1e-4)
-    numbers = sum(each.numel() for each in tower.parameters())
+    for vector, model_inputs in zip(vectors, inputs, strict=True):
+        features = model_inputs["input_features"], model_inputs["input_features_mask"]
+        reference = twin.model.model.get_audio_features(*features).pooler_output
+        torch.testing.assert_close(vector, reference, atol=1e-4, rtol=1e-4)
+    numbers = sum(audio.numel() for audio in tower.parameters())
     assert weights.count_parameters(twin.checkpoint.facts).tower == pytest.approx(numbers, rel=0.06)
     (blank,) = tower.encode("audio", [tower.blank("audio", 77)])
     assert len(blank) == 77 and len(vectors[-1]) == twin.ours.most_vectors("audio") == 150
-    said = [twin.model.generate(**each, max_new_tokens=COUNT, do_sample=False) for each in inputs]
-    asked = [{"prompt": "so <sound>?", "multi_modal_data": {"audio": tuple(each)}} for each in sounds]
-    for output, whole in zip(engine(twin).generate(asked, PARAMS, use_tqdm=False), said, strict=True):
+    generated = [twin.model.generate(**audio, max_new_tokens=COUNT, do_sample=False) for audio in inputs]
+    requests = [{"prompt": "so <sound>?", "multi_modal_data": {"audio": tuple(audio)}} for audio in sounds]
+    for output, whole in zip(engine(twin).generate(requests, PARAMS, use_tqdm=False), generated, strict=True):
         assert [*output.prompt_token_ids, *output.outputs[0].token_ids] == whole[0].tolist()
 
 
 @pytest.mark.parametrize(
     ("step", "num_taps", "count"), [(48, 6469, 20000), (3, 7, 1), (5, 5, 40), (1, 9, 30)]
 )
-def test_windows_that_overlap_are_summed_as_one_by_one(step: int, num_taps: int, count: int) -> None:
+def test_overlapping_windows_equal_a_direct_convolution(step: int, num_taps: int, count: int) -> None:
     draw = np.random.default_rng(step)
     samples = draw.normal(size=(count - 1) * step + num_taps).astype(np.float32)
     taps = draw.normal(size=num_taps).astype(np.float32)
-    found = _filtered(samples, taps, step, count)
+    result = _filtered(samples, taps, step, count)
     some = [0, count // 2, count - 1]
     expected = [samples[k * step : k * step + num_taps].astype(np.float64) @ taps for k in some]
-    assert found.shape == (count,)
-    np.testing.assert_allclose(found[some], expected, rtol=1e-3, atol=1e-3)
+    assert result.shape == (count,)
+    np.testing.assert_allclose(result[some], expected, rtol=1e-3, atol=1e-3)
 
 
 @torch.inference_mode()
-def test_voxtral_hears_whole_pieces(tmp_path: Path) -> None:
-    """A part of one, exactly one, several with silence behind the last, in one batch; what is said of one,
-    of several with text between, and again when their beginnings are kept."""
+def test_voxtral_pads_to_whole_windows(tmp_path: Path) -> None:
+    """Covers a part of a window, exactly one, several with padding, in one batch; answers about one, about
+    several with text between, and again with the prefix cache."""
     from transformers.models.voxtral.processing_voxtral import VoxtralProcessor
 
     twin = Twin(tmp_path, save_voxtral)
@@ -282,43 +285,47 @@ def test_voxtral_hears_whole_pieces(tmp_path: Path) -> None:
     whole = {"pad_to_multiple_of": SECONDS * RATE, "padding": True, "truncation": False}
     options = {"sampling_rate": RATE, "return_tensors": "pt", **whole}
 
-    def heard(sounds: list[Audio]) -> torch.Tensor:
-        own = SimpleNamespace(feature_extractor=extractor)
-        samples = [each.samples for each in sounds]
-        return VoxtralProcessor._retrieve_input_features(own, samples, SECONDS * 100, **options)
+    def compute_features(sounds: list[Audio]) -> torch.Tensor:
+        processor = SimpleNamespace(feature_extractor=extractor)
+        samples = [audio.samples for audio in sounds]
+        return VoxtralProcessor._retrieve_input_features(processor, samples, SECONDS * 100, **options)
 
-    items = [twin.ours.process("audio", each, {}) for each in sounds]
+    items = [twin.ours.process("audio", audio, {}) for audio in sounds]
     tower = twin.tower()
     mels = [item.arrays["mel"].numbers().copy() for item in items]
     vectors = tower.encode("audio", [{"mel": torch.from_numpy(mel)} for mel in mels])
-    for item, mel, own, given in zip(items, mels, vectors, sounds, strict=True):
-        features = heard([given])
+    for item, mel, processor, audios in zip(items, mels, vectors, sounds, strict=True):
+        features = compute_features([audios])
         pieces = np.pad(features.transpose(1, 2).numpy(), ((0, 0), (0, 1), (0, 0)))
         close(mel, pieces.reshape(-1, 20), 1e-4)
-        theirs = twin.model.model.get_audio_features(features).pooler_output
-        torch.testing.assert_close(own, theirs, atol=1e-4, rtol=1e-4)
-        assert len(item.token_ids) == len(own)
-    numbers = sum(each.numel() for each in tower.parameters())
+        reference = twin.model.model.get_audio_features(features).pooler_output
+        torch.testing.assert_close(processor, reference, atol=1e-4, rtol=1e-4)
+        assert len(item.token_ids) == len(processor)
+    numbers = sum(audio.numel() for audio in tower.parameters())
     assert weights.count_parameters(twin.checkpoint.facts).tower == pytest.approx(numbers, rel=0.06)
     (blank,) = tower.encode("audio", [tower.blank("audio", 77)])
     assert len(blank) == 77 and twin.ours.most_vectors("audio") == 25 * 2400 // SECONDS
     llm, mark = engine(twin), "[BEGIN_AUDIO][AUDIO]"
     contents = [(f"so {mark}?", sounds[2:]), (f"{mark} one {mark}two", sounds[:2]), ("words", [])]
-    asked = [
-        {"prompt": text, "multi_modal_data": {"audio": [tuple(each) for each in given]}} if given else text
-        for text, given in contents
+    requests = [
+        {"prompt": text, "multi_modal_data": {"audio": [tuple(audio) for audio in audios]}}
+        if audios
+        else text
+        for text, audios in contents
     ]
-    first = llm.generate(asked, PARAMS, use_tqdm=False)
-    for output, (text, given) in zip(first, contents, strict=True):
-        spans = ["[AUDIO]" * (25 * -(-len(each.samples) // (SECONDS * RATE))) for each in given]
-        parts = [each for pair in zip(text.split("[AUDIO]"), [*spans, ""], strict=True) for each in pair]
+    first = llm.generate(requests, PARAMS, use_tqdm=False)
+    for output, (text, audios) in zip(first, contents, strict=True):
+        spans = ["[AUDIO]" * (25 * -(-len(audio.samples) // (SECONDS * RATE))) for audio in audios]
+        parts = [audio for pair in zip(text.split("[AUDIO]"), [*spans, ""], strict=True) for audio in pair]
         inputs = tokenizer("".join(parts), return_tensors="pt", return_token_type_ids=False)
-        features = {"input_features": heard(given)} if given else {}
-        said = twin.model.generate(**inputs, **features, max_new_tokens=COUNT, do_sample=False)
-        assert [*output.prompt_token_ids, *output.outputs[0].token_ids] == said[0].tolist()
-    again = llm.generate(asked[:2], PARAMS, use_tqdm=False)
-    assert [each.outputs[0].token_ids for each in again] == [each.outputs[0].token_ids for each in first[:2]]
-    assert all(each.num_cached_tokens > 0.5 * len(each.prompt_token_ids) for each in again)
+        features = {"input_features": compute_features(audios)} if audios else {}
+        generated = twin.model.generate(**inputs, **features, max_new_tokens=COUNT, do_sample=False)
+        assert [*output.prompt_token_ids, *output.outputs[0].token_ids] == generated[0].tolist()
+    again = llm.generate(requests[:2], PARAMS, use_tqdm=False)
+    assert [audio.outputs[0].token_ids for audio in again] == [
+        audio.outputs[0].token_ids for audio in first[:2]
+    ]
+    assert all(audio.num_cached_tokens > 0.5 * len(audio.prompt_token_ids) for audio in again)
     speech = llm.llm_engine.inputs.media.speech
     assert speech is not None and speech.at_once < 2400 * RATE
     for language, named in ((None, ""), ("de", "lang:de")):
@@ -327,6 +334,8 @@ def test_voxtral_hears_whole_pieces(tmp_path: Path) -> None:
         (output,) = llm.generate([prompt], PARAMS, use_tqdm=False)
         text = f"<s>[INST][BEGIN_AUDIO]{'[AUDIO]' * 25}[/INST]{named}[TRANSCRIBE]"
         inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False)
-        features = heard(sounds[:1])
-        said = twin.model.generate(**inputs, input_features=features, max_new_tokens=COUNT, do_sample=False)
-        assert [*output.prompt_token_ids, *output.outputs[0].token_ids] == said[0].tolist()
+        features = compute_features(sounds[:1])
+        generated = twin.model.generate(
+            **inputs, input_features=features, max_new_tokens=COUNT, do_sample=False
+        )
+        assert [*output.prompt_token_ids, *output.outputs[0].token_ids] == generated[0].tolist()

@@ -1,4 +1,4 @@
-"""Bytes on their way: who waits for room, and who may have no more."""
+"""Tests of the byte budget of media in flight: waiting for room, and the limit of a request."""
 
 import asyncio
 from typing import Any
@@ -13,7 +13,7 @@ from quire.multimodal.byte_budget import BudgetShare, ByteBudget
 from quire.multimodal.inputs import MediaInput, MediaLink
 
 
-def test_who_wants_more_than_is_left_waits_and_the_oldest_never_does() -> None:
+def test_requests_wait_for_room_and_the_oldest_never_waits() -> None:
     room, order = ByteBudget(10), list[str]()
 
     async def one(name: str, *wants: int) -> None:
@@ -31,16 +31,16 @@ def test_who_wants_more_than_is_left_waits_and_the_oldest_never_does() -> None:
     assert order[:4] == ["a", "b", "a", "a"] and sorted(order[4:]) == ["b", "c"] and room._left == 10
 
 
-def test_room_of_those_who_give_up_is_given_back() -> None:
+def test_cancelled_requests_release_their_room() -> None:
     room = ByteBudget(10)
 
-    async def wants(count: int) -> None:
+    async def hold_bytes(count: int) -> None:
         with room.hold(BudgetShare(100)) as hold:
             await hold.take(count)
             await asyncio.sleep(60)
 
     async def go() -> None:
-        tasks = [asyncio.create_task(wants(count)) for count in (9, 5, 5)]
+        tasks = [asyncio.create_task(hold_bytes(count)) for count in (9, 5, 5)]
         await asyncio.sleep(0)
         for task in tasks:
             task.cancel()
@@ -60,25 +60,25 @@ def test_all_items_of_a_request_count_together() -> None:
     file = file_of(picture(60, 60))
     url, reader = data_url(file), media({"image": 9}, env={"media_max_mb": 1.5 * len(file) / 2**20})
     parts = [image_part(url), image_part(url)]
-    assert chat_prompt(inputs(reader), _turn(*parts[:1])).media is not None
+    assert chat_prompt(inputs(reader), _message(*parts[:1])).media is not None
     with pytest.raises(RequestError, match=r"content\[\d\]: the media of the request have at least"):
-        chat_prompt(inputs(reader), _turn(*parts))
+        chat_prompt(inputs(reader), _message(*parts))
 
 
-def _turn(*parts: Any) -> list[dict[str, Any]]:
+def _message(*parts: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": list(parts)}]
 
 
 def test_many_requests_wait_for_room_and_all_are_served() -> None:
-    """Each may have all of it; none fails, though they wait longer than an item may take."""
+    """Each may use the whole budget; none fails, though they wait longer than the timeout of an item."""
     env = {"media_max_mb": len(IMAGE) * 1.5 / 2**20, "image_fetch_timeout": 60.0}
     reader = media(env=env, allowed_media_domains=("127.0.0.1",), mm_processor_cache_gb=0)
 
     async def go(url: str) -> None:
         items = [MediaInput("image", MediaLink(f"{url}/image.png"), "here") for _ in range(20)]
         async with asyncio.timeout(60):
-            found = await asyncio.gather(*(reader.prepare([item]) for item in items))
-        assert len(found) == 20
+            results = await asyncio.gather(*(reader.prepare([item]) for item in items))
+        assert len(results) == 20
 
     with hostile_server() as server:
         asyncio.run(go(server.url))

@@ -1,4 +1,4 @@
-"""Processed items are kept: found by key, bounded, and lost in the same order on both sides."""
+"""Tests of the processor caches: found by key, bounded, and evicted in the same order on both sides."""
 
 import logging
 from typing import Any
@@ -27,7 +27,7 @@ decode_media = msgspec.msgpack.Decoder(Media).decode
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
-def see(reader: MediaInputReader, *parts: dict[str, Any], **options: Any) -> Prompt:
+def prompt_with(reader: MediaInputReader, *parts: dict[str, Any], **options: Any) -> Prompt:
     return chat_prompt(
         inputs(reader), [{"role": "user", "content": list(parts)}], chat_template=TEMPLATE, **options
     )
@@ -38,7 +38,7 @@ def image_of(number: int) -> dict[str, Any]:
 
 
 def seen_by(reader: MediaInputReader) -> int:
-    """Items that were processed."""
+    """Return the number of processed items."""
     processor = reader._media_processor.processor  # type: ignore[union-attr]
     assert isinstance(processor, FakeProcessor)
     return len(processor.seen)
@@ -65,22 +65,22 @@ def seen_by(reader: MediaInputReader) -> int:
         (2, {"data_parallel_size": 2}, "shm", 0.0, "off"),
     ],
 )
-def test_where_items_are_kept(
+def test_cache_kind_follows_the_layout(
     api: int | None, parallel: dict[str, Any], kind: Any, gb: float, expected: str
 ) -> None:
     ranks = ParallelSection(device="cpu", cpu_threads=1, **parallel)
     laid_out = lay_out(ranks, headless=False, api_server_count=api)
     section = MultimodalSection(mm_processor_cache_type=kind, mm_processor_cache_gb=gb)
-    found = cache_kind(section, ranks, num_api=laid_out.num_api, num_engines=len(laid_out.served))
-    assert found == expected
+    result = cache_kind(section, ranks, num_api=laid_out.num_api, num_engines=len(laid_out.served))
+    assert result == expected
 
 
-def test_the_largest_object_of_shared_memory_is_for_shared_memory() -> None:
+def test_shm_object_size_needs_the_shm_cache() -> None:
     with pytest.raises(ValueError, match="mm_shm_cache_max_object_size_mb=64 is for mm_processor_cache_type"):
         configure({"mm_shm_cache_max_object_size_mb": 64})
 
 
-def test_a_hit_is_neither_decoded_nor_processed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_hit_is_neither_decoded_nor_processed(monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[str] = []
     decode = processing.decode
 
@@ -93,63 +93,63 @@ def test_a_hit_is_neither_decoded_nor_processed(monkeypatch: pytest.MonkeyPatch)
     processor_cache = ProcessorCache(1 << 20)
     processor_cache.count = lambda queries, hits: counted.append((queries, hits))
     reader = media(processor_cache=processor_cache)
-    first = see(reader, image_of(0), image_of(1))
-    again = see(reader, image_of(1), image_of(0))
+    first = prompt_with(reader, image_of(0), image_of(1))
+    again = prompt_with(reader, image_of(1), image_of(0))
     assert len(decoded) == seen_by(reader) == 2
     assert sorted(counted) == [(1, 0), (1, 0), (1, 1), (1, 1)]
     assert first.media is not None and again.media is not None
     for item in again.media.items:
-        (same,) = [each for each in first.media.items if each.key == item.key]
+        (same,) = [entry for entry in first.media.items if entry.key == item.key]
         assert item.arrays is same.arrays is not None and item.runs == same.runs
-    see(reader, image_of(0), mm_processor_kwargs={"side": 8})  # is another item
+    prompt_with(reader, image_of(0), mm_processor_kwargs={"side": 8})  # a different item
     assert seen_by(reader) == 3
     processor_cache.clear()
-    see(reader, image_of(0))
+    prompt_with(reader, image_of(0))
     assert seen_by(reader) == 4
 
 
 @pytest.mark.parametrize(("max_bytes", "hits"), [(1 << 20, 2), (0, 0)])
-def test_the_same_image_twice_in_a_prompt_is_processed_once(max_bytes: int, hits: int) -> None:
-    """Whether it is kept for others or not; each is asked for by itself."""
+def test_repeated_image_in_a_prompt_is_processed_once(max_bytes: int, hits: int) -> None:
+    """Whether it is cached or not; each occurrence is looked up by itself."""
     counted: list[tuple[int, int]] = []
     processor_cache = ProcessorCache(max_bytes)
-    processor_cache.count = lambda queries, found: counted.append((queries, found))
+    processor_cache.count = lambda queries, entry: counted.append((queries, entry))
     reader = media(processor_cache=processor_cache)
-    prompt = see(reader, image_of(0), image_of(1), image_of(0), image_of(0))
+    prompt = prompt_with(reader, image_of(0), image_of(1), image_of(0), image_of(0))
     assert seen_by(reader) == 2 and prompt.media is not None
     first, other, *same = [item.key for item in prompt.media.items]
     assert same == [first, first] and other != first
-    assert (len(counted), sum(found for _, found in counted)) == ((4, hits) if max_bytes else (0, 0))
+    assert (len(counted), sum(result for _, result in counted)) == ((4, hits) if max_bytes else (0, 0))
 
 
-def test_who_has_a_uuid_need_not_send_its_content_again() -> None:
+def test_cached_uuid_needs_no_content() -> None:
     reader = media(processor_cache=ProcessorCache(1 << 20))
     empty = {"type": "image_url", "image_url": None, "uuid": "cat"}
     with pytest.raises(RequestError, match="nothing is cached for the uuid 'cat'"):
-        see(reader, empty)
-    first = see(reader, image_of(0) | {"uuid": "cat"})
-    again = see(reader, empty)
-    gone = see(reader, image_part("http://nobody.invalid/cat.png", uuid="cat"))
+        prompt_with(reader, empty)
+    first = prompt_with(reader, image_of(0) | {"uuid": "cat"})
+    again = prompt_with(reader, empty)
+    gone = prompt_with(reader, image_part("http://nobody.invalid/cat.png", uuid="cat"))
     assert first.token_ids == again.token_ids == gone.token_ids
     assert seen_by(reader) == 1
 
 
-def test_nothing_is_kept_where_there_is_no_room(caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_cached_without_room(caplog: pytest.LogCaptureFixture) -> None:
     reader = media(processor_cache=ProcessorCache(0))
     for _ in range(2):
-        see(reader, image_of(0))
+        prompt_with(reader, image_of(0))
     assert seen_by(reader) == 2 and not caplog.records
     reader = media(processor_cache=ProcessorCache(2000))
     small, large = image_of(0), image_part(data_url(file_of(picture(64, 64))))
     with caplog.at_level(logging.WARNING, "quire"):
         for _ in range(2):
-            see(reader, small, large)
+            prompt_with(reader, small, large)
     assert seen_by(reader) == 3
     assert "larger than mm_processor_cache_gb" in caplog.text
 
 
-def test_what_is_kept_is_bounded() -> None:
-    """Whatever comes, the oldest go first, and bytes are counted right."""
+def test_lru_is_bounded() -> None:
+    """The oldest entries are evicted first, and bytes are counted correctly."""
     random, kept = np.random.default_rng(0), Lru[int](10_000)
     expected: dict[bytes, int] = {}
     for number in range(10_000):
@@ -169,14 +169,14 @@ def test_what_is_kept_is_bounded() -> None:
     processor_cache = ProcessorCache(60_000)
     reader = media(processor_cache=processor_cache)
     for number in range(60):
-        see(reader, image_of(number % 50))
+        prompt_with(reader, image_of(number % 50))
         assert processor_cache.num_bytes <= 60_000
     assert 10 < len(processor_cache) < 50
 
 
-def test_both_sides_keep_the_same() -> None:
-    """Random items in random requests, some of them twice; the far side forgets now and then. Nothing is
-    sent that is there, and what was not sent is there, or is asked for again."""
+def test_both_sides_keep_the_same_items() -> None:
+    """Random items come in random requests, some of them twice, and the receiver is cleared now and then. No
+    cached item is sent again, and an item that was not sent is cached or requested again."""
     random = np.random.default_rng(0)
     processor_cache, receiver_cache = ProcessorCache(20_000, far=True), ReceiverCache(20_000)
     arrays = {

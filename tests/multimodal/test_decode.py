@@ -1,4 +1,4 @@
-"""Files become images, videos and sounds, or one clear error."""
+"""Tests of decoding: files become images, videos and audio, or one clear error."""
 
 import contextlib
 import io
@@ -21,25 +21,25 @@ MAX_PIXELS = 178956970
 
 
 def image(data: bytes, max_pixels: int = MAX_PIXELS, **options: Any) -> Image.Image:
-    found = decode("image", Blob((data,)), options, DecodeLimits(max_pixels))
-    assert isinstance(found, Image.Image) and found.mode == "RGB"
-    return found
+    decoded = decode("image", Blob((data,)), options, DecodeLimits(max_pixels))
+    assert isinstance(decoded, Image.Image) and decoded.mode == "RGB"
+    return decoded
 
 
 def video(*parts: bytes, max_pixels: int = MAX_PIXELS, media_type: str = "", **options: Any) -> Video:
-    found = decode("video", Blob(parts, media_type), options, DecodeLimits(max_pixels))
-    assert isinstance(found, Video)
-    return found
+    decoded = decode("video", Blob(parts, media_type), options, DecodeLimits(max_pixels))
+    assert isinstance(decoded, Video)
+    return decoded
 
 
 def sound(data: bytes) -> Audio:
-    found = decode("audio", Blob((data,)), {}, DecodeLimits(1))
-    assert isinstance(found, Audio) and found.samples.dtype == np.float32
-    return found
+    decoded = decode("audio", Blob((data,)), {}, DecodeLimits(1))
+    assert isinstance(decoded, Audio) and decoded.samples.dtype == np.float32
+    return decoded
 
 
 def moving(count: int, form: str, size: tuple[int, int] = (12, 8)) -> bytes:
-    """Frames of one grey each, lighter from frame to frame."""
+    """Return an animation with frames of one grey each, lighter from frame to frame."""
     frames = [Image.new("L", size, 10 * index) for index in range(count)]
     options = {"lossless": True} if form == "WEBP" else {}
     return file_of(frames[0], form, save_all=True, append_images=frames[1:], duration=40, **options)
@@ -54,11 +54,11 @@ def test_formats_and_modes_become_rgb(form: str) -> None:
         try:
             stored = file_of(data, form)
         except (OSError, ValueError):
-            continue  # a mode that the format does not have
+            continue  # a mode that the format does not support
         assert np.asarray(image(stored)).min() == 255, mode
 
 
-def test_what_can_be_seen_through_lies_on_the_background() -> None:
+def test_transparency_is_blended_with_the_background() -> None:
     clear = Image.new("RGBA", (2, 2), (9, 9, 9, 0))
     assert image(file_of(clear)).getpixel((0, 0)) == (255, 255, 255)
     assert image(file_of(clear), rgba_background_color=[1, 2, 3]).getpixel((1, 1)) == (1, 2, 3)
@@ -69,7 +69,7 @@ def test_what_can_be_seen_through_lies_on_the_background() -> None:
         image(file_of(clear), rgba_background_color=[1, 2, 300])
 
 
-def test_sixteen_bits_keep_their_upper_half_and_photos_stand_upright() -> None:
+def test_16_bit_images_and_exif_orientation() -> None:
     deep = Image.fromarray(np.array([[0, 256, 65535, 32768]], np.uint16))
     assert np.asarray(image(file_of(deep)))[0, :, 0].tolist() == [0, 1, 255, 128]
     photo, exif = picture(6, 2), Image.Exif()
@@ -78,13 +78,13 @@ def test_sixteen_bits_keep_their_upper_half_and_photos_stand_upright() -> None:
     assert np.array_equal(np.asarray(turned), np.asarray(photo.rotate(-90, expand=True)))
 
 
-def test_of_a_moving_image_the_first_picture_counts() -> None:
+def test_first_frame_of_an_animated_image_is_used() -> None:
     for form in ("GIF", "WEBP", "PNG"):
         assert image(moving(3, form)).getpixel((0, 0)) == (0, 0, 0)
 
 
 def gif(width: int, height: int, frames: int = 1, comment: int = 0) -> bytes:
-    """Hardly any bytes, whatever it says of its size."""
+    """Return a tiny file with a header that claims this size."""
     head = b"GIF89a" + struct.pack("<HHBBB", width, height, 0x80, 0, 0) + bytes(6)
     note = b"\x21\xfe" + b"\x01x" * comment + b"\0"
     frame = b"\x2c" + struct.pack("<HHHHB", 0, 0, width, height, 0) + b"\x02\x02\x44\x01\0"
@@ -114,8 +114,8 @@ def test_bombs_and_broken_images_are_refused(data: bytes, words: str) -> None:
     assert any(word in str(refused.value) for word in words.split("|")), refused.value
 
 
-def test_no_byte_that_changes_is_more_than_an_error() -> None:
-    """What decoders stumble over is the sender's fault, not the server's."""
+def test_corrupt_files_are_client_errors() -> None:
+    """A file that a decoder cannot read is the client's error, not the server's."""
     rng = random.Random(0)
     for data in (file_of(picture(), "PNG"), file_of(picture(), "JPEG"), moving(3, "GIF"), moving(3, "WEBP")):
         for _ in range(40):
@@ -128,7 +128,7 @@ def test_no_byte_that_changes_is_more_than_an_error() -> None:
 
 
 @pytest.mark.parametrize("form", ["GIF", "WEBP", "PNG"])
-def test_frames_are_spread_over_a_moving_picture(form: str) -> None:
+def test_frames_are_sampled_evenly_from_an_animation(form: str) -> None:
     data = moving(10, form)
     assert video(data).frames[:, 0, 0, 0].tolist() == [10 * index for index in range(10)]
     some = video(data, num_frames=4)
@@ -138,10 +138,10 @@ def test_frames_are_spread_over_a_moving_picture(form: str) -> None:
     assert len(video(data, num_frames=-1).frames) == 10
 
 
-def test_a_video_may_come_as_frames() -> None:
+def test_video_may_be_a_list_of_frames() -> None:
     shots = [file_of(Image.new("RGB", (8, 8), (index, 0, 0)), "PNG") for index in range(40)]
-    found = video(*shots, media_type="video/jpeg")
-    assert found.frames.shape == (40, 8, 8, 3) and found.fps is None
+    result = video(*shots, media_type="video/jpeg")
+    assert result.frames.shape == (40, 8, 8, 3) and result.fps is None
     assert video(*shots, media_type="video/jpeg", num_frames=2).indices == (0, 39)
     with pytest.raises(RequestError, match="different sizes"):
         video(shots[0], file_of(picture()), media_type="video/jpeg")
@@ -158,12 +158,12 @@ def test_a_video_may_come_as_frames() -> None:
         (b"", {}, "not a video"),
     ],
 )
-def test_videos_that_cannot_be_had_are_refused(data: bytes, options: dict[str, Any], words: str) -> None:
+def test_invalid_videos_are_refused(data: bytes, options: dict[str, Any], words: str) -> None:
     with pytest.raises(RequestError, match=words):
         video(data, **options)
 
 
-def test_what_needs_a_codec_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_codec_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "av", None)
     for decoded in (video, sound):
         with pytest.raises(RequestError, match=r"needs PyAV: install the server with `quire\[media\]`"):
@@ -171,7 +171,7 @@ def test_what_needs_a_codec_says_what_to_install(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("dtype", ["u1", "<i2", "<i4", "<f4", "<f8", "24"])
-def test_waves_of_every_width_are_the_same_sound(dtype: str) -> None:
+def test_wav_files_of_every_sample_width(dtype: str) -> None:
     wanted = np.sin(np.arange(300) / 9).astype(np.float32) * 0.9
     if dtype == "24":
         numbers = np.round(wanted * 2**23).astype("<i4").view(np.uint8).reshape(-1, 4)[:, :3]
@@ -183,12 +183,12 @@ def test_waves_of_every_width_are_the_same_sound(dtype: str) -> None:
         if dtype[1] != "f":
             stored = np.round(stored)
         data = bytearray(wav(stored.astype(dtype)[:, None], 16000, kind=3 if "f" in dtype else 1))
-    found = sound(bytes(data))
-    assert found.rate == 16000
-    assert np.allclose(found.samples, wanted, atol=1e-2 if dtype == "u1" else 1e-4)
+    result = sound(bytes(data))
+    assert result.rate == 16000
+    assert np.allclose(result.samples, wanted, atol=1e-2 if dtype == "u1" else 1e-4)
 
 
-def test_channels_are_mixed_and_lengths_that_lie_are_cut() -> None:
+def test_channels_are_mixed_and_false_lengths_truncated() -> None:
     both = np.array([[100, 300], [0, 2000]], np.int16)
     data = wav(both)
     assert np.allclose(sound(data).samples * 2**15, [200, 1000])
@@ -209,7 +209,7 @@ def test_channels_are_mixed_and_lengths_that_lie_are_cut() -> None:
         (b"hello", "not audio"),
     ],
 )
-def test_sounds_that_cannot_be_read_are_refused(data: bytes, words: str) -> None:
+def test_invalid_audio_is_refused(data: bytes, words: str) -> None:
     with pytest.raises(RequestError, match=words):
         sound(data)
 
@@ -229,21 +229,21 @@ def film(container: str, codec: str, count: int = 20) -> bytes:
 
 
 @pytest.mark.parametrize(("container", "codec"), [("mp4", "mpeg4"), ("matroska", "mpeg4"), ("avi", "mpeg4")])
-def test_films_are_decoded_by_pyav(container: str, codec: str) -> None:
+def test_videos_are_decoded_by_pyav(container: str, codec: str) -> None:
     pytest.importorskip("av")
     data = film(container, codec)
-    found = video(data, num_frames=5)
-    assert found.indices == (0, 4, 9, 14, 19) and found.total_frames == 20
-    assert found.frames.shape == (5, 48, 64, 3)
-    assert (found.source_fps, found.fps) == (10.0, 2.5)
-    assert np.allclose(found.frames.mean(axis=(1, 2, 3)), [0, 40, 90, 140, 190], atol=4)
+    result = video(data, num_frames=5)
+    assert result.indices == (0, 4, 9, 14, 19) and result.total_frames == 20
+    assert result.frames.shape == (5, 48, 64, 3)
+    assert (result.source_fps, result.fps) == (10.0, 2.5)
+    assert np.allclose(result.frames.mean(axis=(1, 2, 3)), [0, 40, 90, 140, 190], atol=4)
     for wrong, options in ((data[:300], {}), (data, {"max_pixels": 64 * 48})):
         with pytest.raises(RequestError):
             video(wrong, **options)
 
 
 @pytest.mark.parametrize(("container", "codec"), [("mp3", "mp3"), ("flac", "flac"), ("mp4", "aac")])
-def test_sounds_are_decoded_by_pyav(container: str, codec: str) -> None:
+def test_audio_is_decoded_by_pyav(container: str, codec: str) -> None:
     av = pytest.importorskip("av")
     wanted = np.sin(np.arange(16000) / 20).astype(np.float32)
     file = io.BytesIO()
@@ -253,16 +253,16 @@ def test_sounds_are_decoded_by_pyav(container: str, codec: str) -> None:
         resampler = av.AudioResampler(format=form, layout="stereo", rate=16000)
         frame = av.AudioFrame.from_ndarray(wanted[None], format="fltp", layout="mono")
         frame.sample_rate = 16000
-        for each in resampler.resample(frame):
-            each.pts = None
-            output.mux(stream.encode(each))
+        for item in resampler.resample(frame):
+            item.pts = None
+            output.mux(stream.encode(item))
         output.mux(stream.encode())
-    found = sound(file.getvalue())
-    assert found.rate == 16000 and abs(len(found.samples) - 16000) < 3000
-    assert 0.6 < float(np.abs(found.samples).max()) < 1.1
+    result = sound(file.getvalue())
+    assert result.rate == 16000 and abs(len(result.samples) - 16000) < 3000
+    assert 0.6 < float(np.abs(result.samples).max()) < 1.1
 
 
-def test_lists_of_other_files_are_not_taken_for_films() -> None:
+def test_playlists_are_not_videos() -> None:
     pytest.importorskip("av")
     for data in (b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n", b"ffconcat version 1.0\nfile /etc/passwd\n"):
         with pytest.raises(RequestError, match="not a video"):

@@ -1,4 +1,4 @@
-"""Fetching from servers that are kind, and from those that are not."""
+"""Tests of fetching media from correct servers and from hostile ones."""
 
 import asyncio
 import os
@@ -41,7 +41,7 @@ def fetch(
 
 
 @pytest.mark.parametrize("path", ["/image.png", "/near", "/chunked"])
-def test_what_is_there_is_fetched(server: Any, path: str) -> None:
+def test_existing_files_are_fetched(server: Any, path: str) -> None:
     assert fetch(server.url + path) == IMAGE
 
 
@@ -61,23 +61,23 @@ def test_what_is_there_is_fetched(server: Any, path: str) -> None:
         ("/garbage", "not an HTTP response"),
     ],
 )
-def test_what_a_server_does_wrong_is_one_error(server: Any, path: str, words: str) -> None:
+def test_server_errors_are_reported(server: Any, path: str, words: str) -> None:
     with pytest.raises(Unreachable, match=words):
         fetch(server.url + path)
 
 
-def test_a_server_that_drips_has_no_more_time_than_others(server: Any) -> None:
+def test_slow_server_times_out(server: Any) -> None:
     with pytest.raises(Unreachable, match=r"was not fetched completely within 0\.3 s"):
         fetch(server.url + "/drips", video_fetch_timeout=0.3, modality="video")
 
 
-def test_what_failed_may_work_again(server: Any) -> None:
+def test_failed_fetch_is_retried(server: Any) -> None:
     assert fetch(server.url + "/flaky", media_fetch_max_retries=3) == IMAGE
     with pytest.raises(Unreachable, match="cannot be fetched: Connection refused"):
         fetch(f"http://127.0.0.1:{free_port()}/x", media_fetch_max_retries=1)
 
 
-def test_redirects_can_be_turned_off(server: Any) -> None:
+def test_redirects_can_be_disabled(server: Any) -> None:
     with pytest.raises(Unreachable, match="VLLM_MEDIA_URL_ALLOW_REDIRECTS is off"):
         fetch(server.url + "/near", media_url_allow_redirects=False)
 
@@ -90,39 +90,37 @@ def test_redirects_can_be_turned_off(server: Any) -> None:
         "[64:ff9b::a9fe:a9fe]", "[::ffff:10.0.0.1]", "[2002:7f00:1::]",
     ],
 )  # fmt: skip
-def test_addresses_that_are_not_public_are_refused_unless_named(host: str) -> None:
+def test_non_public_addresses_are_refused_unless_allowed(host: str) -> None:
     with pytest.raises(Unreachable, match="private, local or otherwise special|has no address"):
         fetch(f"http://{host}:1/x", domains=())
 
 
-def test_a_name_is_resolved_once_and_all_of_its_addresses_count(
+def test_name_is_resolved_once_and_all_its_addresses_are_checked(
     server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A name that means something else the next time leads nowhere else."""
-    port, asked = server.server_address[1], []
+    """A name that resolves differently the next time leads to no other address (DNS rebinding)."""
+    port, hosts = server.server_address[1], []
 
     def resolve(host: str, *_: Any, **__: Any) -> list[Any]:
-        asked.append(host)
-        addresses = ["127.0.0.1"] if len(asked) == 1 else ["127.0.0.99"]
+        hosts.append(host)
+        addresses = ["127.0.0.1"] if len(hosts) == 1 else ["127.0.0.99"]
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in addresses]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     assert fetch(f"http://Images.Example.:{port}/image.png", domains=("images.example",)) == IMAGE
-    assert asked == ["images.example"]
-    assert server.asked[-1] == ("/image.png", f"Images.Example.:{port}")
+    assert hosts == ["images.example"]
+    assert server.requests[-1] == ("/image.png", f"Images.Example.:{port}")
 
     def mixed(*_: Any, **__: Any) -> list[Any]:
-        found = ("93.184.216.34", "10.0.0.1")
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 80)) for address in found]
+        result = ("93.184.216.34", "10.0.0.1")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 80)) for address in result]
 
     monkeypatch.setattr(socket, "getaddrinfo", mixed)
     with pytest.raises(Unreachable, match="private, local or otherwise special"):
         fetch("http://images.example/x", domains=())
 
 
-def test_names_that_nobody_answers_for_hold_up_no_others(
-    server: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unresolvable_names_block_no_other_fetch(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     over, port = threading.Event(), server.server_address[1]
 
     def resolve(host: str, *_: Any, **__: Any) -> list[Any]:
@@ -138,9 +136,9 @@ def test_names_that_nobody_answers_for_hold_up_no_others(
             lost = await asyncio.gather(
                 *(fetcher.fetch(url, "image", hold) for url in urls), return_exceptions=True
             )
-            assert all(isinstance(each, Unreachable) and "within 0.2 s" in str(each) for each in lost)
-            found = await fetcher.fetch(f"http://quick.example:{port}/image.png", "audio", hold)
-            assert found.parts == (IMAGE,)
+            assert all(isinstance(item, Unreachable) and "within 0.2 s" in str(item) for item in lost)
+            result = await fetcher.fetch(f"http://quick.example:{port}/image.png", "audio", hold)
+            assert result.parts == (IMAGE,)
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     try:
@@ -149,11 +147,11 @@ def test_names_that_nobody_answers_for_hold_up_no_others(
         over.set()
 
 
-def test_only_so_many_names_are_looked_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    over, asked = threading.Event(), []
+def test_concurrent_lookups_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    over, hosts = threading.Event(), []
 
     def resolve(host: str, port: int) -> list[str]:
-        asked.append(host)
+        hosts.append(host)
         assert over.wait(60)
         return [host]
 
@@ -166,7 +164,7 @@ def test_only_so_many_names_are_looked_up_at_once(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(OSError, match="2 host names are being looked up already"):
             await lookups.find("c", 1)
         over.set()
-        assert await asyncio.gather(*same) == [["a"], ["b"], ["a"]] and sorted(asked) == ["a", "b"]
+        assert await asyncio.gather(*same) == [["a"], ["b"], ["a"]] and sorted(hosts) == ["a", "b"]
 
     asyncio.run(go())
 
@@ -183,12 +181,12 @@ def test_only_so_many_names_are_looked_up_at_once(monkeypatch: pytest.MonkeyPatc
         ("http://other.example/x", "not one of the hosts of --allowed-media-domains"),
     ],
 )
-def test_urls_that_are_none_are_refused(url: str, words: str) -> None:
+def test_invalid_urls_are_refused(url: str, words: str) -> None:
     with pytest.raises(Unreachable, match=words):
         fetch(url)
 
 
-def test_files_are_read_below_one_directory_only(tmp_path: Path) -> None:
+def test_files_are_read_only_below_the_allowed_directory(tmp_path: Path) -> None:
     root, secret = tmp_path / "media", tmp_path / "media-secret"
     root.mkdir()
     (root / "a b.png").write_bytes(IMAGE)
@@ -227,7 +225,7 @@ def test_data_urls_are_checked_and_limited() -> None:
         fetch(data_url(bytes(1 << 21)))
 
 
-def test_variables_of_the_environment_say_how() -> None:
+def test_environment_variables_set_the_limits() -> None:
     env = Env.read({"VLLM_IMAGE_FETCH_TIMEOUT": "2.5", "QUIRE_MEDIA_LOADING_THREAD_COUNT": "2"})
     assert (env.media.image_fetch_timeout, env.media.media_loading_thread_count) == (2.5, 2)
     with pytest.raises(ConfigError, match="VLLM_MAX_IMAGE_PIXELS='0'"):

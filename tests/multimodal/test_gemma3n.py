@@ -1,4 +1,5 @@
-"""Gemma 3n hears: against the parts of transformers' model, which as a whole needs timm."""
+"""Tests of Gemma 3n's audio encoder against the parts of transformers' model, which as a whole needs
+timm."""
 
 import json
 from pathlib import Path
@@ -37,7 +38,7 @@ CONTENTS = [
 
 
 class Twin:
-    """A checkpoint, and the parts of transformers' model of it."""
+    """Checkpoint with the parts of transformers' model."""
 
     def __init__(self, path: Path) -> None:
         import transformers as hf
@@ -46,11 +47,16 @@ class Twin:
         torch.manual_seed(0)
         self.path, self.hf = path, make_tokenizer(MARKS)
         begin, end, audio = self.hf.convert_tokens_to_ids(MARKS)
-        own = {"hidden_size": 32, "input_feat_size": 16, "conf_num_hidden_layers": 2, "vocab_size": 8}
-        own |= {"conf_num_attention_heads": 2, "sscp_conv_channel_size": [6, 4], "vocab_offset": end}
-        own |= {"conf_attention_context_left": 5, "conf_attention_context_right": 2}
-        own |= {"conf_attention_chunk_size": 4, "initializer_range": 0.2}
-        hearing = hf.Gemma3nAudioConfig(**own)
+        audio_config = {
+            "hidden_size": 32,
+            "input_feat_size": 16,
+            "conf_num_hidden_layers": 2,
+            "vocab_size": 8,
+        }
+        audio_config |= {"conf_num_attention_heads": 2, "sscp_conv_channel_size": [6, 4], "vocab_offset": end}
+        audio_config |= {"conf_attention_context_left": 5, "conf_attention_context_right": 2}
+        audio_config |= {"conf_attention_chunk_size": 4, "initializer_range": 0.2}
+        hearing = hf.Gemma3nAudioConfig(**audio_config)
         text = hf.Gemma3nTextConfig(
             **STRONG | {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": 16},
             layer_types=["sliding_attention", "full_attention"] * 2,
@@ -72,7 +78,7 @@ class Twin:
                     tensor.add_(torch.randn_like(tensor) * 0.2)
                 tensors[f"model.{name}{inner}"] = tensor.clone()
         save_file(tensors, path / "model.safetensors")
-        told = {
+        settings = {
             "architectures": ["Gemma3nForConditionalGeneration"],
             "text_config": text.to_dict(),
             "audio_config": hearing.to_dict(),
@@ -82,7 +88,7 @@ class Twin:
             "eoa_token_id": end,
             "audio_token_id": audio,
         }
-        (path / "config.json").write_text(json.dumps(told))
+        (path / "config.json").write_text(json.dumps(settings))
         self.hf.save_pretrained(path)
         self.features.save_pretrained(path)
         self.audio, self.end = audio, end
@@ -108,12 +114,12 @@ class Twin:
         return finished(self.ours.process("audio", sound(count), {}).arrays)["mel"]
 
     def vectors(self, count: int) -> torch.Tensor:
-        """Of a sound, filled up, and that of the end."""
+        """Return the embeddings of padded audio, and that of the end."""
         heard = self.features(sound(count).samples, return_tensors="pt")
         states = self.tower(heard["input_features"], ~heard["input_features_mask"]).last_hidden_state
-        found = self.embed(inputs_embeds=states)[0]
+        projected = self.embed(inputs_embeds=states)[0]
         silence, end = (self.embed(input_ids=torch.tensor([[i]]))[0] for i in (self.end + 7, self.end))
-        return torch.cat((found, silence.expand(12 - len(found), -1), end))
+        return torch.cat((projected, silence.expand(12 - len(projected), -1), end))
 
     def token_ids(self, text: str, counts: list[int]) -> list[int]:
         span = "\n\n<boa>" + "<audio>" * 12 + "<eoa>\n\n"
@@ -122,23 +128,23 @@ class Twin:
         return ids
 
     @torch.inference_mode()
-    def says(self, text: str, counts: list[int]) -> tuple[list[int], list[float]]:
-        ids, said, likely = self.token_ids(text, counts), list[int](), list[float]()
+    def generate_reference(self, text: str, counts: list[int]) -> tuple[list[int], list[float]]:
+        ids, generated, likely = self.token_ids(text, counts), list[int](), list[float]()
         for _ in range(COUNT):
-            given = torch.tensor([[*ids, *said]])
-            embeds = self.model.model.embed_tokens(given)
+            input_ids = torch.tensor([[*ids, *generated]])
+            embeds = self.model.model.embed_tokens(input_ids)
             if counts:
-                places = (given[0] == self.audio) | (given[0] == self.end)
+                places = (input_ids[0] == self.audio) | (input_ids[0] == self.end)
                 places[len(ids) :] = False
                 embeds[0, places] = torch.cat([self.vectors(count) for count in counts])
-            own = self.model.model.get_per_layer_inputs(given)
-            states = self.model.model(inputs_embeds=embeds, per_layer_inputs=own).last_hidden_state
+            per_layer = self.model.model.get_per_layer_inputs(input_ids)
+            states = self.model.model(inputs_embeds=embeds, per_layer_inputs=per_layer).last_hidden_state
             logits = self.model.lm_head(states[0, -1])
             cap = self.model.config.final_logit_softcapping
             logits = (torch.tanh(logits / cap) * cap).log_softmax(-1)
-            said.append(int(logits.argmax()))
+            generated.append(int(logits.argmax()))
             likely.append(float(logits.max()))
-        return said, likely
+        return generated, likely
 
 
 @pytest.fixture(scope="module")
@@ -146,14 +152,14 @@ def twin(tmp_path_factory: pytest.TempPathFactory) -> Twin:
     return Twin(tmp_path_factory.mktemp("gemma3n"))
 
 
-def test_moments_and_spans_are_those_of_transformers(twin: Twin) -> None:
-    """Another window, another filter, a moment too many; newlines that do not melt."""
+def test_mel_frames_and_placeholders_equal_transformers(twin: Twin) -> None:
+    """Catches another window, another filter, a frame too many, and newlines that are not merged."""
     for count in LENGTHS:
-        theirs = twin.features(sound(count).samples, return_tensors="np")["input_features"][0]
-        np.testing.assert_allclose(twin.mel(count).numpy(), theirs, atol=1e-5)
+        expected = twin.features(sound(count).samples, return_tensors="np")["input_features"][0]
+        np.testing.assert_allclose(twin.mel(count).numpy(), expected, atol=1e-5)
     for text, counts in CONTENTS:
         made = [twin.ours.process("audio", sound(count), {}) for count in counts]
-        ready = [PreparedItem("audio", b"%d" % at, each) for at, each in enumerate(made)]
+        ready = [PreparedItem("audio", b"%d" % at, item) for at, item in enumerate(made)]
         ids = twin.tokenizer.encode(text)
         assert (place(ids, ready, twin.ours)[0] if ready else ids) == twin.token_ids(text, counts)
     with pytest.raises(RequestError, match="too short: it has 512 samples at 16000 Hz, and 513"):
@@ -163,23 +169,24 @@ def test_moments_and_spans_are_those_of_transformers(twin: Twin) -> None:
 
 
 @torch.inference_mode()
-def test_vectors_are_those_of_transformers(twin: Twin) -> None:
-    """States that see too far, a norm of all that is heard, silence that is heard."""
+def test_audio_embeddings_equal_transformers(twin: Twin) -> None:
+    """Catches attention that reaches too far, a norm over the whole input, and padding that is attended
+    to."""
     tower = twin.tower_of()
-    ours = tower.encode("audio", [{"mel": twin.mel(count)} for count in LENGTHS])
-    for found, count in zip(ours, LENGTHS, strict=True):
-        torch.testing.assert_close(found, twin.vectors(count), atol=1e-4, rtol=1e-4)
-    numbers = sum(each.numel() for each in tower.parameters())
+    embeddings = tower.encode("audio", [{"mel": twin.mel(count)} for count in LENGTHS])
+    for embedding, count in zip(embeddings, LENGTHS, strict=True):
+        torch.testing.assert_close(embedding, twin.vectors(count), atol=1e-4, rtol=1e-4)
+    numbers = sum(parameter.numel() for parameter in tower.parameters())
     assert weights.count_parameters(twin.checkpoint.facts).tower == pytest.approx(numbers, rel=0.06)
     (blank,) = tower.encode("audio", [tower.blank("audio", 13)])
     assert len(blank) == twin.ours.most_vectors("audio") == 13
 
 
-def test_what_is_said_of_sounds_is_what_transformers_says(twin: Twin) -> None:
-    """One, several, none; all at once, in chunks that end within sounds; again, when their beginnings are
-    kept; then with preemptions."""
-    expected = [twin.says(*content) for content in CONTENTS]
-    asked: list[Any] = [
+def test_answers_about_audio_equal_transformers(twin: Twin) -> None:
+    """Covers one audio item, several, none; all at once, in chunks that end within audio; again with the
+    prefix cache; then with preemptions."""
+    expected = [twin.generate_reference(*content) for content in CONTENTS]
+    requests: list[Any] = [
         {"prompt": text, "multi_modal_data": {"audio": [sound(count) for count in counts]}}
         if counts
         else text
@@ -197,14 +204,18 @@ def test_what_is_said_of_sounds_is_what_transformers_says(twin: Twin) -> None:
         use_tqdm_on_load=False,
     )
     params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, logprobs=0)
-    for output, (said, likely) in zip(llm.generate(asked, params, use_tqdm=False), expected, strict=True):
+    for output, (token_ids, likely) in zip(
+        llm.generate(requests, params, use_tqdm=False), expected, strict=True
+    ):
         answer = output.outputs[0]
-        assert answer.token_ids == said
-        found = [each[token].logprob for each, token in zip(answer.logprobs, said, strict=True)]
-        assert found == pytest.approx(likely, abs=1e-3)
-    again = llm.generate(asked, params, use_tqdm=False)
-    assert [output.outputs[0].token_ids for output in again] == [said for said, _ in expected]
+        assert answer.token_ids == token_ids
+        logprobs = [
+            position[token].logprob for position, token in zip(answer.logprobs, token_ids, strict=True)
+        ]
+        assert logprobs == pytest.approx(likely, abs=1e-3)
+    again = llm.generate(requests, params, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in again] == [token_ids for token_ids, _ in expected]
     assert all(output.num_cached_tokens > 0.5 * len(output.prompt_token_ids) for output in again)
     llm.reset_prefix_cache()
-    outputs = generate_preempted(llm, asked, COUNT, at=(1, 3, 6))
-    assert [output.outputs[0].token_ids for output in outputs] == [said for said, _ in expected]
+    outputs = generate_preempted(llm, requests, COUNT, at=(1, 3, 6))
+    assert [output.outputs[0].token_ids for output in outputs] == [token_ids for token_ids, _ in expected]

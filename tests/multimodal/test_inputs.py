@@ -1,4 +1,4 @@
-"""Media in prompts and conversations: found, limited, placed."""
+"""Tests of media in prompts and conversations: parsed, limited, placed."""
 
 import io
 import math
@@ -41,7 +41,7 @@ PARTS = (
     "{% else %}{{ p.text }}{% endif %}{% endfor %}{% endfor %}"
 )
 SPAN = [START, PAD, PAD, END]
-"""Of a picture of 20 x 10."""
+"""Placeholder tokens of an image of 20 x 10."""
 TEXT = {"type": "text", "text": "ab"}
 
 
@@ -66,29 +66,27 @@ def check_spans(prompt: Prompt) -> list[tuple[str, int, int]]:
     ("template", "interleaved", "text"),
     [(PARTS, False, "ab<i>cd<i>"), (WHOLE, False, "<i>\n<i>\nab\ncd"), (WHOLE, True, "ab\n<i>\ncd\n<i>")],
 )
-def test_items_of_a_message_stand_where_the_template_puts_them(
-    template: str, interleaved: bool, text: str
-) -> None:
+def test_items_are_placed_where_the_template_puts_them(template: str, interleaved: bool, text: str) -> None:
     small, large = image_part(), image_part(data_url(file_of(picture(40, 20))))
-    found = chat_prompt(
+    result = chat_prompt(
         inputs(media(interleave_mm_strings=interleaved)),
         turn(TEXT, small, {"type": "text", "text": "cd"}, large),
         chat_template=template,
     )
-    assert found.text == text
+    assert result.text == text
     tokens = []
     for piece, span in zip(text.split("<i>"), [SPAN, [START, *[PAD] * 6, END], []], strict=True):
         tokens += [*ids(piece), *span]
-    assert found.token_ids == tokens
-    assert [count for _, _, count in check_spans(found)] == [2, 6]
-    first, second = found.media.items  # type: ignore[union-attr]
+    assert result.token_ids == tokens
+    assert [count for _, _, count in check_spans(result)] == [2, 6]
+    first, second = result.media.items  # type: ignore[union-attr]
     assert first.key != second.key
 
 
-def test_a_mark_that_the_user_wrote_is_not_written_again() -> None:
+def test_placeholder_written_by_the_user_is_not_added_again() -> None:
     written = {"type": "text", "text": "see <i> here"}
-    found = chat_prompt(inputs(), turn(image_part(), written), chat_template=WHOLE)
-    assert found.text == "see <i> here"
+    result = chat_prompt(inputs(), turn(image_part(), written), chat_template=WHOLE)
+    assert result.text == "see <i> here"
 
 
 IMAGE = picture()
@@ -109,19 +107,19 @@ URL = data_url(file_of(IMAGE))
         {"type": "image_url", "image_url": {"url": URL}, "uuid": "mine"},
     ],
 )
-def test_every_form_of_an_image_is_the_same_image(part: dict[str, Any]) -> None:
-    found = chat_prompt(inputs(), turn(part), chat_template=PARTS)
-    assert found.token_ids == SPAN
-    (item,) = found.media.items  # type: ignore[union-attr]
+def test_every_image_part_form_gives_the_same_image(part: dict[str, Any]) -> None:
+    result = chat_prompt(inputs(), turn(part), chat_template=PARTS)
+    assert result.token_ids == SPAN
+    (item,) = result.media.items  # type: ignore[union-attr]
     assert np.array_equal(item.arrays["numbers"].numbers(), np.asarray(IMAGE))  # type: ignore[index]
 
 
-def test_sounds_and_videos_have_marks_of_their_own() -> None:
+def test_audio_and_videos_have_their_own_placeholders() -> None:
     sound = wav(np.zeros((450, 1), np.int16))
     frames = [picture(seed=seed).quantize() for seed in range(3)]
     text = data_url(sound).partition(",")[2]
     film = file_of(frames[0], "GIF", save_all=True, append_images=frames[1:])
-    found = chat_prompt(
+    result = chat_prompt(
         inputs(),
         turn(
             {
@@ -134,36 +132,37 @@ def test_sounds_and_videos_have_marks_of_their_own() -> None:
         ),
         chat_template=PARTS,
     )
-    assert check_spans(found) == [("audio", 0, 5), ("video", 9, 3), ("audio", 14, 5)]
-    heard, _, again = found.media.items  # type: ignore[union-attr]
+    assert check_spans(result) == [("audio", 0, 5), ("video", 9, 3), ("audio", 14, 5)]
+    heard, _, again = result.media.items  # type: ignore[union-attr]
     assert heard.key == again.key
 
 
-def test_prompts_bring_media_as_objects() -> None:
+def test_prompts_accept_media_objects() -> None:
     reader = inputs()
     numbers = np.asarray(IMAGE)
-    for given in (IMAGE, [IMAGE], numbers, torch.tensor(numbers)[None], [numbers.transpose(2, 0, 1) / 255]):
-        found = reader.parse({"prompt": "a<i>b", "multi_modal_data": {"image": given}})
-        assert found.token_ids == [*ids("a"), *SPAN, *ids("b")]
+    for image in (IMAGE, [IMAGE], numbers, torch.tensor(numbers)[None], [numbers.transpose(2, 0, 1) / 255]):
+        result = reader.parse({"prompt": "a<i>b", "multi_modal_data": {"image": image}})
+        assert result.token_ids == [*ids("a"), *SPAN, *ids("b")]
     both = {
         "video": np.zeros((4, 8, 8, 3), np.uint8),
         "audio": [(np.zeros(150, np.float32), 16000), np.zeros(50)],
         "image": None,
     }
-    found = reader.parse({"prompt_token_ids": ids("<a>x<v><a>"), "multi_modal_data": both})
-    assert check_spans(found) == [("audio", 0, 2), ("video", 5, 4), ("audio", 11, 1)]
-    (request,) = reader.requests("1", found, SamplingParams(max_tokens=1))
-    assert request.media is found.media and request.prompt_len == len(found.token_ids)
+    result = reader.parse({"prompt_token_ids": ids("<a>x<v><a>"), "multi_modal_data": both})
+    assert check_spans(result) == [("audio", 0, 2), ("video", 5, 4), ("audio", 11, 1)]
+    (request,) = reader.requests("1", result, SamplingParams(max_tokens=1))
+    assert request.media is result.media and request.prompt_len == len(result.token_ids)
 
 
-def test_tokens_may_have_their_spans_already() -> None:
+def test_token_prompts_may_have_expanded_placeholders() -> None:
     tokens = [7, *SPAN, 8, *SPAN]
-    found = inputs().parse({"prompt_token_ids": tokens, "multi_modal_data": {"image": [IMAGE, IMAGE]}})
-    assert found.token_ids == tokens and [offset for _, offset, _ in check_spans(found)] == [1, 6]
+    result = inputs().parse({"prompt_token_ids": tokens, "multi_modal_data": {"image": [IMAGE, IMAGE]}})
+    assert result.token_ids == tokens and [offset for _, offset, _ in check_spans(result)] == [1, 6]
 
 
-def test_spans_are_looked_for_token_by_token_and_soon() -> None:
-    """Tokens whose bytes hold the span, but not in its place; and such that begin like it everywhere."""
+def test_placeholder_search_is_aligned_and_linear() -> None:
+    """Tokens with bytes that hold the placeholder at a wrong offset; and tokens that begin like it
+    everywhere."""
     whole = PreparedItem("image", b"", ProcessedItem([1, 1]))
     ready = replace(whole, processed=ProcessedItem([256, 256]))
     assert _find_spans([1, 1, 1, 7], [ready]) is None and offsets([1, 256, 256], [ready]) == [(1, 2)]
@@ -173,12 +172,12 @@ def test_spans_are_looked_for_token_by_token_and_soon() -> None:
 
 
 def offsets(token_ids: list[int], prepared: list[PreparedItem], *more: Any) -> list[tuple[int, int]] | None:
-    found = _find_spans(token_ids, prepared, *more)
-    return found and [(item.offset, item.length) for item in found]
+    result = _find_spans(token_ids, prepared, *more)
+    return result and [(item.offset, item.length) for item in result]
 
 
-def test_spans_are_found_whose_edges_have_melted_into_others() -> None:
-    """Tokens up to 9 are so many newlines, as in Gemma: two stand around an image."""
+def test_placeholders_with_merged_edge_tokens_are_found() -> None:
+    """Tokens up to 9 are runs of newlines, as in Gemma: two surround an image."""
 
     def joined(before: int, after: int) -> int | None:
         return before + after if before < 10 > after and before + after < 10 else None
@@ -193,12 +192,12 @@ def test_spans_are_found_whose_edges_have_melted_into_others() -> None:
         assert offsets(wrong, [item, item] if wrong[0] == wrong[-1] else [item], joined) is None
 
 
-def test_the_key_is_of_the_content_and_how_it_is_read() -> None:
+def test_key_depends_on_content_and_options() -> None:
     reader = inputs()
 
     def key(image: Any = IMAGE, **more: Any) -> bytes:
-        found = reader.parse({"prompt": "<i>", "multi_modal_data": {"image": image}, **more})
-        return found.media.items[0].key  # type: ignore[union-attr]
+        result = reader.parse({"prompt": "<i>", "multi_modal_data": {"image": image}, **more})
+        return result.media.items[0].key  # type: ignore[union-attr]
 
     other = IMAGE.copy()
     other.putpixel((3, 3), (1, 2, 3))
@@ -217,7 +216,7 @@ def test_the_key_is_of_the_content_and_how_it_is_read() -> None:
         key(**named, cache_salt="hers"),
         key(**named, mm_processor_kwargs={"side": 8}),
     ]
-    assert len({*keys, *others}) == 8, "what has a uuid is not mistaken for what is larger, or another's"
+    assert len({*keys, *others}) == 8, "keys differ by size, salt and options"
 
 
 @pytest.mark.parametrize(
@@ -238,49 +237,51 @@ def test_the_key_is_of_the_content_and_how_it_is_read() -> None:
         ([IMAGE], "must be a dict"),
     ],
 )
-def test_what_is_wrong_with_the_data_of_a_prompt_is_named(data: Any, words: str) -> None:
+def test_invalid_media_data_is_named(data: Any, words: str) -> None:
     with pytest.raises(RequestError, match=words):
         inputs().parse({"prompt": "<i>", "multi_modal_data": data})
 
 
-def test_vectors_come_in_place_of_images_where_that_is_allowed() -> None:
+def test_embeddings_replace_images_if_enabled() -> None:
     reader = inputs(media(enable_mm_embeds=True))
     vectors = np.arange(2 * HIDDEN, dtype=np.float32).reshape(2, HIDDEN)
     file, saved = io.BytesIO(), io.BytesIO()
     np.save(file, vectors)
     torch.save(torch.tensor(vectors).bfloat16(), saved)
-    for given in (file, saved):
-        text = data_url(given.getvalue()).partition(",")[2]
-        found = chat_prompt(reader, turn({"type": "image_embeds", "image_embeds": text}), chat_template=PARTS)
-        (item,) = found.media.items  # type: ignore[union-attr]
-        assert found.token_ids == [PAD, PAD]
+    for buffer in (file, saved):
+        text = data_url(buffer.getvalue()).partition(",")[2]
+        result = chat_prompt(
+            reader, turn({"type": "image_embeds", "image_embeds": text}), chat_template=PARTS
+        )
+        (item,) = result.media.items  # type: ignore[union-attr]
+        assert result.token_ids == [PAD, PAD]
         assert np.array_equal(item.arrays["embeds"].numbers(), vectors)  # type: ignore[index]
     for wrong in (np.zeros((2, 5)), np.full((2, HIDDEN), 1e300), [[0] * HIDDEN, [1]], ["a"], [{}], [None]):
         with pytest.raises(RequestError, match="image_embeds|not \\[n, 4\\]"):
             reader.parse({"prompt": "<i>", "multi_modal_data": {"image": {"image_embeds": wrong}}})
 
 
-def test_a_span_counts_against_the_length_of_the_prompt() -> None:
+def test_placeholders_count_toward_the_prompt_length() -> None:
     with pytest.raises(RequestError, match="contains 40 input tokens"):
         inputs(max_model_len=32).parse({"prompt": "<i>", "multi_modal_data": {"image": picture(608, 10)}})
 
 
-def test_no_more_is_made_of_media_than_a_prompt_can_hold() -> None:
-    """Each of many small files may become megabytes: the rest is not even decoded."""
+def test_media_beyond_the_context_are_not_processed() -> None:
+    """Each of many small files may take megabytes: the rest is not even decoded."""
     reader = media({"image": 99}, max_tokens=40)
     with pytest.raises(RequestError, match=r"content\[\d+\]: the media of the prompt have at least"):
         chat_prompt(inputs(reader, max_model_len=4096), turn(*[image_part()] * 9 * 8), chat_template=PARTS)
 
 
-class Foreseeing(FakeProcessor):
-    """A vector for each pixel of a video."""
+class PerPixelProcessor(FakeProcessor):
+    """Processor with one vector per pixel of a video."""
 
     def num_vectors(self, video: Video, arguments: Any) -> int:
         return math.prod(video.frames.shape[:3])
 
 
-def test_a_video_that_no_prompt_can_hold_is_not_decoded() -> None:
-    processor = Foreseeing()
+def test_video_beyond_the_context_is_not_decoded() -> None:
+    processor = PerPixelProcessor()
     media_processor = MediaProcessor(processor, MultimodalSection(), MediaEnv(), max_tokens=4096)
     reader = MediaInputReader("fake", media_processor, {"video": 1})
     frames = [picture(90, 90, seed=seed).quantize(4) for seed in range(3)]
@@ -291,7 +292,7 @@ def test_a_video_that_no_prompt_can_hold_is_not_decoded() -> None:
     assert not processor.seen
 
 
-def test_models_that_know_only_text_say_so() -> None:
+def test_text_only_models_refuse_media() -> None:
     for reader, words in (
         (MediaInputReader("org/llama"), "org/llama is not a multimodal model"),
         (

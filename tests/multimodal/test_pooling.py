@@ -1,4 +1,4 @@
-"""Pooling models that see: their vectors and scores are those of transformers, however prompts are cut."""
+"""Tests of multimodal pooling models: embeddings and scores equal transformers, in any chunks."""
 
 import asyncio
 import base64
@@ -17,7 +17,7 @@ from PIL import Image
 from seeing import Twin as Seeing
 from test_audio_models import MARK
 from test_audio_models import Twin as Hearing
-from test_qwen import LARGE, SEES, SMALL, WIDE, Content, asked, open_llm, prompts
+from test_qwen import IMAGE_TOKENS, LARGE, SMALL, WIDE, Content, open_llm, prompts, request_of
 from test_qwen import Twin as Qwen
 from test_vision_engine import prompts as seen_prompts
 
@@ -37,7 +37,9 @@ SETTINGS: dict[str, Any] = {
 }
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{% for part in m.content %}"
-    "{% if part.type == 'text' %}{{ part.text }}{% else %}" + SEES + "{% endif %}{% endfor %}{% endfor %}"
+    "{% if part.type == 'text' %}{{ part.text }}{% else %}"
+    + IMAGE_TOKENS
+    + "{% endif %}{% endfor %}{% endfor %}"
 )
 RERANKER = {
     "architectures": ["Qwen3VLForSequenceClassification"],
@@ -48,9 +50,9 @@ RERANKER = {
 
 @torch.inference_mode()
 def states(model: Any, inputs: Any) -> torch.Tensor:
-    """Behind the last layer, [T, hidden]."""
-    found: torch.Tensor = model.model(**inputs).last_hidden_state[0]
-    return found
+    """Return the hidden states after the last layer, [T, hidden]."""
+    result: torch.Tensor = model.model(**inputs).last_hidden_state[0]
+    return result
 
 
 def normed(vector: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -58,11 +60,11 @@ def normed(vector: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def twin_of(family: str, base: Path) -> tuple[Path, Any, list[Any], list[Any]]:
-    """A model, transformers' own of it, prompts, and what that takes for them."""
+    """Return a model path, transformers' model, prompts, and its inputs for them."""
     if family.startswith("Qwen"):
         twin = Qwen(family, base)
         contents: list[Any] = prompts(is_glm=False)
-        return twin.path, twin.model, [*map(asked, contents)], [*map(twin.inputs, contents)]
+        return twin.path, twin.model, [*map(request_of, contents)], [*map(twin.inputs, contents)]
     path = base / f"pooled_{family}"
     seeing, contents = Seeing(path, family), []
     inputs = []
@@ -77,15 +79,15 @@ def twin_of(family: str, base: Path) -> tuple[Path, Any, list[Any], list[Any]]:
 
 
 @pytest.mark.parametrize("family", ["Qwen2_5_VL", "Qwen3VL", "gemma3", "llava"])
-def test_embeddings_are_those_of_transformers(family: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Texts and images in one batch, in chunks; then out of the prefix cache; every token's vector, too."""
+def test_embeddings_equal_transformers(family: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Covers texts and images in one batch, in chunks; then from the prefix cache; token embeddings, too."""
     path, model, contents, inputs = twin_of(family, tmp_path_factory.getbasetemp())
-    expected = [states(model, each) for each in inputs]
+    expected = [states(model, item) for item in inputs]
     llm = LLM(str(path), runner="pooling", max_num_batched_tokens=32, use_tqdm_on_load=False, **SETTINGS)
     for turn in range(2):
         outputs = llm.embed(contents, use_tqdm=False)
-        for output, each, wanted in zip(outputs, inputs, expected, strict=True):
-            assert output.prompt_token_ids == each["input_ids"][0].tolist()
+        for output, item, wanted in zip(outputs, inputs, expected, strict=True):
+            assert output.prompt_token_ids == item["input_ids"][0].tolist()
             assert np.abs(np.array(output.outputs.embedding) - normed(wanted[-1])).max() < 1e-5
             assert not turn or output.num_cached_tokens > 0.5 * len(output.prompt_token_ids)
     by_token = llm.encode(contents, pooling_task="token_embed", use_tqdm=False)
@@ -93,17 +95,17 @@ def test_embeddings_are_those_of_transformers(family: str, tmp_path_factory: pyt
         assert np.abs(output.outputs.data - normed(wanted)).max() < 1e-5
 
 
-def test_sounds_are_embedded(tmp_path: Path) -> None:
-    """Beside texts; and Whisper, of which no token stands for a sound, does not pool."""
+def test_audio_is_embedded(tmp_path: Path) -> None:
+    """Audio is beside texts; Whisper, without audio tokens, does not pool."""
     twin = Hearing(tmp_path / "hears", save_qwen_audio)
-    given = [("what is " + MARK, [sound(5000)]), (f"{MARK}or{MARK}?", [sound(9000, 1), sound(700, 2)])]
+    contents = [("what is " + MARK, [sound(5000)]), (f"{MARK}or{MARK}?", [sound(9000, 1), sound(700, 2)])]
     prompts = [
-        {"prompt": text, "multi_modal_data": {"audio": [(each.samples, each.rate) for each in sounds]}}
-        for text, sounds in given
+        {"prompt": text, "multi_modal_data": {"audio": [(item.samples, item.rate) for item in sounds]}}
+        for text, sounds in contents
     ]
     llm = LLM(str(twin.path), runner="pooling", max_num_batched_tokens=32, use_tqdm_on_load=False, **SETTINGS)
     outputs = llm.embed([*prompts, "nothing to hear"], use_tqdm=False)
-    for (text, sounds), output in zip(given, outputs[:2], strict=True):
+    for (text, sounds), output in zip(contents, outputs[:2], strict=True):
         last = states(twin.model, twin.inputs(text, sounds))[-1]
         assert np.abs(np.array(output.outputs.embedding) - normed(last)).max() < 1e-5
     save_whisper(tmp_path / "writes")
@@ -111,21 +113,23 @@ def test_sounds_are_embedded(tmp_path: Path) -> None:
         configure({"model": str(tmp_path / "writes"), "runner": "pooling"})
 
 
-def test_means_are_over_images_too(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Which the prefix cache may not shorten."""
+def test_mean_pooling_includes_images(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The prefix cache must not skip any token."""
     twin = Qwen("Qwen2VL", tmp_path_factory.getbasetemp())
     llm = open_llm(
         twin.path, runner="pooling", pooler_config={"pooling_type": "MEAN"}, max_num_batched_tokens=24
     )
     contents: list[Content] = prompts(is_glm=False)
     for _ in range(2):
-        for content, output in zip(contents, llm.embed([*map(asked, contents)], use_tqdm=False), strict=True):
+        for content, output in zip(
+            contents, llm.embed([*map(request_of, contents)], use_tqdm=False), strict=True
+        ):
             mean = states(twin.model, twin.inputs(content)).mean(0)
             assert np.abs(np.array(output.outputs.embedding) - normed(mean)).max() < 1e-5
 
 
-def test_a_classifier_that_sees(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Its own product behind the last token, over the classes that config.json names."""
+def test_multimodal_classifier(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Check a projection of the last token to the classes of config.json."""
     import transformers
 
     seeing = Seeing(tmp_path_factory.mktemp("classifier"), "gemma3")
@@ -136,9 +140,11 @@ def test_a_classifier_that_sees(tmp_path_factory: pytest.TempPathFactory) -> Non
     model.save_pretrained(seeing.path)
     contents = seen_prompts(seeing.mark)
     llm = LLM(str(seeing.path), max_num_batched_tokens=32, use_tqdm_on_load=False, **SETTINGS)
-    given = [{"prompt": text, "multi_modal_data": {"image": images}} for text, images in contents if images]
-    outputs = llm.classify(given, use_tqdm=False)
-    for (text, images), output in zip([each for each in contents if each[1]], outputs, strict=True):
+    requests = [
+        {"prompt": text, "multi_modal_data": {"image": images}} for text, images in contents if images
+    ]
+    outputs = llm.classify(requests, use_tqdm=False)
+    for (text, images), output in zip([content for content in contents if content[1]], outputs, strict=True):
         state = states(model, seeing.inputs(text, images))[-1]
         with torch.inference_mode():
             wanted = model.score(state).softmax(-1)
@@ -157,7 +163,7 @@ def part(image: Image.Image) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Qwen, Path]:
-    """And its directory with a chat template."""
+    """Return a model and its directory with a chat template."""
     base = tmp_path_factory.getbasetemp()
     twin, path = Qwen("Qwen3VL", base), base / "tiny_Qwen3VL_chat"
     if not path.exists():
@@ -167,43 +173,43 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Qwen, Path]:
 
 
 def scores_of(twin: Qwen, contents: list[Content]) -> list[float]:
-    """How much likelier `y` is than `n` behind each."""
+    """Return how much likelier `y` is than `n` after each prompt."""
     no, yes = (twin.tokenizer.encode(word)[0] for word in "ny")
-    found = []
+    results = []
     for content in contents:
         with torch.inference_mode():
             logits = twin.model.lm_head(states(twin.model, twin.inputs(content))[-1])
-        found.append(float((logits[yes] - logits[no]).sigmoid()))
-    return found
+        results.append(float((logits[yes] - logits[no]).sigmoid()))
+    return results
 
 
 TEXT = {"type": "text", "text": "who is"}
 
 
 def test_reranking_of_images(qwen3: tuple[Qwen, Path]) -> None:
-    """Both sides in one prompt, joined as texts, and by a template; offline and over HTTP."""
+    """Covers query and document in one prompt, concatenated and by a template; offline and over HTTP."""
     twin, path = qwen3
     llm = open_llm(path, hf_overrides=RERANKER)
     query, documents = "who is", [{"content": [part(WIDE)]}, "this", {"content": [TEXT, part(SMALL)]}]
-    found = [each.outputs.score for each in llm.score(query, documents, use_tqdm=False)]
+    scores = [item.outputs.score for item in llm.score(query, documents, use_tqdm=False)]
     joined: list[Content] = [
-        (f"who is{SEES}", [WIDE], []),
+        (f"who is{IMAGE_TOKENS}", [WIDE], []),
         ("who isthis", [], []),
-        (f"who is{SEES}\nwho is", [SMALL], []),
+        (f"who is{IMAGE_TOKENS}\nwho is", [SMALL], []),
     ]
     wanted = scores_of(twin, joined)
-    assert found == pytest.approx(wanted, abs=1e-5) and max(wanted) - min(wanted) > 1e-3
-    own = {"prompt": SEES, "multi_modal_data": {"image": WIDE}}
-    (score,) = llm.score(query, own, use_tqdm=False)
+    assert scores == pytest.approx(wanted, abs=1e-5) and max(wanted) - min(wanted) > 1e-3
+    prompt = {"prompt": IMAGE_TOKENS, "multi_modal_data": {"image": WIDE}}
+    (score,) = llm.score(query, prompt, use_tqdm=False)
     assert score.outputs.score == pytest.approx(wanted[0], abs=1e-5)
     templated: list[Content] = [
-        (f"[query]who is[document]{SEES}", [WIDE], []),
+        (f"[query]who is[document]{IMAGE_TOKENS}", [WIDE], []),
         ("[query]who is[document]this", [], []),
-        (f"[query]who is[document]who is{SEES}", [SMALL], []),
+        (f"[query]who is[document]who is{IMAGE_TOKENS}", [SMALL], []),
     ]
     wanted = scores_of(twin, templated)
-    found = [s.outputs.score for s in llm.score(query, documents, chat_template=TEMPLATE, use_tqdm=False)]
-    assert found == pytest.approx(wanted, abs=1e-5)
+    scores = [s.outputs.score for s in llm.score(query, documents, chat_template=TEMPLATE, use_tqdm=False)]
+    assert scores == pytest.approx(wanted, abs=1e-5)
 
     async def go() -> list[float]:
         config = configure(
@@ -214,14 +220,15 @@ def test_reranking_of_images(qwen3: tuple[Qwen, Path]) -> None:
             transport = httpx.ASGITransport(application.asgi)
             async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
                 reply = await client.post("/rerank", json={"query": query, "documents": documents})
-                results = {each["index"]: each["relevance_score"] for each in reply.json()["results"]}
+                results = {result["index"]: result["relevance_score"] for result in reply.json()["results"]}
                 return [results[at] for at in range(3)]
 
     assert asyncio.run(go()) == pytest.approx(wanted, abs=1e-5)
 
 
-def test_routes_embed_what_transformers_embeds(qwen3: tuple[Qwen, Path]) -> None:
-    """Conversations, Cohere's inputs and images; one that is broken is refused, while others are answered."""
+def test_http_embeddings_equal_transformers(qwen3: tuple[Qwen, Path]) -> None:
+    """Covers conversations, Cohere's inputs and images; a broken one is refused, while others are
+    answered."""
     twin, path = qwen3
 
     def vector(text: str, *images: Image.Image) -> Any:
@@ -247,18 +254,22 @@ def test_routes_embed_what_transformers_embeds(qwen3: tuple[Qwen, Path]) -> None
                     post("/v2/embed", images=[url_of(LARGE), url_of(WIDE)]),
                     post("/score", data_1={"content": [part(LARGE)]}, data_2=["who is", message]),
                 )
-                both, text = vector(f"[user]who is{SEES}", LARGE), vector("[user]who is")
-                found = talk.json()["data"][0]["embedding"]
-                assert np.abs(found - both).max() < 1e-5
+                both, text = vector(f"[user]who is{IMAGE_TOKENS}", LARGE), vector("[user]who is")
+                embedding = talk.json()["data"][0]["embedding"]
+                assert np.abs(embedding - both).max() < 1e-5
                 assert wrong.status_code == 400
                 assert wrong.json()["error"]["message"].startswith("messages[0].content[0]: ")
                 vectors = np.array(cohere.json()["embeddings"]["float"])
                 assert np.abs(vectors - [both, text]).max() < 1e-5
-                alone = [vector(f"[user]{SEES}", image) for image in (LARGE, WIDE)]
+                alone = [vector(f"[user]{IMAGE_TOKENS}", image) for image in (LARGE, WIDE)]
                 vectors = np.array(images.json()["embeddings"]["float"])
                 assert np.abs(vectors - alone).max() < 1e-5
-                one, *others = vector(SEES, LARGE), vector("who is"), vector(f"{SEES}\nwho is", LARGE)
+                one, *others = (
+                    vector(IMAGE_TOKENS, LARGE),
+                    vector("who is"),
+                    vector(f"{IMAGE_TOKENS}\nwho is", LARGE),
+                )
                 wanted = [float(one @ other) for other in others]
-                assert [each["score"] for each in scores.json()["data"]] == pytest.approx(wanted, abs=1e-5)
+                assert [entry["score"] for entry in scores.json()["data"]] == pytest.approx(wanted, abs=1e-5)
 
     asyncio.run(go())

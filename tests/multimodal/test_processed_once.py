@@ -1,4 +1,4 @@
-"""An item that comes again as the same text is known by it: not decoded again, and never mistaken."""
+"""Tests of repeated items: identified by their text, not decoded again, and never confused."""
 
 import asyncio
 import base64
@@ -21,19 +21,19 @@ URL = data_url(file_of(picture(32, 32)))
 
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The lengths of what was decoded from base64."""
-    found: list[int] = []
+    """Return the lengths of the texts that were decoded from base64."""
+    results: list[int] = []
     decode = Fetcher.decode_base64
 
     def counting(self: Fetcher, text: str) -> bytes:
-        found.append(len(text))
+        results.append(len(text))
         return decode(self, text)
 
     monkeypatch.setattr(Fetcher, "decode_base64", counting)
-    return found
+    return results
 
 
-def keeping(max_bytes: int = 1 << 20, **options: Any) -> MediaInputReader:
+def caching_reader(max_bytes: int = 1 << 20, **options: Any) -> MediaInputReader:
     return media(processor_cache=ProcessorCache(max_bytes), **options)
 
 
@@ -42,11 +42,11 @@ def image(url: str = URL, **more: Any) -> MediaInput:
 
 
 def keys(reader: MediaInputReader, *items: MediaInput, **how: Any) -> list[bytes]:
-    return [each.key for each in reader.prepare_now(items, **how)]
+    return [item.key for item in reader.prepare_now(items, **how)]
 
 
-def test_the_same_text_is_decoded_once(decoded: list[int]) -> None:
-    reader = keeping()
+def test_same_text_is_decoded_once(decoded: list[int]) -> None:
+    reader = caching_reader()
     assert keys(reader, image()) == keys(reader, image()) == keys(reader, image(), image())[1:]
     assert len(decoded) == 1
     sound = base64.b64encode(wav(np.zeros((50, 1), np.int16))).decode()
@@ -55,9 +55,9 @@ def test_the_same_text_is_decoded_once(decoded: list[int]) -> None:
     assert len(decoded) == 2
 
 
-def test_what_is_read_in_another_way_is_another_item(decoded: list[int]) -> None:
-    """The text is the same, the rest is not: all of them are decoded, and only some are the same item."""
-    reader = keeping()
+def test_other_reading_options_give_another_item(decoded: list[int]) -> None:
+    """The text is the same but the options differ: all are decoded, and only some are the same item."""
+    reader = caching_reader()
     (plain,) = keys(reader, image())
     (other,) = keys(reader, image(data_url(file_of(picture(32, 32, seed=1)))))
     (smaller,) = keys(reader, image(), arguments={"side": 8})
@@ -73,29 +73,29 @@ def test_what_is_read_in_another_way_is_another_item(decoded: list[int]) -> None
     with pytest.raises(RequestError):
         keys(reader, MediaInput("audio", MediaLink(URL), "here"))
     assert keys(reader, image(URL.replace("image/png", "image/jpeg"))) == [plain] and len(decoded) == 7
-    assert keys(keeping(), image()) == [plain] and len(decoded) == 8
+    assert keys(caching_reader(), image()) == [plain] and len(decoded) == 8
 
 
-def test_the_same_base64_is_another_thing_as_a_url_and_as_a_file(decoded: list[int]) -> None:
-    reader = keeping()
+def test_same_base64_differs_as_url_and_as_file(decoded: list[int]) -> None:
+    reader = caching_reader()
     reader.prepare_now([image()])
     with pytest.raises(RequestError, match="base64"):
         reader.prepare_now([MediaInput("image", Base64Media(URL), "here")])
 
 
-def test_what_is_not_kept_any_more_is_made_again(decoded: list[int]) -> None:
-    reader = keeping()
+def test_evicted_items_are_processed_again(decoded: list[int]) -> None:
+    reader = caching_reader()
     first = keys(reader, image())
     reader.processor_cache.clear()
     assert keys(reader, image()) == first and len(decoded) == 2
-    nowhere = keeping(0)
+    nowhere = caching_reader(0)
     assert keys(nowhere, image()) == keys(nowhere, image()) == first and len(decoded) == 4
 
 
-def test_known_items_count_as_much_as_new_ones() -> None:
-    """Three of them are more than one request may bring, decoded or not; so they are when one is gone."""
+def test_cached_items_count_toward_the_limit() -> None:
+    """Check that three items exceed the limit of a request, decoded or not, also after an eviction."""
     size = len(file_of(picture(32, 32)))
-    reader = keeping(env={"media_max_mb": 2.5 * size / 2**20})
+    reader = caching_reader(env={"media_max_mb": 2.5 * size / 2**20})
     with pytest.raises(RequestError, match=f"at least {3 * size} bytes") as new:
         keys(reader, image(), image(), image())
     assert len(keys(reader, image(), image())) == 2
@@ -108,17 +108,17 @@ def test_known_items_count_as_much_as_new_ones() -> None:
         keys(reader, image(data_url(bytes(3 * size))))
 
 
-def test_a_text_that_cannot_be_read_is_refused_each_time(decoded: list[int]) -> None:
-    reader = keeping()
+def test_unreadable_text_is_refused_each_time(decoded: list[int]) -> None:
+    reader = caching_reader()
     for wrong in ("data:image/png;base64,AAA", "data:image/png,AAAA", "data:image/png;base64,é", "data:"):
         for _ in range(2):
             with pytest.raises(RequestError):
                 reader.prepare_now([image(wrong)])
 
 
-def test_nothing_is_left_of_an_item_that_is_refused() -> None:
-    """Its file and what was decoded of it are not kept until the collector comes."""
-    reader, torn = keeping(), data_url(file_of(picture(64, 64))[:500])
+def test_refused_item_leaves_no_garbage() -> None:
+    """Check that its file and decoded data are freed without the garbage collector."""
+    reader, torn = caching_reader(), data_url(file_of(picture(64, 64))[:500])
 
     async def one(url: str) -> None:
         with contextlib.suppress(RequestError):
@@ -133,7 +133,7 @@ def test_nothing_is_left_of_an_item_that_is_refused() -> None:
             await one(url)
         gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
-        return [type(each).__name__ for each in gc.garbage]
+        return [type(item).__name__ for item in gc.garbage]
 
     try:
         assert not {"MediaInput", "Blob", "PngImageFile", "Task"} & {*asyncio.run(go())}
@@ -143,8 +143,8 @@ def test_nothing_is_left_of_an_item_that_is_refused() -> None:
         gc.enable()
 
 
-def test_what_a_core_has_lost_is_decoded_again(decoded: list[int]) -> None:
-    """A known item has no bytes at hand."""
+def test_item_lost_by_the_core_is_decoded_again(decoded: list[int]) -> None:
+    """A cached item has no bytes at hand."""
     reader = media(processor_cache=ProcessorCache(1 << 20, far=True))
 
     async def go() -> None:
@@ -169,12 +169,10 @@ def _marks(reader: MediaInputReader) -> list[int]:
     return list(reader._media_processor.processor.marks("image"))
 
 
-def test_as_many_texts_are_known_as_there_is_room_for(
-    decoded: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_number_of_cached_texts_is_bounded(decoded: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.multimodal.processing._TEXTS_BYTES", 1024)
     monkeypatch.setattr("quire.multimodal.processing._TEXT_BYTES", 512)
-    reader = keeping()
+    reader = caching_reader()
     urls = [data_url(file_of(picture(8, 8, seed=seed))) for seed in range(3)]
     for url in (*urls, *urls[::-1]):
         keys(reader, image(url))

@@ -1,4 +1,4 @@
-"""Whole engines of Qwen's and GLM's kinds that see, against what transformers says of the same."""
+"""Tests of whole engines of Qwen and GLM vision models against transformers' answers."""
 
 from pathlib import Path
 from typing import Any
@@ -27,25 +27,25 @@ def _image(width: int, height: int) -> Image.Image:
 
 SMALL, WIDE, TALL, LARGE = _image(17, 19), _image(64, 24), _image(20, 60), _image(120, 90)
 FILM = _DRAW.integers(0, 256, (6, 24, 32, 3), np.uint8)
-SEES = "<begin><image><end>"
+IMAGE_TOKENS = "<begin><image><end>"
 WATCHES = {True: "<video begin><video><video end>", False: "<begin><video><end>"}
 Content = tuple[str, list[Image.Image], list[Any]]
 
 
 def prompts(is_glm: bool) -> list[Content]:
-    """Texts, and the images and videos of each; of GLM's transformers takes no video beside an image."""
+    """Return texts with their images and videos; transformers' GLM takes no video beside an image."""
     film = WATCHES[is_glm]
     return [
-        (f"what is {SEES} this", [LARGE], []),
+        (f"what is {IMAGE_TOKENS} this", [LARGE], []),
         ("nothing to see here, only words", [], []),
-        (f"{SEES}one {SEES}and then {SEES}?", [SMALL, WIDE, TALL], []),
-        (f"a film: {film} and {SEES}" if not is_glm else f"a film: {film}!", [TALL][is_glm:], [FILM]),
-        (f"{SEES} again", [SMALL], []),
+        (f"{IMAGE_TOKENS}one {IMAGE_TOKENS}and then {IMAGE_TOKENS}?", [SMALL, WIDE, TALL], []),
+        (f"a film: {film} and {IMAGE_TOKENS}" if not is_glm else f"a film: {film}!", [TALL][is_glm:], [FILM]),
+        (f"{IMAGE_TOKENS} again", [SMALL], []),
     ]
 
 
 class Twin:
-    """transformers' model, with what our processors make of media."""
+    """Model of transformers, with inputs from our processors."""
 
     def __init__(self, family: str, base: Path) -> None:
         self.path, self.model = made(family, base)
@@ -61,8 +61,8 @@ class Twin:
             "image": [self.processor.process("image", image, {}) for image in images],
             "video": [self.processor.process("video", Video(video, fps=4.0), {}) for video in videos],
         }
-        given: dict[str, Any] = {"pixel_values": [], "image_grid_thw": []}
-        given |= {"pixel_values_videos": [], "video_grid_thw": []}
+        tensors: dict[str, Any] = {"pixel_values": [], "image_grid_thw": []}
+        tensors |= {"pixel_values_videos": [], "video_grid_thw": []}
         out: list[int] = []
         kinds: list[int] = []
         while ids:
@@ -80,25 +80,25 @@ class Twin:
                     kinds += [kind if at in of_run else 0 for at in range(len(processed.token_ids))]
                     out += processed.token_ids
                     pixels = patches(processed.arrays).flatten(0, 2)
-                    given["pixel_values" + ("_videos" if modality == "video" else "")].append(pixels)
-                    given[f"{modality}_grid_thw"].append(torch.tensor([processed.facts["grid"]]))
+                    tensors["pixel_values" + ("_videos" if modality == "video" else "")].append(pixels)
+                    tensors[f"{modality}_grid_thw"].append(torch.tensor([processed.facts["grid"]]))
                     break
             else:
                 out.append(ids.pop(0))
                 kinds.append(0)
-        found = {name: torch.cat(parts) for name, parts in given.items() if parts}
-        found |= {"input_ids": torch.tensor([out]), "mm_token_type_ids": torch.tensor([kinds])}
+        model_inputs = {name: torch.cat(parts) for name, parts in tensors.items() if parts}
+        model_inputs |= {"input_ids": torch.tensor([out]), "mm_token_type_ids": torch.tensor([kinds])}
         if videos and hasattr(self.model.config.vision_config, "tokens_per_second"):
-            found["second_per_grid_ts"] = torch.tensor([2 / 4.0] * len(videos))
-        return found
+            model_inputs["second_per_grid_ts"] = torch.tensor([2 / 4.0] * len(videos))
+        return model_inputs
 
     @torch.inference_mode()
-    def says(self, content: Content) -> list[int]:
+    def generate_reference(self, content: Content) -> list[int]:
         inputs = self.inputs(content)
         self.model.generation_config.eos_token_id = None
         out = self.model.generate(**inputs, max_new_tokens=COUNT, do_sample=False)
-        said: list[int] = out[0, inputs["input_ids"].shape[1] :].tolist()
-        return said
+        token_ids: list[int] = out[0, inputs["input_ids"].shape[1] :].tolist()
+        return token_ids
 
 
 def open_llm(path: Path, **settings: Any) -> LLM:
@@ -113,7 +113,7 @@ def open_llm(path: Path, **settings: Any) -> LLM:
     return LLM(str(path), **(defaults | settings))
 
 
-def asked(content: Content) -> Any:
+def request_of(content: Content) -> Any:
     text, images, videos = content
     data: dict[str, Any] = {"image": images} if images else {}
     data |= {"video": [(video, {"fps": 4.0}) for video in videos]} if videos else {}
@@ -122,47 +122,51 @@ def asked(content: Content) -> Any:
 
 def generate(llm: LLM, contents: list[Content]) -> list[Any]:
     params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
-    return llm.generate([asked(content) for content in contents], params, use_tqdm=False)
+    return llm.generate([request_of(content) for content in contents], params, use_tqdm=False)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_said_of_media_is_what_transformers_says(
+def test_answers_about_media_equal_transformers(
     family: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """One image, several of mixed sizes with text between, a video, none; all at once, in chunks that end in
-    the middle of items; then again, when their beginnings are kept."""
+    """Covers one image, several of mixed sizes with text between, a video, none; all at once, in chunks that
+    end within items; then again with the prefix cache."""
     twin = Twin(family, tmp_path_factory.getbasetemp())
     contents = prompts(family.startswith("Glm"))
     llm = open_llm(twin.path, max_num_batched_tokens=24)
-    expected = [twin.says(content) for content in contents]
+    expected = [twin.generate_reference(content) for content in contents]
     first = generate(llm, contents)
-    for content, output, said in zip(contents, first, expected, strict=True):
+    for content, output, token_ids in zip(contents, first, expected, strict=True):
         assert output.prompt_token_ids == twin.inputs(content)["input_ids"][0].tolist()
-        assert output.outputs[0].token_ids == said, content[0]
+        assert output.outputs[0].token_ids == token_ids, content[0]
     again = generate(llm, contents)
     assert [output.outputs[0].token_ids for output in again] == expected
     if family != "Qwen3_5":
         assert all(output.num_cached_tokens > 0.5 * len(output.prompt_token_ids) for output in again)
 
 
-def test_an_image_is_known_by_its_content_and_other_ways_to_bring_it_say_the_same(
+def test_images_are_cached_by_content_and_options(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """Another image of the same size is no hit, and one processed otherwise neither; vectors in its place and
+    """Another image of the same size is no hit, nor is one with other options; embeddings in its place and
     preemptions change nothing."""
     twin = Twin("Qwen2_5_VL", tmp_path_factory.getbasetemp())
     llm = open_llm(twin.path, enable_mm_embeds=True, max_logprobs=-1)
     begin = "a beginning that both share: "
     one, other = (
-        (f"{begin}{SEES}", [image], []) for image in (WIDE, WIDE.transpose(Image.Transpose.ROTATE_180))
+        (f"{begin}{IMAGE_TOKENS}", [image], [])
+        for image in (WIDE, WIDE.transpose(Image.Transpose.ROTATE_180))
     )
     (first,), (second,) = generate(llm, [one]), generate(llm, [other])
-    assert [first.outputs[0].token_ids, second.outputs[0].token_ids] == [twin.says(one), twin.says(other)]
+    assert [first.outputs[0].token_ids, second.outputs[0].token_ids] == [
+        twin.generate_reference(one),
+        twin.generate_reference(other),
+    ]
     assert len(begin) - 4 <= second.num_cached_tokens <= len(begin) + 1
-    (same,) = generate(llm, [(f"{begin}{SEES} and more", [WIDE], [])])
+    (same,) = generate(llm, [(f"{begin}{IMAGE_TOKENS} and more", [WIDE], [])])
     assert same.num_cached_tokens > len(first.prompt_token_ids) - 8
     params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
-    narrower = asked(one) | {"mm_processor_kwargs": {"max_pixels": 512}}
+    narrower = request_of(one) | {"mm_processor_kwargs": {"max_pixels": 512}}
     (less,) = llm.generate([narrower], params, use_tqdm=False)
     assert (
         len(less.prompt_token_ids) < len(first.prompt_token_ids) and less.num_cached_tokens <= len(begin) + 1
@@ -179,16 +183,18 @@ def test_an_image_is_known_by_its_content_and_other_ways_to_bring_it_say_the_sam
         seen.outputs[0].token_ids == first.outputs[0].token_ids and seen.num_cached_tokens <= len(begin) + 1
     )
     contents = [one, other, prompts(is_glm=False)[3]]
-    outputs = generate_preempted(llm, [asked(content) for content in contents], COUNT, at=(1, 3, 4))
-    assert [output.outputs[0].token_ids for output in outputs] == [twin.says(content) for content in contents]
+    outputs = generate_preempted(llm, [request_of(content) for content in contents], COUNT, at=(1, 3, 4))
+    assert [output.outputs[0].token_ids for output in outputs] == [
+        twin.generate_reference(content) for content in contents
+    ]
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("family", ["Qwen2_5_VL"])
-def test_beams_behind_images_are_those_of_transformers(
+def test_beam_search_with_images_equals_transformers(
     family: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Whose places go on behind the largest of the prompt's, in every round."""
+    """Check that positions continue after the largest one of the prompt in every step."""
     twin = Twin(family, tmp_path_factory.mktemp(family))
     content = prompts(is_glm=False)[2]
     inputs = twin.inputs(content)
@@ -197,7 +203,7 @@ def test_beams_behind_images_are_those_of_transformers(
     expected = twin.model.generate(**inputs, **options)[:, inputs["input_ids"].shape[1] :].tolist()
     llm = open_llm(twin.path)
     prompt = {"prompt": content[0], "multi_modal_data": {"image": content[1]}}
-    asked = BeamSearchParams(beam_width=3, max_tokens=COUNT, ignore_eos=True)
-    (output,) = llm.beam_search([prompt], asked)
-    found = [beam.tokens[-COUNT:] for beam in output.sequences]
-    assert found == expected and len({*map(tuple, found)}) == 3
+    params = BeamSearchParams(beam_width=3, max_tokens=COUNT, ignore_eos=True)
+    (output,) = llm.beam_search([prompt], params)
+    beams = [beam.tokens[-COUNT:] for beam in output.sequences]
+    assert beams == expected and len({*map(tuple, beams)}) == 3

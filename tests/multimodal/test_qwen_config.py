@@ -1,4 +1,4 @@
-"""What config.json says of Qwen's and GLM's towers, in the form of the first checkpoints and in today's."""
+"""Tests of config.json of Qwen's and GLM's vision models, in the older form and in the current one."""
 
 import json
 from pathlib import Path
@@ -48,7 +48,7 @@ FIRST: dict[str, Any] = {
     },
     "vocab_size": 151936,
 }
-"""Qwen2.5-VL-3B's."""
+"""Config of Qwen2.5-VL-3B."""
 
 
 def _read(config: dict[str, Any], path: Path) -> Any:
@@ -56,7 +56,7 @@ def _read(config: dict[str, Any], path: Path) -> Any:
     return read_checkpoint(path)
 
 
-def test_a_decoder_beside_its_tower_is_read(tmp_path: Path) -> None:
+def test_decoder_and_vision_config_are_read(tmp_path: Path) -> None:
     checkpoint = _read(FIRST, tmp_path)
     facts, media = checkpoint.facts, checkpoint.facts.media
     assert (facts.architecture, facts.hidden, facts.tied, facts.qkv_bias) == (
@@ -75,7 +75,7 @@ def test_a_decoder_beside_its_tower_is_read(tmp_path: Path) -> None:
     assert _read(older, tmp_path).facts == facts
 
 
-def test_a_tower_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_invalid_vision_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="vision_config"):
         _read(FIRST | {"vision_config": None}, tmp_path)
     with pytest.raises(ConfigError, match="7 heads of 1280"):
@@ -83,7 +83,9 @@ def test_a_tower_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_transformers_saves_is_read(family: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_configs_saved_by_transformers_are_read(
+    family: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     path, model = made(family, tmp_path_factory.getbasetemp())
     facts = read_checkpoint(path).facts
     text, media = model.config.text_config, facts.media

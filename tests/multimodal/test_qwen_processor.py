@@ -1,4 +1,4 @@
-"""What Qwen's and GLM's towers are given, against the processors of transformers."""
+"""Tests of the inputs of Qwen's and GLM's vision encoders, against the processors of transformers."""
 
 import json
 from pathlib import Path
@@ -44,32 +44,32 @@ def pixels_of(processed: ProcessedItem) -> Any:
 
 
 @pytest.mark.parametrize("family", CASES)
-def test_pixels_and_grid_equal_those_of_transformers(family: str, base: Path, tmp_path: Path) -> None:
-    """50 sizes: too few pixels, too many, long and narrow, smaller than a patch."""
+def test_pixels_and_grid_equal_transformers(family: str, base: Path, tmp_path: Path) -> None:
+    """Covers 50 sizes: too few pixels, too many, long and narrow, smaller than a patch."""
     import transformers
 
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(CASES[family]))
     kind = "Glm4vImageProcessorPil" if family == "Glm4v" else "Qwen2VLImageProcessorPil"
-    theirs = getattr(transformers, kind).from_pretrained(tmp_path)
-    ours = processor_of(family, base, tmp_path)
+    reference = getattr(transformers, kind).from_pretrained(tmp_path)
+    actual = processor_of(family, base, tmp_path)
     draw = np.random.default_rng(5)
     sizes = [(1, 1), (1, 200), (9, 1400), (300, 300), *draw.integers(8, 400, (46, 2)).tolist()]
     for width, height in sizes:
         image = Image.fromarray(draw.integers(0, 256, (height, width, 3), np.uint8))
-        expected = theirs(image, return_tensors="np")
-        got = ours.process("image", image, {})
+        expected = reference(image, return_tensors="np")
+        got = actual.process("image", image, {})
         pixels = pixels_of(got)
         assert list(pixels.shape[:3]) == got.facts["grid"] == expected["image_grid_thw"][0].tolist()
-        assert len(got.token_ids) == np.prod(pixels.shape[:3]) // 4 <= ours.most_vectors("image")
+        assert len(got.token_ids) == np.prod(pixels.shape[:3]) // 4 <= actual.most_vectors("image")
         np.testing.assert_allclose(
             pixels.reshape(expected["pixel_values"].shape), expected["pixel_values"], atol=1e-5
         )
     assert len(
-        ours.process("image", Image.new("RGB", ours.largest("image")), {}).token_ids
-    ) <= ours.most_vectors("image")
+        actual.process("image", Image.new("RGB", actual.largest("image")), {}).token_ids
+    ) <= actual.most_vectors("image")
 
 
-def test_arguments_of_a_request_are_checked(base: Path) -> None:
+def test_request_arguments_are_checked(base: Path) -> None:
     processor, image = processor_of("Qwen2VL", base), Image.new("RGB", (64, 48))
     assert processor.process("image", image, {}).facts["grid"] == [1, 12, 16]
     assert processor.process("image", image, {"max_pixels": 1024}).facts["grid"] == [1, 6, 8]
@@ -85,14 +85,14 @@ def test_arguments_of_a_request_are_checked(base: Path) -> None:
         ({"fps": 1e9}, "1000 at most"),
         ({"num_frames": 10**400}, "positive integer"),
     ]
-    for wrong, said in wrongs:
-        with pytest.raises(RequestError, match=said):
+    for wrong, message in wrongs:
+        with pytest.raises(RequestError, match=message):
             processor.process("image", image, wrong)
     with pytest.raises(RequestError, match="too narrow"):
         processor.process("image", Image.new("RGB", (2010, 10)), {})
 
 
-def test_vectors_that_a_user_brings_are_checked(base: Path) -> None:
+def test_user_embeddings_are_checked(base: Path) -> None:
     processor, grid = processor_of("Qwen3VL", base), np.array([[1, 4, 6]])
     vectors = np.zeros((6, 96), np.float32)
     got = processor.process_embeds("image", {"embeds": vectors, "image_grid_thw": grid})
@@ -114,8 +114,9 @@ def test_vectors_that_a_user_brings_are_checked(base: Path) -> None:
             processor.process_embeds("image", wrong)
 
 
-def test_frames_of_a_video_lie_two_by_two(base: Path) -> None:
-    """As transformers lays them out, whose own processor needs torchvision; an odd last one is repeated."""
+def test_video_frames_are_paired(base: Path) -> None:
+    """The layout is that of transformers, with a processor that needs torchvision; an odd last frame is
+    repeated."""
     frames = np.random.default_rng(1).integers(0, 256, (5, 16, 24, 3), np.uint8)
     got = processor_of("Qwen2VL", base).process("video", Video(frames), {})
     assert got.facts["grid"] == [3, 4, 6] and got.token_ids == [VIDEO] * 18
@@ -126,7 +127,7 @@ def test_frames_of_a_video_lie_two_by_two(base: Path) -> None:
     np.testing.assert_allclose(pixels_of(got), expected.numpy(), atol=1e-5)
 
 
-def test_a_video_of_many_frames_is_refused_and_one_of_which_few_are_picked_is_not(base: Path) -> None:
+def test_frame_limit_counts_sampled_frames(base: Path) -> None:
     film = Video(np.zeros((2000, 8, 8, 3), np.uint8), indices=tuple(range(2000)))
     processor = processor_of("Qwen2VL", base)
     with pytest.raises(RequestError, match="2000 frames, and at most 768 are allowed"):
@@ -135,7 +136,7 @@ def test_a_video_of_many_frames_is_refused_and_one_of_which_few_are_picked_is_no
 
 
 @pytest.mark.parametrize("family", ["Qwen2VL", "Qwen3VL", "Glm4v", "Glm46V"])
-def test_what_a_video_becomes_is_known_before(base: Path, family: str) -> None:
+def test_video_vector_count_is_predicted(base: Path, family: str) -> None:
     processor = processor_of(family, base)
     for frames, width, height, arguments in (
         (12, 24, 16, {}),
@@ -150,11 +151,11 @@ def test_what_a_video_becomes_is_known_before(base: Path, family: str) -> None:
     )
 
 
-def test_times_stand_among_the_frames_where_a_family_has_them(base: Path) -> None:
+def test_timestamps_are_between_frames(base: Path) -> None:
     frames = np.zeros((12, 16, 24, 3), np.uint8)
     processor = processor_of("Qwen3VL", base)
     assert processor.marks("video") == [BEGIN, VIDEO, END] and processor.marks("image") == [IMAGE]
-    got = processor.process("video", Video(frames, fps=4.0), {})  # 2 a second: 0, 2, 4, 7, 9, 11
+    got = processor.process("video", Video(frames, fps=4.0), {})  # 2 per second: 0, 2, 4, 7, 9, 11
     words = load_tokenizer(made("Qwen3VL", base)[0], "hf")
     times = [words.encode(f"<{time} seconds>", add_special_tokens=False) for time in ("0.2", "1.4", "2.5")]
     assert got.token_ids == [token for time in times for token in (*time, BEGIN, *[VIDEO] * 6, END)]
@@ -195,8 +196,8 @@ def _rope_index(
 
 
 @pytest.mark.parametrize("family", ["Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Glm4v"])
-def test_positions_equal_those_of_transformers(family: str, base: Path) -> None:
-    """Random layouts of text, images and videos."""
+def test_positions_equal_transformers(family: str, base: Path) -> None:
+    """Covers random layouts of text, images and videos."""
     model = made(family, base)[1]
     processor, draw = processor_of(family, base), np.random.default_rng(2)
     for _ in range(12):
@@ -221,8 +222,8 @@ def test_positions_equal_those_of_transformers(family: str, base: Path) -> None:
             steps += [2 / fps] if modality == "video" else []
             ids += got.token_ids
         ids += draw.integers(3, 250, draw.integers(1, 9)).tolist()
-        ours = processor.positions(ids, items, facts)
+        actual = processor.positions(ids, items, facts)
         expected, _ = _rope_index(model, ids, items, facts, steps)
-        assert ours is not None
-        np.testing.assert_array_equal(ours.numbers(), expected[:, 0].numpy())
+        assert actual is not None
+        np.testing.assert_array_equal(actual.numbers(), expected[:, 0].numpy())
     assert processor.positions(ids, [], []) is None

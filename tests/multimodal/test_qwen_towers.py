@@ -1,4 +1,4 @@
-"""The towers of Qwen and GLM against transformers' in float32: layers, and vectors of several items."""
+"""Tests of the vision encoders of Qwen and GLM against transformers in float32: layers and embeddings."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ GRIDS = [(1, 4, 6), (3, 10, 8), (1, 2, 2), (2, 14, 6)]
 
 
 def tower_of(path: Path, **options: Any) -> Any:
-    """Ours, of the checkpoint at `path`."""
+    """Load our vision encoder from the checkpoint at `path`."""
     checkpoint = read_checkpoint(path)
     media = checkpoint.facts.media
     assert media is not None
@@ -48,32 +48,32 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
-def test_layers_and_vectors_equal_those_of_transformers(family: str, base: Path) -> None:
+def test_layers_and_embeddings_equal_transformers(family: str, base: Path) -> None:
     path, model = made(family, base)
-    theirs, ours = model.model.visual, tower_of(path)
+    reference, tower = model.model.visual, tower_of(path)
     items = [torch.randn(*grid, 96) for grid in GRIDS]
     states: dict[str, list[Any]] = {"theirs": [], "ours": []}
-    for name, layers in (("theirs", theirs.blocks), ("ours", ours.layers)):
+    for name, layers in (("theirs", reference.blocks), ("ours", tower.layers)):
         for layer in layers:
-            layer.register_forward_hook(lambda _, given, out, name=name: states[name].append(out))
-    vectors = torch.cat(ours.encode("image", [{"pixels": item} for item in items]))
-    numbers = sum(each.numel() for each in ours.parameters())
+            layer.register_forward_hook(lambda _, inputs, out, name=name: states[name].append(out))
+    vectors = torch.cat(tower.encode("image", [{"pixels": item} for item in items]))
+    numbers = sum(parameter.numel() for parameter in tower.parameters())
     assert weights.count_parameters(read_checkpoint(path).facts).tower == pytest.approx(numbers, rel=0.06)
     grids = torch.tensor(GRIDS)
-    if family.startswith("Glm"):  # its videos come to the tower as so many images
+    if family.startswith("Glm"):  # transformers passes its videos to the encoder as images
         grids = torch.tensor([(1, *grid[1:]) for grid in GRIDS for _ in range(grid[0])])
-    expected = theirs(torch.cat([item.flatten(0, 2) for item in items]), grid_thw=grids)
-    for mine, other in zip(states["ours"], states["theirs"], strict=True):
-        torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)
+    expected = reference(torch.cat([item.flatten(0, 2) for item in items]), grid_thw=grids)
+    for state, other in zip(states["ours"], states["theirs"], strict=True):
+        torch.testing.assert_close(state, other, atol=1e-4, rtol=1e-4)
     deep = getattr(expected, "deepstack_features", None) or []
     torch.testing.assert_close(vectors, torch.cat([expected.pooler_output, *deep], 1), atol=1e-4, rtol=1e-4)
-    for layer in [*theirs.blocks, *ours.layers]:
+    for layer in [*reference.blocks, *tower.layers]:
         layer._forward_hooks.clear()
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("family", ["Qwen2VL", "Qwen2_5_VL"])
-def test_zeros_between_the_halves_of_a_layer_change_nothing(
+def test_padded_mlp_gives_the_same_embeddings(
     family: str, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, _ = made(family, base)
@@ -86,7 +86,7 @@ def test_zeros_between_the_halves_of_a_layer_change_nothing(
 
 
 class OnDevice(TorchDispatchMode):
-    """Refuses what would come from the host, or wait for the device."""
+    """Mode that refuses operations that copy from the host or wait for the device."""
 
     REFUSED = {"lift_fresh", "_local_scalar_dense", "nonzero", "is_nonzero"}
 
@@ -96,10 +96,10 @@ class OnDevice(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("family", ["Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Glm4v"])
-def test_what_is_laid_out_leaves_nothing_to_the_host(
+def test_encoder_with_a_layout_needs_no_host_work(
     family: str, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that the rest can be captured, and played to other numbers."""
+    """Check that the computation can be captured in a graph and replayed with other inputs."""
     with torch.inference_mode(), OnDevice(), pytest.raises(AssertionError, match="lift_fresh"):
         torch.tensor([1])
     tower = tower_of(made(family, base)[0])
@@ -108,12 +108,12 @@ def test_what_is_laid_out_leaves_nothing_to_the_host(
     expected = tower.encode("image", second)
     monkeypatch.delattr(torch, "from_numpy")
     with torch.inference_mode(), OnDevice():
-        found = tower.compute("image", second, layout)
-    assert all(torch.equal(*each) for each in zip(found, expected, strict=True))
+        result = tower.compute("image", second, layout)
+    assert all(torch.equal(*item) for item in zip(result, expected, strict=True))
 
 
 @pytest.mark.parametrize("family", ["Qwen2_5_VL", "Qwen3VL", "Glm4v", "GlmOcr"])
-def test_two_devices_that_share_a_tower_see_the_same(family: str, base: Path) -> None:
+def test_tensor_parallel_encoder_equals_one_device(family: str, base: Path) -> None:
     path, _ = made(family, base)
     items = [{"pixels": torch.randn(*grid, 96)} for grid in GRIDS]
     with torch.inference_mode():
@@ -134,7 +134,7 @@ def test_two_devices_that_share_a_tower_see_the_same(family: str, base: Path) ->
 
 
 @torch.inference_mode()
-def test_blank_items_are_about_as_large_as_asked_for(base: Path) -> None:
+def test_blank_items_have_about_the_requested_size(base: Path) -> None:
     tower = tower_of(made("Qwen2_5_VL", base)[0])
     for count in (1, 7, 100):
         blank = tower.blank("image", count)
@@ -143,18 +143,16 @@ def test_blank_items_are_about_as_large_as_asked_for(base: Path) -> None:
     assert large > 16 * small
 
 
-def test_names_of_the_first_checkpoints_are_found_and_missing_ones_are_named(
-    base: Path, tmp_path: Path
-) -> None:
-    """`visual.` alone in front, as Qwen2-VL's on the hub have it."""
+def test_older_names_are_loaded_and_missing_ones_reported(base: Path, tmp_path: Path) -> None:
+    """Older Qwen2-VL checkpoints have only `visual.` as prefix."""
     path, _ = made("Qwen2VL", base)
     tensors = load_file(path / "model.safetensors")
     first = {name.replace("model.visual.", "visual."): tensor for name, tensor in tensors.items()}
     (tmp_path / "config.json").write_text((path / "config.json").read_text())
     save_file(first, tmp_path / "model.safetensors")
     item = {"pixels": torch.randn(1, 4, 4, 96)}
-    (ours,), (same,) = tower_of(tmp_path).encode("image", [item]), tower_of(path).encode("image", [item])
-    torch.testing.assert_close(ours, same)
+    (older,), (same,) = tower_of(tmp_path).encode("image", [item]), tower_of(path).encode("image", [item])
+    torch.testing.assert_close(older, same)
     del first["visual.blocks.1.attn.qkv.bias"]
     save_file(first, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=r"lacks 1 .*visual\.blocks\.1\.attn\.qkv\.bias"):
@@ -162,8 +160,8 @@ def test_names_of_the_first_checkpoints_are_found_and_missing_ones_are_named(
 
 
 @torch.inference_mode()
-def test_experts_are_found_with_inputs_or_outputs_first(base: Path, tmp_path: Path) -> None:
-    """transformers saves the latter, and the hub has the former."""
+def test_experts_are_loaded_in_either_layout(base: Path, tmp_path: Path) -> None:
+    """transformers saves outputs first, and the hub has inputs first."""
     path, _ = made("Qwen3VLMoe", base)
     tensors = load_file(path / "model.safetensors")
     for name, tensor in tensors.items():
@@ -172,5 +170,5 @@ def test_experts_are_found_with_inputs_or_outputs_first(base: Path, tmp_path: Pa
     (tmp_path / "config.json").write_text((path / "config.json").read_text())
     save_file(tensors, tmp_path / "model.safetensors")
     ids = random_prompts(9)
-    ours, same = (run_paged(load_tiny(each), ids, [[9]])[0] for each in (tmp_path, path))
-    torch.testing.assert_close(ours, same)
+    loaded, same = (run_paged(load_tiny(folder), ids, [[9]])[0] for folder in (tmp_path, path))
+    torch.testing.assert_close(loaded, same)

@@ -1,4 +1,4 @@
-"""Models that make a vector of each token of a page or of a question, against transformers."""
+"""Tests of retrieval models with one vector per token of a page or of a query, against transformers."""
 
 import shutil
 from pathlib import Path
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from seeing import Twin as Seeing
-from test_qwen import LARGE, SEES, SMALL, WIDE, Twin, asked
+from test_qwen import IMAGE_TOKENS, LARGE, SMALL, WIDE, Twin, request_of
 from tiny_seeing import picture
 
 from quire import LLM
@@ -27,7 +27,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def saved(kind: str, path: Path, twin: Path, config: Any) -> Any:
-    """A model with such a product, beside the files of the one that it is made of."""
+    """Save a model with this projection, beside the files of its base model."""
     import transformers as hf
 
     shutil.copytree(twin, path, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
@@ -42,7 +42,7 @@ def saved(kind: str, path: Path, twin: Path, config: Any) -> Any:
 
 
 def check(path: Path, prompts: list[Any], expected: list[Any]) -> None:
-    """Every token's vector; twice, since nothing of a prompt may be missed then."""
+    """Compare the vector of every token; twice, so that the prefix cache must not skip any."""
     llm = LLM(str(path), **SETTINGS)
     for _ in range(2):
         for output, (ids, vectors) in zip(
@@ -54,13 +54,13 @@ def check(path: Path, prompts: list[Any], expected: list[Any]) -> None:
 
 
 @torch.inference_mode()
-def test_colqwen2_is_transformers(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Images turn by height and width, as it was trained; transformers is told so."""
+def test_colqwen2_equals_transformers(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Image positions rotate by height and width, as in training; transformers gets the same setting."""
     twin = Twin("Qwen2VL", tmp_path_factory.getbasetemp())
     path = tmp_path_factory.mktemp("colqwen2") / "model"
     model = saved("ColQwen2", path, twin.path, twin.model.config)
     contents: list[Any] = [("Query: who is it?", [], [])]
-    contents += [(f"user {SEES}Describe the image.", [image], []) for image in (SMALL, WIDE, LARGE)]
+    contents += [(f"user {IMAGE_TOKENS}Describe the image.", [image], []) for image in (SMALL, WIDE, LARGE)]
     expected = []
     for content in contents:
         inputs = twin.inputs(content)
@@ -70,14 +70,14 @@ def test_colqwen2_is_transformers(tmp_path_factory: pytest.TempPathFactory) -> N
             inputs |= {"pixel_values": inputs["pixel_values"][None], "position_ids": places}
         mask = torch.ones_like(inputs["input_ids"])
         expected.append((inputs["input_ids"][0], model(**inputs, attention_mask=mask).embeddings[0]))
-    check(path, [asked(content) for content in contents], expected)
+    check(path, [request_of(content) for content in contents], expected)
     assert read_checkpoint(path).pooling.projection == SIZE
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("family", ["paligemma", "paligemma2"])
-def test_colpali_is_transformers(family: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Questions see themselves in both directions, as pages do."""
+def test_colpali_equals_transformers(family: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Queries have bidirectional attention, as pages do."""
     twin = Seeing(tmp_path_factory.mktemp(family) / "twin", family)
     path = twin.path.parent / "colpali"
     model = saved("ColPali", path, twin.path, twin.model.config)

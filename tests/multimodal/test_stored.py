@@ -1,4 +1,4 @@
-"""Checkpoints of models that see as they lie on the hub: other names, other files, sparse configurations."""
+"""Tests of vision checkpoints as published: other names, other files, sparse configurations."""
 
 import json
 from collections.abc import Callable
@@ -39,22 +39,23 @@ def _vectors(twin: Twin) -> torch.Tensor:
 
 
 def _older_llava(tensors: Tensors) -> Tensors:
-    """As llava-hf's checkpoints on the hub."""
+    """Rename as llava-hf's checkpoints on the hub."""
     return {
-        name.replace("vision_tower.", "vision_tower.vision_model."): each for name, each in tensors.items()
+        name.replace("vision_tower.", "vision_tower.vision_model."): tensor
+        for name, tensor in tensors.items()
     }
 
 
 def _inner_llava(tensors: Tensors) -> Tensors:
-    """As transformers' modules are called, the body in front."""
-    moved = {name.removeprefix("language_model."): each for name, each in tensors.items()}
+    """Rename as transformers' modules, with the body first."""
+    moved = {name.removeprefix("language_model."): tensor for name, tensor in tensors.items()}
     return {
         name.replace("model.", "model.language_model.", 1)
         if name.startswith("model.")
         else name
         if name.startswith("lm_head")
-        else f"model.{name}": each
-        for name, each in moved.items()
+        else f"model.{name}": item
+        for name, item in moved.items()
     }
 
 
@@ -76,13 +77,13 @@ _INTERN = {
 
 
 def _intern_chat(tensors: Tensors) -> Tensors:
-    """As InternVL's makers save it."""
+    """Rename as InternVL's authors save it."""
     out = {}
-    for name, each in tensors.items():
+    for name, tensor in tensors.items():
         if not name.startswith("language_model."):
             for old, new in _INTERN.items():
                 name = name.replace(old, new)
-        out[name] = each
+        out[name] = tensor
     for name in [name for name in out if ".attn.q_proj." in name]:
         parts = [out.pop(name.replace("q_proj", part)) for part in ("q_proj", "k_proj", "v_proj")]
         out[name.replace("q_proj", "qkv")] = torch.cat(parts)
@@ -107,13 +108,13 @@ def _intern_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _kimi_vl(tensors: Tensors) -> Tensors:
-    """As Kimi-VL, the older of the two."""
+    """Rename as Kimi-VL, the older of the two."""
     parts = {"proj.0": "linear_1", "proj.2": "linear_2", "mm_projector": "multi_modal_projector"}
     out = {}
-    for name, each in tensors.items():
+    for name, tensor in tensors.items():
         for old, new in parts.items() if name.startswith("mm_projector.") else ():
             name = name.replace(old, new)
-        out[name] = each
+        out[name] = tensor
     return out
 
 
@@ -140,10 +141,11 @@ def _kimi_config(config: dict[str, Any]) -> dict[str, Any]:
         ("internvl", _intern_chat, _intern_config),
     ],
 )
-def test_the_same_tower_under_other_names(
+def test_renamed_vision_weights_are_loaded(
     family: str, rename: Callable[[Tensors], Tensors], change: Callable[[Any], Any], tmp_path: Path
 ) -> None:
-    """A checkpoint of the hub that lacks a weight by our names, or whose fused weights are cut wrongly."""
+    """Catches a published checkpoint with a weight that is not found, or fused weights that are split
+    wrongly."""
     twin = Twin(tmp_path, family)
     expected = _vectors(twin)
     weights, config = tmp_path / "model.safetensors", tmp_path / "config.json"
@@ -153,8 +155,8 @@ def test_the_same_tower_under_other_names(
     torch.testing.assert_close(_vectors(twin), expected, atol=1e-6, rtol=1e-6)
 
 
-def test_pan_and_scan_is_asked_for(tmp_path: Path) -> None:
-    """Crops of long and tall images, and the words between them."""
+def test_pan_and_scan_is_supported(tmp_path: Path) -> None:
+    """Covers crops of wide and tall images, and the words between them."""
     twin = Twin(tmp_path, "gemma3")
     scan = {
         "do_pan_and_scan": True,
@@ -164,15 +166,15 @@ def test_pan_and_scan_is_asked_for(tmp_path: Path) -> None:
     }
     for size in ((100, 31), (25, 90), (40, 40), (30, 12)):
         image = picture(*size)
-        theirs = twin.processor(images=[image], text=twin.mark, return_tensors="np", **scan)
-        ours = twin.ours.process("image", image, scan)
-        assert ours.arrays is not None and ours.token_ids == theirs["input_ids"][0].tolist()
-        assert abs(finished(ours.arrays)["pixels"].numpy() - theirs["pixel_values"]).max() < 1e-5
-        assert all(count == 4 for _, count in ours.runs)
-        assert len(ours.runs) == len(theirs["pixel_values"])
+        expected = twin.processor(images=[image], text=twin.mark, return_tensors="np", **scan)
+        actual = twin.ours.process("image", image, scan)
+        assert actual.arrays is not None and actual.token_ids == expected["input_ids"][0].tolist()
+        assert abs(finished(actual.arrays)["pixels"].numpy() - expected["pixel_values"]).max() < 1e-5
+        assert all(count == 4 for _, count in actual.runs)
+        assert len(actual.runs) == len(expected["pixel_values"])
 
 
-def test_wrong_arguments_and_vectors_are_named(tmp_path: Path) -> None:
+def test_invalid_arguments_and_embeddings_are_named(tmp_path: Path) -> None:
     twin = Twin(tmp_path, "llava")
     image = picture(30, 30)
     with pytest.raises(RequestError, match="do_pan_and_scan"):
@@ -186,8 +188,8 @@ def test_wrong_arguments_and_vectors_are_named(tmp_path: Path) -> None:
         twin.ours.process_embeds("image", {"embeds": rows[:, :16]})
 
 
-def test_short_configurations_of_the_hub_are_completed(tmp_path: Path) -> None:
-    """llava-1.5-7b and gemma-3-4b name a few sizes of their decoders alone."""
+def test_sparse_configs_are_completed(tmp_path: Path) -> None:
+    """llava-1.5-7b and gemma-3-4b have only a few sizes of their decoders."""
     llava = {
         "architectures": ["LlavaForConditionalGeneration"],
         "image_token_index": 32000,
@@ -235,16 +237,16 @@ def test_short_configurations_of_the_hub_are_completed(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_a_video_is_frames_of_half_the_patches(tmp_path: Path) -> None:
-    """Frames in order, halved as transformers does, and one vector behind all of them."""
+def test_video_is_frames_of_half_the_patches(tmp_path: Path) -> None:
+    """Frames are in order, halved as transformers does, with one vector after all of them."""
     twin = Twin(tmp_path, "llava_onevision")
     frames = np.stack([np.asarray(picture(40, 30, seed)) for seed in range(3)])
-    ours = twin.ours.process("video", Video(frames), {})
-    pixels = finished(ours.arrays)["pixels"]
-    theirs = twin.model.model.get_video_features(pixels[None]).pooler_output[0]
+    actual = twin.ours.process("video", Video(frames), {})
+    pixels = finished(actual.arrays)["pixels"]
+    expected = twin.model.model.get_video_features(pixels[None]).pooler_output[0]
     (vectors,) = twin.tower().encode("video", [{"pixels": pixels}])
-    torch.testing.assert_close(vectors, theirs, atol=1e-4, rtol=1e-4)
-    assert ours.token_ids == [twin.processor.video_token_id] * len(theirs)
+    torch.testing.assert_close(vectors, expected, atol=1e-4, rtol=1e-4)
+    assert actual.token_ids == [twin.processor.video_token_id] * len(expected)
 
 
 @pytest.mark.parametrize(
@@ -278,10 +280,11 @@ def test_a_video_is_frames_of_half_the_patches(tmp_path: Path) -> None:
         ("step_vl", {}, (32, 5000)),
     ],
 )
-def test_no_request_takes_gigabytes(
+def test_arguments_cannot_allocate_gigabytes(
     family: str, arguments: dict[str, Any], size: tuple[int, int], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Numbers that are none, and such that take all memory or for ever: refused before anything is made."""
+    """Invalid numbers, and values that would take all memory or run forever, are refused before any
+    allocation."""
     if family not in _TWINS:
         _TWINS[family] = Twin(tmp_path_factory.mktemp(family), family)
     with pytest.raises(RequestError):
@@ -292,10 +295,10 @@ _TWINS: dict[str, Twin] = {}
 
 
 @pytest.mark.parametrize("family", [*MORE, *LATEST])
-def test_two_devices_that_share_a_tower_see_the_same(
+def test_tensor_parallel_vision_encoder_equals_one_device(
     family: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Weights of all heads in one that are cut wrongly, a sum that is left out or made twice."""
+    """Catches fused head weights that are split wrongly, and an all-reduce that is missing or done twice."""
     if family not in _TWINS:
         _TWINS[family] = Twin(tmp_path_factory.mktemp(family), family)
     twin = _TWINS[family]
@@ -316,8 +319,10 @@ def test_two_devices_that_share_a_tower_see_the_same(
 
 
 @pytest.mark.parametrize("family", [*MORE, *LATEST])
-def test_a_decoder_is_loaded_without_its_tower(family: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """language_model_only: the weights that are left over are those of towers, by all names."""
+def test_decoder_is_loaded_without_its_vision_encoder(
+    family: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """With language_model_only the unused weights are those of vision encoders, under all names."""
     if family not in _TWINS:
         _TWINS[family] = Twin(tmp_path_factory.mktemp(family), family)
     checkpoint = _TWINS[family].checkpoint
@@ -328,8 +333,8 @@ def test_a_decoder_is_loaded_without_its_tower(family: str, tmp_path_factory: py
 
 
 @torch.no_grad()
-def test_smolvlm_is_idefics_by_another_name(tmp_path: Path) -> None:
-    """Its configuration, and the names of its weights."""
+def test_smolvlm_is_loaded_as_idefics3(tmp_path: Path) -> None:
+    """Covers its configuration and the names of its weights."""
     import transformers as hf
 
     twin = Twin(tmp_path, "idefics3")
@@ -343,25 +348,25 @@ def test_smolvlm_is_idefics_by_another_name(tmp_path: Path) -> None:
     assert twin.checkpoint.facts.architecture == "LlamaForCausalLM"
     inputs = twin.inputs(twin.mark, [picture(60, 28)])
     kinds = ("pixel_values", "pixel_attention_mask")
-    (theirs,) = model.model.get_image_features(**{name: inputs[name] for name in kinds}).pooler_output
-    torch.testing.assert_close(_vectors(twin), theirs, atol=1e-4, rtol=1e-4)
+    (expected,) = model.model.get_image_features(**{name: inputs[name] for name in kinds}).pooler_output
+    torch.testing.assert_close(_vectors(twin), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_paddleocr_is_read_as_its_makers_publish_it(tmp_path: Path) -> None:
-    """The decoder's keys beside the tower, in the words of before, and other names in front of tensors."""
+def test_published_paddleocr_is_loaded(tmp_path: Path) -> None:
+    """The decoder's keys are beside the vision encoder, in an older format, with other tensor prefixes."""
     twin = Twin(tmp_path, "paddleocr_vl")
     expected, facts = _vectors(twin), twin.checkpoint.facts
     names = {"model.language_model.": "model.", "model.projector.": "mlp_AR.", "model.visual.": "visual."}
     tensors = {}
-    for name, each in load_file(tmp_path / "model.safetensors").items():
+    for name, item in load_file(tmp_path / "model.safetensors").items():
         front = next((front for front in names if name.startswith(front)), "")
-        tensors[names.get(front, "") + name.removeprefix(front)] = each
+        tensors[names.get(front, "") + name.removeprefix(front)] = item
     save_file(tensors | {"visual.vision_model.head.probe": torch.zeros(1)}, tmp_path / "model.safetensors")
-    said = json.loads((tmp_path / "config.json").read_text())
-    text = said.pop("text_config")
+    config = json.loads((tmp_path / "config.json").read_text())
+    text = config.pop("text_config")
     rope = text.pop("rope_parameters")
     text |= {"rope_scaling": {"type": "default", **rope}, "rope_theta": rope.pop("rope_theta")}
-    (tmp_path / "config.json").write_text(json.dumps({**text, **said}))
+    (tmp_path / "config.json").write_text(json.dumps({**text, **config}))
     twin.reread()
     assert twin.checkpoint.facts == facts
     torch.testing.assert_close(_vectors(twin), expected)
@@ -375,8 +380,8 @@ def test_paddleocr_is_read_as_its_makers_publish_it(tmp_path: Path) -> None:
     )
 
 
-def test_the_mark_of_aya_vision_need_not_be_a_token(tmp_path: Path) -> None:
-    """And a request may ask for an image without tiles."""
+def test_aya_vision_placeholder_need_not_be_a_token(tmp_path: Path) -> None:
+    """A request may also use an image without tiles."""
     twin = Twin(tmp_path, "aya_vision")
     image = picture(60, 28)
     with_token = twin.token_ids("a<image>b", [image])
@@ -390,13 +395,13 @@ def test_the_mark_of_aya_vision_need_not_be_a_token(tmp_path: Path) -> None:
     assert whole.token_ids.count(twin.image_id) == 4 < with_token.count(twin.image_id)
 
 
-def test_gemma3n_as_it_is_published_reads(tmp_path: Path) -> None:
-    """Towers that are not read, and keys of layers that see those of others."""
+def test_published_gemma3n_is_loaded(tmp_path: Path) -> None:
+    """Encoders are skipped, and layers share the KV cache of others."""
     path, _ = make_tiny("Gemma3nForCausalLM", tmp_path)
     prompts = random_prompts(9, 14)
     expected = run_paged(load_tiny(path), prompts, [[9, 14]])
     tensors = load_file(path / "model.safetensors")
-    inner = {name.replace("model.", "model.language_model.", 1): each for name, each in tensors.items()}
+    inner = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
     keys = tensors["model.layers.1.self_attn.k_proj.weight"]
     more = {"model.language_model.layers.4.self_attn.k_proj.weight": keys.clone()}
     more["model.vision_tower.timm_model.conv_stem.conv.weight"] = torch.zeros(2)
@@ -404,24 +409,24 @@ def test_gemma3n_as_it_is_published_reads(tmp_path: Path) -> None:
     text = json.loads((path / "config.json").read_text())
     whole = {"architectures": ["Gemma3nForConditionalGeneration"], "text_config": text, "vision_config": {}}
     (path / "config.json").write_text(json.dumps(whole))
-    for ours, theirs in zip(run_paged(load_tiny(path), prompts, [[9, 14]]), expected, strict=True):
-        assert torch.equal(ours, theirs)
+    for actual, reference in zip(run_paged(load_tiny(path), prompts, [[9, 14]]), expected, strict=True):
+        assert torch.equal(actual, reference)
 
 
-def test_gemma4_as_it_is_published_reads(tmp_path: Path) -> None:
-    """Towers that are not read; sizes of layers as files of the first day name them."""
+def test_published_gemma4_is_loaded(tmp_path: Path) -> None:
+    """Encoders are skipped; layer sizes have the names of the first files."""
     path, _ = make_tiny("Gemma4ForCausalLM", tmp_path)
     prompts = random_prompts(9, 14)
     expected = run_paged(load_tiny(path), prompts, [[9, 14]])
     tensors = load_file(path / "model.safetensors")
-    inner = {name.replace("model.", "model.language_model.", 1): each for name, each in tensors.items()}
+    inner = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
     inner["model.vision_tower.std_bias"] = torch.zeros(2)
     inner["model.embed_audio.embedding_projection.weight"] = torch.zeros(2)
     save_file(inner, path / "model.safetensors")
     text = json.loads((path / "config.json").read_text())
-    assert {own["head_dim"] for own in text.pop("per_layer_config").values()} == {32}
+    assert {layer["head_dim"] for layer in text.pop("per_layer_config").values()} == {32}
     text["global_head_dim"] = 32
     whole = {"architectures": ["Gemma4ForConditionalGeneration"], "text_config": text, "vision_config": {}}
     (path / "config.json").write_text(json.dumps(whole))
-    for ours, theirs in zip(run_paged(load_tiny(path), prompts, [[9, 14]]), expected, strict=True):
-        assert torch.equal(ours, theirs)
+    for actual, reference in zip(run_paged(load_tiny(path), prompts, [[9, 14]]), expected, strict=True):
+        assert torch.equal(actual, reference)

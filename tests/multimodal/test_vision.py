@@ -1,4 +1,4 @@
-"""Families that see, against transformers: pixels, spans, vectors."""
+"""Tests of vision families against transformers: pixels, placeholders, embeddings."""
 
 import numpy as np
 import pytest
@@ -18,8 +18,8 @@ def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Twin(tmp_path_factory.mktemp(request.param), request.param)
 
 
-def test_pixels_are_those_of_transformers(twin: Twin) -> None:
-    """Images of 50 sizes: another filter, another rounding, another crop."""
+def test_pixels_equal_transformers(twin: Twin) -> None:
+    """Covers images of 50 sizes. Catches another filter, another rounding, another crop."""
     if isinstance(twin.processor, Stand) and not twin.processor.pixels(picture(5, 5)):
         pytest.skip("transformers resizes these with torchvision alone")
     if twin.least > 5:
@@ -27,48 +27,50 @@ def test_pixels_are_those_of_transformers(twin: Twin) -> None:
             twin.ours.process("image", picture(7, 40), {})
     for width, height in sizes(least=twin.least):
         image = picture(width, height)
-        ours = twin.ours.process("image", image, {})
-        found = finished(ours.arrays)
+        actual = twin.ours.process("image", image, {})
+        result = finished(actual.arrays)
         if isinstance(twin.processor, Stand):
             expected = twin.processor.pixels(image)
-            assert expected.keys() == found.keys()
-            for name, each in expected.items():
-                close(found[name].numpy().reshape(each.shape), each)
+            assert expected.keys() == result.keys()
+            for name, item in expected.items():
+                close(result[name].numpy().reshape(item.shape), item)
             continue
-        pixels = found["pixels"].numpy()
-        theirs = twin.inputs(twin.mark, [image])["pixel_values"]
-        close(pixels.reshape(-1, *pixels.shape[-3:]), np.asarray(theirs).reshape(-1, *pixels.shape[-3:]))
+        pixels = result["pixels"].numpy()
+        reference = twin.inputs(twin.mark, [image])["pixel_values"]
+        close(pixels.reshape(-1, *pixels.shape[-3:]), np.asarray(reference).reshape(-1, *pixels.shape[-3:]))
 
 
-def test_spans_are_those_of_transformers(twin: Twin) -> None:
-    """Marks at both ends, next to each other, and beside what their spans begin and end with."""
+def test_placeholders_equal_transformers(twin: Twin) -> None:
+    """Placeholders at both ends, next to each other, and beside the tokens that they begin and end with."""
     images = [picture(*size) for size in PAIRS]
     mark = twin.mark
     for text in (f"{mark}ab\n{mark}\n\ncd {mark}", f"user\n{mark}{mark}x{mark}\n"):
-        theirs = twin.inputs(text, images)["input_ids"][0].tolist()
-        assert twin.token_ids(text, images) == theirs
+        expected = twin.inputs(text, images)["input_ids"][0].tolist()
+        assert twin.token_ids(text, images) == expected
 
 
 @torch.no_grad()
-def test_vectors_are_those_of_transformers(twin: Twin) -> None:
-    """A layer left out, a norm forgotten, items mixed up in a batch."""
+def test_image_embeddings_equal_transformers(twin: Twin) -> None:
+    """Catches a missing layer or norm, and items that are mixed up in a batch."""
     images = [picture(*size) for size in PAIRS]
     inputs = twin.inputs(twin.mark * len(images), images)
     ids = inputs.pop("input_ids")
     for name in ("attention_mask", "token_type_ids"):
         inputs.pop(name, None)
-    theirs = twin.features(inputs)
+    expected = twin.features(inputs)
     items = [twin.ours.process("image", image, {}) for image in images]
     arrays = [finished(item.arrays) for item in items if item.arrays is not None]
     tower = twin.tower()
     vectors = tower.encode("image", arrays)
-    torch.testing.assert_close(torch.cat(vectors), theirs, atol=1e-4, rtol=1e-4)
-    assert int(torch.isin(ids, torch.tensor([*twin.image_ids])).sum()) == len(theirs)
-    for item, each in zip(items, vectors, strict=True):
-        assert len(each) == sum(count for _, count in item.runs or [(0, len(item.token_ids))])
-    costs = [tower.cost("image", {name: tuple(each.shape) for name, each in item.items()}) for item in arrays]
+    torch.testing.assert_close(torch.cat(vectors), expected, atol=1e-4, rtol=1e-4)
+    assert int(torch.isin(ids, torch.tensor([*twin.image_ids])).sum()) == len(expected)
+    for item, vector in zip(items, vectors, strict=True):
+        assert len(vector) == sum(count for _, count in item.runs or [(0, len(item.token_ids))])
+    costs = [
+        tower.cost("image", {name: tuple(entry.shape) for name, entry in item.items()}) for item in arrays
+    ]
     assert all(cost > 0 for cost in costs)
-    numbers = sum(each.numel() for each in tower.parameters())
+    numbers = sum(parameter.numel() for parameter in tower.parameters())
     assert count_parameters(twin.checkpoint.facts).tower == pytest.approx(numbers, rel=0.06)
     (blank,) = tower.encode("image", [tower.blank("image", twin.ours.most_vectors("image"))])
     assert len(blank) == pytest.approx(twin.ours.most_vectors("image"), rel=0.03)

@@ -1,4 +1,4 @@
-"""Whole engines of families that see, against what transformers says of the same."""
+"""Tests of whole engines of vision families against transformers' answers."""
 
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,8 @@ def prompts(mark: str) -> list[Content]:
 
 
 @torch.inference_mode()
-def says(twin: Twin, content: Content) -> tuple[list[int], list[float]]:
-    """Tokens, and how likely each was."""
+def generate_reference(twin: Twin, content: Content) -> tuple[list[int], list[float]]:
+    """Return the generated tokens and their logprobs."""
     text, images = content
     inputs = twin.inputs(text, images) if images else twin.processor.tokenizer(text, return_tensors="pt")
     if not images:
@@ -36,17 +36,17 @@ def says(twin: Twin, content: Content) -> tuple[list[int], list[float]]:
     out = twin.model.generate(
         **inputs, max_new_tokens=COUNT, do_sample=False, output_logits=True, return_dict_in_generate=True
     )
-    said: list[int] = out.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+    token_ids: list[int] = out.sequences[0, inputs["input_ids"].shape[1] :].tolist()
     likely = torch.cat(out.logits).log_softmax(-1)
-    return said, [float(likely[at, token]) for at, token in enumerate(said)]
+    return token_ids, [float(likely[at, token]) for at, token in enumerate(token_ids)]
 
 
 def generate(llm: LLM, contents: list[Content]) -> list[Any]:
     params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, logprobs=0)
-    return llm.generate(asked(contents), params, use_tqdm=False)
+    return llm.generate(requests_of(contents), params, use_tqdm=False)
 
 
-def asked(contents: list[Content]) -> list[Any]:
+def requests_of(contents: list[Content]) -> list[Any]:
     return [
         {"prompt": text, "multi_modal_data": {"image": images}} if images else text
         for text, images in contents
@@ -54,14 +54,14 @@ def asked(contents: list[Content]) -> list[Any]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_said_of_images_is_what_transformers_says(
+def test_answers_about_images_equal_transformers(
     family: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """One image, several of mixed sizes with text between, none; all at once, in chunks that end within
-    items where they may; then again, when their beginnings are kept; then with preemptions."""
+    """Covers one image, several of mixed sizes with text between, none; all at once, in chunks that end
+    within items where allowed; then again with the prefix cache; then with preemptions."""
     twin = Twin(tmp_path_factory.mktemp(family), family)
     contents = prompts(twin.mark)
-    expected = [says(twin, content) for content in contents]
+    expected = [generate_reference(twin, content) for content in contents]
     llm = LLM(
         str(twin.path),
         dtype="float32",
@@ -74,33 +74,36 @@ def test_what_is_said_of_images_is_what_transformers_says(
         use_tqdm_on_load=False,
     )
     first = generate(llm, contents)
-    for content, output, (said, likely) in zip(contents, first, expected, strict=True):
+    for content, output, (token_ids, likely) in zip(contents, first, expected, strict=True):
         text, images = content
         if images:
             assert output.prompt_token_ids == twin.inputs(text, images)["input_ids"][0].tolist()
         answer = output.outputs[0]
-        assert answer.token_ids == said, text
-        found = [each[token].logprob for each, token in zip(answer.logprobs, said, strict=True)]
-        assert found == pytest.approx(likely, abs=1e-3)
+        assert answer.token_ids == token_ids, text
+        logprobs = [
+            position[token].logprob for position, token in zip(answer.logprobs, token_ids, strict=True)
+        ]
+        assert logprobs == pytest.approx(likely, abs=1e-3)
     again = generate(llm, contents)
-    assert [output.outputs[0].token_ids for output in again] == [said for said, _ in expected]
+    assert [output.outputs[0].token_ids for output in again] == [token_ids for token_ids, _ in expected]
     assert all(output.num_cached_tokens > 0.5 * len(output.prompt_token_ids) for output in again)
     llm.reset_prefix_cache()
-    outputs = generate_preempted(llm, asked(contents), COUNT, at=(1, 2, 5))
-    assert [output.outputs[0].token_ids for output in outputs] == [said for said, _ in expected]
+    outputs = generate_preempted(llm, requests_of(contents), COUNT, at=(1, 2, 5))
+    assert [output.outputs[0].token_ids for output in outputs] == [token_ids for token_ids, _ in expected]
     processor_cache = llm.llm_engine.inputs.media.processor_cache
     assert len(processor_cache) == 4
     llm.reset_mm_cache()
     assert not len(processor_cache)
 
 
-def test_a_prompt_that_sees_itself_must_fit_into_a_step(tmp_path: Path) -> None:
-    """One that is divided would see its first half alone; a text without a mark is about one image."""
+def test_bidirectional_prompt_must_fit_into_a_step(tmp_path: Path) -> None:
+    """A split prompt would attend to its first half only; a text without a placeholder is about one
+    image."""
     twin = Twin(tmp_path, "paligemma")
     content = "describe", [SMALL]
     llm = LLM(str(tmp_path), dtype="float32", max_model_len=64, max_num_batched_tokens=32, max_num_seqs=2)
     with pytest.raises(RequestError, match="The prompt has 36 tokens .* and a step holds 32"):
         generate(llm, [("x" * 30, [SMALL])])
     (output,) = generate(llm, [content])
-    assert output.outputs[0].token_ids == says(twin, content)[0]
+    assert output.outputs[0].token_ids == generate_reference(twin, content)[0]
     assert output.prompt_token_ids == twin.inputs("<image>describe", [SMALL])["input_ids"][0].tolist()

@@ -1,4 +1,5 @@
-"""Whisper laid out as OpenAI's checkpoints are, with all their tokens, against `generate` of transformers."""
+"""Tests of Whisper in the format of OpenAI's checkpoints, with all tokens, against `generate` of
+transformers."""
 
 import json
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ def languages() -> list[str]:
 
 
 def save_tokenizer(path: Path) -> None:
-    """The ids of the multilingual ones: words, the end, languages, tasks, moments."""
+    """Save the ids of the multilingual tokenizer: words, the end, languages, tasks, timestamps."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [*letters, *(f"Ġw{i}" for i in range(len(letters), END))]
     backend = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
@@ -44,7 +45,7 @@ def save_tokenizer(path: Path) -> None:
 
 
 class Published:
-    """A tiny random model in their files, and transformers' own."""
+    """Tiny random model in the published format, with transformers' model."""
 
     def __init__(self, path: Path) -> None:
         import transformers as hf
@@ -58,7 +59,7 @@ class Published:
         torch.manual_seed(0)
         self.model = hf.WhisperForConditionalGeneration(config).eval()
         codes = {f"<|{code}|>": START + 1 + i for i, code in enumerate(languages())}
-        said = {
+        settings = {
             "suppress_tokens": [1, 2, 7, 8, START, TRANSLATE, TRANSCRIBE, 50360, 50361, 50362],
             "begin_suppress_tokens": [220, END],
             "lang_to_id": codes,
@@ -73,26 +74,28 @@ class Published:
             **ends,
         }
         self.model.save_pretrained(path)
-        (path / "generation_config.json").write_text(json.dumps(said))
+        (path / "generation_config.json").write_text(json.dumps(settings))
         tensors = load_file(path / "model.safetensors")
         head = {"proj_out.weight": tensors["model.decoder.embed_tokens.weight"].clone()}
         save_file(tensors | head, path / "model.safetensors", {"format": "pt"})
         self.extractor = hf.WhisperFeatureExtractor()
         self.extractor.save_pretrained(path)
         save_tokenizer(path)
-        for name, value in said.items():
+        for name, value in settings.items():
             setattr(self.model.generation_config, name, value)
-        self.model.generation_config.forced_decoder_ids = None  # this transformers knows them no more
+        self.model.generation_config.forced_decoder_ids = (
+            None  # this version of transformers does not support them
+        )
         sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "num_gpu_blocks_override": 200}
         self.llm = LLM(str(path), dtype="float32", use_tqdm_on_load=False, **sizes)
 
     @property
     def speech(self) -> Transcriber:
-        found = self.llm.llm_engine.inputs.media.speech
-        assert found is not None
-        return found
+        transcriber = self.llm.llm_engine.inputs.media.speech
+        assert transcriber is not None
+        return transcriber
 
-    def says(self, samples: Any, task: str, language: str | None, **wanted: Any) -> list[int]:
+    def transcribe(self, samples: Any, task: str, language: str | None, **wanted: Any) -> list[int]:
         params = SamplingParams(temperature=0, **({"max_tokens": COUNT} | wanted))
         prompt = {
             "prompt_token_ids": self.speech.prompt(task, language),
@@ -102,8 +105,10 @@ class Published:
         return list(output.outputs[0].token_ids)
 
     def features(self, samples: Any) -> torch.Tensor:
-        found: torch.Tensor = self.extractor(samples, sampling_rate=RATE, return_tensors="pt").input_features
-        return found
+        transcriber: torch.Tensor = self.extractor(
+            samples, sampling_rate=RATE, return_tensors="pt"
+        ).input_features
+        return transcriber
 
 
 @pytest.fixture(scope="module")
@@ -112,55 +117,58 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Published]:
 
 
 @torch.inference_mode()
-def test_tasks_and_pieces_are_written_as_transformers_writes_them(published: Published) -> None:
-    """The tokens in front that its `generate` puts there of itself, and all that it never says."""
+def test_tasks_and_chunks_equal_transformers(published: Published) -> None:
+    """Includes the prefix tokens that `generate` adds, and all suppressed tokens."""
     samples = noise(40 * RATE)
     pieces = [piece for _, piece in pieces_of(samples, published.speech.at_once)]
     assert len(pieces) == 2 and [*published.speech.languages] == languages()
-    said = []
+    transcriptions = []
     for piece, task, language in ((pieces[0], "transcribe", "de"), (pieces[1], "translate", "yo")):
         expected = published.model.generate(
             input_features=published.features(piece), task=task, language=language, max_new_tokens=COUNT
         )
-        said.append(published.says(piece, task, language))
-        assert said[-1] == expected[0].tolist()[-len(said[-1]) :] and len(said[-1]) > 4
-    assert said[0] != said[1]
+        transcriptions.append(published.transcribe(piece, task, language))
+        assert (
+            transcriptions[-1] == expected[0].tolist()[-len(transcriptions[-1]) :]
+            and len(transcriptions[-1]) > 4
+        )
+    assert transcriptions[0] != transcriptions[1]
 
 
 @torch.inference_mode()
-def test_moments_come_as_transformers_has_them_come(published: Published) -> None:
-    """By all of its rules, with their tokens, beside answers without moments."""
-    speech, told = published.speech, list[tuple[Any, str, str, bool]]()
+def test_timestamps_equal_transformers(published: Published) -> None:
+    """Covers all of its rules, beside answers without timestamps."""
+    speech, cases = published.speech, list[tuple[Any, str, str, bool]]()
     for seconds, task, language in ((3, "transcribe", "de"), (29, "translate", "yo")):
-        told += [(noise(seconds * RATE, seconds), task, language, timed) for timed in (True, False)]
+        cases += [(noise(seconds * RATE, seconds), task, language, timed) for timed in (True, False)]
     prompts = [
         {
             "prompt_token_ids": speech.prompt(task, language, timed=timed),
             "multi_modal_data": {"audio": (samples, RATE)},
         }
-        for samples, task, language, timed in told
+        for samples, task, language, timed in cases
     ]
-    params = [SamplingParams(temperature=0, max_tokens=COUNT + 4, timestamps=each[-1]) for each in told]
+    params = [SamplingParams(temperature=0, max_tokens=COUNT + 4, timestamps=case[-1]) for case in cases]
     outputs = published.llm.generate(prompts, params, use_tqdm=False)
-    for output, (samples, task, language, timed) in zip(outputs, told, strict=True):
-        said = list(output.outputs[0].token_ids)
+    for output, (samples, task, language, timed) in zip(outputs, cases, strict=True):
+        token_ids = list(output.outputs[0].token_ids)
         expected = published.model.generate(
             input_features=published.features(samples),
             task=task,
             language=language,
             max_new_tokens=COUNT + 4,
             return_timestamps=timed,
-            force_unique_generate_call=True,  # or it goes on behind the last moment
+            force_unique_generate_call=True,  # or it continues after the last timestamp
         )
-        assert said == expected[0].tolist()[-len(said) :]
+        assert token_ids == expected[0].tolist()[-len(token_ids) :]
         if timed:
-            assert UNTIMED < said[0] <= UNTIMED + 51 and sum(id > UNTIMED for id in said) >= 3
+            assert UNTIMED < token_ids[0] <= UNTIMED + 51 and sum(id > UNTIMED for id in token_ids) >= 3
 
 
 @torch.inference_mode()
-def test_tokens_were_said_when_transformers_says(published: Published) -> None:
-    """By two heads of the upper layer, in chunks and of other lengths at once."""
-    model, told = published.model, list[Any]()
+def test_token_times_equal_transformers(published: Published) -> None:
+    """Covers two alignment heads of the upper layer, in chunks and with several lengths at once."""
+    model, requests = published.model, list[Any]()
     model.set_attn_implementation("eager")
     params, expected = list[SamplingParams](), list[list[int]]()
     for seconds in (3, 12, 29):
@@ -168,7 +176,7 @@ def test_tokens_were_said_when_transformers_says(published: Published) -> None:
         heard = published.extractor(
             samples, sampling_rate=RATE, return_tensors="pt", return_attention_mask=True
         )
-        found = model.generate(
+        reference = model.generate(
             **heard,
             language="de",
             max_new_tokens=COUNT + seconds,
@@ -177,33 +185,33 @@ def test_tokens_were_said_when_transformers_says(published: Published) -> None:
             force_unique_generate_call=True,
             return_dict_in_generate=True,
         )
-        moments, ids = found["token_timestamps"][0], found["sequences"][0].tolist()
+        moments, ids = reference["token_timestamps"][0], reference["sequences"][0].tolist()
         expected.append((moments[3:-1] * 50).round().int().tolist())
         prompt_ids, aligning = published.speech.aligning(ids[:3], ids[3:], len(samples))
-        told.append({"prompt_token_ids": prompt_ids, "multi_modal_data": {"audio": (samples, RATE)}})
-        asked = {"max_tokens": 1, "temperature": 0, "skip_reading_prefix_cache": True}
-        params.append(SamplingParams(**asked, aligning=aligning))
-    outputs = published.llm.generate(told, params, use_tqdm=False)
+        requests.append({"prompt_token_ids": prompt_ids, "multi_modal_data": {"audio": (samples, RATE)}})
+        fields = {"max_tokens": 1, "temperature": 0, "skip_reading_prefix_cache": True}
+        params.append(SamplingParams(**fields, aligning=aligning))
+    outputs = published.llm.generate(requests, params, use_tqdm=False)
     assert [output.aligned for output in outputs] == expected
-    assert all(len(set(each)) > 2 for each in expected[::2])
+    assert all(len(set(times)) > 2 for times in expected[::2])
 
 
 @torch.inference_mode()
-def test_the_language_is_the_one_that_transformers_hears(published: Published) -> None:
+def test_detected_language_equals_transformers(published: Published) -> None:
     codes, config = published.speech.languages, published.model.generation_config
     for seconds in (1, 12):
         samples = noise(seconds * RATE, seconds)
         features = published.features(samples)
         (expected,) = published.model.detect_language(features, generation_config=config).tolist()
         options = {"max_tokens": 1, "allowed_token_ids": [*codes.values()]}
-        assert published.says(samples, "transcribe", None, **options) == [expected]
+        assert published.transcribe(samples, "transcribe", None, **options) == [expected]
 
 
-def test_moments_of_all_their_tokens_part_the_text(published: Published) -> None:
+def test_timestamps_split_the_text_into_segments(published: Published) -> None:
     zero = UNTIMED + 1
     words = [100, 101]
     token_ids = [zero, *words, zero + 75, zero + 75, 102, zero + 1500, END]
-    found = [*published.speech.segments(token_ids, 30.0)]
-    moments = [(each.start, each.end) for each in found]
+    segments = [*published.speech.segments(token_ids, 30.0)]
+    moments = [(segment.start, segment.end) for segment in segments]
     assert np.allclose(moments, [(0.0, 1.5), (1.5, 30.0)])
-    assert [each.token_ids for each in found] == [words, [102]]
+    assert [segment.token_ids for segment in segments] == [words, [102]]

@@ -1,11 +1,11 @@
-"""Whisper that tells the time, against transformers: in batches, preempted, ahead of the host."""
+"""Tests of Whisper timestamps against transformers: in batches, preempted, with asynchronous steps."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cuda_on_cpu import pretend_device
+from cuda_on_cpu import use_fake_device
 from hearing import RATE, SECONDS, save_scribe, sound
 
 from quire import LLM, SamplingParams
@@ -22,25 +22,25 @@ TIMED, FREE = (
 
 
 class Twin:
-    """The checkpoint, and transformers' model."""
+    """Checkpoint with transformers' model."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.model, self.heard = save_scribe(path)
+        self.model, self.processor = save_scribe(path)
 
     def prompt(self, before: str, timed: bool) -> list[int]:
         text = before + "<|startoftranscript|><|de|><|transcribe|>" + "<|notimestamps|>" * (not timed)
-        found: list[int] = self.heard.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return found
+        prompt_ids: list[int] = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return prompt_ids
 
     @torch.inference_mode()
-    def says(self, prompt_ids: list[int], given: Audio, timed: bool) -> list[int]:
+    def generate_reference(self, prompt_ids: list[int], audio: Audio, timed: bool) -> list[int]:
         from transformers import GenerationMixin, LogitsProcessorList, WhisperTimeStampLogitsProcessor
 
         config = self.model.generation_config
         rules = [WhisperTimeStampLogitsProcessor(config, len(prompt_ids))] if timed else []
         ids = torch.tensor([prompt_ids])
-        features = self.heard.features(given.samples, sampling_rate=RATE, return_tensors="pt")
+        features = self.processor.features(audio.samples, sampling_rate=RATE, return_tensors="pt")
         out = GenerationMixin.generate(
             self.model,
             input_features=features["input_features"],
@@ -51,8 +51,8 @@ class Twin:
             do_sample=False,
             eos_token_id=[],
         )
-        said: list[int] = out[0, ids.shape[1] :].tolist()
-        return said
+        token_ids: list[int] = out[0, ids.shape[1] :].tolist()
+        return token_ids
 
 
 @pytest.fixture(scope="module")
@@ -61,38 +61,38 @@ def twin(tmp_path_factory: pytest.TempPathFactory) -> Twin:
 
 
 def engine(twin: Twin, **settings: Any) -> LLM:
-    own = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 200} | settings
-    return LLM(str(twin.path), dtype="float32", block_size=4, use_tqdm_on_load=False, **own)
+    options = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 200} | settings
+    return LLM(str(twin.path), dtype="float32", block_size=4, use_tqdm_on_load=False, **options)
 
 
-def asked(twin: Twin) -> list[tuple[list[int], Audio, bool]]:
+def cases(twin: Twin) -> list[tuple[list[int], Audio, bool]]:
     return [
-        (twin.prompt(text, timed), given, timed)
-        for given in SOUNDS
+        (twin.prompt(text, timed), audio, timed)
+        for audio in SOUNDS
         for text in TEXTS
         for timed in (True, False)
     ]
 
 
-def request(prompt_ids: list[int], given: Audio) -> dict[str, Any]:
-    return {"prompt_token_ids": prompt_ids, "multi_modal_data": {"audio": tuple(given)}}
+def request(prompt_ids: list[int], audio: Audio) -> dict[str, Any]:
+    return {"prompt_token_ids": prompt_ids, "multi_modal_data": {"audio": tuple(audio)}}
 
 
 def check(twin: Twin, outputs: list[Any]) -> None:
     zero, num_moments = twin.model.generation_config.no_timestamps_token_id + 1, 0
-    for output, each in zip(outputs, asked(twin), strict=True):
-        said = list(output.outputs[0].token_ids)
-        assert said == twin.says(*each)
-        num_moments += sum(id >= zero for id in said) if each[-1] else 0
-    assert num_moments > 9  # and thus more than the first of each
+    for output, case in zip(outputs, cases(twin), strict=True):
+        token_ids = list(output.outputs[0].token_ids)
+        assert token_ids == twin.generate_reference(*case)
+        num_moments += sum(id >= zero for id in token_ids) if case[-1] else 0
+    assert num_moments > 9  # so there are more than the first of each
 
 
-def test_preempted_rows_tell_the_time_beside_others(twin: Twin) -> None:
-    """In chunks, with rows that are computed again from their beginning."""
+def test_preempted_rows_keep_their_timestamps(twin: Twin) -> None:
+    """Prefill is chunked, and rows are recomputed from their beginning."""
     llm = engine(twin)
     scheduler, step, outputs = llm.llm_engine.core.scheduler, 0, dict[str, Any]()
-    for number, (ids, given, timed) in enumerate(asked(twin)):
-        llm.llm_engine.add_request(str(number), request(ids, given), TIMED if timed else FREE)
+    for number, (ids, audio, timed) in enumerate(cases(twin)):
+        llm.llm_engine.add_request(str(number), request(ids, audio), TIMED if timed else FREE)
     while llm.llm_engine.has_unfinished_requests():
         if step in (5, 9, 17, 25):
             scheduler._preempt(int(scheduler.running.order[0]))
@@ -102,17 +102,17 @@ def test_preempted_rows_tell_the_time_beside_others(twin: Twin) -> None:
     check(twin, [outputs[str(number)] for number in range(len(outputs))])
 
 
-def test_a_device_that_runs_ahead_waits_for_moments(twin: Twin, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What may come next depends on tokens that only the device would know."""
-    pretend_device(monkeypatch)
+def test_device_that_runs_ahead_waits_for_timestamps(twin: Twin, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that a row waits for its last token, which decides the allowed timestamps."""
+    use_fake_device(monkeypatch)
     llm = engine(twin, max_num_seqs=3)
     llm.llm_engine.core.pipeline.depth = 2
-    told = asked(twin)
-    params = [TIMED if timed else FREE for *_, timed in told]
-    check(twin, llm.generate([request(*each[:2]) for each in told], params, use_tqdm=False))
+    all_cases = cases(twin)
+    params = [TIMED if timed else FREE for *_, timed in all_cases]
+    check(twin, llm.generate([request(*case[:2]) for case in all_cases], params, use_tqdm=False))
 
 
-def test_models_that_tell_no_time_say_so() -> None:
+def test_models_without_timestamps_refuse_them() -> None:
     llm = LLM(None, max_model_len=256, num_gpu_blocks_override=64, use_tqdm_on_load=False)
     with pytest.raises(RequestError, match="has no timestamps"):
         llm.generate(["x"], SamplingParams(timestamps=True), use_tqdm=False)

@@ -1,4 +1,4 @@
-"""Tiny models that see and hear, and what transformers makes of the same prompts."""
+"""Tiny models with vision and audio encoders, and transformers' results for the same prompts."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,12 +20,16 @@ from quire.multimodal.processors import PROCESSORS, Video
 from quire.text.tokenizer import load_tokenizer
 
 NAMES = ["<|IMAGE|>", "<|VIDEO|>", "<|AUDIO|>", "<|vis|>", "<|/vis|>", "<|aud|>", "<|/aud|>"]
-SEES, WATCHES, HEARS = "<|vis|><|IMAGE|><|/vis|>", "<|vis|><|VIDEO|><|/vis|>", "<|aud|><|AUDIO|><|/aud|>"
+IMAGE_TOKENS, VIDEO_TOKENS, AUDIO_TOKENS = (
+    "<|vis|><|IMAGE|><|/vis|>",
+    "<|vis|><|VIDEO|><|/vis|>",
+    "<|aud|><|AUDIO|><|/aud|>",
+)
 SECONDS = 2
 FPS = 2.0
 GRID = {"patch_size": 4, "temporal_patch_size": 2, "merge_size": 2}
 FILM = {"min_pixels": 256, "max_pixels": 2048}
-"""What is asked of videos."""
+"""Processor arguments of videos."""
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 _HEARING = {
     "num_mel_bins": 20,
@@ -67,16 +71,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 class Content(NamedTuple):
-    """A prompt, and what it has beside text."""
+    """Prompt with its media."""
 
     text: str
     images: list[Image.Image] = []
     videos: list[NDArray[np.uint8]] = []
     sounds: list[int] = []
-    """Samples of each."""
+    """Number of samples of each audio item."""
 
     @property
-    def asked(self) -> Any:
+    def request(self) -> Any:
         data: dict[str, Any] = {"image": self.images, "audio": [sound(count) for count in self.sounds]}
         data["video"] = [(video, {"fps": FPS}) for video in self.videos]
         data = {name: items for name, items in data.items() if items}
@@ -90,14 +94,14 @@ class Content(NamedTuple):
 
 
 class Omni:
-    """A checkpoint, transformers' model and processor of it, and ours."""
+    """Checkpoint with transformers' model and processor, and our processor."""
 
     def __init__(self, path: Path, family: str) -> None:
         import transformers as hf
 
         self.path = path
         self.is_long = family == "Qwen3OmniMoe"
-        """Whether long sounds are not cut."""
+        """Whether long audio is not truncated."""
         tokenizer = make_tokenizer(NAMES)
         ids = dict(zip(NAMES, tokenizer.convert_tokens_to_ids(NAMES), strict=True))
         tokenizer._set_model_specific_special_tokens(
@@ -115,7 +119,7 @@ class Omni:
             **GRID, size={"shortest_edge": 256, "longest_edge": 4096}
         )
         features = hf.WhisperFeatureExtractor(feature_size=20, chunk_length=SECONDS)
-        own = {
+        special_tokens = {
             "image_token_id": ids[NAMES[0]],
             "video_token_id": ids[NAMES[1]],
             "audio_token_id": ids[NAMES[2]],
@@ -125,7 +129,7 @@ class Omni:
             "audio_end_token_id": ids[NAMES[6]],
         }
         kind = getattr(hf, f"{family}ThinkerForConditionalGeneration")
-        config = kind.config_class(**FAMILIES[family], **own)
+        config = kind.config_class(**FAMILIES[family], **special_tokens)
         self.model = save_tiny(path, kind.__name__, config, images)
         self.model.generation_config.eos_token_id = None
         features.save_pretrained(path / "hearing")
@@ -135,7 +139,7 @@ class Omni:
 
         class Processor(getattr(hf, f"{family}Processor")):  # type: ignore[misc]
             def check_argument_for_proper_class(self, *_: Any) -> None:
-                """That of videos needs torchvision."""
+                """Accept any class: the video processor needs torchvision."""
 
         films = SimpleNamespace(merge_size=2, temporal_patch_size=2)
         self.processor = Processor(images, films, features, tokenizer)
@@ -145,7 +149,7 @@ class Omni:
         self.ours = PROCESSORS[self.media.family](path, self.media, self.tokenizer)
 
     def _both(self, path: Path) -> None:
-        """What is said of images and of sounds in one file, as their makers have it."""
+        """Write the image and audio settings into one file, as published."""
         import json
 
         files = [path / "preprocessor_config.json", path / "hearing.json"]
@@ -153,35 +157,38 @@ class Omni:
         files[0].write_text(json.dumps(both[1] | both[0]))
 
     def inputs(self, content: Content) -> dict[str, Any]:
-        """What transformers' model takes; images and sounds are its processor's, videos ours."""
+        """Return the inputs of transformers' model; images and audio come from its processor, videos from
+        ours."""
         made = [self.ours.process("image", image, {}) for image in content.images]
         films = [self.ours.process("video", Video(video, fps=FPS), FILM) for video in content.videos]
         sounds = [self.ours.process("audio", sound(count), {}) for count in content.sounds]
         kinds = ["image"] * len(made) + ["video"] * len(films) + ["audio"] * len(sounds)
         ready = [
-            PreparedItem(kind, b"%d" % at, each)
-            for at, (kind, each) in enumerate(zip(kinds, [*made, *films, *sounds], strict=True))
+            PreparedItem(kind, b"%d" % at, item)
+            for at, (kind, item) in enumerate(zip(kinds, [*made, *films, *sounds], strict=True))
         ]
         ids = self.tokenizer.encode(content.text)
         tokens, _ = place(ids, ready, self.ours) if ready else (ids, None)
-        found: dict[str, Any] = {"input_ids": torch.tensor([tokens])}
-        found["attention_mask"] = torch.ones_like(found["input_ids"])
+        model_inputs: dict[str, Any] = {"input_ids": torch.tensor([tokens])}
+        model_inputs["attention_mask"] = torch.ones_like(model_inputs["input_ids"])
         if made:
-            theirs = self.processor.image_processor(images=content.images, return_tensors="pt")
-            found |= {name: theirs[name] for name in ("pixel_values", "image_grid_thw")}
+            reference = self.processor.image_processor(images=content.images, return_tensors="pt")
+            model_inputs |= {name: reference[name] for name in ("pixel_values", "image_grid_thw")}
         if films:
-            found["pixel_values_videos"] = torch.cat([patches(each.arrays).flatten(0, 2) for each in films])
-            found["video_grid_thw"] = torch.tensor([each.facts["grid"] for each in films])
-            found["video_second_per_grid"] = torch.tensor([2 / FPS] * len(films))
+            model_inputs["pixel_values_videos"] = torch.cat(
+                [patches(item.arrays).flatten(0, 2) for item in films]
+            )
+            model_inputs["video_grid_thw"] = torch.tensor([item.facts["grid"] for item in films])
+            model_inputs["video_second_per_grid"] = torch.tensor([2 / FPS] * len(films))
         if sounds:
-            heard = self.heard(content)
-            found["input_features"], found["feature_attention_mask"] = heard
-        return found
+            features = self.audio_features(content)
+            model_inputs["input_features"], model_inputs["feature_attention_mask"] = features
+        return model_inputs
 
-    def heard(self, content: Content) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each as if it were alone."""
+    def audio_features(self, content: Content) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the features of each audio item as if it were alone."""
         options = {"padding": True, "truncation": False} if self.is_long else {"padding": "max_length"}
-        each = [
+        item = [
             self.processor.feature_extractor(
                 sound(count).samples,
                 sampling_rate=16000,
@@ -191,23 +198,23 @@ class Omni:
             )
             for count in content.sounds
         ]
-        longest = max(one["input_features"].shape[2] for one in each)
+        longest = max(one["input_features"].shape[2] for one in item)
         features, masks = (
-            torch.cat([F.pad(one[name], (0, longest - one[name].shape[-1])) for one in each])
+            torch.cat([F.pad(one[name], (0, longest - one[name].shape[-1])) for one in item])
             for name in ("input_features", "attention_mask")
         )
         return features, masks
 
     @torch.inference_mode()
-    def says(self, content: Content, count: int) -> tuple[list[int], list[float]]:
-        """Tokens, and how likely each was."""
+    def generate_reference(self, content: Content, count: int) -> tuple[list[int], list[float]]:
+        """Return the generated tokens and their logprobs."""
         inputs = self.inputs(content)
         out = self.model.generate(
             **inputs, max_new_tokens=count, do_sample=False, output_logits=True, return_dict_in_generate=True
         )
-        said: list[int] = out.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+        token_ids: list[int] = out.sequences[0, inputs["input_ids"].shape[1] :].tolist()
         likely = torch.cat(out.logits).log_softmax(-1)
-        return said, [float(likely[at, token]) for at, token in enumerate(said)]
+        return token_ids, [float(likely[at, token]) for at, token in enumerate(token_ids)]
 
     def mel(self, count: int) -> torch.Tensor:
         return finished(self.ours.process("audio", sound(count), {}).arrays)["mel"]

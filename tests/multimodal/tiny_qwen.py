@@ -1,4 +1,4 @@
-"""Tiny models of Qwen's and GLM's kinds that see: random weights, saved as transformers saves them."""
+"""Tiny vision models of Qwen and GLM: random weights, saved as transformers saves them."""
 
 import functools
 import json
@@ -79,7 +79,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         _VISION | {"image_size": 20, "attention_bias": True},
     ),
 }
-"""What the text and the vision part of each are other than the rest."""
+"""Text and vision settings that differ from the defaults, by family."""
 MARKS = ("<image>", "<video>", "<begin>", "<end>", "<video begin>", "<video end>")
 IMAGE, VIDEO, BEGIN, END, VIDEO_BEGIN, VIDEO_END = range(259, 265)
 _IDS = {
@@ -102,7 +102,8 @@ PIXELS = {"shortest_edge": 256, "longest_edge": 4096}
 
 @functools.cache
 def made(family: str, directory: Path, heads: int = 2) -> tuple[Path, Any]:
-    """One, made once in `directory` (the base of pytest's temporary folders, say), and transformers' own."""
+    """Make a model once in `directory` (such as pytest's base temporary folder); return its path and
+    transformers' model."""
     import transformers
 
     path = directory / f"tiny_{family}_{heads}"
@@ -133,7 +134,7 @@ def made(family: str, directory: Path, heads: int = 2) -> tuple[Path, Any]:
 
 
 def tokenizer() -> Tokenizer:
-    """A token for each byte, and the marks."""
+    """Return a tokenizer with a token for each byte and the markers."""
     special = ("<s>", "</s>", "<pad>")
     names = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet()), *MARKS]
     backend = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))

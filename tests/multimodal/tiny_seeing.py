@@ -1,4 +1,4 @@
-"""What tiny models that see are made of: sizes, a tokenizer, seeded weights, pictures."""
+"""Parts of tiny vision models: sizes, a tokenizer, seeded weights, images."""
 
 import json
 import string
@@ -25,12 +25,13 @@ TEXT = {
     "pad_token_id": None,
 }
 STRONG = TEXT | {"initializer_range": 0.3}
-"""Weights of a size at which all that goes in shows in what comes out."""
+"""Text sizes with weights large enough for every input to change the output."""
 VISION = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 2}
 
 
 def make_tokenizer(marks: Sequence[str]) -> Any:
-    """Characters are tokens, so are runs of newlines, and the marks have the ids that come behind."""
+    """Return a tokenizer with one token per character, runs of newlines as tokens, and markers after
+    them."""
     from transformers import PreTrainedTokenizerFast
 
     runs = ["\n" * count for count in range(2, 7)]
@@ -43,8 +44,8 @@ def make_tokenizer(marks: Sequence[str]) -> Any:
 
 
 def save_tiny(path: Path, architecture: Any, config: Any, processor: Any) -> Any:
-    """A seeded random float32 model, saved with its processor: the twin. The architecture is a name that
-    transformers knows, or makes the model itself."""
+    """Save a seeded random float32 model with its processor, and return it. The architecture is a class name
+    of transformers, or a function that builds the model."""
     import transformers
 
     torch.manual_seed(0)
@@ -65,7 +66,7 @@ def save_tiny(path: Path, architecture: Any, config: Any, processor: Any) -> Any
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:
-    """Smooth colours and noise, so that filters differ."""
+    """Return noise, so that filters differ."""
     random = np.random.default_rng([width, height, seed])
     noise = random.integers(0, 256, (height, width, 3), np.uint8)
     return Image.fromarray(noise)
@@ -73,41 +74,41 @@ def picture(width: int, height: int, seed: int = 0) -> Image.Image:
 
 def sizes(count: int = 50, least: int = 5, most: int = 150) -> list[tuple[int, int]]:
     random = np.random.default_rng(17)
-    return [tuple(map(int, each)) for each in random.integers(least, most, (count, 2))]
+    return [tuple(map(int, integer)) for integer in random.integers(least, most, (count, 2))]
 
 
-def close(ours: NDArray[Any], theirs: Any, within: float = 1e-5) -> None:
-    theirs = np.asarray(theirs)
-    assert ours.shape == theirs.shape
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=within)
+def close(actual: NDArray[Any], expected: Any, within: float = 1e-5) -> None:
+    expected = np.asarray(expected)
+    assert actual.shape == expected.shape
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=within)
 
 
 class Stand:
-    """In place of a processor of transformers that needs torchvision, or that there is not: what it makes of
-    images and text, spelled out a second time."""
+    """Replacement for a processor of transformers that needs torchvision or does not exist: an independent
+    implementation."""
 
     settings: dict[str, Any] = {}
-    """As the checkpoint's preprocessor_config.json."""
+    """Contents of the checkpoint's preprocessor_config.json."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.ours: Any = None
-        """Our processor, for who takes the pixels from that."""
+        """Our processor, for subclasses that take the pixels from it."""
 
     def save_pretrained(self, path: Path) -> None:
         self.tokenizer.save_pretrained(path)
         (path / "preprocessor_config.json").write_text(json.dumps(self.settings))
 
     def rewrite(self, path: Path, model: Any) -> None:
-        """The checkpoint as its makers publish it, where transformers saves another."""
+        """Rewrite the checkpoint as published, where transformers saves another form."""
 
     def pixels(self, image: Image.Image) -> dict[str, NDArray[Any]]:
-        """Those of one image, as ours has them; none: ours are not compared."""
+        """Return the pixels of one image in our layout; empty if they are not compared."""
         return {}
 
     def features(self, model: Any, inputs: Any) -> torch.Tensor:
         return torch.cat(list(model.model.get_image_features(**inputs).pooler_output))
 
     def __call__(self, images: list[Image.Image], text: str, return_tensors: str) -> Any:
-        """What the model takes."""
+        """Return the inputs of the model."""
         raise NotImplementedError

@@ -1,10 +1,10 @@
-"""A plugin of pytest: property tests end with the first example that fails, which is not made smaller. That
-would take minutes, and whether a test fails does not depend on it."""
+"""Pytest plugin: property tests end with the first failing example, without shrinking it. That would take
+minutes, and does not change whether a test fails."""
 
 from hypothesis import Phase, settings
 
 
 def pytest_collection() -> None:
-    """Before the test files are imported, and after the settings that all tests share."""
+    """Run before the test files are imported, and after the settings that all tests share."""
     settings.register_profile("mutants", settings(), phases=(Phase.explicit, Phase.generate))
     settings.load_profile("mutants")

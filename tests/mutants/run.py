@@ -1,10 +1,9 @@
-"""Runs the tests on sources with one mistake in them, for each mistake of mutants.toml.
+"""Run the tests on sources with one mistake in them, for each mistake of mutants.toml.
 
 A mutant is a copy of the sources with one text edit. It is killed if a test fails on it, or hangs. A mutant
-that survives shows a mistake that no test notices. Only the test files that import the edited module are run,
-and those closest to it first; the imports are known from the text of the files. A test that fails without a
-mistake, too, proves nothing: it is left out, and the mutants that it has killed are run again.
-"""
+that survives shows a mistake that no test notices. Only the test files that import the edited module are
+run, the closest first; the imports are found in the text of the files. A test that fails without a mistake,
+too, proves nothing: it is left out, and the mutants that it has killed are run again."""
 
 import argparse
 import ast
@@ -31,20 +30,20 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 MAX_FILES = 48
-"""Test files that are run for one mutant."""
+"""Maximum number of test files for one mutant."""
 LIMIT_S = 240.0
-"""Seconds that all runs of one mutant may take. A mutant that no test has failed on by then survives. A run
-without any output for half as long counts as hung."""
+"""Seconds for all runs of one mutant. A mutant without a failed test by then survives. A run without any
+output for half as long counts as hung."""
 POLL_S = 0.2
 MAX_ROUNDS = 4
-"""How often mutants are run again because of tests that fail without a mistake."""
+"""Maximum number of reruns because of tests that fail without a mistake."""
 TAIL_LINES = 25
 FIRST_FILES = 8
-"""Test files of one distance that are run first. For most mutants the others need not be collected then."""
+"""Test files of one distance that are run first; for most mutants the others are then not collected."""
 MOST_RELEVANT = 8
 """Test files at any distance that are run after those at distance 1: the ones with most words in common."""
 DESELECTED = ("gpu", "clients")
-"""Test folders of which the chosen markers leave nothing."""
+"""Test folders without any test for the chosen markers."""
 SLOW = ("bench", "e2e", "arch")
 """Test folders that start whole processes: they are run after the others of the same distance."""
 PYTEST = (
@@ -52,9 +51,9 @@ PYTEST = (
     *("-p", "no_shrinking", "--hypothesis-seed=0", "-m", "not slow and not gpu"),
 )
 _REFERENCE = re.compile(r"(quire(?:\.\w+)+)(?::\w*)?")
-"""A module, or a name in it, as the tables of lazily imported classes have them."""
+"""Module, or a name in it, as in the tables of lazily imported classes."""
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+\.py(?:::.+?)?)(?: - .*)?$", re.MULTILINE)
-"""A line of pytest's summary, which names a test."""
+"""Line of pytest's summary, which names a test."""
 
 
 class EditError(Exception):
@@ -67,15 +66,15 @@ class Mutant:
 
     id: str
     file: str
-    """Below src/quire."""
+    """Path below src/quire."""
     old: str
-    """Occurs once in the file."""
+    """Text that occurs once in the file."""
     new: str
     mistake: str
-    """What a user would suffer."""
+    """Effect on a user."""
 
     def applied(self, text: str) -> str:
-        """The text of the file with the mistake in it."""
+        """Return the text of the file with the mistake in it."""
         count = text.count(self.old)
         if count != 1:
             raise EditError(f"`old` occurs {count} times in {self.file}, and must occur once")
@@ -83,20 +82,20 @@ class Mutant:
 
 
 def read_mutants(path: Path = HERE / "mutants.toml") -> list[Mutant]:
-    """All mutants of a file, in its order."""
+    """Return all mutants of a file, in its order."""
     return [Mutant(**entry) for entry in tomllib.loads(path.read_text(encoding="utf-8"))["mutant"]]
 
 
 def words_of(text: str) -> set[str]:
-    """The words of four letters and more in a text, without the s of a plural."""
+    """Return the words of four letters and more in a text, without the s of a plural."""
     return {word.removesuffix("s") for word in re.findall("[a-z]{4,}", text.lower())}
 
 
-# ---- which tests
+# ---- choice of tests
 
 
 class ImportGraph:
-    """Which file imports which, over the sources and the tests of a checkout."""
+    """Import graph over the sources and the tests of a checkout."""
 
     def __init__(self, tests: Path) -> None:
         self.tests = tests
@@ -118,12 +117,13 @@ class ImportGraph:
         return [path for path in files if self.folder(path) not in DESELECTED]
 
     def folder(self, path: Path) -> str:
-        """The folder of tests/ that a test file lies in."""
+        """Return the folder of tests/ that a test file is in."""
         return path.relative_to(self.tests).parts[0]
 
     @cached_property
     def imports(self) -> dict[Path, set[Path]]:
-        """The files that each file imports; a test file imports the conftest.py of each folder above it."""
+        """Return the files that each file imports; a test file imports the conftest.py of each folder above
+        it."""
         imported = {path: self._imported(path) for path in self.modules.values()}
         for path in self.tests.rglob("*.py"):
             folders = [folder for folder in path.parents if folder.is_relative_to(self.tests)]
@@ -145,14 +145,14 @@ class ImportGraph:
         return {known[name] for name in names if name in known}
 
     def _from(self, module: str, names: Sequence[str]) -> Iterator[str]:
-        """The modules that `from module import names` is about."""
+        """Yield the modules that `from module import names` refers to."""
         for name in names:
             inner = f"{module}.{name}"
             yield inner if inner in self.modules else module
 
     @cached_property
     def importers(self) -> dict[Path, set[Path]]:
-        """The files that import each file."""
+        """Return the files that import each file."""
         importers: dict[Path, set[Path]] = defaultdict(set)
         for importer, imported in self.imports.items():
             for path in imported:
@@ -160,8 +160,8 @@ class ImportGraph:
         return importers
 
     def distances(self, source: Path) -> dict[Path, int]:
-        """How many imports of quire's modules lie between each test file and a source file. Imports of test
-        helpers cost nothing."""
+        """Return the number of imports of quire's modules between each test file and a source file. Imports
+        of test helpers cost nothing."""
         distances, waiting = {source: 0}, deque([source])
         while waiting:
             path = waiting.popleft()
@@ -175,11 +175,12 @@ class ImportGraph:
 
     @cached_property
     def words(self) -> dict[Path, set[str]]:
-        """The words of each test file."""
+        """Return the words of each test file."""
         return {path: words_of(path.read_text(encoding="utf-8")) for path in self.test_files}
 
     def relevance(self, words: set[str]) -> dict[Path, float]:
-        """How much each test file has to do with these words. Rare words count more, as does a short file."""
+        """Return the relevance of each test file for these words. Rare words count more, as does a short
+        file."""
         counts = Counter(word for in_file in self.words.values() for word in in_file & words)
         weights = {word: math.log(len(self.words) / count) for word, count in counts.items()}
         return {
@@ -187,10 +188,10 @@ class ImportGraph:
             for path, in_file in self.words.items()
         }
 
-    # ---- the order
+    # ---- order
 
     def mirrored_folder(self, source: Path) -> Path | None:
-        """The folder of tests that stands for the folder of a source file, or for the next one above it."""
+        """Return the test folder of a source file's folder, or of the next one above it."""
         inner = source.relative_to(self.package).parent
         for part in (inner, *inner.parents):
             if part.parts and (self.tests / part).is_dir():
@@ -198,9 +199,9 @@ class ImportGraph:
         return None
 
     def stages(self, mutant: Mutant) -> list[list[Path]]:
-        """The test files for a mutant, in the runs that are made of them: those at distance 1 from its
-        module, those at any distance that have most words in common with the edit, then the others, closest
-        first. Files of the mirrored folder count as close whether they import the module or not."""
+        """Return the test files for a mutant, in runs: those at distance 1 from its module, those at any
+        distance that have most words in common with the edit, then the others, closest first. Files of the
+        mirrored folder count as close whether they import the module or not."""
         source = self.package / mutant.file
         distances = self.distances(source)
         relevance = self.relevance(words_of(f"{mutant.old} {mutant.new} {mutant.mistake}"))
@@ -230,7 +231,7 @@ class ImportGraph:
 
 
 def _first(runs: list[list[Path]], most: int) -> list[list[Path]]:
-    """The same, of so many files at most, without empty runs."""
+    """Limit the runs to this number of files, without empty runs."""
     left = list(accumulate((len(run) for run in runs), lambda before, size: before - size, initial=most))
     kept = [run[: max(count, 0)] for run, count in zip(runs, left, strict=False)]
     return [run for run in kept if run]
@@ -241,7 +242,7 @@ def _first(runs: list[list[Path]], most: int) -> list[list[Path]]:
 
 @dataclass(slots=True)
 class Verdict:
-    """What became of a mutant."""
+    """Result of a mutant."""
 
     id: str
     file: str
@@ -249,18 +250,18 @@ class Verdict:
     status: str = "SURVIVED"
     """killed, SURVIVED, broken (no test could run) or unfit (the edit does not apply)."""
     detail: str = ""
-    """More about it, in words."""
+    """Explanation of the status."""
     killed_by: str = ""
-    """The test that failed, if one did."""
+    """Test that failed, if any."""
     seconds: float = 0.0
     num_files: int = 0
-    """Test files that were run."""
+    """Number of test files that were run."""
     tail: list[str] = field(default_factory=list)
-    """The last lines of the output, where it is broken."""
+    """Last lines of the output of a broken run."""
 
     def line(self) -> str:
-        told = self.killed_by or self.detail or self.mistake
-        return f"{self.status:8} {self.id:32} {self.seconds:6.1f} s  {told}"
+        reason = self.killed_by or self.detail or self.mistake
+        return f"{self.status:8} {self.id:32} {self.seconds:6.1f} s  {reason}"
 
 
 class Runner:
@@ -276,7 +277,7 @@ class Runner:
         assert self.graph.importers and self.graph.words  # read here, since mutants run in threads
 
     def verdict(self, mutant: Mutant) -> Verdict:
-        """Runs one mutant, stage by stage, until a test fails or its time is over."""
+        """Run one mutant, stage by stage, until a test fails or its time is over."""
         verdict, started = Verdict(mutant.id, mutant.file, mutant.mistake), time.monotonic()
         with tempfile.TemporaryDirectory(prefix="mutant-", ignore_cleanup_errors=True) as name:
             folder = Path(name)
@@ -305,14 +306,14 @@ class Runner:
         return verdict
 
     def _plant(self, mutant: Mutant, folder: Path) -> None:
-        """A copy of the sources with the mistake in it."""
+        """Copy the sources and apply the mistake."""
         shutil.copytree(self.root / "src", folder / "src")
         path = folder / "src" / "quire" / mutant.file
         path.write_text(mutant.applied(path.read_text(encoding="utf-8")), encoding="utf-8")
         Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
 
     def _judge(self, verdict: Verdict, code: int | str, output: Path) -> bool:
-        """Takes in the end of a run; whether it is the last."""
+        """Record the end of a run; return whether it is the last."""
         if code in (0, 5):
             return False
         text = output.read_text(encoding="utf-8", errors="replace")
@@ -329,7 +330,7 @@ class Runner:
         return True
 
     def failing(self, tests: Iterable[str]) -> set[str]:
-        """Those of these tests that fail on the sources as they are."""
+        """Return the tests that fail on the unchanged sources."""
         if not (names := sorted(tests)):
             return set()
         with tempfile.TemporaryDirectory(prefix="mutant-", ignore_cleanup_errors=True) as folder:
@@ -339,7 +340,8 @@ class Runner:
         return {match[1] for match in _FAILED.finditer(output)} & set(names)
 
     def _pytest(self, arguments: Sequence[str], folder: Path, left_s: float) -> int | str:
-        """The exit code of pytest, `hung` if its output stopped, or `late` if the time was over first."""
+        """Return the exit code of pytest, `hung` if its output stopped, or `late` if the time was over
+        first."""
         paths = [str(folder / "src"), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
         env = os.environ | {
             "PYTHONPATH": os.pathsep.join(paths),
@@ -379,7 +381,7 @@ class Runner:
 
 
 def _end_group(process: "subprocess.Popen[bytes]") -> None:
-    """Ends pytest, if it still runs, and what its tests have left behind."""
+    """Kill pytest, if it still runs, and the processes that its tests have left behind."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -392,7 +394,7 @@ def _end_group(process: "subprocess.Popen[bytes]") -> None:
 
 
 def run_all(runner: Runner, mutants: Sequence[Mutant], jobs: int) -> Iterator[Verdict]:
-    """The verdicts as they come, of so many mutants at a time."""
+    """Yield the verdicts as they come, of `jobs` mutants at a time."""
     with ThreadPoolExecutor(jobs) as pool:
         open_runs: set[Future[Verdict]] = {pool.submit(runner.verdict, mutant) for mutant in mutants}
         try:
@@ -406,7 +408,7 @@ def run_all(runner: Runner, mutants: Sequence[Mutant], jobs: int) -> Iterator[Ve
 
 
 def confirmed(runner: Runner, verdicts: list[Verdict], mutants: Sequence[Mutant], jobs: int) -> list[Verdict]:
-    """The verdicts, once no mutant is killed by a test that fails without a mistake, too."""
+    """Return the verdicts once no mutant is killed by a test that also fails without a mistake."""
     by_id = {mutant.id: mutant for mutant in mutants}
     passing: set[str] = set()
     for _ in range(MAX_ROUNDS):
@@ -426,7 +428,7 @@ def confirmed(runner: Runner, verdicts: list[Verdict], mutants: Sequence[Mutant]
 
 
 def show(verdicts: Iterable[Verdict], total: int) -> list[Verdict]:
-    """Prints a line for each verdict and, on a terminal, the progress below them."""
+    """Print a line for each verdict and, on a terminal, the progress below them."""
     shown: list[Verdict] = []
     for verdict in verdicts:
         shown.append(verdict)

@@ -1,5 +1,5 @@
-"""Tests that the mutants fit the sources, that the runner picks the right test files, and that it judges the
-end of a run correctly. The runs themselves take too long for the suite: they are `make mutants`."""
+"""Tests that the mutants match the sources, that the runner picks the right test files, and that it judges
+the end of a run correctly. The runs themselves take too long for the suite: they are `make mutants`."""
 
 import ast
 import importlib.util
@@ -16,7 +16,7 @@ SOURCES = HERE.parents[1] / "src" / "quire"
 
 
 def load_runner() -> ModuleType:
-    """The module run.py, which lies in no folder that Python searches."""
+    """Import run.py, which is in no folder of the import path."""
     spec = importlib.util.spec_from_file_location("mutants_run", HERE / "run.py")
     assert spec is not None and spec.loader is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
@@ -45,7 +45,7 @@ CHECKOUT = {
     "tests/test_unrelated.py": "import json\n",
     "tests/gpu/test_gpu.py": "from quire.sched import blocks\n",
 }
-"""A checkout in which a lazy table refers to a module, and a helper imports it."""
+"""Checkout in which a lazy table refers to a module, and a helper imports it."""
 MUTANT = runner.Mutant(
     "id", "sched/blocks.py", "SIZE = 16", "SIZE = 17", "Requests with other salts share it."
 )
@@ -61,7 +61,7 @@ def tests(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
-def test_the_edit_applies(mutant: object) -> None:
+def test_edit_applies(mutant: object) -> None:
     assert isinstance(mutant, runner.Mutant)
     assert mutant.new != mutant.old
     text = (SOURCES / mutant.file).read_text(encoding="utf-8")
@@ -69,14 +69,14 @@ def test_the_edit_applies(mutant: object) -> None:
     assert ast.dump(ast.parse(mutated)) != ast.dump(ast.parse(text))
 
 
-def test_ids_and_mistakes_can_be_read() -> None:
+def test_ids_and_descriptions_are_well_formed() -> None:
     assert max(Counter(mutant.id for mutant in MUTANTS).values()) == 1
     for mutant in MUTANTS:
         assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", mutant.id)
         assert re.fullmatch(r"([A-Z]|\w+_\w+ )[^\n]+\.", mutant.mistake), mutant.id
 
 
-def test_an_edit_must_fit_exactly_once() -> None:
+def test_edit_must_match_exactly_once() -> None:
     mutant = runner.Mutant("id", "file.py", "a", "b", "A mistake.")
     assert mutant.applied("a c") == "b c"
     for text in ("c", "a a"):
@@ -95,13 +95,13 @@ def test_closest_test_files_come_first(tests: Path, monkeypatch: pytest.MonkeyPa
     ]
 
 
-def test_the_number_of_test_files_has_a_limit(tests: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_test_files_is_limited(tests: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "MAX_FILES", 3)
     assert [len(stage) for stage in runner.ImportGraph(tests).stages(MUTANT)] == [2, 1]
 
 
 @pytest.mark.parametrize(
-    ("code", "status", "told"),
+    ("code", "status", "detail"),
     [
         (0, "SURVIVED", ""),
         (5, "SURVIVED", ""),
@@ -113,8 +113,8 @@ def test_the_number_of_test_files_has_a_limit(tests: Path, monkeypatch: pytest.M
         (-11, "broken", "pytest ended with -11"),
     ],
 )
-def test_the_end_of_a_run_is_judged(
-    tests: Path, tmp_path: Path, code: int | str, status: str, told: str
+def test_end_of_a_run_is_judged(
+    tests: Path, tmp_path: Path, code: int | str, status: str, detail: str
 ) -> None:
     output = tmp_path / "output.txt"
     output.write_text(
@@ -125,25 +125,25 @@ def test_the_end_of_a_run_is_judged(
     is_last = runner.Runner(tests)._judge(verdict, code, output)
     assert (verdict.status, verdict.killed_by or verdict.detail, is_last) == (
         status,
-        told,
+        detail,
         code not in (0, 5),
     )
     assert bool(verdict.tail) == (status == "broken")
 
 
-def test_a_mutant_is_a_copy_of_the_sources(tests: Path, tmp_path: Path) -> None:
+def test_mutant_is_a_copy_of_the_sources(tests: Path, tmp_path: Path) -> None:
     runner.Runner(tests)._plant(MUTANT, tmp_path / "copy")
     assert (tmp_path / "copy/src/quire/sched/blocks.py").read_text() == "SIZE = 17\n"
     assert (tmp_path / "src/quire/sched/blocks.py").read_text() == "SIZE = 16\n"
 
 
-def test_an_edit_that_does_not_fit_is_told(tests: Path) -> None:
+def test_edit_that_does_not_match_is_reported(tests: Path) -> None:
     mutant = runner.Mutant("id", "sched/blocks.py", "SIZE = 32", "SIZE = 17", "A mistake.")
     verdict = runner.Runner(tests).verdict(mutant)
     assert (verdict.status, verdict.num_files) == ("unfit", 0)
 
 
-def test_a_test_that_fails_without_a_mistake_kills_nothing(
+def test_test_that_fails_without_a_mutation_kills_nothing(
     tests: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = runner.Runner(tests)

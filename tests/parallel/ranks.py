@@ -1,4 +1,4 @@
-"""Ranks as processes, for tests: the same function in each, over Gloo."""
+"""Ranks as processes for tests: the same function in each, over Gloo."""
 
 import multiprocessing
 from collections.abc import Callable
@@ -16,7 +16,9 @@ TIMEOUT_S = 120.0
 
 
 def run_ranks(folder: Path, what: Callable[..., Any], *args: Any, **sizes: Any) -> list[Any]:
-    """What `what(world, *args)` gives in each rank of a world of these sizes (tensor_parallel_size, ...)."""
+    """Return the result of `what(world, *args)` in each rank of a world of these sizes
+    (tensor_parallel_size, ...).
+    """
     parallel = ParallelSection(device="cpu", cpu_threads=1, **sizes)
     count = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     if parallel.enable_expert_parallel:
@@ -24,19 +26,19 @@ def run_ranks(folder: Path, what: Callable[..., Any], *args: Any, **sizes: Any) 
     meeting, context = f"file://{folder}/meeting", multiprocessing.get_context("spawn")
     pipes = [context.Pipe(duplex=False) for _ in range(count)]
     ranks = [
-        context.Process(target=_run, args=(parallel, index, meeting, theirs, what, *args), daemon=True)
-        for index, (_, theirs) in enumerate(pipes)
+        context.Process(target=_run, args=(parallel, index, meeting, expected, what, *args), daemon=True)
+        for index, (_, expected) in enumerate(pipes)
     ]
-    for rank, (_, theirs) in zip(ranks, pipes, strict=True):
+    for rank, (_, expected) in zip(ranks, pipes, strict=True):
         rank.start()
-        theirs.close()
+        expected.close()
     try:
-        said = [ours.recv() for ours, _ in pipes]
+        output = [actual.recv() for actual, _ in pipes]
     finally:
         for rank in ranks:
             rank.join(TIMEOUT_S)
             rank.kill()
-    return said
+    return output
 
 
 def _run(

@@ -1,4 +1,4 @@
-"""Stages of a pipeline and shares of layers as threads, for tests: a worker in each, fed with every plan."""
+"""Pipeline stages and tensor-parallel ranks as threads for tests: a worker in each, fed with every plan."""
 
 import threading
 from pathlib import Path
@@ -24,7 +24,7 @@ TIMEOUT_S = 120.0
 
 
 class Outcome:
-    """What the stages say of one step: the last one's result, or an error of any of them."""
+    """The outcome of one step: the result of the last stage, or an error of any stage."""
 
     def __init__(self, num_stages: int, errors: list[dict[int, Any]], num_shares: int = 1) -> None:
         self.errors = errors
@@ -37,17 +37,17 @@ class Outcome:
 
     def wait(self) -> StepResult:
         by_stage = dict(self.said.get(timeout=TIMEOUT_S) for _ in range(self.num_stages))
-        for said in by_stage.values():
-            if isinstance(said, Exception):
+        for output in by_stage.values():
+            if isinstance(output, Exception):
                 self.errors.append(by_stage)
-                raise said
+                raise output
         result = by_stage[self.num_stages - self.num_shares]
         assert isinstance(result, StepResult)
         return result
 
 
 class StagedExecutor:
-    """A worker in a thread for each stage, or each share of it; or each in turn, all in this one."""
+    """Runs a worker in a thread for each stage and rank, or all in sequence in this thread."""
 
     def __init__(self, config: EngineConfig, in_threads: bool = True) -> None:
         self.in_threads = in_threads
@@ -57,11 +57,11 @@ class StagedExecutor:
         tp = [groups(self.num_shares) for _ in pp[0]]
         self.workers = [
             Worker(config, World(Rank(pp=stage, tp=share), tp=group, pp=pp[share][stage]))
-            for stage, each in enumerate(tp)
-            for share, group in enumerate(each)
+            for stage, item in enumerate(tp)
+            for share, group in enumerate(item)
         ]
         self.errors: list[dict[int, Any]] = []
-        """By stage, of the steps that failed."""
+        """Plans of the failed steps, by stage."""
         self.plans: list[SimpleQueue[tuple[StepPlan, Outcome] | None]] = [SimpleQueue() for _ in self.workers]
         self.threads = [
             threading.Thread(target=self._run, args=(number,), daemon=True)
@@ -100,9 +100,9 @@ class StagedExecutor:
             pass
 
     def _run_one(self, number: int) -> bool:
-        if (given := self.plans[number].get()) is None:
+        if (entry := self.plans[number].get()) is None:
             return False
-        plan, outcome = given
+        plan, outcome = entry
         try:
             outcome.said.put((number, self.workers[number].submit(plan).wait()))
         except Exception as error:
@@ -111,13 +111,13 @@ class StagedExecutor:
 
 
 class Engine:
-    """A core over stages (or over one worker), and what it said."""
+    """A core over stages, or over one worker, and its outputs."""
 
-    def __init__(self, model: Path, *, in_threads: bool = True, **given: Any) -> None:
-        # Tapes of two threads would be one.
-        own = {"model": str(model), "dtype": "float32", "block_size": 4, "enforce_eager": True}
-        own |= {"use_tqdm_on_load": False, "max_num_seqs": 8, "num_gpu_blocks_override": 200}
-        self.config = configure(own | given)
+    def __init__(self, model: Path, *, in_threads: bool = True, **settings: Any) -> None:
+        # Two threads would share their tapes.
+        defaults = {"model": str(model), "dtype": "float32", "block_size": 4, "enforce_eager": True}
+        defaults |= {"use_tqdm_on_load": False, "max_num_seqs": 8, "num_gpu_blocks_override": 200}
+        self.config = configure(defaults | settings)
         self.executor = StagedExecutor(self.config, in_threads)
         size = self.executor.start()
         depth = self.config.parallel.pipeline_parallel_size
@@ -128,8 +128,8 @@ class Engine:
         self.logprobs: dict[str, list[RowLogprobs]] = {}
         self.prompt_logprobs: dict[str, list[RowLogprobs]] = {}
 
-    def add(self, id: str, prompt: list[int], count: int, media: Media | None = None, **asked: Any) -> None:
-        params = SamplingParams(**({"temperature": 0.0, "max_tokens": count, "ignore_eos": True} | asked))
+    def add(self, id: str, prompt: list[int], count: int, media: Media | None = None, **fields: Any) -> None:
+        params = SamplingParams(**({"temperature": 0.0, "max_tokens": count, "ignore_eos": True} | fields))
         limit = len(prompt) + count
         self.tokens[id], self.logprobs[id], self.prompt_logprobs[id] = [], [], []
         sizes = {"prompt_len": len(prompt), "limit": limit}
@@ -142,8 +142,8 @@ class Engine:
         self.most_in_flight = max(self.most_in_flight, 1 + len(self.core.pipeline))
         for id, token_id in zip(step.request_ids, step.token_ids, strict=True):
             self.tokens[id].append(token_id)
-        for id, found in step.logprobs.items():
-            self.logprobs[id].extend(found)
+        for id, actual in step.logprobs.items():
+            self.logprobs[id].extend(actual)
         for id, many in step.prompt_logprobs.items():
             self.prompt_logprobs[id] += many
         self.steps.append(step)

@@ -1,5 +1,7 @@
-"""Sums through each other's memory: which go that way, and when nobody has it. What they add up to is for a
-GPU (tests/gpu/test_symmetric.py)."""
+"""Tests of the selection of all-reduces through symmetric memory.
+
+tests/gpu/test_symmetric.py tests their results.
+"""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -27,7 +29,7 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[TorchGroup]:
-    """A process group of this process alone."""
+    """Create a process group of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield TorchGroup(dist.group.WORLD)
     dist.destroy_process_group()
@@ -35,13 +37,13 @@ def group() -> Iterator[TorchGroup]:
 
 @pytest.fixture
 def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Each sum that is made, by its way; memory that others see is plain memory."""
+    """Record the method of each all-reduce; symmetric memory is plain memory."""
     taken: list[str] = []
 
     def way(name: str) -> object:
         def go(*args: object) -> Tensor:
             taken.append(name)
-            x = next(each for each in args[::-1] if isinstance(each, Tensor))
+            x = next(arg for arg in args[::-1] if isinstance(arg, Tensor))
             return x
 
         return go
@@ -78,14 +80,14 @@ BF16 = torch.bfloat16
         (2, torch.zeros(0, 4096, dtype=BF16), "nccl"),
     ],
 )
-def test_the_way_of_a_sum(group: TorchGroup, ways: list[str], size: int, x: Tensor, way: str) -> None:
-    """A kernel that a tensor does not suit raises, or is slower than NCCL."""
+def test_method_of_an_all_reduce(group: TorchGroup, ways: list[str], size: int, x: Tensor, way: str) -> None:
+    """Check that no kernel gets an unsuitable tensor or is slower than NCCL."""
     made = SymmetricGroup(group.group, CUDA)
     made.size = size
     assert made.all_reduce(x).shape == x.shape and ways == ["met", way]
 
 
-def test_the_shared_memory_is_seen_as_the_tensor(
+def test_shared_memory_is_viewed_as_the_tensor(
     group: TorchGroup, ways: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
@@ -94,7 +96,7 @@ def test_the_shared_memory_is_seen_as_the_tensor(
     assert seen[0].shape == (3, 136) and seen[0].dtype == BF16 and seen[0].storage_offset() == 0
 
 
-def test_who_reads_whose_memory() -> None:
+def test_ranks_exchange_their_memory_handles() -> None:
     links = [[0, 18, 0], [18, 0, 18], [0, 18, 0]]
     assert why_no_symmetric_memory([PeerAddress("a", 0), PeerAddress("a", 1)], links) is None
     assert (
@@ -114,25 +116,28 @@ def test_who_reads_whose_memory() -> None:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if this process had a GPU."""
+    """Pretend that this process has a GPU."""
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(symmetric, "nvlinks", lambda: [[0]])
 
 
-def test_all_have_it(group: TorchGroup, ways: list[str], gpu: None) -> None:
+def test_all_ranks_have_symmetric_memory(group: TorchGroup, ways: list[str], gpu: None) -> None:
     assert isinstance(symmetric.with_symmetric_memory(group, CUDA), SymmetricGroup) and ways == ["met"]
 
 
-def test_nobody_has_it_if_one_has_not(
+def test_no_rank_uses_symmetric_memory_if_one_fails(
     group: TorchGroup, ways: list[str], gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that fails to map the others' memory must not leave them waiting for its signals."""
+    """Check that a rank that fails to map memory does not leave the others waiting for its signals."""
     ask = symmetric._gather_objects
     monkeypatch.setattr(
         symmetric,
         "_gather_objects",
-        lambda group, mine: [*ask(group, mine), mine if isinstance(mine, PeerAddress) else "broken"],
+        lambda group, value: [
+            *ask(group, value),
+            value if isinstance(value, PeerAddress) else "broken",
+        ],
     )
     assert symmetric.with_symmetric_memory(group, CUDA) is group
 
@@ -147,13 +152,13 @@ def test_no_symmetric_memory(
     assert symmetric.with_symmetric_memory(group, CUDA) is group
 
 
-def test_not_on_a_cpu(group: TorchGroup, ways: list[str]) -> None:
+def test_no_symmetric_memory_on_a_cpu(group: TorchGroup, ways: list[str]) -> None:
     assert symmetric.with_symmetric_memory(group, torch.device("cpu")) is group
     assert symmetric.with_symmetric_memory(ALONE, CUDA) is ALONE and not ways
 
 
 @pytest.mark.parametrize("disabled", [False, True])
-def test_the_flag(disabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_symmetric_memory_flag(disabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     quick = object()
     monkeypatch.setattr(world.dist, "init_process_group", lambda *args, **kwargs: None)
     monkeypatch.setattr(world, "_create_group", lambda *args: ALONE)

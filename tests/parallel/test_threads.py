@@ -1,4 +1,4 @@
-"""Threads tell each other what processes do."""
+"""Tests that thread groups match process groups."""
 
 from typing import Any
 
@@ -26,14 +26,14 @@ def talk(world: World) -> dict[str, Any]:
     }
 
 
-def test_two_talk() -> None:
-    for rank, each in enumerate(run_threads(2, talk)):
-        assert each["sum"] == [[10, 12], [14, 16]]
-        assert each["columns"] == [[0, 1, 10, 11], [2, 3, 12, 13]]
-        assert each["rows"] == [[0, 1], [2, 3], [10, 11], [12, 13]]
-        assert each["share"] == [[[10, 12]], [[14, 16]]][rank]
-        assert each["swapped"] == [[[0, 1], [10, 11]], [[2, 3], [12, 13]]][rank]
-        assert each["heard"] == [[[10, 11], [12, 13]], [[0, 1], [2, 3]]][rank]
+def test_two_ranks_communicate() -> None:
+    for rank, thread in enumerate(run_threads(2, talk)):
+        assert thread["sum"] == [[10, 12], [14, 16]]
+        assert thread["columns"] == [[0, 1, 10, 11], [2, 3, 12, 13]]
+        assert thread["rows"] == [[0, 1], [2, 3], [10, 11], [12, 13]]
+        assert thread["share"] == [[[10, 12]], [[14, 16]]][rank]
+        assert thread["swapped"] == [[[0, 1], [10, 11]], [[2, 3], [12, 13]]][rank]
+        assert thread["heard"] == [[[10, 11], [12, 13]], [[0, 1], [2, 3]]][rank]
 
 
 def fail(world: World) -> None:
@@ -42,7 +42,7 @@ def fail(world: World) -> None:
     world.tp.all_reduce(torch.zeros(1))
 
 
-def test_an_error_ends_all() -> None:
+def test_error_in_one_thread_ends_all() -> None:
     with pytest.raises(ValueError, match="rank 1 has no weights"):
         run_threads(2, fail)
 
@@ -51,5 +51,5 @@ def stages(size: int) -> list[World]:
     return [World(Rank(pp=rank), pp=group) for rank, group in enumerate(groups(size))]
 
 
-def test_worlds_of_another_kind() -> None:
+def test_custom_worlds() -> None:
     assert run_threads(2, lambda world: (world.tp.size, world.pp.rank), worlds=stages) == [(1, 0), (1, 1)]

@@ -1,4 +1,4 @@
-"""Ranks as threads, for fast tests: the same function in each, meeting at a barrier."""
+"""Ranks as threads for fast tests: the same function in each, synchronized by a barrier."""
 
 import threading
 from collections.abc import Callable
@@ -15,7 +15,7 @@ TIMEOUT_S = 120.0
 
 
 class Table:
-    """Where the threads of a group lay down what the others take."""
+    """The shared buffer of a group of threads."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=TIMEOUT_S)
@@ -25,17 +25,17 @@ class Table:
 
 
 class ThreadGroup(Group):
-    """Devices that are threads of this process. `num_told` counts what they told each other."""
+    """A group of threads of this process. `num_told` counts the exchanges."""
 
     def __init__(self, table: Table, rank: int) -> None:
         super().__init__(rank, len(table.laid))
         self.table = table
         self.num_told = 0
 
-    def _exchange(self, mine: Any) -> list[Any]:
-        """What each laid down; all have taken it when this returns."""
+    def _exchange(self, value: Any) -> list[Any]:
+        """Return the tensors of all ranks, after all ranks have taken them."""
         self.num_told += 1
-        self.table.laid[self.rank] = mine
+        self.table.laid[self.rank] = value
         self.table.barrier.wait()
         laid = list(self.table.laid)
         self.table.barrier.wait()
@@ -68,7 +68,7 @@ class ThreadGroup(Group):
 
 
 def groups(size: int) -> list[Group]:
-    """The same group as each of its devices sees it."""
+    """Return the group as seen by each of its ranks."""
     table = Table(size)
     return [ThreadGroup(table, rank) for rank in range(size)]
 
@@ -83,9 +83,11 @@ def run_threads(
     *args: Any,
     worlds: Callable[[int], list[World]] = tp_worlds,
 ) -> list[Any]:
-    """What `what(world, *args)` gives in each of so many threads, or the first error; `worlds` makes their
-    worlds (alike in their layers, unless said otherwise)."""
-    said: list[Any] = [None] * size
+    """Return the result of `what(world, *args)` in each of this many threads, or raise the first error.
+
+    `worlds` makes their worlds (tensor-parallel by default).
+    """
+    output: list[Any] = [None] * size
     errors: list[BaseException] = []
     made = worlds(size)
     grad = torch.is_grad_enabled()
@@ -93,7 +95,7 @@ def run_threads(
     def run(index: int) -> None:
         try:
             with torch.set_grad_enabled(grad):
-                said[index] = what(made[index], *args)
+                output[index] = what(made[index], *args)
         except BaseException as error:
             errors.append(error)
             for group in (made[index].tp, made[index].pp, made[index].ep):
@@ -109,4 +111,4 @@ def run_threads(
         if not isinstance(error, threading.BrokenBarrierError):
             raise error
     assert not errors and not any(thread.is_alive() for thread in threads), "a thread waits for the others"
-    return said
+    return output

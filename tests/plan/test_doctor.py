@@ -1,4 +1,4 @@
-"""`quire doctor`: what it finds on machines that lack something."""
+"""Tests of `quire doctor` on machines that lack something."""
 
 import socket
 from argparse import Namespace
@@ -15,11 +15,11 @@ ARGS = {
     **{"host": None, "api_key": None, "allowed_origins": None},
 }
 SIZES = "layers=80,hidden=65536,heads=512,kv_heads=8,intermediate=229376,vocab=128256"
-"""A model of 4 trillion weights, which no machine has the memory for."""
+"""A model of 4 trillion weights, which fits no machine."""
 
 
-def found(**given: object) -> dict[str, doctor.Finding]:
-    return {each.what: each for each in doctor.examine(Namespace(**ARGS | given))}
+def found(**overrides: object) -> dict[str, doctor.Finding]:
+    return {item.what: item for item in doctor.examine(Namespace(**ARGS | overrides))}
 
 
 def only(findings: dict[str, doctor.Finding], text: str) -> doctor.Finding:
@@ -27,12 +27,12 @@ def only(findings: dict[str, doctor.Finding], text: str) -> doctor.Finding:
     return one
 
 
-def test_a_machine_that_runs_these_tests_is_well(capsys: pytest.CaptureFixture[str]) -> None:
+def test_machine_that_runs_these_tests_has_no_problems(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "layers=2,hidden=64,heads=4,intermediate=96,vocab=128", "--port", "0"]) == 0
     assert "fits in" in capsys.readouterr().out
 
 
-def test_a_port_that_is_taken_is_named() -> None:
+def test_port_in_use_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))
         taken.listen()
@@ -41,7 +41,7 @@ def test_a_port_that_is_taken_is_named() -> None:
     assert finding.state == "broken" and "--port" in finding.remedy
 
 
-def test_what_is_missing_has_a_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_parts_have_a_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setenv("CC", "no-such-compiler")
     monkeypatch.setenv("QUIRE_CACHE_ROOT", str(tmp_path))
@@ -54,13 +54,13 @@ def test_what_is_missing_has_a_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert only(findings, "torch").state == "broken"
 
 
-def test_a_model_that_does_not_fit_is_sent_to_the_plan() -> None:
+def test_model_that_does_not_fit_refers_to_the_plan() -> None:
     finding = only(found(model=SIZES), "does not fit")
     assert finding.state == "broken" and "quire plan" in finding.remedy
     assert only(found(model="layers=1"), "model").state == "broken"
 
 
-def test_a_server_that_others_can_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_open_to_others_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("QUIRE_API_KEY", "VLLM_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     finding = only(found(), "without an API key")

@@ -1,4 +1,4 @@
-"""`quire plan`: its arithmetic against the guide's figures and against engines, and as a command."""
+"""Tests of `quire plan`: its arithmetic against the guide and engines, and as a command."""
 
 import json
 from pathlib import Path
@@ -36,8 +36,8 @@ def of(text: str) -> Checkpoint:
     return subject(text, Env.read({}))[0]
 
 
-def test_the_weights_of_70b_are_what_the_guide_says() -> None:
-    """280, 140, 70 and 35 GB: parameters times bytes; scales, and ends that keep 16 bits, come on top."""
+def test_weights_of_70b_match_the_guide() -> None:
+    """Check 280, 140, 70 and 35 GB: parameters times bytes, plus scales and 16-bit embeddings."""
     model = of(LLAMA_70B)
     sizes = {name: weight_bytes(model, name) / 1e9 for name in PRECISIONS}
     assert sizes["fp32"] == pytest.approx(280, rel=0.02)
@@ -46,8 +46,8 @@ def test_the_weights_of_70b_are_what_the_guide_says() -> None:
     assert 35 < sizes["int4"] < 41
 
 
-def test_the_cache_of_70b_is_not_what_the_guide_says() -> None:
-    """256 requests of 8,192 tokens in bf16 are 687 GB, not 40."""
+def test_cache_of_70b_differs_from_the_guide() -> None:
+    """Check 256 requests of 8,192 tokens in bf16: 687 GB, not 40."""
     (layers, per_token), *others = kv_bytes_per_token(of(LLAMA_70B), "bfloat16").values()
     assert not others and 256 * 8192 * layers * per_token / 1e9 == pytest.approx(687, rel=0.001)
 
@@ -66,25 +66,25 @@ def test_405b_in_bf16_does_not_fit_eight_h100() -> None:
     assert not narrow[-1].why_not and narrow[-1].tp == 8
 
 
-def test_the_first_layout_that_works_is_the_last_of_its_precision() -> None:
-    found = smallest(
+def test_first_working_layout_is_the_last_of_its_precision() -> None:
+    actual = smallest(
         of(LLAMA_70B), device("h200").machine(8), Wanted(8192, 16, {}), ("bf16", "fp8"), most=8, per_node=8
     )
-    assert [(fit.precision, fit.tp, fit.pp) for fit in found if not fit.why_not] == [
+    assert [(fit.precision, fit.tp, fit.pp) for fit in actual if not fit.why_not] == [
         ("bf16", 2, 1),
         ("fp8", 1, 1),
     ]
 
 
-def test_layouts_are_within_what_there_is() -> None:
+def test_layouts_use_only_available_gpus() -> None:
     for most in (1, 3, 8, 16):
-        found = list(layouts(most, 8))
-        assert found[0] == (1, 1) and len(found) == len({*found})
-        assert all(tp * pp <= most and tp <= 8 for tp, pp in found)
+        actual = list(layouts(most, 8))
+        assert actual[0] == (1, 1) and len(actual) == len({*actual})
+        assert all(tp * pp <= most and tp <= 8 for tp, pp in actual)
 
 
 @pytest.mark.parametrize("name", ["h200", "l4"])
-def test_rates_stay_below_the_floors(name: str) -> None:
+def test_rates_stay_below_the_bounds(name: str) -> None:
     model, kind = (
         of("layers=32,hidden=4096,heads=32,kv_heads=8,intermediate=14336,vocab=128256"),
         DEVICES[name],
@@ -105,10 +105,10 @@ CACHES = {
     *("MambaForCausalLM", "Mamba2ForCausalLM", "Lfm2ForCausalLM", "NemotronHForCausalLM"),
     *("Qwen3NextForCausalLM", "Zamba2ForCausalLM", "Qwen3MoeForCausalLM"),
 }
-"""One architecture for each layout of the cache, with and without experts. The long run takes all."""
+"""One architecture for each layout of the cache, with and without experts. The slow test runs all."""
 
 
-def test_the_chosen_architectures_are_known() -> None:
+def test_selected_architectures_are_known() -> None:
     assert set(ZOO) >= CACHES
 
 
@@ -116,8 +116,8 @@ def test_the_chosen_architectures_are_known() -> None:
     "architecture",
     [name if name in CACHES else pytest.param(name, marks=pytest.mark.slow) for name in ZOO],
 )
-def test_a_plan_holds_against_the_started_engine(architecture: str, tmp_path: Path) -> None:
-    """Weights, and the blocks of the cache beside them."""
+def test_plan_matches_the_started_engine(architecture: str, tmp_path: Path) -> None:
+    """Check the weights and the number of cache blocks."""
     path, _ = make_tiny(architecture, tmp_path)
     config = configure(
         {"model": str(path), "dtype": "float32", "max_num_seqs": 4, "skip_tokenizer_init": True}
@@ -127,16 +127,16 @@ def test_a_plan_holds_against_the_started_engine(architecture: str, tmp_path: Pa
     measured = worker.measure()
     planned = memory_of(config, "fp32")
     moe = config.checkpoint.facts.moe
-    within = 0.15 if moe is not None and moe.plain else 0.05  # experts without a gate are kept with one
+    within = 0.15 if moe is not None and moe.plain else 0.05  # experts without a gate are stored with one
     assert planned.weights == pytest.approx(worker._weights, rel=within)
     assert cache_of(config, planned).num_blocks == pytest.approx(measured.num_blocks, rel=0.05)
 
 
-def test_the_command_says_what_to_type(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_command_prints_the_serve_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture = tmp_path / "memory.svg"
     assert main(["plan", LLAMA_70B, "--gpu", "h100", "--concurrency", "16", "--svg", str(picture)]) == 0
-    said = capsys.readouterr().out
-    assert "quire serve" in said and "--tensor-parallel-size 4" in said and "no   bf16   tp 1" in said
+    output = capsys.readouterr().out
+    assert "quire serve" in output and "--tensor-parallel-size 4" in output and "no   bf16   tp 1" in output
     assert picture.read_text().startswith("<svg") and "KV cache" in picture.read_text()
     assert main(["plan", LLAMA_70B, "--gpu", "24", "--gpus", "1", "--json"]) == 1
     plan = json.loads(capsys.readouterr().out)
@@ -144,7 +144,7 @@ def test_the_command_says_what_to_type(capsys: pytest.CaptureFixture[str], tmp_p
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "output"),
     [
         (["layers=80"], "needs hidden, heads, intermediate, vocab"),
         (["layers=eighty"], "is not a size of a model"),
@@ -153,12 +153,14 @@ def test_the_command_says_what_to_type(capsys: pytest.CaptureFixture[str], tmp_p
         ([LLAMA_70B, "--gpus", "0"], "at least 1"),
     ],
 )
-def test_what_is_wrong_is_named(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_are_named(
+    words: list[str], output: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", *words]) == 1
-    assert said in capsys.readouterr().err
+    assert output in capsys.readouterr().err
 
 
-def test_a_device_may_be_its_memory() -> None:
+def test_device_may_be_given_by_its_memory() -> None:
     assert device("96").total_bytes == 96 << 30
     with pytest.raises(ConfigError):
         device("-4")

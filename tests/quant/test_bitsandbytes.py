@@ -1,4 +1,4 @@
-"""Weights of bitsandbytes in the layout that transformers writes."""
+"""Tests of bitsandbytes weights in the layout that transformers writes."""
 
 import functools
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from formats import TABLES, pack4, pack8, said
+from formats import TABLES, bitsandbytes_config, pack4, pack8
 from requantized import error_of, loaded, requantize
 
 from quire.checkpoint.quant import read_quant
@@ -25,7 +25,7 @@ EXAMPLES = {
     "nf4": "001112223344455566666777777777777777777777788888999aabbccddeeeff",
     "fp4": "bbaaaaddcccffeeeee9999999999000088881111111111666667744455222233",
 }
-"""What bitsandbytes 0.50 makes of linspace(-1, 1, 64) ** 3."""
+"""Output of bitsandbytes 0.50 for linspace(-1, 1, 64) ** 3."""
 
 
 @pytest.mark.parametrize(
@@ -37,26 +37,26 @@ EXAMPLES = {
     ],
 )
 def test_logits_of_a_checkpoint(family: str, kind: str, nested: bool, tmp_path: Path) -> None:
-    """Scales of another part or expert; rows put in order across blocks; a width of one block and a half."""
+    """Check scales of parts and experts, row order across blocks, and a width of one and a half blocks."""
     pack = pack8 if kind == "int8" else functools.partial(pack4, kind, nested)
-    path, twin = requantize(family, tmp_path, said(kind, nested), pack)
+    path, twin = requantize(family, tmp_path, bitsandbytes_config(kind, nested), pack)
     assert error_of(loaded(path), twin) < 2e-3
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
-def test_an_example_of_the_package(kind: Any) -> None:
-    """The first of two numbers is in the high half of a byte."""
+def test_example_of_the_bitsandbytes_package(kind: Any) -> None:
+    """Check that the first of two numbers is in the high half of a byte."""
     packed = Packed4(1, (Shard(1),), Shard(64), BitsAndBytes(kind), CPU)
     packed.codes[0, :, 0] = torch.tensor([*bytes.fromhex(EXAMPLES[kind])], dtype=torch.uint8)
     packed.absmax.fill_(1.0)
     packed.table[0] = TABLES[kind]
     values = torch.linspace(-1, 1, 64) ** 3
     nearest = TABLES[kind][(values[:, None] - TABLES[kind]).abs().argmin(1)]
-    assert ((packed.values(0)[0] - nearest).abs() < 1e-6).sum() >= 62  # in the middle it may go either way
+    assert ((packed.values(0)[0] - nearest).abs() < 1e-6).sum() >= 62  # midpoints may round either way
     assert ((packed.values(0)[0] - values).abs() < 0.17).all()
 
 
-def test_halves_for_the_gpu_stand_for_the_same() -> None:
+def test_repacked_gpu_layout_has_the_same_values() -> None:
     torch.manual_seed(0)
     packed = Packed4(1, (Shard(6),), Shard(256), BitsAndBytes("nf4"), CPU)
     packed.codes.random_(0, 256)
@@ -69,7 +69,7 @@ def test_halves_for_the_gpu_stand_for_the_same() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_in_bfloat16_on_every_device(device: str) -> None:
-    """Parts in each other's place; the halves of a row mixed up; rows in another order."""
+    """Check for swapped parts, halves of rows, or rows."""
     torch.manual_seed(0)
     shape = LinearShape(256, (48, 16), False, torch.bfloat16, torch.device(device))
     weight = BitsAndBytesFormat(BitsAndBytes("nf4", nested=True), PlainFormat()).linear(("a", "b"), shape)
@@ -84,8 +84,8 @@ def test_in_bfloat16_on_every_device(device: str) -> None:
     weight.finish()
     for num in (1, 5, 200):
         x = torch.randn(num, 256).bfloat16()
-        ours, expected = weight(x.to(device)).double().cpu(), (x.float() @ torch.cat(wide).T).double()
-        assert (ours - expected).norm() / expected.norm() < 1e-2
+        actual, expected = weight(x.to(device)).double().cpu(), (x.float() @ torch.cat(wide).T).double()
+        assert (actual - expected).norm() / expected.norm() < 1e-2
 
 
 @pytest.mark.parametrize(
@@ -97,20 +97,26 @@ def test_in_bfloat16_on_every_device(device: str) -> None:
         ({"llm_int8_skip_modules": "lm_head"}, "llm_int8_skip_modules is 'lm_head', expected a list"),
     ],
 )
-def test_what_is_refused(changes: dict[str, Any], words: str) -> None:
+def test_unsupported_configs_are_rejected(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        read_quant(ConfigReader("config.json", {"quantization_config": said("nf4") | changes}))
+        read_quant(ConfigReader("config.json", {"quantization_config": bitsandbytes_config("nf4") | changes}))
 
 
-def test_what_is_skipped() -> None:
+def test_skipped_layers() -> None:
     facts = read_quant(
-        ConfigReader("c", {"quantization_config": said("nf4", True) | {"llm_int8_skip_modules": ["up_proj"]}})
+        ConfigReader(
+            "c",
+            {
+                "quantization_config": bitsandbytes_config("nf4", True)
+                | {"llm_int8_skip_modules": ["up_proj"]}
+            },
+        )
     )
     assert facts is not None and facts.scheme("a.up_proj") is None
     assert facts.scheme("a.down_proj") == BitsAndBytes("nf4", True)
 
 
-def test_experts_in_one_tensor_are_refused() -> None:
+def test_experts_in_one_tensor_are_rejected() -> None:
     shape = ExpertShape(2, 64, 32, "silu", False, torch.float32, CPU)
     with pytest.raises(ConfigError, match="all experts in one tensor"):
         BitsAndBytesFormat(BitsAndBytes("nf4"), PlainFormat()).experts(("gate_up", "down"), shape)

@@ -1,4 +1,4 @@
-"""What llm-compressor says of a checkpoint, and that layers are read by it."""
+"""Tests of llm-compressor configurations and of the layers read by them."""
 
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,10 @@ def group(weights: Any, inputs: Any = None, **more: Any) -> dict[str, Any]:
 def read(
     *groups: Any, format: str = "int-quantized", key: str = "quantization_config", **more: Any
 ) -> QuantFacts:
-    named = {f"group_{i}": each for i, each in enumerate(groups)}
+    named = {f"group_{i}": group for i, group in enumerate(groups)}
     method = {} if key == "compression_config" else {"quant_method": "compressed-tensors"}
-    said = method | {"format": format, "config_groups": named} | more
-    facts = read_quant(ConfigReader("config.json", {key: said}))
+    output = method | {"format": format, "config_groups": named} | more
+    facts = read_quant(ConfigReader("config.json", {key: output}))
     assert facts is not None and facts.method == "compressed-tensors"
     return facts
 
@@ -74,8 +74,8 @@ def test_schemes(format: str, weights: Any, inputs: Any, scheme: Any) -> None:
         assert facts.scheme("model.layers.0.mlp.down_proj") == scheme
 
 
-def test_targets_and_what_is_ignored() -> None:
-    """A name that is part of another; a class that wins over a name; a pattern in the middle of a name."""
+def test_targets_and_ignored_layers() -> None:
+    """Check names that are part of others, classes against names, and patterns within names."""
     facts = read(
         group(INT8, INT8 | TOKEN),
         group(FP8, targets=["re:.*down_proj", "model.layers.1.self_attn.o_proj"], format="float-quantized"),
@@ -90,7 +90,7 @@ def test_targets_and_what_is_ignored() -> None:
         assert facts.scheme(name) is None
 
 
-def test_keys_and_values() -> None:
+def test_kv_cache_scheme() -> None:
     scales = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
     assert read(group(FP8), kv_cache_scheme=scales).cache == "fp8_e4m3"
     assert read(group(FP8), kv_cache_scheme=None).cache is None
@@ -120,18 +120,18 @@ NVFP4 = FP8 | {"num_bits": 4, "strategy": "tensor_group"}
         ([group("int8")], {}, "weights is 'int8', expected an object"),
     ],
 )
-def test_what_is_refused(groups: list[Any], more: dict[str, Any], words: str) -> None:
+def test_unsupported_configs_are_rejected(groups: list[Any], more: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         read(*groups, **more)
 
 
-def test_nothing_but_a_dense_model() -> None:
+def test_only_dense_models_are_supported() -> None:
     assert read(sparsity_config={"format": "dense"}, transform_config={}).scheme("a") is None
 
 
-def test_a_checkpoint_with_an_ignored_layer(tmp_path: Path) -> None:
-    """Which is stored plain, beside others that are not."""
-    said = {
+def test_checkpoint_with_an_ignored_layer(tmp_path: Path) -> None:
+    """Check that the ignored layer is stored plain among quantized ones."""
+    output = {
         "quant_method": "compressed-tensors",
         "format": "int-quantized",
         "config_groups": {"group_0": group(INT8, INT8 | TOKEN)},
@@ -140,13 +140,13 @@ def test_a_checkpoint_with_an_ignored_layer(tmp_path: Path) -> None:
     }
 
     def pack(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        if name in said["ignore"]:
+        if name in output["ignore"]:
             return {"weight": weight}, weight
         scale = (weight.abs().amax(1, keepdim=True) / 127).to(torch.bfloat16)
         codes = (weight / scale).round().clamp(-128, 127)
         return {"weight": codes.to(torch.int8), "weight_scale": scale}, codes * scale
 
-    path, twin = requantize("llama", tmp_path, said, pack)
+    path, twin = requantize("llama", tmp_path, output, pack)
     model = loaded(path)
     assert error_of(model, twin) < 2e-3
     dtypes = {type(module).__name__ for module in model.modules() if hasattr(module, "parts")}

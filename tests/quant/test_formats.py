@@ -1,4 +1,4 @@
-"""Which layer gets which weight: by the checkpoint's rules, and by what it has."""
+"""Tests of the weight format of each layer: by the checkpoint's rules and its tensors."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ INT4 = Grouped(4, 32, symmetric=True, act_order=False, layout="gptq")
 
 
 class Marked(PlainFormat):
-    """Stands for any scheme's format."""
+    """Stands in for the format of any scheme."""
 
     def __init__(self, scheme: object, plain: PlainFormat) -> None:
         super().__init__(torch.bfloat16)
@@ -34,49 +34,49 @@ def _table(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kept(format: SchemeFormat, *parts: str, shape: LinearShape = SHAPE) -> bool:
-    """Whether a layer is in a scheme."""
+    """Return whether a layer is quantized by the scheme."""
     weight = format.linear(parts, shape)
     assert isinstance(weight, PlainWeight)
     return weight.weight.dtype == torch.bfloat16
 
 
-def test_the_first_rule_decides() -> None:
+def test_first_matching_rule_decides() -> None:
     facts = QuantFacts("x", all_but(["lm_head", "model.layers.1.mlp"], INT4))
     format = SchemeFormat(facts, PlainFormat(), None)
     assert kept(format, "model.layers.0.mlp.down_proj") and kept(format, "model.layers.11.mlp.down_proj")
     assert not kept(format, "lm_head") and not kept(format, "model.layers.1.mlp.down_proj")
 
 
-def test_a_layer_that_the_file_has_plain_is_plain() -> None:
+def test_layer_stored_plain_is_plain() -> None:
     facts = QuantFacts("x", all_but((), INT4))
     format = SchemeFormat(facts, PlainFormat(), {"a.qweight", "b.weight", "lm_head.qweight"}.__contains__)
     head = replace(SHAPE, narrows=False)
     assert kept(format, "a") and not kept(format, "b") and kept(format, "lm_head", shape=head)
 
 
-def test_nothing_is_narrowed_that_may_not_be() -> None:
+def test_excluded_layers_are_not_quantized() -> None:
     format = SchemeFormat(ONLINE["fp8"], PlainFormat(), {"a.weight"}.__contains__)
     assert kept(format, "a") and not kept(format, "a", shape=replace(SHAPE, narrows=False))
 
 
-def test_parts_that_disagree_are_computed_side_by_side() -> None:
-    """Biases and orders of another part; experts cannot."""
+def test_parts_of_different_formats_are_computed_separately() -> None:
+    """Check biases and part order; experts cannot be mixed."""
     facts = QuantFacts("x", (LayerRule("[qk]_proj", INT4), LayerRule("z_proj", Fp8())))
     format = SchemeFormat(facts, PlainFormat(), None)
     weight = format.linear(("q_proj", "k_proj", "v_proj"), replace(SHAPE, sizes_out=(16, 8, 4), bias=True))
     assert isinstance(weight, MixedWeight)
-    whole, biases = torch.randn(28, 32).bfloat16().float(), torch.randn(28)
-    for part, own, bias in zip(
-        weight.parts(), whole.split([16, 8, 4]), biases.split([16, 8, 4]), strict=True
+    full, biases = torch.randn(28, 32).bfloat16().float(), torch.randn(28)
+    for part, part_weight, bias in zip(
+        weight.parts(), full.split([16, 8, 4]), biases.split([16, 8, 4]), strict=True
     ):
-        part["weight"].tensor.copy_(own)
+        part["weight"].tensor.copy_(part_weight)
         part["bias"].tensor.copy_(bias)
     orders = [torch.randperm(size) for size in (16, 8, 4)]
     rows = torch.cat([order + start for order, start in zip(orders, (0, 16, 24), strict=True)])
     weight.reorder(orders)
     weight.finish()
     x = torch.randn(3, 32)
-    assert torch.allclose(weight.product(x), x @ whole[rows].t() + biases[rows], atol=1e-4)
+    assert torch.allclose(weight.product(x), x @ full[rows].t() + biases[rows], atol=1e-4)
     shape = ExpertShape(2, 32, 16, "silu", False, torch.float32, torch.device("cpu"))
     with pytest.raises(
         ConfigError, match=r"same quantization scheme: q_proj \(Grouped.*z_proj \(Fp8.*v_proj \(plain"
@@ -84,7 +84,7 @@ def test_parts_that_disagree_are_computed_side_by_side() -> None:
         format.experts(("q_proj", "z_proj", "v_proj"), shape)
 
 
-def test_the_flag_agrees_with_the_checkpoint() -> None:
+def test_flag_must_agree_with_the_checkpoint() -> None:
     stored = QuantFacts("gptq", all_but((), INT4))
     assert choose_quant(None, stored) is stored and choose_quant("gptq_marlin", stored) is stored
     assert choose_quant("fp8", None) is ONLINE["fp8"] and choose_quant(None, None) is None
@@ -94,7 +94,7 @@ def test_the_flag_agrees_with_the_checkpoint() -> None:
         choose_quant("gguf", None)
 
 
-def test_what_is_lent_takes_no_memory_before() -> None:
+def test_borrowed_weights_take_no_memory() -> None:
     weight = placeholder_parameter(64, 8, dtype=torch.float32, device=torch.device("cpu"))
     assert weight.shape == (64, 8) and weight.untyped_storage().nbytes() == 4
     assert materialize(weight).untyped_storage().nbytes() == weight.nbytes

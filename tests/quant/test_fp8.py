@@ -1,4 +1,4 @@
-"""Weights in fp8: checkpoints of every layout and plain ones that are narrowed, against float32."""
+"""Tests of FP8 weights: checkpoints of every layout and online quantization, against float32."""
 
 from pathlib import Path
 from typing import Any
@@ -24,20 +24,20 @@ from quire.quant.weight import LinearShape
 CPU = torch.device("cpu")
 
 
-def apart(ours: Tensor, expected: Tensor) -> float:
-    return float((ours.double() - expected.double()).norm() / expected.double().norm())
+def apart(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
 @pytest.mark.parametrize("family", SIZES)
-def test_a_plain_checkpoint_is_narrowed_while_it_is_loaded(family: str, tmp_path: Path) -> None:
+def test_plain_checkpoint_is_quantized_while_loading(family: str, tmp_path: Path) -> None:
     path, plain = make_tiny(family, tmp_path / "plain", **SIZES[family])
     _, twin = requantize(family, tmp_path / "narrow", *STORED["fp8 channel"], **SIZES[family])
     model = load_tiny(path, quant=ONLINE["fp8"])
     assert error_of(model, twin) < 1e-3 < error_of(model, plain)
 
 
-def test_a_scale_of_a_tensor_under_the_name_of_blocks(tmp_path: Path) -> None:
-    """So transformers writes it, and Mistral."""
+def test_tensor_scale_under_the_block_scale_name(tmp_path: Path) -> None:
+    """Check the layout that transformers and Mistral write."""
 
     def pack(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         stored, wide = STORED["fp8 tensor"].pack(name, weight)
@@ -59,29 +59,29 @@ DELTA = {
     "shared_expert_intermediate_size": 128,
 }
 MIXED = {
-    # As DeepSeek has them: also the product that latent attention uses both ways round.
+    # DeepSeek's layout, with the weight that MLA uses in both directions.
     "deepseek_v3": (r"self_attn\.\w+_proj(_with_mqa)?\.weight$", LATENT | {"qk_rope_head_dim": 16}),
-    # As Qwen has them: b and a are plain, and what comes together with them is in another order.
+    # Qwen's layout: b and a are plain, and the layers fused with them are permuted.
     "qwen3_next": (r"(in_proj_qkvz|self_attn\.\w+_proj)\.weight$", DELTA),
 }
 
 
 @pytest.mark.parametrize("family", MIXED)
-def test_checkpoints_in_blocks_as_their_makers_published_them(family: str, tmp_path: Path) -> None:
+def test_published_block_checkpoints(family: str, tmp_path: Path) -> None:
     layers, sizes = MIXED[family]
     path, twin = requantize(family, tmp_path, STORED["fp8 block"].config, _blocks, layers, **ALIGNED, **sizes)
     assert error_of(loaded(path), twin) < 1e-3
 
 
 def _blocks(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """The last block of each side may be a part of one."""
+    """Quantize in blocks; the last block of each side may be incomplete."""
     rows, columns = weight.shape
     padded = torch.nn.functional.pad(weight, (0, -columns % 128, 0, -rows % 128))
     stored, wide = STORED["fp8 block"].pack(name, padded)
     return stored | {"weight": stored["weight"][:rows, :columns].contiguous()}, wide[:rows, :columns].clone()
 
 
-def test_the_wide_weight_is_there_only_while_it_is_filled() -> None:
+def test_wide_weight_exists_only_while_it_is_filled() -> None:
     weight = Fp8Weight(Fp8(stored=False), LinearShape(64, (32, 16), False, torch.bfloat16, CPU))
     assert weight.stored.weight.untyped_storage().nbytes() == 2
     weight.begin()
@@ -92,7 +92,7 @@ def test_the_wide_weight_is_there_only_while_it_is_filled() -> None:
 
 
 def filled(scheme: Fp8, *, bias: bool = False) -> tuple[Fp8Weight, Scaled]:
-    """With parts of very different scales."""
+    """Return a weight with parts of very different scales."""
     torch.manual_seed(0)
     shape = LinearShape(256, (256, 128, 40), bias, torch.float32, CPU)
     weight, made = Fp8Weight(scheme, shape), []
@@ -119,14 +119,14 @@ def test_parts_keep_their_scales(scheme: Fp8, in_c: bool, monkeypatch: pytest.Mo
     x = torch.randn(3, 256)
     weight.finish()
     expected = linear_reference(x, Scaled(wide, torch.ones(len(wide))), weight.bias, quantized=False)
-    for ours, theirs in zip(
+    for actual, reference in zip(
         weight(x).split([256, 128, 40], 1), expected.split([256, 128, 40], 1), strict=True
     ):
-        assert apart(ours, theirs) < 5e-3
+        assert apart(actual, reference) < 5e-3
 
 
-def test_a_type_that_no_kernel_computes_is_left_to_torch() -> None:
-    """float16 on a CPU: products and experts whose kernels refused every row that they were given."""
+def test_unsupported_dtype_uses_torch() -> None:
+    """Check float16 on a CPU, for which the kernels reject every call."""
     torch.manual_seed(0)
     weight = Fp8Weight(Fp8(stored=False), LinearShape(64, (32,), True, torch.float16, CPU))
     experts = Fp8Experts(Fp8(stored=False), ExpertShape(2, 64, 32, "silu", False, torch.float16, CPU))
@@ -144,8 +144,8 @@ def test_a_type_that_no_kernel_computes_is_left_to_torch() -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.weights)
-def test_outputs_change_places(scheme: Fp8) -> None:
-    """Those of one block may be far apart afterwards."""
+def test_permuted_outputs(scheme: Fp8) -> None:
+    """Check outputs of one block that are far apart afterwards."""
     weight, (wide, _) = filled(scheme)
     orders = [torch.randperm(size) for size in weight.shape.sizes_out]
     weight.reorder(orders)
@@ -157,8 +157,8 @@ def test_outputs_change_places(scheme: Fp8) -> None:
     assert apart(weight(x), x @ expected.t()) < (3e-2 if scheme.weights == "block" else 5e-3)
 
 
-def test_blocks_that_move_as_wholes_keep_their_scales() -> None:
-    """Rows within a block, and blocks, change places: nothing is rounded again."""
+def test_permuted_whole_blocks_keep_their_scales() -> None:
+    """Check permutations within a block and of blocks, which need no new quantization."""
     weight, (wide, _) = filled(SCHEMES[2])
     orders = [torch.cat((128 + torch.randperm(128), torch.randperm(128))), torch.randperm(128)]
     orders.append(torch.randperm(40))
@@ -167,13 +167,13 @@ def test_blocks_that_move_as_wholes_keep_their_scales() -> None:
     x = torch.randn(3, 256)
     parts = zip(wide.split([256, 128, 40]), orders, strict=True)
     expected = x @ torch.cat([part[order] for part, order in parts]).t()
-    for ours, theirs in zip(
+    for actual, reference in zip(
         weight(x).split([256, 128, 40], 1), expected.split([256, 128, 40], 1), strict=True
     ):
-        assert apart(ours, theirs) < 5e-3
+        assert apart(actual, reference) < 5e-3
 
 
-def test_experts_with_one_scale_of_gate_and_up() -> None:
+def test_experts_with_one_scale_for_gate_and_up() -> None:
     shape = ExpertShape(3, 32, 16, "silu", False, torch.float32, CPU)
     experts = Fp8Experts(Fp8("tensor"), shape)
     parts = experts.parts()
@@ -184,15 +184,15 @@ def test_experts_with_one_scale_of_gate_and_up() -> None:
     assert torch.equal(experts.gate_up.scale, torch.tensor([1.0, 0.1, 0.01])[:, None].expand(3, 32))
 
 
-def read(**said: Any) -> Fp8 | None:
-    facts = read_quant(ConfigReader("config.json", {"quantization_config": said}))
+def read(**config: Any) -> Fp8 | None:
+    facts = read_quant(ConfigReader("config.json", {"quantization_config": config}))
     assert facts is not None
     scheme = facts.scheme("model.layers.0.mlp.up_proj")
     assert scheme is None or isinstance(scheme, Fp8)
     return scheme
 
 
-def test_what_configurations_say() -> None:
+def test_valid_configs() -> None:
     assert read(quant_method="fp8", activation_scheme="static") == Fp8("tensor", "static")
     assert read(quant_method="fp8") == Fp8("tensor", "token")
     assert read(**STORED["fp8 block"].config) == Fp8("block", "group", scale_name="weight_scale_inv")
@@ -203,7 +203,7 @@ def test_what_configurations_say() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "message"),
+    ("config", "message"),
     [
         ({"activation_scheme": "maybe"}, "activation_scheme is 'maybe', expected 'dynamic' or 'static'"),
         ({"weight_block_size": [64, 64]}, r"weight_block_size is \[64, 64\], expected \[128, 128\], or null"),
@@ -212,12 +212,12 @@ def test_what_configurations_say() -> None:
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo is 'NVFP4', expected 'FP8'"),
     ],
 )
-def test_what_is_wrong_in_them_is_said(said: dict[str, Any], message: str) -> None:
+def test_invalid_configs_are_rejected(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        read(**({"quant_method": "fp8"} | said))
+        read(**({"quant_method": "fp8"} | config))
 
 
-def test_blocks_that_do_not_divide_are_refused_before_anything_is_read() -> None:
+def test_indivisible_blocks_are_rejected_before_loading() -> None:
     format = Fp8Format(Fp8("block", "group"), PlainFormat())
     with pytest.raises(ConfigError, match="gate, up, down: blocks of 128 outputs do not divide the 192"):
         format.experts(("gate", "up", "down"), ExpertShape(2, 64, 192, "silu", False, torch.float32, CPU))

@@ -1,4 +1,4 @@
-"""Layers over packed weights: when they are chosen, and that a model gives the same answers with them."""
+"""Tests of layers with packed GGUF weights: their selection, and equal outputs of a model."""
 
 import re
 from dataclasses import replace
@@ -23,17 +23,17 @@ from quire.quant.weight import LinearShape, Weight
 
 CPU = torch.device("cpu")
 NEVER_PACKED = re.compile(r"norm|bias|sinks|router|shared_gate|before|after")
-ELSEWHERE = torch.device("meta")
+META_DEVICE = torch.device("meta")
 needs_native = pytest.mark.skipif(native.library() is None, reason="there are no native kernels here")
 
 
 def format_of(parts: list[tuple[Any, ...]]) -> GGUFFormat:
-    """Of a file with these parts, named by their numbers."""
+    """Return the format of a file with these parts, named by number."""
     return GGUFFormat({f"{i}.weight": part for i, part in enumerate(parts)}, PlainFormat())
 
 
 def linear_of(parts: list[tuple[Any, ...]], device: torch.device = CPU, bias: bool = False) -> Weight:
-    """The weight of a layer with these parts: (type, rows, columns)."""
+    """Return the weight of a layer with these parts: (type, rows, columns)."""
     sizes = tuple(rows for _, rows, *_ in parts) or (16,)
     columns = parts[0][-1] if parts else 64
     names = tuple(str(i) for i in range(len(sizes)))
@@ -61,13 +61,13 @@ def experts_of(parts: list[tuple[Any, ...]], shape: ExpertShape) -> StoredExpert
         ([], False),
     ],
 )
-def test_packed_only_where_every_part_can_be(parts: list[tuple[Any, ...]], packed: bool) -> None:
-    """A layer with a type that has no kernel, taken for packed bytes."""
+def test_layer_is_packed_only_if_every_part_can_be(parts: list[tuple[Any, ...]], packed: bool) -> None:
+    """Check a type without a kernel."""
     assert isinstance(linear_of(parts), GGUFWeight if packed else PlainWeight)
 
 
 def test_unpacked_without_kernels_for_device_or_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(linear_of([("Q4_1", 16, 64)], ELSEWHERE), PlainWeight)
+    assert isinstance(linear_of([("Q4_1", 16, 64)], META_DEVICE), PlainWeight)
     half = LinearShape(64, (16,), False, torch.float16, CPU)
     assert isinstance(format_of([("Q4_1", 16, 64)]).linear(("0",), half), PlainWeight)
     monkeypatch.setattr(native, "library", lambda: None)
@@ -85,15 +85,15 @@ def test_unpacked_without_kernels_for_device_or_type(monkeypatch: pytest.MonkeyP
     ],
 )
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_layer_of_mixed_types(kinds: tuple[str, ...], bias: bool) -> None:
-    """A part in the place of another, a bias at the wrong output."""
+def test_layer_of_mixed_types(kinds: tuple[str, ...], bias: bool) -> None:
+    """Check for swapped parts and misplaced biases."""
     generator = torch.Generator().manual_seed(0)
     sizes = (24, 8, 13)
-    whole = linear_of([(kind, size, 512) for kind, size in zip(kinds, sizes, strict=True)], bias=bias)
-    parts, expected = [{name: piece.tensor for name, piece in part.items()} for part in whole.parts()], []
+    full = linear_of([(kind, size, 512) for kind, size in zip(kinds, sizes, strict=True)], bias=bias)
+    parts, expected = [{name: piece.tensor for name, piece in part.items()} for part in full.parts()], []
     x = torch.randn(7, 512, generator=generator)
     for kind, part in zip(kinds, parts, strict=True):
-        # Small bytes are small scales too, wherever they are stored.
+        # Small bytes also give small scales, wherever they are stored.
         content = torch.randint(0, 30, part["weight"].shape, generator=generator)
         part["weight"].data = content.to(torch.uint8)
         weight = unpack_reference(part["weight"].clone(), kind)
@@ -102,10 +102,10 @@ def test_a_layer_of_mixed_types(kinds: tuple[str, ...], bias: bool) -> None:
         expected.append(linear_reference(x, weight, part.get("bias")))
     ids = torch.tensor([3, 0, 23])
     rows = unpack_reference(parts[0]["weight"].clone(), kinds[0])[ids]
-    whole.finish()
-    for ours, theirs in zip(whole(x).split(list(sizes), 1), expected, strict=True):
-        assert (ours - theirs).norm() / theirs.norm() < 2e-4
-    assert whole.rows is not None and torch.equal(whole.rows(ids), rows)
+    full.finish()
+    for actual, reference in zip(full(x).split(list(sizes), 1), expected, strict=True):
+        assert (actual - reference).norm() / reference.norm() < 2e-4
+    assert full.rows is not None and torch.equal(full.rows(ids), rows)
 
 
 @needs_native
@@ -126,18 +126,18 @@ def test_a_layer_of_mixed_types(kinds: tuple[str, ...], bias: bool) -> None:
         ("gemma3_text", {}),
     ],
 )
-def test_logits_match_the_model_it_was_written_from(
+def test_logits_match_the_converted_model(
     family: str, overrides: dict[str, Any], kind: str, tmp_path: Path
 ) -> None:
-    """Rows of Llama left interleaved, parts in the wrong order, a bias or the tied head lost."""
+    """Check Llama's row permutation, the order of parts, biases and the tied head."""
     path, hf_model = make_tiny_gguf(family, tmp_path, kind, **overrides)
     model = load_tiny(path, packed=True)
     packed = [p.dtype for name, p in model.named_parameters() if not NEVER_PACKED.search(name)]
     assert set(packed) == {torch.uint8}
     prompts = random_prompts(17, 10)
-    for ours, ids in zip(run_paged(model, prompts, [[9, 5], [1, 4], [7, 1]]), prompts, strict=True):
+    for actual, ids in zip(run_paged(model, prompts, [[9, 5], [1, 4], [7, 1]]), prompts, strict=True):
         expected = run_hf(hf_model, ids)
-        assert (ours - expected).norm() / expected.norm() < 1e-3
+        assert (actual - expected).norm() / expected.norm() < 1e-3
 
 
 @needs_native
@@ -152,7 +152,7 @@ def test_logits_match_the_model_it_was_written_from(
     ],
 )
 def test_experts_of_mixed_types(kinds: tuple[str, ...], sizes: tuple[int, int]) -> None:
-    """An expert in the place of another, or the type of another part; a bias lost."""
+    """Check for swapped experts or types, and lost biases."""
     torch.manual_seed(0)
     hidden, inner = sizes
     shape = ExpertShape(3, hidden, inner, "silu", True, torch.float32, CPU)
@@ -170,33 +170,33 @@ def test_experts_of_mixed_types(kinds: tuple[str, ...], sizes: tuple[int, int]) 
     expected = mix(
         x, ids, weights, ExpertWeights(torch.cat(values[:2], 1), values[2], *biases), shape.activation
     )
-    ours = experts(x, ids, weights)
-    assert (ours - expected).norm() / expected.norm() < 1e-3
+    actual = experts(x, ids, weights)
+    assert (actual - expected).norm() / expected.norm() < 1e-3
 
 
-def test_experts_stay_packed_only_where_every_part_can() -> None:
-    """Experts in one tensor of gate and up, or with a type that has no kernel."""
+def test_experts_are_packed_only_if_every_part_can_be() -> None:
+    """Check gate and up in one tensor, and a type without a kernel."""
     three = [("Q8_0", 4, 32, 64), ("Q8_0", 4, 32, 64), ("Q4_K", 4, 256, 256)]
     shape = ExpertShape(4, 64, 32, "silu", False, torch.float32, CPU)
     assert isinstance(experts_of(three[:2], shape), PlainExperts)
     assert isinstance(experts_of([*three[:2], ("F16", 4, 64, 32)], shape), PlainExperts)
     assert isinstance(experts_of([*three[:2], ("Q8_0", 64, 32)], shape), PlainExperts)
-    assert isinstance(experts_of(list(three), replace(shape, device=ELSEWHERE)), PlainExperts)
+    assert isinstance(experts_of(list(three), replace(shape, device=META_DEVICE)), PlainExperts)
 
 
-def test_what_no_kernel_reads_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    """A file that takes four times the memory that its size promises, without a word."""
+def test_unsupported_types_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Check the warning about a file that takes four times its size in memory."""
     for _ in range(2):
         linear_of([("IQ1_M", 16, 256)])
         linear_of([("F16", 16, 256)])
-    said = [record.getMessage() for record in caplog.records]
+    output = [record.getMessage() for record in caplog.records]
     if native.library() is not None:
-        assert said == ["Weights of the type IQ1_M are dequantized: no cpu kernel supports them"]
+        assert output == ["Weights of the type IQ1_M are dequantized: no cpu kernel supports them"]
 
 
 @needs_native
-def test_a_layer_is_repacked_before_the_next_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a model needs twice its memory while it loads."""
+def test_layer_is_repacked_before_the_next_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that loading does not need twice the model's memory."""
     _, hf_model = make_tiny("llama", tmp_path, num_hidden_layers=4)
     events: list[str] = []
 

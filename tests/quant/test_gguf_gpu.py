@@ -1,4 +1,4 @@
-"""Layers over packed weights as a GPU has them; without one, their kernels run in Triton's interpreter."""
+"""Tests of layers with packed GGUF weights on a GPU, or in Triton's interpreter."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,8 +22,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kinds", [("Q4_K", "Q4_K", "Q6_K"), ("Q8_0", "Q5_0", "Q5_0")])
-def test_a_layer_of_mixed_types(kinds: tuple[str, ...], bias: bool) -> None:
-    """A part in the place of another, a bias at the wrong output."""
+def test_layer_of_mixed_types(kinds: tuple[str, ...], bias: bool) -> None:
+    """Check for swapped parts and misplaced biases."""
     torch.manual_seed(0)
     sizes, columns = (8, 5, 7), 256
     weight = GGUFWeightOnGPU(kinds, LinearShape(columns, sizes, bias, torch.float16, DEVICE))
@@ -35,13 +35,13 @@ def test_a_layer_of_mixed_types(kinds: tuple[str, ...], bias: bool) -> None:
         values = unpack_reference(stored(kind, size, columns, i), kind).to(DEVICE)
         expected.append(linear_reference(x, values, part["bias"].tensor if bias else None))
     weight.finish()
-    ours, theirs = weight(x), torch.cat(expected, 1)
-    assert (ours - theirs).norm() / theirs.norm() < 2e-3
+    actual, reference = weight(x), torch.cat(expected, 1)
+    assert (actual - reference).norm() / reference.norm() < 2e-3
     assert len(weight.planes) == 2 and weight.gated is None
 
 
-def test_packed_only_where_every_part_can_be() -> None:
-    """A layer or experts of types that no kernel reads, or not together, taken for packed bytes."""
+def test_layer_is_packed_only_if_every_part_can_be() -> None:
+    """Check layers and experts with types that no kernel reads, or not together."""
     plain: Any = SimpleNamespace(linear=lambda parts, shape: "plain", experts=lambda parts, shape: "plain")
 
     def layer(*kinds: str) -> Any:
@@ -64,10 +64,10 @@ def test_packed_only_where_every_part_can_be() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "kind"), [("llama", "Q5_1"), ("qwen3_moe", "Q8_0")])
-def test_logits_match_the_model_it_was_written_from(
+def test_logits_match_the_converted_model(
     family: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gate and up in each other's place, experts of another, rows of the embedding or the head."""
+    """Check for swapped gate and up, experts, and rows of the embedding or head."""
     monkeypatch.setattr(gguf, "GGUFWeight", GGUFWeightOnGPU)
     monkeypatch.setattr(gguf, "GGUFExperts", GGUFExpertsOnGPU)
     overrides: dict[str, Any] = {"num_hidden_layers": 1, "vocab_size": 64, "tie_word_embeddings": True}
@@ -75,5 +75,5 @@ def test_logits_match_the_model_it_was_written_from(
     model = load_tiny(path, packed=True)
     assert any(isinstance(module, GGUFWeightOnGPU) for module in model.modules())
     ids = random_prompts(3, vocab=64)[0]
-    ours, expected = run_paged(model, [ids], [[2], [1]])[0], run_hf(hf_model, ids)
-    assert (ours - expected).norm() / expected.norm() < 1e-2
+    actual, expected = run_paged(model, [ids], [[2], [1]])[0], run_hf(hf_model, ids)
+    assert (actual - expected).norm() / expected.norm() < 1e-2

@@ -1,4 +1,4 @@
-"""AWQ, GPTQ and packed weights of compressed-tensors: from the tensors of a file to logits."""
+"""Tests of AWQ, GPTQ and packed compressed-tensors weights: from file tensors to logits."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -50,35 +50,35 @@ def linear_of(scheme: Grouped, sizes: tuple[int, ...], inputs: int = 128, **opti
 
 
 def fill(weight: Weight, scheme: Grouped, *, same_order: bool = False) -> torch.Tensor:
-    """Random parts, each with scales of its own; what they mean."""
-    generator, whole = torch.Generator().manual_seed(0), []
+    """Fill with random parts, each with its own scales, and return their values."""
+    generator, full = torch.Generator().manual_seed(0), []
     group_of = shuffled(weight.shape.size_in, scheme.group, generator)
     for i, (part, outputs) in enumerate(zip(weight.parts(), weight.shape.sizes_out, strict=True)):
         plain = torch.randn(outputs, weight.shape.size_in, generator=generator) * 3**i + 0.3
         if i and not same_order:
             group_of = shuffled(weight.shape.size_in, scheme.group, generator)
-        own = group_of if scheme.act_order else None
-        codes = rounded(plain, scheme, own)
-        for suffix, tensor in stored(codes, scheme, own).items():
+        groups = group_of if scheme.act_order else None
+        codes = rounded(plain, scheme, groups)
+        for suffix, tensor in stored(codes, scheme, groups).items():
             if suffix in part:
                 part[suffix].tensor.copy_(tensor)
         if "bias" in part:
             part["bias"].tensor.copy_(torch.randn(outputs, generator=generator))
-        whole.append(values(codes, own))
-    return torch.cat(whole)
+        full.append(values(codes, groups))
+    return torch.cat(full)
 
 
-def close(ours: torch.Tensor, expected: torch.Tensor, limit: float = 2e-3) -> None:
-    error = (ours - expected).norm() / expected.norm()
+def close(actual: torch.Tensor, expected: torch.Tensor, limit: float = 2e-3) -> None:
+    error = (actual - expected).norm() / expected.norm()
     assert error < limit, error
 
 
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize("in_c", [pytest.param(True, marks=needs_native), False])
-def test_a_fused_layer_whose_parts_have_their_own_scales(
+def test_fused_layer_whose_parts_have_their_own_scales(
     name: str, in_c: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Codes of another output or input, a zero off by one, inputs in the order of another part."""
+    """Check for swapped codes, zero points off by one, and inputs in another part's order."""
     if not in_c:
         monkeypatch.setattr(native, "library", lambda: None)
     scheme = SCHEMES[name]
@@ -94,7 +94,7 @@ def test_a_fused_layer_whose_parts_have_their_own_scales(
 
 
 @needs_native
-def test_parts_in_one_order_are_one_product_on_the_tape() -> None:
+def test_parts_in_one_order_are_one_matmul_on_the_tape() -> None:
     scheme = SCHEMES["gptq act-order"]
     weight = linear_of(scheme, (48, 16))
     expected = fill(weight, scheme, same_order=True)
@@ -114,7 +114,7 @@ def test_gather(dtype: torch.dtype) -> None:
 
 
 @needs_native
-def test_packed_weights_take_the_memory_of_packed_ones() -> None:
+def test_packed_weights_stay_packed_in_memory() -> None:
     for name, most in {"awq": 0.18, "gptq": 0.16, "gptq 8": 0.29}.items():
         weight = linear_of(SCHEMES[name], (64,), 256)
         fill(weight, SCHEMES[name])
@@ -126,25 +126,25 @@ def test_packed_weights_take_the_memory_of_packed_ones() -> None:
 @needs_native
 @pytest.mark.parametrize("name", ["awq", "gptq 8", "gptq act-order", "packed"])
 def test_experts(name: str) -> None:
-    """An expert in the place of another; inputs of an expert in another's order."""
+    """Check for swapped experts and inputs in another expert's order."""
     scheme, (num, hidden, inner) = SCHEMES[name], (3, 128, 64)
     shape = ExpertShape(num, hidden, inner, "silu", False, torch.float32, CPU)
     experts = Int4Format(scheme, PlainFormat()).experts(("gate_proj", "up_proj", "down_proj"), shape)
-    generator, whole = torch.Generator().manual_seed(0), {}
+    generator, full = torch.Generator().manual_seed(0), {}
     for part, pieces in experts.parts().items():
         outputs, inputs = (hidden, inner) if part == "down" else (inner, hidden)
-        whole[part] = torch.empty(num, outputs, inputs)
+        full[part] = torch.empty(num, outputs, inputs)
         for expert in range(num):
             group_of = shuffled(inputs, scheme.group, generator) if scheme.act_order else None
             codes = rounded(torch.randn(outputs, inputs, generator=generator), scheme, group_of)
             for suffix, tensor in stored(codes, scheme, group_of).items():
                 if suffix in pieces:
                     pieces[suffix].tensor[expert].copy_(tensor)
-            whole[part][expert] = values(codes, group_of)
+            full[part][expert] = values(codes, group_of)
     experts.finish()
     x, ids = torch.randn(6, hidden), torch.randint(0, num, (6, 2), dtype=torch.int32)
     weights = torch.rand(6, 2)
-    plain = ExpertWeights(torch.cat((whole["gate"], whole["up"]), 1), whole["down"])
+    plain = ExpertWeights(torch.cat((full["gate"], full["up"]), 1), full["down"])
     close(experts(x, ids, weights), mix(x, ids, weights, plain, "silu"))
 
 
@@ -159,19 +159,19 @@ def test_experts(name: str) -> None:
         ("llama", "packed"),
     ],
 )
-def test_logits_match_a_plain_model_of_the_same_numbers(family: str, name: str, tmp_path: Path) -> None:
+def test_logits_match_a_plain_model_of_the_same_values(family: str, name: str, tmp_path: Path) -> None:
     path, model = make_tiny(family, tmp_path)
     quantize_files(path, model, SCHEMES[name], CONFIGS.get(name, {}))
     facts = QuantFacts("compressed-tensors", all_but(("lm_head",), SCHEMES[name]))
     quant = read_checkpoint(path).quant if name in CONFIGS else facts
     prompts = random_prompts(17, 10)
-    ours = run_paged(load_tiny(path, quant=quant), prompts, [[9, 5], [1, 4], [7, 1]])
-    for logits, ids in zip(ours, prompts, strict=True):
+    actual = run_paged(load_tiny(path, quant=quant), prompts, [[9, 5], [1, 4], [7, 1]])
+    for logits, ids in zip(actual, prompts, strict=True):
         close(logits, run_hf(model, ids), 1e-2)
 
 
 @pytest.mark.parametrize(
-    ("scheme", "inputs", "said"),
+    ("scheme", "inputs", "message"),
     [
         (replace(AWQ, bits=3), 128, "3 bits is not supported; 4 bits are"),
         (replace(GPTQ, bits=2), 128, "2 bits is not supported; 4 and 8 bits are"),
@@ -180,6 +180,6 @@ def test_logits_match_a_plain_model_of_the_same_numbers(family: str, name: str, 
         (replace(GPTQ, group=-1), 100, "packs 8 numbers into a word"),
     ],
 )
-def test_what_cannot_be_kept_is_said_before_anything_is_read(scheme: Grouped, inputs: int, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_unsupported_configs_are_rejected_before_loading(scheme: Grouped, inputs: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         linear_of(scheme, (16,), inputs)

@@ -1,4 +1,4 @@
-"""Weights of 8 bits: as checkpoints have them, and narrowed while they are loaded."""
+"""Tests of INT8 weights: from checkpoints, and quantized while loading."""
 
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ SHAPE = LinearShape(64, (24, 8, 16), True, torch.float32, CPU)
 @pytest.mark.parametrize("by", ["tensor", "channel"])
 @pytest.mark.parametrize("family", ["qwen2", "nemotron_h"])
 def test_logits_of_a_checkpoint(family: str, by: str, tmp_path: Path) -> None:
-    """A scale that float16 loses; a bias; experts without a gate."""
+    """Check a scale below float16, a bias, and experts without a gate."""
     config = compressed("int-quantized", "int", by)
     path, twin = requantize(family, tmp_path, config, partial(pack_int8, by, False))
     model = loaded(path)
@@ -39,12 +39,12 @@ def test_logits_of_a_checkpoint(family: str, by: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt_oss"])
-def test_logits_of_what_is_narrowed_while_it_is_loaded(family: str, tmp_path: Path) -> None:
+def test_logits_with_online_quantization(family: str, tmp_path: Path) -> None:
     path, twin = make_tiny(family, tmp_path)
     model = load_tiny(path, quant=ONLINE["int8"])
     kinds = {type(module) for module in model.modules()}
     assert Int8Quantized in kinds and (family == "llama") != (Int8QuantizedExperts in kinds)
-    assert error_of(model, twin) < 5e-2  # of rounding the weights alone, which the twin does not
+    assert error_of(model, twin) < 5e-2  # error of rounding the weights alone, which the reference does not
 
 
 @pytest.mark.parametrize("native_kernels", [True, False])
@@ -52,7 +52,7 @@ def test_logits_of_what_is_narrowed_while_it_is_loaded(family: str, tmp_path: Pa
 def test_parts_with_different_scales(
     native_kernels: bool, size_in: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A width that blocks do not divide, and a machine without kernels, are unpacked."""
+    """Check that widths not divisible by blocks, and machines without kernels, use unpacked weights."""
     if not native_kernels:
         monkeypatch.setattr(native, "library", lambda: None)
     torch.manual_seed(0)
@@ -73,7 +73,7 @@ def test_parts_with_different_scales(
     torch.testing.assert_close(weight.rows(ids), torch.cat(wide)[ids], rtol=1e-3, atol=0)
 
 
-def test_a_scale_that_float16_would_lose_is_not_made_a_block() -> None:
+def test_scale_below_float16_is_not_packed_in_blocks() -> None:
     codes = torch.randint(-127, 127, (4, 32), dtype=torch.int8)
     assert fits_blocks(Int8Codes(codes, torch.full((4,), 3e-4))) and not fits_blocks(
         Int8Codes(codes, torch.full((4,), 1e-7))
@@ -82,7 +82,7 @@ def test_a_scale_that_float16_would_lose_is_not_made_a_block() -> None:
     assert not fits_blocks(Int8Codes(codes, torch.full((4,), 1e6)))
 
 
-def test_what_is_narrowed_keeps_small_and_large_outputs() -> None:
+def test_online_quantization_keeps_small_and_large_outputs() -> None:
     torch.manual_seed(0)
     weight = torch.randn(6, 64) * torch.tensor([1e-6, 1e-3, 0.0, 1.0, 10.0, 1e4])[:, None]
     codes = quantize(weight)
@@ -92,7 +92,7 @@ def test_what_is_narrowed_keeps_small_and_large_outputs() -> None:
 
 
 def test_only_one_layer_is_wide_at_a_time() -> None:
-    """Else a model takes as much memory while it is loaded as it is to save."""
+    """Check that loading takes no more memory than quantization saves."""
     torch.manual_seed(0)
     weight = Int8Quantized(SHAPE, lambda: PlainFormat().linear(("a",), SHAPE))
     assert sum(parameter.untyped_storage().nbytes() for parameter in weight.parameters()) < 1000
@@ -113,7 +113,7 @@ def test_only_one_layer_is_wide_at_a_time() -> None:
 @pytest.mark.parametrize("native_kernels", [True, False])
 @pytest.mark.parametrize("by", ["tensor", "channel"])
 def test_experts(by: Any, native_kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scale of gate for up; a bias lost."""
+    """Check for swapped scales of gate and up, and lost biases."""
     if not native_kernels:
         monkeypatch.setattr(native, "library", lambda: None)
     torch.manual_seed(0)
@@ -133,15 +133,15 @@ def test_experts(by: Any, native_kernels: bool, monkeypatch: pytest.MonkeyPatch)
     assert (experts(x, ids, weights) - expected).norm() / expected.norm() < 1e-3
 
 
-def close(ours: Tensor, expected: Tensor, limit: float = 1.5e-2) -> None:
-    assert ours.dtype == torch.bfloat16
-    assert (ours.double().cpu() - expected.double()).norm() / expected.double().norm() < limit
+def close(actual: Tensor, expected: Tensor, limit: float = 1.5e-2) -> None:
+    assert actual.dtype == torch.bfloat16
+    assert (actual.double().cpu() - expected.double()).norm() / expected.double().norm() < limit
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("scheme", [Int8("tensor", "static"), Int8("channel", "none", stored=False)], ids=str)
 def test_in_bfloat16_on_every_device(scheme: Int8, device: str) -> None:
-    """Of one input, of few and of many."""
+    """Check one row, few rows and many rows."""
     torch.manual_seed(0)
     shape = LinearShape(256, (64, 32), False, torch.bfloat16, torch.device(device))
     weight = Int8Format(scheme, PlainFormat()).linear(("gate", "up"), shape)
@@ -164,7 +164,7 @@ def test_in_bfloat16_on_every_device(scheme: Int8, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_narrowed_experts_in_bfloat16_on_every_device(device: str) -> None:
+def test_online_quantized_experts_in_bfloat16_on_every_device(device: str) -> None:
     torch.manual_seed(0)
     shape = ExpertShape(3, 64, 32, "silu", False, torch.bfloat16, torch.device(device))
     experts = Int8Format(Int8("channel", "none", stored=False), PlainFormat()).experts(("g", "d"), shape)
@@ -178,13 +178,13 @@ def test_narrowed_experts_in_bfloat16_on_every_device(device: str) -> None:
     for num in (1, 70):
         x, ids = torch.randn(num, 64).bfloat16(), torch.rand(num, 3).topk(2).indices.to(torch.int32)
         weights = torch.rand(num, 2)
-        ours = experts(x.to(device), ids.to(device), weights.to(device))
-        # A code of 8 bits is within 1/254 of the largest weight, about 6e-3 of a usual one; three weights
-        # are multiplied. Where there are no kernels, they are rounded to bfloat16 besides.
-        close(ours, mix(x.float(), ids, weights, ExpertWeights(*wide), "silu"), 2.5e-2)
+        actual = experts(x.to(device), ids.to(device), weights.to(device))
+        # An 8-bit code is within 1/254 of the largest weight, about 6e-3 of a typical one; three weights are
+        # multiplied. Without kernels, weights are also rounded to bfloat16.
+        close(actual, mix(x.float(), ids, weights, ExpertWeights(*wide), "silu"), 2.5e-2)
 
 
-def test_gate_and_up_with_one_scale_are_refused() -> None:
+def test_gate_and_up_with_one_scale_are_rejected() -> None:
     shape = ExpertShape(3, 64, 32, "silu", False, torch.float32, CPU)
     with pytest.raises(ConfigError, match=r"gate_up .*one scale for both.*for each output"):
         Int8Format(Int8("tensor"), PlainFormat()).experts(("gate_up", "down"), shape)

@@ -1,4 +1,4 @@
-"""gpt-oss with experts in MXFP4, as it is published, against transformers with the numbers they stand for."""
+"""Tests of gpt-oss with published MXFP4 experts against transformers with dequantized values."""
 
 from pathlib import Path
 
@@ -21,10 +21,10 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.mark.parametrize("kernels", [True, False], ids=["native", "torch"])
-def test_logits_are_those_of_the_numbers(
+def test_logits_match_the_dequantized_values(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: bool
 ) -> None:
-    """Gate and up in turns, nibbles or scales in the wrong order, experts unpacked to memory."""
+    """Check interleaved gate and up, the order of nibbles and scales, and that experts stay packed."""
     if kernels and native.library() is None:
         pytest.skip("there are no native kernels here")
     if not kernels:
@@ -32,17 +32,17 @@ def test_logits_are_those_of_the_numbers(
     path, hf_model = gpt_oss(tmp_path)
     model = load_tiny(path, quant=read_checkpoint(path).quant)
     experts = [module for module in model.modules() if isinstance(module, Mxfp4Experts)]
-    packed = sum(p.nbytes for each in experts for p in each.parameters() if p.dtype == torch.uint8)
+    packed = sum(p.nbytes for expert in experts for p in expert.parameters() if p.dtype == torch.uint8)
     numbers = 3 * 64 * 96 * len(experts) * experts[0].shape.experts
     assert packed <= numbers * 17 / 32 + 64 * 2 * len(experts)
     prompts = random_prompts(17, 10)
-    for ours, ids in zip(run_paged(model, prompts, [[9, 5], [1, 4], [7, 1]]), prompts, strict=True):
+    for actual, ids in zip(run_paged(model, prompts, [[9, 5], [1, 4], [7, 1]]), prompts, strict=True):
         expected = run_hf(hf_model, ids)
-        assert (ours - expected).norm() / expected.norm() < 1e-2
+        assert (actual - expected).norm() / expected.norm() < 1e-2
 
 
-def test_a_type_that_no_kernel_computes_is_left_to_torch() -> None:
-    """float16 on a CPU, whose kernels refused every row that they were given."""
+def test_unsupported_dtype_uses_torch() -> None:
+    """Check float16 on a CPU, for which the kernels reject every call."""
     torch.manual_seed(0)
     experts = Mxfp4Experts(
         ExpertShape(2, 64, 32, "clamped_swiglu", False, torch.float16, torch.device("cpu"))
@@ -57,7 +57,7 @@ def test_a_type_that_no_kernel_computes_is_left_to_torch() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
-def test_experts_on_the_gpu() -> None:
+def test_mxfp4_experts_on_the_gpu() -> None:
     shape = ExpertShape(4, 64, 96, "clamped_swiglu", True, torch.bfloat16, DEVICE)
     experts = Mxfp4Experts(shape)
     torch.manual_seed(0)
@@ -72,20 +72,20 @@ def test_experts_on_the_gpu() -> None:
     weights = torch.rand(9, 2)
     experts.finish()
     on_cpu.finish()
-    ours = experts(x.to(DEVICE, torch.bfloat16), ids.to(DEVICE), weights.to(DEVICE)).float().cpu()
+    actual = experts(x.to(DEVICE, torch.bfloat16), ids.to(DEVICE), weights.to(DEVICE)).float().cpu()
     expected = on_cpu(x, ids, weights)
-    assert (ours - expected).norm() / expected.norm() < 1e-2
+    assert (actual - expected).norm() / expected.norm() < 1e-2
 
 
-def test_the_numbers_of_every_code() -> None:
+def test_values_of_every_code() -> None:
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 16)
-    ours = unpack(in_halves(blocks), torch.tensor([[127 + i % 3 for i in range(16)]], dtype=torch.uint8))
+    actual = unpack(in_halves(blocks), torch.tensor([[127 + i % 3 for i in range(16)]], dtype=torch.uint8))
     codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(2).long()
     expected = E2M1[codes] * torch.tensor([2.0 ** (i % 3) for i in range(16)])[:, None]
-    assert torch.equal(ours, expected.flatten(1))
+    assert torch.equal(actual, expected.flatten(1))
 
 
-def test_what_it_cannot_do_is_said_before_anything_is_read(tmp_path: Path) -> None:
+def test_unsupported_settings_are_rejected_before_loading(tmp_path: Path) -> None:
     made, cpu = Mxfp4Format(Mxfp4(), PlainFormat()), torch.device("cpu")
     with pytest.raises(ConfigError, match="mxfp4 is for experts"):
         made.linear(("q_proj",), LinearShape(64, (64,), False, torch.float32, cpu))

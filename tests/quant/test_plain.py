@@ -1,4 +1,4 @@
-"""Abilities of weights: what is there on a device, and that layers use them."""
+"""Tests of optional fused operations of weights: their availability per device and their use by layers."""
 
 from types import SimpleNamespace
 
@@ -22,8 +22,8 @@ SHAPE = LinearShape(8, (6,), False, torch.float32, torch.device("cpu"))
 X = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
 
 
-class Able(PlainWeight):
-    """Has all abilities, each with an answer of its own."""
+class FusedWeight(PlainWeight):
+    """Has all fused operations, each with a distinct result."""
 
     def finish(self) -> None:
         super().finish()
@@ -49,7 +49,9 @@ def made(shape: LinearShape, cache_dtype: torch.dtype | None = None) -> Weight:
 @pytest.fixture
 def scope() -> Scope:
     backend = TorchSDPA()
-    return Scope(SHAPE.dtype, SHAPE.device, backend, 64, linear=lambda parts, shape: Able(shape), name="a")
+    return Scope(
+        SHAPE.dtype, SHAPE.device, backend, 64, linear=lambda parts, shape: FusedWeight(shape), name="a"
+    )
 
 
 def ready(layer: Linear) -> None:
@@ -58,29 +60,29 @@ def ready(layer: Linear) -> None:
     layer.finish()
 
 
-def test_a_cpu_has_no_fused_products() -> None:
+def test_cpu_has_no_fused_operations() -> None:
     weight = made(SHAPE)
     assert weight.gated is weight.entered is weight.chosen is None
     assert isinstance(weight.product, LinearProduct) == (native.library() is not None)
 
 
 @pytest.mark.skipif(native.library() is None, reason="there are no native kernels here")
-def test_rows_of_a_narrow_weight_are_wide() -> None:
-    """An embedding in the type of its weight, where the model computes in another."""
+def test_rows_of_a_bfloat16_embedding_are_widened() -> None:
+    """Check an embedding whose weight has another dtype than the model computes in."""
     narrow = made(SHAPE, torch.bfloat16)
     ids = torch.tensor([5, 0])
     assert narrow.rows is not None and narrow(X).dtype == torch.float32
     assert torch.equal(narrow.rows(ids), narrow.get_parameter("weight")[ids].float())
 
 
-def test_without_native_kernels_torch_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_multiplies_without_native_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "library", lambda: None)
     weight = made(SHAPE)
     torch.testing.assert_close(weight(X), X @ weight.get_parameter("weight").T)
 
 
 @pytest.mark.parametrize(("activation", "fused"), [("silu", True), ("gelu", False)])
-def test_the_activated_product_is_of_silu_alone(activation: str, fused: bool, scope: Scope) -> None:
+def test_fused_activation_is_silu_only(activation: str, fused: bool, scope: Scope) -> None:
     layer = GateUpLinear(8, 6, scope, activation=activation)
     ready(layer)
     assert layer(X).shape == ((1,) if fused else (2, 6))
@@ -89,9 +91,7 @@ def test_the_activated_product_is_of_silu_alone(activation: str, fused: bool, sc
 @pytest.mark.parametrize(
     ("num", "activation", "taken"), [(300, "silu", True), (2, "silu", False), (300, "gelu", False)]
 )
-def test_many_tokens_are_activated_by_who_takes_them(
-    num: int, activation: str, taken: bool, scope: Scope
-) -> None:
+def test_fused_activation_of_many_tokens(num: int, activation: str, taken: bool, scope: Scope) -> None:
     facts = SimpleNamespace(
         hidden=8, intermediate=6, fused_gate_up=False, mlp_bias=False, activation=activation
     )
@@ -103,8 +103,8 @@ def test_many_tokens_are_activated_by_who_takes_them(
     assert (mlp(torch.randn(num, 8)).tolist() == [num, 12]) == taken
 
 
-def test_a_way_into_the_cache_that_does_not_fit_is_not_taken(scope: Scope) -> None:
-    """Fits one token, not two; those go by the product."""
+def test_fused_cache_write_is_skipped_if_it_does_not_fit(scope: Scope) -> None:
+    """Check a weight that supports one token but not two."""
     layer, cache = QKVLinear(8, 2, 1, 4, scope), torch.zeros(1, 4, 1, 4)
     ready(layer)
     table, places = torch.zeros(8, 4), torch.arange(2)
@@ -113,17 +113,15 @@ def test_a_way_into_the_cache_that_does_not_fit_is_not_taken(scope: Scope) -> No
     assert layer(X, entries[1]).shape == (2, 2, 4)
 
 
-def test_a_router_asks_its_weight(scope: Scope) -> None:
+def test_router_uses_the_fused_operation_of_its_weight(scope: Scope) -> None:
     layer = ExpertRouter(8, MoeFacts(experts=4, intermediate=8, routing=Routing(2)), scope)
     ready(layer)
     assert [float(part) for part in layer(X, None)] == [3.0, 2.0]
 
 
 @pytest.mark.parametrize("in_c", [False, True], ids=["torch", "c"])
-def test_a_layer_in_float32_does_not_round_what_it_makes_of_narrower_numbers(
-    in_c: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A router whose logits decide by their last bits."""
+def test_float32_layer_does_not_round_bfloat16_inputs(in_c: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check a router, whose choice depends on the last bits of its logits."""
     if not in_c:
         monkeypatch.setattr(native, "library", lambda: None)
     weight = made(SHAPE)

@@ -1,4 +1,4 @@
-"""Step-3.5 in fewer bits: experts in one tensor or each by itself, whose activations have bounds."""
+"""Tests of quantized Step-3.5: experts in one tensor or separate, with clamped activations."""
 
 import json
 import shutil
@@ -32,13 +32,15 @@ def logits(model: Any) -> Tensor:
     return torch.cat(run_paged(model, random_prompts(17, 10), [[9, 5], [1, 4], [7, 1]]))
 
 
-def apart(ours: Tensor, expected: Tensor) -> float:
-    return float((ours - expected).norm() / expected.norm())
+def apart(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
 
 
-def pack(path: Path, format: str, *, each: bool) -> Tensor:
-    """Store the weights at `path` in a format, and say what a model with the same weights in float32 says,
-    which are in a folder `wide` beside it."""
+def pack(path: Path, format: str, *, item: bool) -> Tensor:
+    """Store the weights at `path` in a format and return the logits of their values.
+
+    The dequantized model is in a folder `wide` in the same directory.
+    """
     config, packer = STORED[format]
     packed, wide = dict[str, Tensor](), dict[str, Tensor]()
     for name, weight in load_file(path / "model.safetensors").items():
@@ -49,41 +51,41 @@ def pack(path: Path, format: str, *, each: bool) -> Tensor:
             tensors, wide[name] = packer(layer, weight)
             packed |= {f"{layer}.{suffix}": tensor.clone() for suffix, tensor in tensors.items()}
         else:
-            found = [packer(layer, expert) for expert in weight]
-            wide[name] = torch.stack([numbers for _, numbers in found])
+            actual = [packer(layer, expert) for expert in weight]
+            wide[name] = torch.stack([numbers for _, numbers in actual])
             where, _, last = layer.rpartition(".")
-            for suffix in found[0][0]:
-                parts = [tensors[suffix].clone() for tensors, _ in found]
-                if each:
-                    packed |= {f"{where}.experts.{i}.{last}.{suffix}": own for i, own in enumerate(parts)}
+            for suffix in actual[0][0]:
+                parts = [tensors[suffix].clone() for tensors, _ in actual]
+                if item:
+                    packed |= {f"{where}.experts.{i}.{last}.{suffix}": part for i, part in enumerate(parts)}
                 else:
                     packed[f"{layer}.{suffix}"] = torch.stack(parts)
     save_file(wide, path / "model.safetensors")
     shutil.copytree(path, path.parent / "wide")
     expected = logits(load_tiny(path))
     save_file(packed, path / "model.safetensors")
-    said = json.loads((path / "config.json").read_text()) | {"quantization_config": config}
-    (path / "config.json").write_text(json.dumps(said))
+    output = json.loads((path / "config.json").read_text()) | {"quantization_config": config}
+    (path / "config.json").write_text(json.dumps(output))
     return expected
 
 
-@pytest.mark.parametrize(("format", "each"), [("fp8 block", False), ("packed", True)])
-def test_stored_experts(format: str, each: bool, tmp_path: Path) -> None:
-    """Scales of another expert; a bound that only plain weights have."""
+@pytest.mark.parametrize(("format", "item"), [("fp8 block", False), ("packed", True)])
+def test_stored_quantized_experts(format: str, item: bool, tmp_path: Path) -> None:
+    """Check scales of experts, and the clamp for quantized weights."""
     path, _ = make_tiny("Step3p5ForCausalLM", tmp_path, **SIZES)
-    expected = pack(path, format, each=each)
+    expected = pack(path, format, item=item)
     assert apart(logits(loaded(path)), expected) < 5e-3
 
 
 @pytest.mark.parametrize("quant", ["fp8", "int8"])
-def test_narrowed_while_it_is_loaded(quant: str, tmp_path: Path) -> None:
+def test_online_quantization_of_step3(quant: str, tmp_path: Path) -> None:
     path, _ = make_tiny("Step3p5ForCausalLM", tmp_path, **SIZES)
-    expected = pack(path, f"{quant} channel", each=False)
+    expected = pack(path, f"{quant} channel", item=False)
     assert apart(logits(load_tiny(tmp_path / "wide", quant=ONLINE[quant])), expected) < 5e-3
 
 
-def test_routers_are_float32_in_a_model_of_bfloat16(tmp_path: Path) -> None:
-    """And its decodes are taped all the same."""
+def test_routers_are_float32_in_a_bfloat16_model(tmp_path: Path) -> None:
+    """Check also that its decodes are taped."""
     path, _ = make_tiny("Step3p5ForCausalLM", tmp_path)
     llm = open_tiny(path, dtype="bfloat16")
     generate(llm, prompts_of(5, 9), count=8)

@@ -1,4 +1,4 @@
-"""Every way to store weights x linear layers, fused ones, experts: as a plain model of the same numbers.
+"""Tests of every weight format with linear, fused and expert layers against a plain model of equal values.
 
 The same on a GPU: tests/gpu/test_formats.py. GGUF files are in test_gguf.py, MXFP4 is in test_mxfp4.py.
 """
@@ -16,23 +16,23 @@ from quire.checkpoint.quant.schemes import Scheme
 from quire.errors import ConfigError
 from quire.quant.plain import PlainExperts, PlainWeight
 
-ELSEWHERE = {"modelopt": "test_fp8.py", "mxfp4": "test_mxfp4.py"}
+TESTED_IN = {"modelopt": "test_fp8.py", "mxfp4": "test_mxfp4.py"}
 
 
 @pytest.mark.parametrize("family", SIZES)
 @pytest.mark.parametrize("name", STORED)
-def test_logits(name: str, family: str, tmp_path: Path) -> None:
-    """The scale of another part, expert or block; a layer that was left out; codes in another order."""
+def test_logits_of_every_format(name: str, family: str, tmp_path: Path) -> None:
+    """Check for scales of another part, expert or block, skipped layers, and reordered codes."""
     config, pack = STORED[name]
     path, twin = requantize(family, tmp_path, config, pack, **SIZES[family])
     model = loaded(path)
     plain = {name for name, module in model.named_modules() if isinstance(module, PlainWeight | PlainExperts)}
     unpacked = {"nf4", "fp4", "gptq act-order"}
-    assert all("proj" not in each for each in plain) or name in unpacked, plain
+    assert all("proj" not in item for item in plain) or name in unpacked, plain
     assert error_of(model, twin) < 5e-3
 
 
-def test_a_quantized_layer_that_the_model_does_not_have_is_named(tmp_path: Path) -> None:
+def test_unknown_quantized_layer_is_named(tmp_path: Path) -> None:
     path, _ = requantize("llama", tmp_path, *STORED["gptq"], **SIZES["llama"])
     file = path / "model.safetensors"
     words = load_file(file)
@@ -42,11 +42,11 @@ def test_a_quantized_layer_that_the_model_does_not_have_is_named(tmp_path: Path)
         loaded(path)
 
 
-def test_weights_that_are_not_what_the_configuration_says_are_named(tmp_path: Path) -> None:
+def test_weights_that_contradict_the_configuration_are_named(tmp_path: Path) -> None:
     path, _ = requantize("llama", tmp_path, *STORED["int8 channel"], **SIZES["llama"])
-    said = json.loads((path / "config.json").read_text())
+    output = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(
-        json.dumps(said | {"quantization_config": STORED["fp8 channel"].config})
+        json.dumps(output | {"quantization_config": STORED["fp8 channel"].config})
     )
     with pytest.raises(
         ConfigError, match=r"_proj.weight is stored as torch.int8, but .* torch.float8_e4m3fn"
@@ -54,13 +54,13 @@ def test_weights_that_are_not_what_the_configuration_says_are_named(tmp_path: Pa
         loaded(path)
 
 
-def test_nothing_is_left_out() -> None:
+def test_every_format_is_tested() -> None:
     methods = {config["quant_method"] for config, _ in STORED.values()}
-    assert methods | {*ELSEWHERE} == {*METHODS}
+    assert methods | {*TESTED_IN} == {*METHODS}
     assert {scheme.__name__ for scheme in Scheme.__subclasses__()} == {
         "BitsAndBytes",
         "Fp8",
         "Grouped",
         "Int8",
         "Mxfp4",
-    }, "a scheme that this table does not know"
+    }, "a scheme that is not in this table"

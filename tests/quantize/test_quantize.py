@@ -1,4 +1,4 @@
-"""`quire quantize`: what is rounded, how it is stored, what goes along, and what is refused."""
+"""Tests of `quire quantize`: rounding, storage, copied files and rejected inputs."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ from quire.quantize.schemes import SCHEMES
 from quire.text.tokenizer import load_tokenizer
 
 STEPS = {"fp8": 32 / 448, "int8": 1 / 127, "int4": 1 / 7}
-"""The largest distance between neighbours, of the largest weight of a row or group."""
+"""Largest step between adjacent values, relative to the largest weight of a row or group."""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def quantize(source: Path, kind: str, to: Path, *more: str) -> Path:
 
 
 def unpacked(tensors: dict[str, Tensor], module: str) -> Tensor:
-    """A weight again, from the layout as it is documented."""
+    """Return the dequantized weight, according to the documented layout."""
     scale = tensors[f"{module}.weight_scale"].double()
     if f"{module}.weight" in tensors:
         return tensors[f"{module}.weight"].double() * scale
@@ -48,10 +48,10 @@ def unpacked(tensors: dict[str, Tensor], module: str) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", SCHEMES)
-def test_weights_are_rounded_to_the_nearest_and_the_rest_stays(
+def test_weights_are_rounded_to_nearest_and_the_rest_stays(
     kind: str, text: TextModel, tmp_path: Path
 ) -> None:
-    """Nibbles in another order, scales of another row or group, an embedding or norm that was rounded."""
+    """Check the order of nibbles, the scales of rows and groups, and unquantized embeddings and norms."""
     out = quantize(text.path, kind, tmp_path / "out")
     before, after = load_file(text.path / "model.safetensors"), load_file(out / "model.safetensors")
     rounded = {name.removesuffix(".weight_scale") for name in after if name.endswith("_scale")}
@@ -72,7 +72,7 @@ def test_weights_are_rounded_to_the_nearest_and_the_rest_stays(
 
 
 def test_four_bits_by_hand() -> None:
-    """Eight numbers a word, the first in its lowest bits, 8 added; a scale for each group."""
+    """Check eight numbers per word, the first in its lowest bits, with 8 added; a scale per group."""
     weight = torch.tensor([[-7.5, 7.0, 0.0, 1.0, -1.0, 2.0, -2.0, 3.0] + [0.0] * 7 + [15.0]])
     parts = SCHEMES["int4"].pack(weight, 8, torch.float32)
     assert parts["weight_packed"].tolist() == [[0xB6A798F0 - (1 << 32), 0xF8888888 - (1 << 32)]]
@@ -80,7 +80,7 @@ def test_four_bits_by_hand() -> None:
     assert parts["weight_shape"].tolist() == [1, 16]
 
 
-def test_experts_are_rounded_and_routers_are_not(tmp_path: Path) -> None:
+def test_experts_are_quantized_and_routers_are_not(tmp_path: Path) -> None:
     path, _ = make_tiny("qwen3_moe", tmp_path)
     out = quantize(path, "int8", tmp_path / "out", "--ignore", r"layers\.1\.self_attn\.[qk]_proj")
     after = load_file(out / "model.safetensors")
@@ -92,8 +92,8 @@ def test_experts_are_rounded_and_routers_are_not(tmp_path: Path) -> None:
     assert not {f"{name}.weight_scale" for name in left} & after.keys()
 
 
-def test_what_decides_over_a_state_is_not_rounded(tmp_path: Path) -> None:
-    """And so no group has to fit a rank, which is small."""
+def test_ssm_gates_are_not_quantized(tmp_path: Path) -> None:
+    """Check also that no group size has to divide the small rank."""
     path, _ = make_tiny("mamba", tmp_path)
     out = quantize(path, "int4", tmp_path / "out")
     rounded = {
@@ -108,13 +108,13 @@ def test_what_decides_over_a_state_is_not_rounded(tmp_path: Path) -> None:
 def test_large_models_become_several_files(
     text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = load_file(quantize(text.path, "int8", tmp_path / "one") / "model.safetensors")
+    full = load_file(quantize(text.path, "int8", tmp_path / "one") / "model.safetensors")
     monkeypatch.setattr(compressed.Files.__init__, "__defaults__", (30_000,))
     out = quantize(text.path, "int8", tmp_path / "several")
     index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
-    assert index.keys() == whole.keys() and len(set(index.values())) > 2
+    assert index.keys() == full.keys() and len(set(index.values())) > 2
     for name, file in index.items():
-        assert torch.equal(load_file(out / file)[name], whole[name])
+        assert torch.equal(load_file(out / file)[name], full[name])
 
 
 @pytest.mark.parametrize(
@@ -122,26 +122,26 @@ def test_large_models_become_several_files(
     [("llama", LLAMA3), ("llama", {"attention_bias": True}), ("mistral", {}), ("qwen2", TIED), ("qwen3", {})],
     ids=["llama3", "biases", "mistral", "tied", "qwen3"],
 )
-def test_a_directory_becomes_a_gguf_file(
+def test_directory_becomes_a_gguf_file(
     family: str, settings: dict[str, Any], text: TextModel, tmp_path: Path
 ) -> None:
-    """A name, a key or a stretch that is lost, heads in the wrong order, a tokenizer that cuts otherwise."""
+    """Check names, keys, RoPE scaling, head order and the tokenizer."""
     path, _ = make_tiny(family, tmp_path, vocab_size=VOCAB, sliding_window=None, **settings)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(text.path / name, path)
     (file,) = quantize(path, "gguf-q8_0", tmp_path / "out").glob("*-Q8_0.gguf")
     ids = random_prompts(60)[0]
-    expected, ours = (run_paged(load_tiny(each), [ids], [[60]])[0] for each in (path, file))
-    assert (ours - expected).norm() < 0.05 * expected.norm()
+    expected, actual = (run_paged(load_tiny(item), [ids], [[60]])[0] for item in (path, file))
+    assert (actual - expected).norm() < 0.05 * expected.norm()
     before, after = load_tokenizer(path, "hf"), load_tokenizer(file, "gguf")
-    said = "It's 1234 naïve cafés!\n\n<|im_start|>日本語 🙂"
-    assert after.encode(said) == before.encode(said)
+    output = "It's 1234 naïve cafés!\n\n<|im_start|>日本語 🙂"
+    assert after.encode(output) == before.encode(output)
     assert (after.chat_template, after.eos_token) == (before.chat_template, before.eos_token)
     assert GGUFFile(file).metadata["tokenizer.ggml.pre"] == "gpt-2"
 
 
-def test_a_gguf_file_becomes_another_and_a_directory(text: TextModel, tmp_path: Path) -> None:
-    """Its header, tokenizer and weights on the way through both formats."""
+def test_gguf_file_becomes_another_and_a_directory(text: TextModel, tmp_path: Path) -> None:
+    """Check header, tokenizer and weights through both formats."""
     (file,) = quantize(text.path, "gguf-q8_0", tmp_path / "8").glob("*.gguf")
     (four,) = quantize(file, "gguf-q4_0", tmp_path / "4").glob("*-Q4_0.gguf")
     types = {name: tensor.type for name, tensor in GGUFFile(four).tensors.items()}
@@ -155,15 +155,15 @@ def test_a_gguf_file_becomes_another_and_a_directory(text: TextModel, tmp_path: 
         weight = before[f"{module}.weight"].double()
         assert (unpacked(after, module) - weight).norm() < 0.02 * weight.norm()
     config = json.loads((out / "config.json").read_text())
-    asked = json.loads((text.path / "config.json").read_text())
+    original = json.loads((text.path / "config.json").read_text())
     for key in ("hidden_size", "head_dim", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings"):
-        assert config[key] == pytest.approx(asked[key])
+        assert config[key] == pytest.approx(original[key])
     assert load_tokenizer(out, "hf").encode("The café") == load_tokenizer(text.path, "hf").encode("The café")
     assert load_tokenizer(out, "hf").chat_template == load_tokenizer(text.path, "hf").chat_template
 
 
 @pytest.mark.parametrize(
-    ("family", "kind", "more", "said"),
+    ("family", "kind", "more", "output"),
     [
         ("llama", "int4", ["--group-size", "128"], "groups of 128 do not divide; use --group-size 32"),
         ("llama", "int8", ["--group-size", "128"], "--group-size is for --to int4"),
@@ -175,17 +175,17 @@ def test_a_gguf_file_becomes_another_and_a_directory(text: TextModel, tmp_path: 
         ("llama", "gguf-q8_0", [], "no tokenizer in"),
     ],
 )
-def test_what_cannot_be_written_is_refused_and_leaves_nothing(
-    family: str, kind: str, more: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_unsupported_outputs_are_rejected_and_leave_no_files(
+    family: str, kind: str, more: list[str], output: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, _ = make_tiny(family, tmp_path)
     out = tmp_path / "out"
     assert main(["quantize", str(path), "--to", kind, "-o", str(out), *more]) == 1
-    assert said in capsys.readouterr().err
+    assert output in capsys.readouterr().err
     assert not out.exists()
 
 
-def test_neither_full_directories_nor_quantized_models_are_taken(
+def test_nonempty_directories_and_quantized_models_are_rejected(
     text: TextModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = quantize(text.path, "int8", tmp_path / "out")

@@ -1,9 +1,8 @@
-"""A small OpenAI-like server in pure asyncio. What a prompt says decides how it is answered:
+"""A small OpenAI-like server in pure asyncio. The prompt selects the answer:
 
-`fail` 500, `refuse` 400, `drop` breaks off in mid-stream, `garbage` sends an event that is no JSON, `error`
-an error event, `early` ends without a finish reason, `slow` waits 50 ms before each token. Anything else
-gets `max_tokens` tokens.
-"""
+`fail` 500, `refuse` 400, `drop` closes the connection in mid-stream, `garbage` sends an event that is not
+JSON, `error` an error event, `early` ends without a finish reason, `slow` waits 50 ms before each token. Any
+other prompt gets `max_tokens` tokens."""
 
 import asyncio
 import json
@@ -21,22 +20,22 @@ class FakeServer:
     def __init__(self, *, usage: bool = True, delay_s: float = 0.0) -> None:
         self.usage = usage
         self.delay_s = delay_s
-        """Before each whole (not streamed) answer."""
+        """Delay before each complete (not streamed) answer."""
         self.num_answers = 0
         self.most_answers = 10**9
-        """Whole answers that are given; further requests wait until this is raised."""
+        """Number of complete answers that are sent; further requests wait until this is raised."""
         self.requests: list[dict[str, Any]] = []
         """Body of every POST, with its headers under `_headers` and path under `_path`."""
         self.num_connections = 0
         self.peak = self.busy = 0
-        """Most POSTs at a time, and those of this moment."""
+        """Largest number of concurrent POSTs, and the current one."""
         self.held_until = 0
-        """Streams begin when so many POSTs have been there at a time."""
+        """Number of concurrent POSTs at which streams begin."""
         self.close_after = 10**9
-        """Answers after which the server closes an idle connection without a word."""
+        """Number of answers after which the server silently closes an idle connection."""
         self.metrics = ""
         self.num_failures = 0
-        """Answers yet to be refused with 503."""
+        """Number of answers still to be refused with 503."""
 
     def __enter__(self) -> "FakeServer":
         started = threading.Event()

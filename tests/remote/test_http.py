@@ -1,4 +1,4 @@
-"""The client against servers that answer well, badly, late and not at all."""
+"""Tests of the HTTP client against servers that answer correctly, wrongly, late or not at all."""
 
 import asyncio
 import socket
@@ -17,7 +17,8 @@ BODY = b'{"prompt": "hi"}'
 
 
 def raw_server(*answers: bytes) -> int:
-    """A port that gives each connection the next of `answers` after its request, and closes it."""
+    """Return a port that answers each connection with the next of `answers` after its request, and closes
+    it."""
     server = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
@@ -32,7 +33,7 @@ def raw_server(*answers: bytes) -> int:
     return int(server.getsockname()[1])
 
 
-def asked(url: str, ask: Callable[[HttpClient], Coroutine[Any, Any, Any]], **settings: Any) -> Any:
+def run_client(url: str, ask: Callable[[HttpClient], Coroutine[Any, Any, Any]], **settings: Any) -> Any:
     async def main() -> Any:
         client = HttpClient(url, **settings)
         try:
@@ -44,35 +45,35 @@ def asked(url: str, ask: Callable[[HttpClient], Coroutine[Any, Any, Any]], **set
 
 
 def get(port: int, **settings: Any) -> Response:
-    found: Response = asked(
+    result: Response = run_client(
         f"http://127.0.0.1:{port}", lambda client: client.request("GET", "/x"), **settings
     )
-    return found
+    return result
 
 
-def test_connections_are_kept() -> None:
+def test_connections_are_reused() -> None:
     """A connection per request would cost more than the request."""
     with FakeServer() as server:
 
         async def ask(client: HttpClient) -> list[int]:
             return [(await client.request("POST", "/v1/completions", BODY)).status for _ in range(5)]
 
-        assert asked(server.url, ask) == [200] * 5
+        assert run_client(server.url, ask) == [200] * 5
         assert server.num_connections == 1
 
 
-def test_an_idle_connection_that_the_server_closed_is_replaced() -> None:
+def test_idle_connection_closed_by_the_server_is_replaced() -> None:
     with FakeServer() as server:
         server.close_after = 1
 
         async def ask(client: HttpClient) -> list[int]:
             return [(await client.request("POST", "/v1/completions", BODY)).status for _ in range(4)]
 
-        assert asked(server.url, ask) == [200] * 4
+        assert run_client(server.url, ask) == [200] * 4
         assert server.num_connections == 4 and len(server.requests) == 4
 
 
-def test_a_body_goes_on_in_pieces_and_an_error_does_not() -> None:
+def test_body_is_streamed_and_an_error_is_not() -> None:
     """An error body that went to the stream reader would be lost."""
     with FakeServer() as server:
         pieces: list[bytes] = []
@@ -81,10 +82,10 @@ def test_a_body_goes_on_in_pieces_and_an_error_does_not() -> None:
             body = b'{"stream": true, "prompt": "%s"}' % prompt
             return await client.request("POST", "/v1/completions", body, on_body=pieces.append)
 
-        good = asked(server.url, lambda client: ask(client, b"hi"))
+        good = run_client(server.url, lambda client: ask(client, b"hi"))
         assert good.body == b"" and b"".join(pieces).endswith(b"data: [DONE]\n\n")
         pieces.clear()
-        bad = asked(server.url, lambda client: ask(client, b"refuse"))
+        bad = run_client(server.url, lambda client: ask(client, b"refuse"))
         assert bad.status == 400 and b"asked to refuse" in bad.body and not pieces
 
 
@@ -94,20 +95,20 @@ def test_headers_reach_the_server() -> None:
         async def ask(client: HttpClient) -> None:
             await client.request("POST", "/v1/completions", BODY, headers={"X-Request-Id": "7"})
 
-        asked(server.url, ask, headers={"Authorization": "Bearer k"})
+        run_client(server.url, ask, headers={"Authorization": "Bearer k"})
         headers = server.requests[0]["_headers"]
         assert headers["authorization"] == "Bearer k" and headers["x-request-id"] == "7"
         assert headers["host"] == server.url.removeprefix("http://")
 
 
-def test_a_body_without_a_length_ends_with_the_connection() -> None:
+def test_body_without_a_length_ends_with_the_connection() -> None:
     assert get(raw_server(b"HTTP/1.1 200 OK\r\n\r\nall of it")).body == b"all of it"
 
 
-def test_an_interim_answer_is_not_the_answer() -> None:
+def test_interim_response_is_skipped() -> None:
     port = raw_server(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 201 Created\r\nContent-Length: 2\r\n\r\nok")
-    found = get(port)
-    assert (found.status, found.body) == (201, b"ok")
+    response = get(port)
+    assert (response.status, response.body) == (201, b"ok")
 
 
 @pytest.mark.parametrize(
@@ -120,20 +121,20 @@ def test_an_interim_answer_is_not_the_answer() -> None:
         b"SSH-2.0-OpenSSH_9.2\r\n",
     ],
 )
-def test_an_answer_that_breaks_off_is_an_error(answer: bytes) -> None:
-    """A cut answer must not pass for a whole one."""
+def test_truncated_response_is_an_error(answer: bytes) -> None:
+    """A truncated response must not be taken for a complete one."""
     with pytest.raises(ServerGone, match="was lost"):
         get(raw_server(answer))
 
 
-def test_nobody_there_says_how_to_start_one() -> None:
+def test_missing_server_names_the_start_command() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(ServerGone, match=r"Connection refused.*start one with `quire serve`"):
         get(port)
 
 
-def test_a_server_that_never_answers_runs_into_the_limit() -> None:
+def test_unresponsive_server_times_out() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         pytest.raises(ServerGone, match=r"did not finish its answer in 0\.1 s"),
@@ -141,8 +142,8 @@ def test_a_server_that_never_answers_runs_into_the_limit() -> None:
         get(server.getsockname()[1], timeout_s=0.1)
 
 
-def test_a_cancelled_request_hangs_up() -> None:
-    """The server learns that nobody listens any more, and the connection is not used again."""
+def test_cancelled_request_disconnects() -> None:
+    """The server notices the disconnect, and the connection is not reused."""
     with FakeServer() as server:
 
         async def ask(client: HttpClient) -> None:
@@ -159,11 +160,11 @@ def test_a_cancelled_request_hangs_up() -> None:
             assert not server.busy
             assert (await client.request("POST", "/v1/completions", BODY)).status == 200
 
-        asked(server.url, ask)
+        run_client(server.url, ask)
         assert server.num_connections == 2
 
 
-def test_a_reader_that_fails_fails_only_its_request() -> None:
+def test_failing_reader_fails_only_its_request() -> None:
     def broken(_: bytes) -> None:
         raise KeyError("reader")
 
@@ -175,15 +176,15 @@ def test_a_reader_that_fails_fails_only_its_request() -> None:
                 await client.request("POST", "/v1/completions", body, on_body=broken)
             return (await client.request("POST", "/v1/completions", BODY)).status
 
-        assert asked(server.url, ask) == 200
+        assert run_client(server.url, ask) == 200
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://", "http://x:notaport", ""])
-def test_what_is_no_address_is_refused(url: str) -> None:
+def test_invalid_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="http://localhost:8000"):
         HttpClient(url)
 
 
-def test_a_header_cannot_smuggle_another() -> None:
+def test_header_injection_is_refused() -> None:
     with pytest.raises(ConfigError, match="Authorization"):
         HttpClient("http://x", headers={"Authorization": "Bearer a\r\nEvil: yes"})

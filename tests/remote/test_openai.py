@@ -1,4 +1,4 @@
-"""Streams and errors of OpenAI-like servers, the broken ones too."""
+"""Tests of streams and errors of OpenAI-like servers, broken ones included."""
 
 import asyncio
 import json
@@ -11,28 +11,28 @@ from quire.remote.openai import BadAnswer, Chunk, CompletionStream, bearer, erro
 
 
 def chunks(server: FakeServer, prompt: str, *, chat: bool = False) -> list[Chunk]:
-    found: list[Chunk] = []
-    asked = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
-    body = json.dumps({**asked, "max_tokens": 4, "stream": True, "stream_options": {"include_usage": True}})
+    results: list[Chunk] = []
+    request = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
+    body = json.dumps({**request, "max_tokens": 4, "stream": True, "stream_options": {"include_usage": True}})
     path = "/v1/chat/completions" if chat else "/v1/completions"
 
     async def main() -> None:
         client = HttpClient(server.url)
         try:
-            await stream(client, path, body.encode(), found.append)
+            await stream(client, path, body.encode(), results.append)
         finally:
             client.close()
 
     asyncio.run(main())
-    return found
+    return results
 
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_text_and_usage(chat: bool) -> None:
     with FakeServer() as server:
-        found = chunks(server, "hi", chat=chat)
-    assert "".join(chunk.text for chunk in found) == "t0 t1 t2 t3 "
-    usage = found[-1].usage
+        result = chunks(server, "hi", chat=chat)
+    assert "".join(chunk.text for chunk in result) == "t0 t1 t2 t3 "
+    usage = result[-1].usage
     assert usage is not None and (usage.prompt_tokens, usage.completion_tokens) == (7, 4)
 
 
@@ -47,16 +47,16 @@ def test_text_and_usage(chat: bool) -> None:
         ("drop", ServerGone, "was lost"),
     ],
 )
-def test_a_broken_answer_is_an_error(prompt: str, error: type[Exception], says: str) -> None:
+def test_broken_answer_is_an_error(prompt: str, error: type[Exception], says: str) -> None:
     with FakeServer() as server, pytest.raises(error, match=says):
         chunks(server, prompt)
 
 
 def test_reasoning_counts_as_text() -> None:
-    found: list[Chunk] = []
-    reader = CompletionStream(found.append)
+    results: list[Chunk] = []
+    reader = CompletionStream(results.append)
     reader.feed(b'data: {"choices": [{"delta": {"reasoning": "hm"}, "finish_reason": null}]}\n\n')
-    assert found[0].text == "hm" and not reader.complete
+    assert results[0].text == "hm" and not reader.complete
 
 
 def test_models() -> None:
@@ -78,9 +78,9 @@ def test_models() -> None:
         (b"", "HTTP 400: no message"),
     ],
 )
-def test_every_shape_of_error_becomes_one_line(body: bytes, says: str) -> None:
+def test_every_error_form_becomes_one_line(body: bytes, says: str) -> None:
     assert error_of(Response(400, {}, body)) == says
 
 
-def test_no_key_is_no_header() -> None:
+def test_missing_key_sends_no_header() -> None:
     assert bearer(None) == {} and bearer("k") == {"Authorization": "Bearer k"}

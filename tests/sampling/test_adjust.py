@@ -1,4 +1,4 @@
-"""Adjustments of the logits, each alone: what changes, and that nothing else does."""
+"""Tests of each logits adjustment alone: the expected change and no other."""
 
 import numpy as np
 import pytest
@@ -16,14 +16,14 @@ INF = torch.inf
 
 
 def adjusted(params: SamplingParams, output: list[int] = OUTPUT) -> tuple[Tensor, Tensor]:
-    """The row's logits before and after, in a batch whose other rows ask for nothing and must not change."""
+    """Return the row's logits before and after; the other rows of the batch must not change."""
     state = SamplingRows(8, VOCAB, torch.device("cpu"))
     state.admit(2, params, prompt_len=len(PROMPT), seed=0, stop_ids=[10, 11, 99])
     for row in (5, 6):
         state.admit(row, SamplingParams(), prompt_len=1, seed=0, stop_ids=[])
     tokens = np.zeros((8, 16), np.int32)
     tokens[2, : len(PROMPT + output)] = PROMPT + output
-    tokens[2, len(PROMPT + output) :] = 7  # left behind by an earlier request
+    tokens[2, len(PROMPT + output) :] = 7  # left by an earlier request
     num_tokens = np.full(8, 1, np.int32)
     num_tokens[2] = len(PROMPT + output)
     prompt_lens = np.full(8, 1, np.int32)
@@ -35,7 +35,7 @@ def adjusted(params: SamplingParams, output: list[int] = OUTPUT) -> tuple[Tensor
     return before[1], after[1]
 
 
-def test_nothing_asked_changes_nothing() -> None:
+def test_default_params_change_nothing() -> None:
     before, after = adjusted(SamplingParams())
     assert torch.equal(before, after)
 
@@ -47,15 +47,15 @@ def test_only_allowed_tokens_stay() -> None:
     assert torch.equal(after, expected)
 
 
-def test_bad_words_are_banned_where_they_would_end() -> None:
+def test_bad_words_are_banned_at_their_last_token() -> None:
     before, after = adjusted(SamplingParams(bad_words_token_ids=[[6], [4, 4, 8], [3, 9], []]))
     before[[6, 8]] = -INF
     assert torch.equal(after, before)
 
 
 @pytest.mark.parametrize(("min_tokens", "held"), [(4, False), (5, True)])
-def test_stop_tokens_are_held_until_min_tokens_exist(min_tokens: int, held: bool) -> None:
-    """Catches an off-by-one: with 4 tokens out, min_tokens=4 is met and 5 is not."""
+def test_stop_tokens_are_banned_until_min_tokens(min_tokens: int, held: bool) -> None:
+    """Check the boundary: with 4 output tokens, min_tokens=4 is met and 5 is not."""
     before, after = adjusted(SamplingParams(min_tokens=min_tokens))
     if held:
         before[[10, 11]] = -INF
@@ -69,12 +69,12 @@ def test_biases_are_added() -> None:
     assert torch.equal(after, before)
 
 
-def test_a_bias_does_not_bring_back_what_is_held() -> None:
+def test_bias_does_not_allow_banned_tokens() -> None:
     _, after = adjusted(SamplingParams(min_tokens=9, logit_bias={10: 100.0}))
     assert after[10] == -INF
 
 
-def test_repetition_covers_prompt_and_output_and_divides_or_multiplies_by_sign() -> None:
+def test_repetition_penalty_covers_prompt_and_output_and_follows_the_sign() -> None:
     before, after = adjusted(SamplingParams(repetition_penalty=2.0))
     for token in {*PROMPT, *OUTPUT}:
         before[token] = before[token] / 2 if before[token] > 0 else before[token] * 2
@@ -82,26 +82,26 @@ def test_repetition_covers_prompt_and_output_and_divides_or_multiplies_by_sign()
     assert (before[[1, 2, 3, 4]] != 0).all()
 
 
-def test_frequency_counts_the_output_alone() -> None:
+def test_frequency_penalty_counts_the_output_alone() -> None:
     before, after = adjusted(SamplingParams(frequency_penalty=0.5))
     before[3] -= 0.5
     before[4] -= 1.5
     torch.testing.assert_close(after, before)
 
 
-def test_presence_is_charged_once() -> None:
+def test_presence_penalty_applies_once() -> None:
     before, after = adjusted(SamplingParams(presence_penalty=-1.0))
     before[[3, 4]] += 1.0
     torch.testing.assert_close(after, before)
 
 
-def test_penalties_with_no_output_yet_leave_the_logits_alone() -> None:
+def test_penalties_without_output_change_nothing() -> None:
     before, after = adjusted(SamplingParams(frequency_penalty=1.0, presence_penalty=1.0), output=[])
     assert torch.equal(after, before)
 
 
-def test_ids_that_are_no_tokens_are_not_counted() -> None:
-    """Catches media placeholders in the prompt that would scatter outside the vocabulary."""
+def test_invalid_prompt_ids_are_not_counted() -> None:
+    """Check media placeholders in the prompt, which are outside the vocabulary."""
     before, after = adjusted(
         SamplingParams(repetition_penalty=2.0, presence_penalty=1.0), output=[-1, 12, 900]
     )

@@ -1,4 +1,4 @@
-"""Penalties from counts on the device, against those from the host's history."""
+"""Tests of penalties from device counts against those from the host's history."""
 
 import os
 from typing import Any
@@ -20,8 +20,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB, ROWS, LEN = 50, 24, 40
 
 
-class Both:
-    """One sampler's state with a full history on the host, and counts beside it."""
+class BothCounts:
+    """A sampler state with a full history on the host and counts on the device."""
 
     def __init__(self) -> None:
         self.rng = np.random.default_rng(0)
@@ -37,14 +37,14 @@ class Both:
         self.num_tokens[row], self.prompt_lens[row] = num_tokens, prompt_len
 
     def step(self, rows: list[int]) -> None:
-        """Both ways give the same logits; then each row gains a token that only the counts are told of."""
+        """Check that both give the same logits; then each row gains a token that only the counts get."""
         where = np.array(rows, np.int32)
         logits = torch.from_numpy(self.rng.normal(size=(len(rows), VOCAB)).astype(np.float32)).to(DEVICE)
         history = History(self.tokens, self.num_tokens, self.prompt_lens)
         expected = logits.clone()
         adjust(expected, where, self.state, history)
         late = self.tokens.copy()
-        late[where, self.num_tokens[where] - 1] = 1  # the host's copy of the last token is not there yet
+        late[where, self.num_tokens[where] - 1] = 1  # the host does not have the last token yet
         first = self.counts._admission_of[where] != self.state.admission[where]
         late[where[first]] = self.tokens[where[first]]
         adjust(logits, where, self.state, history._replace(tokens=late), self.counts)
@@ -63,16 +63,16 @@ PENALTIES: list[dict[str, Any]] = [
 ]
 
 
-def test_a_token_counts_before_the_host_knows_it() -> None:
-    both = Both()
+def test_token_counts_before_the_host_has_it() -> None:
+    both = BothCounts()
     for row, penalties in enumerate(PENALTIES):
         both.admit(row, 5 + row, 5 + 2 * row, **penalties)
     for _ in range(6):
         both.step([2, 0, 3, 1])
 
 
-def test_a_row_with_a_new_request_starts_anew() -> None:
-    both = Both()
+def test_reused_row_starts_with_zero_counts() -> None:
+    both = BothCounts()
     both.admit(1, 4, 4, frequency_penalty=1.0)
     both.step([1])
     both.state.release(1)
@@ -81,9 +81,9 @@ def test_a_row_with_a_new_request_starts_anew() -> None:
     both.step([1])
 
 
-def test_no_row_is_beyond_what_was_put_aside() -> None:
-    """Lines made as they are needed: memory that the cache has by then, and twice of it while they move."""
-    both = Both()
+def test_count_rows_are_preallocated() -> None:
+    """Check that no memory is allocated on demand after the cache has taken the rest."""
+    both = BothCounts()
     where, num_bytes = both.counts.counts.data_ptr(), both.counts.num_bytes
     for row in range(ROWS):
         both.admit(row, 3, 4, presence_penalty=0.5)
@@ -95,23 +95,23 @@ def test_no_row_is_beyond_what_was_put_aside() -> None:
     assert both.counts.counts.data_ptr() == where and both.counts.num_bytes == num_bytes == 5 * ROWS * VOCAB
 
 
-def test_what_was_forgotten_is_counted_anew() -> None:
-    both = Both()
+def test_cleared_counts_are_rebuilt() -> None:
+    both = BothCounts()
     both.admit(1, 4, 4, frequency_penalty=1.0)
     both.step([1])
     both.counts.forget()
     both.step([1])
 
 
-def test_what_did_not_hold_is_taken_back() -> None:
-    """Of a row with penalties alone; a token that was drawn twice, and was wrong once."""
-    both = Both()
-    for row, asked in ((2, {"frequency_penalty": 1.0}), (3, {}), (5, {"repetition_penalty": 2.0})):
-        both.admit(row, prompt_len=1, num_tokens=1, **asked)
+def test_rejected_drafts_are_subtracted() -> None:
+    """Check rows with penalties only, and a token that was sampled twice and rejected once."""
+    both = BothCounts()
+    for row, fields in ((2, {"frequency_penalty": 1.0}), (3, {}), (5, {"repetition_penalty": 2.0})):
+        both.admit(row, prompt_len=1, num_tokens=1, **fields)
     rows, drawn = np.array([2, 2, 2, 3, 5, 5], np.int32), torch.tensor([7, 8, 7, 9, 1, 2])
     wrong = torch.tensor([False, False, True, True, False, True])
     for at in range(len(rows)):
         both.counts.add(rows[at : at + 1], both.state, drawn[at : at + 1].to(DEVICE))
     both.counts.take_back(rows, both.state, drawn.to(DEVICE), wrong.to(DEVICE))
-    found = both.counts.counts.nonzero().tolist()
-    assert found == [[2, 7], [2, 8], [5, 1]] and both.counts.counts.max() == 1
+    actual = both.counts.counts.nonzero().tolist()
+    assert actual == [[2, 7], [2, 8], [5, 1]] and both.counts.counts.max() == 1

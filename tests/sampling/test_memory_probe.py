@@ -1,4 +1,4 @@
-"""Memory of sampling: bounded whatever the batch, and reckoned with before the cache takes the rest."""
+"""Tests of sampling memory: bounded for any batch, and reserved before the cache takes the rest."""
 
 from collections.abc import Callable
 from typing import Any
@@ -39,17 +39,17 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "LOGITS_AT_ONCE", AT_ONCE * VOCAB)
 
 
-def asked_by(num_rows: int) -> SamplingTensors:
+def sampling_tensors(num_rows: int) -> SamplingTensors:
     some = torch.ones(num_rows)
     return SamplingTensors(some, some.int(), some, 0 * some, torch.arange(num_rows), torch.arange(num_rows))
 
 
-def kernel(logits: Tensor, asked: SamplingTensors) -> Tensor:
-    return sampling.sample(logits, *asked)
+def kernel(logits: Tensor, columns: SamplingTensors) -> Tensor:
+    return sampling.sample(logits, *columns)
 
 
 def sampled(sampler: Sampler, logits: Tensor, num_logprobs: int = 20) -> Sampled:
-    """Of rows that ask for everything."""
+    """Sample rows that use every feature."""
     num_rows = len(logits)
     state, params = SamplingRows(num_rows, VOCAB, CPU), everything(VOCAB, num_logprobs)
     for row in range(num_rows):
@@ -57,23 +57,23 @@ def sampled(sampler: Sampler, logits: Tensor, num_logprobs: int = 20) -> Sampled
     tokens = np.arange(3 * num_rows, dtype=np.int32).reshape(num_rows, 3)
     lens = np.full(num_rows, 3, np.int32), np.full(num_rows, 2, np.int32)
     rows = np.arange(num_rows, dtype=np.int32)
-    return sampler(logits, rows, state, tokens, *lens, tensors=asked_by(num_rows))
+    return sampler(logits, rows, state, tokens, *lens, tensors=sampling_tensors(num_rows))
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:
-    """What torch has allocated at most, beyond what was there before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+    """Return the peak of torch's allocations beyond the current ones."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as actual:
         run()
-    assert found.profiler is not None and found.profiler.kineto_results is not None
-    events = [event for event in found.profiler.kineto_results.events() if event.name() == "[memory]"]
+    assert actual.profiler is not None and actual.profiler.kineto_results is not None
+    events = [event for event in actual.profiler.kineto_results.events() if event.name() == "[memory]"]
     sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     return int(np.cumsum(sizes).max())
 
 
 @pytest.mark.parametrize("mode", LOGPROBS_MODES)
 @pytest.mark.parametrize("how", ["torch", "kernel"])
-def test_a_large_batch_takes_no_more_than_was_reckoned(mode: str, how: str) -> None:
-    """Float32 copies of all logits at once: with 1,024 rows and 150,000 tokens several gigabytes."""
+def test_large_batch_takes_no_more_than_estimated(mode: str, how: str) -> None:
+    """Check that not all logits are copied to float32 at once, which may take several gigabytes."""
     if how == "kernel" and native.library() is None:
         pytest.skip("there are no native kernels here")
     sampler = Sampler(VOCAB, CPU, mode, kernel if how == "kernel" else None)
@@ -83,19 +83,19 @@ def test_a_large_batch_takes_no_more_than_was_reckoned(mode: str, how: str) -> N
     assert AT_ONCE * VOCAB * 4 < peak <= memory._COPIES * AT_ONCE * VOCAB * 4
 
 
-def test_pieces_of_a_batch_give_what_all_of_it_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_of_a_batch_match_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(2 * AT_ONCE + 5, VOCAB)
     for mode in LOGPROBS_MODES:
         monkeypatch.setattr(memory, "LOGITS_AT_ONCE", AT_ONCE * VOCAB)
         pieces = sampled(Sampler(VOCAB, CPU, mode), logits.clone())
         monkeypatch.setattr(memory, "LOGITS_AT_ONCE", 1 << 30)
-        whole = sampled(Sampler(VOCAB, CPU, mode), logits.clone())
-        assert torch.equal(pieces.token_ids, whole.token_ids) and pieces.logprobs == whole.logprobs
-        assert len(whole.logprobs) == len(logits)
+        full = sampled(Sampler(VOCAB, CPU, mode), logits.clone())
+        assert torch.equal(pieces.token_ids, full.token_ids) and pieces.logprobs == full.logprobs
+        assert len(full.logprobs) == len(logits)
 
 
-def test_the_rehearsal_asks_for_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A feature that is left out has no memory put aside."""
+def test_profiling_run_uses_every_feature(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that memory is reserved for each feature."""
     seen: list[int] = []
 
     class Watched(Sampler):
@@ -122,6 +122,6 @@ def test_the_rehearsal_asks_for_everything(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sampler, "open_masks", lambda device: Confining())
     monkeypatch.setattr(memory_probe, "POSITIONS_AT_ONCE", 16)
     logits, hidden = torch.zeros(3 * AT_ONCE, VOCAB), torch.zeros(100, 8)
-    probe_memory(Watched(VOCAB, CPU), head, hidden, logits, asked_by(3 * AT_ONCE), 20)
+    probe_memory(Watched(VOCAB, CPU), head, hidden, logits, sampling_tensors(3 * AT_ONCE), 20)
     every = RANDOM | LIMITED | PENALTIES | ALLOWED | BANNED | HELD | BIASED | LOGPROBS | TIMED
     assert seen == [1, every, AT_ONCE, every] and positions == [16] and masked == [3 * AT_ONCE]

@@ -1,4 +1,4 @@
-"""SamplingRows and its tables: what a request leaves in its row, and that it leaves nothing behind."""
+"""Tests of SamplingRows and its tables: the entries of a request, and their removal."""
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ def places(*at: int) -> np.ndarray:
     return np.array(at, np.int32)
 
 
-def test_a_table_finds_the_entries_of_the_batch_and_keeps_their_order() -> None:
+def test_table_returns_the_entries_of_the_batch_in_order() -> None:
     table = TokenTable()
     table.add(2, [7, 3], [0.5, 0.25])
     table.add(0, [1])
@@ -29,8 +29,8 @@ def test_a_table_finds_the_entries_of_the_batch_and_keeps_their_order() -> None:
     assert (at.tolist(), token_ids.tolist(), values.tolist()) == ([5, 5], [7, 3], [0.5, 0.25])
 
 
-def test_a_table_grows_and_forgets() -> None:
-    """Catches entries lost when the table grows or when a neighbour is dropped."""
+def test_table_grows_and_removes_entries() -> None:
+    """Check that no entries are lost when the table grows or another row is dropped."""
     table = TokenTable()
     for row in range(50):
         table.add(row, range(row, row + 7), float(row))
@@ -51,7 +51,7 @@ def words_banned(table: WordTable, tokens: list[int], prompt_len: int) -> list[i
     return sorted(token_ids.tolist())
 
 
-def test_a_word_is_banned_at_its_last_token_only_after_its_first_ones() -> None:
+def test_bad_word_is_banned_at_its_last_token_after_its_first_tokens() -> None:
     table = WordTable()
     table.add(1, [[9], [1, 2], [5, 1, 3]])
     table.add(0, [[4]])
@@ -61,22 +61,22 @@ def test_a_word_is_banned_at_its_last_token_only_after_its_first_ones() -> None:
     assert words_banned(table, [5, 1, 7], 0) == [9]
 
 
-def test_a_word_does_not_begin_in_the_prompt() -> None:
+def test_bad_word_does_not_begin_in_the_prompt() -> None:
     table = WordTable()
     table.add(1, [[1, 2], [5, 1, 3]])
     assert words_banned(table, [5, 1], 2) == []
     assert words_banned(table, [5, 1], 1) == [2]
 
 
-def test_zeros_beyond_the_start_do_not_complete_a_word() -> None:
+def test_zeros_before_the_start_do_not_complete_a_bad_word() -> None:
     table = WordTable()
     table.add(1, [[0, 0, 6]])
     assert words_banned(table, [0], 0) == []
     assert words_banned(table, [0, 0], 0) == [6]
 
 
-def test_a_dropped_word_is_gone_and_the_rest_still_match() -> None:
-    """Catches prefixes that lose their alignment when the longest word goes."""
+def test_dropped_bad_word_is_gone_and_the_rest_still_match() -> None:
+    """Check the alignment of prefixes when the longest word is removed."""
     table = WordTable()
     table.add(0, [[1, 2, 3, 4, 5]])
     table.add(1, [[5, 1, 3], [8]])
@@ -85,7 +85,7 @@ def test_a_dropped_word_is_gone_and_the_rest_still_match() -> None:
     assert words_banned(table, [5, 1], 0) == [3, 8]
 
 
-def test_release_leaves_nothing_behind() -> None:
+def test_release_removes_all_entries() -> None:
     state = rows()
     state.admit(1, EVERYTHING, prompt_len=2, seed=-5, stop_ids=[9])
     state.release(1)
@@ -93,8 +93,8 @@ def test_release_leaves_nothing_behind() -> None:
     assert [len(t) for t in (state.allowed, state.held, state.biased, state.listed, state.banned)] == [0] * 5
 
 
-def test_a_second_request_in_the_row_inherits_nothing() -> None:
-    """Catches columns that admit writes only when the feature is on."""
+def test_second_request_in_a_row_inherits_nothing() -> None:
+    """Check columns that admission must also write for disabled features."""
     used, fresh = rows(), rows()
     used.admit(1, EVERYTHING, prompt_len=2, seed=1, stop_ids=[9])
     for state in (used, fresh):
@@ -115,7 +115,7 @@ def test_releasing_one_row_keeps_the_others() -> None:
     assert state.flags[1] and not state.flags[0]
 
 
-def test_counts_of_logprobs_mean_what_was_asked() -> None:
+def test_numbers_of_logprobs() -> None:
     state = rows()
     for row, wanted in enumerate((0, 3, -1)):
         state.admit(row, SamplingParams(logprobs=wanted), prompt_len=1, seed=0, stop_ids=[])
@@ -124,8 +124,8 @@ def test_counts_of_logprobs_mean_what_was_asked() -> None:
     assert state.flags[0] & LOGPROBS and state.flags[0] & LISTED
 
 
-def test_stop_ids_outside_the_vocabulary_are_not_held() -> None:
-    """Catches a stop id that is no token: it would index past the logits and fail the whole batch."""
+def test_stop_ids_outside_the_vocabulary_are_ignored() -> None:
+    """Check a stop id beyond the logits, which must not fail the batch."""
     state = rows()
     state.admit(0, SamplingParams(min_tokens=2), prompt_len=1, seed=0, stop_ids=[10, 2**40])
     assert len(state.held) == 0 and not state.flags[0] & ~RANDOM

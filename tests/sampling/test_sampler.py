@@ -1,4 +1,4 @@
-"""The sampler against a slow reference, one request at a time, and what must not depend on the batch."""
+"""Tests of the sampler against a slow reference, one request at a time, and of batch invariance."""
 
 import math
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=(pytest.mark.gpu, CUDA))]
 
 
 class Drawn(NamedTuple):
-    """Tokens and logprobs by place."""
+    """Tokens and logprobs by batch position."""
 
     token_ids: Ints
     logprobs: dict[int, RowLogprobs]
@@ -54,14 +54,14 @@ def case(number: int, **fields: Any) -> Case:
     prompt_len, output_len = (int(n) for n in torch.randint(1, 9, (2,), generator=generator))
     logits = torch.randn(VOCAB, generator=generator) * 2
     logits[:12] += 3
-    if number % 2:  # as a bfloat16 model gives them: full of ties
+    if number % 2:  # as a bfloat16 model returns them: with many ties
         logits = logits.bfloat16().float()
     params = SamplingParams(**fields)
     return Case(params, ids[0, :prompt_len].tolist(), ids[1, :output_len].tolist(), logits, seed=number)
 
 
 def sample(cases: list[Case], *, mode: str = "raw_logprobs", device: str = "cpu", first: int = 0) -> Drawn:
-    """Sample the cases in this order; case i lives in row (first + 7 * i) % MAX_ROWS."""
+    """Sample the cases in this order; case i is in row (first + 7 * i) % MAX_ROWS."""
     state = SamplingRows(MAX_ROWS, VOCAB, torch.device(device))
     tokens = np.zeros((MAX_ROWS, MAX_LEN), np.int32)
     num_tokens, prompt_lens = np.zeros(MAX_ROWS, np.int32), np.zeros(MAX_ROWS, np.int32)
@@ -80,7 +80,7 @@ def sample(cases: list[Case], *, mode: str = "raw_logprobs", device: str = "cpu"
 
 
 def reference_logits(one: Case) -> list[float]:
-    """The logits a token is sampled from, in the documented order, with plain Python."""
+    """Return the processed logits, in the documented order, in plain Python."""
     params, logits = one.params, one.logits.double().tolist()
     if params.allowed_token_ids is not None:
         logits = [x if i in params.allowed_token_ids else -INF for i, x in enumerate(logits)]
@@ -127,8 +127,10 @@ def reference_number(seed: int, position: int) -> float:
 
 
 def check_token(one: Case, token: int) -> None:
-    """The token has the largest logit; or the number of its row lies in its share of the distribution, up to
-    what float32 moves the borders between shares."""
+    """Check that the token has the largest logit, or that the row's random number lies in its interval.
+
+    The borders have a tolerance for float32.
+    """
     logits = reference_logits(one)
     peak = max(logits)
     if one.params.greedy:
@@ -177,17 +179,17 @@ def asking_all(fields: dict[str, Any]) -> dict[str, Any]:
 
 def check_against_reference(one: Case, sampled: Drawn, place: int) -> None:
     expected = reference_logits(one)
-    found = sampled.logprobs[place]
-    values = dict(zip(found.token_ids, found.logprobs, strict=True))
+    actual = sampled.logprobs[place]
+    values = dict(zip(actual.token_ids, actual.logprobs, strict=True))
     assert {i for i, x in values.items() if x == -INF} == {i for i, x in enumerate(expected) if x == -INF}
     assert [values[i] for i in range(VOCAB)] == pytest.approx(expected, abs=1e-4)
-    assert sampled.token_ids[place] == found.token_ids[0]
-    check_token(one, found.token_ids[0])
+    assert sampled.token_ids[place] == actual.token_ids[0]
+    check_token(one, actual.token_ids[0])
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", FEATURES)
-def test_each_feature_alone_does_what_the_reference_does(name: str, device: str) -> None:
+def test_each_feature_alone_matches_the_reference(name: str, device: str) -> None:
     cases = [case(number, **asking_all(FEATURES[name])) for number in range(3)]
     sampled = sample(cases, mode="processed_logits", device=device)
     for place, one in enumerate(cases):
@@ -195,7 +197,7 @@ def test_each_feature_alone_does_what_the_reference_does(name: str, device: str)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_all_features_in_one_batch_do_what_the_reference_does(device: str) -> None:
+def test_all_features_in_one_batch_match_the_reference(device: str) -> None:
     cases = [case(50 + number, **asking_all(fields)) for number, fields in enumerate(FEATURES.values())]
     sampled = sample(cases, mode="processed_logits", device=device)
     for place, one in enumerate(cases):
@@ -207,21 +209,19 @@ KINDS = st.lists(st.tuples(st.sampled_from(sorted(FEATURES)), st.integers(0, 500
 
 @settings(max_examples=30)
 @given(kinds=KINDS, order=st.randoms(use_true_random=False), first=st.integers(0, MAX_ROWS - 1))
-def test_a_token_does_not_depend_on_the_batch_the_row_or_the_order(
-    kinds: Any, order: Any, first: int
-) -> None:
+def test_sample_does_not_depend_on_batch_row_or_order(kinds: Any, order: Any, first: int) -> None:
     cases = [case(number, **FEATURES[name]) for name, number in kinds]
     alone = [sample([one]).token_ids[0] for one in cases[:4]]
     together = sample(cases).token_ids.tolist()
     assert together[:4] == alone
     shuffled = list(range(len(cases)))
     order.shuffle(shuffled)
-    again = sample([cases[i] for i in shuffled], first=first).token_ids.tolist()
-    assert [again[shuffled.index(i)] for i in range(len(cases))] == together
+    second = sample([cases[i] for i in shuffled], first=first).token_ids.tolist()
+    assert [second[shuffled.index(i)] for i in range(len(cases))] == together
 
 
 def chi_square(params: SamplingParams, logits: Tensor, samples: int = 3960) -> tuple[float, int]:
-    """How far the samples of one request at many positions are from its distribution; degrees of freedom."""
+    """Return the chi-square of one request's samples at many positions, and its degrees of freedom."""
     vocab, batch = len(logits), MAX_ROWS
     state = SamplingRows(batch, vocab, torch.device("cpu"))
     sampler = Sampler(vocab, torch.device("cpu"))
@@ -247,13 +247,13 @@ def chi_square(params: SamplingParams, logits: Tensor, samples: int = 3960) -> t
 @pytest.mark.parametrize(
     "fields", [{}, {"temperature": 0.5}, {"top_k": 6}, {"top_p": 0.8}, {"min_p": 0.2}], ids=str
 )
-def test_draws_follow_the_distribution(fields: dict[str, Any]) -> None:
-    """Catches a temperature applied twice, a wrong normaliser, a favoured end of the interval."""
+def test_samples_follow_the_distribution(fields: dict[str, Any]) -> None:
+    """Check the temperature, the normalization and both ends of the interval."""
     statistic, degrees = chi_square(SamplingParams(**fields), torch.linspace(-1, 1, 16) ** 2 * 2.5)
     assert statistic < degrees + 5 * math.sqrt(2 * degrees)
 
 
-def test_the_same_seed_draws_anew_at_each_position_and_seeds_differ() -> None:
+def test_seed_samples_differ_by_position_and_by_seed() -> None:
     one = case(1)
     positions, seeds = [], []
     for i in range(30):
@@ -265,14 +265,14 @@ def test_the_same_seed_draws_anew_at_each_position_and_seeds_differ() -> None:
         assert len(set(sample(cases).token_ids.tolist())) > 25
 
 
-def test_a_negative_seed_is_as_good_as_any() -> None:
+def test_negative_seeds_are_valid() -> None:
     one = case(1)
     one.seed = -7
     assert 0 <= sample([one]).token_ids[0] < VOCAB
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_broken_logits_hurt_neither_the_batch_nor_the_others(device: str) -> None:
+def test_invalid_logits_do_not_affect_other_rows(device: str) -> None:
     kinds = ("greedy", "plain", "top_p", "top_k", "everything", "all limits")
     good = [case(i, **FEATURES[name], logprobs=2) for i, name in enumerate(kinds)]
     alone = sample(good, device=device)
@@ -284,7 +284,7 @@ def test_broken_logits_hurt_neither_the_batch_nor_the_others(device: str) -> Non
         mixed = sample([one for pair in zip(good, broken, strict=True) for one in pair], device=device)
         assert mixed.token_ids[::2].tolist() == alone.token_ids.tolist()
         assert ((mixed.token_ids >= 0) & (mixed.token_ids < VOCAB)).all()
-        assert not any(math.isnan(x) for found in mixed.logprobs.values() for x in found.logprobs)
+        assert not any(math.isnan(x) for actual in mixed.logprobs.values() for x in actual.logprobs)
 
 
 def test_impossible_constraints_still_give_a_token() -> None:
@@ -293,8 +293,8 @@ def test_impossible_constraints_still_give_a_token() -> None:
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"])
-def test_the_mode_decides_what_is_reported(mode: str) -> None:
-    """Catches raw values taken after, or processed ones before, the adjustments and the limits."""
+def test_logprobs_mode_decides_what_is_reported(mode: str) -> None:
+    """Check that raw values are before, and processed ones after, adjustments and limits."""
     kinds = (("plain", 4), ("everything", 4), ("greedy penalties", 0), ("top_k", 3))
     cases = [case(2 * i, **FEATURES[name], logprobs=count) for i, (name, count) in enumerate(kinds)]
     sampled = sample([case(99, temperature=0), *cases], mode=mode)
@@ -302,14 +302,14 @@ def test_the_mode_decides_what_is_reported(mode: str) -> None:
     for place, one in enumerate(cases, start=1):
         logits = one.logits.double() if mode.startswith("raw") else torch.tensor(reference_logits(one))
         values = logits.log_softmax(-1) if mode.endswith("logprobs") else logits
-        found, token = sampled.logprobs[place], int(sampled.token_ids[place])
+        actual, token = sampled.logprobs[place], int(sampled.token_ids[place])
         best = values.topk(one.params.logprobs or 0)
-        assert found.token_ids == [token, *best.indices.tolist()]
-        assert found.logprobs == pytest.approx([values[token].item(), *best.values.tolist()], abs=1e-4)
-        assert found.rank == int((values >= values[token]).sum())
+        assert actual.token_ids == [token, *best.indices.tolist()]
+        assert actual.logprobs == pytest.approx([values[token].item(), *best.values.tolist()], abs=1e-4)
+        assert actual.rank == int((values >= values[token]).sum())
 
 
-def test_listed_logprobs_come_beside_ordinary_ones() -> None:
+def test_listed_logprobs_beside_top_logprobs() -> None:
     cases = [
         case(1, logprobs=2),
         case(2, logprob_token_ids=[500, 3]),
@@ -319,14 +319,14 @@ def test_listed_logprobs_come_beside_ordinary_ones() -> None:
     sampled = sample(cases)
     assert sorted(sampled.logprobs) == [0, 1, 3]
     for place, ids in ((1, [500, 3]), (3, [7])):
-        found = sampled.logprobs[place]
-        assert found.token_ids == [sampled.token_ids[place], *ids]
-        expected = cases[place].logits.double().log_softmax(-1)[found.token_ids]
-        assert found.logprobs == pytest.approx(expected.tolist(), abs=1e-4)
+        actual = sampled.logprobs[place]
+        assert actual.token_ids == [sampled.token_ids[place], *ids]
+        expected = cases[place].logits.double().log_softmax(-1)[actual.token_ids]
+        assert actual.logprobs == pytest.approx(expected.tolist(), abs=1e-4)
 
 
-def test_a_row_used_before_samples_like_a_new_one() -> None:
-    """Catches anything that release leaves behind."""
+def test_reused_row_samples_like_a_new_one() -> None:
+    """Check that release leaves nothing."""
     state, fresh = (SamplingRows(4, VOCAB, torch.device("cpu")) for _ in range(2))
     one = case(5)
     state.admit(
@@ -343,7 +343,7 @@ def test_a_row_used_before_samples_like_a_new_one() -> None:
     assert results[0].logprobs == results[1].logprobs == {}
 
 
-def test_an_empty_batch_is_no_work() -> None:
+def test_empty_batch() -> None:
     state = SamplingRows(2, VOCAB, torch.device("cpu"))
     none, zeros = np.empty(0, np.int32), np.zeros(2, np.int32)
     sampled = Sampler(VOCAB, torch.device("cpu"))(
@@ -352,22 +352,22 @@ def test_an_empty_batch_is_no_work() -> None:
     assert len(sampled.token_ids) == 0 and sampled.logprobs == {}
 
 
-def test_an_unknown_mode_names_the_known_ones() -> None:
+def test_unknown_mode_error_lists_the_known_modes() -> None:
     with pytest.raises(ConfigError, match="raw_logprobs"):
         Sampler(VOCAB, torch.device("cpu"), "rawest")
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_masked_rows_sample_what_they_may_and_others_as_ever(device: str) -> None:
-    """Bits of a word less or more than the vocabulary has; a row whose only token is banned gets it."""
+def test_masked_rows_sample_allowed_tokens_and_others_are_unchanged(device: str) -> None:
+    """Check masks with one word less or more; a row whose only allowed token is banned gets it."""
     random = np.random.default_rng(0)
     cases = [case(number, logprobs=2) for number in range(6)]
     cases[4] = case(4, bad_words_token_ids=[[5]])
     state = SamplingRows(MAX_ROWS, VOCAB, torch.device(device))
     tokens, lens = np.ones((MAX_ROWS, MAX_LEN), np.int32), np.full(MAX_ROWS, 9, np.int32)
     rows = np.array([9, 3, 7, 1, 30, 2], np.int32)
-    for row, each in zip(rows.tolist(), cases, strict=True):
-        state.admit(row, each.params, prompt_len=1, seed=row, stop_ids=STOP_IDS)
+    for row, item in zip(rows.tolist(), cases, strict=True):
+        state.admit(row, item.params, prompt_len=1, seed=row, stop_ids=STOP_IDS)
     allowed = random.random((3, VOCAB)) < 0.01
     allowed[:, 5], allowed[2] = True, False
     allowed[2, 5] = True
@@ -378,11 +378,11 @@ def test_masked_rows_sample_what_they_may_and_others_as_ever(device: str) -> Non
         bits = np.packbits(padded, axis=1, bitorder="little").view("<u4")
         masks = Masks(np.array([3, 1, 30], np.int32), bits)
         results = []
-        for asked in (None, masks):
-            logits = torch.stack([each.logits for each in cases]).to(device)
+        for row_masks in (None, masks):
+            logits = torch.stack([item.logits for item in cases]).to(device)
             sampler = Sampler(VOCAB, torch.device(device))
             plain = (logits, rows, state, tokens, lens, np.ones(MAX_ROWS, np.int32))
-            results.append(sampler(*plain, masks=asked or Masks()))
+            results.append(sampler(*plain, masks=row_masks or Masks()))
         free, bound = (result.token_ids.tolist() for result in results)
         assert [bound[at] for at in (0, 2, 5)] == [free[at] for at in (0, 2, 5)]
         assert padded[0, bound[1]] and padded[1, bound[3]] and bound[4] == 5

@@ -1,4 +1,4 @@
-"""Telling the time, against the processor of transformers."""
+"""Tests of timestamp tokens against the processor of transformers."""
 
 from types import SimpleNamespace
 
@@ -12,10 +12,10 @@ from quire.sampling.adjust import adjust
 from quire.sampling.rows import History, SamplingRows
 
 VOCAB, END, ZERO = 60, 30, 40
-"""Words, the end, names of tasks, moments."""
+"""Ids of words, the end token, task tokens and timestamps."""
 A, B = 3, 7
 PROMPT = [31, 32]
-SAID = [
+OUTPUTS = [
     [],
     [ZERO],
     [ZERO + 4],
@@ -31,29 +31,31 @@ SAID = [
 ]
 
 
-def expected(said: list[int], scores: torch.Tensor, max_first: int | None) -> torch.Tensor:
+def expected(output: list[int], scores: torch.Tensor, max_first: int | None) -> torch.Tensor:
     from transformers import WhisperTimeStampLogitsProcessor
 
     facts = {"eos_token_id": END, "bos_token_id": END, "no_timestamps_token_id": ZERO - 1}
     config = SimpleNamespace(**facts, max_initial_timestamp_index=max_first)
     rules = WhisperTimeStampLogitsProcessor(config, begin_index=len(PROMPT))
-    found: torch.Tensor = rules(torch.tensor([[*PROMPT, *said]]), scores[None])[0]
-    return found
+    actual: torch.Tensor = rules(torch.tensor([[*PROMPT, *output]]), scores[None])[0]
+    return actual
 
 
 @pytest.mark.parametrize("max_first", [None, 0, 6])
-def test_what_may_come_next_is_what_transformers_allows(max_first: int | None) -> None:
-    """In one batch, whatever was said before, with moments that are likely and such that are not; rows that
-    tell no time stay as they are. Moments in a prompt do not count."""
-    rows = np.arange(2 * len(SAID), dtype=np.int32)
+def test_allowed_tokens_match_transformers(max_first: int | None) -> None:
+    """Check one batch with any history, and likely and unlikely timestamps.
+
+    Rows without timestamps are unchanged, and timestamps in a prompt do not count.
+    """
+    rows = np.arange(2 * len(OUTPUTS), dtype=np.int32)
     state = SamplingRows(len(rows), VOCAB, torch.device("cpu"))
     tokens = np.zeros((len(rows), 16), np.int32)
     lens = np.zeros(len(rows), np.int32)
     for row in rows.tolist():
-        known = [*PROMPT, *SAID[row // 2]]
+        known = [*PROMPT, *OUTPUTS[row // 2]]
         tokens[row, : len(known)], lens[row] = known, len(known)
-        told = TimestampTokens(ZERO, END, max_first) if row % 2 else None
-        state.admit(row, SamplingParams(moments=told), prompt_len=len(PROMPT), seed=0, stop_ids=())
+        message = TimestampTokens(ZERO, END, max_first) if row % 2 else None
+        state.admit(row, SamplingParams(moments=message), prompt_len=len(PROMPT), seed=0, stop_ids=())
     prompt_lens = np.full(len(rows), len(PROMPT), np.int32)
     forced = set[bool]()
     for seed, lift in enumerate((-30.0, -3.0, -1.5, 0.0, 9.0)):
@@ -63,12 +65,12 @@ def test_what_may_come_next_is_what_transformers_allows(max_first: int | None) -
         before = logits.clone()
         adjust(logits, rows, state, History(tokens, lens, prompt_lens))
         for row in rows.tolist():
-            want = before[row] if row % 2 == 0 else expected(SAID[row // 2], before[row], max_first)
-            assert torch.equal(logits[row], want), (SAID[row // 2], lift)
-            if SAID[row // 2][-1:] == [A] and row % 2:
+            want = before[row] if row % 2 == 0 else expected(OUTPUTS[row // 2], before[row], max_first)
+            assert torch.equal(logits[row], want), (OUTPUTS[row // 2], lift)
+            if OUTPUTS[row // 2][-1:] == [A] and row % 2:
                 forced.add(bool((logits[row, :ZERO] == -torch.inf).all()))
     assert forced == {False, True}
     state.release(1)
-    again = before.clone()
-    adjust(again, rows[1:2], state, History(tokens, lens, prompt_lens))
-    assert torch.equal(again, before)
+    second = before.clone()
+    adjust(second, rows[1:2], state, History(tokens, lens, prompt_lens))
+    assert torch.equal(second, before)

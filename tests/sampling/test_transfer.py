@@ -1,4 +1,4 @@
-"""Host arrays to the device, and rows without needless copies."""
+"""Tests of copies of host arrays to the device."""
 
 import numpy as np
 import torch
@@ -6,8 +6,8 @@ import torch
 from quire.sampling.transfer import take_rows, to_device
 
 
-def test_strided_arrays_arrive_whole() -> None:
-    """Catches a view whose strides torch cannot take, such as a reversed one."""
+def test_strided_arrays_are_copied_completely() -> None:
+    """Check views with strides that torch does not support, such as reversed ones."""
     array = np.arange(10, dtype=np.int32)[::-2]
     assert to_device(array, torch.device("cpu")).tolist() == [9, 7, 5, 3, 1]
 

@@ -1,4 +1,4 @@
-"""A reader of adapters without files."""
+"""A LoRA adapter loader without files."""
 
 import hashlib
 from concurrent.futures import Future
@@ -15,43 +15,43 @@ def digest(content: str) -> bytes:
     return hashlib.sha256(content.encode()).digest()
 
 
-class Library:
-    """A reader whose books come when the test says so, or at once."""
+class FakeLoader:
+    """Loads adapters at_oncely, or when the test calls `bring`."""
 
     def __init__(self, *, at_once: bool = True) -> None:
         self.at_once = at_once
         self.contents: dict[str, str] = {}
-        """By path, where that is not the path itself."""
-        self.asked: list[tuple[LoRARequest, Future[AdapterFacts]]] = []
+        """Adapter content by path; the default content is the path itself."""
+        self.requested: list[tuple[LoRARequest, Future[AdapterFacts]]] = []
         self.most = 0
         self.host: dict[str, bytes] = {}
 
     def fetch(self, lora: LoRARequest) -> Future[AdapterFacts]:
-        self.asked.append((lora, Future()))
-        future = self.asked[-1][1]
+        self.requested.append((lora, Future()))
+        future = self.requested[-1][1]
         if self.at_once:
-            self.bring()
+            self.complete_next()
         return future
 
-    def bring(self, error: Exception | None = None) -> None:
-        """The first that was asked for and has not come."""
-        asked, future = next(each for each in self.asked if not each[1].done())
+    def complete_next(self, error: Exception | None = None) -> None:
+        """Complete the oldest pending load, with an error if one is passed."""
+        lora, future = next(entry for entry in self.requested if not entry[1].done())
         if error is not None:
             future.set_exception(error)
             return
-        found = digest(self.contents.get(asked.lora_path, asked.lora_path))
-        assert asked.lora_name not in self.host, "read twice"
-        self.host[asked.lora_name] = found
+        content_digest = digest(self.contents.get(lora.lora_path, lora.lora_path))
+        assert lora.lora_name not in self.host, "read twice"
+        self.host[lora.lora_name] = content_digest
         self.most = max(self.most, len(self.host))
-        future.set_result(AdapterFacts(found, 8, 100))
+        future.set_result(AdapterFacts(content_digest, 8, 100))
 
     def drop(self, name: str) -> None:
         self.host.pop(name, None)
 
     @property
     def open(self) -> list[LoRARequest]:
-        return [asked for asked, future in self.asked if not future.done()]
+        return [lora for lora, future in self.requested if not future.done()]
 
     @property
     def names(self) -> list[str]:
-        return [asked.lora_name for asked, _ in self.asked]
+        return [lora.lora_name for lora, _ in self.requested]

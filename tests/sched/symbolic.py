@@ -1,9 +1,8 @@
-"""A worker without a model: its cache holds, for every token and group of layers, a fingerprint of the whole
-prefix up to it.
+"""A worker without a model: its cache holds a fingerprint of the prefix for every token and KV cache group.
 
-Computing tokens reads the fingerprints of all that they see through the block tables, so a wrong block, a
-stale prefix, a forgotten token or one that was given back too early shows at once; the next token is a
-function of the fingerprint, so outputs depend on nothing else.
+Computing a token reads the fingerprints of all tokens it attends to through the block tables. A wrong block,
+a stale prefix, a missing token or a block freed too early is detected at once. The next token is a function
+of the fingerprint, so outputs depend on nothing else.
 """
 
 import hashlib
@@ -49,7 +48,7 @@ def extend(fingerprint: int, token_id: int) -> int:
 
 
 def start_of(digest: bytes) -> int:
-    """Where fingerprints begin: another adapter makes all of them others."""
+    """Return the initial fingerprint, which depends on the adapter."""
     return START ^ int.from_bytes(digest[:8], "little")
 
 
@@ -60,20 +59,22 @@ def fingerprint_of(token_ids: list[int], digest: bytes = b"") -> int:
     return fingerprint
 
 
-def meant(tokens: list[int], media: Media | None) -> list[int]:
-    """The same with what is seen in place of tokens that stand for it."""
-    found = list(tokens)
+def expand_media(tokens: list[int], media: Media | None) -> list[int]:
+    """Return the tokens with placeholder tokens replaced by hashes of their media items."""
+    expanded = list(tokens)
     for item in media.items if media else ():
         places = [at for first, count in item.places() for at in range(first, first + count)]
         for number, place in enumerate(places):
-            found[place] = int.from_bytes(hashlib.sha256(item.key + bytes([number])).digest()[:6], "little")
-    if media and media.whole:  # all depends on all
-        found[0] = int.from_bytes(media.whole_key[:6], "little")
-    return found
+            expanded[place] = int.from_bytes(
+                hashlib.sha256(item.key + bytes([number])).digest()[:6], "little"
+            )
+    if media and media.whole:  # bidirectional prompt: every token depends on the whole prompt
+        expanded[0] = int.from_bytes(media.whole_key[:6], "little")
+    return expanded
 
 
 def continuation(prompt: list[int], count: int, digest: bytes = b"") -> list[int]:
-    """What the symbolic model says after a prompt, computed without any cache."""
+    """Return the symbolic model's output for a prompt, computed without any cache."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(fingerprint_of(tokens, digest) % VOCAB)
@@ -81,7 +82,7 @@ def continuation(prompt: list[int], count: int, digest: bytes = b"") -> list[int
 
 
 def logprobs_of(token_ids: list[int], position: int) -> RowLogprobs:
-    """What the symbolic model thinks of the token at a position, told by everything before it."""
+    """Return the symbolic model's logprobs of the token at a position, computed from its prefix."""
     return RowLogprobs([token_ids[position]], [fingerprint_of(token_ids[:position]) % 1009 / 7], 1)
 
 
@@ -91,25 +92,25 @@ class Row:
     tokens: list[int]
     num_computed: int
     blocks: list[list[int]]
-    """By group."""
+    """Block ids by KV cache group."""
     prompt_len: int
     params: SamplingParams
     slot: int = -1
     digest: bytes = b""
-    """Of its adapter."""
+    """Digest of its adapter."""
     prints: list[int] = field(default_factory=list)
-    """The fingerprints of its first tokens."""
+    """Fingerprints of the first tokens, computed on demand."""
     media: Media | None = None
 
     @classmethod
     def of(cls, new: Admission, digest: bytes = b"") -> "Row":
         blocks, adapter = [list(ids) for ids in new.block_ids], (new.adapter, digest)
-        tokens = meant(new.token_ids, new.media)
+        tokens = expand_media(new.token_ids, new.media)
         row = cls(new.row, tokens, new.num_computed, blocks, new.prompt_len, new.params, *adapter)
         row.media = new.media
         return row
 
-    def print_at(self, position: int) -> int:
+    def fingerprint_at(self, position: int) -> int:
         while len(self.prints) <= position:
             before = self.prints[-1] if self.prints else start_of(self.digest)
             self.prints.append(extend(before, self.tokens[len(self.prints)]))
@@ -117,13 +118,13 @@ class Row:
 
 
 def guess(tokens: list[int], count: int) -> list[int]:
-    """How a sequence goes on, with a mistake here and there."""
-    said = continuation(tokens, count)
-    return [token if (len(tokens) + at) % 5 else (token + 1) % VOCAB for at, token in enumerate(said)]
+    """Return the correct continuation with every fifth token wrong."""
+    tokens_ahead = continuation(tokens, count)
+    return [token if (len(tokens) + at) % 5 else (token + 1) % VOCAB for at, token in enumerate(tokens_ahead)]
 
 
 class Guesses:
-    """A proposer with such guesses."""
+    """A draft proposer that uses `guess`."""
 
     is_sure = False
 
@@ -144,8 +145,8 @@ class Guesses:
         return np.array(guess(text, most)[: most - len(text) % 2], np.int32)
 
 
-class Always:
-    """So many drafts, whatever becomes of them; for some rows none."""
+class FixedDraftLength:
+    """Draft policy with a fixed number of drafts; every third row gets none."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -168,8 +169,8 @@ class Always:
 
 
 DRAFTING: dict[str, Callable[[], Drafting]] = {
-    "host": lambda: Drafting(Always(3), Guesses(), most=5),
-    "worker": lambda: Drafting(Always(2), None, most=5),
+    "host": lambda: Drafting(FixedDraftLength(3), Guesses(), most=5),
+    "worker": lambda: Drafting(FixedDraftLength(2), None, most=5),
 }
 
 
@@ -181,19 +182,19 @@ class SymbolicWorker:
     rows: dict[int, Row] = field(default_factory=dict)
     num_computed: int = 0
     slots: dict[int, bytes] = field(default_factory=dict)
-    """The digest of what is in each."""
+    """Digest of the adapter in each slot."""
     host: dict[str, bytes] = field(default_factory=dict)
-    """Of what was read, by name."""
+    """Digests of the loaded adapters by name."""
 
     def __post_init__(self) -> None:
         self.cache: list[tuple[int, int] | None] = [None] * (self.num_blocks * self.block_size)
-        """Group and fingerprint, by slot."""
+        """KV cache group and fingerprint by slot."""
         self.states: dict[int, int] = {}
-        """By row."""
+        """Fingerprint of the SSM state by row."""
         self.vectors: dict[bytes, int] = {}
-        """How many there are of each item."""
+        """Number of encoder vectors by item key."""
         self.num_encoded = 0
-        """Items."""
+        """Number of encoded items."""
 
     def run(self, plan: StepPlan) -> StepResult:
         for number in plan.released:
@@ -241,23 +242,25 @@ class SymbolicWorker:
             self.num_encoded += 1
 
     def _drafts(self, plan: StepPlan) -> dict[int, list[int]]:
-        """Those that the plan brings, or guesses of its own: right ones and wrong ones."""
+        """Return the plan's drafts by row, or correct and wrong guesses if the plan has only counts."""
         if not len(plan.num_drafts):
             return {}
-        given, found = plan.drafts.tolist(), {}
+        remaining, drafts = plan.drafts.tolist(), {}
         for number, count in zip(plan.rows.tolist(), plan.num_drafts.tolist(), strict=True):
             if count and len(plan.drafts):
-                found[number], given = given[:count], given[count:]
+                drafts[number], remaining = remaining[:count], remaining[count:]
             elif count:
-                found[number] = guess(self.rows[number].tokens, count)
-        assert not given
-        return found
+                drafts[number] = guess(self.rows[number].tokens, count)
+        assert not remaining
+        return drafts
 
     def _draw(self, row: Row, length: int, guessed: list[int]) -> list[int]:
-        """What follows the first `length` tokens, as long as what was guessed behind them is right."""
-        new = [row.print_at(length - 1) % VOCAB]
+        """Return the tokens sampled after the first `length` tokens, accepting drafts until the first wrong
+        one.
+        """
+        new = [row.fingerprint_at(length - 1) % VOCAB]
         while len(new) <= len(guessed) and guessed[len(new) - 1] == new[-1]:
-            new.append(row.print_at(length - 1 + len(new)) % VOCAB)
+            new.append(row.fingerprint_at(length - 1 + len(new)) % VOCAB)
         row.tokens[length:] = new
         row.num_computed = len(row.tokens) - 1
         del row.prints[row.num_computed :]
@@ -265,7 +268,7 @@ class SymbolicWorker:
 
     def _slot(self, row: Row, group: int, position: int) -> int:
         block = row.blocks[group][position // self.block_size]
-        assert block != 0, "block 0 was handed out, or one looked at that was given back"
+        assert block != 0, "block 0 was allocated, or a freed block was read"
         return block * self.block_size + position % self.block_size
 
     def _compute(self, row: Row, count: int) -> int:
@@ -276,22 +279,24 @@ class SymbolicWorker:
                     assert self.vectors[item.key] == item.num_vectors
         for group, window in enumerate(self.layout.windows):
             for position in range(0 if window is None else max(start - window + 1, 0), start):
-                found = self.cache[self._slot(row, group, position)]
-                assert found == (group, row.print_at(position)), (
+                cached = self.cache[self._slot(row, group, position)]
+                assert cached == (group, row.fingerprint_at(position)), (
                     f"the cache does not hold {position} of {row}"
                 )
             for position in range(start, end):
-                self.cache[self._slot(row, group, position)] = group, row.print_at(position)
+                self.cache[self._slot(row, group, position)] = group, row.fingerprint_at(position)
         if has_ssm_state(self.layout.specs):
-            assert not start or self.states[row.number] == row.print_at(start - 1), f"not the state of {row}"
-            self.states[row.number] = row.print_at(end - 1)
+            assert not start or self.states[row.number] == row.fingerprint_at(start - 1), (
+                f"not the state of {row}"
+            )
+            self.states[row.number] = row.fingerprint_at(end - 1)
         row.num_computed = end
         self.num_computed += count
-        return row.print_at(end - 1)
+        return row.fingerprint_at(end - 1)
 
 
 class BreakableWorker(SymbolicWorker):
-    """Fails where `breaks` says so, before or after it writes."""
+    """A worker that fails in the plans that `breaks` selects, before or after it writes."""
 
     writes_first = False
 
@@ -323,15 +328,14 @@ def max_chunk(limits: dict[str, Any]) -> int:
 
 
 def widened(limits: dict[str, Any], longest: int) -> dict[str, Any]:
-    """The limits, with blocks for one request of `longest` tokens in their layout, and as many more as they
-    had before."""
+    """Return the limits with enough blocks for one request of `longest` tokens plus the original number."""
     groups, sizes = LAYOUTS[limits["layout"]], {"block_size": 4, "max_chunk": max_chunk(limits)}
     least = groups.blocks_of(longest, **sizes) - LAYOUTS["full"].blocks_of(longest, **sizes)
     return limits | {"num_blocks": limits["num_blocks"] + least}
 
 
 class Done:
-    """A step that was over when it was submitted."""
+    """A step that finished when it was submitted."""
 
     def __init__(self, result: StepResult) -> None:
         self.result = result
@@ -344,7 +348,7 @@ class Done:
 
 
 class Late:
-    """A step that has been submitted and not run: it runs when it, or one behind it, is waited for."""
+    """A step that runs only when its result, or that of a later step, is waited for."""
 
     def __init__(self, device: "Device", plan: StepPlan) -> None:
         self.device, self.plan = device, plan
@@ -363,8 +367,10 @@ class Late:
 
 
 class Device:
-    """The executor over a symbolic worker. A lazy one computes as late as it can: what the scheduler does
-    between submission and result must not reach a plan any more."""
+    """An executor over a symbolic worker.
+
+    A lazy one computes as late as it can, to show that the scheduler does not modify a submitted plan.
+    """
 
     def __init__(self, engine: "Engine", *, lazy: bool) -> None:
         self.engine, self.lazy = engine, lazy
@@ -373,7 +379,7 @@ class Device:
 
     @property
     def is_quiet(self) -> bool:
-        """Nothing is left to run, and the core has learnt of every failure."""
+        """Whether no step is left to run and the core was notified of every failure."""
         return not self.line and not self.refused
 
     def start(self) -> Any:
@@ -416,7 +422,7 @@ class Device:
             step.outcome = self._run(step.plan)
         except EngineDead as error:
             step.outcome = error
-            if step.is_behind_a_failure:  # whatever it does, nobody looks at it
+            if step.is_behind_a_failure:  # the result of a step after a failed one is discarded
                 step.outcome = RuntimeError(str(error))
         except Exception as error:
             step.outcome = error
@@ -424,7 +430,7 @@ class Device:
                 later.is_behind_a_failure = True
 
     def _run(self, plan: StepPlan) -> StepResult:
-        """A wrong plan ends the test, not a request."""
+        """Run a plan; a wrong plan ends the test instead of a request."""
         try:
             return self.engine.worker.run(plan)
         except (AssertionError, KeyError) as error:
@@ -432,7 +438,7 @@ class Device:
 
 
 class Engine:
-    """Core, scheduler and symbolic worker, stepped by hand, with the invariants checked in every step."""
+    """Core, scheduler and symbolic worker, stepped by hand; the invariants are checked in every step."""
 
     def __init__(
         self,
@@ -470,12 +476,12 @@ class Engine:
         self.seen: list[Request] = []
 
     def use(self, kind: type[W]) -> W:
-        """Another worker in its place."""
+        """Replace the worker."""
         worker = self.worker = kind(self.worker.num_blocks, self.worker.block_size, self.worker.layout)
         return worker
 
     def add(self, id: str, prompt: list[int], count: int = 4, **fields: Any) -> Request:
-        """`output` is what a core before this one made of it."""
+        """Add a request; `output` holds the tokens that a previous core has generated for it."""
         params = fields.pop("params", None) or SamplingParams(max_tokens=count)
         output: list[int] = fields.pop("output", [])
         request = Request(
@@ -495,7 +501,7 @@ class Engine:
     def step(self, timeout_s: float | None = None) -> StepOutput:
         output = self.core.step(timeout_s) or StepOutput([], [])
         if not len(self.core.pipeline):
-            self.device.refused = False  # the core has learnt of it
+            self.device.refused = False  # the core was notified of the failure
         for id, new in output.by_request():
             assert id not in self.reasons, f"a token for {id}, which has ended"
             self.outputs[id] += new
@@ -518,7 +524,7 @@ class Engine:
         raise AssertionError(f"requests still unfinished after {max_steps} steps")
 
     def check(self, plan: StepPlan) -> None:
-        """What must hold in every step."""
+        """Check the invariants of every step."""
         scheduler, kv = self.scheduler, self.kv
         assert len(plan.rows) and plan.num_tokens.all(), "a step without work"
         assert plan.total_tokens <= scheduler.limits.max_tokens
@@ -539,7 +545,7 @@ class Engine:
         assert kv.pool.num_free == kv.pool.num_usable - len(users)
 
     def check_table(self, row: int, table: list[Any], window: int | None, chunk: int) -> None:
-        """A group holds what its chunk needs, and with a window nothing else."""
+        """Check that each group holds the blocks of its chunk, and with a sliding window no others."""
         running = self.scheduler.running
         size, reach = self.kv.block_size, int(running.num_computed[row])
         assert len(table) * size >= reach + running.num_drafts[row], "tokens without a block"
@@ -547,7 +553,7 @@ class Engine:
             assert len(table) * size - reach < size, "more than one partly filled block"
         held = [place for place, block in enumerate(table) if block is not None]
         first_seen = 0 if window is None else max(reach - chunk - window + 1, 0)
-        assert held == list(range(first_seen // size, len(table))), "more than is seen, or less"
+        assert held == list(range(first_seen // size, len(table))), "more or fewer blocks than the window"
         if window is not None:
             assert len(held) * size < window - 1 + chunk + 2 * size + (16 if self.drafts else 0)
 
@@ -557,17 +563,19 @@ class Engine:
         assert num_tokens + running.num_drafts[row] <= running.limit[row], "a token behind the limit"
         assert num_tokens - num_known <= self.core.pipeline.depth
         if planned and running.needs_value[row]:
-            assert num_tokens - num_known <= 1, "drawn before the token in front was known"
+            assert num_tokens - num_known <= 1, "sampled before the previous token was known"
 
     def check_index(self) -> None:
-        """Whatever can be found holds what its key says. Only while nothing is left to run."""
+        """Check that each indexed block holds the content of its key. Call it only when no step is left to
+        run.
+        """
         running, kv, worker = self.scheduler.running, self.kv, self.worker
         for request in self.seen:
             tokens = request.tokens
             if request.row >= 0:
                 tokens = running.tokens[request.row, : running.num_known[request.row]].tolist()
             prints = [start_of(request.adapter_digest)]
-            for token_id in meant(tokens, request.media):
+            for token_id in expand_media(tokens, request.media):
                 prints.append(extend(prints[-1], token_id))
             for n, key in enumerate(request.block_keys):
                 first = n * kv.block_size
@@ -579,7 +587,7 @@ class Engine:
                         assert written == true, f"{block} holds a lie"
 
     def check_empty(self) -> None:
-        """Nobody is here, and nothing was left behind."""
+        """Check that no request, block or row is left."""
         assert not self.core.has_work and not self.scheduler.in_flight
         assert self.kv.pool.num_free == self.kv.pool.num_usable, "blocks leaked"
         assert all(block.num_users == 0 for block in self.kv.pool.blocks[1:])

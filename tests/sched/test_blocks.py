@@ -1,4 +1,4 @@
-"""Blocks: users, order of reuse, and the index."""
+"""Tests of the block pool: reference counts, eviction order and the prefix index."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def test_block_zero_is_never_handed_out() -> None:
         pool.take(1)
 
 
-def test_a_freed_chain_is_reused_from_its_end() -> None:
+def test_freed_chain_is_reused_from_its_end() -> None:
     pool = BlockPool(4)
     chain = pool.take(3)
     for n, block in enumerate(chain):
@@ -32,7 +32,7 @@ def test_a_freed_chain_is_reused_from_its_end() -> None:
     assert ids(pool.take(3)) == [3, 2, 1]
 
 
-def test_blocks_without_a_prefix_are_reused_before_those_with_one() -> None:
+def test_blocks_without_prefix_are_reused_before_cached_blocks() -> None:
     pool = BlockPool(4)
     known, unknown = pool.take(1), pool.take(1)
     pool.remember(known[0], b"k")
@@ -41,7 +41,7 @@ def test_blocks_without_a_prefix_are_reused_before_those_with_one() -> None:
     assert ids(pool.take(3)) == [2, 3, 1]
 
 
-def test_the_least_recently_freed_prefix_is_evicted_first() -> None:
+def test_least_recently_freed_prefix_is_evicted_first() -> None:
     pool = BlockPool(4)
     blocks = pool.take(3)
     for block, key in zip(blocks, (b"a", b"b", b"c"), strict=True):
@@ -52,7 +52,7 @@ def test_the_least_recently_freed_prefix_is_evicted_first() -> None:
     assert [pool.find(key) is None for key in (b"a", b"b", b"c")] == [False, True, False]
 
 
-def test_freeing_twice_is_caught() -> None:
+def test_double_free_is_detected() -> None:
     pool = BlockPool(3)
     blocks = pool.take(1)
     pool.release(blocks)
@@ -60,7 +60,7 @@ def test_freeing_twice_is_caught() -> None:
         pool.release(blocks)
 
 
-def test_sharing_a_free_block_takes_it_off_the_free_list() -> None:
+def test_sharing_a_free_block_removes_it_from_the_free_list() -> None:
     pool = BlockPool(3)
     block = pool.take(1)
     pool.remember(block[0], b"k")
@@ -72,7 +72,7 @@ def test_sharing_a_free_block_takes_it_off_the_free_list() -> None:
     assert pool.num_free == 1
 
 
-def test_the_first_block_with_a_content_is_the_one_that_is_found() -> None:
+def test_first_block_with_a_key_stays_in_the_index() -> None:
     pool = BlockPool(4)
     first, second = pool.take(2)
     pool.remember(first, b"k")
@@ -87,10 +87,10 @@ def test_the_first_block_with_a_content_is_the_one_that_is_found() -> None:
     st.integers(2, 12),
     st.lists(st.tuples(st.sampled_from(["take", "share", "release"]), st.integers(0, 11)), max_size=60),
 )
-def test_any_sequence_of_operations_keeps_the_books(
+def test_random_operations_keep_the_index_consistent(
     num_blocks: int, operations: list[tuple[str, int]]
 ) -> None:
-    """An evicted key is never found, a found key is the one that was remembered, and users always add up."""
+    """Check that evicted keys are not found, found keys match, and reference counts add up."""
     pool = BlockPool(num_blocks)
     held: list = []
     contents: dict[int, bytes] = {}
@@ -107,31 +107,31 @@ def test_any_sequence_of_operations_keeps_the_books(
             held.append(block)
         elif operation == "share" and contents:
             key = contents[sorted(contents)[n % len(contents)]]
-            found = pool.find(key)
-            if found is not None:
-                assert contents[found.id] == key
-                pool.share([found])
-                held.append(found)
+            actual = pool.find(key)
+            if actual is not None:
+                assert contents[actual.id] == key
+                pool.share([actual])
+                held.append(actual)
         elif operation == "release" and held:
             pool.release([held.pop(n % len(held))])
         assert pool.num_free == pool.num_usable - len({block.id for block in held})
         for block in pool.blocks[1:]:
             assert block.num_users == sum(other is block for other in held)
     for number in range(1, count + 1):
-        found = pool.find(str(number).encode())
-        assert found is None or contents[found.id] == str(number).encode()
+        actual = pool.find(str(number).encode())
+        assert actual is None or contents[actual.id] == str(number).encode()
 
 
-def test_a_filled_block_is_indexed_once() -> None:
-    """Blocks looked at again in every step after the one that filled them."""
+def test_filled_block_is_indexed_once() -> None:
+    """Check that blocks filled in earlier steps are not indexed again."""
     kv, running = KVManager(num_blocks=20, block_size=4, max_rows=2, share_prefixes=True), Running(2, 40)
     request = Request(
         id="a", tokens=list(range(10)), params=SamplingParams(), prompt_len=10, limit=20, seed=0
     )
     row = np.array([running.admit(request, 0)])
     (table,) = kv.admit(int(row[0]), kv.lookup(request), 10)
-    found = []
+    actual = []
     for num_filled in (4, 6, 8, 10):
         kv.index(running, row, np.array([num_filled], np.int32))
-        found.append(ids(kv.take_fresh()))
-    assert found == [table[:1], [], table[1:2], []]
+        actual.append(ids(kv.take_fresh()))
+    assert actual == [table[:1], [], table[1:2], []]

@@ -1,4 +1,4 @@
-"""Items in plans: every vector is there when its token is computed, no step makes too many, none is left."""
+"""Tests of the encoder cache: every embedding exists when its token is computed, within the limits."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from symbolic import LAYOUTS, BreakableWorker, Engine, continuation, meant, widened
+from symbolic import LAYOUTS, BreakableWorker, Engine, continuation, expand_media, widened
 
 from quire.data.multimodal import Array, Media, MediaItem
 from quire.data.plan import StepPlan
@@ -21,7 +21,7 @@ LONGEST = 3 * (6 + 9) + 10
 @dataclass(frozen=True)
 class Arrival:
     parts: tuple[tuple[int, int, int], ...]
-    """Tokens of a text, which item follows it, and of how many tokens."""
+    """Number of text tokens, the item that follows, and the item's number of tokens."""
     count: int
     pause: int
     family: int
@@ -61,8 +61,8 @@ LIMITS = st.fixed_dictionaries(
 ).map(lambda limits: widened(limits, LONGEST))
 
 
-class Watched(Engine):
-    """With what must hold of media in every plan."""
+class MediaEngine(Engine):
+    """An engine that checks the encoder cache invariants in every plan."""
 
     def __init__(self, *, size: int, whole: bool, **limits: Any) -> None:
         super().__init__(media=EncoderCache(size=size, whole=whole), **limits)
@@ -75,17 +75,21 @@ class Watched(Engine):
             self.kept.pop(key, None)
         made = {item.key: item.num_vectors for item in plan.encodes}
         assert len(made) == len(plan.encodes) and not made.keys() & self.kept.keys(), "encoded twice"
-        assert sum(made.values()) <= media.size or len(made) == 1, "more than a step may make"
+        assert sum(made.values()) <= media.size or len(made) == 1, "more than the encoder budget of a step"
         self.kept |= made
-        assert sum(self.kept.values()) <= media.size or len(self.kept) == 1, "more than there is room for"
+        assert sum(self.kept.values()) <= media.size or len(self.kept) == 1, (
+            "more than the encoder cache holds"
+        )
         most = self.scheduler.limits.max_chunk
         for row in plan.rows.tolist():
             reach, items = int(running.num_computed[row]), items_of(running.request(row))
             if media.whole:
                 whole = running.request(row).media.whole if items else 0
-                assert not 0 < reach < whole or whole > most, "ends inside a prompt that sees itself"
+                assert not 0 < reach < whole or whole > most, "a chunk ends inside a bidirectional prompt"
                 for item in items if not whole else ():
-                    assert not item.offset < reach < item.end or item.length > most, "ends inside an item"
+                    assert not item.offset < reach < item.end or item.length > most, (
+                        "a chunk ends inside an item"
+                    )
 
 
 def items_of(request: Request) -> list[MediaItem]:
@@ -93,7 +97,7 @@ def items_of(request: Request) -> list[MediaItem]:
 
 
 def prompt_of(arrival: Arrival) -> tuple[list[int], Media]:
-    """Items of two runs, if they are long: a token in the middle is a token."""
+    """Return a prompt whose long items consist of two runs with a text token between them."""
     tokens, items = list[int](), list[MediaItem]()
     for text, name, length in arrival.parts:
         tokens += [(arrival.family * 31 + 5 * i) % 97 for i in range(text)]
@@ -114,16 +118,16 @@ def add(engine: Engine, number: int, arrival: Arrival) -> None:
 
 def check_answers(engine: Engine, traffic: list[Arrival], but: frozenset[str] = frozenset()) -> None:
     for number, arrival in enumerate(traffic):
-        expected = continuation(meant(*prompt_of(arrival)), arrival.count)
-        said = engine.outputs[str(number)]
-        assert said == (expected[: len(said)] if str(number) in but else expected)
+        expected = continuation(expand_media(*prompt_of(arrival)), arrival.count)
+        output = engine.outputs[str(number)]
+        assert output == (expected[: len(output)] if str(number) in but else expected)
     engine.check_empty()
 
 
 @settings(max_examples=25)
 @given(TRAFFIC, LIMITS)
-def test_every_request_sees_its_own_items(traffic: list[Arrival], limits: dict[str, Any]) -> None:
-    engine = Watched(**limits)
+def test_every_request_gets_its_own_media_items(traffic: list[Arrival], limits: dict[str, Any]) -> None:
+    engine = MediaEngine(**limits)
     for number, arrival in enumerate(traffic):
         add(engine, number, arrival)
         for _ in range(arrival.pause):
@@ -138,10 +142,10 @@ def test_every_request_sees_its_own_items(traffic: list[Arrival], limits: dict[s
 
 @settings(max_examples=20)
 @given(TRAFFIC, LIMITS, st.data())
-def test_aborts_resets_and_preemptions_lose_no_vector(
+def test_aborts_resets_and_preemptions_keep_encoder_outputs(
     traffic: list[Arrival], limits: dict[str, Any], data: st.DataObject
 ) -> None:
-    engine = Watched(**limits)
+    engine = MediaEngine(**limits)
     for number, arrival in enumerate(traffic):
         add(engine, number, arrival)
     aborted = set[str]()
@@ -161,13 +165,13 @@ def test_aborts_resets_and_preemptions_lose_no_vector(
 
 @settings(max_examples=20)
 @given(TRAFFIC, LIMITS, st.data())
-def test_prompts_that_see_themselves_are_not_divided_and_share_nothing_with_others(
+def test_bidirectional_prompts_are_not_chunked_or_shared(
     traffic: list[Arrival], limits: dict[str, Any], data: st.DataObject
 ) -> None:
-    """Blocks of a prompt that goes on otherwise; a chunk that ends behind the last item."""
+    """Check bidirectional prompts that share a prefix, and chunks that end after the last item."""
     limits |= {"whole": True, "long_prefill_token_threshold": 0, "max_num_batched_tokens": LONGEST}
     limits["size"] = LONGEST
-    engine = Watched(**limits)
+    engine = MediaEngine(**limits)
     prompts = [prompt_of(arrival) for arrival in traffic]
     for number, ((tokens, media), arrival) in enumerate(zip(prompts, traffic, strict=True)):
         engine.add(str(number), tokens, arrival.count, media=media.joined(tokens), tenant=arrival.family)
@@ -176,7 +180,7 @@ def test_prompts_that_see_themselves_are_not_divided_and_share_nothing_with_othe
             engine.scheduler.send_back()
         engine.step()
     for number, ((tokens, media), arrival) in enumerate(zip(prompts, traffic, strict=True)):
-        expected = continuation(meant(tokens, media.joined(tokens)), arrival.count)
+        expected = continuation(expand_media(tokens, media.joined(tokens)), arrival.count)
         assert engine.outputs[str(number)] == expected
     engine.check_empty()
 
@@ -184,17 +188,17 @@ def test_prompts_that_see_themselves_are_not_divided_and_share_nothing_with_othe
 @pytest.mark.slow
 @settings(max_examples=600, deadline=None)
 @given(TRAFFIC, LIMITS, st.data())
-def test_many_more_runs(traffic: list[Arrival], limits: dict[str, Any], data: st.DataObject) -> None:
-    """The tests above with many times the examples."""
-    test_every_request_sees_its_own_items.hypothesis.inner_test(traffic, limits)
-    test_aborts_resets_and_preemptions_lose_no_vector.hypothesis.inner_test(traffic, limits, data)
-    test_prompts_that_see_themselves_are_not_divided_and_share_nothing_with_others.hypothesis.inner_test(
-        traffic, limits, data
-    )
+def test_encoder_cache_with_many_examples(
+    traffic: list[Arrival], limits: dict[str, Any], data: st.DataObject
+) -> None:
+    """Run the tests above with many more examples."""
+    test_every_request_gets_its_own_media_items.hypothesis.inner_test(traffic, limits)
+    test_aborts_resets_and_preemptions_keep_encoder_outputs.hypothesis.inner_test(traffic, limits, data)
+    test_bidirectional_prompts_are_not_chunked_or_shared.hypothesis.inner_test(traffic, limits, data)
 
 
-class Blind(BreakableWorker):
-    """Cannot read items with this name; whatever else was to be encoded with one is not."""
+class FailingEncoderWorker(BreakableWorker):
+    """A worker that fails to encode any step with items of name 0."""
 
     def breaks(self, plan: StepPlan) -> bool:
         return any(item.key[0] == 0 for item in plan.encodes)
@@ -202,32 +206,32 @@ class Blind(BreakableWorker):
 
 @settings(max_examples=20)
 @given(TRAFFIC, LIMITS)
-def test_only_those_end_whose_items_cannot_be_encoded(traffic: list[Arrival], limits: dict[str, Any]) -> None:
-    """Steps behind the one that failed have counted on its vectors, and are forgotten with it."""
+def test_only_requests_with_unreadable_items_fail(traffic: list[Arrival], limits: dict[str, Any]) -> None:
+    """Check that steps after the failed one, which rely on its embeddings, are discarded."""
     limits |= {"share": False}
-    engine = Watched(**limits)
-    engine.use(Blind)
+    engine = MediaEngine(**limits)
+    engine.use(FailingEncoderWorker)
     for number, arrival in enumerate(traffic):
         add(engine, number, arrival)
     engine.run()
-    bad = {str(n) for n, each in enumerate(traffic) if any(name == 0 for _, name, _ in each.parts)}
+    bad = {str(n) for n, arrival_ in enumerate(traffic) if any(name == 0 for _, name, _ in arrival_.parts)}
     assert {id for id, reason in engine.reasons.items() if reason == "error"} == bad
     check_answers(engine, traffic, frozenset(bad))
 
 
-class Crossed(Watched):
-    """With items that no tokens stand for: whoever computes a token needs its own."""
+class CrossAttentionEngine(MediaEngine):
+    """An engine for cross-attention items without placeholder tokens: every computed row needs its item."""
 
     def check(self, plan: StepPlan) -> None:
         super().check(plan)
         for row in plan.rows.tolist():
             (item,) = items_of(self.scheduler.running.request(row))
-            assert item.key in self.kept, "its item is not there"
+            assert item.key in self.kept, "its item is not cached"
         assert len(plan.encodes) <= max(self.scheduler.media.most_made, 1)
 
 
-def crossed_of(arrival: Arrival) -> tuple[list[int], Media]:
-    """To the symbolic model the first token is the item: all that follows depends on it."""
+def cross_attention_prompt(arrival: Arrival) -> tuple[list[int], Media]:
+    """Return a prompt whose first token depends on the item in the symbolic model."""
     (text, name, _), *_ = arrival.parts
     item = MediaItem(
         modality="audio", key=bytes([name, 1, 2, 3]), offset=0, length=0, runs=[(0, 1)], arrays=PIXELS
@@ -237,16 +241,15 @@ def crossed_of(arrival: Arrival) -> tuple[list[int], Media]:
 
 @settings(max_examples=25)
 @given(TRAFFIC, LIMITS, st.integers(1, 3), st.data())
-def test_items_that_no_tokens_stand_for_stay_as_long_as_their_rows(
+def test_cross_attention_items_stay_while_their_rows_run(
     traffic: list[Arrival], limits: dict[str, Any], most_made: int, data: st.DataObject
 ) -> None:
-    """An item that goes when its row has computed some tokens, or has come back; a prefix under another
-    item; more items than there are rows."""
-    engine = Crossed(**limits | {"whole": False, "size": limits["max_num_seqs"]})
+    """Check preemption after some tokens, prefixes shared under different items, and more items than rows."""
+    engine = CrossAttentionEngine(**limits | {"whole": False, "size": limits["max_num_seqs"]})
     engine.scheduler.media.most_made = most_made
     aborted = set[str]()
     for number, arrival in enumerate(traffic):
-        tokens, media = crossed_of(arrival)
+        tokens, media = cross_attention_prompt(arrival)
         engine.add(str(number), tokens, arrival.count, media=media, tenant=arrival.family)
         assert media.marks(tokens)[1:] == tokens
     while engine.core.has_work:
@@ -258,7 +261,10 @@ def test_items_that_no_tokens_stand_for_stay_as_long_as_their_rows(
                 engine.scheduler.send_back()
         engine.step()
     for number, arrival in enumerate(traffic):
-        expected, said = continuation(meant(*crossed_of(arrival)), arrival.count), engine.outputs[str(number)]
-        assert said == (expected[: len(said)] if str(number) in aborted else expected)
+        expected, output = (
+            continuation(expand_media(*cross_attention_prompt(arrival)), arrival.count),
+            engine.outputs[str(number)],
+        )
+        assert output == (expected[: len(output)] if str(number) in aborted else expected)
     engine.check_empty()
     assert engine.scheduler.media.reset()

@@ -1,4 +1,4 @@
-"""Fair shares: two keys and more, one of them greedy; tokens by weight, first tokens in time, order kept."""
+"""Tests of fair sharing between keys: tokens by weight, time to first token, and order within a key."""
 
 from collections import Counter
 from random import Random
@@ -16,18 +16,19 @@ from quire.sched.queues import FairQueue
 GREEDY, LIGHT = 1, 2
 
 
-class Keys:
-    """An engine under load of several keys, and what each of them got."""
+class TenantLoad:
+    """An engine under the load of several tenants, with the tokens computed for each of them."""
 
     def __init__(self, **limits: Any) -> None:
         self.engine = Engine(fair=True, **limits)
         self.engine.check_index = lambda: None  # type: ignore[method-assign]  # slow; test_properties has it
-        # Otherwise steps would depend on how fast this machine runs them; test_prompt_pace.py has it.
+        # A fixed prompt limit keeps steps independent of this machine's speed; test_prompt_pace.py tests the
+        # pace.
         self.engine.scheduler.admitter.prompt_pace.limit = lambda most: most  # type: ignore[method-assign]
         self.tenants: dict[str, int] = {}
         self.first_token_at: dict[str, int] = {}
         self.computed: list[Counter[int]] = []
-        """By step: tokens by tenant."""
+        """Computed tokens by tenant, for each step."""
 
     def add(self, tenant: int, length: int, count: int, weight: float = 1.0) -> str:
         id = f"{tenant}-{len(self.tenants)}"
@@ -41,20 +42,20 @@ class Keys:
         output = engine.step()
         for id in output.request_ids:
             self.first_token_at.setdefault(id, len(self.computed))
-        found: Counter[int] = Counter()
+        computed: Counter[int] = Counter()
         for plan in engine.plans[num_plans:]:
-            # A row's tenant outlives its request by a step.
+            # A row keeps its tenant for one step after its request ends.
             tenants = engine.scheduler.running.tenant[plan.rows].tolist()
             for tenant, num_tokens in zip(tenants, plan.num_tokens.tolist(), strict=True):
-                found[tenant] += num_tokens
-        self.computed.append(found)
+                computed[tenant] += num_tokens
+        self.computed.append(computed)
 
     def num_waiting(self, tenant: int) -> int:
-        waiting = (each for each in self.engine.scheduler.requests.values() if each.row < 0)
-        return sum(each.tenant == tenant for each in waiting)
+        waiting = (request for request in self.engine.scheduler.requests.values() if request.row < 0)
+        return sum(request.tenant == tenant for request in waiting)
 
 
-def test_a_line_goes_by_what_each_tenant_has_had() -> None:
+def test_queue_order_follows_tokens_used_per_tenant() -> None:
     shares = FairShare()
     line = FairQueue("fcfs", shares)
     for number in range(6):
@@ -66,11 +67,11 @@ def test_a_line_goes_by_what_each_tenant_has_had() -> None:
         request = line.pop()
         order.append((request.tenant, request.id))
         shares.charge(np.array([request.tenant]), np.array([10]))
-    # Two of the second for one of the first while both wait; among one tenant's the order of arrival.
+    # Two of the second tenant for one of the first while both wait; within a tenant, the order of arrival.
     assert order == [(1, "0"), (2, "4"), (2, "5"), (1, "1"), (1, "2"), (1, "3")]
 
 
-def test_within_a_tenant_the_policy_decides() -> None:
+def test_policy_decides_within_a_tenant() -> None:
     line = FairQueue("priority", FairShare())
     requests = [make_request(number, priority=-number) for number in range(4)]
     for request in requests:
@@ -78,8 +79,8 @@ def test_within_a_tenant_the_policy_decides() -> None:
     assert [line.pop() for _ in range(4)] == requests[::-1]
 
 
-def test_idle_time_is_no_credit() -> None:
-    """Catches a key that comes late and has everything for as long as it was away."""
+def test_idle_tenant_earns_no_credit() -> None:
+    """Check that a tenant that arrives late does not monopolize the engine."""
     shares = FairShare()
     line = FairQueue("fcfs", shares)
     for number, tenant in enumerate([1, 1, 2, 2]):
@@ -88,21 +89,21 @@ def test_idle_time_is_no_credit() -> None:
         if number == 2:
             shares.charge(np.array([1]), np.array([10_000]))
         line.push(request)
-    found = []
+    tenants = []
     while len(line):
-        found.append(line.pop().tenant)
-        shares.charge(np.array([found[-1]]), np.array([10]))
-    assert found == [1, 2, 1, 2]
-    # With nobody in the line a newcomer starts level with who has had most.
+        tenants.append(line.pop().tenant)
+        shares.charge(np.array([tenants[-1]]), np.array([10]))
+    assert tenants == [1, 2, 1, 2]
+    # With an empty queue a new tenant starts at the level of the tenant that has used most.
     late = make_request(9)
     late.tenant = 3
     line.push(late)
     assert shares.levels[3] == shares.levels[:3].max()
 
 
-def test_long_answers_in_every_row_delay_nobody_else() -> None:
-    """Catches rows that a key keeps until its answers end, and one that is never given back its own."""
-    keys = Keys(max_num_seqs=4, num_blocks=400)
+def test_long_outputs_in_all_rows_do_not_delay_other_tenants() -> None:
+    """Check that rows are taken from a greedy tenant, and that its requests resume and finish."""
+    keys = TenantLoad(max_num_seqs=4, num_blocks=400)
     for _ in range(20):
         keys.add(GREEDY, 8, 150)
     for _ in range(30):
@@ -111,17 +112,17 @@ def test_long_answers_in_every_row_delay_nobody_else() -> None:
     asked_at = len(keys.computed)
     while light not in keys.first_token_at:
         keys.step()
-    assert keys.first_token_at[light] - asked_at < 12, "150 without making way"
+    assert keys.first_token_at[light] - asked_at < 12, "150 steps without preemption"
     keys.engine.run()
     assert all(reason == "length" for reason in keys.engine.reasons.values())
     for request in keys.engine.seen:
-        said = keys.engine.outputs[request.id]
-        assert said == continuation(request.tokens[: request.prompt_len], len(said))
+        output = keys.engine.outputs[request.id]
+        assert output == continuation(request.tokens[: request.prompt_len], len(output))
     keys.engine.check_empty()
 
 
-def test_a_full_cache_makes_way_too() -> None:
-    keys = Keys(max_num_seqs=64, num_blocks=60, max_num_batched_tokens=64, share=False)
+def test_full_cache_preempts_greedy_tenant() -> None:
+    keys = TenantLoad(max_num_seqs=64, num_blocks=60, max_num_batched_tokens=64, share=False)
     for _ in range(20):
         keys.add(GREEDY, 20, 60)
     for _ in range(20):
@@ -135,9 +136,9 @@ def test_a_full_cache_makes_way_too() -> None:
     keys.engine.check_empty()
 
 
-def test_long_prompts_leave_room_for_short_ones() -> None:
-    """Catches a prompt of many chunks that has every step to itself."""
-    keys = Keys(num_blocks=2000, max_num_seqs=8)
+def test_long_prompts_leave_tokens_for_short_prompts() -> None:
+    """Check that a prompt of many chunks does not fill every step."""
+    keys = TenantLoad(num_blocks=2000, max_num_seqs=8)
     for _ in range(4):
         keys.add(GREEDY, 1500, 2)
     for _ in range(3):
@@ -152,7 +153,7 @@ def test_long_prompts_leave_room_for_short_ones() -> None:
 
 
 ENOUGH = 33
-"""Requests of a key that wait: more than a step can take in."""
+"""Number of waiting requests per tenant: more than one step can admit."""
 LOADS = st.lists(
     st.tuples(
         st.sampled_from([0.5, 1.0, 2.0, 3.0]),
@@ -166,11 +167,11 @@ LOADS = st.lists(
 
 @settings(max_examples=6, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(LOADS, st.sampled_from([8, 12, 24]), st.sampled_from([1, 2]), st.booleans(), st.integers(0, 2**31))
-def test_while_all_wait_tokens_are_shared_by_weight(
+def test_tokens_are_shared_by_weight_under_load(
     loads: list[Any], max_num_seqs: int, depth: int, share: bool, seed: int
 ) -> None:
-    """Within 10 % of each share, whatever the lengths; nobody starves and nobody overtakes its own."""
-    keys = Keys(max_num_seqs=max_num_seqs, num_blocks=max_num_seqs * 20, depth=depth, share=share)
+    """Check that each tenant gets its share within 10 % and its requests are admitted in order of arrival."""
+    keys = TenantLoad(max_num_seqs=max_num_seqs, num_blocks=max_num_seqs * 20, depth=depth, share=share)
     draw, longest = Random(seed), 0
     for _ in range(400):
         for tenant, (weight, *shapes) in enumerate(loads, 1):
@@ -184,7 +185,7 @@ def test_while_all_wait_tokens_are_shared_by_weight(
     for tenant, weight in weights.items():
         due = weight / sum(weights.values()) * total.total()
         assert abs(total[tenant] - due) <= 0.1 * due + longest, (total, weights)
-    admitted = [each.request_id for plan in keys.engine.plans for each in plan.admitted]
+    admitted = [admission.request_id for plan in keys.engine.plans for admission in plan.admitted]
     for tenant in weights:
         numbers = [int(id.split("-")[1]) for id in dict.fromkeys(admitted) if keys.tenants[id] == tenant]
         assert numbers == sorted(numbers) and len(numbers) > 3

@@ -1,4 +1,4 @@
-"""Requests that wait for a grammar, and those that a grammar ends, without one."""
+"""Tests of requests that wait for a grammar and requests that a grammar ends, with fake grammars."""
 
 import threading
 from concurrent.futures import Future
@@ -16,8 +16,8 @@ from quire.errors import RequestError
 PROMPT = [3, 1, 4, 1, 5]
 
 
-class Script:
-    """A matcher that says what it was told to."""
+class ScriptedMatcher:
+    """A matcher that returns the verdicts it was constructed with."""
 
     def __init__(self, *verdicts: Verdict) -> None:
         self.verdicts = list(verdicts)
@@ -28,14 +28,14 @@ class Script:
         return self.verdicts.pop(0) if self.verdicts else ""
 
 
-class Waiting:
-    """Grammars that are ready when the test says so."""
+class PendingGrammars:
+    """Grammars whose compilation ends when the test sets the future."""
 
     def __init__(self) -> None:
         self.begun: list[Future[Any]] = []
         self.filled: list[int] = []
 
-    def begin(self, asked: Any) -> Future[Any]:
+    def begin(self, params: Any) -> Future[Any]:
         self.begun.append(Future())
         return self.begun[-1]
 
@@ -51,33 +51,33 @@ class Waiting:
             bits[place] = 2**32 - 1
 
 
-def bound(count: int = 4) -> SamplingParams:
+def constrained_params(count: int = 4) -> SamplingParams:
     return SamplingParams(max_tokens=count, structured_outputs={"regex": "a"})
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_who_waits_is_passed_by_and_keeps_its_place(policy: str) -> None:
-    grammars = Waiting()
+def test_request_waiting_for_grammar_is_skipped_and_keeps_its_place(policy: str) -> None:
+    grammars = PendingGrammars()
     engine = Engine(grammars=grammars, policy=policy, max_num_seqs=1)
     for id in ("a", "b"):
-        engine.add(id, PROMPT, count=2, params=bound(2))
+        engine.add(id, PROMPT, count=2, params=constrained_params(2))
     for id in ("c", "d"):
         engine.add(id, PROMPT, count=2)
     order = []
     for made in range(4):
         if made == 1:
             for coming in reversed(grammars.begun):
-                coming.set_result(Script())
+                coming.set_result(ScriptedMatcher())
         order.append(engine.step().request_ids[0])
         engine.step()
     assert order == ["c", "a", "b", "d"]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_constrained_row_waits_for_its_value_and_others_do_not(depth: int) -> None:
-    grammars, script = Waiting(), Script("", "", "complete")
+def test_constrained_row_waits_for_its_token_and_others_do_not(depth: int) -> None:
+    grammars, script = PendingGrammars(), ScriptedMatcher("", "", "complete")
     engine = Engine(grammars=grammars, depth=depth, lazy=depth > 1)
-    engine.add("a", PROMPT, count=9, params=bound(9))
+    engine.add("a", PROMPT, count=9, params=constrained_params(9))
     engine.add("b", PROMPT, count=9)
     grammars.begun[0].set_result(script)
     engine.run()
@@ -87,14 +87,14 @@ def test_a_constrained_row_waits_for_its_value_and_others_do_not(depth: int) -> 
     assert sum(len(plan.constrained) > 0 for plan in engine.plans) == len(engine.masks)
 
 
-def test_a_grammar_that_fails_ends_its_request_alone() -> None:
-    grammars = Waiting()
+def test_failed_grammar_ends_only_its_request() -> None:
+    grammars = PendingGrammars()
     engine = Engine(grammars=grammars)
     for id in ("late", "wrong", "gone"):
-        engine.add(id, PROMPT, params=bound())
+        engine.add(id, PROMPT, params=constrained_params())
     engine.add("free", PROMPT)
     grammars.begun[0].set_exception(RequestError("too complex"))
-    grammars.begun[1].set_result(Script("", "error"))
+    grammars.begun[1].set_result(ScriptedMatcher("", "error"))
     engine.step()
     engine.core.abort(["gone"])
     assert grammars.begun[2].cancelled()
@@ -103,59 +103,59 @@ def test_a_grammar_that_fails_ends_its_request_alone() -> None:
     assert len(engine.outputs["wrong"]) == 2
 
 
-class Slow(Waiting):
-    """Masks that are filled once somebody has asked for them."""
+class SlowGrammars(PendingGrammars):
+    """Grammars whose masks are filled only after `fill_allowed` is set."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked = threading.Event()
+        self.fill_allowed = threading.Event()
 
     def fill(self, matchers: Any, bits: NDArray[np.uint32]) -> None:
-        assert self.asked.wait(60)
-        self.asked.clear()
+        assert self.fill_allowed.wait(60)
+        self.fill_allowed.clear()
         super().fill(matchers, bits)
 
 
-def six(grammars: Waiting) -> Engine:
-    """More than are filled on the spot."""
+def engine_with_six_rows(grammars: PendingGrammars) -> Engine:
+    """Return an engine with more constrained rows than are filled synchronously."""
     engine = Engine(grammars=grammars, depth=2, lazy=True, max_num_seqs=8)
     for row in range(6):
-        engine.add(str(row), PROMPT, count=3, params=bound(3))
-        grammars.begun[row].set_result(Script())
+        engine.add(str(row), PROMPT, count=3, params=constrained_params(3))
+        grammars.begun[row].set_result(ScriptedMatcher())
     return engine
 
 
-def test_masks_are_on_their_way_before_they_are_filled() -> None:
-    engine, found = six(grammars := Slow()), list[bool]()
+def test_masks_are_submitted_before_they_are_filled() -> None:
+    engine, was_pending = engine_with_six_rows(grammars := SlowGrammars()), list[bool]()
     draw = engine.core.executor.draw
 
-    def ask(masks: Masks) -> None:
-        found.append(masks.coming is not None and not masks.coming.is_there)
-        grammars.asked.set()
+    def draw_and_allow_fill(masks: Masks) -> None:
+        was_pending.append(masks.coming is not None and not masks.coming.is_there)
+        grammars.fill_allowed.set()
         draw(masks)
 
-    engine.core.executor.draw = ask  # type: ignore[method-assign]
+    engine.core.executor.draw = draw_and_allow_fill  # type: ignore[method-assign]
     engine.run()
-    assert found == [True] * 3 and grammars.filled == [6] * 3
+    assert was_pending == [True] * 3 and grammars.filled == [6] * 3
     assert all((masks.bits == 2**32 - 1).all() for masks in engine.masks)
-    assert all(said == continuation(PROMPT, 3) for said in engine.outputs.values())
+    assert all(output == continuation(PROMPT, 3) for output in engine.outputs.values())
 
 
-class Wrong(Waiting):
+class FailingGrammars(PendingGrammars):
     def fill(self, matchers: Any, bits: NDArray[np.uint32]) -> None:
         raise ArithmeticError("no mask")
 
 
-def test_who_waits_for_masks_goes_on_if_they_cannot_be_filled() -> None:
-    engine = six(Wrong())
+def test_rows_waiting_for_masks_continue_if_filling_fails() -> None:
+    engine = engine_with_six_rows(FailingGrammars())
     with pytest.raises(ArithmeticError, match="no mask"):
         engine.run()
     engine.core.clear()
     assert not engine.core.has_work
 
 
-class Breaking(SymbolicWorker):
-    """The third step fails."""
+class ThirdStepFails(SymbolicWorker):
+    """A worker whose third step fails."""
 
     def run(self, plan: StepPlan) -> StepResult:
         if plan.step == 3:
@@ -163,12 +163,12 @@ class Breaking(SymbolicWorker):
         return super().run(plan)
 
 
-def test_a_step_that_fails_leaves_none_undrawn() -> None:
-    """The one behind it is launched and waits for masks, which then nobody can make."""
-    grammars, script = Waiting(), Script()
+def test_failed_step_leaves_no_row_waiting_for_masks() -> None:
+    """Check the step behind the failed one, which is launched and waits for masks."""
+    grammars, script = PendingGrammars(), ScriptedMatcher()
     engine = Engine(grammars=grammars, depth=2, lazy=True)
-    engine.use(Breaking)
-    engine.add("a", PROMPT, count=6, params=bound(6))
+    engine.use(ThirdStepFails)
+    engine.add("a", PROMPT, count=6, params=constrained_params(6))
     engine.add("b", PROMPT, count=6)
     grammars.begun[0].set_result(script)
     engine.run()

@@ -1,4 +1,4 @@
-"""Reasoning before a grammar, and its limit."""
+"""Tests of reasoning before a grammar, and of the reasoning budget."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ from quire.sched.grammar_state import GrammarState
 START, END = (90, 91), (80, 81)
 
 
-class Letters:
-    """A grammar of exactly these tokens."""
+class TokenGrammar:
+    """A grammar that accepts exactly these tokens."""
 
     def __init__(self, *tokens: int) -> None:
         self.left = list(tokens)
@@ -23,29 +23,29 @@ class Letters:
         self.left.pop(0)
         return "" if self.left else "complete"
 
-    def copy(self) -> "Letters":
-        return Letters(*self.left)
+    def copy(self) -> "TokenGrammar":
+        return TokenGrammar(*self.left)
 
 
 def follower(
     *tokens: int, budget: int | None = None, open: bool = False, start: tuple[int, ...] = START
 ) -> GrammarState:
     params = SamplingParams(thinking_token_budget=budget, reasoning=ReasoningIds(start, END, open))
-    return GrammarState(Letters(*tokens) if tokens else None, params)
+    return GrammarState(TokenGrammar(*tokens) if tokens else None, params)
 
 
 def walk(one: GrammarState, *tokens: int) -> list[tuple[Any, int | None, Verdict]]:
-    """Before each token: what the grammar would take, what else may come; and what came of it."""
-    found = []
+    """Return for each token the grammar's next token, the additionally allowed token, and the verdict."""
+    states = []
     for token in tokens:
         matcher: Any = one.matcher
-        found.append((matcher and matcher.left[:1], one.also, one.advance(token)))
-    return found
+        states.append((matcher and matcher.left[:1], one.also, one.advance(token)))
+    return states
 
 
-def test_the_grammar_starts_behind_the_reasoning() -> None:
-    said = walk(follower(1, 2), *START, 7, 80, 7, 80, 81, 1, 2)
-    assert said == [
+def test_grammar_starts_after_reasoning() -> None:
+    states = walk(follower(1, 2), *START, 7, 80, 7, 80, 81, 1, 2)
+    assert states == [
         ([1], 90, ""),
         (None, 91, ""),
         *[(None, None, "")] * 5,
@@ -54,23 +54,23 @@ def test_the_grammar_starts_behind_the_reasoning() -> None:
     ]
 
 
-def test_an_open_prompt_is_reasoning_at_once() -> None:
+def test_open_reasoning_in_prompt_starts_as_reasoning() -> None:
     assert walk(follower(1, open=True), 5, *END, 1)[-1] == ([1], None, "complete")
 
 
 @pytest.mark.parametrize("start", [START, ()])
-def test_without_a_start_the_grammar_counts_from_the_first_token(start: tuple[int, ...]) -> None:
+def test_grammar_applies_from_first_token_without_reasoning_start(start: tuple[int, ...]) -> None:
     one = follower(1, 2, start=start)
     assert [verdict for *_, verdict in walk(one, 1, 2)] == ["", "complete"]
 
 
-def test_a_text_that_begins_as_reasoning_does_is_still_a_text() -> None:
+def test_text_that_begins_like_reasoning_start_is_constrained() -> None:
     one = follower(90, 5, 6)
     assert walk(one, 90, 5, 6) == [([90], 90, ""), ([5], 91, ""), ([6], None, "complete")]
 
 
 @pytest.mark.parametrize(
-    ("budget", "said", "forced"),
+    ("budget", "reasoning", "forced"),
     [
         (0, [], [80, 81]),
         (2, [7, 7], [80, 81]),
@@ -79,16 +79,16 @@ def test_a_text_that_begins_as_reasoning_does_is_still_a_text() -> None:
     ],
 )
 @pytest.mark.parametrize("grammar", [(), (1,)])
-def test_beyond_the_budget_the_end_is_forced(
-    budget: int, said: list[int], forced: list[int], grammar: tuple[int, ...]
+def test_end_of_reasoning_is_forced_at_the_budget(
+    budget: int, reasoning: list[int], forced: list[int], grammar: tuple[int, ...]
 ) -> None:
     one = follower(*grammar, budget=budget, open=True)
-    assert all(also is None for _, also, _ in walk(one, *said))
+    assert all(also is None for _, also, _ in walk(one, *reasoning))
     assert [(matcher, also) for matcher, also, _ in walk(one, *forced)] == [(None, id) for id in forced]
     assert one.is_free == (not grammar) and one.also is None
 
 
-def test_a_budget_alone_leaves_an_answer_without_reasoning_free() -> None:
+def test_budget_without_grammar_leaves_output_unconstrained() -> None:
     one = follower(budget=1)
     assert one.also is None and not one.is_free
     walk(one, 5)

@@ -1,4 +1,4 @@
-"""A thread that works beside its owner."""
+"""Tests of the mask thread."""
 
 import sys
 import threading
@@ -10,8 +10,8 @@ from quire.sched.mask_thread import MaskThread
 WAIT_S = 60
 
 
-def test_work_goes_on_beside_and_its_error_comes_to_who_waits() -> None:
-    beside, may_end, done = MaskThread("test-beside"), threading.Event(), []
+def test_work_runs_in_background_and_wait_raises_its_error() -> None:
+    mask_thread, may_end, done = MaskThread("test-beside"), threading.Event(), []
     for number in range(3):
         may_end.clear()
 
@@ -21,28 +21,28 @@ def test_work_goes_on_beside_and_its_error_comes_to_who_waits() -> None:
             if number == 1:
                 raise ValueError("one")
 
-        beside.begin(work)
+        mask_thread.begin(work)
         assert len(done) == number, "begin has waited for the end"
         may_end.set()
         if number == 1:
             with pytest.raises(ValueError, match="one"):
-                beside.wait()
+                mask_thread.wait()
         else:
-            beside.wait()
+            mask_thread.wait()
     assert done == [0, 1, 2]
 
 
-def test_who_works_beside_has_the_interpreter_soon_and_others_as_before() -> None:
-    usual, beside, seen = sys.getswitchinterval(), MaskThread("test-beside"), list[float]()
-    beside.begin(lambda: seen.append(sys.getswitchinterval()))
-    beside.wait()
+def test_switch_interval_is_short_only_while_working() -> None:
+    usual, mask_thread, seen = sys.getswitchinterval(), MaskThread("test-beside"), list[float]()
+    mask_thread.begin(lambda: seen.append(sys.getswitchinterval()))
+    mask_thread.wait()
     assert seen[0] < usual == sys.getswitchinterval()
 
 
-def test_the_thread_ends_with_its_owner() -> None:
+def test_thread_ends_with_its_owner() -> None:
     threads = set(threading.enumerate())
-    beside = MaskThread("test-beside")
-    (mine,) = set(threading.enumerate()) - threads
-    del beside
-    mine.join(WAIT_S)
-    assert not mine.is_alive()
+    mask_thread = MaskThread("test-beside")
+    (thread,) = set(threading.enumerate()) - threads
+    del mask_thread
+    thread.join(WAIT_S)
+    assert not thread.is_alive()

@@ -1,4 +1,4 @@
-"""Steps in flight, one rule at a time."""
+"""Tests of steps in flight."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def overlapped(**limits: Any) -> Engine:
     return Engine(**({"depth": 2, "lazy": True} | limits))
 
 
-def test_the_next_step_is_submitted_before_the_last_is_waited_for() -> None:
+def test_next_step_is_submitted_before_the_last_is_waited_for() -> None:
     engine = overlapped()
     engine.add("a", prompt(5), count=6)
     engine.step()
@@ -27,45 +27,45 @@ def test_the_next_step_is_submitted_before_the_last_is_waited_for() -> None:
     assert [len(engine.plans), len(engine.device.line), len(engine.steps)] == [3, 1, 2]
 
 
-def test_one_step_at_a_time_waits_for_each() -> None:
+def test_depth_one_waits_for_each_step() -> None:
     engine = Engine(depth=1, lazy=True)
     engine.add("a", prompt(5), count=6)
     engine.step()
     assert [len(engine.plans), len(engine.device.line)] == [1, 0]
 
 
-def test_a_request_that_ends_by_length_costs_no_step_more() -> None:
+def test_request_that_ends_by_length_costs_no_extra_step() -> None:
     engine = overlapped()
     engine.add("a", prompt(5), count=6)
     engine.run()
     assert [plan.total_tokens for plan in engine.plans] == [5, 1, 1, 1, 1, 1]
 
 
-def test_the_end_of_a_sequence_costs_one_step_more_and_work_ends_after_it() -> None:
-    said = continuation(prompt(5), 6)
+def test_end_of_sequence_costs_one_extra_step() -> None:
+    output = continuation(prompt(5), 6)
     engine = overlapped()
-    engine.add("a", prompt(5), count=6, eos_id=said[2])
+    engine.add("a", prompt(5), count=6, eos_id=output[2])
     while "a" not in engine.reasons:
         engine.step()
     assert engine.core.has_work and not engine.scheduler.has_work
     assert engine.step().request_ids == []
     assert not engine.core.has_work
-    assert engine.outputs["a"] == said[: said.index(said[2]) + 1]
-    assert len(engine.plans) == said.index(said[2]) + 2
+    assert engine.outputs["a"] == output[: output.index(output[2]) + 1]
+    assert len(engine.plans) == output.index(output[2]) + 2
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "fields",
     [
         {"bad_words_token_ids": [[3], [4, 5]]},
     ],
-    ids=lambda asked: next(iter(asked)),
+    ids=lambda request: next(iter(request)),
 )
-def test_a_row_that_needs_its_value_runs_every_second_step_and_others_in_all(asked: dict[str, Any]) -> None:
-    """The sampler would look back at a token that the host does not know."""
+def test_row_that_needs_its_token_runs_every_second_step(fields: dict[str, Any]) -> None:
+    """Check parameters for which the sampler needs a token that the host does not have yet."""
     engine = overlapped(share=False)
     params = SamplingParams(max_tokens=5)
-    for name, value in asked.items():
+    for name, value in fields.items():
         setattr(params, name, value)
     engine.add("slow", prompt(5), count=5, params=params)
     engine.add("fast", prompt(5, 40), count=5)
@@ -74,7 +74,7 @@ def test_a_row_that_needs_its_value_runs_every_second_step_and_others_in_all(ask
     assert engine.outputs["slow"] == continuation(prompt(5), 5)
 
 
-def test_a_single_banned_token_needs_no_value() -> None:
+def test_single_banned_token_needs_no_token_value() -> None:
     engine = overlapped()
     params = SamplingParams(max_tokens=5)
     params.bad_words_token_ids = [[3], [4]]
@@ -83,7 +83,7 @@ def test_a_single_banned_token_needs_no_value() -> None:
     assert len(engine.plans) == 2
 
 
-def test_a_request_that_comes_while_a_step_runs_joins_the_next_plan() -> None:
+def test_request_that_arrives_during_a_step_joins_the_next_plan() -> None:
     engine = overlapped()
     engine.add("a", prompt(5), count=8)
     engine.step()
@@ -94,8 +94,8 @@ def test_a_request_that_comes_while_a_step_runs_joins_the_next_plan() -> None:
     assert "b" in engine.step().admitted
 
 
-def test_a_row_freed_by_an_abort_can_be_taken_while_its_last_step_runs() -> None:
-    """The token of the request that is gone must not reach the one that has its row now."""
+def test_row_freed_by_abort_is_reused_while_its_last_step_runs() -> None:
+    """Check that the aborted request's token does not reach the request that has its row now."""
     engine = overlapped(max_num_seqs=1)
     engine.add("a", prompt(5), count=8)
     engine.step()
@@ -107,8 +107,8 @@ def test_a_row_freed_by_an_abort_can_be_taken_while_its_last_step_runs() -> None
     assert len(engine.outputs["a"]) == 1
 
 
-def test_an_aborted_id_can_come_again_at_once() -> None:
-    """What is in flight belongs to the request before: neither its token nor its first run counts."""
+def test_aborted_id_can_be_reused_immediately() -> None:
+    """Check that tokens and timings in flight are not attributed to the new request with the same id."""
     engine = overlapped(max_num_seqs=2)
     engine.add("x", prompt(5), count=8)
     engine.step()
@@ -124,8 +124,8 @@ def test_an_aborted_id_can_come_again_at_once() -> None:
     assert run.queued_at == engine.seen[-1].queued_at
 
 
-def test_preemption_waits_for_the_values_in_flight() -> None:
-    """Who is preempted has all its tokens: nothing is in flight at that moment."""
+def test_preemption_waits_for_tokens_in_flight() -> None:
+    """Check that no token of a preempted request is in flight."""
     engine = overlapped(num_blocks=9)
     for i in range(4):
         engine.add(str(i), prompt(8, 20 * i), count=20)
@@ -141,7 +141,7 @@ def test_preemption_waits_for_the_values_in_flight() -> None:
     assert all(engine.outputs[str(i)] == continuation(prompt(8, 20 * i), 20) for i in range(4))
 
 
-def test_generated_blocks_are_found_once_their_values_are_known() -> None:
+def test_generated_blocks_are_cached_once_their_tokens_are_known() -> None:
     engine = overlapped()
     engine.add("a", prompt(6), count=10)
     engine.run()
@@ -162,7 +162,7 @@ def test_generated_blocks_of_a_running_request_are_shared() -> None:
 
 
 def fail_once(engine: Engine, step: int) -> None:
-    """The given step breaks before it writes anything."""
+    """Make the step with this number fail before it writes anything."""
     run = engine.worker.run
 
     def broken(plan: StepPlan) -> StepResult:
@@ -173,8 +173,8 @@ def fail_once(engine: Engine, step: int) -> None:
     engine.worker.run = broken  # type: ignore[method-assign]
 
 
-def test_a_block_whose_value_came_while_its_step_ran_is_forgotten_if_that_fails() -> None:
-    """It became findable after the last plan was made, so it belongs to none."""
+def test_block_indexed_during_its_step_is_removed_if_the_step_fails() -> None:
+    """Check a block that entered the index after the last plan was made, so that no plan lists it."""
     engine = overlapped()
     engine.add("a", prompt(6), count=3)
     fail_once(engine, 3)
@@ -183,8 +183,8 @@ def test_a_block_whose_value_came_while_its_step_ran_is_forgotten_if_that_fails(
     engine.check_empty()
 
 
-def test_a_trial_is_one_step_at_a_time() -> None:
-    """Else a suspect could fail, unblamed, in the step behind the one that clears it."""
+def test_trial_runs_one_step_at_a_time() -> None:
+    """Check that a suspect cannot fail in the step behind the one that clears it."""
     engine = overlapped()
     for i in range(3):
         engine.add(str(i), prompt(5, 20 * i), count=5)
@@ -200,8 +200,8 @@ def test_a_trial_is_one_step_at_a_time() -> None:
     assert all(engine.outputs[str(i)] == continuation(prompt(5, 20 * i), 5) for i in range(3))
 
 
-def test_the_only_survivor_of_a_failed_step_was_not_alone_in_it() -> None:
-    """A request must not end as an error because its neighbour was aborted meanwhile."""
+def test_survivor_of_a_failed_step_is_retried() -> None:
+    """Check that a request does not end with an error because another request of the step was aborted."""
     engine = overlapped()
     engine.add("good", prompt(5), count=4)
     engine.add("bad", prompt(5, 40), count=4)
@@ -214,15 +214,15 @@ def test_the_only_survivor_of_a_failed_step_was_not_alone_in_it() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_without_work_a_step_brings_nothing(depth: int) -> None:
+def test_step_without_work_returns_nothing(depth: int) -> None:
     engine = overlapped(depth=depth)
     assert engine.step().request_ids == [] and engine.plans == []
 
 
-def test_the_prefix_cache_can_be_reset_behind_the_last_request() -> None:
-    said = continuation(prompt(18), 6)
+def test_prefix_cache_can_be_reset_after_the_last_request() -> None:
+    output = continuation(prompt(18), 6)
     engine = overlapped()
-    engine.add("a", prompt(18), count=6, eos_id=said[2])
+    engine.add("a", prompt(18), count=6, eos_id=output[2])
     engine.step()
     assert not engine.core.reset_prefix_cache()
     while "a" not in engine.reasons:
@@ -232,4 +232,4 @@ def test_the_prefix_cache_can_be_reset_behind_the_last_request() -> None:
     engine.step()
     assert engine.step().admitted["b"].num_cached == 0
     engine.run()
-    assert engine.outputs["b"] == said
+    assert engine.outputs["b"] == output

@@ -1,4 +1,4 @@
-"""A pipeline of stages: values travel with the plans, and every stage has one to compute."""
+"""Tests of pipeline stages: tokens travel with the plans, and every stage has a plan to compute."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,7 @@ def prompt(length: int, start: int = 0) -> list[int]:
 
 @dataclass
 class FirstStage(SymbolicWorker):
-    """Samples nothing itself: it knows a token when a plan has told it."""
+    """A stage that does not sample: it gets each token from a plan."""
 
     untold: dict[int, int] = field(default_factory=dict)
 
@@ -30,7 +30,9 @@ class FirstStage(SymbolicWorker):
             self.untold.pop(row, None)
         for row, token_id in plan.values.T.tolist():
             assert self.untold.pop(row) == token_id, f"row {row} is told a wrong token"
-        assert not self.untold.keys() & set(plan.rows.tolist()), "a row computes what it has not been told"
+        assert not self.untold.keys() & set(plan.rows.tolist()), (
+            "a row computes a token that is not yet known"
+        )
         result = super().run(plan)
         self.untold |= dict(zip(plan.sampling_rows.tolist(), result.token_ids.tolist(), strict=True))
         return result
@@ -43,7 +45,7 @@ def staged(num_stages: int, **limits: Any) -> Engine:
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
-def test_no_row_is_in_two_plans_that_give_it_a_token(num_stages: int) -> None:
+def test_no_row_samples_in_two_plans_in_flight(num_stages: int) -> None:
     engine = staged(num_stages, max_num_batched_tokens=8)
     check, crowded = engine.check, []
 
@@ -64,7 +66,7 @@ def test_no_row_is_in_two_plans_that_give_it_a_token(num_stages: int) -> None:
     engine.check_empty()
 
 
-def test_chunks_of_one_prompt_follow_each_other_without_waiting() -> None:
+def test_prompt_chunks_are_pipelined() -> None:
     engine = staged(3, max_num_batched_tokens=8)
     engine.add("a", prompt(30), count=2)
     engine.step()
@@ -72,7 +74,7 @@ def test_chunks_of_one_prompt_follow_each_other_without_waiting() -> None:
 
 
 @pytest.mark.parametrize("num_stages", [2, 4])
-def test_preemption_prefix_hits_and_aborts(num_stages: int) -> None:
+def test_pipeline_with_preemption_prefix_hits_and_aborts(num_stages: int) -> None:
     engine = staged(num_stages, num_blocks=24, max_num_batched_tokens=16)
     for i in range(7):
         engine.add(str(i), prompt(12) + prompt(4, 20 * i), count=20)
@@ -87,7 +89,7 @@ def test_preemption_prefix_hits_and_aborts(num_stages: int) -> None:
     engine.check_empty()
 
 
-def test_a_failed_step_leaves_the_others_their_answers() -> None:
+def test_failed_step_keeps_other_outputs_in_pipeline() -> None:
     engine = staged(3)
     run = engine.worker.run
 
@@ -105,7 +107,7 @@ def test_a_failed_step_leaves_the_others_their_answers() -> None:
 
 
 class Stages:
-    """An executor of stages that take time, and a clock that nobody waits for."""
+    """A simulated executor of timed stages."""
 
     def __init__(self, num_stages: int, base_s: float, token_s: float) -> None:
         self.clock = 0.0
@@ -137,7 +139,7 @@ class Timed:
 @pytest.mark.parametrize("num_stages", [2, 4])
 @pytest.mark.parametrize(("longest", "token_s", "least"), [(4000, 0.0, 0.95), (60, 0.01, 0.9)])
 def test_no_stage_idles_in_steady_state(num_stages: int, longest: int, token_s: float, least: float) -> None:
-    """Decodes alone, whose steps take equal times; and with prompts between them, whose steps do not."""
+    """Check decodes alone, whose steps take equal times, and decodes mixed with prompts."""
     kv = KVManager(num_blocks=16384, block_size=16, max_rows=37, share_prefixes=False)
     limits = {"max_num_seqs": 37, "max_num_batched_tokens": 64, "max_model_len": 8192}
     stages = Stages(num_stages, base_s=1.0, token_s=token_s)

@@ -1,4 +1,4 @@
-"""Requests of a pooling model: they end with their prompt, and get a vector in place of a token."""
+"""Tests of pooling requests: they end with their prompt and return a vector."""
 
 import numpy as np
 from symbolic import Engine
@@ -25,14 +25,14 @@ def add(scheduler: Scheduler, id: str, length: int) -> None:
 
 
 def result(plan: StepPlan) -> StepResult:
-    """Each row that ends gets its own number."""
+    """Return a result in which each pooled row gets its row number."""
     rows = plan.sampling_rows.tolist()
     return StepResult(
         np.empty(0, np.int32), pooled={row: Pooled.of(np.full(2, row, np.float32)) for row in rows}
     )
 
 
-def test_a_vector_ends_a_request_in_the_step_of_its_last_token() -> None:
+def test_pooling_request_ends_with_its_last_prompt_token() -> None:
     scheduler = Engine(max_num_batched_tokens=10, max_model_len=16).scheduler
     add(scheduler, "short", 4)
     add(scheduler, "full", 16)
@@ -48,7 +48,7 @@ def test_a_vector_ends_a_request_in_the_step_of_its_last_token() -> None:
     assert not scheduler.has_work and scheduler.kv.pool.usage == 0.0
 
 
-def test_who_left_meanwhile_gets_nothing() -> None:
+def test_aborted_pooling_request_gets_no_vector() -> None:
     scheduler = Engine(max_num_batched_tokens=10).scheduler
     for id in ("a", "b"):
         add(scheduler, id, 3)
@@ -60,7 +60,7 @@ def test_who_left_meanwhile_gets_nothing() -> None:
     assert list(output.finished) == ["b"]
 
 
-def test_a_failed_step_of_two_is_tried_one_by_one() -> None:
+def test_failed_pooling_step_is_retried_one_by_one() -> None:
     scheduler = Engine(max_num_batched_tokens=10).scheduler
     for id in ("a", "b"):
         add(scheduler, id, 3)

@@ -1,5 +1,7 @@
-"""What must hold for any traffic, with one step at a time and with several in flight. The invariants of every
-step are checked inside `Engine.check` and `Engine.check_index`."""
+"""Properties that hold for any traffic, with one step at a time and with several in flight.
+
+`Engine.check` and `Engine.check_index` check the invariants of every step.
+"""
 
 from collections.abc import Set
 from dataclasses import dataclass
@@ -16,14 +18,14 @@ from quire.data.params import SamplingParams
 @dataclass(frozen=True)
 class Arrival:
     family: int
-    """Which common prefix."""
+    """Number of the common prefix."""
     length: int
     count: int
     pause: int
-    """Steps before the next arrival."""
+    """Number of steps before the next arrival."""
     priority: int
     eos_at: int | None
-    """The token of the output that is the end of the sequence, if it comes that far."""
+    """Index of the output token that is used as the end of sequence, if the output gets that long."""
     logprobs: bool
     prompt_logprobs: bool
     needs_value: bool
@@ -70,19 +72,19 @@ OVERLAPPED = st.fixed_dictionaries(LIMITS | IN_FLIGHT).map(lambda limits: widene
 
 
 def make_prompt(number: int, arrival: Arrival) -> list[int]:
-    """Three quarters common to the family, the rest the request's own."""
+    """Return a prompt of which three quarters are common to the family."""
     length = arrival.length
     common = [(arrival.family * 31 + 5 * i) % 97 for i in range(length)]
     return common[: 3 * length // 4] + [(number * 13 + i) % 97 for i in range(length - 3 * length // 4)]
 
 
 def answer(number: int, arrival: Arrival) -> tuple[list[int], int]:
-    """What the request must say, and the id that ends it."""
-    said = continuation(make_prompt(number, arrival), arrival.count)
+    """Return the expected output of the request and its end-of-sequence id."""
+    output = continuation(make_prompt(number, arrival), arrival.count)
     if arrival.eos_at is None or arrival.eos_at >= arrival.count:
-        return said, -1
-    eos_id = said[arrival.eos_at]
-    return said[: said.index(eos_id) + 1], eos_id
+        return output, -1
+    eos_id = output[arrival.eos_at]
+    return output[: output.index(eos_id) + 1], eos_id
 
 
 def add(engine: Engine, number: int, arrival: Arrival, **progress: Any) -> None:
@@ -119,27 +121,27 @@ def drive(traffic: list[Arrival], limits: dict[str, Any], *, at_once: bool = Fal
 
 def check_answers(engine: Engine, traffic: list[Arrival], aborted: Set[str] = frozenset()) -> None:
     for number, arrival in enumerate(traffic):
-        said, (expected, _) = engine.outputs[str(number)], answer(number, arrival)
-        assert said == (expected[: len(said)] if str(number) in aborted else expected)
+        output, (expected, _) = engine.outputs[str(number)], answer(number, arrival)
+        assert output == (expected[: len(output)] if str(number) in aborted else expected)
         check_logprobs(engine, number, arrival, str(number) in aborted)
     engine.check_empty()
 
 
 def check_logprobs(engine: Engine, number: int, arrival: Arrival, aborted: bool) -> None:
-    """Each position once, in order, and those of this very request."""
+    """Check that each position has one entry, in order, with the values of this request."""
     id, prompt = str(number), make_prompt(number, arrival)
     tokens = prompt + engine.outputs[id]
     assert all(step.prompt_logprobs.get(id, [0]) for step in engine.steps), "an empty list of logprobs"
-    of_prompt = [found for step in engine.steps for found in step.prompt_logprobs.get(id, [])]
+    of_prompt = [logprobs for step in engine.steps for logprobs in step.prompt_logprobs.get(id, [])]
     wanted = [logprobs_of(tokens, at) for at in range(1, len(prompt))] if arrival.prompt_logprobs else []
     assert of_prompt == (wanted[: len(of_prompt)] if aborted else wanted)
-    of_output = [found for step in engine.steps for found in step.logprobs.get(id, [])]
+    of_output = [logprobs for step in engine.steps for logprobs in step.logprobs.get(id, [])]
     wanted = [logprobs_of(tokens, at) for at in range(len(prompt), len(tokens))] if arrival.logprobs else []
     assert of_output == wanted
 
 
 def check_stats(engine: Engine, traffic: list[Arrival]) -> None:
-    """Every prompt and every token is counted once, in the step that it belongs to."""
+    """Check that every prompt and output token is counted once, in its own step."""
     stats = [step.stats for step in engine.steps]
     assert [step.num_sampled_tokens for step in stats] == [len(step.token_ids) for step in engine.steps]
     assert sum(step.num_preempted for step in stats) == engine.scheduler.num_preemptions
@@ -147,7 +149,7 @@ def check_stats(engine: Engine, traffic: list[Arrival]) -> None:
 
 
 def check_first_runs(engine: Engine, traffic: list[Arrival]) -> None:
-    """Every request is admitted as a new one once, and its prompt is counted once."""
+    """Check that every request is admitted once as new and its prompt is counted once."""
     num_prompt_tokens = sum(step.stats.num_prompt_tokens for step in engine.steps)
     assert num_prompt_tokens == sum(arrival.length for arrival in traffic)
     first_runs = [id for step in engine.steps for id in step.admitted]
@@ -156,7 +158,7 @@ def check_first_runs(engine: Engine, traffic: list[Arrival]) -> None:
 
 @settings(max_examples=40)
 @given(TRAFFIC, ONE_BY_ONE)
-def test_every_admitted_request_finishes_with_its_own_tokens(
+def test_every_request_finishes_with_its_expected_tokens(
     traffic: list[Arrival], limits: dict[str, Any]
 ) -> None:
     engine = drive(traffic, limits)
@@ -166,7 +168,7 @@ def test_every_admitted_request_finishes_with_its_own_tokens(
 
 @settings(max_examples=60)
 @given(TRAFFIC, OVERLAPPED)
-def test_steps_in_flight_change_no_answer(traffic: list[Arrival], limits: dict[str, Any]) -> None:
+def test_steps_in_flight_do_not_change_outputs(traffic: list[Arrival], limits: dict[str, Any]) -> None:
     engine = drive(traffic, limits)
     check_answers(engine, traffic)
     check_stats(engine, traffic)
@@ -174,11 +176,13 @@ def test_steps_in_flight_change_no_answer(traffic: list[Arrival], limits: dict[s
 
 @settings(max_examples=25)
 @given(TRAFFIC, OVERLAPPED)
-def test_a_sequence_that_ends_wastes_at_most_the_steps_behind_it(
+def test_end_of_sequence_wastes_at_most_the_steps_in_flight(
     traffic: list[Arrival], limits: dict[str, Any]
 ) -> None:
-    """With room for all and nothing to share, each token is computed once, and behind an end of sequence
-    only what was in flight. What ends by length wastes nothing."""
+    """Check that each token is computed once if all requests fit and share nothing.
+
+    Only steps in flight behind an end of sequence are wasted; an end by length wastes nothing.
+    """
     engine = drive(traffic, limits | {"num_blocks": 400, "share": False, "fair": False, "drafts": None})
     needed = sum(
         arrival.length + len(answer(number, arrival)[0]) - 1 for number, arrival in enumerate(traffic)
@@ -189,15 +193,13 @@ def test_a_sequence_that_ends_wastes_at_most_the_steps_behind_it(
 
 @settings(max_examples=20)
 @given(TRAFFIC, ONE_BY_ONE | OVERLAPPED)
-def test_outputs_do_not_depend_on_when_requests_arrive(
-    traffic: list[Arrival], limits: dict[str, Any]
-) -> None:
+def test_outputs_do_not_depend_on_arrival_times(traffic: list[Arrival], limits: dict[str, Any]) -> None:
     assert drive(traffic, limits).outputs == drive(traffic, limits, at_once=True).outputs
 
 
 @settings(max_examples=50)
 @given(TRAFFIC, ONE_BY_ONE | OVERLAPPED, st.data())
-def test_aborts_at_any_moment_hurt_nobody_else(
+def test_aborts_do_not_affect_other_requests(
     traffic: list[Arrival], limits: dict[str, Any], data: st.DataObject
 ) -> None:
     engine = Engine(**limits)
@@ -217,10 +219,10 @@ def test_aborts_at_any_moment_hurt_nobody_else(
 
 @settings(max_examples=25)
 @given(TRAFFIC, OVERLAPPED, st.data())
-def test_after_clear_the_engine_is_as_new(
+def test_cleared_engine_behaves_as_new(
     traffic: list[Arrival], limits: dict[str, Any], data: st.DataObject
 ) -> None:
-    """Steps in flight that nobody waits for still run, in front of those that come later."""
+    """Check that discarded steps in flight still run before later ones."""
     engine = Engine(**limits)
     for number, arrival in enumerate(traffic):
         add(engine, number, arrival)
@@ -237,11 +239,13 @@ def test_after_clear_the_engine_is_as_new(
 
 @settings(max_examples=40)
 @given(TRAFFIC, ONE_BY_ONE | OVERLAPPED, st.data())
-def test_another_core_continues_what_a_dead_one_began(
+def test_new_core_continues_requests_of_a_dead_core(
     traffic: list[Arrival], limits: dict[str, Any], data: st.DataObject
 ) -> None:
-    """The front received all but the last steps of the dead core. Tokens and logprobs come once, no request
-    is admitted as a new one twice, and no prompt is counted twice."""
+    """Check a front end that received all but the last steps of the dead core.
+
+    Tokens and logprobs come once, no request is admitted twice as new, and no prompt is counted twice.
+    """
     dead, core = Engine(**limits), Engine(**limits)
     for number, arrival in enumerate(traffic):
         add(dead, number, arrival)
@@ -258,7 +262,7 @@ def test_another_core_continues_what_a_dead_one_began(
         if id in ended:
             core.outputs[id] = tokens[id]
             continue
-        of_prompt = [found for step in received for found in step.prompt_logprobs.get(id, [])]
+        of_prompt = [actual for step in received for actual in step.prompt_logprobs.get(id, [])]
         progress = {"output": tokens[id], "num_prompt_logprobs": len(of_prompt)}
         if id in first_runs:
             progress |= {"has_run": True, "num_cached": first_runs[id].num_cached}
@@ -272,10 +276,12 @@ def test_another_core_continues_what_a_dead_one_began(
 @pytest.mark.slow
 @settings(max_examples=1500, deadline=None)
 @given(TRAFFIC, ONE_BY_ONE | OVERLAPPED, st.data())
-def test_many_more_runs(traffic: list[Arrival], limits: dict[str, Any], data: st.DataObject) -> None:
-    """The tests above with many times the examples."""
-    test_steps_in_flight_change_no_answer.hypothesis.inner_test(traffic, limits)
-    test_aborts_at_any_moment_hurt_nobody_else.hypothesis.inner_test(traffic, limits, data)
+def test_properties_with_many_examples(
+    traffic: list[Arrival], limits: dict[str, Any], data: st.DataObject
+) -> None:
+    """Run the tests above with many more examples."""
+    test_steps_in_flight_do_not_change_outputs.hypothesis.inner_test(traffic, limits)
+    test_aborts_do_not_affect_other_requests.hypothesis.inner_test(traffic, limits, data)
 
 
 _SIZES = [(0, 1, 1), (0, 1, 0), (0, 7, 0), (2, 22, 0), *[(0, 1, 0)] * 9, (1, 25, 0)]
@@ -287,30 +293,29 @@ CLAIMED = (
         **{"reserve_full_prompt": False, "fair": True, "drafts": None},
     },
 )
-"""Tokens are left to one who is next in line, in a step that lets nobody in: somebody was preempted."""
+"""An example in which a preemption leaves tokens to the next waiting request in a step that admits none."""
 
 
 @settings(max_examples=20)
 @example(*CLAIMED)
 @given(TRAFFIC, ONE_BY_ONE)
-def test_without_chunked_prefill_only_what_no_step_can_hold_is_split(
+def test_only_oversized_prompts_are_split_without_chunked_prefill(
     traffic: list[Arrival], limits: dict[str, Any]
 ) -> None:
     engine = drive(traffic, limits | {"chunked_prefill": False})
     check_answers(engine, traffic)
     for plan in engine.plans:
-        given = dict(zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True))
+        num_tokens = dict(zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True))
         for new in plan.admitted:
             pending = len(new.token_ids) - new.num_computed
-            assert given[new.row] == pending or pending > engine.scheduler.limits.max_chunk
+            assert num_tokens[new.row] == pending or pending > engine.scheduler.limits.max_chunk
 
 
 @settings(max_examples=20)
 @given(TRAFFIC, ONE_BY_ONE)
-def test_a_running_decode_never_skips_a_step_unless_preempted(
+def test_running_decode_gets_a_token_in_every_step_unless_preempted(
     traffic: list[Arrival], limits: dict[str, Any]
 ) -> None:
-    """Continuous batching: once a request decodes, every step gives it a token."""
     limits = limits | {
         "max_num_batched_tokens": max(limits["max_num_batched_tokens"], limits["max_num_seqs"])
     }

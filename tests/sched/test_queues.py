@@ -1,4 +1,4 @@
-"""The waiting lines against a plain sorted list, and their cost when thousands leave."""
+"""Tests of the waiting queues against a sorted list, and of their cost when thousands of requests leave."""
 
 import pytest
 from hypothesis import given
@@ -25,8 +25,8 @@ def make_request(number: int, priority: int = 0, arrived_at: float = 0.0) -> Req
     )
 
 
-class NaiveLine:
-    """A list that is sorted whenever somebody enters."""
+class NaiveQueue:
+    """A list that is sorted after every insertion."""
 
     def __init__(self, policy: str) -> None:
         self.policy = policy
@@ -48,9 +48,9 @@ class NaiveLine:
 @given(
     st.sampled_from(sorted(LINES)), st.lists(st.tuples(st.integers(0, 3), st.integers(0, 11)), max_size=60)
 )
-def test_a_line_is_a_list_in_which_nobody_stands_twice(policy: str, moves: list[tuple[int, int]]) -> None:
-    """Among the moves are leaving from the middle and coming back, by either end."""
-    line, naive = LINES[policy](), NaiveLine(policy)
+def test_queue_matches_sorted_list(policy: str, moves: list[tuple[int, int]]) -> None:
+    """Check operations at both ends, and removal and reinsertion of requests in the middle."""
+    line, naive = LINES[policy](), NaiveQueue(policy)
     requests = [make_request(number, number % 3, number % 2) for number in range(12)]
     for place, (move, number) in enumerate(moves, 1):
         request = requests[number]
@@ -73,8 +73,8 @@ def test_a_line_is_a_list_in_which_nobody_stands_twice(policy: str, moves: list[
 
 
 @pytest.mark.parametrize("policy", LINES)
-def test_the_dead_never_outnumber_the_living(policy: str) -> None:
-    """Memory of a line whose head never leaves while thousands behind it come and go."""
+def test_removed_entries_do_not_accumulate(policy: str) -> None:
+    """Check the memory of a queue whose head stays while thousands of requests behind it come and go."""
     line = LINES[policy]()
     line.push(make_request(0, priority=-1))
     for number in range(1, 5_000):
@@ -85,8 +85,8 @@ def test_the_dead_never_outnumber_the_living(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", LINES)
-def test_thousands_of_aborts_take_no_quadratic_time(policy: str) -> None:
-    """Minutes if each of them looks through the line, in whichever order they come. Suspects, too."""
+def test_thousands_of_aborts_take_linear_time(policy: str) -> None:
+    """Check both orders of aborts, also for suspects; a linear search per abort would take minutes."""
     engine = Engine(policy=policy)
     requests = [make_request(number) for number in range(20_000)]
     for request in requests:
@@ -99,8 +99,10 @@ def test_thousands_of_aborts_take_no_quadratic_time(policy: str) -> None:
 
 
 @pytest.mark.parametrize("fair", [False, True])
-def test_requests_that_ran_in_a_core_that_died_come_before_those_that_did_not(fair: bool) -> None:
-    """The last one sent is the first; where shares are fair, it may be the first of its tenant at all."""
+def test_requests_of_a_dead_core_are_admitted_first(fair: bool) -> None:
+    """Check that the last one sent is admitted first; with fair shares, it may be its tenant's first
+    request.
+    """
     engine = Engine(max_num_seqs=1, fair=fair)
     engine.add("new", [1, 2, 3], count=2)
     engine.add("second", [1, 2, 3], count=4, output=[4, 5], has_run=True, tenant=2 * fair)

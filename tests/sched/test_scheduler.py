@@ -1,4 +1,4 @@
-"""The scheduler's rules, one by one, without a device."""
+"""Tests of the scheduler's rules, without a device."""
 
 import re
 from typing import Any
@@ -16,19 +16,19 @@ def prompt(length: int, start: int = 0) -> list[int]:
     return [(start + 7 * i) % 97 for i in range(length)]
 
 
-def spent(engine: Engine, step: int) -> dict[str, int]:
-    """Tokens by request id in one step."""
+def scheduled_tokens(engine: Engine, step: int) -> dict[str, int]:
+    """Run a step and return the number of scheduled tokens by request id."""
     plan = engine.plans[step]
     ids = engine.scheduler.running.ids
     return {ids[row]: count for row, count in zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True)}
 
 
-def cached(step: StepOutput) -> dict[str, int]:
-    """Prompt tokens found in the cache, by request that ran for the first time."""
+def cached_tokens(step: StepOutput) -> dict[str, int]:
+    """Return the number of cached prompt tokens by request that ran for the first time."""
     return {id: run.num_cached for id, run in step.admitted.items()}
 
 
-def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
+def test_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
     engine = Engine(max_num_batched_tokens=10)
     engine.add("a", prompt(25))
     engine.run()
@@ -36,39 +36,39 @@ def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
     assert engine.outputs["a"] == continuation(prompt(25), 4)
 
 
-def test_decodes_go_on_while_a_long_prompt_is_chunked() -> None:
+def test_decodes_continue_during_chunked_prefill() -> None:
     engine = Engine(max_num_batched_tokens=8)
     engine.add("long", prompt(40), count=2)
     engine.step()
     engine.add("short", prompt(3, 50), count=6)
     for _ in range(3):
         engine.step()
-    assert spent(engine, 1) == {"long": 8}
+    assert scheduled_tokens(engine, 1) == {"long": 8}
     engine.run()
     assert engine.outputs["short"] == continuation(prompt(3, 50), 6)
 
 
-def test_decodes_come_before_an_older_prompt() -> None:
-    """A prompt admitted first must not starve a decode admitted later."""
+def test_decodes_are_scheduled_before_an_older_prompt() -> None:
+    """Check that a prompt admitted first does not starve a decode admitted later."""
     engine = Engine(max_num_batched_tokens=8, long_prefill_token_threshold=5)
     engine.add("long", prompt(60), count=2)
     engine.add("short", prompt(3, 50), count=8)
     engine.step()
-    assert spent(engine, 0) == {"long": 5, "short": 3}
+    assert scheduled_tokens(engine, 0) == {"long": 5, "short": 3}
     engine.scheduler.limits.longest_chunk = 8
     engine.step()
-    assert spent(engine, 1) == {"long": 7, "short": 1}
+    assert scheduled_tokens(engine, 1) == {"long": 7, "short": 1}
 
 
-def test_the_threshold_caps_each_prompt_and_lets_others_in() -> None:
+def test_long_prefill_threshold_limits_each_prompt() -> None:
     engine = Engine(max_num_batched_tokens=20, long_prefill_token_threshold=6)
     engine.add("a", prompt(30))
     engine.add("b", prompt(30, 40))
     engine.step()
-    assert spent(engine, 0) == {"a": 6, "b": 6}
+    assert scheduled_tokens(engine, 0) == {"a": 6, "b": 6}
 
 
-def test_never_more_rows_than_max_num_seqs() -> None:
+def test_rows_never_exceed_max_num_seqs() -> None:
     engine = Engine(max_num_seqs=3)
     for i in range(7):
         engine.add(str(i), prompt(4, i), count=3)
@@ -77,7 +77,7 @@ def test_never_more_rows_than_max_num_seqs() -> None:
     assert all(engine.outputs[str(i)] == continuation(prompt(4, i), 3) for i in range(7))
 
 
-def test_without_chunked_prefill_a_prompt_waits_for_a_whole_step() -> None:
+def test_prompt_waits_for_a_whole_step_without_chunked_prefill() -> None:
     engine = Engine(max_num_batched_tokens=16, chunked_prefill=False)
     engine.add("a", prompt(10))
     engine.add("b", prompt(10, 40))
@@ -87,8 +87,8 @@ def test_without_chunked_prefill_a_prompt_waits_for_a_whole_step() -> None:
     assert engine.plans[1].total_tokens == 11
 
 
-def test_without_chunked_prefill_a_preempted_request_may_come_back_in_pieces() -> None:
-    """Prompt and output together can be more than any step holds."""
+def test_preempted_request_may_be_chunked_without_chunked_prefill() -> None:
+    """Check a prompt and output that together exceed any step."""
     engine = Engine(num_blocks=9, max_num_batched_tokens=16, chunked_prefill=False)
     engine.add("a", prompt(8), count=20)
     engine.add("b", prompt(8, 30), count=20)
@@ -99,16 +99,16 @@ def test_without_chunked_prefill_a_preempted_request_may_come_back_in_pieces() -
         assert engine.outputs[id] == continuation(prompt(8, start), 20)
 
 
-def test_a_new_request_joins_the_very_next_step() -> None:
+def test_new_request_joins_the_next_step() -> None:
     engine = Engine()
     engine.add("a", prompt(5), count=10)
     engine.step()
     engine.add("b", prompt(6, 30), count=2)
     engine.step()
-    assert spent(engine, 1) == {"a": 1, "b": 6}
+    assert scheduled_tokens(engine, 1) == {"a": 1, "b": 6}
 
 
-def test_priority_admits_the_most_urgent_first() -> None:
+def test_priority_policy_admits_most_urgent_first() -> None:
     engine = Engine(max_num_seqs=1, policy="priority")
     for id, priority, arrived in (
         ("late", 5, 1.0),
@@ -121,7 +121,7 @@ def test_priority_admits_the_most_urgent_first() -> None:
     assert list(engine.reasons) == ["urgent", "first", "second", "late"]
 
 
-def test_priority_preempts_the_least_urgent() -> None:
+def test_priority_policy_preempts_least_urgent() -> None:
     engine = Engine(num_blocks=9, policy="priority")
     engine.add("lax", prompt(8), count=20, priority=9)
     engine.add("urgent", prompt(8, 30), count=20, priority=0)
@@ -131,8 +131,8 @@ def test_priority_preempts_the_least_urgent() -> None:
     assert engine.outputs["lax"] == continuation(prompt(8), 20)
 
 
-def test_preempted_requests_come_back_with_the_same_tokens() -> None:
-    """64 long requests and room for barely two: all finish, none repeats or loses a token."""
+def test_preempted_requests_resume_with_same_tokens() -> None:
+    """Check 64 long requests with cache blocks for barely two: all finish, none repeats or loses a token."""
     engine = Engine(num_blocks=16, max_num_seqs=64, max_num_batched_tokens=64)
     for i in range(64):
         engine.add(str(i), prompt(10, i), count=18)
@@ -142,15 +142,17 @@ def test_preempted_requests_come_back_with_the_same_tokens() -> None:
         assert engine.outputs[str(i)] == continuation(prompt(10, i), 18), f"request {i}"
 
 
-def test_preemption_warns_with_count_and_remedies_but_not_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(preemption.log, "warning", lambda text, *values: said.append(text % values))
+def test_preemption_warning_has_count_and_remedies_and_is_rate_limited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(preemption.log, "warning", lambda text, *values: warnings.append(text % values))
     engine = Engine(num_blocks=9, max_num_seqs=8)
     for i in range(4):
         engine.add(str(i), prompt(8, 20 * i), count=20)
     engine.run()
     assert engine.scheduler.num_preemptions > 1
-    (warning,) = said
+    (warning,) = warnings
     assert re.match(
         r"Sequence group \d is preempted by PreemptionMode\.RECOMPUTE mode because there is not enough "
         r"KV cache space\. .*total_cumulative_preemption_cnt=1$",
@@ -164,7 +166,7 @@ def test_preemption_warns_with_count_and_remedies_but_not_every_time(monkeypatch
     assert [remedy for remedy in remedies if remedy not in warning] == []
 
 
-def test_the_oldest_request_is_never_preempted() -> None:
+def test_oldest_request_is_never_preempted() -> None:
     engine = Engine(num_blocks=9, max_num_seqs=8)
     oldest = engine.add("oldest", prompt(8), count=20)
     for i in range(3):
@@ -173,7 +175,7 @@ def test_the_oldest_request_is_never_preempted() -> None:
     assert engine.scheduler.num_preemptions > 0 and oldest.num_preemptions == 0
 
 
-def test_a_second_prompt_reuses_the_first_ones_blocks() -> None:
+def test_second_prompt_reuses_blocks_of_the_first() -> None:
     engine = Engine()
     engine.add("a", prompt(18))
     engine.run()
@@ -185,24 +187,24 @@ def test_a_second_prompt_reuses_the_first_ones_blocks() -> None:
     assert engine.outputs["b"] == engine.outputs["a"]
 
 
-def test_a_fully_cached_prompt_still_computes_its_last_token() -> None:
+def test_fully_cached_prompt_computes_its_last_token() -> None:
     engine = Engine(block_size=4)
     engine.add("a", prompt(16))
     engine.run()
     engine.add("b", prompt(16))
-    assert cached(engine.step()) == {"b": 12}
+    assert cached_tokens(engine.step()) == {"b": 12}
 
 
-def test_generated_tokens_are_shared_too() -> None:
+def test_generated_tokens_are_shared() -> None:
     engine = Engine(block_size=4)
     engine.add("a", prompt(6), count=10)
     engine.run()
     engine.add("b", prompt(6) + engine.outputs["a"], count=1)
-    assert cached(engine.step()) == {"b": 12}
+    assert cached_tokens(engine.step()) == {"b": 12}
 
 
-def test_sequences_of_one_step_share_the_prompt_they_are_computing() -> None:
-    """n > 1: the prompt goes through the model once, all but its unfinished last block."""
+def test_parallel_samples_share_their_prompt_in_one_step() -> None:
+    """Check n > 1: the prompt is computed once, except for its unfinished last block."""
     engine = Engine(block_size=4, max_num_batched_tokens=64)
     for k in range(4):
         engine.add(f"{k}_x", prompt(18), count=3)
@@ -211,33 +213,33 @@ def test_sequences_of_one_step_share_the_prompt_they_are_computing() -> None:
     assert len({block.id for table in engine.kv.tables[0] for block in table if block}) == 4 + 4
 
 
-def test_salt_keeps_prefixes_apart() -> None:
+def test_cache_salt_separates_prefixes() -> None:
     engine = Engine(max_num_batched_tokens=64)
     engine.add("a", prompt(18), cache_salt="one")
     engine.run()
     engine.add("b", prompt(18), cache_salt="two")
     engine.add("c", prompt(18))
     engine.add("d", prompt(18), cache_salt="one")
-    assert cached(engine.step()) == {"b": 0, "c": 0, "d": 16}
+    assert cached_tokens(engine.step()) == {"b": 0, "c": 0, "d": 16}
 
 
-def test_prompt_logprobs_read_no_cache() -> None:
+def test_prompt_logprobs_skip_the_prefix_cache() -> None:
     engine = Engine()
     engine.add("a", prompt(18))
     engine.run()
     engine.add("b", prompt(18), params=SamplingParams(max_tokens=4, prompt_logprobs=1))
-    assert cached(engine.step()) == {"b": 0}
+    assert cached_tokens(engine.step()) == {"b": 0}
 
 
-def test_without_prefix_caching_nothing_is_shared() -> None:
+def test_no_blocks_are_shared_without_prefix_caching() -> None:
     engine = Engine(share=False)
     engine.add("a", prompt(18))
     engine.run()
     engine.add("b", prompt(18))
-    assert cached(engine.step()) == {"b": 0}
+    assert cached_tokens(engine.step()) == {"b": 0}
 
 
-def test_reset_prefix_cache_waits_until_nothing_is_held() -> None:
+def test_reset_prefix_cache_waits_until_no_block_is_held() -> None:
     engine = Engine()
     engine.add("a", prompt(18), count=4)
     engine.step()
@@ -245,7 +247,7 @@ def test_reset_prefix_cache_waits_until_nothing_is_held() -> None:
     engine.run()
     assert engine.scheduler.reset_prefix_cache()
     engine.add("b", prompt(18))
-    assert cached(engine.step()) == {"b": 0}
+    assert cached_tokens(engine.step()) == {"b": 0}
 
 
 def test_abort_frees_running_and_waiting_requests() -> None:
@@ -260,15 +262,15 @@ def test_abort_frees_running_and_waiting_requests() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_stops(depth: int) -> None:
-    said = continuation(prompt(5), 12)
-    assert len(set(said[:4])) == 4
+def test_stop_conditions(depth: int) -> None:
+    output = continuation(prompt(5), 12)
+    assert len(set(output[:4])) == 4
     cases: dict[str, Any] = {
-        "eos": ({"eos_id": said[2]}, {}, 3, ("stop", None)),
-        "stop id": ({}, {"stop_token_ids": [said[3]]}, 4, ("stop", said[3])),
+        "eos": ({"eos_id": output[2]}, {}, 3, ("stop", None)),
+        "stop id": ({}, {"stop_token_ids": [output[3]]}, 4, ("stop", output[3])),
         "length": ({}, {}, 12, ("length", None)),
-        "eos before min_tokens": ({"eos_id": said[2]}, {"min_tokens": 6}, 12, ("length", None)),
-        "eos one before min_tokens": ({"eos_id": said[2]}, {"min_tokens": 4}, 12, ("length", None)),
+        "eos before min_tokens": ({"eos_id": output[2]}, {"min_tokens": 6}, 12, ("length", None)),
+        "eos one before min_tokens": ({"eos_id": output[2]}, {"min_tokens": 4}, 12, ("length", None)),
     }
     for name, (fields, params, length, why) in cases.items():
         engine = Engine(depth=depth)
@@ -278,7 +280,7 @@ def test_stops(depth: int) -> None:
         assert (len(engine.outputs["a"]), (finish.reason, finish.stop_reason)) == (length, why), name
 
 
-def test_repetition_ends_a_request() -> None:
+def test_repetition_detection_ends_a_request() -> None:
     class Parrot:
         def run(self, plan: StepPlan) -> StepResult:
             return StepResult(token_ids=np.full(int(plan.samples.sum()), 5, np.int32))
@@ -292,8 +294,8 @@ def test_repetition_ends_a_request() -> None:
     assert engine.outputs["a"] == [5] * 4
 
 
-def test_admission_leaves_room_for_what_is_already_running() -> None:
-    """A request is not let in only to be thrown out again while others grow."""
+def test_admission_reserves_blocks_for_running_requests() -> None:
+    """Check that no request is admitted only to be preempted while others grow."""
     engine = Engine(num_blocks=13, block_size=4, max_num_seqs=8, max_num_batched_tokens=64)
     for i in range(4):
         engine.add(str(i), prompt(14, 20 * i), count=6)

@@ -1,10 +1,10 @@
-"""Which rows may have drafts, and how many."""
+"""Tests of which rows get draft tokens, and how many."""
 
 from typing import Any
 
 import numpy as np
 import pytest
-from symbolic import Always
+from symbolic import FixedDraftLength
 
 from quire.data.params import SamplingParams
 from quire.data.plan import StepResult
@@ -15,18 +15,18 @@ from quire.sched.spec import Drafting
 from quire.sched.step_tokens import StepTokens
 
 
-def running_of(**asked: Any) -> Running:
-    """One row, of a prompt of 5 tokens and one of its own."""
+def running_of(**params_: Any) -> Running:
+    """Return one row with a prompt of 5 tokens and one output token."""
     running = Running(2, 40)
-    params = SamplingParams(max_tokens=30, **asked)
+    params = SamplingParams(max_tokens=30, **params_)
     row = running.admit(Request(id="a", tokens=[1] * 5, params=params, prompt_len=5, limit=35, seed=0), 0)
     running.launch(np.array([row]), np.array([5], np.int32), np.empty(0, np.int32))
     running.fill(np.array([row]), np.array([2], np.int32), np.empty(0, np.int32), np.empty(0, np.int32))
     return running
 
 
-class Odd:
-    """Proposes what is no token."""
+class InvalidProposer:
+    """A proposer that returns ids outside the vocabulary."""
 
     is_sure = False
 
@@ -39,13 +39,13 @@ class Odd:
 ONE = np.ones(1, np.int32)
 
 
-def test_what_is_no_token_is_no_draft() -> None:
-    found = Drafting(Always(4), Odd(), most=4, vocab=10).draft(running_of(), ONE, 9)
-    assert found.counts.tolist() == [2] and found.token_ids.tolist() == [3, 9]
+def test_ids_outside_the_vocabulary_are_not_drafted() -> None:
+    drafts = Drafting(FixedDraftLength(4), InvalidProposer(), most=4, vocab=10).draft(running_of(), ONE, 9)
+    assert drafts.counts.tolist() == [2] and drafts.token_ids.tolist() == [3, 9]
 
 
 @pytest.mark.parametrize(
-    ("asked", "more", "expected"),
+    ("params", "more", "expected"),
     [
         ({}, {}, 4),
         ({}, {"max_len": 9}, 2),
@@ -57,14 +57,16 @@ def test_what_is_no_token_is_no_draft() -> None:
         ({"structured_outputs": {"choice": ["a"]}}, {}, 0),
     ],
 )
-def test_rows_of_a_worker_that_is_ahead(asked: dict[str, Any], more: dict[str, Any], expected: int) -> None:
-    """Whatever becomes of its drafts, a row is sure whether it may stop."""
-    drafting = Drafting(Always(4), None, most=4, ahead=True, **more)
-    assert drafting.draft(running_of(**asked), ONE, 9).counts.sum() == expected
+def test_draft_length_when_the_worker_is_ahead(
+    params: dict[str, Any], more: dict[str, Any], expected: int
+) -> None:
+    """Check that it is decided whether a row may stop, whatever number of drafts is accepted."""
+    drafting = Drafting(FixedDraftLength(4), None, most=4, ahead=True, **more)
+    assert drafting.draft(running_of(**params), ONE, 9).counts.sum() == expected
 
 
-def test_a_row_waits_where_it_is_not_known_whether_it_may_stop() -> None:
-    """The last of two drafts may be the last token that is held back."""
+def test_row_is_not_pending_while_min_tokens_is_undecided() -> None:
+    """Check two drafts of which the last one may reach `min_tokens`."""
     running, row = running_of(min_tokens=4), np.array([0])
     assert running.pending().tolist() == [1]
     running.launch(row, np.array([3], np.int32), np.array([2], np.int32))
@@ -73,8 +75,8 @@ def test_a_row_waits_where_it_is_not_known_whether_it_may_stop() -> None:
     assert running.pending().tolist() == [1]
 
 
-def test_drafts_that_were_not_found_were_not_wrong() -> None:
-    running, pace, planned = running_of(), Always(4), np.array([3], np.int32)
+def test_missing_drafts_do_not_count_as_rejected() -> None:
+    running, pace, planned = running_of(), FixedDraftLength(4), np.array([3], np.int32)
     drafting, row = Drafting(pace, None, most=4), np.array([0])
     for drafted, counted in ((2, 2), (0, 0)):
         stats = StepStats()

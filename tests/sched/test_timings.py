@@ -1,4 +1,4 @@
-"""What the core tells of a request's time: shares of steps, and how long it had to make way."""
+"""Tests of request timings: shares of step time, and time spent preempted."""
 
 import pytest
 from symbolic import Engine
@@ -7,8 +7,8 @@ from quire.core.process import split_by_client
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_timed_request_is_told_its_share_of_every_step(depth: int) -> None:
-    """Chunks of prompts that give no token, too. Others are told nothing."""
+def test_timed_request_gets_its_share_of_every_step(depth: int) -> None:
+    """Check that prompt chunks without a token count too, and that untimed requests get no share."""
     engine = Engine(max_num_batched_tokens=12, depth=depth)
     engine.add("a", list(range(30)), count=3, timed=True)
     engine.add("b", list(range(50, 53)), count=5, timed=True)
@@ -26,16 +26,16 @@ def test_a_timed_request_is_told_its_share_of_every_step(depth: int) -> None:
     assert together and not engine.steps[-1].shares
 
 
-def test_steps_that_overlap_are_not_counted_twice() -> None:
+def test_overlapping_steps_are_not_counted_twice() -> None:
     engine = Engine(depth=2)
     engine.add("a", [1, 2, 3], count=20, timed=True)
     engine.run()
-    told = sum(step.shares.get("a", 0.0) for step in engine.steps)
+    total = sum(step.shares.get("a", 0.0) for step in engine.steps)
     began = min(run.scheduled_at for step in engine.steps for run in step.admitted.values())
-    assert 0 < told <= engine.steps[-1].at - began + 1e-6
+    assert 0 < total <= engine.steps[-1].at - began + 1e-6
 
 
-def test_who_was_preempted_is_told_for_how_long() -> None:
+def test_preempted_request_reports_its_time_away() -> None:
     engine = Engine(num_blocks=12, share=False)
     for name in "abcd":
         engine.add(name, list(range(9)), count=12)
@@ -46,8 +46,8 @@ def test_who_was_preempted_is_told_for_how_long() -> None:
     assert all(seconds > 0 and counts[id] for id, seconds in away)
 
 
-def test_each_api_process_is_told_of_its_own() -> None:
-    """Of a step that gave no token, too."""
+def test_each_api_process_gets_its_own_timings() -> None:
+    """Check a step without sampled tokens too."""
     engine = Engine(max_num_batched_tokens=8)
     engine.add("a", list(range(30)), timed=True)
     parts = split_by_client(engine.step(), {"a": b"x", "b": b"y"})

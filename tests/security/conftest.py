@@ -1,4 +1,4 @@
-"""Servers that tests of this folder share."""
+"""Server fixtures of this folder."""
 
 from collections.abc import Iterator
 
@@ -8,6 +8,6 @@ from raw_http import RawServer, raw_server
 
 @pytest.fixture(scope="module")
 def http_server() -> Iterator[RawServer]:
-    """Serve with the limits of a server without flags, and without a log line for each request."""
+    """Serve with default limits and without an access log."""
     with raw_server(disable_uvicorn_access_log=True) as server:
         yield server

@@ -1,4 +1,4 @@
-"""Raw HTTP messages and how each of them is answered. Every one is sent to a server with a key."""
+"""Raw HTTP messages with their expected answers. Each is sent to a server with a key."""
 
 import json
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ UPGRADE = b"Connection: Upgrade\r\nUpgrade: anything\r\n"
 
 @dataclass(frozen=True)
 class Case:
-    """A message in pieces, which arrive one by one, and the statuses that are answered."""
+    """Message in pieces, which arrive one by one, with the expected statuses."""
 
     name: str
     pieces: tuple[bytes, ...]
     statuses: tuple[int, ...]
     is_closed: bool
-    """Whether the server closes the connection behind them; else it must answer another request."""
+    """Whether the server closes the connection afterwards; otherwise it must answer another request."""
 
 
 def get(headers: bytes = AUTH, *, path: bytes = b"/v1/models", version: bytes = b"HTTP/1.1") -> bytes:
@@ -37,7 +37,7 @@ def with_length(text: bytes, body: bytes = BODY) -> bytes:
     return post(b"Content-Length: " + text + b"\r\n", body)
 
 
-def coded(value: bytes, body: bytes = CHUNKS) -> bytes:
+def with_encoding(value: bytes, body: bytes = CHUNKS) -> bytes:
     return post(b"Transfer-Encoding: " + value + b"\r\n", body)
 
 
@@ -47,7 +47,7 @@ def chunks(body: bytes) -> bytes:
 
 LENGTH = b"Content-Length: %d\r\n" % len(BODY)
 REFUSED: dict[str, bytes] = {
-    # Two framings, or one that can be read in two ways.
+    # Two framings, or one that can be parsed in two ways.
     "content-length, then chunked": post(LENGTH + CHUNKED, CHUNKS),
     "chunked, then content-length": post(CHUNKED + LENGTH, CHUNKS),
     "two content-lengths that differ": post(LENGTH + b"Content-Length: 3\r\n", BODY),
@@ -63,19 +63,19 @@ REFUSED: dict[str, bytes] = {
     "content-length with a space inside": with_length(b"2 3"),
     "content-length with a decimal point": with_length(b"5.0"),
     "content-length with an underscore": with_length(b"2_3"),
-    "transfer-encoding xchunked": coded(b"xchunked"),
-    "transfer-encoding chunked, identity": coded(b"chunked, identity"),
-    "transfer-encoding identity, chunked": coded(b"identity, chunked"),
-    "transfer-encoding gzip, chunked": coded(b"gzip, chunked"),
-    "transfer-encoding chunked twice in one header": coded(b"chunked, chunked"),
+    "transfer-encoding xchunked": with_encoding(b"xchunked"),
+    "transfer-encoding chunked, identity": with_encoding(b"chunked, identity"),
+    "transfer-encoding identity, chunked": with_encoding(b"identity, chunked"),
+    "transfer-encoding gzip, chunked": with_encoding(b"gzip, chunked"),
+    "transfer-encoding chunked twice in one header": with_encoding(b"chunked, chunked"),
     "transfer-encoding chunked twice": post(CHUNKED + CHUNKED, CHUNKS),
-    "transfer-encoding with a vertical tab": coded(b"\x0bchunked"),
-    "transfer-encoding in quotes": coded(b'"chunked"'),
-    "transfer-encoding with a parameter": coded(b"chunked;q=1"),
-    "transfer-encoding identity": coded(b"identity"),
-    "empty transfer-encoding": coded(b""),
+    "transfer-encoding with a vertical tab": with_encoding(b"\x0bchunked"),
+    "transfer-encoding in quotes": with_encoding(b'"chunked"'),
+    "transfer-encoding with a parameter": with_encoding(b"chunked;q=1"),
+    "transfer-encoding identity": with_encoding(b"identity"),
+    "empty transfer-encoding": with_encoding(b""),
     "chunked in HTTP/1.0": post(CHUNKED, CHUNKS, version=b"HTTP/1.0"),
-    # Lines that are not lines.
+    # Malformed lines.
     "space before the colon": get(b"Authorization : Bearer x\r\n"),
     "space before the colon of the framing": post(b"Content-Length : 5\r\n", b"hello"),
     "tab before the colon of the framing": post(b"Transfer-Encoding\t: chunked\r\n", CHUNKS),
@@ -118,7 +118,7 @@ REFUSED: dict[str, bytes] = {
     "empty chunk size": chunks(b"\r\nhello\r\n0\r\n\r\n"),
     "content-length in a trailer": chunks(CHUNKS[:-2] + LENGTH + b"\r\n"),
     "chunks with line feeds only": chunks(b"5\nhello\n0\n\n"),
-    # Headers that two readers could choose from.
+    # Headers that two parsers could resolve differently.
     "two authorizations, the second valid": get(b"Authorization: Bearer x\r\n" + AUTH),
     "two authorizations, the first valid": get(AUTH + b"Authorization: Bearer x\r\n"),
     "two authorizations in other cases": get(AUTH + b"AUTHORIZATION: Bearer x\r\n"),
@@ -133,11 +133,11 @@ REFUSED: dict[str, bytes] = {
     ),
     "CONNECT with a body": b"CONNECT /v1/models HTTP/1.1\r\n" + AUTH + b"Content-Length: 5\r\n\r\nhello",
 }
-"""What is answered with one 400, and a closed connection."""
+"""Messages that are answered with one 400 and a closed connection."""
 
 CASES: list[Case] = [
     *(Case(name, (message,), (400,), True) for name, message in REFUSED.items()),
-    # The body of an upgrade that comes later was read as a request of its own.
+    # The body of an upgrade that arrives later was parsed as another request.
     Case(
         "upgrade with a body that is a request",
         (post(UPGRADE + b"Content-Length: %d\r\n" % len(SMUGGLED), b""), SMUGGLED),
@@ -147,7 +147,7 @@ CASES: list[Case] = [
     Case("rest behind a short content-length", (post(LENGTH, BODY + b"x"),), (200,), True),
     Case("request behind a short content-length", (with_length(b"2", b"{}" + SMUGGLED),), (400, 200), False),
     Case("invalid request behind a valid one", (get() + b"x / y\r\n\r\n",), (200,), True),
-    # What is valid, and stays in step.
+    # Valid messages, after which the connection stays in sync.
     Case("get", (get(),), (200,), False),
     Case("get, byte by byte", tuple(get()[i : i + 1] for i in range(len(get()))), (200,), False),
     Case("empty lines in front", (b"\r\n\r\n" + get(),), (200,), False),
@@ -156,7 +156,7 @@ CASES: list[Case] = [
     Case("post, byte by byte", tuple(bytes((byte,)) for byte in post(LENGTH, BODY)), (200,), False),
     Case("chunked", (post(CHUNKED, CHUNKS),), (200,), False),
     Case("chunked, byte by byte", tuple(bytes((byte,)) for byte in post(CHUNKED, CHUNKS)), (200,), False),
-    Case("chunked in capitals", (coded(b"Chunked"),), (200,), False),
+    Case("chunked in capitals", (with_encoding(b"Chunked"),), (200,), False),
     Case("chunk with an extension", (chunks(CHUNKS.replace(b"\r\n", b";a=b\r\n", 1)),), (200,), False),
     Case("two at once", (get() + get(),), (200, 200), False),
     Case("get behind post", (post(LENGTH, BODY) + get(),), (200, 200), False),
@@ -186,7 +186,7 @@ CASES: list[Case] = [
     Case("upgrade with an empty body", (post(UPGRADE + b"Content-Length: 0\r\n", b""),), (400,), False),
     Case("upgrade that connection does not name", (post(b"Upgrade: h2c\r\n" + LENGTH, BODY),), (200,), False),
     Case("equal headers that are lists", (get(AUTH + b"Accept: a\r\nAccept: b\r\n"),), (200,), False),
-    # Trailers are no headers.
+    # Trailers are not headers.
     Case("trailer", (post(CHUNKED, CHUNKS[:-2] + b"X-A: b\r\n\r\n"),), (200,), False),
     Case(
         "authorization in a trailer",
@@ -203,7 +203,7 @@ CASES: list[Case] = [
         (401,),
         False,
     ),
-    # Doors that are not open.
+    # Unsupported methods and targets.
     Case("wrong key", (get(b"Host: x\r\nAuthorization: Bearer x\r\n"),), (401,), False),
     Case(
         "wrong key, expect: 100-continue",

@@ -1,4 +1,4 @@
-"""A server in a thread, and clients that speak to it byte by byte."""
+"""A server in a thread, and clients that send raw bytes to it."""
 
 import asyncio
 import contextlib
@@ -17,14 +17,14 @@ from quire.server.main import serve
 from quire.server.settings import make_settings
 
 PATIENCE_S = 60.0
-"""Ends a test that hangs."""
+"""Limit after which a hanging test fails."""
 KEY = "secret"
 PROBE = f"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n\r\n".encode()
 
 
 @dataclass
 class Response:
-    """What a server has answered."""
+    """Response of a server."""
 
     status: int
     headers: dict[str, str]
@@ -90,7 +90,8 @@ class Client:
 
     @property
     def is_closed(self) -> bool:
-        """Wait for the next bytes and return whether there are none, as the server has closed."""
+        """Wait for the next bytes and return whether there are none because the server has closed the
+        connection."""
         try:
             return self._file.read(1) == b""
         except ConnectionResetError:
@@ -99,7 +100,7 @@ class Client:
 
 @dataclass
 class RawServer:
-    """A real server over an engine without a model."""
+    """Real server with an engine without a model."""
 
     engine: FakeEngine
     address: Any
@@ -111,7 +112,7 @@ class RawServer:
         return self.clients[-1]
 
     def ask(self, *pieces: bytes, num: int = 1) -> list[Response]:
-        """Send `pieces` over a connection of their own, and return `num` responses."""
+        """Send `pieces` over a new connection, and return `num` responses."""
         with self.connect() as client:
             for piece in pieces:
                 client.send(piece)
@@ -120,7 +121,7 @@ class RawServer:
 
 @contextlib.contextmanager
 def raw_server(engine: FakeEngine | None = None, **settings: Any) -> Iterator[RawServer]:
-    """Serve from a thread, with a key and on a free port unless `settings` say otherwise."""
+    """Serve from a thread, with a key and on a free port unless `settings` override that."""
     made = make_settings({"host": "127.0.0.1", "port": 0, "api_key": [KEY], **settings})
     served = engine or FakeEngine()
     listening, up, stop = bind(made.http), threading.Event(), asyncio.Event()
@@ -145,7 +146,7 @@ def raw_server(engine: FakeEngine | None = None, **settings: Any) -> Iterator[Ra
 
 
 class SlowReader:
-    """Middleware that lets every request with a body wait before it is read."""
+    """Middleware that delays every request with a body before it is read."""
 
     WAIT_S = 1.0
 

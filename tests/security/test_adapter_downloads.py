@@ -1,6 +1,6 @@
-"""Adapters behind urls that a client names: a url that leads out of the allowed store, an archive inside
-another file, or a file that is larger than the store says. Quire takes urls below an allowed one only,
-refuses `::` and what a server may read as another path, and counts the bytes that come."""
+"""Adapters at URLs that a client names: a URL that leads out of the allowed store, an archive inside another
+file, or a file larger than the store reports. Quire accepts only URLs below an allowed one, refuses `::` and
+ambiguous paths, and counts the received bytes."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,14 +34,14 @@ def load(url: str) -> tuple[Any, FakeEngine]:
     return ask("POST", "/v1/load_lora_adapter", engine=engine, settings=settings, env=env, json=body), engine
 
 
-def kept(tmp_path: Path) -> list[str]:
+def downloaded(tmp_path: Path) -> list[str]:
     return [path.name for path in tmp_path.rglob("adapter_*")]
 
 
-def test_an_adapter_of_the_open_store_is_loaded(tmp_path: Path) -> None:
+def test_adapter_of_the_allowed_store_is_loaded(tmp_path: Path) -> None:
     reply, engine = load("memory://open/good")
     assert reply.status_code == 200 and list(engine.adapters) == ["x"]
-    assert sorted(kept(tmp_path)) == ["adapter_config.json", "adapter_model.bin"]
+    assert sorted(downloaded(tmp_path)) == ["adapter_config.json", "adapter_model.bin"]
 
 
 @pytest.mark.parametrize(
@@ -62,20 +62,20 @@ def test_an_adapter_of_the_open_store_is_loaded(tmp_path: Path) -> None:
         "file:///etc",
     ],
 )
-def test_no_url_leads_out_of_the_open_store(url: str, tmp_path: Path) -> None:
+def test_urls_outside_the_allowed_store_are_refused(url: str, tmp_path: Path) -> None:
     reply, engine = load(url)
     refused(reply, 403)
-    assert not engine.adapters and not kept(tmp_path)
+    assert not engine.adapters and not downloaded(tmp_path)
 
 
 @pytest.mark.parametrize("lies", [False, True])
-def test_downloads_have_an_upper_bound(lies: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether the store tells the size or makes up a smaller one."""
+def test_download_size_is_bounded(lies: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit holds whether the store reports the true size or a smaller one."""
     STORE.pipe("/open/good/adapter_model.bin", b"x" * (MAX_BYTES + 1))
     info = type(STORE).info
     if lies:
         monkeypatch.setattr(type(STORE), "info", lambda *args, **more: {**info(*args, **more), "size": 1})
     reply, engine = load("memory://open/good")
     assert "--lora-max-download-bytes" in refused(reply)["message"]
-    assert not engine.adapters and "adapter_model.bin" not in kept(tmp_path)
-    assert lies or not kept(tmp_path), "what is known to be too large is not fetched"
+    assert not engine.adapters and "adapter_model.bin" not in downloaded(tmp_path)
+    assert lies or not downloaded(tmp_path), "a file known to be too large is not fetched"

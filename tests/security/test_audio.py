@@ -1,6 +1,6 @@
-"""Sounds that are small as files and large in memory: an hour of silence compresses to kilobytes, and a
-header may claim any rate or length. Quire limits the bytes of a file, the samples of a sound and its rate
-before it makes numbers of them. The class is that of CVE-2026-34755 for sounds."""
+"""Audio that is small as a file and large in memory: an hour of silence compresses to kilobytes, and a
+header may claim any rate or length. Quire limits the bytes of a file, its samples and its rate before it
+decodes them. The class is that of CVE-2026-34755 for audio."""
 
 import io
 from typing import Any
@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 from ask import chat, refused
 from fake_engine import FakeEngine
-from fake_inputs import data_url, media, seeing, wav
+from fake_inputs import data_url, engine_with_media, media, wav
 
 SHORT = np.zeros((400, 1), np.int16)
 
 
-def hear(engine: FakeEngine, data: bytes) -> Any:
+def send_audio(engine: FakeEngine, data: bytes) -> Any:
     part = {"type": "audio_url", "audio_url": {"url": data_url(data, "audio/wav")}}
     return chat(engine, messages=[{"role": "user", "content": [part]}])
 
 
 def silence(num_samples: int) -> bytes:
-    """A FLAC file of one channel, far smaller than its samples."""
+    """Return a FLAC file with one channel, far smaller than its samples."""
     av = pytest.importorskip("av")
     file = io.BytesIO()
     with av.open(file, "w", format="flac") as output:
@@ -43,31 +43,31 @@ def silence(num_samples: int) -> bytes:
     ],
     ids=["rate", "no rate", "channels", "not a number", "cut off"],
 )
-def test_headers_that_lie_are_refused(data: bytes, words: str) -> None:
-    engine = seeing()
-    assert words in refused(hear(engine, data))["message"] and not engine.seen
-    assert hear(engine, wav(SHORT)).status_code == 200
+def test_false_audio_headers_are_refused(data: bytes, words: str) -> None:
+    engine = engine_with_media()
+    assert words in refused(send_audio(engine, data))["message"] and not engine.seen
+    assert send_audio(engine, wav(SHORT)).status_code == 200
 
 
-def test_a_length_that_lies_ends_with_the_file() -> None:
+def test_false_length_ends_with_the_file() -> None:
     data = wav(SHORT)
     place = data.index(b"data") + 4
-    engine = seeing()
-    assert hear(engine, data[:place] + b"\xff\xff\xff\xff" + data[place + 4 :]).status_code == 200
+    engine = engine_with_media()
+    assert send_audio(engine, data[:place] + b"\xff\xff\xff\xff" + data[place + 4 :]).status_code == 200
     ((_, prompt, _, _),) = engine.seen
     assert prompt.media is not None and prompt.media.items[0].num_vectors == 400 // 100 + 1
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_samples_have_an_upper_bound(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sample_count_is_bounded(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.multimodal.audio.MAX_SAMPLES", 10_000)
-    engine = seeing()
+    engine = engine_with_media()
     data = silence(100_000) if packed else wav(np.zeros((100_000, 1), np.int16))
     assert not packed or len(data) < 20_000
-    assert "more than 10000 samples" in refused(hear(engine, data))["message"] and not engine.seen
+    assert "more than 10000 samples" in refused(send_audio(engine, data))["message"] and not engine.seen
 
 
-def test_files_have_an_upper_bound() -> None:
-    engine = seeing(media(env={"media_max_mb": 0.001}))
-    assert "QUIRE_MEDIA_MAX_MB" in refused(hear(engine, wav(np.zeros((4000, 1), np.int16))))["message"]
+def test_file_size_is_bounded() -> None:
+    engine = engine_with_media(media(env={"media_max_mb": 0.001}))
+    assert "QUIRE_MEDIA_MAX_MB" in refused(send_audio(engine, wav(np.zeros((4000, 1), np.int16))))["message"]
     assert not engine.seen

@@ -1,7 +1,7 @@
-"""Chat templates as programs (CVE-2025-61620, CVE-2025-62426): a template in a request could loop for ever,
-and chat_template_kwargs could replace the template or have the server tokenize on its event loop. Quire takes
-a template from a request only with --trust-request-chat-template, renders in an immutable sandbox with a time
-limit, and refuses variables with the names of the renderer's arguments."""
+"""Chat templates as programs (CVE-2025-61620, CVE-2025-62426): a template in a request could loop forever,
+and chat_template_kwargs could replace the template or make the server tokenize on its event loop. Quire
+accepts a template from a request only with --trust-request-chat-template, renders in an immutable sandbox
+with a time limit, and refuses variables with the names of the renderer's arguments."""
 
 import asyncio
 import threading
@@ -21,7 +21,7 @@ TRUSTED = {"trust_request_chat_template": True}
 
 
 @pytest.mark.parametrize("path", [CHAT, "/tokenize", f"{CHAT}/render"])
-def test_a_template_of_a_request_is_not_used(path: str) -> None:
+def test_request_templates_are_refused_by_default(path: str) -> None:
     engine = FakeEngine()
     body = {"messages": MESSAGES, "chat_template": "{{ 'x' * 10 ** 9 }}"}
     error = refused(ask("POST", path, engine=engine, json=body))
@@ -32,7 +32,7 @@ def test_a_template_of_a_request_is_not_used(path: str) -> None:
 @pytest.mark.parametrize(
     "kwargs", [{"chat_template": "{{ 1 }}"}, {"tokenize": True}, {"messages": []}, {"self": 1}], ids=str
 )
-def test_template_variables_replace_no_argument(path: str, kwargs: dict[str, Any]) -> None:
+def test_template_kwargs_cannot_replace_arguments(path: str, kwargs: dict[str, Any]) -> None:
     engine = FakeEngine()
     body = {"messages": MESSAGES, "chat_template_kwargs": kwargs}
     error = refused(ask("POST", path, engine=engine, json=body))
@@ -54,13 +54,13 @@ def test_template_variables_replace_no_argument(path: str, kwargs: dict[str, Any
     ],
 )
 def test_hostile_templates_are_refused(template: str) -> None:
-    """A template that reaches into Python, changes the request, or loops over a large range()."""
+    """The template accesses Python internals, changes the request, or loops over a large range()."""
     engine = FakeEngine(max_model_len=10**6)
     refused(chat(engine, TRUSTED, chat_template=template))
     assert not engine.seen
 
 
-def test_a_template_that_takes_too_long_is_400_and_others_are_answered(
+def test_template_timeout_is_400_and_blocks_no_other_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     begun, others_answered = threading.Event(), threading.Event()

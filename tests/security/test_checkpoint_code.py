@@ -1,5 +1,5 @@
-"""Code and malformed tensors in checkpoints (CVE-2025-24357, CVE-2025-62164, CVE-2026-22807): nothing that a
-checkpoint brings runs unless --trust-remote-code is given, and its tensors are what was checked."""
+"""Code and malformed tensors in checkpoints (CVE-2025-24357, CVE-2025-62164, CVE-2026-22807): no code of a
+checkpoint runs without --trust-remote-code, and its tensors are those that were checked."""
 
 import io
 import json
@@ -17,7 +17,7 @@ from quire.text.tokenizer import load_tokenizer
 
 
 def sparse() -> torch.Tensor:
-    """A tensor whose index is far out of range, which torch.load accepts."""
+    """Return a tensor with an index far out of range, which torch.load accepts."""
     indices, values = torch.tensor([[1 << 40]]), torch.ones(1)
     with torch.sparse.check_sparse_tensor_invariants(False):
         return torch.sparse_coo_tensor(indices, values, (4,), check_invariants=False)
@@ -35,10 +35,8 @@ def test_tensors_that_are_not_strided_are_refused(tmp_path: Path, tensor: torch.
             load()
 
 
-def test_a_pickle_that_is_replaced_while_it_is_read_keeps_the_hashed_tensors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The digest names the tensors in the prefix cache: both must come of one reading."""
+def test_replaced_pickle_keeps_the_hashed_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The digest names the tensors in the prefix cache: both must come from one read."""
     file = tmp_path / "adapter_model.bin"
     (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 1}))
     torch.save({"weight": torch.zeros(4)}, file)
@@ -46,17 +44,17 @@ def test_a_pickle_that_is_replaced_while_it_is_read_keeps_the_hashed_tensors(
     torch.save({"weight": torch.ones(4)}, other)
     load = torch.load
 
-    def replaced_before(*args: Any, **options: Any) -> Any:
+    def replace_and_load(*args: Any, **options: Any) -> Any:
         file.write_bytes(other.getvalue())
         return load(*args, **options)
 
-    monkeypatch.setattr(torch, "load", replaced_before)
+    monkeypatch.setattr(torch, "load", replace_and_load)
     with LoRAFiles(tmp_path) as files:
         contents = files.contents()
     assert contents.tensors["weight"].tolist() == [0.0] * 4
 
 
-def test_a_pickle_that_is_cut_short_is_refused() -> None:
+def test_truncated_pickle_is_refused() -> None:
     whole = io.BytesIO()
     torch.save({"weight": torch.zeros(4)}, whole)
     for size in (0, 1, 100, len(whole.getvalue()) // 2, len(whole.getvalue()) - 1):
@@ -65,10 +63,10 @@ def test_a_pickle_that_is_cut_short_is_refused() -> None:
 
 
 @pytest.mark.parametrize("trusted", [False, True])
-def test_the_code_of_a_tokenizer_runs_only_where_it_is_trusted(
+def test_tokenizer_code_runs_only_if_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trusted: bool
 ) -> None:
-    """Without an explicit False transformers asks on the terminal whether to run it."""
+    """Without an explicit False, transformers asks on the terminal whether to run it."""
     ran = tmp_path / "ran"
     (tmp_path / "vocab.txt").write_text("[UNK]\n[CLS]\n[SEP]\n[PAD]\n[MASK]\na\n")
     (tmp_path / "own.py").write_text(

@@ -1,6 +1,6 @@
-"""Headers of GGUF and safetensors files that lie: sizes, offsets and counts from a downloaded file that reach
-out of it, and so into memory of others. No advisory of vLLM has this class. Quire checks each number against
-the end of the file before it uses it."""
+"""False headers of GGUF and safetensors files: sizes, offsets and counts of a downloaded file that exceed it
+and so address foreign memory. No advisory of vLLM has this class. Quire checks each number against the end
+of the file before it uses it."""
 
 import json
 import struct
@@ -49,7 +49,7 @@ def tensor(*dims: int, offset: int = 0) -> bytes:
     ],
     ids=["tensors", "keys", "string", "strings", "depth", "dimensions", "offset", "size"],
 )
-def test_a_gguf_header_that_lies_is_refused(content: bytes, words: str, tmp_path: Path) -> None:
+def test_false_gguf_header_is_refused(content: bytes, words: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=words):
@@ -69,7 +69,7 @@ def rewrite(file: Path, change: Change) -> None:
     written = file.read_bytes()
     start = 8 + int.from_bytes(written[:8], "little")
     header = json.loads(written[8:start])
-    change(max((each for name, each in header.items() if name != "__metadata__"), key=_end))
+    change(max((entry for name, entry in header.items() if name != "__metadata__"), key=_end))
     text = json.dumps(header).encode()
     file.write_bytes(len(text).to_bytes(8, "little") + text + written[start:])
 
@@ -90,7 +90,7 @@ def llm(tiny: Path) -> LLM:
 
 
 @pytest.mark.parametrize("kind", CHANGES)
-def test_a_safetensors_header_that_lies_is_refused(kind: str, tmp_path: Path) -> None:
+def test_false_safetensors_header_is_refused(kind: str, tmp_path: Path) -> None:
     path, _ = make_tiny("llama", tmp_path)
     rewrite(path / "model.safetensors", CHANGES[kind])
     with pytest.raises(ConfigError, match=r"model\.safetensors is not a whole safetensors file"):
@@ -98,9 +98,7 @@ def test_a_safetensors_header_that_lies_is_refused(kind: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kind", CHANGES)
-def test_an_adapter_with_a_header_that_lies_is_refused(
-    kind: str, tiny: Path, llm: LLM, tmp_path: Path
-) -> None:
+def test_false_adapter_header_is_refused(kind: str, tiny: Path, llm: LLM, tmp_path: Path) -> None:
     lora = write_adapter(tmp_path / kind, json.loads((tiny / "config.json").read_text()), 1)
     rewrite(tmp_path / kind / "adapter_model.safetensors", CHANGES[kind])
     params = SamplingParams(temperature=0, max_tokens=1)

@@ -1,6 +1,6 @@
-"""Calls of workers over HTTP: /collective_rpc runs a method that the client names on every worker, which
-vLLM's guide to security warns of. Quire has the route in developer mode only, behind the key, and calls
-public methods only, none of those that the engine needs for itself."""
+"""Worker calls over HTTP: /collective_rpc runs a method that the client names on every worker; vLLM's
+security guide warns about it. Quire has the route in developer mode only, requires the key, and calls only
+public methods that the engine does not need for itself."""
 
 import pytest
 from ask import ask
@@ -15,20 +15,20 @@ BODY = {"method": "check_health"}
 DEVELOPER = {"VLLM_SERVER_DEV_MODE": "1"}
 
 
-def test_the_route_is_there_in_developer_mode_only() -> None:
+def test_route_exists_in_developer_mode_only() -> None:
     engine = FakeEngine()
     for settings in ({}, {"tokens_only": True}):
         reply = ask("POST", "/collective_rpc", engine=engine, settings=settings, json=BODY)
         assert reply.status_code == 404
     assert ask("POST", "/collective_rpc", engine=engine, env=DEVELOPER, json=BODY).status_code == 200
-    assert len(engine.operation.asked) == 1
+    assert len(engine.operation.calls) == 1
 
 
-def test_developer_mode_needs_the_key_too() -> None:
+def test_developer_mode_needs_the_api_key() -> None:
     engine = FakeEngine()
     settings = {"api_key": ["secret"]}
     reply = ask("POST", "/collective_rpc", engine=engine, settings=settings, env=DEVELOPER, json=BODY)
-    assert reply.status_code == 401 and not engine.operation.asked
+    assert reply.status_code == 401 and not engine.operation.calls
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,7 @@
-"""Sockets between processes and machines: strangers reach the ports of data parallelism and change nothing.
+"""Sockets between processes and machines: unknown peers reach the data-parallel ports and change nothing.
 
-Guards against the classes of CVE-2025-30202 (sockets that anybody can reach) and CVE-2025-29783,
-CVE-2025-32444 and CVE-2025-47277 (services between nodes that trust whatever connects).
-"""
+Guards against the classes of CVE-2025-30202 (sockets that any peer can reach) and CVE-2025-29783,
+CVE-2025-32444 and CVE-2025-47277 (services between nodes that trust any connection)."""
 
 import socket
 import threading
@@ -51,7 +50,7 @@ pack = msgspec.msgpack.encode
 
 @pytest.fixture(params=[True, False], ids=["encrypted", "plain"])
 def encrypted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether sockets are encrypted; libraries without CURVE have only the token in each Hello."""
+    """Return whether sockets are encrypted; libraries without CURVE have only the token in each Hello."""
     if not request.param:
         for module in (lockstep_module, clients_module, roll_module):
             monkeypatch.setattr(module, "secure", lambda *_, **__: None)
@@ -73,8 +72,8 @@ def until(is_done: Callable[[], object], *turns: Callable[[], object]) -> None:
 
 
 @contextmanager
-def stranger(address: str, token: str = "", identity: bytes = b"") -> Iterator["zmq.Socket[bytes]"]:
-    """A peer that speaks ZMQ, with encryption if it has a token."""
+def unknown_peer(address: str, token: str = "", identity: bytes = b"") -> Iterator["zmq.Socket[bytes]"]:
+    """Connect a ZMQ peer, with encryption if it has a token."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as sock:
         sock.setsockopt(zmq.LINGER, 0)
         sock.setsockopt(zmq.SNDTIMEO, 5000)
@@ -86,7 +85,7 @@ def stranger(address: str, token: str = "", identity: bytes = b"") -> Iterator["
 
 
 def connect_and_leave(address: str) -> None:
-    """As a port scan does, or a client of another protocol."""
+    """Connect as a port scan or a client of another protocol does."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     with socket.socket() as first:
         until(lambda: first.connect_ex((host, int(port))) == 0)
@@ -96,13 +95,13 @@ def connect_and_leave(address: str) -> None:
 
 
 class Engines:
-    """Engines in lockstep, one in a thread each, whose ends are noted."""
+    """Engines in lockstep, one per thread; `ended` records the ranks that ended."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, size: int = 2) -> None:
         self.size, self.address = size, f"tcp://127.0.0.1:{free_port()}"
         self.ended: list[int] = []
         self.steps: dict[int, Lockstep] = {}
-        monkeypatch.setattr(Lockstep, "_end", lambda each: self.ended.append(each.rank))
+        monkeypatch.setattr(Lockstep, "_end", lambda member: self.ended.append(member.rank))
 
     def open(self, *ranks: int) -> None:
         def meet(rank: int) -> None:
@@ -115,7 +114,7 @@ class Engines:
         until(lambda: len(self.steps) == self.size)
 
     def round(self, *counts: int) -> None:
-        """All take a step, and agree on its counts."""
+        """Let all ranks take a step and agree on its counts."""
         seen: dict[int, Any] = {}
 
         def step(rank: int) -> None:
@@ -143,12 +142,12 @@ def engines(encrypted: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine
 
 
 def offer(peer: "zmq.Socket[bytes]", message: bytes) -> None:
-    """Send a message, unless the port has ended the connection already, as an encrypted one does."""
+    """Send a message, unless the port has closed the connection already, as an encrypted one does."""
     with suppress(zmq.Again):
         peer.send(message, zmq.NOBLOCK)
 
 
-def test_a_stranger_at_the_port_of_rounds_changes_nothing(
+def test_unknown_peer_at_the_sync_port_changes_nothing(
     engines: Engines, encrypted: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Neither a port scan, nor noise, nor counts and Hellos of a peer without the token."""
@@ -157,15 +156,15 @@ def test_a_stranger_at_the_port_of_rounds_changes_nothing(
     engines.round(3, 1)
     foreign = [pack(Count(7, 1)), pack(Count(1, 5)), pack(SyncHello(1, "")), pack(SyncHello(1, "guess"))]
     connect_and_leave(engines.address)
-    with stranger(engines.address) as plain, stranger(engines.address, "guess") as other:
-        named = stranger(engines.address, identity=(1).to_bytes(4, "big"))
+    with unknown_peer(engines.address) as plain, unknown_peer(engines.address, "guess") as other:
+        named = unknown_peer(engines.address, identity=(1).to_bytes(4, "big"))
         with named as squatter:
             for message in [*NOISE, *foreign]:
                 for peer in (plain, other, squatter):
                     offer(peer, message)
             for number in range(5):
                 engines.round(number + 1, 2)
-    time.sleep(0.6)  # a lost member is noticed within half of that
+    time.sleep(0.6)  # a lost rank is noticed within half of that
     engines.round(1, 1)
     assert not engines.ended
     assert "\nforged" not in caplog.text
@@ -173,13 +172,13 @@ def test_a_stranger_at_the_port_of_rounds_changes_nothing(
     assert len(warnings) == (0 if encrypted else 1), "one line, however much is sent"
 
 
-def test_a_stranger_is_not_met_in_place_of_an_engine(engines: Engines) -> None:
+def test_unknown_peer_cannot_take_the_place_of_an_engine(engines: Engines) -> None:
     engines.open(0)
-    with stranger(engines.address, identity=(1).to_bytes(4, "big")) as first, ExitStack() as stack:
+    with unknown_peer(engines.address, identity=(1).to_bytes(4, "big")) as first, ExitStack() as stack:
         for message in (*NOISE, pack(SyncHello(1, "guess")), pack(Count(0, 1))):
             offer(first, message)
         connect_and_leave(engines.address)
-        with_token = stack.enter_context(stranger(engines.address, TOKEN))
+        with_token = stack.enter_context(unknown_peer(engines.address, TOKEN))
         for rank in (0, 2, -1, 1 << 40):
             with_token.send(pack(SyncHello(rank, TOKEN)))
         time.sleep(0.3)
@@ -191,17 +190,17 @@ def test_a_stranger_is_not_met_in_place_of_an_engine(engines: Engines) -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_an_engine_that_is_lost_is_noticed_beside_strangers(engines: Engines, victim: int) -> None:
+def test_lost_engine_is_noticed_despite_unknown_peers(engines: Engines, victim: int) -> None:
     engines.open(0, 1)
     engines.meet()
-    with stranger(engines.address) as peer:
+    with unknown_peer(engines.address) as peer:
         peer.send(b"junk")
         connect_and_leave(engines.address)
         engines.steps[victim].abandon()
         until(lambda: engines.ended == [1 - victim])
 
 
-def test_an_engine_with_another_token_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_with_another_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lockstep_module, "SLICE_MS", 100)
     engines = Engines(monkeypatch)
     engines.open(0)
@@ -213,7 +212,7 @@ def test_an_engine_with_another_token_is_told(monkeypatch: pytest.MonkeyPatch) -
     engines.close()
 
 
-# ---- the head's list of ranks
+# ---- the head's registry of nodes
 
 
 @pytest.fixture
@@ -223,7 +222,7 @@ def roll(tmp_path: Path, encrypted: bool) -> Iterator[NodeRegistry]:
     made.close()
 
 
-def test_a_machine_without_the_token_enlists_nothing(roll: NodeRegistry, tmp_path: Path) -> None:
+def test_node_without_the_token_registers_no_rank(roll: NodeRegistry, tmp_path: Path) -> None:
     host, _, port = roll._place.rpartition(":")
     for token in ("", "guess"):
         node = Announcer(host, int(port), size=2, addresses={1: "tcp://10.9.9.9:1"}, token=token)
@@ -241,7 +240,7 @@ def test_a_machine_without_the_token_enlists_nothing(roll: NodeRegistry, tmp_pat
     "address",
     ["tcp://one", "ipc:///tmp/other", "tcp://a:1\n", "inproc://x", "tcp://h:99999999", "", "x" * 9999],
 )
-def test_only_addresses_of_cores_are_written_down(roll: NodeRegistry, tmp_path: Path, address: str) -> None:
+def test_only_engine_core_addresses_are_registered(roll: NodeRegistry, tmp_path: Path, address: str) -> None:
     noted = roll._register(b"node", JoinNode("node", 2, TOKEN, {1: address}))
     assert (
         "is not an address of a core: expected tcp://HOST:PORT" in noted.problem and len(noted.problem) < 200
@@ -250,10 +249,10 @@ def test_only_addresses_of_cores_are_written_down(roll: NodeRegistry, tmp_path: 
 
 
 @pytest.mark.parametrize("flags", [{}, {"enable_expert_parallel": True}, {"data_parallel_rank": 1}])
-def test_processes_of_one_command_have_a_token_that_nothing_else_knows(
+def test_processes_of_one_command_share_a_random_token(
     flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless they need cores of other commands."""
+    """They use the configured token only if they need engine cores of other commands."""
     monkeypatch.setenv("QUIRE_CLUSTER_TOKEN", "of all machines")
     tokens = {token_of(data_parallel_size=2, **flags) for _ in range(2)}
     assert len(tokens) == 2 and all(len(token) >= 32 for token in tokens)
@@ -267,7 +266,7 @@ def test_processes_of_one_command_have_a_token_that_nothing_else_knows(
         {"data_parallel_rank": 1, "enable_expert_parallel": True},
     ],
 )
-def test_commands_that_need_each_other_have_the_token_of_all(
+def test_commands_of_one_deployment_use_the_configured_token(
     flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QUIRE_CLUSTER_TOKEN", "of all machines")
@@ -275,7 +274,7 @@ def test_commands_that_need_each_other_have_the_token_of_all(
 
 
 def token_of(*, headless: bool = False, **settings: Any) -> str:
-    """The token that a supervisor with these settings chooses."""
+    """Return the token that a supervisor with these settings chooses."""
     parallel = ParallelSection(device="cpu", cpu_threads=1, **settings)
     supervisor = Supervisor.__new__(Supervisor)
     supervisor.config = SimpleNamespace(parallel=parallel)  # type: ignore[assignment]
@@ -283,21 +282,21 @@ def token_of(*, headless: bool = False, **settings: Any) -> str:
     return supervisor._choose_token()
 
 
-# ---- the port of a core
+# ---- the port of an engine core
 
 
-def test_a_core_reads_nothing_of_a_peer_without_the_token(encrypted: bool) -> None:
-    """Calls too: a method of the workers is called for API processes of the deployment only."""
+def test_engine_core_ignores_peers_without_the_token(encrypted: bool) -> None:
+    """Worker calls are also accepted only from API processes of the deployment."""
     address = f"tcp://127.0.0.1:{free_port()}"
     clients = Clients(address, lambda _: None, token=TOKEN)
     call = encode(ControlCall(1, "collective_rpc", {"method": "report"}))
     with ExitStack() as stack:
-        peers = [stack.enter_context(stranger(address, token)) for token in ("", "guess")]
+        peers = [stack.enter_context(unknown_peer(address, token)) for token in ("", "guess")]
         for peer in peers:
             for message in (call, encode(ClientHello()), encode(ClientHello("guess")), call, *NOISE):
                 peer.send(message)
         connect_and_leave(address)
-        api = stack.enter_context(stranger(address, TOKEN if encrypted else ""))
+        api = stack.enter_context(unknown_peer(address, TOKEN if encrypted else ""))
         api.send(call)
         api.send(encode(ClientHello(TOKEN)))
         api.send(call)
@@ -311,4 +310,4 @@ def test_a_core_reads_nothing_of_a_peer_without_the_token(encrypted: bool) -> No
 
 
 def _compact(received: list[Any]) -> None:
-    received[:] = [each for each in received if each is not None]
+    received[:] = [message for message in received if message is not None]

@@ -1,5 +1,5 @@
-"""Prompts without a token (CVE-2024-8768): an empty prompt ended vLLM's engine, and all requests with it.
-Quire refuses it in every form before it reaches the engine."""
+"""Prompts without a token (CVE-2024-8768): an empty prompt ended vLLM's engine and all its requests. Quire
+refuses it in every form before it reaches the engine."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from quire.errors import RequestError
 
 
 @pytest.mark.parametrize("prompt", ["", [], [[]], [""], ["a", ""], [[5], []], None], ids=str)
-def test_no_empty_prompt_reaches_the_engine(prompt: Any) -> None:
+def test_empty_prompts_do_not_reach_the_engine(prompt: Any) -> None:
     engine = FakeEngine()
     refused(complete(engine, prompt=prompt))
     assert not engine.seen
@@ -32,13 +32,13 @@ def test_no_empty_prompt_reaches_the_engine(prompt: Any) -> None:
         ("/v1/embeddings", {"input": [[]]}),
     ],
 )
-def test_no_route_has_a_way_around_it(path: str, body: dict[str, Any]) -> None:
+def test_every_route_refuses_empty_prompts(path: str, body: dict[str, Any]) -> None:
     engine = FakeEngine(pooling=EMBEDDER if path == "/v1/embeddings" else None)
     refused(ask("POST", path, engine=engine, json=body))
     assert not engine.seen and not engine.pooled
 
 
-def test_an_engine_answers_after_an_empty_prompt(tmp_path: Path) -> None:
+def test_engine_answers_after_an_empty_prompt(tmp_path: Path) -> None:
     llm = open_tiny(make_tiny("llama", tmp_path)[0], max_model_len=64)
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     with pytest.raises(RequestError, match="The decoder prompt cannot be empty"):

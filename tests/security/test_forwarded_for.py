@@ -1,6 +1,6 @@
-"""Addresses that a client makes up: X-Forwarded-For and its like could open what is meant for this machine,
-or put a false address into the log. Quire decides nothing by addresses, and believes these headers only from
-a proxy on 127.0.0.1."""
+"""Forged client addresses: X-Forwarded-For and similar headers could open routes meant for this machine, or
+put a false address into the log. Quire decides nothing by addresses, and trusts these headers only from a
+proxy on 127.0.0.1."""
 
 import asyncio
 import logging
@@ -20,7 +20,7 @@ PATIENCE_S = 60
 
 
 class Kept(logging.Handler):
-    """Keeps the addresses of the access log."""
+    """Log handler that records the addresses of the access log."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ def log() -> Iterator[Kept]:
 
 
 def statuses(kept: Kept, source: str, *paths: str) -> list[int]:
-    """The statuses of GETs with false addresses from a client at this address."""
+    """Return the statuses of GETs with forged addresses from a client at the address `source`."""
     settings = make_settings({"host": "127.0.0.1", "port": 0, "api_key": ["secret"]})
 
     async def go() -> list[int]:
@@ -64,11 +64,11 @@ def statuses(kept: Kept, source: str, *paths: str) -> list[int]:
     return asyncio.run(go())
 
 
-def test_no_address_replaces_a_key(log: Kept) -> None:
+def test_forwarded_address_does_not_replace_a_key(log: Kept) -> None:
     assert statuses(log, "127.0.0.1", "/health", "/v1/models", "/load") == [200, 401, 401]
-    assert log.addresses == [FALSE] * 3, "a proxy on this machine is believed"
+    assert log.addresses == [FALSE] * 3, "a proxy on this machine is trusted"
 
 
-def test_the_log_has_the_address_of_the_connection(log: Kept) -> None:
+def test_access_log_has_the_address_of_the_connection(log: Kept) -> None:
     assert statuses(log, "127.0.0.2", "/health", "/v1/models") == [200, 401]
     assert log.addresses == ["127.0.0.2"] * 2

@@ -1,8 +1,7 @@
-"""Grammars of clients: compiled once per call, beside the event loop, and within limits that are told.
+"""Grammars of clients: compiled once per call, off the event loop, and within documented limits.
 
-Guards against CVE-2025-48942, CVE-2025-48943, CVE-2025-48944 and CVE-2025-29770 (grammars that end the server
-or take its time and space).
-"""
+Guards against CVE-2025-48942, CVE-2025-48943, CVE-2025-48944 and CVE-2025-29770 (grammars that end the
+server or exhaust its time and memory)."""
 
 import threading
 from collections import Counter
@@ -28,16 +27,16 @@ SCHEMA = {"type": "object", "properties": {f"p{number}": {"type": "string"} for 
 
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, bool]]:
-    """Counts what is done for grammars, by its name and whether the event loop waits for it."""
+    """Count the steps of grammar compilation by name and by whether they run on the event loop."""
     counts: Counter[tuple[str, bool]] = Counter()
     loop = threading.get_ident()
 
     def count(holder: Any, name: str) -> None:
         original = getattr(holder, name)
 
-        def counted(*given: Any) -> Any:
+        def counted(*args: Any) -> Any:
             counts[name, threading.get_ident() == loop] += 1
-            return original(*given)
+            return original(*args)
 
         monkeypatch.setattr(holder, name, counted)
 
@@ -49,7 +48,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, bool]]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("constraint", [{"regex": REGEX}, {"json": SCHEMA}], ids=["regex", "json"])
-def test_a_call_of_1024_prompts_compiles_its_grammar_once_and_never_on_the_event_loop(
+def test_call_of_1024_prompts_compiles_its_grammar_once_off_the_loop(
     work: Counter[tuple[str, bool]], constraint: dict[str, Any], stream: bool
 ) -> None:
     engine = FakeEngine()
@@ -60,14 +59,14 @@ def test_a_call_of_1024_prompts_compiles_its_grammar_once_and_never_on_the_event
     assert len({id(params) for _, _, params, _ in engine.seen}) == 1, "all prompts share the checked params"
 
 
-def test_a_batch_of_chats_compiles_its_grammar_once(work: Counter[tuple[str, bool]]) -> None:
+def test_batch_of_chats_compiles_its_grammar_once(work: Counter[tuple[str, bool]]) -> None:
     messages = [[{"role": "user", "content": f"chat {number}"}] for number in range(20)]
     body = {"messages": messages, "max_tokens": 2, "response_format": {"type": "json_object"}}
     assert ask("POST", f"{CHAT}/batch", json=body).status_code == 200
     assert work == {("_compile", False): 1, ("grammar_of", False): 1, ("digest_of", False): 1}
 
 
-def test_a_known_grammar_is_not_written_again_when_its_lexers_are_renewed(
+def test_cached_grammar_is_not_rebuilt_when_its_lexers_expire(
     work: Counter[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar, "MAX_SERVED", 2)
@@ -79,7 +78,7 @@ def test_a_known_grammar_is_not_written_again_when_its_lexers_are_renewed(
     assert work["grammar_of", True] == 1 and work["_compile", True] == 4
 
 
-def test_equal_params_have_one_key_and_others_have_others() -> None:
+def test_digests_identify_structured_output_params() -> None:
     def key(**fields: Any) -> bytes:
         return grammar.digest_of(StructuredOutputsParams(**fields))
 
@@ -100,7 +99,7 @@ def follow(grammars: Grammars, text: str, **fields: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("place", [0, 2500, 4999])
-def test_thousands_of_choices_that_begin_alike_are_followed_to_their_end(place: int) -> None:
+def test_thousands_of_choices_with_a_common_prefix(place: int) -> None:
     verdicts = follow(Grammars(lambda: BYTES), CHOICES[place], choice=CHOICES)
     assert set(verdicts[:-1]) == {""} and verdicts[-1] in ("", "complete")
 
@@ -119,17 +118,17 @@ def test_thousands_of_choices_that_begin_alike_are_followed_to_their_end(place: 
         (["/a.*/", "b"], "/ab/", False),
     ],
 )
-def test_choices_are_taken_literally(choice: list[str], text: str, fits: bool) -> None:
+def test_choices_are_matched_literally(choice: list[str], text: str, fits: bool) -> None:
     assert ("error" not in follow(Grammars(lambda: BYTES), text, choice=choice)) == fits
 
 
-def test_choices_beyond_the_limit_of_characters_are_400() -> None:
+def test_too_many_choice_characters_are_400() -> None:
     choice = [f"{number:06}" for number in range(40_000)]
     error = refused(ask("POST", COMPLETIONS, json={"prompt": "a", "structured_outputs": {"choice": choice}}))
     assert error["param"] == "structured_outputs" and f"at most {grammar.MAX_CHARS}" in error["message"]
 
 
-def test_a_limit_of_the_library_is_told_apart_from_a_dead_end() -> None:
+def test_parser_limit_differs_from_a_mismatch() -> None:
     """The library's parser follows at most 2,000 alternatives at once."""
     alternatives = " | ".join(f'"same {number}"' for number in range(2500))
     grammars = Grammars(lambda: BYTES)
@@ -137,7 +136,7 @@ def test_a_limit_of_the_library_is_told_apart_from_a_dead_end() -> None:
     assert follow(grammars, "x", regex="abc") == ["error"]
 
 
-def test_a_client_is_told_that_its_grammar_is_too_complex() -> None:
+def test_too_complex_grammar_is_400() -> None:
     request = Request(id="a", tokens=[1, 2], params=SamplingParams(), prompt_len=1, limit=9, seed=0)
     assert why_stopped(request, np.array([1, 2], np.int32), "limit") == ("error", TOO_COMPLEX)
     error = failure(FinishReason("error", TOO_COMPLEX))

@@ -1,5 +1,5 @@
-"""Headers without end, before any key is looked at (CVE-2025-48956): their bytes and their number are
-bounded, wherever in a message they stand."""
+"""Endless headers, before any key is checked (CVE-2025-48956): their bytes and their number are bounded,
+wherever they are in a message."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ MANY = 4 << 20
 
 
 def refusal(server: RawServer, *pieces: bytes) -> Response:
-    """Return the one response, behind which the connection must be closed."""
+    """Return the one response, after which the connection must be closed."""
     with server.connect() as client:
         for piece in pieces:
             client.send(piece)
@@ -37,7 +37,7 @@ def refusal(server: RawServer, *pieces: bytes) -> Response:
     ],
     ids=["a value", "a name", "many headers", "a path", "empty lines", "a little too much"],
 )
-def test_headers_that_are_too_large_are_431(http_server: RawServer, message: bytes) -> None:
+def test_oversized_headers_are_431(http_server: RawServer, message: bytes) -> None:
     assert refusal(http_server, message).status == 431
 
 
@@ -46,20 +46,20 @@ def test_headers_that_are_too_large_are_431(http_server: RawServer, message: byt
     [b"5;" + b"a" * MANY, b"0\r\nX-A: " + b"b" * MANY, b"0\r\n" + b"X-A: b\r\n" * (MANY // 8)],
     ids=["chunk extension", "trailer", "many trailers"],
 )
-def test_chunks_and_trailers_are_bounded_too(http_server: RawServer, behind: bytes) -> None:
-    """Catches a limit that ends with the headers: the parser collects trailers as it does headers."""
+def test_chunk_extensions_and_trailers_are_bounded(http_server: RawServer, behind: bytes) -> None:
+    """Catches a limit that ends with the headers: the parser collects trailers in the same way."""
     assert refusal(http_server, post(CHUNKED, b"1\r\n{\r\n" + behind)).status == 431
 
 
-def test_the_number_of_headers_is_bounded(http_server: RawServer) -> None:
+def test_header_count_is_bounded(http_server: RawServer) -> None:
     fitting = b"".join(b"X-%d: b\r\n" % number for number in range(MAX_HEADERS - 2))
     assert http_server.ask(get(AUTH + fitting))[0].status == 200
     assert refusal(http_server, get(AUTH + fitting + b"X-Last: b\r\n")).status == 431
     assert refusal(http_server, get(AUTH + b"X-A: b\r\n" * (MAX_HEADERS - 1))).status == 431
 
 
-def test_headers_that_just_fit_are_read(http_server: RawServer) -> None:
-    """With a body behind them, in the same piece and in another: its bytes are not counted."""
+def test_largest_allowed_headers_are_accepted(http_server: RawServer) -> None:
+    """A body follows in the same piece or in another: its bytes are not counted."""
     head = post(LENGTH, b"")
     padded = post(LENGTH + b"X-A: " + b"b" * (MAX_BYTES - len(head) - 7) + b"\r\n", b"")
     assert len(padded) == MAX_BYTES
@@ -72,13 +72,13 @@ def test_headers_that_just_fit_are_read(http_server: RawServer) -> None:
             assert [response and response.status for response in responses] == [200, 200]
 
 
-def test_headers_that_come_slowly_are_counted_all(http_server: RawServer) -> None:
+def test_headers_in_many_pieces_are_counted_together(http_server: RawServer) -> None:
     """Catches a limit on a single read."""
     pieces = [b"X-%d: " % number + b"b" * 1000 + b"\r\n" for number in range(100)]
     assert refusal(http_server, b"GET / HTTP/1.1\r\n", *pieces).status == 431
 
 
-def test_large_headers_behind_another_request_are_not_answered(http_server: RawServer) -> None:
+def test_oversized_pipelined_headers_are_not_answered(http_server: RawServer) -> None:
     with http_server.connect() as client:
         client.send(get() + b"GET / HTTP/1.1\r\nX-A: ")
         for _ in range(64):
@@ -87,7 +87,7 @@ def test_large_headers_behind_another_request_are_not_answered(http_server: RawS
     assert statuses in ([200], [200, 431])
 
 
-def test_a_connection_that_was_refused_harms_no_other(http_server: RawServer) -> None:
+def test_refused_connection_does_not_affect_others(http_server: RawServer) -> None:
     with http_server.connect() as other:
         other.send(PROBE[:20])
         assert refusal(http_server, get(b"X-A: " + b"b" * MANY + b"\r\n")).status == 431
@@ -96,7 +96,7 @@ def test_a_connection_that_was_refused_harms_no_other(http_server: RawServer) ->
         assert response is not None and response.status == 200
 
 
-def test_the_flags_of_vllm_are_honoured() -> None:
+def test_vllm_header_limit_flags_are_honoured() -> None:
     parser = argparse.ArgumentParser()
     add_server_flags(parser)
     flags = ["--h11-max-incomplete-event-size", "1024", "--h11-max-header-count", "4"]

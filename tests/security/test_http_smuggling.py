@@ -1,6 +1,6 @@
-"""Messages that two readers could take for different requests: each is refused, or answered as it is written,
-and the connection stays in step. This is the class of request smuggling, for which vLLM has no advisory of
-its own: Content-Length against Transfer-Encoding, chunks, line ends, repeated headers, trailers, Upgrade."""
+"""Messages that two parsers could read as different requests: each is refused, or answered as it is written,
+and the connection stays in sync. This is the class of request smuggling, for which vLLM has no advisory:
+Content-Length against Transfer-Encoding, chunks, line ends, repeated headers, trailers, Upgrade."""
 
 import json
 import time
@@ -10,12 +10,12 @@ from http_corpus import AUTH, BODY, CASES, CHUNKED, CHUNKS, LENGTH, Case, get, p
 from raw_http import KEY, PROBE, RawServer
 
 PAUSE_S = 0.02
-"""Makes pieces arrive one by one."""
+"""Pause that makes pieces arrive one by one."""
 FEW = 4
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_message_is_answered_as_it_is_written(http_server: RawServer, case: Case) -> None:
+def test_ambiguous_messages_are_refused_or_answered_as_written(http_server: RawServer, case: Case) -> None:
     with http_server.connect() as client:
         for piece in case.pieces:
             client.send(piece)
@@ -31,7 +31,7 @@ def test_every_message_is_answered_as_it_is_written(http_server: RawServer, case
         assert response is not None and response.status == 200 and b"also-fake" in response.body
 
 
-def test_a_refusal_is_json_that_names_the_remedy(http_server: RawServer) -> None:
+def test_refusal_is_json_with_the_remedy(http_server: RawServer) -> None:
     (response,) = http_server.ask(get(AUTH + b"Host: y\r\n"))
     assert response.headers["content-type"] == "application/json"
     assert response.headers["connection"] == "close"
@@ -40,8 +40,9 @@ def test_a_refusal_is_json_that_names_the_remedy(http_server: RawServer) -> None
     assert error["message"] == "the request has more than one host header; send one"
 
 
-def test_a_refused_message_is_not_the_answer_of_the_one_before(http_server: RawServer) -> None:
-    """Catches an error that is written while an earlier request runs: a client takes it for its answer."""
+def test_refusal_is_not_sent_as_the_answer_of_an_earlier_request(http_server: RawServer) -> None:
+    """Catches an error that is written while an earlier request runs: the client would take it for its
+    answer."""
     slow = json.dumps({"prompt": "ab", "max_tokens": 3}).encode()
     with http_server.connect() as client:
         client.send(post(b"Content-Length: %d\r\n" % len(slow), slow) + b"nonsense\r\n\r\n")
@@ -49,8 +50,8 @@ def test_a_refused_message_is_not_the_answer_of_the_one_before(http_server: RawS
     assert response.status == 200 and json.loads(response.body)["object"] == "text_completion"
 
 
-def test_a_trailer_changes_no_header_of_the_request(http_server: RawServer) -> None:
-    """Catches trailers that replace what a proxy has checked."""
+def test_trailers_change_no_header(http_server: RawServer) -> None:
+    """Catches trailers that replace headers that a proxy has checked."""
     trailers = b"X-Request-Id: trailer\r\nContent-Type: text/plain\r\nAuthorization: Bearer x\r\n\r\n"
     engine = http_server.engine
     (response,) = http_server.ask(post(CHUNKED + b"X-Request-Id: head\r\n", CHUNKS[:-2] + trailers))
@@ -59,8 +60,8 @@ def test_a_trailer_changes_no_header_of_the_request(http_server: RawServer) -> N
 
 
 @pytest.mark.parametrize("path", ["/health", "/ping", "/version"])
-def test_head_is_answered_without_a_body(http_server: RawServer, path: str) -> None:
-    """Probes of balancers use it; a body would be read as the next response."""
+def test_head_has_no_body(http_server: RawServer, path: str) -> None:
+    """Load balancers probe with HEAD; a body would be read as the next response."""
     key = f"Authorization: Bearer {KEY}\r\n".encode()
     with http_server.connect() as client:
         client.send(b"HEAD %b HTTP/1.1\r\n%b\r\n" % (path.encode(), key))
@@ -71,17 +72,17 @@ def test_head_is_answered_without_a_body(http_server: RawServer, path: str) -> N
         assert response is not None and response.status == 200
 
 
-def test_a_large_body_comes_whole_in_pieces_of_any_size(http_server: RawServer) -> None:
-    """Catches bytes that are lost where one read is larger than headers may be."""
+def test_large_body_arrives_complete_in_pieces_of_any_size(http_server: RawServer) -> None:
+    """Catches bytes that are lost where one read is larger than the header limit."""
     body = json.dumps({"prompt": "ab", "max_tokens": 2, "user": "x" * 1_000_000}).encode()
     for headers, content in (
         (b"Content-Length: %d\r\n" % len(body), body),
         (CHUNKED, b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)),
-        (CHUNKED, b"".join(b"%x\r\n%b\r\n" % (len(p), p) for p in _pieces(body, 70_001)) + b"0\r\n\r\n"),
+        (CHUNKED, b"".join(b"%x\r\n%b\r\n" % (len(p), p) for p in _split(body, 70_001)) + b"0\r\n\r\n"),
     ):
         responses = http_server.ask(post(headers, content) + post(LENGTH, BODY), num=2)
         assert [response.status for response in responses] == [200, 200]
 
 
-def _pieces(data: bytes, size: int) -> list[bytes]:
+def _split(data: bytes, size: int) -> list[bytes]:
     return [data[start : start + size] for start in range(0, len(data), size)]

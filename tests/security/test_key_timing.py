@@ -1,6 +1,5 @@
-"""The time that it takes to refuse a key (CVE-2025-59425): `==` ends at the first wrong character, so that a
-key could be found character by character. Quire compares SHA-256 digests in constant time, and all keys each
-time."""
+"""Timing of key comparison (CVE-2025-59425): `==` ends at the first wrong character, so that a key could be
+guessed character by character. Quire compares SHA-256 digests in constant time, and all keys each time."""
 
 import hmac
 
@@ -21,7 +20,7 @@ def application() -> Application:
 
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """The lengths of what is compared in constant time."""
+    """Return the lengths of the values that are compared in constant time."""
     lengths: list[tuple[int, int]] = []
     compare = hmac.compare_digest
 
@@ -48,7 +47,7 @@ def test_every_key_costs_the_same_comparisons(
     assert compared == [(32, 32)] * len(KEYS)
 
 
-def test_the_comparison_runs_for_other_schemes_too(
+def test_keys_are_compared_for_other_auth_schemes(
     application: Application, compared: list[tuple[int, int]]
 ) -> None:
     for value in (b"Basic sk-first-key", b"sk-first-key", b""):

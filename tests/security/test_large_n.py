@@ -1,6 +1,6 @@
-"""Many answers by one request (CVE-2024-8939, CVE-2026-34756): best_of and n had no upper bound, so that one
-small body held up the server or filled its memory. Quire bounds n (--max-n), the sequences of one call
-(VLLM_MAX_N_SEQUENCES), and ignores best_of."""
+"""Many sequences by one request (CVE-2024-8939, CVE-2026-34756): best_of and n had no upper bound, so that
+one small body blocked the server or filled its memory. Quire bounds n (--max-n) and the sequences of one
+call (VLLM_MAX_N_SEQUENCES), and ignores best_of."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ LARGE = 10**9
         ("/inference/v1/generate", {"token_ids": [1, 2]}),
     ],
 )
-def test_n_has_an_upper_bound(path: str, body: dict[str, Any], n: int) -> None:
+def test_n_is_bounded(path: str, body: dict[str, Any], n: int) -> None:
     engine = FakeEngine()
     fields = {"n": n, "temperature": 1.0}
     body = body | ({"sampling_params": fields} if path.startswith("/inference") else fields)
@@ -29,7 +29,7 @@ def test_n_has_an_upper_bound(path: str, body: dict[str, Any], n: int) -> None:
     assert error["param"] == "n" and not engine.seen
 
 
-def test_best_of_makes_nothing() -> None:
+def test_best_of_is_ignored() -> None:
     engine = FakeEngine()
     for send in (chat, complete):
         reply = send(engine, best_of=LARGE, max_tokens=1)
@@ -37,8 +37,8 @@ def test_best_of_makes_nothing() -> None:
     assert [params.n for _, _, params, _ in engine.seen] == [1, 1]
 
 
-def test_a_call_for_too_many_sequences_is_refused_before_anything_is_made() -> None:
-    """1,024 prompts with n = 128 would hold up everybody else, and fill the memory."""
+def test_too_many_sequences_are_refused_before_any_is_built() -> None:
+    """1,024 prompts with n = 128 would block all other requests and fill the memory."""
     engine = FakeEngine()
     error = refused(complete(engine, prompt=["a"] * 1024, n=128, temperature=1.0))
     assert error["param"] == "n" and "131072 sequences" in error["message"]
@@ -53,7 +53,7 @@ def test_a_call_for_too_many_sequences_is_refused_before_anything_is_made() -> N
         ("/v1/embeddings", {"input": ["a"] * 17_000}),
     ],
 )
-def test_prompts_of_one_call_have_an_upper_bound(path: str, body: dict[str, Any]) -> None:
+def test_number_of_prompts_is_bounded(path: str, body: dict[str, Any]) -> None:
     engine = FakeEngine(pooling=EMBEDDER if path == "/v1/embeddings" else None)
     refused(ask("POST", path, engine=engine, json=body))
     assert not engine.seen and not engine.pooled

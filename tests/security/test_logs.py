@@ -1,7 +1,6 @@
-"""Nothing that a client sends can write a line of its own into the log, or colour it.
+"""No field that a client sends can add a line to the log or colour it.
 
-Log injection (CWE-117); the class has no number in vLLM.
-"""
+Log injection (CWE-117); vLLM has no advisory of this class."""
 
 import logging
 from collections.abc import Iterator
@@ -23,15 +22,15 @@ FORGED = "x\nERROR 01-01 00:00:00 [engine.py:1] forged \x1b[31m"
 
 @pytest.fixture
 def lines() -> Iterator[list[str]]:
-    """What is logged, as it would be written, without tracebacks."""
-    found: list[str] = []
+    """Return the logged messages, as they would be written, without tracebacks."""
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("quire")
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG)
-    yield found
+    yield messages
     logger.removeHandler(handler)
     logger.setLevel(level)
 
@@ -51,13 +50,13 @@ def lines() -> Iterator[list[str]]:
     ],
     ids=lambda body: next(iter(body)) if FORGED not in body else "field",
 )
-def test_no_field_of_a_body_breaks_a_line(lines: list[str], body: dict[str, Any]) -> None:
+def test_body_fields_cannot_inject_log_lines(lines: list[str], body: dict[str, Any]) -> None:
     settings = {"enable_log_requests": True, "enable_log_outputs": True, "log_error_stack": True}
     chat(settings=settings, **body)
     assert all(line.isprintable() for line in lines), lines
 
 
-def test_no_header_breaks_a_line(lines: list[str]) -> None:
+def test_headers_cannot_inject_log_lines(lines: list[str]) -> None:
     headers = [(b"x-request-id", "a\x85b\x9b31m".encode("latin-1"))]
     body = {"messages": MESSAGES}
     response = ask("POST", CHAT, settings={"enable_log_requests": True}, json=body, headers=headers)
@@ -65,21 +64,21 @@ def test_no_header_breaks_a_line(lines: list[str]) -> None:
     assert all(line.isprintable() for line in lines), lines
 
 
-def test_an_unknown_model_is_named_on_one_line() -> None:
-    """The message is logged, too, with --log-error-stack."""
+def test_unknown_model_is_reported_on_one_line() -> None:
+    """The message is also logged with --log-error-stack."""
     error = refused(chat(model=FORGED), 404)
     assert error["message"].isprintable() and "forged" in error["message"]
     assert len(refused(chat(model="x" * 10**6), 404)["message"]) < 1000
     assert refused(chat(model="żółw/2"), 404)["message"] == "The model `żółw/2` does not exist."
 
 
-def test_ids_of_other_callers_are_written_on_one_line(lines: list[str]) -> None:
+def test_ids_of_python_callers_are_logged_on_one_line(lines: list[str]) -> None:
     """Ids of Python callers are not checked as those of HTTP clients are."""
     PreemptionWarning()(FORGED, 1)
     assert all(line.isprintable() for line in lines) and "forged" in lines[0]
 
     class Failing:
-        def begin(self, asked: Any) -> Future[Any]:
+        def begin(self, request: Any) -> Future[Any]:
             failed: Future[Any] = Future()
             failed.set_exception(ValueError(FORGED))
             return failed
@@ -91,7 +90,7 @@ def test_ids_of_other_callers_are_written_on_one_line(lines: list[str]) -> None:
     assert len(lines) == 2 and all(line.isprintable() for line in lines)
 
 
-def test_the_old_fields_of_functions_are_ignored_with_one_warning(lines: list[str]) -> None:
+def test_deprecated_function_fields_are_ignored_with_one_warning(lines: list[str]) -> None:
     warn_once.cache_clear()
     engine = FakeEngine()
     for _ in range(3):
@@ -110,5 +109,5 @@ def test_the_old_fields_of_functions_are_ignored_with_one_warning(lines: list[st
         ("x" * 300, "x" * 256 + "..."),
     ],
 )
-def test_text_is_made_printable(text: str, shown: str) -> None:
+def test_printable_escapes_control_characters(text: str, shown: str) -> None:
     assert printable(text) == shown

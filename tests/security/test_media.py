@@ -1,5 +1,5 @@
-"""Media that are small as files and large in memory (CVE-2026-22773, CVE-2026-22778, CVE-2026-34755): what an
-item takes to decode is known from its head, and only so much is decoded at once."""
+"""Media that are small as files and large in memory (CVE-2026-22773, CVE-2026-22778, CVE-2026-34755): the
+memory to decode an item is computed from its header, and only a limited amount is decoded at once."""
 
 import asyncio
 import io
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ask import CHAT, ask, refused
-from fake_inputs import data_url, file_of, huge_png, image_part, media, picture, seeing, wav
+from fake_inputs import data_url, engine_with_media, file_of, huge_png, image_part, media, picture, wav
 from PIL import Image
 
 from quire.errors import RequestError
@@ -30,7 +30,7 @@ def flat(mode: str) -> Image.Image:
     return Image.new(mode, (SIDE, SIDE))
 
 
-def taken(modality: str, data: bytes, **options: Any) -> int:
+def reserved_bytes(modality: str, data: bytes, **options: Any) -> int:
     counts: list[int] = []
     decode(modality, Blob((data,)), options, DecodeLimits(10**6, take=counts.append))
     return sum(counts)
@@ -41,11 +41,11 @@ def taken(modality: str, data: bytes, **options: Any) -> int:
     [("RGB", "PNG", 4), ("RGBA", "PNG", 8), ("LA", "PNG", 12), ("L", "PNG", 5), ("I;16", "PNG", 7),
      ("CMYK", "JPEG", 8), ("RGB", "WEBP", 17), ("RGB", "BMP", 4)],
 )  # fmt: skip
-def test_the_bytes_of_an_image_are_taken_before_it_is_decoded(mode: str, form: str, num_bytes: int) -> None:
-    assert taken("image", file_of(flat(mode), form)) == SIDE * SIDE * num_bytes
+def test_image_memory_is_reserved_before_decoding(mode: str, form: str, num_bytes: int) -> None:
+    assert reserved_bytes("image", file_of(flat(mode), form)) == SIDE * SIDE * num_bytes
 
 
-def test_an_image_for_which_there_is_no_room_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_image_without_room_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     data = huge_png(13_000, 13_000)
     assert len(data) < 1 << 20
     monkeypatch.setattr(Image.Image, "load", lambda *_: pytest.fail("it was decoded"))
@@ -58,20 +58,20 @@ def test_an_image_for_which_there_is_no_room_is_not_decoded(monkeypatch: pytest.
         decode("image", Blob((data,)), {}, DecodeLimits(10**9, take=refuse))
 
 
-def test_a_picture_that_is_turned_takes_room_for_both() -> None:
+def test_rotated_image_reserves_both_copies() -> None:
     exif = Image.Exif()
     exif[0x112] = 6
-    assert taken("image", file_of(flat("RGB"), "JPEG", exif=exif.tobytes())) == SIDE * SIDE * 8
+    assert reserved_bytes("image", file_of(flat("RGB"), "JPEG", exif=exif.tobytes())) == SIDE * SIDE * 8
 
 
-def test_the_frames_of_a_moving_picture_are_taken_before_they_are_decoded() -> None:
+def test_animation_memory_is_reserved_before_decoding() -> None:
     frames = [picture(20, 10, seed=seed).quantize() for seed in range(6)]
     film = file_of(frames[0], "GIF", save_all=True, append_images=frames[1:])
-    assert taken("video", film, num_frames=6) == 20 * 10 * (6 * 3 + 20)
-    assert taken("video", film, num_frames=2) == 20 * 10 * (2 * 3 + 20)
+    assert reserved_bytes("video", film, num_frames=6) == 20 * 10 * (6 * 3 + 20)
+    assert reserved_bytes("video", film, num_frames=2) == 20 * 10 * (2 * 3 + 20)
 
 
-def test_frames_that_are_larger_than_the_head_says_take_more() -> None:
+def test_frames_larger_than_the_header_reserve_more() -> None:
     counts: list[int] = []
     limits = DecodeLimits(100 * 100, take=counts.append)
     largest = _begin_size(0, 10, 10, limits)
@@ -82,12 +82,12 @@ def test_frames_that_are_larger_than_the_head_says_take_more() -> None:
         _begin_size(largest, 101, 100, limits)
 
 
-def test_the_samples_of_a_sound_are_taken_before_they_are_decoded() -> None:
-    assert taken("audio", wav(np.zeros((500, 2), np.int16))) == 500 * 2 * 8
+def test_audio_memory_is_reserved_before_decoding() -> None:
+    assert reserved_bytes("audio", wav(np.zeros((500, 2), np.int16))) == 500 * 2 * 8
 
 
-def test_greys_of_16_bits_are_never_wider(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers of 64 bits took ten times the memory of the picture."""
+def test_16_bit_grey_images_are_never_widened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values of 64 bits took ten times the memory of the image."""
     numbers = np.arange(600 * 300, dtype=np.uint32).reshape(600, 300) * 0x9E37 % 65536
     grey = Image.fromarray(numbers.astype(np.uint16))
     sizes: list[int] = []
@@ -98,8 +98,8 @@ def test_greys_of_16_bits_are_never_wider(monkeypatch: pytest.MonkeyPatch) -> No
         return fromarray(array)
 
     monkeypatch.setattr(Image, "fromarray", noting)
-    found = np.asarray(to_rgb(grey))
-    assert (found == (numbers >> 8)[..., None]).all() and max(sizes) < 600 * 300
+    rgb = np.asarray(to_rgb(grey))
+    assert (rgb == (numbers >> 8)[..., None]).all() and max(sizes) < 600 * 300
     wide = fromarray((numbers * 4096).astype(np.int32))
     expected = ((numbers * 4096).astype(np.int32) >> 8).clip(0, 255)
     assert (np.asarray(to_rgb(wide)) == expected[..., None]).all()
@@ -107,8 +107,8 @@ def test_greys_of_16_bits_are_never_wider(monkeypatch: pytest.MonkeyPatch) -> No
     assert (np.asarray(to_rgb(small)) == (numbers % 256)[..., None]).all()
 
 
-def test_an_icon_that_lies_about_its_size_is_refused() -> None:
-    """Pillow believes the directory of the file, and then decodes the picture in it, however large."""
+def test_icon_with_a_false_size_is_refused() -> None:
+    """Pillow trusts the directory of the file, and then decodes the image in it, however large."""
     file = io.BytesIO()
     Image.new("RGBA", (32, 32)).save(file, "ICO", sizes=[(32, 32)])
     good = file.getvalue()
@@ -123,12 +123,12 @@ def test_an_icon_that_lies_about_its_size_is_refused() -> None:
 
 
 def reader(num_bytes: int) -> MediaInputReader:
-    """One that may take so many bytes to decode."""
+    """Return a reader that may use this many bytes to decode."""
     return media(env={"media_max_mb": num_bytes / 4 / 2**20}, mm_processor_cache_gb=0)
 
 
-def test_images_are_decoded_as_many_at_once_as_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    eyes = reader(10 * SIDE * SIDE)  # for two of them
+def test_concurrent_decodes_are_limited_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    eyes = reader(10 * SIDE * SIDE)  # room for two of them
     assert eyes._media_processor is not None
     processor, lock = eyes._media_processor.processor, threading.Lock()
     running, most, process = 0, 0, processor.process
@@ -139,7 +139,7 @@ def test_images_are_decoded_as_many_at_once_as_there_is_room_for(monkeypatch: py
         with lock:
             running += 1
             most = max(most, running)
-        both.wait()  # a third would break it, and one alone never passes it
+        both.wait()  # a third would break the barrier, and one alone would not pass it
         with lock:
             running -= 1
         return process(*args)
@@ -156,18 +156,18 @@ def test_images_are_decoded_as_many_at_once_as_there_is_room_for(monkeypatch: py
     assert most == 2 and eyes._media_processor._decoding._left == 10 * SIDE * SIDE
 
 
-def test_an_item_that_needs_more_than_all_may_take_is_a_bad_request() -> None:
+def test_item_larger_than_the_whole_budget_is_400() -> None:
     url = data_url(file_of(flat("RGB")))
-    engine = seeing(reader(3 * SIDE * SIDE))
+    engine = engine_with_media(reader(3 * SIDE * SIDE))
     body = {"messages": [{"role": "user", "content": [image_part(url)]}]}
     message = refused(ask("POST", CHAT, engine=engine, json=body))["message"]
     assert f"at least {4 * SIDE * SIDE} bytes" in message and f"may use {3 * SIDE * SIDE}" in message
     assert "QUIRE_MEDIA_MAX_MB" in message and "smaller" in message
-    assert ask("POST", CHAT, engine=seeing(reader(4 * SIDE * SIDE)), json=body).status_code == 200
+    assert ask("POST", CHAT, engine=engine_with_media(reader(4 * SIDE * SIDE)), json=body).status_code == 200
 
 
-def test_threads_that_take_piece_by_piece_all_end() -> None:
-    """Two that hold some and wait for more would wait for ever, if the oldest could not go on."""
+def test_threads_that_reserve_piecewise_do_not_deadlock() -> None:
+    """Two that hold some bytes and wait for more would deadlock if the oldest could not continue."""
     room, start = ByteBudget(10), threading.Barrier(4, timeout=30)
 
     def one() -> int:
@@ -183,7 +183,7 @@ def test_threads_that_take_piece_by_piece_all_end() -> None:
     assert room._left == 10 and not room._holds
 
 
-def test_room_is_given_back_when_decoding_fails() -> None:
+def test_memory_is_released_when_decoding_fails() -> None:
     eyes = reader(10 * SIDE * SIDE)
     assert eyes._media_processor is not None
     broken = file_of(flat("RGB"))[:-60]

@@ -1,13 +1,13 @@
-"""Collisions of media in caches (CVE-2025-46722): an image was known by its pixels without its size, so that
-one of 30 x 100 was taken for another of 100 x 30. Quire's keys are digests of the content with its mode,
-size, type and rate, each piece with its length in front."""
+"""Collisions of media in caches (CVE-2025-46722): an image was identified by its pixels without its size, so
+that one of 30 x 100 equalled another of 100 x 30. Quire's keys are digests of the content with its mode,
+size, type and rate, each piece prefixed with its length."""
 
 from typing import Any
 
 import numpy as np
 import pytest
 from ask import chat
-from fake_inputs import data_url, file_of, image_part, inputs, picture, seeing
+from fake_inputs import data_url, engine_with_media, file_of, image_part, inputs, picture
 from PIL import Image
 
 PIXELS = np.random.default_rng(0).integers(0, 256, 30 * 100 * 3, dtype=np.uint8)
@@ -38,14 +38,14 @@ def key_of(modality: str, content: Any) -> bytes:
     ],
     ids=["size", "mode", "rate", "frames"],
 )
-def test_the_same_bytes_in_another_form_are_something_else(modality: str, contents: list[Any]) -> None:
+def test_same_bytes_in_another_form_have_another_key(modality: str, contents: list[Any]) -> None:
     assert len({key_of(modality, content) for content in contents}) == len(contents)
     assert key_of(modality, contents[0]) == key_of(modality, contents[0])
 
 
-def test_frames_do_not_run_together() -> None:
-    """Lists of files that are the same bytes when they are joined; what follows a JPEG file is ignored."""
-    engine = seeing()
+def test_frame_boundaries_are_hashed() -> None:
+    """The lists of files have the same bytes when joined; data after a JPEG file is ignored."""
+    engine = engine_with_media()
     file = file_of(picture(), "JPEG")
     keys = []
     for frames in ([file, file + file], [file + file, file], [file] * 3):
@@ -59,8 +59,8 @@ def test_frames_do_not_run_together() -> None:
     assert len({*keys}) == 3
 
 
-def test_images_over_http_are_told_apart_by_content_and_reading() -> None:
-    engine = seeing()
+def test_image_keys_depend_on_content_and_processor_arguments() -> None:
+    engine = engine_with_media()
     for seed in range(2):
         for kwargs in ({}, {"side": 8}):
             part = image_part(data_url(file_of(picture(seed=seed))))

@@ -1,6 +1,6 @@
-"""Placeholder tokens of media in plain text (CVE-2026-44222): a prompt with the image token of a vision model
-and no image ended vLLM's worker. In Quire they are tokens like others where no media come with them, and a
-prompt whose places and media do not match is refused before the engine."""
+"""Media placeholder tokens in plain text (CVE-2026-44222): a prompt with the image token of a vision model
+and no image ended vLLM's worker. In Quire they are ordinary tokens if no media come with them, and a prompt
+with placeholders that do not match its media is refused before the engine."""
 
 from pathlib import Path
 from typing import Any
@@ -32,14 +32,14 @@ def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return LLM(str(made(request.param, base)[0]), use_tqdm_on_load=False, **settings)
 
 
-def test_placeholders_without_media_end_nothing(llm: LLM) -> None:
+def test_placeholders_without_media_are_ordinary_tokens(llm: LLM) -> None:
     beside = {"prompt": "<image><video>", "multi_modal_data": {"image": picture(32, 32)}}
     for output in llm.generate([*ALONE, beside], PARAMS, use_tqdm=False):
         assert len(output.outputs[0].token_ids) == 3
 
 
 @pytest.mark.parametrize("text", ["<begin><image><end><begin><image><end>", "<video>", "no place"])
-def test_places_and_media_that_do_not_match_are_refused(llm: LLM, text: str) -> None:
+def test_mismatched_placeholders_are_refused(llm: LLM, text: str) -> None:
     for data in ({"image": picture(32, 32)}, {"image": [picture(32, 32)] * 3}):
         with pytest.raises(RequestError):
             llm.generate([{"prompt": text, "multi_modal_data": data}], PARAMS, use_tqdm=False)

@@ -1,8 +1,7 @@
-"""The port at which other machines join an engine: strangers cost little, and do not end anything.
+"""The port at which other machines join an engine: unknown peers cost little and end nothing.
 
-Guards against the classes of CVE-2025-30202 (sockets that anybody can reach) and CVE-2025-30165 (services
-between nodes that trust whatever connects).
-"""
+Guards against the classes of CVE-2025-30202 (sockets that any peer can reach) and CVE-2025-30165 (services
+between nodes that trust any connection)."""
 
 import errno
 import socket
@@ -31,7 +30,7 @@ TOKEN = "the secret of the deployment"
 
 
 class Listener:
-    """A listening socket whose next calls of `accept` can fail."""
+    """Listening socket with an `accept` that can be made to fail."""
 
     def __init__(self) -> None:
         self.socket = socket.create_server(("127.0.0.1", 0), backlog=256)
@@ -49,7 +48,7 @@ class Listener:
 
 
 class Port:
-    """A crew that awaits two machines, and connections to its port."""
+    """Head that waits for two machines, and connections to its port."""
 
     def __init__(self) -> None:
         self.listener = Listener()
@@ -61,18 +60,18 @@ class Port:
         self.sockets.append(socket.create_connection(self.listener.getsockname(), timeout=PATIENCE_S))
         return self.sockets[-1]
 
-    def say(self, rank: int, token: str) -> Connection:
+    def send_join(self, rank: int, token: str) -> Connection:
         self.pipes.append(tuned(self.connect()))
         self.pipes[-1].send_bytes(encode(Join(rank, {}, token)))
         return self.pipes[-1]
 
     def join(self, rank: int) -> None:
-        self.say(rank, TOKEN)
+        self.send_join(rank, TOKEN)
         until(lambda: rank in self.worker_group.nodes)
 
     def refusal(self, rank: int, token: str = TOKEN) -> HeadEnd:
-        """What a machine is told that is not admitted."""
-        pipe = self.say(rank, token)
+        """Return the message that a refused machine gets."""
+        pipe = self.send_join(rank, token)
         assert pipe.poll(PATIENCE_S)
         end = decode_from_head(pipe.recv_bytes())
         assert isinstance(end, HeadEnd)
@@ -80,8 +79,8 @@ class Port:
 
     def close(self) -> None:
         self.worker_group.end()
-        for each in (*self.sockets, *self.pipes):
-            each.close()
+        for connection in (*self.sockets, *self.pipes):
+            connection.close()
 
 
 def until(is_done: Callable[[], object]) -> None:
@@ -107,7 +106,7 @@ def port() -> Iterator[Port]:
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ECONNABORTED, errno.ENOBUFS])
-def test_a_connection_that_cannot_be_accepted_is_not_the_last(port: Port, number: int) -> None:
+def test_failed_accept_does_not_stop_the_listener(port: Port, number: int) -> None:
     port.listener.failures += [OSError(number, "none left")] * 2
     for _ in range(2):
         assert is_closed(port.connect())
@@ -116,7 +115,7 @@ def test_a_connection_that_cannot_be_accepted_is_not_the_last(port: Port, number
     assert port.worker_group.await_all(time.monotonic() + PATIENCE_S)
 
 
-def test_a_machine_without_the_token_is_told_and_ends_nothing(port: Port) -> None:
+def test_machine_without_the_token_is_refused(port: Port) -> None:
     for token in ("", "guess", "é"):
         refusal = port.refusal(1, token)
         assert refusal.is_final
@@ -129,9 +128,7 @@ def test_a_machine_without_the_token_is_told_and_ends_nothing(port: Port) -> Non
 
 
 @pytest.mark.parametrize("size", [MAX_JOIN_BYTES + 1, 1 << 30, 0x7FFFFFFF, 0xFFFFFFFF])
-def test_a_first_message_that_is_too_long_is_not_read(
-    port: Port, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_oversized_first_message_is_not_read(port: Port, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp, "GREETING_S", 10 * PATIENCE_S)
     sock = port.connect()
     sock.sendall(size.to_bytes(4, "big"))
@@ -139,8 +136,8 @@ def test_a_first_message_that_is_too_long_is_not_read(
     port.join(1)
 
 
-def test_a_first_message_has_a_time_limit(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that comes byte by byte."""
+def test_first_message_has_a_timeout(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The timeout also holds for one that arrives byte by byte."""
     monkeypatch.setattr(tcp, "GREETING_S", 0.2)
     silent, slow = port.connect(), port.connect()
     closed = threading.Event()
@@ -157,7 +154,7 @@ def test_a_first_message_has_a_time_limit(port: Port, monkeypatch: pytest.Monkey
     assert is_closed(silent) and closed.wait(PATIENCE_S)
 
 
-def test_connections_that_say_nothing_are_limited(port: Port) -> None:
+def test_silent_connections_are_limited(port: Port) -> None:
     before = {*threading.enumerate()}  # Threads of other tests may end meanwhile.
 
     def num_threads() -> int:
@@ -170,4 +167,4 @@ def test_connections_that_say_nothing_are_limited(port: Port) -> None:
     assert num_threads() <= MAX_UNADMITTED
     waiting.pop().close()
     until(lambda: num_threads() < MAX_UNADMITTED)
-    port.join(1)  # there is a place again
+    port.join(1)  # there is a free slot again

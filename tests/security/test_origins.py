@@ -1,5 +1,5 @@
-"""Web pages that use a server through the browser that shows them (CORS, CSRF), and servers that are open to
-all without a warning: a server without a key is closed to other origins, and logs who can reach it."""
+"""Web pages that use a server through their visitor's browser (CORS, CSRF), and open servers without a
+warning: a server without a key refuses other origins, and logs its exposure."""
 
 import asyncio
 import socket
@@ -21,7 +21,7 @@ PREFLIGHT = {
     "access-control-request-method": "POST",
     "access-control-request-headers": "content-type",
 }
-OWN = {"origin": "http://test", "sec-fetch-site": "same-origin"}
+SAME_ORIGIN = {"origin": "http://test", "sec-fetch-site": "same-origin"}
 KEY = {"api_key": ["secret"]}
 AUTHORIZED = {"authorization": "Bearer secret"}
 ALLOWED = "access-control-allow-origin"
@@ -31,7 +31,7 @@ def talk(headers: dict[str, str], **settings: Any) -> httpx.Response:
     return ask("POST", CHAT, settings=settings, headers=headers, json={"messages": MESSAGES})
 
 
-def test_without_a_key_no_other_origin_may_ask() -> None:
+def test_cross_origin_requests_without_a_key_are_refused() -> None:
     refusal = ask("OPTIONS", CHAT, headers=PREFLIGHT)
     assert refusal.status_code == 400 and ALLOWED not in refusal.headers
     assert ALLOWED not in ask("GET", "/v1/models", headers=PAGE).headers
@@ -42,24 +42,26 @@ def test_without_a_key_no_other_origin_may_ask() -> None:
         assert "https://evil.example" in message and "--allowed-origins" in message and not engine.seen
 
 
-def test_the_own_page_and_clients_that_are_no_browsers_are_answered() -> None:
-    """A proxy may stand between: the server need not know its own origin."""
-    for headers in ({}, OWN, {"origin": "https://quire.example", "sec-fetch-site": "same-origin"}):
+def test_same_origin_and_non_browser_clients_are_allowed() -> None:
+    """Behind a proxy the server need not know its own origin."""
+    for headers in ({}, SAME_ORIGIN, {"origin": "https://quire.example", "sec-fetch-site": "same-origin"}):
         assert talk(headers).status_code == 200
-    assert talk({"origin": "http://old.browser"}).status_code == 200  # which is not shown the answer
+    assert (
+        talk({"origin": "http://old.browser"}).status_code == 200
+    )  # the browser does not show it the answer
 
 
-def test_with_a_key_every_origin_may_ask_with_it_as_in_vllm() -> None:
+def test_any_origin_may_use_an_api_key() -> None:
     allowed = ask("OPTIONS", CHAT, settings=KEY, headers=PREFLIGHT)
     assert allowed.status_code == 200 and allowed.headers[ALLOWED] == "*"
     assert talk({**PAGE, **AUTHORIZED}, **KEY).headers[ALLOWED] == "*"
     assert talk(PAGE, **KEY).status_code == 401
 
 
-def test_origins_that_are_given_are_honoured() -> None:
-    given = {"allowed_origins": ["https://evil.example"]}
-    assert talk(PAGE, **given).headers[ALLOWED] == "https://evil.example"
-    assert talk({**PAGE, "origin": "https://other.example"}, **given).status_code == 403
+def test_allowed_origins_are_honoured() -> None:
+    settings = {"allowed_origins": ["https://evil.example"]}
+    assert talk(PAGE, **settings).headers[ALLOWED] == "https://evil.example"
+    assert talk({**PAGE, "origin": "https://other.example"}, **settings).status_code == 403
     assert talk(PAGE, allowed_origins=["*"]).headers[ALLOWED] == "*"
     assert talk({**PAGE, **AUTHORIZED}, **KEY, allowed_origins=[]).status_code == 403
     assert make_settings({}, env=Env.read({"HOME": "/", "QUIRE_API_KEY": "x"})).access.allowed_origins == [
@@ -67,11 +69,11 @@ def test_origins_that_are_given_are_honoured() -> None:
     ]
 
 
-# ---- what is said at the start
+# ---- warnings at startup
 
 
 @pytest.mark.parametrize("host", [None, "0.0.0.0", "::", "10.0.0.7", "gpu-box.example"])
-def test_a_public_address_without_a_key_has_one_warning_with_the_remedy(host: str | None) -> None:
+def test_public_address_without_a_key_is_warned_about(host: str | None) -> None:
     ((what, remedy),) = exposures(make_settings({"host": host}))
     assert (host or "every interface") in what and "without an API key" in what
     assert "--api-key" in remedy and "--host 127.0.0.1" in remedy
@@ -83,23 +85,23 @@ def test_a_public_address_without_a_key_has_one_warning_with_the_remedy(host: st
     [{"host": "127.0.0.1"}, {"host": "localhost"}, {"host": "::1"}, {"host": "127.9.9.9"}, {"uds": "/tmp/s"},
      {"host": "0.0.0.0", "ssl_cert_reqs": 2}],
 )  # fmt: skip
-def test_a_server_that_is_closed_to_others_has_none(settings: dict[str, Any]) -> None:
+def test_private_server_has_no_warning(settings: dict[str, Any]) -> None:
     assert not exposures(make_settings(settings))
 
 
-def test_every_origin_without_a_key_has_a_warning() -> None:
+def test_all_origins_without_a_key_are_warned_about() -> None:
     ((what, remedy),) = exposures(make_settings({"host": "::1", "allowed_origins": ["*"]}))
     assert "every web page" in what and "--allowed-origins" in remedy
     assert not exposures(make_settings({"host": "::1", "allowed_origins": ["https://a.example"]}))
 
 
-def test_the_warning_is_logged_once_by_the_process_that_announces(
+def test_warning_is_logged_once_by_the_announcing_process(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def started_and_stopped(announce: bool) -> None:
+    async def start_and_stop(announce: bool) -> None:
         stop = asyncio.Event()
         settings = make_settings({"port": 0, "shutdown_timeout": 0})
-        monkeypatch.setattr(main, "bind", lambda http: socket_on_loopback())
+        monkeypatch.setattr(main, "bind", lambda http: loopback_socket())
         await main.serve(
             settings, FakeEngine(), stop=stop, announce=announce, on_serving=lambda _: stop.set()
         )
@@ -107,11 +109,11 @@ def test_the_warning_is_logged_once_by_the_process_that_announces(
     for announce, count in ((True, 1), (False, 0)):
         caplog.clear()
         with caplog.at_level("WARNING"):
-            asyncio.run(started_and_stopped(announce))
+            asyncio.run(start_and_stop(announce))
         assert sum("without an API key" in record.getMessage() for record in caplog.records) == count
 
 
-def socket_on_loopback() -> socket.socket:
+def loopback_socket() -> socket.socket:
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     return listener

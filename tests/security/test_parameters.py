@@ -23,13 +23,13 @@ from quire.server.responses.items import MAX_REFERENCES, read_items
 
 
 class Ids(list[int]):
-    """Token ids that cannot be searched one by one."""
+    """Token ids that must not be searched linearly."""
 
     def __contains__(self, id: object) -> bool:
         raise AssertionError("the list was searched")
 
 
-def test_stop_ids_are_looked_up_not_searched() -> None:
+def test_stop_ids_are_looked_up_in_a_set() -> None:
     params = SamplingParams(max_tokens=None)
     params.stop_token_ids = Ids(range(100, 100 + MAX_STOP_TOKEN_IDS))
     request = Request(id="a", tokens=[1], params=params, prompt_len=1, limit=99, seed=0)
@@ -39,14 +39,14 @@ def test_stop_ids_are_looked_up_not_searched() -> None:
     assert why_stopped(request, np.array([1, 99], np.int32)) is None
 
 
-def test_a_request_without_stops_is_not_watched() -> None:
+def test_request_without_stop_ids_is_not_watched() -> None:
     request = Request(id="a", tokens=[1], params=SamplingParams(), prompt_len=1, limit=99, seed=0)
     running = Running(1, 99)
     assert not running.watched[running.admit(request, 0)]
 
 
 @pytest.mark.parametrize("ids", [[VOCAB], [5, 10**9], [-1], list(range(MAX_STOP_TOKEN_IDS + 1))], ids=len)
-def test_stop_ids_that_no_token_has_and_too_many_of_them_are_400(ids: list[int]) -> None:
+def test_invalid_or_too_many_stop_ids_are_400(ids: list[int]) -> None:
     engine = FakeEngine()
     assert "stop_token_ids" in refused(chat(engine, stop_token_ids=ids))["param"]
     assert engine.seen == []
@@ -61,20 +61,20 @@ def test_stop_ids_that_no_token_has_and_too_many_of_them_are_400(ids: list[int])
         ("/v1/messages", {"messages": MESSAGES, "max_tokens": 3, "model": "fake"}),
     ],
 )
-def test_a_long_cache_salt_is_400(path: str, body: dict[str, Any]) -> None:
+def test_long_cache_salt_is_400(path: str, body: dict[str, Any]) -> None:
     response = ask("POST", path, json=body | {"cache_salt": "x" * (MAX_SALT_CHARS + 1)})
     assert response.status_code == 400 and str(MAX_SALT_CHARS) in response.text
     assert ask("POST", path, json=body | {"cache_salt": "x" * MAX_SALT_CHARS}).status_code == 200
 
 
-def test_a_long_cache_salt_of_a_prompt_is_refused_with_the_way_out() -> None:
+def test_long_cache_salt_of_a_prompt_is_refused_with_the_remedy() -> None:
     prompt = {"prompt": "a", "cache_salt": "x" * 1000}
     with pytest.raises(RequestError, match=f"at most {MAX_SALT_CHARS} characters, got 1000; send its hash"):
         FakeEngine().inputs.parse(prompt)
 
 
 def test_references_to_one_stored_item_are_bounded() -> None:
-    """A reference is a few bytes, and its item may be megabytes."""
+    """A reference takes a few bytes, and its item may take megabytes."""
     item = {"id": "msg_1", "type": "message", "role": "user", "content": []}
     num_found = 0
 
@@ -95,22 +95,22 @@ def test_references_to_one_stored_item_are_bounded() -> None:
     assert num_found <= MAX_REFERENCES
 
 
-def test_params_of_a_call_are_made_once_for_all_of_its_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A list of 100,000 allowed ids would be checked and copied 1,024 times on the event loop."""
+def test_params_are_built_once_for_all_prompts_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise 100,000 allowed ids would be checked and copied 1,024 times on the event loop."""
     made: list[SamplingParams] = []
 
-    def making(*given: Any, **options: Any) -> SamplingParams:
-        made.append(sampling_params(*given, **options))
+    def build(*args: Any, **options: Any) -> SamplingParams:
+        made.append(sampling_params(*args, **options))
         return made[-1]
 
-    monkeypatch.setattr(completions, "sampling_params", making)
+    monkeypatch.setattr(completions, "sampling_params", build)
     engine = FakeEngine()
     assert complete(engine, prompt=["a"] * 200, max_tokens=1, allowed_token_ids=[65]).status_code == 200
     assert len(engine.seen) == 200 and len(made) == 1
 
 
 class Turns:
-    """A clock that goes on by one piece whenever it is told to, and a count of the turns of the loop."""
+    """Clock that advances by the given work, and a counter of event loop iterations."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -125,8 +125,9 @@ class Turns:
 
 
 @pytest.mark.parametrize(("seconds", "most"), [(streams.PIECE_S, 1), (streams.PIECE_S / 4, 5)])
-def test_pauses_come_by_time_and_tasks_of_one_call_share_them(seconds: float, most: int) -> None:
-    """However many tasks are ready, those of one call hold one turn of the loop for about one piece."""
+def test_pauses_are_timed_and_shared_by_the_tasks_of_a_call(seconds: float, most: int) -> None:
+    """The tasks of one call hold one iteration of the event loop for about one piece, however many are
+    ready."""
 
     async def go() -> None:
         turns, done = Turns(), list[int]()

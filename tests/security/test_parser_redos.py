@@ -1,6 +1,6 @@
-"""Regular expressions that never end in parsers of answers (CVE-2025-48887): a few dozen characters of a
-model kept the pattern of the pythonic parser busy for years, and the event loop with it. Quire's parsers walk
-over the text once; none of their patterns repeats something that repeats itself."""
+"""Catastrophic backtracking in output parsers (CVE-2025-48887): a few dozen characters of model output kept
+the regular expression of the pythonic parser busy for years, and the event loop with it. Quire's parsers
+scan the text once; none of their patterns nests repetitions."""
 
 import importlib
 import pkgutil
@@ -18,7 +18,7 @@ import quire.text
 from quire.text.parsers import REASONING, TOOLS, answer_parser, pythonic
 
 PYTHONIC = "[A(A=" + "\t)A(A=,\t" * 40
-"""The attack of the advisory; each repetition doubled the time."""
+"""Attack of the advisory; each repetition doubled the time."""
 HOSTILE = [
     PYTHONIC,
     "[" + "A(A=A, " * 40,
@@ -34,7 +34,8 @@ HOSTILE = [
 
 
 def patterns() -> Iterator[tuple[str, re.Pattern[Any]]]:
-    """The compiled patterns of all modules that read texts of clients or models, with their names."""
+    """Yield the compiled patterns, with their names, of all modules that parse texts of clients or
+    models."""
     for package in (quire.text, quire.server):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             for name, value in vars(importlib.import_module(module.name)).items():
@@ -43,7 +44,7 @@ def patterns() -> Iterator[tuple[str, re.Pattern[Any]]]:
 
 
 def repeats_repetitions(parsed: Any, inside: bool = False) -> bool:
-    """Whether a parsed pattern has a repetition without an end within another."""
+    """Return whether a parsed pattern has an unbounded repetition within another."""
     if isinstance(parsed, tuple) and len(parsed) == 3 and isinstance(parsed[2], sre.SubPattern):
         endless = parsed[1] is sre.MAXREPEAT
         return (inside and endless) or repeats_repetitions(parsed[2], inside or endless)
@@ -52,7 +53,7 @@ def repeats_repetitions(parsed: Any, inside: bool = False) -> bool:
     return False
 
 
-def test_no_pattern_repeats_a_repetition() -> None:
+def test_no_pattern_nests_repetitions() -> None:
     assert repeats_repetitions(sre.parse(r"a((b*)x)+")), "the check itself"
     assert not repeats_repetitions(sre.parse(r'"(?:[^"\\]|\\.)*"\s+'))
     checked = dict(patterns())
@@ -63,7 +64,7 @@ def test_no_pattern_repeats_a_repetition() -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", list(TOOLS))
-def test_hostile_answers_are_parsed_at_once(name: str) -> None:
+def test_hostile_answers_are_parsed_in_time(name: str) -> None:
     for text in HOSTILE:
         assert answer_parser(tools=name).parse(text) is not None
         in_parts = answer_parser(tools=name)
@@ -74,13 +75,13 @@ def test_hostile_answers_are_parsed_at_once(name: str) -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", list(REASONING))
-def test_hostile_reasoning_is_parsed_at_once(name: str) -> None:
+def test_hostile_reasoning_is_parsed_in_time(name: str) -> None:
     for text in HOSTILE:
         assert answer_parser(reasoning=name).parse(text) is not None
 
 
 @pytest.mark.timeout(60)
-def test_the_attack_is_answered_as_text() -> None:
+def test_attack_is_answered_as_text() -> None:
     settings = {"enable_auto_tool_choice": True, "tool_call_parser": "pythonic"}
     tools = [{"type": "function", "function": {"name": "A"}}]
     (choice,) = chat(FakeEngine(PYTHONIC), settings, tools=tools).json()["choices"]

@@ -1,7 +1,7 @@
-"""Files that a client or a checkpoint may not name: `..`, links and file:// urls that lead out of the
-directory that the operator opened. Quire opens nothing for clients by default, resolves a path before it
-compares it, and looks at what it has opened. No advisory of vLLM has this class: it covers its options for
-local media, its adapter routes, run-batch and the index of a checkpoint."""
+"""Path traversal: `..`, links and file:// URLs that lead out of the directory that the operator opened.
+Quire opens nothing for clients by default, resolves a path before it compares it, and checks the file that
+it has opened. No advisory of vLLM has this class: it covers its options for local media, its adapter routes,
+run-batch and the index of a checkpoint."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from ask import ask, chat, complete, refused
 from fake_engine import FakeEngine
-from fake_inputs import file_of, image_part, media, picture, seeing
+from fake_inputs import engine_with_media, file_of, image_part, media, picture
 from fake_openai import FakeServer
 from oracle import make_tiny
 from tiny import open_tiny
@@ -23,7 +23,7 @@ LOAD = "/v1/load_lora_adapter"
 
 
 def tree(tmp_path: Path) -> Path:
-    """A directory that is open to clients, beside a secret one that links in it lead to."""
+    """Make a directory that is open to clients, beside a secret one that links in it lead to."""
     root, secret = tmp_path / "open", tmp_path / "open-secret"
     for folder in (root, secret):
         folder.mkdir()
@@ -35,14 +35,14 @@ def tree(tmp_path: Path) -> Path:
     return root
 
 
-def look(engine: FakeEngine, url: str) -> Any:
+def send_image(engine: FakeEngine, url: str) -> Any:
     return chat(engine, messages=[{"role": "user", "content": [image_part(url)]}])
 
 
-def test_media_are_read_below_the_open_directory_only(tmp_path: Path) -> None:
+def test_media_are_read_only_below_the_allowed_directory(tmp_path: Path) -> None:
     root = tree(tmp_path)
-    engine = seeing(media(allowed_local_media_path=str(root)))
-    assert look(engine, f"file://{root}/image.png").status_code == 200
+    engine = engine_with_media(media(allowed_local_media_path=str(root)))
+    assert send_image(engine, f"file://{root}/image.png").status_code == 200
     for path in (
         f"{root}/../open-secret/image.png",
         f"{root}/%2e%2e/open-secret/image.png",
@@ -52,18 +52,18 @@ def test_media_are_read_below_the_open_directory_only(tmp_path: Path) -> None:
         "/etc/passwd",
         "/proc/self/environ",
     ):
-        error = refused(look(engine, f"file://{path}"), 422)
+        error = refused(send_image(engine, f"file://{path}"), 422)
         assert "must be in the directory of `--allowed-local-media-path`" in error["message"], path
     assert len(engine.seen) == 1
 
 
-def test_no_file_is_open_by_default() -> None:
+def test_no_local_file_is_readable_by_default() -> None:
     for url in ("file:///etc/hostname", "FILE:///etc/hostname", "file://localhost/etc/hostname"):
-        error = refused(look(seeing(), url), 422)
+        error = refused(send_image(engine_with_media(), url), 422)
         assert "Cannot load local files without `--allowed-local-media-path`" in error["message"]
 
 
-def test_adapters_are_loaded_from_the_open_directory_only(tmp_path: Path) -> None:
+def test_adapters_are_loaded_only_below_the_allowed_directory(tmp_path: Path) -> None:
     root = tree(tmp_path)
     env = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 
@@ -83,11 +83,11 @@ def test_adapters_are_loaded_from_the_open_directory_only(tmp_path: Path) -> Non
         "/etc",
     ):
         refused(load(path), 403)
-    assert load(str(root), env={}).status_code == 404, "the route is there only if the operator asks for it"
+    assert load(str(root), env={}).status_code == 404, "the route exists only if the operator enables it"
 
 
 @pytest.mark.parametrize("name", ["..", "../open-secret", "up/open-secret", "/", ".", "a\0b", "\\"])
-def test_names_of_models_are_no_paths(name: str, tmp_path: Path) -> None:
+def test_model_names_are_not_paths(name: str, tmp_path: Path) -> None:
     env = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_LORA_RESOLVER_CACHE_DIR": str(tree(tmp_path))}
     engine = FakeEngine()
     engine.operation.settings["lora"] = {"enable_lora": True}
@@ -95,7 +95,7 @@ def test_names_of_models_are_no_paths(name: str, tmp_path: Path) -> None:
     assert not engine.adapters and complete(engine).status_code == 200
 
 
-def test_a_batch_asks_known_routes_only(tmp_path: Path) -> None:
+def test_run_batch_uses_known_routes_only(tmp_path: Path) -> None:
     urls = ["file:///etc/passwd", "http://169.254.169.254/", "/v1/../sleep", "/v1/load_lora_adapter"]
     lines = [{"custom_id": url, "method": "POST", "url": url, "body": {"prompt": "a"}} for url in urls]
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -109,7 +109,7 @@ def test_a_batch_asks_known_routes_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["../secret.safetensors", "/etc/passwd", "a/../../secret.safetensors"])
-def test_an_index_of_a_checkpoint_leads_to_its_own_files(file: str, tmp_path: Path) -> None:
+def test_checkpoint_index_names_only_its_own_files(file: str, tmp_path: Path) -> None:
     path, _ = make_tiny("llama", tmp_path)
     (path / "model.safetensors").rename(tmp_path / "secret.safetensors")
     index = {"weight_map": {"model.norm.weight": file}}

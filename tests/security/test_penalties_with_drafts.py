@@ -1,19 +1,19 @@
-"""Penalties with speculative decoding (CVE-2026-44223): a request with a penalty ended vLLM's engine where
-tokens were drafted. Quire counts the tokens that were accepted: the answers are those without drafts, and the
-engine goes on."""
+"""Penalties with speculative decoding (CVE-2026-44223): a request with a penalty ended vLLM's engine when
+tokens were drafted. Quire counts the accepted tokens: the answers equal those without drafts, and the engine
+continues."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 from oracle import make_tiny
-from test_drafts import Always
+from test_drafts import AlwaysDraft
 from tiny import open_tiny
 
 from quire import SamplingParams
 
 FEW = {"allowed_token_ids": [3, 4, 5, 6], "max_tokens": 24, "ignore_eos": True}
-"""Of four tokens much repeats: some drafts are accepted, others are not."""
+"""Four tokens repeat often: some drafts are accepted, others are not."""
 PENALTIES: list[dict[str, Any]] = [
     {"temperature": 0, "repetition_penalty": 1.3},
     {"temperature": 0, "repetition_penalty": 1e-9},
@@ -27,7 +27,7 @@ DRAFTS: list[dict[str, Any]] = [
 ]
 
 
-def answers(path: Path, pace: Always | None = None, **settings: Any) -> list[list[int]]:
+def answers(path: Path, pace: AlwaysDraft | None = None, **settings: Any) -> list[list[int]]:
     llm = open_tiny(path, max_model_len=64, max_num_seqs=8, **settings)
     drafting = llm.llm_engine.core.scheduler.admitter.drafting
     if pace is not None:
@@ -45,6 +45,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("config", DRAFTS, ids=lambda config: config["method"])
 def test_penalties_are_the_same_with_drafts(path: Path, config: dict[str, Any]) -> None:
-    pace = Always()
+    pace = AlwaysDraft()
     assert answers(path, pace, speculative_config=config) == answers(path)
     assert 10 < pace.num_held < pace.num_drafts, "some drafts are accepted, and some are rejected"

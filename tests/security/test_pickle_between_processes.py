@@ -1,8 +1,7 @@
-"""Messages between processes are never pickles: what reaches a socket cannot run code.
+"""Messages between processes are never pickles: data from a socket cannot run code.
 
 Guards against the classes of CVE-2024-11041, CVE-2024-9052, CVE-2024-9053, CVE-2025-29783, CVE-2025-30165,
-CVE-2025-32444 and CVE-2025-47277.
-"""
+CVE-2025-32444 and CVE-2025-47277."""
 
 import ast
 import os
@@ -25,7 +24,8 @@ from quire.system.node_registry import JoinNode, NodeJoined
 SOURCE = Path(__file__).parents[2] / "src" / "quire"
 LOADERS = {("pickle", "loads"), ("pickle", "load"), ("pickle", "Unpickler"), ("marshal", "loads")}
 ALLOWED = {"executor/worker_process.py": 1}
-"""One: where a rank stands, from its parent over an inherited socket pair that nothing else can reach."""
+"""Number of allowed uses per file: a rank reads its position from its parent over an inherited socket
+pair."""
 DECODERS: dict[str, Callable[[bytes], Any]] = {
     "to core": decode_to_core,
     "from core": decode_from_core,
@@ -48,7 +48,7 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
 
 
 class Mark:
-    """A pickle that makes a folder when it is read."""
+    """Object with a pickle that makes a directory when it is loaded."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -62,14 +62,14 @@ def pickles(path: Path) -> list[bytes]:
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_a_pickle_is_no_message(name: str, tmp_path: Path) -> None:
+def test_pickle_is_not_a_valid_message(name: str, tmp_path: Path) -> None:
     for data in pickles(tmp_path / "ran"):
         with pytest.raises((msgspec.MsgspecError, ValueError)):
             DECODERS[name](data)
     assert not (tmp_path / "ran").exists()
 
 
-def test_pickles_sent_to_the_port_of_nodes_are_not_read(tmp_path: Path) -> None:
+def test_pickles_sent_to_the_node_port_are_not_loaded(tmp_path: Path) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     worker_group = RemoteRanks(listener, range(1, 2), 1, token="")
     for data in pickles(tmp_path / "ran"):
@@ -82,8 +82,8 @@ def test_pickles_sent_to_the_port_of_nodes_are_not_read(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists() and not worker_group.nodes
 
 
-def test_pickles_are_loaded_nowhere_else() -> None:
-    """Neither by name, nor by `Connection.recv` of what came over a network."""
+def test_no_other_code_loads_pickles() -> None:
+    """Check for pickle by name, and for `Connection.recv` of data from a network."""
     counts: dict[str, int] = {}
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

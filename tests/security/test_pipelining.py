@@ -1,6 +1,6 @@
-"""Requests behind one that is still being answered: a hang-up ends all of them, and what waits is bounded. A
-request that runs on after its client has gone holds a row, blocks and the place of its key: the class of
-CVE-2024-8939, work that costs the client nothing."""
+"""Pipelined requests: a disconnect aborts all of them, and the number of waiting bytes is bounded. A request
+that runs on after its client has gone holds a row, blocks and the slot of its key. The class is that of
+CVE-2024-8939: work that costs the client nothing."""
 
 import json
 import time
@@ -51,10 +51,10 @@ def until(condition: Callable[[], bool]) -> None:
     ids=["get", "several", "half", "post", "half of a large post", "too much", "too many", "invalid"],
 )
 @pytest.mark.parametrize("is_together", [True, False], ids=["at once", "later"])
-def test_a_hang_up_ends_every_request(
+def test_disconnect_aborts_every_pipelined_request(
     endless_server: RawServer, body: bytes, behind: tuple[bytes, ...], is_together: bool
 ) -> None:
-    """Catches a server that stops reading when there is a second request, and so does not see the end."""
+    """Catches a server that stops reading at the second request and so does not notice the disconnect."""
     engine, client = endless_server.engine, endless_server.connect()
     num_seen, num_aborted = len(engine.seen), len(engine.aborted)
     if is_together:
@@ -68,10 +68,10 @@ def test_a_hang_up_ends_every_request(
     client.close()
     until(lambda: engine.num_in_flight == 0)
     assert len(engine.aborted) == num_aborted + 1
-    assert len(engine.seen) == num_seen + 1, "what was behind it never began"
+    assert len(engine.seen) == num_seen + 1, "the requests after it never started"
 
 
-def test_responses_come_in_order_and_one_at_a_time() -> None:
+def test_pipelined_responses_come_in_order() -> None:
     with raw_server(FakeEngine("ab", step_s=0.01), disable_uvicorn_access_log=True) as server:
         names = [f"r{number}" for number in range(10)]
         messages = [post(LENGTH + f"X-Request-Id: {name}\r\n".encode(), BODY) for name in names]
@@ -83,11 +83,11 @@ def test_responses_come_in_order_and_one_at_a_time() -> None:
             for piece in (messages[5][-3:], *messages[6:]):
                 client.send(piece)
             responses = [client.read() for _ in names]
-        found = [json.loads(response.body)["id"] for response in responses if response is not None]
-        assert [id.removeprefix("cmpl-") for id in found] == names
+        ids = [json.loads(response.body)["id"] for response in responses if response is not None]
+        assert [id.removeprefix("cmpl-") for id in ids] == names
 
 
-def test_what_waits_is_bounded_and_the_running_request_is_answered() -> None:
+def test_waiting_bytes_are_bounded_and_the_running_request_completes() -> None:
     """Catches memory that a client fills while its first request runs."""
     with raw_server(FakeEngine("abc", step_s=0.1), disable_uvicorn_access_log=True) as server:
         with server.connect() as client:
@@ -98,8 +98,8 @@ def test_what_waits_is_bounded_and_the_running_request_is_answered() -> None:
         assert server.ask(PROBE)[0].status == 200
 
 
-def test_what_remains_of_a_body_is_discarded_behind_its_answer(endless_server: RawServer) -> None:
-    """Catches bytes of a body that is refused early, which are held or read as a request."""
+def test_rest_of_a_refused_body_is_discarded(endless_server: RawServer) -> None:
+    """Catches bytes of a body that is refused early and then held, or parsed as a request."""
     with endless_server.connect() as client:
         client.send(post(b"Content-Length: 1000000\r\n", b"").replace(b"Bearer ", b"Bearer x"))
         response = client.read()

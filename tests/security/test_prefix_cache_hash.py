@@ -1,5 +1,5 @@
 """Collisions in the prefix cache (CVE-2025-25183): Python's hash() of a block could be predicted, so that a
-prompt was answered out of the cache of another one. Quire's keys are a chain of SHA-256 digests over all
+prompt was answered from the cached blocks of another. Quire's keys are a chain of SHA-256 digests over all
 tokens before a block, the adapter's content and the salt."""
 
 import hashlib
@@ -21,12 +21,12 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 
 def num_cached(llm: LLM, prompt: list[int], salt: str | None = None) -> int:
-    asked = {"prompt_token_ids": prompt, **({} if salt is None else {"cache_salt": salt})}
-    (output,) = llm.generate([asked], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+    request = {"prompt_token_ids": prompt, **({} if salt is None else {"cache_salt": salt})}
+    (output,) = llm.generate([request], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
     return output.num_cached_tokens or 0
 
 
-def test_keys_are_digests_of_all_that_came_before() -> None:
+def test_block_keys_are_digests_of_the_whole_prefix() -> None:
     engine = Engine(block_size=4, max_num_batched_tokens=64)
     engine.add("a", PROMPT)
     request = engine.scheduler.requests["a"]
@@ -39,7 +39,7 @@ def test_keys_are_digests_of_all_that_came_before() -> None:
     assert len(request.block_keys) == 4
 
 
-def test_a_block_is_found_behind_the_same_beginning_only(llm: LLM) -> None:
+def test_block_is_found_only_after_the_same_prefix(llm: LLM) -> None:
     assert num_cached(llm, PROMPT) == 0 and num_cached(llm, PROMPT) == 16
     for place in (0, 3, 8):
         other = [*PROMPT]
@@ -47,10 +47,10 @@ def test_a_block_is_found_behind_the_same_beginning_only(llm: LLM) -> None:
         assert num_cached(llm, other) == place // 4 * 4, f"token {place} differs"
     beginning = [90, 91, 92, 93]
     assert num_cached(llm, [*beginning, *PROMPT[::-1]]) == 0
-    assert num_cached(llm, [*beginning, *PROMPT[4:]]) == 4, "the other blocks came behind another beginning"
+    assert num_cached(llm, [*beginning, *PROMPT[4:]]) == 4, "the other blocks followed another prefix"
 
 
-def test_a_salt_keeps_prompts_apart(llm: LLM) -> None:
+def test_salt_separates_prompts(llm: LLM) -> None:
     prompt = PROMPT[::-1]
     assert num_cached(llm, prompt, "one") == 0 and num_cached(llm, prompt, "one") == 16
     assert num_cached(llm, prompt, "two") == 0 and num_cached(llm, prompt) == 0

@@ -1,6 +1,6 @@
-"""Prompt embeddings in requests (CVE-2025-62164): torch.load of what a client sent accepted sparse tensors
-with indices out of range, which wrote to memory of others. Quire reads the file without torch, takes dense
-tensors only, checks their bounds, and takes none at all unless --enable-prompt-embeds is given."""
+"""Prompt embeddings in requests (CVE-2025-62164): torch.load of client data accepted sparse tensors with
+indices out of range, which wrote out of bounds. Quire parses the file without torch, accepts only dense
+tensors, checks their bounds, and accepts none without --enable-prompt-embeds."""
 
 import base64
 import io
@@ -13,7 +13,7 @@ import pytest
 import torch
 from ask import chat, complete, refused
 from fake_engine import FakeEngine
-from fake_inputs import media, seeing
+from fake_inputs import engine_with_media, media
 from saved import saved, sent
 
 from quire.frontend.prompt_embeds import PromptEmbedsReader
@@ -22,7 +22,7 @@ HIDDEN = 4
 
 
 class Trap:
-    """An object whose pickle makes a directory when it is read."""
+    """Object with a pickle that makes a directory when it is loaded."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = str(directory)
@@ -38,14 +38,14 @@ def engine_with_embeds() -> FakeEngine:
 
 
 def sparse() -> torch.Tensor:
-    """A tensor with an index far behind its end."""
+    """Return a tensor with an index far beyond its end."""
     return torch.sparse_coo_tensor(
         torch.tensor([[1 << 40], [0]]), torch.ones(1), (3, HIDDEN), check_invariants=False
     )
 
 
 def beyond_its_storage() -> str:
-    """A tensor of 300 numbers whose storage holds one."""
+    """Return a tensor of 300 numbers with a storage of one."""
     source = io.BytesIO(saved(torch.zeros(1).expand(75, HIDDEN)))
     file = io.BytesIO()
     with zipfile.ZipFile(source) as read, zipfile.ZipFile(file, "w") as written:
@@ -58,7 +58,7 @@ def beyond_its_storage() -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
-def test_a_pickle_in_a_prompt_runs_nothing(tmp_path: Path) -> None:
+def test_pickle_in_prompt_embeds_runs_no_code(tmp_path: Path) -> None:
     engine = engine_with_embeds()
     for value in (Trap(tmp_path / "ran"), [torch.ones(3, HIDDEN), Trap(tmp_path / "ran")]):
         error = refused(complete(engine, prompt=None, prompt_embeds=sent(value)))
@@ -76,20 +76,20 @@ def test_a_pickle_in_a_prompt_runs_nothing(tmp_path: Path) -> None:
     ],
     ids=["sparse", "beyond its storage", "endless", "not a number"],
 )
-def test_tensors_that_reach_out_of_their_memory_are_refused(embeds: str, words: str) -> None:
+def test_out_of_bounds_tensors_are_refused(embeds: str, words: str) -> None:
     engine = engine_with_embeds()
     assert words in refused(complete(engine, prompt=None, prompt_embeds=embeds))["message"]
     assert not engine.seen
     assert complete(engine, prompt=None, prompt_embeds=sent(torch.ones(3, HIDDEN))).status_code == 200
 
 
-def test_embeddings_are_off_unless_they_are_asked_for() -> None:
+def test_prompt_embeds_are_off_by_default() -> None:
     error = refused(complete(prompt=None, prompt_embeds=sent(torch.ones(3, HIDDEN))))
     assert "--enable-prompt-embeds" in error["message"]
 
 
-def test_embeddings_of_images_are_read_in_the_same_way(tmp_path: Path) -> None:
-    engine = seeing(media(enable_mm_embeds=True))
+def test_image_embeds_are_parsed_in_the_same_way(tmp_path: Path) -> None:
+    engine = engine_with_media(media(enable_mm_embeds=True))
     for value in (Trap(tmp_path / "ran"), sparse()):
         part = {"type": "image_embeds", "image_embeds": sent(value)}
         refused(chat(engine, messages=[{"role": "user", "content": [part]}]))

@@ -1,7 +1,7 @@
-"""Repetition detection runs in the core's loop for every token: its work is bounded, whatever the output is.
+"""Repetition detection runs in the engine loop for every token: its work is bounded for any output.
 
-Guards against CVE-2024-8939 and CVE-2026-34756 (parameters of one request that take the time of all others).
-"""
+Guards against CVE-2024-8939 and CVE-2026-34756 (parameters of one request that take the time of all
+others)."""
 
 from typing import Any
 
@@ -16,25 +16,25 @@ from quire.sched.stops import why_stopped
 
 
 @pytest.mark.parametrize("size", [MAX_PATTERN_SIZE + 1, 10**6, 2**62])
-def test_a_pattern_size_beyond_the_limit_is_400(size: int) -> None:
+def test_too_large_pattern_size_is_400(size: int) -> None:
     error = refused(chat(repetition_detection={"max_pattern_size": size, "min_count": 2}))
     assert error["param"] == "repetition_detection"
     assert f"at most {MAX_PATTERN_SIZE}" in error["message"] and "lower it" in error["message"]
 
 
-def test_the_largest_pattern_size_is_taken() -> None:
+def test_largest_pattern_size_is_accepted() -> None:
     detection = {"max_pattern_size": MAX_PATTERN_SIZE, "min_pattern_size": 1, "min_count": 2}
     assert chat(repetition_detection=detection).status_code == 200
 
 
 class Watched(np.ndarray[Any, np.dtype[np.int32]]):
-    """An output that counts the tokens that are looked at."""
+    """Output that counts the tokens that are read."""
 
     num_read = 0
 
     def __array_ufunc__(self, function: Any, method: str, *inputs: Any, **options: Any) -> Any:
-        Watched.num_read += sum(np.size(each) for each in inputs if isinstance(each, Watched))
-        plain = [each.view(np.ndarray) if isinstance(each, Watched) else each for each in inputs]
+        Watched.num_read += sum(np.size(operand) for operand in inputs if isinstance(operand, Watched))
+        plain = [operand.view(np.ndarray) if isinstance(operand, Watched) else operand for operand in inputs]
         return getattr(function, method)(*plain, **options)
 
     def tolist(self) -> Any:
@@ -42,8 +42,8 @@ class Watched(np.ndarray[Any, np.dtype[np.int32]]):
         return super().tolist()
 
 
-def test_a_token_is_compared_with_as_many_as_there_are_sizes_however_long_the_output() -> None:
-    """Random text of two tokens, of which every size matches half: the worst case of a search."""
+def test_comparisons_per_token_do_not_grow_with_the_output() -> None:
+    """Random text of two tokens matches half of every size: the worst case of a search."""
     detection = RepetitionDetectionParams(max_pattern_size=64, min_pattern_size=32, min_count=2)
     request = Request(
         id="a",
@@ -61,7 +61,7 @@ def test_a_token_is_compared_with_as_many_as_there_are_sizes_however_long_the_ou
         assert Watched.num_read <= 4 * 64, f"{Watched.num_read} tokens were read at length {length}"
 
 
-def test_counting_from_the_start_happens_only_when_the_output_jumps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_recount_happens_only_after_a_jump_of_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[int] = []
     count_all = RepetitionCounts._count_all
     monkeypatch.setattr(

@@ -1,6 +1,6 @@
-"""Routes that need no key, and requests that look like them (CVE-2026-48746): vLLM guarded /v1 alone, and
-took the path out of a url that starlette makes from the Host header. Quire guards every route by its path but
-a fixed few, and no header has a say in it."""
+"""Routes that need no key, and requests that resemble them (CVE-2026-48746): vLLM guarded /v1 alone, and
+took the path from a URL that starlette builds from the Host header. Quire guards every route by its path
+except a fixed few, and no header affects that."""
 
 import pytest
 from ask import status_of
@@ -13,11 +13,11 @@ from quire.server.settings import make_settings
 
 KEYS = {"api_key": ["secret"]}
 OPEN = {"/health", "/ping", "/metrics", "/", "/page/{name}"}
-"""Probes, and the files of the page, which asks for a key itself."""
+"""Probes, and the files of the page, which requests a key itself."""
 
 
-def everything() -> Application:
-    """An application with each route that a setting may add."""
+def full_application() -> Application:
+    """Return an application with each route that a setting may add."""
     engine = FakeEngine()
     engine.operation.settings["lora"] = {"enable_lora": True}
     engine.operation.settings["observability"] = {"profiler_config": {"profiler": "torch"}}
@@ -32,7 +32,7 @@ def application() -> Application:
 
 
 def test_every_route_needs_the_key() -> None:
-    application = everything()
+    application = full_application()
     guarded = 0
     for route in application.routes.routes:
         assert isinstance(route, Route)
@@ -53,7 +53,7 @@ def test_every_route_needs_the_key() -> None:
         *("/v1/models?/health", "/v1/models;/health", "http://x/health", "*", ""),
     ],
 )
-def test_a_path_that_looks_like_an_open_one_is_guarded(application: Application, path: str) -> None:
+def test_paths_that_resemble_an_exempt_path_need_the_key(application: Application, path: str) -> None:
     assert status_of(application, path, {b"host": b"test"}) == 401
 
 
@@ -73,13 +73,13 @@ def test_a_path_that_looks_like_an_open_one_is_guarded(application: Application,
     ],
     ids=repr,
 )
-def test_no_header_opens_a_route(application: Application, headers: dict[bytes, bytes]) -> None:
+def test_no_header_bypasses_the_key(application: Application, headers: dict[bytes, bytes]) -> None:
     assert status_of(application, "/v1/models", headers) == 401
     key = {b"authorization": b"Bearer secret"}
     assert status_of(application, "/v1/models", headers | key) == 200
 
 
-def test_the_open_routes_are_the_documented_ones(application: Application) -> None:
+def test_exempt_routes_are_the_documented_ones(application: Application) -> None:
     strict = Application(FakeEngine(), make_settings(KEYS | {"api_key_exempt": ""}))
     for path in ("/health", "/ping", "/metrics", "/"):
         assert status_of(application, path, {}) == 200

@@ -1,7 +1,6 @@
-"""Clients that read slowly: what waits for them costs the event loop no more than what it holds.
+"""Clients that read slowly: their waiting outputs cost the event loop time linear in their size.
 
-A class of CVE-2024-8939 (one request takes the time of all others).
-"""
+A class of CVE-2024-8939 (one request takes the time of all others)."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -35,7 +34,7 @@ class Counted(Sequence[int]):
 
 
 class CountedText(str):
-    """A text that counts the characters that are copied when it is appended to others."""
+    """Text that counts the characters copied when it is concatenated."""
 
     num_copied = 0
 
@@ -51,14 +50,14 @@ def delta(at: int, *, finished: bool = False) -> RequestOutput:
     return RequestOutput("a", None, [1], None, [choice], finished)
 
 
-def check_work(found: RequestOutput) -> None:
-    (choice,) = found.outputs
+def check_work(output: RequestOutput) -> None:
+    (choice,) = output.outputs
     assert choice.text == "x" * NUM_OUTPUTS
     assert list(choice.token_ids) == list(range(NUM_OUTPUTS))
     assert Counted.num_reads <= 4 * NUM_OUTPUTS and CountedText.num_copied <= 4 * NUM_OUTPUTS
 
 
-def test_outputs_that_wait_are_copied_a_bounded_number_of_times() -> None:
+def test_waiting_outputs_are_copied_a_bounded_number_of_times() -> None:
     Counted.num_reads = CountedText.num_copied = 0
     gathered = OutputBuffer(delta(0))
     gathered.add(delta(1))
@@ -69,7 +68,7 @@ def test_outputs_that_wait_are_copied_a_bounded_number_of_times() -> None:
     check_work(gathered.joined())
 
 
-def test_an_answer_that_is_not_read_is_gathered_in_linear_time() -> None:
+def test_unread_outputs_are_merged_in_linear_time() -> None:
     Counted.num_reads = CountedText.num_copied = 0
 
     async def go() -> RequestOutput:

@@ -1,5 +1,5 @@
-"""Connections that never finish a request, and connections without number: a client without a key holds a
-descriptor of the server for each. They end after a time, and their number is bounded."""
+"""Slow connections and too many connections: a client without a key holds a descriptor for each. They time
+out, and their number is bounded."""
 
 import asyncio
 import contextlib
@@ -42,7 +42,7 @@ def trickle(client: Client, piece: bytes, *, pause_s: float = LIMIT_S / 6) -> No
     end = time.monotonic() + PATIENCE_S
     try:
         while True:
-            assert time.monotonic() < end, "the connection is kept for ever"
+            assert time.monotonic() < end, "the connection is never closed"
             client.socket.sendall(piece)
             time.sleep(pause_s)
     except (BrokenPipeError, ConnectionResetError):
@@ -55,7 +55,7 @@ def check_timed_out(client: Client, flag: str) -> None:
     assert response.status == error["code"] == 408 and flag in error["message"]
 
 
-def test_a_connection_without_a_request_is_closed(impatient_server: RawServer) -> None:
+def test_idle_connection_is_closed(impatient_server: RawServer) -> None:
     with impatient_server.connect() as client:
         assert client.is_closed
 
@@ -63,20 +63,20 @@ def test_a_connection_without_a_request_is_closed(impatient_server: RawServer) -
 @pytest.mark.parametrize(
     "half", [b"G", PROBE[:-2], b"\r\n", b"GET /"], ids=["method", "header", "empty", "path"]
 )
-def test_headers_that_do_not_end_are_408(impatient_server: RawServer, half: bytes) -> None:
+def test_unfinished_headers_are_408(impatient_server: RawServer, half: bytes) -> None:
     with impatient_server.connect() as client:
         client.send(half)
         check_timed_out(client, "--request-header-timeout")
 
 
-def test_headers_that_trickle_are_408(impatient_server: RawServer) -> None:
-    """Catches a clock that every byte starts anew."""
+def test_trickled_headers_are_408(impatient_server: RawServer) -> None:
+    """Catches a timer that every byte restarts."""
     with impatient_server.connect() as client:
         client.send(PROBE[:-2])
         trickle(client, b"X-A: b\r\n")
 
 
-def test_headers_behind_an_answer_have_the_same_time(impatient_server: RawServer) -> None:
+def test_headers_after_an_answer_have_the_same_timeout(impatient_server: RawServer) -> None:
     with impatient_server.connect() as client:
         for _ in range(2):
             client.send(PROBE)
@@ -99,7 +99,7 @@ def test_headers_behind_an_answer_have_the_same_time(impatient_server: RawServer
     ],
     ids=["no body", "half", "no chunk", "chunk of 2^64 bytes", "chunk extension", "trailer", "expect"],
 )
-def test_a_body_that_stands_still_is_408(impatient_server: RawServer, half: bytes) -> None:
+def test_stalled_body_is_408(impatient_server: RawServer, half: bytes) -> None:
     with impatient_server.connect() as client:
         client.send(half)
         if b"Expect" in half:
@@ -108,7 +108,7 @@ def test_a_body_that_stands_still_is_408(impatient_server: RawServer, half: byte
     assert impatient_server.engine.num_in_flight == 0
 
 
-def test_a_body_that_is_refused_does_not_go_on_for_ever(impatient_server: RawServer) -> None:
+def test_refused_body_times_out(impatient_server: RawServer) -> None:
     with impatient_server.connect() as client:
         client.send(post(b"Content-Length: 1000000\r\n", b"").replace(b"Bearer ", b"Bearer x"))
         response = client.read()
@@ -116,8 +116,8 @@ def test_a_body_that_is_refused_does_not_go_on_for_ever(impatient_server: RawSer
         trickle(client, b"x")
 
 
-def test_a_slow_body_that_keeps_coming_is_read() -> None:
-    """Catches a limit on the time of a whole body."""
+def test_slow_but_steady_body_is_read() -> None:
+    """Catches a limit on the total time of a body."""
     with raw_server(request_body_timeout=1.0) as server, server.connect() as client:
         client.send(post(LENGTH, b""))
         for start in range(0, len(BODY), 3):
@@ -127,8 +127,8 @@ def test_a_slow_body_that_keeps_coming_is_read() -> None:
         assert response is not None and response.status == 200
 
 
-def test_neither_work_nor_a_kept_connection_is_timed(impatient_server: RawServer) -> None:
-    """Catches a clock that runs while the engine works: the answer takes longer than both limits."""
+def test_generation_and_keep_alive_are_not_timed(impatient_server: RawServer) -> None:
+    """Catches a timer that runs while the engine generates: the answer takes longer than both limits."""
     body = json.dumps({"prompt": "ab", "max_tokens": 6}).encode()
     with impatient_server.connect() as client:
         started = time.monotonic()
@@ -144,8 +144,8 @@ def test_neither_work_nor_a_kept_connection_is_timed(impatient_server: RawServer
         assert response is not None and response.status == 200
 
 
-def test_a_body_that_the_server_does_not_read_is_not_timed() -> None:
-    """Catches 408 for a client that is held up by the server."""
+def test_body_that_the_server_does_not_read_is_not_timed() -> None:
+    """Catches a 408 for a client that is delayed by the server."""
     body = json.dumps({"prompt": "ab", "max_tokens": 2, "user": "x" * 8_000_000}).encode()
     settings = {"request_body_timeout": LIMIT_S, "middleware": ("raw_http.SlowReader",)}
     assert SlowReader.WAIT_S > 2 * LIMIT_S
@@ -154,7 +154,7 @@ def test_a_body_that_the_server_does_not_read_is_not_timed() -> None:
         assert response.status == 200
 
 
-# ---- how many
+# ---- number of connections
 
 
 def until_answered(server: RawServer) -> None:
@@ -166,7 +166,7 @@ def until_answered(server: RawServer) -> None:
 
 
 @pytest.mark.parametrize("flag", ["max_connections", "max_connections_per_address"])
-def test_connections_beyond_the_limit_are_503(flag: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_connections_above_the_limit_are_503(flag: str, caplog: pytest.LogCaptureFixture) -> None:
     with (
         caplog.at_level(logging.WARNING, LOGGER),
         raw_server(disable_uvicorn_access_log=True, **{"max_connections_per_address": 9, flag: 3}) as server,
@@ -191,7 +191,7 @@ def test_connections_beyond_the_limit_are_503(flag: str, caplog: pytest.LogCaptu
         until_answered(server)
 
 
-def test_clients_of_a_unix_socket_have_no_address(tmp_path: Path) -> None:
+def test_unix_socket_clients_have_no_address_limit(tmp_path: Path) -> None:
     with raw_server(uds=str(tmp_path / "s"), max_connections_per_address=1) as server:
         clients = [server.connect() for _ in range(4)]
         for client in clients:
@@ -212,7 +212,7 @@ def test_connections_are_counted_by_address_and_network() -> None:
     assert "--max-connections-per-address;" in counted.problem("a") and not counted.problem("b")
 
 
-def test_the_default_follows_the_limit_of_open_files() -> None:
+def test_default_limit_follows_the_open_file_limit() -> None:
     limits = {16: 1, 128: 64, 1024: 896, 4096: 3584, 1 << 20: 65_536, resource.RLIM_INFINITY: 65_536}
     assert {num_files: default_max_connections(num_files) for num_files in limits} == limits
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -221,7 +221,7 @@ def test_the_default_follows_the_limit_of_open_files() -> None:
     assert counted._max_per_address == default_max_connections(soft) * 3 // 4
 
 
-def test_many_refusals_are_one_line_for_each_interval(caplog: pytest.LogCaptureFixture) -> None:
+def test_refusals_are_logged_once_per_interval(caplog: pytest.LogCaptureFixture) -> None:
     async def refuse() -> None:
         log = RefusalLog(interval_s=0.05)
         for _ in range(10):
@@ -245,7 +245,7 @@ def test_many_refusals_are_one_line_for_each_interval(caplog: pytest.LogCaptureF
     ]
 
 
-def test_the_limit_of_open_files_is_raised() -> None:
+def test_open_file_limit_is_raised() -> None:
     script = """
 import resource
 hard = min(resource.getrlimit(resource.RLIMIT_NOFILE)[1], 512)
@@ -258,8 +258,8 @@ assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
     subprocess.run([sys.executable, "-c", script], check=True, timeout=PATIENCE_S)
 
 
-def test_connections_that_are_dealt_to_a_process_have_the_same_limits(tmp_path: Path) -> None:
-    """One of several API processes: it refuses the same, and tells when any connection is closed."""
+def test_connections_passed_to_a_process_have_the_same_limits(tmp_path: Path) -> None:
+    """One of several API processes refuses the same connections, and reports when any is closed."""
     flags = {
         "host": "127.0.0.1",
         "port": 0,

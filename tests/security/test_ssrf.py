@@ -1,5 +1,5 @@
-"""Server-side request forgery by urls of media (CVE-2025-6242, CVE-2026-24779): no url and no redirect leads
-to an address that is not public, and none is an error of the server."""
+"""Server-side request forgery by media URLs (CVE-2025-6242, CVE-2026-24779): no URL and no redirect leads to
+an address that is not public, and none causes an internal error."""
 
 import asyncio
 from collections.abc import Iterator
@@ -37,18 +37,18 @@ def fetch(url: str, domains: tuple[str, ...] = ()) -> bytes:
         "::ffff:127.0.0.1", "2002:7f00:1::", "2001:db8::1", "::127.0.0.1",
     ],
 )  # fmt: skip
-def test_special_addresses_are_not_public_whatever_python_says(address: str) -> None:
+def test_special_addresses_are_not_public(address: str) -> None:
     assert not _is_public(address)
 
 
 @pytest.mark.parametrize("address", ["93.184.216.34", "192.0.1.1", "192.88.98.255", "2606:2800:220:1::1"])
-def test_neighbours_of_special_networks_stay_public(address: str) -> None:
+def test_addresses_next_to_special_networks_are_public(address: str) -> None:
     assert _is_public(address)
 
 
 @pytest.mark.parametrize("path", ["/unclosed", "/no-port", "/metadata", "/elsewhere", "/etc", "/nowhere"])
-def test_a_redirect_that_leads_nowhere_is_the_fault_of_the_url(server: Any, path: str) -> None:
-    """A ValueError of the parser would be an internal error with a stack in the log."""
+def test_invalid_redirect_is_a_client_error(server: Any, path: str) -> None:
+    """A ValueError of the parser would be an internal error with a stack trace in the log."""
     with pytest.raises(Unreachable):
         fetch(server.url + path, domains=("127.0.0.1",))
-    assert server.asked[-1][0] == path
+    assert server.requests[-1][0] == path

@@ -1,5 +1,5 @@
-"""One tenant against another (CVE-2025-46570, CVE-2025-46722): a key reads nothing of what another key sent,
-cannot tell by time what it was, and slows it by no route that is free."""
+"""Isolation of tenants (CVE-2025-46570, CVE-2025-46722): a key reads no data of another key, cannot infer it
+from timing, and cannot slow it down through an unmetered route."""
 
 import asyncio
 from pathlib import Path
@@ -9,7 +9,7 @@ import httpx
 import pytest
 from ask import CHAT, COMPLETIONS, EMBEDDER, MESSAGES
 from fake_engine import FakeEngine
-from fake_inputs import data_url, file_of, image_part, media, picture, seeing
+from fake_inputs import data_url, engine_with_media, file_of, image_part, media, picture
 
 from quire.config.env import Env
 from quire.data.cache_scope import CACHE_SCOPE, scoped_salt
@@ -51,7 +51,7 @@ CHAT_BODY = {"messages": MESSAGES}
 
 
 class Server:
-    """An application with keys over a fake engine, and the requests that reached the engine."""
+    """Application with keys and a fake engine, and the requests that reached the engine."""
 
     def __init__(self, folder: Path, engine: FakeEngine | None = None, environ: dict[str, str] | None = None):
         file = folder / "keys.toml"
@@ -85,14 +85,14 @@ class Server:
             return await client.post(path, headers=headers, **options)
 
     def send(self, key: str, path: str, body: Any) -> Request:
-        """The request that this call became."""
+        """Send a body and return the request that it became."""
         self.requests.clear()
         reply = asyncio.run(self.post(key, path, json=body))
         assert reply.status_code == 200, reply.text
         return self.requests[0]
 
 
-# ---- prefixes
+# ---- prefix cache
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ class Server:
         (f"{CHAT}/batch", {"messages": [MESSAGES, MESSAGES]}),
     ],
 )
-def test_prefixes_of_two_keys_are_apart_by_every_route(tmp_path: Path, path: str, body: Any) -> None:
+def test_every_route_separates_the_prefix_cache_of_keys(tmp_path: Path, path: str, body: Any) -> None:
     server = Server(tmp_path)
     roots = {key: _root_key(server.send(key, path, body)) for key in ("key-a", "key-b", "key-c", "plain")}
     assert len(set(roots.values())) == 4
@@ -118,14 +118,14 @@ def test_prefixes_of_two_keys_are_apart_by_every_route(tmp_path: Path, path: str
     assert all(_root_key(request) == roots["plain"] for request in server.requests)
 
 
-def test_prefixes_of_pooled_prompts_are_apart(tmp_path: Path) -> None:
+def test_pooling_prompts_have_separate_prefixes(tmp_path: Path) -> None:
     server = Server(tmp_path, FakeEngine(pooling=EMBEDDER))
     body = {"input": "hello"}
     roots = [_root_key(server.send(key, "/v1/embeddings", body)) for key in ("key-a", "key-b", "plain")]
     assert len(set(roots)) == 3
 
 
-def test_a_group_shares_and_a_plain_key_shares_with_plain_keys(tmp_path: Path) -> None:
+def test_cache_groups_share_and_plain_keys_share(tmp_path: Path) -> None:
     server = Server(tmp_path)
     body = {"max_tokens": 1, "prompt": "x"}
     salts = {
@@ -136,19 +136,19 @@ def test_a_group_shares_and_a_plain_key_shares_with_plain_keys(tmp_path: Path) -
     assert server.requests[-1].cache_salt == salts["key-c"] != salts["key-a"]
 
 
-def test_no_salt_that_a_client_chooses_is_that_of_another_scope() -> None:
-    """Names of keys are in the metrics: a salt must not be a way into another key's cache."""
-    found = []
+def test_client_salt_cannot_equal_the_salt_of_another_scope() -> None:
+    """Names of keys are in the metrics: a salt must not give access to the cache of another key."""
+    salts = []
     for scope in ("", "key a", "key b", "group a", "key a-", "key a+x"):
         token = CACHE_SCOPE.set(scope)
-        found += [scoped_salt(salt) for salt in SALTS]
+        salts += [scoped_salt(salt) for salt in SALTS]
         CACHE_SCOPE.reset(token)
-    assert len(set(found)) == len(found)
-    assert [scoped_salt(salt) for salt in found[:2]] == found[:2] == [None, "a"]
+    assert len(set(salts)) == len(salts)
+    assert [scoped_salt(salt) for salt in salts[:2]] == salts[:2] == [None, "a"]
 
 
-def test_data_parallel_engines_are_chosen_by_the_salted_prefix(tmp_path: Path) -> None:
-    """Which engine answers tells what it has cached, too."""
+def test_data_parallel_routing_uses_the_salted_prefix(tmp_path: Path) -> None:
+    """The choice of an engine also reveals what it has cached."""
     server, keys = Server(tmp_path), PrefixKeys(2)
     routes = []
     for key in ("key-a", "key-b", "key-a"):
@@ -157,8 +157,8 @@ def test_data_parallel_engines_are_chosen_by_the_salted_prefix(tmp_path: Path) -
     assert routes[0] == routes[2] and not {*routes[0]} & {*routes[1]}
 
 
-def test_a_request_does_not_inherit_the_key_of_the_one_before_it(tmp_path: Path) -> None:
-    """Servers may start the next request of a connection in the context of the one before it."""
+def test_request_does_not_inherit_the_key_of_the_previous_one(tmp_path: Path) -> None:
+    """Servers may start the next request of a connection in the context of the previous one."""
     server = Server(tmp_path)
 
     async def go() -> None:
@@ -179,34 +179,34 @@ def images(server: Server, key: str, *parts: Any, path: str = CHAT) -> list[Medi
 
 
 @pytest.fixture
-def sighted(tmp_path: Path) -> Server:
-    return Server(tmp_path, seeing(media(processor_cache=ProcessorCache(1 << 20))))
+def vision_server(tmp_path: Path) -> Server:
+    return Server(tmp_path, engine_with_media(media(processor_cache=ProcessorCache(1 << 20))))
 
 
-def test_a_uuid_of_another_key_stands_for_nothing(sighted: Server) -> None:
-    images(sighted, "key-a", image_part(uuid="cat"))
+def test_media_uuid_of_another_key_is_unknown(vision_server: Server) -> None:
+    images(vision_server, "key-a", image_part(uuid="cat"))
     bare = {"type": "image_url", "image_url": None, "uuid": "cat"}
     talk = {"messages": [{"role": "user", "content": [bare]}]}
-    assert images(sighted, "key-a", bare)
+    assert images(vision_server, "key-a", bare)
     for path in (CHAT, f"{CHAT}/render", "/tokenize"):
         for key in ("key-b", "plain", "key-c"):
-            reply = asyncio.run(sighted.post(key, path, json=talk))
+            reply = asyncio.run(vision_server.post(key, path, json=talk))
             assert reply.status_code == 400 and "nothing is cached for the uuid" in reply.text
-        assert asyncio.run(sighted.post("key-a", path, json=talk)).status_code == 200
+        assert asyncio.run(vision_server.post("key-a", path, json=talk)).status_code == 200
 
 
-def test_a_key_cannot_plant_an_image_under_a_uuid_that_another_will_use(sighted: Server) -> None:
-    own, other = (data_url(file_of(picture(seed=seed))) for seed in (1, 2))
-    (planted,) = images(sighted, "key-b", image_part(other, uuid="cat"))
-    (image,) = images(sighted, "key-a", image_part(own, uuid="cat"))
-    (again,) = images(sighted, "key-a", {"type": "image_url", "image_url": None, "uuid": "cat"})
+def test_key_cannot_plant_an_image_under_the_uuid_of_another(vision_server: Server) -> None:
+    owner_url, other = (data_url(file_of(picture(seed=seed))) for seed in (1, 2))
+    (planted,) = images(vision_server, "key-b", image_part(other, uuid="cat"))
+    (image,) = images(vision_server, "key-a", image_part(owner_url, uuid="cat"))
+    (again,) = images(vision_server, "key-a", {"type": "image_url", "image_url": None, "uuid": "cat"})
     assert planted.key != image.key == again.key
 
 
-def test_the_same_image_of_another_key_is_processed_anew(
-    sighted: Server, monkeypatch: pytest.MonkeyPatch
+def test_image_of_another_key_is_processed_anew(
+    vision_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """How fast an image is ready would tell that another key has sent it."""
+    """Otherwise the processing time would reveal that another key has sent the image."""
     made = []
     keep = ProcessorCache.keep
 
@@ -215,21 +215,21 @@ def test_the_same_image_of_another_key_is_processed_anew(
         return keep(self, name, key, *processed)
 
     monkeypatch.setattr(ProcessorCache, "keep", keeping)
-    found = [images(sighted, key, image_part())[0].key for key in ("key-a", "key-b", "key-a", "plain")]
-    assert made == [found[0], found[1], found[3]] and len(set(made)) == 3 and found[0] == found[2]
-    assert images(sighted, "plainer", image_part())[0].key == found[3] and len(made) == 3
-    (shared,) = images(sighted, "key-c", image_part())
+    keys = [images(vision_server, key, image_part())[0].key for key in ("key-a", "key-b", "key-a", "plain")]
+    assert made == [keys[0], keys[1], keys[3]] and len(set(made)) == 3 and keys[0] == keys[2]
+    assert images(vision_server, "plainer", image_part())[0].key == keys[3] and len(made) == 3
+    (shared,) = images(vision_server, "key-c", image_part())
     limited = {"messages": [{"role": "user", "content": [image_part()]}]}
-    assert asyncio.run(sighted.post("key-d", CHAT, json=limited)).status_code == 200
-    sent = sighted.requests[-1].media
+    assert asyncio.run(vision_server.post("key-d", CHAT, json=limited)).status_code == 200
+    sent = vision_server.requests[-1].media
     assert sent is not None and sent.items[0].key == shared.key and len(made) == 4
 
 
-# ---- free paths
+# ---- unmetered routes
 
 
-def test_what_is_free_is_a_cheap_read_or_not_there(tmp_path: Path) -> None:
-    """A tenant that repeats a free route for ever must not cost others anything."""
+def test_unmetered_routes_are_cheap_or_absent(tmp_path: Path) -> None:
+    """A tenant that repeats such a route forever must not cost others anything."""
     assert FREE_PATHS.keys() == {"/ping"} | OPERATOR_PATHS and all(FREE_PATHS.values())
     server = Server(tmp_path)
     for path in OPERATOR_PATHS:
@@ -237,18 +237,18 @@ def test_what_is_free_is_a_cheap_read_or_not_there(tmp_path: Path) -> None:
             assert asyncio.run(server.post("key-b", path + query)).status_code == 404
     assert asyncio.run(server.post("key-b", "/ping")).status_code == 200
     engine = server.engine
-    assert not engine.num_resets and not engine.operation.asked and not server.requests
+    assert not engine.num_resets and not engine.operation.calls and not server.requests
 
 
-def test_operators_reach_their_routes_whatever_their_limits_are(tmp_path: Path) -> None:
+def test_operator_routes_ignore_rate_limits(tmp_path: Path) -> None:
     server = Server(tmp_path, environ={"VLLM_SERVER_DEV_MODE": "1"})
     assert asyncio.run(server.post("key-d", COMPLETIONS, json={"prompt": "hello"})).status_code == 200
     assert asyncio.run(server.post("key-d", COMPLETIONS, json={"prompt": "hello"})).status_code == 429
     assert asyncio.run(server.post("key-d", "/reset_prefix_cache")).json() == {"success": True}
 
 
-def test_every_other_post_is_counted(tmp_path: Path) -> None:
-    """A route that is added is counted unless FREE_PATHS says why not."""
+def test_every_other_post_route_is_metered(tmp_path: Path) -> None:
+    """A new route is metered unless FREE_PATHS has a reason why not."""
     server = Server(tmp_path, environ={"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"})
     paths = {
         getattr(route, "path", "")
@@ -259,7 +259,7 @@ def test_every_other_post_is_counted(tmp_path: Path) -> None:
     assert len(counted) > 20
 
     (limited,) = (key for key in server.ledger.keys if key.name == "d")
-    assert server.ledger.enter(limited) is None  # the only place that this key has
+    assert server.ledger.enter(limited) is None  # the only slot of this key
 
     async def all_replies() -> dict[str, int]:
         return {path: (await server.post("key-d", path)).status_code for path in counted}
@@ -267,8 +267,8 @@ def test_every_other_post_is_counted(tmp_path: Path) -> None:
     assert set(asyncio.run(all_replies()).values()) == {429}
 
 
-def test_work_without_tokens_is_let_in_without_tokens(tmp_path: Path) -> None:
-    """It costs none, and clients count tokens to learn what they can afford."""
+def test_routes_without_tokens_ignore_the_token_limit(tmp_path: Path) -> None:
+    """They cost no tokens, and clients use them to count tokens."""
     server = Server(tmp_path)
     assert asyncio.run(server.post("key-d", COMPLETIONS, json={"prompt": "hello"})).status_code == 200
     assert asyncio.run(server.post("key-d", COMPLETIONS, json={"prompt": "hello"})).status_code == 429

@@ -1,5 +1,5 @@
-"""Denial of service by routes that ask nothing of the model (CVE-2025-62426 and its class): a long text is
-refused or handled beside the event loop, and only so many at once."""
+"""Denial of service by routes that need no model (CVE-2025-62426 and its class): a long text is refused or
+tokenized off the event loop, and only a limited number at once."""
 
 import asyncio
 import threading
@@ -16,7 +16,7 @@ from quire.server.tokens import render, routes
 from quire.text.tokenizer import Tokenizer
 
 LIMIT = 512 * 256
-"""Characters for the fake engine's context."""
+"""Character limit for the context of the fake engine."""
 LONG = "x" * (1 << 15)
 
 
@@ -34,7 +34,7 @@ def talk(text: str) -> dict[str, Any]:
         (f"{COMPLETIONS}/render", {"prompt": "x" * (LIMIT + 1)}),
     ],
 )
-def test_a_text_that_no_context_holds_is_not_tokenized(
+def test_text_too_long_for_the_context_is_not_tokenized(
     path: str, body: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = FakeEngine()
@@ -47,7 +47,7 @@ def test_a_text_that_no_context_holds_is_not_tokenized(
         assert f"at most {LIMIT}" in message and "send it in parts" in message
 
 
-def test_the_longest_text_that_may_be_is_counted() -> None:
+def test_longest_allowed_text_is_counted() -> None:
     assert ask("POST", "/tokenize", json={"prompt": "x" * LIMIT}).json()["count"] == LIMIT
 
 
@@ -68,7 +68,7 @@ def test_too_many_token_ids_are_refused() -> None:
         (f"{COMPLETIONS}/render", {"prompt": ["x" * 400] * 50, "return_token_offsets": True}),
     ],
 )
-def test_long_answers_are_spelled_and_written_beside_the_event_loop(
+def test_long_token_lists_are_handled_off_the_event_loop(
     path: str, body: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: set[int] = set()
@@ -89,8 +89,9 @@ def test_long_answers_are_spelled_and_written_beside_the_event_loop(
     assert threads and threading.get_ident() not in threads
 
 
-def test_long_texts_wait_for_each_other_and_short_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All threads of the process would tokenize for one client, and prompts of others wait."""
+def test_long_texts_are_serialized_and_short_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise all threads of the process would tokenize for one client, and prompts of others would
+    wait."""
     application = Application(FakeEngine(), make_settings({}))
     begun, over, lock, running, most = threading.Semaphore(0), threading.Event(), threading.Lock(), 0, 0
     encode = Tokenizer.encode

@@ -1,5 +1,5 @@
 """Code in tool calls (CVE-2025-9141): the parser of Qwen3-Coder called eval on arguments that the model
-wrote, and a prompt can make a model write anything. Quire reads arguments as JSON or as Python literals."""
+wrote, and a prompt can make a model write anything. Quire parses arguments as JSON or as Python literals."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from fake_engine import FakeEngine
 from quire.text.parsers import TOOLS, answer_parser
 
 CODE = "[__import__('os').mkdir('{}')]"
-"""An expression that makes a directory when it is evaluated."""
+"""Expression that makes a directory when it is evaluated."""
 FORMS = [
     "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>",
     "[f(a={})]",
@@ -20,7 +20,7 @@ FORMS = [
     '<minimax:tool_call><invoke name="f"><parameter name="a">{}</parameter></invoke></minimax:tool_call>',
     "<|tool_call>call:f{{a:{}}}<tool_call|>",
 ]
-"""Ways in which models write the call `f(a=...)`."""
+"""Formats in which models write the call `f(a=...)`."""
 KINDS: list[dict[str, Any]] = [{}, {"type": "array"}, {"type": "object"}, {"type": "integer"}]
 
 
@@ -38,7 +38,7 @@ def test_arguments_of_an_answer_are_not_evaluated(form: str, kind: dict[str, Any
 
 
 @pytest.mark.parametrize("name", list(TOOLS))
-def test_no_parser_evaluates_anything(name: str, tmp_path: Path) -> None:
+def test_no_parser_evaluates_arguments(name: str, tmp_path: Path) -> None:
     code = CODE.format(tmp_path / "ran")
     for kind in KINDS:
         schemas = {"f": {"type": "object", "properties": {"a": kind}}}
@@ -47,6 +47,6 @@ def test_no_parser_evaluates_anything(name: str, tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_the_code_would_run_if_it_were_evaluated(tmp_path: Path) -> None:
+def test_code_would_run_if_it_were_evaluated(tmp_path: Path) -> None:
     eval(CODE.format(tmp_path / "ran"))
     assert (tmp_path / "ran").exists()

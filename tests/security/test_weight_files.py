@@ -1,5 +1,6 @@
-"""Pickles in weight files (CVE-2025-24357): torch.load ran whatever code the author of a checkpoint had put
-into its pytorch_model.bin. Quire reads such files, of models and of adapters, as tensors and nothing else."""
+"""Pickles in weight files (CVE-2025-24357): torch.load ran any code that the author of a checkpoint had put
+into its pytorch_model.bin. Quire reads such files, of models and of adapters, as tensors and nothing
+else."""
 
 import json
 import os
@@ -16,7 +17,7 @@ from quire.errors import ConfigError, RequestsFailed
 
 
 class Trap:
-    """An object whose pickle makes a directory when it is read."""
+    """Object with a pickle that makes a directory when it is loaded."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = str(directory)
@@ -25,7 +26,7 @@ class Trap:
         return os.mkdir, (self.directory,)
 
 
-def test_a_model_cannot_run_code(tmp_path: Path) -> None:
+def test_model_weights_cannot_run_code(tmp_path: Path) -> None:
     path, _ = make_tiny("llama", tmp_path)
     (path / "model.safetensors").unlink()
     torch.save({"model.norm.weight": Trap(tmp_path / "ran")}, path / "pytorch_model.bin")
@@ -36,7 +37,7 @@ def test_a_model_cannot_run_code(tmp_path: Path) -> None:
     assert (tmp_path / "ran").exists(), "the file holds no trap"
 
 
-def test_an_adapter_cannot_run_code(tmp_path: Path) -> None:
+def test_adapter_weights_cannot_run_code(tmp_path: Path) -> None:
     path, _ = make_tiny("llama", tmp_path)
     adapter = tmp_path / "adapter"
     adapter.mkdir()

@@ -1,4 +1,4 @@
-"""Asking an application without a socket, and reading streams."""
+"""Helpers that send requests to an application without a socket, and read streams."""
 
 import asyncio
 import json
@@ -25,9 +25,9 @@ _NEVER_SHARED = {"api_key", "lora_modules", "middleware"}
 
 
 def application_of(engine: FakeEngine, settings: dict[str, Any]) -> Application:
-    """An application over this engine. Declaring its routes takes most of the time of a small test, so they
-    are declared once for each set of settings; all that depends on the engine or keeps state between requests
-    is made anew. An application with keys, adapters or middleware shares nothing."""
+    """Return an application for this engine. Declaring its routes takes most of the time of a small test, so
+    they are declared once per set of settings; all that depends on the engine or keeps state between
+    requests is built anew. An application with keys, adapters or middleware shares nothing."""
     made = make_settings(settings)
     if _NEVER_SHARED & settings.keys():
         return Application(engine, made)
@@ -37,7 +37,7 @@ def application_of(engine: FakeEngine, settings: dict[str, Any]) -> Application:
     if application is None:
         application = _APPLICATIONS[declared_by] = Application(engine, made)
     else:
-        # The routes refer to this object of Api and to this feed: both get the new engine in place.
+        # The routes refer to this Api object and to this feed: both get the new engine in place.
         application.api.__init__(engine, made)  # type: ignore[misc]
         application.feed.__init__(engine)  # type: ignore[misc]
         application.asgi = _wrap(application.routes, application.api, made, Ledger(made.keys, None))
@@ -51,9 +51,9 @@ def ask(
     engine: FakeEngine | None = None,
     settings: dict[str, Any] | None = None,
     env: dict[str, str] | None = None,
-    **given: Any,
+    **kwargs: Any,
 ) -> httpx.Response:
-    """Send one request. With `env`, variables of the environment, the application is made for it alone."""
+    """Send one request. With `env` (environment variables) the application is built for it alone."""
     engine, settings = engine or FakeEngine(), settings or {}
     if env is None:
         application = application_of(engine, settings)
@@ -63,7 +63,7 @@ def ask(
 
     async def go() -> httpx.Response:
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.request(method, path, **given)
+            return await client.request(method, path, **kwargs)
 
     return asyncio.run(go())
 
@@ -71,7 +71,7 @@ def ask(
 def status_of(
     application: Application, path: str, headers: dict[bytes, bytes], *, method: str = "GET"
 ) -> int:
-    """The status of a request with exactly this path and these headers; no client changes them."""
+    """Return the status of a request with exactly this path and these headers; no client changes them."""
     sent: list[Any] = []
 
     async def receive() -> dict[str, Any]:
@@ -106,7 +106,7 @@ def pool(
 
 
 def events(response: httpx.Response) -> list[dict[str, Any]]:
-    """The chunks of a stream, which must be one line each and end in [DONE]."""
+    """Return the chunks of a stream, which must be one line each and end in [DONE]."""
     assert response.status_code == 200, response.text
     parts = response.text.split("\n\n")
     assert parts[-2:] == ["data: [DONE]", ""]

@@ -1,4 +1,4 @@
-"""What a reader does with the chat of the page."""
+"""Helpers that use the chat of the page as a reader does."""
 
 from typing import Any
 
@@ -9,6 +9,6 @@ def ask(page: Any, text: str) -> None:
 
 
 def answered(page: Any) -> Any:
-    """The newest answer, when it has ended."""
+    """Return the newest answer after it has ended."""
     page.wait_for_selector(".answer:last-child[aria-busy=false]")
     return page.locator(".answer").last

@@ -1,4 +1,4 @@
-"""An engine without a model: it answers every prompt with a scripted text, one byte a token, through the real
+"""Engine without a model: it answers every prompt with a scripted text, one byte per token, through the real
 input and output processors."""
 
 import asyncio
@@ -42,7 +42,7 @@ TEMPLATE = (
 
 
 def byte_tokenizer() -> Tokenizer:
-    """A token per byte, and two special ones."""
+    """Return a tokenizer with one token per byte and two special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Backend(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -54,9 +54,9 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def numbers(ids: list[int], size: int, *, by_token: bool = False) -> Floats:
-    """What the engine without a model makes of tokens."""
-    found = np.sin(np.outer(ids, np.arange(1, size + 1))).astype(np.float32)
-    return found if by_token else found.mean(0)
+    """Return the deterministic pooled vector of these tokens."""
+    vectors = np.sin(np.outer(ids, np.arange(1, size + 1))).astype(np.float32)
+    return vectors if by_token else vectors.mean(0)
 
 
 @dataclass
@@ -72,38 +72,38 @@ class FakeFacts:
 
 
 class FakeOperation:
-    """Notes what operators ask for; `error` is raised by all that changes something."""
+    """Records operator calls; `error` is raised by all that change state."""
 
     def __init__(self) -> None:
         self.settings: dict[str, dict[str, Any]] = {
             "parallel": {"tensor_parallel_size": 2, "pipeline_parallel_size": 1, "data_parallel_size": 3}
         }
-        self.asked: list[tuple[Any, ...]] = []
+        self.calls: list[tuple[Any, ...]] = []
         self.results: list[Any] = [7, "x"]
         self.error: Exception | None = None
         self.paused = False
 
-    def _note(self, *asked: Any) -> None:
+    def _record(self, *call: Any) -> None:
         if self.error is not None:
             raise self.error
-        self.asked.append(asked)
+        self.calls.append(call)
 
     async def pause(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
-        self._note("pause", mode, clear_cache)
+        self._record("pause", mode, clear_cache)
         self.paused = True
 
     async def resume(self) -> None:
-        self._note("resume")
+        self._record("resume")
         self.paused = False
 
     async def is_paused(self) -> bool:
         return self.paused
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        self._note("sleep", level, mode)
+        self._record("sleep", level, mode)
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        self._note("wake_up", tags)
+        self._record("wake_up", tags)
 
     async def is_sleeping(self) -> bool:
         return False
@@ -111,28 +111,28 @@ class FakeOperation:
     async def collective_rpc(
         self, method: str, timeout: float | None, args: list[Any], kwargs: dict[str, Any]
     ) -> list[Any]:
-        self._note("collective_rpc", method, timeout, args, kwargs)
+        self._record("collective_rpc", method, timeout, args, kwargs)
         return self.results
 
     async def profile(self, start: bool, prefix: str | None = None) -> None:
-        self._note("profile", start)
+        self._record("profile", start)
 
     async def reset_encoder_cache(self) -> bool:
-        self._note("reset_encoder_cache")
+        self._record("reset_encoder_cache")
         return False
 
     async def abort(self, names: list[str]) -> int:
-        self._note("abort", *names)
+        self._record("abort", *names)
         return len(names)
 
 
-def labels_logprobs(token: int, asked: Sequence[int]) -> RowLogprobs:
-    """A token is the likelier the lower its id."""
-    return RowLogprobs([token, *asked], [-0.01 * (id + 1) for id in (token, *asked)], 1)
+def labels_logprobs(token: int, labels: Sequence[int]) -> RowLogprobs:
+    """Return logprobs that decrease with the token id."""
+    return RowLogprobs([token, *labels], [-0.01 * (id + 1) for id in (token, *labels)], 1)
 
 
 class FakeEngine:
-    """`steps_s` is the pause before each token; `fail_after` breaks every request after so many tokens."""
+    """`step_s` is the pause before each token; `fail_after` fails every request after that many tokens."""
 
     def __init__(
         self,
@@ -162,9 +162,9 @@ class FakeEngine:
         self.addition_error: Exception | None = None
         self.removal_error: Exception | None = None
         self.removals: list[tuple[str, int]] = []
-        """Names, and how many requests were being answered."""
+        """Adapter names, each with the number of requests in flight at its removal."""
         self.loras: list[LoRARequest | None] = []
-        """Of each request, in their order."""
+        """LoRA request of each request, in order."""
         self.seen: list[tuple[str, Prompt, SamplingParams, int]] = []
         self.pooled: list[tuple[str, Prompt, PoolingParams, int]] = []
         self.aborted: list[str] = []
@@ -175,7 +175,7 @@ class FakeEngine:
         self.exchanges: list[Exchange] = []
 
     async def reset_mm_cache(self) -> None:
-        self.operation.asked.append(("reset_mm_cache",))
+        self.operation.calls.append(("reset_mm_cache",))
 
     def count_exchange(self, exchange: Exchange) -> None:
         self.exchanges.append(exchange)
@@ -200,7 +200,7 @@ class FakeEngine:
         self.loras.append(lora)
         if rank not in (None, 0):
             raise RequestError(f"data_parallel_rank {rank} is out of range: there is only rank 0")
-        engine_id = f"{request_id}-{len(self.seen)}"  # as the real one, it makes ids its own
+        engine_id = f"{request_id}-{len(self.seen)}"  # as the real engine, it makes ids unique
         requests = self.inputs.requests(engine_id, prompt, params, priority=priority, timed=timed)
         sampling = params.params if isinstance(params, CheckedParams) else params
         self.seen.append((request_id, prompt, sampling, priority))
@@ -244,10 +244,10 @@ class FakeEngine:
             if position == 0:
                 step.admitted[request.id] = FirstRun(num_cached=3, queued_at=0.0, scheduled_at=0.0)
                 self._add_prompt_logprobs(step, request)
-            count, asked = request.params.logprobs, request.params.logprob_token_ids
-            if count is not None or asked is not None:
+            count, labels = request.params.logprobs, request.params.logprob_token_ids
+            if count is not None or labels is not None:
                 step.logprobs[request.id] = [
-                    self._logprobs(token, count or 0) if asked is None else labels_logprobs(token, asked)
+                    self._logprobs(token, count or 0) if labels is None else labels_logprobs(token, labels)
                 ]
             if token == request.eos_id:
                 step.finished[request.id] = FinishReason("stop")
@@ -264,7 +264,7 @@ class FakeEngine:
             step.prompt_logprobs[request.id] = [self._logprobs(token, count) for token in ids]
 
     def _logprobs(self, token: int, count: int) -> RowLogprobs:
-        """The chosen token is the second best; the third is impossible."""
+        """Return logprobs in which the sampled token is second and the third has probability zero."""
         others = [i for i in range(VOCAB) if i != token]
         best = [others[0], token, *others[1:]][: VOCAB if count == -1 else count]
         values = [-0.5, -1.0, float("-inf"), *[-50.0 - i for i in range(VOCAB)]][: len(best)]
@@ -294,24 +294,24 @@ class FakeEngine:
         return self._pool(request, numbers(request.tokens, size, by_token=request.pooling.is_by_token))
 
     async def _pool(
-        self, request: Request, found: Floats
+        self, request: Request, vector: Floats
     ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
         self.num_in_flight += 1
         finished = False
         try:
-            # The later come first: answers must be put in order.
+            # Later requests finish first: the server must restore their order.
             await asyncio.sleep(self.step_s + 0.001 * (10 - len(request.tokens) % 10))
             if self.fail_after == 0:
                 raise EngineError("the engine failed on this request")
             finished = True
-            yield PoolingRequestOutput(request.id, PoolingOutput(found), request.tokens, 3, True)
+            yield PoolingRequestOutput(request.id, PoolingOutput(vector), request.tokens, 3, True)
         finally:
             self.num_in_flight -= 1
             if not finished:
                 self.aborted.append(request.id)
 
     async def add_adapter(self, lora: LoRARequest) -> AdapterFacts:
-        """Takes any file that is not empty for a good one."""
+        """Accept any adapter with a config file that is not empty."""
         await asyncio.sleep(self.step_s)
         if self.addition_error is not None:
             raise self.addition_error

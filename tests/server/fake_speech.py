@@ -1,4 +1,4 @@
-"""An engine without a model that is asked as Whisper is, through the real readers of media."""
+"""Engine without a model with Whisper's prompts, through the real media readers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +19,7 @@ from quire.text.tokenizer import Tokenizer
 NAMES = ["startoftranscript", "en", "de", "translate", "transcribe", "startofprev", "notimestamps"]
 START, EN, DE, TRANSLATE, TRANSCRIBE, BEFORE, UNTIMED = range(258, 265)
 TIME = UNTIMED + 1
-"""The first moment, of 0 seconds."""
+"""Token id of the timestamp of 0 seconds."""
 VOCAB = TIME + 1501
 
 
@@ -31,7 +31,7 @@ def whisper_tokenizer() -> Tokenizer:
     return Tokenizer(tokenizer.backend, special_tokens=tokenizer.special_tokens_map)
 
 
-class Ear(FakeProcessor):
+class FakeSpeechProcessor(FakeProcessor):
     modalities = ("audio",)
 
     def marks(self, modality: str) -> list[int]:
@@ -44,13 +44,13 @@ class Ear(FakeProcessor):
 
 
 class Writer(FakeEngine):
-    """Hears nothing, and writes its script; asked for the language, German."""
+    """Engine that ignores its audio and answers with a script; a language detection gives German."""
 
     def __init__(self) -> None:
         super().__init__(" Hallo.")
         self.tokenizer = self.inputs.tokenizer = whisper_tokenizer()
         self.inputs.vocab = self.facts.vocab = VOCAB
-        self.ear = Ear()
+        self.ear = FakeSpeechProcessor()
         speech = WhisperTranscriber(self.tokenizer, max_len=448, at_once=30 * RATE)
         media_processor = MediaProcessor(self.ear, MultimodalSection(), MediaEnv())
         self.inputs.media = MediaInputReader("fake", media_processor, {"audio": 1}, speech=speech)
@@ -69,7 +69,7 @@ class Writer(FakeEngine):
         finally:
             self.script = script
         for request in requests:
-            if (asked := request.params.aligning) is not None:  # a token each fifth of a second
-                count = request.prompt_len - 1 - asked.first
-                step.aligned[request.id] = [min(10 * k, asked.num_states - 1) for k in range(count)]
+            if (alignment := request.params.aligning) is not None:  # one token per fifth of a second
+                count = request.prompt_len - 1 - alignment.first
+                step.aligned[request.id] = [min(10 * k, alignment.num_states - 1) for k in range(count)]
         return step

@@ -1,4 +1,4 @@
-"""A client that hangs up: its request, and the end of its connection when a test says so."""
+"""A client that disconnects when a test sets an event."""
 
 import asyncio
 import json
@@ -10,7 +10,7 @@ from quire.server.app import Application
 async def post(
     application: Application, path: str, body: dict[str, Any], gone: asyncio.Event, key: str = ""
 ) -> int:
-    """The status; once `gone` is set, the client has hung up."""
+    """Return the status; the client disconnects once `gone` is set."""
     content, sent = json.dumps(body).encode(), list[dict[str, Any]]()
     messages = [{"type": "http.request", "body": content, "more_body": False}]
 

@@ -1,4 +1,4 @@
-"""Keys with names and limits: their file, the buckets, and what a client sees of them."""
+"""Tests of API keys with names and limits: the key file, the rate limits, and their answers."""
 
 import asyncio
 import json
@@ -36,18 +36,18 @@ def file_of(folder: Path, content: Any, name: str = "keys.json") -> str:
     return str(path)
 
 
-# ---- the file
+# ---- the key file
 
 
 @pytest.mark.parametrize(
     ("name", "content"),
     [("k.json", {"keys": ENTRIES[:1]}), ("k.toml", TOML), ("k.yaml", YAML), ("k.YML", YAML)],
 )
-def test_a_file_of_keys_is_read(tmp_path: Path, name: str, content: Any) -> None:
+def test_key_file_is_read(tmp_path: Path, name: str, content: Any) -> None:
     assert read_keys([file_of(tmp_path, content, name)]) == (Key(digest(b"sk-team-1"), "team", 3.0, 2, 600),)
 
 
-def test_files_and_plain_keys_stand_side_by_side(tmp_path: Path) -> None:
+def test_key_files_and_plain_keys_are_combined(tmp_path: Path) -> None:
     keys = read_keys(["plain", "@" + file_of(tmp_path, {"keys": ENTRIES}, "no-suffix")])
     assert key_names(keys) == ["team", "guest"] and keys[0] == Key(digest(b"plain"))
     assert (keys[2].weight, keys[2].max_concurrency, keys[2].tokens_per_minute) == (1.0, None, None)
@@ -58,7 +58,7 @@ def one(**fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ({"keys": [*ENTRIES, ENTRIES[1] | {"key": "x"}]}, "two keys have the name 'guest'"),
         (
@@ -88,24 +88,27 @@ def one(**fields: Any) -> dict[str, Any]:
         ('{"keys": [{"key": "sk-secret"', "is not valid JSON near line 1"),
     ],
 )
-def test_a_wrong_file_is_told_without_its_secrets(tmp_path: Path, content: Any, said: str) -> None:
+def test_invalid_key_file_is_refused_without_its_secrets(tmp_path: Path, content: Any, message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         read_keys([file_of(tmp_path, content)])
     assert (
-        said in str(raised.value) and "keys.json" in str(raised.value) or "two keys" in said or "same" in said
+        message in str(raised.value)
+        and "keys.json" in str(raised.value)
+        or "two keys" in message
+        or "same" in message
     )
     assert "sk-" not in str(raised.value)
 
 
 @pytest.mark.parametrize("name", ["k.toml", "k.yaml"])
-def test_no_format_quotes_what_it_cannot_read(tmp_path: Path, name: str) -> None:
+def test_parse_errors_do_not_quote_the_file(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="is not valid") as raised:
         read_keys([file_of(tmp_path, "a: [sk-secret\n} = = {", name)])
     assert "sk-secret" not in str(raised.value)
 
 
-def test_a_path_that_is_no_file_never_becomes_a_key(tmp_path: Path) -> None:
-    """Catches a typing error that lets everybody in who knows the path."""
+def test_path_of_a_missing_file_is_not_used_as_a_key(tmp_path: Path) -> None:
+    """Catches a typo that would make the path itself a valid key."""
     for value in (str(tmp_path / "gone.json"), f"@{tmp_path}/gone", f"@{tmp_path}"):
         with pytest.raises(ConfigError, match="cannot read"):
             read_keys([value])
@@ -116,13 +119,13 @@ def test_a_path_that_is_no_file_never_becomes_a_key(tmp_path: Path) -> None:
         read_keys([""])
 
 
-def test_no_key_is_ever_shown(tmp_path: Path) -> None:
+def test_repr_shows_no_key(tmp_path: Path) -> None:
     settings = make_settings({"api_key": ["sk-plain", file_of(tmp_path, {"keys": ENTRIES})]})
     shown = repr(settings) + repr(Ledger(settings.keys).keys)
     assert "sk-" not in shown and digest(b"sk-guest").hex() not in shown and "'team'" in shown
 
 
-# ---- the buckets
+# ---- the token buckets
 
 
 class Clock:
@@ -137,7 +140,7 @@ def ledger_of(pages: KeyPages | None = None, **limits: int) -> tuple[Ledger, Key
     return Ledger([key], pages, clock), key, clock
 
 
-def test_a_minutes_tokens_are_there_at_once_and_come_back_evenly() -> None:
+def test_token_budget_is_available_at_once_and_refills_evenly() -> None:
     ledger, key, clock = ledger_of(tokens_per_minute=600)
     account = ledger.account(key)
     assert account is not None and ledger.enter(key) is None
@@ -158,7 +161,7 @@ def test_a_minutes_tokens_are_there_at_once_and_come_back_evenly() -> None:
     assert ledger.enter(key) is not None, "idle time fills it once, and no further"
 
 
-def test_a_request_larger_than_a_minute_is_let_in_and_paid_back() -> None:
+def test_request_larger_than_the_budget_is_admitted_and_repaid() -> None:
     ledger, key, clock = ledger_of(tokens_per_minute=60)
     account = ledger.account(key)
     assert account is not None
@@ -171,7 +174,7 @@ def test_a_request_larger_than_a_minute_is_let_in_and_paid_back() -> None:
     assert 60 * minutes - 500 <= taken <= 60 * minutes + 60 + 500
 
 
-def test_who_leaves_makes_room() -> None:
+def test_finished_request_frees_a_slot() -> None:
     ledger, key, _ = ledger_of(max_concurrency=2)
     assert ledger.enter(key) is None and ledger.enter(key) is None
     refusal = ledger.enter(key)
@@ -180,23 +183,25 @@ def test_who_leaves_makes_room() -> None:
     assert ledger.enter(key) is None
 
 
-def test_processes_count_together(tmp_path: Path) -> None:
+def test_processes_share_the_limits(tmp_path: Path) -> None:
     file = tmp_path / "pages"
     KeyPages.create(file, 1, num_api=2)
-    ours, key, _ = ledger_of(KeyPages(["team"], file, process=0), max_concurrency=2, tokens_per_minute=100)
-    theirs, _, _ = ledger_of(KeyPages(["team"], file, process=1), max_concurrency=2, tokens_per_minute=100)
-    assert ours.enter(key) is None and theirs.enter(key) is None
-    assert "max_concurrency" in str(ours.enter(key)) and "max_concurrency" in str(theirs.enter(key))
-    ours.leave(key)
-    account = theirs.account(key)
+    first, key, _ = ledger_of(KeyPages(["team"], file, process=0), max_concurrency=2, tokens_per_minute=100)
+    second, _, _ = ledger_of(KeyPages(["team"], file, process=1), max_concurrency=2, tokens_per_minute=100)
+    assert first.enter(key) is None and second.enter(key) is None
+    assert "max_concurrency" in str(first.enter(key)) and "max_concurrency" in str(second.enter(key))
+    first.leave(key)
+    account = second.account(key)
     assert account is not None
     account.add_output(100)
-    assert "tokens_per_minute" in str(ours.enter(key)), "used up by the other"
-    # One that was killed and comes again has nothing open.
+    assert "tokens_per_minute" in str(first.enter(key)), "used by the other process"
+    # A process that was killed and restarted has no open request.
     again, alone, _ = ledger_of(KeyPages(["team"], file, process=1), max_concurrency=1)
     assert again.enter(alone) is None
     samples = {
-        sample.name: sample.value for each in KeyPages(["team"], file).families() for sample in each.samples
+        sample.name: sample.value
+        for family in KeyPages(["team"], file).families()
+        for sample in family.samples
     }
     assert samples["quire:key_requests_total"] == 3 and samples["quire:key_generation_tokens_total"] == 100
 
@@ -205,7 +210,7 @@ def test_processes_count_together(tmp_path: Path) -> None:
 
 
 class Served:
-    """An application with these keys, and a client of it."""
+    """Application with these keys, and its clients."""
 
     def __init__(self, engine: FakeEngine, settings: dict[str, Any]) -> None:
         made = make_settings(settings, env=Env.read({"VLLM_ENABLE_RESPONSES_API_STORE": "1"}))
@@ -220,8 +225,8 @@ class Served:
         async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers) as client:
             yield client
 
-    def count(self, what: str, key: int = 0) -> float:
-        return self.pages.total(key, what)
+    def count(self, counter: str, key: int = 0) -> float:
+        return self.pages.total(key, counter)
 
 
 Serve = Callable[..., Served]
@@ -245,14 +250,14 @@ def ask(served: Served, key: str, path: str = CHAT, **body: Any) -> httpx.Respon
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_tokens_are_counted_as_usage_tells(serve: Serve, stream: bool) -> None:
+def test_token_counts_equal_usage(serve: Serve, stream: bool) -> None:
     served = serve()
-    asked: dict[str, Any] = {"prompt": ["ab", "abc"], "n": 2, "stream": stream, "max_tokens": 4}
+    fields: dict[str, Any] = {"prompt": ["ab", "abc"], "n": 2, "stream": stream, "max_tokens": 4}
     if stream:
-        asked["stream_options"] = {"include_usage": True}
-    reply = ask(served, "sk-guest", COMPLETIONS, **asked)
-    found = reply.text.split("data: ")[-2] if stream else reply.text
-    usage = json.loads(found)["usage"]
+        fields["stream_options"] = {"include_usage": True}
+    reply = ask(served, "sk-guest", COMPLETIONS, **fields)
+    last_text = reply.text.split("data: ")[-2] if stream else reply.text
+    usage = json.loads(last_text)["usage"]
     counted = [
         served.count(what, 1) for what in ("prompt_tokens", "generation_tokens", "requests", "running")
     ]
@@ -260,7 +265,7 @@ def test_tokens_are_counted_as_usage_tells(serve: Serve, stream: bool) -> None:
     assert served.count("requests", 0) == 0
 
 
-def test_pooling_and_beams_count_too(serve: Serve) -> None:
+def test_pooling_and_beam_search_are_counted(serve: Serve) -> None:
     served = serve(engine=FakeEngine(pooling=EMBEDDER))
     assert ask(served, "sk-guest", "/v1/embeddings", input=["ab", "c"]).status_code == 200
     assert [served.count(what, 1) for what in ("prompt_tokens", "generation_tokens")] == [3, 0]
@@ -270,7 +275,7 @@ def test_pooling_and_beams_count_too(serve: Serve) -> None:
     assert served.count("prompt_tokens", 1) == 2 and served.count("generation_tokens", 1) >= 3
 
 
-def test_above_the_tokens_of_a_minute_is_429(serve: Serve) -> None:
+def test_tokens_per_minute_above_the_limit_is_429(serve: Serve) -> None:
     served = serve({"name": "t", "key": "sk-t", "tokens_per_minute": 30})
     assert ask(served, "sk-t").status_code == 200
     reply = ask(served, "sk-t")
@@ -278,31 +283,32 @@ def test_above_the_tokens_of_a_minute_is_429(serve: Serve) -> None:
     assert error["type"] == "RateLimitError" and "tokens_per_minute is 30" in error["message"]
     assert int(reply.headers["retry-after"]) >= 1 and reply.headers["retry-after"] in error["message"]
     assert "sk-t" not in reply.text
-    assert len(served.engine.seen) == 1, "the second never came to the engine"
+    assert len(served.engine.seen) == 1, "the second did not reach the engine"
     assert (served.count("tokens"), served.count("requests"), served.count("running")) == (1, 1, 0)
-    # What costs no tokens goes on.
+    # Routes without tokens are still served.
     assert ask(served, "sk-t", "/tokenize", prompt="ab").status_code == 200
     anthropic = ask(served, "sk-t", "/v1/messages", messages=[])
     assert anthropic.status_code == 429 and anthropic.json()["error"]["type"] == "rate_limit_error"
 
 
-def test_a_body_that_nobody_reads_costs_nothing(serve: Serve) -> None:
+def test_rate_limit_is_checked_before_the_body(serve: Serve) -> None:
     served = serve({"name": "t", "key": "sk-t", "tokens_per_minute": 1})
     assert ask(served, "sk-t").status_code == 200
     assert ask(served, "sk-t", CHAT, nonsense=1).status_code == 429, "it would be a 400"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_one_place_is_one_request_at_a_time(serve: Serve, stream: bool) -> None:
-    """Of several at once one is answered; the place is free again after it, and after one that fails."""
+def test_max_concurrency_of_one_admits_one_request(serve: Serve, stream: bool) -> None:
+    """One of several concurrent requests is answered; its slot is free afterwards, and after one that
+    fails."""
     served = serve({"name": "t", "key": "sk-t", "max_concurrency": 1}, engine=FakeEngine(step_s=0.01))
 
     async def go() -> list[int]:
         async with served.client("sk-t") as client:
             body = {"messages": MESSAGES, "stream": stream, "max_tokens": 30, "ignore_eos": True}
-            found = await asyncio.gather(*(client.post(CHAT, json=body) for _ in range(4)))
+            responses = await asyncio.gather(*(client.post(CHAT, json=body) for _ in range(4)))
             bad = await client.post(CHAT, json={"messages": 5})
-            return [*(reply.status_code for reply in found), bad.status_code]
+            return [*(reply.status_code for reply in responses), bad.status_code]
 
     statuses = asyncio.run(go())
     assert sorted(statuses[:4]) == [200, 429, 429, 429] and statuses[4] == 400
@@ -314,7 +320,7 @@ def test_one_place_is_one_request_at_a_time(serve: Serve, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_hangs_up_gives_its_place_back(serve: Serve, stream: bool) -> None:
+def test_client_disconnect_frees_the_slot(serve: Serve, stream: bool) -> None:
     served = serve({"name": "t", "key": "sk-t", "max_concurrency": 1}, engine=FakeEngine(step_s=0.01))
     body = {"messages": MESSAGES, "stream": stream, "max_tokens": 400, "ignore_eos": True}
 
@@ -331,8 +337,8 @@ def test_a_client_that_hangs_up_gives_its_place_back(serve: Serve, stream: bool)
     assert served.count("running") == 0 and served.engine.num_in_flight == 0
 
 
-def test_a_response_in_the_background_keeps_its_place_until_it_ends(serve: Serve) -> None:
-    """Catches a limit that answers in the background do not have, and one that forbids to cancel them."""
+def test_background_response_holds_its_slot_until_it_ends(serve: Serve) -> None:
+    """Catches background responses without a limit, and a limit that prevents cancelling them."""
     served = serve(
         {"name": "t", "key": "sk-t", "max_concurrency": 1}, engine=FakeEngine("x" * 400, step_s=0.05)
     )
@@ -360,9 +366,7 @@ def test_a_response_in_the_background_keeps_its_place_until_it_ends(serve: Serve
         ("/invocations", {"prompt": "ab"}),
     ],
 )
-def test_every_route_that_generates_counts_and_is_limited(
-    serve: Serve, path: str, body: dict[str, Any]
-) -> None:
+def test_every_generating_route_is_counted_and_limited(serve: Serve, path: str, body: dict[str, Any]) -> None:
     served = serve({"name": "t", "key": "sk-t", "tokens_per_minute": 1})
     first = ask(served, "sk-t", path, **body)
     assert first.status_code == 200, first.text
@@ -384,7 +388,7 @@ def test_every_route_that_generates_counts_and_is_limited(
         {"x-api-key": "sk-gues"},
     ],
 )
-def test_hostile_headers_open_nothing(serve: Serve, headers: dict[str, str]) -> None:
+def test_malformed_auth_headers_are_refused(serve: Serve, headers: dict[str, str]) -> None:
     served = serve()
 
     async def go() -> httpx.Response:
@@ -398,7 +402,7 @@ def test_hostile_headers_open_nothing(serve: Serve, headers: dict[str, str]) -> 
     assert not served.engine.seen and served.count("requests", 0) == served.count("requests", 1) == 0
 
 
-def test_a_key_may_come_as_anthropic_sends_it(serve: Serve) -> None:
+def test_key_in_x_api_key_header(serve: Serve) -> None:
     served = serve()
 
     async def go() -> int:
@@ -410,7 +414,7 @@ def test_a_key_may_come_as_anthropic_sends_it(serve: Serve) -> None:
     assert asyncio.run(go()) == 200 and served.count("requests", 1) == 1
 
 
-def test_what_is_only_rendered_costs_no_tokens(serve: Serve) -> None:
+def test_render_costs_no_tokens(serve: Serve) -> None:
     served = serve()
     assert ask(served, "sk-guest", f"{CHAT}/render").json()["token_ids"]
     assert (served.count("prompt_tokens", 1), served.count("requests", 1)) == (0, 1)

@@ -1,4 +1,4 @@
-"""The operator's routes, and the document."""
+"""Tests of the operator routes and of the OpenAPI document."""
 
 from ask import ask, refused
 from fake_engine import FakeEngine
@@ -6,7 +6,7 @@ from fake_engine import FakeEngine
 from quire.metrics.http import POOLING_ROUTES
 
 
-def test_health_tells_the_cause() -> None:
+def test_health_reports_the_cause() -> None:
     engine = FakeEngine()
     good = ask("GET", "/health", engine=engine)
     assert good.status_code == 200 and good.content == b""
@@ -16,26 +16,28 @@ def test_health_tells_the_cause() -> None:
         refused(ask(method, "/ping", engine=engine), 503)
 
 
-def test_models_under_every_served_name() -> None:
+def test_models_lists_every_served_name() -> None:
     engine = FakeEngine()
     engine.facts.model_names = ("org/name", "other")
-    found = ask("GET", "/v1/models", engine=engine).json()
-    assert [card["id"] for card in found["data"]] == ["org/name", "other"] and found["object"] == "list"
+    reply_body = ask("GET", "/v1/models", engine=engine).json()
+    assert [card["id"] for card in reply_body["data"]] == ["org/name", "other"] and reply_body[
+        "object"
+    ] == "list"
     card = ask("GET", "/v1/models/org/name", engine=engine).json()
-    assert card == found["data"][0] and card["max_model_len"] == 512 and card["root"] == "models/fake"
+    assert card == reply_body["data"][0] and card["max_model_len"] == 512 and card["root"] == "models/fake"
     assert card["permission"][0]["id"].startswith("modelperm-")
     for name in ("none", "a%0Ab", "none%0A"):
         refused(ask("GET", f"/v1/models/{name}", engine=engine), 404)
 
 
-def test_models_are_listed_once_they_can_be_asked() -> None:
-    """Clients poll this route to learn when a server is ready."""
+def test_models_is_503_until_the_engine_is_ready() -> None:
+    """Clients poll this route to find out when a server is ready."""
     engine = FakeEngine()
     engine.dead = "the engine is starting"
     assert refused(ask("GET", "/v1/models", engine=engine), 503)["message"] == "the engine is starting"
 
 
-def test_small_routes() -> None:
+def test_version_load_and_metrics() -> None:
     engine = FakeEngine()
     assert ask("GET", "/version", engine=engine).json() == {"version": "1.2.3"}
     engine.num_in_flight = 7
@@ -44,13 +46,13 @@ def test_small_routes() -> None:
     assert metrics.headers["content-type"].startswith("text/plain; version=0.0.4") and "vllm:" in metrics.text
 
 
-def test_unknown_routes_and_methods() -> None:
+def test_unknown_route_is_404_and_wrong_method_405() -> None:
     assert ask("GET", "/nope").json() == {"detail": "Not Found"}
     wrong = ask("GET", "/v1/completions")
     assert wrong.status_code == 405 and wrong.headers["allow"] == "POST"
 
 
-def test_document_is_complete_and_says_400_where_fastapi_says_422() -> None:
+def test_document_is_complete_and_has_400_instead_of_422() -> None:
     document = ask("GET", "/openapi.json").json()
     expected = {
         "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{name}", "/tokenize",
@@ -74,7 +76,7 @@ def test_document_is_complete_and_says_400_where_fastapi_says_422() -> None:
     assert content.keys() == {"application/json", "text/event-stream"}
 
 
-def test_documents_can_be_turned_off() -> None:
+def test_documents_can_be_disabled() -> None:
     for path in ("/docs", "/openapi.json", "/redoc"):
         assert ask("GET", path).status_code == 200
         assert ask("GET", path, settings={"disable_fastapi_docs": True}).status_code == 404

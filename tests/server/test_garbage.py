@@ -1,4 +1,4 @@
-"""What a request leaves behind: nothing that holds its body until the collector comes, which is seldom."""
+"""Tests that a request leaves no reference cycle that keeps its body until the garbage collector runs."""
 
 import asyncio
 import gc
@@ -18,9 +18,9 @@ from quire.server.settings import make_settings
 from quire.text.tokenizer import load_tokenizer
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
-OURS = ("quire.", "uvicorn.")
+OWN_PACKAGES = ("quire.", "uvicorn.")
 _IDLE = 6
-"""Tasks of a server that has nothing to do, and the one that counts them."""
+"""Number of tasks of an idle server, with the one that counts them."""
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 TALK = {"messages": [{"role": "user", "content": "ab" * 100}], "max_tokens": 3, "ignore_eos": True}
 TEXT = {"prompt": "ab", "max_tokens": 3, "ignore_eos": True}
@@ -46,7 +46,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Serving:
-    """A server and a core in threads of this process."""
+    """Server and engine core in threads of this process."""
 
     def __init__(self, folder: Path) -> None:
         self._core = FastCore(f"ipc://{folder}/core", token_id=50, max_model_len=1000)
@@ -57,7 +57,7 @@ class Serving:
         tokenizer = load_tokenizer(text_model(folder).path, "hf")
         self._engine = engine_over(f"ipc://{folder}/core", vocab=340, max_model_len=1000, tokenizer=tokenizer)
         self._loop = asyncio.new_event_loop()
-        self._threads = [threading.Thread(target=each, daemon=True) for each in (self._step, self._serve)]
+        self._threads = [threading.Thread(target=target, daemon=True) for target in (self._step, self._serve)]
         for thread in self._threads:
             thread.start()
         assert self._ready.wait(60)
@@ -90,8 +90,8 @@ class Serving:
     def call(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
 
-    def rest(self) -> None:
-        """Until nothing is left to do."""
+    def wait_until_idle(self) -> None:
+        """Wait until no request and no task is left."""
 
         async def quiet() -> None:
             while self._engine.num_in_flight or len(asyncio.all_tasks(self._loop)) > _IDLE:
@@ -112,25 +112,25 @@ class Serving:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Any:
     started = Serving(tmp_path_factory.mktemp("garbage"))
     gc.collect()
-    gc.freeze()  # what was there before is not looked at again
+    gc.freeze()  # objects from before the test are not examined again
     yield started
     gc.unfreeze()
     started.close()
 
 
-def left(server: Serving, ask: Callable[[], None]) -> list[str]:
-    """The classes of what is ours and was left behind by the second of two requests."""
+def garbage_of(server: Serving, ask: Callable[[], None]) -> list[str]:
+    """Return the classes of our objects that the second of two requests left as garbage."""
     for _ in range(2):
-        server.rest()
+        server.wait_until_idle()
         gc.collect()
         gc.disable()
         ask()
-    server.rest()
+    server.wait_until_idle()
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
         gc.collect()
-        found = {f"{type(each).__module__}.{type(each).__qualname__}" for each in gc.garbage}
-        return [name for name in found if name.startswith(OURS)]
+        names = {f"{type(garbage).__module__}.{type(garbage).__qualname__}" for garbage in gc.garbage}
+        return [name for name in names if name.startswith(OWN_PACKAGES)]
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
@@ -138,19 +138,19 @@ def left(server: Serving, ask: Callable[[], None]) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *REFUSED])
-def test_nothing_of_a_request_waits_for_the_collector(server: Serving, kind: str) -> None:
+def test_request_leaves_no_garbage(server: Serving, kind: str) -> None:
     path, body = (KINDS | REFUSED)[kind]
 
     def ask() -> None:
         reply = server.client.post(path, json=body)
         assert (reply.status_code == 200) == (kind in KINDS), reply.text
 
-    assert not left(server, ask)
+    assert not garbage_of(server, ask)
 
 
-def test_nothing_is_left_of_who_hangs_up(server: Serving) -> None:
+def test_disconnected_client_leaves_no_garbage(server: Serving) -> None:
     def ask() -> None:
         with server.client.stream("POST", CHAT, json=TALK | {"stream": True, "max_tokens": 700}) as reply:
             next(reply.iter_lines())
 
-    assert not left(server, ask)
+    assert not garbage_of(server, ask)

@@ -1,4 +1,4 @@
-"""Large bodies: read beside the event loop, and not at all if they hold too much."""
+"""Tests of large bodies: parsed off the event loop, and refused if they hold too many values."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ from quire.server.settings import make_settings
 ENGINE = FakeEngine()
 APPLICATION = Application(ENGINE, make_settings({}))
 LONG = 'a, [b]: {c} \\" ' * (fast_path._LARGE // 12)
-"""Of which nothing counts."""
+"""Text in which no character counts as a value."""
 
 
 def client() -> httpx.AsyncClient:
@@ -38,7 +38,7 @@ def listed(item: str, count: int) -> str:
     return "[" + ",".join([item] * count) + "]"
 
 
-def test_large_bodies_are_answered_as_small_ones_are() -> None:
+def test_large_bodies_are_answered_like_small_ones() -> None:
     extra = {"note": LONG}
     assert post("/v1/completions", json.dumps({"prompt": "ab", **extra})).status_code == 200
     assert post("/detokenize", json.dumps({"tokens": [64], **extra})).json() == {"prompt": "a"}
@@ -48,7 +48,7 @@ def test_large_bodies_are_answered_as_small_ones_are() -> None:
         ("/tokenize", {"prompt": [1]}),
         ("/detokenize", {"tokens": [-1]}),
     ):
-        small, large = (refused(post(path, json.dumps(each))) for each in (body, body | extra))
+        small, large = (refused(post(path, json.dumps(fields))) for fields in (body, body | extra))
         large["message"] = large["message"].replace("valid array", "valid list")
         assert small == large
     assert refused(post("/v1/completions", '{"a": ' + " " * fast_path._LARGE))["type"] == "Bad Request"
@@ -65,21 +65,21 @@ def test_large_bodies_are_answered_as_small_ones_are() -> None:
     ],
     ids=["values", "lists", "names"],
 )
-def test_bodies_that_hold_too_much_are_refused(value: str, words: str) -> None:
+def test_bodies_with_too_many_values_are_refused(value: str, words: str) -> None:
     for path in ("/v1/completions", "/tokenize"):
         error = refused(post(path, '{"prompt":"\\\\","x":' + value + "}"))
         assert words in error["message"] and "may have" in error["message"]
 
 
-def test_others_are_answered_while_one_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_requests_run_while_a_large_body_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, over, read = threading.Event(), threading.Event(), fast_path._parse_large
 
-    def slowly(*given: Any) -> Any:
+    def parse_slowly(*args: Any) -> Any:
         begun.set()
         assert over.wait(60)
-        return read(*given)
+        return read(*args)
 
-    monkeypatch.setattr(fast_path, "_parse_large", slowly)
+    monkeypatch.setattr(fast_path, "_parse_large", parse_slowly)
 
     async def go() -> None:
         body = json.dumps({"prompt": "ab", "note": LONG})
@@ -109,6 +109,6 @@ def test_others_are_answered_while_one_is_read(monkeypatch: pytest.MonkeyPatch) 
         (b"\\", False),
     ],
 )
-def test_halves_of_surrogate_pairs_are_suspected(raw: bytes, may: bool) -> None:
-    """However many escapes stand before; a backslash that is one itself spells nothing."""
+def test_possible_lone_surrogates_are_detected(raw: bytes, may: bool) -> None:
+    """Any number of escapes may come before; an escaped backslash starts none."""
     assert may_have_surrogates(raw) == may

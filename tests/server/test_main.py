@@ -1,4 +1,4 @@
-"""A real server on a loopback port: hang-ups, the drain, sockets."""
+"""Tests of a real server on a loopback port: disconnects, the drain, sockets."""
 
 import asyncio
 import socket
@@ -16,14 +16,14 @@ from quire.server.http.sockets import bind
 from quire.server.main import serve
 from quire.server.settings import make_settings
 
-PATIENCE_S = 60
-"""Ends a test that hangs."""
+TIMEOUT_S = 60
+"""Limit after which a hanging test fails."""
 Talk = Callable[[httpx.AsyncClient, asyncio.Event], Awaitable[Any]]
 
 
-def with_server(engine: FakeEngine, talk: Talk, **given: Any) -> Any:
-    """Serve while `talk` runs; the server must then end by itself."""
-    settings = make_settings({"host": "127.0.0.1", "port": 0, **given})
+def with_server(engine: FakeEngine, talk: Talk, **overrides: Any) -> Any:
+    """Serve while `talk` runs; the server must then stop by itself."""
+    settings = make_settings({"host": "127.0.0.1", "port": 0, **overrides})
 
     async def go() -> Any:
         listening, stop = bind(settings.http), asyncio.Event()
@@ -31,24 +31,24 @@ def with_server(engine: FakeEngine, talk: Talk, **given: Any) -> Any:
         uds = settings.http.uds
         base = "http://test" if uds else f"http://127.0.0.1:{listening.getsockname()[1]}"
         transport = httpx.AsyncHTTPTransport(uds=uds)
-        async with httpx.AsyncClient(transport=transport, base_url=base, timeout=PATIENCE_S) as client:
+        async with httpx.AsyncClient(transport=transport, base_url=base, timeout=TIMEOUT_S) as client:
             result = await talk(client, stop)
         stop.set()
-        await asyncio.wait_for(serving, PATIENCE_S)
+        await asyncio.wait_for(serving, TIMEOUT_S)
         return result
 
     return asyncio.run(go())
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(TIMEOUT_S):
         while not condition():
             await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompt", ["a", ["a", "b"]])
-def test_a_client_that_hangs_up_frees_the_engine(stream: bool, prompt: Any) -> None:
+def test_client_disconnect_frees_the_engine(stream: bool, prompt: Any) -> None:
     engine = FakeEngine("x" * 500, step_s=0.02, max_model_len=100_000)
 
     async def talk(client: httpx.AsyncClient, _: asyncio.Event) -> None:
@@ -63,7 +63,7 @@ def test_a_client_that_hangs_up_frees_the_engine(stream: bool, prompt: Any) -> N
     assert len(engine.aborted) == (2 if isinstance(prompt, list) else 1)
 
 
-def test_the_drain_lets_running_requests_finish() -> None:
+def test_drain_lets_running_requests_finish() -> None:
     engine = FakeEngine("abcdef", step_s=0.03)
 
     async def talk(client: httpx.AsyncClient, stop: asyncio.Event) -> str:
@@ -77,7 +77,7 @@ def test_the_drain_lets_running_requests_finish() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_end_of_the_drain_tells_clients_why(stream: bool) -> None:
+def test_requests_cut_by_the_drain_get_the_reason(stream: bool) -> None:
     engine = FakeEngine("x" * 5000, step_s=0.05, max_model_len=10_000)
 
     async def talk(client: httpx.AsyncClient, stop: asyncio.Event) -> httpx.Response:
@@ -93,8 +93,8 @@ def test_the_end_of_the_drain_tells_clients_why(stream: bool) -> None:
     assert not stream or response.text.endswith("data: [DONE]\n\n")
 
 
-def test_the_page_does_not_hold_up_the_end() -> None:
-    """Its event stream never ends by itself."""
+def test_open_page_does_not_delay_shutdown() -> None:
+    """The event stream of the page never ends by itself."""
 
     async def talk(client: httpx.AsyncClient, stop: asyncio.Event) -> None:
         async with client.stream("GET", "/page/events") as response:
@@ -114,14 +114,14 @@ def test_unix_socket_and_root_path(tmp_path: Path) -> None:
 
     path = str(tmp_path / "s")
     assert with_server(FakeEngine(), talk, uds=path, root_path="/api", api_key=["k"]) == [200, 401, 200]
-    # What the last server left behind is no obstacle; one that still listens is.
+    # A socket file that an earlier server left is replaced; one with a listening server is an error.
     listening = bind(make_settings({"uds": path}).http)
     with pytest.raises(ConfigError, match="--uds"):
         bind(make_settings({"uds": path}).http)
     listening.close()
 
 
-def test_a_taken_port_is_said_at_once() -> None:
+def test_port_in_use_is_reported_at_once() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -130,7 +130,7 @@ def test_a_taken_port_is_said_at_once() -> None:
             bind(make_settings({"host": "127.0.0.1", "port": port}).http)
 
 
-def test_unreadable_certificates_are_a_launch_error(tmp_path: Path) -> None:
+def test_unreadable_certificates_are_a_config_error(tmp_path: Path) -> None:
     missing = str(tmp_path / "none.pem")
 
     async def go() -> None:

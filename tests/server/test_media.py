@@ -1,4 +1,4 @@
-"""Media over HTTP: every API that has messages takes them, and says what is wrong with them."""
+"""Tests of media over HTTP: every API with messages accepts them, and reports invalid ones."""
 
 import asyncio
 import base64
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from ask import CHAT, chat, refused
 from fake_engine import FakeEngine
-from fake_inputs import PAD, START, data_url, file_of, image_part, media, picture, seeing, wav
+from fake_inputs import PAD, START, data_url, engine_with_media, file_of, image_part, media, picture, wav
 from hanging_up import post
 from hostile import hostile_server
 
@@ -27,9 +27,9 @@ def turn(*parts: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": list(parts)}]
 
 
-ENGINE = seeing()
+ENGINE = engine_with_media()
 APPLICATION = Application(ENGINE, make_settings({"enable_prompt_tokens_details": True}))
-"""One for all tests: to make one takes longer than to ask it."""
+"""One application for all tests: building it takes longer than a request."""
 
 
 def send(path: str = CHAT, **body: Any) -> httpx.Response:
@@ -43,7 +43,7 @@ def send(path: str = CHAT, **body: Any) -> httpx.Response:
 
 
 def seen(engine: FakeEngine = ENGINE) -> list[tuple[str, int, int]]:
-    """The items of the only request."""
+    """Return the items of the only request."""
     ((_, prompt, _, _),) = engine.seen
     assert prompt.media is not None
     for item in prompt.media.items:
@@ -93,17 +93,17 @@ def seen(engine: FakeEngine = ENGINE) -> list[tuple[str, int, int]]:
     ],
     ids=["chat", "responses", "messages", "messages-url"],
 )
-def test_an_image_comes_by_every_api(path: str, body: dict[str, Any]) -> None:
+def test_every_api_accepts_images(path: str, body: dict[str, Any]) -> None:
     reply = send(path, **body)
     assert reply.status_code == 200, reply.text
     assert seen() == [("image", len("user:"), 4)]
     usage = reply.json()["usage"]
     prompt_len = len("user:\nab\nassistant:") + 4
-    told = usage.get("prompt_tokens", usage.get("input_tokens", 0))
-    assert told + usage.get("cache_read_input_tokens", 0) == prompt_len
+    num_input = usage.get("prompt_tokens", usage.get("input_tokens", 0))
+    assert num_input + usage.get("cache_read_input_tokens", 0) == prompt_len
 
 
-def test_tools_may_answer_with_images() -> None:
+def test_tool_results_may_hold_images() -> None:
     messages = [
         {"role": "user", "content": "look"},
         {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "eye", "input": {}}]},
@@ -113,7 +113,7 @@ def test_tools_may_answer_with_images() -> None:
     assert [kind for kind, _, _ in seen()] == ["image"]
 
 
-def test_arguments_of_a_request_reach_the_processor() -> None:
+def test_processor_arguments_reach_the_processor() -> None:
     frames = [picture(seed=seed).quantize() for seed in range(6)]
     film = file_of(frames[0], "GIF", save_all=True, append_images=frames[1:])
     video = {"type": "video_url", "video_url": {"url": data_url(film, "video/gif")}}
@@ -127,7 +127,7 @@ def test_arguments_of_a_request_reach_the_processor() -> None:
     assert details["multimodal_tokens"] == {"image": 4, "video": 4}
 
 
-def test_counting_and_rendering_see_the_spans() -> None:
+def test_tokenize_and_render_include_placeholders() -> None:
     messages = turn(TEXT, image_part(URL))
     counted = send("/tokenize", messages=messages).json()
     rendered = send(f"{CHAT}/render", messages=messages).json()
@@ -159,7 +159,7 @@ SOUND = base64.b64encode(wav(np.zeros((10, 1), np.int16), rate=0)).decode()
         ({"type": "video_url", "video_url": {"url": URL[:60]}}, 400, "video_url", "base64|broken"),
     ],
 )
-def test_what_is_wrong_is_told_with_its_place(part: Any, status: int, param: str, words: str) -> None:
+def test_invalid_media_is_refused_with_its_position(part: Any, status: int, param: str, words: str) -> None:
     error = refused(send(messages=turn(TEXT, part)), status)
     assert error["message"].startswith("messages[0].content[1]: ")
     assert any(word in error["message"] for word in words.split("|")), error
@@ -168,22 +168,24 @@ def test_what_is_wrong_is_told_with_its_place(part: Any, status: int, param: str
     assert send(messages=turn(TEXT)).status_code == 200
 
 
-def test_more_than_the_limit_and_models_of_text_are_refused() -> None:
+def test_image_limit_and_text_only_models() -> None:
     two = turn(image_part(URL), image_part(URL))
-    error = refused(chat(seeing(media({"image": 1})), messages=two))
-    said = "At most 1 image(s) may be provided in one prompt."
-    assert error["message"] == f"{said} Set `--limit-mm-per-prompt` to increase this limit."
+    error = refused(chat(engine_with_media(media({"image": 1})), messages=two))
+    limit_message = "At most 1 image(s) may be provided in one prompt."
+    assert error["message"] == f"{limit_message} Set `--limit-mm-per-prompt` to increase this limit."
     assert "is not a multimodal model" in refused(chat(messages=two))["message"]
     assert "cannot be cut" in refused(send(messages=two, truncate_prompt_tokens=8))["message"]
     beams = send(messages=two, use_beam_search=True, n=2, max_tokens=2).json()
-    assert [each["message"]["content"] for each in beams["choices"]] == ["!!", "!H"]
+    assert [choice["message"]["content"] for choice in beams["choices"]] == ["!!", "!H"]
 
 
-def test_a_slow_item_holds_up_nobody_and_ends_with_its_client() -> None:
-    """Twenty fetches that never end, in front of one that does; then their clients hang up."""
+def test_slow_media_blocks_no_other_request_and_ends_with_its_client() -> None:
+    """Twenty fetches never end; a request behind them is answered. Then their clients disconnect."""
 
-    async def go(url: str, asked: list[Any]) -> None:
-        engine = seeing(media(allowed_media_domains=("127.0.0.1",), env={"image_fetch_timeout": 300.0}))
+    async def go(url: str, requests: list[Any]) -> None:
+        engine = engine_with_media(
+            media(allowed_media_domains=("127.0.0.1",), env={"image_fetch_timeout": 300.0})
+        )
         application, gone = Application(engine, make_settings({})), asyncio.Event()
 
         def ask(path: str) -> Coroutine[Any, Any, int]:
@@ -191,7 +193,7 @@ def test_a_slow_item_holds_up_nobody_and_ends_with_its_client() -> None:
 
         slow = [asyncio.create_task(ask("/drips")) for _ in range(20)]
         async with asyncio.timeout(60):
-            while sum(path == "/drips" for path, _ in asked) < 20:
+            while sum(path == "/drips" for path, _ in requests) < 20:
                 await asyncio.sleep(0.01)
             assert await ask("/image.png") == 200
             assert len(application.api.answering) == 20
@@ -200,4 +202,4 @@ def test_a_slow_item_holds_up_nobody_and_ends_with_its_client() -> None:
         assert len(engine.seen) == 1 and not application.api.answering
 
     with hostile_server() as server:
-        asyncio.run(go(server.url, server.asked))
+        asyncio.run(go(server.url, server.requests))

@@ -1,4 +1,4 @@
-"""Prompts as vectors in bodies: which go together with what."""
+"""Tests of prompt embeddings in request bodies, alone and with other fields."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from saved import sent
 
 from quire.frontend.prompt_embeds import PromptEmbedsReader
 
-GIVEN = sent(torch.ones(3, 4))
+EMBEDS = sent(torch.ones(3, 4))
 
 
 def open_engine() -> FakeEngine:
@@ -25,13 +25,13 @@ def open_engine() -> FakeEngine:
         ({"prompt": None}, [3]),
         ({"prompt": ""}, [3]),
         ({"prompt": "abcde"}, [3, 5]),
-        ({"prompt": ["a", "bc"], "prompt_embeds": [GIVEN, sent(torch.ones(2, 4).half())]}, [3, 2, 1, 2]),
+        ({"prompt": ["a", "bc"], "prompt_embeds": [EMBEDS, sent(torch.ones(2, 4).half())]}, [3, 2, 1, 2]),
     ],
 )
-def test_vectors_come_before_texts(body: dict[str, Any], lengths: list[int]) -> None:
+def test_prompt_embeds_come_before_text_prompts(body: dict[str, Any], lengths: list[int]) -> None:
     engine = open_engine()
-    answer = complete(engine, **{"prompt_embeds": GIVEN, "max_tokens": 2, "cache_salt": "s"} | body).json()
-    assert [each["index"] for each in answer["choices"]] == list(range(len(lengths)))
+    answer = complete(engine, **{"prompt_embeds": EMBEDS, "max_tokens": 2, "cache_salt": "s"} | body).json()
+    assert [choice["index"] for choice in answer["choices"]] == list(range(len(lengths)))
     assert answer["usage"]["prompt_tokens"] == sum(lengths)
     prompts = [prompt for _, prompt, _, _ in engine.seen]
     assert [len(prompt.token_ids) for prompt in prompts] == lengths
@@ -52,16 +52,16 @@ def test_vectors_come_before_texts(body: dict[str, Any], lengths: list[int]) -> 
         ({"max_tokens": 600}, "max_tokens"),
     ],
 )
-def test_what_needs_tokens_is_refused(body: dict[str, Any], param: str) -> None:
+def test_fields_that_need_tokens_are_refused(body: dict[str, Any], param: str) -> None:
     engine = open_engine()
-    error = refused(complete(engine, **{"prompt": None, "prompt_embeds": GIVEN} | body))
+    error = refused(complete(engine, **{"prompt": None, "prompt_embeds": EMBEDS} | body))
     assert (error["param"] or "").startswith(param) or param in error["message"]
     assert not engine.seen
 
 
-def test_chat_takes_none() -> None:
-    """Catches a field that was refused and is now passed over."""
-    assert refused(chat(open_engine(), prompt_embeds=GIVEN))["param"] == "prompt_embeds"
-    parts = [{"type": "prompt_embeds", "data": GIVEN}]
+def test_chat_refuses_prompt_embeds() -> None:
+    """Catches a field that is ignored instead of refused."""
+    assert refused(chat(open_engine(), prompt_embeds=EMBEDS))["param"] == "prompt_embeds"
+    parts = [{"type": "prompt_embeds", "data": EMBEDS}]
     error = refused(chat(open_engine(), messages=[{"role": "user", "content": parts}]))
     assert "content part of type 'prompt_embeds' is not supported" in error["message"]

@@ -1,4 +1,4 @@
-"""The server's flags."""
+"""Tests of the server's flags."""
 
 import argparse
 from typing import Any
@@ -18,7 +18,7 @@ from quire.server.settings import (
     server_settings,
 )
 
-# What `vllm serve` takes beside the engine's flags.
+# Flags of `vllm serve` besides the engine's.
 VLLM_SERVER_FLAGS = """
     headless api-server-count grpc host port uds root-path api-key allow-credentials allowed-origins
     allowed-methods allowed-headers ssl-keyfile ssl-certfile ssl-ca-certs ssl-cert-reqs ssl-ciphers
@@ -44,27 +44,27 @@ def parser() -> FlagParser:
 
 
 def read(*args: str) -> argparse.Namespace:
-    found: argparse.Namespace = parser().parse_args(list(args))
-    return found
+    namespace: argparse.Namespace = parser().parse_args(list(args))
+    return namespace
 
 
-def test_no_flags_are_the_defaults() -> None:
+def test_defaults_without_flags() -> None:
     assert server_settings(read()) == ServerSettings()
     assert ServerSettings().http.port == 8000 and ServerSettings().http.shutdown_timeout == 30.0
 
 
-def test_flags_of_server_and_engine_do_not_mix() -> None:
+def test_server_and_engine_flags_are_separated() -> None:
     """shutdown-timeout and enable-log-requests are engine flags elsewhere; here they must not be ignored."""
-    found = read(
+    namespace = read(
         "m", "--port", "9", "--shutdown_timeout", "3", "--enable-log-requests", "--max-num-seqs", "4"
     )
-    settings = server_settings(found)
+    settings = server_settings(namespace)
     assert (settings.http.port, settings.http.shutdown_timeout, settings.log.enable_log_requests) == (
         9,
         3.0,
         True,
     )
-    assert engine_args_from(found) == {"max_num_seqs": 4}
+    assert engine_args_from(namespace) == {"max_num_seqs": 4}
 
 
 @pytest.mark.parametrize(
@@ -78,12 +78,12 @@ def test_flags_of_server_and_engine_do_not_mix() -> None:
         ("--no-allow-credentials", "access", "allow_credentials", False),
     ],
 )
-def test_ways_to_write_a_flag(line: str, section: str, name: str, value: Any) -> None:
+def test_flag_syntax(line: str, section: str, name: str, value: Any) -> None:
     assert getattr(getattr(server_settings(read(*line.split())), section), name) == value
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("values", "words"),
     [
         ({"port": 70000}, "at most 65535"),
         ({"allowed_origins": "x"}, "JSON list of strings"),
@@ -100,21 +100,24 @@ def test_ways_to_write_a_flag(line: str, section: str, name: str, value: Any) ->
         ({"max_n": 0}, "at least 1"),
     ],
 )
-def test_wrong_settings_are_refused_by_name(given: dict[str, Any], words: str) -> None:
+def test_invalid_settings_are_refused_by_name(values: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        make_settings(given)
+        make_settings(values)
     assert words in str(refused.value)
 
 
-def test_several_adapters_are_read() -> None:
-    """Catches a second adapter that is taken for the model."""
+def test_several_lora_modules_are_parsed() -> None:
+    """Catches a second adapter that is parsed as the model."""
     line = ["m", "--lora-modules", "a=x", '{"name": "b", "path": "y"}', "--enable-lora", "--max-loras", "4"]
-    found = read(*line)
-    assert [(each.name, each.root) for each in server_settings(found).modules] == [("a", "x"), ("b", "y")]
-    assert found.model_tag == "m" and engine_args_from(found) == {"enable_lora": True, "max_loras": 4}
+    namespace = read(*line)
+    assert [(module.name, module.root) for module in server_settings(namespace).modules] == [
+        ("a", "x"),
+        ("b", "y"),
+    ]
+    assert namespace.model_tag == "m" and engine_args_from(namespace) == {"enable_lora": True, "max_loras": 4}
 
 
-def test_every_server_flag_of_the_reference_engine_is_understood() -> None:
+def test_every_vllm_server_flag_is_known() -> None:
     known = set(parser()._option_string_actions)
     assert [name for name in VLLM_SERVER_FLAGS if f"--{name}" not in known] == []
 
@@ -125,14 +128,14 @@ def test_every_setting_has_help() -> None:
         assert len(actions[f"--{name.replace('_', '-')}"].help or "") > 10, name
 
 
-def test_keys_come_from_the_environment_but_flags_win_and_are_never_printed() -> None:
+def test_api_key_flag_overrides_the_environment_and_is_not_printed() -> None:
     env = Env.read({"VLLM_API_KEY": "from-env"})
     assert make_settings({}, env=env).access.api_key == ("from-env",)
     settings = make_settings({"api_key": ["flag"]}, env=env)
     assert settings.access.api_key == ("flag",) and "flag" not in repr(settings)
 
 
-def test_address_and_paths() -> None:
+def test_address_and_exempt_paths() -> None:
     assert make_settings({}).address == "http://0.0.0.0:8000"
     assert make_settings({"host": "::1", "port": 1, "root_path": "/x"}).address == "http://[::1]:1/x"
     assert make_settings({"uds": "/s"}).address == "unix:/s"

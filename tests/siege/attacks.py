@@ -1,13 +1,12 @@
-"""What a hostile client with one valid key sends: every expensive thing that any route accepts.
+"""Expensive requests of a hostile client with one valid key, over every route.
 
-Each attack is a coroutine that sends one round of requests and returns the statuses of the answers. The siege
-runs several copies of it in a loop for some seconds. This file runs as a process of its own, so that the work
-of making the attacks is not measured as a delay of the server:
+Each attack is a coroutine that sends one round of requests and returns the statuses of the answers. The
+siege runs several copies of it in a loop for some seconds. This file runs as a separate process, so that the
+work of making the attacks is not measured as a delay of the server:
 
     python attacks.py HOST PORT KEY SECONDS_PER_ATTACK ROUNDS [NAME ...]
 
-It prints one JSON line for each attack: its name, when it began and ended, and the number of each status.
-"""
+It prints one JSON line for each attack: its name, when it began and ended, and the number of each status."""
 
 import asyncio
 import contextlib
@@ -25,9 +24,9 @@ from typing import Any
 
 Status = int | str
 COPIES = 4
-"""Copies of one attack that run at the same time."""
+"""Number of concurrent copies of one attack."""
 PATIENCE_S = 20.0
-"""An answer is not waited for any longer than this."""
+"""Time limit for an answer."""
 
 
 class Target:
@@ -209,7 +208,7 @@ async def adapters(target: Target) -> list[Status]:
 
 
 def _png(width: int, height: int) -> bytes:
-    """A grey image of 16 bits a pixel that is small as a file and large when decoded."""
+    """Return a 16-bit grey image that is small as a file and large when decoded."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
@@ -267,7 +266,7 @@ async def large_heads(target: Target) -> list[Status]:
 
 
 async def slow_clients(target: Target) -> list[Status]:
-    """Heads and bodies that never end, and answers that are never read."""
+    """Send heads and bodies that never end, and never read answers."""
 
     async def one(data: bytes) -> Status:
         try:
@@ -335,7 +334,7 @@ ATTACKS: dict[str, Attack] = {
 
 
 async def run(target: Target, attack: Attack, seconds: float) -> Counter[Status]:
-    """Several copies of one attack, each in a loop, for some seconds."""
+    """Run several copies of one attack, each in a loop, for some seconds."""
     until, statuses = time.monotonic() + seconds, Counter[Status]()
 
     async def repeat() -> None:

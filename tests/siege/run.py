@@ -54,7 +54,7 @@ class Samples:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Of sorted values; nan if there are none."""
+    """Return a percentile of sorted values; nan if there are none."""
     return values[min(int(len(values) * share), len(values) - 1)] if values else float("nan")
 
 
@@ -84,7 +84,7 @@ class Server:
         return [parent, *parent.children(recursive=True)]
 
     def memory(self) -> int:
-        """Bytes that belong to no other process, of all processes of the server."""
+        """Return the bytes of all server processes that no other process shares."""
         return sum(int(process.memory_full_info().uss) for process in self.members())
 
     def stop(self) -> int:
@@ -96,7 +96,7 @@ class Server:
             return -1
 
 
-# ---- the good clients
+# ---- the well-behaved clients
 
 
 async def request(
@@ -108,7 +108,7 @@ async def request(
 
 
 async def stream(port: int, key: str, gaps: Samples, first: Samples, problems: list[str]) -> None:
-    """One streamed answer after the other; the time between tokens goes into `gaps`."""
+    """Stream one answer after the other; the time between tokens goes into `gaps`."""
     question = {"messages": [{"role": "user", "content": "Tell me a long story about a sailor."}]}
     options = {"stream": True, "max_tokens": 64, "ignore_eos": True, "temperature": 0.8}
     body = json.dumps(question | options).encode()
@@ -136,7 +136,7 @@ async def stream(port: int, key: str, gaps: Samples, first: Samples, problems: l
 
 
 async def probe(port: int, health: Samples, problems: list[str]) -> None:
-    """`/health`, ten times a second, each time on a new connection."""
+    """Request `/health` ten times per second, each time on a new connection."""
     while True:
         began = time.monotonic()
         try:
@@ -199,7 +199,7 @@ async def siege(server: Server, options: argparse.Namespace) -> bool:
 async def attack(
     server: Server, options: argparse.Namespace, gaps: Samples, health: Samples
 ) -> tuple[list[dict[str, Any]], list[int]]:
-    """All attacks, `--rounds` times; a line of the table for each, and the memory after every round."""
+    """Run all attacks `--rounds` times; return a table row for each, and the memory after every round."""
     attacks: list[dict[str, Any]] = []
     memory: list[int] = []
     arguments = ["127.0.0.1", str(server.port), f"sk-{HOSTILE}", str(options.seconds), "1", *options.only]

@@ -1,4 +1,4 @@
-"""Child: what a process says at its start, and what follows."""
+"""Tests of Child: start-up messages and restarts."""
 
 import asyncio
 import multiprocessing
@@ -16,7 +16,7 @@ from quire.errors import ConfigError
 from quire.system.child import BACKOFF_S, Child
 
 PATIENCE_S = 60.0
-"""Ends a test that hangs."""
+"""Timeout of a test that hangs."""
 Act = Callable[[connection.Connection], None]
 
 
@@ -38,7 +38,7 @@ def sleeps(parent: connection.Connection) -> None:
 
 
 def child(*acts: Act) -> Child:
-    """A child that does each of `acts` in one life after the other."""
+    """Yield a factory of children that run each of `acts` in successive lives."""
     lives = iter(acts)
 
     def make(parent: connection.Connection) -> BaseProcess:
@@ -50,14 +50,14 @@ def child(*acts: Act) -> Child:
 def look_until_dead(watched: Child) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not watched.look():
-        assert time.monotonic() < deadline, "it lives"
+        assert time.monotonic() < deadline, "the child is alive"
         time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
     ("act", "words"), [(refuses, "no weights"), (dies, r"the thing could not start \(exit code 7\)")]
 )
-def test_one_that_never_was_up_ends_everything(act: Act, words: str) -> None:
+def test_child_that_never_started_ends_everything(act: Act, words: str) -> None:
     watched = child(act)
     watched.start()
     with pytest.raises(ConfigError, match=words):
@@ -68,7 +68,7 @@ def test_one_that_never_was_up_ends_everything(act: Act, words: str) -> None:
 @pytest.mark.parametrize(
     ("act", "words"), [(refuses, "no weights"), (dies, "the thing could not start; see the log")]
 )
-def test_waiting_for_one_that_cannot_start(act: Act, words: str) -> None:
+def test_waiting_for_a_child_that_cannot_start(act: Act, words: str) -> None:
     watched = child(act)
     watched.start()
     with pytest.raises(ConfigError, match=words):
@@ -78,7 +78,7 @@ def test_waiting_for_one_that_cannot_start(act: Act, words: str) -> None:
 
 
 @pytest.mark.parametrize("second", [refuses, dies])
-def test_one_that_was_up_is_started_again_whatever_it_says(second: Act) -> None:
+def test_started_child_is_restarted_whatever_its_error(second: Act) -> None:
     watched = child(serves, second, serves)
     watched.start()
     asyncio.run(watched.await_up())
@@ -94,8 +94,8 @@ def test_one_that_was_up_is_started_again_whatever_it_says(second: Act) -> None:
     watched.end(signal.SIGKILL, 5.0)
 
 
-def test_one_that_came_up_is_started_again_soon_however_often_it_dies() -> None:
-    """Catches answers that wait in vain for a core which died several times within a minute."""
+def test_started_child_is_restarted_soon_after_each_death() -> None:
+    """Check that requests do not wait in vain for a core that died several times within a minute."""
     watched = child(*[serves] * 4, dies)
     for _ in range(4):
         watched.start()
@@ -109,9 +109,11 @@ def test_one_that_came_up_is_started_again_soon_however_often_it_dies() -> None:
     assert watched.restart_at is not None and watched.restart_at - time.monotonic() > BACKOFF_S[2]
 
 
-def test_who_gives_up_waiting_leaves_nobody_listening() -> None:
-    """A thread that goes on hearing closes, when the child ends, what `end` closes: twice the same number,
-    which may be another file by then."""
+def test_cancelled_wait_leaves_no_listener() -> None:
+    """Check that a listener thread does not close the descriptor that `end` closes.
+
+    By then the number may belong to another file.
+    """
 
     async def give_up() -> None:
         with pytest.raises(TimeoutError):

@@ -1,4 +1,4 @@
-"""The token that the processes of one deployment share: where it comes from, and which sockets it lets in."""
+"""Tests of the token shared by the processes of a deployment: its source, and socket authentication."""
 
 import stat
 import threading
@@ -18,7 +18,7 @@ def env_of(folder: Path, **variables: str) -> Env:
 
 @pytest.mark.parametrize("name", ["QUIRE_CLUSTER_TOKEN", "VLLM_CLUSTER_TOKEN"])
 @pytest.mark.parametrize("host", ["127.0.0.1", "10.0.0.1"])
-def test_the_environment_comes_first(tmp_path: Path, name: str, host: str) -> None:
+def test_environment_variable_comes_first(tmp_path: Path, name: str, host: str) -> None:
     env = env_of(tmp_path, **{name: "secret"})
     assert cluster_token(env, host) == "secret" and not (tmp_path / FILE_NAME).exists()
     assert "secret" not in repr(env)
@@ -34,7 +34,7 @@ def test_commands_of_one_user_on_one_machine_share_a_file(tmp_path: Path, host: 
     assert [path.name for path in file.parent.iterdir()] == [FILE_NAME]
 
 
-def test_of_many_that_make_the_file_at_once_one_wins(tmp_path: Path) -> None:
+def test_concurrent_creation_gives_one_token(tmp_path: Path) -> None:
     env, start, tokens = env_of(tmp_path), threading.Barrier(16), []
 
     def make() -> None:
@@ -49,7 +49,7 @@ def test_of_many_that_make_the_file_at_once_one_wins(tmp_path: Path) -> None:
     assert len(tokens) == 16 and len({*tokens}) == 1
 
 
-def test_a_file_that_others_can_read_or_that_is_a_link_or_empty_is_refused(tmp_path: Path) -> None:
+def test_readable_linked_or_empty_token_file_is_rejected(tmp_path: Path) -> None:
     file, env = tmp_path / FILE_NAME, env_of(tmp_path)
     file.write_text("known to all")
     file.chmod(0o644)
@@ -66,20 +66,20 @@ def test_a_file_that_others_can_read_or_that_is_a_link_or_empty_is_refused(tmp_p
         cluster_token(env, "127.0.0.1")
 
 
-def test_a_folder_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path) -> None:
+def test_unwritable_directory_is_named_with_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="set QUIRE_CLUSTER_TOKEN to the same secret"):
         cluster_token(env_of(tmp_path / "file"), "127.0.0.1")
 
 
-def test_machines_without_a_token_start_with_a_warning(
+def test_multi_node_without_a_token_starts_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert cluster_token(env_of(tmp_path), "10.77.0.1") == ""
     assert "QUIRE_CLUSTER_TOKEN is not set: any host that reaches the ports" in caplog.text
 
 
-def test_tokens_are_compared_whole() -> None:
+def test_tokens_are_compared_completely() -> None:
     token = new_token()
     assert is_same(token, token) and is_same("é", "é")
     assert not is_same(token, token[:-1]) and not is_same(token, "") and not is_same("", token)
@@ -90,7 +90,7 @@ def test_tokens_are_compared_whole() -> None:
     ("listening", "connecting", "passes"),
     [("a", "a", True), ("", "", True), ("a", "b", False), ("a", "", False), ("", "a", False)],
 )
-def test_sockets_hear_those_with_the_same_token(listening: str, connecting: str, passes: bool) -> None:
+def test_sockets_accept_only_the_same_token(listening: str, connecting: str, passes: bool) -> None:
     with zmq.Context() as context, context.socket(zmq.PULL) as server, context.socket(zmq.PUSH) as client:
         for sock, token in ((server, listening), (client, connecting)):
             sock.setsockopt(zmq.LINGER, 0)
@@ -101,7 +101,7 @@ def test_sockets_hear_those_with_the_same_token(listening: str, connecting: str,
         assert bool(server.poll(30_000 if passes else 300)) is passes
 
 
-def test_handshakes_that_keep_failing_are_a_refusal() -> None:
+def test_repeated_failed_handshakes_are_a_rejection() -> None:
     handshakes = Handshakes()
     for event in (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,) * 2 + (zmq.EVENT_HANDSHAKE_SUCCEEDED,):
         handshakes.note(event)
@@ -114,8 +114,8 @@ def test_handshakes_that_keep_failing_are_a_refusal() -> None:
     assert other.is_refused, "ZMQ does not try again"
 
 
-def test_a_connection_is_what_its_last_event_says() -> None:
-    """A handshake that failed before the one that succeeded is not taken for the loss of the peer."""
+def test_connection_state_follows_its_last_event() -> None:
+    """Check that a failed handshake before a successful one is not taken for a lost peer."""
     handshakes = Handshakes()
     failed = (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_DISCONNECTED)
     for event in (*failed, zmq.EVENT_HANDSHAKE_SUCCEEDED):

@@ -1,4 +1,4 @@
-"""The head's list of cores on other machines: who is noted, who is refused, and what is no word of either."""
+"""Tests of the head's registry of cores on other machines: accepted, rejected and invalid messages."""
 
 import socket
 import time
@@ -27,7 +27,7 @@ def port() -> int:
 
 
 @pytest.fixture
-def roll(port: int, tmp_path: Path) -> Iterator[NodeRegistry]:
+def registry(port: int, tmp_path: Path) -> Iterator[NodeRegistry]:
     made = NodeRegistry("127.0.0.1", port, size=3, awaited=(1, 2), folder=tmp_path, token=TOKEN)
     yield made
     made.close()
@@ -42,37 +42,41 @@ def until(done: Callable[[], object], *turns: Callable[[], None]) -> None:
         time.sleep(0.005)
 
 
-def test_a_machine_is_noted_once_it_says_where_its_cores_are(
-    roll: NodeRegistry, port: int, tmp_path: Path
+def test_machine_is_registered_once_it_reports_its_cores(
+    registry: NodeRegistry, port: int, tmp_path: Path
 ) -> None:
     node = Announcer("127.0.0.1", port, size=3, token=TOKEN, addresses={1: ONE, 2: TWO})
-    until(lambda: roll.was_complete, roll.listen, lambda: node.tick(is_up=True, timeout_s=PATIENCE_S))
-    assert not roll.missing and NodeRegistry.file_of(tmp_path, 2).read_text() == TWO
+    until(lambda: registry.was_complete, registry.listen, lambda: node.tick(is_up=True, timeout_s=PATIENCE_S))
+    assert not registry.missing and NodeRegistry.file_of(tmp_path, 2).read_text() == TWO
     node.close()
 
 
-def test_a_machine_of_another_size_is_told_why_it_is_refused(roll: NodeRegistry, port: int) -> None:
+def test_machine_of_another_size_is_rejected_with_the_reason(registry: NodeRegistry, port: int) -> None:
     node = Announcer("127.0.0.1", port, size=4, token=TOKEN, addresses={1: ONE})
     with pytest.raises(ConfigError, match="data_parallel_size is 3 at the head, and 4 at "):
-        until(lambda: False, roll.listen, lambda: node.tick(is_up=True, timeout_s=PATIENCE_S))
+        until(lambda: False, registry.listen, lambda: node.tick(is_up=True, timeout_s=PATIENCE_S))
     node.close()
 
 
-def test_strangers_are_passed_over(
+def test_unknown_peers_are_ignored(
     port: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where nothing is encrypted."""
+    """Check also without encryption."""
     monkeypatch.setattr("quire.system.node_registry.secure", lambda *_, **__: None)
-    roll = NodeRegistry("127.0.0.1", port, size=3, awaited=(1, 2), folder=tmp_path, token=TOKEN)
+    registry = NodeRegistry("127.0.0.1", port, size=3, awaited=(1, 2), folder=tmp_path, token=TOKEN)
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.setsockopt(zmq.LINGER, 1000)
         stranger.connect(f"tcp://127.0.0.1:{port}")
         for message in ([b"GET /"], [b"", b"in parts"], [b"\x90", b"\x91", b"\x92"]):
             stranger.send_multipart(message)
         node = Announcer("127.0.0.1", port, size=3, token=TOKEN, addresses={1: ONE})
-        until(lambda: roll.missing == [2], roll.listen, lambda: node.tick(is_up=True, timeout_s=PATIENCE_S))
-        until(lambda: "a message that is not of this version" in caplog.text, roll.listen)
-        assert roll.missing == [2]
+        until(
+            lambda: registry.missing == [2],
+            registry.listen,
+            lambda: node.tick(is_up=True, timeout_s=PATIENCE_S),
+        )
+        until(lambda: "a message that is not of this version" in caplog.text, registry.listen)
+        assert registry.missing == [2]
         assert caplog.text.count("Ignored at") == 1, "one line, however much is sent"
         node.close()
-    roll.close()
+    registry.close()

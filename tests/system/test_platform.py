@@ -1,4 +1,4 @@
-"""detect(): the CPU by a made-up /proc and /sys, CUDA by a made-up driver."""
+"""Tests of detect(): the CPU with a fake /proc and /sys, CUDA with a fake driver."""
 
 import ctypes
 import logging
@@ -20,7 +20,7 @@ GIB = 1 << 30
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine with 8 cores and 16 GiB, 12 of them free, and no cgroup limits."""
+    """Create a machine with 8 cores and 16 GiB, 12 of them free, and no cgroup limits."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     write(tmp_path, "proc/meminfo", f"MemTotal: {16 << 20} kB\nMemFree: 1 kB\nMemAvailable: {12 << 20} kB\n")
@@ -33,7 +33,7 @@ def write(root: Path, path: str, text: str) -> None:
     (root / path).write_text(text)
 
 
-def test_a_bare_machine(root: Path) -> None:
+def test_machine_without_limits(root: Path) -> None:
     machine = detect("cpu", root=root)
     assert (machine.device, machine.name, machine.num_cores) == ("cpu", "Some CPU @ 2GHz", 8)
     assert (machine.total_bytes, machine.free_bytes) == (16 * GIB, 12 * GIB)
@@ -50,7 +50,7 @@ def test_a_bare_machine(root: Path) -> None:
         ("flags\t: avx512_bf16x", False, False),
     ],
 )
-def test_native_half_precision_is_read_from_the_features(
+def test_native_half_precision_is_read_from_the_cpu_flags(
     root: Path, line: str, bf16: bool, fp16: bool
 ) -> None:
     write(root, "proc/cpuinfo", f"processor\t: 0\n{line}\n")
@@ -70,7 +70,7 @@ def test_native_half_precision_is_read_from_the_features(
     ],
 )
 def test_cpu_quota_of_cgroup_v2(root: Path, files: dict[str, str], cores: int) -> None:
-    """A container with a quota must not start a thread per core of the host."""
+    """Check that a container with a quota does not start a thread per host core."""
     write(root, "proc/self/cgroup", "0::/a/b\n")
     for path, text in files.items():
         write(root, f"sys/fs/cgroup/{path}", text + "\n")
@@ -78,7 +78,7 @@ def test_cpu_quota_of_cgroup_v2(root: Path, files: dict[str, str], cores: int) -
 
 
 @pytest.mark.parametrize(("wanted", "cores"), [("3", 3), ("64", 8), ("0", 8), ("4,2", 8), ("", 8)])
-def test_openmps_own_variable_bounds_the_cores(
+def test_omp_num_threads_limits_the_cores(
     root: Path, monkeypatch: pytest.MonkeyPatch, wanted: str, cores: int
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", wanted)
@@ -95,8 +95,8 @@ def test_memory_of_cgroup_v2_counts_page_cache_as_free(root: Path) -> None:
     assert (machine.total_bytes, machine.free_bytes) == (4 * GIB, 2 * GIB)
 
 
-def test_a_tighter_parent_bounds_what_is_free(root: Path) -> None:
-    """The child's limit is smaller, but its siblings have used up the parent's."""
+def test_tighter_parent_cgroup_limits_free_memory(root: Path) -> None:
+    """Check a child with a smaller limit whose siblings have used up the parent's."""
     write(root, "proc/self/cgroup", "0::/a/b\n")
     for path, limit, used in (("a/b", 4 * GIB, 0), ("a", 8 * GIB, 7 * GIB)):
         write(root, f"sys/fs/cgroup/{path}/memory.max", f"{limit}\n")
@@ -105,8 +105,8 @@ def test_a_tighter_parent_bounds_what_is_free(root: Path) -> None:
     assert (machine.total_bytes, machine.free_bytes) == (4 * GIB, GIB)
 
 
-def test_limits_of_cgroup_v1_where_the_path_is_the_hosts(root: Path) -> None:
-    """In a container the named folder is missing and the limits stand at the top."""
+def test_cgroup_v1_limits_with_a_host_path(root: Path) -> None:
+    """Check a container, where the named directory is missing and the limits are at the top."""
     write(root, "proc/self/cgroup", "5:memory:/docker/x\n4:cpu,cpuacct:/docker/x\n1:name=systemd:/\n")
     write(root, "sys/fs/cgroup/memory/memory.limit_in_bytes", f"{2 * GIB}\n")
     write(root, "sys/fs/cgroup/memory/memory.usage_in_bytes", f"{GIB}\n")
@@ -116,7 +116,7 @@ def test_limits_of_cgroup_v1_where_the_path_is_the_hosts(root: Path) -> None:
     assert (machine.total_bytes, machine.free_bytes, machine.num_cores) == (2 * GIB, GIB, 2)
 
 
-def test_no_limit_of_cgroup_v1_is_a_huge_number(root: Path) -> None:
+def test_huge_cgroup_v1_limit_is_no_limit(root: Path) -> None:
     write(root, "proc/self/cgroup", "5:memory:/\n4:cpu:/\n")
     write(root, "sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n")
     write(root, "sys/fs/cgroup/cpu/cpu.cfs_quota_us", "-1\n")
@@ -126,7 +126,7 @@ def test_no_limit_of_cgroup_v1_is_a_huge_number(root: Path) -> None:
 
 
 class Driver:
-    """What libcuda answers, through the same pointers."""
+    """A fake libcuda with the same pointer interface."""
 
     def __init__(self, count: int = 2, capability: tuple[int, int] = (9, 0), status: int = 0) -> None:
         self.count, self.capability, self.status = count, capability, status
@@ -165,7 +165,7 @@ def with_cuda(monkeypatch: pytest.MonkeyPatch, driver: Driver | None, built: boo
     monkeypatch.setattr(platform, "_torch_built_for", lambda name: name == "cuda" and built)
 
 
-def test_cuda_is_taken_where_it_is(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_is_used_if_present(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_cuda(monkeypatch, Driver())
     machine = detect(root=root)
     assert (machine.device, machine.name, machine.num_devices) == ("cuda", "NVIDIA H40", 2)
@@ -192,7 +192,7 @@ def test_old_gpus_lack_bfloat16(
         (Driver(count=0), True, "CUDA_VISIBLE_DEVICES"),
     ],
 )
-def test_no_cuda_is_a_cpu_or_an_error_with_the_reason(
+def test_without_cuda_it_is_a_cpu_or_an_error_with_the_reason(
     root: Path, monkeypatch: pytest.MonkeyPatch, driver: Driver | None, built: bool, reason: str
 ) -> None:
     with_cuda(monkeypatch, driver, built)
@@ -210,7 +210,7 @@ def test_no_cuda_is_a_cpu_or_an_error_with_the_reason(
         ("hip: Optional[str] = '6.4'\ncuda = None\n", False),
     ],
 )
-def test_the_build_of_torch_is_read_without_importing_it(
+def test_torch_build_is_read_without_importing_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, built: bool
 ) -> None:
     write(tmp_path, "torch/version.py", text)
@@ -247,10 +247,10 @@ def test_this_machine_is_described_without_torch() -> None:
     ("num_threads", "num_api", "num_workers", "wanted"),
     [(5, 1, 1, 6), (6, 1, 1, None), (11, 4, 1, 12), (12, 4, 1, None), (19, 1, 8, 20), (20, 1, 8, None)],
 )
-def test_two_hardware_threads_for_each_process_of_a_gpu_engine(
+def test_two_hardware_threads_per_process_of_a_gpu_engine(
     num_threads: int, num_api: int, num_workers: int, wanted: int | None
 ) -> None:
-    """The guide's rule: 2 x (2 + N) for N GPUs behind one API server."""
+    """Check the guide's rule: 2 x (2 + N) for N GPUs behind one API server."""
     sizes = {"num_threads": num_threads, "num_api": num_api, "num_workers": num_workers}
     advice = thread_advice("cuda", **sizes)
     assert (advice is None) == (wanted is None)
@@ -259,8 +259,8 @@ def test_two_hardware_threads_for_each_process_of_a_gpu_engine(
     assert thread_advice("cpu", **sizes) is None
 
 
-def test_hardware_threads_are_not_bounded_by_what_may_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches advice about a machine with OMP_NUM_THREADS=1, which has cores enough."""
+def test_hardware_threads_ignore_omp_num_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check a machine with OMP_NUM_THREADS=1, which has enough cores."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert hardware_threads(Path("/nowhere")) == 8

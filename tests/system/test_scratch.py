@@ -1,4 +1,4 @@
-"""Scratch: what the dead leave goes, what belongs to the living or to others stays."""
+"""Tests of scratch directories: those of dead processes are removed, others stay."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ time.sleep(600)
 
 
 def owner(root: Path) -> tuple["subprocess.Popen[str]", Path]:
-    """A process with a folder of its own."""
+    """Start a process with its own scratch directory."""
     process = subprocess.Popen(
         [sys.executable, "-c", OWNER, str(root)], stdout=subprocess.PIPE, text=True, env=os.environ
     )
@@ -29,30 +29,30 @@ def owner(root: Path) -> tuple["subprocess.Popen[str]", Path]:
     return process, Path(process.stdout.readline().strip())
 
 
-def test_a_folder_goes_with_its_owner(tmp_path: Path) -> None:
+def test_directory_is_removed_with_its_owner(tmp_path: Path) -> None:
     with Scratch(tmp_path) as scratch:
         (scratch.path / "file").write_text("x")
         assert scratch.path.parent == tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_next_removes_what_a_killed_one_left_and_nothing_else(tmp_path: Path) -> None:
+def test_next_process_removes_only_directories_of_killed_ones(tmp_path: Path) -> None:
     (dead, left), (alive, kept) = owner(tmp_path), owner(tmp_path)
     try:
         (left / "file").write_text("x")
         dead.send_signal(signal.SIGKILL)
         dead.wait()
         assert left.exists()
-        with Scratch(tmp_path) as own, Scratch(tmp_path) as other:
+        with Scratch(tmp_path) as scratch, Scratch(tmp_path) as other:
             assert not left.exists()
-            assert kept.exists() and own.path.exists() and other.path.exists()
+            assert kept.exists() and scratch.path.exists() and other.path.exists()
     finally:
         alive.kill()
         alive.wait()
 
 
-def test_what_only_looks_like_one_stays(tmp_path: Path) -> None:
-    """Catches a sweep that goes by the name alone, or follows a link."""
+def test_similar_directories_stay(tmp_path: Path) -> None:
+    """Check that the sweep does not rely on the name alone or follow links."""
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "lock").write_text("")
@@ -71,7 +71,7 @@ def test_what_only_looks_like_one_stays(tmp_path: Path) -> None:
     assert (precious / "lock").exists()
 
 
-def test_folders_of_other_users_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directories_of_other_users_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     process, left = owner(tmp_path)
     process.kill()
     process.wait()

@@ -1,4 +1,4 @@
-"""Objects in shared memory: bounded, read where they lie, overwritten when nobody has them any more."""
+"""Tests of objects in shared memory: bounded, read in place, overwritten when unused."""
 
 import os
 import random
@@ -31,7 +31,7 @@ def travelled(stored: StoredArrays) -> StoredArrays:
     return msgspec.msgpack.decode(msgspec.msgpack.encode(stored), type=StoredArrays)
 
 
-def test_what_was_put_is_read_by_others() -> None:
+def test_object_is_read_by_other_processes() -> None:
     arena, window, borrower = SharedArena(1 << 16, 1 << 12), ArenaView(), ArenaReader()
     datas = [os.urandom(n) for n in (0, 1, 63, 64, 1000)]
     kept = [shared(arena, arena.put(data)) for data in datas]
@@ -40,14 +40,14 @@ def test_what_was_put_is_read_by_others() -> None:
         assert borrower.take(sent) and sent.memory != stored.memory
         for way in (stored, sent):
             assert bytes(window.read(way)) == data == bytes(arena.read(stored))
-    assert arena.put(bytes(4096)) is None, "with its head it is larger than one may be"
+    assert arena.put(bytes(4096)) is None, "with its header it exceeds the limit of an object"
     with pytest.raises(EngineError, match="was overwritten"):
         window.read(StoredArrays(arena.path, kept[1].start, 1, 77))
     assert not borrower.take(StoredArrays("/proc/1/fd/999999", 0, 1, 0))
 
 
-def test_nothing_is_overwritten_that_somebody_has() -> None:
-    """Here, or on the far side, which lets go of it between two turns."""
+def test_objects_in_use_are_not_overwritten() -> None:
+    """Check users in this process, and in the other one, which releases between two steps."""
     arena, borrower = SharedArena(256, 256), ArenaReader()
     parcel = arena.put(bytes(200))
     assert parcel is not None
@@ -55,7 +55,7 @@ def test_nothing_is_overwritten_that_somebody_has() -> None:
     for _ in range(2):
         arena.send(stored)
     sent = [travelled(stored), travelled(stored)]
-    assert all(borrower.take(each) for each in sent)
+    assert all(borrower.take(item) for item in sent)
     arena.drop(parcel)
     del stored
     for num_left in (2, 1):
@@ -63,12 +63,12 @@ def test_nothing_is_overwritten_that_somebody_has() -> None:
         del sent[0]
         borrower.settle()
         assert len(sent) == num_left - 1
-    assert arena.share(parcel) is not None, "nobody has come since"
+    assert arena.share(parcel) is not None, "no object was stored since"
     assert arena.put(bytes(200)) is not None
     assert arena.share(parcel) is None
 
 
-def test_the_dead_have_nothing() -> None:
+def test_dead_processes_release_everything() -> None:
     arena = SharedArena(256, 256)
     parcel = arena.put(bytes(200))
     assert parcel is not None
@@ -79,8 +79,8 @@ def test_the_dead_have_nothing() -> None:
     assert arena.put(bytes(200)) is not None
 
 
-def test_an_owner_that_comes_again_has_other_memory() -> None:
-    """The old one is let go of when nobody has anything of it, and not before."""
+def test_restarted_owner_has_new_memory() -> None:
+    """Check that the old memory is released when no object of it is in use, and not before."""
     borrower, window = ArenaReader(), ArenaView()
     arenas = [SharedArena(256, 256), SharedArena(256, 256)]
     first, second = (travelled(shared(arena, arena.put(bytes([n] * 9)))) for n, arena in enumerate(arenas))
@@ -100,9 +100,11 @@ def arrays_of(number: int, size: int) -> Arrays:
     return {"numbers": Array.of(np.full(size, number % 256, np.uint8))}
 
 
-def test_a_larder_in_shared_memory_is_bounded() -> None:
-    """Thousands of items of mixed sizes, requests that come and go in any order, an engine that dies now and
-    then. Whatever is read is what was put; what is found moves no bytes; all is let go of in the end."""
+def test_media_cache_in_shared_memory_is_bounded() -> None:
+    """Check thousands of items of mixed sizes, requests in any order, and engines that die.
+
+    Every read returns what was stored, hits copy no bytes, and everything is released in the end.
+    """
     chance, size = random.Random(0), 60_000
     arena = SharedArena(size, 9_000)
     processor_cache, borrower, window = ProcessorCache(size, arena=arena), ArenaReader(), ArenaView()
@@ -112,13 +114,13 @@ def test_a_larder_in_shared_memory_is_bounded() -> None:
     for turn in range(2500):
         number = min(int(chance.expovariate(1 / 25)), 119)
         key = b"%d" % number
-        if (found := processor_cache.find(key)) is None:
+        if (actual := processor_cache.find(key)) is None:
             processed = processor_cache.keep(
                 key, key, ProcessedItem([1], arrays=arrays_of(number, sizes[number]))
             )
         else:
             num_found += 1
-            processed = found[1]
+            processed = actual[1]
         item = MediaItem(
             modality="image", key=key, offset=0, length=1, arrays=processed.arrays, stored=processed.stored
         )
@@ -133,30 +135,30 @@ def test_a_larder_in_shared_memory_is_bounded() -> None:
             del here[chance.randrange(len(here))]
         borrower.settle()
         if turn % 500 == 499:
-            here, borrower = [], ArenaReader()  # a dead one says nothing
+            here, borrower = [], ArenaReader()  # a dead engine releases nothing
             processor_cache.lose_far()
         for wanted, _asked, media in here:
-            (each,) = media.items
-            arrays = each.arrays if each.stored is None else unpack(window.read(each.stored))
+            (entry,) = media.items
+            arrays = entry.arrays if entry.stored is None else unpack(window.read(entry.stored))
             assert arrays is not None and (arrays["numbers"].numbers() == wanted % 256).all()
         assert arena.num_bytes <= size and processor_cache.num_bytes <= size
     assert num_found > 500 and num_large
     here.clear()
-    del item, processed, found, got, _asked, media, each, arrays
+    del item, processed, actual, got, _asked, media, entry, arrays
     borrower.settle()
     assert not arena.num_busy
     processor_cache.clear()
     assert not arena.num_bytes and arena._free == [(0, size // 64 * 64)]
 
 
-def test_a_core_that_cannot_read_it_is_sent_the_arrays() -> None:
+def test_core_without_shared_memory_gets_the_arrays() -> None:
     processor_cache = ProcessorCache(10_000, arena=SharedArena(10_000, 10_000))
     processed = processor_cache.keep(b"a", b"a", ProcessedItem([1], arrays=arrays_of(3, 5000)))
     assert processed.arrays is None and processed.stored is not None
     media = Media([MediaItem(modality="image", key=b"a", offset=0, length=1, stored=processed.stored)])
     assert not processor_cache.lacks(media)
-    for whole in (True, False):
-        (item,) = decode_media(msgspec.msgpack.encode(processor_cache.outgoing(media, whole=whole))).items
+    for full in (True, False):
+        (item,) = decode_media(msgspec.msgpack.encode(processor_cache.outgoing(media, whole=full))).items
         assert item.stored is None and (item.arrays["numbers"].numbers() == 3).all()
 
 
@@ -170,7 +172,7 @@ OWNER = """
 """
 
 
-def test_an_owner_that_is_killed_leaves_nothing_but_what_others_have() -> None:
+def test_killed_owner_leaves_only_memory_in_use() -> None:
     before = set(os.listdir("/dev/shm"))
     owner = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(OWNER)],

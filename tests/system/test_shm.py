@@ -1,4 +1,4 @@
-"""Rings: every reader gets every message, in order and whole, however the bytes fall."""
+"""Tests of shared memory rings: every reader gets every message, complete and in order."""
 
 import os
 import random
@@ -43,7 +43,7 @@ def test_many_readers(num_readers: int, longest: int) -> None:
     assert got == [sent] * num_readers
 
 
-def test_counters_begin_anew_after_four_gigabytes() -> None:
+def test_counters_wrap_after_four_gigabytes() -> None:
     fd = create(1, capacity=1 << 10)
     near = (1 << 32) - 100
     for end in (writer := ShmWriter(fd), reader := ShmReader(fd)):
@@ -54,7 +54,7 @@ def test_counters_begin_anew_after_four_gigabytes() -> None:
         assert reader.receive(1.0) == message
 
 
-def test_half_a_message_is_none_and_is_not_lost() -> None:
+def test_incomplete_message_is_not_read_and_not_lost() -> None:
     fd = create(1, capacity=1 << 10)
     writer, reader = ShmWriter(fd), ShmReader(fd)
     assert reader.receive(0.001) is None
@@ -67,7 +67,7 @@ def test_half_a_message_is_none_and_is_not_lost() -> None:
     sending.join()
 
 
-def test_nobody_waits_for_ever_for_a_reader_that_is_gone() -> None:
+def test_writer_does_not_wait_forever_for_a_dead_reader() -> None:
     writer = ShmWriter(create(1, capacity=1 << 10))
     with pytest.raises(TimeoutError, match="4000 bytes"):
         writer.send(bytes(4000), 0.05)
@@ -82,7 +82,7 @@ print(reader.receive(60), flush=True)
 """
 
 
-def test_a_process_is_woken_and_no_file_is_left_to_clean_up() -> None:
+def test_process_is_woken_and_no_file_is_left() -> None:
     fd = create(1)
     child = [sys.executable, "-c", SLEEPER, str(fd)]
     with subprocess.Popen(child, pass_fds=(fd,), stdout=subprocess.PIPE, text=True) as reader:

@@ -1,4 +1,4 @@
-"""`quire collect-env`: says enough, gives nothing away, and starts nothing."""
+"""Tests of `quire collect-env`: complete, without secrets, and without starting anything."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ GPU = Machine("cuda", "H200", 2, 140 << 30, 140 << 30, 16, capability=(9, 0), bf
 
 
 def test_secrets_are_masked() -> None:
-    found = relevant(
+    result = relevant(
         {
             "QUIRE_API_KEY": "sk-1",
             "HF_TOKEN": "hf_1",
@@ -25,7 +25,7 @@ def test_secrets_are_masked() -> None:
             "HOME": "/root",
         }
     )
-    assert found == {
+    assert result == {
         "QUIRE_API_KEY": "***",
         "HF_TOKEN": "***",
         "HF_ENDPOINT": "https://***@mirror/x",
@@ -40,13 +40,13 @@ def test_devices_are_described() -> None:
     assert device["memory"].startswith("140.0 GiB") and device["native types"] == "float32, float16, bfloat16"
 
 
-def test_it_prints_text_or_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_and_json_output(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["collect-env"]) == 0
     shown = capsys.readouterr().out
     assert all(title in shown for title in ("Quire", "System", "Device", "Packages", "Environment"))
     assert main(["collect-env", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["Quire"]["version"] == __version__ and found["Packages"]["torch"]
+    result = json.loads(capsys.readouterr().out)
+    assert result["Quire"]["version"] == __version__ and result["Packages"]["torch"]
 
 
 def test_torch_is_not_imported() -> None:

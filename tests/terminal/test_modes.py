@@ -1,4 +1,4 @@
-"""Which flags mean a model in this process, and what the server mode does not import."""
+"""Tests of the flags that select a model in this process, and of the imports of the client mode."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from quire.cli import main
 Capture = pytest.CaptureFixture[str]
 
 
-def test_an_engine_flag_means_this_process(tmp_path_factory: pytest.TempPathFactory, capsys: Capture) -> None:
+def test_engine_flag_selects_a_local_model(tmp_path_factory: pytest.TempPathFactory, capsys: Capture) -> None:
     path = text_model(tmp_path_factory.getbasetemp()).path
     with FakeServer() as server:
         words = ["--url", server.url, "--model", str(path), "--num-gpu-blocks-override", "40", "-q", "One"]
@@ -21,15 +21,17 @@ def test_an_engine_flag_means_this_process(tmp_path_factory: pytest.TempPathFact
     assert capsys.readouterr().out.startswith(f"Using model: {path}\n")
 
 
-def test_local_without_a_model_means_this_process(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    """It would open the packaged model; here only the way there is taken."""
+def test_local_without_a_model_selects_the_packaged_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """It would open the packaged model; the test stops before that."""
     monkeypatch.setattr("quire.terminal.local.LLM", lambda **_: sys.exit(7))
     with FakeServer() as server, pytest.raises(SystemExit) as end:
         main(["chat", "--local", "--url", server.url, "-q", "hi"])
     assert end.value.code == 7 and not server.requests
 
 
-def test_a_client_needs_neither_torch_nor_the_engine() -> None:
+def test_client_needs_neither_torch_nor_the_engine() -> None:
     """A chat with a server starts at once."""
     with FakeServer() as server:
         code = (

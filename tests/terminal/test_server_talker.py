@@ -1,4 +1,4 @@
-"""`quire chat` and `quire complete` as clients of a server."""
+"""Tests of `quire chat` and `quire complete` as clients of a server."""
 
 import io
 import socket
@@ -17,7 +17,7 @@ def ask(server: FakeServer, *words: str, code: int = 0) -> None:
     assert main([name, "--url", f"{server.url}/v1", *flags]) == code
 
 
-def test_a_quick_answer(capsys: Capture) -> None:
+def test_quick_answer(capsys: Capture) -> None:
     with FakeServer() as server:
         ask(server, "complete", "-q", "One", "--max-tokens", "3", "--temperature", "0.5", "--api-key", "k")
         (request,) = server.requests
@@ -26,8 +26,8 @@ def test_a_quick_answer(capsys: Capture) -> None:
     assert request["model"] == MODEL and request["_headers"]["authorization"] == "Bearer k"
 
 
-def test_what_is_not_asked_for_is_not_sent() -> None:
-    """The server's own defaults hold, and a named model is not looked up."""
+def test_unset_parameters_are_not_sent() -> None:
+    """The server's defaults apply, and a named model is not looked up."""
     with FakeServer() as server:
         ask(server, "chat", "-q", "One", "--model-name", "mine")
         (request,) = server.requests
@@ -35,14 +35,14 @@ def test_what_is_not_asked_for_is_not_sent() -> None:
     assert "authorization" not in request["_headers"] and request["_path"] == "/v1/chat/completions"
 
 
-def test_the_key_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_api_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "from-env")
     with FakeServer() as server:
         ask(server, "chat", "-q", "One")
         assert server.requests[0]["_headers"]["authorization"] == "Bearer from-env"
 
 
-def test_a_conversation_remembers(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_conversation_keeps_its_history(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("One\n\ntwo\n"))
     with FakeServer() as server:
         ask(server, "chat", "--system-prompt", "Be brief.", "--max-tokens", "1")
@@ -69,7 +69,7 @@ def test_stats_count_tokens_with_and_without_usage(usage: bool, capsys: Capture)
         ("error", "the engine died"),
     ],
 )
-def test_a_broken_answer_is_one_line(prompt: str, says: str, capsys: Capture) -> None:
+def test_broken_answer_is_a_one_line_error(prompt: str, says: str, capsys: Capture) -> None:
     with FakeServer() as server:
         ask(server, "complete", "-q", prompt, code=1)
     errors = capsys.readouterr().err
@@ -77,7 +77,7 @@ def test_a_broken_answer_is_one_line(prompt: str, says: str, capsys: Capture) ->
 
 
 @pytest.mark.parametrize("name", ["chat", "complete"])
-def test_no_server_says_how_to_start_one(name: str, capsys: Capture) -> None:
+def test_missing_server_names_the_start_command(name: str, capsys: Capture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     assert main([name, "--url", f"http://127.0.0.1:{port}/v1", "-q", "hi"]) == 1
@@ -85,7 +85,7 @@ def test_no_server_says_how_to_start_one(name: str, capsys: Capture) -> None:
     assert "is it running? start one with `quire serve`" in errors and errors.count("\n") == 1
 
 
-def test_another_kind_of_server_is_one_line(capsys: Capture) -> None:
+def test_other_server_is_a_one_line_error(capsys: Capture) -> None:
     with FakeServer() as server:
         assert main(["chat", "--url", f"{server.url}/other", "-q", "hi"]) == 1
     assert "HTTP 404: Not Found" in capsys.readouterr().err

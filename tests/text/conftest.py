@@ -36,14 +36,14 @@ SAMPLES = [
 
 @pytest.fixture(params=SAMPLES)
 def sample(request: pytest.FixtureRequest) -> str:
-    """Each text in turn: unicode, code, runs of spaces, digits, contractions."""
+    """Return each text in turn: Unicode, code, runs of spaces, digits, contractions."""
     text: str = request.param
     return text
 
 
 @pytest.fixture(scope="session")
 def byte_level() -> Backend:
-    """A byte-level BPE with two special tokens at its start and one added plain token."""
+    """Train a byte-level BPE with two special tokens at its start and one added plain token."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -65,7 +65,7 @@ def byte_level() -> Backend:
 
 @pytest.fixture(scope="session")
 def byte_level_metadata(byte_level: Backend) -> dict[str, Any]:
-    """What a converter would write of `byte_level` into a GGUF header."""
+    """Return the GGUF header that a converter would write for `byte_level`."""
     vocab = byte_level.get_vocab(with_added_tokens=True)
     tokens = sorted(vocab, key=vocab.__getitem__)
     kinds = {"<|endoftext|>": 3, "<|im_end|>": 3, "<tool call>": 4}
@@ -83,7 +83,7 @@ def byte_level_metadata(byte_level: Backend) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def spm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A SentencePiece BPE model file with byte fallback, as Llama 2 has."""
+    """Train a SentencePiece BPE model file with byte fallback, as Llama 2 has."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(CORPUS * 3),
@@ -107,7 +107,7 @@ def spm(spm_model: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def spm_metadata(spm: Any) -> dict[str, Any]:
-    """What a converter would write of `spm` into a GGUF header."""
+    """Return the GGUF header that a converter would write for `spm`."""
 
     def kind(i: int) -> int:
         return 2 if spm.is_unknown(i) else 3 if spm.is_control(i) else 6 if spm.is_byte(i) else 1

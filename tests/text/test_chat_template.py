@@ -1,4 +1,5 @@
-"""chat_template: rendering must agree with transformers; hostile or broken input is the request's fault."""
+"""Tests of chat_template: rendering must agree with transformers; hostile or broken input is a client
+error."""
 
 import copy
 from typing import Any
@@ -148,7 +149,7 @@ WITH_TOOL_CALL = [
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
-def theirs(template: str, messages: list[dict[str, Any]], **kwargs: Any) -> str:
+def reference(template: str, messages: list[dict[str, Any]], **kwargs: Any) -> str:
     rendered, _ = render_jinja_template([messages], chat_template=template, **NAMES, **kwargs)
     return str(rendered[0])
 
@@ -169,12 +170,13 @@ def theirs(template: str, messages: list[dict[str, Any]], **kwargs: Any) -> str:
     ],
 )
 @pytest.mark.parametrize("add_generation_prompt", [False, True])
-def test_renders_as_transformers(
+def test_rendering_equals_transformers(
     template: str, messages: list[dict[str, Any]], kwargs: dict[str, Any], add_generation_prompt: bool
 ) -> None:
-    """Catches whitespace control, tojson escaping, loop controls or globals that differ from transformers."""
+    """Catches whitespace control, tojson escaping, loop controls or globals that differ from
+    transformers."""
     kwargs = {**kwargs, "add_generation_prompt": add_generation_prompt}
-    assert render_chat(template, messages, **NAMES, **kwargs) == theirs(template, messages, **kwargs)
+    assert render_chat(template, messages, **NAMES, **kwargs) == reference(template, messages, **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -185,18 +187,18 @@ def test_renders_as_transformers(
         (PARTS, [{"type": "text", "text": "upon "}, {"type": "text", "text": "a "}]),
     ],
 )
-def test_continues_the_final_message_as_transformers(template: str, content: Any) -> None:
-    """Catches an end-of-turn marker after the text that the model should go on with."""
+def test_continue_final_message_equals_transformers(template: str, content: Any) -> None:
+    """Catches an end-of-turn marker after the text that the model should continue."""
     messages = [{"role": "user", "content": "Tell"}, {"role": "assistant", "content": content}]
     before = copy.deepcopy(messages)
-    ours = render_chat(template, messages, **NAMES, continue_final_message=True)
-    assert ours == theirs(template, messages, continue_final_message=True)
-    assert ours.rstrip().endswith("space" if content == "trailing space " else "upon a")
+    rendered = render_chat(template, messages, **NAMES, continue_final_message=True)
+    assert rendered == reference(template, messages, continue_final_message=True)
+    assert rendered.rstrip().endswith("space" if content == "trailing space " else "upon a")
     assert messages == before
 
 
-def test_a_developer_is_the_system_where_the_template_knows_no_developers() -> None:
-    """Catches a template's own system message beside what the developer says."""
+def test_developer_role_becomes_system_if_the_template_lacks_it() -> None:
+    """Catches a template's own system message beside the developer's."""
     user = {"role": "user", "content": "hi"}
     talk = [{"role": "developer", "content": "Be brief."}, user, {"role": "developer", "content": "Rhyme."}]
     system = {"role": "system", "content": "Be brief.\n\nRhyme."}
@@ -215,20 +217,20 @@ def test_generation_prompt_and_continuation_exclude_each_other() -> None:
 @pytest.mark.parametrize(
     "final", [{"role": "assistant"}, {"role": "assistant", "content": [{"type": "image"}]}]
 )
-def test_nothing_to_continue(final: dict[str, Any]) -> None:
+def test_continuation_needs_a_final_message(final: dict[str, Any]) -> None:
     """Catches a crash on a final message without text."""
     with pytest.raises(RequestError, match="continue_final_message"):
         render_chat(PARTS, [*TALK, final], continue_final_message=True)
 
 
 def test_template_that_hides_the_final_message() -> None:
-    """Catches a prompt cut at a wrong place when the template drops the last message."""
+    """Catches a prompt truncated at a wrong place when the template drops the last message."""
     with pytest.raises(RequestError, match="final message"):
         render_chat("{{ messages[0].content }}", TALK, continue_final_message=True)
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "message"),
     [
         ("{{ raise_exception('no system role here') }}", "no system role here"),
         ("{{ messages[7].content.x }}", "no element 7"),
@@ -237,14 +239,14 @@ def test_template_that_hides_the_final_message() -> None:
         ("{% for %}", "not valid Jinja"),
     ],
 )
-def test_template_errors_are_the_request_s(template: str, said: str) -> None:
-    """Catches a 500 where the template refuses the conversation, and a message that hides why."""
-    with pytest.raises(RequestError, match=said):
+def test_template_errors_are_client_errors(template: str, message: str) -> None:
+    """Catches a 500 where the template refuses the conversation, and a message that hides the reason."""
+    with pytest.raises(RequestError, match=message):
         render_chat(template, TALK)
 
 
-def test_missing_tokens_render_as_nothing() -> None:
-    """Catches the word None at the beginning of every prompt of a model without BOS."""
+def test_missing_special_tokens_render_empty() -> None:
+    """Catches the word None at the start of every prompt of a model without BOS."""
     assert render_chat("{{ bos_token }}{{ messages[0].role }}", TALK, bos_token=None) == "user"
 
 
@@ -253,7 +255,7 @@ def test_kwargs_cannot_replace_the_conversation() -> None:
     assert render_chat("{{ messages[0].role }}{{ template }}", TALK, template="x") == "userx"
 
 
-def test_models_without_template_say_so() -> None:
+def test_models_without_template_are_refused() -> None:
     with pytest.raises(RequestError, match="--chat-template"):
         render_chat(None, TALK)
     with pytest.raises(RequestError, match="--chat-template"):
@@ -263,7 +265,7 @@ def test_models_without_template_say_so() -> None:
 
 
 def test_choosing_among_named_templates() -> None:
-    """Catches tools sent to a template that does not know them, and a name taken for a template."""
+    """Catches tools sent to a template without tool support, and a name taken for a template."""
     named = {"default": "D", "tool_use": "T", "rag": "R"}
     assert choose_template("own") == "own"
     assert choose_template(None, "asked") == "asked"
@@ -300,7 +302,7 @@ def test_choosing_among_named_templates() -> None:
     ],
 )
 def test_content_format(template: str, expected: str) -> None:
-    """Catches parts handed to a template that wants strings, or the other way round."""
+    """Catches parts passed to a template that expects strings, or the reverse."""
     assert content_format(template) == expected
 
 
@@ -319,7 +321,7 @@ def test_normalise_content() -> None:
 
 
 def test_normalise_parses_tool_arguments() -> None:
-    """Catches arguments that the template would write as a quoted string, and the request being changed."""
+    """Catches arguments that the template would write as a quoted string, and a changed request."""
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     empty = {"id": "2", "type": "function", "function": {"name": "g", "arguments": ""}}
     message = {"role": "assistant", "tool_calls": [call, empty]}
@@ -332,7 +334,7 @@ def test_normalise_parses_tool_arguments() -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "said"),
+    ("message", "expected"),
     [
         ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "image_url"),
         ({"role": "user", "content": [{"type": ["text"]}]}, "text"),
@@ -343,7 +345,7 @@ def test_normalise_parses_tool_arguments() -> None:
         ("not a message", "role"),
     ],
 )
-def test_unusable_messages_are_named(message: Any, said: str) -> None:
-    """Catches a crash, or a message silently dropped, where the request is at fault."""
-    with pytest.raises(RequestError, match=said):
+def test_invalid_messages_are_named(message: Any, expected: str) -> None:
+    """Catches a crash, or a message that is silently dropped, where the request is invalid."""
+    with pytest.raises(RequestError, match=expected):
         normalise([message], "string")

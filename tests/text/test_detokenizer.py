@@ -1,4 +1,5 @@
-"""Detokenizer: streamed text must be the decoded text, whole character by character, up to a stop string."""
+"""Tests of the detokenizer: streamed text must equal the decoded text, in whole characters, up to a stop
+string."""
 
 import random
 from collections.abc import Sequence
@@ -32,7 +33,8 @@ def spm_tokenizer(spm_metadata: dict[str, Any]) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def other_tokenizer(spm_metadata: dict[str, Any]) -> Tokenizer:
-    """A decoder that no table of bytes describes: the window algorithm must serve it."""
+    """Return a tokenizer with a decoder that no byte table describes: the window algorithm must handle
+    it."""
     backend = read_vocab(spm_metadata).backend
     backend.decoder = decoders.Sequence(
         [decoders.ByteFallback(), decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -70,7 +72,7 @@ def test_deltas_join_to_the_decoded_text(request: pytest.FixtureRequest, kind: s
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_output_after_a_prompt_keeps_its_space(request: pytest.FixtureRequest, kind: str) -> None:
-    """Catches 'lazydog': the first output token's space lost because decoding starts anew."""
+    """Catches 'lazydog': the space of the first output token lost because decoding restarts."""
     tokenizer: Tokenizer = request.getfixturevalue(kind)
     prompt = tokenizer.encode("the lazy", add_special_tokens=False)
     full = tokenizer.encode("the lazy dog jumps", add_special_tokens=False)
@@ -79,7 +81,7 @@ def test_output_after_a_prompt_keeps_its_space(request: pytest.FixtureRequest, k
 
 
 def test_output_after_bos_alone_has_no_space(spm_tokenizer: Tokenizer) -> None:
-    """Catches a text that begins with the space of the first piece when nothing stands before it."""
+    """Catches a text that begins with the space of the first piece when nothing is before it."""
     ids = spm_tokenizer.encode("the dog", add_special_tokens=False)
     assert "".join(stream(Detokenizer(spm_tokenizer, [1]), one_by_one(ids))) == "the dog"
     shown = Detokenizer(spm_tokenizer, [1], skip_special_tokens=False)
@@ -106,7 +108,7 @@ def test_any_tokens_stream_as_they_decode(bytes_tokenizer: Tokenizer, ids: list[
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_invalid_bytes_do_not_stall_the_stream(request: pytest.FixtureRequest, kind: str) -> None:
-    """Catches a stream that waits for ever for the end of a character that never ends."""
+    """Catches a stream that waits forever for the end of a character."""
     tokenizer: Tokenizer = request.getfixturevalue(kind)
     lead = tokenizer.convert_tokens_to_ids("Ã" if kind == "bytes_tokenizer" else "<0xC3>")
     assert lead is not None
@@ -118,7 +120,7 @@ def test_invalid_bytes_do_not_stall_the_stream(request: pytest.FixtureRequest, k
     assert "".join(stream(detokenizer, one_by_one([lead] * 9 + after))).endswith("the dog 🙂")
 
 
-def test_partial_character_waits_and_comes_out_broken_only_at_the_end(bytes_tokenizer: Tokenizer) -> None:
+def test_partial_character_is_held_until_the_end(bytes_tokenizer: Tokenizer) -> None:
     """Catches U+FFFD in the middle of a stream, and a lost tail at its end."""
     ids = bytes_tokenizer.encode("🙂")
     assert len(ids) > 1
@@ -136,7 +138,7 @@ def test_prompt_that_ends_inside_a_character(bytes_tokenizer: Tokenizer) -> None
 
 
 def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
-    """One id per byte, so that every boundary falls between tokens."""
+    """Return one id per byte, so that every boundary is between tokens."""
     alphabet = {tokenizer.token_bytes[i]: i for i in range(2, 258)}  # type: ignore[index]
     return [alphabet[bytes([byte])] for byte in text.encode()]
 
@@ -157,7 +159,8 @@ def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
 def test_stop_strings(
     bytes_tokenizer: Tokenizer, stop: list[str], include: bool, text: str, met: str | None, whole: bool
 ) -> None:
-    """Catches stop strings missed across tokens, cut at the wrong place, or chosen by how tokens arrive."""
+    """Catches stop strings missed across tokens, cut at the wrong place, or dependent on how tokens
+    arrive."""
     ids = ids_of(bytes_tokenizer, "hello ENDless")
     detokenizer = Detokenizer(bytes_tokenizer, [], stop=stop, include_stop_str_in_output=include)
     deltas = stream(detokenizer, [ids] if whole else one_by_one(ids))
@@ -175,7 +178,7 @@ def test_stop_inside_a_token_drops_the_rest_of_it(bytes_tokenizer: Tokenizer) ->
     assert detokenizer.text == "ga"
 
 
-def test_nothing_of_a_stop_string_is_streamed(bytes_tokenizer: Tokenizer) -> None:
+def test_partial_stop_string_is_not_streamed(bytes_tokenizer: Tokenizer) -> None:
     """Catches the beginning of a stop string sent to the client before its end is known."""
     detokenizer = Detokenizer(bytes_tokenizer, [], stop=["END"])
     sent = ""
@@ -189,7 +192,7 @@ def test_nothing_of_a_stop_string_is_streamed(bytes_tokenizer: Tokenizer) -> Non
 
 @pytest.mark.parametrize(("min_tokens", "text"), [(0, "a"), (2, "a"), (3, "a.b"), (4, "a.b"), (5, "a.b.c")])
 def test_stop_strings_wait_for_min_tokens(bytes_tokenizer: Tokenizer, min_tokens: int, text: str) -> None:
-    """Catches a stop before min_tokens, and an old match that fires once they are there."""
+    """Catches a stop before min_tokens, and an old match that applies once they are reached."""
     detokenizer = Detokenizer(bytes_tokenizer, [], stop=["."], min_tokens=min_tokens)
     detokenizer.push(ids_of(bytes_tokenizer, "a.b.c"))
     assert detokenizer.text == text
@@ -204,7 +207,7 @@ def test_tokens_after_a_stop_are_ignored(bytes_tokenizer: Tokenizer) -> None:
 
 
 def test_special_tokens_skipped_or_shown(bytes_tokenizer: Tokenizer) -> None:
-    """Catches chat markers in the output, or their loss when the caller asked for them."""
+    """Catches chat markers in the output, or their loss when the caller requested them."""
     ids = bytes_tokenizer.encode("the<|im_end|>")
     assert "".join(stream(Detokenizer(bytes_tokenizer, []), [ids])) == "the"
     shown = Detokenizer(bytes_tokenizer, [], skip_special_tokens=False)
@@ -224,7 +227,7 @@ def test_spaces_between_special_tokens(byte_level: Backend) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ids_outside_the_vocabulary_are_silent(request: pytest.FixtureRequest, kind: str) -> None:
+def test_ids_outside_the_vocabulary_are_ignored(request: pytest.FixtureRequest, kind: str) -> None:
     """Catches a crash on the padding rows of an embedding."""
     tokenizer: Tokenizer = request.getfixturevalue(kind)
     ids = tokenizer.encode("the dog", add_special_tokens=False)
@@ -233,7 +236,7 @@ def test_ids_outside_the_vocabulary_are_silent(request: pytest.FixtureRequest, k
 
 
 def test_token_text(bytes_tokenizer: Tokenizer, spm_tokenizer: Tokenizer) -> None:
-    """Catches logprobs that show a token without its space, or a special token as nothing."""
+    """Catches logprobs with a token without its space, or an empty special token."""
     space = spm_tokenizer.convert_tokens_to_ids("▁the")
     assert space is not None and token_text(spm_tokenizer, space) == " the"
     assert token_text(bytes_tokenizer, 1) == "<|im_end|>"

@@ -1,4 +1,4 @@
-"""gguf_vocab: vocabularies written as GGUF metadata must come back as the tokenizer they were."""
+"""Tests of gguf_vocab: vocabularies written as GGUF metadata must be restored as the same tokenizer."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def plain_ids(backend: Backend, text: str) -> list[int]:
 
 
 def cut(pre: str, text: str) -> list[str]:
-    """The words that a pre-tokenizer makes of ASCII text."""
+    """Return the words that a pre-tokenizer makes of ASCII text."""
     metadata = {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": pre,
@@ -36,7 +36,7 @@ def cut(pre: str, text: str) -> list[str]:
 def test_byte_level_ids_survive_the_header(
     byte_level: Backend, byte_level_metadata: dict[str, Any], sample: str
 ) -> None:
-    """Catches merges or ids that shift on the way through the header."""
+    """Catches merges or ids that are shifted by the header."""
     backend = read_vocab(byte_level_metadata).backend
     assert plain_ids(backend, sample) == plain_ids(byte_level, sample)
     assert backend.decode(plain_ids(backend, sample)) == sample
@@ -59,14 +59,14 @@ def test_sentencepiece_ids_match_sentencepiece(spm: Any, spm_metadata: dict[str,
 
 
 def test_sentencepiece_without_space_prefix(spm_metadata: dict[str, Any]) -> None:
-    """Catches add_space_prefix=False being ignored, on the way in or out."""
+    """Catches add_space_prefix=False being ignored, in encoding or decoding."""
     backend = read_vocab({**spm_metadata, "tokenizer.ggml.add_space_prefix": False}).backend
     assert not backend.encode("the dog", add_special_tokens=False).tokens[0].startswith("▁")
     assert backend.decode(plain_ids(backend, " the dog")) == " the dog"
 
 
-def test_sentencepiece_as_gemma_has_it(spm_metadata: dict[str, Any]) -> None:
-    """Catches a run of line breaks, or a mark of a turn, that is cut into bytes."""
+def test_sentencepiece_of_gemma(spm_metadata: dict[str, Any]) -> None:
+    """Catches a run of line breaks, or a turn marker, that is split into bytes."""
     tokens = [*spm_metadata["tokenizer.ggml.tokens"], "\n\n", "<start_of_turn>"]
     changes = {
         "tokenizer.ggml.tokens": tokens,
@@ -81,7 +81,7 @@ def test_sentencepiece_as_gemma_has_it(spm_metadata: dict[str, Any]) -> None:
 
 
 def test_control_and_user_defined_tokens_stay_whole(byte_level_metadata: dict[str, Any]) -> None:
-    """Catches a chat marker cut into pieces, and a user-defined token that decoding skips."""
+    """Catches a chat marker split into pieces, and a user-defined token that decoding skips."""
     backend = read_vocab(byte_level_metadata).backend
     ids = plain_ids(backend, "dog<|im_end|><tool call>")
     tokens = byte_level_metadata["tokenizer.ggml.tokens"]
@@ -99,17 +99,17 @@ def test_control_and_user_defined_tokens_stay_whole(byte_level_metadata: dict[st
         ({"pre": "llama-bpe", "add_bos_token": False}, (False, False)),
     ],
 )
-def test_bos_and_eos_as_the_header_says(
+def test_bos_and_eos_follow_the_header(
     byte_level_metadata: dict[str, Any], changes: dict[str, Any], framed: tuple[bool, bool]
 ) -> None:
-    """Catches a prompt that begins without (or with a second) BOS."""
+    """Catches a prompt without BOS or with a second one."""
     metadata = {**byte_level_metadata, **{f"tokenizer.ggml.{key}": value for key, value in changes.items()}}
     ids = read_vocab(metadata).backend.encode("the dog").ids
     assert (ids[0] == 0, ids[-1] == 1) == framed
 
 
 def test_sentencepiece_kind_adds_bos_by_default(spm: Any, spm_metadata: dict[str, Any]) -> None:
-    """Catches Llama 2 files that carry no add_bos_token key and lose their BOS."""
+    """Catches Llama 2 files without an add_bos_token key that lose their BOS."""
     assert read_vocab(spm_metadata).backend.encode("the dog").ids == [1, *spm.encode("the dog")]
 
 
@@ -136,15 +136,15 @@ def test_sentencepiece_kind_adds_bos_by_default(spm: Any, spm_metadata: dict[str
         ("seed-coder", "a 12+\n", ["a", " ", "1", "2", "+", "Ċ"]),
     ],
 )
-def test_pre_tokenizer_cuts(pre: str, text: str, words: list[str]) -> None:
-    """Catches a regex that differs from the one of the model's training."""
+def test_pre_tokenizer_splits(pre: str, text: str, words: list[str]) -> None:
+    """Catches a regex that differs from the one used in training."""
     assert cut(pre, text) == words
 
 
 @relaxed
 @given(text=ANY_TEXT)
-def test_gpt2_words_are_the_library_s(text: str) -> None:
-    """Catches a slip in the GPT-2 regex: the library has its own copy."""
+def test_gpt2_words_equal_the_library(text: str) -> None:
+    """Catches an error in the GPT-2 regex: the library has its own copy."""
     reference = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     backend = read_vocab(
         {
@@ -153,11 +153,11 @@ def test_gpt2_words_are_the_library_s(text: str) -> None:
             "tokenizer.ggml.merges": ["a b"],
         }
     ).backend
-    ours = [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
-    assert ours == [word for word, _ in reference.pre_tokenize_str(text)]
+    actual = [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
+    assert actual == [word for word, _ in reference.pre_tokenize_str(text)]
 
 
-def test_every_listed_regex_compiles_and_loses_nothing() -> None:
+def test_every_regex_compiles_and_loses_nothing() -> None:
     """Catches a regex that the library rejects, or that drops characters."""
     text = "Hello, wörld's 12345 中文\n\n  x\t"
     for pre in WORDS:
@@ -166,7 +166,7 @@ def test_every_listed_regex_compiles_and_loses_nothing() -> None:
 
 
 def test_known_regexes_equal_those_of_transformers() -> None:
-    """Catches a slip in the regexes that are assembled from parts."""
+    """Catches an error in the regexes that are assembled from parts."""
     mapping = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
     splits = getattr(mapping, "GGUF_PRE_TOKENIZER_SPLITS", None)
     if splits is None:
@@ -185,7 +185,7 @@ def test_unknown_pre_tokenizer_falls_back_to_gpt2(
 
 
 def test_llama3_words_that_are_tokens_ignore_merges() -> None:
-    """Catches a whole-word token that the merges cannot reach and that is cut up."""
+    """Catches a whole-word token that the merges cannot reach and that is split."""
     metadata = {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.tokens": ["a", "b", "c", "ab", "abc"],
@@ -195,8 +195,8 @@ def test_llama3_words_that_are_tokens_ignore_merges() -> None:
     assert plain_ids(read_vocab({**metadata, "tokenizer.ggml.pre": "gpt-2"}).backend, "abc") == [3, 2]
 
 
-def test_header_without_token_types_still_knows_its_bos_and_eos(byte_level_metadata: dict[str, Any]) -> None:
-    """Catches old files whose EOS text would be split and printed."""
+def test_header_without_token_types_has_bos_and_eos(byte_level_metadata: dict[str, Any]) -> None:
+    """Catches old files with an EOS that would be split and printed."""
     metadata = {k: v for k, v in byte_level_metadata.items() if not k.endswith("token_type")}
     backend = read_vocab(metadata).backend
     assert backend.decode(plain_ids(backend, "dog<|im_end|>")) == "dog"
@@ -241,6 +241,6 @@ def test_named_chat_templates() -> None:
     ],
 )
 def test_broken_headers_are_config_errors(metadata: dict[str, Any], named: str) -> None:
-    """Catches a traceback from the library where the user should read what is wrong."""
+    """Catches a traceback from the library instead of a clear message."""
     with pytest.raises(ConfigError, match=named):
         read_vocab(metadata)

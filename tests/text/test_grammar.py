@@ -1,4 +1,4 @@
-"""Grammars over a small vocabulary, without a model."""
+"""Tests of grammars over a small vocabulary, without a model."""
 
 import gc
 from dataclasses import replace
@@ -33,7 +33,7 @@ def allowed(grammars: Grammars, *matchers: Matcher) -> list[list[int]]:
 
 
 def write(grammars: Grammars, matcher: Matcher, num_tokens: int) -> str:
-    """Tokens that are allowed, those with a higher id first."""
+    """Advance by allowed tokens, those with the highest id first."""
     verdict = ""
     for _ in range(num_tokens):
         (ids,) = allowed(grammars, matcher)
@@ -41,10 +41,10 @@ def write(grammars: Grammars, matcher: Matcher, num_tokens: int) -> str:
     return verdict
 
 
-def test_sequences_at_the_same_time_do_not_wait_for_each_other(
+def test_concurrent_sequences_do_not_wait_for_each_other(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each has a lexer, which is warm for the next when it goes."""
+    """Each has a lexer, which stays warm for the next sequence."""
     monkeypatch.setattr(grammar, "LEXERS_S", 1e9)
     several = [grammars.compile(WORDS) for _ in range(5)]
     lexers = [matcher.lexer for matcher in several]
@@ -56,16 +56,18 @@ def test_sequences_at_the_same_time_do_not_wait_for_each_other(
     assert grammars.compile(WORDS).lexer is lexers[3]
 
 
-def test_a_grammar_that_is_dear_is_compiled_once(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expensive_grammar_is_compiled_once(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar, "LEXERS_S", 0.0)
     several = [grammars.compile(WORDS) for _ in range(5)]
     assert len({matcher.lexer for matcher in several}) == 1
     write(grammars, several[0], 9)
-    assert len({tuple(ids) for ids in allowed(grammars, *several[1:])}) == 1, "they moved with the first"
+    assert len({tuple(ids) for ids in allowed(grammars, *several[1:])}) == 1, (
+        "their state changed with the first"
+    )
 
 
-def test_a_lexer_that_is_full_serves_nobody_else(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library refuses all that share it from then on."""
+def test_full_lexer_is_not_shared(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library then refuses all sequences that share it."""
     monkeypatch.setattr(grammar, "MAX_LEXER_STATES", 100)
     first = grammars.compile(WORDS)
     assert write(grammars, first, 100) == "limit"
@@ -73,28 +75,28 @@ def test_a_lexer_that_is_full_serves_nobody_else(grammars: Grammars, monkeypatch
     assert write(grammars, grammars.compile(WORDS), 5) == ""
 
 
-def test_a_lexer_is_renewed_before_it_is_full(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lexer_is_renewed_before_it_is_full(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar, "MAX_SERVED", 3)
     lexers = [grammars.compile(WORDS).lexer for _ in range(4)]
     assert lexers[0] is lexers[1] is lexers[2] is not lexers[3]
 
 
-def test_long_texts_that_grammars_force_are_not_remembered(vocabulary: Vocabulary) -> None:
-    """Thousands of them would be gigabytes."""
-    asked: list[int] = []
+def test_long_forced_texts_are_not_cached(vocabulary: Vocabulary) -> None:
+    """Thousands of them would take gigabytes."""
+    lengths: list[int] = []
 
     def encode(text: str) -> list[int]:
-        asked.append(len(text))
+        lengths.append(len(text))
         return vocabulary.encode(text)
 
     wrapped = grammar._WrappedVocabulary(replace(vocabulary, encode=encode))
     for text in ("short", "long" * grammar.MAX_KEPT_CHARS) * 2:
         assert wrapped(text) == vocabulary.encode(text)
-    assert asked == [5, 4 * grammar.MAX_KEPT_CHARS, 4 * grammar.MAX_KEPT_CHARS]
+    assert lengths == [5, 4 * grammar.MAX_KEPT_CHARS, 4 * grammar.MAX_KEPT_CHARS]
 
 
 BYTES = Vocabulary(
-    [*(bytes([each]) for each in range(256)), b""], [256], (256,), lambda text: [*text.encode()]
+    [*(bytes([number]) for number in range(256)), b""], [256], (256,), lambda text: [*text.encode()]
 )
 FITS = [
     (r"\d\w", "5a", "5_", "59"),
@@ -120,7 +122,7 @@ DOES_NOT = [
     [(regex, text, True) for regex, *texts in FITS for text in texts]
     + [(regex, text, False) for regex, *texts in DOES_NOT for text in texts],
 )
-def test_digits_and_letters_of_a_regex_are_those_of_ascii(regex: str, text: str, fits: bool) -> None:
+def test_digits_and_letters_of_a_regex_are_ascii(regex: str, text: str, fits: bool) -> None:
     matcher = Grammars(lambda: BYTES).compile(StructuredOutputsParams(regex=regex))
-    verdicts = [matcher.advance(each) for each in text.encode()]
+    verdicts = [matcher.advance(item) for item in text.encode()]
     assert ("error" not in verdicts) == fits

@@ -1,5 +1,5 @@
-"""Templates with tools: a round trip of calls is rendered as transformers render it, and the parser of the
-same name reads the calls back out of what the template wrote."""
+"""Tests of templates with tools: a conversation with calls is rendered as by transformers, and the parser of
+the same name reads the calls from the rendered text."""
 
 import json
 from typing import Any
@@ -55,13 +55,17 @@ TOOLS = [
     {"type": "function", "function": {"name": name, "description": "Für \"x\" & 'y'", "parameters": SCHEMA}}
     for name in ("weather", "trains")
 ]
-ASKED = [
+REQUESTED_CALLS = [
     ("weather", {"city": "Łódź \"old\" & 'new'\nline", "days": 2}),
     ("trains", {"city": "2", "deep": {"a": [1, None, True], "b": "]"}}),
 ]
 CALLS = [
-    {"id": f"functions.{name}:{index}", "type": "function", "function": {"name": name, "arguments": given}}
-    for index, (name, given) in enumerate(ASKED)
+    {
+        "id": f"functions.{name}:{index}",
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+    for index, (name, arguments) in enumerate(REQUESTED_CALLS)
 ]
 TALK: list[dict[str, Any]] = [
     {"role": "user", "content": "Weather, then trains?"},
@@ -75,7 +79,7 @@ NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 def as_sent(talk: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As a client sends it: arguments as JSON text, no content beside calls."""
+    """Return the conversation as a client sends it: arguments as JSON text, no content beside calls."""
     sent = json.loads(json.dumps(talk))
     for message in sent:
         for call in message.get("tool_calls", ()):
@@ -86,27 +90,27 @@ def as_sent(talk: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("with_system", [False, True])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_round_trip_of_calls_is_rendered_as_transformers_render_it(name: str, with_system: bool) -> None:
+def test_conversation_with_calls_equals_transformers(name: str, with_system: bool) -> None:
     template = TEMPLATES[name]
     talk = [{"role": "system", "content": "Be brief."}, *TALK] if with_system else TALK
     options: dict[str, Any] = {"tools": TOOLS, "add_generation_prompt": True}
-    theirs, _ = render_jinja_template([talk], chat_template=template, **NAMES, **options)
-    ours = normalise(as_sent(talk), content_format(template))
-    assert render_chat(template, ours, **NAMES, **options) == theirs[0]
-    assert "weather" in theirs[0] and "grey" in theirs[0] and ("Be brief." in theirs[0]) is with_system
+    expected, _ = render_jinja_template([talk], chat_template=template, **NAMES, **options)
+    messages = normalise(as_sent(talk), content_format(template))
+    assert render_chat(template, messages, **NAMES, **options) == expected[0]
+    assert "weather" in expected[0] and "grey" in expected[0] and ("Be brief." in expected[0]) is with_system
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_parser_reads_what_its_template_writes(name: str) -> None:
-    asked = TALK[:1]
-    before = render_chat(TEMPLATES[name], asked, **NAMES, tools=TOOLS, add_generation_prompt=True)
-    after = render_chat(TEMPLATES[name], [*asked, TALK[1]], **NAMES, tools=TOOLS)
+def test_parser_reads_what_its_template_renders(name: str) -> None:
+    question = TALK[:1]
+    before = render_chat(TEMPLATES[name], question, **NAMES, tools=TOOLS, add_generation_prompt=True)
+    after = render_chat(TEMPLATES[name], [*question, TALK[1]], **NAMES, tools=TOOLS)
     assert after.startswith(before)
     schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}  # type: ignore[index]
     pieces = answer_parser(tools=name, schemas=schemas).parse(after[len(before) :])
     names = [piece.name for piece in pieces if isinstance(piece, ToolStart)]
-    given = [json.loads(piece.text) for piece in pieces if isinstance(piece, ToolArguments)]
-    assert list(zip(names, given, strict=True)) == ASKED
+    arguments = [json.loads(piece.text) for piece in pieces if isinstance(piece, ToolArguments)]
+    assert list(zip(names, arguments, strict=True)) == REQUESTED_CALLS
 
 
 @pytest.mark.parametrize(
@@ -125,7 +129,7 @@ def test_a_parser_reads_what_its_template_writes(name: str) -> None:
         [{"function": {"name": "f", "arguments": "1" * 5000}}],
     ],
 )
-def test_calls_that_are_none_are_refused(calls: Any) -> None:
+def test_invalid_calls_are_refused(calls: Any) -> None:
     with pytest.raises(RequestError) as refused:
         normalise([{"role": "assistant", "content": None, "tool_calls": calls}], "string")
     assert refused.value.param == "messages" and len(str(refused.value)) < 400

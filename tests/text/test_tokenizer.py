@@ -1,4 +1,4 @@
-"""Tokenizer: loading from a directory or a GGUF file must agree with transformers."""
+"""Tests of the tokenizer: loading from a directory or a GGUF file must agree with transformers."""
 
 import json
 import shutil
@@ -35,13 +35,15 @@ def model(tmp_path: Path, byte_level: Backend) -> Path:
 
 
 @pytest.mark.parametrize("ending", ["", "<|im_end|>fox", "<tool call>b"])
-def test_encode_and_decode_as_transformers(model: Path, sample: str, ending: str) -> None:
-    """Catches added or special tokens that parse differently from what users of HF tokenizers see."""
-    ours, theirs = load_tokenizer(model, "hf"), AutoTokenizer.from_pretrained(model)
-    ids = ours.encode(sample + ending)
-    assert ids == theirs.encode(sample + ending)
+def test_encode_and_decode_equal_transformers(model: Path, sample: str, ending: str) -> None:
+    """Catches added or special tokens that are parsed differently than by HF tokenizers."""
+    tokenizer, reference = load_tokenizer(model, "hf"), AutoTokenizer.from_pretrained(model)
+    ids = tokenizer.encode(sample + ending)
+    assert ids == reference.encode(sample + ending)
     for skip in (True, False):
-        assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
+        assert tokenizer.decode(ids, skip_special_tokens=skip) == reference.decode(
+            ids, skip_special_tokens=skip
+        )
 
 
 @pytest.mark.parametrize(
@@ -51,24 +53,27 @@ def test_encode_and_decode_as_transformers(model: Path, sample: str, ending: str
     "flags", [{}, {"add_bos_token": True}, {"add_bos_token": False, "add_eos_token": True}]
 )
 @pytest.mark.parametrize("framed", [False, True])
-def test_bos_and_eos_as_transformers(
+def test_bos_and_eos_equal_transformers(
     tmp_path: Path, byte_level: Backend, kind: str, flags: dict[str, bool], framed: bool
 ) -> None:
-    """Catches a BOS that is doubled, lost, or added against what transformers does with the same files."""
+    """Catches a BOS that is doubled, lost, or added unlike in transformers with the same files."""
     backend = copy_of(byte_level)
     if framed:
         backend.post_processor = processors.TemplateProcessing(
             single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
         )
     path = write_model(tmp_path, backend, tokenizer_class=kind, **flags)
-    ours, theirs = load_tokenizer(path, "hf").encode("dog"), AutoTokenizer.from_pretrained(path).encode("dog")
-    assert (ours[0] == 0, ours[-1] == 1) == (theirs[0] == 0, theirs[-1] == 1)
-    assert (ours[0] == 0) == framed
+    actual, expected = (
+        load_tokenizer(path, "hf").encode("dog"),
+        AutoTokenizer.from_pretrained(path).encode("dog"),
+    )
+    assert (actual[0] == 0, actual[-1] == 1) == (expected[0] == 0, expected[-1] == 1)
+    assert (actual[0] == 0) == framed
 
 
-def test_names_that_hf_users_know(model: Path) -> None:
+def test_hf_attributes_exist(model: Path) -> None:
     """Catches a missing or wrong attribute of the HF interface."""
-    ours, theirs = load_tokenizer(model, "hf"), AutoTokenizer.from_pretrained(model)
+    tokenizer, reference = load_tokenizer(model, "hf"), AutoTokenizer.from_pretrained(model)
     same = [
         "vocab_size",
         "bos_token",
@@ -78,13 +83,17 @@ def test_names_that_hf_users_know(model: Path) -> None:
         "pad_token",
         "pad_token_id",
     ]
-    assert {name: getattr(ours, name) for name in same} == {name: getattr(theirs, name) for name in same}
-    assert len(ours) == len(theirs) == ours.max_token_id + 1
-    assert ours.get_vocab() == theirs.get_vocab()
-    assert ours.added_vocab == theirs.get_added_vocab()
-    assert sorted(ours.all_special_ids) == sorted(theirs.all_special_ids)
-    assert sorted(ours.all_special_tokens) == sorted(theirs.all_special_tokens)
-    assert ours.is_special(1) and not ours.is_special(ours.convert_tokens_to_ids("<tool call>"))
+    assert {name: getattr(tokenizer, name) for name in same} == {
+        name: getattr(reference, name) for name in same
+    }
+    assert len(tokenizer) == len(reference) == tokenizer.max_token_id + 1
+    assert tokenizer.get_vocab() == reference.get_vocab()
+    assert tokenizer.added_vocab == reference.get_added_vocab()
+    assert sorted(tokenizer.all_special_ids) == sorted(reference.all_special_ids)
+    assert sorted(tokenizer.all_special_tokens) == sorted(reference.all_special_tokens)
+    assert tokenizer.is_special(1) and not tokenizer.is_special(
+        tokenizer.convert_tokens_to_ids("<tool call>")
+    )
 
 
 def test_calling_and_converting(model: Path) -> None:
@@ -110,22 +119,22 @@ def test_truncation_and_padding_of_training_are_off(tmp_path: Path, byte_level: 
     assert tokenizer.encode(text) == byte_level.encode(text).ids
 
 
-def test_tokens_that_only_the_config_names(tmp_path: Path, byte_level: Backend) -> None:
+def test_special_tokens_of_the_config_file(tmp_path: Path, byte_level: Backend) -> None:
     """Catches an end-of-turn token that is printed because tokenizer.json does not mark it as special."""
     added = {
         "501": {"content": "<|eot|>", "special": True, "normalized": False},
         "502": {"content": "<think>", "special": False, "normalized": False},
     }
     path = write_model(tmp_path, byte_level, added_tokens_decoder=added, eos_token="<|eot|>")
-    ours, theirs = load_tokenizer(path, "hf"), AutoTokenizer.from_pretrained(path)
-    ids = ours.encode("dog<think>fox<|eot|>")
-    assert ids == theirs.encode("dog<think>fox<|eot|>")
-    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == "dog<think>fox"
-    assert ours.eos_token_id == theirs.eos_token_id
+    tokenizer, reference = load_tokenizer(path, "hf"), AutoTokenizer.from_pretrained(path)
+    ids = tokenizer.encode("dog<think>fox<|eot|>")
+    assert ids == reference.encode("dog<think>fox<|eot|>")
+    assert tokenizer.decode(ids) == reference.decode(ids, skip_special_tokens=True) == "dog<think>fox"
+    assert tokenizer.eos_token_id == reference.eos_token_id
 
 
 def test_special_tokens_map_names_tokens(tmp_path: Path, byte_level: Backend) -> None:
-    """Catches older models whose EOS stands only in special_tokens_map.json."""
+    """Catches older models with an EOS only in special_tokens_map.json."""
     byte_level.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "<|im_end|>"}}))
     assert load_tokenizer(tmp_path, "hf").eos_token_id == 1
@@ -148,10 +157,10 @@ def test_special_tokens_map_names_tokens(tmp_path: Path, byte_level: Backend) ->
         ),
     ],
 )
-def test_where_chat_templates_are_found(
+def test_chat_template_locations(
     tmp_path: Path, byte_level: Backend, files: dict[str, Any], expected: Any
 ) -> None:
-    """Catches a template file that is not read, or that loses against an older one."""
+    """Catches a template file that is not read, or that an older one overrides."""
     byte_level.save(str(tmp_path / "tokenizer.json"))
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -159,14 +168,14 @@ def test_where_chat_templates_are_found(
     assert load_tokenizer(tmp_path, "hf").chat_template == expected
 
 
-def test_apply_chat_template_as_transformers(tmp_path: Path, byte_level: Backend) -> None:
-    """Catches a second BOS in chat prompts, and special tokens that the template cannot see."""
+def test_apply_chat_template_equals_transformers(tmp_path: Path, byte_level: Backend) -> None:
+    """Catches a second BOS in chat prompts, and special tokens that the template cannot access."""
     path = write_model(tmp_path, byte_level, chat_template=TEMPLATE)
-    ours, theirs = load_tokenizer(path, "hf"), AutoTokenizer.from_pretrained(path)
+    tokenizer, reference = load_tokenizer(path, "hf"), AutoTokenizer.from_pretrained(path)
     messages = [{"role": "user", "content": "the dog"}]
-    text = ours.apply_chat_template(messages, tokenize=False)
-    assert text == theirs.apply_chat_template(messages, tokenize=False) == "user: the dog<|im_end|>"
-    assert ours.apply_chat_template(messages) == theirs.apply_chat_template(messages)["input_ids"]
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert text == reference.apply_chat_template(messages, tokenize=False) == "user: the dog<|im_end|>"
+    assert tokenizer.apply_chat_template(messages) == reference.apply_chat_template(messages)["input_ids"]
 
 
 def test_sentencepiece_file_is_converted(spm_model: Path, spm: Any, tmp_path: Path) -> None:
@@ -180,7 +189,7 @@ def test_sentencepiece_file_is_converted(spm_model: Path, spm: Any, tmp_path: Pa
 
 
 def test_vocab_and_merges_files_are_converted(tmp_path: Path, byte_level: Backend) -> None:
-    """Catches older models whose vocabulary is in vocab.json and merges.txt."""
+    """Catches older models with a vocabulary in vocab.json and merges.txt."""
     byte_level.model.save(str(tmp_path))
     named = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|im_end|>", "bos_token": "<|endoftext|>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
@@ -192,7 +201,7 @@ def test_vocab_and_merges_files_are_converted(tmp_path: Path, byte_level: Backen
 def test_sentencepiece_file_without_transformers(
     spm_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches an ImportError where the user should read what to install."""
+    """Catches an ImportError instead of the package to install."""
     shutil.copy(spm_model, tmp_path / "tokenizer.model")
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigError, match="tokenizer.model.*pip install transformers sentencepiece"):
@@ -200,7 +209,7 @@ def test_sentencepiece_file_without_transformers(
 
 
 def test_missing_and_corrupt_files_are_named(tmp_path: Path, byte_level: Backend) -> None:
-    """Catches errors that do not say which file is at fault."""
+    """Catches errors without the name of the file."""
     with pytest.raises(ConfigError, match="tokenizer.json"):
         load_tokenizer(tmp_path, "hf")
     (tmp_path / "tokenizer.json").write_text("{")
@@ -214,8 +223,8 @@ def test_missing_and_corrupt_files_are_named(tmp_path: Path, byte_level: Backend
         load_tokenizer(tmp_path, "onnx")
 
 
-def test_text_that_is_no_text(byte_level: Backend) -> None:
-    """Catches a lone surrogate, a NUL or a negative id that brings down the process."""
+def test_invalid_text_and_ids_are_refused(byte_level: Backend) -> None:
+    """Catches a lone surrogate, a NUL or a negative id that ends the process."""
     tokenizer = Tokenizer(copy_of(byte_level))
     with pytest.raises(RequestError, match="U\\+D800 at character 2"):
         tokenizer.encode("ab\ud800")
@@ -252,7 +261,7 @@ def test_gguf_file(tmp_path: Path, byte_level: Backend, byte_level_metadata: dic
 
 @pytest.mark.parametrize("kind", ["byte_level_metadata", "spm_metadata"])
 def test_token_bytes_join_to_the_text(request: pytest.FixtureRequest, kind: str, sample: str) -> None:
-    """Catches a token whose bytes are not those that decoding gives: grammars and streams build on them."""
+    """Catches a token with bytes that differ from its decoded text: grammars and streams depend on them."""
     vocab = read_vocab(request.getfixturevalue(kind))
     tokenizer = Tokenizer(vocab.backend, special_tokens=vocab.special_tokens)
     table = tokenizer.token_bytes
@@ -263,8 +272,8 @@ def test_token_bytes_join_to_the_text(request: pytest.FixtureRequest, kind: str,
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_texts_are_cut_and_the_tokens_around_them_stay(side: str) -> None:
-    """As the library itself does it, which can only be told to by changing the tokenizer for all."""
+def test_truncation_keeps_the_special_tokens(side: str) -> None:
+    """The result equals the library's, which would have to be configured for all requests."""
     words = [*"abcdefghij", "[CLS]", "[SEP]"]
     backend = Backend(models.WordLevel({word: place for place, word in enumerate(words)}))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -278,12 +287,12 @@ def test_texts_are_cut_and_the_tokens_around_them_stay(side: str) -> None:
         for max_len in range(4, 20):
             cutting.enable_truncation(max_len, direction=side)
             wanted = cutting.encode(*texts)
-            found = tokenizer.encode_cut(*texts, max_len=max_len, side=side)
-            assert found == (wanted.ids, wanted.type_ids)
+            truncated = tokenizer.encode_cut(*texts, max_len=max_len, side=side)
+            assert truncated == (wanted.ids, wanted.type_ids)
     assert tokenizer.encode_cut(long, max_len=1, side=side)[0] == [10]
 
 
-def test_what_sentence_transformers_writes_small(tmp_path: Path, byte_level: Backend) -> None:
+def test_sentence_transformers_lower_case(tmp_path: Path, byte_level: Backend) -> None:
     path = write_model(tmp_path, byte_level)
     plain = load_tokenizer(path, "hf").encode("the quick fox")
     assert load_tokenizer(path, "hf").encode("The QUICK fox") != plain
@@ -291,16 +300,16 @@ def test_what_sentence_transformers_writes_small(tmp_path: Path, byte_level: Bac
     assert load_tokenizer(path, "hf").encode("The QUICK fox") == plain
 
 
-def test_types_of_tokens_that_the_model_is_not_told(tmp_path: Path) -> None:
-    """As transformers: `model_input_names` decides."""
+def test_token_types_follow_model_input_names(tmp_path: Path) -> None:
+    """As in transformers, `model_input_names` decides."""
     backend = Backend(models.WordLevel({"[SEP]": 0, "one": 1, "two": 2}, unk_token="[SEP]"))
     backend.post_processor = processors.TemplateProcessing(
         single="$A [SEP]", pair="$A [SEP] $B:1 [SEP]:1", special_tokens=[("[SEP]", 0)]
     )
-    told = load_tokenizer(write_model(tmp_path, backend), "hf")
+    with_types = load_tokenizer(write_model(tmp_path, backend), "hf")
     untold = load_tokenizer(
         write_model(tmp_path, backend, model_input_names=["input_ids", "attention_mask"]), "hf"
     )
-    assert told.encode_pair("one", "two") == ([1, 0, 2, 0], [0, 0, 1, 1])
+    assert with_types.encode_pair("one", "two") == ([1, 0, 2, 0], [0, 0, 1, 1])
     assert untold.encode_pair("one", "two") == ([1, 0, 2, 0], [0, 0, 0, 0])
     assert untold.encode_cut("one", "two", max_len=4, side="right")[1] == [0, 0, 0, 0]

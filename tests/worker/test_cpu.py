@@ -1,4 +1,4 @@
-"""The CPU as a device over thousands of steps: decodes stay on tape, and memory stays what it was."""
+"""Tests of the CPU device over thousands of steps: decodes use tapes, and memory does not grow."""
 
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,13 @@ NONE = np.empty(0, np.int32)
 
 
 class Traffic:
-    """Prompts in chunks of all sizes and decodes of all numbers of rows, planned by nobody but chance."""
+    """Random prompts in chunks of all sizes and decodes with all numbers of rows."""
 
     def __init__(self, worker: Worker, seed: int) -> None:
         self.worker = worker
         self.rng = np.random.default_rng(seed)
         self.lens = np.zeros(ROWS, np.int32)
-        """Tokens of each row; all but the last are computed."""
+        """Tokens by row; all but the last are computed."""
         self.num_steps = 0
 
     def run(
@@ -50,7 +50,7 @@ class Traffic:
         assert len(self.worker.submit(plan).wait().token_ids) == samples * len(counts)
 
     def prompt(self, rows: list[int]) -> None:
-        """New requests for these rows, in two chunks, of which the second may be a single token."""
+        """Admit new requests to these rows in two chunks, of which the second may be a single token."""
         lens = {row: int(self.rng.integers(2, 60)) for row in rows}
         first = {row: int(self.rng.integers(1, length)) for row, length in lens.items()}
         new = [
@@ -90,23 +90,22 @@ class Traffic:
 def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Worker:
     monkeypatch.setattr(module, "MAX_TAPED", TAPED)
     path, _ = make_tiny("llama", tmp_path)
-    given: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "model": str(path),
         "dtype": "float32",
         "block_size": BLOCK,
         "max_num_seqs": ROWS,
     }
-    given |= {"num_gpu_blocks_override": ROWS * WIDTH + 1, "use_tqdm_on_load": False}
-    made = Worker(configure(given | {"max_model_len": LONGEST}))
+    settings |= {"num_gpu_blocks_override": ROWS * WIDTH + 1, "use_tqdm_on_load": False}
+    made = Worker(configure(settings | {"max_model_len": LONGEST}))
     made.start()
     return made
 
 
-def test_a_thousand_steps_leave_tapes_and_memory_as_they_were(
+def test_thousand_steps_keep_tapes_and_memory_constant(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sheets that are dropped together with the decodes' own, tapes that are never found again, results of
-    tapes that nobody plays."""
+    """Check for evicted decode tapes, tapes that are never reused, and outputs of unused tapes."""
     played: list[Tape] = []
     replay = Tape.replay
     monkeypatch.setattr(Tape, "replay", lambda tape: (played.append(tape), replay(tape)))
@@ -130,8 +129,8 @@ def test_a_thousand_steps_leave_tapes_and_memory_as_they_were(
         assert len(played) == (num_rows <= TAPED), num_rows
 
 
-def test_tapes_share_the_memory_of_their_results(worker: Worker) -> None:
-    """Logits of every number of rows, all kept: with 64 of them more memory than the weights."""
+def test_tapes_share_the_memory_of_their_outputs(worker: Worker) -> None:
+    """Check 64 batch sizes, whose logits would take more memory than the weights."""
     assert worker._runner is not None and isinstance(host := worker._runner.device, CpuDevice)
     traffic = Traffic(worker, seed=2)
     for _ in range(2):

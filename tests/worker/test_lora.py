@@ -1,4 +1,4 @@
-"""A worker with adapters: read beside the steps, put into slots, used by rows."""
+"""Tests of a worker with LoRA adapters: loaded in the background, copied into slots, used by rows."""
 
 import gc
 import shutil
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cuda_on_cpu import NEEDS_KERNELS, WithGraphs, pretend_graphs
+from cuda_on_cpu import NEEDS_KERNELS, WithGraphs, use_fake_graphs
 from lora_oracle import save_adapter
 from oracle import make_tiny, run_hf
 from torch import Tensor
@@ -36,7 +36,7 @@ NONE = np.empty(0, np.int32)
 
 
 class Tiny:
-    """A base, three adapters of it, and the tokens that PEFT draws with each."""
+    """A base model, three adapters, and the tokens that PEFT generates with each."""
 
     def __init__(self, folder: Path) -> None:
         self.path, hf = make_tiny("qwen3", folder)
@@ -60,10 +60,10 @@ class Tiny:
         return ids[len(prompt) :]
 
     def start(self, **settings: Any) -> Worker:
-        given = {"model": str(self.path), "dtype": "float32", "block_size": 32, "max_num_seqs": 4}
-        given |= {"use_tqdm_on_load": False, "num_gpu_blocks_override": 20}
-        given |= {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 2, "max_lora_rank": 8}
-        worker = Worker(configure(given | settings))
+        base_settings = {"model": str(self.path), "dtype": "float32", "block_size": 32, "max_num_seqs": 4}
+        base_settings |= {"use_tqdm_on_load": False, "num_gpu_blocks_override": 20}
+        base_settings |= {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 2, "max_lora_rank": 8}
+        worker = Worker(configure(base_settings | settings))
         worker.start()
         return worker
 
@@ -103,34 +103,34 @@ def step(worker: Worker, rows: list[int], counts: list[int], **changes: Any) -> 
 
 
 def generate(worker: Worker, slots: dict[int, int], adapters: list[LoRAAssignment]) -> dict[int, list[int]]:
-    """The tokens of these rows, each with the adapter of its slot."""
+    """Generate tokens for these rows, each with the adapter of its slot."""
     rows = list(slots)
     admitted = [admission(row, slot) for row, slot in slots.items()]
     lens = [len(PROMPTS[row]) for row in rows]
-    found = [step(worker, rows, lens, admitted=admitted, adapters=adapters).token_ids]
-    found += [step(worker, rows, [1] * len(rows)).token_ids for _ in range(STEPS - 1)]
-    return {row: np.stack(found)[:, place].tolist() for place, row in enumerate(rows)}
+    actual = [step(worker, rows, lens, admitted=admitted, adapters=adapters).token_ids]
+    actual += [step(worker, rows, [1] * len(rows)).token_ids for _ in range(STEPS - 1)]
+    return {row: np.stack(actual)[:, place].tolist() for place, row in enumerate(rows)}
 
 
-def test_rows_of_one_batch_have_adapters_of_their_own(tiny: Tiny) -> None:
-    """Slots that are mixed up, a tape that was recorded for other rows, a slot that keeps what was in it."""
+def test_rows_of_one_batch_use_their_own_adapters(tiny: Tiny) -> None:
+    """Check for swapped slots, tapes recorded for other rows, and slots that keep an old adapter."""
     worker = tiny.start()
     facts = [worker.fetch_adapter(lora) for lora in tiny.adapters[:2]]
-    assert [each.rank for each in facts] == [4, 4] and facts[0].digest != facts[1].digest
+    assert [fact.rank for fact in facts] == [4, 4] and facts[0].digest != facts[1].digest
     put = [LoRAAssignment(slot, tiny.adapters[slot]) for slot in (0, 1)]
     slots = {3: -1, 0: 1, 2: 0, 1: 1}
-    found = generate(worker, slots, put)
-    assert found == {row: tiny.expected[row, slot] for row, slot in slots.items()}
-    again = {0: -1, 1: -1, 2: -1, 3: -1}
-    assert generate(worker, again, []) == {row: tiny.expected[row, -1] for row in again}
+    actual = generate(worker, slots, put)
+    assert actual == {row: tiny.expected[row, slot] for row, slot in slots.items()}
+    second = {0: -1, 1: -1, 2: -1, 3: -1}
+    assert generate(worker, second, []) == {row: tiny.expected[row, -1] for row in second}
     worker.fetch_adapter(tiny.adapters[2])
-    found = generate(worker, {1: 1, 0: 0}, [LoRAAssignment(1, tiny.adapters[2])])
-    assert found == {1: tiny.expected[1, 2], 0: tiny.expected[0, 0]}
+    actual = generate(worker, {1: 1, 0: 0}, [LoRAAssignment(1, tiny.adapters[2])])
+    assert actual == {1: tiny.expected[1, 2], 0: tiny.expected[0, 0]}
 
 
 @pytest.mark.skipif(native.library() is None, reason="there are no native kernels here")
-def test_decodes_with_adapters_are_taped(tiny: Tiny) -> None:
-    """An operation of torch among the kernels, by which every step is computed call by call."""
+def test_decodes_with_adapters_use_tapes(tiny: Tiny) -> None:
+    """Check that no torch operation among the kernels prevents recording."""
     worker = tiny.start()
     generate(worker, {0: 0, 1: -1}, [LoRAAssignment(0, tiny.adapters[0])])
     generate(worker, {0: -1, 1: -1}, [])
@@ -140,8 +140,8 @@ def test_decodes_with_adapters_are_taped(tiny: Tiny) -> None:
     assert len(tapes) == 2 and all(tape is not None for tape in tapes.values())
 
 
-def test_drafts_are_made_without_adapters(tiny: Tiny) -> None:
-    """A drafter that is given the model's own head, which would add the adapters of other tokens."""
+def test_drafts_are_computed_without_adapters(tiny: Tiny) -> None:
+    """Check that the drafter does not get the head with the adapters of other tokens."""
     worker = tiny.start()
     device: Any = worker._runner
     seen: list[object] = []
@@ -149,7 +149,7 @@ def test_drafts_are_made_without_adapters(tiny: Tiny) -> None:
     class Drafts:
         follows = True
 
-        def see(self, batch: Any, told: Any) -> None:
+        def see(self, batch: Any, states: Any) -> None:
             assert worker.adapters is not None
             seen.extend((batch.adapters, worker.adapters.slots.tokens, worker.adapters.slots.logit_tokens))
             worker.model.logits(torch.zeros(7, 64))
@@ -165,36 +165,36 @@ def test_drafts_are_made_without_adapters(tiny: Tiny) -> None:
 
 @pytest.mark.slow
 @NEEDS_KERNELS
-def test_graphs_with_adapters_and_without(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row with an adapter in a graph that knows of none, slots of the step before, padding with a slot."""
+def test_graphs_with_and_without_adapters(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check for a row with adapter in a graph without, slots of the step before, and padding with a slot."""
 
     def open_device(model: Model, all_rows: Rows, device: torch.device, *drafts: Any) -> WithGraphs:
-        return WithGraphs(model, all_rows, lambda logits, *asked: logits.argmax(-1), device)
+        return WithGraphs(model, all_rows, lambda logits, *args: logits.argmax(-1), device)
 
-    pretend_graphs(monkeypatch)
+    use_fake_graphs(monkeypatch)
     monkeypatch.setattr("quire.worker.worker.open_device", open_device)
     worker, put = tiny.start(), [LoRAAssignment(slot, tiny.adapters[slot]) for slot in (0, 1)]
     for slots in ({3: -1, 0: 1, 2: 0}, {3: -1, 0: -1}, {2: 1}):
-        found = generate(worker, slots, put)
-        assert found == {row: tiny.expected[row, slot] for row, slot in slots.items()}
+        actual = generate(worker, slots, put)
+        assert actual == {row: tiny.expected[row, slot] for row, slot in slots.items()}
 
 
-def test_prompt_logprobs_are_those_of_the_adapter(tiny: Tiny) -> None:
-    """A head that knows the slots of the sampled rows alone."""
+def test_prompt_logprobs_use_the_adapter(tiny: Tiny) -> None:
+    """Check that the head uses the slots of all prompt rows, not only of the sampled ones."""
     worker = tiny.start()
     changes = {
         "admitted": [admission(2, 0, prompt_logprobs=1)],
         "adapters": [LoRAAssignment(0, tiny.adapters[1])],
     }
     first = step(worker, [2], [len(PROMPTS[2])], **changes)
-    found = [each.logprobs[0] for each in first.prompt_logprobs[2]]
+    actual = [logprob.logprobs[0] for logprob in first.prompt_logprobs[2]]
     plain = step(tiny.start(), [2], [11], admitted=[admission(2, -1, prompt_logprobs=1)])
-    assert not np.allclose(found, [each.logprobs[0] for each in plain.prompt_logprobs[2]], atol=1e-2)
+    assert not np.allclose(actual, [logprob.logprobs[0] for logprob in plain.prompt_logprobs[2]], atol=1e-2)
     assert first.token_ids.tolist() == tiny.expected[2, 1][:1]
 
 
-def test_host_memory_keeps_those_used_last_and_what_is_in_slots(tiny: Tiny) -> None:
-    """An adapter of a running request that is forgotten, or a cache that grows for ever."""
+def test_host_cache_keeps_recent_adapters_and_those_in_slots(tiny: Tiny) -> None:
+    """Check that adapters of running requests stay and that the cache is bounded."""
     worker = tiny.start()
     adapters = worker.adapters
     assert adapters is not None
@@ -209,7 +209,7 @@ def test_host_memory_keeps_those_used_last_and_what_is_in_slots(tiny: Tiny) -> N
     assert set(adapters._kept) == {"a2"}
 
 
-def test_an_adapter_is_read_again_if_asked(tiny: Tiny, tmp_path: Path) -> None:
+def test_inplace_load_reads_the_adapter_again(tiny: Tiny, tmp_path: Path) -> None:
     worker = tiny.start()
     place = tmp_path / "changing"
     shutil.copytree(tiny.adapters[0].path, place)
@@ -220,7 +220,7 @@ def test_an_adapter_is_read_again_if_asked(tiny: Tiny, tmp_path: Path) -> None:
     assert changed == worker.fetch_adapter(tiny.adapters[1]) != first
 
 
-def test_slots_are_full_again_after_sleep(tiny: Tiny) -> None:
+def test_slots_are_refilled_after_sleep(tiny: Tiny) -> None:
     worker = tiny.start()
     generate(worker, {0: 0}, [LoRAAssignment(0, tiny.adapters[0])])
     worker.sleep(2)
@@ -229,23 +229,23 @@ def test_slots_are_full_again_after_sleep(tiny: Tiny) -> None:
     assert generate(worker, {0: 0, 1: 0}, []) == {row: tiny.expected[row, 0] for row in (0, 1)}
 
 
-def test_a_closed_worker_holds_neither_weights_nor_slots(tiny: Tiny) -> None:
+def test_closed_worker_frees_weights_and_slots(tiny: Tiny) -> None:
     worker, dropped = tiny.start(), []
     assert worker.adapters is not None
     generate(worker, {0: 0}, [LoRAAssignment(0, tiny.adapters[0])])
     memory = worker.adapters.slots._memory
     assert memory is not None
-    held = [weakref.ref(each) for each in (worker.model, memory)]
+    held = [weakref.ref(item) for item in (worker.model, memory)]
     worker._offloaded = SimpleNamespace(drop=lambda: dropped.append(True))  # type: ignore[assignment]
     worker.balancer = SimpleNamespace(layers=[worker.model])  # type: ignore[assignment]
     del memory
     worker.close()
     gc.collect()
-    assert dropped == [True] and [each() for each in held] == [None, None]
+    assert dropped == [True] and [item() for item in held] == [None, None]
 
 
-def test_memory_is_pinned_for_adapters_to_come_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that outlived its worker would hold the slots of the device."""
+def test_pinned_memory_thread_ends_with_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that no thread keeps the slots of the device alive."""
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(adapters, "_QUIET_S", 0.01)
     kept, done = list[tuple[int, int]](), threading.Event()
@@ -264,14 +264,14 @@ def test_memory_is_pinned_for_adapters_to_come_until_the_end(monkeypatch: pytest
     assert not spares.is_alive() and kept == [(3, 7)]
 
 
-def test_nothing_is_built_unless_adapters_are_enabled(tiny: Tiny) -> None:
+def test_lora_is_not_built_unless_enabled(tiny: Tiny) -> None:
     worker = tiny.start(enable_lora=False)
     assert all(getattr(module, "point", None) is None for module in worker.model.modules())
     with pytest.raises(RequestError, match="LoRA is not enabled"):
         worker.fetch_adapter(tiny.adapters[0])
 
 
-def test_slots_that_do_not_fit_are_refused(tiny: Tiny) -> None:
+def test_slots_that_do_not_fit_are_rejected(tiny: Tiny) -> None:
     worker = tiny.start()
     assert worker.adapters is not None and worker._needs is not None
     slots = worker.adapters.slots

@@ -1,4 +1,4 @@
-"""What the cache may take of a machine's memory, and which layer gets which part of it."""
+"""Tests of the memory available to the KV cache and its partition among layers."""
 
 from typing import Any
 
@@ -25,41 +25,41 @@ def kv_bytes(other_bytes: int = 500, **settings: Any) -> int:
     return cache_room(section(**settings), MACHINE, other_bytes=other_bytes).kv_bytes
 
 
-def test_the_share_is_what_utilization_leaves_beside_the_model() -> None:
+def test_cache_bytes_are_utilization_minus_the_model() -> None:
     assert kv_bytes() == 400
     assert kv_bytes(other_bytes=950) == -50
 
 
-def test_no_more_than_is_free() -> None:
+def test_cache_bytes_do_not_exceed_free_memory() -> None:
     assert kv_bytes(other_bytes=0) == 600
 
 
-def test_free_memory_is_that_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The weights that were just loaded are no longer free, whatever was found at start."""
+def test_free_memory_is_measured_after_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that the loaded weights are no longer counted as free."""
     now = psutil.virtual_memory()._replace(available=123)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: now)
     assert kv_bytes(other_bytes=0) == 123
 
 
-def test_a_limit_makes_the_share_a_default() -> None:
+def test_memory_limit_applies_to_utilization_only() -> None:
     room = cache_room(section(kv_cache_memory_limit=50), MACHINE, other_bytes=500)
     assert room.kv_bytes == 50 and room.soft
     assert not cache_room(section(), MACHINE, other_bytes=500).soft
 
 
-def test_exact_bytes_are_taken_as_given_or_refused() -> None:
+def test_kv_cache_memory_bytes_is_exact_or_rejected() -> None:
     assert kv_bytes(kv_cache_memory_bytes=599) == 599
     with pytest.raises(ConfigError, match="kv_cache_memory_bytes=601 .* lower it to at most 600"):
         kv_bytes(kv_cache_memory_bytes=601)
 
 
-def test_an_override_needs_no_bytes() -> None:
+def test_block_override_needs_no_memory() -> None:
     room = cache_room(section(num_gpu_blocks_override=9, kv_cache_memory_bytes=10**9), MACHINE, other_bytes=0)
     assert room.num_blocks_override == 9
 
 
-class Fake:
-    """A layer that only takes its memory."""
+class FakeLayer:
+    """A layer that only binds its memory."""
 
     def __init__(self, keeps: CacheSpec) -> None:
         self.keeps = keeps
@@ -73,8 +73,8 @@ LATENT, STATE = CacheSpec("latent", planes=1, numbers=24), CacheSpec("state", by
 BLOCKS, PAGE = 10, 4 * 2 * 8 * 2
 
 
-def bound(specs: list[CacheSpec | None]) -> list[Fake]:
-    layers = [Fake(spec) for spec in specs if spec is not None]
+def bound(specs: list[CacheSpec | None]) -> list[FakeLayer]:
+    layers = [FakeLayer(spec) for spec in specs if spec is not None]
     cpu = torch.device("cpu")
     sizes = {"num_blocks": BLOCKS, "num_rows": 3, "block_size": 4}
     sizes |= {"cache_dtype": torch.bfloat16, "device": cpu}
@@ -82,8 +82,8 @@ def bound(specs: list[CacheSpec | None]) -> list[Fake]:
     return layers
 
 
-def test_layers_of_different_groups_lie_in_the_same_memory() -> None:
-    """And those of one group in one piece after the other."""
+def test_layers_of_different_groups_share_memory() -> None:
+    """Check also that the layers of one group get successive parts."""
     layers = bound([NARROW, FULL, None, NARROW, FULL])
     assert [layer.group for layer in layers] == [1, 0, 1, 0]
     first, second = layers[0].memory.data_ptr(), layers[2].memory.data_ptr()
@@ -100,8 +100,7 @@ def test_pages_of_several_kinds_and_states() -> None:
     assert layers[1].memory.data_ptr() != layers[3].memory.data_ptr()
 
 
-def test_a_draft_lies_beside_the_groups_of_its_target() -> None:
-    """In memory that none of the target's layers has."""
+def test_draft_layers_have_their_own_memory() -> None:
     layers = bound([NARROW, FULL, NARROW, FULL, LATENT])
     assert [layer.group for layer in layers] == [1, 0, 1, 0, 0]
     assert layers[0].memory.data_ptr() == layers[1].memory.data_ptr()
@@ -110,8 +109,8 @@ def test_a_draft_lies_beside_the_groups_of_its_target() -> None:
     assert all(at + size <= after for (at, size), (after, _) in zip(spans, spans[1:], strict=False))
 
 
-def test_a_layer_that_keeps_other_than_was_planned_is_our_bug() -> None:
+def test_layer_with_unplanned_cache_spec_is_an_internal_error() -> None:
     with pytest.raises(AssertionError, match="layer 1 has cache spec"):
         cpu = torch.device("cpu")
         sizes = {"num_blocks": 2, "num_rows": 3, "block_size": 4, "cache_dtype": torch.float32, "device": cpu}
-        bind([Fake(FULL), Fake(NARROW)], layout([FULL, FULL], 100), **sizes)  # type: ignore[arg-type]
+        bind([FakeLayer(FULL), FakeLayer(NARROW)], layout([FULL, FULL], 100), **sizes)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Stages of a pipeline give what one worker gives."""
+"""Tests that pipeline stages and tensor-parallel ranks match a single worker."""
 
 import random
 from pathlib import Path
@@ -25,17 +25,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def answers(model: Path, **given: Any) -> Engine:
-    """Chunks of prompts, shared prefixes, more rows than fit the blocks, an abort."""
-    engine = Engine(model, max_num_batched_tokens=16, num_gpu_blocks_override=24, max_model_len=64, **given)
+def answers(model: Path, **settings: Any) -> Engine:
+    """Generate with chunked prompts, shared prefixes, more rows than blocks, and an abort."""
+    engine = Engine(
+        model, max_num_batched_tokens=16, num_gpu_blocks_override=24, max_model_len=64, **settings
+    )
     draw = random.Random(3)
     common = [draw.randrange(3, 90) for _ in range(13)]
     for number in range(7):
-        own = [draw.randrange(3, 90) for _ in range(draw.randint(1, 11))]
-        asked: dict[str, Any] = {"logprobs": 3} if number % 2 else {"prompt_logprobs": 2}
+        tail = [draw.randrange(3, 90) for _ in range(draw.randint(1, 11))]
+        fields: dict[str, Any] = {"logprobs": 3} if number % 2 else {"prompt_logprobs": 2}
         if number == 4:
-            asked = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.3, "seed": 5}
-        engine.add(str(number), common + own if number % 3 else own, count=9 + number, **asked)
+            fields = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.3, "seed": 5}
+        engine.add(str(number), common + tail if number % 3 else tail, count=9 + number, **fields)
     engine.add("gone", common, count=40)
     for _ in range(12):
         engine.step()
@@ -47,15 +49,15 @@ def answers(model: Path, **given: Any) -> Engine:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_two_and_three_stages_say_what_one_worker_says(family: str, tmp_path: Path) -> None:
+def test_two_and_three_stages_match_one_worker(family: str, tmp_path: Path) -> None:
     model, _ = make_tiny(family, tmp_path, **FAMILIES[family])
     one = answers(model)
     num_layers = len(one.config.checkpoint.facts.layers)
     uneven = {"pipeline_parallel_size": 3, "pp_layer_partition": f"1,{num_layers - 2},1"}
-    for given in [{"pipeline_parallel_size": 2}, *([uneven] if num_layers > 2 else [])]:
-        many = answers(model, **given)
-        assert many.most_in_flight == given["pipeline_parallel_size"]
-        assert many.core.scheduler.num_preemptions > 0, "blocks that suffice prove less"
+    for settings in [{"pipeline_parallel_size": 2}, *([uneven] if num_layers > 2 else [])]:
+        many = answers(model, **settings)
+        assert many.most_in_flight == settings["pipeline_parallel_size"]
+        assert many.core.scheduler.num_preemptions > 0, "enough blocks would test less"
         check_same(many, one)
 
 
@@ -71,33 +73,35 @@ SHARED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", SHARED)
-def test_shares_of_layers_say_what_one_worker_says(name: str, tmp_path: Path) -> None:
-    """A cache for all heads, or for those of another device; devices that draw different tokens."""
+def test_tensor_parallel_ranks_match_one_worker(name: str, tmp_path: Path) -> None:
+    """Check for a cache with the wrong heads and for ranks that sample different tokens."""
     family, sizes = SHARED[name]
     model, _ = make_tiny(family, tmp_path, **FAMILIES[family])
     alike = {"kv_cache_dtype": sizes.get("kv_cache_dtype", "auto")}
     many = answers(model, **({"tensor_parallel_size": 2} | sizes))
-    assert many.core.scheduler.num_preemptions > 0, "blocks that suffice prove less"
+    assert many.core.scheduler.num_preemptions > 0, "enough blocks would test less"
     check_same(many, answers(model, **alike))
 
 
 def check_same(many: Engine, one: Engine) -> None:
     assert many.tokens == one.tokens
-    for mine, theirs in ((many.logprobs, one.logprobs), (many.prompt_logprobs, one.prompt_logprobs)):
-        assert {id: len(found) for id, found in mine.items()} == {
-            id: len(found) for id, found in theirs.items()
+    for logprobs, expected in ((many.logprobs, one.logprobs), (many.prompt_logprobs, one.prompt_logprobs)):
+        assert {id: len(actual) for id, actual in logprobs.items()} == {
+            id: len(actual) for id, actual in expected.items()
         }
-        for id in mine.keys() - {"gone"}:
-            for a, b in zip(mine[id], theirs[id], strict=True):
+        for id in logprobs.keys() - {"gone"}:
+            for a, b in zip(logprobs[id], expected[id], strict=True):
                 assert a.token_ids[0] == b.token_ids[0]
                 np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
 
 
 @pytest.mark.parametrize("broken", range(3))
-def test_a_step_that_fails_in_one_stage_fails_behind_it_and_nowhere_else(
+def test_step_that_fails_in_one_stage_fails_only_after_it(
     broken: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was sent for it is taken for the next step's, or its tokens for an answer."""
+    """Check that tensors sent for the failed step are not taken for the next step's, nor its tokens for
+    output.
+    """
     model, _ = make_tiny("llama", tmp_path, num_hidden_layers=3)
     engine = Engine(model, pipeline_parallel_size=3, enable_prefix_caching=False)
     body = engine.executor.workers[broken].model
@@ -120,25 +124,25 @@ def test_a_step_that_fails_in_one_stage_fails_behind_it_and_nowhere_else(
     alone = Engine(model, enable_prefix_caching=False)
     for number in {*range(6)} - {3}:
         alone.add(str(number), [number * 9 + at for at in range(5)], count=8)
-    assert alone.run() == {id: said for id, said in engine.tokens.items() if id != "3"}
+    assert alone.run() == {id: output for id, output in engine.tokens.items() if id != "3"}
     alone.close()
-    for said in engine.executor.errors:
-        assert [isinstance(said[stage], Exception) for stage in range(3)] == [
+    for output in engine.executor.errors:
+        assert [isinstance(output[stage], Exception) for stage in range(3)] == [
             stage >= broken for stage in range(3)
         ]
     assert engine.executor.errors
 
 
 @pytest.mark.skipif(native.library() is None, reason="tapes are of native kernels")
-def test_decodes_of_every_stage_are_taped(tmp_path: Path) -> None:
+def test_decodes_of_every_stage_use_tapes(tmp_path: Path) -> None:
     model, _ = make_tiny("llama", tmp_path, num_hidden_layers=3)
-    said = []
-    for given in ({}, {"pipeline_parallel_size": 3, "enforce_eager": False}):
-        engine = Engine(model, in_threads=False, **given)
+    output = []
+    for settings in ({}, {"pipeline_parallel_size": 3, "enforce_eager": False}):
+        engine = Engine(model, in_threads=False, **settings)
         for number in range(5):
             engine.add(str(number), [number * 9 + at for at in range(5)], count=12)
-        said.append(engine.run())
-    assert said[0] == said[1]
+        output.append(engine.run())
+    assert output[0] == output[1]
     for worker in engine.executor.workers:
         assert worker._runner is not None and isinstance(worker._runner.device, CpuDevice)
         tapes = worker._runner.device._tapes._tapes

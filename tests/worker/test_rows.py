@@ -1,4 +1,4 @@
-"""Rows and prepare, step by step beside a reference that walks token by token."""
+"""Tests of Rows and prepare against a reference that goes token by token."""
 
 from typing import Any
 
@@ -36,8 +36,8 @@ def prepare(plan: StepPlan, all_rows: Rows) -> Batch:
     return batch_of(tensors(memory, sizes), tables, plan.num_tokens, page.arrays["seq_lens"])
 
 
-class SideBySide(SymbolicWorker):
-    """A symbolic worker that holds the real rows and the real batch against its own in every step."""
+class ComparingWorker(SymbolicWorker):
+    """A symbolic worker that compares the real rows and batch with its own in every step."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,13 +91,13 @@ class SideBySide(SymbolicWorker):
         assert batch.rows.tolist() == plan.rows.tolist()
 
 
-def side_by_side(block_size: int, **settings: Any) -> tuple[Engine, SideBySide]:
+def side_by_side(block_size: int, **settings: Any) -> tuple[Engine, ComparingWorker]:
     engine = Engine(block_size=block_size, max_model_len=MAX_LEN, **settings)
-    return engine, engine.use(SideBySide)
+    return engine, engine.use(ComparingWorker)
 
 
 requests = st.tuples(st.integers(1, 60), st.integers(1, 20), st.integers(0, 5))
-"""Prompt length, output length, and the step in which it arrives."""
+"""Prompt length, output length, and the step of the arrival."""
 
 
 @settings(max_examples=40)
@@ -107,10 +107,10 @@ requests = st.tuples(st.integers(1, 60), st.integers(1, 20), st.integers(0, 5))
     st.sampled_from([8, 13, 32]),
     st.data(),
 )
-def test_rows_and_batches_are_those_of_the_reference(
+def test_rows_and_batches_match_the_reference(
     wanted: list[tuple[int, int, int]], block_size: int, budget: int, data: Any
 ) -> None:
-    """Chunks, prefix hits, preemptions, rows used again: nothing may differ in any step."""
+    """Check chunks, prefix hits, preemptions and reused rows in every step."""
     layout = data.draw(st.sampled_from([*LAYOUTS]))
     least = LAYOUTS[layout].blocks_of(80, block_size=block_size, max_chunk=budget) + 1
     num_blocks = data.draw(st.integers(least, least + 120))
@@ -128,7 +128,7 @@ def test_rows_and_batches_are_those_of_the_reference(
     engine.run()
 
 
-def test_a_chunk_may_bring_several_blocks() -> None:
+def test_chunk_may_add_several_blocks() -> None:
     engine, worker = side_by_side(2, num_blocks=200, max_num_batched_tokens=16)
     for id, length in (("a", 50), ("b", 40)):
         engine.add(id, list(range(length)), 5)
@@ -148,7 +148,7 @@ def test_blocks_are_appended_in_order_to_each_row() -> None:
 
 
 def test_row_zero_can_grow_first() -> None:
-    """The mark of a first group must not be taken for row 0."""
+    """Check that the marker of the first group is not taken for row 0."""
     all_rows = make_rows(4)
     all_rows._append_blocks(np.array([0, 0, 1], np.int32), np.array([[7, 8, 9]], np.int32))
     assert all_rows.block_tables[0, 0, :2].tolist() == [7, 8] and all_rows.block_tables[0, 1, 0] == 9
@@ -167,7 +167,7 @@ def plan_of(admitted: list[Admission], released: tuple[int, ...] = ()) -> StepPl
     return StepPlan(1, list(released), admitted, none, none, rows, counts, np.ones(len(rows), np.bool_))
 
 
-def test_a_row_given_to_a_shorter_request_shows_nothing_of_the_longer() -> None:
+def test_reused_row_shows_nothing_of_a_longer_request() -> None:
     all_rows = make_rows(4)
     all_rows.apply(plan_of([admission(3, list(range(30)), list(range(1, 9)))]))
     plan = plan_of([admission(3, [50, 51], [40])], released=(3,))
@@ -177,7 +177,7 @@ def test_a_row_given_to_a_shorter_request_shows_nothing_of_the_longer() -> None:
     assert all_rows.num_tokens[3] == 2 and all_rows.num_blocks[3] == 1
 
 
-def test_a_cached_prefix_is_not_computed_again() -> None:
+def test_cached_prefix_is_not_computed_again() -> None:
     all_rows = make_rows(4)
     plan = plan_of([admission(1, list(range(60, 70)), [5, 6, 7], num_computed=8)])
     all_rows.apply(plan)
@@ -187,8 +187,8 @@ def test_a_cached_prefix_is_not_computed_again() -> None:
 
 
 @pytest.mark.parametrize("name", ["token_ids", "positions", "slots", "logit_tokens"])
-def test_indices_are_wide(name: str) -> None:
-    """Torch indexes with int64; slots of a large cache do not fit into 32 bits once multiplied."""
+def test_indices_are_int64(name: str) -> None:
+    """Check that slots of a large cache do not overflow 32 bits once multiplied."""
     all_rows = make_rows(16)
     plan = plan_of([admission(0, [1, 2], [2**31 - 1])])
     all_rows.apply(plan)

@@ -1,4 +1,4 @@
-"""The worker: put together once, and one step of it against transformers."""
+"""Tests of the worker: its construction, and single steps against transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 def start(path: Path, **settings: Any) -> Worker:
-    given = {"model": str(path), "dtype": "float32", "block_size": BLOCK_SIZE, "max_num_seqs": 4}
-    worker = Worker(configure(given | {"use_tqdm_on_load": False, "num_gpu_blocks_override": 80} | settings))
+    base_settings = {"model": str(path), "dtype": "float32", "block_size": BLOCK_SIZE, "max_num_seqs": 4}
+    worker = Worker(
+        configure(base_settings | {"use_tqdm_on_load": False, "num_gpu_blocks_override": 80} | settings)
+    )
     worker.start()
     return worker
 
@@ -50,7 +52,7 @@ def plan(rows: list[int], counts: list[int], samples: list[bool], **changes: Any
     return StepPlan(step=1, samples=np.array(samples), **(fields | ints | changes))
 
 
-def test_as_many_threads_as_asked(tiny: tuple[Path, Any]) -> None:
+def test_number_of_threads_follows_the_config(tiny: tuple[Path, Any]) -> None:
     before = torch.get_num_threads()
     try:
         start(tiny[0], cpu_threads=3)
@@ -60,7 +62,7 @@ def test_as_many_threads_as_asked(tiny: tuple[Path, Any]) -> None:
 
 
 def test_prompts_chunks_and_decodes_in_one_step(tiny: tuple[Path, Any]) -> None:
-    """Rows out of order, blocks anywhere, a prompt that is not done yet: the tokens are transformers'."""
+    """Check rows out of order, arbitrary blocks and an unfinished prompt against transformers."""
     path, hf = tiny
     worker = start(path)
     prompts = {3: [5, 9, 30, 31, 32], 1: [7, 8], 0: list(range(40, 51))}
@@ -81,16 +83,16 @@ def test_prompt_logprobs_cover_each_position_once(tiny: tuple[Path, Any]) -> Non
     worker = start(path)
     prompt = list(range(40, 51))
     new = [admission(2, prompt, [30, 2, 61], prompt_logprobs=1)]
-    found = worker.submit(plan([2], [6], [False], admitted=new)).wait().prompt_logprobs[2]
-    found += worker.submit(plan([2], [5], [True])).wait().prompt_logprobs[2]
+    actual = worker.submit(plan([2], [6], [False], admitted=new)).wait().prompt_logprobs[2]
+    actual += worker.submit(plan([2], [5], [True])).wait().prompt_logprobs[2]
     rows = torch.log_softmax(run_hf(hf, prompt), -1)
-    assert [entry.token_ids[0] for entry in found] == prompt[1:]
-    for entry, row in zip(found, rows, strict=False):
+    assert [entry.token_ids[0] for entry in actual] == prompt[1:]
+    for entry, row in zip(actual, rows, strict=False):
         assert entry.logprobs[0] == pytest.approx(row[entry.token_ids[0]].item(), abs=1e-4)
         assert entry.token_ids[1] == int(row.argmax())
 
 
-def test_a_row_used_again_forgets_what_the_last_request_wanted(tiny: tuple[Path, Any]) -> None:
+def test_reused_row_forgets_the_last_requests_params(tiny: tuple[Path, Any]) -> None:
     path, _ = tiny
     worker = start(path)
     asking = [admission(2, [5, 6], [3], prompt_logprobs=1, bad_words=[])]
@@ -99,14 +101,14 @@ def test_a_row_used_again_forgets_what_the_last_request_wanted(tiny: tuple[Path,
     assert worker.submit(plan([2], [2], [True], admitted=silent, released=[2])).wait().prompt_logprobs == {}
 
 
-def test_the_cache_has_room_for_what_start_promised(tiny: tuple[Path, Any]) -> None:
+def test_cache_has_the_reported_number_of_blocks(tiny: tuple[Path, Any]) -> None:
     path, _ = tiny
     worker = start(path, num_gpu_blocks_override=70)
     last = [admission(0, [5, 6, 7], [69])]
     assert len(worker.submit(plan([0], [3], [True], admitted=last)).wait().token_ids) == 1
 
 
-def test_a_run_before_start_is_our_bug(tiny: tuple[Path, Any]) -> None:
+def test_run_before_start_is_an_internal_error(tiny: tuple[Path, Any]) -> None:
     worker = Worker(configure({"model": str(tiny[0]), "dtype": "float32"}))
     with pytest.raises(AssertionError, match="start"):
         worker.submit(plan([0], [1], [True])).wait()

@@ -1,4 +1,4 @@
-"""Packed weights: values and products against the gguf package, and bits that stay the same."""
+"""Tests of packed weights: dequantization and matmuls against the gguf package, and batch invariance."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,14 +39,14 @@ def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def relative_error(ours: Tensor, expected: Tensor) -> float:
-    return float((ours.double() - expected.double()).norm() / expected.double().norm())
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
 @pytest.mark.parametrize("interleaved", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_row_comes_back_exactly(kind: str, interleaved: bool) -> None:
-    """Rows, columns, scales or minima that change places; a value that is rounded once more."""
+def test_every_row_dequantizes_exactly(kind: str, interleaved: bool) -> None:
+    """Check for swapped rows, columns, scales or minima, and for double rounding."""
     file = stored(kind, 29, 768, 0)
     ids = torch.tensor([3, 28, 0, 8, 3, 15, 16])
     lookup = GGUFRows(pack(file, kind, interleaved=interleaved))
@@ -82,18 +82,18 @@ def test_matches_float64_on_random_shapes(
     bias = random(sum(map(len, files)), seed=seed) if with_bias else None
     x = random(num_rows, columns, seed=seed)
     with threads(num_threads):
-        ours = LinearProduct(matrices, bias)(x)
+        actual = LinearProduct(matrices, bias)(x)
     expected = product_reference(x, list(zip(files, kinds, strict=True)), bias)
     weights = torch.cat([unpack_reference(*part) for part in zip(files, kinds, strict=True)])
     usual = x.norm(dim=1)[:, None] * weights.norm(dim=1) / columns**0.5
-    assert ((ours - expected).abs() <= (2e-3 if interleaved else 1e-5) * usual + 1e-6).all()
-    if ours.numel() > 1000:
-        assert relative_error(ours, expected) < (2e-4 if interleaved else 1e-6)
+    assert ((actual - expected).abs() <= (2e-3 if interleaved else 1e-5) * usual + 1e-6).all()
+    if actual.numel() > 1000:
+        assert relative_error(actual, expected) < (2e-4 if interleaved else 1e-6)
 
 
 @pytest.mark.parametrize("interleaved", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_bits_alone_in_a_batch_and_with_other_threads(kind: str, interleaved: bool) -> None:
+def test_bits_do_not_depend_on_batch_or_threads(kind: str, interleaved: bool) -> None:
     product = LinearProduct([pack(stored(kind, 45, 2304, 1), kind, interleaved=interleaved)])
     x = random(131, 2304, seed=2)
     together = product(x)
@@ -108,8 +108,8 @@ def test_the_same_bits_alone_in_a_batch_and_with_other_threads(kind: str, interl
 
 @needs_interleaving
 @pytest.mark.parametrize("kind", ONE_OF_EACH_FORM)
-def test_every_number_of_few_rows_gives_the_bits_of_single_ones(kind: str) -> None:
-    """A kernel for so many rows that adds up in another order, skips a row or writes behind the last."""
+def test_small_batches_match_single_rows_bitwise(kind: str) -> None:
+    """Check each kernel for few rows: order of summation, skipped rows, writes beyond the last row."""
     product = LinearProduct([pack(stored(kind, 21, 768, 13), kind, interleaved=True)], random(21, seed=14))
     x = random(19, 768, seed=15)
     alone = torch.cat([product(row[None]) for row in x])
@@ -118,7 +118,7 @@ def test_every_number_of_few_rows_gives_the_bits_of_single_ones(kind: str) -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_in_float_packed_and_unpacked_weights_give_the_same_bits(kind: str) -> None:
+def test_packed_and_unpacked_weights_match_bitwise_in_float(kind: str) -> None:
     file = stored(kind, 45, 1280, 1)
     packed = LinearProduct([pack(file, kind, interleaved=False)])
     plain = LinearProduct([Matrix.plain(unpack_reference(file, kind).contiguous())])
@@ -129,8 +129,8 @@ def test_in_float_packed_and_unpacked_weights_give_the_same_bits(kind: str) -> N
 
 @pytest.mark.parametrize("interleaved", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_largest_codes_do_not_overflow(kind: str, interleaved: bool) -> None:
-    """Sums of whole numbers that leave their range where all codes are at their limits."""
+def test_largest_codes_do_not_overflow(kind: str, interleaved: bool) -> None:
+    """Check integer sums with all codes at their limits."""
     form = TYPES[kind]
     for byte in (0xFF, 0x80, 0x7F, 0x00):
         file = torch.full((8, 2, form.stored_bytes), byte, dtype=torch.uint8)
@@ -144,15 +144,15 @@ def test_the_largest_codes_do_not_overflow(kind: str, interleaved: bool) -> None
         product = LinearProduct([pack(flat, kind, interleaved=interleaved)])
         for value in (1.0, -1.0, 3e-20):
             x = torch.full((5, 2 * form.stored_columns), value)
-            ours, expected = product(x), product_reference(x, [(flat, kind)])
-            torch.testing.assert_close(ours, expected, rtol=1e-5, atol=abs(value) * 1e-2)
+            actual, expected = product(x), product_reference(x, [(flat, kind)])
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=abs(value) * 1e-2)
 
 
 @pytest.mark.parametrize("num_rows", [1, 4, 40])
 @pytest.mark.parametrize("interleaved", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_zeros_give_zero_and_nan_stays_in_its_row(kind: str, interleaved: bool, num_rows: int) -> None:
-    """Division by a scale of 0; a broken request that spoils its neighbours, or that looks healthy."""
+    """Check division by a scale of 0, and that NaN neither spreads nor vanishes."""
     product = LinearProduct([pack(stored(kind, 12, 512, 2), kind, interleaved=interleaved)])
     assert not product(torch.zeros(num_rows, 512)).any()
     for broken in (torch.nan, torch.inf, -torch.inf):
@@ -175,8 +175,8 @@ def test_bfloat16_activations_are_widened_exactly(interleaved: bool) -> None:
 
 @needs_interleaving
 @pytest.mark.parametrize("kind", ONE_OF_EACH_FORM)
-def test_many_rows_match_float64_and_have_the_same_bits_alone(kind: str) -> None:
-    """Groups of a task that change places, the last one too wide; sums left from the group before."""
+def test_many_rows_match_float64_and_single_rows_bitwise(kind: str) -> None:
+    """Check for swapped groups of a task, a last group that is too wide, and stale sums."""
     file, x = stored(kind, MANY, COLUMNS, 6), random(143, COLUMNS, seed=7)
     product = LinearProduct([pack(file, kind, interleaved=True)], random(MANY, seed=8))
     with threads(1):
@@ -190,20 +190,20 @@ def test_many_rows_match_float64_and_have_the_same_bits_alone(kind: str) -> None
 
 @needs_interleaving
 @pytest.mark.parametrize("kind", ONE_OF_EACH_FORM)
-def test_a_row_of_the_weight_gives_the_same_bits_in_any_task(kind: str) -> None:
-    """Results that depend on how many groups a task has."""
+def test_weight_row_gives_the_same_bits_in_any_task(kind: str) -> None:
+    """Check that results do not depend on the number of groups of a task."""
     file, x = stored(kind, MANY, COLUMNS, 9), random(37, COLUMNS, seed=10)
-    whole = LinearProduct([pack(file, kind, interleaved=True)])(x)
+    full = LinearProduct([pack(file, kind, interleaved=True)])(x)
     for start, end in ((0, 8), (8, 72), (512, 1101)):
         assert torch.equal(
-            LinearProduct([pack(file[start:end], kind, interleaved=True)])(x), whole[:, start:end]
+            LinearProduct([pack(file[start:end], kind, interleaved=True)])(x), full[:, start:end]
         )
 
 
 @needs_interleaving
 @pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e30])
-def test_tiny_and_huge_rows_are_rounded_as_well_as_others(scale: float) -> None:
-    """A scale of x that is lost, or a code that leaves its 14 bits where the largest number is rounded up."""
+def test_tiny_and_huge_rows_are_rounded_accurately(scale: float) -> None:
+    """Check for a lost activation scale, and a code above 14 bits where the largest number is rounded up."""
     file, x = stored("Q4_1", 64, COLUMNS, 11), random(9, COLUMNS, seed=12)
     product = LinearProduct([pack(file, "Q4_1", interleaved=True)])
     expected = product_reference(x, [(file, "Q4_1")])

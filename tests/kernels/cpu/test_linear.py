@@ -1,4 +1,4 @@
-"""Products with plain weights: the kernel against torch in float64, and bits that stay the same."""
+"""Tests of matmuls with plain weights against torch in float64, and of batch invariance."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,26 +53,24 @@ def test_matches_torch_on_random_shapes(
 ) -> None:
     parts = [random(size, columns, seed=seed + i, dtype=dtype) for i, size in enumerate(sizes)]
     bias = random(sum(sizes), seed=seed) if with_bias else None
-    # Rows may lie apart.
+    # Rows may be strided.
     x = random(num_rows, columns + 3, seed=seed, dtype=x_dtype)[:, :columns]
     with threads(num_threads):
-        ours = LinearProduct([Matrix.plain(part) for part in parts], bias)(x)
-    assert ours.dtype == x_dtype
+        actual = LinearProduct([Matrix.plain(part) for part in parts], bias)(x)
+    assert actual.dtype == x_dtype
     expected = linear_reference(x, torch.cat(parts), bias)
     tolerance = 1e-2 if x_dtype == torch.bfloat16 else 1e-6
     usual = (
         x.double().norm() * torch.cat(parts).double().norm() / columns**0.5
     )  # one sum may be near 0 by chance
-    error = (ours.double() - expected.double()).norm()
+    error = (actual.double() - expected.double()).norm()
     assert error <= tolerance * (expected.double().norm() + usual)
 
 
 @pytest.mark.parametrize("x_dtype", TYPES)
 @pytest.mark.parametrize("dtype", TYPES)
-def test_the_same_bits_alone_in_a_batch_and_with_other_threads(
-    dtype: torch.dtype, x_dtype: torch.dtype
-) -> None:
-    """Another order of summation in another path of the kernel."""
+def test_bits_do_not_depend_on_batch_or_threads(dtype: torch.dtype, x_dtype: torch.dtype) -> None:
+    """Check for another order of summation in another path of the kernel."""
     product = LinearProduct([Matrix.plain(random(37, 1100, seed=1, dtype=dtype))])
     x = random(551, 1100, seed=2, dtype=x_dtype)
     together = product(x)
@@ -87,7 +85,7 @@ def test_the_same_bits_alone_in_a_batch_and_with_other_threads(
 @pytest.mark.parametrize("num_rows", [1, 4, 40])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_nan_stays_in_its_row(dtype: torch.dtype, num_rows: int) -> None:
-    """A broken request that spoils its neighbours, or that looks healthy."""
+    """Check that NaN neither spreads to other rows nor vanishes."""
     product = LinearProduct([Matrix.plain(random(20, 70, seed=1, dtype=dtype))])
     for broken in (torch.nan, torch.inf):
         x = random(num_rows, 70, seed=3)

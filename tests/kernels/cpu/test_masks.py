@@ -1,4 +1,4 @@
-"""Masks applied in C against the reference in numpy."""
+"""Tests of grammar masks in C against the numpy reference."""
 
 import pytest
 import torch
@@ -14,8 +14,8 @@ pytestmark = pytest.mark.skipif(native.library() is None, reason="there are no n
 @pytest.mark.parametrize(
     ("vocab", "words"), [(3, 1), (32, 1), (4097, 129), (9001, 3), (100, 9), (8192, 256), (8191, 0)]
 )
-def test_what_is_not_in_a_mask_is_gone(vocab: int, words: int, dtype: torch.dtype) -> None:
-    """Masks shorter and longer than the vocabulary, of some rows in any order, others left alone."""
+def test_tokens_outside_the_mask_are_minus_infinity(vocab: int, words: int, dtype: torch.dtype) -> None:
+    """Check masks shorter and longer than the vocabulary, for some rows in any order."""
     logits = torch.randn(7, vocab + 5).to(dtype)[:, :vocab]
     packed = torch.randint(-(2**31), 2**31, (4, 1 + words), dtype=torch.int64).int()
     packed[1, 1 : words // 2] = -1
@@ -26,11 +26,11 @@ def test_what_is_not_in_a_mask_is_gone(vocab: int, words: int, dtype: torch.dtyp
     reference(expected, packed)
     before = torch.get_num_threads()
     for threads in (1, 3):
-        found = logits.clone()
+        actual = logits.clone()
         torch.set_num_threads(threads)
-        apply_masks(found, packed)
+        apply_masks(actual, packed)
         torch.set_num_threads(before)
-        assert torch.equal(found.view(bits), expected.view(bits))
-        assert torch.equal(found[[1, 2, 4]], logits[[1, 2, 4]])
-    apply_masks(found, packed[:0])
-    assert torch.equal(found.view(bits), expected.view(bits))
+        assert torch.equal(actual.view(bits), expected.view(bits))
+        assert torch.equal(actual[[1, 2, 4]], logits[[1, 2, 4]])
+    apply_masks(actual, packed[:0])
+    assert torch.equal(actual.view(bits), expected.view(bits))

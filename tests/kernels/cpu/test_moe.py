@@ -1,4 +1,4 @@
-"""Routing and experts in C against those in torch: any weights, other ids on a tape, the same bits."""
+"""Tests of routing and experts in C against torch, on tapes with new ids, and of batch invariance."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,17 +42,17 @@ def threads(number: int) -> Iterator[None]:
 
 
 def distinct(num_tokens: int, num_experts: int) -> Tensor:
-    """Logits of which no two of a token are the same, not even as bfloat16."""
+    """Return logits that differ within each token, also as bfloat16."""
     return torch.stack([(torch.randperm(num_experts) - num_experts / 2) / 8 for _ in range(num_tokens)])
 
 
 @pytest.mark.parametrize("dtype", PLAIN)
 @pytest.mark.parametrize("num_experts", [4, 20, 128])
 @pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
-def test_the_same_experts_and_weights(routing: Routing, num_experts: int, dtype: torch.dtype) -> None:
-    """A weight with the bias in it; a group left out or let in; padding of a vector that counts."""
+def test_expert_ids_and_weights_match(routing: Routing, num_experts: int, dtype: torch.dtype) -> None:
+    """Check for weights that include the bias, wrong groups, and vector padding that counts."""
     for num_tokens in (1, 2, 33):
-        # Rows may lie apart.
+        # Rows may be strided.
         logits = distinct(num_tokens, num_experts + 3).to(dtype)[:, :num_experts]
         bias = torch.randn(num_experts) if routing.scoring == "sigmoid" else None
         if num_experts == 4:
@@ -64,8 +64,8 @@ def test_the_same_experts_and_weights(routing: Routing, num_experts: int, dtype:
 
 
 @pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
-def test_no_logits_choose_an_expert_that_is_not_there(routing: Routing) -> None:
-    """A broken request that reads weights beyond the last expert, or takes one twice."""
+def test_invalid_logits_choose_existing_distinct_experts(routing: Routing) -> None:
+    """Check that NaN does not read weights beyond the last expert or choose one twice."""
     rows = [torch.full((20,), bad) for bad in (torch.nan, torch.inf, -torch.inf, 0.0, 1e38)]
     rows.append(torch.where(torch.arange(20) == 7, torch.nan, 1.0))
     ids, _ = route(torch.stack(rows), routing)
@@ -74,7 +74,7 @@ def test_no_logits_choose_an_expert_that_is_not_there(routing: Routing) -> None:
 
 
 class Layer:
-    """Random experts, as the kernel has them and as the reference has them."""
+    """Random experts for the kernel and for the reference."""
 
     def __init__(
         self,
@@ -110,12 +110,12 @@ class Layer:
     def check(self, num_tokens: int, tolerance: float, per_token: int = 3) -> None:
         x, ids, weights = self.inputs(num_tokens, per_token)
         for absent in (False, True):
-            if absent:  # experts that are elsewhere; of some tokens all
+            if absent:  # experts on other ranks; for some tokens all of them
                 ids[::2, 0], ids[1::3] = -1, -1
-            ours = self.experts(x, ids, weights)
+            actual = self.experts(x, ids, weights)
             expected = moe.mix(x, ids, weights, self.weights, self.activation)
-            assert ours.dtype == x.dtype and ours.shape == expected.shape
-            assert (ours.double() - expected.double()).norm() <= tolerance * expected.double().norm()
+            assert actual.dtype == x.dtype and actual.shape == expected.shape
+            assert (actual.double() - expected.double()).norm() <= tolerance * expected.double().norm()
 
 
 def make(
@@ -132,8 +132,9 @@ def make(
 @pytest.mark.parametrize("activation", [*NUMBERS, "silu<0.3"])
 @pytest.mark.parametrize("dtype", PLAIN)
 def test_plain_weights(dtype: torch.dtype, activation: str, biased: bool) -> None:
-    """Rows of another expert, gate and up swapped, a bias left out or of another expert, weights that do not
-    belong to the row."""
+    """Check for rows of another expert, swapped gate and up, wrong or missing biases, and wrong routing
+    weights.
+    """
     layer = Layer(dtype, activation=activation, biased=biased)
     for num_tokens in (1, 2, 7, 33):
         layer.check(num_tokens, 2e-6 if dtype == torch.float32 else 1e-2)
@@ -148,11 +149,10 @@ def test_packed_weights(kind: str, interleaved: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", [*PLAIN, *(["Q4_K"] if interleaves() else [])], ids=str)
-def test_the_same_bits_alone_in_a_batch_and_with_other_threads(
+def test_bits_do_not_depend_on_batch_or_threads(
     kind: str | torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row that another kernel computes where its expert has many; scratch of one row that the next
-    overwrites; tokens that begin at the wrong row where they are taken in pieces."""
+    """Check other kernels for many rows, reused scratch, and tokens that are processed in pieces."""
     layer = Layer(kind, interleaved=True, biased=True, sizes=(7, 256, 256))
     x, ids, weights = layer.inputs(150, 4)
     together = layer.experts(x, ids, weights)
@@ -164,8 +164,8 @@ def test_the_same_bits_alone_in_a_batch_and_with_other_threads(
     assert torch.equal(layer.experts(x, ids, weights), together)
 
 
-def test_every_token_may_choose_the_same_expert() -> None:
-    """Groups, or panels of them, that fit only where rows spread."""
+def test_all_tokens_may_choose_the_same_expert() -> None:
+    """Check groups and panels that are sized for evenly distributed rows."""
     layer = Layer(torch.float32, sizes=(9, 40, 30))
     x, ids, weights = layer.inputs(65, 2)
     for first, second in ((8, 0), (0, 8), (4, 5)):
@@ -177,8 +177,8 @@ def test_every_token_may_choose_the_same_expert() -> None:
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("num_tokens", [1, 5, 40])
 @pytest.mark.parametrize("kind", [torch.bfloat16, "Q8_0"], ids=str)
-def test_a_tape_follows_the_ids(kind: str | torch.dtype, num_tokens: int, num_threads: int) -> None:
-    """Groups of the step that was recorded; an operation of torch in between."""
+def test_tape_follows_the_expert_ids(kind: str | torch.dtype, num_tokens: int, num_threads: int) -> None:
+    """Check that groups are not those of the recorded step, and that no torch operation is recorded."""
     layer = Layer(kind, interleaved=bool(interleaves()), sizes=(8, 64, 32))
     x, logits = layer.inputs(num_tokens)[0], torch.randn(num_tokens, 8)
 
@@ -196,7 +196,7 @@ def test_a_tape_follows_the_ids(kind: str | torch.dtype, num_tokens: int, num_th
             assert torch.equal(out, step())
 
 
-def test_no_expert_is_here() -> None:
+def test_no_local_expert() -> None:
     layer = Layer(torch.float32)
     for num_tokens in (1, 3):
         x, ids, weights = layer.inputs(num_tokens)
@@ -209,8 +209,8 @@ def test_no_tokens_give_no_tokens() -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, "Q8_0"])
-def test_adapters_are_added_to_both_products(kind: str | torch.dtype) -> None:
-    """An adapter of another expert or token; one that comes after the activation."""
+def test_lora_is_added_to_both_matmuls(kind: str | torch.dtype) -> None:
+    """Check for the adapter of another expert or token, and for one added after the activation."""
     layer, slots, rank = Layer(kind, biased=True, sizes=(6, 64, 32)), 3, 8
     shapes = ((2 * rank, 64), (64, rank), (rank, 32), (64, rank))
     sizes = [6 * rows * columns for rows, columns in shapes]
@@ -223,11 +223,11 @@ def test_adapters_are_added_to_both_products(kind: str | torch.dtype) -> None:
         tokens = torch.randint(-1, slots, (num_tokens,), dtype=torch.int32)
         tokens[0] = 2
         adapters = moe.ExpertAdapters(*matrices, tokens)
-        ours = layer.experts(x, ids, weights, adapters=adapters)
+        actual = layer.experts(x, ids, weights, adapters=adapters)
         expected = moe.mix(x, ids, weights, layer.weights, layer.activation, adapters)
         tolerance = 1e-5 if kind == torch.float32 else 2e-2
-        assert (ours.double() - expected.double()).norm() <= tolerance * expected.double().norm()
+        assert (actual.double() - expected.double()).norm() <= tolerance * expected.double().norm()
         one = adapters._replace(tokens=tokens[:1])
-        assert torch.equal(layer.experts(x[:1], ids[:1], weights[:1], adapters=one), ours[:1])
+        assert torch.equal(layer.experts(x[:1], ids[:1], weights[:1], adapters=one), actual[:1])
         plain = layer.experts(x, ids, weights)
-        assert torch.equal(plain[tokens < 0], ours[tokens < 0]) and not torch.equal(plain[0], ours[0])
+        assert torch.equal(plain[tokens < 0], actual[tokens < 0]) and not torch.equal(plain[0], actual[0])

@@ -1,4 +1,4 @@
-"""Compiling and loading the C kernels: cached, safe beside others, fatal only where they were asked for."""
+"""Tests of compiling and loading the C kernels: caching, concurrency and errors."""
 
 import logging
 import platform
@@ -26,7 +26,7 @@ RUN_C = (native.SOURCES / "run.c").read_text()
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """One small source in place of the real ones."""
+    """Replace the C sources with a small one."""
     sources = tmp_path / "csrc"
     sources.mkdir()
     (sources / "small.c").write_text(SMALL)
@@ -35,7 +35,7 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @needs_compiler
-def test_a_second_load_does_not_compile(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_load_does_not_compile(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert build(tmp_path / "k", ["cc"]).quire_answer() == 42
     monkeypatch.setattr(native, "_compile", None)
     assert build(tmp_path / "k", ["cc"]).quire_answer() == 42
@@ -43,15 +43,15 @@ def test_a_second_load_does_not_compile(small: Path, tmp_path: Path, monkeypatch
 
 
 @needs_compiler
-def test_a_changed_source_is_compiled_anew(small: Path, tmp_path: Path) -> None:
-    """A stale library after an upgrade."""
+def test_changed_source_is_recompiled(small: Path, tmp_path: Path) -> None:
+    """Check that no stale library is loaded after an upgrade."""
     build(tmp_path / "k", ["cc"])
     (small / "small.c").write_text(SMALL.replace("42", "43"))
     assert build(tmp_path / "k", ["cc"]).quire_answer() == 43
 
 
 @needs_compiler
-def test_a_header_counts_as_source(small: Path, tmp_path: Path) -> None:
+def test_changed_header_is_recompiled(small: Path, tmp_path: Path) -> None:
     build(tmp_path / "k", ["cc"])
     (small / "new.h").write_text("#define NEW\n")
     build(tmp_path / "k", ["cc"])
@@ -59,15 +59,15 @@ def test_a_header_counts_as_source(small: Path, tmp_path: Path) -> None:
 
 
 @needs_compiler
-def test_other_flags_are_another_library(small: Path, tmp_path: Path) -> None:
-    """A library of one CPU path loaded for another."""
+def test_other_flags_give_another_library(small: Path, tmp_path: Path) -> None:
+    """Check that no library of another CPU path is loaded."""
     (small / "small.c").write_text("int quire_answer(void) { return ANSWER; }\n")
     for answer in (1, 2):
         assert build(tmp_path / "k", ["cc"], (f"-DANSWER={answer}",)).quire_answer() == answer
 
 
 @needs_compiler
-def test_a_broken_file_in_the_cache_does_not_stay(small: Path, tmp_path: Path) -> None:
+def test_broken_file_in_the_cache_is_replaced(small: Path, tmp_path: Path) -> None:
     build(tmp_path / "k", ["cc"])
     (path,) = (tmp_path / "k").glob("*.so")
     broken = tmp_path / "other" / path.name
@@ -78,8 +78,8 @@ def test_a_broken_file_in_the_cache_does_not_stay(small: Path, tmp_path: Path) -
 
 
 @needs_compiler
-def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
-    """A half-written library loaded by the process beside."""
+def test_concurrent_processes_compile_once(tmp_path: Path) -> None:
+    """Check that no process loads a half-written library."""
     sources = tmp_path / "csrc"
     sources.mkdir()
     (sources / "small.c").write_text(SMALL)
@@ -91,19 +91,19 @@ def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
     running = [
         subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) for _ in range(3)
     ]
-    said = [process.communicate()[1] for process in running]
-    assert [process.returncode for process in running] == [0, 0, 0], said
-    assert sum("Compiled" in text for text in said) == 1
+    output = [process.communicate()[1] for process in running]
+    assert [process.returncode for process in running] == [0, 0, 0], output
+    assert sum("Compiled" in text for text in output) == 1
 
 
-def test_the_compiler_that_was_asked_for_is_taken() -> None:
+def test_configured_compiler_is_used() -> None:
     assert find_compiler(f"{sys.executable} -x") == [sys.executable, "-x"]
     with pytest.raises(NativeError, match="CC='no-such-cc' is not a program; install"):
         find_compiler("no-such-cc")
 
 
 @needs_compiler
-def test_a_source_that_does_not_compile_is_named(small: Path, tmp_path: Path) -> None:
+def test_compile_error_names_the_source(small: Path, tmp_path: Path) -> None:
     (small / "small.c").write_text("int x = ;\n")
     with pytest.raises(NativeError, match=r"cc failed: .*small\.c:1.*error"):
         build(tmp_path / "k", ["cc"])
@@ -111,7 +111,7 @@ def test_a_source_that_does_not_compile_is_named(small: Path, tmp_path: Path) ->
 
 @pytest.fixture
 def records(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[logging.LogRecord]]:
-    """What is logged where the library is loaded anew, without a compiler."""
+    """Return the log records of a fresh load without a compiler."""
     records: list[logging.LogRecord] = []
     monkeypatch.setattr(native.log, "handle", records.append)
     monkeypatch.setenv("CC", f"missing-{time.monotonic_ns()}")
@@ -120,7 +120,7 @@ def records(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[logging.LogRecord]
     native.library.cache_clear()
 
 
-def test_without_a_compiler_one_warning_says_what_is_lost(
+def test_missing_compiler_gives_one_warning(
     records: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("QUIRE_CPU_KERNELS", raising=False)
@@ -132,7 +132,7 @@ def test_without_a_compiler_one_warning_says_what_is_lost(
     assert "No native CPU kernels (CC=" in message and "slower" in message
 
 
-def test_kernels_that_are_not_wanted_are_no_warning(
+def test_disabled_kernels_give_no_warning(
     records: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QUIRE_CPU_KERNELS", "torch")
@@ -142,10 +142,10 @@ def test_kernels_that_are_not_wanted_are_no_warning(
     assert record.levelname == "INFO" and "QUIRE_CPU_KERNELS=torch" in record.getMessage()
 
 
-def test_a_path_that_was_asked_for_is_not_left_for_another(
+def test_requested_path_is_not_replaced_by_another(
     records: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A test of one path that passes on another."""
+    """Check that a test of one path does not run on another."""
     monkeypatch.setenv("QUIRE_CPU_KERNELS", "c")
     with pytest.raises(
         ConfigError, match=r"QUIRE_CPU_KERNELS=c: the C kernels cannot be compiled \(CC=.*or set"
@@ -155,8 +155,8 @@ def test_a_path_that_was_asked_for_is_not_left_for_another(
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator is not glibc's")
-def test_memory_of_a_step_is_there_for_the_next() -> None:
-    """Every page of every activation fetched from the system, and cleared, in each step."""
+def test_memory_of_a_step_is_reused() -> None:
+    """Check that activations are not returned to the system in each step."""
     code = (
         "import resource, torch; from quire.kernels.cpu import native; native.keep_freed_memory()\n"
         "def step(): pieces = [torch.empty(1 << 18).zero_() for _ in range(40)]\n"
@@ -167,8 +167,8 @@ def test_memory_of_a_step_is_there_for_the_next() -> None:
     assert int(done.stdout) < 2000  # of 10240 pages
 
 
-def test_the_runtime_of_torch_is_found(tmp_path: Path) -> None:
-    """Two pools of threads on the same cores."""
+def test_openmp_runtime_of_torch_is_used(tmp_path: Path) -> None:
+    """Check that there are not two thread pools on the same cores."""
     maps = tmp_path / "maps"
     maps.write_text(
         "7f-80 r-xp 00 00:00 1    /x/torch/lib/libgomp-a34b3233.so.1\n7f-80 r--p 0 0 2  /x/libc.so.6\n"
@@ -180,10 +180,10 @@ def test_the_runtime_of_torch_is_found(tmp_path: Path) -> None:
 
 
 @needs_compiler
-def test_a_kernel_is_called_by_every_thread(
+def test_kernel_is_called_by_every_thread(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Work done twice, or by one thread only; a job that is read after it is gone."""
+    """Check for work done twice or by one thread only, and for jobs read after they are freed."""
     (small / "run.c").write_text(RUN_C)
     (small / "small.c").write_text(
         "#include <omp.h>\ntypedef struct { long *counts; long size; double step; } Job;\n"

@@ -1,4 +1,4 @@
-"""The small operations in C against those in torch: any size, either type, any number of threads."""
+"""Tests of the small C operations against torch with any size, dtype and number of threads."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from quire.kernels.reference.activations import ACTIVATIONS, NUMBERS
 from quire.kernels.reference.ops import Reference
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="there are no native kernels here")
-OURS, EXPECTED = CPUOps(), Reference()
+CPU_OPS, EXPECTED = CPUOps(), Reference()
 ROWS = st.integers(1, 40)
 SIZES = st.sampled_from([1, 3, 8, 21, 64, 576, 1543])
 TYPES = st.sampled_from([torch.float32, torch.bfloat16])
@@ -36,13 +36,13 @@ def on_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def near(ours: Tensor, expected: Tensor) -> None:
+def near(actual: Tensor, expected: Tensor) -> None:
     tolerance = 1e-5 if expected.dtype == torch.float32 else 2**-6
-    torch.testing.assert_close(ours, expected, atol=tolerance, rtol=tolerance, equal_nan=True)
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance, equal_nan=True)
 
 
 class Rows:
-    """Random rows, which may lie apart, and what norms and activations are made with."""
+    """Random rows, optionally strided, and the inputs of norms and activations."""
 
     def __init__(
         self, rows: int, size: int, dtype: torch.dtype, wide_weight: bool, gap: int, seed: int
@@ -62,59 +62,62 @@ def some_rows(draw: st.DrawFn) -> Rows:
 @given(case=some_rows(), threads=THREADS)
 @settings(max_examples=60)
 def test_norms(case: Rows, threads: int) -> None:
-    """A tail that is left out, counted or read beyond the row; the residual not kept, or not rounded; a wide
-    weight read as a narrow one, or what it multiplies rounded before."""
+    """Check vector tails, the residual and its rounding, and float32 weights."""
     x, weight, bias = case.x, case.weight, case.bias
     residual, twin = case.residual.clone(), case.residual.clone()
     with on_threads(threads):
-        near(OURS.norm(x, weight, 1e-5), EXPECTED.norm(x, weight, 1e-5))
-        near(OURS.add_norm(x, residual, weight, 1e-5), EXPECTED.add_norm(x, twin, weight, 1e-5))
-        if x.shape[1] > 3:  # a few numbers may all be much the same
+        near(CPU_OPS.norm(x, weight, 1e-5), EXPECTED.norm(x, weight, 1e-5))
+        near(CPU_OPS.add_norm(x, residual, weight, 1e-5), EXPECTED.add_norm(x, twin, weight, 1e-5))
+        if x.shape[1] > 3:  # a few numbers may all be nearly equal
             for of in (None, bias):
-                near(OURS.layer_norm(x, weight, of, 1e-5), EXPECTED.layer_norm(x, weight, of, 1e-5))
-                ours = OURS.add_layer_norm(x, residual, weight, of, 1e-5)
-                near(ours, EXPECTED.add_layer_norm(x, twin, weight, of, 1e-5))
+                near(CPU_OPS.layer_norm(x, weight, of, 1e-5), EXPECTED.layer_norm(x, weight, of, 1e-5))
+                actual = CPU_OPS.add_layer_norm(x, residual, weight, of, 1e-5)
+                near(actual, EXPECTED.add_layer_norm(x, twin, weight, of, 1e-5))
     assert torch.equal(residual, twin)
 
 
 @given(case=some_rows(), threads=THREADS, extra=st.integers(0, 5))
 @settings(max_examples=30)
-def test_parts_of_rows_are_normed_where_they_are(case: Rows, threads: int, extra: int) -> None:
-    """What lies behind the parts, or another part, changed; the weight of another part."""
+def test_parts_of_rows_are_normed_in_place(case: Rows, threads: int, extra: int) -> None:
+    """Check that other parts and the rest of the row are unchanged, and that each part uses its
+    own weight.
+    """
     x = torch.cat((case.x, case.x * 0.1, case.x[:, :extra]), 1)
     twin, weights = x.clone(), (case.weight, case.bias)
     with on_threads(threads):
-        ours = OURS.norm_parts(x, weights, 1e-5)
-    near(ours, EXPECTED.norm_parts(twin, weights, 1e-5))
-    assert ours.data_ptr() == x.data_ptr()
+        actual = CPU_OPS.norm_parts(x, weights, 1e-5)
+    near(actual, EXPECTED.norm_parts(twin, weights, 1e-5))
+    assert actual.data_ptr() == x.data_ptr()
 
 
-def near_exact(ours: Tensor, expected: Tensor, sizes: Tensor) -> None:
-    """Against float64, since torch's own activations are no more exact than ours in their tails: both are
-    exact to 1e-6 of the input. `sizes` are those of the inputs, times what the result is multiplied with."""
-    relative = 1e-5 if ours.dtype == torch.float32 else 2**-6
-    errors = (ours.double() - expected).abs()
+def near_exact(actual: Tensor, expected: Tensor, sizes: Tensor) -> None:
+    """Compare with float64, since torch's activations are no more exact than ours in their tails.
+
+    Both are exact to 1e-6 of the input. `sizes` are those of the inputs, times the factor of the result.
+    """
+    relative = 1e-5 if actual.dtype == torch.float32 else 2**-6
+    errors = (actual.double() - expected).abs()
     assert (errors <= relative * expected.abs() + 1e-6 * sizes).all(), errors.max()
 
 
 @given(case=some_rows(), threads=THREADS, activation=st.sampled_from([*NUMBERS, "silu<1.5"]))
 @settings(max_examples=80)
 def test_activations(case: Rows, threads: int, activation: str) -> None:
-    """Gate and up swapped; a stride ignored; a number in C that is another activation's."""
+    """Check for swapped gate and up, ignored strides, and wrong activation codes."""
     gate_up = torch.cat((case.x * 3, case.residual * 5, case.x), 1)[:, : 2 * case.x.shape[1]]
     gate, up = gate_up.double().abs().chunk(2, 1)
     with on_threads(threads):
         expected = EXPECTED.gated(gate_up.double(), activation)
-        near_exact(OURS.gated(gate_up, activation), expected, gate * (up + 1))
+        near_exact(CPU_OPS.gated(gate_up, activation), expected, gate * (up + 1))
         if activation in ACTIVATIONS:
             expected = EXPECTED.activate(case.x.double(), activation)
-            near_exact(OURS.activate(case.x, activation), expected, case.x.double().abs())
+            near_exact(CPU_OPS.activate(case.x, activation), expected, case.x.double().abs())
 
 
 @given(case=some_rows(), threads=THREADS)
 @settings(max_examples=40)
 def test_changes_in_place(case: Rows, threads: int) -> None:
-    """What lies between rows changed; the gate of another row."""
+    """Check that memory between rows is unchanged, and that each row uses its own gate."""
     y = case.residual
     changes: list[Callable[[ops.Ops, Tensor], Tensor]] = [
         lambda by, x: by.scale(x, 11.3),
@@ -128,24 +131,27 @@ def test_changes_in_place(case: Rows, threads: int) -> None:
     for change in changes:
         around, twin = (torch.cat((case.x, y), 1) for _ in range(2))
         with on_threads(threads):
-            change(OURS, around[:, : y.shape[1]])
+            change(CPU_OPS, around[:, : y.shape[1]])
         change(EXPECTED, twin[:, : y.shape[1]])
         near(around, twin)
 
 
 ENDS = (-1e30, -200.0, -88.5, -0.0, 0.0, 88.5, 200.0, 1e30, math.nan, math.inf)
-"""Where an exponential overflows or vanishes. At minus infinity no kernel has to give the limit: torch's give
-NaN."""
+"""Values where an exponential overflows or vanishes. At minus infinity no kernel has to return the limit,
+since torch returns NaN.
+"""
 
 
 def sigmoid(x: float) -> float:
-    """The logistic function, of which no exponential overflows."""
+    """Compute the logistic function without overflow."""
     return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
 
 
 def exact(activation: str, x: float) -> float:
-    """What `activation` makes of a gate x beside 1, and its limit at infinity, in double precision. Torch's
-    kernels are no measure there: some give NaN for infinity on some CPUs."""
+    """Compute `activation` of a gate x with up = 1, and its limit at infinity, in double precision.
+
+    Torch is no reference there: some of its kernels give NaN for infinity on some CPUs.
+    """
     if math.isnan(x):
         return x
     name, _, bound = activation.partition("<")
@@ -161,25 +167,25 @@ def exact(activation: str, x: float) -> float:
     return min(values[name](), float(bound or math.inf))
 
 
-def test_the_ends_of_soft_caps_and_gates() -> None:
-    """An exponential that overflows; NaN that is taken for a number."""
+def test_soft_caps_and_gates_at_extreme_values() -> None:
+    """Check that no exponential overflows and NaN stays NaN."""
     ends = torch.tensor([ENDS])
     capped = [30 * math.tanh(x / 30) for x in ENDS]
-    near(OURS.softcap(ends.clone(), 30.0), torch.tensor([capped]))
-    near(OURS.weigh(torch.ones_like(ends), ends), torch.tensor([[sigmoid(x) for x in ENDS]]))
+    near(CPU_OPS.softcap(ends.clone(), 30.0), torch.tensor([capped]))
+    near(CPU_OPS.weigh(torch.ones_like(ends), ends), torch.tensor([[sigmoid(x) for x in ENDS]]))
 
 
 @pytest.mark.parametrize("activation", [*NUMBERS, "silu<7"])
-def test_activations_at_the_ends(activation: str) -> None:
-    """An exponential that overflows; NaN where the limit is a number or infinity."""
+def test_activations_at_extreme_values(activation: str) -> None:
+    """Check that no exponential overflows and limits are not NaN."""
     gate = torch.tensor([ENDS])
     gate_up = torch.cat((gate, torch.ones_like(gate)), 1)
-    near(OURS.gated(gate_up, activation), torch.tensor([[exact(activation, x) for x in ENDS]]))
+    near(CPU_OPS.gated(gate_up, activation), torch.tensor([[exact(activation, x) for x in ENDS]]))
 
 
 @pytest.mark.parametrize("activation", [*NUMBERS, "silu<7"])
-def test_activations_in_torch_at_finite_ends(activation: str) -> None:
-    """What torch gives for infinity is left to torch: infinity or NaN."""
+def test_torch_activations_at_finite_extreme_values(activation: str) -> None:
+    """Check finite values only: torch returns infinity or NaN for infinity."""
     ends = [x for x in ENDS if not math.isinf(x)]
     gate = torch.tensor([ends])
     gate_up = torch.cat((gate, torch.ones_like(gate)), 1)
@@ -191,11 +197,11 @@ def test_activations_in_torch_at_finite_ends(activation: str) -> None:
 def test_embed(rows: int, size: int, dtype: torch.dtype, threads: int) -> None:
     table, ids = torch.randn(50, size).to(dtype), torch.randint(50, (rows,))
     with on_threads(threads):
-        assert torch.equal(OURS.embed(ids, table), EXPECTED.embed(ids, table))
+        assert torch.equal(CPU_OPS.embed(ids, table), EXPECTED.embed(ids, table))
 
 
 class Heads:
-    """A fused projection and where it goes, which can be computed in any company."""
+    """A fused QKV projection and its caches, which can be computed in any batch."""
 
     def __init__(
         self,
@@ -220,7 +226,7 @@ class Heads:
         self.shape, self.cache_dtype = (tokens, 4, kv_heads, dim), cache_dtype
 
     def run(self, by: ops.Ops, tokens: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """The queries and both caches, which hold -7 where nothing was written."""
+        """Return the queries and both caches, which hold -7 where nothing was written."""
         k_cache, v_cache = (torch.full(self.shape, -7.0).to(self.cache_dtype) for _ in range(2))
         places = self.positions[tokens], self.slots[tokens]
         entry = ops.HeadEntry(self.heads, self.table, *places, k_cache, v_cache, self.norms)
@@ -243,11 +249,10 @@ def some_heads(draw: st.DrawFn) -> Heads:
 @given(case=some_heads(), threads=THREADS)
 @settings(max_examples=50)
 def test_rotate_and_write(case: Heads, threads: int) -> None:
-    """A slot beside the right one, padding written, the wrong half turned, what lies behind the rotation
-    lost, a head normed that should not be."""
+    """Check for wrong slots, written padding, wrong RoPE halves, lost dimensions and wrongly normed heads."""
     with on_threads(threads):
-        ours = case.run(OURS, slice(None))
-    for result, expected in zip(ours, case.run(EXPECTED, slice(None)), strict=True):
+        actual = case.run(CPU_OPS, slice(None))
+    for result, expected in zip(actual, case.run(EXPECTED, slice(None)), strict=True):
         torch.testing.assert_close(
             result, expected, atol=(loose := 1e-5 if result.dtype == torch.float32 else 0.05), rtol=loose
         )
@@ -255,33 +260,31 @@ def test_rotate_and_write(case: Heads, threads: int) -> None:
 
 @given(case=some_heads(), threads=THREADS, size=SIZES, dtype=TYPES)
 @settings(max_examples=30)
-def test_a_row_has_the_same_bits_in_any_batch(
-    case: Heads, threads: int, size: int, dtype: torch.dtype
-) -> None:
+def test_row_has_the_same_bits_in_any_batch(case: Heads, threads: int, size: int, dtype: torch.dtype) -> None:
     x, weight = torch.randn(9, 2 * size).to(dtype), torch.randn(2 * size).to(dtype)
     operations: list[Callable[[Tensor], Tensor]] = [
-        lambda x: OURS.norm(x, weight, 1e-5),
-        lambda x: OURS.add_norm(x, x.clone(), weight, 1e-5),
-        lambda x: OURS.layer_norm(x, weight, weight, 1e-5),
-        lambda x: OURS.gated(x, "silu"),
-        lambda x: OURS.activate(x, "gelu"),
+        lambda x: CPU_OPS.norm(x, weight, 1e-5),
+        lambda x: CPU_OPS.add_norm(x, x.clone(), weight, 1e-5),
+        lambda x: CPU_OPS.layer_norm(x, weight, weight, 1e-5),
+        lambda x: CPU_OPS.gated(x, "silu"),
+        lambda x: CPU_OPS.activate(x, "gelu"),
     ]
     together = [operation(x) for operation in operations]
-    queries = case.run(OURS, slice(None))[0]
+    queries = case.run(CPU_OPS, slice(None))[0]
     with on_threads(threads):
         for operation, expected in zip(operations, together, strict=True):
             assert torch.equal(operation(x[7:8])[0], expected[7])
-        assert torch.equal(case.run(OURS, slice(0, 1))[0][0], queries[0])
+        assert torch.equal(case.run(CPU_OPS, slice(0, 1))[0][0], queries[0])
 
 
-def test_an_8_bit_cache_is_left_to_torch() -> None:
+def test_8_bit_cache_uses_torch() -> None:
     case = Heads(5, (4, 2), (16, 16), (torch.float32, torch.float8_e4m3fn), None, 0)
-    for ours, expected in zip(case.run(OURS, slice(None)), case.run(EXPECTED, slice(None)), strict=True):
-        assert torch.equal(ours.float(), expected.float())
+    for actual, expected in zip(case.run(CPU_OPS, slice(None)), case.run(EXPECTED, slice(None)), strict=True):
+        assert torch.equal(actual.float(), expected.float())
 
 
-def test_who_serves_what(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A type that the kernels do not know handed to them."""
+def test_dispatch_between_c_and_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that no unsupported dtype reaches the kernels."""
     cpu = torch.device("cpu")
     choose = ops.choose.__wrapped__
     assert isinstance(choose(cpu, torch.float32), CPUOps) and isinstance(choose(cpu, torch.bfloat16), CPUOps)
@@ -291,7 +294,7 @@ def test_who_serves_what(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Adapters:
-    """Random adapters in slots that lie apart, and rows that use some of them."""
+    """Random adapters in strided slots, and rows that use some of them."""
 
     def __init__(self, rows: int, size: int, rank: int, parts: tuple[int, ...], dtype: torch.dtype) -> None:
         self.parts, slots = parts, 3
@@ -326,13 +329,13 @@ class Adapters:
 def test_lora(
     rows: int, size: int, rank: int, parts: tuple[int, ...], dtype: torch.dtype, threads: int
 ) -> None:
-    """Another slot, another part, a row that depends on those around it."""
+    """Check for another slot or part, and for rows that depend on the batch."""
     case = Adapters(rows, size, rank, parts, dtype)
     with on_threads(threads):
-        ours = case.add(OURS)
-        alone = torch.cat([case.add(OURS, slice(row, row + 1)) for row in range(rows)])
-    near(ours, case.add(EXPECTED))
-    assert torch.equal(ours, alone) and torch.equal(ours, case.add_by_halves(OURS))
+        actual = case.add(CPU_OPS)
+        alone = torch.cat([case.add(CPU_OPS, slice(row, row + 1)) for row in range(rows)])
+    near(actual, case.add(EXPECTED))
+    assert torch.equal(actual, alone) and torch.equal(actual, case.add_by_halves(CPU_OPS))
     ids, table = torch.randint(0, 9, (rows,)), torch.randn(3, 9, rank).to(dtype)
-    given = ids, table, case.b, case.tokens
-    near(OURS.lora_rows(case.out.clone(), *given), EXPECTED.lora_rows(case.out.clone(), *given))
+    arguments = ids, table, case.b, case.tokens
+    near(CPU_OPS.lora_rows(case.out.clone(), *arguments), EXPECTED.lora_rows(case.out.clone(), *arguments))

@@ -1,7 +1,7 @@
-"""Every path of QUIRE_CPU_KERNELS that this CPU has: all C sources, and an engine against transformers.
+"""Tests of every path of QUIRE_CPU_KERNELS on this CPU: all C sources, and an engine against transformers.
 
-The rest of the suite runs on one path, `native` unless the variable says otherwise. Here a short part of it
-runs once more on each of the others, in a process of its own, since a process loads one library.
+The rest of the suite runs on one path, `native` unless the variable is set. Here a short part of it runs on
+each of the others, in a separate process, since a process loads one library.
 """
 
 import os
@@ -19,41 +19,41 @@ ROOT = Path(__file__).parents[3]
 KERNELS = [
     "tests/kernels/cpu/test_ops.py::test_norms",
     "tests/kernels/cpu/test_ops.py::test_activations",
-    "tests/kernels/cpu/test_ops.py::test_activations_at_the_ends",
+    "tests/kernels/cpu/test_ops.py::test_activations_at_extreme_values",
     "tests/kernels/cpu/test_ops.py::test_rotate_and_write",
     "tests/kernels/cpu/test_ops.py::test_lora",
     "tests/kernels/cpu/test_linear.py::test_matches_torch_on_random_shapes",
-    "tests/kernels/cpu/test_linear.py::test_the_same_bits_alone_in_a_batch_and_with_other_threads",
-    "tests/kernels/reference/test_fp8.py::test_every_code_is_what_torch_makes_of_it",
-    "tests/kernels/cpu/test_gguf.py::test_every_row_comes_back_exactly",
-    "tests/kernels/cpu/test_gguf.py::test_the_largest_codes_do_not_overflow",
+    "tests/kernels/cpu/test_linear.py::test_bits_do_not_depend_on_batch_or_threads",
+    "tests/kernels/reference/test_fp8.py::test_every_code_matches_torch",
+    "tests/kernels/cpu/test_gguf.py::test_every_row_dequantizes_exactly",
+    "tests/kernels/cpu/test_gguf.py::test_largest_codes_do_not_overflow",
     "tests/kernels/cpu/test_gguf.py::test_matches_float64_on_random_shapes",
-    "tests/kernels/cpu/test_moe.py::test_the_same_experts_and_weights",
+    "tests/kernels/cpu/test_moe.py::test_expert_ids_and_weights_match",
     "tests/kernels/cpu/test_moe.py::test_plain_weights",
     "tests/kernels/cpu/test_masks.py",
-    "tests/kernels/cpu/test_sampling.py::test_argmax_of_what_is_not_finite",
-    "tests/kernels/cpu/test_sampling.py::test_draws",
+    "tests/kernels/cpu/test_sampling.py::test_argmax_of_nonfinite_values",
+    "tests/kernels/cpu/test_sampling.py::test_sampled_tokens_match_torch",
     "tests/kernels/reference/test_ssm.py::test_states_in_c",
     "tests/kernels/reference/test_ssm.py::test_conv_in_c",
     "tests/kernels/reference/test_ssm.py::test_gates_in_c",
     "tests/attention/test_cpu_attn.py::test_sinks",
     "tests/attention/test_cpu_attn.py::test_prompts_longer_than_a_block_of_rows",
-    "tests/attention/test_cpu_attn.py::test_sequences_of_many_tiles_and_ranges",
+    "tests/attention/test_cpu_attn.py::test_sequences_of_many_tiles_and_splits",
     "tests/attention/test_cpu_attn.py::test_bfloat16_is_summed_in_float32",
 ]
-"""What has no meaning without the C library."""
+"""Tests that need the C library."""
 ANSWERS = [
-    "tests/worker/multimodal/test_timestamps.py::test_the_cheapest_way_is_the_one_that_transformers_takes",
+    "tests/worker/multimodal/test_timestamps.py::test_cheapest_path_matches_transformers",
     "tests/engine/test_parity.py::test_logits_after_chunks_prefix_hits_and_preemption[LlamaForCausalLM]",
     "tests/engine/test_parity.py::test_logits_after_chunks_prefix_hits_and_preemption[Qwen3NextForCausalLM]",
     "tests/engine/test_parity.py::test_logits_after_chunks_prefix_hits_and_preemption[DeepseekV3ForCausalLM]",
 ]
-"""What is answered without C kernels, too: dense models; states and experts; latent attention."""
+"""Tests that also run without C kernels: dense models, SSM states and experts, and MLA."""
 PATHS = [path for path in paths_of(Cpu.read()) if path != "native"]
 
 
 def outcomes(report: Path) -> dict[str, str]:
-    """The outcome of each test of a JUnit report, by its name: `passed`, or the reason why it was skipped."""
+    """Return the outcome of each test of a JUnit report by name: `passed`, or the reason for skipping."""
     by_name = {}
     for case in ET.parse(report).iter("testcase"):
         skipped = case.find("skipped")
@@ -63,8 +63,8 @@ def outcomes(report: Path) -> dict[str, str]:
 
 @pytest.mark.timeout(900)  # the first run on a machine compiles
 @pytest.mark.parametrize("path", PATHS)
-def test_a_path_gives_the_same_answers(path: str, tmp_path: Path) -> None:
-    """An instruction set whose branch of a C source computes something else, or does not compile."""
+def test_each_path_gives_the_same_outputs(path: str, tmp_path: Path) -> None:
+    """Check that the branch of each instruction set compiles and computes the same."""
     if path != "torch":
         try:
             find_compiler(os.environ.get("CC"))

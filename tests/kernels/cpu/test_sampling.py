@@ -1,4 +1,4 @@
-"""Picks in C against those in torch."""
+"""Tests of sampling in C against torch."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,26 +36,26 @@ def on_threads(count: int) -> Iterator[None]:
 )
 @settings(max_examples=40)
 def test_argmax_is_the_first_of_the_largest(rows: int, size: int, threads: int, seed: int) -> None:
-    """Few different values, so that equals are everywhere."""
+    """Check few distinct values, so that there are many ties."""
     torch.manual_seed(seed)
     x = torch.randint(-4, 4 if seed % 2 else 1 << 30, (rows, size)).float()
     with on_threads(threads):
-        ours = argmax(x)
-    assert ours.tolist() == [row.index(max(row)) for row in x.tolist()]
+        actual = argmax(x)
+    assert actual.tolist() == [row.index(max(row)) for row in x.tolist()]
 
 
 @pytest.mark.parametrize("places", [[0], [3, 9], [49151], [5000, 4095], [20, 44]])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_argmax_of_what_is_not_finite(places: list[int], value: float) -> None:
-    """As torch: a NaN is larger than any number."""
+def test_argmax_of_nonfinite_values(places: list[int], value: float) -> None:
+    """Check that NaN is larger than any number, as in torch."""
     x = torch.randn(1, 49152)
     x[0, places] = value
     assert argmax(x).tolist() == x.max(-1).indices.tolist()
     assert argmax(torch.full((1, 9000), value)).tolist() == [0]
 
 
-class Asked:
-    """What rows ask for, as the sampler has it and as the kernel does."""
+class SamplingInputs:
+    """Sampling parameters of rows for the sampler and for the kernel."""
 
     def __init__(self, rows: int, seed: int) -> None:
         rng = np.random.default_rng(seed)
@@ -84,7 +84,7 @@ class Asked:
         return sample(logits[rows], temperature, top_k, top_p, min_p, seeds, positions, constrained)
 
     def kept(self, logits: Tensor) -> Tensor:
-        """The logits that torch samples from."""
+        """Return the logits that torch samples from."""
         warm = logits.float() / torch.from_numpy(self.temperature)[:, None]
         top_k = np.where(self.top_k < logits.shape[1], self.top_k, 0)
         floor = floors(warm, top_k, self.top_p, self.min_p)
@@ -94,7 +94,7 @@ class Asked:
 def some_logits(rows: int, size: int, seed: int) -> Tensor:
     torch.manual_seed(seed)
     logits = torch.randn(rows, size) * (1 + 5 * torch.rand(rows, 1))
-    return logits.round(decimals=1) if seed % 3 == 0 else logits  # with equals
+    return logits.round(decimals=1) if seed % 3 == 0 else logits  # with ties
 
 
 @given(
@@ -105,62 +105,61 @@ def some_logits(rows: int, size: int, seed: int) -> Tensor:
     seed=SEEDS,
 )
 @settings(max_examples=80, deadline=None)
-def test_draws(rows: int, size: int, threads: int, bf16: bool, seed: int) -> None:
-    """A floor on the wrong side of a token or of its equals, another random number, another order."""
-    logits, asked = some_logits(rows, size, seed), Asked(rows, seed)
+def test_sampled_tokens_match_torch(rows: int, size: int, threads: int, bf16: bool, seed: int) -> None:
+    """Check thresholds at ties, random numbers and order."""
+    logits, inputs = some_logits(rows, size, seed), SamplingInputs(rows, seed)
     logits = logits.bfloat16() if bf16 else logits
     with on_threads(threads):
-        ours = asked.sample(logits)
-    kept, numbers = asked.kept(logits), uniform(asked.seeds, asked.positions)
+        actual = inputs.sample(logits)
+    kept, numbers = inputs.kept(logits), uniform(inputs.seeds, inputs.positions)
     expected = random.sample(kept, torch.from_numpy(numbers))
     shares = kept.double().softmax(-1)
-    ends = shares.cumsum(-1).gather(1, ours[:, None])[:, 0].numpy()
-    starts = ends - shares.gather(1, ours[:, None])[:, 0].numpy()
-    assert (shares.gather(1, ours[:, None]) > 0).all()
-    assert ((starts - 1e-5 <= numbers) & (numbers <= ends + 1e-5)).all(), (ours, expected)
+    ends = shares.cumsum(-1).gather(1, actual[:, None])[:, 0].numpy()
+    starts = ends - shares.gather(1, actual[:, None])[:, 0].numpy()
+    assert (shares.gather(1, actual[:, None]) > 0).all()
+    assert ((starts - 1e-5 <= numbers) & (numbers <= ends + 1e-5)).all(), (actual, expected)
 
 
-def test_rarely_another_token_than_torch() -> None:
-    """A difference that every sample has stays below the tolerance above."""
-    logits, asked = some_logits(400, 1000, 1), Asked(400, 1)
-    expected = random.sample(asked.kept(logits), torch.from_numpy(uniform(asked.seeds, asked.positions)))
-    assert (asked.sample(logits) == expected).sum() >= 399
+def test_mismatches_with_torch_are_rare() -> None:
+    """Check for a systematic difference below the tolerance of the test above."""
+    logits, inputs = some_logits(400, 1000, 1), SamplingInputs(400, 1)
+    expected = random.sample(inputs.kept(logits), torch.from_numpy(uniform(inputs.seeds, inputs.positions)))
+    assert (inputs.sample(logits) == expected).sum() >= 399
 
 
 @given(threads=THREADS, seed=SEEDS)
 @settings(max_examples=15, deadline=None)
-def test_the_same_pick_alone_and_in_a_batch(threads: int, seed: int) -> None:
-    logits, asked = some_logits(5, 9000, seed), Asked(5, seed)
-    together = asked.sample(logits).tolist()
+def test_sample_is_equal_alone_and_in_a_batch(threads: int, seed: int) -> None:
+    logits, inputs = some_logits(5, 9000, seed), SamplingInputs(5, seed)
+    together = inputs.sample(logits).tolist()
     with on_threads(threads):
-        assert [asked.sample(logits, slice(i, i + 1)).item() for i in range(5)] == together
+        assert [inputs.sample(logits, slice(i, i + 1)).item() for i in range(5)] == together
 
 
-def test_no_temperature_takes_the_best() -> None:
-    logits, asked = some_logits(5, 9000, 1), Asked(5, 1)
-    asked.temperature[1::2] = 0
-    assert asked.sample(logits)[1::2].tolist() == argmax(logits)[1::2].tolist()
+def test_zero_temperature_takes_the_largest() -> None:
+    logits, inputs = some_logits(5, 9000, 1), SamplingInputs(5, 1)
+    inputs.temperature[1::2] = 0
+    assert inputs.sample(logits)[1::2].tolist() == argmax(logits)[1::2].tolist()
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_a_row_without_a_distribution_gets_its_largest(value: float) -> None:
-    """As torch does."""
-    logits, asked = torch.randn(2, 5000), Asked(2, 0)
+def test_row_without_a_distribution_gets_its_largest(value: float) -> None:
+    logits, inputs = torch.randn(2, 5000), SamplingInputs(2, 0)
     logits[0, 4242] = value
     if value == -torch.inf:
         logits[0] = value
-    numbers = torch.from_numpy(uniform(asked.seeds, asked.positions))
-    warm = logits / torch.from_numpy(asked.temperature)[:, None]
-    assert asked.sample(logits)[0] == random.sample(warm, numbers)[0]
+    numbers = torch.from_numpy(uniform(inputs.seeds, inputs.positions))
+    warm = logits / torch.from_numpy(inputs.temperature)[:, None]
+    assert inputs.sample(logits)[0] == random.sample(warm, numbers)[0]
 
 
-def test_forbidden_tokens_are_never_drawn() -> None:
+def test_forbidden_tokens_are_never_sampled() -> None:
     logits = torch.full((64, 5000), -torch.inf)
     logits[:, [7, 4998]] = 1.0
-    asked = Asked(64, 3)
-    asked.top_k[:] = np.where(asked.top_k == 1, 2, asked.top_k)
-    asked.top_p[:] = 1.0
-    assert set(asked.sample(logits).tolist()) == {7, 4998}
+    inputs = SamplingInputs(64, 3)
+    inputs.top_k[:] = np.where(inputs.top_k == 1, 2, inputs.top_k)
+    inputs.top_p[:] = 1.0
+    assert set(inputs.sample(logits).tolist()) == {7, 4998}
 
 
 @given(
@@ -171,12 +170,15 @@ def test_forbidden_tokens_are_never_drawn() -> None:
     seed=SEEDS,
 )
 @settings(max_examples=60, deadline=None)
-def test_draws_by_masks(size: int, words: int, threads: int, bf16: bool, seed: int) -> None:
-    """As from logits that have minus infinity where a bit is missing: masks that allow nothing, few, some and
-    all, shorter and longer than the vocabulary, of some rows in any order."""
+def test_sampling_with_masks(size: int, words: int, threads: int, bf16: bool, seed: int) -> None:
+    """Check that masks act as minus infinity for missing bits.
+
+    Masks allow none, few, some or all tokens, are shorter and longer than the vocabulary, and belong to some
+    rows in any order.
+    """
     rows = 7
-    logits, asked = some_logits(rows, size, seed), Asked(rows, seed)
-    asked.temperature[seed % rows] = 0.0
+    logits, inputs = some_logits(rows, size, seed), SamplingInputs(rows, seed)
+    inputs.temperature[seed % rows] = 0.0
     logits[3, ::5] = torch.nan
     logits = logits.bfloat16() if bf16 else logits
     masks = torch.randint(-(2**31), 2**31, (5, words), dtype=torch.int64).int()
@@ -189,6 +191,6 @@ def test_draws_by_masks(size: int, words: int, threads: int, bf16: bool, seed: i
     expected, before = logits.clone(), logits.clone()
     apply_masks(expected, taken)
     with on_threads(threads):
-        found = asked.sample(logits, constrained=ConstrainedHost(mask_of, masks))
-        assert found.tolist() == asked.sample(expected).tolist()
+        actual = inputs.sample(logits, constrained=ConstrainedHost(mask_of, masks))
+        assert actual.tolist() == inputs.sample(expected).tolist()
     assert torch.equal(logits.nan_to_num(), before.nan_to_num())

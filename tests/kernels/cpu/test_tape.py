@@ -1,4 +1,4 @@
-"""Tapes: the same results as without one, whatever the contents; refused where torch itself computes."""
+"""Tests of tapes: results match eager execution, and recording is refused where torch computes."""
 
 import gc
 import subprocess
@@ -34,15 +34,15 @@ def inference() -> Iterator[None]:
 
 
 def chain(x: Tensor, between: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
-    """Kernels whose results are gone when the next one but one runs."""
+    """Run kernels whose results are freed when the next one but one runs."""
     for _ in range(4):
         x = OPS.norm(x, WEIGHT, 1e-5)
         x = between(OPS.gated(x.view(-1, 48), "silu")).view(-1, 24)
     return x
 
 
-def test_new_contents_new_results() -> None:
-    """Values in place of addresses; a call left out or in the wrong order."""
+def test_replay_with_new_inputs() -> None:
+    """Check that addresses are recorded instead of values, and that calls are complete and in order."""
     x = torch.randn(32, 24)
     with record() as tape:
         out = chain(x)
@@ -53,8 +53,8 @@ def test_new_contents_new_results() -> None:
         assert torch.equal(out, chain(x))
 
 
-def test_memory_is_used_again_but_by_nobody_else() -> None:
-    """The result overwritten by a later recording, or what a kernel works with by anybody."""
+def test_tape_memory_is_reused_only_within_the_tape() -> None:
+    """Check that later recordings do not overwrite the result, nor other code the scratch."""
     pool, x = Pool(), torch.randn(32, 24)
     with record(pool) as tape:
         out = chain(x)
@@ -74,7 +74,7 @@ def test_memory_is_used_again_but_by_nobody_else() -> None:
     assert torch.equal(second, chain(x)) and all(tensor.isnan().all() for tensor in noise)
 
 
-def test_what_a_kernel_reads_stays_alive() -> None:
+def test_inputs_of_a_recorded_kernel_stay_alive() -> None:
     x, weight = torch.randn(32, 24), torch.randn(24)
     expected = OPS.norm(x, weight, 1e-5)
     with record() as tape:
@@ -96,10 +96,10 @@ def test_what_a_kernel_reads_stays_alive() -> None:
         (lambda x: x.bfloat16().float(), "aten.to.dtype"),
     ],
 )
-def test_a_computation_of_torch_is_refused_and_still_right(
+def test_recording_with_a_torch_operation_is_refused_and_correct(
     between: Callable[[Tensor], Tensor], name: str
 ) -> None:
-    """An operation that a tape would leave out."""
+    """Check operations that a tape would omit."""
     x, tapes = torch.randn(32, 24), Tapes()
     with record() as tape:
         chain(x, between)
@@ -109,14 +109,14 @@ def test_a_computation_of_torch_is_refused_and_still_right(
         assert torch.equal(tapes.run("key", lambda: chain(x, between)), chain(x, between))
 
 
-def test_a_failure_ends_the_recording() -> None:
+def test_failure_ends_the_recording() -> None:
     with pytest.raises(ValueError, match="broken"), record():
         raise ValueError("broken")
     assert native.recording() is None
 
 
-def test_a_recording_imports_nothing() -> None:
-    """The compiler of torch, loaded because a mode asks to be left alone by it."""
+def test_recording_imports_no_modules() -> None:
+    """Check that the dispatch mode does not import torch's compiler."""
     code = (
         "import sys, torch; from quire.kernels.cpu.ops import CPUOps\n"
         "from quire.kernels.cpu.tape import record\n"
@@ -129,7 +129,7 @@ def test_a_recording_imports_nothing() -> None:
 
 
 class Decoder:
-    """Two layers of attention, each over a table of its own in place of a projection."""
+    """Two attention layers, each with a table in place of a projection."""
 
     def __init__(self, num_seqs: int, max_len: int) -> None:
         torch.manual_seed(0)
@@ -149,7 +149,7 @@ class Decoder:
         self.batch.rows.copy_(torch.randperm(num_seqs))
 
     def fill(self, ids: list[int], position: int) -> None:
-        """The next step: everything changes but the addresses."""
+        """Write the next step's inputs: everything changes except the addresses."""
         batch = self.batch
         batch.token_ids.copy_(torch.tensor(ids))
         batch.positions.fill_(position)
@@ -168,10 +168,12 @@ class Decoder:
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("num_seqs", [1, 5])
-def test_decodes_from_the_first_token_on(num_seqs: int, threads: int) -> None:
-    """Lengths, tables or scratch sizes of the step that was recorded used in a later one: the sequences grow
-    over several ranges of keys, first by one token and then by some, whose keys stay zeros. The number of
-    threads grows too."""
+def test_replayed_decodes_from_the_first_token_on(num_seqs: int, threads: int) -> None:
+    """Check that lengths, tables and scratch sizes are not those of the recorded step.
+
+    The sequences grow over several ranges of keys, first by one token and then by more, whose keys stay
+    zeros. The number of threads grows too.
+    """
     before, max_len = torch.get_num_threads(), 600
     eager, taped, tapes = Decoder(num_seqs, max_len), Decoder(num_seqs, max_len), Tapes()
     rng = np.random.default_rng(0)

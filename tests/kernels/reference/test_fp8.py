@@ -1,4 +1,4 @@
-"""Products with floats of 8 bits: every code, scales of rows and blocks, experts, bits that stay the same."""
+"""Tests of FP8 matmuls: every code, row and block scales, experts, and batch invariance."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,7 +35,7 @@ def threads(number: int) -> Iterator[None]:
 def make(
     kind: torch.dtype, rows: int, columns: int, seed: int, block: tuple[int, int] | None = None
 ) -> tuple[Matrix, Tensor]:
-    """A matrix, and what it stands for in float64."""
+    """Return a matrix and its values in float64."""
     random = torch.Generator().manual_seed(seed)
     weight = (torch.randn(rows, columns, generator=random) * 20).to(kind)
     high, wide = block or (1, columns)
@@ -46,19 +46,19 @@ def make(
 
 @pytest.mark.parametrize("num_rows", [1, 3, 20])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_code_is_what_torch_makes_of_it(kind: torch.dtype, num_rows: int) -> None:
-    """Numbers below the normal ones that are lost, the sign of zero aside; NaN that looks like 480."""
+def test_every_code_matches_torch(kind: torch.dtype, num_rows: int) -> None:
+    """Check subnormal numbers, the sign of zero, and NaN, which must not become 480."""
     codes = torch.arange(256, dtype=torch.uint8).repeat(2)[:, None].view(kind)
     scales = torch.tensor([1.0] * 256 + [0.375] * 256)
     expected = codes.float()[:, 0] * scales
-    for columns in (1, 40):  # those that do not fill a vector, and those that do
+    for columns in (1, 40):  # numbers of codes that do and do not fill a vector
         weight = codes.view(torch.uint8).expand(512, columns).contiguous().view(kind)
         matrix = Matrix.fp8(weight, scales)
-        ours = LinearProduct([matrix])(torch.full((num_rows, columns), 1.0 / columns))
-        torch.testing.assert_close(ours, expected.expand(num_rows, 512), equal_nan=True, rtol=1e-5, atol=0)
+        actual = LinearProduct([matrix])(torch.full((num_rows, columns), 1.0 / columns))
+        torch.testing.assert_close(actual, expected.expand(num_rows, 512), equal_nan=True, rtol=1e-5, atol=0)
         rows = GGUFRows(matrix)(torch.arange(512), torch.float32)
-        whole = expected[:, None].expand(512, columns)
-        torch.testing.assert_close(rows, whole, equal_nan=True, rtol=0, atol=0)
+        full = expected[:, None].expand(512, columns)
+        torch.testing.assert_close(rows, full, equal_nan=True, rtol=0, atol=0)
 
 
 @given(
@@ -84,23 +84,23 @@ def test_matches_torch_on_random_shapes(
     with_bias: bool,
     seed: int,
 ) -> None:
-    """The scale of another row, block or part."""
+    """Check for the scale of another row, block or part."""
     parts = [make(kind, size, columns, seed + i, block) for i, size in enumerate(sizes)]
     random = torch.Generator().manual_seed(seed)
     bias = torch.randn(sum(sizes), generator=random) if with_bias else None
     x = torch.randn(num_rows, columns + 3, generator=random).to(x_dtype)[:, :columns]
     with threads(num_threads):
-        ours = LinearProduct([matrix for matrix, _ in parts], bias)(x).double()
-    whole = torch.cat([values for _, values in parts])
-    expected = linear_reference(x, whole, bias).double()
-    usual = x.double().norm() * whole.norm() / columns**0.5  # one sum may be near 0 by chance
+        actual = LinearProduct([matrix for matrix, _ in parts], bias)(x).double()
+    full = torch.cat([values for _, values in parts])
+    expected = linear_reference(x, full, bias).double()
+    usual = x.double().norm() * full.norm() / columns**0.5  # one sum may be near 0 by chance
     tolerance = 1e-2 if x_dtype == torch.bfloat16 else 1e-6
-    assert (ours - expected).norm() <= tolerance * (expected.norm() + usual)
+    assert (actual - expected).norm() <= tolerance * (expected.norm() + usual)
 
 
 @pytest.mark.parametrize("block", [None, (128, 128)])
-def test_the_same_bits_alone_in_a_batch_and_with_other_threads(block: tuple[int, int] | None) -> None:
-    """Another order of summation, or of scaling, in another path of the kernel."""
+def test_bits_do_not_depend_on_batch_or_threads(block: tuple[int, int] | None) -> None:
+    """Check for another order of summation or scaling in another path of the kernel."""
     product = LinearProduct([make(torch.float8_e4m3fn, 37, 1100, 1, block)[0]])
     x = torch.randn(551, 1100)
     together = product(x)
@@ -113,8 +113,8 @@ def test_the_same_bits_alone_in_a_batch_and_with_other_threads(block: tuple[int,
 
 
 @pytest.mark.parametrize("block", [None, (128, 128)])
-def test_experts(block: tuple[int, int] | None) -> None:
-    """The scales of another expert, or those of gate and up swapped."""
+def test_fp8_experts(block: tuple[int, int] | None) -> None:
+    """Check for scales of another expert, and swapped scales of gate and up."""
     torch.manual_seed(0)
     num_experts, hidden, size = 7, 170, 145
     shapes = (size, hidden), (size, hidden), (hidden, size)
@@ -122,9 +122,9 @@ def test_experts(block: tuple[int, int] | None) -> None:
     gate, up, down = ([matrix for matrix, _ in of] for of in made)
     values = [torch.stack([value for _, value in of]).float() for of in made]
     weights = ExpertWeights(torch.cat(values[:2], 1), values[2])
-    ours = CpuExperts(list(zip(gate, up, strict=True)), down, "silu")
+    actual = CpuExperts(list(zip(gate, up, strict=True)), down, "silu")
     for num_tokens in (1, 2, 33):
         x = torch.randn(num_tokens, hidden)
         chosen = route(torch.randn(num_tokens, num_experts), Routing(3))
         expected = moe.mix(x, *chosen, weights, "silu").double()
-        assert (ours(x, *chosen).double() - expected).norm() <= 2e-6 * expected.norm()
+        assert (actual(x, *chosen).double() - expected).norm() <= 2e-6 * expected.norm()

@@ -1,4 +1,4 @@
-"""The products of latent attention by heads in C against those in torch: any size, either type."""
+"""Tests of the per-head matmuls of MLA in C against torch with any size and dtype."""
 
 import pytest
 import torch
@@ -15,13 +15,13 @@ pytestmark = pytest.mark.skipif(native.library() is None, reason="there are no n
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
 
 
-def near(ours: Tensor, expected: Tensor) -> None:
-    tolerance = TOLERANCE[ours.dtype]
-    torch.testing.assert_close(ours, expected.to(ours.dtype), atol=tolerance, rtol=tolerance)
+def near(actual: Tensor, expected: Tensor) -> None:
+    tolerance = TOLERANCE[actual.dtype]
+    torch.testing.assert_close(actual, expected.to(actual.dtype), atol=tolerance, rtol=tolerance)
 
 
 def both(q: Tensor, seen: Tensor, weight: Tensor, spec: MLASpec) -> tuple[Tensor, Tensor]:
-    """Queries on their way to latents, what was seen on its way back."""
+    """Compute the query and the output projection to and from the latent space."""
     queries = mla.absorb(q, weight, rope_dim=spec.rope_dim)
     return queries, mla.release(seen, weight, v_dim=spec.v_dim)
 
@@ -36,11 +36,10 @@ def both(q: Tensor, seen: Tensor, weight: Tensor, spec: MLASpec) -> tuple[Tensor
     seed=st.integers(0, 99),
 )
 @settings(max_examples=60)
-def test_products_by_heads(
+def test_per_head_matmuls(
     tokens: int, heads: int, rank: int, dims: tuple[int, int, int], dtype: torch.dtype, gap: int, seed: int
 ) -> None:
-    """The weight of another head, or its other part; a stride ignored; a tail left out; numbers that turn
-    lost; bits that depend on the batch or on threads."""
+    """Check for weights of another head or part, strides, tails and RoPE dimensions, and batch invariance."""
     torch.manual_seed(seed)
     spec = MLASpec(heads, rank, *dims, scale=1.0)
     weight = (torch.randn(heads, spec.nope_dim + spec.v_dim, rank) / rank**0.5).to(dtype)
@@ -57,7 +56,7 @@ def test_products_by_heads(
         some = slice(tokens // 2, tokens // 2 + 1)
         for alone, company in zip(both(q[some], seen[some], weight, spec), (queries, values), strict=True):
             assert torch.equal(alone, company[some])
-        for again, first in zip(both(q, seen, weight, spec), (queries, values), strict=True):
-            assert torch.equal(again, first)
+        for second, first in zip(both(q, seen, weight, spec), (queries, values), strict=True):
+            assert torch.equal(second, first)
     finally:
         torch.set_num_threads(before)

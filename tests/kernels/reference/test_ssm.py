@@ -1,4 +1,4 @@
-"""States in torch: chunks against single tokens. In C: as in torch, any lengths and either type, on tape."""
+"""Tests of SSM states: chunks against single tokens in torch, and C against torch, also on tape."""
 
 import numpy as np
 import pytest
@@ -11,10 +11,10 @@ from quire.kernels.cpu.ssm import CPUStateOps, HalfStateOps
 from quire.kernels.cpu.tape import record
 from quire.kernels.reference.ssm import GATES, SSMSequences, StateOps, StateReference, choose
 
-theirs = StateReference()
+reference = StateReference()
 compiled = pytest.mark.skipif(native.library() is None, reason="there are no native kernels here")
 SCAN, DELTA = (4, 16, 24, 2), (4, 20, 40, 2)
-"""heads, then both dimensions of the state, then groups or heads of keys"""
+"""heads, both dimensions of the state, groups or key heads"""
 
 
 def scan_case(lens: list[int], dtype: torch.dtype = torch.float32) -> Case:
@@ -50,19 +50,19 @@ def near(a: Tensor, b: Tensor, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_chunks_equal_one_token_after_the_other(kind: str) -> None:
-    """A decay from the wrong token, a state lost between two chunks."""
+def test_chunked_scan_matches_single_tokens(kind: str) -> None:
+    """Check for decays of the wrong token and states lost between chunks."""
     make, run = KINDS[kind]
     case = make([130])
     state, twin = case.state, case.state.clone()
-    whole, pieces = run(theirs, case, state), []
+    full, pieces = run(reference, case, state), []
     for t in range(130):
         one = SSMSequences(
             torch.tensor([0, 1]), case.seqs.rows, case.seqs.positions[t : t + 1], np.ones(1, np.int32)
         )
         token = case._replace(seqs=one, x=case.x[t : t + 1], small=case.small[t : t + 1])
-        pieces.append(run(theirs, token, twin))
-    near(whole, torch.cat(pieces), torch.float32)
+        pieces.append(run(reference, token, twin))
+    near(full, torch.cat(pieces), torch.float32)
     near(state, twin, torch.float32)
 
 
@@ -74,19 +74,19 @@ def test_states_in_c(kind: str, lens: str, dtype: torch.dtype) -> None:
     make, run = KINDS[kind]
     case = make(LENS[lens], dtype)
     twin = case.state.clone()
-    near(run(CPUStateOps(), case, case.state), run(theirs, case, twin), dtype)
+    near(run(CPUStateOps(), case, case.state), run(reference, case, twin), dtype)
     near(case.state, twin, dtype)
 
 
 @compiled
 @pytest.mark.parametrize("kind", KINDS)
 def test_float16_widened(kind: str) -> None:
-    """Rows that C reads by another stride."""
+    """Check rows that C reads with another stride."""
     make, run = KINDS[kind]
     case = make(LENS["mixed"], torch.float16)
     twin, ops = case.state.clone(), choose(torch.device("cpu"), torch.float16)
     assert isinstance(ops, HalfStateOps)
-    near(run(ops, case, case.state), run(theirs, case, twin), torch.float16)
+    near(run(ops, case, case.state), run(reference, case, twin), torch.float16)
     near(case.state, twin, torch.float32)
 
 
@@ -94,17 +94,17 @@ def test_float16_widened(kind: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("lens", LENS)
 def test_conv_in_c(lens: str, dtype: torch.dtype) -> None:
-    """A window that reaches into another sequence, a state that a starting sequence should not see."""
+    """Check for windows that reach into another sequence, and for stale states of new sequences."""
     channels, kernel = 70, 4
     case = make_case(LENS[lens], channels, (2, 1, 1), dtype=dtype)
     weight, bias = torch.randn(channels, kernel).to(dtype), torch.randn(channels).to(dtype)
     state = torch.randn(ROWS, channels, kernel - 1).to(dtype)
     state[case.seqs.rows[::2].long()] = torch.nan
     twin = state.clone()
-    for given, activated in ((bias, True), (None, False)):
-        asked = weight, given
-        out = CPUStateOps().conv(case.x, *asked, state, case.seqs, activated=activated)
-        near(out, theirs.conv(case.x, *asked, twin, case.seqs, activated=activated), dtype)
+    for conv_bias, activated in ((bias, True), (None, False)):
+        weights = weight, conv_bias
+        out = CPUStateOps().conv(case.x, *weights, state, case.seqs, activated=activated)
+        near(out, reference.conv(case.x, *weights, twin, case.seqs, activated=activated), dtype)
         assert torch.equal(state.nan_to_num(), twin.nan_to_num())
 
 
@@ -115,16 +115,16 @@ def test_conv_in_c(lens: str, dtype: torch.dtype) -> None:
 def test_gates_in_c(pieces: int, size: int, gate_first: bool, dtype: torch.dtype) -> None:
     case = make_case([3, 1], pieces * size, (pieces * size // 2, 1, 1), dtype=dtype)
     weight, x, gate = torch.randn(size).to(dtype), case.x, 9 * case.small
-    expected = theirs.gated_norm(x, gate, weight, 1e-5, gate_first=gate_first)
+    expected = reference.gated_norm(x, gate, weight, 1e-5, gate_first=gate_first)
     near(CPUStateOps().gated_norm(x, gate, weight, 1e-5, gate_first=gate_first), expected, dtype)
     for by in GATES:
-        near(CPUStateOps().gate(x, gate, by), theirs.gate(x, gate, by), dtype)
+        near(CPUStateOps().gate(x, gate, by), reference.gate(x, gate, by), dtype)
 
 
 @compiled
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_tape_reads_new_rows_and_positions(kind: str) -> None:
-    """A row, or that a sequence starts, read when the tape was made instead of when it is played."""
+def test_tape_reads_new_rows_and_positions(kind: str) -> None:
+    """Check that rows and starts of sequences are read at replay instead of recording."""
     make, run = KINDS[kind]
     case = make([1, 1, 1])
     ops, state = CPUStateOps(), case.state
@@ -135,5 +135,5 @@ def test_a_tape_reads_new_rows_and_positions(kind: str) -> None:
     case.seqs.positions.copy_(torch.tensor([3, 0, 1]))
     twin = state.clone()
     tape.replay()
-    near(out, run(theirs, case, twin), torch.float32)
+    near(out, run(reference, case, twin), torch.float32)
     near(state, twin, torch.float32)

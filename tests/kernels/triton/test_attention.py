@@ -1,4 +1,4 @@
-"""How paged attention is launched; what it computes is tested in tests/attention."""
+"""Tests of the launch parameters of paged attention; tests/attention tests its results."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYER = AttentionLayer(32, 8, 128, 0.1, 0, 0.0, 1.0, 1.0)
 
 
-def test_shares_fill_the_device() -> None:
+def test_splits_fill_the_device() -> None:
     assert shares_of(LAYER, 4, 1, 132) == 4 * 132 // 8
     assert shares_of(LAYER, 4, 32, 132) == 2 * 132 // 8
     assert shares_of(LAYER, 4, 64, 132) == 4 * 132 // 8
@@ -24,8 +24,8 @@ def test_shares_fill_the_device() -> None:
 
 
 @pytest.mark.parametrize(("sm_kib", "programs"), [(228, 4), (164, 3), (100, 2), (30, 1)])
-def test_a_multiprocessor_takes_what_its_memory_holds(sm_kib: int, programs: int) -> None:
-    """More would wait for a second turn."""
+def test_programs_per_multiprocessor_fit_its_memory(sm_kib: int, programs: int) -> None:
+    """Check that no program waits for a second wave."""
     shape = launch.AttentionShape(16, 32, 2, 3, per_sm=4)
     assert launch.programs_at_once(shape, 2 * 128 * 2, sm_kib << 10) == programs
 
@@ -44,7 +44,7 @@ def test_all_heads_of_a_query_fit_a_tile(group: int, dtype: torch.dtype) -> None
     [(1, None), (3, 90), (40, None), *more((1, 90), (3, None), (4, None), (4, 90), (40, 90))],
 )
 def test_uneven_sequences(monkeypatch: pytest.MonkeyPatch, num_sms: int, window: int | None) -> None:
-    """A share that ends within a sequence, spans several or has nothing; one that starts at a wrong key."""
+    """Check splits that end within a sequence, span several, are empty, or start at a wrong key."""
     monkeypatch.setattr(launch, "MIN_KEYS", 32)
     monkeypatch.setattr(launch, "sms", lambda device: (num_sms, 1 << 18))
     chunks: Chunks = [(1, 5), (1, 140), (3, 31), (1, -1), (2, 100), (1, 63), (1, 260)]
@@ -62,8 +62,8 @@ def test_more_sequences_than_are_counted_at_once() -> None:
     check(TritonAttention(), chunks, AttentionSpec(1, 1, 16, torch.float32), device=DEVICE)
 
 
-def test_counts_are_zero_again_after_every_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second layer or step would merge too early."""
+def test_counters_are_zero_after_every_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that the second layer or step does not merge too early."""
     made: list[Tensor] = []
 
     def zeros(shares: int, device: torch.device) -> Tensor:
@@ -73,11 +73,11 @@ def test_counts_are_zero_again_after_every_launch(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(launch, "_arrivals", zeros)
     check(TritonAttention(), [(1, 400), (2, 130)], AttentionSpec(4, 2, 16, torch.float32), device=DEVICE)
     assert made
-    assert not any(each.any() for each in made)
+    assert not any(item.any() for item in made)
 
 
 class AsDecodes(TritonAttention):
-    """Every sequence is a decode with drafts."""
+    """A plan in which every sequence is a decode with drafts."""
 
     def plan(self, batch: Batch) -> None:
         batch.are_decodes = True
@@ -96,7 +96,7 @@ class AsDecodes(TritonAttention):
 def test_decodes_with_drafts(
     heads: tuple[int, int], num_queries: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More queries than the smallest tile has rows; in the last case more than keys are cut for."""
+    """Check more queries than rows of the smallest tile, and more than the key splits allow."""
     monkeypatch.setattr(launch, "MIN_KEYS", 32)
     chunks: Chunks = [(num_queries, 5), (num_queries, 140), (1, 63), (num_queries, 31)]
     spec = AttentionSpec(*heads, 16, torch.float32, window)

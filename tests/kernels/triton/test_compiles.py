@@ -1,4 +1,4 @@
-"""What Triton's interpreter runs also compiles for a GPU, which is not needed for that."""
+"""Tests that the kernels compile for a GPU, without one."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 SOME = [
     "tests/kernels/triton/test_attention.py::test_uneven_sequences[1-None]",
-    "tests/kernels/triton/test_lora.py::test_sums_in_several_parts[3]",
+    "tests/kernels/triton/test_lora.py::test_split_sums[3]",
     "tests/kernels/triton/test_ops.py::test_gated[silu<1.5-dtype0]",
 ]
 ALL = [
@@ -49,8 +49,8 @@ def compiled(
     return subprocess.run(command, env=env, cwd=ROOT, text=True, capture_output=True, timeout=seconds)
 
 
-def test_some_of_them_and_one_that_only_the_interpreter_runs(tmp_path: Path) -> None:
-    """In one process: to start it takes longer than to compile these kernels."""
+def test_some_kernels_compile_and_an_invalid_one_does_not(tmp_path: Path) -> None:
+    """Compile in one process, since starting it takes longer than compiling these kernels."""
     (tmp_path / "test_wrong.py").write_text(WRONG)
     done = compiled(*SOME, str(tmp_path / "test_wrong.py"))
     output = done.stdout + done.stderr
@@ -61,7 +61,7 @@ def test_some_of_them_and_one_that_only_the_interpreter_runs(tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_all_of_them() -> None:
-    """In all shapes, also those that the interpreter runs with `-m slow` only."""
+def test_all_kernels_compile() -> None:
+    """Check all shapes, also those that the interpreter runs only with `-m slow`."""
     done = compiled(*ALL, marks="not gpu", seconds=3600)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Attention in both directions: the tiles of a GPU against one sequence after the other."""
+"""Tests of bidirectional attention on a GPU against one sequence after the other."""
 
 import itertools
 
@@ -22,7 +22,9 @@ SHAPES = [
     (1, 80, 64),
 ]
 BRANCHES = [(2, 16, 64, 64), (3, 24, 5, 128), (1, 72, None, 64), (1, 160, None, 128)]
-"""Heads that fill a tile and that do not, whole and in two parts, with a window and without; each height."""
+"""Heads that do and do not fill a tile, whole and in two parts, with and without a window; each
+tile height.
+"""
 OTHERS = [(*shape, height) for shape, height in itertools.product(SHAPES, HEIGHTS)]
 
 
@@ -32,19 +34,19 @@ OTHERS = [(*shape, height) for shape, height in itertools.product(SHAPES, HEIGHT
     [*BRANCHES, *more(*(case for case in OTHERS if case not in BRANCHES))],
 )
 def test_ragged_sequences(heads: int, dim: int, window: int | None, dtype: torch.dtype, height: int) -> None:
-    """Numbers beyond the head, or of the next one; a tile of keys that is masked, or is not."""
+    """Check for dimensions beyond the head and for wrongly masked key tiles."""
     torch.manual_seed(0)
     lens = np.array([1, 130, 7, 64, 65], np.int32)
     qkv = torch.randn(int(lens.sum()), 3, heads, dim, device=DEVICE).to(dtype)
     spans = Spans(lens.tolist(), torch.from_numpy(tiles_of(lens, height)).to(DEVICE), height)
-    ours = encoder.attend(*qkv.unbind(1), spans, window)
-    theirs = attend(*qkv.unbind(1), spans, window)
+    actual = encoder.attend(*qkv.unbind(1), spans, window)
+    expected = attend(*qkv.unbind(1), spans, window)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_heads_are_cut_into_powers_of_two() -> None:
-    """A head of 80 that costs as much as one of 128."""
+def test_heads_are_split_into_powers_of_two() -> None:
+    """Check that a head of 80 does not cost as much as one of 128."""
     dims = (16, 24, 72, 80, 88, 96, 104, 160)
     assert [encoder.parts_of(dim) for dim in dims] == [
         *((16, 0), (32, 0), (64, 16), (64, 16), (64, 32), (64, 32), (128, 0), (128, 32))
@@ -53,11 +55,13 @@ def test_heads_are_cut_into_powers_of_two() -> None:
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("heads", "dim", "half"), [(6, 80, 40), (3, 72, 36), (2, 16, 4)])
-def test_heads_turn_in_place(heads: int, dim: int, half: int, dtype: torch.dtype) -> None:
-    """Values that turn too; what is beyond the angles; angles of another token."""
+def test_heads_are_rotated_in_place(heads: int, dim: int, half: int, dtype: torch.dtype) -> None:
+    """Check that values and dimensions beyond the angles are unchanged, and that each token uses its own
+    angles.
+    """
     torch.manual_seed(0)
-    ours = torch.randn(11, heads + 2, dim, device=DEVICE).to(dtype)
-    theirs, angles = ours.clone(), torch.randn(11, half, device=DEVICE)
-    encoder.rotate(ours[:, :heads], (angles.cos(), angles.sin()))
-    rotate_in_place(theirs[:, :heads], (angles.cos(), angles.sin()))
-    torch.testing.assert_close(ours, theirs, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-5)
+    actual = torch.randn(11, heads + 2, dim, device=DEVICE).to(dtype)
+    expected, angles = actual.clone(), torch.randn(11, half, device=DEVICE)
+    encoder.rotate(actual[:, :heads], (angles.cos(), angles.sin()))
+    rotate_in_place(expected[:, :heads], (angles.cos(), angles.sin()))
+    torch.testing.assert_close(actual, expected, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-5)

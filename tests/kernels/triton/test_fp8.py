@@ -1,4 +1,4 @@
-"""Products with weights in e4m3 against torch, in float64."""
+"""Tests of matmuls with e4m3 weights against torch in float64."""
 
 import itertools
 
@@ -27,13 +27,15 @@ def seeded() -> None:
 def random(*shape: int) -> Tensor:
     made = torch.randn(*shape, device=DEVICE).to(DTYPE)
     if CUDA:
-        torch.cuda.synchronize()  # kernels may read a weight before the kernel in front of them has ended
+        torch.cuda.synchronize()  # kernels may read a weight before the previous kernel has ended
     return made
 
 
 def rounded(num: int, size: int) -> Tensor:
-    """What e4m3 holds as it is: in Triton's interpreter a number that rounds up to a power of two loses half.
-    Every group of 128 has the largest number somewhere."""
+    """Round to values that e4m3 represents exactly, with the largest number in each group of 128.
+
+    Triton's interpreter loses half of a number that rounds up to a power of two.
+    """
     x = random(num, size) if CUDA else (64 * random(num, size)).to(E4M3).to(DTYPE)
     if not CUDA:
         x[:, ::16] = 448
@@ -42,7 +44,7 @@ def rounded(num: int, size: int) -> Tensor:
 
 
 def stored(size_out: int, size_in: int, *, blocked: bool) -> Scaled:
-    """Rows and blocks of different sizes."""
+    """Return rows and blocks of different magnitudes."""
     sizes = torch.rand(size_out, 1, device=DEVICE) + 0.1
     data, scale = quantize_weight(random(size_out, size_in).float() * sizes)
     if blocked:
@@ -52,32 +54,31 @@ def stored(size_out: int, size_in: int, *, blocked: bool) -> Scaled:
     return Scaled(data, scale)
 
 
-def close(ours: Tensor, expected: Tensor, most: float = 6e-3) -> None:
-    """Sums in another order are rounded to another bfloat16, and what is narrowed to another e4m3: by up to
-    5e-3 on an H200."""
-    assert ours.dtype == DTYPE and ours.shape == expected.shape
-    error = (ours.double() - expected.double()).norm() / expected.double().norm()
+def close(actual: Tensor, expected: Tensor, most: float = 6e-3) -> None:
+    """Compare with a tolerance for bfloat16 sums and e4m3 activations, up to 5e-3 on an H200."""
+    assert actual.dtype == DTYPE and actual.shape == expected.shape
+    error = (actual.double() - expected.double()).norm() / expected.double().norm()
     assert error < most, error
 
 
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("size", [48, 400, 2304])
-def test_quantizes(size: int, grouped: bool) -> None:
+def test_quantizes_activations(size: int, grouped: bool) -> None:
     x = rounded(5, size + 8)[:, 8:]
     x[1] *= 8
     x[2] = 0
-    ours, scale = quantize(x, grouped=grouped)
+    actual, scale = quantize(x, grouped=grouped)
     expected, expected_scale = quantize_reference(x, grouped=grouped)
     torch.testing.assert_close(scale, expected_scale)
-    apart = (ours.float() - expected.float()).abs()  # a tie may fall to either side
+    apart = (actual.float() - expected.float()).abs()  # a tie may round to either side
     assert (apart <= expected.float().abs() / 8).all() and (apart > 0).float().mean() < 0.01
 
 
-def test_quantizes_what_is_gated() -> None:
+def test_quantizes_gated_activations() -> None:
     x = torch.cat((torch.full((3, 272), 30.0), rounded(3, 272).cpu()), 1).to(DEVICE, DTYPE)  # silu(30) is 30
     expected, _ = quantize_reference(Reference().gated(x, "silu"), grouped=True)
-    ours, _ = quantize(x, grouped=True, gated=True)
-    assert (ours.float() != expected.float()).float().mean() < 0.02
+    actual, _ = quantize(x, grouped=True, gated=True)
+    assert (actual.float() != expected.float()).float().mean() < 0.02
 
 
 @pytest.mark.parametrize("blocked", [False, True], ids=["channel", "block"])
@@ -91,7 +92,7 @@ def test_quantizes_what_is_gated() -> None:
     ],
     ids=str,
 )
-def test_products_of_odd_sizes(plan: Plan, num: int, blocked: bool) -> None:
+def test_matmuls_of_odd_sizes(plan: Plan, num: int, blocked: bool) -> None:
     x, weight, bias = rounded(num, 416)[:, 16:], stored(150, 400, blocked=blocked), random(150)
     quantized = isinstance(plan, TilesPlan)
     close(multiply(x, weight, None, plan), linear_reference(x, weight, quantized=quantized))
@@ -100,14 +101,14 @@ def test_products_of_odd_sizes(plan: Plan, num: int, blocked: bool) -> None:
 
 @pytest.mark.parametrize("blocked", [False, True], ids=["channel", "block"])
 @pytest.mark.parametrize("plan", [*PLANS[:2], TilesPlan(64, 64, 128, 1, 4, 3)], ids=str)
-def test_gate_and_up_in_one(plan: Plan, blocked: bool) -> None:
+def test_fused_gate_and_up(plan: Plan, blocked: bool) -> None:
     x, weight = rounded(3, 272) / 16, stored(2 * 128, 272, blocked=blocked)
     expected = linear_reference(x, weight, quantized=isinstance(plan, TilesPlan))
     close(multiply(x, weight, None, plan, gated=True), Reference().gated(expected, "silu"))
 
 
 @pytest.mark.parametrize("num", [1, 70])
-def test_what_is_chosen_multiplies(num: int) -> None:
+def test_selected_kernel_multiplies(num: int) -> None:
     for blocked in (False, True):
         x, weight, bias = rounded(num, 256), stored(128, 256, blocked=blocked), random(128)
         quantized = num > 1
@@ -117,14 +118,14 @@ def test_what_is_chosen_multiplies(num: int) -> None:
 
 
 @pytest.mark.parametrize("blocked", [False, True], ids=["channel", "block"])
-def test_products_of_gates(blocked: bool) -> None:
+def test_matmul_of_gated_activations(blocked: bool) -> None:
     up, weight, bias = rounded(20, 144), stored(72, 144, blocked=blocked), random(72)
     x = torch.cat((torch.full_like(up, 30.0), up / 64), 1)  # silu(30) is 30
     narrow = Reference().gated(x, "silu")
     close(gated_linear(x, weight, bias), linear_reference(narrow, weight, bias, quantized=True), 1e-2)
 
 
-def test_what_no_kernel_takes_is_widened() -> None:
+def test_unsupported_shapes_are_dequantized() -> None:
     for x, size in ((random(2, 40), 40), (random(2, 48).float(), 48)):
         weight = stored(24, size, blocked=False)
         expected = linear_reference(x, weight, quantized=False)

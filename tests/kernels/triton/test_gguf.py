@@ -1,4 +1,4 @@
-"""Products with packed weights on a GPU against float64, of what the gguf package makes of the same bytes."""
+"""Tests of matmuls with packed weights on a GPU against float64 values of the gguf package."""
 
 import pytest
 import torch
@@ -39,11 +39,11 @@ def seeded() -> None:
 
 
 def made(kind: str, num_rows: int, columns: int, parts: int = 1, seed: int = 0) -> tuple[Planes, Tensor]:
-    """A weight, and what it stands for."""
+    """Return a weight and its values."""
     file = stored(kind, num_rows, columns, seed)
     planes = pack(file.chunk(parts), kind, DEVICE)
     if CUDA:
-        torch.cuda.synchronize()  # kernels may read a weight before the kernel in front of them has ended
+        torch.cuda.synchronize()  # kernels may read a weight before the previous kernel has ended
     return planes, unpack_reference(file, kind).to(DEVICE).double()
 
 
@@ -51,19 +51,19 @@ def random(*shape: int) -> Tensor:
     return torch.randn(*shape, device=DEVICE).to(DTYPE)
 
 
-def close(ours: Tensor, expected: Tensor) -> None:
-    assert ours.dtype == DTYPE and ours.shape == expected.shape
-    error = (ours.double() - expected.double()).norm() / expected.double().norm()
+def close(actual: Tensor, expected: Tensor) -> None:
+    assert actual.dtype == DTYPE and actual.shape == expected.shape
+    error = (actual.double() - expected.double()).norm() / expected.double().norm()
     assert error < 7e-3, error
 
 
-def test_every_packed_type_of_a_cpu_is_one_of_a_gpu() -> None:
+def test_every_packed_type_of_the_cpu_is_supported_on_gpu() -> None:
     assert set(KINDS) == set(TYPES)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_products_of_every_type(kind: str) -> None:
-    """A code in the place of another, a scale of another unit, rows and columns that are not there."""
+def test_matmuls_of_every_type(kind: str) -> None:
+    """Check for misplaced codes, scales of another unit, and out-of-bounds rows and columns."""
     planes, weight = made(kind, 13, 256 if KINDS[kind].stored_columns == 256 else 96, parts=2)
     x, bias = random(2, planes.columns + 8)[:, 8:], random(13)
     expected = x.double() @ weight.T
@@ -72,7 +72,7 @@ def test_products_of_every_type(kind: str) -> None:
     close(multiply(x, planes, bias, SMALL), expected + bias.double())
 
 
-def test_a_product_that_is_some_columns_of_another() -> None:
+def test_matmul_into_a_slice_of_columns() -> None:
     planes, weight = made("Q4_0", 13, 64)
     x, bias, out = random(2, 64), random(13), random(2, 20)
     expected = x.double() @ weight.T
@@ -83,7 +83,7 @@ def test_a_product_that_is_some_columns_of_another() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_numbers_of_every_type(kind: str) -> None:
+def test_dequantization_of_every_type(kind: str) -> None:
     planes, weight = made(kind, 7, 256)
     close(unpack(planes, DTYPE, 4, 3), weight[4:])
     ids = torch.tensor([3, 0, 6], device=DEVICE)
@@ -92,7 +92,7 @@ def test_numbers_of_every_type(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_planes_take_no_more_than_the_file(kind: str) -> None:
+def test_repacked_weight_is_no_larger_than_the_file(kind: str) -> None:
     planes, _ = made(kind, 64, 1024)
     form = KINDS[kind]
     size = 64 * 1024 // form.stored_columns * form.stored_bytes
@@ -111,14 +111,14 @@ def test_planes_take_no_more_than_the_file(kind: str) -> None:
     ],
     ids=str,
 )
-def test_gate_and_up_in_one(kind: str, plan: GGUFRowsPlan | WholeRows | TilesPlan) -> None:
+def test_fused_gate_and_up(kind: str, plan: GGUFRowsPlan | WholeRows | TilesPlan) -> None:
     planes, weight = made(kind, 16, 256)
     x = random(2, 256) / 16
     expected = Reference().gated((x.double() @ weight.T).to(DTYPE), "silu")
     close(multiply(x, planes, None, plan, "silu"), expected)
 
 
-def test_many_rows_are_multiplied_in_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_rows_are_multiplied_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf_launch, "_SCRATCH_WEIGHTS", 12 * 64)
     planes, weight = made("Q5_1", 30, 64)
     x, bias = random(130, 64), random(30)
@@ -138,27 +138,25 @@ def test_many_rows_are_multiplied_in_shares(monkeypatch: pytest.MonkeyPatch) -> 
     ],
     ids=str,
 )
-def test_experts(
+def test_packed_experts(
     plan: TilesPlan | None, kinds: tuple[str, str], bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An expert in the place of another, or the type of another part; a pair that is lost."""
+    """Check for another expert, the type of another part, and lost pairs."""
     monkeypatch.setattr(gguf_launch, "choose_experts", lambda num_pairs, num_experts: plan)
     experts, hidden, inner, tokens = 3, 32, 32, 3
     up, up_weight = made(kinds[0], experts * 2 * inner, hidden)
     down, down_weight = made(kinds[1], experts * hidden, inner, seed=1)
     ids = torch.rand(tokens, experts, device=DEVICE).topk(2).indices.to(torch.int32)
-    ids[0, 0], ids[1] = -1, -1  # experts that are elsewhere
+    ids[0, 0], ids[1] = -1, -1  # experts on other ranks
     weights, x = torch.rand(tokens, 2, device=DEVICE), random(tokens, hidden) / 8
     biases = (random(experts, 2 * inner), random(experts, hidden)) if bias else ()
-    whole = (up_weight.view(experts, 2 * inner, -1), down_weight.view(experts, hidden, -1), *biases)
-    expected = reference.mix(
-        x.float(), ids, weights, ExpertWeights(*(each.float() for each in whole)), "silu"
-    )
+    full = (up_weight.view(experts, 2 * inner, -1), down_weight.view(experts, hidden, -1), *biases)
+    expected = reference.mix(x.float(), ids, weights, ExpertWeights(*(item.float() for item in full)), "silu")
     close(mix(x, ids, weights, up, down, "silu", *biases), expected)
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q5_0", "Q6_K"])
-def test_numbers_without_the_copy_engine(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dequantization_without_the_copy_engine(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf_launch, "has_room", lambda: False)
     planes, weight = made(kind, 13, 256)
     x = random(3, 256)
@@ -189,13 +187,13 @@ def test_real_shapes(kind: str, num: int) -> None:
 @gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tokens", [1, 40, 300])
-def test_experts_of_real_shapes(kind: str, tokens: int) -> None:
+def test_packed_experts_of_real_shapes(kind: str, tokens: int) -> None:
     experts, hidden, inner = 16, 1024, 768
     up, up_weight = made(kind, experts * 2 * inner, hidden)
     down, down_weight = made(kind, experts * hidden, inner, seed=1)
     ids = torch.rand(tokens, experts, device=DEVICE).topk(4).indices.to(torch.int32)
     weights, x = torch.rand(tokens, 4, device=DEVICE), random(tokens, hidden) / 32
-    whole = ExpertWeights(
+    full = ExpertWeights(
         up_weight.view(experts, -1, hidden).float(), down_weight.view(experts, -1, inner).float()
     )
-    close(mix(x, ids, weights, up, down, "silu"), reference.mix(x.float(), ids, weights, whole, "silu"))
+    close(mix(x, ids, weights, up, down, "silu"), reference.mix(x.float(), ids, weights, full, "silu"))

@@ -1,4 +1,4 @@
-"""Products with weights in groups against torch, in float64."""
+"""Tests of matmuls with group-quantized weights against torch in float64."""
 
 import itertools
 from typing import Any
@@ -42,7 +42,7 @@ BRANCHES = [
     (PLANS[1], *SHAPES[2]),
     (PLANS[2], *SHAPES[1]),
 ]
-"""Rows and tiles, each with codes of both sizes, with several groups and with one; sums in several parts."""
+"""Row and tile kernels, each with codes of both sizes, with several groups and one; split sums."""
 OTHERS = [(plan, *shape) for plan, shape in itertools.product(PLANS, SHAPES)]
 gpu = pytest.mark.gpu
 
@@ -55,14 +55,14 @@ def seeded() -> None:
 def random(*shape: int) -> Tensor:
     made = torch.randn(*shape, device=DEVICE).to(DTYPE)
     if CUDA:
-        torch.cuda.synchronize()  # kernels may read a weight before the kernel in front of them has ended
+        torch.cuda.synchronize()  # kernels may read a weight before the previous kernel has ended
     return made
 
 
 def weight_of(
     outputs: int, inputs: int, bits: int, group: int, dtype: torch.dtype = DTYPE, pack: Any = pack
 ) -> tuple[Any, Tensor]:
-    """Random, and what it means."""
+    """Return a random weight and its values."""
     groups = 1 if group < 0 else inputs // group
     codes = torch.randint(0, 1 << bits, (outputs, inputs), dtype=torch.uint8, device=DEVICE)
     scales = (torch.rand(outputs, groups, device=DEVICE) + 0.5) / (1 << bits) / inputs**0.5
@@ -76,9 +76,9 @@ def weight_of(
     return weight, wide.to(dtype)
 
 
-def close(ours: Tensor, expected: Tensor) -> None:
-    assert ours.shape == expected.shape
-    error = (ours.double() - expected.double()).norm() / expected.double().norm()
+def close(actual: Tensor, expected: Tensor) -> None:
+    assert actual.shape == expected.shape
+    error = (actual.double() - expected.double()).norm() / expected.double().norm()
     assert error < 5e-3, error
 
 
@@ -87,7 +87,7 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("bits", "group", "inputs"), [*SHAPES, (4, 128, 512), (4, 32, 128), (8, 64, 576)])
-def test_what_is_packed_can_be_unpacked(bits: int, group: int, inputs: int) -> None:
+def test_packing_round_trip(bits: int, group: int, inputs: int) -> None:
     weight, expected = weight_of(22, inputs, bits, group)
     assert torch.equal(unpack_reference(weight, DTYPE), expected)
     close(unpack(weight, DTYPE), expected)
@@ -98,7 +98,7 @@ def test_what_is_packed_can_be_unpacked(bits: int, group: int, inputs: int) -> N
     [*BRANCHES, *more(*(case for case in OTHERS if case not in BRANCHES))],
     ids=str,
 )
-def test_products_of_odd_sizes(plan: WholeRows | TilesPlan, bits: int, group: int, inputs: int) -> None:
+def test_matmuls_of_odd_sizes(plan: WholeRows | TilesPlan, bits: int, group: int, inputs: int) -> None:
     num = 2 if isinstance(plan, WholeRows) else 19
     (weight, plain), x, bias = weight_of(22, inputs, bits, group), random(num, inputs + 8)[:, 8:], random(22)
     close(multiply(x, weight, bias, plan), product(x, plain) + bias.double())
@@ -107,7 +107,7 @@ def test_products_of_odd_sizes(plan: WholeRows | TilesPlan, bits: int, group: in
 
 
 @pytest.mark.parametrize("num", [1, 40])
-def test_what_is_chosen_multiplies(num: int) -> None:
+def test_selected_kernel_multiplies(num: int) -> None:
     (weight, plain), x = weight_of(32, 128, 4, 64), random(num, 128)
     close(linear(x, weight), product(x, plain))
     close(gated(x, weight), Reference().gated(product(x, plain).to(DTYPE), "silu"))
@@ -124,11 +124,11 @@ def test_experts(bits: int, activation: str) -> None:
     plain = [torch.stack([wide for _, wide in of]) for of in made]
     biases = random(experts, 2 * inner), random(experts, hidden)
     ids = torch.rand(num, experts, device=DEVICE).topk(2).indices.to(torch.int32)
-    ids[0, 0] = -1  # an expert that is elsewhere
+    ids[0, 0] = -1  # an expert on another rank
     x, weights = random(num, hidden), torch.rand(num, 2, device=DEVICE)
-    ours = mix(x, ids, weights, packed[0], packed[1], biases, activation)
+    actual = mix(x, ids, weights, packed[0], packed[1], biases, activation)
     wide = ExpertWeights(plain[0].float(), plain[1].float(), *(bias.float() for bias in biases))
-    close(ours, mix_reference(x.float(), ids, weights, wide, activation))
+    close(actual, mix_reference(x.float(), ids, weights, wide, activation))
 
 
 def test_every_shape_has_a_plan_that_fits() -> None:

@@ -1,4 +1,4 @@
-"""Products with weights of 8 bits against torch, in float64."""
+"""Tests of matmuls with INT8 weights against torch in float64."""
 
 import pytest
 import torch
@@ -30,30 +30,30 @@ def random(*shape: int) -> Tensor:
 
 
 def weight_of(*shape: int) -> Int8Codes:
-    """Outputs of very different sizes."""
+    """Return a weight with outputs of very different magnitudes."""
     made = quantize(torch.randn(*shape, device=DEVICE) * torch.rand(shape[0], 1, device=DEVICE) * 0.1)
     if CUDA:
-        torch.cuda.synchronize()  # kernels may read a weight before the kernel in front of them has ended
+        torch.cuda.synchronize()  # kernels may read a weight before the previous kernel has ended
     return made
 
 
-def close(ours: Tensor, expected: Tensor, limit: float = 4e-3) -> None:
-    assert ours.dtype == DTYPE and ours.shape == expected.shape
-    error = (ours.double() - expected.double()).norm() / expected.double().norm()
+def close(actual: Tensor, expected: Tensor, limit: float = 4e-3) -> None:
+    assert actual.dtype == DTYPE and actual.shape == expected.shape
+    error = (actual.double() - expected.double()).norm() / expected.double().norm()
     assert error < limit, error
 
 
 @pytest.mark.parametrize("static", [None, 0.02])
-def test_rows_are_rounded_each_by_its_largest_number(static: float | None) -> None:
+def test_rows_are_quantized_by_their_largest_number(static: float | None) -> None:
     x = (random(5, 112) * torch.tensor([1e-3, 1.0, 0.0, 1.0, 50.0], device=DEVICE)[:, None].to(DTYPE))[:, 8:]
     scale = None if static is None else torch.tensor([static], device=DEVICE)
-    ours, expected = round_rows(x, scale), reference.round_rows(x, scale)
-    torch.testing.assert_close(ours.scales, expected.scales)
-    assert (ours.codes.int() - expected.codes.int()).abs().max() <= 1  # halves may go either way
-    assert static is None or (ours.codes.abs().max() == 127)
+    actual, expected = round_rows(x, scale), reference.round_rows(x, scale)
+    torch.testing.assert_close(actual.scales, expected.scales)
+    assert (actual.codes.int() - expected.codes.int()).abs().max() <= 1  # halves may round either way
+    assert static is None or (actual.codes.abs().max() == 127)
 
 
-def test_the_second_part_is_what_the_first_leaves() -> None:
+def test_second_part_is_the_residual_of_the_first() -> None:
     x = random(5, 100)
     (first, second), scales = round_rows(x, parts=2).codes.view(2, 5, 100), round_rows(x).scales
     wide = (first.double() + second.double() / 254) * scales.double()[:, None]
@@ -62,7 +62,7 @@ def test_the_second_part_is_what_the_first_leaves() -> None:
 
 @pytest.mark.parametrize("num", [1, 3])
 @pytest.mark.parametrize("gated", [False, True])
-def test_rows_of_odd_sizes(num: int, gated: bool) -> None:
+def test_row_kernels_of_odd_sizes(num: int, gated: bool) -> None:
     x, weight, bias = random(num, 112)[:, :97], weight_of(38, 97), None if gated else random(38)
     expected = product_reference(x, weight, bias)
     expected = Reference().gated(expected, "silu") if gated else expected
@@ -79,7 +79,7 @@ def test_rows_of_odd_sizes(num: int, gated: bool) -> None:
     ],
     ids=str,
 )
-def test_tiles_of_odd_sizes(plan: Plan, num: int, gated: bool) -> None:
+def test_tile_kernels_of_odd_sizes(plan: Plan, num: int, gated: bool) -> None:
     x, weight, bias = random(num, 96), weight_of(38, 96), None if gated else random(38)
     for parts in (1, 2):
         rounded = round_rows(x, parts=parts)
@@ -99,8 +99,8 @@ def test_tiles_of_odd_sizes(plan: Plan, num: int, gated: bool) -> None:
         *more((0, True), (1, True), (5, False), (5, True), (40, True), (130, False), (130, True)),
     ],
 )
-def test_what_is_chosen_multiplies(num: int, rounds: bool) -> None:
-    """A step of no rows; more rows than a plan is for; a width that the copy engine cannot read."""
+def test_selected_kernel_multiplies(num: int, rounds: bool) -> None:
+    """Check no rows, more rows than planned, and a width that the copy engine cannot read."""
     for size_in in (128, 100):
         x, weight, bias = random(num, size_in), weight_of(48, size_in), random(48)
         limit = 2e-2 if rounds and num > 64 else 6e-3
@@ -132,7 +132,7 @@ def test_real_shapes(size_out: int, size_in: int, num: int) -> None:
     [(0, False), (1, False), (40, True), *more((0, True), (1, True), (9, False), (9, True), (40, False))],
 )
 def test_experts(num: int, biased: bool) -> None:
-    """An expert with the scales of another; tiles that more than one expert shares."""
+    """Check for scales of another expert and tiles shared by several experts."""
     hidden, inner, shape = 80, 48, (3, 2 * 48)
     gate_up, down = (
         quantize(torch.randn(*shape, hidden, device=DEVICE) / 9),
@@ -140,13 +140,13 @@ def test_experts(num: int, biased: bool) -> None:
     )
     biases = (random(*shape), random(3, hidden)) if biased else ()
     x, ids = random(num, hidden), torch.rand(num, 3, device=DEVICE).topk(2).indices.to(torch.int32)
-    ids[:1, 0] = -1  # an expert that is elsewhere
+    ids[:1, 0] = -1  # an expert on another rank
     weights = torch.rand(num, 2, device=DEVICE)
-    ours = mix(x, ids, weights, ExpertCodes(gate_up, down, *biases), "silu")
+    actual = mix(x, ids, weights, ExpertCodes(gate_up, down, *biases), "silu")
     wide = ExpertWeights(
         gate_up.widened(torch.float32), down.widened(torch.float32), *map(Tensor.float, biases)
     )
     expected = mix_reference(x.float(), ids, weights, wide, "silu")
     if num:
-        close(ours, expected, 1e-2)
-    assert ours.shape == x.shape
+        close(actual, expected, 1e-2)
+    assert actual.shape == x.shape

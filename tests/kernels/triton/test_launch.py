@@ -1,4 +1,4 @@
-"""Launching and compiling ahead."""
+"""Tests of launching kernels and compiling them ahead."""
 
 from typing import Any
 
@@ -27,37 +27,39 @@ class Kernel:
         return lambda *args, **options: self.launched.append((grid, *args, *options.values()))
 
 
-def test_a_launch() -> None:
+def test_launch_passes_grid_and_arguments() -> None:
     kernel = Kernel()
     launch(kernel, 2, 3)(7, WIDTH=1)
     assert kernel.launched == [((2, 3), 7, 1)]
     assert not kernel.compiled
 
 
-def test_what_no_kernel_has_written_can_be_looked_up() -> None:
-    """Where kernels are only compiled, places of experts are zeros, and no index is out of bounds."""
+def test_uninitialized_expert_positions_are_valid_indices() -> None:
+    """Check that expert positions are zeros where kernels are only compiled, so that no index is out of
+    bounds.
+    """
     kind = {"dtype": torch.int32, "device": torch.device("cpu")}
     with compiling():
         assert not any(allocate_indices(1 << 16, **kind).any() for _ in range(3))
     assert allocate_indices(4, 5, **kind).shape == (4, 5)
 
 
-def test_experts_that_no_kernel_has_chosen_can_be_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uninitialized_expert_ids_are_valid_indices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe_topk, "_route", Kernel())
     how = Routing(8, "softmax", renormalized=True, scale=1.0)
     with compiling():
         for _ in range(8):
-            torch.full((512, 8), -1, dtype=torch.int32)  # memory that the ids may get
+            torch.full((512, 8), -1, dtype=torch.int32)  # memory that the ids may be allocated in
             ids, _ = moe_topk.route(torch.zeros(512, 16), how)
             assert not ids.any()
 
 
-def test_each_kind_is_compiled_once_and_none_runs() -> None:
+def test_each_specialization_is_compiled_once_and_not_run() -> None:
     kernel, other = Kernel(), Kernel()
     x = torch.zeros(64)
     calls: list[tuple[Any, ...]] = [
         (x, 32, None),
-        (x, 48, None),  # as the first
+        (x, 48, None),  # same as the first
         (x[1:], 32, None),  # another alignment
         (x, 7, None),
         (x, 1, None),
@@ -80,7 +82,7 @@ def test_each_kind_is_compiled_once_and_none_runs() -> None:
     assert len(kernel.launched) == 1
 
 
-def test_a_failure_ends_compiling() -> None:
+def test_failure_ends_compiling() -> None:
     with pytest.raises(ValueError, match="no"), compiling():
         raise ValueError("no")
     kernel = Kernel()
@@ -99,5 +101,5 @@ def test_compiled_ahead_on_the_gpu() -> None:
         for _ in range(3):
             TritonOps().add_norm(x, residual, norm, 1e-5)
             matmul.linear(x, weight)
-    assert torch.equal(x, residual), "it ran"
+    assert torch.equal(x, residual), "the kernel ran"
     torch.testing.assert_close(matmul.linear(x, weight), x @ weight.t(), rtol=0.02, atol=0.02)

@@ -1,4 +1,4 @@
-"""Penalties, counts and logprobs of the kernels against those of `sampling/`."""
+"""Tests of the penalty, count and logprob kernels against `sampling/`."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def seeded() -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.int16, torch.int32])
-def test_penalties_are_those_of_the_sampler(kind: torch.dtype) -> None:
+def test_penalties_match_the_sampler(kind: torch.dtype) -> None:
     vocab, max_rows, prompt_len = 4500, 5, 4
     params = [
         SamplingParams(repetition_penalty=1.3),
@@ -34,8 +34,8 @@ def test_penalties_are_those_of_the_sampler(kind: torch.dtype) -> None:
     rows = np.array([4, 0, 2, 1], np.int32)
     seen = torch.zeros(max_rows, vocab, dtype=torch.uint8, device=DEVICE)
     counts = torch.zeros(max_rows, vocab, dtype=kind, device=DEVICE)
-    for row, asked in zip(rows.tolist(), params, strict=True):
-        state.admit(row, asked, prompt_len=prompt_len, seed=0, stop_ids=())
+    for row, row_params in zip(rows.tolist(), params, strict=True):
+        state.admit(row, row_params, prompt_len=prompt_len, seed=0, stop_ids=())
         seen[row, torch.from_numpy(tokens[row, :prompt_len]).long().to(DEVICE)] = 1
     for step in range(prompt_len, 12):
         ids = torch.from_numpy(tokens[rows, step]).long().to(DEVICE)
@@ -54,7 +54,7 @@ def test_penalties_are_those_of_the_sampler(kind: torch.dtype) -> None:
     torch.testing.assert_close(logits, expected)
 
 
-def test_padding_is_left_alone() -> None:
+def test_padding_is_not_modified() -> None:
     counts = torch.zeros(2, 50, dtype=torch.int32, device=DEVICE)
     rows = torch.tensor([-1, 1], dtype=torch.int32, device=DEVICE)
     count_tokens(counts, rows, torch.tensor([3, 4], device=DEVICE))
@@ -77,7 +77,7 @@ def test_logprobs_and_ranks(vocab: int) -> None:
     ids = torch.tensor([[0, 1, vocab - 1]], device=DEVICE).expand(5, -1).contiguous()
     values, ranks = logprobs(logits, ids)
     for column in range(3):
-        found = row_logprobs(logits, ids[:, column], np.zeros(5, np.int32), "raw_logprobs")
-        expected = torch.tensor([row.logprobs[0] for row in found], device=DEVICE)
+        actual = row_logprobs(logits, ids[:, column], np.zeros(5, np.int32), "raw_logprobs")
+        expected = torch.tensor([row.logprobs[0] for row in actual], device=DEVICE)
         torch.testing.assert_close(values[:, column], expected, rtol=1e-5, atol=1e-5)
-        assert ranks[:, column].tolist() == [row.rank for row in found]
+        assert ranks[:, column].tolist() == [row.rank for row in actual]

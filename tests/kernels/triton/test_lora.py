@@ -1,4 +1,4 @@
-"""Adapters on a GPU against torch, in float32."""
+"""Tests of LoRA on a GPU against torch in float32."""
 
 import pytest
 import torch
@@ -34,12 +34,12 @@ def random(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
 
 
 def slots_of(num: int) -> Tensor:
-    """Some rows have no adapter, and some slots no row."""
+    """Return slots with some rows without adapter and some slots without rows."""
     return torch.randint(-1, SLOTS - 1, (num,), dtype=torch.int32, device=DEVICE)
 
 
-class Point:
-    """A layer's adapters, apart in memory as those of all layers are."""
+class LayerAdapters:
+    """The adapters of one layer, strided as those of all layers are."""
 
     def __init__(self, size_in: int, sizes: tuple[int, ...], rank: int, dtype: torch.dtype = DTYPE) -> None:
         memory = random(SLOTS, len(sizes) * rank * size_in + sum(sizes) * rank + 16, dtype=dtype)
@@ -57,10 +57,10 @@ class Point:
         return REFERENCE.lora(out.float().clone(), x, self.a, self.b, self.sizes, slots)
 
 
-def close(ours: Tensor, expected: Tensor) -> None:
-    assert ours.shape == expected.shape
-    error = (ours.float() - expected).norm() / expected.norm()
-    assert error < (1e-5 if ours.dtype == torch.float32 else 6e-3), error
+def close(actual: Tensor, expected: Tensor) -> None:
+    assert actual.shape == expected.shape
+    error = (actual.float() - expected).norm() / expected.norm()
+    assert error < (1e-5 if actual.dtype == torch.float32 else 6e-3), error
 
 
 BEHIND = [(1, 72, (40, 24, 24), 16), (3, 300, (37,), 8), (20, 530, (130, 21), 64), (150, 72, (40, 24), 8)]
@@ -75,36 +75,36 @@ BEHIND = [(1, 72, (40, 24, 24), 16), (3, 300, (37,), 8), (20, 530, (130, 21), 64
     ],
     ids=str,
 )
-def test_behind_any_product(
+def test_lora_after_any_matmul(
     num: int, size_in: int, sizes: tuple[int, ...], rank: int, dtype: torch.dtype
 ) -> None:
-    point, slots = Point(size_in, sizes, rank, dtype), slots_of(num)
+    point, slots = LayerAdapters(size_in, sizes, rank, dtype), slots_of(num)
     x, out = random(num, size_in, dtype=dtype), random(num, sum(sizes), dtype=dtype)
     expected = point.expected(out, x, slots)
     tokens = OPS.assigned(slots, SLOTS)
     halves = OPS.lora_expand(out.clone(), OPS.lora_shrink(x, point.a, tokens), point.b, sizes, tokens)
-    ours = OPS.lora(out, x, point.a, point.b, sizes, tokens)
-    assert ours is out
+    actual = OPS.lora(out, x, point.a, point.b, sizes, tokens)
+    assert actual is out
     close(out, expected)
     close(halves, expected)
 
 
 @pytest.mark.parametrize("num", [1, 2, 20])
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_in_the_kernel_of_a_product(plan: RowsPlan | TilesPlan, num: int) -> None:
+def test_lora_fused_into_a_matmul(plan: RowsPlan | TilesPlan, num: int) -> None:
     if isinstance(plan, RowsPlan) and num > 1:
         return
-    point, slots = Point(72, (48, 16, 16), 8), slots_of(num)
+    point, slots = LayerAdapters(72, (48, 16, 16), 8), slots_of(num)
     x, weight, bias = random(num, 72), random(80, 72), random(80)
     plain = x.float() @ weight.float().T + bias.float()
-    ours = multiply(x, weight, bias, plan, adapted=point.adapted(slots))
-    close(ours, point.expected(plain, x, slots))
+    actual = multiply(x, weight, bias, plan, adapted=point.adapted(slots))
+    close(actual, point.expected(plain, x, slots))
 
 
 @pytest.mark.parametrize("num", [1, 3])
-def test_sums_in_several_parts(num: int) -> None:
-    """Of more inputs than one program takes."""
-    point, slots = Point(9001, (24, 40), 8), slots_of(num)
+def test_split_sums(num: int) -> None:
+    """Check more inputs than one program takes."""
+    point, slots = LayerAdapters(9001, (24, 40), 8), slots_of(num)
     slots[-1] = 0
     x, has = random(num, 9001), slots >= 0
     values, _ = lora_outputs(x, point.adapted(slots)._replace(tokens=FewRows(slots, num)))
@@ -115,51 +115,51 @@ def test_sums_in_several_parts(num: int) -> None:
 
 @pytest.mark.parametrize(("plan", "num"), [(PLANS[0], 1), (PLANS[1], 3), (PLANS[1], 20)], ids=str)
 @pytest.mark.parametrize("sizes", [(32, 32), (64,)], ids=str)
-def test_in_the_kernel_of_gate_and_up(plan: RowsPlan | TilesPlan, num: int, sizes: tuple[int, ...]) -> None:
-    point, slots = Point(72, sizes, 16), slots_of(num)
+def test_lora_fused_into_gate_and_up(plan: RowsPlan | TilesPlan, num: int, sizes: tuple[int, ...]) -> None:
+    point, slots = LayerAdapters(72, sizes, 16), slots_of(num)
     x, weight = random(num, 72), random(64, 72)
     expected = REFERENCE.gated(point.expected(x.float() @ weight.float().T, x, slots), "silu")
     close(multiply(x, weight, None, plan, gated=True, adapted=point.adapted(slots)), expected)
 
 
 @pytest.mark.parametrize("num", [1, 130, *more(5)])
-def test_whatever_is_chosen(num: int) -> None:
-    point, slots = Point(256, (48, 16), 16), slots_of(num)
+def test_selected_kernel_applies_lora(num: int) -> None:
+    point, slots = LayerAdapters(256, (48, 16), 16), slots_of(num)
     x, weight = random(num, 256), random(64, 256)
     plain = x.float() @ weight.float().T
     close(linear(x, weight, None, point.adapted(slots)), point.expected(plain, x, slots))
-    point = Point(256, (32, 32), 16)
+    point = LayerAdapters(256, (32, 32), 16)
     expected = REFERENCE.gated(point.expected(plain, x, slots), "silu")
     close(gated(x, weight, point.adapted(slots)), expected)
 
 
-def test_on_the_way_into_a_cache() -> None:
+def test_lora_fused_into_the_cache_write() -> None:
     heads, kv_heads, dim = 4, 2, 32
     sizes = heads * dim, kv_heads * dim, kv_heads * dim
-    point, slots = Point(1000, sizes, 8), torch.tensor([2], dtype=torch.int32, device=DEVICE)
+    point, slots = LayerAdapters(1000, sizes, 8), torch.tensor([2], dtype=torch.int32, device=DEVICE)
     x, weight = random(1, 1000) / 32, random(sum(sizes), 1000)
     angles = torch.randn(64, dim // 2, device=DEVICE)
     table = torch.cat((angles.cos(), angles.sin()), 1).to(DTYPE)
     at = torch.tensor([5], device=DEVICE)
-    ours, theirs = (random(2, 3, 16, kv_heads, dim).fill_(1) for _ in "ab")
-    q = enter(x, HeadEntry(heads, table, at, at, *ours), weight, None, adapted=point.adapted(slots))
+    actual, reference = (random(2, 3, 16, kv_heads, dim).fill_(1) for _ in "ab")
+    q = enter(x, HeadEntry(heads, table, at, at, *actual), weight, None, adapted=point.adapted(slots))
     product = point.expected(x.float() @ weight.float().T, x, slots).to(DTYPE)
-    expected = REFERENCE.rotate_and_write(product, HeadEntry(heads, table, at, at, *theirs))
+    expected = REFERENCE.rotate_and_write(product, HeadEntry(heads, table, at, at, *reference))
     assert q is not None
     close(q, expected.float())
-    close(ours, theirs.float())
+    close(actual, reference.float())
 
 
-def test_rows_of_an_embedding() -> None:
+def test_lora_of_embedding_rows() -> None:
     slots, ids = slots_of(9), torch.randint(0, 30, (9,), device=DEVICE)
     a, b, out = random(SLOTS, 30, 8), random(SLOTS, 50, 8), random(9, 50)
     expected = REFERENCE.lora_rows(out.float(), ids, a, b, slots)
     close(OPS.lora_rows(out, ids, a, b, OPS.assigned(slots, SLOTS)), expected)
 
 
-def test_a_row_is_the_same_beside_any_others() -> None:
-    """Whatever adapters the others have: even one that makes infinities."""
-    point, slots = Point(200, (32,), 16), slots_of(20)
+def test_row_is_equal_in_any_batch() -> None:
+    """Check other rows with any adapters, even one that produces infinities."""
+    point, slots = LayerAdapters(200, (32,), 16), slots_of(20)
     point.b[4] = torch.inf
     slots[7] = 2
     x, weight = random(20, 200), random(32, 200)
@@ -172,8 +172,8 @@ def test_a_row_is_the_same_beside_any_others() -> None:
         assert torch.equal(run(slots)[7], run(others)[7])
 
 
-def test_rows_without_adapters_stay_as_they_are() -> None:
-    point, out, x = Point(72, (40,), 8), random(20, 40), random(20, 72)
+def test_rows_without_adapters_are_unchanged() -> None:
+    point, out, x = LayerAdapters(72, (40,), 8), random(20, 40), random(20, 72)
     before, none = out.clone(), point.adapted(torch.full((20,), -1, dtype=torch.int32, device=DEVICE))
     assert torch.equal(add(out, x, none), before)
 
@@ -189,8 +189,8 @@ ROWS, TILES = kernels.MoERowsPlan(16, 32, 4, 4), kernels.MoETilesPlan(16, SMALL,
     [(ROWS, 3, True), (TILES, 12, False), *more((ROWS, 3, False), (TILES, 40, False), (TILES, 40, True))],
     ids=str,
 )
-def test_experts(plan: kernels.Plan, num: int, biased: bool) -> None:
-    """Each pair of a token and an expert has the expert's part of the token's adapter."""
+def test_lora_of_experts(plan: kernels.Plan, num: int, biased: bool) -> None:
+    """Check that each pair of token and expert uses the expert's part of the token's adapter."""
     experts, hidden, inner, rank = 5, 72, 40, 8
     sizes = (2 * inner, hidden), (hidden, inner)
     weights = [random(experts, *size) / size[1] ** 0.5 for size in sizes]
@@ -201,7 +201,7 @@ def test_experts(plan: kernels.Plan, num: int, biased: bool) -> None:
     ]
     ids = torch.rand(num, experts, device=DEVICE).topk(3).indices.int()
     x, shares, slots = random(num, hidden), torch.rand(num, 3, device=DEVICE), slots_of(num)
-    ours = kernels.mixed(
+    actual = kernels.mixed(
         x,
         ids,
         shares,
@@ -210,6 +210,6 @@ def test_experts(plan: kernels.Plan, num: int, biased: bool) -> None:
         plan,
         ExpertAdapters(*matrices, slots),
     )
-    wide = ExpertWeights(*(each.float() for each in (*weights, *biases)))
-    adapters = ExpertAdapters(*(each.float() for each in matrices), slots)
-    close(ours, reference.mix(x.float(), ids, shares, wide, "silu", adapters))
+    wide = ExpertWeights(*(item.float() for item in (*weights, *biases)))
+    adapters = ExpertAdapters(*(item.float() for item in matrices), slots)
+    close(actual, reference.mix(x.float(), ids, shares, wide, "silu", adapters))

@@ -1,4 +1,4 @@
-"""Products of few rows against torch, in float64."""
+"""Tests of matmuls with few rows against torch in float64."""
 
 import itertools
 
@@ -31,13 +31,13 @@ def seeded() -> None:
 def random(*shape: int) -> Tensor:
     made = torch.randn(*shape, device=DEVICE).to(DTYPE)
     if CUDA:
-        torch.cuda.synchronize()  # kernels may read a weight before the kernel in front of them has ended
+        torch.cuda.synchronize()  # kernels may read a weight before the previous kernel has ended
     return made
 
 
-def close(ours: Tensor, expected: Tensor) -> None:
-    assert ours.dtype == DTYPE and ours.shape == expected.shape
-    error = (ours.double() - expected).norm() / expected.norm()
+def close(actual: Tensor, expected: Tensor) -> None:
+    assert actual.dtype == DTYPE and actual.shape == expected.shape
+    error = (actual.double() - expected).norm() / expected.norm()
     assert error < 4e-3, error
 
 
@@ -50,29 +50,29 @@ OTHERS = [case for case in itertools.product(PLANS, (1, 3, 16, 70)) if case not 
 
 
 @pytest.mark.parametrize(("plan", "num"), [*BRANCHES, *more(*OTHERS)], ids=str)
-def test_products_of_odd_sizes(plan: RowsPlan | TilesPlan, num: int) -> None:
+def test_matmuls_of_odd_sizes(plan: RowsPlan | TilesPlan, num: int) -> None:
     x, weight, bias = random(num, 112)[:, 8:], random(37, 104), random(37)
     close(multiply(x, weight, None, plan), product(x, weight))
     close(multiply(x, weight, bias, plan), product(x, weight) + bias.double())
 
 
 @pytest.mark.parametrize("plan", [*PLANS[:3], TilesPlan(64, 32, 32, 1, 4, 3)], ids=str)
-def test_gate_and_up_in_one(plan: RowsPlan | TilesPlan) -> None:
+def test_fused_gate_and_up(plan: RowsPlan | TilesPlan) -> None:
     x, weight = random(3, 72), random(2 * 21, 72)
     expected = Reference().gated(product(x, weight).to(DTYPE), "silu").double()
     close(multiply(x, weight, None, plan, gated=True), expected)
 
 
 @pytest.mark.parametrize("num", [1, 16, 40, 130, *more(5, 90, 192, 260)])
-def test_what_is_chosen_multiplies(num: int) -> None:
+def test_selected_kernel_multiplies(num: int) -> None:
     x, weight, bias = random(num, 256), random(64, 256), random(64)
     close(linear(x, weight), product(x, weight))
     close(linear(x, weight, bias), product(x, weight) + bias.double())
     close(gated(x, weight), Reference().gated(product(x, weight).to(DTYPE), "silu").double())
 
 
-def test_split_products_can_follow_each_other() -> None:
-    """The counters are zero again after each."""
+def test_split_matmuls_can_follow_each_other() -> None:
+    """Check that the counters are zero after each."""
     x, weight = random(2, 256), random(64, 256)
     for _ in range(3):
         close(multiply(x, weight, None, TilesPlan(16, 16, 32, 4, 4, 3)), product(x, weight))
@@ -96,12 +96,12 @@ def test_real_shapes(size_out: int, size_in: int, num: int) -> None:
 @gpu
 @pytest.mark.parametrize("num", [1, 4, 8, 16, 32, 50, 128, 144, 192, 256])
 @pytest.mark.parametrize(("size_out", "size_in"), [(6144, 1024), (28672, 4096)])
-def test_real_gates(size_out: int, size_in: int, num: int) -> None:
+def test_real_gate_shapes(size_out: int, size_in: int, num: int) -> None:
     x, weight = random(num, size_in) / size_in**0.5, random(size_out, size_in)
     close(gated(x, weight), Reference().gated(product(x, weight).to(DTYPE), "silu").double())
 
 
-def test_a_slice_that_the_copy_engine_cannot_read_is_multiplied_too() -> None:
+def test_slice_that_the_copy_engine_cannot_read() -> None:
     x, weight = random(20, 260)[:, 4:], random(64, 256)
     close(linear(x, weight), product(x, weight))
 

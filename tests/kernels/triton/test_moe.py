@@ -1,4 +1,4 @@
-"""Routing and experts against plain torch."""
+"""Tests of routing and experts against torch."""
 
 import itertools
 
@@ -58,7 +58,7 @@ def seeded() -> None:
 def random(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
     made = torch.randn(*shape, device=DEVICE).to(dtype)
     if CUDA:
-        torch.cuda.synchronize()  # kernels may read a weight before the kernel in front of them has ended
+        torch.cuda.synchronize()  # kernels may read a weight before the previous kernel has ended
     return made
 
 
@@ -82,20 +82,20 @@ def pairs(num: int, top: int, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def without_some(ids: Tensor) -> Tensor:
-    """As where some experts are elsewhere, and of some tokens all."""
+    """Mark some experts as remote, for some tokens all of them."""
     ids = ids.clone()
     ids[::2, 0], ids[1::3] = -1, -1
     return ids
 
 
-def close(ours: Tensor, expected: Tensor, most: float = 8e-3) -> None:
-    assert ours.dtype == expected.dtype and ours.shape == expected.shape
-    error = (ours.double() - expected.double()).norm() / expected.double().norm()
+def close(actual: Tensor, expected: Tensor, most: float = 8e-3) -> None:
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape
+    error = (actual.double() - expected.double()).norm() / expected.double().norm()
     assert error < most, error
 
 
 def expected_of(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, activation: str) -> Tensor:
-    wide = ExpertWeights(*(each if each is None else each.float() for each in experts))
+    wide = ExpertWeights(*(expert if expert is None else expert.float() for expert in experts))
     return reference.mix(x.float(), ids, weights, wide, activation).to(x.dtype)
 
 
@@ -111,8 +111,8 @@ def test_routes(experts: int, routing: Routing, biased: bool) -> None:
     torch.testing.assert_close(weights, expected_weights)
 
 
-def test_what_is_not_a_number_chooses_experts_that_exist() -> None:
-    """Rows that pad a batch may hold anything."""
+def test_nonfinite_logits_choose_existing_experts() -> None:
+    """Check rows of padding, which may hold anything."""
     logits = torch.full((3, 12), torch.nan, device=DEVICE)
     logits[1], logits[2, 5] = torch.inf, torch.inf
     ids, _ = route(logits, Routing(4, renormalized=True))
@@ -121,7 +121,7 @@ def test_what_is_not_a_number_chooses_experts_that_exist() -> None:
 
 
 @pytest.mark.parametrize("num", [1, 3, *more(19)])
-def test_product_and_route_in_one(num: int) -> None:
+def test_fused_router_matmul_and_routing(num: int) -> None:
     x, router, bias = random(num, 1112)[:, 8:] / 33, random(20, 1104), random(20)
     routing = Routing(3, scoring="sigmoid", renormalized=True)
     for router_bias, choice_bias in itertools.product([None, random(20)], [None, bias]):
@@ -145,7 +145,7 @@ def test_product_and_route_in_one(num: int) -> None:
     ],
     ids=str,
 )
-def test_mixes_of_odd_sizes(plan: Plan, num: int, biased: bool) -> None:
+def test_experts_of_odd_sizes(plan: Plan, num: int, biased: bool) -> None:
     x, experts = random(num, 80)[:, 8:], layer(5, 72, 40, biased=biased)
     ids, weights = pairs(num, 3, 5)
     for chosen in (ids, without_some(ids)):
@@ -176,7 +176,7 @@ def narrow_layer(experts: int, hidden: int, inner: int, *, blocked: bool) -> Exp
 @pytest.mark.parametrize("blocked", [False, True], ids=["channel", "block"])
 @pytest.mark.parametrize("height", [0, 16, *more(64)])
 def test_experts_in_e4m3(height: int, blocked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In tiles x is in e4m3, too: that alone is off by some per cent."""
+    """Check with a tolerance of some percent, since tile kernels quantize x to e4m3 too."""
     if not CUDA:  # Triton's interpreter rounds to e4m3 wrongly
         monkeypatch.setattr(kernels, "quantize", in_torch)
     tiles = MoETile(32, 128, 4, 2), MoETile(64, 128, 4, 2)
@@ -194,9 +194,9 @@ def test_experts_in_e4m3(height: int, blocked: bool, monkeypatch: pytest.MonkeyP
 def test_real_shapes_in_e4m3(num: int, blocked: bool) -> None:
     x, weights_of = random(num, 2048), narrow_layer(128, 2048, 768, blocked=blocked)
     ids, weights = pairs(num, 8, 128)
-    ours = mix(x, ids, weights, weights_of, "silu")
-    close(ours, reference.mix(x, ids, weights, weights_of, "silu"), 0.06)
-    assert torch.equal(mix(x, ids, weights, weights_of, "silu"), ours)
+    actual = mix(x, ids, weights, weights_of, "silu")
+    close(actual, reference.mix(x, ids, weights, weights_of, "silu"), 0.06)
+    assert torch.equal(mix(x, ids, weights, weights_of, "silu"), actual)
 
 
 @pytest.mark.parametrize("plan", PLANS[:2], ids=str)
@@ -218,15 +218,15 @@ def test_every_activation(activation: str, plan: Plan) -> None:
         *more((64, DTYPE, 1), (64, DTYPE, 3)),
     ],
 )
-def test_what_is_planned_mixes(inner: int, dtype: torch.dtype, num: int) -> None:
+def test_selected_kernel_computes_experts(inner: int, dtype: torch.dtype, num: int) -> None:
     x, experts = random(num, 32, dtype=dtype), layer(6, 32, inner, dtype=dtype)
     ids, weights = pairs(num, 2, 6)
-    ours = mix(x, ids, weights, experts, "silu")
-    close(ours, expected_of(x, ids, weights, experts, "silu"), 1e-5 if dtype == torch.float32 else 8e-3)
-    assert torch.equal(mix(x, ids, weights, experts, "silu"), ours)
+    actual = mix(x, ids, weights, experts, "silu")
+    close(actual, expected_of(x, ids, weights, experts, "silu"), 1e-5 if dtype == torch.float32 else 8e-3)
+    assert torch.equal(mix(x, ids, weights, experts, "silu"), actual)
 
 
-def test_an_expert_that_all_want_and_no_token_at_all() -> None:
+def test_single_busy_expert_and_no_tokens() -> None:
     x, experts = random(20, 32), layer(8, 32, 32)
     ids, weights = torch.full((20, 1), 7, dtype=torch.int32, device=DEVICE), pairs(20, 1, 8)[1]
     for plan in PLANS:
@@ -236,7 +236,7 @@ def test_an_expert_that_all_want_and_no_token_at_all() -> None:
 
 @pytest.mark.parametrize(("num", "top", "experts"), [(1, 1, 1), (11, 3, 7), (300, 4, 20), (6000, 4, 5)])
 def test_sorting(num: int, top: int, experts: int) -> None:
-    """The last of these in six chunks, two of them for a program."""
+    """Check sizes up to six chunks, two of them per program."""
     ids, _ = pairs(num, top, experts)
     ids = ids if num == 1 else without_some(ids)
     count = int((ids >= 0).sum())
@@ -254,7 +254,7 @@ def test_sorting(num: int, top: int, experts: int) -> None:
     assert covered == count
 
 
-def test_the_most_tiles() -> None:
+def test_upper_bound_of_tiles() -> None:
     assert [most_tiles(*sizes) for sizes in [(8, 128, 16), (128, 128, 16), (160, 128, 16)]] == [8, 128, 130]
 
 
@@ -267,9 +267,9 @@ def test_the_most_tiles() -> None:
 def test_real_shapes(experts: int, top: int, hidden: int, inner: int, activation: str, num: int) -> None:
     x, weights_of = random(num, hidden), layer(experts, hidden, inner, biased=activation != "silu")
     ids, weights = pairs(num, top, experts)
-    ours = mix(x, ids, weights, weights_of, activation)
-    close(ours, reference.mix(x, ids, weights, weights_of, activation))
-    assert torch.equal(mix(x, ids, weights, weights_of, activation), ours)
+    actual = mix(x, ids, weights, weights_of, activation)
+    close(actual, reference.mix(x, ids, weights, weights_of, activation))
+    assert torch.equal(mix(x, ids, weights, weights_of, activation), actual)
 
 
 def test_every_shape_has_a_plan_that_fits() -> None:

@@ -1,4 +1,4 @@
-"""Experts of 4-bit floats against plain torch with the numbers that they stand for."""
+"""Tests of MXFP4 experts against torch with dequantized weights."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ PLANS: list[Plan] = [
 def random(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
     made = torch.randn(*shape, device=DEVICE).to(dtype)
     if DEVICE.type == "cuda":
-        torch.cuda.synchronize()  # kernels may read before the kernel in front of them has ended
+        torch.cuda.synchronize()  # kernels may read before the previous kernel has ended
     return made
 
 
@@ -32,16 +32,16 @@ def pairs(num: int, top: int, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def close(
-    ours: Tensor, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, activation: str
+    actual: Tensor, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, activation: str
 ) -> None:
-    wide = ExpertWeights(*(each if each is None else each.float() for each in experts))
+    wide = ExpertWeights(*(expert if expert is None else expert.float() for expert in experts))
     expected = mix_plain(x.float(), ids, weights, wide, activation)
-    error = (ours.double() - expected.double()).norm() / expected.double().norm()
-    assert ours.dtype == x.dtype and error < (1e-4 if x.dtype == torch.float32 else 8e-3), error
+    error = (actual.double() - expected.double()).norm() / expected.double().norm()
+    assert actual.dtype == x.dtype and error < (1e-4 if x.dtype == torch.float32 else 8e-3), error
 
 
 def layer(experts: int, hidden: int, inner: int) -> tuple[Mxfp4Weights, ExpertWeights]:
-    """Packed, and what that stands for."""
+    """Return a packed layer and its dequantized weights."""
 
     def packed(rows: int, columns: int) -> tuple[Tensor, Tensor]:
         shape = (experts, rows, columns // 32)
@@ -64,14 +64,14 @@ def layer(experts: int, hidden: int, inner: int) -> tuple[Mxfp4Weights, ExpertWe
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [DTYPE, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
-def test_mixes_of_odd_sizes(plan: Plan, num: int, dtype: torch.dtype) -> None:
-    """A block's halves or scale of another, rows beyond the last, a bias in the wrong place."""
+def test_experts_of_odd_sizes(plan: Plan, num: int, dtype: torch.dtype) -> None:
+    """Check for swapped halves or scales of a block, rows beyond the last, and misplaced biases."""
     torch.manual_seed(0)
     x, (packed, plain) = random(num, 104, dtype=dtype)[:, 8:], layer(5, 96, 160)
     ids, weights = pairs(num, 3, 5)
-    ids[::2, 0], ids[1::3] = -1, -1  # experts that are elsewhere; of some tokens all
-    ours = mixed(x, ids, weights, packed, "clamped_swiglu", plan)
-    close(ours, x, ids, weights, plain, "clamped_swiglu")
+    ids[::2, 0], ids[1::3] = -1, -1  # experts on other ranks; for some tokens all of them
+    actual = mixed(x, ids, weights, packed, "clamped_swiglu", plan)
+    close(actual, x, ids, weights, plain, "clamped_swiglu")
 
 
 def test_without_biases_and_without_tokens() -> None:
@@ -89,6 +89,6 @@ def test_without_biases_and_without_tokens() -> None:
 def test_real_shapes(num: int) -> None:
     x, (packed, plain) = random(num, 2880), layer(32, 2880, 2880)
     ids, weights = pairs(num, 4, 32)
-    ours = mix(x, ids, weights, packed, "clamped_swiglu")
-    close(ours, x, ids, weights, plain, "clamped_swiglu")
-    assert torch.equal(mix(x, ids, weights, packed, "clamped_swiglu"), ours)
+    actual = mix(x, ids, weights, packed, "clamped_swiglu")
+    close(actual, x, ids, weights, plain, "clamped_swiglu")
+    assert torch.equal(mix(x, ids, weights, packed, "clamped_swiglu"), actual)

@@ -1,4 +1,4 @@
-"""Products with weights of 4 bits and a table against torch, in float64."""
+"""Tests of matmuls with NF4 weights against torch in float64."""
 
 import pytest
 import torch
@@ -28,15 +28,15 @@ def weight_of(size_out: int, size_in: int) -> Halves:
     scales = torch.rand(size_out, size_in // 64, device=DEVICE) / size_in**0.5
     weight = Halves(packed, scales, torch.randn(16, device=DEVICE))
     if CUDA:
-        torch.cuda.synchronize()  # kernels may read a weight before the kernel in front of them has ended
+        torch.cuda.synchronize()  # kernels may read a weight before the previous kernel has ended
     return weight
 
 
 @pytest.mark.parametrize(
     ("size_out", "size_in"), [(37, 384), (5, 2176), pytest.param(6144, 4096, marks=pytest.mark.gpu)]
 )
-def test_products(size_out: int, size_in: int) -> None:
-    """The second half of a row with the scales of the first; the end of a row left out."""
+def test_nf4_matmuls(size_out: int, size_in: int) -> None:
+    """Check for wrong scales in the second half of a row and for missing ends of rows."""
     x, weight, bias = random(3, size_in), weight_of(size_out, size_in), random(size_out)
     assert torch.equal(widen(weight, DTYPE), weight.widened(DTYPE))
     expected = product_reference(x, weight, bias)

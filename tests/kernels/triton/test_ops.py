@@ -1,4 +1,4 @@
-"""The Triton operations against the torch ones; in the interpreter where there is no GPU."""
+"""Tests of the Triton operations against torch; in the interpreter without a GPU."""
 
 import pytest
 import torch
@@ -25,13 +25,13 @@ def seeded() -> None:
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     made = torch.randn(*shape, device=DEVICE).to(dtype)
     if CUDA:
-        torch.cuda.synchronize()  # kernels may read a weight before the kernel in front of them has ended
+        torch.cuda.synchronize()  # kernels may read a weight before the previous kernel has ended
     return made
 
 
-def same(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> None:
-    assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
-    torch.testing.assert_close(ours.float(), theirs.float(), rtol=ULP[dtype], atol=ULP[dtype])
+def same(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=ULP[dtype], atol=ULP[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -56,16 +56,16 @@ def test_norm_takes_heads_and_strided_rows() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_add_norm_changes_the_residual_in_place(dtype: torch.dtype) -> None:
+def test_add_norm_updates_the_residual_in_place(dtype: torch.dtype) -> None:
     x, residual, weight = random(4, 96, dtype=dtype), random(4, 96, dtype=dtype), random(96, dtype=dtype)
     theirs_residual = residual.clone()
-    theirs = reference.add_norm(x, theirs_residual, weight, 1e-6)
-    same(ops.add_norm(x, residual, weight, 1e-6), theirs, dtype)
+    expected = reference.add_norm(x, theirs_residual, weight, 1e-6)
+    same(ops.add_norm(x, residual, weight, 1e-6), expected, dtype)
     assert torch.equal(residual, theirs_residual)
 
 
 def test_norm_rounds_before_the_weight() -> None:
-    """1/3 in float16 times 3 is not 1: a weight applied in float32 would give 1."""
+    """Check 1/3 in float16 times 3, which is not 1; a weight applied in float32 would give 1."""
     x = torch.tensor([[1.0, 2.0, 2.0]], dtype=torch.float16, device=DEVICE) * 3
     weight = torch.tensor([3.0, 1.5, 1.5], dtype=torch.float16, device=DEVICE)
     assert torch.equal(ops.norm(x, weight, 0.0), reference.norm(x, weight, 0.0))
@@ -73,7 +73,7 @@ def test_norm_rounds_before_the_weight() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_changes_in_place(dtype: torch.dtype) -> None:
-    """The gate, or the factor, of another row."""
+    """Check that each row uses its own gate or factor."""
     y = random(3, 700, dtype=dtype)
     for change in (
         lambda by, x: by.scale(x, 11.3),
@@ -106,19 +106,19 @@ def test_activate(activation: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("biased", [True, False])
 def test_layer_norm(biased: bool, dtype: torch.dtype) -> None:
-    """Padding that takes part in mean or spread; the mean of one row taken for another's."""
+    """Check that padding does not affect mean and variance, and that each row uses its own mean."""
     x, residual = random(3, 70, dtype=dtype) + 3, random(3, 70, dtype=dtype)
     weight, bias = random(70, dtype=dtype), random(70, dtype=dtype) if biased else None
     same(ops.layer_norm(x, weight, bias, 1e-5), reference.layer_norm(x, weight, bias, 1e-5), dtype)
     twin = residual.clone()
-    theirs = reference.add_layer_norm(x, twin, weight, bias, 1e-5)
-    same(ops.add_layer_norm(x, residual, weight, bias, 1e-5), theirs, dtype)
+    expected = reference.add_layer_norm(x, twin, weight, bias, 1e-5)
+    same(ops.add_layer_norm(x, residual, weight, bias, 1e-5), expected, dtype)
     assert torch.equal(residual, twin)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norm_parts(dtype: torch.dtype) -> None:
-    """A part under the other's weight, or what stands behind both changed."""
+    """Check that each part uses its own weight and that the rest of the row is unchanged."""
     x, q_weight, k_weight = random(3, 100, dtype=dtype), random(48, dtype=dtype), random(24, dtype=dtype)
     twin = x.clone()
     assert ops.norm_parts(x, (q_weight, k_weight), 1e-5) is x
@@ -127,8 +127,8 @@ def test_norm_parts(dtype: torch.dtype) -> None:
     same(ops.norm_parts(x, more, 1e-5), reference.norm_parts(twin, more, 1e-5), dtype)
 
 
-def test_a_wide_weight_is_applied_before_rounding() -> None:
-    """As Gemma's 1 + w, which is kept in float32."""
+def test_float32_weight_is_applied_before_rounding() -> None:
+    """Check Gemma's 1 + w, which is kept in float32."""
     x, weight = random(3, 70, dtype=torch.float16), random(70)
     same(ops.norm(x, weight, 1e-6), reference.norm(x, weight, 1e-6), torch.float16)
 
@@ -162,19 +162,23 @@ def check_rotation(
     caches = [torch.ones(2 * num_tokens, 8, kv_heads, dim, device=DEVICE).to(kind) for _ in range(4)]
     scales = (0.25, 0.5) if kind == torch.float8_e4m3fn else (1.0, 1.0)
     entry = HeadEntry(heads, table, positions, slots, caches[0], caches[1], norms, *scales)
-    theirs = reference.rotate_and_write(qkv, entry)
-    ours = ops.rotate_and_write(qkv, entry._replace(k_cache=caches[2], v_cache=caches[3]))
-    assert ours.is_contiguous()
-    torch.testing.assert_close(ours.float(), theirs.float(), rtol=2 * ULP[dtype], atol=4 * ULP[dtype])
+    expected_value = reference.rotate_and_write(qkv, entry)
+    actual = ops.rotate_and_write(qkv, entry._replace(k_cache=caches[2], v_cache=caches[3]))
+    assert actual.is_contiguous()
+    torch.testing.assert_close(
+        actual.float(), expected_value.float(), rtol=2 * ULP[dtype], atol=4 * ULP[dtype]
+    )
     wide = 0.13 if kind == torch.float8_e4m3fn else max(ULP[dtype], ULP[torch.bfloat16] if cache else 0)
-    for own, expected in zip(caches[2:], caches[:2], strict=True):
+    for written_cache, expected in zip(caches[2:], caches[:2], strict=True):
         close = (
-            torch.isclose(own.float(), expected.float(), rtol=2 * wide, atol=4 * ULP[dtype]).float().mean()
+            torch.isclose(written_cache.float(), expected.float(), rtol=2 * wide, atol=4 * ULP[dtype])
+            .float()
+            .mean()
         )
         # The interpreter loses the carry into the exponent when it rounds to 8 bits.
         assert close == 1 or (kind == torch.float8_e4m3fn and not CUDA and close > 0.99)
         written = (expected.float() != 1).flatten(1).any(1)
-        assert torch.equal((own.float() != 1).flatten(1).any(1), written)
+        assert torch.equal((written_cache.float() != 1).flatten(1).any(1), written)
 
 
 @pytest.mark.parametrize("normed", [False, True])
@@ -192,7 +196,7 @@ def test_rotate_and_write_to_an_eight_bit_cache() -> None:
 
 
 def test_rotate_and_write_many_tokens() -> None:
-    """More tokens than `_FEW_TOKENS`: a program takes more heads."""
+    """Check more tokens than `_FEW_TOKENS`, for which a program takes more heads."""
     check_rotation(SHAPES["a rest of 8"], torch.float32, normed=True, num_tokens=70)
 
 
@@ -203,8 +207,8 @@ def test_real_sizes(num_tokens: int, dtype: torch.dtype) -> None:
     for hidden in (1024, 4096, 14336):
         x, residual, weight = (random(n, hidden, dtype=dtype) for n in (num_tokens, num_tokens, 1))
         theirs_residual = residual.clone()
-        theirs = reference.add_norm(x, theirs_residual, weight[0], 1e-6)
-        same(ops.add_norm(x, residual, weight[0], 1e-6), theirs, dtype)
+        expected = reference.add_norm(x, theirs_residual, weight[0], 1e-6)
+        same(ops.add_norm(x, residual, weight[0], 1e-6), expected, dtype)
         assert torch.equal(residual, theirs_residual)
     gate_up = random(num_tokens, 28672, dtype=dtype)
     same(ops.gated(gate_up, "silu"), reference.gated(gate_up, "silu"), dtype)

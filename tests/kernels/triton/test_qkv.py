@@ -1,4 +1,4 @@
-"""The product, the rotation and the slots in one kernel, against one after the other."""
+"""Tests of the fused QKV matmul, RoPE and cache write against separate operations."""
 
 import pytest
 import torch
@@ -30,24 +30,24 @@ def case(heads: int, kv_heads: int, dim: int, cache_dtype: torch.dtype = torch.f
 def check(
     entry: HeadEntry, x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
 ) -> None:
-    """A head turned with the wrong half or angle, a value turned too, a wrong slot, a bias left out."""
-    own = entry._replace(k_cache=entry.k_cache.clone(), v_cache=entry.v_cache.clone())
+    """Check for wrong RoPE halves or angles, rotated values, wrong slots and missing biases."""
+    fused_entry = entry._replace(k_cache=entry.k_cache.clone(), v_cache=entry.v_cache.clone())
     wide = weight if scale is None else dequantize(Scaled(weight, scale), torch.float32)
     product = x.double() @ wide.double().t()
     product = product if bias is None else product + bias.double()
     expected = Reference().rotate_and_write(product.to(x.dtype), entry)
-    q = enter(x, own, weight, bias, scale)
+    q = enter(x, fused_entry, weight, bias, scale)
     assert q is not None
     torch.testing.assert_close(q, expected, rtol=0.01, atol=0.02)
-    for ours, theirs in ((own.k_cache, entry.k_cache), (own.v_cache, entry.v_cache)):
-        narrow = ours.element_size() == 1
+    for actual, reference in ((fused_entry.k_cache, entry.k_cache), (fused_entry.v_cache, entry.v_cache)):
+        narrow = actual.element_size() == 1
         near = torch.isclose(
-            ours.float(), theirs.float(), rtol=0.13 if narrow else 0.01, atol=0.05 if narrow else 0.02
+            actual.float(), reference.float(), rtol=0.13 if narrow else 0.01, atol=0.05 if narrow else 0.02
         )
         # The interpreter loses the carry into the exponent when it rounds to 8 bits.
         assert near.all() or (narrow and not CUDA and near.float().mean() > 0.99)
-        written = (theirs.float() != 1).flatten(2).any(2)
-        assert torch.equal((ours.float() != 1).flatten(2).any(2), written)
+        written = (reference.float() != 1).flatten(2).any(2)
+        assert torch.equal((actual.float() != 1).flatten(2).any(2), written)
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -59,7 +59,7 @@ def test_one_token(heads: tuple[int, int], biased: bool) -> None:
 
 
 @pytest.mark.parametrize("blocked", [False, True], ids=["channel", "block"])
-def test_a_weight_in_e4m3(blocked: bool) -> None:
+def test_qkv_weight_in_e4m3(blocked: bool) -> None:
     weight, scale = quantize_weight(torch.randn(256, 512, device=DEVICE))
     scale = torch.rand(2, 4, device=DEVICE) / 100 if blocked else scale
     check(case(4, 2, 32), random(1, 512) / 16, weight, scale=scale)
@@ -71,12 +71,12 @@ def test_padding_is_not_written() -> None:
     check(entry, random(1, 512) / 16, random(256, 512))
 
 
-def test_an_8_bit_cache() -> None:
+def test_8_bit_cache() -> None:
     entry = case(4, 2, 32, torch.float8_e4m3fn)._replace(k_scale=0.25, v_scale=0.5)
     check(entry, random(1, 512) / 16, random(256, 512))
 
 
-def test_what_does_not_fit_is_left_to_others() -> None:
+def test_unsupported_cases_are_not_fused() -> None:
     x, weight = random(1, 512), random(256, 512)
     entry = case(4, 2, 32)
     assert enter(x[:0], entry, weight, None) is None

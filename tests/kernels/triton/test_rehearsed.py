@@ -1,4 +1,4 @@
-"""What an engine has compiled at its start are all kernels of states that its steps ask for."""
+"""Tests that all SSM kernels that steps launch are compiled at start-up."""
 
 from typing import Any
 
@@ -17,20 +17,20 @@ OPS = TritonStateOps()
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> set[Any]:
-    """What was launched, each as it would be compiled."""
-    found: set[Any] = set()
+def recorded_launches(monkeypatch: pytest.MonkeyPatch) -> set[Any]:
+    """Return the recorded launches with their specializations."""
+    actual: set[Any] = set()
 
     def note(wanted: set[Any], kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        found.add((kernel.fn.__name__, *map(launch._specialization, args), *options.items()))
+        actual.add((kernel.fn.__name__, *map(launch._specialization, args), *options.items()))
 
     monkeypatch.setattr(launch, "_compile_once", note)
     monkeypatch.setattr(launch, "_can_overlap", lambda: True)
-    return found
+    return actual
 
 
 def step(lens: np.ndarray[Any, Any], channels: int) -> None:
-    """The operations of a layer of each kind; what they compute is not looked at."""
+    """Run the operations of a layer of each kind; their results are not checked."""
     total, heads, dim = int(lens.sum()), channels // 64, 64
     starts = torch.from_numpy(np.concatenate([[0], np.cumsum(lens)]).astype(np.int32))
     seqs = SSMSequences(starts, torch.arange(len(lens), dtype=torch.int32), torch.zeros(total).long(), lens)
@@ -51,8 +51,10 @@ def step(lens: np.ndarray[Any, Any], channels: int) -> None:
 
 
 @pytest.mark.parametrize("channels", [1024, 4096, 8192])
-def test_steps_ask_for_nothing_new(channels: int, asked: set[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A table that begins at another place, more decodes beside a prompt, several prompts at once."""
+def test_steps_launch_no_new_specialization(
+    channels: int, recorded_launches: set[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check tables at another address, more decodes beside a prompt, and several prompts."""
     token = launch._requested.set(set())
     try:
         mixed = [_decodes(min(count, MOST_ROWS), prompt) for count, prompt in _MIXED]
@@ -60,22 +62,22 @@ def test_steps_ask_for_nothing_new(channels: int, asked: set[Any], monkeypatch: 
             step(lens, channels)
     finally:
         launch._requested.reset(token)
-    rehearsed, rng = set(asked), np.random.default_rng(0)
-    asked.clear()
-    monkeypatch.setattr("quire.kernels.triton.ssm.launch", _recording(asked))
+    rehearsed, rng = set(recorded_launches), np.random.default_rng(0)
+    recorded_launches.clear()
+    monkeypatch.setattr("quire.kernels.triton.ssm.launch", _recording(recorded_launches))
     for _ in range(40):
         prompts = rng.integers(2, 150, rng.integers(0, 9))
         lens = rng.permutation([*prompts, *[1] * rng.integers(len(prompts) == 0, 200)]).astype(np.int32)
         step(lens, channels)
-    assert len(asked) > 10 and asked <= rehearsed
+    assert len(recorded_launches) > 10 and recorded_launches <= rehearsed
 
 
-def _recording(asked: set[Any]) -> Any:
-    """Launches as in traffic, which are noted and do not run."""
+def _recording(recorded_launches: set[Any]) -> Any:
+    """Record launches without running them."""
 
     def launched(kernel: Any, *grid: int) -> Any:
         def run(*args: Any, **options: Any) -> None:
-            asked.add((kernel.fn.__name__, *map(launch._specialization, args), *options.items()))
+            recorded_launches.add((kernel.fn.__name__, *map(launch._specialization, args), *options.items()))
 
         return run
 

@@ -1,4 +1,4 @@
-"""Tokens sampled by the kernels: the argmax, the distribution, the kept sets of `sampling/random.py`."""
+"""Tests of the sampling kernels: argmax, distribution, and the kept sets of `sampling/random.py`."""
 
 from typing import Any
 
@@ -60,7 +60,7 @@ def test_argmax_is_the_first_of_the_largest(vocab: int) -> None:
     assert torch.equal(sampled(logits, temperature=0.0, top_k=2), expected)
 
 
-def test_a_row_without_a_distribution_takes_its_largest() -> None:
+def test_row_without_a_distribution_takes_its_largest() -> None:
     logits = torch.zeros(3, 40, device=DEVICE)
     logits[0] = -torch.inf
     logits[1, 17] = torch.nan
@@ -70,7 +70,7 @@ def test_a_row_without_a_distribution_takes_its_largest() -> None:
         assert sampled(logits, **limits).tolist() == [0, 17, 5]
 
 
-def test_a_token_depends_on_its_own_row_alone() -> None:
+def test_sample_depends_only_on_its_own_row() -> None:
     logits = torch.randn(5, 5000, device=DEVICE)
     seeds = torch.tensor([3, -9, 2**40, 3, 3], device=DEVICE)
     positions = torch.tensor([1, 1, 5, 2, 1], device=DEVICE)
@@ -86,7 +86,7 @@ def test_a_token_depends_on_its_own_row_alone() -> None:
             assert alone[0] == together[i]
 
 
-def test_seed_and_position_both_change_the_token() -> None:
+def test_seed_and_position_both_change_the_sample() -> None:
     logits = torch.zeros(1, 3000, device=DEVICE).expand(16, -1)
     same, rising = torch.full((16,), 5, device=DEVICE), torch.arange(16, device=DEVICE)
     assert len(set(sampled(logits, seeds=rising, positions=same).tolist())) > 12
@@ -95,7 +95,7 @@ def test_seed_and_position_both_change_the_token() -> None:
 
 
 def fits(counts: Tensor, probabilities: Tensor) -> None:
-    """Chi-square of sampled counts, with a bound that fails one time in a million."""
+    """Check the chi-square of sampled counts with a bound that fails one time in a million."""
     expected = probabilities.double() * counts.sum()
     known = expected > 0
     assert counts[~known].sum() == 0
@@ -116,7 +116,7 @@ LIMITS: list[Limits] = [
 def kept(
     logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> Tensor:
-    """Where `sampling/random.py` leaves something."""
+    """Return the tokens that `sampling/random.py` keeps."""
     scaled = logits / temperature
     n = len(logits)
     floor = floors(scaled, np.full(n, top_k, np.int64), np.full(n, top_p), np.full(n, min_p))
@@ -124,7 +124,7 @@ def kept(
 
 
 @pytest.mark.parametrize("limits", LIMITS, ids=str)
-def test_tokens_are_distributed_as_asked(limits: Limits) -> None:
+def test_samples_follow_the_distribution(limits: Limits) -> None:
     vocab, rows = 12, 20000 if CUDA else 20 if "top_k" in limits else 60
     logits = torch.linspace(-2.0, 1.5, vocab, device=DEVICE)[None].clone()
     logits[0, 3] = logits[0, 8]
@@ -135,7 +135,7 @@ def test_tokens_are_distributed_as_asked(limits: Limits) -> None:
 
 
 def every_kept_token_is_sampled(logits: Tensor, rows: int, limits: Limits) -> None:
-    """Kept sets agree from both sides: nothing else is sampled, and each of these is, sooner or later."""
+    """Check that only kept tokens are sampled and that each of them is."""
     left = kept(logits, **limits)[0]
     tokens = sampled(logits.expand(rows, -1), **limits)
     seen = torch.bincount(tokens, minlength=logits.shape[1]) > 0
@@ -144,7 +144,7 @@ def every_kept_token_is_sampled(logits: Tensor, rows: int, limits: Limits) -> No
 
 
 def same_as_among_the_kept(logits: Tensor, limits: Limits, seed: int = 0) -> None:
-    """The same noise over the kept tokens alone gives the same winner."""
+    """Check that the same noise over the kept tokens alone gives the same sample."""
     left = kept(logits, **limits)
     seeds = torch.arange(len(logits), device=DEVICE) + 100 * seed
     tokens = sampled(logits, seeds=seeds, **limits)
@@ -157,7 +157,7 @@ def test_kept_tokens_over_several_tiles(limits: Limits) -> None:
     same_as_among_the_kept(0.5 * torch.randn(2, 9000, device=DEVICE), limits)
 
 
-def test_equals_of_the_last_kept_are_kept() -> None:
+def test_ties_with_the_last_kept_token_are_kept() -> None:
     logits = -torch.rand(1, 5000, device=DEVICE)
     logits[0, [7, 4097, 4500]] = 2.0
     logits[0, [9, 4999]] = 1.5
@@ -165,8 +165,8 @@ def test_equals_of_the_last_kept_are_kept() -> None:
     assert kept(logits, top_k=4).sum() == 5
 
 
-def test_more_equals_than_candidates() -> None:
-    """All logits equal: more than can be taken together, so the row is searched; all stay."""
+def test_more_ties_than_candidates() -> None:
+    """Check equal logits, more than the candidates, so that the row is searched and all are kept."""
     logits = torch.zeros(4, 5000, device=DEVICE)
     assert len(set(sampled(logits, top_k=3).tolist())) == 4
 
@@ -206,9 +206,11 @@ def test_kept_sets_of_real_vocabularies(spread: float, limits: Limits) -> None:
 
 
 @pytest.mark.parametrize(("vocab", "words"), [(3, 1), (4100, 100), *more((4100, 131))])
-def test_confined_rows_sample_as_if_the_rest_were_not_there(vocab: int, words: int) -> None:
-    """Masks shorter and longer than the vocabulary, in any order, one of them of a single token; a row
-    without one; limits, by which logits are looked at again."""
+def test_masked_rows_sample_only_allowed_tokens(vocab: int, words: int) -> None:
+    """Check masks shorter and longer than the vocabulary in any order, one of them of a single token.
+
+    One row has no mask; limits make the kernel read the logits again.
+    """
     logits = (3 * torch.randn(4, vocab + 3, device=DEVICE)).bfloat16()[:, :vocab]
     bits = torch.randint(-(2**31), 2**31, (3, words), dtype=torch.int64, device=DEVICE).int()
     bits[1] = 0
@@ -220,9 +222,9 @@ def test_confined_rows_sample_as_if_the_rest_were_not_there(vocab: int, words: i
     apply_masks(alone, torch.cat((places, bits), 1))
     cases: list[Limits] = [{}, {"temperature": 0.0}, {"top_k": 5, "top_p": 0.8}]
     for limits in cases:
-        found = sampled(logits.clone(), constrained=constrained, **limits)
-        assert torch.equal(found, sampled(alone, **limits)), limits
+        actual = sampled(logits.clone(), constrained=constrained, **limits)
+        assert torch.equal(actual, sampled(alone, **limits)), limits
     later = constrained._replace(mask_of=torch.full_like(mask_of, LATER))
     kept = logits.clone()
     sampled(kept, top_k=5, constrained=later)
-    assert torch.equal(kept, logits), "nobody was to sample"
+    assert torch.equal(kept, logits), "no row was to be sampled"

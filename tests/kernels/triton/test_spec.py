@@ -1,4 +1,4 @@
-"""Steps that follow each other on the device: the kernels against their references."""
+"""Tests of the kernels for successive steps on the device against their references."""
 
 import random
 
@@ -25,8 +25,10 @@ def known_of(rng: random.Random, most: int, vocab: int = 3) -> SpecTokens:
 
 
 def step_of(rng: random.Random, most: int, padded: bool) -> tuple[SpecStep, list[int]]:
-    """Some rows in any order: decodes with drafts, chunks of prompts with a draw and without. `padded`:
-    decodes alone, each in as many places."""
+    """Return a step of rows in any order: decodes with drafts, and prompt chunks with and without sampling.
+
+    `padded`: decodes alone, each with the same number of positions.
+    """
     rows = rng.sample(range(ROWS), rng.randint(1, ROWS))
     kinds = [rng.choice(["decode", "decode", "prompt", "chunk"]) for _ in rows]
     if padded:
@@ -54,9 +56,10 @@ def copies(values: SpecTokens | SpecStep) -> SpecTokens | SpecStep:
 
 @pytest.mark.parametrize("most", [3, *more(1, 4)])
 @pytest.mark.parametrize("padded", [False, True])
-def test_inputs_are_derived_from_what_rows_have(most: int, padded: bool) -> None:
-    """A draft that is not there, places behind the longest sequence, the slots of another group, inputs of
-    prompts that were there."""
+def test_inputs_are_derived_from_rows(most: int, padded: bool) -> None:
+    """Check for missing drafts, positions beyond max_model_len, slots of another group, and stale prompt
+    inputs.
+    """
     rng = random.Random(most)
     torch.manual_seed(most)
     tables = torch.randint(1, 99, (GROUPS, ROWS, WIDTH // BLOCK_SIZE), dtype=torch.int32)
@@ -65,35 +68,35 @@ def test_inputs_are_derived_from_what_rows_have(most: int, padded: bool) -> None
         step, (num_tokens, _) = step_of(rng, most, padded)
         memory = torch.full((2 + GROUPS, -(-num_tokens // 8) * 8), -7)
         lens = torch.full((len(step.rows),), -7, dtype=torch.int32)
-        found = memory.to(DEVICE, copy=True), lens.to(DEVICE, copy=True)
+        actual = memory.to(DEVICE, copy=True), lens.to(DEVICE, copy=True)
         rest = BLOCK_SIZE, WIDTH - 8
         spec.derive_reference(known, step, memory[0], memory[1], lens, list(memory[2:]), tables, *rest)
-        args = on_device(known), on_device(step), found[0][0], found[0][1], found[1]
-        spec.derive(*args, list(found[0][2:]), tables.to(DEVICE), *rest)
-        assert torch.equal(found[0].cpu()[:, :num_tokens], memory[:, :num_tokens])
-        assert torch.equal(found[1].cpu(), lens)
+        args = on_device(known), on_device(step), actual[0][0], actual[0][1], actual[1]
+        spec.derive(*args, list(actual[0][2:]), tables.to(DEVICE), *rest)
+        assert torch.equal(actual[0].cpu()[:, :num_tokens], memory[:, :num_tokens])
+        assert torch.equal(actual[1].cpu(), lens)
 
 
 @pytest.mark.parametrize("most", [1, 3, 4])
-def test_draws_count_up_to_the_first_draft_that_is_another(most: int) -> None:
-    """A draft that was not planned, a draw behind one that differs, a row that drew nothing."""
+def test_samples_count_up_to_the_first_rejected_draft(most: int) -> None:
+    """Check for unplanned drafts, samples after a rejection, and rows without samples."""
     rng = random.Random(most)
     torch.manual_seed(most)
     for padded in (False, True, False):
         known = known_of(rng, most, vocab=2)
         step, (_, num_draws) = step_of(rng, most, padded)
         drawn = torch.randint(0, 2, (num_draws,))
-        there, given = on_device(known), (on_device(step), drawn.to(DEVICE))
-        later, now = (torch.full((4,), each, dtype=torch.int32).to(DEVICE) for each in (LATER, FREE))
-        spec.verify(there, *given, later=later)
+        there, arguments = on_device(known), (on_device(step), drawn.to(DEVICE))
+        later, now = (torch.full((4,), item, dtype=torch.int32).to(DEVICE) for item in (LATER, FREE))
+        spec.verify(there, *arguments, later=later)
         assert all(torch.equal(a.cpu(), b) for a, b in zip(there[:4], known[:4], strict=True))
-        found = spec.verify(there, *given, later=None if padded else now).cpu()
-        assert torch.equal(found, spec.verify_reference(known, step, drawn))
+        actual = spec.verify(there, *arguments, later=None if padded else now).cpu()
+        assert torch.equal(actual, spec.verify_reference(known, step, drawn))
         assert all(torch.equal(a.cpu(), b) for a, b in zip(there[:4], known[:4], strict=True))
 
 
-def test_drafts_that_are_taken_at_a_rate() -> None:
-    """Whatever was drawn: they are kept, and the draw behind them."""
+def test_synthetic_acceptance_rate() -> None:
+    """Check that accepted drafts and the sample after them are kept, whatever was sampled."""
     count, most = 60, 2
     history, lengths = torch.zeros(count, 16, dtype=torch.int32), torch.full((count,), 5, dtype=torch.int32)
     guessed, counts = torch.full((count, most), 8), torch.full((count,), most, dtype=torch.int32)
@@ -112,9 +115,10 @@ def test_drafts_that_are_taken_at_a_rate() -> None:
 
 
 @pytest.mark.parametrize("least", [2, *more(1, 5)])
-def test_the_longest_context_is_found(least: int) -> None:
-    """A place in another program's share, a later one with a shorter context, a text that ends in what it
-    repeats, tokens that are none."""
+def test_longest_matching_context_is_found(least: int) -> None:
+    """Check matches in other programs' parts, later and shorter matches, overlapping texts and invalid
+    tokens.
+    """
     rng, most, width = random.Random(least), 4, 2500
     torch.manual_seed(least)
     history = torch.randint(0, 3, (6, width), dtype=torch.int32)
@@ -140,8 +144,8 @@ def test_the_longest_context_is_found(least: int) -> None:
 
 
 @pytest.mark.parametrize("width", [1, 2])
-def test_drafts_have_places_of_their_own(width: int) -> None:
-    """A sequence without room, one that is shorter than what is asked for, the slots of another group."""
+def test_drafts_have_their_own_slots(width: int) -> None:
+    """Check sequences at the limit, short texts, and slots of other groups."""
     torch.manual_seed(width)
     count, tables = 7, torch.randint(1, 99, (GROUPS, ROWS, WIDTH // BLOCK_SIZE), dtype=torch.int32)
     last = torch.tensor([0, 1, 5, 17, 30, 41, 46])
@@ -150,8 +154,8 @@ def test_drafts_have_places_of_their_own(width: int) -> None:
     for ahead in (0, 1, 3):
         ends = SequenceEnds(rows, torch.zeros(count, 2), last, room, tables)
         expected = drafter.place(ends, ahead, width, BLOCK_SIZE)
-        given = (part.to(DEVICE) for part in (rows, last, room, tables))
-        found = spec.place(*given, ahead, width, BLOCK_SIZE)
-        assert torch.equal(found[0].cpu(), expected[0]) and torch.equal(found[1].cpu(), expected[1])
-        for ours, theirs in zip(found[2], expected[2], strict=True):
-            assert torch.equal(ours.cpu(), theirs)
+        arguments = (part.to(DEVICE) for part in (rows, last, room, tables))
+        actual = spec.place(*arguments, ahead, width, BLOCK_SIZE)
+        assert torch.equal(actual[0].cpu(), expected[0]) and torch.equal(actual[1].cpu(), expected[1])
+        for device_value, reference in zip(actual[2], expected[2], strict=True):
+            assert torch.equal(device_value.cpu(), reference)

@@ -1,4 +1,4 @@
-"""The Triton kernels of states against the torch ones; in the interpreter where there is no GPU."""
+"""Tests of the Triton SSM kernels against torch; in the interpreter without a GPU."""
 
 import itertools
 
@@ -22,7 +22,7 @@ LENS_AND_SIZES = [
     *more(("one decode", "odd"), ("decodes", "even"), ("mixed", "even"), ("short", "odd")),
     *more(("long", "even"), ("long", "odd")),
 ]
-ours, theirs = TritonStateOps(), StateReference()
+actual, reference = TritonStateOps(), StateReference()
 
 
 def same(a: Tensor, b: Tensor, dtype: torch.dtype) -> None:
@@ -33,7 +33,7 @@ def same(a: Tensor, b: Tensor, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lens", ["decodes", "mixed", "short", *more("one decode", "long")])
 def test_conv(lens: str, dtype: torch.dtype) -> None:
-    """A window that reaches into another sequence, a state that a starting sequence should not see."""
+    """Check for windows that reach into another sequence, and for stale states of new sequences."""
     channels, kernel = 70, 4
     case = make_case(LENS[lens], channels, (2, 1, 1), dtype=dtype, device=DEVICE)
     weight, bias = (
@@ -42,9 +42,9 @@ def test_conv(lens: str, dtype: torch.dtype) -> None:
     state = torch.randn(ROWS, channels, kernel - 1, device=DEVICE).to(dtype)
     state[case.seqs.rows[::2].long()] = torch.nan
     twin = state.clone()
-    for given, activated in ((bias, True), (None, False)):
-        out = ours.conv(case.x, weight, given, state, case.seqs, activated=activated)
-        same(out, theirs.conv(case.x, weight, given, twin, case.seqs, activated=activated), dtype)
+    for conv_bias, activated in ((bias, True), (None, False)):
+        out = actual.conv(case.x, weight, conv_bias, state, case.seqs, activated=activated)
+        same(out, reference.conv(case.x, weight, conv_bias, twin, case.seqs, activated=activated), dtype)
         same(state, twin, dtype)
 
 
@@ -55,8 +55,10 @@ def test_scan(lens: str, sizes: str, dtype: torch.dtype) -> None:
     width = heads * head_dim + 2 * groups * size
     case = make_case(LENS[lens], width, (heads, head_dim, size), dtype=dtype, device=DEVICE)
     twin, dt = case.state.clone(), case.small[:, 1 : 1 + heads]
-    expected = theirs.scan(case.x, dt, case.rates, case.skip, twin, case.seqs, limits=LIMITS)
-    same(ours.scan(case.x, dt, case.rates, case.skip, case.state, case.seqs, limits=LIMITS), expected, dtype)
+    expected = reference.scan(case.x, dt, case.rates, case.skip, twin, case.seqs, limits=LIMITS)
+    same(
+        actual.scan(case.x, dt, case.rates, case.skip, case.state, case.seqs, limits=LIMITS), expected, dtype
+    )
     same(case.state, twin, dtype)
 
 
@@ -82,21 +84,24 @@ def test_select(lens: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
 def compare_select(lens: list[int], shape: tuple[int, int], dtype: torch.dtype) -> None:
     case = select_case(lens, dtype, DEVICE, shape)
     twin = case.state.clone()
-    expected = run_select(theirs, case, twin)
-    same(run_select(ours, case, case.state), expected, dtype)
+    expected = run_select(reference, case, twin)
+    same(run_select(actual, case, case.state), expected, dtype)
     same(case.state, twin, dtype)
 
 
 @pytest.mark.parametrize("block", [8, 16, 32])
-def test_select_by_four_two_and_one_threads_a_channel(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts that are no multiple of what is loaded ahead, or less than that; channels that are no multiple
-    of a warp's."""
+def test_select_with_four_two_and_one_threads_per_channel(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check prompts shorter than or no multiple of the prefetch, and channels that are no multiple of a
+    warp.
+    """
     monkeypatch.setattr(state_kernels, "_channels_per_warp", lambda num_channels: block)
     compare_select([2, 65, 4, 1, 3], (19, 16), torch.float32)
 
 
 def test_select_of_a_long_prompt() -> None:
-    """An error that grows with each token."""
+    """Check for an error that grows with each token."""
     compare_select([150], (8, 16), torch.float32)
 
 
@@ -107,22 +112,22 @@ def test_delta(lens: str, sizes: str, dtype: torch.dtype) -> None:
     width = 2 * key_heads * key_dim + heads * value_dim
     case = make_case(LENS[lens], width, (heads, key_dim, value_dim), dtype=dtype, device=DEVICE)
     twin, (a, b) = case.state.clone(), case.small.chunk(2, 1)
-    expected = theirs.delta(case.x, a, b, case.rates, twin, case.seqs)
-    same(ours.delta(case.x, a, b, case.rates, case.state, case.seqs), expected, dtype)
+    expected = reference.delta(case.x, a, b, case.rates, twin, case.seqs)
+    same(actual.delta(case.x, a, b, case.rates, case.state, case.seqs), expected, dtype)
     same(case.state, twin, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_equal_keys_that_nothing_is_forgotten_of(dtype: torch.dtype) -> None:
-    """An inverse by powers of the system, whose terms grow beyond float32 before they cancel."""
+def test_equal_keys_without_decay(dtype: torch.dtype) -> None:
+    """Check an inverse by powers of the system, whose terms would exceed float32 before they cancel."""
     heads, key_dim, value_dim = 2, 16, 16
     width = 2 * heads * key_dim + heads * value_dim
     case = make_case([130], width, (heads, key_dim, value_dim), dtype=dtype, device=DEVICE)
     qkv, a, b = torch.ones_like(case.x), torch.full_like(case.small, -30.0), torch.full_like(case.small, 9.0)
     qkv[:, 2 * heads * key_dim :] = case.x[:, 2 * heads * key_dim :]
     twin = case.state.clone()
-    expected = theirs.delta(qkv, a[:, :heads], b[:, :heads], case.rates, twin, case.seqs)
-    out = ours.delta(qkv, a[:, :heads], b[:, :heads], case.rates, case.state, case.seqs)
+    expected = reference.delta(qkv, a[:, :heads], b[:, :heads], case.rates, twin, case.seqs)
+    out = actual.delta(qkv, a[:, :heads], b[:, :heads], case.rates, case.state, case.seqs)
     same(out, expected, dtype)
 
 
@@ -133,7 +138,7 @@ def test_gates(pieces: int, size: int, gate_first: bool, dtype: torch.dtype) -> 
     case = make_case([3, 1], pieces * size, (pieces * size // 2, 1, 1), dtype=dtype, device=DEVICE)
     weight = torch.randn(size, device=DEVICE).to(dtype)
     x, gate = case.x, case.small
-    expected = theirs.gated_norm(x, gate, weight, 1e-5, gate_first=gate_first)
-    same(ours.gated_norm(x, gate, weight, 1e-5, gate_first=gate_first), expected, dtype)
+    expected = reference.gated_norm(x, gate, weight, 1e-5, gate_first=gate_first)
+    same(actual.gated_norm(x, gate, weight, 1e-5, gate_first=gate_first), expected, dtype)
     for by in GATES:
-        same(ours.gate(x, gate, by), theirs.gate(x, gate, by), dtype)
+        same(actual.gate(x, gate, by), reference.gate(x, gate, by), dtype)

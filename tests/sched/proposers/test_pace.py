@@ -1,4 +1,4 @@
-"""The pace of drafts, simulated: it never costs much, and takes nearly all there is to win."""
+"""Tests of the draft length policy in a simulation: it costs little and gains nearly all that is possible."""
 
 from collections.abc import Callable
 
@@ -16,14 +16,16 @@ COSTS: dict[str, Callable[[int], float]] = {
     "linear": lambda num_tokens: 0.02 + num_tokens,
     "mixed": lambda num_tokens: max(1.0, num_tokens / 32) + 0.002 * num_tokens,
 }
-"""Seconds of a step: a GPU that waits for its memory, a CPU, a GPU that has more to do than to read."""
+"""Seconds per step of a memory-bound GPU, a CPU, and a compute-bound GPU."""
 
 
 def rate(
     cost: Callable[[int], float], num_rows: int, chance: Callable[[int], float], is_burst: bool = False
 ) -> float:
-    """Tokens per second at a pace that sees what steps take with noise, one in a hundred far too long.
-    In a burst all drafts of a row are right or none is."""
+    """Return tokens per second with noisy step times, of which one in a hundred is far too long.
+
+    In a burst either all drafts of a row are accepted or none.
+    """
     rng = np.random.default_rng(0)
     rows, pace = np.arange(num_rows, dtype=np.int32), Pace(max_rows=num_rows, most=MOST)
     for row in rows.tolist():
@@ -43,8 +45,8 @@ def rate(
     return num_tokens / seconds
 
 
-def fixed(cost: Callable[[int], float], num_rows: int, chance: float, length: int) -> float:
-    """Tokens per second with always so many drafts."""
+def fixed_length_rate(cost: Callable[[int], float], num_rows: int, chance: float, length: int) -> float:
+    """Return tokens per second with a fixed number of drafts."""
     tokens = sum(chance**place for place in range(length + 1))
     return num_rows * tokens / cost(num_rows * (1 + length))
 
@@ -52,29 +54,29 @@ def fixed(cost: Callable[[int], float], num_rows: int, chance: float, length: in
 @pytest.mark.parametrize("num_rows", [1, 16])
 @pytest.mark.parametrize("chance", [0.0, 0.3, 0.7, 0.95])
 @pytest.mark.parametrize("name", COSTS)
-def test_it_is_never_much_slower_than_plain_and_nearly_as_fast_as_the_best_length(
+def test_pace_is_near_the_best_length_and_never_much_slower_than_plain(
     name: str, chance: float, num_rows: int
 ) -> None:
     cost = COSTS[name]
-    rates = [fixed(cost, num_rows, chance, length) for length in range(MOST + 1)]
-    found = rate(cost, num_rows, lambda step: chance)
-    assert found >= 0.97 * rates[0]
+    rates = [fixed_length_rate(cost, num_rows, chance, length) for length in range(MOST + 1)]
+    actual = rate(cost, num_rows, lambda step: chance)
+    assert actual >= 0.97 * rates[0]
     if max(rates) > 1.1 * rates[0]:
-        assert found >= 0.9 * max(rates)
+        assert actual >= 0.9 * max(rates)
 
 
 @pytest.mark.parametrize("name", COSTS)
-def test_it_follows_what_changes(name: str) -> None:
-    """Drafts that are all wrong, then nearly all right, and so on."""
+def test_pace_adapts_to_changing_acceptance(name: str) -> None:
+    """Check drafts that are alternately all wrong and nearly all correct."""
     cost = COSTS[name]
-    halves = [fixed(cost, 4, chance, MOST if chance else 0) for chance in (0.0, 0.95)]
-    found = rate(cost, 4, lambda step: 0.95 * (step // 100 % 2))
-    assert found >= 0.97 * halves[0]
+    halves = [fixed_length_rate(cost, 4, chance, MOST if chance else 0) for chance in (0.0, 0.95)]
+    actual = rate(cost, 4, lambda step: 0.95 * (step // 100 % 2))
+    assert actual >= 0.97 * halves[0]
     if name != "linear":
-        assert found >= 0.75 * np.mean(halves)
+        assert actual >= 0.75 * np.mean(halves)
 
 
-def test_drafts_that_are_right_in_bursts_are_worth_their_cost() -> None:
+def test_bursts_of_accepted_drafts_are_used() -> None:
     def cost(num_tokens: int) -> float:
         return 1 + 0.3 * num_tokens
 
@@ -82,8 +84,8 @@ def test_drafts_that_are_right_in_bursts_are_worth_their_cost() -> None:
     assert rate(cost, 1, lambda step: 0.7, is_burst=True) >= 0.85 * best
 
 
-def warm(num_rows: int) -> Pace:
-    """For which drafts cost nothing, and all were right."""
+def free_drafts_pace(num_rows: int) -> Pace:
+    """Return a pace for which drafts cost nothing and all were accepted."""
     pace, rows = Pace(max_rows=num_rows, most=MOST), np.arange(num_rows, dtype=np.int32)
     for _ in range(20):
         lengths = pace.lengths(rows)
@@ -92,8 +94,8 @@ def warm(num_rows: int) -> Pace:
     return pace
 
 
-def test_a_row_has_no_more_than_there_are_and_all_no_more_than_the_budget() -> None:
-    pace, rows = warm(8), np.arange(8, dtype=np.int32)
+def test_draft_lengths_respect_available_drafts_and_budget() -> None:
+    pace, rows = free_drafts_pace(8), np.arange(8, dtype=np.int32)
     assert pace.lengths(rows).tolist() == [MOST] * 8
     available: Ints = np.array([0, 1, 2, 3, 9, 9, 0, 4], np.int32)
     assert (pace.lengths(rows, available) <= np.minimum(available, MOST)).all()
@@ -102,12 +104,12 @@ def test_a_row_has_no_more_than_there_are_and_all_no_more_than_the_budget() -> N
     assert pace.lengths(rows[:0]).tolist() == []
 
 
-def test_it_does_the_same_with_the_same() -> None:
+def test_pace_is_deterministic() -> None:
     assert rate(COSTS["mixed"], 4, lambda step: 0.6) == rate(COSTS["mixed"], 4, lambda step: 0.6)
 
 
-def test_rows_differ() -> None:
-    """Half of them are always right: where drafts cost something these have them, the others hardly."""
+def test_acceptance_is_tracked_per_row() -> None:
+    """Check rows of which half always accept: only these get drafts when drafts are expensive."""
     pace, rows = Pace(max_rows=8, most=4), np.arange(8, dtype=np.int32)
     total = np.zeros(8)
     for _ in range(300):
@@ -120,8 +122,8 @@ def test_rows_differ() -> None:
     assert total[:4].min() > 4 * total[4:].max()
 
 
-def test_sorts_of_drafts_differ() -> None:
-    """What was learned of drafts that were right is no reason to believe others in the next request."""
+def test_acceptance_is_tracked_per_kind_of_draft() -> None:
+    """Check that acceptance of sure drafts does not carry over to other drafts of the next request."""
     pace = Pace(max_rows=2, most=4, sorts=2)
     likely, unlikely = np.array([1]), np.array([0])
     for row in (likely, unlikely):
@@ -132,11 +134,11 @@ def test_sorts_of_drafts_differ() -> None:
             pace.timed(1 + int(lengths[0]), 1, int(accepted[0]), 1 + 0.3 * lengths[0])
     pace.admit(1)
     assert pace.lengths(np.array([3])).tolist() == [4]
-    assert pace.lengths(np.array([2])).sum() <= 2  # a trial
+    assert pace.lengths(np.array([2])).sum() <= 2  # a trial draft
 
 
-def test_the_first_steps_of_a_kind_do_not_say_what_it_costs() -> None:
-    """On a CPU they are computed in other ways, then recorded, and take several times as long."""
+def test_first_steps_of_a_batch_size_are_ignored() -> None:
+    """Check slow first steps, which on a CPU are computed eagerly and then recorded."""
     pace, rows, seen = Pace(max_rows=1, most=4), np.zeros(1, np.int32), dict[int, int]()
     last = 0
     for _ in range(40):
@@ -147,8 +149,8 @@ def test_the_first_steps_of_a_kind_do_not_say_what_it_costs() -> None:
     assert last == 4
 
 
-def test_what_steps_of_other_rows_cost_is_taken_from_those_that_are_known() -> None:
-    """All drafts are right, and cost as much as they give: with fewer rows, too, they are hardly tried."""
+def test_cost_of_unmeasured_batch_sizes_is_estimated() -> None:
+    """Check drafts that cost as much as they gain: they are hardly tried with fewer rows either."""
     pace, num_drafts = Pace(max_rows=8, most=MOST), []
     for num_rows in [8] * 100 + [5] * 20:
         rows = np.arange(num_rows, dtype=np.int32)

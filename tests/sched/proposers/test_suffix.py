@@ -1,4 +1,4 @@
-"""Suffix decoding: proposals are what counting through all texts gives, and the pool stays bounded."""
+"""Tests of suffix decoding: proposals match counting through all texts, and the pool stays bounded."""
 
 from collections import Counter
 
@@ -20,23 +20,23 @@ def ints(tokens: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
 
 
 def counted(
-    own: list[int], answers: list[list[int]], most: int, depth: int, factor: float, min_prob: float
+    own_tokens: list[int], answers: list[list[int]], most: int, depth: int, factor: float, min_prob: float
 ) -> list[int]:
-    """What is proposed, found the slow way: every ending is looked for in every place."""
+    """Return the proposal that counting every suffix in every text gives."""
     pool = [END] * MIN_MATCH + [token for answer in answers for token in [*answer, END]]
-    best, found = 0.0, []
-    for tokens in (own, pool):
-        score, guess = _guess(tokens, own, most, depth, factor, min_prob)
+    best, actual = 0.0, []
+    for tokens in (own_tokens, pool):
+        score, guess = _guess(tokens, own_tokens, most, depth, factor, min_prob)
         if score > best:
-            best, found = score, guess
-    return found
+            best, actual = score, guess
+    return actual
 
 
 def _guess(
-    tokens: list[int], own: list[int], most: int, depth: int, factor: float, min_prob: float
+    tokens: list[int], own_tokens: list[int], most: int, depth: int, factor: float, min_prob: float
 ) -> tuple[float, list[int]]:
-    for length in range(min(depth, len(own)), MIN_MATCH - 1, -1):
-        places = [at for at in range(length, len(tokens)) if tokens[at - length : at] == own[-length:]]
+    for length in range(min(depth, len(own_tokens)), MIN_MATCH - 1, -1):
+        places = [at for at in range(length, len(tokens)) if tokens[at - length : at] == own_tokens[-length:]]
         if not places:
             continue
         guess: list[int] = []
@@ -67,7 +67,7 @@ answer = st.lists(st.integers(0, 2), min_size=MIN_MATCH + 1, max_size=12)
     factor=st.sampled_from([0.0, 0.5, 1.0, 2.0]),
     min_prob=st.sampled_from([0.0, 0.3, 0.6, 1.0]),
 )
-def test_a_proposal_is_what_counting_gives(
+def test_proposal_matches_counting(
     answers: list[list[int]],
     prompt: list[int],
     pieces: list[list[int]],
@@ -80,29 +80,29 @@ def test_a_proposal_is_what_counting_gives(
         patch.setattr(text, "MIN_RECENT", 6)
         patch.setattr(suffix, "MAX_PLACES", 99)
         proposer = Suffix(max_depth=depth, max_requests=100, spec_factor=factor, min_prob=min_prob)
-        for told in answers:
+        for message in answers:
             proposer.admit(1, ints([7, 8]))
-            proposer.extend(1, ints(told))
-            proposer.release(1, ints([7, 8, *told]))
-        own = prompt
-        proposer.admit(0, ints(own))
+            proposer.extend(1, ints(message))
+            proposer.release(1, ints([7, 8, *message]))
+        own_tokens = prompt
+        proposer.admit(0, ints(own_tokens))
         for piece in [*pieces, []]:
-            expected = counted(own, answers, most, depth, factor, min_prob)
+            expected = counted(own_tokens, answers, most, depth, factor, min_prob)
             assert proposer.propose(0, most).tolist() == expected
-            own = own + piece
+            own_tokens = own_tokens + piece
             proposer.extend(0, ints(piece))
 
 
-def test_what_mostly_followed_is_proposed_until_it_is_unlikely() -> None:
+def test_most_frequent_continuation_is_proposed_until_unlikely() -> None:
     proposer = Suffix(max_depth=8, max_requests=100, spec_factor=4, min_prob=0.5)
-    for told in ([1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 3, 7, 7]):
+    for message in ([1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 3, 7, 7]):
         proposer.admit(0, ints([]))
-        proposer.release(0, ints(told))
+        proposer.release(0, ints(message))
     proposer.admit(0, ints([1, 2, 3]))
     assert proposer.propose(0, 9).tolist() == [4]
 
 
-def test_prompts_stay_with_their_requests() -> None:
+def test_prompts_are_not_shared_between_requests() -> None:
     proposer = Suffix(max_depth=8, max_requests=8, spec_factor=4, min_prob=0)
     proposer.admit(0, ints([1, 2, 3, 4, 5, 6]))
     proposer.release(0, ints([1, 2, 3, 4, 5, 6, 9, 9, 9, 9]))
@@ -111,18 +111,18 @@ def test_prompts_stay_with_their_requests() -> None:
 
 
 @pytest.mark.parametrize("limits", [{"max_requests": 8}, {"max_requests": 1000, "max_tokens": 48}])
-def test_old_answers_go(limits: dict[str, int]) -> None:
+def test_old_outputs_are_evicted(limits: dict[str, int]) -> None:
     proposer = Suffix(max_depth=8, spec_factor=4, min_prob=0, **limits)
     for number in range(50):
-        told = [number, number, number, 100 + number, 200 + number]
+        message = [number, number, number, 100 + number, 200 + number]
         proposer.admit(0, ints([]))
-        proposer.release(0, ints(told))
-    found = []
+        proposer.release(0, ints(message))
+    actual = []
     for number in range(50):
         proposer.admit(0, ints([number] * 3))
-        found.append(proposer.propose(0, 2).tolist())
+        actual.append(proposer.propose(0, 2).tolist())
         proposer.release(0, ints([number] * 3))
-    assert found[-1] == [149, 249] and 1 <= sum(guess != [] for guess in found) <= 8
+    assert actual[-1] == [149, 249] and 1 <= sum(guess != [] for guess in actual) <= 8
     nothing = Suffix(max_depth=8, spec_factor=4, min_prob=0, max_requests=0)
     nothing.admit(0, ints([]))
     nothing.release(0, ints([1, 2, 3, 4, 5]))
@@ -130,7 +130,7 @@ def test_old_answers_go(limits: dict[str, int]) -> None:
     assert nothing.propose(0, 2).tolist() == []
 
 
-def test_the_settings_choose_the_proposer() -> None:
+def test_config_selects_the_proposer() -> None:
     chosen = []
     for config in ({"method": "ngram", "num_speculative_tokens": 2}, {"method": "suffix"}):
         facts = SpecFacts.of({"speculative_config": config}, max_model_len=64)
@@ -139,8 +139,8 @@ def test_the_settings_choose_the_proposer() -> None:
     assert chosen == [NGram, Suffix]
 
 
-def test_answers_of_another_salt_are_not_proposed() -> None:
-    """How fast a draft is accepted would tell one tenant what another was answered."""
+def test_outputs_of_another_salt_are_not_proposed() -> None:
+    """Check that draft acceptance does not reveal one tenant's outputs to another."""
     proposer = Suffix(max_depth=8, max_requests=8, spec_factor=4, min_prob=0)
 
     def answered(salt: str | None) -> None:

@@ -1,4 +1,4 @@
-"""/v1/messages: what goes to the engine, and what comes back, whole and as events."""
+"""Tests of /v1/messages: the request that reaches the engine, and the answer, complete and streamed."""
 
 import json
 import threading
@@ -23,33 +23,33 @@ USER = {"role": "user", "content": "hi"}
 def send(
     engine: FakeEngine | None = None, settings: dict[str, Any] | None = None, **body: Any
 ) -> httpx.Response:
-    given = {"model": "fake", "max_tokens": 100, "messages": [USER], **body}
-    return ask("POST", PATH, engine=engine, settings=settings, json=given)
+    fields = {"model": "fake", "max_tokens": 100, "messages": [USER], **body}
+    return ask("POST", PATH, engine=engine, settings=settings, json=fields)
 
 
-def whole(engine: FakeEngine | None = None, **body: Any) -> dict[str, Any]:
+def complete_message(engine: FakeEngine | None = None, **body: Any) -> dict[str, Any]:
     response = send(engine, **body)
     assert response.status_code == 200, response.text
-    found: dict[str, Any] = response.json()
-    return found
+    message: dict[str, Any] = response.json()
+    return message
 
 
 def events(response: httpx.Response) -> list[dict[str, Any]]:
     assert response.status_code == 200, response.text
-    found = []
+    parsed_events = []
     for part in response.text.removesuffix("\n\n").split("\n\n"):
         name, data = part.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == "event: " + found[-1]["type"]
-    return found
+        parsed_events.append(json.loads(data.removeprefix("data: ")))
+        assert name == "event: " + parsed_events[-1]["type"]
+    return parsed_events
 
 
-def folded(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message that a client makes of events, which must be in order."""
-    message: dict[str, Any] = found[0]["message"]
+def fold_events(stream_events: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the message that a client assembles from the events, which must be in order."""
+    message: dict[str, Any] = stream_events[0]["message"]
     open_index, raw = None, ""
-    for each in found[1:]:
-        match each:
+    for event in stream_events[1:]:
+        match event:
             case {"type": "content_block_start", "index": index, "content_block": block}:
                 assert open_index is None and index == len(message["content"])
                 message["content"].append(block)
@@ -68,7 +68,7 @@ def folded(found: list[dict[str, Any]]) -> dict[str, Any]:
                     message["content"][index]["input"] = json.loads(raw)
             case {"type": "message_delta", "delta": delta, "usage": usage}:
                 message |= {**delta, "usage": usage}
-    assert [each["type"] for each in found[-2:]] == ["message_delta", "message_stop"]
+    assert [event["type"] for event in stream_events[-2:]] == ["message_delta", "message_stop"]
     return message
 
 
@@ -82,17 +82,17 @@ def refused(response: httpx.Response, status: int = 400, kind: str = "invalid_re
 
 def prompt_of(**body: Any) -> str | None:
     engine = FakeEngine()
-    whole(engine, **body)
+    complete_message(engine, **body)
     return engine.seen[0][1].text
 
 
 # ---- answers
 
 
-def test_a_whole_answer() -> None:
-    found = whole(temperature=0.5, top_k=7)
-    assert found.pop("id").startswith("msg_")
-    assert found == {
+def test_complete_answer() -> None:
+    message = complete_message(temperature=0.5, top_k=7)
+    assert message.pop("id").startswith("msg_")
+    assert message == {
         "type": "message",
         "role": "assistant",
         "model": "fake",
@@ -109,25 +109,25 @@ def test_a_whole_answer() -> None:
 
 
 @pytest.mark.parametrize("answer_text", [ANSWER, ""])
-def test_a_stream_says_what_the_whole_answer_does(answer_text: str) -> None:
-    streamed = folded(events(send(FakeEngine(answer_text), stream=True)))
-    found = whole(FakeEngine(answer_text))
-    assert streamed | {"id": ""} == found | {"id": ""}
-    assert found["content"] == [{"type": "text", "text": answer_text}]
+def test_stream_equals_the_complete_answer(answer_text: str) -> None:
+    streamed = fold_events(events(send(FakeEngine(answer_text), stream=True)))
+    message = complete_message(FakeEngine(answer_text))
+    assert streamed | {"id": ""} == message | {"id": ""}
+    assert message["content"] == [{"type": "text", "text": answer_text}]
 
 
-def test_cached_tokens_are_told_apart_where_that_is_set() -> None:
+def test_cached_tokens_are_reported_if_enabled() -> None:
     usage = send(settings={"enable_prompt_tokens_details": True}).json()["usage"]
     assert usage["cache_read_input_tokens"] == 3
     assert usage["input_tokens"] == len("user:hi\nassistant:") - 3
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_why_it_ended(stream: bool) -> None:
+def test_stop_reasons(stream: bool) -> None:
     def ending(**body: Any) -> tuple[str, str | None]:
         response = send(stream=stream, **body)
-        found = folded(events(response)) if stream else response.json()
-        return found["stop_reason"], found["stop_sequence"]
+        message = fold_events(events(response)) if stream else response.json()
+        return message["stop_reason"], message["stop_sequence"]
 
     assert ending() == ("end_turn", None)
     assert ending(max_tokens=3) == ("max_tokens", None)
@@ -136,7 +136,7 @@ def test_why_it_ended(stream: bool) -> None:
 
 
 class Ending(FakeEngine):
-    """Ends its answers after three tokens."""
+    """Engine that ends its answers after three tokens."""
 
     def __init__(self, finish: FinishReason) -> None:
         super().__init__()
@@ -148,99 +148,102 @@ class Ending(FakeEngine):
         return step
 
 
-def test_an_answer_that_went_round_in_circles_was_cut() -> None:
+def test_repetition_stop_is_max_tokens() -> None:
     circles = FinishReason("repetition", "repetition_detected")
-    for found in (whole(Ending(circles)), folded(events(send(Ending(circles), stream=True)))):
-        assert (found["stop_reason"], found["stop_sequence"]) == ("max_tokens", None)
+    for message in (
+        complete_message(Ending(circles)),
+        fold_events(events(send(Ending(circles), stream=True))),
+    ):
+        assert (message["stop_reason"], message["stop_sequence"]) == ("max_tokens", None)
 
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
-def test_an_answer_that_was_broken_off_is_an_error(reason: str) -> None:
+def test_aborted_answer_is_an_error(reason: str) -> None:
     refused(send(Ending(FinishReason(reason))), 500, "api_error")
-    found = events(send(Ending(FinishReason(reason)), stream=True))
-    assert found[0]["type"] == "message_start" and found[-1]["error"]["type"] == "api_error"
-    assert "message_stop" not in [each["type"] for each in found]
+    stream_events = events(send(Ending(FinishReason(reason)), stream=True))
+    assert stream_events[0]["type"] == "message_start" and stream_events[-1]["error"]["type"] == "api_error"
+    assert "message_stop" not in [event["type"] for event in stream_events]
 
 
 TOOLS = [{"name": name, "input_schema": {"type": "object"}} for name in ("look", "run")]
 PARSERS = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
 
 
-def parsed(text: str, **body: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The whole answer, and what a stream adds up to."""
-    given = {"settings": PARSERS, "tools": TOOLS, "max_tokens": 400, **body}
+def parse_both(text: str, **body: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the complete answer and the one assembled from a stream, after comparing them."""
+    fields = {"settings": PARSERS, "tools": TOOLS, "max_tokens": 400, **body}
     both = (
-        send(FakeEngine(text), **given).json(),
-        folded(events(send(FakeEngine(text), stream=True, **given))),
+        send(FakeEngine(text), **fields).json(),
+        fold_events(events(send(FakeEngine(text), stream=True, **fields))),
     )
-    for each in both:
-        each["id"] = ""
-        for block in each["content"]:
+    for message in both:
+        message["id"] = ""
+        for block in message["content"]:
             if block["type"] == "tool_use":
                 assert block.pop("id")
     return both
 
 
-SAID = (
+THOUGHT_AND_CALLS = (
     "<think>Hm, so.</think>\n\nLet me see.\n"
     '<tool_call>\n{"name": "look", "arguments": {"at": "Żółw"}}\n</tool_call>\n'
     '<tool_call>\n{"name": "run", "arguments": {}}\n</tool_call>'
 )
 
 
-def test_thoughts_and_tools_are_blocks() -> None:
-    found, streamed = parsed(SAID)
-    kinds = [block["type"] for block in found["content"]]
-    assert kinds == ["thinking", "text", "tool_use", "tool_use"] and found["stop_reason"] == "tool_use"
-    thinking, _, look, run = found["content"]
+def test_thinking_and_tool_calls_are_blocks() -> None:
+    message, streamed = parse_both(THOUGHT_AND_CALLS)
+    kinds = [block["type"] for block in message["content"]]
+    assert kinds == ["thinking", "text", "tool_use", "tool_use"] and message["stop_reason"] == "tool_use"
+    thinking, _, look, run = message["content"]
     assert thinking == {"type": "thinking", "thinking": "Hm, so.", "signature": ""}
     assert (look["name"], look["input"], run["name"], run["input"]) == ("look", {"at": "Żółw"}, "run", {})
-    assert streamed == found
+    assert streamed == message
 
 
-def test_one_call_and_no_thoughts_where_that_is_asked() -> None:
+def test_parallel_tools_and_thinking_can_be_disabled() -> None:
     choice, thinking = (
         {"type": "auto", "disable_parallel_tool_use": True},
         {"type": "adaptive", "display": "omitted"},
     )
-    for found in parsed(SAID, tool_choice=choice, thinking=thinking):
-        assert [block["type"] for block in found["content"]] == ["text", "tool_use"]
+    for message in parse_both(THOUGHT_AND_CALLS, tool_choice=choice, thinking=thinking):
+        assert [block["type"] for block in message["content"]] == ["text", "tool_use"]
 
 
-def test_a_tool_that_must_be_called() -> None:
-    for found in parsed(
+def test_forced_tool_call() -> None:
+    for message in parse_both(
         '{"at": "a"}', tool_choice={"type": "tool", "name": "look"}, thinking={"type": "disabled"}
     ):
-        (call,) = found["content"]
-        assert (call["name"], call["input"], found["stop_reason"]) == ("look", {"at": "a"}, "tool_use")
+        (call,) = message["content"]
+        assert (call["name"], call["input"], message["stop_reason"]) == ("look", {"at": "a"}, "tool_use")
 
 
-def test_space_between_blocks_is_no_block() -> None:
+def test_whitespace_between_blocks_is_dropped() -> None:
     text = '<think>x</think>\n\n<tool_call>{"name": "run", "arguments": {}}</tool_call>'
-    for found in parsed(text):
-        assert [block["type"] for block in found["content"]] == ["thinking", "tool_use"]
+    for message in parse_both(text):
+        assert [block["type"] for block in message["content"]] == ["thinking", "tool_use"]
 
 
-def test_a_call_that_breaks_off_has_an_object_still() -> None:
-    given = {"settings": PARSERS, "tools": TOOLS, "max_tokens": SAID.index("Ż")}
-    found = send(FakeEngine(SAID), **given).json()
-    assert found["content"][-1]["input"] == {} and found["stop_reason"] == "max_tokens"
+def test_truncated_tool_call_has_an_empty_input() -> None:
+    fields = {"settings": PARSERS, "tools": TOOLS, "max_tokens": THOUGHT_AND_CALLS.index("Ż")}
+    message = send(FakeEngine(THOUGHT_AND_CALLS), **fields).json()
+    assert message["content"][-1]["input"] == {} and message["stop_reason"] == "max_tokens"
 
 
-def test_an_input_that_is_no_text_or_too_deep_is_answered_still() -> None:
+def test_tool_input_with_surrogates_or_deep_nesting() -> None:
     must = {"tool_choice": {"type": "tool", "name": "look"}, "thinking": {"type": "disabled"}}
-    (call,) = parsed(r'{"\ude00": ["a\ud83db", "\ud83d\ude00"]}', **must)[0]["content"]
+    (call,) = parse_both(r'{"\ude00": ["a\ud83db", "\ud83d\ude00"]}', **must)[0]["content"]
     assert call["input"] == {"\ufffd": ["a\ufffdb", "\U0001f600"]}
     deep = FakeEngine('{"a":' + "[" * 1500 + "]" * 1500 + "}", max_model_len=4_000)
-    found = send(deep, PARSERS, tools=TOOLS, max_tokens=3_900, **must)
-    assert found.status_code == 200
-    assert found.json()["content"][0]["input"].keys() <= {"a"}  # Python 3.12 reads it.
+    response = send(deep, PARSERS, tools=TOOLS, max_tokens=3_900, **must)
+    assert response.status_code == 200
+    assert response.json()["content"][0]["input"].keys() <= {"a"}  # Python 3.12 reads it.
 
 
-# ---- what the engine is asked
+# ---- the request that reaches the engine
 
 
-def test_a_conversation_with_tools_is_the_one_that_chat_knows() -> None:
+def test_conversation_with_tools_equals_the_chat_request() -> None:
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]},
         {
@@ -269,14 +272,14 @@ def test_a_conversation_with_tools_is_the_one_that_chat_knows() -> None:
     engine = FakeEngine(max_model_len=1000)
     engine.facts.chat_template = template
     tool = {"name": "look", "description": "d", "input_schema": {"type": "object"}}
-    given = {
+    fields = {
         "system": [{"type": "text", "text": "s1"}, {"type": "text", "text": "s2"}],
         "messages": messages,
         "tools": [tool],
         "tool_choice": {"type": "none"},
         "thinking": {"type": "disabled"},
     }
-    whole(engine, **given)
+    complete_message(engine, **fields)
     assert (engine.seen[0][1].text or "").splitlines() == [
         "system|s1",
         "s2||||",
@@ -289,13 +292,13 @@ def test_a_conversation_with_tools_is_the_one_that_chat_knows() -> None:
         "[{'type': 'function', 'function': {'name': 'look', 'description': 'd', 'parameters': "
         "{'type': 'object'}}}]|False",
     ]
-    given |= {"max_tokens": 10**30, "temperature": "none of its business"}
-    counted = ask("POST", PATH + "/count_tokens", engine=engine, json=given).json()
+    fields |= {"max_tokens": 10**30, "temperature": "none of its business"}
+    counted = ask("POST", PATH + "/count_tokens", engine=engine, json=fields).json()
     assert counted == {"input_tokens": len(engine.seen[0][1].token_ids)}
 
 
 class Unglued(str):
-    """A text that is not copied into another with every step."""
+    """String that must not be concatenated."""
 
     def __add__(self, other: str) -> str:
         raise AssertionError
@@ -303,7 +306,7 @@ class Unglued(str):
     __radd__ = __add__
 
 
-def test_turns_in_a_row_are_not_copied_for_each_that_follows() -> None:
+def test_consecutive_turns_are_joined_without_copies() -> None:
     message: dict[str, Any] = {"role": "assistant", "content": "a"}
     more = {"role": "assistant", "content": "b", "reasoning": ["t"], "tool_calls": [{}]}
     join_turns(message, more)
@@ -323,7 +326,7 @@ def test_turns_in_a_row_are_not_copied_for_each_that_follows() -> None:
 
 
 @pytest.mark.parametrize("path", [PATH, PATH + "/count_tokens"])
-def test_long_bodies_are_translated_off_the_loop(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_bodies_are_translated_off_the_event_loop(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     on_loop = []
 
     def noted(*args: Any, **kwargs: Any) -> Any:
@@ -338,31 +341,31 @@ def test_long_bodies_are_translated_off_the_loop(path: str, monkeypatch: pytest.
     assert on_loop == [True, False]
 
 
-def test_a_last_turn_of_the_assistant_is_gone_on_with() -> None:
+def test_final_assistant_message_is_continued() -> None:
     begun = {"role": "assistant", "content": "The answer is ("}
     assert prompt_of(messages=[USER, begun]) == "user:hi\nassistant:The answer is ("
     assert prompt_of(messages=[USER]) == "user:hi\nassistant:"
 
 
-def test_a_schema_becomes_a_constraint() -> None:
+def test_json_schema_becomes_a_constraint() -> None:
     schema = {"type": "object", "properties": {}, "additionalProperties": False}
     form = {"type": "json_schema", "schema": schema}
     for body in ({"output_config": {"format": form}}, {"output_format": form}):
         engine = FakeEngine("{}")
-        whole(engine, **body)
-        asked = engine.seen[0][2].structured_outputs
-        assert asked is not None and json.loads(asked.json) == schema
+        complete_message(engine, **body)
+        constraint = engine.seen[0][2].structured_outputs
+        assert constraint is not None and json.loads(constraint.json) == schema
 
 
-def test_fields_reach_the_engine() -> None:
+def test_sampling_fields_reach_the_engine() -> None:
     engine = FakeEngine()
-    whole(engine, temperature=0.3, top_p=0.9, top_k=5, seed=7, min_p=0.1, max_tokens=9, priority=4)
+    complete_message(engine, temperature=0.3, top_p=0.9, top_k=5, seed=7, min_p=0.1, max_tokens=9, priority=4)
     _, _, params, priority = engine.seen[0]
     assert (params.temperature, params.top_p, params.top_k, params.seed) == (0.3, 0.9, 5, 7)
     assert (params.min_p, params.max_tokens, priority) == (0.1, 9, 4)
 
 
-def test_thoughts_have_a_budget_where_they_can_be_told() -> None:
+def test_thinking_budget_needs_a_reasoning_parser() -> None:
     thinking = {"type": "enabled", "budget_tokens": 20}
     for settings, budget in ((PARSERS, 20), ({}, None)):
         engine = FakeEngine()
@@ -373,7 +376,7 @@ def test_thoughts_have_a_budget_where_they_can_be_told() -> None:
 # ---- errors
 
 
-def test_errors_have_this_apis_words() -> None:
+def test_errors_have_the_anthropic_format() -> None:
     assert "max_tokens" in refused(send(max_tokens=0))
     assert "max_tokens" in refused(send(max_tokens=None))
     refused(send(messages=[]))
@@ -392,23 +395,23 @@ def test_errors_have_this_apis_words() -> None:
 
 
 @pytest.mark.parametrize("kind", ["audio", "document", "server_tool_use", ""])
-def test_blocks_that_cannot_be_read_are_refused(kind: str) -> None:
+def test_unsupported_blocks_are_refused(kind: str) -> None:
     block = {"type": kind, "source": {"type": "base64", "media_type": "image/png", "data": "AA"}}
     assert repr(kind) in refused(send(messages=[{"role": "user", "content": [block]}]))
     result = {"type": "tool_result", "tool_use_id": "c", "content": [block]}
     assert repr(kind) in refused(send(messages=[{"role": "user", "content": [result]}]))
 
 
-def test_tools_of_the_server_are_refused() -> None:
+def test_server_tools_are_refused() -> None:
     assert "web_search" in refused(send(tools=[{"type": "web_search_20250305", "name": "web_search"}]))
     assert "input_schema" in refused(send(tools=[{"name": "a"}]))
     assert "name" in refused(send(tools=[{"name": "a", "input_schema": {}}], tool_choice={"type": "tool"}))
-    assert whole(tools=[], tool_choice={"type": "auto"})["stop_reason"] == "end_turn"
+    assert complete_message(tools=[], tool_choice={"type": "auto"})["stop_reason"] == "end_turn"
 
 
 @pytest.mark.parametrize("path", [PATH, PATH + "/count_tokens"])
-def test_a_schema_that_is_too_deep_is_refused(path: str) -> None:
-    """Here, and where only the conversation that is made of it is."""
+def test_deeply_nested_schema_is_refused(path: str) -> None:
+    """Both where the schema itself is too deep and where the chat request made from it is."""
     schema: dict[str, Any] = {}
     for depth in range(257):
         if depth >= 254:
@@ -418,12 +421,12 @@ def test_a_schema_that_is_too_deep_is_refused(path: str) -> None:
         schema = {"a": schema}
 
 
-def test_a_stream_that_fails_ends_in_an_error() -> None:
-    found = events(send(FakeEngine(fail_after=3), stream=True))
-    assert found[0]["type"] == "message_start" and found[-1]["error"]["type"] == "api_error"
+def test_failed_stream_ends_with_an_error_event() -> None:
+    stream_events = events(send(FakeEngine(fail_after=3), stream=True))
+    assert stream_events[0]["type"] == "message_start" and stream_events[-1]["error"]["type"] == "api_error"
 
 
-def test_the_key_may_be_sent_as_this_api_sends_it() -> None:
+def test_api_key_in_x_api_key_header() -> None:
     def status(headers: dict[str, str]) -> httpx.Response:
         body = {"max_tokens": 5, "messages": [USER]}
         return ask("POST", PATH, settings={"api_key": ["k1"]}, headers=headers, json=body)
@@ -435,8 +438,8 @@ def test_the_key_may_be_sent_as_this_api_sends_it() -> None:
 
 
 @pytest.mark.parametrize("result, is_right", [("said", True), (3, False)])
-def test_a_block_is_described_once(result: Any, is_right: bool) -> None:
-    """A description that fits two kinds of blocks fits none: one of several must."""
+def test_openapi_block_schema_is_unambiguous(result: Any, is_right: bool) -> None:
+    """A block that matched two alternatives of the schema would be invalid."""
     document = ask("GET", "/openapi.json").json()
     body = {"$ref": "#/components/schemas/MessagesBody", "components": document["components"]}
     block = {"type": "tool_result", "tool_use_id": "a", "content": result}

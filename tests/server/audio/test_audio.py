@@ -1,4 +1,4 @@
-"""Sounds over HTTP: forms, pieces, languages and moments."""
+"""Tests of audio over HTTP: forms, chunks, languages and timestamps."""
 
 import asyncio
 import math
@@ -36,15 +36,15 @@ def sound(seconds: float = 1.0, rate: int = RATE) -> bytes:
 
 ENGINE = Writer()
 APPLICATION = Application(ENGINE, make_settings({}))
-"""One for all tests: to make one takes longer than to ask it."""
+"""One application for all tests: building it takes longer than a request."""
 SOUND = sound()
 
 
-def post(path: str, application: Application = APPLICATION, **given: Any) -> httpx.Response:
+def post(path: str, application: Application = APPLICATION, **kwargs: Any) -> httpx.Response:
     async def go() -> httpx.Response:
         transport = httpx.ASGITransport(application.asgi, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.post(path, **given)
+            return await client.post(path, **kwargs)
 
     return asyncio.run(go())
 
@@ -56,7 +56,7 @@ def send(
     return post(path, data=form, files={"file": ("a.wav", file)})
 
 
-def test_a_sound_becomes_text() -> None:
+def test_audio_is_transcribed() -> None:
     reply = send(model="fake", language="en", temperature="0.5", seed="3", top_k="7")
     assert reply.json() == {"text": "Hallo.", "usage": {"type": "duration", "seconds": 1}}
     ((id, prompt, params, _),) = ENGINE.seen
@@ -67,7 +67,7 @@ def test_a_sound_becomes_text() -> None:
     assert ENGINE.num_in_flight == 0
 
 
-def test_what_was_said_before_and_the_task_are_in_the_prompt() -> None:
+def test_prompt_and_task_tokens_are_in_the_prompt() -> None:
     long = {"prompt": "x" * 300, "response_format": "text"}
     reply = send(TRANSLATIONS, language="DE", **long)
     assert reply.text == "Hallo.\n" and reply.headers["content-type"].startswith("text/plain")
@@ -80,14 +80,14 @@ def test_what_was_said_before_and_the_task_are_in_the_prompt() -> None:
     assert ENGINE.seen[0][1].token_ids == [BEFORE, *spelled, START, EN, TRANSCRIBE, UNTIMED]
 
 
-def test_the_language_is_found_out() -> None:
+def test_language_is_detected() -> None:
     assert send(response_format="verbose_json").json()["language"] == "de"
-    asked, told = ENGINE.seen
-    assert asked[1].token_ids == [START] and asked[2].allowed_token_ids == [EN, DE]
-    assert told[1].token_ids == [START, DE, TRANSCRIBE]
+    detection, transcription = ENGINE.seen
+    assert detection[1].token_ids == [START] and detection[2].allowed_token_ids == [EN, DE]
+    assert transcription[1].token_ids == [START, DE, TRANSCRIBE]
 
 
-def test_models_of_english_are_not_told_of_languages() -> None:
+def test_english_models_have_no_language_token() -> None:
     speech = WhisperTranscriber(ENGINE.tokenizer, max_len=448, at_once=30 * RATE, is_english=True)
     assert [*speech.languages] == ["en"] and speech.prompt("transcribe", "en") == [START, UNTIMED]
     usual, ENGINE.inputs.media.speech = ENGINE.inputs.media.speech, speech
@@ -99,8 +99,8 @@ def test_models_of_english_are_not_told_of_languages() -> None:
         ENGINE.inputs.media.speech = usual
 
 
-def test_a_model_that_hears_in_its_prompt_is_asked_otherwise() -> None:
-    """Voxtral: no language has to be found out, texts of pieces are apart, no time is told."""
+def test_voxtral_prompt_holds_the_audio() -> None:
+    """Voxtral needs no language detection, joins the texts of chunks with spaces and has no timestamps."""
     backend = byte_tokenizer().backend
     backend.add_special_tokens([AddedToken(name, special=True) for name in VOXTRAL])
     speech = VoxtralTranscriber.of(
@@ -117,7 +117,7 @@ def test_a_model_that_hears_in_its_prompt_is_asked_otherwise() -> None:
         named = backend.encode("lang:fr", add_special_tokens=False).ids
         assert ENGINE.seen[0][1].token_ids == [start, inst, begin, place, end, *named, write]
         chunks = events(send(**long, stream="true"))
-        assert "".join(each["choices"][0]["delta"]["content"] for each in chunks) == "Hallo.  Hallo."
+        assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks) == "Hallo.  Hallo."
         assert "Must be one of: ar, de, en" in refused(send(language="ja"))["message"]
         assert "supports timestamps" in refused(send(response_format="srt"))["message"]
         error = refused(send(TRANSLATIONS), 404)
@@ -126,13 +126,13 @@ def test_a_model_that_hears_in_its_prompt_is_asked_otherwise() -> None:
         ENGINE.inputs.media.speech = usual
 
 
-def test_other_rates_and_channels_are_heard() -> None:
+def test_other_sample_rates_and_channels_are_resampled() -> None:
     stereo = wav(np.zeros((8000, 2), np.int16), 8000)
     assert send(file=stereo, language="en").status_code == 200
-    assert [len(each.samples) for each in ENGINE.ear.seen] == [RATE]
+    assert [len(audio.samples) for audio in ENGINE.ear.seen] == [RATE]
 
 
-def test_long_sounds_are_cut_where_they_are_quiet() -> None:
+def test_long_audio_is_split_at_quiet_points() -> None:
     samples = noise(65)
     quiet = [29 * RATE + 4800, 58 * RATE + 8000]
     for place in quiet:
@@ -146,7 +146,7 @@ def test_long_sounds_are_cut_where_they_are_quiet() -> None:
     assert len(ENGINE.seen) == 3 and len({id for id, *_ in ENGINE.seen}) == 3
 
 
-def test_a_stream_goes_piece_by_piece() -> None:
+def test_stream_of_several_audio_chunks() -> None:
     options = {"stream": "true", "stream_include_usage": "1", "stream_continuous_usage_stats": "1"}
     reply = send(file=sound(40), language="en", **options)
     chunks = events(reply)
@@ -159,8 +159,8 @@ def test_a_stream_goes_piece_by_piece() -> None:
     assert chunks[0]["usage"]["completion_tokens"] < 16
 
 
-def timed(*parts: float | str) -> list[int]:
-    """The tokens of moments and texts."""
+def timed_tokens(*parts: float | str) -> list[int]:
+    """Return the token ids of timestamps and texts."""
     encode = byte_tokenizer().encode
     return [
         id
@@ -169,14 +169,14 @@ def timed(*parts: float | str) -> list[int]:
     ]
 
 
-def test_moments_part_the_text() -> None:
-    script = timed(0.0, " Ja.", 0.5, 0.5, " Nein --> doch.", 0.9, " Nun")
-    found = send(script=script, language="en", response_format="verbose_json").json()
-    assert (found["text"], found["duration"], found["task"]) == ("Ja. Nein --> doch. Nun", 1.0, "transcribe")
-    parts = [(each["start"], each["end"], each["text"]) for each in found["segments"]]
+def test_timestamps_split_the_text_into_segments() -> None:
+    script = timed_tokens(0.0, " Ja.", 0.5, 0.5, " Nein --> doch.", 0.9, " Nun")
+    reply = send(script=script, language="en", response_format="verbose_json").json()
+    assert (reply["text"], reply["duration"], reply["task"]) == ("Ja. Nein --> doch. Nun", 1.0, "transcribe")
+    parts = [(segment["start"], segment["end"], segment["text"]) for segment in reply["segments"]]
     assert parts == [(0, 0.5, " Ja."), (0.5, 0.9, " Nein --> doch."), (0.9, 1.0, " Nun")]
-    first = found["segments"][0]
-    assert first["tokens"] == timed(" Ja.") and first["avg_logprob"] == -1.0 and first["id"] == 0
+    first = reply["segments"][0]
+    assert first["tokens"] == timed_tokens(" Ja.") and first["avg_logprob"] == -1.0 and first["id"] == 0
     assert math.isclose(first["compression_ratio"], 4 / 12)
     assert ENGINE.seen[0][1].token_ids == [START, EN, TRANSCRIBE]
     srt = send(script=script, language="en", response_format="srt").text
@@ -185,27 +185,29 @@ def test_moments_part_the_text() -> None:
     assert vtt.startswith("WEBVTT\n\n00:00:00.000 --> 00:00:00.500\nJa.\n\n") and "Nein -> doch." in vtt
 
 
-def test_words_have_times_of_their_own() -> None:
-    """Of all segments and pieces; without those of segments where nobody asks for them."""
-    script = timed(0.0, " Ja, so", 2.0, 2.0, " ist", 2.8)
+def test_words_have_timestamps() -> None:
+    """Words cover all segments and chunks; segments are left out unless requested."""
+    script = timed_tokens(0.0, " Ja, so", 2.0, 2.0, " ist", 2.8)
     form = {"script": script, "language": "en", "response_format": "verbose_json"}
-    found = send(file=sound(40), **form, **{"timestamp_granularities[]": ["word", "segment"]}).json()
-    first, seek = found["words"], found["segments"][2]["seek"]
+    reply = send(file=sound(40), **form, **{"timestamp_granularities[]": ["word", "segment"]}).json()
+    first, seek = reply["words"], reply["segments"][2]["seek"]
     assert [word["word"] for word in first] == ["Ja,", "so", "ist"] * 2 and 29 <= seek <= 30
     assert [(word["start"], word["end"]) for word in first[:3]] == [(0.0, 0.8), (0.8, 1.4), (2.0, 2.6)]
     assert math.isclose(first[4]["start"], seek + 0.8)
-    *_, asked = ENGINE.seen
-    assert asked[1].token_ids[:3] == [START, EN, TRANSCRIBE] and asked[1].token_ids[3:-1] == script
-    assert asked[2].aligning.first == 3 and asked[2].skip_reading_prefix_cache
+    *_, last_request = ENGINE.seen
+    assert (
+        last_request[1].token_ids[:3] == [START, EN, TRANSCRIBE] and last_request[1].token_ids[3:-1] == script
+    )
+    assert last_request[2].aligning.first == 3 and last_request[2].skip_reading_prefix_cache
     alone = send(**form, **{"timestamp_granularities[]": ["word"]}).json()
     assert "segments" not in alone and len(alone["words"]) == 3
     assert "words" not in send(**form).json()
 
 
-def test_moments_of_later_pieces_count_from_the_beginning() -> None:
-    script = timed(1.0, " Ja.", 2.0)
-    found = send(file=sound(40), script=script, language="en", response_format="verbose_json").json()
-    first, second = found["segments"]
+def test_timestamps_of_later_chunks_count_from_the_start() -> None:
+    script = timed_tokens(1.0, " Ja.", 2.0)
+    reply = send(file=sound(40), script=script, language="en", response_format="verbose_json").json()
+    first, second = reply["segments"]
     assert 29 <= second["seek"] <= 30
     assert math.isclose(second["start"], second["seek"] + 1) and math.isclose(
         second["end"], second["seek"] + 2
@@ -237,12 +239,12 @@ def test_moments_of_later_pieces_count_from_the_beginning() -> None:
         ({"file": b""}, 400, "file", "file: it is not audio"),
     ],
 )
-def test_what_is_wrong_with_a_form_is_told(form: Any, status: int, param: str, words: str) -> None:
+def test_invalid_form_fields_are_refused(form: Any, status: int, param: str, words: str) -> None:
     error = refused(send(**{"language": "en"} | form), status)
     assert error["param"] == param and words in error["message"], error
 
 
-def test_models_that_do_not_write_say_so() -> None:
+def test_models_without_transcription_are_404() -> None:
     mute = Application(FakeEngine(), make_settings({}))
     for path, name in ((PATH, "Transcriptions"), (TRANSLATIONS, "Translations")):
         error = refused(post(path, mute, files={"file": SOUND}), 404)
@@ -250,10 +252,10 @@ def test_models_that_do_not_write_say_so() -> None:
     assert send(TRANSLATIONS, to_language="fr").status_code == 400
 
 
-def test_bodies_that_are_no_forms_are_refused() -> None:
+def test_bodies_that_are_not_forms_are_refused() -> None:
     utf7 = {"content-type": "multipart/form-data; charset=utf-7; boundary=x"}
     multipart = {"content-type": "multipart/form-data; boundary=x"}
-    for given in (
+    for body in (
         {"json": {"file": "x"}},
         {"data": {"file": "x"}},
         {"content": b"--x\r\n", "headers": multipart},
@@ -264,20 +266,20 @@ def test_bodies_that_are_no_forms_are_refused() -> None:
         {"files": {"file": (None, b"a text")}},
         {},
     ):
-        refused(post(PATH, **given))
+        refused(post(PATH, **body))
 
 
-def test_files_that_are_too_large_are_not_read() -> None:
+def test_oversized_audio_file_is_413() -> None:
     settings = make_settings({}, env=Env.read({"VLLM_MAX_AUDIO_CLIP_FILESIZE_MB": "0.01"}))
     strict = Application(ENGINE, settings)
-    for seconds in (1.0, 60.0):  # a little more, and more than any form
+    for seconds in (1.0, 60.0):  # slightly too large, and larger than any form
         error = refused(post(PATH, strict, files={"file": sound(seconds)}), 413)
         assert "Maximum file size exceeded" in error["message"]
     assert post(PATH, strict, files={"file": sound(0.2)}).status_code == 200
 
 
-def test_a_client_that_sends_too_much_hears_of_it() -> None:
-    """It sends all before it listens; of what is far too large nothing is read."""
+def test_oversized_upload_is_413_after_it_was_sent() -> None:
+    """A client sends its whole body before it reads; a body far above the limit is not read at all."""
 
     async def go(length: int) -> tuple[int, int]:
         pieces, sent = [b"x" * 1000] * 5, list[Any]()
@@ -297,7 +299,7 @@ def test_a_client_that_sends_too_much_hears_of_it() -> None:
     assert asyncio.run(go(30 << 20)) == (413, 0) and asyncio.run(go(1 << 40)) == (413, 5)
 
 
-def test_a_client_that_goes_ends_all_pieces() -> None:
+def test_client_disconnect_aborts_all_audio_chunks() -> None:
     ENGINE.begin([97] * 400)
 
     async def go() -> None:
@@ -330,7 +332,7 @@ def test_a_client_that_goes_ends_all_pieces() -> None:
     assert ENGINE.num_in_flight == 0 and len(ENGINE.seen) == len(ENGINE.aborted) == 3
 
 
-def test_openai_s_client_hears() -> None:
+def test_openai_client_transcribes() -> None:
     ENGINE.begin()
     transport = httpx.ASGITransport(APPLICATION.asgi)
 
@@ -338,8 +340,8 @@ def test_openai_s_client_hears() -> None:
         http = httpx.AsyncClient(transport=transport)
         client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="x", http_client=http, max_retries=0)
         file = ("a.wav", SOUND)
-        found = await client.audio.transcriptions.create(model="fake", file=file, language="en")
-        assert found.text == "Hallo."
+        transcription = await client.audio.transcriptions.create(model="fake", file=file, language="en")
+        assert transcription.text == "Hallo."
         text = await client.audio.transcriptions.create(model="fake", file=file, response_format="text")
         assert text == "Hallo.\n"
         verbose = await client.audio.transcriptions.create(

@@ -1,4 +1,4 @@
-"""Connections dealt to processes: evenly, to the living, and none lost."""
+"""Tests of the distribution of connections to API processes: even, only to live processes, none lost."""
 
 import asyncio
 import contextlib
@@ -20,8 +20,8 @@ from quire.server.settings import make_settings
 NUM_HANDS = 4
 
 
-class Player:
-    """A process that takes what it is dealt and does nothing with it."""
+class FakeProcess:
+    """API process that accepts the connections it receives and does nothing with them."""
 
     def __init__(self, hand: ConnectionHandle) -> None:
         self.hand = ConnectionHandle(hand.channel.dup(), hand.closed_file, hand.index)
@@ -33,7 +33,7 @@ class Player:
     def take(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while received := socket.recv_fds(self.hand.channel, 1, 1)[1]:
-                self.open += [socket.socket(fileno=each) for each in received]
+                self.open += [socket.socket(fileno=fd) for fd in received]
                 self.num_taken += len(received)
 
     def close_one(self) -> None:
@@ -41,14 +41,14 @@ class Player:
         self.taker.count_closed()
 
 
-class Table:
-    """A dealer, its players and their clients."""
+class Cluster:
+    """Dealer with its processes and their clients."""
 
     def __init__(self, folder: Path) -> None:
         self.listener = bind(make_settings({"host": "127.0.0.1", "port": 0}).http)
         self.address = self.listener.getsockname()
         self.dealer = ConnectionDealer(self.listener, folder / "closed", NUM_HANDS)
-        self.players = [Player(self.dealer.open(index)) for index in range(NUM_HANDS)]
+        self.players = [FakeProcess(self.dealer.open(index)) for index in range(NUM_HANDS)]
         self.clients: list[socket.socket] = []
 
     def connect(self, count: int = 1) -> None:
@@ -56,7 +56,7 @@ class Table:
             self.clients.append(socket.create_connection(self.address))
 
     def deal(self) -> list[int]:
-        """What each player holds after everything that waits is dealt."""
+        """Distribute all waiting connections and return how many each process has."""
         for _ in range(10):
             self.dealer.deal()
             for player in self.players:
@@ -65,105 +65,108 @@ class Table:
 
 
 @pytest.fixture
-def table(tmp_path: Path) -> Iterator[Table]:
-    made = Table(tmp_path)
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path)
     for index in range(NUM_HANDS):
-        made.dealer.admit(index)
-    yield made
-    made.dealer.close()
-    for client in [*made.clients, *(each for player in made.players for each in player.open)]:
+        cluster.dealer.admit(index)
+    yield cluster
+    cluster.dealer.close()
+    for client in [
+        *cluster.clients,
+        *(connection for player in cluster.players for connection in player.open),
+    ]:
         client.close()
 
 
 @pytest.mark.parametrize("count", [8, 64, 256, 1024])
-def test_many_at_once_are_dealt_evenly(table: Table, count: int) -> None:
-    table.connect(count)
-    assert table.deal() == [count // NUM_HANDS] * NUM_HANDS
+def test_simultaneous_connections_are_spread_evenly(cluster: Cluster, count: int) -> None:
+    cluster.connect(count)
+    assert cluster.deal() == [count // NUM_HANDS] * NUM_HANDS
 
 
-def test_one_after_the_other_goes_round(table: Table) -> None:
-    """Catches a dealer for whom an idle process is as good as any other idle process, and takes the first."""
+def test_sequential_connections_rotate(cluster: Cluster) -> None:
+    """Catches a dealer that always picks the first of several idle processes."""
     for _ in range(40):
-        table.connect()
-        table.deal()
-        next(player for player in table.players if player.open).close_one()
-    assert [player.num_taken for player in table.players] == [10] * NUM_HANDS
+        cluster.connect()
+        cluster.deal()
+        next(player for player in cluster.players if player.open).close_one()
+    assert [player.num_taken for player in cluster.players] == [10] * NUM_HANDS
 
 
-def test_who_has_closed_most_gets_the_next(table: Table) -> None:
-    table.connect(40)
-    table.deal()
+def test_process_with_most_closed_connections_gets_the_next(cluster: Cluster) -> None:
+    cluster.connect(40)
+    cluster.deal()
     for _ in range(6):
-        table.players[2].close_one()
-    table.connect(6)
-    assert table.deal() == [10] * NUM_HANDS
+        cluster.players[2].close_one()
+    cluster.connect(6)
+    assert cluster.deal() == [10] * NUM_HANDS
 
 
-def test_the_dead_get_nothing_and_their_successor_starts_at_none(table: Table) -> None:
-    table.connect(16)
-    table.deal()
-    for each in table.players[1].open:
-        each.close()
-    table.players[1].hand.channel.close()
-    table.connect(12)
-    table.players[1].open = []
-    table.players[1].take = lambda: None  # type: ignore[method-assign]
-    assert table.deal() == [8, 0, 8, 8]
-    table.players[1] = Player(table.dealer.open(1))
-    table.connect(4)
-    assert sorted(table.deal()) == [0, 9, 9, 10], "it does not serve yet"
-    table.dealer.admit(1)
-    table.connect(8)
-    assert table.deal()[1] == 8
+def test_dead_process_gets_none_and_its_successor_starts_at_zero(cluster: Cluster) -> None:
+    cluster.connect(16)
+    cluster.deal()
+    for connection in cluster.players[1].open:
+        connection.close()
+    cluster.players[1].hand.channel.close()
+    cluster.connect(12)
+    cluster.players[1].open = []
+    cluster.players[1].take = lambda: None  # type: ignore[method-assign]
+    assert cluster.deal() == [8, 0, 8, 8]
+    cluster.players[1] = FakeProcess(cluster.dealer.open(1))
+    cluster.connect(4)
+    assert sorted(cluster.deal()) == [0, 9, 9, 10], "the process does not serve yet"
+    cluster.dealer.admit(1)
+    cluster.connect(8)
+    assert cluster.deal()[1] == 8
 
 
-def test_a_hand_that_is_full_is_passed_over(table: Table) -> None:
-    """Catches a stopped process in whose hand all others' connections end."""
-    stopped = table.players[0]
+def test_full_process_is_skipped(cluster: Cluster) -> None:
+    """Catches a stopped process that keeps all new connections."""
+    stopped = cluster.players[0]
     stopped.take = lambda: None  # type: ignore[method-assign]
     for _ in range(80):
-        table.connect(NUM_HANDS)
-        table.deal()
-        for player in table.players[1:]:
+        cluster.connect(NUM_HANDS)
+        cluster.deal()
+        for player in cluster.players[1:]:
             while player.open:
                 player.close_one()
-    taken = [player.num_taken for player in table.players[1:]]
+    taken = [player.num_taken for player in cluster.players[1:]]
     assert min(taken) > 90 and sum(taken) > 300
 
 
-def test_nobody_is_refused_while_nobody_serves(tmp_path: Path) -> None:
-    made = Table(tmp_path)
-    made.connect(5)
-    assert made.deal() == [0] * NUM_HANDS and not made.dealer.awaited
-    made.dealer.admit(3)
-    assert made.dealer.awaited and made.deal() == [0, 0, 0, 5]
-    made.dealer.close()
+def test_connections_wait_until_a_process_serves(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    cluster.connect(5)
+    assert cluster.deal() == [0] * NUM_HANDS and not cluster.dealer.awaited
+    cluster.dealer.admit(3)
+    assert cluster.dealer.awaited and cluster.deal() == [0, 0, 0, 5]
+    cluster.dealer.close()
     with pytest.raises(ConnectionRefusedError):
-        made.connect()
-    for client in [*made.clients, *made.players[3].open]:
+        cluster.connect()
+    for client in [*cluster.clients, *cluster.players[3].open]:
         client.close()
 
 
-def test_a_connection_without_a_descriptor_counts_as_closed(table: Table) -> None:
-    """Catches a process that has no descriptor left and looks busier with each connection that it loses."""
+def test_connection_without_a_descriptor_counts_as_closed(cluster: Cluster) -> None:
+    """Catches a process without free descriptors that looks busier with each connection it loses."""
 
     async def go() -> None:
-        ours, theirs = socket.socketpair()
-        taker = ConnectionReceiver(replace(table.players[2].hand, channel=theirs))
+        sender, receiver = socket.socketpair()
+        taker = ConnectionReceiver(replace(cluster.players[2].hand, channel=receiver))
         taker.start(asyncio.Protocol, None)
-        ours.send(b"c")  # the kernel leaves a descriptor out where there is no room for it
+        sender.send(b"c")  # the kernel drops a descriptor that does not fit
         async with asyncio.timeout(60):
-            while not table.dealer._closed[2]:
+            while not cluster.dealer._closed[2]:
                 await asyncio.sleep(0.01)
         taker.stop()
-        ours.close()
+        sender.close()
 
     asyncio.run(go())
-    assert table.dealer._closed.tolist() == [0, 0, 1, 0]
+    assert cluster.dealer._closed.tolist() == [0, 0, 1, 0]
 
 
-def test_a_server_answers_what_it_is_dealt(tmp_path: Path) -> None:
-    """Two servers over one port, in one loop: both answer, and say when a connection is closed."""
+def test_servers_answer_the_connections_they_receive(tmp_path: Path) -> None:
+    """Two servers on one port and one event loop: both answer and report closed connections."""
     settings = make_settings({"host": "127.0.0.1", "port": 0})
 
     async def go() -> None:
@@ -174,13 +177,13 @@ def test_a_server_answers_what_it_is_dealt(tmp_path: Path) -> None:
         servers = []
         for index in range(2):
             hand = dealer.open(index)
-            own = ConnectionHandle(hand.channel.dup(), hand.closed_file, index)
+            server_hand = ConnectionHandle(hand.channel.dup(), hand.closed_file, index)
             engine = FakeEngine("abc")
             engine.facts = replace(engine.facts, model_names=(f"m{index}",))
             run = serve(
                 settings,
                 engine,
-                hand=own,
+                hand=server_hand,
                 stop=stop,
                 announce=False,
                 on_serving=lambda _, i=index: up.append(i),

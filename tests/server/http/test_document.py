@@ -1,5 +1,5 @@
-"""The document is true: what is made from it, right or wrong, never breaks the server, and every answer is
-as described."""
+"""Tests of the OpenAPI document: requests generated from it, valid or not, never break the server, and every
+answer matches its schema."""
 
 import re
 from typing import Any
@@ -45,22 +45,22 @@ FEW = settings(
 
 
 FEWER = settings(FEW, max_examples=3)
-"""For bodies that are mostly those of another route: making them takes the time."""
+"""Settings for bodies that are mostly those of another route: generating them takes the time."""
 DOORS = (
     *("^/v1/responses", "^/v1/messages$"),
     "^/(server|tokenizer)_info|^/reset_(mm|enc)|^/infer|lora",
 )
 OPEN = "|".join(DOORS)
-"""Asked of a server with every door open."""
+"""Routes that are tested on a server with all optional features on."""
 at_borders = pytest.mark.parametrize(
     "stride", [12, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
 )
-"""One in so many of the cases that schemathesis makes at the borders of a schema, of which a route may have
-hundreds, is sent; the long run sends all of them."""
+"""Send one in `stride` of the boundary cases of schemathesis (a route may have hundreds); the slow run sends
+all of them."""
 ALIKE = "/(de)?render|batch|^/invocations|count_tokens"
-"""Routes whose bodies are mostly those of others: no cases at every border of these."""
+"""Routes with bodies that are mostly those of other routes: they get no boundary cases."""
 STOPS = "^/(pause|resume|is_paused|abort_requests|sleep|wake_up|is_sleeping|collective_rpc|get_world_size)$"
-"""What stops an engine has one of its own."""
+"""Routes that stop an engine; they are tested on a separate one."""
 CLOSED = make_settings({})
 OPENED = make_settings(
     {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "enable_tokenizer_info_endpoint": True},
@@ -72,11 +72,13 @@ OPENED = make_settings(
         }
     ),
 )
-"""Every door: parsers, kept responses, the routes for developers."""
+"""Settings with all optional features on: parsers, stored responses, developer routes."""
 
 
-def document_of(engine: FakeEngine, asked: Any = CLOSED) -> BaseSchema:
-    schema: BaseSchema = schemathesis.openapi.from_asgi("/openapi.json", Application(engine, asked).asgi)
+def document_of(engine: FakeEngine, server_settings: Any = CLOSED) -> BaseSchema:
+    schema: BaseSchema = schemathesis.openapi.from_asgi(
+        "/openapi.json", Application(engine, server_settings).asgi
+    )
     schema.config.generation.update(modes=[GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
     return schema
 
@@ -86,8 +88,8 @@ def check(case: schemathesis.Case) -> None:
 
 
 def check_all(schema: BaseSchema, few: settings, stride: int) -> None:
-    """As `parametrize()` does, but cases are made by who runs them, not by all who collect tests. Of cases at
-    borders one in `stride` is sent, of right and wrong ones, so that every route gets both."""
+    """Run the cases as `parametrize()` does, but generate them here and not at collection. One in `stride`
+    of the valid and of the invalid boundary cases is sent, so that every route gets both."""
     num_tests = 0
     for operation in get_all_tests(schema=schema, test_func=check, settings=few, given_kwargs=None):
         _, test = operation.ok()
@@ -112,7 +114,7 @@ writer = Writer()
 
 
 @at_borders
-def test_answers_are_as_described(stride: int) -> None:
+def test_answers_match_the_document(stride: int) -> None:
     elsewhere = f"{OPEN}|{ALIKE}|audio"
     check_all(
         document_of(plain).exclude(path=list(POOLING_ROUTES)).exclude(path_regex=elsewhere), FEW, stride
@@ -120,27 +122,29 @@ def test_answers_are_as_described(stride: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def talking() -> BaseSchema:
+def full_schema() -> BaseSchema:
     return document_of(talker, OPENED)
 
 
 @at_borders
 @pytest.mark.parametrize("doors", DOORS)
-def test_answers_are_as_described_with_every_door_open(doors: str, stride: int, talking: BaseSchema) -> None:
-    check_all(talking.include(path_regex=doors), FEWER, stride)
+def test_answers_match_the_document_with_all_features_on(
+    doors: str, stride: int, full_schema: BaseSchema
+) -> None:
+    check_all(full_schema.include(path_regex=doors), FEWER, stride)
 
 
 @pytest.mark.parametrize(
     "borders", [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
 )
-def test_bodies_of_other_routes_are_answered_as_described(borders: bool) -> None:
+def test_routes_with_shared_bodies_match_the_document(borders: bool) -> None:
     schema = document_of(other, OPENED)
     schema.config.phases.coverage.enabled = borders
     check_all(schema.include(path_regex=ALIKE), FEWER, 1)
 
 
 @at_borders
-def test_stops_are_as_described(stride: int) -> None:
+def test_control_routes_match_the_document(stride: int) -> None:
     check_all(document_of(stopped, OPENED).include(path_regex=STOPS), FEWER, stride)
 
 
@@ -155,27 +159,27 @@ ROUTES = dict.fromkeys(
 @pytest.mark.parametrize(
     "path", [path for path in ROUTES if path not in POOLING_ROUTES and not re.search(STOPS, path)]
 )
-def test_many_answers_are_as_described(path: str, talking: BaseSchema) -> None:
-    for found in talking.include(path=path).get_all_operations():
-        right, wrong = (found.ok().as_strategy(generation_mode=mode) for mode in GenerationMode)
+def test_many_random_requests_match_the_document(path: str, full_schema: BaseSchema) -> None:
+    for operation in full_schema.include(path=path).get_all_operations():
+        right, wrong = (operation.ok().as_strategy(generation_mode=mode) for mode in GenerationMode)
         settings(FEW, max_examples=300)(given(case=right | wrong)(check))()
 
 
 @at_borders
-def test_scores_are_as_described(stride: int) -> None:
+def test_score_routes_match_the_document(stride: int) -> None:
     check_all(document_of(scorer).include(path_regex="^/(score|rerank|classify)$"), FEW, stride)
 
 
 @at_borders
-def test_vectors_are_as_described(stride: int) -> None:
+def test_embedding_routes_match_the_document(stride: int) -> None:
     check_all(document_of(embedder).include(path_regex="^/(v1/embeddings|pooling|v1/rerank)$"), FEW, stride)
 
 
 @at_borders
-def test_speech_is_as_described(stride: int) -> None:
+def test_audio_routes_match_the_document(stride: int) -> None:
     check_all(document_of(writer).include(path_regex="^/v1/audio/"), FEW, stride)
 
 
-def test_nothing_is_left_running() -> None:
+def test_no_request_is_left_running() -> None:
     engines = (plain, talker, stopped, other, scorer, embedder, writer)
-    assert [each.num_in_flight for each in engines] == [0] * len(engines)
+    assert [engine.num_in_flight for engine in engines] == [0] * len(engines)

@@ -1,4 +1,4 @@
-"""Bodies that are no requests at all: always 400, never 500."""
+"""Tests of invalid bodies: always 400, never 500."""
 
 import json
 from typing import Any
@@ -42,13 +42,13 @@ HI = '{"messages": [{"role": "user", "content": "a"}]'
         (HI + ', "stop": "\ud800"}').encode("utf-32", "surrogatepass"),
     ],
 )
-def test_bad_bodies_are_400(content: bytes) -> None:
+def test_malformed_bodies_are_400(content: bytes) -> None:
     engine = FakeEngine()
     refused(ask("POST", CHAT, engine=engine, content=content, headers=JSON))
     assert engine.seen == []
 
 
-def test_a_validation_error_names_place_and_kind() -> None:
+def test_validation_error_names_field_and_kind() -> None:
     error = refused(ask("POST", CHAT, json={"messages": 3}))
     assert error["type"] == "Bad Request" and error["param"] == "body.messages"
     assert error["message"].startswith("1 validation error:\n  {") and "list_type" in error["message"]
@@ -56,7 +56,7 @@ def test_a_validation_error_names_place_and_kind() -> None:
     assert "greater_than_equal" in error["message"]
 
 
-def test_a_long_list_of_errors_is_cut() -> None:
+def test_long_list_of_errors_is_truncated() -> None:
     names = "n seed top_k top_p min_p stream echo user model min_tokens"
     error = refused(ask("POST", COMPLETIONS, json=dict.fromkeys(names.split(), []) | {"prompt": "a"}))
     assert "and 2 more" in error["message"] and len(error["message"]) < 2000
@@ -83,26 +83,26 @@ TURN = {"role": "user", "content": "a"}
         ("/v1/messages", {"max_tokens": 1, "messages": [TURN], "stop_sequences": MANY}),
     ],
 )
-def test_of_many_wrong_items_one_is_told(path: str, body: dict[str, Any]) -> None:
-    """Errors take far more memory than what is wrong."""
-    found = ask("POST", path, json=body)
-    assert found.status_code == 400
-    assert found.json()["error"]["message"].startswith("1 validation error:")
+def test_one_of_many_invalid_items_is_reported(path: str, body: dict[str, Any]) -> None:
+    """An error takes far more memory than the invalid item."""
+    response = ask("POST", path, json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith("1 validation error:")
 
 
-def test_of_many_wrong_biases_one_is_told() -> None:
+def test_one_of_many_invalid_biases_is_reported() -> None:
     error = refused(chat(logit_bias=dict.fromkeys(map(str, range(1000)), "x")))
     assert error["param"] == "logit_bias" and "must be a number" in error["message"]
 
 
-def test_characters_beyond_the_basic_plane_and_nul_are_text() -> None:
+def test_escaped_emoji_and_nul_are_accepted() -> None:
     """The surrogate check must not refuse an escaped emoji."""
     raw = json.dumps({"messages": [{"role": "user", "content": "\U0001f642\0"}]}).encode()
     assert b"\\ud83d" in raw
     assert ask("POST", CHAT, content=raw, headers=JSON).status_code == 200
 
 
-def test_a_bug_is_500_in_json_without_its_details(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_error_is_500_without_details(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeEngine()
     monkeypatch.setattr(engine, "_step", lambda *_: 1 / 0)
     error = refused(chat(engine), 500)
@@ -110,7 +110,7 @@ def test_a_bug_is_500_in_json_without_its_details(monkeypatch: pytest.MonkeyPatc
     assert engine.num_in_flight == 0
 
 
-def test_a_dead_engine_is_503_before_a_stream_begins() -> None:
+def test_dead_engine_is_503_before_the_stream_starts() -> None:
     engine = FakeEngine()
     engine.dead = "the engine process died"
     assert refused(chat(engine), 503)["message"] == "the engine process died"

@@ -1,4 +1,4 @@
-"""Requests end with their client, and with the drain."""
+"""Tests of requests in flight: they end with their client and with the drain."""
 
 import asyncio
 from typing import Any
@@ -36,7 +36,7 @@ class Work:
             raise
 
 
-def test_a_result_comes_through_and_nothing_is_left() -> None:
+def test_result_is_returned_and_no_task_is_left() -> None:
     async def go() -> None:
         running = Answering()
         assert await running.until_gone(never, Work().run(3)) == 3
@@ -45,7 +45,7 @@ def test_a_result_comes_through_and_nothing_is_left() -> None:
     asyncio.run(go())
 
 
-def test_work_is_cancelled_when_the_client_hangs_up() -> None:
+def test_work_is_cancelled_when_the_client_disconnects() -> None:
     async def go() -> None:
         running, work = Answering(), Work()
         with pytest.raises(ClientGone):
@@ -55,7 +55,7 @@ def test_work_is_cancelled_when_the_client_hangs_up() -> None:
     asyncio.run(go())
 
 
-def test_work_is_cancelled_when_the_handler_is() -> None:
+def test_work_is_cancelled_with_its_handler() -> None:
     async def go() -> None:
         running, work = Answering(), Work()
         task = asyncio.create_task(running.until_gone(never, work.run()))
@@ -68,7 +68,7 @@ def test_work_is_cancelled_when_the_handler_is() -> None:
     asyncio.run(go())
 
 
-def test_abort_ends_what_runs_and_what_comes_later() -> None:
+def test_abort_ends_running_and_later_requests() -> None:
     async def go() -> None:
         running, work = Answering(), Work()
         task = asyncio.create_task(running.until_gone(never, work.run()))

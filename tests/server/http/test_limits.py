@@ -1,4 +1,4 @@
-"""Keys, body sizes and types, before any route."""
+"""Tests of API keys, body sizes and content types, which are checked before any route."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -12,8 +12,8 @@ KEYS = {"api_key": ["secret", "other"]}
 @pytest.mark.parametrize(
     "path", ["/v1/models", "/tokenize", "/version", "/load", "/openapi.json", "/docs", "/nope"]
 )
-def test_every_route_needs_the_key(path: str) -> None:
-    """vLLM leaves /tokenize and others open."""
+def test_every_route_needs_the_api_key(path: str) -> None:
+    """vLLM leaves /tokenize and others without a key."""
     response = ask("GET", path, settings=KEYS)
     assert response.status_code == 401 and response.json() == {"error": "Unauthorized"}
 
@@ -29,12 +29,12 @@ def test_every_route_needs_the_key(path: str) -> None:
         ("Bearer", 401),
     ],
 )
-def test_only_a_known_bearer_key_is_let_in(header: str, status: int) -> None:
+def test_only_known_bearer_keys_are_accepted(header: str, status: int) -> None:
     response = ask("GET", "/v1/models", settings=KEYS, headers={"authorization": header})
     assert response.status_code == status
 
 
-def test_probes_and_preflights_need_no_key_unless_told() -> None:
+def test_probes_and_preflights_need_no_key_by_default() -> None:
     assert all(
         ask("GET", path, settings=KEYS).status_code == 200 for path in ("/health", "/ping", "/metrics", "/")
     )
@@ -44,11 +44,11 @@ def test_probes_and_preflights_need_no_key_unless_told() -> None:
     assert ask("OPTIONS", CHAT, settings=KEYS, headers=preflight).status_code == 200
 
 
-def test_a_path_that_only_begins_like_an_open_one_is_guarded() -> None:
+def test_paths_that_extend_an_exempt_path_need_a_key() -> None:
     assert all(ask("GET", path, settings=KEYS).status_code == 401 for path in ("/health/x", "/healthy"))
 
 
-def test_a_large_body_is_413_whether_its_length_is_told_or_not() -> None:
+def test_large_body_is_413_with_and_without_content_length() -> None:
     small = {"max_request_body_bytes": 100}
     assert (
         "larger than 100 bytes"
@@ -60,47 +60,47 @@ def test_a_large_body_is_413_whether_its_length_is_told_or_not() -> None:
             yield b'{"messages": "' + b" " * num_bytes
 
     headers = {"content-type": "application/json"}
-    for num_bytes in (50, 200):  # of the first piece, too
+    for num_bytes in (50, 200):  # sizes of the first piece
         response = ask("POST", CHAT, settings=small, content=pieces(num_bytes), headers=headers)
         assert "larger than 100 bytes" in refused(response, 413)["message"]
 
 
 @pytest.mark.parametrize("length", ["0" * 20 + "200", "0" * 17 + "200", "9" * 30, "-1", "1_0", ""])
-def test_a_length_is_read_to_its_end(length: str) -> None:
-    """Zeros before it, or no number, must not carry a large body through."""
+def test_content_length_is_parsed_completely(length: str) -> None:
+    """Leading zeros, or a value that is no number, must not let a large body through."""
     headers = {"content-type": "application/json", "content-length": length}
     body = b'{"messages": "' + b" " * 200
     refused(ask("POST", CHAT, settings={"max_request_body_bytes": 100}, content=body, headers=headers), 413)
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "multipart/form-data; boundary=x", ""])
-def test_only_json_is_read(kind: str) -> None:
+def test_only_json_content_is_accepted(kind: str) -> None:
     headers = {"content-type": kind} if kind else {}
     error = refused(ask("POST", CHAT, content=b'{"messages": []}', headers=headers))
     assert error["message"] == "Unsupported Media Type: Only 'application/json' is allowed"
 
 
-def test_json_with_a_charset_is_json() -> None:
+def test_json_with_a_charset_is_accepted() -> None:
     headers = {"content-type": "Application/JSON; charset=utf-8"}
     body = b'{"messages": [{"role": "user", "content": "a"}]}'
     assert ask("POST", CHAT, content=body, headers=headers).status_code == 200
 
 
-def test_a_post_without_a_body_needs_no_type() -> None:
+def test_post_without_a_body_needs_no_content_type() -> None:
     assert ask("POST", "/ping").status_code == 200
 
 
-def test_request_id_comes_back_only_when_told() -> None:
-    given: dict[str, Any] = {"json": {"messages": MESSAGES}, "headers": {"x-request-id": "abc"}}
-    plain = ask("POST", CHAT, **given)
+def test_request_id_header_needs_its_flag() -> None:
+    kwargs: dict[str, Any] = {"json": {"messages": MESSAGES}, "headers": {"x-request-id": "abc"}}
+    plain = ask("POST", CHAT, **kwargs)
     assert plain.json()["id"] == "chatcmpl-abc" and "x-request-id" not in plain.headers
-    told = ask("POST", CHAT, settings={"enable_request_id_headers": True}, **given)
-    assert told.headers["x-request-id"] == "abc"
+    with_header = ask("POST", CHAT, settings={"enable_request_id_headers": True}, **kwargs)
+    assert with_header.headers["x-request-id"] == "abc"
 
 
-def test_cors_answers_a_foreign_origin() -> None:
-    headers, given = {"origin": "http://a"}, {"allowed_origins": ["*"]}
-    reply = ask("GET", "/health", headers=headers, settings=given)
+def test_cors_allows_configured_origins() -> None:
+    headers, settings = {"origin": "http://a"}, {"allowed_origins": ["*"]}
+    reply = ask("GET", "/health", headers=headers, settings=settings)
     assert reply.headers["access-control-allow-origin"] == "*"
     only = {"allowed_origins": ["http://b"]}
     assert "access-control-allow-origin" not in ask("GET", "/health", headers=headers, settings=only).headers

@@ -1,4 +1,4 @@
-"""Every exchange is counted, under the names that dashboards know."""
+"""Tests of the HTTP metrics: every exchange is counted, under the usual metric names."""
 
 import pytest
 from ask import CHAT, COMPLETIONS, MESSAGES, ask
@@ -11,19 +11,19 @@ from quire.server.app import Application
 from quire.server.settings import make_settings
 
 
-def counted(method: str, path: str, **given: object) -> list[tuple[str, str, int]]:
+def counted(method: str, path: str, **kwargs: object) -> list[tuple[str, str, int]]:
     engine = FakeEngine()
     ask(
         method,
         path,
         engine=engine,
-        settings={"api_key": ["k"]} if "key" in given else {},
-        json=given.get("json"),
+        settings={"api_key": ["k"]} if "key" in kwargs else {},
+        json=kwargs.get("json"),
     )
-    return [(each.handler, each.method, each.status) for each in engine.exchanges]
+    return [(exchange.handler, exchange.method, exchange.status) for exchange in engine.exchanges]
 
 
-def test_answers_streams_errors_and_strangers_are_counted() -> None:
+def test_answers_streams_and_errors_are_counted() -> None:
     body = {"messages": MESSAGES}
     assert counted("POST", CHAT, json=body) == [(CHAT, "POST", 200)]
     assert counted("POST", CHAT, json={**body, "stream": True}) == [(CHAT, "POST", 200)]
@@ -35,19 +35,21 @@ def test_answers_streams_errors_and_strangers_are_counted() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(UNCOUNTED - {"/server_info"}))
-def test_an_operators_looks_are_not_traffic(path: str) -> None:
+def test_operator_routes_are_not_counted(path: str) -> None:
     assert counted("GET", path) == []
 
 
-def test_every_route_has_a_name_of_its_own() -> None:
+def test_every_route_has_a_handler_label() -> None:
     """A route that is added to the application has to be added to the metrics."""
     app = Application(FakeEngine(), make_settings({}))
     routes = {route.path for route in app.routes.routes if isinstance(route, Route)}
-    ours = {path for path in routes if not path.startswith(("/docs", "/redoc", "/page"))} - UNCOUNTED - {"/"}
-    assert ours <= HANDLERS.keys(), ours - HANDLERS.keys()
+    counted_routes = (
+        {path for path in routes if not path.startswith(("/docs", "/redoc", "/page"))} - UNCOUNTED - {"/"}
+    )
+    assert counted_routes <= HANDLERS.keys(), counted_routes - HANDLERS.keys()
 
 
-def test_families_carry_what_was_counted() -> None:
+def test_metric_families_have_the_counted_values() -> None:
     pages = MetricsPages(MetricsLayout(100))
     metrics = EngineMetrics(pages, model_name="m", cache_info={})
     assert "http_requests_total{" not in metrics.text()

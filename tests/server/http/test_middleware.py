@@ -1,4 +1,4 @@
-"""What a deployer puts around the server, and what it logs: named at the start, checked there."""
+"""Tests of custom middleware, fingerprints and log configuration, all checked at startup."""
 
 import json
 import logging
@@ -22,7 +22,7 @@ from quire.server.settings import LogSection, make_settings, server_settings
 
 
 class Stamp:
-    """Adds a header, and what was there before it."""
+    """Middleware that appends to a header."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -46,8 +46,8 @@ async def guard(request: Request, call_next: Any) -> Response:
 
 
 @pytest.fixture(autouse=True)
-def named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module that can be imported by its name."""
+def importable_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Register a module under an import path."""
     module = ModuleType("quire_test_middleware")
     module.Stamp, module.guard, module.plain = Stamp, guard, len  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -56,8 +56,8 @@ def named(monkeypatch: pytest.MonkeyPatch) -> None:
 STAMP, GUARD = "quire_test_middleware.Stamp", "quire_test_middleware.guard"
 
 
-def test_a_class_and_a_function_stand_around_every_request() -> None:
-    """The last one outermost; streams go through both; who is turned away by one never comes in."""
+def test_class_and_function_middleware_wrap_every_request() -> None:
+    """The last one is outermost; streams pass both; a request that one refuses does not reach the server."""
     both = {"middleware": (GUARD, STAMP)}
     assert ask("GET", "/health", settings=both).headers.get_list("x-by") == ["function", "functionclass"]
     streamed = chat(settings=both, stream=True)
@@ -67,13 +67,13 @@ def test_a_class_and_a_function_stand_around_every_request() -> None:
     assert refused.status_code == 418 and refused.text == "short and stout"
 
 
-def test_the_flag_may_be_repeated() -> None:
+def test_middleware_flag_is_repeatable() -> None:
     flags = ("--middleware", GUARD, "--middleware", STAMP, "--fingerprint-mode", "none")
     assert server_settings(read(*flags)).access.middleware == (GUARD, STAMP)
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("settings", "words"),
     [
         ({"middleware": ("Stamp",)}, "not an import path"),
         ({"middleware": ("quire_nobody.Stamp",)}, "cannot be imported: ModuleNotFoundError"),
@@ -84,36 +84,36 @@ def test_the_flag_may_be_repeated() -> None:
         ({"log_config_file": "/nowhere/log.json"}, "cannot be read: No such file"),
     ],
 )
-def test_what_cannot_be_used_is_told_at_the_start(given: dict[str, Any], words: str) -> None:
+def test_invalid_middleware_is_refused_at_startup(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        make_settings(given)
+        make_settings(settings)
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("settings", "expected"),
     [
         ({}, "quire-1.2.3-"),
         ({"fingerprint_mode": "custom", "fingerprint_value": "mine"}, "mine"),
         ({"fingerprint_mode": "none"}, None),
     ],
 )
-def test_the_fingerprint_tells_what_it_is_told_to(given: dict[str, Any], expected: str | None) -> None:
-    found = chat(settings=given).json()["system_fingerprint"]
-    assert found is expected is None or found.startswith(expected)
-    assert events(chat(settings=given, stream=True))[-1]["system_fingerprint"] == found
+def test_fingerprint_mode_sets_the_fingerprint(settings: dict[str, Any], expected: str | None) -> None:
+    fingerprint = chat(settings=settings).json()["system_fingerprint"]
+    assert fingerprint is expected is None or fingerprint.startswith(expected)
+    assert events(chat(settings=settings, stream=True))[-1]["system_fingerprint"] == fingerprint
 
 
-def test_the_hash_is_the_end_of_the_whole_fingerprint() -> None:
-    found = chat(settings={"fingerprint_mode": "hash"}).json()["system_fingerprint"]
-    assert len(found) == 8 and chat().json()["system_fingerprint"].endswith(f"-{found}")
+def test_hash_mode_is_the_end_of_the_full_fingerprint() -> None:
+    fingerprint = chat(settings={"fingerprint_mode": "hash"}).json()["system_fingerprint"]
+    assert len(fingerprint) == 8 and chat().json()["system_fingerprint"].endswith(f"-{fingerprint}")
 
 
 # ---- the log
 
 
 @pytest.fixture
-def restored() -> Iterator[None]:
-    """Loggers as they were."""
+def restored_loggers() -> Iterator[None]:
+    """Restore the loggers after the test."""
     names = ("quire", "vllm", "uvicorn.error", "uvicorn.access")
     loggers = [logging.getLogger(name) for name in names]
     before = [(list(logger.handlers), logger.level, logger.propagate) for logger in loggers]
@@ -140,7 +140,7 @@ def config(file: Path, out: Path, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["quire", "vllm"])
-def test_a_file_says_where_lines_go(tmp_path: Path, name: str, restored: None) -> None:
+def test_log_config_file_is_applied(tmp_path: Path, name: str, restored_loggers: None) -> None:
     file, out = tmp_path / "log.json", tmp_path / "out"
     config(file, out, name)
     settings = make_settings({"log_config_file": str(file)})
@@ -151,7 +151,7 @@ def test_a_file_says_where_lines_go(tmp_path: Path, name: str, restored: None) -
     assert out.read_text().split() == ["quire.server.main|ours", "uvicorn.access|theirs"]
 
 
-def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, restored: None) -> None:
+def test_invalid_log_config_file_is_refused(tmp_path: Path, restored_loggers: None) -> None:
     file = tmp_path / "log.json"
     for text in ("{", "[]"):
         file.write_text(text)

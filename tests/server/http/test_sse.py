@@ -1,4 +1,4 @@
-"""The bytes of events, and how they reach their client."""
+"""Tests of server-sent events: their encoding, and their delivery to slow clients."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ NASTY = ['a"b\\c', "line\nfeed\r\n", "\x00\x1f\x7f", "\x85 \u2028 \u2029", "żó
 
 
 @pytest.mark.parametrize("text", NASTY)
-def test_a_text_is_one_line_to_any_reader_and_reads_back(text: str) -> None:
+def test_event_is_one_line_and_decodes_to_the_text(text: str) -> None:
     """A client that splits at U+2028 or U+0085 would lose the rest of the chunk."""
     quoted = quote(text).decode()
     assert json.loads(quoted) == text and len(quoted.splitlines()) == 1
@@ -22,14 +22,14 @@ def test_a_text_is_one_line_to_any_reader_and_reads_back(text: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["m", 'odd "}\n\n', '"index":0'])
-def test_a_chunk_put_together_equals_one_encoded_whole(name: str) -> None:
+def test_assembled_chunk_equals_one_encoded_at_once(name: str) -> None:
     frame = {"id": name, "model": name}
     pieces = opening(frame) + b'{"index":1,"text":' + quote("x") + b"}]}\n\n"
     assert json.loads(pieces.removeprefix(b"data: ")) == frame | {"choices": [{"index": 1, "text": "x"}]}
 
 
 class SlowConnection:
-    """A connection whose client reads when it is told to."""
+    """Connection of a client that reads when the test sets `reads`."""
 
     def __init__(self) -> None:
         self.written: list[bytes] = []
@@ -45,7 +45,7 @@ class SlowConnection:
 
 
 class Script:
-    """Outputs that are pushed when the test says so."""
+    """Outputs that the test pushes."""
 
     def __init__(self) -> None:
         self.over = asyncio.Event()
@@ -58,7 +58,7 @@ class Script:
 
 
 class Texts:
-    """Chunks that are the text itself."""
+    """Encoder with chunks that are the text itself."""
 
     text_only = True
 
@@ -72,8 +72,8 @@ class Texts:
         return b""
 
 
-async def rounds_of_the_loop() -> None:
-    """More rounds of the event loop than anything here needs to get on."""
+async def run_event_loop() -> None:
+    """Run more rounds of the event loop than any task here needs."""
     for _ in range(20):
         await asyncio.sleep(0)
 
@@ -82,8 +82,8 @@ def delta(text: str, id: str = "a") -> RequestOutput:
     return RequestOutput(id, None, [1], None, [CompletionOutput(0, text, [1], None, None)], False)
 
 
-def test_a_slow_client_gets_late_what_a_fast_one_gets_at_once() -> None:
-    """What waits is merged: a client that does not read costs no more than its text."""
+def test_slow_client_gets_merged_events() -> None:
+    """Waiting events are merged: a client that does not read costs no more than its text."""
 
     async def go() -> None:
         connection, script = SlowConnection(), Script()
@@ -99,10 +99,10 @@ def test_a_slow_client_gets_late_what_a_fast_one_gets_at_once() -> None:
         script.push_text("three ", 1)
         script.push(delta("four"))
         script.push(delta("other", id="b"))
-        await rounds_of_the_loop()
+        await run_event_loop()
         assert connection.written == [b"one", b" "]
         script.over.set()
-        await rounds_of_the_loop()
+        await run_event_loop()
         assert not task.done(), "an answer is not over before all of it is sent"
         connection.reads.set()
         await task
@@ -111,8 +111,8 @@ def test_a_slow_client_gets_late_what_a_fast_one_gets_at_once() -> None:
     asyncio.run(go())
 
 
-def test_an_encoder_that_fails_on_what_was_held_ends_the_stream() -> None:
-    """Without that piece the rest would be another answer."""
+def test_encoder_failure_on_a_held_output_ends_the_stream() -> None:
+    """Without that piece the text would be wrong."""
 
     class Broken(Texts):
         def encode(self, output: RequestOutput) -> bytes:
@@ -127,7 +127,7 @@ def test_an_encoder_that_fails_on_what_was_held_ends_the_stream() -> None:
         connection.is_full = True
         script.push(delta("bad"))
         connection.reads.set()
-        await rounds_of_the_loop()
+        await run_event_loop()
         assert connection.written == []
         if goes_on:
             for push in (lambda: script.push(delta("more")), lambda: script.push_text("more", 1)):  # type: ignore[misc]
@@ -142,7 +142,7 @@ def test_an_encoder_that_fails_on_what_was_held_ends_the_stream() -> None:
         asyncio.run(go(goes_on))
 
 
-def test_a_stream_that_is_given_up_leaves_nothing_behind() -> None:
+def test_cancelled_stream_leaves_no_task() -> None:
     async def go() -> None:
         connection, script = SlowConnection(), Script()
         connection.is_full = True
@@ -151,7 +151,7 @@ def test_a_stream_that_is_given_up_leaves_nothing_behind() -> None:
         script.push(delta("never read"))
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await rounds_of_the_loop()
+        await run_event_loop()
         assert len(asyncio.all_tasks()) == 1 and connection.written == []
 
     asyncio.run(go())

@@ -1,4 +1,5 @@
-"""Adapters over HTTP: their names answer like models, and only what is allowed can be loaded."""
+"""Tests of LoRA adapters over HTTP: requests by adapter name, loading within the allowed roots,
+unloading."""
 
 import asyncio
 import threading
@@ -24,7 +25,7 @@ from quire.server.settings import make_settings
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 CHANGES = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-PATIENCE_S = 60
+TIMEOUT_S = 60
 Use = Callable[[httpx.AsyncClient], Awaitable[None]]
 
 
@@ -35,8 +36,8 @@ def adapter(folder: Path, content: str = "{}") -> Path:
     return folder
 
 
-def an_engine(**given: Any) -> FakeEngine:
-    engine = FakeEngine(**given)
+def lora_engine(**kwargs: Any) -> FakeEngine:
+    engine = FakeEngine(**kwargs)
     engine.operation.settings["lora"] = {"enable_lora": True}
     engine.inputs.enable_lora = True
     return engine
@@ -55,7 +56,7 @@ def with_client(
     async def go() -> None:
         await application.api.adapters.read_all()
         async with httpx.AsyncClient(
-            transport=transport, base_url="http://test", timeout=PATIENCE_S
+            transport=transport, base_url="http://test", timeout=TIMEOUT_S
         ) as client:
             await use(client)
         assert not application.api.adapters._users, "a request still holds its adapter"
@@ -64,7 +65,7 @@ def with_client(
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(TIMEOUT_S):
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -72,13 +73,13 @@ async def until(condition: Callable[[], bool]) -> None:
 # ---- the command line
 
 
-def test_modules_are_read_in_every_form() -> None:
-    found = read_modules(["a=./x", '{"name": "b", "path": "/y=z", "base_model_name": "m"}', "c=s3://k/v"])
-    assert found == (LoRAModule("a", "./x"), LoRAModule("b", "/y=z", base="m"), LoRAModule("c", "s3://k/v"))
+def test_lora_modules_are_parsed_in_every_form() -> None:
+    modules = read_modules(["a=./x", '{"name": "b", "path": "/y=z", "base_model_name": "m"}', "c=s3://k/v"])
+    assert modules == (LoRAModule("a", "./x"), LoRAModule("b", "/y=z", base="m"), LoRAModule("c", "s3://k/v"))
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         (["a"], "name=path"),
         (["=x"], "1 to 256 characters"),
@@ -91,26 +92,26 @@ def test_modules_are_read_in_every_form() -> None:
         (["a\tb=x"], "printable"),
     ],
 )
-def test_modules_that_are_none_are_refused(values: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_lora_modules_are_refused(values: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         make_settings({"lora_modules": values})
 
 
-def test_modules_need_adapters_and_names_of_their_own(tmp_path: Path) -> None:
+def test_lora_modules_need_enable_lora_and_unique_names(tmp_path: Path) -> None:
     modules = read_modules(["a=x"])
     with pytest.raises(ConfigError, match="needs enable_lora"):
         check_modules(modules, enabled=False, served=["m"])
     with pytest.raises(ConfigError, match="'a' is the name of the model"):
         check_modules(modules, enabled=True, served=["m", "a"])
     with pytest.raises(ConfigError, match=f"No adapter found for '{tmp_path}/none'"):
-        Application(an_engine(), make_settings({"lora_modules": [f"a={tmp_path}/none"]}))
+        Application(lora_engine(), make_settings({"lora_modules": [f"a={tmp_path}/none"]}))
 
 
 # ---- requests
 
 
-def test_every_route_answers_to_the_name_of_an_adapter(tmp_path: Path) -> None:
-    engine, path = an_engine(answer="Hi"), adapter(tmp_path / "a")
+def test_every_route_accepts_an_adapter_name(tmp_path: Path) -> None:
+    engine, path = lora_engine(answer="Hi"), adapter(tmp_path / "a")
     chat, plain = {"messages": MESSAGES}, {"prompt": "ab"}
     bodies: list[tuple[str, dict[str, Any]]] = [
         (CHAT, chat),
@@ -146,8 +147,8 @@ def test_every_route_answers_to_the_name_of_an_adapter(tmp_path: Path) -> None:
     with_client(use, engine, {"lora_modules": [f"sup/port={path}"]})
 
 
-def test_pooling_models_have_adapters_too(tmp_path: Path) -> None:
-    engine, path = an_engine(pooling=EMBEDDER), adapter(tmp_path / "a")
+def test_pooling_models_accept_adapter_names(tmp_path: Path) -> None:
+    engine, path = lora_engine(pooling=EMBEDDER), adapter(tmp_path / "a")
 
     async def use(client: httpx.AsyncClient) -> None:
         reply = await client.post("/v1/embeddings", json={"input": ["a", "b"], "model": "a"})
@@ -160,7 +161,7 @@ def test_pooling_models_have_adapters_too(tmp_path: Path) -> None:
 # ---- loading and unloading
 
 
-def test_adapters_are_loaded_and_unloaded_where_that_is_allowed(tmp_path: Path) -> None:
+def test_adapters_are_loaded_and_unloaded_within_allowed_roots(tmp_path: Path) -> None:
     good, broken = adapter(tmp_path / "in/good"), adapter(tmp_path / "in/broken", "")
     outside = adapter(tmp_path / "out/a")
     (tmp_path / "in/link").symlink_to(outside)
@@ -178,7 +179,7 @@ def test_adapters_are_loaded_and_unloaded_where_that_is_allowed(tmp_path: Path) 
 
         done = await load(good)
         assert (done.status_code, done.text) == (200, "Success: LoRA adapter 'x' added successfully.")
-        assert engine.adapters["x"].within == (inside,), "links that are put there later"
+        assert engine.adapters["x"].within == (inside,), "links that are created later"
         assert done.headers["content-type"].startswith("text/plain")
         again = refused(await load(good))
         assert again["type"] == "InvalidUserInput" and "already been loaded" in again["message"]
@@ -210,12 +211,12 @@ def test_adapters_are_loaded_and_unloaded_where_that_is_allowed(tmp_path: Path) 
         assert refused(await client.post(UNLOAD, json={}))["type"] == "InvalidUserInput"
         assert refused(gone, 404)["message"] == "The lora adapter 'fake' cannot be found."
 
-    engine = an_engine()
+    engine = lora_engine()
     with_client(use, engine, {"lora_roots": [inside]})
     assert not engine.adapters
 
 
-def test_without_leave_nothing_can_be_loaded() -> None:
+def test_runtime_loading_needs_permission() -> None:
     async def absent(client: httpx.AsyncClient) -> None:
         assert (await client.post(LOAD, json={})).status_code == 404
 
@@ -227,13 +228,13 @@ def test_without_leave_nothing_can_be_loaded() -> None:
         for route in (LOAD, UNLOAD):
             assert (await client.post(route, json={})).status_code == 401
 
-    with_client(absent, an_engine(), env={})
+    with_client(absent, lora_engine(), env={})
     with_client(off, FakeEngine())
-    with_client(locked, an_engine(), {"api_key": ["secret"]})
+    with_client(locked, lora_engine(), {"api_key": ["secret"]})
 
 
-def test_an_adapter_that_is_unloaded_answers_those_who_have_it_and_nobody_else(tmp_path: Path) -> None:
-    engine, path = an_engine(answer="x" * 50), adapter(tmp_path / "a")
+def test_unloading_waits_for_running_requests_and_refuses_new_ones(tmp_path: Path) -> None:
+    engine, path = lora_engine(answer="x" * 50), adapter(tmp_path / "a")
     body = {"prompt": "ab", "model": "a", "max_tokens": 50}
 
     async def use(client: httpx.AsyncClient) -> None:
@@ -254,8 +255,8 @@ def test_an_adapter_that_is_unloaded_answers_those_who_have_it_and_nobody_else(t
     with_client(use, engine, {"lora_modules": [f"a={path}"]})
 
 
-def test_who_is_still_answered_by_an_adapter_that_leaves_is_so_with_its_tokens(tmp_path: Path) -> None:
-    engine, path = an_engine(), adapter(tmp_path / "a")
+def test_requests_of_a_leaving_adapter_keep_its_tokenizer(tmp_path: Path) -> None:
+    engine, path = lora_engine(), adapter(tmp_path / "a")
     engine.inputs.enable_lora, engine.inputs.num_own = True, 16
     backend = Tokenizer.from_str(engine.tokenizer.backend.to_str())
     backend.add_tokens(["<new>"])
@@ -267,8 +268,8 @@ def test_who_is_still_answered_by_an_adapter_that_leaves_is_so_with_its_tokens(t
     assert tokenizer is not None and tokenizer.backend.token_to_id("<new>") == backend.token_to_id("<new>")
 
 
-def test_an_adapter_that_a_core_does_not_let_go_is_still_there(tmp_path: Path) -> None:
-    engine, path = an_engine(), adapter(tmp_path / "a")
+def test_failed_removal_keeps_the_adapter(tmp_path: Path) -> None:
+    engine, path = lora_engine(), adapter(tmp_path / "a")
 
     async def use(client: httpx.AsyncClient) -> None:
         engine.removal_error = EngineDead("a core is gone")
@@ -281,8 +282,8 @@ def test_an_adapter_that_a_core_does_not_let_go_is_still_there(tmp_path: Path) -
     with_client(use, engine, {"lora_modules": [f"a={path}"]})
 
 
-def test_a_process_that_dies_while_it_unloads_leaves_no_name_behind(tmp_path: Path) -> None:
-    """Another process takes the name for one that still leaves, for ever."""
+def test_process_that_dies_while_unloading_leaves_no_name(tmp_path: Path) -> None:
+    """Otherwise another process would take the name for one that is still leaving, forever."""
     file, folder = tmp_path / "roster", tmp_path / "customers"
     path = adapter(folder / "acme")
     LoRARegistry.create(file, [LoRAModule("acme", str(path), str(path), is_leaving=True)])
@@ -292,10 +293,10 @@ def test_a_process_that_dies_while_it_unloads_leaves_no_name_behind(tmp_path: Pa
         assert reply.status_code == 200, reply.text
 
     env = CHANGES | {"VLLM_LORA_RESOLVER_CACHE_DIR": str(folder)}
-    with_client(use, an_engine(), env=env, registry=LoRARegistry(file))
+    with_client(use, lora_engine(), env=env, registry=LoRARegistry(file))
 
 
-def test_an_adapter_is_loaded_once_however_many_ask_at_once(tmp_path: Path) -> None:
+def test_concurrent_loads_load_an_adapter_once(tmp_path: Path) -> None:
     path = adapter(tmp_path / "a")
 
     async def use(client: httpx.AsyncClient) -> None:
@@ -303,11 +304,11 @@ def test_an_adapter_is_loaded_once_however_many_ask_at_once(tmp_path: Path) -> N
         replies = await asyncio.gather(*(client.post(LOAD, json=body) for _ in range(8)))
         assert sorted(reply.status_code for reply in replies) == [200, *[400] * 7]
 
-    with_client(use, an_engine(step_s=0.01), {"lora_roots": [str(tmp_path)]})
+    with_client(use, lora_engine(step_s=0.01), {"lora_roots": [str(tmp_path)]})
 
 
-def test_processes_have_one_roster(tmp_path: Path) -> None:
-    """What one API process loads and unloads, the others answer to or do not, at once."""
+def test_processes_share_one_registry(tmp_path: Path) -> None:
+    """Adapters that one API process loads or unloads change for the others at once."""
     file = tmp_path / "roster"
     LoRARegistry.create(file, [LoRAModule("a", "x", "/x")])
     one, other = LoRARegistry(file), LoRARegistry(file)
@@ -322,11 +323,11 @@ def test_processes_have_one_roster(tmp_path: Path) -> None:
     async def in_turn() -> list[str]:
         order = []
 
-        async def change(registry: LoRARegistry, who: str) -> None:
+        async def change(registry: LoRARegistry, name: str) -> None:
             async with registry.only("b"):
-                order.append(who)
+                order.append(name)
                 await asyncio.sleep(0.1)
-                order.append(who)
+                order.append(name)
 
         await asyncio.gather(change(one, "one"), change(other, "other"))
         return order
@@ -335,10 +336,10 @@ def test_processes_have_one_roster(tmp_path: Path) -> None:
     assert order[0] == order[1] and order[2] == order[3]
 
 
-# ---- found by name
+# ---- resolved by name
 
 
-def test_a_folder_for_each_customer(tmp_path: Path) -> None:
+def test_adapters_are_resolved_from_a_folder(tmp_path: Path) -> None:
     folder = tmp_path / "customers"
     adapter(folder / "acme"), adapter(folder / "broken", ""), adapter(tmp_path / "secret")
     (folder / "link").symlink_to(tmp_path / "secret")
@@ -370,13 +371,13 @@ def test_a_folder_for_each_customer(tmp_path: Path) -> None:
         assert (await ask("late")).status_code == 200
         assert (await client.post(UNLOAD, json={"lora_name": "acme"})).status_code == 200
 
-    engine = an_engine()
+    engine = lora_engine()
     with_client(use, engine, env=CHANGES | {"VLLM_LORA_RESOLVER_CACHE_DIR": str(folder)})
     assert list(engine.adapters) == ["late"]
-    assert str(folder.resolve()) in engine.adapters["late"].within, "links that are put there later"
+    assert str(folder.resolve()) in engine.adapters["late"].within, "links that are created later"
 
 
-def test_hub_ids_are_found_if_they_are_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_adapters_are_resolved_if_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = adapter(tmp_path / "a")
 
     def fetch(repo: str, check: Callable[[int], None]) -> Path:
@@ -393,10 +394,10 @@ def test_hub_ids_are_found_if_they_are_allowed(tmp_path: Path, monkeypatch: pyte
         assert "--lora-max-download-bytes" in refused(large)["message"]
 
     settings = {"lora_resolver_hub": ["org/*", "me/one"], "lora_max_download_bytes": 4000}
-    with_client(use, an_engine(), settings)
+    with_client(use, lora_engine(), settings)
 
 
-def test_adapters_behind_urls_are_brought_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_at_urls_are_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_CACHE_ROOT", str(tmp_path))
     store = fsspec.filesystem("memory")
     for name, content in (("acme", b"weights"), ("large", b"x" * 5000)):
@@ -426,22 +427,22 @@ def test_adapters_behind_urls_are_brought_here(tmp_path: Path, monkeypatch: pyte
             await load(place, 403)
         assert "--lora-max-download-bytes" in await load("memory://k/large", 400)
         await load("memory://k/acme", 200)
-        store.pipe("/k/acme/adapter_model.bin", b"others!")  # as many bytes
+        store.pipe("/k/acme/adapter_model.bin", b"others!")  # the same number of bytes
         again = {"lora_name": "x", "lora_path": "memory://k/acme", "load_inplace": True}
         assert (await client.post(LOAD, json=again)).status_code == 200
 
-    engine = an_engine()
+    engine = lora_engine()
     with_client(use, engine, {"lora_resolver_dir": "memory://k/", "lora_max_download_bytes": 4000})
-    found = {name: Path(lora.lora_path, "adapter_model.bin") for name, lora in engine.adapters.items()}
-    contents = {name: file.read_bytes() for name, file in found.items()}
-    assert contents == {"acme": b"weights", "x": b"others!"}, "what changes there is fetched again"
+    weights = {name: Path(lora.lora_path, "adapter_model.bin") for name, lora in engine.adapters.items()}
+    contents = {name: file.read_bytes() for name, file in weights.items()}
+    assert contents == {"acme": b"weights", "x": b"others!"}, "a changed adapter is fetched again"
     assert len(list((tmp_path / "adapters").iterdir())) == 2, "the same adapter is kept once"
 
 
-def test_an_adapter_behind_a_url_brings_its_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To every route that reads or writes tokens, and to no other model."""
+def test_adapter_at_a_url_brings_its_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every route that encodes or decodes tokens uses it, for this adapter only."""
     monkeypatch.setenv("QUIRE_CACHE_ROOT", str(tmp_path))
-    engine = an_engine()
+    engine = lora_engine()
     engine.inputs.enable_lora, engine.inputs.num_own = True, 16
     backend = Tokenizer.from_str(engine.tokenizer.backend.to_str())
     backend.add_tokens(["<new>"])
@@ -458,35 +459,42 @@ def test_an_adapter_behind_a_url_brings_its_tokens(tmp_path: Path, monkeypatch: 
             assert reply.status_code == 200, reply.text
             return reply.json()
 
-        own = {"model": "acme"}
-        assert (await post("/tokenize", **own, prompt="<new>"))["tokens"][-1] == last
-        assert (await post("/tokenize", **own, messages=MESSAGES))["tokens"][-1] == last
+        adapter_model = {"model": "acme"}
+        assert (await post("/tokenize", **adapter_model, prompt="<new>"))["tokens"][-1] == last
+        assert (await post("/tokenize", **adapter_model, messages=MESSAGES))["tokens"][-1] == last
         assert last not in (await post("/tokenize", **plain, prompt="<new>"))["tokens"]
-        assert (await post("/detokenize", **own, tokens=[last])) == {"prompt": "<new>"}
-        found = await post(f"{COMPLETIONS}/derender", **own, generate_responses=[answer])
-        assert (found["model"], found["choices"][0]["text"]) == ("acme", "<new>")
-        asked = {"model": "acme", "messages": MESSAGES}
-        for given in (own, own | {"chat_request": asked}, {"chat_request": asked}):
-            found = await post(f"{CHAT}/derender", **given, generate_response=answer)
-            assert found["choices"][0]["message"]["content"] == "<new>"
+        assert (await post("/detokenize", **adapter_model, tokens=[last])) == {"prompt": "<new>"}
+        reply_body = await post(f"{COMPLETIONS}/derender", **adapter_model, generate_responses=[answer])
+        assert (reply_body["model"], reply_body["choices"][0]["text"]) == ("acme", "<new>")
+        chat_request = {"model": "acme", "messages": MESSAGES}
+        for fields in (
+            adapter_model,
+            adapter_model | {"chat_request": chat_request},
+            {"chat_request": chat_request},
+        ):
+            reply_body = await post(f"{CHAT}/derender", **fields, generate_response=answer)
+            assert reply_body["choices"][0]["message"]["content"] == "<new>"
         for path, body in (
             ("/detokenize", {"tokens": [last + 16]}),
             (f"{COMPLETIONS}/derender", {"generate_responses": [answer]}),
         ):
             refused(await client.post(path, json=plain | body))
-        infos = [(await client.get("/tokenizer_info", params=each)).json() for each in (own, plain, {})]
+        infos = [
+            (await client.get("/tokenizer_info", params=params)).json()
+            for params in (adapter_model, plain, {})
+        ]
         assert [str(last) in info["added_tokens_decoder"] for info in infos] == [True, False, False]
         assert infos[0]["chat_template"] == "<new>" and infos[1] == infos[2]
         refused(await client.get("/tokenizer_info", params={"model": "nobody"}), 404)
         store.pipe("/own/acme/chat_template.jinja", b"<new><new>")
         again = {"lora_name": "acme", "lora_path": "memory://own/acme", "load_inplace": True}
         assert (await client.post(LOAD, json=again)).status_code == 200
-        assert (await post("/tokenize", **own, messages=MESSAGES))["tokens"][-2:] == [last, last]
+        assert (await post("/tokenize", **adapter_model, messages=MESSAGES))["tokens"][-2:] == [last, last]
 
     with_client(use, engine, {"lora_resolver_dir": "memory://own/", "enable_tokenizer_info_endpoint": True})
 
 
-def test_a_url_that_nothing_here_can_read_says_what_is_missing(tmp_path: Path) -> None:
+def test_unreadable_url_is_refused_with_the_reason(tmp_path: Path) -> None:
     places = LoRALocations(cache=tmp_path, max_bytes=1)
     with pytest.raises(ValueError, match="nope.*cannot be read"):
         places.for_operator("nope://a/b")
@@ -494,15 +502,15 @@ def test_a_url_that_nothing_here_can_read_says_what_is_missing(tmp_path: Path) -
         places.for_operator("memory://k/none")
 
 
-def test_names_that_were_not_found_are_not_looked_for_again_at_once(tmp_path: Path) -> None:
-    found = resolver.Resolver("memory://k", LoRALocations(roots=["memory://k"], cache=tmp_path, max_bytes=1))
-    assert found.may_have("gone") and found.find("gone") is None
-    assert not found.may_have("gone")
+def test_failed_lookups_are_cached(tmp_path: Path) -> None:
+    lookup = resolver.Resolver("memory://k", LoRALocations(roots=["memory://k"], cache=tmp_path, max_bytes=1))
+    assert lookup.may_have("gone") and lookup.find("gone") is None
+    assert not lookup.may_have("gone")
 
 
-def test_an_engine_that_sleeps_breaks_no_adapter(tmp_path: Path) -> None:
-    """What was asked for meanwhile is refused for ten seconds after."""
-    engine, folder = an_engine(), tmp_path / "customers"
+def test_sleeping_engine_does_not_mark_adapters_as_broken(tmp_path: Path) -> None:
+    """Otherwise adapters requested meanwhile would be refused for ten seconds after."""
+    engine, folder = lora_engine(), tmp_path / "customers"
     adapter(folder / "acme")
 
     async def use(client: httpx.AsyncClient) -> None:
@@ -515,7 +523,7 @@ def test_an_engine_that_sleeps_breaks_no_adapter(tmp_path: Path) -> None:
     with_client(use, engine, env=CHANGES | {"VLLM_LORA_RESOLVER_CACHE_DIR": str(folder)})
 
 
-def test_a_store_that_never_answers_holds_up_nobody_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresponsive_store_does_not_block_forever(monkeypatch: pytest.MonkeyPatch) -> None:
     never = threading.Event()
 
     async def go() -> None:
@@ -523,10 +531,10 @@ def test_a_store_that_never_answers_holds_up_nobody_for_ever(monkeypatch: pytest
         assert await looks(str.upper, "a") == "A"
         monkeypatch.setattr(resolver, "SEARCH_S", 0.2)
         stuck = [looks(lambda _: never.wait(), "a") for _ in range(6)]
-        found = await asyncio.gather(*stuck, return_exceptions=True)
-        assert [type(each) for each in found] == [EngineDead] * 6
+        results = await asyncio.gather(*stuck, return_exceptions=True)
+        assert [type(result) for result in results] == [EngineDead] * 6
         never.set()
-        monkeypatch.setattr(resolver, "SEARCH_S", PATIENCE_S)
+        monkeypatch.setattr(resolver, "SEARCH_S", TIMEOUT_S)
         assert await looks(str.upper, "b") == "B"
 
     asyncio.run(go())

@@ -1,4 +1,4 @@
-"""Beam search over the API."""
+"""Tests of beam search over the API."""
 
 import asyncio
 
@@ -10,8 +10,8 @@ from fake_engine import FakeEngine
 from quire.server.openai import streams
 
 
-def test_the_best_beams_come_first() -> None:
-    """Each step the likeliest token is '!', the script's own is second."""
+def test_beams_are_sorted_by_score() -> None:
+    """At each step '!' is the most likely token; the scripted token is second."""
     engine = FakeEngine()
     reply = complete(engine, use_beam_search=True, n=2, max_tokens=2, length_penalty=1.0).json()
     assert [choice["text"] for choice in reply["choices"]] == ["!!", "!H"]
@@ -20,18 +20,18 @@ def test_the_best_beams_come_first() -> None:
     assert len(chat(use_beam_search=True, n=2, max_tokens=2).json()["choices"]) == 2
 
 
-def test_beams_can_show_logprobs() -> None:
+def test_beams_have_logprobs() -> None:
     choice = complete(use_beam_search=True, n=1, max_tokens=3, logprobs=1).json()["choices"][0]
     assert len(choice["logprobs"]["tokens"]) == 3
 
 
-def test_too_wide_a_beam_is_refused_with_the_way_out() -> None:
+def test_too_many_beams_are_refused_with_the_remedy() -> None:
     error = refused(complete(use_beam_search=True, n=11))
     assert error["param"] == "n" and "--max-logprobs" in error["message"]
 
 
-def test_beams_of_many_prompts_are_made_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """1,000 prompts of 10 beams are 10,000 requests a round: others get their turn between them."""
+def test_beams_of_many_prompts_are_started_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1,000 prompts of 10 beams are 10,000 requests per round: other requests run between them."""
     monkeypatch.setattr(streams, "PIECE_S", 0.0)
     engine = FakeEngine()
     body = {"prompt": ["ab"] * 30, "use_beam_search": True, "n": 3, "max_tokens": 2}
@@ -52,7 +52,7 @@ def test_beams_of_many_prompts_are_made_in_pieces(monkeypatch: pytest.MonkeyPatc
     assert len(seen) > 100
 
 
-def test_a_failing_round_leaves_nothing_running() -> None:
+def test_failed_beam_step_leaves_no_request_running() -> None:
     engine = FakeEngine(fail_after=0)
     refused(complete(engine, use_beam_search=True, n=2), 500)
     assert engine.num_in_flight == 0

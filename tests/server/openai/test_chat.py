@@ -1,4 +1,4 @@
-"""/v1/chat/completions: the shape of whole and streamed answers."""
+"""Tests of /v1/chat/completions: the format of complete and streamed answers."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from ask import MESSAGES, chat, events, refused
 from fake_engine import ANSWER, EOS, FakeEngine
 
 
-def test_a_whole_answer_has_text_reason_and_usage() -> None:
+def test_answer_has_text_finish_reason_and_usage() -> None:
     reply = chat(max_tokens=5).json()
     (choice,) = reply["choices"]
     assert choice["message"]["role"] == "assistant" and choice["message"]["content"] == ANSWER[:5]
@@ -19,7 +19,7 @@ def test_a_whole_answer_has_text_reason_and_usage() -> None:
     assert "tool_calls" not in choice["message"]
 
 
-def test_an_answer_ends_at_the_end_of_sequence_token() -> None:
+def test_answer_ends_at_the_eos_token() -> None:
     (choice,) = chat().json()["choices"]
     assert (choice["message"]["content"], choice["finish_reason"], choice["stop_reason"]) == (
         ANSWER,
@@ -28,38 +28,40 @@ def test_an_answer_ends_at_the_end_of_sequence_token() -> None:
     )
 
 
-def test_stream_starts_with_the_role_and_ends_with_text_and_reason_in_one_chunk() -> None:
+def test_stream_starts_with_the_role_and_ends_with_the_finish_reason() -> None:
     chunks = events(chat(stream=True, max_tokens=4))
     first, *middle, last = [chunk["choices"][0] for chunk in chunks]
     assert first["delta"] == {"role": "assistant", "content": ""} and first["finish_reason"] is None
-    assert [each["delta"] for each in middle] == [{"content": "H"}, {"content": "e"}, {"content": "l"}]
-    assert all(each["finish_reason"] is None and "stop_reason" not in each for each in middle)
+    assert [choice["delta"] for choice in middle] == [{"content": "H"}, {"content": "e"}, {"content": "l"}]
+    assert all(choice["finish_reason"] is None and "stop_reason" not in choice for choice in middle)
     assert (last["delta"], last["finish_reason"], last["stop_reason"]) == ({"content": "l"}, "length", None)
     assert [("system_fingerprint" in chunk) for chunk in chunks] == [False] * 4 + [True]
     assert not any("usage" in chunk for chunk in chunks)
     assert len({chunk["id"] for chunk in chunks}) == 1 and chunks[0]["object"] == "chat.completion.chunk"
 
 
-def test_stream_says_the_same_as_the_whole_answer() -> None:
-    """Text of several bytes, split over tokens, must not be lost between chunks."""
+def test_stream_equals_the_complete_answer() -> None:
+    """Characters of several bytes, split over tokens, must not be lost between chunks."""
     text = "".join(chunk["choices"][0]["delta"]["content"] for chunk in events(chat(stream=True)))
     assert text == ANSWER
 
 
-def test_every_choice_of_n_gets_its_role_and_its_text() -> None:
+def test_every_choice_of_n_has_role_and_text() -> None:
     chunks = events(chat(stream=True, n=3, max_tokens=3, temperature=1.0))
     for index in range(3):
-        own = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
-        assert own[0]["delta"]["role"] == "assistant" and own[-1]["finish_reason"] == "length"
-        assert "".join(each["delta"]["content"] for each in own) == "Hel"
+        choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert choices[0]["delta"]["role"] == "assistant" and choices[-1]["finish_reason"] == "length"
+        assert "".join(choice["delta"]["content"] for choice in choices) == "Hel"
     assert [c["message"]["content"] for c in chat(n=3, max_tokens=3).json()["choices"]] == ["Hel"] * 3
 
 
 @pytest.mark.parametrize("settings", [{}, {"enable_force_include_usage": True}])
-def test_usage_in_streams(settings: dict[str, Any]) -> None:
+def test_stream_usage(settings: dict[str, Any]) -> None:
     options = {} if settings else {"include_usage": True}
-    asked: dict[str, Any] = {} if settings else {"stream_options": options | {"continuous_usage_stats": True}}
-    chunks = events(chat(stream=True, max_tokens=2, settings=settings, **asked))
+    fields: dict[str, Any] = (
+        {} if settings else {"stream_options": options | {"continuous_usage_stats": True}}
+    )
+    chunks = events(chat(stream=True, max_tokens=2, settings=settings, **fields))
     assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [0, 1, 2, 2]
     assert chunks[-1]["choices"] == [] and "system_fingerprint" in chunks[-1]
     only_last = events(chat(stream=True, max_tokens=2, stream_options={"include_usage": True}))
@@ -69,18 +71,18 @@ def test_usage_in_streams(settings: dict[str, Any]) -> None:
     )
 
 
-def test_cached_tokens_are_reported_only_when_told_to() -> None:
+def test_cached_tokens_are_reported_if_enabled() -> None:
     assert "prompt_tokens_details" not in chat().json()["usage"]
     usage = chat(settings={"enable_prompt_tokens_details": True}).json()["usage"]
     assert usage["prompt_tokens_details"] == {"cached_tokens": 3}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_logprobs_show_the_best_in_order_and_no_infinity(stream: bool) -> None:
+def test_top_logprobs_are_sorted_and_finite(stream: bool) -> None:
     response = chat(max_tokens=2, logprobs=True, top_logprobs=3, stream=stream)
     if stream:
-        found = [c["choices"][0]["logprobs"]["content"] for c in events(response)[1:]]
-        content = [entry for part in found for entry in part]
+        parts = [c["choices"][0]["logprobs"]["content"] for c in events(response)[1:]]
+        content = [entry for part in parts for entry in part]
     else:
         content = response.json()["choices"][0]["logprobs"]["content"]
     assert [entry["token"] for entry in content] == ["H", "e"] and content[0]["bytes"] == [72]
@@ -92,36 +94,36 @@ def test_logprobs_show_the_best_in_order_and_no_infinity(stream: bool) -> None:
     assert chat(logprobs=True).json()["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
 
 
-def test_a_token_that_is_half_a_character_keeps_its_bytes() -> None:
+def test_partial_character_token_keeps_its_bytes() -> None:
     content = chat(FakeEngine("ż"), logprobs=True).json()["choices"][0]["logprobs"]["content"]
     assert bytes([byte for entry in content[:2] for byte in entry["bytes"]]).decode() == "ż"
 
 
-def test_tokens_as_ids_and_token_ids() -> None:
-    asked: dict[str, Any] = {
+def test_tokens_as_ids_and_return_token_ids() -> None:
+    fields: dict[str, Any] = {
         "max_tokens": 2,
         "logprobs": True,
         "return_tokens_as_token_ids": True,
         "return_token_ids": True,
     }
     engine = FakeEngine()
-    reply = chat(engine, **asked).json()
+    reply = chat(engine, **fields).json()
     ids = engine.script[:2]
     assert reply["choices"][0]["token_ids"] == ids
     assert [e["token"] for e in reply["choices"][0]["logprobs"]["content"]] == [f"token_id:{i}" for i in ids]
     assert reply["prompt_token_ids"] == engine.seen[0][1].token_ids
-    chunks = events(chat(stream=True, **asked))
+    chunks = events(chat(stream=True, **fields))
     assert ["prompt_token_ids" in chunk for chunk in chunks] == [True, False, False]
     assert [chunk["choices"][0].get("token_ids") for chunk in chunks] == [None, ids[:1], ids[1:]]
 
 
 def test_prompt_logprobs_start_with_null() -> None:
-    found = chat(prompt_logprobs=1, max_tokens=1).json()["prompt_logprobs"]
-    assert found[0] is None and len(found) == len("user:hi\nassistant:")
-    assert all(entry.keys() == {"logprob", "rank", "decoded_token"} for entry in found[1].values())
+    logprobs = chat(prompt_logprobs=1, max_tokens=1).json()["prompt_logprobs"]
+    assert logprobs[0] is None and len(logprobs) == len("user:hi\nassistant:")
+    assert all(entry.keys() == {"logprob", "rank", "decoded_token"} for entry in logprobs[1].values())
 
 
-def test_stop_string_is_cut_off_and_named() -> None:
+def test_stop_string_is_removed_and_reported() -> None:
     (choice,) = chat(stop=[", w"]).json()["choices"]
     assert (choice["message"]["content"], choice["stop_reason"]) == ("Hello", ", w")
     chunks = events(chat(stop=", w", stream=True))
@@ -132,13 +134,13 @@ def test_stop_string_is_cut_off_and_named() -> None:
     )
 
 
-def test_an_error_in_mid_stream_is_an_event_and_the_stream_still_ends() -> None:
+def test_error_in_a_stream_is_an_event_before_done() -> None:
     chunks = events(chat(FakeEngine(fail_after=2), stream=True))
     assert chunks[-1]["error"]["code"] == 500 and chunks[-1]["error"]["type"] == "InternalServerError"
     assert refused(chat(FakeEngine(fail_after=2)), 500)["message"] == "the engine failed on this request"
 
 
-def test_echo_and_continue_final_message_go_on_with_the_last_message() -> None:
+def test_continue_final_message_with_echo() -> None:
     messages = [*MESSAGES, {"role": "assistant", "content": "Well, "}]
     body: dict[str, Any] = {
         "messages": messages,
@@ -153,19 +155,19 @@ def test_echo_and_continue_final_message_go_on_with_the_last_message() -> None:
     assert "".join(c["choices"][0]["delta"]["content"] for c in chunks) == "Well, Hello"
 
 
-def test_max_completion_tokens_wins_and_defaults_fill_the_context() -> None:
+def test_max_completion_tokens_and_default_max_tokens() -> None:
     engine = FakeEngine(max_model_len=64)
     chat(engine, max_tokens=9, max_completion_tokens=3)
     chat(engine)
     engine.facts.default_sampling = {"max_tokens": 7, "temperature": 0.25}
     chat(engine)
-    asked = [params for _, _, params, _ in engine.seen]
-    assert [params.max_tokens for params in asked] == [3, 64 - 18, 7]
-    assert (asked[0].temperature, asked[2].temperature) == (1.0, 0.25)
+    all_params = [params for _, _, params, _ in engine.seen]
+    assert [params.max_tokens for params in all_params] == [3, 64 - 18, 7]
+    assert (all_params[0].temperature, all_params[2].temperature) == (1.0, 0.25)
 
 
 def test_sampling_fields_reach_the_engine() -> None:
-    """A field that is accepted and then dropped would change results without a word."""
+    """A field that is accepted and then dropped would silently change results."""
     body: dict[str, Any] = {
         "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "presence_penalty": 0.1,
         "frequency_penalty": 0.2, "repetition_penalty": 1.1, "seed": 5, "stop": ["x"], "stop_token_ids": [3],
@@ -181,7 +183,7 @@ def test_sampling_fields_reach_the_engine() -> None:
     assert priority == 3 and prompt.cache_salt == "s"
 
 
-def test_the_end_token_can_be_shown() -> None:
+def test_eos_token_can_be_included() -> None:
     (choice,) = chat(skip_special_tokens=False, include_stop_str_in_output=True, stop_token_ids=[EOS]).json()[
         "choices"
     ]

@@ -1,4 +1,4 @@
-"""/v1/completions: prompts in every form, echo, logprobs, many choices."""
+"""Tests of /v1/completions: prompts in every form, echo, logprobs, several choices."""
 
 import asyncio
 from typing import Any
@@ -13,7 +13,7 @@ from quire.server.openai import streams
 from quire.server.settings import make_settings
 
 
-def test_default_is_sixteen_tokens() -> None:
+def test_default_max_tokens_is_16() -> None:
     engine = FakeEngine()
     reply = complete(engine).json()
     assert engine.seen[0][2].max_tokens == 16 and reply["choices"][0]["text"] == ANSWER[:15]
@@ -30,7 +30,7 @@ def test_default_is_sixteen_tokens() -> None:
         ([[64], [65, 66]], [[64], [65, 66]]),
     ],
 )
-def test_every_form_of_prompt(prompt: Any, expected: list[list[int]]) -> None:
+def test_every_prompt_form(prompt: Any, expected: list[list[int]]) -> None:
     engine = FakeEngine()
     reply = complete(engine, prompt=prompt, max_tokens=2).json()
     assert [seen[1].token_ids for seen in engine.seen] == expected
@@ -39,7 +39,7 @@ def test_every_form_of_prompt(prompt: Any, expected: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_choices_stand_prompt_by_prompt(stream: bool) -> None:
+def test_choices_are_grouped_by_prompt(stream: bool) -> None:
     response = complete(prompt=["a", "b"], n=2, max_tokens=3, echo=True, stream=stream)
     if stream:
         texts = ["", "", "", ""]
@@ -50,7 +50,7 @@ def test_choices_stand_prompt_by_prompt(stream: bool) -> None:
     assert texts == ["aHel", "aHel", "bHel", "bHel"]
 
 
-def test_stream_ends_with_text_and_reason_together() -> None:
+def test_last_text_chunk_has_the_finish_reason() -> None:
     chunks = events(complete(stream=True, max_tokens=3, stream_options={"include_usage": True}))
     assert [chunk["choices"][0]["text"] for chunk in chunks[:-1]] == ["H", "e", "l"]
     assert chunks[2]["choices"][0]["finish_reason"] == "length" and chunks[3]["choices"] == []
@@ -59,7 +59,7 @@ def test_stream_ends_with_text_and_reason_together() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_echo_alone_generates_nothing(stream: bool) -> None:
+def test_echo_with_max_tokens_0(stream: bool) -> None:
     response = complete(max_tokens=0, echo=True, logprobs=1, stream=stream)
     choice = events(response)[0]["choices"][0] if stream else response.json()["choices"][0]
     assert choice["text"] == "ab" and choice["finish_reason"] == "length"
@@ -71,7 +71,7 @@ def test_echo_alone_generates_nothing(stream: bool) -> None:
         assert response.json()["usage"]["completion_tokens"] == 0
 
 
-def test_no_tokens_without_echo_is_refused() -> None:
+def test_max_tokens_0_without_echo_is_refused() -> None:
     assert refused(complete(max_tokens=0))["param"] == "max_tokens"
 
 
@@ -79,13 +79,13 @@ def test_token_ids_are_echoed_as_text() -> None:
     assert complete(prompt=[64, 65], echo=True, max_tokens=1).json()["choices"][0]["text"] == "abH"
 
 
-def test_an_echo_has_the_special_tokens_of_its_ids() -> None:
-    """Catches a prompt that comes back shorter than it was."""
+def test_echo_keeps_special_tokens() -> None:
+    """Catches an echoed prompt that is shorter than the original."""
     text = complete(prompt=[64, EOS], echo=True, max_tokens=1).json()["choices"][0]["text"]
     assert text == f"a{byte_tokenizer().decode([EOS], skip_special_tokens=False)}H"
 
 
-def test_logprob_offsets_go_on_from_chunk_to_chunk() -> None:
+def test_logprob_offsets_continue_across_chunks() -> None:
     chunks = events(complete(stream=True, logprobs=0, max_tokens=3))
     assert [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in chunks] == [[0], [1], [2]]
     assert chunks[0]["choices"][0]["logprobs"]["top_logprobs"] == [{"H": -1.0}]
@@ -115,26 +115,26 @@ def test_return_token_ids_and_prompt_logprobs_per_choice() -> None:
         ),
     ],
 )
-def test_what_cannot_be_completed(body: dict[str, Any], param: str, words: str) -> None:
+def test_invalid_fields_are_refused(body: dict[str, Any], param: str, words: str) -> None:
     error = refused(complete(**body))
     assert error["param"] == param and words in error["message"]
 
 
-def test_a_wrong_prompt_among_many_starts_nothing() -> None:
+def test_one_invalid_prompt_starts_no_request() -> None:
     engine = FakeEngine()
     refused(complete(engine, prompt=[[64], [999]], stream=True))
     assert engine.seen == [] and engine.num_in_flight == 0
 
 
-def test_one_failing_prompt_ends_the_others() -> None:
+def test_one_failed_prompt_aborts_the_others() -> None:
     engine = FakeEngine(fail_after=1)
     refused(complete(engine, prompt=["a", "b", "c"]), 500)
     assert len(engine.aborted) == 3 and engine.num_in_flight == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_every_choice_of_an_echoed_prompt_has_its_logprobs(stream: bool) -> None:
-    """The engine sends them once, with the first output: the other choices need them, too."""
+def test_every_choice_has_the_echoed_prompt_logprobs(stream: bool) -> None:
+    """The engine sends them once, with the first output; the other choices need them too."""
     response = complete(
         prompt="abc",
         n=3,
@@ -153,8 +153,8 @@ def test_every_choice_of_an_echoed_prompt_has_its_logprobs(stream: bool) -> None
     assert seen == dict.fromkeys(range(3), [None, -1.0, -1.0, -1.0])
 
 
-def test_a_large_call_is_made_ready_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others get their turn while hundreds of sequences are started."""
+def test_large_call_is_started_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other requests run while hundreds of sequences are started."""
     monkeypatch.setattr(streams, "PIECE_S", 0.0)
     engine = FakeEngine()
     application = Application(engine, make_settings({}))

@@ -1,4 +1,4 @@
-"""Logprob formats beyond what the routes' tests show."""
+"""Tests of logprob formats that the tests of the routes do not cover."""
 
 import math
 
@@ -10,7 +10,7 @@ from quire.server.openai.logprobs import LogprobColumns, TokenFormatter, chat_lo
 POSITION = {5: Logprob(-2.0, 3, "f"), 1: Logprob(-0.1, 1, "b"), 2: Logprob(-math.inf, 2, "c")}
 
 
-def test_chat_shows_the_likeliest_even_if_the_chosen_is_not_among_them() -> None:
+def test_chat_top_logprobs_may_omit_the_sampled_token() -> None:
     (entry,) = chat_logprobs([5], [POSITION], 1, TokenFormatter(byte_tokenizer()))["content"]
     assert entry["logprob"] == -2.0 and [top["token"] for top in entry["top_logprobs"]] == ["b"]
     (entry,) = chat_logprobs([5], [POSITION], -1, TokenFormatter(None))["content"]
@@ -18,7 +18,7 @@ def test_chat_shows_the_likeliest_even_if_the_chosen_is_not_among_them() -> None
     assert entry["bytes"] == [ord("f")]
 
 
-def test_completions_count_offsets_in_characters_and_start_again_empty() -> None:
+def test_completion_offsets_count_characters_and_columns_reset() -> None:
     columns = LogprobColumns(1, TokenFormatter(byte_tokenizer(), as_ids=True))
     columns.add([5, 5], [None, POSITION])
     taken = columns.take()
@@ -27,8 +27,8 @@ def test_completions_count_offsets_in_characters_and_start_again_empty() -> None
     assert columns.take()["tokens"] == []
 
 
-def test_prompt_logprobs_have_no_infinity() -> None:
+def test_prompt_logprobs_are_finite() -> None:
     assert prompt_logprobs(None) is None
-    found = prompt_logprobs([None, POSITION])
-    assert found is not None and found[0] is None and found[1] is not None
-    assert found[1]["2"] == {"logprob": -9999.0, "rank": 2, "decoded_token": "c"}
+    logprobs = prompt_logprobs([None, POSITION])
+    assert logprobs is not None and logprobs[0] is None and logprobs[1] is not None
+    assert logprobs[1]["2"] == {"logprob": -9999.0, "rank": 2, "decoded_token": "c"}

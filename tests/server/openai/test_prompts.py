@@ -1,4 +1,4 @@
-"""From bodies to prompts: templates, truncation, special tokens."""
+"""Tests of prompts: chat templates, truncation, special tokens."""
 
 import json
 import threading
@@ -20,23 +20,23 @@ def prompt_of(settings: dict[str, Any] | None = None, **body: Any) -> str:
     return engine.seen[0][1].text or ""
 
 
-def test_template_variables_and_whose_word_counts() -> None:
-    told = {"default_chat_template_kwargs": {"mood": "calm"}}
-    assert "mood:calm" in prompt_of(told)
-    assert "mood:wild" in prompt_of(told, chat_template_kwargs={"mood": "wild"})
+def test_request_template_kwargs_override_the_defaults() -> None:
+    settings = {"default_chat_template_kwargs": {"mood": "calm"}}
+    assert "mood:calm" in prompt_of(settings)
+    assert "mood:wild" in prompt_of(settings, chat_template_kwargs={"mood": "wild"})
     assert "docs:1" in prompt_of(documents=[{"text": "x"}])
 
 
-def test_tools_are_shown_unless_they_are_to_be_hidden() -> None:
-    asked: dict[str, Any] = {
+def test_tools_are_in_the_prompt_unless_excluded() -> None:
+    fields: dict[str, Any] = {
         "tools": [{"type": "function", "function": {"name": "f"}}],
         "tool_choice": "none",
     }
-    assert "tools:1" in prompt_of(**asked)
-    assert "tools" not in prompt_of({"exclude_tools_when_tool_choice_none": True}, **asked)
+    assert "tools:1" in prompt_of(**fields)
+    assert "tools" not in prompt_of({"exclude_tools_when_tool_choice_none": True}, **fields)
 
 
-def test_a_trusted_request_may_bring_its_template() -> None:
+def test_trusted_request_may_set_the_template() -> None:
     assert (
         prompt_of({"trust_request_chat_template": True}, chat_template="T:{{ messages[0].content }}")
         == "T:hi"
@@ -56,7 +56,7 @@ def test_text_parts_are_joined() -> None:
         ({"truncate_prompt_tokens": 9}, "abcdef"),
     ],
 )
-def test_truncation_keeps_the_asked_side(body: dict[str, Any], expected: str) -> None:
+def test_truncation_side(body: dict[str, Any], expected: str) -> None:
     engine = FakeEngine()
     assert (
         complete(engine, prompt="abcdef", echo=True, max_tokens=1, **body).json()["choices"][0]["text"]
@@ -64,7 +64,7 @@ def test_truncation_keeps_the_asked_side(body: dict[str, Any], expected: str) ->
     )
 
 
-def test_minus_one_truncates_to_what_fits() -> None:
+def test_truncate_minus_one_keeps_what_fits() -> None:
     engine = FakeEngine(max_model_len=32)
     assert complete(engine, prompt="x" * 100, max_tokens=10, truncate_prompt_tokens=-1).status_code == 200
     assert len(engine.seen[0][1].token_ids) == 22
@@ -78,12 +78,12 @@ def test_minus_one_truncates_to_what_fits() -> None:
     )
 
 
-def test_a_prompt_that_is_too_long_is_refused_with_the_numbers() -> None:
+def test_too_long_prompt_is_refused_with_the_lengths() -> None:
     error = refused(complete(FakeEngine(max_model_len=32), prompt="x" * 40))
     assert "maximum context length is 32 tokens" in error["message"] and "40" in error["message"]
 
 
-def test_a_long_prompt_is_read_off_the_loop() -> None:
+def test_long_prompt_is_tokenized_off_the_event_loop() -> None:
     """The path through a thread must give the same tokens."""
     engine = FakeEngine(max_model_len=50_000)
     complete(engine, prompt="ab" * 10_000)
@@ -103,15 +103,15 @@ def test_a_long_prompt_is_read_off_the_loop() -> None:
         {"chat_template": "{{ messages[0].content }}"},
     ],
 )
-def test_whatever_is_large_is_rendered_off_the_loop(
+def test_large_inputs_are_rendered_off_the_event_loop(
     large: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not only long messages hold up the others: so do tools, documents and variables."""
+    """Tools, documents and template variables block the loop as long messages do."""
     threads: list[bool] = []
 
-    def rendering(*args: Any, **given: Any) -> Prompt:
+    def rendering(*args: Any, **kwargs: Any) -> Prompt:
         threads.append(threading.current_thread() is threading.main_thread())
-        return chat_prompt(*args, **given)
+        return chat_prompt(*args, **kwargs)
 
     monkeypatch.setattr("quire.server.openai.prompts.chat_prompt", rendering)
     trusted = {"trust_request_chat_template": True}

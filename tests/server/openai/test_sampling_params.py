@@ -1,4 +1,4 @@
-"""What a body may ask for: limits, and features that are not there."""
+"""Tests of the limits of request fields, and of unsupported features."""
 
 from typing import Any
 
@@ -76,7 +76,7 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_400_names_the_field_and_the_engine_sees_nothing(
+def test_invalid_field_is_400_and_named(
     body: dict[str, Any], param: str | None, words: str, stream: bool
 ) -> None:
     engine = FakeEngine()
@@ -106,15 +106,13 @@ def test_a_400_names_the_field_and_the_engine_sees_nothing(
         ({"logprobs": True, "top_logprobs": -2}, "top_logprobs", "must be a positive value or -1"),
     ],
 )
-def test_fields_that_do_not_go_together_are_a_body_that_looks_wrong(
-    body: dict[str, Any], param: str, words: str
-) -> None:
-    """Catches another type of error than vLLM has, which finds them as it reads the body."""
+def test_conflicting_fields_are_a_validation_error(body: dict[str, Any], param: str, words: str) -> None:
+    """Catches an error type that differs from vLLM's, which finds them while it validates the body."""
     error = refused(chat(**body))
     assert error["param"] == param and words in error["message"] and error["type"] == "Bad Request"
 
 
-def test_an_unknown_effort_is_400() -> None:
+def test_unknown_reasoning_effort_is_400() -> None:
     error = refused(chat(reasoning_effort="utmost"))
     assert error["param"] == "body.reasoning_effort" and "'low'" in error["message"]
 
@@ -146,11 +144,11 @@ def test_an_unknown_effort_is_400() -> None:
         {"temperature": 1, "seed": -1, "top_k": -1},
     ],
 )
-def test_what_asks_for_nothing_special_is_answered(body: dict[str, Any]) -> None:
+def test_default_values_of_unsupported_fields_are_accepted(body: dict[str, Any]) -> None:
     assert chat(**body).json()["model"] == "fake"
 
 
-def test_max_n_is_a_setting() -> None:
+def test_max_n_is_configurable() -> None:
     assert refused(chat(n=3, settings={"max_n": 2}))["param"] == "n"
 
 
@@ -164,8 +162,8 @@ def test_unknown_model_is_404() -> None:
     }
 
 
-def test_the_longest_answer_that_fits_is_allowed() -> None:
-    """An off-by-one would refuse requests that use the whole context."""
+def test_longest_fitting_answer_is_allowed() -> None:
+    """An off-by-one error would refuse requests that use the whole context."""
     prompt_len = len("user:hi\nassistant:")
     assert chat(max_tokens=512 - prompt_len, messages=MESSAGES).status_code == 200
     assert refused(chat(max_tokens=512 - prompt_len + 1))["param"] == "input_tokens"

@@ -1,4 +1,4 @@
-"""/generative_scoring."""
+"""Tests of /generative_scoring."""
 
 import math
 from typing import Any
@@ -14,29 +14,29 @@ def score(engine: FakeEngine | None = None, **more: Any) -> Any:
     return ask("POST", "/generative_scoring", engine=engine, json=BODY | more)
 
 
-def chance(id: int) -> float:
+def probability(id: int) -> float:
     return math.exp(-0.01 * (id + 1))
 
 
-def test_the_first_label_among_the_labels_or_among_all_tokens() -> None:
+def test_score_of_the_first_label() -> None:
     engine = FakeEngine()
     reply = score(engine).json()
     assert reply["id"].startswith("generative-scoring-") and reply["object"] == "list"
     assert reply.keys() == {"id", "object", "created", "model", "data", "usage"}
-    own = chance(3) / (chance(3) + chance(90) + chance(7))
-    assert [each.pop("score") for each in reply["data"]] == pytest.approx([own, own])
+    expected = probability(3) / (probability(3) + probability(90) + probability(7))
+    assert [entry.pop("score") for entry in reply["data"]] == pytest.approx([expected, expected])
     assert reply["data"] == [{"index": index, "object": "score"} for index in (0, 1)]
     count = sum(len(BODY["query"]) + len(item) for item in BODY["items"])
     assert reply["usage"] == {"prompt_tokens": count, "total_tokens": count + 2, "completion_tokens": 2}
-    given = [prompt.token_ids for _, prompt, *_ in engine.seen]
-    assert given == [byte_tokenizer().encode(BODY["query"] + item) for item in BODY["items"]]
+    prompts = [prompt.token_ids for _, prompt, *_ in engine.seen]
+    assert prompts == [byte_tokenizer().encode(BODY["query"] + item) for item in BODY["items"]]
     alone = score(apply_softmax=False, label_token_ids=[90, 90]).json()
-    assert alone["data"][0]["score"] == pytest.approx(chance(90))
+    assert alone["data"][0]["score"] == pytest.approx(probability(90))
     twice = score(label_token_ids=[90, 90]).json()
     assert twice["data"][0]["score"] == pytest.approx(1.0)
 
 
-def test_tokens_items_in_front_and_what_is_too_long() -> None:
+def test_token_ids_item_first_and_truncation() -> None:
     engine = FakeEngine()
     score(engine, query=[1, 2], items=[[3], [4, 5]], item_first=True)
     assert [prompt.token_ids for _, prompt, *_ in engine.seen] == [[3, 1, 2], [4, 5, 1, 2]]
@@ -59,10 +59,10 @@ def test_tokens_items_in_front_and_what_is_too_long() -> None:
         ({"lora_request": {"a": 1}}, "`lora_request` is not supported"),
     ],
 )
-def test_what_cannot_be_scored_is_refused(wrong: dict[str, Any], words: str) -> None:
+def test_invalid_scoring_requests_are_refused(wrong: dict[str, Any], words: str) -> None:
     assert words in refused(score(**wrong))["message"]
 
 
-def test_only_models_that_generate_and_that_are_served() -> None:
+def test_pooling_and_unknown_models_are_404() -> None:
     refused(score(FakeEngine(pooling=EMBEDDER)), 404)
     refused(score(model="another"), 404)

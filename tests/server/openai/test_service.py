@@ -1,4 +1,4 @@
-"""Ids, priorities and the log."""
+"""Tests of request ids, priorities and request logs."""
 
 import logging
 
@@ -7,7 +7,7 @@ from ask import CHAT, MESSAGES, ask, chat, complete, refused
 from fake_engine import FakeEngine
 
 
-def test_ids_from_header_and_body() -> None:
+def test_request_id_from_header_and_body() -> None:
     engine = FakeEngine()
     assert chat(engine, request_id="mine").json()["id"] == "chatcmpl-mine"
     body = {"messages": MESSAGES, "request_id": "mine"}
@@ -16,8 +16,8 @@ def test_ids_from_header_and_body() -> None:
     assert chat().json()["id"] != chat().json()["id"]
 
 
-def test_a_long_id_is_400_wherever_it_stands() -> None:
-    """Each sequence of a call carries its id: a long one, many times over, fills the memory."""
+def test_long_request_id_is_400() -> None:
+    """Each sequence of a call carries the id: a long one, many times over, would fill the memory."""
     assert chat(request_id="x" * 256).status_code == 200
     assert refused(chat(request_id="x" * 257))["param"] == "request_id"
     assert refused(complete(prompt=["a", "b"], request_id="x" * 10**6))["param"] == "request_id"
@@ -26,7 +26,7 @@ def test_a_long_id_is_400_wherever_it_stands() -> None:
 
 
 @pytest.mark.parametrize("id", ["two\nlines", "\x1b[31mred", "\u2028", "\x85", "\u202egnirts"])
-def test_an_id_that_cannot_be_printed_is_400(id: str) -> None:
+def test_unprintable_request_id_is_400(id: str) -> None:
     error = refused(chat(request_id=id))
     assert error["param"] == "request_id" and "printed" in error["message"]
     assert error["message"].isprintable()
@@ -53,13 +53,13 @@ def test_priority_header_overrides_the_body() -> None:
         {"x-data-parallel-rank": "1"},
     ],
 )
-def test_wrong_headers_are_400(headers: dict[str, str]) -> None:
+def test_invalid_headers_are_400(headers: dict[str, str]) -> None:
     encoded = {name: value.encode("latin-1") for name, value in headers.items()}
     refused(ask("POST", CHAT, json={"messages": MESSAGES}, headers=encoded))
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_requests_and_answers_are_logged_when_told(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_and_outputs_are_logged_if_enabled(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Grammars of calls that a model chooses: what they let it write, in each format."""
+"""Tests of the grammars of optional tool calls, in each call format."""
 
 import re
 
@@ -26,7 +26,7 @@ SCHEMAS = {
 
 
 def tokenizer_of(name: str, *, special: bool) -> Tokenizer:
-    """One whose vocabulary has the marks of the format."""
+    """Return a tokenizer with the markers of the format in its vocabulary."""
     backend = byte_tokenizer().backend
     written = FORMATS[name].before + FORMATS[name].call + FORMATS[name].after
     marks = [AddedToken(mark, special=special, normalized=False) for mark in re.findall("<[^>]+>", written)]
@@ -41,8 +41,8 @@ def call(name: str, function: str, arguments: str) -> str:
 
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_call_that_begins_is_right_and_text_is_free(name: str, special: bool) -> None:
-    """Catches a mark that is a special token, which no text of a grammar is."""
+def test_started_call_must_be_valid_and_text_is_free(name: str, special: bool) -> None:
+    """Catches a marker that is a special token, which no text of a grammar matches."""
     tokenizer = tokenizer_of(name, special=special)
     vocabulary = vocabulary_of(tokenizer, len(tokenizer), (EOS,))
     grammars = Grammars(lambda: vocabulary)

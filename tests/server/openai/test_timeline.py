@@ -1,4 +1,4 @@
-"""The header x-request-timeline: what a call is told of its time."""
+"""Tests of the x-request-timeline header and of per-request metrics."""
 
 from typing import Any
 
@@ -21,21 +21,21 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
-def timed(path: str, asked: str | None = "1", **body: Any) -> httpx.Response:
-    headers = {} if asked is None else {"X-Request-Timeline": asked}
+def timed(path: str, header: str | None = "1", **body: Any) -> httpx.Response:
+    headers = {} if header is None else {"X-Request-Timeline": header}
     return ask("POST", path, json=BODIES[path] | body, headers=headers)
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_whole_answer_has_it_in_usage_and_header(path: str) -> None:
+def test_timeline_is_in_usage_and_header(path: str) -> None:
     answer = timed(path)
-    told = answer.json()["usage"]["timeline"]
-    assert told.keys() == NAMES
+    timeline = answer.json()["usage"]["timeline"]
+    assert timeline.keys() == NAMES
     num_prompts = 1 if path == CHAT else 2
-    assert told["step_share_ms"] == pytest.approx(4 * num_prompts)
-    assert told["cached_tokens"] == 3 * num_prompts
+    assert timeline["step_share_ms"] == pytest.approx(4 * num_prompts)
+    assert timeline["cached_tokens"] == 3 * num_prompts
     short = dict(part.split("=") for part in answer.headers["x-request-timeline"].split(", "))
-    assert {name: float(value) for name, value in short.items()} == told
+    assert {name: float(value) for name, value in short.items()} == timeline
 
 
 @pytest.mark.parametrize(
@@ -45,33 +45,33 @@ def test_a_whole_answer_has_it_in_usage_and_header(path: str) -> None:
         ("/v1/responses", {"input": "hi", "max_output_tokens": 4}),
     ],
 )
-def test_other_apis_have_it_in_whole_answers(path: str, body: dict[str, Any]) -> None:
+def test_other_apis_return_the_timeline(path: str, body: dict[str, Any]) -> None:
     answer = ask("POST", path, json=body, headers={"x-request-timeline": "1"})
     assert answer.json()["usage"]["timeline"].keys() == NAMES and "x-request-timeline" in answer.headers
 
 
 @pytest.mark.parametrize("options", [None, {"include_usage": True}])
 @pytest.mark.parametrize("path", BODIES)
-def test_a_stream_has_it_in_its_last_chunk(path: str, options: dict[str, bool] | None) -> None:
+def test_stream_has_the_timeline_in_its_last_chunk(path: str, options: dict[str, bool] | None) -> None:
     chunks = events(timed(path, stream=True, stream_options=options))
     assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["timeline"].keys() == NAMES
     assert not any(chunk.get("usage") for chunk in chunks[:-1])
 
 
-@pytest.mark.parametrize("asked", [None, "0", "", "no"])
+@pytest.mark.parametrize("header", [None, "0", "", "no"])
 @pytest.mark.parametrize("path", BODIES)
-def test_who_does_not_ask_is_told_nothing(path: str, asked: str | None) -> None:
-    answer = timed(path, asked)
+def test_timeline_is_returned_only_on_request(path: str, header: str | None) -> None:
+    answer = timed(path, header)
     assert "timeline" not in answer.json()["usage"] and "x-request-timeline" not in answer.headers
-    assert not any("usage" in chunk for chunk in events(timed(path, asked, stream=True)))
+    assert not any("usage" in chunk for chunk in events(timed(path, header, stream=True)))
 
 
-def test_beam_search_has_none() -> None:
+def test_beam_search_has_no_timeline() -> None:
     answer = timed(COMPLETIONS, use_beam_search=True, n=2, temperature=0)
     assert answer.status_code == 200 and "timeline" not in answer.json()["usage"]
 
 
-def test_waits_of_requests_side_by_side() -> None:
+def test_timelines_of_parallel_requests_are_joined() -> None:
     first = RequestStateStats(
         queued_ts=1.0, scheduled_ts=1.5, first_token_ts=2.0, last_token_ts=4.0, latency=3.5, preempted_s=0.25
     )
@@ -80,7 +80,7 @@ def test_waits_of_requests_side_by_side() -> None:
     assert joined == RequestTimeline(3500.0, 2000.0, 500.0, 2000.0, 250.0, 2, 12, 0.0)
 
 
-def test_the_times_of_a_request_are_told_as_vllm_tells_them() -> None:
+def test_request_metrics_match_vllm() -> None:
     stats = RequestStateStats(
         queued_ts=1.0, scheduled_ts=1.5, first_token_ts=2.0, last_token_ts=3.0, num_generation_tokens=10
     )
@@ -96,18 +96,18 @@ def test_the_times_of_a_request_are_told_as_vllm_tells_them() -> None:
     assert request_metrics(stats)["mean_itl_ms"] is None
 
 
-def test_they_are_told_of_requests_with_one_answer_if_the_server_tells_them() -> None:
-    told, usage = {"enable_per_request_metrics": True}, {"stream_options": {"include_usage": True}}
+def test_request_metrics_need_a_flag_and_one_choice() -> None:
+    settings, usage = {"enable_per_request_metrics": True}, {"stream_options": {"include_usage": True}}
     for ask_it in (chat, complete):
-        one = ask_it(settings=told, max_tokens=4).json()["metrics"]
+        one = ask_it(settings=settings, max_tokens=4).json()["metrics"]
         assert one.keys() == request_metrics(RequestStateStats()).keys()
-        *chunks, last = events(ask_it(settings=told, max_tokens=4, stream=True, **usage))
+        *chunks, last = events(ask_it(settings=settings, max_tokens=4, stream=True, **usage))
         assert last["metrics"].keys() == one.keys() and not any("metrics" in chunk for chunk in chunks)
-        assert ask_it(settings=told, max_tokens=4, n=2).json()["metrics"] is None
+        assert ask_it(settings=settings, max_tokens=4, n=2).json()["metrics"] is None
         assert ask_it(max_tokens=4).json()["metrics"] is None
         assert "metrics" not in events(ask_it(max_tokens=4, stream=True, **usage))[-1]
-    assert complete(settings=told, prompt=["a", "b"]).json()["metrics"] is None
+    assert complete(settings=settings, prompt=["a", "b"]).json()["metrics"] is None
     for num_talks, is_told in ((1, True), (2, False)):
         body = {"messages": [MESSAGES] * num_talks, "max_tokens": 4}
-        reply = ask("POST", f"{CHAT}/batch", settings=told, json=body).json()
+        reply = ask("POST", f"{CHAT}/batch", settings=settings, json=body).json()
         assert (reply["metrics"] is not None) == is_told

@@ -1,4 +1,4 @@
-"""Chats with tools and reasoning: who reads the answer, and what clients are told of it."""
+"""Tests of chats with tools and reasoning: parsers, streams, grammars."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def message(answer: str, settings: dict[str, Any], **body: Any) -> dict[str, Any
 
 
 def streamed(answer: str, settings: dict[str, Any], *, index: int = 0, **body: Any) -> dict[str, Any]:
-    """The message that the deltas of a stream add up to."""
+    """Return the message that the deltas of a stream add up to."""
     made: dict[str, Any] = {"content": "", "reasoning": "", "tool_calls": [], "finish_reason": None}
     for chunk in events(chat(FakeEngine(answer), settings, stream=True, **body)):
         for choice in chunk["choices"]:
@@ -52,7 +52,7 @@ def _add(made: dict[str, Any], choice: dict[str, Any]) -> None:
 
 
 def plain(whole: dict[str, Any]) -> dict[str, Any]:
-    """A whole message in the words of `streamed`."""
+    """Return a complete message in the format of `streamed`."""
     return {
         "content": whole["content"] or "",
         "reasoning": whole["reasoning"] or "",
@@ -61,7 +61,7 @@ def plain(whole: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_a_call_that_the_model_chose_is_told_as_one() -> None:
+def test_tool_call_is_parsed() -> None:
     whole = message(ONE, HERMES, tools=TOOLS)
     (call,) = whole["tool_calls"]
     assert call["function"] == {"name": "weather", "arguments": CALL} and call["type"] == "function"
@@ -70,25 +70,25 @@ def test_a_call_that_the_model_chose_is_told_as_one() -> None:
 
 
 @pytest.mark.parametrize("body", [{}, {"tools": TOOLS, "tool_choice": "none"}])
-def test_without_tools_the_text_stays_as_it_is(body: dict[str, Any]) -> None:
+def test_text_without_tools_is_not_parsed(body: dict[str, Any]) -> None:
     whole = message(ONE, HERMES, **body)
     assert whole["content"] == ONE and "tool_calls" not in whole and whole["finish_reason"] == "stop"
 
 
-def test_one_call_is_all_if_parallel_calls_are_off() -> None:
+def test_parallel_tool_calls_off_keeps_one_call() -> None:
     assert len(message(TWO, HERMES, tools=TOOLS)["tool_calls"]) == 2
-    for found in (message, streamed):
-        (call,) = found(TWO, HERMES, tools=TOOLS, parallel_tool_calls=False)["tool_calls"]
+    for request in (message, streamed):
+        (call,) = request(TWO, HERMES, tools=TOOLS, parallel_tool_calls=False)["tool_calls"]
         assert call.get("function", call)["name"] == "weather"
 
 
-def test_a_call_cut_by_length_has_the_arguments_so_far() -> None:
+def test_truncated_call_has_partial_arguments() -> None:
     whole = message(ONE, HERMES, tools=TOOLS, max_tokens=len(ONE) - 25)
     assert whole["finish_reason"] == "length"
     assert CALL.startswith(whole["tool_calls"][0]["function"]["arguments"])
 
 
-def test_reasoning_is_told_apart_counted_and_may_be_left_out() -> None:
+def test_reasoning_is_separated_counted_and_optional() -> None:
     settings = {"reasoning_parser": "qwen3"}
     reply = chat(FakeEngine(THOUGHT + "Fine."), settings).json()
     assert reply["choices"][0]["message"]["reasoning"] == "Hm, a city."
@@ -113,7 +113,7 @@ def test_reasoning_is_told_apart_counted_and_may_be_left_out() -> None:
         ("hunyuan_a13b", "hermes", "<think>\nHm.", f"</think>{ONE}"),
     ],
 )
-def test_a_call_is_not_counted_as_reasoning(reasoning: str, tools: str, thought: str, call: str) -> None:
+def test_tool_call_is_not_counted_as_reasoning(reasoning: str, tools: str, thought: str, call: str) -> None:
     settings = {"enable_auto_tool_choice": True, "tool_call_parser": tools, "reasoning_parser": reasoning}
     reply = chat(FakeEngine(thought + call), settings, tools=TOOLS).json()
     assert (
@@ -136,7 +136,7 @@ def test_a_call_is_not_counted_as_reasoning(reasoning: str, tools: str, thought:
     ],
 )
 @pytest.mark.parametrize("parser", ["hermes", "pythonic", "openai"])
-def test_a_stream_adds_up_to_the_whole_answer(parser: str, body: dict[str, Any]) -> None:
+def test_stream_equals_the_complete_answer(parser: str, body: dict[str, Any]) -> None:
     answers = {
         "hermes": THOUGHT + TWO,
         "pythonic": THOUGHT + '[weather(city="Łódź"), now()]',
@@ -148,12 +148,12 @@ def test_a_stream_adds_up_to_the_whole_answer(parser: str, body: dict[str, Any])
     choices = chat(FakeEngine(answers[parser]), settings, tools=TOOLS, **whole_body).json()["choices"]
     for choice in choices:
         whole = plain(choice["message"] | {"finish_reason": choice["finish_reason"]})
-        found = streamed(answers[parser], settings, index=choice["index"], tools=TOOLS, **body)
-        assert found == whole
+        streamed_message = streamed(answers[parser], settings, index=choice["index"], tools=TOOLS, **body)
+        assert streamed_message == whole
     assert "stop" in body or "max_tokens" in body or whole["tool_calls"]
 
 
-def test_required_calls_need_no_parser_and_obey_a_schema() -> None:
+def test_required_calls_need_no_parser_and_follow_a_schema() -> None:
     engine = FakeEngine(
         '[{"name": "weather", "parameters": ' + CALL + '}, {"name": "now", "parameters": {}}]'
     )
@@ -161,12 +161,12 @@ def test_required_calls_need_no_parser_and_obey_a_schema() -> None:
     calls = [call["function"] for call in choice["message"]["tool_calls"]]
     assert calls == [{"name": "weather", "arguments": CALL}, {"name": "now", "arguments": "{}"}]
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
-    asked = engine.seen[0][2].structured_outputs
-    assert asked is not None
-    assert json.loads(asked.json)["items"]["anyOf"][1]["properties"]["name"] == {"const": "now"}
+    constraint = engine.seen[0][2].structured_outputs
+    assert constraint is not None
+    assert json.loads(constraint.json)["items"]["anyOf"][1]["properties"]["name"] == {"const": "now"}
 
 
-def test_a_named_tool_gets_the_whole_answer_as_its_arguments() -> None:
+def test_named_tool_takes_the_whole_answer_as_arguments() -> None:
     engine = FakeEngine(CALL)
     choice = {"type": "function", "function": {"name": "weather"}}
     whole = message(CALL, {}, tools=TOOLS, tool_choice=choice)
@@ -174,11 +174,11 @@ def test_a_named_tool_gets_the_whole_answer_as_its_arguments() -> None:
     assert whole["finish_reason"] == "stop"
     assert streamed(CALL, {}, tools=TOOLS, tool_choice=choice) == plain(whole)
     chat(engine, tools=TOOLS, tool_choice=choice)
-    asked = engine.seen[0][2].structured_outputs
-    assert asked is not None and json.loads(asked.json) == CITY
+    constraint = engine.seen[0][2].structured_outputs
+    assert constraint is not None and json.loads(constraint.json) == CITY
 
 
-def test_a_schema_that_no_grammar_fits_is_refused() -> None:
+def test_unsupported_schema_is_refused() -> None:
     tools = [{"function": {"name": "f", "parameters": {"type": "strange"}}}]
     for choice in ("required", {"function": {"name": "f"}}):
         assert "strange" in refused(chat(tools=tools, tool_choice=choice))["message"]
@@ -188,7 +188,7 @@ STRICT = [{"type": "function", "function": {"name": "weather", "parameters": CIT
 
 
 def follows(engine: FakeEngine, text: str) -> bool:
-    """Whether the grammar that the engine was given lets this text be an answer."""
+    """Return whether the grammar of the last request accepts this text."""
     params = engine.seen[-1][2]
     assert params.structured_outputs is not None and engine.inputs.grammars is not None
     matcher = engine.inputs.grammars.compile(params.structured_outputs)
@@ -196,7 +196,7 @@ def follows(engine: FakeEngine, text: str) -> bool:
     return all(matcher.advance(id) != "error" for id in ids) and matcher.inner.is_accepting()
 
 
-def test_a_chosen_call_of_a_strict_tool_is_held_to_its_schema() -> None:
+def test_strict_tool_call_follows_its_schema() -> None:
     engine = FakeEngine(ONE)
     chat(engine, HERMES, tools=TOOLS)
     assert engine.seen[-1][2].structured_outputs is None
@@ -206,13 +206,13 @@ def test_a_chosen_call_of_a_strict_tool_is_held_to_its_schema() -> None:
     assert not follows(engine, ONE.replace("weather", "now"))
 
 
-def test_a_response_format_is_for_answers_that_call_no_tool() -> None:
+def test_response_format_constrains_answers_without_tool_calls() -> None:
     engine = FakeEngine('{"city": "x"}')
-    asked = {"type": "json_schema", "json_schema": {"name": "c", "schema": CITY}}
-    chat(engine, HERMES, tools=TOOLS, response_format=asked)
+    response_format = {"type": "json_schema", "json_schema": {"name": "c", "schema": CITY}}
+    chat(engine, HERMES, tools=TOOLS, response_format=response_format)
     assert follows(engine, '{"city": "x"}') and follows(engine, ONE.partition("\n")[2])
     assert not follows(engine, "Just text.") and not follows(engine, "{}")
-    chat(engine, HERMES, tools=TOOLS, response_format=asked, tool_choice="required")
+    chat(engine, HERMES, tools=TOOLS, response_format=response_format, tool_choice="required")
     assert follows(engine, '[{"name": "now", "parameters": {}}]') and not follows(engine, '{"city": "x"}')
 
 
@@ -234,20 +234,20 @@ OPENS = "{{ messages[0].content }}{% if enable_thinking is not false %}<think>\n
         (OPENS, {}, None),
     ],
 )
-def test_the_engine_is_told_of_reasoning_before_what_it_limits(
+def test_constraint_starts_after_the_reasoning(
     template: str | None, body: dict[str, Any], is_open: bool | None
 ) -> None:
-    """Catches a grammar that holds the reasoning, and one that waits for a reasoning that never ends."""
+    """Catches a grammar that constrains the reasoning, and one that waits for reasoning that never ends."""
     engine = FakeEngine("Hm.</think>{}")
     engine.facts.chat_template = template
     assert chat(engine, {"reasoning_parser": "qwen3"}, **body).status_code == 200
-    found = engine.seen[0][2].reasoning
-    assert (found and found.open) is is_open
+    reasoning = engine.seen[0][2].reasoning
+    assert (reasoning and reasoning.open) is is_open
     assert engine.seen[0][2].thinking_token_budget == (
         7 if "thinking_token_budget" in body and is_open else None
     )
-    if found:
-        assert found.end == tuple(engine.tokenizer.encode("</think>", add_special_tokens=False))
+    if reasoning:
+        assert reasoning.end == tuple(engine.tokenizer.encode("</think>", add_special_tokens=False))
 
 
 @pytest.mark.parametrize(
@@ -275,20 +275,20 @@ def test_the_engine_is_told_of_reasoning_before_what_it_limits(
         ),
     ],
 )
-def test_whether_an_answer_begins_with_reasoning(body: dict[str, Any], reasoning: str | None) -> None:
+def test_reasoning_at_the_start_of_an_answer(body: dict[str, Any], reasoning: str | None) -> None:
     whole = message("Hm.</think>Yes.", {"reasoning_parser": "qwen3"}, **body)
     assert whole["reasoning"] == reasoning
     assert whole["content"] == ("Yes." if reasoning else "Hm.</think>Yes.")
 
 
-def test_special_tokens_are_kept_for_parsers_that_read_them() -> None:
+def test_special_tokens_are_kept_for_parsers_that_need_them() -> None:
     engine = FakeEngine("x")
     chat(engine, HERMES, tools=TOOLS)
     chat(engine, HERMES, tools=TOOLS, tool_choice="none")
     assert [seen[2].skip_special_tokens for seen in engine.seen] == [False, True]
 
 
-def test_ids_of_calls_are_in_the_way_of_the_model() -> None:
+def test_tool_call_ids_follow_the_model_format() -> None:
     settings = {"tool_call_parser": "kimi_k2"}
     past = {"id": "functions.now:0", "type": "function", "function": {"name": "now", "arguments": "{}"}}
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [past]}]
@@ -297,14 +297,14 @@ def test_ids_of_calls_are_in_the_way_of_the_model() -> None:
     assert call["id"] == "functions.now:1"
 
 
-def test_a_plugin_that_fails_is_an_error_at_start(tmp_path: Path) -> None:
+def test_failing_plugin_is_a_config_error(tmp_path: Path) -> None:
     plugin = tmp_path / "broken.py"
     plugin.write_text("import nothing_of_this_name")
     with pytest.raises(ConfigError, match="broken.py failed: ModuleNotFoundError: .*nothing_of_this_name"):
         make_settings({"reasoning_parser_plugin": str(plugin)})
 
 
-def test_a_plugin_brings_its_parsers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugin_registers_its_parsers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TOOL_PARSERS, "entries", dict(TOOL_PARSERS.entries))
     plugin = tmp_path / "shout.py"
     plugin.write_text(

@@ -1,4 +1,5 @@
-"""Routes for operators: there in developer mode only, and no query or body breaks them."""
+"""Tests of the operator routes: they exist in developer mode only, and invalid queries and bodies are
+refused."""
 
 import asyncio
 from typing import Any
@@ -23,9 +24,9 @@ ENV = Env.read({"HOME": "/", "VLLM_SERVER_DEV_MODE": "1"})
 
 
 def ask(
-    method: str, path: str, engine: FakeEngine | None = None, env: Env | None = ENV, **given: Any
+    method: str, path: str, engine: FakeEngine | None = None, env: Env | None = ENV, **kwargs: Any
 ) -> httpx.Response:
-    engine, settings = engine or FakeEngine(), given.pop("settings", {})
+    engine, settings = engine or FakeEngine(), kwargs.pop("settings", {})
     if env is None:
         application = application_of(engine, settings)
     else:
@@ -34,26 +35,26 @@ def ask(
 
     async def go() -> httpx.Response:
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.request(method, path, **given)
+            return await client.request(method, path, **kwargs)
 
     return asyncio.run(go())
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
-def test_they_are_there_in_developer_mode_only(method: str, path: str) -> None:
+def test_routes_exist_in_developer_mode_only(method: str, path: str) -> None:
     assert ask(method, path, env=None).status_code == 404
     body = {"json": {"method": "check_health", "request_ids": []}} if method == "POST" else {}
     reply = ask(method, path, **body)
     assert reply.status_code == 200, reply.text
 
 
-def test_sleep_and_wake_up_are_handed_on() -> None:
+def test_sleep_and_wake_up_reach_the_engine() -> None:
     engine = FakeEngine()
-    asked = engine.operation.asked
+    calls = engine.operation.calls
     for path in ("/sleep", "/sleep?level=2&mode=keep", "/wake_up", "/wake_up?tags=weights&tags=kv_cache"):
         reply = ask("POST", path, engine)
         assert reply.status_code == 200 and reply.content == b""
-    assert asked == [
+    assert calls == [
         ("sleep", 1, "abort"),
         ("sleep", 2, "keep"),
         ("wake_up", None),
@@ -62,7 +63,7 @@ def test_sleep_and_wake_up_are_handed_on() -> None:
     assert ask("GET", "/is_sleeping", engine).json() == {"is_sleeping": False}
 
 
-def test_running_requests_start_again_if_that_is_asked() -> None:
+def test_prefix_cache_reset_may_include_running_requests() -> None:
     engine = FakeEngine()
     for query, running in (("", False), ("?reset_running_requests=true", True)):
         assert ask("POST", f"/reset_prefix_cache{query}", engine).json() == {"success": True}
@@ -70,13 +71,13 @@ def test_running_requests_start_again_if_that_is_asked() -> None:
     refused(ask("POST", "/reset_prefix_cache?reset_running_requests=x", engine))
 
 
-def test_pause_and_resume_are_handed_on() -> None:
+def test_pause_and_resume_reach_the_engine() -> None:
     engine = FakeEngine()
     assert ask("POST", "/pause", engine).json() == {"status": "paused"}
     assert ask("GET", "/is_paused", engine).json() == {"is_paused": True}
     assert ask("POST", "/pause?mode=wait&clear_cache=false", engine).json() == {"status": "paused"}
     assert ask("POST", "/resume", engine).json() == {"status": "resumed"}
-    assert engine.operation.asked == [("pause", "abort", True), ("pause", "wait", False), ("resume",)]
+    assert engine.operation.calls == [("pause", "abort", True), ("pause", "wait", False), ("resume",)]
 
 
 @pytest.mark.parametrize(
@@ -87,10 +88,10 @@ def test_pause_and_resume_are_handed_on() -> None:
         *(f"/sleep?level={'9' * 5000}", "/wake_up?tags=weights&tags=%00"),
     ],
 )
-def test_queries_that_mean_nothing(path: str) -> None:
+def test_invalid_queries_are_refused(path: str) -> None:
     engine = FakeEngine()
     refused(ask("POST", path, engine))
-    assert not engine.operation.asked
+    assert not engine.operation.calls
 
 
 @pytest.mark.parametrize(
@@ -101,18 +102,18 @@ def test_queries_that_mean_nothing(path: str) -> None:
         *({"method": "f", "timeout": 0}, {"method": "f", "timeout": -1}, {"method": "f", "timeout": "soon"}),
     ],
 )
-def test_calls_that_are_none(body: Any) -> None:
+def test_invalid_bodies_are_refused(body: Any) -> None:
     engine = FakeEngine()
     refused(ask("POST", "/collective_rpc", engine, json=body))
     refused(ask("POST", "/abort_requests", engine, json=body))
-    assert not engine.operation.asked
+    assert not engine.operation.calls
 
 
-def test_calls_of_workers() -> None:
+def test_collective_rpc_returns_results() -> None:
     engine = FakeEngine()
     body = {"method": "f", "args": [1, "a"], "kwargs": {"b": None}, "timeout": 2.5}
     assert ask("POST", "/collective_rpc", engine, json=body).json() == {"results": [7, "x"]}
-    assert engine.operation.asked == [("collective_rpc", "f", 2.5, [1, "a"], {"b": None})]
+    assert engine.operation.calls == [("collective_rpc", "f", 2.5, [1, "a"], {"b": None})]
     engine.operation.results = [object()]
     assert "is not JSON" in refused(ask("POST", "/collective_rpc", engine, json={"method": "f"}))["message"]
 
@@ -120,14 +121,14 @@ def test_calls_of_workers() -> None:
 @pytest.mark.parametrize(
     ("error", "status"), [(RequestError("no"), 400), (EngineError("no"), 500), (EngineDead("no"), 503)]
 )
-def test_what_the_engine_cannot_do(error: Exception, status: int) -> None:
+def test_engine_errors_become_http_statuses(error: Exception, status: int) -> None:
     engine = FakeEngine()
     engine.operation.error = error
     for path in ("/sleep", "/wake_up", "/pause", "/resume"):
         assert refused(ask("POST", path, engine), status)["message"] == "no"
 
 
-def test_settings_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_info_hides_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "very-secret")
     monkeypatch.setenv("QUIRE_LOGGING_LEVEL", "INFO")
     whole = ask("GET", "/server_info?config_format=json")
@@ -139,29 +140,29 @@ def test_settings_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     refused(ask("GET", "/server_info?config_format=yaml"))
 
 
-def test_the_number_of_workers() -> None:
+def test_world_size() -> None:
     assert ask("GET", "/get_world_size").json() == {"world_size": 6}
     assert ask("GET", "/get_world_size?include_dp=false").json() == {"world_size": 2}
 
 
-def test_the_tokenizer_where_it_is_asked_for() -> None:
+def test_tokenizer_info_needs_its_flag() -> None:
     assert ask("GET", "/tokenizer_info").status_code == 404
-    found = ask("GET", "/tokenizer_info", settings={"enable_tokenizer_info_endpoint": True}).json()
-    assert found["eos_token"] == "</s>" and "messages" in found["chat_template"]
-    assert {"content": "</s>", "special": True} in found["added_tokens_decoder"].values()
+    reply_body = ask("GET", "/tokenizer_info", settings={"enable_tokenizer_info_endpoint": True}).json()
+    assert reply_body["eos_token"] == "</s>" and "messages" in reply_body["chat_template"]
+    assert {"content": "</s>", "special": True} in reply_body["added_tokens_decoder"].values()
 
 
-def test_profiles_where_they_are_configured() -> None:
+def test_profile_routes_need_a_profiler_config() -> None:
     engine = FakeEngine()
     assert ask("POST", "/start_profile", engine).status_code == 404
     engine.operation.settings["observability"] = {"profiler_config": {"profiler": "torch"}}
     assert ask("POST", "/start_profile", engine).status_code == 200
     assert ask("POST", "/stop_profile", engine).status_code == 200
-    assert engine.operation.asked == [("profile", True), ("profile", False)]
+    assert engine.operation.calls == [("profile", True), ("profile", False)]
 
 
-def test_vectors_of_media_are_forgotten_if_nobody_needs_them() -> None:
+def test_encoder_and_media_caches_are_reset() -> None:
     engine = FakeEngine()
     assert ask("POST", "/reset_encoder_cache", engine).json() == {"success": False}
     assert ask("POST", "/reset_mm_cache", engine).json() == {"success": True}
-    assert engine.operation.asked == [("reset_encoder_cache",), ("reset_mm_cache",)]
+    assert engine.operation.calls == [("reset_encoder_cache",), ("reset_mm_cache",)]

@@ -1,4 +1,4 @@
-"""A small server with the page on it, an engine that follows a script, and a real browser."""
+"""A small server with the page, an engine that follows a script, and a real browser."""
 
 import asyncio
 import base64
@@ -57,7 +57,7 @@ ANSWERS = {
 
 
 class ScriptedEngine:
-    """Numbers that move on with each snapshot."""
+    """Engine whose numbers change with each snapshot."""
 
     def __init__(self) -> None:
         self.num_snapshots = 0
@@ -95,7 +95,7 @@ class ScriptedEngine:
 
 
 def block_map(random: Random) -> bytes:
-    """Runs of blocks, as requests of different lengths leave them."""
+    """Return runs of blocks, as requests of different lengths leave them."""
     cells = b"\3" * 60
     while len(cells) < 2048:
         state = random.choices(range(4), weights=[30, 22, 40, 8])[0] if len(cells) < 1500 else 0
@@ -104,7 +104,7 @@ def block_map(random: Random) -> bytes:
 
 
 class Site:
-    """The test's server, on a thread of its own: the page, a fake chat route, and what it was asked."""
+    """Server on its own thread, with the page and a fake chat route that records request bodies."""
 
     def __init__(self, key: str | None = None, port: int = 0) -> None:
         self.engine = ScriptedEngine()
@@ -144,7 +144,8 @@ class Site:
 
     @property
     def num_aborted(self) -> int:
-        """An answer that is cut while a piece is being sent ends when it is collected."""
+        """Return the number of aborted answers. An answer that is cut during a send ends when it is
+        collected."""
         gc.collect()
         return self._num_aborted
 
@@ -185,10 +186,10 @@ def chunk(delta: dict[str, str], num_tokens: int, reason: str | None = None) -> 
 
 
 def wait_until(done: Callable[[], Any], limit_s: float = 60.0) -> None:
-    """Wait for something that another thread does."""
+    """Wait until `done()` is true; another thread makes it so."""
     deadline = time.monotonic() + limit_s
     while not done():
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, "timed out"
         time.sleep(0.01)
 
 
@@ -211,7 +212,7 @@ def serve() -> Iterator[Callable[..., Site]]:
         site.stop()
 
 
-# Not for the session: while playwright is open this thread has a running event loop, and asyncio.run fails.
+# Not session-scoped: while playwright is open this thread has a running event loop, and asyncio.run fails.
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     api = pytest.importorskip("playwright.sync_api", reason="the page's tests need playwright")
@@ -225,7 +226,8 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
-    """Open a site; `page.requests` and `page.problems` keep what the browser asked for and complained of."""
+    """Open a site; `page.requests` and `page.problems` record the browser's requests and console
+    messages."""
     contexts = []
 
     def open_site(site: Any, **settings: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The chat in a real browser, against a server that answers by a script."""
+"""Tests of the chat page in a real browser, against a server with scripted answers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,11 +8,11 @@ from browse import answered, ask
 Open = Callable[..., Any]
 
 
-def holds(page: Any, expression: str) -> None:
+def wait_for(page: Any, expression: str) -> None:
     page.wait_for_function(expression)
 
 
-def test_a_question_is_streamed_into_the_page(serve: Open, open_page: Open) -> None:
+def test_answer_is_streamed_into_the_page(serve: Open, open_page: Open) -> None:
     """Catches a broken stream reader, lost history, requests to elsewhere, and any console message."""
     site = serve()
     page = open_page(site)
@@ -31,7 +31,7 @@ def test_a_question_is_streamed_into_the_page(serve: Open, open_page: Open) -> N
     assert page.problems == []
 
 
-def test_keys_and_controls(serve: Open, open_page: Open) -> None:
+def test_sampling_controls_and_keyboard_shortcuts(serve: Open, open_page: Open) -> None:
     """Catches controls that are not sent, empty ones that are, and a Shift+Enter that sends."""
     site = serve()
     page = open_page(site)
@@ -67,7 +67,7 @@ def test_keys_and_controls(serve: Open, open_page: Open) -> None:
     assert second.keys() == {"messages", "stream", "stream_options"}
 
 
-def test_an_impossible_value_is_not_sent(serve: Open, open_page: Open) -> None:
+def test_invalid_control_value_is_not_sent(serve: Open, open_page: Open) -> None:
     """Catches a question that is lost to a refused request, or swallowed by a closed panel."""
     site = serve()
     page = open_page(site)
@@ -83,13 +83,13 @@ def test_an_impossible_value_is_not_sent(serve: Open, open_page: Open) -> None:
     assert [body["top_p"] for body in site.bodies] == [0.5]
 
 
-def test_stop_aborts_on_the_server(serve: Open, open_page: Open, until: Open) -> None:
-    """Catches a stop that only hides the text while the engine goes on."""
+def test_stop_aborts_the_request_on_the_server(serve: Open, open_page: Open, until: Open) -> None:
+    """Catches a stop that only hides the text while the engine continues."""
     site = serve()
     page = open_page(site)
     for num_stopped, way in enumerate(("button", "key", "new chat"), 1):
         ask(page, "endless")
-        holds(page, "() => document.querySelector('.prose')?.textContent.length > 30")
+        wait_for(page, "() => document.querySelector('.prose')?.textContent.length > 30")
         if way == "key":
             page.keyboard.press("Escape")
         else:
@@ -106,7 +106,7 @@ def test_stop_aborts_on_the_server(serve: Open, open_page: Open, until: Open) ->
         page.click("#new")
 
 
-def test_retry_asks_the_same_again(serve: Open, open_page: Open) -> None:
+def test_retry_sends_the_same_request(serve: Open, open_page: Open) -> None:
     """Catches a retry that sends the old answer along, or leaves it on the page."""
     site = serve()
     page = open_page(site)
@@ -117,8 +117,8 @@ def test_retry_asks_the_same_again(serve: Open, open_page: Open) -> None:
     assert page.locator(".answer").count() == 1
 
 
-def test_failures_are_told(serve: Open, open_page: Open) -> None:
-    """Catches an error of the server that leaves the page waiting for ever, or says nothing."""
+def test_server_errors_are_shown(serve: Open, open_page: Open) -> None:
+    """Catches a server error that leaves the page waiting forever or shows no message."""
     page = open_page(serve())
     for question, problem in {
         "refuse": "max_tokens is too large.",
@@ -132,7 +132,7 @@ def test_failures_are_told(serve: Open, open_page: Open) -> None:
         page.click("#new")
 
 
-def test_markdown_becomes_structure(serve: Open, open_page: Open) -> None:
+def test_markdown_is_rendered(serve: Open, open_page: Open) -> None:
     """Catches code blocks, lists and emphasis that do not survive being streamed in pieces."""
     page = open_page(serve())
     ask(page, "How is a linked list reversed?")
@@ -150,8 +150,8 @@ def test_markdown_becomes_structure(serve: Open, open_page: Open) -> None:
     assert "```" not in prose.inner_text() and "**" not in prose.inner_text()
 
 
-def test_copy_takes_code_and_answer(serve: Open, open_page: Open) -> None:
-    """Catches a copy of what is shown instead of what was written."""
+def test_copy_buttons_copy_the_source_text(serve: Open, open_page: Open) -> None:
+    """Catches a copy of the rendered text instead of the source text."""
     page = open_page(serve(), permissions=["clipboard-read", "clipboard-write"])
     ask(page, "How is a linked list reversed?")
     answered(page).locator("[data-copy=code]").click()
@@ -160,7 +160,7 @@ def test_copy_takes_code_and_answer(serve: Open, open_page: Open) -> None:
     assert "```python\ndef reverse" in page.evaluate("navigator.clipboard.readText()")
 
 
-def test_model_output_never_becomes_markup(serve: Open, open_page: Open) -> None:
+def test_model_output_is_never_parsed_as_html(serve: Open, open_page: Open) -> None:
     """Catches script injection through the answer."""
     page = open_page(serve())
     ask(page, "inject")
@@ -172,16 +172,16 @@ def test_model_output_never_becomes_markup(serve: Open, open_page: Open) -> None
     assert page.problems == []
 
 
-def test_text_that_grows_moves_nothing_above_it(serve: Open, open_page: Open) -> None:
-    """Catches layout jumps: a composer that moves, a reader pulled away from where they scrolled to."""
+def test_streaming_text_does_not_move_the_layout(serve: Open, open_page: Open) -> None:
+    """Catches layout jumps: a composer that moves, or a scroll position that is lost."""
     page = open_page(serve())
     place = "() => document.getElementById('composer').getBoundingClientRect().top"
     top = page.evaluate(place)
     ask(page, "endless")
-    holds(page, "() => log.scrollTop > 40")
+    wait_for(page, "() => log.scrollTop > 40")
     assert page.evaluate(place) == top
     page.evaluate("log.scrollTop = 0")
     length = page.evaluate("document.querySelector('.prose').textContent.length")
-    holds(page, f"() => document.querySelector('.prose').textContent.length > {length} + 200")
+    wait_for(page, f"() => document.querySelector('.prose').textContent.length > {length} + 200")
     assert page.evaluate("log.scrollTop") == 0
     page.keyboard.press("Escape")

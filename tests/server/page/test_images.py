@@ -1,4 +1,4 @@
-"""Images in the chat, in a real browser: how they are taken, shown, sent and refused."""
+"""Tests of images in the chat page in a real browser: added, shown, sent and refused."""
 
 import base64
 import io
@@ -9,8 +9,8 @@ from browse import answered, ask
 from PIL import Image
 
 Open = Callable[..., Any]
-SEES = {"modalities": ["image", "video"]}
-GIVE = """([kind, name, type, text]) => {
+VISION_MODEL = {"modalities": ["image", "video"]}
+DISPATCH_FILE = """([kind, name, type, text]) => {
     const data = new DataTransfer();
     const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
     data.items.add(new File([bytes], name, { type }));
@@ -20,7 +20,8 @@ GIVE = """([kind, name, type, text]) => {
     document.getElementById("question").dispatchEvent(event);
     return event.defaultPrevented;
 }"""
-"""A browser lets no script fill the clipboard with files, or drag them in from outside."""
+"""Script that dispatches a synthetic event with a file: a browser lets no script fill the clipboard or drag
+files in."""
 
 
 def png(colour: str) -> bytes:
@@ -29,9 +30,9 @@ def png(colour: str) -> bytes:
     return file.getvalue()
 
 
-def give(page: Any, kind: str, name: str, content: bytes, type: str = "image/png") -> None:
+def drop_or_paste(page: Any, kind: str, name: str, content: bytes, type: str = "image/png") -> None:
     text = base64.b64encode(content).decode()
-    assert page.evaluate(GIVE, [kind, name, type, text]), "left to the browser, which goes to the file"
+    assert page.evaluate(DISPATCH_FILE, [kind, name, type, text]), "the browser opens the file instead"
 
 
 def image_part(content: bytes) -> dict[str, Any]:
@@ -39,19 +40,20 @@ def image_part(content: bytes) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def test_images_come_by_button_drop_and_paste(serve: Open, open_page: Open) -> None:
-    """Catches a way that takes none, a removed image that is sent, and one not shown or sent twice."""
+def test_images_are_added_by_button_drop_and_paste(serve: Open, open_page: Open) -> None:
+    """Catches an input method that adds no image, a removed image that is sent, and one that is sent
+    twice."""
     site = serve()
-    site.engine.changes = SEES
+    site.engine.changes = VISION_MODEL
     page = open_page(site)
     red, green, blue = png("red"), png("green"), png("blue")
     with page.expect_file_chooser() as chooser:
         page.click("#add-images")
     chooser.value.set_files([{"name": "red.png", "mimeType": "image/png", "buffer": red}])
     page.wait_for_selector("#images img[alt='red.png']")
-    give(page, "drop", "green.png", green)
+    drop_or_paste(page, "drop", "green.png", green)
     page.wait_for_selector("#images img[alt='green.png']")
-    give(page, "paste", "blue.png", blue)
+    drop_or_paste(page, "paste", "blue.png", blue)
     page.wait_for_selector("#images img[alt='blue.png']")
     page.click("[aria-label='Remove green.png']")
     ask(page, "What is this?")
@@ -59,7 +61,7 @@ def test_images_come_by_button_drop_and_paste(serve: Open, open_page: Open) -> N
     assert page.locator("#images img").count() == 0
     shown = page.locator(".question img")
     assert shown.evaluate_all("nodes => nodes.map((node) => node.naturalWidth)") == [24, 24]
-    give(page, "paste", "green.png", green)
+    drop_or_paste(page, "paste", "green.png", green)
     page.wait_for_selector("#images img")
     ask(page, "")
     answered(page)
@@ -73,16 +75,16 @@ def test_images_come_by_button_drop_and_paste(serve: Open, open_page: Open) -> N
     assert page.problems == []
 
 
-def test_images_that_cannot_be_sent_are_told(serve: Open, open_page: Open) -> None:
-    """Catches images offered to a model that does not see, a file that is none, and a conversation that one
-    refused image has spoiled."""
+def test_images_that_cannot_be_sent_are_reported(serve: Open, open_page: Open) -> None:
+    """Catches images offered to a text-only model, a file that is no image, and a refused image that stays
+    in the history."""
     site = serve()
-    site.engine.changes = SEES
+    site.engine.changes = VISION_MODEL
     page = open_page(site)
     page.wait_for_selector("#add-images")
-    give(page, "drop", "notes.pdf", b"%PDF", "application/pdf")
+    drop_or_paste(page, "drop", "notes.pdf", b"%PDF", "application/pdf")
     page.wait_for_selector("text=notes.pdf cannot be read as an image.")
-    give(page, "paste", "red.png", png("red"))
+    drop_or_paste(page, "paste", "red.png", png("red"))
     page.wait_for_selector("#images img")
     assert page.locator("#image-note").is_hidden()
     ask(page, "refuse")
@@ -92,6 +94,6 @@ def test_images_that_cannot_be_sent_are_told(serve: Open, open_page: Open) -> No
     assert site.bodies[-1]["messages"] == [{"role": "user", "content": "And without?"}]
     site.engine.changes = {"modalities": []}
     page.wait_for_selector("#add-images", state="hidden")
-    give(page, "drop", "red.png", png("red"))
+    drop_or_paste(page, "drop", "red.png", png("red"))
     page.wait_for_selector("text=This model takes no images.")
     assert page.locator("#images img").count() == 0

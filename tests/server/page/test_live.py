@@ -1,4 +1,4 @@
-"""The live view, the API key and the look of the page, in a real browser."""
+"""Tests of the live view, the API key dialog and the layout of the page in a real browser."""
 
 import os
 from collections.abc import Callable
@@ -16,8 +16,8 @@ PHONE = {"width": 390, "height": 844}
 Open = Callable[..., Any]
 
 
-def test_live_numbers_move(serve: Open, open_page: Open) -> None:
-    """Catches a live view that is drawn once, or fields that are bound to nothing."""
+def test_live_numbers_are_updated(serve: Open, open_page: Open) -> None:
+    """Catches a live view that is drawn once, or fields without a source."""
     site = serve()
     site.engine.changes = {"itl_ms": {"p50": 8.1, "p90": 11.6, "p99": float("nan")}}
     page = open_page(site)
@@ -35,7 +35,7 @@ def test_live_numbers_move(serve: Open, open_page: Open) -> None:
     assert page.inner_text("#blocks-text") == "4,144 of 9,472 blocks of 16 tokens in use"
 
 
-def test_the_slowest_requests_have_bars(serve: Open, open_page: Open) -> None:
+def test_slowest_requests_have_bars(serve: Open, open_page: Open) -> None:
     """Catches bars without a width, which a content policy could cause."""
     slow = {"id": "chatcmpl-<b>1</b>", "total_ms": 2000.0, "queue_ms": 1000.0, "prefill_ms": 500.0}
     slow |= {"decode_ms": 400.0, "preempted_ms": 120.0, "num_preemptions": 2, "cached_tokens": 16}
@@ -49,11 +49,11 @@ def test_the_slowest_requests_have_bars(serve: Open, open_page: Open) -> None:
     assert page.inner_text("#slowest .row") == "chatcmpl-<b>1</b>\n2,000 ms"
     assert "1,200 (16 cached) + 30 tokens · preempted 2 times, 120 ms" in page.inner_text("#slowest .fine")
     whole = page.locator("#slowest .times").bounding_box()["width"]
-    widths = [each.bounding_box()["width"] for each in page.locator("#slowest .times i").all()]
+    widths = [item.bounding_box()["width"] for item in page.locator("#slowest .times i").all()]
     assert [round(width / whole, 2) for width in widths] == [0.5, 0.25, 0.2]
 
 
-def test_the_map_shows_each_state_in_its_colour(serve: Open, open_page: Open) -> None:
+def test_block_map_has_one_colour_per_state(serve: Open, open_page: Open) -> None:
     """Catches a map that stays empty or mixes up the states."""
     page = open_page(serve())
     page.wait_for_selector("[data-state=healthy]")
@@ -74,8 +74,8 @@ def test_the_map_shows_each_state_in_its_colour(serve: Open, open_page: Open) ->
     assert counts == {colour: 16 * cells.count(state) for state, colour in enumerate(colours)}
 
 
-def test_a_sick_engine_and_a_lost_connection_are_shown_and_healed(serve: Open, open_page: Open) -> None:
-    """Catches a page that keeps showing old numbers as if they were live, or never comes back."""
+def test_engine_failure_and_lost_connection_are_shown_and_recover(serve: Open, open_page: Open) -> None:
+    """Catches a page that shows stale numbers as live, or never reconnects."""
     site = serve()
     page = open_page(site)
     page.wait_for_selector("[data-state=healthy]")
@@ -90,8 +90,8 @@ def test_a_sick_engine_and_a_lost_connection_are_shown_and_healed(serve: Open, o
     page.wait_for_selector("[data-state=healthy]")
 
 
-def test_the_key_is_asked_for_kept_and_sent(serve: Open, open_page: Open) -> None:
-    """Catches a page that cannot be used where an API key is set, or forgets it."""
+def test_api_key_is_requested_stored_and_sent(serve: Open, open_page: Open) -> None:
+    """Catches a page that cannot be used with an API key, or does not store it."""
     site = serve(key="s3cret")
     page = open_page(site)
     page.wait_for_selector("dialog[open]")
@@ -111,7 +111,7 @@ def test_the_key_is_asked_for_kept_and_sent(serve: Open, open_page: Open) -> Non
     assert page.locator("dialog[open]").count() == 0
 
 
-def test_a_phone_needs_no_sideways_scrolling(serve: Open, open_page: Open, until: Open) -> None:
+def test_phone_layout_does_not_scroll_sideways(serve: Open, open_page: Open, until: Open) -> None:
     """Catches a layout wider than the screen, in the chat and in the engine view."""
     site = serve()
     page = open_page(site, viewport=PHONE, is_mobile=True, device_scale_factor=2)
@@ -128,10 +128,10 @@ def test_a_phone_needs_no_sideways_scrolling(serve: Open, open_page: Open, until
     assert max(page.eval_on_selector_all("html, body, main, .log, .engine", widths)) <= PHONE["width"]
 
 
-def test_pictures(serve: Open, open_page: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a dark scheme that is not dark. QUIRE_PICTURES=docs keeps the pictures there."""
+def test_screenshots(serve: Open, open_page: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a dark scheme that is not dark. QUIRE_PICTURES=docs stores the screenshots there."""
     kept = os.environ.get("QUIRE_PICTURES")
-    if kept:  # a minute of numbers in a few seconds, to fill the lines
+    if kept:  # record a minute of numbers in a few seconds, to fill the charts
         monkeypatch.setattr(page_module, "TICK_S", 0.02)
     looks: dict[str, dict[str, Any]] = {
         "page": {"color_scheme": "light"},

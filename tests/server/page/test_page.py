@@ -1,4 +1,4 @@
-"""The page's routes: static files, and the event stream of snapshots."""
+"""Tests of the page's routes: static files, and the event stream of snapshots."""
 
 import asyncio
 import gc
@@ -15,11 +15,11 @@ import pytest
 import quire.server.page as page
 from quire.errors import EngineDead
 
-PATIENCE_S = 60.0
-"""Ends a test that hangs."""
+TIMEOUT_S = 60.0
+"""Limit after which a hanging test fails."""
 
 
-def test_index_is_html_that_runs_nothing_foreign(serve: Callable[..., Any]) -> None:
+def test_index_has_content_type_and_security_policy(serve: Callable[..., Any]) -> None:
     """Catches a page without its security policy, or with a type browsers would guess."""
     answer = httpx.get(serve().url)
     assert answer.status_code == 200
@@ -28,16 +28,16 @@ def test_index_is_html_that_runs_nothing_foreign(serve: Callable[..., Any]) -> N
     assert answer.headers["x-content-type-options"] == "nosniff"
 
 
-def test_every_file_has_its_type(serve: Callable[..., Any]) -> None:
+def test_every_asset_has_its_content_type(serve: Callable[..., Any]) -> None:
     """Catches a module served as text/plain, which browsers refuse."""
     url = serve().url
     types = {name: httpx.get(f"{url}/page/{name}").headers["content-type"] for name in page.ASSETS}
-    for name, found in types.items():
-        assert found.startswith(page.TYPES[Path(name).suffix]), name
+    for name, result in types.items():
+        assert result.startswith(page.TYPES[Path(name).suffix]), name
     assert {"page.js", "page.css", "icon.svg"} <= types.keys()
 
 
-def test_a_known_file_is_not_sent_twice(serve: Callable[..., Any]) -> None:
+def test_matching_etag_is_304(serve: Callable[..., Any]) -> None:
     """Catches a tag that is never compared, and one that matches anything."""
     url = serve().url + "/page/page.js"
     tag = httpx.get(url).headers["etag"]
@@ -50,17 +50,17 @@ def test_a_known_file_is_not_sent_twice(serve: Callable[..., Any]) -> None:
     "name",
     ["__init__.py", "../__init__.py", "..%2f..%2ferrors.py", "%2e%2e/main.py", "/etc/passwd", "nothing.js"],
 )
-def test_nothing_else_can_be_read(serve: Callable[..., Any], name: str) -> None:
+def test_other_files_are_404(serve: Callable[..., Any], name: str) -> None:
     """Catches path traversal and Python source on the web."""
     assert httpx.get(f"{serve().url}/page/{name}").status_code == 404
 
 
-def test_page_stays_out_of_the_api_document(serve: Callable[..., Any]) -> None:
+def test_page_routes_are_not_in_the_openapi_document(serve: Callable[..., Any]) -> None:
     """Catches the page's routes in the OpenAPI document, where they would be fuzzed as API."""
     assert list(httpx.get(serve().url + "/openapi.json").json()["paths"]) == ["/v1/chat/completions"]
 
 
-def test_files_name_only_files_that_exist() -> None:
+def test_assets_refer_only_to_existing_assets() -> None:
     """Catches a renamed module or an address outside of this server."""
     for name, asset in page.ASSETS.items():
         text = asset.content.decode()
@@ -72,8 +72,8 @@ def test_files_name_only_files_that_exist() -> None:
                 assert quoted.rpartition("/")[2] in page.ASSETS, f"{name}: {quoted}"
 
 
-def test_files_travel_with_the_package() -> None:
-    """Catches files that the build leaves behind: then an installed server has no page."""
+def test_assets_are_package_data() -> None:
+    """Catches assets that the build leaves out: an installed server would have no page."""
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
     assert "server/page/*" in project["tool"]["setuptools"]["package-data"]["quire"]
 
@@ -96,7 +96,7 @@ async def take(stream: AsyncIterator[bytes], num_events: int) -> list[Any]:
     return [decoded(await anext(stream)) for _ in range(num_events)]
 
 
-def test_all_listeners_share_one_snapshot_per_tick() -> None:
+def test_listeners_share_one_snapshot_per_tick() -> None:
     """Catches a snapshot per listener: a hundred open pages would slow the engine down."""
     engine, now = CountingEngine(), 0.0
     feed = page.Feed(engine, clock=lambda: now)
@@ -113,13 +113,13 @@ def test_all_listeners_share_one_snapshot_per_tick() -> None:
     assert engine.num_snapshots == 3
 
 
-def test_numbers_that_json_has_not_become_null() -> None:
+def test_nan_becomes_null() -> None:
     """Catches NaN in the stream, which makes JSON.parse throw."""
     assert asyncio.run(take(page.Feed(CountingEngine()).listen(), 1))[0]["nan"] is None
 
 
-def test_a_dead_engine_is_an_event_not_a_broken_stream() -> None:
-    """Catches a page that only says "connection lost" when the engine is what failed."""
+def test_dead_engine_is_an_event() -> None:
+    """Catches a page that shows "connection lost" when the engine has failed."""
 
     class DeadEngine:
         def snapshot(self) -> dict[str, Any]:
@@ -139,24 +139,24 @@ def test_closing_the_feed_ends_open_streams() -> None:
         asyncio.get_running_loop().call_soon(feed.close)
         return [first, *[event async for event in stream]]
 
-    assert len(asyncio.run(asyncio.wait_for(listen(), PATIENCE_S))) == 1
+    assert len(asyncio.run(asyncio.wait_for(listen(), TIMEOUT_S))) == 1
 
 
-def test_the_stream_ends_when_the_client_has_gone(
+def test_stream_ends_when_the_client_disconnects(
     serve: Callable[..., Any], until: Callable[..., None]
 ) -> None:
-    """Catches a stream that outlives its client: it would go on to take snapshots of the engine."""
+    """Catches a stream that outlives its client and keeps taking snapshots of the engine."""
     site, ended = serve(), threading.Event()
     listen = site.feed.listen
 
-    async def listen_and_tell() -> AsyncIterator[bytes]:
+    async def listen_and_set() -> AsyncIterator[bytes]:
         try:
             async for event in listen():
                 yield event
         finally:
             ended.set()
 
-    site.feed.listen = listen_and_tell
+    site.feed.listen = listen_and_set
     with httpx.stream("GET", site.url + "/page/events") as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         lines = answer.iter_lines()

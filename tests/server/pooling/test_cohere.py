@@ -1,4 +1,4 @@
-"""/v2/embed."""
+"""Tests of /v2/embed (Cohere)."""
 
 import base64
 from dataclasses import replace
@@ -17,15 +17,15 @@ def embed(engine: FakeEngine | None = None, **body: Any) -> Any:
     return pool("/v2/embed", engine or FakeEngine(pooling=EIGHT), **({"texts": TEXTS} | body))
 
 
-def test_every_form_of_a_vector() -> None:
+def test_every_embedding_type() -> None:
     reply = embed(embedding_types=["float", "base64", "binary", "ubinary"]).json()
     wanted = [numbers(byte_tokenizer().encode(text), 8) for text in TEXTS]
-    found = reply["embeddings"]
-    np.testing.assert_allclose(found["float"], wanted, rtol=1e-6)
-    for text, values in zip(found["base64"], wanted, strict=True):
+    embeddings = reply["embeddings"]
+    np.testing.assert_allclose(embeddings["float"], wanted, rtol=1e-6)
+    for text, values in zip(embeddings["base64"], wanted, strict=True):
         np.testing.assert_allclose(np.frombuffer(base64.b64decode(text), "<f4"), values, rtol=1e-6)
-    bits = [[int("".join("1" if each >= 0 else "0" for each in values), 2)] for values in wanted]
-    assert found["ubinary"] == bits and found["binary"] == [[each - 128] for (each,) in bits]
+    bits = [[int("".join("1" if x >= 0 else "0" for x in values), 2)] for values in wanted]
+    assert embeddings["ubinary"] == bits and embeddings["binary"] == [[x - 128] for (x,) in bits]
     count = sum(map(len, TEXTS))
     assert reply["meta"] == {
         "api_version": {"version": "2"},
@@ -35,7 +35,7 @@ def test_every_form_of_a_vector() -> None:
     assert embed().json()["embeddings"].keys() == {"float"}
 
 
-def test_what_is_read() -> None:
+def test_inputs_truncation_and_input_type() -> None:
     engine = FakeEngine(pooling=EIGHT)
     parts = [{"content": [{"type": "text", "text": "ab"}, {"type": "text", "text": "cd"}]}]
     assert "texts" not in embed(engine, texts=None, inputs=parts).json()
@@ -43,7 +43,7 @@ def test_what_is_read() -> None:
     embed(engine, texts=["abcdef"], max_tokens=3, truncate="START")
     embed(engine, texts=["abc"], input_type="search_query")
     read = [prompt.token_ids for _, prompt, *_ in engine.pooled]
-    wanted = ["user:ab\ncd\n", "abc", "def", "query: abc"]  # pieces are a message
+    wanted = ["user:ab\ncd\n", "abc", "def", "query: abc"]  # the parts are one message
     assert read == [byte_tokenizer().encode(text) for text in wanted]
     assert engine.inputs.tokenizer is not None
     engine.inputs.tokenizer.chat_template = None
@@ -71,11 +71,11 @@ def test_what_is_read() -> None:
         ({"texts": []}, "too_short"),
     ],
 )
-def test_what_cannot_be_had_is_400(wrong: dict[str, Any], words: str) -> None:
+def test_invalid_parameters_are_400(wrong: dict[str, Any], words: str) -> None:
     assert words in refused(embed(**wrong))["message"]
 
 
-def test_models_that_make_none() -> None:
+def test_models_without_the_requested_embedding_are_refused() -> None:
     assert "does not define any" in refused(embed(FakeEngine(pooling=EMBEDDER), input_type="x"))["message"]
     six = refused(embed(FakeEngine(pooling=EMBEDDER), embedding_types=["binary"]))["message"]
     assert "multiple of 8" in six

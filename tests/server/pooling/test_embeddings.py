@@ -1,4 +1,4 @@
-"""/v1/embeddings, /pooling and /classify."""
+"""Tests of /v1/embeddings, /pooling and /classify."""
 
 import asyncio
 import base64
@@ -32,16 +32,16 @@ def ids_of(text: str) -> list[int]:
 def vectors(response: httpx.Response) -> list[Any]:
     assert response.status_code == 200, response.text
     data = response.json()["data"]
-    assert [each["index"] for each in data] == list(range(len(data)))
-    return [each["embedding"] for each in data]
+    assert [entry["index"] for entry in data] == list(range(len(data)))
+    return [entry["embedding"] for entry in data]
 
 
-@pytest.mark.parametrize("given", [TEXTS[0], TEXTS, IDS[0], IDS])
-def test_every_form_of_input_in_order(given: Any) -> None:
+@pytest.mark.parametrize("value", [TEXTS[0], TEXTS, IDS[0], IDS])
+def test_every_input_form_keeps_its_order(value: Any) -> None:
     engine = embedder()
-    response = pool(EMBEDDINGS, engine, input=given)
-    several = isinstance(given[0], list) or given is TEXTS
-    wanted = [ids_of(each) if isinstance(each, str) else each for each in (given if several else [given])]
+    response = pool(EMBEDDINGS, engine, input=value)
+    several = isinstance(value[0], list) or value is TEXTS
+    wanted = [ids_of(item) if isinstance(item, str) else item for item in (value if several else [value])]
     assert vectors(response) == [numbers(ids, 6).tolist() for ids in wanted]
     reply = response.json()
     count = sum(map(len, wanted))
@@ -50,45 +50,45 @@ def test_every_form_of_input_in_order(given: Any) -> None:
     assert engine.num_in_flight == 0 and not engine.aborted
 
 
-def test_a_conversation_is_one_input() -> None:
+def test_conversation_is_one_input() -> None:
     engine = embedder()
     assert vectors(pool(EMBEDDINGS, engine, messages=MESSAGES)) == [numbers(ids_of("user:hi\n"), 6).tolist()]
     refused(pool(EMBEDDINGS, engine, messages=MESSAGES, chat_template="{{ 1 }}"))
 
 
 @pytest.mark.parametrize(
-    ("asked", "dtype"),
+    ("options", "dtype"),
     [
         ({}, "<f4"),
         ({"endianness": "big"}, ">f4"),
         ({"embed_dtype": "float16", "endianness": "little"}, "<f2"),
     ],
 )
-def test_base64_and_bytes(asked: dict[str, str], dtype: str) -> None:
+def test_base64_and_bytes_encodings(options: dict[str, str], dtype: str) -> None:
     wanted = [numbers(ids, 6) for ids in IDS]
-    body = {"input": IDS, **asked}
-    found = vectors(pool(EMBEDDINGS, embedder(), encoding_format="base64", **body))
-    for text, each in zip(found, wanted, strict=True):
-        assert np.array_equal(np.frombuffer(base64.b64decode(text), dtype), each.astype(dtype))
+    body = {"input": IDS, **options}
+    result = vectors(pool(EMBEDDINGS, embedder(), encoding_format="base64", **body))
+    for text, vector in zip(result, wanted, strict=True):
+        assert np.array_equal(np.frombuffer(base64.b64decode(text), dtype), vector.astype(dtype))
     raw = pool(EMBEDDINGS, embedder(), encoding_format="bytes", **body)
     assert raw.headers["content-type"] == "application/octet-stream"
-    for part, each in zip(json.loads(raw.headers["metadata"])["data"], wanted, strict=True):
+    for part, vector in zip(json.loads(raw.headers["metadata"])["data"], wanted, strict=True):
         content = raw.content[part["start"] : part["end"]]
-        assert part["shape"] == [6] and np.array_equal(np.frombuffer(content, dtype), each.astype(dtype))
+        assert part["shape"] == [6] and np.array_equal(np.frombuffer(content, dtype), vector.astype(dtype))
     alone = pool(EMBEDDINGS, embedder(), encoding_format="bytes_only", **body)
     assert alone.content == raw.content and "metadata" not in alone.headers
 
 
-def test_bfloat16_is_rounded_to_even() -> None:
+def test_bfloat16_rounds_to_even() -> None:
     values = np.array([1, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -2.5], np.float32)
     assert packed(values, "bfloat16", "big").hex(" ", 2) == "3f80 3f80 3f82 3f81 c020"
 
 
-def test_what_is_asked_reaches_the_engine() -> None:
+def test_parameters_reach_the_engine() -> None:
     engine = embedder()
     body = {"input": TEXTS, "dimensions": 2, "normalize": False, "priority": 3, "request_id": "r"}
-    found = pool(EMBEDDINGS, engine, cache_salt="s", truncate_prompt_tokens=2, user="u", **body)
-    assert [len(each) for each in vectors(found)] == [2, 2, 2]
+    response = pool(EMBEDDINGS, engine, cache_salt="s", truncate_prompt_tokens=2, user="u", **body)
+    assert [len(vector) for vector in vectors(response)] == [2, 2, 2]
     assert [(id, params.use_activation, priority) for id, _, params, priority in engine.pooled] == [
         (f"embd-r-{place}", False, 3) for place in range(3)
     ]
@@ -120,14 +120,16 @@ def test_what_is_asked_reaches_the_engine() -> None:
         ({"input": ["a"] * 5}, "5 inputs exceed the maximum of 4 per request"),
     ],
 )
-def test_what_cannot_be_had_is_400(body: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_parameters_are_400(
+    body: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("quire.server.settings.MAX_SEQUENCES", 4)
     engine = embedder()
     assert words in refused(pool(EMBEDDINGS, engine, **body))["message"]
     assert not engine.pooled
 
 
-def test_an_unknown_model_and_the_wrong_kind_of_model_are_404() -> None:
+def test_unknown_model_and_wrong_runner_are_404() -> None:
     refused(pool(EMBEDDINGS, embedder(), input="a", model="x"), 404)
     for path in (EMBEDDINGS, "/pooling", "/classify"):
         assert "--runner pooling" in refused(pool(path, FakeEngine(), input="a"), 404)["message"]
@@ -138,13 +140,13 @@ def test_an_unknown_model_and_the_wrong_kind_of_model_are_404() -> None:
     )
 
 
-def test_a_failure_of_one_ends_all() -> None:
+def test_one_failed_input_aborts_the_others() -> None:
     engine = embedder(fail_after=0)
     assert refused(pool(EMBEDDINGS, engine, input=TEXTS), 500)["type"] == "InternalServerError"
     assert engine.num_in_flight == 0 and len(engine.aborted) == 3
 
 
-def test_a_hang_up_aborts_all() -> None:
+def test_client_disconnect_aborts_all_inputs() -> None:
     engine = embedder(step_s=60)
     application = Application(engine, make_settings({}))
 
@@ -160,26 +162,26 @@ def test_a_hang_up_aborts_all() -> None:
     assert len(engine.aborted) == 3 and engine.num_in_flight == 0
 
 
-def test_pooling_gives_every_task() -> None:
-    (one,) = pool("/pooling", embedder(), input="abc").json()["data"]
-    assert one == {"index": 0, "object": "pooling", "data": numbers(ids_of("abc"), 6).tolist()}
-    (each,) = pool("/pooling", embedder(), input="abc", task="token_embed").json()["data"]
-    assert each["data"] == numbers(ids_of("abc"), 6, by_token=True).tolist()
+def test_pooling_route_serves_every_task() -> None:
+    (pooled,) = pool("/pooling", embedder(), input="abc").json()["data"]
+    assert pooled == {"index": 0, "object": "pooling", "data": numbers(ids_of("abc"), 6).tolist()}
+    (by_token,) = pool("/pooling", embedder(), input="abc", task="token_embed").json()["data"]
+    assert by_token["data"] == numbers(ids_of("abc"), 6, by_token=True).tolist()
     refused(pool("/pooling", embedder(), input="a", task="plugin"))
     refused(pool("/pooling", embedder(), input="a", task="classify"))
 
 
-def test_classes_have_names() -> None:
+def test_classes_have_labels() -> None:
     response = pool("/classify", FakeEngine(pooling=CLASSIFIER), input=TEXTS)
     reply = response.json()
     assert reply["id"].startswith("classify-") and reply["usage"]["prompt_tokens"] > 0
-    for place, (each, text) in enumerate(zip(reply["data"], TEXTS, strict=True)):
+    for place, (entry, text) in enumerate(zip(reply["data"], TEXTS, strict=True)):
         probs = numbers(ids_of(text), 3)
         label = CLASSIFIER.labels[int(probs.argmax())]
-        assert each == {"index": place, "label": label, "probs": probs.tolist(), "num_classes": 3}
+        assert entry == {"index": place, "label": label, "probs": probs.tolist(), "num_classes": 3}
 
 
-def test_rank_and_key() -> None:
+def test_data_parallel_rank_and_api_key_are_checked() -> None:
     body = {"input": "a"}
     refused(ask("POST", EMBEDDINGS, engine=embedder(), json=body, headers={"x-data-parallel-rank": "1"}))
     assert ask("POST", "/rerank", engine=embedder(), json={}, settings={"api_key": ["k"]}).status_code == 401

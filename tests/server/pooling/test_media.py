@@ -1,4 +1,5 @@
-"""Images over the routes of pooling models: what is read of them, what is said of those that are wrong."""
+"""Tests of images over the routes of pooling models: the prompts they give, and the errors of invalid
+ones."""
 
 import asyncio
 from dataclasses import replace
@@ -39,45 +40,45 @@ def send(engine: FakeEngine, path: str, **body: Any) -> httpx.Response:
     return asyncio.run(go())
 
 
-def read(engine: FakeEngine) -> list[list[int]]:
-    found = [prompt for _, prompt, *_ in engine.pooled]
-    assert all((prompt.media is not None) == (PAD in prompt.token_ids) for prompt in found)
-    return [prompt.token_ids for prompt in found]
+def read_prompts(engine: FakeEngine) -> list[list[int]]:
+    prompts = [prompt for _, prompt, *_ in engine.pooled]
+    assert all((prompt.media is not None) == (PAD in prompt.token_ids) for prompt in prompts)
+    return [prompt.token_ids for prompt in prompts]
 
 
 def ids(*parts: str | list[int]) -> list[int]:
     encode = byte_tokenizer().encode
-    return [each for part in parts for each in (encode(part) if isinstance(part, str) else part)]
+    return [token_id for part in parts for token_id in (encode(part) if isinstance(part, str) else part)]
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling"])
-def test_a_conversation_with_images_is_embedded(path: str) -> None:
+def test_conversation_with_images_is_embedded(path: str) -> None:
     engine = engine_of(EMBEDDER)
     messages = [{"role": "user", "content": [TEXT, image_part(URL)]}]
     reply = send(engine, path, messages=messages).json()
     prompt = ids("user:", SPAN, "\nab\n")
-    assert read(engine) == [prompt]
-    found = reply["data"][0]["embedding" if path == "/v1/embeddings" else "data"]
-    assert found == pytest.approx(numbers(prompt, 6).tolist())
+    assert read_prompts(engine) == [prompt]
+    vector = reply["data"][0]["embedding" if path == "/v1/embeddings" else "data"]
+    assert vector == pytest.approx(numbers(prompt, 6).tolist())
     assert reply["usage"]["prompt_tokens"] == len(prompt)
     cut = send(engine, path, messages=messages, truncate_prompt_tokens=-1)
     assert cut.status_code == 200 and engine.pooled[-1][1].prepared
 
 
-def test_pieces_and_images_of_cohere() -> None:
+def test_cohere_content_parts_and_images() -> None:
     engine = engine_of(replace(EMBEDDER, instructions=(("query", "q: "),)))
     pieces = [{"content": [TEXT, image_part(URL)]}, {"content": [TEXT]}]
     reply = send(engine, "/v2/embed", inputs=pieces, input_type="query").json()
     assert reply["meta"]["billed_units"] == {"input_tokens": 23, "image_tokens": 4}
     send(engine, "/v2/embed", images=[URL, OTHER], input_type="query")
     wanted = [("user:", SPAN, "\nq: ab\n"), ("user:q: ab\n",), *[("user:", SPAN, "\n")] * 2]
-    assert read(engine) == [ids(*each) for each in wanted]
+    assert read_prompts(engine) == [ids(*item) for item in wanted]
     keys = [prompt.media.items[0].key for _, prompt, *_ in engine.pooled if prompt.media]
     assert keys[0] == keys[1] != keys[2]
     assert engine.inputs.tokenizer is not None
     engine.inputs.tokenizer.chat_template = None
     send(engine, "/v2/embed", images=[URL])
-    assert read(engine)[-1] == SPAN
+    assert read_prompts(engine)[-1] == SPAN
 
 
 @pytest.mark.parametrize("path", ["/score", "/rerank"])
@@ -87,30 +88,33 @@ def test_embeddings_of_texts_and_images_are_compared(path: str) -> None:
     names = ("query", "documents") if path == "/rerank" else ("data_1", "data_2")
     reply = send(engine, path, **dict(zip(names, (query, documents), strict=True))).json()
     prompts = [SPAN, ids("ab"), ids(SPAN, "\nab")]
-    assert read(engine) == prompts
-    vectors = [numbers(each, 6).astype(float) for each in prompts]
-    wanted = [float(vectors[0] @ each / (vectors[0] @ vectors[0] * (each @ each)) ** 0.5) for each in vectors]
+    assert read_prompts(engine) == prompts
+    vectors = [numbers(prompt, 6).astype(float) for prompt in prompts]
+    wanted = [
+        float(vectors[0] @ vector / (vectors[0] @ vectors[0] * (vector @ vector)) ** 0.5)
+        for vector in vectors
+    ]
     if path == "/score":
-        assert [each["score"] for each in reply["data"]] == pytest.approx(wanted[1:])
+        assert [entry["score"] for entry in reply["data"]] == pytest.approx(wanted[1:])
     else:
-        found = {each["index"]: each for each in reply["results"]}
-        assert [found[at]["relevance_score"] for at in (0, 1)] == pytest.approx(wanted[1:])
-        assert found[0]["document"] == {"text": "ab"}
-        assert found[1]["document"] == {"multi_modal": documents[1]["content"]}  # type: ignore[index]
+        results = {result["index"]: result for result in reply["results"]}
+        assert [results[at]["relevance_score"] for at in (0, 1)] == pytest.approx(wanted[1:])
+        assert results[0]["document"] == {"text": "ab"}
+        assert results[1]["document"] == {"multi_modal": documents[1]["content"]}  # type: ignore[index]
 
 
-def test_pairs_of_texts_and_images_are_read_as_one() -> None:
-    """By a template or without one; the image of the query is made ready once for all documents."""
+def test_pairs_with_images_are_one_prompt() -> None:
+    """With a template or without one; the image of the query is preprocessed once for all documents."""
     engine = engine_of(CROSS_ENCODER)
     query = {"content": [image_part(URL), TEXT]}
     documents = ["cd", {"content": [image_part(OTHER)]}]
     assert send(engine, "/rerank", query=query, documents=documents).status_code == 200
-    assert read(engine) == [ids(SPAN, "\nabcd"), ids(SPAN, "\nab", SPAN)]
+    assert read_prompts(engine) == [ids(SPAN, "\nabcd"), ids(SPAN, "\nab", SPAN)]
     seen = engine.inputs.media._media_processor.processor.seen  # type: ignore[union-attr]
     assert len(seen) == 2  # type: ignore[arg-type]
     engine.facts.chat_template = "{% for m in messages %}{{ m.role }}={{ m.content }};{% endfor %}"
     send(engine, "/rerank", query="ef", documents=documents)
-    assert read(engine)[2:] == [ids("query=ef;document=cd;"), ids("query=ef;document=", SPAN, ";")]
+    assert read_prompts(engine)[2:] == [ids("query=ef;document=cd;"), ids("query=ef;document=", SPAN, ";")]
     send(engine, "/score", data_1=query, data_2=documents[1], mm_processor_kwargs={"side": 10})
     assert len(engine.pooled[-1][1].token_ids) == len(ids("query=\nab;document=;")) + 8
 
@@ -120,8 +124,8 @@ def test_pairs_of_texts_and_images_are_read_as_one() -> None:
     ("url", "status", "words"),
     [(BROKEN, 400, "broken or truncated"), ("http://127.0.0.1:1/x.png", 422, "private, local")],
 )
-def test_what_is_wrong_is_told_with_its_place(facts: Any, url: str, status: int, words: str) -> None:
-    """And nothing runs of the call; the next is as good as before."""
+def test_invalid_image_is_refused_with_its_position(facts: Any, url: str, status: int, words: str) -> None:
+    """No part of the call runs, and the next call succeeds."""
     engine = engine_of(facts)
     content = {"content": [TEXT, image_part(url)]}
     calls: list[tuple[str, str, dict[str, Any]]] = [
@@ -144,7 +148,7 @@ def test_what_is_wrong_is_told_with_its_place(facts: Any, url: str, status: int,
     assert send(engine, "/rerank", **good).status_code == 200
 
 
-def test_limits_hold_for_each_prompt() -> None:
+def test_image_limit_holds_for_each_prompt() -> None:
     engine = engine_of(EMBEDDER, media({"image": 1}))
     one, two = {"content": [image_part(URL)]}, {"content": [image_part(URL), image_part(OTHER)]}
     body = {"query": one, "documents": [one, one]}
@@ -158,8 +162,8 @@ def test_limits_hold_for_each_prompt() -> None:
     assert "is not a multimodal model" in refused(send(blind, "/rerank", **body))["message"]
 
 
-def test_lengths_hold_for_each_prompt() -> None:
-    """Sixteen images fit although two of them would be too long for one prompt; a cut is refused."""
+def test_length_limit_holds_for_each_prompt() -> None:
+    """Sixteen images fit although two of them would be too long for one prompt; truncation is refused."""
     engine = engine_of(EMBEDDER, media(max_tokens=6))
     assert send(engine, "/v2/embed", images=[URL] * 16).status_code == 200
     two = refused(send(engine, "/v2/embed", inputs=[{"content": [image_part(URL), image_part(OTHER)]}]))
@@ -168,8 +172,8 @@ def test_lengths_hold_for_each_prompt() -> None:
     assert cut["message"].startswith("images: the prompt has 10 tokens, and as it has media it cannot be cut")
 
 
-def test_a_fetch_ends_with_its_client() -> None:
-    async def go(url: str, asked: list[Any]) -> None:
+def test_media_fetch_ends_when_the_client_disconnects() -> None:
+    async def go(url: str, requests: list[Any]) -> None:
         reader = media(allowed_media_domains=("127.0.0.1",), env={"image_fetch_timeout": 300.0})
         engine = engine_of(EMBEDDER, reader)
         application, gone = Application(engine, make_settings({})), asyncio.Event()
@@ -182,11 +186,11 @@ def test_a_fetch_ends_with_its_client() -> None:
         ]
         tasks = [asyncio.create_task(post(application, *call, gone)) for call in calls]
         async with asyncio.timeout(60):
-            while sum(path == "/drips" for path, _ in asked) < len(calls):
+            while sum(path == "/drips" for path, _ in requests) < len(calls):
                 await asyncio.sleep(0.01)
             gone.set()
             assert await asyncio.gather(*tasks) == [499] * len(calls)
         assert not engine.pooled and not application.api.answering
 
     with hostile_server() as server:
-        asyncio.run(go(server.url, server.asked))
+        asyncio.run(go(server.url, server.requests))

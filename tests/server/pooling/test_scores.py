@@ -1,4 +1,4 @@
-"""/score and /rerank."""
+"""Tests of /score and /rerank."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ SCORES = ("/score", "/v1/score")
 RERANKS = ("/rerank", "/v1/rerank", "/v2/rerank")
 
 
-def crossed(first: str, second: str) -> float:
+def cross_score(first: str, second: str) -> float:
     return float(numbers(byte_tokenizer().encode_pair(first, second)[0], 1).item())
 
 
@@ -23,38 +23,40 @@ def cosine(first: str, second: str) -> float:
 
 
 @pytest.mark.parametrize("path", SCORES)
-@pytest.mark.parametrize(("facts", "score"), [(CROSS_ENCODER, crossed), (EMBEDDER, cosine)])
+@pytest.mark.parametrize(("facts", "score"), [(CROSS_ENCODER, cross_score), (EMBEDDER, cosine)])
 def test_scores_one_to_many_and_pairwise(path: str, facts: Any, score: Any) -> None:
     engine = FakeEngine(pooling=facts)
     reply = pool(path, engine, text_1=QUERY, text_2=DOCUMENTS).json()
     wanted = [score(QUERY, text) for text in DOCUMENTS]
-    assert [each["score"] for each in reply["data"]] == pytest.approx(wanted)
+    assert [entry["score"] for entry in reply["data"]] == pytest.approx(wanted)
     assert reply["data"][1].keys() == {"index", "object", "score"} and reply["data"][1]["index"] == 1
     count = sum(len(QUERY) + len(text) for text in DOCUMENTS)
     assert reply["id"].startswith("score-") and reply["object"] == "list"
     assert reply["usage"] == {"prompt_tokens": count, "total_tokens": count, "completion_tokens": 0}
     for first, second in (("queries", "documents"), ("queries", "items"), ("data_1", "data_2")):
         both = {first: DOCUMENTS, second: DOCUMENTS[::-1]}
-        found = [each["score"] for each in pool(path, engine, **both).json()["data"]]
-        assert found == pytest.approx(list(map(score, DOCUMENTS, DOCUMENTS[::-1])))
+        scores = [entry["score"] for entry in pool(path, engine, **both).json()["data"]]
+        assert scores == pytest.approx(list(map(score, DOCUMENTS, DOCUMENTS[::-1])))
 
 
 @pytest.mark.parametrize("path", RERANKS)
-@pytest.mark.parametrize(("facts", "score"), [(CROSS_ENCODER, crossed), (EMBEDDER, cosine)])
-def test_the_best_documents_come_first(path: str, facts: Any, score: Any) -> None:
+@pytest.mark.parametrize(("facts", "score"), [(CROSS_ENCODER, cross_score), (EMBEDDER, cosine)])
+def test_rerank_sorts_by_relevance(path: str, facts: Any, score: Any) -> None:
     engine = FakeEngine(pooling=facts)
     reply = pool(path, engine, query=QUERY, documents=DOCUMENTS).json()
     scores = [score(QUERY, text) for text in DOCUMENTS]
     order = sorted(range(len(DOCUMENTS)), key=lambda place: -scores[place])
-    assert [each["index"] for each in reply["results"]] == order
-    assert [each["document"] for each in reply["results"]] == [{"text": DOCUMENTS[place]} for place in order]
-    assert [each["relevance_score"] for each in reply["results"]] == pytest.approx(sorted(scores)[::-1])
+    assert [result["index"] for result in reply["results"]] == order
+    assert [result["document"] for result in reply["results"]] == [
+        {"text": DOCUMENTS[place]} for place in order
+    ]
+    assert [result["relevance_score"] for result in reply["results"]] == pytest.approx(sorted(scores)[::-1])
     assert reply["id"].startswith("rerank-") and reply["usage"].keys() == {"prompt_tokens", "total_tokens"}
     best = pool(path, engine, query=QUERY, documents=DOCUMENTS, top_n=2).json()
     assert best["results"] == reply["results"][:2]
 
 
-def test_pairs_are_cut_and_templates_join_them() -> None:
+def test_pairs_are_truncated_and_joined_by_templates() -> None:
     engine = FakeEngine(pooling=CROSS_ENCODER)
     pool("/rerank", engine, query="abc", documents=["d" * 20], truncate_prompt_tokens=8)
     assert engine.pooled[0][1].token_ids == byte_tokenizer().encode_pair("abc", "d" * 5)[0]
@@ -77,11 +79,11 @@ def test_pairs_are_cut_and_templates_join_them() -> None:
     ],
 )
 @pytest.mark.parametrize("facts", [CROSS_ENCODER, EMBEDDER])
-def test_what_cannot_be_had_is_400(path: str, body: dict[str, Any], words: str, facts: Any) -> None:
+def test_invalid_parameters_are_400(path: str, body: dict[str, Any], words: str, facts: Any) -> None:
     assert words in refused(pool(path, FakeEngine(pooling=facts), **body))["message"]
 
 
-def test_the_wrong_kind_of_model() -> None:
+def test_wrong_model_kind_is_refused() -> None:
     body = {"query": "a", "documents": ["b"]}
     assert "num_labels == 1" in refused(pool("/rerank", FakeEngine(pooling=CLASSIFIER), **body))["message"]
     assert "--runner pooling" in refused(pool("/rerank", FakeEngine(), **body), 404)["message"]

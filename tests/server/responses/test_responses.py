@@ -1,4 +1,4 @@
-"""/v1/responses: what a response looks like, whole, streamed, stored and in the background."""
+"""Tests of /v1/responses: complete, streamed, stored and background responses."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ from quire.server.responses.translate import chat_of
 from quire.server.settings import make_settings
 
 PATH = "/v1/responses"
-PATIENCE_S = 60
+TIMEOUT_S = 60
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 ITEMS: TypeAdapter[Any] = TypeAdapter(list[ResponseItem])
 THOUGHTFUL = (
@@ -51,16 +51,16 @@ def respond(
 
 
 def read_events(text: str) -> list[dict[str, Any]]:
-    """The events of a stream: each says its type twice and its number, and the client knows them all."""
-    found = []
+    """Return the events of a stream, after checking their types, their numbers and the client's schema."""
+    parsed_events = []
     for part in text.removesuffix("\n\n").split("\n\n"):
         kind, data = part.split("\n")
         event = json.loads(data.removeprefix("data: "))
         assert kind == f"event: {event['type']}"
         EVENTS.validate_python(event)
-        found.append(event)
-    assert [event["sequence_number"] for event in found] == list(range(len(found)))
-    return found
+        parsed_events.append(event)
+    assert [event["sequence_number"] for event in parsed_events] == list(range(len(parsed_events)))
+    return parsed_events
 
 
 def stream(engine: FakeEngine | None = None, **body: Any) -> list[dict[str, Any]]:
@@ -77,23 +77,23 @@ def prompt_of(engine: FakeEngine) -> str:
     return engine.seen[-1][1].text or ""
 
 
-# ---- what comes
+# ---- output
 
 
-def test_a_whole_response_is_what_the_client_knows() -> None:
+def test_complete_response_matches_the_openai_client() -> None:
     reply = respond(instructions="Be brief.", metadata={"a": "b"}, max_output_tokens=5).json()
-    found = Response.model_validate(reply, strict=False)
-    assert found.output_text == ANSWER[:5] and found.id.startswith("resp_")
-    assert (found.status, reply["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
-    assert found.output[0].status == "incomplete"  # type: ignore[union-attr]
+    response = Response.model_validate(reply, strict=False)
+    assert response.output_text == ANSWER[:5] and response.id.startswith("resp_")
+    assert (response.status, reply["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert response.output[0].status == "incomplete"  # type: ignore[union-attr]
     prompt = len("system:Be brief.\nuser:hi\nassistant:")
-    assert found.usage is not None and found.usage.total_tokens == prompt + 5
-    assert found.usage.input_tokens_details.cached_tokens == 3
-    assert found.metadata == {"a": "b"} and found.store is False  # type: ignore[attr-defined]
+    assert response.usage is not None and response.usage.total_tokens == prompt + 5
+    assert response.usage.input_tokens_details.cached_tokens == 3
+    assert response.metadata == {"a": "b"} and response.store is False  # type: ignore[attr-defined]
     assert respond().json()["status"] == "completed"
 
 
-def test_a_stream_says_the_same_as_the_whole() -> None:
+def test_stream_equals_the_complete_response() -> None:
     events = stream()
     assert kinds(events)[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
     assert kinds(events)[-4:] == ["output_text.done", "content_part.done", "output_item.done", "completed"]
@@ -107,13 +107,13 @@ def test_a_stream_says_the_same_as_the_whole() -> None:
     assert whole == last
 
 
-def test_reasoning_text_and_calls_are_items_of_their_own() -> None:
+def test_reasoning_text_and_tool_calls_are_separate_items() -> None:
     whole = respond(FakeEngine(THOUGHTFUL), PARSERS, tools=[LOOK]).json()
     Response.model_validate(whole, strict=False)
     assert [item["type"] for item in whole["output"]] == ["reasoning", "message", *["function_call"] * 2]
-    thought, said, first, second = whole["output"]
+    thought, message, first, second = whole["output"]
     assert thought["content"] == [{"type": "reasoning_text", "text": "Hm, żółw."}] and not thought["summary"]
-    assert said["content"][0]["text"] == "Let me see."
+    assert message["content"][0]["text"] == "Let me see."
     assert (first["name"], json.loads(first["arguments"]), second["arguments"]) == ("look", {"at": "ż"}, "{}")
     assert first["call_id"] != second["call_id"] and first["status"] == "completed"
     assert whole["usage"]["output_tokens_details"]["reasoning_tokens"] == len("Hm, żółw.".encode())
@@ -129,15 +129,15 @@ def test_reasoning_text_and_calls_are_items_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_logprobs_are_those_of_the_message_alone(streams: bool) -> None:
-    asked: dict[str, Any] = {
+def test_logprobs_cover_the_message_only(streams: bool) -> None:
+    fields: dict[str, Any] = {
         "include": ["message.output_text.logprobs"],
         "top_logprobs": 2,
         "tools": [LOOK],
         "settings": PARSERS,
     }
     engine = FakeEngine("<think>Hm.</think>So.<tool_call>{}")
-    last = stream(engine, **asked)[-1]["response"] if streams else respond(engine, **asked).json()
+    last = stream(engine, **fields)[-1]["response"] if streams else respond(engine, **fields).json()
     Response.model_validate(last, strict=False)
     message = next(item for item in last["output"] if item["type"] == "message")
     logprobs = message["content"][0]["logprobs"]
@@ -145,13 +145,13 @@ def test_logprobs_are_those_of_the_message_alone(streams: bool) -> None:
     assert [len(entry["top_logprobs"]) for entry in logprobs] == [2] * len(logprobs)
 
 
-def test_logprobs_of_text_come_with_it() -> None:
-    asked: dict[str, Any] = {"include": ["message.output_text.logprobs"], "max_output_tokens": 3}
-    deltas = [event for event in stream(**asked) if event["type"] == "response.output_text.delta"]
+def test_streamed_logprobs_come_with_their_text() -> None:
+    fields: dict[str, Any] = {"include": ["message.output_text.logprobs"], "max_output_tokens": 3}
+    deltas = [event for event in stream(**fields) if event["type"] == "response.output_text.delta"]
     assert [[entry["token"] for entry in event["logprobs"]] for event in deltas] == [["H"], ["e"], ["l"]]
 
 
-def test_a_failure_ends_the_stream_as_a_failed_response() -> None:
+def test_failed_stream_ends_with_a_failed_response() -> None:
     events = stream(FakeEngine(fail_after=2))
     assert kinds(events)[-2:] == ["output_item.done", "failed"]
     assert events[-1]["response"]["error"]["code"] == "server_error"
@@ -159,10 +159,10 @@ def test_a_failure_ends_the_stream_as_a_failed_response() -> None:
     assert respond(FakeEngine(fail_after=2)).status_code == 500
 
 
-# ---- what is asked
+# ---- input
 
 
-def test_items_become_messages() -> None:
+def test_input_items_become_messages() -> None:
     engine = FakeEngine()
     engine.facts.chat_template = (
         "{% for m in messages %}[{{ m.role }}|{{ m.content }}|{{ m.reasoning }}|{{ m.name }}"
@@ -190,20 +190,20 @@ def test_items_become_messages() -> None:
 
 
 class Unread(list[Any]):
-    """Messages of which only the ends are looked at."""
+    """List that must not be iterated."""
 
     def __iter__(self) -> Any:
         raise AssertionError
 
 
-def test_items_are_put_together_once() -> None:
+def test_items_are_joined_once() -> None:
     conversation = ItemMessages("I")
     conversation.growing = Unread(conversation.growing)
-    said = {"type": "message", "role": "system", "content": [{"type": "input_text", "text": "s"}]}
+    system = {"type": "message", "role": "system", "content": [{"type": "input_text", "text": "s"}]}
     thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]}
-    conversation.add([said, said, thought])
+    conversation.add([system, system, thought])
     texts = [conversation.growing[0]["content"], conversation.growing[1]["reasoning"]]
-    conversation.add([thought, said])
+    conversation.add([thought, system])
     assert texts == [["I", "s", "s"], ["t", "t"]]
     assert texts[1] is conversation.growing[1]["reasoning"]
     conversation.growing = list(conversation.growing[:])
@@ -214,7 +214,7 @@ def test_items_are_put_together_once() -> None:
     ]
 
 
-def test_long_bodies_are_translated_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_bodies_are_translated_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     on_loop = []
 
     def noted(*args: Any, **kwargs: Any) -> Any:
@@ -271,18 +271,18 @@ def test_long_bodies_are_translated_off_the_loop(monkeypatch: pytest.MonkeyPatch
         ({"previous_response_id": "resp_1"}, "VLLM_ENABLE_RESPONSES_API_STORE"),
     ],
 )
-def test_what_cannot_be_had_is_a_400_that_says_so(body: dict[str, Any], says: str) -> None:
+def test_unsupported_fields_are_400(body: dict[str, Any], says: str) -> None:
     assert says in refused(respond(**body))["message"]
 
 
-def test_what_is_not_there_is_a_404() -> None:
+def test_unknown_models_and_responses_are_404() -> None:
     assert refused(respond(model="gpt-5"), 404)["param"] == "model"
     assert refused(respond(input=[{"id": "msg_1"}]), 404)["param"] == "input"
     for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")):
         refused(ask(method, f"{PATH}/resp_1{path}"), 404)
 
 
-def test_what_the_client_sends_beside_has_its_effect() -> None:
+def test_sampling_fields_reach_the_engine() -> None:
     engine = FakeEngine()
     respond(
         engine,
@@ -306,7 +306,7 @@ def test_what_the_client_sends_beside_has_its_effect() -> None:
     assert respond(input=long, truncation="auto", max_output_tokens=2).status_code == 200
 
 
-def test_a_choice_of_tools_is_a_choice_among_those_that_are_shown() -> None:
+def test_allowed_tools_restrict_the_tool_choice() -> None:
     tools = [LOOK, LOOK | {"name": "listen"}]
     engine = FakeEngine('[{"name": "listen", "parameters": {}}]')
     some = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "listen"}]}
@@ -321,7 +321,7 @@ def test_a_choice_of_tools_is_a_choice_among_those_that_are_shown() -> None:
     assert "auto" in refused(respond(tools=tools))["message"]  # the server has no parser
 
 
-# ---- the client
+# ---- the OpenAI client
 
 
 def with_client(
@@ -336,7 +336,7 @@ def with_client(
     async def go() -> None:
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as raw:
             client = AsyncOpenAI(
-                api_key="-", base_url="http://test/v1", http_client=raw, max_retries=0, timeout=PATIENCE_S
+                api_key="-", base_url="http://test/v1", http_client=raw, max_retries=0, timeout=TIMEOUT_S
             )
             await use(client, raw)
 
@@ -344,12 +344,12 @@ def with_client(
 
 
 class Place(BaseModel):
-    """What an answer is parsed into."""
+    """Schema of a parsed answer."""
 
     city: str
 
 
-def test_the_helpers_of_the_client_work() -> None:
+def test_openai_client_parses_structured_output() -> None:
     async def use(client: AsyncOpenAI, _: httpx.AsyncClient) -> None:
         parsed = await client.responses.parse(model="fake", input="x", text_format=Place)
         assert parsed.output_parsed == Place(city="Łódź")
@@ -361,7 +361,7 @@ def test_the_helpers_of_the_client_work() -> None:
     with_client(use, FakeEngine('{"city": "Łódź"}'))
 
 
-def test_the_client_gathers_calls_out_of_a_stream() -> None:
+def test_openai_client_assembles_streamed_tool_calls() -> None:
     async def use(client: AsyncOpenAI, _: httpx.AsyncClient) -> None:
         async with client.responses.stream(model="fake", input="x", tools=[LOOK]) as events:
             final = await events.get_final_response()
@@ -373,7 +373,7 @@ def test_the_client_gathers_calls_out_of_a_stream() -> None:
 # ---- the store
 
 
-def test_a_conversation_goes_on_behind_a_stored_response() -> None:
+def test_conversation_continues_from_a_stored_response() -> None:
     engine = FakeEngine("Yes.")
 
     async def use(client: AsyncOpenAI, raw: httpx.AsyncClient) -> None:
@@ -407,13 +407,13 @@ def test_a_conversation_goes_on_behind_a_stored_response() -> None:
     with_client(use, engine, StoreLimits())
 
 
-async def until(found: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not await found():
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while not await condition():
             await asyncio.sleep(0.01)
 
 
-def test_a_response_in_the_background_is_answered_while_nobody_listens() -> None:
+def test_background_response_completes_without_a_client() -> None:
     engine = FakeEngine("Yes.", step_s=0.01)
 
     async def use(client: AsyncOpenAI, raw: httpx.AsyncClient) -> None:
@@ -434,7 +434,7 @@ def test_a_response_in_the_background_is_answered_while_nobody_listens() -> None
     with_client(use, engine, StoreLimits())
 
 
-def test_a_stream_in_the_background_can_be_read_again_from_any_event() -> None:
+def test_background_stream_can_be_resumed_from_any_event() -> None:
     async def use(_: AsyncOpenAI, raw: httpx.AsyncClient) -> None:
         first = read_events(
             (await raw.post(PATH, json={"input": "x", "background": True, "stream": True})).text
@@ -451,13 +451,13 @@ def test_a_stream_in_the_background_can_be_read_again_from_any_event() -> None:
 
 
 @pytest.mark.parametrize("verb", ["cancel", "delete"])
-def test_a_response_in_the_background_can_be_ended(verb: str) -> None:
+def test_background_response_can_be_cancelled_or_deleted(verb: str) -> None:
     engine = FakeEngine("x" * 400, step_s=0.05)
 
     async def use(client: AsyncOpenAI, raw: httpx.AsyncClient) -> None:
         queued = await client.responses.create(model="fake", input="x", background=True)
         if verb == "cancel":
-            assert (await client.responses.cancel(queued.id)).status == "cancelled"  # before its first token
+            assert (await client.responses.cancel(queued.id)).status == "cancelled"  # before the first token
 
             later = await client.responses.create(model="fake", input="x", background=True)
 
@@ -475,7 +475,7 @@ def test_a_response_in_the_background_can_be_ended(verb: str) -> None:
     with_client(use, engine, StoreLimits())
 
 
-def test_a_response_in_the_background_that_fails_says_why() -> None:
+def test_failed_background_response_has_an_error() -> None:
     async def use(client: AsyncOpenAI, raw: httpx.AsyncClient) -> None:
         queued = await client.responses.create(model="fake", input="x", background=True)
 
@@ -491,7 +491,7 @@ def test_a_response_in_the_background_that_fails_says_why() -> None:
     with_client(use, FakeEngine(fail_after=2), StoreLimits())
 
 
-def test_no_more_run_in_the_background_than_the_store_holds() -> None:
+def test_background_responses_are_limited_by_the_store() -> None:
     async def use(client: AsyncOpenAI, raw: httpx.AsyncClient) -> None:
         running = await client.responses.create(model="fake", input="x", background=True)
         reply = await raw.post(PATH, json={"input": "x", "background": True})
@@ -503,8 +503,8 @@ def test_no_more_run_in_the_background_than_the_store_holds() -> None:
     with_client(use, FakeEngine("x" * 400, step_s=0.05), StoreLimits(max_count=1))
 
 
-def test_those_that_came_at_once_do_not_all_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has seen a place that was free, before any has taken it."""
+def test_concurrent_background_requests_respect_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both requests find a free slot before either takes it."""
     engine, streamed = FakeEngine("x" * 400, step_s=0.05), GenerationService.streamed
 
     async def use(_: AsyncOpenAI, raw: httpx.AsyncClient) -> None:
@@ -515,9 +515,9 @@ def test_those_that_came_at_once_do_not_all_run(monkeypatch: pytest.MonkeyPatch)
             return await streamed(api, job)
 
         monkeypatch.setattr(GenerationService, "streamed", together)
-        async with asyncio.timeout(PATIENCE_S):
-            asked = [raw.post(PATH, json={"input": "x", "background": True}) for _ in range(2)]
-            replies = sorted(await asyncio.gather(*asked), key=lambda reply: reply.status_code)
+        async with asyncio.timeout(TIMEOUT_S):
+            requests = [raw.post(PATH, json={"input": "x", "background": True}) for _ in range(2)]
+            replies = sorted(await asyncio.gather(*requests), key=lambda reply: reply.status_code)
         assert [reply.status_code for reply in replies] == [200, 429]
         await raw.delete(f"{PATH}/{replies[0].json()['id']}")
         assert engine.num_in_flight == 0
@@ -525,14 +525,14 @@ def test_those_that_came_at_once_do_not_all_run(monkeypatch: pytest.MonkeyPatch)
     with_client(use, engine, StoreLimits(max_count=1))
 
 
-def test_what_runs_in_the_background_counts_with_what_it_has_said() -> None:
+def test_running_background_responses_count_toward_the_store() -> None:
     store = Store(StoreLimits(max_bytes=5_000))
     shared = StoredTurn([{"id": "u", "text": "x" * 2_000}])
     run: Any = SimpleNamespace(is_over=False, num_bytes=0)
     for id in "ab":
-        each = stored(id, shared)
-        each.run = run
-        store.put(each)
+        response = stored(id, shared)
+        response.run = run
+        store.put(response)
     store.check_room()
     run.num_bytes = 1_500
     with pytest.raises(Full, match="5000 bytes"):
@@ -558,10 +558,10 @@ def test_what_runs_in_the_background_counts_with_what_it_has_said() -> None:
         ([(ResponseEncoder, "last_events", 0), (ResponseEncoder, "failed", 0)], "output_item.done"),
     ],
 )
-def test_whatever_breaks_in_the_background_is_over_then(
+def test_any_background_failure_ends_the_response(
     broken: list[tuple[type, str, int]], last: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those who follow get to an end, and the place of the key is free again."""
+    """Streams that follow it end, and the slot of the key is freed."""
     file = tmp_path / "keys.json"
     file.write_text(json.dumps({"keys": [{"name": "a", "key": "sk-a", "max_concurrency": 1}]}))
     for owner, name, nth in broken:
@@ -570,7 +570,7 @@ def test_whatever_breaks_in_the_background_is_over_then(
 
     async def use(_: AsyncOpenAI, raw: httpx.AsyncClient) -> None:
         body = {"input": "x", "background": True, "stream": True}
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(TIMEOUT_S):
             reply = await raw.post(PATH, headers=headers, json=body)
         if last is None:
             refused(reply, 500)
@@ -588,7 +588,7 @@ def test_whatever_breaks_in_the_background_is_over_then(
 
 
 def break_once(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, nth: int) -> None:
-    """Have the call with this number fail."""
+    """Make the call with this number fail."""
     works, num_calls = getattr(owner, name), count()
 
     def breaking(*args: Any, **kwargs: Any) -> Any:
@@ -599,25 +599,25 @@ def break_once(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, nth: int
     monkeypatch.setattr(owner, name, breaking)
 
 
-def test_a_key_sees_its_own_responses_and_those_in_the_background_count_for_it(tmp_path: Path) -> None:
+def test_api_keys_see_only_their_own_responses(tmp_path: Path) -> None:
     keys = [{"name": "a", "key": "sk-a", "max_concurrency": 1}, {"name": "b", "key": "sk-b"}]
     file = tmp_path / "keys.json"
     file.write_text(json.dumps({"keys": keys}))
-    ours, others = ({"authorization": f"Bearer sk-{name}"} for name in "ab")
+    owner, others = ({"authorization": f"Bearer sk-{name}"} for name in "ab")
 
     async def use(_: AsyncOpenAI, raw: httpx.AsyncClient) -> None:
         async def post(path: str, headers: dict[str, str], **body: Any) -> httpx.Response:
             return await raw.post(PATH + path, headers=headers, json={"input": "x", **body})
 
-        id = (await post("", ours, background=True)).json()["id"]
+        id = (await post("", owner, background=True)).json()["id"]
         assert (await raw.get(f"{PATH}/{id}", headers=others)).status_code == 404
         assert (await post(f"/{id}/cancel", others)).status_code == 404
         assert (await post("", others, previous_response_id=id)).status_code == 404
-        assert (await post("", ours, max_output_tokens=1)).status_code == 429
-        assert (await post(f"/{id}/cancel", ours)).json()["status"] == "cancelled"
-        reply = (await post("", ours, max_output_tokens=1)).json()
+        assert (await post("", owner, max_output_tokens=1)).status_code == 429
+        assert (await post(f"/{id}/cancel", owner)).json()["status"] == "cancelled"
+        reply = (await post("", owner, max_output_tokens=1)).json()
         item = [{"id": reply["output"][0]["id"]}]
-        assert (await post("", ours, input=item, max_output_tokens=1)).status_code == 200
+        assert (await post("", owner, input=item, max_output_tokens=1)).status_code == 200
         assert (await post("", others, input=item, max_output_tokens=1)).status_code == 404
 
     with_client(use, FakeEngine("x" * 400, step_s=0.05), StoreLimits(), {"api_key": [str(file)]})
@@ -629,7 +629,7 @@ def stored(id: str, *turns: StoredTurn, text: str = "") -> StoredResponse:
     )
 
 
-def test_the_store_forgets_what_is_too_old_or_too_much() -> None:
+def test_store_evicts_old_and_oversized_responses() -> None:
     clock = [0.0]
     store = Store(StoreLimits(max_count=2, max_bytes=10_000, ttl_s=10), now=lambda: clock[0])
     for id in ("a", "b", "c"):
@@ -642,7 +642,7 @@ def test_the_store_forgets_what_is_too_old_or_too_much() -> None:
     assert store.item("msg_d") is None and (len(store), store.num_bytes) == (0, 0)
 
 
-def test_turns_that_responses_share_are_counted_once() -> None:
+def test_shared_turns_are_counted_once() -> None:
     store = Store(StoreLimits())
     shared = StoredTurn([{"id": "u", "text": "x" * 1000}])
     store.put(stored("a", shared))
@@ -655,28 +655,28 @@ def test_turns_that_responses_share_are_counted_once() -> None:
     assert store.item("u") is None and store.num_bytes == 0
 
 
-def test_an_item_is_there_as_long_as_any_turn_has_it() -> None:
-    """Another turn has it by reference, or was sent one of the same id."""
+def test_item_stays_while_any_turn_refers_to_it() -> None:
+    """Another turn holds the item by reference, or was sent one with the same id."""
     store = Store(StoreLimits())
     first = {"id": "u", "text": "1"}
     for id, item in (("a", first), ("b", first), ("c", {"id": "u", "text": "2"})):
         store.put(stored(id, StoredTurn([item, item])))
-    found = []
+    texts = []
     for id in "abc":
-        found.append((store.item("u") or {})["text"])
+        texts.append((store.item("u") or {})["text"])
         store.drop(id)
-    assert found == ["1", "1", "2"] and store.item("u") is None and store.num_bytes == 0
+    assert texts == ["1", "1", "2"] and store.item("u") is None and store.num_bytes == 0
 
 
-def test_the_environment_turns_the_store_on() -> None:
+def test_environment_variable_enables_the_store() -> None:
     names = {"VLLM_ENABLE_RESPONSES_API_STORE": "1", "QUIRE_RESPONSES_STORE_TTL_S": "5"}
     limits = make_settings({}, env=Env.read(names)).responses
     assert limits is not None and (limits.ttl_s, limits.max_count) == (5.0, 4096)
     assert make_settings({}, env=Env.read({})).responses is None
 
 
-def test_a_store_does_not_go_with_several_api_processes() -> None:
-    """A response would be found by one of them only."""
+def test_store_needs_one_api_process() -> None:
+    """Only one of several processes would have the response."""
     settings = replace(make_settings({"api_server_count": 2}), responses=StoreLimits())
     config: Any = SimpleNamespace(parallel=ParallelSection(device="cpu", cpu_threads=1))
     with pytest.raises(ConfigError, match="--api-server-count 1"):

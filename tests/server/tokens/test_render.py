@@ -1,4 +1,4 @@
-"""Chats and completions as tokens, tokens as answers, and the routes for many bodies."""
+"""Tests of the render, derender, generate, batch and invocation routes."""
 
 import asyncio
 import threading
@@ -27,110 +27,112 @@ def post(path: str, engine: FakeEngine | None = None, settings: Any = None, **bo
     return response.json()
 
 
-def test_what_is_rendered_is_what_a_chat_asks_of_the_engine() -> None:
+def test_rendered_chat_equals_the_engine_request() -> None:
     body = {"messages": MESSAGES, "temperature": 0.5, "stop": "x", "max_tokens": 7, "cache_salt": "s"}
-    found = post(f"{CHAT}/render", **body)
+    rendered = post(f"{CHAT}/render", **body)
     engine = FakeEngine()
     chat(engine, **body)
     _, prompt, params, _ = engine.seen[0]
-    assert (found["token_ids"], found["prompt"]) == (prompt.token_ids, "user:hi\nassistant:")
-    told = found["sampling_params"]
-    assert (told["temperature"], told["stop"], told["max_tokens"]) == (0.5, ["x"], 7)
+    assert (rendered["token_ids"], rendered["prompt"]) == (prompt.token_ids, "user:hi\nassistant:")
+    sampling = rendered["sampling_params"]
+    assert (sampling["temperature"], sampling["stop"], sampling["max_tokens"]) == (0.5, ["x"], 7)
     again = FakeEngine()
-    post(GENERATE, again, **found)
+    post(GENERATE, again, **rendered)
     assert again.seen[0][1].token_ids == prompt.token_ids and again.seen[0][1].cache_salt == "s"
     assert again.seen[0][2] == params
 
 
-def test_where_tokens_stand_in_the_text_is_told_if_it_is_asked() -> None:
+def test_token_offsets_are_returned_on_request() -> None:
     talk = [{"role": "user", "content": "h\u00e9"}]
-    found = post(f"{CHAT}/render", messages=talk, return_token_offsets=True)
-    text, places = found["prompt"], found["token_offsets"]
-    assert len(places) == len(found["token_ids"]) == len(text.encode())
+    rendered = post(f"{CHAT}/render", messages=talk, return_token_offsets=True)
+    text, places = rendered["prompt"], rendered["token_offsets"]
+    assert len(places) == len(rendered["token_ids"]) == len(text.encode())
     assert [text[start:end] for start, end in places][:7] == [*"user:h", "\u00e9"]
     texts = post(f"{COMPLETIONS}/render", prompt=["ab", "c"], return_token_offsets=True)
-    assert [each["token_offsets"] for each in texts] == [[[0, 1], [1, 2]], [[0, 1]]]
+    assert [entry["token_offsets"] for entry in texts] == [[[0, 1], [1, 2]], [[0, 1]]]
     (ids,) = post(f"{COMPLETIONS}/render", prompt=[64, 65], return_token_offsets=True)
     assert ids["token_offsets"] is None
     cut = post(f"{COMPLETIONS}/render", prompt="abc", return_token_offsets=True, truncate_prompt_tokens=1)
-    assert [each["token_offsets"] for each in cut] == [None]
+    assert [entry["token_offsets"] for entry in cut] == [None]
     assert post(f"{COMPLETIONS}/render", prompt="ab")[0]["token_offsets"] is None
     assert complete(return_token_offsets=True).status_code == 200
 
 
 def test_every_prompt_is_rendered() -> None:
-    found = post(f"{COMPLETIONS}/render", prompt=["ab", "c"])
-    assert [each["prompt"] for each in found] == ["ab", "c"]
-    assert len({each["request_id"] for each in found}) == 2
+    rendered = post(f"{COMPLETIONS}/render", prompt=["ab", "c"])
+    assert [prompt["prompt"] for prompt in rendered] == ["ab", "c"]
+    assert len({prompt["request_id"] for prompt in rendered}) == 2
     assert refused(ask("POST", f"{COMPLETIONS}/render", json={"prompt": "a", "use_beam_search": True}))[
         "param"
     ]
 
 
 @pytest.mark.parametrize("schema", [None, {"type": "object"}])
-def test_a_chat_in_three_steps_is_a_chat_in_one(schema: Any) -> None:
+def test_render_generate_derender_equals_chat(schema: Any) -> None:
     answer = THOUGHT + (TWO if schema is None else "{}")
     body: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 400}
     if schema is None:
         body["tools"] = TOOLS
     else:
         body["structured_outputs"] = {"json": schema}
-    asked = post(f"{CHAT}/render", settings=SETTINGS, **body)
-    tokens = post(GENERATE, FakeEngine(answer), **asked)
-    found = post(
+    rendered = post(f"{CHAT}/render", settings=SETTINGS, **body)
+    tokens = post(GENERATE, FakeEngine(answer), **rendered)
+    derendered = post(
         f"{CHAT}/derender",
         settings=SETTINGS,
         generate_response=tokens,
         chat_request=body,
-        prompt_tokens=len(asked["token_ids"]),
+        prompt_tokens=len(rendered["token_ids"]),
     )
     whole = chat(FakeEngine(answer), SETTINGS, **body).json()
-    for each in (found, whole):
-        for call in each["choices"][0]["message"].get("tool_calls", ()):
+    for reply in (derendered, whole):
+        for call in reply["choices"][0]["message"].get("tool_calls", ()):
             del call["id"]
-    assert found["choices"] == whole["choices"] and found["usage"] == whole["usage"]
+    assert derendered["choices"] == whole["choices"] and derendered["usage"] == whole["usage"]
 
 
-def test_what_was_to_be_streamed_is_derendered_whole() -> None:
+def test_stream_fields_are_ignored_by_derender() -> None:
     reply = {"choices": [{"index": 0, "token_ids": [39, 72]}]}
-    asked = {"stream": True, "stream_options": {"include_usage": True}}
-    found = post(f"{CHAT}/derender", generate_response=reply, chat_request={"messages": MESSAGES, **asked})
-    assert found["choices"][0]["message"]["content"] == "Hi"
-    found = post(
-        f"{COMPLETIONS}/derender", generate_responses=[reply], completion_request={"prompt": "a", **asked}
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    derendered = post(
+        f"{CHAT}/derender", generate_response=reply, chat_request={"messages": MESSAGES, **options}
     )
-    assert found["choices"][0]["text"] == "Hi"
+    assert derendered["choices"][0]["message"]["content"] == "Hi"
+    derendered = post(
+        f"{COMPLETIONS}/derender", generate_responses=[reply], completion_request={"prompt": "a", **options}
+    )
+    assert derendered["choices"][0]["text"] == "Hi"
 
 
-def test_long_answers_are_derendered_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_answers_are_derendered_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[bool] = []
     whole = ChatEncoder.whole
 
-    def telling(*given: Any) -> Any:
+    def record_thread(*args: Any) -> Any:
         threads.append(threading.current_thread() is threading.main_thread())
-        return whole(*given)
+        return whole(*args)
 
-    monkeypatch.setattr(ChatEncoder, "whole", telling)
+    monkeypatch.setattr(ChatEncoder, "whole", record_thread)
     for num_tokens in (20_000, 1):
         reply = {"choices": [{"index": 0, "token_ids": [39] * num_tokens}]}
-        found = post(f"{CHAT}/derender", FakeEngine(max_model_len=20_000), generate_response=reply)
-        assert found["choices"][0]["message"]["content"] == "H" * num_tokens
+        derendered = post(f"{CHAT}/derender", FakeEngine(max_model_len=20_000), generate_response=reply)
+        assert derendered["choices"][0]["message"]["content"] == "H" * num_tokens
     assert threads == [False, True]
 
 
-def test_a_completion_in_three_steps_is_a_completion_in_one() -> None:
+def test_render_generate_derender_equals_completion() -> None:
     body = {"prompt": ["ab", "c"], "stop": ["wor"], "echo": True, "max_tokens": 30}
-    asked = post(f"{COMPLETIONS}/render", **body)
-    tokens = [post(GENERATE, **each) for each in asked]
-    given = {"generate_responses": tokens, "prompt_tokens": [2, 1]}
-    found = post(f"{COMPLETIONS}/derender", completion_request=body, **given)
+    rendered = post(f"{COMPLETIONS}/render", **body)
+    tokens = [post(GENERATE, **request) for request in rendered]
+    fields = {"generate_responses": tokens, "prompt_tokens": [2, 1]}
+    derendered = post(f"{COMPLETIONS}/derender", completion_request=body, **fields)
     whole = post(COMPLETIONS, **body)
-    assert found["choices"] == whole["choices"] and found["usage"] == whole["usage"]
-    plain = post(f"{COMPLETIONS}/derender", **given)
+    assert derendered["choices"] == whole["choices"] and derendered["usage"] == whole["usage"]
+    plain = post(f"{COMPLETIONS}/derender", **fields)
     assert [choice["text"] for choice in plain["choices"]] == ["Hello, wor", "Hello, wor"]
 
 
-def test_what_cannot_be_derendered_is_refused() -> None:
+def test_invalid_derender_requests_are_refused() -> None:
     reply = {"choices": [{"index": 0, "token_ids": [1]}]}
     for path, body in (
         (CHAT, {"generate_response": {"choices": [{"index": 0, "token_ids": [999]}]}}),
@@ -145,14 +147,14 @@ def test_what_cannot_be_derendered_is_refused() -> None:
         refused(ask("POST", f"{path}/derender", json=body))
 
 
-def test_tokens_in_tokens_out() -> None:
+def test_generate_takes_and_returns_token_ids() -> None:
     engine = FakeEngine()
     body = {"token_ids": [65, 66], "sampling_params": {"n": 2, "logprobs": 1, "max_tokens": 3}}
-    found = post(GENERATE, engine, **body)
+    reply = post(GENERATE, engine, **body)
     text = engine.tokenizer.encode(ANSWER, add_special_tokens=False)[:3]
-    assert [choice["token_ids"] for choice in found["choices"]] == [text, text]
-    assert found["choices"][0]["finish_reason"] == "length" and found["usage"]["completion_tokens"] == 6
-    assert [each["token"] for each in found["choices"][1]["logprobs"]["content"]] == ["H", "e", "l"]
+    assert [choice["token_ids"] for choice in reply["choices"]] == [text, text]
+    assert reply["choices"][0]["finish_reason"] == "length" and reply["usage"]["completion_tokens"] == 6
+    assert [entry["token"] for entry in reply["choices"][1]["logprobs"]["content"]] == ["H", "e", "l"]
     options = {"stream": True, "stream_options": {"include_usage": True}}
     *chunks, last = events(ask("POST", GENERATE, json=body | options))
     streamed: dict[int, list[int]] = {0: [], 1: []}
@@ -161,7 +163,7 @@ def test_tokens_in_tokens_out() -> None:
     assert streamed == {0: text, 1: text} and last["usage"]["completion_tokens"] == 6
 
 
-def test_tokens_that_cannot_be_had_are_refused() -> None:
+def test_invalid_generate_requests_are_refused() -> None:
     for body in (
         {"token_ids": [], "sampling_params": {}},
         {"token_ids": [999], "sampling_params": {}},
@@ -177,41 +179,41 @@ def test_tokens_that_cannot_be_had_are_refused() -> None:
         refused(ask("POST", GENERATE, json=body))
 
 
-def test_a_batch_of_chats() -> None:
+def test_batch_of_chats() -> None:
     engine = FakeEngine()
     other = [{"role": "user", "content": "bye"}]
     body = {"messages": [MESSAGES, other], "max_tokens": 5, "repetition_detection": {}}
-    found = post(f"{CHAT}/batch", engine, **body)
-    assert [choice["index"] for choice in found["choices"]] == [0, 1]
+    reply = post(f"{CHAT}/batch", engine, **body)
+    assert [choice["index"] for choice in reply["choices"]] == [0, 1]
     assert {prompt.text for _, prompt, _, _ in engine.seen} == {
         "user:hi\nassistant:", "user:bye\nassistant:"
     }  # fmt: skip
-    assert found["usage"]["prompt_tokens"] == len("user:hi\nassistant:user:bye\nassistant:")
+    assert reply["usage"]["prompt_tokens"] == len("user:hi\nassistant:user:bye\nassistant:")
     for extra in ({"n": 2}, {"stream": True}, {"tools": TOOLS}, {"messages": MESSAGES}):
         refused(ask("POST", f"{CHAT}/batch", json=body | extra))
-    post(f"{CHAT}/batch", **body, cls=1, _fields_set=[], self=2)  # no names of ours
+    post(f"{CHAT}/batch", **body, cls=1, _fields_set=[], self=2)  # internal names in the body are ignored
 
 
-def test_a_batch_of_chats_lets_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_of_chats_yields_to_other_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     num_turns, seen = 0, list[int]()
     begin, whole = batch.prepare_chat, batch.ChatEncoder.whole
 
-    async def turning() -> None:
+    async def count_turns() -> None:
         nonlocal num_turns
         while True:
             num_turns += 1
             await asyncio.sleep(0)
 
-    async def beginning(*given: Any) -> Any:
+    async def prepare(*args: Any) -> Any:
         seen.append(num_turns)
-        return await begin(*given)
+        return await begin(*args)
 
-    def telling(*given: Any) -> Any:
+    def encode_whole(*args: Any) -> Any:
         seen.append(num_turns)
-        return whole(*given)
+        return whole(*args)
 
     async def go() -> None:
-        others = asyncio.create_task(turning())
+        others = asyncio.create_task(count_turns())
         await asyncio.sleep(0)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             answered = await client.post(f"{CHAT}/batch", json={"messages": [MESSAGES] * 3})
@@ -219,14 +221,14 @@ def test_a_batch_of_chats_lets_others_have_their_turn(monkeypatch: pytest.Monkey
         assert answered.status_code == 200
 
     monkeypatch.setattr(streams, "PIECE_S", 0.0)
-    monkeypatch.setattr(batch, "prepare_chat", beginning)
-    monkeypatch.setattr(batch.ChatEncoder, "whole", telling)
+    monkeypatch.setattr(batch, "prepare_chat", prepare)
+    monkeypatch.setattr(batch.ChatEncoder, "whole", encode_whole)
     transport = httpx.ASGITransport(Application(FakeEngine(), make_settings({})).asgi)
     asyncio.run(go())
     assert len(seen) == len(set(seen)) == 6
 
 
-def test_invocations_go_where_their_body_fits() -> None:
+def test_invocations_are_routed_by_their_body() -> None:
     assert post("/invocations", messages=MESSAGES)["object"] == "chat.completion"
     assert post("/invocations", prompt="a")["object"] == "text_completion"
     embedder = FakeEngine(pooling=EMBEDDER)
@@ -244,16 +246,16 @@ def test_invocations_go_where_their_body_fits() -> None:
     {"messages": [*MESSAGES, {"role": "assistant", "content": "so"}], "add_generation_prompt": False,
      "continue_final_message": True},
 ])  # fmt: skip
-def test_a_chat_has_as_many_tokens_as_are_counted(body: dict[str, Any]) -> None:
+def test_chat_uses_the_tokens_that_tokenize_counts(body: dict[str, Any]) -> None:
     settings = SETTINGS | {"exclude_tools_when_tool_choice_none": True}
-    given = {"messages": MESSAGES, **body}
-    counted = post("/tokenize", settings=settings, **given)
-    used = post(CHAT, settings=settings, max_tokens=4, **given)["usage"]["prompt_tokens"]
+    fields = {"messages": MESSAGES, **body}
+    counted = post("/tokenize", settings=settings, **fields)
+    used = post(CHAT, settings=settings, max_tokens=4, **fields)["usage"]["prompt_tokens"]
     assert counted["count"] == used == len(counted["tokens"])
     assert complete(prompt=counted["tokens"]).json()["usage"]["prompt_tokens"] == used
 
 
-def test_tokens_only_leaves_out_all_that_needs_a_text() -> None:
+def test_tokens_only_serves_no_text_route() -> None:
     only = {"tokens_only": True}
     body = {"token_ids": [64, 65], "sampling_params": {"max_tokens": 3}}
     assert post(GENERATE, settings=only, **body)["choices"][0]["token_ids"]
@@ -265,13 +267,13 @@ def test_tokens_only_leaves_out_all_that_needs_a_text() -> None:
         assert ask("POST", path, settings=only, json={"messages": MESSAGES}).status_code == 404, path
 
 
-def test_tokens_only_needs_no_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, Any] = {}
-    monkeypatch.setattr("quire.configure.configure", lambda found, usage: given.update(found))
+def test_tokens_only_skips_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    configured: dict[str, Any] = {}
+    monkeypatch.setattr("quire.configure.configure", lambda options, usage: configured.update(options))
     monkeypatch.setattr("quire.entrypoints.launch.launch", lambda config, settings: 0)
     parser = FlagParser(prog="quire serve")
     serve.add_flags(parser)
     for flags, expected in (([], None), (["--tokens-only"], True)):
-        given.clear()
+        configured.clear()
         assert serve.run(parser.parse_args(["m", *flags])) == 0
-        assert given.get("skip_tokenizer_init") is expected
+        assert configured.get("skip_tokenizer_init") is expected

@@ -1,4 +1,4 @@
-"""What is particular to single formats: types of parameters, order of keys, ids, repairs."""
+"""Tests of single formats: parameter types, key order, ids, repairs."""
 
 import json
 import re
@@ -35,26 +35,26 @@ def test_arguments_before_the_name() -> None:
     ("value", "expected"),
     [('"{\\"a\\": 1}"', '{"a": 1}'), ("null", "{}"), ("{}", "{}"), ('{"a":1}', '{"a":1}')],
 )
-def test_arguments_of_other_kinds(value: str, expected: str) -> None:
+def test_arguments_of_other_types(value: str, expected: str) -> None:
     assert arguments(parsed("hermes", f'<tool_call>{{"name": "f", "arguments": {value}}}')) == expected
 
 
 @pytest.mark.parametrize("value", ["5", '"no object"', "[1]", "oops"])
-def test_arguments_that_are_no_object_stay_text(value: str) -> None:
+def test_arguments_that_are_not_an_object_stay_text(value: str) -> None:
     text = f'<tool_call>{{"name": "f", "arguments": {value}}}</tool_call>'
     assert parsed("hermes", text) == [TextPiece(text)]
 
 
-def test_no_arguments_are_an_empty_object() -> None:
+def test_missing_arguments_are_an_empty_object() -> None:
     assert arguments(parsed("hermes", '<tool_call>{"name": "f"}</tool_call>')) == "{}"
 
 
-def test_what_models_get_wrong_in_strings_is_put_right() -> None:
+def test_invalid_string_escapes_are_repaired() -> None:
     text = '<tool_call>{"name": "f", "arguments": {"a": "1\n2\t\\d \\\' \x01 \\u00e9 \\u1x"}}</tool_call>'
     assert json.loads(arguments(parsed("hermes", text))) == {"a": "1\n2\t\\d ' \x01 é \\u1x"}
 
 
-def test_broken_arguments_end_where_they_break() -> None:
+def test_broken_arguments_end_at_the_error() -> None:
     pieces = parsed("hermes", '<tool_call>{"name": "f", "arguments": {"a": oops}}</tool_call> end')
     assert pieces[0] == ToolStart(0, "0", "f")
     assert pieces[1:] == [ToolArguments(0, '{"a": '), TextPiece("oops}}</tool_call> end")]
@@ -70,7 +70,7 @@ def test_deep_nesting_does_not_overflow() -> None:
             parsed(name, f"<function=f><parameter=o>{value}</parameter></function>")
 
 
-def test_missing_ends_of_parameters() -> None:
+def test_missing_end_tags_of_parameters() -> None:
     text = "<tool_call><function=f><parameter=s>\nx\n<parameter=i>\n5\n</function></tool_call>"
     assert arguments(parsed("qwen3_coder", text)) == '{"s": "x", "i": 5}'
 
@@ -99,13 +99,13 @@ def test_types_come_from_the_schema(text: str, types: set[str], expected: Any) -
 
 
 @pytest.mark.parametrize("schema", [{"type": 5}, True, {"anyOf": "x"}, {"enum": 3}, {"$ref": "#/x"}, None])
-def test_odd_schemas_are_no_obstacle(schema: Any) -> None:
+def test_invalid_schemas_are_ignored(schema: Any) -> None:
     made = TOOLS["qwen3_coder"](schemas={"f": {"properties": {"a": schema}}})
     text = "<function=f>\n<parameter=a>\nx\n</parameter>\n</function>"
     assert arguments(made.parse(text)) == '{"a": "x"}'
 
 
-def test_ids_have_the_form_that_clients_know() -> None:
+def test_tool_call_ids_have_the_expected_format() -> None:
     forms = {
         "hermes": ('<tool_call>{"name": "f"}</tool_call>', r"chatcmpl-tool-[0-9a-f]{32}"),
         "mistral": ("[TOOL_CALLS]f{}", r"[0-9a-zA-Z]{9}"),
@@ -117,7 +117,7 @@ def test_ids_have_the_form_that_clients_know() -> None:
         assert re.fullmatch(form, start.id)
 
 
-def test_mistral_may_write_the_id() -> None:
+def test_mistral_may_generate_the_id() -> None:
     assert parsed("mistral", "[TOOL_CALLS]f[CALL_ID]abc123XYZ[ARGS]{}")[0] == ToolStart(0, "abc123XYZ", "f")
 
 
@@ -128,7 +128,7 @@ def test_python_values() -> None:
 
 
 @pytest.mark.parametrize("text", ["[f(x)]", "[f(a=g())]", "[f(a=b)]", "[f(a=1", "[f]", "[f(a=]", "[1.f()]"])
-def test_python_that_is_no_call_with_literals_stays_text(text: str) -> None:
+def test_python_without_literal_call_stays_text(text: str) -> None:
     assert parsed("pythonic", text) == [TextPiece(text)]
 
 
@@ -161,7 +161,7 @@ def test_harmony_with_odd_arguments(body: str, expected: str, rest: str) -> None
     assert [piece.text for piece in pieces if isinstance(piece, TextPiece)] == ([rest] if rest else [])
 
 
-def test_harmony_goes_on_where_the_prompt_ends() -> None:
+def test_harmony_continues_where_the_prompt_ends() -> None:
     pieces = parsed("openai", ' to=functions.f<|channel|>commentary<|message|>{"a": 1}<|call|>')
     assert pieces == [ToolStart(0, "0", "f"), ToolArguments(0, '{"a": 1}')]
 
@@ -210,7 +210,7 @@ def test_reasoning_comes_before_calls() -> None:
     assert not [piece for piece in pieces if isinstance(piece, TextPiece)]
 
 
-def test_a_plugin_registers_its_parsers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugin_registers_its_parsers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TOOLS, "entries", dict(TOOLS.entries))
     monkeypatch.setattr(REASONING, "entries", dict(REASONING.entries))
     path = tmp_path / "mine.py"
@@ -234,7 +234,7 @@ def test_a_plugin_registers_its_parsers(tmp_path: Path, monkeypatch: pytest.Monk
         load_plugin(tmp_path / "none.py")
 
 
-def test_a_miss_names_the_choices() -> None:
+def test_unknown_parser_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="unknown tool parser 'herpes'; known: apertus, "):
         TOOLS["herpes"]
 
@@ -250,11 +250,11 @@ def test_a_miss_names_the_choices() -> None:
         ("qwen3_coder", '<function=f><parameter=a>"\\ud800é"</parameter></function>'),
     ],
 )
-def test_half_of_a_surrogate_pair_stays_escaped(name: str, text: str) -> None:
-    found = arguments(parsed(name, text))
-    assert json.loads(found.encode()) == {"a": "\ud800é"}
+def test_lone_surrogate_stays_escaped(name: str, text: str) -> None:
+    result = arguments(parsed(name, text))
+    assert json.loads(result.encode()) == {"a": "\ud800é"}
 
 
-def test_half_of_a_surrogate_pair_is_in_no_name() -> None:
+def test_lone_surrogate_in_a_name_is_refused() -> None:
     text = '<tool_call>{"name": "f\\ud800", "arguments": {}}</tool_call>'
     assert parsed("hermes", text) == [TextPiece(text)]

@@ -1,4 +1,4 @@
-"""Long answers, hostile ones too: the work is linear in their length, whole and in small parts."""
+"""Tests of long and hostile answers: the work is linear in their length, complete and in small parts."""
 
 import re
 from typing import Any
@@ -27,7 +27,7 @@ each_answer = pytest.mark.parametrize(("name", "before", "unit"), HOSTILE.values
 
 
 class Counted(str):
-    """Text that counts the characters that were copied out of it."""
+    """Text that counts the characters that were copied from it."""
 
     num_copied = 0
 
@@ -45,7 +45,7 @@ class Counted(str):
 
 
 class CountedPattern:
-    """A pattern that counts the characters that it went over."""
+    """Pattern that counts the characters that it searched."""
 
     num_searched = 0
 
@@ -53,14 +53,14 @@ class CountedPattern:
         self._pattern = pattern
 
     def search(self, text: str, start: int, end: int) -> re.Match[str] | None:
-        found = self._pattern.search(text, start, end)
-        CountedPattern.num_searched += (found.end() if found else min(end, len(text))) - start
-        return found
+        match = self._pattern.search(text, start, end)
+        CountedPattern.num_searched += (match.end() if match else min(end, len(text))) - start
+        return match
 
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count what parsers search."""
+    """Count the characters that parsers search."""
     shape = engine._shape
     monkeypatch.setattr(engine, "_shape", lambda marks: (*shape(marks)[:2], CountedPattern(shape(marks)[2])))
 
@@ -73,7 +73,7 @@ def read(name: str, parts: list[str]) -> list[Piece]:
 @each_answer
 @pytest.mark.parametrize("part_len", [None, 3])
 @pytest.mark.usefixtures("counted")
-def test_work_is_linear(name: str, before: str, unit: str, part_len: int | None) -> None:
+def test_parsing_is_linear(name: str, before: str, unit: str, part_len: int | None) -> None:
     work = []
     for size in (5_000, 20_000):
         Counted.num_copied = CountedPattern.num_searched = 0
@@ -85,7 +85,7 @@ def test_work_is_linear(name: str, before: str, unit: str, part_len: int | None)
 
 
 @each_answer
-def test_a_long_answer_does_not_depend_on_the_split(name: str, before: str, unit: str) -> None:
+def test_long_answer_is_independent_of_the_split(name: str, before: str, unit: str) -> None:
     text = f"{before}{unit * (4000 // len(unit))} end"
     whole = read(name, [text])
     for size in (1, 7, 2500):
@@ -93,14 +93,14 @@ def test_a_long_answer_does_not_depend_on_the_split(name: str, before: str, unit
     assert len(whole) < 100
 
 
-def test_what_is_held_for_long_is_given_back_whole() -> None:
+def test_long_held_text_is_returned_complete() -> None:
     text = '<tool_call>{"name": "' + "long " * 2000
     assert read("hermes", list(text)) == [TextPiece(text)]
     blank = "a" + "\n" * 5000 + "b" + " " * 5000
     assert read("hermes", list(blank)) == [TextPiece(blank)]
 
 
-def test_a_number_that_nobody_could_read_is_none() -> None:
+def test_too_long_number_is_refused() -> None:
     for size, whole in ((4300, True), (4301, False)):
         pieces = read("hermes", [CALL, "1" * size, "}}</tool_call>"])
         arguments = "".join(piece.text for piece in pieces if isinstance(piece, ToolArguments))

@@ -1,4 +1,4 @@
-"""Every reasoning parser: both marks, only the end, none; whole and in every split."""
+"""Tests of every reasoning parser: with both markers, only the end, or none; complete and in every split."""
 
 import pytest
 
@@ -41,7 +41,7 @@ each_parser = pytest.mark.parametrize("name", sorted(MARKS))
 
 
 def read(name: str, text: str, prompt: str = "") -> list[Piece]:
-    """The whole answer, which every split has to give too."""
+    """Return the parsed answer, after checking that every split gives the same."""
     whole = answer_parser(reasoning=name, prompt=prompt).parse(text)
     for parts in [list(text)] + [[text[:cut], text[cut:]] for cut in range(1, len(text))]:
         one = answer_parser(reasoning=name, prompt=prompt)
@@ -49,12 +49,12 @@ def read(name: str, text: str, prompt: str = "") -> list[Piece]:
     return whole
 
 
-def test_every_parser_is_here() -> None:
+def test_every_parser_is_covered() -> None:
     assert set(MARKS) | OTHERS == set(REASONING)
 
 
 @each_parser
-def test_both_marks(name: str) -> None:
+def test_both_markers(name: str) -> None:
     start, end, _ = MARKS[name]
     assert read(name, f"{start}Hm <é> 1<2.{end}Yes </b>.") == [
         ReasoningPiece("Hm <é> 1<2."),
@@ -63,7 +63,7 @@ def test_both_marks(name: str) -> None:
 
 
 @each_parser
-def test_only_the_end(name: str) -> None:
+def test_only_the_end_marker(name: str) -> None:
     start, end, opened = MARKS[name]
     text = f"Hm.{end}Yes."
     split: list[Piece] = [ReasoningPiece("Hm."), TextPiece("Yes.")]
@@ -72,31 +72,31 @@ def test_only_the_end(name: str) -> None:
 
 
 @each_parser
-def test_no_marks(name: str) -> None:
+def test_no_markers(name: str) -> None:
     start, end, opened = MARKS[name]
     assert read(name, "Yes.") == [ReasoningPiece("Yes.") if opened else TextPiece("Yes.")]
     assert read(name, "Yes.", prompt=f"<|assistant|>{start}\n\n{end}\n\n") == [TextPiece("Yes.")]
 
 
 @each_parser
-def test_marks_of_earlier_turns_say_nothing(name: str) -> None:
+def test_markers_of_earlier_turns_are_ignored(name: str) -> None:
     start, end, opened = MARKS[name]
     expected = read(name, "Yes.")
     assert read(name, "Yes.", prompt=f"{start}a{end}b<|user|>c<|assistant|>") == expected
 
 
 @each_parser
-def test_a_partial_mark_at_the_end_is_kept(name: str) -> None:
+def test_partial_marker_at_the_end_is_kept(name: str) -> None:
     start, end, _ = MARKS[name]
     for cut in range(1, len(end)):
         assert read(name, f"{start}Hm.{end[:cut]}") == [ReasoningPiece(f"Hm.{end[:cut]}")]
 
 
-def test_a_call_ends_the_reasoning() -> None:
+def test_tool_call_ends_the_reasoning() -> None:
     assert read("qwen3", "Hm.\n<tool_call>x") == [ReasoningPiece("Hm.\n"), TextPiece("<tool_call>x")]
 
 
-def test_marks_around_the_answer_are_dropped() -> None:
+def test_markers_around_the_answer_are_dropped() -> None:
     hunyuan = "<think>\nHm.\n</think>\n<answer>\nYes.\n</answer>"
     assert read("hunyuan_a13b", hunyuan) == [ReasoningPiece("Hm."), TextPiece("Yes.")]
     ernie = "Hm.\n</think>\n\n<response>\nYes.\n</response>\n"
@@ -105,6 +105,6 @@ def test_marks_around_the_answer_are_dropped() -> None:
     assert read("cohere_command3", cohere) == [ReasoningPiece("Hm."), TextPiece("Yes.")]
 
 
-def test_all_is_text() -> None:
+def test_parsers_without_reasoning_return_text() -> None:
     assert read("identity", "<think>a</think>b") == [TextPiece("<think>a</think>b")]
     assert read("minimax_m2_append_think", "a</think>b") == [TextPiece("<think>a</think>b")]

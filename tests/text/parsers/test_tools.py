@@ -1,4 +1,5 @@
-"""Every tool parser, on calls in the format of its models: whole, in pieces, broken off, and broken."""
+"""Tests of every tool parser on calls in the format of its models: complete, in pieces, truncated, and
+broken."""
 
 import json
 import random
@@ -52,7 +53,7 @@ def objects(arguments: str = "arguments", name: str = "name") -> Callable[[list[
     return lambda calls: [dumps({name: function, arguments: values}) for function, values in calls]
 
 
-def each(before: str, after: str = "", arguments: str = "arguments", between: str = "\n") -> Writer:
+def one_by_one(before: str, after: str = "", arguments: str = "arguments", between: str = "\n") -> Writer:
     return lambda calls: between.join(before + one + after for one in objects(arguments)(calls))
 
 
@@ -79,11 +80,11 @@ def function_tags(open_: str, close: str) -> Writer:
     return lambda calls: "\n".join(call(*one) for one in calls)
 
 
-def invoke_tags(open_: str, close: str, prefix: str = "", told: bool = False, wrap: str = "{}") -> Writer:
+def invoke_tags(open_: str, close: str, prefix: str = "", typed: bool = False, wrap: str = "{}") -> Writer:
     def call(function: str, values: dict[str, Any]) -> str:
         inner = "".join(
             f'<{prefix}parameter name="{key}"'
-            + (f' string="{str(isinstance(value, str)).lower()}"' if told else "")
+            + (f' string="{str(isinstance(value, str)).lower()}"' if typed else "")
             + f">{raw(value)}</{prefix}parameter>\n"
             for key, value in values.items()
         )
@@ -201,30 +202,30 @@ def harmony(calls: list[Call]) -> str:
 DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nARGS\n```<｜tool▁call▁end｜>"
 V31 = "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGS<｜tool▁call▁end｜>"
-HERMES = each("<tool_call>\n", "\n</tool_call>")
+HERMES = one_by_one("<tool_call>\n", "\n</tool_call>")
 QWEN = function_tags("<tool_call>", "</tool_call>")
-LLAMA = each("", between="; ", arguments="parameters")
+LLAMA = one_by_one("", between="; ", arguments="parameters")
 
 WRITERS: list[tuple[str, Writer]] = [
     ("hermes", HERMES),
     ("granite4", HERMES),
     ("ernie45", HERMES),
-    ("longcat", each("<longcat_tool_call>", "</longcat_tool_call>")),
+    ("longcat", one_by_one("<longcat_tool_call>", "</longcat_tool_call>")),
     ("llama3_json", LLAMA),
-    ("llama3_json", each("<|python_tag|>", arguments="parameters")),
+    ("llama3_json", one_by_one("<|python_tag|>", arguments="parameters")),
     ("llama4_json", LLAMA),
     ("granite", listed("<|tool_call|>")),
     ("granite", listed("<tool_call>")),
-    ("granite-20b-fc", each("<function_call> ")),
-    ("internlm", each("<|action_start|><|plugin|>\n", "\n<|action_end|>", arguments="parameters")),
+    ("granite-20b-fc", one_by_one("<function_call> ")),
+    ("internlm", one_by_one("<|action_start|><|plugin|>\n", "\n<|action_end|>", arguments="parameters")),
     ("jamba", listed("<tool_calls>", "</tool_calls>")),
     ("hunyuan_a13b", listed("<tool_calls>", "</tool_calls>")),
-    ("minimax", lambda calls: "<tool_calls>\n" + each("")(calls) + "\n</tool_calls>"),
+    ("minimax", lambda calls: "<tool_calls>\n" + one_by_one("")(calls) + "\n</tool_calls>"),
     ("phi4_mini_json", listed("functools")),
     ("xlam", listed("")),
     ("xlam", listed("```json\n", "\n```")),
     ("cohere_command3", listed("<|START_ACTION|>\n", "\n<|END_ACTION|>", "parameters", "tool_name")),
-    ("gigachat3", each("function call<|role_sep|>\n")),
+    ("gigachat3", one_by_one("function call<|role_sep|>\n")),
     (
         "apertus",
         lambda calls: f"<|tools_prefix|>[{', '.join(dumps({n: v}) for n, v in calls)}]<|tools_suffix|>",
@@ -244,9 +245,9 @@ WRITERS: list[tuple[str, Writer]] = [
     ("minimax_m2", invoke_tags("<minimax:tool_call>", "</minimax:tool_call>")),
     (
         "deepseek_v32",
-        invoke_tags("<｜DSML｜function_calls>", "</｜DSML｜function_calls>", "｜DSML｜", told=True),
+        invoke_tags("<｜DSML｜function_calls>", "</｜DSML｜function_calls>", "｜DSML｜", typed=True),
     ),
-    ("deepseek_v4", invoke_tags("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>", "｜DSML｜", told=True)),
+    ("deepseek_v4", invoke_tags("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>", "｜DSML｜", typed=True)),
     (
         "step3",
         invoke_tags(
@@ -294,7 +295,8 @@ def streamed(name: str, parts: list[str]) -> list[Piece]:
 
 
 def splits(text: str, most: int = 15) -> Iterator[list[str]]:
-    """Character by character, in equal parts, and in two at every place (of a long text, at some)."""
+    """Yield splits: character by character, in equal parts, and in two at every place (for long text, at
+    some)."""
     for size in (1, 3):
         yield [text[at : at + size] for at in range(0, len(text), size)]
     step = max(1, len(text) // most)
@@ -303,7 +305,7 @@ def splits(text: str, most: int = 15) -> Iterator[list[str]]:
 
 
 def calls_of(pieces: list[Piece]) -> list[Call]:
-    """The calls, their arguments read."""
+    """Return the calls with parsed arguments."""
     starts = [piece for piece in pieces if isinstance(piece, ToolStart)]
     return [(start.name, json.loads(arguments_of(pieces, start.index))) for start in starts]
 
@@ -317,7 +319,7 @@ def text_of(pieces: list[Piece]) -> str:
 
 
 def begins_json(text: str) -> bool:
-    """Whether something can follow that makes this a JSON value."""
+    """Return whether some continuation makes this a JSON value."""
     closers, quoted, escaped = "", False, False
     for char in text:
         if quoted:
@@ -349,7 +351,7 @@ def test_every_parser_has_an_example_and_is_documented() -> None:
 
 
 @each_writer
-def test_calls_are_read_whole_and_in_every_split(name: str, write: Writer) -> None:
+def test_calls_are_parsed_complete_and_in_every_split(name: str, write: Writer) -> None:
     for case, calls in CALLS.items():
         text = write(calls)
         whole = parser(name).parse(text)
@@ -376,7 +378,7 @@ def test_text_before_and_after_is_kept(name: str, write: Writer) -> None:
 
 
 @each_writer
-def test_an_answer_that_breaks_off_has_begun_json(name: str, write: Writer) -> None:
+def test_truncated_answer_has_a_json_prefix(name: str, write: Writer) -> None:
     text = write(CALLS["one"] + CALLS["nested"])
     for end in range(len(name) % 3, len(text), 3):
         pieces = parser(name).parse(text[:end])
@@ -393,7 +395,7 @@ PLAIN_TEXTS = [
 
 
 @pytest.mark.parametrize("name", sorted(TOOLS))
-def test_text_without_calls_stays_as_it_is(name: str) -> None:
+def test_text_without_calls_is_unchanged(name: str) -> None:
     for text in PLAIN_TEXTS:
         expected = [TextPiece(text)] if text else []
         assert parser(name).parse(text) == expected, text
@@ -401,8 +403,8 @@ def test_text_without_calls_stays_as_it_is(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(TOOLS))
-def test_a_mark_that_is_none_is_given_back(name: str) -> None:
-    """Each mark cut off in the middle, and each whole one with nonsense behind it."""
+def test_incomplete_marker_is_returned_as_text(name: str) -> None:
+    """Each marker is truncated, or followed by nonsense."""
     write = dict(WRITERS)[name]
     head = write(CALLS["one"]).split("get_weather")[0]
     for end in range(len(head)):
@@ -435,7 +437,7 @@ FRAGMENTS = [
 
 
 @each_writer
-def test_broken_answers_never_raise_and_do_not_depend_on_the_split(name: str, write: Writer) -> None:
+def test_broken_answers_never_raise_and_are_independent_of_the_split(name: str, write: Writer) -> None:
     rng = random.Random(name)
     text = write(CALLS["one"] + CALLS["marks"])
     for _ in range(15):
@@ -454,7 +456,7 @@ def test_broken_answers_never_raise_and_do_not_depend_on_the_split(name: str, wr
 
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "seed_oss", "minimax_m2", "glm45", "deepseek_v32", "hermes"])
-def test_values_of_several_lines(name: str) -> None:
+def test_multiline_values(name: str) -> None:
     write = dict(WRITERS)[name]
     whole = parser(name).parse(write(LINES))
     assert calls_of(whole) == LINES
@@ -462,7 +464,7 @@ def test_values_of_several_lines(name: str) -> None:
         assert streamed(name, parts) == whole
 
 
-def test_arguments_are_handed_on_while_they_come() -> None:
+def test_arguments_are_streamed_as_they_arrive() -> None:
     """A long string must not wait for its end."""
     for name, write in WRITERS:
         if name in ("pythonic", "llama4_pythonic", "lfm2", "olmo3", "functiongemma", "gemma4"):

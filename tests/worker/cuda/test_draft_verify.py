@@ -1,4 +1,4 @@
-"""Drafts on a device that runs ahead of the host: outputs are those without any."""
+"""Tests of draft tokens on a device that runs ahead of the host: outputs match those without drafts."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cuda_on_cpu import NEEDS_KERNELS, OnCPU, WithGraphs, WithPrompts, pretend_graphs
-from drafted import Eager
+from cuda_on_cpu import NEEDS_KERNELS, OnCPU, WithGraphs, WithPrompts, use_fake_graphs
+from drafted import EagerPolicy
 from heads import HIDDEN, layer_weights, norm_weights, save_head
 from oracle import make_tiny
 from torch import Tensor
@@ -41,19 +41,19 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a window, so that there are two groups of layers."""
+    """Return a model with a sliding window, so that there are two cache groups."""
     kinds = {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2}
     windows = {"use_sliding_window": True, "sliding_window": 9}
     return make_tiny("qwen3", tmp_path_factory.mktemp("drafts"), **kinds, **windows)[0]
 
 
-def draw(shown: int, logits: Tensor, asked: SamplingTensors, constrained: object = None) -> Tensor:
-    """By the numbers of seeds and positions, one of so many tokens: with few of them much is repeated."""
-    numbers = uniform(asked.seeds.numpy().view(np.uint64), asked.positions.numpy().astype(np.int32))
+def draw(shown: int, logits: Tensor, sampling: SamplingTensors, constrained: object = None) -> Tensor:
+    """Sample by seed and position from few tokens, so that outputs repeat often."""
+    numbers = uniform(sampling.seeds.numpy().view(np.uint64), sampling.positions.numpy().astype(np.int32))
     logits = logits[:, :shown]
-    heat = asked.temperature.clamp(min=1e-3)[:, None]
+    heat = sampling.temperature.clamp(min=1e-3)[:, None]
     by_chance = sample(logits.float() / heat, torch.from_numpy(numbers))
-    return torch.where(asked.temperature > 0, by_chance, logits.argmax(-1))
+    return torch.where(sampling.temperature > 0, by_chance, logits.argmax(-1))
 
 
 def hidden(self: Model, batch: Batch) -> Any:
@@ -68,9 +68,9 @@ def core_of(
     kind: type[CudaDevice],
     path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    pace: Eager | None,
+    pace: EagerPolicy | None,
     num_blocks: int,
-    asked: dict[str, Any] = DRAFTS,
+    speculative: dict[str, Any] = DRAFTS,
     shown: int = 6,
 ) -> EngineCore:
     def open_device(
@@ -78,22 +78,24 @@ def core_of(
     ) -> CudaDevice:
         return kind(model, all_rows, partial(draw, shown), device, drafts)
 
-    pretend_graphs(monkeypatch)
-    # Lengths that a GPU's attention would read there.
+    use_fake_graphs(monkeypatch)
+    # Lengths that a GPU's attention kernel would read there.
     monkeypatch.setattr("quire.worker.worker.choose", choose)
-    # Kernels are held against these elsewhere, and take their time on a CPU.
+    # The kernels are tested elsewhere and are slow on a CPU.
     here = "quire.worker.cuda.draft_verify."
     monkeypatch.setattr(here + "derive", drafts.derive_reference)
-    monkeypatch.setattr(here + "verify", lambda *given: drafts.verify_reference(*given[:3], *given[5:]))
+    monkeypatch.setattr(
+        here + "verify", lambda *settings: drafts.verify_reference(*settings[:3], *settings[5:])
+    )
     monkeypatch.setattr(
         here + "look_up", lambda known, step, _, least: drafts.look_up_reference(known, step, least)
     )
     monkeypatch.setattr("quire.worker.device.Model.hidden", hidden)
     monkeypatch.setattr("quire.worker.worker.open_device", open_device)
-    given: dict[str, Any] = {"model": str(path), "dtype": "float32", "block_size": 4, "max_num_seqs": 4}
-    given |= {"max_num_batched_tokens": 24, "use_tqdm_on_load": False, "max_model_len": 64}
-    given |= {"num_gpu_blocks_override": 200, "enable_prefix_caching": True}
-    worker = Worker(configure(given | ({} if pace is None else {"speculative_config": asked})))
+    settings: dict[str, Any] = {"model": str(path), "dtype": "float32", "block_size": 4, "max_num_seqs": 4}
+    settings |= {"max_num_batched_tokens": 24, "use_tqdm_on_load": False, "max_model_len": 64}
+    settings |= {"num_gpu_blocks_override": 200, "enable_prefix_caching": True}
+    worker = Worker(configure(settings | ({} if pace is None else {"speculative_config": speculative})))
     worker.start()
     size = CacheSize(num_blocks, 64, 0, worker.layout.windows)
     scheduler = build_scheduler(worker.config, size)
@@ -114,14 +116,14 @@ PARAMS: list[dict[str, Any]] = [
 
 
 ALIKE: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 0.6}, {"temperature": 1.0}] * 2
-"""Which a draft that draws by the same numbers draws, too."""
+"""Greedy outputs, which a draft model with the same seeds and positions samples too."""
 
 
 def outputs(core: EngineCore, params: list[dict[str, Any]] = PARAMS) -> dict[str, Any]:
-    """Prompts that repeat themselves, one that fills the longest sequence, two that begin alike."""
-    for number, asked in enumerate(params):
+    """Generate for repetitive prompts, one of max_model_len, and two with a common prefix."""
+    for number, fields in enumerate(params):
         tokens = ([5, 6, 7, 8] * 9)[: 7 + 4 * number] + [number]
-        wanted = SamplingParams(max_tokens=20, ignore_eos=True, **asked)
+        wanted = SamplingParams(max_tokens=20, ignore_eos=True, **fields)
         core.add(
             Request(
                 id=str(number),
@@ -132,15 +134,15 @@ def outputs(core: EngineCore, params: list[dict[str, Any]] = PARAMS) -> dict[str
                 seed=number,
             )
         )
-    found: dict[str, Any] = {str(number): [] for number in range(len(params))}
+    actual: dict[str, Any] = {str(number): [] for number in range(len(params))}
     while core.has_work:
         step = core.step()
         assert step is not None
         for id, tokens in step.by_request():
-            found[id] += tokens
+            actual[id] += tokens
         for id, logprobs in step.logprobs.items():
-            found.setdefault(f"logprobs {id}", []).extend(one.token_ids[0] for one in logprobs)
-    return found
+            actual.setdefault(f"logprobs {id}", []).extend(one.token_ids[0] for one in logprobs)
+    return actual
 
 
 @pytest.fixture(scope="module")
@@ -149,12 +151,12 @@ def plain(tiny: Path) -> dict[str, Any]:
         return outputs(core_of(OnCPU, tiny, patched, None, 60))
 
 
-class Pausing(Eager):
-    """Now and then no row has drafts, and a model that drafts has to catch up."""
+class Pausing(EagerPolicy):
+    """Sometimes gives no row drafts, so that a draft model has to catch up."""
 
     def lengths(self, rows: Any, available: Any, budget: int) -> Any:
-        found = super().lengths(rows, available, budget)
-        return found * (self.num_steps % 7 < 4)
+        actual = super().lengths(rows, available, budget)
+        return actual * (self.num_steps % 7 < 4)
 
 
 def noted(step: Callable[[], StepOutput | None], num_drafted: list[int]) -> StepOutput | None:
@@ -165,7 +167,7 @@ def noted(step: Callable[[], StepOutput | None], num_drafted: list[int]) -> Step
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Without windows: what drafts may lag behind."""
+    """Return a model without windows, whose draft model may lag behind."""
     return make_tiny("llama", tmp_path_factory.mktemp("full"))[0]
 
 
@@ -173,7 +175,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("kind", "windows", "method"),
     [(WithGraphs, True, "greedy"), (OnCPU, False, "greedy"), (WithPrompts, False, "probabilistic")],
 )
-def test_a_model_drafts(
+def test_draft_model_on_device(
     kind: type[CudaDevice],
     windows: bool,
     method: str,
@@ -181,54 +183,58 @@ def test_a_model_drafts(
     full: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The target itself, so that all is accepted that is drawn as it draws. Catches a draft that sees other
-    tokens, or missed some. Who has too much to catch up with has no drafts for a step."""
+    """Check the target as its own draft model, so that all drafts sampled in the same way are accepted.
+
+    A draft model must compute every token once; rows with too many missing tokens get no drafts for a step.
+    """
     path, pace = tiny if windows else full, Pausing()
-    asked = {"model": str(path), "num_speculative_tokens": 3, "draft_sample_method": method}
+    speculative = {"model": str(path), "num_speculative_tokens": 3, "draft_sample_method": method}
     params = ALIKE if method == "probabilistic" else ALIKE[:1] * len(ALIKE)
     plain = outputs(core_of(OnCPU, path, monkeypatch, None, 60, shown=128), params)
-    core, num_drafted = core_of(kind, path, monkeypatch, pace, 60, asked, shown=128), list[int]()
+    core, num_drafted = core_of(kind, path, monkeypatch, pace, 60, speculative, shown=128), list[int]()
     monkeypatch.setattr(core, "step", partial(noted, core.step, num_drafted))
     assert outputs(core, params) == plain
     assert pace.num_held == sum(num_drafted) > 30
-    assert (pace.num_drafts > pace.num_held) != windows, "nobody was late, or who may not"
+    assert (pace.num_drafts > pace.num_held) != windows, "no row was late, or one that must not be"
 
 
-def test_a_head_drafts(full: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it sees behind each step decides what it says: drafts are the same captured or not."""
+def test_draft_head_on_device(full: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that drafts, which depend on the hidden states of each step, are equal with and
+    without graphs.
+    """
     torch.manual_seed(1)
     norms = norm_weights("midlayer.input_layernorm", "midlayer.hidden_norm", "norm")
     weights = layer_weights("midlayer", 2 * HIDDEN) | norms
     weights["fc.weight"] = 0.2 * torch.randn(HIDDEN, 3 * HIDDEN)
     named = {"architectures": ["LlamaForCausalLMEagle3"], "eagle_aux_hidden_state_layer_ids": [0, 1, 1]}
-    asked = {"model": str(save_head(tmp_path / "head", weights, **named)), "num_speculative_tokens": 3}
+    speculative = {"model": str(save_head(tmp_path / "head", weights, **named)), "num_speculative_tokens": 3}
     plain = outputs(core_of(OnCPU, full, monkeypatch, None, 60))
-    paces = {kind: Eager() for kind in (OnCPU, WithGraphs, WithPrompts)}
+    paces = {kind: EagerPolicy() for kind in (OnCPU, WithGraphs, WithPrompts)}
     for kind, pace in paces.items():
-        assert outputs(core_of(kind, full, monkeypatch, pace, 60, asked)) == plain
+        assert outputs(core_of(kind, full, monkeypatch, pace, 60, speculative)) == plain
         assert 3 < pace.num_held < pace.num_drafts
     assert len({(pace.num_held, pace.num_drafts) for pace in paces.values()}) == 1
 
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sequences of each step with prompts that a graph took."""
-    found: list[int] = []
+    """Record the number of sequences of each prompt step that a graph runs."""
+    actual: list[int] = []
     load = Graph.load
 
-    def counted(self: Graph, plan: StepPlan, *given: Any) -> None:
+    def counted(self: Graph, plan: StepPlan, *settings: Any) -> None:
         if self.is_short:
-            found.append(len(plan.rows))
-        load(self, plan, *given)
+            actual.append(len(plan.rows))
+        load(self, plan, *settings)
 
     monkeypatch.setattr(Graph, "load", counted)
-    return found
+    return actual
 
 
 @pytest.mark.parametrize(
     ("kind", "num_blocks"), [(OnCPU, 60), (WithGraphs, 60), (WithGraphs, 34), (WithPrompts, 60)]
 )
-def test_outputs_are_those_without_drafts(
+def test_outputs_match_outputs_without_drafts(
     kind: type[CudaDevice],
     num_blocks: int,
     tiny: Path,
@@ -236,9 +242,10 @@ def test_outputs_are_those_without_drafts(
     short: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Lengths that the host knows too late, drafts beside prompts, a padded place that counts, a draw by the
-    number of another position; one run has too few blocks for all."""
-    pace = Eager()
+    """Check late lengths, drafts beside prompts, padded positions and random numbers; one run has too few
+    blocks.
+    """
+    pace = EagerPolicy()
     core = core_of(kind, tiny, monkeypatch, pace, num_blocks)
     assert outputs(core) == plain
     assert plain["logprobs 1"] == plain["1"]
@@ -248,29 +255,29 @@ def test_outputs_are_those_without_drafts(
 
 
 @NEEDS_KERNELS
-def test_penalties_count_what_holds(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four tokens, so that many drafts hold and many do not."""
+def test_penalties_count_accepted_drafts(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check a vocabulary of four tokens, so that many drafts are accepted and many rejected."""
     few: dict[str, Any] = {"allowed_token_ids": [3, 4, 5, 6]}
     params = [
         few | {"temperature": 0, "repetition_penalty": 1.3},
         few | {"temperature": 0.7, "frequency_penalty": 0.4, "presence_penalty": 0.2},
         few | {"temperature": 0.5},
     ]
-    found, pace = [], Eager()
-    for each in (None, pace):
-        core = core_of(WithGraphs, full, monkeypatch, each, 60, shown=128)
+    actual, pace = [], EagerPolicy()
+    for item in (None, pace):
+        core = core_of(WithGraphs, full, monkeypatch, item, 60, shown=128)
         sampler = core.executor._runner.sampler  # type: ignore[attr-defined]
         sampler.counts = Counts(4, 128, torch.device("cpu"))
-        found.append(outputs(core, params))
-    assert found[0] == found[1] and 5 < pace.num_held < pace.num_drafts
+        actual.append(outputs(core, params))
+    assert actual[0] == actual[1] and 5 < pace.num_held < pace.num_drafts
 
 
 @pytest.mark.parametrize(
-    "given, words",
+    "settings, words",
     [(("FLASHINFER", 4, False), "TRITON_ATTN"), (("TRITON_ATTN", 8, True), "num_speculative_tokens=8")],
 )
-def test_attention_that_plans_on_the_host_has_no_drafts(given: tuple[str, int, bool], words: str) -> None:
-    backend, num_drafts, latent = given
+def test_host_planned_attention_disables_drafts(settings: tuple[str, int, bool], words: str) -> None:
+    backend, num_drafts, latent = settings
     with pytest.raises(ConfigError, match=words):
         check_ahead(backend, num_drafts, latent=latent)
     check_ahead("TRITON_ATTN", num_drafts, latent=False)

@@ -1,4 +1,4 @@
-"""Batches of a tower whose shapes come again, played from where they were captured."""
+"""Tests of CUDA graphs for batches of a vision encoder with recurring shapes."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ GRIDS = [(1, 4, 6), (2, 8, 4), (1, 2, 2), (1, 16, 12)]
 
 
 def tower_on(device: torch.device, dtype: torch.dtype) -> Qwen2_5VL:
-    """Two layers, one of which looks within windows."""
+    """Return an encoder of two layers, one of which has windowed attention."""
     vision = {"out_hidden_size": 64, "hidden_size": 64, "num_heads": 2, "depth": 2, "intermediate_size": 96}
     vision |= {"patch_size": 4, "in_chans": 3, "window_size": 16, "fullatt_block_indexes": [1]}
     media = qwen2_5_vl(
@@ -47,39 +47,39 @@ def cpu() -> Iterator[Qwen2_5VL]:
 
 
 def stand_in(run: Run, pool: Any) -> tuple[list[Tensor], Callable[[], None]]:
-    """What a graph does: the same to the same places."""
+    """Replace a graph with a function that writes the same outputs to the same tensors."""
     outputs = run()
 
     def play() -> None:
-        for own, made in zip(outputs, run(), strict=True):
-            own.copy_(made)
+        for output, made in zip(outputs, run(), strict=True):
+            output.copy_(made)
 
     return outputs, play
 
 
 def batch(tower: Qwen2_5VL, *grids: tuple[int, ...]) -> tuple[list[dict[str, Tensor]], int]:
-    """Random pixels, and how many vectors they become."""
+    """Return random pixels and the number of their output vectors."""
     size = tower.patches.weight.shape[1]
     items = [{"pixels": torch.randn(*grid, size, device=tower.device)} for grid in grids]
     return items, sum(item["pixels"].shape[:3].numel() for item in items) // 4
 
 
 def check(tower: Qwen2_5VL, graphs: TowerGraphs, turns: int) -> None:
-    """Batches of a few shapes in any order; what came of one is not touched by the next."""
+    """Run batches of a few shapes in any order and check that no output is overwritten by the next."""
     chance, before = random.Random(0), list[tuple[Tensor, Tensor]]()
     for _ in range(turns):
         items, num_vectors = batch(tower, *chance.choice([GRIDS[:1], GRIDS[1:3], GRIDS[3:], GRIDS]))
-        found = graphs.encode("image", items, num_vectors)
-        before += zip(found, tower.encode("image", items), strict=True)
-    for mine, expected in before:
-        torch.testing.assert_close(mine, expected, atol=0, rtol=0)
+        actual = graphs.encode("image", items, num_vectors)
+        before += zip(actual, tower.encode("image", items), strict=True)
+    for output, expected in before:
+        torch.testing.assert_close(output, expected, atol=0, rtol=0)
 
 
-def test_what_is_played_is_what_would_be_computed(cpu: Qwen2_5VL) -> None:
+def test_replayed_graph_matches_eager(cpu: Qwen2_5VL) -> None:
     graphs = TowerGraphs(cpu, stand_in)
     assert isinstance(cpu, GraphableTower)
     check(cpu, graphs, TIMES)
-    assert not len(graphs), "nobody has said what they may take"
+    assert not len(graphs), "without a memory limit no graph is kept"
     graphs.max_bytes = 1
     check(cpu, graphs, 40)
     assert len(graphs) == 4
@@ -88,7 +88,7 @@ def test_what_is_played_is_what_would_be_computed(cpu: Qwen2_5VL) -> None:
     assert len(graphs) < 4
 
 
-def test_what_is_captured_is_bounded(cpu: Qwen2_5VL, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_captured_graphs_is_bounded(cpu: Qwen2_5VL, monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = TowerGraphs(cpu, stand_in)
     graphs.max_bytes = 100
     for width in range(2, 2 * MAX_GRAPHS + 6, 2):
@@ -107,10 +107,10 @@ def test_what_is_captured_is_bounded(cpu: Qwen2_5VL, monkeypatch: pytest.MonkeyP
         for _ in range(TIMES):
             graphs.encode("image", *batch(cpu, (1, 2, width)))
         num_seen.append(len(graphs))
-    assert num_seen == [1, 0, 1, 0, 1], "the second of them takes more than there is"
+    assert num_seen == [1, 0, 1, 0, 1], "the second graph exceeds the limit"
 
 
-def test_a_tower_that_cannot_be_captured_runs_all_the_same(cpu: Qwen2_5VL) -> None:
+def test_encoder_that_cannot_be_captured_runs_eagerly(cpu: Qwen2_5VL) -> None:
     def refuse(run: Run, pool: Any) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -120,14 +120,14 @@ def test_a_tower_that_cannot_be_captured_runs_all_the_same(cpu: Qwen2_5VL) -> No
     assert not len(graphs) and not graphs.max_bytes
 
 
-def test_it_is_asked_for_as_in_vllm() -> None:
+def test_encoder_graphs_use_vllms_option() -> None:
     assert translate({"compilation_config": {"cudagraph_mm_encoder": True}}) == {"cudagraph_mm_encoder": True}
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @torch.inference_mode()
-def test_a_gpu_plays_what_it_would_compute() -> None:
+def test_replay_on_gpu_matches_eager() -> None:
     tower = tower_on(torch.device("cuda"), torch.bfloat16)
     graphs = TowerGraphs(tower)
     graphs.max_bytes = 1 << 30

@@ -1,4 +1,4 @@
-"""What a captured graph is given in each step, and what it gives back; without a GPU."""
+"""Tests of the inputs and outputs of captured graphs, without a GPU."""
 
 import random
 from collections import deque
@@ -31,7 +31,7 @@ class NoGraph:
 
 
 def stand_in(size: int, block_tables: torch.Tensor) -> Graph:
-    """A graph that was never captured."""
+    """Return a graph that was never captured."""
     graph = object.__new__(Graph)
     num_groups = len(block_tables)
     graph.sizes = BufferSizes(size, size, size, 2 * size * num_groups, num_groups)
@@ -48,7 +48,7 @@ def stand_in(size: int, block_tables: torch.Tensor) -> Graph:
 
 
 class Traffic:
-    """Requests that come, go and decode, with a step planned before the last one's tokens are known."""
+    """Requests that arrive, end and decode, with a step planned before the last tokens are known."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -116,7 +116,7 @@ class Traffic:
             self.scheduler.update(plan, StepResult(ids))
 
     def check(self, graph: Graph, plan: StepPlan) -> None:
-        """What reaches the device is what a new page would hold."""
+        """Check that the device inputs equal those of a newly built page."""
         self.num_decodes += 1
         changed = self.rng.randint(0, 2)
         places, ids = np.array([3, 5], np.int64)[:changed], np.array([8, 9], np.int32)[:changed]
@@ -131,9 +131,10 @@ class Traffic:
             assert torch.equal(graph._sheet[name][:end], expected[:end]), (plan.step, name)
 
 
-def test_pages_that_are_kept_are_right() -> None:
-    """A column that another request left behind, padding that was a sequence before, a late token, a block
-    that an earlier step changed."""
+def test_reused_input_pages_are_correct() -> None:
+    """Check for stale columns of another request, stale padding, late tokens and blocks changed by an
+    earlier step.
+    """
     kept = decodes = 0
     for seed in range(6):
         traffic = Traffic(seed)
@@ -144,8 +145,8 @@ def test_pages_that_are_kept_are_right() -> None:
     assert decodes / 10 < kept < decodes
 
 
-def test_the_last_token_of_a_chunk_is_no_decode() -> None:
-    """One token of a prompt that has more: a graph would sample after it."""
+def test_last_token_of_a_chunk_is_not_a_decode() -> None:
+    """Check one token of an unfinished prompt, after which a graph would sample."""
     traffic, none, ones = Traffic(0), np.empty(0, np.int32), np.ones(2, np.int32)
     for samples in ([True, True], [True, False]):
         plan = StepPlan(1, [], [], none, none, np.arange(2, dtype=np.int32), ones, np.array(samples))
@@ -153,7 +154,7 @@ def test_the_last_token_of_a_chunk_is_no_decode() -> None:
         assert plan.sampling_rows.tolist() == [row for row in range(2) if samples[row]]
 
 
-def test_a_smaller_batch_gets_the_first_of_what_was_computed() -> None:
+def test_smaller_batch_gets_the_first_outputs() -> None:
     graph = stand_in(8, torch.zeros(1, ROWS + 1, 4, dtype=torch.int32))
     for count in (3, 8, 3):
         done = graph.replay(count)
@@ -165,20 +166,20 @@ def test_a_smaller_batch_gets_the_first_of_what_was_computed() -> None:
     assert graph._graph.replays == 5  # type: ignore[attr-defined]
 
 
-def test_engines_in_step_choose_the_same_size() -> None:
-    """A size by own rows, where another engine has more; a prompt beside decodes, in no graph of its own."""
+def test_engines_in_lockstep_choose_the_same_graph_size() -> None:
+    """Check another engine with more rows, and a prompt beside decodes, which uses no graph."""
     graphs = object.__new__(Graphs)
     named = {(1, False): "one", (4, False): "four", (8, False): "eight"}
     graphs._by_size, graphs._sizes = named, [1, 4, 8]  # type: ignore[assignment]
     step = StepPlan.idle(0)
-    for counts, found in (((0, 1), "one"), ((3, 0), "four"), ((0, 5), "eight"), ((0, 9), None)):
+    for counts, actual in (((0, 1), "one"), ((3, 0), "four"), ((0, 5), "eight"), ((0, 9), None)):
         step.counts = counts
-        assert graphs.find(step) == found
-        assert graphs.size_for(max(counts)) == {"one": 1, "four": 4, "eight": 8, None: 9}[found]
+        assert graphs.find(step) == actual
+        assert graphs.size_for(max(counts)) == {"one": 1, "four": 4, "eight": 8, None: 9}[actual]
 
 
-def test_vectors_of_a_step_do_not_stay_for_the_next() -> None:
-    """What is not given lies on the last token, which is padding."""
+def test_embeddings_of_a_step_are_cleared_for_the_next() -> None:
+    """Check that the unused positions point to the last token, which is padding."""
     room = VectorRoom(6, 4, torch.float32, CPU)
 
     def embedded() -> list[list[float]]:

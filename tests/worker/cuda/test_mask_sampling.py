@@ -1,4 +1,4 @@
-"""Masks on their way to a captured draw, without a GPU."""
+"""Tests of the transfer of grammar masks to a captured sampling graph, without a GPU."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ ROWS, DRAWS, VOCAB = 12, 30, 200
 
 
 class NoStream:
-    """Everything is over at once."""
+    """A stream that completes everything at once."""
 
     def __init__(self, *device: Any) -> None: ...
     def wait(self, stream: Any) -> None: ...
@@ -43,9 +43,11 @@ def draws(monkeypatch: pytest.MonkeyPatch) -> Iterator[MaskedSampling]:
     module._unpin_all(made._host._kept)
 
 
-def test_every_draw_finds_its_mask(draws: MaskedSampling) -> None:
-    """Rows in any order, some without a mask, some with several draws; memory of the planner's, which grows
-    and comes again, and memory that is new each time."""
+def test_every_sampled_position_gets_its_mask(draws: MaskedSampling) -> None:
+    """Check rows in any order, without masks or with several positions.
+
+    The masks are in the planner's memory, which is reused, or in new memory.
+    """
     rng, buffers = np.random.default_rng(0), [_MaskBuffer() for _ in range(3)]
     for step in range(40):
         rows = rng.permutation(ROWS)[: rng.integers(1, ROWS)].astype(np.int32)
@@ -57,21 +59,21 @@ def test_every_draw_finds_its_mask(draws: MaskedSampling) -> None:
         width = int(rng.integers(1, VOCAB // 64))
         bits = buffers[step % 3].take(len(chosen), width)
         bits[:] = rng.integers(2**32, size=bits.shape, dtype=np.uint32)
-        given = bits if step % 5 else bits.copy()
-        assert draws.send(Masks(chosen, given, which if num_draws > 1 else which[:0]), places)
-        mask_of, found_width, found = draws.constrained(DRAWS)
+        mask_bits = bits if step % 5 else bits.copy()
+        assert draws.send(Masks(chosen, mask_bits, which if num_draws > 1 else which[:0]), places)
+        mask_of, found_width, actual = draws.constrained(DRAWS)
         assert found_width.item() == width
         expected = dict(zip((places[chosen] + which).tolist(), bits, strict=True))
         for place, mask in enumerate(mask_of.tolist()):
             if place not in expected:
                 assert mask == FREE
             else:
-                words = found[mask * width : (mask + 1) * width].numpy().view(np.uint32)
+                words = actual[mask * width : (mask + 1) * width].numpy().view(np.uint32)
                 assert (words == expected[place]).all(), f"step {step}, draw {place}"
 
 
-class Beside:
-    """A stream that waits for the host: how often it was held up, and which waits are over."""
+class HeldStream:
+    """A stream that waits for the host and records its waits."""
 
     def __init__(self) -> None:
         self.held = 0
@@ -85,9 +87,11 @@ class Beside:
         into[: len(source)] = source
 
 
-def test_masks_that_are_coming_hold_up_the_stream_and_not_the_host(draws: MaskedSampling) -> None:
-    """Unless their memory was never seen: to pin it may take what the stream waits for."""
-    beside = Beside()
+def test_pending_masks_hold_the_stream_and_not_the_host(draws: MaskedSampling) -> None:
+    """Check that the host waits if the memory has to be pinned first, since pinning may wait for
+    the stream.
+    """
+    beside = HeldStream()
     draws._host_signal = beside  # type: ignore[assignment]
     rows, buffer = np.arange(2, dtype=np.int32), _MaskBuffer()
     unseen = Masks(rows, buffer.take(2, 3), coming=AsyncValue())
@@ -104,13 +108,13 @@ def test_masks_that_are_coming_hold_up_the_stream_and_not_the_host(draws: Masked
     filling.join(60)
 
 
-def test_masks_for_which_there_is_no_room_are_not_sent(draws: MaskedSampling) -> None:
+def test_masks_without_space_are_not_sent(draws: MaskedSampling) -> None:
     rows = np.arange(ROWS, dtype=np.int32)
     assert draws.send(Masks(rows, np.zeros((ROWS, -(-VOCAB // 32)), np.uint32)), rows)
     assert not draws.send(Masks(rows, np.zeros((ROWS, -(-VOCAB // 32) + 1), np.uint32)), rows)
 
 
-def test_draws_in_passing_wait_only_where_masks_follow(draws: MaskedSampling) -> None:
+def test_fused_sampling_waits_only_if_masks_follow(draws: MaskedSampling) -> None:
     looked_at = draws.sampled_in_graph(5)
     assert looked_at is not None and draws.sampled_in_graph(DRAWS + 1) is None
     for is_later in (False, True, True, False):

@@ -1,4 +1,4 @@
-"""Blank steps: which are run before the first request, so that later nothing is compiled or out of memory."""
+"""Tests of the dummy steps of the warm-up, which compile all kernels before the first request."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -20,13 +20,13 @@ CPU, VOCAB, HIDDEN, MAX_ROWS, MAX_LEN = torch.device("cpu"), 32, 8, 6, 64
 
 
 class Slots:
-    """Of adapters, as far as a step says who uses them."""
+    """Adapter slots that record which a step uses."""
 
     def use(self, tokens: Tensor | None = None, *others: Any, is_wide: bool = False) -> None: ...
 
 
 class Steps:
-    """What a model is given, and what is sampled of it."""
+    """Records the model's inputs and the sampler's calls."""
 
     def __init__(self, *, adapters: bool = False) -> None:
         self.given: list[tuple[tuple[int, ...], bool, bool, bool]] = []
@@ -44,7 +44,7 @@ class Steps:
         self.given.append((lens, batch.are_decodes, batch.are_any, batch.adapters is not None))
         return torch.zeros(len(batch.token_ids), HIDDEN)
 
-    def sample(self, logits: Tensor, asked: Any, constrained: Any) -> Tensor:
+    def sample(self, logits: Tensor, columns: Any, constrained: Any) -> Tensor:
         self.sampled.append((len(logits), logits.dtype))
         return logits.argmax(-1)
 
@@ -61,21 +61,21 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Any:
     )
 
 
-def test_steps_of_every_kind_are_run(config: Any) -> None:
-    """One that is left out is compiled while somebody waits for a token."""
+def test_warm_up_runs_steps_of_every_kind(config: Any) -> None:
+    """Check that no kind is compiled during a request."""
     steps = Steps()
     steps.device.dummies.compile(config, [1, 3], [(4, 16)], None)
-    given = [each[:3] for each in steps.given]
+    kinds = [item[:3] for item in steps.given]
     for count in (1, 2, 4, 6):
-        assert ((1,) * count, False, False) in given
-    assert ((48,), False, False) in given and ((24, 1), False, False) in given
-    assert ((3, 3, 3, 3, 3, 3), True, False) in given, "drafts of as many rows as there may be"
-    assert ((4, 4, 4, 4), False, True) in given, "a short step, whatever its sequences are"
+        assert ((1,) * count, False, False) in kinds
+    assert ((48,), False, False) in kinds and ((24, 1), False, False) in kinds
+    assert ((3, 3, 3, 3, 3, 3), True, False) in kinds, "drafts of the largest number of rows"
+    assert ((4, 4, 4, 4), False, True) in kinds, "a short step with any sequences"
     assert {size for size, dtype in steps.sampled if dtype == torch.bfloat16} == {1, 6}
     assert {size for size, dtype in steps.sampled if dtype == torch.float32} == {1, 6}
 
 
-def test_where_rows_may_have_adapters_each_is_run_with_and_without(config: Any) -> None:
+def test_warm_up_with_lora_runs_each_step_with_and_without_adapters(config: Any) -> None:
     steps = Steps(adapters=True)
     steps.device.dummies.compile(config, [], [], None)
     with_adapters = [lens for lens, *_, adapts in steps.given if adapts]
@@ -87,7 +87,7 @@ def test_where_rows_may_have_adapters_each_is_run_with_and_without(config: Any) 
     ("num_tokens", "num_seqs", "lens"),
     [(1, 1, [1]), (3, 8, [1, 1, 1]), (10, 4, [3, 3, 2, 2]), (MAX_LEN + 1, 1, [33, 32])],
 )
-def test_tokens_over_sequences_none_of_which_is_too_long(
+def test_dummy_tokens_are_split_into_sequences_below_the_limit(
     num_tokens: int, num_seqs: int, lens: list[int]
 ) -> None:
     assert np.array_equal(Steps().device.dummies.split(num_tokens, num_seqs), lens)

@@ -1,4 +1,4 @@
-"""Where tokens lie in a sound, against transformers' own dynamic time warping."""
+"""Tests of token timestamps in audio against transformers' dynamic time warping."""
 
 import numpy as np
 import pytest
@@ -9,8 +9,8 @@ from quire.worker.multimodal.timestamps import smooth_weights, warped
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 9), (6, 1), (5, 40), (40, 5), (17, 17)])
-def test_the_cheapest_way_is_the_one_that_transformers_takes(shape: tuple[int, int]) -> None:
-    """Also where costs are alike, so that the order of choices counts."""
+def test_cheapest_path_matches_transformers(shape: tuple[int, int]) -> None:
+    """Check equal costs too, for which the order of choices matters."""
     from transformers.models.whisper.generation_whisper import _dynamic_time_warping
 
     random = np.random.default_rng(shape)
@@ -22,11 +22,11 @@ def test_the_cheapest_way_is_the_one_that_transformers_takes(shape: tuple[int, i
 
 
 @pytest.mark.parametrize("num_states", [2, 3, 4, 50])
-def test_peaks_are_smoothed_as_transformers_smooths_them(num_states: int) -> None:
+def test_median_filter_matches_transformers(num_states: int) -> None:
     from transformers.models.whisper.generation_whisper import _median_filter
 
     weights = torch.rand(3, 6, num_states, generator=torch.Generator().manual_seed(0)).softmax(-1)
     spread = torch.std(weights, dim=-2, keepdim=True, unbiased=False)
     expected = _median_filter((weights - weights.mean(-2, keepdim=True)) / spread, 7)
     torch.testing.assert_close(smooth_weights(weights), expected)
-    assert torch.isfinite(smooth_weights(weights[:, :1])).all()  # of one token none stands out
+    assert torch.isfinite(smooth_weights(weights[:, :1])).all()  # a single token has no peak

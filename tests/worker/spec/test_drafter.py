@@ -1,4 +1,4 @@
-"""Drafts behind steps of a target, against the same computed anew from all tokens."""
+"""Tests of drafts after target steps, against drafts computed from all tokens at once."""
 
 import json
 from collections.abc import Callable
@@ -39,22 +39,22 @@ from quire.worker.worker import Worker
 BLOCK, LONGEST, ROWS, MOST = 4, 64, 3, 3
 WIDTH = LONGEST // BLOCK
 Expected = Callable[[list[int], int], list[int]]
-"""Tokens so far -> as many drafts."""
+"""Function from the tokens so far to the expected drafts."""
 
 
 class Pair:
-    """A target that runs, and draws what chance says; its draft."""
+    """A target model that samples at random, and its draft model."""
 
     def __init__(self, target: Path, method: str, draft: Path | None = None, **more: Any) -> None:
-        """A draft `of_states` is for a target that cannot go back: all has to be accepted."""
-        given = {"model": str(target), "dtype": "float32", "block_size": BLOCK, "max_num_seqs": ROWS}
-        given |= {"max_model_len": LONGEST, "use_tqdm_on_load": False, "num_gpu_blocks_override": 200}
-        asked = {"method": method, "num_speculative_tokens": MOST, "model": draft and str(draft)}
+        """Build the pair; `of_states` is for a target with SSM states, which must accept all drafts."""
+        settings = {"model": str(target), "dtype": "float32", "block_size": BLOCK, "max_num_seqs": ROWS}
+        settings |= {"max_model_len": LONGEST, "use_tqdm_on_load": False, "num_gpu_blocks_override": 200}
+        speculative = {"method": method, "num_speculative_tokens": MOST, "model": draft and str(draft)}
         if more.pop("of_states", False):
-            config = configure(given)
+            config = configure(settings)
             config = replace(config, draft=read_draft(method, config.checkpoint, MOST))
         else:
-            config = configure(given | {"speculative_config": asked | more})
+            config = configure(settings | {"speculative_config": speculative | more})
         self.worker = Worker(config)
         self.worker.start()
         self.rng = np.random.default_rng(5)
@@ -63,12 +63,12 @@ class Pair:
         blocks = self.rng.permutation(np.arange(1, 200))[: groups * ROWS * WIDTH]
         self.tables = torch.from_numpy(blocks.reshape(groups, ROWS, WIDTH).astype(np.int32))
         self.tokens: dict[int, list[int]] = {}
-        """By row; all but the last are computed."""
+        """Tokens by row; all but the last are computed."""
         self.drafts: dict[int, list[int]] = {}
         self.seen: dict[int, int] = {}
-        """By row: how many tokens a model that drafts has computed."""
+        """Number of tokens computed by the draft model, by row."""
         self.close: set[int] = set()
-        """Rows to which the last step proposed something."""
+        """Rows that got drafts in the last step."""
 
     def batch(self, chunks: dict[int, tuple[list[int], int]]) -> Batch:
         rows = list(chunks)
@@ -86,8 +86,10 @@ class Pair:
 
     @torch.inference_mode()
     def run(self, chunks: dict[int, tuple[list[int], int]], kept: list[int], following: list[int]) -> None:
-        """One step: for each row the tokens that it computes and how many came before; how many of them
-        count, and what follows those."""
+        """Run one step with each row's tokens and computed length.
+
+        The arguments also give the number of accepted tokens per row and the token after them.
+        """
         worker, batch = self.worker, self.batch(chunks)
         assert worker.drafter is not None
         for group in batch.groups:
@@ -99,7 +101,7 @@ class Pair:
 
     @torch.inference_mode()
     def propose(self, rows: list[int], most: int) -> list[list[int]]:
-        """What a model of its own has not seen of them it sees first."""
+        """Propose drafts; a draft model first computes the tokens it has not seen."""
         drafter, all_rows = self.worker.drafter, self.worker._rows
         assert drafter is not None and all_rows is not None
         history = torch.zeros(ROWS, LONGEST, dtype=torch.int32)
@@ -110,8 +112,8 @@ class Pair:
         spans = [span for span in spans if span.start < span.end and not drafter.follows]
         all_rows.block_tables[:, :ROWS, :WIDTH] = self.tables
         if spans:
-            given = all_rows, range(len(self.tables)), history, self.tables
-            drafter.catch_up(batch_of_spans(spans, *given))
+            settings = all_rows, range(len(self.tables)), history, self.tables
+            drafter.catch_up(batch_of_spans(spans, *settings))
         self.seen |= lens
         self.close = set(rows)
         last = torch.tensor([lens[row] - 1 for row in rows])
@@ -121,7 +123,7 @@ class Pair:
         return drafter.propose(ends, most).tolist()
 
     def prompt(self, lens: dict[int, int]) -> None:
-        """New sequences, in two chunks each, the first beside nothing and the second beside all others."""
+        """Add sequences in two chunks each, the first alone and the second beside all other rows."""
         for row, length in lens.items():
             self.tokens[row] = self.rng.integers(3, self.vocab, length).tolist()
         half = {row: length // 2 for row, length in lens.items()}
@@ -133,7 +135,7 @@ class Pair:
         self._finish(chunks | others[0], kept + others[1], MOST)
 
     def decode(self, accepted: dict[int, int], most: int = MOST) -> None:
-        """All rows verify their drafts, and so many of each are accepted."""
+        """Verify the drafts of all rows and accept this many of each."""
         chunks, kept = self._verify(list(self.tokens), accepted)
         self._finish(chunks, kept, most)
 
@@ -165,8 +167,9 @@ class Pair:
 
 
 def drive(pair: Pair, expected: Expected) -> None:
-    """Prompts in chunks, drafts of which none, some and all are accepted, steps that draft nothing, a new
-    sequence among others."""
+    """Run chunked prompts, drafts of which none, some or all are accepted, steps without drafts, and new
+    sequences.
+    """
     pair.prompt({0: 9, 2: 6})
     pair.check(expected)
     for accepted in ({0: 3, 2: 0}, {0: 3, 2: 3}, {0: 1, 2: 2}):
@@ -185,14 +188,14 @@ def drive(pair: Pair, expected: Expected) -> None:
 
 
 def greedy(hf: Any, tokens: list[int], count: int) -> list[int]:
-    said = list(tokens)
+    output = list(tokens)
     for _ in range(count):
-        said.append(int(run_hf(hf, said)[-1].argmax()))
-    return said[len(tokens) :]
+        output.append(int(run_hf(hf, output)[-1].argmax()))
+    return output[len(tokens) :]
 
 
 def drive_accepting(pair: Pair, expected: Expected) -> None:
-    """The same where all drafts are."""
+    """Run the same steps with all drafts accepted."""
     pair.prompt({0: 9, 2: 6})
     pair.check(expected)
     for _ in range(3):
@@ -209,8 +212,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("target", ["qwen3", "gpt_oss"])
-def test_a_model_of_its_own_continues_greedily(folder: Path, target: str) -> None:
-    """Beside a target with other pages, with windows and without."""
+def test_draft_model_continues_greedily(folder: Path, target: str) -> None:
+    """Check a draft model with and without windows and with other cache pages than the target."""
     path, _ = make_tiny(target, folder)
     draft, hf = make_tiny("llama", folder, **SMALL)
 
@@ -226,25 +229,29 @@ def deep(folder: Path) -> tuple[Path, Any]:
 
 @torch.no_grad()
 def states_of(hf: Any, tokens: list[int], aux_hidden_states: list[int]) -> Tensor:
-    """[T, n * hidden]: what the target's head sees, or its layers before `aux_hidden_states`."""
-    found = hf.model(torch.tensor([tokens]), output_hidden_states=True)
+    """Return [T, n * hidden]: the target's last hidden states, or those of the layers of
+    `aux_hidden_states`.
+    """
+    actual = hf.model(torch.tensor([tokens]), output_hidden_states=True)
     return (
-        torch.cat([found.hidden_states[tap][0] for tap in aux_hidden_states], -1)
+        torch.cat([actual.hidden_states[tap][0] for tap in aux_hidden_states], -1)
         if aux_hidden_states
-        else found[0][0]
+        else actual[0][0]
     )
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["the target's embedding", "an embedding of its own"])
-def test_eagle(folder: Path, deep: tuple[Path, Any], own: bool) -> None:
+@pytest.mark.parametrize(
+    "own_embedding", [False, True], ids=["the target's embedding", "an embedding of its own"]
+)
+def test_eagle(folder: Path, deep: tuple[Path, Any], own_embedding: bool) -> None:
     path, hf = deep
     torch.manual_seed(1)
     weights = layer_weights("layers.0") | {"fc.weight": 0.2 * torch.randn(HIDDEN, 2 * HIDDEN)}
     embed = hf.model.embed_tokens.weight
-    if own:
+    if own_embedding:
         embed = torch.randn(VOCAB, HIDDEN)
         weights |= {"fc.bias": torch.randn(HIDDEN), "embed_tokens.weight": embed}
-    draft = save_head(folder / f"eagle{own}", weights, architectures=["LlamaForCausalLM"])
+    draft = save_head(folder / f"eagle{own_embedding}", weights, architectures=["LlamaForCausalLM"])
 
     @torch.no_grad()
     def expected(tokens: list[int], count: int) -> list[int]:
@@ -272,8 +279,9 @@ SPECULATORS = {
 def test_eagle3(
     folder: Path, deep: tuple[Path, Any], config: dict[str, Any], prefix: str, aux_hidden_states: list[int]
 ) -> None:
-    """Its head knows every third token. Those who write the layer's configuration apart keep states that are
-    normed."""
+    """Check a head with every third token, and a separate layer config, with which hidden states
+    are normed.
+    """
     path, hf = deep
     torch.manual_seed(2)
     known = torch.arange(1, VOCAB, 3)
@@ -315,8 +323,10 @@ KINDS = {"layer_types": ["linear_attention", "full_attention", "full_attention"]
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "qwen3_5_text", "qwen3_next"])
 def test_mtp(folder: Path, family: str) -> None:
-    """The third layer of a tiny model is the one that predicts. Qwen's say what its norms add to 1, and what
-    is behind the last of them goes to the next token."""
+    """Check the third layer of a tiny model as MTP layer.
+
+    Qwen's norms add 1, and the output of its last norm goes to the next token.
+    """
     is_qwen = family.startswith("qwen")
     path, hf = make_tiny(family, folder / "mtp", num_hidden_layers=3, **(KINDS if is_qwen else {}))
     torch.manual_seed(3)
@@ -341,8 +351,7 @@ def test_mtp(folder: Path, family: str) -> None:
 
 
 def test_mtp_of_step(folder: Path) -> None:
-    """A layer with a window, bounded experts and the heads of such layers, behind one without; on states that
-    have passed no norm."""
+    """Check an MTP layer with window, clamped experts and its own head, on hidden states before the norm."""
     path, hf = make_tiny("step3p5", folder / "mtp", rms_norm_eps=EPS)
     torch.manual_seed(3)
     names = DEEPSEEK | {"last": "model.layers.2.transformer.shared_head.norm"}
@@ -354,7 +363,7 @@ def test_mtp_of_step(folder: Path) -> None:
     (path / "config.json").write_text(json.dumps(config))
     layer, hf.model.layers, hf.model.config.num_hidden_layers = hf.model.layers[2], hf.model.layers[:2], 2
     noted: list[Tensor] = []
-    hf.model.norm.register_forward_pre_hook(lambda _, given: noted.append(given[0][0]))
+    hf.model.norm.register_forward_pre_hook(lambda _, settings: noted.append(settings[0][0]))
 
     def head(tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         return mtp(hf, layer, weights, tokens, states, names, plus=1.0, window=5)
@@ -373,11 +382,13 @@ def test_mtp_of_step(folder: Path) -> None:
     [(True, 0.0), (False, 0.0), (True, 1.0)],
     ids=["its own draft", "another", "by chance"],
 )
-def test_a_worker_says_the_same_with_drafts(
+def test_worker_outputs_are_equal_with_drafts(
     folder: Path, deep: tuple[Path, Any], same: bool, temperature: float
 ) -> None:
-    """What the plan says of drafts is how many; a row that is not done with its prompt computes beside. Who
-    draws by the same numbers from the same logits draws the same."""
+    """Check plans that give only draft counts, beside an unfinished prompt.
+
+    Sampling by the same seeds from the same logits gives the same tokens.
+    """
     path, hf = deep
     small = path if same else make_tiny("llama", folder, **SMALL)[0]
     method = {"draft_sample_method": "probabilistic" if temperature else "greedy"}
@@ -397,7 +408,7 @@ def test_a_worker_says_the_same_with_drafts(
         )
         for row, ids in prompts.items()
     ]
-    said: dict[int, list[int]] = {0: [], 2: []}
+    output: dict[int, list[int]] = {0: [], 2: []}
     lens = []
     for step, (tokens, drafts) in enumerate([((9, 6), (0, 0)), ((4, 8), (3, 0)), *[((4, 3), (3, 2))] * 5]):
         plan = StepPlan(
@@ -413,10 +424,10 @@ def test_a_worker_says_the_same_with_drafts(
         )
         result = worker.submit(plan).wait()
         counts = result.counts.tolist() or [1] * len(plan.sampling_rows)
-        found = iter(result.token_ids.tolist())
+        actual = iter(result.token_ids.tolist())
         for row, count in zip(plan.sampling_rows.tolist(), counts, strict=True):
-            said[row] += [next(found) for _ in range(count)]
+            output[row] += [next(actual) for _ in range(count)]
         lens.append(counts)
     for row, ids in prompts.items():
-        assert temperature or said[row] == greedy(hf, ids, len(said[row])), f"row {row}"
+        assert temperature or output[row] == greedy(hf, ids, len(output[row])), f"row {row}"
     assert not same or lens == [[1], [4, 1], *[[4, 3]] * 5]
