@@ -16,7 +16,8 @@ from quire.errors import ConfigError, RequestError
 from quire.multimodal.images import override_settings, stored_settings, wrong_argument
 from quire.multimodal.mel import Samples, resampled
 from quire.multimodal.processors import Audio, Content, ProcessedItem
-from quire.multimodal.processors.gemma import Newlines
+from quire.multimodal.processors.gemma import NewlineTokens
+from quire.multimodal.processors.image_base import SpanProcessor
 from quire.text.tokenizer import Tokenizer
 
 _LONGEST = 480000
@@ -25,7 +26,7 @@ _UNIT = 128
 """Samples are padded with silence to a multiple of this number."""
 
 
-class Gemma3nProcessor(Newlines):
+class Gemma3nProcessor(SpanProcessor):
     """The mark is the audio token; the span has newlines around it, which merge with those of the text."""
 
     modalities = ("audio",)
@@ -33,6 +34,7 @@ class Gemma3nProcessor(Newlines):
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
         self.facts: Gemma3nFacts = facts.tower
         super().__init__(self.facts.audio_id, self.facts.audio_id, self.facts.size_out, tokenizer)
+        self.joined = NewlineTokens(tokenizer).joined
         self.settings = stored_settings(path, "feature_extractor", feature_size=self.facts.mels)
         if self.settings.size("feature_size") != self.facts.mels:
             raise self.settings.wrong("feature_size", f"{self.facts.mels}, as the encoder has")

@@ -14,7 +14,7 @@ from quire.multimodal.images import processor_settings
 from quire.multimodal.mel import Samples
 from quire.multimodal.processors import Audio, Content, ProcessedItem
 from quire.multimodal.processors.audio_base import AudioProcessor
-from quire.multimodal.processors.image_base import ImageProcessor
+from quire.multimodal.processors.image_base import SpanProcessor
 from quire.text.tokenizer import Tokenizer
 
 _MARKED = "Audio {}: <|audio_bos|>{}<|audio_eos|>"
@@ -24,7 +24,7 @@ _LEAST = 3
 """Frames of the shortest audio, which has one vector."""
 
 
-class QwenAudioProcessor(ImageProcessor):
+class QwenAudioProcessor(SpanProcessor):
     """Resamples audio to the rate of the encoder and cuts it to the longest input."""
 
     modalities = ("audio",)
@@ -80,7 +80,7 @@ class AudioFlamingoProcessor(QwenAudioProcessor):
         return max(1, seconds * self.audio.rate // self.audio.at_once)
 
     def text(self, modality: str, number: int) -> str:
-        return ImageProcessor.text(self, modality, number)
+        return SpanProcessor.text(self, modality, number)
 
 
 class VoxtralProcessor(QwenAudioProcessor):
@@ -90,7 +90,7 @@ class VoxtralProcessor(QwenAudioProcessor):
         return max(1, _MOST_SECONDS * self.audio.rate // self.audio.at_once)
 
     def text(self, modality: str, number: int) -> str:
-        return f"[BEGIN_AUDIO]{ImageProcessor.text(self, modality, number)}"
+        return f"[BEGIN_AUDIO]{SpanProcessor.text(self, modality, number)}"
 
     def _process_samples(self, samples: Samples) -> ProcessedItem:
         count = -(-len(samples) // self.audio.at_once)
