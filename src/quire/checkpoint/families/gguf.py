@@ -198,8 +198,13 @@ def stablelm(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
 
 def phi2(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     fused = "blk.0.attn_qkv.weight" in file.tensors
-    biased = f"blk.0.attn_{'qkv' if fused else 'q'}.bias" in file.tensors
-    return starcoder2(file, arch, fused_qkv=fused, qkv_bias=biased, head_bias="output.bias" in file.tensors)
+    return starcoder2(
+        file,
+        arch,
+        fused_qkv=fused,
+        qkv_bias=f"blk.0.attn_{'qkv' if fused else 'q'}.bias" in file.tensors,
+        head_bias="output.bias" in file.tensors,
+    )
 
 
 def gptneox(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
@@ -238,8 +243,14 @@ def baichuan(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
 def chatglm(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     """Read ChatGLM, and GLM-Edge, which has separate query, key and value tensors."""
     fused = "blk.0.attn_qkv.weight" in file.tensors
-    biased = f"blk.0.attn_{'qkv' if fused else 'q'}.bias" in file.tensors
-    return gguf_decoder(file, arch, pairs=True, fused_qkv=fused, qkv_bias=biased, fused_gate_up=True)
+    return gguf_decoder(
+        file,
+        arch,
+        pairs=True,
+        fused_qkv=fused,
+        qkv_bias=f"blk.0.attn_{'qkv' if fused else 'q'}.bias" in file.tensors,
+        fused_gate_up=True,
+    )
 
 
 def dbrx(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
