@@ -126,7 +126,10 @@ def cohere2(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
 def layer_norm_decoder(file: GGUFFile, arch: ConfigReader, **facts: Any) -> ArchFacts:
     """Read a decoder with layer norms and, unless `facts` have another activation, tanh GELU. Nemotron's norm
     weights include the added 1."""
-    base = {"activation": "gelu_tanh", "norm_eps": arch.number("attention.layer_norm_epsilon")}
+    base: dict[str, Any] = {
+        "activation": "gelu_tanh",
+        "norm_eps": arch.number("attention.layer_norm_epsilon"),
+    }
     return gguf_decoder(file, arch, **(base | LAYER_NORM | facts))
 
 

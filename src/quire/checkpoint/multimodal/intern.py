@@ -94,7 +94,14 @@ def _read_depth(keys: ConfigReader, key: str, vision: ConfigReader) -> int:
 
 
 def _read_facts(keys: ConfigReader, vision: ConfigReader, text: ConfigReader, **facts: Any) -> InternFacts:
-    sizes = {"layers": 24, "hidden": 1024, "intermediate": 4096, "heads": 16, "image": 448, "patch": 14}
+    sizes: dict[str, Any] = {
+        "layers": 24,
+        "hidden": 1024,
+        "intermediate": 4096,
+        "heads": 16,
+        "image": 448,
+        "patch": 14,
+    }
     vit = read_vit(vision, **sizes, activation="gelu", has_class=True)
     gather = round(1 / keys.number("downsample_ratio", 0.5))
     check_gather(keys.source, vit, gather)

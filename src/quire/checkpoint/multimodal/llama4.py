@@ -1,6 +1,7 @@
 """Llama 4: a vision encoder with 2-D rope over image tiles, and pixel shuffle of the patches."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from quire.checkpoint.facts import MediaFacts
 from quire.checkpoint.multimodal.parts import ShuffledFacts, part, read_vit, text_part, token_id
@@ -29,7 +30,7 @@ class Llama4Facts(ShuffledFacts):
 def llama4(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
     text = text_part(keys, default="llama4_text")
     vision = part(keys, "vision_config")
-    sizes = {"layers": 34, "intermediate": 5632, "heads": 16, "image": 448, "patch": 14}
+    sizes: dict[str, Any] = {"layers": 34, "intermediate": 5632, "heads": 16, "image": 448, "patch": 14}
     same = vision.but(hidden_act="gelu", layer_norm_eps=1e-5)  # not configurable
     vit = read_vit(same, **sizes, has_class=True)
     gather = round(1 / vision.number("pixel_shuffle_ratio", 0.5))

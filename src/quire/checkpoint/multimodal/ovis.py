@@ -1,6 +1,7 @@
 """Ovis 2: patches become weighted sums of the embeddings of a visual vocabulary."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from quire.checkpoint.facts import MediaFacts
 from quire.checkpoint.multimodal.parts import ShuffledFacts, part, read_vit, text_part, token_id
@@ -34,7 +35,7 @@ class OvisFacts(ShuffledFacts):
 
 def ovis2(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
     text, vision = text_part(keys, default="qwen2"), part(keys, "vision_config")
-    sizes = {"layers": 24, "hidden": 1024, "intermediate": 2816, "heads": 8, "patch": 14}
+    sizes: dict[str, Any] = {"layers": 24, "hidden": 1024, "intermediate": 2816, "heads": 8, "patch": 14}
     vit = read_vit(vision, **sizes, activation="silu", norm_eps=1e-5, eps_key="rms_norm_eps")
     gather, choice = vision.size("hidden_stride", 1), vision.get("tokenize_function") or "softmax"
     if vit.side % gather:

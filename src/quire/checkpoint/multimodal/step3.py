@@ -1,6 +1,7 @@
 """Step3-VL and Step-3.7: a perception encoder over an image and its crops."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from quire.checkpoint.facts import MediaFacts
 from quire.checkpoint.multimodal.parts import ViTFacts, part, read_vit, text_part, token_id
@@ -48,7 +49,7 @@ def step37(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
 
 _NAMES = {"hidden_size": "width", "num_hidden_layers": "layers", "num_attention_heads": "heads"}
 """Key names of transformers, and of StepFun."""
-_SIZES = {"layers": 47, "hidden": 1536, "heads": 16, "image": 728, "patch": 14}
+_SIZES: dict[str, Any] = {"layers": 47, "hidden": 1536, "heads": 16, "image": 728, "patch": 14}
 
 
 def _read(keys: ConfigReader, text: ConfigReader) -> tuple[ConfigReader, MediaFacts]:

@@ -1,6 +1,8 @@
 """Images as a grid of square tiles, followed by the whole image: the base of InternVL, Aya and others."""
 
+from collections.abc import Collection
 from functools import lru_cache
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +38,7 @@ def nearest_grid(image: Size, side: int, least: int, most: int) -> Size:
 class TiledProcessor(ImageProcessor):
     """Base of processors with `max_patches` tiles of an image and, after them, the whole image."""
 
-    arguments = (*IMAGE_ARGUMENTS, "crop_to_patches", "min_patches", "max_patches")
+    arguments: ClassVar[Collection[str]] = (*IMAGE_ARGUMENTS, "crop_to_patches", "min_patches", "max_patches")
 
     def span(self, num_tiles: int) -> list[int]:
         """Return the span of an image; the last tile is the whole image."""
