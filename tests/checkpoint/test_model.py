@@ -240,7 +240,7 @@ def test_which_layers_pick_the_tokens_that_they_see(tmp_path: Path) -> None:
     glm = EXPERTS | {"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa"}
 
     def picks(**keys: Any) -> list[bool]:
-        return [layer.picks for layer in read(tmp_path, glm | keys).facts.layers]
+        return [layer.has_indexer for layer in read(tmp_path, glm | keys).facts.layers]
 
     count = len(picks())
     assert picks() == [True] * count
@@ -510,8 +510,8 @@ def test_what_transformers_does_not_run_is_told_in_one_sentence(
 def test_the_text_part_of_a_model_that_also_sees(tmp_path: Path) -> None:
     gemma = {"architectures": ["Gemma3TextModel"], "hidden_activation": "gelu_pytorch_tanh", "head_dim": 16}
     assert read(tmp_path, gemma).facts.architecture == "Gemma3ForCausalLM"
-    assert not read(tmp_path, gemma | {"use_bidirectional_attention": "vision"}).pooling.both_ways
-    assert read(tmp_path, gemma | {"use_bidirectional_attention": "all"}).pooling.both_ways
+    assert not read(tmp_path, gemma | {"use_bidirectional_attention": "vision"}).pooling.bidirectional
+    assert read(tmp_path, gemma | {"use_bidirectional_attention": "all"}).pooling.bidirectional
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_features_are_those_of_transformers(twin: Twin) -> None:
     """A sample, a second, as many as there may be, more; at another rate; what cannot be heard."""
     checkpoint = read_checkpoint(twin.path)
     media = checkpoint.facts.media
-    assert media is not None and media.transcribes and media.crossed == SECONDS * 50
+    assert media is not None and media.transcribes and media.num_cross_states == SECONDS * 50
     numbers = sum(each.numel() for each in twin.model.parameters())
     assert weights.count_parameters(checkpoint.facts).total == pytest.approx(numbers, rel=0.06)
     ours = PROCESSORS["whisper"](twin.path, media, load_tokenizer(twin.path, "hf"))
@@ -115,7 +115,7 @@ def test_features_are_those_of_transformers(twin: Twin) -> None:
         made = ours.process("audio", sound(count), {})
         expected = twin.features(sound(count).samples)[0].numpy().T
         close(made.arrays["mel"].numbers(), np.pad(expected, ((0, 1), (0, 0))), 1e-4)
-        assert (made.token_ids, made.runs) == ([], [(0, media.crossed)])
+        assert (made.token_ids, made.runs) == ([], [(0, media.num_cross_states)])
     with pytest.raises(RequestError, match="seconds long"):
         ours.process("audio", sound(SECONDS * RATE + 777), {"truncation": False})
     with pytest.raises(RequestError, match="not its embeddings"):

@@ -37,7 +37,7 @@ class Decoder(nn.Module):
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()
-        scope = replace(scope, across=facts.across)
+        scope = replace(scope, across=facts.transposed)
         body, stage = scope / self.body, scope.stage
         self.ops = scope.ops
         self.aux_layers: tuple[int, ...] = ()
@@ -76,7 +76,7 @@ class Decoder(nn.Module):
                 scope / self.head_name,
                 tied=self.embed if facts.tied else None,
                 bias=facts.head_bias,
-                unit=facts.unit_head,
+                unit=facts.norm_head,
             )
 
     def forward(self, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:

@@ -45,7 +45,7 @@ class GPTNeoX(Decoder):
 
     @staticmethod
     def Layer(facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> nn.Module:
-        return (WideLayer if facts.side_by_side else Layer)(facts, layer, rope, scope)
+        return (WideLayer if facts.parallel_norms else Layer)(facts, layer, rope, scope)
 
 
 class PersimmonLayer(Layer):
@@ -89,7 +89,7 @@ class Falcon(Decoder):
     @staticmethod
     def Layer(facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> nn.Module:
         kinds = (FalconLayer, FalconNarrow, FalconWide)
-        return kinds[facts.side_by_side](facts, layer, rope, scope)
+        return kinds[facts.parallel_norms](facts, layer, rope, scope)
 
 
 class Bloom(Falcon):

@@ -32,4 +32,4 @@ class StableLM(Decoder):
 
     @staticmethod
     def Layer(facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> nn.Module:
-        return (SideBySide if facts.side_by_side else InTurn)(facts, layer, rope, scope)
+        return (SideBySide if facts.parallel_norms else InTurn)(facts, layer, rope, scope)

@@ -32,10 +32,10 @@ def mistral(keys: ConfigReader) -> ArchFacts:
 def ministral3(keys: ConfigReader) -> ArchFacts:
     """Read Ministral 3: queries are scaled beyond yarn's original length."""
     windows = same_window(sliding_window(keys, None), keys)
-    return decoder(keys, head_dim=128, windows=windows, query_growth=query_growth(keys))
+    return decoder(keys, head_dim=128, windows=windows, attention_temperature=attention_temperature(keys))
 
 
-def query_growth(keys: ConfigReader) -> tuple[float, float]:
+def attention_temperature(keys: ConfigReader) -> tuple[float, float]:
     block = keys.get("rope_parameters")
     if not isinstance(block, dict):
         raise keys.wrong("rope_parameters", "an object")
@@ -343,7 +343,7 @@ def gpt2(keys: ConfigReader, **facts: Any) -> ArchFacts:
         fused_qkv=True,
         attention_scale=None if keys.flag("scale_attn_weights", True) else 1.0,
         biases=True,
-        **({"across": True, "learned_positions": True} | LAYER_NORM | facts),
+        **({"transposed": True, "learned_positions": True} | LAYER_NORM | facts),
     )
 
 
@@ -357,7 +357,7 @@ def gpt_neox(keys: ConfigReader) -> ArchFacts:
             layer_norm_eps=1e-5,
         ).but(num_key_value_heads=None),
         eps_key="layer_norm_eps",
-        side_by_side=2 if keys.flag("use_parallel_residual", True) else 0,
+        parallel_norms=2 if keys.flag("use_parallel_residual", True) else 0,
         fused_qkv=True,
         **LAYER_NORM,
         attention_bias=keys.flag("attention_bias", True),

@@ -159,7 +159,7 @@ def stablelm(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     if "blk.0.attn_q_norm.weight" in file.tensors:
         raise ConfigError(f"{file.path}: norms of queries and keys (attn_q_norm) are not supported")
     norms = int(arch.flag("use_parallel_residual"))
-    return layer_norm_decoder(file, arch, activation="silu", side_by_side=norms)
+    return layer_norm_decoder(file, arch, activation="silu", parallel_norms=norms)
 
 
 def phi2(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
@@ -169,13 +169,13 @@ def phi2(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
 
 def gptneox(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     norms = 2 if arch.flag("use_parallel_residual", True) else 0
-    return layer_norm_decoder(file, arch, activation="gelu", fused_qkv=True, side_by_side=norms)
+    return layer_norm_decoder(file, arch, activation="gelu", fused_qkv=True, parallel_norms=norms)
 
 
 def falcon(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     """Read Falcon: parallel attention and feed-forward, in large models with a norm each."""
     norms = 2 if "blk.0.attn_norm_2.weight" in file.tensors else 1
-    return layer_norm_decoder(file, arch, activation="gelu", fused_qkv=True, side_by_side=norms)
+    return layer_norm_decoder(file, arch, activation="gelu", fused_qkv=True, parallel_norms=norms)
 
 
 def olmo(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
@@ -192,7 +192,7 @@ def baichuan(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     """Read Baichuan: 13B has ALiBi slopes, and Baichuan 2 a normalized output head; there are no keys for
     it."""
     facts = gguf_decoder(file, arch)
-    facts = replace(facts, unit_head=facts.vocab == NORMED_VOCAB)
+    facts = replace(facts, norm_head=facts.vocab == NORMED_VOCAB)
     if len(facts.layers) != 40:
         return facts
     layers = tuple(replace(layer, rope=None) for layer in facts.layers)

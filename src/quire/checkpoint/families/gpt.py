@@ -17,7 +17,7 @@ def stablelm(keys: ConfigReader) -> ArchFacts:
         **LAYER_NORM,
         qkv_bias=keys.flag("use_qkv_bias"),
         qk_norm="each" if keys.flag("qk_layernorm") else "",
-        side_by_side=int(keys.flag("use_parallel_residual")),
+        parallel_norms=int(keys.flag("use_parallel_residual")),
     )
 
 
@@ -45,7 +45,7 @@ def gpt_bigcode(keys: ConfigReader) -> ArchFacts:
     """Read GPTBigCode, mostly with multi-query attention."""
     multi_query = keys.flag("multi_query", True)
     keys = keys.defaults(activation_function="gelu_pytorch_tanh")
-    return gpt2(keys, across=False, kv_heads=1 if multi_query else keys.size("n_head"))
+    return gpt2(keys, transposed=False, kv_heads=1 if multi_query else keys.size("n_head"))
 
 
 def persimmon(keys: ConfigReader) -> ArchFacts:
@@ -80,7 +80,7 @@ def falcon(keys: ConfigReader) -> ArchFacts:
         eps_key="layer_norm_epsilon",
         intermediate=keys.size("ffn_hidden_size", 4 * hidden),
         fused_qkv=True,
-        side_by_side=norms,
+        parallel_norms=norms,
         alibi_slopes=tuple(slope * scale for slope in slopes_of(heads)) if uses_alibi else (),
         rotates=[not uses_alibi] * keys.size("num_hidden_layers"),
         biases=keys.flag("bias"),

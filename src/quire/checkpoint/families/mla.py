@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from quire.checkpoint.facts import ArchFacts, IndexFacts, LayerFacts, MlaFacts, MoeFacts, Routing
 from quire.checkpoint.families.decoder import decoder
-from quire.checkpoint.families.dense import query_growth
+from quire.checkpoint.families.dense import attention_temperature
 from quire.checkpoint.families.moe import add_experts, deepseek_experts, first_dense, mtp_pattern
 from quire.checkpoint.reader import ConfigReader
 from quire.checkpoint.rope import read_rope
@@ -68,7 +68,7 @@ def longcat(keys: ConfigReader) -> ArchFacts:
         experts,
         keys.size("expert_ffn_hidden_size", 2048),
         Routing(keys.size("moe_topk", 12), scale=keys.number("routed_scaling_factor", 6.0)),
-        idle=num_identity,
+        num_identity_experts=num_identity,
         shared_intermediate=inner,
         choice_bias=True,
         wide_router=True,
@@ -94,7 +94,9 @@ def mistral4(keys: ConfigReader) -> ArchFacts:
     facts = _mla_decoder(keys.but(rope_parameters=rope), pairs=keys.flag("rope_interleave", True))
     moe = deepseek_experts(keys, "softmax")
     moe = replace(moe, routing=moe.routing._replace(group_best=2))
-    return replace(add_experts(facts, moe, first_dense(keys)), query_growth=query_growth(keys))
+    return replace(
+        add_experts(facts, moe, first_dense(keys)), attention_temperature=attention_temperature(keys)
+    )
 
 
 def deepseek_v32(keys: ConfigReader) -> ArchFacts:
@@ -116,7 +118,7 @@ def glm_moe_dsa(keys: ConfigReader) -> ArchFacts:
     if kinds[0] == "shared":
         raise keys.wrong("indexer_types", "full for the first layer")
     layers = tuple(
-        replace(layer, picks=kind == "full") for layer, kind in zip(facts.layers, kinds, strict=True)
+        replace(layer, has_indexer=kind == "full") for layer, kind in zip(facts.layers, kinds, strict=True)
     )
     return replace(facts, layers=layers, predicting=facts.layers[-1])
 

@@ -368,8 +368,8 @@ def llama4(keys: ConfigReader) -> ArchFacts:
         head_dim=head_dim,
         layers=tuple(LayerFacts(rope if rotated else None) for rotated in rotates),
         intermediate=keys.size("intermediate_size_mlp"),
-        unit_heads=keys.flag("use_qk_norm", True),
-        query_growth=growth if keys.flag("attn_temperature_tuning", True) else None,
+        qk_l2_norm=keys.flag("use_qk_norm", True),
+        attention_temperature=growth if keys.flag("attn_temperature_tuning", True) else None,
         attention_bias=keys.flag("attention_bias"),
     )
     inner = keys.size("intermediate_size")

@@ -28,7 +28,7 @@ def mimo(keys: ConfigReader) -> ArchFacts:
 
 
 def baichuan_7b(keys: ConfigReader) -> ArchFacts:
-    return replace(llama(keys), fused_qkv=True, unit_head=keys.get("vocab_size") == NORMED_VOCAB)
+    return replace(llama(keys), fused_qkv=True, norm_head=keys.get("vocab_size") == NORMED_VOCAB)
 
 
 def baichuan(keys: ConfigReader) -> ArchFacts:
@@ -144,6 +144,6 @@ def _bailing(keys: ConfigReader, moe: MoeFacts) -> ArchFacts:
         qkv_bias=keys.flag("use_qkv_bias"),
         out_bias=keys.flag("use_bias"),
         qk_norm="head" if keys.flag("use_qk_norm") else "",
-        unit_head=keys.flag("norm_head"),
+        norm_head=keys.flag("norm_head"),
     )
     return add_experts(facts, replace(moe, shared_intermediate=inner * shared), first_dense(keys))

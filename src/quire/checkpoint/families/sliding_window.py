@@ -77,7 +77,7 @@ def gemma4(keys: ConfigReader) -> ArchFacts:
             ropes[kind],
             windows[kind],
             moe=keys.flag("enable_moe_block"),
-            keys_of=last[kind] if at >= first else None,
+            kv_sharing_target=last[kind] if at >= first else None,
             head_dim=head_dim,
             kv_heads=kv_heads,
             intermediate=wide if at >= first else 0,
@@ -178,7 +178,7 @@ def gemma3n(keys: ConfigReader) -> ArchFacts:
         LayerFacts(
             ropes[kind],
             windows[kind],
-            keys_of=last[kind] if at >= first else None,
+            kv_sharing_target=last[kind] if at >= first else None,
             sparsity=float(sparse[at]),
         )
         for at, kind in enumerate(kinds)
