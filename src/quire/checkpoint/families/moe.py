@@ -54,17 +54,20 @@ def phimoe(keys: ConfigReader) -> ArchFacts:
 
 
 def qwen2_moe(keys: ConfigReader) -> ArchFacts:
-    shared = keys.size("shared_expert_intermediate_size")
-    moe = _experts(keys, "moe_intermediate_size", keys.flag("norm_topk_prob"))
-    moe = replace(moe, shared_intermediate=shared, shared_gate=True)
-    return add_experts(qwen2(keys), moe, _qwen_sparse_layers(keys))
+    return add_experts(qwen2(keys), qwen_experts(keys, keys.flag("norm_topk_prob")), qwen_sparse_layers(keys))
+
+
+def qwen_experts(keys: ConfigReader, renormalized: bool) -> MoeFacts:
+    """Read the experts of Qwen 2 and Qwen3-Next, with a gated shared expert."""
+    moe = _experts(keys, "moe_intermediate_size", renormalized)
+    return replace(moe, shared_intermediate=keys.size("shared_expert_intermediate_size"), shared_gate=True)
 
 
 def qwen3_moe(keys: ConfigReader) -> ArchFacts:
     names = "across" if keys.get("model_type") == "qwen3_vl_moe_text" else "mlp"
     moe = _experts(keys, "moe_intermediate_size", keys.flag("norm_topk_prob"), names=names)
     head_dim = keys.size("hidden_size") // keys.size("num_attention_heads")
-    return add_experts(qwen3(keys.defaults(head_dim=head_dim)), moe, _qwen_sparse_layers(keys))
+    return add_experts(qwen3(keys.defaults(head_dim=head_dim)), moe, qwen_sparse_layers(keys))
 
 
 def mellum(keys: ConfigReader) -> ArchFacts:
@@ -398,7 +401,7 @@ def num_experts(keys: ConfigReader) -> int:
     return keys.size(next((key for key in known if keys.get(key) is not None), known[0]))
 
 
-def _qwen_sparse_layers(keys: ConfigReader) -> set[int]:
+def qwen_sparse_layers(keys: ConfigReader) -> set[int]:
     """Return Qwen's MoE layers: every `decoder_sparse_step`th layer, except `mlp_only_layers`."""
     step, count = keys.size("decoder_sparse_step", 1), keys.size("num_hidden_layers")
     without = keys.integers("mlp_only_layers")

@@ -15,7 +15,7 @@ from quire.checkpoint.facts import (
 )
 from quire.checkpoint.families.decoder import decoder
 from quire.checkpoint.families.dense import granite, llama
-from quire.checkpoint.families.moe import deepseek_experts
+from quire.checkpoint.families.moe import deepseek_experts, qwen_experts, qwen_sparse_layers
 from quire.checkpoint.reader import ConfigReader
 from quire.checkpoint.rope import read_rope
 
@@ -420,19 +420,9 @@ def _read_nemotron_layers(keys: ConfigReader) -> tuple[LayerFacts, ...]:
 
 def qwen3_next(keys: ConfigReader) -> ArchFacts:
     """Read Qwen3-Next: gated delta net, gated attention in every fourth layer, and experts in most layers."""
-    num_layers, step = keys.size("num_hidden_layers"), keys.size("decoder_sparse_step", 1)
-    dense, experts = keys.integers("mlp_only_layers"), keys.get("num_experts") or 0
-    moe = None
-    if experts:
-        moe = MoeFacts(
-            experts=keys.size("num_experts"),
-            intermediate=keys.size("moe_intermediate_size"),
-            routing=Routing(keys.size("num_experts_per_tok"), renormalized=keys.flag("norm_topk_prob", True)),
-            shared_intermediate=keys.size("shared_expert_intermediate_size"),
-            shared_gate=True,
-        )
-    sparse = [bool(moe) and i not in dense and (i + 1) % step == 0 for i in range(num_layers)]
-    return _gated_delta(keys, sparse, moe=moe)
+    sparse = qwen_sparse_layers(keys) if keys.get("num_experts") else set()
+    moe = qwen_experts(keys, keys.flag("norm_topk_prob", True)) if keys.get("num_experts") else None
+    return _gated_delta(keys, [i in sparse for i in range(keys.size("num_hidden_layers"))], moe=moe)
 
 
 def qwen3_5(keys: ConfigReader) -> ArchFacts:

@@ -237,7 +237,11 @@ def _read_grid(
         for name, (key, default) in _SIZES.items()
         if name not in facts
     }
-    grid = GridFacts(**(read | facts))
+    return check_grid(vision, GridFacts(**(read | facts)))
+
+
+def check_grid(vision: ConfigReader, grid: GridFacts) -> GridFacts:
+    """Return the facts, or raise if the heads do not fit 2-D rope."""
     if grid.hidden % grid.heads or grid.hidden // grid.heads % 4:
         raise ConfigError(f"{vision.source}: {grid.heads} heads of {grid.hidden} do not fit 2-D rope")
     return grid
