@@ -9,7 +9,6 @@ import numpy as np
 from quire.checkpoint.facts import MediaFacts
 from quire.checkpoint.multimodal.qwen_audio import QwenAudioFacts
 from quire.data.multimodal import Array
-from quire.errors import RequestError
 from quire.multimodal.images import processor_settings
 from quire.multimodal.mel import Samples
 from quire.multimodal.processors import Audio, Content, ProcessedItem
@@ -45,13 +44,8 @@ class QwenAudioProcessor(SpanProcessor):
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
         assert isinstance(content, Audio)
         (longest,) = self.largest(modality)
-        samples = self.audio.samples(content, arguments, longest)
-        if len(samples) <= (_LEAST - 1) * self.audio.hop:
-            raise RequestError(
-                f"the audio is too short: it has {len(samples)} samples at {self.audio.rate} Hz, and "
-                f"{(_LEAST - 1) * self.audio.hop + 1} are the minimum"
-            )
-        return self._process_samples(samples)
+        fewest = (_LEAST - 1) * self.audio.hop + 1
+        return self._process_samples(self.audio.samples(content, arguments, longest, fewest))
 
     def _process_samples(self, samples: Samples) -> ProcessedItem:
         at_once = self.audio.at_once
