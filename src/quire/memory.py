@@ -108,7 +108,7 @@ def max_kept(config: EngineConfig) -> int:
     """Return the maximum number of item embeddings that are kept. For cross-attention models it is per
     row."""
     media = config.checkpoint.facts.media
-    crossed = 0 if media is None else media.crossed
+    crossed = 0 if media is None else media.num_cross_states
     return config.scheduler.max_num_seqs * crossed or max_vectors(config)
 
 

@@ -240,7 +240,7 @@ def test_layers_with_a_sparse_attention_indexer(tmp_path: Path) -> None:
     glm = EXPERTS | {"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa"}
 
     def picks(**keys: Any) -> list[bool]:
-        return [layer.picks for layer in read(tmp_path, glm | keys).facts.layers]
+        return [layer.has_indexer for layer in read(tmp_path, glm | keys).facts.layers]
 
     count = len(picks())
     assert picks() == [True] * count
@@ -508,8 +508,8 @@ def test_unsupported_heads_are_refused_in_one_sentence(
 def test_text_model_of_a_multimodal_family(tmp_path: Path) -> None:
     gemma = {"architectures": ["Gemma3TextModel"], "hidden_activation": "gelu_pytorch_tanh", "head_dim": 16}
     assert read(tmp_path, gemma).facts.architecture == "Gemma3ForCausalLM"
-    assert not read(tmp_path, gemma | {"use_bidirectional_attention": "vision"}).pooling.both_ways
-    assert read(tmp_path, gemma | {"use_bidirectional_attention": "all"}).pooling.both_ways
+    assert not read(tmp_path, gemma | {"use_bidirectional_attention": "vision"}).pooling.bidirectional
+    assert read(tmp_path, gemma | {"use_bidirectional_attention": "all"}).pooling.bidirectional
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def test_features_equal_transformers(twin: Twin) -> None:
     """Covers one sample, a second, the maximum and more; another rate; invalid audio."""
     checkpoint = read_checkpoint(twin.path)
     media = checkpoint.facts.media
-    assert media is not None and media.transcribes and media.crossed == SECONDS * 50
+    assert media is not None and media.transcribes and media.num_cross_states == SECONDS * 50
     numbers = sum(parameter.numel() for parameter in twin.model.parameters())
     assert weights.count_parameters(checkpoint.facts).total == pytest.approx(numbers, rel=0.06)
     processor = PROCESSORS["whisper"](twin.path, media, load_tokenizer(twin.path, "hf"))
@@ -117,7 +117,7 @@ def test_features_equal_transformers(twin: Twin) -> None:
         made = processor.process("audio", sound(count), {})
         expected = twin.features(sound(count).samples)[0].numpy().T
         close(made.arrays["mel"].numbers(), np.pad(expected, ((0, 1), (0, 0))), 1e-4)
-        assert (made.token_ids, made.runs) == ([], [(0, media.crossed)])
+        assert (made.token_ids, made.runs) == ([], [(0, media.num_cross_states)])
     with pytest.raises(RequestError, match="seconds long"):
         processor.process("audio", sound(SECONDS * RATE + 777), {"truncation": False})
     with pytest.raises(RequestError, match="not its embeddings"):

@@ -67,10 +67,10 @@ class LayerFacts:
     """Activation of the feed-forward part and of the shared expert; empty: the model's."""
     expert_activation: str = ""
     """Activation of the routed experts; empty: that of the mixture."""
-    keys_of: int | None = None
+    kv_sharing_target: int | None = None
     """Number of the layer with the KV cache that this layer attends to (KV sharing); None: it has one
     itself."""
-    picks: bool = True
+    has_indexer: bool = True
     """Whether the layer has an indexer, in models with indexers; otherwise it uses the last indexer's
     tokens."""
     sparsity: float = 0.0
@@ -108,7 +108,7 @@ class MoeFacts:
     intermediate: int
     """Intermediate size of one expert."""
     routing: Routing
-    idle: int = 0
+    num_identity_experts: int = 0
     """Number of additional identity experts (LongCat-Flash)."""
     spread: float = 0.0
     """SparseMixer (Phi-3.5-MoE) threshold: logits further from the maximum than this fraction of themselves
@@ -144,9 +144,9 @@ class IndexFacts:
     heads: int
     """Number of indexer query heads; all share one key."""
     dim: int
-    most: int
+    top_k: int
     """Number of tokens that are attended to (top-k)."""
-    neighbours: bool
+    rope_pairs: bool
     """Whether dimensions 2i and 2i + 1 rotate as a pair; otherwise i and i + dim / 2."""
 
 
@@ -291,7 +291,7 @@ class MediaFacts:
     is_prefix: bool = False
     """Whether all prompt tokens of a request with items attend in both directions; chunked prefill must not
     split the prompt."""
-    crossed: int = 0
+    num_cross_states: int = 0
     """Number of encoder states that all tokens cross-attend to, instead of placeholder tokens (Whisper). Each
     prompt then has one item. 0: no cross-attention."""
     scale: float = 1.0
@@ -343,23 +343,23 @@ class ArchFacts:
     out_bias: bool = False
     mlp_bias: bool = False
     head_bias: bool = False
-    unit_head: bool = False
+    norm_head: bool = False
     """Whether the rows of the output head are normalized to unit length."""
     qk_norm: str = ""
     """Norm of queries and keys: empty for none, `head` per head, `each` with separate weights per head, or
     `all` over all heads at once."""
     qkv_clip: float | None = None
     """Absolute limit on the values of queries, keys and values."""
-    unit_heads: bool = False
+    qk_l2_norm: bool = False
     """Whether rotated queries and keys are L2-normalized first (Llama 4)."""
-    query_growth: tuple[float, float] | None = None
+    attention_temperature: tuple[float, float] | None = None
     """Attention temperature (Llama 4): interval in positions and weight of its log term, a factor on
     queries."""
     fused_qkv: bool = False
     """Whether query, key and value are one tensor in the checkpoint."""
     fused_gate_up: bool = False
     """Whether gate and up are one tensor in the checkpoint."""
-    across: bool = False
+    transposed: bool = False
     """Whether the checkpoint stores linear weights transposed, as (inputs, outputs)."""
     sinks: bool = False
     """Whether each head has a sink logit: it takes part in the softmax and has no value."""
@@ -383,7 +383,7 @@ class ArchFacts:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     learned_positions: bool = False
-    side_by_side: int = 0
+    parallel_norms: int = 0
     """Number of input norms if attention and feed-forward run in parallel; 0: they run one after the other.
     Only for families with both forms."""
     moe: MoeFacts | None = None

@@ -253,9 +253,12 @@ def cache_specs(facts: ArchFacts) -> tuple[CacheSpec | None, ...]:
     if facts.encoder is not None:
         return (None,) * len(facts.layers)
     specs = tuple(_spec(facts, layer) for layer in facts.layers)
-    if facts.media is None or not facts.media.crossed:
+    if facts.media is None or not facts.media.num_cross_states:
         return specs
-    return (*specs, cross_attention_spec(len(specs), facts.media.crossed, facts.kv_heads * facts.head_dim))
+    return (
+        *specs,
+        cross_attention_spec(len(specs), facts.media.num_cross_states, facts.kv_heads * facts.head_dim),
+    )
 
 
 def cross_attention_spec(num_layers: int, num_vectors: int, numbers: int) -> CacheSpec:
@@ -265,11 +268,11 @@ def cross_attention_spec(num_layers: int, num_vectors: int, numbers: int) -> Cac
 
 
 def _spec(facts: ArchFacts, layer: LayerFacts) -> CacheSpec | None:
-    if layer.mixer == "none" or layer.keys_of is not None:
+    if layer.mixer == "none" or layer.kv_sharing_target is not None:
         return None
     if layer.mixer == "latent":
         assert facts.mla is not None
-        index_dim = facts.mla.index.dim if facts.mla.index is not None and layer.picks else 0
+        index_dim = facts.mla.index.dim if facts.mla.index is not None and layer.has_indexer else 0
         numbers = facts.mla.kv_latent + facts.mla.rope_dim + index_dim
         return CacheSpec("latent", planes=1, numbers=numbers)
     state_size = 0

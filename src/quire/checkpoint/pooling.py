@@ -76,7 +76,7 @@ class StoredPooling:
     """Tokens with logits that are the classes, if the classifier is part of the output head."""
     two_way: bool = False
     """Whether the score is the softmax over the two label tokens: one class."""
-    both_ways: str = ""
+    bidirectional: str = ""
     """Reason why a decoder attends in both directions, such as the config key; empty: it is causal."""
     instructions: tuple[tuple[str, str], ...] = ()
     """Prompts to prepend to inputs, by task name."""
@@ -137,7 +137,7 @@ class PoolingFacts:
     """Indices of the outputs that are returned per token; empty: all."""
     label_ids: tuple[int, ...] = ()
     """Token ids of the classes, if the classifier is part of the output head."""
-    both_ways: bool = False
+    bidirectional: bool = False
     """Whether the tokens of a decoder attend in both directions."""
 
     @property
@@ -180,7 +180,7 @@ def read_pooling(path: Path, keys: ConfigReader, architecture: str) -> StoredPoo
         matryoshka_dimensions=tuple(dimensions or ()),
         label_tokens=tuple(tokens or ()),
         two_way=two_way,
-        both_ways=_bidirectional_reason(keys, architecture),
+        bidirectional=_bidirectional_reason(keys, architecture),
         instructions=_read_instructions(path, keys),
         projection=keys.size("embedding_dim", 128) if architecture.endswith(RETRIEVAL) else 0,
         **stored,
@@ -287,7 +287,7 @@ def resolve_pooling(
         step_tag_id=requested.get("step_tag_id", stored.step_tag_id),
         returned_token_ids=() if label_ids else tuple(requested.get("returned_token_ids", ())),
         label_ids=label_ids,
-        both_ways=bool(stored.both_ways) and not is_encoder,
+        bidirectional=bool(stored.bidirectional) and not is_encoder,
         **{name: getattr(stored, name) for name in _AS_STORED},
         **defaults,
     )
@@ -372,7 +372,9 @@ def _check_dense_sizes(dense: tuple[DenseFacts, ...], hidden: int) -> tuple[Dens
 def bidirectional_error(stored: StoredPooling, facts: ArchFacts, max_len: int) -> str | None:
     """Return why this decoder cannot attend in both directions, or None."""
     windowed = any(layer.window is not None and layer.window < max_len for layer in facts.layers)
-    is_gemma = facts.architecture == "Gemma3ForCausalLM" and stored.both_ways == "use_bidirectional_attention"
+    is_gemma = (
+        facts.architecture == "Gemma3ForCausalLM" and stored.bidirectional == "use_bidirectional_attention"
+    )
     reasons = {
         "has causal layers without attention": any(layer.mixer != "attention" for layer in facts.layers),
         "has ALiBi slopes": bool(facts.alibi_slopes),
@@ -383,8 +385,8 @@ def bidirectional_error(stored: StoredPooling, facts: ArchFacts, max_len: int) -
     if reason is None:
         return None
     return (
-        f"this {stored.architecture} attends in both directions ({stored.both_ways}) and {reason}, which is"
-        " not supported"
+        f"this {stored.architecture} attends in both directions ({stored.bidirectional}) and {reason}, which"
+        " is not supported"
     )
 
 

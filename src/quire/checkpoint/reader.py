@@ -35,10 +35,19 @@ class ConfigReader:
         """Return a reader with some values changed."""
         return ConfigReader(self.source, {**self.values, **changes})
 
+    def defaults(self, **values: Any) -> "ConfigReader":
+        """Return a reader with values for keys that are missing."""
+        return self.but(**{key: value for key, value in values.items() if self.get(key) is None})
+
+    def require(self, key: str, value: Any) -> None:
+        """Raise if the key has another value than the only one that is supported."""
+        if self.get(key) not in (None, value):
+            raise self.wrong(key, f"{value} (nothing else is supported)")
+
     def wrong(self, key: str, expected: str) -> ConfigError:
         return ConfigError(f"{self.source}: {key} is {self.values.get(key)!r}, expected {expected}")
 
-    def _require(self, key: str) -> Any:
+    def _present(self, key: str) -> Any:
         value = self.values.get(key)
         if value is None:
             raise ConfigError(f"{self.source}: the key {key} is missing")
@@ -46,7 +55,7 @@ class ConfigReader:
 
     def size(self, key: str, default: int | None = None) -> int:
         """Return a positive integer."""
-        value = self._require(key) if default is None else self.values.get(key)
+        value = self._present(key) if default is None else self.values.get(key)
         if value is None:
             assert default is not None
             return default
@@ -56,7 +65,7 @@ class ConfigReader:
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return a positive, finite number."""
-        value = self._require(key) if default is None else self.values.get(key)
+        value = self._present(key) if default is None else self.values.get(key)
         if value is None:
             assert default is not None
             return default

@@ -95,15 +95,15 @@ def _altup(facts: ArchFacts) -> int:
 
 
 def _has_cross_attention(facts: ArchFacts) -> bool:
-    return facts.media is not None and facts.media.crossed > 0
+    return facts.media is not None and facts.media.num_cross_states > 0
 
 
 def _layer(facts: ArchFacts, layer: LayerFacts) -> LayerWeights:
     if facts.shared is not None:
         return _zamba_layer(facts, layer)
     mixer = _MIXERS[layer.mixer](facts) + 2 * facts.hidden
-    if layer.keys_of is not None or layer.keys_are_values:
-        missing = 1 if layer.keys_of is None else 2
+    if layer.kv_sharing_target is not None or layer.keys_are_values:
+        missing = 1 if layer.kv_sharing_target is None else 2
         mixer -= missing * facts.hidden * facts.kv_heads * facts.head_dim
     if (altup := facts.altup) is not None:
         mixer += facts.hidden * (2 * altup.rank + 2 * altup.per_layer + altup.inputs + 6)

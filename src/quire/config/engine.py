@@ -181,17 +181,19 @@ def _disable_for_pooling(
         )
     if pooling is None:
         return values
-    if facts.media is not None and facts.media.crossed:
+    if facts.media is not None and facts.media.num_cross_states:
         raise ConfigError(
             f"{facts.architecture} transcribes audio and does not support pooling: leave runner out"
         )
     off = {"async_scheduling": "a pooling model"}
     if pooling.needs_all_states:
         off["enable_prefix_caching"] = f"pooling of the type {pooling.needs_all_states}"
-    if facts.encoder is not None or pooling.both_ways:
+    if facts.encoder is not None or pooling.bidirectional:
         whole = "an encoder" if facts.encoder is not None else "attention in both directions"
         off |= dict.fromkeys(("enable_prefix_caching", "enable_chunked_prefill"), whole)
-        if pooling.both_ways and (reason := bidirectional_error(checkpoint.pooling, facts, max_model_len)):
+        if pooling.bidirectional and (
+            reason := bidirectional_error(checkpoint.pooling, facts, max_model_len)
+        ):
             raise ConfigError(reason)
         for name in ("max_num_batched_tokens", "max_num_scheduled_tokens"):
             if values.get(name, max_model_len) < max_model_len:

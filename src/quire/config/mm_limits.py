@@ -44,7 +44,7 @@ def drop_unused_encoder(facts: ArchFacts, limits: Mapping[str, int]) -> ArchFact
     """Return the model without its encoder if no prompt may have items for it."""
     if facts.media is None or any(limits[name] for name in facts.media.modalities):
         return facts
-    if facts.media.crossed:
+    if facts.media.num_cross_states:
         raise ConfigError(
             f"{facts.architecture} needs audio in every prompt: leave out language_model_only and a "
             "limit_mm_per_prompt of 0"
@@ -54,7 +54,7 @@ def drop_unused_encoder(facts: ArchFacts, limits: Mapping[str, int]) -> ArchFact
 
 def check_cross_attention(facts: ArchFacts, settings: Mapping[str, Any]) -> None:
     """Raise if a setting is not supported for a decoder with cross-attention."""
-    if facts.media is None or not facts.media.crossed:
+    if facts.media is None or not facts.media.num_cross_states:
         return
     for name, disabled in _WITHOUT_CROSS_ATTENTION.items():
         if (settings.get(name) or disabled) != disabled:

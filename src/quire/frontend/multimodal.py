@@ -195,7 +195,7 @@ def media_reader(
     section, media = config.multimodal, config.checkpoint.facts.media
     name = config.model.served_model_name[0]
     limits = limits_of(section.limit_mm_per_prompt, language_model_only=section.language_model_only)
-    crossed = media is not None and media.crossed > 0
+    crossed = media is not None and media.num_cross_states > 0
     if media is None or tokenizer is None:  # placeholders are found by it
         return MediaInputReader(name, limits=limits, crossed=crossed, lacks_tokenizer=media is not None)
     processor = PROCESSORS[media.family](config.checkpoint.path, media, tokenizer)
@@ -226,7 +226,7 @@ def media_reader(
 def _transcriber(config: EngineConfig, processor: Processor, tokenizer: Tokenizer) -> Transcriber | None:
     (at_once,), max_len = processor.largest("audio"), config.model.max_model_len
     media, file = config.checkpoint.facts.media, config.checkpoint.path / "generation_config.json"
-    if media is not None and not media.crossed:
+    if media is not None and not media.num_cross_states:
         most = processor.most_vectors("audio")
         return VoxtralTranscriber.of(tokenizer, max_len=max_len, at_once=at_once, num_vectors=most)
     is_english = file.is_file() and read_json(file).get("is_multilingual") is False

@@ -188,7 +188,7 @@ class GGUFSource(Source):
     def __init__(self, checkpoint: Checkpoint, seed: int) -> None:
         self._file = GGUFFile(checkpoint.path)
         self._facts = facts = checkpoint.facts
-        is_large = facts.architecture == "FalconForCausalLM" and facts.side_by_side == 2
+        is_large = facts.architecture == "FalconForCausalLM" and facts.parallel_norms == 2
         names = _LARGE_FALCON if is_large else facts.architecture
         self._tensors = {
             hf_name(name, names): _as_matrix(tensor) for name, tensor in self._file.tensors.items()

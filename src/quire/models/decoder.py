@@ -36,7 +36,7 @@ class Decoder(nn.Module):
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()
         names = self.names
-        scope = replace(scope, across=facts.across, names=names)
+        scope = replace(scope, across=facts.transposed, names=names)
         body, stage = scope / names.body, scope.stage
         self.ops = scope.ops
         self.aux_layers: tuple[int, ...] = ()
@@ -75,7 +75,7 @@ class Decoder(nn.Module):
                 scope / names.head,
                 tied=self.embed if facts.tied else None,
                 bias=facts.head_bias,
-                unit=facts.unit_head,
+                unit=facts.norm_head,
             )
 
     def forward(self, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:

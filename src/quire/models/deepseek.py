@@ -73,15 +73,15 @@ class Attention(nn.Module):
         self.indexer: SparseIndexer | None = None
         self.is_indexed = index is not None
         """Whether attention is sparse, by its own indexer or that of an earlier layer."""
-        if index is not None and layer.picks:
+        if index is not None and layer.has_indexer:
             assert q_latent, "an indexer needs a query latent"
             sizes = facts.hidden, q_latent, spec.rope_dim
             self.indexer = SparseIndexer(index, *sizes, rope, scope / "indexer")
-        index_dim = index.dim if index is not None and layer.picks else 0
+        index_dim = index.dim if index is not None and layer.has_indexer else 0
         self.mix = MLAAttention(spec, rope, kv_norm, scope / "kv_b_proj", index_dim=index_dim)
         self.out = RowLinear(facts.heads * spec.v_dim, facts.hidden, scope / "o_proj", bias=facts.out_bias)
         self.ops = scope.ops
-        self.register_buffer("growth", growth_of(facts.query_growth, 0, scope), persistent=False)
+        self.register_buffer("growth", growth_of(facts.attention_temperature, 0, scope), persistent=False)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         q, kv = self.down.multiply(x).split(self.down.sizes_out, -1)
@@ -115,7 +115,7 @@ class Deepseek(Decoder):
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         first, *_ = scope.stage.layers(len(facts.layers))
-        if not facts.layers[first].picks:
+        if not facts.layers[first].has_indexer:
             raise ConfigError(
                 f"a pipeline stage cannot begin with layer {first}, which reuses the sparse indices of the "
                 "layer before it: set another pp_layer_partition, or pipeline_parallel_size=1"

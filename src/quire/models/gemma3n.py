@@ -151,8 +151,8 @@ class SharingAttention(nn.Module):
 def share_keys(facts: ArchFacts, attentions: list[nn.Module]) -> None:
     """Connect layers without their own KV cache to the layers that they share it with."""
     for layer, attention in zip(facts.layers, attentions, strict=True):
-        if isinstance(attention, SharingAttention) and layer.keys_of is not None:
-            attention.share(attentions[layer.keys_of])
+        if isinstance(attention, SharingAttention) and layer.kv_sharing_target is not None:
+            attention.share(attentions[layer.kv_sharing_target])
 
 
 class OwnInputs(nn.Module):
@@ -185,7 +185,7 @@ class Layer(nn.Module):
         super().__init__()
         altup = facts.altup
         assert altup is not None
-        shares = layer.keys_of is not None
+        shares = layer.kv_sharing_target is not None
         attention: type[nn.Module] = SharingAttention if shares else Attention
         self.altup = AltUp(facts, altup, scope / "altup")
         self.laurel = Laurel(facts, altup.rank, scope / "laurel")

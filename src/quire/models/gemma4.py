@@ -88,7 +88,7 @@ class Layer(nn.Module):
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__()
-        attention: type[nn.Module] = Attention if layer.keys_of is None else SharingAttention
+        attention: type[nn.Module] = Attention if layer.kv_sharing_target is None else SharingAttention
         self.ops = scope.ops
         self.before_attention = norm_of(facts, scope / "input_layernorm")
         self.attention = attention(facts, layer, rope, scope / "self_attn")
@@ -126,7 +126,9 @@ class Gemma4(Decoder):
     Layer = Layer
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
-        is_linked = facts.altup is not None or any(layer.keys_of is not None for layer in facts.layers)
+        is_linked = facts.altup is not None or any(
+            layer.kv_sharing_target is not None for layer in facts.layers
+        )
         if is_linked and not (scope.stage.is_first and scope.stage.is_last):
             raise ConfigError(
                 "pipeline_parallel_size > 1 is not supported with a Gemma 4 where layers share the KV cache "

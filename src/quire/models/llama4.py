@@ -36,9 +36,9 @@ class Attention(llama.Attention):
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__(facts, layer, rope, scope)
         self.ops, growth = scope.ops, None
-        if facts.query_growth is not None and (layer.rope is None or self.scales_rope_layers):
-            growth = growth_of(facts.query_growth, self.first_position, scope)
-        elif layer.rope is not None and facts.unit_heads:
+        if facts.attention_temperature is not None and (layer.rope is None or self.scales_rope_layers):
+            growth = growth_of(facts.attention_temperature, self.first_position, scope)
+        elif layer.rope is not None and facts.qk_l2_norm:
             ones = torch.ones(facts.head_dim, dtype=scope.dtype, device=scope.device)
             self.mix.norms = HeadNorms(ones, ones, facts.norm_eps)
         self.register_buffer("growth", growth, persistent=False)

@@ -24,7 +24,7 @@ class LongcatMixture(nn.Module):
         super().__init__()
         moe, scope = facts.moe, scope / "mlp"
         assert moe is not None
-        self.num_experts, num = moe.experts, moe.experts + moe.idle
+        self.num_experts, num = moe.experts, moe.experts + moe.num_identity_experts
         self.choice = ChoiceBias(num, scope / "router" / "e_score_correction_bias", in_row=False)
         self.router = ExpertRouter(facts.hidden, replace(moe, experts=num), scope / "router" / "classifier")
         self.experts = Experts(moe, facts.hidden, facts.activation, scope)

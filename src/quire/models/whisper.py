@@ -47,7 +47,7 @@ class WhisperModel(Decoder):
         super().__init__(facts, scope)
         assert facts.media is not None, "a Whisper model needs an audio encoder"
         layers = [layer.cross for layer in self.layers if isinstance(layer, Layer)]
-        self.crossing = CrossAttentionCache(layers, facts.media.crossed, scope)
+        self.crossing = CrossAttentionCache(layers, facts.media.num_cross_states, scope)
 
     def forward(self, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
         batch.crossed = self.crossing.seen_in(batch)

@@ -27,8 +27,8 @@ def largest_items(
     size."""
     limits = limits_of(section.limit_mm_per_prompt, language_model_only=section.language_model_only)
     names = [name for name in media.modalities if limits[name]]
-    if media.crossed:
-        return dict.fromkeys(names, media.crossed)
+    if media.num_cross_states:
+        return dict.fromkeys(names, media.num_cross_states)
     if tokenizer is None:
         return dict.fromkeys(names, longest)
     processor: Processor = PROCESSORS[media.family](path, media, tokenizer)

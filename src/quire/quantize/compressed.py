@@ -52,7 +52,7 @@ class RoundingPlan:
 
     def _check_supported(self) -> None:
         stored, path = self.stored, self.stored.checkpoint.path
-        if stored.checkpoint.facts.across:
+        if stored.checkpoint.facts.transposed:
             raise ConfigError(
                 f"{path}: a {stored.checkpoint.facts.architecture} has weights with inputs before outputs, "
                 "which compressed-tensors does not support; use another model"

@@ -114,7 +114,9 @@ class PoolingRunner:
     def _forward(self, batch: Batch) -> Tensor:
         if self.plan_attention is not None:
             for group, window in zip(batch.groups, self.windows, strict=True):
-                group.reach = bidirectional_reach(batch, window) if self.pooling.both_ways else batch.reach
+                group.reach = (
+                    bidirectional_reach(batch, window) if self.pooling.bidirectional else batch.reach
+                )
                 self.plan_attention(group)
         if self.adapters is not None:
             self.adapters.use(batch.adapters)

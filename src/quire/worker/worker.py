@@ -128,7 +128,7 @@ class Worker:
     @property
     def _reaches(self) -> bool:
         media, pooling = self.config.checkpoint.facts.media, self.config.pooling
-        return bool(media and media.is_whole) or bool(pooling and pooling.both_ways)
+        return bool(media and media.is_whole) or bool(pooling and pooling.bidirectional)
 
     def _backend(self, facts: ArchFacts) -> AttentionBackend:
         config = self.config

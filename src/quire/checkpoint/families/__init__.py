@@ -1,6 +1,7 @@
 """Tables of model families: the function that reads the facts of each architecture."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import quire.checkpoint.families.alibi as alibi
@@ -182,7 +183,7 @@ ALIASES = {
 }
 """Other names of these architectures, mostly from remote-code checkpoints."""
 GGUF_FAMILIES = {
-    "arcee": GGUFFamily("ArceeForCausalLM", gguf.arcee),
+    "arcee": GGUFFamily("ArceeForCausalLM", partial(gguf.gguf_decoder, activation="relu2")),
     "baichuan": GGUFFamily("LlamaForCausalLM", gguf.baichuan),
     "bloom": GGUFFamily("BloomForCausalLM", gguf.bloom),
     "chatglm": GGUFFamily("GlmForCausalLM", gguf.chatglm),
@@ -190,13 +191,13 @@ GGUF_FAMILIES = {
     "command-r": GGUFFamily("CohereForCausalLM", gguf.cohere),
     "dbrx": GGUFFamily("DbrxForCausalLM", gguf.dbrx),
     "dots1": GGUFFamily("Dots1ForCausalLM", gguf.glm4moe),
-    "ernie4_5": GGUFFamily("Ernie4_5ForCausalLM", gguf.ernie),
-    "exaone": GGUFFamily("ExaoneForCausalLM", gguf.qwen2),
+    "ernie4_5": GGUFFamily("Ernie4_5ForCausalLM", partial(gguf.gguf_decoder, pairs=True)),
+    "exaone": GGUFFamily("ExaoneForCausalLM", gguf.gguf_decoder),
     "falcon": GGUFFamily("FalconForCausalLM", gguf.falcon),
     "gemma": GGUFFamily("GemmaForCausalLM", gguf.gemma),
     "gemma2": GGUFFamily("Gemma2ForCausalLM", gguf.gemma2),
     "gemma3": GGUFFamily("Gemma3ForCausalLM", gguf.gemma3),
-    "glm4": GGUFFamily("Glm4ForCausalLM", gguf.glm4),
+    "glm4": GGUFFamily("Glm4ForCausalLM", partial(gguf.gguf_decoder, pairs=True, fused_gate_up=True)),
     "glm4moe": GGUFFamily("Glm4MoeForCausalLM", gguf.glm4moe),
     "gpt-oss": GGUFFamily("GptOssForCausalLM", gguf.gpt_oss),
     "gpt2": GGUFFamily("GPT2LMHeadModel", gguf.gpt2),
@@ -207,20 +208,20 @@ GGUF_FAMILIES = {
     "llama": GGUFFamily("LlamaForCausalLM", gguf.llama),
     "minicpm": GGUFFamily("MiniCPMForCausalLM", gguf.granite),
     "mpt": GGUFFamily("MptForCausalLM", gguf.mpt),
-    "nemotron": GGUFFamily("NemotronForCausalLM", gguf.nemotron),
+    "nemotron": GGUFFamily("NemotronForCausalLM", partial(gguf.layer_norm_decoder, activation="relu2")),
     "olmo": GGUFFamily("OlmoForCausalLM", gguf.olmo),
     "olmo2": GGUFFamily("Olmo2ForCausalLM", gguf.olmo2),
     "olmoe": GGUFFamily("OlmoeForCausalLM", gguf.olmoe),
-    "orion": GGUFFamily("OrionForCausalLM", gguf.orion),
+    "orion": GGUFFamily("OrionForCausalLM", partial(gguf.layer_norm_decoder, activation="silu")),
     "phi2": GGUFFamily("PhiForCausalLM", gguf.phi2),
     "phi3": GGUFFamily("Phi3ForCausalLM", gguf.phi3),
-    "qwen2": GGUFFamily("Qwen2ForCausalLM", gguf.qwen2),
+    "qwen2": GGUFFamily("Qwen2ForCausalLM", gguf.gguf_decoder),
     "qwen2moe": GGUFFamily("Qwen2MoeForCausalLM", gguf.qwen2moe),
-    "qwen3": GGUFFamily("Qwen3ForCausalLM", gguf.qwen3),
+    "qwen3": GGUFFamily("Qwen3ForCausalLM", partial(gguf.gguf_decoder, qk_norm="head")),
     "qwen3moe": GGUFFamily("Qwen3MoeForCausalLM", gguf.qwen3moe),
     "seed_oss": GGUFFamily("SeedOssForCausalLM", gguf.llama),
     "smollm3": GGUFFamily("SmolLM3ForCausalLM", gguf.smollm3),
     "stablelm": GGUFFamily("StableLmForCausalLM", gguf.stablelm),
     "starcoder": GGUFFamily("GPTBigCodeForCausalLM", gguf.gpt2),
-    "starcoder2": GGUFFamily("Starcoder2ForCausalLM", gguf.starcoder2),
+    "starcoder2": GGUFFamily("Starcoder2ForCausalLM", gguf.layer_norm_decoder),
 }

@@ -5,7 +5,7 @@ from typing import Any
 
 from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.families.decoder import decoder
-from quire.checkpoint.families.dense import gpt2, require, with_defaults
+from quire.checkpoint.families.dense import gpt2
 from quire.checkpoint.reader import ConfigReader
 
 
@@ -19,18 +19,16 @@ def slopes_of(heads: int, max_bias: float = 8.0) -> tuple[float, ...]:
 
 def bloom(keys: ConfigReader) -> ArchFacts:
     """Read Bloom: GPT-NeoX with sequential layers and a norm after the embedding."""
-    require(keys, "apply_residual_connection_post_layernorm", False)
+    keys.require("apply_residual_connection_post_layernorm", False)
     heads = keys.size("n_head" if keys.get("n_head") is not None else "num_attention_heads")
     hidden = keys.size("hidden_size" if keys.get("hidden_size") is not None else "n_embed")
     return _alibi_decoder(
-        with_defaults(keys, num_hidden_layers=keys.get("n_layer"), layer_norm_epsilon=1e-5).but(
+        keys.defaults(num_hidden_layers=keys.get("n_layer"), layer_norm_epsilon=1e-5).but(
             hidden_size=hidden, num_attention_heads=heads, hidden_act="gelu_pytorch_tanh"
         ),
         intermediate=keys.size("n_inner", 4 * hidden),
         norm_bias=True,
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
+        biases=True,
     )
 
 
@@ -39,10 +37,10 @@ def mpt(keys: ConfigReader) -> ArchFacts:
     block = keys.get("attn_config") or {}
     attention = ConfigReader(f"{keys.source}, attn_config", block)
     for key, value in {"alibi": True, "qk_ln": False, "attn_type": "multihead_attention"}.items():
-        require(attention, key, value)
-    require(attention, "prefix_lm", False)
-    require(keys, "no_bias", True)
-    require(keys, "logit_scale", None)
+        attention.require(key, value)
+    attention.require("prefix_lm", False)
+    keys.require("no_bias", True)
+    keys.require("logit_scale", None)
     facts = databricks(keys)
     return _alibi_decoder(
         facts.but(hidden_act="gelu"),
@@ -56,8 +54,8 @@ def mpt(keys: ConfigReader) -> ArchFacts:
 def jais(keys: ConfigReader) -> ArchFacts:
     """Read Jais: GPT-2 with a gate, and factors on embeddings, scores and logits."""
     for key, value in {"position_embedding_type": "alibi", "activation_function": "swiglu"}.items():
-        require(keys.but(**{key: keys.get(key) or "none"}), key, value)
-    require(keys, "alibi_scaling", None)
+        keys.but(**{key: keys.get(key) or "none"}).require(key, value)
+    keys.require("alibi_scaling", None)
     embed, logits = keys.optional_number("mup_embeddings_scale"), keys.optional_number("mup_output_alpha")
     facts = gpt2(keys.but(activation_function="silu"), learned_positions=False)
     head_dim = facts.head_dim
@@ -76,7 +74,7 @@ def databricks(keys: ConfigReader) -> ConfigReader:
     names = {"hidden_size": "d_model", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"}
     sizes = {name: keys.size(key) for name, key in names.items()}
     sizes["max_position_embeddings"] = keys.size("max_seq_len", 2048)
-    return with_defaults(keys, layer_norm_epsilon=1e-5).but(**sizes)
+    return keys.defaults(layer_norm_epsilon=1e-5).but(**sizes)
 
 
 def _alibi_decoder(keys: ConfigReader, max_bias: float = 8.0, **facts: Any) -> ArchFacts:

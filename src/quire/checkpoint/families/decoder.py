@@ -20,6 +20,8 @@ _ACTIVATIONS = {
     "relu": "relu",
     "relu2": "relu2",
 }
+LAYER_NORM: dict[str, Any] = {"norm": "layer", "norm_bias": True}
+"""Facts of decoders with layer norms instead of RMS norms."""
 
 
 def decoder(
@@ -32,13 +34,16 @@ def decoder(
     eps_key: str = "rms_norm_eps",
     rotates: Sequence[bool] | None = None,
     pairs: bool = False,
+    attention_bias: bool = False,
+    biases: bool = False,
     **facts: Any,
 ) -> ArchFacts:
     """Read a Llama-like decoder; `facts` override its fields.
 
     `head_dim` is the default if config.json has none (otherwise hidden / heads). `activation_key` and
     `eps_key` are the names of those two keys. Layers differ by `windows` and by `rotates` (default: all have
-    rotary embedding), or are passed as `layers`.
+    rotary embedding), or are passed as `layers`. `attention_bias` is about all projections of attention,
+    `biases` also about those of the feed-forward part.
     """
     hidden, heads = keys.size("hidden_size"), keys.size("num_attention_heads")
     kv_heads = keys.size("num_key_value_heads", heads)
@@ -69,6 +74,9 @@ def decoder(
         "layers": layers,
         "activation": activation_of(keys, activation_key),
         "tied": keys.flag("tie_word_embeddings"),
+        "qkv_bias": attention_bias or biases,
+        "out_bias": attention_bias or biases,
+        "mlp_bias": biases,
         "max_len": max_rope_len(layers) or max_len_of(keys),
     }
     return ArchFacts(**(base | facts))

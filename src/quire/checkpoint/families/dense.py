@@ -6,6 +6,7 @@ from typing import Any
 
 from quire.checkpoint.facts import ArchFacts, LayerFacts, RopeFacts
 from quire.checkpoint.families.decoder import (
+    LAYER_NORM,
     Windows,
     decoder,
     layer_kinds,
@@ -21,8 +22,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def llama(keys: ConfigReader) -> ArchFacts:
-    biased = keys.flag("attention_bias")
-    return decoder(keys, qkv_bias=biased, out_bias=biased, mlp_bias=keys.flag("mlp_bias"))
+    return decoder(keys, attention_bias=keys.flag("attention_bias"), mlp_bias=keys.flag("mlp_bias"))
 
 
 def mistral(keys: ConfigReader) -> ArchFacts:
@@ -32,10 +32,10 @@ def mistral(keys: ConfigReader) -> ArchFacts:
 def ministral3(keys: ConfigReader) -> ArchFacts:
     """Read Ministral 3: queries are scaled beyond yarn's original length."""
     windows = same_window(sliding_window(keys, None), keys)
-    return decoder(keys, head_dim=128, windows=windows, query_growth=query_growth(keys))
+    return decoder(keys, head_dim=128, windows=windows, attention_temperature=attention_temperature(keys))
 
 
-def query_growth(keys: ConfigReader) -> tuple[float, float]:
+def attention_temperature(keys: ConfigReader) -> tuple[float, float]:
     block = keys.get("rope_parameters")
     if not isinstance(block, dict):
         raise keys.wrong("rope_parameters", "an object")
@@ -55,10 +55,8 @@ def qwen2(keys: ConfigReader) -> ArchFacts:
 
 
 def qwen3(keys: ConfigReader) -> ArchFacts:
-    biased = keys.flag("attention_bias")
-    return decoder(
-        keys, head_dim=128, qkv_bias=biased, out_bias=biased, qk_norm="head", windows=_qwen_windows(keys)
-    )
+    biased, windows = keys.flag("attention_bias"), _qwen_windows(keys)
+    return decoder(keys, head_dim=128, attention_bias=biased, qk_norm="head", windows=windows)
 
 
 def _qwen_windows(keys: ConfigReader) -> Windows:
@@ -85,53 +83,38 @@ def smollm3(keys: ConfigReader) -> ArchFacts:
     if not isinstance(rotates, list) or len(rotates) != num_layers:
         raise keys.wrong("no_rope_layers", f"{num_layers} entries, 0 for layers without rotary embedding")
     window = sliding_window(keys, None) if keys.flag("use_sliding_window") else None
-    biased = keys.flag("attention_bias")
     return decoder(
-        with_defaults(keys, rope_theta=2e6),
+        keys.defaults(rope_theta=2e6, tie_word_embeddings=True),
         rotates=rotates,
         windows=windows_by_kind(keys, window, default=[FULL if rotated else SLIDING for rotated in rotates]),
-        qkv_bias=biased,
-        out_bias=biased,
+        attention_bias=keys.flag("attention_bias"),
         mlp_bias=keys.flag("mlp_bias"),
-        tied=keys.flag("tie_word_embeddings", True),
     )
 
 
 def gemma(keys: ConfigReader) -> ArchFacts:
     """Read Gemma 1. Its `gelu` means the tanh approximation."""
-    require(keys, "use_bidirectional_attention", False)
-    biased = keys.flag("attention_bias")
+    keys.require("use_bidirectional_attention", False)
     if keys.get("hidden_act") in (None, "gelu"):
         keys = keys.but(hidden_act="gelu_pytorch_tanh")
     return decoder(
-        keys,
+        keys.defaults(tie_word_embeddings=True),
         head_dim=256,
         norm="rms_plus_one",
-        tied=keys.flag("tie_word_embeddings", True),
-        qkv_bias=biased,
-        out_bias=biased,
+        attention_bias=keys.flag("attention_bias"),
         embed_scale=math.sqrt(keys.size("hidden_size")),
     )
 
 
 def ernie(keys: ConfigReader, head_dim: int | None = 128, **facts: Any) -> ArchFacts:
-    biased = keys.flag("use_bias")
-    return decoder(
-        with_defaults(keys, rope_theta=500000.0, rms_norm_eps=1e-5),
-        head_dim=head_dim,
-        pairs=True,
-        qkv_bias=biased,
-        out_bias=biased,
-        mlp_bias=biased,
-        tied=keys.flag("tie_word_embeddings", True),
-        **facts,
-    )
+    keys = keys.defaults(rope_theta=500000.0, rms_norm_eps=1e-5, tie_word_embeddings=True)
+    return decoder(keys, head_dim=head_dim, pairs=True, biases=keys.flag("use_bias"), **facts)
 
 
 def hunyuan(keys: ConfigReader) -> ArchFacts:
     """Read Hunyuan. For `dynamic` rope with an alpha, the base is scaled regardless of the length."""
-    require(keys, "use_qk_norm", True)
-    require(keys, "use_cla", False)
+    keys.require("use_qk_norm", True)
+    keys.require("use_cla", False)
     head_dim = keys.size("head_dim", keys.size("hidden_size") // keys.size("num_attention_heads"))
     for name in ("rope_parameters", "rope_scaling"):
         block = keys.get(name)
@@ -140,15 +123,13 @@ def hunyuan(keys: ConfigReader) -> ArchFacts:
             stretch = rope.number("alpha") ** (head_dim / (head_dim - 2))
             plain = {"rope_type": "default", "rope_theta": rope.number("rope_theta", 10000.0) * stretch}
             keys = keys.but(**{name: plain})
-    return llama(with_defaults(keys, rms_norm_eps=1e-5))
+    return llama(keys.defaults(rms_norm_eps=1e-5))
 
 
 def granite(keys: ConfigReader) -> ArchFacts:
-    biased = keys.flag("attention_bias")
     return decoder(
         keys,
-        qkv_bias=biased,
-        out_bias=biased,
+        attention_bias=keys.flag("attention_bias"),
         mlp_bias=keys.flag("mlp_bias"),
         embed_scale=keys.number("embedding_multiplier", 1.0),
         residual_scale=keys.number("residual_multiplier", 1.0),
@@ -204,7 +185,7 @@ def phi3(keys: ConfigReader) -> ArchFacts:
         if isinstance(block, dict) and block.get("rope_type", block.get("type")) in ("su", "yarn"):
             keys = keys.but(**{name: {**block, "rope_type": "longrope"}})
     return decoder(
-        with_defaults(keys, original_max_position_embeddings=4096, rms_norm_eps=1e-5),
+        keys.defaults(original_max_position_embeddings=4096, rms_norm_eps=1e-5),
         fused_qkv=True,
         fused_gate_up=True,
         windows=same_window(sliding_window(keys, None), keys),
@@ -214,7 +195,7 @@ def phi3(keys: ConfigReader) -> ArchFacts:
 def glm(keys: ConfigReader) -> ArchFacts:
     """Read GLM: half of each head is rotated, in adjacent pairs."""
     return decoder(
-        with_defaults(keys, partial_rotary_factor=0.5, rms_norm_eps=1.5625e-7),
+        keys.defaults(partial_rotary_factor=0.5, rms_norm_eps=1.5625e-7),
         head_dim=128,
         pairs=True,
         qkv_bias=keys.flag("attention_bias", True),
@@ -223,14 +204,13 @@ def glm(keys: ConfigReader) -> ArchFacts:
 
 
 def olmo2(keys: ConfigReader, **facts: Any) -> ArchFacts:
-    biased = keys.flag("attention_bias")
-    keys = with_defaults(keys, rms_norm_eps=1e-5)
-    return decoder(keys, qk_norm="all", qkv_bias=biased, out_bias=biased, **facts)
+    keys = keys.defaults(rms_norm_eps=1e-5)
+    return decoder(keys, qk_norm="all", attention_bias=keys.flag("attention_bias"), **facts)
 
 
 def olmo3(keys: ConfigReader) -> ArchFacts:
     """Read OLMo 3: three window layers per full layer; rope scaling applies to full layers only."""
-    keys = with_defaults(keys, rope_theta=500000.0)
+    keys = keys.defaults(rope_theta=500000.0)
     pattern = [SLIDING if (layer + 1) % 4 else FULL for layer in range(keys.size("num_hidden_layers"))]
     kinds = layer_kinds(keys, SLIDING, FULL, default=pattern)
     head_dim = keys.size("head_dim", keys.size("hidden_size") // keys.size("num_attention_heads"))
@@ -251,7 +231,7 @@ def exaone4(keys: ConfigReader) -> ArchFacts:
         kinds = [SLIDING if (layer + 1) % interval else FULL for layer in range(num_layers)]
     windows = windows_by_kind(keys, window, default=kinds)
     return decoder(
-        with_defaults(keys, rms_norm_eps=1e-5),
+        keys.defaults(rms_norm_eps=1e-5),
         windows=windows,
         rotates=[window is None or layer_window is not None for layer_window in windows],
         qk_norm="head",
@@ -259,24 +239,21 @@ def exaone4(keys: ConfigReader) -> ArchFacts:
 
 
 def cohere(keys: ConfigReader, **facts: Any) -> ArchFacts:
-    biased = keys.flag("attention_bias")
     return decoder(
-        with_defaults(keys, rope_theta=500000.0, layer_norm_eps=1e-5),
+        keys.defaults(rope_theta=500000.0, layer_norm_eps=1e-5, tie_word_embeddings=True),
         pairs=True,
         norm="layer",
         eps_key="layer_norm_eps",
-        qkv_bias=biased,
-        out_bias=biased,
+        attention_bias=keys.flag("attention_bias"),
         qk_norm="each" if keys.flag("use_qk_norm") else "",
         logit_scale=keys.number("logit_scale", 0.0625),
-        tied=keys.flag("tie_word_embeddings", True),
         **facts,
     )
 
 
 def cohere2(keys: ConfigReader) -> ArchFacts:
     """Read Cohere 2: three window layers with rotary embedding per full layer without."""
-    keys = with_defaults(keys, rope_theta=10000.0)
+    keys = keys.defaults(rope_theta=10000.0)
     interval, num_layers = keys.size("sliding_window_pattern", 4), keys.size("num_hidden_layers")
     pattern = [SLIDING if (layer + 1) % interval else FULL for layer in range(num_layers)]
     windows = windows_by_kind(keys, sliding_window(keys), default=pattern)
@@ -284,32 +261,27 @@ def cohere2(keys: ConfigReader) -> ArchFacts:
 
 
 def nemotron(keys: ConfigReader) -> ArchFacts:
-    biased = keys.flag("attention_bias")
     return decoder(
-        with_defaults(keys, partial_rotary_factor=0.5, norm_eps=1e-5, hidden_act="relu2"),
+        keys.defaults(partial_rotary_factor=0.5, norm_eps=1e-5, hidden_act="relu2"),
         norm="layer_plus_one",
         norm_bias=True,
         eps_key="norm_eps",
-        qkv_bias=biased,
-        out_bias=biased,
+        attention_bias=keys.flag("attention_bias"),
         mlp_bias=keys.flag("mlp_bias"),
     )
 
 
 def arcee(keys: ConfigReader) -> ArchFacts:
-    return llama(with_defaults(keys, rms_norm_eps=1e-5, hidden_act="relu2"))
+    return llama(keys.defaults(rms_norm_eps=1e-5, hidden_act="relu2"))
 
 
 def jais2(keys: ConfigReader) -> ArchFacts:
-    keys = with_defaults(keys, layer_norm_eps=1e-5, hidden_act="relu2", attention_bias=True, mlp_bias=True)
-    biased = keys.flag("attention_bias")
+    keys = keys.defaults(layer_norm_eps=1e-5, hidden_act="relu2", attention_bias=True, mlp_bias=True)
     return decoder(
         keys,
-        norm="layer",
-        norm_bias=True,
+        **LAYER_NORM,
         eps_key="layer_norm_eps",
-        qkv_bias=biased,
-        out_bias=biased,
+        attention_bias=keys.flag("attention_bias"),
         mlp_bias=keys.flag("mlp_bias"),
     )
 
@@ -318,13 +290,13 @@ def cwm(keys: ConfigReader) -> ArchFacts:
     """Read CWM: three window layers per full layer."""
     pattern = [SLIDING if layer % 4 else FULL for layer in range(keys.size("num_hidden_layers"))]
     windows = windows_by_kind(keys, sliding_window(keys, 8192), default=pattern)
-    keys = with_defaults(keys, rope_theta=1e6, rms_norm_eps=1e-5)
+    keys = keys.defaults(rope_theta=1e6, rms_norm_eps=1e-5)
     return decoder(keys, head_dim=128, windows=windows, mlp_bias=keys.flag("mlp_bias"))
 
 
 def hyperclovax(keys: ConfigReader) -> ArchFacts:
     """Read HyperCLOVA X: Granite with norms after attention and feed-forward, and multiplied logits."""
-    require(keys, "use_post_norm", True)
+    keys.require("use_post_norm", True)
     facts = granite(keys.but(logits_scaling=None))
     scale = keys.optional_number("attention_multiplier")
     return replace(facts, attention_scale=scale, logit_scale=keys.number("logits_scaling", 1.0))
@@ -332,95 +304,92 @@ def hyperclovax(keys: ConfigReader) -> ArchFacts:
 
 def apertus(keys: ConfigReader) -> ArchFacts:
     """Read Apertus, where the activation (xIELU) has weights and is part of the model code."""
-    require(keys, "hidden_act", "xielu")
-    biased = keys.flag("attention_bias")
+    keys.require("hidden_act", "xielu")
     return decoder(
-        with_defaults(keys, rope_theta=12e6, rms_norm_eps=1e-5).but(hidden_act=None),
+        keys.defaults(rope_theta=12e6, rms_norm_eps=1e-5).but(hidden_act=None),
         qk_norm="head",
-        qkv_bias=biased,
-        out_bias=biased,
+        attention_bias=keys.flag("attention_bias"),
         unused=r"\.act_fn\.(beta|eps)$",
     )
 
 
 def starcoder2(keys: ConfigReader) -> ArchFacts:
-    keys = with_defaults(keys, norm_epsilon=1e-5, hidden_act="gelu_pytorch_tanh")
-    return decoder(
-        keys,
-        windows=same_window(sliding_window(keys, None), keys),
-        eps_key="norm_epsilon",
-        **_layer_norm_facts(keys, keys.flag("use_bias", True)),
+    windows, biased = same_window(sliding_window(keys, None), keys), keys.flag("use_bias", True)
+    keys = keys.defaults(norm_epsilon=1e-5, hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True)
+    return decoder(keys, windows=windows, eps_key="norm_epsilon", biases=biased, **LAYER_NORM)
+
+
+def gpt_keys(keys: ConfigReader) -> ConfigReader:
+    """Return the keys of GPT-2 and GPT-J under the names of Llama."""
+    hidden = keys.size("n_embd")
+    return keys.but(
+        hidden_size=hidden,
+        num_attention_heads=keys.size("n_head"),
+        num_hidden_layers=keys.size("n_layer"),
+        num_key_value_heads=None,
+        head_dim=None,
+        intermediate_size=keys.size("n_inner", 4 * hidden),
+        activation_function=keys.get("activation_function") or "gelu_new",
+        rms_norm_eps=keys.number("layer_norm_epsilon", 1e-5),
     )
 
 
 def gpt2(keys: ConfigReader, **facts: Any) -> ArchFacts:
-    require(keys, "scale_attn_by_inverse_layer_idx", False)
-    hidden, num_layers = keys.size("n_embd"), keys.size("n_layer")
+    keys.require("scale_attn_by_inverse_layer_idx", False)
     return decoder(
-        keys.but(
-            hidden_size=hidden,
-            num_attention_heads=keys.size("n_head"),
-            num_hidden_layers=num_layers,
-            num_key_value_heads=None,
-            head_dim=None,
-            activation_function=keys.get("activation_function") or "gelu_new",
-            layer_norm_epsilon=keys.number("layer_norm_epsilon", 1e-5),
-        ),
-        rotates=[False] * num_layers,
-        intermediate=keys.size("n_inner", 4 * hidden),
+        gpt_keys(keys).defaults(tie_word_embeddings=True),
+        rotates=[False] * keys.size("n_layer"),
         activation_key="activation_function",
-        eps_key="layer_norm_epsilon",
         fused_qkv=True,
         attention_scale=None if keys.flag("scale_attn_weights", True) else 1.0,
-        **({"across": True, "learned_positions": True} | _layer_norm_facts(keys) | facts),
+        biases=True,
+        **({"transposed": True, "learned_positions": True} | LAYER_NORM | facts),
     )
 
 
 def gpt_neox(keys: ConfigReader) -> ArchFacts:
-    biased = keys.flag("attention_bias", True)
     rotary_factor, theta = keys.optional_number("rotary_pct"), keys.optional_number("rotary_emb_base")
     return decoder(
-        with_defaults(
-            keys,
+        keys.defaults(
             partial_rotary_factor=rotary_factor or 0.25,
             rope_theta=theta or 10000.0,
             hidden_act="gelu",
             layer_norm_eps=1e-5,
         ).but(num_key_value_heads=None),
         eps_key="layer_norm_eps",
-        side_by_side=2 if keys.flag("use_parallel_residual", True) else 0,
+        parallel_norms=2 if keys.flag("use_parallel_residual", True) else 0,
         fused_qkv=True,
-        norm="layer",
-        norm_bias=True,
-        qkv_bias=biased,
-        out_bias=biased,
+        **LAYER_NORM,
+        attention_bias=keys.flag("attention_bias", True),
         mlp_bias=True,
     )
 
 
 def phi(keys: ConfigReader) -> ArchFacts:
     return decoder(
-        with_defaults(keys, partial_rotary_factor=0.5, hidden_act="gelu_new", layer_norm_eps=1e-5),
+        keys.defaults(partial_rotary_factor=0.5, hidden_act="gelu_new", layer_norm_eps=1e-5),
         eps_key="layer_norm_eps",
+        biases=True,
         head_bias=True,
         qk_norm="head" if keys.flag("qk_layernorm") else "",
-        **(_layer_norm_facts(keys) | {"tied": keys.flag("tie_word_embeddings")}),
+        **LAYER_NORM,
     )
 
 
 def opt(keys: ConfigReader) -> ArchFacts:
-    require(keys, "do_layer_norm_before", True)
-    require(keys, "layer_norm_elementwise_affine", True)
-    require(keys, "_remove_final_layer_norm", False)
-    require(keys, "word_embed_proj_dim", keys.size("hidden_size"))
+    keys.require("do_layer_norm_before", True)
+    keys.require("layer_norm_elementwise_affine", True)
+    keys.require("_remove_final_layer_norm", False)
+    keys.require("word_embed_proj_dim", keys.size("hidden_size"))
     return decoder(
-        keys.but(activation_function=keys.get("activation_function") or "relu", num_key_value_heads=None),
+        keys.defaults(activation_function="relu", tie_word_embeddings=True).but(num_key_value_heads=None),
         rotates=[False] * keys.size("num_hidden_layers"),
         learned_positions=True,
         intermediate=keys.size("ffn_dim"),
         activation_key="activation_function",
         norm_eps=1e-5,
-        **_layer_norm_facts(keys, keys.flag("enable_bias", True)),
+        biases=keys.flag("enable_bias", True),
+        **LAYER_NORM,
     )
 
 
@@ -435,35 +404,13 @@ def whisper(keys: ConfigReader) -> ArchFacts:
             num_key_value_heads=None,
             head_dim=None,
             max_position_embeddings=keys.size("max_target_positions", 448),
-            activation_function=keys.get("activation_function") or "gelu",
-        ),
+        ).defaults(activation_function="gelu", tie_word_embeddings=True),
         rotates=[False] * num_layers,
         learned_positions=True,
         intermediate=keys.size("decoder_ffn_dim", 4 * hidden),
         activation_key="activation_function",
         norm_eps=1e-5,
         unused=r"^proj_out\.weight$",
-        **_layer_norm_facts(keys),
+        biases=True,
+        **LAYER_NORM,
     )
-
-
-def _layer_norm_facts(keys: ConfigReader, biased: bool = True) -> dict[str, Any]:
-    """Return facts for layer norms with biases, and linear layers with or without."""
-    return {
-        "norm": "layer",
-        "norm_bias": True,
-        "qkv_bias": biased,
-        "out_bias": biased,
-        "mlp_bias": biased,
-        "tied": keys.flag("tie_word_embeddings", True),
-    }
-
-
-def with_defaults(keys: ConfigReader, **defaults: Any) -> ConfigReader:
-    """Return keys with defaults for those that are missing."""
-    return keys.but(**{key: value for key, value in defaults.items() if keys.get(key) is None})
-
-
-def require(keys: ConfigReader, key: str, value: Any) -> None:
-    if keys.get(key) not in (None, value):
-        raise keys.wrong(key, f"{value} (nothing else is supported)")

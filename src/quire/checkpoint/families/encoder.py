@@ -70,9 +70,7 @@ def _bert(keys: ConfigReader, prefix: str, first_position: int = 0, padding: int
         norm_eps=keys.number("layer_norm_eps", 1e-12),
         max_len=positions - first_position,
         norm_bias=True,
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
+        biases=True,
     )
 
 
@@ -90,7 +88,6 @@ def modernbert(keys: ConfigReader) -> ArchFacts:
         "sliding_attention": read_rope(_rope_keys(keys, "sliding_attention", "local", 10_000.0), head_dim),
     }
     layers = tuple(LayerFacts(ropes[kind], window if kind == "sliding_attention" else None) for kind in named)
-    biased = keys.flag("attention_bias")
     return _encoder(
         keys,
         layers=layers,
@@ -103,8 +100,8 @@ def modernbert(keys: ConfigReader) -> ArchFacts:
         norm_eps=keys.number("norm_eps", 1e-5),
         max_len=max_rope_len(layers) or max_len_of(keys),
         norm_bias=keys.flag("norm_bias"),
-        qkv_bias=biased,
-        out_bias=biased,
+        qkv_bias=keys.flag("attention_bias"),
+        out_bias=keys.flag("attention_bias"),
         mlp_bias=keys.flag("mlp_bias"),
         fused_gate_up=True,
     )
@@ -164,9 +161,7 @@ def gte(keys: ConfigReader) -> ArchFacts:
         EncoderFacts("new" if is_new else "gte", token_types=_token_types(keys, 1), gated=True),
         activation=activation_of(keys, default="gelu"),
         max_len=length,
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
+        biases=True,
     )
 
 
@@ -179,9 +174,7 @@ def jina(keys: ConfigReader) -> ArchFacts:
         activation=activation_of(keys, default="gelu"),
         norm_eps=keys.number("layer_norm_eps", 1e-5),
         max_len=max_len_of(keys),
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
+        biases=True,
     )
 
 
@@ -215,8 +208,10 @@ def _with_theta(keys: ConfigReader, theta: float) -> ConfigReader:
     return keys.but(rope_theta=value or keys.get("rope_theta") or theta)
 
 
-def _encoder(keys: ConfigReader, **facts: Any) -> ArchFacts:
+def _encoder(keys: ConfigReader, *, biases: bool = False, **facts: Any) -> ArchFacts:
+    """Read an encoder with layer norms; `biases` is about all linear layers."""
     heads = keys.size("num_attention_heads")
+    facts = {"qkv_bias": biases, "out_bias": biases, "mlp_bias": biases, **facts}
     return ArchFacts(
         architecture="",
         vocab=keys.size("vocab_size"),

@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.checkpoint.facts import ArchFacts, LayerFacts, MoeFacts, Routing
 from quire.checkpoint.families.alibi import slopes_of
-from quire.checkpoint.families.decoder import Windows, check_heads, max_rope_len
+from quire.checkpoint.families.decoder import LAYER_NORM, Windows, check_heads, max_rope_len
 from quire.checkpoint.families.moe import add_experts
 from quire.checkpoint.families.renamed import NORMED_VOCAB
 from quire.checkpoint.gguf import GGUFFile
@@ -55,7 +55,7 @@ def gguf_decoder(
         "norm_eps": arch.number("attention.layer_norm_rms_epsilon") if "norm_eps" not in facts else 0.0,
         "layers": layers,
         "tied": "output.weight" not in file.tensors,
-        "qkv_bias": "blk.0.attn_q.bias" in file.tensors,
+        "qkv_bias": f"blk.0.attn_{'qkv' if facts.get('fused_qkv') else 'q'}.bias" in file.tensors,
         "out_bias": "blk.0.attn_output.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_down.bias" in file.tensors,
         "max_len": max_rope_len(layers) or arch.size("context_length", FALLBACK_MAX_LEN),
@@ -70,14 +70,6 @@ def llama(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
         return facts
     names = "apart" if "blk.0.ffn_gate_exps.weight" in file.tensors else "mlp"
     return add_experts(facts, _experts(arch, facts.intermediate, renormalized=True, names=names))
-
-
-def qwen2(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
-    return gguf_decoder(file, arch)
-
-
-def qwen3(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
-    return gguf_decoder(file, arch, qk_norm="head")
 
 
 def smollm3(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
@@ -99,10 +91,6 @@ def granite(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
 def phi3(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     windows = (_optional_size(arch, "attention.sliding_window"),) * arch.size("block_count")
     return gguf_decoder(file, arch, fused_qkv=True, fused_gate_up=True, windows=windows)
-
-
-def glm4(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
-    return gguf_decoder(file, arch, pairs=True, fused_gate_up=True)
 
 
 def olmo2(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
@@ -135,43 +123,26 @@ def cohere2(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     )
 
 
-def starcoder2(file: GGUFFile, arch: ConfigReader, **facts: Any) -> ArchFacts:
-    norms: dict[str, Any] = {
-        "norm": "layer",
-        "norm_bias": True,
+def layer_norm_decoder(file: GGUFFile, arch: ConfigReader, **facts: Any) -> ArchFacts:
+    """Read a decoder with layer norms and, unless `facts` have another activation, tanh GELU. Nemotron's norm
+    weights include the added 1."""
+    base: dict[str, Any] = {
+        "activation": "gelu_tanh",
         "norm_eps": arch.number("attention.layer_norm_epsilon"),
     }
-    return gguf_decoder(file, arch, **({"activation": "gelu_tanh"} | norms | facts))
-
-
-def nemotron(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
-    """Read Nemotron; in these files the norm weights include the added 1."""
-    return starcoder2(file, arch, activation="relu2")
-
-
-def orion(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
-    return starcoder2(file, arch, activation="silu")
-
-
-def arcee(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
-    return gguf_decoder(file, arch, activation="relu2")
-
-
-def ernie(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
-    return gguf_decoder(file, arch, pairs=True)
+    return gguf_decoder(file, arch, **(base | LAYER_NORM | facts))
 
 
 def bloom(file: GGUFFile, arch: ConfigReader, **facts: Any) -> ArchFacts:
     same: dict[str, Any] = {
         "fused_qkv": True,
-        "qkv_bias": "blk.0.attn_qkv.bias" in file.tensors,
         "norm_bias": "blk.0.attn_norm.bias" in file.tensors,
         "rotates": [False] * arch.size("block_count"),
         "alibi_slopes": slopes_of(
             arch.size("attention.head_count"), arch.number("attention.max_alibi_bias", 8.0)
         ),
     }
-    return starcoder2(file, arch, **(same | facts))
+    return layer_norm_decoder(file, arch, **(same | facts))
 
 
 def mpt(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
@@ -180,38 +151,31 @@ def mpt(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
 
 
 def gpt2(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
-    return starcoder2(
-        file,
-        arch,
-        fused_qkv=True,
-        qkv_bias="blk.0.attn_qkv.bias" in file.tensors,
-        learned_positions=True,
-        rotates=[False] * arch.size("block_count"),
-    )
+    rotates = [False] * arch.size("block_count")
+    return layer_norm_decoder(file, arch, fused_qkv=True, learned_positions=True, rotates=rotates)
 
 
 def stablelm(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     if "blk.0.attn_q_norm.weight" in file.tensors:
         raise ConfigError(f"{file.path}: norms of queries and keys (attn_q_norm) are not supported")
-    return starcoder2(file, arch, activation="silu", side_by_side=int(arch.flag("use_parallel_residual")))
+    norms = int(arch.flag("use_parallel_residual"))
+    return layer_norm_decoder(file, arch, activation="silu", parallel_norms=norms)
 
 
 def phi2(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     fused = "blk.0.attn_qkv.weight" in file.tensors
-    biased = f"blk.0.attn_{'qkv' if fused else 'q'}.bias" in file.tensors
-    return starcoder2(file, arch, fused_qkv=fused, qkv_bias=biased, head_bias="output.bias" in file.tensors)
+    return layer_norm_decoder(file, arch, fused_qkv=fused, head_bias="output.bias" in file.tensors)
 
 
 def gptneox(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
-    biased, parallel = "blk.0.attn_qkv.bias" in file.tensors, arch.flag("use_parallel_residual", True)
-    sides = 2 if parallel else 0
-    return starcoder2(file, arch, activation="gelu", fused_qkv=True, qkv_bias=biased, side_by_side=sides)
+    norms = 2 if arch.flag("use_parallel_residual", True) else 0
+    return layer_norm_decoder(file, arch, activation="gelu", fused_qkv=True, parallel_norms=norms)
 
 
 def falcon(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     """Read Falcon: parallel attention and feed-forward, in large models with a norm each."""
     norms = 2 if "blk.0.attn_norm_2.weight" in file.tensors else 1
-    return starcoder2(file, arch, activation="gelu", fused_qkv=True, side_by_side=norms)
+    return layer_norm_decoder(file, arch, activation="gelu", fused_qkv=True, parallel_norms=norms)
 
 
 def olmo(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
@@ -228,7 +192,7 @@ def baichuan(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     """Read Baichuan: 13B has ALiBi slopes, and Baichuan 2 a normalized output head; there are no keys for
     it."""
     facts = gguf_decoder(file, arch)
-    facts = replace(facts, unit_head=facts.vocab == NORMED_VOCAB)
+    facts = replace(facts, norm_head=facts.vocab == NORMED_VOCAB)
     if len(facts.layers) != 40:
         return facts
     layers = tuple(replace(layer, rope=None) for layer in facts.layers)
@@ -238,8 +202,7 @@ def baichuan(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
 def chatglm(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     """Read ChatGLM, and GLM-Edge, which has separate query, key and value tensors."""
     fused = "blk.0.attn_qkv.weight" in file.tensors
-    biased = f"blk.0.attn_{'qkv' if fused else 'q'}.bias" in file.tensors
-    return gguf_decoder(file, arch, pairs=True, fused_qkv=fused, qkv_bias=biased, fused_gate_up=True)
+    return gguf_decoder(file, arch, pairs=True, fused_qkv=fused, fused_gate_up=True)
 
 
 def dbrx(file: GGUFFile, arch: ConfigReader) -> ArchFacts:

@@ -1,11 +1,9 @@
 """Older dense decoders of the GPT kind: StableLM, OLMo, GPT-J, Falcon and others."""
 
-from typing import Any
-
 from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.families.alibi import slopes_of
-from quire.checkpoint.families.decoder import decoder
-from quire.checkpoint.families.dense import gpt2, with_defaults
+from quire.checkpoint.families.decoder import LAYER_NORM, decoder
+from quire.checkpoint.families.dense import gpt2, gpt_keys
 from quire.checkpoint.reader import ConfigReader
 
 
@@ -14,64 +12,52 @@ def stablelm(keys: ConfigReader) -> ArchFacts:
     names."""
     rotary_factor, eps = keys.optional_number("rope_pct"), keys.optional_number("norm_eps")
     return decoder(
-        with_defaults(keys, partial_rotary_factor=rotary_factor or 0.25, layer_norm_eps=eps or 1e-5),
+        keys.defaults(partial_rotary_factor=rotary_factor or 0.25, layer_norm_eps=eps or 1e-5),
         eps_key="layer_norm_eps",
-        norm="layer",
-        norm_bias=True,
+        **LAYER_NORM,
         qkv_bias=keys.flag("use_qkv_bias"),
         qk_norm="each" if keys.flag("qk_layernorm") else "",
-        side_by_side=int(keys.flag("use_parallel_residual")),
+        parallel_norms=int(keys.flag("use_parallel_residual")),
     )
 
 
 def olmo(keys: ConfigReader) -> ArchFacts:
     """Read OLMo 1, with norms without weights."""
     biased, clip = keys.flag("attention_bias"), keys.optional_number("clip_qkv")
-    return decoder(keys, qkv_bias=biased, out_bias=biased, norm="layer_bare", norm_eps=1e-5, qkv_clip=clip)
+    return decoder(keys, attention_bias=biased, norm="layer_bare", norm_eps=1e-5, qkv_clip=clip)
 
 
 def gptj(keys: ConfigReader) -> ArchFacts:
     """Read GPT-J: a part of each head is rotated, in adjacent pairs."""
-    hidden, heads = keys.size("n_embd"), keys.size("n_head")
-    rotary_factor = keys.size("rotary_dim", 64) / (hidden // heads)
+    rotary_factor = keys.size("rotary_dim", 64) / (keys.size("n_embd") // keys.size("n_head"))
+    keys = gpt_keys(keys).but(partial_rotary_factor=rotary_factor)
     return decoder(
-        keys.but(
-            hidden_size=hidden,
-            num_attention_heads=heads,
-            num_hidden_layers=keys.size("n_layer"),
-            num_key_value_heads=None,
-            head_dim=None,
-            partial_rotary_factor=rotary_factor,
-            activation_function=keys.get("activation_function") or "gelu_new",
-            layer_norm_epsilon=keys.number("layer_norm_epsilon", 1e-5),
-        ),
+        keys,
         pairs=True,
-        intermediate=keys.size("n_inner", 4 * hidden),
         activation_key="activation_function",
-        eps_key="layer_norm_epsilon",
-        norm="layer",
-        norm_bias=True,
         mlp_bias=True,
         head_bias=True,
+        **LAYER_NORM,
     )
 
 
 def gpt_bigcode(keys: ConfigReader) -> ArchFacts:
     """Read GPTBigCode, mostly with multi-query attention."""
     multi_query = keys.flag("multi_query", True)
-    keys = with_defaults(keys, activation_function="gelu_pytorch_tanh")
-    return gpt2(keys, across=False, kv_heads=1 if multi_query else keys.size("n_head"))
+    keys = keys.defaults(activation_function="gelu_pytorch_tanh")
+    return gpt2(keys, transposed=False, kv_heads=1 if multi_query else keys.size("n_head"))
 
 
 def persimmon(keys: ConfigReader) -> ArchFacts:
     return decoder(
-        with_defaults(
-            keys, rope_theta=25000.0, partial_rotary_factor=0.5, hidden_act="relu2", layer_norm_eps=1e-5
+        keys.defaults(
+            rope_theta=25000.0, partial_rotary_factor=0.5, hidden_act="relu2", layer_norm_eps=1e-5
         ).but(num_key_value_heads=None, head_dim=None),
         eps_key="layer_norm_eps",
         fused_qkv=True,
         qk_norm="head" if keys.flag("qk_layernorm", True) else "",
-        **_layer_norm_facts(True),
+        biases=True,
+        **LAYER_NORM,
     )
 
 
@@ -87,27 +73,16 @@ def falcon(keys: ConfigReader) -> ArchFacts:
     hidden, uses_alibi = keys.size("hidden_size"), keys.flag("alibi")
     scale = (hidden // heads) ** -0.5  # also applies to the slopes
     return decoder(
-        with_defaults(keys, activation="gelu", layer_norm_epsilon=1e-5).but(
+        keys.defaults(activation="gelu", layer_norm_epsilon=1e-5, tie_word_embeddings=True).but(
             num_key_value_heads=kv_heads, head_dim=None
         ),
         activation_key="activation",
         eps_key="layer_norm_epsilon",
         intermediate=keys.size("ffn_hidden_size", 4 * hidden),
         fused_qkv=True,
-        side_by_side=norms,
+        parallel_norms=norms,
         alibi_slopes=tuple(slope * scale for slope in slopes_of(heads)) if uses_alibi else (),
         rotates=[not uses_alibi] * keys.size("num_hidden_layers"),
-        tied=keys.flag("tie_word_embeddings", True),
-        **_layer_norm_facts(keys.flag("bias")),
+        biases=keys.flag("bias"),
+        **LAYER_NORM,
     )
-
-
-def _layer_norm_facts(biased: bool) -> dict[str, Any]:
-    """Return facts for layer norms with biases, and linear layers with or without."""
-    return {
-        "norm": "layer",
-        "norm_bias": True,
-        "qkv_bias": biased,
-        "out_bias": biased,
-        "mlp_bias": biased,
-    }

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from quire.checkpoint.facts import ArchFacts, IndexFacts, LayerFacts, MlaFacts, MoeFacts, Routing
 from quire.checkpoint.families.decoder import decoder
-from quire.checkpoint.families.dense import query_growth, require, with_defaults
+from quire.checkpoint.families.dense import attention_temperature
 from quire.checkpoint.families.moe import add_experts, deepseek_experts, first_dense, mtp_pattern
 from quire.checkpoint.reader import ConfigReader
 from quire.checkpoint.rope import read_rope
@@ -25,7 +25,7 @@ def minicpm3(keys: ConfigReader) -> ArchFacts:
     sizes = {"kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32}
     v_dim = hidden // keys.size("num_attention_heads")
     keys = keys.but(q_lora_rank=keys.values.get("q_lora_rank", 768))  # null: no query compression
-    keys = with_defaults(keys, rms_norm_eps=1e-5, v_head_dim=v_dim, **sizes)
+    keys = keys.defaults(rms_norm_eps=1e-5, v_head_dim=v_dim, **sizes)
     return replace(
         _mla_decoder(keys, pairs=False),
         embed_scale=keys.number("scale_emb", 12.0),
@@ -41,7 +41,7 @@ def glm4_moe_lite(keys: ConfigReader) -> ArchFacts:
 
 def axk1(keys: ConfigReader) -> ArchFacts:
     """Read A.X K1: a norm after the experts."""
-    require(keys, "moe_layer_freq", 1)
+    keys.require("moe_layer_freq", 1)
     return _deepseek_v3(keys, pairs=keys.flag("rope_interleave", True), first=1)
 
 
@@ -58,7 +58,7 @@ def longcat(keys: ConfigReader) -> ArchFacts:
     hidden, count = keys.size("hidden_size"), keys.size("num_layers", 28)
     inner = keys.size("ffn_hidden_size", 12288)
     sizes = {"q_lora_rank": 1536, "rope_theta": 1e7, "rms_norm_eps": 1e-5}
-    keys = with_defaults(keys, **sizes).but(num_hidden_layers=2 * count, intermediate_size=inner)
+    keys = keys.defaults(**sizes).but(num_hidden_layers=2 * count, intermediate_size=inner)
     facts = _mla_decoder(keys, pairs=True)
     assert facts.mla is not None and facts.mla.q_latent is not None
     scales = tuple((hidden / size) ** 0.5 for size in (facts.mla.q_latent, facts.mla.kv_latent))
@@ -68,7 +68,7 @@ def longcat(keys: ConfigReader) -> ArchFacts:
         experts,
         keys.size("expert_ffn_hidden_size", 2048),
         Routing(keys.size("moe_topk", 12), scale=keys.number("routed_scaling_factor", 6.0)),
-        idle=num_identity,
+        num_identity_experts=num_identity,
         shared_intermediate=inner,
         choice_bias=True,
         wide_router=True,
@@ -86,7 +86,7 @@ def mistral4(keys: ConfigReader) -> ArchFacts:
     """Read Mistral 4: softmax routing, and query scaling as in Ministral 3. The size of the rotated part
     comes from qk_rope_head_dim."""
     sizes = {"q_lora_rank": 1024, "kv_lora_rank": 256, "qk_nope_head_dim": 64}
-    keys = with_defaults(keys, norm_topk_prob=True, topk_method="group_limited_greedy", **sizes)
+    keys = keys.defaults(norm_topk_prob=True, topk_method="group_limited_greedy", **sizes)
     block = keys.get("rope_parameters")
     if not isinstance(block, dict):
         raise keys.wrong("rope_parameters", "an object")
@@ -94,7 +94,9 @@ def mistral4(keys: ConfigReader) -> ArchFacts:
     facts = _mla_decoder(keys.but(rope_parameters=rope), pairs=keys.flag("rope_interleave", True))
     moe = deepseek_experts(keys, "softmax")
     moe = replace(moe, routing=moe.routing._replace(group_best=2))
-    return replace(add_experts(facts, moe, first_dense(keys)), query_growth=query_growth(keys))
+    return replace(
+        add_experts(facts, moe, first_dense(keys)), attention_temperature=attention_temperature(keys)
+    )
 
 
 def deepseek_v32(keys: ConfigReader) -> ArchFacts:
@@ -116,13 +118,13 @@ def glm_moe_dsa(keys: ConfigReader) -> ArchFacts:
     if kinds[0] == "shared":
         raise keys.wrong("indexer_types", "full for the first layer")
     layers = tuple(
-        replace(layer, picks=kind == "full") for layer, kind in zip(facts.layers, kinds, strict=True)
+        replace(layer, has_indexer=kind == "full") for layer, kind in zip(facts.layers, kinds, strict=True)
     )
     return replace(facts, layers=layers, predicting=facts.layers[-1])
 
 
 def _with_indexer(keys: ConfigReader, *, pairs: bool) -> ArchFacts:
-    keys = with_defaults(keys, q_lora_rank=1536)
+    keys = keys.defaults(q_lora_rank=1536)
     facts = _deepseek_v3(keys, pairs=True, first=3)
     assert facts.mla is not None
     index = IndexFacts(
@@ -153,11 +155,9 @@ def _mla_decoder(keys: ConfigReader, *, pairs: bool) -> ArchFacts:
     # head_dim of config.json, if set, is only the rotated part here.
     keys = keys.but(head_dim=mla.nope_dim + mla.rope_dim)
     layer = LayerFacts(read_rope(keys, mla.rope_dim, pairs=pairs), mixer="latent")
-    biased = keys.flag("attention_bias")
     return decoder(
         keys,
         layers=(layer,) * keys.size("num_hidden_layers"),
-        qkv_bias=biased,
-        out_bias=biased,
+        attention_bias=keys.flag("attention_bias"),
         mla=mla,
     )

@@ -6,6 +6,7 @@ from typing import Any
 from quire.checkpoint.facts import ArchFacts, LayerFacts, MoeFacts, Routing
 from quire.checkpoint.families.alibi import databricks
 from quire.checkpoint.families.decoder import (
+    LAYER_NORM,
     decoder,
     ropes_by_kind,
     same_window,
@@ -22,8 +23,6 @@ from quire.checkpoint.families.dense import (
     olmo2,
     qwen2,
     qwen3,
-    require,
-    with_defaults,
 )
 from quire.checkpoint.reader import ConfigReader
 from quire.checkpoint.rope import read_rope
@@ -36,8 +35,7 @@ def mixtral(keys: ConfigReader) -> ArchFacts:
 
 def phimoe(keys: ConfigReader) -> ArchFacts:
     """Read Phi-3.5-MoE. With longrope, the attention factor is in the file (long_mscale)."""
-    require(keys, "num_experts_per_tok", 2)
-    biased = keys.flag("attention_bias")
+    keys.require("num_experts_per_tok", 2)
     for name in ("rope_parameters", "rope_scaling"):
         block = keys.get(name)
         if isinstance(block, dict) and block.get("long_mscale") is not None:
@@ -45,12 +43,10 @@ def phimoe(keys: ConfigReader) -> ArchFacts:
                 raise keys.wrong(name, "the same short_mscale and long_mscale (nothing else is supported)")
             keys = keys.but(**{name: block | {"attention_factor": block["long_mscale"]}})
     facts = decoder(
-        with_defaults(keys, rope_theta=1e6, rms_norm_eps=1e-5),
+        keys.defaults(rope_theta=1e6, rms_norm_eps=1e-5),
         windows=same_window(sliding_window(keys, None), keys),
-        norm="layer",
-        norm_bias=True,
-        qkv_bias=biased,
-        out_bias=biased,
+        **LAYER_NORM,
+        attention_bias=keys.flag("attention_bias"),
         head_bias=keys.flag("lm_head_bias"),
     )
     jitter = 2 * keys.number("router_jitter_noise", 0.01)
@@ -58,22 +54,25 @@ def phimoe(keys: ConfigReader) -> ArchFacts:
 
 
 def qwen2_moe(keys: ConfigReader) -> ArchFacts:
-    shared = keys.size("shared_expert_intermediate_size")
-    moe = _experts(keys, "moe_intermediate_size", keys.flag("norm_topk_prob"))
-    moe = replace(moe, shared_intermediate=shared, shared_gate=True)
-    return add_experts(qwen2(keys), moe, _qwen_sparse_layers(keys))
+    return add_experts(qwen2(keys), qwen_experts(keys, keys.flag("norm_topk_prob")), qwen_sparse_layers(keys))
+
+
+def qwen_experts(keys: ConfigReader, renormalized: bool) -> MoeFacts:
+    """Read the experts of Qwen 2 and Qwen3-Next, with a gated shared expert."""
+    moe = _experts(keys, "moe_intermediate_size", renormalized)
+    return replace(moe, shared_intermediate=keys.size("shared_expert_intermediate_size"), shared_gate=True)
 
 
 def qwen3_moe(keys: ConfigReader) -> ArchFacts:
     names = "across" if keys.get("model_type") == "qwen3_vl_moe_text" else "mlp"
     moe = _experts(keys, "moe_intermediate_size", keys.flag("norm_topk_prob"), names=names)
     head_dim = keys.size("hidden_size") // keys.size("num_attention_heads")
-    return add_experts(qwen3(with_defaults(keys, head_dim=head_dim)), moe, _qwen_sparse_layers(keys))
+    return add_experts(qwen3(keys.defaults(head_dim=head_dim)), moe, qwen_sparse_layers(keys))
 
 
 def mellum(keys: ConfigReader) -> ArchFacts:
     """Read Mellum: Qwen 3 MoE with another rope base in window layers."""
-    keys = with_defaults(keys, norm_topk_prob=True, head_dim=128)
+    keys = keys.defaults(norm_topk_prob=True, head_dim=128)
     kinds = "full_attention", "sliding_attention"
     if keys.get("rope_parameters") is None:
         bases = zip(kinds, (500000.0, 10000.0), strict=True)
@@ -83,20 +82,19 @@ def mellum(keys: ConfigReader) -> ArchFacts:
     ropes = ropes_by_kind(keys, keys.size("head_dim"), *kinds)
     layers = tuple(LayerFacts(ropes[kinds[window is not None]], window) for window in windows)
     biased = keys.flag("attention_bias")
-    facts = decoder(keys, layers=layers, qkv_bias=biased, out_bias=biased, qk_norm="head", unused=r"^mtp\.")
+    facts = decoder(keys, layers=layers, attention_bias=biased, qk_norm="head", unused=r"^mtp\.")
     moe = _experts(keys, "moe_intermediate_size", keys.flag("norm_topk_prob"))
     return add_experts(facts, moe, first_dense(keys))
 
 
 def olmoe(keys: ConfigReader) -> ArchFacts:
-    biased = keys.flag("attention_bias")
     clip = keys.optional_number("clip_qkv")
-    facts = decoder(keys, qkv_bias=biased, out_bias=biased, qk_norm="all", qkv_clip=clip)
+    facts = decoder(keys, attention_bias=keys.flag("attention_bias"), qk_norm="all", qkv_clip=clip)
     return add_experts(facts, _experts(keys, "intermediate_size", keys.flag("norm_topk_prob")))
 
 
 def flex_olmo(keys: ConfigReader) -> ArchFacts:
-    facts = olmo2(with_defaults(keys, rope_theta=500000.0, rms_norm_eps=1e-6))
+    facts = olmo2(keys.defaults(rope_theta=500000.0, rms_norm_eps=1e-6))
     return add_experts(facts, _experts(keys, "intermediate_size", keys.flag("norm_topk_prob")))
 
 
@@ -115,12 +113,12 @@ def _granite_experts(keys: ConfigReader) -> MoeFacts:
 
 
 def minimax_m2(keys: ConfigReader) -> ArchFacts:
-    require(keys, "scoring_func", "sigmoid")
-    require(keys, "use_qk_norm", True)
+    keys.require("scoring_func", "sigmoid")
+    keys.require("use_qk_norm", True)
     if keys.get("rotary_dim") is not None:
         rotary_factor = keys.size("rotary_dim") / keys.size("head_dim", 128)
-        keys = with_defaults(keys, partial_rotary_factor=rotary_factor)
-    facts = decoder(with_defaults(keys, rope_theta=5e6), head_dim=128, qk_norm="all")
+        keys = keys.defaults(partial_rotary_factor=rotary_factor)
+    facts = decoder(keys.defaults(rope_theta=5e6), head_dim=128, qk_norm="all")
     moe = _experts(keys, "intermediate_size", True, names="minimax", scoring="sigmoid", choice_bias=True)
     return add_experts(facts, moe)
 
@@ -129,10 +127,8 @@ def dots1(keys: ConfigReader) -> ArchFacts:
     """Read dots.llm1: Qwen 3's attention, DeepSeek's experts."""
     head_dim = keys.size("head_dim", keys.size("hidden_size") // keys.size("num_attention_heads"))
     windows = sliding_window(keys) is not None
-    facts = qwen3(
-        with_defaults(keys.but(head_dim=head_dim, use_sliding_window=windows), max_window_layers=62)
-    )
-    moe = deepseek_experts(with_defaults(keys, norm_topk_prob=False), "sigmoid")
+    facts = qwen3(keys.but(head_dim=head_dim, use_sliding_window=windows).defaults(max_window_layers=62))
+    moe = deepseek_experts(keys.defaults(norm_topk_prob=False), "sigmoid")
     return add_experts(facts, moe, first_dense(keys))
 
 
@@ -154,7 +150,7 @@ def cohere2_moe(keys: ConfigReader) -> ArchFacts:
     windows = windows_by_kind(keys, sliding_window(keys), default=default)
     rotates = [window is not None or (i not in sparse and prefix == 1) for i, window in enumerate(windows)]
     inner, scoring = keys.size("intermediate_size"), keys.get("expert_selection_fn") or "softmax"
-    facts = cohere(with_defaults(keys, rope_theta=10000.0), windows=windows, rotates=rotates)
+    facts = cohere(keys.defaults(rope_theta=10000.0), windows=windows, rotates=rotates)
     if keys.get("rms_norm_eps") is not None:
         facts = replace(facts, norm="rms", norm_eps=keys.number("rms_norm_eps"))
     renormalized = scoring == "softmax" or keys.flag("norm_topk_prob", True)
@@ -192,18 +188,18 @@ def glm4_moe(keys: ConfigReader) -> ArchFacts:
 def solar_open(keys: ConfigReader) -> ArchFacts:
     """Read Solar Open: Llama's attention, DeepSeek's experts in every layer."""
     facts = decoder(
-        with_defaults(keys, rope_theta=1e6),
+        keys.defaults(rope_theta=1e6),
         head_dim=128,
         qkv_bias=keys.flag("attention_bias"),
         intermediate=keys.size("intermediate_size", keys.size("moe_intermediate_size")),
     )
-    moe = deepseek_experts(with_defaults(keys, n_shared_experts=1), "sigmoid")
+    moe = deepseek_experts(keys.defaults(n_shared_experts=1), "sigmoid")
     return replace(add_experts(facts, moe), unused=mtp_pattern(keys))
 
 
 def hy3(keys: ConfigReader) -> ArchFacts:
     """Read Hunyuan 3: Qwen 3's attention, sigmoid routing in float32."""
-    keys = with_defaults(keys, rope_theta=11158840.0, rms_norm_eps=1e-5)
+    keys = keys.defaults(rope_theta=11158840.0, rms_norm_eps=1e-5)
     inner = keys.size("moe_intermediate_size")
     scale = keys.number("router_scaling_factor", 2.826)
     moe = MoeFacts(
@@ -225,13 +221,12 @@ def afmoe(keys: ConfigReader) -> ArchFacts:
     pattern = ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(count)]
     windows = windows_by_kind(keys, sliding_window(keys, 1024), default=pattern)
     facts = decoder(
-        with_defaults(keys, rms_norm_eps=1e-5),
+        keys.defaults(rms_norm_eps=1e-5),
         head_dim=128,
         windows=windows,
         rotates=[window is not None for window in windows],
         qk_norm="head",
-        qkv_bias=keys.flag("attention_bias"),
-        out_bias=keys.flag("attention_bias"),
+        attention_bias=keys.flag("attention_bias"),
         output_gate=True,
         embed_scale=keys.size("hidden_size") ** 0.5 if keys.flag("mup_enabled") else 1.0,
     )
@@ -337,13 +332,13 @@ def deepseek_experts(keys: ConfigReader, scoring: str) -> MoeFacts:
 def dbrx(keys: ConfigReader) -> ArchFacts:
     attention = ConfigReader(f"{keys.source}, attn_config", keys.get("attn_config") or {})
     ffn = ConfigReader(f"{keys.source}, ffn_config", keys.get("ffn_config") or {})
-    require(ffn, "moe_normalize_expert_weights", 1.0)
+    ffn.require("moe_normalize_expert_weights", 1.0)
     weighed = ffn.values.get("moe_normalize_expert_weights", 1.0)
     activation = (ffn.get("ffn_act_fn") or {}).get("name", "silu")
     facts = decoder(
-        with_defaults(databricks(keys), rope_theta=attention.get("rope_theta")).but(
-            num_key_value_heads=attention.size("kv_n_heads", 1), hidden_act=activation
-        ),
+        databricks(keys)
+        .defaults(rope_theta=attention.get("rope_theta"))
+        .but(num_key_value_heads=attention.size("kv_n_heads", 1), hidden_act=activation),
         norm="layer",
         eps_key="layer_norm_epsilon",
         intermediate=ffn.size("ffn_hidden_size", 3584),
@@ -376,10 +371,9 @@ def llama4(keys: ConfigReader) -> ArchFacts:
         head_dim=head_dim,
         layers=tuple(LayerFacts(rope if rotated else None) for rotated in rotates),
         intermediate=keys.size("intermediate_size_mlp"),
-        unit_heads=keys.flag("use_qk_norm", True),
-        query_growth=growth if keys.flag("attn_temperature_tuning", True) else None,
-        qkv_bias=keys.flag("attention_bias"),
-        out_bias=keys.flag("attention_bias"),
+        qk_l2_norm=keys.flag("use_qk_norm", True),
+        attention_temperature=growth if keys.flag("attn_temperature_tuning", True) else None,
+        attention_bias=keys.flag("attention_bias"),
     )
     inner = keys.size("intermediate_size")
     moe = MoeFacts(
@@ -407,7 +401,7 @@ def num_experts(keys: ConfigReader) -> int:
     return keys.size(next((key for key in known if keys.get(key) is not None), known[0]))
 
 
-def _qwen_sparse_layers(keys: ConfigReader) -> set[int]:
+def qwen_sparse_layers(keys: ConfigReader) -> set[int]:
     """Return Qwen's MoE layers: every `decoder_sparse_step`th layer, except `mlp_only_layers`."""
     step, count = keys.size("decoder_sparse_step", 1), keys.size("num_hidden_layers")
     without = keys.integers("mlp_only_layers")

@@ -12,7 +12,6 @@ from quire.checkpoint.families.decoder import (
     sliding_window,
     windows_by_kind,
 )
-from quire.checkpoint.families.dense import with_defaults
 from quire.checkpoint.families.moe import add_experts, deepseek_experts, first_dense
 from quire.checkpoint.reader import ConfigReader
 from quire.checkpoint.rope import max_len_of, read_rope
@@ -35,7 +34,7 @@ def gemma2(keys: ConfigReader) -> ArchFacts:
 
 def vaultgemma(keys: ConfigReader) -> ArchFacts:
     """Read VaultGemma: Gemma 2 without norms after attention and feed-forward."""
-    return gemma2(with_defaults(keys, attn_logit_softcapping=50.0, final_logit_softcapping=30.0))
+    return gemma2(keys.defaults(attn_logit_softcapping=50.0, final_logit_softcapping=30.0))
 
 
 def gemma3(keys: ConfigReader) -> ArchFacts:
@@ -78,7 +77,7 @@ def gemma4(keys: ConfigReader) -> ArchFacts:
             ropes[kind],
             windows[kind],
             moe=keys.flag("enable_moe_block"),
-            keys_of=last[kind] if at >= first else None,
+            kv_sharing_target=last[kind] if at >= first else None,
             head_dim=head_dim,
             kv_heads=kv_heads,
             intermediate=wide if at >= first else 0,
@@ -179,7 +178,7 @@ def gemma3n(keys: ConfigReader) -> ArchFacts:
         LayerFacts(
             ropes[kind],
             windows[kind],
-            keys_of=last[kind] if at >= first else None,
+            kv_sharing_target=last[kind] if at >= first else None,
             sparsity=float(sparse[at]),
         )
         for at, kind in enumerate(kinds)
@@ -270,7 +269,7 @@ def mimo_v2(keys: ConfigReader) -> ArchFacts:
         for kind in kinds
     )
     facts = decoder(
-        with_defaults(keys, rms_norm_eps=1e-5),
+        keys.defaults(rms_norm_eps=1e-5),
         head_dim=head_dim,
         layers=layers,
         qkv_bias=keys.flag("attention_bias"),
@@ -288,13 +287,11 @@ def gpt_oss(keys: ConfigReader) -> ArchFacts:
     alternating = [_KINDS[(layer + 1) % 2] for layer in range(count)]
     rope = read_rope(keys, head_dim)
     windows = windows_by_kind(keys, sliding_window(keys, 128), alternating)
-    biased = keys.flag("attention_bias", True)
     return decoder(
         keys,
         head_dim=64,
         layers=tuple(LayerFacts(rope, window, moe=True) for window in windows),
-        qkv_bias=biased,
-        out_bias=biased,
+        attention_bias=keys.flag("attention_bias", True),
         sinks=True,
         moe=MoeFacts(
             experts=keys.size("num_local_experts", 128),

@@ -14,8 +14,8 @@ from quire.checkpoint.facts import (
     StateFacts,
 )
 from quire.checkpoint.families.decoder import decoder
-from quire.checkpoint.families.dense import granite, llama, require, with_defaults
-from quire.checkpoint.families.moe import deepseek_experts
+from quire.checkpoint.families.dense import granite, llama
+from quire.checkpoint.families.moe import deepseek_experts, qwen_experts, qwen_sparse_layers
 from quire.checkpoint.reader import ConfigReader
 from quire.checkpoint.rope import read_rope
 
@@ -47,7 +47,7 @@ _NEMOTRON_LAYERS = {
 def mamba(keys: ConfigReader) -> ArchFacts:
     """Read Mamba: all layers are Mamba layers."""
     inner = keys.size("intermediate_size", keys.size("expand", 2) * keys.size("hidden_size"))
-    return _mixer_only(with_defaults(keys, tie_word_embeddings=True), "selective", _read_mamba(keys, inner))
+    return _mixer_only(keys.defaults(tie_word_embeddings=True), "selective", _read_mamba(keys, inner))
 
 
 def falcon_mamba(keys: ConfigReader) -> ArchFacts:
@@ -80,7 +80,7 @@ def mamba2(keys: ConfigReader) -> ArchFacts:
 
 def _mixer_only(keys: ConfigReader, mixer: str, state: StateFacts) -> ArchFacts:
     """Read a model of norms and mixers only. It has no attention: the number of heads is set to 1."""
-    require(keys, "hidden_act", "silu")
+    keys.require("hidden_act", "silu")
     return decoder(
         keys.but(num_attention_heads=1, num_key_value_heads=1, head_dim=64),
         layers=(LayerFacts(None, mixer=mixer),) * keys.size("num_hidden_layers"),
@@ -165,7 +165,7 @@ def lfm2_moe(keys: ConfigReader) -> ArchFacts:
 
 def _lfm2(keys: ConfigReader, sparse: list[bool], **facts: Any) -> ArchFacts:
     hidden, attending = keys.size("hidden_size"), keys.get("full_attn_idxs")
-    keys = with_defaults(keys, norm_eps=1e-5, rope_theta=1e6)
+    keys = keys.defaults(norm_eps=1e-5, rope_theta=1e6)
     tied = "tie_embedding" if keys.get("tie_embedding") is not None else "tie_word_embeddings"
     if keys.get("layer_types") is None:
         attending = range(len(sparse)) if attending is None else _read_layer_numbers(keys, "full_attn_idxs")
@@ -193,7 +193,7 @@ def _lfm2(keys: ConfigReader, sparse: list[bool], **facts: Any) -> ArchFacts:
 
 def falcon_h1(keys: ConfigReader) -> ArchFacts:
     """Read Falcon-H1: attention and Mamba-2 in parallel in each layer, with scaling factors."""
-    facts = llama(with_defaults(keys, rms_norm_eps=1e-5))
+    facts = llama(keys.defaults(rms_norm_eps=1e-5))
     inner = keys.size("mamba_d_ssm", keys.size("mamba_expand", 2) * facts.hidden)
     state, into = _read_mamba2(keys, inner), keys.number("ssm_in_multiplier", 1.0)
     if keys.flag("projectors_bias") != state.proj_bias or (state.proj_bias and into != 1):
@@ -253,8 +253,8 @@ def _read_factors(keys: ConfigReader, key: str, count: int) -> tuple[float, ...]
 
 def zamba2(keys: ConfigReader) -> ArchFacts:
     """Read Zamba2: Mamba-2, and before some layers a shared block of attention and feed-forward."""
-    require(keys, "tie_word_embeddings", True)
-    require(keys, "use_long_context", False)
+    keys.require("tie_word_embeddings", True)
+    keys.require("use_long_context", False)
     hidden, heads = keys.size("hidden_size"), keys.size("n_mamba_heads", 8)
     head_dim = keys.size("attention_head_dim", 2 * hidden // keys.size("num_attention_heads"))
     rope = read_rope(keys.but(head_dim=head_dim), head_dim) if keys.flag("use_mem_rope") else None
@@ -269,7 +269,7 @@ def zamba2(keys: ConfigReader) -> ArchFacts:
     }
     groups = keys.size("mamba_ngroups", 1)
     return decoder(
-        with_defaults(keys, intermediate_size=4 * hidden, hidden_act="gelu", rms_norm_eps=1e-5).but(
+        keys.defaults(intermediate_size=4 * hidden, hidden_act="gelu", rms_norm_eps=1e-5).but(
             head_dim=head_dim, tie_word_embeddings=True
         ),
         layers=tuple(shared_layers.get(number, _MAMBA_LAYER) for number in range(len(kinds))),
@@ -318,7 +318,7 @@ def granite_hybrid(keys: ConfigReader) -> ArchFacts:
 def bamba(keys: ConfigReader) -> ArchFacts:
     """Read Bamba: Mamba-2, and attention with half rotary embedding in the layers of `attn_layer_indices`."""
     attention_layers, count = _read_layer_numbers(keys, "attn_layer_indices"), keys.size("num_hidden_layers")
-    keys = with_defaults(keys, rms_norm_eps=1e-5).but(partial_rotary_factor=0.5)
+    keys = keys.defaults(rms_norm_eps=1e-5).but(partial_rotary_factor=0.5)
     facts = llama(keys)
     has_state = [i not in attention_layers for i in range(count)]
     return replace(
@@ -369,9 +369,9 @@ def _time_limits(keys: ConfigReader, least: str = "") -> tuple[float, float]:
 def nemotron_h(keys: ConfigReader) -> ArchFacts:
     """Read Nemotron-H. A layer is Mamba-2, attention without rotary embedding, experts or a plain
     feed-forward part."""
-    require(keys, "mamba_hidden_act", "silu")
-    require(keys, "mlp_hidden_act", "relu2")
-    require(keys, "sliding_window", None)
+    keys.require("mamba_hidden_act", "silu")
+    keys.require("mlp_hidden_act", "relu2")
+    keys.require("sliding_window", None)
     layers = _read_nemotron_layers(keys)
     moe = None
     if any(layer.moe for layer in layers):
@@ -384,13 +384,12 @@ def nemotron_h(keys: ConfigReader) -> ArchFacts:
         )
     groups, biased = keys.size("n_groups", 8), keys.flag("attention_bias")
     return decoder(
-        with_defaults(keys, layer_norm_epsilon=1e-5, mlp_hidden_act="relu2"),
+        keys.defaults(layer_norm_epsilon=1e-5, mlp_hidden_act="relu2"),
         head_dim=128,
         layers=layers,
         activation_key="mlp_hidden_act",
         eps_key="layer_norm_epsilon",
-        qkv_bias=biased,
-        out_bias=biased,
+        attention_bias=biased,
         mlp_bias=keys.flag("mlp_bias"),
         moe=moe,
         state=StateFacts(
@@ -421,19 +420,9 @@ def _read_nemotron_layers(keys: ConfigReader) -> tuple[LayerFacts, ...]:
 
 def qwen3_next(keys: ConfigReader) -> ArchFacts:
     """Read Qwen3-Next: gated delta net, gated attention in every fourth layer, and experts in most layers."""
-    num_layers, step = keys.size("num_hidden_layers"), keys.size("decoder_sparse_step", 1)
-    dense, experts = keys.integers("mlp_only_layers"), keys.get("num_experts") or 0
-    moe = None
-    if experts:
-        moe = MoeFacts(
-            experts=keys.size("num_experts"),
-            intermediate=keys.size("moe_intermediate_size"),
-            routing=Routing(keys.size("num_experts_per_tok"), renormalized=keys.flag("norm_topk_prob", True)),
-            shared_intermediate=keys.size("shared_expert_intermediate_size"),
-            shared_gate=True,
-        )
-    sparse = [bool(moe) and i not in dense and (i + 1) % step == 0 for i in range(num_layers)]
-    return _gated_delta(keys, sparse, moe=moe)
+    sparse = qwen_sparse_layers(keys) if keys.get("num_experts") else set()
+    moe = qwen_experts(keys, keys.flag("norm_topk_prob", True)) if keys.get("num_experts") else None
+    return _gated_delta(keys, [i in sparse for i in range(keys.size("num_hidden_layers"))], moe=moe)
 
 
 def qwen3_5(keys: ConfigReader) -> ArchFacts:
@@ -457,8 +446,7 @@ def _gated_delta(keys: ConfigReader, sparse: list[bool], **facts: Any) -> ArchFa
         norm="rms_plus_one",
         qk_norm="head",
         output_gate=True,
-        qkv_bias=biased,
-        out_bias=biased,
+        attention_bias=biased,
         state=StateFacts(
             heads=keys.size("linear_num_value_heads", 32),
             head_dim=keys.size("linear_value_head_dim", 128),

@@ -5,7 +5,6 @@ from typing import Any
 
 from quire.checkpoint.facts import ArchFacts, LayerFacts, MoeFacts, RopeFacts, Routing
 from quire.checkpoint.families.decoder import check_heads, decoder, sliding_window
-from quire.checkpoint.families.dense import require, with_defaults
 from quire.checkpoint.families.moe import mtp_pattern
 from quire.checkpoint.reader import ConfigReader
 from quire.checkpoint.rope import max_len_of, read_rope
@@ -31,8 +30,8 @@ def step35(keys: ConfigReader) -> ArchFacts:
     """Read Step-3.5. Window layers have another number of heads, and each head's output has a gate. Lists
     with a value per layer also cover the MTP layers after the last."""
     for key, value in _ONLY.items():
-        require(keys, key, value)
-    keys = with_defaults(keys, **{new: keys.get(old) for old, new in _NAMES.items()})
+        keys.require(key, value)
+    keys = keys.defaults(**{new: keys.get(old) for old, new in _NAMES.items()})
     head_dim, biased, count = keys.size("head_dim", 128), keys.flag("attention_bias"), _count(keys)
     layers = _read_layers(keys, head_dim)
     return decoder(
@@ -42,8 +41,7 @@ def step35(keys: ConfigReader) -> ArchFacts:
         predicting=layers[count] if len(layers) > count else None,
         norm="rms_plus_one",
         norm_eps=keys.number("rms_norm_eps", 1e-5),
-        qkv_bias=biased,
-        out_bias=biased,
+        attention_bias=biased,
         mlp_bias=keys.flag("mlp_bias"),
         qk_norm="head",
         head_gate=True,
@@ -134,9 +132,9 @@ def _window_heads(keys: ConfigReader, head_dim: int) -> int:
     if not isinstance(other, dict):
         raise keys.wrong("attention_other_setting", "an object")
     settings = ConfigReader(f"{keys.source}, attention_other_setting", other)
-    require(settings, "attention_type", _KINDS[1])
-    require(settings, "num_attention_groups", keys.get("num_key_value_heads"))
-    require(settings, "head_dim", head_dim)
+    settings.require("attention_type", _KINDS[1])
+    settings.require("num_attention_groups", keys.get("num_key_value_heads"))
+    settings.require("head_dim", head_dim)
     counts = [keys.size("num_sliding_attention_heads")] if keys.get("num_sliding_attention_heads") else []
     counts += [settings.size("num_attention_heads")] if settings.get("num_attention_heads") else []
     for heads in counts:

@@ -4,39 +4,28 @@ from dataclasses import dataclass
 
 from quire.checkpoint.facts import MediaFacts
 from quire.checkpoint.multimodal.llava import read_llava
-from quire.checkpoint.multimodal.parts import ViTFacts, part, text_part, token_id, vit
+from quire.checkpoint.multimodal.parts import ShuffledFacts, part, text_part, token_id, vit
 from quire.checkpoint.reader import ConfigReader
 from quire.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class AyaFacts:
+class AyaFacts(ShuffledFacts):
     """SigLIP and its projector."""
 
-    vit: ViTFacts
     depths: tuple[int, ...]
     """Layers after which hidden states are taken and concatenated; empty: after all layers and the final
     norm."""
     first: int
     """Number of first encoder outputs that are dropped."""
-    gather: int
-    """Side of the square of patches that pixel shuffle merges into one token."""
     norm_eps: float
     """Epsilon of the norm before the projector; 0: no norm."""
     intermediate: int
     """Intermediate size of the projector; half of it are gates."""
-    size_out: int
-    image_id: int
-    """Placeholder token of an image."""
 
     @property
     def size_in(self) -> int:
         return self.gather**2 * self.vit.hidden * max(1, len(self.depths))
-
-    @property
-    def tokens(self) -> int:
-        """Return the number of tokens of a tile."""
-        return (self.vit.side // self.gather) ** 2
 
     @property
     def num_weights(self) -> int:

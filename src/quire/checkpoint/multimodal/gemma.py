@@ -3,21 +3,17 @@
 from dataclasses import dataclass
 
 from quire.checkpoint.facts import MediaFacts
-from quire.checkpoint.multimodal.parts import ViTFacts, part, text_part, token_id, vit
+from quire.checkpoint.multimodal.parts import TowerFacts, part, text_part, token_id, vit
 from quire.checkpoint.reader import ConfigReader
 from quire.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class GemmaFacts:
+class GemmaFacts(TowerFacts):
     """SigLIP, and how its patches become soft tokens."""
 
-    vit: ViTFacts
     side: int
     """Soft tokens per image side."""
-    size_out: int
-    image_id: int
-    """Placeholder token of an image."""
     begin_id: int
     end_id: int
 

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.checkpoint.facts import MediaFacts
-from quire.checkpoint.multimodal.parts import ViTFacts, part, side_of, text_part
+from quire.checkpoint.multimodal.parts import ViTFacts, check_gather, part, read_vit, text_part
 from quire.checkpoint.reader import ConfigReader
-from quire.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,20 +94,17 @@ def _read_depth(keys: ConfigReader, key: str, vision: ConfigReader) -> int:
 
 
 def _read_facts(keys: ConfigReader, vision: ConfigReader, text: ConfigReader, **facts: Any) -> InternFacts:
-    vit = ViTFacts(
-        layers=vision.size("num_hidden_layers", 24),
-        hidden=vision.size("hidden_size", 1024),
-        intermediate=vision.size("intermediate_size", 4096),
-        heads=vision.size("num_attention_heads", 16),
-        image=side_of(vision, "image_size", 448),
-        patch=side_of(vision, "patch_size", 14),
-        activation=vision.get("hidden_act") or "gelu",
-        norm_eps=vision.number("layer_norm_eps", 1e-6),
-        has_class=True,
-    )
+    sizes: dict[str, Any] = {
+        "layers": 24,
+        "hidden": 1024,
+        "intermediate": 4096,
+        "heads": 16,
+        "image": 448,
+        "patch": 14,
+    }
+    vit = read_vit(vision, **sizes, activation="gelu", has_class=True)
     gather = round(1 / keys.number("downsample_ratio", 0.5))
-    if vit.side % gather:
-        raise ConfigError(f"{keys.source}: {vit.side} patches a side cannot be gathered by {gather}")
+    check_gather(keys.source, vit, gather)
     norm = vision.get("norm_type") or "layer_norm"
     if norm not in ("layer_norm", "rms_norm"):
         raise vision.wrong("norm_type", "'layer_norm' or 'rms_norm'")

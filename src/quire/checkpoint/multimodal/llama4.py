@@ -1,33 +1,23 @@
 """Llama 4: a vision encoder with 2-D rope over image tiles, and pixel shuffle of the patches."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from quire.checkpoint.facts import MediaFacts
-from quire.checkpoint.multimodal.parts import ViTFacts, part, side_of, text_part, token_id
+from quire.checkpoint.multimodal.parts import ShuffledFacts, part, read_vit, text_part, token_id
 from quire.checkpoint.reader import ConfigReader
 from quire.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Llama4Facts:
+class Llama4Facts(ShuffledFacts):
     """A vision encoder, its adapter, and the projector."""
 
-    vit: ViTFacts
     theta: float
-    gather: int
-    """Side of the square of patches that pixel shuffle merges into one token."""
     inner: int
     """Intermediate size of the adapter."""
     adapted: int
     """Output size of the adapter."""
-    size_out: int
-    image_id: int
-    """Placeholder token of an image."""
-
-    @property
-    def tokens(self) -> int:
-        """Return the number of tokens of a tile."""
-        return (self.vit.side // self.gather) ** 2
 
     @property
     def num_weights(self) -> int:
@@ -40,17 +30,9 @@ class Llama4Facts:
 def llama4(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
     text = text_part(keys, default="llama4_text")
     vision = part(keys, "vision_config")
-    vit = ViTFacts(
-        layers=vision.size("num_hidden_layers", 34),
-        hidden=vision.size("hidden_size", 768),
-        intermediate=vision.size("intermediate_size", 5632),
-        heads=vision.size("num_attention_heads", 16),
-        image=side_of(vision, "image_size", 448),
-        patch=side_of(vision, "patch_size", 14),
-        activation="gelu",
-        norm_eps=1e-5,
-        has_class=True,
-    )
+    sizes: dict[str, Any] = {"layers": 34, "intermediate": 5632, "heads": 16, "image": 448, "patch": 14}
+    same = vision.but(hidden_act="gelu", layer_norm_eps=1e-5)  # not configurable
+    vit = read_vit(same, **sizes, has_class=True)
     gather = round(1 / vision.number("pixel_shuffle_ratio", 0.5))
     if vit.side % gather or vit.hidden // vit.heads % 4:
         raise ConfigError(f"{vision.source}: {vit.side} patches a side and {vit.heads} heads do not fit")

@@ -3,24 +3,19 @@
 from dataclasses import dataclass
 
 from quire.checkpoint.facts import MediaFacts
-from quire.checkpoint.multimodal.parts import ViTFacts, part, text_part, token_id, vit
+from quire.checkpoint.multimodal.parts import TowerFacts, part, text_part, token_id, vit
 from quire.checkpoint.multimodal.pixtral import pixtral
 from quire.checkpoint.reader import ConfigReader
 
 
 @dataclass(frozen=True, slots=True)
-class LlavaFacts:
+class LlavaFacts(TowerFacts):
     """A vision encoder and its projector."""
 
-    vit: ViTFacts
     depths: tuple[int, ...]
     """Layers after which hidden states are taken; those of several layers are concatenated."""
     first: int
     """Number of first encoder outputs that are dropped."""
-    size_out: int
-    """Output size: the decoder's hidden size."""
-    image_id: int
-    """Placeholder token of an image."""
     activation: str
     bias: bool
 

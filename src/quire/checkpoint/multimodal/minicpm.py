@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from quire.checkpoint.facts import MediaFacts
-from quire.checkpoint.multimodal.parts import ViTFacts, part, side_of, text_part, token_id
+from quire.checkpoint.multimodal.parts import ViTFacts, part, read_vit, side_of, text_part, token_id
 from quire.checkpoint.reader import ConfigReader
 from quire.errors import ConfigError
 
@@ -60,7 +60,7 @@ def minicpm_v(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
     if not isinstance(version, (int, float)) or version not in _DECODERS:
         raise keys.wrong("version", f"one of {', '.join(map(str, _DECODERS))}")
     text = keys.but(architectures=[_DECODERS[version]])
-    vit = _read_vit(part(keys, "vision_config"))
+    vit = read_vit(part(keys, "vision_config"))
     facts = MiniCPMFacts(
         vit=vit,
         depth=vit.layers - keys.flag("drop_vision_last_layer"),
@@ -75,7 +75,7 @@ def minicpm_v(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
 def minicpm_v46(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
     """Read MiniCPM-V 4.6 in the format of transformers."""
     text = text_part(keys, default="qwen3_5_text")
-    vit = _read_vit(part(keys, "vision_config"))
+    vit = read_vit(part(keys, "vision_config"))
     layer = keys.get("insert_layer_id")
     layer = 6 if layer is None else layer
     if not isinstance(layer, int) or not 0 <= layer < vit.layers:
@@ -91,16 +91,3 @@ def minicpm_v46(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
         merged=None if keys.get("downsample_mode") == "4x" else layer,
     )
     return text, MediaFacts("minicpm_v", ("image", "video"), facts)
-
-
-def _read_vit(vision: ConfigReader) -> ViTFacts:
-    return ViTFacts(
-        layers=vision.size("num_hidden_layers", 12),
-        hidden=vision.size("hidden_size", 768),
-        intermediate=vision.size("intermediate_size", 3072),
-        heads=vision.size("num_attention_heads", 12),
-        image=side_of(vision, "image_size", 224),
-        patch=side_of(vision, "patch_size", 16),
-        activation=vision.get("hidden_act") or "gelu_pytorch_tanh",
-        norm_eps=vision.number("layer_norm_eps", 1e-6),
-    )

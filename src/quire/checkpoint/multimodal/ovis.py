@@ -1,9 +1,10 @@
 """Ovis 2: patches become weighted sums of the embeddings of a visual vocabulary."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from quire.checkpoint.facts import MediaFacts
-from quire.checkpoint.multimodal.parts import ViTFacts, part, side_of, text_part, token_id
+from quire.checkpoint.multimodal.parts import ShuffledFacts, part, read_vit, text_part, token_id
 from quire.checkpoint.reader import ConfigReader
 from quire.errors import ConfigError
 
@@ -11,29 +12,18 @@ _CHOICES = ("softmax", "st_argmax")
 
 
 @dataclass(frozen=True, slots=True)
-class OvisFacts:
+class OvisFacts(ShuffledFacts):
     """AIMv2, and the table of visual embeddings."""
 
-    vit: ViTFacts
     bias: bool
     mlp_bias: bool
-    gather: int
-    """Side of the square of patches that becomes one token."""
     vocab: int
     """Size of the visual vocabulary, without the indicator tokens after it."""
     hard: bool
     """Whether only the most likely visual word counts (argmax)."""
-    size_out: int
-    image_id: int
-    """Placeholder token of an image."""
     mark_ids: tuple[int, ...]
     """Indicator tokens with the last embeddings of the table: start, end of the overview, of a column, of a
     row, and end."""
-
-    @property
-    def tokens(self) -> int:
-        """Return the number of tokens of a tile."""
-        return (self.vit.side // self.gather) ** 2
 
     @property
     def num_weights(self) -> int:
@@ -45,16 +35,8 @@ class OvisFacts:
 
 def ovis2(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
     text, vision = text_part(keys, default="qwen2"), part(keys, "vision_config")
-    vit = ViTFacts(
-        layers=vision.size("num_hidden_layers", 24),
-        hidden=vision.size("hidden_size", 1024),
-        intermediate=vision.size("intermediate_size", 2816),
-        heads=vision.size("num_attention_heads", 8),
-        image=side_of(vision, "image_size", 224),
-        patch=side_of(vision, "patch_size", 14),
-        activation=vision.get("hidden_act") or "silu",
-        norm_eps=vision.number("rms_norm_eps", 1e-5),
-    )
+    sizes: dict[str, Any] = {"layers": 24, "hidden": 1024, "intermediate": 2816, "heads": 8, "patch": 14}
+    vit = read_vit(vision, **sizes, activation="silu", norm_eps=1e-5, eps_key="rms_norm_eps")
     gather, choice = vision.size("hidden_stride", 1), vision.get("tokenize_function") or "softmax"
     if vit.side % gather:
         raise vision.wrong("hidden_stride", f"a number that divides the {vit.side} patches of a side")

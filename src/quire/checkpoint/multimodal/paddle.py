@@ -2,9 +2,8 @@
 
 from quire.checkpoint.facts import MediaFacts
 from quire.checkpoint.multimodal.parts import part, side_of, token_id
-from quire.checkpoint.multimodal.qwen import GridFacts, decoder_part
+from quire.checkpoint.multimodal.qwen import GridFacts, check_grid, decoder_part
 from quire.checkpoint.reader import ConfigReader
-from quire.errors import ConfigError
 
 
 def paddleocr_vl(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
@@ -39,6 +38,4 @@ def paddleocr_vl(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
         video_end_id=end,
         positions=side_of(vision, "image_size", 384) // patch,
     )
-    if grid.hidden % grid.heads or grid.hidden // grid.heads % 4:
-        raise ConfigError(f"{vision.source}: {grid.heads} heads of {grid.hidden} do not fit 2-D rope")
-    return text, MediaFacts("paddleocr_vl", ("image",), grid)
+    return text, MediaFacts("paddleocr_vl", ("image",), check_grid(vision, grid))

@@ -3,23 +3,13 @@
 from dataclasses import dataclass
 
 from quire.checkpoint.facts import MediaFacts
-from quire.checkpoint.multimodal.parts import ViTFacts, part, text_part, token_id, vit
+from quire.checkpoint.multimodal.parts import TowerFacts, part, text_part, token_id, vit
 from quire.checkpoint.reader import ConfigReader
 
 
 @dataclass(frozen=True, slots=True)
-class PaliGemmaFacts:
-    """SigLIP and its projection."""
-
-    vit: ViTFacts
-    size_out: int
-    image_id: int
-    """Placeholder token of an image, which is also its marker in prompts."""
-
-    @property
-    def tokens(self) -> int:
-        """Return the number of tokens of an image."""
-        return self.vit.tokens
+class PaliGemmaFacts(TowerFacts):
+    """SigLIP and its projection. The placeholder token of an image is also its mark in prompts."""
 
     @property
     def num_weights(self) -> int:

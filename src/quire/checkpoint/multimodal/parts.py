@@ -102,6 +102,35 @@ class ViTFacts:
         return first + stack_weights(depth or self.layers, self.hidden, self.intermediate)
 
 
+@dataclass(frozen=True, slots=True)
+class TowerFacts:
+    """A vision transformer, and the size of its outputs after the projector."""
+
+    vit: ViTFacts
+    size_out: int
+    """Output size: the decoder's hidden size."""
+    image_id: int
+    """Placeholder token of an image."""
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of tokens of an image."""
+        return self.vit.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ShuffledFacts(TowerFacts):
+    """A vision transformer over tiles; pixel shuffle merges squares of patches into tokens."""
+
+    gather: int
+    """Side of the square of patches that becomes one token."""
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of tokens of a tile."""
+        return (self.vit.side // self.gather) ** 2
+
+
 def part(keys: ConfigReader, name: str) -> ConfigReader:
     """Return a section of config.json by name."""
     section = keys.get(name)
@@ -146,9 +175,43 @@ def side_of(keys: ConfigReader, key: str, default: int) -> int:
     return ConfigReader(keys.source, {key: value}).size(key, default)
 
 
+def read_vit(
+    vision: ConfigReader,
+    *,
+    layers: int = 12,
+    hidden: int = 768,
+    intermediate: int = 3072,
+    heads: int = 12,
+    image: int = 224,
+    patch: int = 16,
+    activation: str = "gelu_pytorch_tanh",
+    norm_eps: float = 1e-6,
+    eps_key: str = "layer_norm_eps",
+    has_class: bool = False,
+) -> ViTFacts:
+    """Read a vision transformer. The parameters are the defaults of the family, here those of SigLIP."""
+    return ViTFacts(
+        layers=vision.size("num_hidden_layers", layers),
+        hidden=vision.size("hidden_size", hidden),
+        intermediate=vision.size("intermediate_size", intermediate),
+        heads=vision.size("num_attention_heads", heads),
+        image=side_of(vision, "image_size", image),
+        patch=side_of(vision, "patch_size", patch),
+        activation=vision.get("hidden_act") or activation,
+        norm_eps=vision.number(eps_key, norm_eps),
+        has_class=has_class,
+    )
+
+
+def check_gather(source: str, vit: ViTFacts, gather: int) -> None:
+    """Raise if the patches of a side cannot be merged `gather` by `gather`."""
+    if vit.side % gather:
+        raise ConfigError(f"{source}: {vit.side} patches a side cannot be gathered by {gather}")
+
+
 _VITS: dict[str, dict[str, Any]] = {
-    "clip_vision_model": {"image": 224, "patch": 32, "activation": "quick_gelu", "norm_eps": 1e-5},
-    "siglip_vision_model": {"image": 224, "patch": 16, "activation": "gelu_pytorch_tanh", "norm_eps": 1e-6},
+    "clip_vision_model": {"patch": 32, "activation": "quick_gelu", "norm_eps": 1e-5, "has_class": True},
+    "siglip_vision_model": {},
 }
 
 
@@ -160,15 +223,4 @@ def vit(vision: ConfigReader, default: str) -> ViTFacts:
             f"{vision.source}: the vision encoder {kind!r} is not supported; known:"
             f" {', '.join(sorted(_VITS))}"
         )
-    defaults = _VITS[kind]
-    return ViTFacts(
-        layers=vision.size("num_hidden_layers", 12),
-        hidden=vision.size("hidden_size", 768),
-        intermediate=vision.size("intermediate_size", 3072),
-        heads=vision.size("num_attention_heads", 12),
-        image=side_of(vision, "image_size", defaults["image"]),
-        patch=side_of(vision, "patch_size", defaults["patch"]),
-        activation=vision.get("hidden_act") or defaults["activation"],
-        norm_eps=vision.number("layer_norm_eps", defaults["norm_eps"]),
-        has_class=kind == "clip_vision_model",
-    )
+    return read_vit(vision, **_VITS[kind])

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.checkpoint.facts import MediaFacts
-from quire.checkpoint.families.dense import with_defaults
 from quire.checkpoint.multimodal.parts import stack_weights
 from quire.checkpoint.reader import ConfigReader
 from quire.errors import ConfigError
@@ -181,9 +180,9 @@ def _glm4_decoder(keys: ConfigReader) -> ConfigReader:
         text = decoder_part(keys, "Glm4ForCausalLM", rope, rms_norm_eps=1e-5, partial_rotary_factor=1.0)
     head_dim = text.size("hidden_size") // text.size("num_attention_heads")
     if kind == "glm_ocr_text":
-        return with_defaults(text, head_dim=head_dim).but(attention_bias=False)
+        return text.defaults(head_dim=head_dim).but(attention_bias=False)
     defaults = {"attention_bias": True, "head_dim": head_dim}
-    return with_defaults(text, **defaults) if has_experts else text.but(**defaults)
+    return text.defaults(**defaults) if has_experts else text.but(**defaults)
 
 
 def _vision_keys(keys: ConfigReader) -> ConfigReader:
@@ -238,7 +237,11 @@ def _read_grid(
         for name, (key, default) in _SIZES.items()
         if name not in facts
     }
-    grid = GridFacts(**(read | facts))
+    return check_grid(vision, GridFacts(**(read | facts)))
+
+
+def check_grid(vision: ConfigReader, grid: GridFacts) -> GridFacts:
+    """Return the facts, or raise if the heads do not fit 2-D rope."""
     if grid.hidden % grid.heads or grid.hidden // grid.heads % 4:
         raise ConfigError(f"{vision.source}: {grid.heads} heads of {grid.hidden} do not fit 2-D rope")
     return grid
@@ -263,7 +266,7 @@ def decoder_part(
     if not architecture.startswith("Qwen3"):  # older files may have it in either place
         tied = tied or bool(text.get("tie_word_embeddings"))
     values = {**keys.values, **text, **whole, "tie_word_embeddings": tied, "architectures": [architecture]}
-    return _with_rope(with_defaults(ConfigReader(keys.source, values), **defaults), rope)
+    return _with_rope(ConfigReader(keys.source, values).defaults(**defaults), rope)
 
 
 def _with_rope(keys: ConfigReader, facts: dict[str, Any], *, over: bool = False) -> ConfigReader:

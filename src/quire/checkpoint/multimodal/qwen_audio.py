@@ -48,12 +48,9 @@ class QwenAudioFacts:
 
 
 def qwen2_audio(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
-    text = text_part(keys, default="qwen2")
-    tower = QwenAudioFacts(
-        encoder=encoder_of(part(keys, "audio_config")),
-        size_out=text.size("hidden_size"),
-        audio_id=token_id(keys, "audio_token_index", "audio_token_id", default=151646),
-    )
+    text, encoder = text_part(keys, default="qwen2"), encoder_of(part(keys, "audio_config"))
+    audio_id = token_id(keys, "audio_token_index", "audio_token_id", default=151646)
+    tower = QwenAudioFacts(encoder, text.size("hidden_size"), audio_id)
     return text, MediaFacts("qwen2_audio", ("audio",), tower)
 
 

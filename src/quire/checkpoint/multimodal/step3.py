@@ -1,9 +1,10 @@
 """Step3-VL and Step-3.7: a perception encoder over an image and its crops."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from quire.checkpoint.facts import MediaFacts
-from quire.checkpoint.multimodal.parts import ViTFacts, part, side_of, text_part, token_id
+from quire.checkpoint.multimodal.parts import ViTFacts, part, read_vit, text_part, token_id
 from quire.checkpoint.reader import ConfigReader
 from quire.errors import ConfigError
 
@@ -48,22 +49,15 @@ def step37(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
 
 _NAMES = {"hidden_size": "width", "num_hidden_layers": "layers", "num_attention_heads": "heads"}
 """Key names of transformers, and of StepFun."""
+_SIZES: dict[str, Any] = {"layers": 47, "hidden": 1536, "heads": 16, "image": 728, "patch": 14}
 
 
 def _read(keys: ConfigReader, text: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
     vision = part(keys, "vision_config")
-    vision = vision.but(**{old: vision.get(old) or vision.get(new) for new, old in _NAMES.items()})
-    hidden = vision.size("width", 1536)
-    vit = ViTFacts(
-        layers=vision.size("layers", 47),
-        hidden=hidden,
-        intermediate=int(hidden * vision.number("mlp_ratio", 8960 / 1536)),
-        heads=vision.size("heads", 16),
-        image=side_of(vision, "image_size", 728),
-        patch=side_of(vision, "patch_size", 14),
-        activation=vision.get("hidden_act") or "quick_gelu",
-        norm_eps=vision.number("layer_norm_eps", 1e-5),
-    )
+    vision = vision.but(**{new: vision.get(old) or vision.get(new) for new, old in _NAMES.items()})
+    hidden = vision.size("hidden_size", _SIZES["hidden"])
+    vision = vision.but(intermediate_size=int(hidden * vision.number("mlp_ratio", 8960 / 1536)))
+    vit = read_vit(vision, **_SIZES, activation="quick_gelu", norm_eps=1e-5)
     if vision.flag("use_cls_token") or not vision.flag("use_rope2d", True):
         raise ConfigError(
             f"{vision.source}: encoders with use_cls_token or without use_rope2d are not supported"

@@ -47,4 +47,6 @@ def encoder_of(audio: ConfigReader) -> WhisperFacts:
 
 def whisper(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
     encoder = encoder_of(keys)
-    return keys, MediaFacts("whisper", ("audio",), encoder, crossed=encoder.positions, transcribes=True)
+    return keys, MediaFacts(
+        "whisper", ("audio",), encoder, num_cross_states=encoder.positions, transcribes=True
+    )

@@ -14,25 +14,18 @@ from quire.checkpoint.facts import MediaFacts
 from quire.checkpoint.multimodal.anyres import AnyresFacts
 from quire.checkpoint.reader import ConfigReader
 from quire.data.multimodal import Array, Arrays
-from quire.errors import ConfigError, RequestError
+from quire.errors import RequestError
 from quire.multimodal.images import (
-    CLIP_MEAN,
-    CLIP_STD,
-    IMAGE_ARGUMENTS,
     MOST_FRAMES,
     Pixels,
     PixelScaling,
     Size,
     check_frames,
-    override_settings,
-    resample_of,
-    resized,
     stored_settings,
     tiled,
     video_settings,
-    wrong_argument,
 )
-from quire.multimodal.processors import Content, ProcessedItem, Video
+from quire.multimodal.processors import ProcessedItem, Video
 from quire.multimodal.processors.image_base import ImageProcessor
 from quire.text.tokenizer import Tokenizer
 
@@ -44,11 +37,10 @@ class AnyresProcessor(ImageProcessor):
     """Computes the order of the vectors: rows and columns that are only padding are left out, and each row
     ends with a newline vector."""
 
+    facts: AnyresFacts
+
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
-        self.facts: AnyresFacts = facts.tower
-        self.modalities = facts.modalities
-        super().__init__(self.facts.image_id, self.facts.image_id, self.facts.size_out, tokenizer)
-        self.settings = stored_settings(path)
+        super().__init__(path, facts, tokenizer)
         self.video_settings = video_settings(path, stored_settings(path, "video_processor"))
 
     def marks(self, modality: str) -> list[int]:
@@ -58,25 +50,28 @@ class AnyresProcessor(ImageProcessor):
     def text(self, modality: str, number: int) -> str:
         return self.tokenizer.backend.id_to_token(self.marks(modality)[0]) or ""
 
-    def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
-        stored = self.video_settings if modality == "video" else self.settings
-        try:
-            keys = override_settings(stored, arguments, IMAGE_ARGUMENTS)
-            finish = PixelScaling.read(keys, CLIP_MEAN, CLIP_STD)
-            if isinstance(content, Video):
-                return self._process_video(content, finish, keys)
-            assert isinstance(content, Image.Image)
-            tiles = self._tiles(content, keys)
-        except ConfigError as error:
-            raise wrong_argument(error) from error
-        arrays = finish(tiles) | self._order(content.size[::-1])
+    def process_image(self, image: Image.Image, keys: ConfigReader, scaling: PixelScaling) -> ProcessedItem:
+        side = self.facts.vit.image
+        parts = tiled(
+            self._padded(image, best_shape(image.size[::-1], self.facts.shapes), keys), (side, side)
+        )
+        tiles = np.concatenate((self.resize_to_square(image, keys)[None], parts))
+        arrays = scaling(tiles) | self._order(image.size[::-1])
         return ProcessedItem([self.image_id] * arrays["places"].shape[0], arrays=arrays)
 
-    def _tiles(self, image: Image.Image, keys: ConfigReader) -> NDArray[np.uint8]:
-        side, resample = self.facts.vit.image, resample_of(keys, Image.Resampling.BICUBIC)
-        shape = best_shape(image.size[::-1], self.facts.shapes)
-        parts = tiled(padded(image, shape, resample), (side, side))
-        return np.concatenate((resized(image, (side, side), resample)[None], parts))
+    def _padded(self, image: Image.Image, shape: Size, keys: ConfigReader) -> Pixels:
+        """Resize an image to fit the shape, and center it on black."""
+        high, wide = shape
+        width, height = image.size
+        along, down = wide / width, high / height
+        if along < down:
+            size = min(math.ceil(height * along), high), wide
+        else:
+            size = high, min(math.ceil(width * down), wide)
+        out = np.zeros((high, wide, 3), np.uint8)
+        top, left = (high - size[0]) // 2, (wide - size[1]) // 2
+        out[top : top + size[0], left : left + size[1]] = self.resize(image, size, keys)
+        return out
 
     def _order(self, image: Size) -> Arrays:
         facts = self.facts
@@ -100,11 +95,9 @@ class AnyresProcessor(ImageProcessor):
         check_frames(len(video.frames))
         return len(video.frames) * math.ceil(self.facts.vit.side / 2) ** 2 + 1
 
-    def _process_video(self, video: Video, finish: PixelScaling, keys: ConfigReader) -> ProcessedItem:
-        side, resample = self.facts.vit.image, resample_of(keys, Image.Resampling.BICUBIC)
-        count = self.num_vectors(video, {})
-        frames = np.stack([resized(Image.fromarray(frame), (side, side), resample) for frame in video.frames])
-        return ProcessedItem(self.marks("video") * count, arrays=finish(frames))
+    def process_video(self, video: Video, keys: ConfigReader, scaling: PixelScaling) -> ProcessedItem:
+        span = self.marks("video") * self.num_vectors(video, {})
+        return ProcessedItem(span, arrays=scaling(self.resize_frames(video, keys)))
 
     def process_embeds(self, modality: str, embeds: Mapping[str, NDArray[Any]]) -> ProcessedItem:
         if modality != "image":
@@ -137,21 +130,6 @@ def best_shape(image: Size, shapes: Sequence[Size]) -> Size:
         return kept, kept - shape[0] * shape[1]
 
     return max(shapes, key=worth)
-
-
-def padded(image: Image.Image, shape: Size, resample: Image.Resampling) -> Pixels:
-    """Resize an image to fit the shape, and center it on black."""
-    high, wide = shape
-    width, height = image.size
-    along, down = wide / width, high / height
-    if along < down:
-        size = min(math.ceil(height * along), high), wide
-    else:
-        size = high, min(math.ceil(width * down), wide)
-    out = np.zeros((high, wide, 3), np.uint8)
-    top, left = (high - size[0]) // 2, (wide - size[1]) // 2
-    out[top : top + size[0], left : left + size[1]] = resized(image, size, resample)
-    return out
 
 
 def order_of(

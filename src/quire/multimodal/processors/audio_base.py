@@ -7,10 +7,41 @@ from typing import Any
 import numpy as np
 
 from quire.checkpoint.multimodal.whisper import WhisperFacts
+from quire.checkpoint.reader import ConfigReader
 from quire.errors import ConfigError, RequestError
 from quire.multimodal.images import override_settings, stored_settings, wrong_argument
 from quire.multimodal.mel import Samples, log_mel, resampled
 from quire.multimodal.processors import Audio
+
+
+def read_samples(
+    sound: Audio,
+    settings: ConfigReader,
+    arguments: Mapping[str, Any],
+    *,
+    rate: int,
+    longest: int,
+    fewest: int = 0,
+) -> Samples:
+    """Convert audio to the sample rate of an encoder. What exceeds `longest` samples is cut, or refused
+    without `truncation`; less than `fewest` samples are refused."""
+    try:
+        is_cut = override_settings(settings, arguments, ("truncation",)).flag("truncation", True)
+    except ConfigError as error:
+        raise wrong_argument(error) from error
+    sound = sound if sound.rate else Audio(sound.samples, rate)
+    if not is_cut and len(sound.samples) * rate > longest * sound.rate:
+        raise RequestError(
+            f"the audio is {len(sound.samples) / sound.rate:.1f} seconds long, and "
+            f"{longest / rate:.1f} are the maximum: set truncation to cut it"
+        )
+    samples = resampled(sound, rate, longest)
+    if len(samples) < fewest:
+        raise RequestError(
+            f"the audio is too short: it has {len(samples)} samples at {rate} Hz, and "
+            f"{fewest} are the minimum"
+        )
+    return samples
 
 
 class AudioProcessor:
@@ -29,20 +60,8 @@ class AudioProcessor:
         """Return the number of samples that the encoder reads at once."""
         return self.facts.moments * self.hop
 
-    def samples(self, sound: Audio, arguments: Mapping[str, Any], longest: int) -> Samples:
-        """Convert audio to the sample rate of the encoder. What exceeds `longest` samples is cut, or refused
-        without `truncation`."""
-        try:
-            is_cut = override_settings(self.settings, arguments, ("truncation",)).flag("truncation", True)
-        except ConfigError as error:
-            raise wrong_argument(error) from error
-        sound = sound if sound.rate else Audio(sound.samples, self.rate)
-        if not is_cut and len(sound.samples) * self.rate > longest * sound.rate:
-            raise RequestError(
-                f"the audio is {len(sound.samples) / sound.rate:.1f} seconds long, and "
-                f"{longest / self.rate:.1f} are the maximum: set truncation to cut it"
-            )
-        return resampled(sound, self.rate, longest)
+    def samples(self, sound: Audio, arguments: Mapping[str, Any], longest: int, fewest: int = 0) -> Samples:
+        return read_samples(sound, self.settings, arguments, rate=self.rate, longest=longest, fewest=fewest)
 
     def padded_mel(self, samples: Samples, pieces: int = 1) -> Samples:
         """Return the spectrogram of `pieces` encoder inputs, padded with silence: [pieces * (frames + 1),

@@ -1,44 +1,26 @@
 """Aya Vision and Command A Vision: an image in tiles and as a whole, with tokens between them."""
 
-from collections.abc import Mapping
-from functools import lru_cache
 from pathlib import Path
-from typing import Any
-
-from PIL import Image
 
 from quire.checkpoint.facts import MediaFacts
 from quire.checkpoint.multimodal.aya import AyaFacts
-from quire.errors import ConfigError, RequestError
-from quire.multimodal.images import (
-    CLIP_MEAN,
-    CLIP_STD,
-    IMAGE_ARGUMENTS,
-    PixelScaling,
-    Size,
-    override_settings,
-    processor_settings,
-    stored_settings,
-    wrong_argument,
-)
-from quire.multimodal.processors import Content, ProcessedItem
-from quire.multimodal.processors.image_base import ImageProcessor, token_of
-from quire.multimodal.processors.intern import grid_of, tiles_of
+from quire.checkpoint.reader import ConfigReader
+from quire.multimodal.images import Size, processor_settings, stored_settings
+from quire.multimodal.processors.image_base import token_of
+from quire.multimodal.processors.tiling import TiledProcessor, grids
 from quire.text.tokenizer import Tokenizer
 
-_KNOWN = (*IMAGE_ARGUMENTS, "crop_to_patches", "min_patches", "max_patches")
 _MARK = "<image>"
 
 
-class AyaProcessor(ImageProcessor):
+class AyaProcessor(TiledProcessor):
     """Each tile has its number as text before it. The mark is `<image>`, which may not be a token."""
 
+    facts: AyaFacts
+
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
-        self.facts: AyaFacts = facts.tower
-        mark = tokenizer.backend.token_to_id(_MARK)
-        image_id = self.facts.image_id
-        super().__init__(image_id if mark is None else mark, image_id, self.facts.size_out, tokenizer)
-        self.settings = stored_settings(path).but(crop_to_patches=True)  # overrides the file
+        super().__init__(path, facts, tokenizer, mark=tokenizer.backend.token_to_id(_MARK))
+        self.settings = self.settings.but(crop_to_patches=True)  # overrides the file
         stored = processor_settings(path)
         self.begin = str(stored.get("start_of_img_token") or "<|START_OF_IMG|>")
         self.end = str(stored.get("end_of_img_token") or "<|END_OF_IMG|>")
@@ -54,41 +36,10 @@ class AyaProcessor(ImageProcessor):
         place = self.tokenizer.backend.id_to_token(self.image_id) or ""
         return text if self.mark != self.image_id else text.replace(_MARK, place)
 
-    def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
-        assert isinstance(content, Image.Image)
-        try:
-            keys = override_settings(self.settings, arguments, _KNOWN)
-            finish = PixelScaling.read(keys, CLIP_MEAN, CLIP_STD)
-            tiles = tiles_of(content, keys, self.facts.vit.image, self.grid)
-        except ConfigError as error:
-            raise wrong_argument(error) from error
-        return self.build_item(self.span(len(tiles)), arrays=finish(tiles))
-
-    @staticmethod
-    def grid(image: Size, side: int, least: int, most: int) -> tuple[int, int]:
-        """Return the rows and columns of tiles."""
-        return grid_of(image, side, least, most)
-
     def span(self, num_tiles: int) -> list[int]:
         place = self.tokenizer.backend.id_to_token(self.image_id) or ""
         tiles = "".join(f"{self.tile}_{number}{place}" for number in range(1, num_tiles))
-        text = f"{self.begin}{tiles}{self.whole}{place}{self.end}"
-        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
-        return [i for i in token_ids for _ in range(self.facts.tokens if i == self.image_id else 1)]
-
-    def embeds_span(self, num_vectors: int) -> list[int]:
-        if num_vectors % self.facts.tokens:
-            many = f"a multiple of {self.facts.tokens}"
-            raise RequestError(f"image_embeds: {num_vectors} vectors, expected {many}", "multi_modal_data")
-        return self.span(num_vectors // self.facts.tokens)
-
-    def most_vectors(self, modality: str) -> int:
-        most = self.settings.size("max_patches", 12) if self.settings.flag("crop_to_patches") else 1
-        return self.facts.tokens * (most + (most > 1))
-
-    def largest(self, modality: str) -> tuple[int, ...]:
-        side, count = self.facts.vit.image, self.most_vectors(modality) // self.facts.tokens
-        return side * max(1, count - 1), side
+        return self.expand(f"{self.begin}{tiles}{self.whole}{place}{self.end}")
 
 
 class Cohere2VisionProcessor(AyaProcessor):
@@ -107,22 +58,16 @@ class Cohere2VisionProcessor(AyaProcessor):
     def spelled(self, text: str) -> str:
         return text
 
-    @staticmethod
-    def grid(image: Size, side: int, least: int, most: int) -> tuple[int, int]:
+    def grid(self, image: Size, keys: ConfigReader, least: int, most: int) -> Size:
         """Return the grid that enlarges an image the least or, if none does, shrinks it the least."""
-        height, width = image
-        scales = {grid: min(grid[1] * side / width, grid[0] * side / height) for grid in _grids(most)}
+        (height, width), side = image, self.facts.vit.image
+        scales = {
+            (rows, columns): min(columns * side / width, rows * side / height)
+            for columns, rows in grids(1, most)
+        }
         growing = {grid: scale for grid, scale in scales.items() if scale >= 1}
         return min(growing, key=growing.__getitem__) if growing else max(scales, key=scales.__getitem__)
 
     def span(self, num_tiles: int) -> list[int]:
         tile = [*[self.image_id] * self.facts.tokens, self.break_id]
         return [self.begin_id, *tile * num_tiles, self.end_id]
-
-
-@lru_cache
-def _grids(most: int) -> list[tuple[int, int]]:
-    """Return all grids of rows and columns, ordered by their number of tiles, then by columns."""
-    sides = range(1, most + 1)
-    every = [(high, wide) for wide in sides for high in sides if wide * high <= most]
-    return sorted(every, key=lambda grid: grid[0] * grid[1])

@@ -13,15 +13,16 @@ from quire.multimodal.images import resized
 from quire.multimodal.processors import Content, ProcessedItem
 from quire.multimodal.processors.grid import patches_of
 from quire.multimodal.processors.grid_settings import read_settings
-from quire.multimodal.processors.image_base import ImageProcessor
+from quire.multimodal.processors.image_base import SpanProcessor
 from quire.text.tokenizer import Tokenizer
 
 
-class DotsProcessor(ImageProcessor):
+class DotsProcessor(SpanProcessor):
     """The mark is the image token."""
 
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
         tower: DotsFacts = facts.tower
+        self.modalities = facts.modalities
         super().__init__(tower.image_id, tower.image_id, tower.size_out, tokenizer)
         self.settings = read_settings(path, facts)["image"]
 

@@ -1,10 +1,7 @@
 """Gemma 3: an image as one square, with optional crops of a long one (pan and scan)."""
 
 import math
-from collections.abc import Mapping
-from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -12,75 +9,55 @@ from PIL import Image
 from quire.checkpoint.facts import MediaFacts
 from quire.checkpoint.multimodal.gemma import GemmaFacts
 from quire.checkpoint.reader import ConfigReader
-from quire.errors import ConfigError, RequestError
-from quire.multimodal.images import (
-    HALF,
-    IMAGE_ARGUMENTS,
-    PixelScaling,
-    count_of,
-    fitted,
-    override_settings,
-    resample_of,
-    resized,
-    size_of,
-    stored_settings,
-    wrong_argument,
-)
-from quire.multimodal.processors import Content, ProcessedItem
+from quire.errors import RequestError
+from quire.multimodal.images import HALF, IMAGE_ARGUMENTS, PixelScaling, count_of
+from quire.multimodal.processors import ProcessedItem
 from quire.multimodal.processors.image_base import ImageProcessor
 from quire.text.tokenizer import Tokenizer
 
-_KNOWN = (
-    *IMAGE_ARGUMENTS,
-    "do_pan_and_scan",
-    "pan_and_scan_min_crop_size",
-    "pan_and_scan_max_num_crops",
-    "pan_and_scan_min_ratio_to_activate",
-)
 _MOST_NEWLINES = 64
 
 
-class Newlines(ImageProcessor):
-    """Spans with newlines around them, which merge with the newlines of the text into one token."""
+class NewlineTokens:
+    """Tokens of several newlines: the newlines around a span merge with those of the text into one token."""
 
-    @cached_property
-    def _newlines(self) -> dict[int, int]:
-        """Return the token of each number of newlines."""
-        ids = {count: self.tokenizer.backend.token_to_id("\n" * count) for count in range(1, _MOST_NEWLINES)}
-        return {count: i for count, i in ids.items() if i is not None}
-
-    @cached_property
-    def _counts(self) -> dict[int, int]:
-        return {i: count for count, i in self._newlines.items()}
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        ids = {count: tokenizer.backend.token_to_id("\n" * count) for count in range(1, _MOST_NEWLINES)}
+        self._ids = {count: i for count, i in ids.items() if i is not None}
+        self._counts = {i: count for count, i in self._ids.items()}
 
     def joined(self, before: int, after: int) -> int | None:
+        """Return the token that two tokens of newlines merge into; None for other tokens."""
         if before not in self._counts or after not in self._counts:
             return None
-        return self._newlines.get(self._counts[before] + self._counts[after])
+        return self._ids.get(self._counts[before] + self._counts[after])
 
 
-class Gemma3Processor(Newlines):
+class Gemma3Processor(ImageProcessor):
     """The mark is the begin-of-image token; the span has newlines around it, which merge with the text's."""
 
-    def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
-        self.facts: GemmaFacts = facts.tower
-        super().__init__(self.facts.begin_id, self.facts.image_id, self.facts.size_out, tokenizer)
-        side = self.facts.vit.image
-        self.settings = stored_settings(path, size={"height": side, "width": side})
+    arguments = (
+        *IMAGE_ARGUMENTS,
+        "do_pan_and_scan",
+        "pan_and_scan_min_crop_size",
+        "pan_and_scan_max_num_crops",
+        "pan_and_scan_min_ratio_to_activate",
+    )
+    mean = std = HALF
+    resample = Image.Resampling.BILINEAR
+    facts: GemmaFacts
 
-    def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
-        assert isinstance(content, Image.Image)
-        keys = override_settings(self.settings, arguments, _KNOWN)
-        try:
-            images = [content, *crops(content, keys)]
-            finish = PixelScaling.read(keys, HALF, HALF)
-            side, resample = self.facts.vit.image, resample_of(keys, Image.Resampling.BILINEAR)
-            if fitted(size_of(keys), (side, side)) != (side, side):
-                raise keys.wrong("size", f"{side} x {side} pixels")
-            squares = [resized(image, (side, side), resample) for image in images]
-        except ConfigError as error:
-            raise wrong_argument(error) from error
-        return self.build_item(self._span(len(images) - 1), arrays=finish(np.stack(squares)))
+    def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
+        side = facts.tower.vit.image
+        size = {"height": side, "width": side}
+        super().__init__(path, facts, tokenizer, mark=facts.tower.begin_id, size=size)
+        self.joined = NewlineTokens(tokenizer).joined
+
+    def process_image(self, image: Image.Image, keys: ConfigReader, scaling: PixelScaling) -> ProcessedItem:
+        images = [image, *crops(image, keys)]
+        self.check_square(keys)
+        squares = [self.resize_to_square(image, keys) for image in images]
+        return self.build_item(self._span(len(images) - 1), arrays=scaling(np.stack(squares)))
 
     def _span(self, num_crops: int) -> list[int]:
         name = self.tokenizer.backend.id_to_token
@@ -89,8 +66,7 @@ class Gemma3Processor(Newlines):
         if num_crops:
             text = f"Here is the original image {one} and here are some crops to help you see better "
             text += " ".join([one] * num_crops)
-        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
-        return [i for i in token_ids for _ in range(self.facts.tokens if i == self.image_id else 1)]
+        return self.expand(text)
 
     def embeds_span(self, num_vectors: int) -> list[int]:
         per_image = self.facts.tokens

@@ -12,11 +12,13 @@ from numpy.typing import NDArray
 from quire.checkpoint.facts import MediaFacts
 from quire.checkpoint.multimodal.gemma3n import Gemma3nFacts
 from quire.data.multimodal import Array
-from quire.errors import ConfigError, RequestError
-from quire.multimodal.images import override_settings, stored_settings, wrong_argument
-from quire.multimodal.mel import Samples, resampled
+from quire.errors import RequestError
+from quire.multimodal.images import stored_settings
+from quire.multimodal.mel import Samples
 from quire.multimodal.processors import Audio, Content, ProcessedItem
-from quire.multimodal.processors.gemma import Newlines
+from quire.multimodal.processors.audio_base import read_samples
+from quire.multimodal.processors.gemma import NewlineTokens
+from quire.multimodal.processors.image_base import SpanProcessor
 from quire.text.tokenizer import Tokenizer
 
 _LONGEST = 480000
@@ -25,7 +27,7 @@ _UNIT = 128
 """Samples are padded with silence to a multiple of this number."""
 
 
-class Gemma3nProcessor(Newlines):
+class Gemma3nProcessor(SpanProcessor):
     """The mark is the audio token; the span has newlines around it, which merge with those of the text."""
 
     modalities = ("audio",)
@@ -33,6 +35,7 @@ class Gemma3nProcessor(Newlines):
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
         self.facts: Gemma3nFacts = facts.tower
         super().__init__(self.facts.audio_id, self.facts.audio_id, self.facts.size_out, tokenizer)
+        self.joined = NewlineTokens(tokenizer).joined
         self.settings = stored_settings(path, "feature_extractor", feature_size=self.facts.mels)
         if self.settings.size("feature_size") != self.facts.mels:
             raise self.settings.wrong("feature_size", f"{self.facts.mels}, as the encoder has")
@@ -42,23 +45,9 @@ class Gemma3nProcessor(Newlines):
 
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
         assert isinstance(content, Audio)
-        try:
-            is_cut = override_settings(self.settings, arguments, ("truncation",)).flag("truncation", True)
-        except ConfigError as error:
-            raise wrong_argument(error) from error
-        sound = content if content.rate else Audio(content.samples, self.rate)
-        seconds = len(sound.samples) / sound.rate
-        if not is_cut and seconds * self.rate > _LONGEST:
-            raise RequestError(
-                f"the audio is {seconds:.1f} seconds long, and {_LONGEST / self.rate:.1f} are the maximum: "
-                "set truncation to cut it"
-            )
-        samples = resampled(sound, self.rate, _LONGEST)
-        if len(samples) <= self.frame:
-            raise RequestError(
-                f"the audio is too short: it has {len(samples)} samples at {self.rate} Hz, and "
-                f"{self.frame + 1} are the minimum"
-            )
+        samples = read_samples(
+            content, self.settings, arguments, rate=self.rate, longest=_LONGEST, fewest=self.frame + 1
+        )
         return self.build_item(self._span, arrays={"mel": Array.of(self._log_mel(samples))})
 
     @cached_property

@@ -1,9 +1,7 @@
 """Idefics 3 and SmolVLM: an image in tiles, each with its row and column as a token, and the whole image."""
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,65 +10,48 @@ from PIL import Image
 from quire.checkpoint.facts import MediaFacts
 from quire.checkpoint.multimodal.idefics import IdeficsFacts
 from quire.checkpoint.reader import ConfigReader
-from quire.errors import ConfigError
-from quire.multimodal.images import (
-    HALF,
-    IMAGE_ARGUMENTS,
-    PixelScaling,
-    Size,
-    override_settings,
-    resample_of,
-    resized,
-    size_of,
-    stored_settings,
-    tiled,
-    wrong_argument,
-)
-from quire.multimodal.processors import Content, ProcessedItem
+from quire.multimodal.images import HALF, IMAGE_ARGUMENTS, PixelScaling, Size, size_of, tiled
+from quire.multimodal.processors import ProcessedItem
 from quire.multimodal.processors.image_base import ImageProcessor
 from quire.text.tokenizer import Tokenizer
 
 _AROUND, _WHOLE = "<fake_token_around_image>", "<global-img>"
 _LONGEST = 4096
 """Largest side in pixels, whatever the request has."""
-_KNOWN = (*IMAGE_ARGUMENTS, "do_image_splitting", "max_image_size")
 
 
 class Idefics3Processor(ImageProcessor):
     """Resizes an image twice: to the longest edge, then to whole tiles."""
 
-    def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
-        self.facts: IdeficsFacts = facts.tower
-        super().__init__(self.facts.image_id, self.facts.image_id, self.facts.size_out, tokenizer)
-        self.settings = stored_settings(path, size={"longest_edge": 4 * self.facts.vit.image})
+    arguments = (*IMAGE_ARGUMENTS, "do_image_splitting", "max_image_size")
+    mean = std = HALF
+    resample = Image.Resampling.LANCZOS
+    facts: IdeficsFacts
 
-    def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
-        assert isinstance(content, Image.Image)
-        try:
-            keys = override_settings(self.settings, arguments, _KNOWN)
-            finish = PixelScaling.read(keys, HALF, HALF)
-            tiles, grid = self._tiles(content, keys)
-        except ConfigError as error:
-            raise wrong_argument(error) from error
-        return self.build_item(self._span(grid), arrays=finish(tiles))
+    def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
+        super().__init__(path, facts, tokenizer, size={"longest_edge": 4 * facts.tower.vit.image})
+
+    def process_image(self, image: Image.Image, keys: ConfigReader, scaling: PixelScaling) -> ProcessedItem:
+        tiles, grid = self._tiles(image, keys)
+        return self.build_item(self._span(grid), arrays=scaling(tiles))
 
     def _tiles(self, image: Image.Image, keys: ConfigReader) -> tuple[NDArray[np.uint8], Size]:
         """Return the tiles, the whole image last, and their rows and columns; 0 and 0 if there is only the
         whole."""
-        side, resample = self.facts.vit.image, resample_of(keys, Image.Resampling.LANCZOS)
+        side = self.facts.vit.image
         if keys.get("max_image_size") is not None and set(size_of(keys, "max_image_size").values()) != {side}:
             raise keys.wrong("max_image_size", f"{side}, the image size of the vision encoder")
         if max(image.size) > _LONGEST and not keys.flag("do_resize", True):
             raise keys.wrong("do_resize", f"true for images of more than {_LONGEST} pixels a side")
         if keys.flag("do_resize", True):
-            image = Image.fromarray(resized(image, _longest_edge_size(keys, image.size[::-1]), resample))
+            image = Image.fromarray(self.resize(image, _longest_edge_size(keys, image.size[::-1]), keys))
         if not keys.flag("do_image_splitting", True):
-            return resized(image, (side, side), resample)[None], (0, 0)
+            return self.resize_to_square(image, keys)[None], (0, 0)
         rows, columns = _grid(image.size[::-1], side)
-        image = Image.fromarray(resized(image, (rows * side, columns * side), resample))
+        image = Image.fromarray(self.resize(image, (rows * side, columns * side), keys))
         if rows * columns == 1:
             return np.asarray(image)[None], (0, 0)
-        whole = resized(image, (side, side), resample)
+        whole = self.resize_to_square(image, keys)
         return np.concatenate((tiled(np.asarray(image), (side, side)), whole[None])), (rows, columns)
 
     def _span(self, grid: Size) -> list[int]:
@@ -79,9 +60,7 @@ class Idefics3Processor(ImageProcessor):
             "".join(f"{_AROUND}<row_{row + 1}_col_{column + 1}>{place}" for column in range(grid[1])) + "\n"
             for row in range(grid[0])
         ]
-        text = "".join(rows) + ("\n" if rows else "") + f"{_AROUND}{_WHOLE}{place}{_AROUND}"
-        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
-        return [i for i in token_ids for _ in range(self.facts.tokens if i == self.image_id else 1)]
+        return self.expand("".join(rows) + ("\n" if rows else "") + f"{_AROUND}{_WHOLE}{place}{_AROUND}")
 
     def most_vectors(self, modality: str) -> int:
         width, height = self.largest(modality)

@@ -1,14 +1,34 @@
-"""Base of the processors of images."""
+"""Bases of the processors of images, and of all that replace a mark of one token by a span."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
+from quire.checkpoint.facts import MediaFacts
+from quire.checkpoint.reader import ConfigReader
 from quire.data.multimodal import Array, MediaItem
 from quire.errors import ConfigError, RequestError
-from quire.multimodal.processors import ProcessedItem
+from quire.multimodal.images import (
+    CLIP_MEAN,
+    CLIP_STD,
+    IMAGE_ARGUMENTS,
+    Pixels,
+    PixelScaling,
+    Size,
+    fitted,
+    override_settings,
+    resample_of,
+    resized,
+    size_of,
+    stored_settings,
+    video_settings,
+    wrong_argument,
+)
+from quire.multimodal.processors import Content, ProcessedItem, Video
 from quire.text.tokenizer import Tokenizer
 
 
@@ -20,11 +40,11 @@ def token_of(tokenizer: Tokenizer, token: str) -> int:
     return token_id
 
 
-class ImageProcessor:
-    """Base of processors that replace a mark of one token by a span of image tokens; both may be the same
-    token."""
+class SpanProcessor:
+    """Base of processors that replace a mark of one token by a span of image (or audio) tokens; both may be
+    the same token."""
 
-    modalities: tuple[str, ...] = ("image",)
+    modalities: tuple[str, ...]
 
     def __init__(self, mark: int, image_id: int, hidden: int, tokenizer: Tokenizer) -> None:
         self.mark, self.image_id, self.hidden = mark, image_id, hidden
@@ -61,3 +81,93 @@ class ImageProcessor:
         self, token_ids: Sequence[int], items: Sequence[MediaItem], facts: Sequence[Mapping[str, Any]]
     ) -> Array | None:
         return None
+
+
+class ImageProcessor(SpanProcessor):
+    """Base of processors that resize images by Pillow. A family states its settings as class attributes, and
+    implements `process_image`."""
+
+    arguments: ClassVar[Collection[str]] = IMAGE_ARGUMENTS
+    """Names of the mm_processor_kwargs that a request may pass."""
+    older_arguments: ClassVar[Mapping[str, str]] = {}
+    """Older names of arguments, with the current ones."""
+    mean: tuple[float, ...] = CLIP_MEAN
+    std: tuple[float, ...] = CLIP_STD
+    is_narrow: ClassVar[bool] = False
+    """Whether pixels are normalized in bfloat16."""
+    resample: ClassVar[Image.Resampling] = Image.Resampling.BICUBIC
+    facts: Any
+    """The shape of the vision encoder (`MediaFacts.tower`)."""
+
+    def __init__(
+        self,
+        path: Path,
+        facts: MediaFacts,
+        tokenizer: Tokenizer,
+        *,
+        mark: int | None = None,
+        image_id: int | None = None,
+        **defaults: Any,
+    ) -> None:
+        """Read the settings over `defaults`. The image token is that of config.json unless one is passed; the
+        mark is the image token unless one is passed."""
+        self.facts = facts.tower
+        image_id = self.facts.image_id if image_id is None else image_id
+        super().__init__(image_id if mark is None else mark, image_id, self.facts.size_out, tokenizer)
+        self.modalities = facts.modalities
+        self.settings = stored_settings(path, **defaults)
+        self.video_settings = video_settings(path, self.settings)
+
+    def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
+        try:
+            keys = self.read_arguments(modality, arguments)
+            scaling = PixelScaling.read(keys, self.mean, self.std, is_narrow=self.is_narrow)
+            if isinstance(content, Video):
+                return self.process_video(content, keys, scaling)
+            assert isinstance(content, Image.Image)
+            return self.process_image(content, keys, scaling)
+        except ConfigError as error:
+            raise wrong_argument(error) from error
+
+    def process_image(self, image: Image.Image, keys: ConfigReader, scaling: PixelScaling) -> ProcessedItem:
+        raise NotImplementedError
+
+    def process_video(self, video: Video, keys: ConfigReader, scaling: PixelScaling) -> ProcessedItem:
+        raise NotImplementedError
+
+    def read_arguments(self, modality: str, arguments: Mapping[str, Any]) -> ConfigReader:
+        """Return the settings of a modality, with the mm_processor_kwargs of a request over them."""
+        stored = self.video_settings if modality == "video" else self.settings
+        keys = override_settings(stored, arguments, self.arguments)
+        older = self.older_arguments
+        return keys.but(**{older[name]: value for name, value in arguments.items() if name in older})
+
+    def resize(self, image: Image.Image, size: Size, keys: ConfigReader) -> Pixels:
+        return resized(image, size, resample_of(keys, self.resample))
+
+    def resize_to_square(self, image: Image.Image, keys: ConfigReader) -> Pixels:
+        """Resize an image to the square that the vision encoder reads."""
+        side = self.facts.vit.image
+        return self.resize(image, (side, side), keys)
+
+    def resize_frames(self, video: Video, keys: ConfigReader) -> NDArray[np.uint8]:
+        """Resize the frames of a video to squares: [frames, side, side, 3]."""
+        return np.stack([self.resize_to_square(Image.fromarray(frame), keys) for frame in video.frames])
+
+    def check_square(self, keys: ConfigReader) -> None:
+        """Raise if the settings have another size than the vision encoder."""
+        side = self.facts.vit.image
+        if fitted(size_of(keys), (side, side)) != (side, side):
+            raise keys.wrong("size", f"{side} x {side} pixels")
+
+    def expand(self, text: str) -> list[int]:
+        """Tokenize the text of a span, with each image token repeated for all vectors of an image or tile."""
+        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+        return [i for i in token_ids for _ in range(self.facts.tokens if i == self.image_id else 1)]
+
+    def most_vectors(self, modality: str) -> int:
+        tokens: int = self.facts.tokens
+        return tokens
+
+    def largest(self, modality: str) -> tuple[int, ...]:
+        return self.facts.vit.image, self.facts.vit.image

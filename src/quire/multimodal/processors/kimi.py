@@ -22,14 +22,10 @@ from quire.multimodal.images import (
     Size,
     center_cropped,
     check_frames,
-    override_settings,
-    resample_of,
-    resized,
-    stored_settings,
     video_settings,
     wrong_argument,
 )
-from quire.multimodal.processors import Content, ProcessedItem, Video
+from quire.multimodal.processors import ProcessedItem, Video
 from quire.multimodal.processors.grid import USUAL_FPS
 from quire.multimodal.processors.image_base import ImageProcessor
 from quire.text.tokenizer import Tokenizer
@@ -40,7 +36,6 @@ _OLDER = {
     "patch_limit_on_one_side": "max_side",
 }
 """Setting names of the original code, with those of transformers."""
-_KNOWN = (*_OLDER, *_OLDER.values(), "pad_input", *(set(IMAGE_ARGUMENTS) - {"size"}))
 _VIDEO_MARK = "<|kimi_k25_video_placeholder|>"
 """Mark of a video in chat templates, which may not be a token."""
 _MOST_PATCHES = 2**16
@@ -50,11 +45,14 @@ _MOST_PATCHES = 2**16
 class KimiVLProcessor(ImageProcessor):
     """Keeps the size of an image unless it has too many patches."""
 
+    older_arguments = _OLDER
+    arguments = (*_OLDER, *_OLDER.values(), "pad_input", *(set(IMAGE_ARGUMENTS) - {"size"}))
+    mean = std = HALF
+    facts: MoonFacts
+
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
-        self.facts: MoonFacts = facts.tower
-        self.modalities = facts.modalities
-        super().__init__(self.facts.image_id, self.facts.image_id, self.facts.size_out, tokenizer)
-        stored = stored_settings(path)
+        super().__init__(path, facts, tokenizer)
+        stored = self.settings
         inner = stored.get("media_proc_cfg")
         stored = stored.but(**inner) if isinstance(inner, dict) else stored
         self.settings = _with_current_names(stored, 16384)
@@ -89,32 +87,18 @@ class KimiVLProcessor(ImageProcessor):
         """Replace the mark of a video by the text that is tokenized."""
         return text.replace(_VIDEO_MARK, self._video_mark) if "video" in self.modalities else text
 
-    def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
-        try:
-            keys = self._read_arguments(modality, arguments)
-            finish = PixelScaling.read(keys, HALF, HALF)
-            if isinstance(content, Video):
-                return self._process_video(content, keys, finish)
-            assert isinstance(content, Image.Image)
-            pixels = self._resize(content, keys)
-        except ConfigError as error:
-            raise wrong_argument(error) from error
-        return ProcessedItem([self.image_id] * self._count(pixels.shape), arrays=finish(pixels))
-
-    def _read_arguments(self, modality: str, arguments: Mapping[str, Any]) -> ConfigReader:
-        keys = override_settings(
-            self.video_settings if modality == "video" else self.settings, arguments, _KNOWN
-        )
-        return keys.but(**{_OLDER[name]: value for name, value in arguments.items() if name in _OLDER})
+    def process_image(self, image: Image.Image, keys: ConfigReader, scaling: PixelScaling) -> ProcessedItem:
+        pixels = self._resize_to_patches(image, keys)
+        return ProcessedItem([self.image_id] * self._count(pixels.shape), arrays=scaling(pixels))
 
     def _count(self, size: Sequence[int]) -> int:
         """Return the number of vectors of an image of this size."""
         side = self.facts.patch * self.facts.merge
         return -(-size[0] // side) * -(-size[1] // side)
 
-    def _process_video(self, video: Video, keys: ConfigReader, finish: PixelScaling) -> ProcessedItem:
+    def process_video(self, video: Video, keys: ConfigReader, scaling: PixelScaling) -> ProcessedItem:
         check_frames(len(video.frames))
-        pixels = np.stack([self._resize(Image.fromarray(frame), keys) for frame in video.frames])
+        pixels = np.stack([self._resize_to_patches(Image.fromarray(frame), keys) for frame in video.frames])
         indices = video.indices or tuple(range(len(pixels)))
         place = self.image_id if self.video_id is None else self.video_id
         name, span = self.tokenizer.backend.id_to_token(place) or "", list[int]()
@@ -124,24 +108,24 @@ class KimiVLProcessor(ImageProcessor):
             )
             for token_id in self.tokenizer.encode(clip, add_special_tokens=False):
                 span += [token_id] * (self._count(pixels.shape[1:]) if token_id == place else 1)
-        return self.build_item(span, place=place, arrays=finish(pixels))
+        return self.build_item(span, place=place, arrays=scaling(pixels))
 
     def num_vectors(self, video: Video, arguments: Mapping[str, Any]) -> int:
         check_frames(len(video.frames))
         try:
-            keys = self._read_arguments("video", arguments)
+            keys = self.read_arguments("video", arguments)
             size = video.frames.shape[1], video.frames.shape[2]
             size = self._reduced_size(size, keys) if keys.flag("do_resize", True) else size
         except ConfigError as error:
             raise wrong_argument(error) from error
         return -(-len(video.frames) // self.facts.frames) * self._count(size)
 
-    def _resize(self, image: Image.Image, keys: ConfigReader) -> Pixels:
+    def _resize_to_patches(self, image: Image.Image, keys: ConfigReader) -> Pixels:
         """Resize an image to whole squares of patches: padded with black, or cropped."""
         size = image.size[::-1]
         if keys.flag("do_resize", True):
             size = self._reduced_size(size, keys)
-        pixels = resized(image, size, resample_of(keys, Image.Resampling.BICUBIC))
+        pixels = self.resize(image, size, keys)
         side = self.facts.patch * self.facts.merge
         if not keys.flag("pad_input", True):
             least = max(size[0] // side, 1) * side, max(size[1] // side, 1) * side

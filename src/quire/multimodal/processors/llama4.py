@@ -1,10 +1,8 @@
 """Llama 4: an image on the best-fitting canvas of tiles, and the whole image."""
 
 import math
-from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,50 +11,28 @@ from PIL import Image
 from quire.checkpoint.facts import MediaFacts
 from quire.checkpoint.multimodal.llama4 import Llama4Facts
 from quire.checkpoint.reader import ConfigReader
-from quire.errors import ConfigError
-from quire.multimodal.images import (
-    HALF,
-    IMAGE_ARGUMENTS,
-    PixelScaling,
-    Size,
-    count_of,
-    override_settings,
-    resample_of,
-    resized,
-    stored_settings,
-    tiled,
-    wrong_argument,
-)
-from quire.multimodal.processors import Content, ProcessedItem
+from quire.multimodal.images import HALF, IMAGE_ARGUMENTS, PixelScaling, Size, count_of, tiled
+from quire.multimodal.processors import ProcessedItem
 from quire.multimodal.processors.image_base import ImageProcessor, token_of
 from quire.text.tokenizer import Tokenizer
 
 _MARK, _PLACE = "<|image|>", "<|patch|>"
-_KNOWN = (*IMAGE_ARGUMENTS, "max_patches", "resize_to_max_canvas")
 
 
 class Llama4Processor(ImageProcessor):
     """The mark is a token that the span also contains, before the whole image."""
 
+    arguments = (*IMAGE_ARGUMENTS, "max_patches", "resize_to_max_canvas")
+    mean = std = HALF
+    is_narrow = True
+    resample = Image.Resampling.BILINEAR
+    facts: Llama4Facts
+
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
-        self.facts: Llama4Facts = facts.tower
-        super().__init__(token_of(tokenizer, _MARK), self.facts.image_id, self.facts.size_out, tokenizer)
-        self.settings = stored_settings(path)
+        super().__init__(path, facts, tokenizer, mark=token_of(tokenizer, _MARK))
 
-    def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
-        assert isinstance(content, Image.Image)
-        try:
-            keys = override_settings(self.settings, arguments, _KNOWN)
-            finish = PixelScaling.read(keys, HALF, HALF, is_narrow=True)
-            tiles, grid = self._tiles(content, keys)
-        except ConfigError as error:
-            raise wrong_argument(error) from error
-        return self.build_item(self._span(*grid), arrays=finish(tiles))
-
-    def _tiles(self, image: Image.Image, keys: ConfigReader) -> tuple[NDArray[np.uint8], Size]:
-        """Return the tiles and the rows and columns of the canvas."""
-        side, resample = self.facts.vit.image, resample_of(keys, Image.Resampling.BILINEAR)
-        is_largest = keys.flag("resize_to_max_canvas")
+    def process_image(self, image: Image.Image, keys: ConfigReader, scaling: PixelScaling) -> ProcessedItem:
+        side, is_largest = self.facts.vit.image, keys.flag("resize_to_max_canvas")
         size = image.size[1], image.size[0]
         canvas = best_canvas(size, side, count_of(keys, "max_patches", 16), is_largest=is_largest)
         bounds = canvas
@@ -64,18 +40,17 @@ class Llama4Processor(ImageProcessor):
             bounds = min(max(size[0], side), canvas[0]), min(max(size[1], side), canvas[1])
         inner = fit_size(size, bounds)
         pixels = np.zeros((*canvas, 3), np.uint8)
-        pixels[: inner[0], : inner[1]] = resized(image, inner, resample)
+        pixels[: inner[0], : inner[1]] = self.resize(image, inner, keys)
         tiles = tiled(pixels, (side, side))
         if len(tiles) > 1:
-            tiles = np.concatenate((tiles, resized(image, (side, side), resample)[None]))
-        return tiles, (canvas[0] // side, canvas[1] // side)
+            tiles = np.concatenate((tiles, self.resize_to_square(image, keys)[None]))
+        span = self._span(canvas[0] // side, canvas[1] // side)
+        return self.build_item(span, arrays=scaling(tiles))
 
     def _span(self, rows: int, columns: int) -> list[int]:
         row = "<|tile_x_separator|>".join([_PLACE] * columns) + "<|tile_y_separator|>"
         tiles = row * rows if rows * columns > 1 else ""
-        text = f"<|image_start|>{tiles}{_MARK}{_PLACE}<|image_end|>"
-        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
-        return [i for i in token_ids for _ in range(self.facts.tokens if i == self.image_id else 1)]
+        return self.expand(f"<|image_start|>{tiles}{_MARK}{_PLACE}<|image_end|>")
 
     def most_vectors(self, modality: str) -> int:
         most = self.settings.size("max_patches", 16)

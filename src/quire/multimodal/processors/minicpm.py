@@ -24,15 +24,11 @@ from quire.multimodal.images import (
     Size,
     check_frames,
     count_of,
-    override_settings,
-    resample_of,
-    resized,
-    stored_settings,
     tiled,
     video_settings,
     wrong_argument,
 )
-from quire.multimodal.processors import Content, ProcessedItem, Video
+from quire.multimodal.processors import ProcessedItem, Video
 from quire.multimodal.processors.image_base import ImageProcessor, token_of
 from quire.text.tokenizer import Tokenizer
 
@@ -44,7 +40,6 @@ _FRAME_SLICES = 1
 _OLDER = {"norm_mean": "image_mean", "norm_std": "image_std"}
 _ALWAYS = ("size", "do_resize")
 """Arguments that are not supported: sides follow from the image."""
-_KNOWN = ("max_slice_nums", "scale_resolution", "slice_mode", *(set(IMAGE_ARGUMENTS) - set(_ALWAYS)))
 _LONGEST = 2048
 """Largest side of a square that a request may set."""
 _LARGEST = 2
@@ -66,14 +61,15 @@ class Cut(NamedTuple):
 class MiniCPMVProcessor(ImageProcessor):
     """The mark is the image token; for a video of 2.6 to 4.5 it is a slice with one image token."""
 
+    arguments = ("max_slice_nums", "scale_resolution", "slice_mode", *(set(IMAGE_ARGUMENTS) - set(_ALWAYS)))
+    mean = std = HALF
+    facts: MiniCPMFacts
+
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
-        self.facts: MiniCPMFacts = facts.tower
-        self.modalities = facts.modalities
-        image_id = self.facts.image_id
-        image_id = token_of(tokenizer, "<unk>") if image_id is None else image_id
-        super().__init__(image_id, image_id, self.facts.size_out, tokenizer)
+        unknown = token_of(tokenizer, "<unk>") if facts.tower.image_id is None else None
+        super().__init__(path, facts, tokenizer, image_id=unknown)
+        image_id, stored = self.image_id, self.settings
         self.video_id = image_id if self.facts.video_id is None else self.facts.video_id
-        stored = stored_settings(path)
         older = {new: stored.get(old) for old, new in _OLDER.items() if stored.get(old) is not None}
         self.settings = stored.but(**older)
         self.video_settings = video_settings(path, self.settings.but(max_slice_nums=_FRAME_SLICES))
@@ -107,39 +103,32 @@ class MiniCPMVProcessor(ImageProcessor):
                 text = _number_marks(text, place)
         return text
 
-    def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
-        try:
-            keys = override_settings(
-                self.video_settings if modality == "video" else self.settings, arguments, _KNOWN
-            )
-            finish, resample = (
-                PixelScaling.read(keys, HALF, HALF),
-                resample_of(keys, Image.Resampling.BICUBIC),
-            )
-            if isinstance(content, Video):
-                return self._process_video(content, keys, finish, resample)
-            assert isinstance(content, Image.Image)
-            cut = self._cut(content.size[::-1], keys)
-            arrays = finish(**_squares(content, cut, resample))
-        except ConfigError as error:
-            raise wrong_argument(error) from error
+    def process_image(self, image: Image.Image, keys: ConfigReader, scaling: PixelScaling) -> ProcessedItem:
+        cut = self._cut(image.size[::-1], keys)
+        arrays = scaling(**self._squares(image, cut, keys))
         return self.build_item(self._span(cut, keys), arrays=arrays)
 
-    def _process_video(
-        self, video: Video, keys: ConfigReader, finish: PixelScaling, resample: Image.Resampling
-    ) -> ProcessedItem:
+    def process_video(self, video: Video, keys: ConfigReader, scaling: PixelScaling) -> ProcessedItem:
         """Process a video: its frames in order, without numbers."""
         check_frames(len(video.frames))
         cut = self._cut(video.frames.shape[1:3], keys)
-        frames = [_squares(Image.fromarray(frame), cut, resample) for frame in video.frames]
+        frames = [self._squares(Image.fromarray(frame), cut, keys) for frame in video.frames]
         span = self._span(cut, keys, "video") * len(frames)
-        arrays = finish(**{name: np.stack([frame[name] for frame in frames]) for name in frames[0]})
+        arrays = scaling(**{name: np.stack([frame[name] for frame in frames]) for name in frames[0]})
         return self.build_item(span, place=self.video_id, arrays=arrays)
+
+    def _squares(self, image: Image.Image, cut: Cut, keys: ConfigReader) -> dict[str, Pixels]:
+        """Resize the whole image and cut the slices."""
+        whole = {"pixels": self.resize(image, cut.whole, keys)}
+        if not cut.rows:
+            return whole
+        large = self.resize(image, (cut.piece[0] * cut.rows, cut.piece[1] * cut.columns), keys)
+        return whole | {"slices": tiled(large, cut.piece)}
 
     def num_vectors(self, video: Video, arguments: Mapping[str, Any]) -> int:
         check_frames(len(video.frames))
         try:
-            keys = override_settings(self.video_settings, arguments, _KNOWN)
+            keys = self.read_arguments("video", arguments)
             cut = self._cut(video.frames.shape[1:3], keys)
         except ConfigError as error:
             raise wrong_argument(error) from error
@@ -219,15 +208,6 @@ def _number_marks(text: str, place: str) -> str:
         return f"<image_id>{next(numbers)}</image_id>{place}"
 
     return re.sub(f"(?:<image>|<slice>)(?:{one})+|{one}", with_number, text)
-
-
-def _squares(image: Image.Image, cut: Cut, resample: Image.Resampling) -> dict[str, Pixels]:
-    """Resize the whole image and cut the slices."""
-    whole = {"pixels": resized(image, cut.whole, resample)}
-    if not cut.rows:
-        return whole
-    large = resized(image, (cut.piece[0] * cut.rows, cut.piece[1] * cut.columns), resample)
-    return whole | {"slices": tiled(large, cut.piece)}
 
 
 def _side(keys: ConfigReader) -> int:

@@ -58,13 +58,8 @@ class OmniProcessor(GridProcessor):
             {name: value for name, value in arguments.items() if name not in _AUDIO_ARGUMENTS}
         )
         audio_arguments = {name: value for name, value in arguments.items() if name in _AUDIO_ARGUMENTS}
-        samples = self.audio.samples(content, audio_arguments, *self.largest("audio"))
-        if len(samples) < self.fewest:
-            raise RequestError(
-                f"the audio is too short: it has {len(samples)} samples at {self.audio.rate} Hz, and "
-                f"{self.fewest} are the minimum"
-            )
-        mel = self.log_mel(samples)
+        (longest,) = self.largest("audio")
+        mel = self.log_mel(self.audio.samples(content, audio_arguments, longest, self.fewest))
         span = [self.audio_facts.audio_id] * self.num_audio_vectors(len(mel))
         return ProcessedItem(span, arrays={"mel": Array.of(mel)})
 

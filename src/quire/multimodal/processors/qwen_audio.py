@@ -9,12 +9,11 @@ import numpy as np
 from quire.checkpoint.facts import MediaFacts
 from quire.checkpoint.multimodal.qwen_audio import QwenAudioFacts
 from quire.data.multimodal import Array
-from quire.errors import RequestError
 from quire.multimodal.images import processor_settings
 from quire.multimodal.mel import Samples
 from quire.multimodal.processors import Audio, Content, ProcessedItem
 from quire.multimodal.processors.audio_base import AudioProcessor
-from quire.multimodal.processors.image_base import ImageProcessor
+from quire.multimodal.processors.image_base import SpanProcessor
 from quire.text.tokenizer import Tokenizer
 
 _MARKED = "Audio {}: <|audio_bos|>{}<|audio_eos|>"
@@ -24,7 +23,7 @@ _LEAST = 3
 """Frames of the shortest audio, which has one vector."""
 
 
-class QwenAudioProcessor(ImageProcessor):
+class QwenAudioProcessor(SpanProcessor):
     """Resamples audio to the rate of the encoder and cuts it to the longest input."""
 
     modalities = ("audio",)
@@ -45,13 +44,8 @@ class QwenAudioProcessor(ImageProcessor):
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
         assert isinstance(content, Audio)
         (longest,) = self.largest(modality)
-        samples = self.audio.samples(content, arguments, longest)
-        if len(samples) <= (_LEAST - 1) * self.audio.hop:
-            raise RequestError(
-                f"the audio is too short: it has {len(samples)} samples at {self.audio.rate} Hz, and "
-                f"{(_LEAST - 1) * self.audio.hop + 1} are the minimum"
-            )
-        return self._process_samples(samples)
+        fewest = (_LEAST - 1) * self.audio.hop + 1
+        return self._process_samples(self.audio.samples(content, arguments, longest, fewest))
 
     def _process_samples(self, samples: Samples) -> ProcessedItem:
         at_once = self.audio.at_once
@@ -80,7 +74,7 @@ class AudioFlamingoProcessor(QwenAudioProcessor):
         return max(1, seconds * self.audio.rate // self.audio.at_once)
 
     def text(self, modality: str, number: int) -> str:
-        return ImageProcessor.text(self, modality, number)
+        return SpanProcessor.text(self, modality, number)
 
 
 class VoxtralProcessor(QwenAudioProcessor):
@@ -90,7 +84,7 @@ class VoxtralProcessor(QwenAudioProcessor):
         return max(1, _MOST_SECONDS * self.audio.rate // self.audio.at_once)
 
     def text(self, modality: str, number: int) -> str:
-        return f"[BEGIN_AUDIO]{ImageProcessor.text(self, modality, number)}"
+        return f"[BEGIN_AUDIO]{SpanProcessor.text(self, modality, number)}"
 
     def _process_samples(self, samples: Samples) -> ProcessedItem:
         count = -(-len(samples) // self.audio.at_once)

@@ -1,8 +1,7 @@
 """Step3-VL: an image as a square, after the windows of a large or a long one, row by row."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,23 +9,14 @@ from PIL import Image
 
 from quire.checkpoint.facts import MediaFacts
 from quire.checkpoint.multimodal.step3 import StepFacts
+from quire.checkpoint.reader import ConfigReader
 from quire.data.multimodal import Array
-from quire.errors import ConfigError, RequestError
-from quire.multimodal.images import (
-    CLIP_MEAN,
-    CLIP_STD,
-    PixelScaling,
-    Size,
-    override_settings,
-    resized,
-    stored_settings,
-    wrong_argument,
-)
-from quire.multimodal.processors import Content, ProcessedItem
+from quire.errors import RequestError
+from quire.multimodal.images import PixelScaling, Size, resized
+from quire.multimodal.processors import ProcessedItem
 from quire.multimodal.processors.image_base import ImageProcessor, token_of
 from quire.text.tokenizer import Tokenizer
 
-_KNOWN = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std", "do_convert_rgb")
 _TOKENS = ("<patch_start>", "<patch_end>", "<patch_newline>", "<im_start>", "<im_end>")
 _NARROW, _LONG, _LONGER, _MORE = 32, 1.5, 4, 0.2
 """Side in pixels below which a long image is padded to a square; aspect ratio from which on a small image has
@@ -54,36 +44,30 @@ class WindowPlan(NamedTuple):
 class StepVLProcessor(ImageProcessor):
     """The mark is the image token."""
 
+    arguments = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std", "do_convert_rgb")
+    facts: StepFacts
+
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
-        self.facts: StepFacts = facts.tower
-        super().__init__(self.facts.image_id, self.facts.image_id, self.facts.size_out, tokenizer)
-        self.settings = stored_settings(path)
+        super().__init__(path, facts, tokenizer)
         self.image: int = self.facts.vit.image
         self.window = self.settings.size("patch_size", self.image * 9 // 13)
         self.longest = self.settings.size("max_image_size", 3024)
         self.start, self.stop, self.newline, self.begin, self.end = (token_of(tokenizer, t) for t in _TOKENS)
 
-    def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
-        assert isinstance(content, Image.Image)
-        try:
-            finish = PixelScaling.read(
-                override_settings(self.settings, arguments, _KNOWN), CLIP_MEAN, CLIP_STD
-            )
-            if self._is_narrow(*content.size):
-                content = _squared(content)
-            plan = self.plan(content.size[::-1])
-            small = resized(content, plan.size, Image.Resampling.BILINEAR)
-        except ConfigError as error:
-            raise wrong_argument(error) from error
+    def process_image(self, image: Image.Image, keys: ConfigReader, scaling: PixelScaling) -> ProcessedItem:
+        if self._is_narrow(*image.size):
+            image = _squared(image)
+        plan = self.plan(image.size[::-1])
+        small = resized(image, plan.size, Image.Resampling.BILINEAR)
         rows, columns = plan.grid
-        arrays = {"pixels": Array.of(smoothed(finish.normalized(small), self.image))}
+        arrays = {"pixels": Array.of(smoothed(scaling.normalized(small), self.image))}
         if rows:
             large = Image.fromarray(resized(Image.fromarray(small), plan.large, Image.Resampling.BILINEAR))
             boxes = [
                 (column * plan.side, row * plan.side) for row in range(rows) for column in range(columns)
             ]
             windows = [large.crop((x, y, x + plan.side, y + plan.side)) for x, y in boxes]
-            numbers = [smoothed(finish.normalized(np.asarray(window)), self.window) for window in windows]
+            numbers = [smoothed(scaling.normalized(np.asarray(window)), self.window) for window in windows]
             arrays["windows"] = Array.of(np.stack(numbers))
         return self.build_item(self._span(rows, columns), arrays=arrays)
 

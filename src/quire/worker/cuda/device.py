@@ -149,7 +149,7 @@ class CudaDevice:
         facts = config.checkpoint.facts
         kinds = {part.kind for spec in cache_specs(facts) if spec is not None for part in spec.parts}
         supported &= self._captures(config) and self.model.ep is None and kinds <= {"full", "window"}
-        if not supported or (facts.media is not None and facts.media.crossed):
+        if not supported or (facts.media is not None and facts.media.num_cross_states):
             return []
         return short_shapes(self._most_decodes(config) * self._most_draws, longest_short(config))
 

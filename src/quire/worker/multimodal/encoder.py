@@ -287,7 +287,7 @@ def open_encoder(config: EngineConfig, model: Any, group: Group, device: torch.d
         is_whole = tower_group(config, group).size == 1
         graphs = TowerGraphs(tower) if is_whole and isinstance(tower, GraphableTower) else None
     kind: Callable[..., MediaEncoder] = (
-        partial(CrossEncoder, model.crossing) if media.crossed else MediaEncoder
+        partial(CrossEncoder, model.crossing) if media.num_cross_states else MediaEncoder
     )
     return kind(
         tower,
