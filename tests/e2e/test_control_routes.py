@@ -186,9 +186,7 @@ def test_collective_rpc_survives_failing_calls(server: ServeProcess) -> None:
     assert server.complete(max_tokens=3)["usage"]["completion_tokens"] == 3
 
 
-def test_routes_are_logged_at_debug_level_only(
-    server: ServeProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_routes_are_logged_at_debug_level_only(server: ServeProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Route: " not in server.text()
     lines: list[str] = []
     monkeypatch.setattr(main.logger, "debug", lambda text, *args: lines.append(text % args))

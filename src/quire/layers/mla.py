@@ -156,11 +156,11 @@ class SparseIndexer(nn.Module):
         new_keys = self._rotate(self.k_norm.alone(self.k(x))[:, None], batch)[:, 0]
         sparse_indices.keep(new_keys, keys, batch.slots)
         weights = self.weights(x).float() * self.scale
-        return sparse_indices.pick(queries, weights, keys, batch, facts.most)
+        return sparse_indices.pick(queries, weights, keys, batch, facts.top_k)
 
     def _rotate(self, x: Tensor, batch: Batch) -> Tensor:
         """Apply RoPE to the first `rope_dim` dimensions of each head."""
         table, positions = self.rope.of(batch)
         cos, sin = table[positions][:, None].chunk(2, -1)
         rotary, rest = x.split([self.rope_dim, x.shape[-1] - self.rope_dim], -1)
-        return torch.cat((rotate(rotary, cos, sin, self.facts.neighbours), rest), -1)
+        return torch.cat((rotate(rotary, cos, sin, self.facts.rope_pairs), rest), -1)

@@ -58,7 +58,7 @@ class StableLM(Decoder):
 
     @staticmethod
     def Layer(facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> nn.Module:
-        return (ParallelLayer if facts.side_by_side else llama.Layer)(facts, layer, rope, scope)
+        return (ParallelLayer if facts.parallel_norms else llama.Layer)(facts, layer, rope, scope)
 
 
 class Phi(Decoder):
@@ -98,7 +98,7 @@ class GPTNeoX(Decoder):
 
     @staticmethod
     def Layer(facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> nn.Module:
-        return (WideParallelLayer if facts.side_by_side else PlainLayer)(facts, layer, rope, scope)
+        return (WideParallelLayer if facts.parallel_norms else PlainLayer)(facts, layer, rope, scope)
 
 
 class Persimmon(Decoder):
@@ -129,7 +129,7 @@ class Falcon(Decoder):
     @staticmethod
     def Layer(facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> nn.Module:
         kinds: list[LayerFactory] = [PlainLayer, PlainParallelLayer, WideParallelLayer]
-        kind = kinds[facts.side_by_side]
+        kind = kinds[facts.parallel_norms]
         if kind is WideParallelLayer:
             scope = replace(scope, names=scope.names._replace(norms=("ln_attn", "ln_mlp")))
         return kind(facts, layer, rope, scope)
