@@ -4,6 +4,7 @@ import ast
 import inspect
 import itertools
 from collections.abc import Mapping
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 from quire.config.cli import field_help
@@ -74,16 +75,21 @@ def _cell(text: str) -> str:
 
 
 def environment() -> str:
-    texts = _field_docs(Env)
+    texts, defaults = _field_docs(Env), _field_defaults(Env)
     for kind, prefix in _GROUPS.values():
         texts |= {f"{prefix}{name}": text for name, text in _field_docs(kind).items()}
+        defaults |= {f"{prefix}{name}": default for name, default in _field_defaults(kind).items()}
+    defaults["cache_root"] = "`~/.cache/quire`"
     lines = [
         "# Environment variables\n",
-        "Each is read as `QUIRE_NAME`, then as `VLLM_NAME` (`python tests/arch/reference_pages.py` makes this"
-        " page).\n",
-        "| variable | |",
-        "|---|---|",
-        *(f"| `QUIRE_{name.upper()}` | {_cell(texts.get(name, ''))} |" for name in _ENV_KINDS),
+        "Each variable is read under both names; Quire's comes first. `python tests/arch/reference_pages.py`"
+        " makes this page.\n",
+        "| variable | vLLM's name | default | |",
+        "|---|---|---|---|",
+        *(
+            f"| `QUIRE_{name.upper()}` | `VLLM_{name.upper()}` | {defaults[name]} | {_cell(texts[name])} |"
+            for name in _ENV_KINDS
+        ),
         "",
         "Variables of vLLM that are known and have no effect: "
         + ", ".join(f"`{name}`" for name in sorted(NO_EFFECT))
@@ -91,6 +97,13 @@ def environment() -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _field_defaults(cls: type) -> dict[str, str]:
+    """Return the defaults of the fields; those without one are not set."""
+    return {
+        item.name: "" if item.default in (None, "", MISSING) else f"`{item.default}`" for item in fields(cls)
+    }
 
 
 def _field_docs(cls: type) -> dict[str, str]:

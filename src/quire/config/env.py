@@ -38,7 +38,9 @@ class StoreLimits:
     """Limits of the store of /v1/responses."""
 
     max_count: int = 4096
+    """Most responses that are kept."""
     max_bytes: int = 256 << 20
+    """Most bytes of kept responses."""
     ttl_s: float = 86400.0
     """Seconds that a finished response is kept."""
 
@@ -50,6 +52,7 @@ class AdapterEnv:
     allow_runtime_lora_updating: bool = False
     """Let clients load and unload adapters."""
     lora_resolver_cache_dir: str | None = None
+    """Folder in which adapters are searched by name."""
     lora_resolver_hf_repo_list: str = ""
     """Hub ids, separated by commas."""
 
@@ -61,9 +64,13 @@ class MediaEnv:
     image_fetch_timeout: float = 5.0
     """Seconds to fetch one image, including DNS and all retries."""
     video_fetch_timeout: float = 30.0
+    """Seconds to fetch one video."""
     audio_fetch_timeout: float = 10.0
+    """Seconds to fetch one audio file."""
     media_fetch_max_retries: int = 3
+    """Attempts to fetch a media item after the first one failed."""
     media_url_allow_redirects: bool = True
+    """Follow redirects of media urls."""
     media_loading_thread_count: int = 8
     """Decoding threads per API process."""
     media_max_mb: float = 256.0
@@ -81,14 +88,18 @@ class Env:
     groups."""
 
     cache_root: Path
+    """Folder of downloaded models and compiled kernels."""
     logging_level: str = "INFO"
+    """Lowest level of log lines: DEBUG, INFO, WARNING or ERROR."""
     log_stats_interval: float = 10.0
     """Seconds between two lines of statistics."""
     api_key: str | None = field(default=None, repr=False)
+    """API key of the server, as `--api-key`."""
     cluster_token: str | None = field(default=None, repr=False)
     """Secret shared by the machines of one deployment: only processes that have it may join its data-parallel
     ranks or its nodes. Machines without it accept every peer, and warn."""
     host_ip: str | None = None
+    """Address of this machine that other machines of the deployment connect to."""
     port: int | None = None
     """First port for messages between processes."""
     cpu_kvcache_space: float | None = None
@@ -98,8 +109,11 @@ class Env:
     VNNI), `avx2`, `c` (plain C), or `torch` (no C kernels). An unsupported one is an error. For tests and for
     tracing a fault; every path gives the same answers up to rounding, `native` is the fastest."""
     allow_long_max_model_len: bool = False
+    """Allow a `max_model_len` beyond the maximum of the checkpoint."""
     attention_backend: str | None = None
+    """Attention backend, as `--attention-backend`."""
     server_dev_mode: bool = False
+    """Enable the routes for developers: sleep, pause, worker calls, resets."""
     max_n_sequences: int = 16384
     """Most sequences of one API call: prompts times n."""
     enable_responses_api_store: bool = False
