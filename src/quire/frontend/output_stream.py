@@ -1,15 +1,37 @@
 """Stream of the outputs of one request from the engine to its reader."""
 
 import asyncio
-from collections.abc import Callable
-from typing import Any, Generic, TypeVar, cast
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Generic, Protocol, TypeGuard, TypeVar, cast
 
+from quire.data.outputs import RequestOutput
 from quire.errors import QuireError
 from quire.frontend.output_buffer import OutputBuffer
 
 Out = TypeVar("Out", bound=Any)
 TextReader = Callable[[str, int], None]
 """Takes a text delta and its number of tokens."""
+
+
+class Outputs(Protocol):
+    """Outputs of one or several requests. Closing them early aborts the requests."""
+
+    def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
+    def __anext__(self) -> Awaitable[RequestOutput]: ...
+    def aclose(self) -> Awaitable[None]: ...
+
+
+class Pushed(Outputs, Protocol):
+    """Outputs that can also be passed to a callback as soon as they arrive; see `OutputStream.forward`."""
+
+    async def forward(
+        self, reader: Callable[[RequestOutput], None], text_reader: TextReader | None = None
+    ) -> None: ...
+
+
+def is_pushed(outputs: Outputs) -> TypeGuard[Pushed]:
+    """Whether the outputs support `forward`. `isinstance` on a protocol would take 20 us."""
+    return hasattr(outputs, "forward")
 
 
 class OutputStream(Generic[Out]):

@@ -7,6 +7,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from quire.frontend.engine import AsyncEngine
 from quire.metrics.keys import KeyPages
 from quire.server.anthropic.answer import answer_messages
 from quire.server.anthropic.bodies import MessagesBody
@@ -14,7 +15,6 @@ from quire.server.anthropic.errors import MessageErrors
 from quire.server.anthropic.routes import add_message_routes
 from quire.server.api_keys import Ledger
 from quire.server.audio.routes import MAX_FIELDS_BYTES, PATHS, add_speech_routes
-from quire.server.engine import Engine
 from quire.server.http.document import BODY, CODES, document, replies_of
 from quire.server.http.errors import add_error_handlers, client_gone
 from quire.server.http.fast_path import Direct, Respond, json_routes
@@ -47,7 +47,7 @@ class Application:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: AsyncEngine,
         settings: ServerSettings,
         keys: KeyPages | None = None,
         registry: LoRARegistry | None = None,

@@ -12,10 +12,10 @@ import uvicorn
 from starlette.routing import Route
 
 from quire.errors import ConfigError
+from quire.frontend.engine import AsyncEngine
 from quire.logs import get_logger
 from quire.metrics.keys import KeyPages
 from quire.server.app import Application
-from quire.server.engine import Engine
 from quire.server.http.accept import ConnectionHandle, ConnectionReceiver
 from quire.server.http.exposure import exposures
 from quire.server.http.log_config import apply_log_config
@@ -80,7 +80,7 @@ class _PathFilter(logging.Filter):
 
 async def serve(
     settings: ServerSettings,
-    engine: Engine,
+    engine: AsyncEngine,
     sockets: Sequence[socket.socket] | None = None,
     *,
     hand: ConnectionHandle | None = None,

@@ -12,8 +12,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from quire.config.env import Env
 from quire.data.lora import LoRARequest
 from quire.errors import ConfigError, RequestError
+from quire.frontend.engine import AsyncEngine
 from quire.logs import get_logger
-from quire.server.engine import Engine
 from quire.server.http.errors import Forbidden, InvalidUserInput, NotFound
 from quire.server.lora.locations import LoRALocations, is_url, resolved
 from quire.server.lora.modules import LoRAModule, check_modules, name_problem
@@ -32,7 +32,7 @@ class LoRAService:
     """The adapters of a server: lookup, loading and unloading."""
 
     def __init__(
-        self, engine: Engine, registry: LoRARegistry, places: LoRALocations, resolver: Resolver | None
+        self, engine: AsyncEngine, registry: LoRARegistry, places: LoRALocations, resolver: Resolver | None
     ) -> None:
         self._engine, self._registry, self._places, self._resolver = engine, registry, places, resolver
         self.enabled = _is_enabled(engine)
@@ -185,7 +185,7 @@ def _loading_error(name: str, error: RequestError) -> RequestError:
 
 
 def adapters_of(
-    engine: Engine, settings: ServerSettings, registry: LoRARegistry | None = None
+    engine: AsyncEngine, settings: ServerSettings, registry: LoRARegistry | None = None
 ) -> LoRAService:
     """Return the service with the adapters of the command line, or those of a shared `registry`."""
     section, modules = settings.adapters, settings.modules
@@ -238,5 +238,5 @@ def _cache() -> Path:
     return Env.read(os.environ).cache_root / "adapters"
 
 
-def _is_enabled(engine: Engine) -> bool:
+def _is_enabled(engine: AsyncEngine) -> bool:
     return bool(engine.operation.settings.get("lora", {}).get("enable_lora"))

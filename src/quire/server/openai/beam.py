@@ -9,9 +9,10 @@ from quire.data.outputs import BeamSearchSequence, CompletionOutput, RequestOutp
 from quire.data.params import BeamSearchParams, RequestOutputKind
 from quire.errors import EngineError
 from quire.frontend.beam import BeamSearch, continued, round_params, start_of
+from quire.frontend.engine import AsyncEngine
 from quire.frontend.inputs import Prompt
+from quire.frontend.output_stream import Outputs
 from quire.metrics.keys import KeyAccount
-from quire.server.engine import Engine, Outputs
 from quire.server.openai.streams import Pauses
 from quire.system.tasks import cancel_all
 from quire.text.tokenizer import Tokenizer
@@ -20,7 +21,7 @@ T = TypeVar("T")
 
 
 async def beam_search(
-    engine: Engine,
+    engine: AsyncEngine,
     prompt: Prompt,
     params: BeamSearchParams,
     request_id: str,

@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 from quire.data.lora import LoRARequest
 from quire.errors import RequestError
 from quire.frontend.chat import chat_prompt, pair_prompt
+from quire.frontend.engine import AsyncEngine
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.message_parts import part_media
 from quire.frontend.score_inputs import ScoreInputs, sides_prompt
 from quire.multimodal.processing import PreparedItem
-from quire.server.engine import Engine
 from quire.server.http.errors import InvalidBody
 from quire.server.openai.requests import (
     MAX_PROMPTS,
@@ -70,7 +70,7 @@ class PromptReader:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: AsyncEngine,
         settings: ApiSection,
         adapter_of: Callable[[str | None], LoRARequest | None] = lambda name: None,
     ) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 from quire.config.unsupported import UNSUPPORTED, check_supported
 from quire.data.params import BeamSearchParams, ReasoningIds, RequestOutputKind, SamplingParams
 from quire.errors import RequestError
+from quire.frontend.engine_facts import EngineFacts
 from quire.logs import get_logger, warn_once
-from quire.server.engine import EngineFactsLike
 from quire.server.http.errors import InvalidBody
 from quire.server.openai.requests import (
     MAX_STOP_STRINGS,
@@ -129,7 +129,7 @@ def output_limit(max_tokens: int | None, prompt_len: int, limit: int, default: i
 
 def sampling_params(
     body: GenerateBody,
-    facts: EngineFactsLike,
+    facts: EngineFacts,
     *,
     max_tokens: int,
     logprobs: int | None,
@@ -172,7 +172,7 @@ def sampling_params(
 
 
 def beam_params(
-    body: GenerateBody, facts: EngineFactsLike, *, max_tokens: int, constraint: dict[str, Any] | None = None
+    body: GenerateBody, facts: EngineFacts, *, max_tokens: int, constraint: dict[str, Any] | None = None
 ) -> BeamSearchParams:
     width = body.n or 1
     check_supported("call argument", "structured_outputs", constraint or constraint_of(body))

@@ -16,12 +16,14 @@ from quire.data.outputs import RequestOutput, RequestStateStats
 from quire.data.params import INT64_MAX, INT64_MIN, BeamSearchParams, SamplingParams
 from quire.data.pooling import PoolingParams
 from quire.errors import RequestError
+from quire.frontend.engine import AsyncEngine
+from quire.frontend.engine_facts import EngineFacts
 from quire.frontend.inputs import InputProcessor, Prompt
+from quire.frontend.output_stream import Outputs
 from quire.frontend.pooling import NOT_GENERATIVE, NOT_POOLING
 from quire.logs import get_logger, printable
 from quire.metrics.keys import KeyAccount
 from quire.server.encoder import AnswerEncoder
-from quire.server.engine import Engine, EngineFactsLike, Outputs
 from quire.server.http.errors import NotFound, json_response
 from quire.server.http.in_flight import Answering
 from quire.server.http.limits import account_of
@@ -75,7 +77,7 @@ class GenerationService:
     """Engine, settings and helpers that the routes share."""
 
     def __init__(
-        self, engine: Engine, settings: ServerSettings, registry: LoRARegistry | None = None
+        self, engine: AsyncEngine, settings: ServerSettings, registry: LoRARegistry | None = None
     ) -> None:
         self.engine = engine
         self.settings = settings
@@ -270,7 +272,7 @@ class GenerationService:
         return (text or "")[: self.settings.log.max_log_len]
 
 
-def _fingerprint(api: ApiSection, facts: EngineFactsLike) -> str | None:
+def _fingerprint(api: ApiSection, facts: EngineFacts) -> str | None:
     served = repr((facts.model_names, facts.root, facts.vocab))
     digest = hashlib.sha256(served.encode()).hexdigest()[:8]
     match api.fingerprint_mode:

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from quire.data.outputs import RequestOutput
+from quire.frontend.output_stream import Outputs, is_pushed
 from quire.logs import get_logger
-from quire.server.engine import Outputs, is_pushed
 
 logger = get_logger(__name__)
 

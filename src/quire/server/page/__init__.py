@@ -7,13 +7,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import StreamingResponse
 
 from quire.errors import EngineError
+from quire.frontend.engine import AsyncEngine
 
 TICK_S = 0.25
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -28,12 +29,6 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-
-
-class Watched(Protocol):
-    """The part of an engine that the page uses."""
-
-    def snapshot(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -63,7 +58,7 @@ OPEN_PATHS = frozenset({"/", *(f"/page/{name}" for name in ASSETS)})
 class Feed:
     """Snapshots of the engine as events: one per tick for all listeners, none without listeners."""
 
-    def __init__(self, engine: Watched, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, engine: AsyncEngine, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine = engine
         self._clock = clock
         self._tick = -1
@@ -95,7 +90,7 @@ class Feed:
             return {"healthy": False, "problem": str(error)}
 
 
-def add_page(app: FastAPI, engine: Watched) -> Feed:
+def add_page(app: FastAPI, engine: AsyncEngine) -> Feed:
     """Add the page's routes; close the returned feed when the server begins to drain."""
     feed = Feed(engine)
 

@@ -11,7 +11,7 @@ from quire.data.pooling import PoolingParams
 from quire.data.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.errors import RequestError
 from quire.frontend.inputs import Prompt
-from quire.server.engine import PooledOutputs
+from quire.frontend.output_stream import OutputStream
 from quire.server.openai.prompts import Wait, list_prompts
 from quire.server.openai.sampling_params import check_fields, check_template
 from quire.server.openai.service import ApiCall, GenerationService
@@ -99,7 +99,7 @@ async def _run_all(api: GenerationService, job: ApiCall) -> list[Pooled]:
         await cancel_all(tasks)
 
 
-async def _await_output(answer: PooledOutputs) -> Pooled:
+async def _await_output(answer: OutputStream[Pooled]) -> Pooled:
     try:
         return await answer.__anext__()
     finally:

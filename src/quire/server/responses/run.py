@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Callable
 from starlette.types import Message
 
 from quire.errors import EngineError, QuireError
+from quire.frontend.output_stream import Outputs
 from quire.logs import get_logger
-from quire.server.engine import Outputs
 from quire.server.http.in_flight import Answering
 from quire.server.responses.encoder import ResponseEncoder
 
