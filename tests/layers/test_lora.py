@@ -29,11 +29,12 @@ def test_the_weight_may_be_in_any_format(method: str, tmp_path: Path) -> None:
         for each in (point.a, point.b):
             each.normal_()
         x = torch.randn(5, point.size_in)
-        ours.slots.use()
         plain = module.multiply(x)
-        ours.slots.use(tokens)
+        with ours.slots.using(ours.slots.plan(tokens)):
+            adapted = module.multiply(x)
         expected = Reference().lora(plain.clone(), x, point.a, point.b, point.part_sizes, tokens)
-        torch.testing.assert_close(module.multiply(x), expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(adapted, expected, atol=1e-4, rtol=1e-4)
+        assert torch.equal(module.multiply(x), plain)
 
 
 def test_a_slot_holds_one_adapter(tmp_path: Path) -> None:
@@ -65,7 +66,6 @@ def test_a_step_without_draws_has_no_adapters_for_them(tmp_path: Path) -> None:
     path, _ = make_tiny("llama", tmp_path)
     slots = Adapted(path, slots_for(2, 4)).slots
     tokens = torch.tensor([0, 1, -1], dtype=torch.int32)
-    slots.use(tokens, tokens[:0])
-    assert slots.tokens is tokens and slots.logit_tokens is None and slots.logit_assigned is None
-    slots.use(tokens, tokens[2:])
-    assert slots.logit_tokens is not None
+    step = slots.plan(tokens, tokens[:0])
+    assert step.tokens is tokens and step.logit_tokens is None and step.logit_assigned is None
+    assert slots.plan(tokens, tokens[2:]).logit_tokens is not None

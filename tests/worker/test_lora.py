@@ -151,7 +151,8 @@ def test_drafts_are_made_without_adapters(tiny: Tiny) -> None:
 
         def see(self, batch: Any, told: Any) -> None:
             assert worker.adapters is not None
-            seen.extend((batch.adapters, worker.adapters.slots.tokens, worker.adapters.slots.logit_tokens))
+            step = worker.adapters.slots.step
+            seen.extend((batch.adapters, step.tokens, step.logit_tokens))
             worker.model.logits(torch.zeros(7, 64))
 
         def propose(self, ends: Any, most: int) -> Tensor:

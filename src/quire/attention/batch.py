@@ -52,6 +52,8 @@ class Batch:
     """[N] int32, adapter slot of each of `logit_tokens`"""
     is_wide: bool = False
     """Whether some adapter adds tokens: ids may exceed the model's vocabulary, and logits are wider."""
+    lora: Any = None
+    """Metadata of LoRA layers (`LoRAStep`), built once per step if LoRA is on."""
     before: Tensor | None = None
     """[2, T, hidden], output of the previous pipeline stage: hidden states and residual. None in the first
     stage, which reads `token_ids`."""

@@ -10,8 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.layers.lora_layers import LoRAFactors, LoRALayer, LoRAStack, LoRATarget
+from quire.layers.lora_layers import LoRAFactors, LoRALayer, LoRAStack, LoRAStep, LoRATarget
 from quire.quant.sharding import Shard
+
+NO_ADAPTERS = LoRAStep()
+"""The slots of a forward pass without adapters."""
 
 
 class SlotTable(Protocol):
@@ -40,8 +43,7 @@ class SlotTable(Protocol):
 
 
 class AdapterSlots:
-    """Adapter slots of a device, each with memory for one adapter in every LoRA layer, and the slots that the
-    tokens of the current step use."""
+    """Adapter slots of a device, each with memory for one adapter in every LoRA layer."""
 
     def __init__(
         self,
@@ -78,8 +80,6 @@ class AdapterSlots:
         """Whether the adapter of each slot has extra rows; the last entry stands for no adapter."""
         self.num_new = np.zeros(max_slots + 1, np.int32)
         """Number of tokens beyond the model's vocabulary of each slot's adapter."""
-        self.is_wide = False
-        """Whether some row of the step has an adapter with extra vocabulary rows."""
         self.points: dict[str, LoRALayer] = {}
         self.stacks: dict[str, LoRAStack] = {}
         """Experts that some checkpoints store as one tensor, by its name."""
@@ -87,23 +87,27 @@ class AdapterSlots:
         """Layers that take no adapters although similar layers do, with the reason."""
         self.unused = ""
         """Pattern of layer names that are not computed; adapter weights for them are ignored."""
-        self.tokens: Tensor | None = None
-        """[T] int32, adapter slot of each token of the step, -1 for none; None if no token has an adapter."""
-        self.logit_tokens: Tensor | None = None
-        """[N] int32, adapter slot of each token that needs logits."""
-        self.assigned: Any = None
-        """Kernel metadata computed from `tokens`."""
-        self.logit_assigned: Any = None
+        self.step = NO_ADAPTERS
+        """That of the forward pass which is running; set by `using`."""
         self._memory: Tensor | None = None
         self._spares: deque[Tensor] = deque()
 
-    def use(
+    def plan(
         self, tokens: Tensor | None = None, logit_tokens: Tensor | None = None, *, is_wide: bool = False
-    ) -> None:
-        """Set the adapter slots of the next forward pass; None if no token has an adapter."""
+    ) -> LoRAStep:
+        """Build the metadata of a forward pass; None if no token has an adapter."""
         logit_tokens = None if logit_tokens is None or not len(logit_tokens) else logit_tokens
-        self.is_wide, self.tokens, self.logit_tokens = is_wide, tokens, logit_tokens
-        self.assigned, self.logit_assigned = self._assigned(tokens), self._assigned(logit_tokens)
+        assigned = self._assigned(tokens), self._assigned(logit_tokens)
+        return LoRAStep(tokens, logit_tokens, assigned[0], assigned[1], is_wide)
+
+    @contextlib.contextmanager
+    def using(self, step: LoRAStep) -> Iterator[None]:
+        """Run the LoRA layers with the slots of a forward pass; without it they add nothing."""
+        self.step = step
+        try:
+            yield
+        finally:
+            self.step = NO_ADAPTERS
 
     def _assigned(self, tokens: Tensor | None) -> Any:
         if tokens is None or not self.points:

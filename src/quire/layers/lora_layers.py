@@ -33,18 +33,27 @@ class LoRAFactors(NamedTuple):
         self.a.zero_(), self.b.zero_()
 
 
+class LoRAStep(NamedTuple):
+    """The adapter slots that the tokens of one forward pass use; part of its batch."""
+
+    tokens: Tensor | None = None
+    """[T] int32, adapter slot of each token, -1 for none; None if no token has an adapter."""
+    logit_tokens: Tensor | None = None
+    """[N] int32, adapter slot of each token that needs logits."""
+    assigned: Any = None
+    """Kernel metadata computed from `tokens`."""
+    logit_assigned: Any = None
+    is_wide: bool = False
+    """Whether some row has an adapter with extra vocabulary rows."""
+
+
 class LoRASlots(Protocol):
-    """Owner of the memory of all LoRA layers and of the adapter slots that the current step uses."""
+    """Owner of the memory of all LoRA layers."""
 
     max_rank: int
     points: dict[str, "LoRALayer"]
-    tokens: Tensor | None
-    """[T] int32, adapter slot of each token of the step, -1 for none; None if no token has an adapter."""
-    logit_tokens: Tensor | None
-    """[N] int32, adapter slot of each token that needs logits."""
-    assigned: Any
-    """Kernel metadata computed from `tokens`."""
-    logit_assigned: Any
+    step: LoRAStep
+    """That of the forward pass which is running."""
 
 
 class LoRALayer:
@@ -79,11 +88,11 @@ class LoRALayer:
     @property
     def tokens(self) -> Tensor | None:
         """Return the adapter slots of the layer's input tokens; None if no token has an adapter."""
-        return self.slots.tokens
+        return self.slots.step.tokens
 
     @property
     def assigned(self) -> Any:
-        return self.slots.assigned
+        return self.slots.step.assigned
 
     @property
     def adapted(self) -> LoRAHeads | None:
@@ -247,11 +256,11 @@ class LoRAHeadLayer(LoRALayer):
 
     @property
     def tokens(self) -> Tensor | None:
-        return self.slots.logit_tokens
+        return self.slots.step.logit_tokens
 
     @property
     def assigned(self) -> Any:
-        return self.slots.logit_assigned
+        return self.slots.step.logit_assigned
 
 
 class LoRAEmbeddingLayer(LoRALayer):

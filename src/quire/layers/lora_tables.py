@@ -41,7 +41,7 @@ class LoRATable:
 
     def rows(self, out: Tensor, token_ids: Tensor) -> Tensor:
         """Return the model's embeddings [T, hidden], replaced where the token's adapter has a table."""
-        tokens = self.slots.tokens
+        tokens = self.slots.step.tokens
         if tokens is None:
             return out
         local_ids = token_ids - self.own.start
@@ -53,7 +53,7 @@ class LoRATable:
 
     def logits(self, out: Tensor, x: Tensor) -> Tensor:
         """Return this device's logits [N, rows], replaced where the token's adapter has a table."""
-        tokens = self.slots.logit_tokens
+        tokens = self.slots.step.logit_tokens
         if tokens is None:
             return out
         return self._replace(out, x, torch.where(self._is_replaced(tokens), tokens, -1))

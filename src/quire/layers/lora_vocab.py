@@ -23,7 +23,7 @@ class LoRAVocab(NamedTuple):
 
 class LoRAVocabRows:
     """Memory for `slots.num_own` such rows in each slot, replicated on all devices of a group. Read only in
-    steps in which some row has an adapter with extra rows (`slots.is_wide`)."""
+    steps in which some row has an adapter with extra rows (`LoRAStep.is_wide`)."""
 
     rows: Tensor
     """[slots, num_own, hidden]"""
@@ -63,7 +63,7 @@ class LoRAVocabRows:
 
     def embed(self, out: Tensor, token_ids: Tensor) -> Tensor:
         """Return the model's embeddings [T, hidden], replaced where the token's adapter has a row."""
-        tokens = self.slots.tokens
+        tokens = self.slots.step.tokens
         if tokens is None:
             return out
         slot_of = tokens.clamp(min=0).long()
@@ -75,7 +75,7 @@ class LoRAVocabRows:
         """Widen the model's logits [N, vocab] to [N, vocab + num_own]; a new token is -inf for other
         adapters."""
         wide = pad(out, (0, self.slots.num_own), value=-torch.inf)
-        tokens = self.slots.logit_tokens
+        tokens = self.slots.step.logit_tokens
         return wide if tokens is None else self._replace(wide, x, tokens)
 
     def _replace_by_rows(self, wide: Tensor, x: Tensor, slots: Tensor) -> Tensor:

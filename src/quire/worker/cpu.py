@@ -158,7 +158,7 @@ class CpuDevice:
             passed: IntermediateTensors = hidden
             return passed
         states = hidden if len(batch.logit_tokens) == len(hidden) else hidden[batch.logit_tokens]
-        logits, sampling = model.head(states), sampling_tensors(sheet)
+        logits, sampling = model.logits(states, batch), sampling_tensors(sheet)
         sampled_in_graph = sampled_in_graph and self.sample is not None and len(logits) > 0
         token_ids = self.sample(logits, sampling) if sampled_in_graph and self.sample is not None else None
         return ForwardResult(hidden, logits, token_ids, sampling, aux_hidden_states=batch.aux_hidden_states)
@@ -190,7 +190,6 @@ class CpuDevice:
             num_kept[plan.samples] += counts - 1
         next_ids = np.maximum(all_rows.tokens[rows, first + num_kept], 0)
         assert self._batch is not None
-        self.model.without_adapters()
         target = TargetStates(
             next_ids=torch.from_numpy(next_ids.astype(np.int64)),
             num_kept=torch.from_numpy(num_kept.astype(np.int64)),
@@ -205,7 +204,6 @@ class CpuDevice:
             seen.begin(plan)
         if seen is None or seen.lags:
             wanted &= (plan.num_drafts > 0) if len(plan.num_drafts) else False
-        self.model.without_adapters()
         if seen is not None:
             missed, late = seen.missed(plan, self._max_tokens)
             if missed:

@@ -189,16 +189,20 @@ class Model:
         """Return whether rows have adapters, for each variant of a step to prepare."""
         return (False,) if self.adapters is None else (False, True)
 
-    def without_adapters(self) -> None:
-        """Disable adapters for the next computation: drafts may use the model's embedding and head."""
-        if self.adapters is not None:
-            self.adapters.use()
+    def logits(self, states: Tensor, batch: Batch) -> Tensor:
+        """Return the logits of hidden states of a batch."""
+        if self.adapters is None:
+            return self.head(states)
+        with self.adapters.using(batch.lora):
+            return self.head(states)
 
     def head_of_one(self, states: Tensor) -> Tensor:
         """Return logits as if every position used the adapter in the first slot, if LoRA is on."""
-        if self.adapters is not None:
-            self.adapters.use(logit_tokens=torch.zeros(len(states), dtype=torch.int32, device=states.device))
-        return self.head(states)
+        if self.adapters is None:
+            return self.head(states)
+        slots = torch.zeros(len(states), dtype=torch.int32, device=states.device)
+        with self.adapters.using(self.adapters.plan(logit_tokens=slots)):
+            return self.head(states)
 
     def room(self, num_tokens: int) -> Tensor | None:
         """Return a receive buffer for the output of the previous stage; None in the first stage."""
@@ -241,9 +245,11 @@ class Model:
             batch.token_ids = batch.token_ids.clamp(min=0)
         if self.ep is not None:
             self.ep.plan(batch.num_real, batch.room)
-        if self.adapters is not None:
-            self.adapters.use(batch.adapters, batch.logit_adapters, is_wide=batch.is_wide)
-        return self.forward(batch)
+        if self.adapters is None:
+            return self.forward(batch)
+        batch.lora = self.adapters.plan(batch.adapters, batch.logit_adapters, is_wide=batch.is_wide)
+        with self.adapters.using(batch.lora):
+            return self.forward(batch)
 
 
 class NewTokens(NamedTuple):

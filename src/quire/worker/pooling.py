@@ -116,10 +116,12 @@ class PoolingRunner:
             for group, window in zip(batch.groups, self.windows, strict=True):
                 group.reach = bidirectional_reach(batch, window) if self.pooling.both_ways else batch.reach
                 self.plan_attention(group)
-        if self.adapters is not None:
-            self.adapters.use(batch.adapters)
-        out: Tensor = self.model(batch)
-        return out
+        if self.adapters is None:
+            out: Tensor = self.model(batch)
+            return out
+        with self.adapters.using(self.adapters.plan(batch.adapters)):
+            out = self.model(batch)
+            return out
 
     def _batch(self, plan: StepPlan) -> Batch:
         all_rows = self.all_rows

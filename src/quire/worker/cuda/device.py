@@ -179,7 +179,6 @@ class CudaDevice:
         return None if self.speculation is None or self.speculation.behind is None else self._verify
 
     def _capture_draft_graphs(self, draft_graphs: DraftGraphs, most_rows: int) -> None:
-        self.model.without_adapters()
         shapes = [(size, query_len - 1) for size, query_len in wide_shapes(most_rows, self.graphs.query_lens)]
         draft_graphs.capture(shapes, self.graphs.pool, seconds=_CAPTURE_S, in_flight=self.graphs.in_flight)
 
@@ -232,7 +231,6 @@ class CudaDevice:
             return False
         if len(ids):
             self._set_blocks(copy_to_device(places, self.device), copy_to_device(ids, self.device))
-        self.model.without_adapters()
         draft_graphs(plan)
         return True
 
@@ -310,7 +308,7 @@ class CudaDevice:
         # Padding tokens of a captured step lie between the others; their samples come last.
         is_all = len(batch.logit_tokens) == len(hidden) and not (verify_inputs and batch.max_query_len > 1)
         states = hidden if is_all else hidden[batch.logit_tokens]
-        logits, sampling = self.model.head(states), sampling_tensors(sheet)
+        logits, sampling = self.model.logits(states, batch), sampling_tensors(sheet)
         token_ids = self._sampled_in_graph = self.sample(
             logits, sampling, self._draws.sampled_in_graph(len(logits))
         )
@@ -362,7 +360,6 @@ class CudaDevice:
 
     def _verify(self, done: ForwardResult) -> Tensor:
         assert self.speculation is not None and done.token_ids is not None and done.sampling is not None
-        self.model.without_adapters()
         return self.speculation.verify(done.verify_inputs, done.hidden, done.token_ids, done.sampling.seeds)
 
     def _start_readback(
