@@ -9,6 +9,7 @@ not included.
 import gc
 import time
 from collections import deque
+from typing import Any
 
 import numpy as np
 import test_helpers  # noqa: F401, I001
@@ -17,13 +18,13 @@ from test_graphs import stand_in
 from torch import Tensor
 
 from quire.bench.sched import add_requests, make_scheduler
-from quire.data.plan import Ints, Pending, StepPlan
+from quire.data.plan import Pending, StepPlan
 from quire.sampling.rows import SamplingRows
 from quire.sampling.sampler import Sampler
 from quire.worker.cuda.device import CudaDevice
 from quire.worker.device import DeviceStep, ForwardResult, Model
 from quire.worker.features import PromptLogprobs
-from quire.worker.rows import Rows, Wide
+from quire.worker.rows import Rows
 from quire.worker.runner import Runner
 
 CPU, VOCAB = torch.device("cpu"), 50
@@ -32,11 +33,12 @@ CPU, VOCAB = torch.device("cpu"), 50
 class Blank(CudaDevice):
     """Device that computes nothing for prompts, either."""
 
-    def _eager(self, plan: StepPlan, all_rows: Rows, places: Wide, ids: Ints) -> DeviceStep:
+    def _eager(self, plan: StepPlan, *_: Any) -> DeviceStep:
         rows = len(plan.sampling_rows)
-        return DeviceStep(
-            lambda: ForwardResult(torch.zeros(0), torch.zeros(rows, VOCAB), torch.zeros(rows).long())
+        done = ForwardResult(
+            torch.zeros(0), torch.zeros(rows, VOCAB), torch.zeros(rows).long(), rows=torch.arange(rows)
         )
+        return DeviceStep(lambda: done)
 
 
 class Attention:

@@ -25,6 +25,7 @@ from quire.worker.memory import Needs
 from quire.worker.multimodal.bidirectional import reach_of
 from quire.worker.multimodal.embeds import take_embeds
 from quire.worker.multimodal.encoder import MediaEncoder
+from quire.worker.pipeline import IntermediateTensors, StageLink
 from quire.worker.rows import Rows
 from quire.worker.spec.drafter import Drafter
 from quire.worker.spec.progress import DraftProgress
@@ -81,25 +82,6 @@ def device_failures(kinds: tuple[type[Exception], ...] = (torch.AcceleratorError
         raise
     except kinds as error:
         raise EngineDead(f"the device failed: {error}") from error
-
-
-IntermediateTensors = tuple[Tensor, Tensor]
-"""Output of a pipeline stage for the next one, [T, hidden] each: that of its last layer, and the residual."""
-
-
-class PipelineNeighbours(Protocol):
-    """The connection of a stage to the previous and the next pipeline stage."""
-
-    num_stages: int
-    is_first: bool
-    is_last: bool
-
-    def room(self, num_tokens: int) -> Tensor:
-        """Return a receive buffer, [2, tokens, hidden]."""
-
-    def num_bytes(self, num_tokens: int) -> int: ...
-
-    def receive(self, into: Tensor) -> None: ...
 
 
 @dataclass(slots=True)
@@ -161,6 +143,33 @@ class Device(Protocol):
         """Start the copy of the sampled tokens to the host; called before the rows advance."""
 
 
+class StepFeatures(NamedTuple):
+    """What the rows of a step use beside plain text."""
+
+    embeds: tuple[Tensor, Tensor] | None
+    """See `Batch.embeds`."""
+    reach: Tensor | None
+    """See `Batch.reach`."""
+    axes: int
+    """Number of M-RoPE positions of each token: 0, 1 or 3."""
+    adapts: bool = False
+    """Whether some row has a LoRA adapter."""
+    is_wide: bool = False
+    """Whether some row has an adapter with additional tokens."""
+
+    @property
+    def has_media(self) -> bool:
+        return self.embeds is not None or self.axes == 3
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether the step can be neither taped nor captured."""
+        return self.reach is not None or self.is_wide
+
+    def put_in(self, batch: Batch) -> None:
+        batch.embeds, batch.reach, batch.is_wide = self.embeds, self.reach, self.is_wide
+
+
 @dataclass(slots=True)
 class Model:
     """The forward pass, the LM head and the attention backend of a model, or of one pipeline stage."""
@@ -168,7 +177,7 @@ class Model:
     forward: Callable[[Batch], Any]
     head: Callable[[Tensor], Tensor]
     attention: AttentionBackend
-    link: PipelineNeighbours | None = None
+    link: StageLink | None = None
     """None without pipeline parallelism."""
     ep: ExpertDispatch | None = None
     """Expert-parallel dispatch; None if all experts are on this device."""
@@ -208,7 +217,17 @@ class Model:
         """Return a receive buffer for the output of the previous stage; None in the first stage."""
         return None if self.link is None or self.link.is_first else self.link.room(num_tokens)
 
-    def embeds(self, plan: StepPlan, all_rows: Rows, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    def features(self, plan: StepPlan, all_rows: Rows, device: torch.device) -> StepFeatures:
+        """Encode the items of the plan, and return what its rows use."""
+        reach = self._reach(plan, all_rows, device)  # before `_embeds`, which drops finished items
+        embeds, axes = self._embeds(plan, all_rows, device), all_rows.num_axes(plan)
+        if self.adapters is None:
+            return StepFeatures(embeds, reach, axes)
+        slots = all_rows.adapter[plan.rows]
+        adapts = bool((slots >= 0).any())
+        return StepFeatures(embeds, reach, axes, adapts, adapts and bool(self.adapters.has_own[slots].any()))
+
+    def _embeds(self, plan: StepPlan, all_rows: Rows, device: torch.device) -> tuple[Tensor, Tensor] | None:
         """Encode the items of the plan and return `Batch.embeds`; None in stages after the first."""
         if self.link is not None and not self.link.is_first:
             return None
@@ -217,21 +236,12 @@ class Model:
             return embeds
         return self.encoder.joined(embeds, self.encoder.step(plan, all_rows))
 
-    def reach(self, plan: StepPlan, all_rows: Rows, device: torch.device) -> Tensor | None:
-        """Return `Batch.reach`. Must be called before `embeds`, which drops finished items."""
+    def _reach(self, plan: StepPlan, all_rows: Rows, device: torch.device) -> Tensor | None:
+        """Return `Batch.reach`."""
         if not self.reaches or not (all_rows.items or all_rows.wholes):
             return None
         reach = reach_of(plan, all_rows)
         return None if reach is None else to_device(reach, device)
-
-    def adapts(self, plan: StepPlan, all_rows: Rows) -> bool:
-        """Whether some row of the step has an adapter."""
-        return self.adapters is not None and bool((all_rows.adapter[plan.rows] >= 0).any())
-
-    def is_wide(self, plan: StepPlan, all_rows: Rows) -> bool:
-        """Whether some row has an adapter with additional tokens; such steps are neither taped nor
-        captured."""
-        return self.adapters is not None and bool(self.adapters.has_own[all_rows.adapter[plan.rows]].any())
 
     def step(self, run: Callable[[], Any], before: Tensor | None) -> DeviceStep:
         return DeviceStep(run) if self.link is None else DeviceStep(run, before, self.link.receive)
@@ -245,6 +255,10 @@ class Model:
             batch.token_ids = batch.token_ids.clamp(min=0)
         if self.ep is not None:
             self.ep.plan(batch.num_real, batch.room)
+        return self.run_layers(batch)
+
+    def run_layers(self, batch: Batch) -> Any:
+        """Run the layers on a batch whose attention is planned."""
         if self.adapters is None:
             return self.forward(batch)
         batch.lora = self.adapters.plan(batch.adapters, batch.logit_adapters, is_wide=batch.is_wide)

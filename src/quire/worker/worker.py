@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quire.attention.backend import AttentionBackend, AttentionSpec, choose
 from quire.checkpoint.facts import ArchFacts
@@ -43,11 +43,11 @@ from quire.worker.memory import Needs, bind, cache_room, free_bytes, table, use_
 from quire.worker.multimodal.encoder import CrossEncoder, MediaEncoder, open_encoder, tower_group
 from quire.worker.multimodal.timestamps import Alignment
 from quire.worker.open_device import open_device
-from quire.worker.pipeline import StageLink, StageRunner
+from quire.worker.pipeline import StageLink
 from quire.worker.pooling import PoolingRunner, pooling_builder
 from quire.worker.profiler import TorchProfiler
 from quire.worker.rows import Rows
-from quire.worker.runner import Runner
+from quire.worker.runner import Runner, StageRunner
 from quire.worker.sleep import OffloadedWeights, give_back, used_bytes
 from quire.worker.spec.drafter import Drafter, check_ahead, draft_bytes, load_draft, open_drafter
 from quire.worker.spec.progress import open_draft_progress
@@ -427,9 +427,8 @@ class Worker:
         link = None
         if self.stage.count > 1:
             link = StageLink(self.world.pp, facts.hidden, self.dtype, self.device)
-        slots = None if self.adapters is None else self.adapters.slots
-        all_rows.slots = slots
-        whole = Model(model, model.logits, self.backend, link, self.ep, slots, self.encoder, self._reaches)
+        whole = self._device_model(model.logits, link)
+        slots = all_rows.slots = whole.adapters
         device = open_device(whole, all_rows, self.device, config.speculation)
         if self.drafter is not None:
             spec, first = config.speculation, len(config.own_facts.layers)
@@ -460,11 +459,14 @@ class Worker:
 
     def _pooler(self, pooling: PoolingFacts, all_rows: Rows) -> PoolingRunner:
         self.model.settle()
-        plan = None if self.config.checkpoint.facts.encoder else self.backend.plan
-        slots = None if self.adapters is None else self.adapters.slots
-        more = self.device, slots, self.encoder, self._reaches, self.layout.windows
-        self._runner = PoolingRunner(self.model, plan, all_rows, pooling, *more)
+        windows = None if self.config.checkpoint.facts.encoder else self.layout.windows
+        model = self._device_model(self.model.vectors)
+        self._runner = PoolingRunner(self.model, model, all_rows, pooling, self.device, windows)
         return self._runner
+
+    def _device_model(self, head: Callable[[Tensor], Tensor], link: StageLink | None = None) -> Model:
+        slots = None if self.adapters is None else self.adapters.slots
+        return Model(self.model, head, self.backend, link, self.ep, slots, self.encoder, self._reaches)
 
     def _cache_size(self, needs: Needs) -> CacheSize:
         config = self.config

@@ -32,13 +32,14 @@ from quire.worker.device import (
     ONE_TOKEN,
     DeviceStep,
     ForwardResult,
-    IntermediateTensors,
     Model,
     NewTokens,
+    StepFeatures,
     batch_of,
 )
 from quire.worker.input_buffers import StepBuffers, bytes_of, sampling_tensors, sizes_of, tensors
 from quire.worker.memory import Needs
+from quire.worker.pipeline import IntermediateTensors
 from quire.worker.rows import EACH_ONE, Rows, Wide
 from quire.worker.spec.drafter import Drafter
 from quire.worker.spec.progress import DraftProgress
@@ -199,24 +200,16 @@ class CudaDevice:
 
     def prepare(self, plan: StepPlan, all_rows: Rows) -> DeviceStep:
         places, ids = all_rows.joined_changes()
-        reach = self.model.reach(plan, all_rows, self.device)
         self._draws.hold(len(plan.constrained) > 0 or self._verifies_later(plan, all_rows))
-        embeds = self.model.embeds(plan, all_rows, self.device)
+        features = self.model.features(plan, all_rows, self.device)
         if self.speculation is not None:
             self.speculation.begin(plan, all_rows)
         if self._draft_graphs is not None and self._propose_drafts(self._draft_graphs, plan, places, ids):
             places, ids = places[:0], ids[:0]
-        adapts = self.model.adapts(plan, all_rows)
-        is_wide = adapts and self.model.is_wide(plan, all_rows)
-        graph = self.graphs.find(plan, adapters=adapts) if reach is None and not is_wide else None
-        has_media = embeds is not None or all_rows.num_axes(plan) == 3
-        if graph is not None and has_media and not graph.takes_embeds:
-            graph = None
-        if graph is not None:
-            return self._replay(graph, plan, all_rows, places, ids, embeds)
-        if not len(plan.rows):
-            return self._idle(plan)
-        return self._eager(plan, all_rows, places, ids, embeds, reach, adapts)
+        graph = None if features.is_eager else self.graphs.find(plan, adapters=features.adapts)
+        if graph is not None and (graph.takes_embeds or not features.has_media):
+            return self._replay(graph, plan, all_rows, places, ids, features.embeds)
+        return self._eager(plan, all_rows, places, ids, features) if len(plan.rows) else self._idle(plan)
 
     def _verifies_later(self, plan: StepPlan, all_rows: Rows) -> bool:
         """Whether verification must wait for the sampler, since rows need more than the plain sampling in the
@@ -258,25 +251,23 @@ class CudaDevice:
         return self.model.step(run, None if graph.before is None else graph.before[:, :count])
 
     def _eager(
-        self,
-        plan: StepPlan,
-        all_rows: Rows,
-        places: Wide,
-        ids: Ints,
-        embeds: tuple[Tensor, Tensor] | None,
-        reach: Tensor | None,
-        adapts: bool,
+        self, plan: StepPlan, all_rows: Rows, places: Wide, ids: Ints, features: StepFeatures
     ) -> DeviceStep:
-        flags = {"drafts": self.speculation is not None, "adapters": adapts}
-        axes = all_rows.num_axes(plan)
-        sizes = sizes_of(plan, len(ids), len(self.block_tables), **flags, axes=axes)
+        sizes = sizes_of(
+            plan,
+            len(ids),
+            len(self.block_tables),
+            drafts=self.speculation is not None,
+            adapters=features.adapts,
+            axes=features.axes,
+        )
         memory = next(self._pinned).take(bytes_of(sizes))
         StepBuffers(memory, sizes).write(plan, all_rows, places, ids)
         sheet = tensors(memory.to(self.device, non_blocking=True), sizes)
         seq_lens = all_rows.num_computed[plan.rows] + plan.num_tokens
         batch = batch_of(sheet, self.block_tables, plan.num_tokens, seq_lens)
-        batch.before, batch.embeds, batch.reach = self.model.room(plan.total_tokens), embeds, reach
-        batch.is_wide = adapts and self.model.is_wide(plan, all_rows)
+        batch.before = self.model.room(plan.total_tokens)
+        features.put_in(batch)
         self._make_room(batch, plan)
         return self.model.step(lambda: self.compute(batch, sheet), batch.before)
 

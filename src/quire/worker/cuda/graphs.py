@@ -15,9 +15,10 @@ from quire.attention.batch import Batch
 from quire.data.plan import Ints, StepPlan
 from quire.logs import get_logger
 from quire.memory import MAX_DRAWS, ladder
-from quire.worker.device import ForwardResult, IntermediateTensors, batch_of
+from quire.worker.device import ForwardResult, batch_of
 from quire.worker.input_buffers import BufferSizes, StepBuffers, blank, bytes_of, pad, tensors
 from quire.worker.multimodal.embeds import VectorRoom
+from quire.worker.pipeline import IntermediateTensors
 from quire.worker.rows import Rows, Wide
 
 log = get_logger(__name__)
