@@ -258,7 +258,7 @@ def test_steps_with_new_tokens_are_not_replayed(untied: Base, monkeypatch: pytes
         return WithGraphs(model, all_rows, lambda logits, *asked: logits.argmax(-1), device)
 
     pretend_graphs(monkeypatch)
-    monkeypatch.setattr("quire.worker.worker.open_device", open_device)
+    monkeypatch.setattr("quire.worker.loaded_model.open_device", open_device)
     llm = LLM(str(untied.path), **SETTINGS)
     names = ["", *KINDS]
     try:

@@ -139,7 +139,7 @@ def cache_bytes(worker: Any) -> int:
 
 
 @pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize("method", ["quire.worker.worker.bind", "quire.worker.cpu.CpuDevice.warm_up"])
+@pytest.mark.parametrize("method", ["quire.worker.loaded_model.bind", "quire.worker.cpu.CpuDevice.warm_up"])
 def test_a_second_attempt_to_wake_up_makes_up_for_the_first(
     alone: LLM, method: str, level: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

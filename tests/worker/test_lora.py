@@ -173,7 +173,7 @@ def test_graphs_with_adapters_and_without(tiny: Tiny, monkeypatch: pytest.Monkey
         return WithGraphs(model, all_rows, lambda logits, *asked: logits.argmax(-1), device)
 
     pretend_graphs(monkeypatch)
-    monkeypatch.setattr("quire.worker.worker.open_device", open_device)
+    monkeypatch.setattr("quire.worker.loaded_model.open_device", open_device)
     worker, put = tiny.start(), [LoRAAssignment(slot, tiny.adapters[slot]) for slot in (0, 1)]
     for slots in ({3: -1, 0: 1, 2: 0}, {3: -1, 0: -1}, {2: 1}):
         found = generate(worker, slots, put)
