@@ -25,7 +25,7 @@ from quire.worker.memory import Needs
 from quire.worker.multimodal.bidirectional import reach_of
 from quire.worker.multimodal.embeds import take_embeds
 from quire.worker.multimodal.encoder import MediaEncoder
-from quire.worker.pipeline import IntermediateTensors, StageLink
+from quire.worker.pipeline import StageLink
 from quire.worker.rows import Rows
 from quire.worker.spec.drafter import Drafter
 from quire.worker.spec.progress import DraftProgress
@@ -93,19 +93,12 @@ class DeviceStep:
     """Receive buffer for the output of the previous stage."""
     receive: Callable[[Tensor], None] | None = None
 
-    def forward(self) -> IntermediateTensors:
-        """Run the layers of a stage that is not the last. The next step may overwrite the result."""
+    def compute(self) -> Any:
+        """Run the layers. The last stage returns a `ForwardResult`, another one `IntermediateTensors`, which
+        the next step may overwrite."""
         if self.before is not None and self.receive is not None:
             self.receive(self.before)
-        passed: IntermediateTensors = self.run()
-        return passed
-
-    def draw(self) -> ForwardResult:
-        """Run the layers of the last stage and sample."""
-        if self.before is not None and self.receive is not None:
-            self.receive(self.before)
-        done: ForwardResult = self.run()
-        return done
+        return self.run()
 
 
 class Device(Protocol):

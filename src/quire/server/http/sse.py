@@ -9,8 +9,7 @@ from starlette.types import Receive, Scope, Send
 
 from quire.data.outputs import CompletionOutput, RequestOutput
 from quire.errors import QuireError
-from quire.frontend.output_buffer import OutputBuffer
-from quire.frontend.output_stream import Outputs, Pushed, is_pushed
+from quire.frontend.output_stream import OutputBuffer, Outputs, Pushed, is_pushed
 from quire.logs import get_logger
 from quire.server.encoder import AnswerEncoder
 from quire.server.http.connection import Connection
