@@ -1,5 +1,7 @@
 """Adapters beside weights of any format, and the memory of slots."""
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -69,3 +71,13 @@ def test_a_step_without_draws_has_no_adapters_for_them(tmp_path: Path) -> None:
     step = slots.plan(tokens, tokens[:0])
     assert step.tokens is tokens and step.logit_tokens is None and step.logit_assigned is None
     assert slots.plan(tokens, tokens[2:]).logit_tokens is not None
+
+
+def test_released_slots_hold_no_memory(tmp_path: Path) -> None:
+    """A layer that keeps a view of the slots while the engine sleeps."""
+    path, _ = make_tiny("llama", tmp_path)
+    slots = Adapted(path, slots_for(2, 4)).slots
+    memory = weakref.ref(slots._memory)
+    slots.release()
+    gc.collect()
+    assert memory() is None and not any("_slots_memory" in vars(layer) for layer in slots.points.values())

@@ -133,7 +133,7 @@ class LoRALayer:
         self.a, self.b = self._slots_memory.a.flatten(-3, -2), self._slots_memory.b
 
     def unbind(self) -> None:
-        for name in ("a", "b", "_own"):
+        for name in ("a", "b", "_slots_memory"):
             self.__dict__.pop(name, None)
 
     def put(self, slot: int, factors: LoRAFactors) -> None:
