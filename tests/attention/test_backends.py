@@ -169,7 +169,7 @@ def test_tokens_that_see_what_follows_them(
 @pytest.mark.usefixtures("packages")
 def test_packages_without_reach_say_so(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}: does not support bidirectional attention"):
-        choose(name, replace(SPEC, head_dim=64, dtype=torch.bfloat16, reaches=True), H200)
+        choose(name, replace(SPEC, head_dim=64, dtype=torch.bfloat16, bidirectional=True), H200)
 
 
 @pytest.mark.parametrize("name", ["FLASH_ATTN", "FLASHINFER"])

@@ -149,7 +149,7 @@ class Together(Engine):
     def live(self, stop: threading.Event, late: dict[int, list[Any]]) -> None:
         """Until told to stop; requests of `late` come before the step of this number, or when it rests."""
         size = self.world.ep.size // self.world.tp.size
-        self.core.pipeline.lockstep = Lockstep(
+        self.core.step_queue.lockstep = Lockstep(
             self.world.rank.dp, size, self.where, token=TOKEN, timeout_s=PATIENCE_S
         )
         number = 0

@@ -133,14 +133,14 @@ def test_a_pause_is_confirmed_when_no_step_is_under_way(mode: str) -> None:
     """Catches an operator who changes weights or memory while a step still reads them."""
     room = Room(depth=2, lazy=True)
     room.add("a")
-    room.until(lambda: len(room.core.pipeline) > 0)
+    room.until(lambda: len(room.core.step_queue) > 0)
     number = room.ask("pause", mode=mode)
     room.rpc.turn()
-    assert number not in room.replies and len(room.core.pipeline) > 0
+    assert number not in room.replies and len(room.core.step_queue) > 0
     while number not in room.replies:
         room.core.step()
         room.rpc.turn()
-    assert not len(room.core.pipeline)
+    assert not len(room.core.step_queue)
 
 
 def test_resuming_breaks_off_the_wait(room: Room) -> None:
@@ -209,7 +209,7 @@ def test_prefixes_are_forgotten_under_running_requests(room: Room) -> None:
 
 def test_prefixes_are_forgotten_while_another_engine_is_busy(room: Room) -> None:
     """Catches a wait for a pipeline that idle steps keep full."""
-    room.core.pipeline.lockstep = BusyPeer()  # type: ignore[assignment]
+    room.core.step_queue.lockstep = BusyPeer()  # type: ignore[assignment]
     room.engine.check = lambda plan: None  # type: ignore[method-assign]  # it wants work in all
     room.add("a")
     room.until(lambda: len(room.tokens.get("a", [])) == 5)

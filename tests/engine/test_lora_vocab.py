@@ -253,7 +253,7 @@ def test_steps_with_new_tokens_are_not_replayed(untied: Base, monkeypatch: pytes
     """As on a GPU: captured steps for others, and the way of `OwnRows` there."""
 
     def open_device(model: Model, all_rows: Rows, device: torch.device, *drafts: Any) -> WithGraphs:
-        for room in model.adapters.owned.values() if model.adapters else ():
+        for room in model.adapters.vocab_rows.values() if model.adapters else ():
             room._placed = room._by_slots
         return WithGraphs(model, all_rows, lambda logits, *asked: logits.argmax(-1), device)
 

@@ -43,7 +43,7 @@ def test_a_slot_holds_one_adapter(tmp_path: Path) -> None:
     """What is left of an adapter with more ranks or other layers; a neighbour that is written over."""
     path, _ = make_tiny("llama", tmp_path)
     ours = Adapted(path, slots_for(3, 4))
-    slots, names = ours.slots, list(ours.slots.points)
+    slots, names = ours.slots, list(ours.slots.layers)
     for slot, rank in ((1, 4), (0, 3), (2, 2)):
         full = {
             name: LoRAFactors(*(each.fill_(rank) for each in both))
@@ -57,7 +57,7 @@ def test_a_slot_holds_one_adapter(tmp_path: Path) -> None:
             for name, both in slots.room({names[1]: 1}).items()
         },
     )
-    for name, point in slots.points.items():
+    for name, point in slots.layers.items():
         assert point.b[1].unique().tolist() == ([0, 9] if name == names[1] else [0])
         assert [set(point.b[slot].unique().tolist()) for slot in (0, 2)] == [{0, 3}, {0, 2}]
         assert (point.b[0] == 3).sum() == 3 * point.b[0, :, 0].numel()
@@ -80,4 +80,4 @@ def test_released_slots_hold_no_memory(tmp_path: Path) -> None:
     memory = weakref.ref(slots._memory)
     slots.release()
     gc.collect()
-    assert memory() is None and not any("_slots_memory" in vars(layer) for layer in slots.points.values())
+    assert memory() is None and not any("_slots_memory" in vars(layer) for layer in slots.layers.values())

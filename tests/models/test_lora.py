@@ -121,7 +121,7 @@ def test_devices_that_divide_all_of_an_adapter(tmp_path: Path) -> None:
         for slot in (0, 1):
             model.put(slot, tmp_path / str(slot))
     check_ranks(parts, worlds, expected)
-    for one, other in zip(parts[0].slots.points.values(), whole[0].slots.points.values(), strict=True):
+    for one, other in zip(parts[0].slots.layers.values(), whole[0].slots.layers.values(), strict=True):
         assert one.size < 0.8 * other.size, one.name
         halves = zip(one.slot_shapes, other.slot_shapes, strict=True)
         assert sum(math.prod(small) <= 0.6 * math.prod(large) for small, large in halves) == 1
@@ -168,7 +168,7 @@ def test_without_an_adapter_the_same_kernels_run(tmp_path: Path, monkeypatch: py
         if isinstance(module, GateUpLinear):
             gated = partial(_noted, used, module.weight.product, module.ops)
             monkeypatch.setattr(module, "gated", gated)
-    monkeypatch.setattr(type(ours.slots.points["lm_head"].ops), "lora", lambda *_: used.append("lora"))
+    monkeypatch.setattr(type(ours.slots.layers["lm_head"].ops), "lora", lambda *_: used.append("lora"))
     ours.run(PROMPTS, [PLAIN] * 3)
     assert set(used) == {"entered", "gated"}
 

@@ -222,7 +222,7 @@ def test_steps_in_flight_on_a_device(fake: Fake, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("quire.worker.loaded_model.open_device", open_device)
     llm = open_fake(fake, max_num_batched_tokens=15)
     core = llm.llm_engine.core
-    core.pipeline.depth, core.scheduler.media.size = 2, 15
+    core.step_queue.depth, core.scheduler.media.size = 2, 15
     for _ in range(2):
         assert core.reset_prefix_cache()
         check(fake, PROMPTS, run(llm, PROMPTS))

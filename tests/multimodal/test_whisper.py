@@ -235,7 +235,7 @@ def test_a_device_that_runs_ahead_hears_alike(twin: Twin, monkeypatch: pytest.Mo
     """Decodes in graphs, some padded, whose rows get other sounds while the step before is under way."""
     pretend_device(monkeypatch)
     llm = engine(twin, max_num_seqs=3)
-    llm.llm_engine.core.pipeline.depth = 2
+    llm.llm_engine.core.step_queue.depth = 2
     plain = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
     told = [(STARTS + text, given) for given in SOUNDS for text in TEXTS[:2]]
     outputs = llm.generate([asked(*each) for each in told], plain, use_tqdm=False)

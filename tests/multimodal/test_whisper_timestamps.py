@@ -106,7 +106,7 @@ def test_a_device_that_runs_ahead_waits_for_moments(twin: Twin, monkeypatch: pyt
     """What may come next depends on tokens that only the device would know."""
     pretend_device(monkeypatch)
     llm = engine(twin, max_num_seqs=3)
-    llm.llm_engine.core.pipeline.depth = 2
+    llm.llm_engine.core.step_queue.depth = 2
     told = asked(twin)
     params = [TIMED if timed else FREE for *_, timed in told]
     check(twin, llm.generate([request(*each[:2]) for each in told], params, use_tqdm=False))

@@ -22,7 +22,7 @@ class SlotTable(Protocol):
 
     names: tuple[str, ...]
     """Names of its layer in adapters."""
-    own: Shard
+    shard: Shard
     """Rows of the table on this device."""
     hidden: int
 
@@ -55,8 +55,8 @@ class AdapterSlots:
         only: Collection[str] = (),
         divides: bool = False,
         whole: Collection[str] = (),
-        num_own: int = 0,
-        no_own: str = "",
+        max_extra_vocab: int = 0,
+        no_extra_vocab: str = "",
     ) -> None:
         self.max_slots = max_slots
         self.max_rank = max_rank
@@ -70,17 +70,17 @@ class AdapterSlots:
         """Layers (embed_tokens, lm_head) that an adapter may replace entirely."""
         self.tables: dict[str, SlotTable] = {}
         """Replaceable tables by the name of their layer."""
-        self.num_own = num_own
+        self.max_extra_vocab = max_extra_vocab
         """Most extra vocabulary rows of embedding and head per adapter; see `layers/lora_vocab.py`."""
-        self.no_own = no_own or "--lora-extra-vocab-size is 0"
+        self.no_extra_vocab = no_extra_vocab or "--lora-extra-vocab-size is 0"
         """Reason why an adapter can have no extra vocabulary rows."""
-        self.owned: dict[str, Any] = {}
+        self.vocab_rows: dict[str, Any] = {}
         """Extra vocabulary rows of embed_tokens and lm_head."""
-        self.has_own = np.zeros(max_slots + 1, np.bool_)
+        self.has_extra_vocab = np.zeros(max_slots + 1, np.bool_)
         """Whether the adapter of each slot has extra rows; the last entry stands for no adapter."""
         self.num_new = np.zeros(max_slots + 1, np.int32)
         """Number of tokens beyond the model's vocabulary of each slot's adapter."""
-        self.points: dict[str, LoRALayer] = {}
+        self.layers: dict[str, LoRALayer] = {}
         self.stacks: dict[str, LoRAStack] = {}
         """Experts that some checkpoints store as one tensor, by its name."""
         self.refused: dict[str, str] = {}
@@ -88,7 +88,7 @@ class AdapterSlots:
         self.unused = ""
         """Pattern of layer names that are not computed; adapter weights for them are ignored."""
         self.step = NO_ADAPTERS
-        """That of the forward pass which is running; set by `using`."""
+        """Adapter slots of the forward pass that runs now; set by `using`."""
         self._memory: Tensor | None = None
         self._spares: deque[Tensor] = deque()
 
@@ -110,9 +110,9 @@ class AdapterSlots:
             self.step = NO_ADAPTERS
 
     def _assigned(self, tokens: Tensor | None) -> Any:
-        if tokens is None or not self.points:
+        if tokens is None or not self.layers:
             return None
-        return next(iter(self.points.values())).ops.assigned(tokens, self.max_slots)
+        return next(iter(self.layers.values())).ops.assigned(tokens, self.max_slots)
 
     def takes(self, *names: str) -> bool:
         """Return whether a layer with one of these names takes adapters."""
@@ -125,11 +125,11 @@ class AdapterSlots:
 
     @property
     def _parts(self) -> list[Any]:
-        return [*self.points.values(), *self.tables.values(), *self.owned.values()]
+        return [*self.layers.values(), *self.tables.values(), *self.vocab_rows.values()]
 
     @property
-    def _points_size(self) -> int:
-        return sum(point.size for point in self.points.values())
+    def _layers_size(self) -> int:
+        return sum(point.size for point in self.layers.values())
 
     @property
     def num_bytes(self) -> int:
@@ -163,7 +163,7 @@ class AdapterSlots:
 
     def room(self, ranks: Mapping[str, int]) -> dict[str, LoRAFactors]:
         """Allocate contiguous host memory for an adapter of these ranks, by LoRA layer."""
-        shapes = {name: self.points[name].shapes(rank) for name, rank in ranks.items()}
+        shapes = {name: self.layers[name].shapes(rank) for name, rank in ranks.items()}
         size = sum(math.prod(shape) for both in shapes.values() for shape in both)
         memory, factors, at = self._host_memory(size), {}, 0
         for name, (a, b) in shapes.items():
@@ -175,7 +175,7 @@ class AdapterSlots:
     def table_room(self, name: str) -> Tensor:
         """Allocate host memory for this device's rows of a table."""
         table, pins = self.tables[name], self.device.type == "cuda"
-        return torch.empty(table.own.size, table.hidden, dtype=self.dtype, pin_memory=pins)
+        return torch.empty(table.shard.size, table.hidden, dtype=self.dtype, pin_memory=pins)
 
     def put(
         self,
@@ -186,22 +186,22 @@ class AdapterSlots:
     ) -> None:
         """Replace the adapter of a slot. Pinned memory is read asynchronously."""
         assert self._memory is not None, "allocate() comes first"
-        self._memory[slot, : self._points_size].zero_()
+        self._memory[slot, : self._layers_size].zero_()
         for name, layer_factors in factors.items():
-            self.points[name].put(slot, layer_factors)
+            self.layers[name].put(slot, layer_factors)
         for name, table in self.tables.items():
             table.put(slot, (tables or {}).get(name))
         extra = vocab_rows or {}
-        for name, room in self.owned.items():
+        for name, room in self.vocab_rows.items():
             room.put(slot, extra.get(name))
-        self.has_own[slot] = bool(extra)
-        news = (int((rows.ids >= self.owned[name].vocab).sum()) for name, rows in extra.items())
+        self.has_extra_vocab[slot] = bool(extra)
+        news = (int((rows.ids >= self.vocab_rows[name].vocab).sum()) for name, rows in extra.items())
         self.num_new[slot] = max(news, default=0)
 
 
 def places(slots: AdapterSlots) -> Iterator[tuple[str, LoRATarget]]:
     """Yield the name and target of every checkpoint matrix that takes adapters."""
-    for point in slots.points.values():
+    for point in slots.layers.values():
         yield from point.places.items()
 
 

@@ -51,9 +51,9 @@ class LoRASlots(Protocol):
     """Owner of the memory of all LoRA layers."""
 
     max_rank: int
-    points: dict[str, "LoRALayer"]
+    layers: dict[str, "LoRALayer"]
     step: LoRAStep
-    """That of the forward pass which is running."""
+    """Adapter slots of the forward pass that runs now."""
 
 
 class LoRALayer:
@@ -83,7 +83,7 @@ class LoRALayer:
         self.ops = ops
         self.places: dict[str, LoRATarget] = {}
         """Target by the dotted name of each matrix in the checkpoint."""
-        slots.points[name] = self
+        slots.layers[name] = self
 
     @property
     def tokens(self) -> Tensor | None:

@@ -19,17 +19,17 @@ class LoRATable:
         self, names: tuple[str, ...], slots: AdapterSlots, shard: Shard, hidden: int, group: Group
     ) -> None:
         self.names = names
-        self.slots, self.own, self.hidden, self.group = slots, shard, hidden, group
+        self.slots, self.shard, self.hidden, self.group = slots, shard, hidden, group
         self.brought = torch.zeros(slots.max_slots, dtype=torch.bool, device=slots.device)
         """Whether the adapter of each slot has such a table."""
         self._replace = self._replace_by_rows if slots.device.type == "cpu" else self._replace_by_slots
 
     @property
     def size(self) -> int:
-        return self.own.size * self.hidden
+        return self.shard.size * self.hidden
 
     def bind(self, memory: Tensor) -> None:
-        self.table = memory.unflatten(1, (self.own.size, self.hidden))
+        self.table = memory.unflatten(1, (self.shard.size, self.hidden))
 
     def unbind(self) -> None:
         self.__dict__.pop("table", None)
@@ -44,8 +44,8 @@ class LoRATable:
         tokens = self.slots.step.tokens
         if tokens is None:
             return out
-        local_ids = token_ids - self.own.start
-        is_elsewhere = (local_ids < 0) | (local_ids >= self.own.size)
+        local_ids = token_ids - self.shard.start
+        is_elsewhere = (local_ids < 0) | (local_ids >= self.shard.size)
         rows = self.table[tokens.clamp(min=0).long(), local_ids.masked_fill(is_elsewhere, 0)].to(out.dtype)
         if self.group.size > 1:
             rows = self.group.all_reduce(rows.masked_fill_(is_elsewhere[:, None], 0))

@@ -22,11 +22,11 @@ class LoRAVocab(NamedTuple):
 
 
 class LoRAVocabRows:
-    """Memory for `slots.num_own` such rows in each slot, replicated on all devices of a group. Read only in
-    steps in which some row has an adapter with extra rows (`LoRAStep.is_wide`)."""
+    """Memory for `slots.max_extra_vocab` such rows in each slot, replicated on all devices of a group. Read
+    only in steps in which some row has an adapter with extra rows (`LoRAStep.is_wide`)."""
 
     rows: Tensor
-    """[slots, num_own, hidden]"""
+    """[slots, max_extra_vocab, hidden]"""
 
     def __init__(self, names: tuple[str, ...], slots: AdapterSlots, vocab: int, hidden: int) -> None:
         self.names = names
@@ -34,17 +34,17 @@ class LoRAVocabRows:
         self.tied = ""
         """For a tied head: name of the embedding that provides the rows the adapter does not have."""
         self._ids = torch.full(
-            (slots.max_slots, slots.num_own), _NO_TOKEN, dtype=torch.int64, device=slots.device
+            (slots.max_slots, slots.max_extra_vocab), _NO_TOKEN, dtype=torch.int64, device=slots.device
         )
         self._counts = [0] * slots.max_slots
         self._replace = self._replace_by_rows if slots.device.type == "cpu" else self._replace_by_slots
 
     @property
     def size(self) -> int:
-        return self.slots.num_own * self.hidden
+        return self.slots.max_extra_vocab * self.hidden
 
     def bind(self, memory: Tensor) -> None:
-        self.rows = memory.unflatten(1, (self.slots.num_own, self.hidden))
+        self.rows = memory.unflatten(1, (self.slots.max_extra_vocab, self.hidden))
 
     def unbind(self) -> None:
         self.__dict__.pop("rows", None)
@@ -72,9 +72,9 @@ class LoRAVocabRows:
         return torch.where(is_own.any(1, keepdim=True), rows, out)
 
     def logits(self, out: Tensor, x: Tensor) -> Tensor:
-        """Widen the model's logits [N, vocab] to [N, vocab + num_own]; a new token is -inf for other
+        """Widen the model's logits [N, vocab] to [N, vocab + max_extra_vocab]; a new token is -inf for other
         adapters."""
-        wide = pad(out, (0, self.slots.num_own), value=-torch.inf)
+        wide = pad(out, (0, self.slots.max_extra_vocab), value=-torch.inf)
         tokens = self.slots.step.logit_tokens
         return wide if tokens is None else self._replace(wide, x, tokens)
 
@@ -96,8 +96,8 @@ class LoRAVocabRows:
 def vocab_rows_of(kind: str, scope: Scope, vocab: int, hidden: int, tied: str = "") -> LoRAVocabRows | None:
     """Build the memory for extra rows of this layer; None if adapters may not have any."""
     slots = scope.adapters
-    if slots is None or not slots.num_own:
+    if slots is None or not slots.max_extra_vocab:
         return None
-    rows = slots.owned[kind] = LoRAVocabRows(known_as(kind, scope.name), slots, vocab, hidden)
+    rows = slots.vocab_rows[kind] = LoRAVocabRows(known_as(kind, scope.name), slots, vocab, hidden)
     rows.tied = tied
     return rows

@@ -144,7 +144,7 @@ class ExpertLoRALayers:
         self.slots = slots
         self.hidden = hidden
         self.ops = scope.ops
-        self.aliases = (f"{scope.name}.experts", f"{scope.beside('mlp')}.experts")
+        self.aliases = (f"{scope.name}.experts", f"{scope.sibling('mlp')}.experts")
         """Names of the experts in transformers, which adapters may use."""
         self.gate_up: LoRALayer | None = None
         self.down: LoRALayer | None = None

@@ -68,7 +68,7 @@ class Scope:
     def __truediv__(self, child: str | int) -> "Scope":
         return replace(self, name=f"{self.name}.{child}" if self.name else str(child))
 
-    def beside(self, name: str) -> str:
+    def sibling(self, name: str) -> str:
         """Return the dotted name of a sibling."""
         parent, dot, _ = self.name.rpartition(".")
         return f"{parent}{dot}{name}"

@@ -77,7 +77,7 @@ class LoRAWeights:
     """By the name of their LoRA layer."""
     tables: dict[str, Tensor]
     """Whole weights of the adapter (modules_to_save), by layer name."""
-    own: dict[str, LoRAVocab] = field(default_factory=dict)
+    vocab_rows: dict[str, LoRAVocab] = field(default_factory=dict)
     """Rows of added or individually trained tokens, for embed_tokens and lm_head."""
 
 
@@ -108,7 +108,7 @@ class LoRAReader:
         }
         kinds = {
             alias: kind
-            for kind, rows in slots.owned.items()
+            for kind, rows in slots.vocab_rows.items()
             for name in rows.names
             for alias in _aliases(name)
         }
@@ -168,12 +168,12 @@ class LoRAReader:
 
     def _shard_table(self, name: str, layer: str, tensor: Tensor) -> Tensor:
         table, buffer = self.slots.tables[layer], self.slots.table_room(layer)
-        if tuple(tensor.shape) != (table.own.all, table.hidden):
+        if tuple(tensor.shape) != (table.shard.all, table.hidden):
             raise ConfigError(
-                f"{name} has the shape {tuple(tensor.shape)}, the model's {(table.own.all, table.hidden)}"
-                f"{self._vocab_reader.why_not(tensor, table.own.all)}"
+                f"{name} has the shape {tuple(tensor.shape)}, the model's {(table.shard.all, table.hidden)}"
+                f"{self._vocab_reader.why_not(tensor, table.shard.all)}"
             )
-        put(tensor, Target(name, buffer, 0, (table.own,)))
+        put(tensor, Target(name, buffer, 0, (table.shard,)))
         return buffer
 
     # ---- matching tensors to layers

@@ -77,7 +77,7 @@ class CpuDevice:
 
     def needs(self, config: EngineConfig, weights: int, sampler: Sampler | None, bound: int = 0) -> Needs:
         """Estimate the memory; measuring would take it on a CPU."""
-        facts, dtype, limits = config.own_facts, config.model.dtype, config.scheduler
+        facts, dtype, limits = config.rank_facts, config.model.dtype, config.scheduler
         most = 0 if config.speculation is None else config.speculation.num_speculative_tokens
         num_draws = max(min(limits.max_num_seqs * (1 + most), limits.max_num_batched_tokens), 1)
         activations = activation_bytes(

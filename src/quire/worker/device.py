@@ -22,7 +22,7 @@ from quire.sampling.sampler import Sampled, Sampler
 from quire.sampling.transfer import to_device
 from quire.worker.input_buffers import BufferSizes, blank, bytes_of, host_arrays, slots_of, tensors
 from quire.worker.memory import Needs
-from quire.worker.multimodal.bidirectional import reach_of
+from quire.worker.multimodal.bidirectional import last_visible_of
 from quire.worker.multimodal.embeds import take_embeds
 from quire.worker.multimodal.encoder import MediaEncoder
 from quire.worker.pipeline import StageLink
@@ -137,12 +137,12 @@ class Device(Protocol):
 
 
 class StepFeatures(NamedTuple):
-    """What the rows of a step use beside plain text."""
+    """The features that the rows of a step use beside plain text."""
 
     embeds: tuple[Tensor, Tensor] | None
     """See `Batch.embeds`."""
-    reach: Tensor | None
-    """See `Batch.reach`."""
+    last_visible: Tensor | None
+    """See `Batch.last_visible`."""
     axes: int
     """Number of M-RoPE positions of each token: 0, 1 or 3."""
     adapts: bool = False
@@ -157,10 +157,10 @@ class StepFeatures(NamedTuple):
     @property
     def is_eager(self) -> bool:
         """Whether the step can be neither taped nor captured."""
-        return self.reach is not None or self.is_wide
+        return self.last_visible is not None or self.is_wide
 
     def put_in(self, batch: Batch) -> None:
-        batch.embeds, batch.reach, batch.is_wide = self.embeds, self.reach, self.is_wide
+        batch.embeds, batch.last_visible, batch.is_wide = self.embeds, self.last_visible, self.is_wide
 
 
 @dataclass(slots=True)
@@ -178,7 +178,7 @@ class Model:
     """LoRA adapter slots; None if LoRA is off."""
     encoder: MediaEncoder | None = None
     """Encoder of images, videos and audio."""
-    reaches: bool = False
+    bidirectional: bool = False
     """Whether the tokens of an item attend to each other bidirectionally."""
 
     @property
@@ -211,14 +211,15 @@ class Model:
         return None if self.link is None or self.link.is_first else self.link.room(num_tokens)
 
     def features(self, plan: StepPlan, all_rows: Rows, device: torch.device) -> StepFeatures:
-        """Encode the items of the plan, and return what its rows use."""
-        reach = self._reach(plan, all_rows, device)  # before `_embeds`, which drops finished items
+        """Encode the items of the plan, and return the features that its rows use."""
+        last_visible = self._last_visible(plan, all_rows, device)  # `_embeds` drops finished items
         embeds, axes = self._embeds(plan, all_rows, device), all_rows.num_axes(plan)
         if self.adapters is None:
-            return StepFeatures(embeds, reach, axes)
+            return StepFeatures(embeds, last_visible, axes)
         slots = all_rows.adapter[plan.rows]
         adapts = bool((slots >= 0).any())
-        return StepFeatures(embeds, reach, axes, adapts, adapts and bool(self.adapters.has_own[slots].any()))
+        is_wide = adapts and bool(self.adapters.has_extra_vocab[slots].any())
+        return StepFeatures(embeds, last_visible, axes, adapts, is_wide)
 
     def _embeds(self, plan: StepPlan, all_rows: Rows, device: torch.device) -> tuple[Tensor, Tensor] | None:
         """Encode the items of the plan and return `Batch.embeds`; None in stages after the first."""
@@ -229,12 +230,12 @@ class Model:
             return embeds
         return self.encoder.joined(embeds, self.encoder.step(plan, all_rows))
 
-    def _reach(self, plan: StepPlan, all_rows: Rows, device: torch.device) -> Tensor | None:
-        """Return `Batch.reach`."""
-        if not self.reaches or not (all_rows.items or all_rows.wholes):
+    def _last_visible(self, plan: StepPlan, all_rows: Rows, device: torch.device) -> Tensor | None:
+        """Return `Batch.last_visible`."""
+        if not self.bidirectional or not (all_rows.items or all_rows.wholes):
             return None
-        reach = reach_of(plan, all_rows)
-        return None if reach is None else to_device(reach, device)
+        last_visible = last_visible_of(plan, all_rows)
+        return None if last_visible is None else to_device(last_visible, device)
 
     def step(self, run: Callable[[], Any], before: Tensor | None) -> DeviceStep:
         return DeviceStep(run) if self.link is None else DeviceStep(run, before, self.link.receive)
@@ -242,7 +243,7 @@ class Model:
     def hidden(self, batch: Batch) -> Any:
         """Run the layers: return [T, hidden], or the tensors for the next stage."""
         for group in batch.groups:
-            group.reach = batch.reach
+            group.last_visible = batch.last_visible
             self.attention.plan(group)
         if batch.embeds is not None:
             batch.token_ids = batch.token_ids.clamp(min=0)
@@ -251,7 +252,7 @@ class Model:
         return self.run_layers(batch)
 
     def run_layers(self, batch: Batch) -> Any:
-        """Run the layers on a batch whose attention is planned."""
+        """Run the layers, after the attention of the batch is planned."""
         if self.adapters is None:
             return self.forward(batch)
         batch.lora = self.adapters.plan(batch.adapters, batch.logit_adapters, is_wide=batch.is_wide)
@@ -294,9 +295,9 @@ def batch_of(
     are_any: bool = False,
 ) -> Batch:
     """Build the batch of a step from its tensors. `block_tables` is [layer groups, rows, blocks]."""
-    turns = sheet.get("turns")
-    if turns is not None and len(turns) > len(sheet["positions"]):
-        turns = turns.view(3, -1)
+    mrope_positions = sheet.get("mrope_positions")
+    if mrope_positions is not None and len(mrope_positions) > len(sheet["positions"]):
+        mrope_positions = mrope_positions.view(3, -1)
     batch = Batch(
         token_ids=sheet["token_ids"],
         positions=sheet["positions"],
@@ -308,7 +309,7 @@ def batch_of(
         logit_tokens=sheet["logit_tokens"],
         query_lens_host=query_lens,
         seq_lens_host=seq_lens,
-        turns=turns,
+        mrope_positions=mrope_positions,
         adapters=sheet.get("adapters"),
         logit_adapters=sheet.get("logit_adapters"),
         are_decodes=are_decodes,

@@ -72,6 +72,6 @@ class PromptLogprobs:
         if self.adapters is None or self._slot < 0:
             return self.head(states).float()
         slots = torch.full((len(states),), self._slot, dtype=torch.int32, device=states.device)
-        is_wide = bool(self.adapters.has_own[self._slot])
+        is_wide = bool(self.adapters.has_extra_vocab[self._slot])
         with self.adapters.using(self.adapters.plan(logit_tokens=slots, is_wide=is_wide)):
             return self.head(states).float()

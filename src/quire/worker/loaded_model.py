@@ -28,16 +28,17 @@ from quire.worker.cpu import CpuDevice
 from quire.worker.cpu import draw as draw_on_host
 from quire.worker.device import Device, Model
 from quire.worker.features import PromptLogprobs, StepFeature
-from quire.worker.lora import check_slots, slots_of, why_no_own
+from quire.worker.lora import check_slots, slots_of, why_no_extra_vocab
 from quire.worker.memory import bind, free_bytes
 from quire.worker.multimodal.encoder import CrossEncoder, MediaEncoder, open_encoder, tower_group
 from quire.worker.multimodal.timestamps import Alignment
 from quire.worker.pipeline import StageLink
 from quire.worker.pooling import PoolingRunner, pooling_builder
 from quire.worker.rows import Rows
-from quire.worker.runner import Runner, StageRunner
+from quire.worker.runner import Runner
 from quire.worker.spec.drafter import Drafter, check_ahead, load_draft, open_drafter
 from quire.worker.spec.progress import open_draft_progress
+from quire.worker.stage_runner import StageRunner
 
 _CACHE_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 """KV cache dtypes that no model computes in."""
@@ -51,7 +52,7 @@ class LoadedModel:
         self.device = torch.device(config.machine.device)
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
         self.cache_dtype = _CACHE_DTYPES.get(config.cache.kv_cache_dtype, self.dtype)
-        facts, parallel = config.own_facts, config.parallel
+        facts, parallel = config.rank_facts, config.parallel
         self.stage = Stage(world.rank.pp, parallel.pipeline_parallel_size, parallel.pp_layer_partition)
         draft, tp_size = config.draft, parallel.tensor_parallel_size
         self.draft_facts = None if draft is None else draft.of_one(tp_size)
@@ -89,7 +90,7 @@ class LoadedModel:
         return whole.of({*self.stage.layers(num), *range(num, end)})
 
     @property
-    def _reaches(self) -> bool:
+    def _bidirectional(self) -> bool:
         media, pooling = self.config.checkpoint.facts.media, self.config.pooling
         return bool(media and media.is_whole) or bool(pooling and pooling.both_ways)
 
@@ -98,17 +99,21 @@ class LoadedModel:
         name = config.attention.attention_backend
         widest = max((facts.of_layer(layer) for layer in facts.layers), key=lambda layer: layer.head_dim)
         sizes = widest.heads, widest.kv_heads, widest.head_dim
-        flags = {"sinks": facts.sinks, "uses_alibi": bool(facts.alibi_slopes), "reaches": self._reaches}
+        flags = {
+            "sinks": facts.sinks,
+            "uses_alibi": bool(facts.alibi_slopes),
+            "bidirectional": self._bidirectional,
+        }
         spec = AttentionSpec(*sizes, self.dtype, **flags, cache_dtype=self.cache_dtype)
         backend = choose(None if name == "AUTO" else name, spec, config.machine)
         if config.speculation is not None and self.device.type == "cuda":
             check_ahead(backend.name, config.speculation.num_speculative_tokens, latent=facts.mla is not None)
         return backend
 
-    def load(self, tell: Callable[[float], None] | None = None) -> None:
-        """Load the model without a cache; `tell` is called with the loaded share of the weights."""
+    def load(self, on_progress: Callable[[float], None] | None = None) -> None:
+        """Load the model without a cache; `on_progress` is called with the loaded share of the weights."""
         config = self.config
-        slots = slots_of(config.lora, self.dtype, self.device, no_own=why_no_own(config))
+        slots = slots_of(config.lora, self.dtype, self.device, no_extra_vocab=why_no_extra_vocab(config))
         self.model = load_model(
             config.checkpoint,
             dtype=self.dtype,
@@ -116,12 +121,12 @@ class LoadedModel:
             backend=self.backend,
             max_model_len=config.model.max_model_len,
             load_format=config.load.load_format,
-            show_progress=config.load.use_tqdm_on_load and tell is None,
+            show_progress=config.load.use_tqdm_on_load and on_progress is None,
             seed=config.model.seed,
             packed=config.model.quantization != "none",
             quant=config.quant,
             build=None if config.pooling is None else pooling_builder(config),
-            tell=tell,
+            on_progress=on_progress,
             world=self.world,
             stage=self.stage,
             ep=self.ep,
@@ -175,7 +180,7 @@ class LoadedModel:
         slots = all_rows.slots = whole.adapters
         device = open_device(whole, all_rows, self.device, config.speculation)
         if self.drafter is not None:
-            spec, first = config.speculation, len(config.own_facts.layers)
+            spec, first = config.speculation, len(config.rank_facts.layers)
             is_ahead = not isinstance(device, CpuDevice)
             progress = None
             if not self.drafter.follows:
@@ -190,8 +195,8 @@ class LoadedModel:
             return StageRunner(device=device, all_rows=all_rows, link=link)
         counts, vocab = None, config.checkpoint.facts.vocab
         if self.device.type == "cuda":
-            num_own = 0 if slots is None else slots.num_own
-            counts = Counts(config.scheduler.max_num_seqs, vocab + num_own, self.device)
+            max_extra_vocab = 0 if slots is None else slots.max_extra_vocab
+            counts = Counts(config.scheduler.max_num_seqs, vocab + max_extra_vocab, self.device)
         sampler = Sampler(vocab, self.device, config.model.logprobs_mode, device.sample, counts)
         parts: list[StepFeature] = [PromptLogprobs(model.logits, all_rows, config.model.logprobs_mode, slots)]
         if isinstance(self.encoder, CrossEncoder):
@@ -206,7 +211,9 @@ class LoadedModel:
         return PoolingRunner(self.model, model, all_rows, pooling, self.device, windows)
 
     def _on_device(self, head: Callable[[Tensor], Tensor], link: StageLink | None = None) -> Model:
-        return Model(self.model, head, self.backend, link, self.ep, self.slots, self.encoder, self._reaches)
+        return Model(
+            self.model, head, self.backend, link, self.ep, self.slots, self.encoder, self._bidirectional
+        )
 
 
 def open_device(

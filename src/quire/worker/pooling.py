@@ -24,7 +24,7 @@ from quire.worker.cpu import Done
 from quire.worker.device import Model, batch_of, blank_batch
 from quire.worker.input_buffers import StepBuffers, bytes_of, sizes_of, tensors
 from quire.worker.memory import Needs
-from quire.worker.multimodal.bidirectional import bidirectional_reach
+from quire.worker.multimodal.bidirectional import last_visible_in_prompts
 from quire.worker.rows import Rows
 
 log = get_logger(__name__)
@@ -103,7 +103,9 @@ class PoolingRunner:
     def _forward(self, batch: Batch) -> Tensor:
         if self.windows is not None:
             for group, window in zip(batch.groups, self.windows, strict=True):
-                group.reach = bidirectional_reach(batch, window) if self.pooling.both_ways else batch.reach
+                group.last_visible = batch.last_visible
+                if self.pooling.both_ways:
+                    group.last_visible = last_visible_in_prompts(batch, window)
                 self.model.attention.plan(group)
         out: Tensor = self.model.run_layers(batch)
         return out
@@ -202,7 +204,7 @@ class PoolingRunner:
         if self.device.type == "cpu":
             tokens = limits.max_num_batched_tokens
             activations = activation_bytes(
-                config.own_facts, config.model.dtype, num_tokens=tokens, num_seqs=0
+                config.rank_facts, config.model.dtype, num_tokens=tokens, num_seqs=0
             )
             return Needs(weights, activations, other=kept)
         batch = self._dummy_batch(limits.max_num_batched_tokens, config.model.max_model_len)

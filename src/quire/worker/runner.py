@@ -1,9 +1,8 @@
-"""The runners of a step on the device: of the last pipeline stage, which samples, and of the others."""
+"""The runner of one step on the device."""
 
 from collections.abc import Sequence
 from functools import partial
 
-import numpy as np
 import torch
 
 from quire.data.plan import Masks, Pending, StepPlan, StepResult
@@ -11,7 +10,6 @@ from quire.sampling.sampler import Sampler
 from quire.worker.cpu import Done
 from quire.worker.device import Device, UnsampledRows
 from quire.worker.features import StepFeature
-from quire.worker.pipeline import StageLink
 from quire.worker.rows import Rows
 
 _FREE = Masks()
@@ -58,25 +56,3 @@ class Runner:
         step.drawn = self.device.land(plan, done, sampled, self.all_rows)
         self.all_rows.advance(plan)
         return step.drawn
-
-
-class StageRunner:
-    """Runs a plan on a stage that is not the last: updates the rows, computes the layers, and sends the
-    output."""
-
-    def __init__(self, *, device: Device, all_rows: Rows, link: StageLink) -> None:
-        self.device = device
-        self.all_rows = all_rows
-        self.link = link
-
-    @torch.inference_mode()
-    def submit(self, plan: StepPlan) -> Pending:
-        self.all_rows.apply(plan)
-        try:
-            passed = self.device.prepare(plan, self.all_rows).compute()
-        except Exception:
-            self.link.fail(max(plan.total_tokens, 1))
-            raise
-        self.link.send(passed)
-        self.all_rows.advance(plan)
-        return Done(StepResult(token_ids=np.empty(0, np.int32)))

@@ -31,9 +31,10 @@ from quire.worker.memory import Needs, cache_room, table, use_expandable_segment
 from quire.worker.pooling import PoolingRunner
 from quire.worker.profiler import TorchProfiler
 from quire.worker.rows import Rows
-from quire.worker.runner import Runner, StageRunner
+from quire.worker.runner import Runner
 from quire.worker.sleep import OffloadedWeights, give_back, used_bytes
 from quire.worker.spec.drafter import draft_bytes
+from quire.worker.stage_runner import StageRunner
 
 log = get_logger(__name__)
 
@@ -91,10 +92,10 @@ class Worker:
         self.warm_up()
         return size
 
-    def load(self, tell: Callable[[float], None] | None = None) -> None:
-        """Load the model without a cache; `tell` is called with the loaded share of the weights."""
+    def load(self, on_progress: Callable[[float], None] | None = None) -> None:
+        """Load the model without a cache; `on_progress` is called with the loaded share of the weights."""
         started, loaded = time.monotonic(), self.loaded
-        loaded.load(tell)
+        loaded.load(on_progress)
         if loaded.slots is not None:
             self._open_adapters(loaded.slots)
         if loaded.ep is not None and loaded.ep.is_counted:
@@ -114,7 +115,7 @@ class Worker:
             ),
             num_groups=len(self.loaded.layout.groups),
             most_drafts=0 if config.speculation is None else config.speculation.num_speculative_tokens,
-            turns=any(layer.rope is not None and layer.rope.sections for layer in facts.layers),
+            uses_mrope=any(layer.rope is not None and layer.rope.sections for layer in facts.layers),
         )
         loaded, weights = self.loaded, self.loaded.num_bytes
         bound = 0 if facts.encoder is not None else loaded.bind(num_blocks=1)
@@ -223,7 +224,7 @@ class Worker:
             self.adapters.drop(name)
 
     def _open_adapters(self, slots: AdapterSlots) -> None:
-        lora, facts, stage = self.config.lora, self.config.own_facts, self.loaded.stage
+        lora, facts, stage = self.config.lora, self.config.rank_facts, self.loaded.stage
         layers = stage.layers(len(facts.layers)) if stage.count > 1 else None
         if self.adapters is None:
             # The scheduler decides what to drop, and relies on all other adapters.

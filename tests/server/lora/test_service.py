@@ -257,7 +257,7 @@ def test_an_adapter_that_is_unloaded_answers_those_who_have_it_and_nobody_else(t
 
 def test_who_is_still_answered_by_an_adapter_that_leaves_is_so_with_its_tokens(tmp_path: Path) -> None:
     engine, path = an_engine(), adapter(tmp_path / "a")
-    engine.inputs.enable_lora, engine.inputs.num_own = True, 16
+    engine.inputs.enable_lora, engine.inputs.num_extra_vocab = True, 16
     backend = Tokenizer.from_str(engine.tokenizer.backend.to_str())
     backend.add_tokens(["<new>"])
     backend.save(str(path / "tokenizer.json"))
@@ -443,7 +443,7 @@ def test_an_adapter_behind_a_url_brings_its_tokens(tmp_path: Path, monkeypatch: 
     """To every route that reads or writes tokens, and to no other model."""
     monkeypatch.setenv("QUIRE_CACHE_ROOT", str(tmp_path))
     engine = an_engine()
-    engine.inputs.enable_lora, engine.inputs.num_own = True, 16
+    engine.inputs.enable_lora, engine.inputs.num_extra_vocab = True, 16
     backend = Tokenizer.from_str(engine.tokenizer.backend.to_str())
     backend.add_tokens(["<new>"])
     last, plain = backend.token_to_id("<new>"), {"model": engine.facts.model_names[0]}

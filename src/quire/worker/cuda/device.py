@@ -70,7 +70,7 @@ class CudaDevice:
         self.last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
         self.speculation = None if drafts is None else Speculation(drafts, all_rows, device)
         query_lens = [] if self.speculation is None else self.speculation.query_lens
-        self.axes = int(all_rows.turns is not None)
+        self.axes = int(all_rows.mrope is not None)
         """1 if the model uses M-RoPE positions, which differ from the position in the sequence."""
         vectors = None if model.encoder is None else model.encoder.room
         self.graphs = Graphs(self.block_tables, model.room, in_flight, query_lens, self.axes, vectors)
