@@ -294,7 +294,7 @@ def _lora(config: EngineConfig) -> Answer | None:
 def _expert_refusal() -> str:
     """Return why the experts of a rank take no adapters, by the layer that would register them."""
     slots = AdapterSlots(max_slots=1, max_rank=8, dtype=torch.float32, device=torch.device("cpu"))
-    scope: Any = SimpleNamespace(ops=None, name="mlp", beside=lambda name: name)
+    scope: Any = SimpleNamespace(ops=None, name="mlp", sibling=lambda name: name)
     experts: Any = SimpleNamespace(
         stored_names=lambda: [("mlp.experts.gate_up_proj", "gate_up")],
         names=SimpleNamespace(experts=("experts",)),

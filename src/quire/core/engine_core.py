@@ -1,11 +1,11 @@
-"""The engine core: plans, runs and updates steps, unless it is paused or asleep."""
+"""The engine core: plans, runs and updates steps."""
 
 import time
 from collections.abc import Iterable
 
 from quire.core.dp_sync import Lockstep
+from quire.core.pause import PauseState
 from quire.core.step_queue import StepQueue
-from quire.data.control import MEMORY
 from quire.data.plan import FinishReason, StepOutput
 from quire.data.request import Request
 from quire.data.stats import StepStats
@@ -16,36 +16,6 @@ GATES_S = 0.01
 """Seconds to wait for a grammar or an adapter while no request can run."""
 LOOK_S = 0.002
 """Seconds between two checks of the workers meanwhile."""
-
-
-class PauseState:
-    """Whether steps are planned. Open: yes. Shut: none. Draining: only those of running requests. Requests
-    that arrive meanwhile wait outside, in order."""
-
-    def __init__(self) -> None:
-        self.is_open = True
-        self.drains = False
-        self.outside: dict[str, Request] = {}
-        self.level = 0
-        """Sleep level: 1, weights are in host memory; 2, weights are dropped."""
-        self.asleep: set[str] = set()
-        """Parts of the workers' memory that are asleep."""
-        self.is_unsure = False
-        """Whether going to sleep failed, so that workers may be in different states."""
-
-    @property
-    def is_shut(self) -> bool:
-        return not self.is_open and not self.drains
-
-    @property
-    def settled_level(self) -> int:
-        """Return the level at which all memory of all workers sleeps; 0 if some of it may be awake."""
-        return self.level if self.asleep == set(MEMORY) and not self.is_unsure else 0
-
-    def drop(self, request_ids: Iterable[str]) -> dict[str, FinishReason]:
-        """Abort the requests with these ids that wait outside."""
-        dropped = [id for id in request_ids if self.outside.pop(id, None) is not None]
-        return {id: FinishReason("abort") for id in dropped}
 
 
 class EngineCore:

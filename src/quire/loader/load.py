@@ -125,8 +125,7 @@ def load_model(
     )
     model = (build or MODELS[checkpoint.facts.architecture])(checkpoint.facts, scope)
     _add_tower(model, checkpoint.facts, scope, tower_group)
-    is_hidden = not show_progress or not sys.stderr.isatty()
-    with torch.no_grad(), LoadProgress(on_progress, disable=is_hidden) as bar:
+    with torch.no_grad(), LoadProgress(on_progress, show=show_progress) as bar:
         if isinstance(source, ShardedSource):
             _restore(source, model, bar)
         else:
@@ -165,8 +164,8 @@ def _open_saved(source: ShardedSource, key: ShardedStateKey, rank: int, *, sprea
 class LoadProgress:
     """Loading progress: a progress bar, and a callback with the loaded fraction."""
 
-    def __init__(self, on_progress: Callable[[float], None] | None, *, disable: bool) -> None:
-        self._bar = tqdm(desc="Loading weights", disable=disable)
+    def __init__(self, on_progress: Callable[[float], None] | None, *, show: bool) -> None:
+        self._bar = tqdm(desc="Loading weights", disable=not show or not sys.stderr.isatty())
         self._on_progress = on_progress
         self._count = self._total = self._percent = 0
 
