@@ -142,9 +142,10 @@ def main() -> None:
         disable_log_stats=True,
         **args.settings,
     )
-    constraints, pipeline = llm.llm_engine.core.scheduler.constraints, llm.llm_engine.core.pipeline
+    constraints, step_queue = llm.llm_engine.core.scheduler.constraints, llm.llm_engine.core.step_queue
     # "advance" may start masks, "masks" waits for them.
-    clocks = [Clock(constraints, name) for name in ("begin", "masks", "advance")] + [Clock(pipeline, "draw")]
+    clocks = [Clock(constraints, name) for name in ("begin", "masks", "advance")]
+    clocks.append(Clock(step_queue, "draw"))
     half = args.rows // 2
     batches = {name: [name] * args.rows for name in args.only}
     batches |= {f"half {name}": ["free", name] * half for name in args.only[:1]}

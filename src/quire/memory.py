@@ -50,7 +50,7 @@ def tape_bytes(config: EngineConfig, max_taped: int = MAX_TAPED) -> int:
     """Return the memory of the recorded decodes on a CPU."""
     taped = 0 if config.model.enforce_eager else min(config.scheduler.max_num_seqs, max_taped)
     return _TAPED_TIMES * activation_bytes(
-        config.own_facts, config.model.dtype, num_tokens=taped, num_seqs=taped
+        config.rank_facts, config.model.dtype, num_tokens=taped, num_seqs=taped
     )
 
 

@@ -29,7 +29,7 @@ from quire.errors import ConfigError
 from quire.layers.lora import AdapterSlots
 from quire.layers.moe import ExpertLoRALayers
 from quire.models.transformers_backend import TransformersModel
-from quire.worker.lora import why_no_own
+from quire.worker.lora import why_no_extra_vocab
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 GPUS = Machine("cuda", "NVIDIA H200", 8, 150 << 30, 148 << 30, 64, (9, 0), bf16=True, fp16=True)
@@ -287,14 +287,14 @@ def _lora(config: EngineConfig) -> Answer | None:
             return Answer("no", _first_sentence(str(error)))
     if parallel.enable_expert_parallel and (why := _expert_refusal()):
         return Answer("part", f"Adapters of experts are refused: {why}")
-    why = why_no_own(config)
+    why = why_no_extra_vocab(config)
     return Answer("part", f"Adapters with extra tokens are refused: {why}") if why else None
 
 
 def _expert_refusal() -> str:
     """Return why the experts of a rank take no adapters, by the layer that would register them."""
     slots = AdapterSlots(max_slots=1, max_rank=8, dtype=torch.float32, device=torch.device("cpu"))
-    scope: Any = SimpleNamespace(ops=None, name="mlp", beside=lambda name: name)
+    scope: Any = SimpleNamespace(ops=None, name="mlp", sibling=lambda name: name)
     experts: Any = SimpleNamespace(
         stored_names=lambda: [("mlp.experts.gate_up_proj", "gate_up")],
         names=SimpleNamespace(experts=("experts",)),

@@ -77,7 +77,7 @@ class Case:
 
     def expected(self) -> Tensor:
         lens = self.batch.query_lens_host.tolist()
-        pieces, reach = self.q.split(lens), self.batch.reach
+        pieces, reach = self.q.split(lens), self.batch.last_visible
         reaches = [None] * len(lens) if reach is None else reach.split(lens)
         return torch.cat(
             [
@@ -137,7 +137,7 @@ def make_case(
         logit_tokens=nothing,
         query_lens_host=query_lens,
         seq_lens_host=seq_lens,
-        reach=None if runs is None else torch.from_numpy(np.concatenate(reach)).to(device),
+        last_visible=None if runs is None else torch.from_numpy(np.concatenate(reach)).to(device),
     )
     return Case(
         spec,

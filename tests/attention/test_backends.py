@@ -171,7 +171,7 @@ def test_bidirectional_spans(full: AttentionBackend, heads: tuple[int, int], win
 @pytest.mark.usefixtures("packages")
 def test_packages_without_bidirectional_spans_are_rejected(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}: does not support bidirectional attention"):
-        choose(name, replace(SPEC, head_dim=64, dtype=torch.bfloat16, reaches=True), H200)
+        choose(name, replace(SPEC, head_dim=64, dtype=torch.bfloat16, bidirectional=True), H200)
 
 
 @pytest.mark.parametrize("name", ["FLASH_ATTN", "FLASHINFER"])

@@ -151,7 +151,7 @@ class LockstepEngine(Engine):
         idle.
         """
         size = self.world.ep.size // self.world.tp.size
-        self.core.pipeline.lockstep = Lockstep(
+        self.core.step_queue.lockstep = Lockstep(
             self.world.rank.dp, size, self.where, token=TOKEN, timeout_s=PATIENCE_S
         )
         number = 0

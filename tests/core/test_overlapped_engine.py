@@ -46,7 +46,7 @@ def say(llm: LLM, params: SamplingParams) -> list[RequestOutput]:
 @pytest.mark.parametrize("mode", MODES)
 def test_outputs_do_not_depend_on_steps_in_flight(model: TextModel, mode: str) -> None:
     plain, overlapped = (open_text(model, **MODES[mode]) for _ in range(2))
-    overlapped.llm_engine.core.pipeline.depth = 2
+    overlapped.llm_engine.core.step_queue.depth = 2
     for name, settings in PARAMS.items():
         params = SamplingParams(**({"max_tokens": 16, "ignore_eos": True} | settings))
         for one, two in zip(say(plain, params), say(overlapped, params), strict=True):

@@ -133,14 +133,14 @@ def test_pause_is_confirmed_when_no_step_is_in_flight(mode: str) -> None:
     """Check that weights or memory are not changed while a step still reads them."""
     core = RpcCore(depth=2, lazy=True)
     core.add("a")
-    core.until(lambda: len(core.core.pipeline) > 0)
+    core.until(lambda: len(core.core.step_queue) > 0)
     number = core.ask("pause", mode=mode)
     core.rpc.turn()
-    assert number not in core.replies and len(core.core.pipeline) > 0
+    assert number not in core.replies and len(core.core.step_queue) > 0
     while number not in core.replies:
         core.core.step()
         core.rpc.turn()
-    assert not len(core.core.pipeline)
+    assert not len(core.core.step_queue)
 
 
 def test_resume_cancels_the_wait(core: RpcCore) -> None:
@@ -209,7 +209,7 @@ def test_prefix_cache_reset_with_running_requests(core: RpcCore) -> None:
 
 def test_prefix_cache_reset_while_another_engine_is_busy(core: RpcCore) -> None:
     """Check that it does not wait for a pipeline that idle steps keep full."""
-    core.core.pipeline.lockstep = BusyPeer()  # type: ignore[assignment]
+    core.core.step_queue.lockstep = BusyPeer()  # type: ignore[assignment]
     core.engine.check = lambda plan: None  # type: ignore[method-assign]  # it wants work in all
     core.add("a")
     core.until(lambda: len(core.tokens.get("a", [])) == 5)

@@ -1,12 +1,31 @@
 """Tests of repetition detection: the definition, and counters that agree with it."""
 
+from collections.abc import Sequence
 from random import Random
 
 import numpy as np
 import pytest
 
 from quire.data.params import MAX_PATTERN_SIZE, RepetitionDetectionParams
-from quire.data.repetition import RepetitionCounts, find_repetition
+from quire.data.repetition import RepetitionCounts
+
+
+def find_repetition(token_ids: Sequence[int], params: RepetitionDetectionParams) -> bool:
+    """Return whether the tokens end in `min_count` copies of one pattern of the requested sizes.
+
+    `RepetitionCounts` returns the same results with less work per token.
+    """
+    sizes = range(max(params.min_pattern_size, 1), params.max_pattern_size + 1)
+    for size in sizes:
+        span = size * params.min_count
+        if span > len(token_ids):
+            return False
+        if token_ids[-1] != token_ids[-1 - size]:
+            continue
+        tail = list(token_ids[-span:])
+        if tail[size:] == tail[:-size]:
+            return True
+    return False
 
 
 @pytest.mark.parametrize(

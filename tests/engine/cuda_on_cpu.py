@@ -17,8 +17,9 @@ from quire.config.engine import EngineConfig
 from quire.sampling.sampler import Sampler
 from quire.worker.cuda.device import CudaDevice
 from quire.worker.cuda.draft_graphs import DraftGraphs
-from quire.worker.device import ForwardResult, IntermediateTensors, Model
+from quire.worker.device import ForwardResult, Model
 from quire.worker.memory import Needs
+from quire.worker.pipeline import IntermediateTensors
 from quire.worker.rows import Rows
 
 NEEDS_KERNELS = pytest.mark.skipif(
@@ -120,7 +121,7 @@ def use_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "graph", captured)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr("quire.worker.worker.choose", lambda *args: TritonAttention())
+    monkeypatch.setattr("quire.worker.loaded_model.choose", lambda *args: TritonAttention())
 
 
 def use_fake_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,6 +138,6 @@ def use_fake_device(monkeypatch: pytest.MonkeyPatch) -> None:
         return WithGraphs(model, all_rows, lambda logits, *_: logits.argmax(-1), device, drafts)
 
     use_fake_graphs(monkeypatch)
-    monkeypatch.setattr("quire.worker.worker.choose", lambda *args: TorchSDPA())
+    monkeypatch.setattr("quire.worker.loaded_model.choose", lambda *args: TorchSDPA())
     monkeypatch.setattr(Model, "hidden", hidden)
-    monkeypatch.setattr("quire.worker.worker.open_device", open_device)
+    monkeypatch.setattr("quire.worker.loaded_model.open_device", open_device)

@@ -253,12 +253,12 @@ def test_steps_with_added_tokens_are_not_replayed(untied: Base, monkeypatch: pyt
     """Check a CUDA-like device: captured steps for other rows, and `LoRAVocabRows` for these."""
 
     def open_device(model: Model, all_rows: Rows, device: torch.device, *drafts: Any) -> WithGraphs:
-        for room in model.adapters.owned.values() if model.adapters else ():
+        for room in model.adapters.vocab_rows.values() if model.adapters else ():
             room._replace = room._replace_by_slots
         return WithGraphs(model, all_rows, lambda logits, *args: logits.argmax(-1), device)
 
     use_fake_graphs(monkeypatch)
-    monkeypatch.setattr("quire.worker.worker.open_device", open_device)
+    monkeypatch.setattr("quire.worker.loaded_model.open_device", open_device)
     llm = LLM(str(untied.path), **SETTINGS)
     names = ["", *KINDS]
     try:

@@ -12,7 +12,7 @@ from quire.data.params import ReasoningIds, RequestOutputKind
 from quire.data.request import Request
 from quire.data.wire import Add, decode_to_core, encode
 from quire.frontend.inputs import Prompt
-from quire.frontend.output_buffer import OutputBuffer
+from quire.frontend.output_stream import OutputBuffer
 
 PROMPT = [7, 40, 41, 42, 40, 41, 9, 40]
 LONG = {"max_tokens": 24, "ignore_eos": True}

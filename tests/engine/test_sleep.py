@@ -135,7 +135,7 @@ def cache_bytes(worker: Any) -> int:
 
 
 @pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize("method", ["quire.worker.worker.bind", "quire.worker.cpu.CpuDevice.warm_up"])
+@pytest.mark.parametrize("method", ["quire.worker.loaded_model.bind", "quire.worker.cpu.CpuDevice.warm_up"])
 def test_second_wake_up_completes_a_failed_one(
     alone: LLM, method: str, level: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,7 +46,7 @@ class FakeRanks:
             worker.device = SimpleNamespace(type="cpu")
             threading.Thread(target=_read_adapters, args=(worker, port), daemon=True).start()
 
-    def tell(self, order: bytes) -> None:
+    def send_order(self, order: bytes) -> None:
         for port in self.ports:
             port.orders.put(decode_order(order))
 

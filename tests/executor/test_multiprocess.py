@@ -162,7 +162,7 @@ class OneBroken(MultiprocessExecutor):
 
     folder: Path
 
-    def muster(self) -> LocalRanks:
+    def start_ranks(self) -> LocalRanks:
         def broken(place: RankAddress) -> RankAddress:
             nowhere = replace(place.config.checkpoint, path=Path("/nowhere"))
             return replace(place, config=replace(place.config, checkpoint=nowhere))

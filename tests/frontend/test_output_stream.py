@@ -7,8 +7,7 @@ import pytest
 
 from quire.data.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.errors import EngineError
-from quire.frontend.output_buffer import OutputBuffer
-from quire.frontend.output_stream import OutputStream
+from quire.frontend.output_stream import OutputBuffer, OutputStream
 
 
 def output(*texts: str, finished: bool = False, prompt_logprobs: Any = None, **fields: Any) -> RequestOutput:

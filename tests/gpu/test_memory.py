@@ -68,6 +68,6 @@ def test_states_of_rows_are_counted_once(tmp_path: Path) -> None:
     worker = Worker(config)
     worker.load()
     size = worker.measure()
-    states = 1025 * worker.layout.row_bytes(2)
+    states = 1025 * worker.loaded.layout.row_bytes(2)
     assert states > 1 << 30 and size.num_bytes > states
     assert worker._needs is not None and worker._needs.other < total - free + states // 2

@@ -1,5 +1,7 @@
 """Tests of LoRA with weights of any format, and of the memory of slots."""
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -29,18 +31,19 @@ def test_lora_with_weights_of_any_format(method: str, tmp_path: Path) -> None:
         for item in (point.a, point.b):
             item.normal_()
         x = torch.randn(5, point.size_in)
-        actual.slots.use()
         plain = module.multiply(x)
-        actual.slots.use(tokens)
+        with actual.slots.using(actual.slots.plan(tokens)):
+            adapted = module.multiply(x)
         expected = Reference().lora(plain.clone(), x, point.a, point.b, point.part_sizes, tokens)
-        torch.testing.assert_close(module.multiply(x), expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(adapted, expected, atol=1e-4, rtol=1e-4)
+        assert torch.equal(module.multiply(x), plain)
 
 
 def test_slot_holds_one_adapter(tmp_path: Path) -> None:
     """Check for remains of an adapter with more ranks or other layers, and for writes to other slots."""
     path, _ = make_tiny("llama", tmp_path)
     actual = Adapted(path, slots_for(3, 4))
-    slots, names = actual.slots, list(actual.slots.points)
+    slots, names = actual.slots, list(actual.slots.layers)
     for slot, rank in ((1, 4), (0, 3), (2, 2)):
         full = {
             name: LoRAFactors(*(item.fill_(rank) for item in both))
@@ -54,7 +57,7 @@ def test_slot_holds_one_adapter(tmp_path: Path) -> None:
             for name, both in slots.room({names[1]: 1}).items()
         },
     )
-    for name, point in slots.points.items():
+    for name, point in slots.layers.items():
         assert point.b[1].unique().tolist() == ([0, 9] if name == names[1] else [0])
         assert [set(point.b[slot].unique().tolist()) for slot in (0, 2)] == [{0, 3}, {0, 2}]
         assert (point.b[0] == 3).sum() == 3 * point.b[0, :, 0].numel()
@@ -65,7 +68,16 @@ def test_step_without_samples_has_no_adapters_for_the_head(tmp_path: Path) -> No
     path, _ = make_tiny("llama", tmp_path)
     slots = Adapted(path, slots_for(2, 4)).slots
     tokens = torch.tensor([0, 1, -1], dtype=torch.int32)
-    slots.use(tokens, tokens[:0])
-    assert slots.tokens is tokens and slots.logit_tokens is None and slots.logit_assigned is None
-    slots.use(tokens, tokens[2:])
-    assert slots.logit_tokens is not None
+    step = slots.plan(tokens, tokens[:0])
+    assert step.tokens is tokens and step.logit_tokens is None and step.logit_assigned is None
+    assert slots.plan(tokens, tokens[2:]).logit_tokens is not None
+
+
+def test_released_slots_hold_no_memory(tmp_path: Path) -> None:
+    """A layer that keeps a view of the slots while the engine sleeps."""
+    path, _ = make_tiny("llama", tmp_path)
+    slots = Adapted(path, slots_for(2, 4)).slots
+    memory = weakref.ref(slots._memory)
+    slots.release()
+    gc.collect()
+    assert memory() is None and not any("_slots_memory" in vars(layer) for layer in slots.layers.values())

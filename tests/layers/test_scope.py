@@ -10,8 +10,8 @@ from quire.layers.scope import Loads, Scope
 def test_names_are_dotted_without_a_leading_dot(scope: Scope) -> None:
     child = scope / "model" / "layers" / 3 / "mlp"
     assert child.name == "model.layers.3.mlp"
-    assert child.beside("attn") == "model.layers.3.attn"
-    assert (scope / "lm_head").beside("other") == "other"
+    assert child.sibling("attn") == "model.layers.3.attn"
+    assert (scope / "lm_head").sibling("other") == "other"
 
 
 def test_child_inherits_everything_except_the_name(scope: Scope) -> None:

@@ -59,12 +59,14 @@ class Adapted:
     def __call__(self, batch: Batch) -> Tensor:
         of_rows = np.array(self.slot_of, np.int32)[batch.rows.numpy()]
         tokens = torch.from_numpy(np.repeat(of_rows, batch.query_lens_host))
-        self.slots.use(*(tokens if (tokens >= 0).any() else None,) * 2)
-        hidden: Tensor = self.model(batch)
+        batch.lora = self.lora = self.slots.plan(*(tokens if (tokens >= 0).any() else None,) * 2)
+        with self.slots.using(self.lora):
+            hidden: Tensor = self.model(batch)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        out: Tensor = self.model.logits(hidden)
+        with self.slots.using(self.lora):
+            out: Tensor = self.model.logits(hidden)
         return out
 
     def run(self, prompts: list[list[int]], slot_of: list[int]) -> list[Tensor]:

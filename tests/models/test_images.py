@@ -26,7 +26,7 @@ from quire.kernels.cpu import native
 from quire.layers.scope import Scope
 from quire.models import MODELS
 from quire.sampling.rows import SamplingRows
-from quire.worker.multimodal.bidirectional import reach_of
+from quire.worker.multimodal.bidirectional import last_visible_of
 from quire.worker.rows import Rows
 
 RUNS = [(3, 9), (15, 2)]
@@ -72,14 +72,14 @@ def test_bidirectional_image_attention_of_gemma(backend: type[AttentionBackend],
         plan = step(first, ids[first:end], [admission] if not first else [])
         all_rows.apply(plan)
         batch = make_batch([(ids[first:end], first)], [list(range(1, 9))], BLOCK_SIZE)
-        reach = reach_of(plan, all_rows)
-        assert reach is not None
-        batch.reach = torch.from_numpy(reach)
+        last_visible = last_visible_of(plan, all_rows)
+        assert last_visible is not None
+        batch.last_visible = torch.from_numpy(last_visible)
         model_backend = next(module.backend for module in model.modules() if hasattr(module, "backend"))
         model_backend.plan(batch)
         actual.append(model.logits(model(batch)))
         all_rows.advance(plan)
-    assert reach_of(step(23, ids[:1], []), all_rows) is None
+    assert last_visible_of(step(23, ids[:1], []), all_rows) is None
     torch.testing.assert_close(torch.cat(actual), expected_of(hf, ids), atol=3e-4, rtol=1e-3)
 
 

@@ -124,7 +124,7 @@ def test_fully_sharded_adapters(tmp_path: Path) -> None:
         for slot in (0, 1):
             model.put(slot, tmp_path / str(slot))
     check_ranks(parts, worlds, expected)
-    for one, other in zip(parts[0].slots.points.values(), full[0].slots.points.values(), strict=True):
+    for one, other in zip(parts[0].slots.layers.values(), full[0].slots.layers.values(), strict=True):
         assert one.size < 0.8 * other.size, one.name
         halves = zip(one.slot_shapes, other.slot_shapes, strict=True)
         assert sum(math.prod(small) <= 0.6 * math.prod(large) for small, large in halves) == 1
@@ -171,7 +171,7 @@ def test_steps_without_adapters_run_the_same_kernels(tmp_path: Path, monkeypatch
         if isinstance(module, GateUpLinear):
             gated = partial(_noted, used, module.weight.product, module.ops)
             monkeypatch.setattr(module, "gated", gated)
-    monkeypatch.setattr(type(actual.slots.points["lm_head"].ops), "lora", lambda *_: used.append("lora"))
+    monkeypatch.setattr(type(actual.slots.layers["lm_head"].ops), "lora", lambda *_: used.append("lora"))
     actual.run(PROMPTS, [PLAIN] * 3)
     assert set(used) == {"entered", "gated"}
 

@@ -223,10 +223,10 @@ def test_steps_in_flight_on_a_device(fake: Fake, monkeypatch: pytest.MonkeyPatch
     def open_device(model: Model, all_rows: Rows, device: torch.device, *drafts: Any) -> OnCPU:
         return OnCPU(model, all_rows, lambda logits, *item: logits.argmax(-1), device, *drafts)
 
-    monkeypatch.setattr("quire.worker.worker.open_device", open_device)
+    monkeypatch.setattr("quire.worker.loaded_model.open_device", open_device)
     llm = open_fake(fake, max_num_batched_tokens=15)
     core = llm.llm_engine.core
-    core.pipeline.depth, core.scheduler.media.size = 2, 15
+    core.step_queue.depth, core.scheduler.media.size = 2, 15
     for _ in range(2):
         assert core.reset_prefix_cache()
         check(fake, PROMPTS, run(llm, PROMPTS))
@@ -254,9 +254,9 @@ def test_encoder_cache_is_empty_after_sleep(fake: Fake) -> None:
     run(llm, [PROMPTS[4]])
     worker: Worker = llm.llm_engine.core.executor._worker  # type: ignore[attr-defined]
     for level in (1, 2):
-        assert worker.encoder is not None and worker.encoder.kept
+        assert worker.loaded.encoder is not None and worker.loaded.encoder.kept
         llm.sleep(level)
-        assert worker.encoder is None or not worker.encoder.kept
+        assert worker.loaded.encoder is None or not worker.loaded.encoder.kept
         llm.wake_up()
         check(fake, [PROMPTS[4]], run(llm, [PROMPTS[4]]))
 

@@ -239,7 +239,7 @@ def test_transcriptions_are_equal_on_a_device_that_runs_ahead(
     """Check padded graph decodes; rows get other audio while the previous step runs."""
     use_fake_device(monkeypatch)
     llm = engine(twin, max_num_seqs=3)
-    llm.llm_engine.core.pipeline.depth = 2
+    llm.llm_engine.core.step_queue.depth = 2
     plain = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
     cases = [(STARTS + text, result) for result in SOUNDS for text in TEXTS[:2]]
     outputs = llm.generate([request_of(*case) for case in cases], plain, use_tqdm=False)

@@ -106,7 +106,7 @@ def test_device_that_runs_ahead_waits_for_timestamps(twin: Twin, monkeypatch: py
     """Check that a row waits for its last token, which decides the allowed timestamps."""
     use_fake_device(monkeypatch)
     llm = engine(twin, max_num_seqs=3)
-    llm.llm_engine.core.pipeline.depth = 2
+    llm.llm_engine.core.step_queue.depth = 2
     all_cases = cases(twin)
     params = [TIMED if timed else FREE for *_, timed in all_cases]
     check(twin, llm.generate([request(*case[:2]) for case in all_cases], params, use_tqdm=False))

@@ -139,7 +139,7 @@ class Engine:
         step = self.core.step()
         if step is None:
             return
-        self.most_in_flight = max(self.most_in_flight, 1 + len(self.core.pipeline))
+        self.most_in_flight = max(self.most_in_flight, 1 + len(self.core.step_queue))
         for id, token_id in zip(step.request_ids, step.token_ids, strict=True):
             self.tokens[id].append(token_id)
         for id, actual in step.logprobs.items():

@@ -500,7 +500,7 @@ class Engine:
 
     def step(self, timeout_s: float | None = None) -> StepOutput:
         output = self.core.step(timeout_s) or StepOutput([], [])
-        if not len(self.core.pipeline):
+        if not len(self.core.step_queue):
             self.device.refused = False  # the core was notified of the failure
         for id, new in output.by_request():
             assert id not in self.reasons, f"a token for {id}, which has ended"
@@ -529,7 +529,7 @@ class Engine:
         assert len(plan.rows) and plan.num_tokens.all(), "a step without work"
         assert plan.total_tokens <= scheduler.limits.max_tokens
         assert len(scheduler.running) <= scheduler.limits.max_rows
-        assert len(scheduler.in_flight) <= self.core.pipeline.depth
+        assert len(scheduler.in_flight) <= self.core.step_queue.depth
         users: dict[int, int] = {}
         counted = plan.num_tokens - plan.num_drafts if len(plan.num_drafts) else plan.num_tokens
         chunks = dict(zip(plan.rows.tolist(), counted.tolist(), strict=True))
@@ -561,7 +561,7 @@ class Engine:
         running = self.scheduler.running
         num_tokens, num_known = int(running.num_tokens[row]), int(running.num_known[row])
         assert num_tokens + running.num_drafts[row] <= running.limit[row], "a token behind the limit"
-        assert num_tokens - num_known <= self.core.pipeline.depth
+        assert num_tokens - num_known <= self.core.step_queue.depth
         if planned and running.needs_value[row]:
             assert num_tokens - num_known <= 1, "sampled before the previous token was known"
 

@@ -133,7 +133,7 @@ def test_every_request_gets_its_own_media_items(traffic: list[Arrival], limits: 
         for _ in range(arrival.pause):
             engine.step() if engine.core.has_work else None
     while engine.core.has_work:
-        num_plans, num_in_flight = len(engine.plans), len(engine.core.pipeline)
+        num_plans, num_in_flight = len(engine.plans), len(engine.core.step_queue)
         engine.step()
         assert num_in_flight or len(engine.plans) > num_plans, "requests wait, and nothing can run"
     check_answers(engine, traffic)

@@ -174,4 +174,4 @@ def test_failed_step_leaves_no_row_waiting_for_masks() -> None:
     engine.run()
     assert engine.outputs["a"] == engine.outputs["b"] == continuation(PROMPT, 6) == script.seen
     assert sum(len(plan.constrained) > 0 for plan in engine.plans) == len(engine.masks)
-    assert sum(not len(masks.rows) for masks in engine.masks) == 1 and not engine.core.pipeline.undrawn
+    assert sum(not len(masks.rows) for masks in engine.masks) == 1 and not engine.core.step_queue.undrawn

@@ -113,7 +113,7 @@ def drive(traffic: list[Arrival], limits: dict[str, Any], *, at_once: bool = Fal
         for _ in range(0 if at_once else arrival.pause):
             engine.step() if engine.core.has_work else None
     while engine.core.has_work:
-        num_plans, num_in_flight = len(engine.plans), len(engine.core.pipeline)
+        num_plans, num_in_flight = len(engine.plans), len(engine.core.step_queue)
         engine.step()
         assert num_in_flight or len(engine.plans) > num_plans, "requests wait, and nothing can run"
     return engine

@@ -16,7 +16,7 @@ from quire.data.params import SamplingParams, StructuredOutputsParams
 from quire.data.plan import TOO_COMPLEX, FinishReason
 from quire.data.request import Request
 from quire.frontend.in_flight import failure
-from quire.sched.stops import why_stopped
+from quire.sched.step_tokens import why_stopped
 from quire.text import grammar
 from quire.text.grammar import Grammars, Vocabulary
 

@@ -15,7 +15,7 @@ from quire.data.params import MAX_SALT_CHARS, MAX_STOP_TOKEN_IDS, SamplingParams
 from quire.data.request import Request
 from quire.errors import RequestError
 from quire.sched.running import Running
-from quire.sched.stops import why_stopped
+from quire.sched.step_tokens import why_stopped
 from quire.server.openai import completions, streams
 from quire.server.openai.sampling_params import sampling_params
 from quire.server.openai.streams import Pauses

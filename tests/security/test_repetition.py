@@ -12,7 +12,7 @@ from ask import chat, refused
 from quire.data.params import MAX_PATTERN_SIZE, RepetitionDetectionParams, SamplingParams
 from quire.data.repetition import RepetitionCounts
 from quire.data.request import Request
-from quire.sched.stops import why_stopped
+from quire.sched.step_tokens import why_stopped
 
 
 @pytest.mark.parametrize("size", [MAX_PATTERN_SIZE + 1, 10**6, 2**62])

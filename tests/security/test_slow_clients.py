@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from quire.data.outputs import CompletionOutput, RequestOutput
-from quire.frontend.output_buffer import OutputBuffer
-from quire.frontend.output_stream import OutputStream
+from quire.frontend.output_stream import OutputBuffer, OutputStream
 
 NUM_OUTPUTS = 20_000
 

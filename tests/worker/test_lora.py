@@ -151,7 +151,8 @@ def test_drafts_are_computed_without_adapters(tiny: Tiny) -> None:
 
         def see(self, batch: Any, states: Any) -> None:
             assert worker.adapters is not None
-            seen.extend((batch.adapters, worker.adapters.slots.tokens, worker.adapters.slots.logit_tokens))
+            step = worker.adapters.slots.step
+            seen.extend((batch.adapters, step.tokens, step.logit_tokens))
             worker.model.logits(torch.zeros(7, 64))
 
         def propose(self, ends: Any, most: int) -> Tensor:
@@ -172,7 +173,7 @@ def test_graphs_with_and_without_adapters(tiny: Tiny, monkeypatch: pytest.Monkey
         return WithGraphs(model, all_rows, lambda logits, *args: logits.argmax(-1), device)
 
     use_fake_graphs(monkeypatch)
-    monkeypatch.setattr("quire.worker.worker.open_device", open_device)
+    monkeypatch.setattr("quire.worker.loaded_model.open_device", open_device)
     worker, put = tiny.start(), [LoRAAssignment(slot, tiny.adapters[slot]) for slot in (0, 1)]
     for slots in ({3: -1, 0: 1, 2: 0}, {3: -1, 0: -1}, {2: 1}):
         actual = generate(worker, slots, put)

@@ -34,8 +34,8 @@ class AttentionSpec:
     """Whether each head has an attention sink: a logit in the softmax without a value."""
     uses_alibi: bool = False
     """Whether the model uses ALiBi slopes."""
-    reaches: bool = False
-    """Whether tokens may attend to later tokens (`Batch.reach`)."""
+    bidirectional: bool = False
+    """Whether tokens may attend to later tokens (`Batch.last_visible`)."""
     k_scale: float = 1.0
     """Scale of keys in an 8-bit cache, which holds keys divided by it."""
     v_scale: float = 1.0
@@ -101,7 +101,7 @@ def why_no_package(spec: AttentionSpec) -> str | None:
     """Return the reason why external attention packages cannot serve a model; None if they can."""
     if spec.dtype not in (torch.bfloat16, torch.float16):
         return f"computes float16 and bfloat16, not {named(spec.dtype)}"
-    if spec.reaches:
+    if spec.bidirectional:
         return "does not support bidirectional attention, which this model needs"
     if spec.sinks:
         return "does not support attention sinks, which this model has"

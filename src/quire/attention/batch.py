@@ -30,7 +30,7 @@ class Batch:
     """[N] int64, the tokens of this batch that need logits"""
     query_lens_host: NDArray[np.int32]
     seq_lens_host: NDArray[np.int32]
-    turns: Tensor | None = None
+    mrope_positions: Tensor | None = None
     """int64, RoPE positions that differ from `positions`: [T], or [3, T] M-RoPE positions of time, height and
     width"""
     angles: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Batch:
     """[T] int64, token type ids of models that read pairs of texts: 1 for the second text"""
     embeds: tuple[Tensor, Tensor] | None = None
     """[K] int64 tokens with embeddings in place of ids, and [K, hidden] the embeddings"""
-    reach: Tensor | None = None
+    last_visible: Tensor | None = None
     """[T] int32, last position that each token attends to, non-decreasing in a sequence; None if causal"""
     adapters: Tensor | None = None
     """[T] int32, adapter slot of each token, -1 for none; None if no token has an adapter"""
@@ -52,6 +52,8 @@ class Batch:
     """[N] int32, adapter slot of each of `logit_tokens`"""
     is_wide: bool = False
     """Whether some adapter adds tokens: ids may exceed the model's vocabulary, and logits are wider."""
+    lora: Any = None
+    """Metadata of LoRA layers (`LoRAStep`), built once per step if LoRA is on."""
     before: Tensor | None = None
     """[2, T, hidden], output of the previous pipeline stage: hidden states and residual. None in the first
     stage, which reads `token_ids`."""

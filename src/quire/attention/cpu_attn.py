@@ -53,6 +53,6 @@ class CPUAttention:
             softcap=spec.softcap,
             sinks=sinks,
             alibi_slopes=alibi_slopes,
-            reach=batch.reach,
+            reach=batch.last_visible,
             scales=spec.scales,
         )

@@ -186,7 +186,7 @@ def _chunk_spans(batch: Batch, block_size: int, window: int | None) -> list[_Spa
     for row in np.flatnonzero(batch.query_lens_host > 1):
         start, num_queries = int(starts[row]), int(batch.query_lens_host[row])
         first_query = int(batch.seq_lens_host[row]) - num_queries
-        whole = first_query == 0 and (window is None or num_queries <= window) and batch.reach is None
+        whole = first_query == 0 and (window is None or num_queries <= window) and batch.last_visible is None
         step = num_queries if whole else max(1, _MAX_MASK // (first_query + num_queries))
         for at in range(0, num_queries, step):
             size = min(step, num_queries - at)
@@ -202,7 +202,7 @@ def _chunk_span(
     sequence."""
     device = batch.slots.device
     end = first_query + tokens.stop - tokens.start
-    num_keys = end if batch.reach is None else int(batch.seq_lens_host[row])
+    num_keys = end if batch.last_visible is None else int(batch.seq_lens_host[row])
     first_key = 0 if window is None else max(0, first_query - window + 1)
     keys = torch.arange(first_key, num_keys, device=device)
     slots = _slots(batch, torch.tensor([row], device=device), keys[None], block_size)
@@ -210,7 +210,7 @@ def _chunk_span(
     distances = (queries - keys)[None]
     if whole:
         return _Span(tokens, slots, None, distances, causal=True)
-    mask = keys <= (queries if batch.reach is None else batch.reach[tokens][:, None])
+    mask = keys <= (queries if batch.last_visible is None else batch.last_visible[tokens][:, None])
     if window is not None:
         mask &= keys > queries - window
     return _Span(tokens, slots, mask, distances)

@@ -121,7 +121,7 @@ class TritonAttention:
         from quire.kernels.triton.attention import AttentionSeqs
 
         layer = _layer(spec)
-        few, most = 1 if batch.reach is not None else layer.few, batch.max_query_len
+        few, most = 1 if batch.last_visible is not None else layer.few, batch.max_query_len
         if batch.are_decodes and layer.few < most <= MOST_ROWS // layer.group:
             few = most
         if q.stride()[1:] != (spec.head_dim, 1):
@@ -134,7 +134,7 @@ class TritonAttention:
         split: _Split = batch.attention.split(few, shape.block_m // layer.group)
         if split.tiles is not None:
             launch.attend_tiles(
-                out, q, cache, seqs, split.tiles, layer, sinks, alibi_slopes, batch.reach, shape
+                out, q, cache, seqs, split.tiles, layer, sinks, alibi_slopes, batch.last_visible, shape
             )
         if split.num_few:
             most = few if few > layer.few else 1

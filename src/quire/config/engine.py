@@ -90,7 +90,7 @@ class EngineConfig:
         return choose_quant(self.model.quantization, self.checkpoint.quant)
 
     @property
-    def own_facts(self) -> ArchFacts:
+    def rank_facts(self) -> ArchFacts:
         """Return the facts of one tensor-parallel rank's shard."""
         parallel = self.parallel
         with_experts = not parallel.enable_expert_parallel

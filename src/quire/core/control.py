@@ -49,7 +49,7 @@ class Operator:
     def is_at_rest(self) -> bool:
         """Whether no step is in flight or will be planned, and no adapter is being read."""
         core, gate = self.core, self.core.gate
-        is_idle = not len(core.pipeline) and not core.scheduler.adapters.is_reading
+        is_idle = not len(core.step_queue) and not core.scheduler.adapters.is_reading
         return not gate.is_open and is_idle and not (gate.drains and core.scheduler.has_work)
 
     def pause(self, mode: str = "abort") -> dict[str, FinishReason]:
@@ -191,7 +191,7 @@ class Operator:
     def _wait_for_masks(self) -> Work:
         """Wait until the masks of the last plan are sent: workers expect them right after their plan."""
         self.core.draw()
-        while self.core.pipeline.undrawn:
+        while self.core.step_queue.undrawn:
             yield None
             self.core.draw()
 

@@ -25,17 +25,17 @@ class EngineCore:
         self, executor: Executor, scheduler: Scheduler, *, depth: int = 1, lockstep: Lockstep | None = None
     ) -> None:
         self.scheduler = scheduler
-        self.pipeline = StepQueue(executor, depth, lockstep)
+        self.step_queue = StepQueue(executor, depth, lockstep)
         self.gate = PauseState()
 
     @property
     def executor(self) -> Executor:
-        return self.pipeline.executor
+        return self.step_queue.executor
 
     @property
     def has_work(self) -> bool:
         can_plan = self.scheduler.has_work and not self.gate.is_shut
-        return can_plan or len(self.pipeline) > 0 or self.pipeline.is_called
+        return can_plan or len(self.step_queue) > 0 or self.step_queue.is_called
 
     def add(self, request: Request) -> None:
         if self.gate.is_open:
@@ -54,11 +54,11 @@ class EngineCore:
             if refused := self.scheduler.settle():
                 return StepOutput([], [], finished=refused, at=time.monotonic())
             self._launch()
-            if len(self.pipeline) or not self._wait_for_gates(timeout_s):
+            if len(self.step_queue) or not self._wait_for_gates(timeout_s):
                 break
-        if not len(self.pipeline) or (timeout_s is not None and not self.pipeline.ready(timeout_s)):
+        if not len(self.step_queue) or (timeout_s is not None and not self.step_queue.ready(timeout_s)):
             return None
-        plan, result = self.pipeline.next()
+        plan, result = self.step_queue.next()
         if result is None or not len(plan.rows):
             finished = self.scheduler.fail(plan) if result is None else {}
             return StepOutput([], [], finished=finished, at=time.monotonic())
@@ -67,12 +67,12 @@ class EngineCore:
     def _launch(self) -> None:
         """Launch as many steps as the queue and the scheduler allow."""
         constraints = self.scheduler.constraints
-        while self.pipeline.has_room(constraints.has_begun):
-            plan = self.pipeline.agreed(None if self.gate.is_shut else self.scheduler.plan())
+        while self.step_queue.has_room(constraints.has_begun):
+            plan = self.step_queue.agreed(None if self.gate.is_shut else self.scheduler.plan())
             if plan is None:
                 break
             self.draw()
-            self.pipeline.submit(plan)
+            self.step_queue.submit(plan)
             constraints.begin(self.scheduler.running)
         self.draw()
 
@@ -89,8 +89,8 @@ class EngineCore:
     def draw(self) -> None:
         """Sample the newest step, once its masks are ready."""
         constraints = self.scheduler.constraints
-        if self.pipeline.undrawn and constraints.has_begun:
-            self.pipeline.draw(constraints.masks())
+        if self.step_queue.undrawn and constraints.has_begun:
+            self.step_queue.draw(constraints.masks())
 
     def reset_prefix_cache(self) -> bool:
         return self.scheduler.reset_prefix_cache()
@@ -116,7 +116,7 @@ class EngineCore:
         Blocks enter the prefix cache with the plan that fills them, and a failed step may have filled none.
         """
         scheduler = self.scheduler
-        self.pipeline.clear()
+        self.step_queue.clear()
         scheduler.forget_flights()
         self.abort([*scheduler.requests, *self.gate.outside])
         scheduler.reset_prefix_cache()
@@ -126,4 +126,4 @@ class EngineCore:
         try:
             self.scheduler.constraints.forget()
         finally:
-            self.pipeline.close()
+            self.step_queue.close()

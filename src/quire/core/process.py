@@ -172,7 +172,7 @@ class CoreServer:
         compute."""
         if self._is_idle:
             is_urgent = self._is_stuck or self.clients.queues or self.rpc.has_questions
-            lockstep = self.core.pipeline.lockstep
+            lockstep = self.core.step_queue.lockstep
             wait_s = RETRY_S if is_urgent else BEAT_S
             if self._is_stuck and self.core.scheduler.gates.is_awaiting:
                 wait_s = 0.0  # a step waits for a grammar or an adapter
@@ -186,7 +186,7 @@ class CoreServer:
     @property
     def _is_idle(self) -> bool:
         """Whether there is nothing to compute now."""
-        is_stuck = self._is_stuck and not self.core.pipeline.is_called
+        is_stuck = self._is_stuck and not self.core.step_queue.is_called
         return not self.core.has_work or is_stuck or self.rpc.is_busy
 
     def _handle(self, client: bytes, message: ToCore) -> None:
@@ -224,7 +224,7 @@ class CoreServer:
     def _step(self) -> None:
         began = self._clock()
         step = self.core.step(BEAT_S)
-        self._is_stuck = step is None and self.core.has_work and not len(self.core.pipeline)
+        self._is_stuck = step is None and self.core.has_work and not len(self.core.step_queue)
         if step is None:
             if self._is_stuck and self.core.scheduler.gates.is_awaiting:
                 self._progress_at = self._clock()  # requests wait for a grammar or an adapter

@@ -52,5 +52,5 @@ class AdapterFacts(msgspec.Struct, frozen=True):
     rank: int
     num_bytes: int
     """Bytes in host memory, for one device."""
-    num_own: int = 0
+    num_extra_vocab: int = 0
     """Tokens that it adds to the model's vocabulary."""

@@ -238,9 +238,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         words = self.bad_words_token_ids or ()
         return max((id for ids in (*listed, *words) for id in ids or ()), default=0)
 
-    def verify(self, *, vocab: int, max_logprobs: int, num_own: int = 0) -> None:
+    def verify(self, *, vocab: int, max_logprobs: int, num_extra_vocab: int = 0) -> None:
         """Check against the model. `max_logprobs` -1 means the whole vocabulary. A LoRA adapter may add
-        `num_own` tokens."""
+        `num_extra_vocab` tokens."""
         for name in UNSUPPORTED["sampling field"]:
             check_supported("sampling field", name, getattr(self, name))
         limit = vocab if max_logprobs == -1 else max_logprobs
@@ -253,7 +253,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
                     f"Request fewer or raise --max-logprobs.",
                     name,
                 )
-        end = vocab + num_own
+        end = vocab + num_extra_vocab
         for name in ("logprob_token_ids", "allowed_token_ids", "logit_bias", "stop_token_ids"):
             _check_in_vocab(name, getattr(self, name) or (), end)
         if self.reasoning is not None:

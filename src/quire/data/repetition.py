@@ -1,7 +1,5 @@
 """Repetition detection: whether the output of a sequence ends in copies of one pattern of tokens."""
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -9,24 +7,6 @@ from quire.data.params import RepetitionDetectionParams
 
 _MAX_COPIES = 1 << 40
 """More than any output has; keeps `size * copies` within 64 bits."""
-
-
-def find_repetition(token_ids: Sequence[int], params: RepetitionDetectionParams) -> bool:
-    """Return whether the tokens end in `min_count` copies of one pattern of the requested sizes.
-
-    This is the reference. `RepetitionCounts` returns the same results with less work per token.
-    """
-    sizes = range(max(params.min_pattern_size, 1), params.max_pattern_size + 1)
-    for size in sizes:
-        span = size * params.min_count
-        if span > len(token_ids):
-            return False
-        if token_ids[-1] != token_ids[-1 - size]:
-            continue
-        tail = list(token_ids[-span:])
-        if tail[size:] == tail[:-size]:
-            return True
-    return False
 
 
 class RepetitionCounts:

@@ -77,7 +77,7 @@ def make_engine(
         ),
         grammars=open_grammars(config, tokenizer),
         enable_lora=config.lora.enable_lora,
-        num_own=config.lora.lora_extra_vocab_size,
+        num_extra_vocab=config.lora.lora_extra_vocab_size,
     )
     inputs.media.processor_cache.count = metrics.observe_media
     engine_metrics = EngineMetrics(

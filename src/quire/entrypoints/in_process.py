@@ -52,7 +52,7 @@ class LocalEngine:
             ),
             grammars=grammars,
             enable_lora=config.lora.enable_lora,
-            num_own=config.lora.lora_extra_vocab_size,
+            num_extra_vocab=config.lora.lora_extra_vocab_size,
         )
         self.outputs = self._new_outputs()
         self.metrics: EngineMetrics | None = None

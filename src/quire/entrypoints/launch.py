@@ -54,6 +54,8 @@ class Supervisor:
         self.topology = topology
         self.folder = folder
         """Folder of sockets and shared files."""
+        self._metrics_file, self._prefix_file = folder / "metrics", folder / "prefixes"
+        self._key_file, self._adapters_file = folder / "keys", folder / "adapters"
         self.ready_timeout_s = Env.read(os.environ).engine_ready_timeout_s
         self.listener = bind(settings.http) if topology.num_api else None
         if self.listener is not None and not settings.http.uds:
@@ -125,22 +127,6 @@ class Supervisor:
     @property
     def _children(self) -> list[Child]:
         return [*self.cores.values(), *self.apis]
-
-    @property
-    def _metrics_file(self) -> Path:
-        return self.folder / "metrics"
-
-    @property
-    def _prefix_file(self) -> Path:
-        return self.folder / "prefixes"
-
-    @property
-    def _key_file(self) -> Path:
-        return self.folder / "keys"
-
-    @property
-    def _adapters_file(self) -> Path:
-        return self.folder / "adapters"
 
     def _core_address(self, rank: int) -> CoreAddress:
         engines = self.topology.served or self.topology.local

@@ -113,10 +113,10 @@ class MultiNodeRanks(RemoteRanks):
             " all with the same"
         )
 
-    def tell(self, order: bytes) -> None:
-        super().tell(order)
+    def send_order(self, order: bytes) -> None:
+        super().send_order(order)
         assert self._local is not None
-        self._local.tell(order)
+        self._local.send_order(order)
 
     def send(self, plan: bytes, timeout_s: float) -> None:
         super().send(plan, timeout_s)
@@ -212,7 +212,7 @@ class NodeAgent:
                     case Welcome(meeting):
                         self._start_ranks(meeting, send)
                     case Tell(data):
-                        self._ranks.tell(data)
+                        self._ranks.send_order(data)
                     case PlanMessage(data):
                         self.was_up = True
                         self._ranks.send(data, self.timeout_s)

@@ -96,7 +96,7 @@ class RankedExecutor:
         self._dead: str | None = None
         self._end: Callable[[], object] = lambda: None
 
-    def muster(self) -> WorkerGroup:
+    def start_ranks(self) -> WorkerGroup:
         """Start all ranks and return their group."""
         raise NotImplementedError
 
@@ -104,7 +104,7 @@ class RankedExecutor:
 
     def start(self) -> CacheSize:
         deadline = time.monotonic() + self._start_s
-        self.worker_group = self.muster()
+        self.worker_group = self.start_ranks()
         self._end = weakref.finalize(self, self.worker_group.end)
         try:
             with Report(self.worker_group.names) as report:
@@ -124,7 +124,7 @@ class RankedExecutor:
         self, phase: Phase, report: "Report", deadline: float, size: CacheSize | None = None
     ) -> list[Did]:
         """Run a phase on every rank and return their messages when it is done."""
-        self.worker_group.tell(encode(Order(phase, size)))
+        self.worker_group.send_order(encode(Order(phase, size)))
         done: dict[int, Did] = {}
         while len(done) < len(self.worker_group.names):
             try:
@@ -278,11 +278,11 @@ class RankedExecutor:
     def fetch(self, lora: LoRARequest) -> Future[AdapterFacts]:
         number, future = next(self._numbers), Future[AdapterFacts]()
         self._fetching[number], self._returned[number] = future, {}
-        self.worker_group.tell(encode(Order("fetch", number=number, adapter=lora)))
+        self.worker_group.send_order(encode(Order("fetch", number=number, adapter=lora)))
         return future
 
     def drop(self, name: str) -> None:
-        self.worker_group.tell(encode(Order("drop", name=name)))
+        self.worker_group.send_order(encode(Order("drop", name=name)))
 
     def _finish_fetch(self, number: int) -> None:
         """Resolve a fetch after all ranks have answered."""
@@ -349,7 +349,7 @@ def combine_facts(facts: list[AdapterFacts]) -> AdapterFacts:
     all."""
     digests = [rank.digest for rank in facts]
     digest = digests[0] if len({*digests}) == 1 else hashlib.sha256(b"".join(digests)).digest()
-    most = (max(getattr(rank, name) for rank in facts) for name in ("rank", "num_bytes", "num_own"))
+    most = (max(getattr(rank, name) for rank in facts) for name in ("rank", "num_bytes", "num_extra_vocab"))
     return AdapterFacts(digest, *most)
 
 
@@ -419,7 +419,7 @@ class Report:
 class MultiprocessExecutor(RankedExecutor):
     """Runs each rank as a process, on this machine or on other nodes."""
 
-    def muster(self) -> WorkerGroup:
+    def start_ranks(self) -> WorkerGroup:
         if self.config.parallel.nnodes > 1:
             return MultiNodeRanks(self.config, self._start_s)
         return LocalWorkerGroup(self.config)

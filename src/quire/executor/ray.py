@@ -41,7 +41,7 @@ LOOK_S = 1.0
 class RayExecutor(RankedExecutor):
     """Runs each rank as an actor of a Ray cluster."""
 
-    def muster(self) -> WorkerGroup:
+    def start_ranks(self) -> WorkerGroup:
         return RayWorkerGroup(self.config, self._start_s)
 
 

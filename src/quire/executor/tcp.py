@@ -309,7 +309,7 @@ class RemoteRanks:
 
     # ---- as a worker group
 
-    def tell(self, order: bytes) -> None:
+    def send_order(self, order: bytes) -> None:
         for node in self.nodes.values():
             node.send(Tell(order))
 

@@ -40,7 +40,7 @@ class WorkerGroup(Protocol):
     farewell: str | None
     """Reason of the end, for ranks on other machines: empty for a normal end, None if they may reconnect."""
 
-    def tell(self, order: bytes) -> None:
+    def send_order(self, order: bytes) -> None:
         """Send an order to all ranks."""
 
     def send(self, plan: bytes, timeout_s: float) -> None:
@@ -88,7 +88,7 @@ class LocalRanks:
     def processes(self) -> list["subprocess.Popen[bytes]"]:
         return [member.process for member in self._members]
 
-    def tell(self, order: bytes) -> None:
+    def send_order(self, order: bytes) -> None:
         for member in self._members:
             with contextlib.suppress(OSError):  # it is gone, which the thread notices
                 member.pipe.send_bytes(order)

@@ -112,7 +112,7 @@ class InputProcessor:
         embeds: PromptEmbedsReader | None = None,
         media: MediaInputReader = TEXT_ONLY,
         enable_lora: bool = False,
-        num_own: int = 0,
+        num_extra_vocab: int = 0,
     ) -> None:
         self.tokenizer = tokenizer
         self.vocab = self.model_vocab = vocab
@@ -128,7 +128,7 @@ class InputProcessor:
         """Reader of prompt embeddings; None if they are disabled."""
         self.media = media
         self.enable_lora = enable_lora
-        self.num_own = num_own
+        self.num_extra_vocab = num_extra_vocab
         """Tokens that a LoRA adapter may add to the vocabulary."""
         self._own = None if tokenizer is None else LoRATokenizers(tokenizer)
         self.eos_ids = tuple(eos_ids)
@@ -141,7 +141,7 @@ class InputProcessor:
         if not isinstance(lora, LoRARequest) or not self.enable_lora or self.pooling is not None:
             return self
         inputs = copy.copy(self)
-        inputs.vocab = self.vocab + self.num_own  # the engine core checks the number
+        inputs.vocab = self.vocab + self.num_extra_vocab  # the engine core checks the number
         inputs.tokenizer = self.tokenizer_of(lora)
         if inputs.tokenizer is not None and inputs.tokenizer is not self.tokenizer:
             ends = (inputs.tokenizer.eos_token_id, *self.eos_ids)
@@ -149,7 +149,7 @@ class InputProcessor:
         return inputs
 
     def tokenizer_of(self, lora: LoRARequest | None) -> Tokenizer | None:
-        if lora is None or self._own is None or not self.num_own:
+        if lora is None or self._own is None or not self.num_extra_vocab:
             return self.tokenizer
         return self._own.of(lora)
 
@@ -448,8 +448,8 @@ class InputProcessor:
         if params.bad_words:
             params.bad_words_token_ids = self._bad_words(params.bad_words)
         params.moments = self._timestamp_tokens() if params.timestamps else None
-        num_own = self.vocab - self.model_vocab
-        params.verify(vocab=self.model_vocab, max_logprobs=max_logprobs, num_own=num_own)
+        num_extra_vocab = self.vocab - self.model_vocab
+        params.verify(vocab=self.model_vocab, max_logprobs=max_logprobs, num_extra_vocab=num_extra_vocab)
         if (outputs := params.structured_outputs) is not None:
             if outputs != grammar:
                 self.check_grammar(outputs)

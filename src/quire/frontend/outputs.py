@@ -9,6 +9,7 @@ import numpy as np
 from quire.data.lora import LoRARequest
 from quire.data.outputs import (
     FlatLogprobs,
+    Logprob,
     RequestOutput,
     SampleLogprobs,
     fast_instance,
@@ -19,7 +20,6 @@ from quire.data.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.data.request import Request
 from quire.data.stats import FrontStats
 from quire.frontend.inputs import Prompt
-from quire.frontend.logprobs import position_of
 from quire.frontend.request_state import (
     RequestState,
     SequenceState,
@@ -29,7 +29,7 @@ from quire.frontend.request_state import (
     whole_of,
 )
 from quire.metrics.keys import KeyAccount
-from quire.text.detokenizer import Detokenizer
+from quire.text.detokenizer import Detokenizer, token_text
 from quire.text.tokenizer import Tokenizer
 
 AnyOutput = RequestOutput | PoolingRequestOutput[PoolingOutput]
@@ -232,7 +232,7 @@ class OutputProcessor:
         assert sequence.logprobs is not None
         sequence.cumulative_logprob += position.logprobs[0]
         sequence.logprobs.append(
-            position_of(
+            _position_of(
                 position, sequence.parent.tokenizer, ranked=sequence.parent.params.logprob_token_ids is None
             )
         )
@@ -240,7 +240,7 @@ class OutputProcessor:
     def _add_prompt_logprobs(self, parent: RequestState, positions: list[RowLogprobs]) -> None:
         assert parent.prompt_logprobs is not None
         for position in positions:
-            parent.prompt_logprobs.append(position_of(position, parent.tokenizer, ranked=True))
+            parent.prompt_logprobs.append(_position_of(position, parent.tokenizer, ranked=True))
 
     # ---- output
 
@@ -318,3 +318,17 @@ class OutputProcessor:
         """Remove a request and break its reference cycle, so that it is freed at once."""
         self._parents.pop(parent.request_id, None)
         parent.sequences = []
+
+
+def _position_of(row: RowLogprobs, tokenizer: Tokenizer | None, *, ranked: bool) -> dict[int, Logprob]:
+    """Return the logprobs by token: the sampled token first, then the best in order of rank."""
+
+    def text(token_id: int) -> str | None:
+        return None if tokenizer is None else token_text(tokenizer, token_id)
+
+    chosen, ids, values = row.token_ids[0], row.token_ids, row.logprobs
+    position = {chosen: Logprob(values[0], row.rank, text(chosen))}
+    for rank in range(1, len(ids)):
+        if ids[rank] != chosen:
+            position[ids[rank]] = Logprob(values[rank], rank if ranked else None, text(ids[rank]))
+    return position

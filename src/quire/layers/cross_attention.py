@@ -23,7 +23,7 @@ class KVLinear(Linear):
 
     def __init__(self, size_in: int, kv_heads: int, head_dim: int, scope: Scope) -> None:
         kv = of_heads(scope.group, kv_heads, head_dim)
-        parts = {scope.beside(name): (kv,) for name in ("k_proj", "v_proj")}
+        parts = {scope.sibling(name): (kv,) for name in ("k_proj", "v_proj")}
         super().__init__(size_in, parts, scope, bias=True)
         self.kv_heads, self.head_dim = kv.size // head_dim, head_dim
 

@@ -110,7 +110,7 @@ class TokenEmbedding(_Table):
         assert self.weight.rows is not None, "this weight format does not support embedding lookup"
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        if self.brought is None or self.slots is None or not self.slots.is_wide:
+        if self.brought is None or self.slots is None or not self.slots.step.is_wide:
             return self._embed(token_ids)
         return self.brought.embed(self._embed(self.brought.inside(token_ids)), token_ids)
 
@@ -184,18 +184,18 @@ class Head(LoadedModule):
         return out if self.bias is None else out.add_(self.bias)
 
     def _compute_logits(self, x: Tensor) -> Tensor:
-        if self.slots is None or self.slots.logit_tokens is None:
+        if self.slots is None or self.slots.step.logit_tokens is None:
             return self.table.multiply(x)
         out = self.table.weight.product(x)
         if self.whole is not None:
             out = self.whole.logits(out, x)
         out = self.table.gathered(out if self.point is None else self.point.add(out, x))
-        return self.brought.logits(out, x) if self.brought is not None and self.slots.is_wide else out
+        return self.brought.logits(out, x) if self.brought is not None and self.slots.step.is_wide else out
 
     @property
     def is_wide(self) -> bool:
         """Whether logits include the new tokens of adapters (-inf for rows without that adapter)."""
-        return self.brought is not None and self.brought.slots.is_wide
+        return self.brought is not None and self.brought.slots.step.is_wide
 
     def rows(self, token_ids: list[int]) -> Tensor:
         """Return the [len(token_ids), hidden] weights of these tokens."""

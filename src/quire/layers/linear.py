@@ -205,7 +205,7 @@ class QKVLinear(Linear):
         parts = parts[: len(names)] if len(names) > 1 else [(q, kv, kv)]
         if by_head:
             parts = [by_group(group, kv_heads, (q, kv, kv))]
-        named = {scope.beside(name): runs for name, runs in zip(names, parts, strict=True)}
+        named = {scope.sibling(name): runs for name, runs in zip(names, parts, strict=True)}
         super().__init__(size_in, named, scope, bias=bias)
         self.heads, self.kv_heads = q.size // head_dim, kv.size // head_dim
         self.head_dim = head_dim
@@ -291,7 +291,7 @@ class GateUpLinear(Linear):
         names: tuple[str, ...] = ("gate_proj", "up_proj"),
     ) -> None:
         shard = divided(scope.group, size_out)
-        parts = {scope.beside(name): (shard,) * (2 // len(names)) for name in names}
+        parts = {scope.sibling(name): (shard,) * (2 // len(names)) for name in names}
         super().__init__(size_in, parts, scope, bias=bias)
         self.ops = scope.ops
         self.activation = activation

@@ -10,15 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.layers.lora_layers import LoRAFactors, LoRALayer, LoRAStack, LoRATarget
+from quire.layers.lora_layers import LoRAFactors, LoRALayer, LoRAStack, LoRAStep, LoRATarget
 from quire.layers.lora_tables import LoRATable, LoRAVocab, LoRAVocabRows
 from quire.parallel.group import Group
 from quire.quant.sharding import Shard
 
+NO_ADAPTERS = LoRAStep()
+"""The slots of a forward pass without adapters."""
+
 
 class AdapterSlots:
-    """Adapter slots of a device, each with memory for one adapter in every LoRA layer, and the slots that the
-    tokens of the current step use."""
+    """Adapter slots of a device, each with memory for one adapter in every LoRA layer."""
 
     def __init__(
         self,
@@ -30,8 +32,8 @@ class AdapterSlots:
         only: Collection[str] = (),
         divides: bool = False,
         whole: Collection[str] = (),
-        num_own: int = 0,
-        no_own: str = "",
+        max_extra_vocab: int = 0,
+        no_extra_vocab: str = "",
     ) -> None:
         self.max_slots = max_slots
         self.max_rank = max_rank
@@ -45,47 +47,49 @@ class AdapterSlots:
         """Layers (embed_tokens, lm_head) that an adapter may replace entirely."""
         self.tables: dict[str, LoRATable] = {}
         """Replaceable tables by the name of their layer."""
-        self.num_own = num_own
+        self.max_extra_vocab = max_extra_vocab
         """Most extra vocabulary rows of embedding and head per adapter; see `LoRAVocabRows`."""
-        self.no_own = no_own or "--lora-extra-vocab-size is 0"
+        self.no_extra_vocab = no_extra_vocab or "--lora-extra-vocab-size is 0"
         """Reason why an adapter can have no extra vocabulary rows."""
-        self.owned: dict[str, LoRAVocabRows] = {}
+        self.vocab_rows: dict[str, LoRAVocabRows] = {}
         """Extra vocabulary rows of embed_tokens and lm_head."""
-        self.has_own = np.zeros(max_slots + 1, np.bool_)
+        self.has_extra_vocab = np.zeros(max_slots + 1, np.bool_)
         """Whether the adapter of each slot has extra rows; the last entry stands for no adapter."""
         self.num_new = np.zeros(max_slots + 1, np.int32)
         """Number of tokens beyond the model's vocabulary of each slot's adapter."""
-        self.is_wide = False
-        """Whether some row of the step has an adapter with extra vocabulary rows."""
-        self.points: dict[str, LoRALayer] = {}
+        self.layers: dict[str, LoRALayer] = {}
         self.stacks: dict[str, LoRAStack] = {}
         """Experts that some checkpoints store as one tensor, by its name."""
         self.refused: dict[str, str] = {}
         """Layers that take no adapters although similar layers do, with the reason."""
         self.unused = ""
         """Pattern of layer names that are not computed; adapter weights for them are ignored."""
-        self.tokens: Tensor | None = None
-        """[T] int32, adapter slot of each token of the step, -1 for none; None if no token has an adapter."""
-        self.logit_tokens: Tensor | None = None
-        """[N] int32, adapter slot of each token that needs logits."""
-        self.assigned: Any = None
-        """Kernel metadata computed from `tokens`."""
-        self.logit_assigned: Any = None
+        self.step = NO_ADAPTERS
+        """Adapter slots of the forward pass that runs now; set by `using`."""
         self._memory: Tensor | None = None
         self._spares: deque[Tensor] = deque()
 
-    def use(
+    def plan(
         self, tokens: Tensor | None = None, logit_tokens: Tensor | None = None, *, is_wide: bool = False
-    ) -> None:
-        """Set the adapter slots of the next forward pass; None if no token has an adapter."""
+    ) -> LoRAStep:
+        """Build the metadata of a forward pass; None if no token has an adapter."""
         logit_tokens = None if logit_tokens is None or not len(logit_tokens) else logit_tokens
-        self.is_wide, self.tokens, self.logit_tokens = is_wide, tokens, logit_tokens
-        self.assigned, self.logit_assigned = self._assigned(tokens), self._assigned(logit_tokens)
+        assigned = self._assigned(tokens), self._assigned(logit_tokens)
+        return LoRAStep(tokens, logit_tokens, assigned[0], assigned[1], is_wide)
+
+    @contextlib.contextmanager
+    def using(self, step: LoRAStep) -> Iterator[None]:
+        """Run the LoRA layers with the slots of a forward pass; without it they add nothing."""
+        self.step = step
+        try:
+            yield
+        finally:
+            self.step = NO_ADAPTERS
 
     def _assigned(self, tokens: Tensor | None) -> Any:
-        if tokens is None or not self.points:
+        if tokens is None or not self.layers:
             return None
-        return next(iter(self.points.values())).ops.assigned(tokens, self.max_slots)
+        return next(iter(self.layers.values())).ops.assigned(tokens, self.max_slots)
 
     def takes(self, *names: str) -> bool:
         """Return whether a layer with one of these names takes adapters."""
@@ -102,9 +106,9 @@ class AdapterSlots:
         self, kind: str, name: str, vocab: int, hidden: int, *, tied: bool = False
     ) -> LoRAVocabRows | None:
         """Reserve memory for extra rows of this embedding or head; None if adapters may not have any."""
-        if not self.num_own:
+        if not self.max_extra_vocab:
             return None
-        rows = self.owned[kind] = LoRAVocabRows(_known_as(kind, name), self, vocab, hidden, tied=tied)
+        rows = self.vocab_rows[kind] = LoRAVocabRows(_known_as(kind, name), self, vocab, hidden, tied=tied)
         return rows
 
     @property
@@ -114,11 +118,11 @@ class AdapterSlots:
 
     @property
     def _parts(self) -> list[Any]:
-        return [*self.points.values(), *self.tables.values(), *self.owned.values()]
+        return [*self.layers.values(), *self.tables.values(), *self.vocab_rows.values()]
 
     @property
-    def _points_size(self) -> int:
-        return sum(point.size for point in self.points.values())
+    def _layers_size(self) -> int:
+        return sum(point.size for point in self.layers.values())
 
     @property
     def num_bytes(self) -> int:
@@ -152,7 +156,7 @@ class AdapterSlots:
 
     def room(self, ranks: Mapping[str, int]) -> dict[str, LoRAFactors]:
         """Allocate contiguous host memory for an adapter of these ranks, by LoRA layer."""
-        shapes = {name: self.points[name].shapes(rank) for name, rank in ranks.items()}
+        shapes = {name: self.layers[name].shapes(rank) for name, rank in ranks.items()}
         size = sum(math.prod(shape) for both in shapes.values() for shape in both)
         memory, factors, at = self._host_memory(size), {}, 0
         for name, (a, b) in shapes.items():
@@ -175,25 +179,25 @@ class AdapterSlots:
     ) -> None:
         """Replace the adapter of a slot. Pinned memory is read asynchronously."""
         assert self._memory is not None, "allocate() comes first"
-        self._memory[slot, : self._points_size].zero_()
+        self._memory[slot, : self._layers_size].zero_()
         for name, layer_factors in factors.items():
-            self.points[name].put(slot, layer_factors)
+            self.layers[name].put(slot, layer_factors)
         for name, table in self.tables.items():
             table.put(slot, (tables or {}).get(name))
         extra = vocab_rows or {}
-        for name, room in self.owned.items():
+        for name, room in self.vocab_rows.items():
             room.put(slot, extra.get(name))
-        self.has_own[slot] = bool(extra)
+        self.has_extra_vocab[slot] = bool(extra)
         self.num_new[slot] = self.count_new(extra)
 
     def count_new(self, vocab_rows: Mapping[str, LoRAVocab]) -> int:
         """Return the number of an adapter's tokens that the model does not have."""
-        return max((self.owned[name].num_new(rows) for name, rows in vocab_rows.items()), default=0)
+        return max((self.vocab_rows[name].num_new(rows) for name, rows in vocab_rows.items()), default=0)
 
 
 def places(slots: AdapterSlots) -> Iterator[tuple[str, LoRATarget]]:
     """Yield the name and target of every checkpoint matrix that takes adapters."""
-    for point in slots.points.values():
+    for point in slots.layers.values():
         yield from point.places.items()
 
 

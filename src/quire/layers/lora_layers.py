@@ -34,23 +34,30 @@ class LoRAFactors(NamedTuple):
         self.a.zero_(), self.b.zero_()
 
 
+class LoRAStep(NamedTuple):
+    """The adapter slots that the tokens of one forward pass use; part of its batch."""
+
+    tokens: Tensor | None = None
+    """[T] int32, adapter slot of each token, -1 for none; None if no token has an adapter."""
+    logit_tokens: Tensor | None = None
+    """[N] int32, adapter slot of each token that needs logits."""
+    assigned: Any = None
+    """Kernel metadata computed from `tokens`."""
+    logit_assigned: Any = None
+    is_wide: bool = False
+    """Whether some row has an adapter with extra vocabulary rows."""
+
+
 class LoRASlots(Protocol):
-    """Owner of the memory of all LoRA layers and of the adapter slots that the current step uses
-    (`AdapterSlots`)."""
+    """Owner of the memory of all LoRA layers (`AdapterSlots`)."""
 
     max_slots: int
     max_rank: int
-    num_own: int
-    is_wide: bool
+    max_extra_vocab: int
     device: torch.device
-    points: dict[str, "LoRALayer"]
-    tokens: Tensor | None
-    """[T] int32, adapter slot of each token of the step, -1 for none; None if no token has an adapter."""
-    logit_tokens: Tensor | None
-    """[N] int32, adapter slot of each token that needs logits."""
-    assigned: Any
-    """Kernel metadata computed from `tokens`."""
-    logit_assigned: Any
+    layers: dict[str, "LoRALayer"]
+    step: LoRAStep
+    """Adapter slots of the forward pass that runs now."""
 
 
 class LoRALayer:
@@ -80,16 +87,16 @@ class LoRALayer:
         self.ops = ops
         self.places: dict[str, LoRATarget] = {}
         """Target by the dotted name of each matrix in the checkpoint."""
-        slots.points[name] = self
+        slots.layers[name] = self
 
     @property
     def tokens(self) -> Tensor | None:
         """Return the adapter slots of the layer's input tokens; None if no token has an adapter."""
-        return self.slots.tokens
+        return self.slots.step.tokens
 
     @property
     def assigned(self) -> Any:
-        return self.slots.assigned
+        return self.slots.step.assigned
 
     @property
     def adapted(self) -> LoRAHeads | None:
@@ -253,11 +260,11 @@ class LoRAHeadLayer(LoRALayer):
 
     @property
     def tokens(self) -> Tensor | None:
-        return self.slots.logit_tokens
+        return self.slots.step.logit_tokens
 
     @property
     def assigned(self) -> Any:
-        return self.slots.logit_assigned
+        return self.slots.step.logit_assigned
 
 
 class LoRAEmbeddingLayer(LoRALayer):

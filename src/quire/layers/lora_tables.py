@@ -71,7 +71,7 @@ class LoRATable(_SlotRows):
 
     def embed(self, out: Tensor, token_ids: Tensor) -> Tensor:
         """Return the model's embeddings [T, hidden], replaced where the token's adapter has a table."""
-        tokens = self.slots.tokens
+        tokens = self.slots.step.tokens
         if tokens is None:
             return out
         local_ids = token_ids - self.shard.start
@@ -83,7 +83,7 @@ class LoRATable(_SlotRows):
 
     def logits(self, out: Tensor, x: Tensor) -> Tensor:
         """Return this device's logits [N, rows], replaced where the token's adapter has a table."""
-        tokens = self.slots.logit_tokens
+        tokens = self.slots.step.logit_tokens
         if tokens is None:
             return out
         return self._replace(out, x, torch.where(self._is_replaced(tokens), tokens, -1))
@@ -104,18 +104,18 @@ class LoRATable(_SlotRows):
 
 
 class LoRAVocabRows(_SlotRows):
-    """Extra rows of an embedding or LM head, for tokens that an adapter adds or retrains: `slots.num_own` in
-    each slot, replicated on all devices of a group. Read only in steps in which some row has an adapter with
-    extra rows (`slots.is_wide`). The rows that an adapter lacks for a head that is `tied` are those of the
-    embedding."""
+    """Extra rows of an embedding or LM head, for tokens that an adapter adds or retrains. Each slot has
+    `slots.max_extra_vocab` of them, replicated on all devices of a group. They are read only in steps in which
+    some row has an adapter with extra rows (`LoRAStep.is_wide`). The rows that an adapter lacks for a head
+    that is `tied` are those of the embedding."""
 
     def __init__(
         self, names: tuple[str, ...], slots: LoRASlots, vocab: int, hidden: int, *, tied: bool
     ) -> None:
-        super().__init__(names, slots, slots.num_own, hidden)
+        super().__init__(names, slots, slots.max_extra_vocab, hidden)
         self.vocab, self.tied = vocab, tied
         self._ids = torch.full(
-            (slots.max_slots, slots.num_own), _NO_TOKEN, dtype=torch.int64, device=slots.device
+            (slots.max_slots, slots.max_extra_vocab), _NO_TOKEN, dtype=torch.int64, device=slots.device
         )
         self._counts = [0] * slots.max_slots
 
@@ -137,7 +137,7 @@ class LoRAVocabRows(_SlotRows):
 
     def embed(self, out: Tensor, token_ids: Tensor) -> Tensor:
         """Return the model's embeddings [T, hidden], replaced where the token's adapter has a row."""
-        tokens = self.slots.tokens
+        tokens = self.slots.step.tokens
         if tokens is None:
             return out
         slot_of = tokens.clamp(min=0).long()
@@ -146,10 +146,10 @@ class LoRAVocabRows(_SlotRows):
         return torch.where(is_own.any(1, keepdim=True), rows, out)
 
     def logits(self, out: Tensor, x: Tensor) -> Tensor:
-        """Widen the model's logits [N, vocab] to [N, vocab + num_own]; a new token is -inf for other
+        """Widen the model's logits [N, vocab] to [N, vocab + max_extra_vocab]; a new token is -inf for other
         adapters."""
-        wide = pad(out, (0, self.slots.num_own), value=-torch.inf)
-        tokens = self.slots.logit_tokens
+        wide = pad(out, (0, self.slots.max_extra_vocab), value=-torch.inf)
+        tokens = self.slots.step.logit_tokens
         return wide if tokens is None else self._replace(wide, x, tokens)
 
     def _replace_by_rows(self, wide: Tensor, x: Tensor, slots: Tensor) -> Tensor:

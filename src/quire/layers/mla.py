@@ -45,7 +45,7 @@ class MLAAttention(nn.Module):
         # Used per head and transposed, so it is never kept in a packed format.
         self.weight = frozen_parameter(scope.empty(size, spec.rank))
         self.point = self._build_lora(scope)
-        self.scales = KVScales(scope.beside("")[:-1], scope)
+        self.scales = KVScales(scope.sibling("")[:-1], scope)
         self.cache: Tensor | None = None
         self.group = 0
 

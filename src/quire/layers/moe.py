@@ -144,7 +144,7 @@ class ExpertLoRALayers:
         self.slots = slots
         self.hidden = hidden
         self.ops = scope.ops
-        self.aliases = (f"{scope.name}.experts", f"{scope.beside('mlp')}.experts")
+        self.aliases = (f"{scope.name}.experts", f"{scope.sibling('mlp')}.experts")
         """Names of the experts in transformers, which adapters may use."""
         self.gate_up: LoRALayer | None = None
         self.down: LoRALayer | None = None
@@ -152,10 +152,10 @@ class ExpertLoRALayers:
     @property
     def active(self) -> ExpertAdapters | None:
         """Return the adapters of the step's tokens; None if no token has one."""
-        if self.slots.tokens is None or self.gate_up is None or self.down is None:
+        if self.slots.step.tokens is None or self.gate_up is None or self.down is None:
             return None
         gate_up, down = self.gate_up, self.down
-        return ExpertAdapters(gate_up.a, gate_up.b, down.a, down.b, self.slots.tokens)
+        return ExpertAdapters(gate_up.a, gate_up.b, down.a, down.b, self.slots.step.tokens)
 
     def settle(self, experts: "Experts") -> None:
         """Register the LoRA layers, after the kernel of the experts is known."""

@@ -146,7 +146,7 @@ class Rope(nn.Module):
 
     def of(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return a cos/sin table, and the row of it for each token."""
-        positions = batch.turns
+        positions = batch.mrope_positions
         if positions is None or positions.ndim == 1:
             return self.table, batch.positions if positions is None else positions
         if self not in batch.angles:

@@ -99,7 +99,7 @@ class Scope:
             return self
         return replace(self, name=f"{self.name}.{child}" if self.name else str(child))
 
-    def beside(self, name: str) -> str:
+    def sibling(self, name: str) -> str:
         """Return the dotted name of a sibling."""
         parent, dot, _ = self.name.rpartition(".")
         return f"{parent}{dot}{name}"

@@ -84,7 +84,7 @@ def load_model(
     packed: bool = False,
     quant: QuantFacts | None = None,
     build: Callable[[ArchFacts, Scope], Any] | None = None,
-    tell: Callable[[float], None] | None = None,
+    on_progress: Callable[[float], None] | None = None,
     world: World = _ALONE,
     stage: Stage = _WHOLE,
     ep: ExpertDispatch | None = None,
@@ -97,9 +97,9 @@ def load_model(
     stage.
 
     `packed` keeps the weights of a GGUF file as stored where the device can compute with them; `quant`
-    describes the quantization of other files. `tell` receives the loaded fraction. With `ep` each worker has
-    some experts; `partly`: most of the checkpoint belongs to another model. `tower_group` shares the layers
-    of the multimodal encoder, the `tower` of the first stage; None: there is none."""
+    describes the quantization of other files. `on_progress` receives the loaded fraction. With `ep` each
+    worker has some experts; `partly`: most of the checkpoint belongs to another model. `tower_group` shares
+    the layers of the multimodal encoder, the `tower` of the first stage; None: there is none."""
     source = _open_source(checkpoint, load_format, seed, with_modules=build is not None)
     if isinstance(source, ShardedSource):
         key = ShardedStateKey.of(checkpoint.facts.architecture, dtype, device, _method(quant), world.tp.size)
@@ -125,7 +125,7 @@ def load_model(
     )
     model = (build or MODELS[checkpoint.facts.architecture])(checkpoint.facts, scope)
     _add_tower(model, checkpoint.facts, scope, tower_group)
-    with torch.no_grad(), LoadProgress(tell, disable=not show_progress or not sys.stderr.isatty()) as bar:
+    with torch.no_grad(), LoadProgress(on_progress, show=show_progress) as bar:
         if isinstance(source, ShardedSource):
             _restore(source, model, bar)
         else:
@@ -164,9 +164,9 @@ def _open_saved(source: ShardedSource, key: ShardedStateKey, rank: int, *, sprea
 class LoadProgress:
     """Loading progress: a progress bar, and a callback with the loaded fraction."""
 
-    def __init__(self, tell: Callable[[float], None] | None, *, disable: bool) -> None:
-        self._bar = tqdm(desc="Loading weights", disable=disable)
-        self._tell = tell
+    def __init__(self, on_progress: Callable[[float], None] | None, *, show: bool) -> None:
+        self._bar = tqdm(desc="Loading weights", disable=not show or not sys.stderr.isatty())
+        self._on_progress = on_progress
         self._count = self._total = self._percent = 0
 
     def __enter__(self) -> "LoadProgress":
@@ -183,9 +183,9 @@ class LoadProgress:
         self._count += 1
         self._bar.update()
         percent = 100 * self._count // self._total
-        if self._tell is not None and percent > self._percent:
+        if self._on_progress is not None and percent > self._percent:
             self._percent = percent
-            self._tell(percent / 100)
+            self._on_progress(percent / 100)
 
 
 def _load(

@@ -80,7 +80,7 @@ class LoRAWeights:
     """By the name of their LoRA layer."""
     tables: dict[str, Tensor]
     """Whole weights of the adapter (modules_to_save), by layer name."""
-    own: dict[str, LoRAVocab] = field(default_factory=dict)
+    vocab_rows: dict[str, LoRAVocab] = field(default_factory=dict)
     """Rows of added or individually trained tokens, for embed_tokens and lm_head."""
 
 
@@ -106,7 +106,7 @@ class LoRAReader:
         self._refused = _by_alias(slots.refused.items())
         tables = slots.tables.items()
         self._tables = _by_alias((alias, name) for name, table in tables for alias in table.names)
-        kinds = _by_alias((alias, kind) for kind, rows in slots.owned.items() for alias in rows.names)
+        kinds = _by_alias((alias, kind) for kind, rows in slots.vocab_rows.items() for alias in rows.names)
         self._vocab_reader = LoRAVocabReader(slots, kinds)
         self._pool = single_threads(_THREADS, "quire-adapter-copy")
 

@@ -57,8 +57,8 @@ class LoRAVocabReader:
     ) -> dict[str, LoRAVocab]:
         """Return the rows of added and trained tokens. Only rows of the model's own tokens stay in
         `tensors`."""
-        if token_ids and not self.slots.owned:
-            raise ConfigError(f"trainable_token_indices is not supported: {self.slots.no_own}")
+        if token_ids and not self.slots.vocab_rows:
+            raise ConfigError(f"trainable_token_indices is not supported: {self.slots.no_extra_vocab}")
         layers: dict[str, _Layer] = {}
         for name in list(tensors):
             match = _TENSOR.fullmatch(name)
@@ -66,14 +66,18 @@ class LoRAVocabReader:
             if match is not None and kind:
                 self._take_tensor(name, match, tensors, layers.setdefault(kind, _Layer()), token_ids, scale)
         vocabs = {
-            kind: rows for kind in self.slots.owned if (rows := self._build_rows(kind, layers)) is not None
+            kind: rows
+            for kind in self.slots.vocab_rows
+            if (rows := self._build_rows(kind, layers)) is not None
         }
         self._check(vocabs)
         return vocabs
 
     def why_not(self, tensor: Tensor, size: int) -> str:
         """Explain why a tensor may not be larger than the model's."""
-        return f": an adapter cannot bring tokens here, {self.slots.no_own}" if len(tensor) > size else ""
+        if len(tensor) <= size:
+            return ""
+        return f": an adapter cannot bring tokens here, {self.slots.no_extra_vocab}"
 
     def _take_tensor(
         self,
@@ -85,7 +89,7 @@ class LoRAVocabReader:
         scale: Scale,
     ) -> None:
         kind, layer, tensor = self._kinds[match["layer"]], match["layer"], tensors[name]
-        vocab, within = self.slots.owned[kind].vocab, match["within"]
+        vocab, within = self.slots.vocab_rows[kind].vocab, match["within"]
         if within in ("modules_to_save", "original_module"):
             if f"{match['front']}{layer}.weight" in tensors:  # that one is the trained copy
                 del tensors[name]
@@ -118,7 +122,7 @@ class LoRAVocabReader:
         return dict(zip(ids, rows, strict=True))
 
     def _build_rows(self, kind: str, layers: Mapping[str, _Layer]) -> LoRAVocab | None:
-        vocab_slots, layer = self.slots.owned[kind], layers.get(kind, _Layer())
+        vocab_slots, layer = self.slots.vocab_rows[kind], layers.get(kind, _Layer())
         if vocab_slots.tied and layer.base is None and not layer.trained and _EMBEDDING in layers:
             layer = _Layer(base=layers[_EMBEDDING].base, trained=layers[_EMBEDDING].trained)
         rows = {} if layer.base is None else dict(enumerate(_sum_rows(kind, layer), vocab_slots.vocab))
@@ -129,9 +133,9 @@ class LoRAVocabReader:
                     f"the adapter has more tokens of {kind} than the model, but lacks their weights"
                 )
             return None
-        if len(rows) > self.slots.num_own:
+        if len(rows) > self.slots.max_extra_vocab:
             raise RequestError(
-                f"the adapter has {len(rows)} tokens of its own, above the {self.slots.num_own} of "
+                f"the adapter has {len(rows)} tokens of its own, above the {self.slots.max_extra_vocab} of "
                 "--lora-extra-vocab-size",
                 param="lora_request",
             )
@@ -149,10 +153,10 @@ class LoRAVocabReader:
             kind: sorted(id for id in vocabs[kind].ids.tolist() if id >= vocab_slots.vocab)
             if kind in vocabs
             else []
-            for kind, vocab_slots in self.slots.owned.items()
+            for kind, vocab_slots in self.slots.vocab_rows.items()
         }
         for kind, ids in new.items():
-            first = self.slots.owned[kind].vocab
+            first = self.slots.vocab_rows[kind].vocab
             if ids != list(range(first, first + len(ids))):
                 raise ConfigError(
                     f"the adapter brings the tokens {ids} of {kind}, but new ids must start at {first}"

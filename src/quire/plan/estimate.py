@@ -176,7 +176,7 @@ def memory_of(config: EngineConfig, precision: str) -> Memory:
         config.checkpoint, precision, parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     )
     activations = activation_bytes(
-        config.own_facts,
+        config.rank_facts,
         config.model.dtype,
         num_tokens=limits.max_num_batched_tokens,
         num_seqs=limits.max_num_seqs,
@@ -192,7 +192,7 @@ def cache_of(config: EngineConfig, memory: Memory) -> CacheSize:
     if cache_room.kv_bytes <= 0:
         short = human(-cache_room.kv_bytes)
         raise ConfigError(f"weights, activations and libraries alone exceed the memory by {short}")
-    facts = config.own_facts
+    facts = config.rank_facts
     stages = stage_layers(len(facts.layers), config.parallel.pipeline_parallel_size)
     whole = layout(cache_specs(facts), config.model.max_model_len)
     return min(

@@ -290,7 +290,7 @@ class EncoderCache:
         self.num_kept -= self._kept.pop(key).num_vectors
         self._forgotten.append(key)
 
-    def tell(self) -> tuple[list[bytes], list[MediaItem]]:
+    def take_changes(self) -> tuple[list[bytes], list[MediaItem]]:
         """Return the keys to evict and the items to encode in the step that was planned."""
         changes, self._forgotten, self._encodes = (self._forgotten, self._encodes), [], []
         self.num_made = 0

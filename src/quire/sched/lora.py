@@ -261,7 +261,7 @@ class LoRAScheduler:
         """Set the adapter's digest for the prefix cache, and check token ids against its vocabulary."""
         if request.adapter_digest != facts.digest:
             request.adapter_digest, request.block_keys = facts.digest, []
-        last = self._vocab + facts.num_own - 1
+        last = self._vocab + facts.num_extra_vocab - 1
         if request.top_id and request.top_id > last:
             self._out_of_vocab[request.id] = (
                 f"Token id {request.top_id} is out of vocabulary: ids of this adapter are 0 to {last}"

@@ -41,7 +41,7 @@ class Running:
         """Including tokens in flight, which have no value yet. With drafts in flight there may be more."""
         self.num_known: Ints = np.zeros(max_rows, np.int32)
         """Tokens with a known value."""
-        self.num_told: Ints = np.zeros(max_rows, np.int32)
+        self.num_sent: Ints = np.zeros(max_rows, np.int32)
         """Tokens with a value that all stages have."""
         self.num_computed: Ints = np.zeros(max_rows, np.int32)
         """Including tokens in flight."""
@@ -89,7 +89,7 @@ class Running:
         self.tokens[row, : len(request.tokens)] = request.tokens
         self.prompt_len[row] = request.prompt_len
         self.num_cached[row] = request.num_cached
-        self.num_tokens[row] = self.num_known[row] = self.num_told[row] = len(request.tokens)
+        self.num_tokens[row] = self.num_known[row] = self.num_sent[row] = len(request.tokens)
         self.num_computed[row] = num_computed
         self.num_drafts[row] = self.waits[row] = 0
         self.first_len[row] = len(request.tokens)
@@ -133,10 +133,10 @@ class Running:
         pending[np.flatnonzero(decodes & (pending > 0))[share:]] = 0
         return pending
 
-    def tell(self, rows: RowIds) -> Ints:
+    def take_unsent(self, rows: RowIds) -> Ints:
         """Return [2, rows]: those of `rows` with a new token that has not been sent yet, and that token."""
-        unsent = rows[self.num_known[rows] > self.num_told[rows]]
-        self.num_told[unsent] = self.num_known[unsent]
+        unsent = rows[self.num_known[rows] > self.num_sent[rows]]
+        self.num_sent[unsent] = self.num_known[unsent]
         return np.stack([unsent.astype(np.int32), self.tokens[unsent, self.num_known[unsent] - 1]])
 
     def reach(self, chunks: Ints) -> Ints:

@@ -168,7 +168,7 @@ class Scheduler:
             return None
         self._step += 1
         notes, self._notes = self._notes, Notes()
-        forgotten, encodes = self.media.tell()
+        forgotten, encodes = self.media.take_changes()
         starts, admissions = self.running.num_computed[rows], self.running.admission[rows]
         plan = StepPlan(
             step=self._step,
@@ -186,7 +186,7 @@ class Scheduler:
             encodes=encodes,
         )
         if self.running.num_stages > 1:
-            plan.values = self.running.tell(rows)
+            plan.values = self.running.take_unsent(rows)
         self.in_flight.append(StepInFlight(plan, notes, rows, starts, admissions, self.kv.take_fresh()))
         self.constraints.launch(self.running, self.in_flight[-1])
         return plan

@@ -9,9 +9,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.data.plan import Ints, RowLogprobs, StepResult, Verdict, spread
+from quire.data.plan import DEAD_END, TOO_COMPLEX, Ints, RowLogprobs, StepResult, Verdict, spread
+from quire.data.request import Request
 from quire.sched.running import RowIds, Running
-from quire.sched.stops import why_stopped
 
 
 class SequenceEnd(NamedTuple):
@@ -115,3 +115,25 @@ class StepTokens:
             if new:
                 fresh[request.id] = new
         return fresh
+
+
+def why_stopped(request: Request, tokens: Ints, verdict: Verdict = "") -> tuple[str, int | str | None] | None:
+    """Return reason and stop_reason if the sequence ends with its last token, otherwise None. `verdict` is
+    that of its grammar, if any."""
+    token_id = int(tokens[-1])
+    if verdict == "error":
+        return "error", DEAD_END
+    if verdict == "limit":
+        return "error", TOO_COMPLEX
+    if token_id == request.eos_id:
+        return "stop", None
+    if token_id in request.stop_ids:
+        return "stop", token_id
+    if verdict:
+        return "stop", None
+    if len(tokens) >= request.limit:
+        return "length", None
+    repetition = request.repetition
+    if repetition is not None and repetition.is_repetition(tokens[request.prompt_len :]):
+        return "repetition", "repetition_detected"
+    return None

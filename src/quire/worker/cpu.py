@@ -20,7 +20,6 @@ from quire.worker.device import (
     ONE_TOKEN,
     DeviceStep,
     ForwardResult,
-    IntermediateTensors,
     Model,
     NewTokens,
     batch_of,
@@ -37,6 +36,7 @@ from quire.worker.input_buffers import (
     tensors,
 )
 from quire.worker.memory import Needs
+from quire.worker.pipeline import IntermediateTensors
 from quire.worker.rows import Rows
 from quire.worker.spec.drafter import Drafter, Draw, SequenceEnds, TargetStates
 from quire.worker.spec.progress import DraftProgress, batch_of_spans, is_decode
@@ -77,7 +77,7 @@ class CpuDevice:
 
     def needs(self, config: EngineConfig, weights: int, sampler: Sampler | None, bound: int = 0) -> Needs:
         """Estimate the memory; measuring would take it on a CPU."""
-        facts, dtype, limits = config.own_facts, config.model.dtype, config.scheduler
+        facts, dtype, limits = config.rank_facts, config.model.dtype, config.scheduler
         most = 0 if config.speculation is None else config.speculation.num_speculative_tokens
         num_draws = max(min(limits.max_num_seqs * (1 + most), limits.max_num_batched_tokens), 1)
         activations = activation_bytes(
@@ -112,19 +112,16 @@ class CpuDevice:
             return self._idle(plan)
         if self.drafter is not None:
             self._propose(self.drafter, plan, all_rows)
-        num_rows, adapts = len(plan.rows), self.model.adapts(plan, all_rows)
-        axes = all_rows.num_axes(plan)
-        sizes = sizes_of(plan, 0, len(all_rows.block_tables), adapters=adapts, axes=axes)
-        reach = self.model.reach(plan, all_rows, self.block_tables.device)
-        embeds = self.model.embeds(plan, all_rows, self.block_tables.device)
-        is_text = embeds is None and reach is None and axes < 3
-        is_wide = adapts and self.model.is_wide(plan, all_rows)
-        taped = plan.query_len > 0 and plan.total_tokens <= self._max_taped and is_text and not is_wide
+        features = self.model.features(plan, all_rows, self.block_tables.device)
+        adapts = features.adapts
+        sizes = sizes_of(plan, 0, len(all_rows.block_tables), adapters=adapts, axes=features.axes)
+        is_short = plan.query_len > 0 and plan.total_tokens <= self._max_taped
+        taped = is_short and not features.has_media and not features.is_eager
         page, sheet = self._decodes(sizes) if taped else self._others(sizes)
         page.write(plan, all_rows)
         batch = batch_of(sheet, self.block_tables, plan.num_tokens, page.arrays["seq_lens"])
         batch.before = (self._rooms if taped else self.model.room)(plan.total_tokens)
-        batch.embeds, batch.reach, batch.is_wide = embeds, reach, is_wide
+        features.put_in(batch)
         self._make_room(batch, plan)
         self._batch = batch
 
@@ -134,7 +131,7 @@ class CpuDevice:
             return self._compute(batch, sheet, sampled_in_graph)
 
         if taped:
-            key = num_rows, plan.query_len, sampled_in_graph, adapts
+            key = len(plan.rows), plan.query_len, sampled_in_graph, adapts
             return self.model.step(lambda: self._tapes.run(key, run), batch.before)
         return self.model.step(run, batch.before)
 
@@ -158,7 +155,7 @@ class CpuDevice:
             passed: IntermediateTensors = hidden
             return passed
         states = hidden if len(batch.logit_tokens) == len(hidden) else hidden[batch.logit_tokens]
-        logits, sampling = model.head(states), sampling_tensors(sheet)
+        logits, sampling = model.logits(states, batch), sampling_tensors(sheet)
         sampled_in_graph = sampled_in_graph and self.sample is not None and len(logits) > 0
         token_ids = self.sample(logits, sampling) if sampled_in_graph and self.sample is not None else None
         return ForwardResult(hidden, logits, token_ids, sampling, aux_hidden_states=batch.aux_hidden_states)
@@ -190,7 +187,6 @@ class CpuDevice:
             num_kept[plan.samples] += counts - 1
         next_ids = np.maximum(all_rows.tokens[rows, first + num_kept], 0)
         assert self._batch is not None
-        self.model.without_adapters()
         target = TargetStates(
             next_ids=torch.from_numpy(next_ids.astype(np.int64)),
             num_kept=torch.from_numpy(num_kept.astype(np.int64)),
@@ -205,7 +201,6 @@ class CpuDevice:
             seen.begin(plan)
         if seen is None or seen.lags:
             wanted &= (plan.num_drafts > 0) if len(plan.num_drafts) else False
-        self.model.without_adapters()
         if seen is not None:
             missed, late = seen.missed(plan, self._max_tokens)
             if missed:

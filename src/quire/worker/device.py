@@ -22,9 +22,10 @@ from quire.sampling.sampler import Sampled, Sampler
 from quire.sampling.transfer import to_device
 from quire.worker.input_buffers import BufferSizes, blank, bytes_of, host_arrays, slots_of, tensors
 from quire.worker.memory import Needs
-from quire.worker.multimodal.bidirectional import reach_of
+from quire.worker.multimodal.bidirectional import last_visible_of
 from quire.worker.multimodal.embeds import take_embeds
 from quire.worker.multimodal.encoder import MediaEncoder
+from quire.worker.pipeline import StageLink
 from quire.worker.rows import Rows
 from quire.worker.spec.drafter import Drafter
 from quire.worker.spec.progress import DraftProgress
@@ -83,25 +84,6 @@ def device_failures(kinds: tuple[type[Exception], ...] = (torch.AcceleratorError
         raise EngineDead(f"the device failed: {error}") from error
 
 
-IntermediateTensors = tuple[Tensor, Tensor]
-"""Output of a pipeline stage for the next one, [T, hidden] each: that of its last layer, and the residual."""
-
-
-class PipelineNeighbours(Protocol):
-    """The connection of a stage to the previous and the next pipeline stage."""
-
-    num_stages: int
-    is_first: bool
-    is_last: bool
-
-    def room(self, num_tokens: int) -> Tensor:
-        """Return a receive buffer, [2, tokens, hidden]."""
-
-    def num_bytes(self, num_tokens: int) -> int: ...
-
-    def receive(self, into: Tensor) -> None: ...
-
-
 @dataclass(slots=True)
 class DeviceStep:
     """A step that can run as soon as the previous pipeline stage has sent its output."""
@@ -111,19 +93,12 @@ class DeviceStep:
     """Receive buffer for the output of the previous stage."""
     receive: Callable[[Tensor], None] | None = None
 
-    def forward(self) -> IntermediateTensors:
-        """Run the layers of a stage that is not the last. The next step may overwrite the result."""
+    def compute(self) -> Any:
+        """Run the layers. The last stage returns a `ForwardResult`, another one `IntermediateTensors`, which
+        the next step may overwrite."""
         if self.before is not None and self.receive is not None:
             self.receive(self.before)
-        passed: IntermediateTensors = self.run()
-        return passed
-
-    def draw(self) -> ForwardResult:
-        """Run the layers of the last stage and sample."""
-        if self.before is not None and self.receive is not None:
-            self.receive(self.before)
-        done: ForwardResult = self.run()
-        return done
+        return self.run()
 
 
 class Device(Protocol):
@@ -161,6 +136,33 @@ class Device(Protocol):
         """Start the copy of the sampled tokens to the host; called before the rows advance."""
 
 
+class StepFeatures(NamedTuple):
+    """The features that the rows of a step use beside plain text."""
+
+    embeds: tuple[Tensor, Tensor] | None
+    """See `Batch.embeds`."""
+    last_visible: Tensor | None
+    """See `Batch.last_visible`."""
+    axes: int
+    """Number of M-RoPE positions of each token: 0, 1 or 3."""
+    adapts: bool = False
+    """Whether some row has a LoRA adapter."""
+    is_wide: bool = False
+    """Whether some row has an adapter with additional tokens."""
+
+    @property
+    def has_media(self) -> bool:
+        return self.embeds is not None or self.axes == 3
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether the step can be neither taped nor captured."""
+        return self.last_visible is not None or self.is_wide
+
+    def put_in(self, batch: Batch) -> None:
+        batch.embeds, batch.last_visible, batch.is_wide = self.embeds, self.last_visible, self.is_wide
+
+
 @dataclass(slots=True)
 class Model:
     """The forward pass, the LM head and the attention backend of a model, or of one pipeline stage."""
@@ -168,7 +170,7 @@ class Model:
     forward: Callable[[Batch], Any]
     head: Callable[[Tensor], Tensor]
     attention: AttentionBackend
-    link: PipelineNeighbours | None = None
+    link: StageLink | None = None
     """None without pipeline parallelism."""
     ep: ExpertDispatch | None = None
     """Expert-parallel dispatch; None if all experts are on this device."""
@@ -176,7 +178,7 @@ class Model:
     """LoRA adapter slots; None if LoRA is off."""
     encoder: MediaEncoder | None = None
     """Encoder of images, videos and audio."""
-    reaches: bool = False
+    bidirectional: bool = False
     """Whether the tokens of an item attend to each other bidirectionally."""
 
     @property
@@ -189,22 +191,37 @@ class Model:
         """Return whether rows have adapters, for each variant of a step to prepare."""
         return (False,) if self.adapters is None else (False, True)
 
-    def without_adapters(self) -> None:
-        """Disable adapters for the next computation: drafts may use the model's embedding and head."""
-        if self.adapters is not None:
-            self.adapters.use()
+    def logits(self, states: Tensor, batch: Batch) -> Tensor:
+        """Return the logits of hidden states of a batch."""
+        if self.adapters is None:
+            return self.head(states)
+        with self.adapters.using(batch.lora):
+            return self.head(states)
 
     def head_of_one(self, states: Tensor) -> Tensor:
         """Return logits as if every position used the adapter in the first slot, if LoRA is on."""
-        if self.adapters is not None:
-            self.adapters.use(logit_tokens=torch.zeros(len(states), dtype=torch.int32, device=states.device))
-        return self.head(states)
+        if self.adapters is None:
+            return self.head(states)
+        slots = torch.zeros(len(states), dtype=torch.int32, device=states.device)
+        with self.adapters.using(self.adapters.plan(logit_tokens=slots)):
+            return self.head(states)
 
     def room(self, num_tokens: int) -> Tensor | None:
         """Return a receive buffer for the output of the previous stage; None in the first stage."""
         return None if self.link is None or self.link.is_first else self.link.room(num_tokens)
 
-    def embeds(self, plan: StepPlan, all_rows: Rows, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    def features(self, plan: StepPlan, all_rows: Rows, device: torch.device) -> StepFeatures:
+        """Encode the items of the plan, and return the features that its rows use."""
+        last_visible = self._last_visible(plan, all_rows, device)  # `_embeds` drops finished items
+        embeds, axes = self._embeds(plan, all_rows, device), all_rows.num_axes(plan)
+        if self.adapters is None:
+            return StepFeatures(embeds, last_visible, axes)
+        slots = all_rows.adapter[plan.rows]
+        adapts = bool((slots >= 0).any())
+        is_wide = adapts and bool(self.adapters.has_extra_vocab[slots].any())
+        return StepFeatures(embeds, last_visible, axes, adapts, is_wide)
+
+    def _embeds(self, plan: StepPlan, all_rows: Rows, device: torch.device) -> tuple[Tensor, Tensor] | None:
         """Encode the items of the plan and return `Batch.embeds`; None in stages after the first."""
         if self.link is not None and not self.link.is_first:
             return None
@@ -213,21 +230,12 @@ class Model:
             return embeds
         return self.encoder.joined(embeds, self.encoder.step(plan, all_rows))
 
-    def reach(self, plan: StepPlan, all_rows: Rows, device: torch.device) -> Tensor | None:
-        """Return `Batch.reach`. Must be called before `embeds`, which drops finished items."""
-        if not self.reaches or not (all_rows.items or all_rows.wholes):
+    def _last_visible(self, plan: StepPlan, all_rows: Rows, device: torch.device) -> Tensor | None:
+        """Return `Batch.last_visible`."""
+        if not self.bidirectional or not (all_rows.items or all_rows.wholes):
             return None
-        reach = reach_of(plan, all_rows)
-        return None if reach is None else to_device(reach, device)
-
-    def adapts(self, plan: StepPlan, all_rows: Rows) -> bool:
-        """Whether some row of the step has an adapter."""
-        return self.adapters is not None and bool((all_rows.adapter[plan.rows] >= 0).any())
-
-    def is_wide(self, plan: StepPlan, all_rows: Rows) -> bool:
-        """Whether some row has an adapter with additional tokens; such steps are neither taped nor
-        captured."""
-        return self.adapters is not None and bool(self.adapters.has_own[all_rows.adapter[plan.rows]].any())
+        last_visible = last_visible_of(plan, all_rows)
+        return None if last_visible is None else to_device(last_visible, device)
 
     def step(self, run: Callable[[], Any], before: Tensor | None) -> DeviceStep:
         return DeviceStep(run) if self.link is None else DeviceStep(run, before, self.link.receive)
@@ -235,15 +243,21 @@ class Model:
     def hidden(self, batch: Batch) -> Any:
         """Run the layers: return [T, hidden], or the tensors for the next stage."""
         for group in batch.groups:
-            group.reach = batch.reach
+            group.last_visible = batch.last_visible
             self.attention.plan(group)
         if batch.embeds is not None:
             batch.token_ids = batch.token_ids.clamp(min=0)
         if self.ep is not None:
             self.ep.plan(batch.num_real, batch.room)
-        if self.adapters is not None:
-            self.adapters.use(batch.adapters, batch.logit_adapters, is_wide=batch.is_wide)
-        return self.forward(batch)
+        return self.run_layers(batch)
+
+    def run_layers(self, batch: Batch) -> Any:
+        """Run the layers, after the attention of the batch is planned."""
+        if self.adapters is None:
+            return self.forward(batch)
+        batch.lora = self.adapters.plan(batch.adapters, batch.logit_adapters, is_wide=batch.is_wide)
+        with self.adapters.using(batch.lora):
+            return self.forward(batch)
 
 
 class NewTokens(NamedTuple):
@@ -281,9 +295,9 @@ def batch_of(
     are_any: bool = False,
 ) -> Batch:
     """Build the batch of a step from its tensors. `block_tables` is [layer groups, rows, blocks]."""
-    turns = sheet.get("turns")
-    if turns is not None and len(turns) > len(sheet["positions"]):
-        turns = turns.view(3, -1)
+    mrope_positions = sheet.get("mrope_positions")
+    if mrope_positions is not None and len(mrope_positions) > len(sheet["positions"]):
+        mrope_positions = mrope_positions.view(3, -1)
     batch = Batch(
         token_ids=sheet["token_ids"],
         positions=sheet["positions"],
@@ -295,7 +309,7 @@ def batch_of(
         logit_tokens=sheet["logit_tokens"],
         query_lens_host=query_lens,
         seq_lens_host=seq_lens,
-        turns=turns,
+        mrope_positions=mrope_positions,
         adapters=sheet.get("adapters"),
         logit_adapters=sheet.get("logit_adapters"),
         are_decodes=are_decodes,

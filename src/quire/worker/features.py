@@ -69,8 +69,9 @@ class PromptLogprobs:
                 )
 
     def _logits(self, states: Tensor) -> Tensor:
-        if self.adapters is not None:
-            slots = torch.full((len(states),), self._slot, dtype=torch.int32, device=states.device)
-            is_wide = bool(self.adapters.has_own[self._slot])
-            self.adapters.use(logit_tokens=slots if self._slot >= 0 else None, is_wide=is_wide)
-        return self.head(states).float()
+        if self.adapters is None or self._slot < 0:
+            return self.head(states).float()
+        slots = torch.full((len(states),), self._slot, dtype=torch.int32, device=states.device)
+        is_wide = bool(self.adapters.has_extra_vocab[self._slot])
+        with self.adapters.using(self.adapters.plan(logit_tokens=slots, is_wide=is_wide)):
+            return self.head(states).float()

@@ -50,7 +50,7 @@ def _layout(sizes: BufferSizes) -> list[tuple[str, type, int]]:
     return [
         *((name, np.int64, tokens) for name in ("token_ids", "sources", "positions")),
         *((slots_of(group), np.int64, tokens) for group in range(groups)),
-        *((("turns", np.int64, axes * tokens),) if axes else ()),
+        *((("mrope_positions", np.int64, axes * tokens),) if axes else ()),
         *((name, np.int64, samples) for name in ("logit_tokens", "logit_rows", "seeds", "sample_at")),
         ("block_places", np.int64, blocks),
         ("top_k", np.int32, samples),
@@ -189,9 +189,9 @@ def _fill(into: Arrays, plan: StepPlan, all_rows: Rows) -> None:
         positions = np.arange(num_tokens) + np.repeat(computed - into["query_starts"][:num_seqs], lens)
     blocks, offsets = np.divmod(positions, all_rows.block_size)
     into["positions"][:num_tokens] = positions
-    if all_rows.turns is not None and "turns" in into:
-        turns = into["turns"].reshape(-1, len(into["positions"]))
-        all_rows.turns.fill(turns, plan, row_of_token, positions)
+    if all_rows.mrope is not None and "mrope_positions" in into:
+        mrope_positions = into["mrope_positions"].reshape(-1, len(into["positions"]))
+        all_rows.mrope.fill(mrope_positions, plan, row_of_token, positions)
     for group, tables in enumerate(all_rows.tables):
         slots = into[slots_of(group)][:num_tokens]
         np.multiply(tables[row_of_token, blocks], all_rows.block_size, out=slots, dtype=np.int64)
@@ -234,7 +234,7 @@ _PADDING: dict[str, float] = {
     "token_ids": 0,
     "sources": -1,
     "positions": 0,
-    "turns": 0,
+    "mrope_positions": 0,
     "slots": -1,
     "seq_lens": 0,
     "adapters": -1,

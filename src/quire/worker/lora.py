@@ -88,7 +88,7 @@ class LoRAManager:
     def put(self, slot: int, lora: LoRARequest) -> None:
         """Copy an adapter into a slot, in stream order."""
         adapter = self._find(lora) or self._read(lora)
-        self.slots.put(slot, adapter.factors, adapter.tables, adapter.own)
+        self.slots.put(slot, adapter.factors, adapter.tables, adapter.vocab_rows)
         with self._lock:
             self._in_slots[slot] = lora
 
@@ -136,10 +136,10 @@ class LoRAManager:
 
 
 def slots_of(
-    lora: LoRASection, dtype: torch.dtype, device: torch.device, *, no_own: str = ""
+    lora: LoRASection, dtype: torch.dtype, device: torch.device, *, no_extra_vocab: str = ""
 ) -> AdapterSlots | None:
-    """Build the adapter slots of the configuration; None if LoRA is off. `no_own` is the reason why adapters
-    cannot add tokens."""
+    """Build the adapter slots of the configuration; None if LoRA is off. `no_extra_vocab` is the reason why
+    adapters cannot add tokens."""
     if not lora.enable_lora:
         return None
     slot_dtype = dtype if lora.lora_dtype == "auto" else getattr(torch, lora.lora_dtype)
@@ -153,12 +153,12 @@ def slots_of(
         only=lora.lora_target_modules,
         divides=lora.fully_sharded_loras,
         whole=lora.lora_whole_modules,
-        num_own=0 if no_own else lora.lora_extra_vocab_size,
-        no_own=no_own,
+        max_extra_vocab=0 if no_extra_vocab else lora.lora_extra_vocab_size,
+        no_extra_vocab=no_extra_vocab,
     )
 
 
-def why_no_own(config: EngineConfig) -> str:
+def why_no_extra_vocab(config: EngineConfig) -> str:
     """Return the reason why adapters cannot add tokens; empty if they can."""
     if config.pooling is not None:
         return "a pooling model takes no additional tokens"
@@ -172,7 +172,7 @@ def check_slots(slots: AdapterSlots, free: int) -> None:
     if slots.num_bytes <= free:
         return
     per_number = slots.max_slots * slots.dtype.itemsize
-    experts = sum(point.size for point in slots.points.values() if point.num_experts) * per_number
+    experts = sum(point.size for point in slots.layers.values() if point.num_experts) * per_number
     of_experts = f" ({human(experts)} of it for experts)" if experts else ""
     raise ConfigError(
         f"{slots.max_slots} slots for adapters of rank {slots.max_rank} take {human(slots.num_bytes)}"

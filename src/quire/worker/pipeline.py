@@ -1,18 +1,16 @@
-"""Pipeline parallelism: the connection between stages, and the runner of a stage that is not the last."""
+"""Pipeline parallelism: the connection of a stage to the previous and the next one."""
 
 import math
 from collections import deque
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from quire.data.plan import Pending, StepPlan, StepResult
 from quire.errors import EngineError
 from quire.parallel.group import Group, Sending
-from quire.worker.cpu import Done
-from quire.worker.device import Device, IntermediateTensors
-from quire.worker.rows import Rows
+
+IntermediateTensors = tuple[Tensor, Tensor]
+"""Output of a pipeline stage for the next one, [T, hidden] each: that of its last layer, and the residual."""
 
 
 class StageLink:
@@ -69,25 +67,3 @@ class StageLink:
 def _is_mark(message: Tensor) -> bool:
     x, residual = message[:, 0, 0].tolist()
     return math.isinf(x) and math.isnan(residual)
-
-
-class StageRunner:
-    """Runs a plan on a stage that is not the last: updates the rows, computes the layers, and sends the
-    output."""
-
-    def __init__(self, *, device: Device, all_rows: Rows, link: StageLink) -> None:
-        self.device = device
-        self.all_rows = all_rows
-        self.link = link
-
-    @torch.inference_mode()
-    def submit(self, plan: StepPlan) -> Pending:
-        self.all_rows.apply(plan)
-        try:
-            passed = self.device.prepare(plan, self.all_rows).forward()
-        except Exception:
-            self.link.fail(max(plan.total_tokens, 1))
-            raise
-        self.link.send(passed)
-        self.all_rows.advance(plan)
-        return Done(StepResult(token_ids=np.empty(0, np.int32)))

@@ -16,17 +16,15 @@ from quire.configure import open_tokenizer
 from quire.data.plan import Ints, Pending, StepPlan, StepResult
 from quire.data.pooling import Floats, Pooled, PoolingParams
 from quire.errors import ConfigError
-from quire.layers.lora import AdapterSlots
 from quire.layers.scope import Scope
 from quire.logs import get_logger
 from quire.memory import CacheSize, activation_bytes, human
 from quire.models.pooling import PoolingModel
 from quire.worker.cpu import Done
-from quire.worker.device import batch_of, blank_batch
+from quire.worker.device import Model, batch_of, blank_batch
 from quire.worker.input_buffers import StepBuffers, bytes_of, sizes_of, tensors
 from quire.worker.memory import Needs
-from quire.worker.multimodal.bidirectional import bidirectional_reach, reach_of
-from quire.worker.multimodal.encoder import MediaEncoder
+from quire.worker.multimodal.bidirectional import last_visible_in_prompts
 from quire.worker.rows import Rows
 
 log = get_logger(__name__)
@@ -58,31 +56,22 @@ class PoolingRunner:
 
     def __init__(
         self,
-        model: PoolingModel,
-        plan_attention: Callable[[Batch], None] | None,
+        pooler: PoolingModel,
+        model: Model,
         all_rows: Rows,
         pooling: PoolingFacts,
         device: torch.device,
-        adapters: AdapterSlots | None = None,
-        encoder: MediaEncoder | None = None,
-        reaches: bool = False,
-        windows: tuple[int | None, ...] = (),
+        windows: tuple[int | None, ...] | None,
     ) -> None:
         max_rows = len(all_rows.num_tokens)
-        self.model = model
-        self.plan_attention = plan_attention
-        """None for a model without a cache."""
+        self.pooler, self.model = pooler, model
         self.all_rows = all_rows
         self.pooling = pooling
         self.device = device
-        self.adapters = adapters
-        self.encoder = encoder
-        self.reaches = reaches
-        """Whether the tokens of an item, or of the whole prompt, attend to each other bidirectionally."""
         self.windows = windows
-        """Sliding window of each layer group."""
+        """Sliding window of each layer group; None for a model without a cache."""
         self.params: dict[int, PoolingParams] = {}
-        self.kept = torch.zeros((max_rows, model.hidden), device=device)
+        self.kept = torch.zeros((max_rows, pooler.hidden), device=device)
         """State of prompts in several chunks: the sum so far, or the first hidden state."""
         self.states: dict[int, list[Tensor]] = {}
         """Hidden states of all tokens, for rows that pool by token."""
@@ -112,22 +101,19 @@ class PoolingRunner:
                 self.states[new.row] = []
 
     def _forward(self, batch: Batch) -> Tensor:
-        if self.plan_attention is not None:
+        if self.windows is not None:
             for group, window in zip(batch.groups, self.windows, strict=True):
-                group.reach = (
-                    bidirectional_reach(batch, window) if self.pooling.bidirectional else batch.reach
-                )
-                self.plan_attention(group)
-        if self.adapters is not None:
-            self.adapters.use(batch.adapters)
-        out: Tensor = self.model(batch)
+                group.last_visible = batch.last_visible
+                if self.pooling.bidirectional:
+                    group.last_visible = last_visible_in_prompts(batch, window)
+                self.model.attention.plan(group)
+        out: Tensor = self.model.run_layers(batch)
         return out
 
     def _batch(self, plan: StepPlan) -> Batch:
         all_rows = self.all_rows
-        adapts = self.adapters is not None and bool((all_rows.adapter[plan.rows] >= 0).any())
-        axes = all_rows.num_axes(plan)
-        sizes = sizes_of(plan, 0, len(all_rows.block_tables), adapters=adapts, axes=axes)
+        features = self.model.features(plan, all_rows, self.device)
+        sizes = sizes_of(plan, 0, len(all_rows.block_tables), adapters=features.adapts, axes=features.axes)
         memory = torch.zeros(bytes_of(sizes), dtype=torch.uint8)
         page = StepBuffers(memory, sizes)
         page.write(plan, all_rows)
@@ -139,11 +125,8 @@ class PoolingRunner:
         second = np.repeat(self.second_start[plan.rows], plan.num_tokens)
         types = (page.arrays["positions"] >= second).astype(np.int64)
         batch.token_types = torch.from_numpy(types).to(self.device)
-        if self.encoder is not None:
-            has_items = all_rows.items or all_rows.wholes
-            reach = reach_of(plan, all_rows) if self.reaches and has_items else None
-            batch.reach = None if reach is None else torch.from_numpy(reach).to(self.device)
-            batch.embeds = self.encoder.step(plan, all_rows)
+        features.put_in(batch)
+        batch.logit_adapters = None
         return batch
 
     # ---- from hidden states to vectors
@@ -189,7 +172,7 @@ class PoolingRunner:
         return self._finish_rows(plan.rows[ended].tolist(), self._vectors(states))
 
     def _vectors(self, states: Tensor) -> Floats:
-        vectors: Floats = self.model.vectors(states).float().cpu().numpy()
+        vectors: Floats = self.pooler.vectors(states).float().cpu().numpy()
         return vectors
 
     def _finish_rows(self, rows: list[int], vectors: Floats) -> dict[int, Pooled]:
@@ -221,7 +204,7 @@ class PoolingRunner:
         if self.device.type == "cpu":
             tokens = limits.max_num_batched_tokens
             activations = activation_bytes(
-                config.own_facts, config.model.dtype, num_tokens=tokens, num_seqs=0
+                config.rank_facts, config.model.dtype, num_tokens=tokens, num_seqs=0
             )
             return Needs(weights, activations, other=kept)
         batch = self._dummy_batch(limits.max_num_batched_tokens, config.model.max_model_len)

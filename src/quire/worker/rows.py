@@ -30,7 +30,7 @@ class Rows:
         sampling: SamplingRows,
         num_groups: int = 1,
         most_drafts: int = 0,
-        turns: bool = False,
+        uses_mrope: bool = False,
     ) -> None:
         """Allocate the columns. Block tables have room for `most_drafts` positions after the longest
         sequence."""
@@ -62,7 +62,7 @@ class Rows:
         """Drafts that were proposed on the host, by row."""
         self.embeds: dict[int, PromptEmbeds] = {}
         """Prompt embeddings that are not computed yet, by row."""
-        self.turns = MRopePositions(max_rows, max_len) if turns else None
+        self.mrope = MRopePositions(max_rows, max_len) if uses_mrope else None
         """M-RoPE positions; None for models without M-RoPE."""
         self.items: dict[int, list[MediaItem]] = {}
         """Images, videos and audio of prompts, by row, until all of them are computed."""
@@ -97,8 +97,8 @@ class Rows:
         if new.embeds is not None:
             self.tokens[row, : len(new.embeds)] = -1  # not a token that a penalty could count
             self.embeds[row] = new.embeds
-        if self.turns is not None:
-            self.turns.admit(row, new.media)
+        if self.mrope is not None:
+            self.mrope.admit(row, new.media)
         if new.media is not None and new.media.items:
             self.items[row] = new.media.items
         if new.media is not None and new.media.whole > new.num_computed:
@@ -156,7 +156,7 @@ class Rows:
 
     def num_axes(self, plan: StepPlan) -> int:
         """Return the number of M-RoPE positions of each token in a step: 0, 1 or 3."""
-        return 0 if self.turns is None else self.turns.num_axes(plan, self.num_computed)
+        return 0 if self.mrope is None else self.mrope.num_axes(plan, self.num_computed)
 
     def num_slots(self, rows: NDArray[Any]) -> NDArray[Any]:
         """Return how many tokens each row has room for, in its blocks and in its columns."""

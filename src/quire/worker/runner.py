@@ -32,11 +32,11 @@ class Runner:
         self._undrawn = None
         self.all_rows.apply(plan)
         if not len(plan.rows):
-            self.device.prepare(plan, self.all_rows).draw()
+            self.device.prepare(plan, self.all_rows).compute()
             return Done(StepResult(token_ids=plan.rows))
         for part in self.parts:
             part.begin(plan)
-        self._undrawn = UnsampledRows(plan, self.device.prepare(plan, self.all_rows).draw())
+        self._undrawn = UnsampledRows(plan, self.device.prepare(plan, self.all_rows).compute())
         return self._undrawn if len(plan.constrained) else self.draw(_FREE)
 
     @torch.inference_mode()

@@ -8,56 +8,37 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
-from quire.attention.backend import AttentionBackend, AttentionSpec, choose
-from quire.checkpoint.facts import ArchFacts
-from quire.checkpoint.layout import CacheLayout, cache_specs, layout
-from quire.checkpoint.pooling import PoolingFacts
 from quire.config.engine import EngineConfig
 from quire.config.expert_parallel import Eplb
-from quire.config.generation import alignment_heads, suppressed_tokens
-from quire.config.parallel import Stage
+from quire.config.generation import suppressed_tokens
 from quire.config.profiling import Profiling
 from quire.data.control import MEMORY
 from quire.data.lora import AdapterFacts, LoRARequest
 from quire.data.plan import Masks, Pending, StepPlan
 from quire.errors import RequestError
-from quire.layers.attention import caching_layers
 from quire.layers.lora import AdapterSlots
 from quire.layers.moe import Experts
-from quire.loader import load_model
 from quire.logs import get_logger
-from quire.memory import CacheSize, embeds_bytes, human, ladder, size_cache
-from quire.parallel.all2all import open_dispatch
+from quire.memory import CacheSize, embeds_bytes, human, size_cache
 from quire.parallel.world import World
-from quire.sampling.counts import Counts
 from quire.sampling.rows import SamplingRows
-from quire.sampling.sampler import Sampler
-from quire.worker.cpu import CpuDevice
-from quire.worker.device import Device, Model, device_failures
+from quire.worker.device import device_failures
 from quire.worker.eplb import Balancer
-from quire.worker.features import PromptLogprobs, StepFeature
-from quire.worker.lora import LoRAManager, check_slots, slots_of, why_no_own
-from quire.worker.memory import Needs, bind, cache_room, free_bytes, table, use_expandable_segments
-from quire.worker.multimodal.encoder import CrossEncoder, MediaEncoder, open_encoder, tower_group
-from quire.worker.multimodal.timestamps import Alignment
-from quire.worker.open_device import open_device
-from quire.worker.pipeline import StageLink, StageRunner
-from quire.worker.pooling import PoolingRunner, pooling_builder
+from quire.worker.loaded_model import LoadedModel
+from quire.worker.lora import LoRAManager
+from quire.worker.memory import Needs, cache_room, table, use_expandable_segments
+from quire.worker.pooling import PoolingRunner
 from quire.worker.profiler import TorchProfiler
 from quire.worker.rows import Rows
 from quire.worker.runner import Runner
 from quire.worker.sleep import OffloadedWeights, give_back, used_bytes
-from quire.worker.spec.drafter import Drafter, check_ahead, draft_bytes, load_draft, open_drafter
-from quire.worker.spec.progress import open_draft_progress
+from quire.worker.spec.drafter import draft_bytes
+from quire.worker.stage_runner import StageRunner
 
 log = get_logger(__name__)
 
 _ALONE = World()
-
-_CACHE_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-"""KV cache dtypes that no model computes in."""
 
 
 class Worker:
@@ -71,36 +52,16 @@ class Worker:
             torch.set_num_threads(config.parallel.cpu_threads)
         else:
             use_expandable_segments()
-        self.dtype: torch.dtype = getattr(torch, config.model.dtype)
-        self.cache_dtype = _CACHE_DTYPES.get(config.cache.kv_cache_dtype, self.dtype)
-        facts, parallel = config.own_facts, config.parallel
-        self.stage = Stage(world.rank.pp, parallel.pipeline_parallel_size, parallel.pp_layer_partition)
-        draft, tp_size = config.draft, parallel.tensor_parallel_size
-        self._own_draft = None if draft is None else draft.of_one(tp_size)
-        self.layout = self._layout(facts)
-        self.ep = open_dispatch(
-            world,
-            parallel.all2all_backend,
-            strategy=parallel.expert_placement_strategy,
-            num_redundant=Eplb.of(parallel).num_redundant_experts,
-            num_few=0 if self.device.type == "cpu" else ladder(config.scheduler.max_num_seqs)[-1],
-        )
-        if self.ep is not None:
-            self.ep.is_counted = parallel.enable_eplb
-        self.balancer: Balancer | None = None
-        self.backend = self._backend(facts)
-        self.model: Any = None
-        self.encoder: MediaEncoder | None = None
-        """None for text-only models, and in pipeline stages after the first."""
+        self.loaded = LoadedModel(config, world)
+        self.dtype = self.loaded.dtype
         self.adapters: LoRAManager | None = None
         """None if LoRA is off."""
-        self.draft: Any = None
-        """The draft model; None without one."""
-        self.drafter: Drafter | None = None
+        self.balancer: Balancer | None = None
+        """None without EPLB."""
         self._needs: Needs | None = None
         """Memory beside the cache; None for a model without a cache."""
         self._fatal: tuple[type[Exception], ...] = (torch.AcceleratorError,)
-        if self.stage.count > 1 and self.device.type == "cuda":
+        if self.loaded.stage.count > 1 and self.device.type == "cuda":
             self._fatal = (Exception,)  # the next stages cannot be notified without a wait
         self._runner: Runner | StageRunner | PoolingRunner | None = None
         self._rows: Rows | None = None
@@ -116,31 +77,10 @@ class Worker:
         if profiling is not None:
             self._profiler = TorchProfiler(profiling, self._name, on_gpu=self.device.type == "cuda")
 
-    def _layout(self, facts: ArchFacts) -> CacheLayout:
-        """Return the cache layout of this stage's layers, those of the draft last."""
-        draft_specs = () if self._own_draft is None else cache_specs(self._own_draft)
-        whole = layout((*cache_specs(facts), *draft_specs), self.config.model.max_model_len)
-        if (draft := self.config.draft) is not None and draft.facts.drafts is None:
-            whole = whole.keeping(1)  # the KV of its drafts is recomputed
-        num, end = len(facts.layers), len(whole.specs) if self.stage.is_last else 0
-        return whole.of({*self.stage.layers(num), *range(num, end)})
-
     @property
-    def _reaches(self) -> bool:
-        media, pooling = self.config.checkpoint.facts.media, self.config.pooling
-        return bool(media and media.is_whole) or bool(pooling and pooling.bidirectional)
-
-    def _backend(self, facts: ArchFacts) -> AttentionBackend:
-        config = self.config
-        name = config.attention.attention_backend
-        widest = max((facts.of_layer(layer) for layer in facts.layers), key=lambda layer: layer.head_dim)
-        sizes = widest.heads, widest.kv_heads, widest.head_dim
-        flags = {"sinks": facts.sinks, "uses_alibi": bool(facts.alibi_slopes), "reaches": self._reaches}
-        spec = AttentionSpec(*sizes, self.dtype, **flags, cache_dtype=self.cache_dtype)
-        backend = choose(None if name == "AUTO" else name, spec, config.machine)
-        if config.speculation is not None and self.device.type == "cuda":
-            check_ahead(backend.name, config.speculation.num_speculative_tokens, latent=facts.mla is not None)
-        return backend
+    def model(self) -> Any:
+        """Return the target model; None while it is not loaded."""
+        return self.loaded.model
 
     # ---- the phases of a start, in order
 
@@ -152,51 +92,16 @@ class Worker:
         self.warm_up()
         return size
 
-    def load(self, tell: Callable[[float], None] | None = None) -> None:
-        """Load the model without a cache; `tell` is called with the loaded share of the weights."""
-        config, started = self.config, time.monotonic()
-        slots = slots_of(config.lora, self.dtype, self.device, no_own=why_no_own(config))
-        self.model = load_model(
-            config.checkpoint,
-            dtype=self.dtype,
-            device=self.device,
-            backend=self.backend,
-            max_model_len=config.model.max_model_len,
-            load_format=config.load.load_format,
-            show_progress=config.load.use_tqdm_on_load and tell is None,
-            seed=config.model.seed,
-            packed=config.model.quantization != "none",
-            quant=config.quant,
-            build=None if config.pooling is None else pooling_builder(config),
-            tell=tell,
-            world=self.world,
-            stage=self.stage,
-            ep=self.ep,
-            adapters=slots,
-            tower_group=tower_group(config, self.world.tp),
-        )
-        self.encoder = open_encoder(config, self.model, self.world.tp, self.device)
-        if slots is not None:
-            self._open_slots(slots)
-        if config.draft is not None and self._own_draft is not None and self.stage.is_last:
-            backend = self._backend(self._own_draft)
-            self.draft = load_draft(config, config.draft, backend, self.device, self.world)
-            self.drafter = open_drafter(config, self.draft, self.model, backend, self.device)
-        if self.ep is not None and self.ep.is_counted:
-            layers = [module for module in self.model.modules() if isinstance(module, Experts)]
-            self.balancer = Balancer(layers, self.ep.group, Eplb.of(config.parallel))
-        log.info("Loaded %s of weights in %.2f s", human(self._weights), time.monotonic() - started)
-
-    @property
-    def _models(self) -> nn.ModuleList:
-        """Return the target model and the draft model."""
-        return nn.ModuleList(model for model in (self.model, self.draft) if model is not None)
-
-    @property
-    def _weights(self) -> int:
-        """Return the bytes of all weights."""
-        parameters = {parameter.data_ptr(): parameter for parameter in self._models.parameters()}
-        return sum(parameter.nbytes for parameter in parameters.values())
+    def load(self, on_progress: Callable[[float], None] | None = None) -> None:
+        """Load the model without a cache; `on_progress` is called with the loaded share of the weights."""
+        started, loaded = time.monotonic(), self.loaded
+        loaded.load(on_progress)
+        if loaded.slots is not None:
+            self._open_adapters(loaded.slots)
+        if loaded.ep is not None and loaded.ep.is_counted:
+            layers = [module for module in loaded.model.modules() if isinstance(module, Experts)]
+            self.balancer = Balancer(layers, loaded.ep.group, Eplb.of(self.config.parallel))
+        log.info("Loaded %s of weights in %.2f s", human(loaded.num_bytes), time.monotonic() - started)
 
     def measure(self) -> CacheSize:
         """Return the size of the cache that fits beside the model; the layers get a minimal cache."""
@@ -208,34 +113,43 @@ class Worker:
             sampling=SamplingRows(
                 config.scheduler.max_num_seqs, facts.vocab, self.device, suppressed_tokens(config)
             ),
-            num_groups=len(self.layout.groups),
+            num_groups=len(self.loaded.layout.groups),
             most_drafts=0 if config.speculation is None else config.speculation.num_speculative_tokens,
-            turns=any(layer.rope is not None and layer.rope.sections for layer in facts.layers),
+            uses_mrope=any(layer.rope is not None and layer.rope.sections for layer in facts.layers),
         )
-        weights = self._weights
-        bound = 0 if facts.encoder is not None else self._bind(num_blocks=1)
-        if config.pooling is not None:
-            pooler = self._pooler(config.pooling, all_rows)
+        loaded, weights = self.loaded, self.loaded.num_bytes
+        bound = 0 if facts.encoder is not None else loaded.bind(num_blocks=1)
+        runner = self._runner = loaded.open_runner(all_rows)
+        if isinstance(runner, PoolingRunner):
             if facts.encoder is not None:
-                return pooler.empty_cache(config, weights)
-            self._needs = pooler.needs(config, weights, bound)
+                return runner.empty_cache(config, weights)
+            self._needs = runner.needs(config, weights, bound)
         else:
-            device, sampler = self._generator(all_rows)
-            self._needs = device.needs(config, weights, sampler, bound)
+            sampler = runner.sampler if isinstance(runner, Runner) else None
+            self._needs = runner.device.needs(config, weights, sampler, bound)
             if config.model.enable_prompt_embeds:
                 num_tokens = config.scheduler.max_num_batched_tokens
                 extra = embeds_bytes(facts, config.model.dtype, num_tokens=num_tokens)
                 self._needs = replace(self._needs, activations=self._needs.activations + extra)
-            if self._own_draft is not None:
-                self._needs = self._needs.beside(draft_bytes(config, self._own_draft))
-        if self.encoder is not None and not config.multimodal.skip_mm_profiling:
-            self._needs = self.encoder.counted_in(self._needs, config)
-        if self.adapters is not None:
-            self._needs = self._needs.with_slots(self.adapters.slots.num_bytes, self.device.type)
-        self._bind(num_blocks=1, num_rows=0)
+            if loaded.draft_facts is not None:
+                self._needs = self._needs.beside(draft_bytes(config, loaded.draft_facts))
+        if loaded.encoder is not None and not config.multimodal.skip_mm_profiling:
+            self._needs = loaded.encoder.counted_in(self._needs, config)
+        if loaded.slots is not None:
+            self._needs = self._needs.with_slots(loaded.slots.num_bytes, self.device.type)
+        loaded.bind(num_blocks=1, num_rows=0)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        return self._cache_size(self._needs)
+        return size_cache(
+            loaded.layout,
+            kv_dtype=config.cache.kv_cache_dtype,
+            block_size=config.cache.block_size,
+            max_model_len=config.model.max_model_len,
+            max_chunk=config.scheduler.max_chunk,
+            num_rows=config.scheduler.max_num_seqs,
+            auto_fit=config.model.auto_fit,
+            room=cache_room(config.cache, config.machine, other_bytes=self._needs.total),
+        )
 
     def allocate(self, size: CacheSize) -> None:
         """Allocate the cache: as large as measured, or smaller if another worker has less memory."""
@@ -249,7 +163,7 @@ class Worker:
                 longest,
                 size.max_model_len,
             )
-        self._bind(size.num_blocks)
+        self.loaded.bind(size.num_blocks)
         if self.world.tp.rank == 0:  # the other ranks would log the same
             log.info("%s", table(self._needs, size))
 
@@ -293,7 +207,7 @@ class Worker:
         """Drop the weights, loaded or offloaded, and everything that references them."""
         if self._offloaded is not None:
             self._offloaded.drop()
-        self.model = self.draft = self.drafter = self.encoder = None
+        self.loaded.drop()
         self._runner = self.balancer = self._offloaded = None
 
     # ---- adapters
@@ -309,11 +223,9 @@ class Worker:
         if self.adapters is not None:
             self.adapters.drop(name)
 
-    def _open_slots(self, slots: AdapterSlots) -> None:
-        lora, facts = self.config.lora, self.config.own_facts
-        check_slots(slots, free_bytes(self.config.machine))
-        slots.allocate()
-        layers = self.stage.layers(len(facts.layers)) if self.stage.count > 1 else None
+    def _open_adapters(self, slots: AdapterSlots) -> None:
+        lora, facts, stage = self.config.lora, self.config.rank_facts, self.loaded.stage
+        layers = stage.layers(len(facts.layers)) if stage.count > 1 else None
         if self.adapters is None:
             # The scheduler decides what to drop, and relies on all other adapters.
             max_kept = lora.max_cpu_loras + lora.max_loras + 2
@@ -333,7 +245,7 @@ class Worker:
             self._drop_models()
             self._release_slots()
         elif self.model is not None and self._offloaded is None and self.device.type == "cuda":
-            self._offloaded = OffloadedWeights(self._models)
+            self._offloaded = OffloadedWeights(self.loaded.modules)
             self._release_slots()
         give_back(self.device)
         freed = before - used_bytes(self.device)
@@ -350,7 +262,7 @@ class Worker:
                 self._asleep.discard("weights")
             if "kv_cache" in wanted and "weights" not in self._asleep:
                 if self._needs is not None and self._size is not None:
-                    self._bind(self._size.num_blocks)
+                    self.loaded.bind(self._size.num_blocks)
                 self._asleep.discard("kv_cache")
 
     @contextmanager
@@ -376,10 +288,7 @@ class Worker:
             self.load(lambda share: None)
         if self._runner is None:
             assert self._rows is not None, "measure() comes first"
-            if self.config.pooling is not None:
-                self._pooler(self.config.pooling, self._rows)
-            else:
-                self._generator(self._rows)
+            self._runner = self.loaded.open_runner(self._rows)
 
     def _release_slots(self) -> None:
         if self.adapters is not None:
@@ -388,10 +297,10 @@ class Worker:
     def _drop_cache(self) -> None:
         """Free the cache and everything that holds its address."""
         self._forget_steps()
-        if self.encoder is not None:
-            self.encoder.clear()
+        if self.loaded.encoder is not None:
+            self.loaded.encoder.clear()
         if self._needs is not None and self.model is not None and self._offloaded is None:
-            self._bind(num_blocks=1, num_rows=0)
+            self.loaded.bind(num_blocks=1, num_rows=0)
 
     def _forget_steps(self) -> None:
         if isinstance(self._runner, Runner | StageRunner):
@@ -417,76 +326,5 @@ class Worker:
     def memory_stats(self) -> dict[str, int]:
         """Return the bytes of the weights on the device, and the bytes that this process uses of it."""
         is_here = self.model is not None and self._offloaded is None
-        weights = self._weights if is_here else 0
+        weights = self.loaded.num_bytes if is_here else 0
         return {"weights": weights, "used": used_bytes(self.device)}
-
-    # ---- runners
-
-    def _generator(self, all_rows: Rows) -> tuple[Device, Sampler | None]:
-        config, facts, model = self.config, self.config.checkpoint.facts, self.model
-        link = None
-        if self.stage.count > 1:
-            link = StageLink(self.world.pp, facts.hidden, self.dtype, self.device)
-        slots = None if self.adapters is None else self.adapters.slots
-        all_rows.slots = slots
-        whole = Model(model, model.logits, self.backend, link, self.ep, slots, self.encoder, self._reaches)
-        device = open_device(whole, all_rows, self.device, config.speculation)
-        if self.drafter is not None:
-            spec, first = config.speculation, len(config.own_facts.layers)
-            is_ahead = not isinstance(device, CpuDevice)
-            progress = None
-            if not self.drafter.follows:
-                progress = open_draft_progress(all_rows, self.layout, first, ahead=is_ahead)
-            device.draft_by(
-                self.drafter,
-                progress,
-                config.scheduler.max_num_batched_tokens,
-                by_chance=spec is not None and spec.draft_sample_method == "probabilistic",
-            )
-        if link is not None and not link.is_last:
-            self._runner = StageRunner(device=device, all_rows=all_rows, link=link)
-            return device, None
-        counts = None
-        if self.device.type == "cuda":
-            num_own = 0 if slots is None else slots.num_own
-            counts = Counts(config.scheduler.max_num_seqs, facts.vocab + num_own, self.device)
-        sampler = Sampler(facts.vocab, self.device, config.model.logprobs_mode, device.sample, counts)
-        parts: list[StepFeature] = [PromptLogprobs(model.logits, all_rows, config.model.logprobs_mode, slots)]
-        if isinstance(self.encoder, CrossEncoder):
-            heads = alignment_heads(config)
-            parts.append(Alignment(self.encoder.crossing, heads, all_rows, self.world.tp))
-        self._runner = Runner(device=device, all_rows=all_rows, sampler=sampler, parts=parts)
-        return device, sampler
-
-    def _pooler(self, pooling: PoolingFacts, all_rows: Rows) -> PoolingRunner:
-        self.model.settle()
-        plan = None if self.config.checkpoint.facts.encoder else self.backend.plan
-        slots = None if self.adapters is None else self.adapters.slots
-        more = self.device, slots, self.encoder, self._reaches, self.layout.windows
-        self._runner = PoolingRunner(self.model, plan, all_rows, pooling, *more)
-        return self._runner
-
-    def _cache_size(self, needs: Needs) -> CacheSize:
-        config = self.config
-        return size_cache(
-            self.layout,
-            kv_dtype=config.cache.kv_cache_dtype,
-            block_size=config.cache.block_size,
-            max_model_len=config.model.max_model_len,
-            max_chunk=config.scheduler.max_chunk,
-            num_rows=config.scheduler.max_num_seqs,
-            auto_fit=config.model.auto_fit,
-            room=cache_room(config.cache, config.machine, other_bytes=needs.total),
-        )
-
-    def _bind(self, num_blocks: int, num_rows: int | None = None) -> int:
-        """Give every layer a cache of this many blocks, or a state per row. Return the bytes of all."""
-        return bind(
-            caching_layers(self._models.modules()),
-            self.layout,
-            num_blocks=num_blocks,
-            num_rows=self.config.scheduler.max_num_seqs if num_rows is None else num_rows,
-            block_size=self.config.cache.block_size,
-            cache_dtype=self.cache_dtype,
-            device=self.device,
-        )

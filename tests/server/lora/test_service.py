@@ -257,7 +257,7 @@ def test_unloading_waits_for_running_requests_and_refuses_new_ones(tmp_path: Pat
 
 def test_requests_of_a_leaving_adapter_keep_its_tokenizer(tmp_path: Path) -> None:
     engine, path = lora_engine(), adapter(tmp_path / "a")
-    engine.inputs.enable_lora, engine.inputs.num_own = True, 16
+    engine.inputs.enable_lora, engine.inputs.num_extra_vocab = True, 16
     backend = Tokenizer.from_str(engine.tokenizer.backend.to_str())
     backend.add_tokens(["<new>"])
     backend.save(str(path / "tokenizer.json"))
@@ -443,7 +443,7 @@ def test_adapter_at_a_url_brings_its_tokenizer(tmp_path: Path, monkeypatch: pyte
     """Every route that encodes or decodes tokens uses it, for this adapter only."""
     monkeypatch.setenv("QUIRE_CACHE_ROOT", str(tmp_path))
     engine = lora_engine()
-    engine.inputs.enable_lora, engine.inputs.num_own = True, 16
+    engine.inputs.enable_lora, engine.inputs.num_extra_vocab = True, 16
     backend = Tokenizer.from_str(engine.tokenizer.backend.to_str())
     backend.add_tokens(["<new>"])
     last, plain = backend.token_to_id("<new>"), {"model": engine.facts.model_names[0]}

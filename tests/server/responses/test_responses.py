@@ -22,9 +22,9 @@ from quire.config.env import Env, StoreLimits
 from quire.config.sections import ParallelSection
 from quire.entrypoints.launch import launch
 from quire.errors import ConfigError
+from quire.frontend.output_stream import Outputs
 from quire.server.app import Application
 from quire.server.openai.service import ApiCall, GenerationService
-from quire.server.openai.streams import Outputs
 from quire.server.responses import routes
 from quire.server.responses.encoder import ResponseEncoder
 from quire.server.responses.items import ItemMessages

@@ -73,7 +73,7 @@ def use(kind: type[CudaDevice], monkeypatch: pytest.MonkeyPatch) -> None:
     ) -> CudaDevice:
         return kind(model, all_rows, best, device, drafts)
 
-    monkeypatch.setattr("quire.worker.worker.open_device", open_device)
+    monkeypatch.setattr("quire.worker.loaded_model.open_device", open_device)
 
 
 def started(
@@ -268,7 +268,7 @@ def test_each_cache_group_has_its_own_blocks(
     if kind is WithGraphs:
         use_fake_graphs(monkeypatch)
     worker = started(kind, tiny, monkeypatch, num_blocks=200)
-    size = CacheSize(60, 256, 0, worker.layout.windows)
+    size = CacheSize(60, 256, 0, worker.loaded.layout.windows)
     core = EngineCore(worker, build_scheduler(worker.config, size), depth=2)  # type: ignore[arg-type]
     prompts = [list(range(start, start + length)) for start, length in ((5, 9), (40, 14), (40, 2), (60, 11))]
     for number, tokens in enumerate(prompts):
@@ -422,10 +422,10 @@ def test_states_of_rows_are_counted_once(tmp_path: Path, monkeypatch: pytest.Mon
     for name in ("reset_peak_memory_stats", "synchronize", "empty_cache", *answers):
         monkeypatch.setattr(torch.cuda, name, lambda name=name: answers.get(name))
     monkeypatch.setattr(
-        torch.cuda, "mem_get_info", lambda: (total - others - worker._weights - held(), total)
+        torch.cuda, "mem_get_info", lambda: (total - others - worker.loaded.num_bytes - held(), total)
     )
     worker.measure()
-    needs, states = worker._needs, worker.layout.row_bytes(4)
+    needs, states = worker._needs, worker.loaded.layout.row_bytes(4)
     assert needs is not None and needs.other == others
     assert held() < 2 * states + (1 << 12), "one row for padding, and a block"
 

@@ -80,7 +80,7 @@ def core_of(
 
     use_fake_graphs(monkeypatch)
     # Lengths that a GPU's attention kernel would read there.
-    monkeypatch.setattr("quire.worker.worker.choose", choose)
+    monkeypatch.setattr("quire.worker.loaded_model.choose", choose)
     # The kernels are tested elsewhere and are slow on a CPU.
     here = "quire.worker.cuda.draft_verify."
     monkeypatch.setattr(here + "derive", drafts.derive_reference)
@@ -91,13 +91,13 @@ def core_of(
         here + "look_up", lambda known, step, _, least: drafts.look_up_reference(known, step, least)
     )
     monkeypatch.setattr("quire.worker.device.Model.hidden", hidden)
-    monkeypatch.setattr("quire.worker.worker.open_device", open_device)
+    monkeypatch.setattr("quire.worker.loaded_model.open_device", open_device)
     settings: dict[str, Any] = {"model": str(path), "dtype": "float32", "block_size": 4, "max_num_seqs": 4}
     settings |= {"max_num_batched_tokens": 24, "use_tqdm_on_load": False, "max_model_len": 64}
     settings |= {"num_gpu_blocks_override": 200, "enable_prefix_caching": True}
     worker = Worker(configure(settings | ({} if pace is None else {"speculative_config": speculative})))
     worker.start()
-    size = CacheSize(num_blocks, 64, 0, worker.layout.windows)
+    size = CacheSize(num_blocks, 64, 0, worker.loaded.layout.windows)
     scheduler = build_scheduler(worker.config, size)
     if pace is not None:
         scheduler.admitter.drafting = Drafting(pace, None, most=3, ahead=True, max_draws=512)

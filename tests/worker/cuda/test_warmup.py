@@ -1,6 +1,6 @@
 """Tests of the dummy steps of the warm-up, which compile all kernels before the first request."""
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +22,10 @@ CPU, VOCAB, HIDDEN, MAX_ROWS, MAX_LEN = torch.device("cpu"), 32, 8, 6, 64
 class Slots:
     """Adapter slots that record which a step uses."""
 
-    def use(self, tokens: Tensor | None = None, *others: Any, is_wide: bool = False) -> None: ...
+    def plan(self, tokens: Tensor | None = None, *others: Any, is_wide: bool = False) -> None: ...
+
+    def using(self, step: None) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class Steps:

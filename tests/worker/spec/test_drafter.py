@@ -59,7 +59,7 @@ class Pair:
         self.worker.start()
         self.rng = np.random.default_rng(5)
         self.vocab = config.checkpoint.facts.vocab
-        groups = len(self.worker.layout.groups)
+        groups = len(self.worker.loaded.layout.groups)
         blocks = self.rng.permutation(np.arange(1, 200))[: groups * ROWS * WIDTH]
         self.tables = torch.from_numpy(blocks.reshape(groups, ROWS, WIDTH).astype(np.int32))
         self.tokens: dict[int, list[int]] = {}
@@ -91,18 +91,20 @@ class Pair:
         The arguments also give the number of accepted tokens per row and the token after them.
         """
         worker, batch = self.worker, self.batch(chunks)
-        assert worker.drafter is not None
+        assert worker.loaded.drafter is not None
         for group in batch.groups:
-            worker.backend.plan(group)
+            worker.loaded.backend.plan(group)
         hidden = worker.model(batch)
         states = torch.cat(batch.aux_hidden_states, 1) if batch.aux_hidden_states else hidden
-        if worker.drafter.follows:
-            worker.drafter.see(batch, TargetStates(torch.tensor(following), torch.tensor(kept), states))
+        if worker.loaded.drafter.follows:
+            worker.loaded.drafter.see(
+                batch, TargetStates(torch.tensor(following), torch.tensor(kept), states)
+            )
 
     @torch.inference_mode()
     def propose(self, rows: list[int], most: int) -> list[list[int]]:
         """Propose drafts; a draft model first computes the tokens it has not seen."""
-        drafter, all_rows = self.worker.drafter, self.worker._rows
+        drafter, all_rows = self.worker.loaded.drafter, self.worker._rows
         assert drafter is not None and all_rows is not None
         history = torch.zeros(ROWS, LONGEST, dtype=torch.int32)
         for row in rows:
@@ -218,7 +220,7 @@ def test_draft_model_continues_greedily(folder: Path, target: str) -> None:
     draft, hf = make_tiny("llama", folder, **SMALL)
 
     pair = Pair(path, "draft_model", draft)
-    assert pair.worker.layout.windows == ((None, 8) if target == "gpt_oss" else (None,))
+    assert pair.worker.loaded.layout.windows == ((None, 8) if target == "gpt_oss" else (None,))
     drive(pair, partial(greedy, hf))
 
 

@@ -12,12 +12,11 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from quire.data.outputs import CompletionOutput, RequestOutput
 from quire.errors import QuireError
-from quire.frontend.output_buffer import OutputBuffer
+from quire.frontend.output_stream import OutputBuffer, Outputs, Pushed, is_pushed
 from quire.logs import get_logger
 from quire.server.http.errors import describe
 from quire.server.http.in_flight import Answering, ClientGone
 from quire.server.http.limits import DIRECT_SEND
-from quire.server.openai.streams import Outputs, Pushed, is_pushed
 
 
 class Connection:

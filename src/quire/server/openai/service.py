@@ -27,6 +27,7 @@ from quire.frontend.checked_params import CheckedParams
 from quire.frontend.engine import AsyncEngine
 from quire.frontend.engine_facts import EngineFacts
 from quire.frontend.inputs import InputProcessor, Prompt
+from quire.frontend.output_stream import Outputs
 from quire.frontend.pooling import NOT_GENERATIVE, NOT_POOLING
 from quire.logs import get_logger, printable
 from quire.metrics.keys import KeyAccount
@@ -43,7 +44,6 @@ from quire.server.openai.streams import (
     InOrder,
     Logged,
     Merged,
-    Outputs,
     Pauses,
     all_of,
     beam_search,

@@ -4,8 +4,8 @@ one-token requests."""
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any, Protocol, TypeGuard, TypeVar
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
 
 from quire.data.lora import LoRARequest
 from quire.data.outputs import BeamSearchSequence, CompletionOutput, RequestOutput
@@ -14,6 +14,7 @@ from quire.errors import EngineError
 from quire.frontend.beam import BeamSearch, continued, round_params, start_of
 from quire.frontend.engine import AsyncEngine
 from quire.frontend.inputs import Prompt
+from quire.frontend.output_stream import Outputs, is_pushed
 from quire.logs import get_logger
 from quire.system.tasks import cancel_all
 from quire.text.tokenizer import Tokenizer
@@ -22,31 +23,6 @@ logger = get_logger(__name__)
 
 PIECE_S = 0.005
 """Seconds for which a large call may block the event loop at a time."""
-
-
-class Outputs(Protocol):
-    """Iterator over the outputs of one request. Closing it early aborts the request."""
-
-    def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
-    def __anext__(self) -> Awaitable[RequestOutput]: ...
-    def aclose(self) -> Awaitable[None]: ...
-
-
-class Pushed(Outputs, Protocol):
-    """Outputs that can also be delivered by callback as soon as they arrive."""
-
-    async def forward(
-        self,
-        reader: Callable[[RequestOutput], None],
-        text_reader: Callable[[str, int], None] | None = None,
-    ) -> None:
-        """Call `reader` with each output. Text-only outputs, neither first nor last, may go to
-        `text_reader`."""
-
-
-def is_pushed(outputs: Outputs) -> TypeGuard[Pushed]:
-    """Whether the outputs support `forward`. `isinstance` on a protocol would take 20 us."""
-    return hasattr(outputs, "forward")
 
 
 class Pauses:

@@ -32,13 +32,14 @@ from quire.worker.device import (
     ONE_TOKEN,
     DeviceStep,
     ForwardResult,
-    IntermediateTensors,
     Model,
     NewTokens,
+    StepFeatures,
     batch_of,
 )
 from quire.worker.input_buffers import StepBuffers, bytes_of, sampling_tensors, sizes_of, tensors
 from quire.worker.memory import Needs
+from quire.worker.pipeline import IntermediateTensors
 from quire.worker.rows import EACH_ONE, Rows, Wide
 from quire.worker.spec.drafter import Drafter
 from quire.worker.spec.progress import DraftProgress
@@ -69,7 +70,7 @@ class CudaDevice:
         self.last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
         self.speculation = None if drafts is None else Speculation(drafts, all_rows, device)
         query_lens = [] if self.speculation is None else self.speculation.query_lens
-        self.axes = int(all_rows.turns is not None)
+        self.axes = int(all_rows.mrope is not None)
         """1 if the model uses M-RoPE positions, which differ from the position in the sequence."""
         vectors = None if model.encoder is None else model.encoder.room
         self.graphs = Graphs(self.block_tables, model.room, in_flight, query_lens, self.axes, vectors)
@@ -179,7 +180,6 @@ class CudaDevice:
         return None if self.speculation is None or self.speculation.behind is None else self._verify
 
     def _capture_draft_graphs(self, draft_graphs: DraftGraphs, most_rows: int) -> None:
-        self.model.without_adapters()
         shapes = [(size, query_len - 1) for size, query_len in wide_shapes(most_rows, self.graphs.query_lens)]
         draft_graphs.capture(shapes, self.graphs.pool, seconds=_CAPTURE_S, in_flight=self.graphs.in_flight)
 
@@ -200,24 +200,16 @@ class CudaDevice:
 
     def prepare(self, plan: StepPlan, all_rows: Rows) -> DeviceStep:
         places, ids = all_rows.joined_changes()
-        reach = self.model.reach(plan, all_rows, self.device)
         self._draws.hold(len(plan.constrained) > 0 or self._verifies_later(plan, all_rows))
-        embeds = self.model.embeds(plan, all_rows, self.device)
+        features = self.model.features(plan, all_rows, self.device)
         if self.speculation is not None:
             self.speculation.begin(plan, all_rows)
         if self._draft_graphs is not None and self._propose_drafts(self._draft_graphs, plan, places, ids):
             places, ids = places[:0], ids[:0]
-        adapts = self.model.adapts(plan, all_rows)
-        is_wide = adapts and self.model.is_wide(plan, all_rows)
-        graph = self.graphs.find(plan, adapters=adapts) if reach is None and not is_wide else None
-        has_media = embeds is not None or all_rows.num_axes(plan) == 3
-        if graph is not None and has_media and not graph.takes_embeds:
-            graph = None
-        if graph is not None:
-            return self._replay(graph, plan, all_rows, places, ids, embeds)
-        if not len(plan.rows):
-            return self._idle(plan)
-        return self._eager(plan, all_rows, places, ids, embeds, reach, adapts)
+        graph = None if features.is_eager else self.graphs.find(plan, adapters=features.adapts)
+        if graph is not None and (graph.takes_embeds or not features.has_media):
+            return self._replay(graph, plan, all_rows, places, ids, features.embeds)
+        return self._eager(plan, all_rows, places, ids, features) if len(plan.rows) else self._idle(plan)
 
     def _verifies_later(self, plan: StepPlan, all_rows: Rows) -> bool:
         """Whether verification must wait for the sampler, since rows need more than the plain sampling in the
@@ -232,7 +224,6 @@ class CudaDevice:
             return False
         if len(ids):
             self._set_blocks(copy_to_device(places, self.device), copy_to_device(ids, self.device))
-        self.model.without_adapters()
         draft_graphs(plan)
         return True
 
@@ -260,25 +251,23 @@ class CudaDevice:
         return self.model.step(run, None if graph.before is None else graph.before[:, :count])
 
     def _eager(
-        self,
-        plan: StepPlan,
-        all_rows: Rows,
-        places: Wide,
-        ids: Ints,
-        embeds: tuple[Tensor, Tensor] | None,
-        reach: Tensor | None,
-        adapts: bool,
+        self, plan: StepPlan, all_rows: Rows, places: Wide, ids: Ints, features: StepFeatures
     ) -> DeviceStep:
-        flags = {"drafts": self.speculation is not None, "adapters": adapts}
-        axes = all_rows.num_axes(plan)
-        sizes = sizes_of(plan, len(ids), len(self.block_tables), **flags, axes=axes)
+        sizes = sizes_of(
+            plan,
+            len(ids),
+            len(self.block_tables),
+            drafts=self.speculation is not None,
+            adapters=features.adapts,
+            axes=features.axes,
+        )
         memory = next(self._pinned).take(bytes_of(sizes))
         StepBuffers(memory, sizes).write(plan, all_rows, places, ids)
         sheet = tensors(memory.to(self.device, non_blocking=True), sizes)
         seq_lens = all_rows.num_computed[plan.rows] + plan.num_tokens
         batch = batch_of(sheet, self.block_tables, plan.num_tokens, seq_lens)
-        batch.before, batch.embeds, batch.reach = self.model.room(plan.total_tokens), embeds, reach
-        batch.is_wide = adapts and self.model.is_wide(plan, all_rows)
+        batch.before = self.model.room(plan.total_tokens)
+        features.put_in(batch)
         self._make_room(batch, plan)
         return self.model.step(lambda: self.compute(batch, sheet), batch.before)
 
@@ -310,7 +299,7 @@ class CudaDevice:
         # Padding tokens of a captured step lie between the others; their samples come last.
         is_all = len(batch.logit_tokens) == len(hidden) and not (verify_inputs and batch.max_query_len > 1)
         states = hidden if is_all else hidden[batch.logit_tokens]
-        logits, sampling = self.model.head(states), sampling_tensors(sheet)
+        logits, sampling = self.model.logits(states, batch), sampling_tensors(sheet)
         token_ids = self._sampled_in_graph = self.sample(
             logits, sampling, self._draws.sampled_in_graph(len(logits))
         )
@@ -362,7 +351,6 @@ class CudaDevice:
 
     def _verify(self, done: ForwardResult) -> Tensor:
         assert self.speculation is not None and done.token_ids is not None and done.sampling is not None
-        self.model.without_adapters()
         return self.speculation.verify(done.verify_inputs, done.hidden, done.token_ids, done.sampling.seeds)
 
     def _start_readback(

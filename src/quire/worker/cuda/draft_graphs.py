@@ -15,7 +15,7 @@ from quire.kernels.host_to_device import copy_to_device
 from quire.kernels.triton.spec import SpecTokens
 from quire.memory import MAX_DRAWS
 from quire.sampling.random import SamplingTensors
-from quire.worker.cuda.graphs import capturing, pinned
+from quire.worker.cuda.graphs import capture, pinned, smallest
 from quire.worker.rows import Rows
 from quire.worker.spec.drafter import Drafter, Draw, SequenceEnds
 from quire.worker.spec.progress import DraftProgress, aligned, batch_of_spans, is_decode
@@ -91,9 +91,7 @@ class DraftGraphs:
             self.known.num_drafts.index_fill_(0, rows, 0)
 
     def _propose(self, rows: Ints, most: int) -> None:
-        fitting = (shape for shape in self._graphs if shape[0] >= len(rows) and shape[1] >= most)
-        shape = min(fitting, key=lambda shape: shape[0] * shape[1], default=None)
-        if shape is not None:
+        if (shape := smallest(self._graphs, len(rows), most)) is not None:
             self._graphs[shape].replay(self._inputs(rows))
             return
         memory = pinned(len(_INPUTS), aligned(len(rows)), dtype=torch.int64)
@@ -169,11 +167,7 @@ class _DraftGraph:
         self._memory = torch.zeros((len(_INPUTS), width), dtype=torch.int64, device=device)
         self._memory[0].fill_(self._pad_row)
         inputs = self._memory[:, :size]
-        owner.compute(inputs, most)  # kernels are compiled and loaded before they are captured
-        torch.cuda.synchronize()
-        self._graph = torch.cuda.CUDAGraph()
-        with capturing(self._graph, pool):
-            owner.compute(inputs, most)
+        self._graph, _ = capture(lambda: owner.compute(inputs, most), pool)
 
     def replay(self, inputs: NDArray[np.int64]) -> None:
         page, count = next(self._pages), inputs.shape[1]

@@ -96,9 +96,9 @@ class Speculation:
             self.rates = torch.tensor(facts.synthetic_acceptance_rates, device=device)
         self.ahead: Tensor | None = None
         """See `MRopePositions.ahead`."""
-        if all_rows.turns is not None:
+        if all_rows.mrope is not None:
             self.ahead = torch.zeros(num_rows, dtype=torch.int64, device=device)
-            self.last_turn = all_rows.turns.last
+            self.last_mrope_position = all_rows.mrope.last
         self.behind: Behind | None = None
         self._look_up: NgramLookup | None = None
         if facts.method == "ngram":
@@ -113,8 +113,8 @@ class Speculation:
             known.history[row, :length].copy_(tokens, non_blocking=True)
             known.lengths[row].fill_(length)
             known.num_drafts[row].fill_(0)
-            if self.ahead is not None and all_rows.turns is not None:
-                self.ahead[row].fill_(int(all_rows.turns.ahead[row]))
+            if self.ahead is not None and all_rows.mrope is not None:
+                self.ahead[row].fill_(int(all_rows.mrope.ahead[row]))
         if len(plan.drafts):
             drafts = np.zeros((len(plan.rows), self.most), np.int64)
             drafts[np.arange(self.most) < plan.num_drafts[:, None]] = plan.drafts
@@ -133,18 +133,20 @@ class Speculation:
             self.known, step, sheet["token_ids"], batch.positions, lens, slots, tables, self.block_size,
             self.max_len,
         )  # fmt: skip
-        if self.ahead is not None and batch.turns is not None:
-            self._set_mrope_positions(self.ahead, step, batch.positions, batch.turns)
+        if self.ahead is not None and batch.mrope_positions is not None:
+            self._set_mrope_positions(self.ahead, step, batch.positions, batch.mrope_positions)
         # A torch operation: the kernels after it may read lengths before they wait for the previous kernel.
         torch.add(batch.positions[batch.logit_tokens], 1, out=sheet["sample_at"])
         return VerifyInputs(batch, step)
 
-    def _set_mrope_positions(self, ahead: Tensor, step: SpecStep, positions: Tensor, turns: Tensor) -> None:
+    def _set_mrope_positions(
+        self, ahead: Tensor, step: SpecStep, positions: Tensor, mrope_positions: Tensor
+    ) -> None:
         """Set the M-RoPE positions of the decodes, in place."""
         tokens = torch.arange(len(positions), dtype=torch.int32, device=self.device)
         seqs = torch.searchsorted(step.query_starts[1:], tokens, right=True).clamp_(max=len(step.rows) - 1)
-        values = (positions + ahead[step.rows.long()[seqs]]).clamp_(0, self.last_turn)
-        turns.copy_(torch.where(step.planned[seqs] >= 0, values, turns))
+        values = (positions + ahead[step.rows.long()[seqs]]).clamp_(0, self.last_mrope_position)
+        mrope_positions.copy_(torch.where(step.planned[seqs] >= 0, values, mrope_positions))
 
     def verify(
         self,

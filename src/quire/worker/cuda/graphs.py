@@ -2,10 +2,10 @@
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import cycle, product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -15,12 +15,15 @@ from quire.attention.batch import Batch
 from quire.data.plan import Ints, StepPlan
 from quire.logs import get_logger
 from quire.memory import MAX_DRAWS, ladder
-from quire.worker.device import ForwardResult, IntermediateTensors, batch_of
+from quire.worker.device import ForwardResult, batch_of
 from quire.worker.input_buffers import BufferSizes, StepBuffers, blank, bytes_of, pad, tensors
 from quire.worker.multimodal.embeds import VectorRoom
+from quire.worker.pipeline import IntermediateTensors
 from quire.worker.rows import Rows, Wide
 
 log = get_logger(__name__)
+
+T = TypeVar("T")
 
 IN_FLIGHT = 3
 """Host buffers of each kind: one more than steps in flight. A pipeline has as many steps in flight as
@@ -38,10 +41,14 @@ def pinned(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
     return torch.empty(shape, dtype=dtype, pin_memory=torch.cuda.is_available())
 
 
-def capturing(graph: Any, pool: Any) -> Any:
-    """Return a context that captures this thread's launches into `graph`. Other threads may pin memory
-    meanwhile, for example to read LoRA adapters."""
-    return torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
+def capture(run: Callable[[], T], pool: Any) -> tuple[Any, T]:
+    """Capture the launches of a run; return the graph and the result. A first run compiles and loads the
+    kernels. Other threads may pin memory during the capture, for example to read LoRA adapters."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        return graph, run()
 
 
 def wide_shapes(largest: int, query_lens: Sequence[int]) -> list[tuple[int, int]]:
@@ -50,6 +57,12 @@ def wide_shapes(largest: int, query_lens: Sequence[int]) -> list[tuple[int, int]
     sizes = [size for size in ladder(largest) if size & (size - 1) == 0 or size == largest]
     shapes = [(size, n) for n in query_lens if n > 1 for size in sizes if size * n <= MAX_DRAWS]
     return sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape))
+
+
+def smallest(shapes: Iterable[tuple[int, int]], rows: int, width: int) -> tuple[int, int] | None:
+    """Return the smallest of the captured shapes (rows, width) that fits; None if there is none."""
+    fitting = (shape for shape in shapes if shape[0] >= rows and shape[1] >= width)
+    return min(fitting, key=lambda shape: shape[0] * shape[1], default=None)
 
 
 class Graphs:
@@ -77,7 +90,8 @@ class Graphs:
         """Memory pool of all graphs, once there are some."""
         self._by_size: dict[tuple[int, bool], Graph] = {}
         self._sizes: list[int] = []
-        self._wide: dict[tuple[int, int, bool], Graph] = {}
+        self._wide: dict[bool, dict[tuple[int, int], Graph]] = {False: {}, True: {}}
+        """Graphs of steps with drafts, by whether rows have adapters, then by sequences and query length."""
         self._short: dict[bool, list[Graph]] = {False: [], True: []}
         """Graphs of steps with prompts, by whether rows have adapters, the smallest first."""
 
@@ -102,7 +116,7 @@ class Graphs:
         for (size, query_len), adapters in product(reversed(wide_shapes(largest, self.query_lens)), kinds):
             if time.monotonic() - started < seconds / 2:
                 shape = GraphShape(size, query_len, adapters, self.axes)
-                self._wide[size, query_len, adapters] = captured(shape)
+                self._wide[adapters][size, query_len] = captured(shape)
         for size in reversed(ladder(largest)):
             before, query_len = self.room(size), min(self.query_lens, default=0)
             for adapters in kinds:
@@ -121,7 +135,8 @@ class Graphs:
 
     def forget(self) -> None:
         """Drop all graphs: they hold addresses of weights and cache."""
-        self._by_size, self._sizes, self._wide, self._short = {}, [], {}, {False: [], True: []}
+        self._by_size, self._sizes = {}, []
+        self._wide, self._short = {False: {}, True: {}}, {False: [], True: []}
 
     def find(self, plan: StepPlan, *, adapters: bool = False) -> "Graph | None":
         """Return the smallest graph that fits a plan, with or without adapters; None if there is none."""
@@ -137,10 +152,8 @@ class Graphs:
 
     def _find_wide(self, plan: StepPlan, adapters: bool) -> "Graph | None":
         count, most = len(plan.rows), int(plan.num_drafts.max()) + 1
-        kind = (shape for shape in self._wide if shape[2] == adapters)
-        fitting = (shape for shape in kind if shape[0] >= count and shape[1] >= most)
-        shape = min(fitting, key=lambda shape: shape[0] * shape[1], default=None)
-        return None if shape is None else self._wide[shape]
+        shape = smallest(self._wide[adapters], count, most)
+        return None if shape is None else self._wide[adapters][shape]
 
     def _find_short(self, plan: StepPlan, adapters: bool) -> "Graph | None":
         for graph in self._short[adapters]:
@@ -223,12 +236,12 @@ class Graph:
         self._vectors = vectors
         if vectors is not None:
             batch.embeds = vectors.tokens, vectors.vectors
-        compute(batch, self._sheet)  # kernels are compiled and loaded before they are captured
-        torch.cuda.synchronize()
-        batch.angles.clear()  # so that the capture does not reuse what the first run computed
-        self._graph = torch.cuda.CUDAGraph()
-        with capturing(self._graph, pool):
-            self._done = compute(batch, self._sheet)
+
+        def run() -> ForwardResult | IntermediateTensors:
+            batch.angles.clear()  # the capture must not reuse what the first run computed
+            return compute(batch, self._sheet)
+
+        self._graph, self._done = capture(run, pool)
         if isinstance(self._done, ForwardResult):
             done = self._done
             more = [function and _capture_after(function, done, pool) for function in (follow, redraw)]
@@ -278,11 +291,7 @@ class Graph:
 
 
 def _capture_after(follow: Follow, done: ForwardResult, pool: Any) -> Callable[[], Tensor]:
-    follow(done)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with capturing(graph, pool):
-        result = follow(done)
+    graph, result = capture(lambda: follow(done), pool)
 
     def play() -> Tensor:
         graph.replay()

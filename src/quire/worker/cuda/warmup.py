@@ -133,9 +133,8 @@ class DummyBatches:
             verify_inputs = self.speculation.derive(batch, sheet, self.block_tables)
         hidden = self.model.hidden(batch)
         if self.model.draws:
-            self.model.head(hidden[batch.logit_tokens])
+            self.model.logits(hidden[batch.logit_tokens], batch)
         if self.speculation is not None and verify_inputs is not None:
-            self.model.without_adapters()
             for later in (None, self.draws.later):
                 self.speculation.verify(verify_inputs, hidden, sheet["positions"], sheet["seeds"], later)
 
@@ -143,7 +142,6 @@ class DummyBatches:
     def _compile_drafts(
         self, draft_graphs: DraftGraphs, query_lens: Sequence[int], most_rows: int, longest: int
     ) -> None:
-        self.model.without_adapters()
         for size, query_len in wide_shapes(most_rows, query_lens):
             draft_graphs.compile(size, query_len - 1)
         if not draft_graphs.drafter.follows:

@@ -11,21 +11,21 @@ from quire.data.plan import Ints, StepPlan
 from quire.worker.rows import Rows
 
 
-def reach_of(plan: StepPlan, all_rows: Rows) -> Ints | None:
+def last_visible_of(plan: StepPlan, all_rows: Rows) -> Ints | None:
     """Return [T], the last position that each token of a step attends to: its own, or that of the last token
     in its item. None if all attention is causal."""
     ends = np.cumsum(plan.num_tokens)
     before = ends - plan.num_tokens - all_rows.num_computed[plan.rows]
     positions: Ints = (np.arange(plan.total_tokens) - np.repeat(before, plan.num_tokens)).astype(np.int32)
-    reach = positions.copy()
+    last_visible = positions.copy()
     for place, row in enumerate(plan.rows.tolist()):
         for first, count in _bidirectional_spans(row, all_rows):
             at, last = first + before[place], first + count - 1 + before[place]
             if last < ends[place] - plan.num_tokens[place] or at >= ends[place]:
                 continue
             assert last < ends[place], "a step must not split an item with bidirectional attention"
-            reach[max(at, ends[place] - plan.num_tokens[place]) : last + 1] = first + count - 1
-    return reach if (reach != positions).any() else None
+            last_visible[max(at, ends[place] - plan.num_tokens[place]) : last + 1] = first + count - 1
+    return last_visible if (last_visible != positions).any() else None
 
 
 def _bidirectional_spans(row: int, all_rows: Rows) -> Iterator[tuple[int, int]]:
@@ -37,12 +37,12 @@ def _bidirectional_spans(row: int, all_rows: Rows) -> Iterator[tuple[int, int]]:
         yield from item.places()
 
 
-def bidirectional_reach(batch: Batch, window: int | None) -> Tensor:
+def last_visible_in_prompts(batch: Batch, window: int | None) -> Tensor:
     """Return [T], the last position that each token attends to, in a batch of whole prompts with
     bidirectional attention: the last one, or as far ahead as the window of the layers reaches back."""
     lens = batch.query_lens_host
-    reach = np.repeat(lens - 1, lens)
+    last_visible = np.repeat(lens - 1, lens)
     if window is not None:
-        positions = np.arange(len(reach)) - np.repeat(np.cumsum(lens) - lens, lens)
-        reach = np.minimum(positions + window - 1, reach)
-    return torch.from_numpy(reach.astype(np.int32)).to(batch.token_ids.device)
+        positions = np.arange(len(last_visible)) - np.repeat(np.cumsum(lens) - lens, lens)
+        last_visible = np.minimum(positions + window - 1, last_visible)
+    return torch.from_numpy(last_visible.astype(np.int32)).to(batch.token_ids.device)

@@ -31,12 +31,12 @@ class Alignment:
         """Set the alignment `heads`, as (layer, head) over all ranks."""
         self.crossing, self.all_rows, self.group = crossing, all_rows, group
         self.num_heads = len(heads)
-        num_own = crossing.layers[0].spec.heads
+        num_local = crossing.layers[0].spec.heads
         self._heads: dict[int, list[int]] = {}
         """Alignment heads of this rank, by layer."""
         for layer, head in heads:
-            if head // num_own == group.rank:
-                self._heads.setdefault(layer, []).append(head % num_own)
+            if head // num_local == group.rank:
+                self._heads.setdefault(layer, []).append(head % num_local)
         self._warped = warped if native.library() is None else dtw.align
         self._wanted: dict[int, AlignmentHeads] = {}
         self._chunks: dict[int, list[list[Tensor]]] = {}

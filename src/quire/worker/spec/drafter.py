@@ -263,9 +263,9 @@ class HeadDrafter:
 
 
 _DRAFT_FIELDS: dict[str, Any] = {
-    "turns": None,
+    "mrope_positions": None,
     "embeds": None,
-    "reach": None,
+    "last_visible": None,
     "before": None,
     "aux_hidden_states": (),
     "num_real": None,

@@ -1,0 +1,228 @@
+"""LoadedModel: the layers that a worker runs, their weights, caches and adapter slots, and their runner."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quire.attention.backend import AttentionBackend, AttentionSpec, choose
+from quire.checkpoint.facts import ArchFacts
+from quire.checkpoint.layout import CacheLayout, cache_specs, layout
+from quire.checkpoint.pooling import PoolingFacts
+from quire.config.engine import EngineConfig
+from quire.config.expert_parallel import Eplb
+from quire.config.generation import alignment_heads
+from quire.config.parallel import Stage
+from quire.config.speculation import SpecFacts
+from quire.kernels.cpu import native
+from quire.layers.attention import caching_layers
+from quire.layers.lora import AdapterSlots
+from quire.loader import load_model
+from quire.memory import ladder
+from quire.parallel.all2all import open_dispatch
+from quire.parallel.world import World
+from quire.sampling.counts import Counts
+from quire.sampling.sampler import Sampler
+from quire.worker.cpu import CpuDevice
+from quire.worker.cpu import draw as draw_on_host
+from quire.worker.device import Device, Model
+from quire.worker.features import PromptLogprobs, StepFeature
+from quire.worker.lora import check_slots, slots_of, why_no_extra_vocab
+from quire.worker.memory import bind, free_bytes
+from quire.worker.multimodal.encoder import CrossEncoder, MediaEncoder, open_encoder, tower_group
+from quire.worker.multimodal.timestamps import Alignment
+from quire.worker.pipeline import StageLink
+from quire.worker.pooling import PoolingRunner, pooling_builder
+from quire.worker.rows import Rows
+from quire.worker.runner import Runner
+from quire.worker.spec.drafter import Drafter, check_ahead, load_draft, open_drafter
+from quire.worker.spec.progress import open_draft_progress
+from quire.worker.stage_runner import StageRunner
+
+_CACHE_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+"""KV cache dtypes that no model computes in."""
+
+
+class LoadedModel:
+    """The layers that one device runs, from loading their weights to the runner of their steps."""
+
+    def __init__(self, config: EngineConfig, world: World) -> None:
+        self.config, self.world = config, world
+        self.device = torch.device(config.machine.device)
+        self.dtype: torch.dtype = getattr(torch, config.model.dtype)
+        self.cache_dtype = _CACHE_DTYPES.get(config.cache.kv_cache_dtype, self.dtype)
+        facts, parallel = config.rank_facts, config.parallel
+        self.stage = Stage(world.rank.pp, parallel.pipeline_parallel_size, parallel.pp_layer_partition)
+        draft, tp_size = config.draft, parallel.tensor_parallel_size
+        self.draft_facts = None if draft is None else draft.of_one(tp_size)
+        self.layout = self._layout(facts)
+        self.ep = open_dispatch(
+            world,
+            parallel.all2all_backend,
+            strategy=parallel.expert_placement_strategy,
+            num_redundant=Eplb.of(parallel).num_redundant_experts,
+            num_few=0 if self.device.type == "cpu" else ladder(config.scheduler.max_num_seqs)[-1],
+        )
+        if self.ep is not None:
+            self.ep.is_counted = parallel.enable_eplb
+        self.backend = self._backend(facts)
+        self.drop()
+
+    def drop(self) -> None:
+        """Drop the weights and everything that references them."""
+        self.model: Any = None
+        self.encoder: MediaEncoder | None = None
+        """None for text-only models, and in pipeline stages after the first."""
+        self.draft: Any = None
+        """The draft model; None without one."""
+        self.drafter: Drafter | None = None
+        self.slots: AdapterSlots | None = None
+        """None if LoRA is off."""
+
+    def _layout(self, facts: ArchFacts) -> CacheLayout:
+        """Return the cache layout of this stage's layers, those of the draft last."""
+        draft_specs = () if self.draft_facts is None else cache_specs(self.draft_facts)
+        whole = layout((*cache_specs(facts), *draft_specs), self.config.model.max_model_len)
+        if (draft := self.config.draft) is not None and draft.facts.drafts is None:
+            whole = whole.keeping(1)  # the KV of its drafts is recomputed
+        num, end = len(facts.layers), len(whole.specs) if self.stage.is_last else 0
+        return whole.of({*self.stage.layers(num), *range(num, end)})
+
+    @property
+    def _bidirectional(self) -> bool:
+        media, pooling = self.config.checkpoint.facts.media, self.config.pooling
+        return bool(media and media.is_whole) or bool(pooling and pooling.bidirectional)
+
+    def _backend(self, facts: ArchFacts) -> AttentionBackend:
+        config = self.config
+        name = config.attention.attention_backend
+        widest = max((facts.of_layer(layer) for layer in facts.layers), key=lambda layer: layer.head_dim)
+        sizes = widest.heads, widest.kv_heads, widest.head_dim
+        flags = {
+            "sinks": facts.sinks,
+            "uses_alibi": bool(facts.alibi_slopes),
+            "bidirectional": self._bidirectional,
+        }
+        spec = AttentionSpec(*sizes, self.dtype, **flags, cache_dtype=self.cache_dtype)
+        backend = choose(None if name == "AUTO" else name, spec, config.machine)
+        if config.speculation is not None and self.device.type == "cuda":
+            check_ahead(backend.name, config.speculation.num_speculative_tokens, latent=facts.mla is not None)
+        return backend
+
+    def load(self, on_progress: Callable[[float], None] | None = None) -> None:
+        """Load the model without a cache; `on_progress` is called with the loaded share of the weights."""
+        config = self.config
+        slots = slots_of(config.lora, self.dtype, self.device, no_extra_vocab=why_no_extra_vocab(config))
+        self.model = load_model(
+            config.checkpoint,
+            dtype=self.dtype,
+            device=self.device,
+            backend=self.backend,
+            max_model_len=config.model.max_model_len,
+            load_format=config.load.load_format,
+            show_progress=config.load.use_tqdm_on_load and on_progress is None,
+            seed=config.model.seed,
+            packed=config.model.quantization != "none",
+            quant=config.quant,
+            build=None if config.pooling is None else pooling_builder(config),
+            on_progress=on_progress,
+            world=self.world,
+            stage=self.stage,
+            ep=self.ep,
+            adapters=slots,
+            tower_group=tower_group(config, self.world.tp),
+        )
+        self.encoder = open_encoder(config, self.model, self.world.tp, self.device)
+        if slots is not None:
+            check_slots(slots, free_bytes(config.machine))
+            slots.allocate()
+        self.slots = slots
+        if config.draft is not None and self.draft_facts is not None and self.stage.is_last:
+            backend = self._backend(self.draft_facts)
+            self.draft = load_draft(config, config.draft, backend, self.device, self.world)
+            self.drafter = open_drafter(config, self.draft, self.model, backend, self.device)
+
+    @property
+    def modules(self) -> nn.ModuleList:
+        """Return the target model and the draft model."""
+        return nn.ModuleList(model for model in (self.model, self.draft) if model is not None)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of all weights."""
+        parameters = {parameter.data_ptr(): parameter for parameter in self.modules.parameters()}
+        return sum(parameter.nbytes for parameter in parameters.values())
+
+    def bind(self, num_blocks: int, num_rows: int | None = None) -> int:
+        """Give every layer a cache of this many blocks, or a state per row. Return the bytes of all."""
+        return bind(
+            caching_layers(self.modules.modules()),
+            self.layout,
+            num_blocks=num_blocks,
+            num_rows=self.config.scheduler.max_num_seqs if num_rows is None else num_rows,
+            block_size=self.config.cache.block_size,
+            cache_dtype=self.cache_dtype,
+            device=self.device,
+        )
+
+    # ---- runners
+
+    def open_runner(self, all_rows: Rows) -> Runner | StageRunner | PoolingRunner:
+        """Build the runner of steps."""
+        config, model = self.config, self.model
+        if config.pooling is not None:
+            return self._pooler(config.pooling, all_rows)
+        link = None
+        if self.stage.count > 1:
+            link = StageLink(self.world.pp, config.checkpoint.facts.hidden, self.dtype, self.device)
+        whole = self._on_device(model.logits, link)
+        slots = all_rows.slots = whole.adapters
+        device = open_device(whole, all_rows, self.device, config.speculation)
+        if self.drafter is not None:
+            spec, first = config.speculation, len(config.rank_facts.layers)
+            is_ahead = not isinstance(device, CpuDevice)
+            progress = None
+            if not self.drafter.follows:
+                progress = open_draft_progress(all_rows, self.layout, first, ahead=is_ahead)
+            device.draft_by(
+                self.drafter,
+                progress,
+                config.scheduler.max_num_batched_tokens,
+                by_chance=spec is not None and spec.draft_sample_method == "probabilistic",
+            )
+        if link is not None and not link.is_last:
+            return StageRunner(device=device, all_rows=all_rows, link=link)
+        counts, vocab = None, config.checkpoint.facts.vocab
+        if self.device.type == "cuda":
+            max_extra_vocab = 0 if slots is None else slots.max_extra_vocab
+            counts = Counts(config.scheduler.max_num_seqs, vocab + max_extra_vocab, self.device)
+        sampler = Sampler(vocab, self.device, config.model.logprobs_mode, device.sample, counts)
+        parts: list[StepFeature] = [PromptLogprobs(model.logits, all_rows, config.model.logprobs_mode, slots)]
+        if isinstance(self.encoder, CrossEncoder):
+            heads = alignment_heads(config)
+            parts.append(Alignment(self.encoder.crossing, heads, all_rows, self.world.tp))
+        return Runner(device=device, all_rows=all_rows, sampler=sampler, parts=parts)
+
+    def _pooler(self, pooling: PoolingFacts, all_rows: Rows) -> PoolingRunner:
+        self.model.settle()
+        windows = None if self.config.checkpoint.facts.encoder else self.layout.windows
+        model = self._on_device(self.model.vectors)
+        return PoolingRunner(self.model, model, all_rows, pooling, self.device, windows)
+
+    def _on_device(self, head: Callable[[Tensor], Tensor], link: StageLink | None = None) -> Model:
+        return Model(
+            self.model, head, self.backend, link, self.ep, self.slots, self.encoder, self._bidirectional
+        )
+
+
+def open_device(
+    model: Model, all_rows: Rows, device: torch.device, drafts: SpecFacts | None = None
+) -> Device:
+    """Return the device for a model; without native kernels, the CPU samples in torch."""
+    if device.type == "cpu":
+        return CpuDevice(model, all_rows, None if native.library() is None else draw_on_host)
+    from quire.worker.cuda.device import CudaDevice
+    from quire.worker.cuda.mask_sampling import draw
+
+    return CudaDevice(model, all_rows, draw, device, drafts)
