@@ -55,7 +55,7 @@ FEATURES: dict[str, AttentionSpec] = {
     "attention sinks (gpt-oss)": spec(sinks=True),
     "soft cap of scores (Gemma 2)": spec(softcap=50.0),
     "ALiBi (Bloom, MPT)": spec(uses_alibi=True),
-    "bidirectional parts (images of Gemma 3)": spec(reaches=True),
+    "bidirectional parts (images of Gemma 3)": spec(bidirectional=True),
     "KV cache fp8_e4m3": spec(cache_dtype=torch.float8_e4m3fn),
     "KV cache fp8_e5m2": spec(cache_dtype=torch.float8_e5m2),
 }
