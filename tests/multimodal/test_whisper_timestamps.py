@@ -7,6 +7,7 @@ import pytest
 import torch
 from cuda_on_cpu import use_fake_device
 from hearing import RATE, SECONDS, save_scribe, sound
+from tiny_text import text_model
 
 from quire import LLM, SamplingParams
 from quire.errors import RequestError
@@ -112,7 +113,8 @@ def test_device_that_runs_ahead_waits_for_timestamps(twin: Twin, monkeypatch: py
     check(twin, llm.generate([request(*case[:2]) for case in all_cases], params, use_tqdm=False))
 
 
-def test_models_without_timestamps_refuse_them() -> None:
-    llm = LLM(None, max_model_len=256, num_gpu_blocks_override=64, use_tqdm_on_load=False)
+def test_models_without_timestamps_refuse_them(tmp_path: Path) -> None:
+    path = text_model(tmp_path).path
+    llm = LLM(str(path), max_model_len=64, num_gpu_blocks_override=64, use_tqdm_on_load=False)
     with pytest.raises(RequestError, match="has no timestamps"):
         llm.generate(["x"], SamplingParams(timestamps=True), use_tqdm=False)

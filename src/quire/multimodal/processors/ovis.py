@@ -92,9 +92,6 @@ def _shown(size: Size, grid: Size, side: int) -> float:
         [length // count] * (count - 1) + [length - length // count * (count - 1)]
         for length, count in zip(size, grid, strict=True)
     ]
-    total = 0.0
-    for high in edges[0]:
-        for wide in edges[1]:
-            long, short = max(high, wide), min(high, wide)
-            total += short / long * side * side if long > side else long * short
-    return total
+    parts = (sorted((high, wide)) for high in edges[0] for wide in edges[1])
+    # `sum` compensates rounding errors since Python 3.12: the choice among equal grids depends on it.
+    return sum(short / long * side * side if long > side else long * short for short, long in parts)
