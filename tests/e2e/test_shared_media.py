@@ -84,7 +84,8 @@ def test_images_in_shared_memory_survive_a_killed_process(server: ServeProcess) 
     first = all_answers(server)
     assert len(set(first)) > 1 and all_answers(server) == first
     counted = server.metrics()
-    assert counted["mm_cache_hits_total"] > 0 and counted["mm_cache_queries_total"] == 48
+    # An item that the core lost is looked up once more.
+    assert counted["mm_cache_hits_total"] > 0 and counted["mm_cache_queries_total"] >= 48
     processes = [server.core, *server.with_role("APIServer"), *server.with_role("Worker_TP")]
     assert [num_mapped(pid) for pid in processes] == [1] * 4
     for role in ("EngineCore", "APIServer"):
