@@ -18,7 +18,7 @@ from test_graphs import stand_in
 from torch import Tensor
 
 from quire.bench.sched import add_requests, make_scheduler
-from quire.data.plan import Pending, StepPlan
+from quire.data.step_plan import Pending, StepPlan
 from quire.sampling.rows import SamplingRows
 from quire.sampling.sampler import Sampler
 from quire.worker.cuda.device import CudaDevice

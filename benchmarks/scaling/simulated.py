@@ -12,8 +12,8 @@ from layouts import StepCost
 from step_costs import StepShape
 
 from quire.data.params import SamplingParams
-from quire.data.plan import StepOutput, StepPlan, StepResult
 from quire.data.request import Request
+from quire.data.step_plan import StepOutput, StepPlan, StepResult
 from quire.frontend.router import Router
 from quire.sched.kv_manager import KVManager
 from quire.sched.scheduler import Scheduler

@@ -57,7 +57,7 @@ class Links:
         return self.efficiency * min(rings, self.nvlink_bytes_s)
 
     def all_reduce_s(self, num_bytes: float, num_gpus: int) -> float:
-        """Return the seconds of an all-reduce, with the algorithm that `parallel/symmetric.py` chooses."""
+        """Return the seconds of an all-reduce, by the algorithm of `parallel/symmetric_memory.py`."""
         if num_gpus == 1:
             return 0.0
         rate, part = self.bytes_s(num_gpus), (num_gpus - 1) / num_gpus

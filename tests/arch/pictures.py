@@ -18,8 +18,8 @@ from quire.bench.sched import add_requests
 from quire.cli import main as quire
 from quire.config.expert_placement import balance, initial_placement
 from quire.data.params import SamplingParams
-from quire.data.plan import StepResult
 from quire.data.request import Request
+from quire.data.step_plan import StepResult
 from quire.sched.kv_manager import KVManager
 from quire.sched.scheduler import Scheduler
 

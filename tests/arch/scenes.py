@@ -9,9 +9,9 @@ from canvas import COLOURS, INK, PALE, PAPER, arrow, box, frame, words
 
 from quire.config.parallel import Rank, stage_layers
 from quire.data.control import MODES
+from quire.data.output_pieces import Piece, ReasoningPiece, TextPiece, ToolArguments, ToolStart
 from quire.data.outputs import RequestStateStats
 from quire.data.params import StructuredOutputsParams
-from quire.data.pieces import Piece, ReasoningPiece, TextPiece, ToolArguments, ToolStart
 from quire.data.timeline import RequestTimeline
 from quire.server.anthropic.bodies import MessagesBody
 from quire.server.anthropic.translate import as_chat

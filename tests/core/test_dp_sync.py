@@ -24,7 +24,7 @@ from quire.core import build
 from quire.core.build import build_scheduler
 from quire.core.dp_sync import Lockstep
 from quire.core.engine_core import EngineCore
-from quire.data.plan import StepPlan
+from quire.data.step_plan import StepPlan
 from quire.errors import ConfigError
 from quire.executor.inprocess import InProcessExecutor
 from quire.parallel.world import World

@@ -7,8 +7,8 @@ from library import FakeLoader, lora
 from symbolic import Engine
 
 from quire.data.params import SamplingParams
-from quire.data.plan import StepOutput
 from quire.data.request import Request
+from quire.data.step_plan import StepOutput
 from quire.sched.lora import READ_S, LoRAScheduler
 
 PATIENCE_S = 60.0

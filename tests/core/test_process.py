@@ -17,8 +17,8 @@ from quire.core.process import CoreServer
 from quire.core.stats_log import StatsLog
 from quire.data.multimodal import Media, MediaItem
 from quire.data.params import SamplingParams
-from quire.data.plan import FinishReason, StepOutput, StepPlan
 from quire.data.request import Request
+from quire.data.step_plan import FinishReason, StepOutput, StepPlan
 from quire.data.wire import (
     Abort,
     Add,

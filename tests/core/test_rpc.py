@@ -10,8 +10,8 @@ from library import FakeLoader, digest, lora
 from symbolic import Engine, continuation
 
 from quire.core.rpc import CoreRpc
-from quire.data.plan import FinishReason, StepPlan
 from quire.data.stats import StepStats
+from quire.data.step_plan import FinishReason, StepPlan
 from quire.data.wire import ControlCall, Reply
 from quire.errors import EngineError, RequestError
 from quire.frontend.control import CoreControl

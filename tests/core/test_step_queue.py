@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from quire.core.step_queue import StepQueue
-from quire.data.plan import Masks, StepPlan, StepResult
+from quire.data.step_plan import Masks, StepPlan, StepResult
 from quire.errors import EngineDead
 
 

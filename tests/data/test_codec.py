@@ -17,8 +17,8 @@ from quire.data.codec import (
     encode_plan,
 )
 from quire.data.params import SamplingParams
-from quire.data.plan import Admission, Masks, RowLogprobs, StepPlan, StepResult
 from quire.data.pooling import Pooled, PoolingParams
+from quire.data.step_plan import Admission, Masks, RowLogprobs, StepPlan, StepResult
 
 INTS = st.integers(0, 2**31 - 1)
 LOGPROBS = st.builds(

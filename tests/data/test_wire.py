@@ -5,8 +5,8 @@ import pytest
 
 from quire.checkpoint.pooling import PoolingFacts
 from quire.data.params import SamplingParams
-from quire.data.plan import FinishReason, StepOutput
 from quire.data.pooling import Pooled, PoolingParams
+from quire.data.step_plan import FinishReason, StepOutput
 from quire.data.wire import Add, StepDone, decode_from_core, decode_to_core, encode
 from quire.frontend.inputs import InputProcessor, Prompt
 

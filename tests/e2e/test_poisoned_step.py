@@ -8,7 +8,7 @@ from tiny_text import TextModel, open_text
 
 from quire.data.outputs import RequestOutput
 from quire.data.params import SamplingParams
-from quire.data.plan import StepPlan
+from quire.data.step_plan import StepPlan
 from quire.entrypoints.in_process import LocalEngine
 from quire.executor import Pending
 

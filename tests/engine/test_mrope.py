@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire import LLM
 from quire.data.multimodal import Array, Media
-from quire.data.plan import Admission
+from quire.data.step_plan import Admission
 from quire.kernels.triton import spec
 from quire.worker.rows import Rows
 

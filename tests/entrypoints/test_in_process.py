@@ -7,7 +7,7 @@ import pytest
 from tiny_text import TextModel, open_text, text_model
 
 from quire import SamplingParams
-from quire.data.plan import StepPlan
+from quire.data.step_plan import StepPlan
 from quire.errors import EngineError
 from quire.executor import Pending
 from quire.metrics import Gauge

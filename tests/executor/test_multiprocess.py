@@ -15,7 +15,7 @@ from oracle import make_tiny
 
 from quire import LLM, SamplingParams
 from quire.configure import configure
-from quire.data.plan import Admission, StepPlan
+from quire.data.step_plan import Admission, StepPlan
 from quire.errors import ConfigError, EngineDead, EngineError
 from quire.executor import multiprocess
 from quire.executor import worker_group as worker_group

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import zmq
 
-from quire.data.plan import FinishReason, FirstRun, StepOutput
 from quire.data.stats import StepStats
+from quire.data.step_plan import FinishReason, FirstRun, StepOutput
 from quire.data.wire import (
     Abort,
     Add,

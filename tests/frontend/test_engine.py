@@ -16,8 +16,8 @@ from fast_core import engine_over, run_fast_core
 
 from quire.data.outputs import RequestOutput
 from quire.data.params import RequestOutputKind, SamplingParams
-from quire.data.plan import FinishReason
 from quire.data.stats import StepStats
+from quire.data.step_plan import FinishReason
 from quire.data.wire import Heartbeat, ToCore, encode
 from quire.errors import EngineDead, RequestError
 from quire.frontend import engine as engine_module

@@ -9,8 +9,8 @@ from tiny_text import TOKENS, VOCAB, text_model
 
 from quire.data.outputs import RequestOutput
 from quire.data.params import RequestOutputKind, SamplingParams
-from quire.data.plan import FinishReason, FirstRun, RowLogprobs, StepOutput
 from quire.data.request import Request
+from quire.data.step_plan import FinishReason, FirstRun, RowLogprobs, StepOutput
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.outputs import OutputProcessor, ProcessedOutputs
 from quire.text.tokenizer import Tokenizer, load_tokenizer

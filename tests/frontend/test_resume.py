@@ -10,9 +10,9 @@ from tiny_text import text_model
 
 from quire.data.outputs import RequestOutput
 from quire.data.params import RequestOutputKind, SamplingParams
-from quire.data.plan import FinishReason, FirstRun, RowLogprobs, StepOutput
 from quire.data.pooling import PoolingParams
 from quire.data.request import Request
+from quire.data.step_plan import FinishReason, FirstRun, RowLogprobs, StepOutput
 from quire.data.wire import Abort, Add, Missing, Ready, StepDone, ToCore, decode_to_core, encode
 from quire.errors import EngineDead, EngineError
 from quire.frontend.engine import STARTS, AsyncEngine

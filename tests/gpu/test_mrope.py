@@ -12,7 +12,7 @@ from tiny import prompts_of
 
 from quire import LLM, SamplingParams
 from quire.data.multimodal import Array, Media
-from quire.data.plan import Admission
+from quire.data.step_plan import Admission
 from quire.worker.rows import Rows
 
 pytestmark = pytest.mark.gpu

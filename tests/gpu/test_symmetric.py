@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from quire.parallel.group import TorchGroup
-from quire.parallel.symmetric import SymmetricGroup, with_symmetric_memory
+from quire.parallel.symmetric_memory import SymmetricGroup, with_symmetric_memory
 
 pytestmark = pytest.mark.gpu
 SHAPES = ((1, 4096), (3, 136), (32, 4096), (128, 4096), (255, 4104))

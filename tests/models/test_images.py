@@ -20,7 +20,7 @@ from quire.checkpoint.model import read_checkpoint
 from quire.config.parallel import Stage
 from quire.data.multimodal import Media, MediaItem
 from quire.data.params import SamplingParams
-from quire.data.plan import Admission, StepPlan
+from quire.data.step_plan import Admission, StepPlan
 from quire.errors import ConfigError
 from quire.kernels.cpu import native
 from quire.layers.scope import Scope

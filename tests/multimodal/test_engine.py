@@ -25,8 +25,8 @@ from quire.core import build
 from quire.data.codec import decode_plan, encode_plan
 from quire.data.multimodal import Array, Media
 from quire.data.outputs import RequestOutput
-from quire.data.plan import StepPlan
 from quire.data.request import Request
+from quire.data.step_plan import StepPlan
 from quire.data.wire import Add, decode_to_core, encode
 from quire.errors import ConfigError, RequestError
 from quire.frontend.inputs import Prompt

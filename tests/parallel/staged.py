@@ -14,8 +14,8 @@ from quire.core.build import build_scheduler
 from quire.core.engine_core import EngineCore
 from quire.data.multimodal import Media
 from quire.data.params import SamplingParams
-from quire.data.plan import RowLogprobs, StepOutput, StepPlan, StepResult
 from quire.data.request import Request
+from quire.data.step_plan import RowLogprobs, StepOutput, StepPlan, StepResult
 from quire.memory import CacheSize
 from quire.parallel.world import World
 from quire.worker.worker import Worker

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from quire.config.parallel import Rank
 from quire.config.sections import ParallelSection
-from quire.parallel import symmetric, world
+from quire.parallel import symmetric_memory as symmetric
+from quire.parallel import world
 from quire.parallel.group import ALONE, TorchGroup
-from quire.parallel.symmetric import (
+from quire.parallel.symmetric_memory import (
     LARGEST_BYTES,
     ONE_SHOT_BYTES,
     PeerAddress,

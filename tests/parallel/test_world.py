@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.config.parallel import Rank
 from quire.config.sections import ParallelSection
 from quire.parallel.group import ALONE, Group, TorchGroup
-from quire.parallel.staged import StagedGroup
+from quire.parallel.host_staged import StagedGroup
 from quire.parallel.world import World
 
 

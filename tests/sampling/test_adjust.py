@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quire.data.params import SamplingParams
-from quire.sampling.adjust import adjust
+from quire.sampling.logit_adjustments import adjust
 from quire.sampling.rows import History, SamplingRows
 
 VOCAB = 12

@@ -11,8 +11,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from quire.data.params import SamplingParams
-from quire.sampling.adjust import adjust
 from quire.sampling.counts import Counts
+from quire.sampling.logit_adjustments import adjust
 from quire.sampling.rows import History, SamplingRows
 
 pytest.importorskip("triton")

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from quire import memory
-from quire.data.plan import Masks
+from quire.data.step_plan import Masks
 from quire.kernels.cpu import native, sampling
 from quire.sampling import memory_probe, sampler
 from quire.sampling.constrain import HostMasks

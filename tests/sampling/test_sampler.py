@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.data.params import SamplingParams
-from quire.data.plan import Ints, Masks, RowLogprobs
+from quire.data.step_plan import Ints, Masks, RowLogprobs
 from quire.errors import ConfigError
 from quire.sampling.rows import SamplingRows
 from quire.sampling.sampler import Sampler

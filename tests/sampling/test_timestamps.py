@@ -8,7 +8,7 @@ import torch
 
 from quire.data.params import SamplingParams
 from quire.data.timestamps import TimestampTokens
-from quire.sampling.adjust import adjust
+from quire.sampling.logit_adjustments import adjust
 from quire.sampling.rows import History, SamplingRows
 
 VOCAB, END, ZERO = 60, 30, 40

@@ -17,8 +17,8 @@ from quire.checkpoint.layout import CacheLayout, CacheSpec, has_ssm_state, layou
 from quire.core.engine_core import EngineCore
 from quire.data.multimodal import Media
 from quire.data.params import SamplingParams
-from quire.data.plan import Admission, Masks, RowLogprobs, StepOutput, StepPlan, StepResult
 from quire.data.request import Request
+from quire.data.step_plan import Admission, Masks, RowLogprobs, StepOutput, StepPlan, StepResult
 from quire.errors import EngineDead
 from quire.executor import Pending
 from quire.sched.kv_manager import KVManager

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from symbolic import LAYOUTS, BreakableWorker, Engine, continuation, expand_media, widened
 
 from quire.data.multimodal import Array, Media, MediaItem
-from quire.data.plan import StepPlan
 from quire.data.request import Request
+from quire.data.step_plan import StepPlan
 from quire.sched.encoder_cache import EncoderCache
 
 PIXELS = {"pixels": Array.of(np.zeros(1, np.float32))}

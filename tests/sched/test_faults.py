@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from symbolic import LAYOUTS, BreakableWorker, Engine, continuation, widened
 
-from quire.data.plan import StepPlan
+from quire.data.step_plan import StepPlan
 from quire.sched import limits as step_limits
 
 POISON = 96

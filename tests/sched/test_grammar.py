@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from symbolic import Engine, SymbolicWorker, continuation
 
 from quire.data.params import SamplingParams
-from quire.data.plan import Masks, StepPlan, StepResult, Verdict
+from quire.data.step_plan import Masks, StepPlan, StepResult, Verdict
 from quire.errors import RequestError
 
 PROMPT = [3, 1, 4, 1, 5]

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from quire.data.params import ReasoningIds, SamplingParams
-from quire.data.plan import Verdict
+from quire.data.step_plan import Verdict
 from quire.sched.grammar_state import GrammarState
 
 START, END = (90, 91), (80, 81)

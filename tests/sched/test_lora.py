@@ -8,8 +8,8 @@ from library import FakeLoader, digest, lora
 from symbolic import Engine, SymbolicWorker, continuation
 
 from quire.data.lora import LoRARequest
-from quire.data.plan import StepPlan, StepResult
 from quire.data.stats import StepStats
+from quire.data.step_plan import StepPlan, StepResult
 from quire.errors import EngineError, RequestError
 from quire.sched.lora import READ_S, TURN_S, LoRAScheduler
 

@@ -6,8 +6,8 @@ import pytest
 from symbolic import Engine, continuation
 
 from quire.data.params import SamplingParams
-from quire.data.plan import StepPlan, StepResult
 from quire.data.request import Request
+from quire.data.step_plan import StepPlan, StepResult
 
 
 def prompt(length: int, start: int = 0) -> list[int]:

@@ -9,8 +9,8 @@ from symbolic import Engine, SymbolicWorker, continuation
 
 from quire.core.engine_core import EngineCore
 from quire.data.params import SamplingParams
-from quire.data.plan import StepPlan, StepResult
 from quire.data.request import Request
+from quire.data.step_plan import StepPlan, StepResult
 from quire.sched.kv_manager import KVManager
 from quire.sched.scheduler import Scheduler
 

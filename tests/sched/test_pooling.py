@@ -4,9 +4,9 @@ import numpy as np
 from symbolic import Engine
 
 from quire.data.params import SamplingParams
-from quire.data.plan import StepPlan, StepResult
 from quire.data.pooling import Pooled, PoolingParams
 from quire.data.request import Request
+from quire.data.step_plan import StepPlan, StepResult
 from quire.sched.scheduler import Scheduler
 
 

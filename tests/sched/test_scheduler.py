@@ -8,7 +8,7 @@ import pytest
 from symbolic import Engine, continuation
 
 from quire.data.params import RepetitionDetectionParams, SamplingParams
-from quire.data.plan import StepOutput, StepPlan, StepResult
+from quire.data.step_plan import StepOutput, StepPlan, StepResult
 from quire.sched import preemption
 
 

@@ -7,9 +7,9 @@ import pytest
 from symbolic import FixedDraftLength
 
 from quire.data.params import SamplingParams
-from quire.data.plan import StepResult
 from quire.data.request import Request
 from quire.data.stats import StepStats
+from quire.data.step_plan import StepResult
 from quire.sched.running import Running
 from quire.sched.spec import Drafting
 from quire.sched.step_tokens import StepTokens

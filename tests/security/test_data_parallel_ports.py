@@ -23,7 +23,7 @@ from quire.core import clients as clients_module
 from quire.core import dp_sync as lockstep_module
 from quire.core.clients import Clients
 from quire.core.dp_sync import Count, Lockstep, SyncHello
-from quire.data.plan import StepPlan
+from quire.data.step_plan import StepPlan
 from quire.data.wire import ControlCall, encode
 from quire.data.wire import Hello as ClientHello
 from quire.entrypoints.launch import Supervisor

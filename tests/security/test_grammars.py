@@ -13,8 +13,8 @@ from ask import CHAT, COMPLETIONS, ask, refused
 from fake_engine import FakeEngine
 
 from quire.data.params import SamplingParams, StructuredOutputsParams
-from quire.data.plan import TOO_COMPLEX, FinishReason
 from quire.data.request import Request
+from quire.data.step_plan import TOO_COMPLEX, FinishReason
 from quire.frontend.in_flight import failure
 from quire.sched.step_tokens import why_stopped
 from quire.text import grammar

@@ -17,7 +17,7 @@ from quire.data.multimodal import MediaItem
 from quire.data.request import Request
 from quire.frontend.in_flight import prefix_extra
 from quire.frontend.prefix_map import PrefixKeys
-from quire.metrics.keys import KeyPages
+from quire.metrics.api_keys import KeyPages
 from quire.multimodal.processor_cache import ProcessorCache
 from quire.sched.kv_manager import _root_key
 from quire.server.api_keys import Ledger, key_names

@@ -16,16 +16,16 @@ from quire.configure import vocabulary_of
 from quire.data.lora import AdapterFacts, LoRARequest
 from quire.data.outputs import RequestOutput
 from quire.data.params import SamplingParams
-from quire.data.plan import FinishReason, FirstRun, RowLogprobs, StepOutput
 from quire.data.pooling import Floats, PoolingParams
 from quire.data.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.data.request import Request
+from quire.data.step_plan import FinishReason, FirstRun, RowLogprobs, StepOutput
 from quire.errors import EngineDead, EngineError, RequestError
 from quire.frontend.checked_params import CheckedParams
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.outputs import OutputProcessor
+from quire.metrics.api_keys import KeyAccount
 from quire.metrics.http import Exchange
-from quire.metrics.keys import KeyAccount
 from quire.text.grammar import Grammars
 from quire.text.tokenizer import Tokenizer
 

@@ -15,7 +15,7 @@ from hanging_up import post
 
 from quire.config.env import Env
 from quire.errors import ConfigError
-from quire.metrics.keys import KeyPages
+from quire.metrics.api_keys import KeyPages
 from quire.server.api_keys import Key, Ledger, digest, key_names, read_keys
 from quire.server.app import Application
 from quire.server.settings import make_settings

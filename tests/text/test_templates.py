@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from quire.data.pieces import ToolArguments, ToolStart
+from quire.data.output_pieces import ToolArguments, ToolStart
 from quire.errors import RequestError
 from quire.text.chat_template import content_format, normalise, render_chat, shipped_templates
 from quire.text.parsers import answer_parser

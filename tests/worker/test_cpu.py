@@ -9,7 +9,7 @@ from oracle import make_tiny
 
 from quire.configure import configure
 from quire.data.params import SamplingParams
-from quire.data.plan import Admission, StepPlan
+from quire.data.step_plan import Admission, StepPlan
 from quire.kernels.cpu import native
 from quire.kernels.cpu.tape import Tape
 from quire.worker import cpu as module

@@ -19,7 +19,7 @@ from torch import Tensor
 from quire.configure import configure
 from quire.data.lora import LoRARequest
 from quire.data.params import SamplingParams
-from quire.data.plan import Admission, LoRAAssignment, StepPlan
+from quire.data.step_plan import Admission, LoRAAssignment, StepPlan
 from quire.errors import ConfigError, RequestError
 from quire.kernels.cpu import native
 from quire.worker import lora as adapters

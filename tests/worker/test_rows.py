@@ -11,7 +11,7 @@ from symbolic import LAYOUTS, Engine, Row, SymbolicWorker
 
 from quire.attention.batch import Batch
 from quire.data.params import SamplingParams
-from quire.data.plan import Admission, StepPlan, StepResult
+from quire.data.step_plan import Admission, StepPlan, StepResult
 from quire.sampling.rows import SamplingRows
 from quire.worker.device import NewTokens, batch_of
 from quire.worker.input_buffers import StepBuffers, bytes_of, sizes_of, tensors

@@ -10,7 +10,7 @@ from oracle import make_tiny, run_hf
 
 from quire.configure import configure
 from quire.data.params import SamplingParams
-from quire.data.plan import Admission, StepPlan
+from quire.data.step_plan import Admission, StepPlan
 from quire.worker.worker import Worker
 
 BLOCK_SIZE = 4

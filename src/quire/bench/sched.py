@@ -10,8 +10,8 @@ from collections import deque
 import numpy as np
 
 from quire.data.params import SamplingParams
-from quire.data.plan import StepPlan, StepResult
 from quire.data.request import Request
+from quire.data.step_plan import StepPlan, StepResult
 from quire.sched.kv_manager import KVManager
 from quire.sched.scheduler import Scheduler
 

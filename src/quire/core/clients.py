@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from quire.data.plan import FinishReason, StepOutput
+from quire.data.step_plan import FinishReason, StepOutput
 from quire.data.wire import FromCore, StepDone, ToCore, decode_hello, decode_to_core, encode
 from quire.logs import FirstWarning, get_logger
 from quire.system.cluster_token import is_same, secure

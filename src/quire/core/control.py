@@ -9,7 +9,7 @@ from typing import Any
 from quire.core.engine_core import EngineCore
 from quire.data.control import LEVELS, MEMORY, MODES, TAGS, check_choice
 from quire.data.lora import LoRARequest
-from quire.data.plan import FinishReason
+from quire.data.step_plan import FinishReason
 from quire.errors import EngineDead, EngineError, RequestError
 from quire.executor.rpc import check_open
 from quire.logs import get_logger

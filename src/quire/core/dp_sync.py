@@ -14,7 +14,7 @@ import zmq
 from quire.config.env import Env
 from quire.config.expert_parallel import step_sync_address, steps_together
 from quire.config.sections import ParallelSection
-from quire.data.plan import StepPlan
+from quire.data.step_plan import StepPlan
 from quire.errors import ConfigError, EngineDead
 from quire.logs import FirstWarning, get_logger
 from quire.system.cluster_token import (

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from quire.core.dp_sync import Lockstep
 from quire.core.pause import PauseState
 from quire.core.step_queue import StepQueue
-from quire.data.plan import FinishReason, StepOutput
 from quire.data.request import Request
 from quire.data.stats import StepStats
+from quire.data.step_plan import FinishReason, StepOutput
 from quire.executor import Executor
 from quire.sched.scheduler import Scheduler
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 
 from quire.data.control import MEMORY
-from quire.data.plan import FinishReason
 from quire.data.request import Request
+from quire.data.step_plan import FinishReason
 
 
 class PauseState:

@@ -17,9 +17,9 @@ from quire.core.clients import Clients
 from quire.core.engine_core import EngineCore
 from quire.core.rpc import CoreRpc
 from quire.core.stats_log import StatsLog
-from quire.data.plan import FinishReason, StepOutput
 from quire.data.request import Request
 from quire.data.stats import FrontStats, StepStats
+from quire.data.step_plan import FinishReason, StepOutput
 from quire.data.wire import Abort, Add, ControlCall, Heartbeat, Hello, Missing, Ready, StepDone, ToCore
 from quire.errors import EngineDead, QuireError
 from quire.logs import get_logger

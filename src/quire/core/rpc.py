@@ -9,7 +9,7 @@ import msgspec
 from quire.core.control import Operator, Work
 from quire.core.engine_core import EngineCore
 from quire.data.lora import LoRARequest
-from quire.data.plan import FinishReason
+from quire.data.step_plan import FinishReason
 from quire.data.wire import ControlCall, Reply
 from quire.errors import EngineDead, RequestError
 from quire.logs import get_logger

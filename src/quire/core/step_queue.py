@@ -4,7 +4,7 @@ import contextlib
 from collections import deque
 
 from quire.core.dp_sync import Lockstep
-from quire.data.plan import Masks, StepPlan, StepResult
+from quire.data.step_plan import Masks, StepPlan, StepResult
 from quire.errors import EngineDead
 from quire.executor import Executor, Pending, Refused
 from quire.logs import get_logger

@@ -6,7 +6,7 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 
-from quire.data.plan import Masks, StepPlan, StepResult
+from quire.data.step_plan import Masks, StepPlan, StepResult
 
 
 class Outcome(msgspec.Struct):

@@ -5,9 +5,9 @@ from typing import Any
 import msgspec
 
 from quire.data.params import SamplingParams
-from quire.data.plan import StepOutput
 from quire.data.request import Request
 from quire.data.stats import StepStats
+from quire.data.step_plan import StepOutput
 
 
 class Hello(msgspec.Struct, tag="hello"):

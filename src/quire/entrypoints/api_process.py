@@ -27,7 +27,7 @@ from quire.frontend.prompt_embeds import embeds_reader
 from quire.frontend.tracing import tracer_of
 from quire.logs import get_logger
 from quire.metrics import EngineMetrics, MetricsLayout, MetricsPages
-from quire.metrics.keys import KeyPages
+from quire.metrics.api_keys import KeyPages
 from quire.server.api_keys import key_names
 from quire.server.http.accept import ConnectionHandle
 from quire.server.lora.registry import LoRARegistry

@@ -15,8 +15,8 @@ from quire.core.stats_log import StatsLog
 from quire.data.control import LEVELS, check_choice
 from quire.data.lora import LoRARequest
 from quire.data.params import SamplingParams
-from quire.data.plan import StepOutput
 from quire.data.pooling import PoolingParams
+from quire.data.step_plan import StepOutput
 from quire.errors import EngineError, RequestError
 from quire.frontend.in_flight import failure
 from quire.frontend.inputs import InputProcessor, Prompt

@@ -24,7 +24,7 @@ from quire.executor.multi_node import run_node
 from quire.frontend.prefix_map import PrefixMap
 from quire.logs import get_logger
 from quire.metrics import MetricsLayout, MetricsPages
-from quire.metrics.keys import KeyPages
+from quire.metrics.api_keys import KeyPages
 from quire.server.api_keys import key_names
 from quire.server.http.accept import ConnectionDealer
 from quire.server.http.sockets import bind

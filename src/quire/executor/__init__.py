@@ -5,7 +5,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from quire.data.lora import AdapterFacts, LoRARequest
-from quire.data.plan import Masks, Pending, StepPlan, StepResult
+from quire.data.step_plan import Masks, Pending, StepPlan, StepResult
 from quire.memory import CacheSize
 from quire.registry import LazyTable
 

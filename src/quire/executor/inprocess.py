@@ -12,7 +12,7 @@ from quire.config.engine import EngineConfig
 from quire.config.expert_parallel import process_group_address, steps_together
 from quire.config.parallel import Rank
 from quire.data.lora import AdapterFacts, LoRARequest
-from quire.data.plan import Masks, StepPlan
+from quire.data.step_plan import Masks, StepPlan
 from quire.errors import EngineDead
 from quire.executor import Pending
 from quire.executor.lora_loading import AdapterReading

@@ -22,7 +22,7 @@ from quire.config.env import Env
 from quire.config.expert_parallel import process_group_address, steps_together
 from quire.data.codec import decode_outcome, encode_masks, encode_plan
 from quire.data.lora import AdapterFacts, LoRARequest
-from quire.data.plan import Masks, StepPlan, StepResult
+from quire.data.step_plan import Masks, StepPlan, StepResult
 from quire.errors import ConfigError, EngineDead, EngineError, QuireError, RequestError
 from quire.executor.messages import (
     DONE,

@@ -19,7 +19,7 @@ from quire.config.parallel import Rank
 from quire.config.sections import ParallelSection
 from quire.data.codec import Outcome, decode_masks, decode_plan, encode_outcome
 from quire.data.lora import AdapterFacts
-from quire.data.plan import Masks, Pending, StepPlan
+from quire.data.step_plan import Masks, Pending, StepPlan
 from quire.errors import EngineDead, QuireError, RequestError
 from quire.executor import Refused
 from quire.executor.lora_loading import AdapterReading

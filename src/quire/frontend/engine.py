@@ -13,9 +13,9 @@ import msgspec
 from quire.data.lora import AdapterFacts, LoRARequest
 from quire.data.outputs import RequestOutput
 from quire.data.params import RequestOutputKind, SamplingParams
-from quire.data.plan import FinishReason, StepOutput
 from quire.data.pooling import PoolingParams
 from quire.data.pooling_outputs import PoolingOutput, PoolingRequestOutput
+from quire.data.step_plan import FinishReason, StepOutput
 from quire.data.wire import Abort
 from quire.errors import EngineDead, EngineError, QuireError, RequestError
 from quire.frontend.checked_params import CheckedParams
@@ -33,8 +33,8 @@ from quire.frontend.router import Router
 from quire.frontend.tracing import Tracer
 from quire.logs import get_logger
 from quire.metrics import FINISH_REASONS, EngineMetrics
+from quire.metrics.api_keys import KeyAccount
 from quire.metrics.http import Exchange
-from quire.metrics.keys import KeyAccount
 from quire.text.tokenizer import Tokenizer
 
 log = get_logger(__name__)

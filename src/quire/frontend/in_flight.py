@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from quire.data.plan import DEAD_END, TOO_COMPLEX, FinishReason
 from quire.data.request import Request
+from quire.data.step_plan import DEAD_END, TOO_COMPLEX, FinishReason
 from quire.data.wire import Add
 from quire.errors import EngineError, QuireError, RequestError
 from quire.frontend.core_client import CoreLink
@@ -16,7 +16,7 @@ from quire.frontend.inputs import Prompt
 from quire.frontend.output_stream import OutputStream
 from quire.frontend.request_state import RequestState
 from quire.frontend.tracing import PARENT
-from quire.metrics.keys import KeyAccount
+from quire.metrics.api_keys import KeyAccount
 from quire.multimodal.processor_cache import ProcessorCache
 
 MAX_SENT = 32

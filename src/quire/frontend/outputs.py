@@ -15,10 +15,10 @@ from quire.data.outputs import (
     fast_instance,
 )
 from quire.data.params import RequestOutputKind
-from quire.data.plan import FinishReason, RowLogprobs, StepOutput
 from quire.data.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.data.request import Request
 from quire.data.stats import FrontStats
+from quire.data.step_plan import FinishReason, RowLogprobs, StepOutput
 from quire.frontend.inputs import Prompt
 from quire.frontend.request_state import (
     RequestState,
@@ -28,7 +28,7 @@ from quire.frontend.request_state import (
     stats_of,
     whole_of,
 )
-from quire.metrics.keys import KeyAccount
+from quire.metrics.api_keys import KeyAccount
 from quire.text.detokenizer import Detokenizer, token_text
 from quire.text.tokenizer import Tokenizer
 

@@ -15,12 +15,12 @@ from quire.data.outputs import (
     fast_instance,
 )
 from quire.data.params import RequestOutputKind, SamplingParams
-from quire.data.plan import FinishReason
 from quire.data.pooling import Floats
 from quire.data.request import Request
 from quire.data.stats import FinishedSequence, SequenceTimes
+from quire.data.step_plan import FinishReason
 from quire.frontend.inputs import Prompt
-from quire.metrics.keys import KeyAccount
+from quire.metrics.api_keys import KeyAccount
 from quire.text.detokenizer import Detokenizer
 from quire.text.tokenizer import Tokenizer
 

@@ -21,8 +21,8 @@ from prometheus_client.core import Metric as PromMetric
 
 from quire.config.engine import EngineConfig
 from quire.data.stats import FinishedSequence, FrontStats, StepStats
+from quire.metrics.api_keys import KeyPages
 from quire.metrics.http import EDGES, SERIES, Exchange, add_buckets, families
-from quire.metrics.keys import KeyPages
 
 _FIRST_TOKEN = [
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from quire.config.parallel import Rank
 from quire.config.sections import ParallelSection
 from quire.parallel.group import ALONE, Group, TorchGroup
-from quire.parallel.staged import StagedGroup, is_shared
-from quire.parallel.symmetric import with_symmetric_memory
+from quire.parallel.host_staged import StagedGroup, is_shared
+from quire.parallel.symmetric_memory import with_symmetric_memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.data.plan import Masks
+from quire.data.step_plan import Masks
 from quire.kernels.cpu import masks as kernel
 from quire.kernels.cpu import native
 from quire.sampling.rows import Ints

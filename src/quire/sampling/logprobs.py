@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.data.plan import RowLogprobs
+from quire.data.step_plan import RowLogprobs
 
 POSITIONS_AT_ONCE = 128
 """Positions with logits in memory at a time, which bounds the memory of long prompts."""

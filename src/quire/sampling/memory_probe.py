@@ -6,7 +6,7 @@ import numpy as np
 from torch import Tensor
 
 from quire.data.params import SamplingParams
-from quire.data.plan import Masks
+from quire.data.step_plan import Masks
 from quire.data.timestamps import TimestampTokens
 from quire.memory import rows_at_once
 from quire.sampling.logprobs import POSITIONS_AT_ONCE, prompt_logprobs

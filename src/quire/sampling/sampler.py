@@ -9,12 +9,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.data.plan import Masks, RowLogprobs, StepResult
+from quire.data.step_plan import Masks, RowLogprobs, StepResult
 from quire.errors import ConfigError
 from quire.memory import rows_at_once
-from quire.sampling.adjust import REMOVING, adjust
 from quire.sampling.constrain import ConstrainedRows, open_masks
 from quire.sampling.counts import Counts
+from quire.sampling.logit_adjustments import REMOVING, adjust
 from quire.sampling.logprobs import append_listed, row_logprobs
 from quire.sampling.random import SamplingTensors, floors, sample, uniform
 from quire.sampling.rows import LIMITED, LISTED, LOGPROBS, PENALTIES, RANDOM, History, Ints, SamplingRows

@@ -4,8 +4,8 @@ import time
 
 import numpy as np
 
-from quire.data.plan import Admission, FirstRun, Ints
 from quire.data.request import Request
+from quire.data.step_plan import Admission, FirstRun, Ints
 from quire.sched.encoder_cache import EncoderCache, strip_arrays
 from quire.sched.fairness import Capacity, FairShare
 from quire.sched.fault_isolation import FaultIsolation

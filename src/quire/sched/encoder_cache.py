@@ -7,8 +7,8 @@ import msgspec
 import numpy as np
 
 from quire.data.multimodal import Arrays, Media, MediaItem
-from quire.data.plan import Ints
 from quire.data.request import Request
+from quire.data.step_plan import Ints
 from quire.sched.limits import StepLimits
 from quire.sched.running import Running
 

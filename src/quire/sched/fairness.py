@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.data.plan import Ints
 from quire.data.request import Request
+from quire.data.step_plan import Ints
 from quire.sched.running import Running
 
 

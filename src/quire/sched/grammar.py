@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from quire.data.async_value import AsyncValue
 from quire.data.params import StructuredOutputsParams
-from quire.data.plan import Ints, Masks, StepPlan, Verdict
 from quire.data.request import Request
+from quire.data.step_plan import Ints, Masks, StepPlan, Verdict
 from quire.logs import get_logger, printable
 from quire.sched.grammar_state import GrammarMatcher, GrammarState, follower_of
 from quire.sched.in_flight import StepInFlight

@@ -5,8 +5,8 @@ from copy import copy
 from typing import Protocol, Self
 
 from quire.data.params import ReasoningIds, SamplingParams
-from quire.data.plan import Verdict
 from quire.data.request import Request
+from quire.data.step_plan import Verdict
 
 
 class GrammarMatcher(Protocol):

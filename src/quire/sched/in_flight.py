@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.data.plan import FirstRun, Ints, StepPlan, StepResult
 from quire.data.stats import StepStats
+from quire.data.step_plan import FirstRun, Ints, StepPlan, StepResult
 from quire.sched.blocks import Block
 from quire.sched.running import RowIds, Running
 from quire.sched.step_tokens import StepTokens

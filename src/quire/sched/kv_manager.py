@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.checkpoint.layout import most_blocks
-from quire.data.plan import Ints
 from quire.data.request import Request
+from quire.data.step_plan import Ints
 from quire.sched.blocks import Block, BlockPool
 from quire.sched.running import RowIds, Running
 

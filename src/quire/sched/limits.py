@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.data.plan import Ints
+from quire.data.step_plan import Ints
 from quire.logs import get_logger
 
 log = get_logger(__name__)

@@ -18,8 +18,8 @@ from typing import Protocol
 import msgspec
 
 from quire.data.lora import AdapterFacts, LoRARequest
-from quire.data.plan import LoRAAssignment
 from quire.data.request import Request
+from quire.data.step_plan import LoRAAssignment
 from quire.errors import RequestError
 from quire.logs import get_logger
 from quire.sched.in_flight import StepInFlight

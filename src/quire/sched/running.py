@@ -5,8 +5,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.data.params import SamplingParams
-from quire.data.plan import Ints, spread
 from quire.data.request import Request
+from quire.data.step_plan import Ints, spread
 
 RowIds = NDArray[np.intp]
 """Row indices in the type that numpy needs for indexing without a conversion."""

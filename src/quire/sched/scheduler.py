@@ -14,8 +14,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from quire.data.plan import Admission, FinishReason, Ints, StepOutput, StepPlan, StepResult
 from quire.data.request import Request
+from quire.data.step_plan import Admission, FinishReason, Ints, StepOutput, StepPlan, StepResult
 from quire.sched.admission import Admitter
 from quire.sched.encoder_cache import EncoderCache
 from quire.sched.fault_isolation import FaultIsolation

@@ -6,8 +6,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.data.plan import Ints
 from quire.data.stats import StepStats
+from quire.data.step_plan import Ints
 from quire.sched.in_flight import StepInFlight
 from quire.sched.proposers import SORTS, Proposer
 from quire.sched.running import RowIds, Running

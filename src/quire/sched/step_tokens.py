@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.data.plan import DEAD_END, TOO_COMPLEX, Ints, RowLogprobs, StepResult, Verdict, spread
 from quire.data.request import Request
+from quire.data.step_plan import DEAD_END, TOO_COMPLEX, Ints, RowLogprobs, StepResult, Verdict, spread
 from quire.sched.running import RowIds, Running
 
 

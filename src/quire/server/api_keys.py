@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 from quire.errors import ConfigError, nearest
-from quire.metrics.keys import KeyAccount, KeyPages
+from quire.metrics.api_keys import KeyAccount, KeyPages
 
 FILES = (".json", ".toml", ".yaml", ".yml")
 _MAX_NAME = 64

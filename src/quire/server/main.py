@@ -14,7 +14,7 @@ from starlette.routing import Route
 from quire.errors import ConfigError
 from quire.frontend.engine import AsyncEngine
 from quire.logs import get_logger
-from quire.metrics.keys import KeyPages
+from quire.metrics.api_keys import KeyPages
 from quire.server.app import Application
 from quire.server.http.accept import ConnectionHandle, ConnectionReceiver
 from quire.server.http.exposure import exposures

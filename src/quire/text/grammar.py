@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.data.params import StructuredOutputsParams
-from quire.data.plan import Verdict
+from quire.data.step_plan import Verdict
 from quire.errors import RequestError
 from quire.logs import get_logger
 

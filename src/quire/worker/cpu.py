@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.attention.batch import Batch
 from quire.config.engine import EngineConfig
-from quire.data.plan import Ints, Masks, Pending, StepPlan, StepResult, spread
+from quire.data.step_plan import Ints, Masks, Pending, StepPlan, StepResult, spread
 from quire.kernels.cpu.sampling import FREE, ConstrainedHost, sample
 from quire.kernels.cpu.tape import Tapes
 from quire.memory import MAX_TAPED, activation_bytes, tape_bytes

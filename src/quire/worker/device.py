@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.attention.backend import AttentionBackend
 from quire.attention.batch import Batch
 from quire.config.engine import EngineConfig
-from quire.data.plan import Ints, Masks, Pending, StepPlan, StepResult
+from quire.data.step_plan import Ints, Masks, Pending, StepPlan, StepResult
 from quire.errors import EngineDead
 from quire.layers.lora import AdapterSlots
 from quire.parallel.all2all import ExpertDispatch

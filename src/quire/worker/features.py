@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.data.plan import StepPlan
+from quire.data.step_plan import StepPlan
 from quire.layers.lora import AdapterSlots
 from quire.sampling.logprobs import prompt_logprobs
 from quire.sampling.sampler import Sampled

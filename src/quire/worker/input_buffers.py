@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.data.plan import Ints, StepPlan, spread
+from quire.data.step_plan import Ints, StepPlan, spread
 from quire.sampling.random import SamplingTensors
 from quire.sampling.rows import SamplingRows
 from quire.worker.rows import Rows, Wide

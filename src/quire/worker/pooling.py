@@ -13,8 +13,8 @@ from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.pooling import PoolingFacts
 from quire.config.engine import EngineConfig
 from quire.configure import open_tokenizer
-from quire.data.plan import Ints, Pending, StepPlan, StepResult
 from quire.data.pooling import Floats, Pooled, PoolingParams
+from quire.data.step_plan import Ints, Pending, StepPlan, StepResult
 from quire.errors import ConfigError
 from quire.layers.scope import Scope
 from quire.logs import get_logger

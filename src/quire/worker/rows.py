@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.data.multimodal import MediaItem
-from quire.data.plan import Admission, Ints, StepPlan, spread
 from quire.data.prompt_embeds import PromptEmbeds
+from quire.data.step_plan import Admission, Ints, StepPlan, spread
 from quire.layers.lora import AdapterSlots
 from quire.sampling.rows import SamplingRows
 from quire.worker.multimodal.mrope import MRopePositions

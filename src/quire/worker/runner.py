@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from quire.data.plan import Masks, Pending, StepPlan, StepResult
+from quire.data.step_plan import Masks, Pending, StepPlan, StepResult
 from quire.sampling.sampler import Sampler
 from quire.worker.cpu import Done
 from quire.worker.device import Device, UnsampledRows

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from quire.data.plan import Pending, StepPlan, StepResult
+from quire.data.step_plan import Pending, StepPlan, StepResult
 from quire.worker.cpu import Done
 from quire.worker.device import Device
 from quire.worker.pipeline import StageLink

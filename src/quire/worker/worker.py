@@ -15,7 +15,7 @@ from quire.config.generation import suppressed_tokens
 from quire.config.profiling import Profiling
 from quire.data.control import MEMORY
 from quire.data.lora import AdapterFacts, LoRARequest
-from quire.data.plan import Masks, Pending, StepPlan
+from quire.data.step_plan import Masks, Pending, StepPlan
 from quire.errors import RequestError
 from quire.layers.lora import AdapterSlots
 from quire.layers.moe import Experts

@@ -6,7 +6,7 @@ import torch
 
 from quire.data.params import SamplingParams
 from quire.kernels.triton.logits import apply_penalties, count_tokens, logprobs
-from quire.sampling.adjust import adjust
+from quire.sampling.logit_adjustments import adjust
 from quire.sampling.logprobs import row_logprobs
 from quire.sampling.rows import History, SamplingRows
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from quire.data.plan import Ints
+from quire.data.step_plan import Ints
 from quire.sched.proposers.pace import Pace
 
 MOST = 8

@@ -10,8 +10,8 @@ from ask import ask
 from fake_engine import ANSWER, FakeEngine
 from jsonschema import Draft202012Validator
 
-from quire.data.plan import FinishReason, StepOutput
 from quire.data.request import Request
+from quire.data.step_plan import FinishReason, StepOutput
 from quire.server.anthropic import routes
 from quire.server.anthropic.bodies import CountBody, MessageBody, ThinkingBlock
 from quire.server.anthropic.translate import as_chat, join_turns

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from quire.data.pieces import Piece, ReasoningPiece, TextPiece, ToolArguments, ToolStart
+from quire.data.output_pieces import Piece, ReasoningPiece, TextPiece, ToolArguments, ToolStart
 from quire.errors import ConfigError
 from quire.text.parsers import REASONING, TOOLS, answer_parser, load_plugin
 from quire.text.parsers.calls import typed
-from quire.text.parsers.engine import join
+from quire.text.parsers.streaming import join
 
 SCHEMA = {"f": {"properties": {"s": {"type": "string"}, "i": {"type": "integer"}, "o": {"type": "object"}}}}
 

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from quire.data.pieces import Piece, TextPiece, ToolArguments
-from quire.text.parsers import answer_parser, engine
-from quire.text.parsers.engine import join
+from quire.data.output_pieces import Piece, TextPiece, ToolArguments
+from quire.text.parsers import answer_parser
+from quire.text.parsers import streaming as engine
+from quire.text.parsers.streaming import join
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": '
 HOSTILE = {

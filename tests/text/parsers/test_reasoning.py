@@ -2,9 +2,9 @@
 
 import pytest
 
-from quire.data.pieces import Piece, ReasoningPiece, TextPiece
+from quire.data.output_pieces import Piece, ReasoningPiece, TextPiece
 from quire.text.parsers import REASONING, answer_parser
-from quire.text.parsers.engine import join
+from quire.text.parsers.streaming import join
 
 MARKS = {
     "cohere_command3": ("<|START_THINKING|>", "<|END_THINKING|>", False),

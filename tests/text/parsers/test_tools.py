@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from quire.data.pieces import Piece, TextPiece, ToolArguments, ToolStart
+from quire.data.output_pieces import Piece, TextPiece, ToolArguments, ToolStart
 from quire.text.parsers import REASONING, TOOLS
-from quire.text.parsers.engine import Parser, join
+from quire.text.parsers.streaming import Parser, join
 
 Call = tuple[str, dict[str, Any]]
 Writer = Callable[[list[Call]], str]

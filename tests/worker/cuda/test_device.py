@@ -21,8 +21,8 @@ from quire.configure import configure
 from quire.core.build import build_scheduler
 from quire.core.engine_core import EngineCore
 from quire.data.params import SamplingParams
-from quire.data.plan import Admission, Masks, Pending, StepPlan
 from quire.data.request import Request
+from quire.data.step_plan import Admission, Masks, Pending, StepPlan
 from quire.memory import GRAPH_BYTES, CacheSize, ladder
 from quire.parallel.world import World
 from quire.sampling.random import SamplingTensors

@@ -21,8 +21,8 @@ from quire.configure import configure
 from quire.core.build import build_scheduler
 from quire.core.engine_core import EngineCore
 from quire.data.params import SamplingParams
-from quire.data.plan import StepOutput, StepPlan
 from quire.data.request import Request
+from quire.data.step_plan import StepOutput, StepPlan
 from quire.errors import ConfigError
 from quire.kernels.triton import spec as drafts
 from quire.memory import CacheSize

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from quire.data.params import SamplingParams
-from quire.data.plan import StepPlan, StepResult
 from quire.data.request import Request
+from quire.data.step_plan import StepPlan, StepResult
 from quire.sampling.rows import SamplingRows
 from quire.sched.kv_manager import KVManager
 from quire.sched.scheduler import Scheduler

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quire.data.async_value import AsyncValue
-from quire.data.plan import Masks
+from quire.data.step_plan import Masks
 from quire.kernels.triton.sampling import FREE, LATER
 from quire.sched.grammar import _MaskBuffer
 from quire.worker.cuda import mask_sampling as module

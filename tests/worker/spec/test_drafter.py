@@ -31,7 +31,7 @@ from quire.attention.batch import Batch
 from quire.checkpoint.draft import read_draft
 from quire.configure import configure
 from quire.data.params import SamplingParams
-from quire.data.plan import Admission, StepPlan
+from quire.data.step_plan import Admission, StepPlan
 from quire.worker.spec.drafter import SequenceEnds, TargetStates
 from quire.worker.spec.progress import Span, batch_of_spans
 from quire.worker.worker import Worker

@@ -9,9 +9,9 @@ import quire.checkpoint.families.dense as dense
 import quire.checkpoint.families.encoder as encoder
 import quire.checkpoint.families.gguf as gguf
 import quire.checkpoint.families.gpt as older
+import quire.checkpoint.families.llama_variants as llama_variants
 import quire.checkpoint.families.mla as latent
 import quire.checkpoint.families.moe as moe
-import quire.checkpoint.families.renamed as renamed
 import quire.checkpoint.families.sliding_window as windows
 import quire.checkpoint.families.ssm as state
 import quire.checkpoint.families.step3 as step
@@ -118,19 +118,19 @@ FAMILIES = {
     "Qwen3NextForCausalLM": Family("qwen3_next", state.qwen3_next),
     "Qwen3_5ForCausalLM": Family("qwen3_5_text", state.qwen3_5),
     "Qwen3_5MoeForCausalLM": Family("qwen3_5_moe_text", state.qwen3_next),
-    "BaichuanForCausalLM": Family("baichuan", renamed.baichuan),
-    "BaiChuanForCausalLM": Family("baichuan", renamed.baichuan_7b),
-    "BailingMoeForCausalLM": Family("bailing_moe", renamed.bailing),
-    "BailingMoeV2ForCausalLM": Family("bailing_moe_v2", renamed.bailing_v2),
-    "ChatGLMModel": Family("chatglm", renamed.chatglm),
-    "DeepseekForCausalLM": Family("deepseek", renamed.deepseek),
-    "ExaoneForCausalLM": Family("exaone", renamed.exaone),
-    "InternLM2ForCausalLM": Family("internlm2", renamed.internlm2),
-    "InternLMForCausalLM": Family("internlm", renamed.internlm),
-    "MiMoForCausalLM": Family("mimo", renamed.mimo),
-    "MiniCPMForCausalLM": Family("minicpm", renamed.minicpm),
-    "OrionForCausalLM": Family("orion", renamed.orion),
-    "QWenLMHeadModel": Family("qwen", renamed.qwen),
+    "BaichuanForCausalLM": Family("baichuan", llama_variants.baichuan),
+    "BaiChuanForCausalLM": Family("baichuan", llama_variants.baichuan_7b),
+    "BailingMoeForCausalLM": Family("bailing_moe", llama_variants.bailing),
+    "BailingMoeV2ForCausalLM": Family("bailing_moe_v2", llama_variants.bailing_v2),
+    "ChatGLMModel": Family("chatglm", llama_variants.chatglm),
+    "DeepseekForCausalLM": Family("deepseek", llama_variants.deepseek),
+    "ExaoneForCausalLM": Family("exaone", llama_variants.exaone),
+    "InternLM2ForCausalLM": Family("internlm2", llama_variants.internlm2),
+    "InternLMForCausalLM": Family("internlm", llama_variants.internlm),
+    "MiMoForCausalLM": Family("mimo", llama_variants.mimo),
+    "MiniCPMForCausalLM": Family("minicpm", llama_variants.minicpm),
+    "OrionForCausalLM": Family("orion", llama_variants.orion),
+    "QWenLMHeadModel": Family("qwen", llama_variants.qwen),
     "JAISLMHeadModel": Family("jais", alibi.jais),
     "Jais2ForCausalLM": Family("jais2", dense.jais2),
     "CwmForCausalLM": Family("cwm", dense.cwm),

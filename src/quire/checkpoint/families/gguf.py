@@ -8,8 +8,8 @@ from typing import Any
 from quire.checkpoint.facts import ArchFacts, LayerFacts, MoeFacts, Routing
 from quire.checkpoint.families.alibi import slopes_of
 from quire.checkpoint.families.decoder import LAYER_NORM, Windows, check_heads, max_rope_len
+from quire.checkpoint.families.llama_variants import NORMED_VOCAB
 from quire.checkpoint.families.moe import add_experts
-from quire.checkpoint.families.renamed import NORMED_VOCAB
 from quire.checkpoint.gguf import GGUFFile
 from quire.checkpoint.reader import ConfigReader
 from quire.checkpoint.rope import FALLBACK_MAX_LEN, read_gguf_rope

@@ -4,8 +4,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from quire.checkpoint.facts import MediaFacts
+from quire.checkpoint.multimodal.common import text_part, token_id
 from quire.checkpoint.multimodal.llava import LlavaFacts, read_llava
-from quire.checkpoint.multimodal.parts import text_part, token_id
 from quire.checkpoint.reader import ConfigReader
 
 

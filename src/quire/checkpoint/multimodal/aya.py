@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from quire.checkpoint.facts import MediaFacts
+from quire.checkpoint.multimodal.common import ShuffledFacts, part, text_part, token_id, vit
 from quire.checkpoint.multimodal.llava import read_llava
-from quire.checkpoint.multimodal.parts import ShuffledFacts, part, text_part, token_id, vit
 from quire.checkpoint.reader import ConfigReader
 from quire.errors import ConfigError
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from quire.checkpoint.facts import MediaFacts
-from quire.checkpoint.multimodal.parts import part, token_id
+from quire.checkpoint.multimodal.common import part, token_id
 from quire.checkpoint.multimodal.qwen import GridFacts
 from quire.checkpoint.reader import ConfigReader
 

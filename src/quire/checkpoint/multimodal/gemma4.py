@@ -1,7 +1,7 @@
 """Gemma 4: only its decoder is supported yet."""
 
 from quire.checkpoint.facts import MediaFacts
-from quire.checkpoint.multimodal.parts import text_part
+from quire.checkpoint.multimodal.common import text_part
 from quire.checkpoint.reader import ConfigReader
 
 

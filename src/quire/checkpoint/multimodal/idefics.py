@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from quire.checkpoint.facts import MediaFacts
-from quire.checkpoint.multimodal.parts import (
+from quire.checkpoint.multimodal.common import (
     ShuffledFacts,
     check_gather,
     part,

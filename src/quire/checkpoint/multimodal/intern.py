@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.checkpoint.facts import MediaFacts
-from quire.checkpoint.multimodal.parts import ViTFacts, check_gather, part, read_vit, text_part
+from quire.checkpoint.multimodal.common import ViTFacts, check_gather, part, read_vit, text_part
 from quire.checkpoint.reader import ConfigReader
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from quire.checkpoint.facts import MediaFacts
-from quire.checkpoint.multimodal.parts import part
+from quire.checkpoint.multimodal.common import part
 from quire.checkpoint.multimodal.qwen import GridFacts, qwen2_5_vl, qwen3_vl
 from quire.checkpoint.multimodal.whisper import WhisperFacts, encoder_of
 from quire.checkpoint.reader import ConfigReader

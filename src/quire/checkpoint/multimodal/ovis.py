@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.checkpoint.facts import MediaFacts
-from quire.checkpoint.multimodal.parts import ShuffledFacts, part, read_vit, text_part, token_id
+from quire.checkpoint.multimodal.common import ShuffledFacts, part, read_vit, text_part, token_id
 from quire.checkpoint.reader import ConfigReader
 from quire.errors import ConfigError
 

@@ -1,7 +1,7 @@
 """PaddleOCR-VL: an encoder over a grid of patches with interpolated learned positions."""
 
 from quire.checkpoint.facts import MediaFacts
-from quire.checkpoint.multimodal.parts import part, side_of, token_id
+from quire.checkpoint.multimodal.common import part, side_of, token_id
 from quire.checkpoint.multimodal.qwen import GridFacts, check_grid, decoder_part
 from quire.checkpoint.reader import ConfigReader
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from quire.checkpoint.facts import MediaFacts
-from quire.checkpoint.multimodal.parts import TowerFacts, part, text_part, token_id, vit
+from quire.checkpoint.multimodal.common import TowerFacts, part, text_part, token_id, vit
 from quire.checkpoint.reader import ConfigReader
 
 

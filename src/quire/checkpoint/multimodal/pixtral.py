@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from quire.checkpoint.facts import MediaFacts
-from quire.checkpoint.multimodal.parts import part, side_of, stack_weights, text_part, token_id
+from quire.checkpoint.multimodal.common import part, side_of, stack_weights, text_part, token_id
 from quire.checkpoint.reader import ConfigReader
 from quire.errors import ConfigError
 

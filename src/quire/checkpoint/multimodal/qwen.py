@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.checkpoint.facts import MediaFacts
-from quire.checkpoint.multimodal.parts import stack_weights
+from quire.checkpoint.multimodal.common import stack_weights
 from quire.checkpoint.reader import ConfigReader
 from quire.errors import ConfigError
 

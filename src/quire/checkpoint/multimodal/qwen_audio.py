@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from quire.checkpoint.facts import MediaFacts
-from quire.checkpoint.multimodal.parts import part, text_part, token_id
+from quire.checkpoint.multimodal.common import part, text_part, token_id
 from quire.checkpoint.multimodal.whisper import WhisperFacts, encoder_of
 from quire.checkpoint.reader import ConfigReader
 from quire.errors import ConfigError

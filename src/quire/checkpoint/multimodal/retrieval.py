@@ -1,8 +1,8 @@
 """ColQwen2 and ColPali: a small embedding for each token of a page or a query."""
 
 from quire.checkpoint.facts import MediaFacts
+from quire.checkpoint.multimodal.common import part
 from quire.checkpoint.multimodal.paligemma import paligemma
-from quire.checkpoint.multimodal.parts import part
 from quire.checkpoint.multimodal.qwen import qwen2_vl
 from quire.checkpoint.reader import ConfigReader
 

@@ -98,7 +98,7 @@ def apply_penalties(
     frequency: Tensor,
     presence: Tensor,
 ) -> None:
-    """Apply the penalties to `logits` [N, V] in place, as in `sampling/adjust.py`.
+    """Apply the penalties to `logits` [N, V] in place, as in `sampling/logit_adjustments.py`.
 
     `rows` [N] selects each place's row of `prompt_seen` [R, V or more] uint8 (ids of the prompt) and of
     `counts`, as wide (how often each id was generated). Places with a row below 0 are unchanged. The

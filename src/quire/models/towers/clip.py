@@ -12,17 +12,17 @@ from torch.nn import functional as F
 from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.multimodal.anyres import AnyresFacts
 from quire.checkpoint.multimodal.aya import AyaFacts
+from quire.checkpoint.multimodal.common import ViTFacts
 from quire.checkpoint.multimodal.gemma import GemmaFacts
 from quire.checkpoint.multimodal.idefics import IdeficsFacts
 from quire.checkpoint.multimodal.llava import LlavaFacts
 from quire.checkpoint.multimodal.paligemma import PaliGemmaFacts
-from quire.checkpoint.multimodal.parts import ViTFacts
 from quire.kernels.reference.encoder import spans_of
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import Learned, PatchEmbedding, VisionMLP, patches_of, vision_layers
-from quire.models.towers.squares import FixedSizeTower, pixel_shuffle
+from quire.models.towers.fixed_size import FixedSizeTower, pixel_shuffle
 
 _NAMES = ("model.vision_tower.vision_model", "model.vision_tower", "model.vision_model")
 """Names of the encoder in checkpoints."""

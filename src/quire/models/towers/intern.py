@@ -13,7 +13,7 @@ from quire.kernels.reference.encoder import spans_of
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import Learned, PatchEmbedding, VisionMLP, VisionStyle, patches_of, vision_layers
-from quire.models.towers.squares import FixedSizeTower, pixel_shuffle
+from quire.models.towers.fixed_size import FixedSizeTower, pixel_shuffle
 
 
 class InternNames(NamedTuple):

@@ -12,7 +12,7 @@ from quire.layers.linear import WholeLinear
 from quire.layers.norm import LayerNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import Learned, PatchEmbedding, VisionMLP, VisionStyle, patches_of, vision_layers
-from quire.models.towers.squares import FixedSizeTower, pixel_shuffle
+from quire.models.towers.fixed_size import FixedSizeTower, pixel_shuffle
 
 _STYLE = VisionStyle(norms=("input_layernorm", "post_attention_layernorm"), out="o_proj", pairs=True)
 

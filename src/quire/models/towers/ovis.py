@@ -14,7 +14,7 @@ from quire.layers.linear import WholeLinear
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import Learned, PatchEmbedding, VisionStyle, patches_of, vision_layers
-from quire.models.towers.squares import FixedSizeTower, pixel_shuffle
+from quire.models.towers.fixed_size import FixedSizeTower, pixel_shuffle
 
 _STYLE = VisionStyle(
     norms=("rms_norm1", "rms_norm2"),

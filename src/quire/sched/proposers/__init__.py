@@ -3,7 +3,7 @@
 from typing import Protocol
 
 from quire.config.speculation import SpecFacts
-from quire.data.plan import Ints
+from quire.data.step_plan import Ints
 from quire.sched.proposers.ngram import NGram
 from quire.sched.proposers.suffix import Suffix
 

@@ -15,7 +15,7 @@ from array import array
 
 import numpy as np
 
-from quire.data.plan import Ints
+from quire.data.step_plan import Ints
 from quire.sched.proposers.text import TokenText
 
 CONTEXT = 32

@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.data.plan import Ints
+from quire.data.step_plan import Ints
 from quire.sched.running import RowIds
 
 Floats = NDArray[np.float64]

@@ -10,7 +10,7 @@ from collections import Counter, deque
 
 import numpy as np
 
-from quire.data.plan import Ints
+from quire.data.step_plan import Ints
 from quire.sched.proposers.text import TokenText
 
 MIN_MATCH = 3

@@ -5,7 +5,7 @@ from bisect import bisect_right
 
 import numpy as np
 
-from quire.data.plan import Ints
+from quire.data.step_plan import Ints
 
 MIN_RECENT = 4096
 """Minimum number of tokens added before the text is sorted again."""

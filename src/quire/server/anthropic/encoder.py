@@ -5,8 +5,8 @@ import json
 import re
 from typing import Any
 
+from quire.data.output_pieces import Piece, ReasoningPiece, TextPiece, ToolArguments, ToolStart
 from quire.data.outputs import CompletionOutput, RequestOutput
-from quire.data.pieces import Piece, ReasoningPiece, TextPiece, ToolArguments, ToolStart
 from quire.errors import EngineError
 from quire.server.anthropic.errors import as_message_error
 from quire.server.http.errors import describe

@@ -14,8 +14,8 @@ from quire.server.anthropic.bodies import (
 )
 from quire.server.anthropic.encoder import MessageEncoder
 from quire.server.anthropic.translate import as_chat
-from quire.server.http.document import add_post
 from quire.server.http.errors import json_response
+from quire.server.http.openapi_document import add_post
 from quire.server.openai.chat_request import prepare_chat
 from quire.server.openai.prompts import off_loop
 from quire.server.openai.requests import ChatBody

@@ -18,8 +18,8 @@ from quire.multimodal.processing import PreparedItem
 from quire.multimodal.processors import Audio
 from quire.server.audio.bodies import SpeechForm, SpeechReply, TranscriptionForm, TranslationForm
 from quire.server.audio.encoder import NAMES, SpeechEncoder, SpeechRequest, respond
-from quire.server.http.document import CODES, replies_of
 from quire.server.http.errors import NotFound, TooLarge
+from quire.server.http.openapi_document import CODES, replies_of
 from quire.server.openai.sampling_params import check_fields
 from quire.server.openai.service import GenerationService
 from quire.server.openai.streams import all_of

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.data.cache_scope import CACHE_SCOPE
 from quire.frontend.tracing import PARENT
-from quire.metrics.keys import KeyAccount
+from quire.metrics.api_keys import KeyAccount
 from quire.server.api_keys import Key, Ledger, Refusal
 from quire.server.http.errors import error_info, error_response, json_response
 

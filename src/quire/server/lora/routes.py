@@ -6,8 +6,8 @@ from fastapi import FastAPI
 from starlette.responses import PlainTextResponse, Response
 
 from quire.logs import get_logger
-from quire.server.http.document import BODY, replies_of
 from quire.server.http.errors import InvalidUserInput
+from quire.server.http.openapi_document import BODY, replies_of
 from quire.server.openai.requests import Body
 from quire.server.openai.service import GenerationService
 

@@ -5,15 +5,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
+from quire.data.output_pieces import Piece, ReasoningPiece, TextPiece, ToolArguments, ToolStart
 from quire.data.outputs import CompletionOutput
 from quire.data.params import ReasoningIds
-from quire.data.pieces import Piece, ReasoningPiece, TextPiece, ToolArguments, ToolStart
 from quire.errors import ConfigError, nearest
 from quire.registry import LazyTable
 from quire.text.parsers import REASONING, TOOLS, Chain, answer_parser, load_plugin
 from quire.text.parsers.calls import IdMaker, Schemas
-from quire.text.parsers.engine import Parser, join
 from quire.text.parsers.json_calls import NamedCall, RequiredCalls
+from quire.text.parsers.streaming import Parser, join
 from quire.text.tokenizer import Tokenizer
 
 NAMED, REQUIRED = "named", "required"

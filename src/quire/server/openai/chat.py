@@ -5,8 +5,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.data.output_pieces import Piece, ReasoningPiece, TextPiece, ToolArguments, ToolStart
 from quire.data.outputs import CompletionOutput, RequestOutput
-from quire.data.pieces import Piece, ReasoningPiece, TextPiece, ToolArguments, ToolStart
 from quire.server.http.sse import event, opening, quote
 from quire.server.openai.answer_pieces import NAMED, WholeAnswer, collect_pieces
 from quire.server.openai.chat_request import ChatRequest, prepare_chat

@@ -13,8 +13,8 @@ from quire.data.outputs import RequestOutput
 from quire.data.params import SamplingParams
 from quire.errors import RequestError
 from quire.frontend.inputs import InputProcessor, Prompt
-from quire.server.http.document import add_post
 from quire.server.http.errors import json_response
+from quire.server.http.openapi_document import add_post
 from quire.server.openai.prompts import off_loop
 from quire.server.openai.replies import UsageReply
 from quire.server.openai.requests import MAX_PROMPTS, CallBody, Many, Some, TokenId, doc

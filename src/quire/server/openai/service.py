@@ -30,7 +30,7 @@ from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.output_stream import Outputs
 from quire.frontend.pooling import NOT_GENERATIVE, NOT_POOLING
 from quire.logs import get_logger, printable
-from quire.metrics.keys import KeyAccount
+from quire.metrics.api_keys import KeyAccount
 from quire.server.http.errors import NotFound, json_response
 from quire.server.http.in_flight import Answering, LongWork
 from quire.server.http.limits import account_of

@@ -14,8 +14,8 @@ from quire.config.env import PREFIXES
 from quire.data.control import TAGS, check_choice
 from quire.errors import RequestError
 from quire.logs import get_logger
-from quire.server.http.document import replies_of
 from quire.server.http.errors import json_response
+from quire.server.http.openapi_document import replies_of
 from quire.server.openai.replies import ResetReply
 from quire.server.openai.requests import Many
 from quire.server.openai.service import GenerationService

@@ -8,8 +8,8 @@ from starlette.convertors import Convertor, register_url_convertor
 from starlette.responses import Response
 
 from quire.errors import EngineError
-from quire.server.http.document import replies_of
 from quire.server.http.errors import error_info, error_response, json_response
+from quire.server.http.openapi_document import replies_of
 from quire.server.openai import replies
 from quire.server.openai.replies import ErrorReply
 from quire.server.openai.service import GenerationService, no_model

@@ -8,8 +8,8 @@ from starlette.responses import Response
 
 from quire.frontend.pooling import cosine, pairs, pools, reads_pairs
 from quire.frontend.score_inputs import ROLES, ScoreInput, ScoreInputs
-from quire.server.http.document import add_post
 from quire.server.http.errors import json_response
+from quire.server.http.openapi_document import add_post
 from quire.server.openai.prompts import off_loop
 from quire.server.openai.service import ApiCall, GenerationService
 from quire.server.pooling.bodies import (

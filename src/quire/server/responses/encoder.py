@@ -4,9 +4,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from quire.data.output_pieces import TextPiece
 from quire.data.outputs import CompletionOutput, RequestOutput
 from quire.data.params import SamplingParams
-from quire.data.pieces import TextPiece
 from quire.errors import RequestError
 from quire.server.http.errors import describe
 from quire.server.http.sse import AnswerEncoder, event, quote

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.data.pieces import Piece, ReasoningPiece, TextPiece, ToolArguments, ToolStart
+from quire.data.output_pieces import Piece, ReasoningPiece, TextPiece, ToolArguments, ToolStart
 from quire.server.responses.items import Item, new_id
 
 Event = dict[str, Any]

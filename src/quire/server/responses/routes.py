@@ -8,9 +8,9 @@ from starlette.responses import Response, StreamingResponse
 
 from quire.data.params import INT64_MAX
 from quire.errors import RequestError
-from quire.server.http.document import add_post, replies_of
 from quire.server.http.errors import NotFound, json_response
 from quire.server.http.limits import account_of, stay
+from quire.server.http.openapi_document import add_post, replies_of
 from quire.server.openai.chat_request import ChatRequest, prepare_chat
 from quire.server.openai.prompts import off_loop
 from quire.server.openai.service import GenerationService

@@ -6,8 +6,8 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from quire.errors import RequestError
-from quire.server.http.document import BODY, CODES, add_post, replies_of
 from quire.server.http.errors import json_response
+from quire.server.http.openapi_document import BODY, CODES, add_post, replies_of
 from quire.server.openai import replies
 from quire.server.openai.batch import create_chat_batch, shapes
 from quire.server.openai.prompts import off_loop

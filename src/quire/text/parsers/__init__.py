@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from quire.data.pieces import Piece, TextPiece
+from quire.data.output_pieces import Piece, TextPiece
 from quire.errors import ConfigError
 from quire.registry import LazyTable
-from quire.text.parsers.engine import Parser, join
 from quire.text.parsers.reasoning import Reasoning, opened_by
+from quire.text.parsers.streaming import Parser, join
 
 _PACKAGE = "quire.text.parsers"
 Factory = TypeVar("Factory", bound=Callable[..., Parser])

@@ -10,9 +10,9 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from quire.data.pieces import ToolArguments, ToolStart
-from quire.text.parsers.engine import Wait
+from quire.data.output_pieces import ToolArguments, ToolStart
 from quire.text.parsers.json_text import JsonParser
+from quire.text.parsers.streaming import Wait
 
 IdMaker = Callable[[int, str], str]
 """Returns a call id for the index of the call and the name of the function."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from quire.text.parsers.calls import ToolParser, is_name, to_json
-from quire.text.parsers.engine import Wait
+from quire.text.parsers.streaming import Wait
 
 _SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from quire.text.parsers.calls import ToolParser, is_name
-from quire.text.parsers.engine import Emit, Wait
+from quire.text.parsers.streaming import Emit, Wait
 
 _STARTS = ("<|start|>", "<|channel|>", "<|message|>")
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")

@@ -3,8 +3,8 @@
 from functools import partial
 from typing import Any
 
-from quire.text.parsers.engine import Wait
 from quire.text.parsers.json_calls import ObjectParser
+from quire.text.parsers.streaming import Wait
 
 _MESSAGE = "<|message_model|>"
 _THINKING = "<|content_thinking|>"

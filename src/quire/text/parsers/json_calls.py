@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from quire.text.parsers.calls import ToolParser, is_name, mistral_id, to_json
-from quire.text.parsers.engine import Wait
+from quire.text.parsers.streaming import Wait
 
 _NAMES = ("name", "tool_name")
 _ARGUMENTS = ("arguments", "parameters", "args")

@@ -2,7 +2,7 @@
 
 import re
 
-from quire.text.parsers.engine import Emit, Parser, Wait
+from quire.text.parsers.streaming import Emit, Parser, Wait
 
 _VALUE = '{["-0123456789tfn'
 _RUN = re.compile(r'[^"\\\x00-\x1f]+')

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.text.parsers.calls import ToolParser, is_name, quoted, typed
-from quire.text.parsers.engine import Wait
+from quire.text.parsers.streaming import Wait
 
 _MARK = "]<]minimax[>["
 _SECTION = f"{_MARK}<tool_call>"

@@ -4,7 +4,7 @@ import re
 from functools import partial
 from typing import Any
 
-from quire.text.parsers.engine import Wait
+from quire.text.parsers.streaming import Wait
 from quire.text.parsers.tagged_calls import TaggedCalls, invoke_tags
 
 _STARTS = ("<|start|>", "<|message|>")

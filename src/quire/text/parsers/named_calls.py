@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from quire.text.parsers.calls import ToolParser, is_name, kimi_id, vllm_id
-from quire.text.parsers.engine import Wait
+from quire.text.parsers.streaming import Wait
 
 
 @dataclass(frozen=True)

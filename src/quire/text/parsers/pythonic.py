@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from quire.text.parsers.calls import ToolParser, to_json
-from quire.text.parsers.engine import Wait
+from quire.text.parsers.streaming import Wait
 
 _FUNCTION = re.compile(r"[^\W\d][\w.-]*")
 _LETTER = re.compile(r"[\w.-]")

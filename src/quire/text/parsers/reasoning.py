@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 
-from quire.text.parsers.engine import Emit, Parser, Wait
+from quire.text.parsers.streaming import Emit, Parser, Wait
 
 
 @dataclass(frozen=True)

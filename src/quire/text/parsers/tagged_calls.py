@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from quire.text.parsers.calls import ToolParser, is_name, quoted, typed
-from quire.text.parsers.engine import Emit, Wait
+from quire.text.parsers.streaming import Emit, Wait
 
 
 @dataclass(frozen=True)

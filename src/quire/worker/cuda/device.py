@@ -10,7 +10,7 @@ from quire.attention.batch import Batch
 from quire.checkpoint.layout import cache_specs
 from quire.config.engine import EngineConfig
 from quire.config.speculation import SpecFacts
-from quire.data.plan import Ints, Masks, Pending, StepPlan
+from quire.data.step_plan import Ints, Masks, Pending, StepPlan
 from quire.kernels.host_to_device import copy_to_device
 from quire.memory import (
     GRAPH_BYTES,

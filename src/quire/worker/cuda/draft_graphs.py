@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.data.plan import Ints, StepPlan
+from quire.data.step_plan import Ints, StepPlan
 from quire.kernels.host_to_device import copy_to_device
 from quire.kernels.triton.spec import SpecTokens
 from quire.memory import MAX_DRAWS

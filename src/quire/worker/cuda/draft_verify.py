@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.attention.batch import Batch
 from quire.config.speculation import SpecFacts
-from quire.data.plan import Ints, StepPlan, spread
+from quire.data.step_plan import Ints, StepPlan, spread
 from quire.kernels.host_to_device import copy_to_device
 from quire.kernels.triton.spec import DRAFTED, SpecStep, SpecTokens, derive, look_up, verify
 from quire.sampling.counts import Counts

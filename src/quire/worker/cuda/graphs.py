@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.batch import Batch
-from quire.data.plan import Ints, StepPlan
+from quire.data.step_plan import Ints, StepPlan
 from quire.logs import get_logger
 from quire.memory import MAX_DRAWS, ladder
 from quire.worker.device import ForwardResult, batch_of

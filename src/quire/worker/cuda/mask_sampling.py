@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.data.plan import Ints, Masks
+from quire.data.step_plan import Ints, Masks
 from quire.kernels.triton.sampling import FREE, LATER, ConstrainedDevice, sample
 from quire.sampling.random import SamplingTensors
 from quire.worker.cuda.host_signal import open_host_signal

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.data.plan import Ints, StepResult
+from quire.data.step_plan import Ints, StepResult
 from quire.sampling.sampler import Sampled
 from quire.worker.device import NewTokens, device_failures
 from quire.worker.rows import Rows

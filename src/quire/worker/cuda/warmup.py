@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.attention.batch import Batch
 from quire.config.engine import EngineConfig
-from quire.data.plan import Ints
+from quire.data.step_plan import Ints
 from quire.kernels.triton.launch import MOST_ROWS, compiling
 from quire.kernels.triton.masks import apply_masks
 from quire.memory import ladder, rows_at_once

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.batch import Batch
-from quire.data.plan import Ints, StepPlan
+from quire.data.step_plan import Ints, StepPlan
 from quire.worker.rows import Rows
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.data.plan import StepPlan
+from quire.data.step_plan import StepPlan
 from quire.sampling.transfer import to_device
 from quire.worker.rows import Rows
 

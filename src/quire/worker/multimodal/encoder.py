@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.config.engine import EngineConfig
 from quire.data.multimodal import TABLE, Array, Arrays, MediaItem, unpack
-from quire.data.plan import StepPlan
+from quire.data.step_plan import StepPlan
 from quire.errors import EngineError
 from quire.layers.cross_attention import CrossAttentionCache
 from quire.memory import max_vectors

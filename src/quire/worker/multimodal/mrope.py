@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.data.multimodal import Media
-from quire.data.plan import Ints, StepPlan
+from quire.data.step_plan import Ints, StepPlan
 from quire.layers.rope import num_mrope_positions
 
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.data.plan import StepPlan
+from quire.data.step_plan import StepPlan
 from quire.data.timestamps import AlignmentHeads
 from quire.kernels.cpu import dtw, native
 from quire.layers.cross_attention import CrossAttentionCache

@@ -14,7 +14,7 @@ from quire.attention.batch import Batch
 from quire.checkpoint.draft import Draft
 from quire.checkpoint.facts import ArchFacts
 from quire.config.engine import EngineConfig
-from quire.data.plan import Ints
+from quire.data.step_plan import Ints
 from quire.errors import ConfigError
 from quire.kernels.cpu.tape import Tapes
 from quire.loader import load_model

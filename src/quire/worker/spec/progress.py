@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.attention.batch import Batch
 from quire.checkpoint.layout import CacheLayout
-from quire.data.plan import Ints, StepPlan, spread
+from quire.data.step_plan import Ints, StepPlan, spread
 from quire.kernels.host_to_device import copy_to_device
 from quire.worker.rows import Rows
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
-from quire.data.pieces import Piece, ReasoningPiece, TextPiece, ToolArguments, ToolStart
+from quire.data.output_pieces import Piece, ReasoningPiece, TextPiece, ToolArguments, ToolStart
 
 Result = TypeVar("Result")
 Wait = Generator[None, None, Result]

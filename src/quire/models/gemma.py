@@ -1,0 +1,35 @@
+"""Gemma 2 and 3: norms before and after attention and MLP."""
+
+from torch import Tensor
+
+from quire.attention.batch import Batch
+from quire.checkpoint.facts import ArchFacts, LayerFacts
+from quire.layers.norm import norm_of
+from quire.layers.rope import Rope
+from quire.layers.scope import DecoderNames, Scope
+from quire.models import llama
+from quire.models.decoder import Decoder
+
+
+class SandwichLayer(llama.Layer):
+    """Attention, then MLP or experts, each with a norm before and after and a residual."""
+
+    def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
+        super().__init__(facts, layer, rope, scope)
+        attended, fed = scope.names.after_norms
+        self.attended_norm, self.fed_norm = norm_of(facts, scope / attended), norm_of(facts, scope / fed)
+
+    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+        x, residual = self.attention_norm(x, residual)
+        x, residual = self.mlp_norm(self.attended_norm.alone(self.attention(x, batch)), residual)
+        return self.fed_norm.alone(self.mlp(x)), residual
+
+
+class GemmaModel(Decoder):
+    """Gemma 2 and 3 decoder."""
+
+    Layer = SandwichLayer
+    names = DecoderNames(
+        norms=("input_layernorm", "pre_feedforward_layernorm"),
+        after_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+    )
