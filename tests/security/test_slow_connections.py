@@ -240,7 +240,7 @@ def test_refusals_are_logged_once_per_interval(caplog: pytest.LogCaptureFixture)
     assert [record.message for record in caplog.records] == [
         "Refused a client (1.2.3.4): too large",
         "Refused a client (1.2.3.4): too slow",
-        "Refused 9 more clients within 0.05 s: too large",
+        "Refused 9 more connections within 0.05 s: too large",
         "Refused a client (5.6.7.8): too large",
     ]
 

@@ -97,7 +97,7 @@ def run_core(config: EngineConfig, seat: CoreAddress, parent: Connection) -> Non
     try:
         server.run()
     except EngineDead as error:
-        log.error("The engine core ends: %s", error)
+        log.error("The engine core failed and is shutting down: %s", error)
         sys.exit(1)
     finally:
         core.close()

@@ -263,7 +263,7 @@ class CoreLink:
                 message = decode_from_core(data)
             except msgspec.MsgspecError as error:
                 log.error(
-                    "Ignored an invalid message of %s (another version?): %.200r",
+                    "Ignored an invalid message from %s (another version of Quire?): %.200r",
                     self.name,
                     str(error),
                 )

@@ -164,7 +164,8 @@ class ProcessorCache:
         (`whole`)."""
         if whole and self._is_shared:
             log.warning(
-                "The engine core cannot open the shared memory of media: arrays are sent over the connection"
+                "The engine core cannot open the shared memory of media: arrays are sent over the socket. "
+                "Check that /dev/shm is large enough and shared by all containers"
             )
             self._is_shared = False
         sent: list[MediaItem] = []

@@ -243,7 +243,7 @@ class Announcer:
             try:
                 answer = msgspec.msgpack.decode(self._socket.recv(), type=NodeJoined)
             except msgspec.MsgspecError as error:
-                log.warning("Ignored an invalid message of the head at %s: %.200r", self.head, str(error))
+                log.warning("Ignored an invalid message from the head at %s: %.200r", self.head, str(error))
                 continue
             self._heard_at = now
             if answer.may_change and now - self._began < 2 * GONE_S:

@@ -46,7 +46,7 @@ class RefusalLog:
         count = self._counts.pop(cause)
         if count:
             self._counts[cause] = 0
-            logger.warning("Refused %d more clients within %g s: %s", count, self.interval_s, cause)
+            logger.warning("Refused %d more connections within %g s: %s", count, self.interval_s, cause)
             asyncio.get_running_loop().call_later(self.interval_s, self._report, cause)
 
 
