@@ -16,11 +16,30 @@ def inverse_length(x: tl.tensor, eps: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def delta_single(
-    out: tl.tensor, qkv: tl.tensor, a: tl.tensor, b: tl.tensor, rate: tl.tensor, bias: tl.tensor,
-    state: tl.tensor, seqs: tl.tuple, stride: tl.tensor, ab_stride: tl.tensor, scale: tl.tensor,
-    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, DIM: tl.constexpr, EPS: tl.constexpr,
-    ALL: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_DIM: tl.constexpr, OVERLAP: tl.constexpr,
-) -> None:  # fmt: skip
+    out: tl.tensor,
+    qkv: tl.tensor,
+    a: tl.tensor,
+    b: tl.tensor,
+    rate: tl.tensor,
+    bias: tl.tensor,
+    state: tl.tensor,
+    numbers: tl.tensor,
+    starts: tl.tensor,
+    rows: tl.tensor,
+    positions: tl.tensor,
+    stride: tl.tensor,
+    ab_stride: tl.tensor,
+    scale: tl.tensor,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    EPS: tl.constexpr,
+    ALL: tl.constexpr,
+    BLOCK_KEY: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
     """Update the state of one head with a single token and compute its output. Grid: (sequences, heads,
     value_dim / BLOCK_DIM)."""
     head = tl.program_id(1)
@@ -28,7 +47,7 @@ def delta_single(
     n = tl.arange(0, BLOCK_KEY)
     exists = (n < KEY_DIM)[:, None] & (dim < DIM)[None, :]
     follow(OVERLAP)
-    token, _, row, position = place_of(seqs, ALL)
+    token, _, row, position = place_of(numbers, starts, rows, positions, ALL)
     state_at = state + (row * HEADS + head) * (KEY_DIM * DIM) + n[:, None] * DIM + dim[None, :]
     h = tl.load(state_at, mask=exists & (position + 0 * n > 0)[:, None], other=0.0)
     token = token.to(tl.int64)
@@ -78,12 +97,28 @@ def inverse(system: tl.tensor, i: tl.tensor, LEVELS: tl.constexpr, PRECISION: tl
 
 @triton.jit
 def delta_solve(
-    by_key: tl.tensor, by_value: tl.tensor, qkv: tl.tensor, a: tl.tensor, b: tl.tensor, rate: tl.tensor,
-    bias: tl.tensor, chunks: tl.tensor, starts: tl.tensor, stride: tl.tensor, ab_stride: tl.tensor,
-    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, DIM: tl.constexpr, EPS: tl.constexpr,
-    CHUNK: tl.constexpr, LEVELS: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    by_key: tl.tensor,
+    by_value: tl.tensor,
+    qkv: tl.tensor,
+    a: tl.tensor,
+    b: tl.tensor,
+    rate: tl.tensor,
+    bias: tl.tensor,
+    chunks: tl.tensor,
+    starts: tl.tensor,
+    stride: tl.tensor,
+    ab_stride: tl.tensor,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    EPS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LEVELS: tl.constexpr,
+    BLOCK_KEY: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
     PRECISION: tl.constexpr,
-) -> None:  # fmt: skip
+) -> None:
     """Compute `by_key` [T, heads, key_dim] and `by_value` [T, heads, value_dim] of one chunk. Its tokens
     write `by_value` - `by_key` h, with the state h before the chunk. Grid: (chunks, heads)."""
     head = tl.program_id(1)
@@ -113,19 +148,38 @@ def delta_solve(
 
 @triton.jit
 def delta_chunks(
-    out: tl.tensor, by_key: tl.tensor, by_value: tl.tensor, qkv: tl.tensor, a: tl.tensor, rate: tl.tensor,
-    bias: tl.tensor, state: tl.tensor, seqs: tl.tuple, stride: tl.tensor, ab_stride: tl.tensor,
+    out: tl.tensor,
+    by_key: tl.tensor,
+    by_value: tl.tensor,
+    qkv: tl.tensor,
+    a: tl.tensor,
+    rate: tl.tensor,
+    bias: tl.tensor,
+    state: tl.tensor,
+    numbers: tl.tensor,
+    starts: tl.tensor,
+    rows: tl.tensor,
+    positions: tl.tensor,
+    stride: tl.tensor,
+    ab_stride: tl.tensor,
     scale: tl.tensor,
-    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, DIM: tl.constexpr, EPS: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_DIM: tl.constexpr, PRECISION: tl.constexpr,
-) -> None:  # fmt: skip
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    EPS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_KEY: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
     """Compute outputs chunk by chunk, with the state in registers. Grid: (longer sequences, heads, value_dim
     / BLOCK_DIM)."""
     head = tl.program_id(1)
     dim = tl.program_id(2) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
     n, i = tl.arange(0, BLOCK_KEY), tl.arange(0, CHUNK)
     exists = (n < KEY_DIM)[:, None] & (dim < DIM)[None, :]
-    start, end, row, position = place_of(seqs, False)
+    start, end, row, position = place_of(numbers, starts, rows, positions, False)
     state_at = state + (row * HEADS + head) * (KEY_DIM * DIM) + n[:, None] * DIM + dim[None, :]
     h = tl.load(state_at, mask=exists & (position + 0 * n > 0)[:, None], other=0.0)
     kind = qkv.dtype.element_ty

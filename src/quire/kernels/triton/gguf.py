@@ -12,7 +12,6 @@ from quire.kernels.triton.activations import times as gate_times
 from quire.kernels.triton.gguf_decode import DecodeForm, high_of, number_of, scales_of, words_of
 from quire.kernels.triton.gguf_layout import TILE
 from quire.kernels.triton.launch import follow
-from quire.kernels.triton.tile_dots import all_of
 
 _EIGHT = tl.constexpr(8)
 """Elements of x that a thread loads at once."""
@@ -27,9 +26,15 @@ def _first_code(q: int, form: DecodeForm) -> int:
 
 @triton.jit
 def _add_code(
-    sums: tl.tensor, excess: tl.tensor, words: tl.tensor, high: tl.tensor, powers: tl.tensor, x: tl.tensor,
-    S: tl.constexpr, FORM: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    sums: tl.tensor,
+    excess: tl.tensor,
+    words: tl.tensor,
+    high: tl.tensor,
+    powers: tl.tensor,
+    x: tl.tensor,
+    S: tl.constexpr,
+    FORM: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
     """Add code S of each word times x [U, words] to `sums` [R, U, words], and the excess of the unconverted
     codes to `excess` [U, words]."""
     sums += number_of(words, high, powers, S, FORM) * x[None]
@@ -40,9 +45,15 @@ def _add_code(
 
 @triton.jit
 def _add_eight(
-    sums: tl.tensor, excess: tl.tensor, words: tl.tensor, high: tl.tensor, powers: tl.tensor, x: tl.tensor,
-    Q: tl.constexpr, FORM: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    sums: tl.tensor,
+    excess: tl.tensor,
+    words: tl.tensor,
+    high: tl.tensor,
+    powers: tl.tensor,
+    x: tl.tensor,
+    Q: tl.constexpr,
+    FORM: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
     """Add codes for columns 8 Q.. of units times x [U, 8]; the arguments are those of `_add_code`."""
     U: tl.constexpr = x.shape[0]
     S: tl.constexpr = _first_code(Q, FORM)
@@ -73,10 +84,16 @@ def _add_eight(
 
 @triton.jit
 def _add_units(
-    acc: tl.tensor, bits: tl.tuple, words: tl.tensor, n: tl.tensor, inside: tl.tensor, x: tl.tensor,
-    u: tl.tensor, units: tl.tensor,
+    acc: tl.tensor,
+    bits: tl.tuple,
+    words: tl.tensor,
+    n: tl.tensor,
+    inside: tl.tensor,
+    x: tl.tensor,
+    u: tl.tensor,
+    units: tl.tensor,
     FORM: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+) -> tl.tensor:
     """Add the products of weight rows n with units u of x to `acc` [R, U]."""
     exists = inside[:, None] & (u < units)[None, :]
     high = high_of(bits, n, u, exists, units, FORM)
@@ -101,10 +118,16 @@ def _add_units(
 
 @triton.jit
 def _load_words(
-    bits: tl.tuple, n: tl.tensor, second: tl.tensor, inside: tl.tensor, inside2: tl.tensor, u: tl.tensor,
+    bits: tl.tuple,
+    n: tl.tensor,
+    second: tl.tensor,
+    inside: tl.tensor,
+    inside2: tl.tensor,
+    u: tl.tensor,
     units: tl.tensor,
-    FORM: tl.constexpr, TWO: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    FORM: tl.constexpr,
+    TWO: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
     """Load the words of rows n and, with TWO tiles, those of the second tile."""
     words = words_of(bits, n, u, inside[:, None] & (u < units)[None, :], units, FORM)
     if TWO:
@@ -114,20 +137,24 @@ def _load_words(
 
 
 @triton.jit
-def add_bias(y: tl.tensor, bias: tl.tensor, at: tl.tensor, inside: tl.tensor) -> tl.tensor:
-    """Return y plus the bias of weight rows `at`."""
-    if bias is not None:
-        y += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
-    return y
-
-
-@triton.jit
 def rows(
-    out: tl.tensor, x: tl.tensor, bits: tl.tuple, bias: tl.tensor, ids: tl.tensor, columns: tl.tensor,
-    size_out: tl.tensor, x_stride: tl.tensor, out_stride: tl.tensor,
-    FORM: tl.constexpr, ACTIVATION: tl.constexpr, TOP: tl.constexpr, TWO: tl.constexpr, UNITS: tl.constexpr,
+    out: tl.tensor,
+    x: tl.tensor,
+    bits: tl.tuple,
+    bias: tl.tensor,
+    ids: tl.tensor,
+    columns: tl.tensor,
+    size_out: tl.tensor,
+    x_stride: tl.tensor,
+    out_stride: tl.tensor,
+    FORM: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BIASED: tl.constexpr,
+    TOP: tl.constexpr,
+    TWO: tl.constexpr,
+    UNITS: tl.constexpr,
     OVERLAP: tl.constexpr,
-) -> None:  # fmt: skip
+) -> None:
     """Multiply one row of x by one or TWO tiles of weight rows. Grid: (size_out / rows, rows of out).
 
     With an activation, the second tile is the up part. If TOP > 0, a row of out is a (token, expert) pair:
@@ -160,9 +187,10 @@ def rows(
         words, words2 = ahead, ahead2
     y, y2 = tl.sum(acc, 1), tl.sum(acc2, 1)
     kind = out.dtype.element_ty
-    y = add_bias(y, bias, row, inside)
-    if TWO:
-        y2 = add_bias(y2, bias, row + gap, inside2)
+    if BIASED:
+        y += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
+        if TWO:
+            y2 += tl.load(bias + row + gap, mask=inside2, other=0.0).to(tl.float32)
     out += pair.to(tl.int64) * out_stride
     if GATED:
         y = gate_times(y.to(kind), y2.to(kind), ACTIVATION).to(tl.float32)
@@ -173,9 +201,14 @@ def rows(
 
 @triton.jit
 def _dequantize_code(
-    words: tl.tensor, high: tl.tensor, powers: tl.tensor, scale: tl.tensor, low: tl.tensor,
-    S: tl.constexpr, FORM: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+    words: tl.tensor,
+    high: tl.tensor,
+    powers: tl.tensor,
+    scale: tl.tensor,
+    low: tl.tensor,
+    S: tl.constexpr,
+    FORM: tl.constexpr,
+) -> tl.tensor:
     number = number_of(words, high, powers, S, FORM)
     if FORM.book != "":
         return number * scale
@@ -185,9 +218,15 @@ def _dequantize_code(
 
 @triton.jit
 def _dequantize_eight(
-    words: tl.tensor, high: tl.tensor, powers: tl.tensor, scale: tl.tensor, low: tl.tensor,
-    Q: tl.constexpr, FORM: tl.constexpr, kind: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+    words: tl.tensor,
+    high: tl.tensor,
+    powers: tl.tensor,
+    scale: tl.tensor,
+    low: tl.tensor,
+    Q: tl.constexpr,
+    FORM: tl.constexpr,
+    kind: tl.constexpr,
+) -> tl.tensor:
     """Return columns 8 Q.. of units, dequantized: [R, U * 8]."""
     R: tl.constexpr = words.shape[0]
     U: tl.constexpr = words.shape[1]
@@ -239,9 +278,18 @@ def _load_units(
 
 @triton.jit
 def unpack(
-    out: tl.tensor, bits: tl.tuple, ids: tl.tensor, first_row: tl.tensor, num: tl.tensor, columns: tl.tensor,
-    FORM: tl.constexpr, CHOSEN: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr, OVERLAP: tl.constexpr,
-) -> None:  # fmt: skip
+    out: tl.tensor,
+    bits: tl.tuple,
+    ids: tl.tensor,
+    first_row: tl.tensor,
+    num: tl.tensor,
+    columns: tl.tensor,
+    FORM: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
     """Dequantize rows from `first_row` on, or if CHOSEN the rows `ids`. Grid: (num / ROWS, units / UNITS)."""
     i, u = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * UNITS + tl.arange(0, UNITS)
     follow(OVERLAP)
@@ -259,10 +307,17 @@ def unpack(
 
 @triton.jit
 def _dot_tile(
-    acc: tl.tensor, x: tl.tensor, bits: tl.tuple, n: tl.tensor, inside: tl.tensor, exists: tl.tensor,
-    at: tl.tensor, units: tl.tensor,
-    FORM: tl.constexpr, UNITS: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+    acc: tl.tensor,
+    x: tl.tensor,
+    bits: tl.tuple,
+    n: tl.tensor,
+    inside: tl.tensor,
+    exists: tl.tensor,
+    at: tl.tensor,
+    units: tl.tensor,
+    FORM: tl.constexpr,
+    UNITS: tl.constexpr,
+) -> tl.tensor:
     """Add the products of weight rows n with UNITS units of x from `at` on to `acc` [R, NUM]."""
     u, k = at + tl.arange(0, UNITS), at + tl.arange(0, UNITS * _EIGHT) // _EIGHT
     words, high, scale, low = _load_units(bits, n, u, inside[:, None] & (u < units)[None, :], units, FORM)
@@ -275,10 +330,23 @@ def _dot_tile(
 
 
 @triton.jit
+def all_of(parts: tl.tensor, inside: tl.tensor, size: tl.tensor, SPLITS: tl.constexpr) -> tl.tensor:
+    """Return the sum of the split-K parts at `parts`, which are `size` elements apart."""
+    acc = tl.zeros(inside.shape, tl.float32)
+    for split in tl.static_range(SPLITS):
+        acc += tl.load(parts + split * size, mask=inside, other=0.0, cache_modifier=".cg")
+    return acc
+
+
+@triton.jit
 def pairs_at(
-    order: tl.tensor, work: tl.tensor, tile: tl.tensor, size_out: tl.tensor,
-    NUM: tl.constexpr, ROWS: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    order: tl.tensor,
+    work: tl.tensor,
+    tile: tl.tensor,
+    size_out: tl.tensor,
+    NUM: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Return the pairs of a tile, its outputs, whether the pairs exist, and the first weight row of their
     expert."""
     stripes = tl.cdiv(size_out, ROWS)
@@ -292,11 +360,27 @@ def pairs_at(
 
 @triton.jit(do_not_specialize=["num"])
 def tiles(
-    out: tl.tensor, x: tl.tensor, bits: tl.tuple, bias: tl.tensor, splits: tl.tuple, pairs: tl.tuple,
-    num: tl.tensor, columns: tl.tensor, size_out: tl.tensor, x_stride: tl.tensor, out_stride: tl.tensor,
-    FORM: tl.constexpr, ACTIVATION: tl.constexpr, TOP: tl.constexpr, NUM: tl.constexpr, ROWS: tl.constexpr,
-    UNITS: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
-) -> None:  # fmt: skip
+    out: tl.tensor,
+    x: tl.tensor,
+    bits: tl.tuple,
+    bias: tl.tensor,
+    splits: tl.tuple,
+    pairs: tl.tuple,
+    num: tl.tensor,
+    columns: tl.tensor,
+    size_out: tl.tensor,
+    x_stride: tl.tensor,
+    out_stride: tl.tensor,
+    FORM: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BIASED: tl.constexpr,
+    TOP: tl.constexpr,
+    NUM: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNITS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
     """Compute a tile as `_tiles` of matmul.py does; `splits` holds split-K parts and arrivals. Up rows follow
     gate rows. If TOP > 0, rows of out are sorted pairs of token pair / TOP. Grid: (tiles, SPLITS)."""
     GATED: tl.constexpr = ACTIVATION != ""
@@ -330,8 +414,15 @@ def tiles(
             return
         tl.store(splits[1] + tile, 0)
         acc = all_of(splits[0] + place, inside, num * size_out, SPLITS)
-    y = add_bias(acc, bias, row[None, :], (n < size_out)[None, :]).to(out.dtype.element_ty)
+    y = with_bias(acc, bias + row, n < size_out, BIASED).to(out.dtype.element_ty)
     if GATED:
-        up = add_bias(up, bias, (row + size_out)[None, :], (n < size_out)[None, :])
+        up = with_bias(up, bias + row + size_out, n < size_out, BIASED)
         y = gate_times(y, up.to(out.dtype.element_ty), ACTIVATION)
     tl.store(out + m.to(tl.int64)[:, None] * out_stride + n[None, :], y, mask=inside)
+
+
+@triton.jit
+def with_bias(acc: tl.tensor, bias: tl.tensor, inside: tl.tensor, BIASED: tl.constexpr) -> tl.tensor:
+    if BIASED:
+        acc += tl.load(bias, mask=inside, other=0.0).to(tl.float32)[None, :]
+    return acc

@@ -134,18 +134,22 @@ def _launch_rows(
     top: int = 0,
     ahead: bool,
 ) -> None:
-    form, size_out, gated = form_of(planes), out.shape[1], activation != ""
+    form, extras = form_of(planes), (out if bias is None else bias, out if ids is None else ids)
     if isinstance(plan, WholeRows):
-        kernel, bits = gguf_rows.rows, whole_bits_of(planes)
-        grid = gguf_rows.programs(size_out, plan, gated=gated)
         units = max(triton.next_power_of_2(planes.columns // form.unit), 32 * plan.warps)
-    else:
-        kernel, bits, units = gguf.rows, bits_of(planes), 32 * plan.warps
-        grid = triton.cdiv(size_out, TILE * (2 if plan.two and not gated else 1))
-    launch(kernel, grid, len(out))(
-        out, x, bits, bias, out if ids is None else ids, planes.columns, size_out, x.stride(0), out.stride(0),
-        FORM=form, ACTIVATION=activation, TOP=top, TWO=plan.two or gated, UNITS=units, OVERLAP=ahead,
-        launch_pdl=ahead, num_warps=plan.warps,
+        launch(gguf_rows.rows, gguf_rows.programs(out.shape[1], plan, gated=bool(activation)), len(out))(
+            out, x, whole_bits_of(planes), *extras, planes.columns, out.shape[1], x.stride(0), out.stride(0),
+            FORM=form, ACTIVATION=activation, BIASED=bias is not None, TOP=top,
+            TWO=plan.two or activation != "", UNITS=units, OVERLAP=ahead, launch_pdl=ahead,
+            num_warps=plan.warps,
+        )  # fmt: skip
+        return
+    per_program = TILE * (2 if plan.two and not activation else 1)
+    launch(gguf.rows, triton.cdiv(out.shape[1], per_program), len(out))(
+        out, x, bits_of(planes), *extras, planes.columns, out.shape[1], x.stride(0), out.stride(0), FORM=form,
+        ACTIVATION=activation,
+        BIASED=bias is not None, TOP=top, TWO=plan.two or activation != "", UNITS=32 * plan.warps,
+        OVERLAP=ahead, launch_pdl=ahead, num_warps=plan.warps,
     )  # fmt: skip
 
 
@@ -177,10 +181,11 @@ def _launch_tiles(
             beside = gguf_tiles.beside(planes.high, plan.rows, units, form.high)
         operands = x if pairs is not None else _descriptor(x, plan), halves, beside, whole_bits_of(planes)
     launch(kernel, num_tiles, splits)(
-        out, *operands, bias, (parts, arrivals_of(x.device)), (out, out) if pairs is None else pairs, num,
-        planes.columns, size_out, x.stride(0), out.stride(0), FORM=form, ACTIVATION=activation, TOP=top,
-        NUM=plan.num, ROWS=plan.rows, UNITS=plan.length // form.unit, SPLITS=splits, OVERLAP=ahead,
-        launch_pdl=ahead, num_warps=plan.warps, num_stages=plan.stages,
+        out, *operands, out if bias is None else bias, (parts, arrivals_of(x.device)),
+        (out, out) if pairs is None else pairs, num, planes.columns, size_out, x.stride(0), out.stride(0),
+        FORM=form, ACTIVATION=activation, BIASED=bias is not None, TOP=top, NUM=plan.num, ROWS=plan.rows,
+        UNITS=plan.length // form.unit, SPLITS=splits, OVERLAP=ahead, launch_pdl=ahead, num_warps=plan.warps,
+        num_stages=plan.stages,
     )  # fmt: skip
 
 

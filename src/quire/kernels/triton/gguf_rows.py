@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.activations import times as gate_times
-from quire.kernels.triton.gguf import add_bias
 from quire.kernels.triton.gguf_decode import beside_of, offset_of, words_of
 from quire.kernels.triton.gguf_layout import TILE
 from quire.kernels.triton.launch import follow
@@ -236,11 +235,23 @@ def _dot_tile(held: tl.tuple, x: tl.tuple, FORM: tl.constexpr, KIND: tl.constexp
 
 @triton.jit
 def rows(
-    out: tl.tensor, x: tl.tensor, bits: tl.tuple, bias: tl.tensor, ids: tl.tensor, columns: tl.tensor,
-    size_out: tl.tensor, x_stride: tl.tensor, out_stride: tl.tensor,
-    FORM: tl.constexpr, ACTIVATION: tl.constexpr, TOP: tl.constexpr, TWO: tl.constexpr, UNITS: tl.constexpr,
+    out: tl.tensor,
+    x: tl.tensor,
+    bits: tl.tuple,
+    bias: tl.tensor,
+    ids: tl.tensor,
+    columns: tl.tensor,
+    size_out: tl.tensor,
+    x_stride: tl.tensor,
+    out_stride: tl.tensor,
+    FORM: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BIASED: tl.constexpr,
+    TOP: tl.constexpr,
+    TWO: tl.constexpr,
+    UNITS: tl.constexpr,
     OVERLAP: tl.constexpr,
-) -> None:  # fmt: skip
+) -> None:
     """Multiply a row of x by one or TWO tiles of weight rows at a time; with an activation the second is the
     up part. If TOP > 0, a row of out is a pair with token pair / TOP. Grid: (programs, rows of out)."""
     GATED: tl.constexpr = ACTIVATION != ""
@@ -271,18 +282,25 @@ def rows(
         inside, inside2, after = n < size_out, _second_exists(n, size_out, GATED), n + stride * HEIGHT
         loaded = (after < size_out)[:, None] & valid[None, :]
         ahead = _load_units(bits, start + after, u, loaded, units, total, FORM)
-        y = add_bias(_dot_tile(held, parts, FORM, kind), bias, start + n, inside)
+        y = _add_bias(_dot_tile(held, parts, FORM, kind), bias + start + n, inside, BIASED)
         held = ahead
         if TWO:
             loaded = _second_exists(after, size_out, GATED)[:, None] & valid[None, :]
             ahead = _load_units(bits, start + gap + after, u, loaded, units, total, FORM)
-            y2 = add_bias(_dot_tile(held2, parts, FORM, kind), bias, start + gap + n, inside2)
+            y2 = _add_bias(_dot_tile(held2, parts, FORM, kind), bias + start + gap + n, inside2, BIASED)
             held2 = ahead
             if GATED:
                 y = gate_times(y.to(kind), y2.to(kind), ACTIVATION)
             else:
                 tl.store(out + n + _TILE, y2.to(kind), mask=inside2)
         tl.store(out + n, y.to(kind), mask=inside)
+
+
+@triton.jit
+def _add_bias(y: tl.tensor, bias: tl.tensor, inside: tl.tensor, BIASED: tl.constexpr) -> tl.tensor:
+    if BIASED:
+        y += tl.load(bias, mask=inside, other=0.0).to(tl.float32)
+    return y
 
 
 @triton.jit

@@ -8,12 +8,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.kernels.triton.activations import times as gate_times
-from quire.kernels.triton.gguf import add_bias, pairs_at
+from quire.kernels.triton.gguf import all_of, pairs_at, with_bias
 from quire.kernels.triton.gguf_decode import DecodeForm, offset_of
 from quire.kernels.triton.gguf_layout import TILE
 from quire.kernels.triton.launch import follow
 from quire.kernels.triton.matmul import tiled
-from quire.kernels.triton.tile_dots import all_of
 
 _EIGHT = tl.constexpr(8)
 _TILE = tl.constexpr(TILE)
@@ -165,9 +164,13 @@ def _scale_pair(subs: tl.tensor, heads: tl.tensor, FORM: tl.constexpr, KIND: tl.
 
 @triton.jit
 def _decode(
-    words: tl.tensor, high: tl.tensor, pair: tl.tensor,
-    Q: tl.constexpr, FORM: tl.constexpr, KIND: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+    words: tl.tensor,
+    high: tl.tensor,
+    pair: tl.tensor,
+    Q: tl.constexpr,
+    FORM: tl.constexpr,
+    KIND: tl.constexpr,
+) -> tl.tensor:
     """Dequantize columns 8 Q.. of units from half words, their high bits, and pairs, each [R, U * 8]."""
     PLACE: tl.constexpr = Q % 2 * (FORM.unit // 16) + Q // 2
     if _INTERPRETED:
@@ -285,12 +288,29 @@ def _tile_rows(
 
 @triton.jit(do_not_specialize=["num"])
 def tiles(
-    out: tl.tensor, x: tl.tensor, weight: tl.tensor, beside: tl.tensor, bits: tl.tuple, bias: tl.tensor,
-    splits: tl.tuple, pairs: tl.tuple, num: tl.tensor, columns: tl.tensor, size_out: tl.tensor,
-    x_stride: tl.tensor, out_stride: tl.tensor,
-    FORM: tl.constexpr, ACTIVATION: tl.constexpr, TOP: tl.constexpr, NUM: tl.constexpr, ROWS: tl.constexpr,
-    UNITS: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
-) -> None:  # fmt: skip
+    out: tl.tensor,
+    x: tl.tensor,
+    weight: tl.tensor,
+    beside: tl.tensor,
+    bits: tl.tuple,
+    bias: tl.tensor,
+    splits: tl.tuple,
+    pairs: tl.tuple,
+    num: tl.tensor,
+    columns: tl.tensor,
+    size_out: tl.tensor,
+    x_stride: tl.tensor,
+    out_stride: tl.tensor,
+    FORM: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BIASED: tl.constexpr,
+    TOP: tl.constexpr,
+    NUM: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNITS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
     """Compute a tile as `gguf.tiles` does. `weight` is a descriptor of tiles of half words, `beside` one of
     their high bits; subs and scales are integers, pairs of them one integer."""
     GATED: tl.constexpr = ACTIVATION != ""
@@ -321,9 +341,9 @@ def tiles(
         acc = all_of(splits[0] + place, inside, size, SPLITS)
         if GATED:
             up = all_of(splits[0] + SPLITS * size + place, inside, size, SPLITS)
-    rows, valid = (row + tl.arange(0, ROWS))[:, None], (n < size_out)[:, None]
-    y = add_bias(acc, bias, rows, valid).to(KIND)
+    offsets = bias + (row + tl.arange(0, ROWS))
+    y = tl.trans(with_bias(tl.trans(acc), offsets, n < size_out, BIASED)).to(KIND)
     if GATED:
-        up = add_bias(up, bias, rows + size_out, valid)
+        up = tl.trans(with_bias(tl.trans(up), offsets + size_out, n < size_out, BIASED))
         y = gate_times(y, up.to(KIND), ACTIVATION)
     tl.store(out + m.to(tl.int64)[None, :] * out_stride + n[:, None], y, mask=inside)

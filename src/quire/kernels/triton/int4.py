@@ -78,10 +78,16 @@ def unpack_reference(weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
 
 @triton.jit
 def _unpack(
-    out: tl.tensor, halves: tl.tensor, bits: tl.tuple, size_in: tl.tensor, size_out: tl.tensor,
+    out: tl.tensor,
+    halves: tl.tensor,
+    bits: tl.tuple,
+    size_in: tl.tensor,
+    size_out: tl.tensor,
     units: tl.tensor,
-    FORM: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr,
-) -> None:  # fmt: skip
+    FORM: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNITS: tl.constexpr,
+) -> None:
     """Dequantize a tile of the weight. Grid: (size_out / ROWS, units / UNITS)."""
     kind: tl.constexpr = out.dtype.element_ty
     n, at = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * UNITS
@@ -116,11 +122,11 @@ def multiply(
     out = torch.empty(num, size_out, dtype=x.dtype, device=x.device)
     form, bits, units = _form_of(weight.bits, weight.group), _planes_of(weight), weight.codes.shape[1]
     ahead, activation = overlap(num, min(weight.size_in, size_out)), "silu" if gated else ""
-    consts = {"FORM": form, "ACTIVATION": activation, "TOP": 0, "OVERLAP": ahead}
+    consts = {"FORM": form, "ACTIVATION": activation, "BIASED": bias is not None, "TOP": 0, "OVERLAP": ahead}
     if isinstance(plan, WholeRows):
         units_held = max(triton.next_power_of_2(units), 32 * plan.warps)
         launch(gguf_rows.rows, gguf_rows.programs(size_out, plan, gated=gated), num)(
-            out, x, bits, bias, out, weight.size_in, size_out, x.stride(0), size_out,
+            out, x, bits, out if bias is None else bias, out, weight.size_in, size_out, x.stride(0), size_out,
             TWO=plan.two or gated, UNITS=units_held, launch_pdl=ahead, num_warps=plan.warps, **consts,
         )  # fmt: skip
         return out
@@ -130,10 +136,10 @@ def multiply(
     grid = triton.cdiv(num, plan.num) * triton.cdiv(size_out, plan.rows)
     codes = halves(weight.codes, plan.rows, plan.length // form.unit)
     launch(gguf_tiles.tiles, grid, plan.splits)(
-        out, tiled(x, plan.num, plan.length), codes, codes, bits, bias, (parts, arrivals_of(x.device)),
-        (out, out), num, units * form.unit, size_out, x.stride(0), size_out, NUM=plan.num, ROWS=plan.rows,
-        UNITS=plan.length // form.unit, SPLITS=plan.splits, launch_pdl=ahead, num_warps=plan.warps,
-        num_stages=plan.stages, **consts,
+        out, tiled(x, plan.num, plan.length), codes, codes, bits, out if bias is None else bias,
+        (parts, arrivals_of(x.device)), (out, out), num, units * form.unit, size_out, x.stride(0), size_out,
+        NUM=plan.num, ROWS=plan.rows, UNITS=plan.length // form.unit,
+        SPLITS=plan.splits, launch_pdl=ahead, num_warps=plan.warps, num_stages=plan.stages, **consts,
     )  # fmt: skip
     return out
 

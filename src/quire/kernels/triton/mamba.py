@@ -11,12 +11,31 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def select_single(
-    out: tl.tensor, x: tl.tensor, gate: tl.tensor, dt: tl.tensor, b: tl.tensor, c: tl.tensor, rate: tl.tensor,
-    bias: tl.tensor, skip: tl.tensor, state: tl.tensor, seqs: tl.tuple, channels: tl.tensor,
-    x_stride: tl.tensor, gate_stride: tl.tensor, dt_stride: tl.tensor, bc_stride: tl.tensor,
-    SIZE: tl.constexpr, ALL: tl.constexpr, BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    out: tl.tensor,
+    x: tl.tensor,
+    gate: tl.tensor,
+    dt: tl.tensor,
+    b: tl.tensor,
+    c: tl.tensor,
+    rate: tl.tensor,
+    bias: tl.tensor,
+    skip: tl.tensor,
+    state: tl.tensor,
+    numbers: tl.tensor,
+    starts: tl.tensor,
+    rows: tl.tensor,
+    positions: tl.tensor,
+    channels: tl.tensor,
+    x_stride: tl.tensor,
+    gate_stride: tl.tensor,
+    dt_stride: tl.tensor,
+    bc_stride: tl.tensor,
+    SIZE: tl.constexpr,
+    ALL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     OVERLAP: tl.constexpr,
-) -> None:  # fmt: skip
+) -> None:
     """Update the state with a single token and compute its output. Grid: (sequences, channels / BLOCK)."""
     channel, n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_SIZE)
     live, valid = channel < channels, n < SIZE
@@ -26,7 +45,7 @@ def select_single(
     biases = tl.load(bias + channel, mask=live, other=0.0)
     skips = tl.load(skip + channel, mask=live, other=0.0)
     follow(OVERLAP)
-    first, _, row, position = place_of(seqs, ALL)
+    first, _, row, position = place_of(numbers, starts, rows, positions, ALL)
     token = first.to(tl.int64)
     state_at = state + row * channels * SIZE + places
     h = tl.load(state_at, mask=exists & (position + 0 * n > 0)[None, :], other=0.0)
@@ -68,9 +87,13 @@ def load_states(
 
 @triton.jit
 def store_states(
-    at: tl.tensor, h: tl.tensor, n: tl.tensor, live: tl.tensor,
-    SIZE: tl.constexpr, QUARTER: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+    at: tl.tensor,
+    h: tl.tensor,
+    n: tl.tensor,
+    live: tl.tensor,
+    SIZE: tl.constexpr,
+    QUARTER: tl.constexpr,
+) -> tl.tensor:
     tl.store(at, h[0], mask=live & (n < SIZE))
     tl.store(at + QUARTER, h[1], mask=live & (n < SIZE - QUARTER))
     tl.store(at + 2 * QUARTER, h[2], mask=live & (n < SIZE - 2 * QUARTER))
@@ -79,9 +102,14 @@ def store_states(
 
 @triton.jit
 def load_token(
-    inputs: tl.tensor, first: tl.tensor, live: tl.tensor, valid: tl.tensor,
-    AFTER: tl.constexpr, STRIDES: tl.constexpr, QUARTER: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+    inputs: tl.tensor,
+    first: tl.tensor,
+    live: tl.tensor,
+    valid: tl.tensor,
+    AFTER: tl.constexpr,
+    STRIDES: tl.constexpr,
+    QUARTER: tl.constexpr,
+) -> tl.tensor:
     """Load the inputs of the token AFTER tokens after `first`; masked elements are undefined."""
     x, gate, dt, bc = inputs
     b = bc + first * (8 * QUARTER) + AFTER * (8 * QUARTER)
@@ -96,9 +124,13 @@ def load_token(
 
 @triton.jit
 def load_four_tokens(
-    inputs: tl.tensor, first: tl.tensor, live: tl.tensor, valid: tl.tensor,
-    STRIDES: tl.constexpr, QUARTER: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+    inputs: tl.tensor,
+    first: tl.tensor,
+    live: tl.tensor,
+    valid: tl.tensor,
+    STRIDES: tl.constexpr,
+    QUARTER: tl.constexpr,
+) -> tl.tensor:
     return (
         load_token(inputs, first, live, valid, 0, STRIDES, QUARTER),
         load_token(inputs, first, live, valid, 1, STRIDES, QUARTER),
@@ -131,11 +163,25 @@ def advance(h: tl.tensor, rate: tl.tensor, loaded: tl.tensor, bias: tl.tensor, s
 
 @triton.jit
 def select_tokens(
-    out: tl.tensor, x: tl.tensor, gate: tl.tensor, dt: tl.tensor, bc: tl.tensor, rate: tl.tensor,
-    bias: tl.tensor, skip: tl.tensor, state: tl.tensor, seqs: tl.tuple,
-    CHANNELS: tl.constexpr, STRIDES: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    out: tl.tensor,
+    x: tl.tensor,
+    gate: tl.tensor,
+    dt: tl.tensor,
+    bc: tl.tensor,
+    rate: tl.tensor,
+    bias: tl.tensor,
+    skip: tl.tensor,
+    state: tl.tensor,
+    numbers: tl.tensor,
+    starts: tl.tensor,
+    rows: tl.tensor,
+    positions: tl.tensor,
+    CHANNELS: tl.constexpr,
+    STRIDES: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
     QUARTER: tl.constexpr,
-) -> None:  # fmt: skip
+) -> None:
     """Scan token by token with the state in registers. Four tokens are computed while the next four are
     loaded. `bc` is [T, 2, 4 * QUARTER] float32, B and C. Grid: (longer sequences, channels / BLOCK).
 
@@ -148,7 +194,7 @@ def select_tokens(
     rates = load_states(rate + places, column, live[:, None], SIZE, QUARTER)
     biases = tl.load(bias + channel, mask=live, other=0.0)
     skips = tl.load(skip + channel, mask=live, other=0.0)
-    first, end, row, position = place_of(seqs, False)
+    first, end, row, position = place_of(numbers, starts, rows, positions, False)
     state_at = state + row * CHANNELS * SIZE + places
     h = load_states(state_at, column, (live & (position + 0 * channel > 0))[:, None], SIZE, QUARTER)
     inputs = (x + channel, gate + channel, dt + channel, bc + n)

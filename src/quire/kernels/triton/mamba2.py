@@ -24,10 +24,10 @@ def silu_if(x: tl.tensor, ACTIVATED: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def place_of(seqs: tl.tuple, ALL: tl.constexpr) -> tl.tensor:
-    """Return first token, end, row and position of this program's sequence; at position 0 it has no state.
-    `seqs` are the numbers of the sequences, unless they are `ALL`, and the tensors of `SSMSequences`."""
-    numbers, starts, rows, positions = seqs
+def place_of(
+    numbers: tl.tensor, starts: tl.tensor, rows: tl.tensor, positions: tl.tensor, ALL: tl.constexpr
+) -> tl.tensor:
+    """Return first token, end, row and position of this program's sequence; at position 0 it has no state."""
     seq = tl.program_id(0)
     if not ALL:
         seq = tl.load(numbers + seq)
@@ -44,18 +44,31 @@ def decays(since: tl.tensor, at: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def conv_single(
-    out: tl.tensor, x: tl.tensor, weight: tl.tensor, bias: tl.tensor, state: tl.tensor, seqs: tl.tuple,
-    channels: tl.tensor, stride: tl.tensor,
-    KERNEL: tl.constexpr, ACTIVATED: tl.constexpr, ALL: tl.constexpr, BLOCK: tl.constexpr,
+    out: tl.tensor,
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    state: tl.tensor,
+    numbers: tl.tensor,
+    starts: tl.tensor,
+    rows: tl.tensor,
+    positions: tl.tensor,
+    channels: tl.tensor,
+    stride: tl.tensor,
+    KERNEL: tl.constexpr,
+    BIASED: tl.constexpr,
+    ACTIVATED: tl.constexpr,
+    ALL: tl.constexpr,
+    BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
-) -> None:  # fmt: skip
+) -> None:
     """Compute the convolution of a single token and update its state. Each channel belongs to one thread.
     Grid: (sequences, channels / BLOCK)."""
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = channel < channels
     last = tl.load(weight + channel * KERNEL + KERNEL - 1, mask=exists, other=0.0).to(tl.float32)
     follow(OVERLAP)
-    token, _, row, position = place_of(seqs, ALL)
+    token, _, row, position = place_of(numbers, starts, rows, positions, ALL)
     new = tl.load(x + token.to(tl.int64) * stride + channel, mask=exists, other=0.0)
     total = new.to(tl.float32) * last
     state_at = state + (row * channels + channel) * (KERNEL - 1)
@@ -66,7 +79,7 @@ def conv_single(
         if i > 0:
             tl.store(state_at + i - 1, past, mask=exists)
     tl.store(state_at + KERNEL - 2, new, mask=exists)
-    if bias is not None:
+    if BIASED:
         total += tl.load(bias + channel, mask=exists, other=0.0).to(tl.float32)
     at = out + token.to(tl.int64) * channels + channel
     tl.store(at, silu_if(total, ACTIVATED).to(out.dtype.element_ty), mask=exists)
@@ -74,10 +87,15 @@ def conv_single(
 
 @triton.jit
 def load_input(
-    x: tl.tensor, state: tl.tensor, start: tl.tensor, at: tl.tensor, stride: tl.tensor, exists: tl.tensor,
+    x: tl.tensor,
+    state: tl.tensor,
+    start: tl.tensor,
+    at: tl.tensor,
+    stride: tl.tensor,
+    exists: tl.tensor,
     has_state: tl.tensor,
     KERNEL: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+) -> tl.tensor:
     """Load a sequence's inputs at token `at` of this batch, or for -1, -2 .. from its state. Tokens before
     the state have no weight."""
     if at >= 0:
@@ -89,15 +107,27 @@ def load_input(
 
 @triton.jit
 def conv_chunks(
-    out: tl.tensor, x: tl.tensor, weight: tl.tensor, bias: tl.tensor, state: tl.tensor, seqs: tl.tuple,
-    channels: tl.tensor, stride: tl.tensor,
-    KERNEL: tl.constexpr, ACTIVATED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
+    out: tl.tensor,
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    state: tl.tensor,
+    chunks: tl.tensor,
+    starts: tl.tensor,
+    rows: tl.tensor,
+    positions: tl.tensor,
+    channels: tl.tensor,
+    stride: tl.tensor,
+    KERNEL: tl.constexpr,
+    BIASED: tl.constexpr,
+    ACTIVATED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
     """Compute the convolution of a chunk, four tokens at a time, so that each input is read once. KERNEL <=
     4. States are only read. Grid: (chunks, channels / BLOCK)."""
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists, zero = channel < channels, 0 * channel
-    chunks, starts, rows, positions = seqs
     seq, first = tl.load(chunks + 2 * tl.program_id(0)), tl.load(chunks + 2 * tl.program_id(0) + 1)
     start, end = tl.load(starts + seq).to(tl.int64), tl.load(starts + seq + 1).to(tl.int64)
     has_state = exists & (tl.load(positions + start + zero) > 0)
@@ -108,7 +138,7 @@ def conv_chunks(
     w2 = tl.load(taps + 2, mask=exists & (zero + KERNEL > 1), other=0.0).to(tl.float32)
     w3 = tl.load(taps + 3, mask=exists, other=0.0).to(tl.float32)
     added = tl.zeros((BLOCK,), tl.float32)
-    if bias is not None:
+    if BIASED:
         added = tl.load(bias + channel, mask=exists, other=0.0).to(tl.float32)
     x += channel
     out += channel
@@ -134,14 +164,22 @@ def conv_chunks(
 
 @triton.jit
 def conv_keep(
-    x: tl.tensor, state: tl.tensor, seqs: tl.tuple, channels: tl.tensor, stride: tl.tensor,
-    KERNEL: tl.constexpr, BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
+    x: tl.tensor,
+    state: tl.tensor,
+    numbers: tl.tensor,
+    starts: tl.tensor,
+    rows: tl.tensor,
+    positions: tl.tensor,
+    channels: tl.tensor,
+    stride: tl.tensor,
+    KERNEL: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
     """Store the last inputs of longer sequences as their state. Grid: (longer sequences, channels /
     BLOCK)."""
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = channel < channels
-    first, end, row, position = place_of(seqs, False)
+    first, end, row, position = place_of(numbers, starts, rows, positions, False)
     state_at = state + (row * channels + channel) * (KERNEL - 1)
     has_state = exists & (position + 0 * channel > 0)
     for i in tl.static_range(KERNEL - 1):
@@ -155,12 +193,30 @@ def conv_keep(
 
 @triton.jit
 def scan_single(
-    out: tl.tensor, xbc: tl.tensor, dt: tl.tensor, rate: tl.tensor, bias: tl.tensor, skip: tl.tensor,
-    state: tl.tensor, seqs: tl.tuple, stride: tl.tensor, dt_stride: tl.tensor, least: tl.tensor,
+    out: tl.tensor,
+    xbc: tl.tensor,
+    dt: tl.tensor,
+    rate: tl.tensor,
+    bias: tl.tensor,
+    skip: tl.tensor,
+    state: tl.tensor,
+    numbers: tl.tensor,
+    starts: tl.tensor,
+    rows: tl.tensor,
+    positions: tl.tensor,
+    stride: tl.tensor,
+    dt_stride: tl.tensor,
+    least: tl.tensor,
     most: tl.tensor,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, ALL: tl.constexpr,
-    BLOCK_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, OVERLAP: tl.constexpr,
-) -> None:  # fmt: skip
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    ALL: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
     """Update the state of one head with a single token and compute its output. Grid: (sequences, heads,
     head_dim / BLOCK_DIM)."""
     head = tl.program_id(1)
@@ -168,7 +224,7 @@ def scan_single(
     n = tl.arange(0, BLOCK_SIZE)
     exists = (dim < DIM)[:, None] & (n < SIZE)[None, :]
     follow(OVERLAP)
-    token, _, row, position = place_of(seqs, ALL)
+    token, _, row, position = place_of(numbers, starts, rows, positions, ALL)
     state_at = state + (row * HEADS + head) * (DIM * SIZE) + dim[:, None] * SIZE + n[None, :]
     h = tl.load(state_at, mask=exists & (position + 0 * n > 0)[None, :], other=0.0)
     inputs = xbc + token.to(tl.int64) * stride
@@ -187,19 +243,37 @@ def scan_single(
 
 @triton.jit
 def scan_chunks(
-    out: tl.tensor, xbc: tl.tensor, dt: tl.tensor, rate: tl.tensor, bias: tl.tensor, skip: tl.tensor,
-    state: tl.tensor, seqs: tl.tuple, stride: tl.tensor, dt_stride: tl.tensor, least: tl.tensor,
+    out: tl.tensor,
+    xbc: tl.tensor,
+    dt: tl.tensor,
+    rate: tl.tensor,
+    bias: tl.tensor,
+    skip: tl.tensor,
+    state: tl.tensor,
+    numbers: tl.tensor,
+    starts: tl.tensor,
+    rows: tl.tensor,
+    positions: tl.tensor,
+    stride: tl.tensor,
+    dt_stride: tl.tensor,
+    least: tl.tensor,
     most: tl.tensor,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr,
-) -> None:  # fmt: skip
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
     """Scan chunk by chunk with the state in registers. Grid: (longer sequences, heads, head_dim /
     BLOCK_DIM)."""
     head = tl.program_id(1)
     dim = tl.program_id(2) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
     n, i = tl.arange(0, BLOCK_SIZE), tl.arange(0, CHUNK)
     exists = (dim < DIM)[:, None] & (n < SIZE)[None, :]
-    start, end, row, position = place_of(seqs, False)
+    start, end, row, position = place_of(numbers, starts, rows, positions, False)
     state_at = state + (row * HEADS + head) * (DIM * SIZE) + dim[:, None] * SIZE + n[None, :]
     h = tl.load(state_at, mask=exists & (position + 0 * n > 0)[None, :], other=0.0)
     head_rate, head_bias, head_skip = tl.load(rate + head), tl.load(bias + head), tl.load(skip + head)

@@ -56,10 +56,20 @@ _GATED = 1024
 
 @triton.jit
 def _gated_norm(
-    out: tl.tensor, x: tl.tensor, gate: tl.tensor, weight: tl.tensor, pieces: tl.tensor, size: tl.tensor,
-    stride: tl.tensor, gate_stride: tl.tensor, eps: tl.tensor,
-    GATE_FIRST: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
-) -> None:  # fmt: skip
+    out: tl.tensor,
+    x: tl.tensor,
+    gate: tl.tensor,
+    weight: tl.tensor,
+    pieces: tl.tensor,
+    size: tl.tensor,
+    stride: tl.tensor,
+    gate_stride: tl.tensor,
+    eps: tl.tensor,
+    GATE_FIRST: tl.constexpr,
+    PIECES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
     """Compute the gated RMS norm of some pieces of one token. Grid: (tokens, pieces / PIECES)."""
     token = tl.program_id(0).to(tl.int64)
     piece, at = tl.program_id(1) * PIECES + tl.arange(0, PIECES), tl.arange(0, BLOCK)
@@ -81,9 +91,16 @@ def _gated_norm(
 
 @triton.jit
 def _gate(
-    out: tl.tensor, x: tl.tensor, gate: tl.tensor, size: tl.tensor, stride: tl.tensor, gate_stride: tl.tensor,
-    BY: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
-) -> None:  # fmt: skip
+    out: tl.tensor,
+    x: tl.tensor,
+    gate: tl.tensor,
+    size: tl.tensor,
+    stride: tl.tensor,
+    gate_stride: tl.tensor,
+    BY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
     """Multiply BLOCK elements of one token by their gate; BY is an index of `GATES`. Grid: (tokens, size /
     BLOCK)."""
     token = tl.program_id(0).to(tl.int64)
@@ -114,25 +131,25 @@ class TritonStateOps:
         (num_tokens, channels), kernel = x.shape, weight.shape[1]
         assert kernel <= 4
         out = torch.empty(num_tokens, channels, dtype=x.dtype, device=x.device)
-        tensors = out, x, weight, bias, state
+        tensors = out, x, weight, weight if bias is None else bias, state
         batch = seqs.starts, seqs.rows, seqs.positions
-        form = {"KERNEL": kernel, "ACTIVATED": activated}
+        form = {"KERNEL": kernel, "BIASED": bias is not None, "ACTIVATED": activated}
         blocks = triton.cdiv(channels, _CHANNELS)
         singles, count = _singles(seqs)
         if count:
             ahead = overlap(count, channels)
             launch(scan_kernels.conv_single, count, blocks)(
-                *tensors, (singles, *batch), channels, x.stride(0), **form, ALL=seqs.single, BLOCK=_CHANNELS,
+                *tensors, singles, *batch, channels, x.stride(0), **form, ALL=seqs.single, BLOCK=_CHANNELS,
                 OVERLAP=ahead, launch_pdl=ahead,
             )  # fmt: skip
         if not seqs.single:
             split = seqs.split
             launch(scan_kernels.conv_chunks, len(split.chunks), triton.cdiv(channels, _WIDE_CHANNELS))(
-                *tensors, (split.chunks, *batch), channels, x.stride(0), **form, CHUNK=CHUNK,
+                *tensors, split.chunks, *batch, channels, x.stride(0), **form, CHUNK=CHUNK,
                 BLOCK=_WIDE_CHANNELS, num_warps=_WIDE_CHANNELS // 256,
             )  # fmt: skip
             launch(scan_kernels.conv_keep, len(split.longer), blocks)(
-                x, state, (split.longer, *batch), channels, x.stride(0), KERNEL=kernel, BLOCK=_CHANNELS
+                x, state, split.longer, *batch, channels, x.stride(0), KERNEL=kernel, BLOCK=_CHANNELS
             )
         return out
 
@@ -151,7 +168,7 @@ class TritonStateOps:
         num_tokens = len(xbc)
         out = torch.empty(num_tokens, heads * head_dim, dtype=xbc.dtype, device=xbc.device)
         tensors = out, xbc, dt, *rates, skip, state
-        batch, rest = (seqs.starts, seqs.rows, seqs.positions), (xbc.stride(0), dt.stride(0), *limits)
+        rest = seqs.starts, seqs.rows, seqs.positions, xbc.stride(0), dt.stride(0), *limits
         block_size = triton.next_power_of_2(max(size, 16))
         form = {
             "HEADS": heads, "GROUPS": (xbc.shape[1] - heads * head_dim) // (2 * size), "DIM": head_dim,
@@ -161,13 +178,13 @@ class TritonStateOps:
         if count:
             block, ahead = _tile(count * heads, head_dim, block_size), overlap(count, heads * head_dim)
             launch(scan_kernels.scan_single, count, heads, triton.cdiv(head_dim, block))(
-                *tensors, (singles, *batch), *rest, **form, ALL=seqs.single, BLOCK_DIM=block, OVERLAP=ahead,
+                *tensors, singles, *rest, **form, ALL=seqs.single, BLOCK_DIM=block, OVERLAP=ahead,
                 launch_pdl=ahead, num_warps=_SCAN_WARPS,
             )  # fmt: skip
         if not seqs.single:
             block = min(triton.next_power_of_2(max(head_dim, 16)), _SCAN.dim)
             launch(scan_kernels.scan_chunks, len(seqs.split.longer), heads, triton.cdiv(head_dim, block))(
-                *tensors, (seqs.split.longer, *batch), *rest, **form, CHUNK=CHUNK, BLOCK_DIM=block,
+                *tensors, seqs.split.longer, *rest, **form, CHUNK=CHUNK, BLOCK_DIM=block,
                 **_dot_options(xbc.dtype, _SCAN),
             )  # fmt: skip
         return out
@@ -185,15 +202,15 @@ class TritonStateOps:
             block_size, ahead = triton.next_power_of_2(size), overlap(count, channels)
             block = max(_SELECTED // block_size, 1)
             launch(select_kernels.select_single, count, triton.cdiv(channels, block))(
-                out, x, gate, dt, b, c, *rates, skip, state, (singles, *batch), channels, *strides,
-                b.stride(0), SIZE=size, ALL=seqs.single, BLOCK=block, BLOCK_SIZE=block_size, OVERLAP=ahead,
+                out, x, gate, dt, b, c, *rates, skip, state, singles, *batch, channels, *strides, b.stride(0),
+                SIZE=size, ALL=seqs.single, BLOCK=block, BLOCK_SIZE=block_size, OVERLAP=ahead,
                 launch_pdl=ahead,
             )  # fmt: skip
         if not seqs.single:
             longer, bc = seqs.split.longer, _pack_bc(b, c)
             for block in _BLOCKS if only_compiles() else [_channels_per_warp(len(longer) * channels)]:
                 launch(select_kernels.select_tokens, len(longer), triton.cdiv(channels, block))(
-                    out, x, gate, dt, bc, *rates, skip, state, (longer, *batch), CHANNELS=channels,
+                    out, x, gate, dt, bc, *rates, skip, state, longer, *batch, CHANNELS=channels,
                     STRIDES=strides, SIZE=size, BLOCK=block, QUARTER=bc.shape[2] // 4, num_warps=1,
                 )  # fmt: skip
         return out
@@ -215,7 +232,7 @@ class TritonStateOps:
         if count:
             block, ahead = _tile(count * heads, value_dim, block_key), overlap(count, heads * value_dim)
             launch(delta_kernels.delta_single, count, heads, triton.cdiv(value_dim, block))(
-                out, qkv, a, b, *rates, state, (singles, *batch), *strides, scale, **form, ALL=seqs.single,
+                out, qkv, a, b, *rates, state, singles, *batch, *strides, scale, **form, ALL=seqs.single,
                 BLOCK_DIM=block, OVERLAP=ahead, launch_pdl=ahead, num_warps=_DELTA_WARPS,
             )  # fmt: skip
         if not seqs.single:
@@ -229,7 +246,7 @@ class TritonStateOps:
             )  # fmt: skip
             block = min(triton.next_power_of_2(max(value_dim, 16)), _DELTA.dim)
             launch(delta_kernels.delta_chunks, len(split.longer), heads, triton.cdiv(value_dim, block))(
-                out, by_key, by_value, qkv, a, *rates, state, (split.longer, *batch), *strides, scale, **form,
+                out, by_key, by_value, qkv, a, *rates, state, split.longer, *batch, *strides, scale, **form,
                 BLOCK_DIM=block, **exact,
             )  # fmt: skip
         return out
