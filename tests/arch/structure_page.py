@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 
 from floors import FLOORS, TORCH_FREE
+from sources import ROOT, tree_of
 
 REPO = Path(__file__).parents[2]
-ROOT = REPO / "src" / "quire"
 PAGE = REPO / "docs" / "structure.md"
 
 INTRODUCTION = """# Structure
@@ -30,11 +30,10 @@ the messages of `data/wire.py`. All processes count into pages of one shared fil
 
 def summary(path: Path) -> str:
     """Return the first sentence of a file's docstring or first C comment."""
-    source = path.read_text()
     if path.suffix == ".py":
-        text = ast.get_docstring(ast.parse(source)) or ""
+        text = ast.get_docstring(tree_of(path)) or ""
     else:
-        match = re.match(r"/\*(.*?)(\*/|\n \*\s*\n)", source, re.DOTALL)
+        match = re.match(r"/\*(.*?)(\*/|\n \*\s*\n)", path.read_text(), re.DOTALL)
         text = re.sub(r"\n \*", " ", match[1]) if match else ""
     text = " ".join(text.split("\n\n")[0].split())
     return re.split(r"(?<=[^.][.])\s+(?=[A-Z`])", text, maxsplit=1)[0].removesuffix(".").replace("|", "\\|")

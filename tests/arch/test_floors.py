@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 from floors import FLOORS, TORCH_FREE
+from sources import FILES, ROOT, tree_of
 
-ROOT = Path(__file__).parents[2] / "src" / "quire"
 FLOOR = {name: height for height, names in enumerate(FLOORS) for name in names}
-FILES = sorted(ROOT.rglob("*.py"))
 
 
 def folder_of(path: Path) -> str:
@@ -23,7 +22,7 @@ def folder_of(path: Path) -> str:
 def imported(path: Path) -> list[tuple[int, str]]:
     """Return every import in the file with its line, in functions and under TYPE_CHECKING too."""
     imports = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             imports += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

@@ -1,12 +1,10 @@
 """Sizes that may only shrink. Raising a number here is a decision: give the reason in the commit."""
 
 import ast
-from functools import cache
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[2] / "src" / "quire"
+from sources import FILES, ROOT, text_of, tree_of
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
@@ -21,19 +19,8 @@ SIZES = {
 }
 
 
-@cache
-def sources() -> list[tuple[Path, str, ast.Module]]:
-    """Return every source file with its text and its syntax tree."""
-    texts = [(path, path.read_text()) for path in sorted(ROOT.rglob("*.py"))]
-    return [(path, text, ast.parse(text)) for path, text in texts]
-
-
 def class_of(path: Path, name: str) -> ast.ClassDef:
-    return next(
-        node
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.ClassDef) and node.name == name
-    )
+    return next(node for node in tree_of(path).body if isinstance(node, ast.ClassDef) and node.name == name)
 
 
 @pytest.mark.parametrize("file", SIZES)
@@ -58,7 +45,8 @@ def test_runner_step_stays_short() -> None:
 
 def test_files_and_functions_stay_short() -> None:
     too_long = []
-    for path, text, module in sources():
+    for path in FILES:
+        text, module = text_of(path), tree_of(path)
         name = path.relative_to(ROOT)
         if len(text.splitlines()) > MAX_FILE_LINES:
             too_long.append(f"{name} has more than {MAX_FILE_LINES} lines")
@@ -72,10 +60,7 @@ def test_files_and_functions_stay_short() -> None:
 
 def test_every_public_class_has_a_docstring() -> None:
     classes = [
-        (path, node)
-        for path, _, module in sources()
-        for node in module.body
-        if isinstance(node, ast.ClassDef)
+        (path, node) for path in FILES for node in tree_of(path).body if isinstance(node, ast.ClassDef)
     ]
     silent = [
         f"{path.relative_to(ROOT)}: {node.name}"
@@ -103,8 +88,8 @@ def local_tuples(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
 def test_calls_name_their_arguments() -> None:
     """A call unpacks a local tuple, so that a reader cannot see its arguments."""
     splats = []
-    for path, _, module in sources():
-        for function in ast.walk(module):
+    for path in FILES:
+        for function in ast.walk(tree_of(path)):
             if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
             names = local_tuples(function)

@@ -1,15 +1,14 @@
 """Tests of the language: retired words do not return, class names are unique, and fragments become fewer."""
 
 import ast
+import re
 from collections import Counter, defaultdict
 from functools import cache
 from pathlib import Path
 
 from floors import FLOORS
+from sources import FILES, ROOT, text_of, tree_of
 from words import findings
-
-ROOT = Path(__file__).parents[2] / "src" / "quire"
-FILES = sorted(ROOT.rglob("*.py"))
 
 _RETIRED = """
     Beside Blanks Courier Crew Desk Draws EntryGate Fronts Given Kitchen Landed Landing Larder
@@ -18,6 +17,8 @@ _RETIRED = """
 """
 RETIRED = frozenset(_RETIRED.split())
 """Identifiers of the old vocabulary (docs/structure.md has the words that replaced them)."""
+_RETIRED_WORD = re.compile(rf"\b({'|'.join(RETIRED)})\b")
+_PUBLIC_CLASS = re.compile(r"^\s*class ([A-Za-z]\w*)[(:]", re.MULTILINE)
 SHARED = frozenset({"Attention", "Layer", "MLP"})
 """Class names that every model file may use for its own parts."""
 
@@ -28,11 +29,6 @@ MAX_VAGUE = 2
 
 
 @cache
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
-@cache
 def counts() -> Counter[str]:
     return Counter(kind for path in FILES for kind, _, _ in findings(path))
 
@@ -40,9 +36,10 @@ def counts() -> Counter[str]:
 def test_retired_words_are_not_used() -> None:
     returned = []
     for path in FILES:
-        for node in ast.walk(tree(path)):
-            names = [getattr(node, field, None) for field in ("id", "name", "arg", "attr", "asname")]
-            returned += [f"{path}:{node.lineno}: {name}" for name in names if name in RETIRED]
+        if _RETIRED_WORD.search(text_of(path)):
+            for node in ast.walk(tree_of(path)):
+                names = [getattr(node, field, None) for field in ("id", "name", "arg", "attr", "asname")]
+                returned += [f"{path}:{node.lineno}: {name}" for name in names if name in RETIRED]
         returned += [str(path)] if path.stem in RETIRED else []
     assert not returned, "\n".join(returned)
 
@@ -50,11 +47,10 @@ def test_retired_words_are_not_used() -> None:
 def test_class_names_are_unique() -> None:
     places = defaultdict(list)
     for path in FILES:
-        for node in ast.walk(tree(path)):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places[node.name].append(f"{path.relative_to(ROOT)}:{node.lineno}")
+        for name in _PUBLIC_CLASS.findall(text_of(path)):
+            places[name].append(str(path.relative_to(ROOT)))
     twice = {name: where for name, where in places.items() if len(where) > 1 and name not in SHARED}
-    assert not twice, twice
+    assert len(places) > 500 and not twice, twice
 
 
 def test_every_floor_exists() -> None:

@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from sources import text_of, tree_of
+
 FRAGMENT = re.compile(
     r"(Of|What|Who|Whom|Whose|That|Its|Those|These|Theirs|Such|The same|Which|And|But|Or|As|Where)\b"
 )
@@ -100,8 +102,7 @@ def vague_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 def findings(path: Path) -> Iterator[tuple[str, int, str]]:
     """Yield the kind, line and text of every finding in a file."""
-    source = path.read_text()
-    tree = ast.parse(source)
+    source, tree = text_of(path), tree_of(path)
     for line, text, of_function in documented(tree):
         if is_fragment(text, of_function):
             yield "fragment", line, " ".join(text.split())[:100]
