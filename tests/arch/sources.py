@@ -1,4 +1,4 @@
-"""The source files of src/quire and their syntax trees, which are parsed once for all tests of this folder."""
+"""The source files of src/quire and their syntax trees, parsed once for all tests of this folder."""
 
 import ast
 from functools import cache
