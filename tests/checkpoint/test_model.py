@@ -283,7 +283,7 @@ def test_overrides_are_merged_before_reading(tmp_path: Path) -> None:
         ({"vocab_size": True}, "vocab_size is True"),
         ({"rms_norm_eps": -1.0}, "rms_norm_eps is -1.0"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', expected true or false"),
-        ({"architectures": ["LamaForCausalLM"]}, "known: .*did you mean 'LlamaForCausalLM'"),
+        ({"architectures": ["LamaForCausalLM"]}, "docs/models.md lists the .*nearest is 'LlamaForCausalLM'"),
         ({"architectures": "LlamaForCausalLM"}, "expected a list of names"),
         ({"architectures": "absent", "model_type": "gpt9"}, "'gpt9' is not supported"),
         ({"architectures": "absent", "model_type": "absent"}, "architectures is None, expected the name"),

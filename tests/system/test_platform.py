@@ -244,14 +244,16 @@ def test_this_machine_is_described_without_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_threads", "num_api", "num_workers", "wanted"),
-    [(5, 1, 1, 6), (6, 1, 1, None), (11, 4, 1, 12), (12, 4, 1, None), (19, 1, 8, 20), (20, 1, 8, None)],
-)
+    ("num_threads", "num_api", "num_engines", "num_workers", "wanted"),
+    [(5, 1, 1, 1, 6), (6, 1, 1, 1, None), (11, 4, 1, 1, 12), (12, 4, 1, 1, None), (19, 1, 1, 8, 20),
+     (20, 1, 1, 8, None), (39, 4, 8, 8, 40), (40, 4, 8, 8, None)],
+)  # fmt: skip
 def test_two_hardware_threads_per_process_of_a_gpu_engine(
-    num_threads: int, num_api: int, num_workers: int, wanted: int | None
+    num_threads: int, num_api: int, num_engines: int, num_workers: int, wanted: int | None
 ) -> None:
-    """Check the guide's rule: 2 x (2 + N) for N GPUs behind one API server."""
-    sizes = {"num_threads": num_threads, "num_api": num_api, "num_workers": num_workers}
+    """Check the guide's rule: 2 x (A + DP + N) for A API servers, DP engine cores and N GPUs."""
+    sizes = {"num_api": num_api, "num_engines": num_engines, "num_workers": num_workers}
+    sizes["num_threads"] = num_threads
     advice = thread_advice("cuda", **sizes)
     assert (advice is None) == (wanted is None)
     assert advice is None or (f"{num_threads} hardware threads" in advice and f"need {wanted} " in advice)

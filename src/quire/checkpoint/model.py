@@ -4,6 +4,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -206,21 +207,31 @@ def _architectures(keys: ConfigReader) -> list[str]:
 
 def _unsupported_message(keys: ConfigReader, name: str, model_impl: str) -> str:
     """Return the error message for an architecture that is not supported."""
-    more = " and the decoders of the installed transformers"
+    more = ", besides the decoders of the installed transformers"
     if model_impl not in ("auto", "transformers"):
         more = "; model_impl='auto' also supports the decoders of transformers"
     elif not is_installed():
         more = "; with the transformers package installed, also its decoders"
     elif keys.get("auto_map"):
         more += "; trust_remote_code=True would run the code in the checkpoint"
-    known = f"{', '.join(sorted(FAMILIES))}{more}"
     if (headed := _HEADED.fullmatch(name)) and _family(body := f"{headed[1]}Model") in FAMILIES:
         return (
             f"{name} has a head that is not supported; supported are ForCausalLM,"
             " ForSequenceClassification and ForTokenClassification; to use the model without its head for"
             f" embeddings, set hf_overrides={{'architectures': ['{body}']}}"
         )
-    return f"the architecture {name!r} is not supported; known: {known}{nearest(name, FAMILIES)}"
+    count = len(FAMILIES.keys() | MEDIA_FAMILIES.keys())
+    known = f"docs/models.md lists the {count} that are{more}"
+    return f"the architecture {name!r} is not supported; {known}{_nearest_architecture(keys, name)}"
+
+
+def _nearest_architecture(keys: ConfigReader, name: str) -> str:
+    """Return a hint at the architecture with the nearest model_type, else at that with the nearest name."""
+    kinds = {family.model_type: architecture for architecture, family in FAMILIES.items()}
+    close = get_close_matches(str(keys.get("model_type")), kinds, n=1, cutoff=0.7)
+    if close:
+        return f"; the nearest is {kinds[close[0]]!r} (model_type {close[0]!r})"
+    return nearest(name, [*FAMILIES, *MEDIA_FAMILIES])
 
 
 def _family(name: str) -> str:

@@ -204,6 +204,7 @@ class Supervisor:
             self.config.machine.device,
             num_threads=hardware_threads(),
             num_api=len(self.apis),
+            num_engines=len(self.topology.local),
             num_workers=parallel.tensor_parallel_size
             * parallel.pipeline_parallel_size
             * len(self.topology.local),

@@ -143,7 +143,7 @@ def _threads(machine: Machine, args: argparse.Namespace) -> Iterator[Finding]:
     if advice is None:
         yield Finding("ok", f"{machine.num_cores} CPU cores")
     else:
-        yield Finding("warning", advice, "give the process more cores: 2 x (2 + number of GPUs)")
+        yield Finding("warning", advice, "give it more cores: 2 x (API servers + engine cores + GPUs)")
 
 
 def _folder(root: Path) -> Iterator[Finding]:

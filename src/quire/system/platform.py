@@ -134,15 +134,18 @@ def _line(info: str, key: str) -> str | None:
     return match[1].strip() if match else None
 
 
-def thread_advice(device: str, *, num_threads: int, num_api: int, num_workers: int) -> str | None:
-    """Return a warning if a GPU engine has fewer than two hardware threads per process."""
-    needed = 2 * (num_api + 1 + num_workers)
+def thread_advice(
+    device: str, *, num_threads: int, num_api: int, num_workers: int, num_engines: int = 1
+) -> str | None:
+    """Return a warning if GPU engines have fewer than two hardware threads per process: API servers, engine
+    cores (one per data-parallel rank) and workers."""
+    needed = 2 * (num_api + num_engines + num_workers)
     if device == "cpu" or num_threads >= needed:
         return None
     return (
-        f"there are {num_threads} hardware threads, but {num_api} API server(s), the engine and "
-        f"{num_workers} GPU worker(s) need {needed} (2 each): expect the GPU to wait for the CPU, later "
-        "first tokens and fewer tokens a second"
+        f"there are {num_threads} hardware threads, but {num_api} API server(s), {num_engines} engine "
+        f"core(s) and {num_workers} GPU worker(s) need {needed} (2 each): expect the GPU to wait for the "
+        "CPU, later first tokens and fewer tokens a second"
     )
 
 
