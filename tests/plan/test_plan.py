@@ -16,6 +16,7 @@ from quire.errors import ConfigError
 from quire.plan.devices import DEVICES, device
 from quire.plan.estimate import (
     PRECISIONS,
+    STORED,
     Wanted,
     cache_of,
     fits,
@@ -164,3 +165,80 @@ def test_device_may_be_given_by_its_memory() -> None:
     assert device("96").total_bytes == 96 << 30
     with pytest.raises(ConfigError):
         device("-4")
+
+
+def write_config(path: Path, sizes: str, quant: dict[str, object] | None) -> Path:
+    """Write the config.json of a Llama with these sizes and a quantization_config."""
+    names = dict(part.split("=") for part in sizes.split(","))
+    keys = {
+        "num_hidden_layers": "layers", "hidden_size": "hidden", "num_attention_heads": "heads",
+        "num_key_value_heads": "kv_heads", "intermediate_size": "intermediate", "vocab_size": "vocab",
+    }  # fmt: skip
+    config: dict[str, object] = {key: int(names[name]) for key, name in keys.items()}
+    config |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16"}
+    config |= {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
+    config |= {"quantization_config": quant} if quant else {}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+QWEN_32B = "layers=64,hidden=5120,heads=64,kv_heads=8,intermediate=25600,vocab=151936"
+LLAMA_8B = "layers=32,hidden=4096,heads=32,kv_heads=8,intermediate=14336,vocab=128256"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "quant", "gpu", "tp", "gigabytes"),
+    [
+        (LLAMA_8B, None, "l4", 1, 8.03e9 * 2),
+        (LLAMA_8B, AWQ, "l4", 1, 6.98e9 * 4.156 / 8 + 1.05e9 * 2),
+        (LLAMA_8B, FP8, "l4", 1, 6.98e9 * 8.02 / 8 + 1.05e9 * 2),
+        (LLAMA_70B, None, "h100", 2, 70.55e9 * 2),
+        (LLAMA_70B, None, "h200", 2, 70.55e9 * 2),
+        (LLAMA_70B, AWQ, "h100", 1, 68.45e9 * 4.156 / 8 + 2.10e9 * 2),
+        (LLAMA_70B, FP8, "h200", 1, 68.45e9 * 8.02 / 8 + 2.10e9 * 2),
+        (LLAMA_70B, FP8, "a100-80", 1, 68.45e9 * 8.02 / 8 + 2.10e9 * 2),
+        (LLAMA_70B, None, "b200", 1, 70.55e9 * 2),
+        (QWEN_32B, FP8, "l40s", 1, 28.94e9 * 8.02 / 8 + 1.56e9 * 2),
+        (QWEN_32B, AWQ, "l4", 1, 28.94e9 * 4.156 / 8 + 1.56e9 * 2),
+        (QWEN_32B, None, "b200", 1, 30.50e9 * 2),
+    ],
+)
+def test_plan_counts_the_weights_as_they_are_stored(
+    sizes: str, quant: dict[str, object] | None, gpu: str, tp: int, gigabytes: float, tmp_path: Path
+) -> None:
+    """Check against arithmetic by hand: linear weights by their bits, embedding and head in 16 bits."""
+    model = of(str(write_config(tmp_path, sizes, quant)))
+    precision = "bf16" if quant is None else STORED
+    assert weight_bytes(model, precision) == pytest.approx(gigabytes, rel=0.01)
+    kind = device(gpu)
+    tried = smallest(model, kind.machine(8), Wanted(4096, 1, {}), (precision,), most=8, per_node=8)
+    assert (tried[-1].why_not, tried[-1].tp, tried[-1].pp) == ("", tp, 1)
+
+
+def test_quantized_checkpoint_has_one_precision(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(write_config(tmp_path, LLAMA_70B, AWQ))
+    assert main(["plan", path, "--gpu", "h100"]) == 0
+    shown = capsys.readouterr().out
+    assert "stored as awq" in shown and "int8" not in shown and "--tensor-parallel-size" not in shown
+    assert main(["plan", path, "--gpu", "h100", "--precision", "fp8"]) == 1
+    assert "the weights are stored as awq" in capsys.readouterr().err
+
+
+def test_cloud_instances_are_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    assert device("g6e.12xlarge").label == "L40S" and device("P5.48xlarge").per_node == 8
+    assert main(["plan", LLAMA_70B, "--gpu", "g6e.12xlarge", "--precision", "bf16"]) == 0
+    shown = capsys.readouterr().out
+    assert "up to 4:" in shown and "--tensor-parallel-size 4" in shown
+    with pytest.raises(ConfigError, match=r"'p5.48' is unknown.*did you mean 'p5.48xlarge'"):
+        device("p5.48")
+
+
+def test_plan_says_what_would_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", LLAMA_70B, "--gpu", "l40s", "--gpus", "2", "--precision", "bf16"]) == 1
+    shown = capsys.readouterr().out
+    assert "3 layouts    at best" in shown and "GiB" in shown and "L40S would do, in bf16" in shown
+    flags = ["--gpu", "h100", "--gpus", "4", "--precision", "bf16", "--concurrency", "900"]
+    assert main(["plan", LLAMA_70B, *flags]) == 1
+    assert "requests of 8,192 tokens at once do (--concurrency)" in capsys.readouterr().out

@@ -10,11 +10,12 @@ from quire.checkpoint.model import Checkpoint
 from quire.config.env import Env
 from quire.errors import ConfigError
 from quire.plan import report
-from quire.plan.devices import DEVICES, device
-from quire.plan.estimate import PRECISIONS, STORED, MemoryFit, Wanted, smallest
+from quire.plan.devices import DEVICES, count_of_instance, device
+from quire.plan.estimate import PRECISIONS, STORED, MemoryFit, Wanted, smallest, stored_only
 from quire.plan.model_sizes import subject
 
-_CONTEXT, _CONCURRENCY = 8192, 1
+_CONTEXT, _CONCURRENCY, _GPUS = 8192, 1, 8
+_EXAMPLES = ("p5.48xlarge", "g6e.12xlarge", "a3-highgpu-8g")
 _PASSED = ("kv_cache_dtype", "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens")
 """Engine flags that affect memory."""
 
@@ -25,8 +26,14 @@ def add_flags(parser: ArgumentParser) -> None:
         help="directory, .gguf file, hub id, a name with a size in it, or sizes:"
         " layers=80,hidden=8192,heads=64,kv_heads=8,intermediate=28672,vocab=128256",
     )
-    parser.add_argument("--gpu", default="h200", help=f"{', '.join(DEVICES)}, or the GiB of one")
-    parser.add_argument("--gpus", type=int, default=8, help="number of GPUs, at most")
+    parser.add_argument(
+        "--gpu",
+        default="h200",
+        help=f"{', '.join(DEVICES)}, the GiB of one, or a cloud instance such as {', '.join(_EXAMPLES)}",
+    )
+    parser.add_argument(
+        "--gpus", type=int, default=None, help="number of GPUs, at most; 8, or those of the instance"
+    )
     parser.add_argument(
         "--context",
         "--max-model-len",
@@ -52,6 +59,8 @@ def run(args: Namespace) -> int:
     wanted = _parse_workload(args, checkpoint)
     precisions = _precisions(args, checkpoint)
     kind = device(args.gpu)
+    if args.gpus is None:
+        args.gpus = count_of_instance(args.gpu) or _GPUS
     if args.gpus < 1:
         raise ConfigError(f"--gpus {args.gpus} must be at least 1")
     fits = smallest(
@@ -75,7 +84,12 @@ def _parse_workload(args: Namespace, checkpoint: Checkpoint) -> Wanted:
 
 
 def _precisions(args: Namespace, checkpoint: Checkpoint) -> tuple[str, ...]:
-    if checkpoint.format == "gguf":
+    if stored_only(checkpoint):
+        if args.precision not in (None, STORED):
+            stored = checkpoint.format if checkpoint.quant is None else checkpoint.quant.method
+            raise ConfigError(
+                f"--precision {args.precision}: the weights are stored as {stored}; leave it out"
+            )
         return (STORED,)
     if args.precision is None:
         return ("bf16", "fp8", "int8", "int4", "fp32")

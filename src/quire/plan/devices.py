@@ -46,21 +46,59 @@ DEVICES = {
     "h100": Accelerator("H100 SXM", int(79.65 * _GIB), 3.35e12, 989e12, 1979e12, 450e9),
     "h200": Accelerator("H200 SXM", int(139.8 * _GIB), 4.8e12, 989e12, 1979e12, 450e9),
     "b200": Accelerator("B200", int(178.4 * _GIB), 8.0e12, 2250e12, 4500e12, 900e9, (10, 0)),
+    "a100-40": Accelerator("A100 40GB", int(39.39 * _GIB), 1.555e12, 312e12, 312e12, 300e9, (8, 0)),
+    "a10g": Accelerator("A10G", int(22.06 * _GIB), 0.600e12, 70e12, 140e12, 32e9, (8, 6)),
     "l4": Accelerator("L4", int(22.03 * _GIB), 0.300e12, 121e12, 242e12, 32e9, (8, 9)),
     "l40s": Accelerator("L40S", int(44.42 * _GIB), 0.864e12, 362e12, 733e12, 32e9, (8, 9)),
     "mi300x": Accelerator("MI300X", int(191.7 * _GIB), 5.3e12, 1307e12, 2615e12, 448e9),
     "trainium2": Accelerator("Trainium2", int(95.0 * _GIB), 2.9e12, 667e12, 1299e12, 512e9, per_node=16),
 }
+INSTANCES: dict[str, tuple[str, int]] = {
+    # AWS
+    **{f"g5.{size}": ("a10g", count) for size, count in (("xlarge", 1), ("12xlarge", 4), ("48xlarge", 8))},
+    **{f"g6.{size}": ("l4", count) for size, count in (("xlarge", 1), ("12xlarge", 4), ("48xlarge", 8))},
+    **{f"g6e.{size}": ("l40s", count) for size, count in (("xlarge", 1), ("12xlarge", 4), ("48xlarge", 8))},
+    "p4d.24xlarge": ("a100-40", 8),
+    "p4de.24xlarge": ("a100-80", 8),
+    "p5.4xlarge": ("h100", 1),
+    "p5.48xlarge": ("h100", 8),
+    "p5e.48xlarge": ("h200", 8),
+    "p5en.48xlarge": ("h200", 8),
+    "p6-b200.48xlarge": ("b200", 8),
+    # Google Cloud
+    **{f"a2-highgpu-{count}g": ("a100-40", count) for count in (1, 2, 4, 8)},
+    **{f"a2-ultragpu-{count}g": ("a100-80", count) for count in (1, 2, 4, 8)},
+    **{f"a3-highgpu-{count}g": ("h100", count) for count in (1, 2, 4, 8)},
+    "a3-megagpu-8g": ("h100", 8),
+    "a3-ultragpu-8g": ("h200", 8),
+    "a4-highgpu-8g": ("b200", 8),
+    **{f"g2-standard-{cores}": ("l4", count) for cores, count in ((12, 1), (24, 2), (48, 4), (96, 8))},
+    # Azure
+    "standard_nc24ads_a100_v4": ("a100-80", 1),
+    "standard_nd96amsr_a100_v4": ("a100-80", 8),
+    "standard_nd96isr_h100_v5": ("h100", 8),
+    "standard_nd96isr_h200_v5": ("h200", 8),
+}
+"""Cloud instances: their GPU in `DEVICES`, and how many of it they have."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:gib|gb|g)?", re.IGNORECASE)
 
 
 def device(name: str) -> Accelerator:
-    """Return a device by name or by its GiB; the latter has the rates of an H100."""
+    """Return a device by name, by its cloud instance, or by its GiB with the rates of an H100."""
+    kind, per_node = INSTANCES.get(name.lower(), ("", 0))
+    if kind:
+        return DEVICES[kind]._replace(per_node=per_node)
     known_device = DEVICES.get(name.lower())
     if known_device is not None:
         return known_device
     size = _SIZE.fullmatch(name)
     if size is None or float(size[1]) <= 0:
         known = ", ".join(DEVICES)
-        raise ConfigError(f"--gpu {name!r} is unknown: use {known} or its GiB{nearest(name, DEVICES)}")
+        close = nearest(name.lower(), [*DEVICES, *INSTANCES])
+        raise ConfigError(f"--gpu {name!r} is unknown: use {known}, a cloud instance or its GiB{close}")
     return DEVICES["h100"]._replace(label=f"{size[1]} GiB", total_bytes=int(float(size[1]) * _GIB))
+
+
+def count_of_instance(name: str) -> int | None:
+    """Return the number of GPUs of a cloud instance; None for other names."""
+    return INSTANCES[name.lower()][1] if name.lower() in INSTANCES else None

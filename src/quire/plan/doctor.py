@@ -17,7 +17,7 @@ from quire.config.env import Env
 from quire.config.machine import Machine
 from quire.errors import ConfigError, QuireError
 from quire.memory import human
-from quire.plan.estimate import PRECISIONS, STORED, Wanted, fits
+from quire.plan.estimate import PRECISIONS, STORED, Wanted, fits, stored_only
 from quire.plan.model_sizes import subject
 from quire.system.platform import detect, hardware_threads, thread_advice
 
@@ -216,7 +216,7 @@ def _model(machine: Machine, args: argparse.Namespace, env: Env) -> Iterator[Fin
     if note:
         yield Finding("warning", f"model {args.model}", note)
     context = args.max_model_len or min(_CONTEXT, checkpoint.derived_max_len)
-    precisions = (STORED,) if checkpoint.format == "gguf" else ("bf16", *PRECISIONS)
+    precisions = (STORED,) if stored_only(checkpoint) else ("bf16", *PRECISIONS)
     for precision in dict.fromkeys(precisions):
         wanted = Wanted(context, 1, {})
         fit = fits(checkpoint, machine, precision, wanted, tp=args.tensor_parallel_size, pp=1)
@@ -227,5 +227,7 @@ def _model(machine: Machine, args: argparse.Namespace, env: Env) -> Iterator[Fin
             yield Finding(state, message, "" if state == "ok" else f"bf16 does not fit: use {precision}")
             return
     yield Finding(
-        "broken", f"{args.model} does not fit: {fit.why_not}", f"quire plan {args.model} shows where it fits"
+        "broken",
+        f"{args.model} does not fit, not even in {precision}: {fit.why_not}",
+        f"quire plan {args.model} shows where it fits",
     )

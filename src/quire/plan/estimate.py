@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from quire.checkpoint.layout import CacheSpec, cache_specs, layout
 from quire.checkpoint.model import Checkpoint
+from quire.checkpoint.quant.schemes import Fp8, Int8
 from quire.checkpoint.weights import count_parameters
 from quire.config.engine import EngineConfig, resolve
 from quire.config.env import Env
@@ -48,7 +49,7 @@ PRECISIONS = {
     "int4": Precision(4.16, 16, {}, "a checkpoint of 4 bits, as `quire quantize --to int4` writes"),
 }
 STORED = "stored"
-"""The precision of a GGUF file."""
+"""The precision of a GGUF file or of a quantized checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +115,27 @@ def weight_bytes(checkpoint: Checkpoint, precision: str, tp: int = 1, pp: int = 
     return int(most / tp / 8)
 
 
+def stored_only(checkpoint: Checkpoint) -> bool:
+    """Whether the weights can only be used as they are stored: in a GGUF file, or quantized."""
+    return checkpoint.format == "gguf" or checkpoint.quant is not None
+
+
+def computes_in_8_bits(checkpoint: Checkpoint, precision: str) -> bool:
+    """Whether the matrices are multiplied in fp8 or int8."""
+    scheme = checkpoint.quant.main_scheme if checkpoint.quant is not None else None
+    if precision == STORED and isinstance(scheme, Fp8 | Int8):
+        return scheme.activations != "none"
+    return precision in ("fp8", "int8")
+
+
 def _bits(checkpoint: Checkpoint, precision: str) -> tuple[float, float]:
     if precision != STORED:
         entry = PRECISIONS[precision]
         return entry.bits, entry.end_bits
+    if checkpoint.format != "gguf":
+        assert checkpoint.quant is not None, "only quantized checkpoints have a stored precision"
+        scheme = checkpoint.quant.main_scheme
+        return (16 if scheme is None else scheme.bits_per_weight), 16
     bits = 8 * checkpoint.path.stat().st_size / count_parameters(checkpoint.facts).total
     return bits, bits
 

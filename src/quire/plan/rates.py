@@ -7,7 +7,7 @@ import numpy as np
 from quire.checkpoint.layout import cache_specs
 from quire.checkpoint.weights import LayerWeights, count_parameters
 from quire.plan.devices import DEVICES, Accelerator
-from quire.plan.estimate import MemoryFit, bytes_of_cache, weight_bytes
+from quire.plan.estimate import MemoryFit, bytes_of_cache, computes_in_8_bits, weight_bytes
 from quire.plan.shapes import BATCHES, CONTEXT, MEASURED, SHAPES
 
 _SUM_S = 10e-6
@@ -51,7 +51,7 @@ def rates(fit: MemoryFit, device: Accelerator, *, batch: int, context: int) -> T
     unused += weights.tower
     read = weight_bytes(checkpoint, fit.precision) * (1 - unused / weights.total)
     read += stage_batch * _cache_bytes(fit, context)
-    flops = device.narrow_flops if fit.precision in ("fp8", "int8") else device.flops
+    flops = device.narrow_flops if computes_in_8_bits(checkpoint, fit.precision) else device.flops
     floor_s = max(read / device.bytes_s, 2 * stage_batch * weights.active / flops) / fit.tp
     sums_s = 0.0 if fit.tp == 1 else 2 * len(weights.layers) * _SUM_S
     step_s = floor_s / float(np.interp(np.log(stage_batch), np.log(BATCHES), decodes)) + sums_s

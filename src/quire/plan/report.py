@@ -1,7 +1,9 @@
 """A plan as text and as a chart: memory by term, the layouts that fit and those that do not, and the command
 to run."""
 
+import re
 import shlex
+from itertools import groupby
 from typing import Any
 
 from quire.bench.plot import stacked_chart
@@ -10,10 +12,19 @@ from quire.checkpoint.model import Checkpoint
 from quire.checkpoint.weights import count_parameters
 from quire.memory import human
 from quire.plan.devices import Accelerator
-from quire.plan.estimate import PRECISIONS, MemoryFit, Wanted, kv_bytes_per_token, kv_dtype, weight_bytes
+from quire.plan.estimate import (
+    PRECISIONS,
+    MemoryFit,
+    Wanted,
+    kv_bytes_per_token,
+    kv_dtype,
+    smallest,
+    weight_bytes,
+)
 from quire.plan.rates import TokenRates, rates
 
 _BATCHES = (1, 32, 256)
+_NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 _COLOURS = {
     "weights": "#4c72b0",
     "activations": "#dd8452",
@@ -101,6 +112,8 @@ def text(
     lines = [f"{model}: {facts['architecture']}, {facts['parameters'] / 1e9:.2f} B parameters"]
     if facts["active_parameters"] < 0.8 * facts["parameters"]:
         lines[0] += f", {facts['active_parameters'] / 1e9:.2f} B of them active per token"
+    if checkpoint.quant is not None:
+        lines[0] += f", stored as {checkpoint.quant.method}"
     lines += [f"Note: {note}"] if note else []
     sizes = ", ".join(f"{name} {size / 1e9:,.1f}" for name, size in facts["weight_bytes"].items())
     lines.append(f"Weights, GB: {sizes}")
@@ -116,11 +129,9 @@ def text(
         f"{total_bytes / 1e9:,.1f} GB if all tokens are kept"
     )
     lines += ["", f"{device.label}, {human(device.total_bytes)} each, up to {count_}:"]
-    lines += [_line(fit, wanted) for fit in fits]
+    lines += _lines(fits, wanted)
     if chosen is None:
-        return "\n".join(
-            [*lines, "", "Nothing fits: use more devices, a lower precision or a shorter context."]
-        )
+        return "\n".join([*lines, "", f"Nothing fits: {_remedy(checkpoint, device, count_, wanted, fits)}"])
     return "\n".join(
         [
             *lines,
@@ -149,8 +160,60 @@ def memory_chart(model: str, device: Accelerator, fits: list[MemoryFit]) -> str:
     return stacked_chart(title, bars, total=device.total_bytes, colours=_COLOURS, text=human)
 
 
+def _lines(fits: list[MemoryFit], wanted: Wanted) -> list[str]:
+    """Return a line per layout. Layouts of a precision that fail for the same reason share one line, with the
+    figure of the layout that comes nearest."""
+    lines = []
+    for (precision, reason), group in groupby(fits, key=_reason):
+        same = list(group)
+        if len(same) == 1 or not reason:
+            lines += [_line(fit, wanted) for fit in same]
+            continue
+        best_fit = (min if "exceed" in reason else max)(same, key=_first_number)
+        layouts = f"{len(same)} layouts"
+        lines.append(f"  no   {precision:<6} {layouts:<12} at best {_layout(best_fit)}: {best_fit.why_not}")
+    return lines
+
+
+def _reason(fit: MemoryFit) -> tuple[str, str]:
+    return fit.precision, _NUMBER.sub("#", fit.why_not)
+
+
+def _first_number(fit: MemoryFit) -> float:
+    numbers = _NUMBER.findall(fit.why_not)
+    return float(numbers[0].replace(",", "")) if numbers else 0.0
+
+
+def _remedy(
+    checkpoint: Checkpoint, device: Accelerator, count_: int, wanted: Wanted, fits: list[MemoryFit]
+) -> str:
+    """Return what would fit: fewer requests at once, or the number of devices."""
+    held = max((fit.cache.num_tokens for fit in fits if fit.cache is not None), default=0)
+    if held >= wanted.context:
+        return (
+            f"{held // wanted.context} requests of {wanted.context:,} tokens at once do (--concurrency), "
+            "or a shorter context, or more devices."
+        )
+    smallest_precision = min(
+        dict.fromkeys(fit.precision for fit in fits), key=lambda name: weight_bytes(checkpoint, name)
+    )
+    for more in (2, 4, 8, 16, 32):
+        count = more * count_
+        machine = device.machine(count)
+        tried = smallest(
+            checkpoint, machine, wanted, (smallest_precision,), most=count, per_node=device.per_node
+        )
+        if not tried[-1].why_not:
+            return f"{tried[-1].num_devices} {device.label} would do, in {smallest_precision}."
+    return "use a lower precision, a shorter context or a larger device."
+
+
+def _layout(fit: MemoryFit) -> str:
+    return f"tp {fit.tp}" + (f" x pp {fit.pp}" if fit.pp > 1 else "")
+
+
 def _line(fit: MemoryFit, wanted: Wanted) -> str:
-    layout = f"tp {fit.tp}" + (f" x pp {fit.pp}" if fit.pp > 1 else "")
+    layout = _layout(fit)
     if fit.why_not or fit.cache is None:
         return f"  no   {fit.precision:<6} {layout:<12} {fit.why_not}"
     fit_tokens = fit.cache.num_tokens

@@ -29,6 +29,11 @@ class QuantFacts:
     def scheme(self, name: str) -> Scheme | None:
         return next((rule.scheme for rule in self.rules if re.search(rule.pattern, name)), None)
 
+    @property
+    def main_scheme(self) -> Scheme | None:
+        """Return the scheme of most layers: the last rule matches those that have no other."""
+        return next((rule.scheme for rule in reversed(self.rules) if rule.scheme is not None), None)
+
 
 def all_but(skipped: Iterable[str], scheme: Scheme) -> tuple[LayerRule, ...]:
     """Return rules for all layers except those with one of these names, whole or between dots."""

@@ -11,6 +11,11 @@ class Scheme:
     marks: ClassVar[tuple[str, ...]] = ()
     """Suffixes of tensors that only layers of this scheme have."""
 
+    @property
+    def bits_per_weight(self) -> float:
+        """Return the bits that a weight takes in memory, its share of the scales included."""
+        return 8.02
+
 
 @dataclass(frozen=True, slots=True)
 class Fp8(Scheme):
@@ -54,6 +59,11 @@ class Grouped(Scheme):
     """Whether groups are not consecutive inputs: the file has the group of each input."""
     layout: Literal["awq", "gptq", "gptq_v2", "compressed"]
 
+    @property
+    def bits_per_weight(self) -> float:
+        extra = 16 + (0 if self.symmetric else self.bits)
+        return self.bits + (extra / self.group if self.group > 0 else 0.02)
+
 
 @dataclass(frozen=True, slots=True)
 class BitsAndBytes(Scheme):
@@ -64,9 +74,17 @@ class BitsAndBytes(Scheme):
     nested: bool = False
     """Whether the scales are quantized, too."""
 
+    @property
+    def bits_per_weight(self) -> float:
+        return 8.02 if self.kind == "int8" else 4.13 if self.nested else 4.5
+
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4(Scheme):
     """4-bit floating-point weights (e2m1), with a power-of-two scale per 32 weights."""
 
     marks: ClassVar = ("_blocks",)
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 4.25
