@@ -604,7 +604,7 @@ ZOO: dict[str, Specimen] = {
         {
             "biases": BIASES | {"swiglu_limits": None, "swiglu_limits_shared": None},
             "stretched": {
-                "rope_scaling": {"rope_type": "llama3", "factor": 2.0, "original_max_position_embeddings": 64}
+                "rope_scaling": {"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 64}
                 | {"low_freq_factor": 1.0, "high_freq_factor": 32.0},
                 "yarn_only_types": ["full_attention"],
             },
