@@ -13,7 +13,7 @@ from quire.kernels.cpu.native import Kernel
 
 
 class GGUFForm(NamedTuple):
-    """In-memory format of a ggml type; the numbers are those of linear.h and gguf_pack.c."""
+    """In-memory format of a ggml type; the numbers are those of matrix.h and gguf_pack.c."""
 
     type: int
     form: int

@@ -12,7 +12,7 @@ from quire.kernels.cpu.native import Kernel
 BLOCK = 32
 """Columns per block of a packed weight."""
 FORMS = {torch.float32: 0, torch.bfloat16: 1}
-"""Numbers of the plain formats, equal to those in linear.h."""
+"""Numbers of the plain formats, equal to those in matrix.h."""
 FP8_FORMS = {torch.float8_e4m3fn: 9, torch.float8_e5m2: 10}
 """Numbers of the fp8 formats, which have scales."""
 _ROUNDED_BYTES = 80
@@ -32,7 +32,7 @@ _linear = Kernel(
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A weight [rows, columns] in one of the formats of linear.h."""
+    """A weight [rows, columns] in one of the formats of matrix.h."""
 
     data: Tensor
     form: int
@@ -81,7 +81,7 @@ class Matrix:
         return -(-self.columns // _LANES) * _LANES * 4
 
     def in_c(self) -> list[int]:
-        """Return the values of the fields of `Matrix` in linear.h."""
+        """Return the values of the fields of `Matrix` in matrix.h."""
         sizes = self.form, self.rows, self.columns, self.interleaved, self.row_bytes
         scales = 0 if self.scales is None else self.scales.data_ptr()
         return [self.data.data_ptr(), *map(int, sizes), scales, *self.scale_block]

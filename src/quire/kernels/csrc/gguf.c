@@ -5,7 +5,7 @@
  */
 #include <stddef.h>
 
-#include "linear.h"
+#include "matrix.h"
 
 #ifdef DOT_NEON
 

@@ -6,7 +6,7 @@
 #if defined(__aarch64__) && !defined(__clang__) && __GNUC__ >= 9
 #pragma GCC target("tune=neoverse-n1") /* otherwise loads are placed right before their use, which is 10 % slower */
 #endif
-#include "linear.h"
+#include "matrix.h"
 
 #ifdef DOT_NEON
 

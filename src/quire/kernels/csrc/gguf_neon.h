@@ -2,7 +2,7 @@
 #ifndef QUIRE_GGUF_NEON_H
 #define QUIRE_GGUF_NEON_H
 
-#include "linear.h"
+#include "matrix.h"
 
 #define AHEAD 1024 /* prefetch distance in bytes, for few rows of x */
 #define FEW 16     /* maximum rows of x for which unpacking again is cheaper than unpacking to the L1 cache */

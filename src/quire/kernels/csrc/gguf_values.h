@@ -2,8 +2,8 @@
 #ifndef QUIRE_GGUF_VALUES_H
 #define QUIRE_GGUF_VALUES_H
 
-#include "linear.h"
-#include "wide.h"
+#include "matrix.h"
+#include "simd_wide.h"
 
 /* Convert `count` scales or lows to floats. Up to 15 more are read and written. */
 INLINE void read_heads(int form, const uint8_t *from, long count, float *into)

@@ -8,7 +8,7 @@
  * vpaddw would reach 64 with 8-bit x, which is too coarse, and 32 with two planes of x. A tile of 12 rows and 32 outputs reads
  * 64 * 2 bytes of codes and 12 * 4 bytes of x for its 24 * 32 products.
  */
-#include "linear.h"
+#include "matrix.h"
 
 #ifdef DOT_X86
 

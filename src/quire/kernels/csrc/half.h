@@ -5,8 +5,8 @@
 #ifndef QUIRE_HALF_H
 #define QUIRE_HALF_H
 
-#include "linear.h"
-#include "wide.h"
+#include "matrix.h"
+#include "simd_wide.h"
 
 #define E4M3_FACTOR 256.0f /* factor that its bits in a float16 lack */
 

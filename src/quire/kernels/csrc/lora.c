@@ -1,7 +1,7 @@
 /* LoRA adapters of many requests in one batch: a row of x is shrunk to ranks, which are expanded to outputs. */
 #include "lora.h"
 
-#include "wide.h"
+#include "simd_wide.h"
 
 #define RANKS 16    /* ranks per task */
 #define OUTPUTS 256 /* outputs per task */

@@ -4,7 +4,7 @@
 #define ALL_LANES
 #include "heads.h"
 #include "cache_dtype.h"
-#include "linear.h"
+#include "matrix.h"
 
 #define MAX_RANK 4096 /* equal to that in reference/mla.py */
 #define STRIP 8      /* vectors of columns per iteration for one row of x */

@@ -8,7 +8,7 @@
 
 #define ALL_LANES
 #include "activations.h"
-#include "linear.h"
+#include "matrix.h"
 #include "lora.h"
 
 #define MAX_EXPERTS 1024 /* equal to that in cpu/moe.py */

@@ -2,8 +2,8 @@
 #ifndef QUIRE_PANELS_H
 #define QUIRE_PANELS_H
 
-#include "linear.h"
-#include "wide.h"
+#include "matrix.h"
+#include "simd_wide.h"
 
 #define STEP (WIDE == 16 ? 6 : WIDE == 8 ? 3 : 5) /* rows of x at a time, as many as registers allow */
 #define MANY 16                                   /* minimum rows of x to be packed in panels */

@@ -1,6 +1,6 @@
 /* Float vectors of the CPU's full width, for GEMM: 16 lanes with AVX-512. */
-#ifndef QUIRE_WIDE_H
-#define QUIRE_WIDE_H
+#ifndef QUIRE_SIMD_WIDE_H
+#define QUIRE_SIMD_WIDE_H
 
 #include "simd.h"
 

@@ -1,6 +1,6 @@
 /* Shared declarations of the GEMM kernels: formats of a weight, and the job. */
-#ifndef QUIRE_LINEAR_H
-#define QUIRE_LINEAR_H
+#ifndef QUIRE_MATRIX_H
+#define QUIRE_MATRIX_H
 
 #include "simd.h"
 
