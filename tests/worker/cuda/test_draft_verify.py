@@ -24,6 +24,7 @@ from quire.data.params import SamplingParams
 from quire.data.request import Request
 from quire.data.step_plan import StepOutput, StepPlan
 from quire.errors import ConfigError
+from quire.kernels.cpu import native
 from quire.kernels.triton import spec as drafts
 from quire.memory import CacheSize
 from quire.sampling.counts import Counts
@@ -78,6 +79,8 @@ def core_of(
     ) -> CudaDevice:
         return kind(model, all_rows, partial(draw, shown), device, drafts)
 
+    if native.library() is None:
+        pytest.skip("needs the C kernels")
     use_fake_graphs(monkeypatch)
     # Lengths that a GPU's attention kernel would read there.
     monkeypatch.setattr("quire.worker.loaded_model.choose", choose)
