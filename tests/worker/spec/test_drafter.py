@@ -32,6 +32,7 @@ from quire.checkpoint.draft import read_draft
 from quire.configure import configure
 from quire.data.params import SamplingParams
 from quire.data.step_plan import Admission, StepPlan
+from quire.kernels.cpu import native
 from quire.worker.spec.drafter import SequenceEnds, TargetStates
 from quire.worker.spec.progress import Span, batch_of_spans
 from quire.worker.worker import Worker
@@ -391,6 +392,8 @@ def test_worker_outputs_are_equal_with_drafts(
 
     Sampling by the same seeds from the same logits gives the same tokens.
     """
+    if temperature and native.library() is None:
+        pytest.skip("without the C kernels, drafts that are sampled are accepted less often")
     path, hf = deep
     small = path if same else make_tiny("llama", folder, **SMALL)[0]
     method = {"draft_sample_method": "probabilistic" if temperature else "greedy"}
