@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import httpx
 import psutil
+from ports import free_port
 from preloaded import ForkedServer, Preloaded
 
 LONGEST = 8192
@@ -33,12 +34,6 @@ LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 PATIENCE_S = 150.0
 """Time limit for operations that take a second on an idle machine."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def eventually(what: str, holds: Callable[[], bool], within_s: float = PATIENCE_S) -> None:

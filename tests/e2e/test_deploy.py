@@ -14,7 +14,8 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from serve_process import ServeProcess, Start, eventually, free_port
+from ports import free_port
+from serve_process import ServeProcess, Start, eventually
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 OVERLAYS = sorted(path.parent.name for path in DEPLOY.glob("kubernetes/overlays/*/kustomization.yaml"))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from oracle import make_tiny
+from ports import free_port
 
 from quire import LLM, SamplingParams
 from quire.config.engine import EngineConfig
@@ -32,11 +33,6 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.2", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("llama", tmp_path_factory.mktemp("nodes"))[0]
@@ -44,7 +40,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def config(tiny: Path) -> EngineConfig:
-    return configure({"model": str(tiny), "master_port": free_port()} | SETTINGS)
+    return configure({"model": str(tiny), "master_port": free_port("127.0.0.2")} | SETTINGS)
 
 
 def changed(config: EngineConfig, **parallel: Any) -> EngineConfig:
@@ -157,7 +153,7 @@ def test_invalid_configurations_are_rejected_before_start(tiny: Path, settings: 
 
 def test_two_machines_match_one_and_restart(tiny: Path, tmp_path: Path) -> None:
     """Check an agent that joins late, whose rank is killed, and that serves the next engine too."""
-    port, alone = free_port(), {"nnodes": 1, "tensor_parallel_size": 1}
+    port, alone = free_port("127.0.0.2"), {"nnodes": 1, "tensor_parallel_size": 1}
     prompts = [{"prompt_token_ids": [5, 6, 7, number]} for number in range(4)]
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 

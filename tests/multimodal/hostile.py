@@ -1,7 +1,6 @@
 """A server on this machine that sends images, and misbehaves in every way a server can."""
 
 import contextlib
-import socket
 import socketserver
 import threading
 from collections.abc import Iterator
@@ -99,10 +98,3 @@ def hostile_server() -> Iterator[_Server]:
         server.over.set()
         server.shutdown()
         server.server_close()
-
-
-def free_port() -> int:
-    """Return a port without a listener."""
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])

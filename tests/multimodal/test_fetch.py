@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 from fake_inputs import data_url
-from hostile import IMAGE, free_port, hostile_server
+from hostile import IMAGE, hostile_server
+from ports import free_port
 
 from quire.config.env import Env, MediaEnv
 from quire.errors import ConfigError, RequestError, Unreachable

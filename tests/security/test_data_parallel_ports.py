@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
+from ports import free_port
 
 from quire.config.data_parallel import lay_out
 from quire.config.sections import ParallelSection
@@ -55,11 +56,6 @@ def encrypted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         for module in (lockstep_module, clients_module, roll_module):
             monkeypatch.setattr(module, "secure", lambda *_, **__: None)
     return bool(request.param)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def until(is_done: Callable[[], object], *turns: Callable[[], object]) -> None:

@@ -1,12 +1,12 @@
 """Tests of the head's registry of cores on other machines: accepted, rejected and invalid messages."""
 
-import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import zmq
+from ports import free_port
 
 from quire.errors import ConfigError
 from quire.system.node_registry import Announcer, NodeRegistry
@@ -14,11 +14,6 @@ from quire.system.node_registry import Announcer, NodeRegistry
 PATIENCE_S = 60.0
 TOKEN = "shared"
 ONE, TWO = "tcp://10.0.0.1:4001", "tcp://10.0.0.2:4002"
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture
