@@ -13,6 +13,7 @@ import psutil
 import pytest
 from preloaded import Preloaded
 from serve_process import (
+    LONGEST,
     PATIENCE_S,
     SHARED_FLAGS,
     ServeProcess,
@@ -138,6 +139,11 @@ def test_lost_core_under_load(pair: ServeProcess, how: int) -> None:
     assert len(pair.with_role("EngineCore")) == len(pair.with_role("APIServer")) == 2
 
 
+def signal_cores(server: ServeProcess, number: int) -> None:
+    for pid in server.with_role("EngineCore"):
+        os.kill(pid, number)
+
+
 def ends_with_done(stream: Iterator[Any]) -> bool:
     try:
         return list(stream)[-1] == "[DONE]"
@@ -165,9 +171,12 @@ def test_lost_api_process_under_load(pair: ServeProcess) -> None:
         streams: list[Iterator[Any]] = []
         while not all(clients_of(pid, pair.port) - earlier[pid] for pid in processes):
             assert len(streams) < 40, "the kernel gives every connection to one process"
-            streams.append(stack.enter_context(pair.streaming(max_tokens=LENGTH)))
+            signal_cores(pair, signal.SIGCONT)
+            streams.append(stack.enter_context(pair.streaming(max_tokens=LONGEST // 2)))
             next(streams[-1])
+            signal_cores(pair, signal.SIGSTOP)  # No stream ends before the process does.
         os.kill(dead, signal.SIGKILL)
+        signal_cores(pair, signal.SIGCONT)
         alive = [ends_with_done(stream) for stream in streams]
     assert True in alive and False in alive, "only the streams of the other process continue"
     eventually("the process is back", lambda: len(set(pair.with_role("APIServer")) - {dead}) == 2)
