@@ -175,6 +175,15 @@ class ServeProcess:
         reply_body: dict[str, Any] = reply.json()
         return reply_body
 
+    def clients_of(self, pid: int) -> set[int]:
+        """Return the ports of the clients that are connected to one process of the server."""
+        connections = psutil.Process(pid).net_connections("tcp")
+        return {
+            connection.raddr.port
+            for connection in connections
+            if connection.laddr.port == self.port and connection.raddr
+        }
+
     @contextmanager
     def streaming(self, **body: Any) -> Iterator[Iterator[dict[str, Any] | str]]:
         """Yield the events of a streamed completion, on a connection that the end of the context closes."""

@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 from preloaded import Preloaded
 from serve_process import (
@@ -151,25 +150,15 @@ def ends_with_done(stream: Iterator[Any]) -> bool:
         return False
 
 
-def clients_of(pid: int, port: int) -> set[int]:
-    """Return the ports of the clients that are connected to a process on `port`."""
-    connections = psutil.Process(pid).net_connections("tcp")
-    return {
-        connection.raddr.port
-        for connection in connections
-        if connection.laddr.port == port and connection.raddr
-    }
-
-
 def test_lost_api_process_under_load(pair: ServeProcess) -> None:
     """Catches cores that keep computing for a client that is gone."""
     eventually("the server is idle", lambda: at_rest(pair))
     processes = pair.with_role("APIServer")
     dead = processes[0]
-    earlier = {pid: clients_of(pid, pair.port) for pid in processes}
+    earlier = {pid: pair.clients_of(pid) for pid in processes}
     with ExitStack() as stack:
         streams: list[Iterator[Any]] = []
-        while not all(clients_of(pid, pair.port) - earlier[pid] for pid in processes):
+        while not all(pair.clients_of(pid) - earlier[pid] for pid in processes):
             assert len(streams) < 40, "the kernel gives every connection to one process"
             signal_cores(pair, signal.SIGCONT)
             streams.append(stack.enter_context(pair.streaming(max_tokens=LONGEST // 2)))

@@ -105,8 +105,11 @@ def test_gauges_of_a_dead_engine_are_reset(tough: ServeProcess) -> None:
 def test_killed_api_process_ends_only_its_own_requests(tough: ServeProcess) -> None:
     """Catches an API process that is not restarted, or with requests that run on without it."""
     pids = tough.with_role("APIServer")
+    earlier = {pid: tough.clients_of(pid) for pid in pids}
     with tough.streaming(max_tokens=8000) as stream:
         next(stream)
+        # The process with the stream is the first, so that the stream cannot end before it.
+        pids.sort(key=lambda pid: len(tough.clients_of(pid) - earlier[pid]), reverse=True)
         eventually("the request runs", lambda: tough.metrics()["num_requests_running"] == 1)
         for pid in pids:
             os.kill(pid, signal.SIGKILL)

@@ -199,9 +199,9 @@ def test_resumption_can_be_disabled(start: Start) -> None:
     """A stream then ends with an error. A request without any sent output is answered nevertheless."""
     server = start("--no-resume-requests")
     server.until_healthy()
-    expected = server.complete(max_tokens=LENGTH)["choices"][0]["text"]
+    expected = server.complete(max_tokens=3 * LENGTH)["choices"][0]["text"]
     with ThreadPoolExecutor(1) as pool, server.streaming(max_tokens=8000) as chunks:
-        hidden = pool.submit(server.complete, max_tokens=LENGTH)
+        hidden = pool.submit(server.complete, max_tokens=3 * LENGTH)
         eventually("both requests run", lambda: server.metrics()["num_requests_running"] == 2)
         next(chunks)
         os.kill(server.core, signal.SIGKILL)

@@ -107,7 +107,7 @@ def test_image_streams_resume_in_the_restarted_core(server: ServeProcess) -> Non
     """Two sequences of one prompt both need the image again."""
     parts = [{"type": "image_url", "image_url": {"url": URLS[3]}}, {"type": "text", "text": "What is this?"}]
     body: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": parts}], "stream": True}
-    body |= {"max_tokens": 120, "n": 2, "seed": 1, "temperature": 1, "ignore_eos": True}
+    body |= {"max_tokens": 300, "n": 2, "seed": 1, "temperature": 1, "ignore_eos": True}
 
     def text_of(dies: bool) -> list[str]:
         texts = ["", ""]
