@@ -13,6 +13,8 @@ import shutil
 import sys
 import tempfile
 import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,13 +24,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-if not Path("/proc/driver/nvidia").exists():
+HAS_GPU = Path("/proc/driver/nvidia").exists()
+if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest  # noqa: E402
 from httpx._config import DEFAULT_TIMEOUT_CONFIG  # noqa: E402
 from httpx._transports import default as transport  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
+from preloaded import Preloaded, engines_forked  # noqa: E402
 
 from quire.logs import warn_once  # noqa: E402
 
@@ -93,3 +97,24 @@ def pytest_collection_finish() -> None:
         from interpreter import quicken
 
         quicken()
+
+
+@pytest.fixture(scope="session")
+def start_preloaded() -> Iterator[Callable[[], Preloaded]]:
+    """Yield a function that returns the process that others are forked from; the first call starts it."""
+    with ExitStack() as stack:
+        yield cache(lambda: stack.enter_context(Preloaded()))
+
+
+@pytest.fixture(scope="session")
+def preloaded(start_preloaded: Callable[[], Preloaded]) -> Preloaded:
+    return start_preloaded()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_engines(start_preloaded: Callable[[], Preloaded]) -> Iterator[None]:
+    """Fork the cores and ranks of engines in the process of the tests, except on machines with a GPU."""
+    with ExitStack() as stack:
+        if not HAS_GPU:
+            stack.enter_context(engines_forked(start_preloaded))
+        yield

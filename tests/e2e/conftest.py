@@ -18,13 +18,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
 
 
 @pytest.fixture(scope="session")
-def preloaded() -> Iterator[Preloaded]:
-    """Start the process that most servers are forked from."""
-    with Preloaded() as opened:
-        yield opened
-
-
-@pytest.fixture(scope="session")
 def server(tiny: TextModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
     """Start the server that tests share if they leave it unchanged. Its processes import their modules
     themselves."""

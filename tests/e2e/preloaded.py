@@ -1,11 +1,12 @@
-"""Servers that start without the seconds that their imports take.
+"""Processes that start without the seconds that their imports take.
 
-One process imports Quire and torch; every server is forked from it, and forks its child processes where it
-would spawn them. Arguments and open files are those of a spawned process. Only the imports are shared: the
-server that most tests share, those of the guide and the default model are full processes, and so test the
-imports."""
+One process imports Quire and torch. Servers, and the cores and ranks of engines in the process of the tests,
+are forked from it, and fork their own child processes where they would spawn them. Arguments and open files
+are those of a spawned process. Only the imports are shared: the server that most tests share, those of the
+guide and the default model, and some ranks are full processes, and so test the imports."""
 
 import contextlib
+import fcntl
 import gc
 import json
 import os
@@ -15,13 +16,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import process, util
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing import popen_spawn_posix, process, util
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
+from unittest import mock
 
 _MAX_ORDER_BYTES = 1 << 20
+_MAX_FDS = 64
 _MODULES = (
     *("quire.entrypoints.launch", "quire.server.main", "quire.core.process", "quire.executor.inprocess"),
     *(
@@ -39,7 +42,7 @@ _MODULES = (
 
 
 class Preloaded:
-    """Process that servers are forked from."""
+    """Process that others are forked from."""
 
     def __init__(self) -> None:
         self._socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -59,19 +62,33 @@ class Preloaded:
 
     def open(
         self, argv: Sequence[str], *, environment: Mapping[str, str], cwd: Path | None, log: Path
-    ) -> "ForkedServer":
+    ) -> "ForkedProcess":
         """Run the `quire` command with these arguments; `log` receives its output."""
         order = {"argv": [*argv], "environment": {**environment}, "cwd": str(cwd or Path.cwd())}
-        status, written = os.pipe()
         with log.open("wb") as output:
-            fds = [written, output.fileno()]
-            socket.send_fds(self._socket, [json.dumps(order).encode()], fds)
+            return self._fork(order, [output.fileno(), output.fileno()], [1, 2])
+
+    def run_code(
+        self, words: Sequence[str], *, environment: Mapping[str, str], pass_fds: Sequence[int]
+    ) -> "ForkedProcess":
+        """Run what a command line with `-c` in it would, with the output of this process."""
+        place = words.index("-c") + 1
+        order = {"code": words[place], "argv": [*words[place + 1 :]], "environment": {**environment}}
+        fds = [1, 2, *pass_fds]
+        order |= {"cwd": os.getcwd(), "path": sys.path, "parent": os.getpid()}
+        return self._fork(order, fds, fds)
+
+    def _fork(self, order: dict[str, Any], fds: Sequence[int], numbers: Sequence[int]) -> "ForkedProcess":
+        """Send an order. The process has `fds` under these numbers."""
+        status, written = os.pipe()
+        data = json.dumps(order | {"numbers": [*numbers]}).encode()
+        socket.send_fds(self._socket, [data], [written, *fds])
         os.close(written)
-        return ForkedServer(status)
+        return ForkedProcess(status)
 
 
-class ForkedServer:
-    """The part of `subprocess.Popen` that tests of servers use."""
+class ForkedProcess:
+    """The part of `subprocess.Popen` that tests and executors use."""
 
     def __init__(self, status: int) -> None:
         """`status` is the end of a pipe: it yields the process id, and later the exit code."""
@@ -101,6 +118,45 @@ class ForkedServer:
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def engines_forked(preloaded: Callable[[], Preloaded]) -> Iterator[None]:
+    """Fork the cores and ranks of engines in this process instead of spawning them."""
+    from quire.executor import worker_group
+
+    processes: dict[int, ForkedProcess] = {}
+
+    def run_rank(
+        words: Sequence[str], *, env: Mapping[str, str], pass_fds: Sequence[int], **_: object
+    ) -> Any:
+        return preloaded().run_code(words, environment=env, pass_fds=pass_fds)
+
+    def spawn(path: str, args: Sequence[str | bytes], passfds: Sequence[int]) -> int:
+        words = [os.fsdecode(word) for word in args]
+        forked = preloaded().run_code(words, environment=os.environ, pass_fds=passfds)
+        processes[forked.pid] = forked
+        return forked.pid
+
+    class ForkedPopen(popen_spawn_posix.Popen):
+        """Process that is a child of the preloaded one, which reports its end."""
+
+        def poll(self, flag: int = os.WNOHANG) -> int | None:
+            if self.returncode is None:
+                forked = processes[self.pid]
+                self.returncode = forked.poll() if flag == os.WNOHANG else forked.wait()
+            return self.returncode
+
+    popen = SimpleNamespace(**{**vars(subprocess), "Popen": run_rank})
+    with (
+        mock.patch.object(worker_group, "subprocess", popen),
+        mock.patch.object(util, "spawnv_passfds", spawn),
+        mock.patch.object(popen_spawn_posix, "Popen", ForkedPopen),
+    ):
+        yield
 
 
 # ---- in the forked processes
@@ -178,18 +234,17 @@ class ForkedRank:
             os.kill(self.pid, signal.SIGKILL)
 
 
-def _serve(order: dict[str, Any], output: int) -> None:
-    """Become the server that `order` describes."""
+def _follow(order: dict[str, Any], fds: Sequence[int]) -> None:
+    """Become the process that `order` describes."""
     from quire import logs
     from quire.cli import main
     from quire.executor import worker_group
 
-    os.setsid()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for fd in (1, 2):
-        os.dup2(output, fd)
-    _close_all_but(())
+    numbers: list[int] = order["numbers"]
+    _move_fds(fds, numbers)
+    _close_all_but(numbers)
     os.chdir(order["cwd"])
     os.environ.clear()
     os.environ.update(order["environment"])
@@ -197,10 +252,26 @@ def _serve(order: dict[str, Any], output: int) -> None:
     logs.get_logger("quire")
     util.spawnv_passfds = _spawn  # type: ignore[assignment]
     worker_group.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": ForkedRank})  # type: ignore[assignment]
-    _leave(lambda: main(order["argv"]))
+    if "code" not in order:
+        os.setsid()
+        _leave(lambda: main(order["argv"]))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    process._parent_process = None  # type: ignore[attr-defined]  # `spawn_main` sets it
+    parent: int = order["parent"]
+    os.getppid = lambda: parent  # a child process checks that its parent lives
+    sys.path[:], sys.argv = order["path"], ["-c", *order["argv"]]
+    _leave(lambda: exec(order["code"], {"__name__": "__main__"}))
 
 
-# ---- in the process that servers are forked from
+def _move_fds(fds: Sequence[int], numbers: Sequence[int]) -> None:
+    """Give open files these numbers."""
+    clear = max(*fds, *numbers) + 1
+    copies = [fcntl.fcntl(fd, fcntl.F_DUPFD, clear) for fd in fds]
+    for copy, number in zip(copies, numbers, strict=True):
+        os.dup2(copy, number)
+
+
+# ---- in the process that others are forked from
 
 
 def _preload() -> None:
@@ -213,7 +284,7 @@ def _preload() -> None:
 
 
 def _run(orders: socket.socket) -> None:
-    """Fork a server for every order, and report the end of each, until the socket is closed."""
+    """Fork a process for every order, and report the end of each, until the socket is closed."""
     wake, woken = socket.socketpair()
     wake.setblocking(False)
     woken.setblocking(False)
@@ -229,14 +300,15 @@ def _run(orders: socket.socket) -> None:
                 with contextlib.suppress(BlockingIOError):
                     wake.recv(4096)
                 continue
-            data, fds, _, _ = socket.recv_fds(orders, _MAX_ORDER_BYTES, 2)
+            data, fds, _, _ = socket.recv_fds(orders, _MAX_ORDER_BYTES, _MAX_FDS)
             if not data:
                 return
-            status, output = fds
+            status, *inherited = fds
             pid = os.fork()
             if not pid:
-                _serve(json.loads(data), output)
-            os.close(output)
+                _follow(json.loads(data), inherited)
+            for fd in inherited:
+                os.close(fd)
             os.write(status, pid.to_bytes(8, "little", signed=True))
             status_of[pid] = status
         _reap(status_of)

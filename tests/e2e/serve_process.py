@@ -17,7 +17,7 @@ from typing import Any, Self
 import httpx
 import psutil
 from ports import free_port
-from preloaded import ForkedServer, Preloaded
+from preloaded import ForkedProcess, Preloaded
 
 LONGEST = 8192
 SHARED_FLAGS = (
@@ -57,7 +57,7 @@ def as_vllm(folder: Path, *flags: str) -> Path:
 class ServeProcess:
     """Running `quire serve`. Leaving the context kills its whole process group."""
 
-    process: "subprocess.Popen[bytes] | ForkedServer"
+    process: "subprocess.Popen[bytes] | ForkedProcess"
 
     def __init__(
         self,

@@ -43,7 +43,11 @@ def pair(opened: tuple[LLM, list[list[list[int]]]]) -> LLM:
 
 def cores() -> list[psutil.Process]:
     """Return the core processes of this process, including those of other tests."""
-    return [child for child in psutil.Process().children() if child.name().startswith("quire:Engine")]
+    return [
+        child
+        for child in psutil.Process().children(recursive=True)
+        if child.name().startswith("quire:Engine")
+    ]
 
 
 def ids(llm: LLM, prompts: Any, params: SamplingParams) -> list[list[list[int]]]:

@@ -36,7 +36,11 @@ CASES: dict[str, dict[str, Any]] = {
 
 def engine_cores() -> list[psutil.Process]:
     """Return the core processes of this process, including those of other tests."""
-    return [child for child in psutil.Process().children() if child.name().startswith("quire:Engine")]
+    return [
+        child
+        for child in psutil.Process().children(recursive=True)
+        if child.name().startswith("quire:Engine")
+    ]
 
 
 @pytest.mark.parametrize("case", CASES)

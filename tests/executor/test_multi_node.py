@@ -1,9 +1,9 @@
 """Tests of ranks on several machines: joining, mismatches, and an engine over two loopback addresses."""
 
+import os
 import re
+import signal
 import socket
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from oracle import make_tiny
 from ports import free_port
+from preloaded import Preloaded
 
 from quire import LLM, SamplingParams
 from quire.config.engine import EngineConfig
@@ -151,7 +152,7 @@ def test_invalid_configurations_are_rejected_before_start(tiny: Path, settings: 
         configure({"model": str(tiny)} | SETTINGS | settings)
 
 
-def test_two_machines_match_one_and_restart(tiny: Path, tmp_path: Path) -> None:
+def test_two_machines_match_one_and_restart(tiny: Path, tmp_path: Path, preloaded: Preloaded) -> None:
     """Check an agent that joins late, whose rank is killed, and that serves the next engine too."""
     port, alone = free_port("127.0.0.2"), {"nnodes": 1, "tensor_parallel_size": 1}
     prompts = [{"prompt_token_ids": [5, 6, 7, number]} for number in range(4)]
@@ -164,29 +165,21 @@ def test_two_machines_match_one_and_restart(tiny: Path, tmp_path: Path) -> None:
     settings = SETTINGS | {"node_rank": 1, "master_port": port, "max_num_batched_tokens": 1024}
     settings.pop("use_tqdm_on_load")
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items() if value is not True]
-    command = [
-        sys.executable,
-        "-m",
-        "quire",
-        "serve",
-        str(tiny),
-        *flags,
-        "--headless",
-        "--skip-tokenizer-init",
-    ]
-    with (tmp_path / "log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as agent:
-        try:
-            llm = LLM(str(tiny), master_port=port, **SETTINGS)
-            assert answers(llm) == expected
-            log_text = (tmp_path / "log").read_text()
-            (pid,) = {int(actual) for actual in re.findall(r"\(Worker_TP1 pid=(\d+)\)", log_text)}
-            subprocess.run(["kill", "-9", str(pid)], check=True)
-            with pytest.raises(EngineDead, match="Worker_TP1 is gone"):
-                answers(llm)
-            llm.llm_engine.close()
-            second = LLM(str(tiny), master_port=port, **SETTINGS)
-            assert answers(second) == expected
-            second.llm_engine.close()
-            assert agent.wait(PATIENCE_S) == 0, "the machines end with the engine"
-        finally:
-            agent.kill()
+    command = ["serve", str(tiny), *flags, "--headless", "--skip-tokenizer-init"]
+    log = tmp_path / "log"
+    agent = preloaded.open(command, environment=os.environ, cwd=None, log=log)
+    try:
+        llm = LLM(str(tiny), master_port=port, **SETTINGS)
+        assert answers(llm) == expected
+        log_text = log.read_text()
+        (pid,) = {int(actual) for actual in re.findall(r"\(Worker_TP1 pid=(\d+)\)", log_text)}
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(EngineDead, match="Worker_TP1 is gone"):
+            answers(llm)
+        llm.llm_engine.close()
+        second = LLM(str(tiny), master_port=port, **SETTINGS)
+        assert answers(second) == expected
+        second.llm_engine.close()
+        assert agent.wait(PATIENCE_S) == 0, "the machines end with the engine"
+    finally:
+        agent.kill()
