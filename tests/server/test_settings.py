@@ -91,7 +91,6 @@ def test_flag_syntax(line: str, section: str, name: str, value: Any) -> None:
         ({"enable_log_outputs": True}, "needs enable_log_requests"),
         ({"root_path": "x"}, "must start with '/'"),
         ({"tool_server": "a"}, "tool_server='a' is not supported"),
-        ({"enable_auto_tool_choice": True}, "enable_auto_tool_choice needs tool_call_parser"),
         ({"tool_call_parser": "hermis"}, "unknown tool parser 'hermis'; did you mean 'hermes'?; known: "),
         ({"reasoning_parser": "qwen"}, "unknown reasoning parser 'qwen'; did you mean 'qwen3'?; known: "),
         ({"tool_parser_plugin": "/nowhere.py"}, "no parser plugin at /nowhere.py"),

@@ -105,6 +105,9 @@ async def serve(
         if not settings.http.uds:
             shown = settings.address.replace("://0.0.0.0", "://localhost")
             logger.info("Chat and live view: %s/", shown)
+        for kind, name in application.api.parsers.detected._asdict().items():
+            if name:
+                logger.info("The chat template selects the %s parser %r", kind.removesuffix("s"), name)
         for what, remedy in exposures(settings):
             logger.warning("%s; %s", what, remedy)
         _log_routes(application)

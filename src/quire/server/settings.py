@@ -112,14 +112,16 @@ class ApiSection:
     """JSON of chat template variables for requests that do not set them."""
     exclude_tools_when_tool_choice_none: bool = False
     """Leave a request's tools out of the prompt when its tool_choice is `none`."""
-    enable_auto_tool_choice: bool = False
-    """Let the model choose whether to call a tool; needs tool_call_parser."""
+    enable_auto_tool_choice: bool | None = None
+    """Let the model choose whether to call a tool. Default: if there is a tool call parser."""
     tool_call_parser: str = ""
-    """Parser of the model's tool calls: a name from docs/tools.md, or one that the plugin registers."""
+    """Parser of the model's tool calls: a name from docs/tools.md, or one that the plugin registers. Default:
+    the one that fits the chat template."""
     tool_parser_plugin: str = ""
     """Python file that registers tool parsers."""
     reasoning_parser: str = ""
-    """Parser that separates the model's reasoning from the answer."""
+    """Parser that separates the model's reasoning from the answer; `identity` leaves it in the answer.
+    Default: the one that fits the chat template."""
     reasoning_parser_plugin: str = ""
     """Python file that registers reasoning parsers."""
     return_tokens_as_token_ids: bool = False
@@ -333,8 +335,6 @@ def _check(settings: ServerSettings) -> None:
         raise ConfigError(f"root_path={http.root_path!r} must start with '/'")
     if log.enable_log_outputs and not log.enable_log_requests:
         raise ConfigError("enable_log_outputs needs enable_log_requests: give both")
-    if settings.api.enable_auto_tool_choice and not settings.api.tool_call_parser:
-        raise ConfigError("enable_auto_tool_choice needs tool_call_parser: give both")
     if (settings.api.fingerprint_mode == "custom") != (settings.api.fingerprint_value is not None):
         raise ConfigError("fingerprint_value goes with fingerprint_mode=custom: give both, or neither")
     if log.log_config_file is not None:

@@ -82,6 +82,56 @@ def test_parallel_tool_calls_off_keeps_one_call() -> None:
         assert call.get("function", call)["name"] == "weather"
 
 
+def with_template(answer: str, template: str) -> FakeEngine:
+    engine = FakeEngine(answer)
+    engine.facts.chat_template = template
+    return engine
+
+
+THINKING_TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>'
+    "{% endfor %}\n{% endfor %}assistant:{% if open is defined %}<think>{% endif %}{# </think> #}"
+)
+
+
+def test_template_selects_the_parsers() -> None:
+    """Neither a flag for tools nor one for reasoning is necessary."""
+    reply = chat(with_template(THOUGHT + ONE, THINKING_TEMPLATE), {}, tools=TOOLS).json()["choices"][0]
+    assert reply["message"]["reasoning"] == "Hm, a city."
+    assert reply["message"]["tool_calls"][0]["function"] == {"name": "weather", "arguments": CALL}
+    assert reply["finish_reason"] == "tool_calls"
+
+
+def test_flags_take_precedence_over_the_template() -> None:
+    off: dict[str, Any] = {"enable_auto_tool_choice": False, "reasoning_parser": "identity"}
+    error = refused(chat(with_template(ONE, THINKING_TEMPLATE), off, tools=TOOLS))
+    assert '"auto" tool choice requires --enable-auto-tool-choice' in error["message"]
+    reply = chat(with_template(THOUGHT + ONE, THINKING_TEMPLATE), off).json()["choices"][0]
+    assert reply["message"]["content"] == THOUGHT + ONE and reply["message"]["reasoning"] is None
+    other = chat(with_template(ONE, THINKING_TEMPLATE), {"tool_call_parser": "glm45"}, tools=TOOLS).json()
+    assert other["choices"][0]["message"]["content"] == ONE
+
+
+@pytest.mark.parametrize(
+    ("variables", "content", "reasoning"),
+    [({}, "Fine.", None), ({"open": True}, "", "Fine."), ({"enable_thinking": True}, "", "Fine.")],
+)
+def test_detected_reasoning_begins_only_where_the_prompt_opens_it(
+    variables: dict[str, Any], content: str, reasoning: str | None
+) -> None:
+    """A template with the marks may belong to a model that does not think."""
+    engine = with_template("Fine.", THINKING_TEMPLATE)
+    answer = chat(engine, {}, chat_template_kwargs=variables).json()["choices"][0]["message"]
+    assert (answer["content"] or "", answer["reasoning"]) == (content, reasoning)
+
+
+def test_enabled_tool_choice_without_a_parser_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="needs tool_call_parser: no known tool parser fits"):
+        chat(FakeEngine("x"), {"enable_auto_tool_choice": True})
+
+
 def test_truncated_call_has_partial_arguments() -> None:
     whole = message(ONE, HERMES, tools=TOOLS, max_tokens=len(ONE) - 25)
     assert whole["finish_reason"] == "length"

@@ -12,6 +12,7 @@ from quire.errors import ConfigError, nearest
 from quire.registry import LazyTable
 from quire.text.parsers import REASONING, TOOLS, Chain, answer_parser, load_plugin
 from quire.text.parsers.calls import IdMaker, Schemas
+from quire.text.parsers.detection import DetectedParsers, detect_parsers
 from quire.text.parsers.json_calls import NamedCall, RequiredCalls
 from quire.text.parsers.streaming import Parser, join
 from quire.text.tokenizer import Tokenizer
@@ -36,15 +37,43 @@ class AnswerFormat:
 
 
 class Parsers:
-    """The parsers that the server is configured with."""
+    """The parsers that the server is configured with, or that fit the chat template."""
 
-    def __init__(self, *, reasoning: str, tools: str, auto: bool, plugins: Iterable[str] = ()) -> None:
+    def __init__(
+        self, *, reasoning: str, tools: str, auto: bool | None = None, plugins: Iterable[str] = ()
+    ) -> None:
         for path in filter(None, plugins):
             load_plugin(path)
         self.reasoning = _check_name(REASONING, reasoning)
         self.tools = _check_name(TOOLS, tools)
-        self.auto = auto and self.tools is not None
+        self._auto = auto
+        self.detected = DetectedParsers()
+        """Parsers that the chat template selected."""
+
+    @property
+    def auto(self) -> bool:
         """Whether a model may choose to call a tool."""
+        return self._auto is not False and self.tools is not None
+
+    def detect(self, model_template: str | dict[str, str] | None, template: str | None) -> None:
+        """Choose the parsers that are not configured by the chat template.
+
+        With a detected reasoning parser an output begins inside of reasoning only if the prompt opens it:
+        the template may belong to a model that does not think."""
+        if self.tools and self.reasoning:
+            return
+        fitting = detect_parsers(model_template, template)
+        wants_tools = self.tools is None and self._auto is not False
+        self.detected = DetectedParsers(
+            tools=fitting.tools if wants_tools else "",
+            reasoning=fitting.reasoning if self.reasoning is None else "",
+        )
+        self.tools = self.tools or self.detected.tools or None
+        self.reasoning = self.reasoning or self.detected.reasoning or None
+        if self._auto and self.tools is None:
+            raise ConfigError(
+                "enable_auto_tool_choice needs tool_call_parser: no known tool parser fits the chat template"
+            )
 
     def reading(
         self,
@@ -63,7 +92,8 @@ class Parsers:
         or none. `num_calls` counts the calls of the conversation so far. `thinks`: whether the request turns
         thinking on or off. `free`: whether the output is unconstrained. `begun` is the message to
         continue."""
-        opened = None if free and thinks is not False else False
+        may_begin_inside = thinks or (thinks is None and not self.detected.reasoning)
+        opened = None if free and may_begin_inside else False
         marks = answer_parser(reasoning=self.reasoning).reasoning_marks
         if begun and marks is not None:
             opened = begun.rfind(marks[0]) > begun.rfind(marks[1])

@@ -196,7 +196,7 @@ class ChatBody(GenerateBody, ConversationBody):
     logprobs: bool | None = False
     top_logprobs: Int | None = _ranged(-1, None, "Needs logprobs; -1: the whole vocabulary.")
     tool_choice: Literal["none", "auto", "required"] | dict[str, JsonValue] | None = doc(
-        "`auto`, which needs --enable-auto-tool-choice, is the default with tools; else `none`."
+        "`auto`, which needs a tool parser, is the default with tools; else `none`."
     )
     parallel_tool_calls: bool | None = doc("false: at most one tool call per choice.", True)
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = doc(

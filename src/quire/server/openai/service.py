@@ -106,6 +106,8 @@ class GenerationService:
         self.adapters: LoRAService = adapters_of(engine, settings, registry)
         self.reader = PromptReader(engine, settings.api, self.adapters.request_of)
         self.parsers = parsers_of(settings.api)
+        if (tokenizer := engine.inputs.tokenizer) is not None and engine.inputs.pooling is None:
+            self.parsers.detect(tokenizer.chat_template, engine.facts.chat_template)
         self.answering = Answering()
         self.long_work = LongWork()
         facts = engine.facts

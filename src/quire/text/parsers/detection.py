@@ -1,0 +1,182 @@
+"""Parsers by chat template: the ones that parse what the template itself renders.
+
+A template renders the tool calls of earlier turns in the model's own format. So a conversation with one known
+call is rendered, and the tool parser that returns exactly this call fits. Templates that describe the format
+and leave out the calls are matched by its marks."""
+
+import json
+import re
+from os.path import commonprefix
+from typing import Any, NamedTuple
+
+from quire.data.output_pieces import TextPiece, ToolArguments, ToolStart
+from quire.errors import RequestError
+from quire.text.chat_template import choose_template, render_chat
+from quire.text.parsers import REASONING, TOOLS
+from quire.text.parsers.reasoning import Reasoning
+
+_NAME = "get_weather"
+_ARGUMENTS = {"city": "Paris", "days": 2}
+_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "description": "Name of the city."},
+        "days": {"type": "integer", "description": "Number of days."},
+    },
+    "required": ["city"],
+}
+_TOOL = {
+    "type": "function",
+    "function": {"name": _NAME, "description": "Return the weather.", "parameters": _SCHEMA},
+}
+_USER = {"role": "user", "content": "How is the weather in Paris?"}
+_CONTENT = "Qj7"
+"""Content of a message, to find where a template writes it: no mark begins like this."""
+_IDS = ("abcdef123", f"functions.{_NAME}:0")
+"""Ids of the call: nine letters and digits for Mistral, Kimi-K2's own form."""
+
+_BARE = ("llama3_json", "llama4_json", "pythonic", "llama4_pythonic", "xlam")
+"""Formats without marks: a call is the start of the answer."""
+_LEADING_MARKS = re.compile(r"(?:<\|[^|]*\|>|</?think>|\s)*")
+"""Marks of the turn and of empty reasoning, which other formats may have before a call."""
+_PREFERRED = ("hermes", "qwen3_coder", "glm45", "llama3_json", "cohere_command3", "jamba", "pythonic")
+"""Names to choose where parsers of several names parse the same text."""
+_FORMAT_MARKS = {
+    "<|tool_calls_section_begin|>": "kimi_k2",
+    "<｜tool▁calls▁begin｜>": "deepseek_v3",
+    "<|tool_list_start|>": "lfm2",
+    "<|tool_call|>": "granite",
+    "<atem:invoke": "muse_glimmer",
+    "functools[": "phi4_mini_json",
+    "<tool_call>": "hermes",
+}
+"""Tool parsers by marks of templates that render no calls. The first mark in the template decides."""
+_REASONING_OF = {
+    "openai": "openai_gptoss",
+    "hermes": "qwen3",
+    "qwen3_coder": "qwen3",
+    "deepseek_v31": "deepseek_v3",
+    "deepseek_v32": "deepseek_v3",
+}
+"""Reasoning parsers that belong to tool parsers of another name."""
+_BUILT_MARKS = ("hy_v3", "inkling", "kimi_k3", "muse_glimmer", "openai_gptoss")
+"""Reasoning parsers with marks that templates assemble: they belong to the tool parser of their family."""
+_BY_FLAG_ALONE = ("identity", "minimax_m2_append_think", "holo2")
+"""Reasoning parsers that no template selects."""
+
+
+class DetectedParsers(NamedTuple):
+    """Names of the parsers that fit a chat template; empty if none does."""
+
+    tools: str = ""
+    reasoning: str = ""
+
+
+def detect_parsers(
+    model_template: str | dict[str, str] | None, requested: str | None = None
+) -> DetectedParsers:
+    """Return the parsers for a model's chat template, or for the requested one."""
+    try:
+        template = choose_template(model_template, requested, with_tools=True)
+    except RequestError:
+        return DetectedParsers()
+    reasoning = {name for name in REASONING if name not in _BY_FLAG_ALONE and _has_marks(name, template)}
+    tools = _fitting_tool_parsers(template, reasoning)
+    paired = [_REASONING_OF.get(name, name) for name in tools]
+    reasoning.update(name for name in paired[:1] if name in _BUILT_MARKS)
+    wrapped = [name for name in sorted(reasoning) if _wrapping_marks(name)]
+    ranked = [name for name in (*paired, *wrapped, "deepseek_r1", *sorted(reasoning)) if name in reasoning]
+    return DetectedParsers(next(iter(tools), ""), next(iter(ranked), ""))
+
+
+def _has_marks(name: str, template: str) -> bool:
+    """Return whether a template has the marks of a reasoning parser, those around the answer included."""
+    marks, wrapping = REASONING[name]("").reasoning_marks, _wrapping_marks(name)
+    has_end = marks is not None and marks[1].strip() in template
+    return has_end and (not wrapping or any(mark in template for mark in wrapping))
+
+
+def _wrapping_marks(name: str) -> tuple[str, ...]:
+    """Return the marks around the rest of an answer, such as `<response>`."""
+    parser = REASONING[name]("")
+    return parser.marks.dropped if isinstance(parser, Reasoning) else ()
+
+
+def _fitting_tool_parsers(template: str, reasoning: set[str]) -> list[str]:
+    """Return the names of the tool parsers that fit, the best first: least text outside of the call."""
+    if not _shows_tools(template):
+        return []
+    num_left: dict[str, int] = {}
+    for call_id in _IDS:
+        text = _render_call(template, call_id)
+        for name in TOOLS if text else ():
+            if (left := _text_around_call(name, text)) is not None:
+                num_left.setdefault(name, len(left))
+    if not num_left:
+        return [name for mark, name in _FORMAT_MARKS.items() if mark in template][:1]
+    order = (*_PREFERRED, *sorted(TOOLS))
+
+    def rank(name: str) -> tuple[int, bool, bool, int]:
+        is_wrapped = name in reasoning and bool(_wrapping_marks(name))
+        return num_left[name], not is_wrapped, name == "xlam", order.index(name)
+
+    return sorted(num_left, key=rank)
+
+
+def _text_around_call(name: str, text: str) -> str | None:
+    """Return what a parser leaves as text around the call; None if it does not return the call."""
+    pieces = TOOLS[name](schemas={_NAME: _SCHEMA}).parse(text)
+    kinds = [type(piece) for piece in pieces]
+    if kinds.count(ToolStart) != 1 or pieces[kinds.index(ToolStart)].name != _NAME:
+        return None
+    arguments = "".join(piece.text for piece in pieces if isinstance(piece, ToolArguments))
+    leading = "".join(piece.text for piece in pieces[: kinds.index(ToolStart)])
+    for mark in _wrapping_marks(name) if name in REASONING else ():
+        leading = leading.replace(mark, "")
+    if _parse_json(arguments) != _ARGUMENTS or not _LEADING_MARKS.fullmatch(leading):
+        return None
+    if leading.strip() and name in _BARE:
+        return None
+    return "".join(piece.text for piece in pieces if isinstance(piece, TextPiece)).strip()
+
+
+def _parse_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _shows_tools(template: str) -> bool:
+    """Return whether a prompt names the tools of its request."""
+    try:
+        return _NAME in _render(template, [_USER], add_generation_prompt=True)
+    except RequestError:
+        return True  # Such a template may need a longer conversation.
+
+
+def _render_call(template: str, call_id: str) -> str:
+    """Return what the template renders for a message with the call; empty if it fails."""
+    call = {"id": call_id, "type": "function", "function": {"name": _NAME, "arguments": _ARGUMENTS}}
+    try:
+        plain = _render(template, [_USER, {"role": "assistant", "content": _CONTENT}])
+        whole = _render(template, [_USER, {"role": "assistant", "content": "", "tool_calls": [call]}])
+    except RequestError:
+        return ""
+    start = len(commonprefix([plain.partition(_CONTENT)[0], whole]))
+    for first, last in ("<>", "[]"):  # A mark that both begin with alike is not cut in two.
+        opening = whole.rfind(first, 0, start)
+        if opening >= 0 and last not in whole[opening:start]:
+            start = opening
+    return whole[start:]
+
+
+def _render(template: str, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> str:
+    return render_chat(
+        template,
+        messages,
+        bos_token="",
+        eos_token="",
+        tools=[_TOOL],
+        add_generation_prompt=add_generation_prompt,
+    )
