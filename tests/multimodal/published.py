@@ -10,8 +10,8 @@ from tiny_seeing import TEXT
 
 
 class OlderMiniCPM(torch.nn.Module):
-    """MiniCPM-V 2.6 to 4.5 as published, which transformers does not have: SigLIP with fractional positions,
-    queries that attend to all patches, and a decoder."""
+    """MiniCPM-V 2.5 to 4.5 as published, which transformers does not have: SigLIP with fractional positions,
+    queries that attend to all patches, and a decoder. The encoder of 2.5 is that of Idefics 2."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         import transformers as hf
@@ -19,11 +19,15 @@ class OlderMiniCPM(torch.nn.Module):
         super().__init__()
         self.config, size = config, config["hidden_size"]
         self.is_valued = config["version"] >= 4.5
-        kind = {2.6: "Qwen2", 4.5: "Qwen3"}[config["version"]]
+        kind = {2.5: "Llama", 2.6: "Qwen2", 4.5: "Qwen3"}[config["version"]]
         text = {name: config[name] for name in (*TEXT, "head_dim")}
         self.llm = getattr(hf, f"{kind}ForCausalLM")(getattr(hf, f"{kind}Config")(**text))
         vision = hf.SiglipVisionConfig(**config["vision_config"], vision_use_head=False)
         self.vpm = hf.SiglipVisionModel(vision)
+        if config["version"] == 2.5:
+            from transformers.models.idefics2.modeling_idefics2 import Idefics2VisionTransformer
+
+            self.vpm = Idefics2VisionTransformer(hf.Idefics2VisionConfig(**config["vision_config"]))
         self.resampler = torch.nn.Module()
         self.resampler.query = torch.nn.Parameter(torch.randn(config["query_num"], size))
         self.resampler.proj = torch.nn.Parameter(torch.randn(size, size) / size**0.5)
@@ -35,9 +39,12 @@ class OlderMiniCPM(torch.nn.Module):
     def save_pretrained(self, path: Path) -> None:
         _save(self, self.config, path)
 
-    def seen(self, square: torch.Tensor) -> torch.Tensor:
-        """[3, height, width] -> [queries, size]"""
-        patches, parts = self.vpm.embeddings.patch_embedding(square[None])[0], self.resampler
+    def encoded(self, square: torch.Tensor) -> torch.Tensor:
+        """[3, height, width] -> [patches, 32]"""
+        if self.config["version"] == 2.5:
+            patches = square.unfold(1, 7, 7).unfold(2, 7, 7).permute(0, 3, 1, 2, 4).flatten(2)
+            return self.vpm(patches[None]).last_hidden_state[0]
+        patches = self.vpm.embeddings.patch_embedding(square[None])[0]
         rows, columns = patches.shape[1:]
         side = self.vpm.config.image_size // 7
         borders = torch.arange(1 / side, 1.0, 1 / side)
@@ -47,7 +54,12 @@ class OlderMiniCPM(torch.nn.Module):
         )
         at = (down[:, None] * side + along).flatten()
         x = patches.flatten(1).T + self.vpm.embeddings.position_embedding(at)
-        x = self.vpm.post_layernorm(self.vpm.encoder(inputs_embeds=x[None]).last_hidden_state[0])
+        return self.vpm.post_layernorm(self.vpm.encoder(inputs_embeds=x[None]).last_hidden_state[0])
+
+    def seen(self, square: torch.Tensor) -> torch.Tensor:
+        """[3, height, width] -> [queries, size]"""
+        rows, columns, parts = square.shape[1] // 7, square.shape[2] // 7, self.resampler
+        x = self.encoded(square)
         x = parts.ln_kv(parts.kv_proj(x))
         quarter = x.shape[1] // 4
         speeds = 1 / 10000 ** (torch.arange(quarter) / quarter)
