@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from published import dots, step
+from published import Step3VL, dots, step
 from safetensors.torch import save_file
 from seeing_minicpm import MINICPM
 from seeing_stands import STANDS
-from tiny_seeing import TEXT, VISION, Stand, make_tokenizer
+from tiny_seeing import STRONG, TEXT, VISION, Stand, make_tokenizer
 
 _DEEPSEEK = TEXT | {
     "num_key_value_heads": 4,
@@ -300,6 +300,32 @@ def _step_vl() -> tuple[Any, Any, Any, str]:
     return step, config, StepStand(tokenizer), "<im_patch>"
 
 
+def _step3() -> tuple[Any, Any, Any, str]:
+    """The first version: other weights, the same windows and placeholders."""
+    _, config, stand, mark = _step_vl()
+    text = {
+        "model_type": "step3_text",
+        "head_dim": 16,
+        "share_q_dim": 24,
+        "moe_layers_enum": "1",
+        "moe_num_experts": 4,
+        "moe_top_k": 2,
+        "moe_intermediate_size": 24,
+        "share_expert_dim": 24,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+    }
+    config |= {
+        "architectures": ["Step3VLForConditionalGeneration"],
+        "model_type": "step3_vl",
+        "projector_bias": True,
+        "understand_projector_stride": 2,
+        "text_config": STRONG | text,
+        "vision_config": VISION | {"image_size": 56, "patch_size": 7, "output_hidden_size": 24},
+    }
+    return Step3VL, config, stand, mark
+
+
 def _step37() -> tuple[Any, Any, Any, str]:
     import transformers as hf
 
@@ -338,6 +364,7 @@ def _step37() -> tuple[Any, Any, Any, str]:
 MORE: dict[str, Callable[[], tuple[Any, Any, Any, str]]] = {
     "dots_ocr": _dots_ocr,
     "kimi_k25": _kimi_k25,
+    "step3": _step3,
     "step37": _step37,
     "step_vl": _step_vl,
     **MINICPM,
