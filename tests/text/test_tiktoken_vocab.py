@@ -3,6 +3,7 @@ pattern of Kimi's published tokenizer code."""
 
 import base64
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ import pytest
 import tiktoken
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from oracle import make_tiny
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, trainers
 
+from quire import LLM, SamplingParams
+from quire.data.params import StructuredOutputsParams
 from quire.errors import ConfigError
 from quire.text.byte_level import from_byte_level
 from quire.text.tokenizer import Tokenizer, load_tokenizer
@@ -129,6 +133,18 @@ def test_special_tokens(both: tuple[Tokenizer, tiktoken.Encoding], ranks: dict[b
     token_bytes = tokenizer.token_bytes
     assert token_bytes is not None
     assert all(token_bytes[i] == token for token, i in ranks.items())
+
+
+def test_engine_starts_with_the_files_as_published(tmp_path: Path) -> None:
+    """Moonlight is a DeepSeek-V3 with a tiktoken.model: texts, answers and structured output need it."""
+    path, _ = make_tiny("DeepseekV3ForCausalLM", tmp_path, vocab_size=512)
+    (path / "tokenizer.json").unlink(missing_ok=True)
+    write(path, {bytes([byte]): byte for byte in range(256)})
+    llm = LLM(str(path), dtype="float32", max_model_len=64, max_num_seqs=2, use_tqdm_on_load=False)
+    params = SamplingParams(max_tokens=8, structured_outputs=StructuredOutputsParams(regex="[中é]{2}"))
+    (output,) = llm.generate(["a中<|im_end|>"], params, use_tqdm=False)
+    assert output.prompt_token_ids == [*"a中".encode(), 258]
+    assert re.fullmatch("[中é]{2}", output.outputs[0].text)
 
 
 def test_tokens_beyond_the_reserved_ids(tmp_path: Path, ranks: dict[bytes, int]) -> None:

@@ -211,7 +211,7 @@ class ScaledVisionLayer(VisionLayer):
 
 def vision_layers(facts: Any, depth: int, scope: Scope, style: VisionStyle = SIGLIP) -> nn.ModuleList:
     """Build the first `depth` layers of an encoder; `scope` / i is the scope of layer i."""
-    kind = PostNormVisionLayer if style.norms_outputs else VisionLayer
+    kind: type[VisionLayer] = PostNormVisionLayer if style.norms_outputs else VisionLayer
     kind = ScaledVisionLayer if style.scales else kind
     return nn.ModuleList(kind(facts, scope / i, style) for i in range(depth))
 

@@ -13,7 +13,7 @@ from quire.layers.rope import Rope
 from quire.layers.scope import Scope
 from quire.models import llama
 from quire.models.decoder import Decoder, LayerFactory
-from quire.quant.sharding import of_heads
+from quire.quant.sharding import Runs, of_heads
 
 
 class LowRankQueries(nn.Module):
@@ -24,7 +24,7 @@ class LowRankQueries(nn.Module):
         super().__init__()
         group, head_dim, rank = scope.group, facts.head_dim, facts.query_rank
         kv = of_heads(group, facts.kv_heads, head_dim)
-        parts = {"q_proj": rank, "k_proj": (kv,), "v_proj": (kv,)}
+        parts: dict[str, int | Runs] = {"q_proj": rank, "k_proj": (kv,), "v_proj": (kv,)}
         named = {(scope / name).name: part for name, part in parts.items()}
         self.down = Linear(facts.hidden, named, scope / "qkv_proj")
         self.sizes = rank, 2 * kv.size
