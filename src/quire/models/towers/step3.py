@@ -38,7 +38,7 @@ _NUM_COPIES = 4
 
 
 def _interpolated(table: Tensor, side: int, **options: Any) -> Tensor:
-    """Interpolate the vectors of a square, [patches, hidden], to a square of another side."""
+    """Return the vectors of a square, [patches, hidden], interpolated to a square of another side."""
     table_side = math.isqrt(len(table))
     if side == table_side:
         return table
@@ -64,7 +64,7 @@ class WindowTower(Tower):
         raise NotImplementedError
 
     def project(self, x: Tensor, side: int) -> Tensor:
-        """Downsample and project patches [N, side * side, hidden] to [N, vectors, size_out]."""
+        """Reduce patches [N, side * side, hidden] to [N, vectors, size_out]."""
         x = self.reduce(x.unflatten(1, (side, side)).permute(0, 3, 1, 2)).flatten(2).transpose(1, 2)
         vectors: Tensor = self.projector(x.flatten(0, 1))
         return vectors.view(len(x), -1, vectors.shape[1])
