@@ -22,7 +22,7 @@ GROUPS = {
     "dense": "Dense decoders",
     "gpt": "Dense decoders of GPT's kind",
     "alibi": "Decoders with slopes (ALiBi)",
-    "renamed": "Decoders under names of their own",
+    "llama_variants": "Decoders under names of their own",
     "sliding_window": "Sliding-window decoders",
     "moe": "Mixtures of experts",
     "mla": "Latent attention (MLA)",
@@ -38,8 +38,11 @@ Made by `python tests/arch/models_page.py > docs/models.md` out of the tables of
 Every architecture runs on a CPU and on a GPU, from safetensors (or pytorch_model.bin), and from GGUF where
 a name of llama.cpp stands in the last column. Each is compared with transformers in float32, logit by logit:
 `tests/models/test_parity.py`, `tests/engine/test_parity.py`, `tests/models/test_encoders.py`; on a GPU, where
-decodes are captured graphs, by `pytest -m gpu tests/gpu/test_families.py`. On a CPU a decode is a *tape*: one
-call into C for the whole step, or else *calls*, one for each operation. An encoder has no decodes.
+decodes are captured graphs, by `pytest -m gpu tests/gpu/test_families.py`. Step3 (`step3_text`) is not in
+transformers: it is checked against a plain reference in torch (`tests/models/step_twin.py`).
+
+On a CPU a decode is a *tape*: one call into C for the whole step, or else *calls*, one for each operation. An
+encoder has no decodes.
 
 What a layer keeps of the tokens it has seen: *pages* of all of them; *window*: pages of the last so many, the
 others go back to the pool; *latent*: pages of one vector a token; *state*: a fixed size for each running
@@ -122,7 +125,7 @@ def _kept(name: str) -> str:
 
 def _group(read: object) -> str:
     module = str(getattr(read, "__module__", "")).rpartition(".")[2]
-    return "moe" if module == "step" else module
+    return "moe" if module == "step3" else module
 
 
 if __name__ == "__main__":

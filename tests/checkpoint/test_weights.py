@@ -85,6 +85,44 @@ def test_step_has_the_published_parameter_count() -> None:
     assert facts.moe is not None and facts.moe.routing.scale == 3
 
 
+STEP3: dict[str, Any] = {
+    "vocab_size": 128815,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 64,
+    "num_attention_groups": 1,
+    "head_dim": 256,
+    "share_q_dim": 2048,
+    "max_seq_len": 65536,
+    "max_position_embedding": 65536,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000,
+    "moe_num_experts": 48,
+    "moe_top_k": 3,
+    "moe_intermediate_size": 5120,
+    "share_expert_dim": 5120,
+    "norm_expert_weight": False,
+}
+"""Config of the decoder of Step3, without the list of its MoE layers."""
+
+
+def step3(**changes: Any) -> ArchFacts:
+    return FAMILIES["Step3TextForCausalLM"].read(ConfigReader("config.json", STEP3 | changes))
+
+
+def test_step3_has_the_published_parameter_count() -> None:
+    """316 billion parameters, of which 38 are active per token; all layers but five have experts."""
+    facts = step3()
+    assert count_parameters(facts).total == pytest.approx(316e9, rel=0.01)
+    assert count_parameters(facts).active == pytest.approx(38e9, rel=0.03)
+    assert [layer.moe for layer in facts.layers] == [False] * 4 + [True] * 56 + [False]
+    assert (facts.kv_heads, facts.query_rank, facts.max_len) == (1, 2048, 65536)
+    assert [layer.moe for layer in step3(moe_layers_enum=[0, 60]).layers] == [True, *[False] * 59, True]
+    with pytest.raises(ConfigError, match="num_attention_groups is 8, expected 1"):
+        step3(num_attention_groups=8)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

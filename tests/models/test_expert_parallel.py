@@ -85,6 +85,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "GptOssForCausalLM": {},
     "GraniteMoeSharedForCausalLM": {},
     "Llama4ForCausalLM": {},
+    "Step3TextForCausalLM": {},
     "Step3p5ForCausalLM": {},
     "NemotronHForCausalLM": {"moe_latent_size": 24, "mlp_bias": True, "use_bias": True},
 }

@@ -39,6 +39,7 @@ QUICK = [
     "Qwen3MoeForCausalLM",
     "Qwen3_5MoeForCausalLM",
     "Starcoder2ForCausalLM",
+    "Step3TextForCausalLM",
     "Step3p5ForCausalLM",
 ]
 """Families least like Llama that no other adapter test covers."""

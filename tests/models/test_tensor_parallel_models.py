@@ -95,6 +95,7 @@ MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3MoeForCausalLM", 2, {}),
     "llama4": ("Llama4ForCausalLM", 2, {}),
     "granite_moe": ("GraniteMoeSharedForCausalLM", 2, {}),
+    "step3": ("Step3TextForCausalLM", 2, {}),
     "step": ("Step3p5ForCausalLM", 2, {}),
     "glm4_moe": ("Glm4MoeForCausalLM", 2, {}),
     "cohere2_moe": ("Cohere2MoeForCausalLM", 2, {}),

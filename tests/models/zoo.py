@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import twins
-from step_twin import step35
+from step_twin import step3, step35
 
 from quire.checkpoint.families import FAMILIES
 
@@ -599,6 +599,20 @@ ZOO: dict[str, Specimen] = {
     ),
     "HYV3ForCausalLM": Specimen({"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
     "SolarOpenForCausalLM": Specimen(_SHARING),
+    "Step3TextForCausalLM": Specimen(
+        {
+            "num_hidden_layers": 3,
+            "share_q_dim": 24,
+            "moe_layers_enum": "1,2",
+            "moe_num_experts": 6,
+            "moe_top_k": 2,
+            "moe_intermediate_size": 32,
+            "share_expert_dim": 40,
+            "rope_theta": 500000.0,
+        },
+        {"normed-experts": {"norm_expert_weight": True, "moe_layers_enum": "0,2"} | TIED},
+        step3,
+    ),
     "Step3p5ForCausalLM": Specimen(
         _STEP,
         {
@@ -819,6 +833,7 @@ UNTAPED = {
     "MiMoV2FlashForCausalLM": "aten.pad.default",
     "PersimmonForCausalLM": "aten.layer_norm.default",
     "PhimoeForCausalLM": "aten.max.dim",
+    "Step3TextForCausalLM": "aten.cat.default",
     "Zamba2ForCausalLM": "aten.clone.default",
 }
 """Models whose CPU decodes are not taped, with the reason: a torch activation, clamp, norm, router, indexer

@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from step_twin import Step3
 from tiny_seeing import TEXT
 
 
 class OlderMiniCPM(torch.nn.Module):
-    """MiniCPM-V 2.6 to 4.5 as published, which transformers does not have: SigLIP with fractional positions,
-    queries that attend to all patches, and a decoder."""
+    """MiniCPM-V 2.5 to 4.5 as published, which transformers does not have: SigLIP with fractional positions,
+    queries that attend to all patches, and a decoder. The encoder of 2.5 is that of Idefics 2."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         import transformers as hf
@@ -19,11 +20,15 @@ class OlderMiniCPM(torch.nn.Module):
         super().__init__()
         self.config, size = config, config["hidden_size"]
         self.is_valued = config["version"] >= 4.5
-        kind = {2.6: "Qwen2", 4.5: "Qwen3"}[config["version"]]
+        kind = {2.5: "Llama", 2.6: "Qwen2", 4.5: "Qwen3"}[config["version"]]
         text = {name: config[name] for name in (*TEXT, "head_dim")}
         self.llm = getattr(hf, f"{kind}ForCausalLM")(getattr(hf, f"{kind}Config")(**text))
         vision = hf.SiglipVisionConfig(**config["vision_config"], vision_use_head=False)
         self.vpm = hf.SiglipVisionModel(vision)
+        if config["version"] == 2.5:
+            from transformers.models.idefics2.modeling_idefics2 import Idefics2VisionTransformer
+
+            self.vpm = Idefics2VisionTransformer(hf.Idefics2VisionConfig(**config["vision_config"]))
         self.resampler = torch.nn.Module()
         self.resampler.query = torch.nn.Parameter(torch.randn(config["query_num"], size))
         self.resampler.proj = torch.nn.Parameter(torch.randn(size, size) / size**0.5)
@@ -35,9 +40,12 @@ class OlderMiniCPM(torch.nn.Module):
     def save_pretrained(self, path: Path) -> None:
         _save(self, self.config, path)
 
-    def seen(self, square: torch.Tensor) -> torch.Tensor:
-        """[3, height, width] -> [queries, size]"""
-        patches, parts = self.vpm.embeddings.patch_embedding(square[None])[0], self.resampler
+    def encoded(self, square: torch.Tensor) -> torch.Tensor:
+        """[3, height, width] -> [patches, 32]"""
+        if self.config["version"] == 2.5:
+            patches = square.unfold(1, 7, 7).unfold(2, 7, 7).permute(0, 3, 1, 2, 4).flatten(2)
+            return self.vpm(patches[None]).last_hidden_state[0]
+        patches = self.vpm.embeddings.patch_embedding(square[None])[0]
         rows, columns = patches.shape[1:]
         side = self.vpm.config.image_size // 7
         borders = torch.arange(1 / side, 1.0, 1 / side)
@@ -47,7 +55,12 @@ class OlderMiniCPM(torch.nn.Module):
         )
         at = (down[:, None] * side + along).flatten()
         x = patches.flatten(1).T + self.vpm.embeddings.position_embedding(at)
-        x = self.vpm.post_layernorm(self.vpm.encoder(inputs_embeds=x[None]).last_hidden_state[0])
+        return self.vpm.post_layernorm(self.vpm.encoder(inputs_embeds=x[None]).last_hidden_state[0])
+
+    def seen(self, square: torch.Tensor) -> torch.Tensor:
+        """[3, height, width] -> [queries, size]"""
+        rows, columns, parts = square.shape[1] // 7, square.shape[2] // 7, self.resampler
+        x = self.encoded(square)
         x = parts.ln_kv(parts.kv_proj(x))
         quarter = x.shape[1] // 4
         speeds = 1 / 10000 ** (torch.arange(quarter) / quarter)
@@ -243,6 +256,77 @@ def step(config: dict[str, Any]) -> Any:
             return out
 
     return Step()
+
+
+class Step3Vision(torch.nn.Module):
+    """The vision encoder of Step3 as published, of size 32 with 2 heads, over patches of 7 pixels."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer_norm1, self.layer_norm2 = (torch.nn.LayerNorm(32, eps=1e-5) for _ in range(2))
+            self.self_attn, self.mlp = torch.nn.Module(), torch.nn.Module()
+            self.self_attn.qkv_proj, self.self_attn.out_proj = (
+                torch.nn.Linear(32, 96),
+                torch.nn.Linear(32, 32),
+            )
+            self.mlp.fc1, self.mlp.fc2 = torch.nn.Linear(32, 40), torch.nn.Linear(40, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = self.self_attn.qkv_proj(x).view(-1, 3, 2, 16).permute(1, 2, 0, 3)
+            mixed = torch.softmax(q @ k.transpose(1, 2) / 4, -1) @ v
+            x = x + self.layer_norm1(self.self_attn.out_proj(mixed.transpose(0, 1).flatten(1)))
+            inner = self.mlp.fc1(x)
+            return x + self.layer_norm2(self.mlp.fc2(inner * torch.sigmoid(1.702 * inner)))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings, self.transformer = torch.nn.Module(), torch.nn.Module()
+        self.embeddings.class_embedding = torch.nn.Parameter(torch.randn(1, 32))
+        self.embeddings.patch_embedding = torch.nn.Conv2d(3, 32, 7, 7)
+        self.embeddings.position_embedding = torch.nn.Embedding(65, 32)
+        self.transformer.layers = torch.nn.ModuleList(self.Layer() for _ in range(3))
+
+    def forward(self, square: torch.Tensor) -> torch.Tensor:
+        """[3, side, side] -> [1, 32, rows, columns]"""
+        patches, parts = self.embeddings.patch_embedding(square[None]), self.embeddings
+        places = parts.position_embedding.weight
+        table, size = places[1:].T.reshape(1, 32, 8, 8), patches.shape[2:]
+        if size != table.shape[2:]:
+            table = torch.nn.functional.interpolate(table, size, mode="bicubic", antialias=True)
+        x = (patches + table)[0].flatten(1).T
+        x = torch.cat((*[parts.class_embedding + places[:1]] * 4, x))
+        for layer in self.transformer.layers:
+            x = layer(x)
+        return x[4:].T.reshape(1, 32, *size)
+
+
+class Step3VL(Step3):
+    """Step3 with its vision encoder as published."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config["text_config"])
+        self.whole_config = config
+        self.vision_model = Step3Vision()
+        self.vit_downsampler = torch.nn.Conv2d(32, 24, 2, config["understand_projector_stride"])
+        self.vit_downsampler2 = torch.nn.Conv2d(24, 48, 3, 2, 1)
+        self.vit_large_projector = torch.nn.Linear(48, 32)
+
+    def save_pretrained(self, path: Path, **_: Any) -> None:
+        (path / "config.json").write_text(json.dumps(self.whole_config))
+        save_file(self.stored(), path / "model.safetensors")
+
+    def seen(self, squares: list[torch.Tensor]) -> torch.Tensor:
+        reduced = [self.vit_downsampler2(self.vit_downsampler(self.vision_model(item))) for item in squares]
+        return self.vit_large_projector(torch.cat([item[0].flatten(1).T for item in reduced]))
+
+    def generate(self, input_ids: torch.Tensor, squares: Any = (), **options: Any) -> Any:
+        embeds = self.get_input_embeddings()(input_ids)
+        if squares:
+            embeds[input_ids == self.whole_config["image_token_id"]] = self.seen(squares)
+        out = super().generate(inputs_embeds=embeds, **options)
+        out.sequences = torch.cat((input_ids, out.sequences), 1)
+        return out
 
 
 def _save(model: torch.nn.Module, config: dict[str, Any], path: Path) -> None:

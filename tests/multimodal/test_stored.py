@@ -22,7 +22,7 @@ from quire.checkpoint.model import read_checkpoint
 from quire.checkpoint.multimodal import MEDIA_FAMILIES
 from quire.checkpoint.reader import ConfigReader
 from quire.data.multimodal import Array
-from quire.errors import RequestError
+from quire.errors import ConfigError, RequestError
 from quire.loader import load_model
 from quire.models.towers import TOWERS
 from quire.multimodal.processors import Video
@@ -234,6 +234,32 @@ def test_sparse_configs_are_completed(tmp_path: Path) -> None:
     text, media = MEDIA_FAMILIES["Gemma3ForConditionalGeneration"](ConfigReader("config.json", gemma))
     assert media is not None
     assert (text.get("vocab_size"), text.get("rope_theta"), media.tower.tokens) == (262208, 1e6, 256)
+
+
+@pytest.mark.parametrize(
+    ("keys", "architecture"),
+    [
+        ({"version": 2.5}, "LlamaForCausalLM"),
+        ({"version": "2.6"}, "Qwen2ForCausalLM"),
+        ({"version": 4}, "LlamaForCausalLM"),
+        ({"query_num": 96}, "LlamaForCausalLM"),
+        ({"query_num": 64}, None),
+        ({"version": 2.0}, None),
+        ({"version": [2.5]}, None),
+    ],
+)
+def test_versions_of_minicpm(keys: dict[str, Any], architecture: str | None) -> None:
+    """The first files of 2.5 have no version; those of 2.0 neither, and are refused."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    reader = ConfigReader("config.json", {**sizes, "vision_config": sizes, **keys})
+    if architecture is None:
+        with pytest.raises(ConfigError, match="version is .*, expected one of 2.5, 2.6, 4.0, 4.5"):
+            MEDIA_FAMILIES["MiniCPMV"](reader)
+        return
+    text, media = MEDIA_FAMILIES["MiniCPMV"](reader)
+    assert media is not None and text.get("architectures") == [architecture]
+    is_first = architecture == "LlamaForCausalLM" and keys.get("version") != 4
+    assert media.modalities == (("image",) if is_first else ("image", "video"))
 
 
 @torch.no_grad()

@@ -14,7 +14,8 @@ from finished import finished, patches
 from numpy.typing import NDArray
 from PIL import Image
 from seeing import Twin, picture
-from seeing_more import KimiStand, MiniCPMStand, OlderMiniCPMStand
+from seeing_minicpm import MiniCPMStand, OlderMiniCPMStand
+from seeing_more import KimiStand
 
 from quire import LLM, SamplingParams
 from quire.checkpoint.model import read_checkpoint

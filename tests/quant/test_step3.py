@@ -1,4 +1,4 @@
-"""Tests of quantized Step-3.5: experts in one tensor or separate, with clamped activations."""
+"""Tests of quantized Step3 and Step-3.5: experts in one tensor or separate, with clamped activations."""
 
 import json
 import shutil
@@ -26,6 +26,8 @@ SIZES: dict[str, Any] = {
     "share_expert_dim": 128,
     "attention_other_setting": {"num_attention_heads": 6},
 }
+SIZES3 = SIZES | {"head_dim": 128, "share_q_dim": 128}
+"""Sizes of Step3: blocks of 128 numbers divide the keys, which are one layer with the first query matrix."""
 
 
 def logits(model: Any) -> Tensor:
@@ -45,7 +47,7 @@ def pack(path: Path, format: str, *, item: bool) -> Tensor:
     packed, wide = dict[str, Tensor](), dict[str, Tensor]()
     for name, weight in load_file(path / "model.safetensors").items():
         layer = name.removesuffix(".weight")
-        if not name.endswith("_proj.weight") or "g_proj" in name:
+        if not name.endswith(("_proj.weight", ".wq.weight")) or "g_proj" in name:
             packed[name] = wide[name] = weight
         elif weight.ndim == 2:
             tensors, wide[name] = packer(layer, weight)
@@ -74,6 +76,14 @@ def test_stored_quantized_experts(format: str, item: bool, tmp_path: Path) -> No
     """Check scales of experts, and the clamp for quantized weights."""
     path, _ = make_tiny("Step3p5ForCausalLM", tmp_path, **SIZES)
     expected = pack(path, format, item=item)
+    assert apart(logits(loaded(path)), expected) < 5e-3
+
+
+@pytest.mark.parametrize("format", ["fp8 block", "packed"])
+def test_stored_quantized_step3(format: str, tmp_path: Path) -> None:
+    """Check the scales of the query matrices, which are not sharded alike, and of experts."""
+    path, _ = make_tiny("Step3TextForCausalLM", tmp_path, **SIZES3)
+    expected = pack(path, format, item=format == "packed")
     assert apart(logits(loaded(path)), expected) < 5e-3
 
 

@@ -345,6 +345,9 @@ class ArchFacts:
     head_bias: bool = False
     norm_head: bool = False
     """Whether the rows of the output head are normalized to unit length."""
+    query_rank: int = 0
+    """Rank of the query projection, a product of two matrices with a norm between them (Step3); 0: one
+    matrix."""
     qk_norm: str = ""
     """Norm of queries and keys: empty for none, `head` per head, `each` with separate weights per head, or
     `all` over all heads at once."""

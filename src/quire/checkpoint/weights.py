@@ -155,7 +155,9 @@ def _attention(facts: ArchFacts) -> int:
     if facts.v_dim:
         values = (facts.heads + facts.kv_heads) * facts.v_dim
         return facts.hidden * (queries + keys + values) + biases
-    return facts.hidden * (2 * queries + gates + 2 * keys) + biases
+    rank = facts.query_rank
+    first = rank * (facts.hidden + queries) if rank else facts.hidden * queries
+    return first + facts.hidden * (queries + gates + 2 * keys) + biases
 
 
 def _latent(facts: ArchFacts) -> int:

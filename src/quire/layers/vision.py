@@ -59,6 +59,8 @@ class VisionStyle:
     """Names of up and down, or of gate, up and down."""
     scales: tuple[str, ...] = ()
     """Names of the learned scales of both outputs; empty if there are none."""
+    norms_outputs: bool = False
+    """Whether the norms are those of the outputs of attention and MLP."""
     norm: type[LayerNorm] | type[RMSNorm] = LayerNorm
     eps: float | None = None
     """Epsilon of the norms; None for the `norm_eps` of the facts."""
@@ -184,6 +186,15 @@ class VisionLayer(nn.Module):
         return out
 
 
+class PostNormVisionLayer(VisionLayer):
+    """Encoder layer with norms of the outputs of attention and MLP, not of their inputs."""
+
+    def forward(self, x: Tensor, spans: Spans, angles: Angles | None = None) -> Tensor:
+        x = x + self.attention_norm.alone(self.attention(x, spans, angles))
+        out: Tensor = x + self.mlp_norm.alone(self.mlp(x))
+        return out
+
+
 class ScaledVisionLayer(VisionLayer):
     """Encoder layer with learned scales on the outputs of attention and MLP."""
 
@@ -200,7 +211,8 @@ class ScaledVisionLayer(VisionLayer):
 
 def vision_layers(facts: Any, depth: int, scope: Scope, style: VisionStyle = SIGLIP) -> nn.ModuleList:
     """Build the first `depth` layers of an encoder; `scope` / i is the scope of layer i."""
-    kind = ScaledVisionLayer if style.scales else VisionLayer
+    kind: type[VisionLayer] = PostNormVisionLayer if style.norms_outputs else VisionLayer
+    kind = ScaledVisionLayer if style.scales else kind
     return nn.ModuleList(kind(facts, scope / i, style) for i in range(depth))
 
 
@@ -244,14 +256,18 @@ class Learned(LoadedModule):
         yield Target(self.name, self.vectors)
 
 
-class HalvingConv(nn.Module):
-    """3 x 3 convolution with stride 2."""
+class DownsamplingConv(nn.Module):
+    """Convolution that reduces rows and columns; an odd kernel is padded by half of its size."""
 
-    def __init__(self, size_in: int, size_out: int, scope: Scope) -> None:
+    def __init__(
+        self, size_in: int, size_out: int, scope: Scope, *, kernel: int = 3, stride: int = 2
+    ) -> None:
         super().__init__()
-        self.weight = Learned(scope / "weight", size_out, size_in, 3, 3)
+        self.weight = Learned(scope / "weight", size_out, size_in, kernel, kernel)
         self.bias = Learned(scope / "bias", size_out)
+        self.stride, self.padding = stride, kernel // 2 if kernel % 2 else 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """Convert [N, size_in, rows, columns] to [N, size_out, rows / 2, columns / 2], rounded up."""
-        return F.conv2d(x, self.weight.vectors, self.bias.vectors, stride=2, padding=1)
+        """Convert [N, size_in, rows, columns] to [N, size_out, rows / stride, columns / stride]."""
+        weight, bias = self.weight.vectors, self.bias.vectors
+        return F.conv2d(x, weight, bias, stride=self.stride, padding=self.padding)

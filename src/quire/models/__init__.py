@@ -65,6 +65,7 @@ MODELS = LazyTable(
         "GraniteMoeSWAForCausalLM": "quire.models.llama:Llama",
         "MiniMaxM2ForCausalLM": "quire.models.llama:Llama",
         "DbrxForCausalLM": "quire.models.llama_variants:DBRX",
+        "Step3TextForCausalLM": "quire.models.step3:Step3Text",
         "Step3p5ForCausalLM": "quire.models.step3:Step35",
         "DeepseekV2ForCausalLM": "quire.models.deepseek:Deepseek",
         "DeepseekV3ForCausalLM": "quire.models.deepseek:Deepseek",

@@ -1,14 +1,60 @@
-"""Step-3.5, and the decoder of Step-3.7: attention with a gate for each head."""
+"""Step3: attention with low-rank queries. Step-3.5, and the decoder of Step-3.7: a gate for each head."""
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from quire.attention.backend import AttentionSpec
 from quire.attention.batch import Batch
 from quire.checkpoint.facts import ArchFacts, LayerFacts
-from quire.layers.linear import ColumnLinear
+from quire.layers.attention import PagedAttention
+from quire.layers.linear import ColumnLinear, Linear, RowLinear
+from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
 from quire.models import llama
 from quire.models.decoder import Decoder, LayerFactory
+from quire.quant.sharding import Runs, of_heads
+
+
+class LowRankQueries(nn.Module):
+    """Multi-matrix factorization attention (MFA): queries are projected to a small vector, which has a norm,
+    and from there to all heads, which share one key and value head."""
+
+    def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
+        super().__init__()
+        group, head_dim, rank = scope.group, facts.head_dim, facts.query_rank
+        kv = of_heads(group, facts.kv_heads, head_dim)
+        parts: dict[str, int | Runs] = {"q_proj": rank, "k_proj": (kv,), "v_proj": (kv,)}
+        named = {(scope / name).name: part for name, part in parts.items()}
+        self.down = Linear(facts.hidden, named, scope / "qkv_proj")
+        self.sizes = rank, 2 * kv.size
+        self.norm = RMSNorm(rank, facts.norm_eps, scope / "inter_norm")
+        self.up = ColumnLinear(rank, facts.heads * head_dim, scope / "wq")
+        spec = AttentionSpec(
+            group.share(facts.heads), kv.size // head_dim, head_dim, scope.dtype, layer.window
+        )
+        self.ops = scope.ops
+        self.mix = PagedAttention(spec, rope, scope)
+        self.out = RowLinear(facts.heads * head_dim, facts.hidden, scope / "o_proj")
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        latent, keys_values = self.down.multiply(x).split(self.sizes, 1)
+        queries = self.up(self.norm.alone(latent))
+        mixed = self.mix(torch.cat((queries, keys_values), 1), self.ops.rotate_and_write, batch)
+        out: Tensor = self.out(mixed)
+        return out
+
+
+class Step3Layer(llama.Layer):
+    """Llama layer with low-rank queries."""
+
+    Mixer: LayerFactory = LowRankQueries
+
+
+class Step3Text(Decoder):
+    """Step3 decoder."""
+
+    Layer = Step3Layer
 
 
 class GatedHeads(llama.Attention):

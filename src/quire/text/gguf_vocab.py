@@ -15,6 +15,7 @@ logger = get_logger(__name__)
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 
 _SPACE = "▁"
+_SOURCE = "the GGUF file"
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -183,16 +184,17 @@ def _merges(lines: Sequence[str]) -> list[tuple[str, str]]:
     return [(line[:cut], line[cut + 1 :]) for line, cut in cuts]
 
 
-def _bpe(vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> models.BPE:
+def bpe(source: str, vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> models.BPE:
+    """Build the BPE model of a vocabulary; `source` is the name of its file for the error message."""
     try:
         return models.BPE(vocab=vocab, merges=merges, **options)
     except Exception as error:  # the library raises nothing narrower
-        raise ConfigError(f"the GGUF file's vocabulary and merges do not match: {error}") from error
+        raise ConfigError(f"{source}: the vocabulary and the merges do not match: {error}") from error
 
 
 def _byte_level(tokens: Sequence[str], merges: list[tuple[str, str]], words: GGUFWords) -> Tokenizer:
     vocab = {token: i for i, token in enumerate(tokens)}
-    backend = Tokenizer(_bpe(vocab, merges, ignore_merges=words.whole_words))
+    backend = Tokenizer(bpe(_SOURCE, vocab, merges, ignore_merges=words.whole_words))
     if words.nfc:
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -209,8 +211,9 @@ def _sentencepiece(tokens: Sequence[str], metadata: Mapping[str, Any], unk_token
     if "tokenizer.ggml.merges" in metadata:
         merges = _merges(metadata["tokenizer.ggml.merges"])
     else:
-        merges = _merges_by_score(vocab, _required_list(metadata, "scores"))
-    backend = Tokenizer(_bpe(vocab, merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True))
+        scores = _required_list(metadata, "scores")
+        merges = merges_by_rank({token: -scores[i] for token, i in vocab.items()})
+    backend = Tokenizer(bpe(_SOURCE, vocab, merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True))
     prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     escape = normalizers.Replace(" ", _SPACE)
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), escape] if prefix else [escape])
@@ -219,15 +222,14 @@ def _sentencepiece(tokens: Sequence[str], metadata: Mapping[str, Any], unk_token
     return backend
 
 
-def _merges_by_score(vocab: dict[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Return all pairs of tokens that join to a token, the highest-scored token first, as SentencePiece
-    does."""
-    best_first = sorted(vocab, key=lambda token: -scores[vocab[token]])
+def merges_by_rank(ranks: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Return all pairs of tokens that join to a token, the token of the lowest rank first, as SentencePiece
+    and tiktoken do."""
     return [
         (left, right)
-        for token in best_first
+        for token in sorted(ranks, key=ranks.__getitem__)
         for cut in range(1, len(token))
-        if (right := token[cut:]) in vocab and (left := token[:cut]) in vocab
+        if (right := token[cut:]) in ranks and (left := token[:cut]) in ranks
     ]
 
 

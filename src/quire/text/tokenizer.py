@@ -12,8 +12,10 @@ from tokenizers import AddedToken, normalizers
 
 from quire.checkpoint.gguf import GGUFFile
 from quire.errors import ConfigError, RequestError
+from quire.text.byte_level import from_byte_level
 from quire.text.chat_template import choose_template, render_chat
 from quire.text.gguf_vocab import read_vocab
+from quire.text.tiktoken_vocab import TIKTOKEN_FILE, read_tiktoken
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -50,7 +52,7 @@ class TokenBytes(dict[int, bytes]):
         if token is None:
             data = b""
         elif self.byte_level:
-            data = _from_byte_alphabet(token)
+            data = from_byte_level(token)
         elif match := _BYTE_TOKEN.fullmatch(token):
             data = bytes([int(match[1], 16)])
         else:
@@ -275,6 +277,8 @@ def _from_directory(path: Path, trust_remote_code: bool) -> Tokenizer:
         # As transformers does, the file's own post-processor decides about BOS and EOS: the
         # add_bos_token and add_eos_token of the config are for vocabularies without that file.
         backend = _read_backend(path / "tokenizer.json")
+    elif (path / TIKTOKEN_FILE).is_file():
+        backend = read_tiktoken(path / TIKTOKEN_FILE, config)
     else:
         backend, converted = _convert_with_transformers(path, trust_remote_code)
         special = converted | special
@@ -411,21 +415,3 @@ _SENTENCEPIECE_STEPS: list[dict[str, Any]] = [
     {"type": "Fuse"},
 ]
 _STRIP_STEP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Return the byte of each character of the byte-level alphabet; printable bytes stand for themselves."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    alphabet = {chr(byte): byte for byte in printable}
-    return alphabet | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTES = _byte_alphabet()
-
-
-def _from_byte_alphabet(token: str) -> bytes:
-    try:
-        return bytes([_BYTES[char] for char in token])
-    except KeyError:  # an added token, which is not in the byte-level alphabet
-        return token.encode()

@@ -99,6 +99,7 @@ FAMILIES = {
     "GraniteMoeSWAForCausalLM": Family("granitemoe_swa", moe.granite_moe_swa),
     "MiniMaxM2ForCausalLM": Family("minimax_m2", moe.minimax_m2),
     "DbrxForCausalLM": Family("dbrx", moe.dbrx),
+    "Step3TextForCausalLM": Family("step3_text", step.step3),
     "Step3p5ForCausalLM": Family("step3p5", step.step35),
     "DeepseekV2ForCausalLM": Family("deepseek_v2", latent.deepseek_v2),
     "DeepseekV3ForCausalLM": Family("deepseek_v3", latent.deepseek_v3),

@@ -1,4 +1,4 @@
-"""Step-3.5, which is also the decoder of Step-3.7."""
+"""Step3, and Step-3.5, which is also the decoder of Step-3.7."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,6 +17,9 @@ _NAMES = {
     "share_expert_dims": "share_expert_dim",
 }
 """Key names of StepFun, and of transformers."""
+_DENSE_LAYERS = 4
+"""Number of first layers of Step3 without experts, if the file does not list the others; the last has none,
+too."""
 _ONLY = {
     "att_impl_type": "GQA",
     "moe_router_activation": "sigmoid",
@@ -24,6 +27,30 @@ _ONLY = {
     "use_head_wise_attn_gate": True,
     "zero_centered": True,
 }
+
+
+def step3(keys: ConfigReader) -> ArchFacts:
+    """Read Step3. All query heads share one key and value head, and a low-rank projection (MFA)."""
+    keys.require("num_attention_groups", 1)
+    keys = keys.defaults(max_position_embeddings=keys.get("max_position_embedding")).but(
+        num_key_value_heads=1
+    )
+    head_dim = keys.size("head_dim", 256)
+    rope, sparse = read_rope(keys, head_dim), _sparse_layers(keys, range(_DENSE_LAYERS, _count(keys) - 1))
+    return decoder(
+        keys,
+        head_dim=head_dim,
+        layers=tuple(LayerFacts(rope, moe=i in sparse) for i in range(_count(keys))),
+        norm_eps=keys.number("rms_norm_eps", 1e-5),
+        query_rank=keys.size("share_q_dim", head_dim),
+        moe=MoeFacts(
+            experts=keys.size("moe_num_experts"),
+            intermediate=keys.size("moe_intermediate_size"),
+            routing=Routing(keys.size("moe_top_k"), renormalized=keys.flag("norm_expert_weight")),
+            shared_intermediate=keys.size("share_expert_dim"),
+            names="step",
+        ),
+    )
 
 
 def step35(keys: ConfigReader) -> ArchFacts:
@@ -81,7 +108,7 @@ def _read_layers(keys: ConfigReader, head_dim: int) -> tuple[LayerFacts, ...]:
     ropes, rotates = _ropes(keys, head_dim, kinds), _per_layer(keys, "use_rope_layers", True)
     window, heads = sliding_window(keys, None), _window_heads(keys, head_dim)
     bounds = zip(_per_layer(keys, "swiglu_limits_shared"), _per_layer(keys, "swiglu_limits"), strict=True)
-    sparse, layers = _sparse_layers(keys), list[LayerFacts]()
+    sparse, layers = _sparse_layers(keys, range(3, _count(keys))), list[LayerFacts]()
     for kind, rope, rotated, (bound, expert_bound) in zip(kinds, ropes, rotates, bounds, strict=True):
         layer = LayerFacts(
             rope if rotated else None,
@@ -142,14 +169,14 @@ def _window_heads(keys: ConfigReader, head_dim: int) -> int:
     return counts[0] if counts else 0
 
 
-def _sparse_layers(keys: ConfigReader) -> set[int]:
+def _sparse_layers(keys: ConfigReader, default: range) -> set[int]:
     """Return the MoE layers, from a list of numbers or a name for each layer."""
     kinds, listed = keys.get("mlp_layer_types"), keys.get("moe_layers_enum")
     if kinds is not None:
         kinds = _per_layer(keys, "mlp_layer_types", more="mtp_mlp_layer_types")
         return {layer for layer, kind in enumerate(kinds) if kind == "sparse"}
     if listed is None:
-        return set(range(3, _count(keys)))
+        return set(default)
     numbers = listed.split(",") if isinstance(listed, str) else listed
     try:
         return {int(number) for number in numbers}

@@ -74,6 +74,7 @@ MEDIA_FAMILIES: dict[str, Callable[[ConfigReader], tuple[ConfigReader, MediaFact
     "PaddleOCRVLForConditionalGeneration": paddle.paddleocr_vl,
     "PaliGemmaForConditionalGeneration": paligemma.paligemma,
     "SmolVLMForConditionalGeneration": idefics.idefics3,
+    "Step3VLForConditionalGeneration": step.step3,
     "Step3p7ForConditionalGeneration": step.step37,
     "StepVLForConditionalGeneration": step.step_vl,
     "VoxtralForConditionalGeneration": qwen_audio.voxtral,

@@ -1,4 +1,4 @@
-"""MiniCPM-V 2.6 to 4.6: SigLIP over an image and its slices, with a resampler or merger after it."""
+"""MiniCPM-V 2.5 to 4.6: SigLIP over an image and its slices, with a resampler or merger after it."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,12 @@ from quire.checkpoint.multimodal.common import ViTFacts, part, read_vit, side_of
 from quire.checkpoint.reader import ConfigReader
 from quire.errors import ConfigError
 
-_DECODERS = {2.6: "Qwen2ForCausalLM", 4.0: "LlamaForCausalLM", 4.5: "Qwen3ForCausalLM"}
+_DECODERS = {
+    2.5: "LlamaForCausalLM",
+    2.6: "Qwen2ForCausalLM",
+    4.0: "LlamaForCausalLM",
+    4.5: "Qwen3ForCausalLM",
+}
 """Decoder by version."""
 
 
@@ -30,6 +35,10 @@ class MiniCPMFacts:
     """Layer after which patches are merged first, before the final merge; None: only the final merge."""
     is_valued: bool = False
     """Whether the resampler adds positions to its values instead of its keys."""
+    in_one_row: bool = False
+    """Whether the encoder takes an image as one row of patches, whatever its shape (2.5)."""
+    nests_slices: bool = False
+    """Whether all slices of an image are within one pair of slice tokens, each like an image (2.5)."""
 
     @property
     def unit(self) -> int:
@@ -55,10 +64,8 @@ class MiniCPMFacts:
 
 
 def minicpm_v(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
-    """Read MiniCPM-V 2.6, 4.0 or 4.5 in the original format; the decoder's keys are at the top level."""
-    version = keys.get("version")
-    if not isinstance(version, (int, float)) or version not in _DECODERS:
-        raise keys.wrong("version", f"one of {', '.join(map(str, _DECODERS))}")
+    """Read MiniCPM-V 2.5 to 4.5 in the original format; the decoder's keys are at the top level."""
+    version = _version(keys)
     text = keys.but(architectures=[_DECODERS[version]])
     vit = read_vit(part(keys, "vision_config"))
     facts = MiniCPMFacts(
@@ -68,8 +75,23 @@ def minicpm_v(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
         image_id=None,
         queries=keys.size("query_num", 64),
         is_valued=version >= 4.5,
+        in_one_row=version == 2.5,
+        nests_slices=version == 2.5,
     )
-    return text, MediaFacts("minicpm_v", ("image", "video"), facts)
+    modalities = ("image",) if version == 2.5 else ("image", "video")
+    return text, MediaFacts("minicpm_v", modalities, facts)
+
+
+def _version(keys: ConfigReader) -> float:
+    """Return the version; the first files of 2.5, which has 96 queries, and of 2.0 do not have the key."""
+    version = keys.get("version")
+    if version is None and keys.get("query_num") == 96:
+        return 2.5
+    known = {str(number): number for number in _DECODERS}
+    known |= {str(int(number)): number for number in _DECODERS if number.is_integer()}
+    if str(version) not in known:
+        raise keys.wrong("version", f"one of {', '.join(map(str, _DECODERS))}")
+    return known[str(version)]
 
 
 def minicpm_v46(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:

@@ -1,4 +1,4 @@
-"""Step3-VL and Step-3.7: a perception encoder over an image and its crops."""
+"""Step3, Step3-VL-10B and Step-3.7: a vision encoder over an image and its crops."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +39,49 @@ class StepFacts:
         return self.vit.num_weights() + ((18 + 72) * self.vit.hidden**2 + 4 * self.vit.hidden * self.size_out)
 
 
+@dataclass(frozen=True, slots=True)
+class Step3Facts:
+    """The vision encoder of Step3, its two convolutions and its projection."""
+
+    vit: ViTFacts
+    """Encoder for the whole image."""
+    size_mid: int
+    """Output size of the first convolution; that of the second is twice as large."""
+    stride: int
+    """Stride of the first convolution."""
+    size_out: int
+    image_id: int
+    """Placeholder token of an image."""
+    bias: bool
+    """Whether the projection has a bias."""
+
+    def tokens(self, side: int) -> int:
+        """Return the number of tokens of a square image of `side` pixels."""
+        patches = side // self.vit.patch
+        return (-(-((patches - 2) // self.stride + 1) // 2)) ** 2
+
+    @property
+    def num_weights(self) -> int:
+        """Return the approximate number of parameters."""
+        projection = 4 * self.vit.hidden + 18 * self.size_mid + 2 * self.size_out
+        return self.vit.num_weights() + self.size_mid * projection
+
+
+def step3(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
+    """Read the first version of Step3."""
+    text, vision = text_part(keys, default="step3_text"), part(keys, "vision_config")
+    vit = read_vit(vision, **_STEP3_SIZES, activation="quick_gelu", norm_eps=1e-5, has_class=True)
+    facts = Step3Facts(
+        vit=vit,
+        size_mid=vision.size("output_hidden_size", 4096),
+        stride=keys.size("understand_projector_stride", 1),
+        size_out=text.size("hidden_size"),
+        image_id=token_id(keys, "image_token_id", default=128001),
+        bias=keys.flag("projector_bias", True),
+    )
+    return text, MediaFacts("step3", ("image",), facts)
+
+
 def step_vl(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
     return _read(keys, text_part(keys, default="qwen3"))
 
@@ -49,6 +92,14 @@ def step37(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
 
 _NAMES = {"hidden_size": "width", "num_hidden_layers": "layers", "num_attention_heads": "heads"}
 """Key names of transformers, and of StepFun."""
+_STEP3_SIZES: dict[str, Any] = {
+    "layers": 63,
+    "hidden": 1792,
+    "intermediate": 3072,
+    "heads": 16,
+    "image": 728,
+    "patch": 14,
+}
 _SIZES: dict[str, Any] = {"layers": 47, "hidden": 1536, "heads": 16, "image": 728, "patch": 14}
 
 

@@ -87,6 +87,7 @@ TOWERS = LazyTable(
         "ovis2": "quire.models.towers.ovis:Ovis2",
         "paligemma": "quire.models.towers.clip:PaliGemma",
         "pixtral": "quire.models.towers.pixtral:Pixtral",
+        "step3": "quire.models.towers.step3:Step3",
         "step_vl": "quire.models.towers.step3:StepVL",
         "voxtral": "quire.models.towers.whisper:QwenAudio",
         "whisper": "quire.models.towers.whisper:WhisperTower",

@@ -113,6 +113,7 @@ class NaViT(nn.Module):
     def position_ids(self, grid: Grid) -> Tensor:
         """Return the position ids of patches, by their start as a fraction of the side in float32."""
         side = self.facts.vit.side
+        grid = (1, math.prod(grid)) if self.facts.in_one_row else grid
         borders = torch.arange(1 / side, 1.0, 1 / side)
         begins = [
             torch.arange(0, 1 - 1e-6, 1 / count) if self.facts.queries else torch.arange(count) / count

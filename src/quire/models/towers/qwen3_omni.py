@@ -14,7 +14,7 @@ from quire.kernels.reference.encoder import spans_of
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import LayerNorm
 from quire.layers.scope import Scope
-from quire.layers.vision import HalvingConv, VisionMLP, vision_layers
+from quire.layers.vision import DownsamplingConv, VisionMLP, vision_layers
 from quire.models.towers.omni import Omni, sinusoids
 from quire.models.towers.qwen_vl import Qwen3VL
 from quire.models.towers.whisper import WHISPER
@@ -40,7 +40,7 @@ class Qwen3OmniAudioTower(nn.Module):
         self.facts, encoder, size = facts, facts.encoder, facts.channels
         sizes = [(1, size), (size, size), (size, size)]
         self.halvings = nn.ModuleList(
-            HalvingConv(*in_out, scope / f"conv2d{i}") for i, in_out in enumerate(sizes, start=1)
+            DownsamplingConv(*in_out, scope / f"conv2d{i}") for i, in_out in enumerate(sizes, start=1)
         )
         num_bins, hidden = -(-encoder.mels // 8), encoder.hidden
         self.flat = WholeLinear(size * num_bins, hidden, scope / "conv_out")

@@ -1,7 +1,9 @@
-"""Vision encoder of Step3-VL: square images with 2D RoPE, downsampled twice by convolutions."""
+"""Vision encoders of Step3, Step3-VL-10B and Step-3.7: square images, downsampled by two convolutions."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,14 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quire.checkpoint.facts import ArchFacts
-from quire.checkpoint.multimodal.step3 import StepFacts
+from quire.checkpoint.multimodal.step3 import Step3Facts, StepFacts
 from quire.kernels.reference.encoder import spans_of
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import LayerNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import (
     Angles,
-    HalvingConv,
+    DownsamplingConv,
     Learned,
     PatchEmbedding,
     VisionStyle,
@@ -30,66 +32,42 @@ _STYLE = VisionStyle(
     norms=("ln_1", "ln_2"), attention="attn", qkv=("in_proj",), mlp_names=("c_fc", "c_proj"), pairs=True
 )
 _SCALES = ("ls_1.gamma", "ls_2.gamma")
+_STEP3_STYLE = VisionStyle(qkv=("qkv_proj",), norms_outputs=True)
+_NUM_COPIES = 4
+"""Number of class embeddings before the patches of Step3."""
 
 
-class StepVL(Tower):
-    """Step3-VL encoder. `pixels` of an item is [3, side, side]; `windows`, if any, is [windows, 3, s, s]."""
+def _interpolated(table: Tensor, side: int, **options: Any) -> Tensor:
+    """Return the vectors of a square, [patches, hidden], interpolated to a square of another side."""
+    table_side = math.isqrt(len(table))
+    if side == table_side:
+        return table
+    wide = table.float().view(1, table_side, table_side, -1).permute(0, 3, 1, 2)
+    return F.interpolate(wide, (side, side), **options)[0].flatten(1).t().to(table.dtype)
 
-    facts: StepFacts
 
-    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
-        super().__init__(facts, scope)
-        step, vit, tower = self.facts, self.facts.vit, scope / "vision_model"
-        self.patches = PatchEmbedding((3, vit.patch, vit.patch), vit.hidden, tower / "conv1", bias=False)
-        self.places = Learned(tower / "positional_embedding", vit.side**2, vit.hidden)
-        self.first_norm, self.last_norm = (
-            LayerNorm(vit.hidden, vit.norm_eps, tower / name) if is_there else None
-            for name, is_there in (("ln_pre", step.first_norm), ("ln_post", step.last_norm))
-        )
-        style = replace(_STYLE, scales=_SCALES) if step.scales else _STYLE
-        self.layers = vision_layers(vit, vit.layers, tower / "transformer" / "resblocks", style)
-        sizes = {"vit_downsampler1": vit.hidden, "vit_downsampler2": 2 * vit.hidden}
-        self.halvings = nn.Sequential(
-            *(HalvingConv(size, 2 * size, tower / name) for name, size in sizes.items())
-        )
-        projector = scope / "vit_large_projector"
-        self.projector = WholeLinear(4 * vit.hidden, step.size_out, projector, bias=step.bias)
+class WindowTower(Tower):
+    """Base of encoders over a square and its windows. `pixels` of an item is [3, side, side]; `windows`, if
+    any, is [windows, 3, s, s]."""
+
+    facts: StepFacts | Step3Facts
+    reduce: nn.Module
+    """Convolutions that downsample the patches."""
+    projector: nn.Module
 
     @staticmethod
-    def heads(facts: StepFacts) -> tuple[int, ...]:
+    def heads(facts: StepFacts | Step3Facts) -> tuple[int, ...]:
         return (facts.vit.heads,)
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Encode [N, 3, side, side] to [N, vectors, size_out]."""
-        side, count = pixels.shape[2] // self.facts.vit.patch, len(pixels)
-        x = self.patches(patches_of(pixels, self.facts.vit.patch)) + self.positions(side)
-        x = x.flatten(0, 1)
-        x = x if self.first_norm is None else self.first_norm.alone(x)
-        squares = spans_of(np.full(count, side**2, np.int32), x.device)
-        angles = self.angles(side, count)
-        for layer in self.layers:
-            x = layer(x, squares, angles)
-        x = x if self.last_norm is None else self.last_norm.alone(x)
-        x = self.halvings(x.view(count, side, side, -1).permute(0, 3, 1, 2)).flatten(2).transpose(1, 2)
+        raise NotImplementedError
+
+    def project(self, x: Tensor, side: int) -> Tensor:
+        """Reduce patches [N, side * side, hidden] to [N, vectors, size_out]."""
+        x = self.reduce(x.unflatten(1, (side, side)).permute(0, 3, 1, 2)).flatten(2).transpose(1, 2)
         vectors: Tensor = self.projector(x.flatten(0, 1))
-        return vectors.view(count, -1, vectors.shape[1])
-
-    def positions(self, side: int) -> Tensor:
-        """Return the learned positions, interpolated to a square: [patches, hidden]."""
-        table, table_side = self.places.vectors, self.facts.vit.side
-        if side == table_side:
-            return table
-        wide = table.float().view(1, table_side, table_side, -1).permute(0, 3, 1, 2)
-        return F.interpolate(wide, (side, side), mode="bilinear")[0].flatten(1).t().to(table.dtype)
-
-    def angles(self, side: int, count: int) -> Angles:
-        """Return 2D RoPE angles: one half of each head rotates by the column, the other by the row."""
-        half = self.facts.vit.hidden // self.facts.vit.heads // 2
-        frequencies = _THETA ** -(torch.arange(0, half, 2, device=self.device, dtype=torch.float32) / half)
-        angles = torch.arange(side, device=self.device)[:, None] * frequencies
-        by_column, by_row = angles[None].expand(side, -1, -1), angles[:, None].expand(-1, side, -1)
-        both = torch.cat((by_column, by_row), -1).flatten(0, 1).repeat(count, 1)
-        return both.cos(), both.sin()
+        return vectors.view(len(x), -1, vectors.shape[1])
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         """Encode the items; the windows of an item come before the whole image."""
@@ -110,3 +88,88 @@ class StepVL(Tower):
     def cost(self, modality: str, item: Mapping[str, tuple[int, ...]]) -> int:
         count, side = (item["windows"][0], item["windows"][2]) if "windows" in item else (0, 0)
         return item["pixels"][1] ** 2 + count * side**2
+
+
+class StepVL(WindowTower):
+    """Step3-VL-10B encoder with 2D RoPE."""
+
+    facts: StepFacts
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__(facts, scope)
+        step, vit, tower = self.facts, self.facts.vit, scope / "vision_model"
+        self.patches = PatchEmbedding((3, vit.patch, vit.patch), vit.hidden, tower / "conv1", bias=False)
+        self.places = Learned(tower / "positional_embedding", vit.side**2, vit.hidden)
+        self.first_norm, self.last_norm = (
+            LayerNorm(vit.hidden, vit.norm_eps, tower / name) if is_there else None
+            for name, is_there in (("ln_pre", step.first_norm), ("ln_post", step.last_norm))
+        )
+        style = replace(_STYLE, scales=_SCALES) if step.scales else _STYLE
+        self.layers = vision_layers(vit, vit.layers, tower / "transformer" / "resblocks", style)
+        sizes = {"vit_downsampler1": vit.hidden, "vit_downsampler2": 2 * vit.hidden}
+        self.reduce = nn.Sequential(
+            *(DownsamplingConv(size, 2 * size, tower / name) for name, size in sizes.items())
+        )
+        projector = scope / "vit_large_projector"
+        self.projector = WholeLinear(4 * vit.hidden, step.size_out, projector, bias=step.bias)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        side, count = pixels.shape[2] // self.facts.vit.patch, len(pixels)
+        x = self.patches(patches_of(pixels, self.facts.vit.patch)) + self.positions(side)
+        x = x.flatten(0, 1)
+        x = x if self.first_norm is None else self.first_norm.alone(x)
+        squares = spans_of(np.full(count, side**2, np.int32), x.device)
+        angles = self.angles(side, count)
+        for layer in self.layers:
+            x = layer(x, squares, angles)
+        x = x if self.last_norm is None else self.last_norm.alone(x)
+        return self.project(x.unflatten(0, (count, -1)), side)
+
+    def positions(self, side: int) -> Tensor:
+        """Return the learned positions, interpolated to a square: [patches, hidden]."""
+        return _interpolated(self.places.vectors, side, mode="bilinear")
+
+    def angles(self, side: int, count: int) -> Angles:
+        """Return 2D RoPE angles: one half of each head rotates by the column, the other by the row."""
+        half = self.facts.vit.hidden // self.facts.vit.heads // 2
+        frequencies = _THETA ** -(torch.arange(0, half, 2, device=self.device, dtype=torch.float32) / half)
+        angles = torch.arange(side, device=self.device)[:, None] * frequencies
+        by_column, by_row = angles[None].expand(side, -1, -1), angles[:, None].expand(-1, side, -1)
+        both = torch.cat((by_column, by_row), -1).flatten(0, 1).repeat(count, 1)
+        return both.cos(), both.sin()
+
+
+class Step3(WindowTower):
+    """Step3 encoder: CLIP with norms of outputs, and with four copies of the class embedding."""
+
+    facts: Step3Facts
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__(facts, scope)
+        step, vit, embeddings = self.facts, self.facts.vit, scope / "vision_model" / "embeddings"
+        self.patches = PatchEmbedding((3, vit.patch, vit.patch), vit.hidden, embeddings / "patch_embedding")
+        self.places = Learned(embeddings / "position_embedding" / "weight", vit.tokens, vit.hidden)
+        self.class_vector = Learned(embeddings / "class_embedding", 1, vit.hidden)
+        layers = scope / "vision_model" / "transformer" / "layers"
+        self.layers = vision_layers(vit, vit.layers, layers, _STEP3_STYLE)
+        middle = step.size_mid
+        self.reduce = nn.Sequential(
+            DownsamplingConv(vit.hidden, middle, scope / "vit_downsampler", kernel=2, stride=step.stride),
+            DownsamplingConv(middle, 2 * middle, scope / "vit_downsampler2"),
+        )
+        self.projector = WholeLinear(2 * middle, step.size_out, scope / "vit_large_projector", bias=step.bias)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        side, count = pixels.shape[2] // self.facts.vit.patch, len(pixels)
+        first = self.class_vector.vectors + self.places.vectors[:1]
+        patches = self.patches(patches_of(pixels, self.facts.vit.patch)) + self.positions(side)
+        x = torch.cat((first.expand(count, _NUM_COPIES, -1), patches), 1)
+        squares = spans_of(np.full(count, x.shape[1], np.int32), x.device)
+        x = x.flatten(0, 1)
+        for layer in self.layers:
+            x = layer(x, squares)
+        return self.project(x.unflatten(0, (count, -1))[:, _NUM_COPIES:], side)
+
+    def positions(self, side: int) -> Tensor:
+        """Return the learned positions of patches, interpolated to a square: [patches, hidden]."""
+        return _interpolated(self.places.vectors[1:], side, mode="bicubic", antialias=True)

@@ -161,6 +161,7 @@ PROCESSORS: LazyTable = LazyTable(
         "ovis2": "quire.multimodal.processors.ovis:Ovis2Processor",
         "paligemma": "quire.multimodal.processors.paligemma:PaliGemmaProcessor",
         "pixtral": "quire.multimodal.processors.pixtral:PixtralProcessor",
+        "step3": "quire.multimodal.processors.step3:StepVLProcessor",
         "step_vl": "quire.multimodal.processors.step3:StepVLProcessor",
         "voxtral": "quire.multimodal.processors.qwen_audio:VoxtralProcessor",
         "whisper": "quire.multimodal.processors.whisper:WhisperProcessor",

@@ -34,7 +34,7 @@ from quire.text.tokenizer import Tokenizer
 
 _BEGIN, _END, _SLICE, _SLICED = "<image>", "</image>", "<slice>", "</slice>"
 _IMAGE_MARK, _VIDEO_MARK = "(<image>./</image>)", "(<video>./</video>)"
-"""Marks in the chat templates of 2.6 to 4.5, which are not tokens."""
+"""Marks in the chat templates of 2.5 to 4.5, which are not tokens."""
 _FRAME_SLICES = 1
 """Default maximum of slices of a frame."""
 _OLDER = {"norm_mean": "image_mean", "norm_std": "image_std"}
@@ -97,7 +97,9 @@ class MiniCPMVProcessor(ImageProcessor):
 
     def spelled(self, text: str) -> str:
         """Replace marks by tokens, with their numbers before them."""
-        text = text.replace(_IMAGE_MARK, self.places["image"]).replace(_VIDEO_MARK, self._video_mark)
+        text = text.replace(_IMAGE_MARK, self.places["image"])
+        if "video" in self.modalities:
+            text = text.replace(_VIDEO_MARK, self._video_mark)
         if self.is_numbered:
             for place in {*self.places.values()}:
                 text = _number_marks(text, place)
@@ -176,8 +178,10 @@ class MiniCPMVProcessor(ImageProcessor):
 
     def _span_of_counts(self, count: int, per_slice: int, grid: Size, modality: str = "image") -> list[int]:
         place, place_id = self.places[modality], self.video_id if modality == "video" else self.image_id
-        slices = "\n".join([f"{_SLICE}{place}{_SLICED}" * grid[1]] * grid[0])
-        token_ids = self.tokenizer.encode(f"{_BEGIN}{place}{_END}{slices}", add_special_tokens=False)
+        whole, piece = f"{_BEGIN}{place}{_END}", f"{_SLICE}{place}{_SLICED}"
+        slices = "\n".join([(whole if self.facts.nests_slices else piece) * grid[1]] * grid[0])
+        slices = f"{_SLICE}{slices}{_SLICED}" if slices and self.facts.nests_slices else slices
+        token_ids = self.tokenizer.encode(whole + slices, add_special_tokens=False)
         counts = iter([count, *[per_slice] * (grid[0] * grid[1])])
         return [i for i in token_ids for _ in range(next(counts) if i == place_id else 1)]
 

@@ -1,4 +1,4 @@
-"""Step3-VL: an image as a square, after the windows of a large or a long one, row by row."""
+"""Step3 to Step-3.7: an image as a square, after the windows of a large or a long one, row by row."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from quire.checkpoint.facts import MediaFacts
-from quire.checkpoint.multimodal.step3 import StepFacts
+from quire.checkpoint.multimodal.step3 import Step3Facts, StepFacts
 from quire.checkpoint.reader import ConfigReader
 from quire.data.multimodal import Array
 from quire.errors import RequestError
@@ -45,7 +45,7 @@ class StepVLProcessor(ImageProcessor):
     """The mark is the image token."""
 
     arguments = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std", "do_convert_rgb")
-    facts: StepFacts
+    facts: StepFacts | Step3Facts
 
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
         super().__init__(path, facts, tokenizer)
