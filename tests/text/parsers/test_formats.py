@@ -105,6 +105,15 @@ def test_invalid_schemas_are_ignored(schema: Any) -> None:
     assert arguments(made.parse(text)) == '{"a": "x"}'
 
 
+@pytest.mark.parametrize("schema", [{}, {"$ref": "#/$defs/o"}, {"description": "any"}])
+def test_parameter_without_a_type_is_json_if_possible(schema: dict[str, Any]) -> None:
+    made = TOOLS["qwen3_coder"](schemas={"f": {"properties": {"a": schema}}})
+    for value, expected in (('{"x": 1}', '{"a": {"x": 1}}'), ("word", '{"a": "word"}')):
+        text = f"<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>"
+        assert arguments(made.parse(text)) == expected
+        made = TOOLS["qwen3_coder"](schemas={"f": {"properties": {"a": schema}}})
+
+
 def test_tool_call_ids_have_the_expected_format() -> None:
     forms = {
         "hermes": ('<tool_call>{"name": "f"}</tool_call>', r"chatcmpl-tool-[0-9a-f]{32}"),

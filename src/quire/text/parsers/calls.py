@@ -105,8 +105,13 @@ class ToolParser(JsonParser):
     def types_of(self, schema: Any) -> frozenset[str]:
         """Return the types that a schema allows; empty if it sets none."""
         if id(schema) not in self._types:
-            self._types[id(schema)] = frozenset(_types(schema))
+            self._types[id(schema)] = types_of(schema)
         return self._types[id(schema)]
+
+
+def types_of(schema: Any) -> frozenset[str]:
+    """Return the types that a schema allows; empty if it sets none."""
+    return frozenset(_types(schema))
 
 
 def is_name(text: str) -> bool:
@@ -190,8 +195,8 @@ def _types(schema: Any, depth: int = 0) -> set[str]:
     for key in ("anyOf", "oneOf", "allOf"):
         for option in _as_list(schema.get(key)):
             types |= _types(option, depth + 1)
-    if not types:
-        for value in _as_list(schema.get("enum")):
+    if not types and "enum" in schema:
+        for value in _as_list(schema["enum"]):
             types |= _types_of_value(value)
     return types
 

@@ -1,0 +1,317 @@
+"""Grammars of outputs with optional tool calls, in the formats of the tool parsers: free text, and calls with
+arguments that match the schemas of their tools."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from quire.errors import RequestError
+from quire.text.parsers.calls import types_of
+from quire.text.tokenizer import Tokenizer
+
+_PLACEHOLDERS = re.compile(r"(NAME|ARGUMENTS|PARAMETERS|DIGITS|KEY|IS_STRING|\n+)")
+_MAX_CHARS = 1 << 20
+"""Maximum size of a grammar: definitions of a schema are repeated for every parameter with a reference."""
+_ANY_KEY = r"/[^<>\"=]{1,64}/"
+_TERMINALS = (r"TEXT: /(.|\n)*/", r"SPACE: /[ \n]{1,8}/", "")
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """Format of a model's tool calls. A line break stands for optional white space."""
+
+    opening: str
+    """Mark before the calls; empty if the calls are the whole output."""
+    call: str
+    """One call, with the placeholders NAME, and ARGUMENTS (JSON) or PARAMETERS."""
+    parameter: str = ""
+    """One parameter, with the placeholders KEY, VALUE and IS_STRING."""
+    before: str = ""
+    """Text between the opening mark and the first call."""
+    between: str = ""
+    after: str = ""
+    """Text after the last call."""
+    repeats: bool = False
+    """Whether the opening mark precedes every call."""
+    quotes: bool = False
+    """Whether string parameters are JSON, too, and parameters are separated by commas."""
+
+
+def _list(opening: str, call: str, closing: str = "") -> CallFormat:
+    return CallFormat(opening, call, before="\n[\n", between=",\n", after=f"\n]\n{closing}")
+
+
+_CALL = '{"name": "NAME", "arguments": ARGUMENTS}'
+_HERMES = CallFormat("<tool_call>", f"\n{_CALL}\n</tool_call>", repeats=True)
+_FUNCTION = CallFormat(
+    "<tool_call>",
+    "\n<function=NAME>\nPARAMETERS</function>\n</tool_call>",
+    "<parameter=KEY>\nVALUE</parameter>\n",
+    repeats=True,
+)
+_ARGUMENT_PAIRS = CallFormat(
+    "<tool_call>",
+    "NAME\nPARAMETERS</tool_call>",
+    "<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n",
+    repeats=True,
+)
+_PYTHON = CallFormat("", "NAME(PARAMETERS)", "KEY=VALUE", before="[", between=", ", after="]", quotes=True)
+
+
+def _invoke(mark: str, prefix: str = "", attribute: str = "") -> CallFormat:
+    return CallFormat(
+        f"<{mark}>",
+        f'<{prefix}invoke name="NAME">\nPARAMETERS</{prefix}invoke>',
+        f'<{prefix}parameter name="KEY"{attribute}>VALUE</{prefix}parameter>\n',
+        before="\n",
+        between="\n",
+        after=f"\n</{mark}>",
+    )
+
+
+FORMATS = {
+    "apertus": _list("<|tools_prefix|>", '{"NAME": ARGUMENTS}', "<|tools_suffix|>"),
+    "cohere_command3": _list(
+        "<|START_ACTION|>",
+        '{"tool_call_id": "DIGITS", "tool_name": "NAME", "parameters": ARGUMENTS}',
+        "<|END_ACTION|>",
+    ),
+    "deepseek_v3": CallFormat(
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nARGUMENTS\n```<｜tool▁call▁end｜>",
+        between="\n",
+        after="<｜tool▁calls▁end｜>",
+    ),
+    "deepseek_v31": CallFormat(
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS<｜tool▁call▁end｜>",
+        between="\n",
+        after="<｜tool▁calls▁end｜>",
+    ),
+    "deepseek_v32": _invoke("｜DSML｜function_calls", "｜DSML｜", ' string="IS_STRING"'),
+    "deepseek_v4": _invoke("｜DSML｜tool_calls", "｜DSML｜", ' string="IS_STRING"'),
+    "dots": _invoke("dots_function_call"),
+    "glm45": _ARGUMENT_PAIRS,
+    "granite": _list("<|tool_call|>", _CALL),
+    "hermes": _HERMES,
+    "internlm": CallFormat(
+        "<|action_start|>",
+        '<|plugin|>\n{"name": "NAME", "parameters": ARGUMENTS}<|action_end|>',
+        repeats=True,
+    ),
+    "jamba": _list("<tool_calls>", _CALL, "</tool_calls>"),
+    "kimi_k2": CallFormat(
+        "<|tool_calls_section_begin|>",
+        "<|tool_call_begin|>functions.NAME:DIGITS<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>",
+        between="\n",
+        after="<|tool_calls_section_end|>",
+    ),
+    "lfm2": replace(_PYTHON, opening="<|tool_call_start|>", after="]<|tool_call_end|>"),
+    "llama3_json": CallFormat("", '{"name": "NAME", "parameters": ARGUMENTS}', between=";\n"),
+    "longcat": CallFormat("<longcat_tool_call>", f"\n{_CALL}\n</longcat_tool_call>", repeats=True),
+    "minicpm5": CallFormat(
+        "<|tool_call_start|>",
+        '<function name="NAME">\nPARAMETERS</function>',
+        '<param name="KEY">VALUE</param>\n',
+        before="\n",
+        between="\n",
+        after="\n<|tool_call_end|>",
+    ),
+    "minimax": CallFormat("<tool_calls>", _CALL, before="\n", between="\n", after="\n</tool_calls>"),
+    "minimax_m2": _invoke("minimax:tool_call"),
+    "mistral": _list("[TOOL_CALLS]", _CALL),
+    "phi4_mini_json": CallFormat("functools[", _CALL, between=",\n", after="]"),
+    "pythonic": _PYTHON,
+    "qwen3_coder": _FUNCTION,
+    "seed_oss": replace(
+        _FUNCTION, opening="<seed:tool_call>", call=_FUNCTION.call.replace("tool_call>", "seed:tool_call>")
+    ),
+    "step3": CallFormat(
+        "<｜tool_calls_begin｜>",
+        '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="NAME">\nPARAMETERS</steptml:invoke>'
+        "<｜tool_call_end｜>",
+        '<steptml:parameter name="KEY">VALUE</steptml:parameter>\n',
+        before="\n",
+        between="\n",
+        after="\n<｜tool_calls_end｜>",
+    ),
+    "xlam": CallFormat("", _CALL, before="[", between=", ", after="]"),
+}
+"""Call formats by the names of their parsers."""
+_SAME = {
+    "cohere_command4": "cohere_command3",
+    "ernie45": "hermes",
+    "glm47": "glm45",
+    "granite4": "hermes",
+    "hunyuan_a13b": "jamba",
+    "ling3": "glm45",
+    "llama4_json": "llama3_json",
+    "llama4_pythonic": "pythonic",
+    "mimo": "qwen3_coder",
+    "poolside_v1": "glm45",
+    "qwen3_xml": "qwen3_coder",
+    "step3p5": "qwen3_coder",
+}
+_NEW_MISTRAL = CallFormat("[TOOL_CALLS]", "NAME[ARGS]ARGUMENTS", repeats=True)
+
+
+def format_of(parser: str, tokenizer: Tokenizer) -> CallFormat | None:
+    """Return the call format of a parser, or None if it has no grammar. Newer Mistral models have a token
+    before the arguments."""
+    if parser == "mistral" and "[ARGS]" in _special_tokens(tokenizer):
+        return _NEW_MISTRAL
+    return FORMATS.get(_SAME.get(parser, parser))
+
+
+def calls_grammar(
+    format: CallFormat,
+    schemas: Mapping[str, Mapping[str, Any]],
+    tokenizer: Tokenizer,
+    *,
+    instead: Mapping[str, Any] | None = None,
+) -> str:
+    """Return a Lark grammar of free text, or of JSON of the schema `instead`, with tool calls. Every call is
+    one of these tools with arguments of its schema. Marks that are special tokens are matched by token id.
+    Calls without an opening mark cannot stand beside other JSON."""
+    assert format.opening or instead is None
+    return _Grammar(format, _special_tokens(tokenizer)).write(schemas, instead)
+
+
+def _special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
+    return {token.content: id for id, token in tokenizer.added_tokens.items() if tokenizer.is_special(id)}
+
+
+class _Grammar:
+    """Writer of the rules of one grammar."""
+
+    def __init__(self, format: CallFormat, marks: Mapping[str, int]) -> None:
+        self.format = format
+        self.marks = marks
+        self.rules: list[str] = []
+        self._num_chars = 0
+
+    def _add(self, rule: str) -> None:
+        self._num_chars += len(rule)
+        if self._num_chars > _MAX_CHARS:
+            raise RequestError(
+                f"the grammar of strict tools has more than {_MAX_CHARS:,} characters; use fewer or smaller "
+                "schemas, or leave `strict` out",
+                param="tools",
+            )
+        self.rules.append(rule)
+
+    def write(self, schemas: Mapping[str, Mapping[str, Any]], instead: Mapping[str, Any] | None) -> str:
+        format = self.format
+        for place, (name, schema) in enumerate(schemas.items()):
+            parameters = self._parameters(f"p_{place}", schema) if format.parameter else ""
+            symbols = self._symbols(format.call, name=name, schema=schema, parameters=parameters)
+            self._add(f"call_{place}: {symbols}")
+        calls = f"({' | '.join(f'call_{place}' for place in range(len(schemas)))})"
+        if format.repeats:
+            body = f"{calls} (SPACE? opening {calls})*"
+        else:
+            parts = self._symbols(format.before), self._symbols(format.between), self._symbols(format.after)
+            body = f"{parts[0]} {calls} ({parts[1]} {calls})* {parts[2]}"
+        start = self._start(body, instead)
+        return "\n".join([f"start: {start}", *self.rules, *_TERMINALS])
+
+    def _start(self, body: str, instead: Mapping[str, Any] | None) -> str:
+        """Return the rule of an output: free text or JSON, and calls."""
+        opening = self.format.opening
+        if not opening:
+            first = (self.format.before or self.format.call)[0]
+            self._add(f"plain: /[^{re.escape(first)}](.|\\n)*/")
+            return f"plain? | {body}"
+        self._add(f"opening: {self._mark(opening)}")
+        if instead is not None:
+            return f"{_json(instead)} | opening {body}"
+        lazy = "" if opening in self.marks else "[lazy]"
+        self._add(f"begun{lazy}: TEXT {self._mark(opening)}")
+        return f"(begun {body})* TEXT"
+
+    def _mark(self, text: str) -> str:
+        return f"<[{self.marks[text]}]>" if text in self.marks else _literal(text)
+
+    def _symbols(self, text: str, **fields: Any) -> str:
+        """Convert text to grammar symbols: special tokens, literals, white space and filled placeholders."""
+        known = sorted((mark for mark in self.marks if mark in text), key=len, reverse=True)
+        parts = re.split(f"({'|'.join(map(re.escape, known))})", text) if known else [text]
+        return " ".join(symbol for part in parts for symbol in self._part(part, fields))
+
+    def _part(self, part: str, fields: Mapping[str, Any]) -> Iterator[str]:
+        if part in self.marks:
+            yield self._mark(part)
+            return
+        for piece in filter(None, _PLACEHOLDERS.split(part)):
+            match piece:
+                case "ARGUMENTS":
+                    yield _json(fields["schema"])
+                case "PARAMETERS":
+                    yield fields["parameters"]
+                case "NAME" | "IS_STRING":
+                    yield _literal(fields[piece.lower()])
+                case "KEY":
+                    yield _ANY_KEY if fields["key"] is None else _literal(fields["key"])
+                case "DIGITS":
+                    yield "/[0-9]+/"
+                case _:
+                    yield "SPACE?" if piece.isspace() else _literal(piece)
+
+    def _parameters(self, name: str, schema: Mapping[str, Any]) -> str:
+        """Return the symbols of a tool's parameters, in the order of its schema; of any if it has none."""
+        properties = schema.get("properties")
+        if not isinstance(properties, Mapping):
+            if schema.get("additionalProperties") is False:
+                return ""
+            self._add(f"{name}: {self._parameter(name, None, {})}")
+            return f"({name} ({_literal(', ')} {name})*)?" if self.format.quotes else f"{name}*"
+        required = set(schema.get("required") or ())
+        definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        keys = list(properties)
+        for place, key in enumerate(keys):
+            value = properties[key]
+            merged = {**definitions, **value} if "$ref" in json.dumps(value) else value
+            self._add(f"{name}_{place}: {self._parameter(f'{name}_{place}', key, merged)}")
+        if self.format.quotes:
+            return self._separated(name, [key in required for key in keys])
+        return " ".join(f"{name}_{place}{'' if key in required else '?'}" for place, key in enumerate(keys))
+
+    def _separated(self, name: str, required: list[bool]) -> str:
+        """Return the symbols of parameters with commas between those that are present."""
+        comma, first, later = _literal(", "), "", ""
+        for place in reversed(range(len(required))):
+            rule = f"{name}_{place}"
+            is_required = required[place]
+            self._add(
+                f"{rule}_first: {rule} {later}" + ("" if is_required else f" | {first or _literal('')}")
+            )
+            self._add(f"{rule}_later: ({comma} {rule}){'' if is_required else '?'} {later}")
+            first, later = f"{rule}_first", f"{rule}_later"
+        return first
+
+    def _parameter(self, name: str, key: str | None, schema: Any) -> str:
+        """Return the symbols of one parameter; of any key if that is None."""
+        types = types_of(schema)
+        refers = isinstance(schema, Mapping) and "$ref" in schema
+        is_text = not self.format.quotes and ("string" in types or not (types or refers))
+        fields = {"key": key, "is_string": "true" if is_text else "false"}
+        head, _, tail = self.format.parameter.partition("VALUE")
+        symbols = self._symbols(head, **fields)
+        choices = schema.get("enum") if isinstance(schema, Mapping) and types == {"string"} else None
+        if not is_text or isinstance(choices, list):
+            values = map(_literal, map(str, choices)) if is_text and choices else [_json(schema)]
+            return f"{symbols} ({' | '.join(values)}) SPACE? {self._symbols(tail, **fields)}".rstrip()
+        end = tail[: tail.rindex(">") + 1]
+        lazy = "" if end in self.marks else "[lazy]"
+        self._add(f"{name}_text{lazy}: TEXT {self._mark(end)}")
+        return f"{symbols} {name}_text {self._symbols(tail.removeprefix(end), **fields)}".rstrip()
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _json(schema: Any) -> str:
+    return f"%json {json.dumps(schema)}"

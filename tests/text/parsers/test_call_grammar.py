@@ -1,0 +1,130 @@
+"""Tests of the grammars of optional tool calls, in every format that has one."""
+
+import json
+from functools import cache
+from typing import Any
+
+import pytest
+from fake_engine import FakeEngine
+
+from quire.data.output_pieces import ToolArguments, ToolStart
+from quire.data.params import StructuredOutputsParams
+from quire.errors import RequestError
+from quire.text.parsers import TOOLS
+from quire.text.parsers.call_grammar import FORMATS, CallFormat, calls_grammar, format_of
+
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "unit": {"type": "string", "enum": ["C", "F"]},
+            "place": {"$ref": "#/$defs/place"},
+        },
+        "required": ["city", "days"],
+        "$defs": {"place": {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]}},
+    },
+    "now": {"type": "object", "properties": {}, "additionalProperties": False},
+    "any": {"type": "object"},
+}
+CALL = ("weather", {"city": "São Paulo", "days": 2})
+
+
+@cache
+def engine() -> FakeEngine:
+    return FakeEngine("x")
+
+
+def render(format: CallFormat, *calls: tuple[str, dict[str, Any]]) -> str:
+    """Return the calls in this format."""
+    texts = []
+    for name, arguments in calls:
+        parameters = []
+        for key, value in arguments.items():
+            is_text = isinstance(value, str)
+            shown = value if is_text and not format.quotes else json.dumps(value, ensure_ascii=False)
+            filled = format.parameter.replace("KEY", key).replace("IS_STRING", json.dumps(is_text))
+            parameters.append(filled.replace("VALUE", shown))
+        text = format.call.replace("NAME", name).replace("DIGITS", "0")
+        text = text.replace("PARAMETERS", (", " if format.quotes else "").join(parameters))
+        texts.append(text.replace("ARGUMENTS", json.dumps(arguments, ensure_ascii=False)))
+    if format.repeats:
+        return "".join(format.opening + text for text in texts)
+    return format.opening + format.before + format.between.join(texts) + format.after
+
+
+def accepts(format: CallFormat, text: str, **more: Any) -> bool:
+    grammar = calls_grammar(format, SCHEMAS, engine().tokenizer, **more)
+    assert engine().inputs.grammars is not None
+    matcher = engine().inputs.grammars.compile(StructuredOutputsParams(grammar=grammar))
+    ids = engine().tokenizer.encode(text, add_special_tokens=False)
+    return all(matcher.advance(id) != "error" for id in ids) and matcher.inner.is_accepting()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_parser_returns_the_calls_of_its_format(name: str) -> None:
+    pieces = TOOLS[name](schemas=SCHEMAS).parse(render(FORMATS[name], CALL, ("now", {})))
+    starts = [piece.name for piece in pieces if isinstance(piece, ToolStart)]
+    arguments = [
+        json.loads(
+            "".join(p.text for p in pieces if isinstance(p, ToolArguments) and p.index == place) or "{}"
+        )
+        for place in (0, 1)
+    ]
+    assert (starts, arguments) == (["weather", "now"], [CALL[1], {}])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_grammar_accepts_calls_and_text(name: str) -> None:
+    format = FORMATS[name]
+    lead = "Let me see. " if format.opening else ""
+    optional = {"city": "x", "days": 1, "unit": "F", "place": {"x": 1.5}}
+    for call in (CALL, ("weather", optional), ("now", {}), ("any", {"k": "v"})):
+        assert accepts(format, lead + render(format, call)), call
+    assert accepts(format, render(format, CALL, ("now", {}), CALL))
+    assert accepts(format, "Just text.") and accepts(format, "")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_grammar_refuses_other_arguments(name: str) -> None:
+    format = FORMATS[name]
+    for call in (
+        ("later", {}),
+        ("weather", {"city": "x"}),
+        ("weather", {"city": "x", "days": [1]}),
+        ("weather", {"city": "x", "days": 1, "unit": "K"}),
+        ("weather", {"city": "x", "days": 1, "place": {"x": "far"}}),
+    ):
+        assert not accepts(format, render(format, call)), call
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name].opening])
+def test_json_instead_of_text(name: str) -> None:
+    instead = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    assert accepts(FORMATS[name], '{"a": 1}', instead=instead)
+    assert accepts(FORMATS[name], render(FORMATS[name], CALL), instead=instead)
+    assert not accepts(FORMATS[name], "Just text.", instead=instead)
+
+
+def test_special_tokens_are_matched_by_id() -> None:
+    """An opening mark that is typed as text opens no call."""
+    tokenizer = engine().tokenizer
+    grammar = calls_grammar(CallFormat("</s>", "NAME\nARGUMENTS", repeats=True), SCHEMAS, tokenizer)
+    (end,) = (id for id, token in tokenizer.added_tokens.items() if token.content == "</s>")
+    assert f"opening: <[{end}]>" in grammar and '"</s>"' not in grammar
+
+
+@pytest.mark.parametrize(("parser", "has_format"), [("glm47", True), ("openai", False), ("", False)])
+def test_names_of_parsers(parser: str, has_format: bool) -> None:
+    assert (format_of(parser, engine().tokenizer) is not None) == has_format
+
+
+def test_size_of_the_grammar_is_limited() -> None:
+    """References make it as large as parameters times definitions."""
+    properties = {f"p{place}": {"$ref": "#/$defs/large"} for place in range(300)}
+    schema = {"type": "object", "properties": properties, "$defs": {"large": {"enum": ["x" * 10_000]}}}
+    with pytest.raises(RequestError, match="more than 1,048,576 characters"):
+        calls_grammar(FORMATS["qwen3_coder"], {"f": schema}, engine().tokenizer)
+    many = {"type": "object", "properties": {f"p{place}": {"type": "integer"} for place in range(3000)}}
+    assert len(calls_grammar(FORMATS["pythonic"], {"f": many}, engine().tokenizer)) < 1 << 20
