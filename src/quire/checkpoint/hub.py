@@ -109,6 +109,8 @@ def locate(
     if is_url(model):
         if revision is not None:
             raise ConfigError(f"revision={revision!r} is for models of the hub: leave it out for {model!r}")
+        if model.startswith(("http://", "https://")):
+            raise ConfigError(f"model {model!r} is not in an object store (s3://, gs://); download it first")
         cache = Path(download_dir).expanduser() if download_dir else cache_root / "stores"
         store = _Store(model, cache, progress=progress)
         return store.locate(wanted, load_format, check, needs_config)

@@ -138,11 +138,13 @@ class StoreFolder:
         fs.invalidate_cache()  # forget listings of earlier calls
         if self._names is None:
             infos = self._ask(lambda: fs.find(base, detail=True))
-            prefix = len(base) + 1
-            found = {str(path)[prefix:]: info for path, info in infos.items()}
+            if base in infos:
+                raise ConfigError(f"{self.url!r} is one file: give the folder of the model, or a .gguf file")
+            found = {str(path).removeprefix(f"{base}/"): info for path, info in infos.items()}
         else:
             found = {name: info for name in self._names if (info := self._info(f"{base}/{name}"))}
-        files = [_stored_file(name, info) for name, info in found.items() if info.get("type") == "file"]
+        is_file = {name: _is_path(name) and info.get("type") == "file" for name, info in found.items()}
+        files = [_stored_file(name, info) for name, info in found.items() if is_file[name]]
         return {file.name: file for file in sorted(files, key=lambda file: file.name)}
 
     def _info(self, path: str) -> dict[str, Any]:
@@ -319,9 +321,12 @@ class _Part:
         return {(int(start), int(end)) for start, end in map(str.split, lines)}
 
 
+def _is_path(name: str) -> bool:
+    """Whether a key is a path below its folder. Keys of stores are free texts: `a//b`, `../a`, `a/`."""
+    return "\\" not in name and all(part not in ("", ".", "..") for part in name.split("/"))
+
+
 def _stored_file(name: str, info: Mapping[str, Any]) -> StoredFile:
-    if not name or any(part in ("", ".", "..") for part in name.split("/")) or "\\" in name:
-        raise ConfigError(f"{info.get('name')!r:.200} is not a file name below a folder: give the folder")
     version = next((str(info[key]) for key in _VERSION_KEYS if info.get(key) is not None), "")
     return StoredFile(name, int(info.get("size") or 0), version)
 
@@ -335,15 +340,17 @@ def _folder_name(url: str) -> str:
 def _open_url(url: str) -> tuple[Any, str]:
     """Return the fsspec file system of a URL, and the path in it."""
     scheme = url.partition("://")[0].lower()
-    try:
-        import fsspec
+    import fsspec
 
+    try:
         fs, base = fsspec.core.url_to_fs(url, **_options(scheme))
     except ImportError as error:
         extra = EXTRAS.get(scheme)
         remedy = f"pip install 'quire[{extra}]'" if extra else "install the fsspec driver of its scheme"
         raise ConfigError(f"{url!r:.200} cannot be read: {error}: {remedy}") from None
-    except Exception as error:  # an unknown scheme, or no access
+    except Exception as error:  # each fsspec driver has its own exceptions
+        if isinstance(error, ValueError) and scheme not in fsspec.available_protocols():
+            raise ConfigError(f"{url!r:.200} cannot be read: {error}; known: s3://, gs://") from None
         raise _store_error(url, error) from None
     return fs, str(base).rstrip("/")
 
