@@ -15,6 +15,7 @@ from fsspec.spec import AbstractFileSystem
 from quire.checkpoint import object_store
 from quire.checkpoint.hub import locate
 from quire.checkpoint.object_store import StoreFolder
+from quire.cli import main
 from quire.config.env import Env
 from quire.errors import ConfigError
 from quire.plan.model_sizes import subject
@@ -96,6 +97,16 @@ def test_required_files_are_read_once(store: type[DictStore], tmp_path: Path) ->
     store.reads.clear()
     assert contents(fetch(tmp_path, "dict://bucket/m/")) == MODEL and store.reads == []
     assert not cached(tmp_path, "*.*"), "nothing unfinished is left"
+
+
+def test_download_command_prints_the_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_CACHE_ROOT", str(tmp_path))
+    assert main(["download", "dict://bucket/m"]) == 0
+    assert contents(Path(capsys.readouterr().out.strip())) == MODEL
+    assert main(["download", "dict://bucket/none"]) == 1
+    assert "quire download: error: 'dict://bucket/none' holds no files" in capsys.readouterr().err
 
 
 def test_python_files_are_read_only_with_code(store: type[DictStore], tmp_path: Path) -> None:
