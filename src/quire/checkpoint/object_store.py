@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -129,9 +130,11 @@ class StoreFolder:
 
     def matching(self, allow: list[str], ignore: Sequence[str] = ()) -> list[str]:
         """Return the names that match a pattern of `allow` and none of `ignore`, as the hub matches them."""
-        from huggingface_hub.utils import filter_repo_objects
 
-        return list(filter_repo_objects(self.files, allow_patterns=allow, ignore_patterns=list(ignore)))
+        def matches(name: str, patterns: Sequence[str]) -> bool:
+            return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+        return [name for name in self.files if matches(name, allow) and not matches(name, ignore)]
 
     def _list(self) -> dict[str, StoredFile]:
         fs, base = self._fs, self._base
