@@ -35,13 +35,13 @@ def tool(name: str) -> str:
 
 
 def kubectl() -> str | None:
-    """Return a kubectl that supports components, which that of Debian 12 does not."""
+    """Return a kubectl that supports replacements, which that of Debian 12 does not."""
     path = shutil.which("kubectl")
     if path is None:
         return None
     done = subprocess.run([path, "version", "--client", "-o", "json"], capture_output=True, text=True)
     version = json.loads(done.stdout)["clientVersion"]
-    is_new = (int(version["major"]), int(re.match(r"\d+", version["minor"])[0])) >= (1, 21)  # type: ignore[index]
+    is_new = (int(version["major"]), int(re.match(r"\d+", version["minor"])[0])) >= (1, 22)  # type: ignore[index]
     return path if is_new else None
 
 

@@ -70,7 +70,7 @@ class StoredFile:
 
     @property
     def key(self) -> str:
-        """The name of its copy in the cache."""
+        """Return the name of its copy in the cache."""
         return hashlib.sha256(f"{self.name}\n{self.num_bytes}\n{self.version}".encode()).hexdigest()[:40]
 
 
