@@ -90,10 +90,13 @@ class StoreFolder:
         names: Sequence[str] | None = None,
         offline: bool = False,
         progress: bool = False,
+        num_readers: int | None = None,
     ) -> None:
         """List the files below `url`; with `names`, look up only these. The cache directory is named after
-        the URL. Raises a ConfigError if the store cannot be read."""
+        the URL. `num_readers` is the number of parallel reads, by default NUM_READERS. Raises a ConfigError
+        if the store cannot be read."""
         self.url, self._names, self._progress = url.rstrip("/"), names, progress
+        self._num_readers = num_readers or NUM_READERS
         self._folder = cache / _folder_name(self.url)
         subset = f"-{hashlib.sha256(repr(list(names)).encode()).hexdigest()[:12]}" if names else ""
         self._saved = self._folder / f"listing{subset}.json"
@@ -191,7 +194,7 @@ class StoreFolder:
         logger.info("Downloading %d files (%d MB) of %s", len(parts), missing // 10**6, self.url)
         settings: dict[str, Any] = {"unit": "B", "unit_scale": True, "disable": not self._progress}
         bar = tqdm(total=total, initial=total - missing, **settings)
-        pool = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="store")
+        pool = ThreadPoolExecutor(self._num_readers, thread_name_prefix="store")
         try:
             with bar:
                 reads = [pool.submit(self._read, part, *chunk) for part in parts for chunk in part.missing()]

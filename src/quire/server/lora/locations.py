@@ -17,6 +17,8 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 """Files of an adapter that adds tokens."""
 _UNSAFE = re.compile(r"[%?#\\\s]|/\.{1,2}(/|$)")
 """Characters that a server could interpret as something other than a folder below a root."""
+_NUM_READERS = 4
+"""Parallel reads of one download: each holds a chunk in the memory of the API process."""
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
@@ -90,7 +92,9 @@ class LoRALocations:
         """Download an adapter into a directory that is specific to the current state of the remote files."""
         names = (CONFIG, *WEIGHTS, *TOKENIZER)
         try:
-            folder = StoreFolder(url, self._cache, names=names, offline=is_offline())
+            folder = StoreFolder(
+                url, self._cache, names=names, offline=is_offline(), num_readers=_NUM_READERS
+            )
             weights = [name for name in WEIGHTS if name in folder.files][:1]
             if CONFIG not in folder.files or not weights:
                 raise missing(url)
