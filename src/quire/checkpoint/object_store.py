@@ -287,7 +287,7 @@ class _Part:
     def __init__(self, blob: Path, file: StoredFile) -> None:
         self.file, self._blob = file, blob
         self._data, self._chunks = blob.with_suffix(".part"), blob.with_suffix(".chunks")
-        if not self._data.exists() or self._data.stat().st_size != file.num_bytes:
+        if not self._data.exists():
             self.discard()
             with self._data.open("wb") as data:
                 data.truncate(file.num_bytes)
