@@ -8,7 +8,8 @@ from fake_s3 import FakeS3, serve_s3
 
 from quire.checkpoint import object_store
 from quire.checkpoint.hub import locate
-from quire.errors import ConfigError
+from quire.errors import ConfigError, RequestError
+from quire.server.lora.locations import LoRALocations
 
 s3fs = pytest.importorskip("s3fs")
 
@@ -49,6 +50,18 @@ def test_model_is_read_in_ranges_and_kept(s3: FakeS3, tmp_path: Path) -> None:
     s3.objects["m/config.json"] = b"[]"
     changed = fetch("s3://models/m", tmp_path)
     assert (changed / "config.json").read_bytes() == b"[]" and s3.num_bytes_sent == len(WEIGHTS) + 4
+
+
+def test_adapter_is_read_by_the_same_code(s3: FakeS3, tmp_path: Path) -> None:
+    s3.objects |= {"a/adapter_config.json": b"{}", "a/adapter_model.safetensors": WEIGHTS, "a/other": b"x"}
+    folder = LoRALocations(cache=tmp_path, max_bytes=10_000).for_operator("s3://models/a")
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    assert (folder / "adapter_model.safetensors").read_bytes() == WEIGHTS
+    with pytest.raises(RequestError, match="--lora-max-download-bytes"):
+        LoRALocations(cache=tmp_path, max_bytes=100).for_operator("s3://models/a")
 
 
 def test_missing_objects_are_refused(s3: FakeS3, tmp_path: Path) -> None:
