@@ -57,6 +57,8 @@ def values(llm: LLM) -> dict[str, float]:
 def test_everything_is_zero_before_the_first_request(llm: LLM) -> None:
     before = values(llm)
     assert before.pop("cache_config_info") == 1
+    assert before.pop("max_num_seqs") == llm.config.scheduler.max_num_seqs
+    assert before.pop("engine_start_time_seconds") <= time.time()
     assert set(before.values()) == {0}
 
 
@@ -191,6 +193,20 @@ def test_intervals_use_the_right_timestamps() -> None:
     assert {name: sums[f"vllm:request_{name}_time_seconds"] for name in expected} == expected
     assert sums["vllm:request_time_per_output_token_seconds"] == 2.0
     assert sums["vllm:request_prefill_kv_computed_tokens"] == 4
+
+
+def test_start_of_an_engine_is_known_when_it_is_ready() -> None:
+    """A series that is 0 before a start would count as another one; a dead engine has no new start."""
+    pages = MetricsPages(MetricsLayout(64), num_engines=2)
+    metrics, began = EngineMetrics(pages, model_name="m", cache_info={}), time.time()
+    pages.of_engine(1).start(max_num_seqs=7)
+    pages.of_engine(1).clear_gauges()
+    result = {(item.name, item.labels.get("engine")): item for item in metrics.snapshot()}
+    started = result["vllm:engine_start_time_seconds", "1"]
+    assert isinstance(started, Gauge) and began <= started.value <= time.time()
+    most = result["vllm:max_num_seqs", "1"]
+    assert isinstance(most, Gauge) and most.value == 7
+    assert ("vllm:engine_start_time_seconds", "0") not in result
 
 
 def test_lora_info_is_one_series_over_all_engines() -> None:

@@ -26,6 +26,7 @@ COMMANDS = {
         "put a `vllm` script that runs Quire on the path",
         "quire.vllm_command",
     ),
+    "download": ("download a model into the local cache", "quire.terminal.download"),
     "run-batch": ("answer the requests of an OpenAI batch file", "quire.batch.run"),
     "quantize": ("quantize a model", "quire.quantize.command"),
     "save-sharded-state": ("save a model as the engine stores it", "quire.terminal.save_state"),

@@ -10,7 +10,7 @@ from pathlib import Path
 from quire.config.cli import field_help
 from quire.config.env import _ENV_KINDS, _GROUPS, NO_EFFECT, Env
 from quire.config.sections import SECTIONS, Option, options_of
-from quire.metrics import COUNTERS, GAUGES, HISTOGRAMS, LABELLED, LENGTHS
+from quire.metrics import COUNTERS, GAUGES, HISTOGRAMS, LABELLED, LENGTHS, START_GAUGES
 from quire.server.settings import SERVER_SECTIONS
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -126,7 +126,7 @@ def metrics() -> str:
         " adapters and keys come beside them).\n",
         "| name | kind | |",
         "|---|---|---|",
-        *(f"| `vllm:{name}` | gauge | {text} |" for name, text in GAUGES.items()),
+        *(f"| `vllm:{name}` | gauge | {text} |" for name, text in (GAUGES | START_GAUGES).items()),
         *(f"| `vllm:{name}_total` | counter | {text} |" for name, text in COUNTERS.items()),
         *(f"| `vllm:{name}` | histogram | {text} |" for name, (text, _) in HISTOGRAMS.items()),
         *(f"| `vllm:{name}` | histogram | {text} |" for name, text in LENGTHS.items()),

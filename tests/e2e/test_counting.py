@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serve_process import SHARED_FLAGS, ServeProcess, eventually, greedy, parse_metrics, samples
 from tiny_text import TextModel
 
-from quire.metrics import COUNTERS, HISTOGRAMS, LENGTHS
+from quire.metrics import COUNTERS, HISTOGRAMS, LENGTHS, START_GAUGES
 
 BLOCK = 16
 PROMPT = list(range(100, 100 + 3 * BLOCK))
@@ -85,6 +85,7 @@ def test_prometheus_parses_the_same_samples(counted: ServeProcess) -> None:
 def test_every_metric_exists_from_the_start(counted: ServeProcess) -> None:
     """Catches a metric that dashboards would miss until the first request."""
     metrics = scrape(counted)
+    assert START_GAUGES.keys() <= metrics.keys()
     for name in COUNTERS:
         assert f"{name}_total" in metrics
     for name in HISTOGRAMS | LENGTHS:

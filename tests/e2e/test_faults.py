@@ -82,6 +82,7 @@ def test_killed_engine_restarts_and_its_streams_continue(tough: ServeProcess) ->
     assert tough.complete(max_tokens=3)["usage"]["completion_tokens"] == 3
     after = tough.metrics()
     assert after["kv_cache_usage_perc"] == 0, "the new engine's gauges start anew"
+    assert after["engine_start_time_seconds"] > before["engine_start_time_seconds"]
     assert after["request_resumed_total"] - before["request_resumed_total"] == 1
     assert after["request_success_total:error"] == before["request_success_total:error"]
     assert after["generation_tokens_total"] > before["generation_tokens_total"], "counters never decrease"

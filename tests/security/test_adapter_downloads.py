@@ -1,6 +1,6 @@
 """Adapters at URLs that a client names: a URL that leads out of the allowed store, an archive inside another
 file, or a file larger than the store reports. Quire accepts only URLs below an allowed one, refuses `::` and
-ambiguous paths, and counts the received bytes."""
+ambiguous paths, and never reads more bytes than the store reports."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +17,7 @@ STORE = fsspec.filesystem("memory")
 
 @pytest.fixture(autouse=True)
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setenv("QUIRE_CACHE_ROOT", str(tmp_path))
     for folder in ("open/good", "secret/hers", "opened/hers"):
         STORE.pipe({f"/{folder}/adapter_config.json": b"{}", f"/{folder}/adapter_model.bin": b"weights"})
@@ -70,12 +71,13 @@ def test_urls_outside_the_allowed_store_are_refused(url: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("lies", [False, True])
 def test_download_size_is_bounded(lies: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limit holds whether the store reports the true size or a smaller one."""
+    """An adapter is refused whether the store reports the true size or a smaller one."""
     STORE.pipe("/open/good/adapter_model.bin", b"x" * (MAX_BYTES + 1))
     info = type(STORE).info
     if lies:
         monkeypatch.setattr(type(STORE), "info", lambda *args, **more: {**info(*args, **more), "size": 1})
     reply, engine = load("memory://open/good")
-    assert "--lora-max-download-bytes" in refused(reply)["message"]
+    words = "does not have the 1 bytes that the store reports" if lies else "--lora-max-download-bytes"
+    assert words in refused(reply)["message"]
     assert not engine.adapters and "adapter_model.bin" not in downloaded(tmp_path)
     assert lies or not downloaded(tmp_path), "a file known to be too large is not fetched"

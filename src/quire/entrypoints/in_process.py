@@ -64,6 +64,7 @@ class LocalEngine:
                 cache_info=cache_info(config, num_blocks=cache.num_blocks, num_tokens=cache.num_tokens),
                 max_loras=config.lora.max_loras if config.lora.enable_lora else None,
             )
+            self.metrics.pages.start(config.scheduler.max_num_seqs)
             self.inputs.media.processor_cache.count = self.metrics.pages.observe_media
             self.stats_log = StatsLog(Env.read(os.environ).log_stats_interval, self.metrics.pages)
 

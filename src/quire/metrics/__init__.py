@@ -48,6 +48,11 @@ GAUGES = {
     "avg_prompt_throughput_toks_per_s": "Prompt tokens computed per second, over the last interval.",
     "avg_generation_throughput_toks_per_s": "Tokens generated per second, over the last interval.",
 }
+START_GAUGES = {
+    "engine_start_time_seconds": "Unix time at which the engine core was started, or last restarted.",
+    "max_num_seqs": "Maximum number of requests in the running batch.",
+}
+"""Gauges that an engine core sets when it is ready; they are absent before."""
 COUNTERS = {
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
@@ -118,7 +123,7 @@ class MetricsLayout:
         self.most_drafts = most_drafts
         if most_drafts:
             labelled += [*DRAFT_COUNTERS, *(f"{_ACCEPTED}:{place}" for place in range(most_drafts))]
-        names = [*GAUGES, *COUNTERS, *labelled, *SERIES]
+        names = [*GAUGES, *START_GAUGES, *COUNTERS, *labelled, *SERIES]
         self.places = {name: place for place, name in enumerate(names)}
         edges = {name: edges for name, (_, edges) in HISTOGRAMS.items()} | EDGES
         edges |= dict.fromkeys(LENGTHS, length_buckets(max_model_len))
@@ -190,6 +195,11 @@ class MetricsPages:
         reasons = LABELLED["num_requests_waiting_by_reason"][2]
         for name in [*GAUGES, *(f"num_requests_waiting_by_reason:{reason}" for reason in reasons)]:
             self._set(name, 0)
+
+    def start(self, max_num_seqs: int) -> None:
+        """Note that the engine core is ready."""
+        self._set("engine_start_time_seconds", time.time())
+        self._set("max_num_seqs", max_num_seqs)
 
     def observe(self, step: StepStats, front: FrontStats) -> None:
         """Count a step. The engine core has `step`, the API process has `front`."""
@@ -355,6 +365,12 @@ class EngineMetrics:
         """Yield all metrics (the collector interface of `prometheus_client`)."""
         for name, text in GAUGES.items():
             yield self._family(GaugeMetricFamily, name, text)
+        for name, text in START_GAUGES.items():
+            family = GaugeMetricFamily(f"vllm:{name}", text, labels=self._names)
+            for engine, labels in self._engines:
+                if value := self.pages.value(name, engine):
+                    family.add_metric(labels, value)
+            yield family
         for name, text in COUNTERS.items():
             yield self._family(CounterMetricFamily, name, text)
         for name, (text, label, values) in LABELLED.items():

@@ -23,7 +23,7 @@ _PASSED = ("kv_cache_dtype", "gpu_memory_utilization", "max_num_seqs", "max_num_
 def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument(
         "model",
-        help="directory, .gguf file, hub id, a name with a size in it, or sizes:"
+        help="directory, .gguf file, hub id, URL (s3://...), a name with a size in it, or sizes:"
         " layers=80,hidden=8192,heads=64,kv_heads=8,intermediate=28672,vocab=128256",
     )
     parser.add_argument(

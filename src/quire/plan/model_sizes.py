@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from quire.checkpoint.facts import ArchFacts, LayerFacts, RopeFacts
 from quire.checkpoint.hub import locate
 from quire.checkpoint.model import Checkpoint, read_checkpoint
+from quire.checkpoint.object_store import is_url
 from quire.config.env import Env
 from quire.errors import ConfigError
 
@@ -48,8 +49,9 @@ def subject(model: str, env: Env, **options: Any) -> tuple[Checkpoint, str]:
     """Return the model, and a note if it was approximated."""
     if "=" in model:
         return _build_checkpoint(_parse(model)), ""
-    if Path(model).exists() or Path(model).suffix == ".gguf":
-        return read_checkpoint(locate(model, cache_root=env.cache_root)), ""
+    if is_url(model) or Path(model).exists() or Path(model).suffix == ".gguf":
+        # Of a store without weights: config.json is enough.
+        return read_checkpoint(locate(model, cache_root=env.cache_root, load_format="dummy")), ""
     try:
         # Without weights: config.json is enough.
         path = locate(model, cache_root=env.cache_root, load_format="dummy", **options)

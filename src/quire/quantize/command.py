@@ -22,7 +22,7 @@ from quire.quantize.stored import SourceModel
 
 
 def add_flags(parser: FlagParser) -> None:
-    parser.add_argument("model", help="Directory, .gguf file or hub id of the model, or `default`.")
+    parser.add_argument("model", help="Directory, .gguf file, hub id or URL of the model, or `default`.")
     parser.add_argument(
         "--to",
         required=True,

@@ -20,7 +20,7 @@ from quire.worker.worker import Worker
 
 
 def add_flags(parser: FlagParser) -> None:
-    parser.add_argument("model_tag", metavar="MODEL", help="Directory or hub id of the model.")
+    parser.add_argument("model_tag", metavar="MODEL", help="Directory, hub id or URL of the model.")
     add_engine_flags(parser)
     parser.add_argument(
         "-o", "--output", required=True, metavar="DIR", help="A directory that is new or empty."

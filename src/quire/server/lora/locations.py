@@ -1,16 +1,13 @@
 """Locations of adapters: directories, hub ids and URLs. Remote adapters are downloaded."""
 
-import hashlib
 import os
 import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-from filelock import FileLock
 
 from quire.checkpoint.hub import fetch_adapter
+from quire.checkpoint.object_store import StoreFolder, is_offline, is_url
 from quire.errors import ConfigError, RequestError
 from quire.server.http.errors import Forbidden, NotFound
 
@@ -18,13 +15,11 @@ CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 """Files of an adapter that adds tokens."""
-_URL = re.compile(r"[a-zA-Z][\w+.-]*://[^:]+(:\d+)?[^:]*")
-"""A URL without `::`, which would name a file inside an archive."""
 _UNSAFE = re.compile(r"[%?#\\\s]|/\.{1,2}(/|$)")
 """Characters that a server could interpret as something other than a folder below a root."""
+_NUM_READERS = 4
+"""Parallel reads of one download: each holds a chunk in the memory of the API process."""
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-_MAX_ERROR_CHARS = 200
-_CHUNK_BYTES = 1 << 20
 
 
 class LoRALocations:
@@ -95,39 +90,23 @@ class LoRALocations:
 
     def _download(self, url: str) -> Path:
         """Download an adapter into a directory that is specific to the current state of the remote files."""
-        fs, base = _open_url(url)
+        names = (CONFIG, *WEIGHTS, *TOKENIZER)
         try:
-            fs.invalidate_cache()  # forget listings of earlier calls
-            names = (CONFIG, *WEIGHTS, *TOKENIZER)
-            infos = {name: _info(fs, f"{base.rstrip('/')}/{name}") for name in names}
-        except Exception as error:  # each fsspec backend has its own exceptions
-            raise _unreachable(url, error) from None
-        present = [name for name, info in infos.items() if info.get("type") == "file"]
-        weights = [name for name in WEIGHTS if name in present][:1]
-        if CONFIG not in present or not weights:
-            raise missing(url)
-        files = [CONFIG, *weights, *(name for name in TOKENIZER if name in present)]
-        num_bytes = sum(int(infos[name].get("size") or 0) for name in files)
-        self._check_size(url, num_bytes)
-        state = repr([url, *(sorted(infos[name].items(), key=str) for name in files)])
-        folder = self._cache / hashlib.sha256(state.encode()).hexdigest()[:32]
-        folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / ".lock"):
-            for name in files:
-                if not (folder / name).exists():
-                    self._copy(fs, f"{base.rstrip('/')}/{name}", folder / name)
-        return folder
-
-    def _copy(self, fs: Any, source: str, target: Path) -> None:
-        new, num_bytes = target.with_name(f"{target.name}.new"), 0
-        try:
-            with fs.open(source, "rb") as file, new.open("wb") as out:
-                while num_bytes <= self._max_bytes and (chunk := file.read(_CHUNK_BYTES)):
-                    num_bytes += out.write(chunk)
-        except Exception as error:
-            raise _unreachable(source, error) from None
-        self._check_size(source, num_bytes)  # the size that the store reported may be wrong
-        new.replace(target)
+            folder = StoreFolder(
+                url, self._cache, names=names, offline=is_offline(), num_readers=_NUM_READERS
+            )
+            weights = [name for name in WEIGHTS if name in folder.files][:1]
+            if CONFIG not in folder.files or not weights:
+                raise missing(url)
+            files = [CONFIG, *weights, *(name for name in TOKENIZER if name in folder.files)]
+            # Ranged reads never read more than the reported size.
+            self._check_size(url, sum(folder.files[name].num_bytes for name in files))
+            path = folder.download(files)
+            folder.remember(replace=True)
+        except ConfigError as error:
+            kind = NotFound if is_offline() else RequestError
+            raise kind(str(error), param="lora_path") from None
+        return path
 
     def _check_size(self, place: str, num_bytes: int) -> None:
         if num_bytes > self._max_bytes:
@@ -136,10 +115,6 @@ class LoRALocations:
                 "of --lora-max-download-bytes",
                 param="lora_path",
             )
-
-
-def is_url(place: str) -> bool:
-    return bool(_URL.fullmatch(place)) and not place.startswith("file://")
 
 
 def resolved(place: str) -> Path:
@@ -158,31 +133,3 @@ def _check_adapter(folder: Path, place: str) -> Path:
     if not os.path.isfile(folder / CONFIG):  # pathlib raises if the name is too long
         raise missing(place)
     return folder
-
-
-def _open_url(url: str) -> tuple[Any, str]:
-    try:
-        import fsspec
-
-        fs, base = fsspec.core.url_to_fs(url)
-    except ImportError as error:
-        raise RequestError(
-            f"{url!r:.200} cannot be read: {error}; install the fsspec backend of its scheme (s3://: s3fs)",
-            param="lora_path",
-        ) from None
-    except Exception as error:  # an unknown scheme, or no access
-        raise _unreachable(url, error) from None
-    return fs, str(base)
-
-
-def _info(fs: Any, file: str) -> dict[str, Any]:
-    """Return size, time and ETag, as far as the store reports them; empty if the file does not exist."""
-    try:
-        return dict(fs.info(file))
-    except FileNotFoundError:
-        return {}
-
-
-def _unreachable(url: str, error: Exception) -> RequestError:
-    message = " ".join(str(error).split())[:_MAX_ERROR_CHARS]
-    return RequestError(f"{url!r:.200} cannot be read: {type(error).__name__}: {message}", param="lora_path")

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
+from quire.checkpoint.object_store import is_url
 from quire.errors import EngineDead, RequestError
 from quire.logs import get_logger
 from quire.server.http.errors import Forbidden, NotFound
-from quire.server.lora.locations import LoRALocations, is_url
+from quire.server.lora.locations import LoRALocations
 from quire.server.lora.registry import LoRAModule, name_problem
 
 T = TypeVar("T")

@@ -9,13 +9,14 @@ from pathlib import Path
 import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from quire.checkpoint.object_store import is_url
 from quire.config.env import Env
 from quire.data.lora import LoRARequest
 from quire.errors import ConfigError, RequestError
 from quire.frontend.engine import AsyncEngine
 from quire.logs import get_logger
 from quire.server.http.errors import Forbidden, InvalidUserInput, NotFound
-from quire.server.lora.locations import LoRALocations, is_url, resolved
+from quire.server.lora.locations import LoRALocations, resolved
 from quire.server.lora.registry import LoRAModule, LoRARegistry, check_modules, name_problem
 from quire.server.lora.resolver import Resolver, Search
 from quire.server.settings import ServerSettings
