@@ -129,6 +129,7 @@ def engines_forked(preloaded: Callable[[], Preloaded]) -> Iterator[None]:
     from quire.executor import worker_group
 
     processes: dict[int, ForkedProcess] = {}
+    spawnv_passfds = util.spawnv_passfds
 
     def run_rank(
         words: Sequence[str], *, env: Mapping[str, str], pass_fds: Sequence[int], **_: object
@@ -137,6 +138,8 @@ def engines_forked(preloaded: Callable[[], Preloaded]) -> Iterator[None]:
 
     def spawn(path: str, args: Sequence[str | bytes], passfds: Sequence[int]) -> int:
         words = [os.fsdecode(word) for word in args]
+        if "--multiprocessing-fork" not in words:  # a process of multiprocessing itself
+            return spawnv_passfds(path, args, passfds)  # type: ignore[arg-type]
         forked = preloaded().run_code(words, environment=os.environ, pass_fds=passfds)
         processes[forked.pid] = forked
         return forked.pid
