@@ -10,8 +10,8 @@ from pathlib import Path
 from quire.config.cli import field_help
 from quire.config.env import _ENV_KINDS, _GROUPS, NO_EFFECT, Env
 from quire.config.sections import SECTIONS, Option, options_of
+from quire.config.server_sections import SERVER_SECTIONS
 from quire.metrics import COUNTERS, GAUGES, HISTOGRAMS, LABELLED, LENGTHS
-from quire.server.settings import SERVER_SECTIONS
 
 DOCS = Path(__file__).parents[2] / "docs"
 
