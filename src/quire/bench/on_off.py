@@ -74,7 +74,7 @@ class OnOffPart(NamedTuple):
     opened: Callable[[Settings, WorkloadSizes], LLM] | None = None
     """Opens the engine; by default the requested model with these settings."""
     measure_off: Callable[[LLM, WorkloadSizes, int], OnOffRun] | None = None
-    """Measures the run without the optimization, if requests are sent in another way; by default `measure`."""
+    """Measures the run without the optimization, if it sends its requests in another way."""
 
 
 class Row(NamedTuple):
@@ -210,7 +210,7 @@ def _decode(llm: LLM, prompts: Sequence[list[int]], length: int) -> OnOffRun:
 
 
 def _mixed_lengths(sizes: WorkloadSizes, turn: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Return prompts and limits of four batches, with outputs from an eighth of the longest to the longest."""
+    """Return prompts and limits of four batches, with outputs of very different lengths."""
     draw = random.Random(turn)
     prompts = [_prompt(draw, 16) for _ in range(4 * sizes.streams)]
     return prompts, [_greedy_params(draw.randint(sizes.answer // 8, sizes.answer)) for _ in prompts]
