@@ -122,8 +122,8 @@ def metrics() -> str:
     lines = [
         "# Metrics\n",
         "At `/metrics`, under vLLM's names; each has the labels `model_name` and `engine`"
-        " (`python tests/arch/reference_pages.py` makes this page; HTTP families and those of speculative decoding,"
-        " adapters and keys come beside them).\n",
+        " (`python tests/arch/reference_pages.py` makes this page; HTTP families and those of speculative"
+        " decoding, adapters and keys come beside them).\n",
         "| name | kind | |",
         "|---|---|---|",
         *(f"| `vllm:{name}` | gauge | {text} |" for name, text in GAUGES.items()),
