@@ -40,5 +40,14 @@ def test_startup_imports_few_modules(code: str, most: int) -> None:
 def test_help_of_serve_does_not_import_the_engine() -> None:
     """Catches a flag whose section imports the readers of checkpoints, the metrics or the HTTP framework."""
     imported = modules_after(HELP.format(flags=["serve", "--help"]))
-    heavy = {"torch", "prometheus_client", "fastapi", "uvicorn", "quire.metrics", "quire.config.engine"}
+    heavy = {
+        "torch",
+        "numpy",
+        "tokenizers",
+        "prometheus_client",
+        "fastapi",
+        "uvicorn",
+        "quire.metrics",
+        "quire.config.engine",
+    }
     assert "quire.server.settings" in imported and imported & heavy == set()

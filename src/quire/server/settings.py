@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.config.args import check_value
 from quire.config.cli import HIDDEN_TITLE, add_foreign_flag, add_section_flags
@@ -25,7 +25,9 @@ from quire.server.api_keys import Key, read_keys
 from quire.server.http.log_config import read_log_config
 from quire.server.http.middleware import load_middleware
 from quire.server.lora.registry import LoRAModule, read_modules
-from quire.server.openai.answer_pieces import Parsers
+
+if TYPE_CHECKING:
+    from quire.server.openai.answer_pieces import Parsers
 
 logger = get_logger(__name__)
 
@@ -176,8 +178,10 @@ def _check(settings: ServerSettings) -> None:
     parsers_of(settings.api)
 
 
-def parsers_of(api: ApiSection) -> Parsers:
+def parsers_of(api: ApiSection) -> "Parsers":
     """Return the configured parsers; raise ConfigError for an unknown name."""
+    from quire.server.openai.answer_pieces import Parsers  # slow to import
+
     return Parsers(
         reasoning=api.reasoning_parser,
         tools=api.tool_call_parser,
