@@ -4,6 +4,7 @@ import functools
 import logging
 import os
 import sys
+from typing import TextIO
 
 _FORMAT = "%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"
 _prefix = ""
@@ -16,6 +17,19 @@ class _Formatter(logging.Formatter):
         return _prefix + super().format(record)
 
 
+class _Handler(logging.StreamHandler[TextIO]):
+    """Writes lines to a stream. Progress bars of this process are cleared before a line and drawn again after
+    it, so that no line begins behind a bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
+        if bars is None or not getattr(bars, "_instances", ()):
+            super().emit(record)
+            return
+        with bars.external_write_mode(file=self.stream):
+            super().emit(record)
+
+
 def name_process(role: str) -> None:
     """Add the role and pid of this process as a prefix to its log lines."""
     global _prefix
@@ -26,7 +40,7 @@ def name_process(role: str) -> None:
 def _root() -> logging.Logger:
     root = logging.getLogger("quire")
     if not root.handlers:
-        handler = logging.StreamHandler(sys.stderr)
+        handler = _Handler(sys.stderr)
         handler.setFormatter(_Formatter(_FORMAT, datefmt="%m-%d %H:%M:%S"))
         root.addHandler(handler)
         root.propagate = False

@@ -10,8 +10,8 @@ from pathlib import Path
 from quire.config.cli import field_help
 from quire.config.env import _ENV_KINDS, _GROUPS, NO_EFFECT, Env
 from quire.config.sections import SECTIONS, Option, options_of
+from quire.config.server_sections import SERVER_SECTIONS
 from quire.metrics import COUNTERS, GAUGES, HISTOGRAMS, LABELLED, LENGTHS, START_GAUGES
-from quire.server.settings import SERVER_SECTIONS
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -122,8 +122,8 @@ def metrics() -> str:
     lines = [
         "# Metrics\n",
         "At `/metrics`, under vLLM's names; each has the labels `model_name` and `engine`"
-        " (`python tests/arch/reference_pages.py` makes this page; HTTP families and those of speculation,"
-        " adapters and keys come beside them).\n",
+        " (`python tests/arch/reference_pages.py` makes this page; HTTP families and those of speculative"
+        " decoding, adapters and keys come beside them).\n",
         "| name | kind | |",
         "|---|---|---|",
         *(f"| `vllm:{name}` | gauge | {text} |" for name, text in (GAUGES | START_GAUGES).items()),

@@ -8,7 +8,7 @@ import pytest
 TELL = "print(*sys.modules, file=sys.stderr)"
 HELP = """
 import runpy, sys
-sys.argv = ["quire", "--help"]
+sys.argv = ["quire", *{flags}]
 try:
     runpy.run_module("quire", run_name="__main__")
 except SystemExit as end:
@@ -23,7 +23,9 @@ def modules_after(code: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("code", "most"), [("import quire", 60), (HELP, 120)], ids=["import quire", "quire --help"]
+    ("code", "most"),
+    [("import quire", 60), (HELP.format(flags=["--help"]), 120)],
+    ids=["import quire", "quire --help"],
 )
 def test_startup_imports_few_modules(code: str, most: int) -> None:
     """Catches torch, numpy, fastapi or any other third-party package at startup, and a start that imports
@@ -33,3 +35,19 @@ def test_startup_imports_few_modules(code: str, most: int) -> None:
     assert "quire" in packages
     assert packages - {"quire"} - sys.stdlib_module_names == set()
     assert len(imported) <= most
+
+
+def test_help_of_serve_does_not_import_the_engine() -> None:
+    """Catches a flag whose section imports the readers of checkpoints, the metrics or the HTTP framework."""
+    imported = modules_after(HELP.format(flags=["serve", "--help"]))
+    heavy = {
+        "torch",
+        "numpy",
+        "tokenizers",
+        "prometheus_client",
+        "fastapi",
+        "uvicorn",
+        "quire.metrics",
+        "quire.config.engine",
+    }
+    assert "quire.server.settings" in imported and imported & heavy == set()

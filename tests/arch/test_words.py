@@ -86,3 +86,34 @@ def whole() -> int:
     (tmp_path / "file.py").write_text(source)
     kinds = Counter(kind for kind, _, _ in findings(tmp_path / "file.py"))
     assert kinds == {"fragment": 1, "person": 1, "vague": 2}
+
+
+VLLM_WORDS = {
+    "docs/keys.md": ("speculative decoding",),
+    "docs/lora.md": ("multi-LoRA", "speculative decoding"),
+    "docs/metrics.md": ("speculative decoding",),
+    "docs/migration.md": ("disaggregated prefill", "speculative decoding"),
+    "docs/multimodal.md": ("vision encoder", "batch-level data parallelism", "speculative decoding"),
+    "docs/operate.md": ("sleep mode",),
+    "docs/performance.md": ("time to first token", "time per output token"),
+    "docs/ranks.md": ("worker", "engine core"),
+    "docs/scaling.md": ("data-parallel rank", "time to first token", "inter-token latency"),
+    "docs/scheduling.md": ("PagedAttention", "continuous batching", "automatic prefix caching"),
+    "docs/security.md": ("inter-token latency",),
+    "docs/serving.md": ("data-parallel rank", "API servers"),
+    "docs/speculation.md": ("speculative decoding",),
+    "docs/structured.md": ("guided decoding",),
+    "docs/timeline.md": ("speculative decoding",),
+    "docs/tools.md": ("tool calling", "function calling"),
+    "docs/tuning.md": ("inter-token latency", "speculative decoding", "vision encoder"),
+    "README.md": ("continuous batching", "speculative decoding", "multi-LoRA"),
+}
+"""Words that a user of vLLM searches for, by page."""
+
+
+def test_pages_have_the_words_of_vllm() -> None:
+    missing = []
+    for page, words in VLLM_WORDS.items():
+        text = (Path(__file__).parents[2] / page).read_text().lower()
+        missing += [(page, word) for word in words if word.lower() not in text]
+    assert missing == []

@@ -21,10 +21,10 @@ def words(folder: Path, model: Path, *more: str) -> list[str]:
 @pytest.mark.parametrize(
     "parts",
     [
-        ["prefix", "chunks"],
+        ["prefix", "chunks", "batching"],
         pytest.param([name for name in PARTS if name != "encoder"], marks=pytest.mark.slow),
     ],
-    ids=["two", "all"],
+    ids=["three", "all"],
 )
 def test_each_feature_is_measured_off_and_on(
     parts: list[str], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, capsys: Capture
@@ -53,7 +53,7 @@ def test_two_ranks_with_images(
 
 def test_unknown_feature_is_named(tmp_path: Path, capsys: Capture) -> None:
     assert main(words(tmp_path, tmp_path, "--parts", "prefix,lookahead")) == 1
-    assert "'lookahead'; known: prefix, chunks" in capsys.readouterr().err
+    assert "'lookahead'; known: batching, prefix, chunks" in capsys.readouterr().err
 
 
 def test_table_shows_the_gain_or_the_reason_for_none() -> None:

@@ -168,6 +168,8 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Any:
         ({"device": "cuda"}, ["device='cuda'", "cpu"]),
         ({"max_model_length": 5}, ["'max_model_length'", "did you mean 'max_model_len'?"]),
         ({"zzzz": 5}, ["unknown engine argument 'zzzz'", "--help=all"]),
+        ({"api_server_count": 4}, ["not an engine argument", "`quire serve --api-server-count`"]),
+        ({"lora_modules": ("a=b",)}, ["not an engine argument", "`quire serve --lora-modules`"]),
     ],
 )
 def test_invalid_value_is_reported_with_value_and_limit(settings: dict[str, Any], words: list[str]) -> None:

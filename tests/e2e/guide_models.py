@@ -39,6 +39,13 @@ PACKED = {
 }
 GGUF = "TheBloke/Llama-2-7B-Chat-GGUF/llama-2-7b-chat.Q8_0.gguf"
 _TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+NINE = [
+    *("num_requests_running", "num_requests_waiting", "gpu_cache_usage_perc", "num_preemptions_total"),
+    *("avg_prompt_throughput_toks_per_s", "avg_generation_throughput_toks_per_s"),
+    *("time_to_first_token_seconds_count", "time_per_output_token_seconds_count"),
+    "e2e_request_latency_seconds_count",
+]
+"""Metrics of the guide, by their names without the prefix `vllm:`."""
 
 
 def make_models(folder: Path, tiny: TextModel, base: Path) -> Path:

@@ -1,22 +1,29 @@
 """Effects of the settings in the optimization guide, beside its snippets as they are written
-(test_guide_snippets.py). Unsupported settings are listed with their refusal."""
+(test_guide_snippets.py), and the table of all its claims (guide_claims.md)."""
 
+import ast
+import functools
 import logging
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
-from guide_models import GREEDY, IMAGES, PROMPTS, described, texts
+from guide_models import GREEDY, IMAGES, NINE, PROMPTS, described, texts
+from serve_process import ServeProcess
 from tiny_qwen import made
 from tiny_text import TextModel
 
 from quire import LLM, SamplingParams
+from quire.checkpoint.multimodal import MEDIA_FAMILIES
+from quire.cli import main
 from quire.config.env import warn_unknown
 from quire.errors import ConfigError, QuireError
 from quire.logs import warn_once
+from quire.models import MODELS
 from quire.multimodal.processors.qwen import GridProcessor
 
 
@@ -58,6 +65,69 @@ def longest_step(llm: LLM) -> float:
     return min(float(edge) for edge, count in buckets.items() if count == max(buckets.values()))
 
 
+# ---- the table of claims
+
+HERE = Path(__file__).parent
+ROW = re.compile(r"\| (\d+) \| (.+?) \| `(.+)` \|")
+
+
+class Claim(NamedTuple):
+    """A row of guide_claims.md."""
+
+    number: int
+    words: str
+    checks: tuple[str, ...]
+
+
+CLAIMS = [
+    Claim(int(row[1]), row[2], tuple(row[3].replace("\\|", "|").split("`; `")))
+    for line in (HERE / "guide_claims.md").read_text().splitlines()
+    if (row := ROW.fullmatch(line))
+]
+COMMANDS = sorted({check for claim in CLAIMS for check in claim.checks if check.startswith("$ ")})
+
+
+@functools.cache
+def names_in(file: Path) -> set[str]:
+    """Return the names of the tests in a file."""
+    nodes = ast.parse(file.read_text()).body if file.is_file() else []
+    return {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+def is_true(check: str) -> bool:
+    """Return whether a test, a sentence of a page, or an architecture exists."""
+    if check.startswith("$ "):
+        return " => " in check
+    if name := re.fullmatch(r"model (\w+)", check):
+        return name[1] in MODELS or name[1] in MEDIA_FAMILIES
+    if page := re.fullmatch(r"(docs/\S+): (.+)", check):
+        return page[2] in (HERE.parents[1] / page[1]).read_text()
+    file, _, test = check.partition("::")
+    return test.startswith("test_") and test in names_in(HERE.parent / file)
+
+
+def test_every_claim_has_its_checks() -> None:
+    """Catches a renamed test or page, and a claim that is not in the table."""
+    assert sorted(claim.number for claim in CLAIMS) == list(range(1, 161))
+    wrong = {claim.number: check for claim in CLAIMS for check in claim.checks if not is_true(check)}
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_of_the_claims(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    typed, _, words = command.removeprefix("$ quire ").partition(" => ")
+    try:
+        main(typed.split())
+    except SystemExit as end:  # of --help
+        assert not end.code
+    assert words in capsys.readouterr().out
+
+
+def test_metrics_of_the_guide(server: ServeProcess) -> None:
+    names = server.client.get("/metrics").text
+    assert [name for name in NINE if f"vllm:{name}" not in names] == []
+
+
 # ---- chunked prefill, budgets, preemption, statistics
 
 
@@ -69,6 +139,12 @@ def test_prompts_are_chunked_to_the_budget(model: str, plain: list[str], budget:
     assert texts(llm) == plain
     llm.generate([{"prompt_token_ids": [5] * 200}], GREEDY, use_tqdm=False)
     assert longest_step(llm) <= budget
+
+
+def test_chunked_prefill_is_on_by_default(model: str) -> None:
+    with logged() as lines:
+        opened(model)
+    assert any(line.startswith("Chunked prefill is enabled with max_num_batched_tokens=") for line in lines)
 
 
 def test_small_cache_preempts_with_the_guides_warning(model: str) -> None:

@@ -16,6 +16,7 @@ from guide_models import (
     GGUF,
     GREEDY,
     IMAGES,
+    NINE,
     PACKED,
     PROMPTS,
     SEEING,
@@ -103,12 +104,6 @@ GUIDE: dict[int, dict[str, str]] = {
     29: {"client": "test_openai_client.py::test_"},
 }
 """Settings by their number in the guide, with the snippet or the test that covers them."""
-NINE = [
-    *("num_requests_running", "num_requests_waiting", "gpu_cache_usage_perc", "num_preemptions_total"),
-    *("avg_prompt_throughput_toks_per_s", "avg_generation_throughput_toks_per_s"),
-    *("time_to_first_token_seconds_count", "time_per_output_token_seconds_count"),
-    "e2e_request_latency_seconds_count",
-]
 REFUSED = {
     "14_flash_attn.sh": "FLASH_ATTN",
     "14_flash_attn_variable.sh": "FLASH_ATTN",

@@ -162,3 +162,38 @@ def test_another_vllm_command_is_left_alone(
     assert main(["install-vllm-command", "--dir", str(tmp_path)]) == 1
     assert "is another vllm command" in capsys.readouterr().err
     assert (tmp_path / "vllm").read_text() == "#!/bin/sh\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("import vllm\nprint(1\n", ['  File "SCRIPT", line 2', "SyntaxError: '(' was never closed"]),
+        (
+            "def call():\n    1 / 0\n\ncall()\n",
+            [
+                "Traceback (most recent call last):",
+                '  File "SCRIPT", line 4, in <module>',
+                '  File "SCRIPT", line 2, in call',
+                "ZeroDivisionError: division by zero",
+            ],
+        ),
+        (
+            "from vllm import LLM\nLLM(api_server_count=4)\n",
+            [
+                "Traceback (most recent call last):",
+                '  File "SCRIPT", line 2, in <module>',
+                "quire.errors.ConfigError: 'api_server_count' is not an engine argument: it belongs to the"
+                " HTTP server, as `quire serve --api-server-count`",
+            ],
+        ),
+    ],
+    ids=["syntax", "exception", "configuration"],
+)
+def test_error_of_a_script_shows_the_frames_of_the_script(
+    text: str, lines: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    assert main(["python", str(script)]) == 1
+    shown = capsys.readouterr().err.replace(str(script), "SCRIPT").splitlines()
+    assert [line for line in shown if not line.startswith("    ")] == lines

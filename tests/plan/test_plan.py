@@ -26,7 +26,7 @@ from quire.plan.estimate import (
     smallest,
     weight_bytes,
 )
-from quire.plan.model_sizes import subject
+from quire.plan.model_sizes import KNOWN, by_parameters, subject
 from quire.plan.rates import rates
 from quire.worker.worker import Worker
 
@@ -152,6 +152,13 @@ def test_command_prints_the_serve_command(capsys: pytest.CaptureFixture[str], tm
         ([LLAMA_70B, "--gpu", "h2000"], "did you mean"),
         ([LLAMA_70B, "--precision", "int3"], "known: fp32"),
         ([LLAMA_70B, "--gpus", "0"], "at least 1"),
+        ([LLAMA_70B, "--quantization", "int3"], "--quantization 'int3'; known: fp32"),
+        ([], "--params 70B"),
+        ([LLAMA_70B, "--params", "70B"], "leave out 'layers=80"),
+        (["llama-70b", "--active", "7B"], "--active needs --params"),
+        (["--params", "70"], "is not a number of parameters such as 600M, 7B"),
+        (["--params", "900B"], "0.5B to 500B; beyond that, give sizes"),
+        (["--params", "70B", "--active", "70B"], "--active 70B must be less than --params 70B"),
     ],
 )
 def test_invalid_arguments_are_named(
@@ -242,3 +249,90 @@ def test_plan_says_what_would_fit(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--gpu", "h100", "--gpus", "4", "--precision", "bf16", "--concurrency", "900"]
     assert main(["plan", LLAMA_70B, *flags]) == 1
     assert "requests of 8,192 tokens at once do (--concurrency)" in capsys.readouterr().out
+
+
+def test_known_sizes_are_those_of_the_models() -> None:
+    """Check billions of parameters against those stated for Qwen3, Llama 2 and 3, Mistral and Qwen2.5."""
+    stated = dict(
+        zip(KNOWN, (0.6, 1.24, 3.21, 7.25, 8.03, 13.0, 14.8, 32.8, 70.6, 72.7, 123, 406), strict=True)
+    )
+    counts = {name: count_parameters(by_parameters(name)[0].facts).total / 1e9 for name in KNOWN}
+    assert counts == pytest.approx(stated, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("params", "active", "gigabytes", "layers", "kv_bytes"),
+    [
+        ("7B", None, 14.5, 32, 131_072),  # 7.25 B in Mistral-7B; 2 x 8 x 128 values of 2 bytes in 32 layers
+        ("13b", None, 26.0, 40, 819_200),  # Llama-2-13B: 40 KV heads
+        ("32B", None, 65.5, 64, 262_144),
+        ("70B", None, 141.1, 80, 327_680),
+        ("175B", None, 350, 98, 401_408),
+        ("405B", None, 811.7, 126, 516_096),
+        ("671B", "37B", 1342, 66, 270_336),
+        ("744B", "40B", 1488, 68, 278_528),
+        ("0.75T", "40B", 1500, 68, 278_528),
+    ],
+)
+def test_size_alone_gives_the_weights_by_hand(
+    params: str, active: str | None, gigabytes: float, layers: int, kv_bytes: int
+) -> None:
+    """Check weights of two bytes, and a cache of two vectors of 128 values for each KV head and layer."""
+    model, note = by_parameters(params, active)
+    assert weight_bytes(model, "bf16") / 1e9 == pytest.approx(gigabytes, rel=0.01)
+    if active is not None:
+        used = count_parameters(model.facts).active / 1e9
+        assert used == pytest.approx(float(active[:-1]), rel=0.05) and "MLA" in note
+    assert len(model.facts.layers) == layers and "an estimate from the size alone" in note
+    per_layer = 2 * 2 * model.facts.kv_heads * 128
+    assert kv_bytes_per_token(model, "bfloat16") == {"full": (layers, per_layer)}
+    assert layers * per_layer == kv_bytes and model.facts.heads % 8 == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "lines"),
+    [
+        # The guide's table: 7B-13B on one GPU, 32B-70B on 4, 175B-405B on 8, a 744B MoE on 16.
+        ("--params 7B --gpus 1 --dtype float16", ["yes  bf16   tp 1"]),
+        ("--params 13B --gpus 1 --dtype bfloat16", ["yes  bf16   tp 1"]),
+        ("--params 32B --gpus 4 --dtype bfloat16", ["yes  bf16   tp 1"]),
+        ("--params 70B --gpus 4 --dtype bfloat16 --concurrency 16", ["yes  bf16   tp 4"]),
+        ("--params 70B --gpus 1 --quantization awq", ["yes  int4   tp 1"]),
+        ("--params 175B --gpus 8 --precision bf16", ["no   bf16   3 layouts", "yes  bf16   tp 8"]),
+        ("--params 405B --gpus 8 -q fp8", ["no   fp8    3 layouts", "yes  fp8    tp 8"]),
+        ("--params 744B --active 40B --gpus 16 -q fp8", ["no   fp8 ", "yes  fp8    tp 4 x pp 3"]),
+        ("--params 744B --active 40B --gpus 16 -q gptq", ["no   int4", "yes  int4   tp 8"]),
+    ],
+)
+def test_table_of_the_guide_can_be_asked(
+    flags: str, lines: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--gpu", "h100", *flags.split()]) == 0
+    shown = capsys.readouterr().out
+    assert [line for line in lines if line not in shown] == []
+    assert "an estimate from the size alone" in shown and "quire serve MODEL --max-model-len" in shown
+
+
+def test_sizes_that_do_not_fit_the_guides_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    """Check 2 x 405 = 810 GB against 8 x 80, and 2 x 744 = 1,488 against 16 x 80."""
+    for flags in ("--params 405B --gpus 8", "--params 744B --active 40B --gpus 16"):
+        assert main(["plan", "--gpu", "h100", "--precision", "bf16", *flags.split()]) == 1
+        assert "Nothing fits: " in capsys.readouterr().out
+
+
+def test_size_in_a_name_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    model, note = subject("nobody/Qwen9-235B-A22B-Instruct", Env.read({}))
+    assert count_parameters(model.facts).total / 1e9 == pytest.approx(235, rel=0.01)
+    assert note.startswith("no config.json found; an estimate") and model.facts.moe is not None
+    with pytest.raises(ConfigError, match="--params 671B --active 37B"):
+        subject("nobody/Mixer-8x7B", Env.read({}))
+
+
+@pytest.mark.parametrize("gpu", ["mi300x", "trainium2", "trn2.48xlarge"])
+def test_devices_without_a_backend_are_planned_but_not_served(
+    gpu: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--params", "70B", "--gpu", gpu, "--precision", "bf16"]) == 0
+    shown = capsys.readouterr().out
+    assert "Quire runs on NVIDIA GPUs and on CPUs, not on" in shown and "quire serve" not in shown

@@ -17,11 +17,12 @@ from fake_engine import FakeEngine
 from http_corpus import AUTH, BODY, CHUNKED, LENGTH, get, post
 from raw_http import PATIENCE_S, PROBE, Client, RawServer, SlowReader, raw_server
 
+from quire.config.server_sections import HttpSection
 from quire.server.http.accept import ConnectionDealer, ConnectionHandle
 from quire.server.http.refusals import OpenConnections, RefusalLog, default_max_connections, network_of
 from quire.server.http.sockets import bind
 from quire.server.main import serve
-from quire.server.settings import HttpSection, make_settings
+from quire.server.settings import make_settings
 
 LIMIT_S = 0.3
 LOGGER = "quire.server.http.refusals"

@@ -9,8 +9,8 @@ from fake_engine import FakeEngine
 
 from quire.checkpoint.pooling import PoolingFacts
 from quire.config.env import Env
-from quire.server.api_keys import Ledger
 from quire.server.app import Application, _wrap
+from quire.server.key_ledger import Ledger
 from quire.server.settings import make_settings
 
 MESSAGES = [{"role": "user", "content": "hi"}]

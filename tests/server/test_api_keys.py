@@ -16,8 +16,9 @@ from hanging_up import post
 from quire.config.env import Env
 from quire.errors import ConfigError
 from quire.metrics.api_keys import KeyPages
-from quire.server.api_keys import Key, Ledger, digest, key_names, read_keys
+from quire.server.api_keys import Key, digest, key_names, read_keys
 from quire.server.app import Application
+from quire.server.key_ledger import Ledger
 from quire.server.settings import make_settings
 
 ENTRIES = [

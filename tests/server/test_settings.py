@@ -8,9 +8,9 @@ import pytest
 from quire.config.cli import FlagParser, add_engine_flags, engine_args_from
 from quire.config.env import Env
 from quire.config.sections import options_of
+from quire.config.server_sections import SERVER_SECTIONS
 from quire.errors import ConfigError
 from quire.server.settings import (
-    SERVER_SECTIONS,
     ServerSettings,
     add_server_flags,
     make_settings,

@@ -73,6 +73,8 @@ class OnOffPart(NamedTuple):
     measure: Callable[[LLM, WorkloadSizes, int], OnOffRun]
     opened: Callable[[Settings, WorkloadSizes], LLM] | None = None
     """Opens the engine; by default the requested model with these settings."""
+    measure_off: Callable[[LLM, WorkloadSizes, int], OnOffRun] | None = None
+    """Measures the run without the optimization, if it sends its requests in another way."""
 
 
 class Row(NamedTuple):
@@ -152,9 +154,10 @@ class Bench:
             for change in (part.off, part.on):
                 opened = part.opened or self.open
                 engines.append(self._plain if change == {} else opened(change, self.sizes))
-            for llm in engines:
-                part.measure(llm, self.first_sizes, -1)
-            turns = [[part.measure(llm, self.sizes, turn) for llm in engines] for turn in range(rounds)]
+            sides = list(zip(engines, (part.measure_off or part.measure, part.measure), strict=True))
+            for llm, measure in sides:
+                measure(llm, self.first_sizes, -1)
+            turns = [[measure(llm, self.sizes, turn) for llm, measure in sides] for turn in range(rounds)]
             off, on = (_median_run([turn[side] for turn in turns]) for side in (0, 1))
         except ConfigError as error:
             return Row(part, why_not=str(error), seconds=time.perf_counter() - began)
@@ -204,6 +207,35 @@ def _decode(llm: LLM, prompts: Sequence[list[int]], length: int) -> OnOffRun:
     times = [output.metrics for output in outputs if output.metrics is not None]
     took = max(stats.last_token_ts for stats in times) - min(stats.first_token_ts for stats in times)
     return OnOffRun(_ttft(outputs), len(prompts) * (length - 1) / took)
+
+
+def _mixed_lengths(sizes: WorkloadSizes, turn: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Return prompts and limits of four batches, with outputs of very different lengths."""
+    draw = random.Random(turn)
+    prompts = [_prompt(draw, 16) for _ in range(4 * sizes.streams)]
+    return prompts, [_greedy_params(draw.randint(sizes.answer // 8, sizes.answer)) for _ in prompts]
+
+
+def _continuous(llm: LLM, sizes: WorkloadSizes, turn: int) -> OnOffRun:
+    """Send all requests at once: a request that ends leaves its place to the next."""
+    return _in_batches(llm, sizes, turn, size=4 * sizes.streams)
+
+
+def _static(llm: LLM, sizes: WorkloadSizes, turn: int) -> OnOffRun:
+    """Send a batch when all requests of the one before have ended."""
+    return _in_batches(llm, sizes, turn, size=sizes.streams)
+
+
+def _in_batches(llm: LLM, sizes: WorkloadSizes, turn: int, *, size: int) -> OnOffRun:
+    prompts, params = _mixed_lengths(sizes, turn)
+    began, ttfts = time.perf_counter(), []
+    for first in range(0, len(prompts), size):
+        waited = time.perf_counter() - began
+        batch = slice(first, first + size)
+        outputs = llm.generate(prompts[batch], params[batch], use_tqdm=False)
+        ttfts += [waited + _ttft([output]) for output in outputs]
+    took = time.perf_counter() - began
+    return OnOffRun(mean(ttfts), sum(entry.max_tokens or 0 for entry in params) / took)
 
 
 def _sharing(llm: LLM, sizes: WorkloadSizes, turn: int) -> OnOffRun:
@@ -290,6 +322,18 @@ def _weights(bench: Bench) -> OnOffPart:
     return OnOffPart(name, "+50 %", change["off"], change["on"], text, _one_stream)
 
 
+def _batching(bench: Bench) -> OnOffPart:
+    sizes = bench.sizes
+    rows = {"max_num_seqs": sizes.streams}
+    text = (
+        f"{4 * sizes.streams} requests of {sizes.answer // 8} to {sizes.answer} tokens, {sizes.streams} at "
+        "once; off: each batch waits for its longest request"
+    )
+    return OnOffPart(
+        "continuous batching", "+100 to 2300 %", rows, rows, text, _continuous, measure_off=_static
+    )
+
+
 def _encoder(bench: Bench) -> OnOffPart:
     folder = tempfile.TemporaryDirectory()
 
@@ -334,6 +378,7 @@ def _whole_prompts(bench: Bench) -> OnOffPart:
 
 _NGRAM = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 3}
 PARTS: dict[str, Callable[[Bench], OnOffPart]] = {
+    "batching": _batching,
     "prefix": _plain_part(
         "prefix caching",
         "+400 %",

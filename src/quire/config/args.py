@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import field, make_dataclass
 from typing import Any
 
-from quire.config.sections import Option, options
+from quire.config.sections import Option, options, options_of
+from quire.config.server_sections import SERVER_SECTIONS
 from quire.config.unsupported import UNSUPPORTED, check_supported
 from quire.config.vllm_names import IGNORED_SWITCHES, IGNORED_VALUES, other_names, translate
 from quire.errors import ConfigError, nearest
@@ -92,11 +93,17 @@ def check_args(args: Mapping[str, Any]) -> dict[str, Any]:
             if value:
                 warn_once(logger, f"{name}={value!r} has no effect in Quire and is ignored")
         elif name not in known:
-            near = nearest(name, sorted([*known, *other_names()]))
-            raise ConfigError(
-                f"unknown engine argument {name!r}{near or '; `quire serve --help=all` lists them'}"
-            )
+            raise ConfigError(_unknown(name))
     return values
+
+
+def _unknown(name: str) -> str:
+    """Return the message for an argument that is not the engine's."""
+    if name in options_of(SERVER_SECTIONS) or name in UNSUPPORTED["server flag"]:
+        flag = f"--{name.replace('_', '-')}"
+        return f"{name!r} is not an engine argument: it belongs to the HTTP server, as `quire serve {flag}`"
+    near = nearest(name, sorted([*options(), *other_names()]))
+    return f"unknown engine argument {name!r}{near or '; `quire serve --help=all` lists them'}"
 
 
 def check_value(option: Option, value: Any) -> Any:

@@ -209,6 +209,7 @@ async def _serve(
     )
     reads = is_first and bool(registry.all()) and not registry.is_read
     reporting = asyncio.create_task(_report_ready(began, engine if reads else None, parent))
+    announcing = asyncio.create_task(_announce(began, engine)) if is_first else None
     try:
         await asyncio.wait((serving, reporting), return_when=asyncio.FIRST_COMPLETED)
         if reporting.done() and reporting.exception() is not None:
@@ -218,7 +219,16 @@ async def _serve(
         await serving
     finally:
         reporting.cancel()
+        if announcing is not None:
+            announcing.cancel()
         engine.close()
+
+
+async def _announce(began: "asyncio.Future[Application]", engine: AsyncEngine) -> None:
+    """Log vLLM's line when requests can be answered; scripts wait for it."""
+    await began
+    await engine.ready()
+    log.info("Application startup complete.")
 
 
 async def _report_ready(

@@ -8,13 +8,16 @@ import sys
 from argparse import REMAINDER, ArgumentParser, Namespace
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any
 
-from quire.errors import ConfigError, nearest
+from quire.errors import ConfigError, QuireError, nearest
 from quire.models import MODELS
 from quire.registry import LazyTable
 
+_QUIRE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_STARTERS = (__file__, runpy.__file__, "<frozen runpy>")
+"""File names of the frames between the command and the script."""
 _PARAMS = ("SamplingParams", "BeamSearchParams", "StructuredOutputsParams", "RequestOutputKind")
 _OUTPUTS = ("RequestOutput", "CompletionOutput")
 _POOLED = tuple(
@@ -193,8 +196,32 @@ def main(words: Sequence[str]) -> int:
     if not os.path.isfile(words[0]):
         print(f"quire python: error: there is no script {words[0]!r}", file=sys.stderr)
         return 2
-    executed(words)
+    try:
+        executed(words)
+    except Exception as error:
+        _show(error)
+        return 1
     return 0
+
+
+def _show(error: Exception) -> None:
+    """Print an error of the script as Python does, without the frames that started the script. An error of
+    the user's making ends at the line of the script that caused it."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename in _STARTERS:
+        frames = frames.tb_next
+    if isinstance(error, QuireError):
+        error.__cause__, error.__suppress_context__ = None, True
+        frames = _until_quire(frames)
+    sys.excepthook(type(error), error.with_traceback(frames), frames)
+
+
+def _until_quire(frames: TracebackType | None) -> TracebackType | None:
+    """Return the frames up to the first one inside Quire."""
+    if frames is None or frames.tb_frame.f_code.co_filename.startswith(_QUIRE):
+        return None
+    frames.tb_next = _until_quire(frames.tb_next)
+    return frames
 
 
 def executed(words: Sequence[str]) -> dict[str, Any]:

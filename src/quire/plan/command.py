@@ -12,19 +12,41 @@ from quire.errors import ConfigError
 from quire.plan import report
 from quire.plan.devices import DEVICES, count_of_instance, device
 from quire.plan.estimate import PRECISIONS, STORED, MemoryFit, Wanted, smallest, stored_only
-from quire.plan.model_sizes import subject
+from quire.plan.model_sizes import by_parameters, subject
 
 _CONTEXT, _CONCURRENCY, _GPUS = 8192, 1, 8
 _EXAMPLES = ("p5.48xlarge", "g6e.12xlarge", "a3-highgpu-8g")
 _PASSED = ("kv_cache_dtype", "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens")
 """Engine flags that affect memory."""
+_BY_PRECISION = ("precision", "quantization", "dtype")
+"""Flags that choose the precision; the first that is given counts."""
+_VLLM_NAMES = {
+    **dict.fromkeys(("auto", "bfloat16", "float16", "half"), "bf16"),
+    **dict.fromkeys(("float32", "float"), "fp32"),
+    **dict.fromkeys(("awq", "gptq"), "int4"),
+}
+"""Names of vLLM's --dtype and --quantization, and their precisions."""
 
 
 def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument(
         "model",
+        nargs="?",
+        default=None,
         help="directory, .gguf file, hub id, URL (s3://...), a name with a size in it, or sizes:"
         " layers=80,hidden=8192,heads=64,kv_heads=8,intermediate=28672,vocab=128256",
+    )
+    parser.add_argument(
+        "--params",
+        default=None,
+        metavar="SIZE",
+        help="instead of a model, its number of parameters, such as 175B: the other sizes are estimated",
+    )
+    parser.add_argument(
+        "--active",
+        default=None,
+        metavar="SIZE",
+        help="active parameters of a mixture of experts, such as 37B",
     )
     parser.add_argument(
         "--gpu",
@@ -44,7 +66,17 @@ def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--concurrency", type=int, default=_CONCURRENCY, help="concurrent requests of that length"
     )
-    parser.add_argument("--precision", default=None, help=f"one of {', '.join(PRECISIONS)}; all by default")
+    parser.add_argument(
+        "--precision",
+        default=None,
+        help=f"one of {', '.join(PRECISIONS)}, or a name of --quantization or --dtype; all by default",
+    )
+    parser.add_argument(
+        "--quantization", "-q", default=None, help="fp8, int8, awq, gptq, ...: the precision, by vLLM's flag"
+    )
+    parser.add_argument(
+        "--dtype", default=None, help="bfloat16, float16 or float32: the precision without quantization"
+    )
     parser.add_argument("--revision", default=None, help="branch, tag or commit of a hub model")
     parser.add_argument("--kv-cache-dtype", default=None)
     parser.add_argument("--gpu-memory-utilization", type=float, default=None)
@@ -55,7 +87,7 @@ def add_flags(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    checkpoint, note = subject(args.model, Env.read(os.environ), revision=args.revision)
+    checkpoint, note = _read_model(args)
     wanted = _parse_workload(args, checkpoint)
     precisions = _precisions(args, checkpoint)
     kind = device(args.gpu)
@@ -75,6 +107,21 @@ def run(args: Namespace) -> int:
     return 0 if any(not fit.why_not for fit in fits) else 1
 
 
+def _read_model(args: Namespace) -> tuple[Checkpoint, str]:
+    """Return the model to plan for, and a note if its sizes were estimated."""
+    if args.model is None and args.params is None:
+        raise ConfigError("name a model, or give its number of parameters: --params 70B")
+    if args.model is not None and args.params is not None:
+        raise ConfigError(f"--params {args.params} stands in place of a model: leave out {args.model!r}")
+    if args.active is not None and args.params is None:
+        raise ConfigError("--active needs --params, the parameters of the whole model")
+    if args.params is None:
+        return subject(args.model, Env.read(os.environ), revision=args.revision)
+    checkpoint, note = by_parameters(args.params, args.active)
+    args.model = args.params if args.active is None else f"{args.params}-A{args.active}"
+    return checkpoint, note
+
+
 def _parse_workload(args: Namespace, checkpoint: Checkpoint) -> Wanted:
     context = args.context or min(_CONTEXT, checkpoint.derived_max_len)
     if context < 1 or args.concurrency < 1:
@@ -84,18 +131,20 @@ def _parse_workload(args: Namespace, checkpoint: Checkpoint) -> Wanted:
 
 
 def _precisions(args: Namespace, checkpoint: Checkpoint) -> tuple[str, ...]:
+    flag, name = next(
+        ((flag, value) for flag in _BY_PRECISION if (value := getattr(args, flag)) is not None), ("", None)
+    )
     if stored_only(checkpoint):
-        if args.precision not in (None, STORED):
-            stored = checkpoint.format if checkpoint.quant is None else checkpoint.quant.method
-            raise ConfigError(
-                f"--precision {args.precision}: the weights are stored as {stored}; leave it out"
-            )
+        stored = checkpoint.format if checkpoint.quant is None else checkpoint.quant.method
+        if flag not in ("", "dtype") and name not in (STORED, stored):
+            raise ConfigError(f"--{flag} {name}: the weights are stored as {stored}; leave it out")
         return (STORED,)
-    if args.precision is None:
+    if name is None:
         return ("bf16", "fp8", "int8", "int4", "fp32")
-    if args.precision not in PRECISIONS:
-        raise ConfigError(f"--precision {args.precision!r}; known: {', '.join(PRECISIONS)}")
-    return (args.precision,)
+    precision = _VLLM_NAMES.get(name, name)
+    if precision not in PRECISIONS:
+        raise ConfigError(f"--{flag} {name!r}; known: {', '.join([*PRECISIONS, *_VLLM_NAMES])}")
+    return (precision,)
 
 
 def _as_json(

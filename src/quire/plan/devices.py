@@ -25,6 +25,8 @@ class Accelerator(NamedTuple):
     """Bandwidth to other devices in the same machine, one way."""
     capability: tuple[int, int] = (9, 0)
     per_node: int = 8
+    served: bool = True
+    """Whether Quire runs on it; otherwise only its memory is planned."""
 
     def machine(self, count: int) -> Machine:
         """Return the machine that `resolve()` would detect there."""
@@ -50,8 +52,10 @@ DEVICES = {
     "a10g": Accelerator("A10G", int(22.06 * _GIB), 0.600e12, 70e12, 140e12, 32e9, (8, 6)),
     "l4": Accelerator("L4", int(22.03 * _GIB), 0.300e12, 121e12, 242e12, 32e9, (8, 9)),
     "l40s": Accelerator("L40S", int(44.42 * _GIB), 0.864e12, 362e12, 733e12, 32e9, (8, 9)),
-    "mi300x": Accelerator("MI300X", int(191.7 * _GIB), 5.3e12, 1307e12, 2615e12, 448e9),
-    "trainium2": Accelerator("Trainium2", int(95.0 * _GIB), 2.9e12, 667e12, 1299e12, 512e9, per_node=16),
+    "mi300x": Accelerator("MI300X", int(191.7 * _GIB), 5.3e12, 1307e12, 2615e12, 448e9, served=False),
+    "trainium2": Accelerator(
+        *("Trainium2", int(95.0 * _GIB), 2.9e12, 667e12, 1299e12, 512e9), per_node=16, served=False
+    ),
 }
 INSTANCES: dict[str, tuple[str, int]] = {
     # AWS
@@ -65,6 +69,7 @@ INSTANCES: dict[str, tuple[str, int]] = {
     "p5e.48xlarge": ("h200", 8),
     "p5en.48xlarge": ("h200", 8),
     "p6-b200.48xlarge": ("b200", 8),
+    "trn2.48xlarge": ("trainium2", 16),
     # Google Cloud
     **{f"a2-highgpu-{count}g": ("a100-40", count) for count in (1, 2, 4, 8)},
     **{f"a2-ultragpu-{count}g": ("a100-80", count) for count in (1, 2, 4, 8)},

@@ -24,6 +24,8 @@ from quire.plan.estimate import (
 from quire.plan.rates import TokenRates, rates
 
 _BATCHES = (1, 32, 256)
+_SIZES_ALONE = re.compile(r".*=.*|[\d.]+[mbt](-a[\d.]+[mbt])?", re.IGNORECASE)
+"""A model that is given by its sizes, and so has no name to serve."""
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 _COLOURS = {
     "weights": "#4c72b0",
@@ -85,6 +87,12 @@ def _rates(fit: MemoryFit, device: Accelerator, wanted: Wanted) -> list[TokenRat
     return [rates(fit, device, batch=batch, context=wanted.context) for batch in held]
 
 
+def unserved(device: Accelerator) -> str:
+    return (
+        f"Quire runs on NVIDIA GPUs and on CPUs, not on {device.label}: its memory is planned, nothing more"
+    )
+
+
 def command(model: str, fit: MemoryFit, wanted: Wanted) -> str:
     """Return the command to run."""
     flags: dict[str, Any] = {"max_model_len": wanted.context, **wanted.flags}
@@ -92,7 +100,8 @@ def command(model: str, fit: MemoryFit, wanted: Wanted) -> str:
     flags |= {"tensor_parallel_size": fit.tp} if fit.tp > 1 else {}
     flags |= {"pipeline_parallel_size": fit.pp} if fit.pp > 1 else {}
     words = [f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in flags.items()]
-    return " ".join(["quire serve", shlex.quote(model), *words])
+    name = "MODEL" if _SIZES_ALONE.fullmatch(model) else shlex.quote(model)
+    return " ".join(["quire serve", name, *words])
 
 
 def text(
@@ -115,6 +124,7 @@ def text(
     if checkpoint.quant is not None:
         lines[0] += f", stored as {checkpoint.quant.method}"
     lines += [f"Note: {note}"] if note else []
+    lines += [] if device.served else [f"Note: {unserved(device)}"]
     sizes = ", ".join(f"{name} {size / 1e9:,.1f}" for name, size in facts["weight_bytes"].items())
     lines.append(f"Weights, GB: {sizes}")
     kinds = ", ".join(
@@ -140,8 +150,7 @@ def text(
             "",
             *_speeds(chosen, device, wanted),
             "",
-            command(model, chosen, wanted),
-            *_notes(chosen),
+            *([command(model, chosen, wanted), *_notes(chosen)] if device.served else []),
         ]
     )
 

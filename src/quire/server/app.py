@@ -7,7 +7,6 @@ from quire.frontend.engine import AsyncEngine
 from quire.metrics.api_keys import KeyPages
 from quire.server.anthropic.errors import MessageErrors
 from quire.server.anthropic.routes import add_message_routes
-from quire.server.api_keys import Ledger
 from quire.server.audio.routes import MAX_FIELDS_BYTES, PATHS, add_speech_routes
 from quire.server.http.errors import add_error_handlers, client_gone
 from quire.server.http.fast_path import Direct
@@ -17,6 +16,7 @@ from quire.server.http.metrics import Observed
 from quire.server.http.middleware import wrap_in_middleware
 from quire.server.http.openapi_document import add_post, document
 from quire.server.http.origins import Origins
+from quire.server.key_ledger import Ledger
 from quire.server.lora.registry import LoRARegistry
 from quire.server.lora.routes import add_adapter_routes
 from quire.server.openai import replies

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import uvicorn
 from starlette.routing import Route
 
+from quire.config.server_sections import LogSection
 from quire.errors import ConfigError
 from quire.frontend.engine import AsyncEngine
 from quire.logs import get_logger
@@ -23,7 +24,7 @@ from quire.server.http.protocol import HttpLimits, HttpProtocol
 from quire.server.http.refusals import OpenConnections, RefusalLog
 from quire.server.http.sockets import bind
 from quire.server.lora.registry import LoRARegistry
-from quire.server.settings import LogSection, ServerSettings, paths
+from quire.server.settings import ServerSettings, paths
 
 logger = get_logger(__name__)
 

@@ -15,10 +15,11 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from test_settings import read
 
+from quire.config.server_sections import LogSection
 from quire.errors import ConfigError
 from quire.server.http.log_config import apply_log_config, read_log_config
 from quire.server.main import _configure_logs
-from quire.server.settings import LogSection, make_settings, server_settings
+from quire.server.settings import make_settings, server_settings
 
 
 class Stamp:

@@ -218,7 +218,9 @@ def test_adapters_are_loaded_and_unloaded_within_allowed_roots(tmp_path: Path) -
 
 def test_runtime_loading_needs_permission() -> None:
     async def absent(client: httpx.AsyncClient) -> None:
-        assert (await client.post(LOAD, json={})).status_code == 404
+        for path in (LOAD, UNLOAD):
+            message = refused(await client.post(path, json={}), 404)["message"]
+            assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" in message
 
     async def off(client: httpx.AsyncClient) -> None:
         body = {"lora_name": "a", "lora_path": "/a"}

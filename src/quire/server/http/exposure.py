@@ -4,7 +4,8 @@ import ipaddress
 import ssl
 from typing import NamedTuple
 
-from quire.server.settings import HttpSection, ServerSettings
+from quire.config.server_sections import HttpSection
+from quire.server.settings import ServerSettings
 
 
 class Exposure(NamedTuple):

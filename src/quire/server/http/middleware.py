@@ -5,7 +5,6 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.types import ASGIApp
 
 from quire.errors import ConfigError
@@ -34,6 +33,8 @@ def load_middleware(path: str) -> Wrap:
     if inspect.isclass(middleware):
         return cast(Wrap, middleware)
     if inspect.iscoroutinefunction(middleware):
+        from starlette.middleware.base import BaseHTTPMiddleware  # slow to import
+
         return lambda app: BaseHTTPMiddleware(app, dispatch=middleware)
     raise ConfigError(
         f"middleware={path!r} must be a class, or an async function of a request and `call_next`"

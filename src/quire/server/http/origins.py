@@ -3,8 +3,8 @@
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from quire.config.server_sections import AccessSection
 from quire.server.http.errors import error_info, error_response
-from quire.server.settings import AccessSection
 
 _READS = ("GET", "HEAD", "OPTIONS")
 _OTHER_SITES = (b"cross-site", b"same-site")

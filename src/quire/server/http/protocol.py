@@ -17,9 +17,9 @@ import httptools
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from quire.config.server_sections import HttpSection
 from quire.server.http.errors import error_info
 from quire.server.http.refusals import OpenConnections, RefusalLog, network_of
-from quire.server.settings import HttpSection
 
 MAX_PIPELINED = 16
 """Maximum pipelined requests that wait for the running one."""

@@ -5,8 +5,8 @@ import ipaddress
 import resource
 from dataclasses import dataclass, field
 
+from quire.config.server_sections import HttpSection
 from quire.logs import get_logger
-from quire.server.settings import HttpSection
 
 logger = get_logger(__name__)
 

@@ -4,8 +4,8 @@ import socket
 import stat
 from pathlib import Path
 
+from quire.config.server_sections import HttpSection
 from quire.errors import ConfigError
-from quire.server.settings import HttpSection
 
 _BACKLOG = 2048
 

@@ -1,4 +1,4 @@
-"""Routes /v1/load_lora_adapter and /v1/unload_lora_adapter, if VLLM_ALLOW_RUNTIME_LORA_UPDATING is set."""
+"""Routes /v1/load_lora_adapter and /v1/unload_lora_adapter; they need VLLM_ALLOW_RUNTIME_LORA_UPDATING."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from fastapi import FastAPI
 from starlette.responses import PlainTextResponse, Response
 
 from quire.logs import get_logger
-from quire.server.http.errors import InvalidUserInput
+from quire.server.http.errors import InvalidUserInput, NotFound
 from quire.server.http.openapi_document import BODY, replies_of
 from quire.server.openai.requests import Body
 from quire.server.openai.service import GenerationService
@@ -33,9 +33,18 @@ class UnloadAdapterBody(Body):
     lora_int_id: int | None = None
 
 
+def _refuse() -> None:
+    raise NotFound(
+        "Adapters cannot be loaded or unloaded over HTTP: start the server with --enable-lora and with "
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment, or name them in --lora-modules."
+    )
+
+
 def add_adapter_routes(app: FastAPI, api: GenerationService) -> None:
-    """Add the routes, if the settings allow them."""
+    """Add the routes; without the variable they answer 404 and name it."""
     if not api.settings.changes_adapters:
+        for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+            app.add_api_route(path, _refuse, methods=["POST"], include_in_schema=False)
         return
     clients = "any client that has a key" if api.settings.keys else "any client that reaches this server"
     logger.warning("Adapters can be loaded and unloaded over HTTP by %s", clients)

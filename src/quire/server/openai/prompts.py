@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from quire.config.server_sections import ApiSection
 from quire.data.lora import LoRARequest
 from quire.errors import RequestError
 from quire.frontend.chat import chat_prompt, pair_prompt
@@ -25,7 +26,6 @@ from quire.server.openai.requests import (
     Message,
     Prompts,
 )
-from quire.server.settings import ApiSection
 from quire.text.chat_template import choose_template
 
 T = TypeVar("T")

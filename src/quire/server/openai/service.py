@@ -12,6 +12,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.config.server_sections import ApiSection
 from quire.data.lora import LoRARequest
 from quire.data.outputs import RequestOutput, RequestStateStats
 from quire.data.params import (
@@ -51,7 +52,7 @@ from quire.server.openai.streams import (
     last_of_each,
 )
 from quire.server.openai.timeline import HEADER, JobTimeline, request_metrics
-from quire.server.settings import ApiSection, ServerSettings, parsers_of
+from quire.server.settings import ServerSettings, parsers_of
 from quire.text.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
