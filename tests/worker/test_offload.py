@@ -1,6 +1,7 @@
 """Tests of offloaded layers: equal logits, the memory that they take, and the order of copies and uses."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from quire.checkpoint.model import read_checkpoint
 from quire.checkpoint.quant import ONLINE
 from quire.errors import ConfigError
+from quire.kernels import ops
+from quire.kernels.reference import ssm
 from quire.loader.offload import LayerOffload, OffloadedLayer
 from quire.worker.prefetch import LayerPrefetch
 from quire.worker.sleep import OffloadedWeights
@@ -40,9 +43,14 @@ class PlainCopies:
 
 
 @pytest.fixture(autouse=True)
-def _torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def _torch_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Use torch kernels, which read tensors: those in C hold the addresses of weights."""
     monkeypatch.setattr("quire.kernels.cpu.native.library", lambda: None)
+    for choose in (ops.choose, ssm.choose):
+        choose.cache_clear()
+    yield
+    for choose in (ops.choose, ssm.choose):
+        choose.cache_clear()
 
 
 def offloaded(path: Path, wanted_bytes: float, **options: Any) -> tuple[Any, LayerOffload, PlainCopies]:

@@ -223,7 +223,7 @@ class LayerOffload:
 
     def _still_used(self) -> bool:
         return any(
-            torch._C._storage_Use_Count(place.storage._cdata) > 1  # type: ignore[attr-defined]
+            torch._C._storage_Use_Count(place.storage._cdata) > 1
             for layer in self.layers
             for place in layer.places
         )
