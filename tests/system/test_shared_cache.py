@@ -104,11 +104,13 @@ cache.put(b"a", b"y" * 5000)
 @pytest.mark.parametrize("where", ["part", "entry", "lock"])
 def test_process_that_dies_leaves_no_half_value(path: str, where: str) -> None:
     cache = SharedCache(path)
-    cache.put(b"a", b"old")
-    cache.put(b"b", b"other")
+    values = {bytes([number]): bytes([number]) * 100 for number in range(8)}  # as many as there are entries
+    for key, value in values.items():
+        cache.put(key, value)
     done = subprocess.run([sys.executable, "-c", DIE, path, where], timeout=100)
     assert done.returncode == -signal.SIGKILL
-    assert cache.get(b"a") in (None, b"old") and cache.get(b"b") == b"other"
+    assert cache.get(b"a") is None and all(cache.get(key) in (None, value) for key, value in values.items())
+    assert cache.get(bytes([7])) == values[bytes([7])]
     assert cache.put(b"a", b"z" * 5000) and SharedCache(path).get(b"a") == b"z" * 5000
 
 

@@ -62,6 +62,7 @@ def make_engine(
     `media_memory` is the path of the media cache of all API processes."""
     model, tokenizer = config.model, open_tokenizer(config)
     facts = _build_facts(config, num_cores=len(addresses))
+    cache = cache_kind(config.multimodal, config.parallel, num_api=num_api, num_engines=len(addresses))
     inputs = InputProcessor(
         tokenizer=tokenizer,
         vocab=facts.vocab,
@@ -72,12 +73,7 @@ def make_engine(
         max_prompt_len=config.scheduler.max_prompt_len,
         pooling=config.pooling,
         embeds=embeds_reader(config),
-        media=media_reader(
-            config,
-            tokenizer,
-            cache=cache_kind(config.multimodal, config.parallel, num_api=num_api, num_engines=len(addresses)),
-            shared_memory=media_memory,
-        ),
+        media=media_reader(config, tokenizer, cache=cache, shared_memory=media_memory),
         grammars=open_grammars(config, tokenizer),
         enable_lora=config.lora.enable_lora,
         num_extra_vocab=config.lora.lora_extra_vocab_size,

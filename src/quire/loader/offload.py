@@ -1,6 +1,6 @@
 """Offloading of layers: their weights are in host memory and take turns in two buffers on the device."""
 
-import gc
+import contextlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -15,6 +15,7 @@ from quire.kernels.host_memory import host_memory, pin, unpin
 from quire.layers.scope import Loads, Target
 from quire.logs import get_logger
 from quire.memory import NUM_OFFLOAD_BUFFERS, OffloadedLayers, choose_offloaded, human
+from quire.system.process import all_objects
 
 log = get_logger(__name__)
 
@@ -245,10 +246,13 @@ class LayerOffload:
         return any(storage == buffer.untyped_storage()._cdata for buffer in self.buffers)
 
     def close(self) -> None:
-        """Release the host memory; no copy may be in flight."""
-        for layer in self._host.values():
-            if self._device.type == "cuda" and layer.host.is_pinned():
-                unpin(layer.host)
+        """Release the host memory, after the last copy from it."""
+        if self._device.type == "cuda":
+            with contextlib.suppress(torch.AcceleratorError):  # a failed device copies nothing
+                torch.cuda.synchronize()
+            for layer in self._host.values():
+                if layer.host.is_pinned():
+                    unpin(layer.host)
         self._host, self.layers, self.buffers = {}, [], []
 
 
@@ -268,6 +272,6 @@ def _move_tensors(moves: dict[int, tuple[UntypedStorage, int]]) -> None:
 
 def _live_tensors() -> Iterator[Tensor]:
     """Yield all tensors of this process that Python can reach."""
-    for value in gc.get_objects():
+    for value in all_objects():
         if type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided:
             yield value
