@@ -15,6 +15,7 @@ from quire.memory import (
     CacheRoom,
     CacheSize,
     activation_bytes,
+    choose_offloaded,
     human,
     size_cache,
 )
@@ -194,3 +195,22 @@ def test_states_without_room_report_how_many_requests_fit() -> None:
     specs = [CacheSpec("state", bytes_per_row=100 * BLOCK), *cache_specs(FACTS)]
     with pytest.raises(ConfigError, match=r"--max-num-seqs 6\b"):
         size(800 * BLOCK, layout=layout(specs, 64), num_rows=16)
+
+
+@given(sizes=st.lists(st.integers(1, 100), min_size=1, max_size=40), wanted=st.integers(1, 5000))
+def test_offloaded_layers_reach_the_wanted_bytes(sizes: list[int], wanted: int) -> None:
+    layers, host_bytes, buffer_bytes = choose_offloaded(sizes, wanted)
+    assert list(layers) == sorted({*layers}) and host_bytes == sum(sizes[layer] for layer in layers)
+    if len(sizes) < 3:
+        assert not layers
+        return
+    assert host_bytes >= wanted or len(layers) == len(sizes)
+    assert buffer_bytes == 2 * max(sizes[layer] for layer in layers)
+
+
+def test_fewest_layers_are_offloaded_evenly() -> None:
+    assert choose_offloaded([10] * 8, 0).layers == ()
+    assert choose_offloaded([10] * 8, 40) == ((1, 3, 5, 7), 40, 20)
+    assert len(choose_offloaded([10] * 8, 41).layers) == 5
+    assert choose_offloaded([10] * 9, 10) == ((2, 5, 8), 30, 20)  # one layer less on the device
+    assert choose_offloaded([10] * 4, float("inf")).layers == (0, 1, 2, 3)

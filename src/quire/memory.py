@@ -1,8 +1,10 @@
-"""Memory estimates: bytes of activations, CUDA graphs and KV cache, and the number of blocks. Uses no
-device."""
+"""Memory estimates: bytes of activations, CUDA graphs and KV cache, the number of blocks, and the layers to
+offload. Uses no device."""
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.layout import DTYPE_BYTES as DTYPE_BYTES
@@ -30,6 +32,8 @@ _LAUNCH_FLOPS = 7 * 10**12
 """FLOPs that a GPU computes while the host launches the kernels of a step with prompts."""
 MAX_TAPED = 64
 """Maximum sequences of a decode that is recorded on a CPU. Larger ones hide the call overhead."""
+NUM_OFFLOAD_BUFFERS = 2
+"""Buffers for offloaded layers on the device: one is computed with while the next layer is copied."""
 _TAPED_TIMES = 2
 """Factor for the memory pool: its blocks are powers of two, and smaller decodes may come first."""
 
@@ -145,6 +149,31 @@ def rows_at_once(vocab: int) -> int:
     """Return the rows for `LOGITS_AT_ONCE` logits; a multiple of 16, so that slices of columns stay
     aligned."""
     return max(LOGITS_AT_ONCE // vocab // 16 * 16, 16)
+
+
+class OffloadedLayers(NamedTuple):
+    """The layers of a device with weights in host memory."""
+
+    layers: tuple[int, ...] = ()
+    host_bytes: int = 0
+    """Bytes of their weights, which are copied to the device in every step."""
+    buffer_bytes: int = 0
+    """Bytes of the buffers on the device, each as large as the largest of these layers."""
+
+
+def choose_offloaded(sizes: Sequence[int], wanted_bytes: float) -> OffloadedLayers:
+    """Choose the layers to offload from the bytes of each: the fewest with at least `wanted_bytes`. They are
+    evenly spaced, so that the layers between them compute during the copies. None are chosen if the buffers
+    would take as much memory as their weights."""
+    if wanted_bytes <= 0:
+        return OffloadedLayers()
+    for count in range(NUM_OFFLOAD_BUFFERS + 1, len(sizes) + 1):
+        layers = tuple((number + 1) * len(sizes) // count - 1 for number in range(count))
+        host_bytes = sum(sizes[layer] for layer in layers)
+        if host_bytes >= wanted_bytes or count == len(sizes):
+            largest = max(sizes[layer] for layer in layers)
+            return OffloadedLayers(layers, host_bytes, NUM_OFFLOAD_BUFFERS * largest)
+    return OffloadedLayers()
 
 
 @dataclass(frozen=True, slots=True)

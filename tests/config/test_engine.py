@@ -6,6 +6,7 @@ import logging
 import re
 import subprocess
 import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from quire.config.attention_backends import check_backend
 from quire.config.engine import GIB, EngineConfig, resolve
 from quire.config.env import Env
 from quire.config.generation import default_sampling
+from quire.config.load import load_section
 from quire.config.machine import Machine
 from quire.config.parallel import stage_layers
 from quire.config.sections import SECTIONS, options
@@ -184,13 +186,37 @@ def test_invalid_value_is_reported_with_value_and_limit(settings: dict[str, Any]
         {"data_parallel_backend": "ray"},
         {"distributed_executor_backend": "external_launcher"},
         {"speculative_config": {"method": "medusa"}},
-        {"cpu_offload_gb": 4},
+        {"offload_group_size": 4},
         {"logits_processors": ["a:B"]},
     ],
 )
 def test_unsupported_arguments_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="not supported yet"):
         make(settings)
+
+
+def test_offloading_is_for_gpus(warnings: Any) -> None:
+    assert make({"cpu_offload_gb": 2.5}, machine=cuda()).load.cpu_offload_gb == 2.5 and warnings() == []
+    assert make({"cpu_offload_gb": 4}).load.cpu_offload_gb == 0
+    assert warnings() == ["cpu_offload_gb=4 has no effect on a CPU: all weights are in host memory"]
+    with pytest.raises(ConfigError, match="cpu_offload_gb"):
+        make({"cpu_offload_gb": -1}, machine=cuda())
+
+
+@pytest.mark.parametrize(
+    ("facts", "kind"),
+    [
+        (replace(FACTS, borrowed=object()), "a model that runs through transformers"),
+        (replace(FACTS, encoder=object()), "an encoder model"),
+        (replace(FACTS, media=types.SimpleNamespace(num_cross_states=3)), "a model with cross-attention"),
+    ],
+)
+def test_models_that_cannot_be_offloaded_are_named(facts: Any, kind: str) -> None:
+    parallel = make().parallel
+    with pytest.raises(ConfigError, match=f"cpu_offload_gb=4 is not supported with {kind}: leave it out"):
+        load_section({"cpu_offload_gb": 4}, facts, parallel, cuda())
+    with pytest.raises(ConfigError, match="with enable_eplb"):
+        load_section({"cpu_offload_gb": 4}, FACTS, replace(parallel, enable_eplb=True), cuda())
 
 
 def test_speculation_is_resolved() -> None:

@@ -25,13 +25,6 @@ def test_default_values_are_accepted(place: Place) -> None:
             ConfigError,
             "kv_offloading_size=2 is not supported yet; leave it",
         ),
-        (
-            "engine argument",
-            "cpu_offload_gb",
-            4,
-            ConfigError,
-            "; for weights in less memory use quantization=",
-        ),
         ("server flag", "tool_server", "a", ConfigError, "tool_server='a' is not supported yet; leave it"),
         (
             "body field",
@@ -63,5 +56,5 @@ def test_each_place_refuses_with_the_same_message(
 def test_number_is_not_a_switch() -> None:
     """Catches `(0,) == (False,)`."""
     assert is_switch("engine argument", "return_sampling_mask") and is_switch("server flag", "grpc")
-    for name in ("cpu_offload_gb", "kv_offloading_size", "offload_group_size"):
+    for name in ("kv_offloading_size", "offload_group_size"):
         assert not is_switch("engine argument", name)

@@ -109,7 +109,6 @@ REFUSED = {
     "14_flash_attn_variable.sh": "FLASH_ATTN",
     "14_flashinfer.sh": "FLASHINFER",
     "14_flashinfer_variable.sh": "FLASHINFER",
-    "21_offload.py": "cpu_offload_gb",
 }
 """Snippets that are refused on a CPU or by design, with a word of their one-line error."""
 OTHER_NUMBERS = {"16_fp8.sh", "18_fp8_cache.sh", "18_deep_gemm.sh"}
@@ -223,6 +222,7 @@ def check_config(llm: LLM, name: str) -> None:
         "15_draft_model.py": config.speculation is not None
         and config.speculation.num_speculative_tokens == 5,
         "21_memory.py": (config.model.max_model_len, config.scheduler.max_num_seqs) == (128, 16),
+        "21_offload.py": config.load.cpu_offload_gb == 0,  # on a CPU
     }
     assert seen.get(name, True), config
     if name == "04_statistics.py":

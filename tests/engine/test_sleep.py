@@ -14,8 +14,9 @@ from tiny_text import TextModel, open_text, text_model
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError, EngineError, RequestError
 from quire.executor.rpc import open_methods
+from quire.kernels.host_memory import pin
 from quire.system.process import collect_all
-from quire.worker.sleep import OffloadedWeights, pin
+from quire.worker.sleep import OffloadedWeights
 from quire.worker.worker import Worker
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

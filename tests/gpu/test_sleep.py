@@ -10,7 +10,7 @@ from oracle import make_tiny
 
 from quire import LLM, SamplingParams
 from quire.errors import EngineError
-from quire.worker.sleep import _host_memory, pin
+from quire.kernels.host_memory import host_memory, pin
 
 pytestmark = pytest.mark.gpu
 CACHE_BYTES = 1 << 30
@@ -146,7 +146,7 @@ def test_weights_fit_and_the_cache_does_not(
 
 
 def test_failed_pinning_does_not_fail_later_launches() -> None:
-    memory = _host_memory(1 << 20)
+    memory = host_memory(1 << 20)
     assert pin(memory)
     try:
         assert not pin(memory), "the memory is pinned already"

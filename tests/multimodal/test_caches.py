@@ -1,6 +1,9 @@
 """Tests of the processor caches: found by key, bounded, and evicted in the same order on both sides."""
 
 import logging
+import os
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -12,6 +15,7 @@ from quire.config.data_parallel import lay_out
 from quire.config.mm_caches import cache_kind
 from quire.config.sections import MultimodalSection, ParallelSection
 from quire.configure import configure
+from quire.data.cache_scope import CACHE_SCOPE
 from quire.data.lru import Lru
 from quire.data.multimodal import Array, Media, MediaItem
 from quire.errors import RequestError
@@ -19,8 +23,10 @@ from quire.frontend.chat import chat_prompt
 from quire.frontend.inputs import Prompt
 from quire.frontend.multimodal import MediaInputReader
 from quire.multimodal import processing
-from quire.multimodal.processor_cache import ProcessorCache
+from quire.multimodal.processor_cache import ProcessorCache, SharedProcessorCache
+from quire.multimodal.processors import ProcessedItem
 from quire.sched.mm_receiver_cache import ReceiverCache
+from quire.system.shared_cache import SharedCache, create_shared_memory
 
 encode_media = msgspec.msgpack.Encoder().encode
 decode_media = msgspec.msgpack.Decoder(Media).decode
@@ -49,14 +55,14 @@ def seen_by(reader: MediaInputReader) -> int:
     [
         (None, {}, "lru", 4.0, "replicated"),
         (1, {}, "shm", 4.0, "shm"),
-        (2, {}, "lru", 4.0, "processor"),
-        (2, {}, "shm", 4.0, "processor"),
+        (2, {}, "lru", 4.0, "shared"),
+        (2, {}, "shm", 4.0, "shared"),
         (1, {"data_parallel_size": 2}, "lru", 4.0, "processor"),
-        (None, {"data_parallel_size": 2}, "shm", 4.0, "processor"),
-        (4, {"data_parallel_size": 2}, "lru", 4.0, "processor"),
+        (None, {"data_parallel_size": 2}, "shm", 4.0, "shared"),
+        (4, {"data_parallel_size": 2}, "lru", 4.0, "shared"),
         (1, {"data_parallel_size": 2, "data_parallel_rank": 1}, "lru", 4.0, "replicated"),
         (1, {"data_parallel_size": 2, "data_parallel_rank": 0}, "shm", 0.5, "shm"),
-        (2, {"data_parallel_size": 2, "data_parallel_rank": 1}, "lru", 4.0, "processor"),
+        (2, {"data_parallel_size": 2, "data_parallel_rank": 1}, "lru", 4.0, "shared"),
         (1, {"tensor_parallel_size": 2}, "lru", 4.0, "replicated"),
         (1, {"tensor_parallel_size": 2}, "shm", 8.0, "shm"),
         (1, {"tensor_parallel_size": 2, "nnodes": 2}, "shm", 8.0, "replicated"),
@@ -73,6 +79,49 @@ def test_cache_kind_follows_the_layout(
     section = MultimodalSection(mm_processor_cache_type=kind, mm_processor_cache_gb=gb)
     result = cache_kind(section, ranks, num_api=laid_out.num_api, num_engines=len(laid_out.served))
     assert result == expected
+
+
+@pytest.fixture
+def shared_memory() -> Iterator[str]:
+    fd = create_shared_memory(1 << 20)
+    yield f"/proc/{os.getpid()}/fd/{fd}"
+    os.close(fd)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory without a name is Linux's")
+def test_item_of_one_api_process_is_found_by_another(shared_memory: str) -> None:
+    """Two readers with their own mappings stand for two processes."""
+    counted: list[tuple[int, int]] = []
+    readers = [media(processor_cache=SharedProcessorCache(SharedCache(shared_memory))) for _ in range(2)]
+    for reader in readers:
+        reader.processor_cache.count = lambda queries, hits: counted.append((queries, hits))
+    first, again = (prompt_with(reader, image_of(0)) for reader in readers)
+    assert [seen_by(reader) for reader in readers] == [1, 0] and counted == [(1, 0), (1, 1)]
+    assert first.media is not None and again.media is not None
+    assert encode_media(first.media) == encode_media(again.media)
+    with_uuid = image_of(1) | {"uuid": "a"}
+    prompt_with(readers[0], with_uuid)
+    prompt_with(readers[1], {"type": "image_url", "image_url": None, "uuid": "a"})
+    assert len(readers[0].processor_cache) == len(readers[1].processor_cache) == 2
+    token = CACHE_SCOPE.set("another tenant")
+    prompt_with(readers[1], image_of(0))
+    CACHE_SCOPE.reset(token)
+    assert seen_by(readers[1]) == 1, "tenants do not share items"
+    readers[0].processor_cache.clear()
+    prompt_with(readers[1], image_of(0))
+    assert seen_by(readers[1]) == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory without a name is Linux's")
+def test_item_larger_than_the_shared_cache_is_served(
+    shared_memory: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = SharedProcessorCache(SharedCache(shared_memory))
+    logging.getLogger("quire").addHandler(caplog.handler)
+    large = ProcessedItem([1], arrays={"pixels": Array.of(np.zeros(1 << 20, np.uint8))})
+    assert cache.keep(b"a", b"b", large) is large and cache.find(b"a") is None
+    logging.getLogger("quire").removeHandler(caplog.handler)
+    assert "is larger than mm_processor_cache_gb (1.0 MiB) and is not cached" in caplog.text
 
 
 def test_shm_object_size_needs_the_shm_cache() -> None:

@@ -17,6 +17,7 @@ from quire.plan.devices import DEVICES, device
 from quire.plan.estimate import (
     PRECISIONS,
     STORED,
+    MemoryFit,
     Wanted,
     cache_of,
     fits,
@@ -336,3 +337,30 @@ def test_devices_without_a_backend_are_planned_but_not_served(
     assert main(["plan", "--params", "70B", "--gpu", gpu, "--precision", "bf16"]) == 0
     shown = capsys.readouterr().out
     assert "Quire runs on NVIDIA GPUs and on CPUs, not on" in shown and "quire serve" not in shown
+
+
+def test_offloaded_layers_make_a_model_fit_and_limit_its_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    model, h200 = of(LLAMA_70B), DEVICES["h200"]
+
+    def fit_with(gib: float) -> MemoryFit:
+        wanted = Wanted(8192, 1, {"cpu_offload_gb": gib} if gib else {})
+        return fits(model, h200.machine(1), "bf16", wanted, tp=1, pp=1)
+
+    assert "exceed the memory" in fit_with(0).why_not
+    fit = fit_with(40)
+    assert fit.why_not == "" and fit.memory is not None
+    host_bytes, per_layer = fit.memory.offloaded.host_bytes, weight_bytes(model, "bf16") / 82
+    assert 40 * 2**30 <= host_bytes < 40 * 2**30 + per_layer
+    assert fit.memory.offloaded.buffer_bytes == pytest.approx(2 * per_layer, rel=0.05)
+    assert fit.memory.weights + host_bytes == pytest.approx(weight_bytes(model, "bf16"), rel=1e-6)
+    speed = rates(fit, h200, batch=1, context=8192)
+    assert speed.decode_tok_s == pytest.approx(h200.pcie_bytes_s / host_bytes)
+    flags = ["--gpu", "h200", "--gpus", "1", "--precision", "bf16", "--cpu-offload-gb", "40"]
+    assert main(["plan", LLAMA_70B, *flags]) == 0
+    text = capsys.readouterr().out
+    assert "Assumed: 64 GB/s of PCIe, as stated for the device; it was not measured" in text
+    assert f"at most {speed.decode_tok_s:.2f} tokens/s" in text and "--cpu-offload-gb 40" in text
+    assert main(["plan", LLAMA_70B, *flags, "--json"]) == 0
+    (layout,) = json.loads(capsys.readouterr().out)["layouts"]
+    assert layout["offloaded"]["host_bytes_per_device"] == host_bytes
+    assert layout["bytes_per_device"]["offload buffers"] == fit.memory.offloaded.buffer_bytes

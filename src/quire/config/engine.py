@@ -20,6 +20,7 @@ from quire.config.cpu_kernels import Cpu, check_cpu_kernels
 from quire.config.data_parallel import local_ranks
 from quire.config.env import Env
 from quire.config.expert_parallel import with_experts
+from quire.config.load import load_section
 from quire.config.lora import lora_section
 from quire.config.machine import Machine
 from quire.config.parallel import stage_layers
@@ -134,7 +135,7 @@ def resolve(
     values = _limit_seqs_for_states(values, cache, machine, shard_facts(checkpoint.facts, tp_size), usage)
     return EngineConfig(
         model=model,
-        load=LoadSection(**_section_args("load", values)),
+        load=load_section(_section_args("load", values), checkpoint.facts, parallel, machine),
         cache=cache,
         scheduler=_resolve_scheduler(values, model.max_model_len, parallel, machine, usage),
         parallel=parallel,

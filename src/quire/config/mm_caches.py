@@ -7,9 +7,10 @@ from typing import Any, Literal
 from quire.config.sections import MultimodalSection, ParallelSection
 from quire.errors import ConfigError
 
-CacheKind = Literal["off", "processor", "replicated", "shm"]
-"""Location of the cache. off: none; processor: in each API process; replicated: keys in the API process and
-values in the engine; shm: keys in the API process and values in memory that all workers share."""
+CacheKind = Literal["off", "processor", "shared", "replicated", "shm"]
+"""Location of the cache. off: none; processor: in each API process; shared: in memory of all API processes;
+replicated: keys in the API process and values in the engine; shm: keys in the API process and values in
+memory that all workers share."""
 
 
 def cache_kind(
@@ -18,6 +19,8 @@ def cache_kind(
     """Return the kind for `num_api` API processes, each connected to `num_engines` engines."""
     if section.mm_processor_cache_gb <= 0:
         return "off"
+    if num_api > 1 and sys.platform == "linux":
+        return "shared"
     if num_api != 1 or num_engines != 1:
         return "processor"
     is_shared = section.mm_processor_cache_type == "shm" and _shares_memory(parallel)

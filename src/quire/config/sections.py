@@ -136,6 +136,9 @@ class LoadSection:
     in QUIRE_CACHE_ROOT."""
     use_tqdm_on_load: bool = True
     """Show progress while downloading and loading."""
+    cpu_offload_gb: Annotated[float, FieldRule(at_least=0)] = 0
+    """GiB of weights per GPU that are kept in host memory, for models that do not fit: whole layers, which
+    every step copies to the GPU. A CPU has all weights in host memory and ignores it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,6 @@ Place = Literal[
 UNSUPPORTED: dict[Place, dict[str, tuple[Any, ...]]] = {
     "engine argument": {
         "config_format": ("auto", "hf"),
-        "cpu_offload_gb": (0,),
         "data_parallel_backend": ("mp",),
         "data_parallel_multi_port_external_lb": (False,),
         "decode_context_parallel_size": (1,),
@@ -72,8 +71,6 @@ UNSUPPORTED: dict[Place, dict[str, tuple[Any, ...]]] = {
 
 _ALTERNATIVES = {
     "lora_request": "use the name of an adapter as `model`",
-    "cpu_offload_gb": "for weights in less memory use quantization='fp8' or 'int8', or a checkpoint of fewer"
-    " bits, as written by `quire quantize`",
 }
 """Alternatives to some of them."""
 _AT_START: tuple[Place, ...] = ("engine argument", "speculative key", "server flag")

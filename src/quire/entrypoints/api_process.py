@@ -56,10 +56,13 @@ def make_engine(
     cores_return: bool = True,
     keys: KeyPages | None = None,
     num_api: int = 1,
+    media_memory: str = "",
 ) -> AsyncEngine:
-    """Build the engine client of an API process; the cores at `addresses`, by rank, expect the `token`."""
+    """Build the engine client of an API process; the cores at `addresses`, by rank, expect the `token`.
+    `media_memory` is the path of the media cache of all API processes."""
     model, tokenizer = config.model, open_tokenizer(config)
     facts = _build_facts(config, num_cores=len(addresses))
+    cache = cache_kind(config.multimodal, config.parallel, num_api=num_api, num_engines=len(addresses))
     inputs = InputProcessor(
         tokenizer=tokenizer,
         vocab=facts.vocab,
@@ -70,11 +73,7 @@ def make_engine(
         max_prompt_len=config.scheduler.max_prompt_len,
         pooling=config.pooling,
         embeds=embeds_reader(config),
-        media=media_reader(
-            config,
-            tokenizer,
-            cache=cache_kind(config.multimodal, config.parallel, num_api=num_api, num_engines=len(addresses)),
-        ),
+        media=media_reader(config, tokenizer, cache=cache, shared_memory=media_memory),
         grammars=open_grammars(config, tokenizer),
         enable_lora=config.lora.enable_lora,
         num_extra_vocab=config.lora.lora_extra_vocab_size,
@@ -134,6 +133,7 @@ def run_api(
     prefix_file: Path,
     key_file: Path,
     roster_file: Path,
+    media_memory: str,
     parent: connection.Connection,
 ) -> None:
     """Run an API process, which accepts on a socket or receives connections. Send None to `parent` when it is
@@ -158,6 +158,7 @@ def run_api(
             index=index,
             keys=keys,
             num_api=settings.http.api_server_count or 1,
+            media_memory=media_memory,
         )
         uvloop.run(
             _serve(

@@ -16,7 +16,7 @@ from quire.config.data_parallel import Topology, lay_out
 from quire.config.engine import EngineConfig
 from quire.config.env import Env
 from quire.config.expert_parallel import steps_together
-from quire.config.mm_caches import engine_holds_values
+from quire.config.mm_caches import cache_kind, engine_holds_values, max_bytes
 from quire.core.process import CoreAddress, config_of_rank, core_name, run_core
 from quire.entrypoints.api_process import run_api
 from quire.errors import ConfigError
@@ -37,6 +37,7 @@ from quire.system.node_registry import Announcer, NodeRegistry, free_address, ow
 from quire.system.platform import hardware_threads, thread_advice
 from quire.system.process import raise_file_limit
 from quire.system.scratch import Scratch
+from quire.system.shared_cache import create_shared_memory
 
 log = get_logger(__name__)
 
@@ -56,6 +57,8 @@ class Supervisor:
         """Folder of sockets and shared files."""
         self._metrics_file, self._prefix_file = folder / "metrics", folder / "prefixes"
         self._key_file, self._adapters_file = folder / "keys", folder / "adapters"
+        self._media_fd = self._create_media_memory()
+        """Memory of the media cache of all API processes; None if they do not share one."""
         self.ready_timeout_s = Env.read(os.environ).engine_ready_timeout_s
         self.listener = bind(settings.http) if topology.num_api else None
         if self.listener is not None and not settings.http.uds:
@@ -81,6 +84,14 @@ class Supervisor:
             for index in range(topology.num_api)
         ]
         self.stopping = False
+
+    def _create_media_memory(self) -> int | None:
+        section, num_engines = self.config.multimodal, len(self.topology.served)
+        num_api = self.topology.num_api
+        kind = cache_kind(section, self.config.parallel, num_api=num_api, num_engines=num_engines)
+        if kind != "shared" or self.config.checkpoint.facts.media is None:
+            return None
+        return create_shared_memory(max_bytes(section))
 
     def _choose_token(self) -> str:
         """Return the token of the cores. If API processes use cores of other supervisors, all share one
@@ -158,7 +169,8 @@ class Supervisor:
             for rank in self.topology.served
         }
         files = (self._metrics_file, self._prefix_file, self._key_file, self._adapters_file)
-        args = (index, self.config, self.settings, entrance, addresses, self.token, *files, parent)
+        media = "" if self._media_fd is None else f"/proc/{os.getpid()}/fd/{self._media_fd}"
+        args = (index, self.config, self.settings, entrance, addresses, self.token, *files, media, parent)
         return self.context.Process(target=run_api, args=args, name=f"APIServer{index}")
 
     def run(self) -> int:
@@ -191,6 +203,8 @@ class Supervisor:
             for child in reversed(self._children):
                 child.end(signal.SIGKILL, KILL_AFTER_S)
             self._close_entrance()
+            if self._media_fd is not None:
+                os.close(self._media_fd)
             if self.registry is not None:
                 self.registry.close(problem)
             if self.announcer is not None:

@@ -15,6 +15,7 @@ from quire.config.env import Env
 from quire.config.generation import max_initial_timestamp
 from quire.config.mm_caches import CacheKind, max_bytes, max_object_bytes
 from quire.config.mm_limits import limits_of
+from quire.config.sections import MultimodalSection
 from quire.data.multimodal import MODALITIES, Media
 from quire.errors import RequestError
 from quire.frontend.prompt_embeds import as_numbers, tensor_of
@@ -27,9 +28,10 @@ from quire.multimodal.inputs import MediaInput, Source
 from quire.multimodal.mel import Samples
 from quire.multimodal.placeholders import place
 from quire.multimodal.processing import MediaProcessor, Options, PreparedItem
-from quire.multimodal.processor_cache import ProcessorCache
+from quire.multimodal.processor_cache import ProcessorCache, SharedProcessorCache
 from quire.multimodal.processors import PROCESSORS, Audio, Processor, Video, rewrites_text
 from quire.system.shared_arena import SharedArena
+from quire.system.shared_cache import SharedCache
 from quire.text.tokenizer import Tokenizer
 
 log = get_logger(__name__)
@@ -189,8 +191,28 @@ class MediaInputReader:
 TEXT_ONLY = MediaInputReader("This model")
 
 
+def _open_cache(section: MultimodalSection, cache: CacheKind, shared_memory: str) -> ProcessorCache:
+    """Open the cache of processed items; `shared_memory` is the path of the memory of all API processes."""
+    if section.mm_processor_cache_type == "shm" and cache not in ("shm", "off"):
+        log.warning(
+            "mm_processor_cache_type=shm needs one API process and one engine on one machine: %s is used",
+            "memory shared by the API processes" if cache == "shared" else "the cache type lru",
+        )
+    if cache == "shared":
+        try:
+            return SharedProcessorCache(SharedCache(shared_memory))
+        except OSError as error:
+            log.warning("This API process caches media for itself: the shared memory is not open (%s)", error)
+    arena = SharedArena(max_bytes(section), max_object_bytes(section)) if cache == "shm" else None
+    return ProcessorCache(max_bytes(section), far=cache == "replicated", arena=arena)
+
+
 def media_reader(
-    config: EngineConfig, tokenizer: Tokenizer | None, *, cache: CacheKind = "processor"
+    config: EngineConfig,
+    tokenizer: Tokenizer | None,
+    *,
+    cache: CacheKind = "processor",
+    shared_memory: str = "",
 ) -> MediaInputReader:
     section, media = config.multimodal, config.checkpoint.facts.media
     name = config.model.served_model_name[0]
@@ -199,13 +221,7 @@ def media_reader(
     if media is None or tokenizer is None:  # placeholders are found by it
         return MediaInputReader(name, limits=limits, crossed=crossed, lacks_tokenizer=media is not None)
     processor = PROCESSORS[media.family](config.checkpoint.path, media, tokenizer)
-    if section.mm_processor_cache_type == "shm" and cache not in ("shm", "off"):
-        log.warning(
-            "mm_processor_cache_type=shm needs one API process and one engine on one machine: the cache type"
-            " lru is used"
-        )
-    arena = SharedArena(max_bytes(section), max_object_bytes(section)) if cache == "shm" else None
-    processor_cache = ProcessorCache(max_bytes(section), far=cache == "replicated", arena=arena)
+    processor_cache = _open_cache(section, cache, shared_memory)
     env = Env.read(os.environ).media
     media_processor = MediaProcessor(
         processor, section, env, processor_cache, max_tokens=config.model.max_model_len

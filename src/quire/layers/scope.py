@@ -30,6 +30,11 @@ def _no_shape(name: str) -> tuple[int, ...]:
     return ()
 
 
+def unchanged(layer: nn.Module) -> nn.Module:
+    """Return the layer: the default of `Scope.built`."""
+    return layer
+
+
 class DecoderNames(NamedTuple):
     """Checkpoint names of the parts of a decoder; the defaults are Llama's."""
 
@@ -89,6 +94,8 @@ class Scope:
     ops: Ops = Reference()
     adapters: AdapterSlots | None = None
     """Slots of LoRA adapters; None if LoRA is off."""
+    built: Callable[[nn.Module], nn.Module] = unchanged
+    """Called with each layer of a decoder once it is built; returns the layer."""
     names: DecoderNames = DecoderNames()
     name: str = ""
     """Dotted name of the layer in the checkpoint."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,8 +25,9 @@ from quire.errors import ConfigError
 from quire.kernels.cpu import native
 from quire.kernels.ops import choose
 from quire.layers.lora import AdapterSlots
-from quire.layers.scope import Begins, Loads, Scope, Target
+from quire.layers.scope import Begins, Loads, Scope, Target, unchanged
 from quire.loader.extra_modules import ExtraModules
+from quire.loader.offload import LayerOffload
 from quire.loader.sharded import ShardedSource, ShardedStateKey, equip
 from quire.loader.source import FORMATS, Source, detect
 from quire.logs import get_logger
@@ -35,6 +36,7 @@ from quire.models.towers import TOWERS
 from quire.parallel.all2all import ExpertDispatch
 from quire.parallel.group import Group
 from quire.parallel.world import World
+from quire.quant.format import Format
 from quire.quant.formats import SchemeFormat
 from quire.quant.plain import PlainFormat
 
@@ -91,6 +93,7 @@ def load_model(
     adapters: AdapterSlots | None = None,
     partly: bool = False,
     tower_group: Group | None = None,
+    offload: LayerOffload | None = None,
 ) -> Any:
     """Return the model of `checkpoint` with its weights on `device`, ready for `bind` and `forward`: a
     decoder, or the result of `build`. With several workers it has this rank's shard of the layers of its
@@ -103,11 +106,9 @@ def load_model(
     source = _open_source(checkpoint, load_format, seed, with_modules=build is not None)
     if isinstance(source, ShardedSource):
         key = ShardedStateKey.of(checkpoint.facts.architecture, dtype, device, _method(quant), world.tp.size)
-        _open_saved(source, key, world.tp.rank, spread=ep is not None)
+        _open_saved(source, key, world.tp.rank, spread=ep is not None, offloaded=offload is not None)
     stored, plain = source.shapes({}), PlainFormat(_weight_dtype(checkpoint, dtype, device))
-    format = source.format(plain) if packed else plain
-    if quant is not None:
-        format = SchemeFormat(quant, plain, partial(_is_stored, stored) if stored else None)
+    format = _format_of(source, stored, plain, packed=packed, quant=quant)
     scope = Scope(
         dtype=dtype,
         device=device,
@@ -122,6 +123,7 @@ def load_model(
         stage=stage,
         ep=ep,
         adapters=adapters,
+        built=unchanged if offload is None else offload.built,
     )
     model = (build or MODELS[checkpoint.facts.architecture])(checkpoint.facts, scope)
     _add_tower(model, checkpoint.facts, scope, tower_group)
@@ -129,7 +131,7 @@ def load_model(
         if isinstance(source, ShardedSource):
             _restore(source, model, bar)
         else:
-            _load(source, model, checkpoint, stage, bar, spread=ep is not None, partly=partly)
+            _load(source, model, _Checks(checkpoint, stage, ep is not None, partly), bar, offload)
     return model.eval()
 
 
@@ -140,6 +142,19 @@ def _open_source(checkpoint: Checkpoint, load_format: str, seed: int, *, with_mo
     if with_modules and checkpoint.pooling.dense and format in ("safetensors", "pt"):
         return ExtraModules(source, checkpoint)
     return source
+
+
+def _format_of(
+    source: Source,
+    stored: Mapping[str, tuple[int, ...]],
+    plain: Format,
+    *,
+    packed: bool,
+    quant: QuantFacts | None,
+) -> Format:
+    if quant is not None:
+        return SchemeFormat(quant, plain, partial(_is_stored, stored) if stored else None)
+    return source.format(plain) if packed else plain
 
 
 def _add_tower(model: Any, facts: ArchFacts, scope: Scope, group: Group | None) -> None:
@@ -154,11 +169,14 @@ def _method(quant: QuantFacts | None) -> str | None:
     return None if quant is None else quant.method
 
 
-def _open_saved(source: ShardedSource, key: ShardedStateKey, rank: int, *, spread: bool) -> None:
+def _open_saved(
+    source: ShardedSource, key: ShardedStateKey, rank: int, *, spread: bool, offloaded: bool
+) -> None:
     source.check(key)
     source.open(rank)
-    if spread:
-        raise ConfigError("a saved state does not support expert parallelism: load the original checkpoint")
+    if spread or offloaded:
+        setting = "expert parallelism" if spread else "cpu_offload_gb"
+        raise ConfigError(f"a saved state does not support {setting}: load the original checkpoint")
 
 
 class LoadProgress:
@@ -188,31 +206,58 @@ class LoadProgress:
             self._on_progress(percent / 100)
 
 
+class _Checks(NamedTuple):
+    """The checkpoint and the part of it that a model needs."""
+
+    checkpoint: Checkpoint
+    stage: Stage
+    spread: bool
+    """Whether other workers have other experts."""
+    partly: bool
+    """Whether most of the checkpoint belongs to another model."""
+
+    def check(self, source: Source, targets: dict[str, Target]) -> None:
+        """Raise if the checkpoint lacks a weight; warn about weights that are not used."""
+        _check_needed(source, targets, self.checkpoint)
+        if not self.partly:
+            _check_unused(source, targets, self.checkpoint, self.stage, spread=self.spread)
+
+
 def _load(
-    source: Source,
-    model: nn.Module,
-    checkpoint: Checkpoint,
-    stage: Stage,
-    progress: "LoadProgress",
-    *,
-    spread: bool,
-    partly: bool,
+    source: Source, model: nn.Module, checks: _Checks, progress: "LoadProgress", offload: LayerOffload | None
 ) -> None:
     stored = source.shapes({})
     layers = [module for module in model.modules() if isinstance(module, Loads)]
-    layer_targets = _as_stored([(target, layer) for layer in layers for target in layer.targets()], stored)
-    targets = {name: target for name, (target, _) in layer_targets.items()}
-    _check_needed(source, targets, checkpoint)
-    if not partly:
-        _check_unused(source, targets, checkpoint, stage, spread=spread)
-    progress.reset(len(targets))
+    targets_of = _targets_of if offload is None else offload.targets
+    layer_targets = _as_stored([(target, layer) for layer in layers for target in targets_of(layer)], stored)
+    names = _read_order(source, layer_targets, checks, offload)
+    progress.reset(len(names))
     left = Counter(id(layer) for _, layer in layer_targets.values())
-    for name in _fill_targets(source, _begin_layers(source.order(targets), layer_targets, stored)):
-        layer = layer_targets[name][1]
+    for name in _fill_targets(source, _begin_layers(names, layer_targets, stored, offload)):
+        layer = layer_targets.pop(name)[1]  # the target holds memory that repacking frees
         left[id(layer)] -= 1
         if not left[id(layer)]:  # at once, so that memory freed by repacking is reused
             layer.finish()
+            if offload is not None:
+                offload.finish(layer)
         progress.update()
+
+
+def _targets_of(layer: Loads) -> Iterable[Target]:
+    return layer.targets()
+
+
+def _read_order(
+    source: Source, layer_targets: dict[str, LayerTarget], checks: _Checks, offload: LayerOffload | None
+) -> list[str]:
+    """Check the targets and return their names in the order to read; with `offload`, one layer at a time."""
+    targets = {name: target for name, (target, _) in layer_targets.items()}
+    checks.check(source, targets)
+    names = list(source.order(targets))
+    if offload is None:
+        return names
+    numbers = {layer: offload.layer_number(layer) for _, layer in layer_targets.values()}
+    return sorted(names, key=lambda name: numbers[layer_targets[name][1]])
 
 
 def _restore(source: ShardedSource, model: nn.Module, progress: "LoadProgress") -> None:
@@ -224,14 +269,20 @@ def _restore(source: ShardedSource, model: nn.Module, progress: "LoadProgress") 
 
 
 def _begin_layers(
-    names: Iterable[str], layer_targets: dict[str, LayerTarget], stored: Mapping[str, Any]
+    names: Iterable[str],
+    layer_targets: dict[str, LayerTarget],
+    stored: Mapping[str, Any],
+    offload: LayerOffload | None,
 ) -> Iterator[Target]:
     """Yield the targets of these names and begin each layer before its first; `layer_targets` is updated."""
     begun = set[int]()
     for name in names:
         layer = layer_targets[name][1]
-        if isinstance(layer, Begins) and id(layer) not in begun:
-            begun.add(id(layer))
+        is_first = id(layer) not in begun
+        begun.add(id(layer))
+        if is_first and offload is not None:
+            offload.begin(layer)
+        if is_first and isinstance(layer, Begins):
             layer.begin()
             layer_targets |= _as_stored([(target, layer) for target in layer.targets()], stored)
         yield layer_targets[name][0]

@@ -57,7 +57,7 @@ class Decoder(nn.Module):
         rope = cache(lambda rope: Rope(rope, scope))  # one table for each kind of layer
         stage_layers = [(i, facts.layers[i]) for i in stage.layers(len(facts.layers))]
         self.layers = nn.ModuleList(
-            self.Layer(facts.of_layer(layer), layer, rope(layer.rope), body / names.layers / i)
+            scope.built(self.Layer(facts.of_layer(layer), layer, rope(layer.rope), body / names.layers / i))
             for i, layer in stage_layers
         )
         self.hidden = facts.hidden

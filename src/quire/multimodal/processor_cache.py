@@ -11,6 +11,7 @@ from quire.data.multimodal import Arrays, Media, MediaItem, pack, size_of, unpac
 from quire.logs import get_logger
 from quire.multimodal.processors import ProcessedItem
 from quire.system.shared_arena import SharedArena, SharedObject
+from quire.system.shared_cache import SharedCache
 
 log = get_logger(__name__)
 _ID_BYTES = 8
@@ -177,6 +178,40 @@ class ProcessorCache:
                 item = msgspec.structs.replace(item, arrays=arrays, stored=None)
             sent.append(item)
         return msgspec.structs.replace(media, items=sent)
+
+
+class SharedProcessorCache(ProcessorCache):
+    """Processed items by key, with their arrays, of all API processes of a server: an item that one of them
+    has processed is in the cache of the others."""
+
+    def __init__(self, shared: SharedCache) -> None:
+        super().__init__(shared.max_bytes)
+        self._shared = shared
+
+    def __len__(self) -> int:
+        return len(self._shared)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._shared.num_bytes
+
+    def find(self, name: bytes) -> tuple[bytes, ProcessedItem] | None:
+        value = self._shared.get(name)
+        self.count(1, value is not None)
+        return None if value is None else _decode(value)
+
+    def keep(self, name: bytes, key: bytes, processed: ProcessedItem) -> ProcessedItem:
+        value = _encode((key, processed))
+        if not self._shared.put(name, value):
+            _warn(len(value), "mm_processor_cache_gb", self._shared.max_bytes)
+        return processed
+
+    def clear(self) -> None:
+        self._shared.clear()
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(tuple[bytes, ProcessedItem]).decode
 
 
 def _warn(num_bytes: int, setting: str, limit: int) -> None:

@@ -1,7 +1,7 @@
 """Memory estimate: bytes on each device, term by term, and whether a model fits."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -18,7 +18,9 @@ from quire.memory import (
     DTYPE_BYTES,
     CacheRoom,
     CacheSize,
+    OffloadedLayers,
     activation_bytes,
+    choose_offloaded,
     graph_bytes,
     human,
     size_cache,
@@ -60,15 +62,22 @@ class Memory:
     activations: int
     graphs: int
     libraries: int
+    offloaded: OffloadedLayers = OffloadedLayers()
+    """Layers with weights in host memory, which are not part of `weights`."""
 
     @property
     def beside(self) -> int:
         """Return everything except the KV cache."""
-        return self.weights + self.activations + self.graphs + self.libraries
+        return sum(self._terms().values())
+
+    def _terms(self) -> dict[str, int]:
+        buffers = {"offload buffers": self.offloaded.buffer_bytes} if self.offloaded.layers else {}
+        terms = {name: getattr(self, name) for name in ("weights", "activations", "graphs", "libraries")}
+        return terms | buffers
 
     def terms(self, cache: CacheSize) -> dict[str, int]:
         """Return the bytes by name, with those of the KV cache."""
-        return {**asdict(self), "KV cache": cache.num_bytes}
+        return {**self._terms(), "KV cache": cache.num_bytes}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,19 +109,35 @@ class Wanted:
     """Engine flags given by the user."""
 
 
-def weight_bytes(checkpoint: Checkpoint, precision: str, tp: int = 1, pp: int = 1) -> int:
-    """Return the weight bytes on the device with the most. A file is divided like its layers."""
+class StageWeights(NamedTuple):
+    """The weights on one device of a pipeline stage, in bytes."""
+
+    layers: list[int]
+    others: int
+    """Embedding, head and multimodal encoder."""
+
+    @property
+    def total(self) -> int:
+        return sum(self.layers) + self.others
+
+
+def stage_weights(checkpoint: Checkpoint, precision: str, tp: int = 1, pp: int = 1) -> list[StageWeights]:
+    """Return the weights of each pipeline stage. A file is divided like its layers."""
     whole = count_parameters(checkpoint.facts)
-    bits, end_bits = _bits(checkpoint, precision)
-    stages = stage_layers(len(whole.layers), pp)
-    most = 0.0
+    bits, end_bits = (size / tp / 8 for size in _bits(checkpoint, precision))
+    stages, result = stage_layers(len(whole.layers), pp), []
     for number, layers in enumerate(stages):
-        size = bits * sum(whole.layers[layer].total for layer in layers)
         is_first, is_last = number == 0, number == len(stages) - 1
         has_table = is_first or (is_last and not whole.head)
-        size += end_bits * (whole.embedding * has_table + whole.head * is_last + whole.tower * is_first)
-        most = max(most, size)
-    return int(most / tp / 8)
+        others = whole.embedding * has_table + whole.head * is_last + whole.tower * is_first
+        sizes = [int(bits * whole.layers[layer].total) for layer in layers]
+        result.append(StageWeights(sizes, int(end_bits * others)))
+    return result
+
+
+def weight_bytes(checkpoint: Checkpoint, precision: str, tp: int = 1, pp: int = 1) -> int:
+    """Return the weight bytes on the device with the most."""
+    return max(stage.total for stage in stage_weights(checkpoint, precision, tp, pp))
 
 
 def stored_only(checkpoint: Checkpoint) -> bool:
@@ -190,9 +215,13 @@ def _settings(precision: str, wanted: Wanted, tp: int, pp: int) -> dict[str, Any
 def memory_of(config: EngineConfig, precision: str) -> Memory:
     """Return the memory of a device without the KV cache."""
     parallel, limits = config.parallel, config.scheduler
-    weights = weight_bytes(
+    stages = stage_weights(
         config.checkpoint, precision, parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     )
+    wanted_bytes = config.load.cpu_offload_gb * 2**30
+    offloaded = [choose_offloaded(stage.layers, wanted_bytes) for stage in stages]
+    resident = [stage.total - x.host_bytes for stage, x in zip(stages, offloaded, strict=True)]
+    number = max(range(len(stages)), key=lambda n: resident[n] + offloaded[n].buffer_bytes)
     activations = activation_bytes(
         config.rank_facts,
         config.model.dtype,
@@ -200,8 +229,9 @@ def memory_of(config: EngineConfig, precision: str) -> Memory:
         num_seqs=limits.max_num_seqs,
     )
     if config.machine.device == "cpu":
-        return Memory(weights, activations, tape_bytes(config), 0)
-    return Memory(weights, activations, graph_bytes(config), int(LIBRARY_BYTES))
+        return Memory(resident[number], activations, tape_bytes(config), 0)
+    graphs, libraries = graph_bytes(config), int(LIBRARY_BYTES)
+    return Memory(resident[number], activations, graphs, libraries, offloaded[number])
 
 
 def cache_of(config: EngineConfig, memory: Memory) -> CacheSize:

@@ -56,7 +56,16 @@ def rates(fit: MemoryFit, device: Accelerator, *, batch: int, context: int) -> T
     sums_s = 0.0 if fit.tp == 1 else 2 * len(weights.layers) * _SUM_S
     step_s = floor_s / float(np.interp(np.log(stage_batch), np.log(BATCHES), decodes)) + sums_s
     prefill = prompts * flops * fit.num_devices / (2 * weights.active)
+    copy_s = copy_seconds(fit, device)
+    if copy_s:
+        step_s = max(step_s, copy_s)
+        prefill = min(prefill, fit.config.scheduler.max_num_batched_tokens / copy_s)
     return TokenRates(batch, 1e3 * step_s, batch / step_s, prefill)
+
+
+def copy_seconds(fit: MemoryFit, device: Accelerator) -> float:
+    """Return the seconds in which a device receives its offloaded weights, the least time of any step."""
+    return 0.0 if fit.memory is None else fit.memory.offloaded.host_bytes / device.pcie_bytes_s
 
 
 def _cache_bytes(fit: MemoryFit, context: int) -> int:

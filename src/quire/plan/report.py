@@ -21,7 +21,7 @@ from quire.plan.estimate import (
     smallest,
     weight_bytes,
 )
-from quire.plan.rates import TokenRates, rates
+from quire.plan.rates import TokenRates, copy_seconds, rates
 
 _BATCHES = (1, 32, 256)
 _SIZES_ALONE = re.compile(r".*=.*|[\d.]+[mbt](-a[\d.]+[mbt])?", re.IGNORECASE)
@@ -32,6 +32,7 @@ _COLOURS = {
     "activations": "#dd8452",
     "graphs": "#937860",
     "libraries": "#8c8c8c",
+    "offload buffers": "#8172b3",
     "KV cache": "#55a868",
 }
 
@@ -75,6 +76,13 @@ def described(fit: MemoryFit, device: Accelerator, wanted: Wanted) -> dict[str, 
         result["bytes_per_device"] = fit.memory.terms(fit.cache)
         result["cache_tokens"] = fit.cache.num_tokens
         result["concurrency"] = round(fit.cache.num_tokens / wanted.context, 2)
+        if fit.memory.offloaded.layers:
+            result["offloaded"] = {
+                "host_bytes_per_device": fit.memory.offloaded.host_bytes,
+                "layers_per_device": len(fit.memory.offloaded.layers),
+                "stated_pcie_bytes_s": device.pcie_bytes_s,
+                "max_steps_s": round(1 / copy_seconds(fit, device), 2),
+            }
     if not fit.why_not:
         result["rates"] = [rate._asdict() for rate in _rates(fit, device, wanted)]
     return result
@@ -149,6 +157,7 @@ def text(
             *_formula(chosen),
             "",
             *_speeds(chosen, device, wanted),
+            *_offload(chosen, device),
             "",
             *([command(model, chosen, wanted), *_notes(chosen)] if device.served else []),
         ]
@@ -166,7 +175,9 @@ def memory_chart(model: str, device: Accelerator, fits: list[MemoryFit]) -> str:
         if fit.memory is not None and fit.cache is not None
     ]
     title = f"{model}: one {device.label}, {human(device.total_bytes)}"
-    return stacked_chart(title, bars, total=device.total_bytes, colours=_COLOURS, text=human)
+    used = {name for _, terms in bars for name in terms}
+    colours = {name: colour for name, colour in _COLOURS.items() if name in used}
+    return stacked_chart(title, bars, total=device.total_bytes, colours=colours, text=human)
 
 
 def _lines(fits: list[MemoryFit], wanted: Wanted) -> list[str]:
@@ -237,10 +248,10 @@ def _formula(fit: MemoryFit) -> list[str]:
     terms = fit.memory.terms(fit.cache)
     lines = [f"Memory of one device, {fit.precision}, tp {fit.tp}, pp {fit.pp}:"]
     lines += [
-        f"  {'' if number == 0 else '+ '}{name:<14}{human(size):>14}".replace("  +", " +")
+        f"  {'' if number == 0 else '+ '}{name:<16}{human(size):>12}".replace("  +", " +")
         for number, (name, size) in enumerate(terms.items())
     ]
-    return [*lines, f" = {'total':<14}{human(sum(terms.values())):>14}"]
+    return [*lines, f" = {'total':<16}{human(sum(terms.values())):>12}"]
 
 
 def _speeds(fit: MemoryFit, device: Accelerator, wanted: Wanted) -> list[str]:
@@ -250,6 +261,21 @@ def _speeds(fit: MemoryFit, device: Accelerator, wanted: Wanted) -> list[str]:
             f"  batch {rate.batch:>4}: {rate.decode_ms:7.2f} ms per token, {rate.decode_tok_s:>9,.0f} tok/s"
         )
     return [*lines, f"  prompts: {_rates(fit, device, wanted)[0].prefill_tok_s:,.0f} tok/s"]
+
+
+def _offload(fit: MemoryFit, device: Accelerator) -> list[str]:
+    """Return the limit that the copies of offloaded weights set to the speed."""
+    assert fit.memory is not None
+    layers, host_bytes, _ = fit.memory.offloaded
+    if not layers:
+        return []
+    copy_s = copy_seconds(fit, device)
+    return [
+        f"Offloaded: {human(host_bytes)} of host memory for each device, {len(layers)} of its layers. Every"
+        f" step copies them, which takes {1e3 * copy_s:,.0f} ms:",
+        f"  at most {1 / copy_s:,.2f} tokens/s for one request. Assumed: {device.pcie_bytes_s / 1e9:.0f} GB/s"
+        " of PCIe, as stated for the device; it was not measured",
+    ]
 
 
 def _notes(fit: MemoryFit) -> list[str]:

@@ -9,6 +9,7 @@ import resource
 import signal
 import sys
 import threading
+from typing import Any
 
 from tqdm import tqdm
 
@@ -74,6 +75,16 @@ def tune_allocator() -> None:
     if hasattr(libc, "mallopt") and not any(name.startswith("MALLOC_") for name in os.environ):
         libc.mallopt(_M_TRIM_THRESHOLD, _SPARE_BYTES)
         libc.mallopt(_M_MMAP_THRESHOLD, _SPARE_BYTES // 2)
+
+
+def all_objects() -> list[Any]:
+    """Return all objects that the garbage collector knows, including frozen ones."""
+    is_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    objects = gc.get_objects()
+    if is_frozen:
+        gc.freeze()
+    return objects
 
 
 def collect_all() -> None:

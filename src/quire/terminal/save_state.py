@@ -57,6 +57,8 @@ def check_state(config: EngineConfig, output: Path) -> None:
         raise ConfigError(
             f"{config.checkpoint.path} runs with the transformers backend, which loads its own weights"
         )
+    if config.load.cpu_offload_gb:
+        raise ConfigError("a state is saved from weights on the device: leave cpu_offload_gb out")
     parallel = config.parallel
     if parallel.pipeline_parallel_size > 1 or parallel.enable_expert_parallel:
         raise ConfigError(

@@ -180,6 +180,8 @@ class Model:
     """Encoder of images, videos and audio."""
     bidirectional: bool = False
     """Whether the tokens of an item attend to each other bidirectionally."""
+    is_capturable: bool = True
+    """Whether CUDA graphs may contain the forward pass: not if offloaded weights are in pageable memory."""
 
     @property
     def draws(self) -> bool:

@@ -19,6 +19,8 @@ from quire.kernels.cpu import native
 from quire.layers.attention import caching_layers
 from quire.layers.lora import AdapterSlots
 from quire.loader import load_model
+from quire.loader.offload import LayerOffload
+from quire.logs import get_logger
 from quire.memory import ladder
 from quire.parallel.all2all import open_dispatch
 from quire.parallel.world import World
@@ -34,11 +36,14 @@ from quire.worker.multimodal.encoder import CrossEncoder, MediaEncoder, open_enc
 from quire.worker.multimodal.timestamps import Alignment
 from quire.worker.pipeline import StageLink
 from quire.worker.pooling import PoolingRunner, pooling_builder
+from quire.worker.prefetch import LayerPrefetch
 from quire.worker.rows import Rows
 from quire.worker.runner import Runner
 from quire.worker.spec.drafter import Drafter, check_ahead, load_draft, open_drafter
 from quire.worker.spec.progress import open_draft_progress
 from quire.worker.stage_runner import StageRunner
+
+log = get_logger(__name__)
 
 _CACHE_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 """KV cache dtypes that no model computes in."""
@@ -67,6 +72,8 @@ class LoadedModel:
         if self.ep is not None:
             self.ep.is_counted = parallel.enable_eplb
         self.backend = self._backend(facts)
+        self.offload: LayerOffload | None = None
+        """Layers with weights in host memory; None if cpu_offload_gb is 0."""
         self.drop()
 
     def drop(self) -> None:
@@ -79,6 +86,9 @@ class LoadedModel:
         self.drafter: Drafter | None = None
         self.slots: AdapterSlots | None = None
         """None if LoRA is off."""
+        if self.offload is not None:
+            self.offload.close()
+        self.offload = None
 
     def _layout(self, facts: ArchFacts) -> CacheLayout:
         """Return the cache layout of this stage's layers, those of the draft last."""
@@ -114,6 +124,8 @@ class LoadedModel:
         """Load the model without a cache; `on_progress` is called with the loaded share of the weights."""
         config = self.config
         slots = slots_of(config.lora, self.dtype, self.device, no_extra_vocab=why_no_extra_vocab(config))
+        if config.load.cpu_offload_gb:
+            self.offload = LayerOffload(config.load.cpu_offload_gb * 2**30, self.device)
         self.model = load_model(
             config.checkpoint,
             dtype=self.dtype,
@@ -132,7 +144,10 @@ class LoadedModel:
             ep=self.ep,
             adapters=slots,
             tower_group=tower_group(config, self.world.tp),
+            offload=self.offload,
         )
+        if self.offload is not None:
+            self._prefetch(self.offload)
         self.encoder = open_encoder(config, self.model, self.world.tp, self.device)
         if slots is not None:
             check_slots(slots, free_bytes(config.machine))
@@ -143,6 +158,16 @@ class LoadedModel:
             self.draft = load_draft(config, config.draft, backend, self.device, self.world)
             self.drafter = open_drafter(config, self.draft, self.model, backend, self.device)
 
+    def _prefetch(self, offload: LayerOffload) -> None:
+        """Let every step copy the offloaded layers to the device."""
+        from quire.worker.cuda.layer_copies import CudaLayerCopies
+
+        offload.place()
+        if offload.layers:
+            LayerPrefetch(self.model, offload.layers, CudaLayerCopies(offload.layers, self.device))
+        if not offload.is_pinned:
+            log.warning("Steps run without CUDA graphs: the memory of offloaded weights could not be pinned")
+
     @property
     def modules(self) -> nn.ModuleList:
         """Return the target model and the draft model."""
@@ -150,9 +175,12 @@ class LoadedModel:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of all weights."""
+        """Return the bytes of all weights on the device, with the buffers of offloaded layers."""
         parameters = {parameter.data_ptr(): parameter for parameter in self.modules.parameters()}
-        return sum(parameter.nbytes for parameter in parameters.values())
+        if self.offload is None:
+            return sum(parameter.nbytes for parameter in parameters.values())
+        resident = (x.nbytes for x in parameters.values() if not self.offload.holds(x))
+        return sum(resident) + self.offload.buffer_bytes
 
     def bind(self, num_blocks: int, num_rows: int | None = None) -> int:
         """Give every layer a cache of this many blocks, or a state per row. Return the bytes of all."""
@@ -212,7 +240,15 @@ class LoadedModel:
 
     def _on_device(self, head: Callable[[Tensor], Tensor], link: StageLink | None = None) -> Model:
         return Model(
-            self.model, head, self.backend, link, self.ep, self.slots, self.encoder, self._bidirectional
+            forward=self.model,
+            head=head,
+            attention=self.backend,
+            link=link,
+            ep=self.ep,
+            adapters=self.slots,
+            encoder=self.encoder,
+            bidirectional=self._bidirectional,
+            is_capturable=self.offload is None or self.offload.is_pinned,
         )
 
 

@@ -4,7 +4,7 @@ import math
 import mmap
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 
 import psutil
@@ -24,12 +24,15 @@ class Needs:
     """Memory of a worker without the cache, in bytes."""
 
     weights: int
+    """Weights on the device; those of offloaded layers are not."""
     activations: int
     """Peak of the largest step, with all sampling features in all rows."""
     graphs: int = 0
     """CUDA graphs, or tapes on a CPU."""
     counts: int = 0
     """Token counts for penalties."""
+    buffers: int = 0
+    """Buffers of offloaded layers."""
     adapters: int = 0
     """LoRA adapter slots."""
     vectors: int = 0
@@ -43,8 +46,11 @@ class Needs:
 
     @property
     def total(self) -> int:
-        named = self.weights + self.activations + self.graphs + self.counts + self.adapters + self.vectors
-        return named + self.other
+        return sum(getattr(self, term.name) for term in fields(self))
+
+    def with_buffers(self, num_bytes: int) -> "Needs":
+        """Return the needs with the buffers of offloaded layers, which were counted as weights."""
+        return replace(self, weights=self.weights - num_bytes, buffers=num_bytes)
 
     def with_slots(self, num_bytes: int, device: str) -> "Needs":
         """Return the needs with adapter slots, which a GPU has counted as `other`."""
@@ -56,6 +62,7 @@ def table(needs: Needs, cache: CacheSize) -> str:
     """Return a table of the memory, one line per use."""
     parts = {
         "weights": needs.weights,
+        "offload buffers": needs.buffers,
         "activations": needs.activations,
         "CUDA graphs or tapes": needs.graphs,
         "penalty counts": needs.counts,

@@ -2,16 +2,13 @@
 
 import contextlib
 import ctypes
-import mmap
 
 import psutil
 import torch
 from torch import Tensor, nn
 
-from quire.logs import get_logger
+from quire.kernels.host_memory import host_memory, pin, unpin
 from quire.system.process import collect_all
-
-log = get_logger(__name__)
 
 
 class OffloadedWeights:
@@ -27,7 +24,7 @@ class OffloadedWeights:
         self._storages = [storage for storage in storages.values() if storage.nbytes()]
         self._sizes = [storage.nbytes() for storage in self._storages]
         self.num_bytes = sum(self._sizes)
-        self._host = _host_memory(self.num_bytes)  # before anything is freed
+        self._host = host_memory(self.num_bytes)  # before anything is freed
         self._is_pinned = pin(self._host)
         for storage, part in zip(self._storages, self._host.split(self._sizes), strict=True):
             part.copy_(_bytes_of(storage), non_blocking=self._is_pinned)
@@ -51,34 +48,8 @@ class OffloadedWeights:
         self._is_pinned, self._storages = False, []
 
 
-def _host_memory(num_bytes: int) -> Tensor:
-    """Return host memory in huge pages, which are pinned much faster."""
-    memory = mmap.mmap(-1, max(num_bytes, 1))
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
-
-
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def pin(memory: Tensor) -> bool:
-    """Pin memory, which makes copies several times as fast. Pinned memory of torch would take up to twice the
-    space, and keep it."""
-    if not torch.cuda.is_available() or not len(memory):
-        return False
-    failed = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), len(memory), 0))
-    if failed:
-        with contextlib.suppress(torch.AcceleratorError, torch.OutOfMemoryError):
-            torch.ones(1, device="cuda")  # CUDA would report the error at the next launch
-        log.warning("Pinning %d bytes of host memory failed (CUDA error %d)", len(memory), failed)
-    return not failed
-
-
-def unpin(memory: Tensor) -> None:
-    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
 def _wait() -> None:

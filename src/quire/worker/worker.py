@@ -135,6 +135,8 @@ class Worker:
                 self._needs = self._needs.beside(draft_bytes(config, loaded.draft_facts))
         if loaded.encoder is not None and not config.multimodal.skip_mm_profiling:
             self._needs = loaded.encoder.counted_in(self._needs, config)
+        if loaded.offload is not None:
+            self._needs = self._needs.with_buffers(loaded.offload.buffer_bytes)
         if loaded.slots is not None:
             self._needs = self._needs.with_slots(loaded.slots.num_bytes, self.device.type)
         loaded.bind(num_blocks=1, num_rows=0)

@@ -136,7 +136,8 @@ class CudaDevice:
         return -(-config.scheduler.max_num_seqs // self.num_stages)
 
     def _captures(self, config: EngineConfig) -> bool:
-        return self.model.attention.capturable and not config.model.enforce_eager
+        is_capturable = self.model.is_capturable and self.model.attention.capturable
+        return is_capturable and not config.model.enforce_eager
 
     @property
     def _most_draws(self) -> int:

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.data.step_plan import Ints, Masks
+from quire.kernels.host_memory import pin, unpin
 from quire.kernels.triton.sampling import FREE, LATER, ConstrainedDevice, sample
 from quire.sampling.random import SamplingTensors
 from quire.worker.cuda.host_signal import open_host_signal
-from quire.worker.sleep import pin, unpin
 
 _NUM_PAGES = 3
 """Host buffers: one more than steps in flight."""

@@ -1,0 +1,37 @@
+"""Validation of the settings for loading weights."""
+
+from typing import Any
+
+from quire.checkpoint.facts import ArchFacts
+from quire.config.machine import Machine
+from quire.config.sections import LoadSection, ParallelSection
+from quire.errors import ConfigError
+from quire.logs import get_logger, warn_once
+
+logger = get_logger(__name__)
+
+
+def load_section(
+    args: dict[str, Any], facts: ArchFacts, parallel: ParallelSection, machine: Machine
+) -> LoadSection:
+    """Build the section from the user's settings. Raise if layers cannot be offloaded."""
+    section = LoadSection(**args)
+    size = section.cpu_offload_gb
+    if not size:
+        return section
+    if machine.device == "cpu":
+        warn_once(logger, f"cpu_offload_gb={size:g} has no effect on a CPU: all weights are in host memory")
+        return LoadSection(**{**args, "cpu_offload_gb": 0})
+    is_cross = facts.media is not None and facts.media.num_cross_states > 0
+    cannot = {
+        "an encoder model": facts.encoder is not None,
+        "a model that runs through transformers": facts.borrowed is not None,
+        "a model with cross-attention": is_cross,
+        "enable_eplb, which moves experts between GPUs": parallel.enable_eplb,
+    }
+    for kind in (kind for kind, applies in cannot.items() if applies):
+        raise ConfigError(
+            f"cpu_offload_gb={size:g} is not supported with {kind}: leave it out; quantized weights take less"
+            " memory (quantization='fp8' or 'int8')"
+        )
+    return section
