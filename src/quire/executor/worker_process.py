@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from quire.config.engine import EngineConfig
 from quire.config.expert_parallel import steps_together
 from quire.config.parallel import Rank
+from quire.config.plugins import load_plugins
 from quire.config.sections import ParallelSection
 from quire.data.codec import Outcome, decode_masks, decode_plan, encode_outcome
 from quire.data.lora import AdapterFacts
@@ -112,6 +113,7 @@ class Port(Protocol):
 def serve(place: RankAddress, port: Port) -> None:
     """Run a rank until the process ends; return only after an error."""
     try:
+        load_plugins(place.config.broken_plugins)
         worker = _join(place, port)
         phases: dict[str, Callable[[Order], Any]] = {
             "load": lambda order: worker.load(lambda share: port.say(Doing("loading", share))),

@@ -8,6 +8,7 @@ from quire.checkpoint.facts import ArchFacts, LayerFacts, RopeFacts
 from quire.checkpoint.hub import locate
 from quire.checkpoint.model import Checkpoint, read_checkpoint
 from quire.config.env import Env
+from quire.config.plugins import load_plugins
 from quire.errors import ConfigError
 
 _SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "max_len", "tied")
@@ -46,6 +47,7 @@ _NAMED_SIZE = re.compile(r"(?<![\d.])(\d+(?:\.\d+)?)b(?![a-z])", re.IGNORECASE)
 
 def subject(model: str, env: Env, **options: Any) -> tuple[Checkpoint, str]:
     """Return the model, and a note if it was approximated."""
+    load_plugins()
     if "=" in model:
         return _build_checkpoint(_parse(model)), ""
     if Path(model).exists() or Path(model).suffix == ".gguf":
