@@ -100,7 +100,11 @@ def _report_unused(entries: "list[EntryPoint]", allowed: tuple[str, ...] | None)
         if entry.group in _NO_EFFECT and (allowed is None or entry.name in allowed):
             reason = _NO_EFFECT[entry.group]
             log.warning(
-                "Plugin %r of %s (%s) has no effect: %s", entry.name, _origin(entry), entry.group, reason
+                "Plugin %r of %s in the group %s has no effect: %s",
+                entry.name,
+                _origin(entry),
+                entry.group,
+                reason,
             )
     names = sorted({entry.name for entry in entries})
     for name in allowed or ():
