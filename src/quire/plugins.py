@@ -1,4 +1,4 @@
-"""What a plugin can add: models, weight formats, attention backends, parsers and stat loggers.
+"""Registration of models, weight formats, attention backends, parsers and stat loggers by plugins.
 
 A plugin is loaded in every process, also in those without torch. So classes are registered as
 `"module:Class"` strings, which are imported when they are first used."""

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from quire.errors import ConfigError
+from quire.errors import ConfigError, one_line
 
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -71,7 +71,6 @@ def _import(target: str) -> Any:
     except (ImportError, AttributeError) as error:
         if module.partition(".")[0] == "quire":
             raise
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(
-            f"a plugin has registered {target!r}, which cannot be imported: {reason}"
+            f"a plugin has registered {target!r}, which cannot be imported: {one_line(error)}"
         ) from error

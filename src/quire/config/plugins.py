@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from quire.config.env import Env
-from quire.errors import ConfigError, nearest
+from quire.errors import ConfigError, nearest, one_line
 from quire.logs import get_logger
 
 if TYPE_CHECKING:
@@ -49,13 +49,12 @@ def load_plugins(broken: tuple[str, ...] | None = None) -> tuple[str, ...]:
         try:
             _call(entry, first=broken is None)
         except (Exception, SystemExit) as error:  # code of the operator, which may raise anything
-            problem = " ".join(f"{type(error).__name__}: {error}".split())
             if allowed is not None:
                 raise ConfigError(
-                    f"plugin {name!r} of {_origin(entry)} failed: {problem}; repair it, or remove it from the"
-                    " list of plugins (QUIRE_PLUGINS or VLLM_PLUGINS)"
+                    f"plugin {name!r} of {_origin(entry)} failed: {one_line(error)}; repair it, or remove it"
+                    " from the list of plugins (QUIRE_PLUGINS or VLLM_PLUGINS)"
                 ) from error
-            log.error("Plugin %r of %s failed and is left out: %s", name, _origin(entry), problem)
+            log.error("Plugin %r of %s failed and is left out: %s", name, _origin(entry), one_line(error))
             log.debug("Plugin %r failed", name, exc_info=error)
             failed.append(name)
     return tuple(failed)

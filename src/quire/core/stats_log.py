@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import zip_longest
 
 from quire.data.stats import STAT_LOGGERS, IntervalStats, StepStats
+from quire.errors import one_line
 from quire.logs import get_logger
 from quire.metrics import MetricsPages
 
@@ -144,7 +145,7 @@ def _send(stats: IntervalStats) -> None:
             STAT_LOGGERS[name](stats)
         except Exception as error:  # code of the operator, which may raise anything
             del STAT_LOGGERS.entries[name]
-            log.error("The stat logger %r failed and is left out: %s: %s", name, type(error).__name__, error)
+            log.error("The stat logger %r failed and is left out: %s", name, one_line(error))
 
 
 def _draft_line(drafts: StepStats, age_s: float) -> str:
