@@ -2,9 +2,13 @@
 
 import json
 import logging
+import os
+import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,6 +17,7 @@ from oracle import make_tiny
 from plugin_package import install, install_example
 from tiny_text import TextModel, text_model, variant
 
+import quire
 from quire import LLM, ModelRegistry, SamplingParams
 from quire.attention.torch_sdpa import TorchSDPA
 from quire.checkpoint.families import ALIASES, FAMILIES
@@ -208,6 +213,20 @@ def test_no_plugins_are_found_without_importlib_metadata(
     assert load_plugins() == ()
 
 
+def test_example_does_not_import_torch_and_a_plugin_that_does_is_named(folder: Path) -> None:
+    """Catches a registration that imports torch into API processes."""
+    install_example(folder)
+    add(folder, "import torch\ndef register():\n    pass\n")
+    (folder / "torch.py").write_text("")  # takes the place of torch in the new process
+    code = "from quire.config.plugins import load_plugins; print(load_plugins())"
+    source = str(Path(quire.__file__).parents[1])
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), source])}
+    ended = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
+    assert ended.stdout == "()\n", ended.stderr
+    assert re.findall(r"Loaded plugin '(\w+)'", ended.stderr) == ["acme", "mine"]
+    assert re.findall(r"Plugin '(\w+)' imports torch", ended.stderr) == ["mine"]
+
+
 # ---- plugins for vLLM
 
 
@@ -240,6 +259,18 @@ def test_plugin_for_quire_replaces_that_for_vllm(folder: Path) -> None:
     import mine
 
     assert mine.loaded == ["quire"]
+
+
+def test_vllm_plugin_does_not_mix_with_vllm_itself(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, lines: Callable[[int], list[str]]
+) -> None:
+    """Catches a plugin that extends the installed vLLM, and modules of vLLM and of Quire side by side."""
+    add(folder, REGISTERS, group="vllm.general_plugins")
+    real = ModuleType("vllm")
+    real.__file__ = "vllm/__init__.py"
+    monkeypatch.setitem(sys.modules, "vllm", real)
+    assert load_plugins() == ("mine",)
+    assert "already imported vLLM itself" in lines(logging.ERROR)[0]
 
 
 def test_unsupported_group_is_a_warning(folder: Path, lines: Callable[[int], list[str]]) -> None:
