@@ -21,6 +21,7 @@ _EXPORTS = LazyTable(
         "RequestOutputKind": "quire.data.params:RequestOutputKind",
         "RequestOutput": "quire.data.outputs:RequestOutput",
         "CompletionOutput": "quire.data.outputs:CompletionOutput",
+        "ModelRegistry": "quire.plugins:ModelRegistry",
         "LoRARequest": "quire.data.lora:LoRARequest",
         "PoolingParams": "quire.data.pooling:PoolingParams",
         **{

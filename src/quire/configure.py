@@ -18,6 +18,7 @@ from quire.config.env import Env, warn_unknown
 from quire.config.expert_parallel import steps_together
 from quire.config.mm_caches import check_cache
 from quire.config.mm_limits import check_cross_attention, drop_unused_encoder, limits_of
+from quire.config.plugins import load_plugins
 from quire.config.sections import SECTIONS
 from quire.config.speculation import read_settings
 from quire.errors import ConfigError
@@ -37,6 +38,7 @@ def configure(settings: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
     """
     env = Env.read(os.environ)
     warn_unknown(os.environ)
+    broken_plugins = load_plugins()
     values = check_args(settings)
     limits = limits_of(
         values.get("limit_mm_per_prompt"), language_model_only=values.get("language_model_only", False)
@@ -87,7 +89,7 @@ def configure(settings: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
     if config.scheduler.enable_chunked_prefill:
         tokens = config.scheduler.max_num_batched_tokens
         logger.info("Chunked prefill is enabled with max_num_batched_tokens=%d.", tokens)
-    return config
+    return replace(config, broken_plugins=broken_plugins)
 
 
 def _locate_config(values: Mapping[str, Any], env: Env) -> Path | None:

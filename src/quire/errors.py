@@ -58,6 +58,11 @@ class RequestsFailed(EngineError):
         self.errors = dict(errors)
 
 
+def one_line(error: BaseException) -> str:
+    """Return the type and the message of an error as one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return `; did you mean 'x'?` if an entry of `known` is close to `name`, else an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1)

@@ -13,7 +13,7 @@ from quire.attention.backend import BACKENDS
 from quire.checkpoint.families import FAMILIES
 from quire.checkpoint.quant import METHODS
 from quire.models import MODELS
-from quire.quant.formats import SCHEMES
+from quire.quant import SCHEMES
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(ROOT.glob("docs/add_*.md"))

@@ -6,7 +6,7 @@ import pytest
 
 from quire.core import stats_log
 from quire.core.stats_log import StatsLog
-from quire.data.stats import StepStats
+from quire.data.stats import STAT_LOGGERS, IntervalStats, StepStats
 from quire.metrics import MetricsLayout, MetricsPages
 
 INTERVAL_S = 10.0
@@ -102,3 +102,50 @@ def test_disabled_log_still_keeps_the_rates(clock: Clock, lines: list[str]) -> N
     clock.now += INTERVAL_S
     log.tick(StepStats())
     assert rates(log) == (0.0, 4.0) and lines == []
+
+
+@pytest.fixture
+def _no_stat_loggers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(STAT_LOGGERS, "entries", {})
+
+
+@pytest.mark.usefixtures("_no_stat_loggers", "lines")
+def test_stat_logger_gets_the_values_of_the_line(clock: Clock) -> None:
+    calls: list[IntervalStats] = []
+    STAT_LOGGERS.register("mine", calls.append)
+    log, silent = make_log(clock), make_log(clock, quiet=True)
+    log.add(StepStats(num_prompt_tokens=70, num_cached_tokens=20, num_sampled_tokens=40, num_preempted=2))
+    log.add(StepStats(prefix_queries=8, prefix_hits=2))
+    clock.now += INTERVAL_S
+    for stats in (log, silent):
+        stats.tick(StepStats(num_running=3, num_waiting=1, kv_usage=0.5))
+    assert calls == [
+        IntervalStats(
+            engine=0,
+            prompt_tokens_per_s=5.0,
+            generated_tokens_per_s=4.0,
+            num_running=3,
+            num_waiting=1,
+            kv_usage=0.5,
+            prefix_hit_rate=0.25,
+            num_preemptions=2,
+        )
+    ]
+
+
+@pytest.mark.usefixtures("_no_stat_loggers", "lines")
+def test_failing_stat_logger_is_named_and_left_out(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a plugin whose error ends the engine core, or fills the log."""
+    errors: list[str] = []
+    calls: list[IntervalStats] = []
+    monkeypatch.setattr(stats_log.log, "error", lambda text, *values: errors.append(text % values))
+    STAT_LOGGERS.register("broken", lambda stats: 1 / 0)
+    STAT_LOGGERS.register("missing", "nothing_of_this_name:write")
+    STAT_LOGGERS.register("mine", calls.append)
+    log = make_log(clock)
+    for _ in range(2):
+        clock.now += INTERVAL_S
+        log.tick(StepStats())
+    assert len(calls) == 2 and len(errors) == 2
+    assert errors[0] == "The stat logger 'broken' failed and is left out: ZeroDivisionError: division by zero"
+    assert "'missing'" in errors[1] and "nothing_of_this_name" in errors[1]

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from tiny_text import TextModel
 
+import quire
 from quire import LLM, SamplingParams
 from quire.cli import main
 from quire.entrypoints import vllm_shim
-from quire.errors import ConfigError
 from quire.version import VLLM_VERSION
 
 SCRIPT = """
@@ -93,10 +93,13 @@ def test_section_is_accepted_as_an_engine_argument(tiny: TextModel) -> None:
         _ = section.model
 
 
-def test_model_registry_is_read_only() -> None:
-    assert "LlamaForCausalLM" in vllm_shim.ModelRegistry.get_supported_archs()
-    with pytest.raises(ConfigError, match=r"register_model\('Mine'\).*transformers"):
-        vllm_shim.ModelRegistry.register_model("Mine", object)
+def test_model_registry_is_that_of_quire() -> None:
+    vllm_shim.install()
+    from vllm import ModelRegistry  # type: ignore[import-not-found]
+    from vllm.model_executor.models.registry import ModelRegistry as same  # type: ignore[import-not-found]
+
+    assert ModelRegistry is same is quire.ModelRegistry
+    assert "LlamaForCausalLM" in ModelRegistry.get_supported_archs()
 
 
 def test_missing_script_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from quire.batch.journal import Journal
 from quire.batch.lines import Line, answer_line, error_line, index, read_request
 from quire.batch.transport import AsgiTransport, BatchAnswer, HttpTransport, Transport
 from quire.config.cli import FlagParser, add_engine_flags, engine_args_from
+from quire.config.plugins import load_plugins
 from quire.configure import configure
 from quire.entrypoints.child_cores import private_engine
 from quire.errors import ConfigError
@@ -86,6 +87,8 @@ def run(args: argparse.Namespace) -> int:
 @asynccontextmanager
 async def open_transport(args: argparse.Namespace) -> AsyncIterator[Transport]:
     """Open the transport to the server or to an engine of this process."""
+    if args.url is None:
+        load_plugins()  # it may register the parsers of the settings
     engine_args, settings = engine_args_from(args), server_settings(args)
     if args.url is None:
         async with private_engine(configure(engine_args, usage="server")) as engine:

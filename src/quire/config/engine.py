@@ -82,6 +82,8 @@ class EngineConfig:
     """The draft model on the device; None: there is none."""
     largest_items: Mapping[str, int] = field(default_factory=dict)
     """Number of tokens of the largest possible item, by modality."""
+    broken_plugins: tuple[str, ...] = ()
+    """Plugins that failed in the first process, which all others leave out."""
 
     @property
     def quant(self) -> QuantFacts | None:

@@ -24,7 +24,7 @@ NO_EFFECT = frozenset(
     ENABLE_V1_MULTIPROCESSING HTTP_TIMEOUT_KEEP_ALIVE
     KEEP_ALIVE_ON_ENGINE_DEATH LOGGING_COLOR LOGGING_CONFIG_PATH LOGGING_PREFIX MAX_COMPLETION_PROMPTS
     MAX_NUM_BAD_WORDS MAX_STOP_STRINGS MEDIA_CACHE MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS
-    NO_USAGE_STATS PLUGINS RAY_DP_PACK_STRATEGY SKIP_MODEL_NAME_VALIDATION USE_DEEP_GEMM
+    NO_USAGE_STATS RAY_DP_PACK_STRATEGY SKIP_MODEL_NAME_VALIDATION USE_DEEP_GEMM
     USE_FLASHINFER_SAMPLER USE_MODELSCOPE USE_RUST_FRONTEND USE_V1 USE_V2_MODEL_RUNNER
     WORKER_MULTIPROC_METHOD XGRAMMAR_CACHE_MB
     """,
@@ -127,14 +127,17 @@ class Env:
     """Seconds for one step; an engine that takes longer counts as hung and is restarted."""
     pp_layer_partition: str = ""
     """Number of layers of each pipeline stage, as `8,8,6`."""
+    plugins: tuple[str, ...] | None = None
+    """Names of the plugins to load, separated by commas; empty: none. By default all installed plugins are
+    loaded. The start is refused if a plugin of this list fails."""
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> "Env":
         values: dict[str, Any] = {}
         for name, kind in _ENV_KINDS.items():
-            variable = next(
-                (f"{p}_{name.upper()}" for p in PREFIXES if environ.get(f"{p}_{name.upper()}")), ""
-            )
+            variables = (f"{prefix}_{name.upper()}" for prefix in PREFIXES)
+            is_set = environ.__contains__ if name in _MAY_BE_EMPTY else environ.get
+            variable = next(filter(is_set, variables), "")
             if not variable:
                 continue
             try:
@@ -210,7 +213,10 @@ _ENV_KINDS: dict[str, Any] = {
     "engine_ready_timeout_s": float,
     "execute_model_timeout_seconds": float,
     "pp_layer_partition": str,
+    "plugins": lambda text: tuple(name.strip() for name in text.split(",") if name.strip()),
 }
+_MAY_BE_EMPTY = ("plugins",)
+"""Variables with a meaning if they are empty; others are then read as unset."""
 _GROUPS: dict[str, tuple[type, str]] = {
     "responses_store": (StoreLimits, "responses_store_"),
     "adapters": (AdapterEnv, ""),

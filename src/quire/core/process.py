@@ -12,6 +12,7 @@ from pathlib import Path
 from quire.config.engine import EngineConfig
 from quire.config.env import Env
 from quire.config.mm_caches import max_bytes
+from quire.config.plugins import load_plugins
 from quire.core.build import build_core
 from quire.core.clients import Clients
 from quire.core.engine_core import EngineCore
@@ -77,6 +78,7 @@ def run_core(config: EngineConfig, seat: CoreAddress, parent: Connection) -> Non
     began_at = time.monotonic()
     try:
         _take_devices(config, seat)
+        load_plugins(config.broken_plugins)
         core, cache = build_core(config, token=seat.token)
     except QuireError as error:
         parent.send(f"engine {rank}: {error}" if size > 1 else str(error))

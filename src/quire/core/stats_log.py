@@ -5,7 +5,8 @@ from collections import deque
 from collections.abc import Callable
 from itertools import zip_longest
 
-from quire.data.stats import StepStats
+from quire.data.stats import STAT_LOGGERS, IntervalStats, StepStats
+from quire.errors import one_line
 from quire.logs import get_logger
 from quire.metrics import MetricsPages
 
@@ -104,22 +105,47 @@ class StatsLog:
     def _log(self, tally: StatsTotals, now: StepStats, *, again: bool = False) -> None:
         self._logged_at = self._clock()
         if not self.quiet:
-            (log.debug if again else log.info)("%s", self._line(*tally.rates(), now))
+            stats = self._interval_stats(*tally.rates(), now)
+            (log.debug if again else log.info)("%s", self._line(stats))
+            _send(stats)
             if self._drafts.num_drafts:
                 log.info("%s", _draft_line(self._drafts, tally.age_s))
         self._drafts = StepStats()
 
-    def _line(self, prompt: float, generated: float, now: StepStats) -> str:
+    def _interval_stats(self, prompt: float, generated: float, now: StepStats) -> IntervalStats:
         hits, queries = (sum(pair[i] for pair in self._lookups) for i in (0, 1))
+        return IntervalStats(
+            engine=self.rank,
+            prompt_tokens_per_s=prompt,
+            generated_tokens_per_s=generated,
+            num_running=now.num_running,
+            num_waiting=now.num_waiting,
+            kv_usage=now.kv_usage,
+            prefix_hit_rate=hits / queries if queries else 0.0,
+            num_preemptions=self._num_preempted,
+        )
+
+    def _line(self, stats: IntervalStats) -> str:
         items = self.pages.value("mm_cache_queries")
         mm_rate = f", MM cache hit rate: {self.pages.value('mm_cache_hits') / items:.1%}" if items else ""
         return (
-            f"Engine {self.rank:03d}: Avg prompt throughput: {prompt:.1f} tokens/s, "
-            f"Avg generation throughput: {generated:.1f} tokens/s, Running: {now.num_running} reqs, "
-            f"Waiting: {now.num_waiting} reqs, GPU KV cache usage: {now.kv_usage:.1%}, "
-            f"Prefix cache hit rate: {hits / queries if queries else 0.0:.1%}, "
-            f"Preemptions: {self._num_preempted}{mm_rate}"
+            f"Engine {stats.engine:03d}: Avg prompt throughput: {stats.prompt_tokens_per_s:.1f} tokens/s, "
+            f"Avg generation throughput: {stats.generated_tokens_per_s:.1f} tokens/s, "
+            f"Running: {stats.num_running} reqs, Waiting: {stats.num_waiting} reqs, "
+            f"GPU KV cache usage: {stats.kv_usage:.1%}, "
+            f"Prefix cache hit rate: {stats.prefix_hit_rate:.1%}, "
+            f"Preemptions: {stats.num_preemptions}{mm_rate}"
         )
+
+
+def _send(stats: IntervalStats) -> None:
+    """Call the stat loggers of plugins. One that raises is not called again."""
+    for name in list(STAT_LOGGERS):
+        try:
+            STAT_LOGGERS[name](stats)
+        except Exception as error:  # code of the operator, which may raise anything
+            del STAT_LOGGERS.entries[name]
+            log.error("The stat logger %r failed and is left out: %s", name, one_line(error))
 
 
 def _draft_line(drafts: StepStats, age_s: float) -> str:

@@ -5,6 +5,10 @@ from dataclasses import dataclass, field
 import msgspec
 
 from quire.data.params import SamplingParams
+from quire.registry import LazyTable
+
+STAT_LOGGERS = LazyTable("stat logger", {})
+"""Functions of plugins that receive the `IntervalStats` of an engine core."""
 
 
 class StepStats(msgspec.Struct):
@@ -36,6 +40,24 @@ class StepStats(msgspec.Struct):
     """Names of LoRA adapters of running requests."""
     waiting_adapters: list[str] = []
     """Names of LoRA adapters of waiting requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class IntervalStats:
+    """Statistics of one engine core over the last interval, as in its log line."""
+
+    engine: int
+    """Data-parallel rank."""
+    prompt_tokens_per_s: float
+    generated_tokens_per_s: float
+    num_running: int
+    num_waiting: int
+    kv_usage: float
+    """Used share of the KV cache, 0 to 1."""
+    prefix_hit_rate: float
+    """Share of prompt tokens of the last 1,000 admissions that were in the prefix cache, 0 to 1."""
+    num_preemptions: int
+    """Number of preemptions since the start."""
 
 
 @dataclass(slots=True)

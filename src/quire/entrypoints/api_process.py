@@ -15,6 +15,7 @@ import uvloop
 from quire.config.engine import EngineConfig
 from quire.config.generation import default_sampling
 from quire.config.mm_caches import cache_kind
+from quire.config.plugins import load_plugins
 from quire.configure import cache_info, eos_ids, open_grammars, open_tokenizer, settings_of
 from quire.errors import QuireError
 from quire.frontend.chat import read_template
@@ -141,6 +142,7 @@ def run_api(
     adopt(f"APIServer{index}" if (settings.http.api_server_count or 1) > 1 else "APIServer")
     tune_allocator()
     try:
+        load_plugins(config.broken_plugins)
         names = key_names(settings.keys)
         keys = KeyPages(names, key_file, process=index) if names else None
         engine = make_engine(

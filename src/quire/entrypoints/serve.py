@@ -17,6 +17,7 @@ def add_flags(parser: FlagParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until the server is stopped. The server is imported only here, so that `--help` is quick."""
+    from quire.config.plugins import load_plugins
     from quire.configure import configure
     from quire.entrypoints.launch import launch
     from quire.server.api_keys import key_names
@@ -24,6 +25,7 @@ def run(args: argparse.Namespace) -> int:
     values = engine_args_from(args)
     if args.model_tag is not None and values.setdefault("model", args.model_tag) != args.model_tag:
         raise ConfigError(f"two models: {args.model_tag!r} and --model {values['model']!r}; give one")
+    load_plugins()  # it may register the parsers of the settings
     settings = server_settings(args, Env.read(os.environ))
     if key_names(settings.keys):
         values.setdefault("share_by_key", True)

@@ -12,7 +12,6 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from quire.errors import ConfigError, QuireError, nearest
-from quire.models import MODELS
 from quire.registry import LazyTable
 
 _QUIRE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -33,6 +32,7 @@ _ENGINES = {
     "AsyncLLM": "quire.entrypoints.async_llm:AsyncLLMEngine",
 }
 _LLM = {"LLM": "quire.entrypoints.llm:LLM"}
+_REGISTRY = {"ModelRegistry": "quire.plugins:ModelRegistry"}
 _PARSER = {"FlexibleArgumentParser": "quire.config.cli:FlagParser"}
 _VERSION = {
     "__version__": "quire.version:VLLM_VERSION",
@@ -56,10 +56,12 @@ MODULES: dict[str, dict[str, str]] = {
         **_ENGINES,
         **_targets("quire", (*_PARAMS, *_OUTPUTS, *_POOLED, *_PROMPTS, "PoolingParams")),
         **_VERSION,
-        **_targets("quire.entrypoints.vllm_shim", ("ModelRegistry", "initialize_ray_cluster")),
+        **_REGISTRY,
+        **_targets("quire.entrypoints.vllm_shim", ("initialize_ray_cluster",)),
     },
     "vllm.config": dict.fromkeys(_SECTIONS, "quire.entrypoints.vllm_shim:Section"),
-    "vllm.model_executor.models": _targets("quire.entrypoints.vllm_shim", ("ModelRegistry",)),
+    "vllm.model_executor.models": _REGISTRY,
+    "vllm.model_executor.models.registry": _REGISTRY,
     "vllm.sampling_params": {
         **_targets("quire", _PARAMS),
         "GuidedDecodingParams": "quire.data.params:StructuredOutputsParams",
@@ -98,21 +100,6 @@ class Section(dict[str, Any]):
         if name not in self:
             raise AttributeError(f"{name} is not set; set are: {', '.join(self) or 'none'}")
         return self[name]
-
-
-class ModelRegistry:
-    """The supported architectures. Scripts cannot add any."""
-
-    @staticmethod
-    def get_supported_archs() -> list[str]:
-        return sorted(MODELS)
-
-    @staticmethod
-    def register_model(architecture: str, model: Any) -> None:
-        raise ConfigError(
-            f"ModelRegistry.register_model({architecture!r}) is not supported: Quire builds models from its"
-            " own layers; with model_impl='transformers' decoders of transformers need no registration"
-        )
 
 
 def initialize_ray_cluster(parallel_config: Any = None, ray_address: str | None = None) -> None:

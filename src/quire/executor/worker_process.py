@@ -16,11 +16,12 @@ from typing import Any, Protocol
 from quire.config.engine import EngineConfig
 from quire.config.expert_parallel import steps_together
 from quire.config.parallel import Rank
+from quire.config.plugins import load_plugins
 from quire.config.sections import ParallelSection
 from quire.data.codec import Outcome, decode_masks, decode_plan, encode_outcome
 from quire.data.lora import AdapterFacts
 from quire.data.step_plan import Masks, Pending, StepPlan
-from quire.errors import EngineDead, QuireError, RequestError
+from quire.errors import EngineDead, QuireError, RequestError, one_line
 from quire.executor import Refused
 from quire.executor.lora_loading import AdapterReading
 from quire.executor.messages import (
@@ -112,6 +113,7 @@ class Port(Protocol):
 def serve(place: RankAddress, port: Port) -> None:
     """Run a rank until the process ends; return only after an error."""
     try:
+        load_plugins(place.config.broken_plugins)
         worker = _join(place, port)
         phases: dict[str, Callable[[Order], Any]] = {
             "load": lambda order: worker.load(lambda share: port.say(Doing("loading", share))),
@@ -191,10 +193,6 @@ def _join(place: RankAddress, port: Port) -> Any:
 def is_cut_off(error: BaseException) -> bool:
     """Whether the error only means that another rank is gone."""
     return any(sign in str(error) for sign in _CUT_OFF)
-
-
-def one_line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 class Steps:

@@ -42,10 +42,6 @@ from quire.quant.plain import PlainFormat
 
 logger = get_logger(__name__)
 
-_MARKS = tuple(
-    mark if mark[0] == "_" else f".{mark}" for scheme in Scheme.__subclasses__() for mark in scheme.marks
-)
-"""Name endings of tensors that only quantized layers have."""
 _WHOLE = Stage()
 LayerTarget = tuple[Target, Loads]
 """The target that a tensor of the checkpoint fills, and its layer."""
@@ -133,6 +129,12 @@ def load_model(
         else:
             _load(source, model, _Checks(checkpoint, stage, ep is not None, partly), bar, offload)
     return model.eval()
+
+
+def _scheme_marks() -> tuple[str, ...]:
+    """Return the name endings of tensors that only quantized layers have."""
+    marks = (mark for scheme in Scheme.__subclasses__() for mark in scheme.marks)
+    return tuple(mark if mark[0] == "_" else f".{mark}" for mark in marks)
 
 
 def _open_source(checkpoint: Checkpoint, load_format: str, seed: int, *, with_modules: bool) -> Source:
@@ -379,7 +381,7 @@ def _check_unused(
         and not _is_elsewhere(name, known)
         and _EXPERT.sub(".*.", name) not in shared
     ]
-    if odd := [name for name in extra if name.endswith(_MARKS)]:
+    if odd := [name for name in extra if name.endswith(_scheme_marks())]:
         raise ConfigError(
             f"{checkpoint.path} has {len(odd)} quantized weights that a {checkpoint.facts.architecture} does "
             f"not have, or has unquantized: {_list_names(odd)}; config.json does not match the weights"

@@ -13,6 +13,7 @@ from quire.checkpoint.model import Checkpoint, read_checkpoint
 from quire.checkpoint.object_store import is_url
 from quire.checkpoint.weights import count_parameters
 from quire.config.env import Env
+from quire.config.plugins import load_plugins
 from quire.errors import ConfigError
 
 _SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "max_len", "tied")
@@ -63,6 +64,7 @@ _REMEDY = (
 
 def subject(model: str, env: Env, **options: Any) -> tuple[Checkpoint, str]:
     """Return the model, and a note if it was approximated."""
+    load_plugins()
     if "=" in model:
         return _build_checkpoint(_parse(model)), ""
     if is_url(model) or Path(model).exists() or Path(model).suffix == ".gguf":

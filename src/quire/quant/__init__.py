@@ -1,1 +1,15 @@
 """Weights: storage and matmuls of linear layers and experts, one file per format."""
+
+from quire.registry import LazyTable
+
+SCHEMES = LazyTable(
+    "weight scheme",
+    {
+        "BitsAndBytes": "quire.quant.bitsandbytes:BitsAndBytesFormat",
+        "Fp8": "quire.quant.fp8:Fp8Format",
+        "Grouped": "quire.quant.int4:Int4Format",
+        "Int8": "quire.quant.int8:Int8Format",
+        "Mxfp4": "quire.quant.mxfp4:Mxfp4Format",
+    },
+)
+"""By the name of the scheme's class: a callable (scheme, plain format) that returns a `Format`."""

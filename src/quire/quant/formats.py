@@ -7,22 +7,10 @@ from itertools import groupby, islice
 from quire.checkpoint.quant.facts import QuantFacts
 from quire.checkpoint.quant.schemes import Fp8, Scheme
 from quire.errors import ConfigError
+from quire.quant import SCHEMES
 from quire.quant.experts import ExpertShape, StoredExperts
 from quire.quant.format import Format
 from quire.quant.weight import LinearShape, MixedWeight, Weight, shapes_of
-from quire.registry import LazyTable
-
-SCHEMES = LazyTable(
-    "weight scheme",
-    {
-        "BitsAndBytes": "quire.quant.bitsandbytes:BitsAndBytesFormat",
-        "Fp8": "quire.quant.fp8:Fp8Format",
-        "Grouped": "quire.quant.int4:Int4Format",
-        "Int8": "quire.quant.int8:Int8Format",
-        "Mxfp4": "quire.quant.mxfp4:Mxfp4Format",
-    },
-)
-"""By the name of the scheme's class: a callable (scheme, plain format) that returns a `Format`."""
 
 
 class SchemeFormat:

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from quire.checkpoint.hub import DEFAULT_MODEL, DEFAULT_MODEL_NAMES, locate
 from quire.config.cli import FlagParser
 from quire.config.env import Env
+from quire.config.plugins import load_plugins
 from quire.errors import ConfigError
 from quire.memory import human
 from quire.quantize.compressed import RoundingPlan, write_compressed
@@ -60,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
     path = locate(
         args.model, revision=args.revision, token=args.hf_token, cache_root=Env.read(os.environ).cache_root
     )
+    load_plugins()
     stored = SourceModel(path)
     if args.model in DEFAULT_MODEL_NAMES:
         stored.checkpoint = replace(stored.checkpoint, generation=dict(DEFAULT_MODEL.generation))

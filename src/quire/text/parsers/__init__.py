@@ -173,7 +173,7 @@ def tool_parser(name: str) -> Callable[[Factory], Factory]:
 
 def _register(table: LazyTable, name: str) -> Callable[[Factory], Factory]:
     def decorate(factory: Factory) -> Factory:
-        table.entries[name] = f"{factory.__module__}:{factory.__qualname__}"
+        table.register(name, factory)
         return factory
 
     return decorate

@@ -1,0 +1,154 @@
+"""Plugins: entry points of installed packages, which are called once in every process."""
+
+import functools
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from quire.config.env import Env
+from quire.errors import ConfigError, nearest, one_line
+from quire.logs import get_logger
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+log = get_logger(__name__)
+
+GROUP, VLLM_GROUP = "quire.plugins", "vllm.general_plugins"
+"""Groups of functions without arguments, which register models, parsers and the like."""
+_NO_EFFECT = {
+    "vllm.logits_processors": "Quire has no custom logits processors",
+    "vllm.stat_logger_plugins": "use quire.plugins.register_stat_logger, or read /metrics",
+    "vllm.io_processor_plugins": "Quire has no IO processors",
+    "vllm.platform_plugins": "Quire runs on CPUs and on CUDA devices",
+    "vllm.endpoint_plugins": "use --middleware",
+}
+"""Groups of vLLM that are not loaded, with the reason or the remedy."""
+_BUILT_IN = ("lora_filesystem_resolver", "lora_hf_hub_resolver")
+"""Plugins of vLLM itself that Quire has without a plugin."""
+
+
+@functools.cache
+def load_plugins(broken: tuple[str, ...] | None = None) -> tuple[str, ...]:
+    """Load the installed plugins, once per process, and return the names of those that failed.
+
+    A child process passes the failed ones of its parent as `broken`: it leaves them out, too, and does not
+    report the others again."""
+    allowed = Env.read(os.environ).plugins
+    if allowed == () or not (_declares_plugins() or allowed):
+        return ()
+    entries = _entries()
+    if broken is None:
+        _report_unused(entries, allowed)
+    failed = list(broken or ())
+    for name, entry in _selected(entries).items():
+        if name in failed or (allowed is not None and name not in allowed):
+            continue
+        try:
+            _call(entry, first=broken is None)
+        except (Exception, SystemExit) as error:  # code of the operator, which may raise anything
+            if allowed is not None:
+                raise ConfigError(
+                    f"plugin {name!r} of {_origin(entry)} failed: {one_line(error)}; repair it, or remove it"
+                    " from the list of plugins (QUIRE_PLUGINS or VLLM_PLUGINS)"
+                ) from error
+            log.error("Plugin %r of %s failed and is left out: %s", name, _origin(entry), one_line(error))
+            log.debug("Plugin %r failed", name, exc_info=error)
+            failed.append(name)
+    return tuple(failed)
+
+
+def _call(entry: "EntryPoint", *, first: bool) -> None:
+    """Import and call a plugin. A plugin for vLLM imports Quire's names as `vllm`."""
+    if entry.group == VLLM_GROUP:
+        if getattr(sys.modules.get("vllm"), "__file__", None) is not None:
+            raise ConfigError("this process has already imported vLLM itself, which the plugin would extend")
+        importlib.import_module("quire.entrypoints.vllm_shim").install()
+    had_torch = "torch" in sys.modules
+    register: Any = entry.load()
+    register()
+    if first:
+        log.info("Loaded plugin %r of %s", entry.name, _origin(entry))
+        if not had_torch and "torch" in sys.modules:
+            log.warning(
+                "Plugin %r imports torch, so every API process does: register 'module:Class' strings, and"
+                " import torch in that module only",
+                entry.name,
+            )
+
+
+def _selected(entries: "list[EntryPoint]") -> "dict[str, EntryPoint]":
+    """Return the plugins to call by name. If a package has the same name for Quire and for vLLM, that for
+    Quire is called."""
+    ranked = sorted((entry for entry in entries if entry.group in (GROUP, VLLM_GROUP)), key=_rank)
+    selected: dict[str, EntryPoint] = {}
+    for entry in ranked:
+        selected.setdefault(entry.name, entry)
+    return selected
+
+
+def _rank(entry: "EntryPoint") -> tuple[bool, str]:
+    return entry.group != GROUP, entry.name
+
+
+def _report_unused(entries: "list[EntryPoint]", allowed: tuple[str, ...] | None) -> None:
+    """Warn about plugins of groups that are not supported, and about names that no package has."""
+    for entry in entries:
+        if entry.group in _NO_EFFECT and (allowed is None or entry.name in allowed):
+            reason = _NO_EFFECT[entry.group]
+            log.warning(
+                "Plugin %r of %s in the group %s has no effect: %s",
+                entry.name,
+                _origin(entry),
+                entry.group,
+                reason,
+            )
+    names = sorted({entry.name for entry in entries})
+    for name in allowed or ():
+        if name not in names and name not in _BUILT_IN:
+            hint = nearest(name, names) or f"; installed: {', '.join(names) or 'none'}"
+            log.warning("No installed package has the plugin %r of VLLM_PLUGINS%s", name, hint)
+
+
+def _origin(entry: "EntryPoint") -> str:
+    package = f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else "an unknown package"
+    return f"{package} ({entry.value})"
+
+
+def _entries() -> "list[EntryPoint]":
+    """Return the entry points of all plugin groups, without those of vLLM itself."""
+    from importlib.metadata import entry_points  # slow to import
+
+    groups = (GROUP, VLLM_GROUP, *_NO_EFFECT)
+    found = entry_points()
+    return [
+        entry
+        for group in groups
+        for entry in found.select(group=group)
+        if entry.value.partition(":")[0].partition(".")[0] != "vllm"
+    ]
+
+
+def _declares_plugins() -> bool:
+    """Return whether an installed package may have a plugin. This takes 2 ms for 130 packages, whereas
+    importing importlib.metadata and reading all entry points takes 70 ms."""
+    groups = [group.encode() for group in (GROUP, VLLM_GROUP, *_NO_EFFECT)]
+    return any(group in text for text in _entry_point_files() for group in groups)
+
+
+def _entry_point_files() -> Iterator[bytes]:
+    """Yield the entry_points.txt of every installed package."""
+    for folder in sys.path:
+        try:
+            names = os.listdir(folder or ".")
+        except OSError:
+            continue
+        for name in names:
+            if name.endswith((".dist-info", ".egg-info")):
+                try:
+                    with open(os.path.join(folder, name, "entry_points.txt"), "rb") as file:
+                        yield file.read()
+                except OSError:
+                    continue
