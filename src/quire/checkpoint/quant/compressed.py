@@ -4,8 +4,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from quire.checkpoint.quant.facts import LayerRule, QuantFacts
-from quire.checkpoint.quant.schemes import Fp8, Grouped, Int8, Scheme
+from quire.checkpoint.quant.facts import LayerRule, QuantFacts, layer_pattern
+from quire.checkpoint.quant.schemes import BlockFloat, Fp8, Grouped, Int8, Scheme
 from quire.checkpoint.reader import ConfigReader
 from quire.errors import ConfigError
 
@@ -14,10 +14,20 @@ _LINEAR = "Linear"
 """The only layer class that can be quantized."""
 _PACKED = "pack-quantized"
 _FORMATS = (_PACKED, "int-quantized", "float-quantized", "naive-quantized")
+_BLOCK_FLOATS = {
+    ("nvfp4-pack-quantized", 4, "tensor_group", 16): BlockFloat(
+        "nvfp4", "weight_packed", "weight_global_scale", is_divisor=True
+    ),
+    ("mxfp4-pack-quantized", 4, "group", 32): BlockFloat("mxfp4", "weight_packed"),
+    ("mxfp8-quantized", 8, "group", 32): BlockFloat("mxfp8"),
+}
+"""By format, bits, strategy and group size. Activations are not quantized."""
 _DENSE = (None, "dense")
 _KNOWN = (
     "supported are float weights of 8 bits by tensor, channel or block, int weights of 8 bits by tensor or "
-    f"channel, and int weights of 4 or 8 bits by group or channel in {_PACKED} without input_activations"
+    f"channel, int weights of 4 or 8 bits by group or channel in {_PACKED} without input_activations, and "
+    "symmetric float weights in nvfp4-pack-quantized (groups of 16), mxfp4-pack-quantized and "
+    "mxfp8-quantized (groups of 32)"
 )
 _IN_ORDER = (None, False, "weight", "static")
 """Values of actorder with groups of consecutive inputs."""
@@ -34,11 +44,11 @@ def read_compressed(keys: ConfigReader) -> QuantFacts:
                 f"{keys.source}: {key} has {content}, which is not supported; "
                 "use a checkpoint that is quantized alone, or the dense one"
             )
-    rules = [LayerRule(_pattern(name), None) for name in _read_names(keys, "ignore")]
+    rules = [LayerRule(_pattern(name), None) for name in keys.names("ignore")]
     by_name, by_class = [], []
     for name, group in _read_groups(keys).items():
         scheme = _read_scheme(group, group.get("format") or keys.get("format"), name)
-        for target in _read_names(group, "targets"):
+        for target in group.names("targets"):
             if target == _LINEAR:
                 by_class.append(LayerRule("", scheme))
             elif re.fullmatch(r"[A-Z]\w*", target):
@@ -73,22 +83,14 @@ def _read_groups(keys: ConfigReader) -> dict[str, ConfigReader]:
     return {name: ConfigReader(f"{keys.source}: {name}", group) for name, group in groups.items()}
 
 
-def _read_names(keys: ConfigReader, key: str) -> list[str]:
-    names: Any = keys.get(key) or []
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise keys.wrong(key, "a list of names")
-    return names
-
-
 def _pattern(name: str) -> str:
-    """Return a pattern of the layer name or, after `re:`, of its beginning. The prefix of the text part of
-    multimodal models is removed."""
+    """Return a pattern of the layer name or, after `re:`, of its beginning."""
     if name.startswith("re:"):
         try:
             return re.compile(f"^(?:{name[3:]})").pattern
         except re.error as error:
             raise ConfigError(f"{METHOD}: {name!r} is not a pattern: {error}") from error
-    return rf"(^|\.){re.escape(name.replace('language_model.', ''))}$"
+    return layer_pattern(name)
 
 
 def _read_scheme(group: ConfigReader, format: Any, name: str) -> Scheme:
@@ -100,7 +102,7 @@ def _read_scheme(group: ConfigReader, format: Any, name: str) -> Scheme:
         for name, kind in _KINDS.items():
             if inner.get(name) is not None and type(inner.get(name)) is not kind:
                 raise inner.wrong(name, "a whole number" if kind is int else "a word")
-    scheme = None
+    scheme = _block_float(weights, format) if weights else None
     if weights and format in _FORMATS and not group.get("output_activations"):
         reader = {("float", 8): _fp8, ("int", 8): _int8, ("int", 4): _grouped}.get(
             (weights.get("type", "int"), weights.get("num_bits", 8))
@@ -128,6 +130,13 @@ def _granularity(args: Mapping[str, Any]) -> str:
     size = args.get("group_size")
     implied = "tensor" if size is None else "group" if size > 0 else "channel"
     return str(args.get("strategy") or implied)
+
+
+def _block_float(weights: Mapping[str, Any], format: Any) -> Scheme | None:
+    if weights.get("type") != "float" or not weights.get("symmetric", True):
+        return None
+    key = format, weights.get("num_bits", 8), _granularity(weights), weights.get("group_size")
+    return _BLOCK_FLOATS.get(key)
 
 
 def _fp8(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, format: str) -> Scheme | None:

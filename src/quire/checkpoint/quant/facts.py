@@ -35,7 +35,13 @@ class QuantFacts:
         return next((rule.scheme for rule in reversed(self.rules) if rule.scheme is not None), None)
 
 
-def all_but(skipped: Iterable[str], scheme: Scheme) -> tuple[LayerRule, ...]:
+def all_but(skipped: Iterable[str], scheme: Scheme | None) -> tuple[LayerRule, ...]:
     """Return rules for all layers except those with one of these names, whole or between dots."""
-    plain = (LayerRule(rf"(^|\.){re.escape(name)}(\.|$)", None) for name in skipped)
-    return (*plain, LayerRule("", scheme))
+    return (*(LayerRule(layer_pattern(name), None) for name in skipped), LayerRule("", scheme))
+
+
+def layer_pattern(*names: str) -> str:
+    """Return a pattern of layers with one of these names, whole or between dots. The prefix of the text part
+    of multimodal models is removed."""
+    known = "|".join(re.escape(name.replace("language_model.", "")) for name in names)
+    return rf"(^|\.)(?:{known})(\.|$)"
