@@ -204,6 +204,13 @@ def block_float_config(format: str, bits: int, group: int) -> dict[str, Any]:
     }
 
 
+def quark_config(weight: Any, inputs: Any = None, **more: Any) -> dict[str, Any]:
+    layer = {"weight": weight, "input_tensors": inputs, "output_tensors": None, "bias": None}
+    empty: dict[str, Any] = {"layer_quant_config": {}, "layer_type_quant_config": {}, "exclude": ["lm_head"]}
+    export = {"kv_cache_group": [], "pack_method": "reorder"}
+    return {"quant_method": "quark", "global_quant_config": layer, "export": export} | empty | more
+
+
 def gpt_oss(folder: Path, intermediate_size: int = 96) -> tuple[Path, Any]:
     """Return a tiny gpt-oss with packed experts and its transformers model with the dequantized values."""
     path, hf_model = make_tiny("gpt_oss", folder, hidden_size=64, intermediate_size=intermediate_size)
@@ -276,6 +283,10 @@ STORED: dict[str, Stored] = {
     "mxfp8": Stored(
         {"quant_method": "mxfp8", "ignored_layers": ["lm_head"]},
         functools.partial(pack_block_float, "mxfp8", "weight", ""),
+    ),
+    "quark mxfp4": Stored(
+        quark_config({"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}),
+        functools.partial(pack_block_float, "mxfp4", "weight", ""),
     ),
     "nf4": Stored(bitsandbytes_config("nf4", nested=True), functools.partial(pack4, "nf4", True)),
     "fp4": Stored(bitsandbytes_config("fp4"), functools.partial(pack4, "fp4", False)),

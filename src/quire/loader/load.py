@@ -64,11 +64,12 @@ _IGNORED = re.compile(
     r"|^(talker|token2wav|code2wav)\.|visual_embeddings_table\.|\.audio_bos_eos_token\."
     r"|^(thinker\.)?(model\.)?(vision_encoder|vision_projection)\."
     r"|^(thinker\.)?(model\.)?image_newline$"
-    r"|\.(q_scale|prob_scale|input_scale(_ub|_2)?|input_global_scale|activation_scale|input_zero_point|weight_format|g_idx)$"
+    r"|\.(q_scale|prob_scale|input_scale(_ub|_2)?|input_global_scale|activation_scale|input_zero_point|weight_zero_point|weight_format|g_idx)$"
     r"|\.weight_shape$"
 )
 """Weights that may be ignored: RoPE frequencies, the causal masks of GPT-2 and GPT-NeoX, MTP layers,
-multimodal encoders, input scales where inputs are not quantized, and metadata of packed weights."""
+multimodal encoders, input scales where inputs are not quantized, zero points of symmetric weights, and
+metadata of packed weights."""
 
 
 def load_model(

@@ -11,6 +11,7 @@ from quire.checkpoint.quant.fp8 import read_fbgemm, read_fp8
 from quire.checkpoint.quant.gptq import read_gptq
 from quire.checkpoint.quant.modelopt import read_modelopt
 from quire.checkpoint.quant.mxfp4 import read_mxfp4, read_mxfp8
+from quire.checkpoint.quant.quark import read_quark
 from quire.checkpoint.quant.schemes import Fp8, Int8
 from quire.checkpoint.reader import ConfigReader, read_json
 from quire.errors import ConfigError
@@ -25,6 +26,7 @@ METHODS: dict[str, Callable[[ConfigReader], QuantFacts]] = {
     "modelopt": read_modelopt,
     "mxfp4": read_mxfp4,
     "mxfp8": read_mxfp8,
+    "quark": read_quark,
 }
 """Readers by quant_method."""
 ONLINE = {

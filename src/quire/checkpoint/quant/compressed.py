@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from quire.checkpoint.quant.facts import LayerRule, QuantFacts, layer_pattern
+from quire.checkpoint.quant.facts import LayerRule, QuantFacts, target_pattern
 from quire.checkpoint.quant.schemes import BlockFloat, Fp8, Grouped, Int8, Scheme
 from quire.checkpoint.reader import ConfigReader
 from quire.errors import ConfigError
@@ -44,7 +44,7 @@ def read_compressed(keys: ConfigReader) -> QuantFacts:
                 f"{keys.source}: {key} has {content}, which is not supported; "
                 "use a checkpoint that is quantized alone, or the dense one"
             )
-    rules = [LayerRule(_pattern(name), None) for name in keys.names("ignore")]
+    rules = [LayerRule(target_pattern(name), None) for name in keys.names("ignore")]
     by_name, by_class = [], []
     for name, group in _read_groups(keys).items():
         scheme = _read_scheme(group, group.get("format") or keys.get("format"), name)
@@ -57,7 +57,7 @@ def read_compressed(keys: ConfigReader) -> QuantFacts:
                     "names of layers and patterns such as 're:.*down_proj'"
                 )
             else:
-                by_name.append(LayerRule(_pattern(target), scheme))
+                by_name.append(LayerRule(target_pattern(target), scheme))
     return QuantFacts(METHOD, (*rules, *by_name, *by_class), _read_cache_dtype(keys))
 
 
@@ -81,16 +81,6 @@ def _read_groups(keys: ConfigReader) -> dict[str, ConfigReader]:
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
         raise keys.wrong("config_groups", "an object of objects")
     return {name: ConfigReader(f"{keys.source}: {name}", group) for name, group in groups.items()}
-
-
-def _pattern(name: str) -> str:
-    """Return a pattern of the layer name or, after `re:`, of its beginning."""
-    if name.startswith("re:"):
-        try:
-            return re.compile(f"^(?:{name[3:]})").pattern
-        except re.error as error:
-            raise ConfigError(f"{METHOD}: {name!r} is not a pattern: {error}") from error
-    return layer_pattern(name)
 
 
 def _read_scheme(group: ConfigReader, format: Any, name: str) -> Scheme:

@@ -1,11 +1,13 @@
 """QuantFacts: the layers of a checkpoint and their quantization schemes."""
 
+import fnmatch
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from quire.checkpoint.quant.schemes import Scheme
+from quire.errors import ConfigError
 
 
 class LayerRule(NamedTuple):
@@ -45,3 +47,14 @@ def layer_pattern(*names: str) -> str:
     of multimodal models is removed."""
     known = "|".join(re.escape(name.replace("language_model.", "")) for name in names)
     return rf"(^|\.)(?:{known})(\.|$)"
+
+
+def target_pattern(name: str) -> str:
+    """Return a pattern of layers with this name, which may have wildcards; after `re:` it is a pattern of the
+    beginning of names."""
+    if not name.startswith("re:"):
+        return fnmatch.translate(name.replace("language_model.", "")) if "*" in name else layer_pattern(name)
+    try:
+        return re.compile(f"^(?:{name[3:]})").pattern
+    except re.error as error:
+        raise ConfigError(f"quantization_config: {name!r} is not a pattern: {error}") from error

@@ -1,10 +1,9 @@
 """ModelOpt: FP8, NVFP4 and MXFP8 checkpoints of NVIDIA, with one format for all layers or one for each."""
 
-import fnmatch
 import re
 from typing import Any
 
-from quire.checkpoint.quant.facts import LayerRule, QuantFacts, layer_pattern
+from quire.checkpoint.quant.facts import LayerRule, QuantFacts, layer_pattern, target_pattern
 from quire.checkpoint.quant.schemes import BlockFloat, Fp8, Scheme
 from quire.checkpoint.reader import ConfigReader
 
@@ -32,12 +31,10 @@ def read_modelopt(keys: ConfigReader) -> QuantFacts:
     if isinstance(inner := keys.get("quantization"), dict):
         keys = ConfigReader(f"{keys.source}: quantization", inner)
     names = keys.names("ignore") + keys.names("exclude_modules")
-    wild = tuple(LayerRule(fnmatch.translate(name), None) for name in names if "*" in name)
-    plain = [name for name in names if "*" not in name]
+    skipped = [LayerRule(target_pattern(name), None) for name in names]
     is_mixed = str(keys.get("quant_algo")).upper() == _MIXED
     schemes = _read_layers(keys) if is_mixed else [LayerRule("", _read_algo(keys))]
-    skipped = [LayerRule(layer_pattern(name), None) for name in plain]
-    return QuantFacts(METHOD, (*wild, *skipped, *schemes), _read_cache_dtype(keys))
+    return QuantFacts(METHOD, (*skipped, *schemes), _read_cache_dtype(keys))
 
 
 def _read_layers(keys: ConfigReader) -> list[LayerRule]:
