@@ -16,7 +16,7 @@ from quire.checkpoint.quant.schemes import Scheme
 from quire.errors import ConfigError
 from quire.quant.plain import PlainExperts, PlainWeight
 
-TESTED_IN = {"mxfp4": "test_mxfp4.py"}
+TESTED_IN = {"auto-round": "test_auto_round.py", "mxfp4": "test_mxfp4.py"}
 
 
 @pytest.mark.parametrize("family", SIZES)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from quire.checkpoint.quant.auto_round import read_auto_round
 from quire.checkpoint.quant.awq import read_awq
 from quire.checkpoint.quant.bitsandbytes import read_bitsandbytes
 from quire.checkpoint.quant.compressed import read_compressed
@@ -17,6 +18,7 @@ from quire.checkpoint.reader import ConfigReader, read_json
 from quire.errors import ConfigError
 
 METHODS: dict[str, Callable[[ConfigReader], QuantFacts]] = {
+    "auto-round": read_auto_round,
     "awq": read_awq,
     "bitsandbytes": read_bitsandbytes,
     "compressed-tensors": read_compressed,
@@ -37,9 +39,11 @@ ONLINE = {
 _FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files of older quantization tools beside config.json, and their method."""
 _ALIASES = {
+    "auto_round": "auto-round",
     "awq_marlin": "awq",
     "gpt_oss_mxfp4": "mxfp4",
     "gptq_marlin": "gptq",
+    "inc": "auto-round",
     "modelopt_fp4": "modelopt",
     "modelopt_mixed": "modelopt",
     "modelopt_mxfp8": "modelopt",
