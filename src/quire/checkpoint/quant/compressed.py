@@ -14,7 +14,7 @@ _LINEAR = "Linear"
 """The only layer class that can be quantized."""
 _PACKED = "pack-quantized"
 _FORMATS = (_PACKED, "int-quantized", "float-quantized", "naive-quantized")
-_BLOCK_FLOATS = {
+_BLOCK_FLOATS: dict[tuple[Any, ...], BlockFloat] = {
     ("nvfp4-pack-quantized", 4, "tensor_group", 16): BlockFloat(
         "nvfp4", "weight_packed", "weight_global_scale", is_divisor=True
     ),
@@ -24,10 +24,10 @@ _BLOCK_FLOATS = {
 """By format, bits, strategy and group size. Activations are not quantized."""
 _DENSE = (None, "dense")
 _KNOWN = (
-    "supported are float weights of 8 bits by tensor, channel or block, int weights of 8 bits by tensor or "
-    f"channel, int weights of 4 or 8 bits by group or channel in {_PACKED} without input_activations, and "
-    "symmetric float weights in nvfp4-pack-quantized (groups of 16), mxfp4-pack-quantized and "
-    "mxfp8-quantized (groups of 32)"
+    "supported are float weights of 8 bits by tensor, channel or block, symmetric int weights of 4 or 8 bits "
+    f"by tensor or channel, int weights of 4 or 8 bits by group or channel in {_PACKED} with "
+    "input_activations of 8 bits or none, and symmetric float weights in nvfp4-pack-quantized (groups of "
+    "16), mxfp4-pack-quantized and mxfp8-quantized (groups of 32)"
 )
 _IN_ORDER = (None, False, "weight", "static")
 """Values of actorder with groups of consecutive inputs."""
@@ -92,11 +92,10 @@ def _read_scheme(group: ConfigReader, format: Any, name: str) -> Scheme:
         for name, kind in _KINDS.items():
             if inner.get(name) is not None and type(inner.get(name)) is not kind:
                 raise inner.wrong(name, "a whole number" if kind is int else "a word")
-    scheme = _block_float(weights, format) if weights else None
-    if weights and format in _FORMATS and not group.get("output_activations"):
-        reader = {("float", 8): _fp8, ("int", 8): _int8, ("int", 4): _grouped}.get(
-            (weights.get("type", "int"), weights.get("num_bits", 8))
-        )
+    scheme = None
+    if weights and not group.get("output_activations"):
+        by_type = {("float", 8): _fp8, ("int", 8): _int8, ("int", 4): _int8}
+        reader = by_type.get(_type(weights)) if format in _FORMATS else _block_float
         scheme = reader(weights, inputs, format) if reader else None
     if scheme is None:
         raise ConfigError(
@@ -122,10 +121,10 @@ def _granularity(args: Mapping[str, Any]) -> str:
     return str(args.get("strategy") or implied)
 
 
-def _block_float(weights: Mapping[str, Any], format: Any) -> Scheme | None:
+def _block_float(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, format: str) -> Scheme | None:
     if weights.get("type") != "float" or not weights.get("symmetric", True):
         return None
-    key = format, weights.get("num_bits", 8), _granularity(weights), weights.get("group_size")
+    key = format, _type(weights)[1], _granularity(weights), weights.get("group_size")
     return _BLOCK_FLOATS.get(key)
 
 
@@ -146,7 +145,7 @@ def _fp8(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, format: s
         by not in kinds
         or activations is None
         or format == _PACKED
-        or (inputs and not _is_same_type(weights, inputs))
+        or (inputs and _type(inputs) != ("float", 8))
     ):
         return None
     block = re.fullmatch(r"\D*(\d+)\D+(\d+)\D*", str(weights.get("block_structure") or (128, 128)))
@@ -154,22 +153,24 @@ def _fp8(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, format: s
 
 
 def _int8(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, format: str) -> Scheme | None:
+    """Read int weights of 8 bits, or of 4 bits that are packed or stored as 8."""
     if format == _PACKED:
-        return _grouped(weights, inputs, format)
+        return _grouped(weights, inputs)
     by = _granularity(weights)
     if by not in ("tensor", "channel") or not weights.get("symmetric", True):
         return None
     kind: Literal["tensor", "channel"] = "tensor" if by == "tensor" else "channel"
     if not inputs:
         return Int8(kind, "none")
-    if not _is_same_type(weights, inputs) or _granularity(inputs) not in ("token", "tensor"):
+    if _type(inputs) != ("int", 8) or _granularity(inputs) not in ("token", "tensor"):
         return None
     return Int8(kind, "token" if inputs.get("dynamic") else "static", bool(inputs.get("symmetric", True)))
 
 
-def _grouped(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, format: str) -> Scheme | None:
+def _grouped(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> Scheme | None:
     by = _granularity(weights)
-    if format != _PACKED or inputs or by not in ("group", "channel"):
+    intended: dict[tuple[str, int], Literal["fp8", "int8"]] = {("float", 8): "fp8", ("int", 8): "int8"}
+    if by not in ("group", "channel") or (inputs and _type(inputs) not in intended):
         return None
     return Grouped(
         bits=weights.get("num_bits", 8),
@@ -177,13 +178,13 @@ def _grouped(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, forma
         symmetric=bool(weights.get("symmetric", True)),
         act_order=weights.get("actorder") not in _IN_ORDER,
         layout="compressed",
+        intended_inputs=intended[_type(inputs)] if inputs else None,
     )
 
 
-def _is_same_type(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> bool:
-    """Return whether inputs and weights are quantized to the same type."""
-    return all(inputs.get(key, default) == weights.get(key, default) for key, default in _TYPE.items())
+def _type(args: Mapping[str, Any]) -> tuple[str, int]:
+    """Return the type and the bits of quantized values."""
+    return args.get("type", "int"), args.get("num_bits", 8)
 
 
 _KINDS = {"num_bits": int, "group_size": int, "type": str, "strategy": str}
-_TYPE = {"num_bits": 8, "type": "int"}

@@ -58,6 +58,8 @@ class Grouped(Scheme):
     act_order: bool
     """Whether groups are not consecutive inputs: the file has the group of each input."""
     layout: Literal["awq", "gptq", "gptq_v2", "compressed"]
+    intended_inputs: Literal["fp8", "int8"] | None = None
+    """Type of the inputs that the checkpoint was made for. Here inputs are not quantized."""
 
     @property
     def bits_per_weight(self) -> float:
