@@ -10,6 +10,7 @@ from formats import SIZES, STORED
 from requantized import error_of, loaded, requantize
 from safetensors.torch import load_file, save_file
 from test_tensor_parallel_models import logits
+from torch import Tensor
 
 from quire.checkpoint.model import read_checkpoint
 from quire.checkpoint.quant.schemes import BlockFloat
@@ -46,6 +47,29 @@ def test_values_and_biases_of_fused_parts(name: str) -> None:
     (kept,) = [tensor for tensor in weight.parameters() if tensor.ndim == 2]
     assert torch.equal(kept, torch.cat(values))
     assert torch.equal(weight(torch.zeros(1, 64).bfloat16())[0], bias)
+
+
+LAYERS = {
+    "deepseek_v3": r"_proj(_with_mqa)?\.weight$",
+    "gpt_neox": r"(query_key_value|dense\w*)\.weight$",
+    "nemotron_h": r"_proj\.weight$",
+}
+
+
+@pytest.mark.parametrize("family", LAYERS)
+def test_layers_of_other_shapes(family: str, tmp_path: Path) -> None:
+    """Check the weight that MLA uses in both directions, fused layers that are reordered and have biases, and
+    experts without a gate."""
+    config, pack = STORED["nvfp4"]
+
+    def pack_divisible(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        return pack(name, weight) if weight.shape[1] % 16 == 0 else ({"weight": weight}, weight)
+
+    path, twin = requantize(family, tmp_path, config, pack_divisible, LAYERS[family])
+    model = loaded(path)
+    kinds = {type(module) for module in model.modules()}
+    assert BlockFloatWeight in kinds and (BlockFloatExperts in kinds) == (family != "gpt_neox")
+    assert error_of(model, twin) < 1e-4
 
 
 def test_mxfp4_without_kernels_is_dequantized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
