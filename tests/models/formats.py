@@ -164,6 +164,53 @@ def pack_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return blocks, (exponent[..., 0] + 127).to(torch.uint8), numbers
 
 
+def pack_block_float(
+    kind: str, codes_name: str, tensor_scale: str, name: str, weight: Tensor
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Pack NVFP4, MXFP4 or MXFP8; a scale per tensor that is named `global` is the divisor of the others."""
+    largest = 448.0 if kind == "mxfp8" else 6.0
+    blocks = weight.unflatten(1, (-1, 16 if kind == "nvfp4" else 32))
+    most = blocks.abs().amax(2)
+    tensors: dict[str, Tensor] = {}
+    if kind == "nvfp4":
+        whole = weight.abs().amax() / (largest * 448)
+        scales = (most / largest / whole).to(E4M3)
+        wide, tensors["weight_scale"] = scales.float() * whole, scales
+        tensors[tensor_scale] = (1 / whole)[None] if "global" in tensor_scale else whole
+    else:
+        exponents = (most / largest).clamp(min=1e-30).log2().ceil()
+        wide, tensors["weight_scale"] = 2**exponents, (exponents + 127).to(torch.uint8)
+    ratios = (blocks / wide[..., None].clamp(min=1e-30)).flatten(1)
+    if kind == "mxfp8":
+        tensors[codes_name] = ratios.to(E4M3)
+        numbers = tensors[codes_name].float()
+    else:
+        codes = (ratios[..., None] - E2M1).abs().argmin(-1)
+        numbers, tensors[codes_name] = E2M1[codes], (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8)
+    return tensors, (numbers.view_as(blocks) * wide[..., None]).flatten(1)
+
+
+def block_float_config(format: str, bits: int, group: int) -> dict[str, Any]:
+    """Return a config of llm-compressor for weights and activations in blocks of floats."""
+    weights = {"num_bits": bits, "type": "float", "group_size": group, "symmetric": True, "dynamic": False}
+    weights["strategy"] = "tensor_group" if group == 16 else "group"
+    inputs = weights | {"dynamic": "local" if group == 16 else True}
+    groups = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "config_groups": {"group_0": groups},
+        "ignore": ["lm_head"],
+    }
+
+
+def quark_config(weight: Any, inputs: Any = None, **more: Any) -> dict[str, Any]:
+    layer = {"weight": weight, "input_tensors": inputs, "output_tensors": None, "bias": None}
+    empty: dict[str, Any] = {"layer_quant_config": {}, "layer_type_quant_config": {}, "exclude": ["lm_head"]}
+    export = {"kv_cache_group": [], "pack_method": "reorder"}
+    return {"quant_method": "quark", "global_quant_config": layer, "export": export} | empty | more
+
+
 def gpt_oss(folder: Path, intermediate_size: int = 96) -> tuple[Path, Any]:
     """Return a tiny gpt-oss with packed experts and its transformers model with the dequantized values."""
     path, hf_model = make_tiny("gpt_oss", folder, hidden_size=64, intermediate_size=intermediate_size)
@@ -221,6 +268,26 @@ STORED: dict[str, Stored] = {
     "gptq act-order": _groups(_GPTQ | {"desc_act": True}, replace(GPTQ, act_order=True)),
     "gptq 8": _groups(_GPTQ | {"bits": 8}, replace(GPTQ, bits=8)),
     "packed": _groups(_PACKED, replace(GPTQ, layout="compressed")),
+    "nvfp4": Stored(
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]},
+        functools.partial(pack_block_float, "nvfp4", "weight", "weight_scale_2"),
+    ),
+    "nvfp4 compressed": Stored(
+        block_float_config("nvfp4-pack-quantized", 4, 16),
+        functools.partial(pack_block_float, "nvfp4", "weight_packed", "weight_global_scale"),
+    ),
+    "mxfp4 compressed": Stored(
+        block_float_config("mxfp4-pack-quantized", 4, 32),
+        functools.partial(pack_block_float, "mxfp4", "weight_packed", ""),
+    ),
+    "mxfp8": Stored(
+        {"quant_method": "mxfp8", "ignored_layers": ["lm_head"]},
+        functools.partial(pack_block_float, "mxfp8", "weight", ""),
+    ),
+    "quark mxfp4": Stored(
+        quark_config({"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}),
+        functools.partial(pack_block_float, "mxfp4", "weight", ""),
+    ),
     "nf4": Stored(bitsandbytes_config("nf4", nested=True), functools.partial(pack4, "nf4", True)),
     "fp4": Stored(bitsandbytes_config("fp4"), functools.partial(pack4, "fp4", False)),
     "bitsandbytes int8": Stored(bitsandbytes_config("int8"), pack8),

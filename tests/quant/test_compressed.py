@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from formats import SIZES, STORED
 from requantized import error_of, loaded, requantize
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from quire.checkpoint.quant.facts import QuantFacts
 from quire.checkpoint.quant.schemes import Fp8, Grouped, Int8
 from quire.checkpoint.reader import ConfigReader
 from quire.errors import ConfigError
+from quire.logs import warn_once
 
 INT8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, "dynamic": False}
 FP8 = INT8 | {"type": "float"}
@@ -66,6 +68,9 @@ def read(
         ),
         ("pack-quantized", INT4 | {"actorder": "weight"}, None, Grouped(4, 128, True, False, "compressed")),
         ("pack-quantized", INT8, None, Grouped(8, -1, True, False, "compressed")),
+        ("pack-quantized", INT4, FP8 | TOKEN, Grouped(4, 128, True, False, "compressed", "fp8")),
+        ("pack-quantized", INT4, INT8 | TOKEN, Grouped(4, 128, True, False, "compressed", "int8")),
+        ("int-quantized", INT8 | {"num_bits": 4}, INT8 | TOKEN, Int8("channel", "token")),
     ],
 )
 def test_schemes(format: str, weights: Any, inputs: Any, scheme: Any) -> None:
@@ -106,11 +111,12 @@ NVFP4 = FP8 | {"num_bits": 4, "strategy": "tensor_group"}
     [
         ([group(None)], {}, "group_0 stores no weights.*supported are float weights of 8 bits"),
         (
-            [group(INT4, INT8 | TOKEN)],
+            [group(INT4, INT4 | TOKEN)],
             {"format": "pack-quantized"},
             "weights of 4 bits.*and input_activations",
         ),
         ([group(NVFP4)], {"format": "nvfp4-pack-quantized"}, "by tensor_group.*nvfp4-pack-quantized"),
+        ([group(INT4)], {}, "weights of 4 bits .*by group.* in the format 'int-quantized'"),
         ([group(INT8 | {"symmetric": False})], {}, "asymmetric weights of 8 bits"),
         ([group(INT8 | {"strategy": "group", "group_size": 64})], {}, "by group"),
         ([group(INT8, targets=["Embedding"])], {}, "the target 'Embedding' is not supported.*'Linear'"),
@@ -151,3 +157,27 @@ def test_checkpoint_with_an_ignored_layer(tmp_path: Path) -> None:
     assert error_of(model, twin) < 2e-3
     dtypes = {type(module).__name__ for module in model.modules() if hasattr(module, "parts")}
     assert dtypes == {"Int8Stored", "PlainWeight"}
+
+
+@pytest.mark.parametrize("format", ["pack-quantized", "int-quantized"])
+def test_4_bit_weights_for_8_bit_activations(
+    format: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Check packed codes, and codes in int8; packed ones leave activations unquantized and say so."""
+    is_packed = format == "pack-quantized"
+    config = STORED["packed" if is_packed else "int8 channel"].config | {"format": format}
+    weights = config["config_groups"]["group_0"]["weights"] | {"num_bits": 4}
+    config |= {"config_groups": {"group_0": group(weights, INT8 | TOKEN)}}
+
+    def pack(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        if is_packed:
+            return STORED["packed"].pack(name, weight)
+        scale = weight.abs().amax(1, keepdim=True) / 7
+        codes = (weight / scale).round()
+        return {"weight": codes.to(torch.int8), "weight_scale": scale}, codes * scale
+
+    warn_once.cache_clear()
+    path, twin = requantize("llama", tmp_path, config, pack, **SIZES["llama"])
+    assert error_of(loaded(path), twin) < 5e-3
+    line = "made for int8 activations, but activations of 4-bit weights stay in the model's dtype"
+    assert caplog.text.count(line) == is_packed

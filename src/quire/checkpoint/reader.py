@@ -96,6 +96,13 @@ class ConfigReader:
             raise self.wrong(key, "a list of integers")
         return numbers
 
+    def names(self, key: str) -> list[str]:
+        """Return a list of strings, which is empty if the key is missing."""
+        names = self.values.get(key) or []
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise self.wrong(key, "a list of names")
+        return names
+
     def token_ids(self, key: str) -> tuple[int, ...]:
         """Return one id or a list of ids as a tuple."""
         value = self.values.get(key)

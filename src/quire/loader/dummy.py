@@ -43,7 +43,8 @@ class DummySource(Source):
         # The CPU generator uses only 32 bits of a seed.
         generator = torch.Generator(into.device).manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
         if "scale" in name.rpartition(".")[2]:
-            into.fill_(_SCALE if into.is_floating_point() else _POWER_OF_SCALE)
+            scale = 1 / _SCALE if name.endswith("weight_global_scale") else _SCALE  # values are divided by it
+            into.fill_(scale if into.is_floating_point() else _POWER_OF_SCALE)
         elif name.endswith("g_idx") or target.is_text:
             into.zero_()
         elif not into.is_floating_point():

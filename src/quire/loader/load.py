@@ -62,11 +62,12 @@ _IGNORED = re.compile(
     r"|^(talker|token2wav|code2wav)\.|visual_embeddings_table\.|\.audio_bos_eos_token\."
     r"|^(thinker\.)?(model\.)?(vision_encoder|vision_projection)\."
     r"|^(thinker\.)?(model\.)?image_newline$"
-    r"|\.(q_scale|prob_scale|input_scale(_ub)?|activation_scale|input_zero_point|weight_format|g_idx)$"
+    r"|\.(q_scale|prob_scale|input_scale(_ub|_2)?|input_global_scale|activation_scale|input_zero_point|weight_zero_point|weight_format|g_idx)$"
     r"|\.weight_shape$"
 )
 """Weights that may be ignored: RoPE frequencies, the causal masks of GPT-2 and GPT-NeoX, MTP layers,
-multimodal encoders, input scales where inputs are not quantized, and metadata of packed weights."""
+multimodal encoders, input scales where inputs are not quantized, zero points of symmetric weights, and
+metadata of packed weights."""
 
 
 def load_model(
@@ -391,10 +392,10 @@ def _check_unused(
 
 
 def _fits(shape: tuple[int, ...], target: Target) -> bool:
-    """Whether a shape fits a target; a single number may be stored as a vector."""
+    """Whether a shape fits a target; axes of length 1 may be added or missing."""
     whole = target.shape
-    as_row = target.is_flat or math.prod(whole) == 1
-    return shape == whole or (as_row and math.prod(shape) == math.prod(whole))
+    is_same = [size for size in shape if size != 1] == [size for size in whole if size != 1]
+    return is_same or (target.is_flat and math.prod(shape) == math.prod(whole))
 
 
 def _list_names(names: list[str]) -> str:

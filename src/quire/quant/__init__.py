@@ -6,6 +6,7 @@ SCHEMES = LazyTable(
     "weight scheme",
     {
         "BitsAndBytes": "quire.quant.bitsandbytes:BitsAndBytesFormat",
+        "BlockFloat": "quire.quant.block_float:BlockFloatFormat",
         "Fp8": "quire.quant.fp8:Fp8Format",
         "Grouped": "quire.quant.int4:Int4Format",
         "Int8": "quire.quant.int8:Int8Format",

@@ -36,7 +36,7 @@ class SchemeFormat:
         return MixedWeight(shape, weights)
 
     def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
-        schemes = {part: self._scheme(part, narrows=True) for part in parts}
+        schemes = {part: self._scheme(_first_expert(part), part, narrows=True) for part in parts}
         first, *others = set(schemes.values())
         if others:
             raise ConfigError(
@@ -53,10 +53,9 @@ class SchemeFormat:
             self._formats[scheme] = SCHEMES[type(scheme).__name__](scheme, self.plain)
         return self._formats[scheme]
 
-    def _scheme(self, part: str, *, narrows: bool) -> Scheme | None:
-        """Return the scheme of a layer if the checkpoint has its tensors."""
-        names = part, _first_expert(part)
-        scheme = next(filter(None, map(self.facts.scheme, reversed(names))), None)
+    def _scheme(self, *names: str, narrows: bool) -> Scheme | None:
+        """Return the scheme of a layer with one of these names if the checkpoint has its tensors."""
+        scheme = next(filter(None, map(self.facts.scheme, names)), None)
         if scheme is None:
             return None
         if self.is_stored is None or not getattr(scheme, "stored", True):

@@ -37,6 +37,12 @@ class Int4Format:
     def __init__(self, scheme: Grouped, plain: Format) -> None:
         self.scheme = scheme
         self.plain = plain
+        if scheme.intended_inputs is not None:
+            warn_once(
+                logger,
+                f"The checkpoint was made for {scheme.intended_inputs} activations, but activations of "
+                f"{scheme.bits}-bit weights stay in the model's dtype",
+            )
 
     def linear(self, parts: tuple[str, ...], shape: LinearShape) -> Weight:
         runs = shape.outputs or [(Shard(size),) for size in shape.sizes_out]

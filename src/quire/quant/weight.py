@@ -50,6 +50,20 @@ class TextTensor(Piece):
     """A zeroed buffer for the bytes of a text, which may be shorter in the checkpoint."""
 
 
+_KERNELS = (
+    "product",
+    "gated",
+    "of_gates",
+    "entered",
+    "adapted",
+    "gated_adapted",
+    "entered_adapted",
+    "chosen",
+    "rows",
+)
+"""Attributes of a weight that compute."""
+
+
 class Routes(Protocol):
     """`Ops.route` fused with a router's matmul."""
 
@@ -80,6 +94,11 @@ class Weight(nn.Module):
     def __init__(self, shape: LinearShape) -> None:
         super().__init__()
         self.shape = shape
+
+    def use_kernels(self, other: "Weight") -> None:
+        """Compute with the kernels of another weight."""
+        for name in _KERNELS:
+            setattr(self, name, getattr(other, name))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x)

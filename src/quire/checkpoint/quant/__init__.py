@@ -3,18 +3,22 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from quire.checkpoint.quant.auto_round import read_auto_round
 from quire.checkpoint.quant.awq import read_awq
 from quire.checkpoint.quant.bitsandbytes import read_bitsandbytes
 from quire.checkpoint.quant.compressed import read_compressed
 from quire.checkpoint.quant.facts import QuantFacts, all_but
-from quire.checkpoint.quant.fp8 import read_fbgemm, read_fp8, read_modelopt
+from quire.checkpoint.quant.fp8 import read_fbgemm, read_fp8
 from quire.checkpoint.quant.gptq import read_gptq
-from quire.checkpoint.quant.mxfp4 import read_mxfp4
+from quire.checkpoint.quant.modelopt import read_modelopt
+from quire.checkpoint.quant.mxfp4 import read_mxfp4, read_mxfp8
+from quire.checkpoint.quant.quark import read_quark
 from quire.checkpoint.quant.schemes import Fp8, Int8
 from quire.checkpoint.reader import ConfigReader, read_json
 from quire.errors import ConfigError
 
 METHODS: dict[str, Callable[[ConfigReader], QuantFacts]] = {
+    "auto-round": read_auto_round,
     "awq": read_awq,
     "bitsandbytes": read_bitsandbytes,
     "compressed-tensors": read_compressed,
@@ -23,6 +27,8 @@ METHODS: dict[str, Callable[[ConfigReader], QuantFacts]] = {
     "gptq": read_gptq,
     "modelopt": read_modelopt,
     "mxfp4": read_mxfp4,
+    "mxfp8": read_mxfp8,
+    "quark": read_quark,
 }
 """Readers by quant_method."""
 ONLINE = {
@@ -32,8 +38,17 @@ ONLINE = {
 """Methods that quantize the weights of an unquantized checkpoint while it is loaded."""
 _FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files of older quantization tools beside config.json, and their method."""
-_KERNEL_ALIASES = {"awq_marlin": "awq", "gptq_marlin": "gptq", "gpt_oss_mxfp4": "mxfp4"}
-"""Names of kernels that stand for a method."""
+_ALIASES = {
+    "auto_round": "auto-round",
+    "awq_marlin": "awq",
+    "gpt_oss_mxfp4": "mxfp4",
+    "gptq_marlin": "gptq",
+    "inc": "auto-round",
+    "modelopt_fp4": "modelopt",
+    "modelopt_mixed": "modelopt",
+    "modelopt_mxfp8": "modelopt",
+}
+"""Other names of methods: those of kernels, and of some formats of a tool."""
 
 
 def read_quant(keys: ConfigReader, path: Path | None = None) -> QuantFacts | None:
@@ -54,12 +69,13 @@ def read_quant(keys: ConfigReader, path: Path | None = None) -> QuantFacts | Non
 def _read(keys: ConfigReader, default: str | None) -> QuantFacts:
     """Read the settings; `default` is the method if none is named."""
     method = keys.get("quant_method") or default
-    if str(method) not in METHODS:
+    reader = METHODS.get(_ALIASES.get(str(method), str(method)))
+    if reader is None:
         raise ConfigError(
             f"{keys.source} has the quant_method {method!r}, which is not supported; known: "
             f"{', '.join(sorted(METHODS))}; use another checkpoint of this model, or the unquantized one"
         )
-    return METHODS[str(method)](keys)
+    return reader(keys)
 
 
 def choose_quant(requested: str | None, stored: QuantFacts | None) -> QuantFacts | None:
@@ -68,7 +84,7 @@ def choose_quant(requested: str | None, stored: QuantFacts | None) -> QuantFacts
     if requested is None:
         return stored
     if stored is not None:
-        if _KERNEL_ALIASES.get(requested, requested) != _KERNEL_ALIASES.get(stored.method, stored.method):
+        if _ALIASES.get(requested, requested) != _ALIASES.get(stored.method, stored.method):
             raise ConfigError(
                 f"quantization={requested!r} contradicts the checkpoint, which is stored as"
                 f" {stored.method}; leave it out"
@@ -84,4 +100,4 @@ def choose_quant(requested: str | None, stored: QuantFacts | None) -> QuantFacts
 
 
 def _is_stored_only(name: str) -> bool:
-    return _KERNEL_ALIASES.get(name, name) in METHODS or name == "gguf"
+    return _ALIASES.get(name, name) in METHODS or name == "gguf"

@@ -20,10 +20,7 @@ def read_awq(keys: ConfigReader) -> QuantFacts:
     bits = keys.size("w_bit" if keys.get("bits") is None else "bits")
     group = group_size(keys, "q_group_size" if keys.get("group_size") is None else "group_size")
     scheme = Grouped(bits, group, symmetric=symmetric, act_order=False, layout="awq")
-    skipped = keys.get("modules_to_not_convert") or []
-    if not isinstance(skipped, list) or not all(isinstance(name, str) for name in skipped):
-        raise keys.wrong("modules_to_not_convert", "a list of names")
-    return QuantFacts("awq", all_but(skipped, scheme))
+    return QuantFacts("awq", all_but(keys.names("modules_to_not_convert"), scheme))
 
 
 def group_size(keys: ConfigReader, key: str) -> int:

@@ -14,10 +14,7 @@ _KINDS: dict[Any, Literal["nf4", "fp4"]] = {"nf4": "nf4", "fp4": "fp4"}
 def read_bitsandbytes(keys: ConfigReader) -> QuantFacts:
     """Read the scheme of all linear layers except the skipped ones. `llm_int8_threshold` has no effect, since
     inputs are not quantized."""
-    skipped: Any = keys.get("llm_int8_skip_modules") or []
-    if not isinstance(skipped, list) or not all(isinstance(name, str) for name in skipped):
-        raise keys.wrong("llm_int8_skip_modules", "a list of names")
-    return QuantFacts(METHOD, all_but(skipped, _read_scheme(keys)))
+    return QuantFacts(METHOD, all_but(keys.names("llm_int8_skip_modules"), _read_scheme(keys)))
 
 
 def _read_scheme(keys: ConfigReader) -> BitsAndBytes:

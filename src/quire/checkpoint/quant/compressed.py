@@ -4,8 +4,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from quire.checkpoint.quant.facts import LayerRule, QuantFacts
-from quire.checkpoint.quant.schemes import Fp8, Grouped, Int8, Scheme
+from quire.checkpoint.quant.facts import LayerRule, QuantFacts, target_pattern
+from quire.checkpoint.quant.schemes import BlockFloat, Fp8, Grouped, Int8, Scheme
 from quire.checkpoint.reader import ConfigReader
 from quire.errors import ConfigError
 
@@ -14,10 +14,20 @@ _LINEAR = "Linear"
 """The only layer class that can be quantized."""
 _PACKED = "pack-quantized"
 _FORMATS = (_PACKED, "int-quantized", "float-quantized", "naive-quantized")
+_BLOCK_FLOATS: dict[tuple[Any, ...], BlockFloat] = {
+    ("nvfp4-pack-quantized", 4, "tensor_group", 16): BlockFloat(
+        "nvfp4", "weight_packed", "weight_global_scale", is_divisor=True
+    ),
+    ("mxfp4-pack-quantized", 4, "group", 32): BlockFloat("mxfp4", "weight_packed"),
+    ("mxfp8-quantized", 8, "group", 32): BlockFloat("mxfp8"),
+}
+"""By format, bits, strategy and group size. Activations are not quantized."""
 _DENSE = (None, "dense")
 _KNOWN = (
-    "supported are float weights of 8 bits by tensor, channel or block, int weights of 8 bits by tensor or "
-    f"channel, and int weights of 4 or 8 bits by group or channel in {_PACKED} without input_activations"
+    "supported are float weights of 8 bits by tensor, channel or block, symmetric int weights of 4 or 8 bits "
+    f"by tensor or channel, int weights of 4 or 8 bits by group or channel in {_PACKED} with "
+    "input_activations of 8 bits or none, and symmetric float weights in nvfp4-pack-quantized (groups of "
+    "16), mxfp4-pack-quantized and mxfp8-quantized (groups of 32)"
 )
 _IN_ORDER = (None, False, "weight", "static")
 """Values of actorder with groups of consecutive inputs."""
@@ -34,11 +44,11 @@ def read_compressed(keys: ConfigReader) -> QuantFacts:
                 f"{keys.source}: {key} has {content}, which is not supported; "
                 "use a checkpoint that is quantized alone, or the dense one"
             )
-    rules = [LayerRule(_pattern(name), None) for name in _read_names(keys, "ignore")]
+    rules = [LayerRule(target_pattern(name), None) for name in keys.names("ignore")]
     by_name, by_class = [], []
     for name, group in _read_groups(keys).items():
         scheme = _read_scheme(group, group.get("format") or keys.get("format"), name)
-        for target in _read_names(group, "targets"):
+        for target in group.names("targets"):
             if target == _LINEAR:
                 by_class.append(LayerRule("", scheme))
             elif re.fullmatch(r"[A-Z]\w*", target):
@@ -47,7 +57,7 @@ def read_compressed(keys: ConfigReader) -> QuantFacts:
                     "names of layers and patterns such as 're:.*down_proj'"
                 )
             else:
-                by_name.append(LayerRule(_pattern(target), scheme))
+                by_name.append(LayerRule(target_pattern(target), scheme))
     return QuantFacts(METHOD, (*rules, *by_name, *by_class), _read_cache_dtype(keys))
 
 
@@ -73,24 +83,6 @@ def _read_groups(keys: ConfigReader) -> dict[str, ConfigReader]:
     return {name: ConfigReader(f"{keys.source}: {name}", group) for name, group in groups.items()}
 
 
-def _read_names(keys: ConfigReader, key: str) -> list[str]:
-    names: Any = keys.get(key) or []
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise keys.wrong(key, "a list of names")
-    return names
-
-
-def _pattern(name: str) -> str:
-    """Return a pattern of the layer name or, after `re:`, of its beginning. The prefix of the text part of
-    multimodal models is removed."""
-    if name.startswith("re:"):
-        try:
-            return re.compile(f"^(?:{name[3:]})").pattern
-        except re.error as error:
-            raise ConfigError(f"{METHOD}: {name!r} is not a pattern: {error}") from error
-    return rf"(^|\.){re.escape(name.replace('language_model.', ''))}$"
-
-
 def _read_scheme(group: ConfigReader, format: Any, name: str) -> Scheme:
     weights, inputs = group.get("weights"), group.get("input_activations")
     for key, value in (("weights", weights), ("input_activations", inputs)):
@@ -101,10 +93,9 @@ def _read_scheme(group: ConfigReader, format: Any, name: str) -> Scheme:
             if inner.get(name) is not None and type(inner.get(name)) is not kind:
                 raise inner.wrong(name, "a whole number" if kind is int else "a word")
     scheme = None
-    if weights and format in _FORMATS and not group.get("output_activations"):
-        reader = {("float", 8): _fp8, ("int", 8): _int8, ("int", 4): _grouped}.get(
-            (weights.get("type", "int"), weights.get("num_bits", 8))
-        )
+    if weights and not group.get("output_activations"):
+        by_type = {("float", 8): _fp8, ("int", 8): _int8, ("int", 4): _int8}
+        reader = by_type.get(_type(weights)) if format in _FORMATS else _block_float
         scheme = reader(weights, inputs, format) if reader else None
     if scheme is None:
         raise ConfigError(
@@ -130,6 +121,13 @@ def _granularity(args: Mapping[str, Any]) -> str:
     return str(args.get("strategy") or implied)
 
 
+def _block_float(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, format: str) -> Scheme | None:
+    if weights.get("type") != "float" or not weights.get("symmetric", True):
+        return None
+    key = format, _type(weights)[1], _granularity(weights), weights.get("group_size")
+    return _BLOCK_FLOATS.get(key)
+
+
 def _fp8(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, format: str) -> Scheme | None:
     by = _granularity(weights)
     kinds: dict[str, Literal["tensor", "channel", "block"]]
@@ -147,7 +145,7 @@ def _fp8(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, format: s
         by not in kinds
         or activations is None
         or format == _PACKED
-        or (inputs and not _is_same_type(weights, inputs))
+        or (inputs and _type(inputs) != ("float", 8))
     ):
         return None
     block = re.fullmatch(r"\D*(\d+)\D+(\d+)\D*", str(weights.get("block_structure") or (128, 128)))
@@ -155,22 +153,24 @@ def _fp8(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, format: s
 
 
 def _int8(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, format: str) -> Scheme | None:
+    """Read int weights of 8 bits, or of 4 bits that are packed or stored as 8."""
     if format == _PACKED:
-        return _grouped(weights, inputs, format)
+        return _grouped(weights, inputs)
     by = _granularity(weights)
     if by not in ("tensor", "channel") or not weights.get("symmetric", True):
         return None
     kind: Literal["tensor", "channel"] = "tensor" if by == "tensor" else "channel"
     if not inputs:
         return Int8(kind, "none")
-    if not _is_same_type(weights, inputs) or _granularity(inputs) not in ("token", "tensor"):
+    if _type(inputs) != ("int", 8) or _granularity(inputs) not in ("token", "tensor"):
         return None
     return Int8(kind, "token" if inputs.get("dynamic") else "static", bool(inputs.get("symmetric", True)))
 
 
-def _grouped(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, format: str) -> Scheme | None:
+def _grouped(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> Scheme | None:
     by = _granularity(weights)
-    if format != _PACKED or inputs or by not in ("group", "channel"):
+    intended: dict[tuple[str, int], Literal["fp8", "int8"]] = {("float", 8): "fp8", ("int", 8): "int8"}
+    if by not in ("group", "channel") or (inputs and _type(inputs) not in intended):
         return None
     return Grouped(
         bits=weights.get("num_bits", 8),
@@ -178,13 +178,13 @@ def _grouped(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, forma
         symmetric=bool(weights.get("symmetric", True)),
         act_order=weights.get("actorder") not in _IN_ORDER,
         layout="compressed",
+        intended_inputs=intended[_type(inputs)] if inputs else None,
     )
 
 
-def _is_same_type(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> bool:
-    """Return whether inputs and weights are quantized to the same type."""
-    return all(inputs.get(key, default) == weights.get(key, default) for key, default in _TYPE.items())
+def _type(args: Mapping[str, Any]) -> tuple[str, int]:
+    """Return the type and the bits of quantized values."""
+    return args.get("type", "int"), args.get("num_bits", 8)
 
 
 _KINDS = {"num_bits": int, "group_size": int, "type": str, "strategy": str}
-_TYPE = {"num_bits": 8, "type": "int"}

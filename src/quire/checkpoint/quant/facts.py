@@ -1,11 +1,13 @@
 """QuantFacts: the layers of a checkpoint and their quantization schemes."""
 
+import fnmatch
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from quire.checkpoint.quant.schemes import Scheme
+from quire.errors import ConfigError
 
 
 class LayerRule(NamedTuple):
@@ -35,7 +37,24 @@ class QuantFacts:
         return next((rule.scheme for rule in reversed(self.rules) if rule.scheme is not None), None)
 
 
-def all_but(skipped: Iterable[str], scheme: Scheme) -> tuple[LayerRule, ...]:
+def all_but(skipped: Iterable[str], scheme: Scheme | None) -> tuple[LayerRule, ...]:
     """Return rules for all layers except those with one of these names, whole or between dots."""
-    plain = (LayerRule(rf"(^|\.){re.escape(name)}(\.|$)", None) for name in skipped)
-    return (*plain, LayerRule("", scheme))
+    return (*(LayerRule(layer_pattern(name), None) for name in skipped), LayerRule("", scheme))
+
+
+def layer_pattern(*names: str) -> str:
+    """Return a pattern of layers with one of these names, whole or between dots. The prefix of the text part
+    of multimodal models is removed."""
+    known = "|".join(re.escape(name.replace("language_model.", "")) for name in names)
+    return rf"(^|\.)(?:{known})(\.|$)"
+
+
+def target_pattern(name: str) -> str:
+    """Return a pattern of layers with this name, which may have wildcards; after `re:` it is a pattern of the
+    beginning of names."""
+    if not name.startswith("re:"):
+        return fnmatch.translate(name.replace("language_model.", "")) if "*" in name else layer_pattern(name)
+    try:
+        return re.compile(f"^(?:{name[3:]})").pattern
+    except re.error as error:
+        raise ConfigError(f"quantization_config: {name!r} is not a pattern: {error}") from error

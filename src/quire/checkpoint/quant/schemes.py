@@ -58,6 +58,8 @@ class Grouped(Scheme):
     act_order: bool
     """Whether groups are not consecutive inputs: the file has the group of each input."""
     layout: Literal["awq", "gptq", "gptq_v2", "compressed"]
+    intended_inputs: Literal["fp8", "int8"] | None = None
+    """Type of the inputs that the checkpoint was made for. Here inputs are not quantized."""
 
     @property
     def bits_per_weight(self) -> float:
@@ -80,8 +82,30 @@ class BitsAndBytes(Scheme):
 
 
 @dataclass(frozen=True, slots=True)
+class BlockFloat(Scheme):
+    """Floating-point weights of 4 bits (e2m1) or 8 bits (e4m3) with a scale per block of inputs: an e4m3
+    scale per 16 inputs and one scale per tensor (`nvfp4`), or a power of two per 32 inputs (`mxfp4`,
+    `mxfp8`)."""
+
+    marks: ClassVar = ("weight_scale",)
+    kind: Literal["nvfp4", "mxfp4", "mxfp8"]
+    codes_name: str = "weight"
+    """Suffix of the packed values."""
+    tensor_scale: str = ""
+    """Suffix of the scale per tensor; empty if there is none."""
+    is_divisor: bool = False
+    """Whether values are divided by the scale per tensor, instead of multiplied."""
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Return 16 for the formats without a kernel, which are dequantized."""
+        return 4.25 if self.kind == "mxfp4" else 16
+
+
+@dataclass(frozen=True, slots=True)
 class Mxfp4(Scheme):
-    """4-bit floating-point weights (e2m1), with a power-of-two scale per 32 weights."""
+    """The experts of gpt-oss: 4-bit floating-point weights (e2m1), with a power-of-two scale per 32
+    weights."""
 
     marks: ClassVar = ("_blocks",)
 

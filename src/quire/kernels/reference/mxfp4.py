@@ -1,4 +1,4 @@
-"""MXFP4: 4-bit floats (e2m1) with a power-of-two scale per 32 values, in torch."""
+"""4-bit floats (e2m1), and MXFP4 with a power-of-two scale per 32 of them, in torch."""
 
 import torch
 from torch import Tensor
@@ -18,6 +18,15 @@ def in_halves(blocks: Tensor) -> Tensor:
 def unpack(halves: Tensor, scales: Tensor) -> Tensor:
     """Dequantize blocks [..., blocks, 16] of `in_halves`, with exponents [..., blocks], to float32
     [..., 32 * blocks]."""
-    values = torch.tensor((*_VALUES, *(-value for value in _VALUES)), device=halves.device)
-    numbers = values[torch.cat((halves & 15, halves >> 4), -1).long()]
+    numbers = _decode(torch.cat((halves & 15, halves >> 4), -1))
     return torch.ldexp(numbers, scales.int()[..., None] - 127).flatten(-2)
+
+
+def unpack_pairs(pairs: Tensor) -> Tensor:
+    """Return the values [..., inputs] of bytes [..., inputs / 2], the first of a pair in the low nibble."""
+    return _decode(torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2))
+
+
+def _decode(codes: Tensor) -> Tensor:
+    values = torch.tensor((*_VALUES, *(-value for value in _VALUES)), device=codes.device)
+    return values[codes.long()]

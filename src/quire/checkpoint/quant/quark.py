@@ -1,0 +1,104 @@
+"""Quark: the settings that AMD's quantizer writes into config.json."""
+
+from typing import Any, Literal
+
+from quire.checkpoint.quant.facts import LayerRule, QuantFacts, target_pattern
+from quire.checkpoint.quant.schemes import BlockFloat, Fp8, Int8, Scheme
+from quire.checkpoint.reader import ConfigReader
+from quire.errors import ConfigError
+
+METHOD = "quark"
+_BLOCK = 128
+_FP4 = {16: BlockFloat("nvfp4", tensor_scale="weight_scale_2"), 32: BlockFloat("mxfp4")}
+"""By inputs per scale."""
+_KNOWN = (
+    "supported are weights of fp8_e4m3 (per_tensor, per_channel, per_block of 128 x 128), symmetric int8 "
+    "(per_tensor, per_channel) and fp4 (per_group of 16 or 32)"
+)
+
+
+def read_quark(keys: ConfigReader) -> QuantFacts:
+    """Read the scheme of all layers and of those in `layer_quant_config`, except those in `exclude`. Outputs
+    of the layers in `kv_cache_group` are keys and values."""
+    export = _section(keys, "export")
+    cached = export.names("kv_cache_group")
+    layers = _section(keys, "layer_quant_config")
+    rules = [LayerRule(target_pattern(name), None) for name in keys.names("exclude")]
+    cache = None
+    for pattern in layers.values:
+        layer = _section(layers, pattern)
+        outputs = layer.get("output_tensors")
+        if pattern in cached and isinstance(outputs, dict):
+            cache = "fp8_e4m3" if outputs.get("dtype") == "fp8_e4m3" else cache
+            layer = layer.but(output_tensors=None)
+        rules.append(LayerRule(target_pattern(pattern), _read_scheme(layer)))
+    types = _section(keys, "layer_type_quant_config")
+    for name in types.values:
+        if "Linear" not in name:
+            raise ConfigError(f"{types.source} has {name!r}; only linear layers are supported")
+        rules.append(LayerRule("", _read_scheme(_section(types, name))))
+    rules.append(LayerRule("", _read_scheme(_section(keys, "global_quant_config"))))
+    return QuantFacts(METHOD, tuple(rules), cache)
+
+
+def _section(keys: ConfigReader, key: str) -> ConfigReader:
+    """Return the settings of a key, which are empty if it is missing. In a list, the second ones are those of
+    the scales of the first."""
+    value: Any = keys.get(key) or {}
+    value = value[0] if isinstance(value, list) else value
+    if not isinstance(value, dict):
+        raise keys.wrong(key, "an object")
+    return ConfigReader(f"{keys.source}: {key}", value)
+
+
+def _read_scheme(layer: ConfigReader) -> Scheme | None:
+    for key in ("output_tensors", "bias"):
+        if layer.get(key):
+            raise ConfigError(f"{layer.source}: quantized {key} are not supported; quantized weights are")
+    is_two_level = isinstance(layer.get("weight"), list)
+    weight, inputs = _section(layer, "weight"), _section(layer, "input_tensors")
+    if not weight.values:
+        return None
+    scheme = {"fp8_e4m3": _fp8, "int8": _int8, "fp4": _fp4}.get(str(weight.get("dtype")), _unknown)(
+        weight, inputs
+    )
+    if scheme is None or (is_two_level and not isinstance(scheme, BlockFloat)):
+        settings = {key: weight.get(key) for key in ("dtype", "qscheme", "group_size", "symmetric")}
+        raise ConfigError(f"{weight.source} has {settings}, which is not supported; {_KNOWN}")
+    return scheme
+
+
+def _unknown(weight: ConfigReader, inputs: ConfigReader) -> None:
+    return None
+
+
+def _fp8(weight: ConfigReader, inputs: ConfigReader) -> Fp8 | None:
+    kinds: dict[Any, Literal["tensor", "channel", "block"]]
+    kinds = {"per_tensor": "tensor", "per_channel": "channel", "per_block": "block"}
+    kind = kinds.get(weight.get("qscheme"))
+    if kind is None:
+        return None
+    if kind == "block":
+        size = weight.get("block_size") or weight.get("group_size") or _BLOCK
+        rows, columns = size if isinstance(size, list) and len(size) == 2 else (size, size)
+        return Fp8("block", "group", (rows, columns), "weight_scale_inv")
+    if not inputs.values:
+        return Fp8(kind, "none")
+    return Fp8(kind, "token" if inputs.get("is_dynamic") else "static")
+
+
+def _int8(weight: ConfigReader, inputs: ConfigReader) -> Int8 | None:
+    kinds: dict[Any, Literal["tensor", "channel"]] = {"per_tensor": "tensor", "per_channel": "channel"}
+    kind = kinds.get(weight.get("qscheme"))
+    if kind is None or weight.get("symmetric") is False:
+        return None
+    if not inputs.values:
+        return Int8(kind, "none")
+    if inputs.get("dtype") != "int8":
+        return None
+    is_symmetric = inputs.get("symmetric") is not False
+    return Int8(kind, "token" if inputs.get("is_dynamic") else "static", is_symmetric)
+
+
+def _fp4(weight: ConfigReader, inputs: ConfigReader) -> BlockFloat | None:
+    return _FP4.get(weight.get("group_size") or 0) if weight.get("qscheme") == "per_group" else None
