@@ -108,12 +108,7 @@ class KVManager:
             if window is None:
                 whole[group] = self._longest(keys[:length], self.marks[group])
                 length = len(whole[group])
-        before = -1
-        while before != length:
-            before = length
-            for group, window in enumerate(self.windows):
-                if window is not None:
-                    length = self._longest_in_window(keys, length, window, self.marks[group])
+        length = self._longest_in_windows(keys, length)
         blocks = [
             whole[group][:length]
             if window is None
@@ -130,6 +125,16 @@ class KVManager:
                 break
             hits.append(block)
         return hits
+
+    def _longest_in_windows(self, keys: list[bytes], length: int) -> int:
+        """Return the most blocks, up to `length`, that all groups with a window can restore."""
+        before = -1
+        while before != length:
+            before = length
+            for mark, window in zip(self.marks, self.windows, strict=True):
+                if window is not None:
+                    length = self._longest_in_window(keys, length, window, mark)
+        return length
 
     def _longest_in_window(self, keys: list[bytes], length: int, window: int, mark: bytes) -> int:
         """Return the most blocks, up to `length`, for which all blocks inside the window of the next token
@@ -280,6 +285,10 @@ class KVManager:
         """Remove blocks from the index that were not written after all."""
         for block in blocks:
             self.pool.forget(block)
+
+    def reset(self) -> bool:
+        """Forget every prefix. Return False and do nothing while blocks are in use."""
+        return self.pool.reset()
 
     def _hash(self, request: Request, tokens: Ints, num_full: int) -> None:
         """Extend the request's keys to its first `num_full` blocks; each block is hashed once per request."""

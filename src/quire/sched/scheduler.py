@@ -316,4 +316,4 @@ class Scheduler:
             self.admitter.waiting.push_front(self._vacate(row))
 
     def reset_prefix_cache(self) -> bool:
-        return self.kv.pool.reset()
+        return self.kv.reset()
