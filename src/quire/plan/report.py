@@ -31,6 +31,7 @@ _COLOURS = {
     "graphs": "#937860",
     "libraries": "#8c8c8c",
     "KV cache": "#55a868",
+    "state checkpoints": "#8172b3",
 }
 
 
@@ -227,11 +228,12 @@ def _formula(fit: MemoryFit) -> list[str]:
     assert fit.memory is not None and fit.cache is not None
     terms = fit.memory.terms(fit.cache)
     lines = [f"Memory of one device, {fit.precision}, tp {fit.tp}, pp {fit.pp}:"]
+    width = max(14, *(len(name) + 2 for name in terms))
     lines += [
-        f"  {'' if number == 0 else '+ '}{name:<14}{human(size):>14}".replace("  +", " +")
+        f"  {'' if number == 0 else '+ '}{name:<{width}}{human(size):>14}".replace("  +", " +")
         for number, (name, size) in enumerate(terms.items())
     ]
-    return [*lines, f" = {'total':<14}{human(sum(terms.values())):>14}"]
+    return [*lines, f" = {'total':<{width}}{human(sum(terms.values())):>14}"]
 
 
 def _speeds(fit: MemoryFit, device: Accelerator, wanted: Wanted) -> list[str]:

@@ -74,7 +74,7 @@ class BlockPool:
     write it."""
 
     def __init__(self, num_blocks: int, index: dict[bytes, Block] | None = None) -> None:
-        """Build the pool. `index` is shared with other pools, whose keys differ."""
+        """Build the pool. `index` may be shared with other pools if their keys differ."""
         assert num_blocks >= 2, num_blocks
         self.blocks = [Block(id) for id in range(num_blocks)]
         self.blocks[0].num_users = 1

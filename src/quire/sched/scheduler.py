@@ -182,6 +182,7 @@ class Scheduler:
             num_drafts=drafts.counts,
             drafts=drafts.token_ids,
             adapters=self.adapters.take_filled(),
+            saves=self.kv.take_saves(),
             forgotten=forgotten,
             encodes=encodes,
         )

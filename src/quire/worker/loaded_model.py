@@ -18,6 +18,7 @@ from quire.config.speculation import SpecFacts
 from quire.kernels.cpu import native
 from quire.layers.attention import caching_layers
 from quire.layers.lora import AdapterSlots
+from quire.layers.ssm import state_layers
 from quire.loader import load_model
 from quire.memory import ladder
 from quire.parallel.all2all import open_dispatch
@@ -39,6 +40,7 @@ from quire.worker.runner import Runner
 from quire.worker.spec.drafter import Drafter, check_ahead, load_draft, open_drafter
 from quire.worker.spec.progress import open_draft_progress
 from quire.worker.stage_runner import StageRunner
+from quire.worker.state_checkpoints import StateCheckpoints
 
 _CACHE_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 """KV cache dtypes that no model computes in."""
@@ -154,17 +156,24 @@ class LoadedModel:
         parameters = {parameter.data_ptr(): parameter for parameter in self.modules.parameters()}
         return sum(parameter.nbytes for parameter in parameters.values())
 
-    def bind(self, num_blocks: int, num_rows: int | None = None) -> int:
-        """Give every layer a cache of this many blocks, or a state per row. Return the bytes of all."""
+    def bind(self, num_blocks: int, num_rows: int | None = None, num_checkpoints: int = 0) -> int:
+        """Give every layer a cache of this many blocks, or a state per row and per checkpoint. Return the
+        bytes of all."""
         return bind(
             caching_layers(self.modules.modules()),
             self.layout,
             num_blocks=num_blocks,
             num_rows=self.config.scheduler.max_num_seqs if num_rows is None else num_rows,
+            num_checkpoints=num_checkpoints,
             block_size=self.config.cache.block_size,
             cache_dtype=self.cache_dtype,
             device=self.device,
         )
+
+    def checkpoints(self) -> StateCheckpoints:
+        """Return the checkpoints of the bound states."""
+        layers = state_layers(self.model.modules())
+        return StateCheckpoints(layers, self.config.scheduler.max_num_seqs)
 
     # ---- runners
 
