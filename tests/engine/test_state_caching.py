@@ -5,27 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 from oracle import make_tiny
-from tiny import check_against, generate, logits_of, open_tiny, prompts_of
+from tiny import check_against, generate, generate_preempted, logits_of, open_tiny, prompts_of
 
 from quire import LLM, SamplingParams
+from quire.checkpoint.families import FAMILIES, ssm
+from quire.checkpoint.layout import cache_specs, layout
 from quire.data.outputs import RequestOutput
 
-FAMILIES = [
-    "BambaForCausalLM",
-    "FalconH1ForCausalLM",
-    "FalconMambaForCausalLM",
-    "GraniteMoeHybridForCausalLM",
-    "JambaForCausalLM",
-    "Lfm2ForCausalLM",
-    "Lfm2MoeForCausalLM",
-    "Mamba2ForCausalLM",
-    "MambaForCausalLM",
-    "NemotronHForCausalLM",
-    "Qwen3NextForCausalLM",
-    "Qwen3_5ForCausalLM",
-    "Qwen3_5MoeForCausalLM",
-    "Zamba2ForCausalLM",
-]
+WITH_STATES = [name for name, family in FAMILIES.items() if family.read.__module__ == ssm.__name__]
 EVERY_8 = {"enable_prefix_caching": True, "mamba_block_size": 8, "prefix_cache_retention_interval": 8}
 
 
@@ -47,7 +34,7 @@ def check_equal(hits: list[RequestOutput], misses: list[RequestOutput]) -> None:
         torch.testing.assert_close(logits_of(hit), logits_of(miss), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", WITH_STATES)
 def test_logits_after_a_hit_equal_those_without(family: str, tmp_path: Path) -> None:
     """Check prefixes around the boundaries of blocks (4 tokens) and of checkpoints (8 tokens)."""
     path, hf_model = make_tiny(family, tmp_path)
@@ -59,3 +46,62 @@ def test_logits_after_a_hit_equal_those_without(family: str, tmp_path: Path) -> 
     hits = generate(llm, prompts, count=3)
     assert cached(hits) == [0, 0, 8, 8, 8, 16, 16, 24, 24, 16]
     check_equal(hits, without_hits(llm, prompts, count=3))
+
+
+def test_hits_after_preemption_and_reset(tmp_path: Path) -> None:
+    path, hf_model = make_tiny("qwen3_next", tmp_path)
+    llm = open_tiny(path, max_num_batched_tokens=16, max_num_seqs=4, **EVERY_8)
+    prompts = prompts_of(27, 19)
+    check_against(hf_model, generate_preempted(llm, prompts, count=6, at=(2, 5, 7)))
+    assert cached(generate(llm, prompts)) == [24, 16]
+    assert llm.reset_prefix_cache()
+    outputs = generate(llm, prompts)
+    assert cached(outputs) == [0, 0]
+    check_against(hf_model, outputs)
+
+
+def test_checkpoints_of_an_8_bit_cache(tmp_path: Path) -> None:
+    """Check that pages and states are restored alike if pages have another dtype."""
+    path, _ = make_tiny("FalconH1ForCausalLM", tmp_path)
+    llm = open_tiny(path, kv_cache_dtype="fp8", **EVERY_8)
+    prompts = prompts_of(27, 19)
+    generate(llm, prompts, count=1)
+    hits = generate(llm, prompts)
+    assert cached(hits) == [24, 16]
+    check_equal(hits, without_hits(llm, prompts, count=6))
+
+
+def test_prefix_caching_is_off_by_default_without_attention(tmp_path: Path) -> None:
+    path, _ = make_tiny("mamba", tmp_path)
+    assert not open_tiny(path).config.cache.enable_prefix_caching
+    path, _ = make_tiny("jamba", tmp_path)
+    llm = open_tiny(path)
+    cache = llm.config.cache
+    assert cache.enable_prefix_caching and (cache.mamba_cache_mode, cache.mamba_block_size) == ("align", 64)
+    assert llm.llm_engine.core.scheduler.kv.states is not None
+
+
+def test_no_memory_for_checkpoints_turns_prefix_caching_off(tmp_path: Path) -> None:
+    path, hf_model = make_tiny("jamba", tmp_path)
+    rows = open_tiny(path, max_num_seqs=4).config
+    room = layout(cache_specs(rows.checkpoint.facts), 64)
+    needed = room.row_bytes(4) * 5 + room.block_bytes(4, 4) * 17
+    llm = open_tiny(path, max_num_seqs=4, max_model_len=64, kv_cache_memory_bytes=needed)
+    assert llm.llm_engine.core.scheduler.kv.states is None
+    for _ in range(2):
+        outputs = generate(llm, prompts_of(40))
+        check_against(hf_model, outputs)
+        assert cached(outputs) == [0]
+
+
+def test_sleeping_engine_forgets_checkpoints(tmp_path: Path) -> None:
+    path, hf_model = make_tiny("lfm2", tmp_path)
+    llm = open_tiny(path, enable_sleep_mode=True, **EVERY_8)
+    prompts = prompts_of(27)
+    generate(llm, prompts)
+    llm.sleep(1)
+    llm.wake_up()
+    for expected in (0, 24):
+        outputs = generate(llm, prompts)
+        assert cached(outputs) == [expected]
+        check_against(hf_model, outputs)

@@ -157,7 +157,7 @@ class CacheSection:
     """Share the KV blocks of equal prefixes between requests, and SSM states after them. Default: on, unless
     all layers have SSM states instead of KV blocks."""
     mamba_cache_mode: Literal["none", "all", "align"] = "none"
-    """Places where prefix caching keeps SSM states. `align`, which is also the meaning of `none`: at the end of a
+    """Boundaries of prefix caching for SSM states. `align`, which `none` stands for: at the end of a
     prompt, where it departs from earlier prompts, and by prefix_cache_retention_interval; `all`: every
     mamba_block_size tokens."""
     mamba_block_size: Annotated[int | None, FieldRule(at_least=1)] = None
