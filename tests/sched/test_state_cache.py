@@ -88,6 +88,13 @@ def test_conversation_continues_from_the_end_of_its_last_prompt() -> None:
     assert answer(engine, "third", prompt + engine.outputs["second"] + numbers(5, seed=4)) == 32
 
 
+def test_steps_end_at_every_boundary() -> None:
+    engine, prompt = Engine(layout="state", num_slots=8, interval=8), numbers(30)
+    assert answer(engine, "first", prompt) == 0
+    assert [plan.num_tokens.tolist() for plan in engine.plans[:5]] == [[8], [8], [8], [4], [2]]
+    assert [answer(engine, str(length), prompt[:length]) for length in (9, 17, 25, 30)] == [8, 16, 24, 28]
+
+
 def test_salt_and_adapter_separate_checkpoints() -> None:
     engine, prompt = Engine(layout="state"), numbers(21)
     assert answer(engine, "plain", prompt) == 0
