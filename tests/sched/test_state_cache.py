@@ -95,7 +95,7 @@ def test_steps_end_at_every_boundary() -> None:
     assert [answer(engine, str(length), prompt[:length]) for length in (9, 17, 25, 30)] == [8, 16, 24, 28]
 
 
-def test_salt_and_adapter_separate_checkpoints() -> None:
+def test_salt_separates_checkpoints() -> None:
     engine, prompt = Engine(layout="state"), numbers(21)
     assert answer(engine, "plain", prompt) == 0
     assert answer(engine, "salted", prompt, cache_salt="a") == 0
