@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cuda_on_cpu import use_fake_device
 from oracle import make_tiny
 from tiny import check_against, generate, generate_preempted, logits_of, open_tiny, prompts_of
 
@@ -104,4 +105,19 @@ def test_sleeping_engine_forgets_checkpoints(tmp_path: Path) -> None:
     for expected in (0, 24):
         outputs = generate(llm, prompts)
         assert cached(outputs) == [expected]
+        check_against(hf_model, outputs)
+
+
+def test_hits_in_graphs_ahead_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that states are copied in the order of the steps if the next is planned before the last ends."""
+    path, hf_model = make_tiny("qwen3_next", tmp_path)
+    use_fake_device(monkeypatch)
+    sizes = {"max_model_len": 64, "max_num_seqs": 4, "num_gpu_blocks_override": 200}
+    llm = open_tiny(path, max_num_batched_tokens=24, **sizes, **EVERY_8)
+    llm.llm_engine.core.step_queue.depth = 2
+    (common,) = prompts_of(19)
+    prompts = [common + tail for tail in prompts_of(1, 2, 9, 14, 7, seed=8)]
+    for hits in ([0, 16, 16, 16, 16], [16, 16, 24, 32, 24]):
+        outputs = generate(llm, prompts)
+        assert cached(outputs) == hits
         check_against(hf_model, outputs)
