@@ -158,7 +158,8 @@ def memory_chart(model: str, device: Accelerator, fits: list[MemoryFit]) -> str:
         if fit.memory is not None and fit.cache is not None
     ]
     title = f"{model}: one {device.label}, {human(device.total_bytes)}"
-    return stacked_chart(title, bars, total=device.total_bytes, colours=_COLOURS, text=human)
+    colours = {name: colour for name, colour in _COLOURS.items() if any(name in terms for _, terms in bars)}
+    return stacked_chart(title, bars, total=device.total_bytes, colours=colours, text=human)
 
 
 def _lines(fits: list[MemoryFit], wanted: Wanted) -> list[str]:
