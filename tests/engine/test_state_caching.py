@@ -14,6 +14,14 @@ from quire.checkpoint.layout import cache_specs, layout
 from quire.data.outputs import RequestOutput
 
 WITH_STATES = [name for name, family in FAMILIES.items() if family.read.__module__ == ssm.__name__]
+KINDS = {
+    "FalconH1ForCausalLM",
+    "JambaForCausalLM",
+    "Lfm2ForCausalLM",
+    "Mamba2ForCausalLM",
+    "Qwen3NextForCausalLM",
+}
+"""One family for each kind of state; test_parity.py has hits of all families against transformers."""
 EVERY_8 = {"enable_prefix_caching": True, "mamba_block_size": 8, "prefix_cache_retention_interval": 8}
 
 
@@ -35,7 +43,10 @@ def check_equal(hits: list[RequestOutput], misses: list[RequestOutput]) -> None:
         torch.testing.assert_close(logits_of(hit), logits_of(miss), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", WITH_STATES)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=[] if name in KINDS else pytest.mark.slow) for name in WITH_STATES],
+)
 def test_logits_after_a_hit_equal_those_without(family: str, tmp_path: Path) -> None:
     """Check prefixes around the boundaries of blocks (4 tokens) and of checkpoints (8 tokens)."""
     path, hf_model = make_tiny(family, tmp_path)

@@ -49,8 +49,9 @@ def test_boundaries(interval: int | None, prompt: tuple[int, int, int], expected
     assert states.boundaries(*prompt)[::-1] == expected
 
 
-@pytest.mark.parametrize(("shared", "separate"), [(1600, 600), (1500, 700)])
-@pytest.mark.parametrize("at_once", [False, True], ids=["one after the other", "at once"])
+@pytest.mark.parametrize(
+    ("shared", "separate", "at_once"), [(1600, 600, False), (1600, 600, True), (1500, 700, True)]
+)
 def test_all_but_the_first_of_64_requests_hit(shared: int, separate: int, at_once: bool) -> None:
     """Check a prefix that ends at no multiple of a large block, at the default settings of an engine."""
     engine = Engine(
