@@ -18,6 +18,7 @@ from quire.memory import (
     choose_offloaded,
     human,
     size_cache,
+    smallest_cache,
 )
 
 FACTS = ArchFacts("LlamaForCausalLM", 320, 64, 128, 4, 2, 16, 1e-5, (LayerFacts(RopeFacts()),) * 2)
@@ -54,6 +55,28 @@ def test_fp8_cache_holds_twice_the_tokens() -> None:
     }  # fmt: skip
     assert sizes["fp8_e4m3"] == sizes["fp8_e5m2"] and sizes["fp8_e4m3"].num_blocks == 200
     assert sizes["bfloat16"].num_blocks == 100
+
+
+def test_checkpoints_of_states_take_a_quarter_of_what_rows_leave() -> None:
+    state = 10 * BLOCK
+    specs = (CacheSpec("state", bytes_per_row=state), CacheSpec("full", numbers=32))
+    hybrid = layout(specs, 1 << 20)
+    page, settings = hybrid.block_bytes(16, 2), {"layout": hybrid, "num_rows": 3, "checkpoint_unit": 16}
+    room = 4 * state + 80 * state
+    made = size(room, **settings | {"max_model_len": 4096})
+    assert made.num_checkpoints == 20 and made.all_checkpoint_bytes == 20 * state
+    assert made.num_bytes + made.all_checkpoint_bytes <= room < made.num_bytes + 20 * state + page
+    assert size(room, **settings).num_checkpoints == 3 * 4, "no more than rows have boundaries"
+    longest = {"max_model_len": 4096}
+    tight = 4 * state + 257 * page
+    assert size(tight + 3 * state // 2, **settings | longest).num_checkpoints == 1, "one request comes first"
+    assert size(tight, **settings | longest).num_checkpoints == 0
+    assert size(room, **settings | {"checkpoint_unit": None}).num_checkpoints == 0
+
+
+def test_smallest_cache_fits_on_every_device() -> None:
+    sizes = [CacheSize(9, 64, 128, num_checkpoints=5), CacheSize(7, 64, 96, num_checkpoints=8)]
+    assert smallest_cache(sizes) == CacheSize(7, 64, 96, num_checkpoints=5)
 
 
 def test_activations_grow_with_tokens_and_sequences() -> None:

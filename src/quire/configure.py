@@ -231,6 +231,8 @@ def cache_info(config: EngineConfig, *, num_blocks: int, num_tokens: int) -> dic
         "cache_dtype": cache.kv_cache_dtype,
         "enable_prefix_caching": cache.enable_prefix_caching,
         "gpu_memory_utilization": cache.gpu_memory_utilization,
+        "mamba_block_size": cache.mamba_block_size,
+        "mamba_cache_mode": cache.mamba_cache_mode,
         "num_gpu_blocks": num_blocks,
         "kv_cache_size_tokens": num_tokens,
     }

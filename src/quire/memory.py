@@ -2,8 +2,8 @@
 offload. Uses no device."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from quire.checkpoint.facts import ArchFacts
@@ -34,6 +34,9 @@ MAX_TAPED = 64
 """Maximum sequences of a decode that is recorded on a CPU. Larger ones hide the call overhead."""
 NUM_OFFLOAD_BUFFERS = 2
 """Buffers for offloaded layers on the device: one is computed with while the next layer is copied."""
+_CHECKPOINT_SHARE = 4
+"""Checkpoints of states get this part of the memory that the states of running requests leave."""
+_MAX_CHECKPOINTS = 4096
 _TAPED_TIMES = 2
 """Factor for the memory pool: its blocks are powers of two, and smaller decodes may come first."""
 
@@ -189,6 +192,15 @@ class CacheSize:
     windows: tuple[int | None, ...] = (None,)
     """Sliding window of each group of layers; None: full attention."""
     num_bytes: int = 0
+    """Bytes of blocks and of the states of rows."""
+    num_checkpoints: int = 0
+    """Number of checkpoints of SSM states that fit."""
+    checkpoint_bytes: int = 0
+    """Bytes of one checkpoint."""
+
+    @property
+    def all_checkpoint_bytes(self) -> int:
+        return self.num_checkpoints * self.checkpoint_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +218,13 @@ class CacheRoom:
     """Whether `kv_bytes` is a default: the cache is reduced to what all rows can fill."""
 
 
+def smallest_cache(sizes: Iterable[CacheSize]) -> CacheSize:
+    """Return the size that fits on every device, of the sizes that fit on each."""
+    sizes = list(sizes)
+    smallest = min(sizes, key=lambda size: size.num_blocks)
+    return replace(smallest, num_checkpoints=min(size.num_checkpoints for size in sizes))
+
+
 def size_cache(
     layout: CacheLayout,
     *,
@@ -216,9 +235,11 @@ def size_cache(
     num_rows: int,
     auto_fit: bool,
     room: CacheRoom,
+    checkpoint_unit: int | None = None,
 ) -> CacheSize:
     """Return the largest cache that fits together with the states of all rows. It must hold one request of
-    `max_model_len` with any chunking; with `auto_fit` that length is reduced instead."""
+    `max_model_len` with any chunking; with `auto_fit` that length is reduced instead. Of the rest, some is
+    for checkpoints of states after multiples of `checkpoint_unit` tokens."""
 
     def blocks_of(num_tokens: int, chunk: int = max_chunk) -> int:
         return layout.blocks_of(num_tokens, block_size=block_size, max_chunk=chunk)
@@ -226,10 +247,18 @@ def size_cache(
     per_block = layout.block_bytes(block_size, DTYPE_BYTES[kv_dtype])
     per_row = layout.row_bytes(DTYPE_BYTES[kv_dtype])
     states = per_row * (num_rows + 1)
+    num_checkpoints = 0
+    if checkpoint_unit is not None:
+        left = room.kv_bytes - states
+        num_bytes = min(left // _CHECKPOINT_SHARE, left - (blocks_of(max_model_len) + 1) * per_block)
+        most = min(_MAX_CHECKPOINTS, num_rows * max(max_model_len // checkpoint_unit, 1))
+        fitting = max(num_bytes, 0) // layout.state_bytes if layout.state_bytes else most
+        num_checkpoints = min(fitting, most)
     num_blocks = room.num_blocks_override
     if num_blocks is None:
         max_blocks = (num_rows - 1) * blocks_of(max_model_len, 1) + blocks_of(max_model_len) + 1
-        num_blocks = max(room.kv_bytes - states, 0) // per_block if per_block else max_blocks
+        left = room.kv_bytes - states - num_checkpoints * layout.state_bytes
+        num_blocks = max(left, 0) // per_block if per_block else max_blocks
         if room.soft:
             num_blocks = min(num_blocks, max_blocks)
     usable = max(num_blocks - 1, 0)
@@ -241,7 +270,15 @@ def size_cache(
         fewer = f"--max-num-seqs {rows}" if states and 0 < rows < num_rows else ""
         raise ConfigError(_too_small(room, needed_blocks, needed, max_model_len, longest, fewer))
     num_tokens = usable * block_size * -(-longest // block_size) // blocks_of(longest, 1)
-    return CacheSize(num_blocks, longest, num_tokens, layout.windows, states + num_blocks * per_block)
+    return CacheSize(
+        num_blocks=num_blocks,
+        max_model_len=longest,
+        num_tokens=num_tokens,
+        windows=layout.windows,
+        num_bytes=states + num_blocks * per_block,
+        num_checkpoints=num_checkpoints,
+        checkpoint_bytes=layout.state_bytes,
+    )
 
 
 def _too_small(

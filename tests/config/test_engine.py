@@ -542,6 +542,7 @@ def test_resolved_values_are_not_none() -> None:
         "gguf_file",
         "hf_config_path",
     }
+    may_be_none |= {"mamba_block_size", "prefix_cache_retention_interval"}
     may_be_none |= {"kv_cache_memory_bytes", "num_gpu_blocks_override", "data_parallel_rank"}
     results = {
         f.name
@@ -608,17 +609,6 @@ def test_config_does_not_import_torch() -> None:
     heavy = {"torch", "transformers", "tokenizers"}
     code = f"import sys, quire.config.engine; assert not {heavy} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_state_models_disable_prefix_caching(warnings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    states = (CacheSpec("full", numbers=8), CacheSpec("state", bytes_per_row=64))
-    monkeypatch.setattr("quire.config.engine.cache_specs", lambda facts: states)
-    assert not make().cache.enable_prefix_caching and not make().cache.enable_prefix_caching
-    (message,) = warnings()
-    assert "Prefix caching is off" in message
-    warn_once.cache_clear()
-    assert not make({"enable_prefix_caching": False}).cache.enable_prefix_caching
-    assert warnings() == [message]
 
 
 def test_state_models_limit_max_num_seqs_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:

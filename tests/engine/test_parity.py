@@ -10,7 +10,7 @@ from zoo import LLAMA3, ZOO
 
 from quire import SamplingParams
 from quire.checkpoint.layout import cache_specs, has_ssm_state
-from quire.logs import warn_once
+from quire.checkpoint.model import read_checkpoint
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     architecture: (architecture, {}) for architecture, specimen in ZOO.items() if not specimen.alike
@@ -43,17 +43,24 @@ def test_logits_after_chunks_prefix_hits_and_preemption(variant: str, tmp_path: 
     """
     family, overrides = VARIANTS[variant]
     path, hf_model = make_tiny(family, tmp_path, **overrides)
-    llm = open_tiny(path, max_num_batched_tokens=11, max_num_seqs=4)
+    settings = caching_settings(path)
+    llm = open_tiny(path, max_num_batched_tokens=11, max_num_seqs=4, **settings)
     (common,) = prompts_of(9)
     prompts = [common + tail for tail in prompts_of(1, 10, 4, seed=8)] + prompts_of(1, 17)
     check_against(hf_model, generate_preempted(llm, prompts, count=5, at=(1, 4, 7)))
     assert llm.llm_engine.core.scheduler.num_preemptions >= 3
     second = generate(llm, prompts[:3], count=1)
     check_against(hf_model, second)
-    states = has_ssm_state(cache_specs(llm.config.checkpoint.facts))
-    assert llm.config.cache.enable_prefix_caching is not states
+    assert llm.config.cache.enable_prefix_caching
     if None in llm.llm_engine.core.scheduler.kv.windows:
-        assert [output.num_cached_tokens for output in second] == ([0] * 3 if states else [8, 16, 12])
+        assert [output.num_cached_tokens for output in second] == [8, 16, 12]
+
+
+def caching_settings(path: Path) -> dict[str, Any]:
+    """Return settings with which a model with SSM states keeps them after every block."""
+    if not has_ssm_state(cache_specs(read_checkpoint(path).facts)):
+        return {}
+    return {"enable_prefix_caching": True, "mamba_block_size": 4, "prefix_cache_retention_interval": 4}
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -75,27 +82,15 @@ def test_chunks_of_every_size(tiny: Tiny) -> None:
 
 
 def test_prefix_hits(tiny: Tiny) -> None:
-    """Check blocks shared too far or not at all; models with SSM states share none."""
+    """Check blocks and SSM states shared too far or not at all."""
     path, hf_model = tiny
-    llm = open_tiny(path)
+    llm = open_tiny(path, **caching_settings(path))
     (common,) = prompts_of(19)
     prompts = [common + tail for tail in prompts_of(1, 2, 5, 9, seed=8)] + [common, common[:8]]
     check_against(hf_model, generate(llm, prompts))
     second = generate(llm, prompts)
     check_against(hf_model, second)
-    states = has_ssm_state(cache_specs(llm.config.checkpoint.facts))
-    expected = [0] * 6 if states else [16, 20, 20, 24, 16, 4]
-    assert [output.num_cached_tokens for output in second] == expected
-
-
-def test_model_with_states_reports_no_prefix_caching(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path, _ = make_tiny("qwen3_next", tmp_path)
-    warn_once.cache_clear()
-    open_tiny(path)
-    open_tiny(path, enable_prefix_caching=False)
-    assert sum("Prefix caching is off" in record.getMessage() for record in caplog.records) == 1
+    assert [output.num_cached_tokens for output in second] == [16, 20, 20, 24, 16, 4]
 
 
 def test_preemption(tiny: Tiny) -> None:

@@ -8,6 +8,7 @@ from oracle import make_tiny
 from tiny import check_against, generate, open_tiny, prompts_of
 
 STAGES_ALONE = "windows and a tied head in two stages"
+STATES = "states in two stages of two"
 WORLDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     STAGES_ALONE: (
         "gemma2",
@@ -19,11 +20,21 @@ WORLDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"num_hidden_layers": 3},
         {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
     ),
+    STATES: (
+        "qwen3_next",
+        {},
+        {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "mamba_block_size": 8},
+    ),
 }
 
 
 @pytest.mark.parametrize(
-    "world", [pytest.param(STAGES_ALONE, marks=pytest.mark.slow), "experts in two stages of two"]
+    "world",
+    [
+        pytest.param(STAGES_ALONE, marks=pytest.mark.slow),
+        "experts in two stages of two",
+        pytest.param(STATES, marks=pytest.mark.slow),
+    ],
 )
 def test_pipeline_matches_transformers(world: str, tmp_path: Path) -> None:
     """Check chunked prompts, shared prefixes and preempted rows."""

@@ -115,6 +115,20 @@ def test_prefix_hit_matches_a_full_prompt(tiny: tuple[Path, Any]) -> None:
     assert tokens(run(tiny[0], requests, dtype="float32", one_by_one=True)) == cold
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2", "jamba"])
+def test_hit_of_a_model_with_states_matches_a_full_prompt(family: str, tmp_path: Path) -> None:
+    """Check copies of states between steps in flight, with captured decodes and without."""
+    path, _ = make_tiny(family, tmp_path, max_position_embeddings=512)
+    shared, *tails = ([5 + token % 120 for token in prompt] for prompt in prompts(12))
+    requests = [(shared * 300)[:290] + tail[:90] for tail in tails]
+    cold = run(path, requests, dtype="float32", enable_prefix_caching=False)
+    for way in ("graphs", "eager", "in turn"):
+        hits = run(path, requests, dtype="float32", one_by_one=True, mamba_block_size=16, **WAYS[way])
+        assert all((output.num_cached_tokens or 0) >= 288 for output in hits[2:])
+        for actual, expected in zip(hits, cold, strict=True):
+            assert max(distances(actual, expected, way, margin=1e-2)) < 1e-3
+
+
 def test_samples_depend_only_on_seed_and_position(tiny: tuple[Path, Any]) -> None:
     requests = prompts(16)
     params = [SamplingParams(temperature=0.9, top_k=40, top_p=0.9, seed=i, max_tokens=8) for i in range(16)]

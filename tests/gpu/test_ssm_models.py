@@ -6,7 +6,15 @@ from typing import Any
 import pytest
 import torch
 from oracle import BLOCK_SIZE, make_batch, random_prompts, run_hf
-from state_oracle import MAX_ROWS, VARIANTS, bind_states, make_twins, on_rows, run_rows
+from state_oracle import (
+    MAX_ROWS,
+    VARIANTS,
+    bind_states,
+    make_twins,
+    on_rows,
+    run_from_checkpoint,
+    run_rows,
+)
 from torch import Tensor
 
 from quire.attention.triton_attn import TritonAttention
@@ -50,6 +58,13 @@ def test_logits_match_transformers(twins: tuple[Any, Any]) -> None:
     for steps in ([[23, 9, 80]], [[10, 0, 17], [1, 4, 56], [1, 1, 1], [1, 3, 1], [10, 0, 5], [0, 1, 0]]):
         for actual, ids in zip(run_rows(model, prompts, steps, [4, 3, 0], "cuda"), prompts, strict=True):
             near(actual, run_hf(hf_model, ids))
+
+
+def test_row_continues_from_the_checkpoint_of_another(twins: tuple[Any, Any]) -> None:
+    model, hf_model = twins
+    (ids,) = random_prompts(80)
+    for num_cached in (1, 16, 64, 79):
+        near(run_from_checkpoint(model, ids, num_cached, "cuda"), run_hf(hf_model, ids)[num_cached:])
 
 
 @torch.inference_mode()

@@ -10,8 +10,11 @@ from torch import Tensor
 from zoo import SHARED, ZOO
 
 from quire.attention.batch import Batch
+from quire.data.params import SamplingParams
+from quire.data.step_plan import Admission, StepPlan
 from quire.layers.attention import attention_layers
 from quire.layers.ssm import state_layers
+from quire.worker.state_checkpoints import StateCheckpoints
 
 MAX_ROWS = 5
 BASE: dict[str, Any] = {
@@ -96,12 +99,12 @@ def make_twins(variant: str, path: Path) -> Any:
 
 
 def bind_states(model: Any) -> None:
-    """Bind states full of NaN."""
+    """Bind states full of NaN, of rows, padding and one checkpoint."""
     for layer in state_layers(model.modules()):
         device = layer.conv_weight.device
         layer.bind(
             *(
-                torch.full((MAX_ROWS + 1, *shape), torch.nan, dtype=dtype, device=device)
+                torch.full((MAX_ROWS + 2, *shape), torch.nan, dtype=dtype, device=device)
                 for shape, dtype in layer.state_shapes
             )
         )
@@ -120,12 +123,18 @@ def on_rows(batch: Batch, rows: list[int], device: str = "cpu") -> Batch:
 
 @torch.inference_mode()
 def run_rows(
-    model: Any, prompts: list[list[int]], steps: list[list[int]], rows: list[int], device: str = "cpu"
+    model: Any,
+    prompts: list[list[int]],
+    steps: list[list[int]],
+    rows: list[int],
+    device: str = "cpu",
+    num_computed: int = 0,
 ) -> list[Tensor]:
-    """Return logits of every position of each prompt; `steps` gives the tokens per prompt and step."""
+    """Return logits of every position of each prompt after the first `num_computed`; `steps` gives the tokens
+    per prompt and step."""
     order = np.random.default_rng(7).permutation(np.arange(1, 64)).tolist()
     tables = [[order.pop() for _ in range(-(-len(ids) // BLOCK_SIZE))] for ids in prompts]
-    done = [0] * len(prompts)
+    done = [num_computed] * len(prompts)
     out: list[list[Tensor]] = [[] for _ in prompts]
     for step in steps:
         some = [i for i, count in enumerate(step) if count]
@@ -139,3 +148,20 @@ def run_rows(
             done[i] += step[i]
     assert done == [len(ids) for ids in prompts]
     return [torch.cat(pieces) for pieces in out]
+
+
+def run_from_checkpoint(model: Any, ids: list[int], num_cached: int, device: str = "cpu") -> Tensor:
+    """Return logits of the positions after `num_cached`: the first tokens are computed on one row, and the
+    others on another row, from a checkpoint of the states of the first. Pages are shared."""
+    checkpoints = StateCheckpoints(state_layers(model.modules()), MAX_ROWS)
+    run_rows(model, [ids[:num_cached]], [[num_cached]], [4], device)
+    plan = StepPlan.idle(1)
+    plan.saves = np.array([[4], [1]], np.int32)
+    checkpoints.save(plan)
+    run_rows(model, [ids[::-1]], [[len(ids)]], [4], device)
+    run_rows(model, [ids[:num_cached]], [[num_cached]], [3], device)  # the pages once more
+    params = SamplingParams()
+    plan.admitted = [Admission(2, "hit", ids, len(ids), num_cached, [[]], params, seed=0, state=1)]
+    checkpoints.restore(plan)
+    (logits,) = run_rows(model, [ids], [[len(ids) - num_cached]], [2], device, num_cached)
+    return logits

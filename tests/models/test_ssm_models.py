@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import load_tiny, random_prompts, run_hf
-from state_oracle import VARIANTS, bind_states, make_twins, run_rows
+from state_oracle import VARIANTS, bind_states, make_twins, run_from_checkpoint, run_rows
 from torch import Tensor
 
 from quire.kernels.cpu import native
@@ -55,3 +55,11 @@ def test_every_chunk_size(twins: tuple[Path, Any]) -> None:
     for size in range(1, 10):
         steps = [[min(size, 19 - at)] for at in range(0, 19, size)]
         near(run_rows(model, [ids], steps, [2]), [expected])
+
+
+def test_row_continues_from_the_checkpoint_of_another(twins: tuple[Path, Any]) -> None:
+    path, hf_model = twins
+    (ids,) = random_prompts(23)
+    model, expected = load(path, StateReference()), run_hf(hf_model, ids)
+    for num_cached in (1, 16, 22):
+        near([run_from_checkpoint(model, ids, num_cached)], [expected[num_cached:]])

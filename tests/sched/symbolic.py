@@ -24,9 +24,11 @@ from quire.executor import Pending
 from quire.sched.kv_manager import KVManager
 from quire.sched.scheduler import Scheduler
 from quire.sched.spec import Drafting
+from quire.sched.state_cache import StateCache
 
 FULL, LATENT = CacheSpec("full", numbers=8), CacheSpec("latent", planes=1, numbers=16)
 NARROW, WIDE = (CacheSpec("window", numbers=8, window=window) for window in (6, 13))
+STATE = CacheSpec("state", bytes_per_row=64)
 LAYOUTS: dict[str, CacheLayout] = {
     name: layout(specs, 4096)
     for name, specs in {
@@ -36,7 +38,9 @@ LAYOUTS: dict[str, CacheLayout] = {
         "more windows": [NARROW, NARROW, FULL],
         "two windows": [FULL, NARROW, WIDE],
         "latent": [LATENT] * 3,
-        "state": [CacheSpec("state", bytes_per_row=64), FULL],
+        "state": [STATE, FULL],
+        "state and window": [STATE, NARROW],
+        "states alone": [STATE] * 2,
     }.items()
 }
 VOCAB = 97
@@ -191,6 +195,8 @@ class SymbolicWorker:
         """KV cache group and fingerprint by slot."""
         self.states: dict[int, int] = {}
         """Fingerprint of the SSM state by row."""
+        self.checkpoints: dict[int, int] = {}
+        """Fingerprint of the SSM state by slot."""
         self.vectors: dict[bytes, int] = {}
         """Number of encoder vectors by item key."""
         self.num_encoded = 0
@@ -204,6 +210,7 @@ class SymbolicWorker:
         for new in plan.admitted:
             assert new.row not in self.rows, f"row {new.row} given to two requests"
             self.rows[new.row] = Row.of(new, b"" if new.adapter < 0 else self.slots[new.adapter])
+        self._restore(plan)
         self._encode(plan)
         for group, ids in enumerate(plan.block_ids.tolist()):
             for number, block in zip(plan.block_rows.tolist(), ids, strict=True):
@@ -227,10 +234,18 @@ class SymbolicWorker:
                     result.logprobs[number] = [logprobs_of(row.tokens, at) for at in places]
             if row.params.prompt_logprobs is not None and chunk:
                 result.prompt_logprobs[number] = [logprobs_of(row.tokens, at) for at in chunk]
+        for number, slot in plan.saves.T.tolist():
+            assert number in plan.rows and slot, "no row computes this checkpoint"
+            self.checkpoints[slot] = self.states[number]
         result.token_ids = np.array([token for new in sampled for token in new], np.int32)
         if len(plan.num_drafts):
             result.counts = np.array([len(new) for new in sampled], np.int32)
         return result
+
+    def _restore(self, plan: StepPlan) -> None:
+        for new in plan.admitted:
+            if new.state:
+                self.states[new.row] = self.checkpoints[new.state]
 
     def _encode(self, plan: StepPlan) -> None:
         for key in plan.forgotten:
@@ -278,6 +293,8 @@ class SymbolicWorker:
                 if first < end and first + length > start:
                     assert self.vectors[item.key] == item.num_vectors
         for group, window in enumerate(self.layout.windows):
+            if not self.layout.groups[group].layers:
+                continue
             for position in range(0 if window is None else max(start - window + 1, 0), start):
                 cached = self.cache[self._slot(row, group, position)]
                 assert cached == (group, row.fingerprint_at(position)), (
@@ -308,6 +325,7 @@ class BreakableWorker(SymbolicWorker):
             self.rows.pop(row, None)
         for new in plan.admitted:
             self.rows[new.row] = Row.of(new)
+        self._restore(plan)
         quiet = StepPlan(**{name: getattr(plan, name) for name in plan.__struct_fields__})
         quiet.released, quiet.admitted = [], []
         breaks = self.breaks(plan)
@@ -450,19 +468,29 @@ class Engine:
         lazy: bool = False,
         layout: str = "full",
         drafts: str | None = None,
+        num_slots: int = 4,
+        unit: int | None = None,
+        interval: int | None = 0,
         **limits: Any,
     ) -> None:
-        states = has_ssm_state(LAYOUTS[layout].specs) or limits.get("num_stages", 1) > 1
-        self.drafts = None if drafts is None or states else drafts
+        has_states = has_ssm_state(LAYOUTS[layout].specs)
+        self.drafts = None if has_states or limits.get("num_stages", 1) > 1 else drafts
         limits["drafting"] = DRAFTING[self.drafts]() if self.drafts else None
         limits = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": 4096} | limits
+        states = None
+        share = share and not (has_states and limits.get("chunked_prefill") is False)
+        if has_states and share:
+            sizes = {"max_rows": limits["max_num_seqs"], "block_size": block_size}
+            states = StateCache(num_slots=num_slots, unit=unit or block_size, interval=interval, **sizes)
         self.kv = KVManager(
             num_blocks=num_blocks,
             block_size=block_size,
             max_rows=limits["max_num_seqs"],
-            share_prefixes=share and not has_ssm_state(LAYOUTS[layout].specs),
+            share_prefixes=share,
             windows=LAYOUTS[layout].windows,
             max_chunk=max_chunk(limits),
+            states=states,
+            has_pages=states is None or any(group.layers for group in LAYOUTS[layout].groups),
         )
         self.scheduler = Scheduler(kv=self.kv, **limits)
         self.device = Device(self, lazy=lazy)
@@ -543,6 +571,14 @@ class Engine:
         for block in kv.pool.blocks[1:]:
             assert block.num_users == users.get(block.id, 0), f"{block} has {users.get(block.id, 0)} users"
         assert kv.pool.num_free == kv.pool.num_usable - len(users)
+        self.check_slots()
+
+    def check_slots(self) -> None:
+        """Check that no slot of a checkpoint is held between two plans."""
+        if self.kv.states is not None:
+            pool = self.kv.states.pool
+            assert pool.num_free == pool.num_usable
+            assert all(block.num_users == 0 for block in pool.blocks[1:])
 
     def check_table(self, row: int, table: list[Any], window: int | None, chunk: int) -> None:
         """Check that each group holds the blocks of its chunk, and with a sliding window no others."""
@@ -553,6 +589,8 @@ class Engine:
             assert len(table) * size - reach < size, "more than one partly filled block"
         held = [place for place, block in enumerate(table) if block is not None]
         first_seen = 0 if window is None else max(reach - chunk - window + 1, 0)
+        if not self.kv.has_pages:  # the blocks of a restored prefix may be gone
+            return
         assert held == list(range(first_seen // size, len(table))), "more or fewer blocks than the window"
         if window is not None:
             assert len(held) * size < window - 1 + chunk + 2 * size + (16 if self.drafts else 0)
@@ -579,9 +617,12 @@ class Engine:
                 prints.append(extend(prints[-1], token_id))
             for n, key in enumerate(request.block_keys):
                 first = n * kv.block_size
+                slot = kv.pool.index.get(key + b"state")
+                if slot is not None:
+                    assert worker.checkpoints[slot.id] == prints[first + kv.block_size], f"{slot} holds a lie"
                 for group, mark in enumerate(kv.marks):
                     block = kv.pool.find(key + mark)
-                    if block is not None:
+                    if block is not None and worker.layout.groups[group].layers:
                         written = worker.cache[block.id * kv.block_size : (block.id + 1) * kv.block_size]
                         true = [(group, one) for one in prints[first + 1 : first + 1 + kv.block_size]]
                         assert written == true, f"{block} holds a lie"
@@ -592,6 +633,8 @@ class Engine:
         assert self.kv.pool.num_free == self.kv.pool.num_usable, "blocks leaked"
         assert all(block.num_users == 0 for block in self.kv.pool.blocks[1:])
         assert all(not request for request in self.scheduler.running.requests)
+        self.check_slots()
+        assert self.kv.states is None or (self.kv.states.next == self.kv.states.next.max()).all()
         media = self.scheduler.media
         assert not media.rows and not media.num_held and not len(media.shelf), "vectors leaked"
         self.check_index()

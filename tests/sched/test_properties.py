@@ -61,6 +61,9 @@ LIMITS: dict[str, st.SearchStrategy[Any]] = {
     "watermark": st.sampled_from([0.0, 0.1]),
     "fair": st.booleans(),
     "drafts": st.sampled_from([None, "host", "worker"]),
+    "num_slots": st.integers(1, 6),
+    "unit": st.sampled_from([4, 4, 8]),
+    "interval": st.sampled_from([0, 8]),
 }
 ONE_BY_ONE = st.fixed_dictionaries(LIMITS).map(lambda limits: widened(limits, LONGEST))
 IN_FLIGHT = {

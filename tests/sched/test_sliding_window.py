@@ -109,4 +109,6 @@ def test_layouts_have_the_expected_groups() -> None:
         "two windows": 3,
         "latent": 1,
         "state": 1,
+        "state and window": 1,
+        "states alone": 1,
     }

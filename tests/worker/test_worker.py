@@ -112,3 +112,19 @@ def test_run_before_start_is_an_internal_error(tiny: tuple[Path, Any]) -> None:
     worker = Worker(configure({"model": str(tiny[0]), "dtype": "float32"}))
     with pytest.raises(AssertionError, match="start"):
         worker.submit(plan([0], [1], [True])).wait()
+
+
+def test_row_starts_from_the_states_of_another_after_its_step(tmp_path: Path) -> None:
+    """Check that states are kept after the step that computes them, and restored before the next."""
+    path, hf = make_tiny("lfm2", tmp_path)
+    worker, prompt = start(path, mamba_block_size=4), [5, 9, 30, 31, 32, 33]
+    first = admission(0, prompt, [1, 2])
+    saves = np.array([[0], [1]], np.int32)
+    worker.submit(plan([0], [4], [False], admitted=[first], saves=saves)).wait()
+    second = admission(2, prompt, [1, 3])
+    second.num_computed, second.state = 4, 1
+    result = worker.submit(plan([2], [2], [True], admitted=[second])).wait()
+    assert result.token_ids.tolist() == [int(run_hf(hf, prompt)[-1].argmax())]
+    (logprobs,) = result.logprobs[2]
+    expected = torch.log_softmax(run_hf(hf, prompt)[-1], -1).max()
+    assert abs(logprobs.logprobs[0] - float(expected)) < 1e-4

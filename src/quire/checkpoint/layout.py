@@ -160,6 +160,11 @@ class CacheLayout:
         """Return the bytes of one row besides its pages."""
         return row_bytes(self.specs, bytes_per_number)
 
+    @property
+    def state_bytes(self) -> int:
+        """Return the bytes of one checkpoint: the SSM states of all layers after a prefix."""
+        return sum(spec.bytes_per_row for spec in self.specs if spec is not None)
+
     def block_bytes(self, block_size: int, bytes_per_number: int) -> int:
         return sum(self.slabs) * block_size * bytes_per_number
 

@@ -8,7 +8,7 @@ from typing import Any
 from quire.checkpoint.draft import Draft
 from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.hub import DEFAULT_MODEL_ID, DEFAULT_MODEL_NAMES
-from quire.checkpoint.layout import DTYPE_BYTES, cache_specs, has_ssm_state, row_bytes
+from quire.checkpoint.layout import DTYPE_BYTES, cache_specs, row_bytes
 from quire.checkpoint.model import Checkpoint
 from quire.checkpoint.pooling import PoolingFacts, bidirectional_error, resolve_pooling
 from quire.checkpoint.quant import choose_quant
@@ -38,6 +38,7 @@ from quire.config.sections import (
     options,
 )
 from quire.config.speculation import SpecFacts
+from quire.config.state_caching import resolve_state_caching
 from quire.errors import ConfigError
 from quire.logs import get_logger, warn_once
 
@@ -356,11 +357,9 @@ def _resolve_cache(
     if args.get("prefix_caching_hash_algo") == "sha256_cbor":
         warn_once(logger, "prefix_caching_hash_algo='sha256_cbor' is read as 'sha256'")
         args["prefix_caching_hash_algo"] = "sha256"
-    if args.get("enable_prefix_caching", True) and has_ssm_state(cache_specs(checkpoint.facts)):
-        warn_once(
-            logger, "Prefix caching is off: this model has layers with SSM state, which has no prefix blocks"
-        )
-        args["enable_prefix_caching"] = False
+    whole = {"enable_chunked_prefill": False, "disable_chunked_mm_input": True}
+    fixed = (f"and {name} is {off}" for name, off in whole.items() if values.get(name) is off)
+    args = resolve_state_caching(args, cache_specs(checkpoint.facts), block_size, next(fixed, ""))
     kv_dtype = args.get("kv_cache_dtype", "auto")
     if kv_dtype == "fp8":
         kv_dtype = "fp8_e4m3"

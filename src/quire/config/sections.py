@@ -159,7 +159,18 @@ class CacheSection:
     num_gpu_blocks_override: Annotated[int | None, FieldRule(at_least=2)] = None
     """Exact number of blocks, instead of measuring; for tests of preemption."""
     enable_prefix_caching: bool = True
-    """Share the KV blocks of equal prefixes between requests."""
+    """Share the KV blocks of equal prefixes between requests, and SSM states after them. Default: on, unless
+    all layers have SSM states instead of KV blocks."""
+    mamba_cache_mode: Literal["none", "all", "align"] = "none"
+    """Boundaries of prefix caching for SSM states. `align`, which `none` stands for: at the end of a
+    prompt, where it departs from earlier prompts, and by prefix_cache_retention_interval; `all`: every
+    mamba_block_size tokens."""
+    mamba_block_size: Annotated[int | None, FieldRule(at_least=1)] = None
+    """SSM states are kept after a multiple of this number of tokens, itself a multiple of block_size.
+    Default: 64, or 512 with mamba_cache_mode `all`."""
+    prefix_cache_retention_interval: Annotated[int | None, FieldRule(at_least=0)] = None
+    """Tokens between two kept SSM states of a long prompt, a multiple of mamba_block_size; 0: none in
+    between. Default: at a half, a quarter and so on of a prompt, from 1024 tokens up."""
     prefix_caching_hash_algo: Literal["sha256", "sha256_cbor"] = "sha256"
     """Hash of a block's content; `sha256_cbor` is read as sha256."""
     kv_cache_dtype: str

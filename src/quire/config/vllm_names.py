@@ -36,8 +36,8 @@ IGNORED_VALUES = frozenset(
     ec-manager-config fault-tolerance-config gdn-prefill-backend
     guided-decoding-backend ignore-patterns ir-op-priority jit-monitor-mode jit-monitor-verbose
     kda-prefill-backend kernel-config kv-cache-metrics-sample kv-offloading-backend
-    linear-backend mamba-backend mamba-block-size
-    mamba-cache-dtype mamba-cache-mode mamba-cache-philox-rounds mamba-ssm-cache-dtype mamba-ssu-algorithm
+    linear-backend mamba-backend
+    mamba-cache-dtype mamba-cache-philox-rounds mamba-ssm-cache-dtype mamba-ssu-algorithm
     max-cudagraph-capture-size max-long-partial-prefills
     max-num-partial-prefills max-parallel-loading-workers
     mm-encoder-attn-dtype mm-encoder-fp8-scale-path
@@ -47,7 +47,7 @@ IGNORED_VALUES = frozenset(
     moe-backend num-lookahead-slots num-scheduler-steps numa-bind-cpus numa-bind-nodes offload-backend
     offload-num-in-group offload-params offload-prefetch-step
     per-request-spec-decode-metrics preemption-mode prefill-schedule-interval
-    prefix-cache-retention-interval prefix-match-unit pt-load-map-location
+    prefix-match-unit pt-load-map-location
     reasoning-config renderer-num-workers replayssm-buffer-len safetensors-load-strategy
     safetensors-prefetch-block-size safetensors-prefetch-num-threads show-hidden-metrics-for-version
     shutdown-timeout structured-outputs-config swap-space ubatch-size video-pruning-method

@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 
+from quire.checkpoint.layout import cache_specs
 from quire.config.engine import EngineConfig
 from quire.configure import open_grammars, open_tokenizer
 from quire.core.dp_sync import open_lockstep
 from quire.core.engine_core import EngineCore
 from quire.executor import EXECUTORS, Executor
+from quire.logs import get_logger
 from quire.memory import MAX_DRAWS, CacheSize, max_kept, max_span, max_vectors
 from quire.sched.encoder_cache import EncoderCache
 from quire.sched.kv_manager import KVManager
@@ -15,8 +17,11 @@ from quire.sched.proposers import SORTS, proposer_of
 from quire.sched.proposers.pace import Pace
 from quire.sched.scheduler import Scheduler
 from quire.sched.spec import Drafting
+from quire.sched.state_cache import StateCache
 from quire.system.process import limit_thread_spinning
 from quire.text.grammar import Grammars
+
+log = get_logger(__name__)
 
 
 def build_core(
@@ -69,16 +74,8 @@ def build_scheduler(
     adapters: LoRAScheduler | None = None,
 ) -> Scheduler:
     limits = config.scheduler
-    kv = KVManager(
-        num_blocks=cache.num_blocks,
-        block_size=config.cache.block_size,
-        max_rows=limits.max_num_seqs,
-        share_prefixes=config.cache.enable_prefix_caching,
-        windows=cache.windows,
-        max_chunk=limits.max_chunk,
-    )
     return Scheduler(
-        kv=kv,
+        kv=_build_kv_manager(config, cache),
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_scheduled_tokens,
         max_model_len=cache.max_model_len,
@@ -95,6 +92,38 @@ def build_scheduler(
         media=EncoderCache(
             size=max_kept(config), most_made=max_vectors(config), whole=max_span(config) is not None
         ),
+    )
+
+
+def _build_kv_manager(config: EngineConfig, cache: CacheSize) -> KVManager:
+    share, unit = config.cache.enable_prefix_caching, config.cache.mamba_block_size
+    states = None
+    if unit is not None and not cache.num_checkpoints:
+        log.warning(
+            "Prefix caching is off: no memory is left for checkpoints of SSM states. Lower max_num_seqs (%d)"
+            " or max_model_len (%d), or raise gpu_memory_utilization",
+            config.scheduler.max_num_seqs,
+            cache.max_model_len,
+        )
+        share = False
+    elif unit is not None:
+        states = StateCache(
+            num_slots=cache.num_checkpoints,
+            max_rows=config.scheduler.max_num_seqs,
+            block_size=config.cache.block_size,
+            unit=unit,
+            interval=config.cache.prefix_cache_retention_interval,
+        )
+    specs = cache_specs(config.checkpoint.facts)
+    return KVManager(
+        num_blocks=cache.num_blocks,
+        block_size=config.cache.block_size,
+        max_rows=config.scheduler.max_num_seqs,
+        share_prefixes=share,
+        windows=cache.windows,
+        max_chunk=config.scheduler.max_chunk,
+        states=states,
+        has_pages=states is None or any(spec is not None and spec.is_paged for spec in specs),
     )
 
 

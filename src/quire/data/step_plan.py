@@ -78,6 +78,8 @@ class Admission(msgspec.Struct):
     """Pooling parameters, for a pooling model."""
     adapter: int = -1
     """Slot of its LoRA adapter; -1: none."""
+    state: int = 0
+    """Slot of the checkpoint with the SSM states after `num_computed` tokens; 0: none."""
 
 
 class LoRAAssignment(msgspec.Struct):
@@ -88,7 +90,8 @@ class LoRAAssignment(msgspec.Struct):
 
 
 class StepPlan(msgspec.Struct):
-    """One step. The order is: release rows, admit rows, append blocks, set values, then compute.
+    """One step. The order is: release rows, admit rows and copy their states from checkpoints, append blocks,
+    set values, compute, then copy states to checkpoints.
 
     The previous step may still run: a row that samples a token there computes it here, before the host has
     its value. With pipeline stages a row waits for its value instead.
@@ -126,6 +129,9 @@ class StepPlan(msgspec.Struct):
     """Keys of items to remove from the encoder cache, before anything is encoded."""
     encodes: list[MediaItem] = []
     """Items to encode first; their vectors stay in the encoder cache until they are `forgotten`."""
+
+    saves: Ints = _NO_VALUES
+    """Checkpoints to take after computing: rows and the slots that their SSM states are copied to, [2, n]."""
 
     counts: tuple[int, ...] = ()
     """Tokens of this step on each engine of the data-parallel group; empty: there is only one. A plan without

@@ -43,7 +43,7 @@ from quire.executor.tcp import interface_to
 from quire.executor.worker_group import LocalRanks, WorkerGroup
 from quire.executor.worker_process import local_ranks
 from quire.logs import get_logger
-from quire.memory import CacheSize
+from quire.memory import CacheSize, smallest_cache
 from quire.system.scratch import Scratch
 
 log = get_logger(__name__)
@@ -110,7 +110,7 @@ class RankedExecutor:
             with Report(self.worker_group.names) as report:
                 self._run_phase("load", report, deadline)
                 measured = self._run_phase("measure", report, deadline)
-                size = min((did.size for did in measured if did.size), key=lambda size: size.num_blocks)
+                size = smallest_cache(did.size for did in measured if did.size)
                 self._run_phase("allocate", report, deadline, size)
                 self._run_phase("warm_up", report, deadline)
                 self._run_phase("run", report, deadline)

@@ -24,6 +24,7 @@ from quire.memory import (
     graph_bytes,
     human,
     size_cache,
+    smallest_cache,
     tape_bytes,
 )
 
@@ -76,8 +77,9 @@ class Memory:
         return terms | buffers
 
     def terms(self, cache: CacheSize) -> dict[str, int]:
-        """Return the bytes by name, with those of the KV cache."""
-        return {**self._terms(), "KV cache": cache.num_bytes}
+        """Return the bytes by name, with those of the KV cache and of state checkpoints."""
+        terms = {**self._terms(), "KV cache": cache.num_bytes}
+        return terms | ({"state checkpoints": size} if (size := cache.all_checkpoint_bytes) else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,21 +245,19 @@ def cache_of(config: EngineConfig, memory: Memory) -> CacheSize:
     facts = config.rank_facts
     stages = stage_layers(len(facts.layers), config.parallel.pipeline_parallel_size)
     whole = layout(cache_specs(facts), config.model.max_model_len)
-    return min(
-        (
-            size_cache(
-                whole.of({*layers, *range(len(facts.layers), len(whole.specs))}),
-                kv_dtype=kv_dtype(config),
-                block_size=config.cache.block_size,
-                max_model_len=config.model.max_model_len,
-                max_chunk=config.scheduler.max_chunk,
-                num_rows=config.scheduler.max_num_seqs,
-                auto_fit=False,
-                room=cache_room,
-            )
-            for layers in stages
-        ),
-        key=lambda size: size.num_blocks,
+    return smallest_cache(
+        size_cache(
+            whole.of({*layers, *range(len(facts.layers), len(whole.specs))}),
+            kv_dtype=kv_dtype(config),
+            block_size=config.cache.block_size,
+            max_model_len=config.model.max_model_len,
+            max_chunk=config.scheduler.max_chunk,
+            num_rows=config.scheduler.max_num_seqs,
+            auto_fit=False,
+            room=cache_room,
+            checkpoint_unit=config.cache.mamba_block_size,
+        )
+        for layers in stages
     )
 
 

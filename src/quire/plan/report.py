@@ -34,6 +34,7 @@ _COLOURS = {
     "libraries": "#8c8c8c",
     "offload buffers": "#8172b3",
     "KV cache": "#55a868",
+    "state checkpoints": "#64b5cd",
 }
 
 
@@ -247,11 +248,12 @@ def _formula(fit: MemoryFit) -> list[str]:
     assert fit.memory is not None and fit.cache is not None
     terms = fit.memory.terms(fit.cache)
     lines = [f"Memory of one device, {fit.precision}, tp {fit.tp}, pp {fit.pp}:"]
+    width = max(14, *(len(name) + 2 for name in terms))
     lines += [
-        f"  {'' if number == 0 else '+ '}{name:<16}{human(size):>12}".replace("  +", " +")
+        f"  {'' if number == 0 else '+ '}{name:<{width}}{human(size):>14}".replace("  +", " +")
         for number, (name, size) in enumerate(terms.items())
     ]
-    return [*lines, f" = {'total':<16}{human(sum(terms.values())):>12}"]
+    return [*lines, f" = {'total':<{width}}{human(sum(terms.values())):>14}"]
 
 
 def _speeds(fit: MemoryFit, device: Accelerator, wanted: Wanted) -> list[str]:

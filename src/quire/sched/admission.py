@@ -83,6 +83,8 @@ class Admitter:
         """Divide the tokens of a step between the running rows, in order. If the step `admits`, some tokens
         are left for the next waiting request."""
         self._pace(pending)
+        if self.kv.states is not None:
+            pending = self.kv.states.limit(self.running, pending)
         pending = self.media.allow(self.running, pending, self.limits)
         if self.shares is None:
             chunks = self.limits.divide(pending)
@@ -172,9 +174,10 @@ class Admitter:
             if (request := self.waiting.next()) is None:
                 break
             hit = self.kv.lookup(request)
+            if self.kv.is_coming(request, hit):  # the next step restores a longer prefix
+                break
             pending = len(request.tokens) - hit.num_tokens
-            chunk = min(pending, self.limits.max_chunk, budget)
-            chunk = self.media.cut(request, hit.num_tokens, chunk, self.limits)
+            chunk = self._first_chunk(request, hit, budget)
             is_cut = chunk < pending and not self._may_split(pending)
             if not chunk or (is_cut and len(self.running)):  # a request that runs alone may be split
                 break
@@ -188,6 +191,11 @@ class Admitter:
                 self.shares.charge(np.array([request.tenant]), np.array([chunk]))
         return admitted
 
+    def _first_chunk(self, request: Request, hit: Hit, budget: int) -> int:
+        """Return how many of at most `budget` tokens a request computes in its first step."""
+        chunk = min(len(request.tokens) - hit.num_tokens, self.limits.max_chunk, budget)
+        return self.media.cut(request, hit.num_tokens, self.kv.cut(request, hit, chunk), self.limits)
+
     def _may_split(self, num_tokens: int) -> bool:
         """Whether a prompt may be split. Without chunked prefill a request waits for a step that holds all of
         it, unless it exceeds the step's limit: a preempted request also computes its output again."""
@@ -200,8 +208,7 @@ class Admitter:
             return []
         self.waiting.remove(request)
         hit = self.kv.lookup(request)
-        chunk = min(len(request.tokens) - hit.num_tokens, self.limits.max_chunk)
-        chunk = self.media.cut(request, hit.num_tokens, chunk, self.limits)
+        chunk = self._first_chunk(request, hit, self.limits.max_chunk)
         return [(self._admit(request, hit, chunk, notes), chunk)]
 
     def _admit(self, request: Request, hit: Hit, chunk: int, notes: Notes) -> Admission:
@@ -217,6 +224,7 @@ class Admitter:
         self.gates.enter(request)
         row = self.running.admit(request, num_computed)
         block_ids = self.kv.admit(row, hit, num_computed + chunk)
+        state = self.kv.start(row, request, hit)
         self.kv.index(self.running, np.array([row]), np.array([num_computed + chunk]))
         self.media.enter(row, request, num_computed, num_computed + chunk)
         return Admission(
@@ -233,4 +241,5 @@ class Admitter:
             media=strip_arrays(request.media),
             pooling=request.pooling,
             adapter=self.adapters.slot_of(request),
+            state=state,
         )

@@ -1,10 +1,14 @@
-"""Blocks of the KV cache: reference counts, the free list and the prefix index."""
+"""Entries of the prefix cache: reference counts, the free list and the index.
+
+An entry is a `Block`. Its contents are pages of one group of layers, or the states of all layers after a
+prefix. A `BlockPool` holds the entries with the same kind of contents in one place. Pools may share an index,
+in which the key of an entry names its prefix and its contents."""
 
 from collections.abc import Iterable
 
 
 class Block:
-    """A block of the cache. Free blocks are linked in the order in which they will be reused."""
+    """A block of a pool. Free blocks are linked in the order in which they will be reused."""
 
     __slots__ = ("id", "key", "next", "num_users", "prev")
 
@@ -66,16 +70,18 @@ class FreeList:
 
 
 class BlockPool:
-    """All blocks of one cache. Block 0 is never handed out: padding may read and write it."""
+    """All blocks with one kind of contents in one place. Block 0 is never handed out: padding may read and
+    write it."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, index: dict[bytes, Block] | None = None) -> None:
+        """Build the pool. `index` may be shared with other pools if their keys differ."""
         assert num_blocks >= 2, num_blocks
         self.blocks = [Block(id) for id in range(num_blocks)]
         self.blocks[0].num_users = 1
         self._free = FreeList()
         for block in self.blocks[1:]:
             self._free.append(block)
-        self._index: dict[bytes, Block] = {}
+        self.index: dict[bytes, Block] = {} if index is None else index
 
     @property
     def num_usable(self) -> int:
@@ -115,16 +121,16 @@ class BlockPool:
                 (self._free.prepend if block.key is None else self._free.append)(block)
 
     def find(self, key: bytes) -> Block | None:
-        return self._index.get(key)
+        return self.index.get(key)
 
     def remember(self, block: Block, key: bytes) -> None:
         """Index a full block. A second block with the same content stays out of the index."""
-        if self._index.setdefault(key, block) is block:
+        if self.index.setdefault(key, block) is block:
             block.key = key
 
     def forget(self, block: Block) -> None:
         if block.key is not None:
-            del self._index[block.key]
+            del self.index[block.key]
             block.key = None
 
     def block_map(self, max_cells: int = 2048) -> bytes:
@@ -142,6 +148,5 @@ class BlockPool:
         if self.num_free != self.num_usable:
             return False
         for block in self.blocks:
-            block.key = None
-        self._index.clear()
+            self.forget(block)
         return True

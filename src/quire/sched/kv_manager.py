@@ -11,8 +11,10 @@ from quire.data.request import Request
 from quire.data.step_plan import Ints
 from quire.sched.blocks import Block, BlockPool
 from quire.sched.running import RowIds, Running
+from quire.sched.state_cache import StateCache
 
 _NONE: Ints = np.empty(0, np.int32)
+_NO_SAVES: Ints = np.empty((2, 0), np.int32)
 _MAX_TOKENS = 1 << 30
 """Token limit where there is no other."""
 
@@ -24,7 +26,10 @@ class Hit(NamedTuple):
 
     num_tokens: int
     blocks: list[Table]
-    """By group; None: the block lies before the sliding window."""
+    """By group; None: the block lies before the sliding window, or no layer has pages."""
+    num_seen: int = 0
+    """Number of tokens with cached pages; more than `num_tokens` if there is no checkpoint of states
+    after them."""
 
 
 class Growth(NamedTuple):
@@ -67,10 +72,15 @@ class KVManager:
         share_prefixes: bool,
         windows: Sequence[int | None] = (None,),
         max_chunk: int = _MAX_TOKENS,
+        states: StateCache | None = None,
+        has_pages: bool = True,
     ) -> None:
         """Build the tables. `windows` is the attention window of each group, including the token itself;
-        None: no window."""
-        self.pool = BlockPool(num_blocks)
+        None: no window. `states` is needed to share prefixes of a model with SSM states. Without pages a
+        prefix is restored from states alone."""
+        self.states = states
+        self.has_pages = has_pages
+        self.pool = BlockPool(num_blocks, None if states is None else states.pool.index)
         self.block_size = block_size
         self.share_prefixes = share_prefixes
         self.windows = tuple(windows)
@@ -96,8 +106,8 @@ class KVManager:
         return self.share_prefixes and not request.params.skip_reading_prefix_cache
 
     def lookup(self, request: Request) -> Hit:
-        """Return the longest prefix cached in all groups. It excludes the last token, because its logits have
-        to be computed."""
+        """Return the longest prefix that all groups of layers can restore: it has pages, and a checkpoint of
+        states if there are any. It excludes the last token, because its logits have to be computed."""
         if not self.may_share(request):
             return Hit(0, [[] for _ in self.windows])
         length = (len(request.tokens) - 1) // self.block_size
@@ -107,20 +117,20 @@ class KVManager:
         for group, window in enumerate(self.windows):
             if window is None:
                 whole[group] = self._longest(keys[:length], self.marks[group])
-                length = len(whole[group])
+                length = len(whole[group]) if self.has_pages else length
+        length = self._longest_in_windows(keys, length)
+        num_seen = length if self.has_pages else max(map(len, whole.values()), default=0)
         before = -1
-        while before != length:
+        while self.states is not None and before != length:
             before = length
-            for group, window in enumerate(self.windows):
-                if window is not None:
-                    length = self._longest_in_window(keys, length, window, self.marks[group])
+            length = self._longest_in_windows(keys, self.states.longest(keys, length))
         blocks = [
-            whole[group][:length]
+            whole[group][:length] + [None] * (length - len(whole[group]))
             if window is None
             else self._blocks_in_window(keys[:length], window, self.marks[group])
             for group, window in enumerate(self.windows)
         ]
-        return Hit(length * self.block_size, blocks)
+        return Hit(length * self.block_size, blocks, num_seen * self.block_size)
 
     def _longest(self, keys: list[bytes], mark: bytes) -> Table:
         hits: Table = []
@@ -130,6 +140,16 @@ class KVManager:
                 break
             hits.append(block)
         return hits
+
+    def _longest_in_windows(self, keys: list[bytes], length: int) -> int:
+        """Return the most blocks, up to `length`, that all groups with a window can restore."""
+        before = -1
+        while before != length:
+            before = length
+            for mark, window in zip(self.marks, self.windows, strict=True):
+                if window is not None:
+                    length = self._longest_in_window(keys, length, window, mark)
+        return length
 
     def _longest_in_window(self, keys: list[bytes], length: int, window: int, mark: bytes) -> int:
         """Return the most blocks, up to `length`, for which all blocks inside the window of the next token
@@ -168,6 +188,31 @@ class KVManager:
             promised += int((np.minimum(wanted - slid, most) - (num_blocks - slid)).clip(0).sum())
         return promised
 
+    def cut(self, request: Request, hit: Hit, chunk: int) -> int:
+        """Return how many of `chunk` tokens after the hit a request computes in its first step."""
+        if self.states is None or not (ends := self._boundaries(request, hit)):
+            return chunk
+        return min(chunk, ends[-1] - hit.num_tokens)
+
+    def _boundaries(self, request: Request, hit: Hit) -> list[int]:
+        assert self.states is not None
+        return self.states.boundaries(len(request.tokens), hit.num_tokens, hit.num_seen)
+
+    def is_coming(self, request: Request, hit: Hit) -> bool:
+        """Whether a longer prefix of the request can be restored after the step being planned."""
+        if self.states is None or not self.may_share(request):
+            return False
+        return self.states.is_coming(request.block_keys, hit.num_tokens, len(request.tokens) - 1)
+
+    def start(self, row: int, request: Request, hit: Hit) -> int:
+        """Set the boundaries of an admitted row. Return the slot of the states that it starts from; 0: it
+        starts from none."""
+        if self.states is None:
+            return 0
+        self.states.admit(row, self._boundaries(request, hit))
+        num_blocks = hit.num_tokens // self.block_size
+        return self.states.use(request.block_keys[num_blocks - 1]) if num_blocks else 0
+
     def admit(self, row: int, hit: Hit, num_tokens: int) -> list[list[int]]:
         """Assign an empty row its shared blocks and new ones up to `num_tokens`. Return their ids by group; 0
         stands for a released block."""
@@ -194,6 +239,8 @@ class KVManager:
         for tables in self.tables:
             self.pool.release(_held(tables[row]))
             tables[row] = []
+        if self.states is not None:
+            self.states.free(row)
         self.room[row] = self.num_indexed[row] = 0
         for num_slid in self._sliding.values():
             num_slid[row] = 0
@@ -250,12 +297,13 @@ class KVManager:
         before they are written; requests that share them read them after the write."""
         if not self.share_prefixes:
             return
-        reach = np.minimum(reach, running.num_known[rows])
-        num_full, num_indexed = reach // self.block_size, self.num_indexed[rows]
+        num_full = np.minimum(reach, running.num_known[rows]) // self.block_size
+        num_indexed = self.num_indexed[rows]
         filled = np.flatnonzero(num_full > num_indexed)
         if not len(filled):
             return
-        rows, num_indexed, num_full = rows[filled], num_indexed[filled], num_full[filled]
+        rows, reach = rows[filled], reach[filled]
+        num_indexed, num_full = num_indexed[filled], num_full[filled]
         remember, fresh = self.pool.remember, self._fresh
         for row, first, end in zip(rows.tolist(), num_indexed.tolist(), num_full.tolist(), strict=True):
             request = running.request(row)
@@ -270,6 +318,16 @@ class KVManager:
                         remember(block, keys[at] + mark)
                         fresh.append(block)
         self.num_indexed[rows] = num_full
+        if self.states is not None:
+            self.states.take(running, rows, reach)
+
+    def take_saves(self) -> Ints:
+        """Return [2, n], the rows and slots of the checkpoints that the planned step takes."""
+        if self.states is None:
+            return _NO_SAVES
+        saves, slots = self.states.take_saves()
+        self._fresh += slots
+        return saves
 
     def take_fresh(self) -> list[Block]:
         """Return the blocks indexed since the last call."""
@@ -280,6 +338,10 @@ class KVManager:
         """Remove blocks from the index that were not written after all."""
         for block in blocks:
             self.pool.forget(block)
+
+    def reset(self) -> bool:
+        """Forget every prefix. Return False and do nothing while blocks are in use."""
+        return self.pool.reset() and (self.states is None or self.states.pool.reset())
 
     def _hash(self, request: Request, tokens: Ints, num_full: int) -> None:
         """Extend the request's keys to its first `num_full` blocks; each block is hashed once per request."""

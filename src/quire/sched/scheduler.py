@@ -182,6 +182,7 @@ class Scheduler:
             num_drafts=drafts.counts,
             drafts=drafts.token_ids,
             adapters=self.adapters.take_filled(),
+            saves=self.kv.take_saves(),
             forgotten=forgotten,
             encodes=encodes,
         )
@@ -316,4 +317,4 @@ class Scheduler:
             self.admitter.waiting.push_front(self._vacate(row))
 
     def reset_prefix_cache(self) -> bool:
-        return self.kv.pool.reset()
+        return self.kv.reset()

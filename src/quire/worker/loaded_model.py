@@ -18,6 +18,7 @@ from quire.config.speculation import SpecFacts
 from quire.kernels.cpu import native
 from quire.layers.attention import caching_layers
 from quire.layers.lora import AdapterSlots
+from quire.layers.ssm import state_layers
 from quire.loader import load_model
 from quire.loader.offload import LayerOffload
 from quire.logs import get_logger
@@ -42,6 +43,7 @@ from quire.worker.runner import Runner
 from quire.worker.spec.drafter import Drafter, check_ahead, load_draft, open_drafter
 from quire.worker.spec.progress import open_draft_progress
 from quire.worker.stage_runner import StageRunner
+from quire.worker.state_checkpoints import StateCheckpoints
 
 log = get_logger(__name__)
 
@@ -182,17 +184,24 @@ class LoadedModel:
         resident = (x.nbytes for x in parameters.values() if not self.offload.holds(x))
         return sum(resident) + self.offload.buffer_bytes
 
-    def bind(self, num_blocks: int, num_rows: int | None = None) -> int:
-        """Give every layer a cache of this many blocks, or a state per row. Return the bytes of all."""
+    def bind(self, num_blocks: int, num_rows: int | None = None, num_checkpoints: int = 0) -> int:
+        """Give every layer a cache of this many blocks, or a state per row and per checkpoint. Return the
+        bytes of all."""
         return bind(
             caching_layers(self.modules.modules()),
             self.layout,
             num_blocks=num_blocks,
             num_rows=self.config.scheduler.max_num_seqs if num_rows is None else num_rows,
+            num_checkpoints=num_checkpoints,
             block_size=self.config.cache.block_size,
             cache_dtype=self.cache_dtype,
             device=self.device,
         )
+
+    def checkpoints(self) -> StateCheckpoints:
+        """Return the checkpoints of the bound states."""
+        layers = state_layers(self.model.modules())
+        return StateCheckpoints(layers, self.config.scheduler.max_num_seqs)
 
     # ---- runners
 

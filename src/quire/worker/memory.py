@@ -69,6 +69,7 @@ def table(needs: Needs, cache: CacheSize) -> str:
         "LoRA adapter slots": needs.adapters,
         "encoder cache": needs.vectors,
         "libraries and other": needs.other,
+        "state checkpoints": cache.all_checkpoint_bytes,
         "KV cache": cache.num_bytes,
     }
     lines = [f"  {name:<21}{human(size):>12}" for name, size in parts.items() if size]
@@ -120,12 +121,14 @@ def bind(
     *,
     num_blocks: int,
     num_rows: int,
+    num_checkpoints: int = 0,
     block_size: int,
     cache_dtype: torch.dtype,
     device: torch.device,
 ) -> int:
     """Give every layer its part of a cache of `num_blocks` blocks, and return the bytes of all. Paged layers
-    share a slab with one layer of each other group; the others get a state per row, and one for padding."""
+    share a slab with one layer of each other group; the others get a state per row, and one for padding. SSM
+    states of checkpoints follow: slot s is row `num_rows + s`, where slots count from 1."""
     per_number = num_blocks * block_size * cache_dtype.itemsize
     ends = list(accumulate(layout.slabs, initial=0))
     pages = reserve(num_bytes := ends[-1] * per_number, device=device)
@@ -134,7 +137,8 @@ def bind(
     for (number, spec), layer in zip(kept, layers, strict=True):
         assert spec == layer.keeps, f"layer {number} has cache spec {layer.keeps}, not {spec}"
         if not spec.is_paged:
-            memory, group = reserve(num_rows + 1, spec.row_bytes(cache_dtype.itemsize), device=device), 0
+            count = num_rows + 1 + (num_checkpoints if spec.kind == "state" else 0)
+            memory, group = reserve(count, spec.row_bytes(cache_dtype.itemsize), device=device), 0
             num_bytes += memory.nbytes
         else:
             group, slab = layout.places[number]

@@ -35,6 +35,7 @@ from quire.worker.runner import Runner
 from quire.worker.sleep import OffloadedWeights, give_back, used_bytes
 from quire.worker.spec.drafter import draft_bytes
 from quire.worker.stage_runner import StageRunner
+from quire.worker.state_checkpoints import StateCheckpoints
 
 log = get_logger(__name__)
 
@@ -67,6 +68,8 @@ class Worker:
         self._rows: Rows | None = None
         self._size: CacheSize | None = None
         """Size of the cache, as it was allocated."""
+        self._checkpoints: StateCheckpoints | None = None
+        """None without checkpoints of SSM states."""
         self._offloaded: OffloadedWeights | None = None
         """Weights offloaded to host memory."""
         self._asleep: set[str] = set()
@@ -151,6 +154,7 @@ class Worker:
             num_rows=config.scheduler.max_num_seqs,
             auto_fit=config.model.auto_fit,
             room=cache_room(config.cache, config.machine, other_bytes=self._needs.total),
+            checkpoint_unit=config.cache.mamba_block_size,
         )
 
     def allocate(self, size: CacheSize) -> None:
@@ -165,9 +169,13 @@ class Worker:
                 longest,
                 size.max_model_len,
             )
-        self.loaded.bind(size.num_blocks)
+        self._bind(size)
         if self.world.tp.rank == 0:  # the other ranks would log the same
             log.info("%s", table(self._needs, size))
+
+    def _bind(self, size: CacheSize) -> None:
+        self.loaded.bind(size.num_blocks, num_checkpoints=size.num_checkpoints)
+        self._checkpoints = self.loaded.checkpoints() if size.num_checkpoints else None
 
     def warm_up(self) -> None:
         """Warm up, together with the workers that run the same steps: all of them have a cache by now."""
@@ -187,7 +195,11 @@ class Worker:
             for placement in plan.adapters:
                 assert self.adapters is not None, "enable_lora is off"
                 self.adapters.put(placement.slot, placement.adapter)
+            if self._checkpoints is not None:
+                self._checkpoints.restore(plan)
             pending = self._runner.submit(plan)
+            if self._checkpoints is not None:
+                self._checkpoints.save(plan)
             if self.balancer is not None:
                 self.balancer.step()
             return pending
@@ -264,7 +276,7 @@ class Worker:
                 self._asleep.discard("weights")
             if "kv_cache" in wanted and "weights" not in self._asleep:
                 if self._needs is not None and self._size is not None:
-                    self.loaded.bind(self._size.num_blocks)
+                    self._bind(self._size)
                 self._asleep.discard("kv_cache")
 
     @contextmanager
@@ -299,6 +311,7 @@ class Worker:
     def _drop_cache(self) -> None:
         """Free the cache and everything that holds its address."""
         self._forget_steps()
+        self._checkpoints = None
         if self.loaded.encoder is not None:
             self.loaded.encoder.clear()
         if self._needs is not None and self.model is not None and self._offloaded is None:

@@ -1,0 +1,64 @@
+"""Prefix caching of models with SSM states: the settings, checked against the model."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quire.checkpoint.layout import CacheSpec, has_ssm_state
+from quire.errors import ConfigError
+from quire.logs import get_logger, warn_once
+
+logger = get_logger(__name__)
+
+_NAMES = ("mamba_cache_mode", "mamba_block_size", "prefix_cache_retention_interval")
+_BLOCK_SIZES = {"align": 64, "all": 512}
+"""Default of mamba_block_size. A multiple of 64 divides no chunk of the scan kernels, and shorter prompts
+need no additional step."""
+
+
+def resolve_state_caching(
+    args: Mapping[str, Any], specs: Sequence[CacheSpec | None], block_size: int, why_off: str = ""
+) -> dict[str, Any]:
+    """Return the cache settings with those of state checkpoints. `specs` are the caches of the model's
+    layers; `why_off` is the setting that no checkpoint works with, if there is one."""
+    if not has_ssm_state(specs):
+        return _without_states(args, specs)
+    is_hybrid = any(spec is not None and spec.is_paged for spec in specs)
+    is_on = args.get("enable_prefix_caching", is_hybrid)
+    if is_on and why_off:
+        warn_once(logger, f"Prefix caching is off: SSM states are kept where a step ends, {why_off}")
+        is_on = False
+    if not is_on:
+        if "mamba_block_size" in args and not why_off:
+            raise ConfigError("--mamba-block-size can only be set with --enable-prefix-caching")
+        if args.get("mamba_cache_mode", "none") != "none":
+            warn_once(logger, "mamba_cache_mode has no effect without prefix caching and is 'none'")
+        rest = {name: value for name, value in args.items() if name not in _NAMES}
+        return {**rest, "enable_prefix_caching": False}
+    mode = args.get("mamba_cache_mode", "none")
+    mode = "align" if mode == "none" else mode
+    unit = args.get("mamba_block_size", max(_BLOCK_SIZES[mode], block_size))
+    if unit % block_size:
+        raise ConfigError(
+            f"mamba_block_size={unit} must be a multiple of block_size ({block_size}): use"
+            f" {-(-unit // block_size) * block_size}"
+        )
+    interval = unit if mode == "all" else args.get("prefix_cache_retention_interval")
+    if interval and interval % unit:
+        raise ConfigError(
+            f"prefix_cache_retention_interval={interval} must be a multiple of mamba_block_size ({unit}): use"
+            f" {-(-interval // unit) * unit}"
+        )
+    return {**args, "enable_prefix_caching": True, **dict(zip(_NAMES, (mode, unit, interval), strict=True))}
+
+
+def _without_states(args: Mapping[str, Any], specs: Sequence[CacheSpec | None]) -> dict[str, Any]:
+    """Return the settings of a model without states."""
+    interval = args.get("prefix_cache_retention_interval")
+    if interval and not any(spec is not None and spec.window for spec in specs):
+        raise ConfigError(
+            f"prefix_cache_retention_interval={interval} is for models with SSM states or sliding windows,"
+            " and this model has neither: leave it out"
+        )
+    for name in (name for name in _NAMES if args.get(name, "none") not in ("none", 0)):
+        warn_once(logger, f"{name} has no effect: this model has no SSM states")
+    return {name: value for name, value in args.items() if name not in _NAMES}

@@ -1,0 +1,148 @@
+"""StateCache: the part of the prefix cache that holds SSM states."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from quire.data.step_plan import Ints
+from quire.sched.blocks import Block, BlockPool
+from quire.sched.running import RowIds, Running
+
+_MARK = b"state"
+"""Suffix that distinguishes the keys of states from those of pages."""
+_NEVER = 1 << 30
+"""Boundary of a row that has none left."""
+_LEAST_HALF = 1024
+"""Prompts are halved down to this number of tokens."""
+
+
+class _Save(NamedTuple):
+    """A checkpoint that the step being planned takes."""
+
+    row: int
+    slot: Block
+    num_tokens: int
+
+
+class StateCache:
+    """Checkpoints: states of all layers after a prefix, each in a slot on the device.
+
+    A page serves any request that shares it, but a state is of use only to requests that share all of its
+    tokens. So states are copied to slots at chosen boundaries of a prompt, and steps end there. The key of a
+    checkpoint is that of the last page of its prefix.
+
+    A step reads checkpoints before it computes and writes them afterwards, and steps run in order. So a slot
+    may be written by the step that reads it, and a checkpoint is found from the next step on."""
+
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        max_rows: int,
+        block_size: int,
+        unit: int,
+        interval: int | None = None,
+    ) -> None:
+        """Build the cache. Boundaries are multiples of `unit` tokens, which is a multiple of the block size.
+        A prompt has a boundary every `interval` tokens; 0: none of these, None: at halves of the prompt."""
+        self.pool = BlockPool(num_slots + 1)
+        self.block_size, self.unit, self.interval = block_size, unit, interval
+        self.next: Ints = np.full(max_rows, _NEVER, np.int32)
+        """The boundary at which the next step of each row must end."""
+        self._left: dict[int, list[int]] = {}
+        """Boundaries that rows have not reached, the next one last."""
+        self._saves: dict[bytes, _Save] = {}
+        """Checkpoints of the step being planned, by key."""
+
+    def longest(self, keys: Sequence[bytes], num_blocks: int) -> int:
+        """Return the blocks of the longest prefix, of at most `num_blocks`, that has a checkpoint."""
+        step, find = self.unit // self.block_size, self.pool.find
+        for count in range(num_blocks // step * step, 0, -step):
+            if find(keys[count - 1] + _MARK) is not None:
+                return count
+        return 0
+
+    def use(self, key: bytes) -> int:
+        """Return the slot of a checkpoint; it is now the last to be evicted."""
+        slot = self.pool.find(key + _MARK)
+        assert slot is not None, "lookup() found no checkpoint"
+        self.pool.share([slot])
+        self.pool.release([slot])
+        return slot.id
+
+    # ---- boundaries
+
+    def boundaries(self, num_tokens: int, num_cached: int, num_seen: int) -> list[int]:
+        """Return where a prompt of `num_tokens` gets checkpoints, in descending order, if it starts after
+        `num_cached` tokens: at its end, where it departs from known prompts after `num_seen` tokens, and in
+        between."""
+        unit, last = self.unit, (num_tokens - 1) // self.unit * self.unit
+        ends = {last, min(num_seen, last) // unit * unit}
+        if self.interval:
+            ends.update(range(self.interval, last, self.interval))
+        elif self.interval is None:
+            half = last // 2
+            while half >= _LEAST_HALF:
+                ends.add(half // unit * unit)
+                half //= 2
+        return sorted((end for end in ends if end > num_cached), reverse=True)
+
+    def admit(self, row: int, boundaries: list[int]) -> None:
+        if boundaries:
+            self._left[row] = boundaries
+            self.next[row] = boundaries[-1]
+
+    def free(self, row: int) -> None:
+        if self._left.pop(row, None) is not None:
+            self.next[row] = _NEVER
+
+    def limit(self, running: Running, pending: Ints) -> Ints:
+        """Limit the pending tokens of each row of `running.order` to those before its next boundary."""
+        if not self._left:
+            return pending
+        rows = running.order
+        limited: Ints = np.minimum(pending, self.next[rows] - running.num_computed[rows])
+        return limited
+
+    # ---- checkpoints
+
+    def take(self, running: Running, rows: RowIds, reach: Ints) -> None:
+        """Take checkpoints of those of `rows` that compute up to a boundary, `reach[i]`, in the step being
+        planned. None is taken if another row has it, or if all slots are taken in this step."""
+        if not self._left:
+            return
+        at = np.flatnonzero(self.next[rows] <= reach)
+        for row, num_tokens in zip(rows[at].tolist(), reach[at].tolist(), strict=True):
+            left = self._left[row]
+            while left and left[-1] < num_tokens:
+                left.pop()
+            if left and left[-1] == num_tokens:
+                left.pop()
+                key = running.request(row).block_keys[num_tokens // self.block_size - 1] + _MARK
+                if self.pool.find(key) is None and key not in self._saves and self.pool.num_free:
+                    self._saves[key] = _Save(row, self.pool.take(1)[0], num_tokens)
+            if left:
+                self.next[row] = left[-1]
+            else:
+                self.free(row)
+
+    def is_coming(self, keys: Sequence[bytes], num_cached: int, most: int) -> bool:
+        """Whether the step being planned takes a checkpoint of a prefix with these keys that has more than
+        `num_cached` tokens, and at most `most`."""
+        return any(
+            num_cached < save.num_tokens <= most
+            and keys[save.num_tokens // self.block_size - 1] + _MARK == key
+            for key, save in self._saves.items()
+        )
+
+    def take_saves(self) -> tuple[Ints, list[Block]]:
+        """Index the checkpoints of the step that was planned. Return [2, n], their rows and slots, and their
+        entries."""
+        saves, self._saves = self._saves, {}
+        slots = [save.slot for save in saves.values()]
+        for key, slot in zip(saves, slots, strict=True):
+            self.pool.remember(slot, key)
+            self.pool.release([slot])
+        rows = [save.row for save in saves.values()]
+        return np.array([rows, [slot.id for slot in slots]], np.int32).reshape(2, -1), slots
