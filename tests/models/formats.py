@@ -272,10 +272,6 @@ STORED: dict[str, Stored] = {
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]},
         functools.partial(pack_block_float, "nvfp4", "weight", "weight_scale_2"),
     ),
-    "nvfp4 compressed": Stored(
-        block_float_config("nvfp4-pack-quantized", 4, 16),
-        functools.partial(pack_block_float, "nvfp4", "weight_packed", "weight_global_scale"),
-    ),
     "mxfp4 compressed": Stored(
         block_float_config("mxfp4-pack-quantized", 4, 32),
         functools.partial(pack_block_float, "mxfp4", "weight_packed", ""),
@@ -284,11 +280,12 @@ STORED: dict[str, Stored] = {
         {"quant_method": "mxfp8", "ignored_layers": ["lm_head"]},
         functools.partial(pack_block_float, "mxfp8", "weight", ""),
     ),
-    "quark mxfp4": Stored(
-        quark_config({"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}),
-        functools.partial(pack_block_float, "mxfp4", "weight", ""),
-    ),
     "nf4": Stored(bitsandbytes_config("nf4", nested=True), functools.partial(pack4, "nf4", True)),
     "fp4": Stored(bitsandbytes_config("fp4"), functools.partial(pack4, "fp4", False)),
     "bitsandbytes int8": Stored(bitsandbytes_config("int8"), pack8),
 }
+NVFP4_COMPRESSED = Stored(
+    block_float_config("nvfp4-pack-quantized", 4, 16),
+    functools.partial(pack_block_float, "nvfp4", "weight_packed", "weight_global_scale"),
+)
+"""NVFP4 of llm-compressor, whose scale per tensor is the inverse of ModelOpt's."""

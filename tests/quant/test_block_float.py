@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from formats import SIZES, STORED
+from formats import NVFP4_COMPRESSED, SIZES, STORED
 from requantized import error_of, loaded, requantize
 from safetensors.torch import load_file, save_file
 from test_tensor_parallel_models import logits
@@ -22,10 +22,13 @@ from quire.quant.plain import PlainFormat
 from quire.quant.weight import LinearShape
 
 CPU = torch.device("cpu")
+PACKERS = {name: STORED[name].pack for name in ("nvfp4", "mxfp8")} | {
+    "nvfp4 compressed": NVFP4_COMPRESSED.pack
+}
 SHAPE = LinearShape(64, (32, 16), True, torch.bfloat16, CPU)
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "nvfp4 compressed", "mxfp8"])
+@pytest.mark.parametrize("name", PACKERS)
 def test_values_and_biases_of_fused_parts(name: str) -> None:
     """Check the scale per tensor of each part, whose magnitudes differ, in the dtype of the layer."""
     torch.manual_seed(0)
@@ -37,7 +40,7 @@ def test_values_and_biases_of_fused_parts(name: str) -> None:
     weight = BlockFloatFormat(scheme, PlainFormat()).linear(("a", "b"), SHAPE)
     values, bias = [], torch.randn(48).bfloat16()
     for part, size, spread in zip(weight.parts(), SHAPE.sizes_out, (1.0, 100.0), strict=True):
-        tensors, wide = STORED[name].pack("", torch.randn(size, 64) * spread)
+        tensors, wide = PACKERS[name]("", torch.randn(size, 64) * spread)
         values.append(wide.bfloat16())
         for suffix, tensor in tensors.items():
             part[suffix].tensor.copy_(tensor.reshape(part[suffix].tensor.shape))
@@ -70,6 +73,11 @@ def test_layers_of_other_shapes(family: str, tmp_path: Path) -> None:
     kinds = {type(module) for module in model.modules()}
     assert BlockFloatWeight in kinds and (BlockFloatExperts in kinds) == (family != "gpt_neox")
     assert error_of(model, twin) < 1e-4
+
+
+def test_logits_of_compressed_tensors(tmp_path: Path) -> None:
+    path, twin = requantize("qwen3_moe", tmp_path, *NVFP4_COMPRESSED, **SIZES["qwen3_moe"])
+    assert error_of(loaded(path), twin) < 1e-4
 
 
 def test_mxfp4_without_kernels_is_dequantized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

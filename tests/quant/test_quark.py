@@ -21,6 +21,7 @@ INT8 = FP8 | {"dtype": "int8"}
 CHANNEL = {"qscheme": "per_channel", "ch_axis": 0}
 TOKEN = {"qscheme": "per_channel", "ch_axis": 1, "is_dynamic": True}
 FP4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": 16}
+MXFP4 = FP4 | {"group_size": 32, "scale_format": "e8m0"}
 NVFP4 = [FP4, FP8 | {"is_scale_quant": True}]
 BLOCK = FP8 | {"qscheme": "per_block", "block_size": [128, 128]}
 LAYER = "model.layers.0.mlp.up_proj"
@@ -42,7 +43,7 @@ def read(weight: Any, inputs: Any = None, **more: Any) -> QuantFacts:
         (BLOCK, FP8 | TOKEN, Fp8("block", "group", scale_name="weight_scale_inv")),
         (INT8, INT8, Int8("tensor", "static")),
         (INT8 | CHANNEL, INT8 | TOKEN | {"symmetric": False}, Int8("channel", "token", symmetric=False)),
-        (FP4 | {"group_size": 32}, None, BlockFloat("mxfp4")),
+        (MXFP4, None, BlockFloat("mxfp4")),
         (FP4, FP4, BlockFloat("nvfp4", tensor_scale="weight_scale_2")),
         (NVFP4, NVFP4, BlockFloat("nvfp4", tensor_scale="weight_scale_2")),
         ({}, {}, None),
@@ -59,7 +60,7 @@ def test_layers_with_other_settings() -> None:
     facts = read(
         FP8,
         FP8,
-        layer_quant_config={"*k_proj": key, "*mlp.experts*": {"weight": FP4 | {"group_size": 32}}},
+        layer_quant_config={"*k_proj": key, "*mlp.experts*": {"weight": MXFP4}},
         layer_type_quant_config={"<class 'torch.nn.modules.linear.Linear'>": {"weight": INT8}},
         exclude=["re:.*gate$", "model.layers.1.mlp"],
         export={"kv_cache_group": ["*k_proj", "*v_proj"]},
@@ -109,8 +110,9 @@ def flat(pack: Pack) -> Pack:
         (INT8 | CHANNEL, INT8 | TOKEN, flat(functools.partial(pack_int8, "channel", False))),
         (BLOCK, FP8 | TOKEN, functools.partial(pack_fp8, "block")),
         (NVFP4, NVFP4, functools.partial(pack_block_float, "nvfp4", "weight", "weight_scale_2")),
+        (MXFP4, MXFP4, functools.partial(pack_block_float, "mxfp4", "weight", "")),
     ],
-    ids=["fp8", "int8", "fp8 block", "nvfp4"],
+    ids=["fp8", "int8", "fp8 block", "nvfp4", "mxfp4"],
 )
 def test_logits(
     weight: Any, inputs: Any, pack: Pack, tmp_path: Path, caplog: pytest.LogCaptureFixture
