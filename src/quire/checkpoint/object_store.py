@@ -146,11 +146,11 @@ class StoreFolder:
             infos = self._ask(lambda: fs.find(base, detail=True))
             if base in infos:
                 raise ConfigError(f"{self.url!r} is one file: give the folder of the model, or a .gguf file")
-            found = {str(path).removeprefix(f"{base}/"): info for path, info in infos.items()}
+            objects = {str(path).removeprefix(f"{base}/"): info for path, info in infos.items()}
         else:
-            found = {name: info for name in self._names if (info := self._info(f"{base}/{name}"))}
-        is_file = {name: _is_path(name) and info.get("type") == "file" for name, info in found.items()}
-        files = [_stored_file(name, info) for name, info in found.items() if is_file[name]]
+            objects = {name: info for name in self._names if (info := self._info(f"{base}/{name}"))}
+        is_file = {name: _is_path(name) and info.get("type") == "file" for name, info in objects.items()}
+        files = [_stored_file(name, info) for name, info in objects.items() if is_file[name]]
         return {file.name: file for file in sorted(files, key=lambda file: file.name)}
 
     def _info(self, path: str) -> dict[str, Any]:

@@ -122,11 +122,11 @@ def _entries() -> "list[EntryPoint]":
     from importlib.metadata import entry_points  # slow to import
 
     groups = (GROUP, VLLM_GROUP, *_NO_EFFECT)
-    found = entry_points()
+    installed = entry_points()
     return [
         entry
         for group in groups
-        for entry in found.select(group=group)
+        for entry in installed.select(group=group)
         if entry.value.partition(":")[0].partition(".")[0] != "vllm"
     ]
 

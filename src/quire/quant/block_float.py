@@ -154,10 +154,10 @@ class BlockFloatWeight(Weight):
 
     def finish(self) -> None:
         kept = self.build()
-        for stored, own, part in zip(self.stored, self.parts(), kept.parts(), strict=True):
+        for stored, packed, part in zip(self.stored, self.parts(), kept.parts(), strict=True):
             stored.move_to(part["weight"].tensor)
             if "bias" in part:
-                part["bias"].tensor.copy_(own["bias"].tensor)
+                part["bias"].tensor.copy_(packed["bias"].tensor)
         self.stored, self.bias, self.kept = [], None, kept
         kept.finish()
         self.use_kernels(kept)

@@ -37,7 +37,7 @@ _IDS = ("abcdef123", f"functions.{_NAME}:0")
 
 _BARE = ("llama3_json", "llama4_json", "pythonic", "llama4_pythonic", "xlam")
 """Formats without marks: a call is the start of the answer."""
-_LEADING_MARKS = re.compile(r"(?:<\|[^|]*\|>|</?think>|\s)*")
+_LEADING_MARK = re.compile(r"<\|[^|]*\|>|</?think>")
 """Marks of the turn and of empty reasoning, which other formats may have before a call."""
 _PREFERRED = ("hermes", "qwen3_coder", "glm45", "llama3_json", "cohere_command3", "jamba", "pythonic")
 """Names to choose where parsers of several names parse the same text."""
@@ -133,7 +133,7 @@ def _text_around_call(name: str, text: str) -> str | None:
     leading = "".join(piece.text for piece in pieces[: kinds.index(ToolStart)])
     for mark in _wrapping_marks(name) if name in REASONING else ():
         leading = leading.replace(mark, "")
-    if _parse_json(arguments) != _ARGUMENTS or not _LEADING_MARKS.fullmatch(leading):
+    if _parse_json(arguments) != _ARGUMENTS or _LEADING_MARK.sub("", leading).strip():
         return None
     if leading.strip() and name in _BARE:
         return None
