@@ -32,7 +32,7 @@ import pytest  # noqa: E402
 from httpx._config import DEFAULT_TIMEOUT_CONFIG  # noqa: E402
 from httpx._transports import default as transport  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
-from preloaded import Preloaded, engines_forked  # noqa: E402
+from preloaded import Preloaded, engines_forked, engines_spawned  # noqa: E402
 
 from quire.logs import warn_once  # noqa: E402
 
@@ -117,4 +117,11 @@ def forked_engines(start_preloaded: Callable[[], Preloaded]) -> Iterator[None]:
     with ExitStack() as stack:
         if not HAS_GPU:
             stack.enter_context(engines_forked(start_preloaded))
+        yield
+
+
+@pytest.fixture
+def spawned_engines() -> Iterator[None]:
+    """Spawn the cores and ranks of engines in the process of the test: they import their modules."""
+    with engines_spawned():
         yield

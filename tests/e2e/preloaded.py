@@ -23,6 +23,7 @@ from types import SimpleNamespace
 from typing import Any, Self
 from unittest import mock
 
+_spawnv_passfds, _SpawnPopen = util.spawnv_passfds, popen_spawn_posix.Popen
 _MAX_ORDER_BYTES = 1 << 20
 _MAX_FDS = 64
 _MODULES = (
@@ -126,10 +127,7 @@ class ForkedProcess:
 @contextlib.contextmanager
 def engines_forked(preloaded: Callable[[], Preloaded]) -> Iterator[None]:
     """Fork the cores and ranks of engines in this process instead of spawning them."""
-    from quire.executor import worker_group
-
     processes: dict[int, ForkedProcess] = {}
-    spawnv_passfds = util.spawnv_passfds
 
     def run_rank(
         words: Sequence[str], *, env: Mapping[str, str], pass_fds: Sequence[int], **_: object
@@ -139,12 +137,12 @@ def engines_forked(preloaded: Callable[[], Preloaded]) -> Iterator[None]:
     def spawn(path: str, args: Sequence[str | bytes], passfds: Sequence[int]) -> int:
         words = [os.fsdecode(word) for word in args]
         if "--multiprocessing-fork" not in words:  # a process of multiprocessing itself
-            return spawnv_passfds(path, args, passfds)  # type: ignore[arg-type]
+            return _spawnv_passfds(path, args, passfds)  # type: ignore[arg-type]
         forked = preloaded().run_code(words, environment=os.environ, pass_fds=passfds)
         processes[forked.pid] = forked
         return forked.pid
 
-    class ForkedPopen(popen_spawn_posix.Popen):
+    class ForkedPopen(_SpawnPopen):
         """Process that is a child of the preloaded one, which reports its end."""
 
         def poll(self, flag: int = os.WNOHANG) -> int | None:
@@ -154,10 +152,25 @@ def engines_forked(preloaded: Callable[[], Preloaded]) -> Iterator[None]:
             return self.returncode
 
     popen = SimpleNamespace(**{**vars(subprocess), "Popen": run_rank})
+    with _patched(popen, spawn, ForkedPopen):
+        yield
+
+
+@contextlib.contextmanager
+def engines_spawned() -> Iterator[None]:
+    """Spawn the cores and ranks of engines within `engines_forked`."""
+    with _patched(subprocess, _spawnv_passfds, _SpawnPopen):
+        yield
+
+
+@contextlib.contextmanager
+def _patched(popen: Any, spawn: Callable[..., int], process_class: type) -> Iterator[None]:
+    from quire.executor import worker_group
+
     with (
         mock.patch.object(worker_group, "subprocess", popen),
         mock.patch.object(util, "spawnv_passfds", spawn),
-        mock.patch.object(popen_spawn_posix, "Popen", ForkedPopen),
+        mock.patch.object(popen_spawn_posix, "Popen", process_class),
     ):
         yield
 

@@ -37,7 +37,7 @@ Cores = Callable[[], list[psutil.Process]]
 
 
 @pytest.fixture
-def cores() -> Cores:
+def cores(spawned_engines: None) -> Cores:
     """Return a function that lists the cores that the test has started."""
     before = {child.pid for child in psutil.Process().children()}
 

@@ -3,7 +3,6 @@
 import os
 import queue
 import signal
-import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -146,9 +145,7 @@ def test_stopped_rank_is_waited_for_and_killed_rank_is_fatal(tiny: Path) -> None
     assert is_gone(first) and is_gone(second)
 
 
-def test_single_rank_can_be_a_process(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rank is spawned: it imports its modules itself."""
-    monkeypatch.setattr(worker_group, "subprocess", subprocess)
+def test_single_rank_can_be_a_process(tiny: Path, spawned_engines: None) -> None:
     llm = LLM(str(tiny), distributed_executor_backend="mp", **SETTINGS)
     (rank,) = ranks_of(llm)
     assert rank.ppid() == os.getpid()
