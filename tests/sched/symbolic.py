@@ -43,7 +43,6 @@ LAYOUTS: dict[str, CacheLayout] = {
         "states alone": [STATE] * 2,
     }.items()
 }
-MAX_STEPS = 5000
 VOCAB = 97
 START = 0x9E3779B97F4A7C15
 
@@ -536,7 +535,6 @@ class Engine:
             self.outputs[id] += new
         self.reasons |= {id: finish.reason for id, finish in output.finished.items()}
         self.steps.append(output)
-        assert len(self.steps) <= MAX_STEPS, "requests that never finish"
         if self.device.is_quiet:
             self.check_index()
         return output
@@ -546,7 +544,7 @@ class Engine:
         self.reasons |= {id: finish.reason for id, finish in finished.items()}
         return id in finished
 
-    def run(self, max_steps: int = MAX_STEPS) -> None:
+    def run(self, max_steps: int = 5000) -> None:
         for _ in range(max_steps):
             if not self.core.has_work:
                 return
