@@ -480,8 +480,14 @@ class Engine:
         states = None
         share = share and not (has_states and limits.get("chunked_prefill") is False)
         if has_states and share:
-            sizes = {"max_rows": limits["max_num_seqs"], "block_size": block_size}
-            states = StateCache(num_slots=num_slots, unit=unit or block_size, interval=interval, **sizes)
+            states = StateCache(
+                num_slots=num_slots,
+                max_rows=limits["max_num_seqs"],
+                block_size=block_size,
+                unit=unit or block_size,
+                interval=interval,
+                whole_items="media" in limits and limits["media"].whole,
+            )
         self.kv = KVManager(
             num_blocks=num_blocks,
             block_size=block_size,

@@ -113,6 +113,7 @@ def _build_kv_manager(config: EngineConfig, cache: CacheSize) -> KVManager:
             block_size=config.cache.block_size,
             unit=unit,
             interval=config.cache.prefix_cache_retention_interval,
+            whole_items=max_span(config) is not None,
         )
     specs = cache_specs(config.checkpoint.facts)
     return KVManager(

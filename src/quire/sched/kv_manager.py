@@ -195,13 +195,14 @@ class KVManager:
         return min(chunk, ends[-1] - hit.num_tokens)
 
     def _boundaries(self, request: Request, hit: Hit) -> list[int]:
-        """Return where the states of a request are kept. A step may not end inside of a media item, or of a
-        bidirectional prompt."""
+        """Return where the states of a request are kept. A step may not end inside of a bidirectional prompt,
+        or of a media item that is not divided."""
         assert self.states is not None
         ends = self.states.boundaries(len(request.tokens), hit.num_tokens, hit.num_seen)
         if (media := request.media) is None:
             return ends
-        spans = [(0, media.whole), *((item.offset, item.end) for item in media.items)]
+        items = media.items if self.states.whole_items else ()
+        spans = [(0, media.whole), *((item.offset, item.end) for item in items)]
         return [end for end in ends if not any(first < end < behind for first, behind in spans)]
 
     def is_coming(self, request: Request, hit: Hit) -> bool:

@@ -43,11 +43,14 @@ class StateCache:
         block_size: int,
         unit: int,
         interval: int | None = None,
+        whole_items: bool = False,
     ) -> None:
         """Build the cache. Boundaries are multiples of `unit` tokens, which is a multiple of the block size.
-        A prompt has a boundary every `interval` tokens; 0: none of these, None: at halves of the prompt."""
+        A prompt has a boundary every `interval` tokens; 0: none of these, None: at halves of the prompt. With
+        `whole_items`, no step ends inside of a media item."""
         self.pool = BlockPool(num_slots + 1)
         self.block_size, self.unit, self.interval = block_size, unit, interval
+        self.whole_items = whole_items
         self.next: Ints = np.full(max_rows, _NEVER, np.int32)
         """The boundary at which the next step of each row must end."""
         self._left: dict[int, list[int]] = {}

@@ -1,17 +1,22 @@
 """Tests of the grammars of optional tool calls, in every format that has one."""
 
 import json
+import re
 from functools import cache
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine
+from fake_engine import EOS, FakeEngine, byte_tokenizer
+from tokenizers import AddedToken
 
+from quire.configure import vocabulary_of
 from quire.data.output_pieces import ToolArguments, ToolStart
 from quire.data.params import StructuredOutputsParams
 from quire.errors import RequestError
+from quire.text.grammar import Grammars
 from quire.text.parsers import TOOLS
 from quire.text.parsers.call_grammar import FORMATS, CallFormat, calls_grammar, format_of
+from quire.text.tokenizer import Tokenizer
 
 SCHEMAS: dict[str, dict[str, Any]] = {
     "weather": {
@@ -54,11 +59,23 @@ def render(format: CallFormat, *calls: tuple[str, dict[str, Any]]) -> str:
     return format.opening + format.before + format.between.join(texts) + format.after
 
 
-def accepts(format: CallFormat, text: str, **more: Any) -> bool:
-    grammar = calls_grammar(format, SCHEMAS, engine().tokenizer, **more)
-    assert engine().inputs.grammars is not None
-    matcher = engine().inputs.grammars.compile(StructuredOutputsParams(grammar=grammar))
-    ids = engine().tokenizer.encode(text, add_special_tokens=False)
+@cache
+def tokenizer_of(format: CallFormat, special: bool) -> tuple[Tokenizer, Grammars]:
+    """Return a tokenizer with the marks of the format as tokens, special or not, and its grammars."""
+    backend = byte_tokenizer().backend
+    written = format.opening + format.call + format.after
+    marks = [AddedToken(mark, special=special, normalized=False) for mark in re.findall("<[^>=]+>", written)]
+    (backend.add_special_tokens if special else backend.add_tokens)(marks)
+    tokenizer = Tokenizer(backend, special_tokens={}, chat_template="")
+    vocabulary = vocabulary_of(tokenizer, len(tokenizer), (EOS,))
+    return tokenizer, Grammars(lambda: vocabulary)
+
+
+def accepts(format: CallFormat, text: str, *, special: bool = False, **more: Any) -> bool:
+    tokenizer, grammars = tokenizer_of(format, special)
+    grammar = calls_grammar(format, SCHEMAS, tokenizer, **more)
+    matcher = grammars.compile(StructuredOutputsParams(grammar=grammar))
+    ids = tokenizer.encode(text, add_special_tokens=False)
     return all(matcher.advance(id) != "error" for id in ids) and matcher.inner.is_accepting()
 
 
@@ -75,15 +92,17 @@ def test_parser_returns_the_calls_of_its_format(name: str) -> None:
     assert (starts, arguments) == (["weather", "now"], [CALL[1], {}])
 
 
+@pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
-def test_grammar_accepts_calls_and_text(name: str) -> None:
+def test_grammar_accepts_calls_and_text(name: str, special: bool) -> None:
+    """Catches a mark that is a special token, which no text of a grammar matches."""
     format = FORMATS[name]
     lead = "Let me see. " if format.opening else ""
     optional = {"city": "x", "days": 1, "unit": "F", "place": {"x": 1.5}}
     for call in (CALL, ("weather", optional), ("now", {}), ("any", {"k": "v"})):
-        assert accepts(format, lead + render(format, call)), call
-    assert accepts(format, render(format, CALL, ("now", {}), CALL))
-    assert accepts(format, "Just text.") and accepts(format, "")
+        assert accepts(format, lead + render(format, call), special=special), call
+    assert accepts(format, render(format, CALL, ("now", {}), CALL), special=special)
+    assert accepts(format, "Just text.", special=special) and accepts(format, "", special=special)
 
 
 @pytest.mark.parametrize("name", FORMATS)
