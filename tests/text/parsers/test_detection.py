@@ -89,10 +89,22 @@ def test_format_that_the_template_only_describes() -> None:
         "{{ raise_exception('no') }}",
         "{{ messages[0].content }}<tool_call>",
         template(f"<TOOLCALL>[{JSON}]</TOOLCALL>"),
+        template(f"<other:tool_call>{TAGS}</other:tool_call>"),
         template(f"Action: {JSON}"),
         template("<|my_call|>{{ call.function.name }}"),
     ],
-    ids=["none", "empty", "other", "syntax", "raises", "no tools", "wrapped", "after text", "no arguments"],
+    ids=[
+        "none",
+        "empty",
+        "other",
+        "syntax",
+        "raises",
+        "no tools",
+        "wrapped",
+        "wrapped tags",
+        "after text",
+        "no arguments",
+    ],
 )
 def test_unknown_formats_select_no_parser(unknown: Any) -> None:
     assert detect_parsers(unknown) == DetectedParsers()
