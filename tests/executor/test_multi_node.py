@@ -5,6 +5,7 @@ import re
 import signal
 import socket
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,11 @@ def changed(config: EngineConfig, **parallel: Any) -> EngineConfig:
     return replace(config, parallel=replace(config.parallel, **parallel))
 
 
-def ends_of(config: EngineConfig, *others: EngineConfig, timeout_s: float = PATIENCE_S) -> list[str]:
-    """Return the final messages of the first machine and of the others; none of them starts a rank."""
+def ends_of(config: EngineConfig, *others: EngineConfig) -> list[str]:
+    """Return the final messages of the first machine and of the others; none of them starts a rank.
+
+    The others connect when the first machine listens, and it gives up when all of them have an answer.
+    """
     output: dict[int, str] = {}
 
     def join(number: int) -> None:
@@ -61,37 +65,46 @@ def ends_of(config: EngineConfig, *others: EngineConfig, timeout_s: float = PATI
             output[number] = str(error)
 
     threads = [threading.Thread(target=join, args=(number,), daemon=True) for number in range(len(others))]
-    for thread in threads:
-        thread.start()
+
+    class FirstMachine(MultiNodeRanks):
+        def await_all(self, deadline: float) -> bool:
+            for thread in threads:
+                thread.start()
+            while len(self.nodes) + len(self._refusals) < len(others):
+                assert time.monotonic() < deadline, "a machine has neither joined nor been refused"
+                time.sleep(0.01)
+            return super().await_all(time.monotonic())
+
     with pytest.raises(ConfigError) as problem:
-        MultiNodeRanks(config, timeout_s)
+        FirstMachine(config, PATIENCE_S)
     for thread in threads:
-        thread.join(PATIENCE_S)
+        if thread.ident is not None:
+            thread.join(PATIENCE_S)
     return [str(problem.value), *(output[number] for number in range(len(others)))]
 
 
 def test_version_or_size_mismatch_is_reported_to_its_machine(config: EngineConfig) -> None:
     """Check that the first machine keeps waiting and finally reports what it rejected."""
     other = replace(config, model=replace(config.model, max_model_len=64))
-    head, node = ends_of(config, changed(other, node_rank=1), timeout_s=1.0)
+    head, node = ends_of(config, changed(other, node_rank=1))
     assert re.search(r"^node 1 \(.*\) was started with max_model_len=64, and the first with .*=256", node)
     assert head.startswith("no word from node 1 of 2") and head.endswith(node)
-    _, node = ends_of(config, changed(config, nnodes=3, node_rank=2), timeout_s=1.0)
+    _, node = ends_of(config, changed(config, nnodes=3, node_rank=2))
     assert "was started with nnodes=3, and the first with nnodes=2" in node
 
 
 def test_duplicate_node_rank_is_reported_to_the_second(config: EngineConfig) -> None:
     three = changed(config, nnodes=3, tensor_parallel_size=3)
     second = changed(three, node_rank=1)
-    head, *nodes = ends_of(three, second, second, timeout_s=1.0)
+    head, *nodes = ends_of(three, second, second)
     assert head.startswith("no word from node 2 of 3")
     assert sorted(problem.startswith("two machines have --node-rank 1") for problem in nodes) == [False, True]
     assert head in nodes, "the first machine received the reason"
 
 
 def test_missing_machines_are_named(config: EngineConfig) -> None:
-    (head,) = ends_of(config, timeout_s=0.2)
-    assert head.startswith("no word from node 1 of 2 within 0.2 s")
+    (head,) = ends_of(config)
+    assert head.startswith("no word from node 1 of 2 within 150 s")
     agent = NodeAgent(changed(config, node_rank=1))
     agent.timeout_s = 0.2
     with pytest.raises(ConfigError, match=f"no engine at 127.0.0.2:{config.parallel.master_port} within"):
@@ -132,10 +145,10 @@ def test_port_in_use_and_unauthenticated_connections(
         for noise in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\5hello"):
             with socket.create_connection(where) as stranger:
                 stranger.sendall(noise)
-        return await_all(worker_group, deadline)
+        return await_all(worker_group, deadline + 0.5)
 
     monkeypatch.setattr(MultiNodeRanks, "await_all", pestered)
-    (head,) = ends_of(config, timeout_s=0.5)
+    (head,) = ends_of(config)
     assert head.startswith("no word from node 1")
 
 
