@@ -148,7 +148,7 @@ def raw_server(engine: FakeEngine | None = None, **settings: Any) -> Iterator[Ra
 class SlowReader:
     """Middleware that delays every request with a body before it is read."""
 
-    WAIT_S = 1.0
+    WAIT_S = 2.5
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

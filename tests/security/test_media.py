@@ -133,7 +133,7 @@ def test_concurrent_decodes_are_limited_by_memory(monkeypatch: pytest.MonkeyPatc
     assert eyes._media_processor is not None
     processor, lock = eyes._media_processor.processor, threading.Lock()
     running, most, process = 0, 0, processor.process
-    both = threading.Barrier(2, timeout=5)
+    both = threading.Barrier(2, timeout=60)
 
     def slowly(*args: Any) -> Any:
         nonlocal running, most
