@@ -51,7 +51,7 @@ def serving(model: Path, folder: Path) -> Iterator[Server]:
     address = f"ipc://{folder}/core"
     with socket.create_server(("127.0.0.1", 0)) as listener:
         processes = [
-            context.Process(target=run_fast_core, args=(address, 50, LONGEST), daemon=True),
+            context.Process(target=run_fast_core, args=(address, 50, LONGEST, NUM_STREAMS), daemon=True),
             context.Process(target=run_server, args=(model, address, listener), daemon=True),
         ]
         for process in processes:

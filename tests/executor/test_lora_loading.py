@@ -61,6 +61,7 @@ class FakeWorker:
     def __init__(self, digest: bytes = b"d" * 32, error: Exception | None = None) -> None:
         self.digest, self.error = digest, error
         self.kept: list[str] = []
+        self.dropped = threading.Event()
 
     def fetch_adapter(self, lora: LoRARequest) -> AdapterFacts:
         if self.error is not None:
@@ -70,6 +71,7 @@ class FakeWorker:
 
     def drop_adapter(self, name: str) -> None:
         self.kept.remove(name)
+        self.dropped.set()
 
 
 def executor_of(*workers: FakeWorker) -> tuple[Any, FakeRanks]:
@@ -89,6 +91,8 @@ def test_adapter_is_loaded_when_every_rank_has_it() -> None:
     executor.watch()
     assert future.result(0).digest == b"d" * 32
     executor.drop("one")
+    for worker in workers:  # each name has its own thread
+        assert worker.dropped.wait(PATIENCE_S)
     second = executor.fetch(LoRARequest("two", 2, "/two"))
     for index in (0, 1):
         worker_group.deliver(index)

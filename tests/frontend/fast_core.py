@@ -37,9 +37,9 @@ BEAT_S = 0.05
 
 
 class FastCore:
-    """Gives every request its max_tokens, one equal token per step."""
+    """Gives every request its max_tokens, one equal token per step, once it has had `num_first` requests."""
 
-    def __init__(self, address: str, *, token_id: int, max_model_len: int) -> None:
+    def __init__(self, address: str, *, token_id: int, max_model_len: int, num_first: int = 1) -> None:
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.SNDHWM, 1000)
@@ -54,6 +54,7 @@ class FastCore:
         self.ends: dict[str, int] = {}
         """Last step of each sequence."""
         self.new: dict[str, FirstRun] = {}
+        self.num_missing = num_first
         self.num_steps = 0
         self.usual: list[tuple[bytes, bytes]] | None = None
         """Messages of a step without arrivals and ends, encoded once."""
@@ -63,7 +64,7 @@ class FastCore:
         self.socket.send_multipart([client, encode(message)])
 
     def listen(self) -> None:
-        if not self.owners:
+        if not self.owners or self.num_missing > 0:
             self.socket.poll(int(BEAT_S * 1000))
         while self.socket.poll(0):
             client, data = self.socket.recv_multipart()
@@ -80,6 +81,7 @@ class FastCore:
             case Add():
                 now = time.monotonic()
                 for request in message.all():
+                    self.num_missing -= 1
                     self.owners[request.id] = client
                     self.ends[request.id] = self.num_steps + request.limit - len(request.tokens)
                     self.usual = None
@@ -100,7 +102,7 @@ class FastCore:
             self.usual = None
 
     def step(self) -> None:
-        if not self.owners:
+        if not self.owners or self.num_missing > 0:
             return
         self.num_steps += 1
         ended = self.num_steps >= min(self.ends.values())
@@ -133,8 +135,8 @@ class FastCore:
                 self.send(client, Heartbeat(StepStats(num_running=len(self.owners))))
 
 
-def run_fast_core(address: str, token_id: int, max_model_len: int) -> None:
-    core = FastCore(address, token_id=token_id, max_model_len=max_model_len)
+def run_fast_core(address: str, token_id: int, max_model_len: int, num_first: int = 1) -> None:
+    core = FastCore(address, token_id=token_id, max_model_len=max_model_len, num_first=num_first)
     while True:
         core.listen()
         core.step()
