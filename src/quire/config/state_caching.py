@@ -1,9 +1,11 @@
-"""Prefix caching of models with SSM states: the settings, checked against the model."""
+"""Models with SSM states: the settings of prefix caching, and the default number of running requests."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire.checkpoint.layout import CacheSpec, has_ssm_state
+from quire.checkpoint.layout import DTYPE_BYTES, CacheSpec, has_ssm_state, row_bytes
+from quire.config.machine import Machine
+from quire.config.sections import CacheSection
 from quire.errors import ConfigError
 from quire.logs import get_logger, warn_once
 
@@ -62,3 +64,32 @@ def _without_states(args: Mapping[str, Any], specs: Sequence[CacheSpec | None]) 
     for name in (name for name in _NAMES if args.get(name, "none") not in ("none", 0)):
         warn_once(logger, f"{name} has no effect: this model has no SSM states")
     return {name: value for name, value in args.items() if name not in _NAMES}
+
+
+def limit_seqs_for_states(
+    values: dict[str, Any],
+    specs: Sequence[CacheSpec | None],
+    cache: CacheSection,
+    machine: Machine,
+    *,
+    default: int,
+    num_states: int,
+) -> dict[str, Any]:
+    """Limit the default max_num_seqs of a model with SSM states, so that the states, `num_states` of a row,
+    leave most memory to weights and KV cache. `specs` are the caches of the layers on one device."""
+    per_row = row_bytes(specs, DTYPE_BYTES[cache.kv_cache_dtype], num_states)
+    if not per_row or "max_num_seqs" in values:
+        return values
+    room = cache.kv_cache_memory_bytes or cache.kv_cache_memory_limit
+    room = room // 2 if room else int(machine.total_bytes * cache.gpu_memory_utilization) // 4
+    max_seqs = max(room // per_row, 1)
+    if max_seqs >= default:
+        return values
+    logger.info(
+        "max_num_seqs is %d instead of %d: each running request has an SSM state of %.1f MiB%s",
+        max_seqs,
+        default,
+        row_bytes(specs, DTYPE_BYTES[cache.kv_cache_dtype]) / 2**20,
+        f", {num_states} times for its drafts" if num_states > 1 else "",
+    )
+    return values | {"max_num_seqs": max_seqs}

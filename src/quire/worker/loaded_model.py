@@ -95,7 +95,8 @@ class LoadedModel:
     def _layout(self, facts: ArchFacts) -> CacheLayout:
         """Return the cache layout of this stage's layers, those of the draft last."""
         draft_specs = () if self.draft_facts is None else cache_specs(self.draft_facts)
-        whole = layout((*cache_specs(facts), *draft_specs), self.config.model.max_model_len)
+        specs, longest = (*cache_specs(facts), *draft_specs), self.config.model.max_model_len
+        whole = layout(specs, longest, self.config.states_per_row)
         if (draft := self.config.draft) is not None and draft.facts.drafts is None:
             whole = whole.keeping(1)  # the KV of its drafts is recomputed
         num, end = len(facts.layers), len(whole.specs) if self.stage.is_last else 0
@@ -200,8 +201,8 @@ class LoadedModel:
 
     def checkpoints(self) -> StateCheckpoints:
         """Return the checkpoints of the bound states."""
-        layers = state_layers(self.model.modules())
-        return StateCheckpoints(layers, self.config.scheduler.max_num_seqs)
+        layers, num_rows = state_layers(self.model.modules()), self.config.scheduler.max_num_seqs
+        return StateCheckpoints(layers, num_rows, self.layout.states_per_row)
 
     # ---- runners
 

@@ -20,7 +20,30 @@
 typedef struct {
     const int32_t *starts, *rows;
     const int64_t *positions;
+    int64_t states_per_row; /* sequences with at most as many tokens keep the state after each, others only the last */
 } Seqs;
+
+/* The index of a sequence's state after `count` of its tokens in this batch. */
+INLINE long state_after(const Seqs *seqs, long seq, long count)
+{
+    long num_tokens = seqs->positions[seqs->starts[seq]] + count;
+    return seqs->rows[seq] * seqs->states_per_row + num_tokens % seqs->states_per_row;
+}
+
+/* The state before token `at` of a sequence, where it becomes the state after that token: `count` elements from `from`
+ * on of a state of `size` elements. */
+INLINE float *state_for(float *state, const Seqs *seqs, long seq, long at, long size, long from, long count)
+{
+    long first = seqs->starts[seq], num_tokens = seqs->starts[seq + 1] - first;
+    int keeps_all = num_tokens <= seqs->states_per_row;
+    float *into = state + state_after(seqs, seq, keeps_all ? at + 1 : num_tokens) * size + from;
+    const float *before = state + state_after(seqs, seq, at) * size + from;
+    if (!at && !seqs->positions[first])
+        memset(into, 0, (size_t)count * 4);
+    else if (into != before && (!at || keeps_all))
+        memcpy(into, before, (size_t)count * 4);
+    return into;
+}
 
 INLINE float one(const void *from, int bf16, long at)
 {
@@ -35,7 +58,7 @@ INLINE vf sigmoid(vf x) { return 1.0f / (exp_lanes(smaller(splat(88.0f), -x)) + 
 typedef struct {
     void *out;
     const void *x, *weight, *bias; /* [channels, kernel]; NULL: no bias */
-    void *state;                   /* [rows, channels, kernel - 1] */
+    void *state;                   /* [states, channels, kernel - 1] */
     Seqs seqs;
     int64_t num_seqs, channels, stride, kernel, activated, bf16;
 } ConvJob;
@@ -45,7 +68,8 @@ INLINE void conv_channels(const ConvJob *job, long seq, long from, long count, i
 {
     float seen[MAX_KERNEL][CHANNELS] = {{0}}, weight[MAX_KERNEL][CHANNELS] = {{0}}, bias[CHANNELS] = {0};
     long kernel = job->kernel, first = job->seqs.starts[seq], num_tokens = job->seqs.starts[seq + 1] - first;
-    long kept = (job->seqs.rows[seq] * job->channels + from) * (kernel - 1);
+    long kept = (state_after(&job->seqs, seq, 0) * job->channels + from) * (kernel - 1);
+    int keeps_all = num_tokens <= job->seqs.states_per_row;
     if (job->seqs.positions[first])
         for (long c = 0; c < count; c++)
             for (long i = 0; i < kernel - 1; i++)
@@ -64,10 +88,13 @@ INLINE void conv_channels(const ConvJob *job, long seq, long from, long count, i
             put(job->out, bf16, (first + t) * job->channels + from + c, count - c,
                 job->activated ? sum * sigmoid(sum) : sum);
         }
+        if (!keeps_all && t < num_tokens - 1)
+            continue;
+        kept = (state_after(&job->seqs, seq, t + 1) * job->channels + from) * (kernel - 1);
+        for (long c = 0; c < count; c++)
+            for (long i = 0; i < kernel - 1; i++)
+                narrow(&seen[(t + 1 + i) % kernel][c], job->state, bf16, kept + c * (kernel - 1) + i, 1);
     }
-    for (long c = 0; c < count; c++)
-        for (long i = 0; i < kernel - 1; i++)
-            narrow(&seen[(num_tokens + i) % kernel][c], job->state, bf16, kept + c * (kernel - 1) + i, 1);
 }
 
 void quire_state_conv(const ConvJob *job)
@@ -87,7 +114,7 @@ typedef struct {
     void *out;
     const void *xbc, *dt;
     const float *rate, *bias, *skip;
-    float *state; /* [rows, heads, dim, size] */
+    float *state; /* [states, heads, dim, size] */
     Seqs seqs;
     int64_t num_seqs, heads, groups, dim, size, stride, dt_stride, bf16;
     double least, most; /* bounds of a time step */
@@ -123,14 +150,13 @@ void quire_state_scan(const ScanJob *job)
     for (long task = 0; task < job->num_seqs * job->heads; task++) {
         long seq = task / job->heads, head = task % job->heads;
         long first = job->seqs.starts[seq], end = job->seqs.starts[seq + 1];
-        float *h = job->state + (job->seqs.rows[seq] * job->heads + head) * held;
-        if (!job->seqs.positions[first])
-            memset(h, 0, (size_t)held * 4);
-        for (long token = first; token < end; token++)
+        for (long token = first; token < end; token++) {
+            float *h = state_for(job->state, &job->seqs, seq, token - first, job->heads * held, head * held, held);
             if (job->bf16)
                 scan_token(job, h, token, head, 1);
             else
                 scan_token(job, h, token, head, 0);
+        }
     }
 }
 
@@ -138,7 +164,7 @@ typedef struct {
     void *out;
     const void *x, *gate, *dt, *b, *c;
     const float *rate, *bias, *skip; /* [channels, size], [channels] */
-    float *state;                    /* [rows, channels, size] */
+    float *state;                    /* [states, channels, size] */
     Seqs seqs;
     int64_t num_seqs, channels, size, x_stride, gate_stride, dt_stride, bc_stride, bf16;
 } SelectJob;
@@ -175,14 +201,14 @@ void quire_state_select(const SelectJob *job)
         long seq = task / blocks, from = task % blocks * CHANNELS, left = job->channels - from;
         long count = left < CHANNELS ? left : CHANNELS;
         long first = job->seqs.starts[seq], end = job->seqs.starts[seq + 1];
-        float *held = job->state + (job->seqs.rows[seq] * job->channels + from) * job->size;
-        if (!job->seqs.positions[first])
-            memset(held, 0, (size_t)(count * job->size) * 4);
-        for (long token = first; token < end; token++)
+        long size = job->size, whole = job->channels * size;
+        for (long token = first; token < end; token++) {
+            float *held = state_for(job->state, &job->seqs, seq, token - first, whole, from * size, count * size);
             if (job->bf16)
                 select_token(job, held, token, from, count, 1);
             else
                 select_token(job, held, token, from, count, 0);
+        }
     }
 }
 
@@ -190,7 +216,7 @@ typedef struct {
     void *out;
     const void *qkv, *a, *b;
     const float *rate, *bias;
-    float *state; /* [rows, heads, key_dim, dim] */
+    float *state; /* [states, heads, key_dim, dim] */
     Seqs seqs;
     int64_t num_seqs, heads, key_heads, key_dim, dim, stride, ab_stride, bf16;
     double eps;
@@ -260,14 +286,13 @@ void quire_state_delta(const DeltaJob *job)
     for (long task = 0; task < job->num_seqs * job->heads; task++) {
         long seq = task / job->heads, head = task % job->heads;
         long first = job->seqs.starts[seq], end = job->seqs.starts[seq + 1];
-        float *h = job->state + (job->seqs.rows[seq] * job->heads + head) * held;
-        if (!job->seqs.positions[first])
-            memset(h, 0, (size_t)held * 4);
-        for (long token = first; token < end; token++)
+        for (long token = first; token < end; token++) {
+            float *h = state_for(job->state, &job->seqs, seq, token - first, job->heads * held, head * held, held);
             if (job->bf16)
                 delta_token(job, h, token, head, 1);
             else
                 delta_token(job, h, token, head, 0);
+        }
     }
 }
 
