@@ -30,19 +30,24 @@ INLINE long state_after(const Seqs *seqs, long seq, long count)
     return seqs->rows[seq] * seqs->states_per_row + num_tokens % seqs->states_per_row;
 }
 
-/* The state before token `at` of a sequence, where it becomes the state after that token: `count` elements from `from`
- * on of a state of `size` elements. */
-INLINE float *state_for(float *state, const Seqs *seqs, long seq, long at, long size, long from, long count)
+/* A part of a state, before and after a token. Both may be the same memory. */
+typedef struct {
+    const float *before;
+    float *after;
+} Part;
+
+/* `count` elements from `from` on of a state of `size` elements, around token `at` of a sequence. */
+INLINE Part state_part(float *state, const Seqs *seqs, long seq, long at, long size, long from, long count)
 {
     long first = seqs->starts[seq], num_tokens = seqs->starts[seq + 1] - first;
     int keeps_all = num_tokens <= seqs->states_per_row;
-    float *into = state + state_after(seqs, seq, keeps_all ? at + 1 : num_tokens) * size + from;
-    const float *before = state + state_after(seqs, seq, at) * size + from;
-    if (!at && !seqs->positions[first])
-        memset(into, 0, (size_t)count * 4);
-    else if (into != before && (!at || keeps_all))
-        memcpy(into, before, (size_t)count * 4);
-    return into;
+    float *after = state + state_after(seqs, seq, keeps_all ? at + 1 : num_tokens) * size + from;
+    if (at ? !keeps_all : !seqs->positions[first]) {
+        if (!at)
+            memset(after, 0, (size_t)count * 4);
+        return (Part){after, after};
+    }
+    return (Part){state + state_after(seqs, seq, at) * size + from, after};
 }
 
 INLINE float one(const void *from, int bf16, long at)
@@ -120,7 +125,7 @@ typedef struct {
     double least, most; /* bounds of a time step */
 } ScanJob;
 
-INLINE void scan_token(const ScanJob *job, float *h, long token, long head, int bf16)
+INLINE void scan_token(const ScanJob *job, Part h, long token, long head, int bf16)
 {
     long dim = job->dim, size = job->size, from = token * job->stride;
     float x[MAX_DIM], b[MAX_DIM], c[MAX_DIM], y[MAX_DIM];
@@ -134,8 +139,8 @@ INLINE void scan_token(const ScanJob *job, float *h, long token, long head, int 
     for (long d = 0; d < dim; d++) {
         vf taken = splat(x[d] * wait), sum = {0};
         for (long n = 0; n < size; n += LANES) {
-            vf new = fused(taken, take(b, 0, n, size - n), take(h, 0, d * size + n, size - n) * keep);
-            put(h, 0, d * size + n, size - n, new);
+            vf new = fused(taken, take(b, 0, n, size - n), take(h.before, 0, d * size + n, size - n) * keep);
+            put(h.after, 0, d * size + n, size - n, new);
             sum = fused(new, take(c, 0, n, size - n), sum);
         }
         y[d] = lanes_sum(sum) + x[d] * job->skip[head];
@@ -151,7 +156,7 @@ void quire_state_scan(const ScanJob *job)
         long seq = task / job->heads, head = task % job->heads;
         long first = job->seqs.starts[seq], end = job->seqs.starts[seq + 1];
         for (long token = first; token < end; token++) {
-            float *h = state_for(job->state, &job->seqs, seq, token - first, job->heads * held, head * held, held);
+            Part h = state_part(job->state, &job->seqs, seq, token - first, job->heads * held, head * held, held);
             if (job->bf16)
                 scan_token(job, h, token, head, 1);
             else
@@ -169,7 +174,7 @@ typedef struct {
     int64_t num_seqs, channels, size, x_stride, gate_stride, dt_stride, bc_stride, bf16;
 } SelectJob;
 
-INLINE void select_token(const SelectJob *job, float *held, long token, long from, long count, int bf16)
+INLINE void select_token(const SelectJob *job, Part held, long token, long from, long count, int bf16)
 {
     long size = job->size;
     float x[CHANNELS], gate[CHANNELS], wait[CHANNELS], y[CHANNELS], b[MAX_DIM], c[MAX_DIM];
@@ -180,12 +185,13 @@ INLINE void select_token(const SelectJob *job, float *held, long token, long fro
     widen(job->c, bf16, token * job->bc_stride, size, 1.0f, c);
     for (long i = 0; i < count; i++) {
         const float *rate = job->rate + (from + i) * size;
-        float *h = held + i * size, steps = softplus(wait[i] + job->bias[from + i]);
+        const float *before = held.before + i * size;
+        float *after = held.after + i * size, steps = softplus(wait[i] + job->bias[from + i]);
         vf taken = splat(x[i] * steps), sum = {0};
         for (long n = 0; n < size; n += LANES) {
             vf keep = exp_lanes(take(rate, 0, n, size - n) * steps);
-            vf new = fused(taken, take(b, 0, n, size - n), take(h, 0, n, size - n) * keep);
-            put(h, 0, n, size - n, new);
+            vf new = fused(taken, take(b, 0, n, size - n), take(before, 0, n, size - n) * keep);
+            put(after, 0, n, size - n, new);
             sum = fused(new, take(c, 0, n, size - n), sum);
         }
         y[i] = (lanes_sum(sum) + x[i] * job->skip[from + i]) * gate[i] / (1.0f + expf(-gate[i]));
@@ -203,7 +209,7 @@ void quire_state_select(const SelectJob *job)
         long first = job->seqs.starts[seq], end = job->seqs.starts[seq + 1];
         long size = job->size, whole = job->channels * size;
         for (long token = first; token < end; token++) {
-            float *held = state_for(job->state, &job->seqs, seq, token - first, whole, from * size, count * size);
+            Part held = state_part(job->state, &job->seqs, seq, token - first, whole, from * size, count * size);
             if (job->bf16)
                 select_token(job, held, token, from, count, 1);
             else
@@ -236,30 +242,30 @@ INLINE void of_length(float *x, long size, float eps, float factor)
 }
 
 /* `count` vectors of values from `at` on; the last vector has `left` lanes. */
-INLINE void delta_lanes(const DeltaJob *job, float *h, int count, long at, long left, const float *q, const float *k,
+INLINE void delta_lanes(const DeltaJob *job, Part h, int count, long at, long left, const float *q, const float *k,
                         const float *v, float keep, float learned, float *y)
 {
     vf known[SIDE] = {{0}}, written[SIDE], sum[SIDE] = {{0}};
     for (long n = 0; n < job->key_dim; n++)
         for (int i = 0; i < count; i++) {
-            vf kept = take(h, 0, n * job->dim + at + i * LANES, left - i * LANES) * keep;
-            put(h, 0, n * job->dim + at + i * LANES, left - i * LANES, kept);
+            vf kept = take(h.before, 0, n * job->dim + at + i * LANES, left - i * LANES) * keep;
+            put(h.after, 0, n * job->dim + at + i * LANES, left - i * LANES, kept);
             known[i] = fused(splat(k[n]), kept, known[i]);
         }
     for (int i = 0; i < count; i++)
         written[i] = (take(v, 0, at + i * LANES, left - i * LANES) - known[i]) * learned;
     for (long n = 0; n < job->key_dim; n++)
         for (int i = 0; i < count; i++) {
-            vf kept = take(h, 0, n * job->dim + at + i * LANES, left - i * LANES);
+            vf kept = take(h.after, 0, n * job->dim + at + i * LANES, left - i * LANES);
             vf new = fused(splat(k[n]), written[i], kept);
-            put(h, 0, n * job->dim + at + i * LANES, left - i * LANES, new);
+            put(h.after, 0, n * job->dim + at + i * LANES, left - i * LANES, new);
             sum[i] = fused(splat(q[n]), new, sum[i]);
         }
     for (int i = 0; i < count; i++)
         put(y, 0, at + i * LANES, left - i * LANES, sum[i]);
 }
 
-INLINE void delta_token(const DeltaJob *job, float *h, long token, long head, int bf16)
+INLINE void delta_token(const DeltaJob *job, Part h, long token, long head, int bf16)
 {
     long dim = job->dim, key_dim = job->key_dim, keys = job->key_heads * key_dim, from = token * job->stride, at = 0;
     float q[MAX_DIM], k[MAX_DIM], v[MAX_DIM], y[MAX_DIM];
@@ -287,7 +293,7 @@ void quire_state_delta(const DeltaJob *job)
         long seq = task / job->heads, head = task % job->heads;
         long first = job->seqs.starts[seq], end = job->seqs.starts[seq + 1];
         for (long token = first; token < end; token++) {
-            float *h = state_for(job->state, &job->seqs, seq, token - first, job->heads * held, head * held, held);
+            Part h = state_part(job->state, &job->seqs, seq, token - first, job->heads * held, head * held, held);
             if (job->bf16)
                 delta_token(job, h, token, head, 1);
             else
