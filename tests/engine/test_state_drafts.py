@@ -8,7 +8,7 @@ import torch
 from cuda_on_cpu import NEEDS_KERNELS, use_fake_device
 from heads import HIDDEN, add_prediction, norm_weights
 from oracle import make_tiny
-from test_draft_models import SMALL, AlwaysDraft
+from test_draft_models import AlwaysDraft, draft_of
 from test_drafts import ReplayProposer
 from test_state_caching import EVERY_8, KINDS, WITH_STATES
 from tiny import check_against, generate, generate_preempted, open_tiny, prompts_of
@@ -23,6 +23,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
     "suffix": {"method": "suffix", "suffix_decoding_min_token_prob": 0.0},
     "draft_model": {"method": "draft_model"},
+    "eagle3": {"method": "eagle3"},
 }
 """Draft methods; `replayed` proposes the answer itself with some mistakes."""
 SETTINGS = EVERY_8 | {"max_num_batched_tokens": 20, "max_num_seqs": 4}
@@ -64,9 +65,8 @@ def answers(llm: LLM) -> list[list[int]]:
 
 def with_draft(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return the settings with a draft model of random weights, if they need one."""
-    if config["method"] != "draft_model":
-        return config
-    return config | {"model": str(make_tiny("qwen3", folder, **SMALL)[0])}
+    kind = {"draft_model": "another", "eagle3": "a head"}.get(config["method"])
+    return config if kind is None else config | draft_of(kind, folder, folder)
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +75,11 @@ def plain() -> dict[str, list[list[int]]]:
     return {}
 
 
+QUICK = [("Qwen3NextForCausalLM", method) for method in ("ngram", "suffix", "draft_model")]
+
+
 def is_quick(family: str, method: str) -> bool:
-    return method == "replayed" and family in KINDS or family == "Qwen3NextForCausalLM"
+    return family in KINDS and method == "replayed" or (family, method) in QUICK
 
 
 @pytest.mark.parametrize(
@@ -93,12 +96,12 @@ def test_drafts_do_not_change_answers(
     path, _ = make_tiny(family, tmp_path / "target")
     if family not in plain:
         plain[family] = answers(open_tiny(path, **SETTINGS))
-    llm, pace = open_drafting(path, with_draft(METHODS[method], tmp_path / "draft"), **SETTINGS)
+    llm, pace = open_drafting(path, with_draft(METHODS[method], tmp_path), **SETTINGS)
     if method == "replayed":
         llm.llm_engine.core.scheduler.admitter.drafting._proposer = ReplayProposer(plain[family])
     assert answers(llm) == plain[family]
     assert pace.num_drafts
-    if method in ("replayed", "draft_model"):
+    if method in ("replayed", "draft_model", "eagle3"):
         assert pace.num_drafts > pace.num_held, "a test of rejected drafts needs some"
     if method in ("replayed", "suffix"):
         assert pace.num_held, "a test of accepted drafts needs some"
@@ -129,7 +132,7 @@ def test_preempted_request_continues_after_drafts(tmp_path: Path) -> None:
 def test_drafts_ahead_of_the_host(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check graphs of steps that are planned before the number of accepted drafts is known to the host."""
     path, hf_model = make_tiny("qwen3_next", tmp_path / "target")
-    config = with_draft(METHODS[method], tmp_path / "draft")
+    config = with_draft(METHODS[method], tmp_path)
     use_fake_device(monkeypatch)
     sizes = {"max_model_len": 64, "max_num_seqs": 4, "num_gpu_blocks_override": 200}
     llm, pace = open_drafting(path, config, max_num_batched_tokens=24, **sizes, **EVERY_8)
