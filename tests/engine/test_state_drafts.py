@@ -15,6 +15,7 @@ from tiny import check_against, generate, generate_preempted, open_tiny, prompts
 
 from quire import LLM, SamplingParams
 from quire.data.outputs import RequestOutput
+from quire.kernels.triton.ssm import TritonStateOps
 from quire.sched.spec import Drafting
 
 MOST = 3
@@ -128,12 +129,22 @@ def test_preempted_request_continues_after_drafts(tmp_path: Path) -> None:
 
 
 @NEEDS_KERNELS
-@pytest.mark.parametrize("method", ["ngram", pytest.param("draft_model", marks=pytest.mark.slow)])
-def test_drafts_ahead_of_the_host(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("method", "in_triton"),
+    [
+        ("ngram", False),
+        *(pytest.param(name, True, marks=pytest.mark.slow) for name in ("ngram", "draft_model")),
+    ],
+)
+def test_drafts_ahead_of_the_host(
+    method: str, in_triton: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Check graphs of steps that are planned before the number of accepted drafts is known to the host."""
     path, hf_model = make_tiny("qwen3_next", tmp_path / "target")
     config = with_draft(METHODS[method], tmp_path)
     use_fake_device(monkeypatch)
+    if in_triton:
+        monkeypatch.setattr("quire.layers.ssm.choose", lambda device, dtype: TritonStateOps())
     sizes = {"max_model_len": 64, "max_num_seqs": 4, "num_gpu_blocks_override": 200}
     llm, pace = open_drafting(path, config, max_num_batched_tokens=24, **sizes, **EVERY_8)
     core = llm.llm_engine.core

@@ -198,8 +198,7 @@ def delta_chunks(
         q_length, k_length = inverse_length(q, EPS) * scale, inverse_length(k, EPS)
         log_decay = log_decays(a, token, ab_stride, head, live, rate, bias)
         since, total = tl.cumsum(log_decay, 0), tl.sum(log_decay, 0)
-        before = h.to(kind)
-        place = (token * HEADS + head)[:, None]
+        before, place = h.to(kind), (token * HEADS + head)[:, None]
         keys = tl.load(by_key + place * KEY_DIM + n[None, :], mask=k_live, other=0.0)
         values = tl.load(by_value + place * DIM + dim[None, :], mask=v_live, other=0.0).to(tl.float32)
         written = values - tl.dot(keys, before, input_precision=PRECISION)
