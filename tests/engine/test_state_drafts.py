@@ -18,7 +18,8 @@ from quire.data.outputs import RequestOutput
 from quire.kernels.triton.ssm import TritonStateOps
 from quire.sched.spec import Drafting
 
-MOST = 3
+MOST = 4
+"""Most drafts of a step; the five states of a row do not divide the lengths of cached prefixes."""
 METHODS: dict[str, dict[str, Any]] = {
     "replayed": {"method": "ngram"},
     "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
