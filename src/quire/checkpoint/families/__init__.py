@@ -164,6 +164,10 @@ FAMILIES = {
 }
 ALIASES = {
     "AquilaForCausalLM": "LlamaForCausalLM",
+    "BertSpladeSparseEmbeddingModel": "BertModel",
+    "BgeM3EmbeddingModel": "XLMRobertaModel",
+    "ColBERTModernBertModel": "ModernBertModel",
+    "HF_ColBERT": "BertModel",
     "ChatGLMForConditionalGeneration": "ChatGLMModel",
     **dict.fromkeys(("CamembertForMaskedLM", "CamembertForSequenceClassification"), "RobertaModel"),
     **dict.fromkeys(("CamembertForTokenClassification", "CamembertModel"), "RobertaModel"),
