@@ -1,5 +1,7 @@
 """Parts of tiny vision models: sizes, a tokenizer, seeded weights, images."""
 
+import base64
+import io
 import json
 import string
 from collections.abc import Sequence
@@ -70,6 +72,18 @@ def picture(width: int, height: int, seed: int = 0) -> Image.Image:
     random = np.random.default_rng([width, height, seed])
     noise = random.integers(0, 256, (height, width, 3), np.uint8)
     return Image.fromarray(noise)
+
+
+def url_of(image: Image.Image) -> str:
+    """Return the image as a data url."""
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def part(image: Image.Image) -> dict[str, Any]:
+    """Return the image as a part of a message."""
+    return {"type": "image_url", "image_url": {"url": url_of(image)}}
 
 
 def sizes(count: int = 50, least: int = 5, most: int = 150) -> list[tuple[int, int]]:

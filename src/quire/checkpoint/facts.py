@@ -233,6 +233,8 @@ class EncoderFacts:
     """Whether the feed-forward part has a gate, in families with both forms."""
     classifier_bias: bool = False
     classifier_activation: str = ""
+    size_out: int = 0
+    """Size of the outputs, if they are projected hidden states; 0: the hidden size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,6 +407,11 @@ class ArchFacts:
     """Set for draft heads only."""
     borrowed: TransformersFacts | None = None
     """Set if transformers runs the model."""
+
+    @property
+    def size_out(self) -> int:
+        """Return the size of the model's output for a token, before any head."""
+        return (self.encoder.size_out if self.encoder is not None else 0) or self.hidden
 
     def of_layer(self, layer: LayerFacts) -> "ArchFacts":
         """Return these facts with the values of one layer in place of the model's."""

@@ -23,6 +23,8 @@ _TOKEN_CLASSES = "ForTokenClassification"
 _BIDIRECTIONAL = "LlamaBidirectional"
 _BIDIRECTIONAL_PREFIXES = (_BIDIRECTIONAL, "EuroBert")
 """Prefixes of architectures that attend in both directions without a key for it in config.json."""
+_DUAL_ENCODERS = ("CLIPModel", "SiglipModel")
+"""Encoders with the embedding of a text at its last token."""
 _REWARDS: dict[str, dict[str, Any]] = {
     "InternLM2ForRewardModel": {"head": "value", "labels": ("LABEL_0",), "is_raw": True},
     "Qwen2ForProcessRewardModel": {
@@ -210,6 +212,8 @@ def _read_type(keys: ConfigReader, architecture: str) -> dict[str, Any]:
     """Return the pooling type, for architectures with one in config.json."""
     if architecture.endswith(_CLASSES) and keys.get("classifier_pooling") is not None:
         key, known = "classifier_pooling", ["cls", "mean"]
+    elif architecture in _DUAL_ENCODERS:
+        return {"type": "LAST"}
     elif architecture.startswith(_BIDIRECTIONAL):
         key, known = "pooling", ["avg", "cls", "last"]
     else:

@@ -74,7 +74,7 @@ class PoolingModel(nn.Module):
         self, facts: ArchFacts, scope: Scope, *, pooling: PoolingFacts, label_ids: list[int]
     ) -> None:
         super().__init__()
-        self.hidden, self.dtype = facts.hidden, scope.dtype
+        self.hidden, self.dtype = facts.size_out, scope.dtype
         self.temperature = pooling.temperature
         self.dense = nn.ModuleList(Dense(dense, scope.device) for dense in pooling.dense)
         self.body: nn.Module = MODELS[facts.architecture](facts, scope)

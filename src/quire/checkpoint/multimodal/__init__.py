@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import quire.checkpoint.multimodal.anyres as anyres
 import quire.checkpoint.multimodal.aya as aya
+import quire.checkpoint.multimodal.clip as clip
 import quire.checkpoint.multimodal.dots as dots
 import quire.checkpoint.multimodal.gemma as gemma
 import quire.checkpoint.multimodal.gemma3n as gemma3n
@@ -30,6 +31,8 @@ from quire.checkpoint.reader import ConfigReader
 MEDIA_FAMILIES: dict[str, Callable[[ConfigReader], tuple[ConfigReader, MediaFacts | None]]] = {
     "AudioFlamingo3ForConditionalGeneration": qwen_audio.audio_flamingo3,
     "AyaVisionForConditionalGeneration": aya.aya_vision,
+    "CLIPModel": clip.clip,
+    "SiglipModel": clip.siglip,
     "ColPaliForRetrieval": retrieval.col_pali,
     "ColQwen2ForRetrieval": retrieval.col_qwen2,
     "Cohere2VisionForConditionalGeneration": aya.cohere2_vision,

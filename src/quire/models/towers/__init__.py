@@ -62,6 +62,7 @@ TOWERS = LazyTable(
     "tower",
     {
         "aya_vision": "quire.models.towers.clip:Aya",
+        "clip": "quire.models.towers.clip:ClipEmbedding",
         "cohere2_vision": "quire.models.towers.clip:Aya",
         "dots_ocr": "quire.models.towers.ocr:DotsOCR",
         "gemma3": "quire.models.towers.clip:Gemma3",
@@ -87,6 +88,7 @@ TOWERS = LazyTable(
         "ovis2": "quire.models.towers.ovis:Ovis2",
         "paligemma": "quire.models.towers.clip:PaliGemma",
         "pixtral": "quire.models.towers.pixtral:Pixtral",
+        "siglip": "quire.models.towers.clip:SiglipEmbedding",
         "step3": "quire.models.towers.step3:Step3",
         "step_vl": "quire.models.towers.step3:StepVL",
         "voxtral": "quire.models.towers.whisper:QwenAudio",
