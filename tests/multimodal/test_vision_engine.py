@@ -72,6 +72,7 @@ def test_answers_about_images_equal_transformers(
         max_num_batched_tokens=32,
         num_gpu_blocks_override=400,
         use_tqdm_on_load=False,
+        **({"mamba_block_size": 4} if family == "lfm2_vl" else {}),
     )
     first = generate(llm, contents)
     for content, output, (token_ids, likely) in zip(contents, first, expected, strict=True):

@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import string
+import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,20 @@ def close(actual: NDArray[Any], expected: Any, within: float = 1e-5) -> None:
     expected = np.asarray(expected)
     assert actual.shape == expected.shape
     np.testing.assert_allclose(actual, expected, rtol=0, atol=within)
+
+
+def without_torchvision(model: str) -> Any:
+    """Return transformers' module of an image processor that cannot be imported without torchvision, for its
+    functions of sizes."""
+    import transformers
+
+    file = Path(transformers.__file__).parent / "models" / model / f"image_processing_{model}.py"
+    lines = file.read_text().splitlines()
+    kept = [line for line in lines if not line.startswith(("from torchvision", "@auto_docstring"))]
+    module = types.ModuleType(file.stem)
+    module.__package__ = f"transformers.models.{model}"
+    exec(compile("\n".join(kept), str(file), "exec"), module.__dict__)
+    return module
 
 
 class Stand:

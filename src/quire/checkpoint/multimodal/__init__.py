@@ -12,6 +12,7 @@ import quire.checkpoint.multimodal.gemma4 as gemma4
 import quire.checkpoint.multimodal.idefics as idefics
 import quire.checkpoint.multimodal.intern as intern
 import quire.checkpoint.multimodal.kimi as kimi
+import quire.checkpoint.multimodal.lfm2 as lfm2
 import quire.checkpoint.multimodal.llama4 as llama4
 import quire.checkpoint.multimodal.llava as llava
 import quire.checkpoint.multimodal.minicpm as minicpm
@@ -65,6 +66,7 @@ MEDIA_FAMILIES: dict[str, Callable[[ConfigReader], tuple[ConfigReader, MediaFact
     "KimiK25ForConditionalGeneration": kimi.kimi_k25,
     "KimiVLForConditionalGeneration": kimi.kimi_vl,
     "Kimi_K25ForConditionalGeneration": kimi.kimi_k25,
+    "Lfm2VlForConditionalGeneration": lfm2.lfm2_vl,
     "LightOnOcrForConditionalGeneration": pixtral.lighton_ocr,
     "Llama4ForConditionalGeneration": llama4.llama4,
     "LlavaForConditionalGeneration": llava.llava,

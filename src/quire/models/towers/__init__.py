@@ -70,6 +70,7 @@ TOWERS = LazyTable(
         "idefics3": "quire.models.towers.clip:Idefics3",
         "internvl": "quire.models.towers.intern:InternVL",
         "kimi_vl": "quire.models.towers.kimi:KimiVL",
+        "lfm2_vl": "quire.models.towers.lfm2:Lfm2VL",
         "llama4": "quire.models.towers.llama4:Llama4Tower",
         "lighton_ocr": "quire.models.towers.pixtral:Pixtral",
         "llava": "quire.models.towers.clip:Llava",

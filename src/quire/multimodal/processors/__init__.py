@@ -164,6 +164,7 @@ PROCESSORS: LazyTable = LazyTable(
         "idefics3": "quire.multimodal.processors.idefics:Idefics3Processor",
         "internvl": "quire.multimodal.processors.intern:InternVLProcessor",
         "kimi_vl": "quire.multimodal.processors.kimi:KimiVLProcessor",
+        "lfm2_vl": "quire.multimodal.processors.lfm2:Lfm2VLProcessor",
         "llama4": "quire.multimodal.processors.llama4:Llama4Processor",
         "lighton_ocr": "quire.multimodal.processors.pixtral:PixtralProcessor",
         "llava": "quire.multimodal.processors.llava:LlavaProcessor",
