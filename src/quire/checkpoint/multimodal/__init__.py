@@ -22,6 +22,7 @@ import quire.checkpoint.multimodal.paddle as paddle
 import quire.checkpoint.multimodal.paligemma as paligemma
 import quire.checkpoint.multimodal.pixtral as pixtral
 import quire.checkpoint.multimodal.qwen as qwen
+import quire.checkpoint.multimodal.qwen3_asr as qwen3_asr
 import quire.checkpoint.multimodal.qwen_audio as qwen_audio
 import quire.checkpoint.multimodal.retrieval as retrieval
 import quire.checkpoint.multimodal.step3 as step
@@ -47,6 +48,7 @@ MEDIA_FAMILIES: dict[str, Callable[[ConfigReader], tuple[ConfigReader, MediaFact
     "Qwen2_5OmniThinkerForConditionalGeneration": omni.qwen2_5_omni,
     "Qwen2VLForConditionalGeneration": qwen.qwen2_vl,
     "Qwen2_5_VLForConditionalGeneration": qwen.qwen2_5_vl,
+    "Qwen3ASRForConditionalGeneration": qwen3_asr.qwen3_asr,
     "Qwen3OmniMoeForConditionalGeneration": omni.qwen3_omni,
     "Qwen3OmniMoeThinkerForConditionalGeneration": omni.qwen3_omni,
     "Qwen3VLForConditionalGeneration": qwen.qwen3_vl("Qwen3ForCausalLM"),

@@ -80,6 +80,7 @@ TOWERS = LazyTable(
         "qwen2_vl": "quire.models.towers.qwen_vl:Qwen2VL",
         "audio_flamingo3": "quire.models.towers.whisper:QwenAudio",
         "qwen2_audio": "quire.models.towers.whisper:QwenAudio",
+        "qwen3_asr": "quire.models.towers.qwen3_omni:Qwen3ASR",
         "qwen3_omni": "quire.models.towers.qwen3_omni:Qwen3Omni",
         "qwen3_vl": "quire.models.towers.qwen_vl:Qwen3VL",
         "llava_next": "quire.models.towers.clip:Anyres",

@@ -153,6 +153,7 @@ PROCESSORS: LazyTable = LazyTable(
         "qwen2_vl": "quire.multimodal.processors.qwen:GridProcessor",
         "audio_flamingo3": "quire.multimodal.processors.qwen_audio:AudioFlamingoProcessor",
         "qwen2_audio": "quire.multimodal.processors.qwen_audio:QwenAudioProcessor",
+        "qwen3_asr": "quire.multimodal.processors.qwen_audio:Qwen3ASRProcessor",
         "qwen3_omni": "quire.multimodal.processors.omni:Qwen3OmniProcessor",
         "qwen3_vl": "quire.multimodal.processors.qwen:GridProcessor",
         "aya_vision": "quire.multimodal.processors.aya:AyaProcessor",
