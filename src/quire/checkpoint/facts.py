@@ -254,6 +254,8 @@ class AltUpFacts:
     """Size of a token's per-layer embedding."""
     vocab: int
     """Vocabulary of the per-layer embedding; larger token ids use the embedding of token 0."""
+    media_id: int | None = None
+    """Token with the per-layer embedding of all placeholder tokens; None: each has its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +292,8 @@ class MediaFacts:
     is_whole: bool = False
     """Whether the tokens of an item attend to each other in both directions; chunked prefill must not split
     an item."""
+    whole_in_windows: bool = False
+    """Whether `is_whole` is only about layers with a sliding window; the others are causal."""
     is_prefix: bool = False
     """Whether all prompt tokens of a request with items attend in both directions; chunked prefill must not
     split the prompt."""

@@ -109,8 +109,9 @@ class PoolingRunner:
 
     def _forward(self, batch: Batch) -> Tensor:
         if self.windows is not None:
-            for group, window in zip(batch.groups, self.windows, strict=True):
-                group.last_visible = batch.last_visible
+            causal, last_visible = self.model.causal_groups, batch.last_visible
+            for number, (group, window) in enumerate(zip(batch.groups, self.windows, strict=True)):
+                group.last_visible = None if number in causal else last_visible
                 if self.pooling.bidirectional:
                     group.last_visible = last_visible_in_prompts(batch, window)
                 self.model.attention.plan(group)

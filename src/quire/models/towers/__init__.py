@@ -66,6 +66,7 @@ TOWERS = LazyTable(
         "cohere2_vision": "quire.models.towers.clip:Aya",
         "dots_ocr": "quire.models.towers.ocr:DotsOCR",
         "gemma3": "quire.models.towers.clip:Gemma3",
+        "gemma4": "quire.models.towers.gemma4:Gemma4Tower",
         "gemma3n": "quire.models.towers.gemma3n:Gemma3nTower",
         "idefics3": "quire.models.towers.clip:Idefics3",
         "internvl": "quire.models.towers.intern:InternVL",

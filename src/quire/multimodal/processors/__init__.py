@@ -161,6 +161,7 @@ PROCESSORS: LazyTable = LazyTable(
         "cohere2_vision": "quire.multimodal.processors.aya:Cohere2VisionProcessor",
         "dots_ocr": "quire.multimodal.processors.dots:DotsProcessor",
         "gemma3": "quire.multimodal.processors.gemma:Gemma3Processor",
+        "gemma4": "quire.multimodal.processors.gemma4:Gemma4Processor",
         "gemma3n": "quire.multimodal.processors.gemma3n:Gemma3nProcessor",
         "idefics3": "quire.multimodal.processors.idefics:Idefics3Processor",
         "internvl": "quire.multimodal.processors.intern:InternVLProcessor",
