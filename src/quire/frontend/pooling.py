@@ -134,7 +134,7 @@ def pairs(firsts: list[T], seconds: list[T]) -> list[tuple[T, T]]:
 
 
 def embedding_task(pooling: PoolingFacts) -> str:
-    """Return the task whose outputs `similarity` compares."""
+    """Return the task with the outputs that `similarity` compares."""
     return "token_embed" if pooling.is_late_interaction else "embed"
 
 

@@ -171,4 +171,5 @@ class MaskedLM(LoadedModule):
     def forward(self, states: Tensor) -> Tensor:
         """Return the weights [N, vocab] of hidden states [N, hidden]."""
         x = self.norm.alone(self.ops.activate(self.dense(states), self.activation))
-        return (self.decoder(x) + self.bias).relu().log1p()
+        logits: Tensor = self.decoder(x) + self.bias
+        return logits.relu().log1p()

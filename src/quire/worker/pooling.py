@@ -31,7 +31,7 @@ log = get_logger(__name__)
 
 _NO_SECOND = np.iinfo(np.int32).max
 _PART = 256
-"""Tokens whose outputs over a vocabulary are computed at once."""
+"""Number of tokens with outputs over a vocabulary that are computed at once."""
 
 
 def pooling_builder(config: EngineConfig) -> Callable[[ArchFacts, Scope], PoolingModel]:

@@ -13,7 +13,7 @@ _GEMMA_VOCAB = 256000
 
 @dataclass(frozen=True, slots=True)
 class DualFacts(TowerFacts):
-    """A vision encoder whose output is one embedding of the image."""
+    """A vision encoder with one embedding of the image as its output."""
 
     @property
     def tokens(self) -> int:

@@ -39,8 +39,8 @@ class ClippedLinear(nn.Module):
         if not len(self.bounds):
             out: Tensor = self.product(x)
             return out
-        least_in, most_in, least, most = (bound.vectors for bound in self.bounds)
-        return torch.clamp(self.product(torch.clamp(x, least_in, most_in)), least, most)  # type: ignore[call-overload, no-any-return]
+        least_in, most_in, least, most = (bound.get_parameter("vectors") for bound in self.bounds)
+        return torch.clamp(self.product(torch.clamp(x, least_in, most_in)), least, most)
 
 
 class Gemma4VisionLayer(nn.Module):
@@ -155,9 +155,10 @@ class Gemma4Tower(Tower):
         squares = x.float().view(rows // merge, merge, columns // merge, merge, -1)
         means = squares.mean((1, 3)).flatten(0, 1) * self.facts.hidden**0.5
         if self.standard is not None:
-            bias, scale = (part.vectors.float() for part in self.standard)  # type: ignore[operator]
+            bias, scale = (part.get_parameter("vectors").float() for part in self.standard)
             means = (means - bias) * scale
-        return means.to(x.dtype)
+        out: Tensor = means.to(x.dtype)
+        return out
 
     def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
         unit = self.facts.patch * self.facts.merge
@@ -171,4 +172,5 @@ class Gemma4Tower(Tower):
 def _flat_patches(image: Tensor, patch: int) -> Tensor:
     """Return the patches of [3, height, width], [patches, patch * patch * 3] with the channel last."""
     patches = patches_of(image[None], patch)[0].unflatten(1, (3, patch**2))
-    return patches.transpose(1, 2).flatten(1)
+    flat: Tensor = patches.transpose(1, 2).flatten(1)
+    return flat

@@ -125,4 +125,5 @@ def _stacks_of(item: Mapping[str, Tensor]) -> list[Tensor]:
 def _flat_patches(images: Tensor, patch: int) -> Tensor:
     """Return the patches of a stack of images, [patches, patch * patch * 3] with the channel last."""
     patches = patches_of(images, patch).flatten(0, 1).unflatten(1, (3, patch**2))
-    return patches.transpose(1, 2).flatten(1)
+    flat: Tensor = patches.transpose(1, 2).flatten(1)
+    return flat
