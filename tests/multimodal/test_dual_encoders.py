@@ -88,7 +88,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Pair(request.param, tmp_path_factory.mktemp(request.param))
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_texts_and_images_equal_transformers(pair: Pair, size: int) -> None:
     llm = LLM(str(pair.path), tensor_parallel_size=size, **SETTINGS)
     wanted = [pair.text(text) for text in TEXTS] + [pair.image(image) for image in IMAGES]

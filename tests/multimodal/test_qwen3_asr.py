@@ -84,8 +84,9 @@ def test_answers_equal_transformers(twin: Recording) -> None:
         assert not turn or all(2 * o.num_cached_tokens > len(o.prompt_token_ids) for o in outputs)
 
 
-def test_names_of_the_first_checkpoints(twin: Recording, tmp_path: Path) -> None:
-    """Covers the names of the thinker, its nested configuration and M-RoPE, on two ranks."""
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_names_of_the_first_checkpoints(size: int, twin: Recording, tmp_path: Path) -> None:
+    """Covers the names of the thinker, its nested configuration and M-RoPE, on one rank and on two."""
     for file in twin.path.glob("*.json"):
         (tmp_path / file.name).write_text(file.read_text())
     stored = {}
@@ -101,7 +102,7 @@ def test_names_of_the_first_checkpoints(twin: Recording, tmp_path: Path) -> None
     (tmp_path / "config.json").write_text(json.dumps(config | {"thinker_config": inner}))
     assert read_checkpoint(tmp_path).facts == read_checkpoint(twin.path).facts
     contents = [(f"what is {MARK} this", [sound(20000, 1)])]
-    llm = LLM(str(tmp_path), dtype="float32", max_model_len=512, tensor_parallel_size=2, max_num_seqs=2)
+    llm = LLM(str(tmp_path), dtype="float32", max_model_len=512, tensor_parallel_size=size, max_num_seqs=2)
     (output,) = llm.generate(requests_of(contents), PARAMS, use_tqdm=False)
     assert output.outputs[0].token_ids == generate_reference(twin, *contents[0])
 
