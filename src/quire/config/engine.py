@@ -127,7 +127,7 @@ def resolve(
     pooling = resolve_pooling(
         checkpoint.pooling,
         is_encoder=checkpoint.facts.encoder is not None,
-        hidden=checkpoint.facts.hidden,
+        hidden=checkpoint.facts.size_out,
         token_types=checkpoint.facts.encoder.token_types if checkpoint.facts.encoder else 0,
         runner=values.get("runner", "auto"),
         convert=values.get("convert", "auto"),

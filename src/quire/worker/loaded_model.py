@@ -15,6 +15,7 @@ from quire.config.expert_parallel import Eplb
 from quire.config.generation import alignment_heads
 from quire.config.parallel import Stage
 from quire.config.speculation import SpecFacts
+from quire.errors import ConfigError
 from quire.kernels.cpu import native
 from quire.layers.attention import caching_layers
 from quire.layers.lora import AdapterSlots
@@ -106,6 +107,19 @@ class LoadedModel:
     def _bidirectional(self) -> bool:
         media, pooling = self.config.checkpoint.facts.media, self.config.pooling
         return bool(media and media.is_whole) or bool(pooling and pooling.bidirectional)
+
+    def _causal_groups(self) -> tuple[int, ...]:
+        """Return the layer groups that stay causal in a model with `whole_in_windows`."""
+        facts = self.config.checkpoint.facts
+        if facts.media is None or not facts.media.whole_in_windows:
+            return ()
+        windows = [layer.window for layer in facts.layers if layer.window is not None]
+        if windows and min(windows) >= self.config.model.max_model_len:
+            raise ConfigError(
+                f"max_model_len={self.config.model.max_model_len} must exceed {min(windows)}, the sliding "
+                "window of this model: images are only bidirectional within it. Or set language_model_only"
+            )
+        return tuple(number for number, window in enumerate(self.layout.windows) if window is None)
 
     def _backend(self, facts: ArchFacts) -> AttentionBackend:
         config = self.config
@@ -258,6 +272,7 @@ class LoadedModel:
             adapters=self.slots,
             encoder=self.encoder,
             bidirectional=self._bidirectional,
+            causal_groups=self._causal_groups(),
             is_capturable=self.offload is None or self.offload.is_pinned,
         )
 
