@@ -9,7 +9,7 @@ from fake_engine import FakeEngine
 
 from quire.checkpoint.pooling import PoolingFacts
 from quire.config.env import Env
-from quire.server.app import Application, _wrap
+from quire.server.app import Application, inner_app, wrap
 from quire.server.key_ledger import Ledger
 from quire.server.settings import make_settings
 
@@ -40,7 +40,8 @@ def application_of(engine: FakeEngine, settings: dict[str, Any]) -> Application:
         # The routes refer to this Api object and to this feed: both get the new engine in place.
         application.api.__init__(engine, made)  # type: ignore[misc]
         application.feed.__init__(engine)  # type: ignore[misc]
-        application.asgi = _wrap(application.routes, application.api, made, Ledger(made.keys, None))
+        application.inner = inner_app(application.routes, application.api, made)
+        application.asgi = wrap(application.inner, engine, made, Ledger(made.keys, None))
     return application
 
 

@@ -1,13 +1,15 @@
-"""An engine for a single process: its cores are child processes, and no port is opened."""
+"""Engine cores as child processes of this one, and an engine for a single process that opens no port."""
 
 import asyncio
 import functools
 import multiprocessing
 import signal
+import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 from quire.config.data_parallel import local_ranks
 from quire.config.engine import EngineConfig
@@ -17,6 +19,7 @@ from quire.entrypoints.api_process import make_engine
 from quire.errors import ConfigError
 from quire.frontend.engine import AsyncEngine
 from quire.metrics import MetricsLayout, MetricsPages
+from quire.metrics.api_keys import KeyPages
 from quire.system.child import Child
 from quire.system.cluster_token import new_token
 from quire.system.scratch import Scratch
@@ -25,25 +28,36 @@ KILL_AFTER_S = 5.0
 LOOK_S = 0.2
 
 
-@asynccontextmanager
-async def private_engine(config: EngineConfig) -> AsyncIterator[AsyncEngine]:
-    """Yield a ready engine, and clean up all of its processes and files afterwards."""
-    with ExitStack() as stack:
-        folder = stack.enter_context(Scratch()).path
-        metrics_file, layout = folder / "metrics", MetricsLayout.of(config)
+class ChildCores:
+    """The engine cores of one model as child processes, and the client to them."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        folder: Path,
+        *,
+        health_timeout_s: float = float("inf"),
+        cores_return: bool = False,
+        keys: KeyPages | None = None,
+    ) -> None:
+        """Initialize; no process is started yet. `folder` is for sockets and metrics. With `cores_return`,
+        requests wait for dead cores, which `restart_dead` starts again."""
+        self.config = config
         ranks = local_ranks(config.parallel)
         if len(ranks) != config.parallel.data_parallel_size:
-            raise ConfigError("without a server all data-parallel ranks must run on this machine")
-        MetricsPages.create(metrics_file, layout, num_api=1, num_engines=len(ranks))
+            raise ConfigError("here all data-parallel ranks of a model must run on this machine")
+        self._health_timeout_s, self._cores_return, self._keys = health_timeout_s, cores_return, keys
+        self._metrics_file, self._layout = folder / "metrics", MetricsLayout.of(config)
+        MetricsPages.create(self._metrics_file, self._layout, num_api=1, num_engines=len(ranks))
         keeps_media = engine_holds_values(
             config.multimodal, config.parallel, num_api=1, num_engines=len(ranks)
         )
-        token = new_token()
-        core_addresses = {
+        self._token = new_token()
+        self._addresses = {
             rank: CoreAddress(
                 f"ipc://{folder}/core{rank}",
-                metrics_file,
-                token=token,
+                self._metrics_file,
+                token=self._token,
                 page=rank,
                 num_pages=len(ranks),
                 index=rank,
@@ -52,40 +66,86 @@ async def private_engine(config: EngineConfig) -> AsyncIterator[AsyncEngine]:
             )
             for rank in ranks
         }
+        self.children: dict[int, Child] = {}
 
-        def make_core(rank: int, parent: connection.Connection) -> BaseProcess:
-            args = (config_of_rank(config, rank), core_addresses[rank], parent)
-            name = core_name(rank, len(ranks))
-            return multiprocessing.get_context("spawn").Process(target=run_core, args=args, name=name)
-
-        cores = []
-        for rank in ranks:
-            name = "the engine" if len(ranks) == 1 else f"engine {rank}"
-            cores.append(Child(name, functools.partial(make_core, rank)))
-            stack.callback(cores[-1].end, signal.SIGTERM, KILL_AFTER_S)
-            cores[-1].start()
-        engine = make_engine(
-            config,
-            addresses={rank: seat.address for rank, seat in core_addresses.items()},
-            token=token,
-            metrics=MetricsPages(layout, metrics_file, process=1, num_engines=len(ranks)),
-            health_timeout_s=float("inf"),
-            cores_return=False,
+    @functools.cached_property
+    def engine(self) -> AsyncEngine:
+        """Return the client. It is built on first use, while the processes start."""
+        num_engines = len(self._addresses)
+        return make_engine(
+            self.config,
+            addresses={rank: seat.address for rank, seat in self._addresses.items()},
+            token=self._token,
+            metrics=MetricsPages(self._layout, self._metrics_file, process=1, num_engines=num_engines),
+            health_timeout_s=self._health_timeout_s,
+            cores_return=self._cores_return,
+            keys=self._keys,
         )
-        for core in cores:
-            await core.await_up()
+
+    def _make_core(self, rank: int, parent: connection.Connection) -> BaseProcess:
+        args = (config_of_rank(self.config, rank), self._addresses[rank], parent)
+        name = core_name(rank, len(self._addresses))
+        return multiprocessing.get_context("spawn").Process(target=run_core, args=args, name=name)
+
+    def start(self) -> None:
+        """Start a process for each core."""
+        for rank in self._addresses:
+            name = "the engine" if len(self._addresses) == 1 else f"engine {rank}"
+            self.children[rank] = Child(name, functools.partial(self._make_core, rank))
+            self.children[rank].start()
+
+    async def wait_until_up(self) -> None:
+        """Wait until all processes have started; raise a ConfigError if one cannot."""
+        for child in self.children.values():
+            await child.await_up()
+
+    async def wait_until_ready(self) -> None:
+        """Wait until the client is connected to all cores."""
+        ready = asyncio.ensure_future(self.engine.ready())
+        try:
+            while not (await asyncio.wait((ready,), timeout=LOOK_S))[0]:
+                for child in self.children.values():
+                    if not child.is_alive:
+                        raise ConfigError(f"{child.name} ended while it was starting; see the log")
+        finally:
+            ready.cancel()
+
+    def restart_dead(self, *, restarts: bool = True) -> bool:
+        """Return whether a core is dead. With `restarts`, start those again that are due."""
+        dead = False
+        for rank, child in self.children.items():
+            if child.look():
+                self._clear_gauges(rank)
+            if restarts and child.restart_at is not None and time.monotonic() >= child.restart_at:
+                child.start()
+            dead = dead or child.process is None
+        return dead
+
+    def end(self) -> None:
+        """End all processes; returns when they have ended."""
+        for child in self.children.values():
+            child.end(signal.SIGTERM, KILL_AFTER_S)
+        for rank in self.children:
+            self._clear_gauges(rank)
+        self.children = {}
+
+    def _clear_gauges(self, rank: int) -> None:
+        """Clear the gauges of a core that has ended, so that metrics do not show its requests."""
+        seat = self._addresses[rank]
+        pages = MetricsPages(self._layout, self._metrics_file, engine=seat.page, num_engines=seat.num_pages)
+        pages.clear_gauges()
+
+
+@asynccontextmanager
+async def private_engine(config: EngineConfig) -> AsyncIterator[AsyncEngine]:
+    """Yield a ready engine, and clean up all of its processes and files afterwards."""
+    with ExitStack() as stack:
+        cores = ChildCores(config, stack.enter_context(Scratch()).path)
+        stack.callback(cores.end)
+        cores.start()
+        engine = cores.engine
+        await cores.wait_until_up()
         engine.start()
         stack.callback(engine.close)
-        await _wait_until_ready(engine, cores)
+        await cores.wait_until_ready()
         yield engine
-
-
-async def _wait_until_ready(engine: AsyncEngine, cores: list[Child]) -> None:
-    ready = asyncio.ensure_future(engine.ready())
-    try:
-        while not (await asyncio.wait((ready,), timeout=LOOK_S))[0]:
-            for core in cores:
-                if core.process is None or not core.process.is_alive():
-                    raise ConfigError(f"{core.name} ended while it was starting; see the log for the cause")
-    finally:
-        ready.cancel()

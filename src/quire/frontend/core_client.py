@@ -123,6 +123,8 @@ class CoreLink:
         if self._task is not None:
             self._task.cancel()
         self._disconnect()
+        self.core, self.was_up = None, False
+        self.down_since, self._why_down = self._clock(), f"{self.name} is not loaded"
 
     @property
     def silent_s(self) -> float:

@@ -32,7 +32,7 @@ from quire.frontend.request_state import RequestState
 from quire.frontend.router import Router
 from quire.frontend.tracing import Tracer
 from quire.logs import get_logger
-from quire.metrics import FINISH_REASONS, EngineMetrics
+from quire.metrics import EngineMetrics
 from quire.metrics.api_keys import KeyAccount
 from quire.metrics.http import Exchange
 from quire.text.tokenizer import Tokenizer
@@ -122,19 +122,28 @@ class AsyncEngine:
 
     def start(self) -> None:
         """Connect, from inside the running loop."""
-        for link in self._links:
-            link.start()
+        self.connect()
         self._task = asyncio.create_task(self._watch_waiting())
 
+    def connect(self) -> None:
+        """Connect to the cores, also to new ones after `disconnect`."""
+        for link in self._links:
+            link.start()
+
+    def disconnect(self) -> None:
+        """Disconnect from the cores, which are about to be stopped. No request may be in flight."""
+        self._ready.clear()
+        for link in self._links:
+            link.close()
+
     async def ready(self) -> None:
-        """Wait until every core has been ready."""
+        """Wait until every core has been ready since the last `connect`."""
         await self._ready.wait()
 
     def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
-        for link in self._links:
-            link.close()
+        self.disconnect()
         if self._tracer is not None:
             self._tracer.close()
 
@@ -475,23 +484,9 @@ class AsyncEngine:
             asyncio.get_running_loop().create_task(self._live.fetch_map(self._block_map))
         except EngineDead:
             healthy = False
-        facts, pages = self.facts, self.metrics.pages
-        queries = pages.value("prefix_cache_queries")
-        ended = sum(pages.value(f"request_success:{reason}") for reason in FINISH_REASONS)
-        return {
-            "model": facts.model_names[0],
-            "version": facts.version,
-            "uptime_s": time.time() - facts.start_time,
+        return self._live.view(self.facts, self.metrics.pages) | {
             "healthy": healthy,
-            "running": int(pages.value("num_requests_running")),
-            "waiting": int(pages.value("num_requests_waiting")),
-            "max_num_seqs": facts.max_num_seqs,
-            "kv_usage": pages.value("kv_cache_usage_perc") / len(self._links),
             "num_blocks": sum(link.core.num_blocks - 1 for link in self._links if link.core),
-            "block_size": facts.block_size,
-            "prefix_hit_rate": pages.value("prefix_cache_hits") / queries if queries else 0.0,
-            "preemptions": int(pages.value("num_preemptions")),
-            "requests_finished": int(ended),
             "max_model_len": self.inputs.max_model_len,
             "modalities": self.inputs.media.modalities,
-        } | self._live.view(pages.value("prompt_tokens"), pages.value("generation_tokens"))
+        }

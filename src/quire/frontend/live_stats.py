@@ -13,6 +13,8 @@ import numpy as np
 from quire.data.outputs import RequestStateStats
 from quire.data.timeline import RequestTimeline
 from quire.errors import EngineError
+from quire.frontend.engine_facts import EngineFacts
+from quire.metrics import FINISH_REASONS, MetricsPages
 
 WINDOW = 1000
 """Observations of which percentiles are computed."""
@@ -67,7 +69,25 @@ class LiveView:
         slowest = heapq.nlargest(SLOWEST, self._ended, key=lambda ended: ended.latency_s)
         return [_describe(ended) for ended in slowest]
 
-    def view(self, num_prompt: float, num_generated: float) -> dict[str, Any]:
+    def view(self, facts: EngineFacts, pages: MetricsPages) -> dict[str, Any]:
+        """Return the statistics of all cores together, from their pages."""
+        queries = pages.value("prefix_cache_queries")
+        ended = sum(pages.value(f"request_success:{reason}") for reason in FINISH_REASONS)
+        return {
+            "model": facts.model_names[0],
+            "version": facts.version,
+            "uptime_s": time.time() - facts.start_time,
+            "running": int(pages.value("num_requests_running")),
+            "waiting": int(pages.value("num_requests_waiting")),
+            "max_num_seqs": facts.max_num_seqs,
+            "kv_usage": pages.value("kv_cache_usage_perc") / pages.num_engines,
+            "block_size": facts.block_size,
+            "prefix_hit_rate": pages.value("prefix_cache_hits") / queries if queries else 0.0,
+            "preemptions": int(pages.value("num_preemptions")),
+            "requests_finished": int(ended),
+        } | self._recent(pages.value("prompt_tokens"), pages.value("generation_tokens"))
+
+    def _recent(self, num_prompt: float, num_generated: float) -> dict[str, Any]:
         self._counts.append((time.monotonic(), num_prompt, num_generated))
         since, prompt, generated = self._counts[0]
         elapsed = max(self._counts[-1][0] - since, 1e-3)

@@ -64,7 +64,9 @@ class Application:
         add_adapter_routes(self.routes, self.api)
         self.feed: Feed = add_page(self.routes, engine)
         self.routes.openapi = lambda: document(self.routes)  # type: ignore[method-assign]
-        self.asgi = _wrap(self.routes, self.api, settings, Ledger(settings.keys, keys))
+        self.inner = inner_app(self.routes, self.api, settings)
+        """The routes without middleware."""
+        self.asgi = wrap(self.inner, engine, settings, Ledger(settings.keys, keys))
 
 
 def _add_text_routes(app: FastAPI, api: GenerationService) -> None:
@@ -79,10 +81,17 @@ def _add_text_routes(app: FastAPI, api: GenerationService) -> None:
     add_speech_routes(app, api)
 
 
-def _wrap(app: FastAPI, api: GenerationService, settings: ServerSettings, ledger: Ledger) -> ASGIApp:
+def inner_app(app: FastAPI, api: GenerationService, settings: ServerSettings) -> ASGIApp:
+    """Return the routes of a model, with direct answers to JSON bodies. Requests hold their adapters."""
+    direct = Direct(app, log_stack=settings.log.log_error_stack)
+    return api.adapters.holding(direct) if api.adapters.enabled else direct
+
+
+def wrap(app: ASGIApp, engine: AsyncEngine, settings: ServerSettings, ledger: Ledger) -> ASGIApp:
+    """Return `app` within the middleware; `engine` counts the exchanges."""
     access = settings.access
     gate = HttpGate(
-        Direct(app, log_stack=settings.log.log_error_stack),
+        app,
         ledger=ledger,
         open_paths=paths(access.api_key_exempt) | OPEN_PATHS,
         max_body_bytes=settings.http.max_request_body_bytes,
@@ -90,5 +99,5 @@ def _wrap(app: FastAPI, api: GenerationService, settings: ServerSettings, ledger
         form_paths=frozenset(PATHS),
         max_form_bytes=settings.max_audio_bytes + MAX_FIELDS_BYTES,
     )
-    inner = MessageErrors(api.adapters.holding(gate) if api.adapters.enabled else gate)
-    return Observed(wrap_in_middleware(Origins(inner, access), access.middleware), api.engine.count_exchange)
+    wrapped = wrap_in_middleware(Origins(MessageErrors(gate), access), access.middleware)
+    return Observed(wrapped, engine.count_exchange)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import uvicorn
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from quire.config.server_sections import LogSection
 from quire.errors import ConfigError
@@ -91,13 +92,36 @@ async def serve(
     keys: KeyPages | None = None,
     registry: LoRARegistry | None = None,
 ) -> None:
-    """Serve on `sockets`, or on the connections that `hand` receives, until `stop` is set (without one: until
-    SIGTERM or SIGINT). Then let running requests finish for `shutdown_timeout` seconds and abort the rest.
-    `on_serving` is called when the server accepts connections."""
+    """Serve one model; see `serve_models`. `on_serving` is called when the server accepts connections."""
     application = Application(engine, settings, keys, registry)
-    server = _Server(
-        _config(application, settings), hand=hand, on_serving=functools.partial(on_serving, application)
+    begin = functools.partial(on_serving, application)
+    await serve_models(
+        settings,
+        application.asgi,
+        [application],
+        sockets,
+        hand=hand,
+        stop=stop,
+        announce=announce,
+        begin=begin,
     )
+
+
+async def serve_models(
+    settings: ServerSettings,
+    app: ASGIApp,
+    applications: Sequence[Application],
+    sockets: Sequence[socket.socket] | None = None,
+    *,
+    hand: ConnectionHandle | None = None,
+    stop: asyncio.Event | None = None,
+    announce: bool = True,
+    begin: Callable[[], object] = lambda: None,
+) -> None:
+    """Serve `app` on `sockets`, or on the connections that `hand` receives, until `stop` is set (without one:
+    until SIGTERM or SIGINT). Then let running requests of its applications, one per model, finish for
+    `shutdown_timeout` seconds and abort the rest. `begin` is called when the server accepts connections."""
+    server = _Server(_config(app, settings), hand=hand, on_serving=begin)
     stop = stop or _stop_on_signals()
     if sockets is None:
         sockets = [bind(settings.http)] if hand is None else []
@@ -106,21 +130,27 @@ async def serve(
         if not settings.http.uds:
             shown = settings.address.replace("://0.0.0.0", "://localhost")
             logger.info("Chat and live view: %s/", shown)
-        for kind, name in application.api.parsers.detected._asdict().items():
-            if name:
-                logger.info("The chat template selects the %s parser %r", kind.removesuffix("s"), name)
+        for application in applications:
+            _log_parsers(application)
         for what, remedy in exposures(settings):
             logger.warning("%s; %s", what, remedy)
-        _log_routes(application)
+        _log_routes(applications[0])
     serving = asyncio.create_task(server.serve(sockets=list(sockets)))
     stopping = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
-        await _drain(server, application, serving, settings.http.shutdown_timeout)
+        await _drain(server, applications, serving, settings.http.shutdown_timeout)
     finally:
         stopping.cancel()
         server.should_exit = server.force_exit = True
         await serving
+
+
+def _log_parsers(application: Application) -> None:
+    """Log the parsers that the chat template of a model selects."""
+    for kind, name in application.api.parsers.detected._asdict().items():
+        if name:
+            logger.info("The chat template selects the %s parser %r", kind.removesuffix("s"), name)
 
 
 def _log_routes(application: Application) -> None:
@@ -131,27 +161,29 @@ def _log_routes(application: Application) -> None:
 
 
 async def _drain(
-    server: _Server, application: Application, serving: "asyncio.Task[None]", timeout_s: float
+    server: _Server, applications: Sequence[Application], serving: "asyncio.Task[None]", timeout_s: float
 ) -> None:
     """Refuse new connections, let running requests finish, and abort them after `timeout_s`."""
-    answering = application.api.answering
-    if len(answering):
-        logger.info("Draining: %d requests have %g s to finish", len(answering), timeout_s)
+    if num_answering := sum(len(application.api.answering) for application in applications):
+        logger.info("Draining: %d requests have %g s to finish", num_answering, timeout_s)
     server.should_exit = True
-    application.feed.close()
+    for application in applications:
+        application.feed.close()
     await asyncio.wait((serving,), timeout=timeout_s)
-    if not serving.done() and len(answering):
-        logger.warning("Aborting %d requests that did not finish in time", len(answering))
-    answering.abort()
+    num_answering = sum(len(application.api.answering) for application in applications)
+    if not serving.done() and num_answering:
+        logger.warning("Aborting %d requests that did not finish in time", num_answering)
+    for application in applications:
+        application.api.answering.abort()
     await asyncio.wait((serving,), timeout=_GRACE_S)
 
 
-def _config(application: Application, settings: ServerSettings) -> uvicorn.Config:
+def _config(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
     http, log = settings.http, settings.log
     # Must come before uvicorn.Config, which removes the access log's handler if the log is disabled.
     _configure_logs(log)
     config = uvicorn.Config(
-        application.asgi,
+        app,
         http=functools.partial(  # type: ignore[arg-type]
             HttpProtocol,
             limits=HttpLimits.of(http),
