@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.layout import DTYPE_BYTES as DTYPE_BYTES
-from quire.checkpoint.layout import CacheLayout
+from quire.checkpoint.layout import CacheLayout, cache_specs, layout
 from quire.checkpoint.weights import count_parameters
 from quire.config.engine import EngineConfig
 from quire.errors import ConfigError
@@ -304,3 +304,46 @@ def _too_small(
         f"The estimated maximum model length is {longest}. "
         + (f"Try {', or '.join(remedies)}." if remedies else "This model needs a device with more memory.")
     )
+
+
+class ModelMemory(NamedTuple):
+    """Estimated memory of a model: of its weights, and of everything while it is awake."""
+
+    weights: int
+    awake: int
+
+
+def model_memory(config: EngineConfig) -> ModelMemory:
+    """Estimate the memory of a model on each of its GPUs, or of all its ranks on a CPU. Without a fixed cache
+    size it takes `gpu_memory_utilization` of the memory."""
+    cache, machine, parallel = config.cache, config.machine, config.parallel
+    num_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    weights = _stored_bytes(config) // num_ranks
+    sharing = num_ranks * parallel.data_parallel_size if machine.device == "cpu" else 1
+    if cache.num_gpu_blocks_override is not None:
+        whole = layout(cache_specs(config.rank_facts), config.model.max_model_len)
+        item = DTYPE_BYTES.get(cache.kv_cache_dtype) or DTYPE_BYTES[config.model.dtype]
+        kv_bytes = cache.num_gpu_blocks_override * whole.block_bytes(cache.block_size, item)
+    elif (fixed := cache.kv_cache_memory_bytes or cache.kv_cache_memory_limit) is not None:
+        kv_bytes = fixed
+    else:
+        share = int(machine.total_bytes * cache.gpu_memory_utilization)
+        return ModelMemory(weights * sharing, share * sharing)
+    limits = config.scheduler
+    step = activation_bytes(
+        config.rank_facts,
+        config.model.dtype,
+        num_tokens=limits.max_num_batched_tokens,
+        num_seqs=limits.max_num_seqs,
+    )
+    return ModelMemory(weights * sharing, (weights + kv_bytes + step) * sharing)
+
+
+def _stored_bytes(config: EngineConfig) -> int:
+    """Return the bytes of the weights: of the files if they are quantized, else by their dtype."""
+    checkpoint = config.checkpoint
+    if checkpoint.path.is_file():
+        return checkpoint.path.stat().st_size
+    num_bytes = count_parameters(checkpoint.facts).total * DTYPE_BYTES[config.model.dtype]
+    files = sum(file.stat().st_size for file in checkpoint.path.glob("*.safetensors"))
+    return files if checkpoint.quant is not None and files else num_bytes

@@ -220,33 +220,32 @@ class FlagParser(argparse.ArgumentParser):
             self.error(f"--config {path} cannot be read: {' '.join(str(error).split())}")
         if not isinstance(content, dict | None):
             self.error(f"--config {path} must hold `flag: value` lines, not a {type(content).__name__}")
-        self._apply(content or {}, path, namespace)
+        self.apply(content or {}, f"--config {path}", namespace)
 
-    def _apply(self, content: dict[Any, Any], path: str, namespace: argparse.Namespace) -> None:
+    def apply(self, content: dict[Any, Any], where: str, namespace: argparse.Namespace) -> None:
+        """Store the values of a file by flag names; errors begin with `where`."""
         for key, value in content.items():
             flag = "--" + str(key).replace("_", "-")
             action = self._option_string_actions.get(flag)
             if action is None and isinstance(value, dict):
-                self._apply(value, path, namespace)
+                self.apply(value, where, namespace)
             elif action is None:
-                self.error(
-                    f"--config {path}: unknown flag {key!r}{nearest(flag, [*self._option_string_actions])}"
-                )
+                self.error(f"{where}: unknown flag {key!r}{nearest(flag, [*self._option_string_actions])}")
             elif value is not None:
-                setattr(namespace, action.dest, self._config_value(action, key, value, path))
+                setattr(namespace, action.dest, self._config_value(action, key, value, where))
 
-    def _config_value(self, action: argparse.Action, key: str, value: Any, path: str) -> Any:
+    def _config_value(self, action: argparse.Action, key: str, value: Any, where: str) -> Any:
         if isinstance(action, JsonFlag):
             return parse_json_or_text(value) if isinstance(value, str) else value
         if action.nargs == 0:
             if not isinstance(value, bool):
-                self.error(f"--config {path}: {key} must be true or false, not {value!r}")
+                self.error(f"{where}: {key} must be true or false, not {value!r}")
             return value
         texts = [str(entry) for entry in (value if isinstance(value, list) else [value])]
         try:
             return self._get_values(action, texts)
         except argparse.ArgumentError as error:
-            self.error(f"--config {path}: {error}")
+            self.error(f"{where}: {error}")
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:

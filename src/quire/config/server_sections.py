@@ -1,4 +1,4 @@
-"""The sections of the HTTP server: addresses, access, API behaviour, LoRA adapters and logs."""
+"""The sections of the HTTP server: addresses, access, API behaviour, LoRA adapters, models and logs."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -154,6 +154,23 @@ class AdapterSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelsSection:
+    """Several models in one server: their file, their memory, and sleep of idle ones."""
+
+    models_config: str | None = None
+    """YAML file with a list of models to serve and the flags of each (docs/models_config.md)."""
+    models_memory_gb: Annotated[float | None, FieldRule(above=0)] = None
+    """GiB for all loaded models together: of each GPU, or of host memory on a CPU. The least recently used
+    models sleep to stay within it. Default: 95 % of the memory."""
+    models_sleep_after: Annotated[float | None, FieldRule(at_least=0)] = None
+    """Idle seconds after which a model sleeps at level 1: it frees its cache, and on a GPU its weights move
+    to host memory. Default: only when another model needs the memory."""
+    models_discard_after: Annotated[float | None, FieldRule(at_least=0)] = None
+    """Idle seconds after which a model sleeps at level 2: it frees its weights, too, and reads them again on
+    the next request. Default: only when another model needs the memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LogSection:
     """Log levels, access log and request logging."""
 
@@ -181,5 +198,6 @@ SERVER_SECTIONS: dict[str, type] = {
     "access": AccessSection,
     "api": ApiSection,
     "adapters": AdapterSection,
+    "models": ModelsSection,
     "log": LogSection,
 }

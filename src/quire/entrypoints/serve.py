@@ -2,15 +2,18 @@
 
 import argparse
 import os
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from quire.config.cli import FlagParser, add_engine_flags, engine_args_from
 from quire.config.env import Env
 from quire.errors import ConfigError
-from quire.server.settings import add_server_flags, server_settings
+from quire.server.settings import ServerSettings, add_server_flags, server_flags, server_settings
 
 
 def add_flags(parser: FlagParser) -> None:
-    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="Same as --model.")
+    text = "Same as --model; several models share the server (docs/models_config.md)."
+    parser.add_argument("model_tag", nargs="*", metavar="MODEL", help=text)
     add_server_flags(parser)
     add_engine_flags(parser)
 
@@ -23,12 +26,39 @@ def run(args: argparse.Namespace) -> int:
     from quire.server.api_keys import key_names
 
     values = engine_args_from(args)
-    if args.model_tag is not None and values.setdefault("model", args.model_tag) != args.model_tag:
-        raise ConfigError(f"two models: {args.model_tag!r} and --model {values['model']!r}; give one")
     load_plugins()  # it may register the parsers of the settings
     settings = server_settings(args, Env.read(os.environ))
+    if settings.models.models_config is not None or len(args.model_tag) > 1:
+        return _run_several(args.model_tag, values, server_flags(args), settings)
+    _check_one_model(settings)
+    tag = next(iter(args.model_tag), None)
+    if tag is not None and values.setdefault("model", tag) != tag:
+        raise ConfigError(f"two models: {tag!r} and --model {values['model']!r}; give one")
     if key_names(settings.keys):
         values.setdefault("share_by_key", True)
     if settings.api.tokens_only:
         values["skip_tokenizer_init"] = True
     return launch(configure(values, usage="server"), settings)
+
+
+def _check_one_model(settings: ServerSettings) -> None:
+    section = settings.models
+    for name in ("models_memory_gb", "models_sleep_after", "models_discard_after"):
+        if getattr(section, name) is not None:
+            raise ConfigError(f"{name} is for several models: name them, or give --models-config")
+
+
+def _run_several(
+    names: Sequence[str], engine: Mapping[str, Any], server: Mapping[str, Any], settings: ServerSettings
+) -> int:
+    """Serve the models of the command line and of --models-config, which may both name some."""
+    from quire.entrypoints.launch_models import launch_models
+    from quire.entrypoints.models_config import configure_models, entries_of_names, read_models
+
+    entries = entries_of_names(names)
+    if (path := settings.models.models_config) is not None:
+        parser = FlagParser(prog="quire serve")
+        add_flags(parser)
+        entries += read_models(path, parser)
+    models = configure_models(entries, engine=engine, server=server, env=Env.read(os.environ))
+    return launch_models(models, settings)

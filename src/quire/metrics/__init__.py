@@ -9,19 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from prometheus_client import (
-    CollectorRegistry,
-    GCCollector,
-    PlatformCollector,
-    ProcessCollector,
-    generate_latest,
-)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.core import Metric as PromMetric
 
 from quire.config.engine import EngineConfig
 from quire.data.stats import FinishedSequence, FrontStats, StepStats
 from quire.metrics.api_keys import KeyPages
+from quire.metrics.exposition import exposition
 from quire.metrics.http import EDGES, SERIES, Exchange, add_buckets, families
 
 _FIRST_TOKEN = [
@@ -327,6 +321,7 @@ class EngineMetrics:
         without LoRA."""
         self.pages = pages
         self._keys = keys
+        self.model_name = model_name
         self._names = ["model_name", "engine"]
         self._engines = [
             (place, [model_name, str(first_engine + place)]) for place in range(pages.num_engines)
@@ -363,6 +358,16 @@ class EngineMetrics:
 
     def collect(self) -> Iterator[PromMetric]:
         """Yield all metrics (the collector interface of `prometheus_client`)."""
+        yield from self.of_engines()
+        yield from self.of_server()
+
+    def of_server(self) -> Iterator[PromMetric]:
+        """Yield the metrics of HTTP and of API keys."""
+        yield from families(self.pages.pages.sum(axis=(0, 1)), self.pages.layout.places)
+        yield from () if self._keys is None else self._keys.families()
+
+    def of_engines(self) -> Iterator[PromMetric]:
+        """Yield the metrics of the engine cores."""
         for name, text in GAUGES.items():
             yield self._family(GaugeMetricFamily, name, text)
         for name, text in START_GAUGES.items():
@@ -391,8 +396,6 @@ class EngineMetrics:
                 yield self._family(CounterMetricFamily, name, text)
             text, places = "Accepted tokens by their position in the draft.", map(str, range(most_drafts))
             yield self._family(CounterMetricFamily, _ACCEPTED, text, "position", tuple(places))
-        yield from families(self.pages.pages.sum(axis=(0, 1)), self.pages.layout.places)
-        yield from () if self._keys is None else self._keys.families()
 
     def _family(
         self,
@@ -421,13 +424,7 @@ class EngineMetrics:
 
     def text(self) -> str:
         """Return the metrics in the text format, with those of the client library about this process."""
-        registry = CollectorRegistry()
-        registry.register(self)
-        if self._is_only_process:
-            ProcessCollector(registry=registry)
-            PlatformCollector(registry=registry)
-            GCCollector(registry=registry)
-        return generate_latest(registry).decode()
+        return exposition(self, is_only_process=self._is_only_process)
 
     def snapshot(self) -> list["Metric"]:
         """Return every metric as a plain value, for `LLM.get_metrics()`."""

@@ -26,6 +26,8 @@ class Key:
     tokens_per_minute: int | None = None
     cache_group: str = ""
     """Keys of one group share cached prefixes and media; a key without one shares them with no other."""
+    operator: bool = False
+    """Whether the key may load and unload models."""
 
     @property
     def cache_scope(self) -> str:
@@ -128,6 +130,8 @@ def _read_key(where: str, entry: Any) -> Key:
         raise ConfigError(f"{where}: weight is {_shown(weight)}, expected a number above 0, at most 1000000")
     if (group := entry.get("cache_group")) is not None and not _is_name(group):
         raise ConfigError(f"{where}: cache_group must be a text of 1 to {_MAX_NAME} printable characters")
+    if not isinstance(operator := entry.get("operator", False), bool):
+        raise ConfigError(f"{where}: operator is {_shown(operator)}, expected true or false")
     for limit in ("max_concurrency", "tokens_per_minute"):
         value = entry.get(limit)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -139,6 +143,7 @@ def _read_key(where: str, entry: Any) -> Key:
         entry.get("max_concurrency"),
         entry.get("tokens_per_minute"),
         group or "",
+        operator,
     )
 
 

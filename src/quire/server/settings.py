@@ -16,6 +16,7 @@ from quire.config.server_sections import (
     ApiSection,
     HttpSection,
     LogSection,
+    ModelsSection,
 )
 from quire.config.unsupported import UNSUPPORTED, check_supported, is_switch
 from quire.data.params import MAX_SEQUENCES
@@ -44,6 +45,7 @@ class ServerSettings:
     api: ApiSection = field(default_factory=ApiSection)
     log: LogSection = field(default_factory=LogSection)
     adapters: AdapterSection = field(default_factory=AdapterSection)
+    models: ModelsSection = field(default_factory=ModelsSection)
     modules: tuple[LoRAModule, ...] = ()
     """Adapters parsed from `lora_modules`."""
     changes_adapters: bool = False

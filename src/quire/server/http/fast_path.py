@@ -69,7 +69,7 @@ class Direct:
         if route is None:
             return await self._app(scope, receive, send)
         try:
-            raw = await _read_body(receive)
+            raw = await read_body(receive)
         except HTTPException as error:  # the body is too long
             return await http_error(error)(scope, receive, send)
         except ClientGone:
@@ -88,7 +88,7 @@ class Direct:
             else:
                 response = await self._respond(respond, body, Request(scope, receive))
                 return await response(scope, receive, send)
-        await self._app(scope, _replay(raw, receive), send)
+        await self._app(scope, replay(raw, receive), send)
 
     def _parsing_in_thread(self, adapter: TypeAdapter[Any], respond: Respond) -> Respond:
         async def answered(raw: bytes, request: Request) -> Response:
@@ -121,7 +121,7 @@ def _responder(endpoint: Callable[..., Any]) -> Respond:
     return lambda body, _: endpoint(body)
 
 
-async def _read_body(receive: Receive) -> bytes:
+async def read_body(receive: Receive) -> bytes:
     """Return the whole body; raise ClientGone if the client disconnects."""
     pieces, more = list[bytes](), True
     while more:
@@ -174,7 +174,7 @@ def _count_outside_strings(raw: bytes) -> NDArray[np.int64]:
     return counts
 
 
-def _replay(raw: bytes, receive: Receive) -> Receive:
+def replay(raw: bytes, receive: Receive) -> Receive:
     """Return a `receive` that first yields the body that was already read."""
     taken = False
 

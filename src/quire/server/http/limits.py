@@ -19,16 +19,18 @@ from quire.server.key_ledger import Ledger, Refusal
 DIRECT_SEND = "quire.send"
 """Scope entry with the connection's `send`, for responses that handle their own errors."""
 _ACCOUNT = "quire.account"
+_OPERATOR = "quire.operator"
 _PLACE = "quire.place"
 OPERATOR_PATHS = frozenset(
     {
         *("/sleep", "/wake_up", "/pause", "/resume", "/collective_rpc", "/abort_requests"),
         *("/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"),
-        *("/start_profile", "/stop_profile"),
+        *("/start_profile", "/stop_profile", "/v1/models/load", "/v1/models/unload"),
     }
 )
-"""Routes that change the engine for all clients. They exist only in developer mode, with a profiler, or
-(/abort_requests) with --tokens-only. No limit of a key applies to them."""
+"""Routes that change the engine for all clients. They exist only in developer mode, with a profiler, with
+--tokens-only (/abort_requests), or for keys of operators (/v1/models/load). No limit of a key applies to
+them."""
 FREE_PATHS: dict[str, str] = {
     "/ping": "reads one number, for health checks that can only send POST",
     **dict.fromkeys(OPERATOR_PATHS, "for operators, and enabled only by the operator"),
@@ -94,7 +96,7 @@ class HttpGate:
             return await refused(scope, receive, send) if scope["type"] == "http" else None
         if scope["type"] == "http" and scope["method"] == "POST":
             length, chunked = headers.get(b"content-length", b"0"), b"transfer-encoding" in headers
-            kind = self._form if _route_path(scope) in self._form_paths else self._json
+            kind = self._form if route_path(scope) in self._form_paths else self._json
             if not kind.fits(length):
                 if self._json.fits(length):
                     await _discard_body(receive)
@@ -111,6 +113,8 @@ class HttpGate:
         # Always set: the next request of a connection may start in a copy of this context.
         CACHE_SCOPE.set("" if key is None else key.cache_scope)
         scope[DIRECT_SEND] = send
+        if key is not None and key.operator:
+            scope[_OPERATOR] = True
         try:
             if key is None or not key.name:
                 await self._app(scope, receive, send)
@@ -124,7 +128,7 @@ class HttpGate:
     async def _run_limited(self, key: Key, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the request within the limits of its key. The body of a refused request is not read."""
         scope[_ACCOUNT] = self._ledger.account(key)
-        path = _route_path(scope)
+        path = route_path(scope)
         if scope.get("method") != "POST" or path in FREE_PATHS or path.endswith(CANCEL_END):
             return await self._app(scope, receive, send)
         if (refusal := self._ledger.enter(key, tokenless=path in TOKENLESS_PATHS)) is not None:
@@ -136,7 +140,7 @@ class HttpGate:
             place.release()
 
     def _is_guarded(self, scope: Scope) -> bool:
-        return _route_path(scope) not in self._open_paths and scope.get("method") != "OPTIONS"
+        return route_path(scope) not in self._open_paths and scope.get("method") != "OPTIONS"
 
     def _find_key(self, headers: dict[bytes, bytes]) -> Key | None:
         """Return the key of a request; Anthropic clients send it as x-api-key."""
@@ -211,6 +215,11 @@ def account_of(scope: Scope) -> KeyAccount | None:
     return account
 
 
+def is_operator(scope: Scope) -> bool:
+    """Return whether the request has the key of an operator."""
+    return _OPERATOR in scope
+
+
 def without_account(scope: Scope) -> Scope:
     """Return the scope without an account, for a request that is charged to no key."""
     return {**scope, _ACCOUNT: None}
@@ -222,7 +231,8 @@ async def _discard_body(receive: Receive) -> None:
         pass
 
 
-def _route_path(scope: Scope) -> str:
+def route_path(scope: Scope) -> str:
+    """Return the path of a request below `root_path`."""
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
     return path
 

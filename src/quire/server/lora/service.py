@@ -76,6 +76,10 @@ class LoRAService:
             self._registry.put(module)
             logger.info("Adapter %r found at %r", name, module.root)
 
+    def may_resolve(self, name: str) -> bool:
+        """Whether the resolver may find an adapter of this name."""
+        return self._resolver is not None and self.enabled and self._resolver.may_have(name)
+
     def _is_taken(self, name: str) -> bool:
         """Whether an adapter has this name. It does not count if the process that was unloading it has
         died."""

@@ -14,6 +14,9 @@ from quire.server.openai import replies
 from quire.server.openai.replies import ErrorReply
 from quire.server.openai.service import GenerationService, no_model
 
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""Media type of Prometheus' text format."""
+
 
 class AnyText(Convertor[str]):
     """Path parameter of any text; Starlette's `path` stops at a line end."""
@@ -30,53 +33,56 @@ class AnyText(Convertor[str]):
 register_url_convertor("any", AnyText())
 
 
-def add_model_routes(app: FastAPI, api: GenerationService) -> None:
+def model_cards(api: GenerationService) -> dict[str, dict[str, Any]]:
+    """Return the description of a model under each of its names, and of its adapters."""
+    facts = api.engine.facts
+    names = dict.fromkeys(facts.model_names, (facts.root, None))
+    adapters = {
+        adapter.name: (adapter.root, adapter.base or facts.model_names[0]) for adapter in api.adapters
+    }
+    return {name: _card(api, name, *described) for name, described in (names | adapters).items()}
+
+
+def _card(api: GenerationService, name: str, root: str, parent: str | None) -> dict[str, Any]:
     created = int(api.engine.facts.start_time)
+    permission = {
+        "id": f"modelperm-{uuid.uuid5(uuid.NAMESPACE_URL, name).hex}",
+        "object": "model_permission",
+        "created": created,
+        "allow_create_engine": False,
+        "allow_sampling": True,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
+    }
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "quire",
+        "root": root,
+        "parent": parent,
+        "max_model_len": api.engine.inputs.max_model_len,
+        "permission": [permission],
+    }
 
-    def card(name: str, root: str, parent: str | None = None) -> dict[str, Any]:
-        permission = {
-            "id": f"modelperm-{uuid.uuid5(uuid.NAMESPACE_URL, name).hex}",
-            "object": "model_permission",
-            "created": created,
-            "allow_create_engine": False,
-            "allow_sampling": True,
-            "allow_logprobs": True,
-            "allow_search_indices": False,
-            "allow_view": True,
-            "allow_fine_tuning": False,
-            "organization": "*",
-            "group": None,
-            "is_blocking": False,
-        }
-        return {
-            "id": name,
-            "object": "model",
-            "created": created,
-            "owned_by": "quire",
-            "root": root,
-            "parent": parent,
-            "max_model_len": api.engine.inputs.max_model_len,
-            "permission": [permission],
-        }
 
-    def cards() -> dict[str, dict[str, Any]]:
-        facts = api.engine.facts
-        by_name = {name: card(name, facts.root) for name in facts.model_names}
-        for adapter in api.adapters:
-            by_name[adapter.name] = card(adapter.name, adapter.root, adapter.base or facts.model_names[0])
-        return by_name
-
+def add_model_routes(app: FastAPI, api: GenerationService) -> None:
     @app.get("/v1/models", **replies_of(replies.ModelList, 503))
     async def list_models() -> Response:
         """List the names of the model and its adapters once the engine is ready. Clients poll this route at
         start-up."""
         api.engine.check()
-        return json_response({"object": "list", "data": list(cards().values())})
+        return json_response({"object": "list", "data": list(model_cards(api).values())})
 
     @app.get("/v1/models/{name:any}", **replies_of(replies.ModelCardReply, 404))
     async def show_model(name: str) -> Response:
         """Return one served model."""
-        model = cards().get(name)
+        model = model_cards(api).get(name)
         if model is None:
             raise no_model(name)
         return json_response(model)
@@ -121,4 +127,4 @@ def add_status_routes(app: FastAPI, api: GenerationService) -> None:
     @app.get("/metrics", responses={200: text}, response_class=Response)
     async def metrics() -> Response:
         """Return the metrics of all processes, in Prometheus' format."""
-        return Response(api.engine.metrics_text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(api.engine.metrics_text(), media_type=METRICS_TYPE)

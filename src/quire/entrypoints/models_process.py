@@ -1,0 +1,203 @@
+"""The API process of a server with several models, and the engine cores of each model as its children."""
+
+import asyncio
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from multiprocessing import connection
+from pathlib import Path
+
+import psutil
+import uvloop
+
+from quire.config.plugins import load_plugins
+from quire.entrypoints.child_cores import LOOK_S, ChildCores
+from quire.entrypoints.models_config import ConfiguredModel
+from quire.errors import EngineError, QuireError
+from quire.frontend.engine import AsyncEngine
+from quire.frontend.model_pool import ModelPool, PoolModel
+from quire.logs import get_logger
+from quire.memory import model_memory
+from quire.metrics.api_keys import KeyPages
+from quire.metrics.exposition import MergedMetrics, exposition
+from quire.server.api_keys import key_names
+from quire.server.lora.registry import LoRARegistry
+from quire.server.lora.service import located
+from quire.server.settings import ServerSettings
+from quire.system.process import adopt, tune_allocator, tune_garbage_collector
+
+log = get_logger(__name__)
+
+
+class ModelCores:
+    """The engine cores of one model, which are started, put to sleep and ended on demand."""
+
+    def __init__(self, cores: ChildCores) -> None:
+        self._cores = cores
+        self.engine: AsyncEngine = cores.engine
+        self.is_loaded = False
+        self.on_first_load: Callable[[], Awaitable[None]] | None = None
+        """Called once, when the cores run for the first time; its error is one of loading."""
+        self._is_awake = False
+        self._has_started = False
+        self._watcher: asyncio.Task[None] | None = None
+
+    async def load(self) -> None:
+        self._cores.start()
+        await self._cores.wait_until_up()
+        if self._has_started:
+            self.engine.connect()
+        else:
+            self.engine.start()
+            self._has_started = True
+        await self._cores.wait_until_ready()
+        if self.on_first_load is not None:
+            await self.on_first_load()
+            self.on_first_load = None
+        self.is_loaded = self._is_awake = True
+        self._watcher = asyncio.create_task(self._watch())
+
+    async def wake_up(self) -> None:
+        """Wake the cores up. If that fails, they are started again."""
+        try:
+            await self.engine.operation.wake_up()
+            self._is_awake = True
+        except EngineError as error:
+            log.warning("Waking up failed, the engine is started again: %s", error)
+            await self.unload()
+            await self.load()
+
+    async def sleep(self, level: int) -> None:
+        self._is_awake = False
+        await self.engine.operation.sleep(level, "wait")
+
+    async def unload(self) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
+            self._watcher = None
+        self.is_loaded = self._is_awake = False
+        self.engine.disconnect()
+        await asyncio.to_thread(self._cores.end)
+
+    def check(self) -> None:
+        self.engine.check()
+
+    async def _watch(self) -> None:
+        """Restart dead cores of a model that is awake. One that is asleep is unloaded then."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if self._cores.restart_dead(restarts=self._is_awake) and not self._is_awake:
+                self._watcher = None
+                log.error("A sleeping engine core has ended; the next request loads its model again")
+                await self.unload()
+                return
+
+
+def run_models(
+    models: Sequence[ConfiguredModel],
+    settings: ServerSettings,
+    budget_bytes: int,
+    listener: socket.socket,
+    key_file: Path,
+    folder: Path,
+    parent: connection.Connection,
+) -> None:
+    """Run the API process. Send None to `parent` when it is ready, or a one-line error."""
+    adopt("APIServer")
+    tune_allocator()
+    try:
+        load_plugins(models[0].config.broken_plugins)
+        names = key_names(settings.keys)
+        keys = KeyPages(names, key_file, process=0) if names else None
+        cores = [
+            ModelCores(
+                ChildCores(
+                    model.config,
+                    folder / f"model{number}",
+                    health_timeout_s=settings.http.health_timeout,
+                    cores_return=True,
+                    keys=keys if number == 0 else None,
+                )
+            )
+            for number, model in enumerate(models)
+        ]
+        uvloop.run(_serve(models, cores, settings, budget_bytes, listener, keys, parent))
+    except QuireError as error:
+        parent.send(str(error))
+        sys.exit(1)
+    except Exception as error:
+        log.exception("the API server ends with an error")
+        parent.send(f"the API server failed: {type(error).__name__}: {' '.join(str(error).split())}")
+        sys.exit(1)
+
+
+async def _serve(
+    models: Sequence[ConfiguredModel],
+    cores: Sequence[ModelCores],
+    settings: ServerSettings,
+    budget_bytes: int,
+    listener: socket.socket,
+    keys: KeyPages | None,
+    parent: connection.Connection,
+) -> None:
+    from quire.server.app import Application  # the supervisor forks quickly without the web server
+    from quire.server.main import serve_models
+    from quire.server.several_models import ServedModel, application_of
+
+    served = []
+    for model, backend in zip(models, cores, strict=True):
+        registry = LoRARegistry(modules=located(model.settings))
+        application = Application(backend.engine, model.settings, registry=registry)
+        if registry.all():
+            backend.on_first_load = application.api.adapters.read_all
+        served.append(ServedModel(application, _place_of(model, backend)))
+    section = settings.models
+    pool = ModelPool(
+        [model.place for model in served],
+        budget_bytes=budget_bytes,
+        sleep_after_s=section.models_sleep_after,
+        discard_after_s=section.models_discard_after,
+        host_free_bytes=lambda: psutil.virtual_memory().available,
+    )
+
+    def metrics_text() -> str:
+        engines = {
+            backend.engine.metrics.model_name: backend.engine.metrics.of_engines() for backend in cores
+        }
+        merged = MergedMetrics(engines, cores[0].engine.metrics.of_server())
+        return exposition(merged, is_only_process=True)
+
+    def begin() -> None:
+        pool.start()
+        tune_garbage_collector()
+        parent.send(None)
+
+    announcing = asyncio.create_task(_announce(pool))
+    app = application_of(served, pool, settings, metrics_text, keys)
+    applications = [model.application for model in served]
+    try:
+        await serve_models(settings, app, applications, [listener], begin=begin)
+    finally:
+        announcing.cancel()
+        with suppress(QuireError):
+            await pool.close()
+        for backend in cores:
+            backend.engine.close()
+
+
+def _place_of(model: ConfiguredModel, backend: ModelCores) -> PoolModel:
+    return PoolModel(
+        model.name,
+        backend,
+        model_memory(model.config),
+        pinned=model.pinned,
+        can_sleep=model.config.model.enable_sleep_mode,
+        keeps_weights=model.config.machine.device == "cpu",
+    )
+
+
+async def _announce(pool: ModelPool) -> None:
+    """Log vLLM's line when the first models are loaded; scripts wait for it."""
+    await pool.started.wait()
+    log.info("Application startup complete.")
