@@ -76,10 +76,7 @@ def read_models(path: str, parser: FlagParser) -> list[ModelEntry]:
     entries = []
     for item in node.value:
         at = f"{where}, line {item.start_mark.line + 1}"
-        try:
-            fields, lines = _fields(loader, item, at, where)
-        except yaml.YAMLError as error:
-            raise _yaml_error(where, error) from None
+        fields, lines = _fields(loader, item, at, where)
         entries.append(_read_entry(fields, lines, at, where, parser))
     return entries
 
@@ -93,18 +90,28 @@ def _yaml_error(where: str, error: Exception) -> ConfigError:
 
 def _fields(loader: Any, item: Any, at: str, where: str) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the fields of an entry, and the line of each; a plain name is the field `model`."""
-    if item.id == "scalar" and isinstance(name := loader.construct_object(item), str):
+    if item.id == "scalar" and isinstance(name := _value(loader, item, where), str):
         return {"model": name}, {"model": item.start_mark.line + 1}
     if item.id != "mapping":
         raise ConfigError(f"{at}: a model must be a name, or fields such as `model: NAME`")
     fields, lines = dict[str, Any](), dict[str, int]()
     for key_node, value_node in item.value:
-        key = str(loader.construct_object(key_node)).replace("-", "_")
+        key = str(_value(loader, key_node, where)).replace("-", "_")
         line = key_node.start_mark.line + 1
         if key in fields:
             raise ConfigError(f"{where}, line {line}: {key} is given twice, first in line {lines[key]}")
-        fields[key], lines[key] = loader.construct_object(value_node, deep=True), line
+        fields[key], lines[key] = _value(loader, value_node, where), line
     return fields, lines
+
+
+def _value(loader: Any, node: Any, where: str) -> Any:
+    """Return the value of a YAML node."""
+    try:
+        return loader.construct_object(node, deep=True)
+    except Exception as error:  # yaml raises several classes
+        line = node.start_mark.line + 1
+        problem = getattr(error, "problem", None) or error
+        raise ConfigError(f"{where}, line {line}: the file is not valid YAML: {problem}") from None
 
 
 def _read_entry(

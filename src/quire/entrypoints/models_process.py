@@ -143,7 +143,7 @@ async def _serve(
 ) -> None:
     from quire.server.app import Application  # the supervisor forks quickly without the web server
     from quire.server.main import serve_models
-    from quire.server.several_models import ServedModel, application_of
+    from quire.server.several_models import ServedModel, models_app
 
     served = []
     for model, backend in zip(models, cores, strict=True):
@@ -174,7 +174,7 @@ async def _serve(
         parent.send(None)
 
     announcing = asyncio.create_task(_announce(pool))
-    app = application_of(served, pool, settings, metrics_text, keys)
+    app = models_app(served, pool, settings, metrics_text, keys)
     applications = [model.application for model in served]
     try:
         await serve_models(settings, app, applications, [listener], begin=begin)

@@ -186,8 +186,8 @@ class MetricsPages:
 
     def clear_gauges(self) -> None:
         """Reset the gauges of a process that has ended."""
-        reasons = LABELLED["num_requests_waiting_by_reason"][2]
-        for name in [*GAUGES, *(f"num_requests_waiting_by_reason:{reason}" for reason in reasons)]:
+        labelled = (f"{name}:{value}" for name in _LABELLED_GAUGES for value in LABELLED[name][2])
+        for name in [*GAUGES, *labelled]:
             self._set(name, 0)
 
     def start(self, max_num_seqs: int) -> None:

@@ -265,7 +265,7 @@ def _query_model(scope: Scope) -> str | None:
     return parse_qs(query.decode("latin-1")).get("model", [None])[0] if b"model" in query else None
 
 
-def application_of(
+def models_app(
     models: Sequence[ServedModel],
     pool: ModelPool,
     settings: ServerSettings,
