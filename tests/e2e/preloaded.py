@@ -183,6 +183,7 @@ def run_forked(code: str, argv: Sequence[str], keep_fds: Sequence[int]) -> int:
     pid = os.fork()
     if pid:
         return pid
+    signal.set_wakeup_fd(-1)  # that of an event loop of the parent
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     process._parent_process = None  # type: ignore[attr-defined]  # `spawn_main` sets it
