@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from quire.errors import QuireError, RequestError
@@ -68,8 +69,8 @@ class ServedModel:
         self.application = application
         self.api = application.api
         self.place = place
-        methods = ((route.path, getattr(route, "methods", ())) for route in application.routes.routes)
-        paths = {path for path, allowed in methods if "POST" in (allowed or ())}
+        routes = (route for route in application.routes.routes if isinstance(route, Route))
+        paths = {route.path for route in routes if "POST" in (route.methods or ())}
         self.engine_paths = paths - FREE_PATHS.keys() - (TOKENLESS_PATHS - LORA_PATHS)
         """Paths with POSTs that need the engine."""
 
