@@ -25,12 +25,11 @@ OPERATOR_PATHS = frozenset(
     {
         *("/sleep", "/wake_up", "/pause", "/resume", "/collective_rpc", "/abort_requests"),
         *("/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"),
-        *("/start_profile", "/stop_profile", "/v1/models/load", "/v1/models/unload"),
+        *("/start_profile", "/stop_profile"),
     }
 )
-"""Routes that change the engine for all clients. They exist only in developer mode, with a profiler, with
---tokens-only (/abort_requests), or for keys of operators (/v1/models/load). No limit of a key applies to
-them."""
+"""Routes that change the engine for all clients. They exist only in developer mode, with a profiler, or
+(/abort_requests) with --tokens-only. No limit of a key applies to them."""
 FREE_PATHS: dict[str, str] = {
     "/ping": "reads one number, for health checks that can only send POST",
     **dict.fromkeys(OPERATOR_PATHS, "for operators, and enabled only by the operator"),
@@ -45,6 +44,7 @@ TOKENLESS_PATHS = frozenset(
         *("/v1/chat/completions/render", "/v1/completions/render"),
         *("/v1/chat/completions/derender", "/v1/completions/derender"),
         *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+        *("/v1/models/load", "/v1/models/unload"),
     }
 )
 """Paths with POSTs that do not run the model: `max_concurrency` applies to them, `tokens_per_minute` does
