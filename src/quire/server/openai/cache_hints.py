@@ -17,8 +17,8 @@ def cache_hints(body: Any, headers: Mapping[str, str]) -> CacheHints | None:
     if not isinstance(body, GenerateBody):
         return None if session is None else CacheHints(DEFAULT_RETENTION_S, session, CACHE_SCOPE.get())
     key = _name(body.prompt_cache_key, "prompt_cache_key")
-    periods = [body.prompt_cache_retention, body.cache_control and body.cache_control.ttl]
-    seconds = [RETENTION_S[period] for period in periods if period is not None]
+    ttl = None if body.cache_control is None else body.cache_control.ttl
+    seconds = [RETENTION_S[period] for period in (body.prompt_cache_retention, ttl) if period is not None]
     name = session or key or ""
     if not name and not seconds:
         return None
