@@ -87,8 +87,8 @@ class BlockPool:
         for block in self.blocks[1:]:
             self._free.append(block)
         self.index: dict[bytes, Block] = {} if index is None else index
-        self.on_evict: Callable[[bytes], None] = lambda key: None
-        """Called with the key of a block before it is evicted."""
+        self.on_evict: Callable[[list[bytes]], None] = lambda keys: None
+        """Called with the keys of blocks that are evicted."""
 
     @property
     def num_usable(self) -> int:
@@ -105,12 +105,14 @@ class BlockPool:
     def take(self, count: int) -> list[Block]:
         """Allocate `count` free blocks and evict their prefixes from the index; nothing else evicts."""
         assert count <= self.num_free, f"{count} blocks needed, {self.num_free} free"
-        taken = self._free.take(count)
+        taken, evicted = self._free.take(count), list[bytes]()
         for block in taken:
             block.num_users = 1
             if block.key is not None:
-                self.on_evict(block.key)
+                evicted.append(block.key)
                 self.forget(block)
+        if evicted:
+            self.on_evict(evicted)
         return taken
 
     def share(self, blocks: Iterable[Block]) -> None:

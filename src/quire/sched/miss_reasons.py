@@ -1,7 +1,7 @@
 """MissReasons: why the prefix cache had no more of a prompt."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -38,7 +38,7 @@ class RecentEntries(Generic[K, V]):
         if len(self._new) > self._limit:
             self._old, self._new = self._new, {}
 
-    def update(self, entries: Iterable[tuple[K, V]]) -> None:
+    def update(self, entries: Mapping[K, V] | Iterable[tuple[K, V]]) -> None:
         self._new.update(entries)
         if len(self._new) > self._limit:
             self._old, self._new = self._new, {}
@@ -83,9 +83,9 @@ class MissReasons:
         self._first: RecentEntries[tuple[str, bytes], tuple[str | None, str]] = RecentEntries(limit)
         """Salt and LoRA adapter of the last prompt, by scope and tokens of its first block."""
 
-    def evicted(self, key: bytes, tier: str = "device") -> None:
-        """Record that a block was evicted from a tier and from all above."""
-        self._evicted[key] = self._clock(), tier
+    def evicted(self, keys: list[bytes], tier: str = "device") -> None:
+        """Record that blocks were evicted from a tier and from all above."""
+        self._evicted.update(dict.fromkeys(keys, (self._clock(), tier)))
 
     def forget(self) -> None:
         """Forget everything; the cache was reset."""
