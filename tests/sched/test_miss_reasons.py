@@ -171,10 +171,10 @@ def test_every_reason_is_documented() -> None:
 def test_recent_entries_are_bounded() -> None:
     entries: RecentEntries[int, int] = RecentEntries(100)
     for number in range(1000):
-        entries[number] = number
+        entries.update({number: number})
         assert len(entries) <= 201
         assert all(entries.get(key) == key for key in range(max(number - 99, 0), number + 1))
-    entries.update((number, -number) for number in range(50))
+    entries.update({number: -number for number in range(50)})
     assert entries.get(49) == -49
 
 

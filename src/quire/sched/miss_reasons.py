@@ -1,7 +1,7 @@
 """MissReasons: why the prefix cache had no more of a prompt."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -15,7 +15,6 @@ from quire.sched.state_cache import STATE_MARK
 MIN_ENTRIES, MAX_ENTRIES = 1 << 10, 1 << 15
 """Bounds of the blocks that are remembered, which are as many as the cache has. A block takes about 500 bytes
 of host memory."""
-_TOKEN_BYTES = 4
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -33,12 +32,7 @@ class RecentEntries(Generic[K, V]):
     def __len__(self) -> int:
         return len(self._new) + len(self._old)
 
-    def __setitem__(self, key: K, value: V) -> None:
-        self._new[key] = value
-        if len(self._new) > self._limit:
-            self._old, self._new = self._new, {}
-
-    def update(self, entries: Mapping[K, V] | Iterable[tuple[K, V]]) -> None:
+    def update(self, entries: Mapping[K, V]) -> None:
         self._new.update(entries)
         if len(self._new) > self._limit:
             self._old, self._new = self._new, {}
@@ -78,8 +72,10 @@ class MissReasons:
         limit = min(max(num_blocks, MIN_ENTRIES), MAX_ENTRIES)
         self._evicted: RecentEntries[bytes, tuple[float, str]] = RecentEntries(limit)
         """Time and tier of evictions, by key of the block."""
-        self._next: RecentEntries[bytes, bytes] = RecentEntries(limit)
-        """Tokens of the last block after a prefix, by key of the prefix."""
+        self._next: RecentEntries[bytes, tuple[int, Ints]] = RecentEntries(limit)
+        """By key of a prefix: tokens of the last prompt that went on from there, as the number of a block at
+        most as deep as the prefix, and the tokens from that block on. All keys of these blocks are added
+        together, so the tokens are forgotten together with them."""
         self._first: RecentEntries[tuple[str, bytes], tuple[str | None, str]] = RecentEntries(limit)
         """Salt and LoRA adapter of the last prompt, by scope and tokens of its first block."""
 
@@ -96,15 +92,14 @@ class MissReasons:
         """Record the full blocks `first` to `end` of a request, which leaves its row."""
         if first >= end:
             return
-        keys, width = request.block_keys, self.block_size * _TOKEN_BYTES
-        data = tokens[first * self.block_size : end * self.block_size].tobytes()
-        blocks = [data[at : at + width] for at in range(0, len(data), width)]
+        keys, size = request.block_keys, self.block_size
+        run = first, tokens[first * size : end * size].copy()
         parents = keys[first - 1 : end - 1] if first else [self._root_key(request), *keys[: end - 1]]
-        self._next.update(zip(parents, blocks, strict=True))
+        self._next.update(dict.fromkeys(parents, run))
         if first == 0:
             scope, salt = split_salt(request.cache_salt)
             if scope or salt is None:
-                self._first[scope, blocks[0]] = salt, _adapter_of(request)
+                self._first.update({(scope, run[1][:size].tobytes()): (salt, _adapter_of(request))})
 
     def explain(self, request: Request, num_cached: int, num_seen: int) -> PrefixMiss | None:
         """Return why a request that runs for the first time has `num_cached` tokens of its prompt in the
@@ -135,9 +130,10 @@ class MissReasons:
         """Compare block `at` of a request with the one that followed the same prefix before."""
         size = self.block_size
         start, tokens = at * size, np.array(request.tokens[at * size : (at + 1) * size], np.int32)
-        known = self._next.get(request.block_keys[at - 1] if at else self._root_key(request))
-        if known is not None:
-            differences = np.flatnonzero(np.frombuffer(known, np.int32) != tokens)
+        run = self._next.get(request.block_keys[at - 1] if at else self._root_key(request))
+        if run is not None:
+            known = run[1][(at - run[0]) * size : (at - run[0] + 1) * size]
+            differences = np.flatnonzero(known != tokens)
             num_same = int(differences[0]) if len(differences) else size
             if _is_media(request, start, num_same, size):
                 return PrefixMiss("other_media", start)
