@@ -85,11 +85,7 @@ LABELLED = {
         "source",
         ("local_compute", "local_cache_hit", "external_kv_transfer"),
     ),
-    "prefix_cache_misses": (
-        "Requests with a part of the prompt that was not in the prefix cache, by reason.",
-        "reason",
-        tuple(MISS_REASONS),
-    ),
+    "prefix_cache_misses": ("Requests with a prefix cache miss.", "reason", tuple(MISS_REASONS)),
     "num_requests_waiting_by_reason": ("Waiting requests by reason.", "reason", ("capacity", "deferred")),
     "engine_sleep_state": (
         "1 for the current sleep state of the engine.",
