@@ -9,7 +9,7 @@ SLACK_ROWS = 1 / 16
 """Fraction of max_num_seqs by which the load of a core with a fully cached prompt may exceed the least busy
 one."""
 SESSION_SLACK_ROWS = 1 / 2
-"""The same for the core that a session was sent to before."""
+"""Fraction of max_num_seqs by which the load of a session's core may exceed the least busy one."""
 SLACK_SHARE = 0.1
 """Fraction of the load of the least busy core that is added to that."""
 MIN_SHARE = 0.05
