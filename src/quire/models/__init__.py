@@ -117,6 +117,8 @@ MODELS = LazyTable(
         "Mistral4ForCausalLM": "quire.models.deepseek:Deepseek",
         "VaultGemmaForCausalLM": "quire.models.llama_variants:VaultGemma",
         "YoutuForCausalLM": "quire.models.deepseek:Deepseek",
+        "CLIPModel": "quire.models.dual_encoder:ClipText",
+        "SiglipModel": "quire.models.dual_encoder:SiglipText",
         "DistilBertModel": "quire.models.bert:DistilBert",
         "ErnieModel": "quire.models.bert:Bert",
         "GteModel": "quire.models.bert:RotaryBert",

@@ -151,6 +151,8 @@ FAMILIES = {
     "Mistral4ForCausalLM": Family("mistral4", latent.mistral4),
     "VaultGemmaForCausalLM": Family("vaultgemma", windows.vaultgemma),
     "YoutuForCausalLM": Family("youtu", latent.youtu),
+    "CLIPModel": Family("clip_text_model", encoder.clip_text),
+    "SiglipModel": Family("siglip_text_model", encoder.siglip_text),
     "DistilBertModel": Family("distilbert", encoder.distilbert),
     "ErnieModel": Family("ernie", encoder.ernie),
     "GteModel": Family("gte", encoder.gte),
@@ -164,6 +166,10 @@ FAMILIES = {
 }
 ALIASES = {
     "AquilaForCausalLM": "LlamaForCausalLM",
+    "BertSpladeSparseEmbeddingModel": "BertModel",
+    "BgeM3EmbeddingModel": "XLMRobertaModel",
+    "ColBERTModernBertModel": "ModernBertModel",
+    "HF_ColBERT": "BertModel",
     "ChatGLMForConditionalGeneration": "ChatGLMModel",
     **dict.fromkeys(("CamembertForMaskedLM", "CamembertForSequenceClassification"), "RobertaModel"),
     **dict.fromkeys(("CamembertForTokenClassification", "CamembertModel"), "RobertaModel"),
