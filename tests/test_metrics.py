@@ -8,6 +8,7 @@ import pytest
 from tiny_text import TextModel, open_text, text_model
 
 from quire import LLM, SamplingParams
+from quire.data.prefix_miss import MISS_REASONS
 from quire.data.stats import FinishedSequence, FrontStats, SequenceTimes, StepStats
 from quire.errors import RequestError
 from quire.metrics import (
@@ -223,3 +224,10 @@ def test_lora_info_is_one_series_over_all_engines() -> None:
         "running_lora_adapters": "a,b",
     }
     assert isinstance(result, Gauge) and began <= result.value <= time.time()
+
+
+def test_misses_are_counted_by_reason() -> None:
+    pages = MetricsPages(MetricsLayout(100))
+    pages.observe(StepStats(misses=["evicted", "differs", "evicted"]), FrontStats())
+    counts = {reason: pages.value(f"prefix_cache_misses:{reason}") for reason in MISS_REASONS}
+    assert counts == dict.fromkeys(MISS_REASONS, 0.0) | {"evicted": 2.0, "differs": 1.0}

@@ -317,3 +317,37 @@ def hit_rate(policy: str) -> float:
 def test_affinity_combines_two_caches() -> None:
     rates = {policy: hit_rate(policy) for policy in ("round_robin", "affinity")}
     assert rates["affinity"] >= 1.8 * rates["round_robin"], rates
+
+
+# ---- sessions
+
+
+def test_session_stays_with_its_core() -> None:
+    router = make()
+    home = router.place("first", prompt(1, 40), among=ALL, session="a")
+    router.end("first")
+    for number in range(2, 30):
+        others = [router.place(f"o{number}-{at}", prompt(1000 * number + at, 40), among=ALL) for at in (0, 1)]
+        assert len(others) == 2
+        assert router.place(str(number), prompt(number, 40), among=ALL, session="a") == home
+        router.end(str(number))
+
+
+def test_session_moves_if_its_core_is_gone_or_overloaded() -> None:
+    router = make()
+    home = router.place("0", prompt(1, 40), among=ALL, session="a")
+    others = [core for core in ALL if core != home]
+    assert router.place("1", prompt(2, 40), among=others, session="a") in others
+    for number in range(ROWS):
+        router.place(f"load {number}", prompt(100 + number, 40), among=[home])
+    assert router.place("2", prompt(3, 40), among=ALL, session="a") in others
+    router.lose(home)
+    assert router.place("3", prompt(4, 40), among=ALL, session="a") in others
+
+
+def test_short_prompts_of_a_session_stay_together_in_all_processes(tmp_path: Path) -> None:
+    file = tmp_path / "prefixes"
+    PrefixMap.create(file)
+    first, second = make(prefixes=PrefixMap(file)), make(prefixes=PrefixMap(file), first=1)
+    home = first.place("0", [1, 2], among=ALL, session="a")
+    assert {second.place(str(number), [number], among=ALL, session="a") for number in range(5)} == {home}

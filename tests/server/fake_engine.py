@@ -18,6 +18,7 @@ from quire.data.outputs import RequestOutput
 from quire.data.params import SamplingParams
 from quire.data.pooling import Floats, PoolingParams
 from quire.data.pooling_outputs import PoolingOutput, PoolingRequestOutput
+from quire.data.prefix_miss import PrefixMiss
 from quire.data.request import Request
 from quire.data.step_plan import FinishReason, FirstRun, RowLogprobs, StepOutput
 from quire.errors import EngineDead, EngineError, RequestError
@@ -170,6 +171,8 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.num_in_flight = 0
         self.dead: str | None = None
+        self.num_created = 0
+        self.miss: PrefixMiss | None = None
         self.num_resets = 0
         self.resets_running = False
         self.exchanges: list[Exchange] = []
@@ -242,7 +245,13 @@ class FakeEngine:
             if request.timed:
                 step.shares[request.id] = 0.001
             if position == 0:
-                step.admitted[request.id] = FirstRun(num_cached=3, queued_at=0.0, scheduled_at=0.0)
+                step.admitted[request.id] = FirstRun(
+                    num_cached=3,
+                    queued_at=0.0,
+                    scheduled_at=0.0,
+                    num_created=self.num_created,
+                    miss=self.miss,
+                )
                 self._add_prompt_logprobs(step, request)
             count, labels = request.params.logprobs, request.params.logprob_token_ids
             if count is not None or labels is not None:

@@ -1,6 +1,7 @@
 """Speculative decoding and prefix caching during a run, from the server's counters before and after it."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ _SAMPLE = re.compile(
     re.MULTILINE,
 )
 _POSITION = re.compile(r'position="(\d+)"')
+_MISS = re.compile(r'^vllm:prefix_cache_misses_total\{[^}]*reason="(\w+)"[^}]*\} ([-+.\deE]+)', re.MULTILINE)
 
 
 def read_counters(metrics: str) -> dict[str, float]:
@@ -27,7 +29,7 @@ def counter_summary(before: str, after: str) -> dict[str, Any]:
     """Return the entries of a result that two metrics pages tell; none about what was not used."""
     first = read_counters(before)
     increase = {name: value - first.get(name, 0.0) for name, value in read_counters(after).items()}
-    return _draft_summary(increase) | _prefix_summary(increase)
+    return _draft_summary(increase) | _prefix_summary(increase) | _miss_summary(before, after)
 
 
 def _draft_summary(increase: Mapping[str, float]) -> dict[str, Any]:
@@ -46,6 +48,16 @@ def _draft_summary(increase: Mapping[str, float]) -> dict[str, Any]:
         "spec_decode_accepted_tokens": int(accepted),
         "spec_decode_per_position_acceptance_rates": [increase[f"{prefix}{i}"] / drafts for i in positions],
     }
+
+
+def _miss_summary(before: str, after: str) -> dict[str, Any]:
+    """Return the requests with a miss by reason."""
+    counts: Counter[str] = Counter()
+    for page, sign in ((after, 1), (before, -1)):
+        for reason, value in _MISS.findall(page):
+            counts[reason] += sign * int(float(value))
+    reasons = {reason: count for reason, count in counts.most_common() if count > 0}
+    return {"prefix_cache_misses": reasons} if reasons else {}
 
 
 def _prefix_summary(increase: Mapping[str, float]) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from urllib.parse import urlsplit
 
 from tqdm import tqdm
 
+from quire.bench.agent import AgentSession, longest, sessions_of
+from quire.bench.agent_run import AgentClient, TurnRecord, agent_lines, agent_summary
 from quire.bench.counters import counter_summary
 from quire.bench.cpu import CpuWatch, check_pid, listening_pids, report
 from quire.bench.datasets import (
@@ -50,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
     raise_file_limit()
     result, records = asyncio.run(_measure(args))
     metrics, percentiles = args.percentile_metrics, args.metric_percentiles
-    print("\n".join(lines(result, metrics=metrics, percentiles=percentiles)))
+    shown = lines(result, metrics=metrics, percentiles=percentiles)
+    print("\n".join([*shown[:-1], *agent_lines(result), shown[-1]]))
     for error, count in _by_count(record.error for record in records if record.error)[:5]:
         print(f"{count} failed: {error}")
     if args.save_result or args.append_result:
@@ -64,18 +67,29 @@ async def _measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[Recor
     path = args.endpoint or ENDPOINTS[args.backend]
     try:
         await _wait_until_listening(client, args.ready_check_timeout_sec)
-        model, root = await _model(client, args.model)
+        model, root, max_len = await _model(client, args.model)
         tokenizer = _tokenizer(args, root)
         options = request_options(args)
-        requests = [
-            (request_body(query, backend=args.backend, model=model, options=options), query.prompt_len)
-            for query in queries(args, tokenizer)
-        ]
+        agent = None
+        if args.dataset_name == "agent":
+            agent = _agent_client(args, client, path, model, tokenizer)
+            sessions = _agent_sessions(args, max_len)
+            requests = [(agent.body("warm-up", [0] * 8, 1), 8)]
+        else:
+            requests = [
+                (request_body(query, backend=args.backend, model=model, options=options), query.prompt_len)
+                for query in queries(args, tokenizer)
+            ]
         await _wait_until_ready(client, path, requests[0], args.ready_check_timeout_sec)
         await _warm_up(client, path, requests[0], args.num_warmups, args.max_concurrency)
         before = await _metrics_page(client)
         watch = CpuWatch(_server_pids(args)) if args.cpu_report else None
-        records, duration = await _run(client, path, requests, args)
+        turns: list[TurnRecord] = []
+        if agent is not None:
+            turns, duration = await _run_agent(agent, sessions, args)
+            records = [turn.record for turn in turns]
+        else:
+            records, duration = await _run(client, path, requests, args)
         # Read at once, so that later activity is not counted.
         spent = watch.spent() if watch is not None else []
         after = await _metrics_page(client)
@@ -91,7 +105,49 @@ async def _measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[Recor
     if watch is not None:
         print("\n".join(report(spent, seconds=duration, num_tokens=numbers["total_output_tokens"])))
         numbers["cpu"] = [asdict(usage) for usage in spent]
-    return _heading(args, model) | numbers | counter_summary(before, after), records
+    counters = counter_summary(before, after)
+    numbers |= agent_summary(turns, counters.get("prefix_cache_hit_tokens"))
+    return _heading(args, model) | numbers | counters, records
+
+
+def _agent_client(
+    args: argparse.Namespace, client: HttpClient, path: str, model: str, tokenizer: Tokenizer | None
+) -> AgentClient:
+    return AgentClient(
+        client=client,
+        path=path,
+        model=model,
+        options=request_options(args),
+        hint=args.agent_hint,
+        vocab=args.random_vocab or (tokenizer.vocab_size if tokenizer is not None else 256),
+        seed=args.seed,
+        shared_len=round(args.agent_shared_len * args.agent_scale),
+        max_concurrency=args.max_concurrency,
+    )
+
+
+def _agent_sessions(args: argparse.Namespace, max_len: int | None) -> list[AgentSession]:
+    """Return the sessions, which the model's context must hold."""
+    sessions = sessions_of(args)
+    most = longest(sessions)
+    if max_len is not None and most > max_len:
+        raise ConfigError(
+            f"the longest turn has {most} tokens with its answer, and the max_model_len is {max_len}:"
+            f" set --agent-scale {0.95 * args.agent_scale * max_len / most:.2g}, or lower --agent-last-len"
+        )
+    return sessions
+
+
+async def _run_agent(
+    agent: AgentClient, sessions: Sequence[AgentSession], args: argparse.Namespace
+) -> tuple[list[TurnRecord], float]:
+    starts = send_times(len(sessions), rate=args.request_rate, burstiness=args.burstiness, seed=args.seed)
+    num_turns = sum(len(session.turns) for session in sessions)
+    print(f"Running {len(sessions)} sessions of {num_turns} turns in total", flush=True)
+    with tqdm(total=num_turns, disable=args.disable_tqdm) as bar:
+        start = time.perf_counter()
+        turns = await agent.run(sessions, starts, on_done=lambda: bar.update(1))
+        return turns, time.perf_counter() - start
 
 
 async def _run(
@@ -128,6 +184,8 @@ def _check(args: argparse.Namespace) -> None:
         )
     if args.dataset_name == "random-mm" and args.backend != "openai-chat":
         raise ConfigError("--dataset-name random-mm needs --backend openai-chat: only chats take media")
+    if args.dataset_name == "agent" and args.backend == "openai-chat":
+        raise ConfigError("--dataset-name agent needs --backend openai: its prompts are token ids")
     if not args.request_rate > 0:
         raise ConfigError(f"--request-rate {args.request_rate} must be above 0; inf sends everything at once")
     if not args.burstiness > 0:
@@ -185,16 +243,16 @@ async def _warm_up(
         )
 
 
-async def _model(client: HttpClient, requested: str | None) -> tuple[str, str | None]:
-    """Return the model to request, and the path of its files if the server reports it."""
+async def _model(client: HttpClient, requested: str | None) -> tuple[str, str | None, int | None]:
+    """Return the model to request, and the path of its files and its context if the server reports them."""
     try:
         cards = await models(client)
     except BadAnswer:
         if requested is None:
             raise
-        return requested, None
+        return requested, None, None
     card = next((entry for entry in cards if entry.id == requested), cards[0])
-    return requested or card.id, card.root
+    return requested or card.id, card.root, card.max_model_len
 
 
 def _tokenizer(args: argparse.Namespace, root: str | None) -> Tokenizer | None:

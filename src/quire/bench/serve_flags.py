@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
+from quire.bench.agent import range_of
 from quire.bench.media import BUCKETS, LIMITS, Bucket
 from quire.bench.traffic import ENDPOINTS
 from quire.config.cli import FlagParser, JsonFlag
@@ -145,10 +146,11 @@ _PROMPTS = (
         "--dataset-name",
         str,
         "random",
-        "Kind of prompts; prefix_repetition has groups with a common prefix, random-mm has media.",
-        {"choices": ("random", "random-mm", "prefix_repetition", "sharegpt", "custom")},
+        "Kind of prompts; prefix_repetition has groups with a common prefix, random-mm has media, agent has "
+        "sessions of many turns.",
+        {"choices": ("random", "random-mm", "prefix_repetition", "sharegpt", "custom", "agent")},
     ),
-    _Flag("--dataset-path FILE", str, None, "JSON of sharegpt, JSON lines of custom."),
+    _Flag("--dataset-path FILE", str, None, "JSON of sharegpt, JSON lines of custom, trace of agent."),
     _Flag(
         "--tokenizer MODEL",
         str,
@@ -204,6 +206,38 @@ _PROMPTS = (
     _Flag("--sharegpt-output-len N", int, None, "Default: the length of the dataset's answers."),
     _Flag("--custom-output-len N", int, 256, "For lines without output_tokens. Default: 256."),
 )
+_AGENT = (
+    _Flag("--agent-num-sessions N", int, 8, "Sessions, of a trace the first ones. Default: 8."),
+    _Flag("--agent-turns LOW:HIGH", range_of, (33, 43), "Turns of a session. Default: 33:43."),
+    _Flag("--agent-first-len N", int, 12_000, "Tokens of the first prompt of a session. Default: 12000."),
+    _Flag(
+        "--agent-last-len LOW:HIGH",
+        range_of,
+        (80_000, 140_000),
+        "Tokens of the last prompt. Default: 80000:140000.",
+    ),
+    _Flag("--agent-shared-len N", int, 0, "First tokens that all sessions have in common. Default: 0."),
+    _Flag("--agent-input-per-output X", float, 130.0, "Prompt tokens for a generated token. Default: 130."),
+    _Flag(
+        "--agent-tool-spread X",
+        float,
+        1.0,
+        "Spread of the lengths of tool results (standard deviation of the logarithm). Default: 1.",
+    ),
+    _Flag("--agent-pause-median S", float, 5.0, "Median of the pause before a turn. Default: 5."),
+    _Flag("--agent-pause-p99 S", float, 81.0, "99th percentile of that pause. Default: 81."),
+    _Flag("--agent-think-time S", float, 0.0, "Mean time that a user thinks, in addition. Default: 0."),
+    _Flag("--agent-think-every N", int, 10, "Turns between two messages of a user. Default: 10."),
+    _Flag("--agent-scale X", float, 1.0, "Factor of all lengths, for small models. Default: 1."),
+    _Flag("--agent-time-scale X", float, 1.0, "Factor of all times; 0: no pauses. Default: 1."),
+    _Flag(
+        "--agent-hint",
+        str,
+        "session",
+        "Hint to send: the session as session_id, as prompt_cache_key, or none. Default: session.",
+        {"choices": ("session", "key", "none")},
+    ),
+)
 _SAMPLING = (
     *(
         _Flag(f"--{name.replace('_', '-')} X", float, None, f"The field {name}.")
@@ -253,6 +287,7 @@ FLAGS = {
     ("Server", "The server to benchmark."): _SERVER,
     ("Traffic", "Number and timing of requests."): _TRAFFIC,
     ("Prompts", "The prompts to send."): _PROMPTS,
+    ("Agent sessions", "Sessions of --dataset-name agent; --request-rate counts sessions."): _AGENT,
     ("Sampling", "Sampling parameters. Those not set are not sent."): _SAMPLING,
     ("Result", "Results to compute, print and save."): _RESULT,
 }

@@ -37,6 +37,10 @@ class Record:
     """Tokens of each piece, if the server reports usage in every chunk; otherwise empty."""
     num_tokens: int | None = None
     """Number of output tokens reported by the server."""
+    num_cached: int | None = None
+    """Number of prompt tokens from the prefix cache; None if the server does not report it."""
+    token_ids: list[int] = field(default_factory=list)
+    """Tokens of the output, if the server returns them."""
     error: str = ""
 
     def take(self, chunk: Chunk) -> None:
@@ -44,9 +48,12 @@ class Record:
         if chunk.usage is not None:
             self.prompt_len = chunk.usage.prompt_tokens or self.prompt_len
             self.num_tokens = chunk.usage.completion_tokens
+            if (details := chunk.usage.prompt_tokens_details) is not None:
+                self.num_cached = details.cached_tokens
         if not chunk.choices:
             return
         text, choice = chunk.text, chunk.choices[0]
+        self.token_ids += choice.token_ids or ()
         ended = choice.finish_reason is not None
         # Chats begin with a chunk that only has the role. Some servers end with a chunk without text, which
         # may stand for an output without text (special tokens).

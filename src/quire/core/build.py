@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from quire.checkpoint.layout import cache_specs
+from quire.checkpoint.layout import cache_specs, has_ssm_state
 from quire.config.engine import EngineConfig
 from quire.configure import open_grammars, open_tokenizer
 from quire.core.dp_sync import open_lockstep
@@ -97,7 +97,7 @@ def build_scheduler(
 
 def _build_kv_manager(config: EngineConfig, cache: CacheSize) -> KVManager:
     share, unit = config.cache.enable_prefix_caching, config.cache.mamba_block_size
-    states = None
+    states, why_off = None, _why_no_prefixes(config)
     if unit is not None and not cache.num_checkpoints:
         log.warning(
             "Prefix caching is off: no memory is left for checkpoints of SSM states. Lower max_num_seqs (%d)"
@@ -105,7 +105,7 @@ def _build_kv_manager(config: EngineConfig, cache: CacheSize) -> KVManager:
             config.scheduler.max_num_seqs,
             cache.max_model_len,
         )
-        share = False
+        share, why_off = False, "no memory is left for checkpoints of SSM states"
     elif unit is not None:
         states = StateCache(
             num_slots=cache.num_checkpoints,
@@ -125,7 +125,22 @@ def _build_kv_manager(config: EngineConfig, cache: CacheSize) -> KVManager:
         max_chunk=config.scheduler.max_chunk,
         states=states,
         has_pages=states is None or any(spec is not None and spec.is_paged for spec in specs) or has_draft,
+        why_off=why_off,
     )
+
+
+def _why_no_prefixes(config: EngineConfig) -> str:
+    """Return why prefix caching is off, if it is."""
+    pooling, facts = config.pooling, config.checkpoint.facts
+    if facts.encoder is not None:
+        return "the model is an encoder"
+    if pooling is not None and pooling.bidirectional:
+        return "the model attends in both directions"
+    if pooling is not None and pooling.needs_all_states:
+        return f"pooling of the type {pooling.needs_all_states} needs the states of all tokens"
+    if has_ssm_state(cache_specs(facts)):
+        return "the model has SSM states, and enable_prefix_caching is off or no step may end inside a prompt"
+    return "enable_prefix_caching is off"
 
 
 def _build_drafting(config: EngineConfig) -> Drafting | None:

@@ -16,3 +16,14 @@ def scoped_salt(salt: str | None) -> str | None:
         # The length keeps scope and salt apart; "-" and "+" keep no salt and an empty one apart.
         return f"{_ESCAPE}{len(scope)} {scope}{'-' if salt is None else '+' + salt}"
     return _ESCAPE * 2 + salt if salt is not None and salt.startswith(_ESCAPE) else salt
+
+
+def split_salt(salt: str | None) -> tuple[str, str | None]:
+    """Return the scope and the `cache_salt` of a salt that `scoped_salt` returned."""
+    if salt is None or not salt.startswith(_ESCAPE):
+        return "", salt
+    if salt.startswith(_ESCAPE * 2):
+        return "", salt.removeprefix(_ESCAPE * 2)
+    length, _, rest = salt.removeprefix(_ESCAPE).partition(" ")
+    scope, salt = rest[: int(length)], rest[int(length) :]
+    return scope, salt[1:] if salt[0] == "+" else None

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, overload
 
+from quire.data.prefix_miss import PrefixMiss
 from quire.logs import get_logger, warn_once
 
 logger = get_logger(__name__)
@@ -117,6 +118,8 @@ class RequestStateStats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     """Accepted draft tokens."""
+    prefix_miss: PrefixMiss | None = None
+    """Why a part of the prompt was not in the prefix cache; None if all of it was that could be."""
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from quire.data.cache_hints import CacheHints
 from quire.data.lora import LoRARequest
 from quire.data.multimodal import Media
 from quire.data.params import SamplingParams
@@ -28,6 +29,8 @@ class Request(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
     arrived_at: float = 0.0
     """Wall-clock time of arrival in the API process."""
     cache_salt: str | None = None
+    hints: CacheHints | None = None
+    """Hints about the later use of its blocks."""
     timed: bool = False
     """Whether its share of every step time is reported."""
     embeds: PromptEmbeds | None = None

@@ -30,6 +30,8 @@ class StepStats(msgspec.Struct):
     prefix_queries: int = 0
     """Prompt tokens looked up in the prefix cache, counted when a request is first admitted."""
     prefix_hits: int = 0
+    misses: list[str] = []
+    """Reasons of the requests that were first admitted and had a part of their prompt not cached."""
     num_preempted: int = 0
     num_drafts: int = 0
     """Rows with draft tokens in this step."""

@@ -13,6 +13,7 @@ from quire.data.lora import LoRARequest
 from quire.data.multimodal import Media, MediaItem
 from quire.data.params import SamplingParams
 from quire.data.pooling import Pooled, PoolingParams
+from quire.data.prefix_miss import PrefixMiss
 from quire.data.prompt_embeds import PromptEmbeds
 from quire.data.stats import StepStats
 
@@ -236,6 +237,10 @@ class FirstRun(msgspec.Struct):
     """Prompt tokens found in the prefix cache."""
     queued_at: float
     scheduled_at: float
+    num_created: int = 0
+    """Prompt tokens that it computes and adds to the prefix cache."""
+    miss: PrefixMiss | None = None
+    """Reason for which no more of its prompt was cached; None if nothing more could be."""
 
 
 class StepOutput(msgspec.Struct, omit_defaults=True):

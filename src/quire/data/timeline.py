@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import msgspec
 
 from quire.data.outputs import RequestStateStats
+from quire.data.prefix_miss import PrefixMiss
 
 
 class RequestTimeline(msgspec.Struct):
@@ -28,6 +29,8 @@ class RequestTimeline(msgspec.Struct):
     """Proposed draft tokens."""
     accepted_tokens: int = 0
     """Accepted draft tokens."""
+    cache_miss: PrefixMiss | None = None
+    """Why a part of the prompt was not in the prefix cache; None if all of it was that could be."""
 
     @classmethod
     def of(cls, stats: RequestStateStats, num_cached: int) -> "RequestTimeline":
@@ -42,11 +45,13 @@ class RequestTimeline(msgspec.Struct):
             step_share_ms=_ms(stats.step_share_s),
             draft_tokens=stats.num_draft_tokens,
             accepted_tokens=stats.num_accepted_tokens,
+            cache_miss=stats.prefix_miss,
         )
 
     @classmethod
     def joined(cls, parts: Iterable["RequestTimeline"]) -> "RequestTimeline":
-        """Merge the timelines of concurrent requests: the maximum of each time, the sum of each count."""
+        """Merge the timelines of concurrent requests: the maximum of each time, the sum of each count, the
+        first reason."""
         first, *others = parts
         for other in others:
             first = cls(
@@ -60,6 +65,7 @@ class RequestTimeline(msgspec.Struct):
                 first.step_share_ms + other.step_share_ms,
                 first.draft_tokens + other.draft_tokens,
                 first.accepted_tokens + other.accepted_tokens,
+                first.cache_miss or other.cache_miss,
             )
         return first
 

@@ -22,7 +22,7 @@ from quire.frontend.checked_params import CheckedParams
 from quire.frontend.control import CoreControl
 from quire.frontend.core_client import CALL_TIMEOUT_S, CoreLink
 from quire.frontend.engine_facts import EngineFacts
-from quire.frontend.in_flight import RequestInFlight, failure, marks, next_to_send, prefix_extra
+from quire.frontend.in_flight import RequestInFlight, affinity, failure, marks, next_to_send
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.live_stats import LiveView
 from quire.frontend.output_stream import OutputStream
@@ -242,9 +242,8 @@ class AsyncEngine:
             flight.lost_at = flight.lost_at or self._clock()
             flight.bringing = flight.bringing or asyncio.create_task(self._restore_media(id, flight))
             return
-        tokens = marks(first)
         place = self._router.place(
-            id, tokens, among=among, extra=prefix_extra(first), num_sequences=len(flight.requests)
+            id, marks(first), among=among, num_sequences=len(flight.requests), **affinity(first)
         )
         link = flight.link = self._links[place]
         if self._expect(id, flight, link).has_tokens and flight.lost_at:

@@ -147,6 +147,12 @@ def marks(request: Request) -> list[int]:
     return request.tokens if request.media is None else request.media.marks(request.tokens)
 
 
+def affinity(request: Request) -> dict[str, str | None]:
+    """Return the arguments of the router that choose a core: what the prefix depends on, and the session."""
+    session = None if request.hints is None else request.hints.session
+    return {"extra": prefix_extra(request), "session": session}
+
+
 def prefix_extra(request: Request) -> str | None:
     """Return what a cached prefix depends on beside its tokens: the LoRA adapter and the cache salt."""
     if request.lora is None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from quire.checkpoint.pooling import PoolingFacts
+from quire.data.cache_hints import CacheHints
 from quire.data.cache_scope import scoped_salt
 from quire.data.lora import LoRARequest
 from quire.data.multimodal import Media
@@ -92,6 +93,7 @@ class Prompt:
     """Images, videos and audio, with placeholder tokens among the token ids."""
     prepared: Sequence[PreparedItem] = ()
     """The prepared items of `media`."""
+    hints: CacheHints | None = None
 
 
 class InputProcessor:
@@ -372,6 +374,7 @@ class InputProcessor:
                     priority=priority,
                     arrived_at=arrived_at,
                     cache_salt=scoped_salt(prompt.cache_salt),
+                    hints=prompt.hints,
                     embeds=prompt.embeds,
                     media=prompt.media,
                     timed=timed,

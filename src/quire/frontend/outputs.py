@@ -154,7 +154,8 @@ class OutputProcessor:
         sequences, touched, stats, at = self._sequences, self._touched, self._stats, step.at
         for id, run in step.admitted.items():
             if (sequence := sequences.get(id)) is not None:
-                sequence.num_cached = run.num_cached
+                sequence.num_cached, sequence.num_created = run.num_cached, run.num_created
+                sequence.miss = run.miss
                 sequence.times.queued_at, sequence.times.scheduled_at = run.queued_at, run.scheduled_at
         for id, seconds in step.resumed.items():
             if (sequence := sequences.get(id)) is not None:
@@ -304,6 +305,7 @@ class OutputProcessor:
             outputs=[make(sequence) for sequence in sequences],
             finished=finished,
             num_cached_tokens=parent.sequences[0].num_cached,
+            num_cache_creation_tokens=parent.sequences[0].num_created,
         )
         if parent.lora is not None:
             output.lora_request = parent.lora

@@ -19,6 +19,12 @@ _CORE, _MARK = np.uint64(_HOME - 1), np.uint64(2 * _HOME - 1)
 Keys = NDArray[np.uint64]
 
 
+def key_of_session(session: str) -> Keys:
+    """Return the key of a session, which is stored like that of a prefix."""
+    digest = hashlib.blake2b(session.encode(), digest_size=8, person=b"session").digest()
+    return np.array([int.from_bytes(digest)], np.uint64)
+
+
 class PrefixKeys:
     """Hash keys of prefixes. Equal prefixes have equal keys in every process."""
 

@@ -16,6 +16,7 @@ from quire.data.outputs import (
 )
 from quire.data.params import RequestOutputKind, SamplingParams
 from quire.data.pooling import Floats
+from quire.data.prefix_miss import PrefixMiss
 from quire.data.request import Request
 from quire.data.stats import FinishedSequence, SequenceTimes
 from quire.data.step_plan import FinishReason
@@ -40,6 +41,8 @@ class SequenceState:
     cumulative_logprob: float = 0.0
     times: SequenceTimes = field(default_factory=SequenceTimes)
     num_cached: int = 0
+    num_created: int = 0
+    miss: PrefixMiss | None = None
     finish: FinishReason | None = None
     num_read: int = 0
     """Tokens that are detokenized."""
@@ -250,4 +253,5 @@ def stats_of(parent: RequestState) -> RequestStateStats:
         step_share_s=sum(t.step_share_s for t in times),
         num_draft_tokens=sum(t.num_draft_tokens for t in times),
         num_accepted_tokens=sum(t.num_held for t in times),
+        prefix_miss=parent.sequences[0].miss,
     )

@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire.frontend.prefix_map import Keys, PrefixKeys, PrefixMap
+from quire.frontend.prefix_map import Keys, PrefixKeys, PrefixMap, key_of_session
 
 SLACK_ROWS = 1 / 16
 """Fraction of max_num_seqs by which the load of a core with a fully cached prompt may exceed the least busy
 one."""
+SESSION_SLACK_ROWS = 1 / 2
+"""Fraction of max_num_seqs by which the load of a session's core may exceed the least busy one."""
 SLACK_SHARE = 0.1
 """Fraction of the load of the least busy core that is added to that."""
 MIN_SHARE = 0.05
@@ -57,6 +59,7 @@ class Router:
         self.cores = [_Core() for _ in range(num_cores)]
         self._keys = PrefixKeys(block_size)
         self._slack = SLACK_ROWS * max_num_seqs
+        self._session_slack = SESSION_SLACK_ROWS * max_num_seqs
         self._turn = first
         self._placed: dict[str, tuple[int, int]] = {}
         """Core and number of sequences by request."""
@@ -69,9 +72,11 @@ class Router:
         *,
         among: Sequence[int],
         extra: str | None = None,
+        session: str | None = None,
         num_sequences: int = 1,
     ) -> int:
-        """Choose one of the available cores for a request; it counts there until `end`."""
+        """Choose one of the available cores for a request; it counts there until `end`. Requests of a session
+        go to the same core."""
         assert among and request_id not in self._placed
         core = among[0]
         if self.policy == "round_robin":
@@ -81,9 +86,15 @@ class Router:
             core = self._least(among)
         else:
             depths, keys = self._keys.of(token_ids, extra)
-            core = self._nearest(depths, keys, len(token_ids), among) if depths else self._least(among)
+            home = None if session is None else self._home(session, among)
+            if home is not None:
+                core = home
+            else:
+                core = self._nearest(depths, keys, len(token_ids), among) if depths else self._least(among)
             if depths:
                 self._prefixes.note(keys, core)
+            if session is not None:
+                self._prefixes.note(key_of_session(session), core)
         self._placed[request_id] = core, num_sequences
         self.cores[core].num_local += num_sequences
         return core
@@ -118,6 +129,15 @@ class Router:
         core = min(among, key=lambda core: (self.cores[core].load, self._rotated(core)))
         self._turn = (core + 1) % len(self.cores)
         return core
+
+    def _home(self, session: str, among: Sequence[int]) -> int | None:
+        """Return the core of a session, unless it is not available or has many more requests than another."""
+        least = min(self.cores[core].load for core in among)
+        for _, cores in self._prefixes.find(key_of_session(session)):
+            for core in cores:
+                if core in among and self.cores[core].load <= least + self._session_slack:
+                    return core
+        return None
 
     def _nearest(self, depths: list[int], keys: Keys, length: int, among: Sequence[int]) -> int:
         """Return the core with most of the prompt cached, if its load is near that of the least busy one."""

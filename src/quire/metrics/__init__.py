@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.core import Metric as PromMetric
 
 from quire.config.engine import EngineConfig
+from quire.data.prefix_miss import MISS_REASONS
 from quire.data.stats import FinishedSequence, FrontStats, StepStats
 from quire.metrics.api_keys import KeyPages
 from quire.metrics.exposition import exposition
@@ -78,6 +79,7 @@ LABELLED = {
         "source",
         ("local_compute", "local_cache_hit", "external_kv_transfer"),
     ),
+    "prefix_cache_misses": ("Requests with a prefix cache miss.", "reason", tuple(MISS_REASONS)),
     "num_requests_waiting_by_reason": ("Waiting requests by reason.", "reason", ("capacity", "deferred")),
     "engine_sleep_state": (
         "1 for the current sleep state of the engine.",
@@ -207,6 +209,8 @@ class MetricsPages:
         self._set("gpu_cache_usage_perc", step.kv_usage)
         self._add("prefix_cache_queries", step.prefix_queries)
         self._add("prefix_cache_hits", step.prefix_hits)
+        for reason in step.misses:
+            self._add(f"prefix_cache_misses:{reason}", 1)
         self._add("num_preemptions", step.num_preempted)
         # Counted when a request is first admitted, so that recomputation after preemption is not counted.
         self._add("prompt_tokens", step.num_prompt_tokens)

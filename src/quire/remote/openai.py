@@ -14,11 +14,18 @@ class BadAnswer(QuireError):
     """Raised if the server returned an error or an invalid response."""
 
 
+class PromptDetails(msgspec.Struct, frozen=True):
+    """Details of the prompt tokens."""
+
+    cached_tokens: int | None = None
+
+
 class Usage(msgspec.Struct, frozen=True):
     """Token counts of the server."""
 
     prompt_tokens: int = 0
     completion_tokens: int | None = None
+    prompt_tokens_details: PromptDetails | None = None
 
 
 class Delta(msgspec.Struct, frozen=True):
@@ -34,6 +41,8 @@ class Choice(msgspec.Struct, frozen=True):
     text: str = ""
     delta: Delta | None = None
     finish_reason: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    """Token ids of this part, if the request has `return_token_ids`."""
 
 
 class Chunk(msgspec.Struct, frozen=True):

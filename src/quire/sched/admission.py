@@ -215,7 +215,12 @@ class Admitter:
         num_computed = hit.num_tokens
         if not request.has_run:
             request.has_run, request.num_cached = True, num_computed
-            notes.admitted[request.id] = FirstRun(num_computed, request.queued_at, time.monotonic())
+            miss, num_created = self.kv.explain(request, hit), self.kv.num_created(request, hit)
+            notes.admitted[request.id] = FirstRun(
+                num_computed, request.queued_at, time.monotonic(), num_created, miss
+            )
+            if miss is not None:
+                notes.stats.misses.append(miss.reason)
             notes.stats.prefix_queries += request.prompt_len if self.kv.may_share(request) else 0
             notes.stats.prefix_hits += num_computed
         elif request.preempted_at:

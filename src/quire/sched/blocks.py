@@ -4,7 +4,7 @@ An entry is a `Block`. Its contents are pages of one group of layers, or the sta
 prefix. A `BlockPool` holds the entries with the same kind of contents in one place. Pools may share an index,
 in which the key of an entry names its prefix and its contents."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 
 class Block:
@@ -34,6 +34,11 @@ class FreeList:
 
     def __len__(self) -> int:
         return self._len
+
+    @property
+    def first(self) -> Block | None:
+        """Return the first block; None if the list is empty."""
+        return self._head.next if self._len else None
 
     def _link(self, before: Block, block: Block, after: Block) -> None:
         before.next = after.prev = block
@@ -82,6 +87,8 @@ class BlockPool:
         for block in self.blocks[1:]:
             self._free.append(block)
         self.index: dict[bytes, Block] = {} if index is None else index
+        self.on_evict: Callable[[list[bytes]], None] = lambda keys: None
+        """Called with the keys of blocks that are evicted."""
 
     @property
     def num_usable(self) -> int:
@@ -98,11 +105,14 @@ class BlockPool:
     def take(self, count: int) -> list[Block]:
         """Allocate `count` free blocks and evict their prefixes from the index; nothing else evicts."""
         assert count <= self.num_free, f"{count} blocks needed, {self.num_free} free"
-        taken = self._free.take(count)
+        taken, evicted = self._free.take(count), list[bytes]()
         for block in taken:
             block.num_users = 1
             if block.key is not None:
+                evicted.append(block.key)
                 self.forget(block)
+        if evicted:
+            self.on_evict(evicted)
         return taken
 
     def share(self, blocks: Iterable[Block]) -> None:

@@ -7,9 +7,12 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.checkpoint.layout import most_blocks
+from quire.data.prefix_miss import PrefixMiss
 from quire.data.request import Request
 from quire.data.step_plan import Ints
-from quire.sched.blocks import Block, BlockPool
+from quire.sched.blocks import Block
+from quire.sched.miss_reasons import MissReasons
+from quire.sched.retention import RetainingPool
 from quire.sched.running import RowIds, Running
 from quire.sched.state_cache import StateCache
 
@@ -74,13 +77,14 @@ class KVManager:
         max_chunk: int = _MAX_TOKENS,
         states: StateCache | None = None,
         has_pages: bool = True,
+        why_off: str = "",
     ) -> None:
         """Build the tables. `windows` is the attention window of each group, including the token itself;
         None: no window. `states` is needed to share prefixes of a model with SSM states. Without pages a
-        prefix is restored from states alone."""
+        prefix is restored from states alone. `why_off` is the reason not to share prefixes."""
         self.states = states
         self.has_pages = has_pages
-        self.pool = BlockPool(num_blocks, None if states is None else states.pool.index)
+        self.pool = RetainingPool(num_blocks, None if states is None else states.pool.index)
         self.block_size = block_size
         self.share_prefixes = share_prefixes
         self.windows = tuple(windows)
@@ -98,6 +102,16 @@ class KVManager:
         """Suffixes that distinguish the keys of the groups."""
         self._groups = list(zip(self.tables, self.marks, strict=True))
         self._fresh: list[Block] = []
+        self.reasons = MissReasons(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            root_key=_root_key,
+            marks=self.marks,
+            unit=None if states is None else states.unit,
+            why_off="" if share_prefixes else why_off or "enable_prefix_caching is off",
+        )
+        for pool in (self.pool, *([] if states is None else [states.pool])):
+            pool.on_evict = self.reasons.evicted
 
     # ---- admitting and freeing rows
 
@@ -131,6 +145,15 @@ class KVManager:
             for group, window in enumerate(self.windows)
         ]
         return Hit(length * self.block_size, blocks, num_seen * self.block_size)
+
+    def explain(self, request: Request, hit: Hit) -> PrefixMiss | None:
+        """Return why the hit of a request is not longer; None if it has all blocks that a hit can have."""
+        return self.reasons.explain(request, hit.num_tokens, hit.num_seen)
+
+    def num_created(self, request: Request, hit: Hit) -> int:
+        """Return how many prompt tokens a request adds to the prefix cache after its hit."""
+        full = request.prompt_len // self.block_size * self.block_size
+        return max(full - hit.num_tokens, 0) if self.share_prefixes else 0
 
     def _longest(self, keys: list[bytes], mark: bytes) -> Table:
         hits: Table = []
@@ -218,7 +241,7 @@ class KVManager:
             return 0
         self.states.admit(row, self._boundaries(request, hit))
         num_blocks = hit.num_tokens // self.block_size
-        return self.states.use(request.block_keys[num_blocks - 1]) if num_blocks else 0
+        return self.states.use(request.block_keys[num_blocks - 1], request.hints) if num_blocks else 0
 
     def admit(self, row: int, hit: Hit, num_tokens: int) -> list[list[int]]:
         """Assign an empty row its shared blocks and new ones up to `num_tokens`. Return their ids by group; 0
@@ -242,9 +265,13 @@ class KVManager:
         held: Ints = -(-self.room[rows] // self.block_size)
         return held
 
-    def free(self, row: int) -> None:
+    def free(self, row: int, running: Running) -> None:
+        request = running.request(row)
+        if self.share_prefixes:
+            first, end = int(running.num_cached[row]) // self.block_size, int(self.num_indexed[row])
+            self.reasons.learn(request, running.tokens[row], first, end)
         for tables in self.tables:
-            self.pool.release(_held(tables[row]))
+            self.pool.release(_held(tables[row]), request.hints)
             tables[row] = []
         if self.states is not None:
             self.states.free(row)
@@ -349,7 +376,10 @@ class KVManager:
 
     def reset(self) -> bool:
         """Forget every prefix. Return False and do nothing while blocks are in use."""
-        return self.pool.reset() and (self.states is None or self.states.pool.reset())
+        if not self.pool.reset() or (self.states is not None and not self.states.pool.reset()):
+            return False
+        self.reasons.forget()
+        return True
 
     def _hash(self, request: Request, tokens: Ints, num_full: int) -> None:
         """Extend the request's keys to its first `num_full` blocks; each block is hashed once per request."""

@@ -132,7 +132,7 @@ class Scheduler:
         return FinishReason(reason, stop_reason, request.num_preemptions)
 
     def _vacate(self, row: int) -> Request:
-        self.kv.free(row)
+        self.kv.free(row, self.running)
         self.media.leave(row)
         if self.admitter.drafting is not None:
             self.admitter.drafting.release(self.running, row)

@@ -5,11 +5,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from quire.data.cache_hints import CacheHints
 from quire.data.step_plan import Ints
-from quire.sched.blocks import Block, BlockPool
+from quire.sched.blocks import Block
+from quire.sched.retention import RetainingPool
 from quire.sched.running import RowIds, Running
 
-_MARK = b"state"
+STATE_MARK = b"state"
 """Suffix that distinguishes the keys of states from those of pages."""
 _NEVER = 1 << 30
 """Boundary of a row that has none left."""
@@ -23,6 +25,7 @@ class _Save(NamedTuple):
     row: int
     slot: Block
     num_tokens: int
+    hints: CacheHints | None
 
 
 class StateCache:
@@ -48,7 +51,7 @@ class StateCache:
         """Build the cache. Boundaries are multiples of `unit` tokens, which is a multiple of the block size.
         A prompt has a boundary every `interval` tokens; 0: none of these, None: at halves of the prompt. With
         `whole_items`, no step ends inside of a media item."""
-        self.pool = BlockPool(num_slots + 1)
+        self.pool = RetainingPool(num_slots + 1)
         self.block_size, self.unit, self.interval = block_size, unit, interval
         self.whole_items = whole_items
         self.next: Ints = np.full(max_rows, _NEVER, np.int32)
@@ -62,16 +65,16 @@ class StateCache:
         """Return the blocks of the longest prefix, of at most `num_blocks`, that has a checkpoint."""
         step, find = self.unit // self.block_size, self.pool.find
         for count in range(num_blocks // step * step, 0, -step):
-            if find(keys[count - 1] + _MARK) is not None:
+            if find(keys[count - 1] + STATE_MARK) is not None:
                 return count
         return 0
 
-    def use(self, key: bytes) -> int:
-        """Return the slot of a checkpoint; it is now the last to be evicted."""
-        slot = self.pool.find(key + _MARK)
+    def use(self, key: bytes, hints: CacheHints | None = None) -> int:
+        """Return the slot of a checkpoint; it is now the last to be evicted, and retained by the hints."""
+        slot = self.pool.find(key + STATE_MARK)
         assert slot is not None, "lookup() found no checkpoint"
         self.pool.share([slot])
-        self.pool.release([slot])
+        self.pool.release([slot], hints)
         return slot.id
 
     # ---- boundaries
@@ -125,9 +128,10 @@ class StateCache:
                 left.pop()
             if left and left[-1] == num_tokens:
                 left.pop()
-                key = running.request(row).block_keys[num_tokens // self.block_size - 1] + _MARK
+                request = running.request(row)
+                key = request.block_keys[num_tokens // self.block_size - 1] + STATE_MARK
                 if self.pool.find(key) is None and key not in self._saves and self.pool.num_free:
-                    self._saves[key] = _Save(row, self.pool.take(1)[0], num_tokens)
+                    self._saves[key] = _Save(row, self.pool.take(1)[0], num_tokens, request.hints)
             if left:
                 self.next[row] = left[-1]
             else:
@@ -138,7 +142,7 @@ class StateCache:
         `num_cached` tokens, and at most `most`."""
         return any(
             num_cached < save.num_tokens <= most
-            and keys[save.num_tokens // self.block_size - 1] + _MARK == key
+            and keys[save.num_tokens // self.block_size - 1] + STATE_MARK == key
             for key, save in self._saves.items()
         )
 
@@ -147,8 +151,8 @@ class StateCache:
         tokens, and their entries."""
         saves, self._saves = self._saves, {}
         slots = [save.slot for save in saves.values()]
-        for key, slot in zip(saves, slots, strict=True):
-            self.pool.remember(slot, key)
-            self.pool.release([slot])
+        for key, save in saves.items():
+            self.pool.remember(save.slot, key)
+            self.pool.release([save.slot], save.hints)
         columns = [(save.row, save.slot.id, save.num_tokens) for save in saves.values()]
         return np.array(columns, np.int32).reshape(-1, 3).T, slots

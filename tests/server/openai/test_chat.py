@@ -74,7 +74,7 @@ def test_stream_usage(settings: dict[str, Any]) -> None:
 def test_cached_tokens_are_reported_if_enabled() -> None:
     assert "prompt_tokens_details" not in chat().json()["usage"]
     usage = chat(settings={"enable_prompt_tokens_details": True}).json()["usage"]
-    assert usage["prompt_tokens_details"] == {"cached_tokens": 3}
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 3, "created_cache_tokens": 0}
 
 
 @pytest.mark.parametrize("stream", [False, True])

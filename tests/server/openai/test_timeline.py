@@ -5,15 +5,17 @@ from typing import Any
 import httpx
 import pytest
 from ask import CHAT, COMPLETIONS, MESSAGES, ask, chat, complete, events
+from fake_engine import FakeEngine
 
 from quire.data.outputs import RequestStateStats
+from quire.data.prefix_miss import PrefixMiss
 from quire.data.timeline import RequestTimeline
-from quire.server.openai.timeline import request_metrics
+from quire.server.openai.timeline import TOKENS_AFTER, request_metrics
 
 NAMES = {
     *("total_ms", "queue_ms", "prefill_ms", "decode_ms", "preempted_ms"),
     *("num_preemptions", "cached_tokens", "step_share_ms"),
-    *("draft_tokens", "accepted_tokens"),
+    *("draft_tokens", "accepted_tokens", "cache_miss"),
 }
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": MESSAGES, "max_tokens": 4},
@@ -35,7 +37,33 @@ def test_timeline_is_in_usage_and_header(path: str) -> None:
     assert timeline["step_share_ms"] == pytest.approx(4 * num_prompts)
     assert timeline["cached_tokens"] == 3 * num_prompts
     short = dict(part.split("=") for part in answer.headers["x-request-timeline"].split(", "))
+    assert timeline.pop("cache_miss") is None
     assert {name: float(value) for name, value in short.items()} == timeline
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_miss_is_reported_with_the_text_of_the_request(stream: bool) -> None:
+    engine = FakeEngine()
+    engine.miss = PrefixMiss("differs", 6)
+    headers = {"x-request-timeline": "1"}
+    body = {"prompt": "Today is Tuesday. Say so.", "max_tokens": 2, "stream": stream}
+    answer = ask("POST", COMPLETIONS, engine=engine, json=body, headers=headers)
+    usage = events(answer)[-1]["usage"] if stream else answer.json()["usage"]
+    assert usage["timeline"]["cache_miss"] == {
+        "reason": "differs",
+        "from_token": 6,
+        "text": "Today is Tuesday. Say "[: 6 + TOKENS_AFTER],
+    }
+    if not stream:
+        assert answer.headers["x-request-timeline"].endswith("cache_miss=differs")
+
+
+def test_only_a_difference_has_text() -> None:
+    engine = FakeEngine()
+    engine.miss = PrefixMiss("evicted", 4, evicted_s=12.5, tier="device")
+    answer = ask("POST", CHAT, engine=engine, json=BODIES[CHAT], headers={"x-request-timeline": "1"})
+    miss = answer.json()["usage"]["timeline"]["cache_miss"]
+    assert miss == {"reason": "evicted", "from_token": 4, "evicted_s": 12.5, "tier": "device"}
 
 
 @pytest.mark.parametrize(

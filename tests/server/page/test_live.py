@@ -40,6 +40,7 @@ def test_slowest_requests_have_bars(serve: Open, open_page: Open) -> None:
     slow = {"id": "chatcmpl-<b>1</b>", "total_ms": 2000.0, "queue_ms": 1000.0, "prefill_ms": 500.0}
     slow |= {"decode_ms": 400.0, "preempted_ms": 120.0, "num_preemptions": 2, "cached_tokens": 16}
     slow |= {"step_share_ms": 0.0, "prompt_tokens": 1200, "completion_tokens": 30}
+    slow |= {"cache_miss": {"reason": "evicted", "from_token": 16, "evicted_s": 3.0, "tier": "device"}}
     site = serve()
     page = open_page(site)
     page.wait_for_selector("[data-state=healthy]")
@@ -47,7 +48,11 @@ def test_slowest_requests_have_bars(serve: Open, open_page: Open) -> None:
     site.engine.changes = {"slowest": [slow]}
     page.wait_for_selector("#slowest li")
     assert page.inner_text("#slowest .row") == "chatcmpl-<b>1</b>\n2,000 ms"
-    assert "1,200 (16 cached) + 30 tokens · preempted 2 times, 120 ms" in page.inner_text("#slowest .fine")
+    words = page.inner_text("#slowest .fine")
+    assert (
+        "1,200 (16 cached) + 30 tokens · not cached from token 16: evicted 3,000 ms ago from device" in words
+    )
+    assert "preempted 2 times, 120 ms" in words
     whole = page.locator("#slowest .times").bounding_box()["width"]
     widths = [item.bounding_box()["width"] for item in page.locator("#slowest .times i").all()]
     assert [round(width / whole, 2) for width in widths] == [0.5, 0.25, 0.2]

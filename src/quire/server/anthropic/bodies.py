@@ -5,12 +5,18 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Discriminator, Field, JsonValue, Tag
 
 from quire.data.params import INT64_MAX, INT64_MIN
-from quire.server.openai.requests import Body, EngineBody, Many, Some, TokenId, doc
+from quire.server.openai.requests import Body, CacheControl, EngineBody, Many, Some, TokenId, doc
 
 # ---- requests
 
 
-class TextBlock(Body):
+class CachedBlock(Body):
+    """A part of a prompt up to which a client wants it to be cached."""
+
+    cache_control: CacheControl | None = doc("Hint that the prompt will be used again.")
+
+
+class TextBlock(CachedBlock):
     """Text."""
 
     type: Literal["text"]
@@ -32,7 +38,7 @@ class RedactedBlock(Body):
     data: str | None = None
 
 
-class ToolUseBlock(Body):
+class ToolUseBlock(CachedBlock):
     """A tool that the model called."""
 
     type: Literal["tool_use"]
@@ -50,7 +56,7 @@ class ImageSource(Body):
     url: str | None = doc("The address, with type `url`.")
 
 
-class ImageBlock(Body):
+class ImageBlock(CachedBlock):
     """An image, for multimodal models."""
 
     type: Literal["image"]
@@ -79,7 +85,7 @@ ResultBlock = Annotated[
 ]
 
 
-class ToolResultBlock(Body):
+class ToolResultBlock(CachedBlock):
     """The result of a tool call."""
 
     type: Literal["tool_result"]
@@ -107,7 +113,7 @@ class MessageBody(Body):
     content: str | Many[Block]
 
 
-class MessageTool(Body):
+class MessageTool(CachedBlock):
     """A tool that the model may call."""
 
     type: str | None = doc("`custom`; server-side tools are rejected.")
@@ -159,6 +165,7 @@ class CountBody(EngineBody):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = doc("Older name of output_config.format.")
+    cache_control: CacheControl | None = doc("Hint that the whole prompt will be used again.")
     chat_template: str | None = doc("Needs --trust-request-chat-template.")
     chat_template_kwargs: dict[str, JsonValue] | None = doc("Variables of the chat template.")
 
@@ -203,13 +210,22 @@ class MessageErrorReply(BaseModel):
     error: MessageErrorInfo
 
 
+class CreatedTokens(BaseModel):
+    """Tokens added to the prefix cache, by `ttl`."""
+
+    ephemeral_5m_input_tokens: int
+    ephemeral_1h_input_tokens: int
+
+
 class MessageUsage(BaseModel):
-    """Token counts. The prompt has `input_tokens` plus `cache_read_input_tokens` tokens."""
+    """Token counts. The prompt has `input_tokens`, `cache_read_input_tokens` and
+    `cache_creation_input_tokens` together."""
 
     input_tokens: int
     output_tokens: int
     cache_read_input_tokens: int
     cache_creation_input_tokens: int
+    cache_creation: CreatedTokens | None = doc("Only with `cache_control` in the request.")
 
 
 class ReplyText(BaseModel):

@@ -126,7 +126,7 @@ class MessageEncoder(AnswerEncoder):
         self._blocks = BlockEvents(hold_space=talk.parses)
         self._num_prompt = len(talk.job.prompts[0].token_ids)
         self._num_output = 0
-        self._num_cached: int | None = None
+        self._num_cached = self._num_created = 0
         self._stop_fields: dict[str, Any] = {}
         self._error = ""
         """Error message if the engine ended the request with an error."""
@@ -153,7 +153,7 @@ class MessageEncoder(AnswerEncoder):
 
     def finish(self) -> bytes:
         self._check()
-        usage = self._usage(self._num_output, self._num_cached)
+        usage = self._usage(self._num_output)
         delta = {"type": "message_delta", "delta": self._stop_fields, "usage": usage}
         return b"".join(map(_encode_event, [*self._blocks.end(), delta, {"type": "message_stop"}]))
 
@@ -162,8 +162,8 @@ class MessageEncoder(AnswerEncoder):
 
     def _start_event(self, output: RequestOutput) -> Event:
         self._started = True
-        self._num_cached = output.num_cached_tokens
-        usage = self._usage(0, self._num_cached)
+        self._note_cached(output)
+        usage = self._usage(0)
         message = self._message([], {"stop_reason": None, "stop_sequence": None}, usage)
         return {"type": "message_start", "message": message}
 
@@ -189,11 +189,12 @@ class MessageEncoder(AnswerEncoder):
         events = self._add_completion(completion)
         self._check()
         content = content_of([*events, *self._blocks.end()])
-        usage = self._usage(len(completion.token_ids), output.num_cached_tokens)
+        self._note_cached(output)
+        usage = self._usage(len(completion.token_ids))
         return self._message(content, self._stop_fields, usage)
 
     def _message(
-        self, content: list[dict[str, Any]], ending: dict[str, Any], usage: dict[str, int]
+        self, content: list[dict[str, Any]], ending: dict[str, Any], usage: dict[str, Any]
     ) -> dict[str, Any]:
         return {
             "id": self._id,
@@ -205,14 +206,25 @@ class MessageEncoder(AnswerEncoder):
             "usage": usage,
         }
 
-    def _usage(self, num_output: int, num_cached: int | None) -> dict[str, int]:
-        """Return the usage. Cached tokens are reported separately with --enable-prompt-tokens-details."""
-        num_read = (num_cached or 0) if self._api.settings.api.enable_prompt_tokens_details else 0
-        return {
-            "input_tokens": self._num_prompt - num_read,
+    def _note_cached(self, output: RequestOutput) -> None:
+        if self._api.reports_cache(self._talk.job.hints):
+            self._num_cached = output.num_cached_tokens or 0
+            self._num_created = output.num_cache_creation_tokens or 0
+
+    def _usage(self, num_output: int) -> dict[str, Any]:
+        """Return the usage. Cached tokens are reported separately with --enable-prompt-tokens-details, or if
+        the request has cache hints."""
+        usage = {
+            "input_tokens": self._num_prompt - self._num_cached - self._num_created,
             "output_tokens": num_output,
-            "cache_read_input_tokens": num_read,
-            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": self._num_cached,
+            "cache_creation_input_tokens": self._num_created,
+        }
+        if (control := self._talk.body.cache_control) is None:
+            return usage
+        created = {f"ephemeral_{ttl}_input_tokens": 0 for ttl in ("5m", "1h")}
+        return usage | {
+            "cache_creation": created | {f"ephemeral_{control.ttl}_input_tokens": self._num_created}
         }
 
 

@@ -21,7 +21,7 @@ from quire.server.anthropic.bodies import (
     ToolUseBlock,
 )
 from quire.server.http.errors import invalid
-from quire.server.openai.requests import ChatBody
+from quire.server.openai.requests import CacheControl, ChatBody
 
 _COPIED = (
     "model", "truncate_prompt_tokens", "truncation_side", "priority", "request_id", "cache_salt",
@@ -44,6 +44,8 @@ def as_chat(body: MessagesBody | CountBody, *, budgets: bool) -> ChatBody:
         fields |= {"add_generation_prompt": False, "continue_final_message": True}
     if isinstance(body, MessagesBody) and body.stop_sequences:
         fields["stop"] = body.stop_sequences
+    if (control := _cache_control(body)) is not None:
+        fields["cache_control"] = control
     if kwargs := _thinking(body) | (body.chat_template_kwargs or {}):
         fields["chat_template_kwargs"] = kwargs
     thinking = body.thinking
@@ -55,6 +57,17 @@ def as_chat(body: MessagesBody | CountBody, *, budgets: bool) -> ChatBody:
         return ChatBody.model_validate({**fields, **_tools(body), **_output(body), "messages": messages})
     except ValidationError as error:
         raise invalid(error) from None
+
+
+def _cache_control(body: CountBody) -> dict[str, Any] | None:
+    """Return the `cache_control` with the longest time of the body, or None."""
+    contents = [turn.content for turn in body.messages] + [body.system, body.tools]
+    blocks = [block for content in contents if isinstance(content, list) for block in content]
+    parts = [part for block in blocks if isinstance(part := getattr(block, "content", None), list)]
+    blocks += [block for part in parts for block in part]
+    controls = [control for entry in (body, *blocks) if (control := getattr(entry, "cache_control", None))]
+    ttls = {control.ttl for control in controls if isinstance(control, CacheControl)}
+    return {"type": "ephemeral", "ttl": "1h" if "1h" in ttls else "5m"} if ttls else None
 
 
 def _thinking(body: CountBody) -> dict[str, Any]:

@@ -46,6 +46,7 @@ class ChatEncoder(ChunkEncoder):
         self._calls = [False] * num_choices
         """Whether each choice has called a tool."""
         self._num_cached: int | None = None
+        self._num_created: int | None = None
         self._started = False
 
     # ---- a stream
@@ -94,7 +95,7 @@ class ChatEncoder(ChunkEncoder):
     def _encode_roles(self, output: RequestOutput) -> bytes:
         """Return the first chunks, with the role of every choice."""
         self._started = True
-        self._num_cached = output.num_cached_tokens
+        self._note_cached(output)
         body, chunks = self._body, []
         first: dict[str, Any] = {}
         if body.return_token_ids:
@@ -134,19 +135,23 @@ class ChatEncoder(ChunkEncoder):
         return event(self._frame | {"choices": choices} | extra)
 
     def _final_usage(self) -> dict[str, Any]:
-        return self._build_usage(self._num_prompt, sum(self._num_output), self._num_cached)
+        return self._build_usage(self._num_prompt, sum(self._num_output))
+
+    def _note_cached(self, output: RequestOutput) -> None:
+        self._num_cached, self._num_created = output.num_cached_tokens, output.num_cache_creation_tokens
 
     # ---- a whole answer
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         (output,) = outputs
+        self._note_cached(output)
         body, ids = self._body, output.prompt_token_ids or []
         num_output = sum(len(choice.token_ids) for choice in output.outputs)
         choices = [self._build_choice(choice) for choice in output.outputs]
         return self._build_reply(
             "chat.completion",
             choices,
-            self._build_usage(len(ids), num_output, output.num_cached_tokens),
+            self._build_usage(len(ids), num_output),
             output.metrics,
             prompt_logprobs=prompt_logprobs(output.prompt_logprobs),
             prompt_token_ids=list(ids) if body.return_token_ids else None,
@@ -169,8 +174,15 @@ class ChatEncoder(ChunkEncoder):
         reason = output.finish_reason or "stop"
         return "tool_calls" if calls and reason == "stop" and self._talk.tools.calls != NAMED else reason
 
-    def _build_usage(self, num_prompt: int, num_output: int, num_cached: int | None) -> dict[str, Any]:
-        usage = self._api.usage(num_prompt, num_output, num_cached, self._job.timeline)
+    def _build_usage(self, num_prompt: int, num_output: int) -> dict[str, Any]:
+        usage = self._api.usage(
+            num_prompt,
+            num_output,
+            self._num_cached,
+            self._job.timeline,
+            num_created=self._num_created,
+            hints=self._job.hints,
+        )
         media = self._job.prompts[0].media
         if media is not None and "prompt_tokens_details" in usage:
             usage["prompt_tokens_details"]["multimodal_tokens"] = media.num_tokens()

@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
+from quire.data.prefix_miss import MISS_REASONS
 from quire.server.openai.requests import doc
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "error", "repetition"]
@@ -28,6 +29,7 @@ class CachedTokens(BaseModel):
     """Prompt tokens found in the prefix cache, and those of media."""
 
     cached_tokens: int | None = None
+    created_cache_tokens: int | None = doc("Prompt tokens computed and added to the prefix cache.")
     multimodal_tokens: dict[str, int] | None = doc("Tokens of media, by modality.")
 
 
@@ -35,6 +37,17 @@ class ReasoningTokens(BaseModel):
     """Details of the completion tokens."""
 
     reasoning_tokens: int
+
+
+class CacheMissReply(BaseModel):
+    """Reason for which no more of a prompt was in the prefix cache."""
+
+    reason: str = Field(json_schema_extra={"enum": [*MISS_REASONS]})
+    from_token: int = doc("Prompt token from which on the reason holds.", 0)
+    evicted_s: float | None = doc("Seconds since the eviction.")
+    tier: str | None = doc("Tier that the blocks were evicted from: device.")
+    why: str | None = doc("Why prefix caching is off.")
+    text: str | None = doc("Text of the prompt around from_token, if an earlier prompt differs there.")
 
 
 class TimelineReply(BaseModel):
@@ -50,6 +63,9 @@ class TimelineReply(BaseModel):
     step_share_ms: float
     draft_tokens: int
     accepted_tokens: int
+    cache_miss: CacheMissReply | None = doc(
+        "Why a part of the prompt was not in the prefix cache; null if all of it was that could be."
+    )
 
 
 class UsageReply(BaseModel):

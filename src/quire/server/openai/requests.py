@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, WithJsonSchema
 
+from quire.data.cache_hints import MAX_NAME_CHARS
 from quire.data.params import (
     INT64_MAX,
     INT64_MIN,
@@ -69,6 +70,13 @@ class RepetitionDetection(BaseModel):
     max_pattern_size: int = Field(0, ge=0, json_schema_extra={"maximum": MAX_PATTERN_SIZE})
     min_pattern_size: int = Field(0, ge=0, json_schema_extra={"maximum": MAX_PATTERN_SIZE})
     min_count: int = Field(0, ge=0, le=INT64_MAX)
+
+
+class CacheControl(Body):
+    """Hint that a prompt will be used again, as in Anthropic's API."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] = "5m"
 
 
 class CallBody(Body):
@@ -140,7 +148,16 @@ class GenerateBody(EngineBody):
         "For the routes that end in /render: the start and end of each token in the prompt's text.", False
     )
     return_tokens_as_token_ids: bool | None = doc("Show tokens in logprobs as `token_id:ID`.")
-    session_id: str | None = doc("Has no effect with one engine.")
+    session_id: str | None = doc(
+        f"Name of the conversation, at most {MAX_NAME_CHARS} printable characters. Its cached blocks are"
+        " evicted later, and all of its requests go to the same engine. Or the header X-Session-ID."
+    )
+    prompt_cache_key: str | None = doc("Has the effect of session_id, which takes precedence.")
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = doc(
+        "How long the cached blocks are evicted later: in_memory stands for 10 minutes, the default with a"
+        " prompt_cache_key or session_id."
+    )
+    cache_control: CacheControl | None = doc("Time for which the cached blocks are evicted later.")
 
     thinking_token_budget: Int | None = _ranged(
         -1, None, "Maximum reasoning tokens; needs --reasoning-parser. -1: no limit."

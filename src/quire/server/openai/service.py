@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.config.server_sections import ApiSection
+from quire.data.cache_hints import CacheHints
 from quire.data.lora import LoRARequest
 from quire.data.outputs import RequestOutput, RequestStateStats
 from quire.data.params import (
@@ -38,6 +39,7 @@ from quire.server.http.limits import account_of
 from quire.server.http.sse import AnswerEncoder, EventStream
 from quire.server.lora.registry import LoRARegistry
 from quire.server.lora.service import LoRAService, adapters_of
+from quire.server.openai.cache_hints import cache_hints
 from quire.server.openai.logprobs import TokenFormatter
 from quire.server.openai.prompts import PromptReader
 from quire.server.openai.requests import CallBody, GenerateBody
@@ -84,6 +86,10 @@ class ApiCall:
     """Account of its API key."""
     lora: LoRARequest | None = None
     """LoRA adapter to use."""
+
+    @property
+    def hints(self) -> CacheHints | None:
+        return self.prompts[0].hints
 
     @property
     def routing(self) -> dict[str, Any]:
@@ -148,6 +154,9 @@ class GenerationService:
         base = request.headers.get("x-request-id") or body.request_id or uuid.uuid4().hex
         _check_id(base)
         priority = _header_int(request, "x-vllm-priority")
+        hints = cache_hints(body, request.headers)
+        for prompt in prompts:
+            prompt.hints = hints
         name, lora = self._resolve_model(body.model, request)
         job = ApiCall(
             id=f"{kind}-{base}",
@@ -157,7 +166,7 @@ class GenerationService:
             rank=_header_int(request, "x-data-parallel-rank"),
             prompts=prompts,
             params=list(params),
-            timeline=JobTimeline.of(request),
+            timeline=JobTimeline.of(request, self.engine.inputs.tokenizer),
             account=account_of(request.scope),
             lora=lora,
         )
@@ -277,20 +286,30 @@ class GenerationService:
         last = await last_of_each(outputs)
         return [last[id] for id in job.engine_ids()]
 
+    def reports_cache(self, hints: CacheHints | None) -> bool:
+        """Whether the usage of a request has its cached tokens."""
+        return self.settings.api.enable_prompt_tokens_details or hints is not None
+
     def usage(
         self,
         num_prompt: int,
         num_output: int,
         num_cached: int | None = None,
         timeline: JobTimeline | None = None,
+        *,
+        num_created: int | None = None,
+        hints: CacheHints | None = None,
     ) -> dict[str, Any]:
+        """Return the usage. Cached tokens are reported if the server is set so, or the request has hints."""
         usage: dict[str, Any] = {
             "prompt_tokens": num_prompt,
             "total_tokens": num_prompt + num_output,
             "completion_tokens": num_output,
         }
-        if self.settings.api.enable_prompt_tokens_details and num_cached is not None:
+        if num_cached is not None and self.reports_cache(hints):
             usage["prompt_tokens_details"] = {"cached_tokens": num_cached}
+            if num_created is not None:
+                usage["prompt_tokens_details"]["created_cache_tokens"] = num_created
         if timeline is not None and timeline.told is not None:
             usage["timeline"] = timeline.told
         return usage

@@ -1,5 +1,6 @@
 """Timings of a call, which the header `x-request-timeline: 1` requests."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -7,8 +8,11 @@ from starlette.requests import Request
 
 from quire.data.outputs import RequestOutput, RequestStateStats
 from quire.data.timeline import RequestTimeline
+from quire.text.tokenizer import Tokenizer
 
 HEADER = "x-request-timeline"
+TOKENS_BEFORE, TOKENS_AFTER = 8, 16
+"""Tokens shown around the place where a prompt differs from an earlier one."""
 
 
 def request_metrics(stats: RequestStateStats) -> dict[str, float | None]:
@@ -31,18 +35,29 @@ def _ms(begin: float, end: float) -> float | None:
 class JobTimeline:
     """Timings of a call, complete when all its prompts are finished."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokenizer: Tokenizer | None = None) -> None:
+        self._tokenizer = tokenizer
         self._timelines: dict[str, RequestTimeline] = {}
 
     @classmethod
-    def of(cls, request: Request) -> "JobTimeline | None":
+    def of(cls, request: Request, tokenizer: Tokenizer | None) -> "JobTimeline | None":
         """Return a timeline if the request has the header, else None."""
-        return cls() if request.headers.get(HEADER, "0").lower() in ("1", "true") else None
+        return cls(tokenizer) if request.headers.get(HEADER, "0").lower() in ("1", "true") else None
 
     def note(self, output: RequestOutput) -> None:
         if output.finished and output.metrics is not None:
             timeline = RequestTimeline.of(output.metrics, output.num_cached_tokens or 0)
+            if (miss := timeline.cache_miss) is not None and miss.reason == "differs":
+                text = self._text_around(output.prompt_token_ids or [], miss.from_token)
+                timeline.cache_miss = msgspec.structs.replace(miss, text=text)
             self._timelines[output.request_id] = timeline
+
+    def _text_around(self, token_ids: Sequence[int], at: int) -> str | None:
+        """Return the text of the request itself around a token; that of the earlier request is not shown."""
+        if self._tokenizer is None:
+            return None
+        around = token_ids[max(at - TOKENS_BEFORE, 0) : at + TOKENS_AFTER]
+        return self._tokenizer.decode(list(around), skip_special_tokens=False)
 
     @property
     def told(self) -> dict[str, Any] | None:
@@ -60,4 +75,7 @@ class JobTimeline:
 
     @property
     def header(self) -> str:
-        return ", ".join(f"{name}={value}" for name, value in (self.told or {}).items())
+        timings = self.told or {}
+        if (miss := timings.pop("cache_miss", None)) is not None:
+            timings["cache_miss"] = miss["reason"]
+        return ", ".join(f"{name}={value}" for name, value in timings.items())

@@ -40,12 +40,21 @@ function item(request) {
   return node;
 }
 
+function missWords(miss) {
+  const name = miss.reason.replaceAll("_", " ");
+  if (miss.why) return `cache ${name}: ${miss.why}`;
+  const start = miss.from_token ? ` from token ${count(miss.from_token)}` : "";
+  const since = miss.evicted_s === undefined ? "" : ` ${span(1e3 * miss.evicted_s)} ago from ${miss.tier}`;
+  return `not cached${start}: ${name}${since}`;
+}
+
 function words(request) {
   const cached = request.cached_tokens ? ` (${count(request.cached_tokens)} cached)` : "";
   const found = [
     ...PARTS.map((part) => span(request[`${part}_ms`])),
     `${count(request.prompt_tokens)}${cached} + ${count(request.completion_tokens)} tokens`,
   ];
+  if (request.cache_miss) found.push(missWords(request.cache_miss));
   if (request.num_preemptions) {
     found.push(`preempted ${count(request.num_preemptions)} times, ${span(request.preempted_ms)}`);
   }

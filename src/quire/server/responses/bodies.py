@@ -88,7 +88,6 @@ class ResponseBody(GenerateBody):
     metadata: Texts | None = doc("Returned unchanged with the response.")
     service_tier: str | None = doc("Has no effect.")
     safety_identifier: str | None = doc("Has no effect.")
-    prompt_cache_key: str | None = doc("Has no effect.")
     chat_template: str | None = doc("Needs --trust-request-chat-template.")
     chat_template_kwargs: dict[str, JsonValue] | None = doc("Variables of the chat template.")
 

@@ -43,7 +43,7 @@ class ResponseEncoder(AnswerEncoder):
         self._listener = talk.parser()
         self._has_logprobs = bool(talk.body.logprobs)
         self._num_events = 0
-        self._num_output = self._num_cached = 0
+        self._num_output = self._num_cached = self._num_created = 0
         self._delta = b""
         """Encoded head of a text delta event, up to its sequence number."""
 
@@ -66,7 +66,10 @@ class ResponseEncoder(AnswerEncoder):
         timeline_field = {} if timeline is None or timeline.told is None else {"timeline": timeline.told}
         return {
             "input_tokens": num_prompt,
-            "input_tokens_details": {"cached_tokens": self._num_cached, "cache_write_tokens": 0},
+            "input_tokens_details": {
+                "cached_tokens": self._num_cached,
+                "cache_write_tokens": self._num_created,
+            },
             "output_tokens": self._num_output,
             "output_tokens_details": {"reasoning_tokens": self._listener.num_reasoning},
             "total_tokens": num_prompt + self._num_output,
@@ -168,6 +171,7 @@ class ResponseEncoder(AnswerEncoder):
             return []
         self.status = "in_progress"
         self._num_cached = (output and output.num_cached_tokens) or 0
+        self._num_created = (output and output.num_cache_creation_tokens) or 0
         names = ("response.created", "response.in_progress")
         return [{"type": name, "response": self.shown()} for name in names]
 

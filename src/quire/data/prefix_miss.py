@@ -1,0 +1,34 @@
+"""PrefixMiss: why a part of a prompt was not in the prefix cache."""
+
+import msgspec
+
+MISS_REASONS = {
+    "never_seen": "no earlier prompt went on like this",
+    "differs": "an earlier prompt has the same beginning and other tokens from there on",
+    "evicted": "the blocks were in the cache and have been evicted",
+    "other_salt": "an earlier prompt begins with the same tokens and has another cache_salt",
+    "other_adapter": "an earlier prompt begins with the same tokens and has another LoRA adapter or none",
+    "other_media": "an earlier prompt has the same tokens and other images, videos or audio",
+    "no_checkpoint": "the blocks are in the cache, and no checkpoint of SSM states is",
+    "too_short": "the prompt has no full block before its last token",
+    "skipped": "the request needs results of all prompt tokens, such as prompt_logprobs",
+    "off": "prefix caching is off",
+}
+"""Reasons with their explanation, in the order of the metric."""
+
+
+class PrefixMiss(msgspec.Struct, omit_defaults=True):
+    """The reason for which the prefix cache had no more of a prompt."""
+
+    reason: str
+    """One of `MISS_REASONS`."""
+    from_token: int = 0
+    """Prompt token from which on the reason holds."""
+    evicted_s: float | None = None
+    """Seconds since the eviction."""
+    tier: str | None = None
+    """Tier that the blocks were evicted from: `device`."""
+    why: str | None = None
+    """Why prefix caching is off."""
+    text: str | None = None
+    """Text of the request around `from_token`."""

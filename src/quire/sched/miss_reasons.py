@@ -1,0 +1,168 @@
+"""MissReasons: why the prefix cache had no more of a prompt."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from quire.data.cache_scope import split_salt
+from quire.data.prefix_miss import PrefixMiss
+from quire.data.request import Request
+from quire.data.step_plan import Ints
+from quire.sched.state_cache import STATE_MARK
+
+MIN_ENTRIES, MAX_ENTRIES = 1 << 10, 1 << 15
+"""Bounds of the blocks that are remembered, which are as many as the cache has. A block takes about 500 bytes
+of host memory."""
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class RecentEntries(Generic[K, V]):
+    """A mapping that forgets old entries: it holds the last `limit` at least, and twice as many at most,
+    beside those of one update."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._new: dict[K, V] = {}
+        self._old: dict[K, V] = {}
+
+    def __len__(self) -> int:
+        return len(self._new) + len(self._old)
+
+    def update(self, entries: Mapping[K, V]) -> None:
+        self._new.update(entries)
+        if len(self._new) > self._limit:
+            self._old, self._new = self._new, {}
+
+    def get(self, key: K) -> V | None:
+        value = self._new.get(key)
+        return self._old.get(key) if value is None else value
+
+    def clear(self) -> None:
+        self._new, self._old = {}, {}
+
+
+class MissReasons:
+    """Remembers which blocks were evicted and how known prompts went on, and explains misses by that.
+
+    A request learns nothing about prompts of other cache scopes or salts: the tokens after a prefix are found
+    by the key of the prefix, which both are a part of, and equal beginnings are searched in the same scope.
+    Salted prompts without a named API key are never found by others. Without either the prompts may be of
+    different clients: then a difference is reported by block, as the number of cached tokens is."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        root_key: Callable[[Request], bytes],
+        marks: Sequence[bytes],
+        unit: int | None = None,
+        why_off: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Build it. `marks` are the suffixes of the keys of pages, by group; `unit` is the distance in tokens
+        of SSM states; `why_off` is the reason for which prefix caching is off."""
+        self.block_size, self.unit = block_size, unit or block_size
+        self.why_off = why_off
+        self._root_key, self._marks, self._clock = root_key, marks, clock
+        limit = min(max(num_blocks, MIN_ENTRIES), MAX_ENTRIES)
+        self._evicted: RecentEntries[bytes, tuple[float, str]] = RecentEntries(limit)
+        """Time and tier of evictions, by key of the block."""
+        self._next: RecentEntries[bytes, tuple[int, Ints]] = RecentEntries(limit)
+        """By key of a prefix: tokens of the last prompt that went on from there, as the number of a block at
+        most as deep as the prefix, and the tokens from that block on. All keys of these blocks are added
+        together, so the tokens are forgotten together with them."""
+        self._first: RecentEntries[tuple[str, bytes], tuple[str | None, str]] = RecentEntries(limit)
+        """Salt and LoRA adapter of the last prompt, by scope and tokens of its first block."""
+
+    def evicted(self, keys: list[bytes], tier: str = "device") -> None:
+        """Record that blocks were evicted from a tier and from all above."""
+        self._evicted.update(dict.fromkeys(keys, (self._clock(), tier)))
+
+    def forget(self) -> None:
+        """Forget everything; the cache was reset."""
+        for entries in (self._evicted, self._next, self._first):
+            entries.clear()
+
+    def learn(self, request: Request, tokens: Ints, first: int, end: int) -> None:
+        """Record the full blocks `first` to `end` of a request, which leaves its row."""
+        if first >= end:
+            return
+        keys, size = request.block_keys, self.block_size
+        run = first, tokens[first * size : end * size].copy()
+        parents = keys[first - 1 : end - 1] if first else [self._root_key(request), *keys[: end - 1]]
+        self._next.update(dict.fromkeys(parents, run))
+        if first == 0:
+            scope, salt = split_salt(request.cache_salt)
+            if scope or salt is None:
+                self._first.update({(scope, run[1][:size].tobytes()): (salt, _adapter_of(request))})
+
+    def explain(self, request: Request, num_cached: int, num_seen: int) -> PrefixMiss | None:
+        """Return why a request that runs for the first time has `num_cached` tokens of its prompt in the
+        cache; None if no more was possible. `num_seen` tokens have pages, which is more if a checkpoint of
+        states is missing."""
+        if self.why_off:
+            return PrefixMiss("off", why=self.why_off)
+        if request.params.skip_reading_prefix_cache:
+            return PrefixMiss("skipped")
+        num_usable = (request.prompt_len - 1) // self.unit * self.unit
+        if num_usable == 0:
+            return PrefixMiss("too_short")
+        if num_cached >= num_usable:
+            return None
+        first, num_seen = num_cached // self.block_size, max(num_seen, num_cached)
+        keys = request.block_keys[first : max(num_seen // self.block_size, first + 1)]
+        suffixes = self._marks if num_seen == num_cached else (STATE_MARK,)
+        for key in keys:
+            for suffix in suffixes:
+                if (eviction := self._evicted.get(key + suffix)) is not None:
+                    seconds = round(self._clock() - eviction[0], 3)
+                    return PrefixMiss("evicted", num_cached, evicted_s=seconds, tier=eviction[1])
+        if num_seen > num_cached:
+            return PrefixMiss("no_checkpoint", num_cached)
+        return self._compare(request, first) or PrefixMiss("never_seen", num_cached)
+
+    def _compare(self, request: Request, at: int) -> PrefixMiss | None:
+        """Compare block `at` of a request with the one that followed the same prefix before."""
+        size = self.block_size
+        start, tokens = at * size, np.array(request.tokens[at * size : (at + 1) * size], np.int32)
+        run = self._next.get(request.block_keys[at - 1] if at else self._root_key(request))
+        if run is not None:
+            known = run[1][(at - run[0]) * size : (at - run[0] + 1) * size]
+            differences = np.flatnonzero(known != tokens)
+            num_same = int(differences[0]) if len(differences) else size
+            if _is_media(request, start, num_same, size):
+                return PrefixMiss("other_media", start)
+            is_exact = request.cache_salt is not None
+            if num_same < size and (at or (is_exact and num_same >= size // 2)):
+                return PrefixMiss("differs", start + num_same if is_exact else start)
+        return None if at else self._other_root(request, tokens.tobytes())
+
+    def _other_root(self, request: Request, tokens: bytes) -> PrefixMiss | None:
+        """Return whether a prompt with another salt or adapter begins with these tokens."""
+        scope, salt = split_salt(request.cache_salt)
+        if (known := self._first.get((scope, tokens))) is None:
+            return None
+        if known[0] != salt:
+            return PrefixMiss("other_salt")
+        return PrefixMiss("other_adapter") if known[1] != _adapter_of(request) else None
+
+
+def _adapter_of(request: Request) -> str:
+    return "" if request.lora is None else request.lora.lora_name
+
+
+def _is_media(request: Request, start: int, num_same: int, size: int) -> bool:
+    """Whether a block that has `num_same` tokens in common with another one differs in its media."""
+    if request.embeds is not None:
+        return True
+    if request.media is None:
+        return False
+    at = start + num_same
+    if num_same == size:
+        return bool(request.media.keys_of(start, at))
+    return any(item.offset <= at < item.end for item in request.media.items)

@@ -1,0 +1,53 @@
+"""Cache hints of a request: session id, `prompt_cache_key`, `prompt_cache_retention`, `cache_control`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.data.cache_hints import DEFAULT_RETENTION_S, MAX_NAME_CHARS, RETENTION_S, CacheHints
+from quire.data.cache_scope import CACHE_SCOPE
+from quire.errors import RequestError
+from quire.server.openai.requests import GenerateBody
+
+SESSION_HEADER = "x-session-id"
+
+
+def cache_hints(body: Any, headers: Mapping[str, str]) -> CacheHints | None:
+    """Return the hints of a request, or None without any. A body without the fields may have the header."""
+    session = _session(body, headers)
+    if not isinstance(body, GenerateBody):
+        return None if session is None else CacheHints(DEFAULT_RETENTION_S, session, CACHE_SCOPE.get())
+    key = _name(body.prompt_cache_key, "prompt_cache_key")
+    ttl = None if body.cache_control is None else body.cache_control.ttl
+    seconds = [RETENTION_S[period] for period in (body.prompt_cache_retention, ttl) if period is not None]
+    name = session or key or ""
+    if not name and not seconds:
+        return None
+    return CacheHints(max(seconds, default=DEFAULT_RETENTION_S), name, CACHE_SCOPE.get())
+
+
+def _session(body: Any, headers: Mapping[str, str]) -> str | None:
+    """Return the session id of the body, the header or `vllm_xargs`, in this order."""
+    session = getattr(body, "session_id", None)
+    if session is None:
+        session = headers.get(SESSION_HEADER)
+    if session is None:
+        session = (getattr(body, "vllm_xargs", None) or {}).get("session_id")
+    return _name(session, "session_id")
+
+
+def _name(value: Any, param: str) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise RequestError(f"{param} must be a string, got {value!r:.80}", param=param)
+    if len(value) > MAX_NAME_CHARS:
+        raise RequestError(
+            f"{param} has {len(value)} characters, and may have {MAX_NAME_CHARS}; send a shorter one, "
+            "such as a hash of it",
+            param=param,
+        )
+    if not value or not value.isprintable():
+        raise RequestError(
+            f"{param} must be 1 to {MAX_NAME_CHARS} printable characters, got {value!r:.80}", param=param
+        )
+    return value
