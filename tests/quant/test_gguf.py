@@ -178,7 +178,7 @@ def test_experts_are_packed_only_if_every_part_can_be() -> None:
     """Check gate and up in one tensor, and a type without a kernel."""
     three = [("Q8_0", 4, 32, 64), ("Q8_0", 4, 32, 64), ("Q4_K", 4, 256, 256)]
     shape = ExpertShape(4, 64, 32, "silu", False, torch.float32, CPU)
-    assert isinstance(experts_of(three[:2], shape), PlainExperts)
+    assert isinstance(experts_of([("Q8_0", 4, 64, 64), three[1]], shape), PlainExperts)
     assert isinstance(experts_of([*three[:2], ("F16", 4, 64, 32)], shape), PlainExperts)
     assert isinstance(experts_of([*three[:2], ("Q8_0", 64, 32)], shape), PlainExperts)
     assert isinstance(experts_of(list(three), replace(shape, device=META_DEVICE)), PlainExperts)
