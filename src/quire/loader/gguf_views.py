@@ -48,9 +48,9 @@ def _split(name: str, tensor: GGUFTensor, facts: ArchFacts) -> dict[str, View]:
         names = f"{where}.gate_proj.weight", f"{where}.up_proj.weight"
         return dict(zip(names, (_rows_of(tensor, rows[:, i], shape) for i in (0, 1)), strict=True))
     if part in ("altup_projections", "altup_unembed_projections"):
-        count, *shape = tensor.shape
-        slabs = np.arange(count * shape[0]).reshape(count, -1)
-        return {f"{where}.{part}.{i}.weight": _rows_of(tensor, slabs[i], shape) for i in range(count)}
+        count, *matrix = tensor.shape
+        slabs = np.arange(count * matrix[0]).reshape(count, -1)
+        return {f"{where}.{part}.{i}.weight": _rows_of(tensor, slabs[i], matrix) for i in range(count)}
     if part in ("in_proj_qkvz", "in_proj_ba") and facts.state is not None:
         names = ("in_proj_qkv", "in_proj_z") if part == "in_proj_qkvz" else ("in_proj_b", "in_proj_a")
         split = _split_groups(tensor, facts.state, part)
