@@ -24,7 +24,8 @@ def qwen3next(file: GGUFFile, arch: ConfigReader, *, repeats_keys: bool = False)
     layers, unused = layers_without_mtp(arch)
     every, heads = arch.size("full_attention_interval", 4), arch.size("ssm.time_step_rank")
     rope = read_gguf_rope(file, arch, arch.size("attention.key_length"))
-    moe, facts = _qwen_experts(arch), {}
+    moe = _qwen_experts(arch)
+    facts: dict[str, Any] = {}
     if moe is not None:
         facts["intermediate"] = arch.size("feed_forward_length", moe.intermediate)
     is_sparse = [f"blk.{at}.ffn_gate_inp.weight" in file.tensors for at in range(layers)]
