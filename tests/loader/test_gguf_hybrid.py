@@ -93,6 +93,10 @@ def test_layers_of_mtp_are_skipped(tmp_path: Path) -> None:
     [
         ("deepseek_v3", "expert_gating_func", 3, r"expert_gating_func is 3, expected 1 \(softmax\) or 2"),
         ("lfm2", "attention.head_count_kv", [2, 0], r"expected a number, or 3 numbers"),
+        ("lfm2", "attention.head_count_kv", ["a", "b", "c"], r"expected a number, or 3 numbers"),
+        ("qwen3_next", "ssm.group_count", 3, r"ssm.time_step_rank is 4, expected a multiple of 3"),
+        ("granitemoehybrid", "ssm.inner_size", 130, r"ssm.inner_size is 130, expected a multiple of 8"),
+        ("deepseek_v3", "attention.key_length_mla", 8, "8 of 8 dimensions of a key rotate"),
         ("gemma3n_text", "attention.shared_kv_layers", 5, "leaves a layer of each kind in front"),
         ("gemma3n_text", "activation_sparsity_scale", [1.0], "expected 5 numbers"),
     ],

@@ -34,7 +34,7 @@ def views_of(file: GGUFFile, facts: ArchFacts) -> dict[str, View]:
         views |= _split(hf_name(name, architecture), tensor, facts)
     for name in [name for name in views if name.endswith(".self_attn.k_b_proj.weight")]:
         keys, values = views.pop(name), views.pop(name.replace("k_b_proj", "v_b_proj"), None)
-        if values is not None:
+        if values is not None and len(keys.tensor.shape) == len(values.tensor.shape) == 3:
             views[name.replace("k_b_proj", "kv_b_proj")] = _join_heads(keys.tensor, values.tensor)
     return views
 
@@ -42,7 +42,7 @@ def views_of(file: GGUFFile, facts: ArchFacts) -> dict[str, View]:
 def _split(name: str, tensor: GGUFTensor, facts: ArchFacts) -> dict[str, View]:
     """Return the tensors of the model that this one holds; most often there is one."""
     where, _, part = name.removesuffix(".weight").rpartition(".")
-    if part == "gate_up_proj" and len(tensor.shape) == 3:
+    if part == "gate_up_proj" and len(tensor.shape) == 3 and tensor.shape[1] % 2 == 0:
         experts, both, columns = tensor.shape
         shape, rows = (experts, both // 2, columns), np.arange(experts * both).reshape(experts, 2, -1)
         names = f"{where}.gate_proj.weight", f"{where}.up_proj.weight"
@@ -51,7 +51,8 @@ def _split(name: str, tensor: GGUFTensor, facts: ArchFacts) -> dict[str, View]:
         count, *matrix = tensor.shape
         slabs = np.arange(count * matrix[0]).reshape(count, -1)
         return {f"{where}.{part}.{i}.weight": _rows_of(tensor, slabs[i], matrix) for i in range(count)}
-    if part in ("in_proj_qkvz", "in_proj_ba") and facts.state is not None:
+    is_grouped = facts.state is not None and tensor.shape[0] % facts.state.groups == 0
+    if part in ("in_proj_qkvz", "in_proj_ba") and facts.state is not None and is_grouped:
         names = ("in_proj_qkv", "in_proj_z") if part == "in_proj_qkvz" else ("in_proj_b", "in_proj_a")
         split = _split_groups(tensor, facts.state, part)
         return {f"{where}.{part}.weight": view for part, view in zip(names, split, strict=True)}

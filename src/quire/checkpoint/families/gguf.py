@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from quire.checkpoint.facts import ArchFacts, LayerFacts, MlaFacts, MoeFacts, Routing
 from quire.checkpoint.families.alibi import slopes_of
 from quire.checkpoint.families.decoder import LAYER_NORM, Windows, check_heads, max_rope_len
@@ -274,6 +276,10 @@ def deepseek2(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     # Files without the keys of MLA have the sizes of whole heads.
     key_dim = arch.size("attention.key_length_mla", arch.get("attention.key_length"))
     v_dim = arch.size("attention.value_length_mla", arch.get("attention.value_length"))
+    if key_dim <= rope_dim:
+        raise ConfigError(
+            f"{arch.source}: {rope_dim} of {key_dim} dimensions of a key rotate; expected fewer"
+        )
     mla = MlaFacts(
         kv_latent=arch.size("attention.kv_lora_rank"),
         nope_dim=key_dim - rope_dim,
@@ -403,7 +409,15 @@ def per_layer(arch: ConfigReader, key: str) -> list[int]:
     value, count = arch.get(key), arch.size("block_count")
     if not hasattr(value, "__len__"):
         return [arch.size(key)] * count
-    sizes = [int(size) for size in value]
-    if len(sizes) != count or min(sizes) < 0:
+    sizes = np.asarray(value)
+    if sizes.shape != (count,) or sizes.dtype.kind not in "iu" or sizes.min() < 0:
         raise arch.wrong(key, f"a number, or {count} numbers")
-    return sizes
+    return [int(size) for size in sizes]
+
+
+def check_divides(arch: ConfigReader, key: str, divisor: int) -> int:
+    """Return a size that is a multiple of `divisor`."""
+    size = arch.size(key)
+    if size % divisor:
+        raise arch.wrong(key, f"a multiple of {divisor}")
+    return size

@@ -5,6 +5,8 @@ from dataclasses import replace
 from statistics import NormalDist
 from typing import Any
 
+import numpy as np
+
 from quire.checkpoint.facts import AltUpFacts, ArchFacts, LayerFacts, MoeFacts, Routing
 from quire.checkpoint.families.gguf import gguf_decoder, optional_size, per_layer, read_windows
 from quire.checkpoint.gguf import GGUFFile
@@ -66,18 +68,16 @@ def gemma3n(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     local_rope = replace(rope, kind="default", factor=1.0, theta=arch.number("rope.freq_base_swa", 10000.0))
     windows = read_windows(arch, every=5, window=arch.size("attention.sliding_window"))
     shared = _shared_from(arch, [window is None for window in windows])
-    deviations = arch.get("activation_sparsity_scale")
-    deviations = (
-        [-math.inf] * len(windows) if deviations is None else [float(number) for number in deviations]
-    )
-    if len(deviations) != len(windows):
+    stored = arch.get("activation_sparsity_scale")
+    deviations = np.asarray([-math.inf] * len(windows) if stored is None else stored)
+    if deviations.shape != (len(windows),) or deviations.dtype.kind != "f":
         raise arch.wrong("activation_sparsity_scale", f"{len(windows)} numbers")
     layers = tuple(
         LayerFacts(
             local_rope if window else rope,
             window,
             kv_sharing_target=shared[at],
-            sparsity=0.0 if deviations[at] == -math.inf else NormalDist().cdf(deviations[at]),
+            sparsity=0.0 if deviations[at] == -math.inf else NormalDist().cdf(float(deviations[at])),
         )
         for at, window in enumerate(windows)
     )
@@ -87,7 +87,7 @@ def gemma3n(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     per_token = _stored_shape(file, "per_layer_token_embd.weight")
     altup = AltUpFacts(
         inputs=arch.size("altup.num_inputs"),
-        active=arch.get("altup.active_idx") or 0,
+        active=optional_size(arch, "altup.active_idx") or 0,
         is_scaled=True,
         rank=_stored_shape(file, "blk.0.laurel_l.weight")[0],
         per_layer=arch.size("embedding_length_per_layer_input"),

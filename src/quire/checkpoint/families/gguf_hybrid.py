@@ -5,6 +5,7 @@ from typing import Any
 
 from quire.checkpoint.facts import ArchFacts, LayerFacts, MoeFacts, Routing, StateFacts
 from quire.checkpoint.families.gguf import (
+    check_divides,
     gguf_decoder,
     granite,
     layers_without_mtp,
@@ -22,7 +23,8 @@ def qwen3next(file: GGUFFile, arch: ConfigReader, *, repeats_keys: bool = False)
     With `repeats_keys` the loader repeats the keys of each value head, which files of Qwen3.5 have in another
     order than checkpoints."""
     layers, unused = layers_without_mtp(arch)
-    every, heads = arch.size("full_attention_interval", 4), arch.size("ssm.time_step_rank")
+    every, groups = arch.size("full_attention_interval", 4), arch.size("ssm.group_count")
+    heads = check_divides(arch, "ssm.time_step_rank", groups)
     rope = read_gguf_rope(file, arch, arch.size("attention.key_length"))
     moe = _qwen_experts(arch)
     facts: dict[str, Any] = {}
@@ -45,9 +47,9 @@ def qwen3next(file: GGUFFile, arch: ConfigReader, *, repeats_keys: bool = False)
         moe=moe,
         state=StateFacts(
             heads=heads,
-            head_dim=arch.size("ssm.inner_size") // heads,
+            head_dim=check_divides(arch, "ssm.inner_size", heads) // heads,
             state=arch.size("ssm.state_size"),
-            groups=heads if repeats_keys else arch.size("ssm.group_count"),
+            groups=heads if repeats_keys else groups,
             conv=arch.size("ssm.conv_kernel"),
             conv_bias=False,
         ),
@@ -113,10 +115,11 @@ def _hybrid(
 
 
 def _mamba2(file: GGUFFile, arch: ConfigReader) -> StateFacts:
-    heads, groups = arch.size("ssm.time_step_rank"), arch.size("ssm.group_count", 1)
+    groups = arch.size("ssm.group_count", 1)
+    heads = check_divides(arch, "ssm.time_step_rank", groups)
     return StateFacts(
         heads=heads,
-        head_dim=arch.size("ssm.inner_size") // heads,
+        head_dim=check_divides(arch, "ssm.inner_size", heads) // heads,
         state=arch.size("ssm.state_size"),
         groups=groups,
         norm_groups=groups,

@@ -99,11 +99,12 @@ def _fp8(data: dict[str, Any], *, dynamic: bool) -> Scheme | None:
 
 def _grouped(data: dict[str, Any], *, dynamic: bool) -> Scheme | None:
     bits = {"int4": 4, "int8": 8}.get(_type(data.get("weight_dtype")))
-    granularity = data.get("weight_granularity" if dynamic else "granularity")
+    granularity: Any = data.get("weight_granularity" if dynamic else "granularity")
     packed = _type(data.get("intx_packing_format")) or "UNPACKED_TO_INT8"
     size: Any = -1
     if _type(granularity) == "PerGroup":
-        size = granularity["_data"].get("group_size")
+        inner = granularity.get("_data")
+        size = inner.get("group_size") if isinstance(inner, dict) else None
     elif _type(granularity) not in ("PerRow", "PerAxis"):
         return None
     if bits is None or packed != "UNPACKED_TO_INT8" or not isinstance(size, int):
