@@ -1,12 +1,23 @@
 """Tiny models as GGUF files, as written by llama.cpp's converter."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from gguf import GGUFWriter
+from gguf_conversion import (
+    Conversion,
+    expert_keys,
+    expert_pieces,
+    granite_keys,
+    granite_pieces,
+    interleaved,
+    plus_one,
+    sharing_keys,
+    sharing_pieces,
+)
+from gguf_hybrid_files import HYBRID_CONVERSIONS
 from numpy.typing import NDArray
 from oracle import make_tiny
 from torch import Tensor
@@ -14,54 +25,13 @@ from twins import Twin
 from zoo import SHARED, TIED, Settings, longrope
 
 
-class Conversion(NamedTuple):
-    """The converter's steps for one architecture, in addition to the common ones."""
-
-    architecture: str = ""
-    """llama.cpp's name of the architecture, if it is not the model_type."""
-    keys: Callable[[Any], dict[str, Any]] = lambda config: {}
-    """Additional header keys from the model's configuration."""
-    tensors: Callable[[Any], dict[str, Any]] = lambda config: {}
-    """Additional tensors."""
-    settings: Settings = {}
-    """Settings that a model must have because files do not store them."""
-    change: Callable[[str, NDArray[Any], Any], NDArray[Any]] = lambda name, values, config: values
-    """Transforms a tensor, by its Hugging Face name, for storage."""
-    pieces: Callable[[str, Tensor], dict[str, Tensor]] = lambda name, tensor: {name: tensor}
-    """Splits a tensor into views that are stored separately."""
-    as_stored: bool = False
-    """Whether the converter reads the makers' checkpoint instead of the transformers one."""
-
-
-def _interleaved(name: str, values: NDArray[Any], config: Any) -> NDArray[Any]:
-    """Interleave the halves of each query and key head."""
-    if ".q_proj." not in name and ".k_proj." not in name:
-        return values
-    heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
-    halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
-    return halves.swapaxes(1, 2).reshape(values.shape)
-
-
 def _transposed(name: str, values: NDArray[Any], config: Any) -> NDArray[Any]:
     return values.T if ".c_" in name else values
 
 
-def _plus_one(name: str, values: NDArray[Any], config: Any) -> NDArray[Any]:
-    return values + 1 if name.endswith("norm.weight") else values
-
-
-def _expert_pieces(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Split gate and up, which are concatenated for each expert."""
-    where, _, part = name.rpartition(".")
-    if part == "gate_up_proj":
-        gate, up = tensor.chunk(2, dim=1)
-        return {f"{where}.gate_proj.weight": gate, f"{where}.up_proj.weight": up}
-    return {f"{name}.weight" if part == "down_proj" else name: tensor}
-
-
 def each_expert(name: str, tensor: Tensor) -> dict[str, Tensor]:
     """Split a tensor into single experts, as the first converters wrote Mixtral."""
-    pieces = _expert_pieces(name, tensor)
+    pieces = expert_pieces(name, tensor)
     if tensor.ndim < 3:
         return pieces
     layer = name.split(".")[2]
@@ -71,12 +41,6 @@ def each_expert(name: str, tensor: Tensor) -> dict[str, Tensor]:
         for part, piece in parts.items()
         for i, expert in enumerate(piece)
     }
-
-
-def _granite_pieces(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Rename the tensors to the converter's names."""
-    pieces = _expert_pieces(name.replace("block_sparse_moe.router", "mlp.gate"), tensor)
-    return {name.replace("block_sparse_moe", "mlp"): piece for name, piece in pieces.items()}
 
 
 def _layer_norms(config: Any) -> dict[str, Any]:
@@ -159,36 +123,8 @@ def _dbrx_pieces(name: str, tensor: Tensor) -> dict[str, Tensor]:
     return {f"{name}.weight": item.transpose(1, 2) if name.endswith("w2") else item}
 
 
-def _sharing_keys(config: Any) -> dict[str, Any]:
-    return {
-        "expert_count": config.n_routed_experts,
-        "expert_used_count": config.num_experts_per_tok,
-        "expert_feed_forward_length": config.moe_intermediate_size,
-        "expert_shared_count": config.n_shared_experts,
-        "expert_weights_scale": config.routed_scaling_factor,
-        "expert_weights_norm": config.norm_topk_prob,
-        "expert_group_count": config.n_group,
-        "expert_group_used_count": config.topk_group,
-        "leading_dense_block_count": 1,
-    }
-
-
-def _sharing_pieces(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    return _expert_pieces(name.replace("e_score_correction_bias", "e_score_correction.bias"), tensor)
-
-
-def _expert_keys(config: Any) -> dict[str, Any]:
-    keys = {
-        "expert_count": getattr(config, "num_experts", None) or config.num_local_experts,
-        "expert_used_count": config.num_experts_per_tok,
-        "expert_feed_forward_length": getattr(config, "moe_intermediate_size", None),
-        "expert_shared_feed_forward_length": getattr(config, "shared_expert_intermediate_size", None),
-    }
-    return {key: value for key, value in keys.items() if value is not None}
-
-
 def _gpt_oss_keys(config: Any) -> dict[str, Any]:
-    return _expert_keys(config) | {
+    return expert_keys(config) | {
         "expert_feed_forward_length": config.intermediate_size,
         "attention.sliding_window": config.sliding_window,
         "rope.scaling.type": "yarn",
@@ -211,15 +147,6 @@ def gemma3_keys(config: Any) -> dict[str, Any]:
     if rope["rope_type"] == "linear":
         keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": rope["factor"]}
     return keys
-
-
-def _granite_keys(config: Any) -> dict[str, Any]:
-    return {
-        "embedding_scale": config.embedding_multiplier,
-        "residual_scale": config.residual_multiplier,
-        "attention.scale": config.attention_multiplier,
-        "logit_scale": config.logits_scaling,
-    }
 
 
 def _phi3_keys(config: Any) -> dict[str, Any]:
@@ -247,7 +174,14 @@ SIX_LAYERS: Settings = {
     },
 }
 FOUR_LAYERS = ["sliding_attention"] * 3 + ["full_attention"]
-EXACT = (".bias", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
+EXACT = (
+    ".bias",
+    "ffn_gate_inp.weight",
+    "ffn_gate_inp_shexp.weight",
+    "ssm_conv1d.weight",
+    "shortconv.conv.weight",
+    "attn_k_b.weight",
+)
 """Tensors that the converter never packs, besides vectors."""
 ADD = {
     bool: GGUFWriter.add_bool,
@@ -265,31 +199,31 @@ EPSILONS = {
 }
 """Names of values in configurations and their names in headers."""
 CONVERSIONS = {
-    "arcee": Conversion(change=_interleaved),
+    "arcee": Conversion(change=interleaved),
     "bloom": Conversion(
         keys=_four_times,
         change=_apart,
         pieces=lambda name, tensor: {name.removeprefix("transformer."): tensor},
     ),
-    "BaiChuanForCausalLM": Conversion("baichuan", change=_interleaved),
+    "BaiChuanForCausalLM": Conversion("baichuan", change=interleaved),
     "BaichuanForCausalLM": Conversion(
-        "baichuan", settings={"num_hidden_layers": 40, "initializer_range": 0.1}, change=_interleaved
+        "baichuan", settings={"num_hidden_layers": 40, "initializer_range": 0.1}, change=interleaved
     ),
     "glm": Conversion("chatglm"),
     "chatglm": Conversion(
         pieces=lambda name, tensor: {name.removeprefix("transformer."): tensor}, as_stored=True
     ),
     "dbrx": Conversion(keys=_dbrx_keys, pieces=_dbrx_pieces),
-    "dots1": Conversion(keys=_sharing_keys, pieces=_sharing_pieces),
+    "dots1": Conversion(keys=sharing_keys, pieces=sharing_pieces),
     "falcon": Conversion(
         keys=_falcon_keys, change=_falcon_order, settings=TIED | {"num_kv_heads": 1, "multi_query": True}
     ),
-    "gemma": Conversion(change=_plus_one),
+    "gemma": Conversion(change=plus_one),
     "glm4_moe": Conversion(
         "glm4moe",
-        lambda config: _sharing_keys(config) | {"block_count": 3, "nextn_predict_layers": 1},
+        lambda config: sharing_keys(config) | {"block_count": 3, "nextn_predict_layers": 1},
         lambda config: {"blk.2.nextn.enorm": [1.0], "blk.2.attn_norm": [1.0]},
-        pieces=_sharing_pieces,
+        pieces=sharing_pieces,
     ),
     "gpt_bigcode": Conversion("starcoder", lambda config: {"attention.head_count_kv": 1}, settings=TIED),
     "gpt_neox": Conversion(
@@ -302,7 +236,7 @@ CONVERSIONS = {
             "attention.layer_norm_epsilon": 1e-5,
             "attention.clamp_kqv": config.clip_qkv,
         },
-        change=_interleaved,
+        change=interleaved,
         settings={"clip_qkv": 0.5},
     ),
     "phi": Conversion("phi2"),
@@ -310,14 +244,14 @@ CONVERSIONS = {
     "ernie4_5": Conversion(),
     "exaone": Conversion(settings={"rope_parameters": None}),
     "granitemoe": Conversion(
-        keys=lambda config: _granite_keys(config) | _expert_keys(config),
-        change=_interleaved,
-        pieces=_granite_pieces,
+        keys=lambda config: granite_keys(config) | expert_keys(config),
+        change=interleaved,
+        pieces=granite_pieces,
     ),
-    "internlm2": Conversion(change=_interleaved),
-    "minicpm": Conversion(keys=_granite_keys, change=_interleaved),
+    "internlm2": Conversion(change=interleaved),
+    "minicpm": Conversion(keys=granite_keys, change=interleaved),
     "mpt": Conversion(keys=_mpt_keys, settings={"attn_config": {"clip_qkv": 0.5}}),
-    "olmoe": Conversion(keys=_expert_keys, pieces=_expert_pieces),
+    "olmoe": Conversion(keys=expert_keys, pieces=expert_pieces),
     "orion": Conversion(keys=_layer_norms),
     "cohere": Conversion("command-r", lambda config: {"logit_scale": config.logit_scale}, settings=TIED),
     "cohere2": Conversion(
@@ -327,29 +261,29 @@ CONVERSIONS = {
         },
         settings=TIED | {"num_hidden_layers": 4, "layer_types": FOUR_LAYERS},
     ),
-    "gemma2": Conversion(keys=_gemma2_keys, settings={"query_pre_attn_scalar": HEAD_DIM}, change=_plus_one),
+    "gemma2": Conversion(keys=_gemma2_keys, settings={"query_pre_attn_scalar": HEAD_DIM}, change=plus_one),
     "gemma3_text": Conversion(
-        "gemma3", gemma3_keys, settings=SIX_LAYERS | {"query_pre_attn_scalar": HEAD_DIM}, change=_plus_one
+        "gemma3", gemma3_keys, settings=SIX_LAYERS | {"query_pre_attn_scalar": HEAD_DIM}, change=plus_one
     ),
     "glm4": Conversion(),
     "gpt_oss": Conversion("gpt-oss", _gpt_oss_keys, pieces=_gpt_oss_pieces),
     "gpt2": Conversion(change=_transposed),
-    "granite": Conversion(keys=_granite_keys, change=_interleaved),
-    "llama": Conversion(change=_interleaved),
-    "mixtral": Conversion("llama", _expert_keys, change=_interleaved, pieces=_expert_pieces),
-    "nemotron": Conversion(change=_plus_one),
+    "granite": Conversion(keys=granite_keys, change=interleaved),
+    "llama": Conversion(change=interleaved),
+    "mixtral": Conversion("llama", expert_keys, change=interleaved, pieces=expert_pieces),
+    "nemotron": Conversion(change=plus_one),
     "olmo2": Conversion(),
     "phi3": Conversion(keys=_phi3_keys, tensors=_phi3_tensors, settings=longrope(original=8)),
     "qwen2": Conversion(),
-    "qwen2_moe": Conversion("qwen2moe", _expert_keys, change=_one_row_as_a_vector, pieces=_expert_pieces),
+    "qwen2_moe": Conversion("qwen2moe", expert_keys, change=_one_row_as_a_vector, pieces=expert_pieces),
     "qwen3": Conversion(),
-    "qwen3_moe": Conversion("qwen3moe", _expert_keys, pieces=_expert_pieces),
+    "qwen3_moe": Conversion("qwen3moe", expert_keys, pieces=expert_pieces),
     "seed_oss": Conversion(),
     "smollm3": Conversion(
-        settings={"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]}, change=_interleaved
+        settings={"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]}, change=interleaved
     ),
     "starcoder2": Conversion(),
-}
+} | HYBRID_CONVERSIONS
 """Conversions by model_type."""
 
 
@@ -395,11 +329,13 @@ def write_gguf(path: Path, hf_model: Any, kind: str = "F32", family: str = "") -
     tensors |= {
         name: item for name, item in hf_model.state_dict().items() if name in dict(hf_model.named_buffers())
     }
+    tensors = conversion.gather(tensors)
     if conversion.as_stored:
         tensors = twin.stored(tensors)
     arch = conversion.architecture or family
     writer = GGUFWriter(path, arch)
-    for key, value in (_shared_keys(config) | conversion.keys(config)).items():
+    own_keys = conversion.keys(config)  # may make values of layers readable
+    for key, value in (_shared_keys(config) | own_keys).items():
         ADD[type(value)](writer, f"{arch}.{key}", value)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
@@ -412,7 +348,7 @@ def write_gguf(path: Path, hf_model: Any, kind: str = "F32", family: str = "") -
                 stored_as = name
             assert stored_as is not None, f"the converter has no name for {name}"
             values = np.ascontiguousarray(piece.numpy())
-            exact = values.ndim == 1 or stored_as.endswith(EXACT)
+            exact = values.ndim == 1 or stored_as.endswith(EXACT) or values.shape[-1] % 32 != 0
             packed_as = GGMLQuantizationType["F32" if exact else kind]
             # Rows are packed independently, so that permuting and packing rows commute.
             rounded = dequantize(quantize(values, packed_as), packed_as).astype(np.float32)

@@ -56,7 +56,8 @@ def experts_of(parts: list[tuple[Any, ...]], shape: ExpertShape) -> StoredExpert
         ([("F32", 16, 64)], False),
         ([("Q4_0", 16, 64), ("F16", 8, 64)], False),
         ([("IQ4_XS", 16, 256), ("MXFP4", 8, 256)], True),
-        ([("IQ2_XS", 16, 256)], False),
+        ([("IQ2_XS", 16, 256)], True),
+        ([("IQ1_S", 16, 256)], False),
         ([("Q8_0", 64)], False),
         ([], False),
     ],
@@ -178,7 +179,7 @@ def test_experts_are_packed_only_if_every_part_can_be() -> None:
     """Check gate and up in one tensor, and a type without a kernel."""
     three = [("Q8_0", 4, 32, 64), ("Q8_0", 4, 32, 64), ("Q4_K", 4, 256, 256)]
     shape = ExpertShape(4, 64, 32, "silu", False, torch.float32, CPU)
-    assert isinstance(experts_of(three[:2], shape), PlainExperts)
+    assert isinstance(experts_of([("Q8_0", 4, 64, 64), three[1]], shape), PlainExperts)
     assert isinstance(experts_of([*three[:2], ("F16", 4, 64, 32)], shape), PlainExperts)
     assert isinstance(experts_of([*three[:2], ("Q8_0", 64, 32)], shape), PlainExperts)
     assert isinstance(experts_of(list(three), replace(shape, device=META_DEVICE)), PlainExperts)

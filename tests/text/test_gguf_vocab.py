@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import pre_tokenizers
 
 from quire.errors import ConfigError
-from quire.text.gguf_vocab import WORDS, read_vocab
+from quire.text.gguf_vocab import WORDS, merges_by_rank, read_vocab
 
 ANY_TEXT = st.text(st.characters(codec="utf-8"), max_size=40)
 relaxed = settings(
@@ -78,6 +78,25 @@ def test_sentencepiece_of_gemma(spm_metadata: dict[str, Any]) -> None:
     ids = plain_ids(backend, "<start_of_turn>the\n\ndog")
     assert (ids[0], ids.count(len(tokens) - 2)) == (len(tokens) - 1, 1)
     assert backend.decode(ids) == "the\n\ndog"
+
+
+def test_vocabulary_of_gemma_4_has_merges(spm_metadata: dict[str, Any], sample: str) -> None:
+    """Catches merges that are ignored, or a space that is added."""
+    tokens = spm_metadata["tokenizer.ggml.tokens"]
+    ranks = {
+        token: -score for token, score in zip(tokens, spm_metadata["tokenizer.ggml.scores"], strict=True)
+    }
+    changes = {"tokenizer.ggml.add_space_prefix": False}
+    expected = read_vocab(spm_metadata | changes).backend
+    changes |= {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.scores": [0.0] * len(tokens),
+        "tokenizer.ggml.merges": [f"{left} {right}" for left, right in merges_by_rank(ranks)],
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+    backend = read_vocab(spm_metadata | changes).backend
+    assert plain_ids(backend, sample) == plain_ids(expected, sample)
+    assert backend.decode(plain_ids(backend, sample)) == sample
 
 
 def test_control_and_user_defined_tokens_stay_whole(byte_level_metadata: dict[str, Any]) -> None:

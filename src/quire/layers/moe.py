@@ -55,6 +55,7 @@ NAMES = {
     "mlp": MoENames(),
     "apart": MoENames(stored="apart"),
     "apart_deepseek": MoENames(stored="apart", shared="mlp.shared_experts"),
+    "apart_gemma4": MoENames("", "router.proj", "apart"),
     "across": MoENames(stored="across", experts=("experts", "gate_up_proj", "down_proj")),
     "mixtral": MoENames("block_sparse_moe", experts=("experts", "w1", "w3", "w2")),
     "deepseek": MoENames(shared="mlp.shared_experts"),
@@ -118,6 +119,7 @@ NAMES = {
         shared="feed_forward.shared_expert",
     ),
 }
+NAMES["apart_nemotron_h"] = NAMES["nemotron_h"]._replace(stored="apart")
 
 
 def _detect_layout(names: MoENames, moe: MoeFacts, hidden: int, scope: Scope) -> MoENames:
@@ -348,9 +350,7 @@ class Experts(nn.Module):
 
     def finish(self) -> None:
         if self.plain:
-            parts = self.weights.parts()
-            for suffix, piece in parts["up"].items():
-                parts["gate"][suffix].tensor.copy_(piece.tensor)
+            self.weights.copy_up_to_gate()
         if self.names.stored == "in_turns":
             outputs = 2 * self.weights.shape.intermediate
             self.weights.reorder(torch.arange(outputs).view(-1, 2).t().flatten())

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import mmap
+import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from io import FileIO, RawIOBase
@@ -45,6 +46,14 @@ _LARGE_BYTES = 8 << 20
 """From this size on memory is requested in huge pages."""
 
 
+_FLATTENED = re.compile(r"\._weight_(qdata|scale|zero_point)$")
+"""Parts of a tensor of torchao, which are tensors of their own in a file."""
+
+
+def _plain_name(part: re.Match[str]) -> str:
+    return ".weight" if part[1] == "qdata" else f".weight_{part[1]}"
+
+
 class TensorEntry(NamedTuple):
     """File, type and position of a tensor."""
 
@@ -66,6 +75,8 @@ class SafetensorsSource(Source):
     def __init__(self, checkpoint: Checkpoint, seed: int) -> None:
         paths = self._find(checkpoint)
         self.entries = {name: entry for path in paths for name, entry in entries_of(path).items()}
+        if checkpoint.quant is not None and checkpoint.quant.method == "torchao":
+            self.entries = {_FLATTENED.sub(_plain_name, name): entry for name, entry in self.entries.items()}
         self._local = threading.local()
 
     def _find(self, checkpoint: Checkpoint) -> list[Path]:

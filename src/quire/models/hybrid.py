@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from quire.attention.batch import Batch
 from quire.checkpoint.facts import ArchFacts, LayerFacts
-from quire.layers.mlp import PlainMLP
+from quire.layers.mlp import MLP, PlainMLP
 from quire.layers.moe import MoE
 from quire.layers.norm import norm_of
 from quire.layers.rope import Rope
@@ -85,10 +85,19 @@ class Bamba(Jamba):
     """Bamba decoder: Mamba-2 layers and a few attention layers."""
 
 
+class GraniteHybridLayer(HybridLayer):
+    """Layer of Granite 4; gate and up are fused in checkpoints, and separate in GGUF files."""
+
+    def feed_forward(self, facts: ArchFacts, layer: LayerFacts, scope: Scope) -> nn.Module:
+        if layer.moe or facts.fused_gate_up:
+            return super().feed_forward(facts, layer, scope)
+        return MLP(facts, scope / scope.names.mlp)
+
+
 class GraniteHybrid(Decoder):
     """Granite 4 decoder: Mamba-2 layers and a few attention layers, some with experts."""
 
-    Layer = HybridLayer
+    Layer = GraniteHybridLayer
     names = DecoderNames(mlp="shared_mlp", mlp_names=("input_linear", "output_linear"))
 
 

@@ -79,6 +79,12 @@ class StoredExperts(nn.Module):
                 for expert in tensor:
                     expert.copy_(expert.index_select(axis - 1, order.to(expert.device)))
 
+    def copy_up_to_gate(self) -> None:
+        """Use `up` as the gate, too, after loading and before `finish`."""
+        parts = self.parts()
+        for suffix, piece in parts["up"].items():
+            parts["gate"][suffix].tensor.copy_(piece.tensor)
+
     def finish(self) -> None:
         """Finish loading; see `Weight.finish`."""
         self.repack()

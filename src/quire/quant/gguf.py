@@ -49,6 +49,9 @@ class GGUFFormat:
 
     def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
         stored = self._stored(parts)
+        inner = shape.intermediate if shape.inner is None else shape.inner.all
+        if len(stored) == len(parts) == 2 and stored[0][2:3] == (inner,):  # no gate: `up` is used as the gate
+            stored = [stored[0], *stored]
         if len(stored) != 3 or not _is_supported(stored, 3, shape):
             return self.plain.experts(parts, shape)
         gate, up, down = _kinds(stored)
@@ -190,6 +193,9 @@ class GGUFExperts(StoredExperts):
             name: {"weight": Piece(self.packed[name], 1, 2, per_input=_per_input(kind))}
             for name, kind in self.kinds.items()
         }
+
+    def copy_up_to_gate(self) -> None:
+        self.packed["gate"].data = self.packed["up"].data
 
     def finish(self) -> None:
         shape, matrices = self.shape, {}

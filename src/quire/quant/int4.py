@@ -23,7 +23,9 @@ from quire.quant.weight import LinearShape, Piece, Weight, bias_of, empty_parame
 
 logger = get_logger(__name__)
 _GROUPS = (-1, 32, 64, 128)
-_BITS = {"awq": (4,), "gptq": (4, 8), "gptq_v2": (4, 8), "compressed": (4, 8)}
+_BITS = {"awq": (4,), "gptq": (4, 8), "gptq_v2": (4, 8), "compressed": (4, 8), "torchao": (4, 8)}
+_BY_ROW = ("compressed", "torchao")
+"""Layouts in which no word holds codes of several outputs."""
 _EXPERTS = ("gate", "up", "down")
 _UNSUPPORTED = {
     "cpu": "have zeros or scales that the CPU kernels do not support",
@@ -80,7 +82,7 @@ def _check(scheme: Grouped, name: str, runs: Runs, inputs: Shard) -> None:
             f"{' or '.join(map(str, fitting))} would be (-1: all inputs in one)"
         )
     per, outputs = 32 // scheme.bits, sum(run.all for run in runs)
-    if scheme.layout != "compressed" and (outputs % per or inputs.all % per):
+    if scheme.layout not in _BY_ROW and (outputs % per or inputs.all % per):
         raise ConfigError(
             f"{name}: {scheme.layout} packs {per} numbers into a word, which does not divide {outputs} "
             f"outputs and {inputs.all} inputs; leave this layer out of the quantization"
@@ -92,7 +94,7 @@ def _check_shards(scheme: Grouped, name: str, runs: Runs, inputs: Shard) -> None
     """Check that a shard cuts no words or groups. Outputs share words if zeros or all codes are packed;
     inputs share groups and words. With act_order, inputs are regrouped after loading."""
     per = 32 // scheme.bits
-    if scheme.layout != "compressed" or not scheme.symmetric:
+    if scheme.layout not in _BY_ROW or (scheme.layout == "compressed" and not scheme.symmetric):
         check_units(name, runs, per, "words")
     is_cut = scheme.group > 0 and not scheme.act_order
     check_units(name, (inputs,), scheme.group if is_cut else per, "groups" if is_cut else "words")

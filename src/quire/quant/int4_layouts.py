@@ -115,10 +115,27 @@ def _read_compressed(scheme: Grouped, stored: dict[str, Tensor]) -> tuple[Tensor
     return codes, scales, fields(stored["weight_zero_point"], scheme.bits, 0)[: len(scales)]
 
 
+def _torchao_sizes(scheme: Grouped, outputs: int, inputs: int, groups: int) -> Sizes:
+    group = inputs // groups
+    return {
+        "weight": Int4Size((outputs, inputs), torch.int8, 0, 1),
+        "weight_scale": Int4Size((outputs, groups), torch.float32, 0, 1, 1, group, of_groups=True),
+        "weight_zero_point": Int4Size((outputs, groups), torch.int8, 0, 1, 1, group, of_groups=True),
+    }
+
+
+def _read_torchao(scheme: Grouped, stored: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Read signed codes and zeros, each in a byte."""
+    half = 1 << scheme.bits - 1
+    codes, zeros = (stored[name].to(torch.int32) + half for name in ("weight", "weight_zero_point"))
+    return codes.to(torch.uint8), stored["weight_scale"], zeros
+
+
 LAYOUTS = {
     "awq": Int4Layout(_awq_sizes, _read_awq, ""),
     "gptq": Int4Layout(_gptq_sizes, _read_gptq, "g_idx"),
     "gptq_v2": Int4Layout(_gptq_sizes, _read_gptq, "g_idx"),
+    "torchao": Int4Layout(_torchao_sizes, _read_torchao, ""),
     "compressed": Int4Layout(_compressed_sizes, _read_compressed, "weight_g_idx"),
 }
 

@@ -17,7 +17,7 @@ from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.gguf import GGUFFile
 from quire.errors import ConfigError
 from quire.layers.rope import KINDS
-from quire.loader.gguf import gguf_name, row_order
+from quire.loader.gguf_names import gguf_name, row_order
 from quire.quantize.stored import SourceModel
 from quire.quantize.vocab import gguf_vocab
 from quire.text.tokenizer import load_tokenizer

@@ -15,6 +15,8 @@ logger = get_logger(__name__)
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 
 _SPACE = "▁"
+_SENTENCEPIECE = ("llama", "gemma4")
+"""Kinds of vocabularies with escaped spaces; that of Gemma 4 always has merges."""
 _SOURCE = "the GGUF file"
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -124,8 +126,9 @@ class GGUFVocab:
 def read_vocab(metadata: Mapping[str, Any]) -> GGUFVocab:
     """Build the tokenizer from the header's key-value pairs."""
     kind = metadata.get("tokenizer.ggml.model")
-    if kind not in ("gpt2", "llama"):
-        raise ConfigError(f"GGUF tokenizer {kind!r} is not supported; known: gpt2, llama")
+    if kind not in ("gpt2", *_SENTENCEPIECE):
+        known = ", ".join(("gpt2", *_SENTENCEPIECE))
+        raise ConfigError(f"GGUF tokenizer {kind!r} is not supported; known: {known}")
     tokens = _required_list(metadata, "tokens")
     for name in ("scores", "token_type"):
         values = metadata.get(f"tokenizer.ggml.{name}")
@@ -252,7 +255,7 @@ def _added_tokens(tokens: Sequence[str], metadata: Mapping[str, Any], *, special
     else:
         kinds = (_CONTROL, _UNKNOWN) if special else (_USER_DEFINED,)
         added = [token for token, kind in zip(tokens, types, strict=True) if kind in kinds]
-    if metadata["tokenizer.ggml.model"] == "llama":
+    if metadata["tokenizer.ggml.model"] in _SENTENCEPIECE:
         # Runs of spaces are escaped in normalised text and are built by merges.
         added = [token for token in added if token.strip(f" {_SPACE}")]
     return [AddedToken(token, special=special, normalized=False) for token in added if token]

@@ -17,7 +17,10 @@ from quire.kernels.cpu.linear import LinearProduct, Matrix
 pytestmark = pytest.mark.skipif(native.library() is None, reason="there are no native kernels here")
 KINDS = sorted(TYPES)
 LAYOUTS = [False, True] if interleaves() else [False]
-ONE_OF_EACH_FORM = ("Q4_0", "Q4_1", "Q8_0", "Q5_1", "Q4_K", "Q2_K", "Q6_K", "MXFP4")
+ONE_OF_EACH_FORM = (
+    *("Q4_0", "Q4_1", "Q8_0", "Q5_1", "Q4_K", "Q2_K", "Q6_K", "MXFP4"),
+    *("IQ2_XXS", "IQ3_XXS", "IQ4_XS"),
+)
 MANY, COLUMNS = 1101, 1024
 """Rows of a weight of which a task takes several groups."""
 needs_interleaving = pytest.mark.skipif(

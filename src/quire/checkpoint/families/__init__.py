@@ -8,6 +8,8 @@ import quire.checkpoint.families.alibi as alibi
 import quire.checkpoint.families.dense as dense
 import quire.checkpoint.families.encoder as encoder
 import quire.checkpoint.families.gguf as gguf
+import quire.checkpoint.families.gguf_gemma as gguf_gemma
+import quire.checkpoint.families.gguf_hybrid as gguf_hybrid
 import quire.checkpoint.families.gpt as older
 import quire.checkpoint.families.llama_variants as llama_variants
 import quire.checkpoint.families.mla as latent
@@ -197,25 +199,34 @@ GGUF_FAMILIES = {
     "cohere2": GGUFFamily("Cohere2ForCausalLM", gguf.cohere2),
     "command-r": GGUFFamily("CohereForCausalLM", gguf.cohere),
     "dbrx": GGUFFamily("DbrxForCausalLM", gguf.dbrx),
+    "deepseek2": GGUFFamily("DeepseekV3ForCausalLM", gguf.deepseek2),
     "dots1": GGUFFamily("Dots1ForCausalLM", gguf.glm4moe),
     "ernie4_5": GGUFFamily("Ernie4_5ForCausalLM", partial(gguf.gguf_decoder, pairs=True)),
     "exaone": GGUFFamily("ExaoneForCausalLM", gguf.gguf_decoder),
     "falcon": GGUFFamily("FalconForCausalLM", gguf.falcon),
-    "gemma": GGUFFamily("GemmaForCausalLM", gguf.gemma),
-    "gemma2": GGUFFamily("Gemma2ForCausalLM", gguf.gemma2),
-    "gemma3": GGUFFamily("Gemma3ForCausalLM", gguf.gemma3),
+    "gemma": GGUFFamily("GemmaForCausalLM", gguf_gemma.gemma),
+    "gemma2": GGUFFamily("Gemma2ForCausalLM", gguf_gemma.gemma2),
+    "gemma3": GGUFFamily("Gemma3ForCausalLM", gguf_gemma.gemma3),
+    "gemma3n": GGUFFamily("Gemma3nForCausalLM", gguf_gemma.gemma3n),
+    "gemma4": GGUFFamily("Gemma4ForCausalLM", gguf_gemma.gemma4),
     "glm4": GGUFFamily("Glm4ForCausalLM", partial(gguf.gguf_decoder, pairs=True, fused_gate_up=True)),
     "glm4moe": GGUFFamily("Glm4MoeForCausalLM", gguf.glm4moe),
     "gpt-oss": GGUFFamily("GptOssForCausalLM", gguf.gpt_oss),
     "gpt2": GGUFFamily("GPT2LMHeadModel", gguf.gpt2),
     "gptneox": GGUFFamily("GPTNeoXForCausalLM", gguf.gptneox),
     "granite": GGUFFamily("GraniteForCausalLM", gguf.granite),
+    "granitehybrid": GGUFFamily("GraniteMoeHybridForCausalLM", gguf_hybrid.granitehybrid),
     "granitemoe": GGUFFamily("GraniteMoeForCausalLM", gguf.granitemoe),
     "internlm2": GGUFFamily("LlamaForCausalLM", gguf.llama),
+    "lfm2": GGUFFamily("Lfm2ForCausalLM", gguf_hybrid.lfm2),
+    "lfm2moe": GGUFFamily("Lfm2MoeForCausalLM", gguf_hybrid.lfm2),
     "llama": GGUFFamily("LlamaForCausalLM", gguf.llama),
     "minicpm": GGUFFamily("MiniCPMForCausalLM", gguf.granite),
+    "minimax-m2": GGUFFamily("MiniMaxM2ForCausalLM", gguf.minimax_m2),
     "mpt": GGUFFamily("MptForCausalLM", gguf.mpt),
     "nemotron": GGUFFamily("NemotronForCausalLM", partial(gguf.layer_norm_decoder, activation="relu2")),
+    "nemotron_h": GGUFFamily("NemotronHForCausalLM", gguf_hybrid.nemotron_h),
+    "nemotron_h_moe": GGUFFamily("NemotronHForCausalLM", gguf_hybrid.nemotron_h),
     "olmo": GGUFFamily("OlmoForCausalLM", gguf.olmo),
     "olmo2": GGUFFamily("Olmo2ForCausalLM", gguf.olmo2),
     "olmoe": GGUFFamily("OlmoeForCausalLM", gguf.olmoe),
@@ -225,7 +236,11 @@ GGUF_FAMILIES = {
     "qwen2": GGUFFamily("Qwen2ForCausalLM", gguf.gguf_decoder),
     "qwen2moe": GGUFFamily("Qwen2MoeForCausalLM", gguf.qwen2moe),
     "qwen3": GGUFFamily("Qwen3ForCausalLM", partial(gguf.gguf_decoder, qk_norm="head")),
+    "qwen35": GGUFFamily("Qwen3_5ForCausalLM", partial(gguf_hybrid.qwen3next, repeats_keys=True)),
+    "qwen35moe": GGUFFamily("Qwen3_5MoeForCausalLM", partial(gguf_hybrid.qwen3next, repeats_keys=True)),
     "qwen3moe": GGUFFamily("Qwen3MoeForCausalLM", gguf.qwen3moe),
+    # The files have separate projections of gates, as checkpoints of Qwen3.5.
+    "qwen3next": GGUFFamily("Qwen3_5MoeForCausalLM", gguf_hybrid.qwen3next),
     "seed_oss": GGUFFamily("SeedOssForCausalLM", gguf.llama),
     "smollm3": GGUFFamily("SmolLM3ForCausalLM", gguf.smollm3),
     "stablelm": GGUFFamily("StableLmForCausalLM", gguf.stablelm),

@@ -1,11 +1,12 @@
 """Reading decoders from GGUF headers."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from quire.checkpoint.facts import ArchFacts, LayerFacts, MoeFacts, Routing
+import numpy as np
+
+from quire.checkpoint.facts import ArchFacts, LayerFacts, MlaFacts, MoeFacts, Routing
 from quire.checkpoint.families.alibi import slopes_of
 from quire.checkpoint.families.decoder import LAYER_NORM, Windows, check_heads, max_rope_len
 from quire.checkpoint.families.llama_variants import NORMED_VOCAB
@@ -66,7 +67,7 @@ def gguf_decoder(
 def llama(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     """Read Llama, and Mixtral; early Mixtral files have a tensor per expert."""
     facts = gguf_decoder(file, arch)
-    if _optional_size(arch, "expert_count") is None:
+    if optional_size(arch, "expert_count") is None:
         return facts
     names = "apart" if "blk.0.ffn_gate_exps.weight" in file.tensors else "mlp"
     return add_experts(facts, _experts(arch, facts.intermediate, renormalized=True, names=names))
@@ -89,12 +90,12 @@ def granite(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
 
 
 def phi3(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
-    windows = (_optional_size(arch, "attention.sliding_window"),) * arch.size("block_count")
+    windows = (optional_size(arch, "attention.sliding_window"),) * arch.size("block_count")
     return gguf_decoder(file, arch, fused_qkv=True, fused_gate_up=True, windows=windows)
 
 
 def olmo2(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
-    if _optional_size(arch, "attention.sliding_window") is not None:
+    if optional_size(arch, "attention.sliding_window") is not None:
         raise arch.wrong("attention.sliding_window", "none: OLMo 3 is not supported in this format")
     return gguf_decoder(file, arch, qk_norm="all")
 
@@ -219,40 +220,101 @@ def dbrx(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
 
 def glm4moe(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     """Read GLM-4 MoE and dots.llm1; the MTP layers after the last layer are not used."""
-    num_mtp, count = _optional_size(arch, "nextn_predict_layers") or 0, arch.size("block_count")
-    inner, layers = arch.size("expert_feed_forward_length"), count - num_mtp
-    if layers < 1:
-        raise arch.wrong("nextn_predict_layers", f"fewer than the block_count {count}")
-    routing = Routing(
-        arch.size("expert_used_count"),
-        "sigmoid",
-        arch.flag("expert_weights_norm", True),
-        arch.number("expert_weights_scale", 1.0),
-        num_groups=arch.size("expert_group_count", 1),
-        top_groups=arch.size("expert_group_used_count", 1),
-        group_best=2,
-    )
-    moe = MoeFacts(
-        arch.size("expert_count"),
-        inner,
-        routing,
-        choice_bias=True,
-        shared_intermediate=inner * (_optional_size(arch, "expert_shared_count") or 0),
-        names="apart_deepseek",
-    )
+    layers, unused = layers_without_mtp(arch)
+    moe = _deepseek_experts(arch, "sigmoid", renormalized=arch.flag("expert_weights_norm", True))
     facts = gguf_decoder(
         file,
         arch,
         windows=(None,) * layers,
         qk_norm="head" if "blk.0.attn_q_norm.weight" in file.tensors else "",
-        unused=rf"\b(layers|blk)\.({'|'.join(map(str, range(layers, count)))})\." if num_mtp else "",
+        unused=unused,
     )
-    return add_experts(facts, moe, set(range(_optional_size(arch, "leading_dense_block_count") or 0, layers)))
+    return add_experts(facts, moe, set(range(optional_size(arch, "leading_dense_block_count") or 0, layers)))
 
 
-def gemma(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
-    """Read Gemma 1."""
-    return gguf_decoder(file, arch, **_gemma_facts(arch, largest=0))
+def layers_without_mtp(arch: ConfigReader) -> tuple[int, str]:
+    """Return the number of layers before those of MTP, and a pattern of the tensors of the latter."""
+    num_mtp, count = optional_size(arch, "nextn_predict_layers") or 0, arch.size("block_count")
+    layers = count - num_mtp
+    if layers < 1:
+        raise arch.wrong("nextn_predict_layers", f"fewer than the block_count {count}")
+    numbers = "|".join(map(str, range(layers, count)))
+    return layers, rf"\b(layers|blk)\.({numbers})\." if num_mtp else ""
+
+
+def _deepseek_experts(arch: ConfigReader, scoring: str, *, renormalized: bool) -> MoeFacts:
+    """Read the experts of DeepSeek and derived models, some of which are shared."""
+    inner, balanced = arch.size("expert_feed_forward_length"), scoring == "sigmoid"
+    routing = Routing(
+        arch.size("expert_used_count"),
+        scoring,
+        renormalized,
+        arch.number("expert_weights_scale", 1.0),
+        num_groups=arch.size("expert_group_count", 1),
+        top_groups=arch.size("expert_group_used_count", 1),
+        group_best=2 if balanced else 1,
+    )
+    return MoeFacts(
+        arch.size("expert_count"),
+        inner,
+        routing,
+        choice_bias=balanced,
+        shared_intermediate=inner * (optional_size(arch, "expert_shared_count") or 0),
+        names="apart_deepseek",
+    )
+
+
+_GATING = {1: "softmax", 2: "sigmoid"}
+"""Router scores by the value of expert_gating_func."""
+
+
+def deepseek2(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
+    """Read DeepSeek-V2, V3 and derived models with latent attention; files of models without experts name the
+    feed-forward part's length as that of experts."""
+    layers, unused = layers_without_mtp(arch)
+    rope_dim, heads = arch.size("rope.dimension_count"), arch.size("attention.head_count")
+    # Files without the keys of MLA have the sizes of whole heads.
+    key_dim = arch.size("attention.key_length_mla", arch.get("attention.key_length"))
+    v_dim = arch.size("attention.value_length_mla", arch.get("attention.value_length"))
+    if key_dim <= rope_dim:
+        raise ConfigError(
+            f"{arch.source}: {rope_dim} of {key_dim} dimensions of a key rotate; expected fewer"
+        )
+    mla = MlaFacts(
+        kv_latent=arch.size("attention.kv_lora_rank"),
+        nope_dim=key_dim - rope_dim,
+        rope_dim=rope_dim,
+        v_dim=v_dim,
+        q_latent=optional_size(arch, "attention.q_lora_rank"),
+    )
+    rope = read_gguf_rope(file, arch, rope_dim, pairs=True)
+    if rope.kind == "yarn":
+        # The file has 0.1 mscale_all_dim. There is no key for mscale, which is equal to it in all models.
+        mscale = arch.number("rope.scaling.yarn_log_multiplier", 0.1) / 0.1
+        rope = replace(rope, mscale=mscale, mscale_all_dim=mscale, attention_factor=None)
+    sizes = {"attention.key_length": key_dim, "attention.value_length": key_dim}
+    facts = gguf_decoder(
+        file,
+        arch.but(**{"attention.head_count_kv": heads}, **sizes),
+        layers=(LayerFacts(rope, mixer="latent"),) * layers,
+        mla=mla,
+        qkv_bias="blk.0.attn_kv_a_mqa.bias" in file.tensors,
+        unused=unused,
+    )
+    if optional_size(arch, "expert_count") is None:
+        return facts
+    scoring = _GATING.get(arch.size("expert_gating_func", 1))
+    if scoring is None:
+        raise arch.wrong("expert_gating_func", "1 (softmax) or 2 (sigmoid)")
+    moe = _deepseek_experts(arch, scoring, renormalized=arch.flag("expert_weights_norm"))
+    return add_experts(facts, moe, set(range(optional_size(arch, "leading_dense_block_count") or 0, layers)))
+
+
+def minimax_m2(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
+    inner = _expert_width(arch)
+    routing = Routing(arch.size("expert_used_count"), "sigmoid", True)
+    moe = MoeFacts(arch.size("expert_count"), inner, routing, choice_bias=True, names="apart")
+    return add_experts(gguf_decoder(file, arch, qk_norm="all", intermediate=inner), moe)
 
 
 def _rotated_layers(arch: ConfigReader) -> list[bool]:
@@ -300,53 +362,11 @@ def _experts(arch: ConfigReader, inner: int, *, renormalized: bool, **facts: Any
     return MoeFacts(arch.size("expert_count"), inner, routing, **(base | facts))
 
 
-def gemma2(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
-    return gguf_decoder(
-        file,
-        arch,
-        windows=_read_windows(arch, every=2, window=arch.size("attention.sliding_window", 4096)),
-        attention_softcap=arch.number("attn_logit_softcapping", 50.0),
-        logit_softcap=arch.number("final_logit_softcapping", 30.0),
-        **_gemma_facts(arch, largest=46),
-    )
-
-
-def gemma3(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
-    """Read Gemma 3. Full layers have another rope, and only it is scaled; the context length includes
-    scaling."""
-    head_dim = arch.size("attention.key_length")
-    rope = read_gguf_rope(file, arch, head_dim)
-    local_rope = replace(rope, kind="default", factor=1.0, theta=arch.number("rope.freq_base_swa", 10000.0))
-    windows = _read_windows(arch, every=6, window=_optional_size(arch, "attention.sliding_window"))
-    return gguf_decoder(
-        file,
-        arch,
-        layers=tuple(LayerFacts(local_rope if window else rope, window) for window in windows),
-        qk_norm="head",
-        logit_softcap=arch.optional_number("final_logit_softcapping"),
-        max_len=arch.size("context_length", FALLBACK_MAX_LEN),
-        **_gemma_facts(arch, largest=62),
-    )
-
-
-def _gemma_facts(arch: ConfigReader, largest: int) -> dict[str, Any]:
-    """Return the facts of Gemma; the norm weights include the added 1. Queries are scaled by the head size,
-    except in the model with `largest` layers; there is no key for it."""
-    hidden, heads = arch.size("embedding_length"), arch.size("attention.head_count")
-    is_largest = arch.size("block_count") == largest
-    width = hidden // heads if is_largest else arch.size("attention.key_length", hidden // heads)
-    return {
-        "activation": "gelu_tanh",
-        "attention_scale": width**-0.5,
-        "embed_scale": math.sqrt(hidden),
-    }
-
-
 def gpt_oss(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     """Read GPT-OSS: every other layer has a window, and yarn's bounds are not rounded; there are no keys for
     it."""
     rope = replace(read_gguf_rope(file, arch, arch.size("attention.key_length")), truncate=False)
-    windows = _read_windows(arch, every=2, window=arch.size("attention.sliding_window"))
+    windows = read_windows(arch, every=2, window=arch.size("attention.sliding_window"))
     inner = _expert_width(arch)
     facts = gguf_decoder(
         file,
@@ -366,13 +386,13 @@ def gpt_oss(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     return add_experts(facts, moe)
 
 
-def _optional_size(arch: ConfigReader, key: str) -> int | None:
+def optional_size(arch: ConfigReader, key: str) -> int | None:
     """Return a size, or None if it is missing or 0."""
     value = arch.get(key)
     return None if value is None or (isinstance(value, int) and value == 0) else arch.size(key)
 
 
-def _read_windows(arch: ConfigReader, *, every: int, window: int | None) -> Windows:
+def read_windows(arch: ConfigReader, *, every: int, window: int | None) -> Windows:
     """Return the window of each layer: all but every `every`-th have one. The file may set another interval,
     or a flag per layer."""
     count, pattern = arch.size("block_count"), arch.get("attention.sliding_window_pattern")
@@ -382,3 +402,22 @@ def _read_windows(arch: ConfigReader, *, every: int, window: int | None) -> Wind
     if len(pattern) != count:
         raise arch.wrong("attention.sliding_window_pattern", f"a number, or {count} flags")
     return tuple(window if is_local else None for is_local in pattern)
+
+
+def per_layer(arch: ConfigReader, key: str) -> list[int]:
+    """Return a size of each layer, which may be 0; the file may have one for all layers."""
+    value, count = arch.get(key), arch.size("block_count")
+    if not hasattr(value, "__len__"):
+        return [arch.size(key)] * count
+    sizes = np.asarray(value)
+    if sizes.shape != (count,) or sizes.dtype.kind not in "iu" or sizes.min() < 0:
+        raise arch.wrong(key, f"a number, or {count} numbers")
+    return [int(size) for size in sizes]
+
+
+def check_divides(arch: ConfigReader, key: str, divisor: int) -> int:
+    """Return a size that is a multiple of `divisor`."""
+    size = arch.size(key)
+    if size % divisor:
+        raise arch.wrong(key, f"a multiple of {divisor}")
+    return size

@@ -310,6 +310,7 @@ def granite_hybrid(keys: ConfigReader) -> ArchFacts:
         facts,
         layers=_build_layers(kinds, [moe is not None] * len(kinds), "mamba", rope),
         intermediate=keys.size("shared_intermediate_size"),
+        fused_gate_up=True,
         moe=moe,
         state=_read_mamba2(keys, keys.size("mamba_expand", 2) * facts.hidden),
     )

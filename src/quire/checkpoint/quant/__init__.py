@@ -14,6 +14,7 @@ from quire.checkpoint.quant.modelopt import read_modelopt
 from quire.checkpoint.quant.mxfp4 import read_mxfp4, read_mxfp8
 from quire.checkpoint.quant.quark import read_quark
 from quire.checkpoint.quant.schemes import Fp8, Int8
+from quire.checkpoint.quant.torchao import read_torchao
 from quire.checkpoint.reader import ConfigReader, read_json
 from quire.errors import ConfigError
 
@@ -29,6 +30,7 @@ METHODS: dict[str, Callable[[ConfigReader], QuantFacts]] = {
     "mxfp4": read_mxfp4,
     "mxfp8": read_mxfp8,
     "quark": read_quark,
+    "torchao": read_torchao,
 }
 """Readers by quant_method."""
 ONLINE = {

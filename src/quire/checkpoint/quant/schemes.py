@@ -50,14 +50,14 @@ class Int8(Scheme):
 class Grouped(Scheme):
     """Integer weights of few bits, with a scale and possibly a zero point per group of inputs."""
 
-    marks: ClassVar = ("qweight", "weight_packed")
+    marks: ClassVar = ("qweight", "weight_packed", "weight_scale")
     bits: int
     group: int
     """Inputs per group; -1: all."""
     symmetric: bool
     act_order: bool
     """Whether groups are not consecutive inputs: the file has the group of each input."""
-    layout: Literal["awq", "gptq", "gptq_v2", "compressed"]
+    layout: Literal["awq", "gptq", "gptq_v2", "compressed", "torchao"]
     intended_inputs: Literal["fp8", "int8"] | None = None
     """Type of the inputs that the checkpoint was made for. Here inputs are not quantized."""
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from quire.kernels.cpu import native
 from quire.kernels.cpu.linear import BLOCK, Matrix, linear_reference
 from quire.kernels.cpu.native import Kernel
+from quire.kernels.gguf_grid import GRID_KINDS, resolve
 
 
 class GGUFForm(NamedTuple):
@@ -18,7 +19,7 @@ class GGUFForm(NamedTuple):
     type: int
     form: int
     bits: int
-    """Bits per code in memory. Types of 5 and 6 bits and those with a lookup table use 8."""
+    """Bits per code in memory. Types of 5 and 6 bits use 8."""
     head_bytes: int
     """Bytes of the scales and minima of 32 columns."""
     stored_bytes: int
@@ -41,12 +42,19 @@ TYPES = {
     "Q4_K": GGUFForm(7, 5, 4, 8, 144, 256),
     "Q5_K": GGUFForm(8, 6, 8, 8, 176, 256),
     "Q6_K": GGUFForm(9, 8, 8, 8, 210, 256),
-    "IQ4_XS": GGUFForm(10, 6, 8, 8, 136, 256),
-    "IQ4_NL": GGUFForm(11, 4, 8, 2, 18),
+    "IQ4_XS": GGUFForm(10, 14, 4, 4, 136, 256),
+    "IQ4_NL": GGUFForm(11, 14, 4, 4, 18),
     "MXFP4": GGUFForm(12, 11, 4, 1, 17),
+    "IQ2_XXS": GGUFForm(13, 12, 4, 8, 66, 256),
+    "IQ2_XS": GGUFForm(13, 12, 4, 8, 74, 256),
+    "IQ2_S": GGUFForm(13, 12, 4, 8, 82, 256),
+    "IQ3_XXS": GGUFForm(14, 13, 4, 4, 98, 256),
+    "IQ3_S": GGUFForm(15, 5, 4, 8, 110, 256),
 }
 
 
+_MOST_RESOLVED = 1 << 20
+"""Weights with a grid that are resolved at a time."""
 _PADDING = 64
 """Bytes after the last row that a wide load may read."""
 
@@ -86,14 +94,16 @@ def interleaves() -> bool:
 
 def pack(stored: Tensor, kind: str, *, interleaved: bool) -> Matrix:
     """Repack the weight [rows, bytes] of a GGUF file."""
-    form = TYPES[kind]
-    rows, from_row_bytes = stored.shape
-    columns = from_row_bytes // form.stored_bytes * form.stored_columns
+    form, rows = TYPES[kind], len(stored)
+    columns = stored.shape[1] // form.stored_bytes * form.stored_columns
+    if kind in GRID_KINDS:
+        step = max(1, _MOST_RESOLVED // columns)
+        stored = torch.cat([resolve(part, kind) for part in stored.split(step)])
     row_bytes = columns // BLOCK * form.block_bytes
     kept_rows = -(-rows // group_rows()) * group_rows() if interleaved else rows
     packed = _arena.take(kept_rows * row_bytes + _PADDING)
     source = packed, stored.contiguous()
-    _pack(source, form.type, form.form, rows, columns, interleaved, from_row_bytes)
+    _pack(source, form.type, form.form, rows, columns, interleaved, stored.shape[1])
     return Matrix(packed, form.form, rows, columns, interleaved, row_bytes)
 
 

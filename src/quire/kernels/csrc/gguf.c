@@ -45,16 +45,16 @@ void quire_round_row(const float *x, long blocks, uint8_t *into)
     }
 }
 
-/* Columns 16 * from.. 16 * end of the block, without the scale of x. Sums of 4-bit codes stay below 2^22. */
+/* Columns 16 * from.. 16 * end of the block, without the scale of x. Sums of small codes stay below 2^22. */
 INLINE float32x4_t dot(int form, const Half *weight, int head, const int8_t *x, int from, int end)
 {
-    int32x4_t high = vdupq_n_s32(0), low = vdupq_n_s32(is_four(form) ? MAGIC_BITS : 0);
+    int32x4_t high = vdupq_n_s32(0), low = vdupq_n_s32(is_small(form) ? MAGIC_BITS : 0);
     for (int i = from; i < end; i++) {
         high = dot16(high, weight->codes + 4 * i, vld1q_s8(x + 16 * i));
         low = dot16(low, weight->codes + 4 * i, vld1q_s8(x + BLOCK + 16 * i));
     }
     low = vaddq_s32(low, vshlq_n_s32(high, 6));
-    if (is_four(form))
+    if (is_small(form))
         return vfmaq_f32(weight[head].shift, vreinterpretq_f32_s32(low), weight[head].scale);
     return vmulq_f32(vcvtq_f32_s32(low), weight[head].scale);
 }
@@ -75,7 +75,7 @@ INLINE float32x4_t times_block(int form, const Half *weight, const uint8_t *x, f
     return vfmaq_laneq_f32(sum, dot(form, weight, 1, codes, 1, 2), head, 0);
 }
 
-/* times_block of 4 or 8 rows with a stride of `apart` bytes and `num` blocks, for 4-bit codes and one head. The operations are the
+/* times_block of 4 or 8 rows with a stride of `apart` bytes and `num` blocks, for small codes and one head. The operations are the
  * same, in an order that keeps both pipelines busy. The high plane is summed first and shifted in place, then the low plane is
  * added; the sum starts with MAGIC. Switching from float operations to dot products costs a cycle, so they are separated. Loads
  * are free if they are spread, even of constants. The prefetch after the last block loads that block again.
@@ -191,7 +191,7 @@ INLINE void times_one(int form, const uint8_t *weight, const uint8_t *x, long bl
 /* Eight, four or one rows of x times `num` unpacked blocks of 4 rows of the weight. */
 INLINE void times_ready(int form, int count, const Half *ready, const uint8_t *x, long apart, long num, float out[][4 * HALVES])
 {
-    if (count > 1 && is_four(form) && heads_of(form) == 1) {
+    if (count > 1 && is_small(form) && heads_of(form) == 1) {
         if (count == 8)
             times_blocks_eight(ready, x, apart, num, out);
         else
@@ -280,6 +280,9 @@ static __attribute__((noinline)) void dot_many(const LinearJob *job, const Matri
     case EIGHT_LOW_F: run_many(EIGHT_LOW_F, job, part, x, at, row, row_end, group, group_end); break;
     case FOUR_LOW_F_16: run_many(FOUR_LOW_F_16, job, part, x, at, row, row_end, group, group_end); break;
     case E2M1: run_many(E2M1, job, part, x, at, row, row_end, group, group_end); break;
+    case IQ2_F_16: run_many(IQ2_F_16, job, part, x, at, row, row_end, group, group_end); break;
+    case IQ3_F: run_many(IQ3_F, job, part, x, at, row, row_end, group, group_end); break;
+    case IQ4_F: run_many(IQ4_F, job, part, x, at, row, row_end, group, group_end); break;
     default: run_many(EIGHT_F_16, job, part, x, at, row, row_end, group, group_end);
     }
 }
@@ -293,6 +296,8 @@ void quire_dot_task(const LinearJob *job, const Matrix *part, const uint8_t *x, 
         dot_many(job, part, x, at, row, row_end, group, group_end);
     else if (part->form == FOUR_LOW_F_16)
         run_single(FOUR_LOW_F_16, job, part, x, at, row, row_end, group, group_end);
+    else if (part->form == IQ2_F_16)
+        run_single(IQ2_F_16, job, part, x, at, row, row_end, group, group_end);
     else
         run_single(EIGHT_F_16, job, part, x, at, row, row_end, group, group_end);
 }

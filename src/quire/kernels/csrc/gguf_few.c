@@ -37,7 +37,7 @@ INLINE Whole dots(int form, int count, int halves, const Half *part, const int8_
 {
     static const vi magic = {MAGIC_BITS >> 6, MAGIC_BITS >> 6, MAGIC_BITS >> 6, MAGIC_BITS >> 6};
     Whole sums;
-    EACH_ROW EACH_HALF sums.of[r][h] = is_four(form) ? (int32x4_t)fresh((const vf *)&magic) : vdupq_n_s32(0);
+    EACH_ROW EACH_HALF sums.of[r][h] = is_small(form) ? (int32x4_t)fresh((const vf *)&magic) : vdupq_n_s32(0);
     add_columns(count, halves, part, 0, x, apart, &sums);
     add_columns(count, halves, part, 1, x, apart, &sums);
     EACH_ROW EACH_HALF sums.of[r][h] = vshlq_n_s32(sums.of[r][h], 6);
@@ -48,7 +48,7 @@ INLINE Whole dots(int form, int count, int halves, const Half *part, const int8_
 
 INLINE float32x4_t scaled(int form, const Half *part, int32x4_t sum)
 {
-    if (is_four(form))
+    if (is_small(form))
         return vfmaq_f32(part->shift, vreinterpretq_f32_s32(sum), part->scale);
     return vmulq_f32(vcvtq_f32_s32(sum), part->scale);
 }
@@ -112,12 +112,15 @@ UP_TO_FOUR(FOUR_H)
 UP_TO_FOUR(EIGHT_H)
 UP_TO_FOUR(EIGHT_LOW_F)
 UP_TO_FOUR(E2M1)
+UP_TO_FOUR(IQ3_F)
+UP_TO_FOUR(IQ4_F)
 
 #define FOUR_OF(form) times_##form##_1, times_##form##_2, times_##form##_3, times_##form##_4
 #define EIGHT_OF(form) FOUR_OF(form), times_##form##_5, times_##form##_6, times_##form##_7, times_##form##_8
 static Times *const KERNELS[][ROWS] = {
     [FOUR_LOW_H] = {EIGHT_OF(FOUR_LOW_H)}, [FOUR_LOW_F] = {EIGHT_OF(FOUR_LOW_F)},   [FOUR_H] = {FOUR_OF(FOUR_H)},
     [EIGHT_H] = {FOUR_OF(EIGHT_H)},        [EIGHT_LOW_F] = {FOUR_OF(EIGHT_LOW_F)}, [E2M1] = {FOUR_OF(E2M1)},
+    [IQ3_F] = {FOUR_OF(IQ3_F)},            [IQ4_F] = {FOUR_OF(IQ4_F)},
 };
 
 void quire_dot_few(const LinearJob *job, const Matrix *part, const uint8_t *x, long at, long row, long row_end, long group,

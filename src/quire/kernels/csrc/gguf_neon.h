@@ -40,15 +40,15 @@ INLINE void read_half(int form, const uint8_t *weight, int half, Half *into)
         if (has_low(form))
             into[i].low = four_heads(form, heads + (each + i) * bytes);
         else if (is_four(form))
-            into[i].low = form == E2M1 ? vdupq_n_f32(0) : vmulq_n_f32(into[i].scale, -8);
+            into[i].low = has_table(form) ? vdupq_n_f32(0) : vmulq_n_f32(into[i].scale, -8);
     }
     for (int i = 0; i < (is_four(form) ? 4 : 8); i++) {
         uint8x16_t at = vld1q_u8(codes + 4 * GROUP * i);
         if (is_four(form)) {
             into->codes[i] = vreinterpretq_s8_u8(vandq_u8(at, vdupq_n_u8(15)));
             into->codes[i + 4] = vreinterpretq_s8_u8(vshrq_n_u8(at, 4));
-            for (int j = i; form == E2M1 && j < 8; j += 4)
-                into->codes[j] = vqtbl1q_s8(vld1q_s8(E2M1_TWICE), vreinterpretq_u8_s8(into->codes[j]));
+            for (int j = i; has_table(form) && j < 8; j += 4)
+                into->codes[j] = vqtbl1q_s8(vld1q_s8(table_of(form)), vreinterpretq_u8_s8(into->codes[j]));
         } else
             into->codes[i] = vreinterpretq_s8_u8(at);
     }

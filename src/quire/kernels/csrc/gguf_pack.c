@@ -1,11 +1,9 @@
 /* Conversion of the blocks of a GGUF file to the formats of the GEMM kernels, and of single rows to floats. */
 #include "half.h"
 
-/* ggml types; equal to the numbers in cpu/gguf.py. */
-enum { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS, IQ4_NL, MXFP4 };
-
-/* Values of the codes of IQ4. */
-static const int8_t IQ4[] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+/* ggml types; equal to the numbers in cpu/gguf.py. Types with a grid are resolved there, to 32 columns in two floats and 16 bytes of
+ * codes. */
+enum { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS, IQ4_NL, MXFP4, GRID_IQ2, GRID_IQ3_XXS, GRID_IQ3_S };
 
 typedef struct {
     uint8_t *into;
@@ -28,7 +26,7 @@ typedef struct {
     uint8_t halves[4];
 } Block;
 
-static const int SUPER_BYTES[] = {18, 20, 22, 24, 34, 84, 110, 144, 176, 210, 136, 18, 17};
+static const int SUPER_BYTES[] = {18, 20, 22, 24, 34, 84, 110, 144, 176, 210, 136, 18, 17, 24, 24, 24};
 
 /* Rows per group of the interleaved layout; 0 if this CPU does not support it. */
 int quire_group(void)
@@ -142,26 +140,25 @@ INLINE void read_q6(const uint8_t *from, int b, Block *into)
     }
 }
 
-INLINE void look_up(const uint8_t *from, uint8_t *codes)
-{
-    for (int i = 0; i < 16; i++) {
-        codes[i] = (uint8_t)IQ4[from[i] & 15];
-        codes[i + 16] = (uint8_t)IQ4[from[i] >> 4];
-    }
-}
-
 INLINE void read_iq4_xs(const uint8_t *from, int b, Block *into)
 {
     int scale = (from[4 + b / 2] >> b % 2 * 4 & 15) | (from[2 + b / 4] >> b % 4 * 2 & 3) << 4;
     into->scale[0] = from_half(from) * (float)(scale - 32);
-    into->low[0] = 0;
-    look_up(from + 8 + 16 * b, into->codes);
+    memcpy(into->codes, from + 8 + 16 * b, 16);
 }
 
 INLINE void read_iq4_nl(const uint8_t *from, Block *into)
 {
-    memcpy(into->halves, from, 2);
-    look_up(from + 2, into->codes);
+    into->scale[0] = from_half(from);
+    memcpy(into->codes, from + 2, 16);
+}
+
+/* The floats are the scales of both halves, or a scale and a low. */
+INLINE void read_grid(const uint8_t *from, Block *into)
+{
+    memcpy(into->scale, from, 8);
+    into->low[0] = into->scale[1];
+    memcpy(into->codes, from + 8, 16);
 }
 
 INLINE void read_block(int type, const uint8_t *row, long b, Block *into)
@@ -175,6 +172,7 @@ INLINE void read_block(int type, const uint8_t *row, long b, Block *into)
     case IQ4_XS: read_iq4_xs(from, b % 8, into); break;
     case IQ4_NL: read_iq4_nl(from, into); break;
     case MXFP4: read_mxfp4(from, into); break;
+    case GRID_IQ2: case GRID_IQ3_XXS: case GRID_IQ3_S: read_grid(from, into); break;
     default: read_small(type, from, into);
     }
 }
@@ -243,16 +241,19 @@ void quire_pack(const PackJob *job)
         case Q4_K: pack_row(Q4_K, FOUR_LOW_F, job, row); break;
         case Q5_K: pack_row(Q5_K, EIGHT_LOW_F, job, row); break;
         case Q6_K: pack_row(Q6_K, EIGHT_F_16, job, row); break;
-        case IQ4_XS: pack_row(IQ4_XS, EIGHT_LOW_F, job, row); break;
-        case IQ4_NL: pack_row(IQ4_NL, EIGHT_H, job, row); break;
+        case IQ4_XS: pack_row(IQ4_XS, IQ4_F, job, row); break;
+        case IQ4_NL: pack_row(IQ4_NL, IQ4_F, job, row); break;
+        case GRID_IQ2: pack_row(GRID_IQ2, IQ2_F_16, job, row); break;
+        case GRID_IQ3_XXS: pack_row(GRID_IQ3_XXS, IQ3_F, job, row); break;
+        case GRID_IQ3_S: pack_row(GRID_IQ3_S, FOUR_LOW_F, job, row); break;
         default: pack_row(MXFP4, E2M1, job, row);
         }
 }
 
 INLINE float value_of(int form, float scale, float low, uint8_t code)
 {
-    if (form == E2M1)
-        return scale * (float)E2M1_TWICE[code];
+    if (has_table(form))
+        return scale * (float)table_of(form)[code];
     if (!is_four(form))
         return scale * (float)(int8_t)code + low;
     return has_low(form) ? scale * (float)code + low : scale * (float)(code - 8);

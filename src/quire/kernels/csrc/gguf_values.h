@@ -52,8 +52,8 @@ INLINE void block_values(int form, const uint8_t *codes, const float *scale, con
         __m512 scales = _mm512_set1_ps(scale[h]), lows = has_low(form) ? _mm512_set1_ps(low[h]) : _mm512_setzero_ps();
         if (is_four(form)) { /* compute the values of all codes, then look them up by code */
             __m512 codes_of = _mm512_sub_ps(fours, _mm512_set1_ps(8));
-            if (form == E2M1)
-                codes_of = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)E2M1_TWICE)));
+            if (has_table(form))
+                codes_of = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)table_of(form))));
             __m512 table = has_low(form) ? _mm512_fmadd_ps(scales, fours, lows) : _mm512_mul_ps(scales, codes_of);
             into[i] = (wide)_mm512_permutexvar_ps(i ? _mm512_srli_epi32(both, 4) : both, table);
         } else {
@@ -88,9 +88,9 @@ INLINE void block_values(int form, const uint8_t *codes, const float *scale, con
         wide_int code = wide_bytes(codes + (is_four(form) ? i % 16 : i), !is_four(form));
         if (is_four(form))
             code = i < 16 ? code & 15 : code >> 4;
-        if (form == E2M1)
+        if (has_table(form))
             for (int j = 0; j < WIDE; j++)
-                code[j] = E2M1_TWICE[code[j]];
+                code[j] = table_of(form)[code[j]];
         else if (is_four(form) && !has_low(form))
             code -= 8;
         wide values = __builtin_convertvector(code, wide) * scale[h];

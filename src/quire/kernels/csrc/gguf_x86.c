@@ -164,6 +164,9 @@ INLINE reals group_heads(int form, const uint8_t *at)
     return OP(loadu_ps)((const float *)at);
 }
 
+/* What is added to the values of 4-bit codes for factors that are not negative: codes, or values of a table. */
+INLINE int offset_of(int form) { return form == E2M1 ? 12 : form == IQ2_F_16 ? 43 : form == IQ3_F ? 62 : form == IQ4_F ? 127 : 8; }
+
 /* Read the scales and lows of a block; return a pointer to its codes. */
 INLINE const uint8_t *read_heads(int form, const uint8_t *weight, reals *scale, reals *low)
 {
@@ -173,7 +176,7 @@ INLINE const uint8_t *read_heads(int form, const uint8_t *weight, reals *scale, 
         if (has_low(form))
             low[i] = group_heads(form, weight + (each + i) * bytes);
         else
-            low[i] = is_four(form) ? OP(mul_ps)(scale[i], OP(set1_ps)(form == E2M1 ? -12 : -8)) : OP(setzero_ps)();
+            low[i] = is_four(form) ? OP(mul_ps)(scale[i], OP(set1_ps)((float)-offset_of(form))) : OP(setzero_ps)();
     }
     return weight + each * (has_low(form) + 1) * bytes;
 }
@@ -181,10 +184,10 @@ INLINE const uint8_t *read_heads(int form, const uint8_t *weight, reals *scale, 
 /* Convert 4-bit codes in the low bits of int16, with other bits ignored, to the integer factors. */
 INLINE ints codes_of(int form, ints at)
 {
-    if (form != E2M1)
+    if (!has_table(form))
         return at & same(0x000f000f);
-    /* 12 more than twice the value; index 0x80 gives 0. */
-    const __m128i table = _mm_add_epi8(_mm_loadu_si128((const __m128i *)E2M1_TWICE), _mm_set1_epi8(12));
+    /* Bytes of values and the offset are not negative; index 0x80 gives 0. */
+    const __m128i table = _mm_add_epi8(_mm_loadu_si128((const __m128i *)table_of(form)), _mm_set1_epi8((char)offset_of(form)));
 #if GROUP == 16
     ints of = _mm512_broadcast_i32x4(table);
 #else
@@ -202,7 +205,7 @@ INLINE void make_ready(int form, const uint8_t *weight, Ready *into)
             into->codes[2 * i] = codes_of(form, at);
             into->codes[2 * i + 1] = codes_of(form, OP(srli_epi16)(at, 8));
             into->codes[2 * i + 8] = codes_of(form, OP(srli_epi16)(at, 4));
-            into->codes[2 * i + 9] = form == E2M1 ? codes_of(form, OP(srli_epi16)(at, 12)) : OP(srli_epi16)(at, 12);
+            into->codes[2 * i + 9] = has_table(form) ? codes_of(form, OP(srli_epi16)(at, 12)) : OP(srli_epi16)(at, 12);
         } else {
             into->codes[2 * i] = OP(srai_epi16)(OP(slli_epi16)(at, 8), 8);
             into->codes[2 * i + 1] = OP(srai_epi16)(at, 8);
@@ -226,7 +229,7 @@ INLINE void dot_halves(int form, int count, const uint8_t *codes, const int32_t 
     for (int i = 0; i < code_bytes(form) / 4; i++) {
         ints at = *(const ints_any *)(codes + 4 * GROUP * i), part[4];
         int parts = is_four(form) ? 4 : 2, to = is_four(form) ? 0 : i / 4 * 2;
-        if (form == E2M1) {
+        if (has_table(form)) {
             for (int p = 0; p < 4; p++)
                 part[p] = codes_of(form, OP(srli_epi16)(at, (unsigned)(p % 2 * 8 + p / 2 * 4)));
         } else if (is_four(form)) {
@@ -248,7 +251,7 @@ INLINE void dot_halves(int form, int count, const uint8_t *codes, const int32_t 
     }
     UNROLL
     for (int r = 0; r < count; r++) {
-        int in_place = is_four(form) && form != E2M1;
+        int in_place = is_four(form) && !has_table(form);
         ints second = in_place ? OP(srai_epi32)(sums[r][1], 8) : sums[r][1];
         ints third = in_place ? OP(srai_epi32)(sums[r][2], 4) : sums[r][2];
         dots[r][0] = OP(add_epi32)(sums[r][0], second);
@@ -417,6 +420,9 @@ void quire_dot_task(const LinearJob *job, const Matrix *part, const uint8_t *x, 
     case EIGHT_LOW_F: run_task(EIGHT_LOW_F, job, part, x, at, row, row_end, unit, unit_end); break;
     case FOUR_LOW_F_16: run_task(FOUR_LOW_F_16, job, part, x, at, row, row_end, unit, unit_end); break;
     case E2M1: run_task(E2M1, job, part, x, at, row, row_end, unit, unit_end); break;
+    case IQ2_F_16: run_task(IQ2_F_16, job, part, x, at, row, row_end, unit, unit_end); break;
+    case IQ3_F: run_task(IQ3_F, job, part, x, at, row, row_end, unit, unit_end); break;
+    case IQ4_F: run_task(IQ4_F, job, part, x, at, row, row_end, unit, unit_end); break;
     default: run_task(EIGHT_F_16, job, part, x, at, row, row_end, unit, unit_end);
     }
 }

@@ -149,6 +149,16 @@ def number_of(
     if FORM.book == "e2m1":
         tiny = _shift_right(words, 4 * S - 22) & (7 << 22) | _shift_right(words, 4 * S - 28) & -(1 << 31)
         return tiny.to(tl.float32, bitcast=True) * 2.0**126
+    elif FORM.book == "iq2" or FORM.book == "iq3_xxs" or FORM.book == "iq3_s":
+        t = (words >> 4 * S & 7).to(tl.float32)
+        if FORM.book == "iq2":
+            size = 1.0 + (2.0625 + 0.0625 * t) * t  # 8, 25 and 43, divided by 8
+        elif FORM.book == "iq3_xxs":
+            size = 2.0 * t + tl.where(t == 7, 1.5, 1.0)  # 4, 12 to 52 and 62, divided by 4
+        else:
+            size = 2.0 * t + 1.0
+        sign = _shift_right(words, 4 * S - 28) & -(1 << 31)
+        return (size.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
     else:
         power = tl.load(powers + DEPTH // FORM.low).to(tl.int32, bitcast=True)
         code = _shift_right(words, FORM.low * S - FIRST) & (((1 << FORM.low) - 1) << FIRST) | power

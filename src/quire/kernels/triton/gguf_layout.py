@@ -6,10 +6,13 @@ rows.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from quire.kernels.gguf_grid import GRID_KINDS, read_grid_blocks
 
 TILE = 4
 """Rows with interleaved unit values."""
@@ -37,7 +40,8 @@ class Kind(NamedTuple):
     """Whether each half of a unit has its own sub-scale; the scale of the 256 columns is then stored
     twice."""
     book: str = ""
-    """Table that codes index: llama.cpp's IQ4 (`iq4`), or 4-bit floats (`e2m1`)."""
+    """Table that codes index: llama.cpp's IQ2, IQ3 or IQ4 (`iq2`, `iq3_xxs`, `iq3_s`, `iq4`), or 4-bit floats
+    (`e2m1`)."""
 
     @property
     def words(self) -> int:
@@ -70,6 +74,11 @@ KINDS = {
     "IQ4_NL": Kind(18, 32, 4, 0, 32, book="iq4"),
     "IQ4_XS": Kind(136, 256, 4, 0, 32, subs="bytes", book="iq4"),
     "MXFP4": Kind(17, 32, 4, 0, 32, book="e2m1"),
+    "IQ2_XXS": Kind(66, 256, 4, 0, 32, subs="bytes", book="iq2"),
+    "IQ2_XS": Kind(74, 256, 4, 0, 16, subs="bytes", book="iq2"),
+    "IQ2_S": Kind(82, 256, 4, 0, 16, subs="bytes", book="iq2"),
+    "IQ3_XXS": Kind(98, 256, 4, 0, 32, subs="bytes", book="iq3_xxs"),
+    "IQ3_S": Kind(110, 256, 4, 0, 32, subs="bytes", book="iq3_s"),
 }
 
 
@@ -294,6 +303,12 @@ def _mxfp4(block: Tensor) -> GGUFPlanes:
     return GGUFPlanes(codes.flatten(1), bits.view(torch.float32).to(torch.bfloat16))
 
 
+def _grid(block: Tensor, *, kind: str) -> GGUFPlanes:
+    """Read blocks of IQ2 and IQ3."""
+    codes, scales, subs = read_grid_blocks(block.flatten(1), kind)
+    return GGUFPlanes(codes, scales[..., None], subs[..., None])
+
+
 _READERS: dict[str, Callable[[Tensor], GGUFPlanes]] = {
     "Q4_0": lambda block: _q4_q5(block, lows=False, fifth=False),
     "Q4_1": lambda block: _q4_q5(block, lows=True, fifth=False),
@@ -308,4 +323,5 @@ _READERS: dict[str, Callable[[Tensor], GGUFPlanes]] = {
     "IQ4_NL": lambda block: _q4_q5(block, lows=False, fifth=False),
     "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4,
+    **{kind: partial(_grid, kind=kind) for kind in GRID_KINDS},
 }

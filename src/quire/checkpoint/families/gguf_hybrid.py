@@ -1,0 +1,207 @@
+"""Reading decoders with recurrent state from GGUF headers: gated delta net, Mamba-2, short convolutions."""
+
+from dataclasses import replace
+from typing import Any
+
+from quire.checkpoint.facts import ArchFacts, LayerFacts, MoeFacts, Routing, StateFacts
+from quire.checkpoint.families.gguf import (
+    check_divides,
+    gguf_decoder,
+    granite,
+    layers_without_mtp,
+    optional_size,
+    per_layer,
+)
+from quire.checkpoint.gguf import GGUFFile
+from quire.checkpoint.reader import ConfigReader
+from quire.checkpoint.rope import read_gguf_rope
+
+
+def qwen3next(file: GGUFFile, arch: ConfigReader, *, repeats_keys: bool = False) -> ArchFacts:
+    """Read Qwen3-Next and Qwen3.5: gated delta net, gated attention in every fourth layer.
+
+    With `repeats_keys` the loader repeats the keys of each value head, which files of Qwen3.5 have in another
+    order than checkpoints."""
+    layers, unused = layers_without_mtp(arch)
+    every, groups = arch.size("full_attention_interval", 4), arch.size("ssm.group_count")
+    heads = check_divides(arch, "ssm.time_step_rank", groups)
+    rope = read_gguf_rope(file, arch, arch.size("attention.key_length"))
+    moe = _qwen_experts(arch)
+    facts: dict[str, Any] = {}
+    if moe is not None:
+        facts["intermediate"] = arch.size("feed_forward_length", moe.intermediate)
+    is_sparse = [f"blk.{at}.ffn_gate_inp.weight" in file.tensors for at in range(layers)]
+    return gguf_decoder(
+        file,
+        arch,
+        layers=tuple(
+            LayerFacts(None, mixer="delta", moe=is_sparse[at])
+            if (at + 1) % every
+            else LayerFacts(rope, moe=is_sparse[at])
+            for at in range(layers)
+        ),
+        qk_norm="head",
+        output_gate=True,
+        qkv_bias=f"blk.{every - 1}.attn_q.bias" in file.tensors,
+        out_bias=f"blk.{every - 1}.attn_output.bias" in file.tensors,
+        moe=moe,
+        state=StateFacts(
+            heads=heads,
+            head_dim=check_divides(arch, "ssm.inner_size", heads) // heads,
+            state=arch.size("ssm.state_size"),
+            groups=heads if repeats_keys else groups,
+            conv=arch.size("ssm.conv_kernel"),
+            conv_bias=False,
+        ),
+        unused=unused,
+        **facts,
+    )
+
+
+def _qwen_experts(arch: ConfigReader) -> MoeFacts | None:
+    if optional_size(arch, "expert_count") is None:
+        return None
+    inner = arch.size("expert_feed_forward_length")
+    return MoeFacts(
+        arch.size("expert_count"),
+        inner,
+        Routing(arch.size("expert_used_count"), renormalized=arch.flag("expert_weights_norm", True)),
+        shared_intermediate=arch.size("expert_shared_feed_forward_length", inner),
+        shared_gate=True,
+        names="apart",
+    )
+
+
+def lfm2(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
+    """Read LFM2: gated short convolutions, attention in layers with key/value heads, and in some models
+    experts after the first layers."""
+    hidden, moe, dense = arch.size("embedding_length"), None, arch.size("block_count")
+    if optional_size(arch, "expert_count") is not None:
+        inner = arch.size("expert_feed_forward_length")
+        routing = Routing(arch.size("expert_used_count"), "sigmoid", True)
+        bias = any(name.endswith(".exp_probs_b.bias") for name in file.tensors)
+        moe = MoeFacts(arch.size("expert_count"), inner, routing, choice_bias=bias, names="apart")
+        dense = optional_size(arch, "leading_dense_block_count") or 0
+    biased = any(name.endswith(".shortconv.in_proj.bias") for name in file.tensors)
+    state = StateFacts(
+        heads=hidden,
+        head_dim=1,
+        state=0,
+        groups=0,
+        conv=arch.size("shortconv.l_cache"),
+        conv_bias=biased,
+        proj_bias=biased,
+    )
+    facts = _hybrid(file, arch, "conv", state, rotates=True, qk_norm="head")
+    layers = tuple(replace(layer, moe=at >= dense) for at, layer in enumerate(facts.layers))
+    return replace(facts, layers=layers, moe=moe)
+
+
+def _hybrid(
+    file: GGUFFile, arch: ConfigReader, mixer: str, state: StateFacts, *, rotates: bool, **facts: Any
+) -> ArchFacts:
+    """Read a decoder with attention in the layers that have key/value heads, and `mixer` in all others."""
+    kv_heads = per_layer(arch, "attention.head_count_kv")
+    hidden, heads = arch.size("embedding_length"), arch.size("attention.head_count")
+    rope = read_gguf_rope(file, arch, arch.size("attention.key_length", hidden // heads))
+    attention = LayerFacts(rope if rotates else None)
+    return gguf_decoder(
+        file,
+        arch.but(**{"attention.head_count_kv": max(kv_heads) or heads}),
+        layers=tuple(attention if count else LayerFacts(None, mixer=mixer) for count in kv_heads),
+        state=state,
+        **facts,
+    )
+
+
+def _mamba2(file: GGUFFile, arch: ConfigReader) -> StateFacts:
+    groups = arch.size("ssm.group_count", 1)
+    heads = check_divides(arch, "ssm.time_step_rank", groups)
+    return StateFacts(
+        heads=heads,
+        head_dim=check_divides(arch, "ssm.inner_size", heads) // heads,
+        state=arch.size("ssm.state_size"),
+        groups=groups,
+        norm_groups=groups,
+        conv=arch.size("ssm.conv_kernel"),
+        conv_bias=any(name.endswith(".ssm_conv1d.bias") for name in file.tensors),
+        proj_bias=any(name.endswith(".ssm_in.bias") for name in file.tensors),
+    )
+
+
+def granitehybrid(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
+    """Read Granite 4 and Bamba: Mamba-2, and attention that mostly has no rotary embedding."""
+    scales = granite(file, arch.but(**{"attention.head_count_kv": arch.size("attention.head_count")}))
+    facts = _hybrid(
+        file,
+        arch,
+        "mamba",
+        _mamba2(file, arch),
+        rotates=arch.flag("rope.scaling.finetuned", True),
+        embed_scale=scales.embed_scale,
+        residual_scale=scales.residual_scale,
+        attention_scale=scales.attention_scale,
+        logit_scale=scales.logit_scale,
+    )
+    if optional_size(arch, "expert_count") is None:
+        stored = file.tensors.get("blk.0.ffn_up.weight")  # the key may name another part's length
+        return replace(facts, intermediate=stored.shape[0]) if stored else facts
+    moe = MoeFacts(
+        arch.size("expert_count"),
+        facts.intermediate,
+        Routing(arch.size("expert_used_count"), renormalized=True),
+        shared_intermediate=optional_size(arch, "expert_shared_feed_forward_length") or 0,
+        names="apart",
+    )
+    return replace(facts, moe=moe, layers=tuple(replace(layer, moe=True) for layer in facts.layers))
+
+
+def nemotron_h(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
+    """Read Nemotron-H. A layer is Mamba-2, attention without rotary embedding, experts or a plain
+    feed-forward part. Time steps are at least 0.001; there is no key for it."""
+    count, unused = layers_without_mtp(arch)
+    kv_heads, inner = per_layer(arch, "attention.head_count_kv"), per_layer(arch, "feed_forward_length")
+    experts, moe = optional_size(arch, "expert_count"), None
+    if experts is not None:
+        moe = MoeFacts(
+            experts,
+            arch.size("expert_feed_forward_length"),
+            Routing(
+                arch.size("expert_used_count"),
+                "sigmoid",
+                arch.flag("expert_weights_norm", True),
+                arch.number("expert_weights_scale", 1.0),
+                num_groups=arch.size("expert_group_count", 1),
+                top_groups=arch.size("expert_group_used_count", 1),
+                group_best=2,
+            ),
+            choice_bias=True,
+            plain=True,
+            latent=optional_size(arch, "moe_latent_size") or 0,
+            shared_intermediate=arch.size("expert_shared_feed_forward_length"),
+            names="apart_nemotron_h",
+        )
+    layers = tuple(
+        LayerFacts(None)
+        if kv_heads[at]
+        else LayerFacts(None, mixer="none", moe=moe is not None)
+        if inner[at]
+        else LayerFacts(None, mixer="mamba")
+        for at in range(count)
+    )
+    eps = "attention.layer_norm_rms_epsilon"
+    eps = eps if arch.get(eps) is not None else "attention.layer_norm_epsilon"
+    return gguf_decoder(
+        file,
+        arch.but(**{"attention.head_count_kv": max(kv_heads) or arch.size("attention.head_count")}),
+        layers=layers,
+        intermediate=max(inner),
+        norm_eps=arch.number(eps),
+        activation="relu2",
+        qkv_bias=any(name.endswith(".attn_q.bias") for name in file.tensors),
+        out_bias=any(name.endswith(".attn_output.bias") for name in file.tensors),
+        mlp_bias=any(name.endswith(".ffn_down.bias") for name in file.tensors),
+        moe=moe,
+        state=replace(_mamba2(file, arch), time_limits=(1e-3, float("inf"))),
+        unused=unused,
+    )

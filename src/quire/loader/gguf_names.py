@@ -1,0 +1,334 @@
+"""Names of tensors in GGUF files and in Hugging Face checkpoints, and the order of their rows."""
+
+import re
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.checkpoint.facts import ArchFacts
+
+_NAMES = {
+    "blk": "model.layers",
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_gate_up_exps": "mlp.experts.gate_up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_GEMMA = {
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_GPT2 = {
+    "blk": "transformer.h",
+    "token_embd": "transformer.wte",
+    "position_embd": "transformer.wpe",
+    "output_norm": "transformer.ln_f",
+    "attn_norm": "ln_1",
+    "attn_qkv": "attn.c_attn",
+    "attn_output": "attn.c_proj",
+    "ffn_norm": "ln_2",
+    "ffn_up": "mlp.c_fc",
+    "ffn_down": "mlp.c_proj",
+}
+_BLOOM = {
+    "blk": "transformer.h",
+    "token_embd": "transformer.word_embeddings",
+    "token_embd_norm": "transformer.word_embeddings_layernorm",
+    "output_norm": "transformer.ln_f",
+    "attn_qkv": "self_attention.query_key_value",
+    "attn_output": "self_attention.dense",
+    "ffn_up": "mlp.dense_h_to_4h",
+    "ffn_down": "mlp.dense_4h_to_h",
+}
+_CHOICE_BIAS = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
+_SHARED_EXPERTS = _CHOICE_BIAS | {
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+_GEMMA_PER_LAYER = {
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
+_DELTA = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_in": "linear_attn.in_proj_qkvz",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+_LFM2 = {
+    "token_embd_norm": "model.embedding_norm",
+    "output_norm": "model.embedding_norm",
+    "attn_norm": "operator_norm",
+    "ffn_norm": "ffn_norm",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "attn_output": "self_attn.out_proj",
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+}
+
+
+def _mamba2(name: str) -> dict[str, str]:
+    """Return the names of Mamba-2 layers with a mixer of this name."""
+    return {
+        "ssm_in": f"{name}.in_proj",
+        "ssm_conv1d": f"{name}.conv1d",
+        "ssm_dt.bias": f"{name}.dt_bias",
+        "ssm_a": f"{name}.A_log",
+        "ssm_d": f"{name}.D",
+        "ssm_norm": f"{name}.norm",
+        "ssm_out": f"{name}.out_proj",
+    }
+
+
+LARGE_FALCON = "FalconForCausalLM, large"
+"""Falcon models with a norm for each half of a layer; the first norm by name belongs to the second half."""
+_OTHER_NAMES: dict[str, dict[str, str]] = {
+    "GPT2LMHeadModel": _GPT2,
+    "GPTBigCodeForCausalLM": _GPT2,
+    "BloomForCausalLM": _BLOOM,
+    "FalconForCausalLM": _BLOOM,
+    LARGE_FALCON: _BLOOM | {"attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"},
+    "GPTNeoXForCausalLM": {
+        "blk": "gpt_neox.layers",
+        "token_embd": "gpt_neox.embed_in",
+        "output_norm": "gpt_neox.final_layer_norm",
+        "output": "embed_out",
+        "attn_qkv": "attention.query_key_value",
+        "attn_output": "attention.dense",
+        "ffn_up": "mlp.dense_h_to_4h",
+        "ffn_down": "mlp.dense_4h_to_h",
+    },
+    "PhiForCausalLM": {
+        "output_norm": "model.final_layernorm",
+        "attn_qkv": "self_attn.qkv_proj",
+        "attn_output": "self_attn.dense",
+        "ffn_up": "mlp.fc1",
+        "ffn_down": "mlp.fc2",
+    },
+    "DbrxForCausalLM": {
+        "blk": "transformer.blocks",
+        "token_embd": "transformer.wte",
+        "output_norm": "transformer.norm_f",
+        "attn_norm": "norm_attn_norm.norm_1",
+        "attn_output_norm": "norm_attn_norm.norm_2",
+        "attn_qkv": "norm_attn_norm.attn.Wqkv",
+        "attn_output": "norm_attn_norm.attn.out_proj",
+    },
+    "DeepseekV3ForCausalLM": _SHARED_EXPERTS
+    | {
+        "attn_q_a": "self_attn.q_a_proj",
+        "attn_q_a_norm": "self_attn.q_a_layernorm",
+        "attn_q_b": "self_attn.q_b_proj",
+        "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+        "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+        "attn_kv_b": "self_attn.kv_b_proj",
+        "attn_k_b": "self_attn.k_b_proj",
+        "attn_v_b": "self_attn.v_b_proj",
+    },
+    "Dots1ForCausalLM": _SHARED_EXPERTS,
+    "Glm4MoeForCausalLM": _SHARED_EXPERTS | {"post_attention_norm": "post_attention_layernorm"},
+    "GlmForCausalLM": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    "ExaoneForCausalLM": {
+        "blk": "transformer.h",
+        "token_embd": "transformer.wte",
+        "output_norm": "transformer.ln_f",
+        "attn_norm": "ln_1",
+        "attn_q": "attn.attention.q_proj",
+        "attn_k": "attn.attention.k_proj",
+        "attn_v": "attn.attention.v_proj",
+        "attn_output": "attn.attention.out_proj",
+        "ffn_norm": "ln_2",
+        "ffn_gate": "mlp.c_fc_0",
+        "ffn_up": "mlp.c_fc_1",
+        "ffn_down": "mlp.c_proj",
+    },
+    "MptForCausalLM": {
+        "blk": "transformer.blocks",
+        "token_embd": "transformer.wte",
+        "output_norm": "transformer.norm_f",
+        "attn_norm": "norm_1",
+        "attn_qkv": "attn.Wqkv",
+        "attn_output": "attn.out_proj",
+        "ffn_norm": "norm_2",
+        "ffn_up": "ffn.up_proj",
+        "ffn_down": "ffn.down_proj",
+    },
+    "Gemma2ForCausalLM": _GEMMA,
+    "Gemma3ForCausalLM": _GEMMA,
+    "Gemma3nForCausalLM": _GEMMA
+    | _GEMMA_PER_LAYER
+    | {
+        "altup_proj": "model.altup_projections",
+        "altup_unembd_proj": "model.altup_unembed_projections",
+        "altup_correct_coef": "altup.correction_coefs",
+        "altup_correct_scale.weight": "altup.correct_output_scale",
+        "altup_predict_coef": "altup.prediction_coefs",
+        "altup_router": "altup.modality_router",
+        "altup_router_norm": "altup.router_norm",
+        "laurel_l": "laurel.linear_left",
+        "laurel_r": "laurel.linear_right",
+        "laurel_post_norm": "laurel.post_laurel_norm",
+    },
+    "Gemma4ForCausalLM": _GEMMA
+    | _GEMMA_PER_LAYER
+    | {
+        "layer_output_scale.weight": "layer_scalar",
+        "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+        "post_ffw_norm_1": "post_feedforward_layernorm_1",
+        "post_ffw_norm_2": "post_feedforward_layernorm_2",
+        "ffn_gate_inp": "router.proj",
+        "ffn_gate_inp.scale": "router.scale",
+        "ffn_gate_exps": "experts.gate_proj",
+        "ffn_up_exps": "experts.up_proj",
+        "ffn_gate_up_exps": "experts.gate_up_proj",
+        "ffn_down_exps": "experts.down_proj",
+        "ffn_down_exps.scale": "router.per_expert_scale",
+    },
+    "Glm4ForCausalLM": {
+        "post_attention_norm": "post_self_attn_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm",
+        "ffn_up": "mlp.gate_up_proj",
+    },
+    "GptOssForCausalLM": {
+        "post_attention_norm": "post_attention_layernorm",
+        "attn_sinks.weight": "self_attn.sinks",
+    },
+    "GraniteMoeHybridForCausalLM": _mamba2("mamba")
+    | {
+        "ffn_gate": "shared_mlp.gate_proj",
+        "ffn_up": "shared_mlp.up_proj",
+        "ffn_down": "shared_mlp.down_proj",
+    },
+    "Lfm2ForCausalLM": _LFM2,
+    "Lfm2MoeForCausalLM": _LFM2 | _CHOICE_BIAS,
+    "MiniMaxM2ForCausalLM": _CHOICE_BIAS,
+    "NemotronHForCausalLM": _mamba2("mixer")
+    | {
+        "blk": "backbone.layers",
+        "token_embd": "backbone.embeddings",
+        "output_norm": "backbone.norm_f",
+        "attn_norm": "norm",
+        "attn_q": "mixer.q_proj",
+        "attn_k": "mixer.k_proj",
+        "attn_v": "mixer.v_proj",
+        "attn_output": "mixer.o_proj",
+        "ffn_up": "mixer.up_proj",
+        "ffn_down": "mixer.down_proj",
+        "ffn_gate_inp": "mixer.gate",
+        "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
+        "ffn_up_exps": "mixer.experts.up_proj",
+        "ffn_down_exps": "mixer.experts.down_proj",
+        "ffn_up_shexp": "mixer.shared_experts.up_proj",
+        "ffn_down_shexp": "mixer.shared_experts.down_proj",
+        "ffn_latent_down": "mixer.fc1_latent_proj",
+        "ffn_latent_up": "mixer.fc2_latent_proj",
+    },
+    "Olmo2ForCausalLM": {
+        "post_attention_norm": "post_attention_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+    "Phi3ForCausalLM": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    "Qwen3_5ForCausalLM": _DELTA,
+    "Qwen3_5MoeForCausalLM": _DELTA,
+    "SeedOssForCausalLM": {"post_attention_norm": "post_attention_layernorm"},
+    "Starcoder2ForCausalLM": {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+}
+"""Names that differ from `_NAMES`, by architecture."""
+_NAME = re.compile(r"(?:blk\.(\d+)\.)?([\w.]+?)(?:\.(weight|bias|scale))?")
+_EXPERT = re.compile(r"(blk\.\d+\.ffn_\w+)\.(\d+)\.weight")
+"""One expert as a tensor of its own, as in early files."""
+_INTERLEAVED = (
+    "ArceeForCausalLM",
+    "GraniteForCausalLM",
+    "GraniteMoeForCausalLM",
+    "GraniteMoeHybridForCausalLM",
+    "LlamaForCausalLM",
+    "MiniCPMForCausalLM",
+    "OlmoForCausalLM",
+    "SmolLM3ForCausalLM",
+)
+"""Architectures with files that interleave the two halves of each query and key head, for RoPE on adjacent
+pairs."""
+
+_BY_HEAD = ("BloomForCausalLM", "FalconForCausalLM", "GPTNeoXForCausalLM")
+"""Architectures with files that hold the queries of all heads, then all keys, then all values."""
+
+
+def hf_name(name: str, architecture: str) -> str:
+    """Map blk.3.attn_q.weight to model.layers.3.self_attn.q_proj.weight; unknown names are returned
+    unchanged."""
+    if expert := _EXPERT.fullmatch(name):
+        merged = hf_name(f"{expert[1]}_exps.weight", architecture)
+        return merged.replace(".experts.", f".experts.{expert[2]}.")
+    names = _NAMES | _OTHER_NAMES.get(architecture, {})
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return name
+    number, part, kind = match.groups()
+    layer = "" if number is None else f"{names['blk']}.{number}."
+    whole = part if kind is None else f"{part}.{kind}"
+    if whole in names:
+        return f"{layer}{names[whole]}"
+    return f"{layer}{names[part]}.{kind}" if part in names else name
+
+
+def gguf_name(name: str, architecture: str) -> str | None:
+    """Invert `hf_name`; return None if files have no such tensor."""
+    names = _NAMES | _OTHER_NAMES.get(architecture, {})
+    where, _, kind = name.rpartition(".")
+    layer, _, part = where.removeprefix(f"{names['blk']}.").partition(".")
+    is_in_layer = where.startswith(f"{names['blk']}.")
+    stored = next((key for key, known in names.items() if known == (part if is_in_layer else where)), None)
+    if stored is None or kind not in ("weight", "bias"):
+        return None
+    return f"blk.{layer}.{stored}.{kind}" if is_in_layer else f"{stored}.{kind}"
+
+
+def row_order(name: str, num_rows: int, facts: ArchFacts) -> NDArray[np.intp] | None:
+    """Return the order of the stored rows that the model needs; None if it is the stored order."""
+    if facts.architecture in _BY_HEAD and ".query_key_value." in name:
+        rows, dim = np.arange(num_rows), facts.head_dim
+        parts = np.split(rows, (facts.heads * dim, (facts.heads + facts.kv_heads) * dim))
+        return np.concatenate([part.reshape(facts.kv_heads, -1) for part in parts], 1).reshape(-1)
+    if facts.architecture not in _INTERLEAVED or not re.search(r"self_attn\.[qk]_proj\.", name):
+        return None
+    heads = facts.heads if ".q_proj." in name else facts.kv_heads
+    return np.arange(num_rows).reshape(heads, num_rows // heads // 2, 2).swapaxes(1, 2).reshape(-1)
