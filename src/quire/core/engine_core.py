@@ -54,6 +54,8 @@ class EngineCore:
             if refused := self.scheduler.settle():
                 return StepOutput([], [], finished=refused, at=time.monotonic())
             self._launch()
+            if not len(self.step_queue) and self.scheduler.kv.tiers is not None:
+                self.scheduler.kv.tiers.rest()
             if len(self.step_queue) or not self._wait_for_gates(timeout_s):
                 break
         if not len(self.step_queue) or (timeout_s is not None and not self.step_queue.ready(timeout_s)):

@@ -11,6 +11,23 @@ STAT_LOGGERS = LazyTable("stat logger", {})
 """Functions of plugins that receive the `IntervalStats` of an engine core."""
 
 
+class TierStats(msgspec.Struct, omit_defaults=True):
+    """Copies between the KV cache and its lower tiers since the last report."""
+
+    store_sizes: list[int] = []
+    """Bytes of each copy to lower tiers."""
+    store_s: float = 0.0
+    load_sizes: list[int] = []
+    """Bytes of each copy to the device."""
+    load_s: float = 0.0
+    disk_bytes: int = 0
+    """Bytes of these copies that were read from disk."""
+    num_failed_stores: int = 0
+    """Blocks that were not stored, because no slot was free."""
+    num_failed_loads: int = 0
+    """Blocks that could not be read."""
+
+
 class StepStats(msgspec.Struct):
     """Statistics of the engine after a step, for metrics and the log line."""
 
@@ -40,6 +57,8 @@ class StepStats(msgspec.Struct):
     """Names of LoRA adapters of running requests."""
     waiting_adapters: list[str] = []
     """Names of LoRA adapters of waiting requests."""
+    tiers: TierStats | None = None
+    """None without lower tiers of the KV cache."""
 
 
 @dataclass(frozen=True, slots=True)

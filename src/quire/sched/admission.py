@@ -43,6 +43,8 @@ class Admitter:
         """Build the admitter. With `fair`, the tokens of a step are divided between tenants."""
         self.drafting = drafting
         self.kv = kv
+        if kv.tiers is not None:
+            kv.tiers.running = running
         self.running = running
         self.limits = limits
         self.trial = trial
@@ -183,6 +185,8 @@ class Admitter:
                 break
             reach = len(request.tokens) if self.reserve_full_prompt else hit.num_tokens + chunk
             if not self.kv.fits(hit, reach, self.running, spare=self.num_watermark_blocks):
+                if self.kv.tiers is not None and self.kv.tiers.give_way(request):
+                    continue
                 break
             self.waiting.pop()
             admitted.append((self._admit(request, hit, chunk, notes), chunk))
@@ -215,7 +219,13 @@ class Admitter:
         num_computed = hit.num_tokens
         if not request.has_run:
             request.has_run, request.num_cached = True, num_computed
-            notes.admitted[request.id] = FirstRun(num_computed, request.queued_at, time.monotonic())
+            notes.admitted[request.id] = FirstRun(
+                num_cached=num_computed,
+                queued_at=request.queued_at,
+                scheduled_at=time.monotonic(),
+                num_from_host=min(request.num_from_host, num_computed),
+                num_from_disk=min(request.num_from_disk, num_computed),
+            )
             notes.stats.prefix_queries += request.prompt_len if self.kv.may_share(request) else 0
             notes.stats.prefix_hits += num_computed
         elif request.preempted_at:

@@ -4,7 +4,7 @@ An entry is a `Block`. Its contents are pages of one group of layers, or the sta
 prefix. A `BlockPool` holds the entries with the same kind of contents in one place. Pools may share an index,
 in which the key of an entry names its prefix and its contents."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 
 class Block:
@@ -82,6 +82,8 @@ class BlockPool:
         for block in self.blocks[1:]:
             self._free.append(block)
         self.index: dict[bytes, Block] = {} if index is None else index
+        self.on_evict: Callable[[Block], None] | None = None
+        """Called with each block whose prefix is about to be evicted; its content is still there."""
 
     @property
     def num_usable(self) -> int:
@@ -102,6 +104,8 @@ class BlockPool:
         for block in taken:
             block.num_users = 1
             if block.key is not None:
+                if self.on_evict is not None:
+                    self.on_evict(block)
                 self.forget(block)
         return taken
 

@@ -1,15 +1,17 @@
 """KVManager: the block tables of the rows, and the prefix cache."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from quire.checkpoint.layout import most_blocks
+from quire.data.kv_tiers import BlockStores
 from quire.data.request import Request
 from quire.data.step_plan import Ints
 from quire.sched.blocks import Block, BlockPool
+from quire.sched.readiness import AdmissionCheck
 from quire.sched.running import RowIds, Running
 from quire.sched.state_cache import StateCache
 
@@ -18,7 +20,12 @@ _NO_SAVES: Ints = np.empty((3, 0), np.int32)
 _MAX_TOKENS = 1 << 30
 """Token limit where there is no other."""
 
+_DIGEST_BYTES = 32
+_SALTED = b"salt"
+"""Suffix of the keys of requests with a cache salt, before the mark of the group."""
+
 Table = list[Block | None]
+Find = Callable[[bytes], Block | None]
 
 
 class Hit(NamedTuple):
@@ -53,8 +60,43 @@ def _root_key(request: Request) -> bytes:
     return hashlib.sha256(adapter + salt).digest()
 
 
+def is_salted(key: bytes) -> bool:
+    """Whether the key of a block belongs to requests with a cache salt."""
+    return key.startswith(_SALTED, _DIGEST_BYTES)
+
+
 def _held(table: Table) -> list[Block]:
     return [block for block in table if block is not None]
+
+
+class LowerTiers(AdmissionCheck, Protocol):
+    """Blocks in host memory and on disk. Requests wait for those that are copied to the device."""
+
+    running: Running | None
+    """The running requests, for which blocks are reserved."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether blocks are being copied, or wait for it."""
+
+    def plan(self, step: int, fresh: Iterable[Block]) -> BlockStores | None:
+        """Return the blocks that a planned step stores before it computes; it fills `fresh` blocks."""
+
+    def landed(self, step: int) -> None:
+        """Note that a step is done."""
+
+    def forget_steps(self) -> None:
+        """Forget the steps in flight, which have failed."""
+
+    def give_way(self, request: Request | None = None) -> bool:
+        """Release the blocks of waiting requests, except those of `request`; return whether there were
+        any."""
+
+    def rest(self) -> None:
+        """Copy what waits for the next step, because none is planned."""
+
+    def drain(self) -> None:
+        """Wait for the copies under way and release all blocks, unless steps are in flight."""
 
 
 class KVManager:
@@ -98,6 +140,8 @@ class KVManager:
         """Suffixes that distinguish the keys of the groups."""
         self._groups = list(zip(self.tables, self.marks, strict=True))
         self._fresh: list[Block] = []
+        self.tiers: LowerTiers | None = None
+        """Lower tiers of the cache, in host memory and on disk."""
 
     # ---- admitting and freeing rows
 
@@ -105,9 +149,11 @@ class KVManager:
         """Whether a request may reuse cached blocks of others."""
         return self.share_prefixes and not request.params.skip_reading_prefix_cache
 
-    def lookup(self, request: Request) -> Hit:
+    def lookup(self, request: Request, find: Find | None = None) -> Hit:
         """Return the longest prefix that all groups of layers can restore: it has pages, and a checkpoint of
-        states if there are any. It excludes the last token, because its logits have to be computed."""
+        states if there are any. It excludes the last token, because its logits have to be computed. `find`
+        returns the page with a key; by default those on the device are found."""
+        find = find or self.pool.find
         if not self.may_share(request):
             return Hit(0, [[] for _ in self.windows])
         length = (len(request.tokens) - 1) // self.block_size
@@ -116,54 +162,54 @@ class KVManager:
         keys, whole = request.block_keys, {}
         for group, window in enumerate(self.windows):
             if window is None:
-                whole[group] = self._longest(keys[:length], self.marks[group])
+                whole[group] = self._longest(keys[:length], self.marks[group], find)
                 length = len(whole[group]) if self.has_pages else length
-        length = self._longest_in_windows(keys, length)
+        length = self._longest_in_windows(keys, length, find)
         num_seen = length if self.has_pages else max(map(len, whole.values()), default=0)
         before = -1
         while self.states is not None and before != length:
             before = length
-            length = self._longest_in_windows(keys, self.states.longest(keys, length))
+            length = self._longest_in_windows(keys, self.states.longest(keys, length), find)
         blocks = [
             whole[group][:length] + [None] * (length - len(whole[group]))
             if window is None
-            else self._blocks_in_window(keys[:length], window, self.marks[group])
+            else self._blocks_in_window(keys[:length], window, self.marks[group], find)
             for group, window in enumerate(self.windows)
         ]
         return Hit(length * self.block_size, blocks, num_seen * self.block_size)
 
-    def _longest(self, keys: list[bytes], mark: bytes) -> Table:
+    def _longest(self, keys: list[bytes], mark: bytes, find: Find) -> Table:
         hits: Table = []
         for key in keys:
-            block = self.pool.find(key + mark)
+            block = find(key + mark)
             if block is None:
                 break
             hits.append(block)
         return hits
 
-    def _longest_in_windows(self, keys: list[bytes], length: int) -> int:
+    def _longest_in_windows(self, keys: list[bytes], length: int, find: Find) -> int:
         """Return the most blocks, up to `length`, that all groups with a window can restore."""
         before = -1
         while before != length:
             before = length
             for mark, window in zip(self.marks, self.windows, strict=True):
                 if window is not None:
-                    length = self._longest_in_window(keys, length, window, mark)
+                    length = self._longest_in_window(keys, length, window, mark, find)
         return length
 
-    def _longest_in_window(self, keys: list[bytes], length: int, window: int, mark: bytes) -> int:
+    def _longest_in_window(self, keys: list[bytes], length: int, window: int, mark: bytes, find: Find) -> int:
         """Return the most blocks, up to `length`, for which all blocks inside the window of the next token
         are cached."""
         at = length
         while at > self._num_outside(length * self.block_size, window):
             at -= 1
-            if self.pool.find(keys[at] + mark) is None:
+            if find(keys[at] + mark) is None:
                 length = at
         return length
 
-    def _blocks_in_window(self, keys: list[bytes], window: int, mark: bytes) -> Table:
+    def _blocks_in_window(self, keys: list[bytes], window: int, mark: bytes, find: Find) -> Table:
         unseen = self._num_outside(len(keys) * self.block_size, window)
-        return [None] * unseen + [self.pool.find(key + mark) for key in keys[unseen:]]
+        return [None] * unseen + [find(key + mark) for key in keys[unseen:]]
 
     def _num_outside(self, num_computed: int, window: int) -> int:
         """Return the number of blocks outside the window of the next token."""
@@ -281,6 +327,8 @@ class KVManager:
         rows = rows[growing]
         counts = -((self.room[rows] - reach[growing]) // self.block_size)
         num_new = int(counts.sum()) * len(self.tables)
+        if num_new > self.pool.num_free and self.tiers is not None:
+            self.tiers.give_way()
         return Growth(reach, rows, counts, max(num_new - self.pool.num_free, 0))
 
     def grow(self, growth: Growth) -> tuple[Ints, Ints]:
@@ -337,6 +385,35 @@ class KVManager:
         self._fresh += slots
         return saves
 
+    # ---- lower tiers
+
+    @property
+    def checks(self) -> tuple[AdmissionCheck, ...]:
+        """Return the admission check of requests with blocks in lower tiers, if there are any tiers."""
+        return () if self.tiers is None else (self.tiers,)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is work without requests: copies to and from lower tiers."""
+        return self.tiers is not None and self.tiers.has_work
+
+    def take_stores(self, step: int) -> BlockStores | None:
+        """Return the blocks that the planned step copies to lower tiers."""
+        return None if self.tiers is None else self.tiers.plan(step, self._fresh)
+
+    def landed(self, step: int) -> None:
+        """Note that a step is done, and its blocks are written."""
+        if self.tiers is not None:
+            self.tiers.landed(step)
+
+    def forget_steps(self) -> None:
+        """Forget the steps in flight and the blocks that were indexed for the next one."""
+        self.forget(self.take_fresh())
+        if self.tiers is not None:
+            self.tiers.forget_steps()
+
+    # ---- blocks of steps
+
     def take_fresh(self) -> list[Block]:
         """Return the blocks indexed since the last call."""
         fresh, self._fresh = self._fresh, []
@@ -348,7 +425,9 @@ class KVManager:
             self.pool.forget(block)
 
     def reset(self) -> bool:
-        """Forget every prefix. Return False and do nothing while blocks are in use."""
+        """Forget every prefix on the device. Return False and do nothing while blocks are in use."""
+        if self.tiers is not None:
+            self.tiers.drain()
         return self.pool.reset() and (self.states is None or self.states.pool.reset())
 
     def _hash(self, request: Request, tokens: Ints, num_full: int) -> None:
@@ -356,11 +435,12 @@ class KVManager:
         keys, size = request.block_keys, self.block_size
         parent = keys[-1] if keys else _root_key(request)
         embeds, media = request.embeds, request.media
+        suffix = b"" if request.cache_salt is None else _SALTED
         for start in range(len(keys) * size, num_full * size, size):
             content = tokens[start : start + size].tobytes()
             if embeds is not None:
                 content += embeds.keys_of(start, start + size)
             if media is not None:
                 content += media.keys_of(start, start + size)
-            parent = hashlib.sha256(parent + content).digest()
+            parent = hashlib.sha256(parent + content).digest() + suffix
             keys.append(parent)
