@@ -30,11 +30,5 @@ class LoadDone(msgspec.Struct):
     failed: list[int] = []
     """Places of the blocks that could not be read; their contents are undefined."""
     seconds: float = 0.0
-
-
-class TierSize(msgspec.Struct):
-    """Size of the lower tiers of a worker."""
-
-    num_slots: int = 0
-    """Number of blocks in host memory; 0: there is no host tier."""
-    on_disk: bool = False
+    is_off: bool = False
+    """Whether the disk tier is off after an error."""

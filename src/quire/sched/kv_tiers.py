@@ -89,6 +89,8 @@ class KVTiers:
         self.kv, self.host, self.disk = kv, host, disk
         self.block_bytes = block_bytes
         self.salted_to_disk = salted_to_disk
+        self.disk_is_off = False
+        """Whether a worker cannot write to its disk any more."""
         self.opened = False
         self.running: Running | None = None
         self.stats = TierStats()
@@ -115,6 +117,16 @@ class KVTiers:
         """Waiting requests whose blocks have been loaded once."""
         kv.pool.on_evict = self._note_evicted
         kv.tiers = self
+
+    def find_files(self, keys: Iterable[bytes]) -> None:
+        """Index the files of an earlier run, the least recently used first; those beyond the capacity are
+        deleted."""
+        if self.disk is None:
+            return
+        for key in keys:
+            if (allotted := self.disk.allot(key)) is not None:
+                self.disk.commit(key)
+                self._dropped += [] if allotted[1] is None else [allotted[1]]
 
     # ---- storing
 
@@ -152,7 +164,7 @@ class KVTiers:
         return stores, to_host, to_disk
 
     def _goes_to_disk(self, key: bytes) -> bool:
-        return self.disk is not None and (self.salted_to_disk or not is_salted(key))
+        return self.disk is not None and not self.disk_is_off and (self.salted_to_disk or not is_salted(key))
 
     def _allot(self, tier: TierIndex | None, key: bytes, keys: list[bytes]) -> int:
         """Return a slot of the tier for a block; 0: the block is there already, or there is no room."""
@@ -307,6 +319,7 @@ class KVTiers:
             log.warning("KV cache blocks could not be loaded and are computed again: %s", error)
         done = LoadDone(failed=[*range(len(load.keys))]) if error is not None else load.coming.result()
         failed = set(done.failed)
+        self.disk_is_off = self.disk_is_off or done.is_off
         for place, (key, slot, block) in enumerate(zip(load.keys, load.slots, load.blocks, strict=True)):
             tier = self._tier_of(slot)
             tier.unpin(key)

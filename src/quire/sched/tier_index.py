@@ -6,8 +6,8 @@ from collections import Counter, OrderedDict
 class TierIndex:
     """Blocks in host memory or on disk by key, in the order of their last use, each in a numbered slot.
 
-    A block gets a slot by `allot` before it is copied, and is found from `commit` on. An entry is pinned while
-    it is read: it is not evicted then."""
+    A block gets a slot by `allot` before it is copied, and is found from `commit` on. An entry is pinned
+    while it is read: it is not evicted then."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
