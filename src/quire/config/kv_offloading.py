@@ -116,7 +116,7 @@ def _secondary_tier(tiers: Any) -> dict[str, Any]:
     """Return the settings of the file system tier of `secondary_tiers`."""
     if not tiers:
         return {}
-    kinds = [tier.get("type") if isinstance(tier, dict) else tier for tier in tiers]
+    kinds = [isinstance(tier, dict) and tier.get("type") for tier in tiers]
     if kinds != ["fs"] or not isinstance(tiers[0].get("root_dir"), str):
         raise ConfigError(
             f"kv_connector_extra_config: secondary_tiers={tiers!r} is not supported; give one tier with type"

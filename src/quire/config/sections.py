@@ -173,9 +173,9 @@ class CacheSection:
     between. Default: at a half, a quarter and so on of a prompt, from 1024 tokens up."""
     prefix_caching_hash_algo: Literal["sha256", "sha256_cbor"] = "sha256"
     """Hash of a block's content; `sha256_cbor` is read as sha256."""
-    kv_offloading_size: Annotated[float | None, FieldRule(at_least=0)] = None
+    kv_offloading_size: Annotated[float, FieldRule(at_least=0)] = 0.0
     """GiB of host memory, over all ranks, for blocks that are evicted from the KV cache of a GPU. Later
-    requests with the same prefix copy them back instead of computing them. Default: 0, off."""
+    requests with the same prefix copy them back instead of computing them. 0: off."""
     kv_offloading_backend: Literal["native"] = "native"
     """Implementation of the lower tiers of the KV cache."""
     kv_offloading_dir: str | None = None

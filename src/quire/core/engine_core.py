@@ -110,6 +110,8 @@ class EngineCore:
         stats.running_adapters = scheduler.adapters.running_names
         stats.waiting_adapters = scheduler.adapters.waiting_names
         stats.kv_usage = scheduler.kv.pool.usage
+        if scheduler.kv.tiers is not None:
+            stats.tiers = scheduler.kv.tiers.take_stats()
         return stats
 
     def clear(self) -> None:

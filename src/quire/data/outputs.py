@@ -117,6 +117,10 @@ class RequestStateStats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     """Accepted draft tokens."""
+    num_from_host: int = 0
+    """Cached prompt tokens of the first sequence that were loaded from host memory."""
+    num_from_disk: int = 0
+    """Cached prompt tokens of the first sequence that were loaded from disk."""
 
 
 @dataclass

@@ -16,7 +16,6 @@ class TierStats(msgspec.Struct, omit_defaults=True):
 
     store_sizes: list[int] = []
     """Bytes of each copy to lower tiers."""
-    store_s: float = 0.0
     load_sizes: list[int] = []
     """Bytes of each copy to the device."""
     load_s: float = 0.0
@@ -26,6 +25,10 @@ class TierStats(msgspec.Struct, omit_defaults=True):
     """Blocks that were not stored, because no slot was free."""
     num_failed_loads: int = 0
     """Blocks that could not be read."""
+    num_queries: int = 0
+    """Prompt tokens of admitted requests that the device did not have."""
+    num_hits: int = 0
+    """Number of these that were loaded from a lower tier."""
 
 
 class StepStats(msgspec.Struct):
@@ -92,6 +95,10 @@ class SequenceTimes:
     num_preemptions: int = 0
     step_share_s: float = 0.0
     """Share of the step times, if the sequence is timed."""
+    num_from_host: int = 0
+    """Cached prompt tokens that were loaded from host memory."""
+    num_from_disk: int = 0
+    """Cached prompt tokens that were loaded from disk."""
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_held: int = 0

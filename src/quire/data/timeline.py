@@ -28,6 +28,10 @@ class RequestTimeline(msgspec.Struct):
     """Proposed draft tokens."""
     accepted_tokens: int = 0
     """Accepted draft tokens."""
+    cached_tokens_from_host: int = 0
+    """Cached tokens that were copied from host memory."""
+    cached_tokens_from_disk: int = 0
+    """Cached tokens that were read from disk."""
 
     @classmethod
     def of(cls, stats: RequestStateStats, num_cached: int) -> "RequestTimeline":
@@ -42,6 +46,8 @@ class RequestTimeline(msgspec.Struct):
             step_share_ms=_ms(stats.step_share_s),
             draft_tokens=stats.num_draft_tokens,
             accepted_tokens=stats.num_accepted_tokens,
+            cached_tokens_from_host=stats.num_from_host,
+            cached_tokens_from_disk=stats.num_from_disk,
         )
 
     @classmethod
@@ -60,6 +66,8 @@ class RequestTimeline(msgspec.Struct):
                 first.step_share_ms + other.step_share_ms,
                 first.draft_tokens + other.draft_tokens,
                 first.accepted_tokens + other.accepted_tokens,
+                first.cached_tokens_from_host + other.cached_tokens_from_host,
+                first.cached_tokens_from_disk + other.cached_tokens_from_disk,
             )
         return first
 

@@ -9,6 +9,7 @@ import numpy as np
 from quire.checkpoint.layout import most_blocks
 from quire.data.kv_tiers import BlockStores
 from quire.data.request import Request
+from quire.data.stats import TierStats
 from quire.data.step_plan import Ints
 from quire.sched.blocks import Block, BlockPool
 from quire.sched.readiness import AdmissionCheck
@@ -91,6 +92,9 @@ class LowerTiers(AdmissionCheck, Protocol):
     def give_way(self, request: Request | None = None) -> bool:
         """Release the blocks of waiting requests, except those of `request`; return whether there were
         any."""
+
+    def take_stats(self) -> TierStats:
+        """Return the counts since the last call."""
 
     def rest(self) -> None:
         """Copy what waits for the next step, because none is planned."""

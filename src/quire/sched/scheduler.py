@@ -213,7 +213,7 @@ class Scheduler:
             if self.in_flight:
                 return None
             request = self._preempt(choose_victim(running, self.policy, self.admitter.victims()))
-            self._warn(request.id, self.num_preemptions)
+            self._warn(request.id, self.num_preemptions, swaps=self.kv.tiers is not None)
 
     def _make_way(self) -> bool:
         """Preempt rows for tenants below their fair share; return False while a step is in flight."""

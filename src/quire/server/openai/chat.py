@@ -140,6 +140,7 @@ class ChatEncoder(ChunkEncoder):
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         (output,) = outputs
+        self._stats = output.metrics
         body, ids = self._body, output.prompt_token_ids or []
         num_output = sum(len(choice.token_ids) for choice in output.outputs)
         choices = [self._build_choice(choice) for choice in output.outputs]
@@ -170,7 +171,7 @@ class ChatEncoder(ChunkEncoder):
         return "tool_calls" if calls and reason == "stop" and self._talk.tools.calls != NAMED else reason
 
     def _build_usage(self, num_prompt: int, num_output: int, num_cached: int | None) -> dict[str, Any]:
-        usage = self._api.usage(num_prompt, num_output, num_cached, self._job.timeline)
+        usage = self._api.usage(num_prompt, num_output, num_cached, self._job.timeline, self._stats)
         media = self._job.prompts[0].media
         if media is not None and "prompt_tokens_details" in usage:
             usage["prompt_tokens_details"]["multimodal_tokens"] = media.num_tokens()

@@ -188,7 +188,8 @@ class CompletionEncoder(ChunkEncoder):
 
     def _final_usage(self) -> dict[str, Any]:
         num_output, num_cached = sum(self._num_output), sum(self._num_cached)
-        return self._api.usage(self._num_prompt, num_output, num_cached, self._job.timeline)
+        timeline, stats = self._job.timeline, self._stats
+        return self._api.usage(self._num_prompt, num_output, num_cached, timeline, stats)
 
     # ---- a whole answer
 
@@ -201,8 +202,9 @@ class CompletionEncoder(ChunkEncoder):
                 choices.append(self._build_choice(output, choice, echo) | {"index": index})
                 num_output += len(_tokens_of(body, choice))
             num_cached += output.num_cached_tokens or 0
-        usage = self._api.usage(self._num_prompt, num_output, num_cached)
-        return self._build_reply(_OBJECT, choices, usage, outputs[0].metrics)
+        stats = outputs[0].metrics
+        usage = self._api.usage(self._num_prompt, num_output, num_cached, stats=stats)
+        return self._build_reply(_OBJECT, choices, usage, stats)
 
     def _build_choice(self, output: RequestOutput, choice: CompletionOutput, echo: _Echo) -> dict[str, Any]:
         api, body, logprobs = self._api, self._body, None

@@ -28,6 +28,9 @@ class CachedTokens(BaseModel):
     """Prompt tokens found in the prefix cache, and those of media."""
 
     cached_tokens: int | None = None
+    cached_tokens_by_tier: dict[str, int] | None = doc(
+        "Number of the cached tokens that came from host memory (`host`) and `disk`, if any did."
+    )
     multimodal_tokens: dict[str, int] | None = doc("Tokens of media, by modality.")
 
 
@@ -50,6 +53,8 @@ class TimelineReply(BaseModel):
     step_share_ms: float
     draft_tokens: int
     accepted_tokens: int
+    cached_tokens_from_host: int
+    cached_tokens_from_disk: int
 
 
 class UsageReply(BaseModel):

@@ -283,6 +283,7 @@ class GenerationService:
         num_output: int,
         num_cached: int | None = None,
         timeline: JobTimeline | None = None,
+        stats: RequestStateStats | None = None,
     ) -> dict[str, Any]:
         usage: dict[str, Any] = {
             "prompt_tokens": num_prompt,
@@ -290,7 +291,10 @@ class GenerationService:
             "completion_tokens": num_output,
         }
         if self.settings.api.enable_prompt_tokens_details and num_cached is not None:
-            usage["prompt_tokens_details"] = {"cached_tokens": num_cached}
+            details: dict[str, Any] = {"cached_tokens": num_cached}
+            if stats is not None and (stats.num_from_host or stats.num_from_disk):
+                details["cached_tokens_by_tier"] = {"host": stats.num_from_host, "disk": stats.num_from_disk}
+            usage["prompt_tokens_details"] = details
         if timeline is not None and timeline.told is not None:
             usage["timeline"] = timeline.told
         return usage
