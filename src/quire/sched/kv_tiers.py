@@ -54,6 +54,8 @@ class _Load:
     blocks: list[Block]
     """Blocks that are being filled; they are neither indexed nor free."""
     keys: list[bytes]
+    places: list[int]
+    """Place of each block in the prefix; blocks of several groups have the same."""
     after: int
     """The copy starts when this step is done: until then, steps may use the blocks."""
     slots: list[int] = field(default_factory=list)
@@ -263,13 +265,15 @@ class KVTiers:
 
     def _load(self, request: Request, hit: Hit) -> None:
         """Allocate the blocks of a request that lie in lower tiers, and queue their copy."""
-        pool, keys = self.kv.pool, list[bytes]()
+        pool, keys, places = self.kv.pool, list[bytes](), list[int]()
         shared = [
             block for table in hit.blocks for block in table if block is not None and block is not BELOW
         ]
         for table, mark in zip(hit.blocks, self.kv.marks, strict=True):
-            keys += [request.block_keys[at] + mark for at, block in enumerate(table) if block is BELOW]
-        load = _Load(request, shared, [], keys, 0)
+            below = [at for at, block in enumerate(table) if block is BELOW]
+            keys += [request.block_keys[at] + mark for at in below]
+            places += below
+        load = _Load(request, shared, [], keys, places, 0)
         for key in keys:
             slot = self.host.find(key) if self.host is not None else None
             load.slots.append(slot or 0)
@@ -327,15 +331,14 @@ class KVTiers:
                 self.kv.pool.remember(block, key)
             elif tier.remove(key) and tier is self.disk:
                 self._dropped.append(key)
-        size = self.kv.block_size
-        num_disk = sum(not slot and at not in failed for at, slot in enumerate(load.slots))
-        num_host = len(load.slots) - len(failed) - num_disk
-        load.request.num_from_host = num_host * size // len(self.kv.windows)
-        load.request.num_from_disk = num_disk * size // len(self.kv.windows)
-        if num_disk:
-            self.stats.disk_bytes += num_disk * self.block_bytes
+        arrived = [at for at in range(len(load.keys)) if at not in failed]
+        from_disk = [load.places[at] for at in arrived if not load.slots[at]]
+        from_host = {load.places[at] for at in arrived if load.slots[at]} - {*from_disk}
+        load.request.num_from_host = len(from_host) * self.kv.block_size
+        load.request.num_from_disk = len({*from_disk}) * self.kv.block_size
+        self.stats.disk_bytes += len(from_disk) * self.block_bytes
         self.stats.num_failed_loads += len(failed)
-        self.stats.load_sizes.append((num_host + num_disk) * self.block_bytes)
+        self.stats.load_sizes.append(len(arrived) * self.block_bytes)
         self.stats.load_s += done.seconds
 
     def enter(self, request: Request) -> None:

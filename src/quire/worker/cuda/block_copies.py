@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.kernels.host_memory import host_memory, pin
 from quire.worker.kv_tiers import CachePages, CopiedBlocks
 
 
@@ -37,7 +38,9 @@ class CudaBlockCopies:
         """Held while work is enqueued on the second stream."""
 
     def new_slots(self, count: int) -> Tensor:
-        return torch.empty((count + 1, self.pages.block_bytes), dtype=torch.uint8, pin_memory=True)
+        memory = host_memory((count + 1) * self.pages.block_bytes)
+        pin(memory)  # copies to memory that cannot be pinned are slower
+        return memory.view(count + 1, -1)
 
     def start_out(self, ids: Sequence[int], slots: Tensor | None, rows: Sequence[int]) -> CopiedBlocks:
         places = torch.tensor(ids).pin_memory().to(self.device, non_blocking=True)
