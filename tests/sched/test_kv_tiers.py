@@ -130,8 +130,9 @@ def test_a_failed_step_leaves_no_entry() -> None:
     answer(engine, "first", prompt_of(0, 21))
     engine.add("second", prompt_of(1, 30), 3)
     plan = engine.scheduler.plan()
-    assert plan is not None
+    assert plan is not None and plan.stores is not None and any(plan.stores.slots)
     engine.scheduler.fail(plan)
+    assert engine.tiers.host is not None and not len(engine.tiers.host), "the step may not have run"
     engine.run()
     assert engine.outputs["second"] == continuation(prompt_of(1, 30), 3)
     engine.check_tiers()
@@ -147,6 +148,67 @@ def test_preempted_requests_come_back_from_host_memory() -> None:
         assert engine.outputs[f"{number}"] == continuation(prompt_of(number, 9), 24)
     engine.check_empty()
     engine.check_tiers()
+
+
+def test_blocks_are_filled_after_their_old_contents_are_stored() -> None:
+    """Catches a copy that starts before the step that stores what the blocks hold."""
+    engine = TieredEngine(num_blocks=20, num_host=100, waits=True, depth=2, lazy=True)
+    answer(engine, "first", prompt_of(0, 21))
+    fill(engine, 1)
+    engine.add("busy", prompt_of(20, 5), 40)
+    for _ in range(4):
+        engine.step(0.0)
+    engine.add("again", prompt_of(0, 21), 3)
+    for _ in range(6):
+        engine.step(0.0)
+    assert len(engine.copier.loads) == 1
+    engine.finish_all()
+    engine.run()
+    assert engine.outputs["again"] == continuation(prompt_of(0, 21), 3)
+    assert engine.outputs["busy"] == continuation(prompt_of(20, 5), 40)
+    engine.check_tiers()
+
+
+def test_a_block_of_a_step_in_flight_is_not_stored() -> None:
+    """A file outlives the failure of the step that should have filled the block."""
+    engine = TieredEngine(num_blocks=8, num_host=100, num_files=100, depth=2, lazy=True)
+    engine.add("gone", prompt_of(0, 21), 3)
+    assert engine.scheduler.plan() is not None
+    engine.abort("gone")
+    engine.add("next", prompt_of(1, 25), 1)
+    plan = engine.scheduler.plan()
+    assert plan is not None and plan.stores is None
+
+
+def test_waiting_requests_give_way_to_running_ones() -> None:
+    engine = TieredEngine(num_blocks=13, num_host=100, waits=True, max_num_seqs=1)
+    answer(engine, "first", prompt_of(0, 21))
+    fill(engine, 1)
+    engine.add("again", prompt_of(0, 21), 3)
+    engine.step(0.0)
+    engine.add("busy", prompt_of(20, 5), 30)
+    engine.step(0.0)
+    engine.finish_all()
+    engine.run()
+    assert engine.scheduler.num_preemptions == 0, "the blocks of the waiting request were enough"
+    assert engine.outputs["again"] == continuation(prompt_of(0, 21), 3)
+    engine.check_empty()
+
+
+def test_waiting_requests_give_way_to_the_first_in_line() -> None:
+    """Catches a deadlock: nothing runs, and the first request does not fit beside loaded blocks."""
+    engine = TieredEngine(num_blocks=13, num_host=100, waits=True, max_num_seqs=1, policy="priority")
+    answer(engine, "first", prompt_of(0, 21))
+    fill(engine, 1)
+    engine.add("again", prompt_of(0, 21), 3, priority=1)
+    engine.step(0.0)
+    engine.add("busy", prompt_of(20, 5), 3)
+    engine.step(0.0)
+    engine.finish_all()
+    engine.add("big", prompt_of(21, 33), 3)
+    engine.run(max_steps=200)
+    assert {*engine.reasons.values()} == {"length"}
+    engine.check_empty()
 
 
 def test_a_reset_of_the_prefix_cache_waits_for_copies() -> None:

@@ -18,7 +18,7 @@ _CONTEXT, _CONCURRENCY, _GPUS = 8192, 1, 8
 _EXAMPLES = ("p5.48xlarge", "g6e.12xlarge", "a3-highgpu-8g")
 _PASSED = (
     *("kv_cache_dtype", "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens"),
-    "cpu_offload_gb",
+    *("cpu_offload_gb", "kv_offloading_size"),
 )
 """Engine flags that affect memory."""
 _BY_PRECISION = ("precision", "quantization", "dtype")
@@ -87,6 +87,12 @@ def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument("--max-num-batched-tokens", type=int, default=None)
     parser.add_argument(
         "--cpu-offload-gb", type=float, default=None, help="GiB of weights per GPU to keep in host memory"
+    )
+    parser.add_argument(
+        "--kv-offloading-size",
+        type=float,
+        default=None,
+        help="GiB of host memory for evicted KV cache blocks",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--svg", type=Path, default=None, metavar="FILE", help="draw the memory as SVG")
