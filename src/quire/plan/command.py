@@ -21,6 +21,11 @@ _PASSED = (
     *("cpu_offload_gb", "kv_offloading_size"),
 )
 """Engine flags that affect memory."""
+_HOST_MEMORY = {
+    "--cpu-offload-gb": "GiB of weights per GPU to keep in host memory",
+    "--kv-offloading-size": "GiB of host memory for evicted KV cache blocks",
+}
+"""Flags for host memory, and their help texts."""
 _BY_PRECISION = ("precision", "quantization", "dtype")
 """Flags that choose the precision; the first that is given counts."""
 _VLLM_NAMES = {
@@ -85,15 +90,8 @@ def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument("--gpu-memory-utilization", type=float, default=None)
     parser.add_argument("--max-num-seqs", type=int, default=None)
     parser.add_argument("--max-num-batched-tokens", type=int, default=None)
-    parser.add_argument(
-        "--cpu-offload-gb", type=float, default=None, help="GiB of weights per GPU to keep in host memory"
-    )
-    parser.add_argument(
-        "--kv-offloading-size",
-        type=float,
-        default=None,
-        help="GiB of host memory for evicted KV cache blocks",
-    )
+    for flag, text in _HOST_MEMORY.items():
+        parser.add_argument(flag, type=float, default=None, help=text)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--svg", type=Path, default=None, metavar="FILE", help="draw the memory as SVG")
 

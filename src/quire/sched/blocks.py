@@ -83,7 +83,7 @@ class BlockPool:
             self._free.append(block)
         self.index: dict[bytes, Block] = {} if index is None else index
         self.on_evict: Callable[[Block], None] | None = None
-        """Called with each block whose prefix is about to be evicted; its content is still there."""
+        """Called with each block before its prefix is evicted; its content is still there."""
 
     @property
     def num_usable(self) -> int:

@@ -410,6 +410,15 @@ class KVManager:
         if self.tiers is not None:
             self.tiers.landed(step)
 
+    def rest(self) -> None:
+        """Copy to lower tiers what waits for the next step, because none is planned."""
+        if self.tiers is not None:
+            self.tiers.rest()
+
+    def take_tier_stats(self) -> TierStats | None:
+        """Return the counts of the lower tiers since the last call; None without any."""
+        return None if self.tiers is None else self.tiers.take_stats()
+
     def forget_steps(self) -> None:
         """Forget the steps in flight and the blocks that were indexed for the next one."""
         self.forget(self.take_fresh())

@@ -2,8 +2,8 @@
 
 Full blocks are copied to host memory when they are evicted from the device, and to disk when they are full.
 The copy is part of a step, before it computes: steps run in order, so the block is complete and not yet
-overwritten. A request whose prefix continues in a lower tier waits while its blocks are copied to the device,
-beside the steps of others. It holds these blocks until it is admitted."""
+overwritten. If the prefix of a request continues in a lower tier, the request waits while its blocks are
+copied to the device, beside the steps of others. It holds these blocks until it is admitted."""
 
 import time
 from collections.abc import Collection, Iterable
@@ -25,7 +25,7 @@ log = get_logger(__name__)
 BELOW = Block(-1)
 """Stands in a `Hit` for a block that only a lower tier holds."""
 MAX_LOADS = 8
-"""Most requests whose blocks are copied to the device at the same time."""
+"""Most requests with blocks on their way to the device at the same time."""
 DRAIN_S = 60.0
 """Seconds to wait for the copies under way when the cache is reset."""
 
@@ -116,7 +116,7 @@ class KVTiers:
         self._held: dict[str, list[Block]] = {}
         """Blocks of loaded requests that wait for a row, by request id."""
         self._tried: set[str] = set()
-        """Waiting requests whose blocks have been loaded once."""
+        """Waiting requests that have loaded their blocks once."""
         kv.pool.on_evict = self._note_evicted
         kv.tiers = self
 
@@ -239,7 +239,7 @@ class KVTiers:
         return futures
 
     def add(self, request: Request) -> None:
-        """Do nothing: the prefix is looked up when the request is about to be admitted."""
+        """Return: the prefix is looked up when the request is about to be admitted."""
 
     def holds(self, request: Request, *, alone: bool = False) -> bool:
         if request.id in self._loads:
@@ -351,7 +351,7 @@ class KVTiers:
         self._tried.discard(request.id)
 
     def leave(self, request: Request) -> None:
-        """Do nothing: a preempted request is looked up again."""
+        """Return: the prefix of a preempted request is looked up again."""
 
     def drop(self, request: Request) -> None:
         self._tried.discard(request.id)

@@ -10,6 +10,13 @@ from quire.sched.running import RowIds, Running
 log = get_logger(__name__)
 
 WARN_INTERVAL_S = 10.0
+_WARNING = (
+    "Sequence group %s is preempted by PreemptionMode.RECOMPUTE mode because there is not enough KV cache"
+    " space. This can affect the end-to-end performance. Increase gpu_memory_utilization or"
+    " tensor_parallel_size to provide more KV cache memory. Increasing pipeline_parallel_size, or"
+    " decreasing max_num_seqs, max_num_batched_tokens or max_model_len, helps, too."
+    " total_cumulative_preemption_cnt=%d"
+)
 
 
 def choose_victim(running: Running, policy: str, among: RowIds | None = None) -> int:
@@ -40,12 +47,7 @@ class PreemptionWarning:
             return
         self._next = time.monotonic() + WARN_INTERVAL_S
         log.warning(
-            "Sequence group %s is preempted by PreemptionMode.%s mode because there is not enough KV "
-            "cache space. This can affect the end-to-end performance. Increase gpu_memory_utilization or "
-            "tensor_parallel_size to provide more KV cache memory. Increasing pipeline_parallel_size, or "
-            "decreasing max_num_seqs, max_num_batched_tokens or max_model_len, helps, too. "
-            "total_cumulative_preemption_cnt=%d",
+            _WARNING.replace("RECOMPUTE", "SWAP") if swaps else _WARNING,
             printable(request_id),
-            "SWAP" if swaps else "RECOMPUTE",
             num_preemptions,
         )
