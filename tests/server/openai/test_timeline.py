@@ -13,7 +13,7 @@ from quire.server.openai.timeline import request_metrics
 NAMES = {
     *("total_ms", "queue_ms", "prefill_ms", "decode_ms", "preempted_ms"),
     *("num_preemptions", "cached_tokens", "step_share_ms"),
-    *("draft_tokens", "accepted_tokens"),
+    *("draft_tokens", "accepted_tokens", "cached_tokens_from_host", "cached_tokens_from_disk"),
 }
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": MESSAGES, "max_tokens": 4},
