@@ -321,12 +321,12 @@ def test_none_means_not_given() -> None:
 
 
 def test_ignored_names_warn_once_and_change_nothing(warnings: Any) -> None:
-    fields = {"swap_space": 4, "disable_log_requests": True, "disable_custom_all_reduce": False}
+    fields = {"ubatch_size": 4, "disable_log_requests": True, "disable_custom_all_reduce": False}
     assert make(fields) == make({})
     make(fields)
     assert sorted(warnings()) == [
         "disable_log_requests=True has no effect in Quire and is ignored",
-        "swap_space=4 has no effect in Quire and is ignored",
+        "ubatch_size=4 has no effect in Quire and is ignored",
     ]
 
 
@@ -543,7 +543,12 @@ def test_resolved_values_are_not_none() -> None:
         "hf_config_path",
     }
     may_be_none |= {"mamba_block_size", "prefix_cache_retention_interval"}
-    may_be_none |= {"kv_cache_memory_bytes", "num_gpu_blocks_override", "data_parallel_rank"}
+    may_be_none |= {
+        "kv_offloading_dir",
+        "kv_cache_memory_bytes",
+        "num_gpu_blocks_override",
+        "data_parallel_rank",
+    }
     results = {
         f.name
         for s in SECTIONS.keys() - {"speculation"}

@@ -20,10 +20,10 @@ def test_default_values_are_accepted(place: Place) -> None:
     [
         (
             "engine argument",
-            "kv_offloading_size",
+            "offload_group_size",
             2,
             ConfigError,
-            "kv_offloading_size=2 is not supported yet; leave it",
+            "offload_group_size=2 is not supported yet; leave it",
         ),
         ("server flag", "tool_server", "a", ConfigError, "tool_server='a' is not supported yet; leave it"),
         (
@@ -56,5 +56,4 @@ def test_each_place_refuses_with_the_same_message(
 def test_number_is_not_a_switch() -> None:
     """Catches `(0,) == (False,)`."""
     assert is_switch("engine argument", "return_sampling_mask") and is_switch("server flag", "grpc")
-    for name in ("kv_offloading_size", "offload_group_size"):
-        assert not is_switch("engine argument", name)
+    assert not is_switch("engine argument", "offload_group_size")

@@ -13,7 +13,7 @@ from quire.executor import lora_loading as lora_reading
 from quire.executor.lora_loading import AT_ONCE, MAX_HUNG, AdapterReading
 from quire.executor.messages import Order, Returned, decode_order, decode_word, encode
 from quire.executor.multiprocess import RankedExecutor
-from quire.executor.worker_process import _read_adapters
+from quire.executor.worker_process import _work_aside
 from quire.sched.lora import READ_S
 
 PATIENCE_S = 60.0
@@ -44,7 +44,7 @@ class FakeRanks:
         self.ports = [FakePort() for _ in workers]
         for worker, port in zip(workers, self.ports, strict=True):
             worker.device = SimpleNamespace(type="cpu")
-            threading.Thread(target=_read_adapters, args=(worker, port), daemon=True).start()
+            threading.Thread(target=_work_aside, args=(worker, port), daemon=True).start()
 
     def send_order(self, order: bytes) -> None:
         for port in self.ports:

@@ -505,6 +505,7 @@ class Engine:
             states=states,
             has_pages=states is None or any(group.layers for group in LAYOUTS[layout].groups),
         )
+        self.open_tiers()
         self.scheduler = Scheduler(kv=self.kv, **limits)
         self.device = Device(self, lazy=lazy)
         self.core = EngineCore(self.device, self.scheduler, depth=depth)
@@ -515,6 +516,9 @@ class Engine:
         self.masks: list[Masks] = []
         self.steps: list[StepOutput] = []
         self.seen: list[Request] = []
+
+    def open_tiers(self) -> None:
+        """Add lower tiers to the cache."""
 
     def use(self, kind: type[W]) -> W:
         """Replace the worker."""
@@ -571,7 +575,7 @@ class Engine:
         assert plan.total_tokens <= scheduler.limits.max_tokens
         assert len(scheduler.running) <= scheduler.limits.max_rows
         assert len(scheduler.in_flight) <= self.core.step_queue.depth
-        users: dict[int, int] = {}
+        users = self.waiting_users()
         counted = plan.num_tokens - plan.num_drafts if len(plan.num_drafts) else plan.num_tokens
         chunks = dict(zip(plan.rows.tolist(), counted.tolist(), strict=True))
         for row in scheduler.running.order.tolist():
@@ -585,6 +589,10 @@ class Engine:
             assert block.num_users == users.get(block.id, 0), f"{block} has {users.get(block.id, 0)} users"
         assert kv.pool.num_free == kv.pool.num_usable - len(users)
         self.check_slots()
+
+    def waiting_users(self) -> dict[int, int]:
+        """Return the number of users without a row of each block id."""
+        return {}
 
     def check_slots(self) -> None:
         """Check that no slot of a checkpoint is held between two plans."""

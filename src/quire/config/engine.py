@@ -20,6 +20,7 @@ from quire.config.cpu_kernels import Cpu, check_cpu_kernels
 from quire.config.data_parallel import local_ranks
 from quire.config.env import Env
 from quire.config.expert_parallel import with_experts
+from quire.config.kv_offloading import resolve_offloading
 from quire.config.load import load_section
 from quire.config.lora import lora_section
 from quire.config.machine import Machine
@@ -378,6 +379,7 @@ def _resolve_cache(
     whole = {"enable_chunked_prefill": False, "disable_chunked_mm_input": True}
     fixed = (f"and {name} is {off}" for name, off in whole.items() if values.get(name) is off)
     args = resolve_state_caching(args, cache_specs(checkpoint.facts), block_size, next(fixed, ""))
+    args = resolve_offloading(args, cache_specs(checkpoint.facts), machine)
     kv_dtype = args.get("kv_cache_dtype", "auto")
     if kv_dtype == "fp8":
         kv_dtype = "fp8_e4m3"

@@ -173,9 +173,25 @@ class CacheSection:
     between. Default: at a half, a quarter and so on of a prompt, from 1024 tokens up."""
     prefix_caching_hash_algo: Literal["sha256", "sha256_cbor"] = "sha256"
     """Hash of a block's content; `sha256_cbor` is read as sha256."""
+    kv_offloading_size: Annotated[float, FieldRule(at_least=0)] = 0.0
+    """GiB of host memory, over all ranks, for blocks that are evicted from the KV cache of a GPU. Later
+    requests with the same prefix copy them back instead of computing them. 0: off."""
+    kv_offloading_backend: Literal["native"] = "native"
+    """Implementation of the lower tiers of the KV cache."""
+    kv_offloading_dir: str | None = None
+    """Directory for full blocks of the KV cache, which survive a restart. Only its user can read it."""
+    kv_offloading_dir_size: Annotated[float, FieldRule(above=0)] = 16.0
+    """Most GiB in kv_offloading_dir, over all ranks; the least recently used blocks are deleted."""
+    kv_offloading_salted: bool = False
+    """Write blocks of requests with a cache_salt to kv_offloading_dir, too."""
     kv_cache_dtype: str
     """Type of keys and values in the cache. `fp8`, which is `fp8_e4m3`, and `fp8_e5m2` take half the memory;
     scales are the checkpoint's, or 1.0. Default: `auto`, the model's dtype."""
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether blocks are kept in host memory or on disk."""
+        return bool(self.kv_offloading_size) or self.kv_offloading_dir is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

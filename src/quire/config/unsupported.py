@@ -26,8 +26,6 @@ UNSUPPORTED: dict[Place, dict[str, tuple[Any, ...]]] = {
         "io_processor_plugin": (),
         "kv_cache_dtype_skip_layers": ([], ()),
         "kv_events_config": (),
-        "kv_offloading_size": (0,),
-        "kv_transfer_config": (),
         "logits_processors": ([], ()),
         "model_class_overrides": ({},),
         "offload_group_size": (0,),

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from quire.config.kv_offloading import offloading_of
 from quire.config.sections import options
 from quire.config.unsupported import UNSUPPORTED
 from quire.logs import get_logger, warn_once
@@ -35,8 +36,7 @@ IGNORED_VALUES = frozenset(
     dcp-kv-cache-interleave-size default-mm-loras diffusion-config
     ec-manager-config fault-tolerance-config gdn-prefill-backend
     guided-decoding-backend ignore-patterns ir-op-priority jit-monitor-mode jit-monitor-verbose
-    kda-prefill-backend kernel-config kv-cache-metrics-sample kv-offloading-backend
-    linear-backend mamba-backend
+    kda-prefill-backend kernel-config kv-cache-metrics-sample linear-backend mamba-backend
     mamba-cache-dtype mamba-cache-philox-rounds mamba-ssm-cache-dtype mamba-ssu-algorithm
     max-cudagraph-capture-size max-long-partial-prefills
     max-num-partial-prefills max-parallel-loading-workers
@@ -50,7 +50,7 @@ IGNORED_VALUES = frozenset(
     prefix-match-unit pt-load-map-location
     reasoning-config renderer-num-workers replayssm-buffer-len safetensors-load-strategy
     safetensors-prefetch-block-size safetensors-prefetch-num-threads show-hidden-metrics-for-version
-    shutdown-timeout structured-outputs-config swap-space ubatch-size video-pruning-method
+    shutdown-timeout structured-outputs-config ubatch-size video-pruning-method
     video-pruning-rate
     """.replace("-", "_").split()
 )
@@ -97,12 +97,14 @@ _TASKS: dict[Any, dict[str, Any]] = {
 MAPPED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "attention_config": _from_attention_config,
     "compilation_config": _from_compilation_config,
+    "kv_transfer_config": offloading_of,
     "max_seq_len_to_capture": lambda value: {"max_cudagraph_capture_size": value},
     "num_speculative_tokens": lambda value: {"speculative_config": {"num_speculative_tokens": value}},
     "optimization_level": lambda value: {"enforce_eager": True} if value == 0 else {},
     "rope_scaling": lambda value: {"hf_overrides": {"rope_scaling": value}},
     "rope_theta": lambda value: {"hf_overrides": {"rope_theta": value}},
     "speculative_model": lambda value: {"speculative_config": {"model": value}},
+    "swap_space": lambda value: {"kv_offloading_size": value} if value else {},
     "task": lambda value: _TASKS.get(value, {"runner": value}),
 }
 """Names that are mapped to other fields; to none if Quire behaves that way anyway."""

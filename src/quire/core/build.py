@@ -7,6 +7,7 @@ from quire.config.engine import EngineConfig
 from quire.configure import open_grammars, open_tokenizer
 from quire.core.dp_sync import open_lockstep
 from quire.core.engine_core import EngineCore
+from quire.core.kv_tiers import open_tiers
 from quire.executor import EXECUTORS, Executor
 from quire.logs import get_logger
 from quire.memory import MAX_DRAWS, CacheSize, max_kept, max_span, max_vectors
@@ -51,7 +52,14 @@ def build_core(
             max_read=lora.max_cpu_loras,
             vocab=config.checkpoint.facts.vocab,
         )
-    scheduler = build_scheduler(config, cache, grammars or open_grammars(config), adapters)
+    kv = build_kv_manager(config, cache)
+    if config.cache.has_tiers and kv.share_prefixes:
+        try:
+            open_tiers(config, executor, kv)
+        except BaseException:
+            executor.close()
+            raise
+    scheduler = build_scheduler(config, cache, grammars or open_grammars(config), adapters, kv)
     return EngineCore(executor, scheduler, depth=depth, lockstep=lockstep), cache
 
 
@@ -72,10 +80,11 @@ def build_scheduler(
     cache: CacheSize,
     grammars: Grammars | None = None,
     adapters: LoRAScheduler | None = None,
+    kv: KVManager | None = None,
 ) -> Scheduler:
     limits = config.scheduler
     return Scheduler(
-        kv=_build_kv_manager(config, cache),
+        kv=kv or build_kv_manager(config, cache),
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_scheduled_tokens,
         max_model_len=cache.max_model_len,
@@ -95,7 +104,7 @@ def build_scheduler(
     )
 
 
-def _build_kv_manager(config: EngineConfig, cache: CacheSize) -> KVManager:
+def build_kv_manager(config: EngineConfig, cache: CacheSize) -> KVManager:
     share, unit = config.cache.enable_prefix_caching, config.cache.mamba_block_size
     states, why_off = None, _why_no_prefixes(config)
     if unit is not None and not cache.num_checkpoints:

@@ -79,6 +79,7 @@ class EngineCore:
     def _wait_for_gates(self, timeout_s: float | None) -> bool:
         """Wait if no request can run; return whether to plan again, since a grammar or an adapter is ready or
         may have failed."""
+        self.scheduler.kv.rest()
         gates, until = self.scheduler.gates, time.monotonic() + GATES_S
         while gates.is_awaiting and time.monotonic() < until:
             if gates.wait(LOOK_S):
@@ -108,13 +109,12 @@ class EngineCore:
         stats.running_adapters = scheduler.adapters.running_names
         stats.waiting_adapters = scheduler.adapters.waiting_names
         stats.kv_usage = scheduler.kv.pool.usage
+        stats.tiers = scheduler.kv.take_tier_stats()
         return stats
 
     def clear(self) -> None:
-        """Drop all requests and prefixes after a step that failed halfway.
-
-        Blocks enter the prefix cache with the plan that fills them, and a failed step may have filled none.
-        """
+        """Drop all requests and prefixes after a step that failed halfway: it may not have filled the blocks
+        that entered the prefix cache with its plan."""
         scheduler = self.scheduler
         self.step_queue.clear()
         scheduler.forget_flights()

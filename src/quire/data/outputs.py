@@ -118,6 +118,10 @@ class RequestStateStats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     """Accepted draft tokens."""
+    num_from_host: int = 0
+    """Cached prompt tokens of the first sequence that were loaded from host memory."""
+    num_from_disk: int = 0
+    """Cached prompt tokens of the first sequence that were loaded from disk."""
     prefix_miss: PrefixMiss | None = None
     """Why a part of the prompt was not in the prefix cache; None if all of it was that could be."""
 

@@ -58,6 +58,10 @@ class Request(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
     """Whether it had a row before, which was reported to the API process."""
     num_cached: int = 0
     """Prompt tokens found in the prefix cache when it first ran."""
+    num_from_host: int = 0
+    """Number of these that were loaded from host memory."""
+    num_from_disk: int = 0
+    """Number of these that were loaded from disk."""
     num_prompt_logprobs: int = 0
     """Prompt positions with delivered logprobs."""
     adapter_digest: bytes = b""

@@ -11,6 +11,26 @@ STAT_LOGGERS = LazyTable("stat logger", {})
 """Functions of plugins that receive the `IntervalStats` of an engine core."""
 
 
+class TierStats(msgspec.Struct, omit_defaults=True):
+    """Copies between the KV cache and its lower tiers since the last report."""
+
+    store_sizes: list[int] = []
+    """Bytes of each copy to lower tiers."""
+    load_sizes: list[int] = []
+    """Bytes of each copy to the device."""
+    load_s: float = 0.0
+    disk_bytes: int = 0
+    """Bytes of these copies that were read from disk."""
+    num_failed_stores: int = 0
+    """Blocks that were not stored, because no slot was free."""
+    num_failed_loads: int = 0
+    """Blocks that could not be read."""
+    num_queries: int = 0
+    """Prompt tokens of admitted requests that the device did not have."""
+    num_hits: int = 0
+    """Number of these that were loaded from a lower tier."""
+
+
 class StepStats(msgspec.Struct):
     """Statistics of the engine after a step, for metrics and the log line."""
 
@@ -42,6 +62,8 @@ class StepStats(msgspec.Struct):
     """Names of LoRA adapters of running requests."""
     waiting_adapters: list[str] = []
     """Names of LoRA adapters of waiting requests."""
+    tiers: TierStats | None = None
+    """None without lower tiers of the KV cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +97,10 @@ class SequenceTimes:
     num_preemptions: int = 0
     step_share_s: float = 0.0
     """Share of the step times, if the sequence is timed."""
+    num_from_host: int = 0
+    """Cached prompt tokens that were loaded from host memory."""
+    num_from_disk: int = 0
+    """Cached prompt tokens that were loaded from disk."""
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_held: int = 0

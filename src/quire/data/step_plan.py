@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.data.async_value import AsyncValue
+from quire.data.kv_tiers import BlockStores
 from quire.data.lora import LoRARequest
 from quire.data.multimodal import Media, MediaItem
 from quire.data.params import SamplingParams
@@ -91,8 +92,8 @@ class LoRAAssignment(msgspec.Struct):
 
 
 class StepPlan(msgspec.Struct):
-    """One step. The order is: release rows, admit rows and copy their states from checkpoints, append blocks,
-    set values, compute, then copy states to checkpoints.
+    """One step. The order is: copy blocks to lower tiers, release rows, admit rows and copy their states from
+    checkpoints, append blocks, set values, compute, then copy states to checkpoints.
 
     The previous step may still run: a row that samples a token there computes it here, before the host has
     its value. With pipeline stages a row waits for its value instead.
@@ -130,6 +131,9 @@ class StepPlan(msgspec.Struct):
     """Keys of items to remove from the encoder cache, before anything is encoded."""
     encodes: list[MediaItem] = []
     """Items to encode first; their vectors stay in the encoder cache until they are `forgotten`."""
+
+    stores: BlockStores | None = None
+    """Blocks to copy to lower tiers of the KV cache, before anything else; None: there are none."""
 
     saves: Ints = _NO_VALUES
     """Checkpoints to take after computing, [3, n]: rows, the slots that their SSM states are copied to, and
@@ -241,6 +245,10 @@ class FirstRun(msgspec.Struct):
     """Prompt tokens that it computes and adds to the prefix cache."""
     miss: PrefixMiss | None = None
     """Reason for which no more of its prompt was cached; None if nothing more could be."""
+    num_from_host: int = 0
+    """Cached prompt tokens that were loaded from host memory."""
+    num_from_disk: int = 0
+    """Cached prompt tokens that were loaded from disk."""
 
 
 class StepOutput(msgspec.Struct, omit_defaults=True):

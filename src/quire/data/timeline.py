@@ -29,6 +29,10 @@ class RequestTimeline(msgspec.Struct):
     """Proposed draft tokens."""
     accepted_tokens: int = 0
     """Accepted draft tokens."""
+    cached_tokens_from_host: int = 0
+    """Cached tokens that were copied from host memory."""
+    cached_tokens_from_disk: int = 0
+    """Cached tokens that were read from disk."""
     cache_miss: PrefixMiss | None = None
     """Why a part of the prompt was not in the prefix cache; None if all of it was that could be."""
 
@@ -45,6 +49,8 @@ class RequestTimeline(msgspec.Struct):
             step_share_ms=_ms(stats.step_share_s),
             draft_tokens=stats.num_draft_tokens,
             accepted_tokens=stats.num_accepted_tokens,
+            cached_tokens_from_host=stats.num_from_host,
+            cached_tokens_from_disk=stats.num_from_disk,
             cache_miss=stats.prefix_miss,
         )
 
@@ -65,6 +71,8 @@ class RequestTimeline(msgspec.Struct):
                 first.step_share_ms + other.step_share_ms,
                 first.draft_tokens + other.draft_tokens,
                 first.accepted_tokens + other.accepted_tokens,
+                first.cached_tokens_from_host + other.cached_tokens_from_host,
+                first.cached_tokens_from_disk + other.cached_tokens_from_disk,
                 first.cache_miss or other.cache_miss,
             )
         return first

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from quire.data.kv_tiers import BlockLoad, LoadDone
 from quire.data.lora import AdapterFacts, LoRARequest
 from quire.data.step_plan import Masks, Pending, StepPlan, StepResult
 from quire.memory import CacheSize
@@ -38,6 +39,10 @@ class Executor(Protocol):
 
     def drop(self, name: str) -> None:
         """Drop an adapter on every worker, after earlier reads of it."""
+
+    def load(self, load: BlockLoad) -> Future[LoadDone]:
+        """Copy KV cache blocks to every worker's device while steps run. `watch` must be called until it is
+        done."""
 
     def watch(self) -> None:
         """Raise EngineDead if a worker is gone."""

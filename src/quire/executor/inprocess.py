@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
 
@@ -11,11 +11,13 @@ import torch
 from quire.config.engine import EngineConfig
 from quire.config.expert_parallel import process_group_address, steps_together
 from quire.config.parallel import Rank
+from quire.data.kv_tiers import BlockLoad, LoadDone
 from quire.data.lora import AdapterFacts, LoRARequest
 from quire.data.step_plan import Masks, StepPlan
 from quire.errors import EngineDead
 from quire.executor import Pending
 from quire.executor.lora_loading import AdapterReading
+from quire.executor.messages import NUM_LOADERS
 from quire.executor.rpc import invoke
 from quire.executor.tcp import interface_to
 from quire.memory import CacheSize
@@ -57,6 +59,13 @@ class InProcessExecutor:
     def drop(self, name: str) -> None:
         self._reading.drop(name)
 
+    def load(self, load: BlockLoad) -> Future[LoadDone]:
+        return self._loading.submit(self._worker.load_blocks, load)
+
+    @cached_property
+    def _loading(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(NUM_LOADERS, "quire-kv-load")
+
     def watch(self) -> None:
         """Return: a worker in this process cannot be gone."""
 
@@ -67,6 +76,8 @@ class InProcessExecutor:
     def close(self) -> None:
         if "_reading" in self.__dict__:
             self._reading.close()
+        if "_loading" in self.__dict__:
+            self._loading.shutdown()
         self._worker.close()
 
 

@@ -4,28 +4,33 @@ from typing import Any, Literal
 
 import msgspec
 
+from quire.data.kv_tiers import BlockLoad
 from quire.data.lora import LoRARequest
 from quire.memory import CacheSize
 
 Phase = Literal["load", "measure", "allocate", "warm_up", "run"]
-Aside = Literal["fetch", "drop"]
+Aside = Literal["fetch", "drop", "load"]
 """Work of a running rank besides steps."""
+NUM_LOADERS = 4
+"""Threads of a worker that copy KV cache blocks to the device."""
 DOING = {"load": "loading", "measure": "measuring", "allocate": "allocating", "warm_up": "warming up"}
 DONE = {"load": "loaded", "measure": "measured", "allocate": "allocated", "warm_up": "warm", "run": "ready"}
 
 
 class Order(msgspec.Struct, omit_defaults=True):
-    """Message to a rank: the next phase of the start, or after it the work on an adapter."""
+    """Message to a rank: the next phase of the start, or after it the work besides steps."""
 
     phase: Phase | Aside
     size: CacheSize | None = None
     """Size of the cache to allocate."""
     number: int = 0
-    """Number of a fetch, which is answered with Returned."""
+    """Number of a fetch or a load, which is answered with Returned."""
     adapter: LoRARequest | None = None
     """Adapter to fetch."""
     name: str = ""
     """Name of the adapter to drop."""
+    load: BlockLoad | None = None
+    """KV cache blocks to copy to the device; answered with Returned."""
 
 
 class Doing(msgspec.Struct, tag="doing"):

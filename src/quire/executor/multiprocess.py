@@ -21,6 +21,7 @@ from quire.config.engine import EngineConfig
 from quire.config.env import Env
 from quire.config.expert_parallel import process_group_address, steps_together
 from quire.data.codec import decode_outcome, encode_masks, encode_plan
+from quire.data.kv_tiers import BlockLoad, LoadDone
 from quire.data.lora import AdapterFacts, LoRARequest
 from quire.data.step_plan import Masks, StepPlan, StepResult
 from quire.errors import ConfigError, EngineDead, EngineError, QuireError, RequestError
@@ -90,6 +91,8 @@ class RankedExecutor:
         self._numbers = itertools.count()
         self._fetching: dict[int, Future[AdapterFacts]] = {}
         """Fetches that not all ranks have finished, by number."""
+        self._loading: dict[int, Future[LoadDone]] = {}
+        """Loads of KV cache blocks that not all ranks have finished, by number."""
         self._lock = threading.Lock()
         """Held while messages of ranks are handled, since calls and steps are waited for in different
         threads."""
@@ -295,6 +298,25 @@ class RankedExecutor:
         except QuireError as error:
             future.set_exception(error)
 
+    # ---- KV cache blocks
+
+    def load(self, load: BlockLoad) -> Future[LoadDone]:
+        number, future = next(self._numbers), Future[LoadDone]()
+        self._loading[number], self._returned[number] = future, {}
+        self.worker_group.send_order(encode(Order("load", number=number, load=load)))
+        return future
+
+    def _finish_load(self, number: int) -> None:
+        """Resolve a load after all ranks have answered: a block must be there on each of them."""
+        future, returned = self._loading.pop(number), self._returned.pop(number)
+        try:
+            done = [msgspec.convert(self._value(rank, word), LoadDone) for rank, word in returned.items()]
+            failed = sorted({place for rank in done for place in rank.failed})
+            seconds, is_off = max(rank.seconds for rank in done), any(rank.is_off for rank in done)
+            future.set_result(LoadDone(failed, seconds, is_off))
+        except QuireError as error:
+            future.set_exception(error)
+
     # ---- health
 
     def watch(self) -> None:
@@ -324,6 +346,8 @@ class RankedExecutor:
             returned[index] = word
             if word.number in self._fetching and len(returned) == len(self.worker_group.names):
                 self._finish_fetch(word.number)
+            elif word.number in self._loading and len(returned) == len(self.worker_group.names):
+                self._finish_load(word.number)
         if not isinstance(word, Failed):
             return
         if word.step is None or word.is_fatal or word.step <= self._passed:

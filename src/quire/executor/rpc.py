@@ -22,6 +22,10 @@ ENGINE_METHODS = frozenset(
         "profile",
         "fetch_adapter",
         "drop_adapter",
+        "describe_tiers",
+        "open_tiers",
+        "store_blocks",
+        "load_blocks",
     ]
 )
 """Methods that only the engine calls, since it tracks the state of its workers."""

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -19,13 +19,13 @@ from quire.config.parallel import Rank
 from quire.config.plugins import load_plugins
 from quire.config.sections import ParallelSection
 from quire.data.codec import Outcome, decode_masks, decode_plan, encode_outcome
-from quire.data.lora import AdapterFacts
 from quire.data.step_plan import Masks, Pending, StepPlan
 from quire.errors import EngineDead, QuireError, RequestError, one_line
 from quire.executor import Refused
 from quire.executor.lora_loading import AdapterReading
 from quire.executor.messages import (
     DOING,
+    NUM_LOADERS,
     Did,
     Doing,
     Failed,
@@ -133,26 +133,31 @@ def serve(place: RankAddress, port: Port) -> None:
             log.exception("%s cannot start", place.name)
         port.say(Failed(one_line(error), is_cause))
         return
-    if place.config.lora.enable_lora:
+    if place.config.lora.enable_lora or place.config.cache.has_tiers:
         args = worker, port
-        threading.Thread(target=_read_adapters, args=args, name="quire-adapters", daemon=True).start()
+        threading.Thread(target=_work_aside, args=args, name="quire-aside", daemon=True).start()
     port.say(Did())
     Steps(worker, place, port).run()
 
 
-def _read_adapters(worker: Any, port: Port) -> None:
-    """Handle the adapter orders that come while steps run."""
+def _work_aside(worker: Any, port: Port) -> None:
+    """Handle the orders that come while steps run: adapters, and KV cache blocks to load."""
     reading = AdapterReading(worker)
+    loading = ThreadPoolExecutor(NUM_LOADERS, "quire-kv-load")
     while True:
         order = port.order()
+        if order.phase == "load":
+            load = loading.submit(worker.load_blocks, order.load)
+            load.add_done_callback(partial(_send_result, port, order.number))
+            continue
         if order.phase == "drop":
             reading.drop(order.name)
             continue
         assert order.adapter is not None
-        reading.fetch(order.adapter).add_done_callback(partial(_send_adapter, port, order.number))
+        reading.fetch(order.adapter).add_done_callback(partial(_send_result, port, order.number))
 
 
-def _send_adapter(port: Port, number: int, read: Future[AdapterFacts]) -> None:
+def _send_result(port: Port, number: int, read: Future[Any]) -> None:
     error = read.exception()
     if isinstance(error, Exception):
         port.say(refusal(number, error))

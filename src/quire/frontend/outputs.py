@@ -155,8 +155,9 @@ class OutputProcessor:
         for id, run in step.admitted.items():
             if (sequence := sequences.get(id)) is not None:
                 sequence.num_cached, sequence.num_created = run.num_cached, run.num_created
-                sequence.miss = run.miss
-                sequence.times.queued_at, sequence.times.scheduled_at = run.queued_at, run.scheduled_at
+                sequence.miss, times = run.miss, sequence.times
+                times.queued_at, times.scheduled_at = run.queued_at, run.scheduled_at
+                times.num_from_host, times.num_from_disk = run.num_from_host, run.num_from_disk
         for id, seconds in step.resumed.items():
             if (sequence := sequences.get(id)) is not None:
                 sequence.times.preempted_s += seconds

@@ -253,5 +253,7 @@ def stats_of(parent: RequestState) -> RequestStateStats:
         step_share_s=sum(t.step_share_s for t in times),
         num_draft_tokens=sum(t.num_draft_tokens for t in times),
         num_accepted_tokens=sum(t.num_held for t in times),
+        num_from_host=first.num_from_host,
+        num_from_disk=first.num_from_disk,
         prefix_miss=parent.sequences[0].miss,
     )

@@ -15,6 +15,7 @@ from prometheus_client.core import Metric as PromMetric
 from quire.config.engine import EngineConfig
 from quire.data.prefix_miss import MISS_REASONS
 from quire.data.stats import FinishedSequence, FrontStats, StepStats
+from quire.metrics import kv_offload
 from quire.metrics.api_keys import KeyPages
 from quire.metrics.exposition import exposition
 from quire.metrics.http import EDGES, SERIES, Exchange, add_buckets, families
@@ -58,6 +59,7 @@ COUNTERS = {
     "prompt_tokens": "Prompt tokens processed, including cached ones.",
     "prompt_tokens_cached": "Prompt tokens taken from the prefix cache.",
     "generation_tokens": "Tokens generated.",
+    **kv_offload.COUNTERS,
 }
 HISTOGRAMS: dict[str, tuple[str, list[float]]] = {
     "iteration_tokens_total": ("Tokens computed in one step.", [float(edge) for edge in _STEP_TOKENS]),
@@ -71,6 +73,7 @@ HISTOGRAMS: dict[str, tuple[str, list[float]]] = {
     "request_prefill_time_seconds": ("From admission to the first token.", _PER_REQUEST),
     "request_decode_time_seconds": ("From the first token to the last.", _PER_REQUEST),
     "request_params_n": ("The n of a request.", [1, 2, 5, 10, 20]),
+    **kv_offload.HISTOGRAMS,
 }
 LABELLED = {
     "request_success": ("Requests that ended.", "finished_reason", FINISH_REASONS),
@@ -86,6 +89,7 @@ LABELLED = {
         "sleep_state",
         ("awake", "weights_offloaded", "discard_all"),
     ),
+    **kv_offload.LABELLED,
 }
 """Metrics with an additional label: help text, label and its values."""
 _LABELLED_GAUGES = ("num_requests_waiting_by_reason", "engine_sleep_state")
@@ -224,6 +228,8 @@ class MetricsPages:
                 self._add(name, count)
             for place, count in enumerate(accepted):
                 self._add(f"{_ACCEPTED}:{place}", count)
+        if step.tiers is not None:
+            kv_offload.observe(step.tiers, self._add, self._record_many)
         if step.num_computed_tokens:
             self._record("iteration_tokens_total", step.num_computed_tokens)
         self.observe_front(front)

@@ -18,9 +18,14 @@ _CONTEXT, _CONCURRENCY, _GPUS = 8192, 1, 8
 _EXAMPLES = ("p5.48xlarge", "g6e.12xlarge", "a3-highgpu-8g")
 _PASSED = (
     *("kv_cache_dtype", "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens"),
-    "cpu_offload_gb",
+    *("cpu_offload_gb", "kv_offloading_size"),
 )
 """Engine flags that affect memory."""
+_HOST_MEMORY = {
+    "--cpu-offload-gb": "GiB of weights per GPU to keep in host memory",
+    "--kv-offloading-size": "GiB of host memory for evicted KV cache blocks",
+}
+"""Flags for host memory, and their help texts."""
 _BY_PRECISION = ("precision", "quantization", "dtype")
 """Flags that choose the precision; the first that is given counts."""
 _VLLM_NAMES = {
@@ -85,9 +90,8 @@ def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument("--gpu-memory-utilization", type=float, default=None)
     parser.add_argument("--max-num-seqs", type=int, default=None)
     parser.add_argument("--max-num-batched-tokens", type=int, default=None)
-    parser.add_argument(
-        "--cpu-offload-gb", type=float, default=None, help="GiB of weights per GPU to keep in host memory"
-    )
+    for flag, text in _HOST_MEMORY.items():
+        parser.add_argument(flag, type=float, default=None, help=text)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--svg", type=Path, default=None, metavar="FILE", help="draw the memory as SVG")
 

@@ -77,6 +77,8 @@ def described(fit: MemoryFit, device: Accelerator, wanted: Wanted) -> dict[str, 
         result["bytes_per_device"] = fit.memory.terms(fit.cache)
         result["cache_tokens"] = fit.cache.num_tokens
         result["concurrency"] = round(fit.cache.num_tokens / wanted.context, 2)
+        if num_tokens := host_tier_tokens(fit):
+            result["host_tier_tokens"] = num_tokens
         if fit.memory.offloaded.layers:
             result["offloaded"] = {
                 "host_bytes_per_device": fit.memory.offloaded.host_bytes,
@@ -159,6 +161,7 @@ def text(
             "",
             *_speeds(chosen, device, wanted),
             *_offload(chosen, device),
+            *_host_tier(chosen),
             "",
             *([command(model, chosen, wanted), *_notes(chosen)] if device.served else []),
         ]
@@ -278,6 +281,23 @@ def _offload(fit: MemoryFit, device: Accelerator) -> list[str]:
         f"  at most {1 / copy_s:,.2f} tokens/s for one request. Assumed: {device.pcie_bytes_s / 1e9:.0f} GB/s"
         " of PCIe, as stated for the device; it was not measured",
     ]
+
+
+def _host_tier(fit: MemoryFit) -> list[str]:
+    """Return the tokens that fit into the host tier of the KV cache, over all devices."""
+    if fit.cache is None or (num_tokens := host_tier_tokens(fit)) == 0:
+        return []
+    assert fit.config is not None
+    size = human(int(fit.config.cache.kv_offloading_size * 2**30))
+    return [f"KV cache tier in host memory: {size}, {num_tokens:,} more tokens"]
+
+
+def host_tier_tokens(fit: MemoryFit) -> int:
+    """Return the number of tokens in the host tier of the KV cache."""
+    if fit.config is None or fit.cache is None or not fit.config.cache.kv_offloading_size:
+        return 0
+    per_token = fit.cache.num_bytes * fit.num_devices / max(fit.cache.num_tokens, 1)
+    return int(fit.config.cache.kv_offloading_size * 2**30 / per_token)
 
 
 def _notes(fit: MemoryFit) -> list[str]:

@@ -43,6 +43,8 @@ class Admitter:
         """Build the admitter. With `fair`, the tokens of a step are divided between tenants."""
         self.drafting = drafting
         self.kv = kv
+        if kv.tiers is not None:
+            kv.tiers.running = running
         self.running = running
         self.limits = limits
         self.trial = trial
@@ -183,6 +185,8 @@ class Admitter:
                 break
             reach = len(request.tokens) if self.reserve_full_prompt else hit.num_tokens + chunk
             if not self.kv.fits(hit, reach, self.running, spare=self.num_watermark_blocks):
+                if self.kv.tiers is not None and self.kv.tiers.give_way(request):
+                    continue
                 break
             self.waiting.pop()
             admitted.append((self._admit(request, hit, chunk, notes), chunk))
@@ -215,9 +219,15 @@ class Admitter:
         num_computed = hit.num_tokens
         if not request.has_run:
             request.has_run, request.num_cached = True, num_computed
-            miss, num_created = self.kv.explain(request, hit), self.kv.num_created(request, hit)
+            miss = self.kv.explain(request, hit)
             notes.admitted[request.id] = FirstRun(
-                num_computed, request.queued_at, time.monotonic(), num_created, miss
+                num_cached=num_computed,
+                queued_at=request.queued_at,
+                scheduled_at=time.monotonic(),
+                num_created=self.kv.num_created(request, hit),
+                miss=miss,
+                num_from_host=min(request.num_from_host, num_computed),
+                num_from_disk=min(request.num_from_disk, num_computed),
             )
             if miss is not None:
                 notes.stats.misses.append(miss.reason)

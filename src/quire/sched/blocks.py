@@ -87,8 +87,8 @@ class BlockPool:
         for block in self.blocks[1:]:
             self._free.append(block)
         self.index: dict[bytes, Block] = {} if index is None else index
-        self.on_evict: Callable[[list[bytes]], None] = lambda keys: None
-        """Called with the keys of blocks that are evicted."""
+        self.on_evict: Callable[[list[Block]], None] = lambda blocks: None
+        """Called with blocks before their prefixes are evicted; their contents are still there."""
 
     @property
     def num_usable(self) -> int:
@@ -109,10 +109,11 @@ class BlockPool:
         for block in taken:
             block.num_users = 1
             if block.key is not None:
-                evicted.append(block.key)
-                self.forget(block)
+                evicted.append(block)
         if evicted:
             self.on_evict(evicted)
+            for block in evicted:
+                self.forget(block)
         return taken
 
     def share(self, blocks: Iterable[Block]) -> None:

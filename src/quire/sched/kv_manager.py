@@ -1,17 +1,21 @@
 """KVManager: the block tables of the rows, and the prefix cache."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from quire.checkpoint.layout import most_blocks
+from quire.data.kv_tiers import BlockStores
 from quire.data.prefix_miss import PrefixMiss
 from quire.data.request import Request
+from quire.data.stats import TierStats
 from quire.data.step_plan import Ints
 from quire.sched.blocks import Block
+from quire.sched.lower_tiers import LowerTiers
 from quire.sched.miss_reasons import MissReasons
+from quire.sched.readiness import AdmissionCheck
 from quire.sched.retention import RetainingPool
 from quire.sched.running import RowIds, Running
 from quire.sched.state_cache import StateCache
@@ -21,7 +25,12 @@ _NO_SAVES: Ints = np.empty((3, 0), np.int32)
 _MAX_TOKENS = 1 << 30
 """Token limit where there is no other."""
 
+_DIGEST_BYTES = 32
+_SALTED = b"salt"
+"""Suffix of the keys of requests with a cache salt, before the mark of the group."""
+
 Table = list[Block | None]
+Find = Callable[[bytes], Block | None]
 
 
 class Hit(NamedTuple):
@@ -54,6 +63,11 @@ def _root_key(request: Request) -> bytes:
     salt = b"" if request.cache_salt is None else b"salt:" + request.cache_salt.encode()
     adapter = b"adapter:" + request.adapter_digest if request.lora is not None else b""
     return hashlib.sha256(adapter + salt).digest()
+
+
+def is_salted(key: bytes) -> bool:
+    """Whether the key of a block belongs to requests with a cache salt."""
+    return key.startswith(_SALTED, _DIGEST_BYTES)
 
 
 def _held(table: Table) -> list[Block]:
@@ -102,6 +116,8 @@ class KVManager:
         """Suffixes that distinguish the keys of the groups."""
         self._groups = list(zip(self.tables, self.marks, strict=True))
         self._fresh: list[Block] = []
+        self.tiers: LowerTiers | None = None
+        """Lower tiers of the cache, in host memory and on disk."""
         self.reasons = MissReasons(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -111,7 +127,7 @@ class KVManager:
             why_off="" if share_prefixes else why_off or "enable_prefix_caching is off",
         )
         for pool in (self.pool, *([] if states is None else [states.pool])):
-            pool.on_evict = self.reasons.evicted
+            pool.on_evict = self._note_evicted
 
     # ---- admitting and freeing rows
 
@@ -119,9 +135,11 @@ class KVManager:
         """Whether a request may reuse cached blocks of others."""
         return self.share_prefixes and not request.params.skip_reading_prefix_cache
 
-    def lookup(self, request: Request) -> Hit:
+    def lookup(self, request: Request, find: Find | None = None) -> Hit:
         """Return the longest prefix that all groups of layers can restore: it has pages, and a checkpoint of
-        states if there are any. It excludes the last token, because its logits have to be computed."""
+        states if there are any. It excludes the last token, because its logits have to be computed. `find`
+        returns the page with a key; by default those on the device are found."""
+        find = find or self.pool.find
         if not self.may_share(request):
             return Hit(0, [[] for _ in self.windows])
         length = (len(request.tokens) - 1) // self.block_size
@@ -130,18 +148,18 @@ class KVManager:
         keys, whole = request.block_keys, {}
         for group, window in enumerate(self.windows):
             if window is None:
-                whole[group] = self._longest(keys[:length], self.marks[group])
+                whole[group] = self._longest(keys[:length], self.marks[group], find)
                 length = len(whole[group]) if self.has_pages else length
-        length = self._longest_in_windows(keys, length)
+        length = self._longest_in_windows(keys, length, find)
         num_seen = length if self.has_pages else max(map(len, whole.values()), default=0)
         before = -1
         while self.states is not None and before != length:
             before = length
-            length = self._longest_in_windows(keys, self.states.longest(keys, length))
+            length = self._longest_in_windows(keys, self.states.longest(keys, length), find)
         blocks = [
             whole[group][:length] + [None] * (length - len(whole[group]))
             if window is None
-            else self._blocks_in_window(keys[:length], window, self.marks[group])
+            else self._blocks_in_window(keys[:length], window, self.marks[group], find)
             for group, window in enumerate(self.windows)
         ]
         return Hit(length * self.block_size, blocks, num_seen * self.block_size)
@@ -150,43 +168,48 @@ class KVManager:
         """Return why the hit of a request is not longer; None if it has all blocks that a hit can have."""
         return self.reasons.explain(request, hit.num_tokens, hit.num_seen)
 
+    def _note_evicted(self, blocks: list[Block]) -> None:
+        self.reasons.evicted([block.key for block in blocks if block.key is not None])
+        if self.tiers is not None:
+            self.tiers.note_evicted(blocks)
+
     def num_created(self, request: Request, hit: Hit) -> int:
         """Return how many prompt tokens a request adds to the prefix cache after its hit."""
         full = request.prompt_len // self.block_size * self.block_size
         return max(full - hit.num_tokens, 0) if self.share_prefixes else 0
 
-    def _longest(self, keys: list[bytes], mark: bytes) -> Table:
+    def _longest(self, keys: list[bytes], mark: bytes, find: Find) -> Table:
         hits: Table = []
         for key in keys:
-            block = self.pool.find(key + mark)
+            block = find(key + mark)
             if block is None:
                 break
             hits.append(block)
         return hits
 
-    def _longest_in_windows(self, keys: list[bytes], length: int) -> int:
+    def _longest_in_windows(self, keys: list[bytes], length: int, find: Find) -> int:
         """Return the most blocks, up to `length`, that all groups with a window can restore."""
         before = -1
         while before != length:
             before = length
             for mark, window in zip(self.marks, self.windows, strict=True):
                 if window is not None:
-                    length = self._longest_in_window(keys, length, window, mark)
+                    length = self._longest_in_window(keys, length, window, mark, find)
         return length
 
-    def _longest_in_window(self, keys: list[bytes], length: int, window: int, mark: bytes) -> int:
+    def _longest_in_window(self, keys: list[bytes], length: int, window: int, mark: bytes, find: Find) -> int:
         """Return the most blocks, up to `length`, for which all blocks inside the window of the next token
         are cached."""
         at = length
         while at > self._num_outside(length * self.block_size, window):
             at -= 1
-            if self.pool.find(keys[at] + mark) is None:
+            if find(keys[at] + mark) is None:
                 length = at
         return length
 
-    def _blocks_in_window(self, keys: list[bytes], window: int, mark: bytes) -> Table:
+    def _blocks_in_window(self, keys: list[bytes], window: int, mark: bytes, find: Find) -> Table:
         unseen = self._num_outside(len(keys) * self.block_size, window)
-        return [None] * unseen + [self.pool.find(key + mark) for key in keys[unseen:]]
+        return [None] * unseen + [find(key + mark) for key in keys[unseen:]]
 
     def _num_outside(self, num_computed: int, window: int) -> int:
         """Return the number of blocks outside the window of the next token."""
@@ -308,6 +331,8 @@ class KVManager:
         rows = rows[growing]
         counts = -((self.room[rows] - reach[growing]) // self.block_size)
         num_new = int(counts.sum()) * len(self.tables)
+        if num_new > self.pool.num_free and self.tiers is not None:
+            self.tiers.give_way()
         return Growth(reach, rows, counts, max(num_new - self.pool.num_free, 0))
 
     def grow(self, growth: Growth) -> tuple[Ints, Ints]:
@@ -364,6 +389,44 @@ class KVManager:
         self._fresh += slots
         return saves
 
+    # ---- lower tiers
+
+    @property
+    def checks(self) -> tuple[AdmissionCheck, ...]:
+        """Return the admission check of requests with blocks in lower tiers, if there are any tiers."""
+        return () if self.tiers is None else (self.tiers,)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is work without requests: copies to and from lower tiers."""
+        return self.tiers is not None and self.tiers.has_work
+
+    def take_stores(self, step: int) -> BlockStores | None:
+        """Return the blocks that the planned step copies to lower tiers."""
+        return None if self.tiers is None else self.tiers.plan(step, self._fresh)
+
+    def landed(self, step: int) -> None:
+        """Note that a step is done, and its blocks are written."""
+        if self.tiers is not None:
+            self.tiers.landed(step)
+
+    def rest(self) -> None:
+        """Copy to lower tiers what waits for the next step, because none is planned."""
+        if self.tiers is not None:
+            self.tiers.rest()
+
+    def take_tier_stats(self) -> TierStats | None:
+        """Return the counts of the lower tiers since the last call; None without any."""
+        return None if self.tiers is None else self.tiers.take_stats()
+
+    def forget_steps(self) -> None:
+        """Forget the steps in flight and the blocks that were indexed for the next one."""
+        self.forget(self.take_fresh())
+        if self.tiers is not None:
+            self.tiers.forget_steps()
+
+    # ---- blocks of steps
+
     def take_fresh(self) -> list[Block]:
         """Return the blocks indexed since the last call."""
         fresh, self._fresh = self._fresh, []
@@ -375,9 +438,13 @@ class KVManager:
             self.pool.forget(block)
 
     def reset(self) -> bool:
-        """Forget every prefix. Return False and do nothing while blocks are in use."""
+        """Forget every prefix, in lower tiers, too. Return False and do nothing while blocks are in use."""
+        if self.tiers is not None:
+            self.tiers.drain()
         if not self.pool.reset() or (self.states is not None and not self.states.pool.reset()):
             return False
+        if self.tiers is not None:
+            self.tiers.clear()
         self.reasons.forget()
         return True
 
@@ -386,11 +453,12 @@ class KVManager:
         keys, size = request.block_keys, self.block_size
         parent = keys[-1] if keys else _root_key(request)
         embeds, media = request.embeds, request.media
+        suffix = b"" if request.cache_salt is None else _SALTED
         for start in range(len(keys) * size, num_full * size, size):
             content = tokens[start : start + size].tobytes()
             if embeds is not None:
                 content += embeds.keys_of(start, start + size)
             if media is not None:
                 content += media.keys_of(start, start + size)
-            parent = hashlib.sha256(parent + content).digest()
+            parent = hashlib.sha256(parent + content).digest() + suffix
             keys.append(parent)

@@ -10,6 +10,13 @@ from quire.sched.running import RowIds, Running
 log = get_logger(__name__)
 
 WARN_INTERVAL_S = 10.0
+_WARNING = (
+    "Sequence group %s is preempted by PreemptionMode.RECOMPUTE mode because there is not enough KV cache"
+    " space. This can affect the end-to-end performance. Increase gpu_memory_utilization or"
+    " tensor_parallel_size to provide more KV cache memory. Increasing pipeline_parallel_size, or"
+    " decreasing max_num_seqs, max_num_batched_tokens or max_model_len, helps, too."
+    " total_cumulative_preemption_cnt=%d"
+)
 
 
 def choose_victim(running: Running, policy: str, among: RowIds | None = None) -> int:
@@ -33,17 +40,14 @@ class PreemptionWarning:
     def __init__(self) -> None:
         self._next = 0.0
 
-    def __call__(self, request_id: str, num_preemptions: int) -> None:
-        """Log the warning, at most once per `WARN_INTERVAL_S`."""
+    def __call__(self, request_id: str, num_preemptions: int, *, swaps: bool = False) -> None:
+        """Log the warning, at most once per `WARN_INTERVAL_S`. With `swaps`, evicted blocks are copied to a
+        lower tier of the KV cache."""
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + WARN_INTERVAL_S
         log.warning(
-            "Sequence group %s is preempted by PreemptionMode.RECOMPUTE mode because there is not enough KV "
-            "cache space. This can affect the end-to-end performance. Increase gpu_memory_utilization or "
-            "tensor_parallel_size to provide more KV cache memory. Increasing pipeline_parallel_size, or "
-            "decreasing max_num_seqs, max_num_batched_tokens or max_model_len, helps, too. "
-            "total_cumulative_preemption_cnt=%d",
+            _WARNING.replace("RECOMPUTE", "SWAP") if swaps else _WARNING,
             printable(request_id),
             num_preemptions,
         )

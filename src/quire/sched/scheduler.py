@@ -52,9 +52,8 @@ class Scheduler:
         adapters: LoRAScheduler | None = None,
         media: EncoderCache | None = None,
     ) -> None:
-        """With more than one pipeline stage, no row is planned before its last token is known, and plans
-        carry these tokens; with one they stay on the device. With `fair`, tokens are divided between
-        tenants."""
+        """With several pipeline stages, no row is planned before its last token is known, and plans carry
+        these tokens; else they stay on the device. With `fair`, tokens are divided between tenants."""
         self.kv = kv
         self.limits = StepLimits(
             max_rows=max_num_seqs,
@@ -66,7 +65,7 @@ class Scheduler:
         self.running = Running(max_num_seqs, max_model_len, num_stages)
         self.constraints = Constraints(grammars)
         self.adapters = adapters or LoRAScheduler()
-        self.gates = Gates(self.constraints, self.adapters)
+        self.gates = Gates(self.constraints, self.adapters, *kv.checks)
         self.admitter = Admitter(
             kv=kv,
             running=self.running,
@@ -99,7 +98,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.requests)
+        return bool(self.requests) or self.kv.has_work
 
     def add(self, request: Request) -> None:
         assert request.id not in self.requests, f"request {request.id} already exists"
@@ -183,6 +182,7 @@ class Scheduler:
             drafts=drafts.token_ids,
             adapters=self.adapters.take_filled(),
             saves=self.kv.take_saves(),
+            stores=self.kv.take_stores(self._step),
             forgotten=forgotten,
             encodes=encodes,
         )
@@ -213,7 +213,7 @@ class Scheduler:
             if self.in_flight:
                 return None
             request = self._preempt(choose_victim(running, self.policy, self.admitter.victims()))
-            self._warn(request.id, self.num_preemptions)
+            self._warn(request.id, self.num_preemptions, swaps=self.kv.tiers is not None)
 
     def _make_way(self) -> bool:
         """Preempt rows for tenants below their fair share; return False while a step is in flight."""
@@ -238,6 +238,7 @@ class Scheduler:
         """Apply the result of the oldest step in flight: append sampled tokens and finish requests."""
         running, flight = self.running, self.in_flight.popleft()
         assert flight.plan is plan, f"step {plan.step} is not the oldest in flight"
+        self.kv.landed(plan.step)
         landed = flight.landed(running, result)
         sampled = landed.sampled
         stats = flight.count(running, sampled, np.array([*result.pooled], np.intp))
@@ -297,13 +298,12 @@ class Scheduler:
         self.adapters.empty_slots()
 
     def forget_flights(self) -> None:
-        """Discard the steps in flight. Their blocks were indexed when planned but never written, so remove
-        them."""
+        """Discard the steps in flight, and the blocks that were indexed for them but never written."""
         for flight in self.in_flight:
             self.kv.forget(flight.indexed)
             self._notes.admitted |= flight.notes.admitted
             self._notes.resumed |= flight.notes.resumed
-        self.kv.forget(self.kv.take_fresh())
+        self.kv.forget_steps()
         self.media.forget_all(key for flight in self.in_flight for key in flight.plan.forgotten)
         self.in_flight.clear()
         self.constraints.forget()

@@ -32,6 +32,7 @@ from quire.worker.cpu import CpuDevice
 from quire.worker.cpu import draw as draw_on_host
 from quire.worker.device import Device, Model
 from quire.worker.features import PromptLogprobs, StepFeature
+from quire.worker.kv_tiers import BlockCopies, CachePages, CpuBlockCopies
 from quire.worker.lora import check_slots, slots_of, why_no_extra_vocab
 from quire.worker.memory import bind, free_bytes
 from quire.worker.multimodal.encoder import CrossEncoder, MediaEncoder, open_encoder, tower_group
@@ -217,6 +218,15 @@ class LoadedModel:
         """Return the checkpoints of the bound states."""
         layers, num_rows = state_layers(self.model.modules()), self.config.scheduler.max_num_seqs
         return StateCheckpoints(layers, num_rows, self.layout.states_per_row)
+
+    def block_copies(self) -> BlockCopies:
+        """Return copies of the blocks of the bound cache."""
+        pages = CachePages(caching_layers(self.modules.modules()))
+        if self.device.type == "cpu":
+            return CpuBlockCopies(pages)
+        from quire.worker.cuda.block_copies import CudaBlockCopies
+
+        return CudaBlockCopies(pages, self.device)
 
     # ---- runners
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import torch
 
 from quire.config.engine import EngineConfig
@@ -14,6 +15,7 @@ from quire.config.expert_parallel import Eplb
 from quire.config.generation import suppressed_tokens
 from quire.config.profiling import Profiling
 from quire.data.control import MEMORY
+from quire.data.kv_tiers import BlockLoad, BlockStores, LoadDone
 from quire.data.lora import AdapterFacts, LoRARequest
 from quire.data.step_plan import Masks, Pending, StepPlan
 from quire.errors import RequestError
@@ -24,7 +26,9 @@ from quire.memory import CacheSize, embeds_bytes, human, size_cache
 from quire.parallel.world import World
 from quire.sampling.rows import SamplingRows
 from quire.worker.device import device_failures
+from quire.worker.disk_tier import open_disk_tier
 from quire.worker.eplb import Balancer
+from quire.worker.kv_tiers import WorkerTiers
 from quire.worker.loaded_model import LoadedModel
 from quire.worker.lora import LoRAManager
 from quire.worker.memory import Needs, cache_room, table, use_expandable_segments
@@ -70,6 +74,8 @@ class Worker:
         """Size of the cache, as it was allocated."""
         self._checkpoints: StateCheckpoints | None = None
         """None without checkpoints of SSM states."""
+        self._tiers: WorkerTiers | None = None
+        """Lower tiers of the KV cache; None without any."""
         self._offloaded: OffloadedWeights | None = None
         """Weights offloaded to host memory."""
         self._asleep: set[str] = set()
@@ -176,6 +182,8 @@ class Worker:
     def _bind(self, size: CacheSize) -> None:
         self.loaded.bind(size.num_blocks, num_checkpoints=size.num_checkpoints)
         self._checkpoints = self.loaded.checkpoints() if size.num_checkpoints else None
+        if self._tiers is not None:
+            self._tiers.rebind(self.loaded.block_copies())
 
     def warm_up(self) -> None:
         """Warm up, together with the workers that run the same steps: all of them have a cache by now."""
@@ -192,6 +200,8 @@ class Worker:
     def submit(self, plan: StepPlan) -> Pending:
         assert self._runner is not None, "start() comes first"
         with device_failures(self._fatal):
+            if plan.stores is not None:
+                self.store_blocks(plan.stores)
             for placement in plan.adapters:
                 assert self.adapters is not None, "enable_lora is off"
                 self.adapters.put(placement.slot, placement.adapter)
@@ -212,6 +222,8 @@ class Worker:
 
     def close(self) -> None:
         """Free all memory of the device and of the host."""
+        if self._tiers is not None:
+            self._tiers.close()
         self._drop_models()
         if self.adapters is not None:
             self.adapters.close()
@@ -246,6 +258,31 @@ class Worker:
             self.adapters = LoRAManager(slots, max_kept=max_kept, layers=layers)
         else:
             self.adapters.refill(slots)
+
+    # ---- lower tiers of the KV cache
+
+    def describe_tiers(self) -> int:
+        """Return the bytes of a block on this worker."""
+        return self.loaded.block_copies().pages.block_bytes
+
+    def open_tiers(self, num_slots: int) -> list[bytes]:
+        """Open the host tier with `num_slots` blocks, and the disk tier if there is a directory. Return the
+        keys of the blocks on disk, the least recently used first."""
+        copies = self.loaded.block_copies()
+        disk = open_disk_tier(self.config, self.world.rank, copies.pages.block_bytes)
+        keys = [] if disk is None else disk.keys()
+        self._tiers = WorkerTiers(copies, num_slots, disk)
+        return keys
+
+    def store_blocks(self, stores: BlockStores) -> None:
+        """Copy blocks to lower tiers, in the order of steps."""
+        assert self._tiers is not None, "open_tiers() comes first"
+        self._tiers.store(msgspec.convert(stores, BlockStores))
+
+    def load_blocks(self, load: BlockLoad) -> LoadDone:
+        """Copy blocks to the device; runs in a thread, while steps run."""
+        assert self._tiers is not None, "open_tiers() comes first"
+        return self._tiers.load(load)
 
     # ---- sleep
 

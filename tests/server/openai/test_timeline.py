@@ -15,7 +15,7 @@ from quire.server.openai.timeline import TOKENS_AFTER, request_metrics
 NAMES = {
     *("total_ms", "queue_ms", "prefill_ms", "decode_ms", "preempted_ms"),
     *("num_preemptions", "cached_tokens", "step_share_ms"),
-    *("draft_tokens", "accepted_tokens", "cache_miss"),
+    *("draft_tokens", "accepted_tokens", "cached_tokens_from_host", "cached_tokens_from_disk", "cache_miss"),
 }
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": MESSAGES, "max_tokens": 4},

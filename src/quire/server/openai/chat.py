@@ -145,6 +145,7 @@ class ChatEncoder(ChunkEncoder):
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         (output,) = outputs
         self._note_cached(output)
+        self._stats = output.metrics
         body, ids = self._body, output.prompt_token_ids or []
         num_output = sum(len(choice.token_ids) for choice in output.outputs)
         choices = [self._build_choice(choice) for choice in output.outputs]
@@ -180,6 +181,7 @@ class ChatEncoder(ChunkEncoder):
             num_output,
             self._num_cached,
             self._job.timeline,
+            stats=self._stats,
             num_created=self._num_created,
             hints=self._job.hints,
         )

@@ -188,8 +188,8 @@ class CompletionEncoder(ChunkEncoder):
 
     def _final_usage(self) -> dict[str, Any]:
         num_output, num_cached = sum(self._num_output), sum(self._num_cached)
-        timeline, hints = self._job.timeline, self._job.hints
-        return self._api.usage(self._num_prompt, num_output, num_cached, timeline, hints=hints)
+        timeline, hints, stats = self._job.timeline, self._job.hints, self._stats
+        return self._api.usage(self._num_prompt, num_output, num_cached, timeline, stats=stats, hints=hints)
 
     # ---- a whole answer
 
@@ -202,8 +202,9 @@ class CompletionEncoder(ChunkEncoder):
                 choices.append(self._build_choice(output, choice, echo) | {"index": index})
                 num_output += len(_tokens_of(body, choice))
             num_cached += output.num_cached_tokens or 0
-        usage = self._api.usage(self._num_prompt, num_output, num_cached, hints=self._job.hints)
-        return self._build_reply(_OBJECT, choices, usage, outputs[0].metrics)
+        stats, hints = outputs[0].metrics, self._job.hints
+        usage = self._api.usage(self._num_prompt, num_output, num_cached, stats=stats, hints=hints)
+        return self._build_reply(_OBJECT, choices, usage, stats)
 
     def _build_choice(self, output: RequestOutput, choice: CompletionOutput, echo: _Echo) -> dict[str, Any]:
         api, body, logprobs = self._api, self._body, None

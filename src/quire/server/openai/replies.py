@@ -30,6 +30,9 @@ class CachedTokens(BaseModel):
 
     cached_tokens: int | None = None
     created_cache_tokens: int | None = doc("Prompt tokens computed and added to the prefix cache.")
+    cached_tokens_by_tier: dict[str, int] | None = doc(
+        "Number of the cached tokens that came from host memory (`host`) and `disk`, if any did."
+    )
     multimodal_tokens: dict[str, int] | None = doc("Tokens of media, by modality.")
 
 
@@ -63,6 +66,8 @@ class TimelineReply(BaseModel):
     step_share_ms: float
     draft_tokens: int
     accepted_tokens: int
+    cached_tokens_from_host: int
+    cached_tokens_from_disk: int
     cache_miss: CacheMissReply | None = doc(
         "Why a part of the prompt was not in the prefix cache; null if all of it was that could be."
     )

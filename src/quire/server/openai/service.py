@@ -297,6 +297,7 @@ class GenerationService:
         num_cached: int | None = None,
         timeline: JobTimeline | None = None,
         *,
+        stats: RequestStateStats | None = None,
         num_created: int | None = None,
         hints: CacheHints | None = None,
     ) -> dict[str, Any]:
@@ -307,9 +308,12 @@ class GenerationService:
             "completion_tokens": num_output,
         }
         if num_cached is not None and self.reports_cache(hints):
-            usage["prompt_tokens_details"] = {"cached_tokens": num_cached}
+            details: dict[str, Any] = {"cached_tokens": num_cached}
+            usage["prompt_tokens_details"] = details
+            if stats is not None and (stats.num_from_host or stats.num_from_disk):
+                details["cached_tokens_by_tier"] = {"host": stats.num_from_host, "disk": stats.num_from_disk}
             if num_created is not None:
-                usage["prompt_tokens_details"]["created_cache_tokens"] = num_created
+                details["created_cache_tokens"] = num_created
         if timeline is not None and timeline.told is not None:
             usage["timeline"] = timeline.told
         return usage

@@ -1,0 +1,125 @@
+"""Lower tiers of the KV cache: the settings, checked against the model and the device."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from quire.checkpoint.layout import CacheSpec
+from quire.config.machine import Machine
+from quire.errors import ConfigError
+from quire.logs import get_logger, warn_once
+
+logger = get_logger(__name__)
+
+_TIERS = ("kv_offloading_size", "kv_offloading_dir")
+_CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector")
+_ROLES = ("kv_both", "kv_producer", "kv_consumer")
+_SIMPLE_BYTES = 8 << 30
+"""Default of cpu_bytes_to_use in vLLM's SimpleCPUOffloadConnector."""
+_ALLOWED: dict[str, tuple[Any, ...]] = {
+    "spec_name": ("CPUOffloadingSpec", "TieringOffloadingSpec"),
+    "eviction_policy": ("lru",),
+    "store_threshold": (0, 1),
+    "self_describing_kv_events": (False,),
+    "canonical_layout": (False,),
+    "kv_offload_backend": ("cpu", "disk"),
+}
+"""Keys of kv_connector_extra_config with the values that Quire has."""
+_WITHOUT_EFFECT = (
+    *("block_size", "blocks_per_chunk", "max_tracker_size", "offload_prompt_only", "lazy_offload"),
+    *("disk_buffer_slots", "use_page_cache"),
+)
+_SIZES = ("cpu_bytes_to_use", "cpu_bytes_to_use_per_rank", "disk_path", "disk_capacity_bytes")
+
+
+def resolve_offloading(
+    args: Mapping[str, Any], specs: Sequence[CacheSpec | None], machine: Machine
+) -> dict[str, Any]:
+    """Return the cache settings without tiers that this model or device cannot have."""
+    values = dict(args)
+    if values.get("kv_offloading_size") and machine.device == "cpu":
+        warn_once(
+            logger,
+            f"kv_offloading_size={values['kv_offloading_size']} has no effect on a CPU, whose KV cache is in"
+            " host memory already: kv_offloading_dir adds a tier on disk",
+        )
+        del values["kv_offloading_size"]
+    why_off = ""
+    if not values.get("enable_prefix_caching", True):
+        why_off = "prefix caching is off"
+    elif any(spec is not None and (not spec.is_paged or spec.bytes_per_row) for spec in specs):
+        why_off = "this model has SSM or cross-attention states, which have no lower tiers"
+    for name in (name for name in _TIERS if why_off and values.pop(name, None)):
+        warn_once(logger, f"{name} has no effect: {why_off}")
+    if values.get("kv_offloading_dir") is not None:
+        _check_folder(Path(values["kv_offloading_dir"]).expanduser())
+    return values
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise if the folder, or its nearest parent that exists, cannot be used."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise ConfigError(f"kv_offloading_dir={str(folder)!r}: {existing} is not a directory")
+    if not os.access(existing, os.R_OK | os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"kv_offloading_dir={str(folder)!r}: {existing} cannot be read and written by this user; give"
+            " another directory, or change its permissions"
+        )
+
+
+def offloading_of(config: Any) -> dict[str, Any]:
+    """Translate vLLM's kv_transfer_config for offloading into kv_offloading_size and kv_offloading_dir."""
+    if not isinstance(config, dict):
+        raise ConfigError(f"kv_transfer_config={config!r} must be a JSON object")
+    connector, role = config.get("kv_connector"), config.get("kv_role", "kv_both")
+    if connector not in _CONNECTORS:
+        raise ConfigError(
+            f"kv_transfer_config: kv_connector={connector!r} is not supported; known:"
+            f" {', '.join(_CONNECTORS)}"
+        )
+    if role not in _ROLES:
+        raise ConfigError(f"kv_transfer_config: kv_role={role!r} must be one of {', '.join(_ROLES)}")
+    extra = config.get("kv_connector_extra_config") or {}
+    if not isinstance(extra, dict):
+        raise ConfigError(f"kv_transfer_config: kv_connector_extra_config={extra!r} must be an object")
+    _check_extra(extra)
+    num_bytes = extra.get("cpu_bytes_to_use", _SIMPLE_BYTES if connector == _CONNECTORS[1] else None)
+    if not isinstance(num_bytes, int | float) or isinstance(num_bytes, bool) or num_bytes <= 0:
+        raise ConfigError(
+            f"cpu_bytes_to_use must be specified in kv_connector_extra_config, as a number of bytes above 0;"
+            f" it is {num_bytes!r}"
+        )
+    mapped: dict[str, Any] = {"kv_offloading_size": num_bytes / 2**30}
+    if extra.get("disk_path"):
+        mapped["kv_offloading_dir"] = str(extra["disk_path"])
+    if extra.get("disk_capacity_bytes"):
+        mapped["kv_offloading_dir_size"] = extra["disk_capacity_bytes"] / 2**30
+    return mapped | _secondary_tier(extra.get("secondary_tiers") or [])
+
+
+def _check_extra(extra: Mapping[str, Any]) -> None:
+    """Raise for keys and values that Quire does not have."""
+    known = (*_SIZES, *_ALLOWED, *_WITHOUT_EFFECT, "secondary_tiers")
+    for name, value in extra.items():
+        if name not in known:
+            raise ConfigError(
+                f"kv_connector_extra_config: unknown key {name!r}; known: {', '.join(sorted(known))}"
+            )
+        if name in _ALLOWED and value not in _ALLOWED[name]:
+            choices = " or ".join(map(repr, _ALLOWED[name]))
+            raise ConfigError(f"kv_connector_extra_config: {name}={value!r} is not supported; use {choices}")
+
+
+def _secondary_tier(tiers: Any) -> dict[str, Any]:
+    """Return the settings of the file system tier of `secondary_tiers`."""
+    if not tiers:
+        return {}
+    kinds = [isinstance(tier, dict) and tier.get("type") for tier in tiers]
+    if kinds != ["fs"] or not isinstance(tiers[0].get("root_dir"), str):
+        raise ConfigError(
+            f"kv_connector_extra_config: secondary_tiers={tiers!r} is not supported; give one tier with type"
+            " 'fs' and its root_dir"
+        )
+    return {"kv_offloading_dir": tiers[0]["root_dir"]}

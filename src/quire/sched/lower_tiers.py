@@ -1,0 +1,50 @@
+"""LowerTiers: what the KV manager needs from the tiers of the cache below the device."""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from quire.data.kv_tiers import BlockStores
+from quire.data.request import Request
+from quire.data.stats import TierStats
+from quire.sched.blocks import Block
+from quire.sched.readiness import AdmissionCheck
+from quire.sched.running import Running
+
+
+class LowerTiers(AdmissionCheck, Protocol):
+    """Blocks in host memory and on disk. Requests wait for those that are copied to the device."""
+
+    running: Running | None
+    """The running requests, for which blocks are reserved."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether blocks are being copied, or wait for it."""
+
+    def note_evicted(self, blocks: list[Block]) -> None:
+        """Note blocks whose prefixes are evicted from the device; their contents are still there."""
+
+    def plan(self, step: int, fresh: Iterable[Block]) -> BlockStores | None:
+        """Return the blocks that a planned step stores before it computes; it fills `fresh` blocks."""
+
+    def landed(self, step: int) -> None:
+        """Note that a step is done."""
+
+    def forget_steps(self) -> None:
+        """Forget the steps in flight, which have failed."""
+
+    def give_way(self, request: Request | None = None) -> bool:
+        """Release the blocks of waiting requests, except those of `request`; return whether there were
+        any."""
+
+    def take_stats(self) -> TierStats:
+        """Return the counts since the last call."""
+
+    def rest(self) -> None:
+        """Copy what waits for the next step, because none is planned."""
+
+    def drain(self) -> None:
+        """Wait for the copies under way and release all blocks, unless steps are in flight."""
+
+    def clear(self) -> None:
+        """Forget all blocks."""

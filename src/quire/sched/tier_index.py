@@ -1,0 +1,91 @@
+"""TierIndex: the entries of one lower tier of the KV cache."""
+
+from collections import Counter, OrderedDict
+
+
+class TierIndex:
+    """Blocks in host memory or on disk by key, in the order of their last use, each in a numbered slot.
+
+    A block gets a slot by `allot` before it is copied, and is found from `commit` on. An entry is pinned
+    while it is read: it is not evicted then."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.num_evicted = 0
+        self._slots: OrderedDict[bytes, int] = OrderedDict()
+        self._pins: Counter[bytes] = Counter()
+        self._coming: dict[bytes, int] = {}
+        """Slots of blocks that are being copied into the tier."""
+        self._unused: list[int] = []
+        self._num_numbered = 0
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __contains__(self, key: bytes) -> bool:
+        """Whether the block is here, or on its way."""
+        return key in self._slots or key in self._coming
+
+    def find(self, key: bytes) -> int | None:
+        """Return the slot of a block, which counts from 1; None: it is not here."""
+        return self._slots.get(key)
+
+    def allot(self, key: bytes) -> tuple[int, bytes | None] | None:
+        """Return a slot for a new block and the key of the entry that it replaces, if any. Return None if all
+        slots are pinned or being filled."""
+        assert key not in self, "the block is already in this tier"
+        evicted = None
+        if self._unused:
+            slot = self._unused.pop()
+        elif self._num_numbered < self.capacity:
+            self._num_numbered += 1
+            slot = self._num_numbered
+        else:
+            evicted = next((old for old in self._slots if old not in self._pins), None)
+            if evicted is None:
+                return None
+            slot = self._slots.pop(evicted)
+            self.num_evicted += 1
+        self._coming[key] = slot
+        return slot, evicted
+
+    def commit(self, key: bytes) -> None:
+        """Index a block that has been copied into its slot."""
+        self._slots[key] = self._coming.pop(key)
+
+    def cancel(self, key: bytes) -> None:
+        """Free the slot of a block that was not copied after all."""
+        self._unused.append(self._coming.pop(key))
+
+    def touch(self, key: bytes) -> None:
+        """Make an entry the last to be evicted."""
+        if key in self._slots:
+            self._slots.move_to_end(key)
+
+    def pin(self, key: bytes) -> None:
+        self._pins[key] += 1
+        self.touch(key)
+
+    def unpin(self, key: bytes) -> None:
+        self._pins[key] -= 1
+        if not self._pins[key]:
+            del self._pins[key]
+
+    def remove(self, key: bytes) -> bool:
+        """Remove an entry, unless it is pinned; return whether it was here."""
+        if key in self._pins or (slot := self._slots.pop(key, None)) is None:
+            return False
+        self._unused.append(slot)
+        return True
+
+    def clear(self) -> list[bytes]:
+        """Remove all entries that are not pinned, and return their keys."""
+        return [key for key in list(self._slots) if self.remove(key)]
+
+    @property
+    def num_pinned(self) -> int:
+        return len(self._pins)
+
+    @property
+    def num_coming(self) -> int:
+        return len(self._coming)

@@ -1,0 +1,269 @@
+"""DiskTier: KV cache blocks in files of a directory.
+
+A file holds the digests of the model and of its contents, and gets its name when it is complete. So a file of
+another model, or one that a crash or a disk has damaged, is never read as a block."""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import queue
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.config.engine import EngineConfig
+from quire.config.parallel import Rank
+from quire.errors import ConfigError
+from quire.logs import get_logger
+from quire.version import __version__ as VERSION
+
+log = get_logger(__name__)
+
+_MAGIC = b"quirekv1"
+_DIGEST_BYTES = 32
+HEADER_BYTES = len(_MAGIC) + 2 * _DIGEST_BYTES
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".json")
+_ENDING = ".kv"
+_UNFINISHED = ".tmp"
+_NUM_READERS = 4
+_MAX_WAITING_BYTES = 1 << 28
+"""Most bytes that wait to be written; more blocks are not stored."""
+_LOCK_S = 10.0
+"""Seconds in which the previous process may release the directory."""
+_CLOSE_S = 30.0
+"""Seconds to write the last blocks at the end."""
+Bytes = NDArray[np.uint8]
+
+
+class ContentsLater(Protocol):
+    """Contents of blocks that may still be copied."""
+
+    def wait(self) -> Bytes:
+        """Wait for the contents and return them."""
+
+
+def _digest(key: bytes, data: Bytes) -> bytes:
+    hashed = hashlib.blake2b(key, digest_size=_DIGEST_BYTES)
+    hashed.update(data.data)
+    return hashed.digest()
+
+
+class DiskTier:
+    """Files of blocks by key. A thread of its own writes them."""
+
+    def __init__(self, folder: Path, *, model: bytes, block_bytes: int) -> None:
+        """Open or create the folder of a model. `model` is the digest of everything that the contents of a
+        block depend on besides its key."""
+        assert len(model) == _DIGEST_BYTES
+        self.folder, self.model, self.block_bytes = folder, model, block_bytes
+        self.is_off = False
+        """Whether nothing is written any more, after an error of the disk."""
+        self._lock = threading.Lock()
+        self._num_waiting_bytes = 0
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._folder_lock = self._open_folder()
+        self._readers = ThreadPoolExecutor(_NUM_READERS, "quire-kv-read")
+        self._writer = threading.Thread(target=self._run, name="quire-kv-write", daemon=True)
+        self._writer.start()
+
+    def _open_folder(self) -> int:
+        """Create and lock the folder, for its user alone."""
+        try:
+            self.folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.folder.mkdir(mode=0o700, exist_ok=True)
+            self.folder.chmod(0o700)
+            lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise ConfigError(
+                f"kv_offloading_dir: {self.folder} cannot be used: {error.strerror}; give a directory that"
+                " this user can read and write"
+            ) from error
+        until = time.monotonic() + _LOCK_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return lock
+            except OSError:
+                if time.monotonic() > until:
+                    os.close(lock)
+                    raise ConfigError(
+                        f"kv_offloading_dir: {self.folder} is used by another engine: give each its own"
+                        " directory"
+                    ) from None
+                time.sleep(0.1)
+
+    def keys(self) -> list[bytes]:
+        """Return the keys of all files, the least recently used first. Other files are deleted."""
+        times: dict[bytes, float] = {}
+        for path in self.folder.glob("*/*"):
+            with contextlib.suppress(OSError):
+                key, status = _key_of(path), path.stat()
+                if key is None or status.st_size != HEADER_BYTES + self.block_bytes:
+                    path.unlink()
+                else:
+                    times[key] = status.st_mtime
+        return sorted(times, key=times.__getitem__)
+
+    def _path(self, key: bytes) -> Path:
+        name = key.hex()
+        return self.folder / name[:2] / (name + _ENDING)
+
+    # ---- writing
+
+    def write(self, keys: Sequence[bytes], contents: ContentsLater) -> None:
+        """Write blocks later; those with an empty key are left out, and all if too many are waiting."""
+        num_bytes = sum(map(bool, keys)) * self.block_bytes
+        with self._lock:
+            if self.is_off or self._num_waiting_bytes + num_bytes > _MAX_WAITING_BYTES:
+                return
+            self._num_waiting_bytes += num_bytes
+        self._jobs.put(lambda: self._write_all(keys, contents, num_bytes))
+
+    def _write_all(self, keys: Sequence[bytes], contents: ContentsLater, num_bytes: int) -> None:
+        try:
+            data = contents.wait()
+            for key, block in zip(keys, data, strict=True):
+                if key and not self.is_off:
+                    self._write(key, block)
+        except OSError as error:
+            self.is_off = True
+            log.warning(
+                "The KV cache on disk is off: %s cannot be written: %s. Blocks that are there are still read",
+                self.folder,
+                error.strerror or error,
+            )
+        finally:
+            with self._lock:
+                self._num_waiting_bytes -= num_bytes
+
+    def _write(self, key: bytes, block: Bytes) -> None:
+        path = self._path(key)
+        unfinished = path.with_suffix(_UNFINISHED)
+        try:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with open(descriptor, "wb", buffering=0) as file:
+                _write_fully(file.fileno(), _MAGIC + self.model + _digest(key, block))
+                _write_fully(file.fileno(), block.data)
+            os.replace(unfinished, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+            raise
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """Delete files, after the blocks that wait are written."""
+
+        def remove() -> None:
+            for key in keys:
+                with contextlib.suppress(OSError):
+                    self._path(key).unlink()
+
+        self._jobs.put(remove)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+    # ---- reading
+
+    def read(self, keys: Sequence[bytes]) -> list[Bytes | None]:
+        """Return the contents of blocks; None for those that are missing or damaged. Blocks that wait are
+        written first."""
+        self.flush()
+        return list(self._readers.map(self._read, keys))
+
+    def flush(self) -> None:
+        """Wait until the blocks that wait now are written."""
+        done = threading.Event()
+        self._jobs.put(done.set)
+        done.wait(_CLOSE_S)
+
+    def _read(self, key: bytes) -> Bytes | None:
+        path = self._path(key)
+        try:
+            data = np.fromfile(path, np.uint8)
+        except OSError:
+            return None
+        head = data[:HEADER_BYTES].tobytes()
+        block = data[HEADER_BYTES:]
+        expected = _MAGIC + self.model + _digest(key, block)
+        if len(block) != self.block_bytes or head != expected:
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(path)
+        return block
+
+    def close(self) -> None:
+        """Write what waits, and release the folder."""
+        self._jobs.put(None)
+        self._writer.join(_CLOSE_S)
+        self._readers.shutdown()
+        os.close(self._folder_lock)
+
+
+def _key_of(path: Path) -> bytes | None:
+    """Return the key that a file is named by; None for other files."""
+    if path.suffix != _ENDING:
+        return None
+    try:
+        return bytes.fromhex(path.stem)
+    except ValueError:
+        return None
+
+
+def _write_fully(descriptor: int, data: bytes | memoryview) -> None:
+    view = memoryview(data).cast("B")
+    while len(view):
+        view = view[os.write(descriptor, view) :]
+
+
+# ---- the folder of a model
+
+
+def open_disk_tier(config: EngineConfig, rank: Rank, block_bytes: int) -> DiskTier | None:
+    """Open the folder of this model and rank in kv_offloading_dir; None if there is no such setting."""
+    if config.cache.kv_offloading_dir is None:
+        return None
+    model = model_digest(config)
+    name = re.sub(r"[^\w.-]+", "_", config.model.model)[-100:].strip("_.") or "model"
+    folder = f"{name}_{model.hex()[:12]}_r{rank.index(config.parallel)}"
+    root = Path(config.cache.kv_offloading_dir).expanduser()
+    return DiskTier(root / folder, model=model, block_bytes=block_bytes)
+
+
+def model_digest(config: EngineConfig) -> bytes:
+    """Return the digest of everything that the contents of a block depend on besides tokens, adapter, media
+    and salt: the model and its weights, dtypes and the layout of the cache. Weights are named by the sizes
+    and times of their files, so a new file is another model."""
+    parallel, draft = config.parallel, config.draft
+    parts: list[object] = [VERSION, config.model.model, config.model.dtype, config.model.quantization]
+    parts += [config.model.max_model_len, config.cache.kv_cache_dtype, config.cache.block_size]
+    parts += [parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.pp_layer_partition]
+    parts += [config.load.load_format, config.model.seed if config.load.load_format == "dummy" else None]
+    parts += [config.checkpoint.facts, config.quant, config.machine.device]
+    parts += [
+        _files(config.checkpoint.path),
+        None if draft is None else (draft.facts, _files(draft.checkpoint.path)),
+    ]
+    return hashlib.sha256("\n".join(map(repr, parts)).encode()).digest()
+
+
+def _files(path: Path) -> list[tuple[str, int, int]]:
+    """Return names, sizes and times of the weight files of a model."""
+    if path.is_file():
+        first = path.name.partition("-00001-of-")[0]
+        files = [file for file in path.parent.glob("*.gguf") if file.name.startswith(first)]
+        files = files if "-of-" in path.name else [path]
+    else:
+        files = [file for file in path.rglob("*") if file.suffix in _WEIGHTS]
+    stats = [(file.name, file.stat()) for file in sorted(files) if file.is_file()]
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
