@@ -187,7 +187,7 @@ def test_invalid_value_is_reported_with_value_and_limit(settings: dict[str, Any]
         {"distributed_executor_backend": "external_launcher"},
         {"speculative_config": {"method": "medusa"}},
         {"offload_group_size": 4},
-        {"logits_processors": ["a:B"]},
+        {"worker_cls": "a.B"},
     ],
 )
 def test_unsupported_arguments_are_refused(settings: dict[str, Any]) -> None:

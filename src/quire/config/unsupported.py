@@ -28,7 +28,6 @@ UNSUPPORTED: dict[Place, dict[str, tuple[Any, ...]]] = {
         "kv_events_config": (),
         "kv_offloading_size": (0,),
         "kv_transfer_config": (),
-        "logits_processors": ([], ()),
         "model_class_overrides": ({},),
         "offload_group_size": (0,),
         "prefill_context_parallel_size": (1,),

@@ -58,7 +58,7 @@ IGNORED_VALUES = frozenset(
 LISTS = frozenset(
     """
     cuda-graph-sizes cudagraph-capture-sizes ignore-patterns kv-cache-dtype-skip-layers
-    logits-processors numa-bind-cpus numa-bind-nodes
+    numa-bind-cpus numa-bind-nodes
     """.replace("-", "_").split()
 )
 """Unsupported and ignored names that take several values."""

@@ -34,6 +34,13 @@ _ENGINES = {
 _LLM = {"LLM": "quire.entrypoints.llm:LLM"}
 _REGISTRY = {"ModelRegistry": "quire.plugins:ModelRegistry"}
 _PARSER = {"FlexibleArgumentParser": "quire.config.cli:FlagParser"}
+_PROCESSORS = {
+    name: f"quire.sampling.logits_processors:{name}"
+    for name in (
+        *("AdapterLogitsProcessor", "BatchUpdate", "LogitsProcessor", "MoveDirectionality"),
+        *("RequestLogitsProcessor", "process_dict_updates"),
+    )
+}
 _VERSION = {
     "__version__": "quire.version:VLLM_VERSION",
     "__version_tuple__": "quire.version:VLLM_VERSION_TUPLE",
@@ -59,7 +66,13 @@ MODULES: dict[str, dict[str, str]] = {
         **_REGISTRY,
         **_targets("quire.entrypoints.vllm_shim", ("initialize_ray_cluster",)),
     },
-    "vllm.config": dict.fromkeys(_SECTIONS, "quire.entrypoints.vllm_shim:Section"),
+    "vllm.config": {
+        **dict.fromkeys(_SECTIONS, "quire.entrypoints.vllm_shim:Section"),
+        "VllmConfig": "quire.worker.extensions:VllmConfig",
+    },
+    "vllm.v1.sample.logits_processor": _PROCESSORS,
+    "vllm.v1.sample.logits_processor.builtin": _PROCESSORS,
+    "vllm.v1.sample.logits_processor.interface": _PROCESSORS,
     "vllm.model_executor.models": _REGISTRY,
     "vllm.model_executor.models.registry": _REGISTRY,
     "vllm.sampling_params": {
@@ -87,6 +100,7 @@ MODULES: dict[str, dict[str, str]] = {
 """Modules of vLLM that scripts import from: name -> "module:attribute" of Quire."""
 _PACKAGES = {name[: name.rindex(".")] for name in MODULES if "." in name} | {
     "vllm.v1",
+    "vllm.v1.sample",
     "vllm.lora",
     "vllm.engine",
     "vllm.model_executor",

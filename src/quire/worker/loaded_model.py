@@ -31,6 +31,7 @@ from quire.sampling.sampler import Sampler
 from quire.worker.cpu import CpuDevice
 from quire.worker.cpu import draw as draw_on_host
 from quire.worker.device import Device, Model
+from quire.worker.extensions import open_processors
 from quire.worker.features import PromptLogprobs, StepFeature
 from quire.worker.lora import check_slots, slots_of, why_no_extra_vocab
 from quire.worker.memory import bind, free_bytes
@@ -249,8 +250,11 @@ class LoadedModel:
         if self.device.type == "cuda":
             max_extra_vocab = 0 if slots is None else slots.max_extra_vocab
             counts = Counts(config.scheduler.max_num_seqs, vocab + max_extra_vocab, self.device)
-        sampler = Sampler(vocab, self.device, config.model.logprobs_mode, device.sample, counts)
-        parts: list[StepFeature] = [PromptLogprobs(model.logits, all_rows, config.model.logprobs_mode, slots)]
+        mode, processors = config.model.logprobs_mode, open_processors(config, self.device, all_rows)
+        sampler = Sampler(vocab, self.device, mode, device.sample, counts, processors)
+        parts: list[StepFeature] = [PromptLogprobs(model.logits, all_rows, mode, slots)]
+        if processors is not None:
+            parts.append(processors)
         if isinstance(self.encoder, CrossEncoder):
             heads = alignment_heads(config)
             parts.append(Alignment(self.encoder.crossing, heads, all_rows, self.world.tp))

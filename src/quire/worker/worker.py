@@ -20,7 +20,7 @@ from quire.errors import RequestError
 from quire.layers.lora import AdapterSlots
 from quire.layers.moe import Experts
 from quire.logs import get_logger
-from quire.memory import CacheSize, embeds_bytes, human, size_cache
+from quire.memory import CacheSize, embeds_bytes, human, processor_bytes, size_cache
 from quire.parallel.world import World
 from quire.sampling.rows import SamplingRows
 from quire.worker.device import device_failures
@@ -134,6 +134,10 @@ class Worker:
                 num_tokens = config.scheduler.max_num_batched_tokens
                 extra = embeds_bytes(facts, config.model.dtype, num_tokens=num_tokens)
                 self._needs = replace(self._needs, activations=self._needs.activations + extra)
+            if config.extensions.logits_processors:
+                self._needs = replace(
+                    self._needs, activations=self._needs.activations + processor_bytes(config)
+                )
             if loaded.draft_facts is not None:
                 self._needs = self._needs.beside(draft_bytes(config, loaded.draft_facts))
         if loaded.encoder is not None and not config.multimodal.skip_mm_profiling:
