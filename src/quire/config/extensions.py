@@ -24,6 +24,9 @@ class ExtensionSection:
 
     logits_processors: tuple[str, ...] = ()
     """Classes of logits processors, as `module:Class`, in the order in which they are applied."""
+    worker_extension_cls: str = ""
+    """Class with further methods of the workers, as `module.Class`, for /collective_rpc and
+    `LLM.collective_rpc`."""
 
 
 def name_classes(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -31,6 +34,8 @@ def name_classes(args: Mapping[str, Any]) -> dict[str, Any]:
     values = dict(args)
     if isinstance(classes := values.get("logits_processors"), list | tuple):
         values["logits_processors"] = [_path_of(entry) for entry in classes]
+    if isinstance(values.get("worker_extension_cls"), type):
+        values["worker_extension_cls"] = _path_of(values["worker_extension_cls"])
     return values
 
 
@@ -48,6 +53,9 @@ def extension_section(values: Mapping[str, Any], pooling: object, speculation: o
     for path in section.logits_processors:
         if not _PATH.fullmatch(path):
             raise ConfigError(f"logits_processors: {path!r} is not a class path; expected 'module:Class'")
+    extension = section.worker_extension_cls
+    if extension and not _PATH.fullmatch(extension):
+        raise ConfigError(f"worker_extension_cls: {extension!r} is not a class path, as 'module.Class'")
     if section.logits_processors and pooling is not None:
         raise ConfigError(
             "logits_processors are not supported for a pooling model, which samples no token: leave them out"

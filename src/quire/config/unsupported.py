@@ -38,7 +38,6 @@ UNSUPPORTED: dict[Place, dict[str, tuple[Any, ...]]] = {
         "scheduler_cls": (),
         "weight_transfer_config": (),
         "worker_cls": ("auto",),
-        "worker_extension_cls": ("",),
     },
     "speculative key": {
         "speculative_config.method": ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp"),

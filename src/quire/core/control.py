@@ -172,12 +172,12 @@ class Operator:
 
     def collective_rpc(
         self,
-        method: str | Callable[..., Any],
+        method: str | bytes | Callable[..., Any],
         timeout: float | None = None,
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Work:
-        """Call a method on every worker and return the results."""
+        """Call a method, or a function with the worker, on every worker and return the results."""
         if isinstance(method, str):
             check_open(method)
         yield from self._wait_for_masks()

@@ -420,8 +420,8 @@ class LLM:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a public method of each worker, and return the results; a function is called with the worker,
-        if that is in this process."""
+        """Call a public method of each worker, or a function with the worker, and return the results. A
+        function is pickled for workers in other processes, with VLLM_ALLOW_INSECURE_SERIALIZATION=1."""
         return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
 
     def start_profile(self, profile_prefix: str | None = None) -> None:

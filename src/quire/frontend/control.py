@@ -66,16 +66,17 @@ class CoreControl:
         return any(await self._call_all("sleep_level", {}))
 
     async def collective_rpc(
-        self, method: str, timeout: float | None, args: list[Any], kwargs: dict[str, Any]
+        self, method: str | bytes, timeout: float | None, args: list[Any], kwargs: dict[str, Any]
     ) -> list[Any]:
-        """Call a method on every worker of every core; return the results."""
+        """Call a method, or a packed function, on every worker of every core; return the results."""
         call = {"method": method, "timeout": timeout, "args": args, "kwargs": kwargs}
         _check_sendable("args", call)
         try:
             results = await self._call_all("collective_rpc", call, timeout)
         except TimeoutError:
+            name = method if isinstance(method, str) else "the function"
             raise RequestError(
-                f"{method} did not end within {timeout} s and is still running", "timeout"
+                f"{name} did not end within {timeout} s and is still running", "timeout"
             ) from None
         return [value for core_results in results for value in core_results]
 

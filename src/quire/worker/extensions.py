@@ -1,4 +1,4 @@
-"""Classes of the operator in a worker: logits processors, and the configuration that they read."""
+"""Logits processors of the operator in a worker, and the configuration that they read."""
 
 from functools import partial
 from typing import Any
