@@ -4,7 +4,7 @@ import importlib
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quire.config.plugins import installed_processors
@@ -14,19 +14,23 @@ from quire.logs import get_logger
 log = get_logger(__name__)
 
 _PATH = re.compile(r"[A-Za-z_][\w.]*[:.][A-Za-z_][\w.<>]*")
+TRANSFER_BACKENDS = ("nccl", "gloo", "ipc", "shared_memory", "file")
 _CLASSES: dict[str, type] = {}
 """Classes that this process passed as objects, by path."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtensionSection:
-    """Classes of your own that run inside of the engine."""
+    """Classes of your own that run inside of the engine, and updates of its weights."""
 
     logits_processors: tuple[str, ...] = ()
     """Classes of logits processors, as `module:Class`, in the order in which they are applied."""
     worker_extension_cls: str = ""
     """Class with further methods of the workers, as `module.Class`, for /collective_rpc and
     `LLM.collective_rpc`."""
+    weight_transfer_config: dict[str, Any] = field(default_factory=dict)
+    """JSON of weight updates by a trainer: backend (`nccl`, `gloo`, `ipc`, `shared_memory` or `file`).
+    Default: none."""
 
 
 def name_classes(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,6 +60,7 @@ def extension_section(values: Mapping[str, Any], pooling: object, speculation: o
     extension = section.worker_extension_cls
     if extension and not _PATH.fullmatch(extension):
         raise ConfigError(f"worker_extension_cls: {extension!r} is not a class path, as 'module.Class'")
+    _check_transfer(section.weight_transfer_config)
     if section.logits_processors and pooling is not None:
         raise ConfigError(
             "logits_processors are not supported for a pooling model, which samples no token: leave them out"
@@ -66,6 +71,16 @@ def extension_section(values: Mapping[str, Any], pooling: object, speculation: o
             " logits_processors or speculative_config"
         )
     return section
+
+
+def _check_transfer(settings: Mapping[str, Any]) -> None:
+    for name in settings:
+        if name != "backend":
+            raise ConfigError(f"unknown weight_transfer_config key {name!r}; known: backend")
+    backend = settings.get("backend", "")
+    if settings and backend not in TRANSFER_BACKENDS:
+        known = ", ".join(TRANSFER_BACKENDS)
+        raise ConfigError(f"weight_transfer_config: unknown backend {backend!r}; known: {known}")
 
 
 def with_installed(section: ExtensionSection, pooling: object, speculation: object) -> ExtensionSection:

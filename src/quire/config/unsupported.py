@@ -36,7 +36,6 @@ UNSUPPORTED: dict[Place, dict[str, tuple[Any, ...]]] = {
         "reasoning_parser_plugin": ("",),
         "return_sampling_mask": (False,),
         "scheduler_cls": (),
-        "weight_transfer_config": (),
         "worker_cls": ("auto",),
     },
     "speculative key": {

@@ -26,6 +26,7 @@ ENGINE_METHODS = frozenset(
         "profile",
         "fetch_adapter",
         "drop_adapter",
+        "update_weights",
     ]
 )
 """Methods that only the engine calls, since it tracks the state of its workers."""

@@ -22,6 +22,7 @@ from quire.layers.lora import AdapterSlots
 from quire.layers.ssm import state_layers
 from quire.loader import load_model
 from quire.loader.offload import LayerOffload
+from quire.loader.update import LayerTwins
 from quire.logs import get_logger
 from quire.memory import ladder
 from quire.parallel.all2all import open_dispatch
@@ -90,6 +91,8 @@ class LoadedModel:
         self.drafter: Drafter | None = None
         self.slots: AdapterSlots | None = None
         """None if LoRA is off."""
+        self.twins: LayerTwins | None = None
+        """Layers from before loading; None if their weights cannot be updated."""
         if self.offload is not None:
             self.offload.close()
         self.offload = None
@@ -142,6 +145,9 @@ class LoadedModel:
         """Load the model without a cache; `on_progress` is called with the loaded share of the weights."""
         config = self.config
         slots = slots_of(config.lora, self.dtype, self.device, no_extra_vocab=why_no_extra_vocab(config))
+        can_update = config.checkpoint.format != "gguf" and config.load.load_format != "sharded_state"
+        if can_update and not config.load.cpu_offload_gb and config.checkpoint.facts.borrowed is None:
+            self.twins = LayerTwins(config.checkpoint, self.stage)
         if config.load.cpu_offload_gb:
             self.offload = LayerOffload(config.load.cpu_offload_gb * 2**30, self.device)
         self.model = load_model(
@@ -163,6 +169,7 @@ class LoadedModel:
             adapters=slots,
             tower_group=tower_group(config, self.world.tp),
             offload=self.offload,
+            on_built=None if self.twins is None else self.twins.record,
         )
         if self.offload is not None:
             self._prefetch(self.offload)

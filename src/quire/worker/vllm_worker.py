@@ -1,7 +1,10 @@
 """The worker with the names of vLLM, and with the methods of the operator's extension class."""
 
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
+
+from torch import Tensor
 
 from quire.config.engine import EngineConfig
 from quire.config.extensions import load_class
@@ -25,8 +28,22 @@ class ModelRunner:
         self.device = worker.device
 
     @property
-    def model(self) -> Any:
-        return self._worker.model
+    def model(self) -> "VllmModel":
+        return VllmModel(self._worker)
+
+
+class VllmModel:
+    """The loaded model, with vLLM's method that changes weights."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._worker.model, name)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Change weights in place, by their names in the checkpoint; return the names."""
+        return self._worker.weights.load(weights)
 
 
 class VllmWorker(Worker):
@@ -57,8 +74,8 @@ class VllmWorker(Worker):
         return ModelRunner(self, self.vllm_config)
 
     def get_model(self) -> Any:
-        """Return the target model; None while it is not loaded."""
-        return self.model
+        """Return the target model."""
+        return self.model_runner.model
 
 
 def open_worker(config: EngineConfig, world: World, local_rank: int = 0) -> VllmWorker:

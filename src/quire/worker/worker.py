@@ -36,6 +36,7 @@ from quire.worker.sleep import OffloadedWeights, give_back, used_bytes
 from quire.worker.spec.drafter import draft_bytes
 from quire.worker.stage_runner import StageRunner
 from quire.worker.state_checkpoints import StateCheckpoints
+from quire.worker.weight_update import WeightUpdater
 
 log = get_logger(__name__)
 
@@ -72,6 +73,8 @@ class Worker:
         """None without checkpoints of SSM states."""
         self._offloaded: OffloadedWeights | None = None
         """Weights offloaded to host memory."""
+        self._updater: WeightUpdater | None = None
+        """None before the first update of the loaded weights."""
         self._asleep: set[str] = set()
         """Parts of `MEMORY` that are asleep."""
         self._name = f"dp{world.rank.dp}_pp{world.rank.pp}_tp{world.rank.tp}_rank"
@@ -226,7 +229,7 @@ class Worker:
         if self._offloaded is not None:
             self._offloaded.drop()
         self.loaded.drop()
-        self._runner = self.balancer = self._offloaded = None
+        self._runner = self.balancer = self._offloaded = self._updater = None
 
     # ---- adapters
 
@@ -250,6 +253,26 @@ class Worker:
             self.adapters = LoRAManager(slots, max_kept=max_kept, layers=layers)
         else:
             self.adapters.refill(slots)
+
+    # ---- weight updates
+
+    @property
+    def weights(self) -> WeightUpdater:
+        """Return the updater of the loaded model's weights."""
+        if self.model is None or self._offloaded is not None:
+            raise RequestError("the weights are asleep: call wake_up first")
+        if self._updater is None:
+            rank, parallel = self.world.rank, self.config.parallel
+            size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+            index = rank.dp * size + rank.pp * parallel.tensor_parallel_size + rank.tp
+            backend = self.config.extensions.weight_transfer_config.get("backend", "")
+            twins = None if self.balancer is not None else self.loaded.twins
+            self._updater = WeightUpdater(self.model, twins, backend, self.device, index)
+        return self._updater
+
+    def update_weights(self, action: str, *args: Any) -> Any:
+        """Call a method of the updater by name."""
+        return getattr(self.weights, action)(*args)
 
     # ---- sleep
 
