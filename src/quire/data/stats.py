@@ -40,6 +40,7 @@ class StepStats(msgspec.Struct):
     """Names of LoRA adapters of running requests."""
     waiting_adapters: list[str] = []
     """Names of LoRA adapters of waiting requests."""
+    weight_version: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import contextlib
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
 from quire.config.engine import EngineConfig
@@ -176,6 +176,25 @@ class MultiCoreEngine:
             return self._wait(operation.collective_rpc(method, timeout, list(args), dict(kwargs or {})))
         packed = pack_function(method, args, kwargs)
         return unpack_results(self._wait(operation.collective_rpc(packed, timeout, [], {})))
+
+    @property
+    def weight_version(self) -> str:
+        return self._engine.operation.weight_version
+
+    def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
+        self._wait(self._engine.operation.init_weight_transfer_engine(init_info))
+
+    def start_weight_update(self) -> None:
+        self._wait(self._engine.operation.start_weight_update())
+
+    def update_weights(self, update_info: Mapping[str, Any]) -> None:
+        self._wait(self._engine.operation.update_weights(update_info))
+
+    def finish_weight_update(self, weight_version: str | None) -> None:
+        self._wait(self._engine.operation.finish_weight_update(weight_version))
+
+    def update_weight_version(self, new_version: str) -> None:
+        self._wait(self._engine.operation.update_weight_version(new_version))
 
     def profile(self, start: bool, prefix: str | None = None) -> None:
         self._wait(self._engine.operation.profile(start, prefix))

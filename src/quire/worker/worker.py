@@ -272,7 +272,10 @@ class Worker:
 
     def update_weights(self, action: str, *args: Any) -> Any:
         """Call a method of the updater by name."""
-        return getattr(self.weights, action)(*args)
+        result = getattr(self.weights, action)(*args)
+        if action == "commit" and self.loaded.encoder is not None:
+            self.loaded.encoder.clear()
+        return result
 
     # ---- sleep
 

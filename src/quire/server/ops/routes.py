@@ -19,6 +19,7 @@ from quire.server.http.openapi_document import replies_of
 from quire.server.openai.replies import ResetReply
 from quire.server.openai.requests import Many
 from quire.server.openai.service import GenerationService
+from quire.server.ops.weights import add_weight_routes
 from quire.text.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
@@ -98,6 +99,7 @@ def add_operate_routes(app: FastAPI, api: GenerationService) -> None:
         _add_sleep_routes(app, api)
         _add_worker_routes(app, api)
         _add_cache_routes(app, api)
+        add_weight_routes(app, api)
 
 
 def _add_rest_routes(app: FastAPI, api: GenerationService) -> None:
@@ -176,7 +178,12 @@ def _add_worker_routes(app: FastAPI, api: GenerationService) -> None:
         """Return the engine's effective settings and its environment, without secrets."""
         settings = operation.settings
         config = settings if config_format == "json" else "\n".join(_lines(settings))
-        body = {"vllm_config": config, "vllm_env": _environment(), "system_env": _system()}
+        body = {
+            "vllm_config": config,
+            "vllm_env": _environment(),
+            "system_env": _system(),
+            "weight_version": operation.weight_version,
+        }
         return Response(msgspec.json.encode(body, enc_hook=str), media_type="application/json")
 
 
