@@ -17,8 +17,7 @@ from torch import Tensor
 
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError, RequestError
-from quire.parallel.broadcast import BroadcastGroup
-from quire.worker.weight_transfer import TensorInfo, chunks, num_bytes
+from quire.parallel.broadcast import NCCLTrainerSendWeightsArgs, NCCLWeightTransferEngine
 
 Weights = dict[str, Tensor]
 PROMPT = [5, 6, 7, 8, 9]
@@ -122,21 +121,14 @@ def test_update_by_shared_memory(model: TextModel, new: Weights, expected: list[
 def test_update_by_broadcast(model: TextModel, new: Weights, expected: list[int], packed: bool) -> None:
     """Catches tensors in another order, and chunks that trainer and worker divide differently."""
     llm, port = opened(model, "gloo"), free_port()
-    options = {"packed": True, "packed_buffer_size_bytes": 20_000} if packed else {}
+    options: dict[str, Any] = {"packed": True, "packed_buffer_size_bytes": 20_000} if packed else {}
     joined = threading.Event()
 
     def train() -> None:
-        group = BroadcastGroup("127.0.0.1", port, 0, 2, torch.device("cpu"))
+        engine = NCCLWeightTransferEngine
+        group = engine.trainer_init({"master_address": "127.0.0.1", "master_port": port, "world_size": 2})
         joined.set()
-        if not packed:
-            for tensor in new.values():
-                group.broadcast(tensor.contiguous(), src=0)
-            return
-        infos = [TensorInfo(name, x.dtype, tuple(x.shape)) for name, x in new.items()]
-        for chunk in chunks(infos, 20_000):
-            parts = [new[info.name].contiguous().flatten().view(torch.uint8) for info in chunk]
-            assert sum(map(num_bytes, chunk)) == sum(map(len, parts))
-            group.broadcast(torch.cat(parts), src=0)
+        engine.trainer_send_weights(iter(new.items()), NCCLTrainerSendWeightsArgs(group=group, **options))
 
     trainer = threading.Thread(target=train, daemon=True)
     trainer.start()  # the worker waits until its store listens

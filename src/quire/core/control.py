@@ -106,7 +106,7 @@ class Operator:
         core.reset_prefix_cache()
         if level > 1:
             core.scheduler.adapters.forget_all()
-            core.weight_version = DEFAULT_VERSION  # they are loaded from the checkpoint again
+            core.gate.weight_version = DEFAULT_VERSION  # they are loaded from the checkpoint again
         # Even if it fails: workers can wake up from any state.
         gate.level, gate.asleep, gate.is_unsure = level, set(MEMORY), True
         yield partial(self._call_workers, "sleep", [level])
@@ -191,18 +191,18 @@ class Operator:
         try:
             yield partial(core.executor.call, "update_weights", ["commit"])
             self._num_updates += 1
-            core.weight_version = version or f"update-{self._num_updates}"
+            core.gate.weight_version = version or f"update-{self._num_updates}"
             core.scheduler.send_back()
             core.scheduler.media.forget_all()
             core.reset_prefix_cache()
         finally:
             if was_open and not gate.asleep:
                 self.resume()
-        log.info("The weights are those of the version %r", core.weight_version)
+        log.info("The weights are those of the version %r", core.gate.weight_version)
 
     def set_weight_version(self, version: str) -> None:
         check_version(version)
-        self.core.weight_version = version
+        self.core.gate.weight_version = version
 
     # ---- workers and requests
 

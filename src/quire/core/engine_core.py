@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from quire.core.dp_sync import Lockstep
 from quire.core.pause import PauseState
 from quire.core.step_queue import StepQueue
-from quire.data.control import DEFAULT_VERSION
 from quire.data.request import Request
 from quire.data.stats import StepStats
 from quire.data.step_plan import FinishReason, StepOutput
@@ -28,8 +27,6 @@ class EngineCore:
         self.scheduler = scheduler
         self.step_queue = StepQueue(executor, depth, lockstep)
         self.gate = PauseState()
-        self.weight_version = DEFAULT_VERSION
-        """Version of the weights, which the trainer names."""
 
     @property
     def executor(self) -> Executor:
@@ -108,7 +105,7 @@ class EngineCore:
         stats.num_waiting = len(scheduler.admitter.waiting) + len(self.gate.outside)
         stats.num_deferred = scheduler.admitter.waiting.num_held
         stats.sleep_level = self.gate.level
-        stats.weight_version = self.weight_version
+        stats.weight_version = self.gate.weight_version
         stats.running_adapters = scheduler.adapters.running_names
         stats.waiting_adapters = scheduler.adapters.waiting_names
         stats.kv_usage = scheduler.kv.pool.usage

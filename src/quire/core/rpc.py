@@ -80,7 +80,7 @@ class CoreRpc:
             "collective_rpc": self.operator.collective_rpc,
             "call_weights": self._call_weights,
             "commit_weights": self.operator.commit_weights,
-            "weight_version": lambda: core.weight_version,
+            "weight_version": lambda: core.gate.weight_version,
             "set_weight_version": self.operator.set_weight_version,
             "profile": self.operator.profile,
             "add_adapter": self._add_adapter,

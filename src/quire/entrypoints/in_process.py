@@ -134,7 +134,7 @@ class LocalEngine:
             self.core.refresh(step.stats)
             self.metrics.pages.observe(step.stats, processed.stats)
             self.metrics.note_adapters(0, step.stats.running_adapters, step.stats.waiting_adapters)
-            self.metrics.weight_versions[0] = self.core.weight_version
+            self.metrics.weight_versions[0] = self.core.gate.weight_version
             self.stats_log.add(step.stats)
             (self.stats_log.tick if self.has_unfinished_requests() else self.stats_log.end_run)(step.stats)
         for output in processed.outputs:
@@ -188,7 +188,7 @@ class LocalEngine:
 
     @property
     def weight_version(self) -> str:
-        return self.core.weight_version
+        return self.core.gate.weight_version
 
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
         self._call_weights("connect", dict(init_info))

@@ -100,8 +100,8 @@ def load_model(
     `packed` keeps the weights of a GGUF file as stored where the device can compute with them; `quant`
     describes the quantization of other files. `on_progress` receives the loaded fraction. With `ep` each
     worker has some experts; `partly`: most of the checkpoint belongs to another model. `tower_group` shares
-    the layers of the multimodal encoder, the `tower` of the first stage; None: there is none. `on_built` is
-    called with the model before it is loaded, and with the shapes of the checkpoint's tensors."""
+    the layers of the multimodal encoder, the `tower` of the first stage; None: there is none. `on_built` gets
+    the model before its weights are loaded, and the shapes in the checkpoint."""
     source = _open_source(checkpoint, load_format, seed, with_modules=build is not None)
     if isinstance(source, ShardedSource):
         key = ShardedStateKey.of(checkpoint.facts.architecture, dtype, device, _method(quant), world.tp.size)
@@ -129,10 +129,7 @@ def load_model(
     if on_built is not None:
         on_built(model, stored)
     with torch.no_grad(), LoadProgress(on_progress, show=show_progress) as bar:
-        if isinstance(source, ShardedSource):
-            _restore(source, model, bar)
-        else:
-            _load(source, model, _Checks(checkpoint, stage, ep is not None, partly), bar, offload)
+        _load(source, model, _Checks(checkpoint, stage, ep is not None, partly), bar, offload)
     return model.eval()
 
 
@@ -235,6 +232,8 @@ class _Checks(NamedTuple):
 def _load(
     source: Source, model: nn.Module, checks: _Checks, progress: "LoadProgress", offload: LayerOffload | None
 ) -> None:
+    if isinstance(source, ShardedSource):
+        return _restore(source, model, progress)
     stored = source.shapes({})
     layers = [module for module in model.modules() if isinstance(module, Loads)]
     targets_of = _targets_of if offload is None else offload.targets

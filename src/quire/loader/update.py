@@ -187,18 +187,14 @@ def _copied(module: nn.Module, convert: Callable[[Any], Any]) -> Any:
     }
     attributes["_buffers"] = dict(module._buffers)
     attributes["_modules"] = {
-        name: _copied(child, convert) if _is_part(child) else child for name, child in module._modules.items()
+        name: child if child is None or isinstance(child, Loads) else _copied(child, convert)
+        for name, child in module._modules.items()
     }
     for name, value in module.__dict__.items():
         if isinstance(value, list | tuple) and value and all(isinstance(x, Weight) for x in value):
             attributes[name] = type(value)(_copied(child, convert) for child in value)
     attributes |= {name: None for name in ("adapters", "point") if name in attributes}
     return made
-
-
-def _is_part(child: nn.Module | None) -> bool:
-    """Whether a child belongs to its layer, and is not a layer with weights of its own."""
-    return child is not None and not isinstance(child, Loads)
 
 
 class _Place(NamedTuple):
@@ -243,7 +239,7 @@ def _tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]
         if isinstance(value, Tensor):
             yield prefix + name, value
     for name, child in module._modules.items():
-        if child is not None and _is_part(child):
+        if child is not None and not isinstance(child, Loads):
             yield from _tensors(child, f"{prefix}{name}.")
 
 

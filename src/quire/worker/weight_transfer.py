@@ -1,7 +1,6 @@
 """Transports of new weights from a trainer to a worker: broadcasts, CUDA IPC, shared memory and files."""
 
 import base64
-import math
 import mmap
 import os
 import pickle
@@ -17,10 +16,8 @@ from quire.config.env import Env
 from quire.errors import ConfigError, RequestError
 from quire.loader.safetensors import entries_of
 from quire.loader.update import TensorInfo
-from quire.parallel.broadcast import BroadcastGroup
+from quire.parallel.broadcast import PACKED_BYTES, BroadcastGroup, chunks, num_bytes
 
-PACKED_BYTES = 1 << 30
-"""Bytes of a chunk of packed tensors, by default as in vLLM."""
 _SHM = Path("/dev/shm")
 _SHM_NAME = re.compile(r"[\w.-]{1,200}")
 
@@ -77,24 +74,6 @@ def _check_keys(what: str, info: Mapping[str, Any], needed: Iterable[str], optio
         words = f"lacks {', '.join(missing)}" if missing else f"has the unknown key {unknown[0]!r:.80}"
         known = ", ".join([*needed, *optional])
         raise RequestError(f"{what} {words}; its keys are {known or 'none'}", param=what)
-
-
-def num_bytes(info: TensorInfo) -> int:
-    return math.prod(info.shape) * info.dtype.itemsize
-
-
-def chunks(tensors: Sequence[TensorInfo], max_bytes: int) -> Iterator[list[TensorInfo]]:
-    """Divide tensors into chunks as vLLM does: each is closed after the tensor that exceeds the size."""
-    chunk: list[TensorInfo] = []
-    size = 0
-    for info in tensors:
-        chunk.append(info)
-        size += num_bytes(info)
-        if size > max_bytes:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
 
 
 def split(buffer: Tensor, tensors: Sequence[TensorInfo]) -> Iterator[Tensor]:

@@ -39,7 +39,7 @@ class WeightVersionBody(BaseModel):
     new_version: str
 
 
-class MessageReply(BaseModel):
+class WeightUpdateReply(BaseModel):
     """Result of a step of a weight update."""
 
     message: str
@@ -70,32 +70,32 @@ def add_weight_routes(app: FastAPI, api: GenerationService) -> None:
     """Add the routes of weight updates."""
     operation = api.engine.operation
 
-    @app.post("/init_weight_transfer_engine", **replies_of(MessageReply, *_CODES))
+    @app.post("/init_weight_transfer_engine", **replies_of(WeightUpdateReply, *_CODES))
     async def init_weight_transfer_engine(body: InitTransferBody) -> Response:
         """Set up the transfer of weights from a trainer."""
         await operation.init_weight_transfer_engine(body.init_info)
         return json_response({"message": "Weight transfer initialized"})
 
-    @app.post("/start_weight_update", **replies_of(MessageReply, *_CODES))
+    @app.post("/start_weight_update", **replies_of(WeightUpdateReply, *_CODES))
     async def start_weight_update() -> Response:
         """Start an update. The engine serves its old weights until it is finished."""
         await operation.start_weight_update()
         return json_response({"message": "Weight update started"})
 
-    @app.post("/start_draft_weight_update", **replies_of(MessageReply, *_CODES))
+    @app.post("/start_draft_weight_update", **replies_of(WeightUpdateReply, *_CODES))
     async def start_draft_weight_update() -> Response:
         """Refuse: the weights of draft models cannot be updated."""
         raise RequestError(
             "the weights of a draft model cannot be updated: restart the engine, or use ngram or suffix"
         )
 
-    @app.post("/update_weights", **replies_of(MessageReply, *_CODES))
+    @app.post("/update_weights", **replies_of(WeightUpdateReply, *_CODES))
     async def update_weights(body: UpdateWeightsBody) -> Response:
         """Receive new weights. If one does not fit the model, the whole update is dropped."""
         await operation.update_weights(body.update_info)
         return json_response({"message": "Weights updated"})
 
-    @app.post("/finish_weight_update", **replies_of(MessageReply, *_CODES))
+    @app.post("/finish_weight_update", **replies_of(WeightUpdateReply, *_CODES))
     async def finish_weight_update(body: FinishUpdateBody | None = None) -> Response:
         """Apply the received weights between two steps, and drop the cached prefixes of the old ones."""
         await operation.finish_weight_update(None if body is None else body.weight_version)
