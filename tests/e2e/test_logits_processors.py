@@ -24,6 +24,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_requests_of_a_server_reach_the_processor(folder: Path, start: Start) -> None:
     """Catches arguments that are dropped on the way, and a refusal that is not a 400."""
     server = start("--logits-processors", "my_processors:Forced", fresh=True)

@@ -1,5 +1,6 @@
 """Weight updates of whole engines: transports, versions, and updates that are refused."""
 
+import asyncio
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -15,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from tiny_text import TextModel, open_text, text_model
 from torch import Tensor
 
-from quire import LLM, SamplingParams
+from quire import LLM, AsyncLLMEngine, EngineArgs, SamplingParams
+from quire.entrypoints.llm_control import WeightTransferInitRequest, WeightTransferUpdateRequest
 from quire.errors import ConfigError, RequestError
 from quire.parallel.broadcast import NCCLTrainerSendWeightsArgs, NCCLWeightTransferEngine
 
@@ -98,6 +100,31 @@ def test_update_by_files(
     assert llm.get_weight_version() == "update-2" and output(llm) == old
     llm.update_weight_version("again")
     assert llm.get_weight_version() == "again"
+
+
+def test_update_of_an_async_engine(model: TextModel, files: Path, expected: list[int]) -> None:
+    """Catches kept requests that do not continue, and a coroutine that reaches no core."""
+    settings = {"dtype": "float32", "block_size": 4, "max_num_seqs": 16, "num_gpu_blocks_override": 400}
+    args = EngineArgs(model=str(model.path), weight_transfer_config={"backend": "file"}, **settings)
+
+    async def run() -> tuple[list[int], str]:
+        engine = AsyncLLMEngine.from_engine_args(args)
+        try:
+            await engine.init_weight_transfer_engine(WeightTransferInitRequest({}))
+            await engine.pause_generation(mode="keep")
+            assert await engine.is_paused()
+            await engine.start_weight_update()
+            await engine.update_weights(WeightTransferUpdateRequest({"path": str(files)}))
+            await engine.finish_weight_update("v1")
+            await engine.resume_generation()
+            async for answer in engine.generate({"prompt_token_ids": PROMPT}, PARAMS, "a"):
+                token_ids = list(answer.outputs[0].token_ids)
+            assert await engine.collective_rpc("check_health") == [None]
+            return token_ids, await engine.get_weight_version()
+        finally:
+            await engine.aclose()
+
+    assert asyncio.run(run()) == (expected, "v1")
 
 
 def test_update_by_shared_memory(model: TextModel, new: Weights, expected: list[int]) -> None:

@@ -58,28 +58,33 @@ def check_update(path: Path, folder: Path, **settings: Any) -> None:
     assert not any(map(torch.equal, before, after))
 
 
+CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("llama", QUANTIZABLE, {"quantization": "fp8"}),
+    ("qwen2", {}, {"dtype": "bfloat16"}),
+    ("gemma2", {}, {}),
+    ("qwen3_moe", QUANTIZABLE | {"moe_intermediate_size": 128}, {"quantization": "int8"}),
+    ("deepseek_v3", {}, {}),
+    ("mamba2", {}, {}),
+]
+MORE_CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("llama", {}, {}),
+    ("llama", {"tie_word_embeddings": True}, {}),
+    ("llama", QUANTIZABLE, {"quantization": "int8"}),
+    ("qwen2", QUANTIZABLE, {"quantization": "int8", "dtype": "bfloat16"}),
+    ("gpt_neox", {}, {}),
+    ("gpt2", {}, {}),
+    ("mixtral", {}, {}),
+    ("qwen3_moe", {}, {}),
+    ("qwen3_moe", QUANTIZABLE | {"moe_intermediate_size": 128}, {"quantization": "fp8"}),
+    ("gpt_oss", {}, {"dtype": "bfloat16"}),
+    ("falcon_h1", {}, {}),
+    ("lfm2", {}, {}),
+]
+
+
 @pytest.mark.parametrize(
     ("family", "overrides", "settings"),
-    [
-        ("llama", {}, {}),
-        ("llama", {"tie_word_embeddings": True}, {}),
-        ("llama", QUANTIZABLE, {"quantization": "fp8"}),
-        ("llama", QUANTIZABLE, {"quantization": "int8"}),
-        ("qwen2", {}, {"dtype": "bfloat16"}),
-        ("qwen2", QUANTIZABLE, {"quantization": "int8", "dtype": "bfloat16"}),
-        ("gemma2", {}, {}),
-        ("gpt_neox", {}, {}),
-        ("gpt2", {}, {}),
-        ("mixtral", {}, {}),
-        ("qwen3_moe", {}, {}),
-        ("qwen3_moe", QUANTIZABLE | {"moe_intermediate_size": 128}, {"quantization": "fp8"}),
-        ("qwen3_moe", QUANTIZABLE | {"moe_intermediate_size": 128}, {"quantization": "int8"}),
-        ("gpt_oss", {}, {"dtype": "bfloat16"}),
-        ("deepseek_v3", {}, {}),
-        ("mamba2", {}, {}),
-        ("falcon_h1", {}, {}),
-        ("lfm2", {}, {}),
-    ],
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_CASES)],
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())) or "plain",
 )
 def test_updated_engine_equals_a_new_one(

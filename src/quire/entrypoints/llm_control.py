@@ -1,14 +1,29 @@
 """LLMControl: the methods of `LLM` that control its workers and their weights."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quire.config.engine import EngineConfig
-from quire.entrypoints.in_process import LocalEngine
 from quire.errors import RequestError
 
 if TYPE_CHECKING:
+    from quire.entrypoints.in_process import LocalEngine
     from quire.entrypoints.multi_core import MultiCoreEngine
+
+
+@dataclass
+class WeightTransferInitRequest:
+    """Connection of a trainer, with the keys of its backend."""
+
+    init_info: dict[str, Any]
+
+
+@dataclass
+class WeightTransferUpdateRequest:
+    """Tensors of a trainer, with the keys of its backend."""
+
+    update_info: dict[str, Any]
 
 
 class LLMControl:
@@ -46,7 +61,7 @@ class LLMControl:
     def init_weight_transfer_engine(self, request: Any) -> None:
         """Set up the transfer of weights from a trainer. `request` has the `init_info` of the backend of
         `weight_transfer_config`."""
-        self.llm_engine.init_weight_transfer_engine(_info(request, "init_info"))
+        self.llm_engine.init_weight_transfer_engine(transfer_info(request, "init_info"))
 
     def start_weight_update(self) -> None:
         """Start an update of the weights."""
@@ -59,7 +74,7 @@ class LLMControl:
     def update_weights(self, request: Any) -> None:
         """Receive new weights, which `update_info` of the request describes. If one does not fit the model,
         the whole update is dropped."""
-        self.llm_engine.update_weights(_info(request, "update_info"))
+        self.llm_engine.update_weights(transfer_info(request, "update_info"))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Apply the received weights, and drop the cached prefixes of the old ones."""
@@ -74,7 +89,7 @@ class LLMControl:
         return self.llm_engine.weight_version
 
 
-def _info(request: Any, name: str) -> Mapping[str, Any]:
+def transfer_info(request: Any, name: str) -> Mapping[str, Any]:
     """Return the part of a request that describes a transfer; requests are dicts or objects."""
     info = request.get(name) if isinstance(request, Mapping) else getattr(request, name, None)
     if not isinstance(info, Mapping):

@@ -96,6 +96,9 @@ MODULES: dict[str, dict[str, str]] = {
     "vllm.entrypoints.llm": _LLM,
     "vllm.v1.metrics.reader": _targets("quire.metrics", _METRICS),
     "vllm.version": _VERSION,
+    "vllm.distributed.weight_transfer.base": _targets(
+        "quire.entrypoints.llm_control", ("WeightTransferInitRequest", "WeightTransferUpdateRequest")
+    ),
     "vllm.distributed.weight_transfer.nccl_engine": _targets(
         "quire.parallel.broadcast", ("NCCLTrainerSendWeightsArgs", "NCCLWeightTransferEngine")
     ),

@@ -82,6 +82,23 @@ def test_pause_and_resume_reach_the_engine() -> None:
     assert ask("POST", "/pause?mode=wait&clear_cache=false", engine).json() == {"status": "paused"}
     assert ask("POST", "/resume", engine).json() == {"status": "resumed"}
     assert engine.operation.calls == [("pause", "abort", True), ("pause", "wait", False), ("resume",)]
+    ask("POST", "/pause?wait_for_inflight_requests=true", engine)
+    assert engine.operation.calls[-1] == ("pause", "wait", True)
+
+
+def test_server_info_has_the_sections_that_trainers_read() -> None:
+    engine = FakeEngine()
+    engine.operation.settings |= {
+        "model": {"logprobs_mode": "processed_logprobs"},
+        "lora": {"enable_lora": False},
+        "extensions": {"weight_transfer_config": {"backend": "nccl"}},
+    }
+    config = ask("GET", "/server_info?config_format=json", engine).json()["vllm_config"]
+    assert config["weight_transfer_config"] == {"backend": "nccl"} and config["lora_config"] is None
+    assert config["model_config"]["logprobs_mode"] == "processed_logprobs"
+    engine.operation.settings["extensions"] = {"weight_transfer_config": {}}
+    config = ask("GET", "/server_info?config_format=json", engine).json()["vllm_config"]
+    assert config["weight_transfer_config"] is None
 
 
 @pytest.mark.parametrize(
