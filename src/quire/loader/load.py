@@ -94,8 +94,7 @@ def load_model(
     on_built: Callable[[nn.Module, Mapping[str, tuple[int, ...]]], None] | None = None,
 ) -> Any:
     """Return the model of `checkpoint` with its weights on `device`, ready for `bind` and `forward`: a
-    decoder, or the result of `build`. With several workers it has this rank's shard of the layers of its
-    stage.
+    decoder, or the result of `build`. With several workers it has this rank's shard of its stage's layers.
 
     `packed` keeps the weights of a GGUF file as stored where the device can compute with them; `quant`
     describes the quantization of other files. `on_progress` receives the loaded fraction. With `ep` each
