@@ -10,7 +10,7 @@ def version_family(
 ) -> GaugeMetricFamily:
     """Return the version of each engine's weights as a label; `engines` are their indices and labels."""
     text = "Version of the weights, as the trainer named it."
-    family = GaugeMetricFamily("quire:weight_version_info", text, labels=[*names, "weight_version"])
+    family = GaugeMetricFamily("vllm:weight_version_info", text, labels=[*names, "weight_version"])
     for engine, labels in engines:
         if engine in versions:
             family.add_metric([*labels, versions[engine]], 1)
