@@ -23,13 +23,9 @@ class ModelRunner:
     """The attributes of vLLM's model runner that extensions of workers read."""
 
     def __init__(self, worker: Worker, vllm_config: VllmConfig) -> None:
-        self._worker = worker
         self.vllm_config = vllm_config
         self.device = worker.device
-
-    @property
-    def model(self) -> "VllmModel":
-        return VllmModel(self._worker)
+        self.model = VllmModel(worker)
 
 
 class VllmModel:
