@@ -99,7 +99,7 @@ def wrap(app: ASGIApp, engine: AsyncEngine, settings: ServerSettings, ledger: Le
         echo_request_id=settings.api.enable_request_id_headers,
         form_paths=frozenset(PATHS),
         max_form_bytes=settings.max_audio_bytes + MAX_FIELDS_BYTES,
-        weight_version=lambda: version_header(api.engine.operation),
+        weight_version=lambda: version_header(engine.operation),
     )
     wrapped = wrap_in_middleware(Origins(MessageErrors(gate), access), access.middleware)
     return Observed(wrapped, engine.count_exchange)
