@@ -277,12 +277,47 @@ def test_vllm_plugin_does_not_mix_with_vllm_itself(
 
 
 def test_unsupported_group_is_a_warning(folder: Path, lines: Callable[[int], list[str]]) -> None:
-    """Catches a logits processor that an operator believes to be active."""
-    add(folder, REGISTERS, group="vllm.logits_processors")
+    """Catches an IO processor that an operator believes to be active."""
+    add(folder, REGISTERS, group="vllm.io_processor_plugins")
     assert load_plugins() == ()
     (line,) = lines(logging.WARNING)
-    assert "'mine' of mine-package" in line and "group vllm.logits_processors has no effect" in line
+    assert "'mine' of mine-package" in line and "group vllm.io_processor_plugins has no effect" in line
     assert "mine" not in sys.modules
+
+
+PROCESSOR = """
+from vllm.v1.sample.logits_processor import LogitsProcessor
+
+class Only(LogitsProcessor):
+    def __init__(self, vllm_config, device, is_pin_memory): ...
+    def is_argmax_invariant(self): return False
+    def update_state(self, batch_update): ...
+    def apply(self, logits):
+        kept = logits[:, 7].clone()
+        logits[:] = -float("inf")
+        logits[:, 7] = kept
+        return logits
+"""
+
+
+def test_installed_logits_processor_is_used_whatever_the_variable(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches VLLM_PLUGINS that filters this group, which vLLM does not."""
+    install(folder, "mine-package", {"vllm.logits_processors": {"only": "mine:Only"}}, {"mine.py": PROCESSOR})
+    monkeypatch.setenv("VLLM_PLUGINS", "")
+    path, _ = make_tiny("llama", tmp_path)
+    settings: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "num_gpu_blocks_override": 64,
+    }
+    llm = LLM(str(path), **settings)
+    assert llm.config.extensions.logits_processors == ("mine:Only",)
+    (output,) = llm.generate([[5, 6]], SamplingParams(max_tokens=3, temperature=0), use_tqdm=False)
+    assert list(output.outputs[0].token_ids) == [7, 7, 7]
+    drafts = {"method": "ngram", "num_speculative_tokens": 2}
+    assert LLM(str(path), **settings, speculative_config=drafts).config.extensions.logits_processors == ()
 
 
 # ---- registrations

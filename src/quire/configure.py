@@ -16,6 +16,7 @@ from quire.config.args import check_args
 from quire.config.engine import EngineConfig, resolve
 from quire.config.env import Env, warn_unknown
 from quire.config.expert_parallel import steps_together
+from quire.config.extensions import with_installed
 from quire.config.mm_caches import check_cache
 from quire.config.mm_limits import check_cross_attention, drop_unused_encoder, limits_of
 from quire.config.plugins import load_plugins
@@ -40,9 +41,8 @@ def configure(settings: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
     warn_unknown(os.environ)
     broken_plugins = load_plugins()
     values = check_args(settings)
-    limits = limits_of(
-        values.get("limit_mm_per_prompt"), language_model_only=values.get("language_model_only", False)
-    )
+    is_text_only = values.get("language_model_only", False)
+    limits = limits_of(values.get("limit_mm_per_prompt"), language_model_only=is_text_only)
     check_cache(values)
     drafts = read_settings(values)  # raises a ConfigError if it is invalid
     if ids := values.get("device_ids"):
@@ -89,7 +89,8 @@ def configure(settings: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
     if config.scheduler.enable_chunked_prefill:
         tokens = config.scheduler.max_num_batched_tokens
         logger.info("Chunked prefill is enabled with max_num_batched_tokens=%d.", tokens)
-    return replace(config, broken_plugins=broken_plugins)
+    extensions = with_installed(config.extensions, config.pooling, config.speculation)
+    return replace(config, broken_plugins=broken_plugins, extensions=extensions)
 
 
 def _locate_config(values: Mapping[str, Any], env: Env) -> Path | None:

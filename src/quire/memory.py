@@ -154,6 +154,13 @@ def rows_at_once(vocab: int) -> int:
     return max(LOGITS_AT_ONCE // vocab // 16 * 16, 16)
 
 
+def processor_bytes(config: EngineConfig) -> int:
+    """Return the bytes that custom logits processors take: the logits of a whole batch, and a copy."""
+    limits = config.scheduler
+    num_rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+    return 2 * num_rows * config.checkpoint.facts.vocab * DTYPE_BYTES["float32"]
+
+
 class OffloadedLayers(NamedTuple):
     """The layers of a device with weights in host memory."""
 

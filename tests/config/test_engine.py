@@ -184,15 +184,20 @@ def test_invalid_value_is_reported_with_value_and_limit(settings: dict[str, Any]
     "settings",
     [
         {"data_parallel_backend": "ray"},
-        {"distributed_executor_backend": "external_launcher"},
+        {"distributed_executor_backend": "external_launcher", "tensor_parallel_size": 2},
         {"speculative_config": {"method": "medusa"}},
         {"offload_group_size": 4},
-        {"logits_processors": ["a:B"]},
+        {"worker_cls": "a.B"},
     ],
 )
 def test_unsupported_arguments_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="not supported yet"):
         make(settings)
+
+
+def test_external_launcher_of_one_worker_is_this_process() -> None:
+    settings = {"distributed_executor_backend": "external_launcher", "tensor_parallel_size": 1}
+    assert make(settings).parallel.distributed_executor_backend == "uni"
 
 
 def test_offloading_is_for_gpus(warnings: Any) -> None:
@@ -592,7 +597,7 @@ def test_quire_variables_override_vllm_ones() -> None:
         make(env=Env.read({"VLLM_ATTENTION_BACKEND": "triton_attn"})).attention.attention_backend
         == "TRITON_ATTN"
     )
-    assert len(dataclasses.fields(Env)) <= 21
+    assert len(dataclasses.fields(Env)) <= 22
     with pytest.raises(ConfigError, match="VLLM_PORT='tcp'"):
         Env.read({"VLLM_PORT": "tcp"})
 

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from fake_engine import FakeEngine
 from preloaded import Preloaded
+from safetensors.torch import load_file, save_file
 from serve_process import SHARED_FLAGS, ServeProcess, eventually, joined
 from tiny_text import TextModel
 
@@ -17,7 +19,10 @@ from quire.server.settings import make_settings
 
 WAKING_S = 120.0
 STARTING_S = 300.0
-FLAGS = ("--enable-sleep-mode", "--api-server-count", "2")
+FLAGS = (
+    *("--enable-sleep-mode", "--api-server-count", "2"),
+    *("--weight-transfer-config", '{"backend": "file"}'),
+)
 
 
 @pytest.fixture(scope="module")
@@ -184,6 +189,46 @@ def test_collective_rpc_survives_failing_calls(server: ServeProcess) -> None:
     assert info["vllm_config"]["parallel"]["data_parallel_size"] == 1
     assert server.client.get("/get_world_size").json() == {"world_size": 1}
     assert server.complete(max_tokens=3)["usage"]["completion_tokens"] == 3
+
+
+def versions(server: ServeProcess) -> set[str]:
+    """Return the versions that the API processes put into their answers."""
+    replies = [httpx.get(server.url + "/v1/models", timeout=WAKING_S) for _ in range(4)]
+    return {reply.headers["x-weight-version"] for reply in replies}
+
+
+def update_weights(server: ServeProcess, path: Path, version: str) -> None:
+    post(server, "/start_weight_update", json={"is_checkpoint_format": True})
+    post(server, "/update_weights", json={"update_info": {"path": str(path)}})
+    post(server, "/finish_weight_update", json={"weight_version": version})
+
+
+def test_weights_change_under_traffic(server: ServeProcess, tiny: TextModel, tmp_path: Path) -> None:
+    """Catches a stream that ends, tokens of old weights after an update, and an old version in answers."""
+    weights = load_file(tiny.path / "model.safetensors")
+    weights["model.norm.weight"] = -weights["model.norm.weight"]
+    save_file(weights, tmp_path / "model.safetensors")
+    old = server.complete(max_tokens=600)["choices"][0]["text"]
+    assert post(server, "/init_weight_transfer_engine", json={"init_info": {}})
+    assert versions(server) == {"default"}
+    with server.streaming(max_tokens=600) as stream:
+        stream_events = [next(stream)]
+        update_weights(server, tmp_path, "step-1")
+        stream_events += stream
+    assert stream_events[-1] == "[DONE]" and joined(stream_events) != old
+    eventually("both API processes know the version", lambda: versions(server) == {"step-1"})
+    assert server.client.get("/weight_info").json() == {"weight_version": "step-1"}
+    assert server.client.get("/server_info").json()["weight_version"] == "step-1"
+    assert 'weight_version="step-1"' in server.client.get("/metrics").text
+    new = server.complete(max_tokens=600)["choices"][0]["text"]
+    assert new != old
+    post(server, "/start_weight_update")
+    wrong = {"update_info": {"path": str(tmp_path / "none")}}
+    assert server.client.post("/update_weights", json=wrong).status_code == 400
+    assert server.client.post("/finish_weight_update").status_code == 400
+    assert server.complete(max_tokens=600)["choices"][0]["text"] == new
+    update_weights(server, tiny.path, "default")
+    assert server.complete(max_tokens=600)["choices"][0]["text"] == old
 
 
 def test_routes_are_logged_at_debug_level_only(server: ServeProcess, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,6 +83,7 @@ class FakeOperation:
         self.results: list[Any] = [7, "x"]
         self.error: Exception | None = None
         self.paused = False
+        self.weight_version = "default"
 
     def _record(self, *call: Any) -> None:
         if self.error is not None:
@@ -117,6 +118,22 @@ class FakeOperation:
 
     async def profile(self, start: bool, prefix: str | None = None) -> None:
         self._record("profile", start)
+
+    async def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._record("init_weight_transfer_engine", init_info)
+
+    async def start_weight_update(self) -> None:
+        self._record("start_weight_update")
+
+    async def update_weights(self, update_info: dict[str, Any]) -> None:
+        self._record("update_weights", update_info)
+
+    async def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._record("finish_weight_update", weight_version)
+
+    async def update_weight_version(self, new_version: str) -> None:
+        self._record("update_weight_version", new_version)
+        self.weight_version = new_version
 
     async def reset_encoder_cache(self) -> bool:
         self._record("reset_encoder_cache")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import field, make_dataclass
 from typing import Any
 
+from quire.config.extensions import name_classes
 from quire.config.sections import Option, options, options_of
 from quire.config.server_sections import SERVER_SECTIONS
 from quire.config.unsupported import UNSUPPORTED, check_supported
@@ -82,7 +83,7 @@ def check_args(args: Mapping[str, Any]) -> dict[str, Any]:
     """
     known, unbuilt = options(), UNSUPPORTED["engine argument"]
     values: dict[str, Any] = {}
-    for name, value in translate(args).items():
+    for name, value in translate(name_classes(args)).items():
         if value is None:
             continue
         if name in known:

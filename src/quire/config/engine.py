@@ -20,6 +20,7 @@ from quire.config.cpu_kernels import Cpu, check_cpu_kernels
 from quire.config.data_parallel import local_ranks
 from quire.config.env import Env
 from quire.config.expert_parallel import with_experts
+from quire.config.extensions import ExtensionSection, extension_section
 from quire.config.kv_offloading import resolve_offloading
 from quire.config.load import load_section
 from quire.config.lora import lora_section
@@ -47,7 +48,6 @@ logger = get_logger(__name__)
 
 GIB = 1 << 30
 CPU_KV_CACHE_LIMIT = 4 * GIB
-"""Attention backends of old scripts, which have no effect."""
 _OVERFLOWS_FLOAT16 = ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3nForCausalLM", "Glm4ForCausalLM")
 """Architectures with hidden states that overflow float16."""
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
@@ -74,6 +74,7 @@ class EngineConfig:
     lora: LoRASection
     multimodal: MultimodalSection
     observability: ObservabilitySection
+    extensions: ExtensionSection = ExtensionSection()
     checkpoint: Checkpoint
     machine: Machine
     pooling: PoolingFacts | None = None
@@ -165,6 +166,7 @@ def resolve(
         machine=machine,
         pooling=pooling,
         speculation=speculation,
+        extensions=extension_section(_section_args("extensions", values), pooling, speculation),
     )
 
 

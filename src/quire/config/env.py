@@ -112,6 +112,9 @@ class Env:
     """Allow a `max_model_len` beyond the maximum of the checkpoint."""
     attention_backend: str | None = None
     """Attention backend, as `--attention-backend`."""
+    allow_insecure_serialization: bool = False
+    """Allow pickles, which can run any code: functions of `collective_rpc`, and CUDA IPC handles of weight
+    updates."""
     server_dev_mode: bool = False
     """Enable the routes for developers: sleep, pause, worker calls, resets."""
     max_n_sequences: int = 16384
@@ -190,6 +193,7 @@ _ENV_KINDS: dict[str, Any] = {
     "port": int,
     "cpu_kvcache_space": float,
     "cpu_kernels": _Choice(CPU_KERNELS),
+    "allow_insecure_serialization": _parse_switch,
     "allow_long_max_model_len": _parse_switch,
     "attention_backend": str,
     "server_dev_mode": _parse_switch,

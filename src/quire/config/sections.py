@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from quire.config.extensions import ExtensionSection
+
 
 @dataclass(frozen=True, slots=True)
 class FieldRule:
@@ -429,6 +431,7 @@ SECTIONS: dict[str, type] = {
     "multimodal": MultimodalSection,
     "observability": ObservabilitySection,
     "speculation": SpeculationSection,
+    "extensions": ExtensionSection,
 }
 
 

@@ -26,7 +26,6 @@ UNSUPPORTED: dict[Place, dict[str, tuple[Any, ...]]] = {
         "io_processor_plugin": (),
         "kv_cache_dtype_skip_layers": ([], ()),
         "kv_events_config": (),
-        "logits_processors": ([], ()),
         "model_class_overrides": ({},),
         "offload_group_size": (0,),
         "prefill_context_parallel_size": (1,),
@@ -35,9 +34,7 @@ UNSUPPORTED: dict[Place, dict[str, tuple[Any, ...]]] = {
         "reasoning_parser_plugin": ("",),
         "return_sampling_mask": (False,),
         "scheduler_cls": (),
-        "weight_transfer_config": (),
         "worker_cls": ("auto",),
-        "worker_extension_cls": ("",),
     },
     "speculative key": {
         "speculative_config.method": ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp"),

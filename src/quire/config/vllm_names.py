@@ -58,7 +58,7 @@ IGNORED_VALUES = frozenset(
 LISTS = frozenset(
     """
     cuda-graph-sizes cudagraph-capture-sizes ignore-patterns kv-cache-dtype-skip-layers
-    logits-processors numa-bind-cpus numa-bind-nodes
+    numa-bind-cpus numa-bind-nodes
     """.replace("-", "_").split()
 )
 """Unsupported and ignored names that take several values."""
@@ -120,6 +120,9 @@ def translate(args: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments with the names of MAPPED translated; explicit settings take precedence over mapped
     ones."""
     values = {name: value for name, value in args.items() if name not in MAPPED}
+    sizes = (values.get(f"{name}_parallel_size") for name in ("tensor", "pipeline"))
+    if values.get("distributed_executor_backend") == "external_launcher" and {*sizes} <= {None, 1}:
+        values["distributed_executor_backend"] = "uni"  # a trainer with one process
     for name, value in args.items():
         if name not in MAPPED or value is None:
             continue

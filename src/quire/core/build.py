@@ -43,6 +43,8 @@ def build_core(
     depth = max(config.parallel.pipeline_parallel_size, 2 if config.scheduler.async_scheduling else 1)
     if config.speculation is not None and not config.model.logprobs_mode.startswith("raw"):
         depth = 1  # the host samples with random numbers by position
+    if config.extensions.logits_processors:
+        depth = 1  # they read all earlier tokens
     lora = config.lora
     adapters = None
     if lora.enable_lora:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from quire.core.engine_core import EngineCore
-from quire.data.control import LEVELS, MEMORY, MODES, TAGS, check_choice
+from quire.data.control import DEFAULT_VERSION, LEVELS, MEMORY, MODES, TAGS, check_choice, check_version
 from quire.data.lora import LoRARequest
 from quire.data.step_plan import FinishReason
 from quire.errors import EngineDead, EngineError, RequestError
@@ -42,6 +42,7 @@ class Operator:
 
     def __init__(self, core: EngineCore) -> None:
         self.core = core
+        self._num_updates = 0
 
     # ---- pause
 
@@ -105,6 +106,7 @@ class Operator:
         core.reset_prefix_cache()
         if level > 1:
             core.scheduler.adapters.forget_all()
+            core.gate.weight_version = DEFAULT_VERSION  # they are loaded from the checkpoint again
         # Even if it fails: workers can wake up from any state.
         gate.level, gate.asleep, gate.is_unsure = level, set(MEMORY), True
         yield partial(self._call_workers, "sleep", [level])
@@ -168,16 +170,50 @@ class Operator:
             adapters.take_in()
         return was_known
 
+    # ---- weight updates
+
+    def call_weights(self, action: str, *args: Any) -> Work:
+        """Run a part of a weight update on the workers, which go on with their old weights."""
+        if self.core.gate.asleep:
+            raise RequestError("the engine sleeps: wake it up first")
+        yield from self._wait_for_masks()
+        return (yield partial(self.core.executor.call, "update_weights", [action, *args]))
+
+    def commit_weights(self, version: str | None = None) -> Work:
+        """Apply the staged weights between two steps. Nothing that was computed with the old ones is used
+        again: cached prefixes are dropped, and running requests are recomputed, as after a preemption."""
+        core, gate = self.core, self.core.gate
+        was_open = gate.is_open
+        if was_open:
+            self.pause("keep")
+        while core.scheduler.in_flight:  # other engines may still call it into steps
+            yield None
+        try:
+            yield partial(core.executor.call, "update_weights", ["commit"])
+            self._num_updates += 1
+            core.gate.weight_version = version or f"update-{self._num_updates}"
+            core.scheduler.send_back()
+            core.scheduler.media.forget_all()
+            core.reset_prefix_cache()
+        finally:
+            if was_open and not gate.asleep:
+                self.resume()
+        log.info("The weights are those of the version %r", core.gate.weight_version)
+
+    def set_weight_version(self, version: str) -> None:
+        check_version(version)
+        self.core.gate.weight_version = version
+
     # ---- workers and requests
 
     def collective_rpc(
         self,
-        method: str | Callable[..., Any],
+        method: str | bytes | Callable[..., Any],
         timeout: float | None = None,
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Work:
-        """Call a method on every worker and return the results."""
+        """Call a method, or a function with the worker, on every worker and return the results."""
         if isinstance(method, str):
             check_open(method)
         yield from self._wait_for_masks()

@@ -106,6 +106,7 @@ class EngineCore:
         stats.num_waiting = len(scheduler.admitter.waiting) + len(self.gate.outside)
         stats.num_deferred = scheduler.admitter.waiting.num_held
         stats.sleep_level = self.gate.level
+        stats.weight_version = self.gate.weight_version
         stats.running_adapters = scheduler.adapters.running_names
         stats.waiting_adapters = scheduler.adapters.waiting_names
         stats.kv_usage = scheduler.kv.pool.usage

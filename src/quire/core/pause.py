@@ -1,8 +1,8 @@
-"""The pause and sleep state of a core."""
+"""The pause and sleep state of a core, and the version of its weights."""
 
 from collections.abc import Iterable
 
-from quire.data.control import MEMORY
+from quire.data.control import DEFAULT_VERSION, MEMORY
 from quire.data.request import Request
 from quire.data.step_plan import FinishReason
 
@@ -21,6 +21,8 @@ class PauseState:
         """Parts of the workers' memory that are asleep."""
         self.is_unsure = False
         """Whether going to sleep failed, so that workers may be in different states."""
+        self.weight_version = DEFAULT_VERSION
+        """Version of the workers' weights, which the trainer names."""
 
     @property
     def is_shut(self) -> bool:

@@ -64,6 +64,7 @@ class StepStats(msgspec.Struct):
     """Names of LoRA adapters of waiting requests."""
     tiers: TierStats | None = None
     """None without lower tiers of the KV cache."""
+    weight_version: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """LocalEngine: frontend, core and worker in one process, stepped by the caller."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from quire.config.engine import EngineConfig
@@ -12,12 +12,13 @@ from quire.core.build import build_core
 from quire.core.control import Operator, done
 from quire.core.engine_core import EngineCore
 from quire.core.stats_log import StatsLog
-from quire.data.control import LEVELS, check_choice
+from quire.data.control import LEVELS, check_choice, check_version
 from quire.data.lora import LoRARequest
 from quire.data.params import SamplingParams
 from quire.data.pooling import PoolingParams
 from quire.data.step_plan import StepOutput
 from quire.errors import EngineError, RequestError
+from quire.frontend.checked_params import processor_validators
 from quire.frontend.in_flight import failure
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.multimodal import media_reader
@@ -53,6 +54,7 @@ class LocalEngine:
             grammars=grammars,
             enable_lora=config.lora.enable_lora,
             num_extra_vocab=config.lora.lora_extra_vocab_size,
+            validators=processor_validators(config.extensions.logits_processors),
         )
         self.outputs = self._new_outputs()
         self.metrics: EngineMetrics | None = None
@@ -132,6 +134,7 @@ class LocalEngine:
             self.core.refresh(step.stats)
             self.metrics.pages.observe(step.stats, processed.stats)
             self.metrics.note_adapters(0, step.stats.running_adapters, step.stats.waiting_adapters)
+            self.metrics.weight_versions[0] = self.core.gate.weight_version
             self.stats_log.add(step.stats)
             (self.stats_log.tick if self.has_unfinished_requests() else self.stats_log.end_run)(step.stats)
         for output in processed.outputs:
@@ -151,6 +154,11 @@ class LocalEngine:
         return self.core.scheduler.media.reset()
 
     # ---- sleep mode and control
+
+    @property
+    def model_executor(self) -> Any:
+        """Return the executor, under vLLM's name."""
+        return self.core.executor
 
     @property
     def is_awake(self) -> bool:
@@ -177,6 +185,39 @@ class LocalEngine:
     ) -> list[Any]:
         results: list[Any] = done(self.operator.collective_rpc(method, timeout, args, kwargs))
         return results
+
+    @property
+    def weight_version(self) -> str:
+        return self.core.gate.weight_version
+
+    def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
+        self._call_weights("connect", dict(init_info))
+
+    def start_weight_update(self) -> None:
+        self._call_weights("start")
+
+    def update_weights(self, update_info: Mapping[str, Any]) -> None:
+        self._call_weights("receive", dict(update_info))
+
+    def finish_weight_update(self, weight_version: str | None) -> None:
+        if weight_version is not None:
+            check_version(weight_version)
+        while self.core.scheduler.in_flight and not self.has_unfinished_requests():
+            self.step()
+        self._call_weights("prepare")
+        done(self.operator.commit_weights(weight_version))
+
+    def update_weight_version(self, new_version: str) -> None:
+        self.operator.set_weight_version(new_version)
+
+    def _call_weights(self, action: str, *args: Any) -> None:
+        """Run a part of a weight update; if it fails, what was received is dropped."""
+        try:
+            done(self.operator.call_weights(action, *args))
+        except Exception:
+            if action in ("receive", "prepare"):
+                done(self.operator.call_weights("abort"))
+            raise
 
     def profile(self, start: bool, prefix: str | None = None) -> None:
         done(self.operator.profile(start, prefix))

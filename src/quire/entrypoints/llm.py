@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Number
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -25,6 +25,7 @@ from quire.data.pooling_outputs import (
     ScoringRequestOutput,
 )
 from quire.entrypoints.in_process import LocalEngine
+from quire.entrypoints.llm_control import LLMControl
 from quire.errors import RequestError, RequestsFailed
 from quire.frontend.beam import BeamSearch, continued, round_params, start_of
 from quire.frontend.chat import chat_prompt, read_template
@@ -47,7 +48,7 @@ Messages = Sequence[Mapping[str, Any]]
 Loras = LoRARequest | Sequence[LoRARequest | None] | None  # for all prompts, or one per prompt
 
 
-class LLM:
+class LLM(LLMControl):
     """An offline engine. `model` is a directory, a GGUF file or a hub id; the default is the packaged
     SmolLM2-135M-Instruct. Every engine argument may be passed by keyword."""
 
@@ -412,30 +413,6 @@ class LLM:
     def _check_awake(self) -> None:
         if not self.llm_engine.is_awake:
             raise RequestError("the engine is asleep, at least in part: call wake_up() first")
-
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        timeout: float | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> list[Any]:
-        """Call a public method of each worker, and return the results; a function is called with the worker,
-        if that is in this process."""
-        return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
-
-    def start_profile(self, profile_prefix: str | None = None) -> None:
-        """Start to profile the workers. Requires `profiler_config`."""
-        self.llm_engine.profile(True, profile_prefix)
-
-    def stop_profile(self) -> None:
-        """Stop profiling and write the trace into `torch_profiler_dir`."""
-        self.llm_engine.profile(False)
-
-    def get_world_size(self, include_dp: bool = True) -> int:
-        parallel = self.config.parallel
-        size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-        return size * parallel.data_parallel_size if include_dp else size
 
 
 def _open_engine(config: EngineConfig) -> "LocalEngine | MultiCoreEngine":

@@ -6,7 +6,7 @@ import contextlib
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
 from quire.config.engine import EngineConfig
@@ -16,6 +16,7 @@ from quire.data.params import SamplingParams
 from quire.data.pooling import PoolingParams
 from quire.entrypoints.child_cores import private_engine
 from quire.errors import RequestError
+from quire.executor.rpc import pack_function, unpack_results
 from quire.frontend.checked_params import CheckedParams
 from quire.frontend.engine import AsyncEngine
 from quire.frontend.inputs import Prompt
@@ -170,10 +171,30 @@ class MultiCoreEngine:
     def collective_rpc(
         self, method: str | Callable[..., Any], timeout: float | None, args: Any, kwargs: Any
     ) -> list[Any]:
-        if not isinstance(method, str):
-            raise RequestError("a function cannot be sent to engines in other processes: name a method")
-        call = method, timeout, list(args), dict(kwargs or {})
-        return self._wait(self._engine.operation.collective_rpc(*call))
+        operation = self._engine.operation
+        if isinstance(method, str):
+            return self._wait(operation.collective_rpc(method, timeout, list(args), dict(kwargs or {})))
+        packed = pack_function(method, args, kwargs)
+        return unpack_results(self._wait(operation.collective_rpc(packed, timeout, [], {})))
+
+    @property
+    def weight_version(self) -> str:
+        return self._engine.operation.weight_version
+
+    def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
+        self._wait(self._engine.operation.init_weight_transfer_engine(init_info))
+
+    def start_weight_update(self) -> None:
+        self._wait(self._engine.operation.start_weight_update())
+
+    def update_weights(self, update_info: Mapping[str, Any]) -> None:
+        self._wait(self._engine.operation.update_weights(update_info))
+
+    def finish_weight_update(self, weight_version: str | None) -> None:
+        self._wait(self._engine.operation.finish_weight_update(weight_version))
+
+    def update_weight_version(self, new_version: str) -> None:
+        self._wait(self._engine.operation.update_weight_version(new_version))
 
     def profile(self, start: bool, prefix: str | None = None) -> None:
         self._wait(self._engine.operation.profile(start, prefix))

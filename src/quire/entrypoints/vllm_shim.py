@@ -4,15 +4,20 @@ import importlib.machinery
 import logging
 import os
 import runpy
+import socket
 import sys
 from argparse import REMAINDER, ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from quire.config.env import Env
 from quire.errors import ConfigError, QuireError, nearest
 from quire.registry import LazyTable
+
+if TYPE_CHECKING:
+    from importlib.metadata import Distribution
 
 _QUIRE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STARTERS = (__file__, runpy.__file__, "<frozen runpy>")
@@ -34,6 +39,13 @@ _ENGINES = {
 _LLM = {"LLM": "quire.entrypoints.llm:LLM"}
 _REGISTRY = {"ModelRegistry": "quire.plugins:ModelRegistry"}
 _PARSER = {"FlexibleArgumentParser": "quire.config.cli:FlagParser"}
+_PROCESSORS = {
+    name: f"quire.sampling.logits_processors:{name}"
+    for name in (
+        *("AdapterLogitsProcessor", "BatchUpdate", "LogitsProcessor", "MoveDirectionality"),
+        *("RequestLogitsProcessor", "process_dict_updates"),
+    )
+}
 _VERSION = {
     "__version__": "quire.version:VLLM_VERSION",
     "__version_tuple__": "quire.version:VLLM_VERSION_TUPLE",
@@ -41,7 +53,7 @@ _VERSION = {
 _METRICS = ("Counter", "Gauge", "Histogram", "Vector", "Metric")
 _SECTIONS = (
     *("AttentionConfig", "CompilationConfig", "EPLBConfig", "KVTransferConfig", "PoolerConfig"),
-    *("ProfilerConfig", "SpeculativeConfig", "StructuredOutputsConfig"),
+    *("ProfilerConfig", "SpeculativeConfig", "StructuredOutputsConfig", "WeightTransferConfig"),
 )
 
 
@@ -59,7 +71,13 @@ MODULES: dict[str, dict[str, str]] = {
         **_REGISTRY,
         **_targets("quire.entrypoints.vllm_shim", ("initialize_ray_cluster",)),
     },
-    "vllm.config": dict.fromkeys(_SECTIONS, "quire.entrypoints.vllm_shim:Section"),
+    "vllm.config": {
+        **dict.fromkeys(_SECTIONS, "quire.entrypoints.vllm_shim:Section"),
+        "VllmConfig": "quire.worker.extensions:VllmConfig",
+    },
+    "vllm.v1.sample.logits_processor": _PROCESSORS,
+    "vllm.v1.sample.logits_processor.builtin": _PROCESSORS,
+    "vllm.v1.sample.logits_processor.interface": _PROCESSORS,
     "vllm.model_executor.models": _REGISTRY,
     "vllm.model_executor.models.registry": _REGISTRY,
     "vllm.sampling_params": {
@@ -78,7 +96,14 @@ MODULES: dict[str, dict[str, str]] = {
     "vllm.entrypoints.llm": _LLM,
     "vllm.v1.metrics.reader": _targets("quire.metrics", _METRICS),
     "vllm.version": _VERSION,
+    "vllm.distributed.weight_transfer.base": _targets(
+        "quire.entrypoints.llm_control", ("WeightTransferInitRequest", "WeightTransferUpdateRequest")
+    ),
+    "vllm.distributed.weight_transfer.nccl_engine": _targets(
+        "quire.parallel.broadcast", ("NCCLTrainerSendWeightsArgs", "NCCLWeightTransferEngine")
+    ),
     "vllm.utils": _PARSER,
+    "vllm.utils.network_utils": _targets("quire.entrypoints.vllm_shim", ("get_ip", "get_open_port")),
     "vllm.utils.argparse_utils": _PARSER,
     "vllm.assets.image": _targets("quire.entrypoints.vllm_assets", ("ImageAsset",)),
     "vllm.assets.video": _targets("quire.entrypoints.vllm_assets", ("VideoAsset",)),
@@ -87,6 +112,8 @@ MODULES: dict[str, dict[str, str]] = {
 """Modules of vLLM that scripts import from: name -> "module:attribute" of Quire."""
 _PACKAGES = {name[: name.rindex(".")] for name in MODULES if "." in name} | {
     "vllm.v1",
+    "vllm.v1.sample",
+    "vllm.distributed",
     "vllm.lora",
     "vllm.engine",
     "vllm.model_executor",
@@ -111,6 +138,26 @@ def initialize_ray_cluster(parallel_config: Any = None, ray_address: str | None 
         raise ConfigError("initialize_ray_cluster needs Ray: pip install 'quire[ray]'") from None
     if not ray.is_initialized():
         ray.init(address=ray_address, logging_level=logging.WARNING)
+
+
+def get_ip() -> str:
+    """Return the address of this machine that others connect to."""
+    if address := Env.read(os.environ).host_ip:
+        return address
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 1))  # sends nothing; selects the interface
+            address = str(probe.getsockname()[0])
+        except OSError:
+            address = "127.0.0.1"
+    return address
+
+
+def get_open_port() -> int:
+    """Return a port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
 
 
 class _Module(ModuleType):
@@ -152,6 +199,13 @@ class _Finder(MetaPathFinder, Loader):
         raise ModuleNotFoundError(
             f"{name} is not in Quire{nearest(last, names)}; {parent} has {', '.join(names)}", name=parent
         )
+
+    def find_distributions(self, context: Any) -> "Iterator[Distribution]":
+        """Yield the metadata of `vllm`, for libraries that ask for its version."""
+        if context.name in (None, "vllm"):
+            from quire.entrypoints.vllm_metadata import VllmDistribution
+
+            yield VllmDistribution()
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         return _Module(spec.name)

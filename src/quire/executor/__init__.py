@@ -22,13 +22,13 @@ class Executor(Protocol):
 
     def call(
         self,
-        method: str | Callable[..., Any],
+        method: str | bytes | Callable[..., Any],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> list[Any]:
         """Call a public method of every worker, after the submitted plans, and return the results by rank. A
-        function, which gets the worker as argument, works only with a worker in this process."""
+        function gets the worker as its first argument; a packed one (`rpc.pack_function`) is bytes."""
 
     def draw(self, masks: Masks) -> None:
         """Sample the constrained rows of the last plan under `masks`. Must be called before the next plan,

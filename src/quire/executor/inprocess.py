@@ -22,14 +22,19 @@ from quire.executor.rpc import invoke
 from quire.executor.tcp import interface_to
 from quire.memory import CacheSize
 from quire.parallel.world import World, join
-from quire.worker.worker import Worker
+from quire.worker.vllm_worker import open_worker
 
 
 class InProcessExecutor:
     """A worker in this process, called directly."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._worker = Worker(config, _meet(config))
+        self._worker = open_worker(config, _meet(config))
+
+    @property
+    def driver_worker(self) -> Any:
+        """Return the worker, under vLLM's name."""
+        return self._worker
 
     def start(self) -> CacheSize:
         """Load the model, allocate its cache, and return the size of the cache."""
@@ -40,13 +45,13 @@ class InProcessExecutor:
 
     def call(
         self,
-        method: str | Callable[..., Any],
+        method: str | bytes | Callable[..., Any],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> list[Any]:
         """Call a method or function without a time limit."""
-        if callable(method):
+        if not isinstance(method, str | bytes):
             return [method(self._worker, *args, **(kwargs or {}))]
         return [invoke(self._worker, method, args, kwargs or {})]
 

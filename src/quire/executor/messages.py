@@ -70,6 +70,8 @@ class WorkerCall(msgspec.Struct):
     method: str
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
+    packed: bytes = b""
+    """A function with its arguments, instead of a method."""
 
 
 class Returned(msgspec.Struct, tag="returned"):

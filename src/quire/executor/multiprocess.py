@@ -40,6 +40,7 @@ from quire.executor.messages import (
     encode_call,
 )
 from quire.executor.multi_node import MultiNodeRanks
+from quire.executor.rpc import pack_function, unpack_results
 from quire.executor.tcp import interface_to
 from quire.executor.worker_group import LocalRanks, WorkerGroup
 from quire.executor.worker_process import local_ranks
@@ -229,28 +230,28 @@ class RankedExecutor:
 
     def call(
         self,
-        method: str | Callable[..., Any],
+        method: str | bytes | Callable[..., Any],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> list[Any]:
-        if not isinstance(method, str):
-            raise RequestError(
-                "a function cannot be sent to workers in other processes: pass the name of a method", "method"
-            )
+        if not isinstance(method, str | bytes):
+            return unpack_results(self.call(pack_function(method, args, kwargs), timeout_s=timeout_s))
+        name = method if isinstance(method, str) else "the function"
         number = next(self._numbers)
         until = time.monotonic() + (_FOREVER_S if timeout_s is None else timeout_s)
         try:
-            data = encode_call(WorkerCall(number, method, list(args), dict(kwargs or {})))
+            packed = method if isinstance(method, bytes) else b""
+            data = encode_call(WorkerCall(number, name, list(args), dict(kwargs or {}), packed))
         except (TypeError, ValueError, OverflowError) as error:
-            raise RequestError(f"{method}: its arguments cannot be sent: {error}", param="args") from None
+            raise RequestError(f"{name}: its arguments cannot be sent: {error}", param="args") from None
         returned = self._returned[number] = {}
         try:
             self._send(data)
             while len(returned) < len(self.worker_group.names):
                 if time.monotonic() > until:
                     raise RequestError(
-                        f"{method} did not end within {timeout_s:g} s, and still runs", param="timeout"
+                        f"{name} did not end within {timeout_s:g} s, and still runs", param="timeout"
                     )
                 time.sleep(_LOOK_S)
                 self.watch()

@@ -179,20 +179,19 @@ def _join(place: RankAddress, port: Port) -> Any:
     import torch
 
     from quire.parallel.world import World, join
-    from quire.worker.worker import Worker
+    from quire.worker.vllm_worker import open_worker
 
     device = torch.device(config.machine.device)
     if device.type == "cuda":
         device = torch.device("cuda", place.local % torch.cuda.device_count())
         torch.cuda.set_device(device)
     if world_size(parallel) == 1 and not steps_together(parallel):
-        return Worker(config, World(place.rank))
+        return open_worker(config, World(place.rank), place.local)
     if place.interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", place.interface)
     port.say(Doing("waiting for the other ranks"))
-    return Worker(
-        config, join(parallel, place.rank, place.meeting, device, parallel.distributed_timeout_seconds)
-    )
+    world = join(parallel, place.rank, place.meeting, device, parallel.distributed_timeout_seconds)
+    return open_worker(config, world, place.local)
 
 
 def is_cut_off(error: BaseException) -> bool:
@@ -250,7 +249,7 @@ class Steps:
         """Call a worker method; after an error the rank continues."""
         try:
             with self._rows:
-                value = invoke(self.worker, call.method, call.args, call.kwargs)
+                value = invoke(self.worker, call.packed or call.method, call.args, call.kwargs)
         except Exception as error:
             refused = refusal(call.number, error)
             if not refused.is_request:

@@ -1,10 +1,17 @@
-"""Sampling parameters that are checked once for all prompts of a call; check of cache salts."""
+"""Sampling parameters that are checked once for all prompts of a call; checks of cache salts, and those of
+logits processors."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from quire.config.extensions import load_class
 from quire.data.params import MAX_SALT_CHARS, SamplingParams
-from quire.errors import RequestError
+from quire.errors import EngineError, RequestError, one_line
+
+Validator = Callable[[SamplingParams], None]
+"""A check of sampling parameters, which raises a RequestError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,3 +35,20 @@ def check_salt(salt: Any) -> None:
             f"cache_salt may have at most {MAX_SALT_CHARS} characters, got {len(salt)}; send its hash",
             param="cache_salt",
         )
+
+
+def processor_validators(paths: Sequence[str]) -> list[Validator]:
+    """Return the checks of the logits processors with these class paths. Their modules are imported here, and
+    torch with them."""
+    classes = [load_class(path, "logits_processors") for path in paths]
+    return [partial(_validate, processor) for processor in classes]
+
+
+def _validate(processor: Any, params: SamplingParams) -> None:
+    try:
+        processor.validate_params(params)
+    except ValueError as error:
+        raise RequestError(str(error), param="extra_args") from error
+    except Exception as error:  # code of the operator, which may raise anything
+        name = f"{processor.__module__}:{processor.__qualname__}"
+        raise EngineError(f"logits processor {name} failed in validate_params: {one_line(error)}") from error

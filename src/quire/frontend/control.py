@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from quire.data.control import LEVELS, check_choice
+from quire.data.control import DEFAULT_VERSION, LEVELS, check_choice, check_version
 from quire.errors import RequestError
 
 CallAll = Callable[..., Awaitable[list[Any]]]
@@ -26,6 +26,8 @@ class CoreControl:
         self._call_all = call_all
         self._forget_prefixes = forget_prefixes
         self.settings = settings
+        self.weight_version = DEFAULT_VERSION
+        """Version of the weights, as a core reported it last."""
 
     async def pause(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
         """Pause all cores and wait until they are idle. By `mode`, running requests are aborted, waited for
@@ -66,18 +68,55 @@ class CoreControl:
         return any(await self._call_all("sleep_level", {}))
 
     async def collective_rpc(
-        self, method: str, timeout: float | None, args: list[Any], kwargs: dict[str, Any]
+        self, method: str | bytes, timeout: float | None, args: list[Any], kwargs: dict[str, Any]
     ) -> list[Any]:
-        """Call a method on every worker of every core; return the results."""
+        """Call a method, or a packed function, on every worker of every core; return the results."""
         call = {"method": method, "timeout": timeout, "args": args, "kwargs": kwargs}
         _check_sendable("args", call)
         try:
             results = await self._call_all("collective_rpc", call, timeout)
         except TimeoutError:
+            name = method if isinstance(method, str) else "the function"
             raise RequestError(
-                f"{method} did not end within {timeout} s and is still running", "timeout"
+                f"{name} did not end within {timeout} s and is still running", "timeout"
             ) from None
         return [value for core_results in results for value in core_results]
+
+    # ---- weight updates
+
+    async def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
+        """Set up the transfer of weights from a trainer, by the backend of weight_transfer_config."""
+        await self._call_weights("connect", dict(init_info))
+
+    async def start_weight_update(self) -> None:
+        await self._call_weights("start")
+
+    async def update_weights(self, update_info: Mapping[str, Any]) -> None:
+        """Receive new weights; the cores go on with the old ones."""
+        await self._call_weights("receive", dict(update_info))
+
+    async def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Apply the received weights on all workers, and drop the cached prefixes of the old ones."""
+        if weight_version is not None:
+            check_version(weight_version)
+        await self._call_weights("prepare")
+        await self._call_all("commit_weights", {"version": weight_version}, None)
+        self._forget_prefixes()
+        self.weight_version = (await self._call_all("weight_version", {}))[0]
+
+    async def update_weight_version(self, new_version: str) -> None:
+        await self._call_all("set_weight_version", {"version": new_version})
+        self.weight_version = new_version
+
+    async def _call_weights(self, action: str, *args: Any) -> None:
+        """Run a part of an update on all cores. If it fails on one of them, all drop what they received."""
+        _check_sendable(f"{action}_info", args)
+        try:
+            await self._call_all("call_weights", {"action": action, "args": args}, None)
+        except Exception:
+            if action in ("receive", "prepare"):
+                await self._call_all("call_weights", {"action": "abort", "args": []}, None)
+            raise
 
     async def profile(self, start: bool, prefix: str | None = None) -> None:
         await self._call_all("profile", {"start": start, "prefix": prefix}, None)

@@ -332,6 +332,8 @@ class AsyncEngine:
             link.place, num_running=stats.num_running, num_waiting=stats.num_waiting, kv_usage=stats.kv_usage
         )
         self.metrics.note_adapters(link.place, stats.running_adapters, stats.waiting_adapters)
+        self.operation.weight_version = stats.weight_version
+        self.metrics.weight_versions[link.place] = stats.weight_version
         if page:
             self.metrics.pages.take_page(link.place, page)
 

@@ -18,7 +18,7 @@ from quire.data.prompt_embeds import PromptEmbeds
 from quire.data.request import Request
 from quire.data.timestamps import TimestampTokens
 from quire.errors import RequestError
-from quire.frontend.checked_params import CheckedParams, check_salt
+from quire.frontend.checked_params import CheckedParams, Validator, check_salt
 from quire.frontend.lora_tokenizer import LoRATokenizers
 from quire.frontend.multimodal import TEXT_ONLY, MediaInputReader, items_of, joined
 from quire.frontend.pooling import NOT_GENERATIVE, completed, pools, second_start
@@ -115,6 +115,7 @@ class InputProcessor:
         media: MediaInputReader = TEXT_ONLY,
         enable_lora: bool = False,
         num_extra_vocab: int = 0,
+        validators: Sequence[Validator] = (),
     ) -> None:
         self.tokenizer = tokenizer
         self.vocab = self.model_vocab = vocab
@@ -132,6 +133,8 @@ class InputProcessor:
         self.enable_lora = enable_lora
         self.num_extra_vocab = num_extra_vocab
         """Tokens that a LoRA adapter may add to the vocabulary."""
+        self.validators = validators
+        """Checks of logits processors."""
         self._own = None if tokenizer is None else LoRATokenizers(tokenizer)
         self.eos_ids = tuple(eos_ids)
         self.max_logprobs = max_logprobs
@@ -440,6 +443,8 @@ class InputProcessor:
         inputs = self.of(lora)
         limit = self.max_logprobs if max_logprobs is None else max_logprobs
         params = inputs._complete(params, limit, grammar)
+        for validate in self.validators:
+            validate(params)
         eos_id = inputs.eos_ids[0] if inputs.eos_ids and not params.ignore_eos else -1
         return CheckedParams(params, eos_id, 0 if lora is None else params.top_id)
 

@@ -91,15 +91,16 @@ def load_model(
     partly: bool = False,
     tower_group: Group | None = None,
     offload: LayerOffload | None = None,
+    on_built: Callable[[nn.Module, Mapping[str, tuple[int, ...]]], None] | None = None,
 ) -> Any:
     """Return the model of `checkpoint` with its weights on `device`, ready for `bind` and `forward`: a
-    decoder, or the result of `build`. With several workers it has this rank's shard of the layers of its
-    stage.
+    decoder, or the result of `build`. With several workers it has this rank's shard of its stage's layers.
 
     `packed` keeps the weights of a GGUF file as stored where the device can compute with them; `quant`
     describes the quantization of other files. `on_progress` receives the loaded fraction. With `ep` each
     worker has some experts; `partly`: most of the checkpoint belongs to another model. `tower_group` shares
-    the layers of the multimodal encoder, the `tower` of the first stage; None: there is none."""
+    the layers of the multimodal encoder, the `tower` of the first stage; None: there is none. `on_built` gets
+    the model before its weights are loaded, and the shapes in the checkpoint."""
     source = _open_source(checkpoint, load_format, seed, with_modules=build is not None)
     if isinstance(source, ShardedSource):
         key = ShardedStateKey.of(checkpoint.facts.architecture, dtype, device, _method(quant), world.tp.size)
@@ -115,7 +116,7 @@ def load_model(
         linear=format.linear,
         experts=format.experts,
         is_stored=partial(_is_stored, stored),
-        shape_of=lambda name: stored.get(_stored_name(name, stored), ()),
+        shape_of=lambda name: stored.get(stored_name(name, stored), ()),
         group=world.tp,
         stage=stage,
         ep=ep,
@@ -124,11 +125,10 @@ def load_model(
     )
     model = (build or MODELS[checkpoint.facts.architecture])(checkpoint.facts, scope)
     _add_tower(model, checkpoint.facts, scope, tower_group)
+    if on_built is not None:
+        on_built(model, stored)
     with torch.no_grad(), LoadProgress(on_progress, show=show_progress) as bar:
-        if isinstance(source, ShardedSource):
-            _restore(source, model, bar)
-        else:
-            _load(source, model, _Checks(checkpoint, stage, ep is not None, partly), bar, offload)
+        _load(source, model, _Checks(checkpoint, stage, ep is not None, partly), bar, offload)
     return model.eval()
 
 
@@ -231,6 +231,8 @@ class _Checks(NamedTuple):
 def _load(
     source: Source, model: nn.Module, checks: _Checks, progress: "LoadProgress", offload: LayerOffload | None
 ) -> None:
+    if isinstance(source, ShardedSource):
+        return _restore(source, model, progress)
     stored = source.shapes({})
     layers = [module for module in model.modules() if isinstance(module, Loads)]
     targets_of = _targets_of if offload is None else offload.targets
@@ -318,7 +320,7 @@ def _weight_dtype(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devi
     return torch.bfloat16 if fits and native.library() is not None else None
 
 
-def _stored_name(name: str, stored: Mapping[str, tuple[int, ...]]) -> str:
+def stored_name(name: str, stored: Mapping[str, tuple[int, ...]]) -> str:
     """Return the name of a tensor in the checkpoint. Checkpoints of a body alone omit its prefix, and
     multimodal ones add one or two. Early BERTs name norm weights gamma and beta. torch fuses query, key and
     value weights under another name."""
@@ -334,14 +336,14 @@ def _stored_name(name: str, stored: Mapping[str, tuple[int, ...]]) -> str:
 
 
 def _is_stored(stored: Mapping[str, tuple[int, ...]], name: str) -> bool:
-    return _stored_name(name, stored) in stored
+    return stored_name(name, stored) in stored
 
 
 def _as_stored(
     layer_targets: list[LayerTarget], stored: Mapping[str, tuple[int, ...]]
 ) -> dict[str, LayerTarget]:
     named = [
-        (target._replace(name=_stored_name(target.name, stored)), layer) for target, layer in layer_targets
+        (target._replace(name=stored_name(target.name, stored)), layer) for target, layer in layer_targets
     ]
     return {target.name: (_trim_text(target, stored), layer) for target, layer in named}
 
@@ -359,7 +361,7 @@ def _check_needed(source: Source, targets: dict[str, Target], checkpoint: Checkp
     if missing:
         raise ConfigError(
             f"{checkpoint.path} lacks {len(missing)} of the {len(targets)} weights that a "
-            f"{checkpoint.facts.architecture} needs: {_list_names(missing)}"
+            f"{checkpoint.facts.architecture} needs: {list_names(missing)}"
         )
     for name, target in targets.items():
         if not _fits(shapes[name], target):
@@ -380,17 +382,17 @@ def _check_unused(
         name
         for name in shapes
         if name not in targets
-        and not _is_ignored(name, checkpoint)
-        and not _is_elsewhere(name, known)
+        and not is_ignored(name, checkpoint)
+        and not is_elsewhere(name, known)
         and _EXPERT.sub(".*.", name) not in shared
     ]
     if odd := [name for name in extra if name.endswith(_scheme_marks())]:
         raise ConfigError(
             f"{checkpoint.path} has {len(odd)} quantized weights that a {checkpoint.facts.architecture} does "
-            f"not have, or has unquantized: {_list_names(odd)}; config.json does not match the weights"
+            f"not have, or has unquantized: {list_names(odd)}; config.json does not match the weights"
         )
     if extra:
-        logger.warning("%s: %d weights are not used: %s", checkpoint.path, len(extra), _list_names(extra))
+        logger.warning("%s: %d weights are not used: %s", checkpoint.path, len(extra), list_names(extra))
 
 
 def _fits(shape: tuple[int, ...], target: Target) -> bool:
@@ -400,18 +402,18 @@ def _fits(shape: tuple[int, ...], target: Target) -> bool:
     return is_same or (target.is_flat and math.prod(shape) == math.prod(whole))
 
 
-def _list_names(names: list[str]) -> str:
+def list_names(names: list[str]) -> str:
     more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
     return ", ".join(names[:_NUM_NAMED]) + more
 
 
-def _is_elsewhere(name: str, layers: range | None) -> bool:
+def is_elsewhere(name: str, layers: range | None) -> bool:
     """Whether a tensor belongs to another stage than the one with these layers."""
     number = re.search(r"\.(\d+)\.", name)
     return layers is not None and (number is None or int(number[1]) not in layers)
 
 
-def _is_ignored(name: str, checkpoint: Checkpoint) -> bool:
+def is_ignored(name: str, checkpoint: Checkpoint) -> bool:
     """Whether a tensor can be ignored, because it follows from others or has no use here."""
     facts = checkpoint.facts
     if name == "lm_head.weight":

@@ -19,6 +19,7 @@ from quire.metrics import kv_offload
 from quire.metrics.api_keys import KeyPages
 from quire.metrics.exposition import exposition
 from quire.metrics.http import EDGES, SERIES, Exchange, add_buckets, families
+from quire.metrics.weights import version_family
 
 _FIRST_TOKEN = [
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -345,6 +346,8 @@ class EngineMetrics:
         self._adapters: dict[int, tuple[list[str], list[str]]] = {}
         """Running and waiting adapters, by index of the engine."""
         self._adapters_at = 0.0
+        self.weight_versions: dict[int, str] = {}
+        """Version of the weights, by index of the engine."""
 
     def note_adapters(self, engine: int, running: list[str], waiting: list[str]) -> None:
         if self._max_loras is not None:
@@ -399,6 +402,7 @@ class EngineMetrics:
         for entry in self.cache_info:
             info.add_metric([str(value) for value in entry.values()], 1)
         yield info
+        yield version_family(self.weight_versions, self._engines, self._names)
         if self._max_loras is not None:
             yield self._lora_info()
         if most_drafts := self.pages.layout.most_drafts:

@@ -22,8 +22,9 @@ _POST_ROUTES = (
 )
 OPERATE_ROUTES = {
     "POST": "sleep wake_up pause resume collective_rpc abort_requests reset_mm_cache reset_encoder_cache"
-    " start_profile stop_profile",
-    "GET": "is_sleeping is_paused get_world_size tokenizer_info",
+    " start_profile stop_profile init_weight_transfer_engine start_weight_update start_draft_weight_update"
+    " update_weights finish_weight_update update_weight_version",
+    "GET": "is_sleeping is_paused get_world_size tokenizer_info weight_info",
 }
 HANDLERS = {
     "/v1/chat/completions": ("POST",),

@@ -97,6 +97,11 @@ class StoredExperts(nn.Module):
         """Choose kernels for the tensors as left by `repack`."""
         raise NotImplementedError
 
+    def refresh_kernels(self) -> None:
+        """Update what kernels hold in another form; see `Weight.refresh_kernels`."""
+        if isinstance(self.mix, CpuExperts):
+            self.mix.refresh()
+
     def by_expert(self) -> list[list[Tensor]]:
         """Return the bytes that kernels read, by tensor and expert. Copying an expert's bytes moves the
         expert."""

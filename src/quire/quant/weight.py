@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.checkpoint.facts import Routing
+from quire.kernels.cpu.linear import LinearProduct
 from quire.kernels.ops import HeadEntry
 from quire.quant.sharding import Runs, Shard
 
@@ -130,6 +131,11 @@ class Weight(nn.Module):
     def find_kernels(self) -> None:
         """Choose kernels for the tensors as left by `repack`."""
         raise NotImplementedError
+
+    def refresh_kernels(self) -> None:
+        """Update what kernels hold in another form, after the tensors were changed in place."""
+        if isinstance(product := getattr(self, "product", None), LinearProduct):
+            product.refresh()
 
 
 def with_bias(

@@ -1,6 +1,8 @@
 """Logit adjustments before sampling: allowed ids, bad words, min_tokens, biases, penalties, and timestamp
 rules."""
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -17,16 +19,22 @@ _ADJUSTING = REMOVING | BIASED | PENALTIES
 
 
 def adjust(
-    logits: Tensor, rows: Ints, state: SamplingRows, history: History, counts: Counts | None = None
-) -> None:
-    """Change `logits` [N, V] in place by each row's parameters, in vLLM's order.
+    logits: Tensor,
+    rows: Ints,
+    state: SamplingRows,
+    history: History,
+    counts: Counts | None = None,
+    process: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Return `logits` [N, V], changed in place by each row's parameters, in vLLM's order.
 
     Penalties use `counts` if the latest tokens may be known to the device only, otherwise `history`.
+    `process` applies custom logits processors.
     """
     flags = state.flags[rows]
     present = int(np.bitwise_or.reduce(flags))
     if not present & _ADJUSTING:
-        return
+        return logits if process is None else process(logits)
     places = state.places(rows)
     if present & ALLOWED:
         at, token_ids, _ = state.allowed.select(places)
@@ -41,12 +49,15 @@ def adjust(
         at, token_ids, bias = state.biased.select(places)
         index = _index(logits, at, token_ids)
         logits.index_put_(index, to_device(bias, state.device).to(logits.dtype), accumulate=True)
+    if process is not None:
+        logits = process(logits)
     if present & PENALTIES and counts is not None:
         counts.penalise(logits, rows, state, history)
     elif present & PENALTIES:
         _penalise(logits, np.flatnonzero(flags & PENALTIES), rows, state, history)
     if present & TIMED:
         apply_timestamp_rules(logits, rows, state, history)
+    return logits
 
 
 def _index(logits: Tensor, at: Ints, token_ids: Ints) -> tuple[Tensor, Tensor]:

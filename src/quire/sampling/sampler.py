@@ -15,6 +15,7 @@ from quire.memory import rows_at_once
 from quire.sampling.constrain import ConstrainedRows, open_masks
 from quire.sampling.counts import Counts
 from quire.sampling.logit_adjustments import REMOVING, adjust
+from quire.sampling.logits_processors import ProcessorBatch
 from quire.sampling.logprobs import append_listed, row_logprobs
 from quire.sampling.random import SamplingTensors, floors, sample, uniform
 from quire.sampling.rows import LIMITED, LISTED, LOGPROBS, PENALTIES, RANDOM, History, Ints, SamplingRows
@@ -59,6 +60,7 @@ class Sampler:
         logprobs_mode: str = "raw_logprobs",
         sample: Callable[[Tensor, SamplingTensors], Tensor] | None = None,
         counts: Counts | None = None,
+        processors: ProcessorBatch | None = None,
     ) -> None:
         if logprobs_mode not in LOGPROBS_MODES:
             raise ConfigError(f"unknown logprobs_mode {logprobs_mode!r}; known: {', '.join(LOGPROBS_MODES)}")
@@ -69,6 +71,8 @@ class Sampler:
         """A kernel that samples from logits; None: torch operations."""
         self.counts = counts
         """Token counts for penalties, if the host may not know the latest tokens."""
+        self.processors = processors
+        """Custom logits processors; None without any."""
         self.constrain = open_masks(device)
         self.raw = logprobs_mode.startswith("raw")
 
@@ -98,7 +102,7 @@ class Sampler:
         assert len(logits) == len(rows) and logits.shape[1] >= self.vocab
         if not len(rows):
             return Sampled(torch.empty(0, dtype=torch.int64))
-        special = state.special(rows)
+        special = state.special(rows) or self.processors is not None
         drawn = None if special or redraw is None else redraw(masks, state.places(rows))
         if drawn is not None:
             return Sampled(drawn)
@@ -110,7 +114,7 @@ class Sampler:
         if not special and self.sample is not None and tensors is not None:
             return Sampled(self.sample(logits, tensors))
         history = History(tokens, num_tokens, prompt_lens)
-        step = rows_at_once(self.vocab)
+        step = rows_at_once(self.vocab) if self.processors is None else len(rows)
         if len(rows) <= step and not (rows[1:] == rows[:-1]).any():
             return self._special(logits, rows, state, history, tensors, masks.rows)
         return self._in_parts(logits, rows, state, history, tensors, masks)
@@ -156,15 +160,18 @@ class Sampler:
         logits = logits.float()
         kept = None
         if len(constrained):
-            reduced = np.flatnonzero(np.isin(rows, constrained) & ((state.flags[rows] & REMOVING) != 0))
+            is_reduced = (state.flags[rows] & REMOVING) != 0
+            is_reduced |= self.processors is not None  # which may remove any token
+            reduced = np.flatnonzero(np.isin(rows, constrained) & is_reduced)
             kept = ConstrainedRows(logits, reduced) if len(reduced) else None
         with_logprobs = np.flatnonzero(state.flags[rows] & LOGPROBS)
         index = to_device(with_logprobs, self.device)
         raw = logits.index_select(0, index) if self.raw and len(with_logprobs) else None
-        adjust(logits, rows, state, history, self.counts)
+        logits = adjust(logits, rows, state, history, self.counts, self._process)
         if kept is not None:
             kept.revive(logits)
-        if self.sample is not None and tensors is not None and self.raw:
+        is_late = self.processors is not None and len(self.processors.invariant) > 0
+        if self.sample is not None and tensors is not None and self.raw and not is_late:
             token_ids = self.sample(logits, tensors)
         else:
             token_ids = self._sample(logits, rows, state, history.num_tokens)
@@ -178,11 +185,21 @@ class Sampler:
             sampled.logprobs = dict(zip(chosen.tolist(), ([result] for result in results), strict=True))
         return sampled
 
+    @property
+    def _process(self) -> Callable[[Tensor], Tensor] | None:
+        """Return the function of the processors that may change the most likely token."""
+        processors = self.processors
+        return None if processors is None else lambda logits: processors.apply(logits, processors.others)
+
     def _sample(self, logits: Tensor, rows: Ints, state: SamplingRows, num_tokens: Ints) -> Tensor:
         """Return [N] int64; leave in `logits` the values that each token was sampled from."""
         random = np.flatnonzero(state.flags[rows] & RANDOM)
         if not len(random):
             return _best(logits)
+        logits /= to_device(state.temperature[rows][:, None], self.device)  # 1 for greedy rows
+        if self.processors is not None:
+            processed = self.processors.apply(logits, self.processors.invariant)
+            logits = logits if processed is logits else logits.copy_(processed)
         if len(random) == len(rows):
             return self._sample_random(logits, rows, state, num_tokens)
         token_ids = torch.empty(len(rows), dtype=torch.int64, device=self.device)
@@ -196,7 +213,6 @@ class Sampler:
         return token_ids
 
     def _sample_random(self, logits: Tensor, rows: Ints, state: SamplingRows, num_tokens: Ints) -> Tensor:
-        logits /= to_device(state.temperature[rows][:, None], self.device)
         limited = np.flatnonzero(state.flags[rows] & LIMITED)
         if len(limited):
             self._limit(logits, limited, rows[limited], state)

@@ -105,7 +105,7 @@ class BlockPool:
     def take(self, count: int) -> list[Block]:
         """Allocate `count` free blocks and evict their prefixes from the index; nothing else evicts."""
         assert count <= self.num_free, f"{count} blocks needed, {self.num_free} free"
-        taken, evicted = self._free.take(count), list[bytes]()
+        taken, evicted = self._free.take(count), list[Block]()
         for block in taken:
             block.num_users = 1
             if block.key is not None:

@@ -26,6 +26,7 @@ from quire.server.openai.scoring import add_scoring_route
 from quire.server.openai.service import GenerationService
 from quire.server.ops.routes import add_operate_routes
 from quire.server.ops.status import add_model_routes, add_status_routes
+from quire.server.ops.weights import version_header
 from quire.server.page import OPEN_PATHS, Feed, add_page
 from quire.server.pooling.routes import add_pooling_routes
 from quire.server.responses.routes import Responses, add_response_routes
@@ -98,6 +99,7 @@ def wrap(app: ASGIApp, engine: AsyncEngine, settings: ServerSettings, ledger: Le
         echo_request_id=settings.api.enable_request_id_headers,
         form_paths=frozenset(PATHS),
         max_form_bytes=settings.max_audio_bytes + MAX_FIELDS_BYTES,
+        weight_version=lambda: version_header(engine.operation),
     )
     wrapped = wrap_in_middleware(Origins(MessageErrors(gate), access), access.middleware)
     return Observed(wrapped, engine.count_exchange)

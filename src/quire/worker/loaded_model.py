@@ -22,6 +22,7 @@ from quire.layers.lora import AdapterSlots
 from quire.layers.ssm import state_layers
 from quire.loader import load_model
 from quire.loader.offload import LayerOffload
+from quire.loader.update import LayerTwins
 from quire.logs import get_logger
 from quire.memory import ladder
 from quire.parallel.all2all import open_dispatch
@@ -31,6 +32,7 @@ from quire.sampling.sampler import Sampler
 from quire.worker.cpu import CpuDevice
 from quire.worker.cpu import draw as draw_on_host
 from quire.worker.device import Device, Model
+from quire.worker.extensions import open_processors
 from quire.worker.features import PromptLogprobs, StepFeature
 from quire.worker.kv_tiers import BlockCopies, CachePages, CpuBlockCopies
 from quire.worker.lora import check_slots, slots_of, why_no_extra_vocab
@@ -90,6 +92,8 @@ class LoadedModel:
         self.drafter: Drafter | None = None
         self.slots: AdapterSlots | None = None
         """None if LoRA is off."""
+        self.twins: LayerTwins | None = None
+        """Layers from before loading; None if their weights cannot be updated."""
         if self.offload is not None:
             self.offload.close()
         self.offload = None
@@ -142,6 +146,9 @@ class LoadedModel:
         """Load the model without a cache; `on_progress` is called with the loaded share of the weights."""
         config = self.config
         slots = slots_of(config.lora, self.dtype, self.device, no_extra_vocab=why_no_extra_vocab(config))
+        can_update = config.checkpoint.format != "gguf" and config.load.load_format != "sharded_state"
+        if can_update and not config.load.cpu_offload_gb and config.checkpoint.facts.borrowed is None:
+            self.twins = LayerTwins(config.checkpoint, self.stage)
         if config.load.cpu_offload_gb:
             self.offload = LayerOffload(config.load.cpu_offload_gb * 2**30, self.device)
         self.model = load_model(
@@ -163,6 +170,7 @@ class LoadedModel:
             adapters=slots,
             tower_group=tower_group(config, self.world.tp),
             offload=self.offload,
+            on_built=None if self.twins is None else self.twins.record,
         )
         if self.offload is not None:
             self._prefetch(self.offload)
@@ -259,8 +267,11 @@ class LoadedModel:
         if self.device.type == "cuda":
             max_extra_vocab = 0 if slots is None else slots.max_extra_vocab
             counts = Counts(config.scheduler.max_num_seqs, vocab + max_extra_vocab, self.device)
-        sampler = Sampler(vocab, self.device, config.model.logprobs_mode, device.sample, counts)
-        parts: list[StepFeature] = [PromptLogprobs(model.logits, all_rows, config.model.logprobs_mode, slots)]
+        mode, processors = config.model.logprobs_mode, open_processors(config, self.device, all_rows)
+        sampler = Sampler(vocab, self.device, mode, device.sample, counts, processors)
+        parts: list[StepFeature] = [PromptLogprobs(model.logits, all_rows, mode, slots)]
+        if processors is not None:
+            parts.append(processors)
         if isinstance(self.encoder, CrossEncoder):
             heads = alignment_heads(config)
             parts.append(Alignment(self.encoder.crossing, heads, all_rows, self.world.tp))

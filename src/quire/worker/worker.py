@@ -22,7 +22,7 @@ from quire.errors import RequestError
 from quire.layers.lora import AdapterSlots
 from quire.layers.moe import Experts
 from quire.logs import get_logger
-from quire.memory import CacheSize, embeds_bytes, human, size_cache
+from quire.memory import CacheSize, embeds_bytes, human, processor_bytes, size_cache
 from quire.parallel.world import World
 from quire.sampling.rows import SamplingRows
 from quire.worker.device import device_failures
@@ -40,6 +40,7 @@ from quire.worker.sleep import OffloadedWeights, give_back, used_bytes
 from quire.worker.spec.drafter import draft_bytes
 from quire.worker.stage_runner import StageRunner
 from quire.worker.state_checkpoints import StateCheckpoints
+from quire.worker.weight_update import WeightUpdater
 
 log = get_logger(__name__)
 
@@ -78,6 +79,8 @@ class Worker:
         """Lower tiers of the KV cache; None without any."""
         self._offloaded: OffloadedWeights | None = None
         """Weights offloaded to host memory."""
+        self._updater: WeightUpdater | None = None
+        """None before the first update of the loaded weights."""
         self._asleep: set[str] = set()
         """Parts of `MEMORY` that are asleep."""
         self._name = f"dp{world.rank.dp}_pp{world.rank.pp}_tp{world.rank.tp}_rank"
@@ -140,6 +143,10 @@ class Worker:
                 num_tokens = config.scheduler.max_num_batched_tokens
                 extra = embeds_bytes(facts, config.model.dtype, num_tokens=num_tokens)
                 self._needs = replace(self._needs, activations=self._needs.activations + extra)
+            if config.extensions.logits_processors:
+                self._needs = replace(
+                    self._needs, activations=self._needs.activations + processor_bytes(config)
+                )
             if loaded.draft_facts is not None:
                 self._needs = self._needs.beside(draft_bytes(config, loaded.draft_facts))
         if loaded.encoder is not None and not config.multimodal.skip_mm_profiling:
@@ -234,7 +241,7 @@ class Worker:
         if self._offloaded is not None:
             self._offloaded.drop()
         self.loaded.drop()
-        self._runner = self.balancer = self._offloaded = None
+        self._runner = self.balancer = self._offloaded = self._updater = None
 
     # ---- adapters
 
@@ -283,6 +290,29 @@ class Worker:
         """Copy blocks to the device; runs in a thread, while steps run."""
         assert self._tiers is not None, "open_tiers() comes first"
         return self._tiers.load(load)
+
+    # ---- weight updates
+
+    @property
+    def weights(self) -> WeightUpdater:
+        """Return the updater of the loaded model's weights."""
+        if self.model is None or self._offloaded is not None:
+            raise RequestError("the weights are asleep: call wake_up first")
+        if self._updater is None:
+            rank, parallel = self.world.rank, self.config.parallel
+            size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+            index = rank.dp * size + rank.pp * parallel.tensor_parallel_size + rank.tp
+            backend = self.config.extensions.weight_transfer_config.get("backend", "")
+            twins = None if self.balancer is not None else self.loaded.twins
+            self._updater = WeightUpdater(self.model, twins, backend, self.device, index)
+        return self._updater
+
+    def update_weights(self, action: str, *args: Any) -> Any:
+        """Call a method of the updater by name."""
+        result = getattr(self.weights, action)(*args)
+        if action == "commit" and self.loaded.encoder is not None:
+            self.loaded.encoder.clear()
+        return result
 
     # ---- sleep
 

@@ -19,6 +19,9 @@ ROUTES = [
     *[("POST", f"/{name}") for name in ("abort_requests", "reset_mm_cache", "reset_encoder_cache")],
     ("POST", "/reset_prefix_cache"),
     *[("GET", f"/{name}") for name in ("is_sleeping", "is_paused", "server_info", "get_world_size")],
+    *[("POST", f"/{name}") for name in ("init_weight_transfer_engine", "start_weight_update")],
+    *[("POST", f"/{name}") for name in ("update_weights", "finish_weight_update", "update_weight_version")],
+    ("GET", "/weight_info"),
 ]
 ENV = Env.read({"HOME": "/", "VLLM_SERVER_DEV_MODE": "1"})
 
@@ -43,7 +46,8 @@ def ask(
 @pytest.mark.parametrize(("method", "path"), ROUTES)
 def test_routes_exist_in_developer_mode_only(method: str, path: str) -> None:
     assert ask(method, path, env=None).status_code == 404
-    body = {"json": {"method": "check_health", "request_ids": []}} if method == "POST" else {}
+    fields = {"method": "check_health", "request_ids": [], "init_info": {}, "update_info": {}}
+    body = {"json": fields | {"new_version": "v1"}} if method == "POST" else {}
     reply = ask(method, path, **body)
     assert reply.status_code == 200, reply.text
 
@@ -78,6 +82,23 @@ def test_pause_and_resume_reach_the_engine() -> None:
     assert ask("POST", "/pause?mode=wait&clear_cache=false", engine).json() == {"status": "paused"}
     assert ask("POST", "/resume", engine).json() == {"status": "resumed"}
     assert engine.operation.calls == [("pause", "abort", True), ("pause", "wait", False), ("resume",)]
+    ask("POST", "/pause?wait_for_inflight_requests=true", engine)
+    assert engine.operation.calls[-1] == ("pause", "wait", True)
+
+
+def test_server_info_has_the_sections_that_trainers_read() -> None:
+    engine = FakeEngine()
+    engine.operation.settings |= {
+        "model": {"logprobs_mode": "processed_logprobs"},
+        "lora": {"enable_lora": False},
+        "extensions": {"weight_transfer_config": {"backend": "nccl"}},
+    }
+    config = ask("GET", "/server_info?config_format=json", engine).json()["vllm_config"]
+    assert config["weight_transfer_config"] == {"backend": "nccl"} and config["lora_config"] is None
+    assert config["model_config"]["logprobs_mode"] == "processed_logprobs"
+    engine.operation.settings["extensions"] = {"weight_transfer_config": {}}
+    config = ask("GET", "/server_info?config_format=json", engine).json()["vllm_config"]
+    assert config["weight_transfer_config"] is None
 
 
 @pytest.mark.parametrize(
@@ -116,6 +137,50 @@ def test_collective_rpc_returns_results() -> None:
     assert engine.operation.calls == [("collective_rpc", "f", 2.5, [1, "a"], {"b": None})]
     engine.operation.results = [object()]
     assert "is not JSON" in refused(ask("POST", "/collective_rpc", engine, json={"method": "f"}))["message"]
+
+
+def test_weight_updates_reach_the_engine() -> None:
+    engine = FakeEngine()
+    calls = {
+        "init_weight_transfer_engine": ({"init_info": {"a": 1}}, "Weight transfer initialized"),
+        "start_weight_update": (None, "Weight update started"),
+        "update_weights": ({"update_info": {"names": []}}, "Weights updated"),
+        "finish_weight_update": ({"weight_version": "v2"}, "Weight update finished"),
+    }
+    for path, (body, message) in calls.items():
+        assert ask("POST", f"/{path}", engine, json=body).json() == {"message": message}
+    assert ask("POST", "/finish_weight_update", engine).status_code == 200
+    reply = ask("POST", "/update_weight_version", engine, json={"new_version": "v3"})
+    assert reply.json() == {"success": True, "new_version": "v3"}
+    assert engine.operation.calls == [
+        ("init_weight_transfer_engine", {"a": 1}),
+        ("start_weight_update",),
+        ("update_weights", {"names": []}),
+        ("finish_weight_update", "v2"),
+        ("finish_weight_update", None),
+        ("update_weight_version", "v3"),
+    ]
+    for path in ("init_weight_transfer_engine", "update_weights", "update_weight_version"):
+        refused(ask("POST", f"/{path}", engine, json={}))
+    assert "draft" in refused(ask("POST", "/start_draft_weight_update", engine))["message"]
+
+
+def test_answers_name_the_version_of_the_weights() -> None:
+    """Catches a header for engines that no trainer updates."""
+    engine = FakeEngine()
+    assert "x-weight-version" not in ask("GET", "/version", engine).headers
+    engine.operation.weight_version = "step-7"
+    assert ask("GET", "/version", engine).headers["x-weight-version"] == "step-7"
+    assert ask("GET", "/weight_info", engine).json() == {"weight_version": "step-7"}
+
+
+def test_weight_updates_need_the_key() -> None:
+    settings = {"api_key": ["secret"]}
+    for path in ("/start_weight_update", "/update_weights", "/finish_weight_update"):
+        body = {"json": {"update_info": {}}}
+        assert ask("POST", path, settings=dict(settings), **body).status_code == 401
+        key = {"authorization": "Bearer secret"}
+        assert ask("POST", path, settings=dict(settings), headers=key, **body).status_code == 200
 
 
 @pytest.mark.parametrize(

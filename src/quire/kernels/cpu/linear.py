@@ -98,10 +98,16 @@ class LinearProduct:
         assert len({(part.columns, part.interleaved) for part in parts}) == 1
         self.parts = tuple(parts)
         self.wide = wide
+        self._stored_bias = bias
         self.bias = None if bias is None else bias.float().contiguous()
         self._in_c = torch.tensor([part.in_c() for part in parts])
         self._held = [tensor for part in parts for tensor in part.held]
         self._size_in, self._size_out = parts[0].columns, sum(part.rows for part in parts)
+
+    def refresh(self) -> None:
+        """Convert the bias again, after it was changed in place."""
+        if self.bias is not None and self._stored_bias is not None:
+            self.bias.copy_(self._stored_bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply x [T, size_in], float32 or bfloat16; return [T, size_out] in its dtype, or float32 if

@@ -83,11 +83,18 @@ class CpuExperts:
         self._num_experts, self._hidden, self._size = len(down), down[0].rows, down[0].columns
         assert sum(part.rows for part in gate_up[0]) == 2 * self._size
         matrices = [torch.tensor([part.in_c() for part in group]) for group in (parts, list(down))]
-        biases = [None if bias is None else bias.float().contiguous() for bias in (gate_up_bias, down_bias)]
+        stored = gate_up_bias, down_bias
+        biases = [None if bias is None else bias.float().contiguous() for bias in stored]
+        self._stored_biases = [bias for bias in stored if bias is not None]
         self._tables = [*matrices, *biases]
         self._biases = [bias for bias in biases if bias is not None]
         self._matrices = [[of[part] for of in gate_up] for part in range(len(gate_up[0]))] + [list(down)]
         self._held = [tensor for part in (*parts, *down) for tensor in part.held]
+
+    def refresh(self) -> None:
+        """Convert the biases again, after they were changed in place."""
+        for bias, stored in zip(self._biases, self._stored_biases, strict=True):
+            bias.copy_(stored)
 
     def by_expert(self) -> list[list[Tensor]]:
         """Return the bytes that the kernel reads of each matrix, its scales and each bias, as one list per

@@ -21,11 +21,16 @@ DIRECT_SEND = "quire.send"
 _ACCOUNT = "quire.account"
 _OPERATOR = "quire.operator"
 _PLACE = "quire.place"
+WEIGHT_PATHS = (
+    *("/init_weight_transfer_engine", "/start_weight_update", "/start_draft_weight_update"),
+    *("/update_weights", "/finish_weight_update", "/update_weight_version"),
+)
+"""Routes of weight updates."""
 OPERATOR_PATHS = frozenset(
     {
         *("/sleep", "/wake_up", "/pause", "/resume", "/collective_rpc", "/abort_requests"),
         *("/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"),
-        *("/start_profile", "/stop_profile"),
+        *("/start_profile", "/stop_profile", *WEIGHT_PATHS),
     }
 )
 """Routes that change the engine for all clients. They exist only in developer mode, with a profiler, or
@@ -64,8 +69,10 @@ class HttpGate:
         echo_request_id: bool,
         form_paths: frozenset[str] = frozenset(),
         max_form_bytes: int = 0,
+        weight_version: Callable[[], str] = str,
     ) -> None:
-        """Initialize. Bodies of POSTs to `form_paths` are forms of at most `max_form_bytes`."""
+        """Initialize. Bodies of POSTs to `form_paths` are forms of at most `max_form_bytes`. `weight_version`
+        returns the value of the header x-weight-version; without one there is no header."""
         self._app = app
         self._ledger = ledger
         self._open_paths = open_paths
@@ -82,6 +89,7 @@ class HttpGate:
         )
         self._form_paths = form_paths
         self._echo_request_id = echo_request_id
+        self._weight_version = weight_version
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -110,6 +118,8 @@ class HttpGate:
                 receive = kind.counted(receive)
         if self._echo_request_id and b"x-request-id" in headers:
             send = _with_header(send, (b"x-request-id", headers[b"x-request-id"]))
+        if version := self._weight_version():
+            send = _with_header(send, (b"x-weight-version", version.encode()))
         # Always set: the next request of a connection may start in a copy of this context.
         CACHE_SCOPE.set("" if key is None else key.cache_scope)
         scope[DIRECT_SEND] = send

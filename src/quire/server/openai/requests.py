@@ -163,8 +163,8 @@ class GenerateBody(EngineBody):
         -1, None, "Maximum reasoning tokens; needs --reasoning-parser. -1: no limit."
     )
     kv_transfer_params: dict[str, JsonValue] | None = doc("Has no effect: nothing is transferred.")
-    vllm_xargs: dict[str, str | float | Many[str | float]] | None = doc(
-        "Arguments for extensions: has no effect."
+    vllm_xargs: dict[str, str | int | float | Many[str | int | float]] | None = doc(
+        "Arguments of custom logits processors, as `extra_args` of their sampling parameters."
     )
 
 

@@ -19,6 +19,7 @@ from quire.server.http.openapi_document import replies_of
 from quire.server.openai.replies import ResetReply
 from quire.server.openai.requests import Many
 from quire.server.openai.service import GenerationService
+from quire.server.ops.weights import add_weight_routes
 from quire.text.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
@@ -98,15 +99,19 @@ def add_operate_routes(app: FastAPI, api: GenerationService) -> None:
         _add_sleep_routes(app, api)
         _add_worker_routes(app, api)
         _add_cache_routes(app, api)
+        add_weight_routes(app, api)
 
 
 def _add_rest_routes(app: FastAPI, api: GenerationService) -> None:
     operation = api.engine.operation
 
     @app.post("/pause", **replies_of(StateReply, *_CODES))
-    async def pause(mode: Mode = "abort", clear_cache: bool = True) -> Response:
-        """Pause the engine. Running requests are aborted, finished first, or kept; new ones wait."""
-        await operation.pause(mode, clear_cache=clear_cache)
+    async def pause(
+        mode: Mode = "abort", clear_cache: bool = True, wait_for_inflight_requests: bool = False
+    ) -> Response:
+        """Pause the engine. Running requests are aborted, finished first, or kept; new ones wait.
+        `wait_for_inflight_requests` is the old name of the mode `wait`."""
+        await operation.pause("wait" if wait_for_inflight_requests else mode, clear_cache=clear_cache)
         return json_response({"status": "paused"})
 
     @app.post("/resume", **replies_of(StateReply, *_CODES))
@@ -175,8 +180,13 @@ def _add_worker_routes(app: FastAPI, api: GenerationService) -> None:
     async def server_info(config_format: Literal["text", "json"] = "text") -> Response:
         """Return the engine's effective settings and its environment, without secrets."""
         settings = operation.settings
-        config = settings if config_format == "json" else "\n".join(_lines(settings))
-        body = {"vllm_config": config, "vllm_env": _environment(), "system_env": _system()}
+        config = _with_vllm_names(settings) if config_format == "json" else "\n".join(_lines(settings))
+        body = {
+            "vllm_config": config,
+            "vllm_env": _environment(),
+            "system_env": _system(),
+            "weight_version": operation.weight_version,
+        }
         return Response(msgspec.json.encode(body, enc_hook=str), media_type="application/json")
 
 
@@ -232,6 +242,18 @@ def tokenizer_info(tokenizer: Tokenizer, max_len: int) -> dict[str, Any]:
             str(id): {"content": text, "special": tokenizer.is_special(id)} for text, id in added
         },
         "chat_template": tokenizer.chat_template,
+    }
+
+
+def _with_vllm_names(settings: Any) -> dict[str, Any]:
+    """Return the settings with those sections that clients of vLLM read, under its names."""
+    lora = settings.get("lora", {})
+    return {
+        **settings,
+        "model_config": settings.get("model"),
+        "parallel_config": settings.get("parallel"),
+        "lora_config": lora if lora.get("enable_lora") else None,
+        "weight_transfer_config": settings.get("extensions", {}).get("weight_transfer_config") or None,
     }
 
 

@@ -1,0 +1,268 @@
+"""Updates of a loaded model's weights in place: new tensors are staged layer by layer, then copied at once.
+
+A layer is loaded once and may repack its weights, so that new ones cannot be written into it. Each is loaded
+into a copy of the layer as it was before loading, its twin. The result has the layout that the kernels read,
+and is copied to the same addresses: CUDA graphs and tapes stay valid."""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from quire.checkpoint.model import Checkpoint
+from quire.config.parallel import Stage
+from quire.errors import RequestError
+from quire.layers.linear import Linear
+from quire.layers.moe import Experts
+from quire.layers.scope import Begins, LoadedModule, Loads, Target
+from quire.loader.load import is_elsewhere, is_ignored, list_names, stored_name
+from quire.loader.source import put
+from quire.quant.experts import StoredExperts
+from quire.quant.plain import PlainExperts, PlainWeight
+from quire.quant.weight import Weight, frozen_parameter, placeholder_parameter
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of tensors in an update; they are converted to that of the layer."""
+
+
+class TensorInfo(NamedTuple):
+    """Name, dtype and shape of a tensor in an update."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Twin:
+    """A layer and its copy from before it was loaded, which holds no memory."""
+
+    layer: Any
+    empty: Any
+    targets: dict[str, tuple[int, ...]]
+    """Shapes of its checkpoint tensors, by name."""
+
+
+class LayerTwins:
+    """The layers of a model as they were before loading."""
+
+    def __init__(self, checkpoint: Checkpoint, stage: Stage) -> None:
+        self.checkpoint, self.stage = checkpoint, stage
+        self.by_name: dict[str, _Twin] = {}
+        """The twin of each tensor that the model loads."""
+        self._by_stored: dict[str, str] = {}
+        """Names of these tensors by those in the checkpoint, which may have other prefixes."""
+
+    def record(self, model: nn.Module, stored: Mapping[str, tuple[int, ...]]) -> None:
+        """Copy the layers of a model that is not loaded yet; `stored` are the tensors of the checkpoint."""
+        self.by_name.clear()
+        for layer in (module for module in model.modules() if isinstance(module, Loads)):
+            targets = list(layer.targets())
+            twin = _Twin(layer, _without_memory(layer), {target.name: target.shape for target in targets})
+            self.by_name |= dict.fromkeys(twin.targets, twin)
+        self._by_stored = {stored_name(name, stored): name for name in self.by_name}
+
+    def find(self, name: str) -> str | None:
+        """Return the target of a tensor, by the name of the model or by that of its checkpoint."""
+        return name if name in self.by_name else self._by_stored.get(name)
+
+    def is_unused(self, name: str) -> bool:
+        """Whether a tensor has no use here: it follows from others, or another stage has it."""
+        layers = self.stage.layers(len(self.checkpoint.facts.layers)) if self.stage.count > 1 else None
+        return is_ignored(name, self.checkpoint) or is_elsewhere(name, layers)
+
+
+class StagedUpdate:
+    """New weights of some layers. The model is not changed before `commit`."""
+
+    def __init__(self, twins: LayerTwins) -> None:
+        self._twins = twins
+        self._staged: dict[int, tuple[_Twin, Any, set[str]]] = {}
+        """By layer: its twin, the layer with new weights, and the tensors that it still needs."""
+
+    def check(self, infos: Iterable[TensorInfo]) -> None:
+        """Raise a RequestError that names the first tensor that does not fit the model."""
+        for info in infos:
+            name = self._twins.find(info.name)
+            if name is None and self._twins.is_unused(info.name):
+                continue
+            if name is None:
+                raise RequestError(f"{info.name}: the model has no such weight; send names of its checkpoint")
+            shape = self._twins.by_name[name].targets[name]
+            if [size for size in info.shape if size != 1] != [size for size in shape if size != 1]:
+                raise RequestError(f"{info.name} has the shape {info.shape}, but the model's is {shape}")
+            if info.dtype not in FLOATS:
+                known = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
+                sent = str(info.dtype).removeprefix("torch.")
+                raise RequestError(f"{info.name} has the dtype {sent}; an update has {known}")
+
+    @torch.no_grad()
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Stage a tensor that was checked."""
+        target_name = self._twins.find(name)
+        if target_name is None:
+            return
+        twin = self._twins.by_name[target_name]
+        if id(twin) not in self._staged:
+            layer = _with_memory(twin.empty)
+            if isinstance(layer, Begins):
+                layer.begin()
+            self._staged[id(twin)] = twin, layer, set(twin.targets)
+        _, layer, missing = self._staged[id(twin)]
+        if not missing:
+            raise RequestError(f"{name} is sent twice in one update")
+        put(tensor, _target(layer, target_name))
+        missing.discard(target_name)
+        if not missing:
+            layer.finish()
+
+    @torch.no_grad()
+    def close(self) -> None:
+        """Complete layers of which only some tensors were sent; raise if that is not possible."""
+        for twin, layer, missing in self._staged.values():
+            if missing:
+                self._complete(twin, layer, missing)
+            _check_alike(twin.layer, layer)
+
+    def _complete(self, twin: _Twin, layer: Any, missing: set[str]) -> None:
+        """Fill the tensors that were not sent with those of the model."""
+        if not _is_kept_as_loaded(twin.layer):
+            sent = sorted(twin.targets.keys() - missing)
+            raise RequestError(
+                f"{list_names(sent)}: the layer is stored in another form, so that all its tensors are"
+                f" needed: send {list_names(sorted(missing))} as well"
+            )
+        for name in missing:
+            _target(layer, name).tensor.copy_(_target(twin.layer, name).tensor)
+        missing.clear()
+        layer.finish()
+
+    @torch.no_grad()
+    def commit(self) -> int:
+        """Copy the staged weights into the model; return the number of layers."""
+        for twin, layer, _ in self._staged.values():
+            _copy_into(twin.layer, layer)
+        num_layers = len(self._staged)
+        self._staged.clear()
+        return num_layers
+
+
+def refuse_fixed(model: nn.Module) -> None:
+    """Raise a RequestError if a weight of the model has a form that cannot be made again from new values."""
+    for module in model.modules():
+        finish = getattr(type(module), "finish", None)
+        if isinstance(module, Weight | StoredExperts) and finish not in (Weight.finish, StoredExperts.finish):
+            raise RequestError(
+                f"weights of the kind {type(module).__name__} cannot be updated: the checkpoint stores them"
+                " quantized, and a trainer sends plain values. Start with the plain checkpoint, and with"
+                " --quantization fp8 or int8 for less memory"
+            )
+
+
+def _target(layer: Loads, name: str) -> Target:
+    return next(target for target in layer.targets() if target.name == name)
+
+
+def _is_kept_as_loaded(layer: Any) -> bool:
+    """Whether the layer holds its weights as its targets were filled."""
+    if isinstance(layer, Linear):
+        return isinstance(layer.weight, PlainWeight) and not layer.orders() and not layer.across
+    if isinstance(layer, Experts):
+        is_plain = isinstance(layer.weights, PlainExperts) and not layer.plain
+        return is_plain and layer.names.stored != "in_turns"
+    return isinstance(layer, LoadedModule) and type(layer).finish is LoadedModule.finish
+
+
+def _copied(module: nn.Module, convert: Callable[[Any], Any]) -> Any:
+    """Copy a layer with its weights; `convert` makes the parameters of the copy. Buffers and other layers
+    inside of it are shared. The parts of LoRA adapters belong to the loaded layer and are left out."""
+    made = copy.copy(module)
+    attributes = made.__dict__ = dict(module.__dict__)
+    attributes["_parameters"] = {
+        name: None if parameter is None else convert(parameter)
+        for name, parameter in module._parameters.items()
+    }
+    attributes["_buffers"] = dict(module._buffers)
+    attributes["_modules"] = {
+        name: child if child is None or isinstance(child, Loads) else _copied(child, convert)
+        for name, child in module._modules.items()
+    }
+    for name, value in module.__dict__.items():
+        if isinstance(value, list | tuple) and value and all(isinstance(x, Weight) for x in value):
+            attributes[name] = type(value)(_copied(child, convert) for child in value)
+    attributes |= {name: None for name in ("adapters", "point") if name in attributes}
+    return made
+
+
+class _Place(NamedTuple):
+    """A parameter without memory, and the device of its memory."""
+
+    like: Tensor
+    device: torch.device
+    is_expanded: bool
+    """Whether it is a placeholder until the layer begins to load."""
+
+
+_SMALL = 1 << 16
+"""Elements up to which initial values are kept; larger parameters have none but zeros."""
+
+
+def _without_memory(layer: Any) -> Any:
+    def convert(parameter: Tensor) -> Tensor | _Place:
+        is_expanded = parameter.numel() > 1 and not any(parameter.stride())
+        if parameter.numel() <= _SMALL and not is_expanded:
+            return parameter.detach().clone()
+        return _Place(parameter.detach().to("meta"), parameter.device, is_expanded)
+
+    return _copied(layer, convert)
+
+
+def _with_memory(layer: Any) -> Any:
+    def convert(place: Tensor | _Place) -> nn.Parameter:
+        if isinstance(place, Tensor):
+            return frozen_parameter(place.clone())
+        shape, dtype = place.like.shape, place.like.dtype
+        if place.is_expanded:
+            return placeholder_parameter(*shape, dtype=dtype, device=place.device)
+        return frozen_parameter(torch.zeros(shape, dtype=dtype, device=place.device))
+
+    return _copied(layer, convert)
+
+
+def _tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a layer by path: parameters, buffers and plain attributes."""
+    groups = module._parameters, module._buffers, module.__dict__
+    for name, value in (item for group in groups for item in group.items()):
+        if isinstance(value, Tensor):
+            yield prefix + name, value
+    for name, child in module._modules.items():
+        if child is not None and not isinstance(child, Loads):
+            yield from _tensors(child, f"{prefix}{name}.")
+
+
+def _pairs(live: nn.Module, staged: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield the name, the old and the new tensor of what a layer holds; caches are not part of it."""
+    fresh = dict(_tensors(staged))
+    for name, tensor in _tensors(live):
+        if name in fresh and fresh[name] is not tensor:
+            yield name, tensor.detach(), fresh[name].detach()
+
+
+def _check_alike(live: nn.Module, staged: nn.Module) -> None:
+    for name, old, new in _pairs(live, staged):
+        if (old.shape, old.dtype, old.device) != (new.shape, new.dtype, new.device):
+            raise RequestError(
+                f"{type(live).__name__}.{name} cannot be updated in place: it would change from {old.dtype}"
+                f" {tuple(old.shape)} to {new.dtype} {tuple(new.shape)}"
+            )
+
+
+def _copy_into(live: nn.Module, staged: nn.Module) -> None:
+    for _, old, new in _pairs(live, staged):
+        old.copy_(new)
+    for module in live.modules():
+        if isinstance(module, Weight | StoredExperts):
+            module.refresh_kernels()

@@ -1,0 +1,76 @@
+"""Logits processors of the operator in a worker, and the configuration that they read."""
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from quire.config.engine import EngineConfig
+from quire.config.extensions import load_class
+from quire.errors import ConfigError, one_line
+from quire.sampling.logits_processors import LogitsProcessor, ProcessorBatch
+from quire.sampling.rows import History
+from quire.worker.rows import Rows
+
+
+class ConfigView:
+    """A section of the configuration under a name of vLLM, with values that only vLLM has."""
+
+    def __init__(self, section: Any, **values: Any) -> None:
+        self._section = section
+        self.__dict__.update(values)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._section, name)
+
+
+class VllmConfig:
+    """The configuration of the engine as vLLM names it, for classes that were written for vLLM."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        facts, parallel = config.checkpoint.facts, config.parallel
+        self.model_config = ConfigView(
+            config.model,
+            dtype=getattr(torch, config.model.dtype),
+            get_vocab_size=lambda: facts.vocab,
+            get_hidden_size=lambda: facts.hidden,
+        )
+        self.cache_config = ConfigView(config.cache)
+        self.scheduler_config = ConfigView(config.scheduler, max_model_len=config.model.max_model_len)
+        ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        self.parallel_config = ConfigView(parallel, world_size=ranks)
+        self.load_config = ConfigView(config.load)
+        self.lora_config = ConfigView(config.lora) if config.lora.enable_lora else None
+        self.device_config = ConfigView(config.machine, device=torch.device(config.machine.device))
+        self.speculative_config = config.speculation
+
+
+def open_processors(config: EngineConfig, device: torch.device, all_rows: Rows) -> ProcessorBatch | None:
+    """Return the logits processors of a worker; None without any."""
+    paths = config.extensions.logits_processors
+    if not paths:
+        return None
+    classes = [load_class(path, "logits_processors") for path in paths]
+    for path, processor in zip(paths, classes, strict=True):
+        if not issubclass(processor, LogitsProcessor):
+            raise ConfigError(
+                f"logits_processors: {path!r} must be a subclass of LogitsProcessor (of"
+                " quire.sampling.logits_processors, or of vllm.v1.sample.logits_processor)"
+            )
+    make = partial(_make_processors, classes, config, device)
+    return ProcessorBatch(make, all_rows.sampling, History(*all_rows.history))
+
+
+def _make_processors(
+    classes: list[type[LogitsProcessor]], config: EngineConfig, device: torch.device
+) -> list[LogitsProcessor]:
+    made = []
+    for processor in classes:
+        try:
+            made.append(processor(VllmConfig(config), device, device.type == "cuda"))
+        except Exception as error:  # code of the operator, which may raise anything
+            name = f"{processor.__module__}:{processor.__qualname__}"
+            raise ConfigError(f"logits processor {name} cannot be built: {one_line(error)}") from error
+    return made

@@ -1,0 +1,92 @@
+"""The worker with the names of vLLM, and with the methods of the operator's extension class."""
+
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from quire.config.engine import EngineConfig
+from quire.config.extensions import load_class
+from quire.errors import ConfigError
+from quire.parallel.world import World
+from quire.worker.extensions import ConfigView, VllmConfig
+from quire.worker.worker import Worker
+
+_INSTANCE_NAMES = frozenset(
+    ("config", "world", "device", "loaded", "dtype", "adapters", "balancer", "local_rank")
+)
+"""Attributes of a worker that its class does not have."""
+
+
+class ModelRunner:
+    """The attributes of vLLM's model runner that extensions of workers read."""
+
+    def __init__(self, worker: Worker, vllm_config: VllmConfig) -> None:
+        self.vllm_config = vllm_config
+        self.device = worker.device
+        self.model = VllmModel(worker)
+
+
+class VllmModel:
+    """The loaded model, with vLLM's method that changes weights."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._worker.model, name)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Change weights in place, by their names in the checkpoint; return the names."""
+        return self._worker.weights.load(weights)
+
+
+class VllmWorker(Worker):
+    """A worker with vLLM's names, which functions and extension classes read."""
+
+    local_rank: int = 0
+
+    @cached_property
+    def vllm_config(self) -> VllmConfig:
+        return VllmConfig(self.config)
+
+    @property
+    def model_config(self) -> ConfigView:
+        return self.vllm_config.model_config
+
+    @property
+    def parallel_config(self) -> ConfigView:
+        return self.vllm_config.parallel_config
+
+    @property
+    def rank(self) -> int:
+        """Return the index of the worker in its engine."""
+        rank, parallel = self.world.rank, self.config.parallel
+        return rank.pp * parallel.tensor_parallel_size + rank.tp
+
+    @cached_property
+    def model_runner(self) -> ModelRunner:
+        return ModelRunner(self, self.vllm_config)
+
+    def get_model(self) -> Any:
+        """Return the target model."""
+        return self.model_runner.model
+
+
+def open_worker(config: EngineConfig, world: World, local_rank: int = 0) -> VllmWorker:
+    """Build a worker, with the methods of the operator's extension class."""
+    worker_class: Any = VllmWorker
+    if path := config.extensions.worker_extension_cls:
+        extension = load_class(path, "worker_extension_cls")
+        known = set(dir(VllmWorker)) | _INSTANCE_NAMES
+        shared = sorted(name for name in dir(extension) if not name.startswith("__") and name in known)
+        if shared:
+            raise ConfigError(
+                f"worker_extension_cls: {path!r} has names that the worker has already: {', '.join(shared)};"
+                " rename them"
+            )
+        worker_class = type("ExtendedWorker", (extension, VllmWorker), {})
+    worker: VllmWorker = worker_class(config, world)
+    worker.local_rank = local_rank
+    return worker

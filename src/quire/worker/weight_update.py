@@ -1,0 +1,106 @@
+"""Weight updates of a worker: begun, staged by any number of transfers, then applied at once or dropped."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quire.errors import RequestError
+from quire.loader.update import LayerTwins, StagedUpdate, TensorInfo, refuse_fixed
+from quire.logs import get_logger
+from quire.worker.weight_transfer import TRANSPORTS, WeightTransport
+
+log = get_logger(__name__)
+
+
+class WeightUpdater:
+    """The weight updates of one worker. The model serves its old weights until `commit`."""
+
+    def __init__(
+        self, model: nn.Module, twins: LayerTwins | None, backend: str, device: torch.device, index: int
+    ) -> None:
+        """Build it. `twins` is None if the weights cannot be updated; `index` is that of the worker among all
+        of all engines."""
+        self._model, self._twins = model, twins
+        self._backend = backend
+        self._transport: WeightTransport | None = (
+            TRANSPORTS[backend](device, index) if backend in TRANSPORTS else None
+        )
+        self._staged: StagedUpdate | None = None
+
+    def connect(self, info: Mapping[str, Any]) -> None:
+        """Set up the transport by the `init_info` of the trainer."""
+        self._find_transport().connect(info)
+
+    def _find_transport(self) -> WeightTransport:
+        if self._transport is None:
+            raise RequestError(
+                'Weight transfer not configured: set --weight-transfer-config to {"backend": ...}; known:'
+                f" {', '.join(TRANSPORTS)}"
+            )
+        return self._transport
+
+    def start(self) -> None:
+        self._find_transport()
+        if self._staged is not None:
+            raise RequestError("a weight update has been started already: finish it first")
+        self._staged = self._new_update()
+
+    def _new_update(self) -> StagedUpdate:
+        if self._twins is None:
+            raise RequestError(
+                "weights cannot be updated with GGUF files, sharded_state, cpu_offload_gb, EPLB, or a model"
+                " that runs through transformers"
+            )
+        refuse_fixed(self._model)
+        return StagedUpdate(self._twins)
+
+    def receive(self, info: Mapping[str, Any]) -> int:
+        """Receive and stage the tensors of an `update_info`; return their number."""
+        transport, staged = self._find_transport(), self._staged
+        if staged is None:
+            raise RequestError("no weight update has been started: call start_weight_update")
+        tensors = transport.describe(info)
+        staged.check(tensors)
+        for tensor_info, tensor in zip(tensors, transport.receive(info, tensors), strict=True):
+            _stage(staged, tensor_info, tensor)
+        return len(tensors)
+
+    def prepare(self) -> None:
+        """Complete the staged layers; after that `commit` cannot fail."""
+        if self._staged is None:
+            raise RequestError("no weight update has been started: call start_weight_update")
+        self._staged.close()
+
+    def commit(self) -> int:
+        """Apply the staged weights; return the number of changed layers."""
+        assert self._staged is not None, "prepare() comes first"
+        staged, self._staged = self._staged, None
+        return staged.commit()
+
+    def abort(self) -> None:
+        """Drop the staged weights."""
+        self._staged = None
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Change weights at once, for functions and extensions of workers; return their names. If one does
+        not fit, none is changed."""
+        staged, names = self._new_update(), set[str]()
+        for name, tensor in weights:
+            info = TensorInfo(name, tensor.dtype, tuple(tensor.shape))
+            staged.check([info])
+            _stage(staged, info, tensor)
+            names.add(name)
+        staged.close()
+        staged.commit()
+        return names
+
+
+def _stage(staged: StagedUpdate, info: TensorInfo, tensor: Tensor) -> None:
+    if tensor.dtype != info.dtype or tuple(tensor.shape) != info.shape:
+        raise RequestError(
+            f"{info.name} was announced as {info.dtype} {info.shape}, and came as {tensor.dtype}"
+            f" {tuple(tensor.shape)}"
+        )
+    staged.put(info.name, tensor)
