@@ -519,7 +519,7 @@ ZOO: dict[str, Specimen] = {
             "no_rope_layer_interval": 2,
             "attention_chunk_size": 256,
         },
-        {"two-experts": {"num_experts_per_tok": 2}},
+        {"two-experts": {"num_experts_per_tok": 2}, "chunks": {"attention_chunk_size": 7}},
     ),
     "Glm4MoeForCausalLM": Specimen(_SHARING | {"use_qk_norm": True, "attention_bias": True}),
     "Ernie4_5_MoeForCausalLM": Specimen(

@@ -48,6 +48,8 @@ class LayerFacts:
     """None: no rotary embedding (NoPE)."""
     window: int | None = None
     """Sliding window in tokens; None: full attention."""
+    chunked: bool = False
+    """Whether tokens attend only within chunks of `window` positions (Llama 4)."""
     mixer: str = "attention"
     """Token mixer: attention | latent (MLA) | selective (Mamba) | mamba (Mamba-2) | delta | conv;
     attention+mamba in parallel; none for a layer without one."""

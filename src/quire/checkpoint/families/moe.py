@@ -8,6 +8,7 @@ from quire.checkpoint.families.alibi import databricks
 from quire.checkpoint.families.decoder import (
     LAYER_NORM,
     decoder,
+    layer_kinds,
     ropes_by_kind,
     same_window,
     sliding_window,
@@ -356,7 +357,7 @@ def dbrx(keys: ConfigReader) -> ArchFacts:
 
 def llama4(keys: ConfigReader) -> ArchFacts:
     """Read Llama 4: layers with and without experts. Layers without rotary embedding scale their queries by
-    position; the length is limited to one attention chunk."""
+    position; layers with it attend within chunks of positions."""
     count, head_dim = keys.size("num_hidden_layers"), keys.size("head_dim", 128)
     every, step = keys.size("no_rope_layer_interval", 4), keys.size("interleave_moe_layer_step", 1)
     rotates = keys.integers("no_rope_layers") or [int(bool((layer + 1) % every)) for layer in range(count)]
@@ -365,11 +366,18 @@ def llama4(keys: ConfigReader) -> ArchFacts:
     named = keys.get("moe_layers") is not None
     sparse = keys.integers("moe_layers") if named else range(step - 1, count, step)
     rope = read_rope(keys, head_dim, pairs=True)
+    chunk = keys.size("attention_chunk_size", 8192)
+    chunked, full = "chunked_attention", "full_attention"
+    kinds = layer_kinds(keys, chunked, full, default=[chunked if rotated else full for rotated in rotates])
+    layers = tuple(
+        LayerFacts(rope if rotated else None, chunk if kind == chunked else None, chunked=kind == chunked)
+        for rotated, kind in zip(rotates, kinds, strict=True)
+    )
     growth = keys.number("floor_scale", 8192), keys.number("attn_scale", 0.1)
     facts = decoder(
         keys,
         head_dim=head_dim,
-        layers=tuple(LayerFacts(rope if rotated else None) for rotated in rotates),
+        layers=layers,
         intermediate=keys.size("intermediate_size_mlp"),
         qk_l2_norm=keys.flag("use_qk_norm", True),
         attention_temperature=growth if keys.flag("attn_temperature_tuning", True) else None,
@@ -384,8 +392,7 @@ def llama4(keys: ConfigReader) -> ArchFacts:
         weighs_input=True,
         names="llama4",
     )
-    chunk = keys.size("attention_chunk_size", facts.max_len)
-    return replace(add_experts(facts, moe, set(sparse)), max_len=min(facts.max_len, chunk))
+    return add_experts(facts, moe, set(sparse))
 
 
 def _experts(
