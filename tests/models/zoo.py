@@ -174,6 +174,21 @@ _DELTA_EXPERTS: Settings = {
     "shared_expert_intermediate_size": 24,
 }
 
+_KIMI: Settings = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "linear_head_dim": 8,
+    "linear_num_heads": 4,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+
 ZOO: dict[str, Specimen] = {
     "LlamaForCausalLM": Specimen(
         variants={
@@ -817,6 +832,35 @@ ZOO: dict[str, Specimen] = {
             "initializer_range": 0.1,
         },
         {"one-block": {"num_mem_blocks": 1, "use_shared_attention_adapter": False, "use_mem_rope": False}},
+    ),
+    "BailingHybridForCausalLM": Specimen(
+        _KIMI | {"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1},
+        {"unbounded": {"kda_safe_gate": False, "layer_types": None, "layer_group_size": 3}},
+    ),
+    "KimiLinearForCausalLM": Specimen(_KIMI, {"low-rank queries": {"q_lora_rank": 24}}),
+    "MiniMaxForCausalLM": Specimen(
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_local_experts": 4,
+            "block_size": 16,
+            "full_attn_alpha_factor": 1.5,
+            "full_attn_beta_factor": 0.7,
+            "linear_attn_alpha_factor": 0.8,
+            "linear_attn_beta_factor": 1.2,
+            "mlp_alpha_factor": 0.6,
+            "mlp_beta_factor": 1.1,
+        },
+    ),
+    "OlmoHybridForCausalLM": Specimen(
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_key_head_dim": 24,
+            "linear_value_head_dim": 12,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+        },
+        {"no rope, positive": {"rope_parameters": None, "linear_allow_neg_eigval": False}},
     ),
 }
 STORED: dict[str, Settings] = {"LongcatFlashForCausalLM": {"zero_expert_num": 0}}

@@ -58,6 +58,12 @@ NAMES = {
     "across": MoENames(stored="across", experts=("experts", "gate_up_proj", "down_proj")),
     "mixtral": MoENames("block_sparse_moe", experts=("experts", "w1", "w3", "w2")),
     "deepseek": MoENames(shared="mlp.shared_experts"),
+    "kimi_linear": MoENames(
+        "block_sparse_moe",
+        experts=("experts", "w1", "w3", "w2"),
+        shared="block_sparse_moe.shared_experts",
+        shared_alias="mlp.shared_experts",
+    ),
     "ernie": MoENames(
         choice_bias="moe_statics.e_score_correction_bias", choice_in_row=True, shared="mlp.shared_experts"
     ),
@@ -438,7 +444,7 @@ class MoE(nn.Module):
                 sums=False,
             )
             if names.shared_alias:
-                _alias_targets(self.shared, (layer / names.shared).name, (layer / names.shared_alias).name)
+                alias_targets(self.shared, (layer / names.shared).name, (layer / names.shared_alias).name)
             if moe.shared_gate:
                 self.shared_gate = WholeLinear(facts.hidden, 1, scope / names.shared_gate)
         self.sum = scope.group.all_reduce if scope.group.size > 1 else None
@@ -472,7 +478,7 @@ class MoE(nn.Module):
         return shared if self.shared_gate is None else self.ops.weigh(shared, self.shared_gate(x))
 
 
-def _alias_targets(layer: nn.Module, name: str, alias: str) -> None:
+def alias_targets(layer: nn.Module, name: str, alias: str) -> None:
     """Let adapters use either name for the linear layers inside of `layer`."""
     for module in layer.modules():
         if isinstance(module, Linear) and module.point is not None:

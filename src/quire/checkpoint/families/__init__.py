@@ -9,6 +9,7 @@ import quire.checkpoint.families.dense as dense
 import quire.checkpoint.families.encoder as encoder
 import quire.checkpoint.families.gguf as gguf
 import quire.checkpoint.families.gpt as older
+import quire.checkpoint.families.linear_attention as linear
 import quire.checkpoint.families.llama_variants as llama_variants
 import quire.checkpoint.families.mla as latent
 import quire.checkpoint.families.moe as moe
@@ -151,6 +152,10 @@ FAMILIES = {
     "Mistral4ForCausalLM": Family("mistral4", latent.mistral4),
     "VaultGemmaForCausalLM": Family("vaultgemma", windows.vaultgemma),
     "YoutuForCausalLM": Family("youtu", latent.youtu),
+    "BailingHybridForCausalLM": Family("bailing_hybrid", linear.ling3),
+    "KimiLinearForCausalLM": Family("kimi_linear", linear.kimi_linear),
+    "MiniMaxForCausalLM": Family("minimax", linear.minimax),
+    "OlmoHybridForCausalLM": Family("olmo_hybrid", linear.olmo_hybrid),
     "DistilBertModel": Family("distilbert", encoder.distilbert),
     "ErnieModel": Family("ernie", encoder.ernie),
     "GteModel": Family("gte", encoder.gte),
@@ -176,6 +181,7 @@ ALIASES = {
     "LlamaBidirectionalForSequenceClassification": "LlamaForCausalLM",
     "LlamaBidirectionalModel": "LlamaForCausalLM",
     "MPTForCausalLM": "MptForCausalLM",
+    **dict.fromkeys(("MiniMaxM1ForCausalLM", "MiniMaxText01ForCausalLM"), "MiniMaxForCausalLM"),
     "PhiMoEForCausalLM": "PhimoeForCausalLM",
     "Qwen2ForProcessRewardModel": "Qwen2ForCausalLM",
     "Qwen2ForRewardModel": "Qwen2ForCausalLM",

@@ -77,8 +77,8 @@ def attend(
     scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
     """Compute attention of the queries [T, heads, head_dim] of all sequences; the output has the same shape.
-    Caches, windows, sinks and slopes are as in the backends, `reach` is as in `Batch`. `scales` are the scales of the
-    cached keys and values."""
+    Caches, windows, sinks and slopes are as in the backends, `reach` is as in `Batch`. `scales` are the
+    scales of the cached keys and values."""
     assert q.dtype in TYPES and k_cache.dtype in CACHE_DTYPES
     assert sinks is None or (sinks.dtype in TYPES and sinks.is_contiguous())
     assert alibi_slopes is None or (alibi_slopes.dtype == torch.float32 and not softcap)
