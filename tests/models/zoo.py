@@ -833,6 +833,67 @@ ZOO: dict[str, Specimen] = {
         },
         {"one-block": {"num_mem_blocks": 1, "use_shared_attention_adapter": False, "use_mem_rope": False}},
     ),
+    "BeamForCausalLM": Specimen(
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "sliding_window": 6,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "n_group": 4,
+            "topk_group": 2,
+            "final_logit_softcapping": 5.0,
+        },
+        {"no cap": {"final_logit_softcapping": None}},
+    ),
+    "FlintForCausalLM": Specimen(
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "sliding_window": 6,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 24,
+            "mlp_only_layers": [0],
+        }
+    ),
+    "HeliumForCausalLM": Specimen(),
+    "Kolibri1ForCausalLM": Specimen(
+        {
+            "layer_types": TURNS,
+            "sliding_window": 6,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 24,
+        },
+        {"renormalized": {"norm_topk_prob": True}},
+    ),
+    "LagunaForCausalLM": Specimen(
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "num_attention_heads_per_layer": [4, 8, 4],
+            "sliding_window": 6,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 24,
+            "moe_routed_scaling_factor": 1.5,
+        },
+        {"per element": {"gating": "per-element"}},
+    ),
+    "Lfm3ForCausalLM": Specimen(
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "full_attention", "sliding_attention"],
+            "sliding_window": 6,
+        },
+        {"no gate": {"use_attention_gate": False, "conv_bias": True}},
+    ),
     "BailingHybridForCausalLM": Specimen(
         _KIMI | {"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1},
         {"unbounded": {"kda_safe_gate": False, "layer_types": None, "layer_group_size": 3}},
@@ -867,12 +928,15 @@ STORED: dict[str, Settings] = {"LongcatFlashForCausalLM": {"zero_expert_num": 0}
 """Settings with which all weights of a model are stored: transformers stores some for identity experts."""
 UNTAPED = {
     "ApertusForCausalLM": "aten.clamp.default",
+    "BeamForCausalLM": "aten.add_.Tensor",
     "DbrxForCausalLM": "aten.clamp_.default",
     "DeepseekV32ForCausalLM": "aten.index.Tensor",
     "Gemma3nForCausalLM": "aten.lt.Scalar",
     "Gemma4ForCausalLM": "aten.lt.Scalar",
     "Gemma4UnifiedForCausalLM": "aten.square.default",
     "GlmMoeDsaForCausalLM": "aten.index.Tensor",
+    "Kolibri1ForCausalLM": "aten.add.Tensor",
+    "LagunaForCausalLM": "aten.softplus.default",
     "LongcatFlashForCausalLM": "aten.ge.Scalar",
     "MiMoV2FlashForCausalLM": "aten.pad.default",
     "PersimmonForCausalLM": "aten.layer_norm.default",

@@ -114,6 +114,7 @@ NAMES = {
         shared="mlp.shared_mlp",
         shared_alias="mlp.shared_experts",
     ),
+    "laguna": MoENames(choice_bias="experts.e_score_correction_bias", shared_alias="mlp.shared_experts"),
     "bailing": MoENames(choice_bias="gate.expert_bias", shared="mlp.shared_experts"),
     "dbrx": MoENames("ffn", "router.layer", "below", ("experts.mlp", "w1", "v1", "w2")),
     "llama4": MoENames(
@@ -481,8 +482,9 @@ class MoE(nn.Module):
 def alias_targets(layer: nn.Module, name: str, alias: str) -> None:
     """Let adapters use either name for the linear layers inside of `layer`."""
     for module in layer.modules():
-        if isinstance(module, Linear) and module.point is not None:
-            places = module.point.places
+        point = getattr(module, "point", None)
+        if isinstance(point, LoRALayer):
+            places = point.places
             places |= {key.replace(name, alias, 1): place for key, place in places.items()}
 
 

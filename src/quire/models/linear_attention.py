@@ -58,7 +58,7 @@ class OlmoHybrid(Decoder):
 class KimiLinearLayer(deepseek.Layer):
     """Pre-norm layer: KDA or latent attention, then MLP or experts, each with a residual."""
 
-    aliases = ((".f_", ".forget_gate.f_"), (".block_sparse_moe.", ".mlp."))
+    aliases: tuple[tuple[str, str], ...] = ((".f_", ".forget_gate.f_"), (".block_sparse_moe.", ".mlp."))
     """Parts of the names of layers, and the same in transformers, which adapters use."""
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:

@@ -18,6 +18,7 @@ from quire.kernels.reference.ssm import (
     Limits,
     MambaInputs,
     SSMSequences,
+    StateReference,
 )
 from quire.kernels.triton import gated_delta as delta_kernels
 from quire.kernels.triton import mamba as select_kernels
@@ -38,6 +39,8 @@ _CHANNELS = 256
 """Convolution channels per program; at least the threads of four warps."""
 _WIDE_CHANNELS = 512
 """Convolution channels per program for chunks, eight per thread."""
+_MOST_TAPS = 4
+"""Largest kernel size of a convolution over chunks; larger ones use torch."""
 _SMALL, _TILE = 2048, 4096
 """State elements per program for few and for many sequences with a single token."""
 _FEW = 512
@@ -131,7 +134,8 @@ class TritonStateOps:
         activated: bool = True,
     ) -> Tensor:
         (num_tokens, channels), kernel = x.shape, weight.shape[1]
-        assert kernel <= 4
+        if kernel > _MOST_TAPS and not seqs.single:
+            return StateReference().conv(x, weight, bias, state, seqs, activated=activated)
         out = torch.empty(num_tokens, channels, dtype=x.dtype, device=x.device)
         tensors = out, x, weight, weight if bias is None else bias, state
         batch = seqs.starts, seqs.rows, seqs.positions
