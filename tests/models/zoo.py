@@ -860,7 +860,6 @@ ZOO: dict[str, Specimen] = {
             "mlp_only_layers": [0],
         }
     ),
-    "HeliumForCausalLM": Specimen(),
     "Kolibri1ForCausalLM": Specimen(
         {
             "layer_types": TURNS,

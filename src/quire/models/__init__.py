@@ -119,7 +119,6 @@ MODELS = LazyTable(
         "YoutuForCausalLM": "quire.models.deepseek:Deepseek",
         "BeamForCausalLM": "quire.models.gated:Beam",
         "FlintForCausalLM": "quire.models.gated:Flint",
-        "HeliumForCausalLM": "quire.models.llama:Llama",
         "Kolibri1ForCausalLM": "quire.models.gated:Kolibri",
         "LagunaForCausalLM": "quire.models.gated:Laguna",
         "Lfm3ForCausalLM": "quire.models.hybrid:Lfm3",

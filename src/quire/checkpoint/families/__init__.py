@@ -156,7 +156,6 @@ FAMILIES = {
     "YoutuForCausalLM": Family("youtu", latent.youtu),
     "BeamForCausalLM": Family("beam", gated.beam),
     "FlintForCausalLM": Family("flint", gated.flint),
-    "HeliumForCausalLM": Family("helium", dense.helium),
     "Kolibri1ForCausalLM": Family("kolibri1", gated.kolibri),
     "LagunaForCausalLM": Family("laguna", gated.laguna),
     "Lfm3ForCausalLM": Family("lfm3", lfm.lfm3),

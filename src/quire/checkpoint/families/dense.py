@@ -208,17 +208,6 @@ def olmo2(keys: ConfigReader, **facts: Any) -> ArchFacts:
     return decoder(keys, qk_norm="all", attention_bias=keys.flag("attention_bias"), **facts)
 
 
-def helium(keys: ConfigReader) -> ArchFacts:
-    """Read Helium: Llama with interleaved rotary embedding."""
-    return decoder(
-        keys.defaults(rms_norm_eps=1e-8, rope_theta=100000.0),
-        head_dim=128,
-        pairs=True,
-        qkv_bias=keys.flag("attention_bias"),
-        mlp_bias=keys.flag("mlp_bias"),
-    )
-
-
 def olmo3(keys: ConfigReader) -> ArchFacts:
     """Read OLMo 3: three window layers per full layer; rope scaling applies to full layers only."""
     keys = keys.defaults(rope_theta=500000.0)
