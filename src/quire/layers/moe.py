@@ -12,7 +12,7 @@ from quire.checkpoint.facts import ArchFacts, MoeFacts
 from quire.kernels.reference.moe import ExpertAdapters
 from quire.layers.linear import Linear, WholeLinear
 from quire.layers.lora import AdapterSlots
-from quire.layers.lora_layers import LoRALayer, LoRAStack, LoRATarget, in_order
+from quire.layers.lora_layers import LoRALayer, LoRAStack, LoRATarget, alias_targets, in_order
 from quire.layers.mlp import MLP, PlainMLP
 from quire.layers.scope import LoadedModule, Scope, Target, once, target_of
 from quire.parallel.group import ALONE
@@ -477,15 +477,6 @@ class MoE(nn.Module):
         assert self.shared is not None
         shared: Tensor = self.shared(x)
         return shared if self.shared_gate is None else self.ops.weigh(shared, self.shared_gate(x))
-
-
-def alias_targets(layer: nn.Module, name: str, alias: str) -> None:
-    """Let adapters use either name for the linear layers inside of `layer`."""
-    for module in layer.modules():
-        point = getattr(module, "point", None)
-        if isinstance(point, LoRALayer):
-            places = point.places
-            places |= {key.replace(name, alias, 1): place for key, place in places.items()}
 
 
 class ChoiceBias(LoadedModule):

@@ -4,8 +4,9 @@ from torch import Tensor, nn
 
 from quire.attention.batch import Batch
 from quire.checkpoint.facts import ArchFacts, LayerFacts
+from quire.layers.lora_layers import alias_targets
 from quire.layers.mlp import PlainMLP
-from quire.layers.moe import MoE, alias_targets
+from quire.layers.moe import MoE
 from quire.layers.norm import norm_of
 from quire.layers.rope import Rope
 from quire.layers.scope import DecoderNames, Scope

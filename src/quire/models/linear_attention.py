@@ -8,8 +8,8 @@ from quire.attention.batch import Batch
 from quire.checkpoint.facts import ArchFacts, LayerFacts
 from quire.layers.linear import ColumnLinear
 from quire.layers.linear_attention import DeltaAttention, LightningAttention
+from quire.layers.lora_layers import alias_targets
 from quire.layers.mlp import MLP
-from quire.layers.moe import alias_targets
 from quire.layers.rope import Rope
 from quire.layers.scope import DecoderNames, Scope
 from quire.models import deepseek, llama

@@ -84,15 +84,10 @@ def attend(
     assert alibi_slopes is None or (alibi_slopes.dtype == torch.float32 and not softcap)
     q, optional = _contiguous_heads(q), (sinks, alibi_slopes, reach)
     out = q.new_empty(q.shape)
+    read = q, k_cache, v_cache, rows, block_tables, query_starts, seq_lens
     job = _Job(
         out.data_ptr(),
-        q.data_ptr(),
-        k_cache.data_ptr(),
-        v_cache.data_ptr(),
-        rows.data_ptr(),
-        block_tables.data_ptr(),
-        query_starts.data_ptr(),
-        seq_lens.data_ptr(),
+        *(tensor.data_ptr() for tensor in read),
         *(None if tensor is None else tensor.data_ptr() for tensor in optional),
         q.stride(0),
         block_tables.shape[1],
@@ -115,7 +110,6 @@ def attend(
         max_seq_len = block_tables.shape[1] * k_cache.shape[1]
     scratch = _scratch(_scratch_size()(job, len(q), max_query_len, max_seq_len, torch.get_num_threads()))
     job.memory = scratch.data_ptr()
-    read = q, k_cache, v_cache, rows, block_tables, query_starts, seq_lens
     _attention.run(job, (out, scratch, *read, *optional))
     return out
 
