@@ -5,7 +5,7 @@ BIN := .venv/bin
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); n=$$((n + 1)); [ $$n -le 8 ] || n=8; echo $$n)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
 
-.PHONY: serve test lint types unit slow mutants siege clients docs dist sbom clean
+.PHONY: serve test lint types unit slow races mutants siege clients docs dist sbom clean
 
 serve: .venv/ready
 	@$(BIN)/quire serve $(ARGS)
@@ -24,6 +24,12 @@ unit: .venv/ready-test
 
 slow: .venv/ready-test
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+# The tests that start threads, processes or servers, with random delays in them: tests/races/sitecustomize.py.
+SEED ?= 1
+races: .venv/ready-test
+	QUIRE_RACES=$(SEED) PYTHONPATH=tests/races $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \
+	  -m "not slow and not gpu" --ignore-glob='tests/kernels/*' --ignore-glob='tests/models/*' $(ARGS)
 
 # Whether the tests fail on sources with a mistake in them, for each mistake of tests/mutants/mutants.toml.
 mutants: .venv/ready-test

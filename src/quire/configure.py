@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.checkpoint.draft import METHODS as DRAFT_METHODS
-from quire.checkpoint.draft import Draft, check_draft_settings, check_target, check_vocabulary, read_draft
+from quire.checkpoint.draft import Draft, check_draft_settings, check_vocabulary, read_draft
 from quire.checkpoint.hub import DEFAULT_MODEL, DEFAULT_MODEL_NAMES, locate
 from quire.checkpoint.model import read_checkpoint
 from quire.checkpoint.reader import read_json
@@ -133,7 +133,6 @@ def _with_draft(config: EngineConfig, path: Path | None) -> EngineConfig:
     if config.speculation is None:
         return config
     target = config.checkpoint
-    check_target(target.facts)
     if config.machine.device == "cpu" and config.speculation.rejection_sample_method == "synthetic":
         raise ConfigError("rejection_sample_method='synthetic' is for GPU benchmarks: leave it out on a CPU")
     if config.parallel.pipeline_parallel_size > 1 or steps_together(config.parallel):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quire.checkpoint.draft import Draft, check_target, check_vocabulary, read_draft
+from quire.checkpoint.draft import Draft, check_vocabulary, read_draft
 from quire.checkpoint.model import Checkpoint, read_checkpoint
 from quire.errors import ConfigError
 
@@ -69,7 +69,7 @@ def test_eagle_heads_are_read_under_every_name(tmp_path: Path) -> None:
         (
             "draft_model",
             GRANITE,
-            "GraniteMoeHybridForCausalLM, which has recurrent state that cannot be rolled back",
+            "GraniteMoeHybridForCausalLM, which has SSM states, and a draft computes tokens twice",
         ),
         ("mtp", {}, "a LlamaForCausalLM has no layers for multi-token prediction"),
     ],
@@ -77,12 +77,6 @@ def test_eagle_heads_are_read_under_every_name(tmp_path: Path) -> None:
 def test_mismatched_draft_is_refused(tmp_path: Path, method: str, config: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         read(tmp_path, method, **config)
-
-
-def test_state_space_target_cannot_be_speculated(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="recurrent state, which cannot be rolled back"):
-        check_target(checkpoint(tmp_path, GRANITE).facts)
-    check_target(checkpoint(tmp_path, LLAMA).facts)
 
 
 def test_draft_needs_the_vocabulary_of_its_target(tmp_path: Path) -> None:

@@ -106,6 +106,14 @@ def test_window_of_the_full_length_is_ignored() -> None:
     assert layout([FULL, window(64)], 65).windows == (None, 64)
 
 
+def test_rows_have_a_state_for_each_draft() -> None:
+    """A checkpoint is one state; a stage has the states of its layers."""
+    plain, drafting = (layout([STATE, FULL, STATE], 100, count) for count in (1, 4))
+    assert plain.row_bytes(4) == plain.state_bytes == drafting.state_bytes
+    assert drafting.row_bytes(4) == 4 * plain.row_bytes(4) == 2 * drafting.of({0, 1}).row_bytes(4)
+    assert drafting.keeping(1).states_per_row == 4
+
+
 def test_states_have_no_pages() -> None:
     specs = [STATE, FULL, None, STATE]
     made = layout(specs, 100)

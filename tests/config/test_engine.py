@@ -618,6 +618,17 @@ def test_state_models_limit_max_num_seqs_by_memory(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("quire.config.engine.cache_specs", lambda facts: states)
     assert make({"kv_cache_memory_bytes": 4 << 30}).scheduler.max_num_seqs == 20
     assert make({"kv_cache_memory_bytes": 4 << 30, "max_num_seqs": 64}).scheduler.max_num_seqs == 64
+    drafting = {"kv_cache_memory_bytes": 4 << 30, "spec_method": "ngram", "spec_tokens": 4}
+    config = make(drafting)
+    assert (config.states_per_row, config.scheduler.max_num_seqs) == (5, 4)
+    total = config.machine.total_bytes
+    wanted = total // (500 << 20) + 1
+    words = (
+        rf"{wanted} exceeds .* 100.0 MiB, 5 times .*=4. Lower .*most {wanted - 1}\) or num_speculative_tokens"
+    )
+    with pytest.raises(ConfigError, match=words):
+        make(drafting | {"max_num_seqs": wanted})
+    assert make(drafting | {"max_num_seqs": wanted - 1}).scheduler.max_num_seqs == wanted - 1
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,21 @@ def draft_of(kind: str, folder: Path, target: Path) -> dict[str, Any]:
     return {"model": str(target), "draft_sample_method": "probabilistic"}
 
 
+@pytest.mark.parametrize("kind", ["ngram", "another"])
+@pytest.mark.parametrize("family", ["falcon_h1", "jamba", "lfm2", "mamba2", "qwen3_next"])
+def test_drafts_of_models_with_states_do_not_change_outputs(
+    family: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check states of captured and padded steps with drafts, of two steps in flight, and of checkpoints."""
+    path, pace = make_tiny(family, tmp_path / "target")[0], EagerPolicy()
+    expected = all_answers(opened_for(path, mamba_block_size=16), ALIKE[:1])
+    monkeypatch.setattr("quire.core.build.Pace", lambda **sizes: pace)
+    config = DRAFTS if kind == "ngram" else {"num_speculative_tokens": 3} | draft_of(kind, tmp_path, path)
+    llm = opened_for(path, mamba_block_size=16, speculative_config=config)
+    assert all_answers(llm, ALIKE[:1]) == expected
+    assert pace.num_drafts > pace.num_held
+
+
 @pytest.mark.parametrize("kind", ["itself", "another", "eagle", "eagle3", "mtp"])
 def test_draft_models_do_not_change_outputs_on_gpu(
     kind: str,

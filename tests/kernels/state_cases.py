@@ -17,6 +17,9 @@ LENS = {
     "short": [2, 5],
 }
 """Number of tokens of each sequence in a batch."""
+STATES_PER_ROW = 4
+DRAFTED = {"drafts": [4, 1, 3, 4], "drafts and prompts": [1, 4, 70, 2, 5]}
+"""Batches with drafts, for rows with `STATES_PER_ROW` states."""
 
 
 class Case(NamedTuple):
@@ -38,6 +41,7 @@ def make_case(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     seed: int = 0,
+    states_per_row: int = 1,
 ) -> Case:
     """Build a case in which every other sequence continues from a random state and the others start on NaN
     rows.
@@ -46,20 +50,20 @@ def make_case(
     starts = np.concatenate([[0], np.cumsum(lens)])
     positions = np.concatenate([np.arange(n) + (7 if i % 2 else 0) for i, n in enumerate(lens)])
     rows = torch.randperm(ROWS)[: len(lens)]
-    kept = torch.randn(ROWS, *state) * 0.5
+    kept = torch.randn(ROWS, states_per_row, *state) * 0.5
     kept[rows[::2]] = torch.nan
     seqs = SSMSequences(
         torch.from_numpy(starts).to(device, torch.int32),
         rows.to(device, torch.int32),
         torch.from_numpy(positions).to(device),
         np.array(lens, np.int32),
+        states_per_row,
     )
     heads, total = state[0], int(starts[-1])
     rows_of = (torch.randn(total, size + 5).to(device, dtype)[:, 3 : 3 + size] for size in (width, 2 * heads))
     rate, bias, skip = -torch.rand(heads) * 2, torch.randn(heads), torch.randn(heads)
-    return Case(
-        seqs, *rows_of, DecayRates(rate.to(device), bias.to(device)), skip.to(device), kept.to(device)
-    )
+    rates = DecayRates(rate.to(device), bias.to(device))
+    return Case(seqs, *rows_of, rates, skip.to(device), kept.flatten(0, 1).to(device))
 
 
 def select_case(
@@ -67,10 +71,12 @@ def select_case(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     shape: tuple[int, int] = (70, 12),
+    states_per_row: int = 1,
 ) -> Case:
     """Build a case for Mamba with this number of channels and state size."""
     channels, size = shape
-    case = make_case(lens, 3 * channels + 2 * size, shape, dtype=dtype, device=device)
+    options = {"dtype": dtype, "device": device, "states_per_row": states_per_row}
+    case = make_case(lens, 3 * channels + 2 * size, shape, **options)
     rates = DecayRates(-torch.rand(shape).to(device) * 4, case.rates.bias)
     return case._replace(rates=rates)
 

@@ -156,7 +156,7 @@ def run_from_checkpoint(model: Any, ids: list[int], num_cached: int, device: str
     checkpoints = StateCheckpoints(state_layers(model.modules()), MAX_ROWS)
     run_rows(model, [ids[:num_cached]], [[num_cached]], [4], device)
     plan = StepPlan.idle(1)
-    plan.saves = np.array([[4], [1]], np.int32)
+    plan.saves = np.array([[4], [1], [num_cached]], np.int32)
     checkpoints.save(plan)
     run_rows(model, [ids[::-1]], [[len(ids)]], [4], device)
     run_rows(model, [ids[:num_cached]], [[num_cached]], [3], device)  # the pages once more

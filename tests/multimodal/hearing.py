@@ -69,6 +69,40 @@ def save_flamingo(path: Path) -> tuple[Any, Any]:
     return _saved(path, "AudioFlamingo3ForConditionalGeneration", config, processor), processor
 
 
+def save_qwen3_asr(path: Path) -> tuple[Any, Any]:
+    """Save Qwen3-ASR, with windows of four chunks, and return the model and the processor."""
+    import transformers as hf
+
+    marks = ["<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>", "<pad>"]
+    tokenizer = make_tokenizer(marks)
+    tokenizer.pad_token = "<pad>"
+    for name, mark in zip(("audio_bos_token", "audio_token", "audio_eos_token"), marks, strict=False):
+        tokenizer._set_model_specific_special_tokens({name: mark})
+    features = hf.Qwen3ASRFeatureExtractor(feature_size=20)
+    processor = hf.Qwen3ASRProcessor(features, tokenizer)
+    begin, audio, end = tokenizer.convert_tokens_to_ids(marks[:3])
+    config = hf.Qwen3ASRConfig(
+        audio_config={
+            "num_mel_bins": 20,
+            "encoder_layers": 2,
+            "encoder_attention_heads": 2,
+            "encoder_ffn_dim": 40,
+            "d_model": 32,
+            "output_dim": 32,
+            "n_window_infer": 400,
+            "downsample_hidden_size": 6,
+            "initializer_range": 0.2,
+        },
+        text_config=hf.Qwen3Config(**TEXT, head_dim=16, initializer_range=0.2).to_dict(),
+        audio_token_id=audio,
+        audio_start_token_id=begin,
+        audio_end_token_id=end,
+        eos_token_id=159,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return _saved(path, "Qwen3ASRForConditionalGeneration", config, processor), processor
+
+
 STARTS = "<|startoftranscript|><|en|><|transcribe|><|notimestamps|>"
 
 

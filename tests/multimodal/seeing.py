@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from finished import finished
 from PIL import Image
+from seeing_gemma4 import GEMMA4
 from seeing_latest import LATEST
 from seeing_more import MORE
 from tiny_seeing import STRONG, TEXT, VISION, Stand, make_tokenizer, save_tiny
@@ -411,4 +412,5 @@ FAMILIES = {
     "llava_onevision": _llava_onevision,
     **MORE,
     **LATEST,
+    **GEMMA4,
 }

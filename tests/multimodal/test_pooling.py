@@ -1,8 +1,6 @@
 """Tests of multimodal pooling models: embeddings and scores equal transformers, in any chunks."""
 
 import asyncio
-import base64
-import io
 import json
 import shutil
 from pathlib import Path
@@ -20,6 +18,7 @@ from test_audio_models import Twin as Hearing
 from test_qwen import IMAGE_TOKENS, LARGE, SMALL, WIDE, Content, open_llm, prompts, request_of
 from test_qwen import Twin as Qwen
 from test_vision_engine import prompts as seen_prompts
+from tiny_seeing import part, url_of
 
 from quire import LLM
 from quire.configure import configure
@@ -149,16 +148,6 @@ def test_multimodal_classifier(tmp_path_factory: pytest.TempPathFactory) -> None
         with torch.inference_mode():
             wanted = model.score(state).softmax(-1)
         assert output.outputs.probs == pytest.approx(wanted.tolist(), abs=1e-5)
-
-
-def url_of(image: Image.Image) -> str:
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-
-
-def part(image: Image.Image) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": url_of(image)}}
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,17 @@ from seeing import FAMILIES, Twin, picture
 from tiny import generate_preempted
 
 from quire import LLM, SamplingParams
-from quire.errors import RequestError
+from quire.checkpoint.model import read_checkpoint
+from quire.errors import ConfigError, RequestError
 
 COUNT = 5
 SMALL, WIDE, TALL, LARGE = picture(17, 19), picture(64, 24), picture(20, 60), picture(120, 90)
 Content = tuple[str, list[Image.Image]]
+SETTINGS: dict[str, dict[str, int]] = {
+    "lfm2_vl": {"mamba_block_size": 4},
+    "gemma4_whole": {"max_num_batched_tokens": 96},
+}
+"""Settings of single families: images of the last have more than 32 tokens and may not be split."""
 
 
 def prompts(mark: str) -> list[Content]:
@@ -69,9 +75,9 @@ def test_answers_about_images_equal_transformers(
         max_num_seqs=8,
         max_model_len=512,
         max_logprobs=-1,
-        max_num_batched_tokens=32,
         num_gpu_blocks_override=400,
         use_tqdm_on_load=False,
+        **({"max_num_batched_tokens": 32} | SETTINGS.get(family, {})),
     )
     first = generate(llm, contents)
     for content, output, (token_ids, likely) in zip(contents, first, expected, strict=True):
@@ -94,6 +100,24 @@ def test_answers_about_images_equal_transformers(
     assert len(processor_cache) == 4
     llm.reset_mm_cache()
     assert not len(processor_cache)
+
+
+def test_gemma4_settings_are_checked(tmp_path: Path) -> None:
+    """Bidirectional images need layers with a window; soft tokens have five sizes."""
+    twin = Twin(tmp_path, "gemma4_whole")
+    with pytest.raises(ConfigError, match="max_model_len=48 must exceed 48, the sliding window"):
+        LLM(str(tmp_path), dtype="float32", max_model_len=48, max_num_seqs=2, use_tqdm_on_load=False)
+    with pytest.raises(RequestError, match="max_soft_tokens is 71, expected one of 70, 140"):
+        twin.ours.process("image", SMALL, {"max_soft_tokens": 71})
+    more = twin.ours.process("image", LARGE, {"max_soft_tokens": 280})
+    assert 200 < len(more.token_ids) <= 282
+    for wrong, message in (
+        ({"num_key_value_heads": 1}, "num_key_value_heads is 1, expected 2"),
+        ({"hidden_activation": "relu"}, "hidden_activation is 'relu'"),
+        ({"head_dim": 6}, "head_dim is 6, expected a multiple of 4"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read_checkpoint(tmp_path, {"vision_config": wrong})
 
 
 def test_bidirectional_prompt_must_fit_into_a_step(tmp_path: Path) -> None:

@@ -1,7 +1,10 @@
 """Parts of tiny vision models: sizes, a tokenizer, seeded weights, images."""
 
+import base64
+import io
 import json
 import string
+import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -72,6 +75,18 @@ def picture(width: int, height: int, seed: int = 0) -> Image.Image:
     return Image.fromarray(noise)
 
 
+def url_of(image: Image.Image) -> str:
+    """Return the image as a data url."""
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def part(image: Image.Image) -> dict[str, Any]:
+    """Return the image as a part of a message."""
+    return {"type": "image_url", "image_url": {"url": url_of(image)}}
+
+
 def sizes(count: int = 50, least: int = 5, most: int = 150) -> list[tuple[int, int]]:
     random = np.random.default_rng(17)
     return [tuple(map(int, integer)) for integer in random.integers(least, most, (count, 2))]
@@ -81,6 +96,20 @@ def close(actual: NDArray[Any], expected: Any, within: float = 1e-5) -> None:
     expected = np.asarray(expected)
     assert actual.shape == expected.shape
     np.testing.assert_allclose(actual, expected, rtol=0, atol=within)
+
+
+def without_torchvision(model: str) -> Any:
+    """Return transformers' module of an image processor that cannot be imported without torchvision, for its
+    functions of sizes."""
+    import transformers
+
+    file = Path(transformers.__file__).parent / "models" / model / f"image_processing_{model}.py"
+    lines = file.read_text().splitlines()
+    kept = [line for line in lines if not line.startswith(("from torchvision", "@auto_docstring"))]
+    module = types.ModuleType(file.stem)
+    module.__package__ = f"transformers.models.{model}"
+    exec(compile("\n".join(kept), str(file), "exec"), module.__dict__)
+    return module
 
 
 class Stand:

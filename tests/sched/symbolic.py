@@ -172,9 +172,10 @@ class FixedDraftLength:
         assert num_tokens >= num_rows + num_accepted and seconds >= 0
 
 
+MOST_DRAFTS = 5
 DRAFTING: dict[str, Callable[[], Drafting]] = {
-    "host": lambda: Drafting(FixedDraftLength(3), Guesses(), most=5),
-    "worker": lambda: Drafting(FixedDraftLength(2), None, most=5),
+    "host": lambda: Drafting(FixedDraftLength(3), Guesses(), most=MOST_DRAFTS),
+    "worker": lambda: Drafting(FixedDraftLength(2), None, most=MOST_DRAFTS),
 }
 
 
@@ -193,8 +194,8 @@ class SymbolicWorker:
     def __post_init__(self) -> None:
         self.cache: list[tuple[int, int] | None] = [None] * (self.num_blocks * self.block_size)
         """KV cache group and fingerprint by slot."""
-        self.states: dict[int, int] = {}
-        """Fingerprint of the SSM state by row."""
+        self.states: dict[tuple[int, int], int] = {}
+        """Fingerprint of the SSM states by row and number."""
         self.checkpoints: dict[int, int] = {}
         """Fingerprint of the SSM state by slot."""
         self.vectors: dict[bytes, int] = {}
@@ -234,9 +235,10 @@ class SymbolicWorker:
                     result.logprobs[number] = [logprobs_of(row.tokens, at) for at in places]
             if row.params.prompt_logprobs is not None and chunk:
                 result.prompt_logprobs[number] = [logprobs_of(row.tokens, at) for at in chunk]
-        for number, slot in plan.saves.T.tolist():
+        for number, slot, num_tokens in plan.saves.T.tolist():
             assert number in plan.rows and slot, "no row computes this checkpoint"
-            self.checkpoints[slot] = self.states[number]
+            assert num_tokens == self.rows[number].num_computed, "the checkpoint is of another length"
+            self.checkpoints[slot] = self.states[_state_after(number, num_tokens)]
         result.token_ids = np.array([token for new in sampled for token in new], np.int32)
         if len(plan.num_drafts):
             result.counts = np.array([len(new) for new in sampled], np.int32)
@@ -245,7 +247,7 @@ class SymbolicWorker:
     def _restore(self, plan: StepPlan) -> None:
         for new in plan.admitted:
             if new.state:
-                self.states[new.row] = self.checkpoints[new.state]
+                self.states[_state_after(new.row, new.num_computed)] = self.checkpoints[new.state]
 
     def _encode(self, plan: StepPlan) -> None:
         for key in plan.forgotten:
@@ -303,13 +305,18 @@ class SymbolicWorker:
             for position in range(start, end):
                 self.cache[self._slot(row, group, position)] = group, row.fingerprint_at(position)
         if has_ssm_state(self.layout.specs):
-            assert not start or self.states[row.number] == row.fingerprint_at(start - 1), (
-                f"not the state of {row}"
-            )
-            self.states[row.number] = row.fingerprint_at(end - 1)
+            state = self.states.get(_state_after(row.number, start))
+            assert not start or state == row.fingerprint_at(start - 1), f"not the state of {row}"
+            for position in range(start if count <= 1 + MOST_DRAFTS else end - 1, end):
+                self.states[_state_after(row.number, position + 1)] = row.fingerprint_at(position)
         row.num_computed = end
         self.num_computed += count
         return row.fingerprint_at(end - 1)
+
+
+def _state_after(row: int, num_tokens: int) -> tuple[int, int]:
+    """Return the state of a row after its first `num_tokens`."""
+    return row, num_tokens % (1 + MOST_DRAFTS)
 
 
 class BreakableWorker(SymbolicWorker):
@@ -474,7 +481,7 @@ class Engine:
         **limits: Any,
     ) -> None:
         has_states = has_ssm_state(LAYOUTS[layout].specs)
-        self.drafts = None if has_states or limits.get("num_stages", 1) > 1 else drafts
+        self.drafts = None if limits.get("num_stages", 1) > 1 else drafts
         limits["drafting"] = DRAFTING[self.drafts]() if self.drafts else None
         limits = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": 4096} | limits
         states = None

@@ -119,7 +119,7 @@ def test_row_starts_from_the_states_of_another_after_its_step(tmp_path: Path) ->
     path, hf = make_tiny("lfm2", tmp_path)
     worker, prompt = start(path, mamba_block_size=4), [5, 9, 30, 31, 32, 33]
     first = admission(0, prompt, [1, 2])
-    saves = np.array([[0], [1]], np.int32)
+    saves = np.array([[0], [1], [4]], np.int32)
     worker.submit(plan([0], [4], [False], admitted=[first], saves=saves)).wait()
     second = admission(2, prompt, [1, 3])
     second.num_computed, second.state = 4, 1

@@ -69,15 +69,6 @@ def read_draft(method: str, target: Checkpoint, num_tokens: int, path: Path | No
     return Draft(method, read_checkpoint(path, family=family), num_tokens)
 
 
-def check_target(facts: ArchFacts) -> None:
-    """Raise if no draft can be verified with this target model."""
-    if has_ssm_state(cache_specs(facts)):
-        raise ConfigError(
-            f"{facts.architecture} has layers with recurrent state, which cannot be rolled back after draft "
-            "tokens are rejected: run it without speculation"
-        )
-
-
 def check_draft_settings(draft: Draft, requested: Mapping[str, Any], target: Mapping[str, Any]) -> None:
     """Raise if a `requested` setting of speculative_config differs from the target's, or the draft
     checkpoint's."""
@@ -123,7 +114,7 @@ def _check_draft_model(draft: ArchFacts) -> None:
     cannot = {
         "attends in both directions": draft.encoder is not None,
         "is run by transformers": draft.borrowed is not None,
-        "has recurrent state that cannot be rolled back": has_ssm_state(cache_specs(draft)),
+        "has SSM states, and a draft computes tokens twice": has_ssm_state(cache_specs(draft)),
     }
     for reason in (reason for reason, applies in cannot.items() if applies):
         raise ConfigError(f"the draft model is a {draft.architecture}, which {reason}: it cannot draft")

@@ -249,6 +249,8 @@ class EncoderFacts:
     """Whether the feed-forward part has a gate, in families with both forms."""
     classifier_bias: bool = False
     classifier_activation: str = ""
+    size_out: int = 0
+    """Size of the outputs, if they are projected hidden states; 0: the hidden size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +270,8 @@ class AltUpFacts:
     """Size of a token's per-layer embedding."""
     vocab: int
     """Vocabulary of the per-layer embedding; larger token ids use the embedding of token 0."""
+    media_id: int | None = None
+    """Token with the per-layer embedding of all placeholder tokens; None: each has its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +308,8 @@ class MediaFacts:
     is_whole: bool = False
     """Whether the tokens of an item attend to each other in both directions; chunked prefill must not split
     an item."""
+    whole_in_windows: bool = False
+    """Whether `is_whole` is only about layers with a sliding window; the others are causal."""
     is_prefix: bool = False
     """Whether all prompt tokens of a request with items attend in both directions; chunked prefill must not
     split the prompt."""
@@ -421,6 +427,11 @@ class ArchFacts:
     """Set for draft heads only."""
     borrowed: TransformersFacts | None = None
     """Set if transformers runs the model."""
+
+    @property
+    def size_out(self) -> int:
+        """Return the size of the model's output for a token, before any head."""
+        return (self.encoder.size_out if self.encoder is not None else 0) or self.hidden
 
     def of_layer(self, layer: LayerFacts) -> "ArchFacts":
         """Return these facts with the values of one layer in place of the model's."""

@@ -18,6 +18,7 @@ from typing import IO, Any, TypeVar
 
 from quire.checkpoint.gguf import part_names, split_parts
 from quire.checkpoint.object_store import StoreFolder, is_offline, is_url
+from quire.checkpoint.task_heads import BESIDE
 from quire.errors import ConfigError
 from quire.logs import get_logger
 
@@ -47,8 +48,9 @@ _WEIGHTS = {
     "pt": ("*.bin",),
 }
 """Patterns of weight files by load format; the first that matches is downloaded. Other formats need none."""
-_DENSE_WEIGHTS = "*_Dense/pytorch_model.bin"
-"""Weights of Dense layers of sentence-transformers, which may be .bin files beside .safetensors."""
+_BESIDE = ("*_Dense/pytorch_model.bin", *BESIDE)
+"""Weights of output layers, which may have another format than those of the model: of Dense layers of
+sentence-transformers, and of BGE-M3."""
 _CHUNK_BYTES = 1 << 20
 
 
@@ -194,7 +196,7 @@ def _snapshot(
         )
     check(folder)
     for pattern in _WEIGHTS.get(load_format, ()):
-        folder = source.download([pattern, _DENSE_WEIGHTS], _UNWANTED)
+        folder = source.download([pattern, *_BESIDE], _UNWANTED)
         if any(folder.glob(pattern)):
             break
     return folder

@@ -39,10 +39,10 @@ class CacheSpec:
     def is_paged(self) -> bool:
         return self.kind not in ROW_KINDS
 
-    def row_bytes(self, bytes_per_number: int) -> int:
-        """Return the bytes of one row: SSM state and cross-attention states."""
+    def row_bytes(self, bytes_per_number: int, num_states: int = 1) -> int:
+        """Return the bytes of one row: SSM states and cross-attention states."""
         crossed = self.planes * self.numbers * bytes_per_number if self.kind == "crossed" else 0
-        return self.bytes_per_row + crossed
+        return num_states * self.bytes_per_row + crossed
 
     @property
     def parts(self) -> tuple["CacheSpec", ...]:
@@ -78,6 +78,9 @@ class CacheLayout:
     largest: int = 0
     """Elements per token in each of the two planes of a slab, if layers with smaller pages lie side by side
     in one slab; 0: each page kind has separate slabs."""
+    states_per_row: int = 1
+    """Number of SSM states that each layer keeps of a row: with drafts, one for each position that a step
+    computes."""
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -149,16 +152,16 @@ class CacheLayout:
             CacheGroup(group.window, tuple(number for number in group.layers if number in layers))
             for group in self.groups
         )
-        return CacheLayout(specs, tuple(groups), self.largest)
+        return replace(self, specs=specs, groups=tuple(groups))
 
     def keeping(self, more: int) -> "CacheLayout":
         """Return the layout with sliding windows that keep `more` additional tokens."""
         groups = (replace(group, window=group.window and group.window + more) for group in self.groups)
-        return CacheLayout(self.specs, tuple(groups), self.largest)
+        return replace(self, groups=tuple(groups))
 
     def row_bytes(self, bytes_per_number: int) -> int:
         """Return the bytes of one row besides its pages."""
-        return row_bytes(self.specs, bytes_per_number)
+        return row_bytes(self.specs, bytes_per_number, self.states_per_row)
 
     @property
     def state_bytes(self) -> int:
@@ -185,12 +188,12 @@ def has_ssm_state(specs: Sequence[CacheSpec | None]) -> bool:
     return any(spec is not None and spec.bytes_per_row for spec in specs)
 
 
-def row_bytes(specs: Sequence[CacheSpec | None], bytes_per_number: int) -> int:
-    """Return the bytes of one row besides pages, over all layers."""
-    return sum(spec.row_bytes(bytes_per_number) for spec in specs if spec is not None)
+def row_bytes(specs: Sequence[CacheSpec | None], bytes_per_number: int, num_states: int = 1) -> int:
+    """Return the bytes of one row besides pages, over all layers, with `num_states` SSM states in each."""
+    return sum(spec.row_bytes(bytes_per_number, num_states) for spec in specs if spec is not None)
 
 
-def layout(specs: Sequence[CacheSpec | None], max_len: int) -> CacheLayout:
+def layout(specs: Sequence[CacheSpec | None], max_len: int, states_per_row: int = 1) -> CacheLayout:
     """Build the cache layout.
 
     Layers with equal windows form groups of about equal size, since a block of a small group leaves slabs
@@ -198,6 +201,10 @@ def layout(specs: Sequence[CacheSpec | None], max_len: int) -> CacheLayout:
     group with full attention. If that takes more than one group of all layers with full attention, there is
     only that group. If it takes much less memory, layers lie side by side in slabs.
     """
+    return replace(_layout_of_pages(specs, max_len), states_per_row=states_per_row)
+
+
+def _layout_of_pages(specs: Sequence[CacheSpec | None], max_len: int) -> CacheLayout:
     paged = {layer: spec for layer, spec in enumerate(specs) if spec is not None and spec.is_paged}
     whole = CacheLayout(tuple(specs), (CacheGroup(None, tuple(paged)),))
     odd = _find_odd_layers(paged)

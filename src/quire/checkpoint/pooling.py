@@ -8,6 +8,7 @@ from typing import Any
 from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.reader import ConfigReader, read_json
 from quire.checkpoint.sentence_transformers import DenseFacts, read_modules
+from quire.checkpoint.task_heads import TaskHead, read_task_heads
 from quire.errors import ConfigError, nearest
 
 TYPES = ("LAST", "CLS", "MEAN")
@@ -22,6 +23,8 @@ _TOKEN_CLASSES = "ForTokenClassification"
 _BIDIRECTIONAL = "LlamaBidirectional"
 _BIDIRECTIONAL_PREFIXES = (_BIDIRECTIONAL, "EuroBert")
 """Prefixes of architectures that attend in both directions without a key for it in config.json."""
+_DUAL_ENCODERS = ("CLIPModel", "SiglipModel")
+"""Encoders with the embedding of a text at its last token."""
 _REWARDS: dict[str, dict[str, Any]] = {
     "InternLM2ForRewardModel": {"head": "value", "labels": ("LABEL_0",), "is_raw": True},
     "Qwen2ForProcessRewardModel": {
@@ -84,6 +87,8 @@ class StoredPooling:
     """Output size of the projection of every hidden state; 0: there is none."""
     dense: tuple[DenseFacts, ...] = ()
     """Dense layers after pooling, in order."""
+    task_heads: tuple[TaskHead, ...] = ()
+    """Output layers by task, of models with several; the first is the default."""
     head: str = ""
     """Head of a token classifier: tokens | reward | value, a key of the table in `models/`."""
     is_raw: bool = False
@@ -123,6 +128,7 @@ class PoolingFacts:
     """Number of token types that the model expects in prompts; 0: none."""
     projection: int = 0
     dense: tuple[DenseFacts, ...] = ()
+    task_heads: tuple[TaskHead, ...] = ()
     head: str = ""
     """Head of a token classifier, which has no output for a whole sequence: a key of the table in
     `models/`."""
@@ -143,8 +149,20 @@ class PoolingFacts:
     @property
     def tasks(self) -> tuple[str, ...]:
         """Return the tasks that requests may use; the first is the default."""
+        if self.task_heads:
+            named = [head.task for head in self.task_heads]
+            return tuple(sorted(named, key=lambda task: "token" not in task) if self.by_token else named)
         both = (self.task, f"token_{self.task}")
         return both[1:] if self.head else both[::-1] if self.by_token else both
+
+    @property
+    def is_late_interaction(self) -> bool:
+        """Whether texts are scored by the vectors of their tokens (MaxSim)."""
+        return bool(self.projection) or self.tasks == ("token_embed",)
+
+    def head_of(self, task: str | None) -> TaskHead | None:
+        """Return the output layer of a task; None if all tasks have the same."""
+        return next((head for head in self.task_heads if head.task == task), None)
 
     @property
     def needs_all_states(self) -> str:
@@ -165,10 +183,13 @@ def read_pooling(path: Path, keys: ConfigReader, architecture: str) -> StoredPoo
     two_way = keys.flag("is_original_qwen3_reranker") or keys.get("method") == "from_2_way_softmax"
     if two_way and len(tokens or ()) != 2:
         raise keys.wrong("classifier_from_token", "the tokens for no and yes, such as ['no', 'yes']")
+    modules = read_modules(path)
+    task_heads = read_task_heads(path, keys, architecture, modules)
     stored: dict[str, Any] = {
         "labels": _read_labels(keys) if not tokens else ("yes",) if two_way else tuple(tokens),
         **_read_type(keys, architecture),
-        **read_modules(path),
+        **modules,
+        **task_heads,
         **_REWARDS.get(architecture, {}),
     }
     if architecture.endswith(_TOKEN_CLASSES):
@@ -191,6 +212,8 @@ def _read_type(keys: ConfigReader, architecture: str) -> dict[str, Any]:
     """Return the pooling type, for architectures with one in config.json."""
     if architecture.endswith(_CLASSES) and keys.get("classifier_pooling") is not None:
         key, known = "classifier_pooling", ["cls", "mean"]
+    elif architecture in _DUAL_ENCODERS:
+        return {"type": "LAST"}
     elif architecture.startswith(_BIDIRECTIONAL):
         key, known = "pooling", ["avg", "cls", "last"]
     else:
@@ -336,8 +359,10 @@ def _choose_classes(
 
 def _embedding_fields(stored: StoredPooling, hidden: int) -> dict[str, Any]:
     dense = _check_dense_sizes(stored.dense, hidden)
+    size = dense[-1].size_out if dense else stored.projection or hidden
     return {
-        "size": dense[-1].size_out if dense else stored.projection or hidden,
+        "size": stored.task_heads[0].size if stored.task_heads else size,
+        "task_heads": stored.task_heads,
         "use_activation": stored.normalize,
         "projection": stored.projection,
         "dense": dense,

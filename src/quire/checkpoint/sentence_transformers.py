@@ -17,7 +17,8 @@ _TYPES = {
     "mean": "MEAN",
 }
 """Pooling types by name in 1_Pooling/config.json: one flag each or, in newer files, one word."""
-_IGNORED = ("Transformer", "Dropout")
+_SPLADE = "SpladePooling"
+_IGNORED = ("Transformer", "MLMTransformer", "Dropout")
 """Modules without settings to read: the model itself, and dropout, which only training uses."""
 DENSE_ACTIVATIONS = ("gelu", "identity", "relu", "sigmoid", "silu", "tanh")
 
@@ -43,10 +44,12 @@ def read_modules(path: Path) -> dict[str, Any]:
     modules = _list_modules(file)
     kinds = [kind for kind, _ in modules]
     for kind in kinds:
-        if kind not in (*_IGNORED, "Pooling", "Dense", "Normalize"):
+        if kind not in (*_IGNORED, "Pooling", "Dense", "Normalize", _SPLADE):
             raise ConfigError(f"{file}: the module {kind!r} is not supported yet")
-    if "Dense" in kinds:
-        after_pooling = kinds[kinds.index("Pooling") :] if "Pooling" in kinds else []
+    if _SPLADE in kinds:
+        return _read_splade(path, modules)
+    if "Dense" in kinds and "Pooling" in kinds:
+        after_pooling = kinds[kinds.index("Pooling") :]
         between = (
             after_pooling[: after_pooling.index("Normalize")]
             if "Normalize" in after_pooling
@@ -59,12 +62,36 @@ def read_modules(path: Path) -> dict[str, Any]:
         "normalize": "Normalize" in kinds,
         "dense": tuple(_read_dense(path, folder) for kind, folder in modules if kind == "Dense"),
     }
+    if fields["dense"] and "Pooling" not in kinds:  # ColBERT models of PyLate
+        fields |= {"by_token": True, "normalize": True}
     for folder in (folder for kind, folder in modules if kind == "Pooling"):
         fields["type"] = _read_pooling_type(path / folder / "config.json")
+    return fields | _read_max_len(path)
+
+
+def _read_max_len(path: Path) -> dict[str, int]:
+    fields = {}
     for config_file in sorted(path.glob("sentence_*_config.json")):
         if read_json(config_file).get("max_seq_length") is not None:
             fields["max_len"] = ConfigReader(str(config_file), read_json(config_file)).size("max_seq_length")
     return fields
+
+
+def _read_splade(path: Path, modules: list[tuple[str, str]]) -> dict[str, Any]:
+    """Read a sparse encoder: the logits of a masked language model, reduced over the tokens."""
+    if [kind for kind, _ in modules] != ["MLMTransformer", _SPLADE]:
+        raise ConfigError(
+            f"{path / 'modules.json'}: {_SPLADE} is only supported as the last of two modules, after one"
+            " MLMTransformer"
+        )
+    file = path / modules[-1][1] / "config.json"
+    keys = ConfigReader(str(file), read_json(file))
+    known = {"pooling_strategy": ("max", "sum"), "activation_function": ("relu",)}
+    for key, values in known.items():
+        if (keys.get(key) or values[0]) not in values:
+            raise keys.wrong(key, " or ".join(values))
+    reduce = str(keys.get("pooling_strategy") or "max")
+    return {"is_embedder": True, "reduce": reduce} | _read_max_len(path)
 
 
 def _list_modules(file: Path) -> list[tuple[str, str]]:
@@ -96,6 +123,8 @@ def _read_dense(path: Path, folder: str) -> DenseFacts:
     activation = named.rpartition(".")[2].lower()
     if activation not in DENSE_ACTIVATIONS:
         raise keys.wrong("activation_function", f"one of {', '.join(DENSE_ACTIVATIONS)}")
+    if keys.flag("use_residual"):
+        raise keys.wrong("use_residual", "false")
     for key in ("module_input_name", "module_output_name"):
         if keys.get(key) not in (None, "sentence_embedding"):
             raise keys.wrong(key, "sentence_embedding")

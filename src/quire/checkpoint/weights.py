@@ -10,6 +10,7 @@ _UNGATED = {
     "ArceeForCausalLM",
     "BertModel",
     "BloomForCausalLM",
+    "CLIPModel",
     "DistilBertModel",
     "ErnieModel",
     "FalconForCausalLM",
@@ -29,6 +30,7 @@ _UNGATED = {
     "RobertaModel",
     "Starcoder2ForCausalLM",
     "WhisperForConditionalGeneration",
+    "SiglipModel",
     "XLMRobertaModel",
 }
 """Architectures with a feed-forward part without gate projection."""

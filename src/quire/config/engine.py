@@ -8,7 +8,7 @@ from typing import Any
 from quire.checkpoint.draft import Draft
 from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.hub import DEFAULT_MODEL_ID, DEFAULT_MODEL_NAMES
-from quire.checkpoint.layout import DTYPE_BYTES, cache_specs, row_bytes
+from quire.checkpoint.layout import cache_specs
 from quire.checkpoint.model import Checkpoint
 from quire.checkpoint.pooling import PoolingFacts, bidirectional_error, resolve_pooling
 from quire.checkpoint.quant import choose_quant
@@ -38,7 +38,7 @@ from quire.config.sections import (
     options,
 )
 from quire.config.speculation import SpecFacts
-from quire.config.state_caching import resolve_state_caching
+from quire.config.state_caching import limit_seqs_for_states, resolve_state_caching
 from quire.errors import ConfigError
 from quire.logs import get_logger, warn_once
 
@@ -94,6 +94,12 @@ class EngineConfig:
         return choose_quant(self.model.quantization, self.checkpoint.quant)
 
     @property
+    def states_per_row(self) -> int:
+        """Return the number of SSM states of a running request in each layer: a step with drafts keeps the
+        state after each of its positions, since the first rejected draft is known only afterwards."""
+        return _states_per_row(self.speculation)
+
+    @property
     def rank_facts(self) -> ArchFacts:
         """Return the facts of one tensor-parallel rank's shard."""
         parallel = self.parallel
@@ -121,7 +127,7 @@ def resolve(
     pooling = resolve_pooling(
         checkpoint.pooling,
         is_encoder=checkpoint.facts.encoder is not None,
-        hidden=checkpoint.facts.hidden,
+        hidden=checkpoint.facts.size_out,
         token_types=checkpoint.facts.encoder.token_types if checkpoint.facts.encoder else 0,
         runner=values.get("runner", "auto"),
         convert=values.get("convert", "auto"),
@@ -135,7 +141,15 @@ def resolve(
     model = _resolve_model(values, checkpoint, machine, env, pools=pooling is not None)
     values = _disable_for_pooling(values, pooling, checkpoint, model.max_model_len)
     cache = _divide_cpu_memory(_resolve_cache(values, model.dtype, machine, env, checkpoint), parallel)
-    values = _limit_seqs_for_states(values, cache, machine, shard_facts(checkpoint.facts, tp_size), usage)
+    speculation = _spec_facts(values, draft, model.max_model_len, tp_size, pools=pooling is not None)
+    values = limit_seqs_for_states(
+        values,
+        cache_specs(shard_facts(checkpoint.facts, tp_size)),
+        cache,
+        machine,
+        default=_budget(machine, usage, 1)[1],
+        num_states=_states_per_row(speculation),
+    )
     return EngineConfig(
         model=model,
         load=load_section(_section_args("load", values), checkpoint.facts, parallel, machine),
@@ -149,8 +163,12 @@ def resolve(
         checkpoint=checkpoint,
         machine=machine,
         pooling=pooling,
-        speculation=_spec_facts(values, draft, model.max_model_len, tp_size, pools=pooling is not None),
+        speculation=speculation,
     )
+
+
+def _states_per_row(speculation: SpecFacts | None) -> int:
+    return 1 if speculation is None else 1 + speculation.num_speculative_tokens
 
 
 def _spec_facts(
@@ -410,28 +428,6 @@ def _budget(machine: Machine, usage: str, world: int) -> tuple[int, int]:
     )
     by_usage, seqs = next((by, seqs) for least, by, seqs in rows if machine.total_bytes >= least * GIB)
     return by_usage[usage], seqs
-
-
-def _limit_seqs_for_states(
-    values: dict[str, Any], cache: CacheSection, machine: Machine, facts: ArchFacts, usage: str
-) -> dict[str, Any]:
-    """Limit the default max_num_seqs of a model with SSM state, so that the states leave most memory to
-    weights and KV cache."""
-    per_row = row_bytes(cache_specs(facts), DTYPE_BYTES[cache.kv_cache_dtype])
-    if not per_row or "max_num_seqs" in values:
-        return values
-    room = cache.kv_cache_memory_bytes or cache.kv_cache_memory_limit
-    room = room // 2 if room else int(machine.total_bytes * cache.gpu_memory_utilization) // 4
-    max_seqs, default = max(room // per_row, 1), _budget(machine, usage, 1)[1]
-    if max_seqs >= default:
-        return values
-    logger.info(
-        "max_num_seqs is %d instead of %d: each running request has an SSM state of %.1f MiB",
-        max_seqs,
-        default,
-        per_row / 2**20,
-    )
-    return values | {"max_num_seqs": max_seqs}
 
 
 def _resolve_scheduler(

@@ -1,9 +1,11 @@
-"""Prefix caching of models with SSM states: the settings, checked against the model."""
+"""Models with SSM states: the settings of prefix caching, and the default number of running requests."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire.checkpoint.layout import CacheSpec, has_ssm_state
+from quire.checkpoint.layout import DTYPE_BYTES, CacheSpec, has_ssm_state, row_bytes
+from quire.config.machine import Machine
+from quire.config.sections import CacheSection
 from quire.errors import ConfigError
 from quire.logs import get_logger, warn_once
 
@@ -62,3 +64,38 @@ def _without_states(args: Mapping[str, Any], specs: Sequence[CacheSpec | None]) 
     for name in (name for name in _NAMES if args.get(name, "none") not in ("none", 0)):
         warn_once(logger, f"{name} has no effect: this model has no SSM states")
     return {name: value for name, value in args.items() if name not in _NAMES}
+
+
+def limit_seqs_for_states(
+    values: dict[str, Any],
+    specs: Sequence[CacheSpec | None],
+    cache: CacheSection,
+    machine: Machine,
+    *,
+    default: int,
+    num_states: int,
+) -> dict[str, Any]:
+    """Limit the default max_num_seqs of a model with SSM states, so that the states, `num_states` of a row,
+    leave most memory to weights and KV cache. `specs` are the caches of the layers on one device. Raise if
+    the states of max_num_seqs requests exceed the memory."""
+    per_row = row_bytes(specs, DTYPE_BYTES[cache.kv_cache_dtype], num_states)
+    if not per_row:
+        return values
+    times = f", {num_states} times for num_speculative_tokens={num_states - 1}" if num_states > 1 else ""
+    size = row_bytes(specs, DTYPE_BYTES[cache.kv_cache_dtype]) / 2**20
+    states = f"each running request has an SSM state of {size:.1f} MiB{times}"
+    if (num_seqs := values.get("max_num_seqs")) is not None:
+        if num_seqs * per_row <= machine.total_bytes:
+            return values
+        fewer = " or num_speculative_tokens" if num_states > 1 else ""
+        raise ConfigError(
+            f"max_num_seqs={num_seqs} exceeds the memory of {machine.total_bytes / 2**30:.1f} GiB: {states}."
+            f" Lower max_num_seqs (to at most {machine.total_bytes // per_row}){fewer}"
+        )
+    room = cache.kv_cache_memory_bytes or cache.kv_cache_memory_limit
+    room = room // 2 if room else int(machine.total_bytes * cache.gpu_memory_utilization) // 4
+    max_seqs = max(room // per_row, 1)
+    if max_seqs >= default:
+        return values
+    logger.info("max_num_seqs is %d instead of %d: %s", max_seqs, default, states)
+    return values | {"max_num_seqs": max_seqs}

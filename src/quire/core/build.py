@@ -115,7 +115,7 @@ def _build_kv_manager(config: EngineConfig, cache: CacheSize) -> KVManager:
             interval=config.cache.prefix_cache_retention_interval,
             whole_items=max_span(config) is not None,
         )
-    specs = cache_specs(config.checkpoint.facts)
+    specs, has_draft = cache_specs(config.checkpoint.facts), config.draft is not None
     return KVManager(
         num_blocks=cache.num_blocks,
         block_size=config.cache.block_size,
@@ -124,7 +124,7 @@ def _build_kv_manager(config: EngineConfig, cache: CacheSize) -> KVManager:
         windows=cache.windows,
         max_chunk=config.scheduler.max_chunk,
         states=states,
-        has_pages=states is None or any(spec is not None and spec.is_paged for spec in specs),
+        has_pages=states is None or any(spec is not None and spec.is_paged for spec in specs) or has_draft,
     )
 
 

@@ -131,7 +131,8 @@ class StepPlan(msgspec.Struct):
     """Items to encode first; their vectors stay in the encoder cache until they are `forgotten`."""
 
     saves: Ints = _NO_VALUES
-    """Checkpoints to take after computing: rows and the slots that their SSM states are copied to, [2, n]."""
+    """Checkpoints to take after computing, [3, n]: rows, the slots that their SSM states are copied to, and
+    the number of tokens of each row by then."""
 
     counts: tuple[int, ...] = ()
     """Tokens of this step on each engine of the data-parallel group; empty: there is only one. A plan without

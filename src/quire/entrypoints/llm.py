@@ -30,7 +30,7 @@ from quire.frontend.beam import BeamSearch, continued, round_params, start_of
 from quire.frontend.chat import chat_prompt, read_template
 from quire.frontend.inputs import Prompt, PromptType
 from quire.frontend.outputs import AnyOutput
-from quire.frontend.pooling import NO_TASK, cosine, pairs, pools, reads_pairs
+from quire.frontend.pooling import NO_TASK, embedding_task, pairs, pools, reads_pairs, similarity
 from quire.frontend.progress import Progress, TokenBar, with_bar
 from quire.frontend.score_inputs import cross_encoder_prompts, embed_prompt, named_inputs
 from quire.logs import get_logger
@@ -284,16 +284,16 @@ class LLM:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
-        """Score pairs of inputs, one to one or one to many: with a cross-encoder, or by the cosine similarity
-        of two embeddings. `{"content": [...]}` is an input in parts, which may include media."""
+        """Score pairs of inputs, one to one or one to many: with a cross-encoder, or by the similarity of
+        two embeddings. `{"content": [...]}` is an input in parts, which may include media."""
         pooling, inputs = pools(self.config.pooling, "LLM.score()"), self.llm_engine.inputs
         firsts, seconds = _as_list(data_1), _as_list(data_2)
         if not reads_pairs(pooling):
             bar = with_bar(named_inputs(firsts, seconds), "Rendering prompts", use_tqdm)
             parsed = [embed_prompt(inputs, name, item, tokenization_kwargs) for name, item in bar]
-            outputs = self._pool(parsed, pooling_params, "embed", use_tqdm, lora_request)
+            outputs = self._pool(parsed, pooling_params, embedding_task(pooling), use_tqdm, lora_request)
             closest = pairs(outputs[: len(firsts)], outputs[len(firsts) :])
-            return [ScoringRequestOutput.from_base(cosine(*item)) for item in closest]
+            return [ScoringRequestOutput.from_base(similarity(*item)) for item in closest]
         template = read_template(chat_template) or self._template
         parsed = cross_encoder_prompts(inputs, firsts, seconds, template)
         outputs = self._pool(parsed, pooling_params, "classify", use_tqdm, lora_request)

@@ -1,4 +1,4 @@
-"""Requests to pooling models: completion of parameters, pairs of texts, and cosine scores."""
+"""Requests to pooling models: completion of parameters, pairs of texts, and similarity scores."""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -50,7 +50,12 @@ def completed(params: PoolingParams, pooling: PoolingFacts, second_start: int | 
     params = params.clone()
     params.task = params.task or pooling.tasks[0]  # type: ignore[assignment]
     kind = str(params.task).removeprefix("token_")
-    if kind != pooling.task:
+    if pooling.task_heads and params.task not in pooling.tasks:
+        raise RequestError(
+            f"this model does not have the task {params.task!r}; its tasks: {', '.join(pooling.tasks)}",
+            param="task",
+        )
+    if not pooling.task_heads and kind != pooling.task:
         raise RequestError(_NOT_CONVERTED[kind], param="task")
     if params.task not in pooling.tasks:
         raise RequestError(_ONLY_TOKENS, param="task")
@@ -107,7 +112,7 @@ def second_start(token_type_ids: Sequence[int], num_tokens: int) -> int | None:
 
 
 def reads_pairs(pooling: PoolingFacts) -> bool:
-    """Return whether the model is a cross-encoder; an embedding model scores by cosine."""
+    """Return whether the model is a cross-encoder; an embedding model scores by `similarity`."""
     if pooling.task == "embed":
         return False
     if pooling.head:
@@ -128,10 +133,19 @@ def pairs(firsts: list[T], seconds: list[T]) -> list[tuple[T, T]]:
     return list(zip(firsts * len(seconds) if len(firsts) == 1 else firsts, seconds, strict=True))
 
 
-def cosine(first: Base, second: Base) -> Base:
-    """Compute the cosine similarity of two embeddings, as one output."""
+def embedding_task(pooling: PoolingFacts) -> str:
+    """Return the task with the outputs that `similarity` compares."""
+    return "token_embed" if pooling.is_late_interaction else "embed"
+
+
+def similarity(first: Base, second: Base) -> Base:
+    """Compute the similarity of two inputs, as one output: the cosine of two embeddings or, of vectors of
+    tokens, the sum over the first input of the largest product with a token of the second (MaxSim)."""
     a, b = (output.outputs.data.astype(np.float64) for output in (first, second))
-    closeness = a @ b / max(float(np.linalg.norm(a) * np.linalg.norm(b)), 1e-12)
+    if a.ndim == 2:
+        closeness = (a @ b.T).max(1).sum()
+    else:
+        closeness = a @ b / max(float(np.linalg.norm(a) * np.linalg.norm(b)), 1e-12)
     return PoolingRequestOutput(
         request_id=f"{first.request_id}_{second.request_id}",
         outputs=PoolingOutput(np.array(closeness, np.float32)),

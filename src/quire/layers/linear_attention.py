@@ -13,7 +13,7 @@ from quire.kernels.reference.ssm import DecayRates, DeltaForm
 from quire.layers.linear import ColumnLinear, RowLinear
 from quire.layers.norm import RMSNorm, norm_shares
 from quire.layers.scope import Scope, Target
-from quire.layers.ssm import DecayMixer, OrderedLinear, SSMMixer, apart, seqs_of
+from quire.layers.ssm import DecayMixer, OrderedLinear, SSMMixer, apart
 from quire.quant.sharding import Runs, Shard, divided, of_heads
 from quire.quant.weight import frozen_parameter
 
@@ -69,7 +69,7 @@ class DeltaAttention(DecayMixer):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """Compute the mixer's output [T, hidden] from [T, hidden] and update the state."""
-        (conv_state, state), seqs = self.bound, seqs_of(batch)
+        (conv_state, state), seqs = self.bound, self.seqs_of(batch)
         qkv, b, a, gate = self.into(x).split(self.split, 1)
         if self.decay_up is not None and self.gate_up is not None:
             a, gate = self.decay_up(a), self.gate_up(gate)
@@ -121,7 +121,7 @@ class LightningAttention(SSMMixer):
         gate: Tensor = self.gate(x)
         vkq = self.activate(self.into(x), self.activation)
         steps = self.no_steps.expand(len(x), -1)
-        y = self.ops.scan(vkq, steps, self.decay, self.skip, self.bound[1], seqs_of(batch))
+        y = self.ops.scan(vkq, steps, self.decay, self.skip, self.bound[1], self.seqs_of(batch))
         if self.group.size > 1:
             y = norm_shares(y, (self.norm.weight,), self.norm.eps, group=self.group)
         else:

@@ -38,6 +38,8 @@ class SSMMixer(LoadedModule):
         self.conv_bias = frozen_parameter(scope.empty(num_channels)) if facts.conv_bias else None
         self.conv_state: Tensor | None = None
         self.state: Tensor | None = None
+        self.states_per_row = 1
+        """See `SSMSequences`; set before memory is bound."""
 
     @property
     def keeps(self) -> CacheSpec:
@@ -52,9 +54,17 @@ class SSMMixer(LoadedModule):
         self.bind(rest.view(narrow).view(num_rows, *inputs), memory[:end].view(wide).view(num_rows, *state))
 
     def bind(self, conv_state: Tensor, state: Tensor) -> None:
-        """Use these states: a row of `state_shapes` for each row of the worker, and one for padding."""
+        """Use these states of `state_shapes`: `states_per_row` for each row of the worker and for padding."""
         assert ((conv_state.shape[1:], conv_state.dtype), (state.shape[1:], state.dtype)) == self.state_shapes
         self.conv_state, self.state = conv_state, state
+
+    def seqs_of(self, batch: Batch) -> SSMSequences:
+        """Return the sequences of the batch as mixers read them, built once per step."""
+        if batch.state is None:
+            lens, num_states = batch.query_lens_host, self.states_per_row
+            batch.state = SSMSequences(batch.query_starts, batch.rows, batch.positions, lens, num_states)
+        seqs: SSMSequences = batch.state
+        return seqs
 
     @property
     def bound(self) -> tuple[Tensor, Tensor]:
@@ -84,7 +94,8 @@ class ShortConv(SSMMixer):
         """Compute the mixer's output [T, hidden] from [T, hidden] and update the state."""
         gate_in, gate_out, x = self.into.multiply(x).chunk(3, 1)
         x = self.ops.gate(x, gate_in, "itself")
-        x = self.ops.conv(x, self.conv_weight, self.conv_bias, self.bound[0], seqs_of(batch), activated=False)
+        conv_state, seqs = self.bound[0], self.seqs_of(batch)
+        x = self.ops.conv(x, self.conv_weight, self.conv_bias, conv_state, seqs, activated=False)
         out: Tensor = self.out(self.ops.gate(x, gate_out, "itself"))
         return out
 
@@ -164,7 +175,7 @@ class MambaMixer(DecayMixer):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """Compute the mixer's output [T, hidden] from [T, hidden] and update the state."""
-        (conv_state, state), seqs = self.bound, seqs_of(batch)
+        (conv_state, state), seqs = self.bound, self.seqs_of(batch)
         x, gate = self.into.multiply(x).chunk(2, 1)
         x = self.ops.conv(x, self.conv_weight, self.conv_bias, conv_state, seqs)
         params = self.params(x)
@@ -203,7 +214,7 @@ class Mamba2Mixer(DecayMixer):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """Compute the mixer's output [T, hidden] from [T, hidden] and update the state."""
-        (conv_state, state), seqs = self.bound, seqs_of(batch)
+        (conv_state, state), seqs = self.bound, self.seqs_of(batch)
         projected = self.into.multiply(x)
         if self.scales is not None:
             projected = self.scale_columns(projected, self.scales)
@@ -278,7 +289,7 @@ class GatedDelta(DecayMixer):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """Compute the mixer's output [T, hidden] from [T, hidden] and update the state."""
-        (conv_state, state), seqs = self.bound, seqs_of(batch)
+        (conv_state, state), seqs = self.bound, self.seqs_of(batch)
         qkv, gate, b, a = self.into(x).split(self.split, 1)
         qkv = self.ops.conv(qkv, self.conv_weight, None, conv_state, seqs)
         y = self.ops.delta(qkv, a, b, self.rates, state, seqs)
@@ -316,14 +327,6 @@ def apart(groups: int, *sizes: int) -> Tensor:
     part sizes over all groups."""
     grouped = torch.arange(sum(sizes)).view(groups, -1)
     return torch.cat([part.flatten() for part in grouped.split([size // groups for size in sizes], 1)])
-
-
-def seqs_of(batch: Batch) -> SSMSequences:
-    """Return the sequences of the batch as mixers read them, built once per step."""
-    if batch.state is None:
-        batch.state = SSMSequences(batch.query_starts, batch.rows, batch.positions, batch.query_lens_host)
-    seqs: SSMSequences = batch.state
-    return seqs
 
 
 _MIXERS = {"selective": MambaMixer, "mamba": Mamba2Mixer, "conv": ShortConv}

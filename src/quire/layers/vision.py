@@ -250,7 +250,7 @@ class Learned(LoadedModule):
     def __init__(self, scope: Scope, *shape: int, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.name = scope.name
-        self.vectors = frozen_parameter(torch.empty(*shape, dtype=dtype or scope.dtype, device=scope.device))
+        self.vectors = frozen_parameter(torch.empty(shape, dtype=dtype or scope.dtype, device=scope.device))
 
     def targets(self) -> Iterator[Target]:
         yield Target(self.name, self.vectors)

@@ -1,4 +1,4 @@
-"""Weights of modules in folders beside a model's own files."""
+"""Weights of modules in folders and files beside a model's own files."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,7 +15,8 @@ from quire.quant.format import Format
 
 
 class ExtraModules(Source):
-    """A source extended by the few small tensors of extra modules, under the names of their folders."""
+    """A source extended by the few small tensors of extra modules, under the names of their folders
+    and layers."""
 
     def __init__(self, source: Source, checkpoint: Checkpoint) -> None:
         self.source, self.num_readers = source, source.num_readers
@@ -23,6 +24,11 @@ class ExtraModules(Source):
             f"{dense.folder}.{name}": tensor
             for dense in checkpoint.pooling.dense
             for name, tensor in _read(checkpoint.path / dense.folder).items()
+        } | {
+            f"{head.name}.{name}": tensor
+            for head in checkpoint.pooling.task_heads
+            if head.file
+            for name, tensor in load_pickle(checkpoint.path / head.file).items()
         }
 
     def shapes(self, targets: Mapping[str, Target]) -> Mapping[str, tuple[int, ...]]:

@@ -142,7 +142,9 @@ def _open_source(checkpoint: Checkpoint, load_format: str, seed: int, *, with_mo
     """Open the source of the weights. Saved states include extra modules, and random weights need none."""
     format = detect(checkpoint, load_format)
     source: Source = FORMATS[format](checkpoint, seed)
-    if with_modules and checkpoint.pooling.dense and format in ("safetensors", "pt"):
+    pooling = checkpoint.pooling
+    has_modules = bool(pooling.dense) or any(head.file for head in pooling.task_heads)
+    if with_modules and has_modules and format in ("safetensors", "pt"):
         return ExtraModules(source, checkpoint)
     return source
 

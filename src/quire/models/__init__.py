@@ -126,6 +126,8 @@ MODELS = LazyTable(
         "KimiLinearForCausalLM": "quire.models.linear_attention:KimiLinear",
         "MiniMaxForCausalLM": "quire.models.linear_attention:MiniMax",
         "OlmoHybridForCausalLM": "quire.models.linear_attention:OlmoHybrid",
+        "CLIPModel": "quire.models.dual_encoder:ClipText",
+        "SiglipModel": "quire.models.dual_encoder:SiglipText",
         "DistilBertModel": "quire.models.bert:DistilBert",
         "ErnieModel": "quire.models.bert:Bert",
         "GteModel": "quire.models.bert:RotaryBert",

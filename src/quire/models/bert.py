@@ -193,6 +193,10 @@ class Bert(nn.Module):
         """Return the names that the checkpoint uses."""
         return self.names
 
+    @property
+    def token_embedding(self) -> TokenEmbedding:
+        return self.embeddings.words
+
     def forward(self, batch: Batch) -> Tensor:
         """Return hidden states [T, hidden]."""
         x: Tensor = self.embeddings(batch)

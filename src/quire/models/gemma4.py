@@ -136,6 +136,7 @@ class Gemma4(Decoder):
             )
         super().__init__(facts, scope)
         self.own = None if facts.altup is None else OwnInputs(facts, facts.altup, scope / self.names.body)
+        self.media_id = None if facts.altup is None else facts.altup.media_id
         if is_linked:
             share_keys(facts, [layer.attention for layer in self.layers if isinstance(layer, Layer)])
 
@@ -143,7 +144,10 @@ class Gemma4(Decoder):
         if self.own is None:
             return super().forward(batch)
         x, residual = self.embedded(batch)
-        layer_inputs = self.own(x, batch.token_ids)
+        token_ids = batch.token_ids
+        if batch.embeds is not None and self.media_id is not None:
+            token_ids = token_ids.index_fill(0, batch.embeds[0], self.media_id)
+        layer_inputs = self.own(x, token_ids)
         for number, layer in enumerate(self.layers):
             x, residual = layer(x, residual, batch, layer_inputs[:, number])
         assert self.norm is not None

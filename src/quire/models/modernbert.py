@@ -50,6 +50,10 @@ class ModernBert(nn.Module):
         )
         self.norm = norm_of(facts, body / "final_norm")
 
+    @property
+    def token_embedding(self) -> TokenEmbedding:
+        return self.embed
+
     def forward(self, batch: Batch) -> Tensor:
         """Return hidden states [T, hidden] after the final norm."""
         x = residual = self.embed_norm.alone(self.embed(batch.token_ids))

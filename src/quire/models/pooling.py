@@ -13,7 +13,7 @@ from quire.checkpoint.sentence_transformers import DenseFacts
 from quire.layers.embedding import Head
 from quire.layers.scope import LoadedModule, Scope, Target
 from quire.models import CLASSIFIERS, MODELS, TOKEN_CLASSIFIERS
-from quire.models.heads import ClassifierHead, EachScore, Projection, Reward, Value
+from quire.models.heads import ClassifierHead, EachScore, MaskedLM, Projection, Reward, TaskLinear, Value
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -74,7 +74,7 @@ class PoolingModel(nn.Module):
         self, facts: ArchFacts, scope: Scope, *, pooling: PoolingFacts, label_ids: list[int]
     ) -> None:
         super().__init__()
-        self.hidden, self.dtype = facts.hidden, scope.dtype
+        self.hidden, self.dtype = facts.size_out, scope.dtype
         self.temperature = pooling.temperature
         self.dense = nn.ModuleList(Dense(dense, scope.device) for dense in pooling.dense)
         self.body: nn.Module = MODELS[facts.architecture](facts, scope)
@@ -87,6 +87,11 @@ class PoolingModel(nn.Module):
             self.classifier = _build_classifier(facts, pooling, scope)
         elif pooling.projection:
             self.classifier = Projection(facts, pooling.size, scope)
+        self.task_heads = nn.ModuleDict()
+        for task_head in pooling.task_heads:
+            if task_head.kind:
+                make = _TASK_HEADS[task_head.kind]
+                self.task_heads[task_head.task] = make(facts, task_head, self.body, scope)
 
     def settle(self) -> None:
         """Prepare the classifier once after loading."""
@@ -98,8 +103,11 @@ class PoolingModel(nn.Module):
         out: Tensor = self.body(batch)
         return out
 
-    def vectors(self, states: Tensor) -> Tensor:
+    def vectors(self, states: Tensor, task: str) -> Tensor:
         """Return the output [N, size] of pooled states [N, hidden], in float32 or the model's dtype."""
+        if task in self.task_heads:
+            outputs: Tensor = self.task_heads[task](states.to(self.dtype))
+            return outputs
         if self.classifier is None:
             for dense in self.dense:
                 states = dense(states.float())
@@ -117,6 +125,8 @@ def _build_classifier(facts: ArchFacts, pooling: PoolingFacts, scope: Scope) -> 
     return classifier
 
 
+_TASK_HEADS: dict[str, Callable[..., nn.Module]] = {"linear": TaskLinear, "masked_lm": MaskedLM}
+"""Output layers of single tasks, by `TaskHead.kind`."""
 _HEADS: dict[str, type[nn.Module]] = {
     "": ClassifierHead,
     "tokens": EachScore,

@@ -7,7 +7,7 @@ import numpy as np
 from quire.data.multimodal import Media, MediaItem
 from quire.errors import RequestError
 from quire.multimodal.processing import PreparedItem
-from quire.multimodal.processors import Processor, merges_tokens
+from quire.multimodal.processors import Processor, merges_tokens, stands_alone
 
 _ID_BYTES = 4
 Mark = tuple[int, ...]
@@ -23,6 +23,9 @@ def place(
     The spans of a modality replace its marks in order. A prompt may also contain the spans already. Items of
     a modality without a mark have no span.
     """
+    if stands_alone(processor):
+        processor.check_alone(token_ids, len(prepared))
+        return list(prepared[0].processed.token_ids), Media([_build_item(0, prepared[0])])
     marks = {item.modality: tuple(processor.marks(item.modality)) for item in prepared}
     if not all(marks.values()):
         return list(token_ids), Media([_build_item(0, item) for item in prepared])

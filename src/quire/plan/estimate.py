@@ -244,7 +244,7 @@ def cache_of(config: EngineConfig, memory: Memory) -> CacheSize:
         raise ConfigError(f"weights, activations and libraries alone exceed the memory by {short}")
     facts = config.rank_facts
     stages = stage_layers(len(facts.layers), config.parallel.pipeline_parallel_size)
-    whole = layout(cache_specs(facts), config.model.max_model_len)
+    whole = layout(cache_specs(facts), config.model.max_model_len, config.states_per_row)
     return smallest_cache(
         size_cache(
             whole.of({*layers, *range(len(facts.layers), len(whole.specs))}),

@@ -14,7 +14,7 @@ from quire.sched.running import RowIds, Running
 from quire.sched.state_cache import StateCache
 
 _NONE: Ints = np.empty(0, np.int32)
-_NO_SAVES: Ints = np.empty((2, 0), np.int32)
+_NO_SAVES: Ints = np.empty((3, 0), np.int32)
 _MAX_TOKENS = 1 << 30
 """Token limit where there is no other."""
 
@@ -329,7 +329,8 @@ class KVManager:
             self.states.take(running, rows, reach)
 
     def take_saves(self) -> Ints:
-        """Return [2, n], the rows and slots of the checkpoints that the planned step takes."""
+        """Return [3, n], the rows, slots and numbers of tokens of the checkpoints that the planned step
+        takes."""
         if self.states is None:
             return _NO_SAVES
         saves, slots = self.states.take_saves()

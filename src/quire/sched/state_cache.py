@@ -112,7 +112,10 @@ class StateCache:
 
     def take(self, running: Running, rows: RowIds, reach: Ints) -> None:
         """Take checkpoints of those of `rows` that compute up to a boundary, `reach[i]`, in the step being
-        planned. None is taken if another row has it, or if all slots are taken in this step."""
+        planned. None is taken if another row has it, or if all slots are taken in this step.
+
+        A checkpoint never contains drafts: boundaries lie before the last token of the tokens that a row was
+        admitted with, and a row has no drafts before its last token is the only one to compute."""
         if not self._left:
             return
         at = np.flatnonzero(self.next[rows] <= reach)
@@ -140,12 +143,12 @@ class StateCache:
         )
 
     def take_saves(self) -> tuple[Ints, list[Block]]:
-        """Index the checkpoints of the step that was planned. Return [2, n], their rows and slots, and their
-        entries."""
+        """Index the checkpoints of the step that was planned. Return [3, n], their rows, slots and numbers of
+        tokens, and their entries."""
         saves, self._saves = self._saves, {}
         slots = [save.slot for save in saves.values()]
         for key, slot in zip(saves, slots, strict=True):
             self.pool.remember(slot, key)
             self.pool.release([slot])
-        rows = [save.row for save in saves.values()]
-        return np.array([rows, [slot.id for slot in slots]], np.int32).reshape(2, -1), slots
+        columns = [(save.row, save.slot.id, save.num_tokens) for save in saves.values()]
+        return np.array(columns, np.int32).reshape(-1, 3).T, slots

@@ -180,6 +180,8 @@ class Model:
     """Encoder of images, videos and audio."""
     bidirectional: bool = False
     """Whether the tokens of an item attend to each other bidirectionally."""
+    causal_groups: tuple[int, ...] = ()
+    """Layer groups that are causal even if others are bidirectional."""
     is_capturable: bool = True
     """Whether CUDA graphs may contain the forward pass: not if offloaded weights are in pageable memory."""
 
@@ -244,8 +246,9 @@ class Model:
 
     def hidden(self, batch: Batch) -> Any:
         """Run the layers: return [T, hidden], or the tensors for the next stage."""
-        for group in batch.groups:
-            group.last_visible = batch.last_visible
+        last_visible = batch.last_visible  # the batch may be one of its groups
+        for number, group in enumerate(batch.groups):
+            group.last_visible = None if number in self.causal_groups else last_visible
             self.attention.plan(group)
         if batch.embeds is not None:
             batch.token_ids = batch.token_ids.clamp(min=0)

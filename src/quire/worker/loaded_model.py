@@ -15,6 +15,7 @@ from quire.config.expert_parallel import Eplb
 from quire.config.generation import alignment_heads
 from quire.config.parallel import Stage
 from quire.config.speculation import SpecFacts
+from quire.errors import ConfigError
 from quire.kernels.cpu import native
 from quire.layers.attention import caching_layers
 from quire.layers.lora import AdapterSlots
@@ -95,7 +96,8 @@ class LoadedModel:
     def _layout(self, facts: ArchFacts) -> CacheLayout:
         """Return the cache layout of this stage's layers, those of the draft last."""
         draft_specs = () if self.draft_facts is None else cache_specs(self.draft_facts)
-        whole = layout((*cache_specs(facts), *draft_specs), self.config.model.max_model_len)
+        specs, longest = (*cache_specs(facts), *draft_specs), self.config.model.max_model_len
+        whole = layout(specs, longest, self.config.states_per_row)
         if (draft := self.config.draft) is not None and draft.facts.drafts is None:
             whole = whole.keeping(1)  # the KV of its drafts is recomputed
         num, end = len(facts.layers), len(whole.specs) if self.stage.is_last else 0
@@ -105,6 +107,19 @@ class LoadedModel:
     def _bidirectional(self) -> bool:
         media, pooling = self.config.checkpoint.facts.media, self.config.pooling
         return bool(media and media.is_whole) or bool(pooling and pooling.bidirectional)
+
+    def _causal_groups(self) -> tuple[int, ...]:
+        """Return the layer groups that stay causal in a model with `whole_in_windows`."""
+        facts = self.config.checkpoint.facts
+        if facts.media is None or not facts.media.whole_in_windows:
+            return ()
+        windows = [layer.window for layer in facts.layers if layer.window is not None]
+        if windows and min(windows) >= self.config.model.max_model_len:
+            raise ConfigError(
+                f"max_model_len={self.config.model.max_model_len} must exceed {min(windows)}, the sliding "
+                "window of this model: images are only bidirectional within it. Or set language_model_only"
+            )
+        return tuple(number for number, window in enumerate(self.layout.windows) if window is None)
 
     def _backend(self, facts: ArchFacts) -> AttentionBackend:
         config = self.config
@@ -200,8 +215,8 @@ class LoadedModel:
 
     def checkpoints(self) -> StateCheckpoints:
         """Return the checkpoints of the bound states."""
-        layers = state_layers(self.model.modules())
-        return StateCheckpoints(layers, self.config.scheduler.max_num_seqs)
+        layers, num_rows = state_layers(self.model.modules()), self.config.scheduler.max_num_seqs
+        return StateCheckpoints(layers, num_rows, self.layout.states_per_row)
 
     # ---- runners
 
@@ -257,6 +272,7 @@ class LoadedModel:
             adapters=self.slots,
             encoder=self.encoder,
             bidirectional=self._bidirectional,
+            causal_groups=self._causal_groups(),
             is_capturable=self.offload is None or self.offload.is_pinned,
         )
 

@@ -16,6 +16,7 @@ from quire.config.machine import Machine
 from quire.config.sections import CacheSection
 from quire.errors import ConfigError
 from quire.layers.attention import Caching, PagedAttention
+from quire.layers.ssm import SSMMixer
 from quire.memory import CacheRoom, CacheSize, human
 
 
@@ -127,8 +128,8 @@ def bind(
     device: torch.device,
 ) -> int:
     """Give every layer its part of a cache of `num_blocks` blocks, and return the bytes of all. Paged layers
-    share a slab with one layer of each other group; the others get a state per row, and one for padding. SSM
-    states of checkpoints follow: slot s is row `num_rows + s`, where slots count from 1."""
+    share a slab with one layer of each other group; the others get a state per row, and one for padding. Of
+    SSM states there are `layout.states_per_row` for each of these; states of checkpoints follow."""
     per_number = num_blocks * block_size * cache_dtype.itemsize
     ends = list(accumulate(layout.slabs, initial=0))
     pages = reserve(num_bytes := ends[-1] * per_number, device=device)
@@ -137,7 +138,10 @@ def bind(
     for (number, spec), layer in zip(kept, layers, strict=True):
         assert spec == layer.keeps, f"layer {number} has cache spec {layer.keeps}, not {spec}"
         if not spec.is_paged:
-            count = num_rows + 1 + (num_checkpoints if spec.kind == "state" else 0)
+            count = num_rows + 1
+            if isinstance(layer, SSMMixer):
+                layer.states_per_row = layout.states_per_row
+                count = count * layout.states_per_row + num_checkpoints
             memory, group = reserve(count, spec.row_bytes(cache_dtype.itemsize), device=device), 0
             num_bytes += memory.nbytes
         else:

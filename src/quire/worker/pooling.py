@@ -30,6 +30,8 @@ from quire.worker.rows import Rows
 log = get_logger(__name__)
 
 _NO_SECOND = np.iinfo(np.int32).max
+_PART = 256
+"""Number of tokens with outputs over a vocabulary that are computed at once."""
 
 
 def pooling_builder(config: EngineConfig) -> Callable[[ArchFacts, Scope], PoolingModel]:
@@ -97,13 +99,19 @@ class PoolingRunner:
             second = new.pooling.second_start
             self.second_start[new.row] = _NO_SECOND if second is None else second
             self.states.pop(new.row, None)
-            if new.pooling.is_by_token:
+            if self._needs_states(new.pooling):
                 self.states[new.row] = []
+
+    def _needs_states(self, params: PoolingParams) -> bool:
+        """Return whether the output is computed of the hidden states of all tokens."""
+        head = self.pooling.head_of(params.task)
+        return params.is_by_token or (head is not None and bool(head.reduce))
 
     def _forward(self, batch: Batch) -> Tensor:
         if self.windows is not None:
-            for group, window in zip(batch.groups, self.windows, strict=True):
-                group.last_visible = batch.last_visible
+            causal, last_visible = self.model.causal_groups, batch.last_visible
+            for number, (group, window) in enumerate(zip(batch.groups, self.windows, strict=True)):
+                group.last_visible = None if number in causal else last_visible
                 if self.pooling.bidirectional:
                     group.last_visible = last_visible_in_prompts(batch, window)
                 self.model.attention.plan(group)
@@ -135,8 +143,7 @@ class PoolingRunner:
         """Return the results of rows that end their prompt in this step."""
         self._keep_states(plan, batch, hidden)
         ended = plan.rows[np.flatnonzero(plan.samples)].tolist()
-        by_token = [row for row in ended if self.params[row].is_by_token]
-        answers = {row: self._pool_tokens(row) for row in by_token}
+        answers = {row: self._pool_tokens(row) for row in ended if row in self.states}
         if not self.pooling.head:
             answers |= self._pool_texts(plan, batch, hidden)
         return answers
@@ -147,12 +154,26 @@ class PoolingRunner:
         chunks = hidden.split(plan.num_tokens.tolist()), batch.token_ids.split(plan.num_tokens.tolist())
         for row, chunk, ids in zip(plan.rows.tolist(), *chunks, strict=True):
             if row in self.states:
-                tag = self.params[row].step_tag_id
-                self.states[row].append(chunk.clone() if tag is None else chunk[ids == tag])
+                self.states[row].append(self._with_output(self.params[row], chunk, ids))
+
+    def _with_output(self, params: PoolingParams, states: Tensor, ids: Tensor) -> Tensor:
+        """Return a copy of the hidden states of tokens that have an output."""
+        if params.step_tag_id is not None:
+            return states[ids == params.step_tag_id]
+        head = self.pooling.head_of(params.task)
+        if head is not None and head.skipped_ids:
+            return states[~torch.isin(ids, torch.tensor(head.skipped_ids, device=ids.device))]
+        return states.clone()
 
     def _pool_tokens(self, row: int) -> Pooled:
-        vectors = self._vectors(torch.cat(self.states.pop(row)))
-        return Pooled.of(finished(vectors, self.params[row], self.pooling))
+        states, params = torch.cat(self.states.pop(row)), self.params[row]
+        head = self.pooling.head_of(params.task)
+        if head is None or not head.reduce:
+            return Pooled.of(finished(self._vectors(states, params.task), params, self.pooling))
+        reduce = torch.amax if head.reduce == "max" else torch.sum
+        parts = [reduce(self.pooler.vectors(part, head.task).float(), 0) for part in states.split(_PART)]
+        vector: Floats = reduce(torch.stack(parts), 0).cpu().numpy()
+        return Pooled.of(finished(vector, params, self.pooling))
 
     def _pool_texts(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> dict[int, Pooled]:
         """Update the state of all rows; return the vectors of rows that end."""
@@ -161,7 +182,7 @@ class PoolingRunner:
         before = torch.where(started[:, None], self.kept[rows], 0.0)
         now = _TYPES[self.pooling.type](hidden, batch, before, started[:, None])
         self.kept[rows] = now
-        by_text = [not self.params[row].is_by_token for row in plan.rows.tolist()]
+        by_text = [not self._needs_states(self.params[row]) for row in plan.rows.tolist()]
         ended = np.flatnonzero(plan.samples & np.array(by_text))
         if not len(ended):
             return {}
@@ -169,10 +190,10 @@ class PoolingRunner:
         if self.pooling.type == "MEAN":
             lens = self.all_rows.prompt_len[plan.rows[ended]].astype(np.float32)
             states = states / torch.from_numpy(lens)[:, None].to(self.device)
-        return self._finish_rows(plan.rows[ended].tolist(), self._vectors(states))
+        return self._finish_rows(plan.rows[ended].tolist(), self._vectors(states, self.pooling.task))
 
-    def _vectors(self, states: Tensor) -> Floats:
-        vectors: Floats = self.pooler.vectors(states).float().cpu().numpy()
+    def _vectors(self, states: Tensor, task: str | None) -> Floats:
+        vectors: Floats = self.pooler.vectors(states, task or self.pooling.task).float().cpu().numpy()
         return vectors
 
     def _finish_rows(self, rows: list[int], vectors: Floats) -> dict[int, Pooled]:
@@ -211,7 +232,7 @@ class PoolingRunner:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         hidden = self._forward(batch)
-        self._vectors(hidden[:1].float())
+        self._vectors(hidden[:_PART].float(), self.pooling.tasks[0])
         torch.cuda.synchronize()
         activations = torch.cuda.max_memory_allocated() - before
         torch.cuda.empty_cache()
@@ -258,6 +279,8 @@ def finished(values: Floats, params: PoolingParams, pooling: PoolingFacts) -> ND
     probabilities."""
     if params.returned_token_ids is not None:
         values = values[..., params.returned_token_ids]
+    if (head := pooling.head_of(params.task)) is not None:
+        return _ACTIVATIONS[head.activation](values) if params.use_activation else values
     if pooling.task == "embed":
         values = values[..., : params.dimensions]
         return _normalised(values) if params.use_activation else values
@@ -286,6 +309,8 @@ def _sigmoid(values: Floats) -> Floats:
 
 _ACTIVATIONS: dict[str, Callable[[Floats], Floats]] = {
     "identity": lambda values: values,
+    "normalize": _normalised,
+    "relu": lambda values: np.maximum(values, 0),
     "sigmoid": _sigmoid,
     "softmax": _softmax,
 }

@@ -18,21 +18,29 @@ class StateCheckpoints:
     """Copies the states of all layers of a worker. The slots are rows of the same tensors, after those of
     requests and of padding, so that kernels and CUDA graphs do not depend on them."""
 
-    def __init__(self, layers: Iterable[SSMMixer], num_rows: int) -> None:
+    def __init__(self, layers: Iterable[SSMMixer], num_rows: int, states_per_row: int = 1) -> None:
         self.tensors = [tensor for layer in layers for tensor in layer.bound if tensor.numel()]
-        self.num_rows = num_rows
-        """The row of padding; slot s is row `num_rows + s`."""
+        self.states_per_row = states_per_row
+        self.last = (num_rows + 1) * states_per_row - 1
+        """The last state of padding; slot s comes s states after it."""
 
     def restore(self, plan: StepPlan) -> None:
         """Copy the states of admitted rows from their checkpoints, before the plan computes."""
-        if restored := [(self.num_rows + new.state, new.row) for new in plan.admitted if new.state]:
-            self._copy(*np.array(restored, np.int32).T)
+        restored = [(new.state, new.row, new.num_computed) for new in plan.admitted if new.state]
+        if restored:
+            slots, rows, num_tokens = np.array(restored, np.int32).T
+            self._copy(self.last + slots, self._states_after(rows, num_tokens))
 
     def save(self, plan: StepPlan) -> None:
         """Copy the states of rows to checkpoints, after the plan has computed."""
         if plan.saves.size:
-            rows, slots = plan.saves
-            self._copy(rows, self.num_rows + slots)
+            rows, slots, num_tokens = plan.saves
+            self._copy(self._states_after(rows, num_tokens), self.last + slots)
+
+    def _states_after(self, rows: Ints, num_tokens: Ints) -> Ints:
+        """Return the states of rows after their first `num_tokens`, as `SSMSequences` places them."""
+        states: Ints = rows * self.states_per_row + num_tokens % self.states_per_row
+        return states
 
     @torch.inference_mode()
     def _copy(self, sources: Ints, targets: Ints) -> None:

@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 import torch
 from state_cases import (
+    DRAFTED,
     LENS,
     ROWS,
+    STATES_PER_ROW,
     Case,
     make_case,
     run_channel_delta,
@@ -26,18 +28,20 @@ SCAN, DELTA = (4, 16, 24, 2), (4, 20, 40, 2)
 """heads, both dimensions of the state, groups or key heads"""
 
 
-def scan_case(lens: list[int], dtype: torch.dtype = torch.float32) -> Case:
+def scan_case(lens: list[int], dtype: torch.dtype = torch.float32, states_per_row: int = 1) -> Case:
     heads, dim, size, groups = SCAN
-    return make_case(lens, heads * dim + 2 * groups * size, (heads, dim, size), dtype=dtype)
+    width, state = heads * dim + 2 * groups * size, (heads, dim, size)
+    return make_case(lens, width, state, dtype=dtype, states_per_row=states_per_row)
 
 
-def delta_case(lens: list[int], dtype: torch.dtype = torch.float32) -> Case:
+def delta_case(lens: list[int], dtype: torch.dtype = torch.float32, states_per_row: int = 1) -> Case:
     heads, key_dim, dim, key_heads = DELTA
-    return make_case(lens, 2 * key_heads * key_dim + heads * dim, (heads, key_dim, dim), dtype=dtype)
+    width, state = 2 * key_heads * key_dim + heads * dim, (heads, key_dim, dim)
+    return make_case(lens, width, state, dtype=dtype, states_per_row=states_per_row)
 
 
-def channel_case(lens: list[int], dtype: torch.dtype = torch.float32) -> Case:
-    return with_channel_decays(delta_case(lens, dtype))
+def channel_case(lens: list[int], dtype: torch.dtype = torch.float32, states_per_row: int = 1) -> Case:
+    return with_channel_decays(delta_case(lens, dtype, states_per_row))
 
 
 def run_scan(ops: StateOps, case: Case, state: Tensor) -> Tensor:
@@ -91,6 +95,48 @@ def test_chunked_scan_matches_single_tokens(kind: str) -> None:
     near(state, twin, torch.float32)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_after_each_draft(kind: str) -> None:
+    """Check that a step with drafts keeps the states that steps of single tokens pass through, and that a
+    step can start from any of them: from those of 2 accepted tokens here."""
+    make, run = KINDS[kind]
+    case = make([STATES_PER_ROW], states_per_row=STATES_PER_ROW)
+    state, row = case.state, int(case.seqs.rows[0])
+    first = int(case.seqs.positions[0]) + 5
+    case.seqs.positions.copy_(torch.arange(first, first + STATES_PER_ROW))
+    state.normal_()
+    alone = torch.zeros(ROWS, *state.shape[1:])
+    alone[row] = state[row * STATES_PER_ROW + first % STATES_PER_ROW]
+
+    def step(start: int, count: int, states: Tensor, states_per_row: int) -> Tensor:
+        tokens = slice(start, start + count)
+        seqs = SSMSequences(
+            torch.tensor([0, count]),
+            case.seqs.rows,
+            case.seqs.positions[tokens],
+            np.array([count], np.int32),
+            states_per_row,
+        )
+        return run(reference, case._replace(seqs=seqs, x=case.x[tokens], small=case.small[tokens]), states)
+
+    drafted = step(0, STATES_PER_ROW, state, STATES_PER_ROW)
+    for at in range(STATES_PER_ROW):
+        near(drafted[at : at + 1], step(at, 1, alone, 1), torch.float32)
+        near(state[row * STATES_PER_ROW + (first + at + 1) % STATES_PER_ROW], alone[row], torch.float32)
+    near(step(2, 2, state, STATES_PER_ROW), drafted[2:], torch.float32)
+
+
+@compiled
+@pytest.mark.parametrize("lens", DRAFTED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_in_c(kind: str, lens: str) -> None:
+    make, run = KINDS[kind]
+    case = make(DRAFTED[lens], torch.float32, states_per_row=STATES_PER_ROW)
+    twin = case.state.clone()
+    near(run(CPUStateOps(), case, case.state), run(reference, case, twin), torch.float32)
+    near(case.state, twin, torch.float32)
+
+
 @compiled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("lens", LENS)
@@ -115,16 +161,34 @@ def test_float16_widened(kind: str) -> None:
     near(case.state, twin, torch.float32)
 
 
+@pytest.mark.parametrize("lens", DRAFTED)
+def test_conv_keeps_the_inputs_before_each_draft(lens: str) -> None:
+    """Check each state against the inputs before it."""
+    channels, kernel = 6, 4
+    case = make_case(DRAFTED[lens], channels, (2, 1, 1), states_per_row=STATES_PER_ROW)
+    state = torch.randn(ROWS * STATES_PER_ROW, channels, kernel - 1)
+    before = state.clone()
+    reference.conv(case.x, torch.randn(channels, kernel), None, state, case.seqs)
+    for index, start, end in case.seqs.spans():
+        row, first = int(case.seqs.rows[index]), int(case.seqs.positions[start])
+        kept = before[row * STATES_PER_ROW + first % STATES_PER_ROW].T * (first > 0)
+        inputs, count = torch.cat((kept, case.x[start:end])), end - start
+        for num in range(1 if count <= STATES_PER_ROW else count, count + 1):
+            after = state[row * STATES_PER_ROW + (first + num) % STATES_PER_ROW]
+            assert torch.equal(after, inputs[num : num + kernel - 1].T)
+
+
 @compiled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("lens", LENS)
+@pytest.mark.parametrize("lens", LENS | DRAFTED)
 def test_conv_in_c(lens: str, dtype: torch.dtype) -> None:
     """Check for windows that reach into another sequence, and for stale states of new sequences."""
-    channels, kernel = 70, 4
-    case = make_case(LENS[lens], channels, (2, 1, 1), dtype=dtype)
+    channels, kernel, num_states = 70, 4, STATES_PER_ROW if lens in DRAFTED else 1
+    case = make_case((LENS | DRAFTED)[lens], channels, (2, 1, 1), dtype=dtype, states_per_row=num_states)
     weight, bias = torch.randn(channels, kernel).to(dtype), torch.randn(channels).to(dtype)
-    state = torch.randn(ROWS, channels, kernel - 1).to(dtype)
+    state = torch.randn(ROWS, num_states, channels, kernel - 1).to(dtype)
     state[case.seqs.rows[::2].long()] = torch.nan
+    state = state.flatten(0, 1)
     twin = state.clone()
     for conv_bias, activated in ((bias, True), (None, False)):
         weights = weight, conv_bias

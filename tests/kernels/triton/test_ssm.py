@@ -1,11 +1,22 @@
 """Tests of the Triton SSM kernels against torch; in the interpreter without a GPU."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 from interpreter import more
-from state_cases import LENS, ROWS, make_case, run_channel_delta, run_select, select_case, with_channel_decays
+from state_cases import (
+    DRAFTED,
+    LENS,
+    ROWS,
+    STATES_PER_ROW,
+    make_case,
+    run_channel_delta,
+    run_select,
+    select_case,
+    with_channel_decays,
+)
 from torch import Tensor
 
 from quire.kernels.reference.ssm import GATES, DeltaForm, StateReference
@@ -22,7 +33,13 @@ LENS_AND_SIZES = [
     *more(("one decode", "odd"), ("decodes", "even"), ("mixed", "even"), ("short", "odd")),
     *more(("long", "even"), ("long", "odd")),
 ]
+DRAFTED_AND_SIZES = [("drafts", "odd"), ("drafts and prompts", "even"), *more(("drafts", "even"))]
 actual, reference = TritonStateOps(), StateReference()
+
+
+def options_of(lens: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the device, the dtype, and the number of states of a row in such a batch."""
+    return {"device": DEVICE, "dtype": dtype, "states_per_row": STATES_PER_ROW if lens in DRAFTED else 1}
 
 
 def same(a: Tensor, b: Tensor, dtype: torch.dtype) -> None:
@@ -31,16 +48,18 @@ def same(a: Tensor, b: Tensor, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("lens", ["decodes", "mixed", "short", *more("one decode", "long")])
-def test_conv(lens: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("lens", ["decodes", "mixed", "short", *DRAFTED, *more("one decode", "long")])
+@pytest.mark.parametrize("kernel", [4, *more(2, 3)])
+def test_conv(lens: str, kernel: int, dtype: torch.dtype) -> None:
     """Check for windows that reach into another sequence, and for stale states of new sequences."""
-    channels, kernel = 70, 4
-    case = make_case(LENS[lens], channels, (2, 1, 1), dtype=dtype, device=DEVICE)
+    channels, options = 70, options_of(lens, dtype)
+    case = make_case((LENS | DRAFTED)[lens], channels, (2, 1, 1), **options)
     weight, bias = (
         torch.randn(*shape, device=DEVICE).to(dtype) for shape in ((channels, kernel), (channels,))
     )
-    state = torch.randn(ROWS, channels, kernel - 1, device=DEVICE).to(dtype)
+    state = torch.randn(ROWS, options["states_per_row"], channels, kernel - 1, device=DEVICE).to(dtype)
     state[case.seqs.rows[::2].long()] = torch.nan
+    state = state.flatten(0, 1)
     twin = state.clone()
     for conv_bias, activated in ((bias, True), (None, False)):
         out = actual.conv(case.x, weight, conv_bias, state, case.seqs, activated=activated)
@@ -49,11 +68,11 @@ def test_conv(lens: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("lens", "sizes"), LENS_AND_SIZES)
+@pytest.mark.parametrize(("lens", "sizes"), LENS_AND_SIZES + DRAFTED_AND_SIZES)
 def test_scan(lens: str, sizes: str, dtype: torch.dtype) -> None:
     heads, head_dim, size, groups = (4, 16, 16, 2) if sizes == "even" else (3, 20, 24, 1)
     width = heads * head_dim + 2 * groups * size
-    case = make_case(LENS[lens], width, (heads, head_dim, size), dtype=dtype, device=DEVICE)
+    case = make_case((LENS | DRAFTED)[lens], width, (heads, head_dim, size), **options_of(lens, dtype))
     twin, dt = case.state.clone(), case.small[:, 1 : 1 + heads]
     expected = reference.scan(case.x, dt, case.rates, case.skip, twin, case.seqs, limits=LIMITS)
     same(
@@ -81,8 +100,15 @@ def test_select(lens: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
     compare_select(LENS[lens], shape, dtype)
 
 
-def compare_select(lens: list[int], shape: tuple[int, int], dtype: torch.dtype) -> None:
-    case = select_case(lens, dtype, DEVICE, shape)
+@pytest.mark.parametrize("lens", DRAFTED)
+def test_select_of_drafts(lens: str) -> None:
+    compare_select(DRAFTED[lens], ODD, torch.float32, STATES_PER_ROW)
+
+
+def compare_select(
+    lens: list[int], shape: tuple[int, int], dtype: torch.dtype, states_per_row: int = 1
+) -> None:
+    case = select_case(lens, dtype, DEVICE, shape, states_per_row)
     twin = case.state.clone()
     expected = run_select(reference, case, twin)
     same(run_select(actual, case, case.state), expected, dtype)
@@ -106,11 +132,11 @@ def test_select_of_a_long_prompt() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("lens", "sizes"), LENS_AND_SIZES)
+@pytest.mark.parametrize(("lens", "sizes"), LENS_AND_SIZES + DRAFTED_AND_SIZES)
 def test_delta(lens: str, sizes: str, dtype: torch.dtype) -> None:
     heads, key_dim, value_dim, key_heads = (4, 16, 16, 2) if sizes == "even" else (3, 20, 40, 1)
     width = 2 * key_heads * key_dim + heads * value_dim
-    case = make_case(LENS[lens], width, (heads, key_dim, value_dim), dtype=dtype, device=DEVICE)
+    case = make_case((LENS | DRAFTED)[lens], width, (heads, key_dim, value_dim), **options_of(lens, dtype))
     twin, (a, b) = case.state.clone(), case.small.chunk(2, 1)
     expected = reference.delta(case.x, a, b, case.rates, twin, case.seqs)
     same(actual.delta(case.x, a, b, case.rates, case.state, case.seqs), expected, dtype)

@@ -1,10 +1,15 @@
 """Tests of API keys, body sizes and content types, which are checked before any route."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from ask import CHAT, MESSAGES, ask, refused
+
+from quire.server.http.limits import HttpGate
+from quire.server.key_ledger import Ledger
+from quire.server.settings import make_settings
 
 KEYS = {"api_key": ["secret", "other"]}
 
@@ -42,6 +47,23 @@ def test_probes_and_preflights_need_no_key_by_default() -> None:
     assert ask("GET", "/metrics", settings=guarded).status_code == 401
     preflight = {"origin": "http://a", "access-control-request-method": "POST"}
     assert ask("OPTIONS", CHAT, settings=KEYS, headers=preflight).status_code == 200
+
+
+@pytest.mark.parametrize(("header", "num_opened"), [([], 0), ([(b"authorization", b"Bearer secret")], 1)])
+def test_web_sockets_need_the_api_key(header: list[tuple[bytes, bytes]], num_opened: int) -> None:
+    """The server has none itself, but a middleware may."""
+    opened: list[Any] = []
+
+    async def web_socket(scope: Any, receive: Any, send: Any) -> None:
+        opened.append(scope["path"])
+
+    ledger = Ledger(make_settings(KEYS).keys, None)
+    gate = HttpGate(
+        web_socket, ledger=ledger, open_paths=frozenset(), max_body_bytes=1, echo_request_id=False
+    )
+    scope = {"type": "websocket", "path": "/v1/realtime", "headers": header}
+    asyncio.run(gate(scope, None, None))  # type: ignore[arg-type]
+    assert len(opened) == num_opened
 
 
 def test_paths_that_extend_an_exempt_path_need_a_key() -> None:

@@ -163,6 +163,8 @@ FAMILIES = {
     "KimiLinearForCausalLM": Family("kimi_linear", linear.kimi_linear),
     "MiniMaxForCausalLM": Family("minimax", linear.minimax),
     "OlmoHybridForCausalLM": Family("olmo_hybrid", linear.olmo_hybrid),
+    "CLIPModel": Family("clip_text_model", encoder.clip_text),
+    "SiglipModel": Family("siglip_text_model", encoder.siglip_text),
     "DistilBertModel": Family("distilbert", encoder.distilbert),
     "ErnieModel": Family("ernie", encoder.ernie),
     "GteModel": Family("gte", encoder.gte),
@@ -176,6 +178,10 @@ FAMILIES = {
 }
 ALIASES = {
     "AquilaForCausalLM": "LlamaForCausalLM",
+    "BertSpladeSparseEmbeddingModel": "BertModel",
+    "BgeM3EmbeddingModel": "XLMRobertaModel",
+    "ColBERTModernBertModel": "ModernBertModel",
+    "HF_ColBERT": "BertModel",
     "ChatGLMForConditionalGeneration": "ChatGLMModel",
     **dict.fromkeys(("CamembertForMaskedLM", "CamembertForSequenceClassification"), "RobertaModel"),
     **dict.fromkeys(("CamembertForTokenClassification", "CamembertModel"), "RobertaModel"),

@@ -107,6 +107,43 @@ def modernbert(keys: ConfigReader) -> ArchFacts:
     )
 
 
+_DUAL_ACTIVATIONS = ("quick_gelu", "gelu", "gelu_pytorch_tanh")
+
+
+def clip_text(keys: ConfigReader) -> ArchFacts:
+    sizes = {"vocab_size": 49408, "hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8}
+    return _dual_text(keys, sizes, positions=77, activation="quick_gelu", norm_eps=1e-5)
+
+
+def siglip_text(keys: ConfigReader) -> ArchFacts:
+    sizes = {"vocab_size": 32000, "hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}
+    return _dual_text(keys, sizes, positions=64, activation="gelu_pytorch_tanh", norm_eps=1e-6)
+
+
+def _dual_text(
+    keys: ConfigReader, sizes: dict[str, int], *, positions: int, activation: str, norm_eps: float
+) -> ArchFacts:
+    """Read the text encoder of CLIP or SigLIP; the parameters are the defaults of the family."""
+    keys = keys.but(**{key: size for key, size in sizes.items() if keys.get(key) is None})
+    activation = str(keys.get("hidden_act") or activation)
+    if activation not in _DUAL_ACTIVATIONS:
+        raise keys.wrong("hidden_act", f"one of {', '.join(_DUAL_ACTIVATIONS)}")
+    positions = keys.size("max_position_embeddings", positions)
+    size_out = keys.size("projection_size", keys.size("hidden_size"))
+    padding = keys.token_ids("pad_token_id") or (1,)
+    return _encoder(
+        keys,
+        layers=(LayerFacts(None),) * keys.size("num_hidden_layers", 12),
+        encoder=EncoderFacts("text_model", positions, padding=padding[0], size_out=size_out),
+        activation=activation,
+        norm_eps=keys.number("layer_norm_eps", norm_eps),
+        max_len=positions,
+        norm_bias=True,
+        biases=True,
+        unused=r"^logit_(scale|bias)$|\.position_ids$",
+    )
+
+
 _NOMIC_KEYS = {
     "n_embd": "hidden_size",
     "n_head": "num_attention_heads",

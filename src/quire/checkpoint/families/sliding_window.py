@@ -139,6 +139,7 @@ def _read_per_layer_embedding(keys: ConfigReader) -> AltUpFacts | None:
         rank=0,
         per_layer=keys.size("hidden_size_per_layer_input", 256),
         vocab=keys.size("vocab_size_per_layer_input", 262144),
+        media_id=(keys.token_ids("pad_token_id") or (0,))[0],
     )
 
 

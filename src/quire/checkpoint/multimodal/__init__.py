@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import quire.checkpoint.multimodal.anyres as anyres
 import quire.checkpoint.multimodal.aya as aya
+import quire.checkpoint.multimodal.clip as clip
 import quire.checkpoint.multimodal.dots as dots
 import quire.checkpoint.multimodal.gemma as gemma
 import quire.checkpoint.multimodal.gemma3n as gemma3n
@@ -11,6 +12,7 @@ import quire.checkpoint.multimodal.gemma4 as gemma4
 import quire.checkpoint.multimodal.idefics as idefics
 import quire.checkpoint.multimodal.intern as intern
 import quire.checkpoint.multimodal.kimi as kimi
+import quire.checkpoint.multimodal.lfm2 as lfm2
 import quire.checkpoint.multimodal.llama4 as llama4
 import quire.checkpoint.multimodal.llava as llava
 import quire.checkpoint.multimodal.minicpm as minicpm
@@ -20,6 +22,7 @@ import quire.checkpoint.multimodal.paddle as paddle
 import quire.checkpoint.multimodal.paligemma as paligemma
 import quire.checkpoint.multimodal.pixtral as pixtral
 import quire.checkpoint.multimodal.qwen as qwen
+import quire.checkpoint.multimodal.qwen3_asr as qwen3_asr
 import quire.checkpoint.multimodal.qwen_audio as qwen_audio
 import quire.checkpoint.multimodal.retrieval as retrieval
 import quire.checkpoint.multimodal.step3 as step
@@ -30,6 +33,8 @@ from quire.checkpoint.reader import ConfigReader
 MEDIA_FAMILIES: dict[str, Callable[[ConfigReader], tuple[ConfigReader, MediaFacts | None]]] = {
     "AudioFlamingo3ForConditionalGeneration": qwen_audio.audio_flamingo3,
     "AyaVisionForConditionalGeneration": aya.aya_vision,
+    "CLIPModel": clip.clip,
+    "SiglipModel": clip.siglip,
     "ColPaliForRetrieval": retrieval.col_pali,
     "ColQwen2ForRetrieval": retrieval.col_qwen2,
     "Cohere2VisionForConditionalGeneration": aya.cohere2_vision,
@@ -43,6 +48,7 @@ MEDIA_FAMILIES: dict[str, Callable[[ConfigReader], tuple[ConfigReader, MediaFact
     "Qwen2_5OmniThinkerForConditionalGeneration": omni.qwen2_5_omni,
     "Qwen2VLForConditionalGeneration": qwen.qwen2_vl,
     "Qwen2_5_VLForConditionalGeneration": qwen.qwen2_5_vl,
+    "Qwen3ASRForConditionalGeneration": qwen3_asr.qwen3_asr,
     "Qwen3OmniMoeForConditionalGeneration": omni.qwen3_omni,
     "Qwen3OmniMoeThinkerForConditionalGeneration": omni.qwen3_omni,
     "Qwen3VLForConditionalGeneration": qwen.qwen3_vl("Qwen3ForCausalLM"),
@@ -62,6 +68,7 @@ MEDIA_FAMILIES: dict[str, Callable[[ConfigReader], tuple[ConfigReader, MediaFact
     "KimiK25ForConditionalGeneration": kimi.kimi_k25,
     "KimiVLForConditionalGeneration": kimi.kimi_vl,
     "Kimi_K25ForConditionalGeneration": kimi.kimi_k25,
+    "Lfm2VlForConditionalGeneration": lfm2.lfm2_vl,
     "LightOnOcrForConditionalGeneration": pixtral.lighton_ocr,
     "Llama4ForConditionalGeneration": llama4.llama4,
     "LlavaForConditionalGeneration": llava.llava,

@@ -21,27 +21,27 @@ _MAX_KERNEL, _MAX_DIM = 8, 512
 """Maximum sizes of the convolution kernel and of a state dimension, equal to those in ssm.c."""
 
 _SEQS = "starts rows positions"
-"""The job's pointers to the sequences, in the order of `_seq_tensors`."""
+"""The job's pointers to the sequences, in the order of `_seq_tensors`; those of `_sizes` follow."""
 _conv = Kernel(
     "quire_state_conv",
     f"out x weight bias state {_SEQS}",
-    "num_seqs channels stride kernel activated bf16",
+    "states_per_row num_seqs channels stride kernel activated bf16",
 )
 _scan = Kernel(
     "quire_state_scan",
     f"out xbc dt rate bias skip state {_SEQS}",
-    "num_seqs heads groups dim size stride dt_stride bf16",
+    "states_per_row num_seqs heads groups dim size stride dt_stride bf16",
     "least most",
 )
 _select = Kernel(
     "quire_state_select",
     f"out x gate dt b c rate bias skip state {_SEQS}",
-    "num_seqs channels size x_stride gate_stride dt_stride bc_stride bf16",
+    "states_per_row num_seqs channels size x_stride gate_stride dt_stride bc_stride bf16",
 )
 _delta = Kernel(
     "quire_state_delta",
     f"out qkv a b rate bias state {_SEQS}",
-    "num_seqs heads key_heads key_dim dim stride a_stride b_stride by_channel bf16",
+    "states_per_row num_seqs heads key_heads key_dim dim stride a_stride b_stride by_channel bf16",
     "eps log_bound beta_scale",
 )
 _gated_norm = Kernel(
@@ -73,7 +73,7 @@ class CPUStateOps(StateReference):
         out = torch.empty(num_tokens, channels, dtype=x.dtype)
         tensors = out, x, weight, bias, state, *_seq_tensors(seqs)
         is_bf16 = x.dtype == torch.bfloat16
-        _conv(tensors, len(seqs.lens), channels, x.stride(0), kernel, activated, is_bf16)
+        _conv(tensors, *_sizes(seqs), channels, x.stride(0), kernel, activated, is_bf16)
         return out
 
     def scan(
@@ -95,7 +95,7 @@ class CPUStateOps(StateReference):
         groups = (xbc.shape[1] - heads * head_dim) // (2 * size)
         tensors = out, xbc, dt, *rates, skip, state, *_seq_tensors(seqs)
         strides, is_bf16 = (xbc.stride(0), dt.stride(0)), xbc.dtype == torch.bfloat16
-        _scan(tensors, len(seqs.lens), heads, groups, head_dim, size, *strides, is_bf16, *limits)
+        _scan(tensors, *_sizes(seqs), heads, groups, head_dim, size, *strides, is_bf16, *limits)
         return out
 
     def select(
@@ -110,7 +110,7 @@ class CPUStateOps(StateReference):
         out = torch.empty(len(x), channels, dtype=x.dtype)
         tensors = out, x, gate, dt, b, c, *rates, skip, state, *_seq_tensors(seqs)
         strides = x.stride(0), gate.stride(0), dt.stride(0), b.stride(0)
-        _select(tensors, len(seqs.lens), channels, size, *strides, x.dtype == torch.bfloat16)
+        _select(tensors, *_sizes(seqs), channels, size, *strides, x.dtype == torch.bfloat16)
         return out
 
     def delta(
@@ -133,9 +133,9 @@ class CPUStateOps(StateReference):
         key_heads = (qkv.shape[1] - heads * value_dim) // (2 * key_dim)
         tensors = out, qkv, a, b, *rates, state, *_seq_tensors(seqs)
         strides = qkv.stride(0), a.stride(0), b.stride(0)
-        shape = len(seqs.lens), heads, key_heads, key_dim, value_dim
         kinds = a.shape[1] > heads, qkv.dtype == torch.bfloat16
-        _delta(tensors, *shape, *strides, *kinds, L2_EPS, *form)
+        sizes = *_sizes(seqs), heads, key_heads, key_dim, value_dim
+        _delta(tensors, *sizes, *strides, *kinds, L2_EPS, *form)
         return out
 
     def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gate_first: bool) -> Tensor:
@@ -197,3 +197,7 @@ class HalfStateOps(StateReference):
 def _seq_tensors(seqs: SSMSequences) -> tuple[Tensor, Tensor, Tensor]:
     """Return the tensors of the sequences in the order of `_SEQS`."""
     return seqs.starts, seqs.rows, seqs.positions
+
+
+def _sizes(seqs: SSMSequences) -> tuple[int, int]:
+    return seqs.states_per_row, len(seqs.lens)

@@ -20,7 +20,35 @@
 typedef struct {
     const int32_t *starts, *rows;
     const int64_t *positions;
+    int64_t states_per_row; /* sequences with at most as many tokens keep the state after each, others only the last */
 } Seqs;
+
+/* The index of a sequence's state after `count` of its tokens in this batch. */
+INLINE long state_after(const Seqs *seqs, long seq, long count)
+{
+    long num_tokens = seqs->positions[seqs->starts[seq]] + count;
+    return seqs->rows[seq] * seqs->states_per_row + num_tokens % seqs->states_per_row;
+}
+
+/* A part of a state, before and after a token. Both may be the same memory. */
+typedef struct {
+    const float *before;
+    float *after;
+} Part;
+
+/* `count` elements from `from` on of a state of `size` elements, around token `at` of a sequence. */
+INLINE Part state_part(float *state, const Seqs *seqs, long seq, long at, long size, long from, long count)
+{
+    long first = seqs->starts[seq], num_tokens = seqs->starts[seq + 1] - first;
+    int keeps_all = num_tokens <= seqs->states_per_row;
+    float *after = state + state_after(seqs, seq, keeps_all ? at + 1 : num_tokens) * size + from;
+    if (at ? !keeps_all : !seqs->positions[first]) {
+        if (!at)
+            memset(after, 0, (size_t)count * 4);
+        return (Part){after, after};
+    }
+    return (Part){state + state_after(seqs, seq, at) * size + from, after};
+}
 
 INLINE float one(const void *from, int bf16, long at)
 {
@@ -35,7 +63,7 @@ INLINE vf sigmoid(vf x) { return 1.0f / (exp_lanes(smaller(splat(88.0f), -x)) + 
 typedef struct {
     void *out;
     const void *x, *weight, *bias; /* [channels, kernel]; NULL: no bias */
-    void *state;                   /* [rows, channels, kernel - 1] */
+    void *state;                   /* [states, channels, kernel - 1] */
     Seqs seqs;
     int64_t num_seqs, channels, stride, kernel, activated, bf16;
 } ConvJob;
@@ -45,7 +73,8 @@ INLINE void conv_channels(const ConvJob *job, long seq, long from, long count, i
 {
     float seen[MAX_KERNEL][CHANNELS] = {{0}}, weight[MAX_KERNEL][CHANNELS] = {{0}}, bias[CHANNELS] = {0};
     long kernel = job->kernel, first = job->seqs.starts[seq], num_tokens = job->seqs.starts[seq + 1] - first;
-    long kept = (job->seqs.rows[seq] * job->channels + from) * (kernel - 1);
+    long kept = (state_after(&job->seqs, seq, 0) * job->channels + from) * (kernel - 1);
+    int keeps_all = num_tokens <= job->seqs.states_per_row;
     if (job->seqs.positions[first])
         for (long c = 0; c < count; c++)
             for (long i = 0; i < kernel - 1; i++)
@@ -64,10 +93,13 @@ INLINE void conv_channels(const ConvJob *job, long seq, long from, long count, i
             put(job->out, bf16, (first + t) * job->channels + from + c, count - c,
                 job->activated ? sum * sigmoid(sum) : sum);
         }
+        if (!keeps_all && t < num_tokens - 1)
+            continue;
+        kept = (state_after(&job->seqs, seq, t + 1) * job->channels + from) * (kernel - 1);
+        for (long c = 0; c < count; c++)
+            for (long i = 0; i < kernel - 1; i++)
+                narrow(&seen[(t + 1 + i) % kernel][c], job->state, bf16, kept + c * (kernel - 1) + i, 1);
     }
-    for (long c = 0; c < count; c++)
-        for (long i = 0; i < kernel - 1; i++)
-            narrow(&seen[(num_tokens + i) % kernel][c], job->state, bf16, kept + c * (kernel - 1) + i, 1);
 }
 
 void quire_state_conv(const ConvJob *job)
@@ -87,13 +119,13 @@ typedef struct {
     void *out;
     const void *xbc, *dt;
     const float *rate, *bias, *skip;
-    float *state; /* [rows, heads, dim, size] */
+    float *state; /* [states, heads, dim, size] */
     Seqs seqs;
     int64_t num_seqs, heads, groups, dim, size, stride, dt_stride, bf16;
     double least, most; /* bounds of a time step */
 } ScanJob;
 
-INLINE void scan_token(const ScanJob *job, float *h, long token, long head, int bf16)
+INLINE void scan_token(const ScanJob *job, Part h, long token, long head, int bf16)
 {
     long dim = job->dim, size = job->size, from = token * job->stride;
     float x[MAX_DIM], b[MAX_DIM], c[MAX_DIM], y[MAX_DIM];
@@ -107,8 +139,8 @@ INLINE void scan_token(const ScanJob *job, float *h, long token, long head, int 
     for (long d = 0; d < dim; d++) {
         vf taken = splat(x[d] * wait), sum = {0};
         for (long n = 0; n < size; n += LANES) {
-            vf new = fused(taken, take(b, 0, n, size - n), take(h, 0, d * size + n, size - n) * keep);
-            put(h, 0, d * size + n, size - n, new);
+            vf new = fused(taken, take(b, 0, n, size - n), take(h.before, 0, d * size + n, size - n) * keep);
+            put(h.after, 0, d * size + n, size - n, new);
             sum = fused(new, take(c, 0, n, size - n), sum);
         }
         y[d] = lanes_sum(sum) + x[d] * job->skip[head];
@@ -123,14 +155,13 @@ void quire_state_scan(const ScanJob *job)
     for (long task = 0; task < job->num_seqs * job->heads; task++) {
         long seq = task / job->heads, head = task % job->heads;
         long first = job->seqs.starts[seq], end = job->seqs.starts[seq + 1];
-        float *h = job->state + (job->seqs.rows[seq] * job->heads + head) * held;
-        if (!job->seqs.positions[first])
-            memset(h, 0, (size_t)held * 4);
-        for (long token = first; token < end; token++)
+        for (long token = first; token < end; token++) {
+            Part h = state_part(job->state, &job->seqs, seq, token - first, job->heads * held, head * held, held);
             if (job->bf16)
                 scan_token(job, h, token, head, 1);
             else
                 scan_token(job, h, token, head, 0);
+        }
     }
 }
 
@@ -138,12 +169,12 @@ typedef struct {
     void *out;
     const void *x, *gate, *dt, *b, *c;
     const float *rate, *bias, *skip; /* [channels, size], [channels] */
-    float *state;                    /* [rows, channels, size] */
+    float *state;                    /* [states, channels, size] */
     Seqs seqs;
     int64_t num_seqs, channels, size, x_stride, gate_stride, dt_stride, bc_stride, bf16;
 } SelectJob;
 
-INLINE void select_token(const SelectJob *job, float *held, long token, long from, long count, int bf16)
+INLINE void select_token(const SelectJob *job, Part held, long token, long from, long count, int bf16)
 {
     long size = job->size;
     float x[CHANNELS], gate[CHANNELS], wait[CHANNELS], y[CHANNELS], b[MAX_DIM], c[MAX_DIM];
@@ -154,12 +185,13 @@ INLINE void select_token(const SelectJob *job, float *held, long token, long fro
     widen(job->c, bf16, token * job->bc_stride, size, 1.0f, c);
     for (long i = 0; i < count; i++) {
         const float *rate = job->rate + (from + i) * size;
-        float *h = held + i * size, steps = softplus(wait[i] + job->bias[from + i]);
+        const float *before = held.before + i * size;
+        float *after = held.after + i * size, steps = softplus(wait[i] + job->bias[from + i]);
         vf taken = splat(x[i] * steps), sum = {0};
         for (long n = 0; n < size; n += LANES) {
             vf keep = exp_lanes(take(rate, 0, n, size - n) * steps);
-            vf new = fused(taken, take(b, 0, n, size - n), take(h, 0, n, size - n) * keep);
-            put(h, 0, n, size - n, new);
+            vf new = fused(taken, take(b, 0, n, size - n), take(before, 0, n, size - n) * keep);
+            put(after, 0, n, size - n, new);
             sum = fused(new, take(c, 0, n, size - n), sum);
         }
         y[i] = (lanes_sum(sum) + x[i] * job->skip[from + i]) * gate[i] / (1.0f + expf(-gate[i]));
@@ -175,14 +207,14 @@ void quire_state_select(const SelectJob *job)
         long seq = task / blocks, from = task % blocks * CHANNELS, left = job->channels - from;
         long count = left < CHANNELS ? left : CHANNELS;
         long first = job->seqs.starts[seq], end = job->seqs.starts[seq + 1];
-        float *held = job->state + (job->seqs.rows[seq] * job->channels + from) * job->size;
-        if (!job->seqs.positions[first])
-            memset(held, 0, (size_t)(count * job->size) * 4);
-        for (long token = first; token < end; token++)
+        long size = job->size, whole = job->channels * size;
+        for (long token = first; token < end; token++) {
+            Part held = state_part(job->state, &job->seqs, seq, token - first, whole, from * size, count * size);
             if (job->bf16)
                 select_token(job, held, token, from, count, 1);
             else
                 select_token(job, held, token, from, count, 0);
+        }
     }
 }
 
@@ -190,7 +222,7 @@ typedef struct {
     void *out;
     const void *qkv, *a, *b;
     const float *rate, *bias;
-    float *state; /* [rows, heads, key_dim, dim] */
+    float *state; /* [states, heads, key_dim, dim] */
     Seqs seqs;
     int64_t num_seqs, heads, key_heads, key_dim, dim, stride, a_stride, b_stride;
     int64_t by_channel; /* whether each key channel has a decay: a [tokens, heads * key_dim] */
@@ -219,30 +251,30 @@ INLINE void of_length(float *x, long size, float eps, float factor)
 }
 
 /* `count` vectors of values from `at` on; the last vector has `left` lanes. */
-INLINE void delta_lanes(const DeltaJob *job, float *h, int count, long at, long left, const float *q, const float *k,
+INLINE void delta_lanes(const DeltaJob *job, Part h, int count, long at, long left, const float *q, const float *k,
                         const float *v, const float *keep, float learned, float *y)
 {
     vf known[SIDE] = {{0}}, written[SIDE], sum[SIDE] = {{0}};
     for (long n = 0; n < job->key_dim; n++)
         for (int i = 0; i < count; i++) {
-            vf kept = take(h, 0, n * job->dim + at + i * LANES, left - i * LANES) * keep[n];
-            put(h, 0, n * job->dim + at + i * LANES, left - i * LANES, kept);
+            vf kept = take(h.before, 0, n * job->dim + at + i * LANES, left - i * LANES) * keep[n];
+            put(h.after, 0, n * job->dim + at + i * LANES, left - i * LANES, kept);
             known[i] = fused(splat(k[n]), kept, known[i]);
         }
     for (int i = 0; i < count; i++)
         written[i] = (take(v, 0, at + i * LANES, left - i * LANES) - known[i]) * learned;
     for (long n = 0; n < job->key_dim; n++)
         for (int i = 0; i < count; i++) {
-            vf kept = take(h, 0, n * job->dim + at + i * LANES, left - i * LANES);
+            vf kept = take(h.after, 0, n * job->dim + at + i * LANES, left - i * LANES);
             vf new = fused(splat(k[n]), written[i], kept);
-            put(h, 0, n * job->dim + at + i * LANES, left - i * LANES, new);
+            put(h.after, 0, n * job->dim + at + i * LANES, left - i * LANES, new);
             sum[i] = fused(splat(q[n]), new, sum[i]);
         }
     for (int i = 0; i < count; i++)
         put(y, 0, at + i * LANES, left - i * LANES, sum[i]);
 }
 
-INLINE void delta_token(const DeltaJob *job, float *h, long token, long head, int bf16)
+INLINE void delta_token(const DeltaJob *job, Part h, long token, long head, int bf16)
 {
     long dim = job->dim, key_dim = job->key_dim, keys = job->key_heads * key_dim, from = token * job->stride, at = 0;
     float q[MAX_DIM], k[MAX_DIM], v[MAX_DIM], y[MAX_DIM], keep[MAX_DIM];
@@ -270,14 +302,13 @@ void quire_state_delta(const DeltaJob *job)
     for (long task = 0; task < job->num_seqs * job->heads; task++) {
         long seq = task / job->heads, head = task % job->heads;
         long first = job->seqs.starts[seq], end = job->seqs.starts[seq + 1];
-        float *h = job->state + (job->seqs.rows[seq] * job->heads + head) * held;
-        if (!job->seqs.positions[first])
-            memset(h, 0, (size_t)held * 4);
-        for (long token = first; token < end; token++)
+        for (long token = first; token < end; token++) {
+            Part h = state_part(job->state, &job->seqs, seq, token - first, job->heads * held, head * held, held);
             if (job->bf16)
                 delta_token(job, h, token, head, 1);
             else
                 delta_token(job, h, token, head, 0);
+        }
     }
 }
 

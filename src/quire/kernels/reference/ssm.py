@@ -3,6 +3,10 @@ Mamba-2, or the gated delta rule. Interface, choice of the implementation, and t
 
 Each row of the worker has a state. A sequence with position 0 as its first token of the batch starts from
 zeros, regardless of the previous contents of its row.
+
+With speculative decoding a row has several states, and state number n % states_per_row is that after its
+first n tokens. A step with drafts keeps the state after each of its tokens, and the next step starts from
+that of the last accepted one. So a position determines its state, and rejected drafts leave no trace.
 """
 
 import functools
@@ -42,9 +46,9 @@ L2_EPS = 1e-6
 class Split:
     """Split of the sequences between the kernels, as sequence indices on the device."""
 
-    singles: Tensor | None
-    """[num_singles] int32, the sequences with one token; None for all of the batch."""
-    num_singles: int
+    short: Tensor | None
+    """[num_short] int32, the sequences with at most `states_per_row` tokens; None for all of the batch."""
+    num_short: int
     longer: Tensor
     """[num_longer] int32, the other sequences."""
     chunks: Tensor
@@ -54,7 +58,14 @@ class Split:
 class SSMSequences:
     """The sequences of one batch, shared by all layers of a step."""
 
-    def __init__(self, starts: Tensor, rows: Tensor, positions: Tensor, lens: NDArray[np.int32]) -> None:
+    def __init__(
+        self,
+        starts: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        lens: NDArray[np.int32],
+        states_per_row: int = 1,
+    ) -> None:
         self.starts = starts
         """[B + 1] int32, the first token of each sequence."""
         self.rows = rows
@@ -63,17 +74,26 @@ class SSMSequences:
         """[T] int64"""
         self.lens = lens
         """[B], lengths of the sequences, on the host."""
+        self.states_per_row = states_per_row
+        """Number of states of each row. Sequences with at most as many tokens keep the state after each
+        token, others only the last."""
         self.single = bool((lens == 1).all())
-        """Whether every sequence has one token, so that nothing depends on the host."""
+        """Whether every sequence has one token."""
+        self.short = bool((lens <= states_per_row).all())
+        """Whether every sequence keeps all its states, so that nothing depends on the host."""
 
     @functools.cached_property
     def split(self) -> Split:
-        return _split(self.lens, self.rows.device)
+        return _split(self.lens, self.states_per_row, self.rows.device)
 
     @property
-    def fresh(self) -> Tensor:
-        """Return [B], whether each sequence starts in this batch."""
-        return self.positions[self.starts[:-1].long()] == 0
+    def firsts(self) -> Tensor:
+        """Return [B], the position of the first token of each sequence."""
+        return self.positions[self.starts[:-1].long()]
+
+    def state_after(self, num_tokens: Tensor) -> Tensor:
+        """Return [B], the index of each sequence's state after its first [B] `num_tokens`."""
+        return self.rows.long() * self.states_per_row + num_tokens % self.states_per_row
 
     def spans(self) -> Iterator[tuple[int, int, int]]:
         """Yield (index in the batch, first token, last token + 1) of each sequence."""
@@ -81,20 +101,20 @@ class SSMSequences:
         yield from zip(range(len(ends)), (ends - self.lens).tolist(), ends.tolist(), strict=True)
 
 
-def _split(lens: NDArray[np.int32], device: torch.device) -> Split:
-    longer = np.flatnonzero(lens > 1)
-    singles = np.flatnonzero(lens == 1)
+def _split(lens: NDArray[np.int32], states_per_row: int, device: torch.device) -> Split:
+    longer = np.flatnonzero(lens > states_per_row)
+    short = np.flatnonzero(lens <= states_per_row)
     counts = -(-lens[longer] // CHUNK)
     firsts = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * CHUNK
     chunks = np.stack((np.repeat(longer, counts), firsts), axis=1)
-    arrays = [chunks.ravel(), longer, singles]
+    arrays = [chunks.ravel(), longer, short]
     places = np.cumsum([0, *(-(-len(array) // _ALIGNED) * _ALIGNED for array in arrays)])
     joined = np.zeros(places[-1], np.int32)
     for place, array in zip(places, arrays, strict=False):
         joined[place : place + len(array)] = array
     table = copy_to_device(joined, device)
     parts = [table[place : place + len(array)] for place, array in zip(places, arrays, strict=False)]
-    return Split(parts[2] if len(longer) else None, len(singles), parts[1], parts[0].view(-1, 2))
+    return Split(parts[2] if len(longer) else None, len(short), parts[1], parts[0].view(-1, 2))
 
 
 class DecayRates(NamedTuple):
@@ -158,11 +178,11 @@ class StateReference:
     ) -> Tensor:
         """Compute a causal depthwise convolution, then silu if `activated`.
 
-        `x` [T, channels] -> [T, channels], contiguous; `weight` [channels, kernel]; `state` [rows, channels,
-        kernel - 1], the last inputs of each row.
+        `x` [T, channels] -> [T, channels], contiguous; `weight` [channels, kernel]; `state` [states,
+        channels, kernel - 1], the last inputs of each row.
         """
-        rows, kernel = seqs.rows.long(), weight.shape[1]
-        before = state[rows].masked_fill(seqs.fresh[:, None, None], 0)
+        firsts, kernel = seqs.firsts, weight.shape[1]
+        before = state[seqs.state_after(firsts)].masked_fill((firsts == 0)[:, None, None], 0)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         for at, first, end in [(slice(None), 0, len(x))] if seqs.single else seqs.spans():
             # Single tokens are one batch of windows; otherwise each sequence has its own window.
@@ -173,7 +193,10 @@ class StateReference:
             y = summed if bias is None else summed + bias.float()[:, None]
             y = F.silu(y) if activated else y
             out[first:end] = (y[..., 0] if seqs.single else y.T).to(x.dtype)
-            state[rows[at]] = window[..., 1 - kernel :]
+            num_new = new.shape[-1]
+            for count in range(1 if num_new <= seqs.states_per_row else num_new, num_new + 1):
+                into = seqs.state_after(firsts + count)[at]
+                state[into] = window[..., count : count + kernel - 1]
         return out
 
     def scan(
@@ -191,7 +214,7 @@ class StateReference:
         dt = softplus(dt + bias).
 
         `xbc` [T, heads * head_dim + 2 * groups * size], `dt` [T, heads], `skip` [heads] float32, `state`
-        [rows, heads, head_dim, size] float32 -> [T, heads * head_dim].
+        [states, heads, head_dim, size] float32 -> [T, heads * head_dim].
         """
         heads, head_dim, size = state.shape[1:]
         width = (xbc.shape[1] - heads * head_dim) // 2
@@ -209,7 +232,7 @@ class StateReference:
         """Compute the Mamba scan of each channel: h = exp(rate * dt) * h + dt * x B, y = h C + skip * x, with
         dt = softplus(dt + bias). The result is multiplied by silu(gate).
 
-        `x` and `gate` [T, channels], `state` [rows, channels, size] float32 -> [T, channels].
+        `x` and `gate` [T, channels], `state` [states, channels, size] float32 -> [T, channels].
         """
         dt, rate = F.softplus(mamba.dt.float() + mamba.rates.bias), mamba.rates.rate
         inputs = dt, dt * x.float(), mamba.b.float(), mamba.c.float()
@@ -233,7 +256,7 @@ class StateReference:
         by 1 / sqrt(key_dim).
 
         `qkv` [T, 2 * key_heads * key_dim + heads * value_dim], `a` and `b` [T, heads], `state`
-        [rows, heads, key_dim, value_dim] float32 -> [T, heads * value_dim]. With a decay per key channel
+        [states, heads, key_dim, value_dim] float32 -> [T, heads * value_dim]. With a decay per key channel
         (KDA), `a` is [T, heads * key_dim].
         """
         heads, key_dim, value_dim = state.shape[1:]
@@ -300,19 +323,23 @@ class _Step(Protocol):
 
 
 def _walk(step: _Step, chunk: _Step, inputs: tuple[Tensor, ...], state: Tensor, seqs: SSMSequences) -> Tensor:
-    """Run single tokens of all sequences at once, or each sequence chunk by chunk."""
-    rows = seqs.rows.long()
-    before = state[rows].masked_fill(seqs.fresh.view(-1, *[1] * (state.dim() - 1)), 0)
+    """Run single tokens of all sequences at once, or each sequence token by token if it keeps all its states,
+    or chunk by chunk."""
+    firsts = seqs.firsts
+    is_fresh = (firsts == 0).view(-1, *[1] * (state.dim() - 1))
+    before = state[seqs.state_after(firsts)].masked_fill(is_fresh, 0)
     if seqs.single:
-        state[rows], y = step(before, *inputs)
+        state[seqs.state_after(firsts + 1)], y = step(before, *inputs)
         return y
     pieces = []
     for i, first, end in seqs.spans():
-        h = before[i]
-        for at in range(first, end, CHUNK):
-            h, y = chunk(h, *(x[at : min(at + CHUNK, end)] for x in inputs))
+        h, size = before[i], CHUNK if end - first > seqs.states_per_row else 1
+        for at in range(first, end, size):
+            last = min(at + size, end)
+            h, y = chunk(h, *(x[at:last] for x in inputs))
             pieces.append(y)
-        state[rows[i]] = h
+            if size == 1 or last == end:
+                state[seqs.state_after(firsts + last - first)[i]] = h
     return torch.cat(pieces)
 
 

@@ -1,11 +1,11 @@
-"""Gated delta rule: one kernel for single tokens; for longer sequences, one kernel that solves each chunk and
-one that carries the state from chunk to chunk."""
+"""Gated delta rule: one kernel for short sequences (see `mamba2.py`); for longer ones, one kernel that solves
+each chunk and one that carries the state from chunk to chunk."""
 
 import triton
 import triton.language as tl
 
 from quire.kernels.triton.launch import follow
-from quire.kernels.triton.mamba2 import decays, place_of, softplus
+from quire.kernels.triton.mamba2 import count_of, decays, place_of, softplus, state_after
 
 
 @triton.jit
@@ -15,7 +15,7 @@ def inverse_length(x: tl.tensor, eps: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def delta_single(
+def delta_short(
     out: tl.tensor,
     qkv: tl.tensor,
     a: tl.tensor,
@@ -37,37 +37,41 @@ def delta_single(
     DIM: tl.constexpr,
     EPS: tl.constexpr,
     ALL: tl.constexpr,
+    STATES: tl.constexpr,
     BLOCK_KEY: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Update the state of one head with a single token and compute its output. Grid: (sequences, heads,
-    value_dim / BLOCK_DIM)."""
+    """Update the state of one head with each token of a short sequence and compute the outputs. Grid:
+    (sequences, heads, value_dim / BLOCK_DIM)."""
     head = tl.program_id(1)
     dim = tl.program_id(2) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
     n = tl.arange(0, BLOCK_KEY)
     exists = (n < KEY_DIM)[:, None] & (dim < DIM)[None, :]
     follow(OVERLAP)
-    token, _, row, position = place_of(numbers, starts, rows, positions, ALL)
-    state_at = state + (row * HEADS + head) * (KEY_DIM * DIM) + n[:, None] * DIM + dim[None, :]
-    h = tl.load(state_at, mask=exists & (position + 0 * n > 0)[:, None], other=0.0)
-    token = token.to(tl.int64)
-    q_at = qkv + token * stride + head // (HEADS // KEY_HEADS) * KEY_DIM + n
-    q = tl.load(q_at, mask=n < KEY_DIM, other=0.0).to(tl.float32)
-    k = tl.load(q_at + KEY_HEADS * KEY_DIM, mask=n < KEY_DIM, other=0.0).to(tl.float32)
-    v_at = qkv + token * stride + 2 * KEY_HEADS * KEY_DIM + head * DIM + dim
-    v = tl.load(v_at, mask=dim < DIM, other=0.0).to(tl.float32)
-    step = softplus(tl.load(a + token * ab_stride + head).to(tl.float32) + tl.load(bias + head))
-    beta = tl.sigmoid(tl.load(b + token * ab_stride + head).to(tl.float32)) * beta_scale
-    q *= inverse_length(q, EPS) * scale
-    k *= inverse_length(k, EPS)
-    h *= tl.exp(step * tl.load(rate + head))
-    written = (v - tl.sum(h * k[:, None], 0)) * beta
-    h += k[:, None] * written[None, :]
-    tl.store(state_at, h, mask=exists)
-    y = tl.sum(h * q[:, None], 0)
-    at = out + token * (HEADS * DIM) + head * DIM + dim
-    tl.store(at, y.to(out.dtype.element_ty), mask=dim < DIM)
+    first, end, row, position = place_of(numbers, starts, rows, positions, ALL)
+    states = state + head * (KEY_DIM * DIM) + n[:, None] * DIM + dim[None, :]
+    before = states + state_after(row, position, STATES) * (HEADS * KEY_DIM * DIM)
+    h = tl.load(before, mask=exists & (position + 0 * n > 0)[:, None], other=0.0)
+    for at in range(0, count_of(first, end, STATES)):
+        token = (first + at).to(tl.int64)
+        q_at = qkv + token * stride + head // (HEADS // KEY_HEADS) * KEY_DIM + n
+        q = tl.load(q_at, mask=n < KEY_DIM, other=0.0).to(tl.float32)
+        k = tl.load(q_at + KEY_HEADS * KEY_DIM, mask=n < KEY_DIM, other=0.0).to(tl.float32)
+        v_at = qkv + token * stride + 2 * KEY_HEADS * KEY_DIM + head * DIM + dim
+        v = tl.load(v_at, mask=dim < DIM, other=0.0).to(tl.float32)
+        step = softplus(tl.load(a + token * ab_stride + head).to(tl.float32) + tl.load(bias + head))
+        beta = tl.sigmoid(tl.load(b + token * ab_stride + head).to(tl.float32)) * beta_scale
+        q *= inverse_length(q, EPS) * scale
+        k *= inverse_length(k, EPS)
+        h *= tl.exp(step * tl.load(rate + head))
+        written = (v - tl.sum(h * k[:, None], 0)) * beta
+        h += k[:, None] * written[None, :]
+        into = states + state_after(row, position + at + 1, STATES) * (HEADS * KEY_DIM * DIM)
+        tl.store(into, h, mask=exists)
+        y = tl.sum(h * q[:, None], 0)
+        out_at = out + token * (HEADS * DIM) + head * DIM + dim
+        tl.store(out_at, y.to(out.dtype.element_ty), mask=dim < DIM)
 
 
 @triton.jit
@@ -94,6 +98,7 @@ def delta_tokens(
     DIM: tl.constexpr,
     EPS: tl.constexpr,
     BOUNDED: tl.constexpr,
+    STATES: tl.constexpr,
     BLOCK_KEY: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -108,10 +113,11 @@ def delta_tokens(
     head_rate = tl.load(rate + head)
     follow(OVERLAP)
     start, end, row, position = place_of(rows, starts, rows, positions, True)
-    state_at = state + (row * HEADS + head) * (KEY_DIM * DIM) + n[:, None] * DIM + dim[None, :]
-    h = tl.load(state_at, mask=exists & (position + 0 * n > 0)[:, None], other=0.0)
-    origin = start.to(tl.int64)
-    for at in range(0, end - start):
+    states = state + head * (KEY_DIM * DIM) + n[:, None] * DIM + dim[None, :]
+    before = states + state_after(row, position, STATES) * (HEADS * KEY_DIM * DIM)
+    h = tl.load(before, mask=exists & (position + 0 * n > 0)[:, None], other=0.0)
+    origin, count = start.to(tl.int64), end - start
+    for at in range(0, count):
         token = origin + at
         q_at = qkv + token * stride + head // (HEADS // KEY_HEADS) * KEY_DIM + n
         q = tl.load(q_at, mask=n < KEY_DIM, other=0.0).to(tl.float32)
@@ -128,9 +134,11 @@ def delta_tokens(
         written = (v - tl.sum(h * k[:, None], 0)) * beta
         h += k[:, None] * written[None, :]
         y = tl.sum(h * q[:, None], 0)
-        into = out + token * (HEADS * DIM) + head * DIM + dim
-        tl.store(into, y.to(out.dtype.element_ty), mask=dim < DIM)
-    tl.store(state_at, h, mask=exists & (start + 0 * n < end)[:, None])
+        out_at = out + token * (HEADS * DIM) + head * DIM + dim
+        tl.store(out_at, y.to(out.dtype.element_ty), mask=dim < DIM)
+        # A short sequence keeps the state after each token, others only the last.
+        into = states + state_after(row, position + at + 1, STATES) * (HEADS * KEY_DIM * DIM)
+        tl.store(into, h, mask=exists & ((at + 1 + 0 * n == count) | (count + 0 * n <= STATES))[:, None])
 
 
 @triton.jit
@@ -233,6 +241,7 @@ def delta_chunks(
     KEY_DIM: tl.constexpr,
     DIM: tl.constexpr,
     EPS: tl.constexpr,
+    STATES: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_KEY: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -245,8 +254,9 @@ def delta_chunks(
     n, i = tl.arange(0, BLOCK_KEY), tl.arange(0, CHUNK)
     exists = (n < KEY_DIM)[:, None] & (dim < DIM)[None, :]
     start, end, row, position = place_of(numbers, starts, rows, positions, False)
-    state_at = state + (row * HEADS + head) * (KEY_DIM * DIM) + n[:, None] * DIM + dim[None, :]
-    h = tl.load(state_at, mask=exists & (position + 0 * n > 0)[:, None], other=0.0)
+    states = state + head * (KEY_DIM * DIM) + n[:, None] * DIM + dim[None, :]
+    before_at = states + state_after(row, position, STATES) * (HEADS * KEY_DIM * DIM)
+    h = tl.load(before_at, mask=exists & (position + 0 * n > 0)[:, None], other=0.0)
     kind = qkv.dtype.element_ty
     for first in range(start, end, CHUNK):
         token, live = (first + i).to(tl.int64), first + i < end
@@ -257,8 +267,7 @@ def delta_chunks(
         q_length, k_length = inverse_length(q, EPS) * scale, inverse_length(k, EPS)
         log_decay = log_decays(a, token, ab_stride, head, live, rate, bias)
         since, total = tl.cumsum(log_decay, 0), tl.sum(log_decay, 0)
-        before = h.to(kind)
-        place = (token * HEADS + head)[:, None]
+        before, place = h.to(kind), (token * HEADS + head)[:, None]
         keys = tl.load(by_key + place * KEY_DIM + n[None, :], mask=k_live, other=0.0)
         values = tl.load(by_value + place * DIM + dim[None, :], mask=v_live, other=0.0).to(tl.float32)
         written = values - tl.dot(keys, before, input_precision=PRECISION)
@@ -269,4 +278,5 @@ def delta_chunks(
         tl.store(at, (y * q_length[:, None]).to(kind), mask=v_live)
         written *= (k_length * tl.exp(total - since))[:, None]
         h = h * tl.exp(total) + tl.dot(tl.trans(k), written.to(kind), input_precision=PRECISION)
-    tl.store(state_at, h, mask=exists)
+    into = states + state_after(row, position + end - start, STATES) * (HEADS * KEY_DIM * DIM)
+    tl.store(into, h, mask=exists)

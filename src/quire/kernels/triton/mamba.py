@@ -1,16 +1,16 @@
-"""Mamba selective scan: a kernel for single tokens, and one for longer sequences."""
+"""Mamba selective scan: a kernel for short sequences (see `mamba2.py`), and one for longer ones."""
 
 import triton
 import triton.language as tl
 
 from quire.kernels.triton.launch import follow
-from quire.kernels.triton.mamba2 import place_of, silu, softplus
+from quire.kernels.triton.mamba2 import count_of, place_of, silu, softplus, state_after
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def select_single(
+def select_short(
     out: tl.tensor,
     x: tl.tensor,
     gate: tl.tensor,
@@ -32,11 +32,13 @@ def select_single(
     bc_stride: tl.tensor,
     SIZE: tl.constexpr,
     ALL: tl.constexpr,
+    STATES: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Update the state with a single token and compute its output. Grid: (sequences, channels / BLOCK)."""
+    """Update the state with each token of a short sequence and compute the outputs. Grid: (sequences,
+    channels / BLOCK)."""
     channel, n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_SIZE)
     live, valid = channel < channels, n < SIZE
     exists = live[:, None] & valid[None, :]
@@ -45,20 +47,22 @@ def select_single(
     biases = tl.load(bias + channel, mask=live, other=0.0)
     skips = tl.load(skip + channel, mask=live, other=0.0)
     follow(OVERLAP)
-    first, _, row, position = place_of(numbers, starts, rows, positions, ALL)
-    token = first.to(tl.int64)
-    state_at = state + row * channels * SIZE + places
-    h = tl.load(state_at, mask=exists & (position + 0 * n > 0)[None, :], other=0.0)
-    inputs = tl.load(x + token * x_stride + channel, mask=live, other=0.0).to(tl.float32)
-    factor = tl.load(gate + token * gate_stride + channel, mask=live, other=0.0).to(tl.float32)
-    step = tl.load(dt + token * dt_stride + channel, mask=live, other=0.0).to(tl.float32)
-    b_row = tl.load(b + token * bc_stride + n, mask=valid, other=0.0).to(tl.float32)
-    c_row = tl.load(c + token * bc_stride + n, mask=valid, other=0.0).to(tl.float32)
-    step = softplus(step + biases)
-    h = h * tl.exp(step[:, None] * rates) + (step * inputs)[:, None] * b_row[None, :]
-    tl.store(state_at, h, mask=exists)
-    y = (tl.sum(h * c_row[None, :], 1) + skips * inputs) * silu(factor)
-    tl.store(out + token * channels + channel, y.to(out.dtype.element_ty), mask=live)
+    first, end, row, position = place_of(numbers, starts, rows, positions, ALL)
+    before = state + state_after(row, position, STATES) * channels * SIZE + places
+    h = tl.load(before, mask=exists & (position + 0 * n > 0)[None, :], other=0.0)
+    for at in range(0, count_of(first, end, STATES)):
+        token = (first + at).to(tl.int64)
+        inputs = tl.load(x + token * x_stride + channel, mask=live, other=0.0).to(tl.float32)
+        factor = tl.load(gate + token * gate_stride + channel, mask=live, other=0.0).to(tl.float32)
+        step = tl.load(dt + token * dt_stride + channel, mask=live, other=0.0).to(tl.float32)
+        b_row = tl.load(b + token * bc_stride + n, mask=valid, other=0.0).to(tl.float32)
+        c_row = tl.load(c + token * bc_stride + n, mask=valid, other=0.0).to(tl.float32)
+        step = softplus(step + biases)
+        h = h * tl.exp(step[:, None] * rates) + (step * inputs)[:, None] * b_row[None, :]
+        into = state + state_after(row, position + at + 1, STATES) * channels * SIZE + places
+        tl.store(into, h, mask=exists)
+        y = (tl.sum(h * c_row[None, :], 1) + skips * inputs) * silu(factor)
+        tl.store(out + token * channels + channel, y.to(out.dtype.element_ty), mask=live)
 
 
 @triton.jit
@@ -179,6 +183,7 @@ def select_tokens(
     CHANNELS: tl.constexpr,
     STRIDES: tl.constexpr,
     SIZE: tl.constexpr,
+    STATES: tl.constexpr,
     BLOCK: tl.constexpr,
     QUARTER: tl.constexpr,
 ) -> None:
@@ -195,8 +200,9 @@ def select_tokens(
     biases = tl.load(bias + channel, mask=live, other=0.0)
     skips = tl.load(skip + channel, mask=live, other=0.0)
     first, end, row, position = place_of(numbers, starts, rows, positions, False)
-    state_at = state + row * CHANNELS * SIZE + places
-    h = load_states(state_at, column, (live & (position + 0 * channel > 0))[:, None], SIZE, QUARTER)
+    before = state + state_after(row, position, STATES) * CHANNELS * SIZE + places
+    into = state + state_after(row, position + end - first, STATES) * CHANNELS * SIZE + places
+    h = load_states(before, column, (live & (position + 0 * channel > 0))[:, None], SIZE, QUARTER)
     inputs = (x + channel, gate + channel, dt + channel, bc + n)
     out += channel
     kind = out.dtype.element_ty
@@ -219,4 +225,4 @@ def select_tokens(
         last = load_token(inputs, at, live, whole, 0, STRIDES, QUARTER)
         h, y = advance(h, rates, last, biases, skips)
         tl.store(out + at * CHANNELS, y.to(kind), mask=live)
-    store_states(state_at, h, column, live[:, None], SIZE, QUARTER)
+    store_states(into, h, column, live[:, None], SIZE, QUARTER)

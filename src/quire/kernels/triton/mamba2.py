@@ -1,4 +1,8 @@
-"""Short convolutions and the Mamba-2 scan: kernels for single tokens, and others for longer sequences."""
+"""Short convolutions and the Mamba-2 scan: kernels for short sequences, and others for longer ones.
+
+Short sequences have at most STATES tokens, the number of states of a row: a single token, maybe with drafts
+after it. The state after each of their tokens is kept.
+"""
 
 import triton
 import triton.language as tl
@@ -36,53 +40,25 @@ def place_of(
 
 
 @triton.jit
+def state_after(row: tl.tensor, num_tokens: tl.tensor, STATES: tl.constexpr) -> tl.tensor:
+    """Return the index of a row's state after its first `num_tokens`."""
+    return row * STATES + num_tokens % STATES
+
+
+@triton.jit
+def count_of(first: tl.tensor, end: tl.tensor, STATES: tl.constexpr) -> tl.tensor:
+    """Return the tokens of a short sequence: a constant with one state, so that no loop is compiled."""
+    count = end - first
+    if STATES == 1:
+        count = 1
+    return count
+
+
+@triton.jit
 def decays(since: tl.tensor, at: tl.tensor) -> tl.tensor:
     """Return the decay from token j to i >= j [CHUNK, CHUNK], from cumulative log decays [CHUNK]."""
     gaps = since[:, None] - since[None, :]
     return tl.exp(tl.where(at[:, None] >= at[None, :], gaps, float("-inf")))
-
-
-@triton.jit
-def conv_single(
-    out: tl.tensor,
-    x: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    state: tl.tensor,
-    numbers: tl.tensor,
-    starts: tl.tensor,
-    rows: tl.tensor,
-    positions: tl.tensor,
-    channels: tl.tensor,
-    stride: tl.tensor,
-    KERNEL: tl.constexpr,
-    BIASED: tl.constexpr,
-    ACTIVATED: tl.constexpr,
-    ALL: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
-    """Compute the convolution of a single token and update its state. Each channel belongs to one thread.
-    Grid: (sequences, channels / BLOCK)."""
-    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    exists = channel < channels
-    last = tl.load(weight + channel * KERNEL + KERNEL - 1, mask=exists, other=0.0).to(tl.float32)
-    follow(OVERLAP)
-    token, _, row, position = place_of(numbers, starts, rows, positions, ALL)
-    new = tl.load(x + token.to(tl.int64) * stride + channel, mask=exists, other=0.0)
-    total = new.to(tl.float32) * last
-    state_at = state + (row * channels + channel) * (KERNEL - 1)
-    has_state = exists & (position + 0 * channel > 0)
-    for i in tl.static_range(KERNEL - 1):
-        past = tl.load(state_at + i, mask=has_state, other=0.0)
-        total += past.to(tl.float32) * tl.load(weight + channel * KERNEL + i, mask=exists, other=0.0)
-        if i > 0:
-            tl.store(state_at + i - 1, past, mask=exists)
-    tl.store(state_at + KERNEL - 2, new, mask=exists)
-    if BIASED:
-        total += tl.load(bias + channel, mask=exists, other=0.0).to(tl.float32)
-    at = out + token.to(tl.int64) * channels + channel
-    tl.store(at, silu_if(total, ACTIVATED).to(out.dtype.element_ty), mask=exists)
 
 
 @triton.jit
@@ -106,6 +82,55 @@ def load_input(
 
 
 @triton.jit
+def conv_short(
+    out: tl.tensor,
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    state: tl.tensor,
+    numbers: tl.tensor,
+    starts: tl.tensor,
+    rows: tl.tensor,
+    positions: tl.tensor,
+    channels: tl.tensor,
+    stride: tl.tensor,
+    KERNEL: tl.constexpr,
+    BIASED: tl.constexpr,
+    ACTIVATED: tl.constexpr,
+    ALL: tl.constexpr,
+    STATES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Compute the convolution of a short sequence and keep its states. Each channel belongs to one thread,
+    which has read what it overwrites. Grid: (sequences, channels / BLOCK)."""
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    exists = channel < channels
+    taps = weight + channel * KERNEL
+    last = tl.load(taps + KERNEL - 1, mask=exists, other=0.0).to(tl.float32)
+    follow(OVERLAP)
+    first, end, row, position = place_of(numbers, starts, rows, positions, ALL)
+    start, has_state = first.to(tl.int64), exists & (position + 0 * channel > 0)
+    before = state + (state_after(row, position, STATES) * channels + channel) * (KERNEL - 1)
+    for at in range(0, count_of(first, end, STATES)):
+        into = state + (state_after(row, position + at + 1, STATES) * channels + channel) * (KERNEL - 1)
+        new = tl.load(x + (start + at) * stride + channel, mask=exists, other=0.0)
+        total = new.to(tl.float32) * last
+        for i in tl.static_range(KERNEL - 1):
+            past = load_input(
+                x + channel, before, start, at + i - (KERNEL - 1), stride, exists, has_state, KERNEL
+            )
+            total += past * tl.load(taps + i, mask=exists, other=0.0)
+            if i > 0:
+                tl.store(into + i - 1, past.to(new.dtype), mask=exists)
+        tl.store(into + KERNEL - 2, new, mask=exists)
+        if BIASED:
+            total += tl.load(bias + channel, mask=exists, other=0.0).to(tl.float32)
+        kind = out.dtype.element_ty
+        tl.store(out + (start + at) * channels + channel, silu_if(total, ACTIVATED).to(kind), mask=exists)
+
+
+@triton.jit
 def conv_chunks(
     out: tl.tensor,
     x: tl.tensor,
@@ -121,6 +146,7 @@ def conv_chunks(
     KERNEL: tl.constexpr,
     BIASED: tl.constexpr,
     ACTIVATED: tl.constexpr,
+    STATES: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -131,7 +157,8 @@ def conv_chunks(
     seq, first = tl.load(chunks + 2 * tl.program_id(0)), tl.load(chunks + 2 * tl.program_id(0) + 1)
     start, end = tl.load(starts + seq).to(tl.int64), tl.load(starts + seq + 1).to(tl.int64)
     has_state = exists & (tl.load(positions + start + zero) > 0)
-    state_at = state + (tl.load(rows + seq).to(tl.int64) * channels + channel) * (KERNEL - 1)
+    before = state_after(tl.load(rows + seq).to(tl.int64), tl.load(positions + start), STATES)
+    state_at = state + (before * channels + channel) * (KERNEL - 1)
     taps = weight + channel * KERNEL + KERNEL - 4
     w0 = tl.load(taps, mask=exists & (zero + KERNEL > 3), other=0.0).to(tl.float32)
     w1 = tl.load(taps + 1, mask=exists & (zero + KERNEL > 2), other=0.0).to(tl.float32)
@@ -173,6 +200,7 @@ def conv_keep(
     channels: tl.tensor,
     stride: tl.tensor,
     KERNEL: tl.constexpr,
+    STATES: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Store the last inputs of longer sequences as their state. Grid: (longer sequences, channels /
@@ -180,19 +208,20 @@ def conv_keep(
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = channel < channels
     first, end, row, position = place_of(numbers, starts, rows, positions, False)
-    state_at = state + (row * channels + channel) * (KERNEL - 1)
+    before = state + (state_after(row, position, STATES) * channels + channel) * (KERNEL - 1)
+    into = state + (state_after(row, position + end - first, STATES) * channels + channel) * (KERNEL - 1)
     has_state = exists & (position + 0 * channel > 0)
     for i in tl.static_range(KERNEL - 1):
         token = end - (KERNEL - 1) + i
         if token >= first:
             new = tl.load(x + token.to(tl.int64) * stride + channel, mask=exists, other=0.0)
         else:
-            new = tl.load(state_at + i + (end - first), mask=has_state, other=0.0)
-        tl.store(state_at + i, new, mask=exists)
+            new = tl.load(before + i + (end - first), mask=has_state, other=0.0)
+        tl.store(into + i, new, mask=exists)
 
 
 @triton.jit
-def scan_single(
+def scan_short(
     out: tl.tensor,
     xbc: tl.tensor,
     dt: tl.tensor,
@@ -213,32 +242,37 @@ def scan_single(
     DIM: tl.constexpr,
     SIZE: tl.constexpr,
     ALL: tl.constexpr,
+    STATES: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Update the state of one head with a single token and compute its output. Grid: (sequences, heads,
-    head_dim / BLOCK_DIM)."""
+    """Update the state of one head with each token of a short sequence and compute the outputs. Grid:
+    (sequences, heads, head_dim / BLOCK_DIM)."""
     head = tl.program_id(1)
     dim = tl.program_id(2) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
     n = tl.arange(0, BLOCK_SIZE)
     exists = (dim < DIM)[:, None] & (n < SIZE)[None, :]
     follow(OVERLAP)
-    token, _, row, position = place_of(numbers, starts, rows, positions, ALL)
-    state_at = state + (row * HEADS + head) * (DIM * SIZE) + dim[:, None] * SIZE + n[None, :]
-    h = tl.load(state_at, mask=exists & (position + 0 * n > 0)[None, :], other=0.0)
-    inputs = xbc + token.to(tl.int64) * stride
-    x = tl.load(inputs + head * DIM + dim, mask=dim < DIM, other=0.0).to(tl.float32)
-    b_at = inputs + HEADS * DIM + head // (HEADS // GROUPS) * SIZE + n
-    b = tl.load(b_at, mask=n < SIZE, other=0.0).to(tl.float32)
-    c = tl.load(b_at + GROUPS * SIZE, mask=n < SIZE, other=0.0).to(tl.float32)
-    step = tl.load(dt + token.to(tl.int64) * dt_stride + head).to(tl.float32)
-    step = tl.minimum(tl.maximum(softplus(step + tl.load(bias + head)), least), most)
-    h = h * tl.exp(step * tl.load(rate + head)) + (x * step)[:, None] * b[None, :]
-    tl.store(state_at, h, mask=exists)
-    y = tl.sum(h * c[None, :], 1) + x * tl.load(skip + head)
-    at = out + token.to(tl.int64) * (HEADS * DIM) + head * DIM + dim
-    tl.store(at, y.to(out.dtype.element_ty), mask=dim < DIM)
+    first, end, row, position = place_of(numbers, starts, rows, positions, ALL)
+    states = state + head * (DIM * SIZE) + dim[:, None] * SIZE + n[None, :]
+    before = states + state_after(row, position, STATES) * (HEADS * DIM * SIZE)
+    h = tl.load(before, mask=exists & (position + 0 * n > 0)[None, :], other=0.0)
+    for at in range(0, count_of(first, end, STATES)):
+        token = (first + at).to(tl.int64)
+        inputs = xbc + token * stride
+        x = tl.load(inputs + head * DIM + dim, mask=dim < DIM, other=0.0).to(tl.float32)
+        b_at = inputs + HEADS * DIM + head // (HEADS // GROUPS) * SIZE + n
+        b = tl.load(b_at, mask=n < SIZE, other=0.0).to(tl.float32)
+        c = tl.load(b_at + GROUPS * SIZE, mask=n < SIZE, other=0.0).to(tl.float32)
+        step = tl.load(dt + token * dt_stride + head).to(tl.float32)
+        step = tl.minimum(tl.maximum(softplus(step + tl.load(bias + head)), least), most)
+        h = h * tl.exp(step * tl.load(rate + head)) + (x * step)[:, None] * b[None, :]
+        into = states + state_after(row, position + at + 1, STATES) * (HEADS * DIM * SIZE)
+        tl.store(into, h, mask=exists)
+        y = tl.sum(h * c[None, :], 1) + x * tl.load(skip + head)
+        out_at = out + token * (HEADS * DIM) + head * DIM + dim
+        tl.store(out_at, y.to(out.dtype.element_ty), mask=dim < DIM)
 
 
 @triton.jit
@@ -262,6 +296,7 @@ def scan_chunks(
     GROUPS: tl.constexpr,
     DIM: tl.constexpr,
     SIZE: tl.constexpr,
+    STATES: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -274,8 +309,9 @@ def scan_chunks(
     n, i = tl.arange(0, BLOCK_SIZE), tl.arange(0, CHUNK)
     exists = (dim < DIM)[:, None] & (n < SIZE)[None, :]
     start, end, row, position = place_of(numbers, starts, rows, positions, False)
-    state_at = state + (row * HEADS + head) * (DIM * SIZE) + dim[:, None] * SIZE + n[None, :]
-    h = tl.load(state_at, mask=exists & (position + 0 * n > 0)[None, :], other=0.0)
+    states = state + head * (DIM * SIZE) + dim[:, None] * SIZE + n[None, :]
+    before = states + state_after(row, position, STATES) * (HEADS * DIM * SIZE)
+    h = tl.load(before, mask=exists & (position + 0 * n > 0)[None, :], other=0.0)
     head_rate, head_bias, head_skip = tl.load(rate + head), tl.load(bias + head), tl.load(skip + head)
     kind = xbc.dtype.element_ty
     for first in range(start, end, CHUNK):
@@ -297,4 +333,5 @@ def scan_chunks(
         tl.store(at, y.to(kind), mask=x_live)
         inputs_at_end = (x.to(tl.float32) * (step * tl.exp(total - since))[:, None]).to(kind)
         h = h * tl.exp(total) + tl.dot(tl.trans(inputs_at_end), b, input_precision=PRECISION)
-    tl.store(state_at, h, mask=exists)
+    into = states + state_after(row, position + end - start, STATES) * (HEADS * DIM * SIZE)
+    tl.store(into, h, mask=exists)

@@ -42,14 +42,14 @@ _WIDE_CHANNELS = 512
 _MOST_TAPS = 4
 """Largest kernel size of a convolution over chunks; larger ones use torch."""
 _SMALL, _TILE = 2048, 4096
-"""State elements per program for few and for many sequences with a single token."""
+"""State elements per program for few and for many short sequences."""
 _FEW = 512
 """Most heads of all sequences for which programs are small, to have enough of them."""
 _SCAN_WARPS, _DELTA_WARPS, _SOLVE_WARPS = 8, 4, 4
 _SCAN, _DELTA = SSMShape(64, 4, 2), SSMShape(32, 4, 2)
 """Shapes of the kernels that process chunk after chunk."""
 _SELECTED = 1024
-"""State elements per program of Mamba's scan of single tokens, eight per thread."""
+"""State elements per program of Mamba's scan of short sequences, eight per thread."""
 _BLOCKS, _MOST_CHANNELS = (8, 16, 32), (2**14, 2**15)
 """Channels per warp of Mamba's scan of longer sequences (by four, two or one threads each), and the channels
 of all sequences at which the next of them is used."""
@@ -134,29 +134,31 @@ class TritonStateOps:
         activated: bool = True,
     ) -> Tensor:
         (num_tokens, channels), kernel = x.shape, weight.shape[1]
-        if kernel > _MOST_TAPS and not seqs.single:
+        if kernel > _MOST_TAPS and not seqs.short:
             return StateReference().conv(x, weight, bias, state, seqs, activated=activated)
         out = torch.empty(num_tokens, channels, dtype=x.dtype, device=x.device)
         tensors = out, x, weight, weight if bias is None else bias, state
         batch = seqs.starts, seqs.rows, seqs.positions
-        form = {"KERNEL": kernel, "BIASED": bias is not None, "ACTIVATED": activated}
+        num_states = seqs.states_per_row
+        form = {"KERNEL": kernel, "BIASED": bias is not None, "ACTIVATED": activated, "STATES": num_states}
         blocks = triton.cdiv(channels, _CHANNELS)
-        singles, count = _singles(seqs)
+        short, count = _short(seqs)
         if count:
             ahead = overlap(count, channels)
-            launch(scan_kernels.conv_single, count, blocks)(
-                *tensors, singles, *batch, channels, x.stride(0), **form, ALL=seqs.single, BLOCK=_CHANNELS,
+            launch(scan_kernels.conv_short, count, blocks)(
+                *tensors, short, *batch, channels, x.stride(0), **form, ALL=seqs.short, BLOCK=_CHANNELS,
                 OVERLAP=ahead, launch_pdl=ahead,
             )  # fmt: skip
-        if not seqs.single:
+        if not seqs.short:
             split = seqs.split
             launch(scan_kernels.conv_chunks, len(split.chunks), triton.cdiv(channels, _WIDE_CHANNELS))(
                 *tensors, split.chunks, *batch, channels, x.stride(0), **form, CHUNK=CHUNK,
                 BLOCK=_WIDE_CHANNELS, num_warps=_WIDE_CHANNELS // 256,
             )  # fmt: skip
             launch(scan_kernels.conv_keep, len(split.longer), blocks)(
-                x, state, split.longer, *batch, channels, x.stride(0), KERNEL=kernel, BLOCK=_CHANNELS
-            )
+                x, state, split.longer, *batch, channels, x.stride(0), KERNEL=kernel, STATES=num_states,
+                BLOCK=_CHANNELS,
+            )  # fmt: skip
         return out
 
     def scan(
@@ -178,16 +180,16 @@ class TritonStateOps:
         block_size = triton.next_power_of_2(max(size, 16))
         form = {
             "HEADS": heads, "GROUPS": (xbc.shape[1] - heads * head_dim) // (2 * size), "DIM": head_dim,
-            "SIZE": size, "BLOCK_SIZE": block_size,
+            "SIZE": size, "STATES": seqs.states_per_row, "BLOCK_SIZE": block_size,
         }  # fmt: skip
-        singles, count = _singles(seqs)
+        short, count = _short(seqs)
         if count:
             block, ahead = _tile(count * heads, head_dim, block_size), overlap(count, heads * head_dim)
-            launch(scan_kernels.scan_single, count, heads, triton.cdiv(head_dim, block))(
-                *tensors, singles, *rest, **form, ALL=seqs.single, BLOCK_DIM=block, OVERLAP=ahead,
+            launch(scan_kernels.scan_short, count, heads, triton.cdiv(head_dim, block))(
+                *tensors, short, *rest, **form, ALL=seqs.short, BLOCK_DIM=block, OVERLAP=ahead,
                 launch_pdl=ahead, num_warps=_SCAN_WARPS,
             )  # fmt: skip
-        if not seqs.single:
+        if not seqs.short:
             block = min(triton.next_power_of_2(max(head_dim, 16)), _SCAN.dim)
             launch(scan_kernels.scan_chunks, len(seqs.split.longer), heads, triton.cdiv(head_dim, block))(
                 *tensors, seqs.split.longer, *rest, **form, CHUNK=CHUNK, BLOCK_DIM=block,
@@ -203,21 +205,22 @@ class TritonStateOps:
         assert b.stride(0) == c.stride(0)
         out = torch.empty(len(x), channels, dtype=x.dtype, device=x.device)
         batch, strides = (seqs.starts, seqs.rows, seqs.positions), (x.stride(0), gate.stride(0), dt.stride(0))
-        singles, count = _singles(seqs)
+        short, count = _short(seqs)
         if count:
             block_size, ahead = triton.next_power_of_2(size), overlap(count, channels)
             block = max(_SELECTED // block_size, 1)
-            launch(select_kernels.select_single, count, triton.cdiv(channels, block))(
-                out, x, gate, dt, b, c, *rates, skip, state, singles, *batch, channels, *strides, b.stride(0),
-                SIZE=size, ALL=seqs.single, BLOCK=block, BLOCK_SIZE=block_size, OVERLAP=ahead,
-                launch_pdl=ahead,
+            launch(select_kernels.select_short, count, triton.cdiv(channels, block))(
+                out, x, gate, dt, b, c, *rates, skip, state, short, *batch, channels, *strides, b.stride(0),
+                SIZE=size, ALL=seqs.short, STATES=seqs.states_per_row, BLOCK=block, BLOCK_SIZE=block_size,
+                OVERLAP=ahead, launch_pdl=ahead,
             )  # fmt: skip
-        if not seqs.single:
+        if not seqs.short:
             longer, bc = seqs.split.longer, _pack_bc(b, c)
             for block in _BLOCKS if only_compiles() else [_channels_per_warp(len(longer) * channels)]:
                 launch(select_kernels.select_tokens, len(longer), triton.cdiv(channels, block))(
                     out, x, gate, dt, bc, *rates, skip, state, longer, *batch, CHANNELS=channels,
-                    STRIDES=strides, SIZE=size, BLOCK=block, QUARTER=bc.shape[2] // 4, num_warps=1,
+                    STRIDES=strides, SIZE=size, STATES=seqs.states_per_row, BLOCK=block,
+                    QUARTER=bc.shape[2] // 4, num_warps=1,
                 )  # fmt: skip
         return out
 
@@ -239,19 +242,21 @@ class TritonStateOps:
         out = torch.empty(len(qkv), heads * value_dim, dtype=qkv.dtype, device=qkv.device)
         batch = seqs.starts, seqs.rows, seqs.positions
         strides, scale = (qkv.stride(0), a.stride(0)), key_dim**-0.5
-        block_key = triton.next_power_of_2(max(key_dim, 1 if seqs.single else _LEAST))
+        block_key = triton.next_power_of_2(max(key_dim, 1 if seqs.short else _LEAST))
         shape = {
             "HEADS": heads, "KEY_HEADS": (qkv.shape[1] - heads * value_dim) // (2 * key_dim),
             "KEY_DIM": key_dim, "DIM": value_dim, "EPS": L2_EPS, "BLOCK_KEY": block_key,
         }  # fmt: skip
-        singles, count = _singles(seqs)
+        states = {"STATES": seqs.states_per_row}
+        short, count = _short(seqs)
         if count:
             block, ahead = _tile(count * heads, value_dim, block_key), overlap(count, heads * value_dim)
-            launch(delta_kernels.delta_single, count, heads, triton.cdiv(value_dim, block))(
-                out, qkv, a, b, *rates, state, singles, *batch, *strides, scale, form.beta_scale, **shape,
-                ALL=seqs.single, BLOCK_DIM=block, OVERLAP=ahead, launch_pdl=ahead, num_warps=_DELTA_WARPS,
+            launch(delta_kernels.delta_short, count, heads, triton.cdiv(value_dim, block))(
+                out, qkv, a, b, *rates, state, short, *batch, *strides, scale, form.beta_scale, **shape,
+                **states, ALL=seqs.short, BLOCK_DIM=block, OVERLAP=ahead, launch_pdl=ahead,
+                num_warps=_DELTA_WARPS,
             )  # fmt: skip
-        if not seqs.single:
+        if not seqs.short:
             split, shape, exact = seqs.split, shape | {"CHUNK": CHUNK}, _dot_options(qkv.dtype, _DELTA)
             by_key = torch.empty(len(qkv), heads, key_dim, dtype=qkv.dtype, device=qkv.device)
             by_value = torch.empty(len(qkv), heads, value_dim, dtype=qkv.dtype, device=qkv.device)
@@ -264,7 +269,7 @@ class TritonStateOps:
             block = min(triton.next_power_of_2(max(value_dim, 16)), _DELTA.dim)
             launch(delta_kernels.delta_chunks, len(split.longer), heads, triton.cdiv(value_dim, block))(
                 out, by_key, by_value, qkv, a, *rates, state, split.longer, *batch, *strides, scale, **shape,
-                BLOCK_DIM=block, **exact,
+                **states, BLOCK_DIM=block, **exact,
             )  # fmt: skip
         return out
 
@@ -287,8 +292,8 @@ class TritonStateOps:
             out, qkv, a, b, *rates, state, seqs.starts, seqs.rows, seqs.positions, qkv.stride(0), a.stride(0),
             b.stride(0), key_dim**-0.5, *form, HEADS=heads,
             KEY_HEADS=(qkv.shape[1] - heads * value_dim) // (2 * key_dim), KEY_DIM=key_dim, DIM=value_dim,
-            EPS=L2_EPS, BOUNDED=form.log_bound != 0, BLOCK_KEY=block_key, BLOCK_DIM=block, OVERLAP=ahead,
-            launch_pdl=ahead, num_warps=_DELTA_WARPS,
+            EPS=L2_EPS, BOUNDED=form.log_bound != 0, STATES=seqs.states_per_row, BLOCK_KEY=block_key,
+            BLOCK_DIM=block, OVERLAP=ahead, launch_pdl=ahead, num_warps=_DELTA_WARPS,
         )  # fmt: skip
         return out
 
@@ -315,13 +320,12 @@ class TritonStateOps:
         return out
 
 
-def _singles(seqs: SSMSequences) -> tuple[Tensor, int]:
-    """Return the indices of sequences with a single token, and their number. If all are single, indices are
-    not read."""
-    if seqs.single:
+def _short(seqs: SSMSequences) -> tuple[Tensor, int]:
+    """Return the indices of the short sequences, and their number. If all are short, indices are not read."""
+    if seqs.short:
         return seqs.rows, len(seqs.lens)
-    assert seqs.split.singles is not None
-    return seqs.split.singles, seqs.split.num_singles
+    assert seqs.split.short is not None
+    return seqs.split.short, seqs.split.num_short
 
 
 def _channels_per_warp(num_channels: int) -> int:

@@ -1,5 +1,5 @@
-"""CLIP and SigLIP vision encoders over square images, and the models with a small projector after them: LLaVA
-(Next, OneVision), PaliGemma, Aya Vision, Idefics 3, Gemma 3."""
+"""CLIP and SigLIP vision encoders over square images, their embeddings of images, and the models with a small
+projector after them: LLaVA (Next, OneVision), PaliGemma, Aya Vision, Idefics 3, Gemma 3."""
 
 from collections.abc import Mapping, Sequence
 from math import ceil
@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.multimodal.anyres import AnyresFacts
 from quire.checkpoint.multimodal.aya import AyaFacts
+from quire.checkpoint.multimodal.clip import DualFacts
 from quire.checkpoint.multimodal.common import ViTFacts
 from quire.checkpoint.multimodal.gemma import GemmaFacts
 from quire.checkpoint.multimodal.idefics import IdeficsFacts
@@ -77,6 +78,52 @@ class ViT(nn.Module):
         x = x if self.last_norm is None else self.last_norm.alone(x)
         out = torch.cat([states[depth] for depth in depths], -1) if depths else x
         return out.view(len(pixels), count, -1)
+
+
+class ClipEmbedding(FixedSizeTower):
+    """CLIP's embedding of an image: the projected state of the class token."""
+
+    facts: DualFacts
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__(facts, scope)
+        vit = self.facts.vit
+        self.vit = ViT(vit, vit.layers, scope, is_normed=True)
+        self.project = WholeLinear(vit.hidden, self.facts.size_out, scope / "visual_projection")
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        vectors: Tensor = self.project(self.vit(pixels)[:, 0].contiguous())
+        return vectors[:, None]
+
+
+class SiglipEmbedding(FixedSizeTower):
+    """SigLIP's embedding of an image: attention of a learned query to all patches, then an MLP."""
+
+    facts: DualFacts
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__(facts, scope)
+        vit, head = self.facts.vit, scope / "model" / "vision_model" / "head"
+        self.vit = ViT(vit, vit.layers, scope, is_normed=True)
+        self.probe = Learned(head / "probe", 1, 1, vit.hidden)
+        attention = head / "attention"
+        self.weight = Learned(attention / "in_proj_weight", 3 * vit.hidden, vit.hidden)
+        self.bias = Learned(attention / "in_proj_bias", 3 * vit.hidden)
+        self.out = WholeLinear(vit.hidden, vit.hidden, attention / "out_proj", bias=True)
+        self.norm = LayerNorm(vit.hidden, vit.norm_eps, head / "layernorm")
+        self.mlp = VisionMLP(vit.hidden, vit.intermediate, head / "mlp", activation=vit.activation)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        states, probe = self.vit(pixels), self.probe.vectors.expand(len(pixels), -1, -1)
+        weights, biases = self.weight.vectors.chunk(3), self.bias.vectors.chunk(3)
+        queries, keys, values = (
+            F.linear(x, weight, bias).unflatten(-1, (self.facts.vit.heads, -1)).transpose(1, 2)
+            for x, weight, bias in zip((probe, states, states), weights, biases, strict=True)
+        )
+        mixed = F.scaled_dot_product_attention(queries, keys, values).transpose(1, 2)
+        x = self.out(mixed.flatten(1))
+        vectors: Tensor = x + self.mlp(self.norm.alone(x))
+        return vectors[:, None]
 
 
 class Llava(FixedSizeTower):

@@ -1,4 +1,5 @@
-"""Encoders of Qwen3-Omni: Qwen3-VL's vision encoder, and an audio encoder that downsamples frames by 8."""
+"""Encoders of Qwen3-Omni: Qwen3-VL's vision encoder, and an audio encoder that downsamples frames by 8, which
+is also that of Qwen3-ASR."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from quire.layers.linear import WholeLinear
 from quire.layers.norm import LayerNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import DownsamplingConv, VisionMLP, vision_layers
+from quire.models.towers import Tower
 from quire.models.towers.omni import Omni, sinusoids
 from quire.models.towers.qwen_vl import Qwen3VL
 from quire.models.towers.whisper import WHISPER
@@ -33,11 +35,20 @@ class Qwen3OmniVisionTower(Qwen3VL):
 
 class Qwen3OmniAudioTower(nn.Module):
     """Audio encoder over chunks of frames, with attention within groups of chunks. The last chunk is padded
-    to full length, unless it is the only one."""
+    to full length; the only one if `pads_alone`. `projector` is the scope of the output layers, if they are
+    not among the encoder's."""
 
-    def __init__(self, facts: OmniAudioFacts, scope: Scope) -> None:
+    def __init__(
+        self,
+        facts: OmniAudioFacts,
+        scope: Scope,
+        *,
+        projector: Scope | None = None,
+        pads_alone: bool = False,
+    ) -> None:
         super().__init__()
         self.facts, encoder, size = facts, facts.encoder, facts.channels
+        self.pads_alone = pads_alone
         sizes = [(1, size), (size, size), (size, size)]
         self.halvings = nn.ModuleList(
             DownsamplingConv(*in_out, scope / f"conv2d{i}") for i, in_out in enumerate(sizes, start=1)
@@ -47,9 +58,13 @@ class Qwen3OmniAudioTower(nn.Module):
         self.places = sinusoids(-(-facts.window // 8), hidden).to(scope.device, scope.dtype)
         self.layers = vision_layers(encoder, encoder.layers, scope / "layers", _STYLE)
         self.norm = LayerNorm(hidden, _EPS, scope / "ln_post")
-        names, activation = ("proj1", "proj2"), encoder.activation
         self.out = VisionMLP(
-            hidden, hidden, scope, size_out=facts.size_out, names=names, activation=activation
+            hidden,
+            hidden,
+            projector or scope,
+            size_out=facts.size_out,
+            names=("linear_1", "linear_2") if projector else ("proj1", "proj2"),
+            activation=encoder.activation,
         )
 
     def forward(self, mels: Sequence[Tensor]) -> list[Tensor]:
@@ -66,8 +81,9 @@ class Qwen3OmniAudioTower(nn.Module):
     def _downsample(self, mel: Tensor) -> Tensor:
         """Return the states [states, hidden] of [frames, mels]; positions restart in each chunk."""
         window, count = self.facts.window, len(mel)
-        padded = F.pad(mel, (0, 0, 0, -count % window)) if count > window else mel
-        chunks = padded.view(-1, min(window, count), mel.shape[1]).transpose(1, 2)[:, None]
+        is_padded = count > window or self.pads_alone
+        padded = F.pad(mel, (0, 0, 0, -count % window)) if is_padded else mel
+        chunks = padded.view(-1, window if is_padded else count, mel.shape[1]).transpose(1, 2)[:, None]
         convolved = []
         for x in chunks.split(_AT_ONCE):
             for halving in self.halvings:
@@ -77,6 +93,42 @@ class Qwen3OmniAudioTower(nn.Module):
         states: Tensor = self.flat(x.flatten(2).flatten(0, 1)).view(len(x), x.shape[1], -1)
         states = states + self.places[: states.shape[1]]
         return states.flatten(0, 1)[: count // window * len(self.places) - (-(count % window) // 8)]
+
+
+class Qwen3ASR(Tower):
+    """Qwen3-ASR's encoder; `mel` of an audio item is [frames, mels]."""
+
+    facts: OmniAudioFacts
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__(facts, scope)
+        tower, projector = scope / "model" / "audio_tower", scope / "model" / "multi_modal_projector"
+        is_first = scope.is_stored(f"{tower.name}.proj1.weight")  # the first checkpoints
+        self.audio = Qwen3OmniAudioTower(
+            self.facts, tower, projector=None if is_first else projector, pads_alone=True
+        )
+
+    @staticmethod
+    def heads(facts: OmniAudioFacts) -> tuple[int, ...]:
+        return (facts.encoder.heads,)
+
+    def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+        vectors: list[Tensor] = self.audio([item["mel"] for item in items])
+        return vectors
+
+    def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
+        return {
+            "mel": torch.zeros(_num_frames(self.facts, num_vectors), self.facts.encoder.mels).to(self.device)
+        }
+
+    def cost(self, modality: str, item: Mapping[str, tuple[int, ...]]) -> int:
+        states = item["mel"][0] // 8
+        return states * (6 * self.facts.encoder.hidden + self.facts.seen * self.facts.window // 8)
+
+
+def _num_frames(facts: OmniAudioFacts, num_vectors: int) -> int:
+    """Return the number of mel frames of `num_vectors` vectors."""
+    return num_vectors * facts.window // -(-facts.window // 8)
 
 
 class Qwen3Omni(Omni):
@@ -96,6 +148,5 @@ class Qwen3Omni(Omni):
     def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
         if modality != "audio":
             return super().blank(modality, num_vectors)
-        audio, per_chunk = self.facts.sound, -(-self.facts.sound.window // 8)
-        num_frames = num_vectors * audio.window // per_chunk
-        return {"mel": torch.zeros(num_frames, audio.encoder.mels, device=self.device)}
+        audio = self.facts.sound
+        return {"mel": torch.zeros(_num_frames(audio, num_vectors), audio.encoder.mels).to(self.device)}

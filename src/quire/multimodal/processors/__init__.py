@@ -126,6 +126,18 @@ def merges_tokens(processor: "Processor") -> TypeGuard[MergesTokens]:
     return hasattr(processor, "joined")
 
 
+class StandsAlone(Protocol):
+    """A processor of items that are a whole prompt, without a placeholder in a text."""
+
+    def check_alone(self, token_ids: Sequence[int], num_items: int) -> None:
+        """Raise a RequestError if there are several items, or text beside the item."""
+
+
+def stands_alone(processor: "Processor") -> TypeGuard[StandsAlone]:
+    """Return whether a processor is a `StandsAlone`."""
+    return hasattr(processor, "check_alone")
+
+
 class ProcessorFactory(Protocol):
     """Builds the processor of the checkpoint in a directory from files such as preprocessor_config.json."""
 
@@ -141,16 +153,20 @@ PROCESSORS: LazyTable = LazyTable(
         "qwen2_vl": "quire.multimodal.processors.qwen:GridProcessor",
         "audio_flamingo3": "quire.multimodal.processors.qwen_audio:AudioFlamingoProcessor",
         "qwen2_audio": "quire.multimodal.processors.qwen_audio:QwenAudioProcessor",
+        "qwen3_asr": "quire.multimodal.processors.qwen_audio:Qwen3ASRProcessor",
         "qwen3_omni": "quire.multimodal.processors.omni:Qwen3OmniProcessor",
         "qwen3_vl": "quire.multimodal.processors.qwen:GridProcessor",
         "aya_vision": "quire.multimodal.processors.aya:AyaProcessor",
+        "clip": "quire.multimodal.processors.clip:DualProcessor",
         "cohere2_vision": "quire.multimodal.processors.aya:Cohere2VisionProcessor",
         "dots_ocr": "quire.multimodal.processors.dots:DotsProcessor",
         "gemma3": "quire.multimodal.processors.gemma:Gemma3Processor",
+        "gemma4": "quire.multimodal.processors.gemma4:Gemma4Processor",
         "gemma3n": "quire.multimodal.processors.gemma3n:Gemma3nProcessor",
         "idefics3": "quire.multimodal.processors.idefics:Idefics3Processor",
         "internvl": "quire.multimodal.processors.intern:InternVLProcessor",
         "kimi_vl": "quire.multimodal.processors.kimi:KimiVLProcessor",
+        "lfm2_vl": "quire.multimodal.processors.lfm2:Lfm2VLProcessor",
         "llama4": "quire.multimodal.processors.llama4:Llama4Processor",
         "lighton_ocr": "quire.multimodal.processors.pixtral:PixtralProcessor",
         "llava": "quire.multimodal.processors.llava:LlavaProcessor",
@@ -161,6 +177,7 @@ PROCESSORS: LazyTable = LazyTable(
         "ovis2": "quire.multimodal.processors.ovis:Ovis2Processor",
         "paligemma": "quire.multimodal.processors.paligemma:PaliGemmaProcessor",
         "pixtral": "quire.multimodal.processors.pixtral:PixtralProcessor",
+        "siglip": "quire.multimodal.processors.clip:DualProcessor",
         "step3": "quire.multimodal.processors.step3:StepVLProcessor",
         "step_vl": "quire.multimodal.processors.step3:StepVLProcessor",
         "voxtral": "quire.multimodal.processors.qwen_audio:VoxtralProcessor",

@@ -1,4 +1,4 @@
-"""Audio of Qwen2-Audio, Audio Flamingo 3 and Voxtral: log-mel spectrograms, 100 frames per second."""
+"""Audio of Qwen2-Audio, Audio Flamingo 3, Voxtral and Qwen3-ASR: spectrograms of 100 frames per second."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from quire.checkpoint.facts import MediaFacts
+from quire.checkpoint.multimodal.omni import OmniAudioFacts
 from quire.checkpoint.multimodal.qwen_audio import QwenAudioFacts
 from quire.data.multimodal import Array
 from quire.multimodal.images import processor_settings
@@ -18,7 +19,9 @@ from quire.text.tokenizer import Tokenizer
 
 _MARKED = "Audio {}: <|audio_bos|>{}<|audio_eos|>"
 _MOST_SECONDS = 2400
-"""Longest audio of Voxtral."""
+"""Longest audio of Voxtral and Qwen3-ASR."""
+_LEAST_SAMPLES = 8000
+"""Samples to which shorter audio of Qwen3-ASR is padded."""
 _LEAST = 3
 """Frames of the shortest audio, which has one vector."""
 
@@ -90,3 +93,37 @@ class VoxtralProcessor(QwenAudioProcessor):
         count = -(-len(samples) // self.audio.at_once)
         token_ids = [self.image_id] * (count * self.facts.tokens)
         return ProcessedItem(token_ids, arrays={"mel": Array.of(self.audio.padded_mel(samples, count))})
+
+
+class Qwen3ASRProcessor(SpanProcessor):
+    """Audio of up to forty minutes as one spectrogram; short audio is padded with silence."""
+
+    modalities = ("audio",)
+
+    def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
+        self.facts: OmniAudioFacts = facts.tower
+        super().__init__(self.facts.audio_id, self.facts.audio_id, self.facts.size_out, tokenizer)
+        self.audio = AudioProcessor(path, self.facts.encoder)
+        self.least = self.audio.settings.size("min_length", _LEAST_SAMPLES)
+
+    def text(self, modality: str, number: int) -> str:
+        ids = [self.facts.start_id, self.facts.audio_id, self.facts.end_id]
+        return "".join(token or "" for token in self.tokenizer.convert_ids_to_tokens(ids))
+
+    def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
+        assert isinstance(content, Audio)
+        (longest,) = self.largest(modality)
+        samples = self.audio.samples(content, arguments, longest, fewest=1)
+        samples = np.pad(samples, (0, max(0, self.least - len(samples))))
+        mel = self.audio.mel(samples, len(samples) // self.audio.hop, is_cut=True)
+        return ProcessedItem([self.image_id] * self._num_vectors(len(mel)), arrays={"mel": Array.of(mel)})
+
+    def _num_vectors(self, frames: int) -> int:
+        whole, rest = divmod(frames, self.facts.window)
+        return whole * -(-self.facts.window // 8) - (-rest // 8)
+
+    def most_vectors(self, modality: str) -> int:
+        return self._num_vectors(self.largest(modality)[0] // self.audio.hop)
+
+    def largest(self, modality: str) -> tuple[int, ...]:
+        return (_MOST_SECONDS * self.audio.rate,)

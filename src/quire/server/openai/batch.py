@@ -86,6 +86,8 @@ def shapes(api: GenerationService) -> Shapes:
     first: Shapes = {EmbeddingInput: create_embeddings, EmbeddingChatBody: create_embeddings}
     if pooling.task == "classify":
         first = {InputBody: create_classes, PoolingChatBody: create_classes}
+    elif "embed" not in pooling.tasks:
+        first = {}
     rest: Shapes = {ScoreBody: create_score, RerankBody: create_rerank}
     if pooling.head:  # a token-level head has no score or embedding of the whole input
         first = rest = {}

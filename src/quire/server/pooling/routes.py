@@ -6,7 +6,7 @@ import numpy as np
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from quire.frontend.pooling import cosine, pairs, pools, reads_pairs
+from quire.frontend.pooling import embedding_task, pairs, pools, reads_pairs, similarity
 from quire.frontend.score_inputs import ROLES, ScoreInput, ScoreInputs
 from quire.server.http.errors import json_response
 from quire.server.http.openapi_document import add_post
@@ -142,7 +142,7 @@ async def _score(
     texts: dict[str, list[Text]],
 ) -> tuple[ApiCall, list[Pooled]]:
     """Return a score for each pair. A cross-encoder reads both inputs at once; for an embedding model the
-    score is the cosine similarity."""
+    score is the cosine similarity, or MaxSim."""
     await check_pooling(api, body)
     (_, firsts), (second, seconds) = texts.items()
     check_count(api, max(len(firsts), len(seconds)), second)
@@ -151,7 +151,8 @@ async def _score(
         for (field, side), role in zip(texts.items(), ROLES, strict=True)
     ]
     wait, matched = waiting(api, request), pairs(*sides)
-    if reads_pairs(pools(api.engine.inputs.pooling, kind)):
+    pooling = pools(api.engine.inputs.pooling, kind)
+    if reads_pairs(pooling):
         both = [_pair(first, second) for (_, first), (_, second) in matched]
         prompts = await api.reader.of_inputs(named(second, both), body, wait=wait)
         return await pool(api, kind, body, request, prompts, task="classify")
@@ -161,10 +162,10 @@ async def _score(
         for name, value in side
     ]
     prompts = await api.reader.of_inputs(alone, body, wait=wait)
-    job, embeddings = await pool(api, kind, body, request, prompts, task="embed")
+    job, embeddings = await pool(api, kind, body, request, prompts, task=embedding_task(pooling))
     embedded = pairs(embeddings[: len(firsts)], embeddings[len(firsts) :])
     size = sum(embedding.outputs.data.size for embedding in embeddings)
-    return job, await off_loop(size, lambda: [cosine(*pair) for pair in embedded])
+    return job, await off_loop(size, lambda: [similarity(*pair) for pair in embedded])
 
 
 def _side(text: Text, role: str, name: str, salt: str | None) -> str | ScoreInput:

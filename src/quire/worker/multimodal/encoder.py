@@ -291,7 +291,7 @@ def open_encoder(config: EngineConfig, model: Any, group: Group, device: torch.d
     )
     return kind(
         tower,
-        hidden=config.checkpoint.facts.hidden,
+        hidden=config.checkpoint.facts.size_out,
         levels=media.levels,
         scale=media.scale,
         dtype=getattr(torch, config.model.dtype),

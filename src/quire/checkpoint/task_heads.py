@@ -1,0 +1,85 @@
+"""Output layers of models with one for each pooling task: BGE-M3, ColBERT, SPLADE."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.checkpoint.reader import ConfigReader, read_json
+
+COLBERT = ("HF_ColBERT", "ColBERTModernBertModel")
+_BGE_M3 = "BgeM3EmbeddingModel"
+_SPLADE = "BertSpladeSparseEmbeddingModel"
+BESIDE = ("colbert_linear.pt", "sparse_linear.pt")
+"""Files of BGE-M3 with the weights of its two output layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskHead:
+    """The output layer of one pooling task."""
+
+    task: str
+    """embed | token_embed | token_classify"""
+    size: int
+    """Number of outputs, of a text or of each token."""
+    kind: str = ""
+    """`linear`, or `masked_lm` with the output log(1 + relu(logits)); empty: the hidden state, after the
+    Dense layers of sentence-transformers if there are any."""
+    name: str = ""
+    """Name of a linear layer in the checkpoint."""
+    bias: bool = False
+    activation: str = "normalize"
+    """normalize | relu | identity"""
+    reduce: str = ""
+    """`max` or `sum` over the outputs of all tokens, for a text; empty: the pooling type selects a state."""
+    skipped_ids: tuple[int, ...] = ()
+    """Special tokens that have no output."""
+    file: str = ""
+    """File of the weights, if it is not one of the model's own."""
+
+
+def read_task_heads(
+    path: Path, keys: ConfigReader, architecture: str, modules: dict[str, Any]
+) -> dict[str, Any]:
+    """Return `task_heads` as a field of StoredPooling. Other models have none, and one output layer for
+    all tasks. `modules` are the fields read from modules.json."""
+    reduce = modules.pop("reduce", "")
+    if reduce or architecture == _SPLADE:
+        head = TaskHead("embed", keys.size("vocab_size"), "masked_lm", "", True, "identity", reduce or "max")
+        return {"task_heads": (head,)}
+    if modules.pop("by_token", False):
+        return {"task_heads": (TaskHead("token_embed", modules["dense"][-1].size_out),)}
+    if architecture in COLBERT:
+        return {"task_heads": (TaskHead("token_embed", _colbert_size(path, keys), "linear", "linear"),)}
+    if architecture == _BGE_M3 or all((path / file).is_file() for file in BESIDE):
+        return {"task_heads": _bge_m3(keys)}
+    return {}
+
+
+def _colbert_size(path: Path, keys: ConfigReader) -> int:
+    """Return the size of ColBERT's vectors, which may be in a file of its training instead of config.json."""
+    for key in ("colbert_dim", "dim", "projection_dim"):
+        if keys.get(key) is not None:
+            return keys.size(key)
+    file = path / "artifact.metadata"
+    return ConfigReader(str(file), read_json(file) if file.is_file() else {}).size("dim", 128)
+
+
+def _bge_m3(keys: ConfigReader) -> tuple[TaskHead, ...]:
+    """Return the dense vector of a text, a vector of each token but the first, and weights of tokens."""
+    hidden, (tokens, weights) = keys.size("hidden_size"), BESIDE
+    first, last = keys.token_ids("bos_token_id") or (0,), keys.token_ids("eos_token_id") or (2,)
+    size = keys.size("colbert_dim", hidden) if (keys.get("colbert_dim") or 0) > 0 else hidden
+    vectors = TaskHead(
+        "token_embed", size, "linear", "colbert_linear", bias=True, skipped_ids=first, file=tokens
+    )
+    sparse = TaskHead(
+        "token_classify",
+        1,
+        "linear",
+        "sparse_linear",
+        bias=True,
+        activation="relu",
+        skipped_ids=(*first, *last),
+        file=weights,
+    )
+    return TaskHead("embed", hidden), vectors, sparse

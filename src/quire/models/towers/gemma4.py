@@ -1,0 +1,176 @@
+"""Vision encoder of Gemma 4: patches with learned positions and 2D RoPE, averaged by squares."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from quire.checkpoint.facts import ArchFacts
+from quire.checkpoint.multimodal.gemma4 import Gemma4VisionFacts
+from quire.kernels.reference.encoder import Spans, spans_of
+from quire.kernels.reference.ops import rotate
+from quire.layers.encoder_attention import attend_on
+from quire.layers.linear import WholeLinear
+from quire.layers.norm import RMSNorm
+from quire.layers.scope import Scope
+from quire.layers.vision import Learned, patches_of
+from quire.models.towers import Tower
+
+_BOUNDS = ("input_min", "input_max", "output_min", "output_max")
+Grid = tuple[int, int]
+"""Rows and columns of patches."""
+Axes = list[tuple[Tensor, Tensor]]
+"""Cosines and sines of the columns, then of the rows, [T, 1, head_dim / 4] each."""
+
+
+class ClippedLinear(nn.Module):
+    """Linear layer, with inputs and outputs clipped to the stored bounds if `is_clipped`."""
+
+    def __init__(self, size_in: int, size_out: int, scope: Scope, *, is_clipped: bool) -> None:
+        super().__init__()
+        self.product = WholeLinear(size_in, size_out, scope / "linear")
+        names = _BOUNDS if is_clipped else ()
+        self.bounds = nn.ModuleList(Learned(scope / name) for name in names)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not len(self.bounds):
+            out: Tensor = self.product(x)
+            return out
+        least_in, most_in, least, most = (bound.get_parameter("vectors") for bound in self.bounds)
+        return torch.clamp(self.product(torch.clamp(x, least_in, most_in)), least, most)
+
+
+class Gemma4VisionLayer(nn.Module):
+    """Attention with normed queries, keys and values, then a gated MLP, each with a norm before and after."""
+
+    def __init__(self, facts: Gemma4VisionFacts, scope: Scope) -> None:
+        super().__init__()
+        hidden, inner, eps = facts.hidden, facts.intermediate, facts.norm_eps
+        self.facts, width = facts, facts.heads * facts.head_dim
+        self.attend = attend_on(scope.device)
+        attention, mlp = scope / "self_attn", scope / "mlp"
+
+        def linear(size_in: int, size_out: int, at: Scope) -> ClippedLinear:
+            return ClippedLinear(size_in, size_out, at, is_clipped=facts.is_clipped)
+
+        self.q, self.k, self.v = (linear(hidden, width, attention / f"{name}_proj") for name in "qkv")
+        self.out = linear(width, hidden, attention / "o_proj")
+        self.q_norm, self.k_norm = (RMSNorm(facts.head_dim, eps, attention / f"{name}_norm") for name in "qk")
+        self.gate, self.up = (linear(hidden, inner, mlp / f"{name}_proj") for name in ("gate", "up"))
+        self.down = linear(inner, hidden, mlp / "down_proj")
+        names = ("input", "post_attention", "pre_feedforward", "post_feedforward")
+        self.norms = nn.ModuleList(RMSNorm(hidden, eps, scope / f"{name}_layernorm") for name in names)
+
+    def forward(self, x: Tensor, images: Spans, axes: Axes) -> Tensor:
+        before, after, before_mlp, after_mlp = (norm.alone for norm in self.norms)
+        x = x + after(self._attention(before(x), images, axes))  # type: ignore[operator]
+        y = before_mlp(x)  # type: ignore[operator]
+        out: Tensor = x + after_mlp(self.down(F.gelu(self.gate(y), approximate="tanh") * self.up(y)))  # type: ignore[operator]
+        return out
+
+    def _attention(self, x: Tensor, images: Spans, axes: Axes) -> Tensor:
+        shape, size = (len(x), self.facts.heads, self.facts.head_dim), self.facts.head_dim
+        q, k = (
+            _rotate_axes(norm.alone(part(x).view(-1, size)).view(shape), axes)
+            for part, norm in ((self.q, self.q_norm), (self.k, self.k_norm))
+        )
+        v = unit_norm(self.v(x).view(shape), self.facts.norm_eps)
+        mixed = self.attend(q * math.sqrt(size), k, v, images, None)  # scores are not scaled
+        out: Tensor = self.out(mixed.flatten(1))
+        return out
+
+
+def _rotate_axes(x: Tensor, axes: Axes) -> Tensor:
+    """Rotate the first half of each head by the column of the patch, the second by its row."""
+    parts = zip(x.chunk(2, -1), axes, strict=True)
+    return torch.cat([rotate(part, cos, sin) for part, (cos, sin) in parts], -1)
+
+
+def unit_norm(x: Tensor, eps: float) -> Tensor:
+    """Return x divided by its root mean square, in float32."""
+    return F.rms_norm(x.float(), (x.shape[-1],), eps=eps).to(x.dtype)
+
+
+class Gemma4Tower(Tower):
+    """Gemma 4 encoder; `pixels` of an image is [3, height, width]."""
+
+    facts: Gemma4VisionFacts
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__(facts, scope)
+        tower, vision = self.facts, scope / "model" / "vision_tower"
+        embedder = vision / "patch_embedder"
+        self.patches = WholeLinear(3 * tower.patch**2, tower.hidden, embedder / "input_proj")
+        self.table = Learned(embedder / "position_embedding_table", 2, tower.positions, tower.hidden)
+        layers = vision / "encoder" / "layers"
+        self.layers = nn.ModuleList(Gemma4VisionLayer(tower, layers / i) for i in range(tower.layers))
+        self.standard: nn.ModuleList | None = None
+        if tower.is_standardized:
+            names = ("std_bias", "std_scale")
+            self.standard = nn.ModuleList(Learned(vision / name, tower.hidden) for name in names)
+        projection = scope / "model" / "embed_vision" / "embedding_projection"
+        self.project = WholeLinear(tower.hidden, tower.size_out, projection)
+
+    @staticmethod
+    def heads(facts: Gemma4VisionFacts) -> tuple[int, ...]:
+        return ()
+
+    def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+        patch = self.facts.patch
+        pixels = [item["pixels"] for item in items]
+        grids = [(image.shape[1] // patch, image.shape[2] // patch) for image in pixels]
+        flat = torch.cat([_flat_patches(image, patch) for image in pixels])
+        columns, rows = (torch.cat(parts) for parts in zip(*map(self._places, grids), strict=True))
+        table = self.table.vectors
+        x = self.patches((2 * flat - 1).to(table.dtype)) + table[0][columns] + table[1][rows]
+        axes = [self._angles(columns), self._angles(rows)]
+        images = spans_of(np.array([math.prod(grid) for grid in grids], np.int32), self.device)
+        for layer in self.layers:
+            x = layer(x, images, axes)
+        means = [
+            self._merge(part, grid)
+            for part, grid in zip(x.split([*map(math.prod, grids)]), grids, strict=True)
+        ]
+        vectors: Tensor = self.project(unit_norm(torch.cat(means), self.facts.norm_eps).to(x.dtype))
+        return list(vectors.split([len(part) for part in means]))
+
+    def _places(self, grid: Grid) -> tuple[Tensor, Tensor]:
+        """Return the column and the row of each patch."""
+        rows, columns = (torch.arange(count, device=self.device) for count in grid)
+        return columns.repeat(grid[0]), rows.repeat_interleave(grid[1])
+
+    def _angles(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        half = self.facts.head_dim // 2
+        powers = torch.arange(0, half, 2, device=self.device, dtype=torch.float32) / half
+        angles = (places[:, None] * self.facts.theta**-powers)[:, None]
+        dtype = self.table.vectors.dtype
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def _merge(self, x: Tensor, grid: Grid) -> Tensor:
+        """Return the mean of each square of patches, scaled and standardized in float32."""
+        merge, (rows, columns) = self.facts.merge, grid
+        squares = x.float().view(rows // merge, merge, columns // merge, merge, -1)
+        means = squares.mean((1, 3)).flatten(0, 1) * self.facts.hidden**0.5
+        if self.standard is not None:
+            bias, scale = (part.get_parameter("vectors").float() for part in self.standard)
+            means = (means - bias) * scale
+        out: Tensor = means.to(x.dtype)
+        return out
+
+    def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
+        unit = self.facts.patch * self.facts.merge
+        return {"pixels": torch.zeros(3, unit, num_vectors * unit, device=self.device)}
+
+    def cost(self, modality: str, item: Mapping[str, tuple[int, ...]]) -> int:
+        count = item["pixels"][1] * item["pixels"][2] // self.facts.patch**2
+        return count * (6 * self.facts.hidden + count)
+
+
+def _flat_patches(image: Tensor, patch: int) -> Tensor:
+    """Return the patches of [3, height, width], [patches, patch * patch * 3] with the channel last."""
+    patches = patches_of(image[None], patch)[0].unflatten(1, (3, patch**2))
+    flat: Tensor = patches.transpose(1, 2).flatten(1)
+    return flat
