@@ -76,33 +76,13 @@ def delta_short(
 
 @triton.jit
 def delta_tokens(
-    out: tl.tensor,
-    qkv: tl.tensor,
-    a: tl.tensor,
-    b: tl.tensor,
-    rate: tl.tensor,
-    bias: tl.tensor,
-    state: tl.tensor,
-    starts: tl.tensor,
-    rows: tl.tensor,
-    positions: tl.tensor,
-    stride: tl.tensor,
-    a_stride: tl.tensor,
-    b_stride: tl.tensor,
-    scale: tl.tensor,
-    log_bound: tl.tensor,
-    beta_scale: tl.tensor,
-    HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    EPS: tl.constexpr,
-    BOUNDED: tl.constexpr,
-    STATES: tl.constexpr,
-    BLOCK_KEY: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    out: tl.tensor, qkv: tl.tensor, a: tl.tensor, b: tl.tensor, rate: tl.tensor, bias: tl.tensor,
+    state: tl.tensor, starts: tl.tensor, rows: tl.tensor, positions: tl.tensor, stride: tl.tensor,
+    a_stride: tl.tensor, b_stride: tl.tensor, scale: tl.tensor, log_bound: tl.tensor, beta_scale: tl.tensor,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, DIM: tl.constexpr,
+    EPS: tl.constexpr, BOUNDED: tl.constexpr, STATES: tl.constexpr, BLOCK_KEY: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Apply the delta rule with a decay per key channel (KDA) to the tokens of a sequence one after the
     other, with the state of one head in registers. Grid: (sequences, heads, value_dim / BLOCK_DIM)."""
     head = tl.program_id(1)
