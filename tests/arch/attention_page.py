@@ -52,6 +52,7 @@ FEATURES: dict[str, AttentionSpec] = {
     "float32": spec(dtype=torch.float32),
     **{f"head size {size}": spec(head_dim=size) for size in (64, 80, 96, 128, 192, 256, 512)},
     "sliding window": spec(window=1024),
+    "chunked attention (Llama 4)": spec(window=8192, chunked=True),
     "attention sinks (gpt-oss)": spec(sinks=True),
     "soft cap of scores (Gemma 2)": spec(softcap=50.0),
     "ALiBi (Bloom, MPT)": spec(uses_alibi=True),

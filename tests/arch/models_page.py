@@ -25,7 +25,10 @@ GROUPS = {
     "llama_variants": "Decoders under names of their own",
     "sliding_window": "Sliding-window decoders",
     "moe": "Mixtures of experts",
+    "gated": "Gated attention with experts",
     "mla": "Latent attention (MLA)",
+    "linear_attention": "Linear attention",
+    "lfm": "Short convolutions",
     "ssm": "State-space and hybrid decoders",
     "encoder": "Encoders",
 }

@@ -53,7 +53,7 @@ def by_hand(
         scores = scores - alibi_slopes.double()[:, None, None] * (place - key)
     hidden = key > (place if reach is None else reach[:, None])
     if spec.window is not None:
-        hidden |= key <= place - spec.window
+        hidden |= key < (place - place % spec.window if spec.chunked else place - spec.window + 1)
     scores = scores.masked_fill(hidden, -torch.inf)
     if sinks is not None:
         scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, len(q), 1)), -1)

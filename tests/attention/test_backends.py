@@ -66,6 +66,12 @@ def full(request: pytest.FixtureRequest) -> AttentionBackend:
     return BACKENDS[request.param]()
 
 
+@pytest.fixture(params=["TORCH_SDPA", "TRITON_ATTN", pytest.param("CPU_ATTN", marks=needs_native)])
+def chunking(request: pytest.FixtureRequest) -> AttentionBackend:
+    """Skip backends without chunked attention."""
+    return (BACKENDS | {"CPU_ATTN": CPUAttention})[request.param]()
+
+
 HEADS = (4, 4), (4, 2), (6, 1)
 
 
@@ -88,6 +94,14 @@ def test_small_sequences(backend: AttentionBackend, shift: int) -> None:
 def test_many_tiles_and_ranges(backend: AttentionBackend, head_dim: int, window: int | None) -> None:
     """Check for lost or doubly merged splits, wrong tile bounds, and dimensions beyond the head."""
     check(backend, MIXED, replace(SPEC, head_dim=head_dim, window=window), block=16)
+
+
+@pytest.mark.parametrize("window", [1, 4, 33])
+def test_chunked_attention(chunking: AttentionBackend, window: int) -> None:
+    """Check chunks that begin inside of blocks, tiles and queries of a step, and decodes at their edges."""
+    edges: Chunks = [(1, window), (1, window - 1), (1, 2 * window - 1), (2, 2 * window - 1), (window, window)]
+    for batch in (MIXED, edges, *CHUNKS.values()):
+        check(chunking, batch, replace(SPEC, window=window, chunked=True), block=16)
 
 
 def test_more_query_heads_per_kv_head_than_tile_rows(backend: AttentionBackend) -> None:

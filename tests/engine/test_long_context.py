@@ -21,6 +21,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3ForCausalLM",
         {"num_hidden_layers": 6, "layer_types": TURNS[:1] * 5 + TURNS[1:], "attn_implementation": "sdpa"},
     ),
+    "llama 4, every other in chunks": (
+        "Llama4ForCausalLM",
+        {"num_hidden_layers": 2, "attention_chunk_size": WINDOW, "attn_implementation": "sdpa"},
+    ),
     "gpt-oss, every other a window": (
         "GptOssForCausalLM",
         rope("yarn", factor=65.0, original_max_position_embeddings=64),

@@ -17,6 +17,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 } | {
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "llama3-rope": ("llama", LLAMA3),
+    "llama4-chunks": ("Llama4ForCausalLM", {"attention_chunk_size": 7}),
     "qwen3-some-windows": (
         "qwen3",
         {

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.reference.ssm import DecayRates, MambaInputs, SSMSequences, StateOps
+from quire.kernels.reference.ssm import DecayRates, DeltaForm, MambaInputs, SSMSequences, StateOps
 
 ROWS = 9
 LENS = {
@@ -79,6 +79,20 @@ def select_case(
     case = make_case(lens, 3 * channels + 2 * size, shape, **options)
     rates = DecayRates(-torch.rand(shape).to(device) * 4, case.rates.bias)
     return case._replace(rates=rates)
+
+
+def with_channel_decays(case: Case) -> Case:
+    """Return the case with a bias of time steps per key channel."""
+    bias = case.skip.repeat_interleave(case.state.shape[2])
+    return case._replace(rates=DecayRates(case.rates.rate, bias))
+
+
+def run_channel_delta(ops: StateOps, case: Case, state: Tensor, log_bound: float = 0.0) -> Tensor:
+    """Run the delta rule with a decay per key channel."""
+    heads, key_dim, _ = state.shape[1:]
+    form = DeltaForm(log_bound, beta_scale=2.0)
+    a, b = case.x[:, : heads * key_dim], case.small[:, :heads]
+    return ops.delta(case.x, a, b, case.rates, state, case.seqs, form=form)
 
 
 def run_select(ops: StateOps, case: Case, state: Tensor) -> Tensor:

@@ -16,7 +16,9 @@ from tiny import check_against, generate, open_tiny, prompts_of
 from quire.checkpoint import transformers_backend
 from quire.checkpoint.model import read_checkpoint
 from quire.errors import ConfigError
+from quire.kernels.cpu import native
 from quire.logs import warn_once
+from quire.models.transformers_attention import use_fast_linear
 
 SETTINGS: dict[str, Any] = {
     "vocab_size": 128,
@@ -312,3 +314,18 @@ def test_text_decoder_of_a_multimodal_model_runs_alone(tmp_path: Path) -> None:
     hf_model.save_pretrained(tmp_path)
     llm = open_tiny(tmp_path, model_impl="transformers", max_num_batched_tokens=40)
     check_against(hf_model, generate(llm, prompts_of(9, 50, vocab=120), count=4))
+
+
+@pytest.mark.skipif(native.library() is None, reason="there are no native kernels here")
+@torch.inference_mode()
+def test_bfloat16_layers_use_native_kernels_and_follow_their_weights() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 40, dtype=torch.bfloat16), torch.nn.Linear(40, 24))
+    use_fast_linear(model)
+    wide, narrow = model[1], model[0]
+    assert "forward" in vars(narrow) and "forward" not in vars(wide), "float32 stays with torch"
+    x = torch.randn(2, 3, 64, dtype=torch.bfloat16)
+    for _ in range(2):
+        expected = torch.nn.functional.linear(x.float(), narrow.weight.float(), narrow.bias.float())
+        assert narrow(x).shape == (2, 3, 40)
+        torch.testing.assert_close(narrow(x).float(), expected, atol=0.02, rtol=0.02)
+        narrow.weight = torch.nn.Parameter(torch.randn(40, 64).bfloat16(), requires_grad=False)

@@ -174,6 +174,21 @@ _DELTA_EXPERTS: Settings = {
     "shared_expert_intermediate_size": 24,
 }
 
+_KIMI: Settings = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "linear_head_dim": 8,
+    "linear_num_heads": 4,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+
 ZOO: dict[str, Specimen] = {
     "LlamaForCausalLM": Specimen(
         variants={
@@ -519,7 +534,7 @@ ZOO: dict[str, Specimen] = {
             "no_rope_layer_interval": 2,
             "attention_chunk_size": 256,
         },
-        {"two-experts": {"num_experts_per_tok": 2}},
+        {"two-experts": {"num_experts_per_tok": 2}, "chunks": {"attention_chunk_size": 7}},
     ),
     "Glm4MoeForCausalLM": Specimen(_SHARING | {"use_qk_norm": True, "attention_bias": True}),
     "Ernie4_5_MoeForCausalLM": Specimen(
@@ -818,17 +833,109 @@ ZOO: dict[str, Specimen] = {
         },
         {"one-block": {"num_mem_blocks": 1, "use_shared_attention_adapter": False, "use_mem_rope": False}},
     ),
+    "BeamForCausalLM": Specimen(
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "sliding_window": 6,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "n_group": 4,
+            "topk_group": 2,
+            "final_logit_softcapping": 5.0,
+        },
+        {"no cap": {"final_logit_softcapping": None}},
+    ),
+    "FlintForCausalLM": Specimen(
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "sliding_window": 6,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 24,
+            "mlp_only_layers": [0],
+        }
+    ),
+    "Kolibri1ForCausalLM": Specimen(
+        {
+            "layer_types": TURNS,
+            "sliding_window": 6,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 24,
+        },
+        {"renormalized": {"norm_topk_prob": True}},
+    ),
+    "LagunaForCausalLM": Specimen(
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "num_attention_heads_per_layer": [4, 8, 4],
+            "sliding_window": 6,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 24,
+            "moe_routed_scaling_factor": 1.5,
+        },
+        {"per element": {"gating": "per-element"}},
+    ),
+    "Lfm3ForCausalLM": Specimen(
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "full_attention", "sliding_attention"],
+            "sliding_window": 6,
+        },
+        {"no gate": {"use_attention_gate": False, "conv_bias": True}},
+    ),
+    "BailingHybridForCausalLM": Specimen(
+        _KIMI | {"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1},
+        {"unbounded": {"kda_safe_gate": False, "layer_types": None, "layer_group_size": 3}},
+    ),
+    "KimiLinearForCausalLM": Specimen(_KIMI, {"low-rank queries": {"q_lora_rank": 24}}),
+    "MiniMaxForCausalLM": Specimen(
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_local_experts": 4,
+            "block_size": 16,
+            "full_attn_alpha_factor": 1.5,
+            "full_attn_beta_factor": 0.7,
+            "linear_attn_alpha_factor": 0.8,
+            "linear_attn_beta_factor": 1.2,
+            "mlp_alpha_factor": 0.6,
+            "mlp_beta_factor": 1.1,
+        },
+    ),
+    "OlmoHybridForCausalLM": Specimen(
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_key_head_dim": 24,
+            "linear_value_head_dim": 12,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+        },
+        {"no rope, positive": {"rope_parameters": None, "linear_allow_neg_eigval": False}},
+    ),
 }
 STORED: dict[str, Settings] = {"LongcatFlashForCausalLM": {"zero_expert_num": 0}}
 """Settings with which all weights of a model are stored: transformers stores some for identity experts."""
 UNTAPED = {
     "ApertusForCausalLM": "aten.clamp.default",
+    "BeamForCausalLM": "aten.add_.Tensor",
     "DbrxForCausalLM": "aten.clamp_.default",
     "DeepseekV32ForCausalLM": "aten.index.Tensor",
     "Gemma3nForCausalLM": "aten.lt.Scalar",
     "Gemma4ForCausalLM": "aten.lt.Scalar",
     "Gemma4UnifiedForCausalLM": "aten.square.default",
     "GlmMoeDsaForCausalLM": "aten.index.Tensor",
+    "Kolibri1ForCausalLM": "aten.add.Tensor",
+    "LagunaForCausalLM": "aten.softplus.default",
     "LongcatFlashForCausalLM": "aten.ge.Scalar",
     "MiMoV2FlashForCausalLM": "aten.pad.default",
     "PersimmonForCausalLM": "aten.layer_norm.default",

@@ -39,6 +39,8 @@ class AttentionSpec:
     k_scale: float = 1.0
     """Scale of keys in an 8-bit cache, which holds keys divided by it."""
     v_scale: float = 1.0
+    chunked: bool = False
+    """Whether tokens attend only within chunks of `window` positions, counted from the first token."""
     cache_dtype: torch.dtype | None = None
     """KV cache dtype, for the choice of a backend; None for `dtype`."""
 
@@ -103,6 +105,8 @@ def why_no_package(spec: AttentionSpec) -> str | None:
         return f"computes float16 and bfloat16, not {named(spec.dtype)}"
     if spec.bidirectional:
         return "does not support bidirectional attention, which this model needs"
+    if spec.chunked:
+        return "does not support chunked attention, which this model has"
     if spec.sinks:
         return "does not support attention sinks, which this model has"
     if spec.uses_alibi:

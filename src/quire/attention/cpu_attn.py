@@ -50,6 +50,7 @@ class CPUAttention:
             max_seq_len=batch.max_seq_len,
             scale=spec.score_scale,
             window=spec.window,
+            chunked=spec.chunked,
             softcap=spec.softcap,
             sinks=sinks,
             alibi_slopes=alibi_slopes,

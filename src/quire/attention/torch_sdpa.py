@@ -1,6 +1,7 @@
 """TORCH_SDPA: attention in plain torch, on any device; the reference for every other backend."""
 
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from quire.attention.backend import AttentionSpec
 from quire.attention.batch import Batch
 from quire.config.machine import Machine
 
+_Positions = TypeVar("_Positions", Tensor, NDArray[Any])
 # Decodes are padded to the longest of their group; below this length padding costs less than another call.
 _ALWAYS_TOGETHER_LEN = 128
 # Largest mask (queries x keys) of one call; longer chunks are split.
@@ -34,14 +36,27 @@ class _Span:
     """Whether Q == L and attention is causal; without this and without a mask all keys are attended to."""
 
 
+class _Window(NamedTuple):
+    """Sliding window or attention chunk of a layer."""
+
+    size: int | None
+    chunked: bool
+
+    def first_visible(self, positions: _Positions) -> _Positions:
+        """Return the first position that each query at `positions` attends to."""
+        if self.size is None:
+            return positions * 0
+        return positions // self.size * self.size if self.chunked else (positions - self.size + 1).clip(0)
+
+
 @dataclass(slots=True)
 class _Step:
     """The spans of one batch, by block size and window of the layer."""
 
     batch: Batch
-    spans: dict[tuple[int, int | None], list[_Span]] = field(default_factory=dict)
+    spans: dict[tuple[int, _Window], list[_Span]] = field(default_factory=dict)
 
-    def split(self, block_size: int, window: int | None) -> list[_Span]:
+    def split(self, block_size: int, window: _Window) -> list[_Span]:
         key = (block_size, window)
         if key not in self.spans:
             self.spans[key] = [
@@ -74,7 +89,7 @@ class TorchSDPA:
         alibi_slopes: Tensor | None = None,
     ) -> Tensor:
         out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-        for span in batch.attention.split(k_cache.shape[1], spec.window):
+        for span in batch.attention.split(k_cache.shape[1], _Window(spec.window, spec.chunked)):
             queries = q[span.tokens].reshape(len(span.slots), -1, spec.heads, spec.head_dim)
             keys = read(k_cache, span.slots, q.dtype, spec.k_scale)
             values = read(v_cache, span.slots, q.dtype, spec.v_scale)
@@ -147,12 +162,11 @@ def _slots(batch: Batch, seqs: Tensor, positions: Tensor, block_size: int) -> Te
     return blocks * block_size + positions % block_size
 
 
-def _decode_spans(batch: Batch, block_size: int, window: int | None) -> list[_Span]:
+def _decode_spans(batch: Batch, block_size: int, window: _Window) -> list[_Span]:
     """Build spans of the sequences with one query, grouped by similar length to limit padding."""
     rows = np.flatnonzero((batch.query_lens_host == 1) & (batch.seq_lens_host > 0))
     lens = batch.seq_lens_host[rows]
-    if window is not None:
-        lens = np.minimum(lens, window)
+    lens = lens - window.first_visible(lens - 1)
     order = np.argsort(-lens, kind="stable")
     spans = []
     while len(order):
@@ -165,12 +179,12 @@ def _decode_spans(batch: Batch, block_size: int, window: int | None) -> list[_Sp
 
 
 def _decode_span(
-    batch: Batch, rows: NDArray[np.intp], longest: int, block_size: int, window: int | None
+    batch: Batch, rows: NDArray[np.intp], longest: int, block_size: int, window: _Window
 ) -> _Span:
     device = batch.slots.device
     index = torch.from_numpy(rows).to(device)
     seq_lens = batch.seq_lens[index].long()[:, None]
-    first = (seq_lens - window).clamp_(min=0) if window is not None else torch.zeros_like(seq_lens)
+    first = window.first_visible(seq_lens - 1)
     positions = first + torch.arange(longest, device=device)
     mask = positions < seq_lens
     slots = _slots(batch, index, torch.where(mask, positions, first), block_size)
@@ -179,14 +193,18 @@ def _decode_span(
     return _Span(tokens, slots, mask[:, None, None] if len(rows) > 1 else None, distances)
 
 
-def _chunk_spans(batch: Batch, block_size: int, window: int | None) -> list[_Span]:
+def _chunk_spans(batch: Batch, block_size: int, window: _Window) -> list[_Span]:
     """Build spans of the sequences with several queries, each sequence by itself."""
     spans = []
     starts = np.cumsum(batch.query_lens_host) - batch.query_lens_host
     for row in np.flatnonzero(batch.query_lens_host > 1):
         start, num_queries = int(starts[row]), int(batch.query_lens_host[row])
         first_query = int(batch.seq_lens_host[row]) - num_queries
-        whole = first_query == 0 and (window is None or num_queries <= window) and batch.last_visible is None
+        whole = (
+            first_query == 0
+            and (window.size is None or num_queries <= window.size)
+            and batch.last_visible is None
+        )
         step = num_queries if whole else max(1, _MAX_MASK // (first_query + num_queries))
         for at in range(0, num_queries, step):
             size = min(step, num_queries - at)
@@ -196,21 +214,20 @@ def _chunk_spans(batch: Batch, block_size: int, window: int | None) -> list[_Spa
 
 
 def _chunk_span(
-    batch: Batch, row: int, tokens: slice, first_query: int, whole: bool, block_size: int, window: int | None
+    batch: Batch, row: int, tokens: slice, first_query: int, whole: bool, block_size: int, window: _Window
 ) -> _Span:
     """Build a span of the queries from position `first_query` on; `whole` means that these are the whole
     sequence."""
     device = batch.slots.device
     end = first_query + tokens.stop - tokens.start
     num_keys = end if batch.last_visible is None else int(batch.seq_lens_host[row])
-    first_key = 0 if window is None else max(0, first_query - window + 1)
-    keys = torch.arange(first_key, num_keys, device=device)
-    slots = _slots(batch, torch.tensor([row], device=device), keys[None], block_size)
     queries = torch.arange(first_query, end, device=device)[:, None]
+    first_visible = window.first_visible(queries)
+    keys = torch.arange(int(first_visible[0]), num_keys, device=device)
+    slots = _slots(batch, torch.tensor([row], device=device), keys[None], block_size)
     distances = (queries - keys)[None]
     if whole:
         return _Span(tokens, slots, None, distances, causal=True)
     mask = keys <= (queries if batch.last_visible is None else batch.last_visible[tokens][:, None])
-    if window is not None:
-        mask &= keys > queries - window
+    mask &= keys >= first_visible
     return _Span(tokens, slots, mask, distances)

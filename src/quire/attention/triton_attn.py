@@ -154,6 +154,7 @@ def _layer(spec: AttentionSpec) -> "AttentionLayer":
         head_dim=spec.head_dim,
         scale=spec.score_scale,
         window=spec.window or 0,
+        chunked=spec.chunked,
         softcap=spec.softcap or 0.0,
         k_scale=spec.k_scale,
         v_scale=spec.v_scale,

@@ -14,7 +14,7 @@ class RopeFacts:
     max_len: int = 2048
     """The checkpoint's max_position_embeddings."""
     kind: str = "default"
-    """default | linear | dynamic | llama3 | yarn | longrope | factors"""
+    """default | linear | dynamic | llama3 | yarn | longrope | factors | none (no rotation)"""
     pairs: bool = False
     """Whether dimensions 2i and 2i + 1 rotate as a pair (GPT-J style), not dimensions i and i + dim / 2
     (NeoX)."""
@@ -48,8 +48,10 @@ class LayerFacts:
     """None: no rotary embedding (NoPE)."""
     window: int | None = None
     """Sliding window in tokens; None: full attention."""
+    chunked: bool = False
+    """Whether tokens attend only within chunks of `window` positions (Llama 4)."""
     mixer: str = "attention"
-    """Token mixer: attention | latent (MLA) | selective (Mamba) | mamba (Mamba-2) | delta | conv;
+    """Token mixer: attention | latent (MLA) | selective (Mamba) | mamba (Mamba-2) | delta | lightning | conv;
     attention+mamba in parallel; none for a layer without one."""
     moe: bool = False
     """Whether the feed-forward part is a mixture of experts."""
@@ -80,6 +82,11 @@ class LayerFacts:
     shared."""
     use: int = 0
     """Number of layers before this one that use a shared block."""
+    residual_scales: tuple[float, ...] = ()
+    """Factors in the residual sums: input and output of the mixer, then of the feed-forward part
+    (MiniMax-Text-01)."""
+    depth: float = 0.0
+    """Number of the layer divided by that of the last, for the decays of lightning attention."""
 
 
 class Routing(NamedTuple):
@@ -192,11 +199,20 @@ class StateFacts:
     norm_eps: float = 0.0
     """Epsilon of these norms; 0: that of the model's other norms."""
     rank: int = 0
-    """Mamba: rank of the time-step projection."""
+    """Mamba: rank of the time-step projection. Delta rule: rank of the projections of decay and output gate;
+    0: one matrix each."""
     scales: tuple[float, ...] = ()
     """Mamba-2: factors on gate, input, B, C and time steps; empty: none."""
     time_limits: tuple[float, float] = (0.0, float("inf"))
     """Mamba-2: smallest and largest time step."""
+    decays_channels: bool = False
+    """Delta rule: whether each key channel of a head has a decay (KDA), not each head."""
+    log_bound: float = 0.0
+    """Delta rule: lower limit of the log decay, approached by a sigmoid; 0: none."""
+    beta_scale: float = 1.0
+    """Delta rule: factor on the sigmoid of beta; 2 allows negative eigenvalues."""
+    gate: str = "silu"
+    """Delta rule: function of the output gate."""
 
 
 @dataclass(frozen=True, slots=True)

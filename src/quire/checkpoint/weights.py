@@ -198,7 +198,17 @@ def _delta(facts: ArchFacts) -> int:
     state = facts.state
     assert state is not None, "an SSM layer needs StateFacts"
     values, keys = state.heads * state.head_dim, state.groups * state.state
-    return facts.hidden * (3 * values + 2 * keys + 2 * state.heads) + (values + 2 * keys) * state.conv
+    decays = keys if state.decays_channels else state.heads
+    gates = facts.hidden * (values + decays)
+    if state.rank:
+        gates = state.rank * (2 * facts.hidden + values + decays)
+    return facts.hidden * (2 * values + 2 * keys + state.heads) + gates + (values + 2 * keys) * state.conv
+
+
+def _lightning(facts: ArchFacts) -> int:
+    state = facts.state
+    assert state is not None, "an SSM layer needs StateFacts"
+    return state.heads * state.head_dim * (5 * facts.hidden + 1)
 
 
 _MIXERS: dict[str, Callable[[ArchFacts], int]] = {
@@ -209,6 +219,7 @@ _MIXERS: dict[str, Callable[[ArchFacts], int]] = {
     "mamba": _mamba,
     "conv": _conv,
     "delta": _delta,
+    "lightning": _lightning,
     "none": lambda facts: 0,
 }
 """Parameter count of each `LayerFacts.mixer`."""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quire.kernels.ops import LoRAHeads, Ops
 from quire.parallel.group import Group
@@ -333,3 +333,12 @@ class LoRAStack(NamedTuple):
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
+
+
+def alias_targets(layer: nn.Module, name: str, alias: str) -> None:
+    """Let adapters use either name for the linear layers inside of `layer`."""
+    for module in layer.modules():
+        point = getattr(module, "point", None)
+        if isinstance(point, LoRALayer):
+            places = point.places
+            places |= {key.replace(name, alias, 1): place for key, place in places.items()}

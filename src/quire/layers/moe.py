@@ -12,7 +12,7 @@ from quire.checkpoint.facts import ArchFacts, MoeFacts
 from quire.kernels.reference.moe import ExpertAdapters
 from quire.layers.linear import Linear, WholeLinear
 from quire.layers.lora import AdapterSlots
-from quire.layers.lora_layers import LoRALayer, LoRAStack, LoRATarget, in_order
+from quire.layers.lora_layers import LoRALayer, LoRAStack, LoRATarget, alias_targets, in_order
 from quire.layers.mlp import MLP, PlainMLP
 from quire.layers.scope import LoadedModule, Scope, Target, once, target_of
 from quire.parallel.group import ALONE
@@ -59,6 +59,12 @@ NAMES = {
     "across": MoENames(stored="across", experts=("experts", "gate_up_proj", "down_proj")),
     "mixtral": MoENames("block_sparse_moe", experts=("experts", "w1", "w3", "w2")),
     "deepseek": MoENames(shared="mlp.shared_experts"),
+    "kimi_linear": MoENames(
+        "block_sparse_moe",
+        experts=("experts", "w1", "w3", "w2"),
+        shared="block_sparse_moe.shared_experts",
+        shared_alias="mlp.shared_experts",
+    ),
     "ernie": MoENames(
         choice_bias="moe_statics.e_score_correction_bias", choice_in_row=True, shared="mlp.shared_experts"
     ),
@@ -109,6 +115,7 @@ NAMES = {
         shared="mlp.shared_mlp",
         shared_alias="mlp.shared_experts",
     ),
+    "laguna": MoENames(choice_bias="experts.e_score_correction_bias", shared_alias="mlp.shared_experts"),
     "bailing": MoENames(choice_bias="gate.expert_bias", shared="mlp.shared_experts"),
     "dbrx": MoENames("ffn", "router.layer", "below", ("experts.mlp", "w1", "v1", "w2")),
     "llama4": MoENames(
@@ -438,7 +445,7 @@ class MoE(nn.Module):
                 sums=False,
             )
             if names.shared_alias:
-                _alias_targets(self.shared, (layer / names.shared).name, (layer / names.shared_alias).name)
+                alias_targets(self.shared, (layer / names.shared).name, (layer / names.shared_alias).name)
             if moe.shared_gate:
                 self.shared_gate = WholeLinear(facts.hidden, 1, scope / names.shared_gate)
         self.sum = scope.group.all_reduce if scope.group.size > 1 else None
@@ -470,14 +477,6 @@ class MoE(nn.Module):
         assert self.shared is not None
         shared: Tensor = self.shared(x)
         return shared if self.shared_gate is None else self.ops.weigh(shared, self.shared_gate(x))
-
-
-def _alias_targets(layer: nn.Module, name: str, alias: str) -> None:
-    """Let adapters use either name for the linear layers inside of `layer`."""
-    for module in layer.modules():
-        if isinstance(module, Linear) and module.point is not None:
-            places = module.point.places
-            places |= {key.replace(name, alias, 1): place for key, place in places.items()}
 
 
 class ChoiceBias(LoadedModule):

@@ -65,6 +65,10 @@ def _longrope(rope: RopeFacts, max_len: int) -> Tensor:
     return _default(rope, max_len) / torch.tensor(factors, dtype=torch.float32)
 
 
+def _none(rope: RopeFacts, max_len: int) -> Tensor:
+    return torch.zeros(rope.dim // 2)
+
+
 KINDS: dict[str, Callable[[RopeFacts, int], Tensor]] = {
     "default": _default,
     "linear": _linear,
@@ -73,6 +77,7 @@ KINDS: dict[str, Callable[[RopeFacts, int], Tensor]] = {
     "yarn": _yarn,
     "longrope": _longrope,
     "factors": _factors,
+    "none": _none,
 }
 """RoPE kind -> function (facts, max_model_len) that returns the [dim / 2] frequencies."""
 

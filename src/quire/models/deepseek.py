@@ -79,11 +79,18 @@ class Attention(nn.Module):
             self.indexer = SparseIndexer(index, *sizes, rope, scope / "indexer")
         index_dim = index.dim if index is not None and layer.has_indexer else 0
         self.mix = MLAAttention(spec, rope, kv_norm, scope / "kv_b_proj", index_dim=index_dim)
-        self.out = RowLinear(facts.heads * spec.v_dim, facts.hidden, scope / "o_proj", bias=facts.out_bias)
+        self.out = RowLinear(
+            facts.heads * spec.v_dim, facts.hidden, scope / scope.names.out, bias=facts.out_bias
+        )
         self.ops = scope.ops
         self.register_buffer("growth", growth_of(facts.attention_temperature, 0, scope), persistent=False)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        out: Tensor = self.out(self.attend(x, batch))
+        return out
+
+    def attend(self, x: Tensor, batch: Batch) -> Tensor:
+        """Return the attention output of all heads [T, heads * v_dim]."""
         q, kv = self.down.multiply(x).split(self.down.sizes_out, -1)
         if self.q_norm is not None and self.q_up is not None:
             q = self.q_norm(q, None)[0]
@@ -92,8 +99,8 @@ class Attention(nn.Module):
             q = self.q_up(q)
         if self.growth is not None:
             q = self.ops.scale_rows(q, self.ops.embed(batch.positions, self.growth))
-        out: Tensor = self.out(self.mix(q, kv, batch, batch.topk_indices if self.is_indexed else None))
-        return out
+        mixed: Tensor = self.mix(q, kv, batch, batch.topk_indices if self.is_indexed else None)
+        return mixed
 
     def _select_tokens(self, x: Tensor, q_latent: Tensor, batch: Batch) -> SparseIndices | None:
         assert self.indexer is not None and self.mix.index_keys is not None, "bind() comes before forward()"

@@ -1,9 +1,10 @@
-"""Decoders with SSM layers: Mamba, Nemotron-H, Jamba, Bamba, Granite 4, LFM2."""
+"""Decoders with SSM layers: Mamba, Nemotron-H, Jamba, Bamba, Granite 4, LFM2 and LFM3."""
 
 from torch import Tensor, nn
 
 from quire.attention.batch import Batch
 from quire.checkpoint.facts import ArchFacts, LayerFacts
+from quire.layers.lora_layers import alias_targets
 from quire.layers.mlp import MLP, PlainMLP
 from quire.layers.moe import MoE
 from quire.layers.norm import norm_of
@@ -12,6 +13,8 @@ from quire.layers.scope import DecoderNames, Scope
 from quire.layers.ssm import mixer_of
 from quire.models import llama
 from quire.models.decoder import Decoder
+from quire.models.gemma import SandwichLayer
+from quire.models.step3 import GatedHeads
 
 
 class MambaLayer(nn.Module):
@@ -101,6 +104,26 @@ class GraniteHybrid(Decoder):
     names = DecoderNames(mlp="shared_mlp", mlp_names=("input_linear", "output_linear"))
 
 
+class GatedLfm3Attention(GatedHeads):
+    """Llama attention with a scalar gate on the output of each head."""
+
+    gate_name = "gate_proj"
+
+
+class Lfm3Layer(SandwichLayer):
+    """Short convolution or gated attention, then MLP, each with a norm before and after and a residual."""
+
+    def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
+        super().__init__(facts, layer, rope, scope)
+        alias_targets(self.attention, ".gate_proj", ".g_proj")  # the name of transformers
+
+    def mixer(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> nn.Module:
+        if layer.mixer != "attention":
+            return mixer_of(facts, layer, scope / scope.names.ssm)
+        mixer = GatedLfm3Attention if facts.head_gate else llama.Attention
+        return mixer(facts, layer, rope, scope / scope.names.attention)
+
+
 class Lfm2(Decoder):
     """LFM2 decoder: short convolutions, a few attention layers, and experts in some models."""
 
@@ -113,4 +136,13 @@ class Lfm2(Decoder):
         ssm="conv",
         mlp="feed_forward",
         mlp_names=("w1", "w3", "w2"),
+    )
+
+
+class Lfm3(Decoder):
+    """LFM3 decoder: short convolutions, and attention with and without a window."""
+
+    Layer = Lfm3Layer
+    names = Lfm2.names._replace(
+        qk_norms=("q_norm", "k_norm"), out="o_proj", after_norms=("post_operator_norm", "post_ffn_norm")
     )

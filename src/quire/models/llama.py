@@ -59,6 +59,7 @@ class Attention(nn.Module):
             softcap=facts.attention_softcap,
             sinks=facts.sinks,
             uses_alibi=bool(facts.alibi_slopes),
+            chunked=layer.chunked,
         )
         self.norms = nn.ModuleList(norms)
         self.mix = PagedAttention(spec, rope, scope, facts.alibi_slopes)

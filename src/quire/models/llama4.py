@@ -44,17 +44,23 @@ class Attention(llama.Attention):
         self.register_buffer("growth", growth, persistent=False)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        out: Tensor = self.out(self.attend(x, batch))
+        return out
+
+    def attend(self, x: Tensor, batch: Batch) -> Tensor:
+        """Return the attention output of all heads [T, heads * head_dim]."""
         growth = self.growth
         if growth is None:
-            return super().forward(x, batch)
+            plain: Tensor = self.mix(x, self.qkv, batch)
+            return plain
 
         def project(x: Tensor, entry: HeadEntry) -> Tensor:
             q: Tensor = self.qkv(x, entry)
             self.ops.scale_rows(q.view(len(q), -1), self.ops.embed(batch.positions, growth))
             return q
 
-        out: Tensor = self.out(self.mix(x, project, batch))
-        return out
+        mixed: Tensor = self.mix(x, project, batch)
+        return mixed
 
 
 class Layer(llama.Layer):

@@ -60,10 +60,12 @@ class Step3Text(Decoder):
 class GatedHeads(llama.Attention):
     """Llama attention with a scalar gate on the output of each head."""
 
+    gate_name = "g_proj"
+
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__(facts, layer, rope, scope)
         self.ops, self.head_dim = scope.ops, facts.head_dim
-        self.gate = ColumnLinear(facts.hidden, facts.heads, scope / "g_proj")
+        self.gate = ColumnLinear(facts.hidden, facts.heads, scope / self.gate_name)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         gate: Tensor = self.gate(x)

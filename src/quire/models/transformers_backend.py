@@ -20,6 +20,7 @@ from quire.models.transformers_attention import (
     named,
     place_attention,
     stored_parts,
+    use_fast_linear,
 )
 
 logger = get_logger(__name__)
@@ -63,6 +64,7 @@ class TransformersModel(nn.Module):
                 f"{self.name} computes {expected.shape[1]} logits; vocab_size in config.json is "
                 f"{self.facts.vocab}"
             )
+        use_fast_linear(tail)
         bind_blank(place_attention(self.body, self.facts, self.scope, self.name), self.scope.device)
         setattr(tail, tail.base_model_prefix, _PassThrough())
         logits = [self._run(batch) for batch in trial.steps()]

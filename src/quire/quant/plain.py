@@ -1,6 +1,7 @@
 """Unquantized weights, in the model's dtype or a narrower one that matmuls widen."""
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -46,28 +47,37 @@ class PlainWeight(Weight):
         return parts
 
     def find_kernels(self) -> None:
-        weight, bias, wide = self.weight, self.bias, self.shape.dtype == torch.float32
-        self.product = functools.partial(_float32_linear if wide else F.linear, weight=weight, bias=bias)
+        weight = self.weight
+        self.product = product_of(weight, self.bias, self.shape.dtype)
         if weight.dtype == self.shape.dtype:
             self.rows = functools.partial(choose(weight.device, weight.dtype).embed, table=weight)
         if weight.is_cuda:
             self._find_on_gpu()
-        elif native.serves(weight.device, weight.dtype):
-            self.product = LinearProduct([Matrix.plain(weight)], bias, wide=wide)
-            if self.rows is None:
-                self.rows = functools.partial(GGUFRows(Matrix.plain(weight)), dtype=self.shape.dtype)
+        elif self.rows is None and native.serves(weight.device, weight.dtype):
+            self.rows = functools.partial(GGUFRows(Matrix.plain(weight)), dtype=self.shape.dtype)
 
     def _find_on_gpu(self) -> None:
-        from quire.kernels.triton.matmul import gated, linear
+        from quire.kernels.triton.matmul import gated
         from quire.kernels.triton.moe_topk import choose as choose_experts
         from quire.kernels.triton.qkv import enter
 
         weight, bias = self.weight, self.bias
-        self.product = functools.partial(linear, weight=weight, bias=bias)
         self.gated = functools.partial(gated, weight=weight) if bias is None else None
         self.entered = functools.partial(enter, weight=weight, bias=bias)
         self.adapted, self.gated_adapted, self.entered_adapted = self.product, self.gated, self.entered
         self.chosen = functools.partial(choose_experts, router=weight, router_bias=bias)
+
+
+def product_of(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """Return the fastest function that computes x W^T + b [T, size_out] of x [T, size_in] in `dtype`."""
+    wide = dtype == torch.float32
+    if weight.is_cuda:
+        from quire.kernels.triton.matmul import linear
+
+        return functools.partial(linear, weight=weight, bias=bias)
+    if native.serves(weight.device, weight.dtype):
+        return LinearProduct([Matrix.plain(weight)], bias, wide=wide)
+    return functools.partial(_float32_linear if wide else F.linear, weight=weight, bias=bias)
 
 
 class PlainExperts(StoredExperts):

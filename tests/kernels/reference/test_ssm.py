@@ -3,13 +3,24 @@
 import numpy as np
 import pytest
 import torch
-from state_cases import DRAFTED, LENS, ROWS, STATES_PER_ROW, Case, make_case, run_select, select_case
+from state_cases import (
+    DRAFTED,
+    LENS,
+    ROWS,
+    STATES_PER_ROW,
+    Case,
+    make_case,
+    run_channel_delta,
+    run_select,
+    select_case,
+    with_channel_decays,
+)
 from torch import Tensor
 
 from quire.kernels.cpu import native
 from quire.kernels.cpu.ssm import CPUStateOps, HalfStateOps
 from quire.kernels.cpu.tape import record
-from quire.kernels.reference.ssm import GATES, SSMSequences, StateOps, StateReference, choose
+from quire.kernels.reference.ssm import GATES, DeltaForm, SSMSequences, StateOps, StateReference, choose
 
 reference = StateReference()
 compiled = pytest.mark.skipif(native.library() is None, reason="there are no native kernels here")
@@ -29,6 +40,10 @@ def delta_case(lens: list[int], dtype: torch.dtype = torch.float32, states_per_r
     return make_case(lens, width, state, dtype=dtype, states_per_row=states_per_row)
 
 
+def channel_case(lens: list[int], dtype: torch.dtype = torch.float32, states_per_row: int = 1) -> Case:
+    return with_channel_decays(delta_case(lens, dtype, states_per_row))
+
+
 def run_scan(ops: StateOps, case: Case, state: Tensor) -> Tensor:
     return ops.scan(
         case.x, case.small[:, 1 : 1 + SCAN[0]], case.rates, case.skip, state, case.seqs, limits=(0.2, 0.9)
@@ -39,9 +54,21 @@ def run_delta(ops: StateOps, case: Case, state: Tensor) -> Tensor:
     return ops.delta(case.x, *case.small.chunk(2, 1), case.rates, state, case.seqs)
 
 
+def run_doubled_delta(ops: StateOps, case: Case, state: Tensor) -> Tensor:
+    form = DeltaForm(beta_scale=2.0)
+    return ops.delta(case.x, *case.small.chunk(2, 1), case.rates, state, case.seqs, form=form)
+
+
+def run_bounded_delta(ops: StateOps, case: Case, state: Tensor) -> Tensor:
+    return run_channel_delta(ops, case, state, log_bound=-5.0)
+
+
 KINDS = {
     "scan": (scan_case, run_scan),
     "delta": (delta_case, run_delta),
+    "delta, doubled": (delta_case, run_doubled_delta),
+    "delta by channel": (channel_case, run_channel_delta),
+    "delta by channel, bounded": (channel_case, run_bounded_delta),
     "select": (select_case, run_select),
 }
 

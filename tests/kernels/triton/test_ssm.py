@@ -6,10 +6,20 @@ from typing import Any
 import pytest
 import torch
 from interpreter import more
-from state_cases import DRAFTED, LENS, ROWS, STATES_PER_ROW, make_case, run_select, select_case
+from state_cases import (
+    DRAFTED,
+    LENS,
+    ROWS,
+    STATES_PER_ROW,
+    make_case,
+    run_channel_delta,
+    run_select,
+    select_case,
+    with_channel_decays,
+)
 from torch import Tensor
 
-from quire.kernels.reference.ssm import GATES, StateReference
+from quire.kernels.reference.ssm import GATES, DeltaForm, StateReference
 from quire.kernels.triton import ssm as state_kernels
 from quire.kernels.triton.ssm import TritonStateOps
 
@@ -131,6 +141,26 @@ def test_delta(lens: str, sizes: str, dtype: torch.dtype) -> None:
     expected = reference.delta(case.x, a, b, case.rates, twin, case.seqs)
     same(actual.delta(case.x, a, b, case.rates, case.state, case.seqs), expected, dtype)
     same(case.state, twin, dtype)
+
+
+@pytest.mark.parametrize("log_bound", [0.0, -5.0])
+@pytest.mark.parametrize("lens", ["decodes", "mixed"])
+def test_delta_by_channel(lens: str, log_bound: float) -> None:
+    heads, key_dim, value_dim, key_heads = 3, 20, 40, 3
+    width = 2 * key_heads * key_dim + heads * value_dim
+    case = with_channel_decays(make_case(LENS[lens], width, (heads, key_dim, value_dim), device=DEVICE))
+    twin = case.state.clone()
+    expected = run_channel_delta(reference, case, twin, log_bound)
+    same(run_channel_delta(actual, case, case.state, log_bound), expected, torch.float32)
+    same(case.state, twin, torch.float32)
+
+
+def test_doubled_delta() -> None:
+    """Check beta above 1, of single tokens and of chunks."""
+    case = make_case(LENS["mixed"], 4 * 16 + 4 * 16, (4, 16, 16), device=DEVICE)
+    twin, (a, b), form = case.state.clone(), case.small.chunk(2, 1), DeltaForm(beta_scale=2.0)
+    expected = reference.delta(case.x, a, b, case.rates, twin, case.seqs, form=form)
+    same(actual.delta(case.x, a, b, case.rates, case.state, case.seqs, form=form), expected, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

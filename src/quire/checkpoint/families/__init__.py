@@ -7,10 +7,13 @@ from typing import NamedTuple
 import quire.checkpoint.families.alibi as alibi
 import quire.checkpoint.families.dense as dense
 import quire.checkpoint.families.encoder as encoder
+import quire.checkpoint.families.gated as gated
 import quire.checkpoint.families.gguf as gguf
 import quire.checkpoint.families.gguf_gemma as gguf_gemma
 import quire.checkpoint.families.gguf_hybrid as gguf_hybrid
 import quire.checkpoint.families.gpt as older
+import quire.checkpoint.families.lfm as lfm
+import quire.checkpoint.families.linear_attention as linear
 import quire.checkpoint.families.llama_variants as llama_variants
 import quire.checkpoint.families.mla as latent
 import quire.checkpoint.families.moe as moe
@@ -113,8 +116,8 @@ FAMILIES = {
     "FalconMambaForCausalLM": Family("falcon_mamba", state.falcon_mamba),
     "GraniteMoeHybridForCausalLM": Family("granitemoehybrid", state.granite_hybrid),
     "JambaForCausalLM": Family("jamba", state.jamba),
-    "Lfm2ForCausalLM": Family("lfm2", state.lfm2),
-    "Lfm2MoeForCausalLM": Family("lfm2_moe", state.lfm2_moe),
+    "Lfm2ForCausalLM": Family("lfm2", lfm.lfm2),
+    "Lfm2MoeForCausalLM": Family("lfm2_moe", lfm.lfm2_moe),
     "Mamba2ForCausalLM": Family("mamba2", state.mamba2),
     "MambaForCausalLM": Family("mamba", state.mamba),
     "NemotronHForCausalLM": Family("nemotron_h", state.nemotron_h),
@@ -153,6 +156,15 @@ FAMILIES = {
     "Mistral4ForCausalLM": Family("mistral4", latent.mistral4),
     "VaultGemmaForCausalLM": Family("vaultgemma", windows.vaultgemma),
     "YoutuForCausalLM": Family("youtu", latent.youtu),
+    "BeamForCausalLM": Family("beam", gated.beam),
+    "FlintForCausalLM": Family("flint", gated.flint),
+    "Kolibri1ForCausalLM": Family("kolibri1", gated.kolibri),
+    "LagunaForCausalLM": Family("laguna", gated.laguna),
+    "Lfm3ForCausalLM": Family("lfm3", lfm.lfm3),
+    "BailingHybridForCausalLM": Family("bailing_hybrid", linear.ling3),
+    "KimiLinearForCausalLM": Family("kimi_linear", linear.kimi_linear),
+    "MiniMaxForCausalLM": Family("minimax", linear.minimax),
+    "OlmoHybridForCausalLM": Family("olmo_hybrid", linear.olmo_hybrid),
     "CLIPModel": Family("clip_text_model", encoder.clip_text),
     "SiglipModel": Family("siglip_text_model", encoder.siglip_text),
     "DistilBertModel": Family("distilbert", encoder.distilbert),
@@ -184,6 +196,7 @@ ALIASES = {
     "LlamaBidirectionalForSequenceClassification": "LlamaForCausalLM",
     "LlamaBidirectionalModel": "LlamaForCausalLM",
     "MPTForCausalLM": "MptForCausalLM",
+    **dict.fromkeys(("MiniMaxM1ForCausalLM", "MiniMaxText01ForCausalLM"), "MiniMaxForCausalLM"),
     "PhiMoEForCausalLM": "PhimoeForCausalLM",
     "Qwen2ForProcessRewardModel": "Qwen2ForCausalLM",
     "Qwen2ForRewardModel": "Qwen2ForCausalLM",

@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 
-from quire.checkpoint.facts import ArchFacts, IndexFacts, LayerFacts, MlaFacts, MoeFacts, Routing
+from quire.checkpoint.facts import ArchFacts, IndexFacts, LayerFacts, MlaFacts, MoeFacts, RopeFacts, Routing
 from quire.checkpoint.families.decoder import decoder
 from quire.checkpoint.families.dense import attention_temperature
 from quire.checkpoint.families.moe import add_experts, deepseek_experts, first_dense, mtp_pattern
@@ -12,7 +12,7 @@ from quire.checkpoint.rope import read_rope
 
 
 def deepseek_v2(keys: ConfigReader) -> ArchFacts:
-    return add_experts(_mla_decoder(keys, pairs=True), deepseek_experts(keys, "softmax"), first_dense(keys))
+    return add_experts(mla_decoder(keys, pairs=True), deepseek_experts(keys, "softmax"), first_dense(keys))
 
 
 def deepseek_v3(keys: ConfigReader) -> ArchFacts:
@@ -27,7 +27,7 @@ def minicpm3(keys: ConfigReader) -> ArchFacts:
     keys = keys.but(q_lora_rank=keys.values.get("q_lora_rank", 768))  # null: no query compression
     keys = keys.defaults(rms_norm_eps=1e-5, v_head_dim=v_dim, **sizes)
     return replace(
-        _mla_decoder(keys, pairs=False),
+        mla_decoder(keys, pairs=False),
         embed_scale=keys.number("scale_emb", 12.0),
         residual_scale=keys.number("scale_depth", 1.4) / math.sqrt(layers),
         logit_scale=keys.number("dim_model_base", 256.0) / hidden,
@@ -48,7 +48,7 @@ def axk1(keys: ConfigReader) -> ArchFacts:
 def youtu(keys: ConfigReader) -> ArchFacts:
     """Read Youtu-LLM, which has no experts."""
     keys = keys.but(q_lora_rank=keys.values.get("q_lora_rank", 1536))  # null: no query compression
-    facts = _mla_decoder(keys, pairs=keys.flag("rope_interleave", True))
+    facts = mla_decoder(keys, pairs=keys.flag("rope_interleave", True))
     return replace(facts, tied=keys.flag("tie_word_embeddings", True))
 
 
@@ -59,7 +59,7 @@ def longcat(keys: ConfigReader) -> ArchFacts:
     inner = keys.size("ffn_hidden_size", 12288)
     sizes = {"q_lora_rank": 1536, "rope_theta": 1e7, "rms_norm_eps": 1e-5}
     keys = keys.defaults(**sizes).but(num_hidden_layers=2 * count, intermediate_size=inner)
-    facts = _mla_decoder(keys, pairs=True)
+    facts = mla_decoder(keys, pairs=True)
     assert facts.mla is not None and facts.mla.q_latent is not None
     scales = tuple((hidden / size) ** 0.5 for size in (facts.mla.q_latent, facts.mla.kv_latent))
     num_identity = keys.values.get("zero_expert_num", 256) or 0
@@ -91,7 +91,7 @@ def mistral4(keys: ConfigReader) -> ArchFacts:
     if not isinstance(block, dict):
         raise keys.wrong("rope_parameters", "an object")
     rope = {key: value for key, value in block.items() if key != "partial_rotary_factor"}
-    facts = _mla_decoder(keys.but(rope_parameters=rope), pairs=keys.flag("rope_interleave", True))
+    facts = mla_decoder(keys.but(rope_parameters=rope), pairs=keys.flag("rope_interleave", True))
     moe = deepseek_experts(keys, "softmax")
     moe = replace(moe, routing=moe.routing._replace(group_best=2))
     return replace(
@@ -139,12 +139,13 @@ def _with_indexer(keys: ConfigReader, *, pairs: bool) -> ArchFacts:
 def _deepseek_v3(keys: ConfigReader, *, pairs: bool, first: int) -> ArchFacts:
     """Read a decoder with DeepSeek-V3's experts from layer `first` on, unless config.json sets it."""
     facts = add_experts(
-        _mla_decoder(keys, pairs=pairs), deepseek_experts(keys, "sigmoid"), first_dense(keys, first)
+        mla_decoder(keys, pairs=pairs), deepseek_experts(keys, "sigmoid"), first_dense(keys, first)
     )
     return replace(facts, unused=mtp_pattern(keys))
 
 
-def _mla_decoder(keys: ConfigReader, *, pairs: bool) -> ArchFacts:
+def mla_decoder(keys: ConfigReader, *, pairs: bool, rope: RopeFacts | None = None) -> ArchFacts:
+    """Read a decoder with latent attention in all layers; `rope` replaces that of config.json."""
     mla = MlaFacts(
         kv_latent=keys.size("kv_lora_rank", 512),
         nope_dim=keys.size("qk_nope_head_dim", 128),
@@ -154,7 +155,7 @@ def _mla_decoder(keys: ConfigReader, *, pairs: bool) -> ArchFacts:
     )
     # head_dim of config.json, if set, is only the rotated part here.
     keys = keys.but(head_dim=mla.nope_dim + mla.rope_dim)
-    layer = LayerFacts(read_rope(keys, mla.rope_dim, pairs=pairs), mixer="latent")
+    layer = LayerFacts(rope or read_rope(keys, mla.rope_dim, pairs=pairs), mixer="latent")
     return decoder(
         keys,
         layers=(layer,) * keys.size("num_hidden_layers"),

@@ -8,6 +8,7 @@ from quire.checkpoint.families.alibi import databricks
 from quire.checkpoint.families.decoder import (
     LAYER_NORM,
     decoder,
+    layer_kinds,
     ropes_by_kind,
     same_window,
     sliding_window,
@@ -30,7 +31,7 @@ from quire.checkpoint.rope import read_rope
 
 def mixtral(keys: ConfigReader) -> ArchFacts:
     facts = decoder(keys, head_dim=None, windows=same_window(sliding_window(keys, None), keys))
-    return add_experts(facts, _experts(keys, "intermediate_size", True, names="mixtral"))
+    return add_experts(facts, read_experts(keys, "intermediate_size", True, names="mixtral"))
 
 
 def phimoe(keys: ConfigReader) -> ArchFacts:
@@ -50,7 +51,7 @@ def phimoe(keys: ConfigReader) -> ArchFacts:
         head_bias=keys.flag("lm_head_bias"),
     )
     jitter = 2 * keys.number("router_jitter_noise", 0.01)
-    return add_experts(facts, _experts(keys, "intermediate_size", False, names="mixtral", spread=jitter))
+    return add_experts(facts, read_experts(keys, "intermediate_size", False, names="mixtral", spread=jitter))
 
 
 def qwen2_moe(keys: ConfigReader) -> ArchFacts:
@@ -59,13 +60,13 @@ def qwen2_moe(keys: ConfigReader) -> ArchFacts:
 
 def qwen_experts(keys: ConfigReader, renormalized: bool) -> MoeFacts:
     """Read the experts of Qwen 2 and Qwen3-Next, with a gated shared expert."""
-    moe = _experts(keys, "moe_intermediate_size", renormalized)
+    moe = read_experts(keys, "moe_intermediate_size", renormalized)
     return replace(moe, shared_intermediate=keys.size("shared_expert_intermediate_size"), shared_gate=True)
 
 
 def qwen3_moe(keys: ConfigReader) -> ArchFacts:
     names = "across" if keys.get("model_type") == "qwen3_vl_moe_text" else "mlp"
-    moe = _experts(keys, "moe_intermediate_size", keys.flag("norm_topk_prob"), names=names)
+    moe = read_experts(keys, "moe_intermediate_size", keys.flag("norm_topk_prob"), names=names)
     head_dim = keys.size("hidden_size") // keys.size("num_attention_heads")
     return add_experts(qwen3(keys.defaults(head_dim=head_dim)), moe, qwen_sparse_layers(keys))
 
@@ -83,19 +84,19 @@ def mellum(keys: ConfigReader) -> ArchFacts:
     layers = tuple(LayerFacts(ropes[kinds[window is not None]], window) for window in windows)
     biased = keys.flag("attention_bias")
     facts = decoder(keys, layers=layers, attention_bias=biased, qk_norm="head", unused=r"^mtp\.")
-    moe = _experts(keys, "moe_intermediate_size", keys.flag("norm_topk_prob"))
+    moe = read_experts(keys, "moe_intermediate_size", keys.flag("norm_topk_prob"))
     return add_experts(facts, moe, first_dense(keys))
 
 
 def olmoe(keys: ConfigReader) -> ArchFacts:
     clip = keys.optional_number("clip_qkv")
     facts = decoder(keys, attention_bias=keys.flag("attention_bias"), qk_norm="all", qkv_clip=clip)
-    return add_experts(facts, _experts(keys, "intermediate_size", keys.flag("norm_topk_prob")))
+    return add_experts(facts, read_experts(keys, "intermediate_size", keys.flag("norm_topk_prob")))
 
 
 def flex_olmo(keys: ConfigReader) -> ArchFacts:
     facts = olmo2(keys.defaults(rope_theta=500000.0, rms_norm_eps=1e-6))
-    return add_experts(facts, _experts(keys, "intermediate_size", keys.flag("norm_topk_prob")))
+    return add_experts(facts, read_experts(keys, "intermediate_size", keys.flag("norm_topk_prob")))
 
 
 def granite_moe(keys: ConfigReader) -> ArchFacts:
@@ -109,7 +110,7 @@ def granite_moe_swa(keys: ConfigReader) -> ArchFacts:
 
 def _granite_experts(keys: ConfigReader) -> MoeFacts:
     shared = _count(keys, "shared_intermediate_size")
-    return _experts(keys, "intermediate_size", True, names="granite", shared_intermediate=shared)
+    return read_experts(keys, "intermediate_size", True, names="granite", shared_intermediate=shared)
 
 
 def minimax_m2(keys: ConfigReader) -> ArchFacts:
@@ -119,7 +120,7 @@ def minimax_m2(keys: ConfigReader) -> ArchFacts:
         rotary_factor = keys.size("rotary_dim") / keys.size("head_dim", 128)
         keys = keys.defaults(partial_rotary_factor=rotary_factor)
     facts = decoder(keys.defaults(rope_theta=5e6), head_dim=128, qk_norm="all")
-    moe = _experts(keys, "intermediate_size", True, names="minimax", scoring="sigmoid", choice_bias=True)
+    moe = read_experts(keys, "intermediate_size", True, names="minimax", scoring="sigmoid", choice_bias=True)
     return add_experts(facts, moe)
 
 
@@ -155,7 +156,7 @@ def cohere2_moe(keys: ConfigReader) -> ArchFacts:
         facts = replace(facts, norm="rms", norm_eps=keys.number("rms_norm_eps"))
     renormalized = scoring == "softmax" or keys.flag("norm_topk_prob", True)
     shared = inner * _count(keys, "num_shared_experts")
-    moe = _experts(keys, "intermediate_size", renormalized, scoring=scoring, names="deepseek")
+    moe = read_experts(keys, "intermediate_size", renormalized, scoring=scoring, names="deepseek")
     moe = replace(moe, shared_intermediate=shared, shared_mean=_is_mean(keys))
     if scoring not in ("softmax", "sigmoid"):
         raise keys.wrong("expert_selection_fn", "softmax or sigmoid")
@@ -356,7 +357,7 @@ def dbrx(keys: ConfigReader) -> ArchFacts:
 
 def llama4(keys: ConfigReader) -> ArchFacts:
     """Read Llama 4: layers with and without experts. Layers without rotary embedding scale their queries by
-    position; the length is limited to one attention chunk."""
+    position; layers with it attend within chunks of positions."""
     count, head_dim = keys.size("num_hidden_layers"), keys.size("head_dim", 128)
     every, step = keys.size("no_rope_layer_interval", 4), keys.size("interleave_moe_layer_step", 1)
     rotates = keys.integers("no_rope_layers") or [int(bool((layer + 1) % every)) for layer in range(count)]
@@ -365,11 +366,18 @@ def llama4(keys: ConfigReader) -> ArchFacts:
     named = keys.get("moe_layers") is not None
     sparse = keys.integers("moe_layers") if named else range(step - 1, count, step)
     rope = read_rope(keys, head_dim, pairs=True)
+    chunk = keys.size("attention_chunk_size", 8192)
+    chunked, full = "chunked_attention", "full_attention"
+    kinds = layer_kinds(keys, chunked, full, default=[chunked if rotated else full for rotated in rotates])
+    layers = tuple(
+        LayerFacts(rope if rotated else None, chunk if kind == chunked else None, chunked=kind == chunked)
+        for rotated, kind in zip(rotates, kinds, strict=True)
+    )
     growth = keys.number("floor_scale", 8192), keys.number("attn_scale", 0.1)
     facts = decoder(
         keys,
         head_dim=head_dim,
-        layers=tuple(LayerFacts(rope if rotated else None) for rotated in rotates),
+        layers=layers,
         intermediate=keys.size("intermediate_size_mlp"),
         qk_l2_norm=keys.flag("use_qk_norm", True),
         attention_temperature=growth if keys.flag("attn_temperature_tuning", True) else None,
@@ -384,13 +392,13 @@ def llama4(keys: ConfigReader) -> ArchFacts:
         weighs_input=True,
         names="llama4",
     )
-    chunk = keys.size("attention_chunk_size", facts.max_len)
-    return replace(add_experts(facts, moe, set(sparse)), max_len=min(facts.max_len, chunk))
+    return add_experts(facts, moe, set(sparse))
 
 
-def _experts(
+def read_experts(
     keys: ConfigReader, inner: str, renormalized: bool, *, scoring: str = "softmax", **facts: Any
 ) -> MoeFacts:
+    """Read experts with the usual keys; `inner` is the key of their intermediate size."""
     routing = Routing(keys.size("num_experts_per_tok"), scoring, renormalized)
     return MoeFacts(experts=num_experts(keys), intermediate=keys.size(inner), routing=routing, **facts)
 

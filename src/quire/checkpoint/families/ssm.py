@@ -114,9 +114,9 @@ def _read_mamba(keys: ConfigReader, inner: int, names: tuple[str, ...] = _MAMBA_
 def jamba(keys: ConfigReader) -> ArchFacts:
     """Read Jamba: Mamba with norms, attention without rotary embedding in every n-th layer, and experts in
     some layers."""
-    every, first = keys.size("attn_layer_period", 8), _read_layer_number(keys, "attn_layer_offset", 4)
+    every, first = keys.size("attn_layer_period", 8), read_layer_number(keys, "attn_layer_offset", 4)
     sparse_every = keys.size("expert_layer_period", 2)
-    sparse_first = _read_layer_number(keys, "expert_layer_offset", 1)
+    sparse_first = read_layer_number(keys, "expert_layer_offset", 1)
     numbers, moe = range(keys.size("num_hidden_layers")), None
     inner = keys.size("mamba_expand", 2) * keys.size("hidden_size")
     if keys.size("num_experts", 16) > 1:
@@ -129,65 +129,9 @@ def jamba(keys: ConfigReader) -> ArchFacts:
     sparse = [moe is not None and i % sparse_every == sparse_first for i in numbers]
     return decoder(
         keys,
-        layers=_build_layers([i % every != first for i in numbers], sparse, "selective", None),
+        layers=build_layers([i % every != first for i in numbers], sparse, "selective", None),
         moe=moe,
         state=replace(_read_mamba(keys, inner, _JAMBA_KEYS), norm="weighed"),
-    )
-
-
-def lfm2(keys: ConfigReader) -> ArchFacts:
-    """Read LFM2: gated short convolutions, and attention in the layers of `full_attn_idxs`."""
-    inner = keys.size("intermediate_size" if keys.get("block_ff_dim") is None else "block_ff_dim")
-    if keys.flag("block_auto_adjust_ff_dim", True):
-        inner, unit = 2 * inner // 3, keys.size("block_multiple_of", 256)
-        inner = int(keys.number("block_ffn_dim_multiplier", 1.0) * inner)
-        inner = -(-inner // unit) * unit
-    return _lfm2(keys, [False] * keys.size("num_hidden_layers"), intermediate=inner)
-
-
-def lfm2_moe(keys: ConfigReader) -> ArchFacts:
-    """Read LFM2-MoE: LFM2 with experts in all but the first layers."""
-    count, dense = keys.size("num_hidden_layers"), _read_layer_number(keys, "num_dense_layers", 2)
-    moe = MoeFacts(
-        experts=keys.size("num_experts", 32),
-        intermediate=keys.size("moe_intermediate_size"),
-        routing=Routing(
-            keys.size("num_experts_per_tok", 4),
-            scoring="sigmoid",
-            renormalized=keys.flag("norm_topk_prob", True),
-            scale=keys.number("routed_scaling_factor", 1.0),
-        ),
-        choice_bias=keys.flag("use_expert_bias", True),
-        names="lfm2",
-    )
-    return _lfm2(keys, [i >= dense for i in range(count)], moe=moe)
-
-
-def _lfm2(keys: ConfigReader, sparse: list[bool], **facts: Any) -> ArchFacts:
-    hidden, attending = keys.size("hidden_size"), keys.get("full_attn_idxs")
-    keys = keys.defaults(norm_eps=1e-5, rope_theta=1e6)
-    tied = "tie_embedding" if keys.get("tie_embedding") is not None else "tie_word_embeddings"
-    if keys.get("layer_types") is None:
-        attending = range(len(sparse)) if attending is None else _read_layer_numbers(keys, "full_attn_idxs")
-        kinds = ["full_attention" if i in attending else "conv" for i in range(len(sparse))]
-        keys = keys.but(layer_types=kinds)
-    rope = read_rope(keys, keys.size("head_dim", hidden // keys.size("num_attention_heads")))
-    return decoder(
-        keys,
-        layers=_build_layers(_has_state(keys, "layer_types"), sparse, "conv", rope),
-        eps_key="norm_eps",
-        qk_norm="head",
-        tied=keys.flag(tied, True),
-        state=StateFacts(
-            heads=hidden,
-            head_dim=1,
-            state=0,
-            groups=0,
-            conv=keys.size("conv_L_cache", 3),
-            conv_bias=keys.flag("conv_bias"),
-            proj_bias=keys.flag("conv_bias"),
-        ),
-        **facts,
     )
 
 
@@ -224,7 +168,7 @@ def falcon_h1(keys: ConfigReader) -> ArchFacts:
     )
 
 
-def _read_layer_number(keys: ConfigReader, key: str, default: int) -> int:
+def read_layer_number(keys: ConfigReader, key: str, default: int) -> int:
     """Return a layer number, or the default."""
     number = keys.get(key)
     if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 0):
@@ -232,7 +176,7 @@ def _read_layer_number(keys: ConfigReader, key: str, default: int) -> int:
     return default if number is None else number
 
 
-def _read_layer_numbers(keys: ConfigReader, key: str) -> list[int]:
+def read_layer_numbers(keys: ConfigReader, key: str) -> list[int]:
     """Return a list of layer numbers; empty if the key is missing."""
     numbers = keys.get(key) or []
     if not isinstance(numbers, list) or not all(isinstance(i, int) for i in numbers):
@@ -295,7 +239,7 @@ def zamba2(keys: ConfigReader) -> ArchFacts:
 
 def granite_hybrid(keys: ConfigReader) -> ArchFacts:
     """Read Granite 4: Mamba-2, and attention that mostly has no rotary embedding."""
-    kinds = _has_state(keys, "layers_block_type" if keys.get("layer_types") is None else "layer_types")
+    kinds = has_state(keys, "layers_block_type" if keys.get("layer_types") is None else "layer_types")
     facts, moe = granite(keys), None
     if keys.get("num_local_experts"):
         moe = MoeFacts(
@@ -308,7 +252,7 @@ def granite_hybrid(keys: ConfigReader) -> ArchFacts:
     rope = facts.layers[0].rope if keys.get("position_embedding_type") == "rope" else None
     return replace(
         facts,
-        layers=_build_layers(kinds, [moe is not None] * len(kinds), "mamba", rope),
+        layers=build_layers(kinds, [moe is not None] * len(kinds), "mamba", rope),
         intermediate=keys.size("shared_intermediate_size"),
         fused_gate_up=True,
         moe=moe,
@@ -318,13 +262,13 @@ def granite_hybrid(keys: ConfigReader) -> ArchFacts:
 
 def bamba(keys: ConfigReader) -> ArchFacts:
     """Read Bamba: Mamba-2, and attention with half rotary embedding in the layers of `attn_layer_indices`."""
-    attention_layers, count = _read_layer_numbers(keys, "attn_layer_indices"), keys.size("num_hidden_layers")
+    attention_layers, count = read_layer_numbers(keys, "attn_layer_indices"), keys.size("num_hidden_layers")
     keys = keys.defaults(rms_norm_eps=1e-5).but(partial_rotary_factor=0.5)
     facts = llama(keys)
     has_state = [i not in attention_layers for i in range(count)]
     return replace(
         facts,
-        layers=_build_layers(has_state, [False] * count, "mamba", facts.layers[0].rope),
+        layers=build_layers(has_state, [False] * count, "mamba", facts.layers[0].rope),
         state=_read_mamba2(keys, keys.size("mamba_expand", 2) * facts.hidden),
     )
 
@@ -437,13 +381,13 @@ def _gated_delta(keys: ConfigReader, sparse: list[bool], **facts: Any) -> ArchFa
     head_dim, biased = keys.size("head_dim", 256), keys.flag("attention_bias")
     rope, every = read_rope(keys, head_dim), keys.size("full_attention_interval", 4)
     default = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(len(sparse))]
-    kinds = _has_state(keys if keys.get("layer_types") else keys.but(layer_types=default), "layer_types")
+    kinds = has_state(keys if keys.get("layer_types") else keys.but(layer_types=default), "layer_types")
     if all(sparse):
         facts["intermediate"] = keys.size("intermediate_size", keys.size("moe_intermediate_size"))
     return decoder(
         keys,
         head_dim=head_dim,
-        layers=_build_layers(kinds, sparse, "delta", rope),
+        layers=build_layers(kinds, sparse, "delta", rope),
         norm="rms_plus_one",
         qk_norm="head",
         output_gate=True,
@@ -460,7 +404,7 @@ def _gated_delta(keys: ConfigReader, sparse: list[bool], **facts: Any) -> ArchFa
     )
 
 
-def _build_layers(
+def build_layers(
     stateful: list[bool], sparse: list[bool], mixer: str, rope: RopeFacts | None
 ) -> tuple[LayerFacts, ...]:
     """Build the layers; those with a state use `mixer`."""
@@ -470,7 +414,7 @@ def _build_layers(
     )
 
 
-def _has_state(keys: ConfigReader, key: str) -> list[bool]:
+def has_state(keys: ConfigReader, key: str) -> list[bool]:
     """Return for each layer whether it has a state."""
     num_layers, kinds = keys.size("num_hidden_layers"), keys.get(key)
     if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in _KINDS for kind in kinds):

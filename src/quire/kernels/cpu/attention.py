@@ -26,8 +26,8 @@ class _Job(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("alibi_slopes", "reach")),
         ("q_stride", ctypes.c_int64),
         *((name, ctypes.c_int64) for name in ("table_width", "num_seqs", "heads", "kv_heads", "head_dim")),
-        *((name, ctypes.c_int64) for name in ("slot_stride", "block_size", "window", "q_bf16", "kept")),
-        ("sinks_bf16", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("slot_stride", "block_size", "window", "chunked")),
+        *((name, ctypes.c_int64) for name in ("q_bf16", "kept", "sinks_bf16")),
         *((name, ctypes.c_double) for name in ("scale", "v_scale", "softcap")),
         *((name, ctypes.c_int64) for name in ("max_tasks", "max_saved")),
         ("memory", ctypes.c_void_p),
@@ -70,28 +70,24 @@ def attend(
     scale: float,
     window: int | None,
     softcap: float | None,
+    chunked: bool = False,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     reach: Tensor | None = None,
     scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
     """Compute attention of the queries [T, heads, head_dim] of all sequences; the output has the same shape.
-    Caches, sinks and slopes are as in the backends, `reach` is as in `Batch`. `scales` are the scales of the
-    cached keys and values."""
+    Caches, windows, sinks and slopes are as in the backends, `reach` is as in `Batch`. `scales` are the
+    scales of the cached keys and values."""
     assert q.dtype in TYPES and k_cache.dtype in CACHE_DTYPES
     assert sinks is None or (sinks.dtype in TYPES and sinks.is_contiguous())
     assert alibi_slopes is None or (alibi_slopes.dtype == torch.float32 and not softcap)
     q, optional = _contiguous_heads(q), (sinks, alibi_slopes, reach)
     out = q.new_empty(q.shape)
+    read = q, k_cache, v_cache, rows, block_tables, query_starts, seq_lens
     job = _Job(
         out.data_ptr(),
-        q.data_ptr(),
-        k_cache.data_ptr(),
-        v_cache.data_ptr(),
-        rows.data_ptr(),
-        block_tables.data_ptr(),
-        query_starts.data_ptr(),
-        seq_lens.data_ptr(),
+        *(tensor.data_ptr() for tensor in read),
         *(None if tensor is None else tensor.data_ptr() for tensor in optional),
         q.stride(0),
         block_tables.shape[1],
@@ -102,6 +98,7 @@ def attend(
         slot_stride(k_cache, v_cache),
         k_cache.shape[1],
         window or 0,
+        chunked,
         q.dtype == torch.bfloat16,
         CACHE_DTYPES[k_cache.dtype],
         sinks is not None and sinks.dtype == torch.bfloat16,
@@ -113,7 +110,6 @@ def attend(
         max_seq_len = block_tables.shape[1] * k_cache.shape[1]
     scratch = _scratch(_scratch_size()(job, len(q), max_query_len, max_seq_len, torch.get_num_threads()))
     job.memory = scratch.data_ptr()
-    read = q, k_cache, v_cache, rows, block_tables, query_starts, seq_lens
     _attention.run(job, (out, scratch, *read, *optional))
     return out
 

@@ -6,9 +6,11 @@ from torch import Tensor
 from quire.kernels.cpu.native import Kernel
 from quire.kernels.reference.ssm import (
     ANY_TIME,
+    GATED_DELTA,
     GATES,
     L2_EPS,
     DecayRates,
+    DeltaForm,
     Limits,
     MambaInputs,
     SSMSequences,
@@ -39,8 +41,8 @@ _select = Kernel(
 _delta = Kernel(
     "quire_state_delta",
     f"out qkv a b rate bias state {_SEQS}",
-    "states_per_row num_seqs heads key_heads key_dim dim stride ab_stride bf16",
-    "eps",
+    "states_per_row num_seqs heads key_heads key_dim dim stride a_stride b_stride by_channel bf16",
+    "eps log_bound beta_scale",
 )
 _gated_norm = Kernel(
     "quire_gated_norm",
@@ -112,18 +114,28 @@ class CPUStateOps(StateReference):
         return out
 
     def delta(
-        self, qkv: Tensor, a: Tensor, b: Tensor, rates: DecayRates, state: Tensor, seqs: SSMSequences
+        self,
+        qkv: Tensor,
+        a: Tensor,
+        b: Tensor,
+        rates: DecayRates,
+        state: Tensor,
+        seqs: SSMSequences,
+        *,
+        form: DeltaForm = GATED_DELTA,
     ) -> Tensor:
         heads, key_dim, value_dim = state.shape[1:]
         if max(key_dim, value_dim) > _MAX_DIM:
-            return super().delta(qkv, a, b, rates, state, seqs)
+            return super().delta(qkv, a, b, rates, state, seqs, form=form)
         assert qkv.dtype == a.dtype == b.dtype and qkv.stride(1) == a.stride(1) == b.stride(1) == 1
-        assert a.stride(0) == b.stride(0) and state.is_contiguous()
+        assert state.is_contiguous() and len(rates.bias) == a.shape[1]
         out = torch.empty(len(qkv), heads * value_dim, dtype=qkv.dtype)
         key_heads = (qkv.shape[1] - heads * value_dim) // (2 * key_dim)
         tensors = out, qkv, a, b, *rates, state, *_seq_tensors(seqs)
-        strides, is_bf16 = (qkv.stride(0), a.stride(0)), qkv.dtype == torch.bfloat16
-        _delta(tensors, *_sizes(seqs), heads, key_heads, key_dim, value_dim, *strides, is_bf16, L2_EPS)
+        strides = qkv.stride(0), a.stride(0), b.stride(0)
+        kinds = a.shape[1] > heads, qkv.dtype == torch.bfloat16
+        sizes = *_sizes(seqs), heads, key_heads, key_dim, value_dim
+        _delta(tensors, *sizes, *strides, *kinds, L2_EPS, *form)
         return out
 
     def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gate_first: bool) -> Tensor:
@@ -168,9 +180,17 @@ class HalfStateOps(StateReference):
         return CPUStateOps().select(x.float(), gate.float(), mamba, state, seqs).to(x.dtype)
 
     def delta(
-        self, qkv: Tensor, a: Tensor, b: Tensor, rates: DecayRates, state: Tensor, seqs: SSMSequences
+        self,
+        qkv: Tensor,
+        a: Tensor,
+        b: Tensor,
+        rates: DecayRates,
+        state: Tensor,
+        seqs: SSMSequences,
+        *,
+        form: DeltaForm = GATED_DELTA,
     ) -> Tensor:
-        y = CPUStateOps().delta(qkv.float(), a.float(), b.float(), rates, state, seqs)
+        y = CPUStateOps().delta(qkv.float(), a.float(), b.float(), rates, state, seqs, form=form)
         return y.to(qkv.dtype)
 
 

@@ -34,6 +34,7 @@ typedef struct {
     int64_t q_stride;  /* between tokens */
     int64_t table_width, num_seqs, heads, kv_heads, head_dim, slot_stride, block_size;
     int64_t window;               /* 0: all */
+    int64_t chunked;              /* whether the window begins at a multiple of itself, not at a distance from the query */
     int64_t q_bf16, kept, sinks_bf16; /* kept: a cache dtype of cache_dtype.h */
     double scale, v_scale, softcap; /* v_scale: factor of the summed values; softcap 0: none */
     int64_t max_tasks, max_saved; /* upper bounds, by quire_attention_room */
@@ -133,6 +134,14 @@ static void gather(const Job *job, const Task *task, long tile, long first, long
     }
 }
 
+/* First position that a query at `place` attends to. */
+static long first_seen(const Job *job, long place)
+{
+    if (!job->window)
+        return 0;
+    return job->chunked ? place - place % job->window : at_least(place - job->window + 1, 0);
+}
+
 /* Position of the first query of a task. */
 static long place_of(const Job *job, const Task *task)
 {
@@ -156,7 +165,7 @@ static void soften_row(const Job *job, const Task *task, long tile, long first, 
         long head = (task->kv_head + row / (task->num_queries * group)) * group + row % group;
         lean(scores, count, job->slopes[head] * (float)LOG2_E, tile - place);
     }
-    long seen_first = at_least(first, job->window ? place - job->window + 1 : 0) - tile;
+    long seen_first = at_least(first, first_seen(job, place)) - tile;
     for (long k = 0; k < at_most(seen_first, count); k++)
         scores[k] = -INFINITY;
     for (long k = at_least(at_most(end, seen_by(job, task, query)) - tile, 0); k < count; k++)
@@ -282,7 +291,7 @@ static void seen(const Job *job, const Task *task, long *first, long *end)
 {
     long query_len = job->query_starts[task->seq + 1] - job->query_starts[task->seq];
     long place = job->seq_lens[task->seq] - query_len + task->first_query;
-    *first = job->window ? at_least(place - job->window + 1, 0) : 0;
+    *first = first_seen(job, place);
     *end = seen_by(job, task, task->num_queries - 1);
 }
 

@@ -224,9 +224,18 @@ typedef struct {
     const float *rate, *bias;
     float *state; /* [states, heads, key_dim, dim] */
     Seqs seqs;
-    int64_t num_seqs, heads, key_heads, key_dim, dim, stride, ab_stride, bf16;
-    double eps;
+    int64_t num_seqs, heads, key_heads, key_dim, dim, stride, a_stride, b_stride;
+    int64_t by_channel; /* whether each key channel has a decay: a [tokens, heads * key_dim] */
+    int64_t bf16;
+    double eps, log_bound, beta_scale; /* log_bound: lower limit of the log decay, 0: none */
 } DeltaJob;
+
+/* Part of the state of a head that is kept, where `x` is a + bias. */
+INLINE float kept_of(const DeltaJob *job, long head, float x)
+{
+    float rate = job->rate[head];
+    return expf(job->log_bound != 0 ? (float)job->log_bound / (1.0f + expf(rate * x)) : softplus(x) * rate);
+}
 
 /* `x` divided by its L2 norm and multiplied by `factor`. */
 INLINE void of_length(float *x, long size, float eps, float factor)
@@ -243,12 +252,12 @@ INLINE void of_length(float *x, long size, float eps, float factor)
 
 /* `count` vectors of values from `at` on; the last vector has `left` lanes. */
 INLINE void delta_lanes(const DeltaJob *job, Part h, int count, long at, long left, const float *q, const float *k,
-                        const float *v, float keep, float learned, float *y)
+                        const float *v, const float *keep, float learned, float *y)
 {
     vf known[SIDE] = {{0}}, written[SIDE], sum[SIDE] = {{0}};
     for (long n = 0; n < job->key_dim; n++)
         for (int i = 0; i < count; i++) {
-            vf kept = take(h.before, 0, n * job->dim + at + i * LANES, left - i * LANES) * keep;
+            vf kept = take(h.before, 0, n * job->dim + at + i * LANES, left - i * LANES) * keep[n];
             put(h.after, 0, n * job->dim + at + i * LANES, left - i * LANES, kept);
             known[i] = fused(splat(k[n]), kept, known[i]);
         }
@@ -268,16 +277,17 @@ INLINE void delta_lanes(const DeltaJob *job, Part h, int count, long at, long le
 INLINE void delta_token(const DeltaJob *job, Part h, long token, long head, int bf16)
 {
     long dim = job->dim, key_dim = job->key_dim, keys = job->key_heads * key_dim, from = token * job->stride, at = 0;
-    float q[MAX_DIM], k[MAX_DIM], v[MAX_DIM], y[MAX_DIM];
+    float q[MAX_DIM], k[MAX_DIM], v[MAX_DIM], y[MAX_DIM], keep[MAX_DIM];
     long q_at = from + head / (job->heads / job->key_heads) * key_dim;
     widen(job->qkv, bf16, q_at, key_dim, 1.0f, q);
     widen(job->qkv, bf16, q_at + keys, key_dim, 1.0f, k);
     widen(job->qkv, bf16, from + 2 * keys + head * dim, dim, 1.0f, v);
     of_length(q, key_dim, (float)job->eps, 1.0f / sqrtf((float)key_dim));
     of_length(k, key_dim, (float)job->eps, 1.0f);
-    float wait = softplus(one(job->a, bf16, token * job->ab_stride + head) + job->bias[head]);
-    float keep = expf(wait * job->rate[head]);
-    float learned = 1.0f / (1.0f + expf(-one(job->b, bf16, token * job->ab_stride + head)));
+    long decays = job->by_channel ? key_dim : 1, a_at = token * job->a_stride + head * decays;
+    for (long n = 0; n < key_dim; n++)
+        keep[n] = n < decays ? kept_of(job, head, one(job->a, bf16, a_at + n) + job->bias[head * decays + n]) : keep[0];
+    float learned = (float)job->beta_scale / (1.0f + expf(-one(job->b, bf16, token * job->b_stride + head)));
     for (; at + SIDE * LANES <= dim; at += SIDE * LANES)
         delta_lanes(job, h, SIDE, at, SIDE * LANES, q, k, v, keep, learned, y);
     for (; at < dim; at += LANES)

@@ -123,7 +123,19 @@ class DecayRates(NamedTuple):
     rate: Tensor
     """[heads] float32, negative; for Mamba [channels, size]."""
     bias: Tensor
-    """[heads] float32"""
+    """[heads] float32; [heads * key_dim] for the delta rule with a decay per key channel."""
+
+
+class DeltaForm(NamedTuple):
+    """Variant of the gated delta rule."""
+
+    log_bound: float = 0.0
+    """Lower limit of the log decay, which is then log_bound * sigmoid(-rate * (a + bias)); 0: no limit."""
+    beta_scale: float = 1.0
+    """Factor on the sigmoid of b."""
+
+
+GATED_DELTA = DeltaForm()
 
 
 Limits = tuple[float, float]
@@ -229,22 +241,36 @@ class StateReference:
         return (y * F.silu(gate.float())).to(x.dtype)
 
     def delta(
-        self, qkv: Tensor, a: Tensor, b: Tensor, rates: DecayRates, state: Tensor, seqs: SSMSequences
+        self,
+        qkv: Tensor,
+        a: Tensor,
+        b: Tensor,
+        rates: DecayRates,
+        state: Tensor,
+        seqs: SSMSequences,
+        *,
+        form: DeltaForm = GATED_DELTA,
     ) -> Tensor:
         """Compute the gated delta rule: h = exp(rate * softplus(a + bias)) * h, then
         h += k (sigmoid(b) (v - k h))^T, y = q h. Queries and keys are L2-normalized; queries are then scaled
         by 1 / sqrt(key_dim).
 
         `qkv` [T, 2 * key_heads * key_dim + heads * value_dim], `a` and `b` [T, heads], `state`
-        [states, heads, key_dim, value_dim] float32 -> [T, heads * value_dim].
+        [states, heads, key_dim, value_dim] float32 -> [T, heads * value_dim]. With a decay per key channel
+        (KDA), `a` is [T, heads * key_dim].
         """
         heads, key_dim, value_dim = state.shape[1:]
         keys = (qkv.shape[1] - heads * value_dim) // 2
         q, k, v = qkv.float().split([keys, keys, heads * value_dim], 1)
         q, k = (_per_head(_unit(part.unflatten(1, (-1, key_dim))), heads) for part in (q, k))
         q, v = q * key_dim**-0.5, v.unflatten(1, (heads, value_dim))
-        log_decay, beta = rates.rate * F.softplus(a.float() + rates.bias), b.float().sigmoid()
-        y = _walk(_delta_step, _delta_chunk, (q, k, v, beta, log_decay), state, seqs)
+        steps, rate = (a.float() + rates.bias).unflatten(1, (heads, -1)), rates.rate[:, None]
+        log_decay = rate * F.softplus(steps)
+        if form.log_bound:
+            log_decay = form.log_bound * torch.sigmoid(-rate * steps)
+        beta = b.float().sigmoid() * form.beta_scale
+        chunk = _delta_chunk if log_decay.shape[2] == 1 else _delta_tokens
+        y = _walk(_delta_step, chunk, (q, k, v, beta, log_decay), state, seqs)
         return y.flatten(1).to(qkv.dtype)
 
     def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gate_first: bool) -> Tensor:
@@ -352,10 +378,19 @@ def _select_chunk(h: Tensor, *inputs: Tensor, rate: Tensor) -> tuple[Tensor, Ten
 
 def _delta_step(h: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
     q, k, v, beta, log_decay = inputs
-    h = h * log_decay.exp()[..., None, None]
+    h = h * log_decay.exp()[..., None]
     recalled = (h * k[..., None]).sum(-2)
     h = h + k[..., None] * ((v - recalled) * beta[..., None])[..., None, :]
     return h, (h * q[..., None]).sum(-2)
+
+
+def _delta_tokens(h: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Apply the delta rule to the tokens of one sequence, one after the other."""
+    pieces = []
+    for token in zip(*inputs, strict=True):
+        h, y = _delta_step(h, *token)
+        pieces.append(y)
+    return h, torch.stack(pieces)
 
 
 def _delta_chunk(h: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -365,7 +400,7 @@ def _delta_chunk(h: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
     of earlier tokens, so the writes are the solution of a triangular system.
     """
     q, k, v, beta, log_decay = (x.transpose(0, 1) for x in inputs)  # [heads, L, ...]
-    since = log_decay.cumsum(1)
+    since = log_decay.squeeze(-1).cumsum(1)
     decays = _decays(since.T)
     scaled_k = k * beta[..., None]
     system = (scaled_k @ k.mT * decays).tril(-1)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.launch import follow
-from quire.kernels.triton.split_kv import share, tiles_of
+from quire.kernels.triton.split_kv import first_key, share, tiles_of
 
 NEVER = tl.constexpr(-1.0e30)
 """Less than any score, yet finite, so that the difference of two is not NaN."""
@@ -67,8 +67,8 @@ def _accumulate(
     acc: tl.tensor, most: tl.tensor, total: tl.tensor, q: tl.tensor, low: tl.tensor, places: tl.tensor,
     last: tl.tensor, alibi_slopes: tl.tensor, cache: tl.tuple, kv_head: tl.tensor, table: tl.tensor,
     first: tl.tensor, end: tl.tensor, scores_by: tl.tuple,
-    WINDOW: tl.constexpr, CAPPED: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNKED: tl.constexpr, CAPPED: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ) -> Any:  # fmt: skip
     """Accumulate the keys first..end into each row's sum of values, maximum score and sum of weights.
 
@@ -94,8 +94,9 @@ def _accumulate(
         k = _load(cache.k, slots, at + key < end, acc.shape[1], DIM).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         shrink, most, total, weights = online_softmax(
-            scores, most, total, at, end, low, places, last, alibi_slopes, scores_by, WINDOW, CAPPED, BLOCK_N
-        )
+            scores, most, total, at, end, low, places, last, alibi_slopes, scores_by,
+            WINDOW, CHUNKED, CAPPED, BLOCK_N,
+        )  # fmt: skip
         if PAIRS:
             pairs = cache.v.to(tl.pointer_type(tl.uint16), bitcast=True)
             v = _load(pairs, slots // 2, at + key < end, acc.shape[1] // 2, DIM // 2)
@@ -142,7 +143,7 @@ def _load(
 def online_softmax(
     scores: tl.tensor, most: tl.tensor, total: tl.tensor, at: tl.tensor, end: tl.tensor, low: tl.tensor,
     places: tl.tensor, last: tl.tensor, alibi_slopes: tl.tensor, scores_by: tl.tuple,
-    WINDOW: tl.constexpr, CAPPED: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNKED: tl.constexpr, CAPPED: tl.constexpr, BLOCK_N: tl.constexpr,
 ) -> Any:  # fmt: skip
     """Return the factor for previous sums, the new maximum and sum of weights, and the weights of keys from
     `at` on.
@@ -158,7 +159,9 @@ def online_softmax(
         scores = scores * factor + alibi_slopes[:, None] * (keys[None, :] - places[:, None]).to(tl.float32)
         factor = 1.0
     if WINDOW:
-        seen = (keys[None, :] <= last[:, None]) & (keys[None, :] > places[:, None] - WINDOW)
+        seen = (keys[None, :] <= last[:, None]) & (
+            keys[None, :] >= first_key(places, WINDOW, CHUNKED)[:, None]
+        )
         scores = tl.where(seen & (keys < end)[None, :], scores, float("-inf"))
     elif at + BLOCK_N > tl.minimum(low + 1, end):
         seen = (keys[None, :] <= last[:, None]) & (keys < end)[None, :]
@@ -222,8 +225,8 @@ def _finish(
 def tiles(
     out: tl.tensor, q: tl.tensor, q_stride: tl.tensor, cache: tl.tuple, seqs: tl.tuple, work: tl.tensor,
     sinks: tl.tensor, alibi_slopes: tl.tensor, reach: tl.tensor, scores_by: tl.tuple,
-    GROUP: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, CAPPED: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ) -> None:  # fmt: skip
     """Compute attention of one tile of queries to all its keys. Grid: (tiles, kv_heads). `work` [tiles, 2]
     holds sequence and first query."""
@@ -242,12 +245,12 @@ def tiles(
         last = tl.load(reach + start + skipped + (places - low))
         end = tl.max(last, 0) + 1
     if WINDOW:
-        first = tl.maximum(low - WINDOW + 1, 0)
+        first = first_key(low, WINDOW, CHUNKED)
     acc, most, total = _accumulate(
         acc, most, total, rows, low, places, last,
         _alibi(alibi_slopes, heads), cache, kv_head, table, first, end,
         scores_by,
-        WINDOW, CAPPED, DIM, BLOCK_SIZE, BLOCK_N,
+        WINDOW, CHUNKED, CAPPED, DIM, BLOCK_SIZE, BLOCK_N,
     )  # fmt: skip
     _finish(out, acc, total, scores_by.v_scale, at, valid)
 
@@ -257,8 +260,9 @@ def attend_split_kv(
     out: tl.tensor, q: tl.tensor, q_stride: tl.tensor, cache: tl.tuple, seqs: tl.tuple, work: tl.tensor,
     num_seqs: tl.tensor, sinks: tl.tensor, alibi_slopes: tl.tensor, scores_by: tl.tuple, partial: tl.tuple,
     least: tl.tensor,
-    GROUP: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
+    GROUP: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, CAPPED: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
     """Compute attention over one share of the keys of sequences with few queries. Grid: (kv_heads, shares).
 
@@ -267,19 +271,19 @@ def attend_split_kv(
     may only read data that was written before the model's first kernel.
     """
     kv_head = tl.program_id(0)
-    at, end, size, index, begin = share(seqs, work, num_seqs, least, WINDOW, BLOCK_N)
+    at, end, size, index, begin = share(seqs, work, num_seqs, least, WINDOW, CHUNKED, BLOCK_N)
     follow(OVERLAP)
     while at < end:
         seq = index if work is None else tl.load(work + index)
         start, seq_len = tl.load(seqs.query_starts + seq), tl.load(seqs.seq_lens + seq)
         num_queries = tl.load(seqs.query_starts + seq + 1) - start
         table = seqs.block_tables + tl.load(seqs.rows + seq).to(tl.int64) * seqs.table_stride
-        close = begin + tiles_of(seq_len, num_queries, WINDOW, BLOCK_N)
+        close = begin + tiles_of(seq_len, num_queries, WINDOW, CHUNKED, BLOCK_N)
         until = tl.minimum(close, end)
         # The sequence spans the shares earliest..latest. Without keys, zeros are its output.
         earliest, latest = begin // size, (close - 1) // size
         low = tl.maximum(seq_len - num_queries, 0)
-        first = tl.maximum(low - WINDOW + 1, 0) if WINDOW else 0
+        first = first_key(low, WINDOW, CHUNKED) if WINDOW else 0
         rows, places, heads, place, valid = _load_queries(
             q, q_stride, kv_head, tl.num_programs(0), start, low, tl.maximum(seq_len, 1), GROUP, DIM, BLOCK_D,
             BLOCK_M,
@@ -288,7 +292,7 @@ def attend_split_kv(
         acc, most, total = _accumulate(
             acc, most, total, rows, low, places, places, _alibi(alibi_slopes, heads), cache, kv_head, table,
             first + (at - begin) * BLOCK_N, tl.minimum(first + (until - begin) * BLOCK_N, seq_len), scores_by,
-            WINDOW, CAPPED, DIM, BLOCK_SIZE, BLOCK_N,
+            WINDOW, CHUNKED, CAPPED, DIM, BLOCK_SIZE, BLOCK_N,
         )  # fmt: skip
         if earliest == latest:
             _finish(out, acc, total, scores_by.v_scale, place, valid)

@@ -44,6 +44,8 @@ class AttentionLayer(NamedTuple):
     """Logit softcap; 0.0 for none."""
     k_scale: float
     v_scale: float
+    chunked: bool = False
+    """Whether the window begins at a multiple of its size, not at a distance from the query."""
 
     @property
     def group(self) -> int:
@@ -168,6 +170,7 @@ def _constants(layer: AttentionLayer, block_size: int) -> dict[str, int | bool]:
     return {
         "GROUP": layer.group,
         "WINDOW": layer.window,
+        "CHUNKED": layer.chunked,
         "CAPPED": layer.softcap != 0,
         "DIM": layer.head_dim,
         "BLOCK_D": max(16, triton.next_power_of_2(layer.head_dim)),

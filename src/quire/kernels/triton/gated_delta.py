@@ -30,6 +30,7 @@ def delta_short(
     stride: tl.tensor,
     ab_stride: tl.tensor,
     scale: tl.tensor,
+    beta_scale: tl.tensor,
     HEADS: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -60,7 +61,7 @@ def delta_short(
         v_at = qkv + token * stride + 2 * KEY_HEADS * KEY_DIM + head * DIM + dim
         v = tl.load(v_at, mask=dim < DIM, other=0.0).to(tl.float32)
         step = softplus(tl.load(a + token * ab_stride + head).to(tl.float32) + tl.load(bias + head))
-        beta = tl.sigmoid(tl.load(b + token * ab_stride + head).to(tl.float32))
+        beta = tl.sigmoid(tl.load(b + token * ab_stride + head).to(tl.float32)) * beta_scale
         q *= inverse_length(q, EPS) * scale
         k *= inverse_length(k, EPS)
         h *= tl.exp(step * tl.load(rate + head))
@@ -71,6 +72,53 @@ def delta_short(
         y = tl.sum(h * q[:, None], 0)
         out_at = out + token * (HEADS * DIM) + head * DIM + dim
         tl.store(out_at, y.to(out.dtype.element_ty), mask=dim < DIM)
+
+
+@triton.jit
+def delta_tokens(
+    out: tl.tensor, qkv: tl.tensor, a: tl.tensor, b: tl.tensor, rate: tl.tensor, bias: tl.tensor,
+    state: tl.tensor, starts: tl.tensor, rows: tl.tensor, positions: tl.tensor, stride: tl.tensor,
+    a_stride: tl.tensor, b_stride: tl.tensor, scale: tl.tensor, log_bound: tl.tensor, beta_scale: tl.tensor,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, DIM: tl.constexpr,
+    EPS: tl.constexpr, BOUNDED: tl.constexpr, STATES: tl.constexpr, BLOCK_KEY: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
+    """Apply the delta rule with a decay per key channel (KDA) to the tokens of a sequence one after the
+    other, with the state of one head in registers. Grid: (sequences, heads, value_dim / BLOCK_DIM)."""
+    head = tl.program_id(1)
+    dim = tl.program_id(2) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
+    n = tl.arange(0, BLOCK_KEY)
+    exists = (n < KEY_DIM)[:, None] & (dim < DIM)[None, :]
+    steps_bias = tl.load(bias + head * KEY_DIM + n, mask=n < KEY_DIM, other=0.0)
+    head_rate = tl.load(rate + head)
+    follow(OVERLAP)
+    start, end, row, position = place_of(rows, starts, rows, positions, True)
+    states = state + head * (KEY_DIM * DIM) + n[:, None] * DIM + dim[None, :]
+    before = states + state_after(row, position, STATES) * (HEADS * KEY_DIM * DIM)
+    h = tl.load(before, mask=exists & (position + 0 * n > 0)[:, None], other=0.0)
+    origin, count = start.to(tl.int64), end - start
+    for at in range(0, count):
+        token = origin + at
+        q_at = qkv + token * stride + head // (HEADS // KEY_HEADS) * KEY_DIM + n
+        q = tl.load(q_at, mask=n < KEY_DIM, other=0.0).to(tl.float32)
+        k = tl.load(q_at + KEY_HEADS * KEY_DIM, mask=n < KEY_DIM, other=0.0).to(tl.float32)
+        v_at = qkv + token * stride + 2 * KEY_HEADS * KEY_DIM + head * DIM + dim
+        v = tl.load(v_at, mask=dim < DIM, other=0.0).to(tl.float32)
+        step = tl.load(a + token * a_stride + head * KEY_DIM + n, mask=n < KEY_DIM, other=0.0).to(tl.float32)
+        step += steps_bias
+        log_decay = log_bound * tl.sigmoid(-head_rate * step) if BOUNDED else softplus(step) * head_rate
+        beta = tl.sigmoid(tl.load(b + token * b_stride + head).to(tl.float32)) * beta_scale
+        q *= inverse_length(q, EPS) * scale
+        k *= inverse_length(k, EPS)
+        h *= tl.exp(log_decay)[:, None]
+        written = (v - tl.sum(h * k[:, None], 0)) * beta
+        h += k[:, None] * written[None, :]
+        y = tl.sum(h * q[:, None], 0)
+        out_at = out + token * (HEADS * DIM) + head * DIM + dim
+        tl.store(out_at, y.to(out.dtype.element_ty), mask=dim < DIM)
+        # A short sequence keeps the state after each token, others only the last.
+        into = states + state_after(row, position + at + 1, STATES) * (HEADS * KEY_DIM * DIM)
+        tl.store(into, h, mask=exists & ((at + 1 + 0 * n == count) | (count + 0 * n <= STATES))[:, None])
 
 
 @triton.jit
@@ -112,6 +160,7 @@ def delta_solve(
     starts: tl.tensor,
     stride: tl.tensor,
     ab_stride: tl.tensor,
+    beta_scale: tl.tensor,
     HEADS: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -134,7 +183,7 @@ def delta_solve(
     k_at = qkv + token[:, None] * stride + (KEY_HEADS + head // (HEADS // KEY_HEADS)) * KEY_DIM + n[None, :]
     k = tl.load(k_at, mask=k_live, other=0.0)
     length = inverse_length(k, EPS)
-    beta = tl.sigmoid(tl.load(b + token * ab_stride + head, mask=live, other=0.0).to(tl.float32))
+    beta = tl.sigmoid(tl.load(b + token * ab_stride + head, mask=live, other=0.0).to(tl.float32)) * beta_scale
     since = tl.cumsum(log_decays(a, token, ab_stride, head, live, rate, bias), 0)
     similarity = tl.dot(k, tl.trans(k), input_precision=PRECISION) * length[None, :]
     system = similarity * (length * beta)[:, None] * decays(since, i)

@@ -118,7 +118,7 @@ def shares(
     """Attend one share of all keys; output [tokens, heads, RANK]. The rows of a sequence are the heads of its
     queries, in groups of BLOCK_M. The keys of all sequences are concatenated in tiles of BLOCK_N; a share has
     at least `least` of them. Grid: (groups, shares)."""
-    at, end, size, index, begin = share(seqs, None, num_seqs, least, 0, BLOCK_N)
+    at, end, size, index, begin = share(seqs, None, num_seqs, least, 0, False, BLOCK_N)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     follow(OVERLAP)
     while at < end:
@@ -223,7 +223,7 @@ def _accumulate(
         scores = tl.dot(left, tl.trans(k_left), scores, input_precision="ieee")
         scores += tl.dot(right, tl.trans(k_right), input_precision="ieee")
         shrink, most, total, weights = online_softmax(
-            scores, most, total, at, end, low, places, places, None, scores_by, 0, False, BLOCK_N
+            scores, most, total, at, end, low, places, places, None, scores_by, 0, False, False, BLOCK_N
         )
         weights = weights.to(k_left.dtype)
         left_sum = tl.dot(weights, k_left, left_sum * shrink[:, None], input_precision="ieee")
@@ -330,7 +330,7 @@ def tiles(
         k = _load(kv + keys * kv_stride, dims, exists, NOPE)
         scores = tl.dot(nope, tl.trans(k), scores, input_precision="ieee")
         shrink, most, total, weights = online_softmax(
-            scores, most, total, at, end, low, places, places, None, scores_by, 0, False, BLOCK_N
+            scores, most, total, at, end, low, places, places, None, scores_by, 0, False, False, BLOCK_N
         )
         v = _load(kv + keys * kv_stride + NOPE, outs, exists, V)
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")

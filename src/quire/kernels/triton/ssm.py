@@ -10,12 +10,15 @@ from torch import Tensor
 from quire.kernels.reference.ssm import (
     ANY_TIME,
     CHUNK,
+    GATED_DELTA,
     GATES,
     L2_EPS,
     DecayRates,
+    DeltaForm,
     Limits,
     MambaInputs,
     SSMSequences,
+    StateReference,
 )
 from quire.kernels.triton import gated_delta as delta_kernels
 from quire.kernels.triton import mamba as select_kernels
@@ -36,6 +39,8 @@ _CHANNELS = 256
 """Convolution channels per program; at least the threads of four warps."""
 _WIDE_CHANNELS = 512
 """Convolution channels per program for chunks, eight per thread."""
+_MOST_TAPS = 4
+"""Largest kernel size of a convolution over chunks; larger ones use torch."""
 _SMALL, _TILE = 2048, 4096
 """State elements per program for few and for many short sequences."""
 _FEW = 512
@@ -129,7 +134,8 @@ class TritonStateOps:
         activated: bool = True,
     ) -> Tensor:
         (num_tokens, channels), kernel = x.shape, weight.shape[1]
-        assert kernel <= 4
+        if kernel > _MOST_TAPS and not seqs.short:
+            return StateReference().conv(x, weight, bias, state, seqs, activated=activated)
         out = torch.empty(num_tokens, channels, dtype=x.dtype, device=x.device)
         tensors = out, x, weight, weight if bias is None else bias, state
         batch = seqs.starts, seqs.rows, seqs.positions
@@ -219,15 +225,25 @@ class TritonStateOps:
         return out
 
     def delta(
-        self, qkv: Tensor, a: Tensor, b: Tensor, rates: DecayRates, state: Tensor, seqs: SSMSequences
+        self,
+        qkv: Tensor,
+        a: Tensor,
+        b: Tensor,
+        rates: DecayRates,
+        state: Tensor,
+        seqs: SSMSequences,
+        *,
+        form: DeltaForm = GATED_DELTA,
     ) -> Tensor:
         heads, key_dim, value_dim = state.shape[1:]
-        assert a.stride(0) == b.stride(0)
+        if a.shape[1] > heads:
+            return self._delta_by_channel(qkv, a, b, rates, state, seqs, form)
+        assert a.stride(0) == b.stride(0) and not form.log_bound
         out = torch.empty(len(qkv), heads * value_dim, dtype=qkv.dtype, device=qkv.device)
         batch = seqs.starts, seqs.rows, seqs.positions
         strides, scale = (qkv.stride(0), a.stride(0)), key_dim**-0.5
         block_key = triton.next_power_of_2(max(key_dim, 1 if seqs.short else _LEAST))
-        form = {
+        shape = {
             "HEADS": heads, "KEY_HEADS": (qkv.shape[1] - heads * value_dim) // (2 * key_dim),
             "KEY_DIM": key_dim, "DIM": value_dim, "EPS": L2_EPS, "BLOCK_KEY": block_key,
         }  # fmt: skip
@@ -236,23 +252,49 @@ class TritonStateOps:
         if count:
             block, ahead = _tile(count * heads, value_dim, block_key), overlap(count, heads * value_dim)
             launch(delta_kernels.delta_short, count, heads, triton.cdiv(value_dim, block))(
-                out, qkv, a, b, *rates, state, short, *batch, *strides, scale, **form, **states,
-                ALL=seqs.short, BLOCK_DIM=block, OVERLAP=ahead, launch_pdl=ahead, num_warps=_DELTA_WARPS,
+                out, qkv, a, b, *rates, state, short, *batch, *strides, scale, form.beta_scale, **shape,
+                **states, ALL=seqs.short, BLOCK_DIM=block, OVERLAP=ahead, launch_pdl=ahead,
+                num_warps=_DELTA_WARPS,
             )  # fmt: skip
         if not seqs.short:
-            split, form, exact = seqs.split, form | {"CHUNK": CHUNK}, _dot_options(qkv.dtype, _DELTA)
+            split, shape, exact = seqs.split, shape | {"CHUNK": CHUNK}, _dot_options(qkv.dtype, _DELTA)
             by_key = torch.empty(len(qkv), heads, key_dim, dtype=qkv.dtype, device=qkv.device)
             by_value = torch.empty(len(qkv), heads, value_dim, dtype=qkv.dtype, device=qkv.device)
             launch(delta_kernels.delta_solve, len(split.chunks), heads)(
-                by_key, by_value, qkv, a, b, *rates, split.chunks, seqs.starts, *strides, **form,
+                by_key, by_value, qkv, a, b, *rates, split.chunks, seqs.starts, *strides, form.beta_scale,
                 LEVELS=CHUNK.bit_length() - 1, BLOCK_DIM=triton.next_power_of_2(max(value_dim, _LEAST)),
+                **shape,
                 **exact | {"num_warps": _SOLVE_WARPS},
             )  # fmt: skip
             block = min(triton.next_power_of_2(max(value_dim, 16)), _DELTA.dim)
             launch(delta_kernels.delta_chunks, len(split.longer), heads, triton.cdiv(value_dim, block))(
-                out, by_key, by_value, qkv, a, *rates, state, split.longer, *batch, *strides, scale, **form,
+                out, by_key, by_value, qkv, a, *rates, state, split.longer, *batch, *strides, scale, **shape,
                 **states, BLOCK_DIM=block, **exact,
             )  # fmt: skip
+        return out
+
+    def _delta_by_channel(
+        self,
+        qkv: Tensor,
+        a: Tensor,
+        b: Tensor,
+        rates: DecayRates,
+        state: Tensor,
+        seqs: SSMSequences,
+        form: DeltaForm,
+    ) -> Tensor:
+        """Compute the delta rule with a decay per key channel, token by token."""
+        heads, key_dim, value_dim = state.shape[1:]
+        out = torch.empty(len(qkv), heads * value_dim, dtype=qkv.dtype, device=qkv.device)
+        count, block_key = len(seqs.lens), triton.next_power_of_2(key_dim)
+        block, ahead = _tile(count * heads, value_dim, block_key), overlap(count, heads * value_dim)
+        launch(delta_kernels.delta_tokens, count, heads, triton.cdiv(value_dim, block))(
+            out, qkv, a, b, *rates, state, seqs.starts, seqs.rows, seqs.positions, qkv.stride(0), a.stride(0),
+            b.stride(0), key_dim**-0.5, *form, HEADS=heads,
+            KEY_HEADS=(qkv.shape[1] - heads * value_dim) // (2 * key_dim), KEY_DIM=key_dim, DIM=value_dim,
+            EPS=L2_EPS, BOUNDED=form.log_bound != 0, STATES=seqs.states_per_row, BLOCK_KEY=block_key,
+            BLOCK_DIM=block, OVERLAP=ahead, launch_pdl=ahead, num_warps=_DELTA_WARPS,
+        )  # fmt: skip
         return out
 
     def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gate_first: bool) -> Tensor:

@@ -1,0 +1,188 @@
+"""Decoders with linear attention in most layers: OLMo Hybrid, Kimi Linear, Ling 3, MiniMax-Text-01 and M1."""
+
+from dataclasses import replace
+
+from quire.checkpoint.facts import ArchFacts, LayerFacts, MoeFacts, RopeFacts, Routing, StateFacts
+from quire.checkpoint.families.decoder import decoder, layer_kinds, sliding_window
+from quire.checkpoint.families.dense import olmo2
+from quire.checkpoint.families.mla import mla_decoder
+from quire.checkpoint.families.moe import add_experts, deepseek_experts, first_dense, mtp_pattern
+from quire.checkpoint.reader import ConfigReader
+from quire.checkpoint.rope import max_len_of, read_rope
+
+_LINEAR, _FULL = "linear_attention", "full_attention"
+_KIMI_KEYS = {
+    "max_position_embeddings": "model_max_length",
+    "norm_topk_prob": "moe_renormalize",
+    "n_group": "num_expert_group",
+    "num_experts_per_tok": "num_experts_per_token",
+    "n_shared_experts": "num_shared_experts",
+}
+"""DeepSeek's name of each key that Kimi Linear and Ling 3 name differently."""
+_MINIMAX_KEYS = {
+    "full_attn_alpha_factor": "layernorm_full_attention_alpha",
+    "full_attn_beta_factor": "layernorm_full_attention_beta",
+    "linear_attn_alpha_factor": "layernorm_linear_attention_alpha",
+    "linear_attn_beta_factor": "layernorm_linear_attention_beta",
+    "mlp_alpha_factor": "layernorm_mlp_alpha",
+    "mlp_beta_factor": "layernorm_mlp_beta",
+}
+"""Key of the published config.json for each key of transformers."""
+
+
+def _renamed(keys: ConfigReader, names: dict[str, str]) -> ConfigReader:
+    """Return the keys with the values of their other names, where these are set."""
+    return keys.but(**{new: keys.get(old) for new, old in names.items() if keys.get(old) is not None})
+
+
+def olmo_hybrid(keys: ConfigReader) -> ArchFacts:
+    """Read OLMo Hybrid: the gated delta rule, and attention, mostly without rotary embedding, in every fourth
+    layer."""
+    count, heads = keys.size("num_hidden_layers"), keys.size("num_attention_heads")
+    default = [_FULL if i % 4 == 3 else _LINEAR for i in range(count)]
+    if _FULL not in default:
+        default[-1] = _FULL
+    kinds, block = layer_kinds(keys, _LINEAR, _FULL, default=default), keys.get("rope_parameters")
+    head_dim = keys.size("head_dim", keys.size("hidden_size") // heads)
+    rotates = isinstance(block, dict) and block.get("rope_theta") is not None
+    rope = read_rope(keys, head_dim) if rotates else None
+    key_heads = keys.size("linear_num_key_heads", heads)
+    key_dim = keys.size("linear_key_head_dim", 3 * keys.size("hidden_size") // (4 * key_heads))
+    facts = olmo2(
+        keys.defaults(rms_norm_eps=1e-6),
+        layers=tuple(
+            LayerFacts(rope) if kind == _FULL else LayerFacts(None, mixer="delta") for kind in kinds
+        ),
+        state=StateFacts(
+            heads=keys.size("linear_num_value_heads", heads),
+            head_dim=keys.size("linear_value_head_dim", 2 * key_dim),
+            state=key_dim,
+            groups=key_heads,
+            conv=keys.size("linear_conv_kernel_dim", 4),
+            conv_bias=False,
+            norm_eps=1e-5,
+            beta_scale=2.0 if keys.flag("linear_allow_neg_eigval", True) else 1.0,
+        ),
+    )
+    return facts if rotates else replace(facts, max_len=max_len_of(keys))
+
+
+def kimi_linear(keys: ConfigReader) -> ArchFacts:
+    """Read Kimi Linear: KDA, latent attention without rotation in every fourth layer, DeepSeek's experts."""
+    keys = _renamed(keys.defaults(rms_norm_eps=1e-5, routed_scaling_factor=2.446), _KIMI_KEYS)
+    keys = keys.defaults(num_experts_per_tok=8, n_shared_experts=1)
+    keys.require("mla_use_nope", True)
+    keys.require("moe_router_activation_func", "sigmoid")
+    keys.require("moe_layer_freq", 1)
+    linear = ConfigReader(f"{keys.source}, linear_attn_config", keys.get("linear_attn_config") or {})
+    count, default = keys.size("num_hidden_layers"), None
+    if keys.get("layer_types") is None:
+        full = [layer - 1 for layer in linear.integers("full_attn_layers")]
+        full = full if linear.get("full_attn_layers") is not None else list(range(4, count, 4))
+        default = [_FULL if i in full else _LINEAR for i in range(count)]
+    kinds = layer_kinds(keys, _LINEAR, _FULL, default=default)
+    dim = linear.size("head_dim", keys.size("linear_head_dim", 128))
+    heads = linear.size("num_heads", keys.size("linear_num_heads", 32))
+    conv = linear.size("short_conv_kernel_size", keys.size("linear_conv_kernel_dim", 4))
+    state = StateFacts(
+        heads=heads,
+        head_dim=dim,
+        state=dim,
+        groups=heads,
+        conv=conv,
+        conv_bias=False,
+        rank=dim,
+        decays_channels=True,
+        gate="sigmoid",
+    )
+    rope = RopeFacts(kind="none", dim=keys.size("qk_rope_head_dim", 64), max_len=max_len_of(keys))
+    moe = replace(deepseek_experts(keys, "sigmoid"), names="kimi_linear")
+    facts = mla_decoder(keys, pairs=False, rope=rope)
+    return _mixed(add_experts(facts, moe, first_dense(keys, 1)), kinds, state)
+
+
+def ling3(keys: ConfigReader) -> ArchFacts:
+    """Read Ling 3 (BailingHybrid): KDA with a bounded decay, latent attention with gated heads in every sixth
+    layer, DeepSeek's experts."""
+    sizes = {"num_experts_per_tok": 8, "n_shared_experts": 1, "n_group": 8, "topk_group": 4}
+    keys = _renamed(keys, _KIMI_KEYS).defaults(routed_scaling_factor=2.5, rope_theta=6e6, **sizes)
+    count, every = keys.size("num_hidden_layers"), keys.size("layer_group_size", 6)
+    default = [_LINEAR if (i + 1) % every else _FULL for i in range(count)]
+    kinds = layer_kinds(keys, _LINEAR, _FULL, default=default)
+    heads, dim = keys.size("num_attention_heads"), keys.size("linear_head_dim", keys.size("head_dim", 128))
+    bound = keys.values.get("kda_lower_bound", -5.0)
+    if not isinstance(bound, int | float) or bound >= 0:
+        raise keys.wrong("kda_lower_bound", "a negative number")
+    state = StateFacts(
+        heads=heads,
+        head_dim=dim,
+        state=dim,
+        groups=heads,
+        conv=keys.size("short_conv_kernel_size", 4),
+        conv_bias=False,
+        decays_channels=True,
+        log_bound=float(bound) if keys.flag("kda_safe_gate", True) else 0.0,
+        gate="sigmoid",
+    )
+    moe = replace(deepseek_experts(keys, "sigmoid"), names="bailing")
+    facts = add_experts(mla_decoder(keys, pairs=True), moe, first_dense(keys, 2))
+    return replace(_mixed(facts, kinds, state), head_gate=True, unused=mtp_pattern(keys))
+
+
+def _mixed(facts: ArchFacts, kinds: list[str], state: StateFacts) -> ArchFacts:
+    """Return the facts with the delta rule in layers of linear attention."""
+    layers = (
+        layer if kind == _FULL else replace(layer, rope=None, mixer="delta")
+        for layer, kind in zip(facts.layers, kinds, strict=True)
+    )
+    return replace(facts, layers=tuple(layers), state=state)
+
+
+def minimax(keys: ConfigReader) -> ArchFacts:
+    """Read MiniMax-Text-01 and M1: lightning attention, attention in every eighth layer, and experts."""
+    keys = _renamed(keys, _MINIMAX_KEYS).defaults(rope_theta=1e6, rms_norm_eps=1e-5)
+    keys.require("postnorm", True)
+    keys.require("shared_intermediate_size", 0)
+    count, types = keys.size("num_hidden_layers"), keys.integers("attn_type_list")
+    default = [_FULL if kind else _LINEAR for kind in types] or [
+        (_FULL, _LINEAR)[i % 2] for i in range(count)
+    ]
+    kinds = layer_kinds(keys, _LINEAR, _FULL, default=default)
+    head_dim = keys.size("head_dim", keys.size("hidden_size") // keys.size("num_attention_heads"))
+    if keys.get("rotary_dim") is not None:
+        keys = keys.defaults(partial_rotary_factor=keys.size("rotary_dim") / head_dim)
+    window, rope = sliding_window(keys, None), read_rope(keys, head_dim)
+    scales = {
+        kind: _read_scales(keys, name) for kind, name in ((_FULL, "full_attn"), (_LINEAR, "linear_attn"))
+    }
+    layers = tuple(
+        LayerFacts(
+            rope if kind == _FULL else None,
+            window if kind == _FULL else None,
+            mixer="attention" if kind == _FULL else "lightning",
+            residual_scales=(*scales[kind], *_read_scales(keys, "mlp")),
+            depth=number / (count - 1 + 1e-5),
+        )
+        for number, kind in enumerate(kinds)
+    )
+    heads = keys.size("num_attention_heads")
+    facts = decoder(
+        keys,
+        layers=layers,
+        state=StateFacts(
+            heads=heads, head_dim=head_dim, state=head_dim, groups=heads, conv=1, conv_bias=False
+        ),
+        unused=r"\.(slope_rate|query_decay|key_decay|diagonal_decay)$",
+    )
+    moe = MoeFacts(
+        experts=keys.size("num_local_experts"),
+        intermediate=facts.intermediate,
+        routing=Routing(keys.size("num_experts_per_tok", 2), renormalized=True),
+        names="mixtral",
+    )
+    return add_experts(facts, moe)
+
+
+def _read_scales(keys: ConfigReader, name: str) -> tuple[float, float]:
+    """Return the factors on the input and the output of a part of the layers."""
+    return keys.number(f"{name}_alpha_factor", 1.0), keys.number(f"{name}_beta_factor", 1.0)
