@@ -11,7 +11,7 @@ from quire.config.cli import field_help
 from quire.config.env import _ENV_KINDS, _GROUPS, NO_EFFECT, Env
 from quire.config.sections import SECTIONS, Option, options_of
 from quire.config.server_sections import SERVER_SECTIONS
-from quire.metrics import COUNTERS, GAUGES, HISTOGRAMS, LABELLED, LENGTHS, START_GAUGES
+from quire.metrics.tables import COUNTERS, GAUGES, HISTOGRAMS, LABELLED, LENGTHS, START_GAUGES
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serve_process import SHARED_FLAGS, ServeProcess, eventually, greedy, parse_metrics, samples
 from tiny_text import TextModel
 
-from quire.metrics import COUNTERS, HISTOGRAMS, LENGTHS, START_GAUGES
+from quire.metrics.tables import COUNTERS, HISTOGRAMS, LENGTHS, START_GAUGES
 
 BLOCK = 16
 PROMPT = list(range(100, 100 + 3 * BLOCK))

@@ -60,10 +60,12 @@ def test_single_tokens_match_whole_prompts(tmp_path: Path) -> None:
 
 WHISPER = "WhisperForConditionalGeneration"
 """Models that need audio: `tests/multimodal/test_whisper.py`."""
+DUAL_ENCODERS = ("CLIPModel", "SiglipModel")
+"""Models of texts and images: `tests/multimodal/test_dual_encoders.py`."""
 
 
 def test_every_supported_architecture_has_a_model_and_a_zoo_entry() -> None:
     """Check for a family in the config reader without a model or a parity test."""
     encoders = {name.partition(",")[0] for name in ENCODERS}
-    assert {*FAMILIES, BORROWED} == set(MODELS) == {*ZOO, *encoders, BORROWED, WHISPER}
+    assert {*FAMILIES, BORROWED} == set(MODELS) == {*ZOO, *encoders, BORROWED, WHISPER, *DUAL_ENCODERS}
     assert all(MODELS[name] for name in MODELS)

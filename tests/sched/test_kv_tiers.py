@@ -211,6 +211,31 @@ def test_waiting_requests_give_way_to_the_first_in_line() -> None:
     engine.check_empty()
 
 
+@pytest.mark.parametrize("tier", ["num_host", "num_files"])
+def test_a_reset_empties_lower_tiers_only_if_asked(tier: str) -> None:
+    engine = TieredEngine(num_blocks=12, **{tier: 100})
+    answer(engine, "first", prompt_of(0, 21))
+    fill(engine, 1)
+    assert engine.kv.reset()
+    assert answer(engine, "again", prompt_of(0, 21)) == 20
+    assert engine.kv.reset(external=True)
+    assert answer(engine, "after", prompt_of(0, 21)) == 0
+    engine.check_tiers()
+
+
+def test_nothing_is_written_to_disk_after_the_weights_have_changed(caplog: pytest.LogCaptureFixture) -> None:
+    engine = TieredEngine(num_blocks=12, num_files=100)
+    tiers = engine.kv.tiers
+    assert tiers is not None
+    engine.kv.reset(external=True)
+    tiers.close_disk()
+    tiers.close_disk()
+    assert caplog.text.count("not written to disk until a restart") == 1
+    answer(engine, "first", prompt_of(0, 21))
+    fill(engine, 1)
+    assert answer(engine, "again", prompt_of(0, 21)) == 0
+
+
 def test_a_reset_of_the_prefix_cache_waits_for_copies() -> None:
     engine = TieredEngine(num_blocks=12, num_host=100)
     answer(engine, "first", prompt_of(0, 21))

@@ -353,7 +353,7 @@ class FakeEngine:
         self.removals.append((name, self.num_in_flight))
         return self.adapters.pop(name, None) is not None
 
-    async def reset_prefix_cache(self, running: bool = False) -> bool:
+    async def reset_prefix_cache(self, running: bool = False, external: bool = False) -> bool:
         self.num_resets += 1
         self.resets_running = running
         return True

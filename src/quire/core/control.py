@@ -73,7 +73,7 @@ class Operator:
         for request in outside.values():
             self.core.add(request)
 
-    def reset_running(self) -> Work:
+    def reset_running(self, external: bool = False) -> Work:
         """Reset the prefix cache; requests that use it restart, as after a preemption."""
         gate, core = self.core.gate, self.core
         was_open = gate.is_open
@@ -82,7 +82,7 @@ class Operator:
         while core.scheduler.in_flight:  # other engines may still call it into steps
             yield None
         core.scheduler.send_back()
-        is_empty = core.reset_prefix_cache()
+        is_empty = core.reset_prefix_cache(external)
         if was_open and not gate.asleep:
             self.resume()
         return is_empty
@@ -194,7 +194,9 @@ class Operator:
             core.gate.weight_version = version or f"update-{self._num_updates}"
             core.scheduler.send_back()
             core.scheduler.media.forget_all()
-            core.reset_prefix_cache()
+            core.reset_prefix_cache(external=True)
+            if (tiers := core.scheduler.kv.tiers) is not None:
+                tiers.close_disk()
         finally:
             if was_open and not gate.asleep:
                 self.resume()

@@ -93,8 +93,9 @@ class EngineCore:
         if self.step_queue.undrawn and constraints.has_begun:
             self.step_queue.draw(constraints.masks())
 
-    def reset_prefix_cache(self) -> bool:
-        return self.scheduler.reset_prefix_cache()
+    def reset_prefix_cache(self, external: bool = False) -> bool:
+        """Forget every prefix; with `external`, those in lower tiers of the KV cache, too."""
+        return self.scheduler.reset_prefix_cache(external)
 
     def block_map(self) -> bytes:
         return self.scheduler.kv.pool.block_map()

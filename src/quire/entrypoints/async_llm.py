@@ -103,8 +103,11 @@ class AsyncLLMEngine:
         """Raise if the engine cannot answer."""
         (await self._engine()).check()
 
-    async def reset_prefix_cache(self) -> bool:
-        return await (await self._engine()).reset_prefix_cache()
+    async def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        engine = await self._engine()
+        return await engine.reset_prefix_cache(reset_running_requests, reset_connector)
 
     async def reset_mm_cache(self) -> None:
         await (await self._engine()).reset_mm_cache()

@@ -142,8 +142,8 @@ class LocalEngine:
                 output.error = failure(finish)
         return processed.outputs
 
-    def reset_prefix_cache(self) -> bool:
-        return self.core.reset_prefix_cache()
+    def reset_prefix_cache(self, external: bool = False) -> bool:
+        return self.core.reset_prefix_cache(external)
 
     def reset_mm_cache(self) -> None:
         """Clear the cache of processed images, videos and audio."""

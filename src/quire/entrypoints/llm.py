@@ -390,7 +390,7 @@ class LLM(LLMControl):
         if reset_running_requests:
             self.llm_engine.abort_request(self._queued)
             self._queued.clear()
-        return self.llm_engine.reset_prefix_cache()
+        return self.llm_engine.reset_prefix_cache(external=reset_connector)
 
     def reset_mm_cache(self) -> None:
         """Clear the cache of processed images, videos and audio."""

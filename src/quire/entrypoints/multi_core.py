@@ -142,8 +142,8 @@ class MultiCoreEngine:
             del self._tasks[request_id]
         return [item]
 
-    def reset_prefix_cache(self) -> bool:
-        return self._wait(self._engine.reset_prefix_cache())
+    def reset_prefix_cache(self, external: bool = False) -> bool:
+        return self._wait(self._engine.reset_prefix_cache(external=external))
 
     def reset_mm_cache(self) -> None:
         self._wait(self._engine.reset_mm_cache())

@@ -422,20 +422,20 @@ class AsyncEngine:
 
     # ---- control and statistics
 
-    async def reset_prefix_cache(self, running: bool = False) -> bool:
+    async def reset_prefix_cache(self, running: bool = False, external: bool = False) -> bool:
         self._router.forget_prefixes()
-        return all(await self._call("reset_running" if running else "reset_prefix_cache"))
+        return all(await self._call("reset_running" if running else "reset_prefix_cache", external=external))
 
     async def reset_mm_cache(self) -> None:
         """Clear the processor cache; the cores notify other API processes."""
         self.inputs.media.processor_cache.clear()
         await self._call_all("reset_mm_cache", {})
 
-    async def _call(self, method: str) -> list[Any]:
+    async def _call(self, method: str, **args: Any) -> list[Any]:
         """Call a method of all cores that are ready; return their answers in order."""
         self._check_any()
         up = [link for link in self._links if link.core is not None]
-        return await asyncio.gather(*(link.call(method) for link in up))
+        return await asyncio.gather(*(link.call(method, args) for link in up))
 
     async def _call_all(
         self, method: str, args: dict[str, Any], timeout_s: float | None = CALL_TIMEOUT_S

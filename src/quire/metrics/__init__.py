@@ -13,101 +13,23 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.core import Metric as PromMetric
 
 from quire.config.engine import EngineConfig
-from quire.data.prefix_miss import MISS_REASONS
 from quire.data.stats import FinishedSequence, FrontStats, StepStats
 from quire.metrics import kv_offload
 from quire.metrics.api_keys import KeyPages
 from quire.metrics.exposition import exposition
 from quire.metrics.http import EDGES, SERIES, Exchange, add_buckets, families
+from quire.metrics.tables import (
+    ACCEPTED,
+    COUNTERS,
+    DRAFT_COUNTERS,
+    GAUGES,
+    HISTOGRAMS,
+    LABELLED,
+    LABELLED_GAUGES,
+    LENGTHS,
+    START_GAUGES,
+)
 from quire.metrics.weights import version_family
-
-_FIRST_TOKEN = [
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
-    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
-]
-_PER_TOKEN = [
-    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
-    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
-]
-_PER_REQUEST = [
-    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
-    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
-]
-_STEP_TOKENS = [1, *(2**power for power in range(3, 15))]
-
-FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
-
-GAUGES = {
-    "num_requests_running": "Requests in the running batch.",
-    "num_requests_waiting": "Requests waiting to be admitted.",
-    "kv_cache_usage_perc": "Share of the KV cache blocks in use, 0 to 1.",
-    "gpu_cache_usage_perc": "Older name of the metric above.",
-    "avg_prompt_throughput_toks_per_s": "Prompt tokens computed per second, over the last interval.",
-    "avg_generation_throughput_toks_per_s": "Tokens generated per second, over the last interval.",
-}
-START_GAUGES = {
-    "engine_start_time_seconds": "Unix time at which the engine core was started, or last restarted.",
-    "max_num_seqs": "Maximum number of requests in the running batch.",
-}
-"""Gauges that an engine core sets when it is ready; they are absent before."""
-COUNTERS = {
-    "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
-    "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
-    "mm_cache_queries": "Images, videos and audio items looked up in the multimodal cache.",
-    "mm_cache_hits": "Items found in the multimodal cache.",
-    "num_preemptions": "Requests preempted by recomputation.",
-    "request_resumed": "Requests that continued in another or a restarted engine core after a crash.",
-    "prompt_tokens": "Prompt tokens processed, including cached ones.",
-    "prompt_tokens_cached": "Prompt tokens taken from the prefix cache.",
-    "generation_tokens": "Tokens generated.",
-    **kv_offload.COUNTERS,
-}
-HISTOGRAMS: dict[str, tuple[str, list[float]]] = {
-    "iteration_tokens_total": ("Tokens computed in one step.", [float(edge) for edge in _STEP_TOKENS]),
-    "time_to_first_token_seconds": ("From arrival to the first token.", _FIRST_TOKEN),
-    "inter_token_latency_seconds": ("Between two tokens of a request.", _PER_TOKEN),
-    "time_per_output_token_seconds": ("Older name of the metric above.", _PER_TOKEN),
-    "request_time_per_output_token_seconds": ("Mean time per token after the first, by request.", _PER_TOKEN),
-    "e2e_request_latency_seconds": ("From arrival to the last token.", _PER_REQUEST),
-    "request_queue_time_seconds": ("Time spent waiting.", _PER_REQUEST),
-    "request_inference_time_seconds": ("From admission to the last token.", _PER_REQUEST),
-    "request_prefill_time_seconds": ("From admission to the first token.", _PER_REQUEST),
-    "request_decode_time_seconds": ("From the first token to the last.", _PER_REQUEST),
-    "request_params_n": ("The n of a request.", [1, 2, 5, 10, 20]),
-    **kv_offload.HISTOGRAMS,
-}
-LABELLED = {
-    "request_success": ("Requests that ended.", "finished_reason", FINISH_REASONS),
-    "prompt_tokens_by_source": (
-        "Prompt tokens by source.",
-        "source",
-        ("local_compute", "local_cache_hit", "external_kv_transfer"),
-    ),
-    "prefix_cache_misses": ("Requests with a prefix cache miss.", "reason", tuple(MISS_REASONS)),
-    "num_requests_waiting_by_reason": ("Waiting requests by reason.", "reason", ("capacity", "deferred")),
-    "engine_sleep_state": (
-        "1 for the current sleep state of the engine.",
-        "sleep_state",
-        ("awake", "weights_offloaded", "discard_all"),
-    ),
-    **kv_offload.LABELLED,
-}
-"""Metrics with an additional label: help text, label and its values."""
-_LABELLED_GAUGES = ("num_requests_waiting_by_reason", "engine_sleep_state")
-LENGTHS = {
-    "request_prompt_tokens": "Prompt tokens of a request.",
-    "request_generation_tokens": "Tokens generated for a request.",
-    "request_max_num_generation_tokens": "Most tokens generated for any sequence of a request.",
-    "request_params_max_tokens": "The max_tokens of a request.",
-    "request_prefill_kv_computed_tokens": "Prompt tokens computed, without cached ones.",
-}
-DRAFT_COUNTERS = {
-    "spec_decode_num_drafts": "Drafts of one or more tokens.",
-    "spec_decode_num_draft_tokens": "Draft tokens.",
-    "spec_decode_num_accepted_tokens": "Accepted draft tokens.",
-}
-"""Counters of speculative decoding."""
-_ACCEPTED = "spec_decode_num_accepted_tokens_per_pos"
 
 
 def length_buckets(longest: int) -> list[float]:
@@ -123,7 +45,7 @@ class MetricsLayout:
         labelled = [f"{name}:{value}" for name, (_, _, values) in LABELLED.items() for value in values]
         self.most_drafts = most_drafts
         if most_drafts:
-            labelled += [*DRAFT_COUNTERS, *(f"{_ACCEPTED}:{place}" for place in range(most_drafts))]
+            labelled += [*DRAFT_COUNTERS, *(f"{ACCEPTED}:{place}" for place in range(most_drafts))]
         names = [*GAUGES, *START_GAUGES, *COUNTERS, *labelled, *SERIES]
         self.places = {name: place for place, name in enumerate(names)}
         edges = {name: edges for name, (_, edges) in HISTOGRAMS.items()} | EDGES
@@ -193,7 +115,7 @@ class MetricsPages:
 
     def clear_gauges(self) -> None:
         """Reset the gauges of a process that has ended."""
-        labelled = (f"{name}:{value}" for name in _LABELLED_GAUGES for value in LABELLED[name][2])
+        labelled = (f"{name}:{value}" for name in LABELLED_GAUGES for value in LABELLED[name][2])
         for name in [*GAUGES, *labelled]:
             self._set(name, 0)
 
@@ -228,7 +150,7 @@ class MetricsPages:
             for name, count in zip(DRAFT_COUNTERS, sums, strict=True):
                 self._add(name, count)
             for place, count in enumerate(accepted):
-                self._add(f"{_ACCEPTED}:{place}", count)
+                self._add(f"{ACCEPTED}:{place}", count)
         if step.tiers is not None:
             kv_offload.observe(step.tiers, self._add, self._record_many)
         if step.num_computed_tokens:
@@ -392,7 +314,7 @@ class EngineMetrics:
         for name, text in COUNTERS.items():
             yield self._family(CounterMetricFamily, name, text)
         for name, (text, label, values) in LABELLED.items():
-            kind = GaugeMetricFamily if name in _LABELLED_GAUGES else CounterMetricFamily
+            kind = GaugeMetricFamily if name in LABELLED_GAUGES else CounterMetricFamily
             yield self._family(kind, name, text, label, values)
         for name, text in ({name: text for name, (text, _) in HISTOGRAMS.items()} | LENGTHS).items():
             yield self._histogram(name, text)
@@ -409,7 +331,7 @@ class EngineMetrics:
             for name, text in DRAFT_COUNTERS.items():
                 yield self._family(CounterMetricFamily, name, text)
             text, places = "Accepted tokens by their position in the draft.", map(str, range(most_drafts))
-            yield self._family(CounterMetricFamily, _ACCEPTED, text, "position", tuple(places))
+            yield self._family(CounterMetricFamily, ACCEPTED, text, "position", tuple(places))
 
     def _family(
         self,

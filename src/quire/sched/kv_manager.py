@@ -437,13 +437,14 @@ class KVManager:
         for block in blocks:
             self.pool.forget(block)
 
-    def reset(self) -> bool:
-        """Forget every prefix, in lower tiers, too. Return False and do nothing while blocks are in use."""
+    def reset(self, external: bool = False) -> bool:
+        """Forget every prefix on the device, and with `external` those in lower tiers. Return False and do
+        nothing while blocks are in use."""
         if self.tiers is not None:
             self.tiers.drain()
         if not self.pool.reset() or (self.states is not None and not self.states.pool.reset()):
             return False
-        if self.tiers is not None:
+        if self.tiers is not None and external:
             self.tiers.clear()
         self.reasons.forget()
         return True

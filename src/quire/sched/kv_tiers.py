@@ -411,6 +411,12 @@ class KVTiers:
         if self.disk is not None:
             self._dropped += self.disk.clear()
 
+    def close_disk(self) -> None:
+        """Write no more blocks to disk: the weights are no longer those that its files are named by."""
+        if self.disk is not None and not self.disk_is_off:
+            log.warning("The weights have changed: KV cache blocks are not written to disk until a restart")
+            self.disk_is_off = True
+
     def take_stats(self) -> TierStats:
         """Return the counts since the last call."""
         stats, self.stats = self.stats, TierStats()

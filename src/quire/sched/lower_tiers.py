@@ -48,3 +48,6 @@ class LowerTiers(AdmissionCheck, Protocol):
 
     def clear(self) -> None:
         """Forget all blocks."""
+
+    def close_disk(self) -> None:
+        """Write no more blocks to disk."""

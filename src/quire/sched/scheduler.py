@@ -316,5 +316,5 @@ class Scheduler:
             self.trial.leave(request, "passed")
             self.admitter.waiting.push_front(self._vacate(row))
 
-    def reset_prefix_cache(self) -> bool:
-        return self.kv.reset()
+    def reset_prefix_cache(self, external: bool = False) -> bool:
+        return self.kv.reset(external)

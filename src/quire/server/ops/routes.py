@@ -192,9 +192,13 @@ def _add_worker_routes(app: FastAPI, api: GenerationService) -> None:
 
 def _add_cache_routes(app: FastAPI, api: GenerationService) -> None:
     @app.post("/reset_prefix_cache", **replies_of(ResetReply, *_CODES))
-    async def reset_prefix_cache(reset_running_requests: bool = False) -> Response:
+    async def reset_prefix_cache(
+        reset_running_requests: bool = False, reset_external: bool = False
+    ) -> Response:
         """Clear the prefix cache. It fails while requests hold blocks, unless these are to be recomputed."""
-        return json_response({"success": await api.engine.reset_prefix_cache(reset_running_requests)})
+        return json_response(
+            {"success": await api.engine.reset_prefix_cache(reset_running_requests, reset_external)}
+        )
 
     @app.post("/reset_mm_cache", operation_id="reset_mm_cache", **replies_of(ResetReply, *_CODES))
     async def reset_mm_cache() -> Response:
