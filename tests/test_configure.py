@@ -27,7 +27,7 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin")
     "settings",
     [
         {"data_parallel_backend": "ray"},
-        {"distributed_executor_backend": "external_launcher"},
+        {"distributed_executor_backend": "external_launcher", "tensor_parallel_size": 2},
         {"max_loras": 0},
         {"speculative_config": {"method": "medusa"}},
         {"max_num_seqs": 0},

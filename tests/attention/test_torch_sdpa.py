@@ -9,8 +9,10 @@ from paged_batch import make_batch
 
 from quire.attention import torch_sdpa
 from quire.attention.backend import AttentionSpec
-from quire.attention.torch_sdpa import TorchSDPA
+from quire.attention.torch_sdpa import TorchSDPA, _Window
 from quire.kernels.reference.ops import write
+
+FULL = _Window(None, chunked=False)
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
@@ -47,7 +49,7 @@ def test_long_sequence_does_not_pad_short_ones(monkeypatch: pytest.MonkeyPatch) 
         at += -(-n // BLOCK)
     batch = make_batch([([0], n - 1) for n in lens], tables, BLOCK)
     TorchSDPA().plan(batch)
-    spans = batch.attention.split(BLOCK, None)
+    spans = batch.attention.split(BLOCK, FULL)
     assert sum(len(span.slots) for span in spans) == len(lens)
     assert sum(span.slots.numel() for span in spans) <= 2 * sum(lens)
 
@@ -73,5 +75,5 @@ def test_sequence_reads_blocks_that_the_same_batch_writes() -> None:
 def test_spans_are_computed_once_per_step() -> None:
     batch = make_batch([([0, 0], 0)], [[0]], BLOCK)
     TorchSDPA().plan(batch)
-    assert batch.attention.split(BLOCK, None) is batch.attention.split(BLOCK, None)
-    assert batch.attention.split(BLOCK, 1) is not batch.attention.split(BLOCK, None)
+    assert batch.attention.split(BLOCK, FULL) is batch.attention.split(BLOCK, FULL)
+    assert batch.attention.split(BLOCK, _Window(1, chunked=False)) is not batch.attention.split(BLOCK, FULL)

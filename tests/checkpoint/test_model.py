@@ -97,7 +97,9 @@ def test_family_is_detected_by_model_type(tmp_path: Path) -> None:
 
     for architecture, family in FAMILIES.items():
         if hasattr(transformers, architecture):
-            assert getattr(transformers, architecture).config_class.model_type == family.model_type
+            config = getattr(transformers, architecture).config_class
+            text = config.sub_configs.get("text_config", config)
+            assert text.model_type == family.model_type
 
 
 @pytest.mark.parametrize(

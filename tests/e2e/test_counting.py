@@ -135,7 +135,8 @@ def test_every_counter_counts_known_traffic(counted: ServeProcess) -> None:
     changes = grown(before, after)
     assert {name: changes.get(name) for name in expected} == expected
     unexpected = set(changes) - set(expected)
-    assert all(name.startswith(("iteration_tokens", "prompt_tokens_by_source")) for name in unexpected)
+    others = ("iteration_tokens", "prompt_tokens_by_source", "prefix_cache_misses")
+    assert all(name.startswith(others) for name in unexpected)
     # The sequences of a request may share steps; each request has at least as many as its tokens.
     assert 5 + 4 + 1 + 1 <= changes["iteration_tokens_total_count"] <= sum(lengths)
     assert after["iteration_tokens_total_sum"] - before["iteration_tokens_total_sum"] == (

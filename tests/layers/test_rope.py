@@ -22,7 +22,7 @@ def rotated(facts: RopeFacts, scope: Scope, position: int) -> torch.Tensor:
 
 
 def test_every_rope_type_of_configs_is_in_the_table() -> None:
-    assert set(KINDS) == {*ROPE_KINDS, "factors"} - {"proportional"}, "those are read as factors"
+    assert set(KINDS) == {*ROPE_KINDS, "factors", "none"} - {"proportional"}, "those are read as factors"
 
 
 def test_halves_rotate_by_position_times_frequency(scope: Scope) -> None:

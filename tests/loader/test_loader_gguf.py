@@ -172,7 +172,9 @@ def test_every_type_of_the_gguf_package_is_loaded(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    checkpoint = SimpleNamespace(path=path, facts=SimpleNamespace(architecture="LlamaForCausalLM"))
+    checkpoint = SimpleNamespace(
+        path=path, facts=SimpleNamespace(architecture="LlamaForCausalLM", state=None)
+    )
     source: Any = loader_gguf.GGUFSource(cast(Any, checkpoint), 0)
     for kind, content in made.items():
         target = torch.empty(3, 512)

@@ -35,7 +35,7 @@ SHAPES = {2: (6, 8), 3: (6, 8, 10), 4: (2, 3, 4, 6)}
 
 
 def source_of(folder: Path) -> SafetensorsSource:
-    return SafetensorsSource(SimpleNamespace(path=folder), 0)  # type: ignore[arg-type]
+    return SafetensorsSource(SimpleNamespace(path=folder, quant=None), 0)  # type: ignore[arg-type]
 
 
 def dims(name: str) -> int:
@@ -106,15 +106,17 @@ def test_gguf_rows_are_read_from_the_file(tmp_path: Path, monkeypatch: pytest.Mo
         pytest.skip("needs the C kernels")
     path, _ = make_tiny_gguf("qwen3", tmp_path, "Q8_0", intermediate_size=128)
     num_bytes: dict[str, int] = {}
-    taken = gguf._select
+    packed = gguf.GGUFSource._packed
 
-    def counted(packed: Any, span: slice, axis: int, order: Any) -> Any:
-        actual = taken(packed, span, axis, order)
+    def counted(source: Any, view: Any, axis: int = 0, span: slice = gguf._ALL) -> Any:
+        actual = packed(source, view, axis, span)
+        if span == gguf._ALL:
+            return actual
         num_bytes[str(axis)] = num_bytes.get(str(axis), 0) + actual.nbytes
         assert actual.base is not None, "a copy of more than the shard"
         return actual
 
-    monkeypatch.setattr(gguf, "_select", counted)
+    monkeypatch.setattr(gguf.GGUFSource, "_packed", counted)
     load_tiny(path, world=tp_worlds(2)[1], packed=True)
     row = 34 * 2  # bytes of 64 numbers
     ends, heads, up = 2 * 64 * row, 2 * (32 + 2 * 16) * row, 2 * 2 * 64 * row

@@ -48,7 +48,7 @@ def pooled(path: Path, size: int, label_ids: list[int]) -> list[list[Tensor]]:
             if hasattr(module, "backend"):
                 module.backend.plan(batch)
         states = model(batch)
-        return [states, model.vectors(states)]
+        return [states, model.vectors(states, "embed")]
 
     return run_threads(size, run, worlds=lambda _: worlds)
 

@@ -94,7 +94,6 @@ class EngineCore:
             self.step_queue.draw(constraints.masks())
 
     def reset_prefix_cache(self, external: bool = False) -> bool:
-        """Forget every prefix; with `external`, those in lower tiers of the KV cache, too."""
         return self.scheduler.reset_prefix_cache(external)
 
     def block_map(self) -> bytes:

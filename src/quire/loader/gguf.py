@@ -19,6 +19,7 @@ from quire.quant.gguf import BLOCKS, GGUFFormat, Stored
 
 # Weights dequantized at a time, so that a large embedding never exists in float32 as a whole.
 _CHUNK_WEIGHTS = 1 << 24
+_ALL = slice(None)
 _KEPT_BYTES = 32 << 20
 """Bytes of the file that may stay in memory while it is read."""
 
@@ -43,10 +44,14 @@ class GGUFSource(Source):
         }
         return GGUFFormat(stored, plain)
 
-    def _packed(self, view: View) -> NDArray[np.uint8]:
-        """Return the bytes of a tensor by row; for a vector by element."""
+    def _packed(self, view: View, axis: int = 0, span: slice = _ALL) -> NDArray[np.uint8]:
+        """Return the bytes of a tensor by row, for a vector by element; only `span` of an axis."""
         shape, raw = _packed_shape(view.tensor), self._file.raw(view.tensor.name)
-        return (raw if view.rows is None else raw.reshape(-1, shape[-1])[view.rows]).reshape(shape)
+        before = (_ALL,) * axis
+        if view.rows is None:
+            return raw.reshape(shape)[(*before, span)]
+        raw, rows = raw.reshape(-1, shape[-1]), view.rows.reshape(shape[:-1])
+        return raw[rows[(*before, span)]] if axis < rows.ndim else raw[:, span][rows]
 
     def fill(self, target: Target) -> None:
         """Fill a target with dequantized values, or with the bytes of the file if it takes bytes."""
@@ -64,12 +69,12 @@ class GGUFSource(Source):
 
     def _shard_bytes(self, target: Target) -> NDArray[np.uint8]:
         """Return the bytes of the target's shard: rows as stored in the file, columns concatenated."""
-        packed, axis = self._packed(self._views[target.name]), target.axis
+        view, axis = self._views[target.name], target.axis
         if axis is None or target.is_whole:
-            return packed
+            return self._packed(view)
         parts = []
         for span, num_zeros in target.spans():
-            parts.append(packed[(slice(None),) * axis + (span,)])
+            parts.append(packed := self._packed(view, axis, span))
             if num_zeros:
                 shape = (*packed.shape[:axis], num_zeros, *packed.shape[axis + 1 :])
                 parts.append(np.zeros(shape, np.uint8))
@@ -78,24 +83,24 @@ class GGUFSource(Source):
     def _unpack(self, target: Target) -> None:
         """Dequantize the target's shard, some rows at a time; for columns the blocks that contain them."""
         view, into, axis = self._views[target.name], target.tensor, target.axis
-        tensor, packed = view.tensor, self._packed(view)
+        tensor = view.tensor
         if axis is None or target.is_whole:
-            self._unpack_rows(tensor, packed, slice(None), into)
+            self._unpack_rows(tensor, self._packed(view), _ALL, into)
         elif axis < len(tensor.shape) - 1 or axis == 0:
             for span, part in target.slices():
-                self._unpack_rows(tensor, packed[(slice(None),) * axis + (span,)], slice(None), part)
+                self._unpack_rows(tensor, self._packed(view, axis, span), _ALL, part)
         else:
             columns, num_bytes = BLOCKS[tensor.type]
             for span, part in target.slices():
                 first, last = span.start // columns, -(-span.stop // columns)
-                blocks = packed[..., first * num_bytes : last * num_bytes]
+                blocks = self._packed(view, axis, slice(first * num_bytes, last * num_bytes))
                 inside = slice(span.start - first * columns, span.stop - first * columns)
                 self._unpack_rows(tensor, blocks, inside, part)
 
     def _dequantize(self, tensor: GGUFTensor) -> NDArray[np.float32]:
         """Return all values of a stored tensor."""
         values = torch.empty(tensor.shape)
-        self._unpack_rows(tensor, self._packed(View(tensor)), slice(None), values)
+        self._unpack_rows(tensor, self._packed(View(tensor)), _ALL, values)
         return values.numpy()
 
     def _unpack_rows(

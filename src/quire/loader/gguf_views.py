@@ -51,10 +51,10 @@ def _split(name: str, tensor: GGUFTensor, facts: ArchFacts) -> dict[str, View]:
         count, *matrix = tensor.shape
         slabs = np.arange(count * matrix[0]).reshape(count, -1)
         return {f"{where}.{part}.{i}.weight": _rows_of(tensor, slabs[i], matrix) for i in range(count)}
-    is_grouped = facts.state is not None and tensor.shape[0] % facts.state.groups == 0
-    if part in ("in_proj_qkvz", "in_proj_ba") and facts.state is not None and is_grouped:
+    state = facts.state if part in ("in_proj_qkvz", "in_proj_ba") else None
+    if state is not None and state.groups and tensor.shape[0] % state.groups == 0:
         names = ("in_proj_qkv", "in_proj_z") if part == "in_proj_qkvz" else ("in_proj_b", "in_proj_a")
-        split = _split_groups(tensor, facts.state, part)
+        split = _split_groups(tensor, state, part)
         return {f"{where}.{part}.weight": view for part, view in zip(names, split, strict=True)}
     return {name: _one(name, tensor, facts)}
 

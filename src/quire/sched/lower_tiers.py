@@ -22,7 +22,7 @@ class LowerTiers(AdmissionCheck, Protocol):
         """Whether blocks are being copied, or wait for it."""
 
     def note_evicted(self, blocks: list[Block]) -> None:
-        """Note blocks whose prefixes are evicted from the device; their contents are still there."""
+        """Record blocks before their prefixes are evicted from the device."""
 
     def plan(self, step: int, fresh: Iterable[Block]) -> BlockStores | None:
         """Return the blocks that a planned step stores before it computes; it fills `fresh` blocks."""

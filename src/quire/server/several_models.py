@@ -43,9 +43,12 @@ LORA_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 _POOL_PATHS = ("/sleep", "/wake_up")
 """Routes of a single engine that would change the state of a model without the pool."""
 _STATUS_PATHS = frozenset({"/v1/models", "/health", "/ping", "/load", "/metrics"})
+_MAX_FORM_FIELD = 1 << 16
+"""Maximum size in bytes of the part of a form that names the model."""
 _LARGE = 1 << 20
 """Size in bytes above which the model is looked up in a thread."""
-_FORM_MODEL = re.compile(rb'name="?model"?[^\r\n]*\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]*)\r\n')
+_FORM_MODEL = re.compile(rb'name="?model"?[;\r]')
+"""Header of the part of a form that names the model."""
 
 
 class _Names(msgspec.Struct):
@@ -253,12 +256,20 @@ def _state_of(model: ServedModel) -> Response:
 def _names_of(path: str, body: bytes) -> _Names:
     """Return the names in a body; none if it is invalid."""
     if path in FORM_PATHS:
-        match = _FORM_MODEL.search(body)
-        return _Names(match[1].decode("utf-8", "replace") if match else None)
+        return _Names(_form_model(body))
     try:
         return msgspec.json.decode(body, type=_Names) if body else _Names()
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return _Names()
+
+
+def _form_model(body: bytes) -> str | None:
+    """Return the field `model` of a form, which stands between an empty line and the end of its line."""
+    if (part := _FORM_MODEL.search(body)) is None:
+        return None
+    _, _, rest = body[part.start() : part.start() + _MAX_FORM_FIELD].partition(b"\r\n\r\n")
+    name, line_end, _ = rest.partition(b"\r\n")
+    return name.decode("utf-8", "replace") if line_end else None
 
 
 def _query_model(scope: Scope) -> str | None:
