@@ -55,9 +55,9 @@ def test_layer_is_packed_only_if_every_part_can_be() -> None:
         return format.experts(("0", "1", "2"), shape)
 
     assert all(
-        isinstance(layer(*kinds), GGUFWeightOnGPU) for kinds in (("Q4_K",), ("IQ4_XS", "Q6_K"), ("MXFP4",))
+        isinstance(layer(*kinds), GGUFWeightOnGPU) for kinds in (("Q4_K",), ("IQ4_XS", "Q6_K"), ("IQ2_XS",))
     )
-    assert layer("IQ2_XS") == layer("Q4_K", "F16") == layer() == "plain"
+    assert layer("IQ1_S") == layer("Q4_K", "F16") == layer() == "plain"
     assert isinstance(experts(32, "Q4_0", "Q4_0", "Q8_0"), GGUFExpertsOnGPU)
     assert experts(32, "Q4_0", "Q4_1", "Q8_0") == experts(34, "Q4_0", "Q4_0", "Q8_0") == "plain"
 

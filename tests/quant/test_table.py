@@ -16,7 +16,12 @@ from quire.checkpoint.quant.schemes import Scheme
 from quire.errors import ConfigError
 from quire.quant.plain import PlainExperts, PlainWeight
 
-TESTED_IN = {"auto-round": "test_auto_round.py", "mxfp4": "test_mxfp4.py", "quark": "test_quark.py"}
+TESTED_IN = {
+    "auto-round": "test_auto_round.py",
+    "mxfp4": "test_mxfp4.py",
+    "quark": "test_quark.py",
+    "torchao": "test_torchao.py",
+}
 
 
 @pytest.mark.parametrize("family", SIZES)
