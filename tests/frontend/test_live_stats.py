@@ -15,7 +15,7 @@ def test_slowest_come_first_and_old_ones_expire() -> None:
     for id in range(RECENT):
         end(id, (id * 7 % RECENT) + 1.0)
     view.ended(RequestOutput("without times", None, [1], None, [], True))
-    slowest = view.view(0, 0)["slowest"]
+    slowest = view._recent(0, 0)["slowest"]
     assert [item["total_ms"] for item in slowest] == [1e3 * (RECENT - i) for i in range(SLOWEST)]
     first = slowest[0]
     assert (first["prompt_tokens"], first["completion_tokens"], first["cached_tokens"]) == (2, 3, 1)
