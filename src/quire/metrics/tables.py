@@ -1,7 +1,9 @@
 """The names, help texts and buckets of the metrics of an engine."""
 
 from quire.data.prefix_miss import MISS_REASONS
-from quire.metrics import kv_offload
+from quire.metrics.kv_offload import COUNTERS as OFFLOAD_COUNTERS
+from quire.metrics.kv_offload import HISTOGRAMS as OFFLOAD_HISTOGRAMS
+from quire.metrics.kv_offload import LABELLED as OFFLOAD_LABELLED
 
 _FIRST_TOKEN = [
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -42,7 +44,7 @@ COUNTERS = {
     "prompt_tokens": "Prompt tokens processed, including cached ones.",
     "prompt_tokens_cached": "Prompt tokens taken from the prefix cache.",
     "generation_tokens": "Tokens generated.",
-    **kv_offload.COUNTERS,
+    **OFFLOAD_COUNTERS,
 }
 HISTOGRAMS: dict[str, tuple[str, list[float]]] = {
     "iteration_tokens_total": ("Tokens computed in one step.", [float(edge) for edge in _STEP_TOKENS]),
@@ -56,7 +58,7 @@ HISTOGRAMS: dict[str, tuple[str, list[float]]] = {
     "request_prefill_time_seconds": ("From admission to the first token.", _PER_REQUEST),
     "request_decode_time_seconds": ("From the first token to the last.", _PER_REQUEST),
     "request_params_n": ("The n of a request.", [1, 2, 5, 10, 20]),
-    **kv_offload.HISTOGRAMS,
+    **OFFLOAD_HISTOGRAMS,
 }
 LABELLED = {
     "request_success": ("Requests that ended.", "finished_reason", FINISH_REASONS),
@@ -72,7 +74,7 @@ LABELLED = {
         "sleep_state",
         ("awake", "weights_offloaded", "discard_all"),
     ),
-    **kv_offload.LABELLED,
+    **OFFLOAD_LABELLED,
 }
 """Metrics with an additional label: help text, label and its values."""
 LABELLED_GAUGES = ("num_requests_waiting_by_reason", "engine_sleep_state")
