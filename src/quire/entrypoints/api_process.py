@@ -4,8 +4,8 @@ import asyncio
 import socket
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from multiprocessing import connection
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -143,7 +143,7 @@ def run_api(
     ready, or a one-line error."""
     adopt(f"APIServer{index}" if (settings.http.api_server_count or 1) > 1 else "APIServer")
     tune_allocator()
-    try:
+    with reports_failure(parent):
         load_plugins(config.broken_plugins)
         names = key_names(settings.keys)
         keys = KeyPages(names, key_file, process=index) if names else None
@@ -175,6 +175,13 @@ def run_api(
                 registry=LoRARegistry(roster_file),
             )
         )
+
+
+@contextmanager
+def reports_failure(parent: connection.Connection) -> Iterator[None]:
+    """End the process if its server fails, and send the reason to the supervisor."""
+    try:
+        yield
     except QuireError as error:
         parent.send(str(error))
         sys.exit(1)

@@ -2,7 +2,6 @@
 
 import asyncio
 import socket
-import sys
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from multiprocessing import connection
@@ -12,6 +11,7 @@ import psutil
 import uvloop
 
 from quire.config.plugins import load_plugins
+from quire.entrypoints.api_process import reports_failure
 from quire.entrypoints.child_cores import LOOK_S, ChildCores
 from quire.entrypoints.models_config import ConfiguredModel
 from quire.errors import EngineError, QuireError
@@ -106,7 +106,7 @@ def run_models(
     """Run the API process. Send None to `parent` when it is ready, or a one-line error."""
     adopt("APIServer")
     tune_allocator()
-    try:
+    with reports_failure(parent):
         load_plugins(models[0].config.broken_plugins)
         names = key_names(settings.keys)
         keys = KeyPages(names, key_file, process=0) if names else None
@@ -123,13 +123,6 @@ def run_models(
             for number, model in enumerate(models)
         ]
         uvloop.run(_serve(models, cores, settings, budget_bytes, listener, keys, parent))
-    except QuireError as error:
-        parent.send(str(error))
-        sys.exit(1)
-    except Exception as error:
-        log.exception("the API server ends with an error")
-        parent.send(f"the API server failed: {type(error).__name__}: {' '.join(str(error).split())}")
-        sys.exit(1)
 
 
 async def _serve(
