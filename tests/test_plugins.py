@@ -223,7 +223,8 @@ def test_example_does_not_import_torch_and_a_plugin_that_does_is_named(folder: P
     (folder / "torch.py").write_text("")  # takes the place of torch in the new process
     code = "from quire.config.plugins import load_plugins; print(load_plugins())"
     source = str(Path(quire.__file__).parents[1])
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), source])}
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), source, *inherited]))}
     ended = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
     assert ended.stdout == "()\n", ended.stderr
     assert re.findall(r"Loaded plugin '(\w+)'", ended.stderr) == ["acme", "mine"]

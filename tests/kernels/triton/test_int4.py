@@ -44,6 +44,9 @@ BRANCHES = [
 ]
 """Row and tile kernels, each with codes of both sizes, with several groups and one; split sums."""
 OTHERS = [(plan, *shape) for plan, shape in itertools.product(PLANS, SHAPES)]
+GATED = 1.2e-2
+"""Limit for gated products: gate and up are rounded, and the row kernels do not round the weights. In
+bfloat16 that is up to 1e-2 of the norm of 16 outputs."""
 gpu = pytest.mark.gpu
 
 
@@ -76,10 +79,10 @@ def weight_of(
     return weight, wide.to(dtype)
 
 
-def close(actual: Tensor, expected: Tensor) -> None:
+def close(actual: Tensor, expected: Tensor, limit: float = 5e-3) -> None:
     assert actual.shape == expected.shape
     error = (actual.double() - expected.double()).norm() / expected.double().norm()
-    assert error < 5e-3, error
+    assert error < limit, error
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
@@ -102,15 +105,15 @@ def test_matmuls_of_odd_sizes(plan: WholeRows | TilesPlan, bits: int, group: int
     num = 2 if isinstance(plan, WholeRows) else 19
     (weight, plain), x, bias = weight_of(22, inputs, bits, group), random(num, inputs + 8)[:, 8:], random(22)
     close(multiply(x, weight, bias, plan), product(x, plain) + bias.double())
-    expected = Reference().gated(product(x, plain).to(DTYPE), "silu")
-    close(multiply(x, weight, None, plan, gated=True), expected)
+    expected = Reference().gated(product(x, plain), "silu")
+    close(multiply(x, weight, None, plan, gated=True), expected, GATED)
 
 
 @pytest.mark.parametrize("num", [1, 40])
 def test_selected_kernel_multiplies(num: int) -> None:
     (weight, plain), x = weight_of(32, 128, 4, 64), random(num, 128)
     close(linear(x, weight), product(x, plain))
-    close(gated(x, weight), Reference().gated(product(x, plain).to(DTYPE), "silu"))
+    close(gated(x, weight), Reference().gated(product(x, plain), "silu"), GATED)
 
 
 @pytest.mark.parametrize(("bits", "activation"), [(4, "silu"), (8, "relu")])
