@@ -46,8 +46,9 @@ _SMALL, _TILE = 2048, 4096
 _FEW = 512
 """Most heads of all sequences for which programs are small, to have enough of them."""
 _SCAN_WARPS, _DELTA_WARPS, _SOLVE_WARPS = 8, 4, 4
-_SCAN, _DELTA = SSMShape(64, 4, 2), SSMShape(32, 4, 2)
-"""Shapes of the kernels that process chunk after chunk."""
+_SCAN, _DELTA = SSMShape(64, 4, 2), SSMShape(32, 2, 2)
+"""Shapes of the kernels that process chunk after chunk. With four warps or more, Triton 3.6 reads tiles of
+the delta rule from shared memory before all warps have written them: outputs are wrong."""
 _SELECTED = 1024
 """State elements per program of Mamba's scan of short sequences, eight per thread."""
 _BLOCKS, _MOST_CHANNELS = (8, 16, 32), (2**14, 2**15)
