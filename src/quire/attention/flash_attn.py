@@ -72,7 +72,7 @@ class FlashAttention:
                 f"FLASH_ATTN needs a block size that is a multiple of {block_step}, not {block_size}"
             )
         lens = {"seqused_k": batch.seq_lens} if by_lens else {"cu_seqlens_k": step.key_starts}
-        out: Tensor = attend(
+        return attend(
             q,
             k_cache,
             v_cache,
@@ -87,7 +87,6 @@ class FlashAttention:
             block_table=step.tables,
             **lens,
         )
-        return out
 
 
 @cache

@@ -61,8 +61,7 @@ class FlashInfer:
         planned = batch.attention.wrappers
         if key not in planned:
             planned[key] = self._plan_wrapper(key, batch)
-        out: Tensor = planned[key].run(q, (k_cache, v_cache), k_scale=spec.k_scale, v_scale=spec.v_scale)
-        return out
+        return planned[key].run(q, (k_cache, v_cache), k_scale=spec.k_scale, v_scale=spec.v_scale)
 
     def _plan_wrapper(self, key: tuple[AttentionSpec, int, torch.dtype], batch: Batch) -> Any:
         spec, block_size, cache_dtype = key

@@ -77,8 +77,7 @@ class CrossAttention(nn.Module):
         q = self.q(x).view(len(x), self.spec.heads, self.spec.head_dim)
         self.queries = q if self.is_watched else None
         mixed = self.backend.forward(q, self.k_cache, self.v_cache, batch.crossed, self.spec)
-        out: Tensor = self.out(mixed.flatten(1))
-        return out
+        return self.out(mixed.flatten(1))
 
 
 class CrossAttentionCache(nn.Module):

@@ -68,5 +68,4 @@ class EncoderAttention(nn.Module):
             mixed = self.attend(q, k, v, texts, self.window)
         else:
             mixed = attend(q, k, v, texts, bias=bias)
-        out: Tensor = self.out(mixed.flatten(1))
-        return out
+        return self.out(mixed.flatten(1))

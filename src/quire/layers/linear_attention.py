@@ -80,8 +80,7 @@ class DeltaAttention(DecayMixer):
         else:
             y = self.norm.alone(y.view(-1, self.head_dim)).view(len(y), -1)
             y = self.ops.gate(y, gate, self.gate)
-        out: Tensor = self.out(y)
-        return out
+        return self.out(y)
 
 
 class LightningAttention(SSMMixer):
@@ -126,5 +125,4 @@ class LightningAttention(SSMMixer):
             y = norm_shares(y, (self.norm.weight,), self.norm.eps, group=self.group)
         else:
             y = self.norm.alone(y)
-        out: Tensor = self.out(self.ops.gate(y, gate, "sigmoid"))
-        return out
+        return self.out(self.ops.gate(y, gate, "sigmoid"))

@@ -43,8 +43,7 @@ class MLP(nn.Module):
         fits = len(x) > _MANY and self.gate_up.activation == "silu" and not self.down.adapts
         if of_gates is not None and fits:
             return of_gates(self.gate_up.multiply(x))
-        out: Tensor = self.down(self.gate_up(x))
-        return out
+        return self.down(self.gate_up(x))
 
 
 class PlainMLP(nn.Module):
@@ -68,5 +67,4 @@ class PlainMLP(nn.Module):
         self.down = RowLinear(inner, facts.hidden, scope / down, bias=facts.mlp_bias, sums=sums)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(self.ops.activate(self.up(x), self.activation))
-        return out
+        return self.down(self.ops.activate(self.up(x), self.activation))

@@ -96,8 +96,7 @@ class ShortConv(SSMMixer):
         x = self.ops.gate(x, gate_in, "itself")
         conv_state, seqs = self.bound[0], self.seqs_of(batch)
         x = self.ops.conv(x, self.conv_weight, self.conv_bias, conv_state, seqs, activated=False)
-        out: Tensor = self.out(self.ops.gate(x, gate_out, "itself"))
-        return out
+        return self.out(self.ops.gate(x, gate_out, "itself"))
 
 
 class DecayMixer(SSMMixer):
@@ -183,8 +182,7 @@ class MambaMixer(DecayMixer):
             params = self.norm_parts(params, self.weights, self.eps)
         dt, b, c = params.split(self.param_sizes, 1)
         y = self.ops.select(x, gate, MambaInputs(self.steps(dt), b, c, self.rates, self.skip), state, seqs)
-        out: Tensor = self.out(y)
-        return out
+        return self.out(y)
 
 
 class Mamba2Mixer(DecayMixer):
@@ -222,8 +220,7 @@ class Mamba2Mixer(DecayMixer):
         xbc = self.ops.conv(xbc, self.conv_weight, self.conv_bias, conv_state, seqs)
         y = self.ops.scan(xbc, dt, self.rates, self.skip, state, seqs, limits=self.limits)
         y = self.ops.gate(y, gate, "silu") if self.normed is None else self.normed(y, gate)
-        out: Tensor = self.out(y)
-        return out
+        return self.out(y)
 
 
 class GatedNorm(nn.Module):
@@ -294,8 +291,7 @@ class GatedDelta(DecayMixer):
         qkv = self.ops.conv(qkv, self.conv_weight, None, conv_state, seqs)
         y = self.ops.delta(qkv, a, b, self.rates, state, seqs)
         y = self.ops.gated_norm(y, gate, self.norm.weight, self.norm.eps, gate_first=False)
-        out: Tensor = self.out(y)
-        return out
+        return self.out(y)
 
 
 class OrderedLinear(Linear):

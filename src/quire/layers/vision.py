@@ -117,8 +117,7 @@ class VisionAttention(nn.Module):
         if angles is not None:
             self.rotate(heads[:, : 2 * self.qkv.heads], angles)
         q, k, v = parts
-        out: Tensor = self.out(self.attend(q, k, v, spans, None).flatten(1))
-        return out
+        return self.out(self.attend(q, k, v, spans, None).flatten(1))
 
 
 class VisionMLP(nn.Module):
@@ -158,8 +157,7 @@ class VisionMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Compute [T, size_out] from [T, hidden]."""
         up = self.up(x)
-        out: Tensor = self.down(up if self.act is None else self.act(up))
-        return out
+        return self.down(up if self.act is None else self.act(up))
 
 
 class VisionLayer(nn.Module):
@@ -182,8 +180,7 @@ class VisionLayer(nn.Module):
 
     def forward(self, x: Tensor, spans: Spans, angles: Angles | None = None) -> Tensor:
         x = x + self.attention(self.attention_norm.alone(x), spans, angles)
-        out: Tensor = x + self.mlp(self.mlp_norm.alone(x))
-        return out
+        return x + self.mlp(self.mlp_norm.alone(x))
 
 
 class PostNormVisionLayer(VisionLayer):
@@ -191,8 +188,7 @@ class PostNormVisionLayer(VisionLayer):
 
     def forward(self, x: Tensor, spans: Spans, angles: Angles | None = None) -> Tensor:
         x = x + self.attention_norm.alone(self.attention(x, spans, angles))
-        out: Tensor = x + self.mlp_norm.alone(self.mlp(x))
-        return out
+        return x + self.mlp_norm.alone(self.mlp(x))
 
 
 class ScaledVisionLayer(VisionLayer):
@@ -205,8 +201,7 @@ class ScaledVisionLayer(VisionLayer):
     def forward(self, x: Tensor, spans: Spans, angles: Angles | None = None) -> Tensor:
         attended = self.attention(self.attention_norm.alone(x), spans, angles)
         x = x + self.attention_scale.vectors * attended
-        out: Tensor = x + self.mlp_scale.vectors * self.mlp(self.mlp_norm.alone(x))
-        return out
+        return x + self.mlp_scale.vectors * self.mlp(self.mlp_norm.alone(x))
 
 
 def vision_layers(facts: Any, depth: int, scope: Scope, style: VisionStyle = SIGLIP) -> nn.ModuleList:

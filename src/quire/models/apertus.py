@@ -47,8 +47,7 @@ class XIELUMLP(PlainMLP):
         self.activate = XIELU(scope / "act_fn")
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(self.activate(self.up(x)))
-        return out
+        return self.down(self.activate(self.up(x)))
 
 
 class Layer(llama.Layer):

@@ -149,8 +149,7 @@ class GatedMLP(nn.Module):
         self.down = RowLinear(facts.intermediate, facts.hidden, scope / down, bias=facts.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(self.gate_up(x))
-        return out
+        return self.down(self.gate_up(x))
 
 
 class Layer(nn.Module):
@@ -272,5 +271,4 @@ class MPNet(Bert):
         )
 
     def bias(self, batch: Batch) -> Tensor | None:
-        bias: Tensor = self.distances(batch.max_query_len)
-        return bias
+        return self.distances(batch.max_query_len)

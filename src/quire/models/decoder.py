@@ -89,8 +89,7 @@ class Decoder(nn.Module):
         if self.norm is None:
             assert residual is not None, "a stage has at least one layer"
             return x, residual
-        out: Tensor = self.norm(x, residual)[0]
-        return out
+        return self.norm(x, residual)[0]
 
     def tap(self, layers: tuple[int, ...], max_tokens: int, device: torch.device) -> None:
         """Store the inputs of these layers, or the output of the last, in `batch.aux_hidden_states`."""

@@ -86,8 +86,7 @@ class Attention(nn.Module):
         self.register_buffer("growth", growth_of(facts.attention_temperature, 0, scope), persistent=False)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        out: Tensor = self.out(self.attend(x, batch))
-        return out
+        return self.out(self.attend(x, batch))
 
     def attend(self, x: Tensor, batch: Batch) -> Tensor:
         """Return the attention output of all heads [T, heads * v_dim]."""
@@ -99,8 +98,7 @@ class Attention(nn.Module):
             q = self.q_up(q)
         if self.growth is not None:
             q = self.ops.scale_rows(q, self.ops.embed(batch.positions, self.growth))
-        mixed: Tensor = self.mix(q, kv, batch, batch.topk_indices if self.is_indexed else None)
-        return mixed
+        return self.mix(q, kv, batch, batch.topk_indices if self.is_indexed else None)
 
     def _select_tokens(self, x: Tensor, q_latent: Tensor, batch: Batch) -> SparseIndices | None:
         assert self.indexer is not None and self.mix.index_keys is not None, "bind() comes before forward()"

@@ -167,8 +167,7 @@ class Eagle3(DraftHead):
             self.offsets = Learned(scope / "d2t", drafts.vocab, dtype=torch.int64)
 
     def states(self, taken: Tensor) -> Tensor:
-        out: Tensor = self.fc(taken)
-        return out
+        return self.fc(taken)
 
     def forward(self, batch: Batch, states: Tensor) -> tuple[Tensor, Tensor]:
         x, residual = self.layer(self.embedded(batch.token_ids), states, batch)
@@ -178,8 +177,7 @@ class Eagle3(DraftHead):
     def logits(self, x: Tensor) -> Tensor:
         if self.head is None:
             return super().logits(x)
-        out: Tensor = self.head(x)
-        return out
+        return self.head(x)
 
     def names(self, ids: Tensor) -> Tensor:
         return ids if self.offsets is None else ids + self.offsets.vectors[ids]

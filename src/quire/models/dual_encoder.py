@@ -32,8 +32,7 @@ class DualTextLayer(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor, texts: Spans, bias: Tensor | None) -> Tensor:
         x = x + self.attention(self.attention_norm.alone(x), positions, texts, bias)
-        out: Tensor = x + self.mlp(self.mlp_norm.alone(x))
-        return out
+        return x + self.mlp(self.mlp_norm.alone(x))
 
 
 class DualTextEncoder(nn.Module):
@@ -74,8 +73,7 @@ class DualTextEncoder(nn.Module):
         x: Tensor = self.embed(token_ids) + self.places.vectors[positions]
         for layer in self.layers:
             x = layer(x, positions, texts, bias)
-        out: Tensor = self.project(self.norm.alone(x))
-        return out
+        return self.project(self.norm.alone(x))
 
 
 class ClipText(DualTextEncoder):

@@ -32,8 +32,7 @@ class SoftplusGate(llama.Attention):
         gate = F.softplus(self.gate(x).float()).view(-1, 1)
         mixed = self.mix(x, self.qkv, batch)
         self.ops.scale_rows(mixed.view(-1, self.width), gate.to(mixed.dtype))
-        out: Tensor = self.out(mixed)
-        return out
+        return self.out(mixed)
 
 
 class LagunaLayer(llama.Layer):

@@ -85,8 +85,7 @@ class SparseMLP(MLP):
         mean = self._mean(gate)
         cutoff = mean + self._mean((gate - mean).square()).sqrt() * self.deviations
         gated = F.gelu(F.relu(gate - cutoff.to(gate.dtype)), approximate="tanh") * up
-        out: Tensor = self.down(gated)
-        return out
+        return self.down(gated)
 
     def _mean(self, x: Tensor) -> Tensor:
         """Return the mean over the shards of all devices."""
@@ -144,8 +143,7 @@ class SharingAttention(nn.Module):
         entry = HeadEntry(spec.heads, *self.rope.of(batch), no_slots, *caches, norms, *spec.scales)
         qkv = F.pad(self.q(x), (0, 2 * spec.kv_heads * spec.head_dim))
         q = self.ops.rotate_and_write(qkv, entry)
-        out: Tensor = self.out(shared.backend.forward(q, *caches, batch, spec).flatten(1))
-        return out
+        return self.out(shared.backend.forward(q, *caches, batch, spec).flatten(1))
 
 
 def share_keys(facts: ArchFacts, attentions: list[nn.Module]) -> None:
@@ -173,8 +171,7 @@ class OwnInputs(nn.Module):
         ids = torch.where(token_ids < self.vocab, token_ids, 0).clamp_min(0)
         embedded = self.embed(ids) * self.per_layer**0.5
         projected = (self.projection(x) * self.hidden**-0.5).view(-1, self.per_layer)
-        out: Tensor = (self.norm.alone(projected).view(shape) + embedded.view(shape)) * 0.5**0.5
-        return out
+        return (self.norm.alone(projected).view(shape) + embedded.view(shape)) * 0.5**0.5
 
 
 class Layer(nn.Module):

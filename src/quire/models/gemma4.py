@@ -151,8 +151,7 @@ class Gemma4(Decoder):
         for number, layer in enumerate(self.layers):
             x, residual = layer(x, residual, batch, layer_inputs[:, number])
         assert self.norm is not None
-        out: Tensor = self.norm(x, residual)[0]
-        return out
+        return self.norm(x, residual)[0]
 
     def tap(self, layers: tuple[int, ...], max_tokens: int, device: torch.device) -> None:
         if self.own is not None:

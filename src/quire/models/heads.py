@@ -27,8 +27,7 @@ class ClassifierHead(nn.Module):
         self.product = WholeLinear(facts.hidden, size, scope / self.name, bias=self.bias)
 
     def forward(self, states: Tensor) -> Tensor:
-        out: Tensor = self.product(states)
-        return out
+        return self.product(states)
 
 
 class EachScore(ClassifierHead):
@@ -69,8 +68,7 @@ class Reward(nn.Module):
         self.out = WholeLinear(facts.hidden, size, scope / self.out_name, bias=True)
 
     def forward(self, states: Tensor) -> Tensor:
-        out: Tensor = self.out(self.activate(self.dense(states)))
-        return out
+        return self.out(self.activate(self.dense(states)))
 
 
 class DistilBertClassifier(Reward):
@@ -104,8 +102,7 @@ class TaskLinear(nn.Module):
         self.product = WholeLinear(facts.hidden, head.size, scope / head.name, bias=head.bias)
 
     def forward(self, states: Tensor) -> Tensor:
-        out: Tensor = self.product(states)
-        return out
+        return self.product(states)
 
 
 class MaskedLMNames(NamedTuple):

@@ -46,11 +46,10 @@ class Attention(llama.Attention):
         self.mix.norms = HeadNorms(ones, ones, facts.norm_eps)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        out: Tensor = self.out(self.mix(x, self._project_qkv, batch))
-        return out
+        return self.out(self.mix(x, self._project_qkv, batch))
 
     def _project_qkv(self, x: Tensor, entry: HeadEntry) -> Tensor:
-        return self.weights(self.qkv(x, entry))  # type: ignore[no-any-return]
+        return self.weights(self.qkv(x, entry))
 
 
 class Layer(llama.Layer):

@@ -71,8 +71,7 @@ class Attention(nn.Module):
         )
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        out: Tensor = self.out(self.mix(x, self.qkv, batch))
-        return out
+        return self.out(self.mix(x, self.qkv, batch))
 
 
 class Layer(nn.Module):

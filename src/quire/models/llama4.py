@@ -44,23 +44,20 @@ class Attention(llama.Attention):
         self.register_buffer("growth", growth, persistent=False)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        out: Tensor = self.out(self.attend(x, batch))
-        return out
+        return self.out(self.attend(x, batch))
 
     def attend(self, x: Tensor, batch: Batch) -> Tensor:
         """Return the attention output of all heads [T, heads * head_dim]."""
         growth = self.growth
         if growth is None:
-            plain: Tensor = self.mix(x, self.qkv, batch)
-            return plain
+            return self.mix(x, self.qkv, batch)
 
         def project(x: Tensor, entry: HeadEntry) -> Tensor:
             q: Tensor = self.qkv(x, entry)
             self.ops.scale_rows(q.view(len(q), -1), self.ops.embed(batch.positions, growth))
             return q
 
-        mixed: Tensor = self.mix(x, project, batch)
-        return mixed
+        return self.mix(x, project, batch)
 
 
 class Layer(llama.Layer):

@@ -41,8 +41,7 @@ class Attention(nn.Module):
         values = F.pad(values.unflatten(1, (-1, self.v_dim)), (0, self.missing)).flatten(1)
         mixed = self.mix(torch.cat((queries_keys, values), 1), self.ops.rotate_and_write, batch)
         mixed = mixed.unflatten(1, (-1, self.v_dim + self.missing))[..., : self.v_dim].flatten(1)
-        out: Tensor = self.out(self.ops.scale(mixed, self.value_scale))
-        return out
+        return self.out(self.ops.scale(mixed, self.value_scale))
 
 
 class Layer(llama.Layer):

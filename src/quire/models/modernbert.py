@@ -77,5 +77,4 @@ class ModernBertClassifier(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         x = self.ops.activate(self.dense(states), self.activation)
-        out: Tensor = self.classifier(self.norm.alone(x))
-        return out
+        return self.classifier(self.norm.alone(x))

@@ -100,14 +100,12 @@ class PoolingModel(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """Return hidden states [T, hidden]."""
-        out: Tensor = self.body(batch)
-        return out
+        return self.body(batch)
 
     def vectors(self, states: Tensor, task: str) -> Tensor:
         """Return the output [N, size] of pooled states [N, hidden], in float32 or the model's dtype."""
         if task in self.task_heads:
-            outputs: Tensor = self.task_heads[task](states.to(self.dtype))
-            return outputs
+            return self.task_heads[task](states.to(self.dtype))
         if self.classifier is None:
             for dense in self.dense:
                 states = dense(states.float())

@@ -29,8 +29,7 @@ class GatedOutput(llama.Attention):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         gate: Tensor = self.gate(x)
-        out: Tensor = self.out(self.ops.weigh(self.mix(x, self.qkv, batch), gate))
-        return out
+        return self.out(self.ops.weigh(self.mix(x, self.qkv, batch), gate))
 
 
 class ScaledSandwichLayer(SandwichLayer):

@@ -48,8 +48,7 @@ class GatedAttention(nn.Module):
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         gate, qkv = self.gate_qkv(x).split(self.split, 1)
         mixed = self.mix(qkv, self.ops.rotate_and_write, batch)
-        out: Tensor = self.out(self.gates.gate(mixed, gate, "sigmoid"))
-        return out
+        return self.out(self.gates.gate(mixed, gate, "sigmoid"))
 
 
 class Layer(llama.Layer):

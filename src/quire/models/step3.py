@@ -41,8 +41,7 @@ class LowRankQueries(nn.Module):
         latent, keys_values = self.down.multiply(x).split(self.sizes, 1)
         queries = self.up(self.norm.alone(latent))
         mixed = self.mix(torch.cat((queries, keys_values), 1), self.ops.rotate_and_write, batch)
-        out: Tensor = self.out(mixed)
-        return out
+        return self.out(mixed)
 
 
 class Step3Layer(llama.Layer):
@@ -71,8 +70,7 @@ class GatedHeads(llama.Attention):
         gate: Tensor = self.gate(x)
         mixed = self.mix(x, self.qkv, batch)
         self.ops.weigh(mixed.view(-1, self.head_dim), gate.view(-1, 1))
-        out: Tensor = self.out(mixed)
-        return out
+        return self.out(mixed)
 
 
 class Layer(llama.Layer):

@@ -87,8 +87,7 @@ class TransformersModel(nn.Module):
             use_cache=False,
             quire_step=TransformersStep(batch, self.scope.ops.rotate_and_write),
         )
-        hidden: Tensor = out[0][0]
-        return hidden
+        return out[0][0]
 
     def _inputs(self, batch: Batch) -> dict[str, Tensor]:
         if batch.embeds is None:
@@ -100,8 +99,7 @@ class TransformersModel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [N, vocab] of hidden states [N, hidden]."""
-        logits: Tensor = self.tail(inputs_embeds=hidden[None], use_cache=False).logits[0]
-        return logits
+        return self.tail(inputs_embeds=hidden[None], use_cache=False).logits[0]
 
 
 class _PassThrough(nn.Module):

@@ -87,8 +87,7 @@ class Use(nn.Module):
         mixed = self.mix(block.norm.alone(torch.cat((x, batch.first), 1)), self._project_qkv, batch)
         x = block.mlp_norm.alone(block.out(mixed))
         gate_up = self.more_gate_up(mlp.gate_up.multiply(x), x)
-        out: Tensor = self.linear(mlp.down(self.ops.gated(gate_up, mlp.gate_up.activation)))
-        return out
+        return self.linear(mlp.down(self.ops.gated(gate_up, mlp.gate_up.activation)))
 
     def _project_qkv(self, x: Tensor, entry: HeadEntry) -> Tensor:
         qkv = self.block.qkv.multiply(x)

@@ -288,5 +288,4 @@ class Gemma3(FixedSizeTower):
         self.projector = GemmaProjector(self.facts, scope / "model" / "multi_modal_projector")
 
     def forward(self, pixels: Tensor) -> Tensor:
-        vectors: Tensor = self.projector(self.vit(pixels))
-        return vectors
+        return self.projector(self.vit(pixels))

@@ -74,8 +74,7 @@ class Attention(nn.Module):
         is_valid = (keys >= 0) & (keys < len(x))
         weights = scores.masked_fill(~is_valid[:, None], -torch.inf).softmax(-1, dtype=torch.float32)
         mixed = torch.einsum("thf,thdf->thd", weights.to(v.dtype), v).flatten(1)
-        out: Tensor = x + self.after.alone(self.out(mixed).clamp(-clip, clip))
-        return out
+        return x + self.after.alone(self.out(mixed).clamp(-clip, clip))
 
 
 class FeedForward(nn.Module):
@@ -92,8 +91,7 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         clip = self.facts.clip
         projected = self.down(F.silu(self.up(self.before.alone(x.clamp(-clip, clip)))))
-        out: Tensor = x + self.after.alone(projected.clamp(-clip, clip)) * self.facts.residual
-        return out
+        return x + self.after.alone(projected.clamp(-clip, clip)) * self.facts.residual
 
 
 class LightConvolution(nn.Module):
@@ -112,8 +110,7 @@ class LightConvolution(nn.Module):
         clip = self.facts.clip
         gated = F.glu(self.start(self.before.alone(x))).T
         mixed = F.conv1d(F.pad(gated, (self.facts.kernel - 1, 0)), self.weight.vectors, groups=len(gated))
-        out: Tensor = x + self.end(F.silu(self.norm.alone(mixed.T.contiguous().clamp(-clip, clip))))
-        return out
+        return x + self.end(F.silu(self.norm.alone(mixed.T.contiguous().clamp(-clip, clip))))
 
 
 class Layer(nn.Module):

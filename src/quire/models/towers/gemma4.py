@@ -37,8 +37,7 @@ class ClippedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not len(self.bounds):
-            out: Tensor = self.product(x)
-            return out
+            return self.product(x)
         least_in, most_in, least, most = (bound.get_parameter("vectors") for bound in self.bounds)
         return torch.clamp(self.product(torch.clamp(x, least_in, most_in)), least, most)
 
@@ -68,8 +67,7 @@ class Gemma4VisionLayer(nn.Module):
         before, after, before_mlp, after_mlp = (norm.alone for norm in self.norms)
         x = x + after(self._attention(before(x), images, axes))  # type: ignore[operator]
         y = before_mlp(x)  # type: ignore[operator]
-        out: Tensor = x + after_mlp(self.down(F.gelu(self.gate(y), approximate="tanh") * self.up(y)))  # type: ignore[operator]
-        return out
+        return x + after_mlp(self.down(F.gelu(self.gate(y), approximate="tanh") * self.up(y)))  # type: ignore[operator]
 
     def _attention(self, x: Tensor, images: Spans, axes: Axes) -> Tensor:
         shape, size = (len(x), self.facts.heads, self.facts.head_dim), self.facts.head_dim
@@ -79,8 +77,7 @@ class Gemma4VisionLayer(nn.Module):
         )
         v = unit_norm(self.v(x).view(shape), self.facts.norm_eps)
         mixed = self.attend(q * math.sqrt(size), k, v, images, None)  # scores are not scaled
-        out: Tensor = self.out(mixed.flatten(1))
-        return out
+        return self.out(mixed.flatten(1))
 
 
 def _rotate_axes(x: Tensor, axes: Axes) -> Tensor:
@@ -157,8 +154,7 @@ class Gemma4Tower(Tower):
         if self.standard is not None:
             bias, scale = (part.get_parameter("vectors").float() for part in self.standard)
             means = (means - bias) * scale
-        out: Tensor = means.to(x.dtype)
-        return out
+        return means.to(x.dtype)
 
     def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
         unit = self.facts.patch * self.facts.merge
@@ -172,5 +168,4 @@ class Gemma4Tower(Tower):
 def _flat_patches(image: Tensor, patch: int) -> Tensor:
     """Return the patches of [3, height, width], [patches, patch * patch * 3] with the channel last."""
     patches = patches_of(image[None], patch)[0].unflatten(1, (3, patch**2))
-    flat: Tensor = patches.transpose(1, 2).flatten(1)
-    return flat
+    return patches.transpose(1, 2).flatten(1)

@@ -86,8 +86,7 @@ class PatchMerger(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Merge [T, hidden] to [T / merge^2, size_out]."""
-        out: Tensor = self.mlp(self.norm.alone(x.view(-1, self.norm.run.size)).view(-1, self.size))
-        return out
+        return self.mlp(self.norm.alone(x.view(-1, self.norm.run.size)).view(-1, self.size))
 
 
 class GridTower(Tower):
@@ -125,8 +124,7 @@ class GridTower(Tower):
         x = x if positions is None else x + positions
         for layer in self.layers:
             x = layer(x, images, angles)
-        out: Tensor = self.merger(x if self.last_norm is None else self.last_norm.alone(x))
-        return out
+        return self.merger(x if self.last_norm is None else self.last_norm.alone(x))
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         return self.compute(modality, items, self.lay_out(modality, items))

@@ -64,8 +64,7 @@ class Lfm2VL(Tower):
         for layer in self.layers:
             x = layer(x, images)
         squares = self._merge(self.last_norm.alone(x), grids)
-        out: Tensor = self.projector(squares if self.norm is None else self.norm.alone(squares))
-        return out
+        return self.projector(squares if self.norm is None else self.norm.alone(squares))
 
     def _positions(self, grid: Grid) -> Tensor:
         """Return the position embeddings of a grid, resized from the square table."""
@@ -125,5 +124,4 @@ def _stacks_of(item: Mapping[str, Tensor]) -> list[Tensor]:
 def _flat_patches(images: Tensor, patch: int) -> Tensor:
     """Return the patches of a stack of images, [patches, patch * patch * 3] with the channel last."""
     patches = patches_of(images, patch).flatten(0, 1).unflatten(1, (3, patch**2))
-    flat: Tensor = patches.transpose(1, 2).flatten(1)
-    return flat
+    return patches.transpose(1, 2).flatten(1)

@@ -44,8 +44,7 @@ class MiniCPMMerger(nn.Module):
 
     def forward(self, squares: Tensor) -> Tensor:
         """Merge [N, 4, hidden] to [N, size_out]."""
-        out: Tensor = self.mlp(self.norm.alone(squares.flatten(1)))
-        return out
+        return self.mlp(self.norm.alone(squares.flatten(1)))
 
 
 class InnerMerger(MiniCPMMerger):
@@ -62,8 +61,7 @@ class InnerMerger(MiniCPMMerger):
         spans = spans_of(np.full(len(squares), 4, np.int32), x.device)
         x = x + self.attention(self.attention_norm.alone(x), spans)
         attended = x.view_as(squares)
-        out: Tensor = super().forward(attended) + attended.mean(1)
-        return out
+        return super().forward(attended) + attended.mean(1)
 
 
 def squares_of(x: Tensor, grids: Sequence[Grid]) -> Tensor:

@@ -93,8 +93,7 @@ class MistralMerger(nn.Module):
             .flatten(0, 1)
             for part, (rows, columns) in zip(parts, grids, strict=True)
         ]
-        out: Tensor = self.product(torch.cat(merged))
-        return out
+        return self.product(torch.cat(merged))
 
 
 class Pixtral(Tower):
