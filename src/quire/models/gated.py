@@ -35,16 +35,10 @@ class SoftplusGate(llama.Attention):
         return self.out(mixed)
 
 
-class LagunaLayer(llama.Layer):
-    """Llama layer with gated attention."""
-
-    Mixer: LayerFactory = SoftplusGate
-
-
 class Laguna(Decoder):
     """Laguna decoder."""
 
-    Layer = LagunaLayer
+    Layer = llama.layer_with(SoftplusGate)
 
 
 class OffsetAttention(llama.Attention):
@@ -55,16 +49,10 @@ class OffsetAttention(llama.Attention):
         self.mix.sinks_name = f"{scope.name}.softmax_offset"
 
 
-class FlintLayer(llama.Layer):
-    """Llama layer with attention sinks."""
-
-    Mixer: LayerFactory = OffsetAttention
-
-
 class Flint(Decoder):
     """Flint decoder."""
 
-    Layer = FlintLayer
+    Layer = llama.layer_with(OffsetAttention)
 
 
 class LogitRouter(ExpertRouter):

@@ -52,13 +52,7 @@ class Attention(llama.Attention):
         return self.weights(self.qkv(x, entry))
 
 
-class Layer(llama.Layer):
-    """Llama layer with HunYuan attention."""
-
-    Mixer = Attention
-
-
 class HunYuan(Decoder):
     """HunYuan V1 decoder."""
 
-    Layer = Layer
+    Layer = llama.layer_with(Attention)

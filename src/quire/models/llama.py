@@ -113,6 +113,11 @@ class PlainLayer(Layer):
         return PlainMLP(facts, scope / scope.names.mlp, names=scope.names.mlp_names)
 
 
+def layer_with(mixer: LayerFactory, layer: type[Layer] = Layer) -> type[Layer]:
+    """Return a class of layers with another attention."""
+    return type(layer.__name__, (layer,), {"Mixer": mixer})
+
+
 class Llama(Decoder):
     """Llama decoder."""
 

@@ -12,7 +12,7 @@ from quire.kernels.ops import HeadEntry, HeadNorms
 from quire.layers.rope import Rope
 from quire.layers.scope import DecoderNames, Scope
 from quire.models import llama
-from quire.models.decoder import Decoder, LayerFactory
+from quire.models.decoder import Decoder
 
 
 def growth_of(growth: tuple[float, float] | None, first: int, scope: Scope) -> Tensor | None:
@@ -60,16 +60,10 @@ class Attention(llama.Attention):
         return self.mix(x, project, batch)
 
 
-class Layer(llama.Layer):
-    """Pre-norm layer: attention, then MLP or experts, each with a residual."""
-
-    Mixer: LayerFactory = Attention
-
-
 class Llama4Model(Decoder):
     """Llama 4 decoder."""
 
-    Layer = Layer
+    Layer = llama.layer_with(Attention)
     names = DecoderNames(mlp="feed_forward")
 
 
@@ -79,13 +73,7 @@ class GrowingAttention(Attention):
     first_position, scales_rope_layers = 0, True
 
 
-class Ministral3Layer(llama.Layer):
-    """Llama layer with queries scaled by position."""
-
-    Mixer = GrowingAttention
-
-
 class Ministral3(Decoder):
     """Ministral 3 decoder."""
 
-    Layer = Ministral3Layer
+    Layer = llama.layer_with(GrowingAttention)

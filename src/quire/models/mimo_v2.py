@@ -12,7 +12,7 @@ from quire.layers.linear import Linear, RowLinear
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
 from quire.models import llama
-from quire.models.decoder import Decoder, LayerFactory
+from quire.models.decoder import Decoder
 from quire.quant.sharding import divided, of_heads
 
 
@@ -44,13 +44,7 @@ class Attention(nn.Module):
         return self.out(self.ops.scale(mixed, self.value_scale))
 
 
-class Layer(llama.Layer):
-    """Llama layer with MiMo-V2 attention."""
-
-    Mixer: LayerFactory = Attention
-
-
 class MiMoV2(Decoder):
     """MiMo-V2-Flash decoder."""
 
-    Layer = Layer
+    Layer = llama.layer_with(Attention)

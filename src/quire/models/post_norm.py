@@ -8,7 +8,7 @@ from quire.layers.linear import ColumnLinear
 from quire.layers.rope import Rope
 from quire.layers.scope import DecoderNames, Scope
 from quire.models import llama
-from quire.models.decoder import Decoder, LayerFactory
+from quire.models.decoder import Decoder
 from quire.models.gemma import SandwichLayer
 
 
@@ -42,16 +42,10 @@ class ScaledSandwichLayer(SandwichLayer):
         return self._scaled(self.fed_norm.alone(self.mlp(x))), residual
 
 
-class AfmoeLayer(SandwichLayer):
-    """Layer with gated attention, and norms before and after attention and MLP."""
-
-    Mixer: LayerFactory = GatedOutput
-
-
 class Afmoe(Decoder):
     """AfMoE decoder (Trinity)."""
 
-    Layer = AfmoeLayer
+    Layer = llama.layer_with(GatedOutput, SandwichLayer)
     names = DecoderNames(
         norms=("input_layernorm", "pre_mlp_layernorm"),
         after_norms=("post_attention_layernorm", "post_mlp_layernorm"),

@@ -12,7 +12,7 @@ from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
 from quire.models import llama
-from quire.models.decoder import Decoder, LayerFactory
+from quire.models.decoder import Decoder
 from quire.quant.sharding import Runs, of_heads
 
 
@@ -44,16 +44,10 @@ class LowRankQueries(nn.Module):
         return self.out(mixed)
 
 
-class Step3Layer(llama.Layer):
-    """Llama layer with low-rank queries."""
-
-    Mixer: LayerFactory = LowRankQueries
-
-
 class Step3Text(Decoder):
     """Step3 decoder."""
 
-    Layer = Step3Layer
+    Layer = llama.layer_with(LowRankQueries)
 
 
 class GatedHeads(llama.Attention):
@@ -73,13 +67,7 @@ class GatedHeads(llama.Attention):
         return self.out(mixed)
 
 
-class Layer(llama.Layer):
-    """Llama layer with gated attention heads."""
-
-    Mixer: LayerFactory = GatedHeads
-
-
 class Step35(Decoder):
     """Step-3.5 decoder."""
 
-    Layer = Layer
+    Layer = llama.layer_with(GatedHeads)
