@@ -1,17 +1,18 @@
 """Building blocks of vision and audio encoders: patch embedding, attention within an item or window, MLP."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quire.kernels.reference.activations import ACTIVATIONS
 from quire.kernels.reference.encoder import Angles as Angles
-from quire.kernels.reference.encoder import Spans
+from quire.kernels.reference.encoder import Spans, spans_of
 from quire.layers.encoder_attention import attend_on, rotate_on
 from quire.layers.linear import ColumnLinear, GateUpLinear, KeysWithoutBias, QKVLinear, RowLinear
 from quire.layers.norm import LayerNorm, RMSNorm
@@ -204,11 +205,26 @@ class ScaledVisionLayer(VisionLayer):
         return x + self.mlp_scale.vectors * self.mlp(self.mlp_norm.alone(x))
 
 
-def vision_layers(facts: Any, depth: int, scope: Scope, style: VisionStyle = SIGLIP) -> nn.ModuleList:
+class VisionLayers(nn.ModuleList):
+    """The layers of an encoder. Patches attend to each other within spans: images, windows, audio chunks."""
+
+    def forward(self, x: Tensor, lens: Sequence[int], angles: Angles | None = None) -> Tensor:
+        """Run all layers on [T, hidden]; `lens` are the lengths of the spans."""
+        spans = spans_of(np.array(lens, np.int32), x.device)
+        for layer in self:
+            x = layer(x, spans, angles)
+        return x
+
+    def on_squares(self, x: Tensor, angles: Angles | None = None) -> Tensor:
+        """Run all layers on [N, tokens, hidden], with attention within each of N images."""
+        return self(x.flatten(0, 1), [x.shape[1]] * len(x), angles).view_as(x)
+
+
+def vision_layers(facts: Any, depth: int, scope: Scope, style: VisionStyle = SIGLIP) -> VisionLayers:
     """Build the first `depth` layers of an encoder; `scope` / i is the scope of layer i."""
     kind: type[VisionLayer] = PostNormVisionLayer if style.norms_outputs else VisionLayer
     kind = ScaledVisionLayer if style.scales else kind
-    return nn.ModuleList(kind(facts, scope / i, style) for i in range(depth))
+    return VisionLayers(kind(facts, scope / i, style) for i in range(depth))
 
 
 class PatchEmbedding(LoadedModule):

@@ -1,28 +1,16 @@
 """Names of tensors in GGUF files and in Hugging Face checkpoints, and the order of their rows."""
 
 import re
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.checkpoint.facts import ArchFacts
+from quire.layers.scope import DecoderNames
+from quire.models import MODELS
 
-_NAMES = {
-    "blk": "model.layers",
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+_EXPERTS = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps": "mlp.experts.gate_proj",
     "ffn_up_exps": "mlp.experts.up_proj",
@@ -33,32 +21,11 @@ _NAMES = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
+_FUSED_GATE = {"ffn_up": "mlp.gate_up_proj"}
 _GEMMA = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
-}
-_GPT2 = {
-    "blk": "transformer.h",
-    "token_embd": "transformer.wte",
-    "position_embd": "transformer.wpe",
-    "output_norm": "transformer.ln_f",
-    "attn_norm": "ln_1",
-    "attn_qkv": "attn.c_attn",
-    "attn_output": "attn.c_proj",
-    "ffn_norm": "ln_2",
-    "ffn_up": "mlp.c_fc",
-    "ffn_down": "mlp.c_proj",
-}
-_BLOOM = {
-    "blk": "transformer.h",
-    "token_embd": "transformer.word_embeddings",
-    "token_embd_norm": "transformer.word_embeddings_layernorm",
-    "output_norm": "transformer.ln_f",
-    "attn_qkv": "self_attention.query_key_value",
-    "attn_output": "self_attention.dense",
-    "ffn_up": "mlp.dense_h_to_4h",
-    "ffn_down": "mlp.dense_4h_to_h",
 }
 _CHOICE_BIAS = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
 _SHARED_EXPERTS = _CHOICE_BIAS | {
@@ -90,18 +57,9 @@ _DELTA = {
 }
 _LFM2 = {
     "token_embd_norm": "model.embedding_norm",
-    "output_norm": "model.embedding_norm",
-    "attn_norm": "operator_norm",
-    "ffn_norm": "ffn_norm",
-    "attn_q_norm": "self_attn.q_layernorm",
-    "attn_k_norm": "self_attn.k_layernorm",
-    "attn_output": "self_attn.out_proj",
     "shortconv.conv": "conv.conv",
     "shortconv.in_proj": "conv.in_proj",
     "shortconv.out_proj": "conv.out_proj",
-    "ffn_gate": "feed_forward.w1",
-    "ffn_up": "feed_forward.w3",
-    "ffn_down": "feed_forward.w2",
 }
 
 
@@ -121,37 +79,9 @@ def _mamba2(name: str) -> dict[str, str]:
 LARGE_FALCON = "FalconForCausalLM, large"
 """Falcon models with a norm for each half of a layer; the first norm by name belongs to the second half."""
 _OTHER_NAMES: dict[str, dict[str, str]] = {
-    "GPT2LMHeadModel": _GPT2,
-    "GPTBigCodeForCausalLM": _GPT2,
-    "BloomForCausalLM": _BLOOM,
-    "FalconForCausalLM": _BLOOM,
-    LARGE_FALCON: _BLOOM | {"attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"},
-    "GPTNeoXForCausalLM": {
-        "blk": "gpt_neox.layers",
-        "token_embd": "gpt_neox.embed_in",
-        "output_norm": "gpt_neox.final_layer_norm",
-        "output": "embed_out",
-        "attn_qkv": "attention.query_key_value",
-        "attn_output": "attention.dense",
-        "ffn_up": "mlp.dense_h_to_4h",
-        "ffn_down": "mlp.dense_4h_to_h",
-    },
-    "PhiForCausalLM": {
-        "output_norm": "model.final_layernorm",
-        "attn_qkv": "self_attn.qkv_proj",
-        "attn_output": "self_attn.dense",
-        "ffn_up": "mlp.fc1",
-        "ffn_down": "mlp.fc2",
-    },
-    "DbrxForCausalLM": {
-        "blk": "transformer.blocks",
-        "token_embd": "transformer.wte",
-        "output_norm": "transformer.norm_f",
-        "attn_norm": "norm_attn_norm.norm_1",
-        "attn_output_norm": "norm_attn_norm.norm_2",
-        "attn_qkv": "norm_attn_norm.attn.Wqkv",
-        "attn_output": "norm_attn_norm.attn.out_proj",
-    },
+    "BloomForCausalLM": {"token_embd_norm": "transformer.word_embeddings_layernorm"},
+    LARGE_FALCON: {"attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"},
+    "DbrxForCausalLM": {"attn_output_norm": "norm_attn_norm.norm_2"},
     "DeepseekV3ForCausalLM": _SHARED_EXPERTS
     | {
         "attn_q_a": "self_attn.q_a_proj",
@@ -165,34 +95,7 @@ _OTHER_NAMES: dict[str, dict[str, str]] = {
     },
     "Dots1ForCausalLM": _SHARED_EXPERTS,
     "Glm4MoeForCausalLM": _SHARED_EXPERTS | {"post_attention_norm": "post_attention_layernorm"},
-    "GlmForCausalLM": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
-    "ExaoneForCausalLM": {
-        "blk": "transformer.h",
-        "token_embd": "transformer.wte",
-        "output_norm": "transformer.ln_f",
-        "attn_norm": "ln_1",
-        "attn_q": "attn.attention.q_proj",
-        "attn_k": "attn.attention.k_proj",
-        "attn_v": "attn.attention.v_proj",
-        "attn_output": "attn.attention.out_proj",
-        "ffn_norm": "ln_2",
-        "ffn_gate": "mlp.c_fc_0",
-        "ffn_up": "mlp.c_fc_1",
-        "ffn_down": "mlp.c_proj",
-    },
-    "MptForCausalLM": {
-        "blk": "transformer.blocks",
-        "token_embd": "transformer.wte",
-        "output_norm": "transformer.norm_f",
-        "attn_norm": "norm_1",
-        "attn_qkv": "attn.Wqkv",
-        "attn_output": "attn.out_proj",
-        "ffn_norm": "norm_2",
-        "ffn_up": "ffn.up_proj",
-        "ffn_down": "ffn.down_proj",
-    },
-    "Gemma2ForCausalLM": _GEMMA,
-    "Gemma3ForCausalLM": _GEMMA,
+    "GlmForCausalLM": _FUSED_GATE,
     "Gemma3nForCausalLM": _GEMMA
     | _GEMMA_PER_LAYER
     | {
@@ -222,11 +125,7 @@ _OTHER_NAMES: dict[str, dict[str, str]] = {
         "ffn_down_exps": "experts.down_proj",
         "ffn_down_exps.scale": "router.per_expert_scale",
     },
-    "Glm4ForCausalLM": {
-        "post_attention_norm": "post_self_attn_layernorm",
-        "post_ffw_norm": "post_mlp_layernorm",
-        "ffn_up": "mlp.gate_up_proj",
-    },
+    "Glm4ForCausalLM": _FUSED_GATE,
     "GptOssForCausalLM": {
         "post_attention_norm": "post_attention_layernorm",
         "attn_sinks.weight": "self_attn.sinks",
@@ -242,9 +141,6 @@ _OTHER_NAMES: dict[str, dict[str, str]] = {
     "MiniMaxM2ForCausalLM": _CHOICE_BIAS,
     "NemotronHForCausalLM": _mamba2("mixer")
     | {
-        "blk": "backbone.layers",
-        "token_embd": "backbone.embeddings",
-        "output_norm": "backbone.norm_f",
         "attn_norm": "norm",
         "attn_q": "mixer.q_proj",
         "attn_k": "mixer.k_proj",
@@ -265,13 +161,12 @@ _OTHER_NAMES: dict[str, dict[str, str]] = {
         "post_attention_norm": "post_attention_layernorm",
         "post_ffw_norm": "post_feedforward_layernorm",
     },
-    "Phi3ForCausalLM": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    "Phi3ForCausalLM": _FUSED_GATE,
     "Qwen3_5ForCausalLM": _DELTA,
     "Qwen3_5MoeForCausalLM": _DELTA,
     "SeedOssForCausalLM": {"post_attention_norm": "post_attention_layernorm"},
-    "Starcoder2ForCausalLM": {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
 }
-"""Names that differ from `_NAMES`, by architecture."""
+"""Names that do not follow from the `DecoderNames` of the model, by architecture."""
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?([\w.]+?)(?:\.(weight|bias|scale))?")
 _EXPERT = re.compile(r"(blk\.\d+\.ffn_\w+)\.(\d+)\.weight")
 """One expert as a tensor of its own, as in early files."""
@@ -292,13 +187,43 @@ _BY_HEAD = ("BloomForCausalLM", "FalconForCausalLM", "GPTNeoXForCausalLM")
 """Architectures with files that hold the queries of all heads, then all keys, then all values."""
 
 
+@cache
+def _names_of(architecture: str) -> dict[str, str]:
+    """Return the checkpoint name of each part of a GGUF file, without `.weight` or `.bias`."""
+    names: DecoderNames = MODELS[architecture.partition(",")[0]].names
+    mlp_parts = ("ffn_gate", "ffn_up", "ffn_down")[-len(names.mlp_names) :]
+    mlp = f"{names.mlp}." if names.mlp else ""
+    attention = {
+        "attn_q": "q_proj",
+        "attn_k": "k_proj",
+        "attn_v": "v_proj",
+        "attn_qkv": names.qkv,
+        "attn_output": names.out,
+        "attn_q_norm": names.qk_norms[0],
+        "attn_k_norm": names.qk_norms[1],
+    }
+    return {
+        "blk": f"{names.body}.{names.layers}",
+        "token_embd": f"{names.body}.{names.embedding}",
+        "position_embd": f"{names.body}.{names.positions}",
+        "output_norm": f"{names.body}.{names.last_norm}",
+        "output": names.head,
+        **dict(zip(("attn_norm", "ffn_norm"), names.norms, strict=False)),
+        **dict(zip(("post_attention_norm", "post_ffw_norm"), names.after_norms, strict=False)),
+        **{part: f"{names.attention}.{name}" for part, name in attention.items()},
+        **{part: mlp + name for part, name in zip(mlp_parts, names.mlp_names, strict=True)},
+        **_EXPERTS,
+        **_OTHER_NAMES.get(architecture, {}),
+    }
+
+
 def hf_name(name: str, architecture: str) -> str:
     """Map blk.3.attn_q.weight to model.layers.3.self_attn.q_proj.weight; unknown names are returned
     unchanged."""
     if expert := _EXPERT.fullmatch(name):
         merged = hf_name(f"{expert[1]}_exps.weight", architecture)
         return merged.replace(".experts.", f".experts.{expert[2]}.")
-    names = _NAMES | _OTHER_NAMES.get(architecture, {})
+    names = _names_of(architecture)
     match = _NAME.fullmatch(name)
     if match is None:
         return name
@@ -312,7 +237,7 @@ def hf_name(name: str, architecture: str) -> str:
 
 def gguf_name(name: str, architecture: str) -> str | None:
     """Invert `hf_name`; return None if files have no such tensor."""
-    names = _NAMES | _OTHER_NAMES.get(architecture, {})
+    names = _names_of(architecture)
     where, _, kind = name.rpartition(".")
     layer, _, part = where.removeprefix(f"{names['blk']}.").partition(".")
     is_in_layer = where.startswith(f"{names['blk']}.")

@@ -16,12 +16,11 @@ from quire.layers.encoder_attention import attend_on
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.scope import Scope
-from quire.layers.vision import Learned, patches_of
+from quire.layers.vision import Learned
 from quire.models.towers import Tower
+from quire.models.towers.any_size import Grid, channel_last_patches, grid_of
 
 _BOUNDS = ("input_min", "input_max", "output_min", "output_max")
-Grid = tuple[int, int]
-"""Rows and columns of patches."""
 Axes = list[tuple[Tensor, Tensor]]
 """Cosines and sines of the columns, then of the rows, [T, 1, head_dim / 4] each."""
 
@@ -118,8 +117,8 @@ class Gemma4Tower(Tower):
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         patch = self.facts.patch
         pixels = [item["pixels"] for item in items]
-        grids = [(image.shape[1] // patch, image.shape[2] // patch) for image in pixels]
-        flat = torch.cat([_flat_patches(image, patch) for image in pixels])
+        grids = [grid_of(image, patch) for image in pixels]
+        flat = torch.cat([channel_last_patches(image[None], patch) for image in pixels])
         columns, rows = (torch.cat(parts) for parts in zip(*map(self._places, grids), strict=True))
         table = self.table.vectors
         x = self.patches((2 * flat - 1).to(table.dtype)) + table[0][columns] + table[1][rows]
@@ -163,9 +162,3 @@ class Gemma4Tower(Tower):
     def cost(self, modality: str, item: Mapping[str, tuple[int, ...]]) -> int:
         count = item["pixels"][1] * item["pixels"][2] // self.facts.patch**2
         return count * (6 * self.facts.hidden + count)
-
-
-def _flat_patches(image: Tensor, patch: int) -> Tensor:
-    """Return the patches of [3, height, width], [patches, patch * patch * 3] with the channel last."""
-    patches = patches_of(image[None], patch)[0].unflatten(1, (3, patch**2))
-    return patches.transpose(1, 2).flatten(1)

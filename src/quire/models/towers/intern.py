@@ -3,13 +3,11 @@
 from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.multimodal.intern import InternFacts
-from quire.kernels.reference.encoder import spans_of
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import Learned, PatchEmbedding, VisionMLP, VisionStyle, patches_of, vision_layers
@@ -86,12 +84,8 @@ class InternViT(nn.Module):
         """Encode [N, 3, side, side] to [N, tokens, hidden]."""
         patches = self.patches(patches_of(pixels, self.patch))
         whole = torch.cat((self.first.vectors.expand(len(patches), 1, -1), patches), 1) + self.places.vectors
-        x, count = whole.flatten(0, 1), whole.shape[1]
-        tiles = spans_of(np.full(len(pixels), count, np.int32), x.device)
-        for layer in self.layers:
-            x = layer(x, tiles)
-        x = x if self.last_norm is None else self.last_norm.alone(x)
-        return x.view(len(pixels), count, -1)
+        x = self.layers.on_squares(whole)
+        return x if self.last_norm is None else self.last_norm.alone(x.flatten(0, 1)).view_as(x)
 
 
 class InternVL(FixedSizeTower):

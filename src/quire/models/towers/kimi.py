@@ -3,20 +3,18 @@ frames that are averaged over time."""
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import islice
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.multimodal.kimi import MoonFacts
-from quire.kernels.reference.encoder import spans_of
 from quire.layers.norm import LayerNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import Learned, PatchEmbedding, VisionStyle, patches_of, vision_layers
 from quire.models.towers import Tower
+from quire.models.towers.any_size import Grid, blank_image, grid_of, split_by_item
 from quire.models.towers.grid import PatchMerger
 
 _EPS = 1e-5
@@ -30,8 +28,6 @@ _STYLE = VisionStyle(
     eps=_EPS,
     pairs=True,
 )
-Grid = tuple[int, int]
-"""Rows and columns of patches."""
 Clip = tuple[int, int, int]
 """Frames, and rows and columns of patches."""
 
@@ -56,12 +52,10 @@ class MoonViT(nn.Module):
         """Encode clips [frames, 3, height, width] to [patches of all, hidden]; attention is per clip."""
         flat = torch.cat([patches_of(frames, self.facts.patch).flatten(0, 1) for frames in images])
         x = self.patches(flat) + torch.cat([self.clip_positions(clip) for clip in clips])
-        spans = spans_of(np.array([math.prod(clip) for clip in clips], np.int32), x.device)
         angles = torch.cat(
             [self.angles((rows, columns)).repeat(frames, 1) for frames, rows, columns in clips]
         )
-        for layer in self.layers:
-            x = layer(x, spans, (angles.cos(), angles.sin()))
+        x = self.layers(x, [math.prod(clip) for clip in clips], (angles.cos(), angles.sin()))
         return self.last_norm.alone(x)
 
     def clip_positions(self, clip: Clip) -> Tensor:
@@ -112,7 +106,7 @@ class KimiVL(Tower):
         videos = [x if x.ndim == 4 else x[None] for x in pixels]
         parts = [video.split(self.facts.frames) for video in videos]
         images = [part for video in parts for part in video]
-        clips = [(len(part), part.shape[2] // patch, part.shape[3] // patch) for part in images]
+        clips = [(len(part), *grid_of(part, patch)) for part in images]
         states = self.vit(images, clips).split([math.prod(clip) for clip in clips])
         squares = [
             state.view(frames, rows // merge, merge, columns // merge, merge, -1)
@@ -121,16 +115,11 @@ class KimiVL(Tower):
             .flatten(0, 1)
             for state, (frames, rows, columns) in zip(states, clips, strict=True)
         ]
-        counts = iter([rows * columns // merge**2 for _, rows, columns in clips])
-        return list(
-            self.merger(torch.cat(squares)).split([sum(islice(counts, len(video))) for video in parts])
-        )
+        counts = [rows * columns // merge**2 for _, rows, columns in clips]
+        return split_by_item(self.merger(torch.cat(squares)), counts, map(len, parts))
 
     def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
-        side = self.facts.patch * self.facts.merge
-        rows = max(1, int(num_vectors**0.5))
-        columns = -(-num_vectors // rows)
-        return {"pixels": torch.zeros(3, rows * side, columns * side, device=self.device)}
+        return blank_image(num_vectors, self.facts.patch * self.facts.merge, self.device)
 
     def cost(self, modality: str, item: Mapping[str, tuple[int, ...]]) -> int:
         *many, _, height, width = item["pixels"]

@@ -1,13 +1,11 @@
 """Vision encoder of Llama 4: ViT with 2D RoPE over tiles, pixel shuffle, adapter and projector."""
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.multimodal.llama4 import Llama4Facts
-from quire.kernels.reference.encoder import spans_of
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import LayerNorm
 from quire.layers.scope import Scope
@@ -37,12 +35,10 @@ class Llama4ViT(nn.Module):
         """Encode [N, 3, side, side] to [N, patches, hidden]."""
         patches = self.patches(patches_of(pixels, self.patch))
         whole = torch.cat((patches, self.all.vectors.expand(len(patches), 1, -1)), 1) + self.places.vectors
-        x, count = self.first_norm.alone(whole.flatten(0, 1)), whole.shape[1]
-        tiles = spans_of(np.full(len(pixels), count, np.int32), x.device)
         angles = self.angles.repeat(len(pixels), 1)
-        for layer in self.layers:
-            x = layer(x, tiles, (angles.cos(), angles.sin()))
-        return self.last_norm.alone(x).view(len(pixels), count, -1)[:, :-1]
+        x = self.first_norm.alone(whole.flatten(0, 1))
+        x = self.layers(x, [whole.shape[1]] * len(pixels), (angles.cos(), angles.sin()))
+        return self.last_norm.alone(x).view_as(whole)[:, :-1]
 
 
 def _compute_angles(side: int, dim: int, theta: float) -> Tensor:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import islice
 
 import numpy as np
 import torch
@@ -16,15 +15,13 @@ from quire.layers.linear import WholeLinear
 from quire.layers.norm import LayerNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import Learned, PatchEmbedding, VisionAttention, VisionMLP, patches_of, vision_layers
-from quire.models.towers import Tower
+from quire.models.towers.any_size import AnySizeTower, Grid, squares_of
 
 _EPS = 1e-6
 _HEAD = 128
 """Head size of the resampler."""
 _SQUARE = 64
 """Number of vectors of a slice of the usual size."""
-Grid = tuple[int, int]
-"""Rows and columns of patches, or of merged patches."""
 
 
 class MiniCPMMerger(nn.Module):
@@ -64,16 +61,6 @@ class InnerMerger(MiniCPMMerger):
         return super().forward(attended) + attended.mean(1)
 
 
-def squares_of(x: Tensor, grids: Sequence[Grid]) -> Tensor:
-    """Group patches [T, hidden] in row order into 2 x 2 squares [T / 4, 4, hidden]."""
-    parts = x.split([math.prod(grid) for grid in grids])
-    squares = [
-        part.view(rows // 2, 2, columns // 2, 2, -1).transpose(1, 2).flatten(0, 1).flatten(1, 2)
-        for part, (rows, columns) in zip(parts, grids, strict=True)
-    ]
-    return torch.cat(squares)
-
-
 def halved(grids: Sequence[Grid]) -> list[Grid]:
     return [(rows // 2, columns // 2) for rows, columns in grids]
 
@@ -101,7 +88,7 @@ class NaViT(nn.Module):
         for i, layer in enumerate(self.layers):
             x = layer(x, spans)
             if self.inner is not None and i == self.facts.merged:
-                x, grids = self.inner(squares_of(x, grids)), halved(grids)
+                x, grids = self.inner(squares_of(x, grids, 2)), halved(grids)
                 spans = self.spans(grids)
         return self.last_norm.alone(x), grids
 
@@ -169,11 +156,12 @@ class Resampler(nn.Module):
         return torch.cat((by_column, by_row), -1).flatten(0, 1)
 
 
-class MiniCPMV(Tower):
+class MiniCPMV(AnySizeTower):
     """MiniCPM-V encoder. `pixels` of an image is [3, height, width]; `slices`, if any, is
     [slices, 3, height, width]. A video has its frames as an additional first axis."""
 
     facts: MiniCPMFacts
+    arrays = ("pixels", "slices")
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__(facts, scope)
@@ -185,26 +173,22 @@ class MiniCPMV(Tower):
         if not tower.queries:
             self.merger = MiniCPMMerger(size, 4 * size, tower.size_out, "gelu", scope / "model.merger.mlp.0")
 
-    @staticmethod
-    def heads(facts: MiniCPMFacts) -> tuple[int, ...]:
-        return (facts.vit.heads,)
+    def stacks(self, item: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return for each frame the whole, then its slices."""
+        wholes, slices = item["pixels"], item.get("slices")
+        if wholes.ndim == 3:
+            wholes, slices = wholes[None], None if slices is None else slices[None]
+        if slices is None:
+            return [wholes]
+        return [stack for whole, parts in zip(wholes, slices, strict=True) for stack in (whole[None], parts)]
 
-    def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-        patch = self.facts.vit.patch
-        stacks = [stacks_of(item) for item in items]
-        flat = [patches_of(images, patch).flatten(0, 1) for stack in stacks for images in stack]
-        grids = [
-            [(x.shape[2] // patch, x.shape[3] // patch) for x in stack for _ in range(len(x))]
-            for stack in stacks
-        ]
-        x, merged = self.vit(torch.cat(flat), [grid for item in grids for grid in item])
+    def encode_images(self, stacks: list[Tensor], grids: list[Grid]) -> tuple[Tensor, list[int]]:
+        flat = [patches_of(images, self.facts.vit.patch).flatten(0, 1) for images in stacks]
+        x, merged = self.vit(torch.cat(flat), grids)
         if self.resampler is not None:
-            vectors = self.resampler(x, merged)
-        else:
-            assert self.merger is not None
-            vectors = self.merger(squares_of(x, merged))
-        counts = iter([self.facts.queries or math.prod(grid) // 4 for grid in merged])
-        return list(vectors.split([sum(islice(counts, len(item))) for item in grids]))
+            return self.resampler(x, merged), [self.facts.queries] * len(merged)
+        assert self.merger is not None
+        return self.merger(squares_of(x, merged, 2)), [math.prod(grid) // 4 for grid in merged]
 
     def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
         """Return an image with as many slices as fit, and a whole image for the remaining vectors."""
@@ -215,21 +199,3 @@ class MiniCPMV(Tower):
         whole = torch.zeros(3, side if self.facts.queries else unit, width, device=self.device)
         slices = torch.zeros(count, 3, side, side, device=self.device)
         return {"pixels": whole} | ({"slices": slices} if count else {})
-
-    def cost(self, modality: str, item: Mapping[str, tuple[int, ...]]) -> int:
-        cost = 0
-        for *many, _, height, width in (item[name] for name in ("pixels", "slices") if name in item):
-            count = height * width // self.facts.vit.patch**2
-            cost += math.prod(many) * count * (6 * self.facts.vit.hidden + count)
-        return cost
-
-
-def stacks_of(item: Mapping[str, Tensor]) -> list[Tensor]:
-    """Return stacks of images of one shape, [images, 3, height, width]: for each frame the whole, then its
-    slices."""
-    wholes, slices = item["pixels"], item.get("slices")
-    if wholes.ndim == 3:
-        wholes, slices = wholes[None], None if slices is None else slices[None]
-    if slices is None:
-        return [wholes]
-    return [stack for whole, parts in zip(wholes, slices, strict=True) for stack in (whole[None], parts)]

@@ -4,14 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import log
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.multimodal.omni import OmniAudioFacts, OmniFacts
-from quire.kernels.reference.encoder import spans_of
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import LayerNorm
 from quire.layers.scope import Scope
@@ -51,9 +49,7 @@ class OmniAudioTower(nn.Module):
         convolved = self.conv1([F.pad(chunk, (0, 0, 0, 1)) for chunk in chunks])
         states = self.conv2([F.pad(x, (0, 0, 0, len(x) % 2)) for x in convolved])
         x = torch.cat([state + self.places[: len(state)] for state in states])
-        spans = spans_of(np.array([len(state) for state in states], np.int32), x.device)
-        for layer in self.layers:
-            x = layer(x, spans)
+        x = self.layers(x, [len(state) for state in states])
         items = x.split([-(-len(mel) // 2) for mel in mels])
         pairs = [item[: len(item) // 2 * 2].unflatten(0, (-1, 2)).mean(1) for item in items]
         vectors: Tensor = self.out(self.norm.alone(torch.cat(pairs)))

@@ -3,13 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.multimodal.ovis import OvisFacts
-from quire.kernels.reference.encoder import spans_of
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.scope import Scope
@@ -53,10 +51,7 @@ class Ovis2(FixedSizeTower):
         vit, words = self.facts.vit, self.words.vectors[: self.facts.vocab]
         x = self.patches(patches_of(pixels, vit.patch)).flatten(0, 1)
         x = self.first_norm.alone(x).view(len(pixels), -1, vit.hidden) + self.places.vectors
-        images = spans_of(np.full(len(pixels), vit.tokens, np.int32), x.device)
-        x = x.flatten(0, 1)
-        for layer in self.layers:
-            x = layer(x, images)
+        x = self.layers(x.flatten(0, 1), [vit.tokens] * len(pixels))
         squares = pixel_shuffle(self.last_norm.alone(x).view(len(pixels), -1, vit.hidden), self.facts.gather)
         logits = self.head_norm.alone(self.head(squares.flatten(0, 1)))
         mixed = words[logits.argmax(-1)] if self.facts.hard else logits.softmax(-1) @ words

@@ -2,18 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.multimodal.pixtral import PixtralFacts
-from quire.kernels.reference.encoder import spans_of
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import Angles, PatchEmbedding, VisionMLP, VisionStyle, patches_of, vision_layers
 from quire.models.towers import Tower
+from quire.models.towers.any_size import Grid, blank_image, grid_of
 
 _EPS = 1e-5
 _STYLE = VisionStyle(
@@ -28,8 +27,6 @@ _STYLE = VisionStyle(
     out_bias=False,
     mlp_bias=False,
 )
-Grid = tuple[int, int]
-"""Rows and columns of patches."""
 
 
 class PixtralViT(nn.Module):
@@ -50,14 +47,10 @@ class PixtralViT(nn.Module):
     def forward(self, images: Sequence[Tensor]) -> Tensor:
         """Encode images [3, height, width] to [patches of all, hidden]."""
         patch = self.facts.patch
-        grids = [(image.shape[1] // patch, image.shape[2] // patch) for image in images]
+        grids = [grid_of(image, patch) for image in images]
         flat = torch.cat([patches_of(image[None], patch)[0] for image in images])
         x = self.norm.alone(self.patches(flat))
-        spans = spans_of(np.array([rows * columns for rows, columns in grids], np.int32), x.device)
-        angles = self.angles(grids)
-        for layer in self.layers:
-            x = layer(x, spans, angles)
-        return x
+        return self.layers(x, [rows * columns for rows, columns in grids], self.angles(grids))
 
     def angles(self, grids: Sequence[Grid]) -> Angles:
         parts = []
@@ -119,16 +112,13 @@ class Pixtral(Tower):
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         images = [item["pixels"] for item in items]
         patch, merge = self.facts.patch, self.facts.merge
-        grids = [(image.shape[1] // patch, image.shape[2] // patch) for image in images]
+        grids = [grid_of(image, patch) for image in images]
         x = self.vit(images)
         x = x if self.merger is None else self.merger(x, grids)
         return list(self.projector(x).split([rows // merge * (columns // merge) for rows, columns in grids]))
 
     def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
-        side = self.facts.patch * self.facts.merge
-        rows = max(1, int(num_vectors**0.5))
-        columns = -(-num_vectors // rows)
-        return {"pixels": torch.zeros(3, rows * side, columns * side, device=self.device)}
+        return blank_image(num_vectors, self.facts.patch * self.facts.merge, self.device)
 
     def cost(self, modality: str, item: Mapping[str, tuple[int, ...]]) -> int:
         _, height, width = item["pixels"]

@@ -4,14 +4,12 @@ is also that of Qwen3-ASR."""
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.multimodal.omni import OmniAudioFacts
-from quire.kernels.reference.encoder import spans_of
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import LayerNorm
 from quire.layers.scope import Scope
@@ -71,11 +69,7 @@ class Qwen3OmniAudioTower(nn.Module):
         """Encode the [frames, mels] of each item to [vectors, size_out]."""
         states = [self._downsample(mel) for mel in mels]
         lens = [len(part) for x in states for part in x.split(self.facts.seen * len(self.places))]
-        x = torch.cat(states)
-        spans = spans_of(np.array(lens, np.int32), x.device)
-        for layer in self.layers:
-            x = layer(x, spans)
-        vectors: Tensor = self.out(self.norm.alone(x))
+        vectors: Tensor = self.out(self.norm.alone(self.layers(torch.cat(states), lens)))
         return list(vectors.split([len(state) for state in states]))
 
     def _downsample(self, mel: Tensor) -> Tensor:

@@ -5,14 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.multimodal.step3 import Step3Facts, StepFacts
-from quire.kernels.reference.encoder import spans_of
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import LayerNorm
 from quire.layers.scope import Scope
@@ -118,10 +116,7 @@ class StepVL(WindowTower):
         x = self.patches(patches_of(pixels, self.facts.vit.patch)) + self.positions(side)
         x = x.flatten(0, 1)
         x = x if self.first_norm is None else self.first_norm.alone(x)
-        squares = spans_of(np.full(count, side**2, np.int32), x.device)
-        angles = self.angles(side, count)
-        for layer in self.layers:
-            x = layer(x, squares, angles)
+        x = self.layers(x, [side**2] * count, self.angles(side, count))
         x = x if self.last_norm is None else self.last_norm.alone(x)
         return self.project(x.unflatten(0, (count, -1)), side)
 
@@ -163,12 +158,8 @@ class Step3(WindowTower):
         side, count = pixels.shape[2] // self.facts.vit.patch, len(pixels)
         first = self.class_vector.vectors + self.places.vectors[:1]
         patches = self.patches(patches_of(pixels, self.facts.vit.patch)) + self.positions(side)
-        x = torch.cat((first.expand(count, _NUM_COPIES, -1), patches), 1)
-        squares = spans_of(np.full(count, x.shape[1], np.int32), x.device)
-        x = x.flatten(0, 1)
-        for layer in self.layers:
-            x = layer(x, squares)
-        return self.project(x.unflatten(0, (count, -1))[:, _NUM_COPIES:], side)
+        x = self.layers.on_squares(torch.cat((first.expand(count, _NUM_COPIES, -1), patches), 1))
+        return self.project(x[:, _NUM_COPIES:], side)
 
     def positions(self, side: int) -> Tensor:
         """Return the learned positions of patches, interpolated to a square: [patches, hidden]."""

@@ -5,7 +5,6 @@ With pooling and a projector after it: Qwen2-Audio, Audio Flamingo 3 and Voxtral
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -13,7 +12,6 @@ from torch.nn import functional as F
 from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.multimodal.qwen_audio import QwenAudioFacts
 from quire.checkpoint.multimodal.whisper import WhisperFacts
-from quire.kernels.reference.encoder import spans_of
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import LayerNorm
 from quire.layers.scope import Scope
@@ -63,10 +61,7 @@ class WhisperEncoder(nn.Module):
             states = convolution(states)
         lens = [len(state) for state in states]
         x = torch.cat([state + self.places.vectors[: len(state)] for state in states])
-        spans = spans_of(np.array(lens, np.int32), x.device)
-        for layer in self.layers:
-            x = layer(x, spans)
-        return list(x.split(lens))
+        return list(self.layers(x, lens).split(lens))
 
 
 class WhisperTower(Tower):
