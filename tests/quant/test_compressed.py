@@ -156,7 +156,7 @@ def test_checkpoint_with_an_ignored_layer(tmp_path: Path) -> None:
     model = loaded(path)
     assert error_of(model, twin) < 2e-3
     dtypes = {type(module).__name__ for module in model.modules() if hasattr(module, "parts")}
-    assert dtypes == {"Int8Stored", "PlainWeight"}
+    assert dtypes == {"Int8Weight", "PlainWeight"}
 
 
 @pytest.mark.parametrize("format", ["pack-quantized", "int-quantized"])

@@ -18,7 +18,7 @@ from quire.kernels.cpu import native
 from quire.kernels.reference.int8 import Int8Codes, fits_blocks, product_reference, quantize
 from quire.kernels.reference.moe import ExpertWeights, mix
 from quire.quant.experts import ExpertShape
-from quire.quant.int8 import Int8Format, Int8Quantized, Int8QuantizedExperts, Int8Stored
+from quire.quant.int8 import Int8Experts, Int8Format, Int8Weight
 from quire.quant.plain import PlainFormat
 from quire.quant.weight import LinearShape
 
@@ -34,7 +34,7 @@ def test_logits_of_a_checkpoint(family: str, by: str, tmp_path: Path) -> None:
     config = compressed("int-quantized", "int", by)
     path, twin = requantize(family, tmp_path, config, partial(pack_int8, by, False))
     model = loaded(path)
-    assert any(isinstance(module, Int8Stored) for module in model.modules())
+    assert any(isinstance(module, Int8Weight) for module in model.modules())
     assert error_of(model, twin) < 2e-3
 
 
@@ -43,7 +43,7 @@ def test_logits_with_online_quantization(family: str, tmp_path: Path) -> None:
     path, twin = make_tiny(family, tmp_path)
     model = load_tiny(path, quant=ONLINE["int8"])
     kinds = {type(module) for module in model.modules()}
-    assert Int8Quantized in kinds and (family == "llama") != (Int8QuantizedExperts in kinds)
+    assert Int8Weight in kinds and (family == "llama") != (Int8Experts in kinds)
     assert error_of(model, twin) < 5e-2  # error of rounding the weights alone, which the reference does not
 
 
@@ -94,7 +94,7 @@ def test_online_quantization_keeps_small_and_large_outputs() -> None:
 def test_only_one_layer_is_wide_at_a_time() -> None:
     """Check that loading takes no more memory than quantization saves."""
     torch.manual_seed(0)
-    weight = Int8Quantized(SHAPE, lambda: PlainFormat().linear(("a",), SHAPE))
+    weight = Int8Format(Int8(stored=False), PlainFormat()).linear(("q", "k", "v"), SHAPE)
     assert sum(parameter.untyped_storage().nbytes() for parameter in weight.parameters()) < 1000
     weight.begin()
     for part in weight.parts():

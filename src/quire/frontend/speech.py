@@ -3,7 +3,7 @@
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,64 +82,53 @@ class TimedWord:
     end: float
 
 
-class Transcriber(Protocol):
-    """Prompts and answers of one transcription model."""
+class Transcriber:
+    """Prompts and answers of one transcription model; without timestamps unless it has `moments`."""
 
-    @property
-    def at_once(self) -> int:
-        """Return the samples of one input; longer audio is split."""
-
-    @property
-    def languages(self) -> Mapping[str, int]:
-        """Return the token of each language code, such as `en`; 0 if there is none."""
-
-    @property
-    def tasks(self) -> tuple[str, ...]:
-        """Return the tasks (of TASKS) that the model supports."""
-
-    @property
-    def asks_first(self) -> bool:
-        """Whether the prompt needs the language, so that it is detected first."""
-
-    @property
-    def moments(self) -> TimestampTokens | None:
-        """Return the timestamp tokens; None if the model has none."""
-
-    @property
-    def between(self) -> str:
-        """Return the separator of the texts of two pieces."""
+    at_once: int
+    """Samples of one input; longer audio is split."""
+    languages: Mapping[str, int]
+    """Token of each language code, such as `en`; 0 if there is none."""
+    tasks: tuple[str, ...]
+    """Tasks (of TASKS) that the model supports."""
+    asks_first: bool
+    """Whether the prompt needs the language, so that it is detected first."""
+    between: str
+    """Separator of the texts of two pieces."""
+    moments: TimestampTokens | None = None
+    """Timestamp tokens; None if the model has none."""
+    no_speech: int | None = None
+    """Token that replaces the language if there is no speech."""
 
     def check_language(self, language: str) -> str:
         """Return the language code; raise a RequestError if it is not supported."""
+        code = language.strip().lower()
+        if code not in self.languages:
+            raise RequestError(
+                f"Unsupported language: {language!r:.40}. Must be one of: {', '.join(self.languages)}",
+                "language",
+            )
+        return code
 
     def prompt(self, task: str, language: str | None, *, timed: bool = False, before: str = "") -> list[int]:
         """Return the prompt tokens. `before` is the text before the audio. Without a language the next token
         is the detected language."""
+        raise NotImplementedError
 
     def segments(self, token_ids: Sequence[int], seconds: float) -> Iterator[Segment]:
         """Yield the segments of an answer with timestamps, of audio of this length."""
-
-    @property
-    def no_speech(self) -> int | None:
-        """Return the token that replaces the language if there is no speech."""
+        raise NotImplementedError
 
     def aligning(
         self, prompt_ids: Sequence[int], token_ids: Sequence[int], num_samples: int
     ) -> tuple[list[int], AlignmentHeads]:
         """Return the prompt that aligns the tokens of an answer with the audio."""
+        raise NotImplementedError
 
     def words(self, segment: Segment, begins: Sequence[int], language: str | None) -> Iterator[TimedWord]:
         """Yield the words of a segment; `begins` has the encoder state at which each token of the answer
         ends."""
-
-
-def _check_language(language: str, known: Mapping[str, int]) -> str:
-    code = language.strip().lower()
-    if code not in known:
-        raise RequestError(
-            f"Unsupported language: {language!r:.40}. Must be one of: {', '.join(known)}", "language"
-        )
-    return code
+        raise NotImplementedError
 
 
 def _lacks_tokens(tokenizer: Tokenizer, names: Sequence[str]) -> bool:
@@ -150,12 +139,13 @@ def _lacks_tokens(tokenizer: Tokenizer, names: Sequence[str]) -> bool:
     return bool(missing)
 
 
-class WhisperTranscriber:
+class WhisperTranscriber(Transcriber):
     """Whisper's control tokens: languages, tasks and timestamps."""
 
     tasks = TASKS
     asks_first = True
     between = ""
+    moments: TimestampTokens
 
     def __init__(
         self,
@@ -193,9 +183,6 @@ class WhisperTranscriber:
         if _lacks_tokens(tokenizer, (*_MARKS, *(f"<|{task}|>" for task in TASKS))):
             return None
         return cls(tokenizer, **facts)
-
-    def check_language(self, language: str) -> str:
-        return _check_language(language, self.languages)
 
     def prompt(self, task: str, language: str | None, *, timed: bool = False, before: str = "") -> list[int]:
         prompt = [*self._previous_text(before), self._start]
@@ -243,13 +230,12 @@ class WhisperTranscriber:
             yield TimedWord(word.text, start, max(start, end))
 
 
-class VoxtralTranscriber:
+class VoxtralTranscriber(Transcriber):
     """Voxtral's prompts: the audio is a user's message, followed by an optional language and a token for the
     task. The model detects the language itself, and takes no previous text."""
 
     tasks = ("transcribe",)
     asks_first = False
-    moments = no_speech = None
     between = " "
 
     def __init__(self, tokenizer: Tokenizer, *, at_once: int) -> None:
@@ -269,20 +255,6 @@ class VoxtralTranscriber:
         fitting = at_once * (max_len // 2) // num_vectors
         return cls(tokenizer, at_once=max(min(at_once, fitting), 2 * _SEARCHED))
 
-    def check_language(self, language: str) -> str:
-        return _check_language(language, self.languages)
-
     def prompt(self, task: str, language: str | None, *, timed: bool = False, before: str = "") -> list[int]:
         named = f"lang:{language}" if language else ""
         return [*self._begin, *self._tokenizer.encode(named, add_special_tokens=False), self._write]
-
-    def segments(self, token_ids: Sequence[int], seconds: float) -> Iterator[Segment]:
-        raise AssertionError("it has no timestamps")
-
-    def aligning(
-        self, prompt_ids: Sequence[int], token_ids: Sequence[int], num_samples: int
-    ) -> tuple[list[int], AlignmentHeads]:
-        raise AssertionError("it has no timestamps")
-
-    def words(self, segment: Segment, begins: Sequence[int], language: str | None) -> Iterator[TimedWord]:
-        raise AssertionError("it has no timestamps")

@@ -14,7 +14,7 @@ from quire.kernels.reference.nf4 import BLOCK, Halves, in_halves, scaled
 from quire.quant.dequantized import dequantize_experts, dequantize_weight, use_plain, use_plain_experts
 from quire.quant.experts import ExpertShape, StoredExperts
 from quire.quant.format import Format
-from quire.quant.int8 import Int8Experts, Int8Stored, are_together
+from quire.quant.int8 import Int8Experts, Int8Weight, are_together
 from quire.quant.sharding import Runs, Shard, check_units
 from quire.quant.weight import (
     LinearShape,
@@ -30,6 +30,7 @@ from quire.quant.weight import (
 _SCALES = "SCB"
 """Name of the scales of 8-bit weights: the absolute maximum of each output, which has the code 127."""
 _LARGEST = 127.0
+_INT8 = Int8("channel", "none")
 _NESTED = 256
 """Number of scales that share one scale if scales are quantized as well."""
 _TEXT_BYTES = 1024
@@ -46,7 +47,7 @@ class BitsAndBytesFormat:
     def linear(self, parts: tuple[str, ...], shape: LinearShape) -> Weight:
         plain = functools.partial(self.plain.linear, parts, shape)
         if self.scheme.kind == "int8":
-            return Int8Stored(shape, plain, Int8("channel", "none"), _SCALES, _LARGEST)
+            return Int8Weight(shape, plain, _INT8, scale=_SCALES, divisor=_LARGEST)
         for part, runs in zip(parts, shape.outputs, strict=False):
             _check(part, runs, shape.inputs or Shard(shape.size_in))
         return Table4(shape, plain, self.scheme)
@@ -59,7 +60,7 @@ class BitsAndBytesFormat:
                 "checkpoint that has them one by one, or the unquantized one"
             )
         if self.scheme.kind == "int8":
-            return Int8Experts(shape, plain, "channel", _SCALES, _LARGEST)
+            return Int8Experts(shape, plain, _INT8, scale=_SCALES, divisor=_LARGEST)
         if shape.inner is not None:
             _check(parts[0], (shape.inner,), Shard(shape.hidden))
             _check(parts[-1], (Shard(shape.hidden),), shape.inner)

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,41 +41,119 @@ class Int8Format:
         self.plain = plain
 
     def linear(self, parts: tuple[str, ...], shape: LinearShape) -> Weight:
-        plain = functools.partial(self.plain.linear, parts, shape)
-        if not self.scheme.stored:
-            return Int8Quantized(shape, plain)
-        return Int8Stored(shape, plain, self.scheme)
+        return Int8Weight(shape, functools.partial(self.plain.linear, parts, shape), self.scheme)
 
     def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
-        plain = functools.partial(self.plain.experts, parts, shape)
-        if not self.scheme.stored:
-            return Int8QuantizedExperts(shape, plain)
-        if self.scheme.weights == "tensor" and are_together(parts):
+        if self.scheme.stored and self.scheme.weights == "tensor" and are_together(parts):
             raise ConfigError(
                 f"{parts[0]} has gate and up in one int8 tensor with one scale for both, which is not "
                 "supported: one for each output, or experts that are stored one by one, are"
             )
-        return Int8Experts(shape, plain, self.scheme.weights)
+        return Int8Experts(shape, functools.partial(self.plain.experts, parts, shape), self.scheme)
 
 
-class Int8Linear(Weight):
-    """Base class of 8-bit weights: their storage and kernels after loading."""
+class Int8Matrices(nn.Module):
+    """Codes with their scales: one matrix, or several by `lead`, with parts of `sizes_out` outputs. Weights
+    that are not stored as codes are plain while they are loaded, and quantized afterwards. `scale` is the
+    name of the scales in checkpoints, which are divided by `divisor`."""
 
-    rounds = False
-    """Whether many inputs are quantized as well."""
+    def __init__(
+        self,
+        scheme: Int8,
+        lead: tuple[int, ...],
+        sizes_out: tuple[int, ...],
+        size_in: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        scale: str = "weight_scale",
+        divisor: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.scheme, self.sizes_out, self.axis = scheme, list(sizes_out), len(lead)
+        self.scale, self.divisor = scale, divisor
+        self.scales: nn.Parameter | None = None
+        if not scheme.stored:
+            self.codes = placeholder_parameter(*lead, sum(sizes_out), size_in, dtype=dtype, device=device)
+            return
+        num_scales = sum(sizes_out) if scheme.weights == "channel" else len(sizes_out)
+        self.codes = empty_parameter(*lead, sum(sizes_out), size_in, dtype=torch.int8, device=device)
+        self.scales = empty_parameter(*lead, num_scales, dtype=torch.float32, device=device)
 
-    def __init__(self, shape: LinearShape, plain: Callable[[], Weight]) -> None:
+    def pieces(self) -> list[dict[str, Piece]]:
+        """Return the tensors to load, by part."""
+        parts, per_channel = self.codes.split(self.sizes_out, self.axis), self.scheme.weights == "channel"
+        if self.scales is None:
+            return [self._pieces_of(codes, None) for codes in parts]
+        scales = self.scales.split(self.sizes_out if per_channel else 1, self.axis)
+        return [self._pieces_of(*pair) for pair in zip(parts, scales, strict=True)]
+
+    def whole(self) -> dict[str, Piece]:
+        """Return the tensors to load if all parts are stored in one tensor."""
+        return self._pieces_of(self.codes, self.scales)
+
+    def _pieces_of(self, codes: Tensor, scales: Tensor | None) -> dict[str, Piece]:
+        pieces = {"weight": Piece(codes, self.axis, self.axis + 1)}
+        if scales is not None and self.scheme.weights == "channel":
+            in_columns = self.scale == "weight_scale"
+            pieces[self.scale] = Piece(scales[..., None] if in_columns else scales, self.axis)
+        elif scales is not None:
+            pieces[self.scale] = Piece(scales[..., None] if self.axis else scales, None)
+        return pieces
+
+    def begin(self) -> None:
+        if not self.scheme.stored:
+            self.codes = materialize(self.codes)
+
+    def settle(self) -> Int8Codes:
+        """Return codes with one scale per output, quantizing the weight if it is not stored so."""
+        if self.scales is None:
+            return _quantize_each(self.codes.data) if self.axis else quantize(self.codes.data)
+        scales = self.scales.data / self.divisor
+        if self.scheme.weights == "tensor":
+            sizes = torch.tensor(self.sizes_out, device=scales.device)
+            scales = scales.repeat_interleave(sizes, self.axis)
+        return Int8Codes(self.codes.data, scales)
+
+
+class Int8Weight(Weight):
+    """An 8-bit weight: stored codes and scales, or a plain weight that is quantized after loading."""
+
+    def __init__(self, shape: LinearShape, plain: Callable[[], Weight], scheme: Int8, **options: Any) -> None:
+        """Build it; `options` are those of `Int8Matrices`."""
         super().__init__(shape)
-        self.plain = plain
+        self.plain, self.scheme = plain, scheme
+        self.stored: Int8Matrices | None = Int8Matrices(
+            scheme, (), shape.sizes_out, shape.size_in, shape.dtype, shape.device, **options
+        )
         self.bias = bias_of(shape)
         self.codes: nn.Parameter | None = None
         """After `repack` codes on a GPU, blocks of codes on a CPU, otherwise dequantized values."""
         self.scales: nn.Parameter | None = None
         self.inputs: nn.Parameter | None = None
         """The static scale of inputs, if it is stored."""
+        if scheme.stored and scheme.activations == "static":
+            self.inputs = empty_parameter(len(shape.sizes_out), dtype=torch.float32, device=shape.device)
 
-    def keep(self, weight: Int8Codes) -> None:
-        self.scales = None
+    def parts(self) -> list[dict[str, Piece]]:
+        assert self.stored is not None
+        parts = self.stored.pieces()
+        if self.inputs is not None:
+            for i, part in enumerate(parts):
+                part["input_scale"] = Piece(self.inputs[i : i + 1], None)
+        return with_bias(parts, self.bias, self.shape.sizes_out)
+
+    def begin(self) -> None:
+        assert self.stored is not None
+        self.stored.begin()
+
+    def repack(self) -> None:
+        assert self.stored is not None
+        weight, self.stored = self.stored.settle(), None
+        if self.inputs is not None:
+            # All parts have one input and use the largest input scale, which overflows none of them. Inputs
+            # with a zero point are quantized dynamically instead.
+            self.inputs = frozen_parameter(self.inputs.data.max()[None]) if self.scheme.symmetric else None
         if weight.codes.is_cuda:
             self.codes, self.scales = frozen_parameter(weight.codes), frozen_parameter(weight.scales)
         elif native.serves(self.shape.device, self.shape.dtype) and fits_blocks(weight):
@@ -92,8 +171,9 @@ class Int8Linear(Weight):
             from quire.kernels.triton.int8 import Int8GEMM as ProductOnGPU
 
             assert self.scales is not None
-            weight = Int8Codes(codes, self.scales)
-            product = ProductOnGPU(weight, bias, rounds=self.rounds, static=self.inputs)
+            weight, scheme = Int8Codes(codes, self.scales), self.scheme
+            rounds = scheme.stored and scheme.activations != "none"
+            product = ProductOnGPU(weight, bias, rounds=rounds, static=self.inputs)
             self.product, self.gated = product, product.gated if bias is None else None
             self.rows = functools.partial(_rows, weight, shape.dtype)
         else:
@@ -102,97 +182,42 @@ class Int8Linear(Weight):
             self.rows = functools.partial(GGUFRows(matrix), dtype=shape.dtype)
 
 
-class Int8Stored(Int8Linear):
-    """Codes and scales of a checkpoint; `scale` is the name of the scales, which are divided by `divisor`."""
+class Int8Experts(StoredExperts):
+    """8-bit experts; see `Int8Weight`."""
 
     def __init__(
-        self,
-        shape: LinearShape,
-        plain: Callable[[], Weight],
-        scheme: Int8,
-        scale: str = "weight_scale",
-        divisor: float = 1.0,
+        self, shape: ExpertShape, plain: Callable[[], StoredExperts], scheme: Int8, **options: Any
     ) -> None:
-        super().__init__(shape, plain)
-        self.scheme, self.scale, self.divisor = scheme, scale, divisor
-        rows, num_parts = sum(shape.sizes_out), len(shape.sizes_out)
-        num_scales = rows if scheme.weights == "channel" else num_parts
-        self.codes = empty_parameter(rows, shape.size_in, dtype=torch.int8, device=shape.device)
-        self.scales = empty_parameter(num_scales, dtype=torch.float32, device=shape.device)
-        self.rounds = scheme.activations != "none"
-        if scheme.activations == "static":
-            self.inputs = empty_parameter(num_parts, dtype=torch.float32, device=shape.device)
-
-    def parts(self) -> list[dict[str, Piece]]:
-        assert self.codes is not None and self.scales is not None
-        sizes = list(self.shape.sizes_out)
-        parts = [{"weight": Piece(codes, 0, 1)} for codes in self.codes.split(sizes)]
-        in_columns = self.scale == "weight_scale"
-        for i, part in enumerate(parts):
-            if self.scheme.weights == "tensor":
-                part[self.scale] = Piece(self.scales[i : i + 1], None)
-            else:
-                scales = self.scales.split(sizes)[i]
-                part[self.scale] = Piece(scales[:, None] if in_columns else scales, 0)
-            if self.inputs is not None:
-                part["input_scale"] = Piece(self.inputs[i : i + 1], None)
-        return with_bias(parts, self.bias, sizes)
-
-    def repack(self) -> None:
-        assert self.codes is not None and self.scales is not None
-        scales = self.scales.data / self.divisor
-        if self.scheme.weights == "tensor":
-            scales = scales.repeat_interleave(torch.tensor(self.shape.sizes_out, device=scales.device))
-        # All parts have one input and use the largest input scale, which overflows none of them. Inputs with
-        # a zero point are quantized dynamically instead.
-        is_used = self.inputs is not None and self.scheme.symmetric
-        self.inputs = (
-            frozen_parameter(self.inputs.data.max()[None]) if self.inputs is not None and is_used else None
-        )
-        self.keep(Int8Codes(self.codes.data, scales))
-
-
-class Int8Quantized(Int8Linear):
-    """A plain weight while it is loaded, quantized afterwards."""
-
-    def __init__(self, shape: LinearShape, plain: Callable[[], Weight]) -> None:
-        super().__init__(shape, plain)
-        self.weight: nn.Parameter | None = placeholder_parameter(
-            sum(shape.sizes_out), shape.size_in, dtype=shape.dtype, device=shape.device
-        )
-
-    def parts(self) -> list[dict[str, Piece]]:
-        assert self.weight is not None
-        sizes = list(self.shape.sizes_out)
-        parts = [{"weight": Piece(rows, 0, 1)} for rows in self.weight.split(sizes)]
-        return with_bias(parts, self.bias, sizes)
-
-    def begin(self) -> None:
-        assert self.weight is not None
-        self.weight = materialize(self.weight)
-
-    def repack(self) -> None:
-        assert self.weight is not None
-        narrowed = quantize(self.weight.data)
-        self.weight = None
-        self.keep(narrowed)
-
-
-class SharedExperts(StoredExperts):
-    """Base class of 8-bit experts; see `Int8Linear`."""
-
-    def __init__(self, shape: ExpertShape, plain: Callable[[], StoredExperts]) -> None:
         super().__init__(shape)
         self.plain = plain
+        hidden, inner = shape.hidden, shape.intermediate
+        make = functools.partial(
+            Int8Matrices, scheme, (shape.experts,), dtype=shape.dtype, device=shape.device, **options
+        )
+        self.stored_gate_up: Int8Matrices | None = make((inner, inner), hidden)
+        self.stored_down: Int8Matrices | None = make((hidden,), inner)
         self.gate_up: nn.Parameter | None = None
         self.down: nn.Parameter | None = None
         self.gate_up_scales: nn.Parameter | None = None
         self.down_scales: nn.Parameter | None = None
 
-    def keep(self, gate_up: Int8Codes, down: Int8Codes) -> None:
+    def parts(self) -> dict[str, dict[str, Piece]]:
+        assert self.stored_gate_up is not None and self.stored_down is not None
+        gate, up = self.stored_gate_up.pieces()
+        whole, down = self.stored_gate_up.whole(), self.stored_down.whole()
+        return {"gate_up": whole, "gate": gate, "up": up, "down": down}
+
+    def begin(self) -> None:
+        assert self.stored_gate_up is not None and self.stored_down is not None
+        self.stored_gate_up.begin()
+        self.stored_down.begin()
+
+    def repack(self) -> None:
+        assert self.stored_gate_up is not None and self.stored_down is not None
+        gate_up, self.stored_gate_up = self.stored_gate_up.settle(), None
+        down, self.stored_down = self.stored_down.settle(), None
         shape, both = self.shape, (gate_up, down)
         is_aligned = shape.hidden % _ALIGNED == shape.intermediate % _ALIGNED == 0
-        self.gate_up_scales = self.down_scales = None
         if gate_up.codes.is_cuda and is_aligned:
             self.gate_up, self.down = (frozen_parameter(codes.codes) for codes in both)
             self.gate_up_scales, self.down_scales = (frozen_parameter(codes.scales) for codes in both)
@@ -224,89 +249,12 @@ class SharedExperts(StoredExperts):
             self.mix = CpuExperts([[up] for up in ups], downs, shape.activation, *self.biases)
 
 
-class Int8Experts(SharedExperts):
-    """Codes and scales of a checkpoint's experts."""
-
-    def __init__(
-        self,
-        shape: ExpertShape,
-        plain: Callable[[], StoredExperts],
-        weights: str,
-        scale: str = "weight_scale",
-        divisor: float = 1.0,
-    ) -> None:
-        super().__init__(shape, plain)
-        self.weights, self.scale, self.divisor = weights, scale, divisor
-        num, hidden, inner = shape.experts, shape.hidden, shape.intermediate
-        make = functools.partial(empty_parameter, num, device=shape.device)
-        self.gate_up = make(2 * inner, hidden, dtype=torch.int8)
-        self.down = make(hidden, inner, dtype=torch.int8)
-        per_channel = weights == "channel"
-        self.gate_up_scales = make(2 * inner if per_channel else 2, 1, dtype=torch.float32)
-        self.down_scales = make(hidden if per_channel else 1, 1, dtype=torch.float32)
-
-    def parts(self) -> dict[str, dict[str, Piece]]:
-        assert self.gate_up is not None and self.down is not None
-        assert self.gate_up_scales is not None and self.down_scales is not None
-        scales = self.gate_up_scales, self.gate_up_scales.chunk(2, 1), self.down_scales
-        gate, up = self.gate_up.chunk(2, 1)
-        return {
-            "gate_up": self._part(self.gate_up, scales[0]),
-            "gate": self._part(gate, scales[1][0]),
-            "up": self._part(up, scales[1][1]),
-            "down": self._part(self.down, scales[2]),
-        }
-
-    def _part(self, codes: Tensor, scales: Tensor) -> dict[str, Piece]:
-        of_outputs = 1 if self.weights == "channel" else None
-        piece = Piece(scales if self.scale == "weight_scale" else scales[:, :, 0], of_outputs)
-        return {"weight": Piece(codes, 1, 2), self.scale: piece}
-
-    def repack(self) -> None:
-        assert self.gate_up is not None and self.down is not None
-        both = []
-        for codes, scales in ((self.gate_up, self.gate_up_scales), (self.down, self.down_scales)):
-            assert scales is not None
-            wide = scales.data[:, :, 0] / self.divisor
-            both.append(Int8Codes(codes.data, wide.repeat_interleave(codes.shape[1] // wide.shape[1], 1)))
-        self.keep(*both)
-
-
-class Int8QuantizedExperts(SharedExperts):
-    """Plain experts while they are loaded, quantized afterwards."""
-
-    def __init__(self, shape: ExpertShape, plain: Callable[[], StoredExperts]) -> None:
-        super().__init__(shape, plain)
-        num, hidden, inner = shape.experts, shape.hidden, shape.intermediate
-        make = functools.partial(placeholder_parameter, num, dtype=shape.dtype, device=shape.device)
-        self.gate_up = make(2 * inner, hidden)
-        self.down = make(hidden, inner)
-
-    def parts(self) -> dict[str, dict[str, Piece]]:
-        assert self.gate_up is not None and self.down is not None
-        gate, up = self.gate_up.chunk(2, 1)
-        weights = {"gate_up": self.gate_up, "gate": gate, "up": up, "down": self.down}
-        return {name: {"weight": Piece(weight, 1, 2)} for name, weight in weights.items()}
-
-    def begin(self) -> None:
-        assert self.gate_up is not None and self.down is not None
-        self.gate_up, self.down = materialize(self.gate_up), materialize(self.down)
-
-    def repack(self) -> None:
-        assert self.gate_up is not None and self.down is not None
-        gate_up = _quantize_experts(self.gate_up.data)
-        self.gate_up = None
-        down = _quantize_experts(self.down.data)
-        self.down = None
-        self.keep(gate_up, down)
-
-
 def are_together(parts: tuple[str, ...]) -> bool:
     """Whether gate and up are in one tensor; some experts have no gate."""
     return len(parts) == 2 and not parts[0].endswith(".up_proj")
 
 
-def _quantize_experts(weight: Tensor) -> Int8Codes:
+def _quantize_each(weight: Tensor) -> Int8Codes:
     """Quantize expert by expert, since intermediate values are wide."""
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(weight.shape[:2], dtype=torch.float32, device=weight.device)
