@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from quire.checkpoint import hub
-from quire.checkpoint.hub import Packaged, default_model_id, fetch_packaged, locate
+from quire.checkpoint.hub import DEFAULT_MODEL_ID, Packaged, fetch_packaged, locate
 from quire.errors import ConfigError
 
 CONTENT = b"GGUF" + bytes(range(256)) * 20
@@ -155,7 +155,7 @@ def test_no_model_means_the_packaged_one(
 
 
 def test_default_model_has_a_name_without_a_path() -> None:
-    assert default_model_id() == "SmolLM2-135M-Instruct"
+    assert DEFAULT_MODEL_ID == "SmolLM2-135M-Instruct"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ the weighted sum of latents is expanded to values (`release`).
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -107,31 +107,7 @@ class MLALoRA(NamedTuple):
         self.ops.lora(kv, latents, self.a, b, (size,), slots)
 
 
-class MLABackend(Protocol):
-    """Implementation of latent attention for one kind of device."""
-
-    needs_transposed_lora: bool
-    """Whether it needs `MLALoRA.transposed`."""
-
-    def enter(self, q: Tensor, kv: Tensor, entry: MLAEntry, spec: MLASpec) -> None:
-        """Rotate [T, heads, query_dim] queries in place; norm the latents and rotate the keys of `kv`
-        [T, width], and write both to their slots."""
-        ...
-
-    def attend(
-        self,
-        q: Tensor,
-        weight: Tensor,
-        cache: Tensor,
-        batch: Batch,
-        spec: MLASpec,
-        adapted: MLALoRA | None = None,
-    ) -> Tensor:
-        """Return [T, heads, v_dim]. `weight` [heads, nope_dim + v_dim, rank] is kv_b_proj."""
-        ...
-
-
-def choose(device: torch.device, dtype: torch.dtype) -> MLABackend:
+def choose(device: torch.device, dtype: torch.dtype) -> "MLABackend":
     """Return the fastest implementation for models of `dtype` on `device`."""
     name = "triton" if device.type == "cuda" else "reference"
     if native.serves(device, dtype):
@@ -166,8 +142,11 @@ class TorchMLA:
     """Latent attention in plain torch, on any device: the reference."""
 
     needs_transposed_lora = False
+    """Whether it needs `MLALoRA.transposed`."""
 
     def enter(self, q: Tensor, kv: Tensor, entry: MLAEntry, spec: MLASpec) -> None:
+        """Rotate [T, heads, query_dim] queries in place; norm the latents and rotate the keys of `kv`
+        [T, width], and write both to their slots."""
         cos, sin = entry.table[entry.positions][:, None].chunk(2, -1)
         latent, key = kv.split([spec.rank, spec.rope_dim], -1)
         normed = Reference().norm(latent, entry.norm, entry.eps)
@@ -184,6 +163,7 @@ class TorchMLA:
         spec: MLASpec,
         adapted: MLALoRA | None = None,
     ) -> Tensor:
+        """Return [T, heads, v_dim]. `weight` [heads, nope_dim + v_dim, rank] is kv_b_proj."""
         queries = torch.cat((absorb(q, weight, spec, adapted), q[..., spec.nope_dim :]), -1)
         mixed = self.mix(queries, cache[:, :, None], batch, spec)[..., : spec.rank]
         return release(mixed, weight, spec, adapted)
@@ -195,6 +175,10 @@ class TorchMLA:
         mqa = AttentionSpec(spec.heads, 1, spec.width, queries.dtype, scale=spec.scale)
         mqa = replace(mqa, k_scale=spec.k_scale, v_scale=spec.k_scale)
         return backend.forward(queries, cache, cache, batch, mqa)
+
+
+MLABackend = TorchMLA
+"""Interface of every implementation, which is that of the reference."""
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, neighbours: bool) -> Tensor:

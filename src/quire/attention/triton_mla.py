@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.attention.batch import Batch
-from quire.attention.mla import MLAEntry, MLALoRA, MLASpec, absorb, release
+from quire.attention.mla import MLAEntry, MLALoRA, MLASpec, TorchMLA, absorb, release
 from quire.kernels.host_to_device import copy_to_device
 from quire.kernels.triton import mla_launch as launch
 from quire.kernels.triton.attention import AttentionSeqs
@@ -50,7 +50,7 @@ class _PromptSplit(NamedTuple):
     rounds: list[_Round]
 
 
-class TritonMLA:
+class TritonMLA(TorchMLA):
     """Latent attention by Triton kernels. The cache has the dtype of the queries, or 8 bits."""
 
     needs_transposed_lora = False

@@ -79,11 +79,6 @@ DEFAULT_MODEL = Packaged(
 PIP = (sys.executable, "-m", "pip")
 
 
-def default_model_id() -> str:
-    """Return the served name of the packaged model."""
-    return DEFAULT_MODEL_ID
-
-
 def locate(
     model: str | None,
     *,

@@ -29,7 +29,7 @@ from quire.layers.scope import Begins, Loads, Scope, Target, unchanged
 from quire.loader.extra_modules import ExtraModules
 from quire.loader.offload import LayerOffload
 from quire.loader.sharded import ShardedSource, ShardedStateKey, equip
-from quire.loader.source import FORMATS, Source, detect
+from quire.loader.source import FORMATS, Source, detect, is_of_other_stage
 from quire.logs import get_logger
 from quire.models import MODELS
 from quire.models.towers import TOWERS
@@ -383,7 +383,7 @@ def _check_unused(
         for name in shapes
         if name not in targets
         and not is_ignored(name, checkpoint)
-        and not is_elsewhere(name, known)
+        and not is_of_other_stage(name, known)
         and _EXPERT.sub(".*.", name) not in shared
     ]
     if odd := [name for name in extra if name.endswith(_scheme_marks())]:
@@ -405,12 +405,6 @@ def _fits(shape: tuple[int, ...], target: Target) -> bool:
 def list_names(names: list[str]) -> str:
     more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
     return ", ".join(names[:_NUM_NAMED]) + more
-
-
-def is_elsewhere(name: str, layers: range | None) -> bool:
-    """Whether a tensor belongs to another stage than the one with these layers."""
-    number = re.search(r"\.(\d+)\.", name)
-    return layers is not None and (number is None or int(number[1]) not in layers)
 
 
 def is_ignored(name: str, checkpoint: Checkpoint) -> bool:

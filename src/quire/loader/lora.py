@@ -24,7 +24,7 @@ from quire.layers.lora_tables import LoRAVocab
 from quire.layers.scope import Target
 from quire.loader.lora_files import CONFIG, LoRAFiles
 from quire.loader.lora_vocab import LoRAVocabReader, token_indices
-from quire.loader.source import put
+from quire.loader.source import is_of_other_stage, put
 from quire.logs import get_logger
 
 log = get_logger(__name__)
@@ -226,7 +226,9 @@ class LoRAReader:
             yield from _split_stack(name, stack, pair, settings)
         elif reason := self._refusal(name):
             raise ConfigError(f"{pair.names[0]}: {reason}")
-        elif not self._is_elsewhere(name) and not self._is_unused(name) and self.slots.takes(name):
+        elif (
+            not is_of_other_stage(name, self.layers) and not self._is_unused(name) and self.slots.takes(name)
+        ):
             raise ConfigError(
                 f"{pair.names[0]} is for a layer that the model does not have, or one without LoRA support"
             )
@@ -236,10 +238,6 @@ class LoRAReader:
 
     def _is_unused(self, name: str) -> bool:
         return bool(self.slots.unused and re.search(self.slots.unused, f".{name}."))
-
-    def _is_elsewhere(self, name: str) -> bool:
-        number = re.search(r"\.(\d+)\.", name)
-        return self.layers is not None and (number is None or int(number[1]) not in self.layers)
 
     # ---- copying to host memory
 

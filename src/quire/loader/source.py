@@ -1,5 +1,6 @@
 """Sources of weights: the protocol, the table of load formats, and their detection."""
 
+import re
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -90,3 +91,9 @@ def detect(checkpoint: Checkpoint, load_format: str) -> str:
             f"load_format {load_format!r} does not fit {checkpoint.path}, which is {kind}; use auto"
         )
     return load_format
+
+
+def is_of_other_stage(name: str, layers: range | None) -> bool:
+    """Whether a tensor belongs to another stage than the one with these layers."""
+    number = re.search(r"\.(\d+)\.", name)
+    return layers is not None and (number is None or int(number[1]) not in layers)

@@ -18,8 +18,8 @@ from quire.errors import RequestError
 from quire.layers.linear import Linear
 from quire.layers.moe import Experts
 from quire.layers.scope import Begins, LoadedModule, Loads, Target
-from quire.loader.load import is_elsewhere, is_ignored, list_names, stored_name
-from quire.loader.source import put
+from quire.loader.load import is_ignored, list_names, stored_name
+from quire.loader.source import is_of_other_stage, put
 from quire.quant.experts import StoredExperts
 from quire.quant.plain import PlainExperts, PlainWeight
 from quire.quant.weight import Weight, frozen_parameter, placeholder_parameter
@@ -72,7 +72,7 @@ class LayerTwins:
     def is_unused(self, name: str) -> bool:
         """Whether a tensor has no use here: it follows from others, or another stage has it."""
         layers = self.stage.layers(len(self.checkpoint.facts.layers)) if self.stage.count > 1 else None
-        return is_ignored(name, self.checkpoint) or is_elsewhere(name, layers)
+        return is_ignored(name, self.checkpoint) or is_of_other_stage(name, layers)
 
 
 class StagedUpdate:

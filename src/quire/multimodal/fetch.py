@@ -22,6 +22,7 @@ from quire.config.env import MediaEnv
 from quire.errors import ConfigError, RequestError, Unreachable
 from quire.multimodal.byte_budget import BudgetHold
 from quire.multimodal.http import HttpAnswer, Take, get
+from quire.remote.http import reason_of
 
 _PORTS = {"http": 80, "https": 443}
 _MAX_HOPS = 5
@@ -227,7 +228,7 @@ class Fetcher:
             except OverflowError:
                 raise Unreachable(self._too_large("more")) from None
             except OSError as error:
-                why = _reason(error)
+                why = reason_of(error)
         raise _Transient(why)
 
     async def _addresses(self, target: _Target) -> list[str]:
@@ -296,13 +297,6 @@ class Lookups:
         finally:
             with self._lock:
                 del self._pending[host, port]
-
-
-def _reason(error: OSError) -> str:
-    """Return the system's text of an error: those of asyncio repeat the address."""
-    if error.errno is not None and error.errno > 0:
-        return os.strerror(error.errno)
-    return error.strerror or str(error) or type(error).__name__
 
 
 def _failed(status: int) -> Exception:

@@ -194,8 +194,8 @@ class Int8Experts(StoredExperts):
         make = functools.partial(
             Int8Matrices, scheme, (shape.experts,), dtype=shape.dtype, device=shape.device, **options
         )
-        self.stored_gate_up: Int8Matrices | None = make((inner, inner), hidden)
-        self.stored_down: Int8Matrices | None = make((hidden,), inner)
+        self.stored_gate_up: Int8Matrices | None = make(sizes_out=(inner, inner), size_in=hidden)
+        self.stored_down: Int8Matrices | None = make(sizes_out=(hidden,), size_in=inner)
         self.gate_up: nn.Parameter | None = None
         self.down: nn.Parameter | None = None
         self.gate_up_scales: nn.Parameter | None = None

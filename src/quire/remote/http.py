@@ -119,7 +119,7 @@ class HttpClient:
             raise ServerGone(f"{self.base_url} did not connect in {CONNECT_TIMEOUT_S} s") from None
         except OSError as error:
             raise ServerGone(
-                f"no server answers at {self.base_url} ({_reason(error)}): is it running? "
+                f"no server answers at {self.base_url} ({reason_of(error)}): is it running? "
                 "start one with `quire serve`"
             ) from None
         return connection
@@ -216,11 +216,11 @@ class _Connection(asyncio.BufferedProtocol):
             self._waiter.set_result(Response(status, self._headers, b"".join(self._body)))
 
 
-def _reason(error: OSError) -> str:
+def reason_of(error: OSError) -> str:
     """Return the reason of an OSError: the system's text, since asyncio's repeats the address."""
     if error.errno is not None and error.errno > 0:
         return os.strerror(error.errno)
-    return error.strerror or str(error)
+    return error.strerror or str(error) or type(error).__name__
 
 
 def _one_line(name: str, value: str) -> str:

@@ -70,7 +70,7 @@ def llama(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     if optional_size(arch, "expert_count") is None:
         return facts
     names = "apart" if "blk.0.ffn_gate_exps.weight" in file.tensors else "mlp"
-    return add_experts(facts, _experts(arch, facts.intermediate, renormalized=True, names=names))
+    return add_experts(facts, read_experts(arch, facts.intermediate, names=names))
 
 
 def smollm3(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
@@ -215,13 +215,13 @@ def dbrx(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
         norm_eps=arch.number("attention.layer_norm_epsilon"),
         qkv_clip=arch.optional_number("attention.clamp_kqv"),
     )
-    return add_experts(facts, _experts(arch, facts.intermediate, renormalized=True))
+    return add_experts(facts, read_experts(arch, facts.intermediate))
 
 
 def glm4moe(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     """Read GLM-4 MoE and dots.llm1; the MTP layers after the last layer are not used."""
     layers, unused = layers_without_mtp(arch)
-    moe = _deepseek_experts(arch, "sigmoid", renormalized=arch.flag("expert_weights_norm", True))
+    moe = deepseek_experts(arch, "sigmoid", renormalized=arch.flag("expert_weights_norm", True))
     facts = gguf_decoder(
         file,
         arch,
@@ -242,7 +242,7 @@ def layers_without_mtp(arch: ConfigReader) -> tuple[int, str]:
     return layers, rf"\b(layers|blk)\.({numbers})\." if num_mtp else ""
 
 
-def _deepseek_experts(arch: ConfigReader, scoring: str, *, renormalized: bool) -> MoeFacts:
+def deepseek_experts(arch: ConfigReader, scoring: str, *, renormalized: bool) -> MoeFacts:
     """Read the experts of DeepSeek and derived models, some of which are shared."""
     inner, balanced = arch.size("expert_feed_forward_length"), scoring == "sigmoid"
     routing = Routing(
@@ -306,14 +306,13 @@ def deepseek2(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     scoring = _GATING.get(arch.size("expert_gating_func", 1))
     if scoring is None:
         raise arch.wrong("expert_gating_func", "1 (softmax) or 2 (sigmoid)")
-    moe = _deepseek_experts(arch, scoring, renormalized=arch.flag("expert_weights_norm"))
+    moe = deepseek_experts(arch, scoring, renormalized=arch.flag("expert_weights_norm"))
     return add_experts(facts, moe, set(range(optional_size(arch, "leading_dense_block_count") or 0, layers)))
 
 
 def minimax_m2(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     inner = _expert_width(arch)
-    routing = Routing(arch.size("expert_used_count"), "sigmoid", True)
-    moe = MoeFacts(arch.size("expert_count"), inner, routing, choice_bias=True, names="apart")
+    moe = read_experts(arch, inner, scoring="sigmoid", choice_bias=True)
     return add_experts(gguf_decoder(file, arch, qk_norm="all", intermediate=inner), moe)
 
 
@@ -324,27 +323,26 @@ def _rotated_layers(arch: ConfigReader) -> list[bool]:
 def qwen2moe(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     inner, whole = _expert_width(arch), arch.size("feed_forward_length")
     shared = arch.size("expert_shared_feed_forward_length", whole)
-    moe = _experts(arch, inner, renormalized=False, shared_intermediate=shared, shared_gate=True)
+    moe = read_experts(arch, inner, renormalized=False, shared_intermediate=shared, shared_gate=True)
     return add_experts(gguf_decoder(file, arch, intermediate=max(inner, shared)), moe)
 
 
 def qwen3moe(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     inner = _expert_width(arch)
     facts = gguf_decoder(file, arch, qk_norm="head", intermediate=inner)
-    return add_experts(facts, _experts(arch, inner, renormalized=True))
+    return add_experts(facts, read_experts(arch, inner))
 
 
 def olmoe(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     facts = gguf_decoder(file, arch, qk_norm="all")
-    return add_experts(facts, _experts(arch, facts.intermediate, renormalized=False))
+    return add_experts(facts, read_experts(arch, facts.intermediate, renormalized=False))
 
 
 def granitemoe(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     """Read Granite MoE, with or without a shared expert."""
     facts = granite(file, arch)
     shared = arch.get("expert_shared_feed_forward_length") or 0
-    moe = _experts(arch, facts.intermediate, renormalized=True, shared_intermediate=shared)
-    return add_experts(facts, moe)
+    return add_experts(facts, read_experts(arch, facts.intermediate, shared_intermediate=shared))
 
 
 def _expert_width(arch: ConfigReader) -> int:
@@ -356,10 +354,12 @@ def _expert_width(arch: ConfigReader) -> int:
     return arch.size("expert_feed_forward_length")
 
 
-def _experts(arch: ConfigReader, inner: int, *, renormalized: bool, **facts: Any) -> MoeFacts:
-    base: dict[str, Any] = {"names": "apart"}
-    routing = Routing(arch.size("expert_used_count"), renormalized=renormalized)
-    return MoeFacts(arch.size("expert_count"), inner, routing, **(base | facts))
+def read_experts(
+    arch: ConfigReader, inner: int, *, scoring: str = "softmax", renormalized: bool = True, **facts: Any
+) -> MoeFacts:
+    """Read experts of this width, which are stored in one tensor per matrix."""
+    routing = Routing(arch.size("expert_used_count"), scoring, renormalized)
+    return MoeFacts(arch.size("expert_count"), inner, routing, **({"names": "apart"} | facts))
 
 
 def gpt_oss(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
@@ -375,14 +375,7 @@ def gpt_oss(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
         intermediate=inner,
         sinks=True,
     )
-    moe = _experts(
-        arch,
-        inner,
-        renormalized=True,
-        router_bias=True,
-        expert_bias=True,
-        activation="clamped_swiglu",
-    )
+    moe = read_experts(arch, inner, router_bias=True, expert_bias=True, activation="clamped_swiglu")
     return add_experts(facts, moe)
 
 
@@ -390,6 +383,11 @@ def optional_size(arch: ConfigReader, key: str) -> int | None:
     """Return a size, or None if it is missing or 0."""
     value = arch.get(key)
     return None if value is None or (isinstance(value, int) and value == 0) else arch.size(key)
+
+
+def has_any(file: GGUFFile, ending: str) -> bool:
+    """Return whether a tensor has a name with this ending."""
+    return any(name.endswith(ending) for name in file.tensors)
 
 
 def read_windows(arch: ConfigReader, *, every: int, window: int | None) -> Windows:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from quire.checkpoint.facts import AltUpFacts, ArchFacts, LayerFacts, MoeFacts, Routing
-from quire.checkpoint.families.gguf import gguf_decoder, optional_size, per_layer, read_windows
+from quire.checkpoint.facts import AltUpFacts, ArchFacts, LayerFacts
+from quire.checkpoint.families.gguf import gguf_decoder, optional_size, per_layer, read_experts, read_windows
 from quire.checkpoint.gguf import GGUFFile
 from quire.checkpoint.reader import ConfigReader
 from quire.checkpoint.rope import FALLBACK_MAX_LEN, read_gguf_rope
@@ -135,13 +135,8 @@ def gemma4(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
         vocab = _stored_shape(file, "per_layer_token_embd.weight")[0]
         altup = AltUpFacts(inputs=1, active=0, is_scaled=False, rank=0, per_layer=width, vocab=vocab)
     if has_experts:
-        moe = MoeFacts(
-            arch.size("expert_count"),
-            arch.size("expert_feed_forward_length"),
-            Routing(arch.size("expert_used_count"), renormalized=True),
-            shared_intermediate=inner[0],
-            names="apart_gemma4",
-        )
+        width = arch.size("expert_feed_forward_length")
+        moe = read_experts(arch, width, shared_intermediate=inner[0], names="apart_gemma4")
     sizes = {"feed_forward_length": inner[0], "attention.head_count_kv": max(kv_heads)}
     local = {"attention.key_length": local_dim, "attention.value_length": local_dim}
     arch = arch.but(**sizes, **local)

@@ -3,14 +3,17 @@
 from dataclasses import replace
 from typing import Any
 
-from quire.checkpoint.facts import ArchFacts, LayerFacts, MoeFacts, Routing, StateFacts
+from quire.checkpoint.facts import ArchFacts, LayerFacts, MoeFacts, StateFacts
 from quire.checkpoint.families.gguf import (
     check_divides,
+    deepseek_experts,
     gguf_decoder,
     granite,
+    has_any,
     layers_without_mtp,
     optional_size,
     per_layer,
+    read_experts,
 )
 from quire.checkpoint.gguf import GGUFFile
 from quire.checkpoint.reader import ConfigReader
@@ -62,13 +65,12 @@ def _qwen_experts(arch: ConfigReader) -> MoeFacts | None:
     if optional_size(arch, "expert_count") is None:
         return None
     inner = arch.size("expert_feed_forward_length")
-    return MoeFacts(
-        arch.size("expert_count"),
+    return read_experts(
+        arch,
         inner,
-        Routing(arch.size("expert_used_count"), renormalized=arch.flag("expert_weights_norm", True)),
+        renormalized=arch.flag("expert_weights_norm", True),
         shared_intermediate=arch.size("expert_shared_feed_forward_length", inner),
         shared_gate=True,
-        names="apart",
     )
 
 
@@ -77,12 +79,10 @@ def lfm2(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     experts after the first layers."""
     hidden, moe, dense = arch.size("embedding_length"), None, arch.size("block_count")
     if optional_size(arch, "expert_count") is not None:
-        inner = arch.size("expert_feed_forward_length")
-        routing = Routing(arch.size("expert_used_count"), "sigmoid", True)
-        bias = any(name.endswith(".exp_probs_b.bias") for name in file.tensors)
-        moe = MoeFacts(arch.size("expert_count"), inner, routing, choice_bias=bias, names="apart")
+        inner, bias = arch.size("expert_feed_forward_length"), has_any(file, ".exp_probs_b.bias")
+        moe = read_experts(arch, inner, scoring="sigmoid", choice_bias=bias)
         dense = optional_size(arch, "leading_dense_block_count") or 0
-    biased = any(name.endswith(".shortconv.in_proj.bias") for name in file.tensors)
+    biased = has_any(file, ".shortconv.in_proj.bias")
     state = StateFacts(
         heads=hidden,
         head_dim=1,
@@ -124,8 +124,8 @@ def _mamba2(file: GGUFFile, arch: ConfigReader) -> StateFacts:
         groups=groups,
         norm_groups=groups,
         conv=arch.size("ssm.conv_kernel"),
-        conv_bias=any(name.endswith(".ssm_conv1d.bias") for name in file.tensors),
-        proj_bias=any(name.endswith(".ssm_in.bias") for name in file.tensors),
+        conv_bias=has_any(file, ".ssm_conv1d.bias"),
+        proj_bias=has_any(file, ".ssm_in.bias"),
     )
 
 
@@ -146,13 +146,8 @@ def granitehybrid(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     if optional_size(arch, "expert_count") is None:
         stored = file.tensors.get("blk.0.ffn_up.weight")  # the key may name another part's length
         return replace(facts, intermediate=stored.shape[0]) if stored else facts
-    moe = MoeFacts(
-        arch.size("expert_count"),
-        facts.intermediate,
-        Routing(arch.size("expert_used_count"), renormalized=True),
-        shared_intermediate=optional_size(arch, "expert_shared_feed_forward_length") or 0,
-        names="apart",
-    )
+    shared = optional_size(arch, "expert_shared_feed_forward_length") or 0
+    moe = read_experts(arch, facts.intermediate, shared_intermediate=shared)
     return replace(facts, moe=moe, layers=tuple(replace(layer, moe=True) for layer in facts.layers))
 
 
@@ -161,21 +156,10 @@ def nemotron_h(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     feed-forward part. Time steps are at least 0.001; there is no key for it."""
     count, unused = layers_without_mtp(arch)
     kv_heads, inner = per_layer(arch, "attention.head_count_kv"), per_layer(arch, "feed_forward_length")
-    experts, moe = optional_size(arch, "expert_count"), None
-    if experts is not None:
-        moe = MoeFacts(
-            experts,
-            arch.size("expert_feed_forward_length"),
-            Routing(
-                arch.size("expert_used_count"),
-                "sigmoid",
-                arch.flag("expert_weights_norm", True),
-                arch.number("expert_weights_scale", 1.0),
-                num_groups=arch.size("expert_group_count", 1),
-                top_groups=arch.size("expert_group_used_count", 1),
-                group_best=2,
-            ),
-            choice_bias=True,
+    moe = None
+    if optional_size(arch, "expert_count") is not None:
+        moe = replace(
+            deepseek_experts(arch, "sigmoid", renormalized=arch.flag("expert_weights_norm", True)),
             plain=True,
             latent=optional_size(arch, "moe_latent_size") or 0,
             shared_intermediate=arch.size("expert_shared_feed_forward_length"),
@@ -198,9 +182,9 @@ def nemotron_h(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
         intermediate=max(inner),
         norm_eps=arch.number(eps),
         activation="relu2",
-        qkv_bias=any(name.endswith(".attn_q.bias") for name in file.tensors),
-        out_bias=any(name.endswith(".attn_output.bias") for name in file.tensors),
-        mlp_bias=any(name.endswith(".ffn_down.bias") for name in file.tensors),
+        qkv_bias=has_any(file, ".attn_q.bias"),
+        out_bias=has_any(file, ".attn_output.bias"),
+        mlp_bias=has_any(file, ".ffn_down.bias"),
         moe=moe,
         state=replace(_mamba2(file, arch), time_limits=(1e-3, float("inf"))),
         unused=unused,

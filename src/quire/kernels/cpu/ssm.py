@@ -1,5 +1,8 @@
 """`StateOps` on a CPU in C (`csrc/ssm.c`): all for float32 and bfloat16, only the scans for float16."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -156,42 +159,28 @@ class CPUStateOps(StateReference):
         return out
 
 
+def _in_float32(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a scan of float16 that converts to float32 and uses `method` in C."""
+
+    def scan(self: StateReference, x: Tensor, *inputs: Any, **options: Any) -> Tensor:
+        return method(CPUStateOps(), x.float(), *map(_widened, inputs), **options).to(x.dtype)
+
+    return scan
+
+
+def _widened(value: Any) -> Any:
+    """Return a tensor of float16 as float32, also within a named tuple; anything else unchanged."""
+    if isinstance(value, MambaInputs):
+        return MambaInputs(*map(_widened, value))
+    return value.float() if isinstance(value, Tensor) and value.dtype == torch.float16 else value
+
+
 class HalfStateOps(StateReference):
     """`StateOps` for float16: the scans convert to float32 and use C, the rest uses torch."""
 
-    def scan(
-        self,
-        xbc: Tensor,
-        dt: Tensor,
-        rates: DecayRates,
-        skip: Tensor,
-        state: Tensor,
-        seqs: SSMSequences,
-        *,
-        limits: Limits = ANY_TIME,
-    ) -> Tensor:
-        y = CPUStateOps().scan(xbc.float(), dt.float(), rates, skip, state, seqs, limits=limits)
-        return y.to(xbc.dtype)
-
-    def select(
-        self, x: Tensor, gate: Tensor, mamba: MambaInputs, state: Tensor, seqs: SSMSequences
-    ) -> Tensor:
-        mamba = mamba._replace(dt=mamba.dt.float(), b=mamba.b.float(), c=mamba.c.float())
-        return CPUStateOps().select(x.float(), gate.float(), mamba, state, seqs).to(x.dtype)
-
-    def delta(
-        self,
-        qkv: Tensor,
-        a: Tensor,
-        b: Tensor,
-        rates: DecayRates,
-        state: Tensor,
-        seqs: SSMSequences,
-        *,
-        form: DeltaForm = GATED_DELTA,
-    ) -> Tensor:
-        y = CPUStateOps().delta(qkv.float(), a.float(), b.float(), rates, state, seqs, form=form)
-        return y.to(qkv.dtype)
+    scan = _in_float32(CPUStateOps.scan)
+    select = _in_float32(CPUStateOps.select)
+    delta = _in_float32(CPUStateOps.delta)
 
 
 def _seq_tensors(seqs: SSMSequences) -> tuple[Tensor, Tensor, Tensor]:

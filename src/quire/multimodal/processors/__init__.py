@@ -2,17 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from quire.checkpoint.facts import MediaFacts
 from quire.data.multimodal import Array, Arrays, MediaItem, StoredArrays
 from quire.registry import LazyTable
-from quire.text.tokenizer import Tokenizer
 
 
 class Video(NamedTuple):
@@ -136,12 +133,6 @@ class StandsAlone(Protocol):
 def stands_alone(processor: "Processor") -> TypeGuard[StandsAlone]:
     """Return whether a processor is a `StandsAlone`."""
     return hasattr(processor, "check_alone")
-
-
-class ProcessorFactory(Protocol):
-    """Builds the processor of the checkpoint in a directory from files such as preprocessor_config.json."""
-
-    def __call__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> Processor: ...
 
 
 PROCESSORS: LazyTable = LazyTable(

@@ -6,7 +6,7 @@ from fastapi import UploadFile
 from pydantic import BaseModel, ConfigDict, Field, Json, JsonValue, field_validator
 
 from quire.data.params import INT64_MAX, INT64_MIN
-from quire.server.openai.replies import FinishReason, TimelineReply, UsageReply
+from quire.server.openai.replies import TimelineReply
 from quire.server.openai.requests import CallBody, doc
 
 Format = Literal["json", "text", "srt", "verbose_json", "vtt"]
@@ -107,28 +107,3 @@ class SpeechReply(BaseModel):
     duration: float | None = None
     segments: list[SegmentReply] | None = None
     words: list[WordReply] | None = None
-
-
-class SpeechDelta(BaseModel):
-    """Added text."""
-
-    content: str
-
-
-class SpeechChoice(BaseModel):
-    """The output of a chunk."""
-
-    delta: SpeechDelta
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-
-
-class SpeechChunk(BaseModel):
-    """An event of a stream."""
-
-    id: str
-    object: Literal["transcription.chunk", "translation.chunk"]
-    created: int
-    model: str
-    choices: list[SpeechChoice]
-    usage: UsageReply | None = None
