@@ -298,7 +298,7 @@ class MediaFacts:
     """The multimodal inputs of a model."""
 
     family: str
-    """Key of the tables in `multimodal/processors/` and `models/towers/`."""
+    """Key of `MEDIA_CODE` in `checkpoint/multimodal/`."""
     modalities: tuple[str, ...]
     """image | video | audio"""
     tower: Any

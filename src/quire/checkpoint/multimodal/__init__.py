@@ -1,6 +1,7 @@
-"""Table of multimodal models: the function that reads each of them from config.json."""
+"""Tables of multimodal models: the function that reads each of them from config.json, and their code."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import quire.checkpoint.multimodal.anyres as anyres
 import quire.checkpoint.multimodal.aya as aya
@@ -89,3 +90,52 @@ MEDIA_FAMILIES: dict[str, Callable[[ConfigReader], tuple[ConfigReader, MediaFact
 }
 """Readers by architecture. Each returns the keys of the decoder, as of a text-only model (`architectures`
 then names one of FAMILIES), and the multimodal inputs; None: only the decoder is supported."""
+
+
+class MediaCode(NamedTuple):
+    """The code of a family of multimodal models, as `file:Class`."""
+
+    processor: str
+    """Processor of items, in `quire/multimodal/processors/`."""
+    tower: str
+    """Encoder, in `quire/models/towers/`."""
+
+
+MEDIA_CODE = {
+    "audio_flamingo3": MediaCode("qwen_audio:AudioFlamingoProcessor", "whisper:QwenAudio"),
+    "aya_vision": MediaCode("aya:AyaProcessor", "clip:Aya"),
+    "clip": MediaCode("clip:DualProcessor", "clip:ClipEmbedding"),
+    "cohere2_vision": MediaCode("aya:Cohere2VisionProcessor", "clip:Aya"),
+    "dots_ocr": MediaCode("dots:DotsProcessor", "ocr:DotsOCR"),
+    "gemma3": MediaCode("gemma:Gemma3Processor", "clip:Gemma3"),
+    "gemma3n": MediaCode("gemma3n:Gemma3nProcessor", "gemma3n:Gemma3nTower"),
+    "gemma4": MediaCode("gemma4:Gemma4Processor", "gemma4:Gemma4Tower"),
+    "glm4v": MediaCode("qwen:GridProcessor", "glm4v:Glm4v"),
+    "idefics3": MediaCode("idefics:Idefics3Processor", "clip:Idefics3"),
+    "internvl": MediaCode("intern:InternVLProcessor", "intern:InternVL"),
+    "kimi_vl": MediaCode("kimi:KimiVLProcessor", "kimi:KimiVL"),
+    "lfm2_vl": MediaCode("lfm2:Lfm2VLProcessor", "lfm2:Lfm2VL"),
+    "lighton_ocr": MediaCode("pixtral:PixtralProcessor", "pixtral:Pixtral"),
+    "llama4": MediaCode("llama4:Llama4Processor", "llama4:Llama4Tower"),
+    "llava": MediaCode("llava:LlavaProcessor", "clip:Llava"),
+    "llava_next": MediaCode("anyres:AnyresProcessor", "clip:Anyres"),
+    "llava_onevision": MediaCode("anyres:AnyresProcessor", "clip:Anyres"),
+    "minicpm_v": MediaCode("minicpm:MiniCPMVProcessor", "minicpm:MiniCPMV"),
+    "ovis2": MediaCode("ovis:Ovis2Processor", "ovis:Ovis2"),
+    "paddleocr_vl": MediaCode("qwen:GridProcessor", "ocr:PaddleOCRVL"),
+    "paligemma": MediaCode("paligemma:PaliGemmaProcessor", "clip:PaliGemma"),
+    "pixtral": MediaCode("pixtral:PixtralProcessor", "pixtral:Pixtral"),
+    "qwen2_5_omni": MediaCode("omni:OmniProcessor", "omni:Omni"),
+    "qwen2_5_vl": MediaCode("qwen:GridProcessor", "qwen_vl:Qwen2_5VL"),
+    "qwen2_audio": MediaCode("qwen_audio:QwenAudioProcessor", "whisper:QwenAudio"),
+    "qwen2_vl": MediaCode("qwen:GridProcessor", "qwen_vl:Qwen2VL"),
+    "qwen3_asr": MediaCode("qwen_audio:Qwen3ASRProcessor", "qwen3_omni:Qwen3ASR"),
+    "qwen3_omni": MediaCode("omni:Qwen3OmniProcessor", "qwen3_omni:Qwen3Omni"),
+    "qwen3_vl": MediaCode("qwen:GridProcessor", "qwen_vl:Qwen3VL"),
+    "siglip": MediaCode("clip:DualProcessor", "clip:SiglipEmbedding"),
+    "step3": MediaCode("step3:StepVLProcessor", "step3:Step3"),
+    "step_vl": MediaCode("step3:StepVLProcessor", "step3:StepVL"),
+    "voxtral": MediaCode("qwen_audio:VoxtralProcessor", "whisper:QwenAudio"),
+    "whisper": MediaCode("whisper:WhisperProcessor", "whisper:WhisperTower"),
+}
+"""Code by `MediaFacts.family`."""

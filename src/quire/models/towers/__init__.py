@@ -6,6 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from quire.checkpoint.facts import ArchFacts, MediaFacts
+from quire.checkpoint.multimodal import MEDIA_CODE
 from quire.layers.scope import Scope
 from quire.logs import get_logger, warn_once
 from quire.registry import LazyTable
@@ -59,45 +60,9 @@ class GraphableTower(Protocol):
 
 
 TOWERS = LazyTable(
-    "tower",
-    {
-        "aya_vision": "quire.models.towers.clip:Aya",
-        "clip": "quire.models.towers.clip:ClipEmbedding",
-        "cohere2_vision": "quire.models.towers.clip:Aya",
-        "dots_ocr": "quire.models.towers.ocr:DotsOCR",
-        "gemma3": "quire.models.towers.clip:Gemma3",
-        "gemma4": "quire.models.towers.gemma4:Gemma4Tower",
-        "gemma3n": "quire.models.towers.gemma3n:Gemma3nTower",
-        "idefics3": "quire.models.towers.clip:Idefics3",
-        "internvl": "quire.models.towers.intern:InternVL",
-        "kimi_vl": "quire.models.towers.kimi:KimiVL",
-        "lfm2_vl": "quire.models.towers.lfm2:Lfm2VL",
-        "llama4": "quire.models.towers.llama4:Llama4Tower",
-        "lighton_ocr": "quire.models.towers.pixtral:Pixtral",
-        "llava": "quire.models.towers.clip:Llava",
-        "glm4v": "quire.models.towers.glm4v:Glm4v",
-        "qwen2_5_omni": "quire.models.towers.omni:Omni",
-        "qwen2_5_vl": "quire.models.towers.qwen_vl:Qwen2_5VL",
-        "qwen2_vl": "quire.models.towers.qwen_vl:Qwen2VL",
-        "audio_flamingo3": "quire.models.towers.whisper:QwenAudio",
-        "qwen2_audio": "quire.models.towers.whisper:QwenAudio",
-        "qwen3_asr": "quire.models.towers.qwen3_omni:Qwen3ASR",
-        "qwen3_omni": "quire.models.towers.qwen3_omni:Qwen3Omni",
-        "qwen3_vl": "quire.models.towers.qwen_vl:Qwen3VL",
-        "llava_next": "quire.models.towers.clip:Anyres",
-        "llava_onevision": "quire.models.towers.clip:Anyres",
-        "minicpm_v": "quire.models.towers.minicpm:MiniCPMV",
-        "paddleocr_vl": "quire.models.towers.ocr:PaddleOCRVL",
-        "ovis2": "quire.models.towers.ovis:Ovis2",
-        "paligemma": "quire.models.towers.clip:PaliGemma",
-        "pixtral": "quire.models.towers.pixtral:Pixtral",
-        "siglip": "quire.models.towers.clip:SiglipEmbedding",
-        "step3": "quire.models.towers.step3:Step3",
-        "step_vl": "quire.models.towers.step3:StepVL",
-        "voxtral": "quire.models.towers.whisper:QwenAudio",
-        "whisper": "quire.models.towers.whisper:WhisperTower",
-    },
+    "tower", {family: f"quire.models.towers.{code.tower}" for family, code in MEDIA_CODE.items()}
 )
+"""Towers by family."""
 
 
 def is_divided(media: MediaFacts, mode: str, count: int) -> bool:

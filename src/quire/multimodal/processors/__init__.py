@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from quire.checkpoint.multimodal import MEDIA_CODE
 from quire.data.multimodal import Array, Arrays, MediaItem, StoredArrays
 from quire.registry import LazyTable
 
@@ -135,43 +136,8 @@ def stands_alone(processor: "Processor") -> TypeGuard[StandsAlone]:
     return hasattr(processor, "check_alone")
 
 
-PROCESSORS: LazyTable = LazyTable(
+PROCESSORS = LazyTable(
     "processor",
-    {
-        "glm4v": "quire.multimodal.processors.qwen:GridProcessor",
-        "qwen2_5_omni": "quire.multimodal.processors.omni:OmniProcessor",
-        "qwen2_5_vl": "quire.multimodal.processors.qwen:GridProcessor",
-        "qwen2_vl": "quire.multimodal.processors.qwen:GridProcessor",
-        "audio_flamingo3": "quire.multimodal.processors.qwen_audio:AudioFlamingoProcessor",
-        "qwen2_audio": "quire.multimodal.processors.qwen_audio:QwenAudioProcessor",
-        "qwen3_asr": "quire.multimodal.processors.qwen_audio:Qwen3ASRProcessor",
-        "qwen3_omni": "quire.multimodal.processors.omni:Qwen3OmniProcessor",
-        "qwen3_vl": "quire.multimodal.processors.qwen:GridProcessor",
-        "aya_vision": "quire.multimodal.processors.aya:AyaProcessor",
-        "clip": "quire.multimodal.processors.clip:DualProcessor",
-        "cohere2_vision": "quire.multimodal.processors.aya:Cohere2VisionProcessor",
-        "dots_ocr": "quire.multimodal.processors.dots:DotsProcessor",
-        "gemma3": "quire.multimodal.processors.gemma:Gemma3Processor",
-        "gemma4": "quire.multimodal.processors.gemma4:Gemma4Processor",
-        "gemma3n": "quire.multimodal.processors.gemma3n:Gemma3nProcessor",
-        "idefics3": "quire.multimodal.processors.idefics:Idefics3Processor",
-        "internvl": "quire.multimodal.processors.intern:InternVLProcessor",
-        "kimi_vl": "quire.multimodal.processors.kimi:KimiVLProcessor",
-        "lfm2_vl": "quire.multimodal.processors.lfm2:Lfm2VLProcessor",
-        "llama4": "quire.multimodal.processors.llama4:Llama4Processor",
-        "lighton_ocr": "quire.multimodal.processors.pixtral:PixtralProcessor",
-        "llava": "quire.multimodal.processors.llava:LlavaProcessor",
-        "llava_next": "quire.multimodal.processors.anyres:AnyresProcessor",
-        "llava_onevision": "quire.multimodal.processors.anyres:AnyresProcessor",
-        "minicpm_v": "quire.multimodal.processors.minicpm:MiniCPMVProcessor",
-        "paddleocr_vl": "quire.multimodal.processors.qwen:GridProcessor",
-        "ovis2": "quire.multimodal.processors.ovis:Ovis2Processor",
-        "paligemma": "quire.multimodal.processors.paligemma:PaliGemmaProcessor",
-        "pixtral": "quire.multimodal.processors.pixtral:PixtralProcessor",
-        "siglip": "quire.multimodal.processors.clip:DualProcessor",
-        "step3": "quire.multimodal.processors.step3:StepVLProcessor",
-        "step_vl": "quire.multimodal.processors.step3:StepVLProcessor",
-        "voxtral": "quire.multimodal.processors.qwen_audio:VoxtralProcessor",
-        "whisper": "quire.multimodal.processors.whisper:WhisperProcessor",
-    },
+    {family: f"quire.multimodal.processors.{code.processor}" for family, code in MEDIA_CODE.items()},
 )
+"""Processors by family."""
