@@ -11,9 +11,9 @@ that of the last accepted one. So a position determines its state, and rejected 
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -316,10 +316,8 @@ def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
 
 
-class _Step(Protocol):
-    def __call__(self, h: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the next state and the outputs."""
-        ...
+_Step = Callable[..., tuple[Tensor, Tensor]]
+"""Returns the next state and the outputs of a state and inputs."""
 
 
 def _walk(step: _Step, chunk: _Step, inputs: tuple[Tensor, ...], state: Tensor, seqs: SSMSequences) -> Tensor:
