@@ -212,6 +212,17 @@ def test_conversation_keeps_its_history(
     assert "system user assistant user" in capsys.readouterr().err
 
 
+def test_interrupted_import_is_exit_code_130(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    """Catches a traceback after Ctrl-C during the start."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("importlib.import_module", interrupt)
+    assert main(["serve"]) == 130
+    assert capsys.readouterr().err == "quire serve: interrupted\n"
+
+
 def test_interrupted_answer_is_exit_code_130(
     model: TextModel, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:

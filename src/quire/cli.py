@@ -68,16 +68,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 2
     text, module = COMMANDS[name]
-    command = importlib.import_module(module)
-    parser = FlagParser(prog=f"quire {name}", description=text[0].upper() + text[1:] + ".")
-    command.add_flags(parser)
-    args = parser.parse_args(words[len(name.split()) :])
     try:
-        return int(command.run(args))
+        command = importlib.import_module(module)
+        parser = FlagParser(prog=f"quire {name}", description=text[0].upper() + text[1:] + ".")
+        command.add_flags(parser)
+        return int(command.run(parser.parse_args(words[len(name.split()) :])))
     except QuireError as error:
         print(f"quire {name}: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        print(f"quire {name}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of the output has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -17,6 +17,7 @@ from quire.config.engine import EngineConfig, resolve
 from quire.config.env import Env, warn_unknown
 from quire.config.expert_parallel import steps_together
 from quire.config.extensions import with_installed
+from quire.config.generation import default_sampling
 from quire.config.mm_caches import check_cache
 from quire.config.mm_limits import check_cross_attention, drop_unused_encoder, limits_of
 from quire.config.plugins import load_plugins
@@ -86,11 +87,34 @@ def configure(settings: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
     if draft is not None:
         draft = _locate_draft(drafts, values, env, load_format=values.get("load_format", "auto"))
         config = resolve_config(path)
+    _log_model(config, values)
     if config.scheduler.enable_chunked_prefill:
         tokens = config.scheduler.max_num_batched_tokens
         logger.info("Chunked prefill is enabled with max_num_batched_tokens=%d.", tokens)
     extensions = with_installed(config.extensions, config.pooling, config.speculation)
     return replace(config, broken_plugins=broken_plugins, extensions=extensions)
+
+
+def _log_model(config: EngineConfig, values: Mapping[str, Any]) -> None:
+    """Log what will run where, and the engine arguments that were set."""
+    checkpoint, machine = config.checkpoint, config.machine
+    weights = "GGUF" if checkpoint.format == "gguf" else "" if config.quant is None else config.quant.method
+    logger.info(
+        "Model %s (%s): %s%s, at most %s tokens, on %s",
+        checkpoint.path.name,
+        checkpoint.facts.architecture,
+        config.model.dtype,
+        f" with {weights} weights" if weights else "",
+        f"{config.model.max_model_len:,}",
+        machine.name or machine.device,
+    )
+    if arguments := {name: value for name, value in values.items() if name != "hf_token"}:
+        logger.info("Non-default arguments: %s", arguments)
+    if defaults := default_sampling(config):
+        logger.info(
+            "Sampling defaults of the model: %s. Requests can set others; --generation-config vllm: none",
+            defaults,
+        )
 
 
 def _locate_config(values: Mapping[str, Any], env: Env) -> Path | None:

@@ -37,6 +37,13 @@ def sleeps(parent: connection.Connection) -> None:
     time.sleep(600)
 
 
+def reports_held_signals(parent: connection.Connection) -> None:
+    parent.send(None)
+    parent.send(
+        " ".join(sorted(signal.Signals(n).name for n in signal.pthread_sigmask(signal.SIG_BLOCK, ())))
+    )
+
+
 def child(*acts: Act) -> Child:
     """Yield a factory of children that run each of `acts` in successive lives."""
     lives = iter(acts)
@@ -125,3 +132,13 @@ def test_cancelled_wait_leaves_no_listener() -> None:
     watched.start()
     asyncio.run(give_up())
     assert watched.says is None
+
+
+def test_interrupt_does_not_reach_a_child_that_starts() -> None:
+    """Catches a traceback of each process when the user presses Ctrl-C while they import."""
+    watched = child(reports_held_signals)
+    watched.start()
+    assert watched.says is not None
+    assert [watched.says.recv(), watched.says.recv()] == [None, "SIGINT"]
+    watched.end(signal.SIGKILL, PATIENCE_S)
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())

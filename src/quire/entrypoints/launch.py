@@ -292,7 +292,10 @@ class Supervisor:
         """Let API servers finish their requests, then stop the cores. The port is free as soon as they close
         it. A core that dies meanwhile is restarted, since requests may wait for it."""
         self._close_entrance()
-        log.info("Shutting down; running requests get %g s", self.settings.http.shutdown_timeout)
+        if all(child.was_up for child in self._children):
+            log.info("Shutting down; running requests get %g s", self.settings.http.shutdown_timeout)
+        else:
+            log.info("Stopped before the server was ready")
         deadline = time.monotonic() + self.settings.http.shutdown_timeout + KILL_AFTER_S
         for child in self.apis:
             if child.process is not None and child.is_alive:

@@ -34,14 +34,11 @@ from quire.frontend.outputs import AnyOutput
 from quire.frontend.pooling import NO_TASK, embedding_task, pairs, pools, reads_pairs, similarity
 from quire.frontend.progress import Progress, TokenBar, with_bar
 from quire.frontend.score_inputs import cross_encoder_prompts, embed_prompt, named_inputs
-from quire.logs import get_logger
 from quire.metrics import Metric
 from quire.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from quire.entrypoints.multi_core import MultiCoreEngine
-
-log = get_logger(__name__)
 
 T = TypeVar("T")
 Messages = Sequence[Mapping[str, Any]]
@@ -60,8 +57,6 @@ class LLM(LLMControl):
         self._queued: dict[str, AnyOutput | None] = {}
         """Requests with an output that has not been returned yet."""
         self._defaults = default_sampling(self.config)
-        if self._defaults:
-            log.warning("Default sampling parameters have been overridden by the model's: %s", self._defaults)
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> "LLM":

@@ -12,6 +12,7 @@ from multiprocessing.process import BaseProcess
 
 from quire.errors import ConfigError
 from quire.logs import get_logger
+from quire.system.process import interrupts_held
 
 log = get_logger(__name__)
 
@@ -56,7 +57,7 @@ class Child:
         self.says, child_end = connection.Pipe(duplex=False)
         try:
             self.process = self.make(child_end)
-            with main_left_out():
+            with main_left_out(), interrupts_held():
                 self.process.start()
         finally:
             child_end.close()

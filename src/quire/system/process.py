@@ -9,6 +9,7 @@ import resource
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 from tqdm import tqdm
@@ -35,6 +36,17 @@ def adopt(role: str) -> None:
         parent = multiprocessing.parent_process()
         if parent is not None and os.getppid() != parent.pid:  # it died before prctl was called
             os._exit(1)
+
+
+@contextlib.contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Hold back SIGINT: from this thread until the end, from child processes that start meanwhile for good.
+    Otherwise a Ctrl-C during their imports prints a traceback of each."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def raise_file_limit() -> None:

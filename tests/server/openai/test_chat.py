@@ -166,6 +166,15 @@ def test_max_completion_tokens_and_default_max_tokens() -> None:
     assert (all_params[0].temperature, all_params[2].temperature) == (1.0, 0.25)
 
 
+def test_choices_are_sampled_though_the_model_is_greedy_by_default() -> None:
+    """Catches a refusal of n=2 for a temperature that the client has not set."""
+    engine = FakeEngine()
+    engine.facts.default_sampling = {"temperature": 0.0}
+    assert chat(engine).status_code == chat(engine, n=2).status_code == 200
+    assert [params.temperature for _, _, params, _ in engine.seen] == [0.0, 1.0]
+    assert chat(engine, n=2, temperature=0).status_code == 400
+
+
 def test_sampling_fields_reach_the_engine() -> None:
     """A field that is accepted and then dropped would silently change results."""
     body: dict[str, Any] = {

@@ -190,9 +190,12 @@ def sampling_params(
             "`thinking_token_budget` needs a chat, and a server with a --reasoning-parser of known marks",
             param="thinking_token_budget",
         )
+    defaults = facts.default_sampling
+    if (body.n or 1) > 1 and defaults.get("temperature") == 0:
+        defaults = defaults | {"temperature": None}  # several choices are sampled, also of a greedy model
     for name in _DEFAULTED:
         if fields[name] is None:
-            fields[name] = facts.default_sampling.get(name)
+            fields[name] = defaults.get(name)
     detection = body.repetition_detection
     if constraint is not None and not may_think:
         reasoning = budget = None
