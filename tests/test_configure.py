@@ -163,9 +163,8 @@ def test_log_names_the_model_its_arguments_and_defaults(
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     (tmp_path / "generation_config.json").write_text('{"top_k": 7}')
     with caplog.at_level("INFO", "quire"):
-        configure(
-            {"model": str(tmp_path), "load_format": "dummy", "skip_tokenizer_init": True, "hf_token": "s3"}
-        )
+        settings = {"load_format": "dummy", "skip_tokenizer_init": True, "hf_token": "s3"}
+        configure({"model": str(tmp_path)} | settings)
     assert f"Model {tmp_path.name} (LlamaForCausalLM): " in caplog.text and "256 tokens, on " in caplog.text
     assert "'load_format': 'dummy'" in caplog.text and "{'top_k': 7}" in caplog.text
     assert "s3" not in caplog.text.replace(str(tmp_path), "")

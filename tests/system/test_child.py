@@ -39,9 +39,8 @@ def sleeps(parent: connection.Connection) -> None:
 
 def reports_held_signals(parent: connection.Connection) -> None:
     parent.send(None)
-    parent.send(
-        " ".join(sorted(signal.Signals(n).name for n in signal.pthread_sigmask(signal.SIG_BLOCK, ())))
-    )
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    parent.send(" ".join(sorted(signal.Signals(number).name for number in held)))
 
 
 def child(*acts: Act) -> Child:
