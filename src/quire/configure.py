@@ -88,9 +88,6 @@ def configure(settings: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
         draft = _locate_draft(drafts, values, env, load_format=values.get("load_format", "auto"))
         config = resolve_config(path)
     _log_model(config, values)
-    if config.scheduler.enable_chunked_prefill:
-        tokens = config.scheduler.max_num_batched_tokens
-        logger.info("Chunked prefill is enabled with max_num_batched_tokens=%d.", tokens)
     extensions = with_installed(config.extensions, config.pooling, config.speculation)
     return replace(config, broken_plugins=broken_plugins, extensions=extensions)
 
@@ -110,6 +107,9 @@ def _log_model(config: EngineConfig, values: Mapping[str, Any]) -> None:
     )
     if arguments := {name: value for name, value in values.items() if name != "hf_token"}:
         logger.info("Non-default arguments: %s", arguments)
+    if config.scheduler.enable_chunked_prefill:
+        tokens = config.scheduler.max_num_batched_tokens
+        logger.info("Chunked prefill is enabled with max_num_batched_tokens=%d.", tokens)
     if defaults := default_sampling(config):
         logger.info(
             "Sampling defaults of the model: %s. Requests can set others; --generation-config vllm: none",
