@@ -117,6 +117,8 @@ class Env:
     updates."""
     server_dev_mode: bool = False
     """Enable the routes for developers: sleep, pause, worker calls, resets."""
+    kv_events_use_int_block_hashes: bool = True
+    """KV events name a block by the last 64 bits of its hash, as a number; off: by all 32 bytes."""
     max_n_sequences: int = 16384
     """Most sequences of one API call: prompts times n."""
     enable_responses_api_store: bool = False
@@ -197,6 +199,7 @@ _ENV_KINDS: dict[str, Any] = {
     "allow_long_max_model_len": _parse_switch,
     "attention_backend": str,
     "server_dev_mode": _parse_switch,
+    "kv_events_use_int_block_hashes": _parse_switch,
     "max_n_sequences": int,
     "enable_responses_api_store": _parse_switch,
     "responses_store_max_count": int,

@@ -61,8 +61,11 @@ class EngineCore:
         plan, result = self.step_queue.next()
         if result is None or not len(plan.rows):
             finished = self.scheduler.fail(plan) if result is None else {}
-            return StepOutput([], [], finished=finished, at=time.monotonic())
-        return self.scheduler.update(plan, result)
+            output = StepOutput([], [], finished=finished, at=time.monotonic())
+        else:
+            output = self.scheduler.update(plan, result)
+        self._flush_events()
+        return output
 
     def _launch(self) -> None:
         """Launch as many steps as the queue and the scheduler allow."""
@@ -75,11 +78,18 @@ class EngineCore:
             self.step_queue.submit(plan)
             constraints.begin(self.scheduler.running)
         self.draw()
+        self._flush_events()
+
+    def _flush_events(self) -> None:
+        """Publish the changes of the prefix cache."""
+        if (events := self.scheduler.kv.events) is not None:
+            events.flush()
 
     def _wait_for_gates(self, timeout_s: float | None) -> bool:
         """Wait if no request can run; return whether to plan again, since a grammar or an adapter is ready or
         may have failed."""
         self.scheduler.kv.rest()
+        self._flush_events()
         gates, until = self.scheduler.gates, time.monotonic() + GATES_S
         while gates.is_awaiting and time.monotonic() < until:
             if gates.wait(LOOK_S):
@@ -94,7 +104,9 @@ class EngineCore:
             self.step_queue.draw(constraints.masks())
 
     def reset_prefix_cache(self, external: bool = False) -> bool:
-        return self.scheduler.reset_prefix_cache(external)
+        is_empty = self.scheduler.reset_prefix_cache(external)
+        self._flush_events()
+        return is_empty
 
     def block_map(self) -> bytes:
         return self.scheduler.kv.pool.block_map()
@@ -120,11 +132,13 @@ class EngineCore:
         self.step_queue.clear()
         scheduler.forget_flights()
         self.abort([*scheduler.requests, *self.gate.outside])
-        scheduler.reset_prefix_cache()
+        self.reset_prefix_cache()
 
     def close(self) -> None:
         """End the workers; steps that wait for masks on a device get them first."""
         try:
             self.scheduler.constraints.forget()
         finally:
+            if (events := self.scheduler.kv.events) is not None:
+                events.close()
             self.step_queue.close()

@@ -335,6 +335,8 @@ class KVTiers:
                 self.kv.pool.remember(block, key)
             elif tier.remove(key) and tier is self.disk:
                 self._dropped.append(key)
+        if self.kv.events is not None:
+            self.kv.events.loaded(load.request, load.places, load.blocks)
         arrived = [at for at in range(len(load.keys)) if at not in failed]
         from_disk = [load.places[at] for at in arrived if not load.slots[at]]
         from_host = {load.places[at] for at in arrived if load.slots[at]} - {*from_disk}
