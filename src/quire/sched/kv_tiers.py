@@ -180,8 +180,10 @@ class KVTiers:
             self.stats.num_failed_stores += 1
             return 0
         slot, replaced = allotted
-        if tier is self.disk and replaced is not None:
-            self._dropped.append(replaced)
+        if tier is self.disk:
+            if key in self._dropped:  # this step replaced it just now
+                self._dropped.remove(key)
+            self._dropped += [] if replaced is None else [replaced]
         keys.append(key)
         return slot
 
