@@ -23,6 +23,9 @@ log = get_logger(__name__)
 
 REPLAY_POLL_S = 0.1
 """Seconds between two looks at the replay socket while there are no events."""
+REPLAYS_PER_CLIENT = 4
+"""Replays that are queued for a client; the rest is dropped. ZMQ learns late, at a half of the limit, that
+messages were read, so a client that reads one replay before it asks for the next needs three."""
 CLOSE_S = 1.0
 """Most seconds to send the last events."""
 _SEQUENCE_BYTES = 8
@@ -64,7 +67,8 @@ class EventPublisher:
             self._pub = self._open(zmq.PUB, endpoint, settings.hwm, binds=_is_bound(endpoint))
             if settings.replay_endpoint is not None:
                 replay = endpoint_of(settings.replay_endpoint, rank)
-                self._replay = self._open(zmq.ROUTER, replay, settings.buffer_steps + 1, binds=True)
+                most = REPLAYS_PER_CLIENT * (settings.buffer_steps + 1)
+                self._replay = self._open(zmq.ROUTER, replay, most, binds=True)
         except ConfigError:
             self._context.destroy(linger=0)
             raise
