@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from quire.config.sections import ParallelSection
 from quire.errors import ConfigError, nearest
 from quire.logs import get_logger, warn_once
 
@@ -50,13 +49,13 @@ class KVEventSettings:
         return settings if is_on and publisher != "null" else None
 
 
-def check_events(config: Mapping[str, Any], parallel: ParallelSection, *, caches: bool) -> None:
+def check_events(config: Mapping[str, Any], num_ranks: int, *, caches: bool) -> None:
     """Raise if the settings are invalid, or the endpoints of data-parallel ranks collide."""
     if (settings := KVEventSettings.of(config)) is None:
         return
     if not caches:
         warn_once(logger, "kv_events_config has no effect: prefix caching is off")
-    ranks = range(parallel.data_parallel_size)
+    ranks = range(num_ranks)
     used = {_port_of(endpoint_of(settings.endpoint, rank)) for rank in ranks}
     for rank in ranks if settings.replay_endpoint is not None else ():
         address = endpoint_of(str(settings.replay_endpoint), rank)

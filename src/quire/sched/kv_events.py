@@ -15,13 +15,12 @@ from quire.data.kv_events import (
     BlockStored,
     KVEvent,
 )
+from quire.data.params import REPORT_MODE
 from quire.data.request import Request
 from quire.data.step_plan import Ints
 from quire.sched.blocks import SALTED, Block
 from quire.sched.tier_index import TierIndex
 
-REPORT_MODE = "kv_cache_report_mode"
-"""Key of a request's `extra_args`: with `full`, the cached blocks that it reuses are reported again."""
 Tokens = Sequence[int] | Ints
 
 
