@@ -1,5 +1,6 @@
 """Tests of the KV event publisher: its messages, replays, and subscribers that do not keep up."""
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,8 @@ from ports import free_port
 from quire.config.kv_events import KVEventSettings
 from quire.core import kv_events
 from quire.core.kv_events import EventPublisher
-from quire.data.kv_events import BlockStored, KVEvent
+from quire.data import block_hash
+from quire.data.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from quire.errors import ConfigError
 
 Open = Callable[..., EventPublisher]
@@ -55,7 +57,8 @@ def subscribed(endpoints: dict[str, str]) -> Iterator[Callable[..., Subscriber]]
 
 def event(number: int, num_tokens: int = 1) -> list[KVEvent]:
     """Return a batch that can be told from others by its first token."""
-    tokens = np.array([number, *[1] * (num_tokens - 1)], np.int32)
+    tokens = np.ones(num_tokens, np.int32)
+    tokens[0] = number
     return [BlockStored([bytes([1]) * 32], None, tokens, 1, None, "GPU", None, group_idx=0)]
 
 
@@ -170,3 +173,57 @@ def test_an_address_that_cannot_be_used_is_an_error(opened: Open, tmp_path: Path
     for address in (endpoint, f"ipc://{tmp_path}/nowhere/events"):
         with pytest.raises(ConfigError, match="cannot be opened .*choose another address"):
             opened(endpoint=address, replay_endpoint=None)
+
+
+def documented(number: int) -> dict[str, Any]:
+    """Return the names that an example of the documentation defines."""
+    page = (Path(__file__).parents[2] / "docs" / "kv_events.md").read_text()
+    names: dict[str, Any] = {"__name__": "example"}
+    exec(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[number], names)
+    return names
+
+
+def test_the_documented_subscriber_follows_an_engine(opened: Open, endpoints: dict[str, str]) -> None:
+    publisher = opened()
+    for number in range(3):
+        publisher.publish(stored(number))
+    subscriber = documented(0)["Subscriber"](*endpoints.values())
+    try:
+        deadline = time.monotonic() + LIMIT_S
+        while subscriber.next < 3:  # until the thread has taken the batches from its queue
+            assert time.monotonic() < deadline
+            subscriber.catch_up()
+        assert subscriber.blocks == {("GPU", 0, number) for number in range(3)}
+        last = 3
+        while not subscriber.live.poll(10):  # until the subscription has arrived
+            publisher.publish(stored(last))
+            last += 1
+        publisher.publish([BlockRemoved([bytes(32)], "GPU", 0)])
+        while subscriber.next <= last:
+            subscriber.receive()
+        assert subscriber.blocks == {("GPU", 0, number) for number in range(1, last)}
+        publisher.publish([AllBlocksCleared()])
+        subscriber.receive()
+        assert not subscriber.blocks
+    finally:
+        subscriber.live.close(linger=0)
+        subscriber.replays.close(linger=0)
+
+
+def stored(number: int) -> list[KVEvent]:
+    """Return a batch with a block of this hash."""
+    tokens = np.array([7], np.int32)
+    return [BlockStored([number.to_bytes(32, "big")], None, tokens, 1, None, "GPU", None, group_idx=0)]
+
+
+def test_the_documented_hash_is_that_of_the_engine() -> None:
+    tokens, adapter = [*range(11), 2**31 - 1], bytes(range(32))
+    extra_keys = [["sql", "pepper"], [("ab" * 32, -3), ("cd", 1)], [b"raw"]]
+    names = documented(1)
+    expected = block_hash.block_hashes(
+        tokens, 4, parent=block_hash.root_hash(adapter, "pepper"), extra_keys=extra_keys
+    )
+    settings = {"salt": "pepper", "lora_digest": adapter.hex(), "extra_keys": extra_keys}
+    assert names["block_hashes"](tokens, 4, **settings) == expected
+    assert names["block_hashes"](tokens, 5) == block_hash.block_hashes(tokens, 5)
+    assert names["short_hash"](expected[0]) == block_hash.short_hash(expected[0])
