@@ -1,13 +1,21 @@
 """Tests of the settings of KV events: every value is checked, and each rank has its own endpoint."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from quire.config.kv_events import KVEventSettings, check_events, endpoint_of
+from quire.config.sections import CacheSection, ParallelSection
 from quire.errors import ConfigError
 
 ON = {"enable_kv_cache_events": True}
+CACHE = CacheSection(gpu_memory_utilization=0.9, kv_cache_dtype="auto")
+
+
+def check(config: dict[str, Any], num_ranks: int, *, caches: bool = True) -> None:
+    parallel = ParallelSection(device="cpu", data_parallel_size=num_ranks, cpu_threads=1)
+    check_events(config, parallel, replace(CACHE, enable_prefix_caching=caches))
 
 
 @pytest.mark.parametrize(
@@ -49,20 +57,20 @@ def test_ranks_have_endpoints_of_their_own() -> None:
     assert endpoint_of("tcp://[::1]:5557", 1) == "tcp://[::1]:5558"
     assert endpoint_of("inproc://events", 2) == "inproc://events_dp2"
     with pytest.raises(ConfigError, match="each data-parallel rank needs its own"):
-        check_events(ON | {"endpoint": "ipc:///run/events"}, 2, caches=True)
+        check(ON | {"endpoint": "ipc:///run/events"}, 2)
     with pytest.raises(ConfigError, match="above 65535"):
-        check_events(ON | {"endpoint": "tcp://*:65535"}, 2, caches=True)
+        check(ON | {"endpoint": "tcp://*:65535"}, 2)
 
 
 def test_endpoints_of_ranks_must_not_collide() -> None:
     replay = ON | {"replay_endpoint": "tcp://*:5558"}
-    check_events(replay, 1, caches=True)
+    check(replay, 1)
     with pytest.raises(ConfigError, match=r"tcp://\*:5558 on data-parallel rank 0.*at least 2 apart"):
-        check_events(replay, 2, caches=True)
+        check(replay, 2)
     with pytest.raises(ConfigError, match="takes the same port"):
-        check_events(ON | {"replay_endpoint": "tcp://*:5557"}, 1, caches=True)
+        check(ON | {"replay_endpoint": "tcp://*:5557"}, 1)
 
 
 def test_without_prefix_caching_events_have_no_effect(caplog: pytest.LogCaptureFixture) -> None:
-    check_events(ON, 1, caches=False)
+    check(ON, 1, caches=False)
     assert "kv_events_config has no effect" in caplog.text

@@ -144,8 +144,7 @@ def resolve(
     model = _resolve_model(values, checkpoint, machine, env, pools=pooling is not None)
     values = _disable_for_pooling(values, pooling, checkpoint, model.max_model_len)
     cache = _divide_cpu_memory(_resolve_cache(values, model.dtype, machine, env, checkpoint), parallel)
-    num_engines, caches = parallel.data_parallel_size, cache.enable_prefix_caching
-    check_events(values.get("kv_events_config", {}), num_engines, caches=caches)
+    check_events(values.get("kv_events_config", {}), parallel, cache)
     speculation = _spec_facts(values, draft, model.max_model_len, tp_size, pools=pooling is not None)
     values = limit_seqs_for_states(
         values,

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from quire.config.sections import CacheSection, ParallelSection
 from quire.errors import ConfigError, nearest
 from quire.logs import get_logger, warn_once
 
@@ -19,7 +20,7 @@ _LAST_PORT = 65535
 
 @dataclass(frozen=True, slots=True)
 class KVEventSettings:
-    """Where and how the events of the prefix cache are published."""
+    """Addresses, queues and encoding of the events of the prefix cache."""
 
     endpoint: str = "tcp://*:5557"
     replay_endpoint: str | None = None
@@ -49,13 +50,13 @@ class KVEventSettings:
         return settings if is_on and publisher != "null" else None
 
 
-def check_events(config: Mapping[str, Any], num_ranks: int, *, caches: bool) -> None:
+def check_events(config: Mapping[str, Any], parallel: ParallelSection, cache: CacheSection) -> None:
     """Raise if the settings are invalid, or the endpoints of data-parallel ranks collide."""
     if (settings := KVEventSettings.of(config)) is None:
         return
-    if not caches:
+    if not cache.enable_prefix_caching:
         warn_once(logger, "kv_events_config has no effect: prefix caching is off")
-    ranks = range(num_ranks)
+    ranks = range(parallel.data_parallel_size)
     used = {_port_of(endpoint_of(settings.endpoint, rank)) for rank in ranks}
     for rank in ranks if settings.replay_endpoint is not None else ():
         address = endpoint_of(str(settings.replay_endpoint), rank)

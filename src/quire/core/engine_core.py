@@ -61,11 +61,8 @@ class EngineCore:
         plan, result = self.step_queue.next()
         if result is None or not len(plan.rows):
             finished = self.scheduler.fail(plan) if result is None else {}
-            output = StepOutput([], [], finished=finished, at=time.monotonic())
-        else:
-            output = self.scheduler.update(plan, result)
-        self._flush_events()
-        return output
+            return StepOutput([], [], finished=finished, at=time.monotonic())
+        return self.scheduler.update(plan, result)
 
     def _launch(self) -> None:
         """Launch as many steps as the queue and the scheduler allow."""
@@ -78,18 +75,11 @@ class EngineCore:
             self.step_queue.submit(plan)
             constraints.begin(self.scheduler.running)
         self.draw()
-        self._flush_events()
-
-    def _flush_events(self) -> None:
-        """Publish the changes of the prefix cache."""
-        if (events := self.scheduler.kv.events) is not None:
-            events.flush()
 
     def _wait_for_gates(self, timeout_s: float | None) -> bool:
         """Wait if no request can run; return whether to plan again, since a grammar or an adapter is ready or
         may have failed."""
         self.scheduler.kv.rest()
-        self._flush_events()
         gates, until = self.scheduler.gates, time.monotonic() + GATES_S
         while gates.is_awaiting and time.monotonic() < until:
             if gates.wait(LOOK_S):
@@ -104,9 +94,7 @@ class EngineCore:
             self.step_queue.draw(constraints.masks())
 
     def reset_prefix_cache(self, external: bool = False) -> bool:
-        is_empty = self.scheduler.reset_prefix_cache(external)
-        self._flush_events()
-        return is_empty
+        return self.scheduler.reset_prefix_cache(external)
 
     def block_map(self) -> bytes:
         return self.scheduler.kv.pool.block_map()
@@ -126,19 +114,17 @@ class EngineCore:
         return stats
 
     def clear(self) -> None:
-        """Drop all requests and prefixes after a step that failed halfway: it may not have filled the blocks
-        that entered the prefix cache with its plan."""
+        """Drop all requests and prefixes after a step that failed halfway: its blocks may not be filled."""
         scheduler = self.scheduler
         self.step_queue.clear()
         scheduler.forget_flights()
         self.abort([*scheduler.requests, *self.gate.outside])
-        self.reset_prefix_cache()
+        scheduler.reset_prefix_cache()
 
     def close(self) -> None:
         """End the workers; steps that wait for masks on a device get them first."""
         try:
             self.scheduler.constraints.forget()
         finally:
-            if (events := self.scheduler.kv.events) is not None:
-                events.close()
+            self.scheduler.kv.close()
             self.step_queue.close()

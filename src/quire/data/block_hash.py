@@ -14,8 +14,8 @@ PLACE = struct.Struct("<iI")
 """A media item in a block: the start of the block relative to the item, and the length of the item's key."""
 
 ExtraKey = str | bytes | tuple[str, int]
-"""What a block depends on beside its tokens: the name of the LoRA adapter or the cache salt (text), bytes of
-the hash input, or a media item's key in hexadecimal and its start relative to the block's."""
+"""An input of a block beside its tokens: the name of the LoRA adapter or the cache salt (text), bytes of the
+hash input, or a media item's key in hexadecimal and its start relative to the block."""
 
 
 def root_hash(lora_digest: bytes | None = None, salt: str | None = None) -> bytes:

@@ -28,7 +28,7 @@ class BlockStored(NamedTuple):
     medium: str
     lora_name: str | None
     extra_keys: list[list[ExtraKey] | None] | None = None
-    """Of each block, what its hash depends on beside its tokens; None if no block has any."""
+    """Inputs of each block's hash beside its tokens; None if no block has any."""
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None

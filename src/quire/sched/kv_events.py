@@ -103,6 +103,15 @@ class KVEvents:
             )
         )
 
+    def indexed(
+        self, request: Request, tokens: Tokens, tables: Iterable[Sequence[Block | None]], places: range
+    ) -> None:
+        """Report blocks of a row that are now in the index. Those without a key are not: other rows have
+        indexed the same blocks before."""
+        for group, table in enumerate(tables):
+            stored = [at for at in places if (block := table[at]) is not None and block.key is not None]
+            self.stored(request, tokens, group, stored)
+
     def loaded(self, request: Request, places: Iterable[int], blocks: Iterable[Block]) -> None:
         """Report blocks of a request that were copied to the device. Those without a key are not indexed."""
         by_group: dict[int, list[int]] = {}
@@ -157,6 +166,12 @@ class KVEvents:
         elif self._kinds[group] is not None:
             self._events.append(BlockRemoved([key], medium, group))
 
+    def forgotten(self, blocks: Iterable[Block]) -> None:
+        """Report blocks that are about to leave the index of the device, if they are in it."""
+        for block in blocks:
+            if block.key is not None:
+                self.removed(block.key)
+
     def cleared(self) -> None:
         """Report that all blocks are gone, then those that lower tiers still have."""
         self._events = [AllBlocksCleared()]
@@ -165,7 +180,7 @@ class KVEvents:
                 self._copied(key, medium)
 
     def _group_of(self, key: bytes) -> int:
-        """Return the group of layers whose block has this key."""
+        """Return the group of layers of the block with this key."""
         mark = key[DIGEST_BYTES:].removeprefix(SALTED)
         if not mark:
             return 0

@@ -167,15 +167,10 @@ class KVManager:
 
     def _note_evicted(self, blocks: list[Block]) -> None:
         self.reasons.evicted([block.key for block in blocks if block.key is not None])
-        self._report_removed(blocks)
+        if self.events is not None:
+            self.events.forgotten(blocks)
         if self.tiers is not None:
             self.tiers.note_evicted(blocks)
-
-    def _report_removed(self, blocks: Iterable[Block]) -> None:
-        if self.events is not None:
-            for block in blocks:
-                if block.key is not None:
-                    self.events.removed(block.key)
 
     def num_created(self, request: Request, hit: Hit) -> int:
         """Return how many prompt tokens a request adds to the prefix cache after its hit."""
@@ -383,18 +378,11 @@ class KVManager:
                         remember(block, keys[at] + mark)
                         fresh.append(block)
             if self.events is not None:
-                self._report_stored(request, running.tokens[row], row, range(first, end))
+                tables_of_row = [tables[row] for tables in self.tables]
+                self.events.indexed(request, running.tokens[row], tables_of_row, range(first, end))
         self.num_indexed[rows] = num_full
         if self.states is not None:
             self.states.take(running, rows, reach)
-
-    def _report_stored(self, request: Request, tokens: Ints, row: int, places: range) -> None:
-        """Report the blocks of a row that are in the index now; other rows may have indexed some before."""
-        assert self.events is not None
-        for group, tables in enumerate(self.tables):
-            table = tables[row]
-            indexed = [at for at in places if (block := table[at]) is not None and block.key is not None]
-            self.events.stored(request, tokens, group, indexed)
 
     def take_saves(self, running: Running) -> Ints:
         """Return [3, n], the rows, slots and numbers of tokens of the checkpoints that the planned step
@@ -423,17 +411,21 @@ class KVManager:
 
     def take_stores(self, step: int) -> BlockStores | None:
         """Return the blocks that the planned step copies to lower tiers."""
-        return None if self.tiers is None else self.tiers.plan(step, self._fresh)
+        stores = None if self.tiers is None else self.tiers.plan(step, self._fresh)
+        self._publish()
+        return stores
 
     def landed(self, step: int) -> None:
         """Note that a step is done, and its blocks are written."""
         if self.tiers is not None:
             self.tiers.landed(step)
+        self._publish()
 
     def rest(self) -> None:
         """Copy to lower tiers what waits for the next step, because none is planned."""
         if self.tiers is not None:
             self.tiers.rest()
+        self._publish()
 
     def take_tier_stats(self) -> TierStats | None:
         """Return the counts of the lower tiers since the last call; None without any."""
@@ -444,6 +436,17 @@ class KVManager:
         self.forget(self.take_fresh())
         if self.tiers is not None:
             self.tiers.forget_steps()
+        self._publish()
+
+    def _publish(self) -> None:
+        """Hand over the events since the last call."""
+        if self.events is not None:
+            self.events.flush()
+
+    def close(self) -> None:
+        """End the events."""
+        if self.events is not None:
+            self.events.close()
 
     # ---- blocks of steps
 
@@ -455,7 +458,8 @@ class KVManager:
     def forget(self, blocks: Iterable[Block]) -> None:
         """Remove blocks from the index that were not written after all."""
         blocks = list(blocks)
-        self._report_removed(blocks)
+        if self.events is not None:
+            self.events.forgotten(blocks)
         for block in blocks:
             self.pool.forget(block)
 
@@ -470,6 +474,7 @@ class KVManager:
             self.tiers.clear()
         if self.events is not None:
             self.events.cleared()
+        self._publish()
         self.reasons.forget()
         return True
 
