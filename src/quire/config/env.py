@@ -83,6 +83,16 @@ class MediaEnv:
 
 
 @dataclass(frozen=True, slots=True)
+class TimeoutEnv:
+    """Times after which an engine counts as failed."""
+
+    engine_ready_timeout_s: float = 600.0
+    """Seconds until all workers of an engine must be ready."""
+    execute_model_timeout_seconds: float = 300.0
+    """Seconds for one step; an engine that takes longer counts as hung and is restarted."""
+
+
+@dataclass(frozen=True, slots=True)
 class Env:
     """Settings from environment variables. Each is read as QUIRE_NAME, then as VLLM_NAME, also those in
     groups."""
@@ -126,10 +136,7 @@ class Env:
     responses_store: StoreLimits = StoreLimits()
     adapters: AdapterEnv = AdapterEnv()
     media: MediaEnv = MediaEnv()
-    engine_ready_timeout_s: float = 600.0
-    """Seconds until all workers of an engine must be ready."""
-    execute_model_timeout_seconds: float = 300.0
-    """Seconds for one step; an engine that takes longer counts as hung and is restarted."""
+    timeouts: TimeoutEnv = TimeoutEnv()
     pp_layer_partition: str = ""
     """Number of layers of each pipeline stage, as `8,8,6`."""
     plugins: tuple[str, ...] | None = None
@@ -228,6 +235,7 @@ _GROUPS: dict[str, tuple[type, str]] = {
     "responses_store": (StoreLimits, "responses_store_"),
     "adapters": (AdapterEnv, ""),
     "media": (MediaEnv, ""),
+    "timeouts": (TimeoutEnv, ""),
 }
 """Fields that consist of several variables, and the prefix of these variables' names."""
 
