@@ -51,6 +51,7 @@ REJECTED: list[tuple[str, Any]] = [
     *(("bad_words", value) for value in ("", ["a", ""], [1], ["w"] * 129)),
     ("extra_args", [1]),
     ("extra_args", {"a": 10**30}),
+    ("extra_args", {"kv_cache_report_mode": "all"}),
     ("skip_reading_prefix_cache", "no"),
     *(("thinking_token_budget", value) for value in (-2, "1", True)),
     *(("repetition_detection", value) for value in ({"max_pattern_size": 4}, {"pattern": 1}, 3)),

@@ -83,6 +83,16 @@ class MediaEnv:
 
 
 @dataclass(frozen=True, slots=True)
+class TimeoutEnv:
+    """Times after which an engine counts as failed."""
+
+    engine_ready_timeout_s: float = 600.0
+    """Seconds until all workers of an engine must be ready."""
+    execute_model_timeout_seconds: float = 300.0
+    """Seconds for one step; an engine that takes longer counts as hung and is restarted."""
+
+
+@dataclass(frozen=True, slots=True)
 class Env:
     """Settings from environment variables. Each is read as QUIRE_NAME, then as VLLM_NAME, also those in
     groups."""
@@ -117,6 +127,8 @@ class Env:
     updates."""
     server_dev_mode: bool = False
     """Enable the routes for developers: sleep, pause, worker calls, resets."""
+    kv_events_use_int_block_hashes: bool = True
+    """KV events name a block by the last 64 bits of its hash, as a number; off: by all 32 bytes."""
     max_n_sequences: int = 16384
     """Most sequences of one API call: prompts times n."""
     enable_responses_api_store: bool = False
@@ -124,10 +136,7 @@ class Env:
     responses_store: StoreLimits = StoreLimits()
     adapters: AdapterEnv = AdapterEnv()
     media: MediaEnv = MediaEnv()
-    engine_ready_timeout_s: float = 600.0
-    """Seconds until all workers of an engine must be ready."""
-    execute_model_timeout_seconds: float = 300.0
-    """Seconds for one step; an engine that takes longer counts as hung and is restarted."""
+    timeouts: TimeoutEnv = TimeoutEnv()
     pp_layer_partition: str = ""
     """Number of layers of each pipeline stage, as `8,8,6`."""
     plugins: tuple[str, ...] | None = None
@@ -197,6 +206,7 @@ _ENV_KINDS: dict[str, Any] = {
     "allow_long_max_model_len": _parse_switch,
     "attention_backend": str,
     "server_dev_mode": _parse_switch,
+    "kv_events_use_int_block_hashes": _parse_switch,
     "max_n_sequences": int,
     "enable_responses_api_store": _parse_switch,
     "responses_store_max_count": int,
@@ -225,6 +235,7 @@ _GROUPS: dict[str, tuple[type, str]] = {
     "responses_store": (StoreLimits, "responses_store_"),
     "adapters": (AdapterEnv, ""),
     "media": (MediaEnv, ""),
+    "timeouts": (TimeoutEnv, ""),
 }
 """Fields that consist of several variables, and the prefix of these variables' names."""
 

@@ -392,7 +392,7 @@ class MultimodalSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservabilitySection:
-    """Logs, traces and profiles of the engine."""
+    """Logs, traces, profiles and KV events of the engine."""
 
     disable_log_stats: bool
     """No periodic statistics. Default: off for a server, on for offline use."""
@@ -402,6 +402,10 @@ class ObservabilitySection:
     profiler_config: dict[str, Any] = field(default_factory=dict)
     """JSON of what /start_profile records: profiler (`torch`), torch_profiler_dir, and other torch_profiler
     settings."""
+    kv_events_config: dict[str, Any] = field(default_factory=dict)
+    """JSON of the events of the prefix cache (docs/kv_events.md): enable_kv_cache_events, publisher (`zmq` or
+    `null`), endpoint (`tcp://*:5557`; data-parallel ranks add theirs to the port), replay_endpoint,
+    buffer_steps, hwm, max_queue_size, topic, and encoding (`map` or `array`). Default: no events."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

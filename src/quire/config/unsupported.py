@@ -25,7 +25,6 @@ UNSUPPORTED: dict[Place, dict[str, tuple[Any, ...]]] = {
         "enable_return_routed_experts": (False,),
         "io_processor_plugin": (),
         "kv_cache_dtype_skip_layers": ([], ()),
-        "kv_events_config": (),
         "model_class_overrides": ({},),
         "offload_group_size": (0,),
         "prefill_context_parallel_size": (1,),

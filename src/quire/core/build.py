@@ -7,6 +7,7 @@ from quire.config.engine import EngineConfig
 from quire.configure import open_grammars, open_tokenizer
 from quire.core.dp_sync import open_lockstep
 from quire.core.engine_core import EngineCore
+from quire.core.kv_events import open_publisher, report_events
 from quire.core.kv_tiers import open_tiers
 from quire.executor import EXECUTORS, Executor
 from quire.logs import get_logger
@@ -33,12 +34,16 @@ def build_core(
     limit_thread_spinning()
     config = with_largest(config)
     lockstep = open_lockstep(config.parallel, token)
+    publisher = None
     try:
+        publisher = open_publisher(config)
         executor: Executor = EXECUTORS[config.parallel.distributed_executor_backend](config)
         cache = executor.start()
     except BaseException:
         if lockstep is not None:
             lockstep.abandon()  # the others end at once, not after the timeout
+        if publisher is not None:
+            publisher.close()
         raise
     depth = max(config.parallel.pipeline_parallel_size, 2 if config.scheduler.async_scheduling else 1)
     if config.speculation is not None and not config.model.logprobs_mode.startswith("raw"):
@@ -55,11 +60,15 @@ def build_core(
             vocab=config.checkpoint.facts.vocab,
         )
     kv = build_kv_manager(config, cache)
+    if publisher is not None:
+        report_events(config, kv, publisher)
     if config.cache.has_tiers and kv.share_prefixes:
         try:
             open_tiers(config, executor, kv)
         except BaseException:
             executor.close()
+            if publisher is not None:
+                publisher.close()
             raise
     scheduler = build_scheduler(config, cache, grammars or open_grammars(config), adapters, kv)
     return EngineCore(executor, scheduler, depth=depth, lockstep=lockstep), cache

@@ -114,8 +114,7 @@ class EngineCore:
         return stats
 
     def clear(self) -> None:
-        """Drop all requests and prefixes after a step that failed halfway: it may not have filled the blocks
-        that entered the prefix cache with its plan."""
+        """Drop all requests and prefixes after a step that failed halfway: its blocks may not be filled."""
         scheduler = self.scheduler
         self.step_queue.clear()
         scheduler.forget_flights()
@@ -127,4 +126,5 @@ class EngineCore:
         try:
             self.scheduler.constraints.forget()
         finally:
+            self.scheduler.kv.close()
             self.step_queue.close()

@@ -7,6 +7,7 @@ from pathlib import Path
 import psutil
 
 from quire.config.engine import EngineConfig
+from quire.data.kv_events import DISK, HOST
 from quire.data.kv_tiers import BlockLoad, BlockStores, LoadDone
 from quire.errors import ConfigError
 from quire.executor import Executor
@@ -58,6 +59,10 @@ def open_tiers(config: EngineConfig, executor: Executor, kv: KVManager) -> KVTie
         block_bytes=block_bytes,
         salted_to_disk=cache.kv_offloading_salted,
     )
+    if kv.events is not None:
+        for tier, medium in ((host, HOST), (disk, DISK)):
+            if tier is not None:
+                kv.events.watch(tier, medium)
     common = set(by_rank[0]).intersection(*by_rank[1:])
     tiers.find_files([key for key in by_rank[0] if key in common])
     for tier, place in ((host, "host memory"), (disk, cache.kv_offloading_dir)):

@@ -2,7 +2,7 @@
 
 import struct
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.data.block_hash import PLACE, ExtraKey
+
 MODALITIES = ("image", "video", "audio")
-_PLACE = struct.Struct("<iI")
-"""Start of a block relative to an item, and length of the item's key."""
 
 
 class Array(msgspec.Struct, frozen=True, eq=False):
@@ -132,10 +132,20 @@ class Media(msgspec.Struct, omit_defaults=True, eq=False):
 
     def keys_of(self, start: int, end: int) -> bytes:
         """Return the hash input of a range of tokens: equal for the same items at the same places."""
-        items, keys = self.items, self.whole_key if start < self.whole else b""
-        for number in range(bisect_right(items, start, key=lambda item: item.end), len(items)):
-            item = items[number]
-            if item.offset >= end:
-                break
-            keys += _PLACE.pack(start - item.offset, len(item.key)) + item.key
+        keys = self.whole_key if start < self.whole else b""
+        for item in self._overlapping(start, end):
+            keys += PLACE.pack(start - item.offset, len(item.key)) + item.key
         return keys
+
+    def extra_keys_of(self, start: int, end: int) -> list[ExtraKey]:
+        """Return the parts of `keys_of` as KV events report them."""
+        keys: list[ExtraKey] = [self.whole_key] if start < self.whole else []
+        return keys + [(item.key.hex(), item.offset - start) for item in self._overlapping(start, end)]
+
+    def _overlapping(self, start: int, end: int) -> Iterator[MediaItem]:
+        """Yield the items of a range of tokens."""
+        items = self.items
+        for number in range(bisect_right(items, start, key=lambda item: item.end), len(items)):
+            if items[number].offset >= end:
+                break
+            yield items[number]

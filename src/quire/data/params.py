@@ -25,6 +25,8 @@ MAX_PATTERN_SIZE = 256
 """Largest `repetition_detection.max_pattern_size`: every new token is compared with this many before it."""
 MAX_SALT_CHARS = 256
 """Maximum length of a `cache_salt`: every sequence of a call has a copy."""
+REPORT_MODE = "kv_cache_report_mode"
+"""Key of `extra_args`: with `full`, KV events report the cached blocks that the request reuses again."""
 MIN_TEMPERATURE = 0.01
 MIN_BIAS, MAX_BIAS = -100.0, 100.0
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
@@ -312,6 +314,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             _fail("output_kind", "must be a RequestOutputKind", self.output_kind)
         if self.extra_args is not None and not isinstance(self.extra_args, dict):
             _fail("extra_args", "must be an object", self.extra_args)
+        report_mode = (self.extra_args or {}).get(REPORT_MODE, "incremental")
+        if report_mode not in ("incremental", "full"):
+            _fail("extra_args", f"{REPORT_MODE} must be incremental or full", report_mode)
         try:
             msgspec.msgpack.encode(self.extra_args)
         except Exception as error:  # any value may be in it

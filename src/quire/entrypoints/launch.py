@@ -59,7 +59,7 @@ class Supervisor:
         self._key_file, self._adapters_file = folder / "keys", folder / "adapters"
         self._media_fd = self._create_media_memory()
         """Memory of the media cache of all API processes; None if they do not share one."""
-        self.ready_timeout_s = Env.read(os.environ).engine_ready_timeout_s
+        self.ready_timeout_s = Env.read(os.environ).timeouts.engine_ready_timeout_s
         self.listener = bind(settings.http) if topology.num_api else None
         if self.listener is not None and not settings.http.uds:
             taken = replace(self.settings.http, port=self.listener.getsockname()[1])

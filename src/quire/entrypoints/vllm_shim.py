@@ -52,8 +52,9 @@ _VERSION = {
 }
 _METRICS = ("Counter", "Gauge", "Histogram", "Vector", "Metric")
 _SECTIONS = (
-    *("AttentionConfig", "CompilationConfig", "EPLBConfig", "KVTransferConfig", "PoolerConfig"),
-    *("ProfilerConfig", "SpeculativeConfig", "StructuredOutputsConfig", "WeightTransferConfig"),
+    *("AttentionConfig", "CompilationConfig", "EPLBConfig", "KVEventsConfig", "KVTransferConfig"),
+    *("PoolerConfig", "ProfilerConfig", "SpeculativeConfig", "StructuredOutputsConfig"),
+    "WeightTransferConfig",
 )
 
 

@@ -153,7 +153,7 @@ class NodeAgent:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         env = Env.read(os.environ)
-        self.timeout_s = env.engine_ready_timeout_s
+        self.timeout_s = env.timeouts.engine_ready_timeout_s
         self._token = cluster_token(env, config.parallel.master_addr)
         self.was_up = False
         self.stopping = False

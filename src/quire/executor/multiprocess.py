@@ -79,7 +79,8 @@ class RankedExecutor:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         env = Env.read(os.environ)
-        self._start_s, self._step_s = env.engine_ready_timeout_s, env.execute_model_timeout_seconds
+        self._start_s = env.timeouts.engine_ready_timeout_s
+        self._step_s = env.timeouts.execute_model_timeout_seconds
         self._failed: dict[int, dict[int, Failed]] = {}
         """Failures by step, then by rank."""
         self._failed_at = 0.0

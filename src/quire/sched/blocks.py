@@ -6,6 +6,9 @@ in which the key of an entry names its prefix and its contents."""
 
 from collections.abc import Callable, Iterable
 
+SALTED = b"salt"
+"""Suffix of the keys of requests with a cache salt, before the mark of the group."""
+
 
 class Block:
     """A block of a pool. Free blocks are linked in the order in which they will be reused."""

@@ -1,18 +1,19 @@
 """KVManager: the block tables of the rows, and the prefix cache."""
 
-import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from quire.checkpoint.layout import most_blocks
+from quire.data.block_hash import DIGEST_BYTES, block_hash, root_hash
 from quire.data.kv_tiers import BlockStores
 from quire.data.prefix_miss import PrefixMiss
 from quire.data.request import Request
 from quire.data.stats import TierStats
 from quire.data.step_plan import Ints
-from quire.sched.blocks import Block
+from quire.sched.blocks import SALTED, Block
+from quire.sched.kv_events import KVEvents
 from quire.sched.lower_tiers import LowerTiers
 from quire.sched.miss_reasons import MissReasons
 from quire.sched.readiness import AdmissionCheck
@@ -24,10 +25,6 @@ _NONE: Ints = np.empty(0, np.int32)
 _NO_SAVES: Ints = np.empty((3, 0), np.int32)
 _MAX_TOKENS = 1 << 30
 """Token limit where there is no other."""
-
-_DIGEST_BYTES = 32
-_SALTED = b"salt"
-"""Suffix of the keys of requests with a cache salt, before the mark of the group."""
 
 Table = list[Block | None]
 Find = Callable[[bytes], Block | None]
@@ -60,14 +57,12 @@ class Growth(NamedTuple):
 def _root_key(request: Request) -> bytes:
     """Return the parent key of the first block: a hash of the inputs beside tokens that the KV cache depends
     on."""
-    salt = b"" if request.cache_salt is None else b"salt:" + request.cache_salt.encode()
-    adapter = b"adapter:" + request.adapter_digest if request.lora is not None else b""
-    return hashlib.sha256(adapter + salt).digest()
+    return root_hash(request.adapter_digest if request.lora is not None else None, request.cache_salt)
 
 
 def is_salted(key: bytes) -> bool:
     """Whether the key of a block belongs to requests with a cache salt."""
-    return key.startswith(_SALTED, _DIGEST_BYTES)
+    return key.startswith(SALTED, DIGEST_BYTES)
 
 
 def _held(table: Table) -> list[Block]:
@@ -118,6 +113,8 @@ class KVManager:
         self._fresh: list[Block] = []
         self.tiers: LowerTiers | None = None
         """Lower tiers of the cache, in host memory and on disk."""
+        self.events: KVEvents | None = None
+        """Events of the cache for subscribers; None: there are none."""
         self.reasons = MissReasons(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -170,6 +167,8 @@ class KVManager:
 
     def _note_evicted(self, blocks: list[Block]) -> None:
         self.reasons.evicted([block.key for block in blocks if block.key is not None])
+        if self.events is not None:
+            self.events.forgotten(blocks)
         if self.tiers is not None:
             self.tiers.note_evicted(blocks)
 
@@ -260,10 +259,12 @@ class KVManager:
     def start(self, row: int, request: Request, hit: Hit) -> int:
         """Set the boundaries of an admitted row. Return the slot of the states that it starts from; 0: it
         starts from none."""
+        num_blocks = hit.num_tokens // self.block_size
+        if self.events is not None:
+            self.events.reused(request, hit.blocks, 0 if self.states is None else num_blocks)
         if self.states is None:
             return 0
         self.states.admit(row, self._boundaries(request, hit))
-        num_blocks = hit.num_tokens // self.block_size
         return self.states.use(request.block_keys[num_blocks - 1], request.hints) if num_blocks else 0
 
     def admit(self, row: int, hit: Hit, num_tokens: int) -> list[list[int]]:
@@ -376,17 +377,24 @@ class KVManager:
                     if block is not None:
                         remember(block, keys[at] + mark)
                         fresh.append(block)
+            if self.events is not None:
+                tables_of_row = [tables[row] for tables in self.tables]
+                self.events.indexed(request, running.tokens[row], tables_of_row, range(first, end))
         self.num_indexed[rows] = num_full
         if self.states is not None:
             self.states.take(running, rows, reach)
 
-    def take_saves(self) -> Ints:
+    def take_saves(self, running: Running) -> Ints:
         """Return [3, n], the rows, slots and numbers of tokens of the checkpoints that the planned step
         takes."""
         if self.states is None:
             return _NO_SAVES
         saves, slots = self.states.take_saves()
         self._fresh += slots
+        if self.events is not None:
+            for row, _, num_tokens in saves.T.tolist():
+                place = num_tokens // self.block_size - 1
+                self.events.stored(running.request(row), running.tokens[row], len(self.windows), [place])
         return saves
 
     # ---- lower tiers
@@ -403,17 +411,21 @@ class KVManager:
 
     def take_stores(self, step: int) -> BlockStores | None:
         """Return the blocks that the planned step copies to lower tiers."""
-        return None if self.tiers is None else self.tiers.plan(step, self._fresh)
+        stores = None if self.tiers is None else self.tiers.plan(step, self._fresh)
+        self._publish()
+        return stores
 
     def landed(self, step: int) -> None:
         """Note that a step is done, and its blocks are written."""
         if self.tiers is not None:
             self.tiers.landed(step)
+        self._publish()
 
     def rest(self) -> None:
         """Copy to lower tiers what waits for the next step, because none is planned."""
         if self.tiers is not None:
             self.tiers.rest()
+        self._publish()
 
     def take_tier_stats(self) -> TierStats | None:
         """Return the counts of the lower tiers since the last call; None without any."""
@@ -424,6 +436,17 @@ class KVManager:
         self.forget(self.take_fresh())
         if self.tiers is not None:
             self.tiers.forget_steps()
+        self._publish()
+
+    def _publish(self) -> None:
+        """Hand over the events since the last call."""
+        if self.events is not None:
+            self.events.flush()
+
+    def close(self) -> None:
+        """End the events."""
+        if self.events is not None:
+            self.events.close()
 
     # ---- blocks of steps
 
@@ -434,6 +457,9 @@ class KVManager:
 
     def forget(self, blocks: Iterable[Block]) -> None:
         """Remove blocks from the index that were not written after all."""
+        blocks = list(blocks)
+        if self.events is not None:
+            self.events.forgotten(blocks)
         for block in blocks:
             self.pool.forget(block)
 
@@ -446,20 +472,23 @@ class KVManager:
             return False
         if self.tiers is not None and external:
             self.tiers.clear()
+        if self.events is not None:
+            self.events.cleared()
+        self._publish()
         self.reasons.forget()
         return True
 
     def _hash(self, request: Request, tokens: Ints, num_full: int) -> None:
         """Extend the request's keys to its first `num_full` blocks; each block is hashed once per request."""
         keys, size = request.block_keys, self.block_size
-        parent = keys[-1] if keys else _root_key(request)
+        parent = keys[-1][:DIGEST_BYTES] if keys else _root_key(request)
         embeds, media = request.embeds, request.media
-        suffix = b"" if request.cache_salt is None else _SALTED
+        suffix = b"" if request.cache_salt is None else SALTED
         for start in range(len(keys) * size, num_full * size, size):
             content = tokens[start : start + size].tobytes()
             if embeds is not None:
                 content += embeds.keys_of(start, start + size)
             if media is not None:
                 content += media.keys_of(start, start + size)
-            parent = hashlib.sha256(parent + content).digest() + suffix
-            keys.append(parent)
+            parent = block_hash(parent, content)
+            keys.append(parent + suffix)

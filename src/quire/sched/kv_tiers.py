@@ -180,8 +180,10 @@ class KVTiers:
             self.stats.num_failed_stores += 1
             return 0
         slot, replaced = allotted
-        if tier is self.disk and replaced is not None:
-            self._dropped.append(replaced)
+        if tier is self.disk:
+            if key in self._dropped:  # this step replaced it just now
+                self._dropped.remove(key)
+            self._dropped += [] if replaced is None else [replaced]
         keys.append(key)
         return slot
 
@@ -335,6 +337,8 @@ class KVTiers:
                 self.kv.pool.remember(block, key)
             elif tier.remove(key) and tier is self.disk:
                 self._dropped.append(key)
+        if self.kv.events is not None:
+            self.kv.events.loaded(load.request, load.places, load.blocks)
         arrived = [at for at in range(len(load.keys)) if at not in failed]
         from_disk = [load.places[at] for at in arrived if not load.slots[at]]
         from_host = {load.places[at] for at in arrived if load.slots[at]} - {*from_disk}

@@ -181,7 +181,7 @@ class Scheduler:
             num_drafts=drafts.counts,
             drafts=drafts.token_ids,
             adapters=self.adapters.take_filled(),
-            saves=self.kv.take_saves(),
+            saves=self.kv.take_saves(self.running),
             stores=self.kv.take_stores(self._step),
             forgotten=forgotten,
             encodes=encodes,

@@ -1,6 +1,7 @@
 """TierIndex: the entries of one lower tier of the KV cache."""
 
 from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
 
 
 class TierIndex:
@@ -18,9 +19,16 @@ class TierIndex:
         """Slots of blocks that are being copied into the tier."""
         self._unused: list[int] = []
         self._num_numbered = 0
+        self.on_stored: Callable[[bytes], None] = lambda key: None
+        """Called with the key of a block that is now here."""
+        self.on_removed: Callable[[bytes], None] = lambda key: None
+        """Called with the key of a block that is not here any more."""
 
     def __len__(self) -> int:
         return len(self._slots)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._slots)
 
     def __contains__(self, key: bytes) -> bool:
         """Whether the block is here, or on its way."""
@@ -46,12 +54,14 @@ class TierIndex:
                 return None
             slot = self._slots.pop(evicted)
             self.num_evicted += 1
+            self.on_removed(evicted)
         self._coming[key] = slot
         return slot, evicted
 
     def commit(self, key: bytes) -> None:
         """Index a block that has been copied into its slot."""
         self._slots[key] = self._coming.pop(key)
+        self.on_stored(key)
 
     def cancel(self, key: bytes) -> None:
         """Free the slot of a block that was not copied after all."""
@@ -76,6 +86,7 @@ class TierIndex:
         if key in self._pins or (slot := self._slots.pop(key, None)) is None:
             return False
         self._unused.append(slot)
+        self.on_removed(key)
         return True
 
     def clear(self) -> list[bytes]:
