@@ -10,6 +10,8 @@ from quire.core.engine_core import EngineCore
 from quire.core.kv_events import open_publisher, report_events
 from quire.core.kv_tiers import open_tiers
 from quire.executor import EXECUTORS, Executor
+from quire.executor.worker_process import num_compilers
+from quire.kernels.compile_processes import compile_processes
 from quire.logs import get_logger
 from quire.memory import MAX_DRAWS, CacheSize, max_kept, max_span, max_vectors
 from quire.sched.encoder_cache import EncoderCache
@@ -34,11 +36,13 @@ def build_core(
     limit_thread_spinning()
     config = with_largest(config)
     lockstep = open_lockstep(config.parallel, token)
-    publisher = None
+    publisher, backend = None, config.parallel.distributed_executor_backend
     try:
         publisher = open_publisher(config)
-        executor: Executor = EXECUTORS[config.parallel.distributed_executor_backend](config)
-        cache = executor.start()
+        # Before torch is imported, which takes as long here as in the processes that compile kernels.
+        with compile_processes(num_compilers(config) if backend == "uni" else 0):
+            executor: Executor = EXECUTORS[backend](config)
+            cache = executor.start()
     except BaseException:
         if lockstep is not None:
             lockstep.abandon()  # the others end at once, not after the timeout

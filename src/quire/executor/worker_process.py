@@ -38,7 +38,9 @@ from quire.executor.messages import (
     encode,
 )
 from quire.executor.rpc import invoke
+from quire.kernels.compile_processes import compile_processes
 from quire.logs import get_logger
+from quire.system.platform import free_memory, hardware_threads
 from quire.system.process import adopt
 from quire.system.shm import SPIN_S, ShmReader, ShmWriter
 
@@ -47,6 +49,9 @@ log = get_logger(__name__)
 STEPS_IN_FLIGHT = 2
 """Steps in flight on a GPU: its buffers are made for this number, or for one per pipeline stage."""
 _LONG_S = 3600.0
+_MAX_COMPILERS = 16
+_COMPILER_BYTES = 2**30
+"""Free host memory for each process that compiles kernels."""
 _CUT_OFF = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out", "timeout")
 """Error texts of a rank that was cut off while it waited for another."""
 
@@ -114,17 +119,8 @@ def serve(place: RankAddress, port: Port) -> None:
     """Run a rank until the process ends; return only after an error."""
     try:
         load_plugins(place.config.broken_plugins)
-        worker = _join(place, port)
-        phases: dict[str, Callable[[Order], Any]] = {
-            "load": lambda order: worker.load(lambda share: port.say(Doing("loading", share))),
-            "measure": lambda order: worker.measure(),
-            "allocate": lambda order: worker.allocate(order.size),
-            "warm_up": lambda order: worker.warm_up(),
-        }
-        while (order := port.order()).phase != "run":
-            port.say(Doing(DOING[order.phase]))
-            result = phases[order.phase](order)
-            port.say(Did(result if order.phase == "measure" else None))
+        with compile_processes(num_compilers(place.config)):
+            worker = _start(place, port)
     except QuireError as error:
         port.say(Failed(str(error)))
         return
@@ -138,6 +134,34 @@ def serve(place: RankAddress, port: Port) -> None:
         threading.Thread(target=_work_aside, args=args, name="quire-aside", daemon=True).start()
     port.say(Did())
     Steps(worker, place, port).run()
+
+
+def _start(place: RankAddress, port: Port) -> Any:
+    """Return the worker, after all phases of its start."""
+    worker = _join(place, port)
+    phases: dict[str, Callable[[Order], Any]] = {
+        "load": lambda order: worker.load(lambda share: port.say(Doing("loading", share))),
+        "measure": lambda order: worker.measure(),
+        "allocate": lambda order: worker.allocate(order.size),
+        "warm_up": lambda order: worker.warm_up(),
+    }
+    while (order := port.order()).phase != "run":
+        port.say(Doing(DOING[order.phase]))
+        result = phases[order.phase](order)
+        port.say(Did(result if order.phase == "measure" else None))
+    return worker
+
+
+def num_compilers(config: EngineConfig) -> int:
+    """Return the processes that compile kernels for one rank: its share of the machine's cores and memory. On
+    a CPU there are none."""
+    if config.machine.device == "cpu":
+        return 0
+    parallel = config.parallel
+    num_engines = parallel.data_parallel_size_local or parallel.data_parallel_size
+    num_ranks = max(world_size(parallel) // parallel.nnodes, 1) * num_engines
+    room = free_memory() // _COMPILER_BYTES
+    return min(_MAX_COMPILERS, hardware_threads() // num_ranks - 1, room // num_ranks)
 
 
 def _work_aside(worker: Any, port: Port) -> None:

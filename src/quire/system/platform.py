@@ -181,6 +181,11 @@ def hardware_threads(root: Path = Path("/")) -> int:
     return cores
 
 
+def free_memory(root: Path = Path("/")) -> int:
+    """Return the free bytes of host memory for this process."""
+    return _memory(root)[1]
+
+
 def _memory(root: Path) -> tuple[int, int]:
     """Return the total and the free bytes for this process: the machine's, within every cgroup's limit."""
     host, free = _host_memory(root)

@@ -1,9 +1,12 @@
 """Kernel launches: with programmatic dependent launch (PDL), or for compilation only."""
 
 import functools
+import hashlib
+import inspect
 import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -11,7 +14,15 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.cache import get_cache_manager
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from quire.errors import one_line
+from quire.kernels.compile_processes import current_processes
+from quire.kernels.triton.compile_server import encode_job
+from quire.logs import get_logger
+
+log = get_logger(__name__)
 
 MOST_ROWS, _MOST = 128, 2**18
 """Limits of a step that uses PDL: rows (twice as many for a narrow model), and rows times the model's width.
@@ -46,30 +57,62 @@ def compiling() -> Iterator[None]:
     """Compile the kernels launched inside this context instead of running them, in parallel and each once.
     All are compiled when the context ends. Their outputs are not written."""
     token = _requested.set(set())
-    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+    options: dict[str, Any] = {}
+    if torch.cuda.is_available():
+        options = {"initializer": torch.cuda.set_device, "initargs": (torch.cuda.current_device(),)}
     try:
-        with _Loading(device) as pool, triton.AsyncCompileMode(pool):
+        with ThreadPoolExecutor(min(_COMPILERS, os.cpu_count() or 1), **options) as pool, _CompileMode(pool):
             yield
     finally:
         _requested.reset(token)
 
 
-class _Loading(ThreadPoolExecutor):
-    """Threads that compile a kernel and load it on the caller's device."""
+class _CompileMode(triton.AsyncCompileMode):  # type: ignore[misc]
+    """Compiles kernels in the threads of `executor`, or in other processes if there are some, and loads them
+    on the device."""
 
-    def __init__(self, device: int | None) -> None:
-        options: dict[str, Any] = {}
-        if device is not None:
-            options = {"initializer": torch.cuda.set_device, "initargs": (device,)}
-        super().__init__(min(_COMPILERS, os.cpu_count() or 1), **options)
+    def __init__(self, executor: ThreadPoolExecutor) -> None:
+        super().__init__(executor)
+        self._processes = current_processes()
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        def compile_and_load() -> Any:
-            kernel = fn(*args, **kwargs)
+    def submit(self, key: str, compile_kernel: Callable[[], Any], *more: Callable[..., Any]) -> Any:
+        """Compile a kernel. `key` is that of Triton's cache."""
+        return super().submit(key, functools.partial(self._compile, key, compile_kernel), *more)
+
+    def _compile(self, key: str, compile_kernel: Callable[[], Any]) -> Any:
+        # Triton passes the parts of a kernel on only in the closure of its function.
+        parts = inspect.getclosurevars(compile_kernel).nonlocals
+        source = parts.get("src")
+        try:
+            if self._processes is not None and source is not None and not _is_cached(key, source):
+                self._compile_elsewhere(source, parts)
+            kernel = compile_kernel()  # from the cache, or compiled here
             kernel.run  # noqa: B018  the first access builds the launcher and loads the code
-            return kernel
+        except Exception as error:
+            log.error("The kernel %s does not compile: %s", _name(source), one_line(error))
+            raise
+        return kernel
 
-        return super().submit(compile_and_load)
+    def _compile_elsewhere(self, source: Any, parts: Mapping[str, Any]) -> None:
+        """Have another process write the kernel to Triton's cache."""
+        assert self._processes is not None
+        try:
+            job = encode_job(source, parts["target"], parts["options"].__dict__)
+        except (KeyError, AttributeError, TypeError, pickle.PicklingError) as error:
+            reason: str | None = one_line(error)
+        else:
+            reason = self._processes.compile(job)
+        if reason is not None:
+            log.debug("Compiling the kernel %s in this process: %s", _name(source), reason)
+
+
+def _is_cached(key: str, source: Any) -> bool:
+    manager = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+    return manager.get_group(f"{source.name[:150]}.json") is not None  # the name that `triton.compile` uses
+
+
+def _name(source: Any) -> str:
+    return "" if source is None else f"{source.fn.fn.__module__}.{source.fn.fn.__qualname__}"
 
 
 def _compile_once(compiled: set[Any], kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:

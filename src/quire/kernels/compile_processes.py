@@ -1,0 +1,114 @@
+"""Processes that compile Triton kernels for this one, beside its imports and the loading of weights.
+
+Threads of one process share the interpreter, which Triton holds while it reads a kernel's source. The results
+are passed on in Triton's cache directory. Importing this module does not import torch."""
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextvars import ContextVar
+from multiprocessing.connection import Connection, Pipe
+
+from quire.logs import get_logger
+
+log = get_logger(__name__)
+
+_ENTRY = "from quire.kernels.triton.compile_server import main; main()"
+_LONGEST_S = 300.0
+"""Seconds for one kernel, after which it is compiled in this process."""
+_END_S = 2.0
+"""Seconds for idle processes to end by themselves."""
+_current: ContextVar["CompileProcesses | None"] = ContextVar("compile processes", default=None)
+
+
+class CompileProcesses:
+    """A child process and its forks, each with a connection to this process. They end with the
+    connections."""
+
+    def __init__(self, num: int) -> None:
+        self.num = num
+        pairs = [Pipe() for _ in range(num)]
+        self._connections = [here for here, _ in pairs]
+        self._idle: queue.SimpleQueue[Connection | None] = queue.SimpleQueue()
+        for here in self._connections:
+            self._idle.put(here)
+        fds = [there.fileno() for _, there in pairs]
+        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _ENTRY, *map(str, fds)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=fds,
+            env={**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""},
+            start_new_session=True,
+        )
+        for _, there in pairs:
+            there.close()
+
+    def compile(self, job: bytes) -> str | None:
+        """Compile a kernel in an idle process; wait for one if there is none. Return None, or the reason why
+        the kernel is not in the cache now. May be called by several threads."""
+        connection = self._idle.get()
+        if connection is None:
+            self._idle.put(None)  # for the other threads
+            return "no compile process is left"
+        try:
+            connection.send_bytes(job)
+            if connection.poll(_LONGEST_S):
+                answer = connection.recv_bytes().decode()
+                self._idle.put(connection)
+                return answer or None
+            reason = f"a compile process did not answer within {_LONGEST_S:.0f} s"
+        except (EOFError, OSError):
+            reason = "a compile process ended"
+        self._lose(connection)
+        return reason
+
+    def _lose(self, connection: Connection) -> None:
+        self._connections.remove(connection)
+        connection.close()
+        if not self._connections:
+            self._idle.put(None)
+
+    def close(self) -> None:
+        """End all processes: idle ones by closing their connections, busy ones by a signal."""
+        for connection in self._connections:
+            connection.close()
+        deadline = time.monotonic() + _END_S
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(deadline - time.monotonic())
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+@contextlib.contextmanager
+def compile_processes(num: int) -> Iterator[None]:
+    """Let `num` processes compile the kernels that are compiled ahead within this context. None are started
+    for fewer than two."""
+    if num < 2:
+        yield
+        return
+    try:
+        processes = CompileProcesses(num)
+    except OSError as error:  # too many files or processes
+        log.warning("Kernels are compiled in one process: %s", error)
+        yield
+        return
+    token = _current.set(processes)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+        processes.close()
+
+
+def current_processes() -> CompileProcesses | None:
+    """Return the processes of the surrounding `compile_processes`; None outside of it."""
+    return _current.get()

@@ -1,0 +1,91 @@
+"""The main function of the processes of `kernels/compile_processes.py`: it compiles Triton kernels into
+Triton's cache directory, without a GPU."""
+
+import contextlib
+import gc
+import importlib
+import io
+import os
+import pickle
+import sys
+from multiprocessing.connection import Connection
+from typing import Any
+
+import triton
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from quire.errors import one_line
+
+_PRELOADED = ("ops", "attention_launch", "sampling", "masks", "matmul", "qkv")
+"""Modules of the kernels of most models, imported once for all processes."""
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles kernels and other jitted functions by name, with their hash: Triton's hash of a function
+    depends on which others were hashed before, and is a part of the key in the cache."""
+
+    def persistent_id(self, item: Any) -> Any:
+        if not isinstance(item, JITFunction):
+            return None
+        return item.fn.__module__, item.fn.__qualname__, item.cache_key
+
+
+class _Unpickler(pickle.Unpickler):
+    def persistent_load(self, name: Any) -> Any:
+        module, qualname, cache_key = name
+        function = getattr(importlib.import_module(module), qualname)
+        function.hash = cache_key
+        return function
+
+
+def encode_job(source: ASTSource, target: Any, options: dict[str, Any]) -> bytes:
+    """Return the message that describes the compilation of a kernel. Raise an error if another process cannot
+    import the kernel."""
+    buffer = io.BytesIO()
+    parts = source.fn, source.signature, source.constants, source.attrs, target, options
+    _Pickler(buffer).dump(parts)
+    return buffer.getvalue()
+
+
+def compile_job(job: bytes) -> None:
+    """Compile a kernel, and build its launcher where Triton needs a C compiler for it."""
+    # Trusted: the parent created the connection.
+    kernel, signature, constants, attrs, target, options = _Unpickler(io.BytesIO(job)).load()
+    compiled = triton.compile(ASTSource(kernel, signature, constants, attrs), target=target, options=options)
+    with contextlib.suppress(Exception):  # the parent builds it, then
+        from triton.backends.nvidia.driver import CudaLauncher
+
+        CudaLauncher(compiled.src, compiled.metadata)
+
+
+def serve(connection: Connection) -> None:
+    """Compile what is sent, until the connection ends. The answer is empty, or the reason of the failure."""
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            job, reason = connection.recv_bytes(), ""
+            try:
+                compile_job(job)
+            except Exception as error:
+                reason = one_line(error) or type(error).__name__
+            connection.send_bytes(reason.encode())
+
+
+def main() -> None:
+    """Fork a process for each file descriptor among the arguments, and wait for their ends."""
+    connections = [Connection(int(fd)) for fd in sys.argv[1:]]
+    for name in _PRELOADED:
+        importlib.import_module(f"quire.kernels.triton.{name}")
+    gc.freeze()  # so that collections in the forks do not copy pages
+    for mine in connections:
+        if os.fork() == 0:
+            for connection in connections:
+                if connection is not mine:
+                    connection.close()
+            serve(mine)
+            os._exit(0)
+    for connection in connections:
+        connection.close()
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.wait()
