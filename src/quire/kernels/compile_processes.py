@@ -9,8 +9,8 @@ import queue
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from contextvars import ContextVar
 from multiprocessing.connection import Connection, Pipe
 
@@ -31,7 +31,7 @@ class CompileProcesses:
     connections."""
 
     def __init__(self, num: int) -> None:
-        self.num = num
+        self._is_closed = False
         pairs = [Pipe() for _ in range(num)]
         self._connections = [here for here, _ in pairs]
         self._idle: queue.SimpleQueue[Connection | None] = queue.SimpleQueue()
@@ -53,7 +53,14 @@ class CompileProcesses:
 
     def compile(self, job: bytes) -> str | None:
         """Compile a kernel in an idle process; wait for one if there is none. Return None, or the reason why
-        the kernel is not in the cache now. May be called by several threads."""
+        the kernel is not in the cache now. May be called by several threads. Raise CancelledError after
+        `close`: the start has failed, and no kernel is needed."""
+        reason = self._compile(job)
+        if self._is_closed:
+            raise CancelledError(reason)
+        return reason
+
+    def _compile(self, job: bytes) -> str | None:
         connection = self._idle.get()
         if connection is None:
             self._idle.put(None)  # for the other threads
@@ -78,11 +85,11 @@ class CompileProcesses:
 
     def close(self) -> None:
         """End all processes: idle ones by closing their connections, busy ones by a signal."""
-        for connection in self._connections:
+        self._is_closed = True
+        for connection in list(self._connections):
             connection.close()
-        deadline = time.monotonic() + _END_S
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(deadline - time.monotonic())
+            self._process.wait(_END_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

@@ -145,6 +145,10 @@ class LoadedModel:
     def load(self, on_progress: Callable[[float], None] | None = None) -> None:
         """Load the model without a cache; `on_progress` is called with the loaded share of the weights."""
         config = self.config
+        if self.device.type == "cuda" and self.stage.is_last and config.pooling is None:
+            from quire.worker.cuda.warmup import compile_sampling_ahead
+
+            compile_sampling_ahead(config)
         slots = slots_of(config.lora, self.dtype, self.device, no_extra_vocab=why_no_extra_vocab(config))
         can_update = config.checkpoint.format != "gguf" and config.load.load_format != "sharded_state"
         if can_update and not config.load.cpu_offload_gb and config.checkpoint.facts.borrowed is None:

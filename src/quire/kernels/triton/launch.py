@@ -6,9 +6,9 @@ import inspect
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ def launch(kernel: Any, *grid: int) -> Callable[..., Any]:
 
 
 _requested: ContextVar[set[Any] | None] = ContextVar("kernels to compile", default=None)
+"""The kernels that are launched to be compiled; None if launched kernels run."""
 
 
 def allocate_indices(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -52,19 +53,52 @@ def only_compiles() -> bool:
     return _requested.get() is not None
 
 
+_ahead: list[tuple[Future[None], set[Any]]] = []
+"""The call of `compile_ahead` that is not waited for yet, with the kernels that it compiles."""
+
+
 @contextmanager
 def compiling() -> Iterator[None]:
     """Compile the kernels launched inside this context instead of running them, in parallel and each once.
-    All are compiled when the context ends. Their outputs are not written."""
-    token = _requested.set(set())
-    options: dict[str, Any] = {}
-    if torch.cuda.is_available():
-        options = {"initializer": torch.cuda.set_device, "initargs": (torch.cuda.current_device(),)}
+    All are compiled when the context ends, also those of `compile_ahead`. Their outputs are not written."""
+    future, requested = _ahead.pop() if _ahead else (None, set())
+    with _compiling_once(requested):
+        yield
+    if future is not None:
+        future.result()
+
+
+def compile_ahead(launch_all: Callable[[], None]) -> None:
+    """Compile the kernels that `launch_all` launches, in a thread. The next `compiling` waits for them and
+    does not compile them again."""
+    requested: set[Any] = set()
+
+    def compile_all() -> None:
+        with _compiling_once(requested):
+            launch_all()
+
+    pool = _threads(1)
+    _ahead[:] = [(pool.submit(copy_context().run, compile_all), requested)]
+    pool.shutdown(wait=False)
+
+
+@contextmanager
+def _compiling_once(requested: set[Any]) -> Iterator[None]:
+    """Compile what is launched, except the kernels in `requested`, to which the others are added."""
+    token = _requested.set(requested)
     try:
-        with ThreadPoolExecutor(min(_COMPILERS, os.cpu_count() or 1), **options) as pool, _CompileMode(pool):
+        with _threads(min(_COMPILERS, os.cpu_count() or 1)) as pool, _CompileMode(pool):
             yield
     finally:
         _requested.reset(token)
+
+
+def _threads(num: int) -> ThreadPoolExecutor:
+    """Return threads that use the current device, which is otherwise the first in a new thread."""
+    if not torch.cuda.is_available():
+        return ThreadPoolExecutor(num)
+    device = torch.cuda.current_device()
+    return ThreadPoolExecutor(num, initializer=torch.cuda.set_device, initargs=(device,))
 
 
 class _CompileMode(triton.AsyncCompileMode):  # type: ignore[misc]
@@ -83,9 +117,9 @@ class _CompileMode(triton.AsyncCompileMode):  # type: ignore[misc]
         # Triton passes the parts of a kernel on only in the closure of its function.
         parts = inspect.getclosurevars(compile_kernel).nonlocals
         source = parts.get("src")
+        if self._processes is not None and source is not None and not _is_cached(key, source):
+            self._compile_elsewhere(source, parts)
         try:
-            if self._processes is not None and source is not None and not _is_cached(key, source):
-                self._compile_elsewhere(source, parts)
             kernel = compile_kernel()  # from the cache, or compiled here
             kernel.run  # noqa: B018  the first access builds the launcher and loads the code
         except Exception as error:

@@ -10,15 +10,16 @@ from torch import Tensor
 from quire.attention.batch import Batch
 from quire.config.engine import EngineConfig
 from quire.data.step_plan import Ints
-from quire.kernels.triton.launch import MOST_ROWS, compiling
+from quire.kernels.triton.launch import MOST_ROWS, compile_ahead, compiling
 from quire.kernels.triton.masks import apply_masks
+from quire.kernels.triton.sampling import ConstrainedDevice
 from quire.memory import ladder, rows_at_once
+from quire.sampling.random import SamplingTensors
 from quire.worker.cuda.draft_graphs import DraftGraphs
 from quire.worker.cuda.draft_verify import Speculation
 from quire.worker.cuda.graphs import wide_shapes
-from quire.worker.cuda.mask_sampling import MaskedSampling
+from quire.worker.cuda.mask_sampling import MaskedSampling, draw
 from quire.worker.device import Model, blank_batch
-from quire.worker.input_buffers import sampling_tensors
 
 _LONG_STEP = 4096
 """Most tokens of a prompt that is run to compile kernels."""
@@ -96,13 +97,9 @@ class DummyBatches:
         longest = min(limits.max_num_batched_tokens, _LONG_STEP)
         mixed = [_decodes(min(count, last), min(prompt, self.max_len)) for count, prompt in _MIXED]
         with compiling():
-            vocab, dtype = config.checkpoint.facts.vocab, getattr(torch, config.model.dtype)
             if self.model.draws:
-                self._mask(vocab, dtype)
-                for size in {1, last}:
-                    self._sample(size, vocab, dtype)
-                for size in {1, min(limits.max_num_seqs, rows_at_once(vocab))}:
-                    self._sample(size, vocab, torch.float32)
+                launch_sampling(config, self.sample)
+                self._mask(config.checkpoint.facts.vocab, getattr(torch, config.model.dtype))
             halved = range(1 if self.model.adapters is None else _HALVINGS)
             prompts = [self.split(max(longest >> times, 1), 1) for times in halved]
             for lens in (*mixed, *map(_decodes, sizes), *prompts):
@@ -149,16 +146,28 @@ class DummyBatches:
                 draft_graphs.drafter.catch_up(self.make(lens)[0])
 
     @torch.inference_mode()
-    def _sample(self, size: int, vocab: int, dtype: torch.dtype) -> None:
-        params = sampling_tensors(self.make(_decodes(size))[1])
-        logits = torch.zeros((size, vocab), dtype=dtype, device=self.device)
-        for constrained in (None, self.draws.sampled_in_graph(size)):
-            self.sample(logits, params, constrained)
-
-    @torch.inference_mode()
     def _mask(self, vocab: int, dtype: torch.dtype) -> None:
         logits = torch.zeros((1, vocab), dtype=dtype, device=self.device)
         apply_masks(logits, torch.zeros((1, 1 + -(-vocab // 32)), dtype=torch.int32, device=self.device))
+
+
+def compile_sampling_ahead(config: EngineConfig) -> None:
+    """Compile the sampling kernels, which take longest to compile, beside the loading of the weights."""
+    compile_ahead(lambda: launch_sampling(config, draw))
+
+
+def launch_sampling(config: EngineConfig, sample: Callable[..., Tensor]) -> None:
+    """Launch all sampling kernels to compile them, with tensors that have no memory."""
+    vocab, most = config.checkpoint.facts.vocab, config.scheduler.max_num_seqs
+    shapes = [(getattr(torch, config.model.dtype), size) for size in {1, ladder(most)[-1]}]
+    shapes += [(torch.float32, size) for size in {1, min(most, rows_at_once(vocab))}]
+    for dtype, size in shapes:
+        floats, ints, longs = (
+            torch.empty(size, dtype=kind, device="meta") for kind in (torch.float32, torch.int32, torch.int64)
+        )
+        params = SamplingTensors(floats, ints, floats, floats, longs, longs)
+        for constrained in (None, ConstrainedDevice(ints, ints, ints)):
+            sample(torch.empty((size, vocab), dtype=dtype, device="meta"), params, constrained)
 
 
 def _decodes(count: int, *prompts: int) -> Ints:
