@@ -17,8 +17,12 @@ from quire.kernels import compile_processes as module
 from quire.kernels.compile_processes import CompileProcesses, compile_processes, current_processes
 
 ROOT = Path(__file__).parents[2]
-ENTRY = "from quire.kernels.triton import compile_server as server; server._PRELOADED = (); server.main()"
-"""The entry without the kernels of models, which import torch."""
+ENTRY = """
+from quire.kernels.triton import compile_server as server
+server._PRELOADED, server.build_launcher = (), str
+server.main()
+"""
+"""The entry without the kernels of models and without launchers, which import torch."""
 
 KERNELS = """
 import os

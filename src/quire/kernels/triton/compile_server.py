@@ -49,10 +49,15 @@ def encode_job(source: ASTSource, target: Any, options: dict[str, Any]) -> bytes
 
 
 def compile_job(job: bytes) -> None:
-    """Compile a kernel, and build its launcher where Triton needs a C compiler for it."""
+    """Compile a kernel and build its launcher."""
     # Trusted: the parent created the connection.
     kernel, signature, constants, attrs, target, options = _Unpickler(io.BytesIO(job)).load()
     compiled = triton.compile(ASTSource(kernel, signature, constants, attrs), target=target, options=options)
+    build_launcher(compiled)
+
+
+def build_launcher(compiled: Any) -> None:
+    """Build the launcher of a kernel, for which some versions of Triton need a C compiler."""
     with contextlib.suppress(Exception):  # the parent builds it, then
         from triton.backends.nvidia.driver import CudaLauncher
 
