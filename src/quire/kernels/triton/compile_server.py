@@ -82,12 +82,12 @@ def main() -> None:
     for name in _PRELOADED:
         importlib.import_module(f"quire.kernels.triton.{name}")
     gc.freeze()  # so that collections in the forks do not copy pages
-    for mine in connections:
+    for connection in connections:
         if os.fork() == 0:
-            for connection in connections:
-                if connection is not mine:
-                    connection.close()
-            serve(mine)
+            for other in connections:
+                if other is not connection:
+                    other.close()
+            serve(connection)
             os._exit(0)
     for connection in connections:
         connection.close()
