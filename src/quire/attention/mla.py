@@ -17,6 +17,7 @@ from quire.attention.batch import Batch
 from quire.attention.torch_sdpa import TorchSDPA
 from quire.kernels.cpu import native
 from quire.kernels.ops import Ops
+from quire.kernels.products import bmm
 from quire.kernels.reference.ops import Reference, write
 from quire.registry import LazyTable
 
@@ -119,7 +120,7 @@ def choose(device: torch.device, dtype: torch.dtype) -> "MLABackend":
 def absorb(q: Tensor, weight: Tensor, spec: MLASpec, adapted: MLALoRA | None = None) -> Tensor:
     """Project [T, heads, query_dim] queries into the latent space: [T, heads, rank]."""
     plain = q[..., : spec.nope_dim]
-    out = torch.bmm(plain.transpose(0, 1), weight[:, : spec.nope_dim]).transpose(0, 1)
+    out = bmm(plain.transpose(0, 1), weight[:, : spec.nope_dim]).transpose(0, 1)
     if adapted is None:
         return out
     keys, _ = adapted.by_heads(spec)
@@ -129,8 +130,8 @@ def absorb(q: Tensor, weight: Tensor, spec: MLASpec, adapted: MLALoRA | None = N
 
 def release(mixed: Tensor, weight: Tensor, spec: MLASpec, adapted: MLALoRA | None = None) -> Tensor:
     """Expand weighted sums of latents [T, heads, rank] to values [T, heads, v_dim]."""
-    out = mixed.new_empty(len(mixed), spec.heads, spec.v_dim)
-    torch.bmm(mixed.transpose(0, 1), weight[:, spec.nope_dim :].transpose(1, 2), out=out.transpose(0, 1))
+    out = mixed.new_empty(len(mixed), mixed.shape[1], spec.v_dim)
+    bmm(mixed.transpose(0, 1), weight[:, spec.nope_dim :].transpose(1, 2), out=out.transpose(0, 1))
     if adapted is None:
         return out
     _, values = adapted.by_heads(spec)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quire.attention.batch import Batch
 from quire.attention.mla import MLAEntry, MLALoRA, MLASpec, TorchMLA, absorb, release
+from quire.kernels import batch_invariant
 from quire.kernels.host_to_device import copy_to_device
 from quire.kernels.triton import mla_launch as launch
 from quire.kernels.triton.attention import AttentionSeqs
@@ -72,6 +73,8 @@ class TritonMLA(TorchMLA):
         adapted: MLALoRA | None = None,
     ) -> Tensor:
         most = batch.max_query_len
+        if batch_invariant.is_on():
+            return _attend_fixed(q, weight, cache, _seqs(batch), most, spec, adapted)
         if most <= FEW_QUERIES:
             return _attend_absorbed(q, weight, cache, _seqs(batch), most, spec, adapted)
         shape = launch.tile_shape(q.dtype, sms(q.device)[1])
@@ -105,6 +108,29 @@ def _attend_absorbed(
     rope = q[..., spec.nope_dim :]
     launch.attend_shares(mixed, latent, rope, launch.latents_of(cache), seqs, _sizes(spec), most_queries)
     return release(mixed, weight, spec, adapted)
+
+
+def _attend_fixed(
+    q: Tensor,
+    weight: Tensor,
+    cache: Tensor,
+    seqs: AttentionSeqs,
+    most_queries: int,
+    spec: MLASpec,
+    adapted: MLALoRA | None,
+) -> Tensor:
+    """Attend in the batch-invariant mode: all queries are absorbed, some heads at a time."""
+    out = q.new_empty(len(q), spec.heads, spec.v_dim)
+    step = max(1, EXPANDED_BYTES // (2 * len(q) * spec.rank * q.element_size()))
+    if adapted is not None or step >= spec.heads:
+        step = spec.heads
+    for first in range(0, spec.heads, step):
+        some = slice(first, first + step)
+        latent = absorb(q[:, some], weight[some], spec, adapted)
+        mixed, rope = q.new_empty(latent.shape), q[:, some, spec.nope_dim :]
+        launch.attend_fixed(mixed, latent, rope, launch.latents_of(cache), seqs, _sizes(spec), most_queries)
+        out[:, some] = release(mixed, weight[some], spec, adapted)
+    return out
 
 
 def _attend_expanded(

@@ -16,6 +16,7 @@ from quire.checkpoint.quant.facts import QuantFacts
 from quire.checkpoint.tensor_parallel import check_divisible, shard_facts
 from quire.config.args import check_args
 from quire.config.attention_backends import check_backend
+from quire.config.batch_invariance import resolve_batch_invariant
 from quire.config.cpu_kernels import Cpu, check_cpu_kernels
 from quire.config.data_parallel import local_ranks
 from quire.config.env import Env
@@ -343,6 +344,7 @@ def _resolve_model(
         "max_model_len": length,
         "auto_fit": auto_fit,
         "max_logprobs": checkpoint.facts.vocab if max_logprobs == -1 else max_logprobs,
+        "batch_invariant": resolve_batch_invariant(checkpoint.facts, machine, values, env, pools=pools),
     }
     if checkpoint.facts.borrowed is not None:  # its code may not be capturable as a CUDA graph
         resolved["enforce_eager"] = True

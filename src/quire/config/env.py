@@ -18,7 +18,7 @@ NO_EFFECT = frozenset(
     for name in re.findall(
         r"\w+",
         """
-    BATCH_INVARIANT CONFIGURE_LOGGING CONFIG_ROOT
+    CONFIGURE_LOGGING CONFIG_ROOT
     CPU_OMP_THREADS_BIND DEBUG_LOG_API_SERVER_RESPONSE DISABLE_COMPILE_CACHE
     DISABLE_REQUEST_ID_RANDOMIZATION DO_NOT_TRACK DP_MASTER_IP DP_MASTER_PORT DP_RANK DP_RANK_LOCAL DP_SIZE
     ENABLE_V1_MULTIPROCESSING HTTP_TIMEOUT_KEEP_ALIVE
@@ -122,6 +122,8 @@ class Env:
     """Allow a `max_model_len` beyond the maximum of the checkpoint."""
     attention_backend: str | None = None
     """Attention backend, as `--attention-backend`."""
+    batch_invariant: bool = False
+    """Compute the same bits for a request in any batch, as `--batch-invariant`."""
     allow_insecure_serialization: bool = False
     """Allow pickles, which can run any code: functions of `collective_rpc`, and CUDA IPC handles of weight
     updates."""
@@ -205,6 +207,7 @@ _ENV_KINDS: dict[str, Any] = {
     "allow_insecure_serialization": _parse_switch,
     "allow_long_max_model_len": _parse_switch,
     "attention_backend": str,
+    "batch_invariant": _parse_switch,
     "server_dev_mode": _parse_switch,
     "kv_events_use_int_block_hashes": _parse_switch,
     "max_n_sequences": int,

@@ -108,6 +108,9 @@ class ModelSection:
     """Let requests send their prompts as embeddings (`prompt_embeds`), instead of texts or token ids."""
     enforce_eager: bool = False
     """Never capture CUDA graphs, nor tapes on a CPU."""
+    batch_invariant: bool = False
+    """Compute the same bits for a request in any batch, at some cost in speed on a GPU. The C kernels of a
+    CPU always do."""
     served_model_name: tuple[str, ...]
     """Model names that the API accepts; the first is the one it reports. Default: the model argument."""
     hf_token: str | None = field(default=None, repr=False)

@@ -214,7 +214,8 @@ def _join(place: RankAddress, port: Port) -> Any:
     if place.interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", place.interface)
     port.say(Doing("waiting for the other ranks"))
-    world = join(parallel, place.rank, place.meeting, device, parallel.distributed_timeout_seconds)
+    timeout_s, ordered = parallel.distributed_timeout_seconds, config.model.batch_invariant
+    world = join(parallel, place.rank, place.meeting, device, timeout_s, ordered=ordered)
     return open_worker(config, world, place.local)
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from quire.kernels.products import linear
 from quire.layers.lora_layers import LoRASlots
 from quire.parallel.group import Group
 from quire.quant.sharding import Shard
@@ -96,7 +97,7 @@ class LoRATable(_SlotRows):
 
     def _replace_by_slots(self, out: Tensor, x: Tensor, slots: Tensor) -> Tensor:
         for slot, table in enumerate(self.rows):
-            out = torch.where((slots == slot)[:, None], x @ table.to(x.dtype).t(), out)
+            out = torch.where((slots == slot)[:, None], linear(x, table.to(x.dtype)), out)
         return out
 
     def _is_replaced(self, tokens: Tensor) -> Tensor:
@@ -161,6 +162,6 @@ class LoRAVocabRows(_SlotRows):
     def _replace_by_slots(self, wide: Tensor, x: Tensor, slots: Tensor) -> Tensor:
         for slot, count in enumerate(self._counts):
             if count:
-                ids, logits = self._ids[slot, :count], x @ self.rows[slot, :count].to(x.dtype).t()
+                ids, logits = self._ids[slot, :count], linear(x, self.rows[slot, :count].to(x.dtype))
                 wide[:, ids] = torch.where((slots == slot)[:, None], logits, wide[:, ids])
         return wide

@@ -3,6 +3,7 @@
 from torch import Tensor, nn
 
 from quire.checkpoint.facts import ArchFacts
+from quire.kernels import batch_invariant
 from quire.layers.linear import ColumnLinear, GateUpLinear, RowLinear
 from quire.layers.scope import Scope
 
@@ -41,6 +42,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         of_gates = self.down.of_gates
         fits = len(x) > _MANY and self.gate_up.activation == "silu" and not self.down.adapts
+        fits = fits and not batch_invariant.is_on()  # the activation would not be rounded
         if of_gates is not None and fits:
             return of_gates(self.gate_up.multiply(x))
         return self.down(self.gate_up(x))

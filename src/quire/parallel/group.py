@@ -106,3 +106,18 @@ class TorchGroup(Group):
 
     def receive(self, x: Tensor, source: int) -> None:
         dist.recv(x, group=self.group, group_src=source)
+
+
+class OrderedGroup(TorchGroup):
+    """A group whose sums are added in the order of the ranks, for tensors of any size: other groups select an
+    algorithm by the size."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        first, *others = self.gather(x[None], 0).float().unbind()
+        for other in others:
+            first = first + other
+        return first.to(x.dtype)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        share = self.share(len(x))
+        return self.all_reduce(x)[self.rank * share : (self.rank + 1) * share]

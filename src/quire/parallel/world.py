@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from quire.config.parallel import Rank
 from quire.config.sections import ParallelSection
-from quire.parallel.group import ALONE, Group, TorchGroup
+from quire.parallel.group import ALONE, Group, OrderedGroup, TorchGroup
 from quire.parallel.host_staged import StagedGroup, is_shared
 from quire.parallel.symmetric_memory import with_symmetric_memory
 
@@ -29,10 +29,16 @@ class World:
 
 
 def join(
-    parallel: ParallelSection, rank: Rank, meeting: str, device: torch.device, timeout_s: float
+    parallel: ParallelSection,
+    rank: Rank,
+    meeting: str,
+    device: torch.device,
+    timeout_s: float,
+    *,
+    ordered: bool = False,
 ) -> World:
     """Join all other workers at a rendezvous URL (`file://`, `tcp://`); all create the groups in the same
-    order."""
+    order. If `ordered`, sums between GPUs are added in the order of the ranks."""
     tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     shared = parallel.enable_expert_parallel and parallel.data_parallel_size > 1
     dp_size = parallel.data_parallel_size if shared else 1
@@ -49,11 +55,12 @@ def join(
     )
 
     places = [Rank(*place) for place in itertools.product(range(dp_size), range(pp_size), range(tp_size))]
-    args = places, local, parallel, StagedGroup if staged else TorchGroup
+    args = places, local, parallel, StagedGroup if staged else OrderedGroup if ordered else TorchGroup
     tp = _create_group(*args, lambda place: (place.dp, place.pp))
+    plain = staged or ordered or parallel.disable_custom_all_reduce
     return World(
         rank,
-        tp=tp if staged or parallel.disable_custom_all_reduce else with_symmetric_memory(tp, device),
+        tp=tp if plain else with_symmetric_memory(tp, device),
         pp=_create_group(*args, lambda place: (place.dp, place.tp)),
         ep=_create_group(*args, lambda place: (place.pp,)) if parallel.enable_expert_parallel else ALONE,
     )

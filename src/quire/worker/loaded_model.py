@@ -16,6 +16,7 @@ from quire.config.generation import alignment_heads
 from quire.config.parallel import Stage
 from quire.config.speculation import SpecFacts
 from quire.errors import ConfigError
+from quire.kernels import batch_invariant
 from quire.kernels.cpu import native
 from quire.layers.attention import caching_layers
 from quire.layers.lora import AdapterSlots
@@ -61,6 +62,8 @@ class LoadedModel:
     def __init__(self, config: EngineConfig, world: World) -> None:
         self.config, self.world = config, world
         self.device = torch.device(config.machine.device)
+        if self.device.type == "cuda":
+            batch_invariant.switch(config.model.batch_invariant)
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
         self.cache_dtype = _CACHE_DTYPES.get(config.cache.kv_cache_dtype, self.dtype)
         facts, parallel = config.rank_facts, config.parallel
@@ -128,7 +131,7 @@ class LoadedModel:
 
     def _backend(self, facts: ArchFacts) -> AttentionBackend:
         config = self.config
-        name = config.attention.attention_backend
+        name = "TRITON_ATTN" if batch_invariant.is_on() else config.attention.attention_backend
         widest = max((facts.of_layer(layer) for layer in facts.layers), key=lambda layer: layer.head_dim)
         sizes = widest.heads, widest.kv_heads, widest.head_dim
         flags = {

@@ -87,11 +87,11 @@ def _accumulate(
         odd = tl.zeros([acc.shape[0], acc.shape[1] // 2], tl.float32)
         even = odd
     # Block ids are loaded one iteration ahead, so that the loads of keys do not wait for them.
-    blocks = _load_blocks(table, first + key, end, BLOCK_SIZE)
+    blocks = load_blocks(table, first + key, end, BLOCK_SIZE)
     for at in range(first, end, BLOCK_N):
-        slots = _slot_offsets(cache, blocks, at + key, BLOCK_SIZE) + kv_head * DIM
-        blocks = _load_blocks(table, at + BLOCK_N + key, end, BLOCK_SIZE)
-        k = _load(cache.k, slots, at + key < end, acc.shape[1], DIM).to(q.dtype)
+        slots = slot_offsets(cache, blocks, at + key, BLOCK_SIZE) + kv_head * DIM
+        blocks = load_blocks(table, at + BLOCK_N + key, end, BLOCK_SIZE)
+        k = load_slots(cache.k, slots, at + key < end, acc.shape[1], DIM).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         shrink, most, total, weights = online_softmax(
             scores, most, total, at, end, low, places, last, alibi_slopes, scores_by,
@@ -99,11 +99,11 @@ def _accumulate(
         )  # fmt: skip
         if PAIRS:
             pairs = cache.v.to(tl.pointer_type(tl.uint16), bitcast=True)
-            v = _load(pairs, slots // 2, at + key < end, acc.shape[1] // 2, DIM // 2)
+            v = load_slots(pairs, slots // 2, at + key < end, acc.shape[1] // 2, DIM // 2)
             even = tl.dot(weights.to(q.dtype), _float16(v, KIND), even * shrink[:, None])
             odd = tl.dot(weights.to(q.dtype), _float16(v >> 8, KIND), odd * shrink[:, None])
         else:
-            v = _load(cache.v, slots, at + key < end, acc.shape[1], DIM).to(q.dtype)
+            v = load_slots(cache.v, slots, at + key < end, acc.shape[1], DIM).to(q.dtype)
             acc = tl.dot(weights.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
     if PAIRS:
         acc = tl.reshape(tl.join(even, odd), acc.shape)
@@ -117,18 +117,18 @@ def _float16(narrow: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _load_blocks(table: tl.tensor, keys: tl.tensor, end: tl.tensor, BLOCK_SIZE: tl.constexpr) -> Any:
+def load_blocks(table: tl.tensor, keys: tl.tensor, end: tl.tensor, BLOCK_SIZE: tl.constexpr) -> Any:
     return tl.load(table + keys // BLOCK_SIZE, mask=keys < end, other=0)
 
 
 @triton.jit
-def _slot_offsets(cache: tl.tuple, blocks: tl.tensor, keys: tl.tensor, BLOCK_SIZE: tl.constexpr) -> Any:
+def slot_offsets(cache: tl.tuple, blocks: tl.tensor, keys: tl.tensor, BLOCK_SIZE: tl.constexpr) -> Any:
     """Return the cache offsets of `keys`, which lie in `blocks`, in elements."""
     return blocks.to(tl.int64) * cache.block_stride + (keys % BLOCK_SIZE) * cache.slot_stride
 
 
 @triton.jit
-def _load(
+def load_slots(
     cache: tl.tensor, slots: tl.tensor, exists: tl.tensor, BLOCK_D: tl.constexpr, DIM: tl.constexpr
 ) -> Any:
     """Load [keys, dims], with zeros where they do not exist."""
@@ -173,7 +173,7 @@ def online_softmax(
 
 
 @triton.jit
-def _load_queries(
+def load_queries(
     q: tl.tensor, q_stride: tl.tensor, kv_head: tl.tensor, kv_heads: tl.tensor, start: tl.tensor,
     low: tl.tensor, high: tl.tensor,
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -192,7 +192,7 @@ def _load_queries(
 
 
 @triton.jit
-def _initial(sinks: tl.tensor, heads: tl.tensor, counts: tl.tensor, BLOCK_D: tl.constexpr) -> Any:
+def initial(sinks: tl.tensor, heads: tl.tensor, counts: tl.tensor, BLOCK_D: tl.constexpr) -> Any:
     """Return the initial sums of the rows. With `counts`, an attention sink counts as a key without a
     value."""
     acc = tl.zeros([heads.shape[0], BLOCK_D], tl.float32)
@@ -205,7 +205,7 @@ def _initial(sinks: tl.tensor, heads: tl.tensor, counts: tl.tensor, BLOCK_D: tl.
 
 
 @triton.jit
-def _alibi(alibi_slopes: tl.tensor, heads: tl.tensor) -> Any:
+def alibi_of(alibi_slopes: tl.tensor, heads: tl.tensor) -> Any:
     """Return the ALiBi slopes of the rows' heads in log 2, or None without ALiBi."""
     slopes = alibi_slopes
     if alibi_slopes is not None:
@@ -214,7 +214,7 @@ def _alibi(alibi_slopes: tl.tensor, heads: tl.tensor) -> Any:
 
 
 @triton.jit
-def _finish(
+def finish(
     out: tl.tensor, acc: tl.tensor, total: tl.tensor, v_scale: tl.tensor, at: tl.tensor, valid: tl.tensor
 ) -> None:
     result = acc * (v_scale / tl.where(total > 0, total, 1.0))[:, None]
@@ -235,11 +235,11 @@ def tiles(
     start, seq_len = tl.load(seqs.query_starts + seq), tl.load(seqs.seq_lens + seq)
     low = seq_len - (tl.load(seqs.query_starts + seq + 1) - start) + skipped
     high = tl.minimum(low + BLOCK_M // GROUP, seq_len)
-    rows, places, heads, at, valid = _load_queries(
+    rows, places, heads, at, valid = load_queries(
         q, q_stride, kv_head, tl.num_programs(1), start + skipped, low, high, GROUP, DIM, BLOCK_D, BLOCK_M
     )
     table = seqs.block_tables + tl.load(seqs.rows + seq).to(tl.int64) * seqs.table_stride
-    acc, most, total = _initial(sinks, heads, tile >= 0, BLOCK_D)
+    acc, most, total = initial(sinks, heads, tile >= 0, BLOCK_D)
     last, end, first = places, high, 0
     if reach is not None:
         last = tl.load(reach + start + skipped + (places - low))
@@ -248,11 +248,11 @@ def tiles(
         first = first_key(low, WINDOW, CHUNKED)
     acc, most, total = _accumulate(
         acc, most, total, rows, low, places, last,
-        _alibi(alibi_slopes, heads), cache, kv_head, table, first, end,
+        alibi_of(alibi_slopes, heads), cache, kv_head, table, first, end,
         scores_by,
         WINDOW, CHUNKED, CAPPED, DIM, BLOCK_SIZE, BLOCK_N,
     )  # fmt: skip
-    _finish(out, acc, total, scores_by.v_scale, at, valid)
+    finish(out, acc, total, scores_by.v_scale, at, valid)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "least"], do_not_specialize_on_alignment=["work"])
@@ -284,18 +284,18 @@ def attend_split_kv(
         earliest, latest = begin // size, (close - 1) // size
         low = tl.maximum(seq_len - num_queries, 0)
         first = first_key(low, WINDOW, CHUNKED) if WINDOW else 0
-        rows, places, heads, place, valid = _load_queries(
+        rows, places, heads, place, valid = load_queries(
             q, q_stride, kv_head, tl.num_programs(0), start, low, tl.maximum(seq_len, 1), GROUP, DIM, BLOCK_D,
             BLOCK_M,
         )  # fmt: skip
-        acc, most, total = _initial(sinks, heads, at - begin == 0, BLOCK_D)
+        acc, most, total = initial(sinks, heads, at - begin == 0, BLOCK_D)
         acc, most, total = _accumulate(
-            acc, most, total, rows, low, places, places, _alibi(alibi_slopes, heads), cache, kv_head, table,
+            acc, most, total, rows, low, places, places, alibi_of(alibi_slopes, heads), cache, kv_head, table,
             first + (at - begin) * BLOCK_N, tl.minimum(first + (until - begin) * BLOCK_N, seq_len), scores_by,
             WINDOW, CHUNKED, CAPPED, DIM, BLOCK_SIZE, BLOCK_N,
         )  # fmt: skip
         if earliest == latest:
-            _finish(out, acc, total, scores_by.v_scale, place, valid)
+            finish(out, acc, total, scores_by.v_scale, place, valid)
         elif _store_partial(partial, acc, most, total, valid, kv_head, earliest, DIM) == latest - earliest:
             tl.store(partial.arrivals + kv_head * tl.num_programs(1) + earliest, 0)
             for query in range(num_queries):
@@ -356,4 +356,4 @@ def _merge(
         acc = acc * shrink[:, None] + tl.sum(sums * weight[:, :, None], 0)
         total = total * shrink + tl.sum(count * weight, 0)
         most = higher
-    _finish(out, acc, total, v_scale, head[:, None] * DIM + dims[None, :], valid)
+    finish(out, acc, total, v_scale, head[:, None] * DIM + dims[None, :], valid)

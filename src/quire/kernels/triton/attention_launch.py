@@ -8,6 +8,7 @@ import triton
 from torch import Tensor
 
 from quire.kernels.triton import attention as kernels
+from quire.kernels.triton import attention_fixed as fixed
 from quire.kernels.triton.attention import AttentionSeqs, Cache, PartialAttention, Scores
 from quire.kernels.triton.launch import launch, overlap
 
@@ -16,6 +17,12 @@ _DEFAULT_SMS = 4, 1 << 18
 """Multiprocessors and bytes of shared memory for the interpreter; enough for sequences to be split."""
 _WIDE = 256
 """Head size above which a tile takes half of a multiprocessor's shared memory or more."""
+FIXED_SPLIT = 256
+"""Keys of the shortest split of the batch-invariant mode; a multiple of every `block_n`."""
+_FIXED_BYTES = 256 << 20
+"""Most memory for the results of splits in the batch-invariant mode."""
+_FIXED_ITEMS = 1 << 16
+"""Counters of the batch-invariant mode, allocated at once: a CUDA graph must not allocate some of its own."""
 MIN_KEYS = 64
 """Least number of keys per share: with fewer, the merge costs more than the split saves."""
 
@@ -87,6 +94,23 @@ def share_shape(
     return AttentionShape(rows, 64 if cache_dtype.itemsize == 1 else 32, 2, 3, 4)
 
 
+def fixed_shape(layer: AttentionLayer, dtype: torch.dtype, most_queries: int) -> AttentionShape:
+    """Return the shape of the batch-invariant mode. It depends on the queries only in the number of rows,
+    each 64 of which are a warp group of their own."""
+    if dtype == torch.float32 or layer.head_dim > _WIDE:
+        return tile_shape(layer, dtype, 0)
+    wide, rows = layer.head_dim > 128, triton.next_power_of_2(layer.group)
+    if most_queries * layer.group <= 64:
+        return AttentionShape(max(64, rows), 64, 4, 2 if wide else 3, 2 - wide)
+    return AttentionShape(max(128, rows), 64, 8, 2 if wide else 3, 2 - wide)
+
+
+def most_splits(layer: AttentionLayer) -> int:
+    """Return the most splits of a sequence in the batch-invariant mode: enough to fill the device with one
+    sequence."""
+    return min(max(128 // layer.kv_heads, 16), 64)
+
+
 def shares_of(layer: AttentionLayer, per_sm: int, num_seqs: int, num_sms: int) -> int:
     """Return the number of shares of a batch's keys for each KV head.
 
@@ -152,6 +176,60 @@ def attend_shares(
         out, q, q.stride(0), cache, seqs, work, num_seqs, sinks, alibi_slopes, _scores(layer),
         _partial(layer.kv_heads * shares, shape.block_m, layer.head_dim, q.device),
         max(1, MIN_KEYS // shape.block_n), BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, OVERLAP=ahead,
+        launch_pdl=ahead, num_warps=shape.num_warps, num_stages=shape.num_stages,
+        **_constants(layer, cache.k.shape[1]),
+    )  # fmt: skip
+
+
+def fits_fixed_shares(layer: AttentionLayer, shape: AttentionShape, num_seqs: int, most_queries: int) -> bool:
+    """Whether the queries of a sequence fit into a tile, and the results of splits into `_FIXED_BYTES`."""
+    rows = num_seqs * min(most_queries, 2) * layer.heads * most_queries * (most_splits(layer) + 2)
+    return rows * layer.head_dim * 4 <= _FIXED_BYTES and layer.group * most_queries <= shape.block_m
+
+
+def attend_fixed_tiles(
+    out: Tensor,
+    q: Tensor,
+    cache: Cache,
+    seqs: AttentionSeqs,
+    work: Tensor,
+    layer: AttentionLayer,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    reach: Tensor | None,
+    shape: AttentionShape,
+) -> None:
+    launch(fixed.fixed_tiles, len(work), layer.kv_heads)(
+        out, q, q.stride(0), cache, seqs, work, sinks, alibi_slopes, reach, _scores(layer),
+        BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, SPLIT=FIXED_SPLIT, MOST=most_splits(layer),
+        num_warps=shape.num_warps, num_stages=shape.num_stages, **_constants(layer, cache.k.shape[1]),
+    )  # fmt: skip
+
+
+def attend_fixed_shares(
+    out: Tensor,
+    q: Tensor,
+    cache: Cache,
+    seqs: AttentionSeqs,
+    work: Tensor | None,
+    layer: AttentionLayer,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    shape: AttentionShape,
+    most_queries: int,
+) -> None:
+    """Compute attention of sequences with up to `most_queries` queries, which fill no more than a tile."""
+    num_seqs = len(seqs.seq_lens) if work is None else len(work)
+    kinds, rows, most = min(most_queries, 2), layer.group * most_queries, most_splits(layer)
+    programs = max(1, shape.per_sm * sms(q.device)[0] // layer.kv_heads)
+    items = layer.kv_heads * num_seqs * kinds
+    sums = torch.empty(items * (most + 2) * rows * layer.head_dim, dtype=torch.float32, device=q.device)
+    tops = torch.empty(items * (most + 2) * rows * 2, dtype=torch.float32, device=q.device)
+    ahead = overlap(len(q), layer.heads * layer.head_dim)
+    launch(fixed.fixed_shares, layer.kv_heads, programs)(
+        out, q, q.stride(0), cache, seqs, work, num_seqs, sinks, alibi_slopes, _scores(layer),
+        PartialAttention(sums, tops, _arrivals(max(items, _FIXED_ITEMS), q.device)), BLOCK_M=shape.block_m,
+        BLOCK_N=shape.block_n, SPLIT=FIXED_SPLIT, MOST=most, KINDS=kinds, ROWS=rows, OVERLAP=ahead,
         launch_pdl=ahead, num_warps=shape.num_warps, num_stages=shape.num_stages,
         **_constants(layer, cache.k.shape[1]),
     )  # fmt: skip

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.reference.fp8 import BLOCK, E4M3, Scaled
-from quire.kernels.reference.fp8 import linear as widened_linear
+from quire.kernels import batch_invariant
+from quire.kernels.reference.fp8 import BLOCK, E4M3, Scaled, dequantize
 from quire.kernels.triton import matmul
 from quire.kernels.triton.activations import gated as gated_of
 from quire.kernels.triton.activations import silu_times
@@ -80,9 +80,9 @@ def gated(x: Tensor, weight: Scaled) -> Tensor:
 def _linear(x: Tensor, weight: Scaled, bias: Tensor | None, *, gated: bool) -> Tensor:
     size_out, size_in = weight.data.shape
     if x.element_size() != 2 or size_in % 16 or not len(x):
-        y = widened_linear(x, weight, bias)
+        y = matmul.library_linear(x, dequantize(weight, x.dtype), bias)
         return gated_of(y, "silu") if gated else y
-    plan = choose(len(x), size_out, size_in, 1 + gated, weight.is_blocked)
+    plan = _plan(len(x), size_out, size_in, 1 + gated, weight.is_blocked)
     if gated and plan is None:
         return gated_of(multiply(x, weight, bias, plan), "silu")
     return multiply(x, weight, bias, plan, gated=gated)
@@ -98,7 +98,8 @@ def gated_linear(x: Tensor, weight: Scaled, bias: Tensor | None = None) -> Tenso
     """Return `linear` of silu(gate) * up for x [M, 2K], a gate and an up part. The activation is only stored
     in e4m3. Rows have at least 16 elements."""
     narrow, scale = quantize(x, grouped=weight.is_blocked, gated=True)
-    plan = choose(max(len(x), 2), *weight.data.shape, 1, weight.is_blocked)
+    size_out, size_in = weight.data.shape
+    plan = _plan(max(len(x), 2), size_out, size_in, 1, weight.is_blocked)
     return _multiply_narrow(narrow, scale, weight, bias, plan, x.dtype)
 
 
@@ -175,6 +176,14 @@ _SHAPES_OF_BLOCKS = [
 ]  # fmt: skip
 _REST = TilesPlan(128, 128, 128, 1, 8, 4)
 """Plan for more rows where the library does not support the shape."""
+
+
+def _plan(num: int, size_out: int, size_in: int, parts: int, blocked: bool) -> Plan:
+    """Return the plan; those of the batch-invariant mode use tiles without split-K for any number of rows."""
+    if not batch_invariant.is_on():
+        return choose(num, size_out, size_in, parts, blocked)
+    plan = choose(max(num, 2), size_out, size_in, parts, blocked)
+    return plan._replace(splits=1) if isinstance(plan, TilesPlan) else _REST
 
 
 @functools.cache

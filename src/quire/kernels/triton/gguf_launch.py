@@ -8,6 +8,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from quire.kernels import batch_invariant
 from quire.kernels.triton import gguf, gguf_rows, gguf_tiles
 from quire.kernels.triton.activations import gated as gated_of
 from quire.kernels.triton.gguf_decode import Bits, DecodeForm
@@ -97,7 +98,7 @@ def mix(
         return torch.empty_like(x)
     num_experts = gate_up.rows // (2 * inner)
     hidden = down.rows // num_experts
-    plan = choose_experts(num * top, num_experts)
+    plan = choose_experts(num * top, num_experts, fixed=batch_invariant.is_on())
     if plan is None:
         ahead = overlap(num, hidden)
         activated = torch.empty(num * top, inner, dtype=x.dtype, device=x.device)
@@ -260,15 +261,19 @@ def _uses_gguf_tiles(form: DecodeForm, x: Tensor) -> bool:
 
 
 def _plan(x: Tensor, planes: Planes, parts: int) -> Plan:
-    form, num = form_of(planes), len(x)
-    if _uses_gguf_tiles(form, x) or num == 1 and gguf_tiles.takes(form):
-        return choose_spread(num, planes.rows, planes.columns, parts, form.unit, high=form.high > 0)
-    return choose(num, planes.rows, planes.columns, parts)
+    form, num, fixed = form_of(planes), len(x), batch_invariant.is_on()
+    if _uses_gguf_tiles(form, x) or num == 1 and gguf_tiles.takes(form) and not fixed:
+        high = form.high > 0
+        return choose_spread(num, planes.rows, planes.columns, parts, form.unit, high=high, fixed=fixed)
+    return choose(num, planes.rows, planes.columns, parts, fixed=fixed)
 
 
 @functools.cache
-def choose(num: int, size_out: int, size_in: int, parts: int) -> Plan:
-    """Return the plan for `num` rows of x and a weight of this shape; `parts` is 2 for gate and up."""
+def choose(num: int, size_out: int, size_in: int, parts: int, *, fixed: bool = False) -> Plan:
+    """Return the plan for `num` rows of x and a weight of this shape; `parts` is 2 for gate and up. A `fixed`
+    plan does not depend on the rows."""
+    if fixed and num:
+        return TilesPlan(64, 128, 128, 1, 8, 2)
     if not 0 < num <= _MOST_ROWS:
         return None
     if num == 1:
@@ -284,9 +289,12 @@ def _one_row(planes: Planes) -> GGUFRowsPlan | WholeRows:
 
 
 @functools.cache
-def choose_experts(num_pairs: int, num_experts: int) -> TilesPlan | None:
-    """Return the plan for (token, expert) pairs; None multiplies each pair by itself."""
+def choose_experts(num_pairs: int, num_experts: int, *, fixed: bool = False) -> TilesPlan | None:
+    """Return the plan for (token, expert) pairs; None multiplies each pair by itself. A `fixed` plan does not
+    depend on the pairs."""
     mean = num_pairs / num_experts
+    if fixed:
+        return TilesPlan(64, 128, 128, 1, 8, 3)
     if mean <= 0.5:  # hardly any two pairs share an expert
         return None
     return TilesPlan(16, 64, 256, 1, 4, 3) if mean <= 16 else TilesPlan(64, 128, 128, 1, 8, 3)

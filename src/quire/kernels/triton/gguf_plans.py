@@ -48,12 +48,15 @@ _WIDE = TilesPlan(128, 256, 128, 1, 8, 3)
 
 @functools.cache
 def choose(
-    num: int, size_out: int, size_in: int, parts: int, unit: int, *, high: bool = False
+    num: int, size_out: int, size_in: int, parts: int, unit: int, *, high: bool = False, fixed: bool = False
 ) -> WholeRows | TilesPlan | None:
     """Return the plan for `num` rows of x and a weight of this shape, with `unit` columns per unit and `high`
     bits or not. `parts` is 2 for gate and up. None: unpack the weight, or multiply gate and up as one
-    weight."""
+    weight. The tiles of a `fixed` plan add in one order, whatever their height."""
     units = triton.cdiv(size_in, unit)
+    if fixed:
+        height = 16 if num <= 16 else 32 if num <= 32 else 64 if num <= 64 or parts == 2 else 128
+        return TilesPlan(height, 64, 128 * unit // 32, 1, 4, 3) if num else None
     if num == 1 and parts == 2 and unit == 16 and units <= 256:
         return _WHOLE_GATED_BYTES
     if num == 1 and units <= _MOST_UNITS:

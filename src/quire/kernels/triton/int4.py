@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
+from quire.kernels import batch_invariant
 from quire.kernels.triton import gguf_rows, gguf_tiles
 from quire.kernels.triton.activations import gated as gated_of
 from quire.kernels.triton.gguf_decode import Bits, DecodeForm, offset_of
@@ -21,7 +22,7 @@ from quire.kernels.triton.gguf_plans import choose
 from quire.kernels.triton.gguf_rows import WholeRows
 from quire.kernels.triton.gguf_tiles import halves
 from quire.kernels.triton.launch import launch, overlap
-from quire.kernels.triton.matmul import TilesPlan, aligned, has_room, tiled
+from quire.kernels.triton.matmul import TilesPlan, aligned, has_room, library_linear, tiled
 from quire.kernels.triton.tile_dots import arrivals_of
 
 _UNPACKED_ROWS, _UNPACKED_UNITS = 64, 4
@@ -104,7 +105,9 @@ def _unpack(
 def linear(x: Tensor, weight: GroupedWeight, bias: Tensor | None = None) -> Tensor:
     """Return x W^T + b for x [M, K]."""
     plan = _plan(x, weight, 1)
-    return F.linear(x, unpack(weight, x.dtype), bias) if plan is None else multiply(x, weight, bias, plan)
+    if plan is None:
+        return library_linear(x, unpack(weight, x.dtype), bias)
+    return multiply(x, weight, bias, plan)
 
 
 def gated(x: Tensor, weight: GroupedWeight) -> Tensor:
@@ -119,6 +122,7 @@ def multiply(
     x: Tensor, weight: GroupedWeight, bias: Tensor | None, plan: WholeRows | TilesPlan, *, gated: bool = False
 ) -> Tensor:
     num, size_out = len(x), len(weight.codes) // (1 + gated)
+    x = x if aligned(x) or isinstance(plan, WholeRows) else x.clone(memory_format=torch.contiguous_format)
     out = torch.empty(num, size_out, dtype=x.dtype, device=x.device)
     form, bits, units = _form_of(weight.bits, weight.group), _planes_of(weight), weight.codes.shape[1]
     ahead, activation = overlap(num, min(weight.size_in, size_out)), "silu" if gated else ""
@@ -166,7 +170,8 @@ def _planes_of(weight: GroupedWeight) -> Bits:
 
 def _plan(x: Tensor, weight: GroupedWeight, parts: int) -> WholeRows | TilesPlan | None:
     """Return the plan; None unpacks the weight for the library's GEMM."""
-    plan = choose(len(x), len(weight.codes), weight.size_in, parts, unit_of(weight.bits))
+    fixed = batch_invariant.is_on()
+    plan = choose(len(x), len(weight.codes), weight.size_in, parts, unit_of(weight.bits), fixed=fixed)
     if isinstance(plan, WholeRows):
         return plan if x.stride(1) == 1 and weight.size_in % unit_of(weight.bits) == 0 else None
-    return plan if plan is not None and aligned(x) and has_room() else None
+    return plan if plan is not None and (fixed or aligned(x)) and has_room() else None

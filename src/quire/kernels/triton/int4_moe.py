@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from quire.kernels import batch_invariant
 from quire.kernels.triton.activations import times as gate_times
 from quire.kernels.triton.launch import follow, launch
 from quire.kernels.triton.matmul import tiled
@@ -252,5 +253,5 @@ def multiply(
 
 def plan_of(mean: float) -> Int4MoETile:
     """Return the tile for a mean of `mean` pairs per expert."""
-    height = 16 if mean <= 10 else 32 if mean <= 24 else 64
+    height = 64 if batch_invariant.is_on() else 16 if mean <= 10 else 32 if mean <= 24 else 64
     return Int4MoETile(height, 64, 64 if height < 64 else 32, 2 if height < 64 else 4, 3)

@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional as F
 
+from quire.kernels import batch_invariant
 from quire.kernels.reference.int8 import Int8Codes
 from quire.kernels.triton import matmul
 from quire.kernels.triton.activations import gated as gated_of
@@ -146,9 +146,9 @@ class Int8GEMM:
 
     def _multiply(self, x: Tensor, *, gated: bool) -> Tensor:
         size_out, size_in = self.weight.codes.shape
-        plan, parts = choose(len(x), size_in, self.rounds, gated)
+        plan, parts = choose(len(x), size_in, self.rounds, gated, fixed=batch_invariant.is_on())
         if plan is None:
-            y = F.linear(x, widen(self.weight, x.dtype), self.bias)
+            y = matmul.library_linear(x, widen(self.weight, x.dtype), self.bias)
             return gated_of(y, "silu") if gated else y
         rounded = round_rows(x, None if parts == 2 else self.static, parts) if parts else None
         return multiply(x, rounded, self.weight, self.bias, plan, gated=gated)
@@ -206,10 +206,16 @@ _FEW = 64
 
 
 @functools.cache
-def choose(num: int, size_in: int, rounds: bool, gated: bool) -> tuple[Plan | None, int]:
+def choose(
+    num: int, size_in: int, rounds: bool, gated: bool, *, fixed: bool = False
+) -> tuple[Plan | None, int]:
     """Return the plan for `num` rows and a weight of this width, and the number of parts of x. None is the
-    library's GEMM, for which also rows that are no multiples of 16 bytes are left."""
+    library's GEMM, for which also rows that are no multiples of 16 bytes are left. A `fixed` plan may vary
+    the tiles, whose sums of integers are exact, but not the parts."""
     length = next_power_of_2(size_in)
+    if fixed and num and not size_in % 16:
+        height = 16 if num <= 16 else 32 if num <= 32 else 64
+        return Int8TilesPlan(height, 64, 128 if has_room() else 64, 4, 3), 1 if rounds else 2
     if num and num <= 2 and length <= LONGEST:
         return RowsPlan(max(8192 // length, 1), 4 if length <= 4096 else 8), 0
     if not num or size_in % 16 or num > 256 and not rounds:

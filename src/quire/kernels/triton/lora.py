@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels import batch_invariant
 from quire.kernels.ops import LoRAHeads
 from quire.kernels.triton.launch import MOST_ROWS, follow, follow_late, launch, overlap
 from quire.kernels.triton.lora_few import FewRows, lora_outputs, outputs_of
@@ -52,10 +53,10 @@ class LoRARows(NamedTuple):
 
 
 def assign(slots: Tensor, num_slots: int) -> LoRARows:
-    num = len(slots)
-    height = _SHORT if num <= MOST_ROWS else _TALL
+    num, is_fixed = len(slots), batch_invariant.is_on()
+    height = _SHORT if num <= MOST_ROWS and not is_fixed else _TALL
     order, work = sort(slots, num_slots, height, ahead=False)
-    few = FewRows(slots, num) if 1 < num < min(MOST_ROWS + 1, _FEW * num_slots) else None
+    few = FewRows(slots, num) if not is_fixed and 1 < num < min(MOST_ROWS + 1, _FEW * num_slots) else None
     return LoRARows(slots, order, work, height, most_tiles(num, num_slots, height), few)
 
 
@@ -240,7 +241,9 @@ def shrink(x: Tensor, adapted: LoRAHeads, *, late: bool = False) -> Tensor:
     block = min(_block(width), 64)
     stripes, programs = triton.cdiv(width, block), _PROGRAMS[num > MOST_ROWS]
     splits = min(max(programs // (rows.most * stripes), 1), triton.cdiv(size_in, _LENGTH), _MOST_SPLITS)
-    if num > MOST_ROWS:  # any number of rows: a few kernel variants, all compiled at the start
+    if batch_invariant.is_on():
+        splits = min(triton.cdiv(size_in, _LENGTH), _MOST_SPLITS)
+    elif num > MOST_ROWS:  # any number of rows: a few kernel variants, all compiled at the start
         splits = 1 << splits.bit_length() - 1
     parts = h
     if splits > 1:

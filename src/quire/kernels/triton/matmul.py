@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from quire.kernels import batch_invariant, products
 from quire.kernels.ops import LoRAHeads
 from quire.kernels.triton.activations import gated as gated_of
 from quire.kernels.triton.activations import silu_times
@@ -46,6 +46,8 @@ _FEWEST = 5
 """Number of rows from which on tiles are used for any weight."""
 _SMALL = 2**23
 """Elements of the largest weight that is multiplied with many rows here."""
+_GROUP = 8
+"""Stripes of rows whose tiles run at the same time if there are more, so that they share the L2 cache."""
 
 
 class RowsPlan(NamedTuple):
@@ -115,15 +117,21 @@ def _tiles(
     parts: tl.tensor, arrivals: tl.tensor, num: tl.tensor, size_in: tl.tensor, size_out: tl.tensor,
     lora: tl.tuple,
     GATED: tl.constexpr, BLOCKED: tl.constexpr, RANK: tl.constexpr, ENDS: tl.constexpr, NUM: tl.constexpr,
-    ROWS: tl.constexpr, LENGTH: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
+    ROWS: tl.constexpr, LENGTH: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
     """Compute a tile from descriptors `x` and `weight`. The last split sums all parts; `arrivals` is zero
     before and after. If `BLOCKED`, a tile of the weight has one scale. `lora` is None, the `reads` of an
-    `Expansion` (with a `RANK`), or `AddedRows`; the previous kernels are then LoRA's. Grid: (tiles,
-    SPLITS)."""
+    `Expansion` (with a `RANK`), or `AddedRows`; the previous kernels are then LoRA's. Tiles are ordered by
+    outputs, or with a `GROUP` by outputs within as many stripes of rows. Grid: (tiles, SPLITS)."""
     LATE: tl.constexpr = lora is not None
     tile, stripes = tl.program_id(0), tl.cdiv(num, NUM)
     first_m, first_n = tile % stripes * NUM, tile // stripes * ROWS
+    if GROUP:
+        width = GROUP * tl.cdiv(size_out, ROWS)
+        first_stripe, rest = tile // width * GROUP, tile % width
+        height = tl.minimum(stripes - first_stripe, GROUP)
+        first_m, first_n = (first_stripe + rest % height) * NUM, rest // height * ROWS
     share = tl.cdiv(tl.cdiv(size_in, LENGTH), SPLITS) * LENGTH
     first = tl.program_id(1) * share
     begin(OVERLAP, LATE)
@@ -212,15 +220,22 @@ def _add_lora(
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, adapted: LoRAHeads | None = None) -> Tensor:
     """Return x W^T + b for x [M, K] and W [N, K], plus the LoRA outputs."""
-    plan = _plan(x, weight, 1, adapted)
+    x, plan = _plan(x, weight, 1, adapted)
     if adapted is None or takes_along(plan, adapted):
-        return F.linear(x, weight, bias) if plan is None else multiply(x, weight, bias, plan, adapted=adapted)
+        if plan is None:
+            return products.linear(x, weight, bias)
+        return multiply(x, weight, bias, plan, adapted=adapted)
     return add(linear(x, weight, bias), x, adapted)
+
+
+def library_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x W^T + b by the library's GEMM, or in the batch-invariant mode by `linear`."""
+    return (linear if batch_invariant.is_on() else products.linear)(x, weight, bias)
 
 
 def gated(x: Tensor, weight: Tensor, adapted: LoRAHeads | None = None) -> Tensor:
     """Return silu(x G^T) * (x U^T) for x [M, K] and W = G over U [2N, K], each plus the LoRA outputs."""
-    plan = _plan(x, weight, 2, adapted)
+    x, plan = _plan(x, weight, 2, adapted)
     if plan is not None and (adapted is None or takes_along(plan, adapted)):
         return multiply(x, weight, None, plan, gated=True, adapted=adapted)
     return gated_of(linear(x, weight, None, adapted), "silu")
@@ -228,7 +243,10 @@ def gated(x: Tensor, weight: Tensor, adapted: LoRAHeads | None = None) -> Tensor
 
 def takes_along(plan: Plan, adapted: LoRAHeads) -> bool:
     """Whether the GEMM kernel adds the LoRA outputs. If it reads B, the outputs of a program must belong to
-    one part, and registers must suffice for its sums."""
+    one part, and registers must suffice for its sums. A batch-invariant kernel adds them after rounding,
+    always in the same way."""
+    if batch_invariant.is_on():
+        return False
     if isinstance(plan, TilesPlan) and adapted.tokens.few is None:
         return plan.rows <= 64 and is_short(adapted) and not any(size % plan.rows for size in adapted.sizes)
     return plan is not None
@@ -267,8 +285,9 @@ def multiply(
     launch(_tiles, cdiv(num, plan.num) * grid, plan.splits)(
         out, tiled(x, plan.num, plan.length), x_scale, tiled(weight, plan.rows, plan.length), scale, bias,
         parts, arrivals_of(x.device), num, size_in, size_out, lora, GATED=gated, BLOCKED=blocked, RANK=rank,
-        ENDS=ends, NUM=plan.num, ROWS=plan.rows, LENGTH=plan.length, SPLITS=plan.splits, OVERLAP=ahead,
-        launch_pdl=ahead, num_warps=plan.warps, num_stages=plan.stages,
+        ENDS=ends, NUM=plan.num, ROWS=plan.rows, LENGTH=plan.length, SPLITS=plan.splits,
+        GROUP=_group_of(num, plan), OVERLAP=ahead, launch_pdl=ahead,
+        num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
     return out
 
@@ -280,18 +299,32 @@ def _lora_arguments(x: Tensor, adapted: LoRAHeads) -> Expansion:
     return Expansion.of(adapted, shrink(x, adapted, late=True))
 
 
+def _group_of(num: int, plan: TilesPlan) -> int:
+    is_large = plan.num >= 128 and num > _GROUP * plan.num
+    return _GROUP if is_large and batch_invariant.is_on() else 0
+
+
 def tiled(matrix: Tensor, rows: int, length: int) -> TensorDescriptor:
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, length])
 
 
-def _plan(x: Tensor, weight: Tensor, parts: int, adapted: LoRAHeads | None) -> Plan:
+def _plan(x: Tensor, weight: Tensor, parts: int, adapted: LoRAHeads | None) -> tuple[Tensor, Plan]:
+    """Return x, aligned if the mode requires the plan, and the plan."""
     most = 2 * MOST_ROWS if adapted is None else MOST_ROWS
-    if weight.dtype not in (torch.bfloat16, torch.float16) or not 0 < len(x) <= most:
-        return None
+    if weight.dtype not in (torch.bfloat16, torch.float16) or not len(x):
+        return x, None
+    if batch_invariant.is_on():
+        if not aligned(weight):
+            return x, None
+        x = x if aligned(x) else x.clone(memory_format=torch.contiguous_format)
+        return x, choose_fixed(len(x), len(weight), weight.shape[1], parts)
+    if len(x) > most:
+        return x, None
     # `_rows` supports the adapter of a single row only.
     num = len(x) if adapted is None or len(x) == 1 else max(len(x), _FEWEST)
     plan = choose(num, len(weight), weight.shape[1], parts)
-    return plan if isinstance(plan, RowsPlan) or (aligned(x) and aligned(weight) and has_room()) else None
+    fits = isinstance(plan, RowsPlan) or (aligned(x) and aligned(weight) and has_room())
+    return x, plan if fits else None
 
 
 @functools.cache
@@ -349,3 +382,25 @@ def _choose_small(num: int, size_out: int, size_in: int, parts: int) -> Plan:
     if num <= 128:
         return TilesPlan(64, 32 if num <= 64 else 64, 128, 1, 4, 6)
     return None if num % 64 else TilesPlan(64, 128, 128, 1, 4, 4)
+
+
+@functools.cache
+def choose_fixed(num: int, size_out: int, size_in: int, parts: int) -> TilesPlan:
+    """Return the plan of the batch-invariant mode. Sums have one order for every plan: each is a chain of
+    tensor core operations of equal length along K, without split-K. Tiles have 64 rows of x or of the weight
+    at least, as smaller ones use another instruction."""
+    if not has_room():
+        return TilesPlan(64, 64, 64, 1, 4, 3 - (parts == 2))
+    outputs, stages = size_out // parts, 4 if parts == 2 else 6
+    if num <= 32:
+        return TilesPlan(16 if num <= 16 else 32, 64, 128, 1, 4, stages)
+    if num <= 64:
+        return TilesPlan(64, 32 if outputs <= 4096 else 64, 128, 1, 4, stages)
+    if num <= 256 and size_out * size_in <= _SMALL:
+        narrow = parts == 1 and outputs <= 2048
+        return TilesPlan(32 if narrow or num % 64 else 64, 64, 64 if parts == 2 else 128, 1, 4, stages)
+    if num <= 256 and parts == 1 and outputs <= 8192:
+        return TilesPlan(64, 128, 64, 1, 4, 4)
+    if parts == 2 or size_in <= 2048 or outputs <= 2048:
+        return TilesPlan(128, 128, 64, 1, 8, 4 if parts == 2 else 3)
+    return TilesPlan(128, 256, 64, 1, 8, 4)

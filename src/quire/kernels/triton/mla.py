@@ -154,6 +154,30 @@ def shares(
 
 
 @triton.jit
+def fixed_rows(
+    out: tl.tensor, q: tl.tuple, cache: tl.tuple, seqs: tl.tuple, scores_by: tl.tuple,
+    HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
+) -> None:  # fmt: skip
+    """Attend BLOCK_M rows of a sequence to all their keys, in the batch-invariant mode; rows are the heads of
+    its queries. Output [tokens, heads, RANK]. Grid: (groups of rows, sequences)."""
+    seq, row = tl.program_id(1), tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    start, seq_len = tl.load(seqs.query_starts + seq), tl.load(seqs.seq_lens + seq)
+    num_queries = tl.load(seqs.query_starts + seq + 1) - start
+    if tl.program_id(0) * BLOCK_M < num_queries * HEADS:
+        table = seqs.block_tables + tl.load(seqs.rows + seq).to(tl.int64) * seqs.table_stride
+        low, valid = tl.maximum(seq_len - num_queries, 0), row < num_queries * HEADS
+        rows = _load_queries(q, start, row, valid, HEADS, RANK, ROPE, BLOCK_R, BLOCK_P)
+        places = tl.minimum(low + row // HEADS, tl.maximum(seq_len, 1) - 1)
+        end = tl.minimum(tl.max(places, 0) + 1, seq_len)
+        sums, _, total = _accumulate(
+            rows, low, places, cache, table, 0, end, scores_by, RANK, ROPE, BLOCK_SIZE, BLOCK_N
+        )
+        by = scores_by.v_scale / tl.where(total > 0, total, 1.0)
+        _store_halves(out, start.to(tl.int64) * HEADS + row, valid, sums, by, RANK)
+
+
+@triton.jit
 def _load_queries(
     q: tl.tuple, start: tl.tensor, row: tl.tensor, valid: tl.tensor,
     HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,

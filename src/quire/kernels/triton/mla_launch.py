@@ -126,6 +126,26 @@ def attend_shares(
         )  # fmt: skip
 
 
+def attend_fixed(
+    out: Tensor,
+    latent: Tensor,
+    rope: Tensor,
+    cache: Latents,
+    seqs: AttentionSeqs,
+    sizes: MLASizes,
+    most_queries: int,
+) -> None:
+    """Compute `attend_shares` in the batch-invariant mode: with one shape for any batch, without splits."""
+    rows, sm_bytes = most_queries * latent.shape[1], sms(latent.device)[1]
+    shape = share_shape(64, latent.dtype, sm_bytes)
+    launch(kernels.fixed_rows, triton.cdiv(rows, shape.block_m), len(seqs.seq_lens))(
+        out, _queries(latent, rope), cache, seqs, _scores(sizes.scale, sizes.k_scale),
+        HEADS=latent.shape[1], RANK=sizes.rank, ROPE=sizes.rope, BLOCK_SIZE=cache.data.shape[1],
+        BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, BLOCK_R=max(32, _pad(sizes.rank)),
+        BLOCK_P=_pad(sizes.rope), num_warps=shape.num_warps, num_stages=shape.num_stages,
+    )  # fmt: skip
+
+
 def gather(out: Tensor, cache: Latents, seqs: AttentionSeqs, work: Tensor, k_scale: float) -> None:
     """Copy the latents of sequences from their blocks, one sequence after the other: [keys, rank + rope]."""
     launch(kernels.gather, len(work))(

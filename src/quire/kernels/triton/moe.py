@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from quire.kernels import batch_invariant
 from quire.kernels.reference.fp8 import E4M3
 from quire.kernels.reference.moe import ExpertAdapters, ExpertWeights
 from quire.kernels.triton.activations import times as gate_times
@@ -184,7 +185,7 @@ def mix(
     num_experts, _, intermediate = experts.down.shape
     dtype = x.dtype if experts.down_scale is None else E4M3
     sizes = ids.numel(), ids.shape[1], num_experts, x.shape[1], intermediate
-    plan = plan_of(*sizes, dtype, blocked=experts.is_blocked)
+    plan = plan_of(*sizes, dtype, blocked=experts.is_blocked, fixed=batch_invariant.is_on())
     return mixed(x, ids, weights, experts, activation, plan, adapters)
 
 
@@ -291,8 +292,10 @@ def plan_of(
     dtype: torch.dtype,
     *,
     blocked: bool = False,
+    fixed: bool = False,
 ) -> Plan:
-    """Return the plan for `num_pairs` pairs, `top` per token; `dtype` is that of the weights.
+    """Return the plan for `num_pairs` pairs, `top` per token; `dtype` is that of the weights. The tiles of a
+    `fixed` plan add in one order, whatever their height.
 
     The plans were measured on an H200 in CUDA graphs of layers with different weights; see
     docs/evidence/kernels.md.
@@ -301,7 +304,8 @@ def plan_of(
     held = triton.next_power_of_2(top) * triton.next_power_of_2(inner)
     narrow = dtype == E4M3
     unit = 16 if narrow else 8
-    if num_pairs <= 3 * top and length <= LONGEST and held <= 2**15 or hidden % unit or inner % unit:
+    few = num_pairs <= 3 * top and not fixed
+    if few and length <= LONGEST and held <= 2**15 or hidden % unit or inner % unit:
         if narrow:
             return MoERowsPlan(min(max(8192 // length, 1), 32), min(max(2**15 // held, 1), 32), 4, 8)
         warps = 4 if length <= 4096 else 8, 4 if held <= 2**14 else 8

@@ -8,11 +8,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional as F
 
 from quire.checkpoint.facts import Routing
+from quire.kernels import batch_invariant
 from quire.kernels.triton.launch import allocate_indices, follow, launch, overlap
-from quire.kernels.triton.matmul import TilesPlan, aligned, has_room, multiply
+from quire.kernels.triton.matmul import TilesPlan, aligned, has_room, library_linear, multiply
 from quire.kernels.triton.tile_dots import LONGEST, arrivals_of
 
 _HELD = 4096
@@ -163,11 +163,14 @@ def choose(
     """Route x R^T + b for x [T, hidden] and R [experts, hidden]."""
     (num, size), experts = x.shape, len(router)
     length = triton.next_power_of_2(size)
-    if x.dtype != router.dtype or x.dtype == torch.float32 or not 0 < num <= _MOST_TILED:
-        return route(F.linear(x.to(router.dtype), router, router_bias), routing, bias)
-    if num > 1 or length > LONGEST:
+    is_fixed = batch_invariant.is_on()
+    most = num if is_fixed else _MOST_TILED
+    if x.dtype != router.dtype or x.dtype == torch.float32 or not 0 < num <= most:
+        return route(library_linear(x.to(router.dtype), router, router_bias), routing, bias)
+    if num > 1 or is_fixed or length > LONGEST:
+        x = x if aligned(x) or not is_fixed else x.clone(memory_format=torch.contiguous_format)
         tiled = aligned(x) and aligned(router) and has_room()
-        logits = multiply(x, router, router_bias, _TILES) if tiled else F.linear(x, router, router_bias)
+        logits = multiply(x, router, router_bias, _TILES) if tiled else library_linear(x, router, router_bias)
         return route(logits, routing, bias)
     ids, weights = _allocate(num, routing, x.device)
     ahead, rows = overlap(num, size), max(_HELD // length, 1)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels import batch_invariant
 from quire.kernels.triton.activations import times as gate_times
 from quire.kernels.triton.launch import follow, launch, overlap
 from quire.kernels.triton.moe import MoERowsPlan, MoETile, MoETilesPlan, Plan
@@ -199,7 +200,9 @@ def mix(x: Tensor, ids: Tensor, weights: Tensor, experts: Mxfp4Weights, activati
     """Return the weighted sum of the chosen experts' outputs for each token: [T, hidden]."""
     if not len(x):
         return torch.empty_like(x)
-    return mixed(x, ids, weights, experts, activation, plan_of(ids.numel(), len(experts.down), x.dtype))
+    is_fixed = batch_invariant.is_on()
+    plan = plan_of(ids.numel(), len(experts.down), x.dtype, fixed=is_fixed)
+    return mixed(x, ids, weights, experts, activation, plan)
 
 
 def mixed(
@@ -260,9 +263,12 @@ _TILES = {
 
 
 @functools.cache
-def plan_of(num_pairs: int, num_experts: int, dtype: torch.dtype) -> Plan:
-    """Return the tile shape for `num_pairs` (token, expert) pairs (H200, benchmarks/kernel_mxfp4.py)."""
-    if num_pairs <= num_experts // 2:
+def plan_of(num_pairs: int, num_experts: int, dtype: torch.dtype, *, fixed: bool = False) -> Plan:
+    """Return the tile shape for `num_pairs` (token, expert) pairs (H200, benchmarks/kernel_mxfp4.py); a
+    `fixed` one does not depend on them."""
+    if fixed and dtype != torch.float32:
+        return MoETilesPlan(64, *_TILES[64])
+    if not fixed and num_pairs <= num_experts // 2:
         return MoERowsPlan(4, 4, 2, 2)
     if dtype == torch.float32:
         return MoETilesPlan(16, MoETile(32, 64, 4, 2), MoETile(32, 64, 4, 2))

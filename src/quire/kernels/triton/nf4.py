@@ -6,10 +6,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional as F
 
 from quire.kernels.reference.nf4 import BLOCK, Halves
 from quire.kernels.triton.launch import launch
+from quire.kernels.triton.matmul import library_linear
 
 _WIDENED = 1024
 """Bytes per program of `_widen`."""
@@ -34,7 +34,7 @@ def _widen(
 
 def linear(x: Tensor, weight: Halves, bias: Tensor | None = None) -> Tensor:
     """Return x W^T + b."""
-    return F.linear(x, widen(weight, x.dtype), bias)
+    return library_linear(x, widen(weight, x.dtype), bias)
 
 
 def widen(weight: Halves, dtype: torch.dtype) -> Tensor:

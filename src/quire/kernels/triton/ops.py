@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.checkpoint.facts import Routing
+from quire.kernels import batch_invariant
 from quire.kernels.ops import HeadEntry, LoRAHeads
 from quire.kernels.triton.activations import activated, gated, tanh
 from quire.kernels.triton.launch import follow, launch, overlap
@@ -265,7 +266,7 @@ class TritonOps:
         q = torch.empty(num_tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
         if not num_tokens:
             return q
-        few = 2 if num_tokens <= _FEW_TOKENS else 8
+        few = 2 if num_tokens <= _FEW_TOKENS or batch_invariant.is_on() else 8
         scaled, ahead = k_cache.element_size() == 1, overlap(num_tokens, heads * dim)
         q_weight, k_weight, eps = norms or (qkv, qkv, 0.0)
         launch(_rotate_and_write, num_tokens, triton.cdiv(heads + 2 * kv_heads, few))(

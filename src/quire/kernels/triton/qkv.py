@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels import batch_invariant
 from quire.kernels.ops import HeadEntry, LoRAHeads
 from quire.kernels.triton.launch import follow, launch, overlap
 from quire.kernels.triton.lora import added_to_one
@@ -98,7 +99,13 @@ def enter(
     length = triton.next_power_of_2(size_in)
     item_bytes = 2 if scale is None else 1
     rows = max(2 * _NUMBERS // item_bytes // length, 1)
-    if num != 1 or weight.element_size() != item_bytes or length > LONGEST or dim // 2 % rows:
+    if (
+        num != 1
+        or batch_invariant.is_on()
+        or weight.element_size() != item_bytes
+        or length > LONGEST
+        or dim // 2 % rows
+    ):
         return None
     if entry.norms is not None or entry.table.shape[1] != dim:
         return None

@@ -64,17 +64,17 @@ def share(
         total += tl.sum(tiles_of_some(seqs, work, first + offsets, num_seqs, WINDOW, CHUNKED, BLOCK_N), 0)
     size = tl.maximum(tl.cdiv(total, tl.num_programs(1)), least)
     at = tl.program_id(1) * size
-    passed = _last_passed(at, ends, offsets)
+    passed = last_passed(at, ends, offsets)
     for first in range(_SEQS_AT_ONCE, num_seqs, _SEQS_AT_ONCE):
         ends = before + tl.cumsum(
             tiles_of_some(seqs, work, first + offsets, num_seqs, WINDOW, CHUNKED, BLOCK_N), 0
         )
-        passed, before = tl.maximum(passed, _last_passed(at, ends, first + offsets)), tl.max(ends, 0)
+        passed, before = tl.maximum(passed, last_passed(at, ends, first + offsets)), tl.max(ends, 0)
     return at, tl.minimum(at + size, total), size, passed.to(tl.int32), (passed >> 32).to(tl.int32)
 
 
 @triton.jit
-def _last_passed(at: tl.tensor, ends: tl.tensor, index: tl.tensor) -> tl.tensor:
+def last_passed(at: tl.tensor, ends: tl.tensor, index: tl.tensor) -> tl.tensor:
     """Return the end of the last sequence that ends at or before `at`, shifted by 32 bits, plus the next
     index."""
     return tl.max(tl.where(ends <= at, (ends.to(tl.int64) << 32) | (index + 1), 0), 0)

@@ -1,0 +1,53 @@
+"""Resolves `batch_invariant`, and checks whether the model has this mode on a GPU."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.checkpoint.facts import ArchFacts
+from quire.checkpoint.layout import cache_specs, has_ssm_state
+from quire.config.attention_backends import check_backend
+from quire.config.env import Env
+from quire.config.machine import Machine
+from quire.errors import ConfigError
+
+
+def resolve_batch_invariant(
+    facts: ArchFacts, machine: Machine, values: Mapping[str, Any], env: Env, *, pools: bool
+) -> bool:
+    """Return whether the mode is on. Raise a `ConfigError` if it cannot be kept on this GPU; on a CPU nothing
+    has to be checked. `values` are the user's settings; `pools`: whether it is a pooling model."""
+    is_on: bool = values.get("batch_invariant", env.batch_invariant)
+    if not is_on or machine.device != "cuda":
+        return is_on
+    backend = check_backend(values.get("attention_backend") or env.attention_backend or "AUTO")
+    if backend not in ("AUTO", "TRITON_ATTN"):
+        raise ConfigError(
+            f"batch_invariant needs the attention backend TRITON_ATTN, not {backend}: leave attention_backend"
+            " out"
+        )
+    for reason, applies in _reasons(facts, values, pools=pools).items():
+        if applies:
+            raise ConfigError(
+                f"batch_invariant is not supported on a GPU for {facts.architecture} with {reason}; leave it"
+                " out, and unset QUIRE_BATCH_INVARIANT and VLLM_BATCH_INVARIANT"
+            )
+    return is_on
+
+
+def _reasons(facts: ArchFacts, values: Mapping[str, Any], *, pools: bool) -> dict[str, bool]:
+    """Return every property without batch-invariant kernels, and whether it applies."""
+    uses_lora, uses_experts = (values.get(name, False) for name in ("enable_lora", "enable_expert_parallel"))
+    return {
+        "recurrent states: prompts are scanned in chunks and decodes step by step, which round differently": (
+            has_ssm_state(cache_specs(facts))
+        ),
+        "a sparse-attention indexer": facts.mla is not None and facts.mla.index is not None,
+        "LoRA on multi-head latent attention": facts.mla is not None and uses_lora,
+        "expert parallelism, which adds the outputs of experts by rank": uses_experts,
+        "alternating updates (AltUp)": facts.altup is not None,
+        "the code of transformers, which selects its own kernels": facts.borrowed is not None,
+        "pooling": pools,
+        "a media encoder, which encodes items of several requests at once (language_model_only loads none)": (
+            facts.media is not None
+        ),
+    }

@@ -1,0 +1,35 @@
+"""Matrix products of layers without a kernel of their own: torch's, or on a GPU in the batch-invariant mode
+ours."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from quire.kernels import batch_invariant
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x W^T + b for x [..., K] and W [N, K]."""
+    if not _is_fixed(x, weight):
+        return F.linear(x, weight, bias)
+    from quire.kernels.triton.fixed_gemm import fixed_linear
+
+    return fixed_linear(x, weight, bias)
+
+
+def bmm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return the products [batch, M, N] of matrices with any strides, in `out` if it is there."""
+    if not _is_fixed(a, b):
+        return torch.bmm(a, b) if out is None else torch.bmm(a, b, out=out)
+    from quire.kernels.triton.fixed_gemm import fixed_bmm
+
+    return fixed_bmm(a, b, a.new_empty(a.shape[0], a.shape[1], b.shape[2]) if out is None else out)
+
+
+def _is_fixed(a: Tensor, b: Tensor) -> bool:
+    """Whether the product needs a kernel of the batch-invariant mode. Those of float64 and of integers, which
+    models do not compute, are always torch's."""
+    return batch_invariant.is_on() and a.is_cuda and a.dtype == b.dtype and a.dtype in _DTYPES
+
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

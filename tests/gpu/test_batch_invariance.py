@@ -1,0 +1,184 @@
+"""Tests of the batch-invariant mode on a GPU: the logits of a request have the same bits in any batch."""
+
+import gc
+import logging
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from formats import SIZES, STORED, gpt_oss
+from gguf_files import make_tiny_gguf
+from lora_oracle import save_adapter
+from oracle import make_tiny
+from requantized import requantize
+from test_lora_all_families import RANK, chosen
+from tiny import generate_preempted, logits_of, open_tiny, prompts_of
+from torch import Tensor
+
+from quire import LLM, LoRARequest, SamplingParams
+from quire.data.outputs import RequestOutput
+from quire.kernels import batch_invariant
+
+pytestmark = pytest.mark.gpu
+LONG: dict[str, Any] = {"max_position_embeddings": 1024}
+LENGTH, COUNT = 530, 6
+"""Prompt and output of the compared request: two splits of keys and a part of the third."""
+SETTINGS: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "batch_invariant": True,
+    "block_size": 16,
+    "num_gpu_blocks_override": 12000,
+    "max_model_len": 700,
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "graphs": {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "enable_prefix_caching": True},
+    "eager, small chunks": {
+        "max_num_seqs": 7,
+        "max_num_batched_tokens": 96,
+        "enable_prefix_caching": False,
+        "enforce_eager": True,
+    },
+}
+LORA = {"enable_lora": True, "max_lora_rank": 8}
+
+
+class Tracebacks(logging.Handler):
+    """Keeps the tracebacks of failed steps, which an engine only logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info:
+            self.texts.append("".join(traceback.format_exception(*record.exc_info)))
+
+
+TRACEBACKS = Tracebacks()
+
+
+@pytest.fixture(autouse=True)
+def fast_again() -> Any:
+    TRACEBACKS.texts.clear()
+    logging.getLogger("quire").addHandler(TRACEBACKS)
+    yield
+    logging.getLogger("quire").removeHandler(TRACEBACKS)
+    batch_invariant.switch(False)
+
+
+def generated(llm: LLM, *args: Any, **options: Any) -> list[RequestOutput]:
+    """Generate; a failure reports the end of the first failed step's traceback."""
+    try:
+        return llm.generate(*args, use_tqdm=False, **options)
+    except Exception as error:
+        first = next(iter(TRACEBACKS.texts), "no traceback was logged")
+        raise AssertionError(f"{error}\n{first[-1500:]}") from None
+
+
+def opened(path: Path, way: str, **more: Any) -> LLM:
+    gc.collect()
+    torch.cuda.empty_cache()
+    return open_tiny(path, **(SETTINGS | WAYS[way] | more))
+
+
+def logits_among(llm: LLM, others: int, *, place: int = 0, lora: LoRARequest | None = None) -> Tensor:
+    """Return the logits of the compared request beside `others`, of which every second has no adapter."""
+    prompts = prompts_of(*(3 + 37 * number % 290 for number in range(others)), seed=others)
+    params = [SamplingParams(temperature=0, max_tokens=COUNT + 3, ignore_eos=True) for _ in prompts]
+    prompts.insert(place, prompts_of(LENGTH)[0])
+    compared = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, logprobs=-1)
+    params.insert(place, compared)
+    loras = None
+    if lora is not None:
+        loras = [lora if number == place or number % 2 else None for number in range(len(prompts))]
+    return logits_of(generated(llm, prompts, params, lora_request=loras)[place])
+
+
+def check(path: Path, *, lora: LoRARequest | None = None, **more: Any) -> None:
+    """Compare the request alone with batches of 2, 7, 32 and 256, in several orders, after a prefix hit and a
+    preemption, and with an engine without graphs and with small chunks."""
+    llm = opened(path, "graphs", **more)
+    expected = logits_among(llm, 0, lora=lora)
+    assert expected.isfinite().all()
+    for others, place in ((0, 0), (1, 0), (1, 1), (6, 3), (31, 31), (255, 100)):
+        again = logits_among(llm, others, place=place, lora=lora)
+        assert torch.equal(again, expected), f"after a prefix hit, beside {others} others at {place}"
+        llm.reset_prefix_cache()
+        actual = logits_among(llm, others, place=place, lora=lora)
+        assert torch.equal(actual, expected), f"beside {others} others at {place}"
+    if lora is None:
+        llm.reset_prefix_cache()
+        prompts = [prompts_of(LENGTH)[0], *prompts_of(40, 9)]
+        resumed = logits_of(generate_preempted(llm, prompts, COUNT, at=(3,))[0])
+        assert torch.equal(resumed, expected), "after a preemption"
+    llm.llm_engine.close()
+    llm = opened(path, "eager, small chunks", **more)
+    for others, place in ((0, 0), (6, 2)):
+        actual = logits_among(llm, others, place=place, lora=lora)
+        assert torch.equal(actual, expected), f"eager and in small chunks, beside {others} others"
+    llm.llm_engine.close()
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "qwen3_moe", "gemma2", "deepseek_v3", "mixtral", "phi3", "cohere2"]
+)
+def test_families(family: str, tmp_path: Path) -> None:
+    """Check dense models, norms of heads, experts, windows and MLA."""
+    check(make_tiny(family, tmp_path, **(SIZES.get(family, {}) | LONG))[0])
+
+
+FORMATS: dict[str, Callable[[Path], tuple[Path, Any]]] = {
+    "awq": lambda folder: requantize("llama", folder, *STORED["awq"], **SIZES["llama"], **LONG),
+    "awq experts": lambda folder: requantize(
+        "qwen3_moe", folder, *STORED["awq"], **SIZES["qwen3_moe"], **LONG
+    ),
+    "Q4_0": lambda folder: make_tiny_gguf("llama", folder, "Q4_0", **SIZES["llama"], **LONG),
+    "Q8_0 experts": lambda folder: make_tiny_gguf("qwen3_moe", folder, "Q8_0", **SIZES["qwen3_moe"], **LONG),
+    "mxfp4": gpt_oss,
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_stored_formats(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check kernels that dequantize. The YaRN scaling of gpt-oss is for 256 tokens."""
+    if name == "mxfp4":
+        monkeypatch.setenv("QUIRE_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    check(FORMATS[name](tmp_path)[0])
+
+
+@pytest.mark.parametrize("family", SIZES)
+@pytest.mark.parametrize("quantization", ["fp8", "int8"])
+def test_online_quantization(quantization: str, family: str, tmp_path: Path) -> None:
+    check(make_tiny(family, tmp_path, **SIZES[family], **LONG)[0], quantization=quantization)
+
+
+def test_fp8_cache(tmp_path: Path) -> None:
+    check(make_tiny("llama", tmp_path, **SIZES["llama"], **LONG)[0], kv_cache_dtype="fp8_e4m3")
+
+
+def test_float32(tmp_path: Path) -> None:
+    check(make_tiny("llama", tmp_path, **SIZES["llama"], **LONG)[0], dtype="float32")
+
+
+def test_adapters(tmp_path: Path) -> None:
+    architecture = "LlamaForCausalLM"
+    path, hf = make_tiny(architecture, tmp_path, **SIZES["llama"], **LONG)
+    save_adapter(hf, tmp_path / "a", 1, **RANK, **chosen(architecture, hf))
+    check(path, lora=LoRARequest("a", 1, str(tmp_path / "a")), **LORA)
+
+
+def test_speculation_has_the_tokens_of_the_plain_engine(tmp_path: Path) -> None:
+    path = make_tiny("llama", tmp_path, **SIZES["llama"], **LONG)[0]
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    prompts = prompts_of(300, 9, 40, 5, 254, 250)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    answers = []
+    for more in ({}, {"speculative_config": drafts}):
+        llm = opened(path, "graphs", **more)
+        outputs = generated(llm, prompts, params)
+        answers.append([list(output.outputs[0].token_ids) for output in outputs])
+        llm.llm_engine.close()
+    assert answers[0] == answers[1]
