@@ -119,7 +119,7 @@ def _attend_fixed(
     spec: MLASpec,
     adapted: MLALoRA | None,
 ) -> Tensor:
-    """Attend in the batch-invariant mode: all queries are absorbed, some heads at a time."""
+    """Compute attention in the batch-invariant mode: all queries are absorbed, some heads at a time."""
     out = q.new_empty(len(q), spec.heads, spec.v_dim)
     step = max(1, EXPANDED_BYTES // (2 * len(q) * spec.rank * q.element_size()))
     if adapted is not None or step >= spec.heads:

@@ -109,7 +109,7 @@ class TorchGroup(Group):
 
 
 class OrderedGroup(TorchGroup):
-    """A group whose sums are added in the order of the ranks, for tensors of any size: other groups select an
+    """A group that adds in the order of the ranks, for tensors of any size: other groups select an
     algorithm by the size."""
 
     def all_reduce(self, x: Tensor) -> Tensor:

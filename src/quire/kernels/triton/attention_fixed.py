@@ -49,8 +49,8 @@ def _fold(
     out: tl.tensor, out_most: tl.tensor, out_total: tl.tensor, acc: tl.tensor, most: tl.tensor,
     total: tl.tensor, ends: tl.tensor,
 ) -> Any:  # fmt: skip
-    """Add the result of a split (`acc`, `most`, `total`) to that of the splits before it, for the rows whose
-    split ends. Return both; the former is empty for these rows."""
+    """Add the result of a split (`acc`, `most`, `total`) to that of the splits before it, for the rows
+    with a split that ends. Return both; the former is empty for these rows."""
     higher = tl.maximum(out_most, most)
     shrink = tl.where(ends, tl.exp2(out_most - higher), 1.0)
     weight = tl.where(ends, tl.exp2(most - higher), 0.0)

@@ -47,7 +47,7 @@ _FEWEST = 5
 _SMALL = 2**23
 """Elements of the largest weight that is multiplied with many rows here."""
 _GROUP = 8
-"""Stripes of rows whose tiles run at the same time if there are more, so that they share the L2 cache."""
+"""Stripes of rows with tiles that run at the same time if there are more, so that they share the L2 cache."""
 
 
 class RowsPlan(NamedTuple):

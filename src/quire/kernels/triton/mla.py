@@ -159,8 +159,8 @@ def fixed_rows(
     HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Attend BLOCK_M rows of a sequence to all their keys, in the batch-invariant mode; rows are the heads of
-    its queries. Output [tokens, heads, RANK]. Grid: (groups of rows, sequences)."""
+    """Compute attention of BLOCK_M rows of a sequence to all their keys, in the batch-invariant mode; rows
+    are the heads of its queries. Output [tokens, heads, RANK]. Grid: (groups of rows, sequences)."""
     seq, row = tl.program_id(1), tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     start, seq_len = tl.load(seqs.query_starts + seq), tl.load(seqs.seq_lens + seq)
     num_queries = tl.load(seqs.query_starts + seq + 1) - start
