@@ -597,7 +597,7 @@ def test_quire_variables_override_vllm_ones() -> None:
         make(env=Env.read({"VLLM_ATTENTION_BACKEND": "triton_attn"})).attention.attention_backend
         == "TRITON_ATTN"
     )
-    assert len(dataclasses.fields(Env)) <= 22
+    assert len(dataclasses.fields(Env)) <= 23
     with pytest.raises(ConfigError, match="VLLM_PORT='tcp'"):
         Env.read({"VLLM_PORT": "tcp"})
 
