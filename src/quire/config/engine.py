@@ -137,16 +137,15 @@ def resolve(
         convert=values.get("convert", "auto"),
         pooler=values.get("pooler_config"),
     )
-    parallel = _resolve_stages(parallel, checkpoint.facts, env, values, pools=pooling is not None)
+    pools = pooling is not None
+    parallel = _resolve_stages(parallel, checkpoint.facts, env, values, pools=pools)
     all_local = len(local_ranks(parallel)) == parallel.data_parallel_size
-    parallel = with_experts(
-        parallel, checkpoint.facts, values, pools=pooling is not None, all_local=all_local
-    )
-    model = _resolve_model(values, checkpoint, machine, env, pools=pooling is not None)
+    parallel = with_experts(parallel, checkpoint.facts, values, pools=pools, all_local=all_local)
+    model = _resolve_model(values, checkpoint, machine, env, pools=pools)
     values = _disable_for_pooling(values, pooling, checkpoint, model.max_model_len)
     cache = _divide_cpu_memory(_resolve_cache(values, model.dtype, machine, env, checkpoint), parallel)
     check_events(values.get("kv_events_config", {}), parallel, cache)
-    speculation = _spec_facts(values, draft, model.max_model_len, tp_size, pools=pooling is not None)
+    speculation = _spec_facts(values, draft, model.max_model_len, tp_size, pools=pools)
     values = limit_seqs_for_states(
         values,
         cache_specs(shard_facts(checkpoint.facts, tp_size)),
