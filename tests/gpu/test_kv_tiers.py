@@ -28,6 +28,7 @@ def run(llm: LLM, first: int) -> tuple[list[int], int]:
 def test_answers_are_the_same_with_blocks_from_a_lower_tier(tier: str, tmp_path: Path) -> None:
     path, _ = make_tiny("qwen3", tmp_path / "model")
     settings: dict[str, Any] = {"num_gpu_blocks_override": 30, "max_model_len": 256, "max_num_seqs": 2}
+    settings |= {"enable_prefix_caching": True}
     settings |= (
         {"kv_offloading_size": 0.25} if tier == "host" else {"kv_offloading_dir": str(tmp_path / "kv")}
     )
@@ -43,7 +44,7 @@ def test_answers_are_the_same_with_blocks_from_a_lower_tier(tier: str, tmp_path:
 def test_blocks_are_copied_byte_by_byte_beside_the_steps(tmp_path: Path) -> None:
     path, _ = make_tiny("qwen3", tmp_path / "model")
     settings = {"num_gpu_blocks_override": 40, "max_model_len": 256, "kv_offloading_size": 0.25}
-    llm = opened(path, "bfloat16", **settings)
+    llm = opened(path, "bfloat16", enable_prefix_caching=True, **settings)
     tiers = llm.llm_engine.core.executor._worker._tiers
     pages = tiers.copies.pages
     for tensor in pages.tensors:
