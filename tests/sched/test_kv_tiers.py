@@ -51,6 +51,16 @@ def test_without_a_tier_the_prefix_is_lost() -> None:
     assert answer(engine, "again", prompt_of(0, 21)) == 0
 
 
+def test_blocks_are_stored_before_they_are_evicted() -> None:
+    """Catches an eviction that makes a step wait for a copy, although the block was free for many steps."""
+    engine = TieredEngine(num_blocks=60, num_host=100, max_num_batched_tokens=64)
+    for number in range(12):
+        answer(engine, f"{number}", prompt_of(number, 21), count=20)
+    assert engine.copier.num_ahead > 30
+    assert answer(engine, "again", prompt_of(0, 21)) == 20
+    engine.check_tiers()
+
+
 def test_others_run_while_a_request_waits_for_its_blocks() -> None:
     engine = TieredEngine(num_blocks=16, num_host=100, waits=True)
     answer(engine, "first", prompt_of(0, 21))

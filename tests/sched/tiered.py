@@ -24,19 +24,27 @@ class TieredWorker(SymbolicWorker):
         self.files: dict[bytes, Contents] = {}
         self.loads: list[tuple[BlockLoad, Future[LoadDone]]] = []
         self.num_loaded = 0
+        self.num_ahead = 0
 
     def run(self, plan: StepPlan) -> StepResult:
-        if plan.stores is not None:
-            self.copy_out(plan.stores)
-        return super().run(plan)
+        if plan.stores is None:
+            return super().run(plan)
+        num_now = len(plan.stores.block_ids) - plan.stores.num_ahead
+        self.copy_out(plan.stores, slice(num_now))
+        result = super().run(plan)  # which leaves the other blocks as they are
+        self.copy_out(plan.stores, slice(num_now, None))
+        self.num_ahead += plan.stores.num_ahead
+        return result
 
     def _pages(self, block_id: int) -> slice:
         return slice(block_id * self.block_size, (block_id + 1) * self.block_size)
 
-    def copy_out(self, stores: BlockStores) -> None:
-        for key in stores.dropped:
-            self.files.pop(key, None)
-        for block_id, slot, file in zip(stores.block_ids, stores.slots, stores.files, strict=True):
+    def copy_out(self, stores: BlockStores, part: slice = slice(None)) -> None:
+        if part.start is None:
+            for key in stores.dropped:
+                self.files.pop(key, None)
+        entries = list(zip(stores.block_ids, stores.slots, stores.files, strict=True))
+        for block_id, slot, file in entries[part]:
             contents = self.cache[self._pages(block_id)]
             assert POISON not in contents and None not in contents, f"block {block_id} is not complete"
             if slot:

@@ -4,7 +4,8 @@ import msgspec
 
 
 class BlockStores(msgspec.Struct, omit_defaults=True):
-    """Blocks to copy to lower tiers. A step copies them before it computes, so that it may overwrite them."""
+    """Blocks to copy to lower tiers. A step copies them before it computes, so that it may overwrite them,
+    except the last `num_ahead` blocks."""
 
     block_ids: list[int] = []
     slots: list[int] = []
@@ -13,6 +14,9 @@ class BlockStores(msgspec.Struct, omit_defaults=True):
     """Key of each block under which it is written to disk; empty: it is not written."""
     dropped: list[bytes] = []
     """Keys of files to delete first."""
+    num_ahead: int = 0
+    """Number of blocks at the end that this step does not overwrite: they may be copied while it runs, and
+    before the next one."""
 
 
 class BlockLoad(msgspec.Struct):

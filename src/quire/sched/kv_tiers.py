@@ -1,11 +1,12 @@
 """KVTiers: blocks of the KV cache in host memory and on disk.
 
-Full blocks are copied to host memory when they are evicted from the device, and to disk when they are full.
-The copy is part of a step, before it computes: steps run in order, so the block is complete and not yet
-overwritten. If the prefix of a request continues in a lower tier, the request waits while its blocks are
+Full blocks are copied to host memory when they are evicted from the device, or shortly before, and to disk
+when they are full. The copy is part of a step, before it computes: steps run in order, so the block is
+complete and not yet overwritten. If the prefix of a request continues in a lower tier, the request waits while its blocks are
 copied to the device, beside the steps of others. It holds these blocks until it is admitted."""
 
 import time
+from collections import deque
 from collections.abc import Collection, Iterable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -24,6 +25,10 @@ log = get_logger(__name__)
 
 BELOW = Block(-1)
 """Stands in a `Hit` for a block that only a lower tier holds."""
+AHEAD_SHARE = 1 / 4
+"""Share of the blocks, the next ones to be evicted, that are copied to host memory ahead of their eviction."""
+NUM_AHEAD = 64
+"""Most blocks that a step copies ahead, beside as many as it fills."""
 MAX_LOADS = 8
 """Most requests with blocks on their way to the device at the same time."""
 DRAIN_S = 60.0
@@ -105,6 +110,10 @@ class KVTiers:
         """Keys of blocks that steps in flight fill."""
         self._evicted: dict[bytes, int] = {}
         """Evicted blocks that the next step stores, by key."""
+        self._ahead: deque[Block] = deque()
+        """Free blocks to copy to host memory before they are evicted."""
+        self._next_search = 0
+        """Number of allocated blocks at which `_ahead` is searched again."""
         self._full: dict[bytes, Block] = {}
         """Blocks that the next step writes to disk, by key."""
         self._dropped: list[bytes] = []
@@ -142,28 +151,52 @@ class KVTiers:
         self._planned = step
         filled = [(block.key, block) for block in fresh if block.key is not None]
         self._unwritten.update(key for key, _ in filled)
-        stores, to_host, to_disk = self._take_stores()
+        stores, to_host, to_disk = self._take_stores(NUM_AHEAD + len(filled))
         self._steps[step] = _InFlight(filled, stores, to_host, to_disk)
         return stores
 
-    def _take_stores(self) -> tuple[BlockStores | None, list[bytes], list[bytes]]:
+    def _take_stores(self, num_ahead: int = 0) -> tuple[BlockStores | None, list[bytes], list[bytes]]:
         """Return the blocks to store, and the keys of those that go to host memory and to disk."""
         evicted, self._evicted = self._evicted, {}
         full, self._full = self._full, {}
-        ids = {key: block.id for key, block in full.items() if block.key == key} | evicted
+        ahead = self._take_ahead(num_ahead)
+        kept = {key: block.id for key, block in full.items() if block.key == key} | ahead
+        ids = evicted | {key: id for key, id in kept.items() if key not in evicted}
         stores, to_host, to_disk = BlockStores(dropped=self._dropped), list[bytes](), list[bytes]()
         self._dropped = []
         for key, id in ids.items():
-            slot = self._allot(self.host, key, to_host) if key in evicted else 0
+            slot = self._allot(self.host, key, to_host) if key in evicted or key in ahead else 0
             file = key if self._goes_to_disk(key) and self._allot(self.disk, key, to_disk) else b""
             if slot or file:
                 stores.block_ids.append(id)
                 stores.slots.append(slot)
                 stores.files.append(file)
+                stores.num_ahead += key not in evicted
         if not stores.block_ids and not stores.dropped:
             return None, to_host, to_disk
         self.stats.store_sizes.append(len(stores.block_ids) * self.block_bytes)
         return stores, to_host, to_disk
+
+    def _take_ahead(self, count: int) -> dict[bytes, int]:
+        """Return up to `count` blocks that will be evicted soon, so that their eviction needs no copy."""
+        ahead, pool = dict[bytes, int](), self.kv.pool
+        if self.host is None or not count:
+            return ahead
+        if pool.num_taken >= self._next_search:
+            reach = int(min(pool.num_usable * AHEAD_SHARE, self.host.capacity / 2))
+            self._next_search = pool.num_taken + max(reach // 4, 1)
+            self._ahead = deque(block for block in pool.next_free(reach) if self._is_new(block))
+        while self._ahead and len(ahead) < count:
+            block = self._ahead.popleft()
+            if block.key is not None and self._is_new(block):
+                ahead[block.key] = block.id
+        return ahead
+
+    def _is_new(self, block: Block) -> bool:
+        """Whether a block is free, and its prefix is written and not in host memory."""
+        assert self.host is not None
+        is_free = block.key is not None and not block.num_users
+        return is_free and block.key not in self._unwritten and block.key not in self.host
 
     def _goes_to_disk(self, key: bytes) -> bool:
         return self.disk is not None and not self.disk_is_off and (self.salted_to_disk or not is_salted(key))

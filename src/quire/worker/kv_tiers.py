@@ -4,7 +4,7 @@ A block is one row of bytes there: its pages of all layers, one after another.""
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -18,7 +18,7 @@ from quire.layers.mla import MLAAttention
 from quire.worker.disk_tier import DiskTier
 
 _AT_ONCE = 64
-"""Most blocks that are copied to the device together; they take memory twice meanwhile."""
+"""Most blocks that are read from disk before they are copied to the device."""
 
 
 class CachePages:
@@ -30,24 +30,68 @@ class CachePages:
             pages = tensor.view(torch.uint8)
             # Layers of different groups share memory: a block belongs to one group.
             tensors[pages.data_ptr(), pages.shape, pages.stride()] = pages
-        self.tensors = list(tensors.values())
+        self.tensors = _merged(list(tensors.values()))
         self.block_bytes = sum(pages[0].numel() for pages in self.tensors)
+        self.num_blocks = len(self.tensors[0]) if self.tensors else 0
 
     @torch.inference_mode()
-    def gather(self, ids: Tensor) -> Tensor:
-        """Return the contents of blocks [n, block_bytes]."""
-        parts = [pages.index_select(0, ids).view(len(ids), -1) for pages in self.tensors]
-        return torch.cat(parts, 1)
+    def gather(self, ids: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the contents of blocks [n, block_bytes], in `out` if it is there."""
+        if out is None:
+            out = torch.empty((len(ids), self.block_bytes), dtype=torch.uint8, device=ids.device)
+        for pages, part in self._parts(out):
+            torch.index_select(pages, 0, ids, out=part)
+        return out
 
     @torch.inference_mode()
     def scatter(self, ids: Tensor, contents: Tensor) -> None:
         """Set the contents of blocks."""
+        for pages, part in self._parts(contents):
+            pages.index_copy_(0, ids, part)
+
+    def _parts(self, contents: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return each tensor with its part of `contents`, both as numbers as wide as possible."""
         first = 0
         for pages in self.tensors:
             size = pages[0].numel()
-            part = contents[:, first : first + size].reshape(len(ids), *pages.shape[1:])
-            pages.index_copy_(0, ids, part)
+            part = contents[:, first : first + size].view(len(contents), *pages.shape[1:])
+            wide = torch.int64 if _is_wide(pages) and _is_wide(part) else torch.uint8
+            yield pages.view(wide), part.view(wide)
             first += size
+
+
+def _is_wide(rows: Tensor) -> bool:
+    """Whether bytes can be read as numbers of 8 bytes."""
+    sizes = (rows.shape[-1], rows.storage_offset(), *rows.stride()[:-1])
+    return rows.stride(-1) == 1 and rows.data_ptr() % 8 == 0 and not any(size % 8 for size in sizes)
+
+
+def _merged(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the tensors with runs of equal ones at equal distances in memory as one [num_blocks, n, size],
+    so that a copy takes few kernels."""
+    merged: list[Tensor] = []
+    runs: list[list[Tensor]] = []
+    for pages in sorted(tensors, key=Tensor.data_ptr):
+        if not pages.is_contiguous():
+            merged.append(pages)
+        elif runs and _continues(runs[-1], pages):
+            runs[-1].append(pages)
+        else:
+            runs.append([pages])
+    for run in runs:
+        num_blocks, size = len(run[0]), run[0][0].numel()
+        distance = run[1].data_ptr() - run[0].data_ptr() if len(run) > 1 else 0
+        merged.append(run[0].as_strided((num_blocks, len(run), size), (size, distance, 1)))
+    return merged
+
+
+def _continues(run: list[Tensor], pages: Tensor) -> bool:
+    first, last = run[0], run[-1]
+    if first.untyped_storage().data_ptr() != pages.untyped_storage().data_ptr():
+        return False
+    distance = pages.data_ptr() - last.data_ptr()
+    is_same = len(pages) == len(first) and pages.numel() == first.numel()
+    return is_same and (len(run) == 1 or distance == run[1].data_ptr() - first.data_ptr())
 
 
 def _caches(layer: Caching) -> list[Tensor]:
@@ -69,12 +113,24 @@ class BlockCopies(Protocol):
     def new_slots(self, count: int) -> Tensor:
         """Return memory for `count` blocks, with one more in front, which is not used."""
 
-    def start_out(self, ids: Sequence[int], slots: Tensor | None, rows: Sequence[int]) -> "CopiedBlocks":
-        """Start to copy blocks to the host, in the order of the steps. Those with `rows[i] > 0` are also
-        copied to that row of `slots`."""
+    def begin_step(self) -> None:
+        """Order the next step after the copies to the host that were started with `ahead`."""
 
-    def copy_in(self, ids: Sequence[int], contents: Sequence[NDArray[np.uint8] | Tensor]) -> None:
-        """Copy blocks to the cache and wait until they are there; may run in any thread."""
+    def start_out(
+        self, ids: Sequence[int], slots: Tensor | None, rows: Sequence[int], *, keep: bool, ahead: bool
+    ) -> "CopiedBlocks | None":
+        """Start to copy blocks to the host, in the order of the steps: those with `rows[i] > 0` to that row
+        of `slots`, and with `keep` all of them to memory that is returned. With `ahead`, the next step may
+        run meanwhile: it does not overwrite them."""
+
+    def begin_in(self) -> None:
+        """Order the next copies to the cache after the steps that were submitted."""
+
+    def start_in(self, ids: Sequence[int], contents: Sequence[NDArray[np.uint8] | Tensor]) -> None:
+        """Start to copy blocks to the cache; may run in any thread."""
+
+    def wait_in(self) -> None:
+        """Wait for the copies to the cache that were started."""
 
 
 class CopiedBlocks(Protocol):
@@ -103,15 +159,26 @@ class CpuBlockCopies:
     def new_slots(self, count: int) -> Tensor:
         return torch.empty((count + 1, self.pages.block_bytes), dtype=torch.uint8)
 
-    def start_out(self, ids: Sequence[int], slots: Tensor | None, rows: Sequence[int]) -> CopiedBlocks:
+    def begin_step(self) -> None:
+        """Return: the copies are done when they have been started."""
+
+    def start_out(
+        self, ids: Sequence[int], slots: Tensor | None, rows: Sequence[int], *, keep: bool, ahead: bool
+    ) -> CopiedBlocks | None:
         contents = self.pages.gather(torch.tensor(ids))
         if slots is not None:
             slots[torch.tensor(rows)] = contents  # row 0 takes those without a slot
-        return HostBlocks(contents)
+        return HostBlocks(contents) if keep else None
 
-    def copy_in(self, ids: Sequence[int], contents: Sequence[NDArray[np.uint8] | Tensor]) -> None:
+    def begin_in(self) -> None:
+        """Return: steps are done when they have been submitted."""
+
+    def start_in(self, ids: Sequence[int], contents: Sequence[NDArray[np.uint8] | Tensor]) -> None:
         rows = [torch.as_tensor(part) for part in contents]
         self.pages.scatter(torch.tensor(ids), torch.stack(rows))
+
+    def wait_in(self) -> None:
+        """Return: the copies are done when they have been started."""
 
 
 class WorkerTiers:
@@ -128,22 +195,36 @@ class WorkerTiers:
         """Copy blocks to their host slots and files; files are written later."""
         if self.disk is not None and stores.dropped:
             self.disk.delete(stores.dropped)
-        if not stores.block_ids:
+        num_now = len(stores.block_ids) - stores.num_ahead
+        self._store(stores, slice(0, num_now), ahead=False)
+        self._store(stores, slice(num_now, None), ahead=True)
+
+    def _store(self, stores: BlockStores, part: slice, *, ahead: bool) -> None:
+        ids, rows, files = stores.block_ids[part], stores.slots[part], stores.files[part]
+        if not ids:
             return
-        out = self.copies.start_out(stores.block_ids, self.slots, stores.slots)
-        if self.disk is not None and any(stores.files):
-            self.disk.write(stores.files, out)
+        to_disk = self.disk is not None and any(files)
+        out = self.copies.start_out(ids, self.slots, rows, keep=to_disk, ahead=ahead)
+        if self.disk is not None and out is not None:
+            self.disk.write(files, out)
+
+    def begin_step(self) -> None:
+        """Order the next step after the copies of blocks that it may overwrite."""
+        self.copies.begin_step()
 
     def load(self, load: BlockLoad) -> LoadDone:
         """Copy blocks to the cache; those that cannot be read are left out."""
         began, failed = time.monotonic(), list[int]()
+        with self._entering:
+            self.copies.begin_in()
         for first in range(0, len(load.keys), _AT_ONCE):
             places = range(first, min(first + _AT_ONCE, len(load.keys)))
             contents = self._read(load, places)
             failed += [place for place in places if place not in contents]
             if contents:
                 with self._entering:
-                    self.copies.copy_in([load.block_ids[at] for at in contents], [*contents.values()])
+                    self.copies.start_in([load.block_ids[at] for at in contents], [*contents.values()])
+        self.copies.wait_in()
         is_off = self.disk is not None and self.disk.is_off
         return LoadDone(failed, time.monotonic() - began, is_off)
 
@@ -163,6 +244,7 @@ class WorkerTiers:
     def rebind(self, copies: BlockCopies) -> None:
         """Use another cache, of the same layout."""
         with self._entering:
+            self.copies.wait_in()
             self.copies = copies
 
     def close(self) -> None:

@@ -207,6 +207,8 @@ class Worker:
     def submit(self, plan: StepPlan) -> Pending:
         assert self._runner is not None, "start() comes first"
         with device_failures(self._fatal):
+            if self._tiers is not None:
+                self._tiers.begin_step()
             if plan.stores is not None:
                 self.store_blocks(plan.stores)
             for placement in plan.adapters:
@@ -383,6 +385,8 @@ class Worker:
             self.loaded.encoder.clear()
         if self._needs is not None and self.model is not None and self._offloaded is None:
             self.loaded.bind(num_blocks=1, num_rows=0)
+            if self._tiers is not None:
+                self._tiers.rebind(self.loaded.block_copies())
 
     def _forget_steps(self) -> None:
         if isinstance(self._runner, Runner | StageRunner):

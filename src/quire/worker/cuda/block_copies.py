@@ -1,7 +1,7 @@
 """Copies of KV cache blocks between a GPU and pinned host memory, on a stream beside the steps."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -9,7 +9,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.host_memory import host_memory, pin
+from quire.kernels.host_to_device import copy_to_device
 from quire.worker.kv_tiers import CachePages, CopiedBlocks
+
+_STAGING_BYTES = 64 << 20
+"""Device memory of blocks on their way; there are three such buffers."""
 
 
 class PinnedBlocks:
@@ -23,11 +27,20 @@ class PinnedBlocks:
         return self._contents.numpy()
 
 
+class _Staging:
+    """Device memory from which blocks are copied to the host, and the end of the last copy."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.copied = torch.cuda.Event()
+
+
 class CudaBlockCopies:
     """Copies of a cache on a GPU.
 
-    Blocks are gathered on the stream of the steps, so that the next step may overwrite them, and copied to
-    the host on another stream. Blocks from the host are scattered on the other stream: no step uses them
+    Blocks that the next step overwrites are gathered on the stream of the steps, and copied to the host on
+    another stream. The step waits if both buffers are still being copied. Other blocks are gathered on the
+    second stream, too, while the step runs. Blocks from the host are scattered there: no step uses them
     yet."""
 
     def __init__(self, pages: CachePages, device: torch.device) -> None:
@@ -36,34 +49,100 @@ class CudaBlockCopies:
         self._beside = torch.cuda.Stream(device)
         self._lock = threading.Lock()
         """Held while work is enqueued on the second stream."""
+        self._at_once = max(min(_STAGING_BYTES // max(pages.block_bytes, 1), pages.num_blocks), 1)
+        """Blocks in a buffer."""
+        self._inward, *outward = torch.empty(
+            (3, self._at_once, pages.block_bytes), dtype=torch.uint8, device=device
+        )
+        self._outward = [_Staging(memory) for memory in outward]
+        self._ahead = torch.cuda.Event()
+        """End of the copies that run beside a step."""
 
     def new_slots(self, count: int) -> Tensor:
         memory = host_memory((count + 1) * self.pages.block_bytes)
         pin(memory)  # copies to memory that cannot be pinned are slower
         return memory.view(count + 1, -1)
 
-    def start_out(self, ids: Sequence[int], slots: Tensor | None, rows: Sequence[int]) -> CopiedBlocks:
-        places = torch.tensor(ids).pin_memory().to(self.device, non_blocking=True)
-        gathered = self.pages.gather(places)
-        contents = torch.empty(gathered.shape, dtype=torch.uint8, pin_memory=True)
-        copied = torch.cuda.Event()
-        with self._lock, torch.cuda.stream(self._beside):
-            self._beside.wait_stream(self._main)
-            gathered.record_stream(self._beside)
-            contents.copy_(gathered, non_blocking=True)
-            for at, row in enumerate(rows):
-                if slots is not None and row:
-                    slots[row].copy_(gathered[at], non_blocking=True)
-            copied.record()
-        return PinnedBlocks(contents, copied)
+    def begin_step(self) -> None:
+        self._main.wait_event(self._ahead)
 
-    def copy_in(self, ids: Sequence[int], contents: Sequence[NDArray[np.uint8] | Tensor]) -> None:
-        copied = torch.cuda.Event()
+    def start_out(
+        self, ids: Sequence[int], slots: Tensor | None, rows: Sequence[int], *, keep: bool, ahead: bool
+    ) -> CopiedBlocks | None:
+        places = copy_to_device(np.array(ids, np.int64), self.device)
+        places.record_stream(self._beside)
+        kept, copied = None, torch.cuda.Event()
+        if keep:
+            kept = torch.empty((len(ids), self.pages.block_bytes), dtype=torch.uint8, pin_memory=True)
+        with self._lock:
+            self._beside.wait_stream(self._main)
+            for first in range(0, len(ids), self._at_once):
+                end = min(first + self._at_once, len(ids))
+                blocks = self._gather(places[first:end], ahead=ahead)
+                with torch.cuda.stream(self._beside):
+                    for at, row, count in [] if slots is None else _runs(rows[first:end]):
+                        slots[row : row + count].copy_(blocks[at : at + count], non_blocking=True)
+                    if kept is not None:
+                        kept[first:end].copy_(blocks, non_blocking=True)
+                    self._outward[-1].copied.record()
+            copied.record(self._beside)
+            if ahead:
+                self._ahead.record(self._beside)
+        return None if kept is None else PinnedBlocks(kept, copied)
+
+    def _gather(self, places: Tensor, *, ahead: bool) -> Tensor:
+        """Return the contents of blocks in one of the buffers, the last one of the list from now on."""
+        staging = self._outward[0]
+        self._outward.reverse()
+        if ahead:
+            with torch.cuda.stream(self._beside):
+                return self.pages.gather(places, staging.memory[: len(places)])
+        self._main.wait_event(staging.copied)
+        blocks = self.pages.gather(places, staging.memory[: len(places)])
+        self._beside.wait_stream(self._main)
+        return blocks
+
+    def begin_in(self) -> None:
+        with self._lock:
+            self._beside.wait_stream(self._main)
+
+    def start_in(self, ids: Sequence[int], contents: Sequence[NDArray[np.uint8] | Tensor]) -> None:
         with self._lock, torch.cuda.stream(self._beside):
-            self._beside.wait_stream(self._main)  # steps that used these blocks before
-            staging = torch.empty((len(ids), self.pages.block_bytes), dtype=torch.uint8, device=self.device)
-            for row, part in zip(staging, contents, strict=True):
-                row.copy_(torch.as_tensor(part), non_blocking=True)
-            self.pages.scatter(torch.tensor(ids).to(self.device), staging)
-            copied.record()
+            places = copy_to_device(np.array(ids, np.int64), self.device)
+            rows = [torch.as_tensor(part) for part in contents]
+            for first in range(0, len(ids), self._at_once):
+                part = rows[first : first + self._at_once]
+                for at, run in _joined(part):
+                    self._inward[at : at + len(run)].copy_(run, non_blocking=True)
+                self.pages.scatter(places[first : first + len(part)], self._inward[: len(part)])
+
+    def wait_in(self) -> None:
+        copied = torch.cuda.Event(blocking=True)
+        with self._lock:
+            copied.record(self._beside)
         copied.synchronize()
+
+
+def _runs(rows: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Return the runs of consecutive rows: place, first row and length of each. Rows 0 are left out."""
+    first = 0
+    for at in range(1, len(rows) + 1):
+        if at == len(rows) or rows[at] != rows[at - 1] + 1 or not rows[first]:
+            if rows[first]:
+                yield first, rows[first], at - first
+            first = at
+
+
+def _joined(rows: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """Return the rows with those that follow each other in one memory as one [n, size], by place."""
+    first = 0
+    for at in range(1, len(rows) + 1):
+        if at == len(rows) or not _follows(rows[at - 1], rows[at]):
+            row = rows[first]
+            yield first, row.as_strided((at - first, len(row)), (len(row), 1))
+            first = at
+
+
+def _follows(row: Tensor, after: Tensor) -> bool:
+    is_same = row.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
+    return is_same and row.data_ptr() + row.nbytes == after.data_ptr()
