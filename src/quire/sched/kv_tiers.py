@@ -2,8 +2,9 @@
 
 Full blocks are copied to host memory when they are evicted from the device, or shortly before, and to disk
 when they are full. The copy is part of a step, before it computes: steps run in order, so the block is
-complete and not yet overwritten. If the prefix of a request continues in a lower tier, the request waits while its blocks are
-copied to the device, beside the steps of others. It holds these blocks until it is admitted."""
+complete and not yet overwritten. If the prefix of a request continues in a lower tier, the request waits
+while its blocks are copied to the device, beside the steps of others. It holds these blocks until it is
+admitted."""
 
 import time
 from collections import deque
@@ -26,7 +27,7 @@ log = get_logger(__name__)
 BELOW = Block(-1)
 """Stands in a `Hit` for a block that only a lower tier holds."""
 AHEAD_SHARE = 1 / 4
-"""Share of the blocks, the next ones to be evicted, that are copied to host memory ahead of their eviction."""
+"""Share of the blocks, the next ones to be evicted, that are copied to host memory before."""
 NUM_AHEAD = 64
 """Most blocks that a step copies ahead, beside as many as it fills."""
 MAX_LOADS = 8
