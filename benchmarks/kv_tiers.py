@@ -202,7 +202,7 @@ def main() -> None:
 
     bench = Bench(args, tier=True)
     print(f"0 started after {args.budget_s - until + time.monotonic():.0f} s", flush=True)
-    block_bytes = sum(bench.engine.core.executor.call("describe_tiers"))
+    block_bytes = sum(pages for pages, _ in bench.engine.core.executor.call("describe_tiers"))
     first = [bench.prompt(length) for length in args.prefixes for _ in range(2)]
     later = [bench.prompt(length) for length in (args.prefixes[1], args.prefixes[-1], args.prefixes[1])]
     for prefix in (*first, *later):

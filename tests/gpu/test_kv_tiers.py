@@ -46,11 +46,11 @@ def test_blocks_are_copied_byte_by_byte_beside_the_steps(tmp_path: Path) -> None
     settings = {"num_gpu_blocks_override": 40, "max_model_len": 256, "kv_offloading_size": 0.25}
     llm = opened(path, "bfloat16", enable_prefix_caching=True, **settings)
     tiers = llm.llm_engine.core.executor._worker._tiers
-    pages = tiers.copies.pages
+    pages = tiers.kinds[0].copies.entries
     for tensor in pages.tensors:
         tensor.copy_(torch.randint(0, 256, tensor.shape, dtype=torch.uint8))
     expected = pages.gather(torch.tensor([5, 9, 30], device="cuda"))
-    tiers.store(BlockStores([5, 9, 30], [2, 6, 1], [b"", b"", b""]))
+    tiers.store(BlockStores([5, 9, 30], [b"a", b"b", b"c"], [2, 6, 1], [False] * 3))
     for tensor in pages.tensors:
         tensor.zero_()  # the next step overwrites the blocks at once
     assert tiers.load(BlockLoad([11, 12, 13], [1, 2, 6], [b"a", b"b", b"c"])).failed == []

@@ -51,6 +51,37 @@ def test_without_a_tier_the_prefix_is_lost() -> None:
     assert answer(engine, "again", prompt_of(0, 21)) == 0
 
 
+@pytest.mark.parametrize("layout", ["state", "state and window", "states alone"])
+@pytest.mark.parametrize("tier", ["num_host", "num_files"])
+def test_pages_and_states_come_back_together(tier: str, layout: str) -> None:
+    limits = {"num_blocks": 40, "num_slots": 2, "layout": layout, tier: 100}
+    engine = TieredEngine(**limits)
+    answer(engine, "first", prompt_of(0, 21))
+    fill(engine, 1, 12)
+    assert engine.kv.lookup(engine.seen[0]).num_tokens == 0, "the checkpoint was evicted"
+    request = engine.add("again", prompt_of(0, 21), 3)
+    engine.run()
+    assert request.num_cached == 20
+    assert (request.num_from_host, request.num_from_disk) == ((20, 0) if tier == "num_host" else (0, 20))
+    assert engine.outputs["again"] == continuation(prompt_of(0, 21), 3)
+    engine.check_empty()
+    engine.check_tiers()
+
+
+def test_states_that_cannot_be_read_are_computed_again() -> None:
+    engine = TieredEngine(num_blocks=40, num_slots=2, layout="state", num_files=100, waits=True)
+    answer(engine, "first", prompt_of(0, 21))
+    fill(engine, 1, 12)
+    request = engine.add("again", prompt_of(0, 21), 3)
+    engine.step(0.0)
+    ((load, _),) = engine.copier.loads
+    engine.copier.finish(0, lost=len(load.keys) - 1)
+    engine.run()
+    assert request.num_cached == 0, "pages are of no use without states"
+    assert engine.outputs["again"] == continuation(prompt_of(0, 21), 3)
+    engine.check_tiers()
+
+
 def test_blocks_are_stored_before_they_are_evicted() -> None:
     """Catches an eviction that makes a step wait for a copy, although the block was free for many steps."""
     engine = TieredEngine(num_blocks=60, num_host=100, max_num_batched_tokens=64)
@@ -142,7 +173,8 @@ def test_a_failed_step_leaves_no_entry() -> None:
     plan = engine.scheduler.plan()
     assert plan is not None and plan.stores is not None and any(plan.stores.slots)
     engine.scheduler.fail(plan)
-    assert engine.tiers.host is not None and not len(engine.tiers.host), "the step may not have run"
+    pages = engine.tiers.stores.pages
+    assert pages is not None and pages.host is not None and not len(pages.host), "the step may not have run"
     engine.run()
     assert engine.outputs["second"] == continuation(prompt_of(1, 30), 3)
     engine.check_tiers()
@@ -282,7 +314,11 @@ EVENTS = st.lists(
     EVENTS,
     st.fixed_dictionaries(
         {
-            "layout": st.sampled_from(["full", "full", "full and window", "window", "latent"]),
+            "layout": st.sampled_from(
+                ["full", "full and window", "window", "latent", "state", "state and window", "states alone"]
+            ),
+            "num_slots": st.sampled_from([1, 2, 4]),
+            "interval": st.sampled_from([0, 8, None]),
             "num_blocks": st.integers(13, 24),
             "num_host": st.sampled_from([0, 3, 20, 200]),
             "num_files": st.sampled_from([0, 3, 20, 200]),

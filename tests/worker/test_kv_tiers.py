@@ -15,9 +15,9 @@ from quire.data.kv_tiers import BlockLoad, BlockStores
 from quire.data.params import SamplingParams
 from quire.data.request import Request
 from quire.worker.disk_tier import model_digest
-from quire.worker.kv_tiers import CachePages, CpuBlockCopies, WorkerTiers
+from quire.worker.kv_tiers import CpuBlockCopies, KindTiers, WorkerTiers
 
-FAMILIES = ("qwen3", "gemma2", "deepseek_v2")
+FAMILIES = ("qwen3", "gemma2", "deepseek_v2", "nemotron_h", "qwen3_next")
 
 
 @pytest.fixture(scope="module")
@@ -124,13 +124,13 @@ def test_blocks_are_copied_byte_by_byte(models: dict[str, Path]) -> None:
 
     worker = Worker(settings(models["gemma2"]))
     worker.start()
-    pages = worker.loaded.block_copies().pages
-    assert isinstance(pages, CachePages) and pages.block_bytes == sum(t[0].numel() for t in pages.tensors)
+    (pages,) = worker.loaded.cache_entries(None)
+    assert pages.entry_bytes == sum(tensor[0].numel() for tensor in pages.tensors)
     for tensor in pages.tensors:
         tensor.copy_(torch.randint(0, 256, tensor.shape, dtype=torch.uint8))
-    tiers = WorkerTiers(CpuBlockCopies(pages), num_slots=6, disk=None)
+    tiers = WorkerTiers([KindTiers(CpuBlockCopies(pages), num_slots=6, disk=None)])
     expected = pages.gather(torch.tensor([5, 9, 30]))
-    tiers.store(BlockStores([5, 9, 30], [2, 6, 1], [b"", b"", b""]))
+    tiers.store(BlockStores([5, 9, 30], [b"a", b"b", b"c"], [2, 6, 1], [False] * 3, num_ahead=1))
     before = pages.gather(torch.arange(40))
     done = tiers.load(BlockLoad([11, 12, 13], [1, 2, 6], [b"a", b"b", b"c"]))
     assert done.failed == []

@@ -1,6 +1,7 @@
-"""Copies of KV cache blocks between a GPU and pinned host memory, on a stream beside the steps."""
+"""Copies of KV cache entries between a GPU and pinned host memory, on a stream beside the steps."""
 
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -10,14 +11,14 @@ from torch import Tensor
 
 from quire.kernels.host_memory import host_memory, pin
 from quire.kernels.host_to_device import copy_to_device
-from quire.worker.kv_tiers import CachePages, CopiedBlocks
+from quire.worker.kv_tiers import CacheEntries, CopiedBlocks
 
 _STAGING_BYTES = 64 << 20
-"""Device memory of blocks on their way; there are three such buffers."""
+"""Device memory of entries on their way: three buffers, of at least one entry each."""
 
 
 class PinnedBlocks:
-    """Blocks on their way to pinned memory."""
+    """Entries on their way to pinned memory."""
 
     def __init__(self, contents: Tensor, copied: torch.cuda.Event) -> None:
         self._contents, self._copied = contents, copied
@@ -28,7 +29,7 @@ class PinnedBlocks:
 
 
 class _Staging:
-    """Device memory from which blocks are copied to the host, and the end of the last copy."""
+    """Device memory from which entries are copied to the host, and the end of the last copy."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
@@ -36,30 +37,31 @@ class _Staging:
 
 
 class CudaBlockCopies:
-    """Copies of a cache on a GPU.
+    """Copies of one kind of entries on a GPU.
 
-    Blocks that the next step overwrites are gathered on the stream of the steps, and copied to the host on
-    another stream. The step waits if both buffers are still being copied. Other blocks are gathered on the
-    second stream, too, while the step runs. Blocks from the host are scattered there: no step uses them
+    Entries that the next step overwrites are gathered on the stream of the steps, and copied to the host on
+    another stream. The step waits if both buffers are still being copied. Other entries are gathered on the
+    second stream, too, while the step runs. Entries from the host are scattered there: no step uses them
     yet."""
 
-    def __init__(self, pages: CachePages, device: torch.device) -> None:
-        self.pages, self.device = pages, device
+    def __init__(self, entries: CacheEntries, device: torch.device) -> None:
+        self.entries, self.device = entries, device
         self._main = torch.cuda.current_stream(device)
         self._beside = torch.cuda.Stream(device)
         self._lock = threading.Lock()
         """Held while work is enqueued on the second stream."""
-        self._at_once = max(min(_STAGING_BYTES // max(pages.block_bytes, 1), pages.num_blocks), 1)
-        """Blocks in a buffer."""
-        self._inward, *outward = torch.empty(
-            (3, self._at_once, pages.block_bytes), dtype=torch.uint8, device=device
-        )
+        size = entries.entry_bytes
+        self._at_once = max(min(_STAGING_BYTES // max(size, 1), entries.num_entries), 1)
+        """Entries in a buffer."""
+        self._inward, *outward = torch.empty((3, self._at_once, size), dtype=torch.uint8, device=device)
         self._outward = [_Staging(memory) for memory in outward]
         self._ahead = torch.cuda.Event()
         """End of the copies that run beside a step."""
+        self._timed: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        """Begin and end of copies to the host."""
 
     def new_slots(self, count: int) -> Tensor:
-        memory = host_memory((count + 1) * self.pages.block_bytes)
+        memory = host_memory((count + 1) * self.entries.entry_bytes)
         pin(memory)  # copies to memory that cannot be pinned are slower
         return memory.view(count + 1, -1)
 
@@ -71,11 +73,12 @@ class CudaBlockCopies:
     ) -> CopiedBlocks | None:
         places = copy_to_device(np.array(ids, np.int64), self.device)
         places.record_stream(self._beside)
-        kept, copied = None, torch.cuda.Event()
+        kept, began, copied = None, *(torch.cuda.Event(enable_timing=True) for _ in range(2))
         if keep:
-            kept = torch.empty((len(ids), self.pages.block_bytes), dtype=torch.uint8, pin_memory=True)
+            kept = torch.empty((len(ids), self.entries.entry_bytes), dtype=torch.uint8, pin_memory=True)
         with self._lock:
             self._beside.wait_stream(self._main)
+            began.record(self._beside)
             for first in range(0, len(ids), self._at_once):
                 end = min(first + self._at_once, len(ids))
                 blocks = self._gather(places[first:end], ahead=ahead)
@@ -86,21 +89,30 @@ class CudaBlockCopies:
                         kept[first:end].copy_(blocks, non_blocking=True)
                     self._outward[-1].copied.record()
             copied.record(self._beside)
+            self._timed.append((began, copied))
             if ahead:
                 self._ahead.record(self._beside)
         return None if kept is None else PinnedBlocks(kept, copied)
 
     def _gather(self, places: Tensor, *, ahead: bool) -> Tensor:
-        """Return the contents of blocks in one of the buffers, the last one of the list from now on."""
+        """Return the contents of entries in one of the buffers, the last one of the list from now on."""
         staging = self._outward[0]
         self._outward.reverse()
         if ahead:
             with torch.cuda.stream(self._beside):
-                return self.pages.gather(places, staging.memory[: len(places)])
+                return self.entries.gather(places, staging.memory[: len(places)])
         self._main.wait_event(staging.copied)
-        blocks = self.pages.gather(places, staging.memory[: len(places)])
+        blocks = self.entries.gather(places, staging.memory[: len(places)])
         self._beside.wait_stream(self._main)
         return blocks
+
+    def take_out_s(self) -> float:
+        seconds = 0.0
+        with self._lock:
+            while self._timed and self._timed[0][1].query():
+                began, copied = self._timed.popleft()
+                seconds += began.elapsed_time(copied) / 1e3
+        return seconds
 
     def begin_in(self) -> None:
         with self._lock:
@@ -114,7 +126,7 @@ class CudaBlockCopies:
                 part = rows[first : first + self._at_once]
                 for at, run in _joined(part):
                     self._inward[at : at + len(run)].copy_(run, non_blocking=True)
-                self.pages.scatter(places[first : first + len(part)], self._inward[: len(part)])
+                self.entries.scatter(places[first : first + len(part)], self._inward[: len(part)])
 
     def wait_in(self) -> None:
         copied = torch.cuda.Event(blocking=True)
