@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from symbolic import continuation, widened
 from tiered import TieredEngine
 
+from quire.data.kv_tiers import LoadDone
 from quire.sched.tier_index import TierIndex
 
 
@@ -42,6 +43,39 @@ def test_an_evicted_prefix_comes_back_from_a_lower_tier(tier: str) -> None:
     assert engine.outputs["again"] == continuation(prompt_of(0, 21), 3)
     engine.check_empty()
     engine.check_tiers()
+
+
+@pytest.mark.parametrize("layout", ["full", "state"])
+def test_tokens_of_lower_tiers_are_counted_once(layout: str) -> None:
+    engine = TieredEngine(num_blocks=20, num_slots=2, layout=layout, num_host=100, num_files=100)
+    answer(engine, "first", prompt_of(0, 21))
+    fill(engine, 1, 12)
+    engine.steps.clear()
+    assert answer(engine, "again", prompt_of(0, 21)) == 20
+    stats = [step.stats for step in engine.steps if step.stats is not None]
+    assert sum(step.num_cached_tokens for step in stats) == 20
+    assert sum(step.num_loaded_tokens for step in stats) == 20
+    counts = engine.tiers.take_stats()
+    num_entries = 5 if layout == "full" else 6
+    assert counts.load_sizes == [num_entries] and counts.disk_bytes == 0
+    assert counts.num_hits == 20 and counts.num_queries >= 21
+
+
+def test_workers_are_asked_for_the_times_of_stores() -> None:
+    engine = TieredEngine(num_blocks=12, num_host=100, waits=True)
+    answer(engine, "first", prompt_of(0, 21))
+    fill(engine, 1)
+    assert not engine.copier.loads, "not before a second is over"
+    engine.now = 2.0
+    answer(engine, "next", prompt_of(9, 9))
+    ((load, future),) = engine.copier.loads
+    assert load.keys == []
+    engine.copier.loads.clear()
+    future.set_result(LoadDone(store_s=0.5, write_s=0.25, written_bytes=7, is_off=True))
+    answer(engine, "last", prompt_of(10, 9))
+    counts = engine.tiers.take_stats()
+    assert (counts.store_s, counts.disk_write_s, counts.disk_written_bytes) == (0.5, 0.25, 7)
+    assert engine.tiers.stores.disk_is_off
 
 
 def test_without_a_tier_the_prefix_is_lost() -> None:

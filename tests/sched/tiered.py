@@ -103,6 +103,7 @@ class TieredEngine(Engine):
         **limits: Any,
     ) -> None:
         self.num_host, self.num_files, self.salted = num_host, num_files, salted
+        self.now = 0.0
         self.waits = waits
         """Whether copies to the device end only when the test finishes them."""
         super().__init__(**limits)
@@ -117,7 +118,7 @@ class TieredEngine(Engine):
             hosts = [TierIndex(-(-count // 2)) if count else None for count in counts]
             states = EntryTiers(kv.states.pool, 1, *hosts)
         self.tiers = KVTiers(
-            kv, self, pages=pages, states=states, salted_to_disk=self.salted, clock=lambda: 0.0
+            kv, self, pages=pages, states=states, salted_to_disk=self.salted, clock=lambda: self.now
         )
 
     @property

@@ -52,6 +52,8 @@ class StepStats(msgspec.Struct):
     """Prompt tokens of the requests that got their first token, including cached ones."""
     num_cached_tokens: int = 0
     """Prompt tokens of these that were found in the prefix cache."""
+    num_loaded_tokens: int = 0
+    """Number of these that came from a lower tier of the KV cache."""
     num_sampled_tokens: int = 0
     prefix_queries: int = 0
     """Prompt tokens looked up in the prefix cache, counted when a request is first admitted."""

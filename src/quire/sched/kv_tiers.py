@@ -303,7 +303,7 @@ class KVTiers:
     def enter(self, request: Request) -> None:
         """Hand the entries of a request to its row, which shares them next."""
         if not request.num_preemptions:
-            num_hits = request.num_from_host + request.num_from_disk
+            num_hits = request.num_loaded
             self.stats.num_queries += max(request.prompt_len - request.num_cached, 0) + num_hits
             self.stats.num_hits += num_hits
         self._release(self._held.pop(request.id, None))
