@@ -121,11 +121,13 @@ class Soak:
                 str(self.server.port),
                 *AGENT,
             ]
-            result = subprocess.run(
-                [*command, "--seed", str(number % 3)], capture_output=True, text=True, check=False
-            )
-            self.count("agent rounds" if not result.returncode else "agent rounds that failed")
-            for line in result.stdout.splitlines():
+            bench = subprocess.Popen([*command, "--seed", str(number % 3)], stdout=subprocess.PIPE, text=True)
+            while bench.poll() is None and not self.is_over:
+                time.sleep(0.5)
+            bench.terminate()
+            printed, _ = bench.communicate()
+            self.count("agent rounds")
+            for line in printed.splitlines():
                 name, _, value = line.partition(":")
                 if name.strip() in ("Successful requests", "Failed requests"):
                     self.count(f"agent requests, {name.split()[0].lower()}", int(value))
@@ -207,7 +209,7 @@ class Soak:
 def check(soak: Soak, log: Path) -> None:
     """Compare all answers with those of a server without a prefix cache."""
     server = Server(log, "--no-enable-prefix-caching")
-    expected: dict[int, Any] = {}
+    expected: dict[int, list[int]] = {}
     for prompt, tokens in soak.answers:
         key = soak.prompts.index(prompt)
         if key not in expected:
@@ -247,10 +249,12 @@ def main() -> None:
         log, cache = Path(folder) / "log", Path(folder) / "kv"
         flags = ("--kv-offloading-dir", str(cache), "--kv-offloading-dir-size", "1")
         server = Server(log, *flags, "--enable-prompt-tokens-details")
-        soak = Soak(server, args.seconds, args.seed)
-        soak.run(args.kill_every)
-        lines = [line for line in server.call("/metrics").splitlines() if line.startswith("vllm:")]
-        server.stop()
+        try:
+            soak = Soak(server, args.seconds, args.seed)
+            soak.run(args.kill_every)
+            lines = [line for line in server.call("/metrics").splitlines() if line.startswith("vllm:")]
+        finally:
+            server.stop()
         size = sum(path.stat().st_size for path in cache.rglob("*.kv"))
         check(soak, log)
         text = log.read_text(errors="replace")

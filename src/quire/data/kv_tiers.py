@@ -36,8 +36,12 @@ class BlockStores(msgspec.Struct, omit_defaults=True):
 
     def part(self, places: Sequence[int]) -> "BlockStores":
         """Return the entries at these places."""
-        lists = ([values[at] for at in places] for values in (self.ids, self.keys, self.slots, self.to_disk))
-        return BlockStores(*lists)
+        return BlockStores(
+            ids=[self.ids[at] for at in places],
+            keys=[self.keys[at] for at in places],
+            slots=[self.slots[at] for at in places],
+            to_disk=[self.to_disk[at] for at in places],
+        )
 
 
 class BlockLoad(msgspec.Struct):

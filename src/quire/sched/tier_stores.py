@@ -155,8 +155,9 @@ class TierStores:
 
     def _is_new(self, block: Block, host: TierIndex) -> bool:
         """Whether a block is free, and its prefix is written and not in host memory."""
-        is_free = block.key is not None and not block.num_users
-        return is_free and block.key not in self.unwritten and block.key not in host
+        if block.key is None or block.num_users:
+            return False
+        return block.key not in self.unwritten and block.key not in host
 
     def _goes_to_disk(self, key: bytes) -> bool:
         return not self.disk_is_off and (self.salted_to_disk or not is_salted(key))

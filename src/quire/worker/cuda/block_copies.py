@@ -83,8 +83,9 @@ class CudaBlockCopies:
                 end = min(first + self._at_once, len(ids))
                 blocks = self._gather(places[first:end], ahead=ahead)
                 with torch.cuda.stream(self._beside):
-                    for at, row, count in [] if slots is None else _runs(rows[first:end]):
-                        slots[row : row + count].copy_(blocks[at : at + count], non_blocking=True)
+                    if slots is not None:
+                        for at, row, count in _runs(rows[first:end]):
+                            slots[row : row + count].copy_(blocks[at : at + count], non_blocking=True)
                     if kept is not None:
                         kept[first:end].copy_(blocks, non_blocking=True)
                     self._outward[-1].copied.record()
