@@ -121,7 +121,12 @@ class Soak:
                 str(self.server.port),
                 *AGENT,
             ]
-            bench = subprocess.Popen([*command, "--seed", str(number % 3)], stdout=subprocess.PIPE, text=True)
+            bench = subprocess.Popen(
+                [*command, "--seed", str(number % 3)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
             while bench.poll() is None and not self.is_over:
                 time.sleep(0.5)
             bench.terminate()

@@ -214,12 +214,13 @@ def test_a_failed_step_leaves_no_entry() -> None:
     engine.check_tiers()
 
 
-def test_preempted_requests_come_back_from_host_memory() -> None:
+def test_preempted_requests_come_back_from_host_memory(caplog: pytest.LogCaptureFixture) -> None:
     engine = TieredEngine(num_blocks=14, num_host=100, max_num_batched_tokens=64, reserve_full_prompt=False)
     for number in range(4):
         engine.add(f"{number}", prompt_of(number, 9), 24)
     engine.run()
     assert engine.scheduler.num_preemptions and engine.copier.num_loaded
+    assert "PreemptionMode.SWAP" in caplog.text
     for number in range(4):
         assert engine.outputs[f"{number}"] == continuation(prompt_of(number, 9), 24)
     engine.check_empty()

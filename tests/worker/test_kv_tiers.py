@@ -16,6 +16,7 @@ from quire.data.params import SamplingParams
 from quire.data.request import Request
 from quire.worker.disk_tier import model_digest
 from quire.worker.kv_tiers import CpuBlockCopies, KindTiers, WorkerTiers
+from quire.worker.worker import Worker
 
 FAMILIES = ("qwen3", "gemma2", "deepseek_v2", "nemotron_h", "qwen3_next")
 
@@ -160,10 +161,26 @@ def test_everything_that_changes_a_block_changes_its_folder(models: dict[str, Pa
     assert len({base, *digests}) == len(digests) + 1
 
 
+@pytest.mark.parametrize("family", ["qwen3", "nemotron_h"])
+def test_a_sleeping_worker_holds_no_cache(family: str, models: dict[str, Path]) -> None:
+    """Catches tiers that keep the memory of the cache, or the address of the one before the sleep."""
+    worker = Worker(settings(models[family], enable_prefix_caching=True))
+    worker.start()
+    worker.open_tiers([4, 4])
+    assert worker._tiers is not None
+    worker.sleep(1)
+    worker.sleep(1)
+    assert all(kind.copies.entries.num_entries <= 1 for kind in worker._tiers.kinds)
+    worker.wake_up(["weights", "kv_cache"])
+    (pages, *states) = worker._tiers.kinds
+    assert pages.copies.entries.num_entries == 40 and bool(states) == (family == "nemotron_h")
+    bound = {tensor.data_ptr() for tensor in worker.loaded.cache_entries(None)[0].tensors}
+    assert {tensor.data_ptr() for tensor in pages.copies.entries.tensors} == bound
+    worker.close()
+
+
 def test_blocks_are_copied_byte_by_byte(models: dict[str, Path]) -> None:
     """A stand-in for the pinned memory of a GPU: stores and loads of a cache with random bytes."""
-    from quire.worker.worker import Worker
-
     worker = Worker(settings(models["gemma2"]))
     worker.start()
     (pages,) = worker.loaded.cache_entries(None)
