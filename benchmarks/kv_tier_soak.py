@@ -5,7 +5,7 @@
 Sessions of `quire bench serve --dataset-name agent` come back after their prefixes have left the small cache
 of the packaged model. Meanwhile probes with known prefixes are sent, streams are aborted, and the engine core
 is killed with SIGKILL. At the end a server without a prefix cache answers the same probes. Prints a table:
-wrong answers, requests by tier, kills, and resident memory in thirds of the time.
+wrong answers, requests by tier, kills, and the resident memory of each process over its life.
 """
 
 import argparse
@@ -92,7 +92,8 @@ class Soak:
         self.counts: Counter[str] = Counter()
         self.answers: list[tuple[list[int], list[int]]] = []
         """Prompt and answer of each probe."""
-        self.memory: list[tuple[float, dict[str, int]]] = []
+        self.memory: list[dict[str, tuple[int, int]]] = []
+        """Process id and resident bytes by name, over time."""
         self.lock = threading.Lock()
         self.prompts = [
             [(family * 7919 + at * 104729) % 40_000 + 100 for at in range(length)]
@@ -182,8 +183,8 @@ class Soak:
     def watch_memory(self) -> None:
         while not self.is_over:
             with contextlib.suppress(psutil.Error):
-                sizes = {name: one.memory_info().rss for name, one in self.server.processes().items()}
-                self.memory.append(((time.monotonic() - self.began) / self.seconds, sizes))
+                processes = self.server.processes().items()
+                self.memory.append({name: (one.pid, one.memory_info().rss) for name, one in processes})
             time.sleep(2.0)
 
     def run(self, kill_every_s: float) -> None:
@@ -203,12 +204,20 @@ class Soak:
         for thread in threads:
             thread.join()
 
-    def peaks(self, name: str) -> list[float]:
-        """Return the largest resident memory in MiB in each third of the time."""
-        thirds: list[list[int]] = [[0], [0], [0]]
-        for share, sizes in self.memory:
-            thirds[min(int(3 * share), 2)].append(sizes.get(name, 0))
-        return [max(third) / 2**20 for third in thirds]
+    def lives(self, name: str) -> str:
+        """Return the resident memory of each process of this name, in MiB: the peak of each third of its
+        life."""
+        by_pid: dict[int, list[int]] = {}
+        for processes in self.memory:
+            if name in processes:
+                pid, num_bytes = processes[name]
+                by_pid.setdefault(pid, []).append(num_bytes >> 20)
+        peaks = []
+        for sizes in by_pid.values():
+            third = -(-len(sizes) // 3)
+            parts = (sizes[first : first + third] for first in range(0, len(sizes), third))
+            peaks.append(" / ".join(str(max(part)) for part in parts))
+        return ", ".join(peaks)
 
 
 def check(soak: Soak, log: Path) -> None:
@@ -269,8 +278,7 @@ def main() -> None:
         print(f"| {name} | {number:,} |")
     print(f"| wrong answers in all | {soak.counts['wrong answers']} |")
     for name in ("api", "core"):
-        peaks = ", ".join(f"{peak:.0f}" for peak in soak.peaks(name))
-        print(f"| peak memory of the {name} process in thirds, MiB | {peaks} |")
+        print(f"| MiB of each {name} process, in thirds of its life | {soak.lives(name)} |")
     print(f"| files at the end, MiB (at most 1024) | {size / 2**20:.0f} |")
     print(f"| tracebacks in the log | {text.count('Traceback')} |")
     for line in lines:

@@ -14,8 +14,9 @@ from quire.core.engine_core import EngineCore
 from quire.data.kv_tiers import BlockLoad, BlockStores
 from quire.data.params import SamplingParams
 from quire.data.request import Request
-from quire.worker.disk_tier import model_digest
-from quire.worker.kv_tiers import CpuBlockCopies, KindTiers, WorkerTiers
+from quire.worker import disk_tier
+from quire.worker.disk_tier import DiskTier, model_digest
+from quire.worker.kv_tiers import CacheEntries, CpuBlockCopies, KindTiers, WorkerTiers
 from quire.worker.worker import Worker
 
 FAMILIES = ("qwen3", "gemma2", "deepseek_v2", "nemotron_h", "qwen3_next")
@@ -198,3 +199,19 @@ def test_blocks_are_copied_byte_by_byte(models: dict[str, Path]) -> None:
     others = [number for number in range(40) if number not in (11, 12, 13)]
     assert torch.equal(after[others], before[others]), "no other block has changed"
     worker.close()
+
+
+def test_as_many_blocks_are_written_as_may_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a long prompt of which nothing is written, because not all of it may wait."""
+    entries = CacheEntries([torch.randint(0, 256, (8, 64), dtype=torch.uint8)])
+    monkeypatch.setattr(disk_tier, "_MAX_WAITING_BYTES", 2 * 64)
+    disk = DiskTier(tmp_path / "model", model=bytes(32), block_bytes=64)
+    tier = KindTiers(CpuBlockCopies(entries), num_slots=2, disk=disk)
+    keys = [b"a", b"b", b"c"]
+    tier.store(BlockStores([3, 4, 5], keys, [0, 0, 1], [True] * 3), ahead=False)
+    *written, left_out = disk.read(keys)
+    assert left_out is None and tier.slots is not None
+    rows = entries.gather(torch.tensor([3, 4, 5]))
+    assert torch.equal(tier.slots[1], rows[2])
+    assert all(torch.equal(torch.as_tensor(block), row) for block, row in zip(written, rows, strict=False))
+    disk.close()

@@ -35,7 +35,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".json")
 _ENDING = ".kv"
 _UNFINISHED = ".tmp"
 _NUM_READERS = 4
-_MAX_WAITING_BYTES = 1 << 28
+_MAX_WAITING_BYTES = 1 << 30
 """Most bytes that wait to be written; more blocks are not stored."""
 _LOCK_S = 10.0
 """Seconds in which the previous process may release the directory."""
@@ -120,6 +120,13 @@ class DiskTier:
         return self.folder / name[:2] / (name + _ENDING)
 
     # ---- writing
+
+    @property
+    def num_free(self) -> int:
+        """Return how many more blocks may wait to be written."""
+        with self._lock:
+            left = 0 if self.is_off else _MAX_WAITING_BYTES - self._num_waiting_bytes
+        return left // max(self.block_bytes, 1)
 
     def write(self, keys: Sequence[bytes], contents: ContentsLater) -> None:
         """Write blocks later; those with an empty key are left out, and all if too many are waiting."""

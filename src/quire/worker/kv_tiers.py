@@ -215,14 +215,17 @@ class KindTiers:
         """Held while a load writes to the cache, and while the cache is replaced."""
 
     def store(self, stores: BlockStores, *, ahead: bool) -> None:
-        """Copy entries to their host slots and files; files are written later."""
-        if not stores.ids:
-            return
-        to_disk = self.disk is not None and any(stores.to_disk)
-        out = self.copies.start_out(stores.ids, self.slots, stores.slots, keep=to_disk, ahead=ahead)
-        if self.disk is not None and out is not None:
-            pairs = zip(stores.keys, stores.to_disk, strict=True)
-            self.disk.write([key if is_written else b"" for key, is_written in pairs], out)
+        """Copy entries to their host slots and files; files are written later, as many as may wait."""
+        written = [at for at, is_written in enumerate(stores.to_disk) if is_written]
+        written = written[: 0 if self.disk is None else self.disk.num_free]
+        others = {at for at, slot in enumerate(stores.slots) if slot}.difference(written)
+        for places, keep in ((written, True), (sorted(others), False)):
+            if not places:
+                continue
+            part = stores.part(places)
+            out = self.copies.start_out(part.ids, self.slots, part.slots, keep=keep, ahead=ahead)
+            if self.disk is not None and out is not None:
+                self.disk.write(part.keys, out)
 
     def load(self, load: BlockLoad, places: Sequence[int]) -> list[int]:
         """Copy the entries at these places to the device; return the places of those that cannot be read."""
