@@ -26,11 +26,13 @@ def test_host_memory_is_a_tier_of_gpus_alone() -> None:
 
 
 @pytest.mark.parametrize("args", [{"enable_prefix_caching": False}, {}])
-def test_tiers_are_off_without_prefix_caching_and_for_states(args: dict[str, Any], tmp_path: Path) -> None:
+def test_tiers_are_off_without_prefix_caching_and_for_cross_attention(
+    args: dict[str, Any], tmp_path: Path
+) -> None:
     tiers = {"kv_offloading_size": 2.0, "kv_offloading_dir": str(tmp_path)}
-    specs = [FULL] if args else [FULL, STATE]
+    specs = [FULL] if args else [FULL, CacheSpec("crossed", numbers=8)]
     assert resolve_offloading(args | tiers, specs, GPU) == args
-    assert resolve_offloading(tiers, [FULL, None], GPU) == tiers
+    assert resolve_offloading(tiers, [FULL, None, STATE], GPU) == tiers
 
 
 def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ ROUNDING = 0.5
 def opened(path: Path, dtype: str, **more: Any) -> LLM:
     gc.collect()
     torch.cuda.empty_cache()
-    return open_tiny(path, dtype=dtype, **SETTINGS, **more)
+    return open_tiny(path, **(SETTINGS | {"dtype": dtype} | more))
 
 
 def answers(llm: LLM) -> list[RequestOutput]:

@@ -28,6 +28,7 @@ def run(llm: LLM, first: int) -> tuple[list[int], int]:
 def test_answers_are_the_same_with_blocks_from_a_lower_tier(tier: str, tmp_path: Path) -> None:
     path, _ = make_tiny("qwen3", tmp_path / "model")
     settings: dict[str, Any] = {"num_gpu_blocks_override": 30, "max_model_len": 256, "max_num_seqs": 2}
+    settings |= {"enable_prefix_caching": True}
     settings |= (
         {"kv_offloading_size": 0.25} if tier == "host" else {"kv_offloading_dir": str(tmp_path / "kv")}
     )
@@ -43,13 +44,13 @@ def test_answers_are_the_same_with_blocks_from_a_lower_tier(tier: str, tmp_path:
 def test_blocks_are_copied_byte_by_byte_beside_the_steps(tmp_path: Path) -> None:
     path, _ = make_tiny("qwen3", tmp_path / "model")
     settings = {"num_gpu_blocks_override": 40, "max_model_len": 256, "kv_offloading_size": 0.25}
-    llm = opened(path, "bfloat16", **settings)
+    llm = opened(path, "bfloat16", enable_prefix_caching=True, **settings)
     tiers = llm.llm_engine.core.executor._worker._tiers
-    pages = tiers.copies.pages
+    pages = tiers.kinds[0].copies.entries
     for tensor in pages.tensors:
         tensor.copy_(torch.randint(0, 256, tensor.shape, dtype=torch.uint8))
     expected = pages.gather(torch.tensor([5, 9, 30], device="cuda"))
-    tiers.store(BlockStores([5, 9, 30], [2, 6, 1], [b"", b"", b""]))
+    tiers.store(BlockStores([5, 9, 30], [b"a", b"b", b"c"], [2, 6, 1], [False] * 3))
     for tensor in pages.tensors:
         tensor.zero_()  # the next step overwrites the blocks at once
     assert tiers.load(BlockLoad([11, 12, 13], [1, 2, 6], [b"a", b"b", b"c"])).failed == []

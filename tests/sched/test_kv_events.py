@@ -15,12 +15,12 @@ from tiered import TieredEngine
 
 from quire.data.block_hash import block_hashes, root_hash, short_hash
 from quire.data.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventEncoder
+from quire.data.kv_tiers import STATE_MARK
 from quire.data.multimodal import Array, Media, MediaItem
 from quire.data.params import SamplingParams
 from quire.data.step_plan import StepPlan
 from quire.sched.encoder_cache import EncoderCache
 from quire.sched.lora import LoRAScheduler
-from quire.sched.state_cache import STATE_MARK
 
 PIXELS = {"pixels": Array.of(np.zeros(1, np.float32))}
 
@@ -44,8 +44,9 @@ def expected(engine: Engine) -> set[tuple[str, int, int]]:
     """Return the blocks that requests find in the cache."""
     blocks = entries(engine, "GPU", engine.kv.pool.index)
     if isinstance(engine, TieredEngine):
-        blocks |= entries(engine, "CPU", engine.tiers.host or ())
-        blocks |= entries(engine, "STORAGE", engine.tiers.disk or ())
+        for kind in engine.tiers.stores.kinds:
+            blocks |= entries(engine, "CPU", kind.host or ())
+            blocks |= entries(engine, "STORAGE", kind.disk or ())
     return blocks
 
 
@@ -117,15 +118,17 @@ def test_reused_blocks_are_reported_on_request() -> None:
         ("full", {"num_files": 25}),
         ("full", {"num_host": 9, "num_files": 60}),
         ("full and window", {"num_host": 50, "num_files": 70}),
+        ("state", {"num_host": 50, "num_files": 70}),
     ],
 )
 def test_lower_tiers_report_copies(layout: str, tiers: dict[str, int]) -> None:
     engine = TieredEngine(num_blocks=30, layout=layout, max_num_seqs=2, salted=True, **tiers)
     mirror = follow(engine.kv)
     assert engine.kv.events is not None
-    for tier, medium in ((engine.tiers.host, "CPU"), (engine.tiers.disk, "STORAGE")):
-        if tier is not None:
-            engine.kv.events.watch(tier, medium)
+    for kind in engine.tiers.stores.kinds:
+        for tier, medium in ((kind.host, "CPU"), (kind.disk, "STORAGE")):
+            if tier is not None:
+                engine.kv.events.watch(tier, medium)
     traffic(engine)
     run(engine, mirror)
     traffic(engine := renamed(engine))

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from symbolic import continuation, widened
 from tiered import TieredEngine
 
+from quire.data.kv_tiers import LoadDone
 from quire.sched.tier_index import TierIndex
 
 
@@ -44,11 +45,85 @@ def test_an_evicted_prefix_comes_back_from_a_lower_tier(tier: str) -> None:
     engine.check_tiers()
 
 
+@pytest.mark.parametrize("layout", ["full", "state"])
+def test_tokens_of_lower_tiers_are_counted_once(layout: str) -> None:
+    engine = TieredEngine(num_blocks=20, num_slots=2, layout=layout, num_host=100, num_files=100)
+    answer(engine, "first", prompt_of(0, 21))
+    fill(engine, 1, 12)
+    engine.steps.clear()
+    assert answer(engine, "again", prompt_of(0, 21)) == 20
+    stats = [step.stats for step in engine.steps if step.stats is not None]
+    assert sum(step.num_cached_tokens for step in stats) == 20
+    assert sum(step.num_loaded_tokens for step in stats) == 20
+    counts = engine.tiers.take_stats()
+    num_entries = 5 if layout == "full" else 6
+    assert counts.load_sizes == [num_entries] and counts.disk_bytes == 0
+    assert counts.num_hits == 20 and counts.num_queries >= 21
+
+
+def test_workers_are_asked_for_the_times_of_stores() -> None:
+    engine = TieredEngine(num_blocks=12, num_host=100, waits=True)
+    answer(engine, "first", prompt_of(0, 21))
+    fill(engine, 1)
+    assert not engine.copier.loads, "not before a second is over"
+    engine.now = 2.0
+    answer(engine, "next", prompt_of(9, 9))
+    ((load, future),) = engine.copier.loads
+    assert load.keys == []
+    engine.copier.loads.clear()
+    future.set_result(LoadDone(store_s=0.5, write_s=0.25, written_bytes=7, is_off=True))
+    answer(engine, "last", prompt_of(10, 9))
+    counts = engine.tiers.take_stats()
+    assert (counts.store_s, counts.disk_write_s, counts.disk_written_bytes) == (0.5, 0.25, 7)
+    assert engine.tiers.stores.disk_is_off
+
+
 def test_without_a_tier_the_prefix_is_lost() -> None:
     engine = TieredEngine(num_blocks=12, num_host=1)
     answer(engine, "first", prompt_of(0, 21))
     fill(engine, 1)
     assert answer(engine, "again", prompt_of(0, 21)) == 0
+
+
+@pytest.mark.parametrize("layout", ["state", "state and window", "states alone"])
+@pytest.mark.parametrize("tier", ["num_host", "num_files"])
+def test_pages_and_states_come_back_together(tier: str, layout: str) -> None:
+    limits = {"num_blocks": 40, "num_slots": 2, "layout": layout, tier: 100}
+    engine = TieredEngine(**limits)
+    answer(engine, "first", prompt_of(0, 21))
+    fill(engine, 1, 12)
+    assert engine.kv.lookup(engine.seen[0]).num_tokens == 0, "the checkpoint was evicted"
+    request = engine.add("again", prompt_of(0, 21), 3)
+    engine.run()
+    assert request.num_cached == 20
+    assert (request.num_from_host, request.num_from_disk) == ((20, 0) if tier == "num_host" else (0, 20))
+    assert engine.outputs["again"] == continuation(prompt_of(0, 21), 3)
+    engine.check_empty()
+    engine.check_tiers()
+
+
+def test_states_that_cannot_be_read_are_computed_again() -> None:
+    engine = TieredEngine(num_blocks=40, num_slots=2, layout="state", num_files=100, waits=True)
+    answer(engine, "first", prompt_of(0, 21))
+    fill(engine, 1, 12)
+    request = engine.add("again", prompt_of(0, 21), 3)
+    engine.step(0.0)
+    ((load, _),) = engine.copier.loads
+    engine.copier.finish(0, lost=len(load.keys) - 1)
+    engine.run()
+    assert request.num_cached == 0, "pages are of no use without states"
+    assert engine.outputs["again"] == continuation(prompt_of(0, 21), 3)
+    engine.check_tiers()
+
+
+def test_blocks_are_stored_before_they_are_evicted() -> None:
+    """Catches an eviction that makes a step wait for a copy, although the block was free for many steps."""
+    engine = TieredEngine(num_blocks=60, num_host=100, max_num_batched_tokens=64)
+    for number in range(12):
+        answer(engine, f"{number}", prompt_of(number, 21), count=20)
+    assert engine.copier.num_ahead > 30
+    assert answer(engine, "again", prompt_of(0, 21)) == 20
+    engine.check_tiers()
 
 
 def test_others_run_while_a_request_waits_for_its_blocks() -> None:
@@ -132,18 +207,20 @@ def test_a_failed_step_leaves_no_entry() -> None:
     plan = engine.scheduler.plan()
     assert plan is not None and plan.stores is not None and any(plan.stores.slots)
     engine.scheduler.fail(plan)
-    assert engine.tiers.host is not None and not len(engine.tiers.host), "the step may not have run"
+    pages = engine.tiers.stores.pages
+    assert pages is not None and pages.host is not None and not len(pages.host), "the step may not have run"
     engine.run()
     assert engine.outputs["second"] == continuation(prompt_of(1, 30), 3)
     engine.check_tiers()
 
 
-def test_preempted_requests_come_back_from_host_memory() -> None:
+def test_preempted_requests_come_back_from_host_memory(caplog: pytest.LogCaptureFixture) -> None:
     engine = TieredEngine(num_blocks=14, num_host=100, max_num_batched_tokens=64, reserve_full_prompt=False)
     for number in range(4):
         engine.add(f"{number}", prompt_of(number, 9), 24)
     engine.run()
     assert engine.scheduler.num_preemptions and engine.copier.num_loaded
+    assert "PreemptionMode.SWAP" in caplog.text
     for number in range(4):
         assert engine.outputs[f"{number}"] == continuation(prompt_of(number, 9), 24)
     engine.check_empty()
@@ -272,7 +349,11 @@ EVENTS = st.lists(
     EVENTS,
     st.fixed_dictionaries(
         {
-            "layout": st.sampled_from(["full", "full", "full and window", "window", "latent"]),
+            "layout": st.sampled_from(
+                ["full", "full and window", "window", "latent", "state", "state and window", "states alone"]
+            ),
+            "num_slots": st.sampled_from([1, 2, 4]),
+            "interval": st.sampled_from([0, 8, None]),
             "num_blocks": st.integers(13, 24),
             "num_host": st.sampled_from([0, 3, 20, 200]),
             "num_files": st.sampled_from([0, 3, 20, 200]),

@@ -1,14 +1,15 @@
 """A symbolic engine with lower tiers: its copies take as long as a test decides."""
 
+from collections import Counter
 from concurrent.futures import Future
 from typing import Any
 
 from symbolic import Engine, SymbolicWorker
 
-from quire.data.kv_tiers import BlockLoad, BlockStores, LoadDone
+from quire.data.kv_tiers import BlockLoad, BlockStores, LoadDone, is_state
 from quire.data.step_plan import StepPlan, StepResult
-from quire.sched.kv_tiers import KVTiers
-from quire.sched.tier_index import TierIndex
+from quire.sched.kv_tiers import HeldEntries, KVTiers
+from quire.sched.tier_index import EntryTiers, TierIndex
 
 POISON = (-1, -1)
 """Content of a block while it is copied."""
@@ -20,56 +21,77 @@ class TieredWorker(SymbolicWorker):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.host: dict[int, Contents] = {}
+        self.page_slots: dict[int, Contents] = {}
+        self.state_slots: dict[int, Contents] = {}
         self.files: dict[bytes, Contents] = {}
         self.loads: list[tuple[BlockLoad, Future[LoadDone]]] = []
         self.num_loaded = 0
+        self.num_ahead = 0
 
     def run(self, plan: StepPlan) -> StepResult:
-        if plan.stores is not None:
-            self.copy_out(plan.stores)
-        return super().run(plan)
+        if plan.stores is None:
+            return super().run(plan)
+        num_now = len(plan.stores.ids) - plan.stores.num_ahead
+        self.copy_out(plan.stores, slice(num_now))
+        result = super().run(plan)  # which leaves the other entries as they are
+        self.copy_out(plan.stores, slice(num_now, None))
+        self.num_ahead += plan.stores.num_ahead
+        return result
 
-    def _pages(self, block_id: int) -> slice:
-        return slice(block_id * self.block_size, (block_id + 1) * self.block_size)
+    def read(self, id: int, key: bytes) -> Contents:
+        """Return the contents of an entry on the device."""
+        if is_state(key):
+            return [self.checkpoints.get(id)]
+        return self.cache[id * self.block_size : (id + 1) * self.block_size]
 
-    def copy_out(self, stores: BlockStores) -> None:
-        for key in stores.dropped:
-            self.files.pop(key, None)
-        for block_id, slot, file in zip(stores.block_ids, stores.slots, stores.files, strict=True):
-            contents = self.cache[self._pages(block_id)]
-            assert POISON not in contents and None not in contents, f"block {block_id} is not complete"
+    def write(self, id: int, key: bytes, contents: Contents) -> None:
+        if is_state(key):
+            (self.checkpoints[id],) = contents
+        else:
+            self.cache[id * self.block_size : (id + 1) * self.block_size] = contents
+
+    def copy_out(self, stores: BlockStores, part: slice = slice(None)) -> None:
+        if part.start is None:
+            for key in stores.dropped:
+                self.files.pop(key, None)
+        entries = list(zip(stores.ids, stores.keys, stores.slots, stores.to_disk, strict=True))
+        for id, key, slot, is_written in entries[part]:
+            contents = self.read(id, key)
+            assert POISON not in contents and None not in contents, f"entry {id} is not complete"
             if slot:
-                self.host[slot] = contents
-            if file:
-                self.files[file] = contents
+                self.slots_of(key)[slot] = contents
+            if is_written:
+                self.files[key] = contents
+
+    def slots_of(self, key: bytes) -> dict[int, Contents]:
+        """Return the host slots for entries of this kind."""
+        return self.state_slots if is_state(key) else self.page_slots
 
     def begin(self, load: BlockLoad) -> Future[LoadDone]:
-        for block_id in load.block_ids:
-            self.cache[self._pages(block_id)] = [POISON] * self.block_size
+        for id, key in zip(load.ids, load.keys, strict=True):
+            self.write(id, key, [POISON] * len(self.read(id, key)))
         self.loads.append((load, Future()))
         return self.loads[-1][1]
 
     def finish(self, at: int, lost: int | None = None) -> None:
-        """Finish a copy to the device; the block at the place `lost` cannot be read."""
+        """Finish a copy to the device; the entry at the place `lost` cannot be read."""
         load, future = self.loads.pop(at)
         failed = []
-        for place, (block_id, slot, key) in enumerate(
-            zip(load.block_ids, load.slots, load.keys, strict=True)
-        ):
-            assert self.cache[self._pages(block_id)] == [POISON] * self.block_size, "written under a copy"
-            contents = self.host.get(slot) if slot else self.files.get(key)
+        for place, (id, slot, key) in enumerate(zip(load.ids, load.slots, load.keys, strict=True)):
+            assert {*self.read(id, key)} == {POISON}, "written under a copy"
+            contents = self.slots_of(key).get(slot) if slot else self.files.get(key)
             if contents is None or place == lost:
                 failed.append(place)
                 assert place == lost, f"a {'slot' if slot else 'file'} was freed while it was read"
                 continue
-            self.cache[self._pages(block_id)] = contents
+            self.write(id, key, contents)
             self.num_loaded += 1
         future.set_result(LoadDone(failed))
 
 
 class TieredEngine(Engine):
-    """An engine with `num_host` blocks in host memory and `num_files` on disk."""
+    """An engine with `num_host` blocks in host memory and `num_files` on disk, and half as many checkpoints
+    of states."""
 
     def __init__(
         self,
@@ -81,19 +103,22 @@ class TieredEngine(Engine):
         **limits: Any,
     ) -> None:
         self.num_host, self.num_files, self.salted = num_host, num_files, salted
+        self.now = 0.0
         self.waits = waits
         """Whether copies to the device end only when the test finishes them."""
         super().__init__(**limits)
         self.use(TieredWorker)
 
     def open_tiers(self) -> None:
+        kv, counts = self.kv, (self.num_host, self.num_files)
+        hosts = [TierIndex(count) if count else None for count in counts]
+        pages = EntryTiers(kv.pool, 1, *hosts) if kv.has_pages else None
+        states = None
+        if kv.states is not None:
+            hosts = [TierIndex(-(-count // 2)) if count else None for count in counts]
+            states = EntryTiers(kv.states.pool, 1, *hosts)
         self.tiers = KVTiers(
-            self.kv,
-            self,
-            host=TierIndex(self.num_host) if self.num_host else None,
-            disk=TierIndex(self.num_files) if self.num_files else None,
-            block_bytes=1,
-            salted_to_disk=self.salted,
+            kv, self, pages=pages, states=states, salted_to_disk=self.salted, clock=lambda: self.now
         )
 
     @property
@@ -102,8 +127,10 @@ class TieredEngine(Engine):
         return self.worker
 
     def load(self, load: BlockLoad) -> Future[LoadDone]:
-        for block_id in load.block_ids:
-            block = self.kv.pool.blocks[block_id]
+        for id, key in zip(load.ids, load.keys, strict=True):
+            kind = self.tiers.stores.kind_of(key)
+            assert kind is not None
+            block = kind.pool.blocks[id]
             assert block.num_users == 1 and block.key is None, f"{block} is filled while it is used"
         future = self.copier.begin(load)
         if not self.waits:
@@ -114,18 +141,30 @@ class TieredEngine(Engine):
         assert self.device.is_quiet, "a step is in flight"
         self.copier.copy_out(stores)
 
+    def _held(self) -> list[HeldEntries]:
+        loads = [*self.tiers._loads.values(), *self.tiers._stray]
+        return [*self.tiers._held.values(), *(load.held for load in loads)]
+
     def waiting_users(self) -> dict[int, int]:
-        users: dict[int, int] = {}
-        tiers = self.tiers
-        loads = [*tiers._loads.values(), *tiers._stray]
-        lists = [*tiers._held.values(), *([*load.shared, *load.blocks] for load in loads)]
-        for block in (block for blocks in lists for block in blocks):
-            users[block.id] = users.get(block.id, 0) + 1
-        copied = [id for load, _ in self.copier.loads for id in load.block_ids]
+        users = Counter(block.id for held in self._held() for block in held.pages)
+        copied = [
+            id
+            for load, _ in self.copier.loads
+            for id, key in zip(load.ids, load.keys, strict=True)
+            if not is_state(key)
+        ]
         assert len(copied) == len({*copied}), "a block is filled by two copies"
         for id in copied:
             assert users[id] == 1 and self.kv.pool.blocks[id].key is None, "a block under copy is shared"
-        return users
+        return dict(users)
+
+    def check_slots(self) -> None:
+        """Check that the slots of checkpoints that are held are those of waiting requests."""
+        if self.kv.states is not None:
+            users = Counter(block.id for held in self._held() for block in held.states)
+            pool = self.kv.states.pool
+            assert all(block.num_users == users[block.id] for block in pool.blocks[1:])
+            assert pool.num_free == pool.num_usable - len(users)
 
     def finish_all(self) -> None:
         while self.copier.loads:
@@ -134,12 +173,11 @@ class TieredEngine(Engine):
     def check_tiers(self) -> None:
         """Check that nothing is pinned or on its way, and that each entry has its contents."""
         assert not self.tiers._held and not self.tiers._loads and not self.tiers._stray
-        assert not self.tiers._tried and not self.tiers._unwritten
-        for tier in (self.tiers.host, self.tiers.disk):
-            if tier is not None:
-                assert not tier.num_pinned and not tier.num_coming and len(tier) <= tier.capacity
-                slots = [*tier._slots.values(), *tier._unused]
-                assert len(slots) == len({*slots}) == tier._num_numbered, "slots leaked"
-        if self.tiers.disk is not None:
-            assert {*self.tiers.disk._slots} == {*self.copier.files}, "files leaked"
-            assert len(self.copier.files) <= self.num_files
+        stores = self.tiers.stores
+        assert not self.tiers._tried and not stores.unwritten
+        for tier in (tier for kind in stores.kinds for tier in kind):
+            assert not tier.num_pinned and not tier.num_coming and len(tier) <= tier.capacity
+            slots = [*tier._slots.values(), *tier._unused]
+            assert len(slots) == len({*slots}) == tier._num_numbered, "slots leaked"
+        files = {key for kind in stores.kinds if kind.disk is not None for key in kind.disk._slots}
+        assert files == {*self.copier.files}, "files leaked"

@@ -48,8 +48,8 @@ def resolve_offloading(
     why_off = ""
     if not values.get("enable_prefix_caching", True):
         why_off = "prefix caching is off"
-    elif any(spec is not None and (not spec.is_paged or spec.bytes_per_row) for spec in specs):
-        why_off = "this model has SSM or cross-attention states, which have no lower tiers"
+    elif any(spec is not None and spec.kind == "crossed" for spec in specs):
+        why_off = "this model has cross-attention states, which have no lower tiers"
     for name in (name for name in _TIERS if why_off and values.pop(name, None)):
         warn_once(logger, f"{name} has no effect: {why_off}")
     if values.get("kv_offloading_dir") is not None:

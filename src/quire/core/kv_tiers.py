@@ -15,7 +15,7 @@ from quire.logs import get_logger
 from quire.memory import human
 from quire.sched.kv_manager import KVManager
 from quire.sched.kv_tiers import KVTiers
-from quire.sched.tier_index import TierIndex
+from quire.sched.tier_index import EntryTiers, TierIndex
 
 log = get_logger(__name__)
 
@@ -36,67 +36,77 @@ class ExecutorCopies:
 
 
 def open_tiers(config: EngineConfig, executor: Executor, kv: KVManager) -> KVTiers:
-    """Open the tiers on all workers. A block is in a tier if it is there on each of them."""
+    """Open the tiers on all workers. An entry is in a tier if it is there on each of them."""
     cache = config.cache
-    block_bytes = sum(executor.call("describe_tiers"))
-    num_slots = num_files = 0
-    if cache.kv_offloading_size:
+    page_bytes, state_bytes = map(sum, zip(*executor.call("describe_tiers"), strict=True))
+    pages = EntryTiers(kv.pool, page_bytes) if kv.has_pages else None
+    states = None if kv.states is None else EntryTiers(kv.states.pool, state_bytes)
+    kinds = [kind for kind in (pages, states) if kind is not None]
+    if gib := cache.kv_offloading_size:
         free = psutil.virtual_memory().available
-        num_slots = _num_blocks(
-            "kv_offloading_size", cache.kv_offloading_size, block_bytes, free, "host memory"
-        )
+        counts = _num_entries("kv_offloading_size", gib, kinds, free, "host memory")
+        for kind, count in zip(kinds, counts, strict=True):
+            kind.host = TierIndex(count)
     if cache.kv_offloading_dir is not None:
-        size = cache.kv_offloading_dir_size
-        free = _free_on_disk(Path(cache.kv_offloading_dir).expanduser())
-        num_files = _num_blocks("kv_offloading_dir_size", size, block_bytes, free, cache.kv_offloading_dir)
-    by_rank = executor.call("open_tiers", [num_slots])
-    host, disk = TierIndex(num_slots) if num_slots else None, TierIndex(num_files) if num_files else None
+        gib, place = cache.kv_offloading_dir_size, cache.kv_offloading_dir
+        counts = _num_entries("kv_offloading_dir_size", gib, kinds, _free_on_disk(Path(place)), place)
+        for kind, count in zip(kinds, counts, strict=True):
+            kind.disk = TierIndex(count)
+    hosts = [None if kind is None else kind.host for kind in (pages, states)]
+    by_rank = executor.call("open_tiers", [[0 if host is None else host.capacity for host in hosts]])
     tiers = KVTiers(
-        kv,
-        ExecutorCopies(executor),
-        host=host,
-        disk=disk,
-        block_bytes=block_bytes,
-        salted_to_disk=cache.kv_offloading_salted,
+        kv, ExecutorCopies(executor), pages=pages, states=states, salted_to_disk=cache.kv_offloading_salted
     )
     if kv.events is not None:
-        for tier, medium in ((host, HOST), (disk, DISK)):
+        for tier, medium in [(kind.host, HOST) for kind in kinds] + [(kind.disk, DISK) for kind in kinds]:
             if tier is not None:
                 kv.events.watch(tier, medium)
     common = set(by_rank[0]).intersection(*by_rank[1:])
-    tiers.find_files([key for key in by_rank[0] if key in common])
-    for tier, place in ((host, "host memory"), (disk, cache.kv_offloading_dir)):
-        if tier is not None:
-            num_tokens = tier.capacity * cache.block_size // len(kv.windows)
-            size = tier.capacity * block_bytes
-            log.info(
-                "KV cache tier in %s: %s, %s tokens fit, %s are there",
-                place,
-                human(int(size)),
-                f"{num_tokens:,}",
-                f"{len(tier) * cache.block_size // len(kv.windows):,}",
-            )
+    tiers.stores.add_files([key for key in by_rank[0] if key in common])
+    _log_sizes("host memory", [(kind, kind.host) for kind in kinds], kv)
+    _log_sizes(cache.kv_offloading_dir, [(kind, kind.disk) for kind in kinds], kv)
     return tiers
 
 
-def _num_blocks(name: str, gib: float, block_bytes: int, free: int, place: str) -> int:
-    """Return the number of blocks in a tier of `gib` GiB; raise if it has none, or does not fit."""
-    num_bytes = int(gib * GIB)
-    if num_bytes < block_bytes:
+def _log_sizes(place: str | None, kinds: list[tuple[EntryTiers, TierIndex | None]], kv: KVManager) -> None:
+    """Log what fits into a tier, and what is there."""
+    texts, num_bytes = list[str](), 0
+    for kind, tier in kinds:
+        if tier is None:
+            return
+        name, scale = "checkpoints of states", 1.0
+        if kind.pool is kv.pool:
+            name, scale = "tokens", kv.block_size / len(kv.windows)
+        num_bytes += tier.capacity * kind.entry_bytes
+        texts.append(f"{int(tier.capacity * scale):,} {name} fit, {int(len(tier) * scale):,} are there")
+    log.info("KV cache tier in %s: %s, %s", place, human(num_bytes), "; ".join(texts))
+
+
+def _num_entries(name: str, gib: float, kinds: list[EntryTiers], free: int, place: str) -> list[int]:
+    """Return the number of entries of each kind in a tier of `gib` GiB, in the proportions of the device;
+    raise if it has none, or does not fit."""
+    num_bytes, least = int(gib * GIB), sum(kind.entry_bytes for kind in kinds)
+    if num_bytes < least:
+        what = "one block" if len(kinds) == 1 else "one block and one checkpoint of states,"
         raise ConfigError(
-            f"{name}={gib:g} GiB is less than one block of {human(block_bytes)}: raise it to at least"
-            f" {block_bytes / GIB:.4f}"
+            f"{name}={gib:g} GiB is less than {what} of {human(least)}: raise it to at least"
+            f" {least / GIB:.4f}"
         )
     if num_bytes > free:
         raise ConfigError(
             f"{name}={gib:g} GiB ({human(num_bytes)}) is more than the {human(free)} that are free in"
             f" {place}: lower it to at most {free / GIB:.2f}"
         )
-    return num_bytes // block_bytes
+    on_device = [kind.pool.num_usable * kind.entry_bytes for kind in kinds]
+    return [
+        1 + int((num_bytes - least) * size / sum(on_device)) // kind.entry_bytes
+        for kind, size in zip(kinds, on_device, strict=True)
+    ]
 
 
 def _free_on_disk(folder: Path) -> int:
     """Return the free bytes of a disk and those of the tier's files on it."""
+    folder = folder.expanduser()
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     files = (path for path in folder.glob("*/*/*.kv"))
     return shutil.disk_usage(existing).free + sum(path.stat().st_size for path in files)

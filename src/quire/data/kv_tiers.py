@@ -1,34 +1,85 @@
-"""Copies of KV cache blocks between the device and the lower tiers, host memory and disk."""
+"""Copies of KV cache entries between the device and the lower tiers, host memory and disk.
+
+An entry is a block of pages, or a checkpoint of states. Its key says which."""
+
+from collections.abc import Sequence
 
 import msgspec
 
+from quire.data.block_hash import DIGEST_BYTES
+
+STATE_MARK = b"state"
+"""Suffix that distinguishes the keys of checkpoints of states from those of pages."""
+
+
+def is_state(key: bytes) -> bool:
+    """Whether a key belongs to a checkpoint of states; the keys of pages have shorter suffixes."""
+    return key.endswith(STATE_MARK, DIGEST_BYTES)
+
 
 class BlockStores(msgspec.Struct, omit_defaults=True):
-    """Blocks to copy to lower tiers. A step copies them before it computes, so that it may overwrite them."""
+    """Entries to copy to lower tiers. A step copies them before it computes, so that it may overwrite them,
+    except the last `num_ahead` ones."""
 
-    block_ids: list[int] = []
+    ids: list[int] = []
+    """Number of each block, or slot of each checkpoint on the device."""
+    keys: list[bytes] = []
     slots: list[int] = []
-    """Host slot of each block; 0: it is not copied to host memory."""
-    files: list[bytes] = []
-    """Key of each block under which it is written to disk; empty: it is not written."""
+    """Host slot of each entry; 0: it is not copied to host memory."""
+    to_disk: list[bool] = []
+    """Whether each entry is written to disk."""
     dropped: list[bytes] = []
     """Keys of files to delete first."""
+    num_ahead: int = 0
+    """Number of entries at the end that this step does not overwrite: they may be copied while it runs, and
+    before the next one."""
+
+    def part(self, places: Sequence[int]) -> "BlockStores":
+        """Return the entries at these places."""
+        return BlockStores(
+            ids=[self.ids[at] for at in places],
+            keys=[self.keys[at] for at in places],
+            slots=[self.slots[at] for at in places],
+            to_disk=[self.to_disk[at] for at in places],
+        )
 
 
 class BlockLoad(msgspec.Struct):
-    """Blocks to copy from lower tiers to the device, beside the steps."""
+    """Entries to copy from lower tiers to the device, beside the steps."""
 
-    block_ids: list[int]
+    ids: list[int]
     slots: list[int]
-    """Host slot of each block; 0: it is read from disk."""
+    """Host slot of each entry; 0: it is read from disk."""
     keys: list[bytes]
 
 
 class LoadDone(msgspec.Struct):
-    """Result of a `BlockLoad`."""
+    """Result of a `BlockLoad`, and the copies to lower tiers that have ended since the last one."""
 
     failed: list[int] = []
-    """Places of the blocks that could not be read; their contents are undefined."""
+    """Places of the entries that could not be read; their contents are undefined."""
     seconds: float = 0.0
     is_off: bool = False
     """Whether the disk tier is off after an error."""
+    store_s: float = 0.0
+    """Seconds of copies from the device to host memory."""
+    read_s: float = 0.0
+    """Seconds of reading files."""
+    write_s: float = 0.0
+    """Seconds of writing files."""
+    written_bytes: int = 0
+
+    @classmethod
+    def merged(cls, ranks: Sequence["LoadDone"]) -> "LoadDone":
+        """Return the result of all ranks: an entry must be there on each of them. They copy at the same
+        time."""
+        seconds = {
+            name: max(getattr(rank, name) for rank in ranks)
+            for name in ("seconds", "store_s", "read_s", "write_s")
+        }
+        return cls(
+            failed=sorted({place for rank in ranks for place in rank.failed}),
+            is_off=any(rank.is_off for rank in ranks),
+            written_bytes=sum(rank.written_bytes for rank in ranks),
+            **seconds,
+        )

@@ -84,6 +84,11 @@ class Request(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
             self.repetition = RepetitionCounts(detection)
 
     @property
+    def num_loaded(self) -> int:
+        """Return the number of prompt tokens that were loaded from lower tiers of the KV cache."""
+        return self.num_from_host + self.num_from_disk
+
+    @property
     def num_output(self) -> int:
         return len(self.tokens) - self.prompt_len
 

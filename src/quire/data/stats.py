@@ -19,8 +19,14 @@ class TierStats(msgspec.Struct, omit_defaults=True):
     load_sizes: list[int] = []
     """Bytes of each copy to the device."""
     load_s: float = 0.0
+    store_s: float = 0.0
+    """Seconds of copies to host memory that have ended."""
     disk_bytes: int = 0
     """Bytes of these copies that were read from disk."""
+    disk_read_s: float = 0.0
+    disk_written_bytes: int = 0
+    """Bytes that were written to disk."""
+    disk_write_s: float = 0.0
     num_failed_stores: int = 0
     """Blocks that were not stored, because no slot was free."""
     num_failed_loads: int = 0
@@ -46,6 +52,8 @@ class StepStats(msgspec.Struct):
     """Prompt tokens of the requests that got their first token, including cached ones."""
     num_cached_tokens: int = 0
     """Prompt tokens of these that were found in the prefix cache."""
+    num_loaded_tokens: int = 0
+    """Number of these that came from a lower tier of the KV cache."""
     num_sampled_tokens: int = 0
     prefix_queries: int = 0
     """Prompt tokens looked up in the prefix cache, counted when a request is first admitted."""

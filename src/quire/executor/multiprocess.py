@@ -313,9 +313,7 @@ class RankedExecutor:
         future, returned = self._loading.pop(number), self._returned.pop(number)
         try:
             done = [msgspec.convert(self._value(rank, word), LoadDone) for rank, word in returned.items()]
-            failed = sorted({place for rank in done for place in rank.failed})
-            seconds, is_off = max(rank.seconds for rank in done), any(rank.is_off for rank in done)
-            future.set_result(LoadDone(failed, seconds, is_off))
+            future.set_result(LoadDone.merged(done))
         except QuireError as error:
             future.set_exception(error)
 

@@ -142,7 +142,8 @@ class MetricsPages:
         # Counted when a request is first admitted, so that recomputation after preemption is not counted.
         self._add("prompt_tokens", step.num_prompt_tokens)
         self._add("prompt_tokens_cached", step.num_cached_tokens)
-        self._add("prompt_tokens_by_source:local_cache_hit", step.num_cached_tokens)
+        self._add("prompt_tokens_by_source:local_cache_hit", step.num_cached_tokens - step.num_loaded_tokens)
+        self._add("prompt_tokens_by_source:external_kv_transfer", step.num_loaded_tokens)
         self._add("prompt_tokens_by_source:local_compute", step.num_prompt_tokens - step.num_cached_tokens)
         if step.num_drafts:
             accepted = step.held_by_place

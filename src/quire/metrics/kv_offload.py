@@ -7,14 +7,18 @@ from quire.data.stats import TierStats
 _SIZES = [1e6, 5e6, 1e7, 2e7, 4e7, 6e7, 8e7, 1e8, 1.5e8, 2e8]
 COUNTERS = {
     "kv_offload_store_bytes": "Bytes of KV cache blocks copied to host memory or disk.",
+    "kv_offload_store_time": "Seconds of copies from the device to host memory.",
     "kv_offload_load_bytes": "Bytes of KV cache blocks copied from host memory or disk.",
-    "kv_offload_load_time": "Seconds of these copies; several may run at once.",
+    "kv_offload_load_time": "Seconds of copies from host memory or disk; several may run at once.",
     "kv_offload_allocation_failure": "KV cache blocks that were not stored because no slot was free.",
     "external_prefix_cache_queries": "Prompt tokens looked up in host memory and on disk.",
     "external_prefix_cache_hits": "Prompt tokens found in host memory or on disk.",
 }
 LABELLED = {
     "kv_offload_tiering_read_bytes": ("Bytes of KV cache blocks read from a tier.", "tier", ("1:fs",)),
+    "kv_offload_tiering_read_time": ("Seconds of reading from a tier.", "tier", ("1:fs",)),
+    "kv_offload_tiering_write_bytes": ("Bytes of KV cache blocks written to a tier.", "tier", ("1:fs",)),
+    "kv_offload_tiering_write_time": ("Seconds of writing to a tier.", "tier", ("1:fs",)),
     "kv_offload_tiering_promotion_job_failures": (
         "KV cache blocks of a tier that were missing or damaged.",
         "tier",
@@ -34,10 +38,14 @@ def observe(
 ) -> None:
     """Count the copies of a step."""
     add("kv_offload_store_bytes", sum(stats.store_sizes))
+    add("kv_offload_store_time", stats.store_s)
     add("kv_offload_load_bytes", sum(stats.load_sizes))
     add("kv_offload_load_time", stats.load_s)
     add("kv_offload_allocation_failure", stats.num_failed_stores)
     add("kv_offload_tiering_read_bytes:1:fs", stats.disk_bytes)
+    add("kv_offload_tiering_read_time:1:fs", stats.disk_read_s)
+    add("kv_offload_tiering_write_bytes:1:fs", stats.disk_written_bytes)
+    add("kv_offload_tiering_write_time:1:fs", stats.disk_write_s)
     add("kv_offload_tiering_promotion_job_failures:1:fs", stats.num_failed_loads)
     add("external_prefix_cache_queries", stats.num_queries)
     add("external_prefix_cache_hits", stats.num_hits)

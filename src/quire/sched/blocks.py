@@ -4,7 +4,8 @@ An entry is a `Block`. Its contents are pages of one group of layers, or the sta
 prefix. A `BlockPool` holds the entries with the same kind of contents in one place. Pools may share an index,
 in which the key of an entry names its prefix and its contents."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 
 SALTED = b"salt"
 """Suffix of the keys of requests with a cache salt, before the mark of the group."""
@@ -37,6 +38,12 @@ class FreeList:
 
     def __len__(self) -> int:
         return self._len
+
+    def __iter__(self) -> Iterator[Block]:
+        block = self._head.next
+        while block is not None and block is not self._tail:
+            yield block
+            block = block.next
 
     @property
     def first(self) -> Block | None:
@@ -92,6 +99,8 @@ class BlockPool:
         self.index: dict[bytes, Block] = {} if index is None else index
         self.on_evict: Callable[[list[Block]], None] = lambda blocks: None
         """Called with blocks before their prefixes are evicted; their contents are still there."""
+        self.num_taken = 0
+        """Number of blocks that were ever allocated."""
 
     @property
     def num_usable(self) -> int:
@@ -109,6 +118,7 @@ class BlockPool:
         """Allocate `count` free blocks and evict their prefixes from the index; nothing else evicts."""
         assert count <= self.num_free, f"{count} blocks needed, {self.num_free} free"
         taken, evicted = self._free.take(count), list[Block]()
+        self.num_taken += count
         for block in taken:
             block.num_users = 1
             if block.key is not None:
@@ -118,6 +128,10 @@ class BlockPool:
             for block in evicted:
                 self.forget(block)
         return taken
+
+    def next_free(self, count: int) -> list[Block]:
+        """Return up to `count` free blocks that will be allocated first."""
+        return list(islice(self._free, count))
 
     def share(self, blocks: Iterable[Block]) -> None:
         for block in blocks:

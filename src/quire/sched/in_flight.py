@@ -53,6 +53,8 @@ class StepInFlight:
         if len(first):
             stats.num_prompt_tokens = int(running.prompt_len[first].sum())
             stats.num_cached_tokens = int(running.num_cached[first].sum())
+            loaded = (running.request(row).num_loaded for row in first.tolist())
+            stats.num_loaded_tokens = int(np.minimum([*loaded], running.num_cached[first]).sum())
         stats.num_computed_tokens = self.plan.total_tokens
         return stats
 

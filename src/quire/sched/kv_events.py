@@ -52,11 +52,11 @@ class KVEvents:
         self._block_size = block_size
         self._kinds = kinds
         self._events: list[KVEvent] = []
-        self._tiers: dict[str, TierIndex] = {}
+        self._tiers: list[tuple[TierIndex, str]] = []
 
     def watch(self, tier: TierIndex, medium: str) -> None:
         """Report the changes of a lower tier."""
-        self._tiers[medium] = tier
+        self._tiers.append((tier, medium))
         tier.on_stored = partial(self._copied, medium=medium)
         tier.on_removed = partial(self.removed, medium=medium)
 
@@ -175,7 +175,7 @@ class KVEvents:
     def cleared(self) -> None:
         """Report that all blocks are gone, then those that lower tiers still have."""
         self._events = [AllBlocksCleared()]
-        for medium, tier in self._tiers.items():
+        for tier, medium in self._tiers:
             for key in tier:
                 self._copied(key, medium)
 

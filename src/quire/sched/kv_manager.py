@@ -7,7 +7,7 @@ import numpy as np
 
 from quire.checkpoint.layout import most_blocks
 from quire.data.block_hash import DIGEST_BYTES, block_hash, root_hash
-from quire.data.kv_tiers import BlockStores
+from quire.data.kv_tiers import STATE_MARK, BlockStores
 from quire.data.prefix_miss import PrefixMiss
 from quire.data.request import Request
 from quire.data.stats import TierStats
@@ -152,7 +152,7 @@ class KVManager:
         before = -1
         while self.states is not None and before != length:
             before = length
-            length = self._longest_in_windows(keys, self.states.longest(keys, length), find)
+            length = self._longest_in_windows(keys, self.states.longest(keys, length, find), find)
         blocks = [
             whole[group][:length] + [None] * (length - len(whole[group]))
             if window is None
@@ -160,6 +160,12 @@ class KVManager:
             for group, window in enumerate(self.windows)
         ]
         return Hit(length * self.block_size, blocks, num_seen * self.block_size)
+
+    def state_key(self, request: Request, hit: Hit) -> bytes | None:
+        """Return the key of the checkpoint that a hit needs; None if it needs none."""
+        if self.states is None or not hit.num_tokens:
+            return None
+        return request.block_keys[hit.num_tokens // self.block_size - 1] + STATE_MARK
 
     def explain(self, request: Request, hit: Hit) -> PrefixMiss | None:
         """Return why the hit of a request is not longer; None if it has all blocks that a hit can have."""

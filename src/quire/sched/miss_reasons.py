@@ -7,10 +7,10 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from quire.data.cache_scope import split_salt
+from quire.data.kv_tiers import STATE_MARK
 from quire.data.prefix_miss import PrefixMiss
 from quire.data.request import Request
 from quire.data.step_plan import Ints
-from quire.sched.state_cache import STATE_MARK
 
 MIN_ENTRIES, MAX_ENTRIES = 1 << 10, 1 << 15
 """Bounds of the blocks that are remembered, which are as many as the cache has. A block takes about 500 bytes

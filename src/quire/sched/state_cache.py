@@ -1,18 +1,17 @@
 """StateCache: the part of the prefix cache that holds SSM states."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from quire.data.cache_hints import CacheHints
+from quire.data.kv_tiers import STATE_MARK
 from quire.data.step_plan import Ints
 from quire.sched.blocks import Block
 from quire.sched.retention import RetainingPool
 from quire.sched.running import RowIds, Running
 
-STATE_MARK = b"state"
-"""Suffix that distinguishes the keys of states from those of pages."""
 _NEVER = 1 << 30
 """Boundary of a row that has none left."""
 _LEAST_HALF = 1024
@@ -61,9 +60,12 @@ class StateCache:
         self._saves: dict[bytes, _Save] = {}
         """Checkpoints of the step being planned, by key."""
 
-    def longest(self, keys: Sequence[bytes], num_blocks: int) -> int:
-        """Return the blocks of the longest prefix, of at most `num_blocks`, that has a checkpoint."""
-        step, find = self.unit // self.block_size, self.pool.find
+    def longest(
+        self, keys: Sequence[bytes], num_blocks: int, find: Callable[[bytes], Block | None] | None = None
+    ) -> int:
+        """Return the blocks of the longest prefix, of at most `num_blocks`, that has a checkpoint. `find`
+        returns the checkpoint with a key; by default those on the device are found."""
+        step, find = self.unit // self.block_size, find or self.pool.find
         for count in range(num_blocks // step * step, 0, -step):
             if find(keys[count - 1] + STATE_MARK) is not None:
                 return count

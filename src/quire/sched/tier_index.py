@@ -2,10 +2,13 @@
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from quire.sched.blocks import BlockPool
 
 
 class TierIndex:
-    """Blocks in host memory or on disk by key, in the order of their last use, each in a numbered slot.
+    """Entries in host memory or on disk by key, in the order of their last use, each in a numbered slot.
 
     A block gets a slot by `allot` before it is copied, and is found from `commit` on. An entry is pinned
     while it is read: it is not evicted then."""
@@ -100,3 +103,28 @@ class TierIndex:
     @property
     def num_coming(self) -> int:
         return len(self._coming)
+
+
+@dataclass(slots=True)
+class EntryTiers:
+    """The lower tiers of one kind of entries: blocks of pages, or checkpoints of states."""
+
+    pool: BlockPool
+    """The entries on the device."""
+    entry_bytes: int
+    """Bytes of an entry on all workers."""
+    host: TierIndex | None = None
+    disk: TierIndex | None = None
+
+    def __iter__(self) -> Iterator[TierIndex]:
+        return (tier for tier in (self.host, self.disk) if tier is not None)
+
+    def holds(self, key: bytes) -> bool:
+        """Whether an entry can be loaded from one of the tiers."""
+        return any(tier.find(key) for tier in self)
+
+    def source(self, slot: int) -> TierIndex:
+        """Return the tier that an entry is loaded from; slot 0 stands for the disk."""
+        tier = self.host if slot else self.disk
+        assert tier is not None
+        return tier

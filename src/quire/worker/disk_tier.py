@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from quire.config.engine import EngineConfig
 from quire.config.parallel import Rank
+from quire.data.kv_tiers import LoadDone
 from quire.errors import ConfigError
 from quire.logs import get_logger
 from quire.version import __version__ as VERSION
@@ -34,7 +35,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".json")
 _ENDING = ".kv"
 _UNFINISHED = ".tmp"
 _NUM_READERS = 4
-_MAX_WAITING_BYTES = 1 << 28
+_MAX_WAITING_BYTES = 1 << 30
 """Most bytes that wait to be written; more blocks are not stored."""
 _LOCK_S = 10.0
 """Seconds in which the previous process may release the directory."""
@@ -68,6 +69,8 @@ class DiskTier:
         """Whether nothing is written any more, after an error of the disk."""
         self._lock = threading.Lock()
         self._num_waiting_bytes = 0
+        self._read_s = self._write_s = 0.0
+        self._num_written_bytes = 0
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._folder_lock = self._open_folder()
         self._readers = ThreadPoolExecutor(_NUM_READERS, "quire-kv-read")
@@ -118,6 +121,13 @@ class DiskTier:
 
     # ---- writing
 
+    @property
+    def num_free(self) -> int:
+        """Return how many more blocks may wait to be written."""
+        with self._lock:
+            left = 0 if self.is_off else _MAX_WAITING_BYTES - self._num_waiting_bytes
+        return left // max(self.block_bytes, 1)
+
     def write(self, keys: Sequence[bytes], contents: ContentsLater) -> None:
         """Write blocks later; those with an empty key are left out, and all if too many are waiting."""
         num_bytes = sum(map(bool, keys)) * self.block_bytes
@@ -130,9 +140,13 @@ class DiskTier:
     def _write_all(self, keys: Sequence[bytes], contents: ContentsLater, num_bytes: int) -> None:
         try:
             data = contents.wait()
+            began = time.monotonic()
             for key, block in zip(keys, data, strict=True):
                 if key and not self.is_off:
                     self._write(key, block)
+            with self._lock:
+                self._write_s += time.monotonic() - began
+                self._num_written_bytes += num_bytes
         except OSError as error:
             self.is_off = True
             log.warning(
@@ -179,7 +193,20 @@ class DiskTier:
         """Return the contents of blocks; None for those that are missing or damaged. Blocks that wait are
         written first."""
         self.flush()
-        return list(self._readers.map(self._read, keys))
+        began = time.monotonic()
+        blocks = list(self._readers.map(self._read, keys))
+        with self._lock:
+            self._read_s += time.monotonic() - began
+        return blocks
+
+    def take_times(self, done: LoadDone) -> None:
+        """Add what was read and written since the last call, and whether the tier is off."""
+        with self._lock:
+            done.read_s += self._read_s
+            done.write_s += self._write_s
+            done.written_bytes += self._num_written_bytes
+            self._read_s, self._write_s, self._num_written_bytes = 0.0, 0.0, 0
+        done.is_off = done.is_off or self.is_off
 
     def flush(self) -> None:
         """Wait until the blocks that wait now are written."""
@@ -229,13 +256,14 @@ def _write_fully(descriptor: int, data: bytes | memoryview) -> None:
 # ---- the folder of a model
 
 
-def open_disk_tier(config: EngineConfig, rank: Rank, block_bytes: int) -> DiskTier | None:
-    """Open the folder of this model and rank in kv_offloading_dir; None if there is no such setting."""
+def open_disk_tier(config: EngineConfig, rank: Rank, block_bytes: int, ending: str = "") -> DiskTier | None:
+    """Open the folder of this model and rank in kv_offloading_dir, with a name that ends with `ending`; None
+    if there is no such setting."""
     if config.cache.kv_offloading_dir is None:
         return None
     model = model_digest(config)
     name = re.sub(r"[^\w.-]+", "_", config.model.model)[-100:].strip("_.") or "model"
-    folder = f"{name}_{model.hex()[:12]}_r{rank.index(config.parallel)}"
+    folder = f"{name}_{model.hex()[:12]}_r{rank.index(config.parallel)}{ending}"
     root = Path(config.cache.kv_offloading_dir).expanduser()
     return DiskTier(root / folder, model=model, block_bytes=block_bytes)
 

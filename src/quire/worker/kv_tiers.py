@@ -1,10 +1,10 @@
-"""The lower tiers of a worker: copies of KV cache blocks to host memory and disk, and back.
+"""The lower tiers of a worker: copies of KV cache entries to host memory and disk, and back.
 
-A block is one row of bytes there: its pages of all layers, one after another."""
+An entry is one row of bytes there: a block's pages of all layers, or a checkpoint of their states."""
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -12,42 +12,99 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.data.kv_tiers import BlockLoad, BlockStores, LoadDone
+from quire.data.kv_tiers import BlockLoad, BlockStores, LoadDone, is_state
 from quire.layers.attention import Caching, PagedAttention
 from quire.layers.mla import MLAAttention
+from quire.layers.ssm import SSMMixer
 from quire.worker.disk_tier import DiskTier
+from quire.worker.state_checkpoints import StateCheckpoints
 
 _AT_ONCE = 64
-"""Most blocks that are copied to the device together; they take memory twice meanwhile."""
+"""Most entries that are read from disk before they are copied to the device."""
 
 
-class CachePages:
-    """The pages of a cache, by block: tensors [num_blocks, ...] of all layers."""
+class CacheEntries:
+    """The entries of a cache: tensors of all layers, [num_entries, ...] each. Entry i is row `first` + i."""
 
-    def __init__(self, layers: Iterable[Caching]) -> None:
-        tensors: dict[tuple[object, ...], Tensor] = {}
-        for tensor in (tensor for layer in layers for tensor in _caches(layer)):
-            pages = tensor.view(torch.uint8)
+    def __init__(self, tensors: Iterable[Tensor], first: int = 0) -> None:
+        unique: dict[tuple[object, ...], Tensor] = {}
+        for rows in (tensor.view(torch.uint8) for tensor in tensors):
             # Layers of different groups share memory: a block belongs to one group.
-            tensors[pages.data_ptr(), pages.shape, pages.stride()] = pages
-        self.tensors = list(tensors.values())
-        self.block_bytes = sum(pages[0].numel() for pages in self.tensors)
+            unique[rows.data_ptr(), rows.shape, rows.stride()] = rows
+        self.tensors = _merged(list(unique.values()))
+        self.first = first
+        self.entry_bytes = sum(rows[0].numel() for rows in self.tensors)
+        self.num_entries = len(self.tensors[0]) - first if self.tensors else 0
 
     @torch.inference_mode()
-    def gather(self, ids: Tensor) -> Tensor:
-        """Return the contents of blocks [n, block_bytes]."""
-        parts = [pages.index_select(0, ids).view(len(ids), -1) for pages in self.tensors]
-        return torch.cat(parts, 1)
+    def gather(self, ids: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the contents of entries [n, entry_bytes], in `out` if it is there."""
+        if out is None:
+            out = torch.empty((len(ids), self.entry_bytes), dtype=torch.uint8, device=ids.device)
+        for rows, part in self._parts(out):
+            torch.index_select(rows, 0, ids + self.first, out=part)
+        return out
 
     @torch.inference_mode()
     def scatter(self, ids: Tensor, contents: Tensor) -> None:
-        """Set the contents of blocks."""
+        """Set the contents of entries."""
+        for rows, part in self._parts(contents):
+            rows.index_copy_(0, ids + self.first, part)
+
+    def _parts(self, contents: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return each tensor with its part of `contents`, both as numbers as wide as possible."""
         first = 0
-        for pages in self.tensors:
-            size = pages[0].numel()
-            part = contents[:, first : first + size].reshape(len(ids), *pages.shape[1:])
-            pages.index_copy_(0, ids, part)
+        for rows in self.tensors:
+            size = rows[0].numel()
+            part = contents[:, first : first + size].view(len(contents), *rows.shape[1:])
+            wide = torch.int64 if _is_wide(rows) and _is_wide(part) else torch.uint8
+            yield rows.view(wide), part.view(wide)
             first += size
+
+
+def cache_pages(layers: Iterable[Caching]) -> CacheEntries:
+    """Return the pages of a cache, by block."""
+    paged = (layer for layer in layers if not isinstance(layer, SSMMixer))
+    return CacheEntries(tensor for layer in paged for tensor in _caches(layer))
+
+
+def state_slots(checkpoints: StateCheckpoints) -> CacheEntries:
+    """Return the checkpoints of states, by slot."""
+    return CacheEntries((tensor.flatten(1) for tensor in checkpoints.tensors), checkpoints.last)
+
+
+def _is_wide(rows: Tensor) -> bool:
+    """Whether bytes can be read as numbers of 8 bytes."""
+    sizes = (rows.shape[-1], rows.storage_offset(), *rows.stride()[:-1])
+    return rows.stride(-1) == 1 and rows.data_ptr() % 8 == 0 and not any(size % 8 for size in sizes)
+
+
+def _merged(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the tensors with runs of equal ones at equal distances in memory as one [num_entries, n, size],
+    so that a copy takes few kernels."""
+    merged: list[Tensor] = []
+    runs: list[list[Tensor]] = []
+    for rows in sorted(tensors, key=Tensor.data_ptr):
+        if not rows.is_contiguous():
+            merged.append(rows)
+        elif runs and _continues(runs[-1], rows):
+            runs[-1].append(rows)
+        else:
+            runs.append([rows])
+    for run in runs:
+        num_entries, size = len(run[0]), run[0][0].numel()
+        distance = run[1].data_ptr() - run[0].data_ptr() if len(run) > 1 else 0
+        merged.append(run[0].as_strided((num_entries, len(run), size), (size, distance, 1)))
+    return merged
+
+
+def _continues(run: list[Tensor], rows: Tensor) -> bool:
+    first, last = run[0], run[-1]
+    if first.untyped_storage().data_ptr() != rows.untyped_storage().data_ptr():
+        return False
+    distance = rows.data_ptr() - last.data_ptr()
+    is_same = len(rows) == len(first) and rows.numel() == first.numel()
+    return is_same and (len(run) == 1 or distance == run[1].data_ptr() - first.data_ptr())
 
 
 def _caches(layer: Caching) -> list[Tensor]:
@@ -62,30 +119,45 @@ def _caches(layer: Caching) -> list[Tensor]:
 
 
 class BlockCopies(Protocol):
-    """Copies between the cache and host memory."""
+    """Copies between one kind of entries on the device and host memory."""
 
-    pages: CachePages
+    entries: CacheEntries
 
     def new_slots(self, count: int) -> Tensor:
-        """Return memory for `count` blocks, with one more in front, which is not used."""
+        """Return memory for `count` entries, with one more in front, which is not used."""
 
-    def start_out(self, ids: Sequence[int], slots: Tensor | None, rows: Sequence[int]) -> "CopiedBlocks":
-        """Start to copy blocks to the host, in the order of the steps. Those with `rows[i] > 0` are also
-        copied to that row of `slots`."""
+    def begin_step(self) -> None:
+        """Order the next step after the copies to the host that were started with `ahead`."""
 
-    def copy_in(self, ids: Sequence[int], contents: Sequence[NDArray[np.uint8] | Tensor]) -> None:
-        """Copy blocks to the cache and wait until they are there; may run in any thread."""
+    def start_out(
+        self, ids: Sequence[int], slots: Tensor | None, rows: Sequence[int], *, keep: bool, ahead: bool
+    ) -> "CopiedBlocks | None":
+        """Start to copy entries to the host, in the order of the steps: those with `rows[i] > 0` to that row
+        of `slots`, and with `keep` all of them to memory that is returned. With `ahead`, the next step may
+        run meanwhile: it does not overwrite them."""
+
+    def begin_in(self) -> None:
+        """Order the next copies to the device after the steps that were submitted."""
+
+    def start_in(self, ids: Sequence[int], contents: Sequence[NDArray[np.uint8] | Tensor]) -> None:
+        """Start to copy entries to the device; may run in any thread."""
+
+    def wait_in(self) -> None:
+        """Wait for the copies to the device that were started."""
+
+    def take_out_s(self) -> float:
+        """Return the seconds of copies to the host that have ended since the last call."""
 
 
 class CopiedBlocks(Protocol):
-    """Blocks on their way to the host."""
+    """Entries on their way to the host."""
 
     def wait(self) -> NDArray[np.uint8]:
-        """Wait for the copy and return the contents [n, block_bytes]."""
+        """Wait for the copy and return the contents [n, entry_bytes]."""
 
 
 class HostBlocks:
-    """Blocks that are in host memory."""
+    """Entries that are in host memory."""
 
     def __init__(self, contents: Tensor) -> None:
         self._contents = contents
@@ -95,27 +167,45 @@ class HostBlocks:
 
 
 class CpuBlockCopies:
-    """Copies of a cache in host memory."""
+    """Copies of entries in host memory."""
 
-    def __init__(self, pages: CachePages) -> None:
-        self.pages = pages
+    def __init__(self, entries: CacheEntries) -> None:
+        self.entries = entries
+        self._out_s = 0.0
 
     def new_slots(self, count: int) -> Tensor:
-        return torch.empty((count + 1, self.pages.block_bytes), dtype=torch.uint8)
+        return torch.empty((count + 1, self.entries.entry_bytes), dtype=torch.uint8)
 
-    def start_out(self, ids: Sequence[int], slots: Tensor | None, rows: Sequence[int]) -> CopiedBlocks:
-        contents = self.pages.gather(torch.tensor(ids))
+    def begin_step(self) -> None:
+        """Return: the copies are done when they have been started."""
+
+    def start_out(
+        self, ids: Sequence[int], slots: Tensor | None, rows: Sequence[int], *, keep: bool, ahead: bool
+    ) -> CopiedBlocks | None:
+        began = time.monotonic()
+        contents = self.entries.gather(torch.tensor(ids))
         if slots is not None:
             slots[torch.tensor(rows)] = contents  # row 0 takes those without a slot
-        return HostBlocks(contents)
+        self._out_s += time.monotonic() - began
+        return HostBlocks(contents) if keep else None
 
-    def copy_in(self, ids: Sequence[int], contents: Sequence[NDArray[np.uint8] | Tensor]) -> None:
+    def begin_in(self) -> None:
+        """Return: steps are done when they have been submitted."""
+
+    def start_in(self, ids: Sequence[int], contents: Sequence[NDArray[np.uint8] | Tensor]) -> None:
         rows = [torch.as_tensor(part) for part in contents]
-        self.pages.scatter(torch.tensor(ids), torch.stack(rows))
+        self.entries.scatter(torch.tensor(ids), torch.stack(rows))
+
+    def wait_in(self) -> None:
+        """Return: the copies are done when they have been started."""
+
+    def take_out_s(self) -> float:
+        seconds, self._out_s = self._out_s, 0.0
+        return seconds
 
 
-class WorkerTiers:
-    """Host slots and files of one worker. Stores run in the order of steps, loads in threads beside them."""
+class KindTiers:
+    """Host slots and files of one kind of entries: pages or checkpoints of states."""
 
     def __init__(self, copies: BlockCopies, num_slots: int, disk: DiskTier | None) -> None:
         self.copies = copies
@@ -124,31 +214,36 @@ class WorkerTiers:
         self._entering = threading.Lock()
         """Held while a load writes to the cache, and while the cache is replaced."""
 
-    def store(self, stores: BlockStores) -> None:
-        """Copy blocks to their host slots and files; files are written later."""
-        if self.disk is not None and stores.dropped:
-            self.disk.delete(stores.dropped)
-        if not stores.block_ids:
-            return
-        out = self.copies.start_out(stores.block_ids, self.slots, stores.slots)
-        if self.disk is not None and any(stores.files):
-            self.disk.write(stores.files, out)
+    def store(self, stores: BlockStores, *, ahead: bool) -> None:
+        """Copy entries to their host slots and files; files are written later, as many as may wait."""
+        written = [at for at, is_written in enumerate(stores.to_disk) if is_written]
+        written = written[: 0 if self.disk is None else self.disk.num_free]
+        others = {at for at, slot in enumerate(stores.slots) if slot}.difference(written)
+        for places, keep in ((written, True), (sorted(others), False)):
+            if not places:
+                continue
+            part = stores.part(places)
+            out = self.copies.start_out(part.ids, self.slots, part.slots, keep=keep, ahead=ahead)
+            if self.disk is not None and out is not None:
+                self.disk.write(part.keys, out)
 
-    def load(self, load: BlockLoad) -> LoadDone:
-        """Copy blocks to the cache; those that cannot be read are left out."""
-        began, failed = time.monotonic(), list[int]()
-        for first in range(0, len(load.keys), _AT_ONCE):
-            places = range(first, min(first + _AT_ONCE, len(load.keys)))
-            contents = self._read(load, places)
-            failed += [place for place in places if place not in contents]
+    def load(self, load: BlockLoad, places: Sequence[int]) -> list[int]:
+        """Copy the entries at these places to the device; return the places of those that cannot be read."""
+        failed: list[int] = []
+        with self._entering:
+            self.copies.begin_in()
+        for first in range(0, len(places), _AT_ONCE):
+            part = places[first : first + _AT_ONCE]
+            contents = self._read(load, part)
+            failed += [place for place in part if place not in contents]
             if contents:
                 with self._entering:
-                    self.copies.copy_in([load.block_ids[at] for at in contents], [*contents.values()])
-        is_off = self.disk is not None and self.disk.is_off
-        return LoadDone(failed, time.monotonic() - began, is_off)
+                    self.copies.start_in([load.ids[at] for at in contents], [*contents.values()])
+        self.copies.wait_in()
+        return failed
 
-    def _read(self, load: BlockLoad, places: range) -> dict[int, NDArray[np.uint8] | Tensor]:
-        """Return the contents of the blocks that can be read, by place."""
+    def _read(self, load: BlockLoad, places: Sequence[int]) -> dict[int, NDArray[np.uint8] | Tensor]:
+        """Return the contents of the entries that can be read, by place."""
         contents: dict[int, NDArray[np.uint8] | Tensor] = {}
         files = [place for place in places if not load.slots[place]]
         if files and self.disk is not None:
@@ -163,8 +258,57 @@ class WorkerTiers:
     def rebind(self, copies: BlockCopies) -> None:
         """Use another cache, of the same layout."""
         with self._entering:
+            self.copies.wait_in()
             self.copies = copies
 
+
+class WorkerTiers:
+    """The lower tiers of one worker. Stores run in the order of steps, loads in threads beside them."""
+
+    def __init__(self, kinds: Sequence[KindTiers]) -> None:
+        """Build the tiers of pages, and of checkpoints of states if there are any."""
+        self.kinds = kinds
+
+    def keys(self) -> list[bytes]:
+        """Return the keys of all files, of each kind the least recently used first."""
+        disks = (kind.disk for kind in self.kinds if kind.disk is not None)
+        return [key for keys in map(DiskTier.keys, disks) for key in keys]
+
+    def begin_step(self) -> None:
+        """Order the next step after the copies of entries that it may overwrite."""
+        for kind in self.kinds:
+            kind.copies.begin_step()
+
+    def store(self, stores: BlockStores) -> None:
+        """Delete files, and copy entries to their host slots and files."""
+        num_now = len(stores.ids) - stores.num_ahead
+        for is_of_states, kind in enumerate(self.kinds):
+            if kind.disk is not None and stores.dropped:
+                kind.disk.delete([key for key in stores.dropped if is_state(key) == is_of_states])
+            for first, end in ((0, num_now), (num_now, len(stores.ids))):
+                places = [at for at in range(first, end) if is_state(stores.keys[at]) == is_of_states]
+                kind.store(stores.part(places), ahead=first == num_now)
+
+    def load(self, load: BlockLoad) -> LoadDone:
+        """Copy entries to the device; those that cannot be read are left out."""
+        began, failed = time.monotonic(), list[int]()
+        for is_of_states, kind in enumerate(self.kinds):
+            places = [at for at, key in enumerate(load.keys) if is_state(key) == is_of_states]
+            if places:
+                failed += kind.load(load, places)
+        done = LoadDone(failed, time.monotonic() - began if load.keys else 0.0)
+        for kind in self.kinds:
+            done.store_s += kind.copies.take_out_s()
+            if kind.disk is not None:
+                kind.disk.take_times(done)
+        return done
+
+    def rebind(self, copies: Sequence[BlockCopies]) -> None:
+        """Use another cache, of the same layout."""
+        for kind, new in zip(self.kinds, copies, strict=True):
+            kind.rebind(new)
+
     def close(self) -> None:
-        if self.disk is not None:
-            self.disk.close()
+        for kind in self.kinds:
+            if kind.disk is not None:
+                kind.disk.close()

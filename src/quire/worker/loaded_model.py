@@ -35,7 +35,7 @@ from quire.worker.cpu import draw as draw_on_host
 from quire.worker.device import Device, Model
 from quire.worker.extensions import open_processors
 from quire.worker.features import PromptLogprobs, StepFeature
-from quire.worker.kv_tiers import BlockCopies, CachePages, CpuBlockCopies
+from quire.worker.kv_tiers import BlockCopies, CacheEntries, CpuBlockCopies, cache_pages, state_slots
 from quire.worker.lora import check_slots, slots_of, why_no_extra_vocab
 from quire.worker.memory import bind, free_bytes
 from quire.worker.multimodal.encoder import CrossEncoder, MediaEncoder, open_encoder, tower_group
@@ -234,14 +234,19 @@ class LoadedModel:
         layers, num_rows = state_layers(self.model.modules()), self.config.scheduler.max_num_seqs
         return StateCheckpoints(layers, num_rows, self.layout.states_per_row)
 
-    def block_copies(self) -> BlockCopies:
-        """Return copies of the blocks of the bound cache."""
-        pages = CachePages(caching_layers(self.modules.modules()))
+    def cache_entries(self, checkpoints: StateCheckpoints | None) -> list[CacheEntries]:
+        """Return the pages of the bound cache, and its checkpoints of states if there are any."""
+        pages = cache_pages(caching_layers(self.modules.modules()))
+        return [pages] if checkpoints is None else [pages, state_slots(checkpoints)]
+
+    def block_copies(self, checkpoints: StateCheckpoints | None) -> list[BlockCopies]:
+        """Return copies of the entries of the bound cache."""
+        kinds = self.cache_entries(checkpoints)
         if self.device.type == "cpu":
-            return CpuBlockCopies(pages)
+            return [CpuBlockCopies(entries) for entries in kinds]
         from quire.worker.cuda.block_copies import CudaBlockCopies
 
-        return CudaBlockCopies(pages, self.device)
+        return [CudaBlockCopies(entries, self.device) for entries in kinds]
 
     # ---- runners
 

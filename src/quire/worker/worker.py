@@ -28,7 +28,7 @@ from quire.sampling.rows import SamplingRows
 from quire.worker.device import device_failures
 from quire.worker.disk_tier import open_disk_tier
 from quire.worker.eplb import Balancer
-from quire.worker.kv_tiers import WorkerTiers
+from quire.worker.kv_tiers import KindTiers, WorkerTiers
 from quire.worker.loaded_model import LoadedModel
 from quire.worker.lora import LoRAManager
 from quire.worker.memory import Needs, cache_room, table, use_expandable_segments
@@ -189,8 +189,14 @@ class Worker:
     def _bind(self, size: CacheSize) -> None:
         self.loaded.bind(size.num_blocks, num_checkpoints=size.num_checkpoints)
         self._checkpoints = self.loaded.checkpoints() if size.num_checkpoints else None
+        self._rebind_tiers()
+
+    def _rebind_tiers(self) -> None:
+        """Let the lower tiers use the bound cache."""
         if self._tiers is not None:
-            self._tiers.rebind(self.loaded.block_copies())
+            has_states = self._size is not None and self._size.num_checkpoints
+            states = self.loaded.checkpoints() if has_states else None
+            self._tiers.rebind(self.loaded.block_copies(states))
 
     def warm_up(self) -> None:
         """Warm up, together with the workers that run the same steps: all of them have a cache by now."""
@@ -207,6 +213,8 @@ class Worker:
     def submit(self, plan: StepPlan) -> Pending:
         assert self._runner is not None, "start() comes first"
         with device_failures(self._fatal):
+            if self._tiers is not None:
+                self._tiers.begin_step()
             if plan.stores is not None:
                 self.store_blocks(plan.stores)
             for placement in plan.adapters:
@@ -268,18 +276,22 @@ class Worker:
 
     # ---- lower tiers of the KV cache
 
-    def describe_tiers(self) -> int:
-        """Return the bytes of a block on this worker."""
-        return self.loaded.block_copies().pages.block_bytes
+    def describe_tiers(self) -> tuple[int, int]:
+        """Return the bytes of a block on this worker, and of a checkpoint of states."""
+        sizes = [entries.entry_bytes for entries in self.loaded.cache_entries(self._checkpoints)]
+        return sizes[0], sum(sizes[1:])
 
-    def open_tiers(self, num_slots: int) -> list[bytes]:
-        """Open the host tier with `num_slots` blocks, and the disk tier if there is a directory. Return the
-        keys of the blocks on disk, the least recently used first."""
-        copies = self.loaded.block_copies()
-        disk = open_disk_tier(self.config, self.world.rank, copies.pages.block_bytes)
-        keys = [] if disk is None else disk.keys()
-        self._tiers = WorkerTiers(copies, num_slots, disk)
-        return keys
+    def open_tiers(self, num_slots: list[int]) -> list[bytes]:
+        """Open the host tier with so many slots for blocks, and for checkpoints of states, and the disk tier
+        if there is a directory. Return the keys on disk, of each kind the least recently used first."""
+        copies, names = self.loaded.block_copies(self._checkpoints), ("", "_states")
+        disks = [
+            open_disk_tier(self.config, self.world.rank, kind.entries.entry_bytes, name)
+            for kind, name in zip(copies, names, strict=False)
+        ]
+        parts = zip(copies, num_slots, disks, strict=False)
+        self._tiers = WorkerTiers([KindTiers(*part) for part in parts])
+        return self._tiers.keys()
 
     def store_blocks(self, stores: BlockStores) -> None:
         """Copy blocks to lower tiers, in the order of steps."""
@@ -383,6 +395,7 @@ class Worker:
             self.loaded.encoder.clear()
         if self._needs is not None and self.model is not None and self._offloaded is None:
             self.loaded.bind(num_blocks=1, num_rows=0)
+            self._rebind_tiers()
 
     def _forget_steps(self) -> None:
         if isinstance(self._runner, Runner | StageRunner):

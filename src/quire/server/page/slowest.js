@@ -48,8 +48,14 @@ function missWords(miss) {
   return `not cached${start}: ${name}${since}`;
 }
 
+function tierWords(request) {
+  const tiers = { "host memory": request.cached_tokens_from_host, disk: request.cached_tokens_from_disk };
+  return Object.entries(tiers).filter(([, tokens]) => tokens).map(([name, tokens]) => `, ${count(tokens)} from ${name}`);
+}
+
 function words(request) {
-  const cached = request.cached_tokens ? ` (${count(request.cached_tokens)} cached)` : "";
+  const tiers = tierWords(request).join("");
+  const cached = request.cached_tokens ? ` (${count(request.cached_tokens)} cached${tiers})` : "";
   const found = [
     ...PARTS.map((part) => span(request[`${part}_ms`])),
     `${count(request.prompt_tokens)}${cached} + ${count(request.completion_tokens)} tokens`,

@@ -1,7 +1,8 @@
-"""Copies of KV cache blocks between a GPU and pinned host memory, on a stream beside the steps."""
+"""Copies of KV cache entries between a GPU and pinned host memory, on a stream beside the steps."""
 
 import threading
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -9,11 +10,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.host_memory import host_memory, pin
-from quire.worker.kv_tiers import CachePages, CopiedBlocks
+from quire.kernels.host_to_device import copy_to_device
+from quire.worker.kv_tiers import CacheEntries, CopiedBlocks
+
+_STAGING_BYTES = 64 << 20
+"""Device memory of entries on their way: three buffers, of at least one entry each."""
 
 
 class PinnedBlocks:
-    """Blocks on their way to pinned memory."""
+    """Entries on their way to pinned memory."""
 
     def __init__(self, contents: Tensor, copied: torch.cuda.Event) -> None:
         self._contents, self._copied = contents, copied
@@ -23,47 +28,134 @@ class PinnedBlocks:
         return self._contents.numpy()
 
 
-class CudaBlockCopies:
-    """Copies of a cache on a GPU.
+class _Staging:
+    """Device memory from which entries are copied to the host, and the end of the last copy."""
 
-    Blocks are gathered on the stream of the steps, so that the next step may overwrite them, and copied to
-    the host on another stream. Blocks from the host are scattered on the other stream: no step uses them
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.copied = torch.cuda.Event()
+
+
+class CudaBlockCopies:
+    """Copies of one kind of entries on a GPU.
+
+    Entries that the next step overwrites are gathered on the stream of the steps, and copied to the host on
+    another stream. The step waits if both buffers are still being copied. Other entries are gathered on the
+    second stream, too, while the step runs. Entries from the host are scattered there: no step uses them
     yet."""
 
-    def __init__(self, pages: CachePages, device: torch.device) -> None:
-        self.pages, self.device = pages, device
+    def __init__(self, entries: CacheEntries, device: torch.device) -> None:
+        self.entries, self.device = entries, device
         self._main = torch.cuda.current_stream(device)
         self._beside = torch.cuda.Stream(device)
         self._lock = threading.Lock()
         """Held while work is enqueued on the second stream."""
+        size = entries.entry_bytes
+        self._at_once = max(min(_STAGING_BYTES // max(size, 1), entries.num_entries), 1)
+        """Entries in a buffer."""
+        self._inward, *outward = torch.empty((3, self._at_once, size), dtype=torch.uint8, device=device)
+        self._outward = [_Staging(memory) for memory in outward]
+        self._ahead = torch.cuda.Event()
+        """End of the copies that run beside a step."""
+        self._timed: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        """Begin and end of copies to the host."""
 
     def new_slots(self, count: int) -> Tensor:
-        memory = host_memory((count + 1) * self.pages.block_bytes)
+        memory = host_memory((count + 1) * self.entries.entry_bytes)
         pin(memory)  # copies to memory that cannot be pinned are slower
         return memory.view(count + 1, -1)
 
-    def start_out(self, ids: Sequence[int], slots: Tensor | None, rows: Sequence[int]) -> CopiedBlocks:
-        places = torch.tensor(ids).pin_memory().to(self.device, non_blocking=True)
-        gathered = self.pages.gather(places)
-        contents = torch.empty(gathered.shape, dtype=torch.uint8, pin_memory=True)
-        copied = torch.cuda.Event()
-        with self._lock, torch.cuda.stream(self._beside):
-            self._beside.wait_stream(self._main)
-            gathered.record_stream(self._beside)
-            contents.copy_(gathered, non_blocking=True)
-            for at, row in enumerate(rows):
-                if slots is not None and row:
-                    slots[row].copy_(gathered[at], non_blocking=True)
-            copied.record()
-        return PinnedBlocks(contents, copied)
+    def begin_step(self) -> None:
+        self._main.wait_event(self._ahead)
 
-    def copy_in(self, ids: Sequence[int], contents: Sequence[NDArray[np.uint8] | Tensor]) -> None:
-        copied = torch.cuda.Event()
+    def start_out(
+        self, ids: Sequence[int], slots: Tensor | None, rows: Sequence[int], *, keep: bool, ahead: bool
+    ) -> CopiedBlocks | None:
+        places = copy_to_device(np.array(ids, np.int64), self.device)
+        places.record_stream(self._beside)
+        kept, began, copied = None, *(torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if keep:
+            kept = torch.empty((len(ids), self.entries.entry_bytes), dtype=torch.uint8, pin_memory=True)
+        with self._lock:
+            self._beside.wait_stream(self._main)
+            began.record(self._beside)
+            for first in range(0, len(ids), self._at_once):
+                end = min(first + self._at_once, len(ids))
+                blocks = self._gather(places[first:end], ahead=ahead)
+                with torch.cuda.stream(self._beside):
+                    if slots is not None:
+                        for at, row, count in _runs(rows[first:end]):
+                            slots[row : row + count].copy_(blocks[at : at + count], non_blocking=True)
+                    if kept is not None:
+                        kept[first:end].copy_(blocks, non_blocking=True)
+                    self._outward[-1].copied.record()
+            copied.record(self._beside)
+            self._timed.append((began, copied))
+            if ahead:
+                self._ahead.record(self._beside)
+        return None if kept is None else PinnedBlocks(kept, copied)
+
+    def _gather(self, places: Tensor, *, ahead: bool) -> Tensor:
+        """Return the contents of entries in one of the buffers, the last one of the list from now on."""
+        staging = self._outward[0]
+        self._outward.reverse()
+        if ahead:
+            with torch.cuda.stream(self._beside):
+                return self.entries.gather(places, staging.memory[: len(places)])
+        self._main.wait_event(staging.copied)
+        blocks = self.entries.gather(places, staging.memory[: len(places)])
+        self._beside.wait_stream(self._main)
+        return blocks
+
+    def take_out_s(self) -> float:
+        seconds = 0.0
+        with self._lock:
+            while self._timed and self._timed[0][1].query():
+                began, copied = self._timed.popleft()
+                seconds += began.elapsed_time(copied) / 1e3
+        return seconds
+
+    def begin_in(self) -> None:
+        with self._lock:
+            self._beside.wait_stream(self._main)
+
+    def start_in(self, ids: Sequence[int], contents: Sequence[NDArray[np.uint8] | Tensor]) -> None:
         with self._lock, torch.cuda.stream(self._beside):
-            self._beside.wait_stream(self._main)  # steps that used these blocks before
-            staging = torch.empty((len(ids), self.pages.block_bytes), dtype=torch.uint8, device=self.device)
-            for row, part in zip(staging, contents, strict=True):
-                row.copy_(torch.as_tensor(part), non_blocking=True)
-            self.pages.scatter(torch.tensor(ids).to(self.device), staging)
-            copied.record()
+            places = copy_to_device(np.array(ids, np.int64), self.device)
+            rows = [torch.as_tensor(part) for part in contents]
+            for first in range(0, len(ids), self._at_once):
+                part = rows[first : first + self._at_once]
+                for at, run in _joined(part):
+                    self._inward[at : at + len(run)].copy_(run, non_blocking=True)
+                self.entries.scatter(places[first : first + len(part)], self._inward[: len(part)])
+
+    def wait_in(self) -> None:
+        copied = torch.cuda.Event(blocking=True)
+        with self._lock:
+            copied.record(self._beside)
         copied.synchronize()
+
+
+def _runs(rows: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Return the runs of consecutive rows: place, first row and length of each. Rows 0 are left out."""
+    first = 0
+    for at in range(1, len(rows) + 1):
+        if at == len(rows) or rows[at] != rows[at - 1] + 1 or not rows[first]:
+            if rows[first]:
+                yield first, rows[first], at - first
+            first = at
+
+
+def _joined(rows: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """Return the rows with those that follow each other in one memory as one [n, size], by place."""
+    first = 0
+    for at in range(1, len(rows) + 1):
+        if at == len(rows) or not _follows(rows[at - 1], rows[at]):
+            row = rows[first]
+            yield first, row.as_strided((at - first, len(row)), (len(row), 1))
+            first = at
+
+
+def _follows(row: Tensor, after: Tensor) -> bool:
+    is_same = row.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
+    return is_same and row.data_ptr() + row.nbytes == after.data_ptr()

@@ -1,0 +1,240 @@
+"""TierStores: copies of KV cache entries from the device to host memory and disk.
+
+An entry is copied to host memory when it is evicted from the device, or shortly before, and to disk when it
+is full. The copy is part of a step, before it computes: steps run in order, so the entry is complete and not
+yet overwritten."""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from quire.data.kv_tiers import BlockStores, is_state
+from quire.sched.blocks import Block
+from quire.sched.kv_manager import is_salted
+from quire.sched.tier_index import EntryTiers, TierIndex
+
+AHEAD_SHARE = 1 / 4
+"""Share of the blocks, the next ones to be evicted, that are copied to host memory before."""
+NUM_AHEAD = 64
+"""Most blocks that a step copies ahead, beside as many as it fills."""
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """A planned step: the entries that it fills and those that it stores."""
+
+    filled: list[tuple[bytes, Block]]
+    to_host: list[bytes]
+    to_disk: list[bytes]
+    dropped: list[bytes] = field(default_factory=list)
+    """Keys of files that it deletes."""
+
+
+class TierStores:
+    """Entries to store with the next step, and those of steps in flight."""
+
+    def __init__(
+        self, pages: EntryTiers | None, states: EntryTiers | None, *, salted_to_disk: bool = False
+    ) -> None:
+        """Build the stores. `pages` or `states` is None if the model has none of them."""
+        self.pages, self.states = pages, states
+        self.salted_to_disk = salted_to_disk
+        self.disk_is_off = False
+        """Whether a worker cannot write to its disk any more."""
+        self.planned = 0
+        """The last planned step."""
+        self.steps: dict[int, _InFlight] = {}
+        """Planned steps without a result."""
+        self.unwritten: set[bytes] = set()
+        """Keys of entries that steps in flight fill."""
+        self.evicted: dict[bytes, int] = {}
+        """Evicted entries that the next step stores, by key."""
+        self.dropped: list[bytes] = []
+        """Keys of files to delete."""
+        self.num_failed = 0
+        """Entries that were not stored, because no slot was free."""
+        self.sizes: list[int] = []
+        """Bytes of each copy."""
+        self.is_unreported = False
+        """Whether something was stored since the workers were last asked for their times."""
+        self._full: dict[bytes, Block] = {}
+        """Entries that the next step writes to disk, by key."""
+        self._ahead: deque[Block] = deque()
+        """Free blocks to copy to host memory before they are evicted."""
+        self._next_search = 0
+        """Number of allocated blocks at which `_ahead` is searched again."""
+
+    def kind_of(self, key: bytes) -> EntryTiers | None:
+        """Return the tiers for an entry; None: such entries have no contents."""
+        return self.states if is_state(key) else self.pages
+
+    @property
+    def kinds(self) -> list[EntryTiers]:
+        return [kind for kind in (self.pages, self.states) if kind is not None]
+
+    @property
+    def are_waiting(self) -> bool:
+        """Whether something is to be stored or deleted."""
+        return bool(self.evicted or self._full or self.dropped)
+
+    def add_files(self, keys: Iterable[bytes]) -> None:
+        """Index the files of an earlier run, the least recently used first; those beyond the capacity are
+        deleted."""
+        for key in keys:
+            kind = self.kind_of(key)
+            if kind is None or kind.disk is None:
+                self.dropped.append(key)
+            elif (allotted := kind.disk.allot(key)) is not None:
+                kind.disk.commit(key)
+                self.dropped += [] if allotted[1] is None else [allotted[1]]
+
+    def note_evicted(self, blocks: list[Block]) -> None:
+        for block in blocks:
+            assert block.key is not None
+            if block.key not in self.unwritten and self.kind_of(block.key) is not None:
+                self.evicted[block.key] = block.id
+
+    def plan(self, step: int, fresh: Iterable[Block]) -> BlockStores | None:
+        """Return what the planned step stores before it computes; it fills `fresh` entries."""
+        self.planned = step
+        filled = [(block.key, block) for block in fresh if block.key is not None]
+        self.unwritten.update(key for key, _ in filled)
+        stores, to_host, to_disk = self._take(NUM_AHEAD + len(filled))
+        self.steps[step] = _InFlight(filled, to_host, to_disk, [] if stores is None else stores.dropped)
+        return stores
+
+    def take_now(self) -> BlockStores | None:
+        """Return what is to be stored without a step; no step may be in flight."""
+        stores, to_host, to_disk = self._take()
+        self._commit(_InFlight([], to_host, to_disk))
+        return stores
+
+    def _take(self, num_ahead: int = 0) -> tuple[BlockStores | None, list[bytes], list[bytes]]:
+        """Return the entries to store, and the keys of those that go to host memory and to disk."""
+        evicted, self.evicted = self.evicted, {}
+        full, self._full = self._full, {}
+        ahead = self._take_ahead(num_ahead)
+        kept = {key: block.id for key, block in full.items() if block.key == key} | ahead
+        ids = evicted | {key: id for key, id in kept.items() if key not in evicted}
+        stores, to_host, to_disk = BlockStores(dropped=self.dropped), list[bytes](), list[bytes]()
+        self.dropped = []
+        num_bytes = 0
+        for key, id in ids.items():
+            kind = self.kind_of(key)
+            assert kind is not None
+            slot = self._allot(kind.host, key, to_host) if key in evicted or key in ahead else 0
+            is_written = self._goes_to_disk(key) and bool(self._allot(kind.disk, key, to_disk, self.dropped))
+            if slot or is_written:
+                stores.ids.append(id)
+                stores.keys.append(key)
+                stores.slots.append(slot)
+                stores.to_disk.append(is_written)
+                stores.num_ahead += key not in evicted
+                num_bytes += kind.entry_bytes
+        if not stores.ids and not stores.dropped:
+            return None, to_host, to_disk
+        self.sizes.append(num_bytes)
+        self.is_unreported = True
+        return stores, to_host, to_disk
+
+    def _take_ahead(self, count: int) -> dict[bytes, int]:
+        """Return up to `count` blocks that will be evicted soon, so that their eviction needs no copy."""
+        ahead = dict[bytes, int]()
+        if not count or self.pages is None or (host := self.pages.host) is None:
+            return ahead
+        pool = self.pages.pool
+        if pool.num_taken >= self._next_search:
+            reach = int(min(pool.num_usable * AHEAD_SHARE, host.capacity / 2))
+            self._next_search = pool.num_taken + max(reach // 4, 1)
+            self._ahead = deque(block for block in pool.next_free(reach) if self._is_new(block, host))
+        while self._ahead and len(ahead) < count:
+            block = self._ahead.popleft()
+            if block.key is not None and self._is_new(block, host):
+                ahead[block.key] = block.id
+        return ahead
+
+    def _is_new(self, block: Block, host: TierIndex) -> bool:
+        """Whether a block is free, and its prefix is written and not in host memory."""
+        if block.key is None or block.num_users:
+            return False
+        return block.key not in self.unwritten and block.key not in host
+
+    def _goes_to_disk(self, key: bytes) -> bool:
+        return not self.disk_is_off and (self.salted_to_disk or not is_salted(key))
+
+    def _allot(
+        self, tier: TierIndex | None, key: bytes, keys: list[bytes], dropped: list[bytes] | None = None
+    ) -> int:
+        """Return a slot of the tier for an entry, and add it to `keys`; 0: it is there already, or there is
+        no room. The key of an entry that it replaces is added to `dropped`."""
+        if tier is None:
+            return 0
+        if key in tier:
+            tier.touch(key)
+            return 0
+        allotted = tier.allot(key)
+        if allotted is None:
+            self.num_failed += 1
+            return 0
+        slot, replaced = allotted
+        if dropped is not None:
+            if key in dropped:
+                dropped.remove(key)  # it was replaced a moment ago
+            dropped += [] if replaced is None else [replaced]
+        keys.append(key)
+        return slot
+
+    def landed(self, step: int) -> None:
+        """Index what a step has stored, and let the next one write its full entries to disk."""
+        done = self.steps.pop(step)
+        self._commit(done)
+        for key, block in done.filled:
+            self.unwritten.discard(key)
+            kind = self.kind_of(key)
+            if kind is not None and kind.disk is not None and block.key == key and key not in kind.disk:
+                self._full[key] = block
+
+    def _tiers_of(self, step: _InFlight) -> Iterable[tuple[TierIndex, bytes]]:
+        """Return what a step stores: each tier and key."""
+        for key in step.to_host:
+            kind = self.kind_of(key)
+            assert kind is not None and kind.host is not None
+            yield kind.host, key
+        for key in step.to_disk:
+            kind = self.kind_of(key)
+            assert kind is not None and kind.disk is not None
+            yield kind.disk, key
+
+    def _commit(self, step: _InFlight) -> None:
+        for tier, key in self._tiers_of(step):
+            tier.commit(key)
+
+    def _cancel(self, step: _InFlight) -> None:
+        """Free the slots of what a step stores."""
+        for tier, key in self._tiers_of(step):
+            tier.cancel(key)
+
+    def forget_steps(self) -> None:
+        """Forget the steps in flight, which may not have stored or filled anything. What they may have
+        written to disk is deleted."""
+        for step in self.steps.values():
+            self._cancel(step)
+            self.dropped += [*step.dropped, *step.to_disk]
+        self.steps.clear()
+        self.unwritten.clear()
+        self.evicted.clear()
+        self._full.clear()
+
+    def clear(self) -> None:
+        """Empty all tiers; steps in flight add nothing to them."""
+        for step in self.steps.values():
+            self._cancel(step)
+            self.dropped += step.to_disk
+            step.to_host.clear()
+            step.to_disk.clear()
+        self.evicted.clear()
+        self._full.clear()
+        for kind in self.kinds:
+            for tier in kind:
+                removed = tier.clear()
+                self.dropped += removed if tier is kind.disk else []
