@@ -1,8 +1,8 @@
 """A small OpenAI-like server in pure asyncio. The prompt selects the answer:
 
-`fail` 500, `refuse` 400, `drop` closes the connection in mid-stream, `garbage` sends an event that is not
-JSON, `error` an error event, `early` ends without a finish reason, `slow` waits 50 ms before each token. Any
-other prompt gets `max_tokens` tokens."""
+`fail` 500, `refuse` 400, `denied` 401, `drop` closes the connection in mid-stream, `garbage` sends an event
+that is not JSON, `error` an error event, `early` ends without a finish reason, `slow` waits 50 ms before each
+token. Any other prompt gets `max_tokens` tokens."""
 
 import asyncio
 import json
@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 MODEL = "fake-model"
+_REFUSED = {"fail": 500, "refuse": 400, "denied": 401}
 
 
 class FakeServer:
@@ -103,8 +104,7 @@ class FakeServer:
         if self.num_failures:
             self.num_failures -= 1
             whole(writer, 503, {"error": {"message": "not yet"}})
-        elif "fail" in prompt or "refuse" in prompt:
-            status = 500 if "fail" in prompt else 400
+        elif status := next((code for word, code in _REFUSED.items() if word in prompt), 0):
             whole(writer, status, {"error": {"message": f"asked to {prompt}", "code": status}})
         elif request.get("stream"):
             return await self._stream(prompt, request, chat, writer)
