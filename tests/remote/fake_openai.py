@@ -35,6 +35,7 @@ class FakeServer:
         self.close_after = 10**9
         """Number of answers after which the server silently closes an idle connection."""
         self.metrics = ""
+        self.version = "0.1"
         self.num_failures = 0
         """Number of answers still to be refused with 503."""
 
@@ -92,6 +93,8 @@ class FakeServer:
     def _get(self, path: str, writer: asyncio.StreamWriter) -> None:
         if path == "/v1/models":
             whole(writer, 200, {"object": "list", "data": [{"id": MODEL, "root": None}]})
+        elif path == "/version":
+            whole(writer, 200, {"version": self.version})
         elif path == "/metrics":
             body = self.metrics.encode()
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
