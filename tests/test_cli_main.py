@@ -88,7 +88,8 @@ def test_help_and_version(capsys: Capture) -> None:
         assert main(words) == 0
         shown = capsys.readouterr()
         assert shown.err == "" and all(name in shown.out for name in COMMANDS)
-    assert main(["-v"]) == 0 and capsys.readouterr().out.strip() == quire.__version__
+    for word in ("-v", "version"):
+        assert main([word]) == 0 and capsys.readouterr().out.strip() == quire.__version__
 
 
 @pytest.mark.parametrize("name", COMMANDS)

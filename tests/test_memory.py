@@ -1,6 +1,7 @@
 """Tests of cache capacity: exact block counts, and advice that works when it is followed."""
 
 import dataclasses
+import math
 import re
 from typing import Any
 
@@ -92,7 +93,7 @@ def test_as_many_blocks_as_fit(spare: int, blocks: int) -> None:
 
 def test_null_block_is_counted() -> None:
     """64 tokens are four blocks; without the fifth a request would never be admitted."""
-    with pytest.raises(ConfigError, match=f"{BLOCK} bytes are missing"):
+    with pytest.raises(ConfigError, match=f"{human(BLOCK)} is missing"):
         size(4 * BLOCK)
     with pytest.raises(ConfigError, match="needs 5 KV cache blocks, but num_gpu_blocks_override=4"):
         size(num_blocks_override=4)
@@ -157,9 +158,10 @@ def test_followed_advice_works(
         size(int(wanted), max_model_len=max_model_len, **same)
         with pytest.raises(ConfigError):
             size(int(wanted) - 1, max_model_len=max_model_len, **same)
-    missing = re.search(r"(\d+) bytes are missing", message)
+    missing = re.search(r"([\d.]+) ([GM])iB is missing", message)
     assert missing
-    size(max(have, 0) + int(missing[1]), max_model_len=max_model_len, **same)
+    rounded_up = (float(missing[1]) + 0.005) * 2 ** {"G": 30, "M": 20}[missing[2]]
+    size(max(have, 0) + math.ceil(rounded_up), max_model_len=max_model_len, **same)
 
 
 @given(max_model_len=st.integers(17, 5000), blocks=st.integers(2, 300))
@@ -209,7 +211,7 @@ def test_states_of_all_rows_are_reserved_first() -> None:
     states = {"layout": layout(specs, 64), "num_rows": 3}
     assert blocks_and_len(size(9 * BLOCK, **states)) == (5, 64)
     assert size(9 * BLOCK, **states).num_bytes == 9 * BLOCK
-    with pytest.raises(ConfigError, match=f"{BLOCK} bytes are missing"):
+    with pytest.raises(ConfigError, match=f"{human(BLOCK)} is missing"):
         size(8 * BLOCK, **states)
 
 

@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or words[0] in _HELP or words == ["bench"] or (words[0] == "bench" and words[1] in _HELP):
         print(usage())
         return 0
-    if words[0] in ("-v", "--version"):
+    if words[0] in ("-v", "--version", "version"):
         print(__version__)
         return 0
     name = " ".join(words[:2]) if words[0] == "bench" else words[0]

@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.checkpoint.draft import METHODS as DRAFT_METHODS
 from quire.checkpoint.draft import Draft, check_draft_settings, check_vocabulary, read_draft
-from quire.checkpoint.hub import DEFAULT_MODEL, DEFAULT_MODEL_NAMES, locate
+from quire.checkpoint.hub import DEFAULT_MODEL, is_default_model, locate
 from quire.checkpoint.model import read_checkpoint
 from quire.checkpoint.reader import read_json
 from quire.checkpoint.tensor_parallel import check_divisible
@@ -18,6 +18,7 @@ from quire.config.env import Env, warn_unknown
 from quire.config.expert_parallel import steps_together
 from quire.config.extensions import with_installed
 from quire.config.generation import default_sampling
+from quire.config.load import check_weight_transfer
 from quire.config.mm_caches import check_cache
 from quire.config.mm_limits import check_cross_attention, drop_unused_encoder, limits_of
 from quire.config.plugins import load_plugins
@@ -60,12 +61,13 @@ def configure(settings: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
         )
         checkpoint = replace(checkpoint, facts=drop_unused_encoder(checkpoint.facts, limits))
         check_cross_attention(checkpoint.facts, values)
-        if values.get("model") is None or values["model"] in DEFAULT_MODEL_NAMES:
+        if is_default_model(values.get("model")):
             checkpoint = replace(checkpoint, generation=dict(DEFAULT_MODEL.generation))
         draft_config = _read_draft_config(drafts, draft or config_path or path)
         config = resolve(
             values, checkpoint=checkpoint, machine=machine, usage=usage, env=env, draft=draft_config
         )
+        check_weight_transfer(config.extensions.weight_transfer_config, checkpoint, config.load)
         return _with_draft(config, draft)
 
     draft = _locate_draft(drafts, values, env, load_format="dummy")  # config only, without weights

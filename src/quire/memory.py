@@ -307,7 +307,7 @@ def _too_small(
     return (
         f"To serve at least one request with the model's max seq len ({max_model_len}), {human(needed)} "
         f"of KV cache is "
-        f"needed, but {human(available)} is available: {needed - available} bytes are missing. "
+        f"needed, but {human(available)} is available: {human(needed - available)} is missing. "
         f"The estimated maximum model length is {longest}. "
         + (f"Try {', or '.join(remedies)}." if remedies else "This model needs a device with more memory.")
     )

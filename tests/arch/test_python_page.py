@@ -1,5 +1,6 @@
 """docs/python.md has an entry for every name that `quire` exports."""
 
+import inspect
 import re
 from pathlib import Path
 
@@ -16,6 +17,20 @@ def test_every_exported_name_is_on_the_page() -> None:
     }
     aliases = {"quire.frontend.inputs.PromptType"}
     assert set(entries) == exported | aliases
+
+
+def test_the_overview_names_methods_and_fields_that_exist() -> None:
+    overview = PAGE.read_text().partition("## Overview")[2].partition("\n## ")[0]
+    kind, num_names = None, 0
+    for line in overview.splitlines():
+        if header := re.match(r"\| (?:method|field) of `(\w+)`", line):
+            kind = getattr(quire, header[1])
+        elif kind is not None and line.startswith("| `"):
+            for name, arguments in re.findall(r"`(\w+)(?:\((.*?)\))?`", line.split("|")[1]):
+                num_names += 1
+                parameters = inspect.signature(getattr(kind, name)).parameters if arguments else {}
+                assert hasattr(kind, name) and {*filter(None, arguments.split(", "))} <= {*parameters}
+    assert num_names > 30
 
 
 def classes(name: str) -> type | None:

@@ -72,7 +72,11 @@ def test_invalid_lines_get_error_lines_in_their_place(tmp_path: Path, capsys: Ca
     assert refused["response"]["status_code"] == 400 and "asked to refuse" in str(refused["response"]["body"])
     assert torn["response"] is None and "line 3" in torn["error"]["message"]
     assert double["custom_id"] == "a" and "used by line 1" in double["error"]["message"]
-    assert "2 requests answered, 2 refused" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert (
+        "1 of 4 requests answered, 3 refused" in shown
+        and "First refused: b: HTTP 400: asked to refuse" in shown
+    )
 
 
 def test_busy_server_is_retried(tmp_path: Path) -> None:

@@ -146,12 +146,22 @@ def test_installed_package_is_used_without_importing_it(
     assert num_calls(pip) == 0
 
 
-@pytest.mark.parametrize("model", [None, "", "default", "smollm2"])
+@pytest.mark.parametrize("model", [None, "", "default", "smollm2", DEFAULT_MODEL_ID])
 def test_no_model_means_the_packaged_one(
     model: str | None, pip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub, "DEFAULT_MODEL", WANTED)
     assert locate(model, cache_root=tmp_path, progress=False) == tmp_path / "models/tiny.gguf"
+
+
+def test_directory_with_the_name_of_the_packaged_model_wins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = Path(DEFAULT_MODEL_ID)
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    assert locate(str(folder), cache_root=tmp_path, progress=False) == folder
 
 
 def test_default_model_has_a_name_without_a_path() -> None:

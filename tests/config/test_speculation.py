@@ -66,7 +66,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
         ({"method": "ngram"}, ["num_speculative_tokens", "n_predict"]),
         ({**NGRAM, "num_speculative_tokens": 0}, ["num_speculative_tokens=0", "at least 1"]),
         ({**NGRAM, "num_speculative_tokens": True}, ["num_speculative_tokens=True", "an integer"]),
-        ({**NGRAM, "method": "ngrm"}, ["'ngrm'", "suffix", "did you mean 'ngram'"]),
+        ({**NGRAM, "method": "ngrm"}, ["'ngrm'", "eagle3, mtp; did you mean 'ngram'"]),
         ({**NGRAM, "method": 5}, ["speculative_config.method=5", "a string"]),
         ({**NGRAM, "promt_lookup_min": 2}, ["'promt_lookup_min'", "did you mean 'prompt_lookup_min'"]),
         (

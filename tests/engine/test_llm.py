@@ -474,7 +474,7 @@ def test_kv_cache_memory_bytes_sets_the_number_of_blocks(model: TextModel) -> No
 
 def test_max_model_len_that_does_not_fit_is_reduced_or_rejected(model: TextModel) -> None:
     small: dict[str, Any] = {"num_gpu_blocks_override": None, "kv_cache_memory_bytes": 20 * 2048}
-    with pytest.raises(ConfigError, match=r"\d+ bytes are missing.*--max-model-len 76"):
+    with pytest.raises(ConfigError, match=r"[\d.]+ MiB is missing.*--max-model-len 76"):
         open_text(model, **small)
     llm = open_text(model, max_model_len="auto", **small)
     assert llm.llm_engine.max_model_len == 76

@@ -119,7 +119,7 @@ def test_missing_adapter_fails_only_its_requests(
     with pytest.raises(RequestsFailed, match=f"^2 of {len(PROMPTS)} requests failed") as failed:
         llm.generate(PROMPTS, GREEDY, lora_request=loras, use_tqdm=False)
     assert {index: str(error) for index, error in failed.value.errors.items()} == dict.fromkeys(
-        (0, 5), "Loading lora none failed: No adapter found for /nowhere"
+        (0, 5), "Loading lora none failed: No adapter found for /nowhere: there is no adapter_config.json"
     )
     for number, output in enumerate(failed.value.outputs):
         assert list(output.outputs[0].token_ids) == ([] if number in (0, 5) else outputs_alone[number])

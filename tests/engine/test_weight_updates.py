@@ -315,6 +315,8 @@ def test_updates_need_a_backend(model: TextModel) -> None:
         opened(model, "rdma")
     with pytest.raises(ConfigError, match="unknown weight_transfer_config key 'port'"):
         open_text(model, weight_transfer_config={"backend": "file", "port": 1})
+    with pytest.raises(ConfigError, match="weight_transfer_config: weights cannot be updated with GGUF"):
+        open_text(model, weight_transfer_config={"backend": "file"}, load_format="sharded_state")
 
 
 def test_level_2_returns_to_the_weights_of_the_checkpoint(model: TextModel, files: Path) -> None:

@@ -6,9 +6,13 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
+from fake_openai import FakeServer
+from gguf_files import write_gguf
+from oracle import make_tiny
 
 from quire.cli import main
 from quire.plan import doctor
+from quire.version import __version__
 
 ARGS = {
     **{"model": None, "port": 0, "max_model_len": None, "tensor_parallel_size": 1, "api_server_count": 1},
@@ -41,6 +45,25 @@ def test_port_in_use_is_named() -> None:
     assert finding.state == "broken" and "--port" in finding.remedy
 
 
+@pytest.mark.parametrize(("version", "name"), [(__version__, "a Quire server"), ("0.1\n", "a vLLM server")])
+def test_running_server_is_named(version: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_VERSION_TIMEOUT_S", 60.0)
+    with FakeServer() as server:
+        server.version = version
+        finding = only(found(port=server.port), f"port {server.port}")
+    assert finding.state == "warning" and name in finding.what and finding.what.isprintable()
+
+
+def test_missing_model_is_named_without_the_advice_of_plan() -> None:
+    finding = only(found(model="/nosuch"), "/nosuch")
+    assert finding.state == "broken" and "hub id" in finding.remedy and "--params" not in str(finding)
+
+
+def test_stored_model_is_described_in_words(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", make_tiny("llama", tmp_path)[1])
+    assert only(found(model=str(path)), "fits as it is stored").state == "ok"
+
+
 def test_missing_parts_have_a_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setenv("CC", "no-such-compiler")
@@ -57,7 +80,7 @@ def test_missing_parts_have_a_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_model_that_does_not_fit_refers_to_the_plan() -> None:
     finding = only(found(model=SIZES), "does not fit")
     assert finding.state == "broken" and "quire plan" in finding.remedy
-    assert only(found(model="layers=1"), "model").state == "broken"
+    assert only(found(model="layers=1"), "also needs").state == "broken"
 
 
 def test_server_open_to_others_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -241,6 +241,8 @@ def test_cloud_instances_are_devices(capsys: pytest.CaptureFixture[str]) -> None
     assert "up to 4:" in shown and "--tensor-parallel-size 4" in shown
     with pytest.raises(ConfigError, match=r"'p5.48' is unknown.*did you mean 'p5.48xlarge'"):
         device("p5.48")
+    with pytest.raises(ConfigError, match="GiB of its memory, such as --gpu 24$"):
+        device("rtx4090")
 
 
 def test_plan_says_what_would_fit(capsys: pytest.CaptureFixture[str]) -> None:
@@ -249,7 +251,7 @@ def test_plan_says_what_would_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert "3 layouts    at best" in shown and "GiB" in shown and "L40S would do, in bf16" in shown
     flags = ["--gpu", "h100", "--gpus", "4", "--precision", "bf16", "--concurrency", "900"]
     assert main(["plan", LLAMA_70B, *flags]) == 1
-    assert "requests of 8,192 tokens at once do (--concurrency)" in capsys.readouterr().out
+    assert "requests of 8,192 tokens at once would do (--concurrency)" in capsys.readouterr().out
 
 
 def test_known_sizes_are_those_of_the_models() -> None:

@@ -1,8 +1,8 @@
 """A small OpenAI-like server in pure asyncio. The prompt selects the answer:
 
-`fail` 500, `refuse` 400, `drop` closes the connection in mid-stream, `garbage` sends an event that is not
-JSON, `error` an error event, `early` ends without a finish reason, `slow` waits 50 ms before each token. Any
-other prompt gets `max_tokens` tokens."""
+`fail` 500, `refuse` 400, `denied` 401, `drop` closes the connection in mid-stream, `garbage` sends an event
+that is not JSON, `error` an error event, `early` ends without a finish reason, `slow` waits 50 ms before each
+token. Any other prompt gets `max_tokens` tokens."""
 
 import asyncio
 import json
@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 MODEL = "fake-model"
+_REFUSED = {"fail": 500, "refuse": 400, "denied": 401}
 
 
 class FakeServer:
@@ -34,6 +35,7 @@ class FakeServer:
         self.close_after = 10**9
         """Number of answers after which the server silently closes an idle connection."""
         self.metrics = ""
+        self.version = "0.1"
         self.num_failures = 0
         """Number of answers still to be refused with 503."""
 
@@ -91,6 +93,8 @@ class FakeServer:
     def _get(self, path: str, writer: asyncio.StreamWriter) -> None:
         if path == "/v1/models":
             whole(writer, 200, {"object": "list", "data": [{"id": MODEL, "root": None}]})
+        elif path == "/version":
+            whole(writer, 200, {"version": self.version})
         elif path == "/metrics":
             body = self.metrics.encode()
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
@@ -103,8 +107,7 @@ class FakeServer:
         if self.num_failures:
             self.num_failures -= 1
             whole(writer, 503, {"error": {"message": "not yet"}})
-        elif "fail" in prompt or "refuse" in prompt:
-            status = 500 if "fail" in prompt else 400
+        elif status := next((code for word, code in _REFUSED.items() if word in prompt), 0):
             whole(writer, status, {"error": {"message": f"asked to {prompt}", "code": status}})
         elif request.get("stream"):
             return await self._stream(prompt, request, chat, writer)

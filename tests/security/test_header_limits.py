@@ -51,6 +51,11 @@ def test_chunk_extensions_and_trailers_are_bounded(http_server: RawServer, behin
     assert refusal(http_server, post(CHUNKED, b"1\r\n{\r\n" + behind)).status == 431
 
 
+def test_tls_on_the_http_port_is_named(http_server: RawServer) -> None:
+    (response,) = http_server.ask(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")
+    assert response.status == 400 and b"the client speaks TLS; this server speaks http://" in response.body
+
+
 def test_header_count_is_bounded(http_server: RawServer) -> None:
     fitting = b"".join(b"X-%d: b\r\n" % number for number in range(MAX_HEADERS - 2))
     assert http_server.ask(get(AUTH + fitting))[0].status == 200

@@ -69,7 +69,7 @@ def test_unknown_model_is_reported_on_one_line() -> None:
     error = refused(chat(model=FORGED), 404)
     assert error["message"].isprintable() and "forged" in error["message"]
     assert len(refused(chat(model="x" * 10**6), 404)["message"]) < 1000
-    assert refused(chat(model="żółw/2"), 404)["message"] == "The model `żółw/2` does not exist."
+    assert refused(chat(model="żółw/2"), 404)["message"].startswith("The model `żółw/2` does not exist.")
 
 
 def test_ids_of_python_callers_are_logged_on_one_line(lines: list[str]) -> None:

@@ -1,13 +1,17 @@
 """Tests of the flags that select a model in this process, and of the imports of the client mode."""
 
+import io
+import signal
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from fake_openai import FakeServer
 from tiny_text import text_model
 
 from quire.cli import main
+from quire.entrypoints.in_process import LocalEngine
 
 Capture = pytest.CaptureFixture[str]
 
@@ -19,6 +23,27 @@ def test_engine_flag_selects_a_local_model(tmp_path_factory: pytest.TempPathFact
         assert main(["complete", *words, "--max-tokens", "2", "--dtype", "float32"]) == 0
         assert not server.requests
     assert capsys.readouterr().out.startswith(f"Using model: {path}\n")
+
+
+def test_ctrl_c_during_a_local_answer_ends_it_after_the_step(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next prompt is answered by the same engine."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("One\ntwo\n"))
+    num_steps, step = 0, LocalEngine.step
+
+    def interrupted_step(engine: LocalEngine) -> Any:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 2:
+            signal.raise_signal(signal.SIGINT)
+        return step(engine)
+
+    monkeypatch.setattr(LocalEngine, "step", interrupted_step)
+    path = text_model(tmp_path_factory.getbasetemp()).path
+    words = ["--model", str(path), "--num-gpu-blocks-override", "40", "--dtype", "float32"]
+    assert main(["complete", *words, "--max-tokens", "9", "--temperature", "0"]) == 0
+    assert 2 < num_steps < 18, "the second prompt is answered, the first in part"
 
 
 def test_local_without_a_model_selects_the_packaged_one(

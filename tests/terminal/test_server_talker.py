@@ -1,6 +1,7 @@
 """Tests of `quire chat` and `quire complete` as clients of a server."""
 
 import io
+import signal
 import socket
 
 import pytest
@@ -52,6 +53,35 @@ def test_conversation_keeps_its_history(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "Please enter a message for the chat model:" in capsys.readouterr().out
 
 
+class InterruptingOutput(io.StringIO):
+    """Standard output at which the user presses Ctrl-C when the first tokens appear."""
+
+    def write(self, text: str) -> int:
+        written = super().write(text)
+        if text == "t1 " and self.getvalue().count(text) == 1:
+            signal.raise_signal(signal.SIGINT)
+        return written
+
+
+def test_ctrl_c_ends_the_answer_but_not_the_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = InterruptingOutput()
+    monkeypatch.setattr("sys.stdin", io.StringIO("slow\n/help\ntwo\n"))
+    monkeypatch.setattr("sys.stdout", shown)
+    with FakeServer() as server:
+        ask(server, "chat", "--max-tokens", "500")
+        first, second = (request["messages"] for request in server.requests)
+    begun, stopped, continued = (message["content"] for message in second)
+    assert len(first) == 1 and (begun, continued) == ("slow", "two")
+    assert stopped.startswith("t0 t1 ") and "t499" not in stopped
+    assert shown.getvalue().count("/help prints this line") == 2 and "t499" in shown.getvalue()
+
+
+def test_ctrl_c_ends_a_quick_answer_with_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", InterruptingOutput())
+    with FakeServer() as server:
+        ask(server, "chat", "-q", "slow", "--max-tokens", "500", code=130)
+
+
 @pytest.mark.parametrize("usage", [True, False])
 def test_stats_count_tokens_with_and_without_usage(usage: bool, capsys: Capture) -> None:
     with FakeServer(usage=usage) as server:
@@ -64,6 +94,7 @@ def test_stats_count_tokens_with_and_without_usage(usage: bool, capsys: Capture)
     ("prompt", "says"),
     [
         ("refuse", "HTTP 400: asked to refuse"),
+        ("denied", "HTTP 401: asked to denied; give --api-key or set OPENAI_API_KEY"),
         ("drop", "was lost"),
         ("garbage", "malformed event"),
         ("error", "the engine died"),

@@ -9,6 +9,8 @@ from uuid import uuid4
 import msgspec
 
 from quire.errors import ConfigError
+from quire.remote.http import Response
+from quire.remote.openai import error_of
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/score", "/rerank")
 
@@ -38,6 +40,24 @@ class Line:
     """Reason why the line is rejected."""
 
 
+class _Response(msgspec.Struct):
+    status_code: int
+    body: msgspec.Raw
+
+
+class _Error(msgspec.Struct):
+    message: str
+
+
+class _Entry(msgspec.Struct):
+    """A line of the output file."""
+
+    custom_id: str | None
+    response: _Response | None
+    error: _Error | None
+
+
+_read_entry = msgspec.json.Decoder(_Entry).decode
 _read = msgspec.json.Decoder(BatchRequest).decode
 _read_body = msgspec.json.Decoder(_Body).decode
 _read_any = msgspec.json.Decoder(dict[str, Any]).decode
@@ -64,6 +84,17 @@ def answer_line(custom_id: str, *, status: int, request_id: str, body: Any) -> b
 
 def error_line(line: Line) -> bytes:
     return _output(line.custom_id, None, {"code": "invalid_request", "message": line.error})
+
+
+def refusal(entry: bytes) -> str | None:
+    """Return why the request of an output line was refused, as one line; None if it was answered."""
+    output = _read_entry(entry)
+    if output.error is not None:
+        return output.error.message
+    if output.response is None or output.response.status_code == 200:
+        return None
+    answer = Response(output.response.status_code, {}, bytes(output.response.body))
+    return f"{output.custom_id}: {error_of(answer)}"
 
 
 def _output(custom_id: str | None, response: dict[str, Any] | None, error: dict[str, Any] | None) -> bytes:

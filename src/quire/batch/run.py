@@ -13,7 +13,7 @@ import msgspec
 from tqdm import tqdm
 
 from quire.batch.journal import Journal
-from quire.batch.lines import Line, answer_line, error_line, index, read_request
+from quire.batch.lines import Line, answer_line, error_line, index, read_request, refusal
 from quire.batch.transport import AsgiTransport, BatchAnswer, HttpTransport, Transport
 from quire.config.cli import FlagParser, add_engine_flags, engine_args_from
 from quire.config.plugins import load_plugins
@@ -74,13 +74,15 @@ def run(args: argparse.Namespace) -> int:
         work = [line for line in lines if line.error is None and line.custom_id not in journal.finished]
         if work:
             asyncio.run(_answer(args, source, work, journal))
-        write_output(output, lines, journal)
+        num_refused, first_reason = write_output(output, lines, journal)
         journal.remove()
     except BaseException:
         journal.close()
         raise
-    num_bad = sum(line.error is not None for line in lines)
-    print(f"{len(lines) - num_bad} requests answered, {num_bad} refused: {output}")
+    num_answered = len(lines) - num_refused
+    print(f"{num_answered} of {len(lines)} requests answered, {num_refused} refused: {output}")
+    if first_reason:
+        print(f"First refused: {first_reason}")
     return 0
 
 
@@ -176,19 +178,24 @@ class BatchRun:
         return await self._transport.send(url, body, request_id)
 
 
-def write_output(path: Path, lines: Sequence[Line], journal: Journal) -> None:
-    """Write all answers in the order of the requests. The file is replaced atomically."""
-    unfinished = path.with_name(path.name + ".tmp")
+def write_output(path: Path, lines: Sequence[Line], journal: Journal) -> tuple[int, str]:
+    """Write all answers in the order of the requests. The file is replaced atomically. Return how
+    many requests were refused, by the checks of the file or by the server, and the first reason."""
+    unfinished, num_refused, first_reason = path.with_name(path.name + ".tmp"), 0, ""
     try:
         with unfinished.open("wb") as file:
             for line in lines:
                 valid = line.error is None and line.custom_id is not None
-                file.write(journal.read(str(line.custom_id)) if valid else error_line(line))
+                entry = journal.read(str(line.custom_id)) if valid else error_line(line)
+                file.write(entry)
+                if reason := refusal(entry):
+                    num_refused, first_reason = num_refused + 1, first_reason or reason
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+    return num_refused, first_reason
 
 
 def _parse_json(body: bytes) -> Any:

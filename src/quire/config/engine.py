@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.checkpoint.draft import Draft
 from quire.checkpoint.facts import ArchFacts
-from quire.checkpoint.hub import DEFAULT_MODEL_ID, DEFAULT_MODEL_NAMES
+from quire.checkpoint.hub import DEFAULT_MODEL_ID, is_default_model
 from quire.checkpoint.layout import cache_specs
 from quire.checkpoint.model import Checkpoint
 from quire.checkpoint.pooling import PoolingFacts, bidirectional_error, resolve_pooling
@@ -324,7 +324,7 @@ def _resolve_model(
     values: Mapping[str, Any], checkpoint: Checkpoint, machine: Machine, env: Env, *, pools: bool
 ) -> ModelSection:
     named = values.get("model")
-    model = DEFAULT_MODEL_ID if named is None or named in DEFAULT_MODEL_NAMES else named
+    model = DEFAULT_MODEL_ID if named is None or is_default_model(named) else named
     max_len = values.get("max_model_len")
     auto_fit = max_len in ("auto", -1)
     length = checkpoint.derived_max_len if max_len is None or auto_fit else max_len

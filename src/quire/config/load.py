@@ -1,14 +1,21 @@
 """Validation of the settings for loading weights."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from quire.checkpoint.facts import ArchFacts
+from quire.checkpoint.model import Checkpoint
 from quire.config.machine import Machine
 from quire.config.sections import LoadSection, ParallelSection
 from quire.errors import ConfigError
 from quire.logs import get_logger, warn_once
 
 logger = get_logger(__name__)
+
+FIXED_WEIGHTS = (
+    "weights cannot be updated with GGUF files, sharded_state, cpu_offload_gb, EPLB, or a model that runs"
+    " through transformers"
+)
 
 
 def load_section(
@@ -35,3 +42,15 @@ def load_section(
             " memory (quantization='fp8' or 'int8')"
         )
     return section
+
+
+def has_fixed_weights(checkpoint: Checkpoint, load: LoadSection) -> bool:
+    """Whether the format of the weights or how they are loaded excludes updates of a running model."""
+    is_fixed = checkpoint.format == "gguf" or load.load_format == "sharded_state"
+    return is_fixed or bool(load.cpu_offload_gb) or checkpoint.facts.borrowed is not None
+
+
+def check_weight_transfer(transfer: Mapping[str, Any], checkpoint: Checkpoint, load: LoadSection) -> None:
+    """Raise if `transfer`, a weight_transfer_config, is set for weights that cannot be updated."""
+    if transfer and has_fixed_weights(checkpoint, load):
+        raise ConfigError(f"weight_transfer_config: {FIXED_WEIGHTS}; leave one of them out")

@@ -162,8 +162,9 @@ def _resolve_method(known: Mapping[str, Any]) -> str | None:
         return "ngram" if model in ("ngram", "[ngram]") else None
     named = "mtp" if named.endswith("_mtp") else ALIASES.get(named, named)
     if named not in METHODS:
+        supported = UNSUPPORTED["speculative key"]["speculative_config.method"]
         raise ConfigError(
-            f"unknown speculative method {named!r}; known: {', '.join(METHODS)}{nearest(named, METHODS)}"
+            f"unknown speculative method {named!r}; known: {', '.join(supported)}{nearest(named, supported)}"
         )
     return named
 

@@ -59,7 +59,7 @@ class LoRAFiles:
             failing.push(self._closing.__exit__)
             config = self._open(CONFIG)
             if config is None:
-                raise FileNotFoundError(f"No adapter found for {self.folder}")
+                raise FileNotFoundError(f"No adapter found for {self.folder}: there is no {CONFIG}")
             self._config, self._tensors = config, self._open(TENSORS) or self._open(PICKLE)
             failing.pop_all()
         return self

@@ -107,7 +107,10 @@ def device(name: str) -> Accelerator:
     if size is None or float(size[1]) <= 0:
         known = ", ".join(DEVICES)
         close = nearest(name.lower(), [*DEVICES, *INSTANCES])
-        raise ConfigError(f"--gpu {name!r} is unknown: use {known}, a cloud instance or its GiB{close}")
+        raise ConfigError(
+            f"--gpu {name!r} is unknown: use {known}, a cloud instance, or the "
+            f"GiB of its memory, such as --gpu 24{close}"
+        )
     return DEVICES["h100"]._replace(label=f"{size[1]} GiB", total_bytes=int(float(size[1]) * _GIB))
 
 

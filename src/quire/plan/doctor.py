@@ -1,6 +1,7 @@
 """`quire doctor`: checks this machine for a model, and names remedies."""
 
 import argparse
+import asyncio
 import json
 import os
 import shutil
@@ -12,18 +13,24 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import msgspec
+
 from quire.config.cli import FlagParser
 from quire.config.env import Env
 from quire.config.machine import Machine
 from quire.errors import ConfigError, QuireError
+from quire.logs import printable
 from quire.memory import human
 from quire.plan.estimate import PRECISIONS, STORED, Wanted, fits, stored_only
 from quire.plan.model_sizes import subject
+from quire.remote.http import HttpClient, ServerGone
 from quire.system.platform import detect, hardware_threads, thread_advice
+from quire.version import __version__
 
 _TORCH = ((2, 11), (2, 14))
 """Lowest supported version, and the first unsupported one."""
 _CONTEXT = 4096
+_VERSION_TIMEOUT_S = 2.0
 _CACHE_BYTES = 2 << 30
 """Free space below which the cache folder is too small even for a small model."""
 
@@ -176,6 +183,11 @@ def _port(port: int) -> Iterator[Finding]:
         try:
             probe.bind(("0.0.0.0", port))
         except OSError as error:
+            if name := asyncio.run(_running_server(port)):
+                yield Finding(
+                    "warning", f"port {port}: {name} is running there", "stop it, or use another --port"
+                )
+                return
             yield Finding(
                 "broken",
                 f"port {port}: {error.strerror}",
@@ -183,6 +195,20 @@ def _port(port: int) -> Iterator[Finding]:
             )
             return
     yield Finding("ok", f"port {port} is free")
+
+
+async def _running_server(port: int) -> str | None:
+    """Return the name of the model server that listens on a port of this machine; None if it is another."""
+    client = HttpClient(f"http://127.0.0.1:{port}", timeout_s=_VERSION_TIMEOUT_S)
+    try:
+        response = await client.request("GET", "/version")
+        version = msgspec.json.decode(response.body, type=dict[str, str])["version"]
+    except (ServerGone, msgspec.DecodeError, UnicodeDecodeError, KeyError):
+        return None
+    finally:
+        client.close()
+    kind = "a Quire server" if version == __version__ else "a vLLM server, or Quire of another version"
+    return f"{kind} ({printable(version, 32)})"
 
 
 def _access(args: argparse.Namespace, env: Env) -> Iterator[Finding]:
@@ -209,25 +235,27 @@ def _model(machine: Machine, args: argparse.Namespace, env: Env) -> Iterator[Fin
     if args.model is None:
         return
     try:
-        checkpoint, note = subject(args.model, env)
+        checkpoint, note = subject(args.model, env, advice="")
     except ConfigError as error:
-        yield Finding("broken", f"model {args.model}", str(error))
+        remedy = "give an existing directory, .gguf file or hub id, as for `quire serve`"
+        yield Finding("broken", str(error), remedy)
         return
     if note:
         yield Finding("warning", f"model {args.model}", note)
     context = args.max_model_len or min(_CONTEXT, checkpoint.derived_max_len)
     precisions = (STORED,) if stored_only(checkpoint) else ("bf16", *PRECISIONS)
     for precision in dict.fromkeys(precisions):
+        form = "as it is stored" if precision == STORED else f"in {precision}"
         wanted = Wanted(context, 1, {})
         fit = fits(checkpoint, machine, precision, wanted, tp=args.tensor_parallel_size, pp=1)
         if not fit.why_not and fit.cache is not None:
-            held = f"{fit.cache.num_tokens:,} tokens of cache"
+            held = f"and leaves memory for a KV cache of {fit.cache.num_tokens:,} tokens"
             state: Literal["ok", "warning"] = "ok" if precision in ("bf16", STORED) else "warning"
-            message = f"{args.model} fits in {precision} with {held}"
+            message = f"{args.model} fits {form} {held}"
             yield Finding(state, message, "" if state == "ok" else f"bf16 does not fit: use {precision}")
             return
     yield Finding(
         "broken",
-        f"{args.model} does not fit, not even in {precision}: {fit.why_not}",
+        f"{args.model} does not fit, not even {form}: {fit.why_not}",
         f"quire plan {args.model} shows where it fits",
     )

@@ -60,10 +60,15 @@ _REMEDY = (
     "give sizes instead of a name, such as "
     "layers=80,hidden=8192,heads=64,kv_heads=8,intermediate=28672,vocab=128256"
 )
+_ADVICE = (
+    f"Without its config.json, {_REMEDY}, or a number of parameters: "
+    "--params 70B, or --params 671B --active 37B for a mixture of experts"
+)
 
 
-def subject(model: str, env: Env, **options: Any) -> tuple[Checkpoint, str]:
-    """Return the model, and a note if it was approximated."""
+def subject(model: str, env: Env, *, advice: str = _ADVICE, **options: Any) -> tuple[Checkpoint, str]:
+    """Return the model, and a note if it was approximated. The error for a model that is not found ends with
+    `advice`."""
     load_plugins()
     if "=" in model:
         return _build_checkpoint(_parse(model)), ""
@@ -77,10 +82,7 @@ def subject(model: str, env: Env, **options: Any) -> tuple[Checkpoint, str]:
     except ConfigError as error:
         size = _NAMED_SIZE.search(model)
         if size is None:
-            raise ConfigError(
-                f"{error}\nWithout its config.json, {_REMEDY}, or a number of parameters: "
-                "--params 70B, or --params 671B --active 37B for a mixture of experts"
-            ) from None
+            raise ConfigError(f"{error}\n{advice}".strip()) from None
         checkpoint, estimate = by_parameters(size[1], size[2])
         return checkpoint, f"no config.json found; {estimate}"
 

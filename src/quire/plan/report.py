@@ -146,7 +146,7 @@ def text(
     lines.append(f"KV cache in {dtype}, bytes: {kinds} = {per_token:,} per token")
     total_bytes = wanted.concurrency * wanted.context * per_token
     lines.append(
-        f"  {wanted.concurrency} requests of {wanted.context:,} tokens: "
+        f"  {_requests(wanted.concurrency)} of {wanted.context:,} tokens: "
         f"{total_bytes / 1e9:,.1f} GB if all tokens are kept"
     )
     lines += ["", f"{device.label}, {human(device.total_bytes)} each, up to {count_}:"]
@@ -215,8 +215,8 @@ def _remedy(
     held = max((fit.cache.num_tokens for fit in fits if fit.cache is not None), default=0)
     if held >= wanted.context:
         return (
-            f"{held // wanted.context} requests of {wanted.context:,} tokens at once do (--concurrency), "
-            "or a shorter context, or more devices."
+            f"{_requests(held // wanted.context)} of {wanted.context:,} tokens at once would do "
+            "(--concurrency), or a shorter context, or more devices."
         )
     smallest_precision = min(
         dict.fromkeys(fit.precision for fit in fits), key=lambda name: weight_bytes(checkpoint, name)
@@ -230,6 +230,10 @@ def _remedy(
         if not tried[-1].why_not:
             return f"{tried[-1].num_devices} {device.label} would do, in {smallest_precision}."
     return "use a lower precision, a shorter context or a larger device."
+
+
+def _requests(count: int) -> str:
+    return f"{count:,} request" + ("s" if count != 1 else "")
 
 
 def _layout(fit: MemoryFit) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from quire.checkpoint.hub import DEFAULT_MODEL, DEFAULT_MODEL_NAMES, locate
+from quire.checkpoint.hub import DEFAULT_MODEL, is_default_model, locate
 from quire.config.cli import FlagParser
 from quire.config.env import Env
 from quire.config.plugins import load_plugins
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     )
     load_plugins()
     stored = SourceModel(path)
-    if args.model in DEFAULT_MODEL_NAMES:
+    if is_default_model(args.model):
         stored.checkpoint = replace(stored.checkpoint, generation=dict(DEFAULT_MODEL.generation))
     started, to = time.monotonic(), Path(args.output).expanduser()
     num_bytes = convert(stored, args.to, to, group=args.group_size, ignore=args.ignore)

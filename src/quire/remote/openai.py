@@ -154,7 +154,8 @@ def error_of(response: Response) -> str:
         content = response.body.decode(errors="replace")
     if isinstance(content, dict):
         content = content.get("error", content.get("detail", content))
-    return f"HTTP {response.status}: {message_of(content)}"
+    remedy = "; give --api-key or set OPENAI_API_KEY" if response.status == 401 else ""
+    return f"HTTP {response.status}: {message_of(content)}{remedy}"
 
 
 def message_of(error: Any) -> str:

@@ -17,13 +17,11 @@ from starlette.types import Receive, Scope, Send
 
 from quire.errors import QuireError, RequestError
 from quire.frontend.model_pool import ModelPool, PoolModel
-from quire.logs import printable
 from quire.metrics.api_keys import KeyPages
 from quire.server.app import Application, wrap
 from quire.server.audio.routes import PATHS as FORM_PATHS
 from quire.server.http.errors import (
     Forbidden,
-    NotFound,
     add_error_handlers,
     client_gone,
     error_info,
@@ -36,6 +34,7 @@ from quire.server.http.fast_path import read_body, replay
 from quire.server.http.in_flight import ClientGone
 from quire.server.http.limits import FREE_PATHS, TOKENLESS_PATHS, is_operator, route_path
 from quire.server.key_ledger import Ledger
+from quire.server.openai.service import no_model
 from quire.server.ops.status import METRICS_TYPE, model_cards
 from quire.server.settings import ServerSettings
 
@@ -161,12 +160,7 @@ class ModelRouter:
         for model in self._models:
             if model.api.adapters.may_resolve(name):
                 return model
-        raise self._unknown(name)
-
-    def _unknown(self, name: str) -> NotFound:
-        known = ", ".join(self._cards())
-        message = f"The model `{printable(name)}` does not exist. This server has: {known}."
-        return NotFound(message, param="model")
+        raise no_model(name, self._cards())
 
     def _owner(self, name: str) -> ServedModel | None:
         for model in self._models:
@@ -233,7 +227,7 @@ class ModelRouter:
         async def show_model(name: str) -> Response:
             """Return one served model or adapter."""
             if (card := self._cards().get(name)) is None:
-                raise self._unknown(name)
+                raise no_model(name, self._cards())
             return json_response(card)
 
     def _cards(self) -> dict[str, dict[str, Any]]:

@@ -13,6 +13,7 @@ Emit = Callable[[str], None]
 """Receives the text of an answer as it is generated."""
 
 DEFAULT_MAX_TOKENS = 1024
+_HELP = "Ctrl-C stops an answer. Ctrl-D, or Ctrl-C at the prompt, ends. /help prints this line."
 TALKERS = LazyTable(
     "talker",
     {"local": "quire.terminal.local:LocalBackend", "server": "quire.terminal.server:ServerBackend"},
@@ -69,19 +70,22 @@ def open_talker(args: argparse.Namespace) -> ChatBackend:
 
 
 def lines(greeting: str) -> Iterator[str]:
-    """Yield the lines that the user types, until end of input."""
-    print(greeting, flush=True)
+    """Yield the lines that the user types, until end of input or Ctrl-C."""
+    print(f"{_HELP}\n{greeting}", flush=True)
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "")
-        except EOFError:
+        except (EOFError, KeyboardInterrupt):
+            print()
             return
-        if line.strip():
+        if line.strip() == "/help":
+            print(_HELP, flush=True)
+        elif line.strip():
             yield line
 
 
-def show(answer: Callable[[Emit], int], *, stats: bool) -> str:
-    """Print an answer as it is generated, and return it."""
+def show(answer: Callable[[Emit], int], args: argparse.Namespace) -> str:
+    """Print an answer as it is generated, and return it. In a conversation Ctrl-C ends only the answer."""
     start, first, parts = time.perf_counter(), 0.0, []
 
     def emit(text: str) -> None:
@@ -90,10 +94,15 @@ def show(answer: Callable[[Emit], int], *, stats: bool) -> str:
         parts.append(text)
         print(text, end="", flush=True)
 
-    count = answer(emit)
+    count = None
+    try:
+        count = answer(emit)
+    except KeyboardInterrupt:
+        if args.quick is not None:
+            raise
     seconds = time.perf_counter() - start
     print(flush=True)
-    if stats:
+    if args.stats and count is not None:
         print(
             f"TTFT: {first * 1e3:.2f} ms\nTPS: {count / seconds:.2f} tokens/s ({count} tokens in "
             f"{seconds:.2f} s)"

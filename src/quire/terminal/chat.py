@@ -20,7 +20,7 @@ def run(args: argparse.Namespace) -> int:
 
     def answer(text: str) -> None:
         messages.append({"role": "user", "content": text})
-        reply = show(lambda emit: backend.chat(messages, emit), stats=args.stats)
+        reply = show(lambda emit: backend.chat(messages, emit), args)
         messages.append({"role": "assistant", "content": reply})
 
     return answer_all(args, "Please enter a message for the chat model:", answer)

@@ -14,6 +14,6 @@ def run(args: argparse.Namespace) -> int:
     backend = open_talker(args)
 
     def answer(text: str) -> None:
-        show(lambda emit: backend.complete(text, emit), stats=args.stats)
+        show(lambda emit: backend.complete(text, emit), args)
 
     return answer_all(args, "Please enter prompt to complete:", answer)

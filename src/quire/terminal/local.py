@@ -1,7 +1,9 @@
 """Backend that runs a model in this process."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import msgspec
@@ -35,13 +37,32 @@ class LocalBackend:
         engine, count = self.llm.llm_engine, 0
         engine.add_request("terminal", prompt, self._params)
         try:
-            while engine.has_unfinished_requests():
-                for output in cast(list[RequestOutput], engine.step()):
-                    count += len(output.outputs[0].token_ids)
-                    emit(output.outputs[0].text)
+            with _interrupts_between_steps() as check_interrupt:
+                while engine.has_unfinished_requests():
+                    for output in cast(list[RequestOutput], engine.step()):
+                        count += len(output.outputs[0].token_ids)
+                        emit(output.outputs[0].text)
+                    check_interrupt()
         finally:
             engine.abort_request(["terminal"])
         return count
+
+
+@contextmanager
+def _interrupts_between_steps() -> Iterator[Callable[[], None]]:
+    """Yield a function that raises KeyboardInterrupt if Ctrl-C was pressed since: a step that is interrupted
+    would leave the engine in an undefined state."""
+    interrupts: list[int] = []
+
+    def check() -> None:
+        if interrupts:
+            raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def _sampling(args: argparse.Namespace, llm: LLM) -> SamplingParams:

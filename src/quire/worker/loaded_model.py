@@ -13,6 +13,7 @@ from quire.checkpoint.pooling import PoolingFacts
 from quire.config.engine import EngineConfig
 from quire.config.expert_parallel import Eplb
 from quire.config.generation import alignment_heads
+from quire.config.load import has_fixed_weights
 from quire.config.parallel import Stage
 from quire.config.speculation import SpecFacts
 from quire.errors import ConfigError
@@ -153,8 +154,7 @@ class LoadedModel:
 
             compile_sampling_ahead(config)
         slots = slots_of(config.lora, self.dtype, self.device, no_extra_vocab=why_no_extra_vocab(config))
-        can_update = config.checkpoint.format != "gguf" and config.load.load_format != "sharded_state"
-        if can_update and not config.load.cpu_offload_gb and config.checkpoint.facts.borrowed is None:
+        if not has_fixed_weights(config.checkpoint, config.load):
             self.twins = LayerTwins(config.checkpoint, self.stage)
         if config.load.cpu_offload_gb:
             self.offload = LayerOffload(config.load.cpu_offload_gb * 2**30, self.device)

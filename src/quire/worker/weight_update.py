@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quire.config.load import FIXED_WEIGHTS
 from quire.errors import RequestError
 from quire.loader.update import LayerTwins, StagedUpdate, TensorInfo, refuse_fixed
 from quire.logs import get_logger
@@ -49,10 +50,7 @@ class WeightUpdater:
 
     def _new_update(self) -> StagedUpdate:
         if self._twins is None:
-            raise RequestError(
-                "weights cannot be updated with GGUF files, sharded_state, cpu_offload_gb, EPLB, or a model"
-                " that runs through transformers"
-            )
+            raise RequestError(FIXED_WEIGHTS)
         refuse_fixed(self._model)
         return StagedUpdate(self._twins)
 

@@ -156,6 +156,7 @@ ROUTES = dict.fromkeys(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     "path", [path for path in ROUTES if path not in POOLING_ROUTES and not re.search(STOPS, path)]
 )

@@ -103,7 +103,7 @@ def test_lora_modules_need_enable_lora_and_unique_names(tmp_path: Path) -> None:
         check_modules(modules, enabled=False, served=["m"])
     with pytest.raises(ConfigError, match="'a' is the name of the model"):
         check_modules(modules, enabled=True, served=["m", "a"])
-    with pytest.raises(ConfigError, match=f"No adapter found for '{tmp_path}/none'"):
+    with pytest.raises(ConfigError, match=f"'{tmp_path}/none': there is no adapter_config.json"):
         Application(lora_engine(), make_settings({"lora_modules": [f"a={tmp_path}/none"]}))
 
 

@@ -4,7 +4,10 @@ from typing import Any
 
 import pytest
 from ask import MESSAGES, chat, refused
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, FakeFacts
+
+from quire.server.openai import sampling_params
+from quire.server.openai.sampling_params import UnknownFields
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 
@@ -155,11 +158,37 @@ def test_max_n_is_configurable() -> None:
 def test_unknown_model_is_404() -> None:
     error = refused(chat(model="x"), 404)
     assert error == {
-        "message": "The model `x` does not exist.",
+        "message": "The model `x` does not exist. This server has: fake, also-fake.",
         "type": "NotFoundError",
         "param": "model",
         "code": 404,
     }
+
+
+def test_404_lists_at_most_ten_served_names() -> None:
+    names = tuple(f"m{number}" for number in range(12))
+    engine = FakeEngine()
+    engine.facts = FakeFacts(model_names=names)
+    error = refused(chat(engine, model="x"), 404)
+    assert error["message"].endswith(f"This server has: {', '.join(names[:10])}, ....")
+
+
+def test_unknown_fields_are_logged_once_with_the_nearest_name(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling_params, "unknown_fields", UnknownFields(max_names=3))
+    sent = {"max_token": 5, "a\nb": 1, "x" * 1000: 1, "fourth": 1, "best_of": 1, "guided_regex": None}
+    with caplog.at_level("WARNING", sampling_params.logger.name):
+        assert chat(temperature=0).status_code == 200 and not caplog.records
+        for _ in range(2):
+            assert chat(**sent).status_code == 200
+    lines = [record.getMessage() for record in caplog.records]
+    begin = "The following fields were present in the request but ignored: "
+    assert [line.removeprefix(begin) for line in lines] == [
+        "'max_token'; did you mean 'max_tokens'?",
+        r"'a\nb'",
+        f"'{'x' * 64}...'",
+    ]
 
 
 def test_longest_fitting_answer_is_allowed() -> None:

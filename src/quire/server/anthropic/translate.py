@@ -22,6 +22,7 @@ from quire.server.anthropic.bodies import (
 )
 from quire.server.http.errors import invalid
 from quire.server.openai.requests import CacheControl, ChatBody
+from quire.server.openai.sampling_params import unknown_fields
 
 _COPIED = (
     "model", "truncate_prompt_tokens", "truncation_side", "priority", "request_id", "cache_salt",
@@ -37,6 +38,8 @@ _THINKS = {"enabled": True, "adaptive": True, "between_tools": True, "disabled":
 def as_chat(body: MessagesBody | CountBody, *, budgets: bool) -> ChatBody:
     """Return the chat completion body. `budgets`: whether the server can limit the number of reasoning
     tokens."""
+    if body.model_extra:
+        unknown_fields.warn(body)
     known = type(body).model_fields.keys() & body.model_fields_set
     fields = {name: getattr(body, name) for name in _COPIED if name in known}
     messages = _messages(body)

@@ -32,6 +32,9 @@ _SINGLE = frozenset(
 )
 """Headers that may occur once. With two, a proxy may use one of them and this server the other."""
 _INVALID = (400, "the request is not valid HTTP/1.1; the connection is closed")
+_IS_TLS = (400, "the client speaks TLS; this server speaks http://, so use that in its URL")
+_TLS_HANDSHAKE = b"\x16"
+"""First byte of a TLS connection."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +184,8 @@ class HttpProtocol(HttpToolsProtocol):
     def _on_stop(self, stop: Exception, data: bytes | memoryview) -> None:
         """Handle the input that the parser did not accept."""
         if not isinstance(stop, httptools.HttpParserUpgrade):
-            self._refuse(*(self._refused or _INVALID))
+            invalid = _IS_TLS if data[:1] == _TLS_HANDSHAKE else _INVALID
+            self._refuse(*(self._refused or invalid))
         elif rest := data[stop.args[0] :]:
             # The parser stops after the headers. There is no body, so the next request begins here.
             self.data_received(rest)

@@ -97,7 +97,7 @@ class LoRALocations:
             )
             weights = [name for name in WEIGHTS if name in folder.files][:1]
             if CONFIG not in folder.files or not weights:
-                raise missing(url)
+                raise missing(url, WEIGHTS[0] if CONFIG in folder.files else CONFIG)
             files = [CONFIG, *weights, *(name for name in TOKENIZER if name in folder.files)]
             # Ranged reads never read more than the reported size.
             self._check_size(url, sum(folder.files[name].num_bytes for name in files))
@@ -125,8 +125,8 @@ def resolved(place: str) -> Path:
         raise missing(place) from None
 
 
-def missing(place: str) -> NotFound:
-    return NotFound(f"No adapter found for {place!r:.200}", param="lora_path")
+def missing(place: str, file: str = CONFIG) -> NotFound:
+    return NotFound(f"No adapter found for {place!r:.200}: there is no {file}", param="lora_path")
 
 
 def _check_adapter(folder: Path, place: str) -> Path:

@@ -2,15 +2,14 @@
 output has one of three equivalent forms."""
 
 import json
-import reprlib
 from collections.abc import Callable
 from typing import Any
 
 from quire.config.unsupported import UNSUPPORTED, check_supported
 from quire.data.params import BeamSearchParams, ReasoningIds, RequestOutputKind, SamplingParams
-from quire.errors import RequestError
+from quire.errors import RequestError, nearest
 from quire.frontend.engine_facts import EngineFacts
-from quire.logs import get_logger, warn_once
+from quire.logs import get_logger, printable, warn_once
 from quire.server.http.errors import InvalidBody
 from quire.server.openai.requests import (
     MAX_STOP_STRINGS,
@@ -43,15 +42,41 @@ _GUIDED = {
     "guided_whitespace_pattern": "whitespace_pattern",
 }
 """Older field names, with the key of `structured_outputs` that replaced them."""
+_HANDLED = frozenset({*UNSUPPORTED["body field"], *_GUIDED, *_FUNCTION_FIELDS, "best_of", "prompt_embeds"})
+"""Fields outside the models of bodies that have an effect, an error or a warning of their own."""
+
+
+class UnknownFields:
+    """Logs the unknown fields of requests, each name once. A client can neither fill the log nor the memory:
+    names are truncated, and only the first ones are logged."""
+
+    def __init__(self, max_names: int = 100, max_chars: int = 64) -> None:
+        self._max_names, self._max_chars = max_names, max_chars
+        self._logged: set[str] = set()
+
+    def warn(self, body: Body) -> None:
+        for name in body.model_extra or ():
+            if len(self._logged) >= self._max_names:
+                return
+            shown = printable(name, self._max_chars)
+            if shown not in self._logged and name not in _HANDLED:
+                self._logged.add(shown)
+                close = nearest(shown, type(body).model_fields)
+                logger.warning(
+                    "The following fields were present in the request but ignored: '%s'%s", shown, close
+                )
+
+
+unknown_fields = UnknownFields()
+"""The unknown fields of all requests of this process."""
 
 
 def check_fields(body: Body) -> None:
     """Refuse unsupported fields, and log unknown ones."""
     for name in UNSUPPORTED["body field"].keys() & body.model_fields_set:
         check_supported("body field", name, getattr(body, name))
-    extra = {name for name in body.model_extra or () if name not in UNSUPPORTED["body field"]}
-    if extra:
-        logger.debug("fields without effect: %s", reprlib.repr(sorted(extra)))
+    if body.model_extra:
+        unknown_fields.warn(body)
 
 
 def check_generate(body: GenerateBody, *, max_n: int, max_stops: int = MAX_STOP_STRINGS) -> None:

@@ -3,9 +3,10 @@
 import asyncio
 import functools
 import hashlib
+import itertools
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +63,8 @@ logger = get_logger(__name__)
 Params = SamplingParams | BeamSearchParams | PoolingParams
 Answer = Callable[["GenerationService", Any, Request], Coroutine[Any, Any, Response]]
 """Handler of a route: (service, body, request) -> response."""
+_MAX_LISTED = 10
+"""Maximum served names in the error for an unknown model."""
 _MAX_ID = 256
 """Maximum characters of a client's request id, which every sequence copies."""
 _COMPILE_S = 5.0
@@ -126,10 +129,15 @@ class GenerationService:
         if name and name not in self.engine.facts.model_names:
             await self.adapters.settle(name)
             if self.adapters.get(name) is None:
-                raise no_model(name)
+                raise no_model(name, self.served_names())
             await asyncio.to_thread(self.inputs_of, name)  # may read the adapter's tokenizer files
         if pools is not None and pools != (self.engine.inputs.pooling is not None):
             raise NotFound(NOT_POOLING.format(what="this route") if pools else NOT_GENERATIVE)
+
+    def served_names(self) -> Iterator[str]:
+        """Yield the names that a request may have as `model`: those of the model, then of the adapters."""
+        yield from self.engine.facts.model_names
+        yield from (adapter.name for adapter in self.adapters)
 
     def tokenizer_of(self, name: str | None) -> Tokenizer:
         """Return the tokenizer of the model or of the adapter with this name; raise if there is none."""
@@ -186,7 +194,7 @@ class GenerationService:
             return names[0], None
         lora = self.adapters.take(name, request.scope)
         if lora is None:
-            raise no_model(name)
+            raise no_model(name, self.served_names())
         return name, lora
 
     def speller(self, body: GenerateBody) -> TokenFormatter:
@@ -376,8 +384,12 @@ def _fingerprint(api: ApiSection, facts: EngineFacts) -> str | None:
     return None
 
 
-def no_model(name: str) -> NotFound:
-    return NotFound(f"The model `{printable(name)}` does not exist.", param="model")
+def no_model(name: str, served: Iterable[str]) -> NotFound:
+    """Return the error for an unknown model; it lists some of the served names."""
+    names = [*itertools.islice(served, _MAX_LISTED + 1)]
+    listed = ", ".join([*names[:_MAX_LISTED], *(["..."] if len(names) > _MAX_LISTED else [])])
+    message = f"The model `{printable(name)}` does not exist. This server has: {listed}."
+    return NotFound(message, param="model")
 
 
 def _check_id(id: str) -> None:

@@ -84,7 +84,7 @@ def add_model_routes(app: FastAPI, api: GenerationService) -> None:
         """Return one served model."""
         model = model_cards(api).get(name)
         if model is None:
-            raise no_model(name)
+            raise no_model(name, api.served_names())
         return json_response(model)
 
 

@@ -7,6 +7,7 @@ from pydantic import ValidationError
 from quire.errors import RequestError
 from quire.server.http.errors import invalid
 from quire.server.openai.requests import ChatBody, GenerateBody
+from quire.server.openai.sampling_params import unknown_fields
 from quire.server.responses.bodies import ResponseBody
 from quire.server.responses.items import Item, ItemMessages
 
@@ -28,6 +29,8 @@ _SHARED = GenerateBody.model_fields.keys() - set(_NOT_COPIED) | {"parallel_tool_
 
 
 def check_body(body: ResponseBody) -> None:
+    if body.model_extra:
+        unknown_fields.warn(body)
     for name, (allowed, instead) in _ONLY.items():
         value = getattr(body, name)
         if value is not None and value not in allowed:
