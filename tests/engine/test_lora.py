@@ -34,12 +34,6 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def quick_collection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip garbage collection in sleep, which takes a second with all modules of the tests."""
-    monkeypatch.setattr("quire.worker.sleep.collect_all", gc.collect)
-
-
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("llama", tmp_path_factory.mktemp("lora"))[0]

@@ -15,7 +15,6 @@ from quire import LLM, SamplingParams
 from quire.errors import ConfigError, EngineError, RequestError
 from quire.executor.rpc import open_methods
 from quire.kernels.host_memory import pin
-from quire.system.process import collect_all
 from quire.worker.sleep import OffloadedWeights
 from quire.worker.worker import Worker
 
@@ -47,12 +46,6 @@ def alone(model: TextModel) -> Iterator[LLM]:
     made = open_text(model, enable_sleep_mode=True)
     yield made
     made.llm_engine.close()
-
-
-@pytest.fixture(autouse=True)
-def quick_collection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip garbage collection in sleep, which takes a second with all modules of the tests."""
-    monkeypatch.setattr("quire.worker.sleep.collect_all", gc.collect)
 
 
 def generated_ids(llm: LLM) -> list[list[int]]:
@@ -117,7 +110,7 @@ def test_level_2_frees_objects_frozen_by_the_collector(alone: LLM, monkeypatch: 
         worker.model.itself = [worker.model]
         return weakref.ref(worker.model)
 
-    monkeypatch.setattr("quire.worker.sleep.collect_all", collect_all)
+    monkeypatch.setattr("quire.system.process._is_tuned", True)
     (model,) = alone.collective_rpc(make_a_circle)
     gc.freeze()
     try:

@@ -19,6 +19,9 @@ from quire.logs import name_process
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _SPARE_BYTES = 64 << 20
+_is_tuned = False
+"""Whether this process has frozen its objects. Python itself and users may have frozen others: freezing again
+would keep an engine that is dropped later in memory."""
 _MAX_FILES = 1 << 20
 """Limit of open files: containers may allow a billion, and programs that walk all descriptors would take
 minutes."""
@@ -72,6 +75,8 @@ def limit_thread_spinning() -> None:
 def tune_garbage_collector() -> None:
     """Freeze the objects that exist at startup, so that they are not collected again, and collect less
     often."""
+    global _is_tuned
+    _is_tuned = True
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
@@ -90,19 +95,20 @@ def tune_allocator() -> None:
 
 
 def all_objects() -> list[Any]:
-    """Return all objects that the garbage collector knows, including frozen ones."""
-    is_frozen = gc.get_freeze_count() > 0
+    """Return all objects that the garbage collector knows, including those that this process has frozen."""
+    if not _is_tuned:
+        return gc.get_objects()
     gc.unfreeze()
     objects = gc.get_objects()
-    if is_frozen:
-        gc.freeze()
+    gc.freeze()
     return objects
 
 
 def collect_all() -> None:
-    """Collect garbage, including frozen objects, after something large was dropped."""
-    is_frozen = gc.get_freeze_count() > 0
+    """Collect garbage, including objects that this process has frozen, after something large was dropped."""
+    if not _is_tuned:
+        gc.collect()
+        return
     gc.unfreeze()
     gc.collect()
-    if is_frozen:
-        gc.freeze()
+    gc.freeze()

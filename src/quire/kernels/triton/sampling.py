@@ -165,14 +165,10 @@ def _scan(
     """Store a tile's argmax, noisy argmax and chunk maxima. Grid: (rows, tiles). `limits` are the sampling
     parameters of rows, or None for the argmax only; `masks` is a `ConstrainedDevice` or None.
 
-    A row of `floats` holds maxima, noisy maxima, chunk maxima, candidates; of `ints` ids, two counters. The
-    second counter is negative if the step is skipped.
+    A row of `floats` holds maxima, noisy maxima, chunk maxima, candidates; of `ints` ids, two counters.
     """
     row, tile, tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     ids = tile * TILE + tl.arange(0, TILE)
-    floats += row * ((2 + _CHUNKS) * tiles + _FEW)
-    ints += row * (2 * tiles + _FEW + 2)
-    counters = ints + 2 * tiles + _FEW
     follow(OVERLAP)
     heat, any_allowed = 0.0, 1
     if limits is not None:
@@ -181,7 +177,6 @@ def _scan(
     if masks is not None:
         mask = tl.load(masks[0] + row)
         if mask == _LATER:
-            tl.store(counters + 1, -1, mask=tile == 0)
             return
     x = load_logits(logits + row * stride, ids, vocab, heat)
     if masks is not None:  # noqa: SIM102
@@ -191,6 +186,8 @@ def _scan(
                 x, logits + row * stride, ids, vocab, mask, masks[2], masks[1], limited & (heat > 0)
             )
     top, top_id = _best(x, ids)
+    floats += row * ((2 + _CHUNKS) * tiles + _FEW)
+    ints += row * (2 * tiles + _FEW + 2)
     tl.store(floats + tile, top)
     tl.store(ints + tile, top_id)
     if limits is not None:
@@ -204,7 +201,7 @@ def _scan(
             maxima = tl.max(tl.reshape(x, [_CHUNKS, TILE // _CHUNKS]), 1)
             tl.store(floats + 2 * tiles + tile * _CHUNKS + tl.arange(0, _CHUNKS), maxima)
         if tile == 0:
-            tl.store(counters + tl.arange(0, 2), tl.zeros([2], tl.int32))
+            tl.store(ints + 2 * tiles + _FEW + tl.arange(0, 2), tl.zeros([2], tl.int32))
 
 
 @triton.jit
@@ -341,22 +338,16 @@ def _collect(
 
 @triton.jit
 def _finish_sample(
-    out: tl.tensor, logits: tl.tensor, limits: tl.tuple, floats: tl.tensor, ints: tl.tensor,
+    out: tl.tensor, logits: tl.tensor, limits: tl.tuple, masks: tl.tuple, floats: tl.tensor, ints: tl.tensor,
     vocab: tl.tensor, stride: tl.tensor, tiles: tl.tensor,
     TILES: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write the token of each row; only rows with top_k use more than one program. Grid: (rows, splits).
-
-    It takes longer to compile than any other kernel, so that it has few variants: two for a model, by the
-    dtype of the logits.
-    """
+    """Write the token of each row; only rows with top_k use more than one program. Grid: (rows, splits)."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    floats += row * ((2 + _CHUNKS) * tiles + _FEW)
-    ints += row * (2 * tiles + _FEW + 2)
-    counters = ints + 2 * tiles + _FEW
     follow(OVERLAP)
-    if tl.load(counters + 1) < 0:
-        return
+    if masks is not None:  # noqa: SIM102
+        if tl.load(masks[0] + row) == _LATER:
+            return
     temperature, top_k, top_p, min_p, seeds, positions = limits
     heat, k = tl.load(temperature + row), tl.load(top_k + row).to(tl.int32)
     mass, least = tl.load(top_p + row).to(tl.float32), tl.load(min_p + row).to(tl.float32)
@@ -365,6 +356,8 @@ def _finish_sample(
     by_candidates = limited & (k > 0) & (k <= tiles * _CHUNKS)
     if (split > 0) & (by_candidates == 0):
         return
+    floats += row * ((2 + _CHUNKS) * tiles + _FEW)
+    ints += row * (2 * tiles + _FEW + 2)
     logits += row * stride
     peak, id = _reduce(floats, ints, tiles, TILES)
     writes = split == 0
@@ -374,7 +367,7 @@ def _finish_sample(
         by_rejection = limited
         if by_candidates:
             candidates, ids = floats + (2 + _CHUNKS) * tiles, ints + 2 * tiles
-            writes, count = _collect(logits, vocab, heat, k, floats, candidates, ids, counters, tiles, TILES * _CHUNKS)  # fmt: skip # noqa: E501
+            writes, count = _collect(logits, vocab, heat, k, floats, candidates, ids, ids + _FEW, tiles, TILES * _CHUNKS)  # fmt: skip # noqa: E501
             by_rejection = writes & (count > _FEW)
             if writes & (count <= _FEW):
                 at = tl.arange(0, _FEW)
@@ -441,9 +434,8 @@ def sample(
             logits, limits, constrained, floats, ints, vocab, stride, OVERLAP=ahead, launch_pdl=ahead,
             num_warps=8,
         )  # fmt: skip
-        ahead = overlap(1)  # for any number of rows, since `_scan` is no GEMM of a library
         launch(_finish_sample, len(logits), min(_SPLITS, grid[1], max(_PROGRAMS // len(logits), 1)))(
-            out, logits, limits, floats, ints, vocab, stride, grid[1], TILES=tiles,
+            out, logits, limits, constrained, floats, ints, vocab, stride, grid[1], TILES=tiles,
             OVERLAP=ahead, launch_pdl=ahead, num_warps=8,
         )  # fmt: skip
     return out
