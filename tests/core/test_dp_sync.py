@@ -122,6 +122,8 @@ def test_engine_that_fails_to_start_ends_the_others(
     hub.start()
     monkeypatch.setattr(build, "open_lockstep", lambda *_: Lockstep(1, 2, where, token=TOKEN))
     monkeypatch.setattr(build, "with_largest", lambda config: config)
+    monkeypatch.setattr(build, "open_publisher", lambda config: None)
+    monkeypatch.setattr(build, "num_compilers", lambda config: 0)
     monkeypatch.setattr(build, "EXECUTORS", {"uni": fail})
     config: Any = SimpleNamespace(parallel=SimpleNamespace(distributed_executor_backend="uni"))
     with pytest.raises(type(error)):

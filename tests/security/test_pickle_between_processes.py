@@ -23,9 +23,14 @@ from quire.system.node_registry import JoinNode, NodeJoined
 
 SOURCE = Path(__file__).parents[2] / "src" / "quire"
 LOADERS = {("pickle", "loads"), ("pickle", "load"), ("pickle", "Unpickler"), ("marshal", "loads")}
-ALLOWED = {"executor/worker_process.py": 1, "executor/rpc.py": 2, "worker/weight_transfer.py": 1}
-"""Number of allowed uses per file: a rank reads its position from its parent over an inherited socket pair.
-The others need VLLM_ALLOW_INSECURE_SERIALIZATION=1."""
+ALLOWED = {
+    "executor/worker_process.py": 1,
+    "kernels/triton/compile_server.py": 1,
+    "executor/rpc.py": 2,
+    "worker/weight_transfer.py": 1,
+}
+"""Number of allowed uses per file. A rank and a process that compiles kernels read from their parent over an
+inherited socket pair. The others need VLLM_ALLOW_INSECURE_SERIALIZATION=1."""
 DECODERS: dict[str, Callable[[bytes], Any]] = {
     "to core": decode_to_core,
     "from core": decode_from_core,
