@@ -68,7 +68,8 @@ def blocks_of(llm: LLM) -> set[tuple[str, int, int]]:
     """Return the blocks that requests find in the cache."""
     kv = llm.llm_engine.core.scheduler.kv
     blocks = {("GPU", 0, short_hash(key)) for key in kv.pool.index}
-    return blocks | {("STORAGE", 0, short_hash(key)) for key in kv.tiers.disk}
+    (pages,) = kv.tiers.stores.kinds
+    return blocks | {("STORAGE", 0, short_hash(key)) for key in pages.disk}
 
 
 def test_a_subscriber_follows_the_cache(llm: LLM, subscriber: Subscriber, model: TextModel) -> None:

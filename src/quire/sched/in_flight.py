@@ -53,7 +53,8 @@ class StepInFlight:
         if len(first):
             stats.num_prompt_tokens = int(running.prompt_len[first].sum())
             stats.num_cached_tokens = int(running.num_cached[first].sum())
-            loaded = (running.request(row).num_loaded for row in first.tolist())
+            requests = (running.requests[row] for row in first.tolist())  # None: it was aborted meanwhile
+            loaded = (0 if request is None else request.num_loaded for request in requests)
             stats.num_loaded_tokens = int(np.minimum([*loaded], running.num_cached[first]).sum())
         stats.num_computed_tokens = self.plan.total_tokens
         return stats

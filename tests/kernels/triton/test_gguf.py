@@ -145,7 +145,7 @@ def test_packed_experts(
     plan: TilesPlan | None, kinds: tuple[str, str], bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Check for another expert, the type of another part, and lost pairs."""
-    monkeypatch.setattr(gguf_launch, "choose_experts", lambda num_pairs, num_experts: plan)
+    monkeypatch.setattr(gguf_launch, "choose_experts", lambda *_, **more: plan)
     experts, hidden, inner, tokens = 3, 32, 32, 3
     up, up_weight = made(kinds[0], experts * 2 * inner, hidden)
     down, down_weight = made(kinds[1], experts * hidden, inner, seed=1)
