@@ -193,8 +193,13 @@ def test_another_vllm_command_is_left_alone(
     ids=["syntax", "exception", "configuration"],
 )
 def test_error_of_a_script_shows_the_frames_of_the_script(
-    text: str, lines: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: str,
+    lines: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # a process group of another test replaces it
     script = tmp_path / "script.py"
     script.write_text(text)
     assert main(["python", str(script)]) == 1
