@@ -114,7 +114,8 @@ def _log_model(config: EngineConfig, values: Mapping[str, Any]) -> None:
         logger.info("Chunked prefill is enabled with max_num_batched_tokens=%d.", tokens)
     if defaults := default_sampling(config):
         logger.info(
-            "Sampling defaults of the model: %s. Requests can set others; --generation-config vllm: none",
+            "Requests without sampling parameters use the model's: %s. `--generation-config vllm` turns this"
+            " off",
             defaults,
         )
 
