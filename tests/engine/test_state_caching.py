@@ -12,6 +12,7 @@ from quire import LLM, SamplingParams
 from quire.checkpoint.families import FAMILIES, ssm
 from quire.checkpoint.layout import cache_specs, layout
 from quire.data.outputs import RequestOutput
+from quire.kernels.cpu import native
 
 WITH_STATES = [name for name, family in FAMILIES.items() if family.read.__module__ == ssm.__name__]
 KINDS = {
@@ -22,6 +23,8 @@ KINDS = {
     "Qwen3NextForCausalLM",
 }
 """One family for each kind of state; test_parity.py has hits of all families against transformers."""
+NEAR = 1e-5 if native.library() else 1e-4
+"""Tolerance of logits: torch's sums depend on the number of rows, those of the C kernels do not."""
 EVERY_8 = {"enable_prefix_caching": True, "mamba_block_size": 8, "prefix_cache_retention_interval": 8}
 
 
@@ -40,7 +43,7 @@ def check_equal(hits: list[RequestOutput], misses: list[RequestOutput]) -> None:
     assert cached(misses) == [0] * len(misses)
     for hit, miss in zip(hits, misses, strict=True):
         assert hit.outputs[0].token_ids == miss.outputs[0].token_ids
-        torch.testing.assert_close(logits_of(hit), logits_of(miss), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(logits_of(hit), logits_of(miss), atol=NEAR, rtol=NEAR)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from tiny import check_against, generate, generate_preempted, open_tiny, prompts
 
 from quire import LLM, SamplingParams
 from quire.data.outputs import RequestOutput
+from quire.kernels.cpu import native
 from quire.kernels.triton.ssm import TritonStateOps
 from quire.sched.spec import Drafting
 
@@ -84,6 +85,7 @@ def is_quick(family: str, method: str) -> bool:
     return family in KINDS and method == "replayed" or (family, method) in QUICK
 
 
+@pytest.mark.skipif(native.library() is None, reason="torch's sums depend on the number of rows")
 @pytest.mark.parametrize(
     ("family", "method"),
     [

@@ -36,6 +36,11 @@ def logits(llm: LLM) -> list[Tensor]:
     return [logits_of(output) for output in generate(llm, prompts_of(3, 9), 4)]
 
 
+def are_near(a: Tensor, b: Tensor) -> bool:
+    """Return whether logits differ by rounding only: torch rounds by the number of rows."""
+    return torch.allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
 def load(llm: LLM, weights: Weights) -> set[str]:
     (names,) = llm.collective_rpc(lambda worker: worker.model_runner.model.load_weights(weights.items()))
     assert llm.reset_prefix_cache()
@@ -102,11 +107,11 @@ def test_part_of_a_quantized_fused_layer_is_refused(tmp_path: Path) -> None:
     before, name = logits(llm), "model.layers.1.self_attn.q_proj.weight"
     with pytest.raises(RequestError, match=r"all its tensors are needed: send .*k_proj.*v_proj.* as well"):
         load(llm, {name: new[name], "model.norm.weight": new["model.norm.weight"]})
-    assert all(map(torch.equal, before, logits(llm)))
+    assert all(map(are_near, before, logits(llm)))
     names = [name.replace("q_proj", part) for part in ("q_proj", "k_proj", "v_proj")]
     parts = {name: new[name] for name in names}
     assert load(llm, parts) == set(parts)
-    assert not any(map(torch.equal, before, logits(llm)))
+    assert not any(map(are_near, before, logits(llm)))
 
 
 def test_weight_that_is_sent_twice_is_refused(tmp_path: Path) -> None:
@@ -119,7 +124,7 @@ def test_weight_that_is_sent_twice_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(RequestError, match=r"model\.norm\.weight is sent twice"):
         llm.collective_rpc(load_twice)
-    assert all(map(torch.equal, before, logits(llm)))
+    assert all(map(are_near, before, logits(llm)))
 
 
 def test_quantized_checkpoint_is_refused_with_the_reason(tmp_path: Path) -> None:

@@ -102,12 +102,12 @@ def check_bits(product: Product, x: Tensor) -> None:
 def test_gemms_have_the_same_bits_for_any_number_of_rows(kind: str, size_out: int, size_in: int) -> None:
     weight = random(size_out, size_in, seed=1)
     bias = random(size_out, seed=2)
-    products: dict[str, Product] = {
+    kinds: dict[str, Product] = {
         "linear": lambda x: matmul.linear(x, weight, bias),
         "gated": lambda x: matmul.gated(x, weight),
         "library": lambda x: products.linear(x, weight, bias),
     }
-    check_bits(products[kind], random(LARGEST, size_in))
+    check_bits(kinds[kind], random(LARGEST, size_in))
 
 
 @needs_gpu
