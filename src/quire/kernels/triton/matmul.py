@@ -392,15 +392,27 @@ def choose_fixed(num: int, size_out: int, size_in: int, parts: int) -> TilesPlan
     if not has_room():
         return TilesPlan(64, 64, 64, 1, 4, 3 - (parts == 2))
     outputs, stages = size_out // parts, 4 if parts == 2 else 6
+    if outputs >= 2**16:  # the output layer
+        height = 16 if num <= 16 else 32 if num <= 32 else 64
+        return TilesPlan(height, 128, 128, 1, 4, 4) if num <= 64 else TilesPlan(128, 256, 64, 1, 8, 4)
     if num <= 32:
         return TilesPlan(16 if num <= 16 else 32, 64, 128, 1, 4, stages)
     if num <= 64:
         return TilesPlan(64, 32 if outputs <= 4096 else 64, 128, 1, 4, stages)
-    if num <= 256 and size_out * size_in <= _SMALL:
-        narrow = parts == 1 and outputs <= 2048
-        return TilesPlan(32 if narrow or num % 64 else 64, 64, 64 if parts == 2 else 128, 1, 4, stages)
-    if num <= 256 and parts == 1 and outputs <= 8192:
-        return TilesPlan(64, 128, 64, 1, 4, 4)
-    if parts == 2 or size_in <= 2048 or outputs <= 2048:
-        return TilesPlan(128, 128, 64, 1, 8, 4 if parts == 2 else 3)
-    return TilesPlan(128, 256, 64, 1, 8, 4)
+    if num <= 256 and parts == 2:
+        is_small = size_out * size_in <= _SMALL
+        return TilesPlan(64, 64, 64, 1, 4, 4) if is_small else TilesPlan(128, 128, 64, 1, 8, 4)
+    if num <= 256 and outputs <= 8192:
+        return _choose_fixed_middle(num, outputs, size_in)
+    return TilesPlan(128, 128, 64, 1, 8, 3 if parts == 2 or min(size_in, outputs) <= 2048 else 4)
+
+
+def _choose_fixed_middle(num: int, outputs: int, size_in: int) -> TilesPlan:
+    """Return the plan of the batch-invariant mode for 65 to 256 rows of x."""
+    if outputs * size_in <= _SMALL:
+        if num > 128 and outputs > 2048:
+            return TilesPlan(64, 128, 128, 1, 4, 4)
+        return TilesPlan(32 if outputs <= 2048 or num % 64 else 64, 64, 128, 1, 4, 6)
+    if num <= 128 and outputs <= 4096:
+        return TilesPlan(64, 64, 128, 1, 4, 6)
+    return TilesPlan(64, 128, 128 if num <= 128 or outputs <= 4096 else 64, 1, 4, 4)
