@@ -162,7 +162,7 @@ def measure_streams(bench: Bench, prefixes: list[list[int]]) -> None:
     cold = [bench.prompt(len(prefix) + 16) for prefix in prefixes]
     parts.append(gaps_ms(bench, cold, steps=args.steps, name="computing"))
     for number in range(args.streams):
-        engine.abort_request(f"stream{number}")
+        engine.abort_request([f"stream{number}"])
     while engine.has_unfinished_requests():
         engine.step()
     print(
@@ -189,7 +189,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("config_dir")
     parser.add_argument("--blocks", type=int, default=9830, help="blocks of 16 tokens in the cache")
-    parser.add_argument("--host-gib", type=float, default=32.0)
+    parser.add_argument("--host-gib", type=float, default=64.0)
     parser.add_argument("--dir", help="measure a tier on disk instead")
     parser.add_argument("--prefixes", default="2048,8192,32768")
     parser.add_argument("--streams", type=int, default=64)

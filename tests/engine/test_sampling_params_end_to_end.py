@@ -225,7 +225,7 @@ def test_aborted_request_returns_its_partial_output(llm: LLM) -> None:
     with pytest.raises(RequestError, match="'twice' is in use"):
         for _ in range(2):
             engine.add_request("twice", PROMPT, SamplingParams())
-    engine.abort_request(["twice"])
+    engine.abort_request("twice")
     assert not engine.has_unfinished_requests()
 
 

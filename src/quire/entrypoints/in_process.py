@@ -104,9 +104,10 @@ class LocalEngine:
         for request in requests:
             self.core.add(request)
 
-    def abort_request(self, request_ids: Iterable[str]) -> list[AnyOutput]:
-        """End requests early; return their last outputs with the tokens so far."""
-        finished = self.core.abort(self.outputs.sequences_of(list(request_ids)))
+    def abort_request(self, request_ids: Iterable[str] | str) -> list[AnyOutput]:
+        """End requests early, or one; return their last outputs with the tokens so far."""
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        finished = self.core.abort(self.outputs.sequences_of(ids))
         return self._deliver(StepOutput(request_ids=[], token_ids=[], finished=finished))
 
     def has_unfinished_requests(self) -> bool:

@@ -106,9 +106,10 @@ class MultiCoreEngine:
         finally:
             await stream.aclose()
 
-    def abort_request(self, request_ids: Iterable[str]) -> list[AnyOutput]:
-        """End requests early, without a last output."""
-        ended = [task for id in list(request_ids) if (task := self._tasks.pop(id, None)) is not None]
+    def abort_request(self, request_ids: Iterable[str] | str) -> list[AnyOutput]:
+        """End requests early, or one, without a last output."""
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        ended = [task for id in ids if (task := self._tasks.pop(id, None)) is not None]
 
         async def abort() -> None:
             for task in ended:

@@ -13,8 +13,8 @@ from quire.kernels.host_memory import host_memory, pin
 from quire.kernels.host_to_device import copy_to_device
 from quire.worker.kv_tiers import CacheEntries, CopiedBlocks
 
-_STAGING_BYTES = 64 << 20
-"""Device memory of entries on their way: three buffers, of at least one entry each."""
+_STAGING_BYTES = 32 << 20
+"""Device memory of entries on their way: four buffers, of at least one entry each."""
 
 
 class PinnedBlocks:
@@ -29,11 +29,11 @@ class PinnedBlocks:
 
 
 class _Staging:
-    """Device memory from which entries are copied to the host, and the end of the last copy."""
+    """Device memory of entries between the cache and the host, and the end of its last use."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
-        self.copied = torch.cuda.Event()
+        self.used = torch.cuda.Event()
 
 
 class CudaBlockCopies:
@@ -41,20 +41,20 @@ class CudaBlockCopies:
 
     Entries that the next step overwrites are gathered on the stream of the steps, and copied to the host on
     another stream. The step waits if both buffers are still being copied. Other entries are gathered on the
-    second stream, too, while the step runs. Entries from the host are scattered there: no step uses them
-    yet."""
+    second stream, too, while the step runs. Entries from the host arrive on a third stream, and are scattered
+    on the second while the next ones arrive: no step uses them yet."""
 
     def __init__(self, entries: CacheEntries, device: torch.device) -> None:
         self.entries, self.device = entries, device
         self._main = torch.cuda.current_stream(device)
-        self._beside = torch.cuda.Stream(device)
+        self._beside, self._arriving = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._lock = threading.Lock()
-        """Held while work is enqueued on the second stream."""
+        """Held while work is enqueued on the second stream or the third."""
         size = entries.entry_bytes
         self._at_once = max(min(_STAGING_BYTES // max(size, 1), entries.num_entries), 1)
         """Entries in a buffer."""
-        self._inward, *outward = torch.empty((3, self._at_once, size), dtype=torch.uint8, device=device)
-        self._outward = [_Staging(memory) for memory in outward]
+        memory = torch.empty((4, self._at_once, size), dtype=torch.uint8, device=device)
+        self._inward, self._outward = [*map(_Staging, memory[:2])], [*map(_Staging, memory[2:])]
         self._ahead = torch.cuda.Event()
         """End of the copies that run beside a step."""
         self._timed: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
@@ -88,7 +88,7 @@ class CudaBlockCopies:
                             slots[row : row + count].copy_(blocks[at : at + count], non_blocking=True)
                     if kept is not None:
                         kept[first:end].copy_(blocks, non_blocking=True)
-                    self._outward[-1].copied.record()
+                    self._outward[-1].used.record()
             copied.record(self._beside)
             self._timed.append((began, copied))
             if ahead:
@@ -102,7 +102,7 @@ class CudaBlockCopies:
         if ahead:
             with torch.cuda.stream(self._beside):
                 return self.entries.gather(places, staging.memory[: len(places)])
-        self._main.wait_event(staging.copied)
+        self._main.wait_event(staging.used)
         blocks = self.entries.gather(places, staging.memory[: len(places)])
         self._beside.wait_stream(self._main)
         return blocks
@@ -120,14 +120,19 @@ class CudaBlockCopies:
             self._beside.wait_stream(self._main)
 
     def start_in(self, ids: Sequence[int], contents: Sequence[NDArray[np.uint8] | Tensor]) -> None:
+        rows = [torch.as_tensor(part) for part in contents]
         with self._lock, torch.cuda.stream(self._beside):
             places = copy_to_device(np.array(ids, np.int64), self.device)
-            rows = [torch.as_tensor(part) for part in contents]
             for first in range(0, len(ids), self._at_once):
-                part = rows[first : first + self._at_once]
-                for at, run in _joined(part):
-                    self._inward[at : at + len(run)].copy_(run, non_blocking=True)
-                self.entries.scatter(places[first : first + len(part)], self._inward[: len(part)])
+                part, staging = rows[first : first + self._at_once], self._inward[0]
+                self._inward.reverse()
+                self._arriving.wait_event(staging.used)
+                with torch.cuda.stream(self._arriving):
+                    for at, run in _joined(part):
+                        staging.memory[at : at + len(run)].copy_(run, non_blocking=True)
+                self._beside.wait_stream(self._arriving)
+                self.entries.scatter(places[first : first + len(part)], staging.memory[: len(part)])
+                staging.used.record()
 
     def wait_in(self) -> None:
         copied = torch.cuda.Event(blocking=True)
