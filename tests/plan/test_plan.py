@@ -316,6 +316,20 @@ def test_table_of_the_guide_can_be_asked(
     assert "an estimate from the size alone" in shown and "quire serve MODEL --max-model-len" in shown
 
 
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [("x/Qwen3-32B-FP8", "fp8"), ("x/llama-3-70b-awq", "int4"), ("x/Some-8B-NVFP4", "bf16"), ("x/8B", None)],
+)
+def test_precision_of_a_name_without_a_checkpoint(
+    name: str, precision: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", name, "--gpu", "h200"]) == 0
+    shown = capsys.readouterr().out
+    (sizes,) = (line for line in shown.splitlines() if line.startswith("Weights, GB: "))
+    assert sizes.count(",") == (1 if precision else 5) and (precision or "bf16") in sizes
+    assert (f"{precision} weights, by the name" in shown) == (precision is not None)
+
+
 def test_sizes_that_do_not_fit_the_guides_machine(capsys: pytest.CaptureFixture[str]) -> None:
     """Check 2 x 405 = 810 GB against 8 x 80, and 2 x 744 = 1,488 against 16 x 80."""
     for flags in ("--params 405B --gpus 8", "--params 744B --active 40B --gpus 16"):

@@ -12,7 +12,7 @@ from quire.errors import ConfigError
 from quire.plan import report
 from quire.plan.devices import DEVICES, count_of_instance, device
 from quire.plan.estimate import PRECISIONS, STORED, MemoryFit, Wanted, smallest, stored_only
-from quire.plan.model_sizes import by_parameters, subject
+from quire.plan.model_sizes import by_parameters, precision_in, subject
 
 _CONTEXT, _CONCURRENCY, _GPUS = 8192, 1, 8
 _EXAMPLES = ("p5.48xlarge", "g6e.12xlarge", "a3-highgpu-8g")
@@ -26,6 +26,8 @@ _HOST_MEMORY = {
     "--kv-offloading-size": "GiB of host memory for evicted KV cache blocks",
 }
 """Flags for host memory, and their help texts."""
+_ANY = ("bf16", "fp8", "int8", "int4", "fp32")
+"""Precisions that are compared if none is given."""
 _BY_PRECISION = ("precision", "quantization", "dtype")
 """Flags that choose the precision; the first that is given counts."""
 _VLLM_NAMES = {
@@ -100,6 +102,8 @@ def run(args: Namespace) -> int:
     checkpoint, note = _read_model(args)
     wanted = _parse_workload(args, checkpoint)
     precisions = _precisions(args, checkpoint)
+    if note and args.params is None and precisions == _ANY and (named := precision_in(args.model)):
+        precisions, note = (named,), f"{note}; {named} weights, by the name"
     kind = device(args.gpu)
     if args.gpus is None:
         args.gpus = count_of_instance(args.gpu) or _GPUS
@@ -150,7 +154,7 @@ def _precisions(args: Namespace, checkpoint: Checkpoint) -> tuple[str, ...]:
             raise ConfigError(f"--{flag} {name}: the weights are stored as {stored}; leave it out")
         return (STORED,)
     if name is None:
-        return ("bf16", "fp8", "int8", "int4", "fp32")
+        return _ANY
     precision = _VLLM_NAMES.get(name, name)
     if precision not in PRECISIONS:
         raise ConfigError(f"--{flag} {name!r}; known: {', '.join([*PRECISIONS, *_VLLM_NAMES])}")

@@ -51,6 +51,13 @@ KNOWN = {
 """By the size in model names."""
 _NAMED_SIZE = re.compile(r"(?<![\d.x])(\d+(?:\.\d+)?b)(?:-a(\d+(?:\.\d+)?b))?(?![a-z])", re.IGNORECASE)
 """A size in a name: `70b`, or `235b-a22b` for a mixture of experts; not `8x7b`."""
+_NAMED_PRECISIONS = {
+    "bf16": re.compile(r"nvfp4|mxfp8", re.IGNORECASE),  # once they are loaded
+    "fp8": re.compile(r"fp8", re.IGNORECASE),
+    "int8": re.compile(r"int8|w8a8|w8a16|8bit|q8_0", re.IGNORECASE),
+    "int4": re.compile(r"awq|gptq|int4|w4a16|w4a8|4bit|mxfp4|autoround|hqq|q4_", re.IGNORECASE),
+}
+"""Words of model names for the format of the weights, by precision; the first that matches counts."""
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([mbt])", re.IGNORECASE)
 _UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
 _SMALLEST, _LARGEST, _LARGEST_MOE = 0.5e9, 500e9, 10e12
@@ -85,6 +92,11 @@ def subject(model: str, env: Env, *, advice: str = _ADVICE, **options: Any) -> t
             raise ConfigError(f"{error}\n{advice}".strip()) from None
         checkpoint, estimate = by_parameters(size[1], size[2])
         return checkpoint, f"no config.json found; {estimate}"
+
+
+def precision_in(name: str) -> str | None:
+    """Return the precision that a model's name has, such as `-FP8` or `-AWQ`, or None."""
+    return next((kind for kind, words in _NAMED_PRECISIONS.items() if words.search(name)), None)
 
 
 def by_parameters(params: str, active: str | None = None) -> tuple[Checkpoint, str]:
