@@ -133,7 +133,7 @@ def test_start_goes_on_without_processes(
     monkeypatch.setattr(module, "CompileProcesses", fail)
     with compile_processes(4):
         assert current_processes() is None
-    assert "Kernels are compiled in one process: Too many open files" in caplog.text
+    assert "this process compiles the kernels: Too many open files" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -201,7 +201,7 @@ def _ttft(outputs: Sequence[RequestOutput]) -> float:
 
 
 def _decode(llm: LLM, prompts: Sequence[list[int]], length: int) -> OnOffRun:
-    """Measure the steps after the first tokens, with prompts that are cached by then."""
+    """Measure decode steps only: the prompts are in the prefix cache by then."""
     llm.generate(prompts, _greedy_params(1), use_tqdm=False)
     outputs = llm.generate(prompts, _greedy_params(length), use_tqdm=False)
     times = [output.metrics for output in outputs if output.metrics is not None]

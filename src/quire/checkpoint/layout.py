@@ -299,6 +299,7 @@ def _spec(facts: ArchFacts, layer: LayerFacts) -> CacheSpec | None:
 
 
 def state_bytes(state: StateFacts) -> int:
-    """Return the bytes of one row: the SSM state and the inputs of the convolution, both in float32."""
+    """Return the bytes of a sequence's state in one layer: SSM state and inputs of the convolution, both in
+    float32."""
     inner = state.heads * state.head_dim
     return 4 * (inner * state.state + (inner + 2 * state.groups * state.state) * (state.conv - 1))

@@ -109,7 +109,9 @@ class EventPublisher:
         try:
             self._queue.put(None, timeout=CLOSE_S)
         except queue.Full:
-            log.warning("KV events are not sent any more: the queue is full")
+            log.warning(
+                "The KV events that are queued are dropped: they could not be sent within %g s", CLOSE_S
+            )
         self._thread.join(CLOSE_S)
 
     def _run(self) -> None:

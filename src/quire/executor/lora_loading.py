@@ -55,7 +55,7 @@ class ReadSlots:
         if late - self._hung:
             self._hung |= late
             log.warning(
-                "%d reads of adapters have not ended within %g s; other adapters no longer wait for them",
+                "%d LoRA adapters are still being read after %g s; other adapters no longer wait for them",
                 len(self._hung),
                 READ_S,
             )

@@ -80,7 +80,7 @@ class MultiNodeRanks(RemoteRanks):
         where = parallel.master_addr, parallel.master_port
         token = cluster_token(Env.read(os.environ), parallel.master_addr)
         super().__init__(_listen(*where), others, count, token=token, check=self._check_settings)
-        log.info("Waiting for %d other machines at %s:%d", len(others), *where)
+        log.info("Waiting for %d other nodes, which connect to %s:%d", len(others), *where)
         try:
             if not self.await_all(time.monotonic() + timeout_s):
                 raise ConfigError(

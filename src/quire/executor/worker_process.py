@@ -360,8 +360,8 @@ class PipePort:
 
 
 def main() -> None:
-    """Run the process. Arguments: file descriptors of the pipe and the rings, and the reader index for
-    plans."""
+    """Run a worker process. Arguments: file descriptors of the pipe to the parent and of the shared-memory
+    rings of plans and outputs, and the reader index in the ring of plans."""
     pipe_fd, plans_fd, outcomes_fd, reader = map(int, sys.argv[1:])
     pipe = Connection(pipe_fd)
     try:

@@ -105,7 +105,7 @@ def compile_processes(num: int) -> Iterator[None]:
     try:
         processes = CompileProcesses(num)
     except OSError as error:  # too many files or processes
-        log.warning("Kernels are compiled in one process: %s", error)
+        log.warning("Compile processes cannot be started, so this process compiles the kernels: %s", error)
         yield
         return
     token = _current.set(processes)

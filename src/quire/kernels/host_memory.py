@@ -29,7 +29,9 @@ def pin(memory: Tensor) -> bool:
     if failed:
         with contextlib.suppress(torch.AcceleratorError, torch.OutOfMemoryError):
             torch.ones(1, device="cuda")  # CUDA would report the error at the next launch
-        log.warning("Pinning %d bytes of host memory failed (CUDA error %d)", len(memory), failed)
+        log.warning(
+            "%d bytes of host memory cannot be pinned (CUDA error %d): copies are slower", len(memory), failed
+        )
     return not failed
 
 

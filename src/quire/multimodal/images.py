@@ -76,7 +76,7 @@ def video_settings(path: Path, otherwise: ConfigReader) -> ConfigReader:
 
 
 def processor_settings(path: Path) -> ConfigReader:
-    """Read processor_config.json, which is about images and text together."""
+    """Read processor_config.json, the settings of the processor of images and texts."""
     file = path / "processor_config.json"
     return ConfigReader(str(file), read_json(file) if file.is_file() else {})
 

@@ -148,7 +148,7 @@ class Packed4(nn.Module):
 
 
 class Table4(Weight):
-    """A weight of 4-bit codes; dequantized after loading if the device has no kernel."""
+    """A weight of 4-bit codes, NF4 or FP4; dequantized after loading if the device has no kernel."""
 
     def __init__(self, shape: LinearShape, plain: Callable[[], Weight], scheme: BitsAndBytes) -> None:
         super().__init__(shape)

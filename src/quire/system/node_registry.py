@@ -165,7 +165,7 @@ class NodeRegistry:
         known = self._nodes.get(identity)
         self._nodes[identity] = _Node(message.node, frozenset(message.addresses), now, message.is_up)
         if known is None:
-            log.info("Data-parallel ranks %s are at %s", _listed(message.addresses), message.node)
+            log.info("Data-parallel ranks %s run on node %s", _listed(message.addresses), message.node)
             for rank, address in message.addresses.items():
                 file = self.file_of(self.folder, rank)
                 file.with_suffix(".new").write_text(address)

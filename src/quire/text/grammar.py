@@ -141,7 +141,7 @@ class Matcher:
         reason = self.inner.get_error()
         if _DOES_NOT_FIT in reason:
             return "error"
-        log.warning("A grammar exceeded a limit of llguidance: %r", _shorten(reason))
+        log.warning("A request ends, since its grammar exceeded a limit of llguidance: %r", _shorten(reason))
         return "limit"
 
     def copy(self) -> "Matcher":

@@ -34,7 +34,8 @@ _IN_ORDER = (None, False, "weight", "static")
 
 
 def read_compressed(keys: ConfigReader) -> QuantFacts:
-    """Read the scheme of each group, for its target layers except those in `ignore`."""
+    """Read the config groups of compressed-tensors: each has a scheme for its target layers, except
+    those in `ignore`."""
     for key, content in (("sparsity_config", "sparse weights"), ("transform_config", "transformed weights")):
         value = keys.get(key)
         if value and not (

@@ -130,7 +130,7 @@ class _RecordingMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False, since torch would import dynamo to skip it, which takes a second and 130 MB."""
+        """Return False: for True, torch would import dynamo, which takes a second and 130 MB."""
         return False
 
     def __torch_dispatch__(

@@ -34,7 +34,7 @@ class Convolution(nn.Module):
         self.product = PatchEmbedding((size_in, _WIDTH), size_out, scope)
 
     def forward(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Compute the convolution of [frames, size_in] of each item; the caller has padded the ends."""
+        """Compute the convolution of the frames [frames, size_in] of each item; the last frame is padding."""
         patches = [F.pad(x, (0, 0, 1, 0)).unfold(0, _WIDTH, self.step).flatten(1) for x in inputs]
         convolved: Tensor = F.gelu(self.product(torch.cat(patches)))
         return list(convolved.split([len(patch) for patch in patches]))

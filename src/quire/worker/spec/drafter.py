@@ -51,7 +51,7 @@ class SequenceEnds(NamedTuple):
     """None for greedy drafts."""
 
     def pick(self, logits: Tensor, ahead: int) -> Tensor:
-        """Choose the tokens `ahead` positions after the last ones."""
+        """Choose the draft tokens `ahead` positions after the last tokens of the sequences."""
         return logits.argmax(-1) if self.draw is None else self.draw(logits, self.last + ahead)
 
 
