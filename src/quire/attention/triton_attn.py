@@ -16,8 +16,7 @@ from quire.kernels import batch_invariant
 from quire.kernels.host_to_device import copy_to_device
 
 if TYPE_CHECKING:
-    from quire.kernels.triton.attention import AttentionSeqs, Cache
-    from quire.kernels.triton.attention_launch import AttentionLayer
+    from quire.kernels.triton.attention_launch import AttentionCall, AttentionLayer
 
 MOST_ROWS = 128
 """Most rows (queries times heads) of a decode with draft tokens that the decode kernel takes."""
@@ -132,46 +131,33 @@ class TritonAttention:
         cache = launch.cache_of(k_cache, v_cache)
         tables = batch.block_tables
         seqs = AttentionSeqs(batch.query_starts, batch.seq_lens, batch.rows, tables, tables.stride(0))
-        inputs = out, q, cache, seqs
+        call = launch.AttentionCall(out, q, cache, seqs, layer, sinks, alibi_slopes)
         if batch_invariant.is_on():
-            self._attend_fixed(batch, layer, inputs, sinks, alibi_slopes)
+            self._attend_fixed(batch, call)
             return out
         shape = launch.tile_shape(layer, q.dtype, most)
         split: _Split = batch.attention.split(few, shape.block_m // layer.group)
         if split.tiles is not None:
-            launch.attend_tiles(
-                out, q, cache, seqs, split.tiles, layer, sinks, alibi_slopes, batch.last_visible, shape
-            )
+            launch.attend_tiles(call, split.tiles, batch.last_visible, shape)
         if split.num_few:
-            most = few if few > layer.few else 1
-            launch.attend_shares(
-                out, q, cache, seqs, split.few, layer, sinks, alibi_slopes, most_queries=most
-            )
+            launch.attend_shares(call, split.few, most_queries=few if few > layer.few else 1)
         return out
 
-    def _attend_fixed(
-        self,
-        batch: Batch,
-        layer: "AttentionLayer",
-        inputs: "tuple[Tensor, Tensor, Cache, AttentionSeqs]",
-        sinks: Tensor | None,
-        alibi_slopes: Tensor | None,
-    ) -> None:
+    def _attend_fixed(self, batch: Batch, call: "AttentionCall") -> None:
         """Compute attention in the batch-invariant mode: both kernels have the same results."""
         from quire.kernels.triton import attention_launch as launch
 
-        dtype, most = inputs[1].dtype, batch.max_query_len
+        layer, dtype, most = call.layer, call.q.dtype, batch.max_query_len
         least = launch.fixed_shape(layer, dtype, 1)
         few = most if batch.are_decodes else 1
         if not launch.fits_fixed_shares(layer, least, len(batch.seq_lens), few):
             few = 0
         shape = launch.fixed_shape(layer, dtype, most)
         split: _Split = batch.attention.split(few, shape.block_m // layer.group)
-        biases = layer, sinks, alibi_slopes
         if split.tiles is not None:
-            launch.attend_fixed_tiles(*inputs, split.tiles, *biases, batch.last_visible, shape)
+            launch.attend_tiles(call, split.tiles, batch.last_visible, shape, is_fixed=True)
         if few and split.num_few:
-            launch.attend_fixed_shares(*inputs, split.few, *biases, least, few)
+            launch.attend_fixed_shares(call, split.few, least, few)
 
 
 @cache

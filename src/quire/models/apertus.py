@@ -8,9 +8,9 @@ from torch.nn import functional as F
 
 from quire.checkpoint.facts import ArchFacts, LayerFacts
 from quire.layers.mlp import PlainMLP
-from quire.layers.scope import DecoderNames, Scope, Target
+from quire.layers.scope import Scope, Target
 from quire.models import llama
-from quire.models.decoder import Decoder
+from quire.models.decoder import decoder_of
 
 _SLOPE = 0.5
 """Slope of xIELU at 0 (beta)."""
@@ -57,8 +57,4 @@ class Layer(llama.Layer):
         return XIELUMLP(facts, scope / "mlp")
 
 
-class Apertus(Decoder):
-    """Apertus decoder."""
-
-    Layer = Layer
-    names = DecoderNames(norms=("attention_layernorm", "feedforward_layernorm"))
+Apertus = decoder_of(Layer, norms=("attention_layernorm", "feedforward_layernorm"))

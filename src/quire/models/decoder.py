@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -142,3 +142,8 @@ class Decoder(nn.Module):
         masked = out.isneginf() if self.head.is_wide else None
         out = self.ops.softcap(out, self.logit_softcap)
         return out if masked is None else out.masked_fill_(masked, -torch.inf)
+
+
+def decoder_of(layer: LayerFactory, like: type[Decoder] = Decoder, **names: Any) -> type[Decoder]:
+    """Return a decoder with these layers, and the checkpoint names of `like` except for `names`."""
+    return type("Decoder", (Decoder,), {"Layer": staticmethod(layer), "names": like.names._replace(**names)})

@@ -16,7 +16,7 @@ from quire.layers.norm import RMSNorm, norm_of
 from quire.layers.rope import Rope, mscale
 from quire.layers.scope import Scope, Target
 from quire.models import llama
-from quire.models.decoder import Decoder, LayerFactory
+from quire.models.decoder import Decoder, LayerFactory, decoder_of
 from quire.models.llama4 import growth_of
 from quire.quant.sharding import Runs, divided
 
@@ -140,7 +140,4 @@ class AXK1Layer(Layer):
         return x if self.fed_norm is None else self.fed_norm.alone(x), residual
 
 
-class AXK1(Decoder):
-    """A.X K1 decoder."""
-
-    Layer = AXK1Layer
+AXK1 = decoder_of(AXK1Layer)

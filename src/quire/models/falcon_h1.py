@@ -8,10 +8,10 @@ from quire.attention.batch import Batch
 from quire.checkpoint.facts import ArchFacts, LayerFacts
 from quire.layers.mlp import MLP
 from quire.layers.rope import Rope
-from quire.layers.scope import DecoderNames, Scope
+from quire.layers.scope import Scope
 from quire.layers.ssm import Mamba2Mixer
 from quire.models import llama
-from quire.models.decoder import Decoder
+from quire.models.decoder import decoder_of
 
 
 class ParallelMixer(nn.Module):
@@ -58,8 +58,4 @@ class Layer(llama.Layer):
         return ScaledMLP(facts, scope / "feed_forward")
 
 
-class FalconH1(Decoder):
-    """Falcon-H1 decoder."""
-
-    Layer = Layer
-    names = DecoderNames(last_norm="final_layernorm", norms=("input_layernorm", "pre_ff_layernorm"))
+FalconH1 = decoder_of(Layer, last_norm="final_layernorm", norms=("input_layernorm", "pre_ff_layernorm"))

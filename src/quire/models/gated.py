@@ -11,9 +11,9 @@ from quire.checkpoint.facts import ArchFacts, LayerFacts
 from quire.layers.linear import ColumnLinear
 from quire.layers.moe import ChoiceBias, ExpertRouter, MoE
 from quire.layers.rope import Rope
-from quire.layers.scope import DecoderNames, LoadedModule, Scope, Target
+from quire.layers.scope import LoadedModule, Scope, Target
 from quire.models import llama, llama4
-from quire.models.decoder import Decoder, LayerFactory
+from quire.models.decoder import LayerFactory, decoder_of
 from quire.models.gemma import GemmaModel, SandwichLayer
 from quire.quant.sharding import divided
 from quire.quant.weight import frozen_parameter
@@ -35,10 +35,7 @@ class SoftplusGate(llama.Attention):
         return self.out(mixed)
 
 
-class Laguna(Decoder):
-    """Laguna decoder."""
-
-    Layer = llama.layer_with(SoftplusGate)
+Laguna = decoder_of(llama.layer_with(SoftplusGate))
 
 
 class OffsetAttention(llama.Attention):
@@ -49,10 +46,7 @@ class OffsetAttention(llama.Attention):
         self.mix.sinks_name = f"{scope.name}.softmax_offset"
 
 
-class Flint(Decoder):
-    """Flint decoder."""
-
-    Layer = llama.layer_with(OffsetAttention)
+Flint = decoder_of(llama.layer_with(OffsetAttention))
 
 
 class LogitRouter(ExpertRouter):
@@ -86,11 +80,7 @@ class KolibriLayer(SandwichLayer):
         return KolibriMixture(facts, scope)
 
 
-class Kolibri(Decoder):
-    """Kolibri 1 decoder."""
-
-    Layer = KolibriLayer
-    names = DecoderNames(after_norms=("post_attn_norm", "post_ffn_norm"))
+Kolibri = decoder_of(KolibriLayer, after_norms=("post_attn_norm", "post_ffn_norm"))
 
 
 class HeadBias(LoadedModule):
@@ -146,8 +136,4 @@ class BeamLayer(SandwichLayer):
         return fed, self.ops.scale(residual, kept_mlp)
 
 
-class Beam(Decoder):
-    """Beam decoder."""
-
-    Layer = BeamLayer
-    names = GemmaModel.names
+Beam = decoder_of(BeamLayer, GemmaModel)

@@ -6,9 +6,9 @@ from quire.attention.batch import Batch
 from quire.checkpoint.facts import ArchFacts, LayerFacts
 from quire.layers.norm import norm_of
 from quire.layers.rope import Rope
-from quire.layers.scope import DecoderNames, Scope
+from quire.layers.scope import Scope
 from quire.models import llama
-from quire.models.decoder import Decoder
+from quire.models.decoder import decoder_of
 
 
 class SandwichLayer(llama.Layer):
@@ -25,11 +25,8 @@ class SandwichLayer(llama.Layer):
         return self.fed_norm.alone(self.mlp(x)), residual
 
 
-class GemmaModel(Decoder):
-    """Gemma 2 and 3 decoder."""
-
-    Layer = SandwichLayer
-    names = DecoderNames(
-        norms=("input_layernorm", "pre_feedforward_layernorm"),
-        after_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
-    )
+GemmaModel = decoder_of(
+    SandwichLayer,
+    norms=("input_layernorm", "pre_feedforward_layernorm"),
+    after_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+)

@@ -8,44 +8,27 @@ from torch import nn
 from quire.checkpoint.facts import ArchFacts, LayerFacts
 from quire.layers.mlp import MLP
 from quire.layers.scope import DecoderNames, Scope
-from quire.models.decoder import Decoder, LayerFactory
+from quire.models.decoder import Decoder, decoder_of
 from quire.models.llama import PlainLayer
 
-
-class Nemotron(Decoder):
-    """Nemotron decoder (also Arcee and Jais 2)."""
-
-    Layer: LayerFactory = PlainLayer
-    names = DecoderNames(mlp_names=("up_proj", "down_proj"))
-
-
-class Starcoder2(Nemotron):
-    """StarCoder 2 decoder."""
-
-    names = DecoderNames(mlp_names=("c_fc", "c_proj"))
-
-
-class GPT2(Nemotron):
-    """GPT-2 decoder."""
-
-    names = DecoderNames(
-        body="transformer",
-        embedding="wte",
-        positions="wpe",
-        layers="h",
-        last_norm="ln_f",
-        norms=("ln_1", "ln_2"),
-        attention="attn",
-        qkv="c_attn",
-        out="c_proj",
-        mlp_names=("c_fc", "c_proj"),
-    )
-
-
-class BigCode(GPT2):
-    """GPT-BigCode decoder (StarCoder 1): GPT-2 with a fused QKV that is grouped by key head."""
-
-    names = GPT2.names._replace(qkv_by_head=True)
+Nemotron = decoder_of(PlainLayer, mlp_names=("up_proj", "down_proj"))
+"""Nemotron decoder (also Arcee and Jais 2)."""
+Starcoder2 = decoder_of(PlainLayer, mlp_names=("c_fc", "c_proj"))
+GPT2 = decoder_of(
+    PlainLayer,
+    body="transformer",
+    embedding="wte",
+    positions="wpe",
+    layers="h",
+    last_norm="ln_f",
+    norms=("ln_1", "ln_2"),
+    attention="attn",
+    qkv="c_attn",
+    out="c_proj",
+    mlp_names=("c_fc", "c_proj"),
+)
+BigCode = decoder_of(PlainLayer, GPT2, qkv_by_head=True)
+"""GPT-BigCode decoder (StarCoder 1): GPT-2 with a fused QKV that is grouped by key head."""
 
 
 class JaisLayer(PlainLayer):
@@ -55,15 +38,13 @@ class JaisLayer(PlainLayer):
         return MLP(facts, scope / "mlp", names=("c_fc2", "c_fc", "c_proj"))
 
 
-class Jais(GPT2):
-    """Jais 1 decoder."""
-
-    Layer = JaisLayer
+Jais = decoder_of(JaisLayer, GPT2)
 
 
-class OPT(Nemotron):
+class OPT(Decoder):
     """OPT decoder."""
 
+    Layer = PlainLayer
     names = DecoderNames(
         body="model.decoder",
         last_norm="final_layer_norm",
@@ -75,18 +56,16 @@ class OPT(Nemotron):
     first_position = 2
 
 
-class MPT(Nemotron):
-    """MPT decoder."""
-
-    names = DecoderNames(
-        body="transformer",
-        embedding="wte",
-        layers="blocks",
-        last_norm="norm_f",
-        norms=("norm_1", "norm_2"),
-        attention="attn",
-        qkv="Wqkv",
-        out="out_proj",
-        mlp="ffn",
-        mlp_names=("up_proj", "down_proj"),
-    )
+MPT = decoder_of(
+    PlainLayer,
+    body="transformer",
+    embedding="wte",
+    layers="blocks",
+    last_norm="norm_f",
+    norms=("norm_1", "norm_2"),
+    attention="attn",
+    qkv="Wqkv",
+    out="out_proj",
+    mlp="ffn",
+    mlp_names=("up_proj", "down_proj"),
+)

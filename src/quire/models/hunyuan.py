@@ -11,7 +11,7 @@ from quire.kernels.ops import HeadEntry, HeadNorms
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope, Target
 from quire.models import llama
-from quire.models.decoder import Decoder
+from quire.models.decoder import decoder_of
 
 
 class HeadWeights(nn.Module):
@@ -52,7 +52,4 @@ class Attention(llama.Attention):
         return self.weights(self.qkv(x, entry))
 
 
-class HunYuan(Decoder):
-    """HunYuan V1 decoder."""
-
-    Layer = llama.layer_with(Attention)
+HunYuan = decoder_of(llama.layer_with(Attention))

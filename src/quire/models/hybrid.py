@@ -9,10 +9,10 @@ from quire.layers.mlp import MLP, PlainMLP
 from quire.layers.moe import MoE
 from quire.layers.norm import norm_of
 from quire.layers.rope import Rope
-from quire.layers.scope import DecoderNames, Scope
+from quire.layers.scope import Scope
 from quire.layers.ssm import mixer_of
 from quire.models import llama
-from quire.models.decoder import Decoder
+from quire.models.decoder import decoder_of
 from quire.models.gemma import SandwichLayer
 from quire.models.step3 import GatedHeads
 
@@ -30,11 +30,8 @@ class MambaLayer(nn.Module):
         return self.mixer(x, batch), residual
 
 
-class MambaModel(Decoder):
-    """Mamba, Falcon-Mamba and Mamba-2 decoder: SSM layers only."""
-
-    Layer = MambaLayer
-    names = DecoderNames(body="backbone", embedding="embeddings", last_norm="norm_f")
+MambaModel = decoder_of(MambaLayer, body="backbone", embedding="embeddings", last_norm="norm_f")
+"""Mamba, Falcon-Mamba and Mamba-2 decoder: SSM layers only."""
 
 
 class NemotronHLayer(nn.Module):
@@ -59,11 +56,7 @@ class NemotronHLayer(nn.Module):
         return self.mixer(x, batch) if self.takes_batch else self.mixer(x), residual
 
 
-class NemotronH(Decoder):
-    """Nemotron-H and Nemotron 3 decoder."""
-
-    Layer = NemotronHLayer
-    names = MambaModel.names
+NemotronH = decoder_of(NemotronHLayer, MambaModel)
 
 
 class HybridLayer(llama.Layer):
@@ -75,17 +68,15 @@ class HybridLayer(llama.Layer):
         return mixer_of(facts, layer, scope / scope.names.ssm)
 
 
-class Jamba(Decoder):
-    """Jamba decoder: Mamba layers, a few attention layers, and experts in every other layer."""
-
-    Layer = HybridLayer
-    names = DecoderNames(
-        last_norm="final_layernorm", norms=("input_layernorm", "pre_ff_layernorm"), mlp="feed_forward"
-    )
-
-
-class Bamba(Jamba):
-    """Bamba decoder: Mamba-2 layers and a few attention layers."""
+Jamba = decoder_of(
+    HybridLayer,
+    last_norm="final_layernorm",
+    norms=("input_layernorm", "pre_ff_layernorm"),
+    mlp="feed_forward",
+)
+"""Jamba decoder: Mamba layers, a few attention layers, and experts in every other layer."""
+Bamba = decoder_of(HybridLayer, Jamba)
+"""Bamba decoder: Mamba-2 layers and a few attention layers."""
 
 
 class GraniteHybridLayer(HybridLayer):
@@ -97,11 +88,8 @@ class GraniteHybridLayer(HybridLayer):
         return MLP(facts, scope / scope.names.mlp)
 
 
-class GraniteHybrid(Decoder):
-    """Granite 4 decoder: Mamba-2 layers and a few attention layers, some with experts."""
-
-    Layer = GraniteHybridLayer
-    names = DecoderNames(mlp="shared_mlp", mlp_names=("input_linear", "output_linear"))
+GraniteHybrid = decoder_of(GraniteHybridLayer, mlp="shared_mlp", mlp_names=("input_linear", "output_linear"))
+"""Granite 4 decoder: Mamba-2 layers and a few attention layers, some with experts."""
 
 
 class GatedLfm3Attention(GatedHeads):
@@ -124,25 +112,22 @@ class Lfm3Layer(SandwichLayer):
         return mixer(facts, layer, rope, scope / scope.names.attention)
 
 
-class Lfm2(Decoder):
-    """LFM2 decoder: short convolutions, a few attention layers, and experts in some models."""
-
-    Layer = HybridLayer
-    names = DecoderNames(
-        last_norm="embedding_norm",
-        norms=("operator_norm", "ffn_norm"),
-        qk_norms=("q_layernorm", "k_layernorm"),
-        out="out_proj",
-        ssm="conv",
-        mlp="feed_forward",
-        mlp_names=("w1", "w3", "w2"),
-    )
-
-
-class Lfm3(Decoder):
-    """LFM3 decoder: short convolutions, and attention with and without a window."""
-
-    Layer = Lfm3Layer
-    names = Lfm2.names._replace(
-        qk_norms=("q_norm", "k_norm"), out="o_proj", after_norms=("post_operator_norm", "post_ffn_norm")
-    )
+Lfm2 = decoder_of(
+    HybridLayer,
+    last_norm="embedding_norm",
+    norms=("operator_norm", "ffn_norm"),
+    qk_norms=("q_layernorm", "k_layernorm"),
+    out="out_proj",
+    ssm="conv",
+    mlp="feed_forward",
+    mlp_names=("w1", "w3", "w2"),
+)
+"""LFM2 decoder: short convolutions, a few attention layers, and experts in some models."""
+Lfm3 = decoder_of(
+    Lfm3Layer,
+    Lfm2,
+    qk_norms=("q_norm", "k_norm"),
+    out="o_proj",
+    after_norms=("post_operator_norm", "post_ffn_norm"),
+)
+"""LFM3 decoder: short convolutions, and attention with and without a window."""

@@ -11,9 +11,9 @@ from quire.layers.linear_attention import DeltaAttention, LightningAttention
 from quire.layers.lora_layers import alias_targets
 from quire.layers.mlp import MLP
 from quire.layers.rope import Rope
-from quire.layers.scope import DecoderNames, Scope
+from quire.layers.scope import Scope
 from quire.models import deepseek, llama
-from quire.models.decoder import Decoder, LayerFactory
+from quire.models.decoder import LayerFactory, decoder_of
 from quire.models.post_norm import PostNormLayer
 
 
@@ -49,10 +49,7 @@ def olmo_hybrid_layer(facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Sc
     )
 
 
-class OlmoHybrid(Decoder):
-    """OLMo Hybrid decoder."""
-
-    Layer = staticmethod(olmo_hybrid_layer)
+OlmoHybrid = decoder_of(olmo_hybrid_layer)
 
 
 class KimiLinearLayer(deepseek.Layer):
@@ -78,10 +75,7 @@ class KimiLinearLayer(deepseek.Layer):
         return super().feed_forward(facts, layer, scope)
 
 
-class KimiLinear(Decoder):
-    """Kimi Linear decoder."""
-
-    Layer = KimiLinearLayer
+KimiLinear = decoder_of(KimiLinearLayer)
 
 
 class GatedLatentAttention(deepseek.Attention):
@@ -105,11 +99,8 @@ class Ling3Layer(KimiLinearLayer):
     aliases = ((".f_", ".forget_gate.f_"), (".attention.", ".self_attn."), (".dense", ".o_proj"))
 
 
-class Ling3(Decoder):
-    """Ling 3 decoder (BailingHybrid)."""
-
-    Layer = Ling3Layer
-    names = DecoderNames(embedding="word_embeddings", attention="attention", out="dense")
+Ling3 = decoder_of(Ling3Layer, embedding="word_embeddings", attention="attention", out="dense")
+"""Ling 3 decoder (BailingHybrid)."""
 
 
 class MiniMaxLayer(llama.Layer):
@@ -136,7 +127,4 @@ class MiniMaxLayer(llama.Layer):
         return fed, self.ops.scale(x, kept_mlp)
 
 
-class MiniMax(Decoder):
-    """MiniMax-Text-01 and MiniMax-M1 decoder."""
-
-    Layer = MiniMaxLayer
+MiniMax = decoder_of(MiniMaxLayer)

@@ -13,7 +13,7 @@ from quire.layers.norm import Norm, head_norms, norm_of
 from quire.layers.qk_norm import NormedHeads, clipped
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
-from quire.models.decoder import Decoder, LayerFactory
+from quire.models.decoder import LayerFactory, decoder_of
 from quire.quant.sharding import of_heads
 
 _PARTS = ("q_proj", "k_proj", "v_proj")
@@ -118,7 +118,4 @@ def layer_with(mixer: LayerFactory, layer: type[Layer] = Layer) -> type[Layer]:
     return type(layer.__name__, (layer,), {"Mixer": mixer})
 
 
-class Llama(Decoder):
-    """Llama decoder."""
-
-    Layer = Layer
+Llama = decoder_of(Layer)

@@ -10,9 +10,9 @@ from quire.attention.batch import Batch
 from quire.checkpoint.facts import ArchFacts, LayerFacts
 from quire.kernels.ops import HeadEntry, HeadNorms
 from quire.layers.rope import Rope
-from quire.layers.scope import DecoderNames, Scope
+from quire.layers.scope import Scope
 from quire.models import llama
-from quire.models.decoder import Decoder
+from quire.models.decoder import decoder_of
 
 
 def growth_of(growth: tuple[float, float] | None, first: int, scope: Scope) -> Tensor | None:
@@ -60,11 +60,7 @@ class Attention(llama.Attention):
         return self.mix(x, project, batch)
 
 
-class Llama4Model(Decoder):
-    """Llama 4 decoder."""
-
-    Layer = llama.layer_with(Attention)
-    names = DecoderNames(mlp="feed_forward")
+Llama4Model = decoder_of(llama.layer_with(Attention), mlp="feed_forward")
 
 
 class GrowingAttention(Attention):
@@ -73,7 +69,4 @@ class GrowingAttention(Attention):
     first_position, scales_rope_layers = 0, True
 
 
-class Ministral3(Decoder):
-    """Ministral 3 decoder."""
-
-    Layer = llama.layer_with(GrowingAttention)
+Ministral3 = decoder_of(llama.layer_with(GrowingAttention))

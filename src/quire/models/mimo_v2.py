@@ -12,7 +12,7 @@ from quire.layers.linear import Linear, RowLinear
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
 from quire.models import llama
-from quire.models.decoder import Decoder
+from quire.models.decoder import decoder_of
 from quire.quant.sharding import divided, of_heads
 
 
@@ -44,7 +44,4 @@ class Attention(nn.Module):
         return self.out(self.ops.scale(mixed, self.value_scale))
 
 
-class MiMoV2(Decoder):
-    """MiMo-V2-Flash decoder."""
-
-    Layer = llama.layer_with(Attention)
+MiMoV2 = decoder_of(llama.layer_with(Attention))

@@ -13,7 +13,7 @@ from quire.layers.norm import Norm, norm_of
 from quire.layers.rope import Rope
 from quire.layers.scope import DecoderNames, Scope
 from quire.models import llama
-from quire.models.decoder import Decoder, LayerFactory
+from quire.models.decoder import Decoder, LayerFactory, decoder_of
 from quire.models.gpt2 import GPT2
 from quire.models.llama import PlainLayer
 
@@ -45,10 +45,7 @@ class WideParallelLayer(PlainLayer):
         return self.ops.add(self.attention(x, batch), mlp_out), residual
 
 
-class Cohere(Decoder):
-    """Command R and Command A decoder."""
-
-    Layer = ParallelLayer
+Cohere = decoder_of(ParallelLayer)
 
 
 class StableLM(Decoder):
@@ -61,23 +58,15 @@ class StableLM(Decoder):
         return (ParallelLayer if facts.parallel_norms else llama.Layer)(facts, layer, rope, scope)
 
 
-class Phi(Decoder):
-    """Phi 1 and 2 decoder."""
-
-    Layer = PlainParallelLayer
-    names = DecoderNames(
-        last_norm="final_layernorm",
-        norms=("input_layernorm",),
-        qk_norms=("q_layernorm", "k_layernorm"),
-        out="dense",
-        mlp_names=("fc1", "fc2"),
-    )
-
-
-class GPTJ(Phi):
-    """GPT-J decoder."""
-
-    names = GPT2.names._replace(norms=("ln_1",), out="out_proj", mlp_names=("fc_in", "fc_out"))
+Phi = decoder_of(
+    PlainParallelLayer,
+    last_norm="final_layernorm",
+    norms=("input_layernorm",),
+    qk_norms=("q_layernorm", "k_layernorm"),
+    out="dense",
+    mlp_names=("fc1", "fc2"),
+)
+GPTJ = decoder_of(PlainParallelLayer, GPT2, norms=("ln_1",), out="out_proj", mlp_names=("fc_in", "fc_out"))
 
 
 class GPTNeoX(Decoder):
@@ -101,17 +90,15 @@ class GPTNeoX(Decoder):
         return (WideParallelLayer if facts.parallel_norms else PlainLayer)(facts, layer, rope, scope)
 
 
-class Persimmon(Decoder):
-    """Persimmon decoder."""
-
-    Layer = PlainLayer
-    names = GPTNeoX.names._replace(
-        body="model",
-        embedding="embed_tokens",
-        last_norm="final_layernorm",
-        head="lm_head",
-        attention="self_attn",
-    )
+Persimmon = decoder_of(
+    PlainLayer,
+    GPTNeoX,
+    body="model",
+    embedding="embed_tokens",
+    last_norm="final_layernorm",
+    head="lm_head",
+    attention="self_attn",
+)
 
 
 class Falcon(Decoder):

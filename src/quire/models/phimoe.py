@@ -7,7 +7,7 @@ from quire.checkpoint.facts import ArchFacts, LayerFacts, MoeFacts
 from quire.layers.moe import ExpertRouter, MoE
 from quire.layers.scope import Scope
 from quire.models import llama
-from quire.models.decoder import Decoder
+from quire.models.decoder import decoder_of
 
 
 class SparseMixer(ExpertRouter):
@@ -43,7 +43,4 @@ class Layer(llama.Layer):
         return PhiMixture(facts, scope)
 
 
-class PhiMoE(Decoder):
-    """Phi-3.5-MoE decoder."""
-
-    Layer = Layer
+PhiMoE = decoder_of(Layer)

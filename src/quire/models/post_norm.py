@@ -6,17 +6,12 @@ from quire.attention.batch import Batch
 from quire.checkpoint.facts import ArchFacts, LayerFacts
 from quire.layers.linear import ColumnLinear
 from quire.layers.rope import Rope
-from quire.layers.scope import DecoderNames, Scope
+from quire.layers.scope import Scope
 from quire.models import llama
-from quire.models.decoder import Decoder
+from quire.models.decoder import decoder_of
 from quire.models.gemma import SandwichLayer
 
-
-class Glm4(Decoder):
-    """GLM-4-0414 decoder."""
-
-    Layer = SandwichLayer
-    names = DecoderNames(after_norms=("post_self_attn_layernorm", "post_mlp_layernorm"))
+Glm4 = decoder_of(SandwichLayer, after_norms=("post_self_attn_layernorm", "post_mlp_layernorm"))
 
 
 class GatedOutput(llama.Attention):
@@ -42,21 +37,14 @@ class ScaledSandwichLayer(SandwichLayer):
         return self._scaled(self.fed_norm.alone(self.mlp(x))), residual
 
 
-class Afmoe(Decoder):
-    """AfMoE decoder (Trinity)."""
-
-    Layer = llama.layer_with(GatedOutput, SandwichLayer)
-    names = DecoderNames(
-        norms=("input_layernorm", "pre_mlp_layernorm"),
-        after_norms=("post_attention_layernorm", "post_mlp_layernorm"),
-    )
-
-
-class HyperCLOVAX(Decoder):
-    """HyperCLOVA X decoder with post-norms."""
-
-    Layer = ScaledSandwichLayer
-    names = DecoderNames(after_norms=("post_norm1", "post_norm2"))
+Afmoe = decoder_of(
+    llama.layer_with(GatedOutput, SandwichLayer),
+    norms=("input_layernorm", "pre_mlp_layernorm"),
+    after_norms=("post_attention_layernorm", "post_mlp_layernorm"),
+)
+"""AfMoE decoder (Trinity)."""
+HyperCLOVAX = decoder_of(ScaledSandwichLayer, after_norms=("post_norm1", "post_norm2"))
+"""HyperCLOVA X decoder with post-norms."""
 
 
 class PostNormLayer(llama.Layer):
@@ -68,8 +56,5 @@ class PostNormLayer(llama.Layer):
         return self.mlp_norm.alone(self.mlp(x)), x
 
 
-class Olmo2(Decoder):
-    """Decoder of OLMo 2 and 3, FlexOlmo and EXAONE 4."""
-
-    Layer = PostNormLayer
-    names = DecoderNames(norms=("post_attention_layernorm", "post_feedforward_layernorm"))
+Olmo2 = decoder_of(PostNormLayer, norms=("post_attention_layernorm", "post_feedforward_layernorm"))
+"""Decoder of OLMo 2 and 3, FlexOlmo and EXAONE 4."""

@@ -14,7 +14,7 @@ from quire.layers.rope import Rope
 from quire.layers.scope import Scope
 from quire.layers.ssm import GatedDelta, OrderedLinear, apart
 from quire.models import llama
-from quire.models.decoder import Decoder, LayerFactory
+from quire.models.decoder import LayerFactory, decoder_of
 from quire.quant.sharding import divided, of_heads
 
 
@@ -73,13 +73,5 @@ class Layer35(Layer):
     grouped = False
 
 
-class Qwen3Next(Decoder):
-    """Qwen3-Next decoder."""
-
-    Layer = Layer
-
-
-class Qwen35(Decoder):
-    """Qwen3.5 text decoder."""
-
-    Layer = Layer35
+Qwen3Next = decoder_of(Layer)
+Qwen35 = decoder_of(Layer35)

@@ -12,7 +12,7 @@ from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
 from quire.models import llama
-from quire.models.decoder import Decoder
+from quire.models.decoder import decoder_of
 from quire.quant.sharding import Runs, of_heads
 
 
@@ -44,10 +44,7 @@ class LowRankQueries(nn.Module):
         return self.out(mixed)
 
 
-class Step3Text(Decoder):
-    """Step3 decoder."""
-
-    Layer = llama.layer_with(LowRankQueries)
+Step3Text = decoder_of(llama.layer_with(LowRankQueries))
 
 
 class GatedHeads(llama.Attention):
@@ -67,7 +64,4 @@ class GatedHeads(llama.Attention):
         return self.out(mixed)
 
 
-class Step35(Decoder):
-    """Step-3.5 decoder."""
-
-    Layer = llama.layer_with(GatedHeads)
+Step35 = decoder_of(llama.layer_with(GatedHeads))

@@ -133,39 +133,48 @@ def cache_of(k_cache: Tensor, v_cache: Tensor) -> Cache:
     return Cache(k_cache, v_cache, k_cache.stride(0), k_cache.stride(1))
 
 
+class AttentionCall(NamedTuple):
+    """Output and inputs of the attention of one layer. `sinks` and `alibi_slopes` are [heads]."""
+
+    out: Tensor
+    q: Tensor
+    cache: Cache
+    seqs: AttentionSeqs
+    layer: AttentionLayer
+    sinks: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+
+    @property
+    def constants(self) -> dict[str, int | bool]:
+        return _constants(self.layer, self.cache.k.shape[1])
+
+    def num_seqs(self, work: Tensor | None) -> int:
+        """Return the number of sequences of `work`; None for all of the batch."""
+        return len(self.seqs.seq_lens) if work is None else len(work)
+
+
 def attend_tiles(
-    out: Tensor,
-    q: Tensor,
-    cache: Cache,
-    seqs: AttentionSeqs,
-    work: Tensor,
-    layer: AttentionLayer,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    reach: Tensor | None,
-    shape: AttentionShape,
+    call: AttentionCall, work: Tensor, reach: Tensor | None, shape: AttentionShape, *, is_fixed: bool = False
 ) -> None:
-    launch(kernels.tiles, len(work), layer.kv_heads)(
+    """Compute attention of tiles of queries; with `is_fixed` in the batch-invariant mode."""
+    out, q, cache, seqs, layer, sinks, alibi_slopes = call
+    splits = {"SPLIT": FIXED_SPLIT, "MOST": most_splits(layer)} if is_fixed else {}
+    launch(fixed.fixed_tiles if is_fixed else kernels.tiles, len(work), layer.kv_heads)(
         out, q, q.stride(0), cache, seqs, work, sinks, alibi_slopes, reach, _scores(layer),
         BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, num_warps=shape.num_warps, num_stages=shape.num_stages,
-        **_constants(layer, cache.k.shape[1]),
+        **splits, **call.constants,
     )  # fmt: skip
 
 
 def attend_shares(
-    out: Tensor,
-    q: Tensor,
-    cache: Cache,
-    seqs: AttentionSeqs,
+    call: AttentionCall,
     work: Tensor | None,
-    layer: AttentionLayer,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
     shape: AttentionShape | None = None,
     shares: int | None = None,
     most_queries: int = 1,
 ) -> None:
-    num_seqs = len(seqs.seq_lens) if work is None else len(work)
+    out, q, cache, seqs, layer, sinks, alibi_slopes = call
+    num_seqs = call.num_seqs(work)
     shape = shape or share_shape(layer, q.dtype, cache.k.dtype, most_queries)
     if shares is None:
         num_sms, sm_bytes = sms(q.device)
@@ -176,8 +185,7 @@ def attend_shares(
         out, q, q.stride(0), cache, seqs, work, num_seqs, sinks, alibi_slopes, _scores(layer),
         _partial(layer.kv_heads * shares, shape.block_m, layer.head_dim, q.device),
         max(1, MIN_KEYS // shape.block_n), BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, OVERLAP=ahead,
-        launch_pdl=ahead, num_warps=shape.num_warps, num_stages=shape.num_stages,
-        **_constants(layer, cache.k.shape[1]),
+        launch_pdl=ahead, num_warps=shape.num_warps, num_stages=shape.num_stages, **call.constants,
     )  # fmt: skip
 
 
@@ -187,39 +195,12 @@ def fits_fixed_shares(layer: AttentionLayer, shape: AttentionShape, num_seqs: in
     return rows * layer.head_dim * 4 <= _FIXED_BYTES and layer.group * most_queries <= shape.block_m
 
 
-def attend_fixed_tiles(
-    out: Tensor,
-    q: Tensor,
-    cache: Cache,
-    seqs: AttentionSeqs,
-    work: Tensor,
-    layer: AttentionLayer,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    reach: Tensor | None,
-    shape: AttentionShape,
-) -> None:
-    launch(fixed.fixed_tiles, len(work), layer.kv_heads)(
-        out, q, q.stride(0), cache, seqs, work, sinks, alibi_slopes, reach, _scores(layer),
-        BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, SPLIT=FIXED_SPLIT, MOST=most_splits(layer),
-        num_warps=shape.num_warps, num_stages=shape.num_stages, **_constants(layer, cache.k.shape[1]),
-    )  # fmt: skip
-
-
 def attend_fixed_shares(
-    out: Tensor,
-    q: Tensor,
-    cache: Cache,
-    seqs: AttentionSeqs,
-    work: Tensor | None,
-    layer: AttentionLayer,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    shape: AttentionShape,
-    most_queries: int,
+    call: AttentionCall, work: Tensor | None, shape: AttentionShape, most_queries: int
 ) -> None:
     """Compute attention of sequences with up to `most_queries` queries, which fill no more than a tile."""
-    num_seqs = len(seqs.seq_lens) if work is None else len(work)
+    out, q, cache, seqs, layer, sinks, alibi_slopes = call
+    num_seqs = call.num_seqs(work)
     kinds, rows, most = min(most_queries, 2), layer.group * most_queries, most_splits(layer)
     programs = max(1, shape.per_sm * sms(q.device)[0] // layer.kv_heads)
     items = layer.kv_heads * num_seqs * kinds
@@ -230,8 +211,7 @@ def attend_fixed_shares(
         out, q, q.stride(0), cache, seqs, work, num_seqs, sinks, alibi_slopes, _scores(layer),
         PartialAttention(sums, tops, _arrivals(max(items, _FIXED_ITEMS), q.device)), BLOCK_M=shape.block_m,
         BLOCK_N=shape.block_n, SPLIT=FIXED_SPLIT, MOST=most, KINDS=kinds, ROWS=rows, OVERLAP=ahead,
-        launch_pdl=ahead, num_warps=shape.num_warps, num_stages=shape.num_stages,
-        **_constants(layer, cache.k.shape[1]),
+        launch_pdl=ahead, num_warps=shape.num_warps, num_stages=shape.num_stages, **call.constants,
     )  # fmt: skip
 
 
