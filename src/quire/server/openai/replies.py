@@ -2,12 +2,17 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, create_model
 
 from quire.data.prefix_miss import MISS_REASONS
 from quire.server.openai.requests import doc
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "error", "repetition"]
+
+
+def reply_model(name: str, text: str, **fields: Any) -> type[BaseModel]:
+    """Return the model of a small response: its description, and the type of each field."""
+    return create_model(name, __doc__=text, **{field: (kind, ...) for field, kind in fields.items()})
 
 
 class ErrorInfo(BaseModel):
@@ -248,25 +253,7 @@ class TokenizeReply(BaseModel):
     token_strs: list[str] | None
 
 
-class DetokenizeReply(BaseModel):
-    """Response of /detokenize."""
-
-    prompt: str
-
-
-class LoadReply(BaseModel):
-    """Number of running requests."""
-
-    server_load: int
-
-
-class VersionReply(BaseModel):
-    """The version."""
-
-    version: str
-
-
-class ResetReply(BaseModel):
-    """Whether the prefix cache is empty now."""
-
-    success: bool
+DetokenizeReply = reply_model("DetokenizeReply", "Response of /detokenize.", prompt=str)
+LoadReply = reply_model("LoadReply", "Number of running requests.", server_load=int)
+VersionReply = reply_model("VersionReply", "The version.", version=str)
+ResetReply = reply_model("ResetReply", "Whether the prefix cache is empty now.", success=bool)

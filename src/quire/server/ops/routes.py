@@ -16,7 +16,7 @@ from quire.errors import RequestError
 from quire.logs import get_logger
 from quire.server.http.errors import json_response
 from quire.server.http.openapi_document import replies_of
-from quire.server.openai.replies import ResetReply
+from quire.server.openai.replies import ResetReply, reply_model
 from quire.server.openai.requests import Many
 from quire.server.openai.service import GenerationService
 from quire.server.ops.weights import add_weight_routes
@@ -39,10 +39,7 @@ class RpcBody(BaseModel):
     timeout: float | None = Field(default=None, gt=0, allow_inf_nan=False)
 
 
-class RpcReply(BaseModel):
-    """Results of a worker method, by worker."""
-
-    results: list[Any]
+RpcReply = reply_model("RpcReply", "Results of a worker method, by worker.", results=list[Any])
 
 
 class AbortBody(BaseModel):
@@ -51,36 +48,15 @@ class AbortBody(BaseModel):
     request_ids: Many[str] = Field(max_length=_MAX_IDS)
 
 
-class AbortReply(BaseModel):
-    """Number of aborted sequences."""
-
-    aborted: int
-
-
-class StateReply(BaseModel):
-    """State of the engine after the call."""
-
-    status: Literal["paused", "resumed"]
-
-
-class SleepingReply(BaseModel):
-    """Whether the engine sleeps, with its memory released."""
-
-    is_sleeping: bool
-
-
-class PausedReply(BaseModel):
-    """Whether the engine is paused."""
-
-    is_paused: bool
-
-
-class WorldReply(BaseModel):
-    """Number of workers."""
-
-    world_size: int
-
-
+AbortReply = reply_model("AbortReply", "Number of aborted sequences.", aborted=int)
+StateReply = reply_model(
+    "StateReply", "State of the engine after the call.", status=Literal["paused", "resumed"]
+)
+SleepingReply = reply_model(
+    "SleepingReply", "Whether the engine sleeps, with its memory released.", is_sleeping=bool
+)
+PausedReply = reply_model("PausedReply", "Whether the engine is paused.", is_paused=bool)
+WorldReply = reply_model("WorldReply", "Number of workers.", world_size=int)
 _CODES = (400, 500, 503)
 
 

@@ -10,6 +10,7 @@ from quire.data.control import DEFAULT_VERSION
 from quire.errors import RequestError
 from quire.server.http.errors import json_response
 from quire.server.http.openapi_document import replies_of
+from quire.server.openai.replies import reply_model
 from quire.server.openai.service import GenerationService
 
 _CODES = (400, 500, 503)
@@ -39,23 +40,11 @@ class WeightVersionBody(BaseModel):
     new_version: str
 
 
-class WeightUpdateReply(BaseModel):
-    """Result of a step of a weight update."""
-
-    message: str
-
-
-class VersionSetReply(BaseModel):
-    """The version that was set."""
-
-    success: bool
-    new_version: str
-
-
-class WeightInfoReply(BaseModel):
-    """Version of the weights; `default` at start."""
-
-    weight_version: str
+WeightUpdateReply = reply_model("WeightUpdateReply", "Result of a step of a weight update.", message=str)
+VersionSetReply = reply_model("VersionSetReply", "The version that was set.", success=bool, new_version=str)
+WeightInfoReply = reply_model(
+    "WeightInfoReply", "Version of the weights; `default` at start.", weight_version=str
+)
 
 
 def version_header(operation: Any) -> str:
