@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from quire.config.cpu_kernels import CPU_KERNELS
 from quire.errors import ConfigError, nearest
@@ -194,42 +194,13 @@ class _Choice:
         return text.lower()
 
 
-_ENV_KINDS: dict[str, Any] = {
+_PARSERS: dict[Any, Any] = {bool: _parse_switch, int: int, float: float, str: str}
+"""Parsers by the type of a field."""
+_SPECIAL_PARSERS: dict[str, Any] = {
     "cache_root": lambda text: Path(text).expanduser(),
-    "logging_level": str,
-    "log_stats_interval": float,
-    "api_key": str,
-    "cluster_token": str,
-    "host_ip": str,
-    "port": int,
-    "cpu_kvcache_space": float,
     "cpu_kernels": _Choice(CPU_KERNELS),
-    "allow_insecure_serialization": _parse_switch,
-    "allow_long_max_model_len": _parse_switch,
-    "attention_backend": str,
-    "batch_invariant": _parse_switch,
-    "server_dev_mode": _parse_switch,
-    "kv_events_use_int_block_hashes": _parse_switch,
-    "max_n_sequences": int,
-    "enable_responses_api_store": _parse_switch,
-    "responses_store_max_count": int,
-    "responses_store_max_bytes": int,
-    "responses_store_ttl_s": float,
-    "allow_runtime_lora_updating": _parse_switch,
-    "lora_resolver_cache_dir": str,
-    "lora_resolver_hf_repo_list": str,
-    "image_fetch_timeout": float,
-    "video_fetch_timeout": float,
-    "audio_fetch_timeout": float,
-    "media_fetch_max_retries": int,
-    "media_url_allow_redirects": _parse_switch,
-    "media_loading_thread_count": _parse_count,
-    "media_max_mb": float,
     "max_image_pixels": _parse_count,
-    "max_audio_clip_filesize_mb": float,
-    "engine_ready_timeout_s": float,
-    "execute_model_timeout_seconds": float,
-    "pp_layer_partition": str,
+    "media_loading_thread_count": _parse_count,
     "plugins": lambda text: tuple(name.strip() for name in text.split(",") if name.strip()),
 }
 _MAY_BE_EMPTY = ("plugins",)
@@ -243,6 +214,18 @@ _GROUPS: dict[str, tuple[type, str]] = {
 """Fields that consist of several variables, and the prefix of these variables' names."""
 
 
+def _env_kinds() -> dict[str, Any]:
+    """Return the parser of each variable, by its name without the prefix."""
+    kinds = {}
+    for section, prefix in ((Env, ""), *_GROUPS.values()):
+        for name, hint in get_type_hints(section).items():
+            if name not in _GROUPS:
+                plain, *_ = get_args(hint) or (hint,)
+                kinds[prefix + name] = _SPECIAL_PARSERS.get(name) or _PARSERS[plain]
+    return kinds
+
+
+_ENV_KINDS = _env_kinds()
 _REPLACED = {"VLLM_USE_DEEP_GEMM": "block FP8 always uses Quire's own kernel"}
 """Variables that have no effect because Quire has the feature in another form."""
 
