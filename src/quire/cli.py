@@ -22,10 +22,7 @@ COMMANDS = {
     "tune": ("find settings that meet latency targets on this machine", "quire.bench.tune"),
     "doctor": ("check this machine for problems with a model", "quire.plan.doctor"),
     "python": ("run a script that was written for vLLM", "quire.entrypoints.vllm_shim"),
-    "install-vllm-command": (
-        "put a `vllm` script that runs Quire on the path",
-        "quire.vllm_command",
-    ),
+    "install-vllm-command": ("put a `vllm` script that runs Quire on the path", "quire.vllm_command"),
     "download": ("download a model into the local cache", "quire.terminal.download"),
     "run-batch": ("answer the requests of an OpenAI batch file", "quire.batch.run"),
     "quantize": ("quantize a model", "quire.quantize.command"),

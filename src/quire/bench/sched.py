@@ -17,11 +17,7 @@ from quire.sched.scheduler import Scheduler
 
 
 def make_scheduler(
-    num_running: int,
-    *,
-    prefix_caching: bool,
-    max_len: int = 8192,
-    windows: tuple[int | None, ...] = (None,),
+    num_running: int, *, prefix_caching: bool, max_len: int = 8192, windows: tuple[int | None, ...] = (None,)
 ) -> Scheduler:
     kv = KVManager(
         num_blocks=num_running * 160 * len(windows),

@@ -15,11 +15,7 @@ from quire.errors import ConfigError, QuireError
 from quire.remote.http import HttpClient
 from quire.remote.openai import Chunk, stream
 
-ENDPOINTS = {
-    "openai": "/v1/completions",
-    "vllm": "/v1/completions",
-    "openai-chat": "/v1/chat/completions",
-}
+ENDPOINTS = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 """The backends and their default endpoints."""
 
 

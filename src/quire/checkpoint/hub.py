@@ -31,15 +31,7 @@ T = TypeVar("T")
 
 _HUB_ID = re.compile(r"(?P<repo>[\w.-]+(?:/[\w.-]+)?)(?::(?P<quant>[\w.-]+))?")
 _HUB_FILE = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)[/:](?P<file>.+\.gguf)")
-_WANTED = [
-    "*.json",
-    "*.jinja",
-    "*.model",
-    "*.tiktoken",
-    "tokenizer*",
-    "vocab.txt",
-    "merges.txt",
-]
+_WANTED = ["*.json", "*.jinja", "*.model", "*.tiktoken", "tokenizer*", "vocab.txt", "merges.txt"]
 _UNWANTED = ["original/**", "consolidated*.safetensors", "onnx/**", "training_args.bin", "optimizer.bin"]
 _WEIGHTS = {
     "auto": ("*.safetensors", "*.bin"),

@@ -152,10 +152,7 @@ def run_api(
             addresses=addresses,
             token=token,
             metrics=MetricsPages(
-                MetricsLayout.of(config),
-                metrics_file,
-                process=index + 1,
-                num_engines=len(addresses),
+                MetricsLayout.of(config), metrics_file, process=index + 1, num_engines=len(addresses)
             ),
             health_timeout_s=settings.http.health_timeout,
             prefixes=PrefixMap(prefix_file),

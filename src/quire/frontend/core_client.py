@@ -324,10 +324,7 @@ def _is_alive(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
             return stat.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    except (
-        FileNotFoundError,
-        ProcessLookupError,
-    ):  # the latter if it ends between open and read
+    except (FileNotFoundError, ProcessLookupError):  # the latter if it ends between open and read
         pass
     if os.path.isdir("/proc/self"):
         return False

@@ -87,8 +87,7 @@ class LoRATokenizers:
             tokenizer = self._extended[key] = _extend(base, new, names, template)
         if any(tokenizer.backend.token_to_id(token.content) != token.id for token in new):
             warn_once(
-                log,
-                f"adapter {lora.name!r} has a tokenizer that does not extend the model's: it is ignored",
+                log, f"adapter {lora.name!r} has a tokenizer that does not extend the model's: it is ignored"
             )
             return base
         return tokenizer
@@ -101,9 +100,7 @@ def _extend(base: Tokenizer, new: Sequence[_Added], names: dict[str, str], templ
         backend.add_special_tokens(added) if new_token.special else backend.add_tokens(added)
     known = {name: text for name, text in names.items() if backend.token_to_id(text) is not None}
     return Tokenizer(
-        backend,
-        special_tokens=base.special_tokens_map | known,
-        chat_template=template or base.chat_template,
+        backend, special_tokens=base.special_tokens_map | known, chat_template=template or base.chat_template
     )
 
 

@@ -98,7 +98,7 @@ class MediaInputReader:
             if sum(item.modality == modality for item in items) > (limit if known else 0):
                 raise RequestError(
                     f"At most {limit if known else 0} {modality}(s) may be provided in one prompt."
-                    + ("" if self.crossed or (limit and not known) else _RAISE),
+                    + ("" if self.crossed or (limit and not known) else _RAISE)
                 )
         for item in items:
             if isinstance(item.source, dict) and not self._takes_embeds:

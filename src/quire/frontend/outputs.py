@@ -7,27 +7,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from quire.data.lora import LoRARequest
-from quire.data.outputs import (
-    FlatLogprobs,
-    Logprob,
-    RequestOutput,
-    SampleLogprobs,
-    fast_instance,
-)
+from quire.data.outputs import FlatLogprobs, Logprob, RequestOutput, SampleLogprobs, fast_instance
 from quire.data.params import RequestOutputKind
 from quire.data.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.data.request import Request
 from quire.data.stats import FrontStats
 from quire.data.step_plan import FinishReason, RowLogprobs, StepOutput
 from quire.frontend.inputs import Prompt
-from quire.frontend.request_state import (
-    RequestState,
-    SequenceState,
-    delta_of,
-    facts_of,
-    stats_of,
-    whole_of,
-)
+from quire.frontend.request_state import RequestState, SequenceState, delta_of, facts_of, stats_of, whole_of
 from quire.metrics.api_keys import KeyAccount
 from quire.text.detokenizer import Detokenizer, token_text
 from quire.text.tokenizer import Tokenizer

@@ -70,11 +70,7 @@ class PagedAttention(LoadedModule):
     """QK norm (if the model has one), RoPE, cache write, and paged attention."""
 
     def __init__(
-        self,
-        spec: AttentionSpec,
-        rope: Rope,
-        scope: Scope,
-        alibi_slopes: tuple[float, ...] = (),
+        self, spec: AttentionSpec, rope: Rope, scope: Scope, alibi_slopes: tuple[float, ...] = ()
     ) -> None:
         """Build the layer. `alibi_slopes` holds the slopes of all heads of the model; empty without ALiBi."""
         super().__init__()

@@ -131,8 +131,7 @@ class LoRALayer:
         a, b = self.slot_shapes
         start = _aligned(math.prod(a))
         self._slots_memory = LoRAFactors(
-            memory[:, : math.prod(a)].unflatten(1, a),
-            memory[:, start : start + math.prod(b)].unflatten(1, b),
+            memory[:, : math.prod(a)].unflatten(1, a), memory[:, start : start + math.prod(b)].unflatten(1, b)
         )
         self.a, self.b = self._slots_memory.a.flatten(-3, -2), self._slots_memory.b
 

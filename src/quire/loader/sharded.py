@@ -47,11 +47,7 @@ class ShardedStateKey:
 
 
 def save_state(
-    model: nn.Module,
-    key: ShardedStateKey,
-    stored: Mapping[str, tuple[int, ...]],
-    folder: Path,
-    rank: int = 0,
+    model: nn.Module, key: ShardedStateKey, stored: Mapping[str, tuple[int, ...]], folder: Path, rank: int = 0
 ) -> int:
     """Write all parameters of a rank into files of `folder`, with the key; return their size in bytes.
     `stored` are the tensors of the checkpoint that the model was loaded from."""

@@ -82,12 +82,7 @@ class Fetcher:
     urls below one directory."""
 
     def __init__(
-        self,
-        env: MediaEnv,
-        threads: Executor,
-        *,
-        allowed_domains: Sequence[str] = (),
-        allowed_path: str = "",
+        self, env: MediaEnv, threads: Executor, *, allowed_domains: Sequence[str] = (), allowed_path: str = ""
     ) -> None:
         """Build it. `threads` decode data: urls and read files."""
         self._threads = threads

@@ -69,8 +69,7 @@ def video_settings(path: Path, otherwise: ConfigReader) -> ConfigReader:
         return stored_settings(path, "video_processor")
     if video_file.is_file():
         return ConfigReader(
-            str(video_file),
-            {key: value for key, value in read_json(video_file).items() if value is not None},
+            str(video_file), {key: value for key, value in read_json(video_file).items() if value is not None}
         )
     return otherwise
 

@@ -62,9 +62,7 @@ def _find_marks(token_ids: Sequence[int], marks: dict[str, Mark]) -> list[tuple[
 
 
 def _match_items(
-    mark_places: Sequence[tuple[int, Mark]],
-    prepared: Sequence[PreparedItem],
-    marks: dict[str, Mark],
+    mark_places: Sequence[tuple[int, Mark]], prepared: Sequence[PreparedItem], marks: dict[str, Mark]
 ) -> list[tuple[int, PreparedItem]]:
     """Match each mark to the next item of its modality."""
     left, matched = list(prepared), []

@@ -196,12 +196,7 @@ class SendDispatch(GatherDispatch):
 
 
 def open_dispatch(
-    world: World,
-    backend: str,
-    *,
-    strategy: Strategy = "linear",
-    num_redundant: int = 0,
-    num_few: int = 0,
+    world: World, backend: str, *, strategy: Strategy = "linear", num_redundant: int = 0, num_few: int = 0
 ) -> ExpertDispatch | None:
     """Build the dispatch of a worker; None without expert parallelism."""
     group, tp = world.ep, world.tp

@@ -171,10 +171,7 @@ def text(
 def memory_chart(model: str, device: Accelerator, fits: list[MemoryFit]) -> str:
     """Draw the memory of one device for each layout that fits; the frame is the device's memory."""
     bars = [
-        (
-            f"{fit.precision} tp{fit.tp}" + (f" pp{fit.pp}" if fit.pp > 1 else ""),
-            fit.memory.terms(fit.cache),
-        )
+        (f"{fit.precision} tp{fit.tp}" + (f" pp{fit.pp}" if fit.pp > 1 else ""), fit.memory.terms(fit.cache))
         for fit in fits
         if fit.memory is not None and fit.cache is not None
     ]

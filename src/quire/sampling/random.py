@@ -51,10 +51,7 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def floors(
-    logits: Tensor,
-    top_k: NDArray[np.int64],
-    top_p: NDArray[np.float64],
-    min_p: NDArray[np.float64],
+    logits: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float64], min_p: NDArray[np.float64]
 ) -> Tensor:
     """Return [R, 1], the least logit that min_p, then top_k, then top_p keep in each row of `logits` [R, V].
 

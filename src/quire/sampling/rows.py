@@ -130,11 +130,7 @@ class SamplingRows:
     """The sampling parameters of all rows. A row has none before `admit` and after `release`."""
 
     def __init__(
-        self,
-        max_rows: int,
-        vocab: int,
-        device: torch.device,
-        unsaid: tuple[Sequence[int], ...] = ((), ()),
+        self, max_rows: int, vocab: int, device: torch.device, unsaid: tuple[Sequence[int], ...] = ((), ())
     ) -> None:
         """Set the `unsaid` tokens, which no row may sample; those of the second list are banned as first
         token only."""

@@ -7,14 +7,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from quire.data.block_hash import DIGEST_BYTES, ExtraKey
-from quire.data.kv_events import (
-    DEVICE,
-    NO_TOKENS,
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    KVEvent,
-)
+from quire.data.kv_events import DEVICE, NO_TOKENS, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from quire.data.params import REPORT_MODE
 from quire.data.request import Request
 from quire.data.step_plan import Ints

@@ -26,10 +26,7 @@ class Ledger:
     """
 
     def __init__(
-        self,
-        keys: Sequence[Key],
-        pages: KeyPages | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, keys: Sequence[Key], pages: KeyPages | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Initialize the accounts; `clock` must be the same in all processes."""
         self.keys = tuple(keys)

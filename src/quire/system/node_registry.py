@@ -13,15 +13,7 @@ import zmq
 
 from quire.errors import ConfigError
 from quire.logs import FirstWarning, get_logger
-from quire.system.cluster_token import (
-    FAILURES,
-    MISMATCHES,
-    VARIABLE,
-    Handshakes,
-    events_of,
-    is_same,
-    secure,
-)
+from quire.system.cluster_token import FAILURES, MISMATCHES, VARIABLE, Handshakes, events_of, is_same, secure
 
 log = get_logger(__name__)
 

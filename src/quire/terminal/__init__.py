@@ -15,8 +15,7 @@ Emit = Callable[[str], None]
 DEFAULT_MAX_TOKENS = 1024
 _HELP = "Ctrl-C stops an answer. Ctrl-D, or Ctrl-C at the prompt, ends. /help prints this line."
 TALKERS = LazyTable(
-    "talker",
-    {"local": "quire.terminal.local:LocalBackend", "server": "quire.terminal.server:ServerBackend"},
+    "talker", {"local": "quire.terminal.local:LocalBackend", "server": "quire.terminal.server:ServerBackend"}
 )
 
 

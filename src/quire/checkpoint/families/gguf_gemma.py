@@ -55,11 +55,7 @@ def _gemma_facts(arch: ConfigReader, largest: int) -> dict[str, Any]:
     hidden, heads = arch.size("embedding_length"), arch.size("attention.head_count")
     is_largest = arch.size("block_count") == largest
     width = hidden // heads if is_largest else arch.size("attention.key_length", hidden // heads)
-    return {
-        "activation": "gelu_tanh",
-        "attention_scale": width**-0.5,
-        "embed_scale": math.sqrt(hidden),
-    }
+    return {"activation": "gelu_tanh", "attention_scale": width**-0.5, "embed_scale": math.sqrt(hidden)}
 
 
 def gemma3n(file: GGUFFile, arch: ConfigReader) -> ArchFacts:

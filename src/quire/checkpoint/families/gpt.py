@@ -32,12 +32,7 @@ def gptj(keys: ConfigReader) -> ArchFacts:
     rotary_factor = keys.size("rotary_dim", 64) / (keys.size("n_embd") // keys.size("n_head"))
     keys = gpt_keys(keys).but(partial_rotary_factor=rotary_factor)
     return decoder(
-        keys,
-        pairs=True,
-        activation_key="activation_function",
-        mlp_bias=True,
-        head_bias=True,
-        **LAYER_NORM,
+        keys, pairs=True, activation_key="activation_function", mlp_bias=True, head_bias=True, **LAYER_NORM
     )
 
 

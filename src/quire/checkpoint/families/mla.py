@@ -128,10 +128,7 @@ def _with_indexer(keys: ConfigReader, *, pairs: bool) -> ArchFacts:
     facts = _deepseek_v3(keys, pairs=True, first=3)
     assert facts.mla is not None
     index = IndexFacts(
-        keys.size("index_n_heads", 64),
-        keys.size("index_head_dim", 128),
-        keys.size("index_topk", 2048),
-        pairs,
+        keys.size("index_n_heads", 64), keys.size("index_head_dim", 128), keys.size("index_topk", 2048), pairs
     )
     return replace(facts, mla=replace(facts.mla, index=index))
 

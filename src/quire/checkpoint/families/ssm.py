@@ -19,13 +19,7 @@ from quire.checkpoint.families.moe import deepseek_experts, qwen_experts, qwen_s
 from quire.checkpoint.reader import ConfigReader
 from quire.checkpoint.rope import read_rope
 
-_KINDS = {
-    "linear_attention": True,
-    "mamba": True,
-    "conv": True,
-    "full_attention": False,
-    "attention": False,
-}
+_KINDS = {"linear_attention": True, "mamba": True, "conv": True, "full_attention": False, "attention": False}
 """Names in `layer_types`, and whether such a layer has a state."""
 _MAMBA_LAYER, _ATTENTION_LAYER = LayerFacts(None, mixer="mamba"), LayerFacts(None)
 _MLP_LAYER, _MOE_LAYER = LayerFacts(None, mixer="none"), LayerFacts(None, mixer="none", moe=True)

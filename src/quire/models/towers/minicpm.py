@@ -31,12 +31,7 @@ class MiniCPMMerger(nn.Module):
         super().__init__()
         self.norm = LayerNorm(4 * hidden, _EPS, scope / "pre_norm")
         self.mlp = VisionMLP(
-            4 * hidden,
-            inner,
-            scope,
-            size_out=size_out,
-            names=("linear_1", "linear_2"),
-            activation=activation,
+            4 * hidden, inner, scope, size_out=size_out, names=("linear_1", "linear_2"), activation=activation
         )
 
     def forward(self, squares: Tensor) -> Tensor:

@@ -37,12 +37,7 @@ class Qwen3OmniAudioTower(nn.Module):
     not among the encoder's."""
 
     def __init__(
-        self,
-        facts: OmniAudioFacts,
-        scope: Scope,
-        *,
-        projector: Scope | None = None,
-        pads_alone: bool = False,
+        self, facts: OmniAudioFacts, scope: Scope, *, projector: Scope | None = None, pads_alone: bool = False
     ) -> None:
         super().__init__()
         self.facts, encoder, size = facts, facts.encoder, facts.channels

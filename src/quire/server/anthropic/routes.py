@@ -5,13 +5,7 @@ import sys
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from quire.server.anthropic.bodies import (
-    CountBody,
-    CountReply,
-    MessageErrorReply,
-    MessageReply,
-    MessagesBody,
-)
+from quire.server.anthropic.bodies import CountBody, CountReply, MessageErrorReply, MessageReply, MessagesBody
 from quire.server.anthropic.encoder import MessageEncoder
 from quire.server.anthropic.translate import as_chat
 from quire.server.http.errors import json_response

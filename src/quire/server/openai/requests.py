@@ -6,13 +6,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, WithJsonSchema
 
 from quire.data.cache_hints import MAX_NAME_CHARS
-from quire.data.params import (
-    INT64_MAX,
-    INT64_MIN,
-    MAX_PATTERN_SIZE,
-    MAX_SALT_CHARS,
-    MAX_STOP_TOKEN_IDS,
-)
+from quire.data.params import INT64_MAX, INT64_MIN, MAX_PATTERN_SIZE, MAX_SALT_CHARS, MAX_STOP_TOKEN_IDS
 
 MAX_STOP_STRINGS = 4
 MAX_PROMPTS = 1024

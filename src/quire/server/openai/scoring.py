@@ -27,8 +27,7 @@ class ScoringBody(CallBody):
 
     query: str | Many[TokenId] = Field(description="A text or its tokens.", examples=["Is this a fruit? "])
     items: Some[str] | Some[Many[TokenId]] = Field(
-        description="Texts or their tokens, each scored separately.",
-        examples=[["An apple.", "A chair."]],
+        description="Texts or their tokens, each scored separately.", examples=[["An apple.", "A chair."]]
     )
     label_token_ids: Some[TokenId] = Field(
         description="The label tokens; the score is the probability of the first.", examples=[[9, 10]]

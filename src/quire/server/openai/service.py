@@ -17,13 +17,7 @@ from quire.config.server_sections import ApiSection
 from quire.data.cache_hints import CacheHints
 from quire.data.lora import LoRARequest
 from quire.data.outputs import RequestOutput, RequestStateStats
-from quire.data.params import (
-    INT64_MAX,
-    INT64_MIN,
-    BeamSearchParams,
-    SamplingParams,
-    StructuredOutputsParams,
-)
+from quire.data.params import INT64_MAX, INT64_MIN, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from quire.data.pooling import PoolingParams
 from quire.errors import RequestError
 from quire.frontend.checked_params import CheckedParams
@@ -151,12 +145,7 @@ class GenerationService:
         return self.engine.inputs.of(self.adapters.request_of(name))
 
     def job(
-        self,
-        kind: str,
-        body: CallBody,
-        request: Request,
-        prompts: list[Prompt],
-        params: Sequence[Params],
+        self, kind: str, body: CallBody, request: Request, prompts: list[Prompt], params: Sequence[Params]
     ) -> ApiCall:
         """Build the call of a request, charge its prompt tokens to the key and log it."""
         base = request.headers.get("x-request-id") or body.request_id or uuid.uuid4().hex

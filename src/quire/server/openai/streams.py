@@ -106,9 +106,7 @@ class Merged:
             self._arrived.put_nowait(None)
 
     async def forward(
-        self,
-        reader: Callable[[RequestOutput], None],
-        text_reader: Callable[[str, int], None] | None = None,
+        self, reader: Callable[[RequestOutput], None], text_reader: Callable[[str, int], None] | None = None
     ) -> None:
         """Pass all outputs of all requests to `reader` as soon as they arrive."""
         tasks, pause = list[asyncio.Task[None]](), Pauses()

@@ -251,8 +251,4 @@ def _environment() -> dict[str, str]:
 
 
 def _system() -> dict[str, Any]:
-    return {
-        "os": platform.platform(),
-        "python": platform.python_version(),
-        "cpu_count": os.cpu_count(),
-    }
+    return {"os": platform.platform(), "python": platform.python_version(), "cpu_count": os.cpu_count()}

@@ -214,10 +214,7 @@ def frame_of(body: ResponseBody, talk: ChatRequest, id: str, *, stored: bool) ->
         "max_tool_calls": body.max_tool_calls,
         "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
-        "reasoning": {
-            "effort": reasoning and reasoning.effort,
-            "summary": reasoning and reasoning.summary,
-        },
+        "reasoning": {"effort": reasoning and reasoning.effort, "summary": reasoning and reasoning.summary},
         "safety_identifier": body.safety_identifier,
         "service_tier": body.service_tier,
         "store": stored,

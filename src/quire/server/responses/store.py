@@ -26,12 +26,7 @@ class BackgroundRun:
     """Feeds the engine's outputs of a response to its encoder and keeps the events for streaming clients."""
 
     def __init__(
-        self,
-        outputs: Outputs,
-        encoder: ResponseEncoder,
-        *,
-        keeps_events: bool,
-        on_end: Callable[[], None],
+        self, outputs: Outputs, encoder: ResponseEncoder, *, keeps_events: bool, on_end: Callable[[], None]
     ) -> None:
         self.encoder = encoder
         self.keeps_events = keeps_events

@@ -248,7 +248,7 @@ KIMI_K3 = _parser(
         lines=False,
         escaped=True,
         special=True,
-    ),
+    )
 )
 MINICPM5 = _parser(
     Tags(
@@ -263,5 +263,5 @@ MINICPM5 = _parser(
         lines=False,
         cdata=True,
         special=True,
-    ),
+    )
 )

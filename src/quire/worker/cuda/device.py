@@ -12,14 +12,7 @@ from quire.config.engine import EngineConfig
 from quire.config.speculation import SpecFacts
 from quire.data.step_plan import Ints, Masks, Pending, StepPlan
 from quire.kernels.host_to_device import copy_to_device
-from quire.memory import (
-    GRAPH_BYTES,
-    MAX_DRAWS,
-    ladder,
-    longest_short,
-    short_bytes,
-    short_shapes,
-)
+from quire.memory import GRAPH_BYTES, MAX_DRAWS, ladder, longest_short, short_bytes, short_shapes
 from quire.sampling.memory_probe import probe_memory
 from quire.sampling.sampler import Sampled, Sampler
 from quire.worker.cuda.draft_graphs import DraftGraphs
@@ -28,15 +21,7 @@ from quire.worker.cuda.graphs import IN_FLIGHT, Graph, Graphs, pinned, wide_shap
 from quire.worker.cuda.mask_sampling import MaskedSampling
 from quire.worker.cuda.readback import PendingTokens, Read
 from quire.worker.cuda.warmup import DummyBatches
-from quire.worker.device import (
-    ONE_TOKEN,
-    DeviceStep,
-    ForwardResult,
-    Model,
-    NewTokens,
-    StepFeatures,
-    batch_of,
-)
+from quire.worker.device import ONE_TOKEN, DeviceStep, ForwardResult, Model, NewTokens, StepFeatures, batch_of
 from quire.worker.input_buffers import StepBuffers, bytes_of, sampling_tensors, sizes_of, tensors
 from quire.worker.memory import Needs
 from quire.worker.pipeline import IntermediateTensors

@@ -226,13 +226,7 @@ class HeadDrafter:
     follows = True
 
     def __init__(
-        self,
-        model: DraftHead,
-        backend: AttentionBackend,
-        *,
-        block_size: int,
-        max_taped: int,
-        kept: Tensor,
+        self, model: DraftHead, backend: AttentionBackend, *, block_size: int, max_taped: int, kept: Tensor
     ) -> None:
         self.model = model
         self.ahead = _Ahead(backend, block_size, max_taped)
