@@ -96,10 +96,6 @@ def _altup(facts: ArchFacts) -> int:
     return per_layer * (altup.vocab + facts.hidden) + 2 * (altup.inputs - 1) * facts.hidden**2
 
 
-def _has_cross_attention(facts: ArchFacts) -> bool:
-    return facts.media is not None and facts.media.num_cross_states > 0
-
-
 def _layer(facts: ArchFacts, layer: LayerFacts) -> LayerWeights:
     if facts.shared is not None:
         return _zamba_layer(facts, layer)
@@ -109,7 +105,7 @@ def _layer(facts: ArchFacts, layer: LayerFacts) -> LayerWeights:
         mixer -= missing * facts.hidden * facts.kv_heads * facts.head_dim
     if (altup := facts.altup) is not None:
         mixer += facts.hidden * (2 * altup.rank + 2 * altup.per_layer + altup.inputs + 6)
-    if _has_cross_attention(facts):
+    if facts.media is not None and facts.media.num_cross_states > 0:
         mixer += _attention(facts) + facts.hidden
     if layer.moe:
         return _mixture(facts, mixer)

@@ -67,7 +67,7 @@ class Operator:
         """Resume steps, and admit the requests that have arrived meanwhile."""
         gate = self.core.gate
         if gate.asleep:
-            raise RequestError(f"{_and(gate.asleep)} are asleep: call wake_up first")
+            raise RequestError(f"{' and '.join(sorted(gate.asleep))} are asleep: call wake_up first")
         gate.level, gate.is_open, gate.drains = 0, True, False
         outside, gate.outside = gate.outside, {}
         for request in outside.values():
@@ -243,7 +243,3 @@ def _names_of(request_id: str) -> list[str]:
     """Return the names of a request: its id, the id of its call, and that without the unique suffix."""
     plain = _INTERNAL.sub("", _SIBLING.sub("", request_id))
     return [request_id, plain, re.sub(r"-\d+$", "", plain)]
-
-
-def _and(names: Iterable[str]) -> str:
-    return " and ".join(sorted(names))

@@ -121,10 +121,6 @@ class AdapterSlots:
         return [*self.layers.values(), *self.tables.values(), *self.vocab_rows.values()]
 
     @property
-    def _layers_size(self) -> int:
-        return sum(point.size for point in self.layers.values())
-
-    @property
     def num_bytes(self) -> int:
         return self.max_slots * self.slot_size * self.dtype.itemsize
 
@@ -179,7 +175,7 @@ class AdapterSlots:
     ) -> None:
         """Replace the adapter of a slot. Pinned memory is read asynchronously."""
         assert self._memory is not None, "allocate() comes first"
-        self._memory[slot, : self._layers_size].zero_()
+        self._memory[slot, : sum(point.size for point in self.layers.values())].zero_()
         for name, layer_factors in factors.items():
             self.layers[name].put(slot, layer_factors)
         for name, table in self.tables.items():

@@ -243,13 +243,9 @@ class Grammars:
         with self._lock:
             self._compiled.setdefault(key, Lexers(grammar)).add(lexer)
             self._compiled.move_to_end(key)
-            while len(self._compiled) > MAX_KEPT or self._num_lexers > MAX_LEXERS:
+            while len(self._compiled) > MAX_KEPT or sum(map(len, self._compiled.values())) > MAX_LEXERS:
                 self._compiled.popitem(last=False)
         return lexer
-
-    @property
-    def _num_lexers(self) -> int:
-        return sum(map(len, self._compiled.values()))
 
     def begin(self, params: StructuredOutputsParams) -> Future[Matcher]:
         """Run `compile` in a thread."""
