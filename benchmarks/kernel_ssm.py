@@ -16,7 +16,7 @@ import triton
 from measuring import COPY_BYTES_S, graph_us, random
 from torch import Tensor
 
-from quire.kernels.reference.ssm import DecayRates, SSMSequences
+from quire.kernels.reference.ssm import ConvWeights, DecayRates, DeltaInputs, ScanInputs, SSMSequences
 from quire.kernels.triton import ssm as kernels
 
 OPS = kernels.TritonStateOps()
@@ -60,12 +60,12 @@ class Layer:
         heads = self.sizes.state[0]
         a, b = self.product[:, -2 * heads :].chunk(2, 1)
         if self.sizes.delta:
-            return OPS.delta(x, a, b, self.rates, self.state, seqs)
-        return OPS.scan(x, a, self.rates, self.skip, self.state, seqs)
+            return OPS.delta(x, DeltaInputs(a, b, self.rates), self.state, seqs)
+        return OPS.scan(x, ScanInputs(a, self.rates, self.skip), self.state, seqs)
 
     def run(self, seqs: SSMSequences) -> Tensor:
         channels = self.sizes.channels
-        x = OPS.conv(self.product[:, :channels], self.weight, self.bias, self.conv_state, seqs)
+        x = OPS.conv(self.product[:, :channels], ConvWeights(self.weight, self.bias), self.conv_state, seqs)
         gate = self.product[:, channels : channels + self.width]
         return OPS.gated_norm(self.mix(x, seqs), gate, self.norm, 1e-6, gate_first=not self.sizes.delta)
 

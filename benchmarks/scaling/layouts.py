@@ -3,11 +3,11 @@
 import re
 from dataclasses import dataclass
 
+from shapes import SHAPES
 from step_costs import LayerCost, Links, StepShape, correction, fitted
 
 from quire.config.parallel import stage_layers
 from quire.errors import ConfigError
-from quire.plan.shapes import SHAPES
 
 GPU_BYTES, USED_SHARE, OTHER_BYTES = 150e9, 0.9, 4e9
 """Memory of an H200; the share of it that is used; activations, graphs and libraries."""

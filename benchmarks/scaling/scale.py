@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 from layouts import GPU_BYTES, OTHER_BYTES, USED_SHARE, GpuLayout, StepCost
+from shapes import MEASURED, PREFILL_STEP, SHAPES
 from simulated import MOST_CORES, MOST_IN_LOCKSTEP, SimulatedCore, Traffic, run
 from step_costs import KV_BYTES_S, PREFILL, Links, decode_of, fitted
 
 from quire.errors import ConfigError
-from quire.plan.shapes import BATCHES, CONTEXT, MEASURED, PREFILL_STEP, SHAPES
+from quire.plan.rates import BATCHES, CONTEXT
 
 ROUNDS = 3
 """Number of requests, as a multiple of the concurrency."""

@@ -8,17 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from shapes import MEASURED, PREFILL_LEN, PREFILL_STEP, SHAPES, Measured, ModelShape
 
-from quire.plan.shapes import (
-    BATCHES,
-    CONTEXT,
-    MEASURED,
-    PREFILL_LEN,
-    PREFILL_STEP,
-    SHAPES,
-    Measured,
-    ModelShape,
-)
+from quire.plan.rates import BATCHES, CONTEXT
 
 Floats = NDArray[np.float64]
 KV_BYTES_S = 3.94e12

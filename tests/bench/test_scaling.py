@@ -8,6 +8,7 @@ import pytest
 import scale
 from layouts import GpuLayout, StepCost
 from scale import FREE
+from shapes import MEASURED, SHAPES, Measured
 from simulated import SimulatedCore, Traffic, run
 from step_costs import PREFILL, Correction, Links, StepShape, decode_of
 
@@ -15,7 +16,7 @@ from quire.bench import gpu
 from quire.data.params import SamplingParams
 from quire.data.request import Request
 from quire.errors import ConfigError
-from quire.plan.shapes import BATCHES, MEASURED, SHAPES, Measured
+from quire.plan.rates import BATCHES
 
 WHOLE = [row for row in MEASURED if row.tp == 1]
 LIMITS = {"max_num_seqs": 1024, "max_num_batched_tokens": 16384}

@@ -6,7 +6,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.reference.ssm import DecayRates, DeltaForm, MambaInputs, SSMSequences, StateOps
+from quire.kernels.reference.ssm import (
+    DecayRates,
+    DeltaForm,
+    DeltaInputs,
+    MambaInputs,
+    SSMSequences,
+    StateOps,
+)
 
 ROWS = 9
 LENS = {
@@ -92,7 +99,7 @@ def run_channel_delta(ops: StateOps, case: Case, state: Tensor, log_bound: float
     heads, key_dim, _ = state.shape[1:]
     form = DeltaForm(log_bound, beta_scale=2.0)
     a, b = case.x[:, : heads * key_dim], case.small[:, :heads]
-    return ops.delta(case.x, a, b, case.rates, state, case.seqs, form=form)
+    return ops.delta(case.x, DeltaInputs(a, b, case.rates, form), state, case.seqs)
 
 
 def run_select(ops: StateOps, case: Case, state: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.attention.batch import Batch
 from quire.checkpoint.facts import StateFacts
-from quire.kernels.reference.ssm import DecayRates, DeltaForm
+from quire.kernels.reference.ssm import DecayRates, DeltaForm, DeltaInputs, ScanInputs
 from quire.layers.linear import ColumnLinear, RowLinear
 from quire.layers.norm import RMSNorm, norm_shares
 from quire.layers.scope import Scope, Target
@@ -73,8 +73,8 @@ class DeltaAttention(DecayMixer):
         qkv, b, a, gate = self.into(x).split(self.split, 1)
         if self.decay_up is not None and self.gate_up is not None:
             a, gate = self.decay_up(a), self.gate_up(gate)
-        qkv = self.ops.conv(qkv, self.conv_weight, None, conv_state, seqs)
-        y = self.ops.delta(qkv, a, b, self.rates, state, seqs, form=self.form)
+        qkv = self.ops.conv(qkv, self.conv_weights, conv_state, seqs)
+        y = self.ops.delta(qkv, DeltaInputs(a, b, self.rates, self.form), state, seqs)
         if self.gate == "silu":
             y = self.ops.gated_norm(y, gate, self.norm.weight, self.norm.eps, gate_first=False)
         else:
@@ -120,7 +120,7 @@ class LightningAttention(SSMMixer):
         gate: Tensor = self.gate(x)
         vkq = self.activate(self.into(x), self.activation)
         steps = self.no_steps.expand(len(x), -1)
-        y = self.ops.scan(vkq, steps, self.decay, self.skip, self.bound[1], self.seqs_of(batch))
+        y = self.ops.scan(vkq, ScanInputs(steps, self.decay, self.skip), self.bound[1], self.seqs_of(batch))
         if self.group.size > 1:
             y = norm_shares(y, (self.norm.weight,), self.norm.eps, group=self.group)
         else:

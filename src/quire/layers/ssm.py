@@ -12,7 +12,15 @@ from torch.nn import functional as F
 from quire.attention.batch import Batch
 from quire.checkpoint.facts import ArchFacts, LayerFacts, StateFacts
 from quire.checkpoint.layout import CacheSpec
-from quire.kernels.reference.ssm import DecayRates, MambaInputs, SSMSequences, choose
+from quire.kernels.reference.ssm import (
+    ConvWeights,
+    DecayRates,
+    DeltaInputs,
+    MambaInputs,
+    ScanInputs,
+    SSMSequences,
+    choose,
+)
 from quire.layers.linear import ColumnLinear, Linear, RowLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.scope import LoadedModule, Scope, Target
@@ -67,6 +75,10 @@ class SSMMixer(LoadedModule):
         return seqs
 
     @property
+    def conv_weights(self) -> ConvWeights:
+        return ConvWeights(self.conv_weight, self.conv_bias)
+
+    @property
     def bound(self) -> tuple[Tensor, Tensor]:
         assert self.conv_state is not None and self.state is not None, "bind() comes before forward()"
         return self.conv_state, self.state
@@ -95,7 +107,7 @@ class ShortConv(SSMMixer):
         gate_in, gate_out, x = self.into.multiply(x).chunk(3, 1)
         x = self.ops.gate(x, gate_in, "itself")
         conv_state, seqs = self.bound[0], self.seqs_of(batch)
-        x = self.ops.conv(x, self.conv_weight, self.conv_bias, conv_state, seqs, activated=False)
+        x = self.ops.conv(x, self.conv_weights._replace(activated=False), conv_state, seqs)
         return self.out(self.ops.gate(x, gate_out, "itself"))
 
 
@@ -176,7 +188,7 @@ class MambaMixer(DecayMixer):
         """Compute the mixer's output [T, hidden] from [T, hidden] and update the state."""
         (conv_state, state), seqs = self.bound, self.seqs_of(batch)
         x, gate = self.into.multiply(x).chunk(2, 1)
-        x = self.ops.conv(x, self.conv_weight, self.conv_bias, conv_state, seqs)
+        x = self.ops.conv(x, self.conv_weights, conv_state, seqs)
         params = self.params(x)
         if self.weights:
             params = self.norm_parts(params, self.weights, self.eps)
@@ -217,8 +229,8 @@ class Mamba2Mixer(DecayMixer):
         if self.scales is not None:
             projected = self.scale_columns(projected, self.scales)
         gate, xbc, dt = projected.split(self.split, 1)
-        xbc = self.ops.conv(xbc, self.conv_weight, self.conv_bias, conv_state, seqs)
-        y = self.ops.scan(xbc, dt, self.rates, self.skip, state, seqs, limits=self.limits)
+        xbc = self.ops.conv(xbc, self.conv_weights, conv_state, seqs)
+        y = self.ops.scan(xbc, ScanInputs(dt, self.rates, self.skip, self.limits), state, seqs)
         y = self.ops.gate(y, gate, "silu") if self.normed is None else self.normed(y, gate)
         return self.out(y)
 
@@ -288,8 +300,8 @@ class GatedDelta(DecayMixer):
         """Compute the mixer's output [T, hidden] from [T, hidden] and update the state."""
         (conv_state, state), seqs = self.bound, self.seqs_of(batch)
         qkv, gate, b, a = self.into(x).split(self.split, 1)
-        qkv = self.ops.conv(qkv, self.conv_weight, None, conv_state, seqs)
-        y = self.ops.delta(qkv, a, b, self.rates, state, seqs)
+        qkv = self.ops.conv(qkv, self.conv_weights, conv_state, seqs)
+        y = self.ops.delta(qkv, DeltaInputs(a, b, self.rates), state, seqs)
         y = self.ops.gated_norm(y, gate, self.norm.weight, self.norm.eps, gate_first=False)
         return self.out(y)
 

@@ -8,12 +8,17 @@ from quire.checkpoint.layout import cache_specs
 from quire.checkpoint.weights import LayerWeights, count_parameters
 from quire.plan.devices import DEVICES, Accelerator
 from quire.plan.estimate import MemoryFit, bytes_of_cache, computes_in_8_bits, weight_bytes
-from quire.plan.shapes import BATCHES, CONTEXT, MEASURED, SHAPES
 
 _SUM_S = 10e-6
 """Assumed seconds of a small all-reduce within a machine; there are two per layer."""
-_MODEL = "llama-3.1-8b"
-"""Model with the measurements used for efficiencies: dense, and large enough to be memory-bound."""
+BATCHES, CONTEXT = (1, 8, 32, 128, 256), 576
+DECODE_MS, PREFILL_TOK_S = (3.868, 4.486, 5.041, 7.523, 12.016), 44_106
+"""Results of `quire.bench.gpu` on one H200 with Llama 3.1 8B in bf16: decodes of `BATCHES` sequences of
+`CONTEXT` tokens, and prompts. The model is dense, and large enough to be memory-bound."""
+_LAYERS, _KV_BYTES = 32, 2 * 2 * 8 * 128
+"""Layers of that model, and KV cache bytes of a token in one of them."""
+_WEIGHTS = _LAYERS * (2 * 4096 * 128 * (32 + 8) + 3 * 4096 * 14336) + 128256 * 4096
+"""Its weights, without the embedding."""
 
 
 class TokenRates(NamedTuple):
@@ -28,14 +33,13 @@ class TokenRates(NamedTuple):
 
 def _efficiencies() -> tuple[list[float], float]:
     """Return the efficiencies that an H200 reached: decodes by batch size, and prompts."""
-    shape, device = SHAPES[_MODEL], DEVICES["h200"]
-    row = next(entry for entry in MEASURED if entry.model == _MODEL and entry.tp == 1)
-    weights = shape.layers * (shape.attention_weights + shape.mlp_weights(0)) + shape.head_weights
+    device = DEVICES["h200"]
     efficiencies = []
-    for batch, took_ms in zip(BATCHES, row.decode_ms, strict=True):
-        read = 2 * weights + batch * CONTEXT * shape.layers * shape.kv_bytes(1)
-        efficiencies.append(max(read / device.bytes_s, 2 * batch * weights / device.flops) / (took_ms / 1e3))
-    return efficiencies, row.prefill_tok_s * 2 * weights / device.flops
+    for batch, took_ms in zip(BATCHES, DECODE_MS, strict=True):
+        read = 2 * _WEIGHTS + batch * CONTEXT * _LAYERS * _KV_BYTES
+        floor_s = max(read / device.bytes_s, 2 * batch * _WEIGHTS / device.flops)
+        efficiencies.append(floor_s / (took_ms / 1e3))
+    return efficiencies, PREFILL_TOK_S * 2 * _WEIGHTS / device.flops
 
 
 def rates(fit: MemoryFit, device: Accelerator, *, batch: int, context: int) -> TokenRates:

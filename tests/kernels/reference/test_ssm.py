@@ -20,7 +20,17 @@ from torch import Tensor
 from quire.kernels.cpu import native
 from quire.kernels.cpu.ssm import CPUStateOps, HalfStateOps
 from quire.kernels.cpu.tape import record
-from quire.kernels.reference.ssm import GATES, DeltaForm, SSMSequences, StateOps, StateReference, choose
+from quire.kernels.reference.ssm import (
+    GATES,
+    ConvWeights,
+    DeltaForm,
+    DeltaInputs,
+    ScanInputs,
+    SSMSequences,
+    StateOps,
+    StateReference,
+    choose,
+)
 
 reference = StateReference()
 compiled = pytest.mark.skipif(native.library() is None, reason="there are no native kernels here")
@@ -45,18 +55,17 @@ def channel_case(lens: list[int], dtype: torch.dtype = torch.float32, states_per
 
 
 def run_scan(ops: StateOps, case: Case, state: Tensor) -> Tensor:
-    return ops.scan(
-        case.x, case.small[:, 1 : 1 + SCAN[0]], case.rates, case.skip, state, case.seqs, limits=(0.2, 0.9)
-    )
+    inputs = ScanInputs(case.small[:, 1 : 1 + SCAN[0]], case.rates, case.skip, (0.2, 0.9))
+    return ops.scan(case.x, inputs, state, case.seqs)
 
 
 def run_delta(ops: StateOps, case: Case, state: Tensor) -> Tensor:
-    return ops.delta(case.x, *case.small.chunk(2, 1), case.rates, state, case.seqs)
+    return ops.delta(case.x, DeltaInputs(*case.small.chunk(2, 1), case.rates), state, case.seqs)
 
 
 def run_doubled_delta(ops: StateOps, case: Case, state: Tensor) -> Tensor:
     form = DeltaForm(beta_scale=2.0)
-    return ops.delta(case.x, *case.small.chunk(2, 1), case.rates, state, case.seqs, form=form)
+    return ops.delta(case.x, DeltaInputs(*case.small.chunk(2, 1), case.rates, form), state, case.seqs)
 
 
 def run_bounded_delta(ops: StateOps, case: Case, state: Tensor) -> Tensor:
@@ -168,7 +177,7 @@ def test_conv_keeps_the_inputs_before_each_draft(lens: str) -> None:
     case = make_case(DRAFTED[lens], channels, (2, 1, 1), states_per_row=STATES_PER_ROW)
     state = torch.randn(ROWS * STATES_PER_ROW, channels, kernel - 1)
     before = state.clone()
-    reference.conv(case.x, torch.randn(channels, kernel), None, state, case.seqs)
+    reference.conv(case.x, ConvWeights(torch.randn(channels, kernel), None), state, case.seqs)
     for index, start, end in case.seqs.spans():
         row, first = int(case.seqs.rows[index]), int(case.seqs.positions[start])
         kept = before[row * STATES_PER_ROW + first % STATES_PER_ROW].T * (first > 0)
@@ -192,8 +201,8 @@ def test_conv_in_c(lens: str, dtype: torch.dtype) -> None:
     twin = state.clone()
     for conv_bias, activated in ((bias, True), (None, False)):
         weights = weight, conv_bias
-        out = CPUStateOps().conv(case.x, *weights, state, case.seqs, activated=activated)
-        near(out, reference.conv(case.x, *weights, twin, case.seqs, activated=activated), dtype)
+        out = CPUStateOps().conv(case.x, ConvWeights(*weights, activated), state, case.seqs)
+        near(out, reference.conv(case.x, ConvWeights(*weights, activated), twin, case.seqs), dtype)
         assert torch.equal(state.nan_to_num(), twin.nan_to_num())
 
 

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels.reference.ssm import DecayRates, MambaInputs, SSMSequences
+from quire.kernels.reference.ssm import (
+    ConvWeights,
+    DecayRates,
+    DeltaInputs,
+    MambaInputs,
+    ScanInputs,
+    SSMSequences,
+)
 from quire.kernels.triton import launch
 from quire.kernels.triton.ssm import TritonStateOps
 from quire.memory import ladder
@@ -41,13 +48,13 @@ def step(lens: np.ndarray[Any, Any], channels: int) -> None:
     )
     rates, skip = DecayRates(torch.empty(channels, SIZE), torch.empty(channels)), torch.empty(channels)
     b, c = torch.empty(total, 2 * SIZE).chunk(2, 1)
-    OPS.conv(x, torch.empty(channels, 4), None, torch.empty(1, channels, 3), seqs)
+    OPS.conv(x, ConvWeights(torch.empty(channels, 4), None), torch.empty(1, channels, 3), seqs)
     OPS.select(x, x, MambaInputs(x, b, c, rates, skip), state, seqs)
     by_head = DecayRates(torch.empty(heads), torch.empty(heads))
     xbc = torch.empty(total, channels + 2 * SIZE)
-    OPS.scan(xbc, small[:, :heads], by_head, skip, torch.empty(1, heads, dim, SIZE), seqs)
+    OPS.scan(xbc, ScanInputs(small[:, :heads], by_head, skip), torch.empty(1, heads, dim, SIZE), seqs)
     qkv = torch.empty(total, 3 * channels)
-    OPS.delta(qkv, *small.chunk(2, 1), by_head, torch.empty(1, heads, dim, dim), seqs)
+    OPS.delta(qkv, DeltaInputs(*small.chunk(2, 1), by_head), torch.empty(1, heads, dim, dim), seqs)
 
 
 @pytest.mark.parametrize("channels", [1024, 4096, 8192])

@@ -19,7 +19,7 @@ from state_cases import (
 )
 from torch import Tensor
 
-from quire.kernels.reference.ssm import GATES, DeltaForm, StateReference
+from quire.kernels.reference.ssm import GATES, ConvWeights, DeltaForm, DeltaInputs, ScanInputs, StateReference
 from quire.kernels.triton import ssm as state_kernels
 from quire.kernels.triton.ssm import TritonStateOps
 
@@ -65,8 +65,9 @@ def test_conv(lens: str, kernel: int, dtype: torch.dtype) -> None:
     state = state.flatten(0, 1)
     twin = state.clone()
     for conv_bias, activated in ((bias, True), (None, False)):
-        out = actual.conv(case.x, weight, conv_bias, state, case.seqs, activated=activated)
-        same(out, reference.conv(case.x, weight, conv_bias, twin, case.seqs, activated=activated), dtype)
+        weights = ConvWeights(weight, conv_bias, activated)
+        out = actual.conv(case.x, weights, state, case.seqs)
+        same(out, reference.conv(case.x, weights, twin, case.seqs), dtype)
         same(state, twin, dtype)
 
 
@@ -77,10 +78,9 @@ def test_scan(lens: str, sizes: str, dtype: torch.dtype) -> None:
     width = heads * head_dim + 2 * groups * size
     case = make_case((LENS | DRAFTED)[lens], width, (heads, head_dim, size), **options_of(lens, dtype))
     twin, dt = case.state.clone(), case.small[:, 1 : 1 + heads]
-    expected = reference.scan(case.x, dt, case.rates, case.skip, twin, case.seqs, limits=LIMITS)
-    same(
-        actual.scan(case.x, dt, case.rates, case.skip, case.state, case.seqs, limits=LIMITS), expected, dtype
-    )
+    inputs = ScanInputs(dt, case.rates, case.skip, LIMITS)
+    expected = reference.scan(case.x, inputs, twin, case.seqs)
+    same(actual.scan(case.x, inputs, case.state, case.seqs), expected, dtype)
     same(case.state, twin, dtype)
 
 
@@ -141,8 +141,8 @@ def test_delta(lens: str, sizes: str, dtype: torch.dtype) -> None:
     width = 2 * key_heads * key_dim + heads * value_dim
     case = make_case((LENS | DRAFTED)[lens], width, (heads, key_dim, value_dim), **options_of(lens, dtype))
     twin, (a, b) = case.state.clone(), case.small.chunk(2, 1)
-    expected = reference.delta(case.x, a, b, case.rates, twin, case.seqs)
-    same(actual.delta(case.x, a, b, case.rates, case.state, case.seqs), expected, dtype)
+    expected = reference.delta(case.x, DeltaInputs(a, b, case.rates), twin, case.seqs)
+    same(actual.delta(case.x, DeltaInputs(a, b, case.rates), case.state, case.seqs), expected, dtype)
     same(case.state, twin, dtype)
 
 
@@ -162,8 +162,12 @@ def test_doubled_delta() -> None:
     """Check beta above 1, of single tokens and of chunks."""
     case = make_case(LENS["mixed"], 4 * 16 + 4 * 16, (4, 16, 16), device=DEVICE)
     twin, (a, b), form = case.state.clone(), case.small.chunk(2, 1), DeltaForm(beta_scale=2.0)
-    expected = reference.delta(case.x, a, b, case.rates, twin, case.seqs, form=form)
-    same(actual.delta(case.x, a, b, case.rates, case.state, case.seqs, form=form), expected, torch.float32)
+    expected = reference.delta(case.x, DeltaInputs(a, b, case.rates, form), twin, case.seqs)
+    same(
+        actual.delta(case.x, DeltaInputs(a, b, case.rates, form), case.state, case.seqs),
+        expected,
+        torch.float32,
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -175,8 +179,9 @@ def test_equal_keys_without_decay(dtype: torch.dtype) -> None:
     qkv, a, b = torch.ones_like(case.x), torch.full_like(case.small, -30.0), torch.full_like(case.small, 9.0)
     qkv[:, 2 * heads * key_dim :] = case.x[:, 2 * heads * key_dim :]
     twin = case.state.clone()
-    expected = reference.delta(qkv, a[:, :heads], b[:, :heads], case.rates, twin, case.seqs)
-    out = actual.delta(qkv, a[:, :heads], b[:, :heads], case.rates, case.state, case.seqs)
+    inputs = DeltaInputs(a[:, :heads], b[:, :heads], case.rates)
+    expected = reference.delta(qkv, inputs, twin, case.seqs)
+    out = actual.delta(qkv, inputs, case.state, case.seqs)
     same(out, expected, dtype)
 
 

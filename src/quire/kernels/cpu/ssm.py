@@ -8,14 +8,12 @@ from torch import Tensor
 
 from quire.kernels.cpu.native import Kernel
 from quire.kernels.reference.ssm import (
-    ANY_TIME,
-    GATED_DELTA,
     GATES,
     L2_EPS,
-    DecayRates,
-    DeltaForm,
-    Limits,
+    ConvWeights,
+    DeltaInputs,
     MambaInputs,
+    ScanInputs,
     SSMSequences,
     StateReference,
 )
@@ -59,19 +57,11 @@ _gate = Kernel("quire_gate", "out x gate", "num_rows size stride gate_stride by 
 class CPUStateOps(StateReference):
     """`StateOps` on a CPU in C; sizes beyond the limits of the kernels use torch."""
 
-    def conv(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        state: Tensor,
-        seqs: SSMSequences,
-        *,
-        activated: bool = True,
-    ) -> Tensor:
+    def conv(self, x: Tensor, weights: ConvWeights, state: Tensor, seqs: SSMSequences) -> Tensor:
+        weight, bias, activated = weights
         (num_tokens, channels), kernel = x.shape, weight.shape[1]
         if kernel > _MAX_KERNEL:
-            return super().conv(x, weight, bias, state, seqs, activated=activated)
+            return super().conv(x, weights, state, seqs)
         assert x.dtype == weight.dtype == state.dtype and x.stride(1) == 1
         out = torch.empty(num_tokens, channels, dtype=x.dtype)
         tensors = out, x, weight, bias, state, *_seq_tensors(seqs)
@@ -79,20 +69,10 @@ class CPUStateOps(StateReference):
         _conv(tensors, *_sizes(seqs), channels, x.stride(0), kernel, activated, is_bf16)
         return out
 
-    def scan(
-        self,
-        xbc: Tensor,
-        dt: Tensor,
-        rates: DecayRates,
-        skip: Tensor,
-        state: Tensor,
-        seqs: SSMSequences,
-        *,
-        limits: Limits = ANY_TIME,
-    ) -> Tensor:
-        heads, head_dim, size = state.shape[1:]
+    def scan(self, xbc: Tensor, mamba: ScanInputs, state: Tensor, seqs: SSMSequences) -> Tensor:
+        (dt, rates, skip, limits), (heads, head_dim, size) = mamba, state.shape[1:]
         if max(head_dim, size) > _MAX_DIM:
-            return super().scan(xbc, dt, rates, skip, state, seqs, limits=limits)
+            return super().scan(xbc, mamba, state, seqs)
         assert xbc.dtype == dt.dtype and xbc.stride(1) == dt.stride(1) == 1 and state.is_contiguous()
         out = torch.empty(len(xbc), heads * head_dim, dtype=xbc.dtype)
         groups = (xbc.shape[1] - heads * head_dim) // (2 * size)
@@ -116,20 +96,10 @@ class CPUStateOps(StateReference):
         _select(tensors, *_sizes(seqs), channels, size, *strides, x.dtype == torch.bfloat16)
         return out
 
-    def delta(
-        self,
-        qkv: Tensor,
-        a: Tensor,
-        b: Tensor,
-        rates: DecayRates,
-        state: Tensor,
-        seqs: SSMSequences,
-        *,
-        form: DeltaForm = GATED_DELTA,
-    ) -> Tensor:
-        heads, key_dim, value_dim = state.shape[1:]
+    def delta(self, qkv: Tensor, inputs: DeltaInputs, state: Tensor, seqs: SSMSequences) -> Tensor:
+        (a, b, rates, form), (heads, key_dim, value_dim) = inputs, state.shape[1:]
         if max(key_dim, value_dim) > _MAX_DIM:
-            return super().delta(qkv, a, b, rates, state, seqs, form=form)
+            return super().delta(qkv, inputs, state, seqs)
         assert qkv.dtype == a.dtype == b.dtype and qkv.stride(1) == a.stride(1) == b.stride(1) == 1
         assert state.is_contiguous() and len(rates.bias) == a.shape[1]
         out = torch.empty(len(qkv), heads * value_dim, dtype=qkv.dtype)
@@ -170,8 +140,8 @@ def _in_float32(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _widened(value: Any) -> Any:
     """Return a tensor of float16 as float32, also within a named tuple; anything else unchanged."""
-    if isinstance(value, MambaInputs):
-        return MambaInputs(*map(_widened, value))
+    if isinstance(value, DeltaInputs | MambaInputs | ScanInputs):
+        return type(value)(*map(_widened, value))
     return value.float() if isinstance(value, Tensor) and value.dtype == torch.float16 else value
 
 

@@ -143,6 +143,37 @@ ANY_TIME: Limits = (0.0, math.inf)
 """Bounds that softplus(x + bias) is clamped to."""
 
 
+class ConvWeights(NamedTuple):
+    """Weights of a causal depthwise convolution."""
+
+    weight: Tensor
+    """[channels, kernel]"""
+    bias: Tensor | None
+    activated: bool = True
+    """Whether silu follows."""
+
+
+class ScanInputs(NamedTuple):
+    """Further inputs of Mamba-2's scan."""
+
+    dt: Tensor
+    """[T, heads]"""
+    rates: DecayRates
+    skip: Tensor
+    """[heads] float32"""
+    limits: Limits = ANY_TIME
+
+
+class DeltaInputs(NamedTuple):
+    """Further inputs of the gated delta rule."""
+
+    a: Tensor
+    """[T, heads], like b; [T, heads * key_dim] with a decay per key channel (KDA)."""
+    b: Tensor
+    rates: DecayRates
+    form: DeltaForm = GATED_DELTA
+
+
 class MambaInputs(NamedTuple):
     """Further inputs of Mamba's scan."""
 
@@ -166,21 +197,13 @@ class StateReference:
     Rows of inputs may be strided; states change in place.
     """
 
-    def conv(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        state: Tensor,
-        seqs: SSMSequences,
-        *,
-        activated: bool = True,
-    ) -> Tensor:
-        """Compute a causal depthwise convolution, then silu if `activated`.
+    def conv(self, x: Tensor, weights: ConvWeights, state: Tensor, seqs: SSMSequences) -> Tensor:
+        """Compute a causal depthwise convolution, with silu after it if it is activated.
 
-        `x` [T, channels] -> [T, channels], contiguous; `weight` [channels, kernel]; `state` [states,
-        channels, kernel - 1], the last inputs of each row.
+        `x` [T, channels] -> [T, channels], contiguous; `state` [states, channels, kernel - 1], the last
+        inputs of each row.
         """
+        weight, bias, activated = weights
         firsts, kernel = seqs.firsts, weight.shape[1]
         before = state[seqs.state_after(firsts)].masked_fill((firsts == 0)[:, None, None], 0)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -199,24 +222,14 @@ class StateReference:
                 state[into] = window[..., count : count + kernel - 1]
         return out
 
-    def scan(
-        self,
-        xbc: Tensor,
-        dt: Tensor,
-        rates: DecayRates,
-        skip: Tensor,
-        state: Tensor,
-        seqs: SSMSequences,
-        *,
-        limits: Limits = ANY_TIME,
-    ) -> Tensor:
+    def scan(self, xbc: Tensor, mamba: ScanInputs, state: Tensor, seqs: SSMSequences) -> Tensor:
         """Compute the Mamba-2 scan: h = exp(rate * dt) * h + dt * x B^T, y = h C + skip * x, with
         dt = softplus(dt + bias).
 
-        `xbc` [T, heads * head_dim + 2 * groups * size], `dt` [T, heads], `skip` [heads] float32, `state`
-        [states, heads, head_dim, size] float32 -> [T, heads * head_dim].
+        `xbc` [T, heads * head_dim + 2 * groups * size], `state` [states, heads, head_dim, size] float32 ->
+        [T, heads * head_dim].
         """
-        heads, head_dim, size = state.shape[1:]
+        (dt, rates, skip, limits), (heads, head_dim, size) = mamba, state.shape[1:]
         width = (xbc.shape[1] - heads * head_dim) // 2
         x, b, c = xbc.float().split([heads * head_dim, width, width], 1)
         x = x.unflatten(1, (heads, head_dim))
@@ -240,26 +253,15 @@ class StateReference:
         y = _walk(step, chunk, inputs, state, seqs).add_(x.float() * mamba.skip)
         return (y * F.silu(gate.float())).to(x.dtype)
 
-    def delta(
-        self,
-        qkv: Tensor,
-        a: Tensor,
-        b: Tensor,
-        rates: DecayRates,
-        state: Tensor,
-        seqs: SSMSequences,
-        *,
-        form: DeltaForm = GATED_DELTA,
-    ) -> Tensor:
+    def delta(self, qkv: Tensor, inputs: DeltaInputs, state: Tensor, seqs: SSMSequences) -> Tensor:
         """Compute the gated delta rule: h = exp(rate * softplus(a + bias)) * h, then
         h += k (sigmoid(b) (v - k h))^T, y = q h. Queries and keys are L2-normalized; queries are then scaled
         by 1 / sqrt(key_dim).
 
-        `qkv` [T, 2 * key_heads * key_dim + heads * value_dim], `a` and `b` [T, heads], `state`
-        [states, heads, key_dim, value_dim] float32 -> [T, heads * value_dim]. With a decay per key channel
-        (KDA), `a` is [T, heads * key_dim].
+        `qkv` [T, 2 * key_heads * key_dim + heads * value_dim], `state` [states, heads, key_dim, value_dim]
+        float32 -> [T, heads * value_dim].
         """
-        heads, key_dim, value_dim = state.shape[1:]
+        (a, b, rates, form), (heads, key_dim, value_dim) = inputs, state.shape[1:]
         keys = (qkv.shape[1] - heads * value_dim) // 2
         q, k, v = qkv.float().split([keys, keys, heads * value_dim], 1)
         q, k = (_per_head(_unit(part.unflatten(1, (-1, key_dim))), heads) for part in (q, k))

@@ -8,15 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.reference.ssm import (
-    ANY_TIME,
     CHUNK,
-    GATED_DELTA,
     GATES,
     L2_EPS,
-    DecayRates,
-    DeltaForm,
-    Limits,
+    ConvWeights,
+    DeltaInputs,
     MambaInputs,
+    ScanInputs,
     SSMSequences,
     StateReference,
 )
@@ -124,19 +122,11 @@ def _gate(
 class TritonStateOps:
     """`StateOps` in Triton, for a GPU."""
 
-    def conv(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        state: Tensor,
-        seqs: SSMSequences,
-        *,
-        activated: bool = True,
-    ) -> Tensor:
+    def conv(self, x: Tensor, weights: ConvWeights, state: Tensor, seqs: SSMSequences) -> Tensor:
+        weight, bias, activated = weights
         (num_tokens, channels), kernel = x.shape, weight.shape[1]
         if kernel > _MOST_TAPS and not seqs.short:
-            return StateReference().conv(x, weight, bias, state, seqs, activated=activated)
+            return StateReference().conv(x, weights, state, seqs)
         out = torch.empty(num_tokens, channels, dtype=x.dtype, device=x.device)
         tensors = out, x, weight, weight if bias is None else bias, state
         batch = seqs.starts, seqs.rows, seqs.positions
@@ -162,18 +152,8 @@ class TritonStateOps:
             )  # fmt: skip
         return out
 
-    def scan(
-        self,
-        xbc: Tensor,
-        dt: Tensor,
-        rates: DecayRates,
-        skip: Tensor,
-        state: Tensor,
-        seqs: SSMSequences,
-        *,
-        limits: Limits = ANY_TIME,
-    ) -> Tensor:
-        heads, head_dim, size = state.shape[1:]
+    def scan(self, xbc: Tensor, mamba: ScanInputs, state: Tensor, seqs: SSMSequences) -> Tensor:
+        (dt, rates, skip, limits), (heads, head_dim, size) = mamba, state.shape[1:]
         num_tokens = len(xbc)
         out = torch.empty(num_tokens, heads * head_dim, dtype=xbc.dtype, device=xbc.device)
         tensors = out, xbc, dt, *rates, skip, state
@@ -225,20 +205,10 @@ class TritonStateOps:
                 )  # fmt: skip
         return out
 
-    def delta(
-        self,
-        qkv: Tensor,
-        a: Tensor,
-        b: Tensor,
-        rates: DecayRates,
-        state: Tensor,
-        seqs: SSMSequences,
-        *,
-        form: DeltaForm = GATED_DELTA,
-    ) -> Tensor:
-        heads, key_dim, value_dim = state.shape[1:]
+    def delta(self, qkv: Tensor, inputs: DeltaInputs, state: Tensor, seqs: SSMSequences) -> Tensor:
+        (a, b, rates, form), (heads, key_dim, value_dim) = inputs, state.shape[1:]
         if a.shape[1] > heads:
-            return self._delta_by_channel(qkv, a, b, rates, state, seqs, form)
+            return self._delta_by_channel(qkv, inputs, state, seqs)
         assert a.stride(0) == b.stride(0) and not form.log_bound
         out = torch.empty(len(qkv), heads * value_dim, dtype=qkv.dtype, device=qkv.device)
         batch = seqs.starts, seqs.rows, seqs.positions
@@ -275,17 +245,10 @@ class TritonStateOps:
         return out
 
     def _delta_by_channel(
-        self,
-        qkv: Tensor,
-        a: Tensor,
-        b: Tensor,
-        rates: DecayRates,
-        state: Tensor,
-        seqs: SSMSequences,
-        form: DeltaForm,
+        self, qkv: Tensor, inputs: DeltaInputs, state: Tensor, seqs: SSMSequences
     ) -> Tensor:
         """Compute the delta rule with a decay per key channel, token by token."""
-        heads, key_dim, value_dim = state.shape[1:]
+        (a, b, rates, form), (heads, key_dim, value_dim) = inputs, state.shape[1:]
         out = torch.empty(len(qkv), heads * value_dim, dtype=qkv.dtype, device=qkv.device)
         count, block_key = len(seqs.lens), triton.next_power_of_2(key_dim)
         block, ahead = _tile(count * heads, value_dim, block_key), overlap(count, heads * value_dim)

@@ -12,7 +12,8 @@ FinishReason = Literal["stop", "length", "tool_calls", "abort", "error", "repeti
 
 def reply_model(name: str, text: str, **fields: Any) -> type[BaseModel]:
     """Return the model of a small response: its description, and the type of each field."""
-    return create_model(name, __doc__=text, **{field: (kind, ...) for field, kind in fields.items()})
+    definitions: dict[str, Any] = {field: (kind, ...) for field, kind in fields.items()}
+    return create_model(name, __doc__=text, **definitions)
 
 
 class ErrorInfo(BaseModel):

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from quire.plan.rates import DECODE_MS, PREFILL_TOK_S
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
@@ -99,13 +101,11 @@ class Measured(NamedTuple):
     prefill_tok_s: float
 
 
-BATCHES = (1, 8, 32, 128, 256)
-CONTEXT = 576
 PREFILL_LEN, PREFILL_STEP = 2048, 16384
 
 MEASURED = (
     Measured("qwen3-0.6b", 1, (0.69, 1.09, 1.56, 3.17, 5.55), 409_024),
-    Measured("llama-3.1-8b", 1, (3.868, 4.486, 5.041, 7.523, 12.016), 44_106),
+    Measured("llama-3.1-8b", 1, DECODE_MS, PREFILL_TOK_S),
     Measured("llama-3.1-8b", 2, (2.238, 2.963, 3.209, 4.492, 6.618), 85_605),
     Measured("llama-3.1-8b", 4, (1.383, 1.772, 2.134, 3.473, 4.472), 161_041),
     Measured("llama-3.1-8b", 8, (0.910, 1.339, 1.585, 2.249, 2.794), 290_519),
