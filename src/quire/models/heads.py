@@ -1,7 +1,8 @@
 """Classifiers and projections of pooled hidden states."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,76 +19,57 @@ from quire.quant.weight import frozen_parameter
 
 
 class ClassifierHead(nn.Module):
-    """Classifier of a decoder: one projection."""
+    """Classifier: one projection, which is `name` in checkpoints."""
 
-    name, bias = "score", False
-
-    def __init__(self, facts: ArchFacts, size: int, scope: Scope) -> None:
+    def __init__(
+        self, facts: ArchFacts, size: int, scope: Scope, *, name: str = "score", bias: bool = False
+    ) -> None:
         super().__init__()
-        self.product = WholeLinear(facts.hidden, size, scope / self.name, bias=self.bias)
+        self.product = WholeLinear(facts.hidden, size, scope / name, bias=bias)
 
     def forward(self, states: Tensor) -> Tensor:
         return self.product(states)
 
 
-class EachScore(ClassifierHead):
-    """Token classifier of a decoder: one projection with a bias."""
-
-    bias = True
-
-
-class Value(ClassifierHead):
-    """Value head of a reward model: one projection to the reward of a token."""
-
-    name = "v_head"
-
-
-class TokenClassifier(ClassifierHead):
-    """Token classifier of BERT: one projection of every token."""
-
-    name, bias = "classifier", True
-
-
-class Projection(ClassifierHead):
-    """Projection of hidden states to smaller embeddings."""
-
-    name, bias = "embedding_proj_layer", True
+EachScore = partial(ClassifierHead, bias=True)
+"""Token classifier of a decoder."""
+Value = partial(ClassifierHead, name="v_head")
+"""Value head of a reward model: one projection to the reward of a token."""
+TokenClassifier = partial(ClassifierHead, name="classifier", bias=True)
+"""Token classifier of BERT: one projection of every token."""
+Projection = partial(ClassifierHead, name="embedding_proj_layer", bias=True)
+"""Projection of hidden states to smaller embeddings."""
 
 
 class Reward(nn.Module):
-    """Reward head: dense layer, ReLU, projection to the reward of a token."""
+    """Reward head: dense layer, activation, projection to the reward of a token or to classes. `dense` and
+    `out` are names in checkpoints; with `in_body` the dense layer belongs to the body of an encoder."""
 
-    dense_name, out_name, activate = "score.0", "score.2", staticmethod(torch.relu)
-    in_body = False
-    """Whether the dense layer belongs to the body of an encoder."""
-
-    def __init__(self, facts: ArchFacts, size: int, scope: Scope) -> None:
+    def __init__(
+        self,
+        facts: ArchFacts,
+        size: int,
+        scope: Scope,
+        *,
+        dense: str = "score.0",
+        out: str = "score.2",
+        activate: Callable[[Tensor], Tensor] = torch.relu,
+        in_body: bool = False,
+    ) -> None:
         super().__init__()
-        body = facts.encoder.prefix if self.in_body and facts.encoder is not None else ""
-        self.dense = WholeLinear(facts.hidden, facts.hidden, scope / body / self.dense_name, bias=True)
-        self.out = WholeLinear(facts.hidden, size, scope / self.out_name, bias=True)
+        body = facts.encoder.prefix if in_body and facts.encoder is not None else ""
+        self.activate = activate
+        self.dense = WholeLinear(facts.hidden, facts.hidden, scope / body / dense, bias=True)
+        self.out = WholeLinear(facts.hidden, size, scope / out, bias=True)
 
     def forward(self, states: Tensor) -> Tensor:
         return self.out(self.activate(self.dense(states)))
 
 
-class DistilBertClassifier(Reward):
-    """DistilBERT classifier: dense layer, ReLU, output projection."""
-
-    dense_name, out_name = "pre_classifier", "classifier"
-
-
-class RobertaClassifier(Reward):
-    """RoBERTa classifier: dense layer, tanh, output projection."""
-
-    dense_name, out_name, activate = "classifier.dense", "classifier.out_proj", staticmethod(torch.tanh)
-
-
-class BertClassifier(Reward):
-    """BERT classifier: pooler (dense layer and tanh), output projection."""
-
-    dense_name, out_name, activate = "pooler.dense", "classifier", staticmethod(torch.tanh)
-    in_body = True
+DistilBertClassifier = partial(Reward, dense="pre_classifier", out="classifier")
+RobertaClassifier = partial(Reward, dense="classifier.dense", out="classifier.out_proj", activate=torch.tanh)
+BertClassifier = partial(Reward, dense="pooler.dense", out="classifier", activate=torch.tanh, in_body=True)
+"""The pooler of BERT is a dense layer and tanh."""
 
 
 # ---- output layers of one task

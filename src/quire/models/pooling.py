@@ -125,7 +125,7 @@ def _build_classifier(facts: ArchFacts, pooling: PoolingFacts, scope: Scope) -> 
 
 _TASK_HEADS: dict[str, Callable[..., nn.Module]] = {"linear": TaskLinear, "masked_lm": MaskedLM}
 """Output layers of single tasks, by `TaskHead.kind`."""
-_HEADS: dict[str, type[nn.Module]] = {
+_HEADS: dict[str, Callable[..., nn.Module]] = {
     "": ClassifierHead,
     "tokens": EachScore,
     "reward": Reward,

@@ -16,32 +16,13 @@ def inverse_length(x: tl.tensor, eps: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def delta_short(
-    out: tl.tensor,
-    qkv: tl.tensor,
-    a: tl.tensor,
-    b: tl.tensor,
-    rate: tl.tensor,
-    bias: tl.tensor,
-    state: tl.tensor,
-    numbers: tl.tensor,
-    starts: tl.tensor,
-    rows: tl.tensor,
-    positions: tl.tensor,
-    stride: tl.tensor,
-    ab_stride: tl.tensor,
-    scale: tl.tensor,
-    beta_scale: tl.tensor,
-    HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    EPS: tl.constexpr,
-    ALL: tl.constexpr,
-    STATES: tl.constexpr,
-    BLOCK_KEY: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
+    out: tl.tensor, qkv: tl.tensor, a: tl.tensor, b: tl.tensor, rate: tl.tensor, bias: tl.tensor,
+    state: tl.tensor, numbers: tl.tensor, starts: tl.tensor, rows: tl.tensor, positions: tl.tensor,
+    stride: tl.tensor, ab_stride: tl.tensor, scale: tl.tensor, beta_scale: tl.tensor,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, DIM: tl.constexpr, EPS: tl.constexpr,
+    ALL: tl.constexpr, STATES: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_DIM: tl.constexpr,
     OVERLAP: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Update the state of one head with each token of a short sequence and compute the outputs. Grid:
     (sequences, heads, value_dim / BLOCK_DIM)."""
     head = tl.program_id(1)
@@ -149,29 +130,13 @@ def inverse(system: tl.tensor, i: tl.tensor, LEVELS: tl.constexpr, PRECISION: tl
 
 @triton.jit
 def delta_solve(
-    by_key: tl.tensor,
-    by_value: tl.tensor,
-    qkv: tl.tensor,
-    a: tl.tensor,
-    b: tl.tensor,
-    rate: tl.tensor,
-    bias: tl.tensor,
-    chunks: tl.tensor,
-    starts: tl.tensor,
-    stride: tl.tensor,
-    ab_stride: tl.tensor,
+    by_key: tl.tensor, by_value: tl.tensor, qkv: tl.tensor, a: tl.tensor, b: tl.tensor, rate: tl.tensor,
+    bias: tl.tensor, chunks: tl.tensor, starts: tl.tensor, stride: tl.tensor, ab_stride: tl.tensor,
     beta_scale: tl.tensor,
-    HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    EPS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    LEVELS: tl.constexpr,
-    BLOCK_KEY: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, DIM: tl.constexpr, EPS: tl.constexpr,
+    CHUNK: tl.constexpr, LEVELS: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_DIM: tl.constexpr,
     PRECISION: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Compute `by_key` [T, heads, key_dim] and `by_value` [T, heads, value_dim] of one chunk. Its tokens
     write `by_value` - `by_key` h, with the state h before the chunk. Grid: (chunks, heads)."""
     head = tl.program_id(1)
@@ -201,32 +166,13 @@ def delta_solve(
 
 @triton.jit
 def delta_chunks(
-    out: tl.tensor,
-    by_key: tl.tensor,
-    by_value: tl.tensor,
-    qkv: tl.tensor,
-    a: tl.tensor,
-    rate: tl.tensor,
-    bias: tl.tensor,
-    state: tl.tensor,
-    numbers: tl.tensor,
-    starts: tl.tensor,
-    rows: tl.tensor,
-    positions: tl.tensor,
-    stride: tl.tensor,
-    ab_stride: tl.tensor,
-    scale: tl.tensor,
-    HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    EPS: tl.constexpr,
-    STATES: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_KEY: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
+    out: tl.tensor, by_key: tl.tensor, by_value: tl.tensor, qkv: tl.tensor, a: tl.tensor, rate: tl.tensor,
+    bias: tl.tensor, state: tl.tensor, numbers: tl.tensor, starts: tl.tensor, rows: tl.tensor,
+    positions: tl.tensor, stride: tl.tensor, ab_stride: tl.tensor, scale: tl.tensor,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, DIM: tl.constexpr, EPS: tl.constexpr,
+    STATES: tl.constexpr, CHUNK: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_DIM: tl.constexpr,
     PRECISION: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Compute outputs chunk by chunk, with the state in registers. Grid: (longer sequences, heads, value_dim
     / BLOCK_DIM)."""
     head = tl.program_id(1)

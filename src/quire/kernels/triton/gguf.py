@@ -26,15 +26,9 @@ def _first_code(q: int, form: DecodeForm) -> int:
 
 @triton.jit
 def _add_code(
-    sums: tl.tensor,
-    excess: tl.tensor,
-    words: tl.tensor,
-    high: tl.tensor,
-    powers: tl.tensor,
-    x: tl.tensor,
-    S: tl.constexpr,
-    FORM: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
+    sums: tl.tensor, excess: tl.tensor, words: tl.tensor, high: tl.tensor, powers: tl.tensor, x: tl.tensor,
+    S: tl.constexpr, FORM: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """Add code S of each word times x [U, words] to `sums` [R, U, words], and the excess of the unconverted
     codes to `excess` [U, words]."""
     sums += number_of(words, high, powers, S, FORM) * x[None]
@@ -45,15 +39,9 @@ def _add_code(
 
 @triton.jit
 def _add_eight(
-    sums: tl.tensor,
-    excess: tl.tensor,
-    words: tl.tensor,
-    high: tl.tensor,
-    powers: tl.tensor,
-    x: tl.tensor,
-    Q: tl.constexpr,
-    FORM: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
+    sums: tl.tensor, excess: tl.tensor, words: tl.tensor, high: tl.tensor, powers: tl.tensor, x: tl.tensor,
+    Q: tl.constexpr, FORM: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """Add codes for columns 8 Q.. of units times x [U, 8]; the arguments are those of `_add_code`."""
     U: tl.constexpr = x.shape[0]
     S: tl.constexpr = _first_code(Q, FORM)
@@ -84,16 +72,10 @@ def _add_eight(
 
 @triton.jit
 def _add_units(
-    acc: tl.tensor,
-    bits: tl.tuple,
-    words: tl.tensor,
-    n: tl.tensor,
-    inside: tl.tensor,
-    x: tl.tensor,
-    u: tl.tensor,
-    units: tl.tensor,
+    acc: tl.tensor, bits: tl.tuple, words: tl.tensor, n: tl.tensor, inside: tl.tensor, x: tl.tensor,
+    u: tl.tensor, units: tl.tensor,
     FORM: tl.constexpr,
-) -> tl.tensor:
+) -> tl.tensor:  # fmt: skip
     """Add the products of weight rows n with units u of x to `acc` [R, U]."""
     exists = inside[:, None] & (u < units)[None, :]
     high = high_of(bits, n, u, exists, units, FORM)
@@ -118,16 +100,10 @@ def _add_units(
 
 @triton.jit
 def _load_words(
-    bits: tl.tuple,
-    n: tl.tensor,
-    second: tl.tensor,
-    inside: tl.tensor,
-    inside2: tl.tensor,
-    u: tl.tensor,
+    bits: tl.tuple, n: tl.tensor, second: tl.tensor, inside: tl.tensor, inside2: tl.tensor, u: tl.tensor,
     units: tl.tensor,
-    FORM: tl.constexpr,
-    TWO: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
+    FORM: tl.constexpr, TWO: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """Load the words of rows n and, with TWO tiles, those of the second tile."""
     words = words_of(bits, n, u, inside[:, None] & (u < units)[None, :], units, FORM)
     if TWO:
@@ -138,23 +114,11 @@ def _load_words(
 
 @triton.jit
 def rows(
-    out: tl.tensor,
-    x: tl.tensor,
-    bits: tl.tuple,
-    bias: tl.tensor,
-    ids: tl.tensor,
-    columns: tl.tensor,
-    size_out: tl.tensor,
-    x_stride: tl.tensor,
-    out_stride: tl.tensor,
-    FORM: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BIASED: tl.constexpr,
-    TOP: tl.constexpr,
-    TWO: tl.constexpr,
-    UNITS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    out: tl.tensor, x: tl.tensor, bits: tl.tuple, bias: tl.tensor, ids: tl.tensor, columns: tl.tensor,
+    size_out: tl.tensor, x_stride: tl.tensor, out_stride: tl.tensor,
+    FORM: tl.constexpr, ACTIVATION: tl.constexpr, BIASED: tl.constexpr, TOP: tl.constexpr, TWO: tl.constexpr,
+    UNITS: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Multiply one row of x by one or TWO tiles of weight rows. Grid: (size_out / rows, rows of out).
 
     With an activation, the second tile is the up part. If TOP > 0, a row of out is a (token, expert) pair:
@@ -201,14 +165,9 @@ def rows(
 
 @triton.jit
 def _dequantize_code(
-    words: tl.tensor,
-    high: tl.tensor,
-    powers: tl.tensor,
-    scale: tl.tensor,
-    low: tl.tensor,
-    S: tl.constexpr,
-    FORM: tl.constexpr,
-) -> tl.tensor:
+    words: tl.tensor, high: tl.tensor, powers: tl.tensor, scale: tl.tensor, low: tl.tensor,
+    S: tl.constexpr, FORM: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     number = number_of(words, high, powers, S, FORM)
     if FORM.book != "":
         return number * scale
@@ -218,15 +177,9 @@ def _dequantize_code(
 
 @triton.jit
 def _dequantize_eight(
-    words: tl.tensor,
-    high: tl.tensor,
-    powers: tl.tensor,
-    scale: tl.tensor,
-    low: tl.tensor,
-    Q: tl.constexpr,
-    FORM: tl.constexpr,
-    kind: tl.constexpr,
-) -> tl.tensor:
+    words: tl.tensor, high: tl.tensor, powers: tl.tensor, scale: tl.tensor, low: tl.tensor,
+    Q: tl.constexpr, FORM: tl.constexpr, kind: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Return columns 8 Q.. of units, dequantized: [R, U * 8]."""
     R: tl.constexpr = words.shape[0]
     U: tl.constexpr = words.shape[1]
@@ -278,18 +231,9 @@ def _load_units(
 
 @triton.jit
 def unpack(
-    out: tl.tensor,
-    bits: tl.tuple,
-    ids: tl.tensor,
-    first_row: tl.tensor,
-    num: tl.tensor,
-    columns: tl.tensor,
-    FORM: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    ROWS: tl.constexpr,
-    UNITS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    out: tl.tensor, bits: tl.tuple, ids: tl.tensor, first_row: tl.tensor, num: tl.tensor, columns: tl.tensor,
+    FORM: tl.constexpr, CHOSEN: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Dequantize rows from `first_row` on, or if CHOSEN the rows `ids`. Grid: (num / ROWS, units / UNITS)."""
     i, u = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * UNITS + tl.arange(0, UNITS)
     follow(OVERLAP)
@@ -307,17 +251,10 @@ def unpack(
 
 @triton.jit
 def _dot_tile(
-    acc: tl.tensor,
-    x: tl.tensor,
-    bits: tl.tuple,
-    n: tl.tensor,
-    inside: tl.tensor,
-    exists: tl.tensor,
-    at: tl.tensor,
-    units: tl.tensor,
-    FORM: tl.constexpr,
-    UNITS: tl.constexpr,
-) -> tl.tensor:
+    acc: tl.tensor, x: tl.tensor, bits: tl.tuple, n: tl.tensor, inside: tl.tensor, exists: tl.tensor,
+    at: tl.tensor, units: tl.tensor,
+    FORM: tl.constexpr, UNITS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Add the products of weight rows n with UNITS units of x from `at` on to `acc` [R, NUM]."""
     u, k = at + tl.arange(0, UNITS), at + tl.arange(0, UNITS * _EIGHT) // _EIGHT
     words, high, scale, low = _load_units(bits, n, u, inside[:, None] & (u < units)[None, :], units, FORM)
@@ -340,13 +277,9 @@ def all_of(parts: tl.tensor, inside: tl.tensor, size: tl.tensor, SPLITS: tl.cons
 
 @triton.jit
 def pairs_at(
-    order: tl.tensor,
-    work: tl.tensor,
-    tile: tl.tensor,
-    size_out: tl.tensor,
-    NUM: tl.constexpr,
-    ROWS: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    order: tl.tensor, work: tl.tensor, tile: tl.tensor, size_out: tl.tensor,
+    NUM: tl.constexpr, ROWS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Return the pairs of a tile, its outputs, whether the pairs exist, and the first weight row of their
     expert."""
     stripes = tl.cdiv(size_out, ROWS)
@@ -360,27 +293,11 @@ def pairs_at(
 
 @triton.jit(do_not_specialize=["num"])
 def tiles(
-    out: tl.tensor,
-    x: tl.tensor,
-    bits: tl.tuple,
-    bias: tl.tensor,
-    splits: tl.tuple,
-    pairs: tl.tuple,
-    num: tl.tensor,
-    columns: tl.tensor,
-    size_out: tl.tensor,
-    x_stride: tl.tensor,
-    out_stride: tl.tensor,
-    FORM: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BIASED: tl.constexpr,
-    TOP: tl.constexpr,
-    NUM: tl.constexpr,
-    ROWS: tl.constexpr,
-    UNITS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    out: tl.tensor, x: tl.tensor, bits: tl.tuple, bias: tl.tensor, splits: tl.tuple, pairs: tl.tuple,
+    num: tl.tensor, columns: tl.tensor, size_out: tl.tensor, x_stride: tl.tensor, out_stride: tl.tensor,
+    FORM: tl.constexpr, ACTIVATION: tl.constexpr, BIASED: tl.constexpr, TOP: tl.constexpr, NUM: tl.constexpr,
+    ROWS: tl.constexpr, UNITS: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Compute a tile as `_tiles` of matmul.py does; `splits` holds split-K parts and arrivals. Up rows follow
     gate rows. If TOP > 0, rows of out are sorted pairs of token pair / TOP. Grid: (tiles, SPLITS)."""
     GATED: tl.constexpr = ACTIVATION != ""

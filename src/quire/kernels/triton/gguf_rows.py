@@ -235,23 +235,11 @@ def _dot_tile(held: tl.tuple, x: tl.tuple, FORM: tl.constexpr, KIND: tl.constexp
 
 @triton.jit
 def rows(
-    out: tl.tensor,
-    x: tl.tensor,
-    bits: tl.tuple,
-    bias: tl.tensor,
-    ids: tl.tensor,
-    columns: tl.tensor,
-    size_out: tl.tensor,
-    x_stride: tl.tensor,
-    out_stride: tl.tensor,
-    FORM: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BIASED: tl.constexpr,
-    TOP: tl.constexpr,
-    TWO: tl.constexpr,
-    UNITS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    out: tl.tensor, x: tl.tensor, bits: tl.tuple, bias: tl.tensor, ids: tl.tensor, columns: tl.tensor,
+    size_out: tl.tensor, x_stride: tl.tensor, out_stride: tl.tensor,
+    FORM: tl.constexpr, ACTIVATION: tl.constexpr, BIASED: tl.constexpr, TOP: tl.constexpr, TWO: tl.constexpr,
+    UNITS: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Multiply a row of x by one or TWO tiles of weight rows at a time; with an activation the second is the
     up part. If TOP > 0, a row of out is a pair with token pair / TOP. Grid: (programs, rows of out)."""
     GATED: tl.constexpr = ACTIVATION != ""

@@ -164,13 +164,9 @@ def _scale_pair(subs: tl.tensor, heads: tl.tensor, FORM: tl.constexpr, KIND: tl.
 
 @triton.jit
 def _decode(
-    words: tl.tensor,
-    high: tl.tensor,
-    pair: tl.tensor,
-    Q: tl.constexpr,
-    FORM: tl.constexpr,
-    KIND: tl.constexpr,
-) -> tl.tensor:
+    words: tl.tensor, high: tl.tensor, pair: tl.tensor,
+    Q: tl.constexpr, FORM: tl.constexpr, KIND: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Dequantize columns 8 Q.. of units from half words, their high bits, and pairs, each [R, U * 8]."""
     PLACE: tl.constexpr = Q % 2 * (FORM.unit // 16) + Q // 2
     if _INTERPRETED:
@@ -288,29 +284,12 @@ def _tile_rows(
 
 @triton.jit(do_not_specialize=["num"])
 def tiles(
-    out: tl.tensor,
-    x: tl.tensor,
-    weight: tl.tensor,
-    beside: tl.tensor,
-    bits: tl.tuple,
-    bias: tl.tensor,
-    splits: tl.tuple,
-    pairs: tl.tuple,
-    num: tl.tensor,
-    columns: tl.tensor,
-    size_out: tl.tensor,
-    x_stride: tl.tensor,
-    out_stride: tl.tensor,
-    FORM: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BIASED: tl.constexpr,
-    TOP: tl.constexpr,
-    NUM: tl.constexpr,
-    ROWS: tl.constexpr,
-    UNITS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    out: tl.tensor, x: tl.tensor, weight: tl.tensor, beside: tl.tensor, bits: tl.tuple, bias: tl.tensor,
+    splits: tl.tuple, pairs: tl.tuple, num: tl.tensor, columns: tl.tensor, size_out: tl.tensor,
+    x_stride: tl.tensor, out_stride: tl.tensor,
+    FORM: tl.constexpr, ACTIVATION: tl.constexpr, BIASED: tl.constexpr, TOP: tl.constexpr, NUM: tl.constexpr,
+    ROWS: tl.constexpr, UNITS: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Compute a tile as `gguf.tiles` does. `weight` is a descriptor of tiles of half words, `beside` one of
     their high bits; subs and scales are integers, pairs of them one integer."""
     GATED: tl.constexpr = ACTIVATION != ""

@@ -79,16 +79,10 @@ def unpack_reference(weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
 
 @triton.jit
 def _unpack(
-    out: tl.tensor,
-    halves: tl.tensor,
-    bits: tl.tuple,
-    size_in: tl.tensor,
-    size_out: tl.tensor,
+    out: tl.tensor, halves: tl.tensor, bits: tl.tuple, size_in: tl.tensor, size_out: tl.tensor,
     units: tl.tensor,
-    FORM: tl.constexpr,
-    ROWS: tl.constexpr,
-    UNITS: tl.constexpr,
-) -> None:
+    FORM: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr,
+) -> None:  # fmt: skip
     """Dequantize a tile of the weight. Grid: (size_out / ROWS, units / UNITS)."""
     kind: tl.constexpr = out.dtype.element_ty
     n, at = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * UNITS

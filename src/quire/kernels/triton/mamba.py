@@ -11,32 +11,13 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def select_short(
-    out: tl.tensor,
-    x: tl.tensor,
-    gate: tl.tensor,
-    dt: tl.tensor,
-    b: tl.tensor,
-    c: tl.tensor,
-    rate: tl.tensor,
-    bias: tl.tensor,
-    skip: tl.tensor,
-    state: tl.tensor,
-    numbers: tl.tensor,
-    starts: tl.tensor,
-    rows: tl.tensor,
-    positions: tl.tensor,
-    channels: tl.tensor,
-    x_stride: tl.tensor,
-    gate_stride: tl.tensor,
-    dt_stride: tl.tensor,
-    bc_stride: tl.tensor,
-    SIZE: tl.constexpr,
-    ALL: tl.constexpr,
-    STATES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    out: tl.tensor, x: tl.tensor, gate: tl.tensor, dt: tl.tensor, b: tl.tensor, c: tl.tensor, rate: tl.tensor,
+    bias: tl.tensor, skip: tl.tensor, state: tl.tensor, numbers: tl.tensor, starts: tl.tensor,
+    rows: tl.tensor, positions: tl.tensor, channels: tl.tensor, x_stride: tl.tensor, gate_stride: tl.tensor,
+    dt_stride: tl.tensor, bc_stride: tl.tensor,
+    SIZE: tl.constexpr, ALL: tl.constexpr, STATES: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Update the state with each token of a short sequence and compute the outputs. Grid: (sequences,
     channels / BLOCK)."""
     channel, n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_SIZE)
@@ -91,13 +72,9 @@ def load_states(
 
 @triton.jit
 def store_states(
-    at: tl.tensor,
-    h: tl.tensor,
-    n: tl.tensor,
-    live: tl.tensor,
-    SIZE: tl.constexpr,
-    QUARTER: tl.constexpr,
-) -> tl.tensor:
+    at: tl.tensor, h: tl.tensor, n: tl.tensor, live: tl.tensor,
+    SIZE: tl.constexpr, QUARTER: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     tl.store(at, h[0], mask=live & (n < SIZE))
     tl.store(at + QUARTER, h[1], mask=live & (n < SIZE - QUARTER))
     tl.store(at + 2 * QUARTER, h[2], mask=live & (n < SIZE - 2 * QUARTER))
@@ -106,14 +83,9 @@ def store_states(
 
 @triton.jit
 def load_token(
-    inputs: tl.tensor,
-    first: tl.tensor,
-    live: tl.tensor,
-    valid: tl.tensor,
-    AFTER: tl.constexpr,
-    STRIDES: tl.constexpr,
-    QUARTER: tl.constexpr,
-) -> tl.tensor:
+    inputs: tl.tensor, first: tl.tensor, live: tl.tensor, valid: tl.tensor,
+    AFTER: tl.constexpr, STRIDES: tl.constexpr, QUARTER: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Load the inputs of the token AFTER tokens after `first`; masked elements are undefined."""
     x, gate, dt, bc = inputs
     b = bc + first * (8 * QUARTER) + AFTER * (8 * QUARTER)
@@ -128,13 +100,9 @@ def load_token(
 
 @triton.jit
 def load_four_tokens(
-    inputs: tl.tensor,
-    first: tl.tensor,
-    live: tl.tensor,
-    valid: tl.tensor,
-    STRIDES: tl.constexpr,
-    QUARTER: tl.constexpr,
-) -> tl.tensor:
+    inputs: tl.tensor, first: tl.tensor, live: tl.tensor, valid: tl.tensor,
+    STRIDES: tl.constexpr, QUARTER: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     return (
         load_token(inputs, first, live, valid, 0, STRIDES, QUARTER),
         load_token(inputs, first, live, valid, 1, STRIDES, QUARTER),
@@ -167,26 +135,12 @@ def advance(h: tl.tensor, rate: tl.tensor, loaded: tl.tensor, bias: tl.tensor, s
 
 @triton.jit
 def select_tokens(
-    out: tl.tensor,
-    x: tl.tensor,
-    gate: tl.tensor,
-    dt: tl.tensor,
-    bc: tl.tensor,
-    rate: tl.tensor,
-    bias: tl.tensor,
-    skip: tl.tensor,
-    state: tl.tensor,
-    numbers: tl.tensor,
-    starts: tl.tensor,
-    rows: tl.tensor,
-    positions: tl.tensor,
-    CHANNELS: tl.constexpr,
-    STRIDES: tl.constexpr,
-    SIZE: tl.constexpr,
-    STATES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    QUARTER: tl.constexpr,
-) -> None:
+    out: tl.tensor, x: tl.tensor, gate: tl.tensor, dt: tl.tensor, bc: tl.tensor, rate: tl.tensor,
+    bias: tl.tensor, skip: tl.tensor, state: tl.tensor, numbers: tl.tensor, starts: tl.tensor,
+    rows: tl.tensor, positions: tl.tensor,
+    CHANNELS: tl.constexpr, STRIDES: tl.constexpr, SIZE: tl.constexpr, STATES: tl.constexpr,
+    BLOCK: tl.constexpr, QUARTER: tl.constexpr,
+) -> None:  # fmt: skip
     """Scan token by token with the state in registers. Four tokens are computed while the next four are
     loaded. `bc` is [T, 2, 4 * QUARTER] float32, B and C. Grid: (longer sequences, channels / BLOCK).
 

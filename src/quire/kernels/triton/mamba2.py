@@ -63,15 +63,10 @@ def decays(since: tl.tensor, at: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def load_input(
-    x: tl.tensor,
-    state: tl.tensor,
-    start: tl.tensor,
-    at: tl.tensor,
-    stride: tl.tensor,
-    exists: tl.tensor,
+    x: tl.tensor, state: tl.tensor, start: tl.tensor, at: tl.tensor, stride: tl.tensor, exists: tl.tensor,
     has_state: tl.tensor,
     KERNEL: tl.constexpr,
-) -> tl.tensor:
+) -> tl.tensor:  # fmt: skip
     """Load a sequence's inputs at token `at` of this batch, or for -1, -2 .. from its state. Tokens before
     the state have no weight."""
     if at >= 0:
@@ -83,25 +78,11 @@ def load_input(
 
 @triton.jit
 def conv_short(
-    out: tl.tensor,
-    x: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    state: tl.tensor,
-    numbers: tl.tensor,
-    starts: tl.tensor,
-    rows: tl.tensor,
-    positions: tl.tensor,
-    channels: tl.tensor,
-    stride: tl.tensor,
-    KERNEL: tl.constexpr,
-    BIASED: tl.constexpr,
-    ACTIVATED: tl.constexpr,
-    ALL: tl.constexpr,
-    STATES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    out: tl.tensor, x: tl.tensor, weight: tl.tensor, bias: tl.tensor, state: tl.tensor, numbers: tl.tensor,
+    starts: tl.tensor, rows: tl.tensor, positions: tl.tensor, channels: tl.tensor, stride: tl.tensor,
+    KERNEL: tl.constexpr, BIASED: tl.constexpr, ACTIVATED: tl.constexpr, ALL: tl.constexpr,
+    STATES: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Compute the convolution of a short sequence and keep its states. Each channel belongs to one thread,
     which has read what it overwrites. Grid: (sequences, channels / BLOCK)."""
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -132,24 +113,11 @@ def conv_short(
 
 @triton.jit
 def conv_chunks(
-    out: tl.tensor,
-    x: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    state: tl.tensor,
-    chunks: tl.tensor,
-    starts: tl.tensor,
-    rows: tl.tensor,
-    positions: tl.tensor,
-    channels: tl.tensor,
-    stride: tl.tensor,
-    KERNEL: tl.constexpr,
-    BIASED: tl.constexpr,
-    ACTIVATED: tl.constexpr,
-    STATES: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    out: tl.tensor, x: tl.tensor, weight: tl.tensor, bias: tl.tensor, state: tl.tensor, chunks: tl.tensor,
+    starts: tl.tensor, rows: tl.tensor, positions: tl.tensor, channels: tl.tensor, stride: tl.tensor,
+    KERNEL: tl.constexpr, BIASED: tl.constexpr, ACTIVATED: tl.constexpr, STATES: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     """Compute the convolution of a chunk, four tokens at a time, so that each input is read once. KERNEL <=
     4. States are only read. Grid: (chunks, channels / BLOCK)."""
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -191,18 +159,10 @@ def conv_chunks(
 
 @triton.jit
 def conv_keep(
-    x: tl.tensor,
-    state: tl.tensor,
-    numbers: tl.tensor,
-    starts: tl.tensor,
-    rows: tl.tensor,
-    positions: tl.tensor,
-    channels: tl.tensor,
-    stride: tl.tensor,
-    KERNEL: tl.constexpr,
-    STATES: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    x: tl.tensor, state: tl.tensor, numbers: tl.tensor, starts: tl.tensor, rows: tl.tensor,
+    positions: tl.tensor, channels: tl.tensor, stride: tl.tensor,
+    KERNEL: tl.constexpr, STATES: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     """Store the last inputs of longer sequences as their state. Grid: (longer sequences, channels /
     BLOCK)."""
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -222,31 +182,12 @@ def conv_keep(
 
 @triton.jit
 def scan_short(
-    out: tl.tensor,
-    xbc: tl.tensor,
-    dt: tl.tensor,
-    rate: tl.tensor,
-    bias: tl.tensor,
-    skip: tl.tensor,
-    state: tl.tensor,
-    numbers: tl.tensor,
-    starts: tl.tensor,
-    rows: tl.tensor,
-    positions: tl.tensor,
-    stride: tl.tensor,
-    dt_stride: tl.tensor,
-    least: tl.tensor,
-    most: tl.tensor,
-    HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    DIM: tl.constexpr,
-    SIZE: tl.constexpr,
-    ALL: tl.constexpr,
-    STATES: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    out: tl.tensor, xbc: tl.tensor, dt: tl.tensor, rate: tl.tensor, bias: tl.tensor, skip: tl.tensor,
+    state: tl.tensor, numbers: tl.tensor, starts: tl.tensor, rows: tl.tensor, positions: tl.tensor,
+    stride: tl.tensor, dt_stride: tl.tensor, least: tl.tensor, most: tl.tensor,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, ALL: tl.constexpr,
+    STATES: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Update the state of one head with each token of a short sequence and compute the outputs. Grid:
     (sequences, heads, head_dim / BLOCK_DIM)."""
     head = tl.program_id(1)
@@ -277,31 +218,12 @@ def scan_short(
 
 @triton.jit
 def scan_chunks(
-    out: tl.tensor,
-    xbc: tl.tensor,
-    dt: tl.tensor,
-    rate: tl.tensor,
-    bias: tl.tensor,
-    skip: tl.tensor,
-    state: tl.tensor,
-    numbers: tl.tensor,
-    starts: tl.tensor,
-    rows: tl.tensor,
-    positions: tl.tensor,
-    stride: tl.tensor,
-    dt_stride: tl.tensor,
-    least: tl.tensor,
-    most: tl.tensor,
-    HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    DIM: tl.constexpr,
-    SIZE: tl.constexpr,
-    STATES: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> None:
+    out: tl.tensor, xbc: tl.tensor, dt: tl.tensor, rate: tl.tensor, bias: tl.tensor, skip: tl.tensor,
+    state: tl.tensor, numbers: tl.tensor, starts: tl.tensor, rows: tl.tensor, positions: tl.tensor,
+    stride: tl.tensor, dt_stride: tl.tensor, least: tl.tensor, most: tl.tensor,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, STATES: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr,
+) -> None:  # fmt: skip
     """Scan chunk by chunk with the state in registers. Grid: (longer sequences, heads, head_dim /
     BLOCK_DIM)."""
     head = tl.program_id(1)

@@ -60,20 +60,10 @@ _GATED = 1024
 
 @triton.jit
 def _gated_norm(
-    out: tl.tensor,
-    x: tl.tensor,
-    gate: tl.tensor,
-    weight: tl.tensor,
-    pieces: tl.tensor,
-    size: tl.tensor,
-    stride: tl.tensor,
-    gate_stride: tl.tensor,
-    eps: tl.tensor,
-    GATE_FIRST: tl.constexpr,
-    PIECES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    out: tl.tensor, x: tl.tensor, gate: tl.tensor, weight: tl.tensor, pieces: tl.tensor, size: tl.tensor,
+    stride: tl.tensor, gate_stride: tl.tensor, eps: tl.tensor,
+    GATE_FIRST: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Compute the gated RMS norm of some pieces of one token. Grid: (tokens, pieces / PIECES)."""
     token = tl.program_id(0).to(tl.int64)
     piece, at = tl.program_id(1) * PIECES + tl.arange(0, PIECES), tl.arange(0, BLOCK)
@@ -95,16 +85,9 @@ def _gated_norm(
 
 @triton.jit
 def _gate(
-    out: tl.tensor,
-    x: tl.tensor,
-    gate: tl.tensor,
-    size: tl.tensor,
-    stride: tl.tensor,
-    gate_stride: tl.tensor,
-    BY: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    out: tl.tensor, x: tl.tensor, gate: tl.tensor, size: tl.tensor, stride: tl.tensor, gate_stride: tl.tensor,
+    BY: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Multiply BLOCK elements of one token by their gate; BY is an index of `GATES`. Grid: (tokens, size /
     BLOCK)."""
     token = tl.program_id(0).to(tl.int64)
