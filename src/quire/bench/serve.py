@@ -5,7 +5,8 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     metrics, percentiles = args.percentile_metrics, args.metric_percentiles
     shown = lines(result, metrics=metrics, percentiles=percentiles)
     print("\n".join([*shown[:-1], *agent_lines(result), shown[-1]]))
-    for error, count in _by_count(record.error for record in records if record.error)[:5]:
+    for error, count in Counter(record.error for record in records if record.error).most_common(5):
         print(f"{count} failed: {error}")
     if args.save_result or args.append_result:
         _save(args, result | (detailed(records) if args.save_detailed else {}))
@@ -366,10 +367,3 @@ def _save(args: argparse.Namespace, result: dict[str, Any]) -> None:
     except OSError as error:
         raise ConfigError(f"the result cannot be written to {path}: {error.strerror}") from None
     print(f"Result saved to {path}")
-
-
-def _by_count(errors: Iterable[str]) -> list[tuple[str, int]]:
-    counts: dict[str, int] = {}
-    for error in errors:
-        counts[error] = counts.get(error, 0) + 1
-    return sorted(counts.items(), key=lambda item: -item[1])

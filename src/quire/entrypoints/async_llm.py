@@ -65,13 +65,8 @@ class AsyncLLMEngine:
         checked: SamplingParams | CheckedParams = sampling_params
         if sampling_params.structured_outputs is not None:  # its grammar may take long to compile
             checked = await asyncio.to_thread(engine.inputs.check, sampling_params, lora=lora_request)
-        stream = engine.generate(
-            await engine.inputs.of(lora_request).parse_beside(prompt),
-            checked,
-            request_id,
-            priority=priority,
-            lora=lora_request,
-        )
+        parsed = await engine.inputs.of(lora_request).parse_beside(prompt)
+        stream = engine.generate(parsed, checked, request_id, priority=priority, lora=lora_request)
         async for output in _outputs_of(stream, request_id):
             yield output
 
@@ -86,13 +81,8 @@ class AsyncLLMEngine:
     ) -> AsyncIterator[PoolingRequestOutput[Any]]:
         """Yield the one output of a pooling model."""
         engine = await self._engine()
-        stream = engine.encode(
-            await engine.inputs.of(lora_request).parse_beside(prompt),
-            pooling_params,
-            request_id,
-            priority=priority,
-            lora=lora_request,
-        )
+        parsed = await engine.inputs.of(lora_request).parse_beside(prompt)
+        stream = engine.encode(parsed, pooling_params, request_id, priority=priority, lora=lora_request)
         async for output in _outputs_of(stream, request_id):
             yield output
 

@@ -118,22 +118,18 @@ class MediaInputReader:
     ) -> list[PreparedItem]:
         """Check and prepare the items of a prompt, and block until that is done."""
         self.check(items)
-        return (
-            self._media_processor.prepare_now(items, arguments, reading)
-            if items and self._media_processor
-            else []
-        )
+        if not items or self._media_processor is None:
+            return []
+        return self._media_processor.prepare_now(items, arguments, reading)
 
     async def prepare(
         self, items: Sequence[MediaInput], arguments: Options | None = None, reading: Options | None = None
     ) -> list[PreparedItem]:
         """Check and prepare the items of a prompt."""
         self.check(items)
-        return (
-            await self._media_processor.prepare(items, arguments, reading)
-            if items and self._media_processor
-            else []
-        )
+        if not items or self._media_processor is None:
+            return []
+        return await self._media_processor.prepare(items, arguments, reading)
 
     async def prepare_each(
         self, prompts: Sequence[Sequence[MediaInput]], reading: Options | None, arguments: Options | None

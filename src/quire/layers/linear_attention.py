@@ -68,7 +68,6 @@ class DeltaAttention(DecayMixer):
         yield Target(f"{self.name}.dt_bias", self.dt_bias, 0, (self.own_decays,))
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        """Compute the mixer's output [T, hidden] from [T, hidden] and update the state."""
         (conv_state, state), seqs = self.bound, self.seqs_of(batch)
         qkv, b, a, gate = self.into(x).split(self.split, 1)
         if self.decay_up is not None and self.gate_up is not None:
@@ -116,7 +115,6 @@ class LightningAttention(SSMMixer):
         yield from ()
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        """Compute the mixer's output [T, hidden] from [T, hidden] and update the state."""
         gate: Tensor = self.gate(x)
         vkq = self.activate(self.into(x), self.activation)
         steps = self.no_steps.expand(len(x), -1)

@@ -30,7 +30,8 @@ from quire.quant.weight import frozen_parameter
 
 
 class SSMMixer(LoadedModule):
-    """Base of all mixers: the convolution weights, and per row the convolution inputs and the SSM state."""
+    """Base of all mixers: the convolution weights, and per row the convolution inputs and the SSM state.
+    `forward` computes the output [T, hidden] of [T, hidden] and updates the state."""
 
     conv_name = "conv1d"
 
@@ -103,7 +104,6 @@ class ShortConv(SSMMixer):
         self.out = RowLinear(inner.all, hidden, scope / "out_proj", bias=facts.proj_bias)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        """Compute the mixer's output [T, hidden] from [T, hidden] and update the state."""
         gate_in, gate_out, x = self.into.multiply(x).chunk(3, 1)
         x = self.ops.gate(x, gate_in, "itself")
         conv_state, seqs = self.bound[0], self.seqs_of(batch)
@@ -185,7 +185,6 @@ class MambaMixer(DecayMixer):
         yield Target(f"{self.name}.D", self.skip, 0, (self.own_heads,))
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        """Compute the mixer's output [T, hidden] from [T, hidden] and update the state."""
         (conv_state, state), seqs = self.bound, self.seqs_of(batch)
         x, gate = self.into.multiply(x).chunk(2, 1)
         x = self.ops.conv(x, self.conv_weights, conv_state, seqs)
@@ -223,7 +222,6 @@ class Mamba2Mixer(DecayMixer):
         yield Target(f"{self.name}.D", self.skip, 0, (self.own_heads,))
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        """Compute the mixer's output [T, hidden] from [T, hidden] and update the state."""
         (conv_state, state), seqs = self.bound, self.seqs_of(batch)
         projected = self.into.multiply(x)
         if self.scales is not None:
@@ -297,7 +295,6 @@ class GatedDelta(DecayMixer):
         self.out = RowLinear(inner.all, hidden, scope / "out_proj")
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        """Compute the mixer's output [T, hidden] from [T, hidden] and update the state."""
         (conv_state, state), seqs = self.bound, self.seqs_of(batch)
         qkv, gate, b, a = self.into(x).split(self.split, 1)
         qkv = self.ops.conv(qkv, self.conv_weights, conv_state, seqs)
