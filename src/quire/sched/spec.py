@@ -1,7 +1,7 @@
 """Drafts: speculative tokens that rows compute before they are sampled, to be verified in the same step."""
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +10,7 @@ from quire.data.stats import StepStats
 from quire.data.step_plan import Ints
 from quire.sched.in_flight import StepInFlight
 from quire.sched.proposers import SORTS, Proposer
+from quire.sched.proposers.pace import Pace
 from quire.sched.running import RowIds, Running
 from quire.sched.step_tokens import StepTokens
 
@@ -42,28 +43,12 @@ class Drafts(NamedTuple):
 NO_DRAFTS = Drafts(_NONE, _NONE)
 
 
-class Paces(Protocol):
-    """Decides how many drafts pay for each row."""
-
-    def admit(self, row: int) -> None:
-        """Reset the statistics of a row that gets a new request."""
-
-    def lengths(self, rows: RowIds, available: Ints, budget: int) -> Ints:
-        """Return the number of drafts of each row, at most `available` of each and `budget` in total."""
-
-    def learn(self, rows: RowIds, num_drafts: Ints, num_accepted: Ints) -> None:
-        """Record how many drafts of each row were accepted."""
-
-    def timed(self, num_tokens: int, num_rows: int, num_accepted: int, seconds: float) -> None:
-        """Record the duration of a step without prompts."""
-
-
 class Drafting:
     """Chooses the rows that get drafts, and records how many were accepted."""
 
     def __init__(
         self,
-        pace: Paces,
+        pace: Pace,
         proposer: Proposer | None,
         *,
         most: int,
