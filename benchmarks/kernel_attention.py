@@ -78,13 +78,13 @@ class Load:
         self.out = torch.empty_like(self.q)
 
     def decode(self, cache: Cache, shape: AttentionShape | None = None, shares: int | None = None) -> None:
-        launch.attend_shares(self._call(cache), None, shape, shares)
+        launch.attend_shares(self._args(cache), None, shape, shares)
 
     def prefill(self, cache: Cache, shape: AttentionShape, tiles: Tensor) -> None:
-        launch.attend_tiles(self._call(cache), tiles, None, shape)
+        launch.attend_tiles(self._args(cache), tiles, None, shape)
 
-    def _call(self, cache: Cache) -> launch.AttentionCall:
-        return launch.AttentionCall(self.out, self.q, cache, self.seqs, self.layer)
+    def _args(self, cache: Cache) -> launch.AttentionArgs:
+        return launch.AttentionArgs(self.out, self.q, cache, self.seqs, self.layer)
 
     def tiles(self, shape: AttentionShape) -> Tensor:
         firsts = np.arange(0, self.num_queries, shape.block_m // self.layer.group)[::-1]

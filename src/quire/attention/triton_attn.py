@@ -16,7 +16,7 @@ from quire.kernels import batch_invariant
 from quire.kernels.host_to_device import copy_to_device
 
 if TYPE_CHECKING:
-    from quire.kernels.triton.attention_launch import AttentionCall, AttentionLayer
+    from quire.kernels.triton.attention_launch import AttentionArgs, AttentionLayer
 
 MOST_ROWS = 128
 """Most rows (queries times heads) of a decode with draft tokens that the decode kernel takes."""
@@ -131,23 +131,23 @@ class TritonAttention:
         cache = launch.cache_of(k_cache, v_cache)
         tables = batch.block_tables
         seqs = AttentionSeqs(batch.query_starts, batch.seq_lens, batch.rows, tables, tables.stride(0))
-        call = launch.AttentionCall(out, q, cache, seqs, layer, sinks, alibi_slopes)
+        args = launch.AttentionArgs(out, q, cache, seqs, layer, sinks, alibi_slopes)
         if batch_invariant.is_on():
-            self._attend_fixed(batch, call)
+            self._attend_fixed(batch, args)
             return out
         shape = launch.tile_shape(layer, q.dtype, most)
         split: _Split = batch.attention.split(few, shape.block_m // layer.group)
         if split.tiles is not None:
-            launch.attend_tiles(call, split.tiles, batch.last_visible, shape)
+            launch.attend_tiles(args, split.tiles, batch.last_visible, shape)
         if split.num_few:
-            launch.attend_shares(call, split.few, most_queries=few if few > layer.few else 1)
+            launch.attend_shares(args, split.few, most_queries=few if few > layer.few else 1)
         return out
 
-    def _attend_fixed(self, batch: Batch, call: "AttentionCall") -> None:
+    def _attend_fixed(self, batch: Batch, args: "AttentionArgs") -> None:
         """Compute attention in the batch-invariant mode: both kernels have the same results."""
         from quire.kernels.triton import attention_launch as launch
 
-        layer, dtype, most = call.layer, call.q.dtype, batch.max_query_len
+        layer, dtype, most = args.layer, args.q.dtype, batch.max_query_len
         least = launch.fixed_shape(layer, dtype, 1)
         few = most if batch.are_decodes else 1
         if not launch.fits_fixed_shares(layer, least, len(batch.seq_lens), few):
@@ -155,9 +155,9 @@ class TritonAttention:
         shape = launch.fixed_shape(layer, dtype, most)
         split: _Split = batch.attention.split(few, shape.block_m // layer.group)
         if split.tiles is not None:
-            launch.attend_tiles(call, split.tiles, batch.last_visible, shape, is_fixed=True)
+            launch.attend_tiles(args, split.tiles, batch.last_visible, shape, is_fixed=True)
         if few and split.num_few:
-            launch.attend_fixed_shares(call, split.few, least, few)
+            launch.attend_fixed_shares(args, split.few, least, few)
 
 
 @cache

@@ -18,7 +18,7 @@ DECODE_MS, PREFILL_TOK_S = (3.868, 4.486, 5.041, 7.523, 12.016), 44_106
 _LAYERS, _KV_BYTES = 32, 2 * 2 * 8 * 128
 """Layers of that model, and KV cache bytes of a token in one of them."""
 _WEIGHTS = _LAYERS * (2 * 4096 * 128 * (32 + 8) + 3 * 4096 * 14336) + 128256 * 4096
-"""Its weights, without the embedding."""
+"""Weights of that model, without the embedding."""
 
 
 class TokenRates(NamedTuple):

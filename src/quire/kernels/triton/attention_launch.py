@@ -133,7 +133,7 @@ def cache_of(k_cache: Tensor, v_cache: Tensor) -> Cache:
     return Cache(k_cache, v_cache, k_cache.stride(0), k_cache.stride(1))
 
 
-class AttentionCall(NamedTuple):
+class AttentionArgs(NamedTuple):
     """Output and inputs of the attention of one layer. `sinks` and `alibi_slopes` are [heads]."""
 
     out: Tensor
@@ -154,27 +154,27 @@ class AttentionCall(NamedTuple):
 
 
 def attend_tiles(
-    call: AttentionCall, work: Tensor, reach: Tensor | None, shape: AttentionShape, *, is_fixed: bool = False
+    args: AttentionArgs, work: Tensor, reach: Tensor | None, shape: AttentionShape, *, is_fixed: bool = False
 ) -> None:
     """Compute attention of tiles of queries; with `is_fixed` in the batch-invariant mode."""
-    out, q, cache, seqs, layer, sinks, alibi_slopes = call
+    out, q, cache, seqs, layer, sinks, alibi_slopes = args
     splits = {"SPLIT": FIXED_SPLIT, "MOST": most_splits(layer)} if is_fixed else {}
     launch(fixed.fixed_tiles if is_fixed else kernels.tiles, len(work), layer.kv_heads)(
         out, q, q.stride(0), cache, seqs, work, sinks, alibi_slopes, reach, _scores(layer),
         BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, num_warps=shape.num_warps, num_stages=shape.num_stages,
-        **splits, **call.constants,
+        **splits, **args.constants,
     )  # fmt: skip
 
 
 def attend_shares(
-    call: AttentionCall,
+    args: AttentionArgs,
     work: Tensor | None,
     shape: AttentionShape | None = None,
     shares: int | None = None,
     most_queries: int = 1,
 ) -> None:
-    out, q, cache, seqs, layer, sinks, alibi_slopes = call
-    num_seqs = call.num_seqs(work)
+    out, q, cache, seqs, layer, sinks, alibi_slopes = args
+    num_seqs = args.num_seqs(work)
     shape = shape or share_shape(layer, q.dtype, cache.k.dtype, most_queries)
     if shares is None:
         num_sms, sm_bytes = sms(q.device)
@@ -185,7 +185,7 @@ def attend_shares(
         out, q, q.stride(0), cache, seqs, work, num_seqs, sinks, alibi_slopes, _scores(layer),
         _partial(layer.kv_heads * shares, shape.block_m, layer.head_dim, q.device),
         max(1, MIN_KEYS // shape.block_n), BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, OVERLAP=ahead,
-        launch_pdl=ahead, num_warps=shape.num_warps, num_stages=shape.num_stages, **call.constants,
+        launch_pdl=ahead, num_warps=shape.num_warps, num_stages=shape.num_stages, **args.constants,
     )  # fmt: skip
 
 
@@ -196,11 +196,11 @@ def fits_fixed_shares(layer: AttentionLayer, shape: AttentionShape, num_seqs: in
 
 
 def attend_fixed_shares(
-    call: AttentionCall, work: Tensor | None, shape: AttentionShape, most_queries: int
+    args: AttentionArgs, work: Tensor | None, shape: AttentionShape, most_queries: int
 ) -> None:
     """Compute attention of sequences with up to `most_queries` queries, which fill no more than a tile."""
-    out, q, cache, seqs, layer, sinks, alibi_slopes = call
-    num_seqs = call.num_seqs(work)
+    out, q, cache, seqs, layer, sinks, alibi_slopes = args
+    num_seqs = args.num_seqs(work)
     kinds, rows, most = min(most_queries, 2), layer.group * most_queries, most_splits(layer)
     programs = max(1, shape.per_sm * sms(q.device)[0] // layer.kv_heads)
     items = layer.kv_heads * num_seqs * kinds
@@ -211,7 +211,7 @@ def attend_fixed_shares(
         out, q, q.stride(0), cache, seqs, work, num_seqs, sinks, alibi_slopes, _scores(layer),
         PartialAttention(sums, tops, _arrivals(max(items, _FIXED_ITEMS), q.device)), BLOCK_M=shape.block_m,
         BLOCK_N=shape.block_n, SPLIT=FIXED_SPLIT, MOST=most, KINDS=kinds, ROWS=rows, OVERLAP=ahead,
-        launch_pdl=ahead, num_warps=shape.num_warps, num_stages=shape.num_stages, **call.constants,
+        launch_pdl=ahead, num_warps=shape.num_warps, num_stages=shape.num_stages, **args.constants,
     )  # fmt: skip
 
 
