@@ -46,10 +46,7 @@ _delta = Kernel(
     "eps log_bound beta_scale",
 )
 _gated_norm = Kernel(
-    "quire_gated_norm",
-    "out x gate weight",
-    "num_rows pieces size stride gate_stride gate_first bf16",
-    "eps",
+    "quire_gated_norm", "out x gate weight", "num_rows pieces size stride gate_stride gate_first bf16", "eps"
 )
 _gate = Kernel("quire_gate", "out x gate", "num_rows size stride gate_stride by bf16")
 

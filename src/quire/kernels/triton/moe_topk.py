@@ -154,11 +154,7 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
 
 
 def choose(
-    x: Tensor,
-    router: Tensor,
-    routing: Routing,
-    bias: Tensor | None = None,
-    router_bias: Tensor | None = None,
+    x: Tensor, router: Tensor, routing: Routing, bias: Tensor | None = None, router_bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Route x R^T + b for x [T, hidden] and R [experts, hidden]."""
     (num, size), experts = x.shape, len(router)

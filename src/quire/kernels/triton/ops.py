@@ -284,13 +284,7 @@ class TritonOps:
         return assign(tokens, num_slots)
 
     def lora(
-        self,
-        out: Tensor,
-        x: Tensor,
-        a: Tensor,
-        b: Tensor,
-        part_sizes: tuple[int, ...],
-        tokens: LoRARows,
+        self, out: Tensor, x: Tensor, a: Tensor, b: Tensor, part_sizes: tuple[int, ...], tokens: LoRARows
     ) -> Tensor:
         return add(out, x, LoRAHeads(a, b, part_sizes, tokens))
 
