@@ -10,7 +10,7 @@ from quire.kernels.reference.ssm import DecayRates, MambaInputs, SSMSequences
 from quire.kernels.triton import launch
 from quire.kernels.triton.ssm import TritonStateOps
 from quire.memory import ladder
-from quire.worker.cuda.warmup import _MIXED, _decodes
+from quire.worker.cuda.dummy_batches import _MIXED, _decodes
 
 MOST_ROWS, SIZE = 256, 16
 OPS = TritonStateOps()
