@@ -32,7 +32,7 @@ from tiny_qwen import made
 
 from quire.configure import configure
 from quire.entrypoints.api_process import make_engine
-from quire.metrics import MetricsLayout, MetricsPages
+from quire.metrics.engine import MetricsLayout, MetricsPages
 from quire.sched.mm_receiver_cache import ReceiverCache
 from quire.server.main import serve
 from quire.server.settings import make_settings

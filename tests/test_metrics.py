@@ -11,15 +11,8 @@ from quire import LLM, SamplingParams
 from quire.data.prefix_miss import MISS_REASONS
 from quire.data.stats import FinishedSequence, FrontStats, SequenceTimes, StepStats
 from quire.errors import RequestError
-from quire.metrics import (
-    Counter,
-    EngineMetrics,
-    Gauge,
-    Histogram,
-    MetricsLayout,
-    MetricsPages,
-    length_buckets,
-)
+from quire.metrics.engine import EngineMetrics, MetricsLayout, MetricsPages, length_buckets
+from quire.metrics.reader import Counter, Gauge, Histogram
 
 PROMPT = list(range(20, 37))
 

@@ -47,7 +47,7 @@ def test_help_of_serve_does_not_import_the_engine() -> None:
         "prometheus_client",
         "fastapi",
         "uvicorn",
-        "quire.metrics",
+        "quire.metrics.engine",
         "quire.config.engine",
     }
     assert "quire.server.settings" in imported and imported & heavy == set()

@@ -10,7 +10,7 @@ from quire import SamplingParams
 from quire.data.step_plan import StepPlan
 from quire.errors import EngineError
 from quire.executor import Pending
-from quire.metrics import Gauge
+from quire.metrics.reader import Gauge
 
 PROMPTS = [{"prompt_token_ids": [5 + number, 6, 7, 8]} for number in range(6)]
 PARAMS = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)

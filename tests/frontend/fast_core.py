@@ -28,7 +28,7 @@ from quire.data.wire import (
 from quire.frontend.engine import AsyncEngine
 from quire.frontend.engine_facts import EngineFacts
 from quire.frontend.inputs import InputProcessor
-from quire.metrics import EngineMetrics, MetricsLayout, MetricsPages
+from quire.metrics.engine import EngineMetrics, MetricsLayout, MetricsPages
 from quire.sched.mm_receiver_cache import ReceiverCache
 from quire.system.shared_arena import ArenaReader
 from quire.text.tokenizer import Tokenizer

@@ -24,13 +24,15 @@ from quire.frontend import engine as engine_module
 from quire.frontend.engine import AsyncEngine
 from quire.frontend.in_flight import failure
 from quire.frontend.inputs import Prompt
-from quire.metrics import EngineMetrics
+from quire.metrics.engine import EngineMetrics
 from quire.multimodal.processor_cache import ProcessorCache
 from quire.system.shared_arena import SharedArena
 
 CONTEXT = multiprocessing.get_context("forkserver")
 """Forks cores from a process that has imported their modules, so that each starts at once."""
-CONTEXT.set_forkserver_preload(["quire.frontend.engine", "quire.metrics", "quire.sched.mm_receiver_cache"])
+CONTEXT.set_forkserver_preload(
+    ["quire.frontend.engine", "quire.metrics.engine", "quire.sched.mm_receiver_cache"]
+)
 LONGEST = 10**7
 PATIENCE_S = 120.0
 """Timeout of a test that hangs."""

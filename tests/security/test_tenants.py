@@ -23,7 +23,7 @@ from quire.sched.kv_manager import _root_key
 from quire.server.api_keys import key_names
 from quire.server.app import Application
 from quire.server.http.limits import FREE_PATHS, OPERATOR_PATHS, TOKENLESS_PATHS
-from quire.server.key_ledger import Ledger
+from quire.server.key_limits import Ledger
 from quire.server.settings import make_settings
 
 KEYS = """

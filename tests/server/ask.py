@@ -10,7 +10,7 @@ from fake_engine import FakeEngine
 from quire.checkpoint.pooling import PoolingFacts
 from quire.config.env import Env
 from quire.server.app import Application, inner_app, wrap
-from quire.server.key_ledger import Ledger
+from quire.server.key_limits import Ledger
 from quire.server.settings import make_settings
 
 MESSAGES = [{"role": "user", "content": "hi"}]

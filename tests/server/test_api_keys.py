@@ -18,7 +18,7 @@ from quire.errors import ConfigError
 from quire.metrics.api_keys import KeyPages
 from quire.server.api_keys import Key, digest, key_names, read_keys
 from quire.server.app import Application
-from quire.server.key_ledger import Ledger
+from quire.server.key_limits import Ledger
 from quire.server.settings import make_settings
 
 ENTRIES = [

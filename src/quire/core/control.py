@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from quire.core.engine_core import EngineCore
-from quire.data.control import DEFAULT_VERSION, LEVELS, MEMORY, MODES, TAGS, check_choice, check_version
+from quire.data.control import DEFAULT_VERSION, LEVELS, MEMORY, TAGS, check_choice, check_version
 from quire.data.lora import LoRARequest
 from quire.data.step_plan import FinishReason
 from quire.errors import EngineDead, EngineError, RequestError
@@ -56,21 +56,13 @@ class Operator:
     def pause(self, mode: str = "abort") -> dict[str, FinishReason]:
         """Pause: admit no request, and plan no step that is not needed. Return the requests that are aborted.
         The core is at rest once the steps in flight are done."""
-        check_choice("mode", mode, MODES)
         core = self.core
-        core.gate.is_open, core.gate.drains = False, mode == "wait"
-        if mode != "abort":
-            return {}
-        return core.abort([*core.scheduler.requests, *core.gate.outside])
+        core.gate.pause(mode)
+        return core.abort([*core.scheduler.requests, *core.gate.outside]) if mode == "abort" else {}
 
     def resume(self) -> None:
         """Resume steps, and admit the requests that have arrived meanwhile."""
-        gate = self.core.gate
-        if gate.asleep:
-            raise RequestError(f"{' and '.join(sorted(gate.asleep))} are asleep: call wake_up first")
-        gate.level, gate.is_open, gate.drains = 0, True, False
-        outside, gate.outside = gate.outside, {}
-        for request in outside.values():
+        for request in self.core.gate.resume():
             self.core.add(request)
 
     def reset_running(self, external: bool = False) -> Work:

@@ -1,10 +1,11 @@
-"""The pause and sleep state of a core, and the version of its weights."""
+"""Pausing and resuming a core, its sleep state, and the version of its weights."""
 
 from collections.abc import Iterable
 
-from quire.data.control import DEFAULT_VERSION, MEMORY
+from quire.data.control import DEFAULT_VERSION, MEMORY, MODES, check_choice
 from quire.data.request import Request
 from quire.data.step_plan import FinishReason
+from quire.errors import RequestError
 
 
 class PauseState:
@@ -23,6 +24,19 @@ class PauseState:
         """Whether going to sleep failed, so that workers may be in different states."""
         self.weight_version = DEFAULT_VERSION
         """Version of the workers' weights, which the trainer names."""
+
+    def pause(self, mode: str) -> None:
+        """Admit no request, and plan no step, or with mode `wait` only those of running requests."""
+        check_choice("mode", mode, MODES)
+        self.is_open, self.drains = False, mode == "wait"
+
+    def resume(self) -> list[Request]:
+        """Plan steps again; return the requests that have arrived meanwhile, in order."""
+        if self.asleep:
+            raise RequestError(f"{' and '.join(sorted(self.asleep))} are asleep: call wake_up first")
+        self.level, self.is_open, self.drains = 0, True, False
+        outside, self.outside = self.outside, {}
+        return [*outside.values()]
 
     @property
     def is_shut(self) -> bool:

@@ -24,7 +24,7 @@ from quire.data.step_plan import FinishReason, StepOutput
 from quire.data.wire import Abort, Add, ControlCall, Heartbeat, Hello, Missing, Ready, StepDone, ToCore
 from quire.errors import EngineDead, QuireError
 from quire.logs import get_logger
-from quire.metrics import MetricsLayout, MetricsPages
+from quire.metrics.engine import MetricsLayout, MetricsPages
 from quire.sched.mm_receiver_cache import ReceiverCache
 from quire.system.platform import devices_of
 from quire.system.process import adopt, tune_garbage_collector

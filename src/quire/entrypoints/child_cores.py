@@ -18,8 +18,8 @@ from quire.core.process import CoreAddress, config_of_rank, core_name, run_core
 from quire.entrypoints.api_process import make_engine
 from quire.errors import ConfigError
 from quire.frontend.engine import AsyncEngine
-from quire.metrics import MetricsLayout, MetricsPages
 from quire.metrics.api_keys import KeyPages
+from quire.metrics.engine import MetricsLayout, MetricsPages
 from quire.system.child import Child
 from quire.system.cluster_token import new_token
 from quire.system.scratch import Scratch

@@ -24,7 +24,7 @@ from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.multimodal import media_reader
 from quire.frontend.outputs import AnyOutput, OutputProcessor
 from quire.frontend.prompt_embeds import embeds_reader
-from quire.metrics import EngineMetrics, MetricsLayout, MetricsPages
+from quire.metrics.engine import EngineMetrics, MetricsLayout, MetricsPages
 
 
 class LocalEngine:

@@ -23,8 +23,8 @@ from quire.errors import ConfigError
 from quire.executor.multi_node import run_node
 from quire.frontend.prefix_map import PrefixMap
 from quire.logs import get_logger
-from quire.metrics import MetricsLayout, MetricsPages
 from quire.metrics.api_keys import KeyPages
+from quire.metrics.engine import MetricsLayout, MetricsPages
 from quire.server.api_keys import key_names
 from quire.server.http.accept import ConnectionDealer
 from quire.server.http.sockets import bind

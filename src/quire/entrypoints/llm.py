@@ -34,7 +34,7 @@ from quire.frontend.outputs import AnyOutput
 from quire.frontend.pooling import NO_TASK, embedding_task, pairs, pools, reads_pairs, similarity
 from quire.frontend.progress import Progress, TokenBar, with_bar
 from quire.frontend.score_inputs import cross_encoder_prompts, embed_prompt, named_inputs
-from quire.metrics import Metric
+from quire.metrics.reader import Metric
 from quire.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -95,7 +95,7 @@ MODULES: dict[str, dict[str, str]] = {
     "vllm.engine.async_llm_engine": _ENGINES,
     "vllm.v1.engine.async_llm": _ENGINES,
     "vllm.entrypoints.llm": _LLM,
-    "vllm.v1.metrics.reader": _targets("quire.metrics", _METRICS),
+    "vllm.v1.metrics.reader": _targets("quire.metrics.reader", _METRICS),
     "vllm.version": _VERSION,
     "vllm.distributed.weight_transfer.base": _targets(
         "quire.entrypoints.llm_control", ("WeightTransferInitRequest", "WeightTransferUpdateRequest")

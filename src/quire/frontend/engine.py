@@ -32,8 +32,8 @@ from quire.frontend.request_state import RequestState
 from quire.frontend.router import Router
 from quire.frontend.tracing import Tracer
 from quire.logs import get_logger
-from quire.metrics import EngineMetrics
 from quire.metrics.api_keys import KeyAccount
+from quire.metrics.engine import EngineMetrics
 from quire.metrics.http import Exchange
 from quire.text.tokenizer import Tokenizer
 

@@ -14,7 +14,7 @@ from quire.data.outputs import RequestStateStats
 from quire.data.timeline import RequestTimeline
 from quire.errors import EngineError
 from quire.frontend.engine_facts import EngineFacts
-from quire.metrics import MetricsPages
+from quire.metrics.engine import MetricsPages
 from quire.metrics.tables import FINISH_REASONS
 
 WINDOW = 1000

@@ -16,16 +16,17 @@ from quire.server.http.metrics import Observed
 from quire.server.http.middleware import wrap_in_middleware
 from quire.server.http.openapi_document import add_post, document
 from quire.server.http.origins import Origins
-from quire.server.key_ledger import Ledger
+from quire.server.key_limits import Ledger
 from quire.server.lora.registry import LoRARegistry
 from quire.server.lora.routes import add_adapter_routes
 from quire.server.openai import replies
 from quire.server.openai.chat import create_chat_completion
 from quire.server.openai.completions import create_completion
+from quire.server.openai.models import add_model_routes
 from quire.server.openai.scoring import add_scoring_route
 from quire.server.openai.service import GenerationService
 from quire.server.ops.routes import add_operate_routes
-from quire.server.ops.status import add_model_routes, add_status_routes
+from quire.server.ops.status import add_status_routes
 from quire.server.ops.weights import version_header
 from quire.server.page import OPEN_PATHS, Feed, add_page
 from quire.server.pooling.routes import add_pooling_routes

@@ -33,9 +33,10 @@ from quire.server.http.errors import (
 from quire.server.http.fast_path import read_body, replay
 from quire.server.http.in_flight import ClientGone
 from quire.server.http.limits import FREE_PATHS, TOKENLESS_PATHS, is_operator, route_path
-from quire.server.key_ledger import Ledger
+from quire.server.key_limits import Ledger
+from quire.server.openai.models import model_cards
 from quire.server.openai.service import no_model
-from quire.server.ops.status import METRICS_TYPE, model_cards
+from quire.server.ops.status import METRICS_TYPE
 from quire.server.settings import ServerSettings
 
 LORA_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})

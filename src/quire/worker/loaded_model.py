@@ -150,7 +150,7 @@ class LoadedModel:
         """Load the model without a cache; `on_progress` is called with the loaded share of the weights."""
         config = self.config
         if self.device.type == "cuda" and self.stage.is_last and config.pooling is None:
-            from quire.worker.cuda.warmup import compile_sampling_ahead
+            from quire.worker.cuda.dummy_batches import compile_sampling_ahead
 
             compile_sampling_ahead(config)
         slots = slots_of(config.lora, self.dtype, self.device, no_extra_vocab=why_no_extra_vocab(config))

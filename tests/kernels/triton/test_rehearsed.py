@@ -17,7 +17,7 @@ from quire.kernels.reference.ssm import (
 from quire.kernels.triton import launch
 from quire.kernels.triton.ssm import TritonStateOps
 from quire.memory import ladder
-from quire.worker.cuda.warmup import _MIXED, _decodes
+from quire.worker.cuda.dummy_batches import _MIXED, _decodes
 
 MOST_ROWS, SIZE = 256, 16
 OPS = TritonStateOps()

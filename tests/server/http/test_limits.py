@@ -8,7 +8,7 @@ import pytest
 from ask import CHAT, MESSAGES, ask, refused
 
 from quire.server.http.limits import HttpGate
-from quire.server.key_ledger import Ledger
+from quire.server.key_limits import Ledger
 from quire.server.settings import make_settings
 
 KEYS = {"api_key": ["secret", "other"]}

@@ -5,7 +5,7 @@ from ask import CHAT, COMPLETIONS, MESSAGES, ask
 from fake_engine import FakeEngine
 from starlette.routing import Route
 
-from quire.metrics import EngineMetrics, MetricsLayout, MetricsPages
+from quire.metrics.engine import EngineMetrics, MetricsLayout, MetricsPages
 from quire.metrics.http import HANDLERS, UNCOUNTED, Exchange
 from quire.server.app import Application
 from quire.server.settings import make_settings

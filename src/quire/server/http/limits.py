@@ -14,7 +14,7 @@ from quire.frontend.tracing import PARENT
 from quire.metrics.api_keys import KeyAccount
 from quire.server.api_keys import Key
 from quire.server.http.errors import error_info, error_response, json_response
-from quire.server.key_ledger import Ledger, Refusal
+from quire.server.key_limits import Ledger, Refusal
 
 DIRECT_SEND = "quire.send"
 """Scope entry with the connection's `send`, for responses that handle their own errors."""

@@ -17,10 +17,10 @@ from quire.sampling.memory_probe import probe_memory
 from quire.sampling.sampler import Sampled, Sampler
 from quire.worker.cuda.draft_graphs import DraftGraphs
 from quire.worker.cuda.draft_verify import DrafterUpdate, Speculation, read, take_back
+from quire.worker.cuda.dummy_batches import DummyBatches
 from quire.worker.cuda.graphs import IN_FLIGHT, Graph, Graphs, pinned, wide_shapes
 from quire.worker.cuda.mask_sampling import MaskedSampling
 from quire.worker.cuda.readback import PendingTokens, Read
-from quire.worker.cuda.warmup import DummyBatches
 from quire.worker.device import ONE_TOKEN, DeviceStep, ForwardResult, Model, NewTokens, StepFeatures, batch_of
 from quire.worker.input_buffers import StepBuffers, bytes_of, sampling_tensors, sizes_of, tensors
 from quire.worker.memory import Needs

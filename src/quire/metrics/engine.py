@@ -1,0 +1,378 @@
+"""Prometheus metrics with vLLM's names, updated with the stats of each step."""
+
+import copy
+import time
+from bisect import bisect_left
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import Metric as PromMetric
+
+from quire.config.engine import EngineConfig
+from quire.data.stats import FinishedSequence, FrontStats, StepStats
+from quire.metrics import kv_offload
+from quire.metrics.api_keys import KeyPages
+from quire.metrics.exposition import exposition
+from quire.metrics.http import EDGES, SERIES, Exchange, add_buckets, families
+from quire.metrics.reader import Metric, read_metric
+from quire.metrics.tables import (
+    ACCEPTED,
+    COUNTERS,
+    DRAFT_COUNTERS,
+    GAUGES,
+    HISTOGRAMS,
+    LABELLED,
+    LABELLED_GAUGES,
+    LENGTHS,
+    START_GAUGES,
+)
+from quire.metrics.weights import version_family
+
+
+def length_buckets(longest: int) -> list[float]:
+    """Return the bucket bounds 1, 2, 5, 10, 20, 50, ... up to `longest`."""
+    edges = [digit * 10**power for power in range(len(str(longest))) for digit in (1, 2, 5)]
+    return [float(edge) for edge in edges if edge <= longest]
+
+
+class MetricsLayout:
+    """The position of each series in a page of numbers. All processes of an engine use the same layout."""
+
+    def __init__(self, max_model_len: int, most_drafts: int = 0) -> None:
+        labelled = [f"{name}:{value}" for name, (_, _, values) in LABELLED.items() for value in values]
+        self.most_drafts = most_drafts
+        if most_drafts:
+            labelled += [*DRAFT_COUNTERS, *(f"{ACCEPTED}:{place}" for place in range(most_drafts))]
+        names = [*GAUGES, *START_GAUGES, *COUNTERS, *labelled, *SERIES]
+        self.places = {name: place for place, name in enumerate(names)}
+        edges = {name: edges for name, (_, edges) in HISTOGRAMS.items()} | EDGES
+        edges |= dict.fromkeys(LENGTHS, length_buckets(max_model_len))
+        self.edges = {name: np.array(bounds, np.float64) for name, bounds in edges.items()}
+        size = len(self.places)
+        for name, bounds in self.edges.items():
+            self.places[name] = size
+            size += len(bounds) + 2  # a count per bucket, one above the last bound, and the sum
+        self.size = size
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> "MetricsLayout":
+        speculation = config.speculation
+        return cls(
+            config.model.max_model_len, 0 if speculation is None else speculation.num_speculative_tokens
+        )
+
+
+class MetricsPages:
+    """Pages of one shared file, by process and engine. Each process writes its own page, and readers add
+    all pages up. The engine cores come first, together as one process, then API processes, each with a
+    page per engine.
+
+    A restarted process continues with the pages of its predecessor, so that counters never decrease. Without
+    a file there is one process, in memory."""
+
+    def __init__(
+        self,
+        layout: MetricsLayout,
+        file: Path | None = None,
+        *,
+        process: int = 0,
+        engine: int = 0,
+        num_engines: int = 1,
+    ) -> None:
+        self.layout = layout
+        if file is None:
+            self.pages = np.zeros((1, num_engines, layout.size))
+        else:
+            # A plain array: indexing a memmap creates another memmap object each time.
+            whole = np.memmap(file, np.float64, "r+").view(np.ndarray)
+            self.pages = whole.reshape(-1, num_engines, layout.size)
+        self._process = process
+        self.own = self.pages[process, engine]
+
+    @staticmethod
+    def create(file: Path, layout: MetricsLayout, *, num_api: int, num_engines: int = 1) -> None:
+        np.zeros((1 + num_api, num_engines, layout.size)).tofile(file)
+
+    @property
+    def num_engines(self) -> int:
+        return self.pages.shape[1]
+
+    def of_engine(self, engine: int) -> "MetricsPages":
+        """Return pages to write the metrics of another engine."""
+        other = copy.copy(self)
+        other.own = self.pages[self._process, engine]
+        return other
+
+    def take_page(self, engine: int, page: bytes) -> None:
+        """Store the page of an engine core on another machine. Any process may do so, since all receive
+        the same."""
+        values = np.frombuffer(page)
+        if len(values) == self.layout.size:
+            self.pages[0, engine] = values
+
+    def clear_gauges(self) -> None:
+        """Reset the gauges of a process that has ended."""
+        labelled = (f"{name}:{value}" for name in LABELLED_GAUGES for value in LABELLED[name][2])
+        for name in [*GAUGES, *labelled]:
+            self._set(name, 0)
+
+    def start(self, max_num_seqs: int) -> None:
+        """Note that the engine core is ready."""
+        self._set("engine_start_time_seconds", time.time())
+        self._set("max_num_seqs", max_num_seqs)
+
+    def observe(self, step: StepStats, front: FrontStats) -> None:
+        """Count a step. The engine core has `step`, the API process has `front`."""
+        self._set("num_requests_running", step.num_running)
+        self._set("num_requests_waiting", step.num_waiting)
+        self._set("num_requests_waiting_by_reason:capacity", step.num_waiting - step.num_deferred)
+        self._set("num_requests_waiting_by_reason:deferred", step.num_deferred)
+        for level, state in enumerate(LABELLED["engine_sleep_state"][2]):
+            self._set(f"engine_sleep_state:{state}", level == step.sleep_level)
+        self._set("kv_cache_usage_perc", step.kv_usage)
+        self._set("gpu_cache_usage_perc", step.kv_usage)
+        self._add("prefix_cache_queries", step.prefix_queries)
+        self._add("prefix_cache_hits", step.prefix_hits)
+        for reason in step.misses:
+            self._add(f"prefix_cache_misses:{reason}", 1)
+        self._add("num_preemptions", step.num_preempted)
+        # Counted when a request is first admitted, so that recomputation after preemption is not counted.
+        self._add("prompt_tokens", step.num_prompt_tokens)
+        self._add("prompt_tokens_cached", step.num_cached_tokens)
+        self._add("prompt_tokens_by_source:local_cache_hit", step.num_cached_tokens - step.num_loaded_tokens)
+        self._add("prompt_tokens_by_source:external_kv_transfer", step.num_loaded_tokens)
+        self._add("prompt_tokens_by_source:local_compute", step.num_prompt_tokens - step.num_cached_tokens)
+        if step.num_drafts:
+            accepted = step.held_by_place
+            sums = (step.num_drafts, step.num_draft_tokens, sum(accepted))
+            for name, count in zip(DRAFT_COUNTERS, sums, strict=True):
+                self._add(name, count)
+            for place, count in enumerate(accepted):
+                self._add(f"{ACCEPTED}:{place}", count)
+        if step.tiers is not None:
+            kv_offload.observe(step.tiers, self._add, self._record_many)
+        if step.num_computed_tokens:
+            self._record("iteration_tokens_total", step.num_computed_tokens)
+        self.observe_front(front)
+
+    def observe_front(self, front: FrontStats) -> None:
+        self._add("generation_tokens", front.num_tokens)
+        self._record_many(("time_to_first_token_seconds",), front.first_token_s)
+        self._record_many(
+            ("inter_token_latency_seconds", "time_per_output_token_seconds"), front.between_tokens_s
+        )
+        for ended in front.finished:
+            self._observe_end(ended)
+
+    def _observe_end(self, ended: FinishedSequence) -> None:
+        self._add(f"request_success:{ended.reason}", 1)
+        times = ended.times
+        self._record("request_prompt_tokens", ended.num_prompt_tokens)
+        self._record("request_generation_tokens", ended.num_output_tokens)
+        self._record("request_prefill_kv_computed_tokens", ended.num_prompt_tokens - ended.num_cached)
+        if ended.longest is not None:
+            self._record("request_max_num_generation_tokens", ended.longest)
+            self._record("request_params_n", ended.params.n)
+        if ended.params.max_tokens is not None:
+            self._record("request_params_max_tokens", ended.params.max_tokens)
+        self._record("e2e_request_latency_seconds", time.time() - ended.arrived_at)
+        if not ended.num_output_tokens:
+            return
+        decode = times.last_token_at - times.first_token_at
+        self._record("request_queue_time_seconds", times.scheduled_at - times.queued_at)
+        self._record("request_prefill_time_seconds", times.first_token_at - times.scheduled_at)
+        self._record("request_decode_time_seconds", decode)
+        self._record("request_inference_time_seconds", times.last_token_at - times.scheduled_at)
+        if ended.num_output_tokens > 1:
+            self._record("request_time_per_output_token_seconds", decode / (ended.num_output_tokens - 1))
+
+    def count_resumed(self) -> None:
+        """Count a request that continues on another engine core after a crash."""
+        self._add("request_resumed", 1)
+
+    def observe_media(self, queries: int, hits: int) -> None:
+        """Count the lookups and the hits of the multimodal cache."""
+        self._add("mm_cache_queries", queries)
+        self._add("mm_cache_hits", hits)
+
+    def observe_http(self, exchange: Exchange) -> None:
+        counter, observations = exchange.additions
+        self._add(counter, 1)
+        for name, value in observations.items():
+            self._record(name, value)
+
+    def _set(self, name: str, value: float) -> None:
+        self.own[self.layout.places[name]] = value
+
+    def _add(self, name: str, value: float) -> None:
+        if value:
+            self.own[self.layout.places[name]] += value
+
+    def _record(self, name: str, value: float) -> None:
+        """Add an observation to a histogram."""
+        place, edges = self.layout.places[name], self.layout.edges[name]
+        self.own[place + bisect_left(edges, value)] += 1
+        self.own[place + len(edges) + 1] += value
+
+    def _record_many(self, names: tuple[str, ...], values: list[float]) -> None:
+        """Add observations to histograms that have the same bounds."""
+        if not values:
+            return
+        edges = self.layout.edges[names[0]]
+        counts = np.bincount(np.searchsorted(edges, values), minlength=len(edges) + 1)
+        for name in names:
+            place = self.layout.places[name]
+            self.own[place : place + len(edges) + 1] += counts
+            self.own[place + len(edges) + 1] += sum(values)
+
+    def observe_rates(self, prompt_tok_s: float, generation_tok_s: float) -> None:
+        self._set("avg_prompt_throughput_toks_per_s", prompt_tok_s)
+        self._set("avg_generation_throughput_toks_per_s", generation_tok_s)
+
+    def value(self, name: str, engine: int | None = None) -> float:
+        """Return a gauge or counter summed over all processes, of one engine or of all."""
+        values = self.pages[:, :, self.layout.places[name]]
+        return float((values if engine is None else values[:, engine]).sum())
+
+
+class EngineMetrics:
+    """Exports the pages as Prometheus metrics."""
+
+    def __init__(
+        self,
+        pages: MetricsPages,
+        *,
+        model_name: str,
+        cache_info: dict[str, Any],
+        first_engine: int = 0,
+        keys: KeyPages | None = None,
+        max_loras: int | None = None,
+    ) -> None:
+        """Create the exporter. `first_engine`: data-parallel rank of the first engine. `max_loras`: None
+        without LoRA."""
+        self.pages = pages
+        self._keys = keys
+        self.model_name = model_name
+        self._names = ["model_name", "engine"]
+        self._engines = [
+            (place, [model_name, str(first_engine + place)]) for place in range(pages.num_engines)
+        ]
+        """Index and labels of each engine."""
+        self.cache_info = [cache_info | {"engine": labels[1]} for _, labels in self._engines]
+        self._is_only_process = len(pages.pages) <= 2
+        """Whether this is the only API process. Process metrics of one of several would be misleading."""
+
+        self._max_loras = max_loras
+        self._adapters: dict[int, tuple[list[str], list[str]]] = {}
+        """Running and waiting adapters, by index of the engine."""
+        self._adapters_at = 0.0
+        self.weight_versions: dict[int, str] = {}
+        """Version of the weights, by index of the engine."""
+
+    def note_adapters(self, engine: int, running: list[str], waiting: list[str]) -> None:
+        if self._max_loras is not None:
+            self._adapters[engine] = running, waiting
+            self._adapters_at = time.time()
+
+    def _lora_info(self) -> PromMetric:
+        """Return the adapters of all engines in one series, as routers expect it."""
+        family = GaugeMetricFamily(
+            "vllm:lora_requests_info",
+            "Unix time of the latest change of the adapters of running and waiting requests.",
+            labels=["max_lora", "waiting_lora_adapters", "running_lora_adapters"],
+        )
+        if self._adapters:
+            running, waiting = (
+                ",".join(sorted({name for names in engines for name in names}))
+                for engines in zip(*self._adapters.values(), strict=True)
+            )
+            family.add_metric([str(self._max_loras), waiting, running], self._adapters_at)
+        return family
+
+    def collect(self) -> Iterator[PromMetric]:
+        """Yield all metrics (the collector interface of `prometheus_client`)."""
+        yield from self.of_engines()
+        yield from self.of_server()
+
+    def of_server(self) -> Iterator[PromMetric]:
+        """Yield the metrics of HTTP and of API keys."""
+        yield from families(self.pages.pages.sum(axis=(0, 1)), self.pages.layout.places)
+        yield from () if self._keys is None else self._keys.families()
+
+    def of_engines(self) -> Iterator[PromMetric]:
+        """Yield the metrics of the engine cores."""
+        for name, text in GAUGES.items():
+            yield self._family(GaugeMetricFamily, name, text)
+        for name, text in START_GAUGES.items():
+            family = GaugeMetricFamily(f"vllm:{name}", text, labels=self._names)
+            for engine, labels in self._engines:
+                if value := self.pages.value(name, engine):
+                    family.add_metric(labels, value)
+            yield family
+        for name, text in COUNTERS.items():
+            yield self._family(CounterMetricFamily, name, text)
+        for name, (text, label, values) in LABELLED.items():
+            kind = GaugeMetricFamily if name in LABELLED_GAUGES else CounterMetricFamily
+            yield self._family(kind, name, text, label, values)
+        for name, text in ({name: text for name, (text, _) in HISTOGRAMS.items()} | LENGTHS).items():
+            yield self._histogram(name, text)
+        info = GaugeMetricFamily(
+            "vllm:cache_config_info", "The cache's settings.", labels=list(self.cache_info[0])
+        )
+        for entry in self.cache_info:
+            info.add_metric([str(value) for value in entry.values()], 1)
+        yield info
+        yield version_family(self.weight_versions, self._engines, self._names)
+        if self._max_loras is not None:
+            yield self._lora_info()
+        if most_drafts := self.pages.layout.most_drafts:
+            for name, text in DRAFT_COUNTERS.items():
+                yield self._family(CounterMetricFamily, name, text)
+            text, places = "Accepted tokens by their position in the draft.", map(str, range(most_drafts))
+            yield self._family(CounterMetricFamily, ACCEPTED, text, "position", tuple(places))
+
+    def _family(
+        self,
+        kind: type[GaugeMetricFamily | CounterMetricFamily],
+        name: str,
+        text: str,
+        label: str = "",
+        values: tuple[str, ...] = (),
+    ) -> PromMetric:
+        """Return the series of all engines, with one for each of the `values` of a further label."""
+        family = kind(f"vllm:{name}", text, labels=[*self._names, label] if label else self._names)
+        for engine, labels in self._engines:
+            if not label:
+                family.add_metric(labels, self.pages.value(name, engine))
+            for value in values:
+                family.add_metric([*labels, value], self.pages.value(f"{name}:{value}", engine))
+        return family
+
+    def _histogram(self, name: str, text: str) -> PromMetric:
+        place, edges = self.pages.layout.places[name], self.pages.layout.edges[name]
+        columns = self.pages.pages[:, :, place : place + len(edges) + 2].sum(axis=0)
+        family = HistogramMetricFamily(f"vllm:{name}", text, labels=self._names)
+        for engine, labels in self._engines:
+            add_buckets(family, labels, columns[engine], edges.tolist())
+        return family
+
+    def text(self) -> str:
+        """Return the metrics in the text format, with those of the client library about this process."""
+        return exposition(self, is_only_process=self._is_only_process)
+
+    def snapshot(self) -> list["Metric"]:
+        """Return every metric as a plain value, for `LLM.get_metrics()`."""
+        metrics: list[Metric] = []
+        for family in self.collect():
+            by_labels: dict[tuple[tuple[str, str], ...], list[Any]] = {}
+            for sample in family.samples:
+                key = tuple(item for item in sample.labels.items() if item[0] not in ("le", "position"))
+                by_labels.setdefault(key, []).append(sample)
+            metrics += [
+                read_metric(family.name, family.type, dict(key), samples)
+                for key, samples in by_labels.items()
+            ]
+        return metrics
