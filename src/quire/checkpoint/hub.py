@@ -42,10 +42,10 @@ _WANTED = [
 ]
 _UNWANTED = ["original/**", "consolidated*.safetensors", "onnx/**", "training_args.bin", "optimizer.bin"]
 _WEIGHTS = {
-    "auto": ("*.safetensors", "*.bin"),
+    "auto": ("*.safetensors", "*.bin", "qmodel.pt"),
     "safetensors": ("*.safetensors",),
     "sharded_state": ("*.safetensors",),
-    "pt": ("*.bin",),
+    "pt": ("*.bin", "qmodel.pt"),
 }
 """Patterns of weight files by load format; the first that matches is downloaded. Other formats need none."""
 _BESIDE = ("*_Dense/pytorch_model.bin", *BESIDE)
