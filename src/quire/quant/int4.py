@@ -18,14 +18,22 @@ from quire.kernels.reference.int4 import Gather, Int4Codes, as_blocks, split_zer
 from quire.logs import get_logger, warn_once
 from quire.quant.experts import ExpertShape, StoredExperts
 from quire.quant.format import Format
-from quire.quant.int4_layouts import LAYOUTS, Sizes, read
+from quire.quant.int4_layouts import LAYOUTS, TILED_INPUTS, Sizes, read
 from quire.quant.sharding import Runs, Shard, check_units
 from quire.quant.weight import LinearShape, Piece, Weight, bias_of, empty_parameter, frozen_parameter
 
 logger = get_logger(__name__)
 GROUPS = (-1, 32, 64, 128)
-_BITS = {"awq": (4,), "gptq": (4, 8), "gptq_v2": (4, 8), "compressed": (4, 8), "torchao": (4, 8)}
-_BY_ROW = ("compressed", "torchao")
+_BITS: dict[str, tuple[int, ...]] = {
+    "awq": (4,),
+    "gptq": (4, 8),
+    "gptq_v2": (4, 8),
+    "compressed": (4, 8),
+    "torchao": (1, 2, 3, 4, 5, 6, 7, 8),
+    "torchao_pairs": (4,),
+    "torchao_tiles": (4,),
+}
+_BY_ROW = ("compressed", "torchao", "torchao_pairs")
 """Layouts in which no word holds codes of several outputs."""
 _EXPERTS = ("gate", "up", "down")
 _UNSUPPORTED = {
@@ -94,7 +102,9 @@ def _check(scheme: Grouped, name: str, runs: Runs, inputs: Shard) -> None:
 def _check_shards(scheme: Grouped, name: str, runs: Runs, inputs: Shard) -> None:
     """Check that a shard cuts no words or groups. Outputs share words if zeros or all codes are packed;
     inputs share groups and words. With act_order, inputs are regrouped after loading."""
-    per = 32 // scheme.bits
+    per = {"torchao": 1, "torchao_pairs": 2}.get(scheme.layout, 32 // scheme.bits)
+    if scheme.layout == "torchao_tiles":
+        check_units(name, (inputs,), TILED_INPUTS, "tiles")
     if scheme.layout not in _BY_ROW or (scheme.layout == "compressed" and not scheme.symmetric):
         check_units(name, runs, per, "words")
     is_cut = scheme.group > 0 and not scheme.act_order

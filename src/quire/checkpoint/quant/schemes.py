@@ -64,21 +64,22 @@ class Int8(Scheme):
 class Grouped(Scheme):
     """Integer weights of few bits, with a scale and possibly a zero point per group of inputs."""
 
-    marks: ClassVar = ("qweight", "weight_packed", "weight_scale")
+    marks: ClassVar = ("qweight", "weight_packed", "weight_scale", "weight_scale_and_zero")
     bits: int
     group: int
     """Inputs per group; -1: all."""
     symmetric: bool
     act_order: bool
     """Whether groups are not consecutive inputs: the file has the group of each input."""
-    layout: Literal["awq", "gptq", "gptq_v2", "compressed", "torchao"]
+    layout: Literal["awq", "gptq", "gptq_v2", "compressed", "torchao", "torchao_pairs", "torchao_tiles"]
     intended_inputs: Literal["fp8", "int8"] | None = None
     """Type of the inputs that the checkpoint was made for. Here inputs are not quantized."""
 
     @property
     def bits_per_weight(self) -> float:
-        extra = 16 + (0 if self.symmetric else self.bits)
-        return self.bits + (extra / self.group if self.group > 0 else 0.02)
+        bits = 4 if self.bits <= 4 else 8
+        extra = 16 + (0 if self.symmetric else bits)
+        return bits + (extra / self.group if self.group > 0 else 0.02)
 
 
 @dataclass(frozen=True, slots=True)
