@@ -65,6 +65,12 @@ def test_mxfp4(tmp_path: Path) -> None:
     check(*gpt_oss(tmp_path))
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "Qwen3NextForCausalLM"])
+def test_int8_cache(family: str, tmp_path: Path) -> None:
+    """Check full attention, windows and a soft cap, sinks, and SSM states beside pages."""
+    check(*make_tiny(family, tmp_path), kv_cache_dtype="int8")
+
+
 @pytest.mark.parametrize("cache_dtype", ["fp8_e4m3", "fp8_e5m2"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3", "gpt_oss"])
 def test_caches(family: str, cache_dtype: str, tmp_path: Path) -> None:
