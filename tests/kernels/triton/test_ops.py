@@ -223,9 +223,8 @@ def check_int8_rotation(
         assert torch.equal(written_cache.flatten(1).any(1), expected_cache.flatten(1).any(1))
 
 
-@pytest.mark.parametrize("name", ["grouped", "half turns", "a rest of 8"])
-def test_rotate_and_write_to_an_int8_cache(name: str) -> None:
-    check_int8_rotation(SHAPES[name], torch.float32, 5, normed=name == "grouped")
+def test_rotate_and_write_to_an_int8_cache() -> None:
+    check_int8_rotation(SHAPES["a rest of 8"], torch.float32, 5, normed=True)
 
 
 def test_rotate_and_write_many_tokens() -> None:

@@ -39,7 +39,7 @@ def is_saved_by_hqq(path: Path) -> bool:
     """Whether hqq itself has saved the weights of a directory: it writes no quantization_config."""
     if (path / FILE).is_file():
         return True
-    first = min(path.glob("*.safetensors"), default=None)
+    first = next(filter(Path.is_file, sorted(path.glob("*.safetensors"))), None)
     if first is None:
         return False
     with first.open("rb") as file:

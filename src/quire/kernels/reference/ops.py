@@ -213,7 +213,8 @@ def quantize_heads(x: Tensor) -> Tensor:
 def dequantize_heads(stored: Tensor) -> Tensor:
     """Return the float32 values of heads as `quantize_heads` stores them."""
     codes, scales = stored.split([stored.shape[-1] - SCALE_BYTES, SCALE_BYTES], -1)
-    return codes.float() * scales.contiguous().view(torch.float32)
+    values: Tensor = codes.float() * scales.contiguous().view(torch.float32)
+    return values
 
 
 def write(x: Tensor, cache: Tensor, slots: Tensor, scale: float = 1.0) -> None:
