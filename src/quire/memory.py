@@ -328,7 +328,9 @@ def model_memory(config: EngineConfig) -> ModelMemory:
     weights = _stored_bytes(config) // num_ranks
     sharing = num_ranks * parallel.data_parallel_size if machine.device == "cpu" else 1
     if cache.num_gpu_blocks_override is not None:
-        whole = layout(cache_specs(config.rank_facts), config.model.max_model_len)
+        whole = layout(
+            cache_specs(config.rank_facts), config.model.max_model_len, kv_dtype=cache.kv_cache_dtype
+        )
         item = DTYPE_BYTES.get(cache.kv_cache_dtype) or DTYPE_BYTES[config.model.dtype]
         kv_bytes = cache.num_gpu_blocks_override * whole.block_bytes(cache.block_size, item)
     elif (fixed := cache.kv_cache_memory_bytes or cache.kv_cache_memory_limit) is not None:

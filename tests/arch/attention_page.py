@@ -59,6 +59,7 @@ FEATURES: dict[str, AttentionSpec] = {
     "bidirectional parts (images of Gemma 3)": spec(bidirectional=True),
     "KV cache fp8_e4m3": spec(cache_dtype=torch.float8_e4m3fn),
     "KV cache fp8_e5m2": spec(cache_dtype=torch.float8_e5m2),
+    "KV cache int8": spec(cache_dtype=torch.int8),
 }
 MACHINES = {"CPU": CPU} | {
     f"GPU, compute capability {major}.{minor} ({names})": gpu(major, minor)

@@ -87,6 +87,13 @@ class Case:
         )
 
 
+def in_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return heads rounded to 8 bits, and the bytes of their codes and scales; NaN is in the scale."""
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    codes = (x / scale).nan_to_num(0).round()
+    return codes * scale, torch.cat((codes.to(torch.int8), scale.view(torch.int8)), -1)
+
+
 def make_case(
     chunks: Chunks,
     spec: AttentionSpec,
@@ -116,7 +123,8 @@ def make_case(
         place = np.arange(n)
         slots = torch.from_numpy(tables[row, place // block].astype(np.int64) * block + place % block)
         for cache, seen, scale in zip(caches, kept, (spec.k_scale, spec.v_scale), strict=True):
-            stored = (torch.randn(n, spec.kv_heads, spec.head_dim) / scale).to(cache_dtype).float()
+            stored = torch.randn(n, spec.kv_heads, spec.head_dim) / scale
+            stored = in_int8(stored)[0] if cache_dtype == torch.int8 else stored.to(cache_dtype).float()
             cache.view(-1, spec.kv_heads, spec.head_dim)[slots] = stored
             seen.append((stored * scale).to(device))
     places = [np.arange(n - new, n) for (new, _), n in zip(chunks, seq_lens, strict=True)]
@@ -139,6 +147,8 @@ def make_case(
         seq_lens_host=seq_lens,
         last_visible=None if runs is None else torch.from_numpy(np.concatenate(reach)).to(device),
     )
+    if cache_dtype == torch.int8:
+        caches = [in_int8(cache)[1] for cache in caches]
     return Case(
         spec,
         batch,

@@ -6,12 +6,17 @@ from statistics import median
 from typing import Any
 
 import pytest
+import torch
 from formats import SIZES, STORED, gpt_oss
 from gguf_files import make_tiny_gguf
 from on_gpu import ROUNDING, answers, distances, opened
 from oracle import make_tiny
 from requantized import requantize
 from tiny import expected_of, logits_of
+
+from quire.checkpoint.quant.schemes import Grouped
+from quire.quant.int4_layouts import read
+from quire.quant.sharding import Shard
 
 pytestmark = pytest.mark.gpu
 ONLINE = ("fp8", "int8")
@@ -46,8 +51,24 @@ def test_gguf_files(kind: str, family: str, tmp_path: Path) -> None:
     check(*make_tiny_gguf(family, tmp_path, kind, **SIZES[family]))
 
 
+def test_tiles_of_torchao() -> None:
+    """Compare with torch's packer for tensor cores, which runs only on a GPU."""
+    codes = torch.randint(0, 16, (24, 2048), dtype=torch.int32, device="cuda")
+    pairs = (codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8)
+    words = torch.ops.aten._convert_weight_to_int4pack(pairs, 8)
+    scheme = Grouped(4, 64, False, False, "torchao_tiles")
+    stored = {"weight": words, "weight_scale_and_zero": torch.ones(32, 24, 2, device="cuda")}
+    assert torch.equal(read(scheme, stored, Shard(2048))[0].codes.int(), codes)
+
+
 def test_mxfp4(tmp_path: Path) -> None:
     check(*gpt_oss(tmp_path))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "Qwen3NextForCausalLM"])
+def test_int8_cache(family: str, tmp_path: Path) -> None:
+    """Check full attention, windows and a soft cap, sinks, and SSM states beside pages."""
+    check(*make_tiny(family, tmp_path), kv_cache_dtype="int8")
 
 
 @pytest.mark.parametrize("cache_dtype", ["fp8_e4m3", "fp8_e5m2"])

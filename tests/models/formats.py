@@ -144,6 +144,37 @@ def bitsandbytes_config(kind: str, nested: bool = False) -> dict[str, Any]:
     }
 
 
+def pack_hqq(bits: int, group: int, axis: int, name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """Pack as hqq does: rows of groups (axis 1) or columns (axis 0) with a fractional zero, and several rows
+    in an integer, the first in its highest bits."""
+    most, per = (1 << bits) - 1, {8: 1, 4: 2, 3: 10, 2: 4, 1: 8}[bits]
+    blocks = weight.reshape((-1, group) if axis else (group, -1))
+    low, high = blocks.amin(axis, keepdim=True), blocks.amax(axis, keepdim=True)
+    scale = ((high - low) / most).half().float()
+    zero = (-low / scale).half().float()
+    codes = (blocks / scale + zero).round().clamp(0, most)
+    rows = torch.cat((codes, codes.new_zeros(-len(codes) % per, codes.shape[1]))).long()
+    words = torch.zeros(len(rows) // per, rows.shape[1], dtype=torch.int64)
+    for row in rows.view(per, *words.shape):
+        words = words << bits | row
+    stored = {"W_q": words.to(torch.int32 if bits == 3 else torch.uint8), "scale": scale.half()}
+    settings = {"nbits": bits, "group_size": group, "axis": axis, "view_as_float": 0}
+    stored |= {"zero": zero.half()} | {key: torch.tensor(value) for key, value in settings.items()}
+    return stored, ((codes - zero) * scale).view_as(weight)
+
+
+def hqq_config(bits: int, group: int | None = 64, axis: int = 1) -> dict[str, Any]:
+    """Return the settings as transformers writes them."""
+    weights = {"nbits": bits, "channel_wise": True, "group_size": group, "optimize": True}
+    weights |= {"round_zero": bits == 4, "axis": axis, "view_as_float": False}
+    kinds = {"weight_quant_params": weights, "scale_quant_params": None, "zero_quant_params": None}
+    return {
+        "quant_method": "hqq",
+        "quant_config": kinds | {"offload_meta": False},
+        "skip_modules": ["lm_head"],
+    }
+
+
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 MXFP4 = {
     "quant_method": "mxfp4",
@@ -268,6 +299,8 @@ STORED: dict[str, Stored] = {
     "gptq act-order": _groups(_GPTQ | {"desc_act": True}, replace(GPTQ, act_order=True)),
     "gptq 8": _groups(_GPTQ | {"bits": 8}, replace(GPTQ, bits=8)),
     "packed": _groups(_PACKED, replace(GPTQ, layout="compressed")),
+    "hqq": Stored(hqq_config(4), functools.partial(pack_hqq, 4, 64, 1)),
+    "hqq 8": Stored(hqq_config(8), functools.partial(pack_hqq, 8, 64, 1)),
     "nvfp4": Stored(
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]},
         functools.partial(pack_block_float, "nvfp4", "weight", "weight_scale_2"),

@@ -67,6 +67,7 @@ def test_every_format_is_tested() -> None:
         "BlockFloat",
         "Fp8",
         "Grouped",
+        "Hqq",
         "Int8",
         "Mxfp4",
     }, "a scheme that is not in this table"

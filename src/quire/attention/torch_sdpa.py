@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from quire.attention.backend import AttentionSpec
 from quire.attention.batch import Batch
 from quire.config.machine import Machine
+from quire.kernels.reference.ops import dequantize_heads
 
 _Positions = TypeVar("_Positions", Tensor, NDArray[Any])
 # Decodes are padded to the longest of their group; below this length padding costs less than another call.
@@ -106,6 +107,8 @@ def read(cache: Tensor, slots: Tensor, dtype: torch.dtype, scale: float) -> Tens
     flat = cache.view(-1, *cache.shape[2:])
     if cache.dtype.itemsize > 1:
         return flat[slots].to(dtype)
+    if cache.dtype == torch.int8:
+        return dequantize_heads(flat[slots]).to(dtype)
     # Indexing of 8-bit floats is not supported on all devices.
     return flat.view(torch.uint8)[slots].view(cache.dtype).to(dtype) * scale
 

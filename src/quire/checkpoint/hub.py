@@ -34,10 +34,10 @@ _HUB_FILE = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)[/:](?P<file>.+\.gguf)")
 _WANTED = ["*.json", "*.jinja", "*.model", "*.tiktoken", "tokenizer*", "vocab.txt", "merges.txt"]
 _UNWANTED = ["original/**", "consolidated*.safetensors", "onnx/**", "training_args.bin", "optimizer.bin"]
 _WEIGHTS = {
-    "auto": ("*.safetensors", "*.bin"),
+    "auto": ("*.safetensors", "*.bin", "qmodel.pt"),
     "safetensors": ("*.safetensors",),
     "sharded_state": ("*.safetensors",),
-    "pt": ("*.bin",),
+    "pt": ("*.bin", "qmodel.pt"),
 }
 """Patterns of weight files by load format; the first that matches is downloaded. Other formats need none."""
 _BESIDE = ("*_Dense/pytorch_model.bin", *BESIDE)

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from quire.checkpoint.facts import ArchFacts, LayerFacts, StateFacts
@@ -13,7 +13,11 @@ _MAX_SHARED_FRACTION = 0.75
 _MAX_WASTE = 1.25
 """Groups have the size of the largest kind of layer if it has fewer than this factor times the smallest's
 layers."""
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
+INT8_CACHE = "int8_per_token_head"
+"""KV cache dtype with a scale for each token and head."""
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, INT8_CACHE: 1}
+SCALE_BYTES = 4
+"""Bytes of the float32 scale behind each head of an int8 cache."""
 ROW_KINDS = ("state", "crossed")
 """Kinds of cache with a fixed size per row."""
 CROSS_BLOCK_SIZE = 16
@@ -34,6 +38,13 @@ class CacheSpec:
     """Sliding window in tokens, the token itself included; None: full attention."""
     bytes_per_row: int = 0
     """Size of an SSM state, which a layer may have in addition to pages."""
+    heads: int = field(default=0, compare=False)
+    """KV heads per token and plane; 0 for caches without heads."""
+
+    def stored_as(self, kv_dtype: str) -> "CacheSpec":
+        """Return the spec with the scales of heads among its elements, if this KV cache dtype has them."""
+        scales = SCALE_BYTES * self.heads if kv_dtype == INT8_CACHE else 0
+        return replace(self, numbers=self.numbers + scales)
 
     @property
     def is_paged(self) -> bool:
@@ -193,14 +204,17 @@ def row_bytes(specs: Sequence[CacheSpec | None], bytes_per_number: int, num_stat
     return sum(spec.row_bytes(bytes_per_number, num_states) for spec in specs if spec is not None)
 
 
-def layout(specs: Sequence[CacheSpec | None], max_len: int, states_per_row: int = 1) -> CacheLayout:
-    """Build the cache layout.
+def layout(
+    specs: Sequence[CacheSpec | None], max_len: int, states_per_row: int = 1, kv_dtype: str = "auto"
+) -> CacheLayout:
+    """Build the cache layout for a KV cache dtype.
 
     Layers with equal windows form groups of about equal size, since a block of a small group leaves slabs
     unused. Layers with another page size, such as a draft's, share no memory with the others: they join a
     group with full attention. If that takes more than one group of all layers with full attention, there is
     only that group. If it takes much less memory, layers lie side by side in slabs.
     """
+    specs = [spec and spec.stored_as(kv_dtype) for spec in specs]
     return replace(_layout_of_pages(specs, max_len), states_per_row=states_per_row)
 
 
@@ -295,7 +309,8 @@ def _spec(facts: ArchFacts, layer: LayerFacts) -> CacheSpec | None:
         return CacheSpec("state", bytes_per_row=state_size)
     layer_facts = facts.of_layer(layer)
     kind, numbers = "full" if layer.window is None else "window", layer_facts.kv_heads * layer_facts.head_dim
-    return CacheSpec(kind, numbers=numbers, window=layer.window, bytes_per_row=state_size)
+    heads = layer_facts.kv_heads
+    return CacheSpec(kind, numbers=numbers, window=layer.window, bytes_per_row=state_size, heads=heads)
 
 
 def state_bytes(state: StateFacts) -> int:

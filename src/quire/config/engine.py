@@ -17,6 +17,7 @@ from quire.checkpoint.tensor_parallel import check_divisible, shard_facts
 from quire.config.args import check_args
 from quire.config.attention_backends import check_backend
 from quire.config.batch_invariance import resolve_batch_invariant
+from quire.config.cache_dtype import resolve_cache_dtype
 from quire.config.cpu_kernels import Cpu, check_cpu_kernels
 from quire.config.data_parallel import local_ranks
 from quire.config.env import Env
@@ -385,16 +386,7 @@ def _resolve_cache(
     fixed = (f"and {name} is {off}" for name, off in whole.items() if values.get(name) is off)
     args = resolve_state_caching(args, cache_specs(checkpoint.facts), block_size, next(fixed, ""))
     args = resolve_offloading(args, cache_specs(checkpoint.facts), machine)
-    kv_dtype = args.get("kv_cache_dtype", "auto")
-    if kv_dtype == "fp8":
-        kv_dtype = "fp8_e4m3"
-    known = ("auto", dtype, "fp8", "fp8_e4m3", "fp8_e5m2")
-    auto = (checkpoint.quant and checkpoint.quant.cache) or dtype
-    if kv_dtype not in known:
-        raise ConfigError(
-            f"kv_cache_dtype={kv_dtype!r} is not supported on this {machine.device}; "
-            f"known: {', '.join(known)} ('auto' is {auto!r} here)"
-        )
+    kv_dtype = resolve_cache_dtype(args.get("kv_cache_dtype", "auto"), dtype, machine, checkpoint)
     sized = {"gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override"} & args.keys()
     if machine.device == "cpu" and not sized:
         space = env.cpu_kvcache_space
@@ -404,7 +396,7 @@ def _resolve_cache(
             )
         args["kv_cache_memory_limit"] = CPU_KV_CACHE_LIMIT if space is None else int(space * GIB)
     args.setdefault("gpu_memory_utilization", 0.92)
-    return CacheSection(**{**args, "kv_cache_dtype": auto if kv_dtype == "auto" else kv_dtype})
+    return CacheSection(**{**args, "kv_cache_dtype": kv_dtype})
 
 
 def _divide_cpu_memory(cache: CacheSection, parallel: ParallelSection) -> CacheSection:

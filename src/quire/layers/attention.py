@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from quire.attention.backend import AttentionSpec
 from quire.attention.batch import Batch
-from quire.checkpoint.layout import CacheSpec
+from quire.checkpoint.layout import SCALE_BYTES, CacheSpec
 from quire.kernels.ops import HeadEntry, HeadNorms
+from quire.kernels.reference.ops import head_size
 from quire.layers.rope import Rope
 from quire.layers.scope import LoadedModule, Scope, Target
 from quire.quant.sharding import divided
@@ -94,7 +95,8 @@ class PagedAttention(LoadedModule):
     def keeps(self) -> CacheSpec:
         window = self.spec.window
         numbers = self.spec.kv_heads * self.spec.head_dim
-        return CacheSpec("full" if window is None else "window", numbers=numbers, window=window)
+        kind = "full" if window is None else "window"
+        return CacheSpec(kind, numbers=numbers, window=window, heads=self.spec.kv_heads)
 
     def bind_memory(
         self,
@@ -108,15 +110,19 @@ class PagedAttention(LoadedModule):
         """Use these bytes as the KV cache. `part` is (index, count) of the layers interleaved in it by
         token."""
         (index, count), spec = part, self.spec
-        planes = memory.view(cache_dtype).view(2, -1, block_size, count, spec.kv_heads, spec.head_dim)
+        size = spec.head_dim + (SCALE_BYTES if cache_dtype == torch.int8 else 0)
+        planes = memory.view(cache_dtype).view(2, -1, block_size, count, spec.kv_heads, size)
         k_cache, v_cache = (planes[at // count, :, :, at % count] for at in (2 * index, 2 * index + 1))
         self.bind(k_cache, v_cache, group)
 
     def bind(self, k_cache: Tensor, v_cache: Tensor, group: int = 0) -> None:
-        """Use these caches, [num_blocks, block_size, kv_heads, head_dim] each."""
-        assert k_cache.shape[2:] == v_cache.shape[2:] == (self.spec.kv_heads, self.spec.head_dim)
+        """Use these caches, [num_blocks, block_size, kv_heads, head_dim] each; in int8 with scales behind the
+        heads."""
+        assert k_cache.shape == v_cache.shape and k_cache.shape[2] == self.spec.kv_heads
+        assert head_size(k_cache) == self.spec.head_dim
         self.k_cache, self.v_cache, self.group = k_cache, v_cache, group
-        scales = (self.scales.k, self.scales.v) if k_cache.itemsize == 1 else (1.0, 1.0)
+        has_scales = k_cache.itemsize == 1 and k_cache.dtype != torch.int8
+        scales = (self.scales.k, self.scales.v) if has_scales else (1.0, 1.0)
         self.spec = replace(self.spec, k_scale=scales[0], v_scale=scales[1])
 
     def forward(self, x: Tensor, qkv: Callable[[Tensor, HeadEntry], Tensor], batch: Batch) -> Tensor:

@@ -64,6 +64,8 @@ _IGNORED = re.compile(
     r"|^(thinker\.)?(model\.)?image_newline$"
     r"|\.(q_scale|prob_scale|input_scale(_ub|_2)?|input_global_scale|activation_scale|input_zero_point|weight_zero_point|weight_format|g_idx)$"
     r"|\.weight_shape$"
+    r"|\.(nbits|group_size|axis|shape|packing|unpack_view_dtype|view_as_float|quant_(scale|zero)|channel_wise)$"
+    r"|\.(compute_dtype|offload_meta|encoded_state_dict|stores_quant_config|optimize|round_zero)$"
 )
 """Weights that may be ignored: RoPE frequencies, the causal masks of GPT-2 and GPT-NeoX, MTP layers,
 multimodal encoders, input scales where inputs are not quantized, zero points of symmetric weights, and
@@ -116,7 +118,7 @@ def load_model(
         linear=format.linear,
         experts=format.experts,
         is_stored=partial(_is_stored, stored),
-        shape_of=lambda name: stored.get(stored_name(name, stored), ()),
+        shape_of=lambda name: _stored_shape(stored, name) or (),
         group=world.tp,
         stage=stage,
         ep=ep,
@@ -158,7 +160,7 @@ def _format_of(
     quant: QuantFacts | None,
 ) -> Format:
     if quant is not None:
-        return SchemeFormat(quant, plain, partial(_is_stored, stored) if stored else None)
+        return SchemeFormat(quant, plain, partial(_stored_shape, stored) if stored else None)
     return source.format(plain) if packed else plain
 
 
@@ -333,6 +335,10 @@ def stored_name(name: str, stored: Mapping[str, tuple[int, ...]]) -> str:
     for new, old in _OLD_NAMES.items():
         known += [alias.removesuffix(new) + old for alias in known if alias.endswith(new)]
     return next((alias for alias in known if alias in stored), name)
+
+
+def _stored_shape(stored: Mapping[str, tuple[int, ...]], name: str) -> tuple[int, ...] | None:
+    return stored.get(stored_name(name, stored))
 
 
 def _is_stored(stored: Mapping[str, tuple[int, ...]], name: str) -> bool:

@@ -1,7 +1,7 @@
-"""Weights from pytorch_model.bin files, read without running any code in them."""
+"""Weights from pytorch_model.bin files, and of hqq, read without running any code in them."""
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.checkpoint.model import Checkpoint
+from quire.checkpoint.quant.hqq import FILE as HQQ_FILE
 from quire.errors import ConfigError
 from quire.layers.scope import Target
 from quire.loader.shards import find_shards
@@ -17,10 +18,13 @@ from quire.loader.source import Source, put
 
 
 class PickleSource(Source):
-    """The tensors of pytorch_model*.bin."""
+    """The tensors of pytorch_model*.bin, or of a file that hqq has saved."""
 
     def __init__(self, checkpoint: Checkpoint, seed: int) -> None:
         self._tensors: dict[str, Tensor] = {}
+        if (checkpoint.path / HQQ_FILE).is_file():
+            self._tensors = load_pickle(checkpoint.path / HQQ_FILE)
+            return
         for path in find_shards(checkpoint.path, "pytorch_model", ".bin"):
             self._tensors |= load_pickle(path)
 
@@ -48,6 +52,16 @@ def load_pickle_bytes(name: str, data: memoryview) -> dict[str, Tensor]:
     )
 
 
+def _flatten(state: dict[Any, Any], prefix: str = "", depth: int = 2) -> Iterator[tuple[str, Any]]:
+    """Yield the values of a nested dictionary by dotted name. hqq saves one of each layer, and its older
+    versions one with the scales inside of that, `meta`, which is not part of names."""
+    for key, value in state.items():
+        if isinstance(value, dict) and depth:
+            yield from _flatten(value, prefix if key == "meta" else f"{prefix}{key}.", depth - 1)
+        else:
+            yield f"{prefix}{key}", value
+
+
 def _plain_tensors(name: str, load: Callable[[], Any]) -> dict[str, Tensor]:
     """Return the tensors of a pickle and reject all but strided ones: torch does not check sparse indices."""
     try:
@@ -57,7 +71,7 @@ def _plain_tensors(name: str, load: Callable[[], Any]) -> dict[str, Tensor]:
         raise ConfigError(f"{name} cannot be read as plain weights: {first_line}") from error
     if not isinstance(state, dict):
         raise ConfigError(f"{name} holds a {type(state).__name__}, expected tensors by name")
-    tensors = {str(key): tensor for key, tensor in state.items() if isinstance(tensor, Tensor)}
+    tensors = {key: tensor for key, tensor in _flatten(state) if isinstance(tensor, Tensor)}
     for key, tensor in tensors.items():
         if tensor.layout != torch.strided or tensor.device.type != "cpu":
             layout = str(tensor.layout).removeprefix("torch.")

@@ -46,12 +46,24 @@ _LARGE_BYTES = 8 << 20
 """From this size on memory is requested in huge pages."""
 
 
-_FLATTENED = re.compile(r"\._weight_(qdata|scale|zero_point)$")
-"""Parts of a tensor of torchao, which are tensors of their own in a file."""
+_FLATTENED = re.compile(r"(?:\._weight_|\.weight:)(\w+)$")
+"""Parts of a tensor of torchao, which are tensors of their own in a file; with a colon in version 0.14."""
+_INPUT_SCALE = re.compile(r"\.weight_act_(pre_scale|quant_\w+)$")
+"""Scales of torchao that inputs are multiplied by or quantized with."""
+
+
+def _torchao_names(entries: dict[str, "TensorEntry"]) -> dict[str, "TensorEntry"]:
+    """Return the tensors of torchao by the names that formats of other packages have."""
+    named = {
+        _FLATTENED.sub(_plain_name, name).removesuffix(":_data"): entry for name, entry in entries.items()
+    }
+    if scale := next(filter(_INPUT_SCALE.search, named), None):
+        raise ConfigError(f"{named[scale].path}: {scale} is a scale of inputs, which is not supported")
+    return named
 
 
 def _plain_name(part: re.Match[str]) -> str:
-    return ".weight" if part[1] == "qdata" else f".weight_{part[1]}"
+    return ".weight" if part[1] in ("qdata", "_data") else f".weight_{part[1]}"
 
 
 class TensorEntry(NamedTuple):
@@ -76,7 +88,7 @@ class SafetensorsSource(Source):
         paths = self._find(checkpoint)
         self.entries = {name: entry for path in paths for name, entry in entries_of(path).items()}
         if checkpoint.quant is not None and checkpoint.quant.method == "torchao":
-            self.entries = {_FLATTENED.sub(_plain_name, name): entry for name, entry in self.entries.items()}
+            self.entries = _torchao_names(self.entries)
         self._local = threading.local()
 
     def _find(self, checkpoint: Checkpoint) -> list[Path]:

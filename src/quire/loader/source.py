@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.checkpoint.model import Checkpoint
+from quire.checkpoint.quant.hqq import FILE as HQQ_FILE
 from quire.errors import ConfigError, nearest
 from quire.layers.scope import Target
 from quire.loader.shards import STATE
@@ -84,7 +85,8 @@ def detect(checkpoint: Checkpoint, load_format: str) -> str:
         if (checkpoint.path / STATE).is_file():
             return "sharded_state"
         has_safetensors = any(checkpoint.path.glob("*.safetensors*"))
-        return "safetensors" if has_safetensors or not any(checkpoint.path.glob("*.bin*")) else "pt"
+        has_pickles = any(checkpoint.path.glob("*.bin*")) or (checkpoint.path / HQQ_FILE).is_file()
+        return "pt" if has_pickles and not has_safetensors else "safetensors"
     if load_format != "dummy" and (load_format == "gguf") != (checkpoint.format == "gguf"):
         kind = "a GGUF file" if checkpoint.format == "gguf" else "a model directory"
         raise ConfigError(

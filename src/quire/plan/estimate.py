@@ -179,7 +179,7 @@ def kv_bytes_per_token(checkpoint: Checkpoint, kv_dtype: str) -> dict[str, tuple
 
 
 def _bytes_of(spec: CacheSpec, kv_dtype: str) -> int:
-    return spec.bytes_per_row or spec.planes * spec.numbers * DTYPE_BYTES[kv_dtype]
+    return spec.bytes_per_row or spec.planes * spec.stored_as(kv_dtype).numbers * DTYPE_BYTES[kv_dtype]
 
 
 def fits(
@@ -244,7 +244,8 @@ def cache_of(config: EngineConfig, memory: Memory) -> CacheSize:
         raise ConfigError(f"weights, activations and libraries alone exceed the memory by {short}")
     facts = config.rank_facts
     stages = stage_layers(len(facts.layers), config.parallel.pipeline_parallel_size)
-    whole = layout(cache_specs(facts), config.model.max_model_len, config.states_per_row)
+    specs, longest = cache_specs(facts), config.model.max_model_len
+    whole = layout(specs, longest, config.states_per_row, kv_dtype(config))
     return smallest_cache(
         size_cache(
             whole.of({*layers, *range(len(facts.layers), len(whole.specs))}),

@@ -76,7 +76,10 @@ def _cache_bytes(fit: MemoryFit, context: int) -> int:
     """Return the cache bytes that one token of a sequence reads."""
     assert fit.config is not None
     dtype_bytes = bytes_of_cache(fit.config)
-    specs = [spec for spec in cache_specs(fit.config.checkpoint.facts) if spec is not None]
+    kv_dtype = fit.config.cache.kv_cache_dtype
+    specs = [
+        spec.stored_as(kv_dtype) for spec in cache_specs(fit.config.checkpoint.facts) if spec is not None
+    ]
     paged = [spec for spec in specs if spec.is_paged]
     num_values = (min(context, spec.window or context) * spec.planes * spec.numbers for spec in paged)
     return dtype_bytes * sum(num_values) + sum(spec.row_bytes(dtype_bytes) for spec in specs)

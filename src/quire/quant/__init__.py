@@ -9,6 +9,7 @@ SCHEMES = LazyTable(
         "BlockFloat": "quire.quant.block_float:BlockFloatFormat",
         "Fp8": "quire.quant.fp8:Fp8Format",
         "Grouped": "quire.quant.int4:Int4Format",
+        "Hqq": "quire.quant.hqq:HqqFormat",
         "Int8": "quire.quant.int8:Int8Format",
         "Mxfp4": "quire.quant.mxfp4:Mxfp4Format",
     },

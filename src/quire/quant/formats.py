@@ -1,11 +1,9 @@
 """SchemeFormat: builds the weight of each layer by the scheme in its checkpoint."""
 
-from collections.abc import Callable
-from dataclasses import replace
 from itertools import groupby, islice
 
 from quire.checkpoint.quant.facts import QuantFacts
-from quire.checkpoint.quant.schemes import Fp8, Scheme
+from quire.checkpoint.quant.schemes import Scheme, StoredShape
 from quire.errors import ConfigError
 from quire.quant import SCHEMES
 from quire.quant.experts import ExpertShape, StoredExperts
@@ -16,15 +14,20 @@ from quire.quant.weight import LinearShape, MixedWeight, Weight, shapes_of
 class SchemeFormat:
     """A `Format` for layers in several schemes; layers without one are `plain`."""
 
-    def __init__(self, facts: QuantFacts, plain: Format, is_stored: Callable[[str], bool] | None) -> None:
+    def __init__(self, facts: QuantFacts, plain: Format, shape_of: StoredShape | None) -> None:
         self.facts = facts
         self.plain = plain
-        self.is_stored = is_stored
-        """Whether the checkpoint has a tensor of a name; None if there are no weight files."""
+        self.shape_of = shape_of
+        """Shapes of the checkpoint's tensors; None if there are no weight files."""
         self._formats: dict[Scheme, Format] = {}
 
     def linear(self, parts: tuple[str, ...], shape: LinearShape) -> Weight:
-        schemes = [self._scheme(part, narrows=shape.narrows) for part in parts]
+        size_in = shape.size_in if shape.inputs is None else shape.inputs.all
+        sizes = [sum(run.all for run in runs) for runs in shape.outputs] or shape.sizes_out
+        schemes = [
+            self._scheme(part, size=size * size_in, narrows=shape.narrows)
+            for part, size in zip(parts, sizes, strict=True)
+        ]
         runs = [(scheme, len(list(run))) for scheme, run in groupby(schemes)]
         if len(runs) == 1:
             return self._format(schemes[0]).linear(parts, shape)
@@ -36,7 +39,8 @@ class SchemeFormat:
         return MixedWeight(shape, weights)
 
     def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
-        schemes = {part: self._scheme(_first_expert(part), part, narrows=True) for part in parts}
+        size = shape.hidden * (shape.intermediate if shape.inner is None else shape.inner.all)
+        schemes = {part: self._scheme(_first_expert(part), part, size=size, narrows=True) for part in parts}
         first, *others = set(schemes.values())
         if others:
             raise ConfigError(
@@ -53,23 +57,18 @@ class SchemeFormat:
             self._formats[scheme] = SCHEMES[type(scheme).__name__](scheme, self.plain)
         return self._formats[scheme]
 
-    def _scheme(self, *names: str, narrows: bool) -> Scheme | None:
+    def _scheme(self, *names: str, size: int, narrows: bool) -> Scheme | None:
         """Return the scheme of a layer with one of these names if the checkpoint has its tensors."""
         scheme = next(filter(None, map(self.facts.scheme, names)), None)
         if scheme is None:
             return None
-        if self.is_stored is None or not getattr(scheme, "stored", True):
+        if self.shape_of is None or not getattr(scheme, "stored", True):
             return scheme if narrows else None
-        marks = (
-            mark
-            for name in names
-            for mark in scheme.marks
-            if self.is_stored(f"{name}{'' if mark[0] == '_' else '.'}{mark}")
-        )
-        mark = next(marks, None)
-        if mark is not None and isinstance(scheme, Fp8):
-            return replace(scheme, scale_name=mark)  # files use different names
-        return None if mark is None else scheme
+        for name in names:
+            for mark in scheme.marks:
+                if self.shape_of(f"{name}{'' if mark[0] == '_' else '.'}{mark}") is not None:
+                    return scheme.as_stored(name, mark, size, self.shape_of)
+        return None
 
 
 def _first_expert(part: str) -> str:

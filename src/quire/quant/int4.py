@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,18 +14,26 @@ from quire.kernels.cpu import native
 from quire.kernels.cpu.gguf import interleaves, pack
 from quire.kernels.cpu.linear import LinearProduct, Matrix
 from quire.kernels.cpu.moe import CpuExperts
-from quire.kernels.reference.int4 import Gather, Int4Codes, as_blocks
+from quire.kernels.reference.int4 import Gather, Int4Codes, as_blocks, split_zeros
 from quire.logs import get_logger, warn_once
 from quire.quant.experts import ExpertShape, StoredExperts
 from quire.quant.format import Format
-from quire.quant.int4_layouts import LAYOUTS, Sizes, read
+from quire.quant.int4_layouts import LAYOUTS, TILED_INPUTS, Sizes, read
 from quire.quant.sharding import Runs, Shard, check_units
 from quire.quant.weight import LinearShape, Piece, Weight, bias_of, empty_parameter, frozen_parameter
 
 logger = get_logger(__name__)
-_GROUPS = (-1, 32, 64, 128)
-_BITS = {"awq": (4,), "gptq": (4, 8), "gptq_v2": (4, 8), "compressed": (4, 8), "torchao": (4, 8)}
-_BY_ROW = ("compressed", "torchao")
+GROUPS = (-1, 32, 64, 128)
+_BITS: dict[str, tuple[int, ...]] = {
+    "awq": (4,),
+    "gptq": (4, 8),
+    "gptq_v2": (4, 8),
+    "compressed": (4, 8),
+    "torchao": (1, 2, 3, 4, 5, 6, 7, 8),
+    "torchao_pairs": (4,),
+    "torchao_tiles": (4,),
+}
+_BY_ROW = ("compressed", "torchao", "torchao_pairs")
 """Layouts in which no word holds codes of several outputs."""
 _EXPERTS = ("gate", "up", "down")
 _UNSUPPORTED = {
@@ -50,7 +59,7 @@ class Int4Format:
         runs = shape.outputs or [(Shard(size),) for size in shape.sizes_out]
         for name, outputs in zip(parts, runs, strict=True):
             _check(self.scheme, name, outputs, shape.inputs or Shard(shape.size_in))
-        return Int4Linear(self.scheme, shape, self.plain)
+        return Int4Linear(GroupedTensors(self.scheme), shape, self.plain)
 
     def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
         if len(parts) != 3 and not (len(parts) == 2 and parts[0].endswith("up_proj")):
@@ -58,9 +67,9 @@ class Int4Format:
                 f"{parts[0]}: experts of {self.scheme.layout} are stored one by one, with gate, up and down "
                 "separate, but this model has them fused"
             )
-        for name, (outputs, inputs) in _sizes_of(shape).items():
+        for name, (outputs, inputs) in expert_sizes(shape).items():
             _check(self.scheme, f"{parts[0]} ({name})", (outputs,), inputs)
-        return Int4Experts(self.scheme, shape, self.plain)
+        return Int4Experts(GroupedTensors(self.scheme), shape, self.plain)
 
 
 def _check(scheme: Grouped, name: str, runs: Runs, inputs: Shard) -> None:
@@ -70,13 +79,13 @@ def _check(scheme: Grouped, name: str, runs: Runs, inputs: Shard) -> None:
             f"{name}: {scheme.layout} of {scheme.bits} bits is not supported; "
             f"{' and '.join(map(str, known))} bits are"
         )
-    if scheme.group not in _GROUPS:
+    if scheme.group not in GROUPS:
         raise ConfigError(
             f"{name}: groups of {scheme.group} inputs are not supported; "
-            f"{', '.join(map(str, _GROUPS))} (all inputs in one) are"
+            f"{', '.join(map(str, GROUPS))} (all inputs in one) are"
         )
     if scheme.group > 0 and inputs.all % scheme.group:
-        fitting = [group for group in _GROUPS if group < 0 or inputs.all % group == 0]
+        fitting = [group for group in GROUPS if group < 0 or inputs.all % group == 0]
         raise ConfigError(
             f"{name}: {inputs.all} inputs are not whole groups of {scheme.group}; groups of "
             f"{' or '.join(map(str, fitting))} would be (-1: all inputs in one)"
@@ -93,7 +102,9 @@ def _check(scheme: Grouped, name: str, runs: Runs, inputs: Shard) -> None:
 def _check_shards(scheme: Grouped, name: str, runs: Runs, inputs: Shard) -> None:
     """Check that a shard cuts no words or groups. Outputs share words if zeros or all codes are packed;
     inputs share groups and words. With act_order, inputs are regrouped after loading."""
-    per = 32 // scheme.bits
+    per = {"torchao": 1, "torchao_pairs": 2}.get(scheme.layout, 32 // scheme.bits)
+    if scheme.layout == "torchao_tiles":
+        check_units(name, (inputs,), TILED_INPUTS, "tiles")
     if scheme.layout not in _BY_ROW or (scheme.layout == "compressed" and not scheme.symmetric):
         check_units(name, runs, per, "words")
     is_cut = scheme.group > 0 and not scheme.act_order
@@ -122,16 +133,50 @@ def _sizes(scheme: Grouped, outputs: int, inputs: int) -> Sizes:
     return LAYOUTS[scheme.layout].sizes(scheme, outputs, inputs, groups)
 
 
+class Int4Tensors(Protocol):
+    """The tensors of a weight in files of some format."""
+
+    label: str
+    """Format and bits, for messages."""
+
+    def empty(self, outputs: Runs, inputs: Shard, device: torch.device, *front: int) -> dict[str, Piece]:
+        """Return empty tensors of one weight, or of several by `front`, by the suffix of their names."""
+        ...
+
+    def read(
+        self, stored: dict[str, Tensor], outputs: Runs, inputs: Shard
+    ) -> tuple[Int4Codes, Tensor | None]:
+        """Return the codes of a weight, and the order of its inputs if it differs from that of x."""
+        ...
+
+
+class GroupedTensors:
+    """The tensors of AWQ, GPTQ, compressed-tensors and torchao."""
+
+    def __init__(self, scheme: Grouped) -> None:
+        self.scheme = scheme
+        self.label = f"{scheme.layout} weights of {scheme.bits} bits"
+
+    def empty(self, outputs: Runs, inputs: Shard, device: torch.device, *front: int) -> dict[str, Piece]:
+        return _pieces(self.scheme, sum(run.size for run in outputs), inputs, device, *front)
+
+    def read(
+        self, stored: dict[str, Tensor], outputs: Runs, inputs: Shard
+    ) -> tuple[Int4Codes, Tensor | None]:
+        return read(self.scheme, stored, inputs)
+
+
 class Int4Linear(Weight):
     """Holds the tensors of the file while loading, and the layout of the kernels afterwards."""
 
-    def __init__(self, scheme: Grouped, shape: LinearShape, plain: Format) -> None:
+    def __init__(self, tensors: Int4Tensors, shape: LinearShape, plain: Format) -> None:
         super().__init__(shape)
-        self.scheme = scheme
+        self.tensors = tensors
         self.plain = plain
         self.bias = bias_of(shape)
         self.inputs = shape.inputs or Shard(shape.size_in)
-        self.stored = [_pieces(scheme, size, self.inputs, shape.device) for size in shape.sizes_out]
+        self.outputs = shape.outputs or tuple((Shard(size),) for size in shape.sizes_out)
+        self.stored = [tensors.empty(runs, self.inputs, shape.device) for runs in self.outputs]
         self.orders = [torch.arange(size) for size in shape.sizes_out]
         self.packed = nn.ParameterList()
         """The tensors that the kernels read."""
@@ -174,7 +219,7 @@ class Int4Linear(Weight):
     def _read(self, i: int, order: Tensor) -> tuple[Int4Codes, Tensor | None]:
         """Return the codes of a part and the order of its inputs, and release its stored tensors."""
         stored = {suffix: piece.tensor for suffix, piece in self.stored[i].items()}
-        codes, inputs = read(self.scheme, stored, self.inputs)
+        codes, inputs = self.tensors.read(stored, self.outputs[i], self.inputs)
         self.stored[i] = {}
         if not torch.equal(order, torch.arange(len(order))):
             order = order.to(codes.codes.device)
@@ -191,14 +236,21 @@ class Int4Linear(Weight):
         gather: Callable[[Tensor], Tensor] | None = None
         if any(codes.group == 1 for codes in parts):
             return self._dequantize(parts, order, bias)
-        if shape.device.type == "cuda":
-            product = self._on_gpu(parts, bias, may_gate=order is None)
+        on_gpu = shape.device.type == "cuda"
+        integral = [split_zeros(codes, on_gpu=on_gpu) for codes in parts]
+        whole, parts = parts, [codes for codes, _ in integral]
+        offsets = _join_offsets(integral, shape.dtype if on_gpu else torch.float32)
+        if on_gpu:
+            product = self._on_gpu(parts, bias, may_gate=order is None and offsets is None)
             gather = None if order is None else partial(_gather, order=order)
         elif native.serves(shape.device, shape.dtype):
             product = self._on_cpu(parts, bias)
             gather = None if order is None else Gather(order)
         if product is None:
-            return self._dequantize(parts, order, bias)
+            return self._dequantize(whole, order, bias)
+        if offsets is not None:
+            self.packed.append(frozen_parameter(offsets))
+            product = partial(_add_offsets, product=product, offsets=offsets, group=parts[0].group)
         return product if gather is None else partial(_compose, first=gather, then=product)
 
     def _on_gpu(
@@ -227,7 +279,7 @@ class Int4Linear(Weight):
         self, parts: list[Int4Codes], order: Tensor | None, bias: Tensor | None
     ) -> Callable[[Tensor], Tensor]:
         """Dequantize the parts into a plain weight and return its matmul."""
-        _warn_dequantized(self.scheme, self.shape.device)
+        _warn_dequantized(self.tensors.label, self.shape.device)
         shape = replace(self.shape, sizes_out=tuple(len(part.codes) for part in parts))
         weight = self.plain.linear(("",) * len(parts), shape)
         for stored, codes in zip(weight.parts(), parts, strict=True):
@@ -243,13 +295,13 @@ class Int4Linear(Weight):
 class Int4Experts(StoredExperts):
     """Grouped experts of a layer; see `Int4Linear`."""
 
-    def __init__(self, scheme: Grouped, shape: ExpertShape, plain: Format) -> None:
+    def __init__(self, tensors: Int4Tensors, shape: ExpertShape, plain: Format) -> None:
         super().__init__(shape)
-        self.scheme = scheme
+        self.tensors = tensors
         self.plain = plain
         self.stored = {
-            name: _pieces(scheme, outputs.size, inputs, shape.device, shape.experts)
-            for name, (outputs, inputs) in _sizes_of(shape).items()
+            name: tensors.empty((outputs,), inputs, shape.device, shape.experts)
+            for name, (outputs, inputs) in expert_sizes(shape).items()
         }
         self.packed = nn.ParameterList()
 
@@ -268,7 +320,8 @@ class Int4Experts(StoredExperts):
 
     def _read(self, name: str, expert: int) -> tuple[Int4Codes, Tensor | None]:
         stored = {suffix: piece.tensor[expert] for suffix, piece in self.stored[name].items()}
-        return read(self.scheme, stored, _sizes_of(self.shape)[name][1])
+        outputs, inputs = expert_sizes(self.shape)[name]
+        return self.tensors.read(stored, (outputs,), inputs)
 
     def _on_gpu(self) -> bool:
         from quire.kernels.triton.int4_moe import mix, pack, stack
@@ -281,12 +334,15 @@ class Int4Experts(StoredExperts):
             experts = []
             for expert in range(self.shape.experts):
                 parts = [self._read(name, expert) for name in names]
-                if any(order is not None or codes.group == 1 for codes, order in parts):
+                if any(
+                    order is not None or codes.group == 1 or split_zeros(codes, on_gpu=True)[1] is not None
+                    for codes, order in parts
+                ):
                     return False
                 fields = [
                     torch.cat(field) for field in list(zip(*(codes for codes, _ in parts), strict=True))[:3]
                 ]
-                experts.append(pack(*fields, bits=self.scheme.bits, dtype=self.shape.dtype))
+                experts.append(pack(*fields, bits=parts[0][0].bits, dtype=self.shape.dtype))
             packed[names] = stack(experts)
             self.packed += [frozen_parameter(packed[names].codes), frozen_parameter(packed[names].heads)]
         self.mix = partial(
@@ -313,7 +369,7 @@ class Int4Experts(StoredExperts):
         return True
 
     def _dequantize(self) -> None:
-        _warn_dequantized(self.scheme, self.shape.device)
+        _warn_dequantized(self.tensors.label, self.shape.device)
         experts = self.plain.experts(_EXPERTS, self.shape)
         for name in _EXPERTS:
             into = experts.parts()[name]["weight"].tensor
@@ -326,7 +382,7 @@ class Int4Experts(StoredExperts):
         self.mix = experts.mix
 
 
-def _sizes_of(shape: ExpertShape) -> dict[str, tuple[Shard, Shard]]:
+def expert_sizes(shape: ExpertShape) -> dict[str, tuple[Shard, Shard]]:
     """Return outputs and inputs of an expert's weights."""
     up = shape.inner or Shard(shape.intermediate), Shard(shape.hidden)
     return {"gate": up, "up": up, "down": up[::-1]}
@@ -344,6 +400,20 @@ def _is_same_order(one: Tensor | None, other: Tensor | None) -> bool:
     return one is other if one is None or other is None else torch.equal(one, other)
 
 
+def _join_offsets(parts: list[tuple[Int4Codes, Tensor | None]], dtype: torch.dtype) -> Tensor | None:
+    """Return the offsets of all parts, [groups, outputs]; None if all are 0."""
+    if all(offsets is None for _, offsets in parts):
+        return None
+    rows = [torch.zeros_like(codes.scales) if offsets is None else offsets for codes, offsets in parts]
+    return torch.cat(rows).t().to(dtype).contiguous()
+
+
+def _add_offsets(x: Tensor, product: Callable[[Tensor], Tensor], offsets: Tensor, group: int) -> Tensor:
+    """Return the product, plus the offset of each group times the sum of its inputs."""
+    sums = x.unflatten(1, (-1, group)).sum(2, dtype=torch.float32)
+    return product(x) + (sums.to(offsets.dtype) @ offsets).to(x.dtype)
+
+
 def _gather(x: Tensor, order: Tensor) -> Tensor:
     return x.index_select(1, order)
 
@@ -356,9 +426,9 @@ def _concatenate(x: Tensor, products: list[Callable[[Tensor], Tensor]]) -> Tenso
     return torch.cat([product(x) for product in products], 1)
 
 
-def _warn_dequantized(scheme: Grouped, device: torch.device) -> None:
+def _warn_dequantized(label: str, device: torch.device) -> None:
     warn_once(
         logger,
-        f"Some {scheme.layout} weights of {scheme.bits} bits {_UNSUPPORTED[device.type]}: they are "
+        f"Some {label} {_UNSUPPORTED[device.type]}: they are "
         "dequantized and take as much memory as unquantized ones",
     )

@@ -117,18 +117,80 @@ def _read_compressed(scheme: Grouped, stored: dict[str, Tensor]) -> tuple[Tensor
 
 def _torchao_sizes(scheme: Grouped, outputs: int, inputs: int, groups: int) -> Sizes:
     group = inputs // groups
-    return {
+    sizes: Sizes = {
         "weight": Int4Size((outputs, inputs), torch.int8, 0, 1),
         "weight_scale": Int4Size((outputs, groups), torch.float32, 0, 1, 1, group, of_groups=True),
-        "weight_zero_point": Int4Size((outputs, groups), torch.int8, 0, 1, 1, group, of_groups=True),
     }
+    if not scheme.symmetric:
+        zeros = Int4Size((outputs, groups), torch.int8, 0, 1, 1, group, of_groups=True)
+        sizes["weight_zero_point"] = zeros
+    return sizes
 
 
 def _read_torchao(scheme: Grouped, stored: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Read signed codes and zeros, each in a byte."""
-    half = 1 << scheme.bits - 1
-    codes, zeros = (stored[name].to(torch.int32) + half for name in ("weight", "weight_zero_point"))
-    return codes.to(torch.uint8), stored["weight_scale"], zeros
+    half, scales = 1 << scheme.bits - 1, stored["weight_scale"]
+    codes = (stored["weight"].to(torch.int32) + half).to(torch.uint8)
+    if scheme.symmetric:
+        return codes, scales, torch.full_like(scales, half, dtype=torch.int32)
+    return codes, scales, stored["weight_zero_point"].to(torch.int32) + half
+
+
+def _torchao_pair_sizes(scheme: Grouped, outputs: int, inputs: int, groups: int) -> Sizes:
+    by_group = Int4Size((groups, outputs), torch.float32, 1, 0, 1, inputs // groups, of_groups=True)
+    return {
+        "weight": Int4Size((outputs, inputs // 2), torch.int8, 0, 1, 1, 2),
+        "weight_scale": by_group,
+        "weight_zero_point": by_group,
+    }
+
+
+def _read_torchao_pairs(scheme: Grouped, stored: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Read bytes of two signed codes, the first in the lower half. The zero is what a code of 0 stands
+    for."""
+    words = stored["weight"].view(torch.uint8)
+    codes = torch.stack((words & 15, words >> 4), 2).flatten(1) ^ 8
+    scales = stored["weight_scale"].t()
+    return codes, scales, _code_of_zero(scales, stored["weight_zero_point"].t())
+
+
+_TILE_INPUTS, _TILE_OUTPUTS = 16, 8
+"""Inputs and outputs of a tile of the tensor cores, in weights that torchao has packed for them."""
+TILED_INPUTS = 1024
+"""Weights packed in tiles are padded to a multiple of these inputs."""
+_TILE_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Index among the 8 inputs of a word, from its lowest bits on."""
+
+
+def _torchao_tile_sizes(scheme: Grouped, outputs: int, inputs: int, groups: int) -> Sizes:
+    group = inputs // groups
+    padded = -(-inputs // TILED_INPUTS) * TILED_INPUTS
+    tiles = outputs // _TILE_OUTPUTS, padded // (8 * _TILE_INPUTS), 32, 4
+    num_groups = padded // group if scheme.group > 0 else 1
+    return {
+        "weight": Int4Size(tiles, torch.int32, 0, 1, _TILE_OUTPUTS, 8 * _TILE_INPUTS),
+        "weight_scale_and_zero": Int4Size(
+            (num_groups, outputs, 2), torch.float32, 1, 0, 1, group, of_groups=True
+        ),
+    }
+
+
+def _read_torchao_tiles(scheme: Grouped, stored: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Read words [outputs / 8, inputs / 128, 32 lanes, 4]. A lane has an output and a word two tiles: of
+    each, two neighbouring inputs and those 8 further."""
+    words = stored["weight"]
+    parts = fields(words.flatten(0, 2), 4, 1).view(*words.shape, 8)
+    places = torch.tensor(_TILE_ORDER, device=words.device).argsort()
+    # outputs / 8, inputs / 128, output, pair, two tiles at a time, tile, 8 further, neighbour
+    cut = parts[..., places].view(*words.shape[:2], 8, 4, 4, 2, 2, 2)
+    codes = cut.permute(0, 2, 1, 4, 5, 6, 3, 7).reshape(words.shape[0] * 8, -1)
+    scales, zeros = stored["weight_scale_and_zero"].transpose(0, 1).unbind(2)
+    return codes, scales, _code_of_zero(scales, zeros)
+
+
+def _code_of_zero(scales: Tensor, middles: Tensor) -> Tensor:
+    """Return the fractional codes of 0, if the code 8 stands for `middles`."""
+    return 8 - torch.where(scales == 0, 0, middles / scales)
 
 
 LAYOUTS = {
@@ -136,6 +198,8 @@ LAYOUTS = {
     "gptq": Int4Layout(_gptq_sizes, _read_gptq, "g_idx"),
     "gptq_v2": Int4Layout(_gptq_sizes, _read_gptq, "g_idx"),
     "torchao": Int4Layout(_torchao_sizes, _read_torchao, ""),
+    "torchao_pairs": Int4Layout(_torchao_pair_sizes, _read_torchao_pairs, ""),
+    "torchao_tiles": Int4Layout(_torchao_tile_sizes, _read_torchao_tiles, ""),
     "compressed": Int4Layout(_compressed_sizes, _read_compressed, "weight_g_idx"),
 }
 
@@ -144,7 +208,11 @@ def read(scheme: Grouped, stored: dict[str, Tensor], inputs: Shard) -> tuple[Int
     """Return the codes of a weight, and the order of its inputs if it differs from that of x."""
     layout, order = LAYOUTS[scheme.layout], None
     codes, scales, zeros = layout.read(scheme, stored)
-    whole = Int4Codes(codes[:, : inputs.size], scales, zeros.to(torch.int32), scheme.bits)
+    if not zeros.is_floating_point():
+        zeros = zeros.to(torch.int32)
+    if scheme.layout == "torchao_tiles" and scheme.group > 0:  # groups of padding
+        scales, zeros = (x[:, : inputs.size // scheme.group] for x in (scales, zeros))
+    whole = Int4Codes(codes[:, : inputs.size], scales, zeros, 4 if scheme.bits <= 4 else 8)
     if scheme.act_order:
         group_of = stored[layout.order]
         order = _order(group_of, scales.shape[1])

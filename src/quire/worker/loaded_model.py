@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from quire.attention.backend import AttentionBackend, AttentionSpec, choose
 from quire.checkpoint.facts import ArchFacts
-from quire.checkpoint.layout import CacheLayout, cache_specs, layout
+from quire.checkpoint.layout import INT8_CACHE, CacheLayout, cache_specs, layout
 from quire.checkpoint.pooling import PoolingFacts
 from quire.config.engine import EngineConfig
 from quire.config.expert_parallel import Eplb
@@ -53,7 +53,11 @@ from quire.worker.state_checkpoints import StateCheckpoints
 
 log = get_logger(__name__)
 
-_CACHE_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+_CACHE_DTYPES = {
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    INT8_CACHE: torch.int8,
+}
 """KV cache dtypes that no model computes in."""
 
 
@@ -106,7 +110,7 @@ class LoadedModel:
         """Return the cache layout of this stage's layers, those of the draft last."""
         draft_specs = () if self.draft_facts is None else cache_specs(self.draft_facts)
         specs, longest = (*cache_specs(facts), *draft_specs), self.config.model.max_model_len
-        whole = layout(specs, longest, self.config.states_per_row)
+        whole = layout(specs, longest, self.config.states_per_row, self.config.cache.kv_cache_dtype)
         if (draft := self.config.draft) is not None and draft.facts.drafts is None:
             whole = whole.keeping(1)  # the KV of its drafts is recomputed
         num, end = len(facts.layers), len(whole.specs) if self.stage.is_last else 0

@@ -11,7 +11,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from quire.checkpoint.layout import CacheLayout
+from quire.checkpoint.layout import INT8_CACHE, CacheLayout
 from quire.config.machine import Machine
 from quire.config.sections import CacheSection
 from quire.errors import ConfigError
@@ -136,7 +136,8 @@ def bind(
     specs = ((number, spec) for number, spec in enumerate(layout.specs) if spec is not None)
     kept = [(number, part) for number, spec in specs for part in spec.parts]
     for (number, spec), layer in zip(kept, layers, strict=True):
-        assert spec == layer.keeps, f"layer {number} has cache spec {layer.keeps}, not {spec}"
+        keeps = layer.keeps.stored_as(INT8_CACHE) if cache_dtype == torch.int8 else layer.keeps
+        assert spec == keeps, f"layer {number} has cache spec {keeps}, not {spec}"
         if not spec.is_paged:
             count = num_rows + 1
             if isinstance(layer, SSMMixer):

@@ -9,6 +9,7 @@ from torch import Tensor
 from quire.attention.backend import AttentionSpec
 from quire.attention.batch import Batch
 from quire.attention.triton_attn import MOST_ROWS, TritonAttention
+from quire.kernels import batch_invariant
 from quire.kernels.triton import attention_launch as launch
 from quire.kernels.triton.attention_launch import AttentionLayer, shares_of
 
@@ -54,6 +55,21 @@ def test_uneven_sequences(monkeypatch: pytest.MonkeyPatch, num_sms: int, window:
     check(
         TritonAttention(), [*chunks, (40, 9)], AttentionSpec(4, 2, 16, torch.float32, window), device=DEVICE
     )
+
+
+@pytest.mark.parametrize(
+    ("fixed", "window"), [(False, 9), (True, None), *more((False, None), (True, 9))], ids=str
+)
+def test_int8_cache(fixed: bool, window: int | None) -> None:
+    """Check scales of tokens and heads for decodes, which are split, and prompts."""
+    chunks: Chunks = [(1, 5), (1, 70), (3, 31), (1, -1), (20, 9)]
+    batch_invariant.switch(fixed)
+    try:
+        for dtype in (torch.float32, torch.float16):
+            spec = AttentionSpec(4, 2, 24, dtype, window)
+            check(TritonAttention(), chunks, spec, cache_dtype=torch.int8, sinks=True, device=DEVICE)
+    finally:
+        batch_invariant.switch(False)
 
 
 @pytest.mark.slow

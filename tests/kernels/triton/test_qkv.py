@@ -78,6 +78,7 @@ def test_8_bit_cache() -> None:
 
 def test_unsupported_cases_are_not_fused() -> None:
     x, weight = random(1, 512), random(256, 512)
+    assert enter(x, case(4, 2, 32, torch.int8), weight, None) is None
     entry = case(4, 2, 32)
     assert enter(x[:0], entry, weight, None) is None
     assert enter(random(2, 512), entry, weight, None) is None

@@ -10,6 +10,7 @@ from quire.checkpoint.quant.compressed import read_compressed
 from quire.checkpoint.quant.facts import QuantFacts, all_but
 from quire.checkpoint.quant.fp8 import read_fbgemm, read_fp8
 from quire.checkpoint.quant.gptq import read_gptq
+from quire.checkpoint.quant.hqq import HQQ_AS_STORED, is_saved_by_hqq, read_hqq
 from quire.checkpoint.quant.modelopt import read_modelopt
 from quire.checkpoint.quant.mxfp4 import read_mxfp4, read_mxfp8
 from quire.checkpoint.quant.quark import read_quark
@@ -26,6 +27,7 @@ METHODS: dict[str, Callable[[ConfigReader], QuantFacts]] = {
     "fbgemm_fp8": read_fbgemm,
     "fp8": read_fp8,
     "gptq": read_gptq,
+    "hqq": read_hqq,
     "modelopt": read_modelopt,
     "mxfp4": read_mxfp4,
     "mxfp8": read_mxfp8,
@@ -65,7 +67,7 @@ def read_quant(keys: ConfigReader, path: Path | None = None) -> QuantFacts | Non
     for name, method in _FILES.items():
         if path is not None and (path / name).is_file():
             return _read(ConfigReader(str(path / name), read_json(path / name)), method)
-    return None
+    return HQQ_AS_STORED if path is not None and is_saved_by_hqq(path) else None
 
 
 def _read(keys: ConfigReader, default: str | None) -> QuantFacts:

@@ -1,7 +1,13 @@
 """Quantization schemes: how the weight of a layer is stored."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
+
+from quire.errors import ConfigError
+
+StoredShape = Callable[[str], tuple[int, ...] | None]
+"""Function from the name of a tensor to its shape in the checkpoint; None if there is no such tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,6 +16,11 @@ class Scheme:
 
     marks: ClassVar[tuple[str, ...]] = ()
     """Suffixes of tensors that only layers of this scheme have."""
+
+    def as_stored(self, layer: str, mark: str, size: int, shape_of: StoredShape) -> "Scheme":
+        """Return the scheme with what only the tensors of a layer show. The layer has `size` weights and a
+        tensor with the suffix `mark`."""
+        return self
 
     @property
     def bits_per_weight(self) -> float:
@@ -33,6 +44,9 @@ class Fp8(Scheme):
     stored: bool = True
     """Whether the checkpoint is quantized; otherwise weights are quantized while they are loaded."""
 
+    def as_stored(self, layer: str, mark: str, size: int, shape_of: StoredShape) -> "Fp8":
+        return replace(self, scale_name=mark)  # files use different names
+
 
 @dataclass(frozen=True, slots=True)
 class Int8(Scheme):
@@ -50,21 +64,22 @@ class Int8(Scheme):
 class Grouped(Scheme):
     """Integer weights of few bits, with a scale and possibly a zero point per group of inputs."""
 
-    marks: ClassVar = ("qweight", "weight_packed", "weight_scale")
+    marks: ClassVar = ("qweight", "weight_packed", "weight_scale", "weight_scale_and_zero")
     bits: int
     group: int
     """Inputs per group; -1: all."""
     symmetric: bool
     act_order: bool
     """Whether groups are not consecutive inputs: the file has the group of each input."""
-    layout: Literal["awq", "gptq", "gptq_v2", "compressed", "torchao"]
+    layout: Literal["awq", "gptq", "gptq_v2", "compressed", "torchao", "torchao_pairs", "torchao_tiles"]
     intended_inputs: Literal["fp8", "int8"] | None = None
     """Type of the inputs that the checkpoint was made for. Here inputs are not quantized."""
 
     @property
     def bits_per_weight(self) -> float:
-        extra = 16 + (0 if self.symmetric else self.bits)
-        return self.bits + (extra / self.group if self.group > 0 else 0.02)
+        bits = 4 if self.bits <= 4 else 8
+        extra = 16 + (0 if self.symmetric else bits)
+        return bits + (extra / self.group if self.group > 0 else 0.02)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +94,58 @@ class BitsAndBytes(Scheme):
     @property
     def bits_per_weight(self) -> float:
         return 8.02 if self.kind == "int8" else 4.13 if self.nested else 4.5
+
+
+_HQQ_FIELDS = {8: 1, 4: 2, 2: 4, 3: 10, 1: 8}
+"""Codes in a stored integer, by bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hqq(Scheme):
+    """Integer weights with a scale and a fractional zero point per group of weights (HQQ)."""
+
+    marks: ClassVar = ("W_q",)
+    bits: int = 0
+    """Bits of a stored code; 0: only the stored tensors show them."""
+    group: int = 0
+    """Weights in a group; -1: all of an output or input, 0: only the stored tensors show it."""
+    axis: int = 1
+    """1: a group has consecutive inputs; 0: it has outputs at equal distances."""
+    layout: ClassVar = "hqq"
+    fields: ClassVar = _HQQ_FIELDS
+
+    def as_stored(self, layer: str, mark: str, size: int, shape_of: StoredShape) -> "Hqq":
+        codes, scale = shape_of(f"{layer}.W_q") or (), shape_of(f"{layer}.scale")
+        if scale is None:
+            raise ConfigError(
+                f"{layer}.scale is missing: a layer of HQQ has W_q, scale and zero. Quantized scales and "
+                "zeros (scale_q, zero_scale) are not supported; quantize the model again without them"
+            )
+        groups = max(scale, default=1)
+        axis = self.axis if groups == 1 else int(len(scale) == 2 and scale[0] == groups)
+        is_vector = len(scale) == 2 and min(scale) == 1 and size % groups == 0
+        rows, columns = (groups, size // groups) if axis else (size // groups, groups)
+        known = [bits for bits, per in _HQQ_FIELDS.items() if codes == (-(-rows // per), columns)]
+        if not is_vector or not known or self.bits and self.bits not in known:
+            bits = f" of {self.bits} bits" if self.bits else ""
+            raise ConfigError(
+                f"{layer}: W_q of shape {codes} and scale of shape {scale} are not {size} weights{bits} as "
+                "HQQ stores them; the file or its quantization_config is damaged, or the weights were stored "
+                "with view_as_float"
+            )
+        if self.group > 0 and self.group != size // groups:
+            raise ConfigError(
+                f"{layer}: scale of shape {scale} has groups of {size // groups} weights, but "
+                f"quantization_config says group_size {self.group}"
+            )
+        return Hqq(self.bits or known[0], size // groups, axis)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Return 16 for groups along outputs, which are dequantized."""
+        if self.axis == 0:
+            return 16
+        return (8 if self.bits > 4 else 4) + 48 / (self.group if self.group > 0 else 1024)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,16 @@ _BY_MODULE = ("FqnToConfig", "ModuleFqnToConfig")
 _SUPPORTED = (
     "supported are Int8WeightOnlyConfig, Int8DynamicActivationInt8WeightConfig, Float8WeightOnlyConfig,"
     " Float8DynamicActivationFloat8WeightConfig, IntxWeightOnlyConfig and"
-    " Int8DynamicActivationIntxWeightConfig, with weights by row or tensor, of Intx by row or group"
+    " Int8DynamicActivationIntxWeightConfig, with weights by row or tensor, of Intx and Int8WeightOnlyConfig"
+    " by row or group; Int4WeightOnlyConfig and Float8DynamicActivationInt4WeightConfig packed as PLAIN or"
+    " TILE_PACKED_TO_4D"
 )
+_FP8_INT4 = "Float8DynamicActivationInt4WeightConfig"
+_INT4_LAYOUTS: dict[str, Literal["torchao_pairs", "torchao_tiles"]] = {
+    "plain": "torchao_pairs",
+    "tile_packed_to_4d": "torchao_tiles",
+}
+"""Layouts of 4-bit weights by packing format."""
 _GRANULARITIES: dict[str, Literal["tensor", "channel"]] = {"PerRow": "channel", "PerTensor": "tensor"}
 
 
@@ -22,7 +30,7 @@ def read_torchao(keys: ConfigReader) -> QuantFacts:
     types = keys.get("quant_type")
     settings = types.get("default") if isinstance(types, dict) else None
     if not isinstance(settings, dict) or len(types) != 1:
-        raise keys.wrong("quant_type", "an object with the key default, as torchao 0.15 and later write it")
+        raise keys.wrong("quant_type", "an object with the key default, as torchao 0.14 and later write it")
     source = f"{keys.source}: quant_type"
     skipped = keys.names("modules_to_not_convert")
     if settings.get("_type") not in _BY_MODULE:
@@ -58,10 +66,12 @@ def _read_scheme(source: str, settings: Any) -> Scheme:
         scheme = _fp8(data, dynamic=kind.startswith("Float8Dynamic"))
     elif kind in ("IntxWeightOnlyConfig", "Int8DynamicActivationIntxWeightConfig"):
         scheme = _grouped(data, dynamic=kind.startswith("Int8Dynamic"))
-    if scheme is None or version != 2:
+    elif kind in ("Int4WeightOnlyConfig", _FP8_INT4):
+        scheme = _int4(data, has_fp8_inputs=kind == _FP8_INT4)
+    if scheme is None or version != (1 if kind == _FP8_INT4 else 2):
         raise ConfigError(
             f"{source} is {kind} of version {version} with {str(data):.300}, which is not supported; "
-            f"{_SUPPORTED}, in version 2 (torchao 0.15 and later)"
+            f"{_SUPPORTED}, in version 2 (torchao 0.14 and later)"
         )
     return scheme
 
@@ -81,8 +91,11 @@ def _granularity(entry: Any) -> Literal["tensor", "channel"] | None:
 
 
 def _int8(data: dict[str, Any], *, dynamic: bool) -> Scheme | None:
+    size = _group_size(data.get("granularity")) or data.get("group_size")
+    if size is not None and not dynamic:
+        return Grouped(8, size, True, False, "torchao") if isinstance(size, int) else None
     weights = _granularity(data.get("granularity"))
-    if weights is None or data.get("group_size") is not None:
+    if weights is None or size is not None:
         return None
     if not dynamic:
         return Int8(weights, "none")
@@ -97,16 +110,27 @@ def _fp8(data: dict[str, Any], *, dynamic: bool) -> Scheme | None:
     return Fp8(weights, "none" if not dynamic else "token" if weights == "channel" else "tensor")
 
 
+def _int4(data: dict[str, Any], *, has_fp8_inputs: bool) -> Scheme | None:
+    packed = data.get("int4_packing_format")
+    layout = _INT4_LAYOUTS.get((packed if isinstance(packed, str) else _type(packed) or "plain").lower())
+    size = 128 if has_fp8_inputs else data.get("group_size", 128)
+    if layout is None or not isinstance(size, int) or data.get("int4_tile_packed_ntile", 8) != 8:
+        return None
+    return Grouped(4, size, False, False, layout, "fp8" if has_fp8_inputs else None)
+
+
+def _group_size(granularity: Any) -> Any:
+    """Return the size of the groups of inputs; None if there are none."""
+    inner = granularity.get("_data") if _type(granularity) == "PerGroup" else None
+    return inner.get("group_size") if isinstance(inner, dict) else None
+
+
 def _grouped(data: dict[str, Any], *, dynamic: bool) -> Scheme | None:
-    bits = {"int4": 4, "int8": 8}.get(_type(data.get("weight_dtype")))
+    bits = {f"int{bits}": bits for bits in range(1, 9)}.get(_type(data.get("weight_dtype")))
     granularity: Any = data.get("weight_granularity" if dynamic else "granularity")
     packed = _type(data.get("intx_packing_format")) or "UNPACKED_TO_INT8"
-    size: Any = -1
-    if _type(granularity) == "PerGroup":
-        inner = granularity.get("_data")
-        size = inner.get("group_size") if isinstance(inner, dict) else None
-    elif _type(granularity) not in ("PerRow", "PerAxis"):
-        return None
+    is_by_row = _type(granularity) in ("PerRow", "PerAxis")
+    size = -1 if is_by_row else _group_size(granularity)
     if bits is None or packed != "UNPACKED_TO_INT8" or not isinstance(size, int):
         return None
     return Grouped(bits, size, False, False, "torchao", "int8" if dynamic else None)

@@ -13,7 +13,13 @@ from quire.kernels.cpu.native import TYPES, Kernel, library, recording
 
 HEAD_DIM_STEP = 8
 """Head sizes are multiples of this."""
-CACHE_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}
+CACHE_DTYPES = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float8_e4m3fn: 2,
+    torch.float8_e5m2: 3,
+    torch.int8: 4,
+}
 """Numbers of the KV cache dtypes, equal to those in cache_dtype.h."""
 
 
@@ -117,9 +123,9 @@ def attend(
 def slot_stride(k_cache: Tensor, v_cache: Tensor) -> int:
     """Return the stride between two tokens of a cache with contiguous heads. It exceeds their size if layers
     share the memory."""
-    _, block_size, _, head_dim = k_cache.shape
+    _, block_size, _, head_elements = k_cache.shape
     stride = k_cache.stride(1)
-    assert k_cache.stride() == v_cache.stride() == (block_size * stride, stride, head_dim, 1)
+    assert k_cache.stride() == v_cache.stride() == (block_size * stride, stride, head_elements, 1)
     return stride
 
 

@@ -12,7 +12,7 @@ from quire.kernels.cpu.attention import CACHE_DTYPES, slot_stride
 from quire.kernels.cpu.native import TYPES, Kernel
 from quire.kernels.ops import HeadEntry
 from quire.kernels.reference.activations import in_c
-from quire.kernels.reference.ops import Reference
+from quire.kernels.reference.ops import Reference, head_size
 
 _MAX_HEAD_DIM = 1024
 """Maximum head size, equal to that in heads.h."""
@@ -151,7 +151,7 @@ class CPUOps(Reference):
 
     def rotate_and_write(self, qkv: Tensor, entry: HeadEntry) -> Tensor:
         heads, table, positions, slots, k_cache, v_cache, norms, *scales = entry
-        kv_heads, head_dim = k_cache.shape[2:]
+        kv_heads, head_dim = k_cache.shape[2], head_size(k_cache)
         if k_cache.dtype not in CACHE_DTYPES or head_dim > _MAX_HEAD_DIM:
             return super().rotate_and_write(qkv, entry)
         assert qkv.stride(1) == 1 and qkv.dtype == table.dtype

@@ -96,10 +96,10 @@ static void fetch(const Job *job, long at, long count)
 static void copy_heads(const void *from, int kind, long at, long heads, long head_dim, float factor, float *into)
 {
     long dim = whole(head_dim, LANES);
-    if (dim == head_dim)
+    if (dim == head_dim && kind != KEPT_INT8)
         widen_kept(from, kind, at, heads * dim, factor, into);
     else
-        for (; heads > 0; heads--, at += head_dim, into += dim) {
+        for (; heads > 0; heads--, at += head_step(kind, head_dim), into += dim) {
             widen_kept(from, kind, at, head_dim, factor, into);
             memset(into + head_dim, 0, (size_t)(dim - head_dim) * sizeof(float));
         }
@@ -115,11 +115,12 @@ static void gather(const Job *job, const Task *task, long tile, long first, long
     const int32_t *table = job->block_tables + job->rows[task->seq] * job->table_width;
     long size = job->block_size, step = job->slot_stride, heads = task->num_kv_heads, width = heads * dim_of(job);
     int pack = is_copied(job) || heads == 1;
+    long first_head = task->kv_head * head_step((int)job->kept, job->head_dim);
     for (long position = first; position < end;) {
         long offset = position % size, until = at_most(position - offset + size, end);
-        long at = (table[position / size] * size + offset) * step + task->kv_head * job->head_dim;
+        long at = (table[position / size] * size + offset) * step + first_head;
         if (pack && until < end)
-            fetch(job, table[until / size] * size * step + task->kv_head * job->head_dim, at_most(size, end - until));
+            fetch(job, table[until / size] * size * step + first_head, at_most(size, end - until));
         for (; position < until; position++, at += step) {
             long k = position - tile;
             if (pack) {

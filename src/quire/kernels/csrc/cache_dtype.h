@@ -1,4 +1,4 @@
-/* KV cache dtypes: float, bfloat16 and fp8. */
+/* KV cache dtypes: float, bfloat16, fp8, and int8 with a float scale behind each head. */
 #ifndef QUIRE_CACHE_DTYPE_H
 #define QUIRE_CACHE_DTYPE_H
 
@@ -7,9 +7,12 @@
 #include "simd.h"
 
 /* Equal to the numbers in cpu/attention.py. */
-enum { KEPT_F32, KEPT_BF16, KEPT_E4M3, KEPT_E5M2 };
+enum { KEPT_F32, KEPT_BF16, KEPT_E4M3, KEPT_E5M2, KEPT_INT8 };
 
 INLINE long kept_bytes(int kind) { return kind == KEPT_F32 ? 4 : kind == KEPT_BF16 ? 2 : 1; }
+
+/* Elements between the starts of two heads of a token. */
+INLINE long head_step(int kind, long head_dim) { return head_dim + (kind == KEPT_INT8 ? (long)sizeof(float) : 0); }
 
 typedef uint8_t vb __attribute__((vector_size(LANES)));
 
@@ -50,9 +53,20 @@ INLINE uint8_t to_eight(float x, int is_e5m2)
     return (uint8_t)(sign | ((bits >> shift) - (is_e5m2 ? 112u << 2 : 120u << 3)));
 }
 
-/* `widen` for any cache dtype. */
+/* `widen` for any cache dtype; codes of int8 are multiplied by the scale behind them. */
 INLINE void widen_kept(const void *from, int kind, long at, long count, float factor, float *into)
 {
+    if (kind == KEPT_INT8) {
+        float scale;
+        memcpy(&scale, (const int8_t *)from + at + count, sizeof scale);
+        for (const uint8_t *x = (const uint8_t *)from + at; count > 0; x += LANES, into += LANES, count -= LANES) {
+            vb code = {0};
+            memcpy(&code, x, count < LANES ? (size_t)count : sizeof code);
+            vi wide = (vi)(from_bytes(code) << 24) >> 24;
+            put(into, 0, 0, count, __builtin_convertvector(wide, vf) * (scale * factor));
+        }
+        return;
+    }
     if (kind < KEPT_E4M3) {
         widen(from, kind == KEPT_BF16, at, count, factor, into);
         return;
@@ -64,11 +78,32 @@ INLINE void widen_kept(const void *from, int kind, long at, long count, float fa
     }
 }
 
+/* Quantize a head to int8: its absolute maximum has the code 127. The scale is stored behind the codes; NaN and infinity make it
+ * NaN or infinite. */
+INLINE void narrow_int8(const float *from, int8_t *into, long count, int is_bf16)
+{
+    float most = 1e-30f;
+    for (long i = 0; i < count; i++) {
+        float size = fabsf(is_bf16 ? from_bf16(to_bf16(from[i])) : from[i]);
+        most = size > most || size != size ? size : most;
+    }
+    float scale = most / 127.0f;
+    for (long i = 0; i < count; i++) {
+        float code = (is_bf16 ? from_bf16(to_bf16(from[i])) : from[i]) / scale;
+        into[i] = (int8_t)(code == code ? nearbyintf(code) : 0.0f);
+    }
+    memcpy(into + count, &scale, sizeof scale);
+}
+
 /* `narrow` for any cache dtype. Values for fp8 are first rounded to the dtype of the model, then divided by `scale`. */
 INLINE void narrow_kept(const float *from, void *into, int kind, long at, long count, float scale, int is_bf16)
 {
     if (kind < KEPT_E4M3) {
         narrow(from, into, kind == KEPT_BF16, at, count);
+        return;
+    }
+    if (kind == KEPT_INT8) {
+        narrow_int8(from, (int8_t *)into + at, count, is_bf16);
         return;
     }
     for (long i = 0; i < count; i++) {

@@ -182,6 +182,7 @@ typedef struct {
 INLINE void rotate_and_write(const RotateJob *job, int bf16)
 {
     long heads = job->heads, kv_heads = job->kv_heads, all = heads + 2 * kv_heads, dim = job->head_dim;
+    long step = head_step((int)job->kept, dim);
 #pragma omp for schedule(static)
     for (long task = 0; task < job->num_tokens * all; task++) {
         long token = task / all, head = task % all, slot = job->slots[token];
@@ -203,9 +204,10 @@ INLINE void rotate_and_write(const RotateJob *job, int bf16)
         if (head < heads)
             narrow(x, job->out, bf16, (token * heads + head) * dim, dim);
         else if (head < heads + kv_heads)
-            narrow_kept(x, job->k_cache, (int)job->kept, slot * job->slot_stride + (head - heads) * dim, dim, (float)job->k_scale, bf16);
+            narrow_kept(x, job->k_cache, (int)job->kept, slot * job->slot_stride + (head - heads) * step, dim, (float)job->k_scale,
+                        bf16);
         else
-            narrow_kept(x, job->v_cache, (int)job->kept, slot * job->slot_stride + (head - heads - kv_heads) * dim, dim,
+            narrow_kept(x, job->v_cache, (int)job->kept, slot * job->slot_stride + (head - heads - kv_heads) * step, dim,
                         (float)job->v_scale, bf16);
     }
 }

@@ -21,7 +21,7 @@ class Int4Codes(NamedTuple):
     scales: Tensor
     """[outputs, groups] float32"""
     zeros: Tensor
-    """[outputs, groups] int32"""
+    """[outputs, groups] int32, or float32 if they are fractional"""
     bits: int
 
     @property
@@ -37,6 +37,21 @@ class Int4Codes(NamedTuple):
         """Return the dequantized weight [outputs, inputs] float32."""
         zeros, scales = (x.repeat_interleave(self.group, 1) for x in (self.zeros, self.scales))
         return (self.codes - zeros) * scales
+
+
+def split_zeros(weight: Int4Codes, *, on_gpu: bool) -> tuple[Int4Codes, Tensor | None]:
+    """Return the weight with zeros that the kernels of the device support, and what is left of each group's
+    zero times its scale, to be added to all its weights; None if that is 0. Kernels on a GPU need integers
+    in the range of codes, 8-bit kernels on a CPU the middle of this range."""
+    codes, scales, zeros, bits = weight
+    middle = 1 << bits - 1
+    if on_gpu:
+        fitting = zeros if not zeros.is_floating_point() else zeros.round().clamp(0, 2 * middle - 1)
+    else:
+        fitting = zeros if bits == 4 else torch.full_like(zeros, middle)
+    if fitting is zeros or torch.equal(fitting, zeros):
+        return weight._replace(zeros=fitting if bits == 4 and not on_gpu else fitting.to(torch.int32)), None
+    return Int4Codes(codes, scales, fitting.to(torch.int32), bits), (fitting - zeros) * scales
 
 
 def as_blocks(weight: Int4Codes) -> tuple[Tensor, str] | None:

@@ -7,8 +7,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quire.checkpoint.facts import Routing
+from quire.checkpoint.layout import SCALE_BYTES
 from quire.kernels.reference.activations import ACTIVATIONS, gated
 from quire.kernels.reference.moe import route
+
+INT8_LIMIT = 127.0
+"""Largest code of an int8 cache; the absolute maximum of a head has it."""
+_LEAST = 1e-30
+"""Least absolute maximum of a head in an int8 cache, so that scales are not 0."""
 
 
 class HeadNorms(NamedTuple):
@@ -31,7 +37,8 @@ class HeadEntry(NamedTuple):
     slots: Tensor
     """[T]; nothing is written for a slot below 0"""
     k_cache: Tensor
-    """[num_blocks, block_size, kv_heads, head_dim]; an 8-bit cache holds values divided by its scale"""
+    """[num_blocks, block_size, kv_heads, head_dim]; an fp8 cache holds values divided by its scale, and an
+    int8 cache has `SCALE_BYTES` more in each head, for the scale of the head"""
     v_cache: Tensor
     norms: HeadNorms | None = None
     k_scale: float = 1.0
@@ -131,7 +138,7 @@ class Reference:
 
         [T, (heads + 2 * kv_heads) * head_dim] -> [T, heads, head_dim].
         """
-        kv_heads, head_dim = entry.k_cache.shape[2:]
+        kv_heads, head_dim = entry.k_cache.shape[2], head_size(entry.k_cache)
         q, k, v = qkv.view(len(qkv), -1, head_dim).split([entry.heads, kv_heads, kv_heads], dim=1)
         if (norms := entry.norms) is not None:
             q, k = self.norm(q, norms.q, norms.eps), self.norm(k, norms.k, norms.eps)
@@ -188,9 +195,33 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((left * cos - right * sin, right * cos + left * sin, x[..., dim:]), -1)
 
 
+def head_size(cache: Tensor) -> int:
+    """Return the number of elements of a head of a KV cache."""
+    return cache.shape[3] - (SCALE_BYTES if cache.dtype == torch.int8 else 0)
+
+
+def quantize_heads(x: Tensor) -> Tensor:
+    """Return x [T, kv_heads, head_dim] as int8 [T, kv_heads, head_dim + SCALE_BYTES]: codes from -127 to 127
+    and the bytes of a float32 scale. NaN and infinity make the scale, and so the whole head, NaN or
+    infinite."""
+    wide = x.float()
+    scales = wide.abs().amax(-1, keepdim=True).clamp(min=_LEAST) / INT8_LIMIT
+    codes = (wide / scales).nan_to_num(0.0).round().to(torch.int8)
+    return torch.cat((codes, scales.view(torch.int8)), -1)
+
+
+def dequantize_heads(stored: Tensor) -> Tensor:
+    """Return the float32 values of heads as `quantize_heads` stores them."""
+    codes, scales = stored.split([stored.shape[-1] - SCALE_BYTES, SCALE_BYTES], -1)
+    values: Tensor = codes.float() * scales.contiguous().view(torch.float32)
+    return values
+
+
 def write(x: Tensor, cache: Tensor, slots: Tensor, scale: float = 1.0) -> None:
     """Write x [T, kv_heads, head_dim] to the slots of one cache."""
-    if cache.dtype.itemsize == 1:
+    if cache.dtype == torch.int8:
+        x = quantize_heads(x)
+    elif cache.dtype.itemsize == 1:
         limit = torch.finfo(cache.dtype).max
         x = (x.float() / scale).clamp(-limit, limit)
     written = slots >= 0

@@ -1,4 +1,5 @@
-"""Paged attention on a GPU, in two kernels over caches [num_blocks, block_size, kv_heads, head_dim].
+"""Paged attention on a GPU, in two kernels over caches [num_blocks, block_size, kv_heads, head_dim]. Heads of
+an int8 cache have 4 more bytes, the float32 scale of the head.
 
 The rows of a tile are all query heads of one KV head for some consecutive queries of a sequence, so that a
 key is loaded once for all of them. `tiles` processes a tile of many queries over all its keys (prefill).
@@ -78,9 +79,9 @@ def _accumulate(
     key = tl.arange(0, BLOCK_N)
     # 8-bit values convert to float16 in one instruction. Two dimensions are loaded as one 16-bit number,
     # because the transposition for the tensor cores works on 16 bits.
-    NARROW: tl.constexpr = cache.k.dtype.element_ty.primitive_bitwidth == 8 and q.dtype != tl.float32
-    PAIRS: tl.constexpr = NARROW and acc.shape[0] < 64
     KIND: tl.constexpr = cache.v.dtype.element_ty
+    NARROW: tl.constexpr = KIND.primitive_bitwidth == 8 and tl.int8 != KIND and q.dtype != tl.float32
+    PAIRS: tl.constexpr = NARROW and acc.shape[0] < 64
     if NARROW:
         q = q.to(tl.float16)
     if PAIRS:
@@ -89,10 +90,9 @@ def _accumulate(
     # Block ids are loaded one iteration ahead, so that the loads of keys do not wait for them.
     blocks = load_blocks(table, first + key, end, BLOCK_SIZE)
     for at in range(first, end, BLOCK_N):
-        slots = slot_offsets(cache, blocks, at + key, BLOCK_SIZE) + kv_head * DIM
+        slots = slot_offsets(cache, blocks, at + key, BLOCK_SIZE) + kv_head * head_step(KIND, DIM)
         blocks = load_blocks(table, at + BLOCK_N + key, end, BLOCK_SIZE)
-        k = load_slots(cache.k, slots, at + key < end, acc.shape[1], DIM).to(q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        scores = scores_of(q, cache.k, slots, at + key < end, acc.shape[1], DIM)
         shrink, most, total, weights = online_softmax(
             scores, most, total, at, end, low, places, last, alibi_slopes, scores_by,
             WINDOW, CHUNKED, CAPPED, BLOCK_N,
@@ -103,7 +103,7 @@ def _accumulate(
             even = tl.dot(weights.to(q.dtype), _float16(v, KIND), even * shrink[:, None])
             odd = tl.dot(weights.to(q.dtype), _float16(v >> 8, KIND), odd * shrink[:, None])
         else:
-            v = load_slots(cache.v, slots, at + key < end, acc.shape[1], DIM).to(q.dtype)
+            v = load_values(cache.v, slots, at + key < end, acc.shape[1], DIM, q.dtype)
             acc = tl.dot(weights.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
     if PAIRS:
         acc = tl.reshape(tl.join(even, odd), acc.shape)
@@ -137,6 +137,44 @@ def load_slots(
     if BLOCK_D != DIM:
         exists &= dims[None, :] < DIM
     return tl.load(cache + slots[:, None] + dims[None, :], mask=exists, other=0.0)
+
+
+@triton.constexpr_function
+def head_step(kind: tl.dtype, dim: int) -> int:
+    """Return the elements between two heads of a slot."""
+    return dim + 4 if kind == tl.int8 else dim
+
+
+@triton.jit
+def load_scales(cache: tl.tensor, slots: tl.tensor, exists: tl.tensor, DIM: tl.constexpr) -> Any:
+    """Load the scales of heads of an int8 cache."""
+    floats = cache.to(tl.pointer_type(tl.float32), bitcast=True)
+    return tl.load(floats + (slots + DIM) // 4, mask=exists, other=0.0)
+
+
+@triton.jit
+def scores_of(
+    q: tl.tensor, cache: tl.tensor, slots: tl.tensor, exists: tl.tensor,
+    BLOCK_D: tl.constexpr, DIM: tl.constexpr,
+) -> Any:  # fmt: skip
+    """Return the products of queries and keys, [rows, keys]."""
+    k = load_slots(cache, slots, exists, BLOCK_D, DIM).to(q.dtype)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if cache.dtype.element_ty == tl.int8:
+        scores *= load_scales(cache, slots, exists, DIM)[None, :]
+    return scores
+
+
+@triton.jit
+def load_values(
+    cache: tl.tensor, slots: tl.tensor, exists: tl.tensor,
+    BLOCK_D: tl.constexpr, DIM: tl.constexpr, KIND: tl.constexpr,
+) -> Any:  # fmt: skip
+    """Load values [keys, dims] in the dtype KIND; those of an int8 cache are scaled."""
+    v = load_slots(cache, slots, exists, BLOCK_D, DIM)
+    if cache.dtype.element_ty == tl.int8:
+        v = v.to(tl.float32) * load_scales(cache, slots, exists, DIM)[:, None]
+    return v.to(KIND)
 
 
 @triton.jit

@@ -17,11 +17,13 @@ from quire.kernels.triton.attention import (
     NEVER,
     alibi_of,
     finish,
+    head_step,
     initial,
     load_blocks,
     load_queries,
-    load_slots,
+    load_values,
     online_softmax,
+    scores_of,
     slot_offsets,
 )
 from quire.kernels.triton.launch import follow
@@ -88,18 +90,18 @@ def _accumulate(
     most = tl.full([out.shape[0]], NEVER, tl.float32)
     total = tl.zeros([out.shape[0]], tl.float32)
     key, lowest = tl.arange(0, BLOCK_N), first_key(low, WINDOW, CHUNKED)
-    if cache.k.dtype.element_ty.primitive_bitwidth == 8 and q.dtype != tl.float32:
+    KIND: tl.constexpr = cache.k.dtype.element_ty
+    if KIND.primitive_bitwidth == 8 and tl.int8 != KIND and q.dtype != tl.float32:
         q = q.to(tl.float16)
     blocks = load_blocks(table, first + key, end, BLOCK_SIZE)
     for offset in range(0, end - first, BLOCK_N):
         at = first + offset
-        slots = slot_offsets(cache, blocks, at + key, BLOCK_SIZE) + kv_head * DIM
+        slots = slot_offsets(cache, blocks, at + key, BLOCK_SIZE) + kv_head * head_step(KIND, DIM)
         blocks = load_blocks(table, at + BLOCK_N + key, end, BLOCK_SIZE)
         exists = at + key < end
         if WINDOW:
             exists &= at + key >= lowest
-        k = load_slots(cache.k, slots, exists, BLOCK_D, DIM).to(q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        scores = scores_of(q, cache.k, slots, exists, BLOCK_D, DIM)
         if (at > first) & (at % SPLIT == 0):
             ends = (at & (sizes - 1)) == 0
             out, out_most, out_total, acc, most, total = _fold(
@@ -109,7 +111,7 @@ def _accumulate(
             scores, most, total, at, end, low, places, last, alibi_slopes, scores_by,
             WINDOW, CHUNKED, CAPPED, BLOCK_N,
         )  # fmt: skip
-        v = load_slots(cache.v, slots, exists, BLOCK_D, DIM).to(q.dtype)
+        v = load_values(cache.v, slots, exists, BLOCK_D, DIM, q.dtype)
         acc = tl.dot(weights.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
     return out, out_most, out_total, acc, most, total
 

@@ -9,7 +9,9 @@ from torch import Tensor
 from quire.checkpoint.facts import Routing
 from quire.kernels import batch_invariant
 from quire.kernels.ops import HeadEntry, LoRAHeads
+from quire.kernels.reference.ops import INT8_LIMIT, head_size
 from quire.kernels.triton.activations import activated, gated, tanh
+from quire.kernels.triton.attention import head_step
 from quire.kernels.triton.launch import follow, launch, overlap
 from quire.kernels.triton.lora import LoRARows, add, add_rows, assign, expand, shrink
 from quire.kernels.triton.moe_topk import route
@@ -18,6 +20,10 @@ _GATHERED = 2048
 """Elements per program of elementwise and gather kernels."""
 _FEW_TOKENS = 64
 """Most tokens for which a program takes only a few heads of a token, to have enough programs."""
+_NO_FRACTION = tl.constexpr(12582912.0)
+"""1.5 * 2**23: float32 numbers of this size are integers."""
+_LEAST = tl.constexpr(1e-30)
+"""Least absolute maximum of a head in an int8 cache, equal to that of the reference."""
 
 
 @triton.jit
@@ -123,6 +129,8 @@ def put(
         keys = tl.clamp(wide / k_scale, -LIMIT, LIMIT)
         stored = tl.clamp(wide / v_scale, -LIMIT, LIMIT)
     kind = k_cache.dtype.element_ty
+    if kind == tl.int8:  # the sum has no fraction: ties are rounded to even
+        keys, stored = (keys + _NO_FRACTION) - _NO_FRACTION, (stored + _NO_FRACTION) - _NO_FRACTION
     tl.store(k_cache + slot[:, None] + dims[None, :], keys.to(kind), mask=is_k[:, None] & exists)
     tl.store(v_cache + slot[:, None] + dims[None, :], stored.to(kind), mask=is_v[:, None] & exists)
 
@@ -162,12 +170,29 @@ def _rotate_and_write(
     cos, sin = angles(table + position * (2 * HALF), left, has_rope, HALF)
     q_offset = (token * Q_HEADS + head) * DIM
     place = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * slot_stride
-    place += (head - tl.where(is_v, Q_HEADS + KV_HEADS, Q_HEADS)) * DIM
+    kind: tl.constexpr = k_cache.dtype.element_ty
+    place += (head - tl.where(is_v, Q_HEADS + KV_HEADS, Q_HEADS)) * head_step(kind, DIM)
+    a, b = a * cos - b * sin, b * cos + a * sin
+    if kind == tl.int8:
+        narrow: tl.constexpr = q.dtype.element_ty
+        most = tl.maximum(_most(a, rotated, narrow), _most(b, rotated, narrow))
+        scale = tl.maximum(tl.maximum(most, _most(c, plain, narrow)), _LEAST) / LIMIT
+        k_scale, v_scale = scale[:, None], scale[:, None]
+        at = (place + DIM) // 4
+        tl.store(k_cache.to(tl.pointer_type(tl.float32), bitcast=True) + at, scale, mask=is_k)
+        tl.store(v_cache.to(tl.pointer_type(tl.float32), bitcast=True) + at, scale, mask=is_v)
     where = (q, k_cache, v_cache, q_offset, place, is_q, is_k, is_v, k_scale, v_scale)
-    put(a * cos - b * sin, rotated, left, where, SCALED, LIMIT)
-    put(b * cos + a * sin, rotated, right, where, SCALED, LIMIT)
+    put(a, rotated, left, where, SCALED, LIMIT)
+    put(b, rotated, right, where, SCALED, LIMIT)
     if DIM > 2 * HALF:
         put(c, plain, rest, where, SCALED, LIMIT)
+
+
+@triton.jit
+def _most(x: tl.tensor, exists: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+    """Return the absolute maximum of each row after rounding to KIND; infinity if the row has NaN."""
+    size = tl.abs(x.to(KIND).to(tl.float32))
+    return tl.max(tl.where(exists, tl.where(size == size, size, float("inf")), 0.0), 1)
 
 
 @triton.jit
@@ -189,6 +214,13 @@ def _norm_heads(
     for_k = tl.load(k_weight + dims, mask=exists, other=0.0).to(tl.float32)[None, :]
     normed = (x * factor).to(kind).to(tl.float32) * tl.where(is_q[:, None], for_q, for_k)
     return tl.where(has_rope, normed.to(kind).to(tl.float32), x)
+
+
+def limit_of(cache: Tensor) -> float:
+    """Return the largest value of an 8-bit cache; 0 for others."""
+    if cache.dtype == torch.int8:
+        return INT8_LIMIT
+    return torch.finfo(cache.dtype).max if cache.element_size() == 1 else 0.0
 
 
 class TritonOps:
@@ -261,7 +293,7 @@ class TritonOps:
 
     def rotate_and_write(self, qkv: Tensor, entry: HeadEntry) -> Tensor:
         heads, table, positions, slots, k_cache, v_cache, norms, k_scale, v_scale = entry
-        _, block_size, kv_heads, dim = k_cache.shape
+        (_, block_size, kv_heads, _), dim = k_cache.shape, head_size(k_cache)
         num_tokens, half = len(qkv), table.shape[1] // 2
         q = torch.empty(num_tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
         if not num_tokens:
@@ -273,7 +305,7 @@ class TritonOps:
             q, qkv, table, positions, slots, k_cache, v_cache, q_weight, k_weight, eps, k_scale, v_scale,
             qkv.stride(0), k_cache.stride(0), k_cache.stride(1), Q_HEADS=heads, KV_HEADS=kv_heads, DIM=dim,
             HALF=half, BLOCK_SIZE=block_size, NORMED=norms is not None, SCALED=scaled,
-            LIMIT=torch.finfo(k_cache.dtype).max if scaled else 0.0, HEADS=few,
+            LIMIT=limit_of(k_cache), HEADS=few,
             BLOCK_HALF=triton.next_power_of_2(half),
             BLOCK_REST=triton.next_power_of_2(max(dim - 2 * half, 1)), OVERLAP=ahead, launch_pdl=ahead,
             num_warps=1 if few == 2 else 2,

@@ -16,7 +16,7 @@ from quire.kernels import batch_invariant
 from quire.kernels.ops import HeadEntry, LoRAHeads
 from quire.kernels.triton.launch import follow, launch, overlap
 from quire.kernels.triton.lora import added_to_one
-from quire.kernels.triton.ops import angles, put
+from quire.kernels.triton.ops import angles, limit_of, put
 from quire.kernels.triton.tile_dots import LONGEST, scales_of
 
 _NUMBERS = 4096
@@ -101,6 +101,7 @@ def enter(
     rows = max(2 * _NUMBERS // item_bytes // length, 1)
     if (
         num != 1
+        or k.dtype == torch.int8  # the scale of a head needs all its elements
         or batch_invariant.is_on()
         or weight.element_size() != item_bytes
         or length > LONGEST
@@ -116,7 +117,7 @@ def enter(
     launch(_enter, entry.heads + 2 * kv_heads, dim // 2 // rows)(
         q, x, weight, scale, bias, entry.table, entry.positions, entry.slots, caches, size_in,
         added, Q_HEADS=entry.heads, KV_HEADS=kv_heads, HALF=dim // 2, BLOCK_SIZE=block_size, SCALED=scaled,
-        LIMIT=torch.finfo(k.dtype).max if scaled else 0.0, BLOCKED=scale is not None and scale.ndim == 2,
+        LIMIT=limit_of(k), BLOCKED=scale is not None and scale.ndim == 2,
         ROWS=rows, LENGTH=length, OVERLAP=ahead, launch_pdl=ahead, num_warps=4,
     )  # fmt: skip
     return q
