@@ -27,7 +27,7 @@ from quire.kernels.triton.attention import (
     slot_offsets,
 )
 from quire.kernels.triton.launch import follow
-from quire.kernels.triton.split_kv import first_key, last_passed
+from quire.kernels.triton.key_shares import first_key, last_passed
 
 _SEQS_AT_ONCE = tl.constexpr(256)
 """Number of sequences counted at once."""

@@ -11,6 +11,7 @@ from quire.kernels.triton import attention as kernels
 from quire.kernels.triton import attention_fixed as fixed
 from quire.kernels.triton.attention import AttentionSeqs, Cache, PartialAttention, Scores
 from quire.kernels.triton.launch import launch, overlap
+from quire.kernels.triton.split_kv import attend_split_kv
 
 _LOG2_E = 1.4426950408889634
 _DEFAULT_SMS = 4, 1 << 18
@@ -181,7 +182,7 @@ def attend_shares(
         row_bytes = 2 * layer.head_dim * cache.k.element_size()
         shares = shares_of(layer, programs_at_once(shape, row_bytes, sm_bytes), num_seqs, num_sms)
     ahead = overlap(len(q), layer.heads * layer.head_dim)
-    launch(kernels.attend_split_kv, layer.kv_heads, shares)(
+    launch(attend_split_kv, layer.kv_heads, shares)(
         out, q, q.stride(0), cache, seqs, work, num_seqs, sinks, alibi_slopes, _scores(layer),
         _partial(layer.kv_heads * shares, shape.block_m, layer.head_dim, q.device),
         max(1, MIN_KEYS // shape.block_n), BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, OVERLAP=ahead,

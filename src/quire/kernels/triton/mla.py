@@ -14,7 +14,7 @@ import triton.language as tl
 
 from quire.kernels.triton.attention import NEVER, online_softmax
 from quire.kernels.triton.launch import follow
-from quire.kernels.triton.split_kv import share
+from quire.kernels.triton.key_shares import share
 
 
 class Latents(NamedTuple):
