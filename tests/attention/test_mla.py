@@ -18,8 +18,8 @@ from quire.kernels.cpu import native
 from quire.kernels.cpu.ops import CPUOps
 from quire.kernels.ops import Ops
 from quire.kernels.reference.ops import Reference
-from quire.kernels.triton import mla_launch as launch
 from quire.kernels.triton import key_shares
+from quire.kernels.triton import mla_launch as launch
 from quire.kernels.triton.ops import TritonOps
 from quire.layers.lora import AdapterSlots
 from quire.layers.lora_layers import LoRAFactors, LoRAMlaLayer
