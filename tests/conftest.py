@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+gc.disable()  # until all tests are collected: nearly everything that is imported stays
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -29,9 +30,11 @@ if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest  # noqa: E402
+from _pytest.assertion import rewrite  # noqa: E402
 from httpx._config import DEFAULT_TIMEOUT_CONFIG  # noqa: E402
 from httpx._transports import default as transport  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
+from hypothesis.internal.conjecture import providers  # noqa: E402
 from preloaded import Preloaded, engines_forked, engines_spawned  # noqa: E402
 
 from quire.logs import warn_once  # noqa: E402
@@ -46,13 +49,30 @@ EXAMPLES: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCh
 settings.register_profile("quire", derandomize=True, **EXAMPLES)
 settings.register_profile("explore", print_blob=True, **EXAMPLES)
 settings.load_profile("quire")
+providers._get_local_constants = lambda: providers._local_constants  # type: ignore[assignment]
+"""Hypothesis also tries constants of the imported modules; its examples would depend on other test files."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Name a folder for the tiny models of this run, before the workers start and inherit the variable."""
     if not hasattr(config, "workerinput"):
         os.environ["QUIRE_TEST_TINY_MODELS"] = tempfile.mkdtemp(prefix="quire-tiny-")
+    else:
+        rewrite_a_share(config, config.workerinput["workerid"], config.workerinput["workercount"])
     config.option.randomly_reset_seed = False  # pytest-randomly only chooses the order
+
+
+def rewrite_a_share(config: pytest.Config, worker: str, num_workers: int) -> None:
+    """Rewrite the assertions of test modules that have no compiled file yet. Each worker begins with another
+    module, so that in a fresh checkout each module is rewritten once and not by every worker."""
+    roots = [config.invocation_params.dir / argument.partition("::")[0] for argument in config.args]
+    modules = sorted({module for root in roots for module in root.rglob("test_*.py")})
+    first = int(worker.removeprefix("gw")) * len(modules) // num_workers
+    for module in modules[first:] + modules[:first]:
+        compiled = rewrite.get_cache_dir(module) / (module.stem + rewrite.PYC_TAIL)
+        if not compiled.exists() and rewrite.try_makedirs(compiled.parent):
+            source_hash, code = rewrite._rewrite_test(module, config)
+            rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, source_hash, compiled)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -93,6 +113,7 @@ def pytest_collection_finish() -> None:
     """Exclude imported objects from later garbage collections, and prepare Triton's interpreter."""
     gc.collect()
     gc.freeze()
+    gc.enable()
     if "triton" in sys.modules:
         from interpreter import quicken
 
