@@ -70,14 +70,20 @@ class Preloaded:
             return self._fork(order, [output.fileno(), output.fileno()], [1, 2])
 
     def run_code(
-        self, words: Sequence[str], *, environment: Mapping[str, str], pass_fds: Sequence[int]
+        self,
+        words: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        pass_fds: Sequence[int] = (),
+        log: Path | None = None,
     ) -> "ForkedProcess":
-        """Run what a command line with `-c` in it would, with the output of this process."""
+        """Run what a command line with `-c` in it would. `log` receives its output; None: this process's."""
         place = words.index("-c") + 1
         order = {"code": words[place], "argv": [*words[place + 1 :]], "environment": {**environment}}
-        fds = [1, 2, *pass_fds]
         order |= {"cwd": os.getcwd(), "path": sys.path, "parent": os.getpid()}
-        return self._fork(order, fds, fds)
+        with contextlib.ExitStack() as stack:
+            outputs = [1, 2] if log is None else [stack.enter_context(log.open("wb")).fileno()] * 2
+            return self._fork(order, [*outputs, *pass_fds], [1, 2, *pass_fds])
 
     def _fork(self, order: dict[str, Any], fds: Sequence[int], numbers: Sequence[int]) -> "ForkedProcess":
         """Send an order. The process has `fds` under these numbers."""

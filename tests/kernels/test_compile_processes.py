@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import subprocess
 import sys
 from concurrent.futures import CancelledError
 from pathlib import Path
@@ -10,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from preloaded import Preloaded
 
 from quire.executor import worker_process
 from quire.executor.worker_process import num_compilers
@@ -41,7 +41,10 @@ def wrong(out):
     tl.store(out, missing)
 """
 SCRIPT = """
-import logging, os, sys, threading
+import logging, os, sys, threading, warnings
+warnings.simplefilter("ignore")
+sys.path[:0] = sys.argv[3:]
+sys.stdout = open(sys.argv[2], "w")
 import torch
 from triton.runtime import driver
 from triton import knobs
@@ -157,20 +160,19 @@ def test_ranks_share_cores_and_memory(
     assert num_compilers(config) == num
 
 
-def test_crash_falls_back_to_this_process_and_a_failure_names_the_kernel(tmp_path: Path) -> None:
+def test_crash_falls_back_to_this_process_and_a_failure_names_the_kernel(
+    tmp_path: Path, preloaded: Preloaded
+) -> None:
     """Compile for an absent GPU, in a process without Triton's interpreter."""
     (tmp_path / "kernels.py").write_text(KERNELS)
-    paths = os.pathsep.join([str(tmp_path), str(ROOT / "tests"), *sys.path])
+    folders, printed, log = [str(tmp_path), str(ROOT / "tests")], tmp_path / "printed", tmp_path / "log"
+    paths = os.pathsep.join([*folders, *sys.path])
     settings = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": paths}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SCRIPT, ENTRY],
-        env=os.environ | settings | {"CRASHES": ""},
-        text=True,
-        capture_output=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    beside, crashed, wrong = done.stdout.split("--\n")[1:]
+    words = ["-c", SCRIPT, ENTRY, str(printed), *folders]
+    environment = os.environ | settings | {"CRASHES": ""}
+    code = preloaded.run_code(words, environment=environment, log=log).wait(300)
+    assert code == 0, log.read_text()
+    beside, crashed, wrong = printed.read_text().split("--\n")[1:]
     assert beside.split() == ["good", "cached", "True"], "another process compiled it, once"
     assert "kernel kernels.good in this process: a compile process ended" in crashed
     assert "good cached False" in crashed and "raised" not in crashed

@@ -1,9 +1,9 @@
 """Tests of compiling and loading the C kernels: caching, concurrency and errors."""
 
 import logging
+import os
 import platform
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from preloaded import Preloaded
 
 from quire.errors import ConfigError
 from quire.kernels.cpu import native
@@ -78,7 +79,7 @@ def test_broken_file_in_the_cache_is_replaced(small: Path, tmp_path: Path) -> No
 
 
 @needs_compiler
-def test_concurrent_processes_compile_once(tmp_path: Path) -> None:
+def test_concurrent_processes_compile_once(tmp_path: Path, preloaded: Preloaded) -> None:
     """Check that no process loads a half-written library."""
     sources = tmp_path / "csrc"
     sources.mkdir()
@@ -88,11 +89,11 @@ def test_concurrent_processes_compile_once(tmp_path: Path) -> None:
         f"native.SOURCES = pathlib.Path({str(sources)!r});"
         f"sys.exit(native.build(pathlib.Path({str(tmp_path / 'k')!r}), ['cc']).quire_answer() != 42)"
     )
-    running = [
-        subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) for _ in range(3)
-    ]
-    output = [process.communicate()[1] for process in running]
-    assert [process.returncode for process in running] == [0, 0, 0], output
+    logs = [tmp_path / f"{number}.log" for number in range(3)]
+    running = [preloaded.run_code(["-c", code], environment=os.environ, log=log) for log in logs]
+    codes = [process.wait(300) for process in running]
+    output = [log.read_text() for log in logs]
+    assert codes == [0, 0, 0], output
     assert sum("Compiled" in text for text in output) == 1
 
 
@@ -155,7 +156,7 @@ def test_requested_path_is_not_replaced_by_another(
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator is not glibc's")
-def test_memory_of_a_step_is_reused() -> None:
+def test_memory_of_a_step_is_reused(preloaded: Preloaded, tmp_path: Path) -> None:
     """Check that activations are not returned to the system in each step."""
     code = (
         "import resource, torch; from quire.kernels.cpu import native; native.keep_freed_memory()\n"
@@ -163,8 +164,9 @@ def test_memory_of_a_step_is_reused() -> None:
         "def faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
         "step(); step(); before = faults(); step(); print(faults() - before)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 2000  # of 10240 pages
+    log = tmp_path / "log"
+    assert preloaded.run_code(["-c", code], environment=os.environ, log=log).wait(300) == 0, log.read_text()
+    assert int(log.read_text()) < 2000  # of 10240 pages
 
 
 def test_openmp_runtime_of_torch_is_used(tmp_path: Path) -> None:

@@ -5,12 +5,11 @@ each of the others, in a separate process, since a process loads one library.
 """
 
 import os
-import subprocess
-import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+from preloaded import Preloaded
 
 from quire.config.cpu_kernels import Cpu, paths_of
 from quire.kernels.cpu.native import NativeError, find_compiler
@@ -49,6 +48,7 @@ ANSWERS = [
     "tests/engine/test_parity.py::test_logits_after_chunks_prefix_hits_and_preemption[DeepseekV3ForCausalLM]",
 ]
 """Tests that also run without C kernels: dense models, SSM states and experts, and MLA."""
+RUN_TESTS = "import os, sys, pytest; os.chdir(sys.argv[1]); sys.exit(pytest.main(sys.argv[2:]))"
 PATHS = [path for path in paths_of(Cpu.read()) if path != "native"]
 
 
@@ -63,21 +63,20 @@ def outcomes(report: Path) -> dict[str, str]:
 
 @pytest.mark.timeout(900)  # the first run on a machine compiles
 @pytest.mark.parametrize("path", PATHS)
-def test_each_path_gives_the_same_outputs(path: str, tmp_path: Path) -> None:
+def test_each_path_gives_the_same_outputs(path: str, tmp_path: Path, preloaded: Preloaded) -> None:
     """Check that the branch of each instruction set compiles and computes the same."""
     if path != "torch":
         try:
             find_compiler(os.environ.get("CC"))
         except NativeError as error:
             pytest.skip(str(error))
-    report = tmp_path / "report.xml"
-    plugins = ["-p", "no:cacheprovider", "-p", "no:xdist"]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", *plugins, f"--junitxml={report}"]
+    report, log = tmp_path / "report.xml", tmp_path / "log"
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", f"--junitxml={report}"]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environ |= {"QUIRE_CPU_KERNELS": path, "OMP_NUM_THREADS": "1"}
     tests = ANSWERS if path == "torch" else KERNELS
-    done = subprocess.run([*command, *tests], cwd=ROOT, env=environ, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    words = ["-c", RUN_TESTS, str(ROOT), *options, *tests]
+    assert preloaded.run_code(words, environment=environ, log=log).wait(900) == 0, log.read_text()[-8000:]
     results = outcomes(report)
     skipped = {outcome for outcome in results.values() if outcome != "passed"}
     assert len(results) >= len(tests) and not skipped

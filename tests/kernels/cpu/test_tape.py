@@ -1,15 +1,16 @@
 """Tests of tapes: results match eager execution, and recording is refused where torch computes."""
 
 import gc
-import subprocess
-import sys
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from oracle import BLOCK_SIZE as BLOCK
 from oracle import make_batch
+from preloaded import Preloaded
 from torch import Tensor
 
 from quire.attention.backend import AttentionSpec
@@ -115,17 +116,19 @@ def test_failure_ends_the_recording() -> None:
     assert native.recording() is None
 
 
-def test_recording_imports_no_modules() -> None:
+def test_recording_imports_no_modules(preloaded: Preloaded, tmp_path: Path) -> None:
     """Check that the dispatch mode does not import torch's compiler."""
     code = (
         "import sys, torch; from quire.kernels.cpu.ops import CPUOps\n"
         "from quire.kernels.cpu.tape import record\n"
         "x, before = torch.randn(2, 8), set(sys.modules)\n"
+        "assert 'torch._dynamo' not in before\n"
         "with torch.inference_mode(), record() as tape: CPUOps().gated(x, 'silu')\n"
         "assert tape.complete; print(*sorted(set(sys.modules) - before))"
     )
-    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert run.stdout.split() == []
+    log = tmp_path / "log"
+    assert preloaded.run_code(["-c", code], environment=os.environ, log=log).wait(300) == 0, log.read_text()
+    assert log.read_text().split() == []
 
 
 class Decoder:

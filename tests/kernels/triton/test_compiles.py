@@ -1,11 +1,10 @@
 """Tests that the kernels compile for a GPU, without one."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from preloaded import Preloaded
 
 ROOT = Path(__file__).parents[3]
 SOME = [
@@ -39,29 +38,37 @@ def test_wrong() -> None:
 """
 
 
+RUN_TESTS = """
+import os, sys, pytest
+root = sys.argv[1]
+os.chdir(root)
+sys.path.insert(0, os.path.join(root, "tests"))
+sys.exit(pytest.main(sys.argv[2:]))
+"""
+
+
 def compiled(
-    *tests: str, marks: str = "not gpu and not slow", seconds: float = 300
-) -> subprocess.CompletedProcess[str]:
-    paths = os.pathsep.join([str(ROOT / "tests"), *sys.path])
-    env = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": paths}
+    preloaded: Preloaded, log: Path, *tests: str, marks: str = "not gpu and not slow", seconds: float = 300
+) -> tuple[int, str]:
+    """Run these tests without Triton's interpreter, and return the exit code and the output."""
     options = ["-c", str(ROOT / "pyproject.toml"), "-q", "-p", "compile_only", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", *options, "-m", marks, *tests]
-    return subprocess.run(command, env=env, cwd=ROOT, text=True, capture_output=True, timeout=seconds)
+    words = ["-c", RUN_TESTS, str(ROOT), *options, "-m", marks, *tests]
+    process = preloaded.run_code(words, environment=os.environ | {"TRITON_INTERPRET": "0"}, log=log)
+    return process.wait(seconds), log.read_text()
 
 
-def test_some_kernels_compile_and_an_invalid_one_does_not(tmp_path: Path) -> None:
+def test_some_kernels_compile_and_an_invalid_one_does_not(tmp_path: Path, preloaded: Preloaded) -> None:
     """Compile in one process, since starting it takes longer than compiling these kernels."""
     (tmp_path / "test_wrong.py").write_text(WRONG)
-    done = compiled(*SOME, str(tmp_path / "test_wrong.py"))
-    output = done.stdout + done.stderr
-    failures = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
-    assert done.returncode == 1 and f"1 failed, {len(SOME)} passed" in done.stdout, output
+    code, output = compiled(preloaded, tmp_path / "log", *SOME, str(tmp_path / "test_wrong.py"))
+    failures = [line for line in output.splitlines() if line.startswith("FAILED")]
+    assert code == 1 and f"1 failed, {len(SOME)} passed" in output, output
     assert len(failures) == 1 and "::test_wrong - triton.compiler.errors.Comp" in failures[0], output
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_all_kernels_compile() -> None:
+def test_all_kernels_compile(tmp_path: Path, preloaded: Preloaded) -> None:
     """Check all shapes, also those that the interpreter runs only with `-m slow`."""
-    done = compiled(*ALL, marks="not gpu", seconds=3600)
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, output = compiled(preloaded, tmp_path / "log", *ALL, marks="not gpu", seconds=3600)
+    assert code == 0, output
