@@ -19,9 +19,12 @@ class Sizes(NamedTuple):
     theta: float = 10000.0
 
 
-def logits(weight: Callable[[str], Array], sizes: Sizes, ids: list[int]) -> Array:
-    """Return logits [len(ids), vocab] from weights under llama.cpp's names, with interleaved RoPE."""
-    x = weight("token_embd")[ids]
+def logits(
+    weight: Callable[[str], Array], sizes: Sizes, ids: list[int], dtype: type[np.floating[Any]] = np.float64
+) -> Array:
+    """Return logits [len(ids), vocab] from weights under llama.cpp's names, with interleaved RoPE, computed
+    in `dtype`: with weights of the same dtype no matmul converts them."""
+    x = weight("token_embd")[ids].astype(dtype)
     for i in range(sizes.layers):
         h = _norm(x, weight(f"blk.{i}.attn_norm"), sizes.eps)
         q, k, v = (h @ weight(f"blk.{i}.attn_{part}").T for part in "qkv")
@@ -46,7 +49,7 @@ def _rotate(x: Array, theta: float) -> Array:
     angles = np.arange(len(x))[:, None] * theta ** -(np.arange(0, x.shape[-1], 2) / x.shape[-1])
     pairs = x.reshape(*x.shape[:-1], -1, 2)
     turned = (pairs[..., 0] + 1j * pairs[..., 1]) * np.exp(1j * angles)[:, None]
-    return np.stack((turned.real, turned.imag), -1).reshape(x.shape)
+    return np.stack((turned.real, turned.imag), -1).reshape(x.shape).astype(x.dtype)
 
 
 def _attention(q: Array, k: Array, v: Array, sizes: Sizes) -> Array:

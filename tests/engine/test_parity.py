@@ -5,12 +5,18 @@ from typing import Any
 
 import pytest
 from oracle import make_tiny
-from tiny import check_against, generate, generate_preempted, open_tiny, prompts_of
+from tiny import (
+    caching_settings,
+    check_against,
+    check_mixed_schedule,
+    generate,
+    generate_preempted,
+    open_tiny,
+    prompts_of,
+)
 from zoo import LLAMA3, ZOO
 
 from quire import SamplingParams
-from quire.checkpoint.layout import cache_specs, has_ssm_state
-from quire.checkpoint.model import read_checkpoint
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     architecture: (architecture, {}) for architecture, specimen in ZOO.items() if not specimen.alike
@@ -43,25 +49,7 @@ def test_logits_after_chunks_prefix_hits_and_preemption(variant: str, tmp_path: 
     outputs.
     """
     family, overrides = VARIANTS[variant]
-    path, hf_model = make_tiny(family, tmp_path, **overrides)
-    settings = caching_settings(path)
-    llm = open_tiny(path, max_num_batched_tokens=11, max_num_seqs=4, **settings)
-    (common,) = prompts_of(9)
-    prompts = [common + tail for tail in prompts_of(1, 10, 4, seed=8)] + prompts_of(1, 17)
-    check_against(hf_model, generate_preempted(llm, prompts, count=5, at=(1, 4, 7)))
-    assert llm.llm_engine.core.scheduler.num_preemptions >= 3
-    second = generate(llm, prompts[:3], count=1)
-    check_against(hf_model, second)
-    assert llm.config.cache.enable_prefix_caching
-    if None in llm.llm_engine.core.scheduler.kv.windows:
-        assert [output.num_cached_tokens for output in second] == [8, 16, 12]
-
-
-def caching_settings(path: Path) -> dict[str, Any]:
-    """Return settings with which a model with SSM states keeps them after every block."""
-    if not has_ssm_state(cache_specs(read_checkpoint(path).facts)):
-        return {}
-    return {"enable_prefix_caching": True, "mamba_block_size": 4, "prefix_cache_retention_interval": 4}
+    check_mixed_schedule(*make_tiny(family, tmp_path, **overrides))
 
 
 @pytest.fixture(scope="module", params=KINDS)

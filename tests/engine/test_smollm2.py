@@ -67,7 +67,7 @@ def test_top_5_logits_match_numpy(llm: LLM, path: Path) -> None:
 
     outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=1, logprobs=-1), use_tqdm=False)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
-        expected = logits(weight, sizes, output.prompt_token_ids)[-1]
+        expected = logits(weight, sizes, output.prompt_token_ids, np.float32)[-1]
         assert output.outputs[0].logprobs is not None
         actual = output.outputs[0].logprobs[0]
         for token_id in np.argsort(expected)[-5:].tolist():

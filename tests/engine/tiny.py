@@ -6,9 +6,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from oracle import run_hf_batch
 from torch import Tensor
 
 from quire import LLM, SamplingParams
+from quire.checkpoint.layout import cache_specs, has_ssm_state
+from quire.checkpoint.model import read_checkpoint
 from quire.data.outputs import RequestOutput
 
 TOLERANCE = 1e-3
@@ -55,6 +58,27 @@ def generate_preempted(
     return [outputs[str(number)] for number in range(len(prompts))]
 
 
+def caching_settings(path: Path) -> dict[str, Any]:
+    """Return settings with which a model with SSM states keeps them after every block."""
+    if not has_ssm_state(cache_specs(read_checkpoint(path).facts)):
+        return {}
+    return {"enable_prefix_caching": True, "mamba_block_size": 4, "prefix_cache_retention_interval": 4}
+
+
+def check_mixed_schedule(path: Path, hf_model: Any) -> None:
+    """Check every logit of an engine in one run with chunks, prefix hits and preemption."""
+    llm = open_tiny(path, max_num_batched_tokens=11, max_num_seqs=4, **caching_settings(path))
+    (common,) = prompts_of(9)
+    prompts = [common + tail for tail in prompts_of(1, 10, 4, seed=8)] + prompts_of(1, 17)
+    check_against(hf_model, generate_preempted(llm, prompts, count=5, at=(1, 4, 7)))
+    assert llm.llm_engine.core.scheduler.num_preemptions >= 3
+    second = generate(llm, prompts[:3], count=1)
+    check_against(hf_model, second)
+    assert llm.config.cache.enable_prefix_caching
+    if None in llm.llm_engine.core.scheduler.kv.windows:
+        assert [output.num_cached_tokens for output in second] == [8, 16, 12]
+
+
 def check_against(
     hf_model: Any, outputs: list[RequestOutput], tolerance: float = TOLERANCE, ties: float = 0.0
 ) -> None:
@@ -63,9 +87,9 @@ def check_against(
     Every token must have the largest of our logits, or one within `ties` of it. transformers' choice is not
     compared, since it depends on the last bit of nearly equal logits.
     """
-    for output in outputs:
+    for output, expected in zip(outputs, expected_of_batch(hf_model, outputs), strict=True):
         prompt, answer = f"prompt of {len(output.prompt_token_ids)}", output.outputs[0].token_ids
-        actual, expected = logits_of(output), expected_of(hf_model, output)
+        actual = logits_of(output)
         apart = (actual - expected).abs().amax(-1)
         assert (apart < tolerance).all(), f"{prompt}: logits of each step differ by {apart.tolist()}"
         chosen = actual.gather(1, torch.tensor(answer)[:, None])[:, 0]
@@ -80,12 +104,15 @@ def logits_of(output: RequestOutput) -> Tensor:
 
 def expected_of(hf_model: Any, output: RequestOutput) -> Tensor:
     """Return transformers' logits after the same tokens."""
-    prompt, outputs = output.prompt_token_ids, output.outputs[0].token_ids
-    return _logits(hf_model, (*prompt, *outputs))[len(prompt) - 1 : -1]
+    return expected_of_batch(hf_model, [output])[0]
 
 
-@lru_cache(100)
-@torch.inference_mode()
-def _logits(hf_model: Any, token_ids: tuple[int, ...]) -> Tensor:
-    logits: Tensor = hf_model(torch.tensor([token_ids])).logits[0]
-    return logits
+def expected_of_batch(hf_model: Any, outputs: list[RequestOutput]) -> list[Tensor]:
+    token_ids = tuple((*output.prompt_token_ids, *output.outputs[0].token_ids) for output in outputs)
+    starts = [len(output.prompt_token_ids) - 1 for output in outputs]
+    return [logits[start:-1] for start, logits in zip(starts, _logits(hf_model, token_ids), strict=True)]
+
+
+@lru_cache(8)
+def _logits(hf_model: Any, token_ids: tuple[tuple[int, ...], ...]) -> list[Tensor]:
+    return run_hf_batch(hf_model, token_ids)

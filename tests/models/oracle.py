@@ -1,6 +1,7 @@
 """Tiny models with their transformers models, and a driver that runs ours over a paged cache."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,12 @@ def load_tiny(
         show_progress=False,
         **options,
     )
+    fill_with_nan(model)
+    return model
+
+
+def fill_with_nan(model: Any) -> None:
+    """Give the model a new cache of 64 blocks full of NaN."""
     for layer in caching_layers(model.modules()):
         keeps = layer.keeps
         shape = (64 * BLOCK_SIZE * keeps.planes * keeps.numbers,)
@@ -78,7 +85,6 @@ def load_tiny(
             shape = (MAX_ROWS + 1, keeps.row_bytes(4) // 4)
         memory = torch.full(shape, torch.nan).view(torch.uint8)
         layer.bind_memory(memory, block_size=BLOCK_SIZE, cache_dtype=torch.float32, group=0)
-    return model
 
 
 @torch.inference_mode()
@@ -102,10 +108,18 @@ def run_paged(model: Any, prompts: list[list[int]], steps: list[list[int]]) -> l
     return [torch.cat(pieces) for pieces in out]
 
 
+def run_hf(hf_model: Any, ids: Sequence[int]) -> Tensor:
+    """Return transformers' logits of every position."""
+    return run_hf_batch(hf_model, [ids])[0]
+
+
 @torch.inference_mode()
-def run_hf(hf_model: Any, ids: list[int]) -> Tensor:
-    logits: Tensor = hf_model(torch.tensor([ids])).logits[0]
-    return logits
+def run_hf_batch(hf_model: Any, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Return transformers' logits of every position of each prompt. Padding on the right, in one pass for
+    all prompts, does not change the logits before it."""
+    padded = [torch.tensor(ids) for ids in prompts]
+    logits = hf_model(torch.nn.utils.rnn.pad_sequence(padded, batch_first=True)).logits
+    return [row[: len(ids)] for row, ids in zip(logits, prompts, strict=True)]
 
 
 def random_prompts(*lengths: int, vocab: int = 128) -> list[list[int]]:

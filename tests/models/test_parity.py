@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from encoders import ENCODERS
-from oracle import load_tiny, make_tiny, random_prompts, run_hf, run_paged
+from oracle import fill_with_nan, load_tiny, make_tiny, random_prompts, run_hf, run_hf_batch, run_paged
 from zoo import ZOO, rope
 
 from quire.checkpoint.families import FAMILIES
@@ -35,11 +35,13 @@ def test_logits_match_transformers_whole_and_in_chunks(variant: str, tmp_path: P
         facts = read_checkpoint(path, {"vocab_size": 77, "tie_word_embeddings": True}).facts
         assert (facts.vocab, facts.tied) == (77, True)
     prompts = random_prompts(23, 9, 40)
-    expected = [run_hf(hf_model, ids) for ids in prompts]
+    expected = run_hf_batch(hf_model, prompts)
+    model = load_tiny(path)
     full = [[23, 9, 40]]
     chunked = [[10, 0, 17], [1, 4, 16], [12, 4, 1], [0, 1, 6]]
     for steps in (full, chunked):
-        for actual, reference in zip(run_paged(load_tiny(path), prompts, steps), expected, strict=True):
+        fill_with_nan(model)
+        for actual, reference in zip(run_paged(model, prompts, steps), expected, strict=True):
             torch.testing.assert_close(actual, reference, atol=3e-4, rtol=1e-3)
 
 
@@ -54,8 +56,9 @@ def test_single_tokens_match_whole_prompts(tmp_path: Path) -> None:
     path, hf_model = make_tiny("llama", tmp_path)
     prompts = random_prompts(6, 11)
     steps = [[int(step < 6), 1] for step in range(11)]
-    for actual, ids in zip(run_paged(load_tiny(path), prompts, steps), prompts, strict=True):
-        torch.testing.assert_close(actual, run_hf(hf_model, ids), atol=1e-4, rtol=1e-4)
+    expected = run_hf_batch(hf_model, prompts)
+    for actual, reference in zip(run_paged(load_tiny(path), prompts, steps), expected, strict=True):
+        torch.testing.assert_close(actual, reference, atol=1e-4, rtol=1e-4)
 
 
 WHISPER = "WhisperForConditionalGeneration"
