@@ -2,6 +2,7 @@
 
 import json
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from oracle import load_tiny, make_tiny, random_prompts, run_hf, run_paged
 from safetensors.torch import load_file, save_file
 
 from quire.errors import ConfigError
+from quire.layers.scope import Target
+from quire.loader.safetensors import SafetensorsSource
 
 
 @pytest.fixture
@@ -29,6 +32,22 @@ def assert_same_logits(path: Path, hf_model: Any, **options: Any) -> None:
     ids = random_prompts(12)[0]
     actual = run_paged(load_tiny(path, **options), [ids], [[12]])[0]
     torch.testing.assert_close(actual, run_hf(hf_model, ids), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("small", "thread"), [(-1, "quire-load"), (1 << 20, "MainThread")])
+def test_only_large_tensors_are_read_by_threads(
+    tiny: tuple[Path, Any], small: int, thread: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, fill = set[str](), SafetensorsSource.fill
+
+    def noted(source: SafetensorsSource, target: Target) -> None:
+        names.add(threading.current_thread().name.partition("_")[0])
+        fill(source, target)
+
+    monkeypatch.setattr("quire.loader.load._SMALL_BYTES", small)
+    monkeypatch.setattr(SafetensorsSource, "fill", noted)
+    assert_same_logits(*tiny)
+    assert names == {thread}
 
 
 def test_shards_are_read_through_the_index(tiny: tuple[Path, Any]) -> None:

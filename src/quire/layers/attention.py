@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,6 @@ _SCALE_NAMES = {
 """Names of the scales inside of an attention layer, in order of preference."""
 
 
-@runtime_checkable
 class Caching(Protocol):
     """A layer that has cache memory."""
 
@@ -147,4 +146,4 @@ def attention_layers(modules: Iterable[nn.Module]) -> list[PagedAttention]:
 
 def caching_layers(modules: Iterable[nn.Module]) -> list[Caching]:
     """Return the layers that have cache memory, in the model's order."""
-    return [module for module in modules if isinstance(module, Caching)]
+    return [cast(Caching, module) for module in modules if hasattr(type(module), "bind_memory")]

@@ -71,6 +71,8 @@ _IGNORED = re.compile(
 multimodal encoders, input scales where inputs are not quantized, zero points of symmetric weights, and
 metadata of packed weights."""
 
+_SMALL_BYTES = 1 << 16
+
 
 def load_model(
     checkpoint: Checkpoint,
@@ -298,20 +300,25 @@ def _begin_layers(
 
 
 def _fill_targets(source: Source, targets: Iterator[Target]) -> Iterator[str]:
-    """Fill all targets, several at a time, and yield their names in order."""
-    ahead: deque[tuple[str, Future[None]]] = deque()
+    """Fill all targets, several at a time, and yield their names in order. A small one is filled here, since
+    a thread would cost more."""
+    ahead: deque[tuple[str, Future[None] | None]] = deque()
     with ThreadPoolExecutor(source.num_readers, "quire-load") as pool:
         for target in targets:
-            ahead.append((target.name, pool.submit(torch.no_grad()(source.fill), target)))
+            if is_small := target.tensor.nbytes <= _SMALL_BYTES:
+                source.fill(target)
+            filled = None if is_small else pool.submit(torch.no_grad()(source.fill), target)
+            ahead.append((target.name, filled))
             if len(ahead) > source.num_readers:
                 yield _wait_first(ahead)
         while ahead:
             yield _wait_first(ahead)
 
 
-def _wait_first(ahead: deque[tuple[str, Future[None]]]) -> str:
+def _wait_first(ahead: deque[tuple[str, Future[None] | None]]) -> str:
     name, filled = ahead.popleft()
-    filled.result()
+    if filled is not None:
+        filled.result()
     return name
 
 
