@@ -19,7 +19,7 @@ from tiny_text import VOCAB, TextModel, open_text, text_model
 from quire import LLM, LoRARequest, SamplingParams
 from quire.data.outputs import RequestOutput
 
-LENGTH: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
+LENGTH: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True}
 PARAMS_BY_NAME: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0, **LENGTH},
     "sampled": {"temperature": 1.0, "seed": 3, "top_p": 0.9, **LENGTH},

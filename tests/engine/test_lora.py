@@ -192,9 +192,9 @@ def test_unloaded_adapters_leave_no_memory(
         gc.collect()
         return sizes()
 
-    before = come_and_go(10)
-    grown = come_and_go(20) - before
-    assert {kind: count for kind, count in grown.items() if count >= 20} == {}
+    before = come_and_go(6)
+    grown = come_and_go(12) - before
+    assert {kind: count for kind, count in grown.items() if count >= 12} == {}
 
 
 def sizes() -> Counter[str]:

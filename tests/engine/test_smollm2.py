@@ -20,9 +20,7 @@ from quire.errors import ConfigError
 PROMPTS = [
     "The capital of France is",
     "def fibonacci(n):\n    ",
-    "1 + 1 = 2\n2 + 2 = 4\n3 + 3 =",
     "<|im_start|>user\nName a fruit.<|im_end|>\n<|im_start|>assistant\n",
-    "Le chat est assis sur",
 ]
 
 

@@ -142,7 +142,7 @@ def test_every_logit_matches_transformers(kind: str, tmp_path: Path) -> None:
     (common,) = prompts_of(17)
     prompts = [common + tail for tail in prompts_of(1, 9, 23, seed=8)] + [common[:8], *prompts_of(30, 50, 2)]
     check_against(hf_model, generate(llm, prompts))
-    check_against(hf_model, generate(llm, prompts_of(10, 11, 12, 13, 9, 10, 8, 12, seed=5), count=24))
+    check_against(hf_model, generate(llm, prompts_of(10, 11, 12, 13, 9, 10, 8, 12, seed=5), count=12))
     assert llm.llm_engine.core.scheduler.num_preemptions > 0
     generate(llm, prompts[:1], count=1)
     second = generate(llm, prompts[:1], count=3)

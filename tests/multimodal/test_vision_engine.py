@@ -13,7 +13,7 @@ from quire import LLM, SamplingParams
 from quire.checkpoint.model import read_checkpoint
 from quire.errors import ConfigError, RequestError
 
-COUNT = 5
+COUNT = 3
 SMALL, WIDE, TALL, LARGE = picture(17, 19), picture(64, 24), picture(20, 60), picture(120, 90)
 Content = tuple[str, list[Image.Image]]
 SETTINGS: dict[str, dict[str, int]] = {

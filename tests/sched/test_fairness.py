@@ -165,7 +165,7 @@ LOADS = st.lists(
 )
 
 
-@settings(max_examples=6, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=4, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(LOADS, st.sampled_from([8, 12, 24]), st.sampled_from([1, 2]), st.booleans(), st.integers(0, 2**31))
 def test_tokens_are_shared_by_weight_under_load(
     loads: list[Any], max_num_seqs: int, depth: int, share: bool, seed: int

@@ -1,6 +1,7 @@
 """Tests that pipeline stages and tensor-parallel ranks match a single worker."""
 
 import random
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,21 @@ def answers(model: Path, **settings: Any) -> Engine:
     return engine
 
 
+@cache
+def answers_of_one_worker(family: str, folder: Path, kv_cache_dtype: str = "auto") -> Engine:
+    model, _ = make_tiny(family, folder / kv_cache_dtype, **FAMILIES[family])
+    return answers(model, kv_cache_dtype=kv_cache_dtype)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("one")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_two_and_three_stages_match_one_worker(family: str, tmp_path: Path) -> None:
+def test_two_and_three_stages_match_one_worker(family: str, tmp_path: Path, folder: Path) -> None:
     model, _ = make_tiny(family, tmp_path, **FAMILIES[family])
-    one = answers(model)
+    one = answers_of_one_worker(family, folder)
     num_layers = len(one.config.checkpoint.facts.layers)
     uneven = {"pipeline_parallel_size": 3, "pp_layer_partition": f"1,{num_layers - 2},1"}
     for settings in [{"pipeline_parallel_size": 2}, *([uneven] if num_layers > 2 else [])]:
@@ -73,14 +85,13 @@ SHARED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", SHARED)
-def test_tensor_parallel_ranks_match_one_worker(name: str, tmp_path: Path) -> None:
+def test_tensor_parallel_ranks_match_one_worker(name: str, tmp_path: Path, folder: Path) -> None:
     """Check for a cache with the wrong heads and for ranks that sample different tokens."""
     family, sizes = SHARED[name]
     model, _ = make_tiny(family, tmp_path, **FAMILIES[family])
-    alike = {"kv_cache_dtype": sizes.get("kv_cache_dtype", "auto")}
     many = answers(model, **({"tensor_parallel_size": 2} | sizes))
     assert many.core.scheduler.num_preemptions > 0, "enough blocks would test less"
-    check_same(many, answers(model, **alike))
+    check_same(many, answers_of_one_worker(family, folder, sizes.get("kv_cache_dtype", "auto")))
 
 
 def check_same(many: Engine, one: Engine) -> None:
