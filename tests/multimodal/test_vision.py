@@ -18,14 +18,15 @@ def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Twin(tmp_path_factory.mktemp(request.param), request.param)
 
 
-def test_pixels_equal_transformers(twin: Twin) -> None:
-    """Covers images of 50 sizes. Catches another filter, another rounding, another crop."""
+@pytest.mark.parametrize("count", [20, pytest.param(50, marks=pytest.mark.slow)])
+def test_pixels_equal_transformers(twin: Twin, count: int) -> None:
+    """Covers images of many sizes. Catches another filter, another rounding, another crop."""
     if isinstance(twin.processor, Stand) and not twin.processor.pixels(picture(5, 5)):
         pytest.skip("transformers resizes these with torchvision alone")
     if twin.least > 5:
         with pytest.raises(RequestError, match="7 x 40 pixels is resized .* and 14 x 14 are the minimum"):
             twin.ours.process("image", picture(7, 40), {})
-    for width, height in sizes(least=twin.least):
+    for width, height in sizes(count, least=twin.least):
         image = picture(width, height)
         actual = twin.ours.process("image", image, {})
         result = finished(actual.arrays)

@@ -143,7 +143,7 @@ def test_plain_weights(dtype: torch.dtype, activation: str, biased: bool) -> Non
 @pytest.mark.parametrize("interleaved", LAYOUTS)
 @pytest.mark.parametrize("kind", sorted(TYPES))
 def test_packed_weights(kind: str, interleaved: bool) -> None:
-    layer = Layer(kind, interleaved=interleaved, sizes=(5, 512, 256), biased=True)
+    layer = Layer(kind, interleaved=interleaved, sizes=(3, 512, 256), biased=True)
     for num_tokens in (1, 2, 7, 33):
         layer.check(num_tokens, 1e-3 if interleaved else 1e-5, per_token=2)
 
