@@ -9,7 +9,7 @@ from quire.data.step_plan import Ints
 from quire.sched.proposers.pace import Pace
 
 MOST = 8
-NUM_STEPS = 500
+NUM_STEPS = 700
 
 COSTS: dict[str, Callable[[int], float]] = {
     "flat": lambda num_tokens: 1 + 0.002 * num_tokens,
