@@ -10,6 +10,7 @@ from quire.data.params import BeamSearchParams, SamplingParams
 from quire.errors import RequestError
 from quire.frontend.inputs import Prompt
 from quire.server.openai.answer_pieces import AnswerFormat, OutputParser
+from quire.server.openai.prompts import off_loop
 from quire.server.openai.requests import MAX_STOP_STRINGS, ChatBody, Message
 from quire.server.openai.sampling_params import (
     beam_params,
@@ -17,6 +18,7 @@ from quire.server.openai.sampling_params import (
     check_chat,
     check_generate,
     constraint_of,
+    params_size,
     sampling_params,
 )
 from quire.server.openai.service import ApiCall, GenerationService
@@ -80,7 +82,7 @@ async def prepare_chat(
     free = constraint is None or (tools.calls == "auto" and requested is None)
     format = _answer_format(api, body, tools, prompt, free=free)
     limit = api.output_limit(max_tokens, len(prompt.token_ids))
-    params = _build_params(api, body, limit, constraint, format)
+    params = await off_loop(params_size(body), lambda: _build_params(api, body, limit, constraint, format))
     last = body.messages[-1]
     role = settings.response_role if body.add_generation_prompt else last.role
     echoed = _text(last) if body.echo and last.role == role else ""
