@@ -3,6 +3,7 @@ texts that need no model, such as those to tokenize, are limited in number. Hand
 event loop, key by key."""
 
 import asyncio
+import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -78,6 +79,11 @@ async def _wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
+def num_body_bytes(request: Request) -> int:
+    """Return the length of a body; that of a chunked one is unknown and counts as very long."""
+    return int(request.headers.get("content-length", sys.maxsize))
+
+
 class LongWork:
     """Semaphore for requests with long bodies; short ones pass freely."""
 
@@ -87,8 +93,7 @@ class LongWork:
     @asynccontextmanager
     async def place(self, request: Request) -> AsyncIterator[None]:
         """Wait, in order of arrival, while too many requests with long or chunked bodies are running."""
-        length = request.headers.get("content-length")
-        if length is not None and int(length) < _LONG_BYTES:
+        if num_body_bytes(request) < _LONG_BYTES:
             yield
             return
         async with self._places:
