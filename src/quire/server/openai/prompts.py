@@ -7,6 +7,7 @@ import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import GeneratorType
 from typing import Any, TypeVar
 
 from quire.config.server_sections import ApiSection
@@ -380,6 +381,6 @@ def _count(value: Any, size_of: Callable[[str], int]) -> int:
         count += size_of(item) if isinstance(item, str) else _VALUE_CHARS
         if isinstance(item, dict):
             pending.append(itertools.chain(item, item.values()))
-        elif isinstance(item, list | tuple | Iterator):
+        elif isinstance(item, list | tuple | GeneratorType):
             pending.append(iter(item))
     return count
