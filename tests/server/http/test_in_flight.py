@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from quire.errors import EngineError
-from quire.server.http.in_flight import Answering, ClientGone, Turns
+from quire.server.http.in_flight import Answering, ClientGone, HandlerQueue
 
 
 async def never() -> dict[str, Any]:
@@ -87,7 +87,7 @@ class Handlers:
 
     def __init__(self, seconds: float) -> None:
         self.now = 0.0
-        self.turns = Turns(clock=lambda: self.now)
+        self.turns = HandlerQueue(clock=lambda: self.now)
         self.order: list[str] = []
         self._seconds = seconds
 

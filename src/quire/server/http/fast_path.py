@@ -31,7 +31,7 @@ from quire.server.http.errors import (
     quire_error,
     validation_error,
 )
-from quire.server.http.in_flight import ClientGone, Turns, is_gone
+from quire.server.http.in_flight import ClientGone, HandlerQueue, is_gone
 from quire.server.http.limits import account_of
 
 logger = get_logger(__name__)
@@ -67,7 +67,7 @@ class Direct:
         }
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="bodies")
         """A single thread, since parsing holds the GIL."""
-        self._turns = Turns()
+        self._queue = HandlerQueue()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         route = self._routes.get(scope["path"]) if scope.get("method") == "POST" else None
@@ -80,7 +80,7 @@ class Direct:
         except ClientGone:
             return await client_gone()(scope, receive, send)
         account = account_of(scope)
-        await self._turns.wait(0 if account is None else account.tenant)
+        await self._queue.wait(0 if account is None else account.tenant)
         if is_gone(receive):
             return await client_gone()(scope, receive, send)
         adapter, respond = route

@@ -100,13 +100,13 @@ class LongWork:
             yield
 
 
-class Turns:
+class HandlerQueue:
     """Limit of the handlers that begin in one turn of the event loop.
 
     A handler parses a body, tokenizes it and starts its requests without a suspension. If many requests
     arrive at once, only a few begin. The others wait for later turns, so that streams and health checks
-    continue between them. Each turn continues one of them, of one key after the other. A request whose
-    client disconnects while it waits takes no time.
+    continue between them. Each turn continues one of them, of one key after the other. A request takes no
+    time if its client disconnects while it waits.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
