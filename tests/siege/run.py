@@ -135,10 +135,17 @@ async def stream(port: int, key: str, gaps: Samples, first: Samples, problems: l
         await asyncio.sleep(0.05)
 
 
+def waited_for_cpu() -> float:
+    """Return the seconds in which this process was ready to run, and the CPUs ran others."""
+    path = Path("/proc/self/schedstat")
+    return int(path.read_text().split()[1]) / 1e9 if path.exists() else 0.0
+
+
 async def probe(port: int, health: Samples, problems: list[str]) -> None:
-    """Request `/health` ten times per second, each time on a new connection."""
+    """Request `/health` ten times per second, each time on a new connection. The time in which this process
+    itself waited for a CPU does not count."""
     while True:
-        began = time.monotonic()
+        began, waited = time.monotonic(), waited_for_cpu()
         try:
             reader, writer = await request(
                 port, "GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
@@ -149,7 +156,7 @@ async def probe(port: int, health: Samples, problems: list[str]) -> None:
                 problems.append(f"/health: {status.decode().strip()}")
         except (OSError, TimeoutError) as error:
             problems.append(f"/health: {error!r}")
-        health.add(time.monotonic() - began)
+        health.add(time.monotonic() - began - (waited_for_cpu() - waited))
         await asyncio.sleep(0.1)
 
 

@@ -1,12 +1,13 @@
-"""Tests of the garbage collector's settings."""
+"""Tests of the settings of the garbage collector and of threads."""
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable
 
 import pytest
 
-from quire.system.process import all_objects, collect_all
+from quire.system.process import all_objects, collect_all, shorten_thread_switches
 
 
 class Circle:
@@ -27,3 +28,13 @@ def test_objects_stay_collectable_beside_frozen_ones(call: Callable[[], object])
     del circle
     gc.collect()
     assert alive() is None
+
+
+def test_waiting_threads_interrupt_others_sooner() -> None:
+    """Catches an event loop that waits 5 ms for the GIL at each system call beside a busy thread."""
+    usual_s = sys.getswitchinterval()
+    try:
+        shorten_thread_switches()
+        assert sys.getswitchinterval() <= 0.001
+    finally:
+        sys.setswitchinterval(usual_s)

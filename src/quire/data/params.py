@@ -207,8 +207,13 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         may have string keys and is clamped to [-100, 100]."""
         values = {name: value for name, value in fields.items() if value is not None or name == "max_tokens"}
         if "logit_bias" in values:
-            values["logit_bias"] = _clamped_bias(values["logit_bias"])
-        return cls(**values)
+            values["logit_bias"] = _with_token_ids(values["logit_bias"])
+        params = cls(**values)
+        if (bias := params.logit_bias) and not MIN_BIAS <= min(bias.values()) <= max(
+            bias.values()
+        ) <= MAX_BIAS:
+            params.logit_bias = {id: min(MAX_BIAS, max(MIN_BIAS, value)) for id, value in bias.items()}
+        return params
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -228,9 +233,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         if self.skip_clone:
             return self
         params = copy.copy(self)
-        for name in _MUTABLE:
-            if getattr(self, name) is not None:
-                setattr(params, name, copy.deepcopy(getattr(self, name)))
+        for name in (*_MUTABLE, *_FLAT):
+            if (value := getattr(self, name)) is not None:
+                setattr(params, name, copy.copy(value) if name in _FLAT else copy.deepcopy(value))
         return params
 
     @property
@@ -385,11 +390,13 @@ _SWITCHES = (
 )  # fmt: skip
 
 
-_MUTABLE = (
-    *("stop", "stop_token_ids", "logprob_token_ids", "structured_outputs", "logit_bias", "allowed_token_ids"),
-    *("bad_words", "extra_args", "repetition_detection", "trace_decode_token_ids", "bad_words_token_ids"),
-)
-"""Fields with mutable values."""
+_MUTABLE = ("structured_outputs", "extra_args", "repetition_detection", "bad_words_token_ids")
+"""Fields with mutable values, which may contain others."""
+_FLAT = (
+    "stop", "stop_token_ids", "logprob_token_ids", "logit_bias", "allowed_token_ids", "bad_words",
+    "trace_decode_token_ids",
+)  # fmt: skip
+"""Fields with lists and dicts of numbers or strings."""
 
 
 def _fail(name: str, rule: str, *got: object) -> NoReturn:
@@ -457,17 +464,17 @@ def _bias(value: Any) -> dict[int, float]:
     return {_integer("logit_bias", key): _real("logit_bias", bias) for key, bias in value.items()}
 
 
-def _clamped_bias(value: Any) -> dict[int, float]:
+def _with_token_ids(value: Any) -> Any:
+    """Return biases with integers as keys, which are strings in JSON."""
     if not isinstance(value, Mapping):
-        _fail("logit_bias", "must be an object of token ids to numbers", value)
-    clamped = {}
+        return value
+    biases = {}
     for key, bias in value.items():
         try:
-            token_id = int(key)
+            biases[int(key)] = bias
         except (TypeError, ValueError, OverflowError):
             _fail("logit_bias", "must have token ids as keys", key)
-        clamped[token_id] = min(MAX_BIAS, max(MIN_BIAS, _real("logit_bias", bias)))
-    return clamped
+    return biases
 
 
 def _struct(name: str, value: Any, kind: type[S]) -> S | None:

@@ -34,7 +34,12 @@ from quire.server.api_keys import key_names
 from quire.server.http.accept import ConnectionHandle
 from quire.server.lora.registry import LoRARegistry
 from quire.server.settings import ServerSettings
-from quire.system.process import adopt, tune_allocator, tune_garbage_collector
+from quire.system.process import (
+    adopt,
+    shorten_thread_switches,
+    tune_allocator,
+    tune_garbage_collector,
+)
 from quire.version import __version__
 
 if TYPE_CHECKING:
@@ -143,6 +148,7 @@ def run_api(
     ready, or a one-line error."""
     adopt(f"APIServer{index}" if (settings.http.api_server_count or 1) > 1 else "APIServer")
     tune_allocator()
+    shorten_thread_switches()
     with reports_failure(parent):
         load_plugins(config.broken_plugins)
         names = key_names(settings.keys)

@@ -25,7 +25,12 @@ from quire.server.api_keys import key_names
 from quire.server.lora.registry import LoRARegistry
 from quire.server.lora.service import located
 from quire.server.settings import ServerSettings
-from quire.system.process import adopt, tune_allocator, tune_garbage_collector
+from quire.system.process import (
+    adopt,
+    shorten_thread_switches,
+    tune_allocator,
+    tune_garbage_collector,
+)
 
 log = get_logger(__name__)
 
@@ -106,6 +111,7 @@ def run_models(
     """Run the API process. Send None to `parent` when it is ready, or a one-line error."""
     adopt("APIServer")
     tune_allocator()
+    shorten_thread_switches()
     with reports_failure(parent):
         load_plugins(models[0].config.broken_plugins)
         names = key_names(settings.keys)

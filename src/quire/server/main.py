@@ -18,7 +18,12 @@ from quire.frontend.engine import AsyncEngine
 from quire.logs import get_logger
 from quire.metrics.api_keys import KeyPages
 from quire.server.app import Application
-from quire.server.http.accept import ConnectionHandle, ConnectionReceiver
+from quire.server.http.accept import (
+    ConnectionAcceptor,
+    ConnectionHandle,
+    ConnectionReceiver,
+    Entrance,
+)
 from quire.server.http.exposure import exposures
 from quire.server.http.log_config import apply_log_config
 from quire.server.http.protocol import HttpLimits, HttpProtocol
@@ -38,29 +43,27 @@ class _Server(uvicorn.Server):
     """uvicorn server that leaves signals to its caller and calls `on_serving` when it accepts connections."""
 
     def __init__(
-        self, config: uvicorn.Config, *, hand: ConnectionHandle | None, on_serving: Callable[[], object]
+        self, config: uvicorn.Config, *, entrance: Entrance, on_serving: Callable[[], object]
     ) -> None:
         super().__init__(config)
-        self._taker = ConnectionReceiver(hand) if hand is not None else None
+        self._entrance = entrance
         self._on_serving = on_serving
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        if self._taker is not None:
-            self._taker.start(functools.partial(self._make_protocol, self._taker), self.config.ssl)
+        self._entrance.start(self._make_protocol, self.config.ssl)
         self._on_serving()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._taker is not None:
-            self._taker.stop()
+        self._entrance.stop()
         await super().shutdown(sockets)
 
-    def _make_protocol(self, taker: ConnectionReceiver) -> asyncio.Protocol:
+    def _make_protocol(self) -> asyncio.Protocol:
         return self.config.http_protocol_class(  # type: ignore[call-arg]
             config=self.config,
             server_state=self.server_state,
             app_state=self.lifespan.state,
-            on_closed=taker.count_closed,
+            on_closed=self._entrance.count_closed,
         )
 
     @contextlib.contextmanager
@@ -121,10 +124,12 @@ async def serve_models(
     """Serve `app` on `sockets`, or on the connections that `hand` receives, until `stop` is set (without one:
     until SIGTERM or SIGINT). Then let running requests of its applications, one per model, finish for
     `shutdown_timeout` seconds and abort the rest. `begin` is called when the server accepts connections."""
-    server = _Server(_config(app, settings), hand=hand, on_serving=begin)
-    stop = stop or _stop_on_signals()
-    if sockets is None:
-        sockets = [bind(settings.http)] if hand is None else []
+    config, stop = _config(app, settings), stop or _stop_on_signals()
+    if hand is not None:
+        entrance: Entrance = ConnectionReceiver(hand)
+    else:
+        entrance = ConnectionAcceptor([bind(settings.http)] if sockets is None else sockets)
+    server = _Server(config, entrance=entrance, on_serving=begin)
     if announce:
         logger.info("Starting Quire server on %s", settings.address)
         if not settings.http.uds:
@@ -135,7 +140,7 @@ async def serve_models(
         for what, remedy in exposures(settings):
             logger.warning("%s; %s", what, remedy)
         _log_routes(applications[0])
-    serving = asyncio.create_task(server.serve(sockets=list(sockets)))
+    serving = asyncio.create_task(server.serve(sockets=[]))
     stopping = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import errno
+import logging
 import socket
 from collections import Counter
 from collections.abc import Iterator
@@ -10,9 +12,16 @@ from pathlib import Path
 
 import httpx
 import pytest
+import uvloop
 from fake_engine import FakeEngine
 
-from quire.server.http.accept import ConnectionDealer, ConnectionHandle, ConnectionReceiver
+from quire.server.http.accept import (
+    ConnectionAcceptor,
+    ConnectionDealer,
+    ConnectionHandle,
+    ConnectionReceiver,
+)
+from quire.server.http.protocol import HttpProtocol
 from quire.server.http.sockets import bind
 from quire.server.main import serve
 from quire.server.settings import make_settings
@@ -209,3 +218,70 @@ def test_servers_answer_the_connections_they_receive(tmp_path: Path) -> None:
         await asyncio.wait_for(asyncio.gather(*servers), 60)
 
     asyncio.run(asyncio.wait_for(go(), 120))
+
+
+def test_queued_connections_are_accepted_in_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a server that accepts one connection per turn of the event loop, as uvloop does: in a flood of
+    connections, /health waited for as many turns as connections were queued before it."""
+    settings = make_settings({"host": "127.0.0.1", "port": 0})
+    made, turn, count = list[int](), [0], 50
+    make = HttpProtocol.connection_made
+
+    def connection_made(self: HttpProtocol, transport: asyncio.Transport) -> None:
+        made.append(turn[0])
+        make(self, transport)
+
+    monkeypatch.setattr(HttpProtocol, "connection_made", connection_made)
+
+    async def go() -> None:
+        listener, stop = bind(settings.http), asyncio.Event()
+        clients = [socket.create_connection(listener.getsockname()) for _ in range(count)]
+        server = asyncio.create_task(serve(settings, FakeEngine("a"), [listener], stop=stop, announce=False))
+        while len(made) < count:
+            turn[0] += 1
+            await asyncio.sleep(0)
+        for client in clients:
+            client.close()
+        stop.set()
+        await server
+
+    uvloop.run(asyncio.wait_for(go(), 120))
+    assert max(made) - min(made) < 5
+
+
+class FullListener(socket.socket):
+    """Listening socket of a process that has no free descriptor three times."""
+
+    num_failures = 3
+
+    def accept(self) -> tuple[socket.socket, object]:
+        if self.num_failures:
+            self.num_failures -= 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        return super().accept()
+
+
+def test_connection_is_accepted_when_descriptors_are_free_again(caplog: pytest.LogCaptureFixture) -> None:
+    made = list[asyncio.BaseTransport]()
+
+    class Protocol(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            made.append(transport)
+
+    async def go() -> None:
+        with FullListener() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen()
+            acceptor = ConnectionAcceptor([listener])
+            acceptor.start(Protocol, None)
+            with socket.create_connection(listener.getsockname()):
+                while not made:
+                    await asyncio.sleep(0.01)
+            acceptor.stop()
+            made[0].close()
+
+    with caplog.at_level(logging.WARNING, "quire.server.http.accept"):
+        asyncio.run(asyncio.wait_for(go(), 120))
+    assert [record.getMessage() for record in caplog.records] == [
+        "A connection could not be accepted: [Errno 24] Too many open files"
+    ]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from quire.errors import EngineError
-from quire.server.http.in_flight import Answering, ClientGone
+from quire.server.http.in_flight import Answering, ClientGone, HandlerQueue
 
 
 async def never() -> dict[str, Any]:
@@ -80,3 +80,53 @@ def test_abort_ends_running_and_later_requests() -> None:
             await running.until_gone(never, Work().run())
 
     asyncio.run(go())
+
+
+class Handlers:
+    """Handlers of several keys that arrive at once. Each takes `seconds` on a clock of its own."""
+
+    def __init__(self, seconds: float) -> None:
+        self.now = 0.0
+        self.turns = HandlerQueue(clock=lambda: self.now)
+        self.order: list[str] = []
+        self._seconds = seconds
+
+    async def handle(self, tenant: int, name: str) -> None:
+        await self.turns.wait(tenant)
+        self.now += self._seconds
+        self.order.append(name)
+
+    async def run(self, *names: str) -> list[list[str]]:
+        """Run a handler for each name, of the key in its first character; return those of each turn."""
+        tasks = [asyncio.create_task(self.handle(int(name[0]), name)) for name in names]
+        by_turn, num_seen = list[list[str]](), 0
+        while not all(task.done() for task in tasks):
+            await asyncio.sleep(0)
+            by_turn.append(self.order[num_seen:])
+            num_seen = len(self.order)
+        return [names for names in by_turn if names]
+
+
+def test_short_handlers_begin_in_one_turn() -> None:
+    assert asyncio.run(Handlers(0.0).run("1a", "1b", "1c", "2a")) == [["1a", "1b", "1c", "2a"]]
+
+
+def test_long_handlers_begin_in_turns_of_their_own_key_by_key() -> None:
+    """Catches a burst of requests that blocks the event loop until the last of them has begun, and a key
+    whose single request waits for all those of another key."""
+    by_turn = asyncio.run(Handlers(0.01).run("1a", "1b", "1c", "1d", "2a", "3a"))
+    assert by_turn == [["1a"], ["1b"], ["2a"], ["3a"], ["1c"], ["1d"]]
+
+
+def test_cancelled_handlers_take_no_turn() -> None:
+    async def go() -> list[str]:
+        handlers = Handlers(0.01)
+        names = ("1a", "1b", "1c")
+        tasks = [asyncio.create_task(handlers.handle(1, name)) for name in names]
+        await asyncio.sleep(0)
+        tasks[1].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await handlers.handle(1, "1d")
+        return handlers.order
+
+    assert asyncio.run(go()) == ["1a", "1c", "1d"]

@@ -639,6 +639,7 @@ def test_store_evicts_old_and_oversized_responses() -> None:
     store.put(stored("d", text="x" * 9_950))
     assert len(store) == 1 and store.get("d")
     clock[0] += 20
+    store.expire()
     assert store.item("msg_d") is None and (len(store), store.num_bytes) == (0, 0)
 
 

@@ -1,7 +1,5 @@
 """The routes of Anthropic's API: /v1/messages and /v1/messages/count_tokens."""
 
-import sys
-
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
@@ -9,6 +7,7 @@ from quire.server.anthropic.bodies import CountBody, CountReply, MessageErrorRep
 from quire.server.anthropic.encoder import MessageEncoder
 from quire.server.anthropic.translate import as_chat
 from quire.server.http.errors import json_response
+from quire.server.http.in_flight import num_body_bytes
 from quire.server.http.openapi_document import add_post
 from quire.server.openai.chat_request import prepare_chat
 from quire.server.openai.prompts import off_loop
@@ -41,5 +40,4 @@ async def count_message_tokens(api: GenerationService, body: CountBody, request:
 
 async def _as_chat(body: CountBody, request: Request, *, budgets: bool) -> ChatBody:
     """Translate the body; in a thread if the body is long or its length is unknown."""
-    num_bytes = int(request.headers.get("content-length", sys.maxsize))
-    return await off_loop(num_bytes, lambda: as_chat(body, budgets=budgets))
+    return await off_loop(num_body_bytes(request), lambda: as_chat(body, budgets=budgets))

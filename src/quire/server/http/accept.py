@@ -1,4 +1,4 @@
-"""Distribution of the connections of one listening socket to several API processes.
+"""Acceptance of connections, and their distribution to several API processes.
 
 If several processes accept from one socket, the first to wake up takes all waiting connections. Therefore
 only the supervisor accepts. It passes each connection to the process with the fewest open connections.
@@ -14,12 +14,12 @@ from pathlib import Path
 
 import numpy as np
 
-from quire.logs import get_logger
+from quire.logs import FirstWarning, get_logger
 
 log = get_logger(__name__)
 
 MOST_AT_ONCE = 256
-"""Maximum connections that one call of `deal` passes on."""
+"""Maximum connections that are accepted at once, before other work."""
 PAUSE_S = 0.05
 
 
@@ -128,19 +128,15 @@ class ConnectionDealer:
             self.drop(index)
 
 
-class ConnectionReceiver:
-    """The API process's side: receives connections, and counts those that it has closed."""
+class Entrance:
+    """Source of the connections of an API process: accepted here, or received from the supervisor."""
 
-    def __init__(self, hand: ConnectionHandle) -> None:
-        self._channel = hand.channel
-        self._channel.setblocking(False)
-        self._index = hand.index
-        self._closed = np.memmap(hand.closed_file, np.int64, "r+")
+    def __init__(self) -> None:
         self._connect: Callable[[socket.socket], asyncio.Task[None]]
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, make_protocol: Callable[[], asyncio.Protocol], ssl: object) -> None:
-        """Receive connections in the running event loop, with a new protocol instance for each."""
+        """Take connections in the running event loop, with a new protocol instance for each."""
         loop = asyncio.get_running_loop()
 
         async def connect(connection: socket.socket) -> None:
@@ -151,7 +147,78 @@ class ConnectionReceiver:
                 self.count_closed()
 
         self._connect = lambda connection: loop.create_task(connect(connection))
-        loop.add_reader(self._channel, self._take)
+
+    def stop(self) -> None:
+        """Take no more connections."""
+        raise NotImplementedError
+
+    def count_closed(self) -> None:
+        """Note that a connection was closed."""
+
+    def _open(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        task = self._connect(connection)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+class ConnectionAcceptor(Entrance):
+    """Accepts from listening sockets, many connections in one turn of the event loop.
+
+    uvloop accepts one connection per turn. In a flood of connections a turn also handles requests of many
+    others, so a new one would wait for as many turns as connections are queued before it.
+    """
+
+    def __init__(self, listeners: Sequence[socket.socket]) -> None:
+        super().__init__()
+        self._listeners = listeners
+        self._warn = FirstWarning(log, "A connection could not be accepted")
+
+    def start(self, make_protocol: Callable[[], asyncio.Protocol], ssl: object) -> None:
+        super().start(make_protocol, ssl)
+        for listener in self._listeners:
+            listener.setblocking(False)
+            self._listen(listener)
+
+    def stop(self) -> None:
+        for listener in self._listeners:
+            asyncio.get_running_loop().remove_reader(listener)
+            listener.close()
+
+    def _listen(self, listener: socket.socket) -> None:
+        if listener.fileno() >= 0:  # it may be closed in a pause
+            asyncio.get_running_loop().add_reader(listener, self._accept, listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        for _ in range(MOST_AT_ONCE):
+            try:
+                connection, _ = listener.accept()
+            except BlockingIOError:
+                return
+            except ConnectionAbortedError:
+                continue
+            except OSError as error:  # out of file descriptors: wait until some are closed
+                self._warn(str(error))
+                loop = asyncio.get_running_loop()
+                loop.remove_reader(listener)
+                loop.call_later(PAUSE_S, self._listen, listener)
+                return
+            self._open(connection)
+
+
+class ConnectionReceiver(Entrance):
+    """The API process's side: receives connections, and counts those that it has closed."""
+
+    def __init__(self, hand: ConnectionHandle) -> None:
+        super().__init__()
+        self._channel = hand.channel
+        self._channel.setblocking(False)
+        self._index = hand.index
+        self._closed = np.memmap(hand.closed_file, np.int64, "r+")
+
+    def start(self, make_protocol: Callable[[], asyncio.Protocol], ssl: object) -> None:
+        super().start(make_protocol, ssl)
+        asyncio.get_running_loop().add_reader(self._channel, self._take)
 
     def count_closed(self) -> None:
         self._closed[self._index] += 1
@@ -172,8 +239,4 @@ class ConnectionReceiver:
                 if not descriptors:  # out of file descriptors: the kernel has closed the connection
                     self.count_closed()
                 for descriptor in descriptors:
-                    connection = socket.socket(fileno=descriptor)
-                    connection.setblocking(False)
-                    task = self._connect(connection)
-                    self._tasks.add(task)
-                    task.add_done_callback(self._tasks.discard)
+                    self._open(socket.socket(fileno=descriptor))

@@ -31,7 +31,8 @@ from quire.server.http.errors import (
     quire_error,
     validation_error,
 )
-from quire.server.http.in_flight import ClientGone
+from quire.server.http.in_flight import ClientGone, HandlerQueue, is_gone
+from quire.server.http.limits import account_of
 
 logger = get_logger(__name__)
 
@@ -41,6 +42,9 @@ _MAYBE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 """Possible lone surrogate, which cannot be encoded in UTF-8."""
 _LARGE = 1 << 20
 """Size in bytes above which a body is parsed in a thread."""
+_MANY_BYTES, _MANY_VALUES = 1 << 14, 1 << 11
+"""Size in bytes and number of values above which a body is parsed in a thread, too. Parsing that many takes
+about a millisecond."""
 _MAX_VALUES, _MAX_PARTS = 1 << 21, 1 << 18
 """Maximum values of a body, and maximum lists, objects and names. Parsing that many holds the GIL for half a
 second, so every other request waits, even if it is done in a thread."""
@@ -63,6 +67,7 @@ class Direct:
         }
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="bodies")
         """A single thread, since parsing holds the GIL."""
+        self._queue = HandlerQueue()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         route = self._routes.get(scope["path"]) if scope.get("method") == "POST" else None
@@ -74,8 +79,12 @@ class Direct:
             return await http_error(error)(scope, receive, send)
         except ClientGone:
             return await client_gone()(scope, receive, send)
+        account = account_of(scope)
+        await self._queue.wait(0 if account is None else account.tenant)
+        if is_gone(receive):
+            return await client_gone()(scope, receive, send)
         adapter, respond = route
-        if len(raw) > _LARGE:
+        if _is_large(raw):
             response = await self._respond(
                 self._parsing_in_thread(adapter, respond), raw, Request(scope, receive)
             )
@@ -131,6 +140,11 @@ async def read_body(receive: Receive) -> bytes:
         pieces.append(message.get("body", b""))
         more = message.get("more_body", False)
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def _is_large(raw: bytes) -> bool:
+    """Whether parsing the body would block the event loop for milliseconds."""
+    return len(raw) > _LARGE or (len(raw) > _MANY_BYTES and raw.count(b",") > _MANY_VALUES)
 
 
 def _parse_large(adapter: TypeAdapter[Any], raw: bytes) -> Any:

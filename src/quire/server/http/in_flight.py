@@ -1,8 +1,12 @@
 """The running requests. Each is cancelled when its client disconnects, and all when a drain times out. Long
-texts that need no model, such as those to tokenize, are limited in number."""
+texts that need no model, such as those to tokenize, are limited in number. Handlers share the time of the
+event loop, key by key."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+import sys
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -18,9 +22,17 @@ _AT_ONCE = 2
 """Long bodies that an API process handles at once. They share the threads with the prompts of other requests,
 and tokenization takes about a hundred times the memory of the text."""
 
+_TURN_S = 0.004
+"""Time of one turn of the event loop after which no further handler begins."""
+
 
 class ClientGone(Exception):
     """The client has disconnected."""
+
+
+def is_gone(receive: Receive) -> bool:
+    """Return whether the client is known to have disconnected."""
+    return bool(getattr(getattr(receive, "__self__", None), "disconnected", False))
 
 
 class Answering:
@@ -67,6 +79,11 @@ async def _wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
+def num_body_bytes(request: Request) -> int:
+    """Return the length of a body; that of a chunked one is unknown and counts as very long."""
+    return int(request.headers.get("content-length", sys.maxsize))
+
+
 class LongWork:
     """Semaphore for requests with long bodies; short ones pass freely."""
 
@@ -76,9 +93,53 @@ class LongWork:
     @asynccontextmanager
     async def place(self, request: Request) -> AsyncIterator[None]:
         """Wait, in order of arrival, while too many requests with long or chunked bodies are running."""
-        length = request.headers.get("content-length")
-        if length is not None and int(length) < _LONG_BYTES:
+        if num_body_bytes(request) < _LONG_BYTES:
             yield
             return
         async with self._places:
             yield
+
+
+class HandlerQueue:
+    """Limit of the handlers that begin in one turn of the event loop.
+
+    A handler parses a body, tokenizes it and starts its requests without a suspension. If many requests
+    arrive at once, only a few begin. The others wait for later turns, so that streams and health checks
+    continue between them. Each turn continues one of them, of one key after the other. A request takes no
+    time if its client disconnects while it waits.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._is_begun = False
+        """Whether a handler has begun in this turn."""
+        self._ends_at = 0.0
+        self._waiting: dict[int, deque[asyncio.Future[None]]] = {}
+        """Waiting requests by key, in the order in which the keys are served."""
+
+    async def wait(self, tenant: int) -> None:
+        """Return when the handler of a request may begin: at once if this turn has time left."""
+        if not self._is_begun:
+            self._begin()
+        elif self._waiting or self._clock() >= self._ends_at:
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.setdefault(tenant, deque()).append(turn)
+            await turn
+
+    def _begin(self) -> None:
+        self._is_begun, self._ends_at = True, self._clock() + _TURN_S
+        asyncio.get_running_loop().call_soon(self._end)
+
+    def _end(self) -> None:
+        """End a turn; a waiting handler begins the next one."""
+        self._is_begun = False
+        while self._waiting:
+            tenant = next(iter(self._waiting))
+            turns = self._waiting.pop(tenant)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[tenant] = turns  # behind the other keys
+            if not turn.done():  # it is done if its request was cancelled
+                turn.set_result(None)
+                self._begin()
+                return

@@ -10,6 +10,7 @@ from quire.data.params import BeamSearchParams, SamplingParams
 from quire.errors import RequestError
 from quire.frontend.inputs import Prompt
 from quire.server.openai.answer_pieces import AnswerFormat, OutputParser
+from quire.server.openai.prompts import num_chars, off_loop
 from quire.server.openai.requests import MAX_STOP_STRINGS, ChatBody, Message
 from quire.server.openai.sampling_params import (
     beam_params,
@@ -17,6 +18,7 @@ from quire.server.openai.sampling_params import (
     check_chat,
     check_generate,
     constraint_of,
+    params_size,
     sampling_params,
 )
 from quire.server.openai.service import ApiCall, GenerationService
@@ -66,6 +68,25 @@ async def prepare_chat(
     await api.check_model(body.model, pools=False)
     check_generate(body, max_n=settings.max_n, max_stops=_MAX_STOPS.get(kind, MAX_STOP_STRINGS))
     check_chat(body, trust_template=settings.trust_request_chat_template)
+    size = num_chars([body.tools, body.response_format])
+    tools, requested, constraint = await off_loop(size, partial(_read_tools, api, body))
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    wait = partial(api.answering.until_gone, request.receive)
+    prompt = await api.reader.of_chat(body, max_tokens or 1, wait, effort=body.reasoning_effort)
+    free = constraint is None or (tools.calls == "auto" and requested is None)
+    format = _answer_format(api, body, tools, prompt, free=free)
+    limit = api.output_limit(max_tokens, len(prompt.token_ids))
+    params = await off_loop(params_size(body), lambda: _build_params(api, body, limit, constraint, format))
+    last = body.messages[-1]
+    role = settings.response_role if body.add_generation_prompt else last.role
+    echoed = _text(last) if body.echo and last.role == role else ""
+    return ChatRequest(body, api.job(kind, body, request, [prompt], [params]), role, echoed, tools, format)
+
+
+def _read_tools(
+    api: GenerationService, body: ChatBody
+) -> tuple[ToolUse, dict[str, Any] | None, dict[str, Any] | None]:
+    """Return the tool use, the requested constraint of structured output, and that with the tools."""
     tools = tool_use(body, auto=api.parsers.auto)
     requested = constraint_of(body)
     constraint = tools.constrain(
@@ -74,17 +95,7 @@ async def prepare_chat(
         parser=api.parsers.tools,
         tokenizer=api.inputs_of(body.model).tokenizer,
     )
-    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    wait = partial(api.answering.until_gone, request.receive)
-    prompt = await api.reader.of_chat(body, max_tokens or 1, wait, effort=body.reasoning_effort)
-    free = constraint is None or (tools.calls == "auto" and requested is None)
-    format = _answer_format(api, body, tools, prompt, free=free)
-    limit = api.output_limit(max_tokens, len(prompt.token_ids))
-    params = _build_params(api, body, limit, constraint, format)
-    last = body.messages[-1]
-    role = settings.response_role if body.add_generation_prompt else last.role
-    echoed = _text(last) if body.echo and last.role == role else ""
-    return ChatRequest(body, api.job(kind, body, request, [prompt], [params]), role, echoed, tools, format)
+    return tools, requested, constraint
 
 
 def _text(message: Message) -> str:

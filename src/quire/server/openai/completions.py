@@ -13,12 +13,14 @@ from quire.frontend.inputs import Prompt
 from quire.server.http.sse import event, opening, quote
 from quire.server.openai.encoder import ChunkEncoder
 from quire.server.openai.logprobs import LogprobColumns, prompt_logprobs
+from quire.server.openai.prompts import off_loop
 from quire.server.openai.requests import CompletionBody
 from quire.server.openai.sampling_params import (
     beam_params,
     check_generate,
     completion_prompt_logprobs,
     constraint_of,
+    params_size,
     sampling_params,
 )
 from quire.server.openai.service import ApiCall, GenerationService, Params
@@ -41,7 +43,8 @@ async def begin_completion(api: GenerationService, body: CompletionBody, request
     if body.suffix:
         raise RequestError("suffix is not currently supported", param="suffix")
     prompts = await api.reader.of_completion(body, max_sequences=api.settings.max_sequences)
-    return api.job("cmpl", body, request, prompts, _all_params(api, body, prompts))
+    params = await off_loop(params_size(body) * len(prompts), lambda: _all_params(api, body, prompts))
+    return api.job("cmpl", body, request, prompts, params)
 
 
 def _all_params(api: GenerationService, body: CompletionBody, prompts: list[Prompt]) -> list[Params]:

@@ -2,10 +2,12 @@
 
 import asyncio
 import copy
+import itertools
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import GeneratorType
 from typing import Any, TypeVar
 
 from quire.config.server_sections import ApiSection
@@ -36,8 +38,11 @@ PoolingInput = str | list[int] | tuple[str, str] | ScoreInputs
 _LONG = 16384
 """Characters or token ids from which work runs in a thread, as it would block the event loop for
 milliseconds."""
+_VALUE_CHARS = 16
+"""Characters that a value other than a text counts as, since it takes as long to handle."""
 _EMBEDS = "_embeds"
 """Suffix of the types of content parts that are embeddings."""
+_END = object()
 _RENDER_S = 1.0
 _NOT_OF_EMBEDS = {
     "echo": "Echo is unsupported with prompt embeds.",
@@ -112,7 +117,7 @@ class PromptReader:
             parsed = [inputs.parse(prompt, add_special_tokens=body.add_special_tokens) for prompt in prompts]
             return [self._truncate(prompt, body, body.max_tokens or 16) for prompt in parsed]
 
-        return await off_loop(sum(map(_num_chars, prompts)), read)
+        return await off_loop(sum(map(_prompt_size, prompts)), read)
 
     async def of_chat(
         self, body: Any, num_output: int, wait: Wait | None = None, *, effort: str | None = None
@@ -147,7 +152,7 @@ class PromptReader:
                     prompts.append(self._pooling_prompt(value, body, add_special_tokens))
             return prompts
 
-        size = sum(_LONG if isinstance(value, ScoreInputs) else _num_chars(value) for _, value in named)
+        size = sum(_LONG if isinstance(value, ScoreInputs) else _prompt_size(value) for _, value in named)
         return await off_loop(size, read)
 
     async def _prepare(self, named: Sequence[tuple[str, ScoreInputs]], body: Any) -> None:
@@ -184,7 +189,7 @@ class PromptReader:
         work = self._inputs.media.prepare(items, body.mm_processor_kwargs, body.media_io_kwargs)
         prepared = await (work if wait is None else wait(work))
         rest = [messages, body.tools, body.documents, body.chat_template_kwargs]
-        text_size = _num_chars(rest) if body.chat_template is None else _LONG
+        text_size = num_chars(rest) if body.chat_template is None else _LONG
         num_tokens = sum(len(item.processed.token_ids) for item in prepared)
         return _ParsedChat(body, messages, prepared, text_size + num_tokens, text_size)
 
@@ -342,31 +347,40 @@ def _template_size(body: ConversationBody) -> int:
     counts as long, since its cost is unknown."""
     if body.chat_template is not None:
         return _LONG
-    return _num_chars([body.tools, body.documents, body.chat_template_kwargs, _fields(body.messages)])
+    return num_chars([body.tools, body.documents, body.chat_template_kwargs, _fields(body.messages)])
 
 
-def _fields(messages: Sequence[Message]) -> list[Any]:
-    return [fields for message in messages for fields in (vars(message), message.model_extra)]
+def _fields(messages: Sequence[Message]) -> Iterator[Any]:
+    return (fields for message in messages for fields in (vars(message), message.model_extra))
 
 
 def _num_values(value: Any) -> int:
-    """Count the nested values, up to `_LONG`. A text counts as one, since the search for media does not read
-    it. Embeddings count as long, since they are decoded."""
-    return _count(value, lambda text: _LONG if text.endswith(_EMBEDS) else 1)
+    """Count the nested values, each as `_VALUE_CHARS`, up to about `_LONG`. A text counts as one, as the
+    search for media does not read it. Embeddings count as long, since they are decoded."""
+    return _count(value, lambda text: _LONG if text.endswith(_EMBEDS) else _VALUE_CHARS)
 
 
-def _num_chars(value: Any) -> int:
+def _prompt_size(prompt: Any) -> int:
+    """Return the number of characters or token ids of a prompt."""
+    return len(prompt) if isinstance(prompt, str | list) else num_chars(prompt)
+
+
+def num_chars(value: Any) -> int:
     """Count the characters of all nested values, up to about `_LONG`."""
     return _count(value, len)
 
 
 def _count(value: Any, size_of: Callable[[str], int]) -> int:
-    count, pending = 0, [value]
+    """Add up the sizes of nested values. It stops after a thousand of them, whatever their number."""
+    count, pending = 0, [iter((value,))]
     while pending and count < _LONG:
-        item = pending.pop()
-        count += size_of(item) if isinstance(item, str) else 1
+        item = next(pending[-1], _END)
+        if item is _END:
+            pending.pop()
+            continue
+        count += size_of(item) if isinstance(item, str) else _VALUE_CHARS
         if isinstance(item, dict):
-            pending += (*item, *item.values())
-        elif isinstance(item, list | tuple):
-            pending += item
+            pending.append(itertools.chain(item, item.values()))
+        elif isinstance(item, list | tuple | GeneratorType):
+            pending.append(iter(item))
     return count

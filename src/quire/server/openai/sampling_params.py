@@ -11,6 +11,7 @@ from quire.errors import RequestError, nearest
 from quire.frontend.engine_facts import EngineFacts
 from quire.logs import get_logger, printable, warn_once
 from quire.server.http.errors import InvalidBody
+from quire.server.openai.prompts import num_chars
 from quire.server.openai.requests import (
     MAX_STOP_STRINGS,
     Body,
@@ -29,6 +30,11 @@ _SAMPLING = (
     "bad_words", "logprob_token_ids", "stream_interval",
 )  # fmt: skip
 """Fields that a body and SamplingParams have in common."""
+_LISTS = (
+    *("logit_bias", "stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logprob_token_ids"),
+    *("vllm_xargs", "extra_args"),
+)
+"""Fields of a body or of SamplingParams with any number of values."""
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields that take their defaults from the model's generation config."""
 _FUNCTION_FIELDS = ("functions", "function_call")
@@ -190,6 +196,11 @@ _FORMATS: dict[str, Callable[[dict[str, Any]], dict[str, Any] | None]] = {
 def _from_guided(extra: dict[str, Any]) -> dict[str, Any] | None:
     constraint = {key: extra[name] for name, key in _GUIDED.items() if extra.get(name) not in (None, False)}
     return constraint if constraint.keys() - {"whitespace_pattern"} else None
+
+
+def params_size(source: GenerateBody | SamplingParams) -> int:
+    """Return the approximate number of characters in the lists and texts of sampling parameters."""
+    return num_chars([getattr(source, name, None) for name in _LISTS])
 
 
 def sampling_params(

@@ -36,8 +36,9 @@ from quire.server.lora.registry import LoRARegistry
 from quire.server.lora.service import LoRAService, adapters_of
 from quire.server.openai.cache_hints import cache_hints
 from quire.server.openai.logprobs import TokenFormatter
-from quire.server.openai.prompts import PromptReader
+from quire.server.openai.prompts import PromptReader, off_loop
 from quire.server.openai.requests import CallBody, GenerateBody
+from quire.server.openai.sampling_params import params_size
 from quire.server.openai.streams import (
     InOrder,
     Logged,
@@ -326,27 +327,31 @@ class GenerationService:
 
 
 class ParamsChecker:
-    """Checker of the params of one call. Equal params and grammars are checked once; grammars in a thread."""
+    """Checker of the params of one call. Equal params and grammars are checked once, long ones and
+    grammars in a thread."""
 
     def __init__(self, inputs: InputProcessor, lora: LoRARequest | None) -> None:
         self._inputs, self._lora = inputs, lora
-        self._params: SamplingParams | None = None
-        self._checked: CheckedParams | None = None
-        """Result of the check of `_params`."""
+        self._checked: dict[int, CheckedParams] = {}
+        """Results by the id of the params."""
         self._grammar: StructuredOutputsParams | None = None
 
     async def of(self, params: SamplingParams) -> CheckedParams:
         """Return the checked params. Prompts that share params share the result."""
-        if self._checked is None or params is not self._params:
-            await self._check_grammar(params.structured_outputs)
-            self._checked = self._inputs.check(params, lora=self._lora, grammar=self._grammar)
-            self._params = params
-        return self._checked
+        if id(params) not in self._checked:
+            check = functools.partial(self._check, params)
+            is_long = params.structured_outputs is not None
+            self._checked[id(params)] = await (
+                asyncio.to_thread(check) if is_long else off_loop(params_size(params), check)
+            )
+        return self._checked[id(params)]
 
-    async def _check_grammar(self, grammar: StructuredOutputsParams | None) -> None:
+    def _check(self, params: SamplingParams) -> CheckedParams:
+        grammar = params.structured_outputs
         if grammar is not None and grammar != self._grammar:
-            await asyncio.to_thread(self._inputs.check_grammar, grammar, _COMPILE_S)
+            self._inputs.check_grammar(grammar, _COMPILE_S)
             self._grammar = grammar
+        return self._inputs.check(params, lora=self._lora, grammar=self._grammar)
 
 
 def limit_long_work(answer: Answer) -> Answer:

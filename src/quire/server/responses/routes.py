@@ -9,10 +9,12 @@ from starlette.responses import Response, StreamingResponse
 from quire.data.params import INT64_MAX
 from quire.errors import RequestError
 from quire.server.http.errors import NotFound, json_response
+from quire.server.http.in_flight import num_body_bytes
 from quire.server.http.limits import account_of, stay
 from quire.server.http.openapi_document import add_post, replies_of
 from quire.server.openai.chat_request import ChatRequest, prepare_chat
 from quire.server.openai.prompts import off_loop
+from quire.server.openai.requests import ChatBody
 from quire.server.openai.service import GenerationService
 from quire.server.responses.bodies import DeletedReply, ItemsReply, ResponseBody, ResponseReply
 from quire.server.responses.encoder import ResponseEncoder, frame_of
@@ -41,15 +43,20 @@ class Responses:
         owner = _owner(request)
         before = self._previous_turns(body.previous_response_id, owner)
         find = functools.partial(self._item, owner=owner)
-        turns = (*before, StoredTurn(read_items(body.input, find), owner))
         id = new_id("resp")
         # Logprobs are attributed to output items only while the tokens are streamed.
         by_token = body.wants_logprobs or bool(body.background)
-        items = [item for turn in turns for item in turn.items]
-        make_chat = functools.partial(
-            chat_of, body, items, stream=bool(body.stream) or by_token, request_id=id.removeprefix("resp_")
-        )
-        chat = await off_loop(sum(turn.num_bytes for turn in turns), make_chat)
+
+        def read() -> tuple[tuple[StoredTurn, ...], ChatBody]:
+            turns = (*before, StoredTurn(read_items(body.input, find), owner))
+            items = [item for turn in turns for item in turn.items]
+            streams = bool(body.stream) or by_token
+            return turns, chat_of(body, items, stream=streams, request_id=id.removeprefix("resp_"))
+
+        if self.store is not None:
+            self.store.expire()
+        num_bytes = num_body_bytes(request) + sum(turn.num_bytes for turn in before)
+        turns, chat = await off_loop(num_bytes, read)
         talk = await prepare_chat(self.api, chat, request, "resp")
         stored = StoredResponse(frame_of(body, talk, id, stored=keeps), turns)
         keep = functools.partial(self._keep, stored) if keeps else _forget

@@ -192,14 +192,14 @@ class Store:
 
     def get(self, id: str, owner: int = 0, *, param: str = "response_id") -> StoredResponse:
         """Return a stored response. `param`: the request field that names it, for the error."""
-        self._expire()
+        self.expire()
         if id not in self._kept or self._kept[id].owner != owner:
             raise NotFound(f"Response with id {id!r:.80} not found.", param=param)
         return self._kept[id]
 
     def item(self, id: str, owner: int = 0) -> Item | None:
-        self._expire()
-        return next(iter(self._items.get((owner, id), {}).values()), None)
+        """Return a stored item; call `expire` before. Threads may call this, as it changes nothing."""
+        return next(iter([*self._items.get((owner, id), {}).values()]), None)
 
     def put(self, stored: StoredResponse) -> None:
         """Store or update a response. The oldest responses that have ended are dropped above the limits."""
@@ -213,11 +213,11 @@ class Store:
         stored.held = stored.turns
         for turn in stored.held:
             self._add_turn(turn)
-        self._expire()
+        self.expire()
 
     def check_room(self) -> None:
         """Raise Full if one more background response does not fit."""
-        self._expire()
+        self.expire()
         running = [stored for stored in self._kept.values() if stored.is_running]
         if len(running) >= self.limits.max_count:
             raise Full(
@@ -261,7 +261,8 @@ class Store:
             if not items:
                 self._items.pop(key, None)
 
-    def _expire(self) -> None:
+    def expire(self) -> None:
+        """Drop the responses that are too old or above the limits."""
         limits, now = self.limits, self.now()
         for id, stored in list(self._kept.items()):
             old = now - stored.kept_at > limits.ttl_s

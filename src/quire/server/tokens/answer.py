@@ -12,6 +12,7 @@ from quire.errors import RequestError
 from quire.server.http.errors import InvalidBody
 from quire.server.http.sse import DONE, AnswerEncoder, event
 from quire.server.openai.logprobs import TokenFormatter, chat_logprobs, prompt_logprobs
+from quire.server.openai.prompts import num_chars, off_loop
 from quire.server.openai.requests import CompletionBody
 from quire.server.openai.sampling_params import check_fields, check_stops
 from quire.server.openai.service import ApiCall, GenerationService
@@ -39,7 +40,7 @@ async def create_tokens_of_tokens(api: GenerationService, body: TokensBody, requ
         raise InvalidBody("Stream options can only be defined when `stream=True`.", param="stream_options")
     max_tokens = body.sampling_params.get("max_tokens")
     num_output = max_tokens if isinstance(max_tokens, int) else 1
-    as_prompt = CompletionBody(  # type: ignore[call-arg]
+    as_prompt = CompletionBody.model_construct(  # its values are valid, and a million ids take long to check
         prompt=body.token_ids,
         max_tokens=num_output,
         cache_salt=body.cache_salt,
@@ -47,7 +48,9 @@ async def create_tokens_of_tokens(api: GenerationService, body: TokensBody, requ
         truncation_side=body.truncation_side,
     )
     prompts = await api.reader.of_completion(as_prompt, max_sequences=api.settings.max_sequences)
-    params = _params(api, body, len(prompts[0].token_ids))
+    params = await off_loop(
+        num_chars(body.sampling_params), lambda: _params(api, body, len(prompts[0].token_ids))
+    )
     job = api.job("generate-tokens", body, request, prompts, [params])
     return await api.answer(job, TokensEncoder(api, body, job), request, stream=bool(body.stream))
 
