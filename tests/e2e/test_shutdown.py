@@ -10,7 +10,7 @@ import httpx
 import pytest
 from serve_process import PATIENCE_S, ServeProcess, Start, eventually
 
-LENGTH = 1200
+LENGTH = 600
 """Tokens that take longer than a busy machine needs to open some more streams."""
 
 
