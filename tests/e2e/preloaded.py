@@ -57,6 +57,10 @@ class Preloaded:
     def __enter__(self) -> Self:
         return self
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def __exit__(self, *_: object) -> None:
         self._socket.close()
         self._process.wait()
