@@ -32,6 +32,7 @@ import pytest  # noqa: E402
 from httpx._config import DEFAULT_TIMEOUT_CONFIG  # noqa: E402
 from httpx._transports import default as transport  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
+from hypothesis.internal.conjecture import providers  # noqa: E402
 from preloaded import Preloaded, engines_forked, engines_spawned  # noqa: E402
 
 from quire.logs import warn_once  # noqa: E402
@@ -42,6 +43,8 @@ PATIENCE_S = 60.0
 transport.create_ssl_context = cache(transport.create_ssl_context)
 for phase in ("connect", "read", "write", "pool"):
     setattr(DEFAULT_TIMEOUT_CONFIG, phase, PATIENCE_S)
+# Otherwise Hypothesis parses all imported files for constants, and its examples depend on which these are.
+providers._get_local_constants = lambda: providers._local_constants
 EXAMPLES: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("quire", derandomize=True, **EXAMPLES)
 settings.register_profile("explore", print_blob=True, **EXAMPLES)
