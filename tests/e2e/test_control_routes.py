@@ -210,10 +210,10 @@ def test_weights_change_under_traffic(server: ServeProcess, tiny: TextModel, tmp
     weights = load_file(tiny.path / "model.safetensors")
     weights["model.norm.weight"] = -weights["model.norm.weight"]
     save_file(weights, tmp_path / "model.safetensors")
-    old = server.complete(max_tokens=LENGTH)["choices"][0]["text"]
+    old = server.complete(max_tokens=2 * LENGTH)["choices"][0]["text"]
     assert post(server, "/init_weight_transfer_engine", json={"init_info": {}})
     assert versions(server) == {"default"}
-    with server.streaming(max_tokens=LENGTH) as stream:
+    with server.streaming(max_tokens=2 * LENGTH) as stream:
         stream_events = [next(stream)]
         update_weights(server, tmp_path, "step-1")
         stream_events += stream

@@ -105,8 +105,13 @@ def test_streams_of_all_kinds_resume_in_the_restarted_core(single: ServeProcess,
     """Catches text, logprobs and usage that are lost or sent twice, and a grammar that starts over."""
     vectors = tiny.hf.get_input_embeddings()(torch.tensor([1, 40, 300, 77, 310])).detach()
     kinds = KINDS | {"vectors": (TEXT, SEEDED | {"prompt": None, "prompt_embeds": sent(vectors)})}
-    dead = single.core
-    ready = Barrier(len(kinds), action=lambda: os.kill(dead, signal.SIGKILL))
+    dead, is_killed = single.core, Event()
+
+    def kill() -> None:
+        os.kill(dead, signal.SIGKILL)
+        is_killed.set()
+
+    ready = Barrier(len(kinds), action=kill)
 
     def disturbed(kind: str) -> dict[str, Any]:
         with stream(single, *kinds[kind]) as chunks:
@@ -125,6 +130,7 @@ def test_streams_of_all_kinds_resume_in_the_restarted_core(single: ServeProcess,
             "all requests wait", lambda: single.client.get("/load").json()["server_load"] == len(kinds)
         )
         os.kill(dead, signal.SIGCONT)
+        assert is_killed.wait(PATIENCE_S)
         eventually("the server is unhealthy", lambda: single.health() == 503)
         refused = single.client.post("/v1/completions", json={"model": "tiny", "prompt": "x"})
         result = dict(zip(kinds, answers, strict=True))
@@ -161,9 +167,10 @@ def test_sigterm_during_the_pause_lets_answers_finish(start: Start) -> None:
     """Catches a core that is not restarted while the server drains, and streams that wait for it forever."""
     server = start("--shutdown-timeout", "100")
     server.until_healthy()
+    core = server.core
     with server.streaming(max_tokens=LENGTH) as chunks:
         stream_events = [next(chunks)]
-        os.kill(server.core, signal.SIGKILL)
+        os.kill(core, signal.SIGKILL)
         eventually("the server is unhealthy", lambda: server.health() == 503)
         server.process.send_signal(signal.SIGTERM)
         stream_events += chunks
