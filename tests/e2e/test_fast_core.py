@@ -12,7 +12,8 @@ from pathlib import Path
 
 import httpx
 import psutil
-from fast_core import run_fast_core, run_server
+from fast_core import run_fast_core
+from fast_server import run_server
 from tiny_text import TextModel
 
 from quire.remote.http import HttpClient

@@ -2,12 +2,9 @@
 speed.
 """
 
-import asyncio
 import os
-import socket
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import zmq
 
@@ -33,10 +30,8 @@ from quire.frontend.engine_facts import EngineFacts
 from quire.frontend.inputs import InputProcessor
 from quire.metrics.engine import EngineMetrics, MetricsLayout, MetricsPages
 from quire.sched.mm_receiver_cache import ReceiverCache
-from quire.server.main import serve
-from quire.server.settings import make_settings
 from quire.system.shared_arena import ArenaReader
-from quire.text.tokenizer import Tokenizer, load_tokenizer
+from quire.text.tokenizer import Tokenizer
 
 BEAT_S = 0.05
 
@@ -185,16 +180,3 @@ def engine_over(
         clock=clock,
         resumes=resumes,
     )
-
-
-def run_server(model: Path, address: str, listener: socket.socket, max_model_len: int) -> None:
-    """Run an API process without a supervisor."""
-
-    async def answer() -> None:
-        tokenizer = load_tokenizer(model, "hf")
-        engine = engine_over(address, vocab=340, max_model_len=max_model_len, tokenizer=tokenizer)
-        engine.start()
-        await engine.ready()
-        await serve(make_settings({"disable_uvicorn_access_log": True}), engine, [listener], announce=False)
-
-    asyncio.run(answer())
