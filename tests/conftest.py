@@ -47,6 +47,8 @@ PATIENCE_S = 60.0
 transport.create_ssl_context = cache(transport.create_ssl_context)
 for phase in ("connect", "read", "write", "pool"):
     setattr(DEFAULT_TIMEOUT_CONFIG, phase, PATIENCE_S)
+# Otherwise Hypothesis parses all imported files for constants, and its examples depend on which these are.
+providers._get_local_constants = lambda: providers._local_constants
 EXAMPLES: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("quire", derandomize=True, **EXAMPLES)
 settings.register_profile("explore", print_blob=True, **EXAMPLES)

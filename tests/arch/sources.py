@@ -1,6 +1,7 @@
 """The source files of src/quire and their syntax trees, parsed once for all tests of this folder."""
 
 import ast
+import gc
 from functools import cache
 from pathlib import Path
 
@@ -14,5 +15,24 @@ def text_of(path: Path) -> str:
 
 
 @cache
+def _parsed() -> dict[Path, list[ast.AST]]:
+    """Return the nodes of every file. The garbage collector is off meanwhile and ignores them later: it would
+    take longer than the parser."""
+    gc.collect()
+    gc.disable()
+    try:
+        nodes = {path: list(ast.walk(ast.parse(text_of(path)))) for path in FILES}
+        gc.freeze()
+    finally:
+        gc.enable()
+    return nodes
+
+
+def nodes_of(path: Path) -> list[ast.AST]:
+    return _parsed().get(path) or list(ast.walk(ast.parse(text_of(path))))
+
+
 def tree_of(path: Path) -> ast.Module:
-    return ast.parse(text_of(path))
+    module = nodes_of(path)[0]
+    assert isinstance(module, ast.Module)
+    return module

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from floors import FLOORS, TORCH_FREE
-from sources import FILES, ROOT, tree_of
+from sources import FILES, ROOT, nodes_of
 
 FLOOR = {name: height for height, names in enumerate(FLOORS) for name in names}
 
@@ -22,7 +22,7 @@ def folder_of(path: Path) -> str:
 def imported(path: Path) -> list[tuple[int, str]]:
     """Return every import in the file with its line, in functions and under TYPE_CHECKING too."""
     imports = []
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             imports += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

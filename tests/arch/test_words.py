@@ -1,13 +1,12 @@
 """Tests of the language: retired words do not return, class names are unique, and fragments become fewer."""
 
-import ast
 import re
 from collections import Counter, defaultdict
 from functools import cache
 from pathlib import Path
 
 from floors import FLOORS
-from sources import FILES, ROOT, text_of, tree_of
+from sources import FILES, ROOT, nodes_of, text_of
 from words import findings
 
 _RETIRED = """
@@ -37,7 +36,7 @@ def test_retired_words_are_not_used() -> None:
     returned = []
     for path in FILES:
         if _RETIRED_WORD.search(text_of(path)):
-            for node in ast.walk(tree_of(path)):
+            for node in nodes_of(path):
                 names = [getattr(node, field, None) for field in ("id", "name", "arg", "attr", "asname")]
                 returned += [f"{path}:{node.lineno}: {name}" for name in names if name in RETIRED]
         returned += [str(path)] if path.stem in RETIRED else []

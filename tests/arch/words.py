@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from sources import text_of, tree_of
+from sources import nodes_of, text_of
 
 FRAGMENT = re.compile(
     r"(Of|What|Who|Whom|Whose|That|Its|Those|These|Theirs|Such|The same|Which|And|But|Or|As|Where)\b"
@@ -52,10 +52,10 @@ _VAGUE = "given asked told found own each said has who which theirs ours mine th
 VAGUE = frozenset(_VAGUE.split())
 
 
-def documented(tree: ast.Module) -> Iterator[tuple[int, str, bool]]:
+def documented(nodes: list[ast.AST]) -> Iterator[tuple[int, str, bool]]:
     """Yield every docstring with its line, and whether it belongs to a function; fields have strings after
     them."""
-    for node in ast.walk(tree):
+    for node in nodes:
         body = getattr(node, "body", None)
         if not isinstance(body, list):
             continue
@@ -91,9 +91,9 @@ def comments(source: str) -> Iterator[tuple[int, str]]:
             yield number, line[at + 2 :]
 
 
-def vague_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def vague_names(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield parameters and variables with vague names; those of one- or two-line loops may be short."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.arg) and node.arg in VAGUE:
             yield node.lineno, node.arg
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in VAGUE:
@@ -102,8 +102,8 @@ def vague_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 def findings(path: Path) -> Iterator[tuple[str, int, str]]:
     """Yield the kind, line and text of every finding in a file."""
-    source, tree = text_of(path), tree_of(path)
-    for line, text, of_function in documented(tree):
+    source, nodes = text_of(path), nodes_of(path)
+    for line, text, of_function in documented(nodes):
         if is_fragment(text, of_function):
             yield "fragment", line, " ".join(text.split())[:100]
         if PERSON.search(text):
@@ -111,5 +111,5 @@ def findings(path: Path) -> Iterator[tuple[str, int, str]]:
     for line, text in comments(source):
         if PERSON.search(text):
             yield "person", line, text[:100]
-    for line, name in vague_names(tree):
+    for line, name in vague_names(nodes):
         yield "vague", line, name

@@ -3,7 +3,7 @@
 One process imports Quire and torch. Servers, and the cores and ranks of engines in the process of the tests,
 are forked from it, and fork their own child processes where they would spawn them. Arguments and open files
 are those of a spawned process. Only the imports are shared: the server that most tests share, those of the
-guide and the default model, and some ranks are full processes, and so test the imports."""
+plugins and the default model, and a rank are full processes, and so test the imports."""
 
 import contextlib
 import fcntl
@@ -56,6 +56,10 @@ class Preloaded:
 
     def __enter__(self) -> Self:
         return self
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def __exit__(self, *_: object) -> None:
         self._socket.close()

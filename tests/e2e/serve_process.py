@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -45,13 +45,19 @@ def eventually(what: str, holds: Callable[[], bool], within_s: float = PATIENCE_
         pause_s = min(1.2 * pause_s, 0.2)
 
 
-def as_vllm(folder: Path, *flags: str) -> Path:
-    """Make a command `vllm` that runs `quire` with further flags."""
+def vllm_call(script: Path, folder: Path, cwd: Path) -> tuple[list[str], dict[str, str]]:
+    """Run a script in the shell with a command `vllm` that records its call. Return the arguments and the
+    environment variables that the script gives it."""
     shim = folder / "bin" / "vllm"
-    shim.parent.mkdir(exist_ok=True)
-    shim.write_text(f'#!/bin/sh\nexec {sys.executable} -m quire "$@" {" ".join(flags)}\n')
+    shim.parent.mkdir()
+    shim.write_text(f'#!/bin/sh\nprintf "%s\\0" "$@" > {folder}/argv\nenv -0 > {folder}/env\n')
     shim.chmod(0o755)
-    return shim
+    environment = os.environ | {"PATH": f"{shim.parent}:{os.environ['PATH']}"}
+    subprocess.run(["sh", str(script)], env=environment, cwd=cwd, check=True, timeout=PATIENCE_S)
+    words, variables = ((folder / name).read_text().split("\0")[:-1] for name in ("argv", "env"))
+    called_with = dict(variable.split("=", 1) for variable in variables)
+    names = {name for name, value in called_with.items() if environment.get(name) != value} - {"_", "PWD"}
+    return words, {name: called_with[name] for name in names}
 
 
 class ServeProcess:
@@ -64,14 +70,12 @@ class ServeProcess:
         model: str | None,
         *flags: str,
         log: Path,
-        script: Path | None = None,
         cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
         preloaded: Preloaded | None = None,
     ) -> None:
-        """`script` is run by the shell in place of a command made of `model` and `flags`; it calls `vllm`,
-        which adds where to listen. With `preloaded` the server is forked from a process that has imported
-        all modules."""
-        self.log, self.by_script = log, script is not None
+        """With `preloaded` the server is forked from a process that has imported all modules."""
+        self.log = log
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         python = [sys.executable, "-m", "quire"]
@@ -79,11 +83,7 @@ class ServeProcess:
         words = ["serve", *([] if model is None else [model]), "--host", "127.0.0.1", *place, *flags]
         command = [*python, *words]
         environment = {name: text for name, text in os.environ.items() if "API_KEY" not in name}
-        environment["OMP_NUM_THREADS"] = "1"
-        if script is not None:
-            shim = as_vllm(log.parent, "--host", "127.0.0.1", *place)
-            environment["PATH"] = f"{shim.parent}:{environment['PATH']}"
-            command = ["sh", str(script)]
+        environment |= {"OMP_NUM_THREADS": "1", **(env or {})}
         if preloaded is not None:
             self.process = preloaded.open(words, environment=environment, cwd=cwd, log=log)
         else:
@@ -132,8 +132,7 @@ class ServeProcess:
         return code
 
     def end_cleanly(self) -> None:
-        shell = psutil.Process(self.process.pid)
-        (shell.children()[0] if self.by_script else shell).send_signal(signal.SIGTERM)
+        self.process.send_signal(signal.SIGTERM)
         assert self.exit_code() == 0, self.text()
         assert "Traceback" not in self.text(), self.text()
 

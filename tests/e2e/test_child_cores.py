@@ -4,12 +4,12 @@ import asyncio
 import shutil
 import tempfile
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from preloaded import Preloaded
 from serve_process import PATIENCE_S
 from tiny_text import TextModel
 
@@ -37,16 +37,11 @@ Cores = Callable[[], list[psutil.Process]]
 
 
 @pytest.fixture
-def cores(spawned_engines: None) -> Cores:
+def cores(preloaded: Preloaded) -> Cores:
     """Return a function that lists the cores that the test has started."""
-    before = {child.pid for child in psutil.Process().children()}
-
-    def is_core(child: psutil.Process) -> bool:
-        with suppress(psutil.NoSuchProcess):
-            return child.pid not in before and "spawn_main" in " ".join(child.cmdline())
-        return False
-
-    return lambda: [child for child in psutil.Process().children() if is_core(child)]
+    origin = psutil.Process(preloaded.pid)
+    before = set(origin.children())
+    return lambda: [child for child in origin.children() if child not in before]
 
 
 def check_nothing_is_left(folder: Path, cores: Cores) -> None:

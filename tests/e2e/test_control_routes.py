@@ -19,6 +19,8 @@ from quire.server.settings import make_settings
 
 WAKING_S = 120.0
 STARTING_S = 300.0
+LENGTH = 300
+"""Tokens of an answer that is still running when the next call arrives."""
 FLAGS = (
     *("--enable-sleep-mode", "--api-server-count", "2"),
     *("--weight-transfer-config", '{"backend": "file"}'),
@@ -88,16 +90,16 @@ def test_sleep_under_traffic_keeps_the_answers(
     server: ServeProcess, pool: ThreadPoolExecutor, level: int
 ) -> None:
     """Kept streams continue where they were, new requests wait, and health checks never fail."""
-    whole = server.complete(max_tokens=600)["choices"][0]["text"]
-    pair = {"prompt": ["The quick", "The quick"], "max_tokens": 600}
-    with server.streaming(max_tokens=600) as stream, server.streaming(**pair) as others:
+    whole = server.complete(max_tokens=LENGTH)["choices"][0]["text"]
+    pair = {"prompt": ["The quick", "The quick"], "max_tokens": LENGTH}
+    with server.streaming(max_tokens=LENGTH) as stream, server.streaming(**pair) as others:
         stream_events, of_others = [next(stream)], [next(others)]
         post(server, f"/sleep?level={level}&mode=keep")
         assert everywhere(server, "/is_sleeping", {"is_sleeping": True})
         state = ("weights_offloaded", "discard_all")[level - 1]
         eventually("the first token is streamed", lambda: is_in(server, state))
         post(server, f"/sleep?level={level}")  # a second call changes nothing: kept requests stay
-        late = submit_waiting(server, pool, max_tokens=600)
+        late = submit_waiting(server, pool, max_tokens=LENGTH)
         assert server.health() == 200
         post(server, "/wake_up?tags=weights")
         assert everywhere(server, "/is_sleeping", {"is_sleeping": True}) and not late.done()
@@ -126,22 +128,22 @@ def test_sleep_aborts_running_requests_by_default(server: ServeProcess) -> None:
 
 
 def test_pause_modes_keep_wait_and_abort(server: ServeProcess, pool: ThreadPoolExecutor) -> None:
-    whole = server.complete(max_tokens=300)["choices"][0]["text"]
-    with server.streaming(max_tokens=300) as stream:
+    whole = server.complete(max_tokens=LENGTH)["choices"][0]["text"]
+    with server.streaming(max_tokens=LENGTH) as stream:
         stream_events = [next(stream)]
         post(server, "/pause?mode=keep")
         assert everywhere(server, "/is_paused", {"is_paused": True})
-        late = submit_waiting(server, pool, max_tokens=300)
+        late = submit_waiting(server, pool, max_tokens=LENGTH)
         post(server, "/resume")
         assert everywhere(server, "/is_paused", {"is_paused": False})
         stream_events += stream
     assert joined(stream_events) == whole and late.result(WAKING_S)["choices"][0]["text"] == whole
-    with server.streaming(max_tokens=300) as stream:
+    with server.streaming(max_tokens=LENGTH) as stream:
         stream_events = [next(stream)]
         post(server, "/pause?mode=wait")
         stream_events += stream
     assert joined(stream_events) == whole
-    late = submit_waiting(server, pool, max_tokens=300)
+    late = submit_waiting(server, pool, max_tokens=LENGTH)
     post(server, "/pause?mode=abort")  # waiting requests are aborted, too
     assert late.result(WAKING_S)["choices"][0]["finish_reason"] == "abort"
     post(server, "/resume")
@@ -208,10 +210,10 @@ def test_weights_change_under_traffic(server: ServeProcess, tiny: TextModel, tmp
     weights = load_file(tiny.path / "model.safetensors")
     weights["model.norm.weight"] = -weights["model.norm.weight"]
     save_file(weights, tmp_path / "model.safetensors")
-    old = server.complete(max_tokens=600)["choices"][0]["text"]
+    old = server.complete(max_tokens=2 * LENGTH)["choices"][0]["text"]
     assert post(server, "/init_weight_transfer_engine", json={"init_info": {}})
     assert versions(server) == {"default"}
-    with server.streaming(max_tokens=600) as stream:
+    with server.streaming(max_tokens=2 * LENGTH) as stream:
         stream_events = [next(stream)]
         update_weights(server, tmp_path, "step-1")
         stream_events += stream
@@ -220,15 +222,15 @@ def test_weights_change_under_traffic(server: ServeProcess, tiny: TextModel, tmp
     assert server.client.get("/weight_info").json() == {"weight_version": "step-1"}
     assert server.client.get("/server_info").json()["weight_version"] == "step-1"
     assert 'weight_version="step-1"' in server.client.get("/metrics").text
-    new = server.complete(max_tokens=600)["choices"][0]["text"]
-    assert new != old
+    new = server.complete(max_tokens=20)["choices"][0]["text"]
+    assert not old.startswith(new)
     post(server, "/start_weight_update")
     wrong = {"update_info": {"path": str(tmp_path / "none")}}
     assert server.client.post("/update_weights", json=wrong).status_code == 400
     assert server.client.post("/finish_weight_update").status_code == 400
-    assert server.complete(max_tokens=600)["choices"][0]["text"] == new
+    assert server.complete(max_tokens=20)["choices"][0]["text"] == new
     update_weights(server, tiny.path, "default")
-    assert server.complete(max_tokens=600)["choices"][0]["text"] == old
+    assert old.startswith(server.complete(max_tokens=20)["choices"][0]["text"])
 
 
 def test_routes_are_logged_at_debug_level_only(server: ServeProcess, monkeypatch: pytest.MonkeyPatch) -> None:

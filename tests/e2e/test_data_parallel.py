@@ -12,7 +12,6 @@ import httpx
 import pytest
 from preloaded import Preloaded
 from serve_process import (
-    LONGEST,
     PATIENCE_S,
     SHARED_FLAGS,
     ServeProcess,
@@ -25,7 +24,7 @@ from serve_process import (
 from tiny_text import TextModel
 
 PROMPTS = ["The quick", "A page is", "One two three", "a book; a quire", "naïve café", "dog"]
-LENGTH = 1200
+LENGTH = 500
 """Tokens of an answer that is still running when a process is killed or stopped."""
 
 
@@ -161,7 +160,7 @@ def test_lost_api_process_under_load(pair: ServeProcess) -> None:
         while not all(pair.clients_of(pid) - earlier[pid] for pid in processes):
             assert len(streams) < 40, "the kernel gives every connection to one process"
             signal_cores(pair, signal.SIGCONT)
-            streams.append(stack.enter_context(pair.streaming(max_tokens=LONGEST // 2)))
+            streams.append(stack.enter_context(pair.streaming(max_tokens=2 * LENGTH)))
             next(streams[-1])
             signal_cores(pair, signal.SIGSTOP)  # No stream ends before the process does.
         os.kill(dead, signal.SIGKILL)

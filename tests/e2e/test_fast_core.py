@@ -12,31 +12,16 @@ from pathlib import Path
 
 import httpx
 import psutil
-from fast_core import engine_over, run_fast_core
+from fast_core import run_fast_core
+from fast_server import run_server
 from tiny_text import TextModel
 
 from quire.remote.http import HttpClient
 from quire.remote.openai import Chunk, stream
-from quire.server.main import serve
-from quire.server.settings import make_settings
-from quire.text.tokenizer import load_tokenizer
 
 LONGEST = 131072
 NUM_STREAMS = 64
-NUM_TOKENS = 4000
-
-
-def run_server(model: Path, address: str, listener: socket.socket) -> None:
-    """Run an API process without a supervisor."""
-
-    async def answer() -> None:
-        tokenizer = load_tokenizer(model, "hf")
-        engine = engine_over(address, vocab=340, max_model_len=LONGEST, tokenizer=tokenizer)
-        engine.start()
-        await engine.ready()
-        await serve(make_settings({"disable_uvicorn_access_log": True}), engine, [listener], announce=False)
-
-    asyncio.run(answer())
+NUM_TOKENS = 2000
 
 
 @dataclass
@@ -52,7 +37,7 @@ def serving(model: Path, folder: Path) -> Iterator[Server]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         processes = [
             context.Process(target=run_fast_core, args=(address, 50, LONGEST, NUM_STREAMS), daemon=True),
-            context.Process(target=run_server, args=(model, address, listener), daemon=True),
+            context.Process(target=run_server, args=(model, address, listener, LONGEST), daemon=True),
         ]
         for process in processes:
             process.start()

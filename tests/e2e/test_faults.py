@@ -16,6 +16,8 @@ from tiny_text import TextModel
 
 HEALTH_TIMEOUT_S = 10.0
 """Longer than a busy machine delays the next step of a core."""
+LENGTH = 500
+"""Tokens of an answer that is still running when a process is killed or stopped."""
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +43,9 @@ def runs_without(server: ServeProcess, dead: int) -> bool:
 
 def test_stopped_engine_is_unhealthy_and_resumes(tough: ServeProcess) -> None:
     """Catches a /health that stays 200 with a hung engine, and a stream that is lost over a pause."""
-    whole = tough.complete(max_tokens=1000)["choices"][0]["text"]
+    whole = tough.complete(max_tokens=LENGTH)["choices"][0]["text"]
     core = tough.core
-    with tough.streaming(max_tokens=1000) as stream:
+    with tough.streaming(max_tokens=LENGTH) as stream:
         stream_events = [next(stream)]
         os.kill(core, signal.SIGSTOP)
         try:
@@ -68,10 +70,10 @@ def test_stopped_engine_is_unhealthy_and_resumes(tough: ServeProcess) -> None:
 
 def test_killed_engine_restarts_and_its_streams_continue(tough: ServeProcess) -> None:
     """Catches streams that hang, a wrong health status, a failed restart, and leftovers."""
-    whole = tough.complete(max_tokens=1000)["choices"][0]["text"]
+    whole = tough.complete(max_tokens=LENGTH)["choices"][0]["text"]
     dead = tough.core
     before = tough.metrics()
-    with tough.streaming(max_tokens=1000) as stream:
+    with tough.streaming(max_tokens=LENGTH) as stream:
         stream_events = [next(stream)]
         os.kill(dead, signal.SIGKILL)
         eventually("the server is unhealthy", lambda: tough.health() == 503)

@@ -1,5 +1,5 @@
 """Every snippet of the guide, unchanged: scripts through `quire python`, commands through the shell with a
-`vllm` that is `quire`. The models are tiny ones in the working directory."""
+`vllm` whose arguments and variables `quire` gets. The models are tiny ones in the working directory."""
 
 import sys
 from base64 import b64encode
@@ -26,7 +26,8 @@ from guide_models import (
 )
 from openai import OpenAI
 from PIL import Image
-from serve_process import ServeProcess
+from preloaded import Preloaded
+from serve_process import ServeProcess, vllm_call
 from tiny_text import TextModel
 
 from quire import LLM
@@ -236,9 +237,11 @@ def check_config(llm: LLM, name: str) -> None:
 
 @pytest.mark.parametrize("name", snippets(".sh"))
 def test_command_runs_as_written(
-    name: str, place: Path, expected: dict[str, list[str]], tmp_path: Path
+    name: str, place: Path, expected: dict[str, list[str]], tmp_path: Path, preloaded: Preloaded
 ) -> None:
-    with ServeProcess(None, log=tmp_path / "log", script=SNIPPETS / name, cwd=place) as server:
+    (command, *words), env = vllm_call(SNIPPETS / name, tmp_path, place)
+    assert command == "serve"
+    with ServeProcess(None, *words, log=tmp_path / "log", cwd=place, env=env, preloaded=preloaded) as server:
         if name in REFUSED:
             assert server.exit_code() == 1
             last = server.text().strip().splitlines()[-1]

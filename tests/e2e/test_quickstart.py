@@ -59,10 +59,24 @@ def test_curl_commands_are_answered(page: str, code: str, server: ServeProcess) 
             assert done.stdout == "200\n"
 
 
-@pytest.mark.parametrize(("page", "code"), blocks("python", "import"))
-def test_scripts_run(page: str, code: str, server: ServeProcess, tiny: TextModel) -> None:
-    """The tiny model replaces the models that are named."""
-    code = code.replace("http://localhost:8000", server.url).replace("path/to/Qwen3-0.6B", str(tiny.path))
-    code = code.replace("LLM()", f"LLM({str(tiny.path)!r})")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0 and done.stdout.strip(), done.stderr
+def scripts() -> dict[str, list[str]]:
+    """Return the scripts by the library that they import first."""
+    results: dict[str, list[str]] = {}
+    for _, code in blocks("python", "import"):
+        results.setdefault(code.split()[1], []).append(code)
+    return results
+
+
+@pytest.mark.parametrize("library", scripts())
+def test_scripts_run(library: str, server: ServeProcess, tiny: TextModel) -> None:
+    """The tiny model replaces the models that are named. Scripts that import the same library run one after
+    the other in one process."""
+    program = ""
+    for code in scripts()[library]:
+        code = code.replace("http://localhost:8000", server.url).replace("path/to/Qwen3-0.6B", str(tiny.path))
+        code = code.replace("LLM()", f"LLM({str(tiny.path)!r})")
+        program += f"exec({code!r}, {{'__name__': '__main__'}})\nprint('\\f')\n"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
+    printed = done.stdout.split("\f")[:-1]
+    assert done.returncode == 0 and len(printed) == len(scripts()[library]), done.stderr
+    assert all(text.strip() for text in printed), done.stdout

@@ -23,7 +23,7 @@ from serve_process import PATIENCE_S, SHARED_FLAGS, ServeProcess, Start, events,
 from tiny_adapter import write_adapter
 from tiny_text import TextModel
 
-LENGTH = 800
+LENGTH = 400
 """Tokens of an answer that is still running when the core is killed."""
 LIST = {
     "type": "array",
@@ -105,7 +105,13 @@ def test_streams_of_all_kinds_resume_in_the_restarted_core(single: ServeProcess,
     """Catches text, logprobs and usage that are lost or sent twice, and a grammar that starts over."""
     vectors = tiny.hf.get_input_embeddings()(torch.tensor([1, 40, 300, 77, 310])).detach()
     kinds = KINDS | {"vectors": (TEXT, SEEDED | {"prompt": None, "prompt_embeds": sent(vectors)})}
-    ready = Barrier(len(kinds) + 1)
+    dead, is_killed = single.core, Event()
+
+    def kill() -> None:
+        os.kill(dead, signal.SIGKILL)
+        is_killed.set()
+
+    ready = Barrier(len(kinds), action=kill)
 
     def disturbed(kind: str) -> dict[str, Any]:
         with stream(single, *kinds[kind]) as chunks:
@@ -117,7 +123,6 @@ def test_streams_of_all_kinds_resume_in_the_restarted_core(single: ServeProcess,
         with stream(single, *kinds[kind]) as chunks:
             return whole(list(chunks))
 
-    dead = single.core
     with ThreadPoolExecutor(len(kinds)) as pool:
         os.kill(dead, signal.SIGSTOP)  # all streams start together: none ends before another has started
         answers = pool.map(disturbed, kinds)
@@ -125,8 +130,7 @@ def test_streams_of_all_kinds_resume_in_the_restarted_core(single: ServeProcess,
             "all requests wait", lambda: single.client.get("/load").json()["server_load"] == len(kinds)
         )
         os.kill(dead, signal.SIGCONT)
-        ready.wait(PATIENCE_S)
-        os.kill(dead, signal.SIGKILL)
+        assert is_killed.wait(PATIENCE_S)
         eventually("the server is unhealthy", lambda: single.health() == 503)
         refused = single.client.post("/v1/completions", json={"model": "tiny", "prompt": "x"})
         result = dict(zip(kinds, answers, strict=True))
@@ -163,9 +167,10 @@ def test_sigterm_during_the_pause_lets_answers_finish(start: Start) -> None:
     """Catches a core that is not restarted while the server drains, and streams that wait for it forever."""
     server = start("--shutdown-timeout", "100")
     server.until_healthy()
+    core = server.core
     with server.streaming(max_tokens=LENGTH) as chunks:
         stream_events = [next(chunks)]
-        os.kill(server.core, signal.SIGKILL)
+        os.kill(core, signal.SIGKILL)
         eventually("the server is unhealthy", lambda: server.health() == 503)
         server.process.send_signal(signal.SIGTERM)
         stream_events += chunks
@@ -199,13 +204,16 @@ def test_resumption_can_be_disabled(start: Start) -> None:
     """A stream then ends with an error. A request without any sent output is answered nevertheless."""
     server = start("--no-resume-requests")
     server.until_healthy()
-    expected = server.complete(max_tokens=3 * LENGTH)["choices"][0]["text"]
+    expected = server.complete(max_tokens=LENGTH)["choices"][0]["text"]
+    core = server.core
     with ThreadPoolExecutor(1) as pool, server.streaming(max_tokens=8000) as chunks:
-        hidden = pool.submit(server.complete, max_tokens=3 * LENGTH)
-        eventually("both requests run", lambda: server.metrics()["num_requests_running"] == 2)
-        next(chunks)
-        os.kill(server.core, signal.SIGKILL)
-        results = list(chunks)
+        os.kill(core, signal.SIGSTOP)
+        hidden = pool.submit(server.complete, max_tokens=LENGTH)
+        eventually("both requests are sent", lambda: server.client.get("/load").json()["server_load"] == 2)
+        os.kill(core, signal.SIGCONT)
+        results = [next(chunks) for _ in range(20)]  # the core computes both
+        os.kill(core, signal.SIGKILL)
+        results += chunks
         assert hidden.result()["choices"][0]["text"] == expected
     assert results[-1] == "[DONE]" and joined(results[:-2])
     assert isinstance(results[-2], dict) and results[-2]["error"]["code"] == 503

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from serve_process import PATIENCE_S, ServeProcess, Start, eventually
 
-LENGTH = 1200
+LENGTH = 600
 """Tokens that take longer than a busy machine needs to open some more streams."""
 
 
@@ -49,8 +49,8 @@ def test_sigterm_lets_running_requests_finish(start: Start) -> None:
     answered."""
     server = start("--api-server-count", "2", "--shutdown-timeout", "100")
     server.until_healthy(num_api=2)
-    crowd = Streams(server, 6, max_tokens=LENGTH)
     core = server.core
+    crowd = Streams(server, 6, max_tokens=LENGTH)
     os.kill(core, signal.SIGSTOP)  # no stream ends before new connections are refused
     server.process.send_signal(signal.SIGTERM)
     eventually("new connections are refused", server.refuses)

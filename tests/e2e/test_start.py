@@ -107,7 +107,8 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("tls")
     key, cert = folder / "key.pem", folder / "cert.pem"
     subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+        ["openssl", "req", "-x509", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+        + ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
         + ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)],
         check=True,
         capture_output=True,

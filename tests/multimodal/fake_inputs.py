@@ -5,6 +5,7 @@ import io
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -131,6 +132,7 @@ def image_part(url: str | None = None, **more: Any) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url or data_url(file_of(picture()))}, **more}
 
 
+@cache
 def huge_png(width: int = 20_000, height: int = 20_000) -> bytes:
     """Return an image of one colour, compressed as well as possible."""
 

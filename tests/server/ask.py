@@ -24,15 +24,15 @@ _APPLICATIONS: dict[str, Application] = {}
 _NEVER_SHARED = {"api_key", "lora_modules", "middleware"}
 
 
-def application_of(engine: FakeEngine, settings: dict[str, Any]) -> Application:
+def application_of(engine: FakeEngine, settings: dict[str, Any], env: Env | None = None) -> Application:
     """Return an application for this engine. Declaring its routes takes most of the time of a small test, so
     they are declared once per set of settings; all that depends on the engine or keeps state between
     requests is built anew. An application with keys, adapters or middleware shares nothing."""
-    made = make_settings(settings)
+    made = make_settings(settings, env=env)
     if _NEVER_SHARED & settings.keys():
         return Application(engine, made)
     kind = (type(engine), engine.inputs.pooling, engine.facts, engine.operation.settings)
-    declared_by = repr((settings, kind))
+    declared_by = repr((settings, env, kind))
     application = _APPLICATIONS.get(declared_by)
     if application is None:
         application = _APPLICATIONS[declared_by] = Application(engine, made)
@@ -54,12 +54,9 @@ def ask(
     env: dict[str, str] | None = None,
     **kwargs: Any,
 ) -> httpx.Response:
-    """Send one request. With `env` (environment variables) the application is built for it alone."""
-    engine, settings = engine or FakeEngine(), settings or {}
-    if env is None:
-        application = application_of(engine, settings)
-    else:
-        application = Application(engine, make_settings(settings, env=Env.read(env)))
+    """Send one request to an application with these settings and environment variables."""
+    environment = None if env is None else Env.read(env)
+    application = application_of(engine or FakeEngine(), settings or {}, environment)
     transport = httpx.ASGITransport(application.asgi, raise_app_exceptions=False)
 
     async def go() -> httpx.Response:

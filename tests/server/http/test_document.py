@@ -36,7 +36,7 @@ CHECKS = [
 ]
 
 FEW = settings(
-    max_examples=4,
+    max_examples=3,
     derandomize=True,
     deadline=None,
     phases=[Phase.explicit, Phase.generate],
@@ -44,7 +44,7 @@ FEW = settings(
 )
 
 
-FEWER = settings(FEW, max_examples=3)
+FEWER = settings(FEW, max_examples=2)
 """Settings for bodies that are mostly those of another route: generating them takes the time."""
 DOORS = (
     *("^/v1/responses", "^/v1/messages$"),
@@ -140,7 +140,9 @@ def test_answers_match_the_document_with_all_features_on(
 def test_routes_with_shared_bodies_match_the_document(borders: bool) -> None:
     schema = document_of(other, OPENED)
     schema.config.phases.coverage.enabled = borders
-    check_all(schema.include(path_regex=ALIKE), FEWER, 1)
+    # Random bodies of this route take 4 s; those of the same route for chats have the same parts.
+    skipped = [] if borders else ["/v1/completions/derender"]
+    check_all(schema.include(path_regex=ALIKE).exclude(path=skipped), FEWER, 1)
 
 
 @at_borders

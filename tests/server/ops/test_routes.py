@@ -11,8 +11,6 @@ from fake_engine import FakeEngine
 
 from quire.config.env import Env
 from quire.errors import EngineDead, EngineError, RequestError
-from quire.server.app import Application
-from quire.server.settings import make_settings
 
 ROUTES = [
     *[("POST", f"/{name}") for name in ("sleep", "wake_up", "pause", "resume", "collective_rpc")],
@@ -29,11 +27,7 @@ ENV = Env.read({"HOME": "/", "VLLM_SERVER_DEV_MODE": "1"})
 def ask(
     method: str, path: str, engine: FakeEngine | None = None, env: Env | None = ENV, **kwargs: Any
 ) -> httpx.Response:
-    engine, settings = engine or FakeEngine(), kwargs.pop("settings", {})
-    if env is None:
-        application = application_of(engine, settings)
-    else:
-        application = Application(engine, make_settings(settings, env=env))
+    application = application_of(engine or FakeEngine(), kwargs.pop("settings", {}), env)
     transport = httpx.ASGITransport(application.asgi, raise_app_exceptions=False)
 
     async def go() -> httpx.Response:

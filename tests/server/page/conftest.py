@@ -20,6 +20,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from quire.errors import EngineError
+from quire.server import page
 from quire.server.page import OPEN_PATHS, add_page
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or "/usr/bin/chromium"
@@ -199,6 +200,12 @@ def until() -> Callable[..., None]:
 
 
 @pytest.fixture
+def rare_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send the numbers of the engine once, and then every minute: drawing them takes half of the time."""
+    monkeypatch.setattr(page, "TICK_S", 60.0)
+
+
+@pytest.fixture
 def serve() -> Iterator[Callable[..., Site]]:
     """Start sites; all are stopped at the end of the test."""
     sites: list[Site] = []
@@ -224,24 +231,41 @@ def browser() -> Iterator[Any]:
         chromium.close()
 
 
+def new_page(browser: Any, **settings: Any) -> Any:
+    """Open a page. `page.requests` and `page.problems` record the browser's requests and console messages."""
+    context = browser.new_context(**{"viewport": DESKTOP, **settings})
+    context.set_default_timeout(60_000)
+    page = context.new_page()
+    page.on("request", lambda request: page.requests.append(request.url))
+    page.on("console", lambda message: page.problems.append(message.text))
+    page.on("pageerror", lambda error: page.problems.append(str(error)))
+    return page
+
+
+@pytest.fixture(scope="module")
+def usual_page(browser: Any) -> Any:
+    """Return the page that tests without settings share: opening one takes most of the time of a test. What
+    a site stores is not visible to the next, which has another port."""
+    return new_page(browser)
+
+
 @pytest.fixture
-def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
-    """Open a site; `page.requests` and `page.problems` record the browser's requests and console
-    messages."""
-    contexts = []
+def open_page(browser: Any, usual_page: Any) -> Iterator[Callable[..., Any]]:
+    """Open a site, in a page of its own if there are settings for it."""
+    pages: list[Any] = []
 
     def open_site(site: Any, **settings: Any) -> Any:
-        context = browser.new_context(**{"viewport": DESKTOP, **settings})
-        context.set_default_timeout(60_000)
-        contexts.append(context)
-        page = context.new_page()
+        is_usual = not settings and usual_page not in pages
+        page = usual_page if is_usual else new_page(browser, **settings)
+        pages.append(page)
         page.requests, page.problems = [], []
-        page.on("request", lambda request: page.requests.append(request.url))
-        page.on("console", lambda message: page.problems.append(message.text))
-        page.on("pageerror", lambda error: page.problems.append(str(error)))
         page.goto(site.url)
         return page
 
     yield open_site
-    for context in contexts:
-        context.close()
+    for opened in pages:
+        if opened is usual_page:
+            opened.evaluate("() => { localStorage.clear(); sessionStorage.clear(); }")
+            opened.goto("about:blank")
+        else:
+            opened.context.close()

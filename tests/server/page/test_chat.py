@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from browse import answered, ask
 
 Open = Callable[..., Any]
+pytestmark = pytest.mark.usefixtures("rare_events")
 
 
 def wait_for(page: Any, expression: str) -> None:

@@ -5,10 +5,12 @@ import io
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from browse import answered, ask
 from PIL import Image
 
 Open = Callable[..., Any]
+pytestmark = pytest.mark.usefixtures("rare_events")
 VISION_MODEL = {"modalities": ["image", "video"]}
 DISPATCH_FILE = """([kind, name, type, text]) => {
     const data = new DataTransfer();

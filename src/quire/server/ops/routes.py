@@ -79,26 +79,26 @@ def add_operate_routes(app: FastAPI, api: GenerationService) -> None:
 
 
 def _add_rest_routes(app: FastAPI, api: GenerationService) -> None:
-    operation = api.engine.operation
-
     @app.post("/pause", **replies_of(StateReply, *_CODES))
     async def pause(
         mode: Mode = "abort", clear_cache: bool = True, wait_for_inflight_requests: bool = False
     ) -> Response:
         """Pause the engine. Running requests are aborted, finished first, or kept; new ones wait.
         `wait_for_inflight_requests` is the old name of the mode `wait`."""
-        await operation.pause("wait" if wait_for_inflight_requests else mode, clear_cache=clear_cache)
+        await api.engine.operation.pause(
+            "wait" if wait_for_inflight_requests else mode, clear_cache=clear_cache
+        )
         return json_response({"status": "paused"})
 
     @app.post("/resume", **replies_of(StateReply, *_CODES))
     async def resume() -> Response:
         """Resume the engine."""
-        await operation.resume()
+        await api.engine.operation.resume()
         return json_response({"status": "resumed"})
 
     @app.get("/is_paused", **replies_of(PausedReply, *_CODES))
     async def is_paused() -> Response:
-        return json_response({"is_paused": await operation.is_paused()})
+        return json_response({"is_paused": await api.engine.operation.is_paused()})
 
 
 def _add_abort_route(app: FastAPI, api: GenerationService) -> None:
@@ -109,12 +109,10 @@ def _add_abort_route(app: FastAPI, api: GenerationService) -> None:
 
 
 def _add_sleep_routes(app: FastAPI, api: GenerationService) -> None:
-    operation = api.engine.operation
-
     @app.post("/sleep", **replies_of(None, *_CODES))
     async def sleep(level: Annotated[int, Query(ge=0, le=2)] = 1, mode: Mode = "abort") -> Response:
         """Release memory: offload the weights to the host (1) or drop them (2), and drop the KV cache."""
-        await operation.sleep(level, mode)
+        await api.engine.operation.sleep(level, mode)
         return Response(status_code=200)
 
     @app.post("/wake_up", **replies_of(None, *_CODES))
@@ -122,21 +120,19 @@ def _add_sleep_routes(app: FastAPI, api: GenerationService) -> None:
         """Restore the memory, all or by tags (weights, kv_cache), and resume."""
         for tag in tags or ():
             check_choice("tags", tag, TAGS)
-        await operation.wake_up(tags)
+        await api.engine.operation.wake_up(tags)
         return Response(status_code=200)
 
     @app.get("/is_sleeping", **replies_of(SleepingReply, *_CODES))
     async def is_sleeping() -> Response:
-        return json_response({"is_sleeping": await operation.is_sleeping()})
+        return json_response({"is_sleeping": await api.engine.operation.is_sleeping()})
 
 
 def _add_worker_routes(app: FastAPI, api: GenerationService) -> None:
-    operation = api.engine.operation
-
     @app.post("/collective_rpc", **replies_of(RpcReply, *_CODES))
     async def collective_rpc(body: RpcBody) -> Response:
         """Call a public method of every worker."""
-        results = await operation.collective_rpc(body.method, body.timeout, body.args, body.kwargs)
+        results = await api.engine.operation.collective_rpc(body.method, body.timeout, body.args, body.kwargs)
         try:
             return json_response({"results": results})
         except (TypeError, ValueError) as error:
@@ -145,7 +141,7 @@ def _add_worker_routes(app: FastAPI, api: GenerationService) -> None:
     @app.get("/get_world_size", **replies_of(WorldReply, *_CODES))
     async def get_world_size(include_dp: bool = True) -> Response:
         """Return the number of workers of all engines, or of one."""
-        parallel = operation.settings["parallel"]
+        parallel = api.engine.operation.settings["parallel"]
         names = ["tensor_parallel_size", "pipeline_parallel_size", *["data_parallel_size"] * include_dp]
         size = 1
         for name in names:
@@ -155,13 +151,13 @@ def _add_worker_routes(app: FastAPI, api: GenerationService) -> None:
     @app.get("/server_info", **replies_of(dict, *_CODES))
     async def server_info(config_format: Literal["text", "json"] = "text") -> Response:
         """Return the engine's effective settings and its environment, without secrets."""
-        settings = operation.settings
+        settings = api.engine.operation.settings
         config = _with_vllm_names(settings) if config_format == "json" else "\n".join(_lines(settings))
         body = {
             "vllm_config": config,
             "vllm_env": _environment(),
             "system_env": _system(),
-            "weight_version": operation.weight_version,
+            "weight_version": api.engine.operation.weight_version,
         }
         return Response(msgspec.json.encode(body, enc_hook=str), media_type="application/json")
 

@@ -57,18 +57,17 @@ def version_header(operation: Any) -> str:
 
 def add_weight_routes(app: FastAPI, api: GenerationService) -> None:
     """Add the routes of weight updates."""
-    operation = api.engine.operation
 
     @app.post("/init_weight_transfer_engine", **replies_of(WeightUpdateReply, *_CODES))
     async def init_weight_transfer_engine(body: InitTransferBody) -> Response:
         """Set up the transfer of weights from a trainer."""
-        await operation.init_weight_transfer_engine(body.init_info)
+        await api.engine.operation.init_weight_transfer_engine(body.init_info)
         return json_response({"message": "Weight transfer initialized"})
 
     @app.post("/start_weight_update", **replies_of(WeightUpdateReply, *_CODES))
     async def start_weight_update() -> Response:
         """Start an update. The engine serves its old weights until it is finished."""
-        await operation.start_weight_update()
+        await api.engine.operation.start_weight_update()
         return json_response({"message": "Weight update started"})
 
     @app.post("/start_draft_weight_update", **replies_of(WeightUpdateReply, *_CODES))
@@ -81,22 +80,22 @@ def add_weight_routes(app: FastAPI, api: GenerationService) -> None:
     @app.post("/update_weights", **replies_of(WeightUpdateReply, *_CODES))
     async def update_weights(body: UpdateWeightsBody) -> Response:
         """Receive new weights. If one does not fit the model, the whole update is dropped."""
-        await operation.update_weights(body.update_info)
+        await api.engine.operation.update_weights(body.update_info)
         return json_response({"message": "Weights updated"})
 
     @app.post("/finish_weight_update", **replies_of(WeightUpdateReply, *_CODES))
     async def finish_weight_update(body: FinishUpdateBody | None = None) -> Response:
         """Apply the received weights between two steps, and drop the cached prefixes of the old ones."""
-        await operation.finish_weight_update(None if body is None else body.weight_version)
+        await api.engine.operation.finish_weight_update(None if body is None else body.weight_version)
         return json_response({"message": "Weight update finished"})
 
     @app.post("/update_weight_version", **replies_of(VersionSetReply, *_CODES))
     async def update_weight_version(body: WeightVersionBody) -> Response:
         """Name the current weights."""
-        await operation.update_weight_version(body.new_version)
+        await api.engine.operation.update_weight_version(body.new_version)
         return json_response({"success": True, "new_version": body.new_version})
 
     @app.get("/weight_info", **replies_of(WeightInfoReply, *_CODES))
     async def weight_info() -> Response:
         """Return the version of the weights."""
-        return json_response({"weight_version": operation.weight_version})
+        return json_response({"weight_version": api.engine.operation.weight_version})
