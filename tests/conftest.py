@@ -53,8 +53,6 @@ EXAMPLES: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCh
 settings.register_profile("quire", derandomize=True, **EXAMPLES)
 settings.register_profile("explore", print_blob=True, **EXAMPLES)
 settings.load_profile("quire")
-providers._get_local_constants = lambda: providers._local_constants  # type: ignore[assignment]
-"""Hypothesis also tries constants of the imported modules; its examples would depend on other test files."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
