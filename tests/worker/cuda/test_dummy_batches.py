@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.attention.batch import Batch
 from quire.sampling.rows import SamplingRows
-from quire.worker.cuda import warmup
+from quire.worker.cuda import dummy_batches
 from quire.worker.cuda.device import CudaDevice
 from quire.worker.device import Model
 from quire.worker.rows import Rows
@@ -54,8 +54,8 @@ class Steps:
 
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(warmup, "compiling", nullcontext)
-    monkeypatch.setattr(warmup, "apply_masks", lambda logits, packed: None)
+    monkeypatch.setattr(dummy_batches, "compiling", nullcontext)
+    monkeypatch.setattr(dummy_batches, "apply_masks", lambda logits, packed: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     return SimpleNamespace(
         scheduler=SimpleNamespace(max_num_seqs=MAX_ROWS, max_num_batched_tokens=48),
