@@ -4,6 +4,7 @@ import pytest
 from symbolic import Engine
 
 from quire.core.process import split_by_client
+from quire.data.step_plan import StepOutput
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -55,3 +56,12 @@ def test_each_api_process_gets_its_own_timings() -> None:
     second = engine.step()
     assert not second.request_ids and not second.admitted
     assert split_by_client(second, {"a": b"x", "b": b"y"})[b"x"].shares.keys() == {"a"}
+
+
+def test_step_with_prompt_logprobs_alone_belongs_to_its_client() -> None:
+    """Catches a core that ends at a chunk in the middle of the only prompt: it has logprobs and no token."""
+    step = StepOutput([], [], prompt_logprobs={"a": []})
+    assert split_by_client(step, {"a": b"x", "b": b"y"}) == {b"x": step}
+    both = StepOutput([], [], prompt_logprobs={"a": []}, drafted={"b": 1})
+    parts = split_by_client(both, {"a": b"x", "b": b"y"})
+    assert parts[b"x"].prompt_logprobs.keys() == {"a"} and parts[b"y"].drafted.keys() == {"b"}

@@ -1,5 +1,6 @@
 """The engine core as a process: requests and step outputs travel over one ZMQ socket."""
 
+import itertools
 import os
 import signal
 import sys
@@ -286,8 +287,10 @@ _BY_REQUEST = (
 
 
 def split_by_client(step: StepOutput, client_of: dict[str, bytes]) -> dict[bytes, StepOutput]:
-    """Split a step by client. With one client the result is the step itself."""
-    concerned = [*step.request_ids, *step.finished, *step.admitted, *step.resumed, *step.shares]
+    """Split a step by client. With one client the result is the step itself. A request may have values and
+    no tokens, such as logprobs of a chunk of its prompt."""
+    by_name = {name: values for name in _BY_REQUEST if (values := getattr(step, name))}
+    concerned = itertools.chain(step.request_ids, *by_name.values())
     clients = {client_of[id] for id in concerned if id in client_of}
     if len(clients) == 1:
         return {clients.pop(): step}
@@ -298,7 +301,7 @@ def split_by_client(step: StepOutput, client_of: dict[str, bytes]) -> dict[bytes
         part.token_ids += new
         if step.counts:
             part.counts.append(len(new))
-    for name in _BY_REQUEST:
-        for id, value in getattr(step, name).items():
+    for name, values in by_name.items():
+        for id, value in values.items():
             getattr(parts[client_of[id]], name)[id] = value
     return parts
