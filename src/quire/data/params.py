@@ -209,9 +209,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         if "logit_bias" in values:
             values["logit_bias"] = _with_token_ids(values["logit_bias"])
         params = cls(**values)
-        if (bias := params.logit_bias) and not MIN_BIAS <= min(bias.values()) <= max(
-            bias.values()
-        ) <= MAX_BIAS:
+        if bias := params.logit_bias:
             params.logit_bias = {id: min(MAX_BIAS, max(MIN_BIAS, value)) for id, value in bias.items()}
         return params
 
