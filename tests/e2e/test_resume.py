@@ -2,59 +2,34 @@
 
 import json
 import os
-import random
 import shutil
 import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from itertools import cycle
 from pathlib import Path
 from threading import Barrier, Event
 from typing import Any
 
-import httpx
 import pytest
 import torch
+from killed_cores import (
+    CHAT,
+    KINDS,
+    LENGTH,
+    LIST,
+    SEEDED,
+    TEXT,
+    TOOLS,
+    answer_while_cores_die,
+    stream,
+    whole,
+    without_cached,
+)
 from preloaded import Preloaded
 from saved import sent
-from serve_process import PATIENCE_S, SHARED_FLAGS, ServeProcess, Start, events, eventually, joined
+from serve_process import PATIENCE_S, SHARED_FLAGS, ServeProcess, Start, eventually, joined
 from tiny_adapter import write_adapter
 from tiny_text import TextModel
-
-LENGTH = 400
-"""Tokens of an answer that is still running when the core is killed."""
-LIST = {
-    "type": "array",
-    "items": {"type": "string", "minLength": 4, "maxLength": 4},
-    "minItems": 60,
-    "maxItems": 60,
-}
-BOUND = {"json": LIST, "disable_any_whitespace": True}
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-PLAIN = {"prompt": "The quick", "temperature": 0, "ignore_eos": True, "max_tokens": LENGTH}
-SEEDED = PLAIN | {"temperature": 1, "seed": 4}
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "plain": (TEXT, PLAIN),
-    "seeded": (TEXT, SEEDED),
-    "several": (TEXT, SEEDED | {"n": 2}),
-    "logprobs": (TEXT, SEEDED | {"logprobs": 2}),
-    "penalties": (TEXT, SEEDED | {"frequency_penalty": 0.5, "repetition_penalty": 1.1}),
-    "schema": (TEXT, SEEDED | {"ignore_eos": False, "structured_outputs": BOUND, "max_tokens": 2000}),
-    "adapter": (TEXT, SEEDED | {"model": "styled"}),
-    "chat": (
-        CHAT,
-        {
-            "messages": [{"role": "user", "content": "A page is"}],
-            "temperature": 1,
-            "seed": 5,
-            "ignore_eos": True,
-            "max_tokens": LENGTH,
-            "logprobs": True,
-        },
-    ),
-}
 
 
 @pytest.fixture(scope="module")
@@ -69,36 +44,6 @@ def single(
         started.until_healthy()
         yield started
         started.end_cleanly()
-
-
-@contextmanager
-def stream(server: ServeProcess, path: str, body: dict[str, Any]) -> Iterator[Iterator[dict[str, Any] | str]]:
-    body = {"model": "tiny", "stream": True, "stream_options": {"include_usage": True}} | body
-    with (
-        httpx.Client(base_url=server.url, timeout=PATIENCE_S) as fresh,
-        fresh.stream("POST", path, json=body) as reply,
-    ):
-        assert reply.status_code == 200, reply.read()
-        yield events(reply.iter_lines())
-
-
-def whole(stream_events: list[dict[str, Any] | str]) -> dict[str, Any]:
-    """Return the text, logprobs and finish reason of each choice of a stream, and the usage."""
-    assert stream_events[-1] == "[DONE]" and isinstance(stream_events[-2], dict), stream_events[-2:]
-    answers: dict[int, dict[str, Any]] = {}
-    for event in stream_events[:-1]:
-        assert isinstance(event, dict) and "error" not in event, event
-        for choice in event["choices"]:
-            sequence = answers.setdefault(choice["index"], {"text": "", "logprobs": [], "end": None})
-            sequence["text"] += choice.get("text") or choice.get("delta", {}).get("content") or ""
-            for call in choice.get("delta", {}).get("tool_calls") or ():
-                sequence["text"] += call["function"].get("arguments") or ""
-            logprobs = choice.get("logprobs") or {}
-            sequence["logprobs"] += logprobs.get("tokens") or [
-                entry["token"] for entry in logprobs.get("content") or ()
-            ]
-            sequence["end"] = choice["finish_reason"] or sequence["end"]
-    return {"choices": answers, "usage": stream_events[-2]["usage"]}
 
 
 def test_streams_of_all_kinds_resume_in_the_restarted_core(single: ServeProcess, tiny: TextModel) -> None:
@@ -137,11 +82,7 @@ def test_streams_of_all_kinds_resume_in_the_restarted_core(single: ServeProcess,
         expected = dict(zip(kinds, pool.map(undisturbed, kinds), strict=True))
     assert refused.status_code == 503, "a new request can be sent elsewhere"
     for kind in kinds:
-        for answer in (result[kind], expected[kind]):
-            answer["usage"].pop(
-                "prompt_tokens_details", None
-            )  # later requests find their prompt in the cache
-        assert result[kind] == expected[kind], kind
+        assert without_cached(result[kind]) == without_cached(expected[kind]), kind
     assert len(json.loads(result["schema"]["choices"][0]["text"])) == LIST["minItems"]
     assert single.core != dead and single.health() == 200
     numbers = single.metrics()
@@ -222,96 +163,17 @@ def test_resumption_can_be_disabled(start: Start) -> None:
     server.end_cleanly()
 
 
-NUM_DEATHS = 20
-NUM_STREAMS = 16
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("num_cores", [1, 2])
 def test_twenty_core_failures_under_sixteen_streams(
     tiny: TextModel, tmp_path: Path, preloaded: Preloaded, num_cores: int
 ) -> None:
-    """Streams of all kinds run one after the other while cores are killed: every answer equals the
-    undisturbed one. The longest pauses of each failure are printed."""
     write_adapter(tmp_path / "styled", json.loads((tiny.path / "config.json").read_text()), 1)
     flags = (*SHARED_FLAGS, "--enable-lora", "--lora-modules", f"styled={tmp_path}/styled")
     flags = (*flags, "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "-dp", str(num_cores))
     kinds = KINDS | {"tools": (CHAT, TOOLS)}
-    is_over, pauses = Event(), list[tuple[float, float]]()
     with ServeProcess(str(tiny.path), *flags, log=tmp_path / "log", preloaded=preloaded) as server:
         server.until_healthy(num_api=num_cores)
-        expected = {kind: without_cached(read_answer(server, *kinds[kind], pauses)) for kind in kinds}
-        del pauses[:]
-
-        def repeat(kind: str) -> int:
-            count = 0
-            while not is_over.is_set():
-                assert without_cached(read_answer(server, *kinds[kind], pauses)) == expected[kind], kind
-                count += 1
-            return count
-
-        with ThreadPoolExecutor(NUM_STREAMS) as pool:
-            streams = [pool.submit(repeat, kind) for _, kind in zip(range(NUM_STREAMS), cycle(kinds))]
-            for number in range(NUM_DEATHS):
-                eventually("all cores work", lambda: len(server.with_role("EngineCore")) == num_cores)
-                eventually("the server is healthy", lambda: server.health() == 200)
-                time.sleep(random.uniform(0.5, 3.0))
-                assert not any(item.done() for item in streams), [item.exception() for item in streams]
-                began = time.monotonic()
-                os.kill(server.with_role("EngineCore")[number % num_cores], signal.SIGKILL)
-                time.sleep(0.5)
-                eventually("the server is healthy", lambda: server.health() == 200)
-                time.sleep(1.5)
-                longest = max((pause for at, pause in pauses if at >= began), default=0.0)
-                print(f"death {number + 1}: longest pause {longest:.2f} s")
-            is_over.set()
-            counts = [item.result() for item in streams]
-        print(f"{sum(counts)} answers, {server.metrics()['request_resumed_total']:.0f} resumed")
+        answer_while_cores_die(server, kinds, num_cores=num_cores, num_deaths=20)
         server.end_cleanly()
-
-
-TOOLS = {
-    "messages": [{"role": "user", "content": "A page is"}],
-    "tools": [
-        {
-            "type": "function",
-            "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": LIST}}},
-        }
-    ],
-    "tool_choice": "required",
-    "temperature": 1,
-    "seed": 6,
-    "max_tokens": 2000,
-}
-
-
-def read_answer(
-    server: ServeProcess, path: str, body: dict[str, Any], pauses: list[tuple[float, float]]
-) -> dict[str, Any]:
-    """Return the complete answer of a stream; add its pauses of more than a tenth of a second to
-    `pauses`."""
-    while True:
-        body = {"model": "tiny", "stream": True, "stream_options": {"include_usage": True}} | body
-        with (
-            httpx.Client(base_url=server.url, timeout=PATIENCE_S) as fresh,
-            fresh.stream("POST", path, json=body) as reply,
-        ):
-            if reply.status_code == 503:  # a new request while no core is up
-                time.sleep(0.1)
-                continue
-            assert reply.status_code == 200, reply.read()
-            result, last = [], 0.0
-            for event in events(reply.iter_lines()):
-                now = time.monotonic()
-                if last and now - last > 0.1:
-                    pauses.append((now, now - last))
-                result.append(event)
-                last = now
-        return whole(result)
-
-
-def without_cached(answer: dict[str, Any]) -> dict[str, Any]:
-    """Remove the cached token count: later requests find their prompt in the cache."""
-    answer["usage"].pop("prompt_tokens_details", None)
-    return answer

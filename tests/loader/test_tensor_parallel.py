@@ -92,8 +92,12 @@ def test_only_the_shard_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert sum(num_read) == expected
 
 
-def test_mapped_columns_are_read_within_their_rows(tmp_path: Path) -> None:
-    """Check the last row of the last tensor: the mapping must not exceed the file."""
+@pytest.mark.parametrize("chunk_bytes", [1 << 20, 1000])
+def test_mapped_columns_are_read_within_their_rows(
+    chunk_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check the last row of the last tensor, which must not exceed the file, and several pieces."""
+    monkeypatch.setattr(safetensors, "_CHUNK_BYTES", chunk_bytes)
     full = torch.randn(2000, 8)
     save_file({"w": full}, tmp_path / "model.safetensors")
     target = Target("w", torch.empty(2000, 4), 1, (Shard(4, 4, 8),))

@@ -55,6 +55,13 @@ def test_top_p_widens_until_the_mass_is_reached(first: int, monkeypatch: pytest.
     check_floors(logits, [0, 2, 55] * 4, [0.95] * 12, [0.0, 0.1] * 6)
 
 
+def test_no_token_is_kept_beyond_exactly_the_mass_of_top_p() -> None:
+    """Check weights that are exactly 1 for logits that are not equal."""
+    logits = torch.tensor([[0.0, -1e-9, -2e-9, -3e-9]])
+    floor = floors(logits, np.array([0]), np.array([0.5]), np.array([0.0]))
+    assert (logits >= floor).tolist() == [[True, True, False, False]]
+
+
 def test_ties_with_the_last_kept_token_are_kept() -> None:
     """Check that the kept set does not depend on the sort order of ties."""
     logits = torch.tensor([[1.0, 2.0, 1.0, 1.0, 0.0]]).repeat(2, 1)

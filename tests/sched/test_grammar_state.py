@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from quire.data.params import ReasoningIds, SamplingParams
+from quire.data.request import Request
 from quire.data.step_plan import Verdict
-from quire.sched.grammar_state import GrammarState
+from quire.sched.grammar_state import GrammarState, follower_of
 
 START, END = (90, 91), (80, 81)
 
@@ -93,3 +94,10 @@ def test_budget_without_grammar_leaves_output_unconstrained() -> None:
     assert one.also is None and not one.is_free
     walk(one, 5)
     assert one.is_free
+
+
+def test_grammar_of_a_resumed_request_continues_after_its_output() -> None:
+    """Catches a JSON answer that starts a second time after its engine core has died."""
+    request = Request(id="a", tokens=[5, 6, 1, 2], params=SamplingParams(), prompt_len=2, limit=9, seed=0)
+    matcher: Any = follower_of(request, TokenGrammar(1, 2, 3)).matcher
+    assert matcher.left == [3]

@@ -65,3 +65,10 @@ def test_step_with_prompt_logprobs_alone_belongs_to_its_client() -> None:
     both = StepOutput([], [], prompt_logprobs={"a": []}, drafted={"b": 1})
     parts = split_by_client(both, {"a": b"x", "b": b"y"})
     assert parts[b"x"].prompt_logprobs.keys() == {"a"} and parts[b"y"].drafted.keys() == {"b"}
+
+
+def test_tokens_of_a_step_with_drafts_are_split_by_client() -> None:
+    step = StepOutput(["a", "b", "c"], [1, 2, 3, 4, 5, 6], counts=[2, 1, 3])
+    parts = split_by_client(step, {"a": b"x", "b": b"y", "c": b"x"})
+    tokens = {client: list(part.by_request()) for client, part in parts.items()}
+    assert tokens == {b"x": [("a", [1, 2]), ("c", [4, 5, 6])], b"y": [("b", [3])]}

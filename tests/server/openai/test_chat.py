@@ -63,6 +63,8 @@ def test_stream_usage(settings: dict[str, Any]) -> None:
     )
     chunks = events(chat(stream=True, max_tokens=2, settings=settings, **fields))
     assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [0, 1, 2, 2]
+    of_three = events(chat(stream=True, n=3, max_tokens=2, settings=settings, **fields))
+    assert of_three[-1]["usage"]["completion_tokens"] == 6
     assert chunks[-1]["choices"] == [] and "system_fingerprint" in chunks[-1]
     only_last = events(chat(stream=True, max_tokens=2, stream_options={"include_usage": True}))
     assert ["usage" in chunk for chunk in only_last] == [False, False, False, True]
