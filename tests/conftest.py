@@ -6,11 +6,14 @@ A test gets the same random numbers alone, after others and in any order: they a
 and every test, Hypothesis generates the same examples in every run, and one-time warnings are reset for each
 test."""
 
+import atexit
 import gc
 import itertools
+import logging
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import zlib
@@ -26,6 +29,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for commands in the background
 HAS_GPU = Path("/proc/driver/nvidia").exists()
 if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -37,6 +41,7 @@ from httpx._transports import default as transport  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 from hypothesis.internal.conjecture import providers  # noqa: E402
 from preloaded import Preloaded, engines_forked, engines_spawned  # noqa: E402
+from shared_fields import share_fields  # noqa: E402
 
 from quire.logs import warn_once  # noqa: E402
 
@@ -44,6 +49,7 @@ MODULES_PER_FREEZE = 16
 PATIENCE_S = 60.0
 """Default time limit of clients: only a hanging server takes so long."""
 
+share_fields()
 transport.create_ssl_context = cache(transport.create_ssl_context)
 for phase in ("connect", "read", "write", "pool"):
     setattr(DEFAULT_TIMEOUT_CONFIG, phase, PATIENCE_S)
@@ -78,7 +84,9 @@ def rewrite_a_share(config: pytest.Config, worker: str, num_workers: int) -> Non
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    gc.unfreeze()  # Triton's library complains at exit about objects that are never collected
+    # Triton's library complains at exit about objects that are never collected. Earlier, pytest would examine
+    # all of them several times.
+    atexit.register(gc.unfreeze)
     if not hasattr(config, "workerinput"):
         shutil.rmtree(os.environ.pop("QUIRE_TEST_TINY_MODELS"), ignore_errors=True)
 
@@ -116,10 +124,19 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+    forget_loggers()
     if "triton" in sys.modules:
         from interpreter import quicken
 
         quicken()
+
+
+def forget_loggers() -> None:
+    """Remove loggers of other packages from the table that pytest examines six times per test."""
+    loggers = logging.root.manager.loggerDict
+    for name in [name for name in loggers if "." in name and not name.startswith("quire.")]:
+        if getattr(loggers[name], "propagate", True):
+            del loggers[name]
 
 
 _num_modules = itertools.count(1)

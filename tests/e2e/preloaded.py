@@ -35,7 +35,7 @@ _MODULES = (
         "quire.models.llama",
         "torch",
     ),
-    *("safetensors", "tokenizers", "llguidance", "numpy", "uvicorn"),
+    *("safetensors", "tokenizers", "llguidance", "numpy", "uvicorn", "pydantic.v1"),
 )
 
 
@@ -306,8 +306,23 @@ def _preload() -> None:
 
     for name in _MODULES:
         importlib.import_module(name)
+    _declare_routes()
     gc.collect()
     gc.freeze()
+
+
+def _declare_routes() -> None:
+    """Build the fields of all routes, which later applications share."""
+    sys.path.append(str(Path(__file__).parents[1] / "server"))
+    from fake_engine import FakeEngine
+    from shared_fields import share_fields
+
+    from quire.server.app import Application
+    from quire.server.settings import make_settings
+
+    share_fields()
+    Application(FakeEngine(), make_settings({}))
+    sys.path.pop()
 
 
 def _run(orders: socket.socket) -> None:
