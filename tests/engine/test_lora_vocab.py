@@ -1,6 +1,7 @@
 """Tests of adapters that add tokens, against PEFT, in mixed batches."""
 
 import copy
+import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 from cuda_on_cpu import NEEDS_KERNELS, WithGraphs, use_fake_graphs
 from oracle import make_tiny, run_hf
+from safetensors.torch import load_file, save_file
 
 from quire import LLM, LoRARequest, SamplingParams
 from quire.data.outputs import RequestOutput
@@ -128,6 +130,21 @@ def check_logits(llm: LLM, base: Base, name: str) -> None:
         assert actual is not None and sorted(actual) == list(range(size)), "exactly these tokens"
         logprobs = torch.tensor([actual[token_id].logprob for token_id in range(size)])
         torch.testing.assert_close(logprobs, expected[position], atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("base", ["tied"], indirect=True)
+def test_tied_head_uses_the_added_rows_of_the_embedding(llm: LLM, base: Base, tmp_path: Path) -> None:
+    path = tmp_path / "embedding"
+    shutil.copytree(base.loras["saved"].path, path)
+    tensors = load_file(path / "adapter_model.safetensors")
+    without_head = {name: tensor for name, tensor in tensors.items() if "lm_head" not in name}
+    assert len(without_head) == len(tensors) - 1
+    save_file(without_head, path / "adapter_model.safetensors")
+    (output,) = llm.generate(
+        [base.prompts["saved"]], GREEDY, lora_request=LoRARequest("embedding", 9, str(path)), use_tqdm=False
+    )
+    assert list(output.outputs[0].token_ids) == base.tokens("saved")
+    assert max(output.outputs[0].token_ids) >= VOCAB
 
 
 def test_mixed_batch_matches_peft_and_base_model_excludes_new_tokens(llm: LLM, base: Base) -> None:
