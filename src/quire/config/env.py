@@ -93,6 +93,18 @@ class TimeoutEnv:
 
 
 @dataclass(frozen=True, slots=True)
+class TransferEnv:
+    """Prefill and decode in different engines. The names of the variables are vLLM's."""
+
+    side_channel_host: str = "localhost"
+    """Address at which other engines read the prefixes that this one has computed."""
+    side_channel_port: int = 5600
+    """Port for that; data-parallel ranks add theirs to it."""
+    abort_request_timeout: float = 480.0
+    """Seconds after which a prefix that was not read is dropped."""
+
+
+@dataclass(frozen=True, slots=True)
 class Env:
     """Settings from environment variables. Each is read as QUIRE_NAME, then as VLLM_NAME, also those in
     groups."""
@@ -139,6 +151,7 @@ class Env:
     adapters: AdapterEnv = AdapterEnv()
     media: MediaEnv = MediaEnv()
     timeouts: TimeoutEnv = TimeoutEnv()
+    nixl: TransferEnv = TransferEnv()
     pp_layer_partition: str = ""
     """Number of layers of each pipeline stage, as `8,8,6`."""
     plugins: tuple[str, ...] | None = None
@@ -210,6 +223,7 @@ _GROUPS: dict[str, tuple[type, str]] = {
     "adapters": (AdapterEnv, ""),
     "media": (MediaEnv, ""),
     "timeouts": (TimeoutEnv, ""),
+    "nixl": (TransferEnv, "nixl_"),
 }
 """Fields that consist of several variables, and the prefix of these variables' names."""
 

@@ -126,5 +126,7 @@ class EngineCore:
         try:
             self.scheduler.constraints.forget()
         finally:
+            if (tiers := self.scheduler.kv.tiers) is not None:
+                tiers.close()
             self.scheduler.kv.close()
             self.step_queue.close()

@@ -128,7 +128,10 @@ class Scheduler:
         for notes in (self._notes, *(flight.notes for flight in self.in_flight)):
             notes.admitted.pop(request.id, None)
         self.trial.leave(request, reason)
-        return FinishReason(reason, stop_reason, request.num_preemptions)
+        tiers, transfer = self.kv.tiers, None
+        if request.offers and tiers is not None and reason in ("stop", "length"):
+            transfer = tiers.offer(request)
+        return FinishReason(reason, stop_reason, request.num_preemptions, kv_transfer=transfer)
 
     def _vacate(self, row: int) -> Request:
         self.kv.free(row, self.running)

@@ -20,11 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.config.engine import EngineConfig
+from quire.config.kv_identity import cache_identity
 from quire.config.parallel import Rank
 from quire.data.kv_tiers import LoadDone
 from quire.errors import ConfigError
 from quire.logs import get_logger
-from quire.version import __version__ as VERSION
 
 log = get_logger(__name__)
 
@@ -272,15 +272,11 @@ def model_digest(config: EngineConfig) -> bytes:
     """Return the digest of everything that the contents of a block depend on besides tokens, adapter, media
     and salt: the model and its weights, dtypes and the layout of the cache. Weights are named by the sizes
     and times of their files, so a new file is another model."""
-    parallel, draft = config.parallel, config.draft
-    parts: list[object] = [VERSION, config.model.model, config.model.dtype, config.model.quantization]
-    parts += [config.model.max_model_len, config.cache.kv_cache_dtype, config.cache.block_size]
-    parts += [parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.pp_layer_partition]
-    parts += [config.load.load_format, config.model.seed if config.load.load_format == "dummy" else None]
-    parts += [config.checkpoint.facts, config.quant, config.machine.device]
-    parts += [
+    draft = config.draft
+    parts: list[object] = [
+        *cache_identity(config).values(),
         _files(config.checkpoint.path),
-        None if draft is None else (draft.facts, _files(draft.checkpoint.path)),
+        None if draft is None else _files(draft.checkpoint.path),
     ]
     return hashlib.sha256("\n".join(map(repr, parts)).encode()).digest()
 
