@@ -132,7 +132,7 @@ class Producer:
             self._known = KnownEngine(env.cache_root, engine_id, host, self._server.port)
         except OSError as error:
             log.warning(
-                "Engines on this machine do not find this one: %s cannot be written; name %s:%d in their peers",
+                "Engines on this machine do not find this one: %s cannot be written; name %s:%d in peers",
                 *(error.filename, host, self._server.port),
             )
         address = OfferAddress(engine_id, host, self._server.port)

@@ -78,15 +78,14 @@ class RemoteRead:
         self._shares_memory = hasattr(os, "memfd_create")
 
     def read(self, keys: Sequence[bytes], entry_bytes: int) -> list[Bytes | None]:
-        """Return the contents of entries of the same kind; None for those that cannot be read. They are valid
-        until the next call."""
+        """Return the contents of entries of the same kind; None for those that cannot be read."""
         count = max(_AT_ONCE_BYTES // max(entry_bytes, 1), 1)
         contents: list[Bytes | None] = []
         for first in range(0, len(keys), count):
-            contents += self._read(keys[first : first + count], entry_bytes, is_copied=len(keys) > count)
+            contents += self._read(keys[first : first + count], entry_bytes)
         return contents
 
-    def _read(self, keys: Sequence[bytes], entry_bytes: int, *, is_copied: bool) -> list[Bytes | None]:
+    def _read(self, keys: Sequence[bytes], entry_bytes: int) -> list[Bytes | None]:
         contents: list[Bytes | None] = [None] * len(keys)
         if self.problem:
             return contents
@@ -103,8 +102,8 @@ class RemoteRead:
             lost = len(keys) - len(head.found)
             self.problem = f"{lost} of {len(keys)} entries are not kept there any more"
         self._shares_memory = self._shares_memory and head.in_memory
-        whole = np.frombuffer(data, np.uint8)[: len(head.found) * entry_bytes].reshape(-1, entry_bytes)
-        for place, entry in zip(head.found, whole.copy() if is_copied else whole, strict=True):
+        whole = np.frombuffer(data, np.uint8, len(head.found) * entry_bytes).copy()
+        for place, entry in zip(head.found, whole.reshape(-1, entry_bytes), strict=True):
             contents[place] = entry
         return contents
 
