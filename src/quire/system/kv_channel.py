@@ -1,6 +1,7 @@
 """Connections between engines that exchange prefixes: addresses, known engines, and shared memory."""
 
 import contextlib
+import fcntl
 import mmap
 import os
 import re
@@ -37,17 +38,25 @@ def token_host(settings: TransferSettings, side_channel_host: str) -> str:
 
 
 class KnownEngine:
-    """A file by which engines of the same user on this machine find this one."""
+    """A file by which engines of the same user on this machine find this one. It is locked as long as the
+    engine runs; those without a lock are deleted."""
 
     def __init__(self, root: Path, engine_id: str, host: str, port: int) -> None:
-        self._path = root / FOLDER / engine_id
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        unfinished = self._path.with_name(f".{engine_id}.{os.getpid()}")
-        unfinished.write_text(f"{host} {port}")
-        unfinished.replace(self._path)
+        folder = root / FOLDER
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for path in folder.iterdir():
+            with contextlib.suppress(OSError), path.open() as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+        self._path = folder / engine_id
+        self._file = self._path.open("w")
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        self._file.write(f"{host} {port}")
+        self._file.flush()
 
     def forget(self) -> None:
         self._path.unlink(missing_ok=True)
+        self._file.close()
 
 
 def is_peer(settings: TransferSettings, root: Path, engine_id: str, prefix: RemotePrefix) -> bool:
