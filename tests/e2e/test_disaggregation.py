@@ -5,14 +5,13 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 import pytest
 from ports import free_port
 from preloaded import Preloaded
-from serve_process import PATIENCE_S, SHARED_FLAGS, ServeProcess, eventually, events, greedy, joined
+from serve_process import PATIENCE_S, SHARED_FLAGS, ServeProcess, events, eventually, greedy, joined
 from tiny_adapter import write_adapter
 from tiny_text import TextModel
 
@@ -62,7 +61,9 @@ class Pair(NamedTuple):
 @pytest.fixture(scope="module")
 def pair(tiny: TextModel, preloaded: Preloaded, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("pair")
-    (folder / "kernels").symlink_to(Env.read(os.environ).cache_root / "kernels")
+    kernels = Env.read(os.environ).cache_root / "kernels"
+    kernels.mkdir(parents=True, exist_ok=True)
+    (folder / "kernels").symlink_to(kernels)
     write_adapter(folder / "adapter", json.loads((tiny.path / "config.json").read_text()), 1)
     env = {"QUIRE_CACHE_ROOT": str(folder), "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
     flags = (*SHARED_FLAGS, "--max-num-batched-tokens", "256", "--enable-prompt-tokens-details")
