@@ -163,7 +163,7 @@ class RemoteRead:
         sock, monitor, poller = self._connection
         sock.send(message)
         while (left := self._until - self._engines.clock()) > 0:
-            ready = dict(poller.poll(left * 1000))
+            ready = dict(poller.poll(int(left * 1000) + 1))
             if sock in ready:
                 return sock.recv_multipart()
             events = [event for event, _ in events_of(monitor)]
