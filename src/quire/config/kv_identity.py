@@ -7,7 +7,7 @@ from typing import Any
 from quire.config.engine import EngineConfig
 from quire.version import __version__ as VERSION
 
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 _WHOLE_BYTES = 16 << 20
 """Files up to this size are compared in full; of larger ones a sample of each MiB."""
 _STRIDE, _SAMPLE_BYTES = 1 << 20, 4 << 10
@@ -65,22 +65,27 @@ def _short(value: Any) -> str:
     return text if len(text) <= 40 else hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _contents(path: Path) -> str:
-    """Return the digest of the weight files at a path."""
+def weight_files(path: Path) -> list[Path]:
+    """Return the weight files and the configuration of a model."""
     if path.is_file():
         first = path.name.partition("-00001-of-")[0]
-        files = sorted(path.parent.glob(f"{first}-*.gguf")) if "-of-" in path.name else [path]
+        files = [file for file in path.parent.glob("*.gguf") if file.name.startswith(first)]
+        files = files if "-of-" in path.name else [path]
     else:
-        files = sorted(file for file in path.rglob("*") if file.suffix in _WEIGHTS)
+        files = [file for file in path.rglob("*") if file.suffix in (*_WEIGHTS, ".json")]
+    return [file for file in sorted(files) if file.is_file()]
+
+
+def _contents(path: Path) -> str:
+    """Return the digest of the weight files at a path."""
+    files = [file for file in weight_files(path) if file.suffix != ".json"]
     digest = hashlib.sha256()
-    for file in (file for file in files if file.is_file()):
+    for file in files:
         size = file.stat().st_size
         digest.update(f"{file.name if len(files) > 1 else ''}:{size};".encode())
+        count = _SAMPLE_BYTES if size > _WHOLE_BYTES else _STRIDE
         with file.open("rb") as data:
-            if size <= _WHOLE_BYTES:
-                digest.update(data.read())
-                continue
             for start in range(0, size, _STRIDE):
                 data.seek(start)
-                digest.update(data.read(_SAMPLE_BYTES))
+                digest.update(data.read(count))
     return digest.hexdigest()[:16]

@@ -12,6 +12,8 @@ from quire.errors import RequestError
 
 FIELD = "kv_transfer_params"
 """Name of the field in bodies, and of its key in `extra_args` of the sampling parameters."""
+MAX_KEYS = 1024
+"""Most entries that are read with one message."""
 NONCE_BYTES = 32
 DATA_START = 64
 """Where the entries begin in shared memory; the nonce is at its start."""
@@ -92,7 +94,7 @@ class ReadEntries(msgspec.Struct):
     layout: str
     """Digest of what both engines must have in common."""
     request_id: str
-    keys: list[bytes] = []
+    keys: Annotated[list[bytes], Meta(max_length=MAX_KEYS)] = []
     memory: str = ""
     """Path of shared memory for the entries; empty: they are part of the answer."""
     nonce: bytes = b""

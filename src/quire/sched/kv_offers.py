@@ -86,7 +86,7 @@ class KVOffers:
         self._offers: dict[str, _Offer] = {}
         """In the order of their ends."""
         self._lock = threading.Lock()
-        """Held while entries are read, and while prefixes are added and removed."""
+        """Held while entries are read, and while a prefix is removed."""
         self.num_expired = 0
         """Prefixes that were dropped before they were read, since the last report."""
         self.on_close: Callable[[], None] = lambda: None
@@ -114,8 +114,7 @@ class KVOffers:
         name = f"{request.id}-{secrets.token_hex(8)}"  # clients choose their ids, and must not guess others
         if hit.num_tokens:
             held.share(kv)
-            with self._lock:
-                self._offers[name] = _Offer(held, self._clock() + self._seconds)
+            self._offers[name] = _Offer(held, self._clock() + self._seconds)
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -134,8 +133,7 @@ class KVOffers:
         """Release the prefixes that were read, and those whose time is over; return whether there were
         any."""
         now = self._clock()
-        with self._lock:
-            over = [name for name, offer in self._offers.items() if offer.is_ended or offer.until <= now]
+        over = [name for name, offer in self._offers.items() if offer.is_ended or offer.until <= now]
         for name in over:
             if not self._offers[name].is_ended:
                 self._drop(name, f"it was not read within {self._seconds:g} s")
@@ -182,6 +180,5 @@ class KVOffers:
 
     def end(self, name: str) -> None:
         """Note that a prefix is not read any more."""
-        with self._lock:
-            if (offer := self._offers.get(name)) is not None:
-                offer.is_ended = True
+        if (offer := self._offers.get(name)) is not None:
+            offer.is_ended = True

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.config.engine import EngineConfig
-from quire.config.kv_identity import cache_identity
+from quire.config.kv_identity import cache_identity, weight_files
 from quire.config.parallel import Rank
 from quire.data.kv_tiers import LoadDone
 from quire.errors import ConfigError
@@ -31,7 +31,6 @@ log = get_logger(__name__)
 _MAGIC = b"quirekv1"
 _DIGEST_BYTES = 32
 HEADER_BYTES = len(_MAGIC) + 2 * _DIGEST_BYTES
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".json")
 _ENDING = ".kv"
 _UNFINISHED = ".tmp"
 _NUM_READERS = 4
@@ -283,11 +282,5 @@ def model_digest(config: EngineConfig) -> bytes:
 
 def _files(path: Path) -> list[tuple[str, int, int]]:
     """Return names, sizes and times of the weight files of a model."""
-    if path.is_file():
-        first = path.name.partition("-00001-of-")[0]
-        files = [file for file in path.parent.glob("*.gguf") if file.name.startswith(first)]
-        files = files if "-of-" in path.name else [path]
-    else:
-        files = [file for file in path.rglob("*") if file.suffix in _WEIGHTS]
-    stats = [(file.name, file.stat()) for file in sorted(files) if file.is_file()]
+    stats = [(file.name, file.stat()) for file in weight_files(path)]
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]

@@ -17,12 +17,14 @@ from quire.config.engine import EngineConfig
 from quire.config.env import Env
 from quire.config.kv_identity import layout_digest, transfer_layout
 from quire.config.kv_transfer import TransferSettings
-from quire.data.kv_transfer import EntriesRead, ReadEntries, RemotePrefix
+from quire.data.kv_transfer import MAX_KEYS, EntriesRead, ReadEntries, RemotePrefix
 from quire.system.cluster_token import FAILURES, MISMATCHES, VARIABLE, cluster_token, events_of, secure
 from quire.system.kv_channel import TransferMemory, token_host, zmq_address
 
 _AT_ONCE_BYTES = 32 << 20
 """Most bytes of one read, unless an entry is larger."""
+_MAX_BYTES = 1 << 30
+"""Size limit of an answer; ZMQ closes connections that send a larger one."""
 _UNREACHABLE_S = 5.0
 """Seconds in which an engine that could not be reached is not asked again."""
 _LINGER_MS = 1000
@@ -79,7 +81,7 @@ class RemoteRead:
 
     def read(self, keys: Sequence[bytes], entry_bytes: int) -> list[Bytes | None]:
         """Return the contents of entries of the same kind; None for those that cannot be read."""
-        count = max(_AT_ONCE_BYTES // max(entry_bytes, 1), 1)
+        count = min(max(_AT_ONCE_BYTES // max(entry_bytes, 1), 1), MAX_KEYS)
         contents: list[Bytes | None] = []
         for first in range(0, len(keys), count):
             contents += self._read(keys[first : first + count], entry_bytes)
@@ -183,6 +185,7 @@ class RemoteRead:
         self._stack.callback(monitor.close)
         self._stack.callback(sock.disable_monitor)
         sock.setsockopt(zmq.IPV6, is_v6)
+        sock.setsockopt(zmq.MAXMSGSIZE, _MAX_BYTES)
         secure(sock, self._engines.token, listens=False)
         sock.connect(address)
         poller = zmq.Poller()
