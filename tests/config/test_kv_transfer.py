@@ -91,5 +91,5 @@ def test_what_cannot_exchange_prefixes_is_refused(changes: dict[str, Any], words
 
 def test_variables_of_vllm_are_read() -> None:
     env = Env.read({"VLLM_NIXL_SIDE_CHANNEL_HOST": "10.0.0.2", "VLLM_NIXL_ABORT_REQUEST_TIMEOUT": "60"})
-    assert (env.nixl.side_channel_host, env.nixl.side_channel_port) == ("10.0.0.2", 5600)
-    assert env.nixl.abort_request_timeout == 60.0
+    assert (env.kv.nixl_side_channel_host, env.kv.nixl_side_channel_port) == ("10.0.0.2", 5600)
+    assert env.kv.nixl_abort_request_timeout == 60.0

@@ -93,14 +93,16 @@ class TimeoutEnv:
 
 
 @dataclass(frozen=True, slots=True)
-class TransferEnv:
-    """Prefill and decode in different engines. The names of the variables are vLLM's."""
+class KVEnv:
+    """KV events, and prefill and decode in different engines."""
 
-    side_channel_host: str = "localhost"
+    kv_events_use_int_block_hashes: bool = True
+    """KV events name a block by the last 64 bits of its hash, as a number; off: by all 32 bytes."""
+    nixl_side_channel_host: str = "localhost"
     """Address at which other engines read the prefixes that this one has computed."""
-    side_channel_port: int = 5600
+    nixl_side_channel_port: int = 5600
     """Port for that; data-parallel ranks add theirs to it."""
-    abort_request_timeout: float = 480.0
+    nixl_abort_request_timeout: float = 480.0
     """Seconds after which a prefix that was not read is dropped."""
 
 
@@ -141,8 +143,6 @@ class Env:
     updates."""
     server_dev_mode: bool = False
     """Enable the routes for developers: sleep, pause, worker calls, resets."""
-    kv_events_use_int_block_hashes: bool = True
-    """KV events name a block by the last 64 bits of its hash, as a number; off: by all 32 bytes."""
     max_n_sequences: int = 16384
     """Most sequences of one API call: prompts times n."""
     enable_responses_api_store: bool = False
@@ -151,7 +151,7 @@ class Env:
     adapters: AdapterEnv = AdapterEnv()
     media: MediaEnv = MediaEnv()
     timeouts: TimeoutEnv = TimeoutEnv()
-    nixl: TransferEnv = TransferEnv()
+    kv: KVEnv = KVEnv()
     pp_layer_partition: str = ""
     """Number of layers of each pipeline stage, as `8,8,6`."""
     plugins: tuple[str, ...] | None = None
@@ -223,7 +223,7 @@ _GROUPS: dict[str, tuple[type, str]] = {
     "adapters": (AdapterEnv, ""),
     "media": (MediaEnv, ""),
     "timeouts": (TimeoutEnv, ""),
-    "nixl": (TransferEnv, "nixl_"),
+    "kv": (KVEnv, ""),
 }
 """Fields that consist of several variables, and the prefix of these variables' names."""
 

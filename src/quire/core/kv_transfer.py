@@ -116,7 +116,7 @@ class Producer:
         self, config: EngineConfig, settings: TransferSettings, kv: KVManager, executor: Executor
     ) -> None:
         env, rank = Env.read(os.environ), config.parallel.data_parallel_rank or 0
-        host, port = env.nixl.side_channel_host, env.nixl.side_channel_port
+        host, port = env.kv.nixl_side_channel_host, env.kv.nixl_side_channel_port
         port += rank if port else 0
         if not 0 <= port <= _LAST_PORT:
             raise ConfigError(
@@ -136,7 +136,7 @@ class Producer:
                 *(error.filename, host, self._server.port),
             )
         address = OfferAddress(engine_id, host, self._server.port)
-        self.offers = KVOffers(kv, address, seconds=env.nixl.abort_request_timeout)
+        self.offers = KVOffers(kv, address, seconds=env.kv.nixl_abort_request_timeout)
         self.offers.on_close = self._close
         self._server.start(self.offers, executor)
         log.info(

@@ -207,5 +207,5 @@ def open_remote_engines(config: EngineConfig) -> RemoteEngines | None:
     if settings is None or not settings.consumes:
         return None
     env = Env.read(os.environ)
-    token = cluster_token(env, token_host(settings, env.nixl.side_channel_host))
+    token = cluster_token(env, token_host(settings, env.kv.nixl_side_channel_host))
     return RemoteEngines(transfer_layout(config), token, timeout_s=settings.load_timeout)
