@@ -1,4 +1,5 @@
-"""What the contents of KV cache entries depend on, beside tokens, adapter, media and salt."""
+"""The settings and files that the contents of KV cache entries depend on, beside tokens, adapter, media and
+salt."""
 
 import hashlib
 from pathlib import Path

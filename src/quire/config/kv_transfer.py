@@ -12,7 +12,7 @@ from quire.config.sections import CacheSection, ParallelSection
 from quire.errors import ConfigError, nearest
 
 CONNECTORS = ("NixlConnector", "NixlPullConnector")
-"""Connectors of vLLM whose protocol with clients Quire has; the bytes move over Quire's own connections."""
+"""Connectors of vLLM. Quire has their protocol with clients; the bytes move over its own connections."""
 _KNOWN = (
     *("kv_connector", "kv_role", "engine_id", "kv_connector_extra_config", "kv_load_failure_policy"),
     *("kv_buffer_device", "kv_buffer_size", "kv_rank", "kv_parallel_size", "kv_ip", "kv_port"),

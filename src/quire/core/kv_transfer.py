@@ -94,11 +94,11 @@ class OfferServer:
             (entries,) = executor.call("read_blocks", [ids, memory, are_states])
             return entries
 
-        found, entries = offers.read(message.request_id, message.keys, copy)
+        places, entries = offers.read(message.request_id, message.keys, copy)
         if message.ends:
             offers.end(message.request_id)
-        is_shared = memory is not None and bool(found)
-        return EntriesRead(found, is_shared), None if is_shared or entries is None else entries.reshape(-1)
+        is_shared = memory is not None and bool(places)
+        return EntriesRead(places, is_shared), None if is_shared or entries is None else entries.reshape(-1)
 
     def close(self) -> None:
         if self._thread is None:

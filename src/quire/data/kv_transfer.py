@@ -16,7 +16,7 @@ MAX_KEYS = 1024
 """Most entries that are read with one message."""
 NONCE_BYTES = 32
 DATA_START = 64
-"""Where the entries begin in shared memory; the nonce is at its start."""
+"""Place in shared memory at which the entries begin; the nonce is at its start."""
 _MAX_TEXT = 512
 
 Text = Annotated[str, Meta(max_length=_MAX_TEXT)]
@@ -106,9 +106,9 @@ class ReadEntries(msgspec.Struct):
 class EntriesRead(msgspec.Struct, omit_defaults=True):
     """Answer to `ReadEntries`. The entries follow in a second frame, or are in the shared memory."""
 
-    found: list[int] = []
-    """Places of the keys whose entries follow, in order."""
+    places: list[int] = []
+    """Places of the keys with an entry that follows, in order."""
     in_memory: bool = False
     problem: str = ""
     layout: dict[str, str] = {}
-    """What both engines must have in common, if it differs."""
+    """The settings that both engines must have in common, if they differ."""

@@ -41,7 +41,7 @@ class TierStats(msgspec.Struct, omit_defaults=True):
     transfer_entries: list[int] = []
     """Blocks and checkpoints of states of each copy from another engine."""
     num_failed_transfers: int = 0
-    """Requests whose prefix could not be loaded from another engine."""
+    """Requests with a prefix that could not be loaded from another engine."""
     num_failed_releases: int = 0
     """Prefixes that another engine could not be told to release."""
     num_expired_offers: int = 0

@@ -233,7 +233,7 @@ class FinishReason(msgspec.Struct):
     keeps_last: bool = False
     """Whether a stopped sequence keeps its last token: the grammar was complete, without a stop token."""
     kv_transfer: dict[str, Any] | None = None
-    """The `kv_transfer_params` of a sequence whose prefix is kept for another engine."""
+    """The `kv_transfer_params` of a sequence, if its prefix is kept for another engine."""
 
 
 class FirstRun(msgspec.Struct):

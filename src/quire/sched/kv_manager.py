@@ -450,9 +450,9 @@ class KVManager:
             self.events.flush()
 
     def close(self) -> None:
-        """End the events."""
-        if self.events is not None:
-            self.events.close()
+        """End the events, and the exchange of prefixes with other engines."""
+        for part in filter(None, (self.events, self.tiers)):
+            part.close()
 
     # ---- blocks of steps
 

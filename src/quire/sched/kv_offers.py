@@ -43,7 +43,7 @@ class HeldEntries:
 
 @dataclass(frozen=True, slots=True)
 class OfferAddress:
-    """Where other engines read the prefixes of this one."""
+    """The address at which other engines read the prefixes of this one."""
 
     engine_id: str
     host: str
@@ -130,8 +130,7 @@ class KVOffers:
         }
 
     def settle(self) -> bool:
-        """Release the prefixes that were read, and those whose time is over; return whether there were
-        any."""
+        """Release the prefixes that were read, and those that have expired; return whether there were any."""
         now = self._clock()
         over = [name for name, offer in self._offers.items() if offer.is_ended or offer.until <= now]
         for name in over:
@@ -173,10 +172,10 @@ class KVOffers:
         with self._lock:
             offer = self._offers.get(name)
             ids = {} if offer is None else offer.ids
-            found = [place for place, key in enumerate(keys) if key in ids]
-            if not found:
+            places = [place for place, key in enumerate(keys) if key in ids]
+            if not places:
                 return [], None
-            return found, copy([ids[keys[place]] for place in found], is_state(keys[found[0]]))
+            return places, copy([ids[keys[place]] for place in places], is_state(keys[places[0]]))
 
     def end(self, name: str) -> None:
         """Note that a prefix is not read any more."""

@@ -408,8 +408,10 @@ class KVTiers:
 
     # ---- prefixes for other engines
 
-    def offer(self, request: Request) -> dict[str, Any] | None:
-        return None if self.offers is None else self.offers.offer(request)
+    def offer(self, request: Request, reason: str) -> dict[str, Any] | None:
+        if self.offers is None or not request.offers or reason not in ("stop", "length"):
+            return None
+        return self.offers.offer(request)
 
     # ---- the whole
 

@@ -49,8 +49,9 @@ class LowerTiers(AdmissionCheck, Protocol):
     def clear(self) -> None:
         """Forget all blocks."""
 
-    def offer(self, request: Request) -> dict[str, Any] | None:
-        """Keep the prefix of a request that has ended for another engine; return its `kv_transfer_params`."""
+    def offer(self, request: Request, reason: str) -> dict[str, Any] | None:
+        """Keep the prefix of a request that has ended for this reason, if it is for another engine. Return
+        its `kv_transfer_params`."""
 
     def close(self) -> None:
         """Keep nothing for other engines any more."""

@@ -20,8 +20,8 @@ _LOOPBACK = "127.0.0.1"
 
 def zmq_address(host: str, port: int | str) -> tuple[str, bool]:
     """Return the address of a port for ZMQ, and whether it is IPv6; raise OSError for an unknown host."""
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    family, *_, (numbers, *_) = min(found, key=lambda entry: entry[0] == socket.AF_INET6)
+    addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    family, *_, (numbers, *_) = min(addresses, key=lambda entry: entry[0] == socket.AF_INET6)
     is_v6 = family == socket.AF_INET6
     return f"tcp://[{numbers}]:{port}" if is_v6 else f"tcp://{numbers}:{port}", is_v6
 

@@ -36,7 +36,7 @@ Bytes = NDArray[np.uint8]
 
 
 class RemoteEngines:
-    """The engines whose prefixes this one loads; used by several threads."""
+    """The engines that prefixes are loaded from; used by several threads."""
 
     def __init__(
         self,
@@ -100,18 +100,18 @@ class RemoteRead:
         if not self._is_valid(head, data, len(keys), entry_bytes):
             self.problem = "its answer is not one of this version"
             return contents
-        if len(head.found) < len(keys):
-            lost = len(keys) - len(head.found)
+        if len(head.places) < len(keys):
+            lost = len(keys) - len(head.places)
             self.problem = f"{lost} of {len(keys)} entries are not kept there any more"
         self._shares_memory = self._shares_memory and head.in_memory
-        whole = np.frombuffer(data, np.uint8, len(head.found) * entry_bytes).copy()
-        for place, entry in zip(head.found, whole.reshape(-1, entry_bytes), strict=True):
+        whole = np.frombuffer(data, np.uint8, len(head.places) * entry_bytes).copy()
+        for place, entry in zip(head.places, whole.reshape(-1, entry_bytes), strict=True):
             contents[place] = entry
         return contents
 
     def _is_valid(self, head: EntriesRead, data: memoryview, num_keys: int, entry_bytes: int) -> bool:
-        is_ordered = head.found == sorted({*head.found}) and {*head.found} <= {*range(num_keys)}
-        num_bytes = len(head.found) * entry_bytes
+        is_ordered = head.places == sorted({*head.places}) and {*head.places} <= {*range(num_keys)}
+        num_bytes = len(head.places) * entry_bytes
         return is_ordered and (len(data) >= num_bytes if head.in_memory else len(data) == num_bytes)
 
     def close(self) -> None:
