@@ -98,6 +98,7 @@ VLLM_WORDS = {
     "docs/ranks.md": ("worker", "engine core"),
     "docs/scaling.md": ("data-parallel rank", "time to first token", "inter-token latency"),
     "docs/scheduling.md": ("PagedAttention", "continuous batching", "automatic prefix caching"),
+    "docs/disaggregation.md": ("disaggregated prefill",),
     "docs/security.md": ("inter-token latency",),
     "docs/serving.md": ("data-parallel rank", "API servers"),
     "docs/speculation.md": ("speculative decoding",),

@@ -305,8 +305,8 @@ def test_nothing_is_written_to_disk_after_the_weights_have_changed(caplog: pytes
     tiers = engine.kv.tiers
     assert tiers is not None
     engine.kv.reset(external=True)
-    tiers.close_disk()
-    tiers.close_disk()
+    tiers.weights_changed()
+    tiers.weights_changed()
     assert caplog.text.count("not written to disk until a restart") == 1
     answer(engine, "first", prompt_of(0, 21))
     fill(engine, 1)

@@ -90,7 +90,7 @@ def test_retained_prefix_is_not_evicted() -> None:
 def test_block_after_the_reset_was_never_seen() -> None:
     engine = Engine()
     miss_of(engine, numbers(20))
-    assert engine.scheduler.reset_prefix_cache()
+    assert engine.kv.reset()
     assert miss_of(engine, numbers(20)) == PrefixMiss("never_seen")
 
 

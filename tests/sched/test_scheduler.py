@@ -243,9 +243,9 @@ def test_reset_prefix_cache_waits_until_no_block_is_held() -> None:
     engine = Engine()
     engine.add("a", prompt(18), count=4)
     engine.step()
-    assert not engine.scheduler.reset_prefix_cache()
+    assert not engine.kv.reset()
     engine.run()
-    assert engine.scheduler.reset_prefix_cache()
+    assert engine.kv.reset()
     engine.add("b", prompt(18))
     assert cached_tokens(engine.step()) == {"b": 0}
 

@@ -8,7 +8,8 @@ from symbolic import Engine, SymbolicWorker
 
 from quire.data.kv_tiers import BlockLoad, BlockStores, LoadDone, is_state
 from quire.data.step_plan import StepPlan, StepResult
-from quire.sched.kv_tiers import HeldEntries, KVTiers
+from quire.sched.kv_offers import HeldEntries
+from quire.sched.kv_tiers import KVTiers
 from quire.sched.tier_index import EntryTiers, TierIndex
 
 POISON = (-1, -1)

@@ -25,6 +25,7 @@ from quire.config.expert_parallel import with_experts
 from quire.config.extensions import ExtensionSection, extension_section
 from quire.config.kv_events import check_events
 from quire.config.kv_offloading import resolve_offloading
+from quire.config.kv_transfer import check_transfer
 from quire.config.load import load_section
 from quire.config.lora import lora_section
 from quire.config.machine import Machine
@@ -145,6 +146,7 @@ def resolve(
     model = _resolve_model(values, checkpoint, machine, env, pools=pools)
     values = _disable_for_pooling(values, pooling, checkpoint, model.max_model_len)
     cache = _divide_cpu_memory(_resolve_cache(values, model.dtype, machine, env, checkpoint), parallel)
+    check_transfer(cache, parallel, cache_specs(checkpoint.facts), machine)
     check_events(values.get("kv_events_config", {}), parallel, cache)
     speculation = _spec_facts(values, draft, model.max_model_len, tp_size, pools=pools)
     values = limit_seqs_for_states(

@@ -93,6 +93,20 @@ class TimeoutEnv:
 
 
 @dataclass(frozen=True, slots=True)
+class KVEnv:
+    """KV events, and prefill and decode in different engines."""
+
+    kv_events_use_int_block_hashes: bool = True
+    """KV events name a block by the last 64 bits of its hash, as a number; off: by all 32 bytes."""
+    nixl_side_channel_host: str = "localhost"
+    """Address at which other engines read the prefixes that this one has computed."""
+    nixl_side_channel_port: int = 5600
+    """Port for that; data-parallel ranks add theirs to it."""
+    nixl_abort_request_timeout: float = 480.0
+    """Seconds after which a prefix that was not read is dropped."""
+
+
+@dataclass(frozen=True, slots=True)
 class Env:
     """Settings from environment variables. Each is read as QUIRE_NAME, then as VLLM_NAME, also those in
     groups."""
@@ -129,8 +143,6 @@ class Env:
     updates."""
     server_dev_mode: bool = False
     """Enable the routes for developers: sleep, pause, worker calls, resets."""
-    kv_events_use_int_block_hashes: bool = True
-    """KV events name a block by the last 64 bits of its hash, as a number; off: by all 32 bytes."""
     max_n_sequences: int = 16384
     """Most sequences of one API call: prompts times n."""
     enable_responses_api_store: bool = False
@@ -139,6 +151,7 @@ class Env:
     adapters: AdapterEnv = AdapterEnv()
     media: MediaEnv = MediaEnv()
     timeouts: TimeoutEnv = TimeoutEnv()
+    kv: KVEnv = KVEnv()
     pp_layer_partition: str = ""
     """Number of layers of each pipeline stage, as `8,8,6`."""
     plugins: tuple[str, ...] | None = None
@@ -210,6 +223,7 @@ _GROUPS: dict[str, tuple[type, str]] = {
     "adapters": (AdapterEnv, ""),
     "media": (MediaEnv, ""),
     "timeouts": (TimeoutEnv, ""),
+    "kv": (KVEnv, ""),
 }
 """Fields that consist of several variables, and the prefix of these variables' names."""
 

@@ -14,7 +14,7 @@ logger = get_logger(__name__)
 
 _TIERS = ("kv_offloading_size", "kv_offloading_dir")
 _CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector")
-_ROLES = ("kv_both", "kv_producer", "kv_consumer")
+ROLES = ("kv_both", "kv_producer", "kv_consumer")
 _SIMPLE_BYTES = 8 << 30
 """Default of cpu_bytes_to_use in vLLM's SimpleCPUOffloadConnector."""
 _ALLOWED: dict[str, tuple[Any, ...]] = {
@@ -69,18 +69,19 @@ def _check_folder(folder: Path) -> None:
         )
 
 
-def offloading_of(config: Any) -> dict[str, Any]:
-    """Translate vLLM's kv_transfer_config for offloading into kv_offloading_size and kv_offloading_dir."""
+def offloading_of(config: Any, others: Sequence[str] = ()) -> dict[str, Any]:
+    """Translate vLLM's kv_transfer_config for offloading into kv_offloading_size and kv_offloading_dir. The
+    error for an unknown connector names the `others`, too."""
     if not isinstance(config, dict):
         raise ConfigError(f"kv_transfer_config={config!r} must be a JSON object")
     connector, role = config.get("kv_connector"), config.get("kv_role", "kv_both")
     if connector not in _CONNECTORS:
         raise ConfigError(
             f"kv_transfer_config: kv_connector={connector!r} is not supported; known:"
-            f" {', '.join(_CONNECTORS)}"
+            f" {', '.join((*_CONNECTORS, *others))}"
         )
-    if role not in _ROLES:
-        raise ConfigError(f"kv_transfer_config: kv_role={role!r} must be one of {', '.join(_ROLES)}")
+    if role not in ROLES:
+        raise ConfigError(f"kv_transfer_config: kv_role={role!r} must be one of {', '.join(ROLES)}")
     extra = config.get("kv_connector_extra_config") or {}
     if not isinstance(extra, dict):
         raise ConfigError(f"kv_transfer_config: kv_connector_extra_config={extra!r} must be an object")

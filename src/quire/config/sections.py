@@ -189,6 +189,11 @@ class CacheSection:
     """Most GiB in kv_offloading_dir, over all ranks; the least recently used blocks are deleted."""
     kv_offloading_salted: bool = False
     """Write blocks of requests with a cache_salt to kv_offloading_dir, too."""
+    kv_transfer_config: dict[str, Any] = field(default_factory=dict)
+    """JSON of prefill and decode in different engines (docs/disaggregation.md): kv_connector
+    (`NixlConnector`), kv_role (`kv_producer`, `kv_consumer` or `kv_both`), engine_id, kv_load_failure_policy,
+    and kv_connector_extra_config with peers and load_timeout. With `OffloadingConnector` it is read as the
+    flags of lower tiers. Default: none."""
     kv_cache_dtype: str
     """Type of keys and values in the cache. `fp8`, which is `fp8_e4m3`, and `fp8_e5m2` take half the memory;
     scales are the checkpoint's, or 1.0. `int8`, which is `int8_per_token_head`, has a scale for each token
@@ -196,8 +201,9 @@ class CacheSection:
 
     @property
     def has_tiers(self) -> bool:
-        """Whether blocks are kept in host memory or on disk."""
-        return bool(self.kv_offloading_size) or self.kv_offloading_dir is not None
+        """Whether blocks are kept in host memory or on disk, or exchanged with other engines."""
+        is_below = bool(self.kv_offloading_size) or self.kv_offloading_dir is not None
+        return is_below or bool(self.kv_transfer_config)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

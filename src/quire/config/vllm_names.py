@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from quire.config.kv_offloading import offloading_of
+from quire.config.kv_transfer import transfer_of
 from quire.config.sections import options
 from quire.config.unsupported import UNSUPPORTED
 from quire.logs import get_logger, warn_once
@@ -97,7 +97,6 @@ _TASKS: dict[Any, dict[str, Any]] = {
 MAPPED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "attention_config": _from_attention_config,
     "compilation_config": _from_compilation_config,
-    "kv_transfer_config": offloading_of,
     "max_seq_len_to_capture": lambda value: {"max_cudagraph_capture_size": value},
     "num_speculative_tokens": lambda value: {"speculative_config": {"num_speculative_tokens": value}},
     "optimization_level": lambda value: {"enforce_eager": True} if value == 0 else {},
@@ -110,6 +109,10 @@ MAPPED: dict[str, Callable[[Any], dict[str, Any]]] = {
 """Names that are mapped to other fields; to none if Quire behaves that way anyway."""
 
 
+REREAD: dict[str, Callable[[Any], dict[str, Any]]] = {"kv_transfer_config": transfer_of}
+"""Fields with values that are mapped to other fields."""
+
+
 def other_names() -> frozenset[str]:
     """Return every accepted name outside the sections."""
     unbuilt = UNSUPPORTED["engine argument"].keys() - options().keys()
@@ -119,19 +122,22 @@ def other_names() -> frozenset[str]:
 def translate(args: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments with the names of MAPPED translated; explicit settings take precedence over mapped
     ones."""
-    values = {name: value for name, value in args.items() if name not in MAPPED}
+    mappings = MAPPED | REREAD
+    values = {name: value for name, value in args.items() if name not in mappings}
     sizes = (values.get(f"{name}_parallel_size") for name in ("tensor", "pipeline"))
     if values.get("distributed_executor_backend") == "external_launcher" and {*sizes} <= {None, 1}:
         values["distributed_executor_backend"] = "uni"  # a trainer with one process
     for name, value in args.items():
-        if name not in MAPPED or value is None:
+        if name not in mappings or value is None:
             continue
-        mapped = MAPPED[name](value)
+        mapped = mappings[name](value)
         for target, part in mapped.items():
             if isinstance(part, dict):
                 values[target] = {**part, **(values.get(target) or {})}
             elif values.get(target) is None:
                 values[target] = part
+        if name in mapped:
+            continue
         settings = ", ".join(f"{target}={part!r}" for target, part in mapped.items())
         warn_once(
             logger,

@@ -188,7 +188,7 @@ class Operator:
             core.scheduler.media.forget_all()
             core.reset_prefix_cache(external=True)
             if (tiers := core.scheduler.kv.tiers) is not None:
-                tiers.close_disk()
+                tiers.weights_changed()
         finally:
             if was_open and not gate.asleep:
                 self.resume()

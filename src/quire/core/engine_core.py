@@ -94,7 +94,7 @@ class EngineCore:
             self.step_queue.draw(constraints.masks())
 
     def reset_prefix_cache(self, external: bool = False) -> bool:
-        return self.scheduler.reset_prefix_cache(external)
+        return self.scheduler.kv.reset(external)
 
     def block_map(self) -> bytes:
         return self.scheduler.kv.pool.block_map()
@@ -119,7 +119,7 @@ class EngineCore:
         self.step_queue.clear()
         scheduler.forget_flights()
         self.abort([*scheduler.requests, *self.gate.outside])
-        scheduler.reset_prefix_cache()
+        scheduler.kv.reset()
 
     def close(self) -> None:
         """End the workers; steps that wait for masks on a device get them first."""

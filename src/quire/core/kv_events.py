@@ -167,7 +167,7 @@ def open_publisher(config: EngineConfig) -> EventPublisher | None:
         return None
     env = Env.read(os.environ)
     rank = config.parallel.data_parallel_rank or 0
-    return EventPublisher(settings, rank=rank, short_hashes=env.kv_events_use_int_block_hashes)
+    return EventPublisher(settings, rank=rank, short_hashes=env.kv.kv_events_use_int_block_hashes)
 
 
 def report_events(config: EngineConfig, kv: KVManager, publisher: EventPublisher) -> None:

@@ -1,4 +1,4 @@
-"""Opens the lower tiers of the KV cache on the workers."""
+"""Opens the lower tiers of the KV cache on the workers, and exchanges prefixes with other engines."""
 
 import shutil
 from concurrent.futures import Future
@@ -7,6 +7,8 @@ from pathlib import Path
 import psutil
 
 from quire.config.engine import EngineConfig
+from quire.config.kv_transfer import TransferSettings
+from quire.core.kv_transfer import Producer
 from quire.data.kv_events import DISK, HOST
 from quire.data.kv_tiers import BlockLoad, BlockStores, LoadDone
 from quire.errors import ConfigError
@@ -54,8 +56,19 @@ def open_tiers(config: EngineConfig, executor: Executor, kv: KVManager) -> KVTie
             kind.disk = TierIndex(count)
     hosts = [None if kind is None else kind.host for kind in (pages, states)]
     by_rank = executor.call("open_tiers", [[0 if host is None else host.capacity for host in hosts]])
+    settings = TransferSettings.of(cache.kv_transfer_config)
+    offers = None
+    if settings is not None and settings.produces:
+        offers = Producer(config, settings, kv, executor).offers
     tiers = KVTiers(
-        kv, ExecutorCopies(executor), pages=pages, states=states, salted_to_disk=cache.kv_offloading_salted
+        kv,
+        ExecutorCopies(executor),
+        pages=pages,
+        states=states,
+        salted_to_disk=cache.kv_offloading_salted,
+        offers=offers,
+        takes_remote=settings is not None and settings.consumes,
+        remote_fails=settings is not None and settings.fails,
     )
     if kv.events is not None:
         for tier, medium in [(kind.host, HOST) for kind in kinds] + [(kind.disk, DISK) for kind in kinds]:

@@ -7,9 +7,12 @@ from collections.abc import Sequence
 import msgspec
 
 from quire.data.block_hash import DIGEST_BYTES
+from quire.data.kv_transfer import RemotePrefix
 
 STATE_MARK = b"state"
 """Suffix that distinguishes the keys of checkpoints of states from those of pages."""
+ON_DISK, REMOTE = 0, -1
+"""Stand for a host slot of an entry that is loaded from disk, or from another engine."""
 
 
 def is_state(key: bytes) -> bool:
@@ -49,8 +52,10 @@ class BlockLoad(msgspec.Struct):
 
     ids: list[int]
     slots: list[int]
-    """Host slot of each entry; 0: it is read from disk."""
+    """Host slot of each entry, ON_DISK or REMOTE."""
     keys: list[bytes]
+    remote: RemotePrefix | None = None
+    """The prefix in another engine that remote entries belong to; it is released there afterwards."""
 
 
 class LoadDone(msgspec.Struct):
@@ -68,6 +73,8 @@ class LoadDone(msgspec.Struct):
     write_s: float = 0.0
     """Seconds of writing files."""
     written_bytes: int = 0
+    remote_problem: str = ""
+    """Why the prefix in another engine could not be loaded or released."""
 
     @classmethod
     def merged(cls, ranks: Sequence["LoadDone"]) -> "LoadDone":
@@ -81,5 +88,6 @@ class LoadDone(msgspec.Struct):
             failed=sorted({place for rank in ranks for place in rank.failed}),
             is_off=any(rank.is_off for rank in ranks),
             written_bytes=sum(rank.written_bytes for rank in ranks),
+            remote_problem=next((rank.remote_problem for rank in ranks if rank.remote_problem), ""),
             **seconds,
         )

@@ -122,6 +122,8 @@ class RequestStateStats:
     """Cached prompt tokens of the first sequence that were loaded from host memory."""
     num_from_disk: int = 0
     """Cached prompt tokens of the first sequence that were loaded from disk."""
+    num_from_remote: int = 0
+    """Cached prompt tokens of the first sequence that were loaded from another engine."""
     prefix_miss: PrefixMiss | None = None
     """Why a part of the prompt was not in the prefix cache; None if all of it was that could be."""
 

@@ -3,6 +3,7 @@
 import msgspec
 
 from quire.data.cache_hints import CacheHints
+from quire.data.kv_transfer import RemotePrefix, remote_prefix, transfer_params
 from quire.data.lora import LoRARequest
 from quire.data.multimodal import Media
 from quire.data.params import SamplingParams
@@ -48,6 +49,11 @@ class Request(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
     pooling: PoolingParams | None = None
     """Parameters for a pooling model: the sequence ends with its prompt and has a pooled output."""
 
+    remote: RemotePrefix | None = None
+    """Prefix to load from another engine; None once that was tried."""
+    offers: bool = False
+    """Whether its prefix is kept for another engine when it ends."""
+
     # The fields below belong to the scheduler. A request that is resumed after the death of its core has
     # `has_run`, `num_cached`, `num_prompt_logprobs` and, in `tokens`, its output so far.
     row: int = -1
@@ -62,6 +68,8 @@ class Request(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
     """Number of these that were loaded from host memory."""
     num_from_disk: int = 0
     """Number of these that were loaded from disk."""
+    num_from_remote: int = 0
+    """Number of these that were loaded from another engine."""
     num_prompt_logprobs: int = 0
     """Prompt positions with delivered logprobs."""
     adapter_digest: bytes = b""
@@ -85,8 +93,9 @@ class Request(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
 
     @property
     def num_loaded(self) -> int:
-        """Return the number of prompt tokens that were loaded from lower tiers of the KV cache."""
-        return self.num_from_host + self.num_from_disk
+        """Return the number of prompt tokens that were loaded from lower tiers of the KV cache, or
+        another engine."""
+        return self.num_from_host + self.num_from_disk + self.num_from_remote
 
     @property
     def num_output(self) -> int:
@@ -97,3 +106,13 @@ class Request(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
         """Return the ids that must not be sampled before min_tokens: those that end the sequence."""
         ids = list(self.params.stop_token_ids or ())
         return tuple(ids if self.eos_id < 0 else [self.eos_id, *ids])
+
+
+def with_transfer(requests: list[Request]) -> list[Request]:
+    """Set where the prefix of each sequence of a call is loaded from, and whether that of the first is kept
+    for another engine, as its parameters have it."""
+    if (transfer := transfer_params(requests[0].params.extra_args)) is not None:
+        for request in requests:
+            request.remote = remote_prefix(transfer)
+        requests[0].offers = transfer.do_remote_decode
+    return requests

@@ -34,7 +34,18 @@ class TierStats(msgspec.Struct, omit_defaults=True):
     num_queries: int = 0
     """Prompt tokens of admitted requests that the device did not have."""
     num_hits: int = 0
-    """Number of these that were loaded from a lower tier."""
+    """Number of these that were loaded from a lower tier, or another engine."""
+    transfer_s: list[float] = []
+    """Seconds of each copy from another engine."""
+    transfer_bytes: list[int] = []
+    transfer_entries: list[int] = []
+    """Blocks and checkpoints of states of each copy from another engine."""
+    num_failed_transfers: int = 0
+    """Requests with a prefix that could not be loaded from another engine."""
+    num_failed_releases: int = 0
+    """Prefixes that another engine could not be told to release."""
+    num_expired_offers: int = 0
+    """Prefixes that were kept for another engine and not read."""
 
 
 class StepStats(msgspec.Struct):
@@ -110,6 +121,8 @@ class SequenceTimes:
     """Cached prompt tokens that were loaded from host memory."""
     num_from_disk: int = 0
     """Cached prompt tokens that were loaded from disk."""
+    num_from_remote: int = 0
+    """Cached prompt tokens that were loaded from another engine."""
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_held: int = 0

@@ -232,6 +232,8 @@ class FinishReason(msgspec.Struct):
     num_preemptions: int = 0
     keeps_last: bool = False
     """Whether a stopped sequence keeps its last token: the grammar was complete, without a stop token."""
+    kv_transfer: dict[str, Any] | None = None
+    """The `kv_transfer_params` of a sequence, if its prefix is kept for another engine."""
 
 
 class FirstRun(msgspec.Struct):
@@ -249,6 +251,8 @@ class FirstRun(msgspec.Struct):
     """Cached prompt tokens that were loaded from host memory."""
     num_from_disk: int = 0
     """Cached prompt tokens that were loaded from disk."""
+    num_from_remote: int = 0
+    """Cached prompt tokens that were loaded from another engine."""
 
 
 class StepOutput(msgspec.Struct, omit_defaults=True):

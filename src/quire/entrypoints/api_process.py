@@ -19,10 +19,10 @@ from quire.config.plugins import load_plugins
 from quire.configure import cache_info, eos_ids, open_grammars, open_tokenizer, settings_of
 from quire.errors import QuireError
 from quire.frontend.chat import read_template
-from quire.frontend.checked_params import processor_validators
 from quire.frontend.engine import AsyncEngine
 from quire.frontend.engine_facts import EngineFacts
 from quire.frontend.inputs import InputProcessor
+from quire.frontend.kv_transfer import validators_of
 from quire.frontend.multimodal import media_reader
 from quire.frontend.prefix_map import PrefixMap
 from quire.frontend.prompt_embeds import embeds_reader
@@ -84,7 +84,7 @@ def make_engine(
         grammars=open_grammars(config, tokenizer),
         enable_lora=config.lora.enable_lora,
         num_extra_vocab=config.lora.lora_extra_vocab_size,
-        validators=processor_validators(config.extensions.logits_processors),
+        validators=validators_of(config),
     )
     inputs.media.processor_cache.count = metrics.observe_media
     engine_metrics = EngineMetrics(

@@ -18,9 +18,9 @@ from quire.data.params import SamplingParams
 from quire.data.pooling import PoolingParams
 from quire.data.step_plan import StepOutput
 from quire.errors import EngineError, RequestError
-from quire.frontend.checked_params import processor_validators
 from quire.frontend.in_flight import failure
 from quire.frontend.inputs import InputProcessor, Prompt
+from quire.frontend.kv_transfer import validators_of
 from quire.frontend.multimodal import media_reader
 from quire.frontend.outputs import AnyOutput, OutputProcessor
 from quire.frontend.prompt_embeds import embeds_reader
@@ -54,7 +54,7 @@ class LocalEngine:
             grammars=grammars,
             enable_lora=config.lora.enable_lora,
             num_extra_vocab=config.lora.lora_extra_vocab_size,
-            validators=processor_validators(config.extensions.logits_processors),
+            validators=validators_of(config),
         )
         self.outputs = self._new_outputs()
         self.metrics: EngineMetrics | None = None

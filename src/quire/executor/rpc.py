@@ -30,6 +30,7 @@ ENGINE_METHODS = frozenset(
         "open_tiers",
         "store_blocks",
         "load_blocks",
+        "read_blocks",
         "update_weights",
     ]
 )

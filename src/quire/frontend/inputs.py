@@ -15,7 +15,7 @@ from quire.data.multimodal import Media
 from quire.data.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from quire.data.pooling import PoolingParams
 from quire.data.prompt_embeds import PromptEmbeds
-from quire.data.request import Request
+from quire.data.request import Request, with_transfer
 from quire.data.timestamps import TimestampTokens
 from quire.errors import RequestError
 from quire.frontend.checked_params import CheckedParams, Validator, check_salt
@@ -356,9 +356,7 @@ class InputProcessor:
         top_id = top_id if top_id >= self.vocab else 0
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         arrived_at = time.time() if arrived_at is None else arrived_at
-        limit = self.max_model_len
-        if params.max_tokens is not None:
-            limit = min(limit, len(prompt.token_ids) + params.max_tokens)
+        most = self.max_model_len if params.max_tokens is None else len(prompt.token_ids) + params.max_tokens
         others = params
         if params.n > 1 and params.prompt_logprobs is not None:
             others = params.clone()
@@ -371,7 +369,7 @@ class InputProcessor:
                     tokens=prompt.token_ids,
                     params=others if k else params,
                     prompt_len=len(prompt.token_ids),
-                    limit=limit,
+                    limit=min(self.max_model_len, most),
                     seed=seed + k,
                     eos_id=checked.eos_id,
                     priority=priority,
@@ -385,7 +383,7 @@ class InputProcessor:
                     top_id=top_id,
                 )
             )
-        return children
+        return with_transfer(children)
 
     def pooling_request(
         self,

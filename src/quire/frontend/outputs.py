@@ -145,6 +145,7 @@ class OutputProcessor:
                 sequence.miss, times = run.miss, sequence.times
                 times.queued_at, times.scheduled_at = run.queued_at, run.scheduled_at
                 times.num_from_host, times.num_from_disk = run.num_from_host, run.num_from_disk
+                times.num_from_remote = run.num_from_remote
         for id, seconds in step.resumed.items():
             if (sequence := sequences.get(id)) is not None:
                 sequence.times.preempted_s += seconds
@@ -206,7 +207,12 @@ class OutputProcessor:
                     del self._sequences[sequence.id]
                     self._stopped.append(sequence.id)
                     ended.append(sequence)
-                sequence.finish = FinishReason("stop", stop, known.num_preemptions if known else 0)
+                sequence.finish = FinishReason(
+                    "stop",
+                    stop,
+                    known.num_preemptions if known else 0,
+                    kv_transfer=known.kv_transfer if known else None,
+                )
         for sequence in ended:
             sequence.parent.num_open -= 1
             if not sequence.touched:
@@ -297,6 +303,8 @@ class OutputProcessor:
         )
         if parent.lora is not None:
             output.lora_request = parent.lora
+        if (finish := parent.sequences[0].finish) is not None and finish.kv_transfer is not None:
+            output.kv_transfer_params = finish.kv_transfer
         if kind is RequestOutputKind.DELTA:
             parent.prompt_logprobs = None  # only the first delta has them
         if finished:

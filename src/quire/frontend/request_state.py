@@ -255,5 +255,6 @@ def stats_of(parent: RequestState) -> RequestStateStats:
         num_accepted_tokens=sum(t.num_held for t in times),
         num_from_host=first.num_from_host,
         num_from_disk=first.num_from_disk,
+        num_from_remote=first.num_from_remote,
         prefix_miss=parent.sequences[0].miss,
     )

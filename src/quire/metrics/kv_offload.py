@@ -1,18 +1,23 @@
-"""Metrics of the lower tiers of the KV cache, with vLLM's names."""
+"""Metrics of the lower tiers of the KV cache, and of transfers between engines, with vLLM's names."""
 
 from collections.abc import Callable
 
 from quire.data.stats import TierStats
 
 _SIZES = [1e6, 5e6, 1e7, 2e7, 4e7, 6e7, 8e7, 1e8, 1.5e8, 2e8]
+_TRANSFER_S = [0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.2, 0.5, 1.0, 5.0]
+_TRANSFER_BYTES = [float(1 << power) for power in range(18, 35, 2)]
 COUNTERS = {
     "kv_offload_store_bytes": "Bytes of KV cache blocks copied to host memory or disk.",
     "kv_offload_store_time": "Seconds of copies from the device to host memory.",
     "kv_offload_load_bytes": "Bytes of KV cache blocks copied from host memory or disk.",
     "kv_offload_load_time": "Seconds of copies from host memory or disk; several may run at once.",
     "kv_offload_allocation_failure": "KV cache blocks that were not stored because no slot was free.",
-    "external_prefix_cache_queries": "Prompt tokens looked up in host memory and on disk.",
-    "external_prefix_cache_hits": "Prompt tokens found in host memory or on disk.",
+    "external_prefix_cache_queries": "Prompt tokens looked up in host memory, on disk and in other engines.",
+    "external_prefix_cache_hits": "Prompt tokens found in host memory, on disk or in another engine.",
+    "nixl_num_failed_transfers": "Requests whose prefix could not be loaded from another engine.",
+    "nixl_num_failed_notifications": "Prefixes that another engine could not be told to release.",
+    "nixl_num_kv_expired_reqs": "Prefixes that were kept for another engine and not read in time.",
 }
 LABELLED = {
     "kv_offload_tiering_read_bytes": ("Bytes of KV cache blocks read from a tier.", "tier", ("1:fs",)),
@@ -28,6 +33,12 @@ LABELLED = {
 HISTOGRAMS: dict[str, tuple[str, list[float]]] = {
     "kv_offload_store_size": ("Bytes of a copy to host memory or disk.", _SIZES),
     "kv_offload_load_size": ("Bytes of a copy from host memory or disk.", _SIZES),
+    "nixl_xfer_time_seconds": ("Seconds of a copy from another engine.", _TRANSFER_S),
+    "nixl_bytes_transferred": ("Bytes of a copy from another engine.", _TRANSFER_BYTES),
+    "nixl_num_descriptors": (
+        "Blocks and checkpoints of states of a copy from another engine.",
+        [10.0, 20.0, 30.0, 50.0, 75.0, 100.0, 200.0, 400.0, 1000.0, 2000.0, 4000.0, 10000.0, 20000.0],
+    ),
 }
 
 
@@ -49,5 +60,11 @@ def observe(
     add("kv_offload_tiering_promotion_job_failures:1:fs", stats.num_failed_loads)
     add("external_prefix_cache_queries", stats.num_queries)
     add("external_prefix_cache_hits", stats.num_hits)
+    add("nixl_num_failed_transfers", stats.num_failed_transfers)
+    add("nixl_num_failed_notifications", stats.num_failed_releases)
+    add("nixl_num_kv_expired_reqs", stats.num_expired_offers)
+    record(("nixl_xfer_time_seconds",), stats.transfer_s)
+    record(("nixl_bytes_transferred",), [float(size) for size in stats.transfer_bytes])
+    record(("nixl_num_descriptors",), [float(count) for count in stats.transfer_entries])
     record(("kv_offload_store_size",), [float(size) for size in stats.store_sizes])
     record(("kv_offload_load_size",), [float(size) for size in stats.load_sizes])

@@ -228,6 +228,7 @@ class Admitter:
                 miss=miss,
                 num_from_host=min(request.num_from_host, num_computed),
                 num_from_disk=min(request.num_from_disk, num_computed),
+                num_from_remote=min(request.num_from_remote, num_computed),
             )
             if miss is not None:
                 notes.stats.misses.append(miss.reason)

@@ -186,8 +186,7 @@ class KVManager:
     def _longest(self, keys: list[bytes], mark: bytes, find: Find) -> Table:
         hits: Table = []
         for key in keys:
-            block = find(key + mark)
-            if block is None:
+            if (block := find(key + mark)) is None:
                 break
             hits.append(block)
         return hits
@@ -450,9 +449,10 @@ class KVManager:
             self.events.flush()
 
     def close(self) -> None:
-        """End the events."""
-        if self.events is not None:
-            self.events.close()
+        """End the events, and the exchange of prefixes with other engines."""
+        parts: list[KVEvents | LowerTiers | None] = [self.events, self.tiers]
+        for part in filter(None, parts):
+            part.close()
 
     # ---- blocks of steps
 

@@ -1,21 +1,24 @@
-"""KVTiers: entries of the KV cache in host memory and on disk.
+"""KVTiers: entries of the KV cache in host memory, on disk and in other engines.
 
 An entry is a block of pages, or a checkpoint of states. If the prefix of a request continues in a lower tier,
-the request waits while its entries are copied to the device, beside the steps of others. It holds them until
-it is admitted."""
+or in the engine that has computed it, the request waits while its entries are copied to the device, beside
+the steps of others. It holds them until it is admitted."""
 
 import time
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
-from quire.data.kv_tiers import BlockLoad, BlockStores, LoadDone, is_state
+from quire.data.kv_tiers import REMOTE, STATE_MARK, BlockLoad, BlockStores, LoadDone, is_state
+from quire.data.kv_transfer import RemotePrefix
 from quire.data.request import Request
 from quire.data.stats import TierStats
 from quire.logs import get_logger
 from quire.sched.blocks import Block
-from quire.sched.kv_manager import Hit, KVManager
+from quire.sched.kv_manager import Find, Hit, KVManager
+from quire.sched.kv_offers import HeldEntries, KVOffers
 from quire.sched.running import Running
 from quire.sched.tier_index import EntryTiers
 from quire.sched.tier_stores import TierStores
@@ -23,7 +26,7 @@ from quire.sched.tier_stores import TierStores
 log = get_logger(__name__)
 
 BELOW = Block(-1)
-"""Stands in a `Hit` for a block that only a lower tier holds."""
+"""Stands in a `Hit` for a block that only a lower tier or another engine holds."""
 MAX_LOADS = 8
 """Most requests with entries on their way to the device at the same time."""
 DRAIN_S = 60.0
@@ -47,14 +50,6 @@ class TierCopies(Protocol):
 
 
 @dataclass(slots=True)
-class HeldEntries:
-    """Entries on the device that a request holds before it has a row."""
-
-    pages: list[Block] = field(default_factory=list)
-    states: list[Block] = field(default_factory=list)
-
-
-@dataclass(slots=True)
 class _Load:
     """Entries of a request on their way to the device."""
 
@@ -69,6 +64,8 @@ class _Load:
     after: int
     """The copy starts when this step is done: until then, steps may use the entries."""
     slots: list[int] = field(default_factory=list)
+    remote: RemotePrefix | None = None
+    """Prefix in another engine that some of the entries may belong to."""
     coming: Future[LoadDone] | None = None
     """None: the copy has not started."""
 
@@ -84,9 +81,14 @@ class KVTiers:
         pages: EntryTiers | None = None,
         states: EntryTiers | None = None,
         salted_to_disk: bool = False,
+        offers: KVOffers | None = None,
+        takes_remote: bool = False,
+        remote_fails: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Build the tiers of a cache. `pages` or `states` is None if the model has none of them."""
+        """Build the tiers of a cache. `pages` or `states` is None if the model has none of them. `offers`
+        keeps prefixes for other engines. `takes_remote`: prefixes of other engines are loaded; with
+        `remote_fails`, a request fails if that fails."""
         assert (states is None) == (kv.states is None) and (pages is None) == (not kv.has_pages)
         self.kv = kv
         self.stores = TierStores(pages, states, salted_to_disk=salted_to_disk)
@@ -95,9 +97,13 @@ class KVTiers:
         self.stats = TierStats()
         self._copies = copies
         self._clock = clock
+        self.offers = offers
+        self._takes_remote, self._remote_fails = takes_remote, remote_fails
+        self._failed: dict[str, str | None] = {}
+        """Requests that fail because their prefix in another engine could not be loaded."""
         self._next_report = clock() + REPORT_S
-        self._report: Future[LoadDone] | None = None
-        """A report of the workers that is awaited."""
+        self._reports: list[Future[LoadDone]] = []
+        """Copies of nothing: reports of the workers, and releases of prefixes in other engines."""
         self._loads: dict[str, _Load] = {}
         """Copies to the device, by request id."""
         self._stray: list[_Load] = []
@@ -155,8 +161,11 @@ class KVTiers:
             return True
         if alone or request.id in self._tried or not self.kv.may_share(request):
             return False
-        hit = self.kv.lookup(request, self._find)
-        missing = self._missing(request, hit)
+        if any(load.remote == request.remote is not None for load in self._loads.values()):
+            return True  # it is the prompt of another sequence of the same request
+        find = partial(self._find, remote=self._remote_keys(request))
+        hit = self.kv.lookup(request, find)
+        missing = self._missing(request, hit, find)
         if not missing:
             return False
         if len(self._loads) + len(self._stray) >= MAX_LOADS:
@@ -169,12 +178,23 @@ class KVTiers:
         self._load(request, hit, missing)
         return True
 
-    def _find(self, key: bytes) -> Block | None:
+    def _find(self, key: bytes, remote: Collection[bytes] = ()) -> Block | None:
         block = self.kv.pool.find(key)
         kind = self.stores.kind_of(key)
-        return BELOW if block is None and kind is not None and kind.holds(key) else block
+        is_below = block is None and kind is not None and (key in remote or kind.holds(key))
+        return BELOW if is_below else block
 
-    def _missing(self, request: Request, hit: Hit) -> dict[bytes, range]:
+    def _remote_keys(self, request: Request) -> Collection[bytes]:
+        """Return the keys of all entries that the prefix of a request in another engine may have."""
+        if request.remote is None or not self._takes_remote:
+            return ()
+        self.kv.lookup(request)  # which computes the keys
+        num_tokens = request.remote.num_tokens
+        count = None if num_tokens is None else num_tokens // self.kv.block_size
+        marks = (*self.kv.marks, STATE_MARK)
+        return {key + mark for key in request.block_keys[:count] for mark in marks}
+
+    def _missing(self, request: Request, hit: Hit, find: Find) -> dict[bytes, range]:
         """Return the keys of a hit's entries that are in lower tiers, each with the blocks of the prefix that
         it restores."""
         missing = dict[bytes, range]()
@@ -183,13 +203,14 @@ class KVTiers:
                 if block is BELOW:
                     missing[request.block_keys[at] + mark] = range(at, at + 1)
         key = self.kv.state_key(request, hit)
-        if key is not None and self._find(key) is BELOW:
+        if key is not None and find(key) is BELOW:
             size = self.kv.block_size
             missing[key] = range(self.kv.lookup(request).num_tokens // size, hit.num_tokens // size)
         return missing
 
     def _load(self, request: Request, hit: Hit, missing: dict[bytes, range]) -> None:
-        """Allocate the entries of a request that lie in lower tiers, and queue their copy."""
+        """Allocate the entries of a request that lie in lower tiers or another engine, and queue their
+        copy."""
         held = HeldEntries(
             [block for table in hit.blocks for block in table if block is not None and block is not BELOW]
         )
@@ -197,14 +218,13 @@ class KVTiers:
         if key is not None and key not in missing and (state := self.kv.pool.find(key)) is not None:
             held.states.append(state)
         load = _Load(request, held, [], [*missing], [*missing.values()], 0)
+        load.remote, request.remote = request.remote, None
         for key in load.keys:
             kind = self._kind_of(key)
-            slot = kind.host.find(key) if kind.host is not None else None
-            load.slots.append(slot or 0)
-            kind.source(slot or 0).pin(key)
-        self.kv.pool.share(held.pages)
-        if self.kv.states is not None:
-            self.kv.states.pool.share(held.states)
+            load.slots.append(kind.slot(key))
+            if (tier := kind.source(load.slots[-1])) is not None:
+                tier.pin(key)
+        held.share(self.kv)
         num_states = sum(map(is_state, load.keys))  # behind the pages
         pages = self.kv.pool.take(len(load.keys) - num_states)
         states = self.kv.states.pool.take(num_states) if self.kv.states is not None else []
@@ -224,12 +244,12 @@ class KVTiers:
         """Start the copies that wait for no step after this one."""
         for load in self._loads.values():
             if load.coming is None and load.after <= step:
-                load.coming = self._copies.load(
-                    BlockLoad([block.id for block in load.entries], load.slots, load.keys)
-                )
+                ids = [block.id for block in load.entries]
+                load.coming = self._copies.load(BlockLoad(ids, load.slots, load.keys, load.remote))
 
     def settle(self) -> dict[str, str | None]:
-        """Index entries that have arrived, and start the copies that can start. No request fails."""
+        """Index entries that have arrived, and start the copies that can start. Return the requests that fail
+        with their prefix in another engine."""
         if not self.stores.steps and any(load.coming is None for load in self._loads.values()):
             self._flush()
             self._start_loads(self.stores.planned + 1)
@@ -242,21 +262,29 @@ class KVTiers:
         for load in [load for load in self._stray if load.coming is not None and load.coming.done()]:
             self._arrive(load)
             self._stray.remove(load)
-            self._release(load.held)
+            load.held.release(self.kv)
             self.opened = True
-        self._settle_report()
-        return {}
+        self._settle_reports()
+        self._settle_offers()
+        failed, self._failed = self._failed, {}
+        return failed
 
-    def _settle_report(self) -> None:
+    def _settle_reports(self) -> None:
         """Count what the workers have stored; ask them from time to time, since stores have no result."""
-        if self._report is not None and self._report.done():
-            if self._report.exception() is None:
-                self._count(self._report.result())
-            self._report = None
-        if self._report is None and self.stores.is_unreported and self._clock() >= self._next_report:
+        for report in [report for report in self._reports if report.done()]:
+            self._reports.remove(report)
+            if report.exception() is None:
+                done = report.result()
+                self.stats.num_failed_releases += bool(done.remote_problem)
+                self._count(done)
+        if self.stores.is_unreported and self._clock() >= self._next_report:
             self.stores.is_unreported = False
             self._next_report = self._clock() + REPORT_S
-            self._report = self._copies.load(BlockLoad([], [], []))
+            self._reports.append(self._copies.load(BlockLoad([], [], [])))
+
+    def _settle_offers(self) -> None:
+        if self.offers is not None and self.offers.settle():
+            self.opened = True
 
     def rest(self) -> None:
         if not self.stores.steps and self.stores.are_waiting:
@@ -271,26 +299,52 @@ class KVTiers:
             log.warning("KV cache blocks could not be loaded and are computed again: %s", error)
         done = LoadDone(failed=[*range(len(load.keys))]) if error is not None else load.coming.result()
         failed, num_bytes = set(done.failed), 0
-        by_tier: dict[bool, set[int]] = {False: set(), True: set()}
+        from_host, from_disk, from_remote = set[int](), set[int](), set[int]()
+        num_remote = num_remote_bytes = 0
         for at, (key, slot, block) in enumerate(zip(load.keys, load.slots, load.entries, strict=True)):
             kind = self._kind_of(key)
             tier = kind.source(slot)
-            tier.unpin(key)
+            if tier is not None:
+                tier.unpin(key)
             if at not in failed:
                 kind.pool.remember(block, key)
-                by_tier[not slot].update(load.places[at])
                 num_bytes += kind.entry_bytes
-                self.stats.disk_bytes += 0 if slot else kind.entry_bytes
-            elif tier.remove(key) and tier is kind.disk:
+                if tier is None:
+                    from_remote.update(load.places[at])
+                    num_remote += 1
+                    num_remote_bytes += kind.entry_bytes
+                else:
+                    (from_host if slot else from_disk).update(load.places[at])
+                    self.stats.disk_bytes += 0 if slot else kind.entry_bytes
+            elif tier is not None and tier.remove(key) and tier is kind.disk:
                 self.stores.dropped.append(key)
         if self.kv.events is not None:
             self.kv.events.loaded(load.request, [blocks[-1] for blocks in load.places], load.entries)
         size = self.kv.block_size
-        load.request.num_from_host = len(by_tier[False] - by_tier[True]) * size
-        load.request.num_from_disk = len(by_tier[True]) * size
-        self.stats.num_failed_loads += len(failed)
+        load.request.num_from_host = len(from_host - from_disk - from_remote) * size
+        load.request.num_from_disk = len(from_disk - from_remote) * size
+        load.request.num_from_remote = len(from_remote) * size
+        self.stats.num_failed_loads += sum(load.slots[at] != REMOTE for at in failed)
         self.stats.load_sizes.append(num_bytes)
+        if num_remote:
+            self.stats.transfer_s.append(done.seconds)
+            self.stats.transfer_bytes.append(num_remote_bytes)
+            self.stats.transfer_entries.append(num_remote)
+        if any(load.slots[at] == REMOTE for at in failed):
+            self._note_failed_transfer(load, done.remote_problem)
         self._count(done)
+
+    def _note_failed_transfer(self, load: _Load, problem: str) -> None:
+        """Count a prefix that could not be loaded from another engine, or not all of it."""
+        assert load.remote is not None
+        self.stats.num_failed_transfers += 1
+        log.warning(
+            "The prefix of request %s could not be loaded from %s:%d and %s: %s",
+            *(load.request.id, load.remote.host, load.remote.port),
+            *("the request fails" if self._remote_fails else "is computed here", problem or "an error here"),
+        )
+        if self._remote_fails and self._loads.get(load.request.id) is load:
+            self._failed[load.request.id] = None
 
     def _count(self, done: LoadDone) -> None:
         self.stores.disk_is_off = self.stores.disk_is_off or done.is_off
@@ -306,15 +360,23 @@ class KVTiers:
             num_hits = request.num_loaded
             self.stats.num_queries += max(request.prompt_len - request.num_cached, 0) + num_hits
             self.stats.num_hits += num_hits
-        self._release(self._held.pop(request.id, None))
+        self._release(request)
         self._tried.discard(request.id)
+        self._end_remote(request)
+
+    def _end_remote(self, request: Request) -> None:
+        """Let the other engine release the prefix of a request that does not load it."""
+        if request.remote is not None and self._takes_remote:
+            self._reports.append(self._copies.load(BlockLoad([], [], [], request.remote)))
+            request.remote = None
 
     def leave(self, request: Request) -> None:
         """Return: the prefix of a preempted request is looked up again."""
 
     def drop(self, request: Request) -> None:
         self._tried.discard(request.id)
-        self._release(self._held.pop(request.id, None))
+        self._release(request)
+        self._end_remote(request)
         load = self._loads.pop(request.id, None)
         if load is None:
             return
@@ -322,28 +384,40 @@ class KVTiers:
             self._stray.append(load)
             return
         for key, slot in zip(load.keys, load.slots, strict=True):
-            self._kind_of(key).source(slot).unpin(key)
-        self._release(load.held)
+            if (tier := self._kind_of(key).source(slot)) is not None:
+                tier.unpin(key)
+        load.held.release(self.kv)
         self.opened = True
+        request.remote = load.remote
+        self._end_remote(request)
 
-    def _release(self, held: HeldEntries | None) -> None:
-        if held is None:
-            return
-        self.kv.pool.release(held.pages)
-        if self.kv.states is not None:
-            self.kv.states.pool.release(held.states)
+    def _release(self, request: Request) -> None:
+        if (held := self._held.pop(request.id, None)) is not None:
+            held.release(self.kv)
 
     def give_way(self, request: Request | None = None) -> bool:
         """Release the entries of loaded requests that wait for a row, except those of `request`: they stay in
-        the prefix cache while no other request needs them."""
+        the prefix cache while no other request needs them. If there are none and no request runs, release
+        the oldest prefix that is kept for another engine."""
         others = [id for id in self._held if request is None or id != request.id]
         for id in others:
-            self._release(self._held.pop(id))
-        return bool(others)
+            self._held.pop(id).release(self.kv)
+        if others or self.offers is None or self.running is None or len(self.running):
+            return bool(others)
+        return self.offers.withdraw_oldest("a request needs its blocks, and nothing else runs")
+
+    # ---- prefixes for other engines
+
+    def offer(self, request: Request, reason: str) -> dict[str, Any] | None:
+        if self.offers is None or not request.offers or reason not in ("stop", "length"):
+            return None
+        return self.offers.offer(request)
 
     # ---- the whole
 
     def drain(self) -> None:
+        if self.offers is not None:
+            self.offers.withdraw_all("the cache is reset")
         until = self._clock() + (0.0 if self.stores.steps else DRAIN_S)
         while (self._loads or self._stray) and self._clock() < until:
             self.settle()
@@ -353,14 +427,26 @@ class KVTiers:
     def clear(self) -> None:
         self.stores.clear()
 
-    def close_disk(self) -> None:
-        """Write no more entries to disk: the weights are no longer those that its files are named by."""
+    def close(self) -> None:
+        if self.offers is not None:
+            self.offers.on_close()
+
+    def weights_changed(self) -> None:
+        """Write no more entries to disk, and exchange none with other engines: the weights are no longer
+        those that its files are named by, and that the others have."""
+        if self.offers is not None or self._takes_remote:
+            log.warning("The weights have changed: no prefixes are exchanged with other engines any more")
+            self.close()
+            self.offers, self._takes_remote = None, False
         if any(kind.disk is not None for kind in self.stores.kinds) and not self.stores.disk_is_off:
             log.warning("The weights have changed: KV cache blocks are not written to disk until a restart")
             self.stores.disk_is_off = True
 
     def take_stats(self) -> TierStats:
         """Return the counts since the last call."""
+        if self.offers is not None:
+            self._settle_offers()
+            self.stats.num_expired_offers, self.offers.num_expired = self.offers.num_expired, 0
         stats, self.stats, stores = self.stats, TierStats(), self.stores
         stats.store_sizes, stores.sizes = stores.sizes, []
         stats.num_failed_stores, stores.num_failed = stores.num_failed, 0

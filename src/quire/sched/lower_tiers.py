@@ -1,7 +1,7 @@
 """LowerTiers: what the KV manager needs from the tiers of the cache below the device."""
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 from quire.data.kv_tiers import BlockStores
 from quire.data.request import Request
@@ -49,5 +49,12 @@ class LowerTiers(AdmissionCheck, Protocol):
     def clear(self) -> None:
         """Forget all blocks."""
 
-    def close_disk(self) -> None:
-        """Write no more blocks to disk."""
+    def offer(self, request: Request, reason: str) -> dict[str, Any] | None:
+        """Keep the prefix of a request that has ended for this reason, if it is for another engine. Return
+        its `kv_transfer_params`."""
+
+    def close(self) -> None:
+        """Keep nothing for other engines any more."""
+
+    def weights_changed(self) -> None:
+        """Write no more blocks to disk, and exchange none with other engines."""

@@ -128,7 +128,8 @@ class Scheduler:
         for notes in (self._notes, *(flight.notes for flight in self.in_flight)):
             notes.admitted.pop(request.id, None)
         self.trial.leave(request, reason)
-        return FinishReason(reason, stop_reason, request.num_preemptions)
+        kept = None if self.kv.tiers is None else self.kv.tiers.offer(request, reason)
+        return FinishReason(reason, stop_reason, request.num_preemptions, kv_transfer=kept)
 
     def _vacate(self, row: int) -> Request:
         self.kv.free(row, self.running)
@@ -315,6 +316,3 @@ class Scheduler:
         if request is self.trial.first:
             self.trial.leave(request, "passed")
             self.admitter.waiting.push_front(self._vacate(row))
-
-    def reset_prefix_cache(self, external: bool = False) -> bool:
-        return self.kv.reset(external)

@@ -4,6 +4,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from quire.data.kv_tiers import ON_DISK, REMOTE
 from quire.sched.blocks import BlockPool
 
 
@@ -123,8 +124,12 @@ class EntryTiers:
         """Whether an entry can be loaded from one of the tiers."""
         return any(tier.find(key) for tier in self)
 
-    def source(self, slot: int) -> TierIndex:
-        """Return the tier that an entry is loaded from; slot 0 stands for the disk."""
-        tier = self.host if slot else self.disk
-        assert tier is not None
-        return tier
+    def slot(self, key: bytes) -> int:
+        """Return the host slot of an entry, or ON_DISK; REMOTE if no tier here has it."""
+        if self.host is not None and (slot := self.host.find(key)):
+            return slot
+        return ON_DISK if self.disk is not None and self.disk.find(key) else REMOTE
+
+    def source(self, slot: int) -> TierIndex | None:
+        """Return the tier here that an entry is loaded from, if any."""
+        return None if slot == REMOTE else self.host if slot else self.disk

@@ -91,7 +91,8 @@ class TierStores:
     def note_evicted(self, blocks: list[Block]) -> None:
         for block in blocks:
             assert block.key is not None
-            if block.key not in self.unwritten and self.kind_of(block.key) is not None:
+            kind = self.kind_of(block.key)
+            if block.key not in self.unwritten and kind is not None and any(True for _ in kind):
                 self.evicted[block.key] = block.id
 
     def plan(self, step: int, fresh: Iterable[Block]) -> BlockStores | None:

@@ -20,18 +20,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.config.engine import EngineConfig
+from quire.config.kv_identity import cache_identity, weight_files
 from quire.config.parallel import Rank
 from quire.data.kv_tiers import LoadDone
 from quire.errors import ConfigError
 from quire.logs import get_logger
-from quire.version import __version__ as VERSION
 
 log = get_logger(__name__)
 
 _MAGIC = b"quirekv1"
 _DIGEST_BYTES = 32
 HEADER_BYTES = len(_MAGIC) + 2 * _DIGEST_BYTES
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".json")
 _ENDING = ".kv"
 _UNFINISHED = ".tmp"
 _NUM_READERS = 4
@@ -272,26 +271,16 @@ def model_digest(config: EngineConfig) -> bytes:
     """Return the digest of everything that the contents of a block depend on besides tokens, adapter, media
     and salt: the model and its weights, dtypes and the layout of the cache. Weights are named by the sizes
     and times of their files, so a new file is another model."""
-    parallel, draft = config.parallel, config.draft
-    parts: list[object] = [VERSION, config.model.model, config.model.dtype, config.model.quantization]
-    parts += [config.model.max_model_len, config.cache.kv_cache_dtype, config.cache.block_size]
-    parts += [parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.pp_layer_partition]
-    parts += [config.load.load_format, config.model.seed if config.load.load_format == "dummy" else None]
-    parts += [config.checkpoint.facts, config.quant, config.machine.device]
-    parts += [
+    draft = config.draft
+    parts: list[object] = [
+        *cache_identity(config).values(),
         _files(config.checkpoint.path),
-        None if draft is None else (draft.facts, _files(draft.checkpoint.path)),
+        None if draft is None else _files(draft.checkpoint.path),
     ]
     return hashlib.sha256("\n".join(map(repr, parts)).encode()).digest()
 
 
 def _files(path: Path) -> list[tuple[str, int, int]]:
     """Return names, sizes and times of the weight files of a model."""
-    if path.is_file():
-        first = path.name.partition("-00001-of-")[0]
-        files = [file for file in path.parent.glob("*.gguf") if file.name.startswith(first)]
-        files = files if "-of-" in path.name else [path]
-    else:
-        files = [file for file in path.rglob("*") if file.suffix in _WEIGHTS]
-    stats = [(file.name, file.stat()) for file in sorted(files) if file.is_file()]
+    stats = [(file.name, file.stat()) for file in weight_files(path)]
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]

@@ -12,15 +12,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.data.kv_tiers import BlockLoad, BlockStores, LoadDone, is_state
+from quire.data.kv_tiers import ON_DISK, REMOTE, BlockLoad, BlockStores, LoadDone, is_state
 from quire.layers.attention import Caching, PagedAttention
 from quire.layers.mla import MLAAttention
 from quire.layers.ssm import SSMMixer
 from quire.worker.disk_tier import DiskTier
+from quire.worker.remote_tier import RemoteEngines, RemoteRead
 from quire.worker.state_checkpoints import StateCheckpoints
 
 _AT_ONCE = 64
-"""Most entries that are read from disk before they are copied to the device."""
+"""Most entries that are read from disk or another engine before they are copied to the device."""
 
 
 class CacheEntries:
@@ -227,14 +228,14 @@ class KindTiers:
             if self.disk is not None and out is not None:
                 self.disk.write(part.keys, out)
 
-    def load(self, load: BlockLoad, places: Sequence[int]) -> list[int]:
+    def load(self, load: BlockLoad, places: Sequence[int], remote: RemoteRead | None = None) -> list[int]:
         """Copy the entries at these places to the device; return the places of those that cannot be read."""
         failed: list[int] = []
         with self._entering:
             self.copies.begin_in()
         for first in range(0, len(places), _AT_ONCE):
             part = places[first : first + _AT_ONCE]
-            contents = self._read(load, part)
+            contents = self._read(load, part, remote)
             failed += [place for place in part if place not in contents]
             if contents:
                 with self._entering:
@@ -242,15 +243,21 @@ class KindTiers:
         self.copies.wait_in()
         return failed
 
-    def _read(self, load: BlockLoad, places: Sequence[int]) -> dict[int, NDArray[np.uint8] | Tensor]:
+    def _read(
+        self, load: BlockLoad, places: Sequence[int], remote: RemoteRead | None
+    ) -> dict[int, NDArray[np.uint8] | Tensor]:
         """Return the contents of the entries that can be read, by place."""
         contents: dict[int, NDArray[np.uint8] | Tensor] = {}
-        files = [place for place in places if not load.slots[place]]
+        elsewhere = [place for place in places if load.slots[place] == REMOTE]
+        if elsewhere and remote is not None:
+            read = remote.read([load.keys[place] for place in elsewhere], self.copies.entries.entry_bytes)
+            contents = {place: data for place, data in zip(elsewhere, read, strict=True) if data is not None}
+        files = [place for place in places if load.slots[place] == ON_DISK]
         if files and self.disk is not None:
             read = self.disk.read([load.keys[place] for place in files])
-            contents = {place: data for place, data in zip(files, read, strict=True) if data is not None}
+            contents |= {place: data for place, data in zip(files, read, strict=True) if data is not None}
         for place in places:
-            if slot := load.slots[place]:
+            if (slot := load.slots[place]) > 0:
                 assert self.slots is not None, "there is no host tier"
                 contents[place] = self.slots[slot]
         return dict(sorted(contents.items()))
@@ -265,9 +272,10 @@ class KindTiers:
 class WorkerTiers:
     """The lower tiers of one worker. Stores run in the order of steps, loads in threads beside them."""
 
-    def __init__(self, kinds: Sequence[KindTiers]) -> None:
+    def __init__(self, kinds: Sequence[KindTiers], remote: RemoteEngines | None = None) -> None:
         """Build the tiers of pages, and of checkpoints of states if there are any."""
         self.kinds = kinds
+        self.remote = remote
 
     def keys(self) -> list[bytes]:
         """Return the keys of all files, of each kind the least recently used first."""
@@ -292,16 +300,31 @@ class WorkerTiers:
     def load(self, load: BlockLoad) -> LoadDone:
         """Copy entries to the device; those that cannot be read are left out."""
         began, failed = time.monotonic(), list[int]()
-        for is_of_states, kind in enumerate(self.kinds):
-            places = [at for at, key in enumerate(load.keys) if is_state(key) == is_of_states]
-            if places:
-                failed += kind.load(load, places)
+        remote = self.remote.open(load.remote) if self.remote is not None and load.remote else None
+        try:
+            for is_of_states, kind in enumerate(self.kinds):
+                places = [at for at, key in enumerate(load.keys) if is_state(key) == is_of_states]
+                if places:
+                    failed += kind.load(load, places, remote)
+        finally:
+            if remote is not None:
+                remote.close()
         done = LoadDone(failed, time.monotonic() - began if load.keys else 0.0)
+        done.remote_problem = "" if remote is None else remote.problem
         for kind in self.kinds:
             done.store_s += kind.copies.take_out_s()
             if kind.disk is not None:
                 kind.disk.take_times(done)
         return done
+
+    def read(self, ids: Sequence[int], out: memoryview | None, *, are_states: bool) -> NDArray[np.uint8]:
+        """Return the contents of entries on the device [n, entry_bytes], in `out` if it is there. Nothing may
+        write to them meanwhile."""
+        entries = self.kinds[are_states].copies.entries
+        shape, target = (len(ids), entries.entry_bytes), None
+        if out is not None:
+            target = torch.from_numpy(np.frombuffer(out, np.uint8, shape[0] * shape[1]).reshape(shape))
+        return entries.gather(torch.tensor(ids), target).numpy()
 
     def rebind(self, copies: Sequence[BlockCopies]) -> None:
         """Use another cache, of the same layout."""
@@ -309,6 +332,8 @@ class WorkerTiers:
             kind.rebind(new)
 
     def close(self) -> None:
+        if self.remote is not None:
+            self.remote.close()
         for kind in self.kinds:
             if kind.disk is not None:
                 kind.disk.close()

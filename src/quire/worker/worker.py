@@ -8,7 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from quire.config.engine import EngineConfig
 from quire.config.expert_parallel import Eplb
@@ -34,6 +36,7 @@ from quire.worker.lora import LoRAManager
 from quire.worker.memory import Needs, cache_room, table, use_expandable_segments
 from quire.worker.pooling import PoolingRunner
 from quire.worker.profiler import TorchProfiler
+from quire.worker.remote_tier import open_remote_engines
 from quire.worker.rows import Rows
 from quire.worker.runner import Runner
 from quire.worker.sleep import OffloadedWeights, give_back, used_bytes
@@ -290,7 +293,8 @@ class Worker:
             for kind, name in zip(copies, names, strict=False)
         ]
         parts = zip(copies, num_slots, disks, strict=False)
-        self._tiers = WorkerTiers([KindTiers(*part) for part in parts])
+        remote = open_remote_engines(self.config)
+        self._tiers = WorkerTiers([KindTiers(*part) for part in parts], remote)
         return self._tiers.keys()
 
     def store_blocks(self, stores: BlockStores) -> None:
@@ -302,6 +306,11 @@ class Worker:
         """Copy blocks to the device; runs in a thread, while steps run."""
         assert self._tiers is not None, "open_tiers() comes first"
         return self._tiers.load(load)
+
+    def read_blocks(self, ids: list[int], out: memoryview | None, are_states: bool) -> NDArray[np.uint8]:
+        """Return the contents of blocks, or of checkpoints of states; may run in any thread."""
+        assert self._tiers is not None, "open_tiers() comes first"
+        return self._tiers.read(ids, out, are_states=are_states)
 
     # ---- weight updates
 

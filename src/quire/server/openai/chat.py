@@ -154,6 +154,7 @@ class ChatEncoder(ChunkEncoder):
             choices,
             self._build_usage(len(ids), num_output),
             output.metrics,
+            output.kv_transfer_params,
             prompt_logprobs=prompt_logprobs(output.prompt_logprobs),
             prompt_token_ids=list(ids) if body.return_token_ids else None,
             prompt_text=output.prompt if body.return_prompt_text else None,

@@ -207,7 +207,7 @@ class CompletionEncoder(ChunkEncoder):
             num_cached += output.num_cached_tokens or 0
         stats, hints = outputs[0].metrics, self._job.hints
         usage = self._api.usage(self._num_prompt, num_output, num_cached, stats=stats, hints=hints)
-        return self._build_reply(_OBJECT, choices, usage, stats)
+        return self._build_reply(_OBJECT, choices, usage, stats, outputs[0].kv_transfer_params)
 
     def _build_choice(self, output: RequestOutput, choice: CompletionOutput, echo: _Echo) -> dict[str, Any]:
         api, body, logprobs = self._api, self._body, None

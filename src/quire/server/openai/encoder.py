@@ -51,6 +51,7 @@ class ChunkEncoder(AnswerEncoder):
         choices: list[dict[str, Any]],
         usage: dict[str, Any],
         stats: RequestStateStats | None,
+        transfer: dict[str, Any] | None,
         **more: Any,
     ) -> dict[str, Any]:
         """Return the body of a response that is not streamed."""
@@ -62,6 +63,6 @@ class ChunkEncoder(AnswerEncoder):
             "system_fingerprint": self._api.fingerprint,
             "usage": usage,
             **more,
-            "kv_transfer_params": None,
+            "kv_transfer_params": transfer,
             "metrics": self._api.metrics(stats, len(choices)),
         }

@@ -37,7 +37,8 @@ class CachedTokens(BaseModel):
     cached_tokens: int | None = None
     created_cache_tokens: int | None = doc("Prompt tokens computed and added to the prefix cache.")
     cached_tokens_by_tier: dict[str, int] | None = doc(
-        "Number of the cached tokens that came from host memory (`host`) and `disk`, if any did."
+        "Number of the cached tokens that came from host memory (`host`), `disk` and another engine"
+        " (`remote`), if any did."
     )
     multimodal_tokens: dict[str, int] | None = doc("Tokens of media, by modality.")
 
@@ -184,7 +185,7 @@ class ChatReply(BaseModel):
     prompt_logprobs: PromptLogprobs | None
     prompt_token_ids: list[int] | None
     prompt_text: str | None
-    kv_transfer_params: None = None
+    kv_transfer_params: dict[str, Any] | None = None
     metrics: RequestMetrics | None
 
 
@@ -221,7 +222,7 @@ class CompletionReply(BaseModel):
     service_tier: None = None
     system_fingerprint: str | None
     usage: UsageReply
-    kv_transfer_params: None = None
+    kv_transfer_params: dict[str, Any] | None = None
     metrics: RequestMetrics | None
 
 

@@ -156,7 +156,9 @@ class GenerateBody(EngineBody):
     thinking_token_budget: Int | None = _ranged(
         -1, None, "Maximum reasoning tokens; needs --reasoning-parser. -1: no limit."
     )
-    kv_transfer_params: dict[str, JsonValue] | None = doc("Has no effect: nothing is transferred.")
+    kv_transfer_params: dict[str, JsonValue] | None = doc(
+        "For prefill and decode in different engines (docs/disaggregation.md): the field of vLLM's proxies."
+    )
     vllm_xargs: dict[str, str | int | float | Many[str | int | float]] | None = doc(
         "Arguments of custom logits processors, as `extra_args` of their sampling parameters."
     )

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quire.config.unsupported import UNSUPPORTED, check_supported
+from quire.data.kv_transfer import FIELD
 from quire.data.params import BeamSearchParams, ReasoningIds, RequestOutputKind, SamplingParams
 from quire.errors import RequestError, nearest
 from quire.frontend.engine_facts import EngineFacts
@@ -237,7 +238,7 @@ def sampling_params(
         reasoning = budget = None
     return SamplingParams.from_optional(
         **fields,
-        extra_args=body.vllm_xargs,
+        extra_args=extra_args(body.vllm_xargs, body.kv_transfer_params),
         max_tokens=max_tokens,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
@@ -247,6 +248,11 @@ def sampling_params(
         reasoning=reasoning if budget is not None or constraint is not None else None,
         output_kind=RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY,
     )
+
+
+def extra_args(args: dict[str, Any] | None, transfer: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the `extra_args` of sampling parameters with a transfer of the prefix, if there is one."""
+    return args if transfer is None else {**(args or {}), FIELD: transfer}
 
 
 def beam_params(

@@ -308,8 +308,13 @@ class GenerationService:
         if num_cached is not None and self.reports_cache(hints):
             details: dict[str, Any] = {"cached_tokens": num_cached}
             usage["prompt_tokens_details"] = details
-            if stats is not None and (stats.num_from_host or stats.num_from_disk):
-                details["cached_tokens_by_tier"] = {"host": stats.num_from_host, "disk": stats.num_from_disk}
+            if stats is not None and (stats.num_from_host or stats.num_from_disk or stats.num_from_remote):
+                by_tier = details["cached_tokens_by_tier"] = {
+                    "host": stats.num_from_host,
+                    "disk": stats.num_from_disk,
+                }
+                if stats.num_from_remote:
+                    by_tier["remote"] = stats.num_from_remote
             if num_created is not None:
                 details["created_cache_tokens"] = num_created
         if timeline is not None and timeline.told is not None:

@@ -14,7 +14,7 @@ from quire.server.http.sse import DONE, AnswerEncoder, event
 from quire.server.openai.logprobs import TokenFormatter, chat_logprobs, prompt_logprobs
 from quire.server.openai.prompts import num_chars, off_loop
 from quire.server.openai.requests import CompletionBody
-from quire.server.openai.sampling_params import check_fields, check_stops
+from quire.server.openai.sampling_params import check_fields, check_stops, extra_args
 from quire.server.openai.service import ApiCall, GenerationService
 from quire.server.tokens.bodies import TokensBody
 
@@ -64,6 +64,7 @@ def _params(api: GenerationService, body: TokensBody, prompt_len: int) -> Sampli
         fields["reasoning"] = _read_reasoning(fields["reasoning"])
     check_stops(fields.get("stop"))
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
+    fields["extra_args"] = extra_args(fields.get("extra_args"), body.kv_transfer_params)
     params = SamplingParams.from_optional(**{"max_tokens": None, **fields, "output_kind": kind})
     if params.n > api.settings.api.max_n:
         raise RequestError(
@@ -115,7 +116,7 @@ class TokensEncoder(AnswerEncoder):
             "choices": [self._choice(completion) for completion in output.outputs],
             "usage": self._api.usage(self._num_prompt, num_output, output.num_cached_tokens),
             "prompt_logprobs": prompt_logprobs(output.prompt_logprobs),
-            "kv_transfer_params": None,
+            "kv_transfer_params": output.kv_transfer_params,
         }
 
     @property

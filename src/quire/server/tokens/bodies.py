@@ -34,7 +34,9 @@ class TokensBody(EngineBody):
     stream_options: StreamOptions | None = None
     prompt: str | None = doc("The text of the tokens; has no effect.")
     features: Unbuilt | None = doc("Not supported yet.")
-    kv_transfer_params: dict[str, JsonValue] | None = doc("Has no effect: there is no KV transfer.")
+    kv_transfer_params: dict[str, JsonValue] | None = doc(
+        "For prefill and decode in different engines (docs/disaggregation.md): the field of vLLM's proxies."
+    )
     ec_transfer_params: dict[str, Unbuilt] | None = doc("Not supported yet.")
 
 
@@ -132,7 +134,7 @@ class TokensReply(BaseModel):
     choices: list[TokensChoice]
     usage: UsageReply
     prompt_logprobs: PromptLogprobs | None
-    kv_transfer_params: None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class RenderedReply(BaseModel):

@@ -1,0 +1,146 @@
+"""Settings of prefill and decode in different engines, from `kv_transfer_config`."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quire.checkpoint.layout import CacheSpec
+from quire.config.kv_offloading import ROLES, offloading_of
+from quire.config.machine import Machine
+from quire.config.sections import CacheSection, ParallelSection
+from quire.errors import ConfigError, nearest
+
+CONNECTORS = ("NixlConnector", "NixlPullConnector")
+"""Connectors of vLLM. Quire has their protocol with clients; the bytes move over its own connections."""
+_KNOWN = (
+    *("kv_connector", "kv_role", "engine_id", "kv_connector_extra_config", "kv_load_failure_policy"),
+    *("kv_buffer_device", "kv_buffer_size", "kv_rank", "kv_parallel_size", "kv_ip", "kv_port"),
+    "enable_permute_local_kv",
+)
+_EXTRA = (
+    *("peers", "load_timeout", "backends", "num_threads", "kv_lease_duration", "bidirectional_kv_xfer"),
+    *("kv_recompute_threshold", "decoder_kv_blocks_ttl", "engine_ttl", "enforce_handshake_compat"),
+)
+_ONLY = {"bidirectional_kv_xfer": False, "enforce_handshake_compat": True}
+"""Keys of kv_connector_extra_config with the only value that Quire has."""
+_POLICIES = ("recompute", "fail")
+_ENGINE_ID = re.compile(r"[\w.-]{1,128}")
+_LAST_PORT = 65535
+
+
+@dataclass(frozen=True, slots=True)
+class TransferSettings:
+    """Role and peers of an engine that exchanges prefixes with others."""
+
+    role: str
+    engine_id: str | None = None
+    fails: bool = False
+    """Whether a request fails if its prefix cannot be loaded, instead of being computed here."""
+    peers: tuple[tuple[str, int | None], ...] = ()
+    """Hosts and ports that prefixes may be loaded from; None: any port of the host."""
+    load_timeout: float = 30.0
+    """Most seconds to load a prefix."""
+
+    @property
+    def produces(self) -> bool:
+        return self.role != "kv_consumer"
+
+    @property
+    def consumes(self) -> bool:
+        return self.role != "kv_producer"
+
+    @staticmethod
+    def of(config: Mapping[str, Any]) -> "TransferSettings | None":
+        """Validate the settings; None: nothing is exchanged."""
+        if not config:
+            return None
+        _check_keys("kv_transfer_config", config, _KNOWN)
+        role, engine_id = config.get("kv_role"), config.get("engine_id")
+        if role not in ROLES:
+            raise ConfigError(f"kv_transfer_config: kv_role={role!r} must be one of {', '.join(ROLES)}")
+        if engine_id is not None and not (isinstance(engine_id, str) and _ENGINE_ID.fullmatch(engine_id)):
+            raise ConfigError(
+                f"kv_transfer_config: engine_id={engine_id!r:.200} must have 1 to 128 letters, digits, '.',"
+                " '_' and '-'"
+            )
+        policy = config.get("kv_load_failure_policy", "recompute")
+        if policy not in _POLICIES:
+            raise ConfigError(
+                f"kv_transfer_config: kv_load_failure_policy={policy!r} must be {' or '.join(_POLICIES)}"
+            )
+        extra = config.get("kv_connector_extra_config") or {}
+        if not isinstance(extra, dict):
+            raise ConfigError(f"kv_transfer_config: kv_connector_extra_config={extra!r} must be an object")
+        _check_extra(extra)
+        seconds = extra.get("load_timeout", 30.0)
+        if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds <= 3600:
+            raise ConfigError(
+                f"kv_connector_extra_config: load_timeout={seconds!r} must be a number of seconds above 0, at"
+                " most 3600"
+            )
+        return TransferSettings(role, engine_id, policy == "fail", _peers(extra), float(seconds))
+
+
+def _check_keys(place: str, values: Mapping[str, Any], known: Sequence[str]) -> None:
+    for name in (name for name in values if name not in known):
+        raise ConfigError(
+            f"{place}: unknown key {name!r}; known: {', '.join(known)}{nearest(str(name), known)}"
+        )
+
+
+def _check_extra(extra: Mapping[str, Any]) -> None:
+    _check_keys("kv_connector_extra_config", extra, _EXTRA)
+    for name, value in extra.items():
+        if name in _ONLY and value is not _ONLY[name]:
+            raise ConfigError(f"kv_connector_extra_config: {name}={value!r} is not supported; leave it out")
+
+
+def _peers(extra: Mapping[str, Any]) -> tuple[tuple[str, int | None], ...]:
+    peers = extra.get("peers", [])
+    if not isinstance(peers, list) or not all(isinstance(peer, str) for peer in peers):
+        raise ConfigError(
+            f"kv_connector_extra_config: peers={peers!r} must be a list of addresses, as ['10.0.0.1:5600']"
+        )
+    return tuple(map(_peer, peers))
+
+
+def _peer(text: str) -> tuple[str, int | None]:
+    """Parse `host`, `host:port` or `[IPv6]:port`."""
+    parts = re.fullmatch(r"(?:\[([^\]]+)\]|([^:\[\]]+))(?::(\d{1,5}))?", text)
+    if parts is None or (parts[3] is not None and not 1 <= int(parts[3]) <= _LAST_PORT):
+        raise ConfigError(f"kv_connector_extra_config: peer {text!r} must be host, host:port or [IPv6]:port")
+    return parts[1] or parts[2], None if parts[3] is None else int(parts[3])
+
+
+def transfer_of(config: Any) -> dict[str, Any]:
+    """Translate vLLM's kv_transfer_config: that of offloading becomes flags of the lower tiers, and that of
+    prefill and decode in different engines stays as it is."""
+    if isinstance(config, dict) and config.get("kv_connector") is None:
+        return {"kv_transfer_config": {}}
+    if not isinstance(config, dict) or config["kv_connector"] not in CONNECTORS:
+        return offloading_of(config, CONNECTORS)
+    return {"kv_transfer_config": config}
+
+
+def check_transfer(
+    cache: CacheSection, parallel: ParallelSection, specs: Sequence[CacheSpec | None], machine: Machine
+) -> None:
+    """Raise if the settings are invalid, or this model or device cannot exchange prefixes."""
+    if TransferSettings.of(cache.kv_transfer_config) is None:
+        return
+    size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    problem = ""
+    if not cache.enable_prefix_caching:
+        problem = "prefix caching is off: set enable_prefix_caching, if the model has it"
+    elif any(spec is not None and spec.kind == "crossed" for spec in specs):
+        problem = "this model has cross-attention states, which are not in the prefix cache: leave it out"
+    elif machine.device != "cpu":
+        problem = f"prefixes move between CPU engines so far, and this is {machine.device}: leave it out"
+    elif size > 1 or parallel.distributed_executor_backend != "uni":
+        problem = (
+            f"an engine that exchanges prefixes has one worker in its process, not {size} with the backend"
+            f" {parallel.distributed_executor_backend!r}: use data_parallel_size instead"
+        )
+    if problem:
+        raise ConfigError(f"kv_transfer_config is not supported here: {problem}")

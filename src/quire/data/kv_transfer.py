@@ -1,0 +1,114 @@
+"""Prefixes of requests that move between engines: one computes the prompt, another the answer.
+
+The fields of `kv_transfer_params` are those of vLLM, so that its proxies work unchanged."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from quire.errors import RequestError
+
+FIELD = "kv_transfer_params"
+"""Name of the field in bodies, and of its key in `extra_args` of the sampling parameters."""
+MAX_KEYS = 1024
+"""Most entries that are read with one message."""
+NONCE_BYTES = 32
+DATA_START = 64
+"""Place in shared memory at which the entries begin; the nonce is at its start."""
+_MAX_TEXT = 512
+
+Text = Annotated[str, Meta(max_length=_MAX_TEXT)]
+Port = Annotated[int, Meta(ge=1, le=65535)]
+
+
+class TransferParams(msgspec.Struct, omit_defaults=True):
+    """The `kv_transfer_params` of a request. Further keys have no effect: entries are named by their
+    contents, not by the numbers of their blocks."""
+
+    do_remote_prefill: bool = False
+    """Load the prefix from the engine that has computed it."""
+    do_remote_decode: bool = False
+    """Keep the prefix for the engine that computes the answer."""
+    remote_engine_id: Text | None = None
+    remote_request_id: Text | None = None
+    remote_host: Text | None = None
+    remote_port: Port | None = None
+    remote_num_tokens: Annotated[int, Meta(ge=0)] | None = None
+    remote_block_ids: list[list[int] | int] | None = None
+
+
+class RemotePrefix(msgspec.Struct, frozen=True):
+    """A prefix that another engine keeps for one request."""
+
+    host: str
+    port: int
+    request_id: str
+    num_tokens: int | None = None
+    """Tokens of the prefix; None: it is not known."""
+
+
+def transfer_params(extra_args: Mapping[str, Any] | None) -> TransferParams | None:
+    """Return the transfer of a request from its `extra_args`; raise if a field has the wrong type."""
+    value = (extra_args or {}).get(FIELD)
+    if value is None:
+        return None
+    try:
+        params = msgspec.convert(value, TransferParams)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"{FIELD}: {error}", param=FIELD) from None
+    if params.do_remote_prefill and params.do_remote_decode:
+        raise RequestError(
+            f"{FIELD}: do_remote_prefill and do_remote_decode exclude each other: send the first to the"
+            " engine that decodes, the second to the one that computes the prompt",
+            param=FIELD,
+        )
+    return params
+
+
+def missing_fields(params: TransferParams) -> list[str]:
+    """Return the fields without which the prefix of another engine cannot be found."""
+    needed = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
+    return [name for name in needed if getattr(params, name) is None]
+
+
+def remote_prefix(params: TransferParams) -> RemotePrefix | None:
+    """Return the prefix that a request loads from another engine, if any."""
+    if not params.do_remote_prefill or missing_fields(params):
+        return None
+    assert params.remote_host is not None and params.remote_port is not None
+    assert params.remote_request_id is not None
+    return RemotePrefix(
+        params.remote_host, params.remote_port, params.remote_request_id, params.remote_num_tokens
+    )
+
+
+# ---- messages between engines
+
+
+class ReadEntries(msgspec.Struct):
+    """Message to the engine that keeps a prefix: read some of its entries, all of the same kind."""
+
+    token: str
+    layout: str
+    """Digest of what both engines must have in common."""
+    request_id: str
+    keys: Annotated[list[bytes], Meta(max_length=MAX_KEYS)] = []
+    memory: str = ""
+    """Path of shared memory for the entries; empty: they are part of the answer."""
+    nonce: bytes = b""
+    """Random bytes at the start of that memory: a path may exist on several machines."""
+    ends: bool = False
+    """Whether the prefix is not needed any more."""
+
+
+class EntriesRead(msgspec.Struct, omit_defaults=True):
+    """Answer to `ReadEntries`. The entries follow in a second frame, or are in the shared memory."""
+
+    places: list[int] = []
+    """Places of the keys with an entry that follows, in order."""
+    in_memory: bool = False
+    problem: str = ""
+    layout: dict[str, str] = {}
+    """The settings that both engines must have in common, if they differ."""

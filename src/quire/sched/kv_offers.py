@@ -1,0 +1,183 @@
+"""KVOffers: prefixes that an engine keeps for the engines that compute the answers.
+
+A prefix is kept from the end of its request until it was read, or for a limited time. The scheduler adds and
+releases it; a thread reads its entries for other engines."""
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+
+from quire.data.kv_tiers import is_state
+from quire.data.request import Request
+from quire.logs import get_logger
+from quire.sched.blocks import Block
+from quire.sched.kv_manager import KVManager
+
+log = get_logger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class HeldEntries:
+    """Entries on the device that a request holds without a row."""
+
+    pages: list[Block] = field(default_factory=list)
+    states: list[Block] = field(default_factory=list)
+
+    def share(self, kv: KVManager) -> None:
+        kv.pool.share(self.pages)
+        if kv.states is not None:
+            kv.states.pool.share(self.states)
+
+    def release(self, kv: KVManager) -> None:
+        kv.pool.release(self.pages)
+        if kv.states is not None:
+            kv.states.pool.release(self.states)
+
+
+@dataclass(frozen=True, slots=True)
+class OfferAddress:
+    """The address at which other engines read the prefixes of this one."""
+
+    engine_id: str
+    host: str
+    port: int
+
+
+@dataclass(slots=True)
+class _Offer:
+    """A prefix that is kept."""
+
+    held: HeldEntries
+    until: float
+    """Time at which it is dropped."""
+    is_ended: bool = False
+    """Whether no engine will read it any more."""
+    ids: dict[bytes, int] = field(init=False)
+    """Number of each entry on the device, by key."""
+
+    def __post_init__(self) -> None:
+        entries = (*self.held.pages, *self.held.states)
+        self.ids = {block.key: block.id for block in entries if block.key is not None}
+
+
+class KVOffers:
+    """The prefixes that are kept, by request id."""
+
+    def __init__(
+        self,
+        kv: KVManager,
+        address: OfferAddress,
+        *,
+        seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Keep each prefix for so many seconds."""
+        self._kv = kv
+        self.address = address
+        self._seconds = seconds
+        self._clock = clock
+        self._offers: dict[str, _Offer] = {}
+        """In the order of their ends."""
+        self._lock = threading.Lock()
+        """Held while entries are read, and while a prefix is removed."""
+        self.num_expired = 0
+        """Prefixes that were dropped before they were read, since the last report."""
+        self.on_close: Callable[[], None] = lambda: None
+        """Ends the thread that reads entries."""
+
+    def __len__(self) -> int:
+        return len(self._offers)
+
+    # ---- in the thread of the scheduler
+
+    def offer(self, request: Request) -> dict[str, Any]:
+        """Keep the prefix that an equal prompt would find now. Return its `kv_transfer_params`. The row of
+        the request must be free."""
+        kv, prompt_len = self._kv, request.prompt_len
+        prompt = msgspec.structs.replace(
+            request,
+            tokens=request.tokens[:prompt_len],
+            block_keys=request.block_keys[: prompt_len // kv.block_size],
+        )
+        hit = kv.lookup(prompt)
+        held = HeldEntries([block for table in hit.blocks for block in table if block is not None])
+        key = kv.state_key(prompt, hit)
+        if key is not None and kv.states is not None and (state := kv.states.pool.find(key)) is not None:
+            held.states.append(state)
+        name = f"{request.id}-{secrets.token_hex(8)}"  # clients choose their ids, and must not guess others
+        if hit.num_tokens:
+            held.share(kv)
+            self._offers[name] = _Offer(held, self._clock() + self._seconds)
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [[block.id for block in table if block is not None] for table in hit.blocks],
+            "remote_engine_id": self.address.engine_id,
+            "remote_request_id": name,
+            "remote_host": self.address.host,
+            "remote_port": self.address.port,
+            "tp_size": 1,
+            "remote_num_tokens": hit.num_tokens,
+            "remote_blocks_expiry_time": None,
+            "transfer_mode": "pull",
+        }
+
+    def settle(self) -> bool:
+        """Release the prefixes that were read, and those that have expired; return whether there were any."""
+        now = self._clock()
+        over = [name for name, offer in self._offers.items() if offer.is_ended or offer.until <= now]
+        for name in over:
+            if not self._offers[name].is_ended:
+                self._drop(name, f"it was not read within {self._seconds:g} s")
+            else:
+                self._release(name)
+        return bool(over)
+
+    def withdraw_oldest(self, reason: str) -> bool:
+        """Release the prefix that is kept for the longest time; return whether there was one."""
+        name = next(iter(self._offers), None)
+        if name is not None:
+            self._drop(name, reason)
+        return name is not None
+
+    def withdraw_all(self, reason: str) -> None:
+        self.settle()
+        while self.withdraw_oldest(reason):
+            pass
+
+    def _drop(self, name: str, reason: str) -> None:
+        log.warning("The prefix of request %s is not kept for another engine any more: %s", name, reason)
+        self.num_expired += 1
+        self._release(name)
+
+    def _release(self, name: str) -> None:
+        with self._lock:
+            offer = self._offers.pop(name)
+        offer.held.release(self._kv)
+
+    # ---- in the thread that answers other engines
+
+    def read(
+        self, name: str, keys: Sequence[bytes], copy: Callable[[list[int], bool], T]
+    ) -> tuple[list[int], T | None]:
+        """Call `copy` with the numbers of the entries of a prefix and whether they are states. Return the
+        places of the keys that it has, and the result. The entries stay in place meanwhile."""
+        with self._lock:
+            offer = self._offers.get(name)
+            ids = {} if offer is None else offer.ids
+            places = [place for place, key in enumerate(keys) if key in ids]
+            if not places:
+                return [], None
+            return places, copy([ids[keys[place]] for place in places], is_state(keys[places[0]]))
+
+    def end(self, name: str) -> None:
+        """Note that a prefix is not read any more."""
+        if (offer := self._offers.get(name)) is not None:
+            offer.is_ended = True

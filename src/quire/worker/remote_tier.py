@@ -1,0 +1,211 @@
+"""RemoteEngines: reads entries of the KV cache that other engines keep.
+
+A read opens a connection, so that nothing is left of an engine that has ended or was replaced."""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import msgspec
+import numpy as np
+import zmq
+from numpy.typing import NDArray
+
+from quire.config.engine import EngineConfig
+from quire.config.env import Env
+from quire.config.kv_identity import layout_digest, transfer_layout
+from quire.config.kv_transfer import TransferSettings
+from quire.data.kv_transfer import MAX_KEYS, EntriesRead, ReadEntries, RemotePrefix
+from quire.system.cluster_token import FAILURES, MISMATCHES, VARIABLE, cluster_token, events_of, secure
+from quire.system.kv_channel import TransferMemory, token_host, zmq_address
+
+_AT_ONCE_BYTES = 32 << 20
+"""Most bytes of one read, unless an entry is larger."""
+_MAX_BYTES = 1 << 30
+"""Size limit of an answer; ZMQ closes connections that send a larger one."""
+_UNREACHABLE_S = 5.0
+"""Seconds in which an engine that could not be reached is not asked again."""
+_LINGER_MS = 1000
+_MONITORED = zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_DISCONNECTED | FAILURES | MISMATCHES
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(EntriesRead).decode
+
+Bytes = NDArray[np.uint8]
+
+
+class RemoteEngines:
+    """The engines that prefixes are loaded from; used by several threads."""
+
+    def __init__(
+        self,
+        layout: dict[str, str],
+        token: str,
+        *,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`layout` is what all engines must have in common."""
+        self.layout, self.token = layout, token
+        self.digest = layout_digest(layout)
+        self.timeout_s = timeout_s
+        self.clock = clock
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._unreachable: dict[tuple[str, int], tuple[float, str]] = {}
+        """Problem of each engine that could not be reached, and the time until which it is not asked."""
+
+    def open(self, prefix: RemotePrefix) -> "RemoteRead":
+        """Return a reader of a prefix. It has a problem if its engine could not be reached a moment ago."""
+        until, problem = self._unreachable.get((prefix.host, prefix.port), (0.0, ""))
+        return RemoteRead(self, prefix, problem if self.clock() < until else "")
+
+    def note(self, prefix: RemotePrefix, problem: str) -> None:
+        self._unreachable[prefix.host, prefix.port] = self.clock() + _UNREACHABLE_S, problem
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+
+class RemoteRead:
+    """Reads the entries of one prefix, and lets its engine release it at the end."""
+
+    def __init__(self, engines: RemoteEngines, prefix: RemotePrefix, problem: str) -> None:
+        self.problem = problem
+        """Why nothing is read any more; empty: all is well."""
+        self._engines, self._prefix = engines, prefix
+        self._until = engines.clock() + engines.timeout_s
+        self._stack = contextlib.ExitStack()
+        self._memory: TransferMemory | None = None
+        self._shares_memory = hasattr(os, "memfd_create")
+
+    def read(self, keys: Sequence[bytes], entry_bytes: int) -> list[Bytes | None]:
+        """Return the contents of entries of the same kind; None for those that cannot be read."""
+        count = min(max(_AT_ONCE_BYTES // max(entry_bytes, 1), 1), MAX_KEYS)
+        contents: list[Bytes | None] = []
+        for first in range(0, len(keys), count):
+            contents += self._read(keys[first : first + count], entry_bytes)
+        return contents
+
+    def _read(self, keys: Sequence[bytes], entry_bytes: int) -> list[Bytes | None]:
+        contents: list[Bytes | None] = [None] * len(keys)
+        if self.problem:
+            return contents
+        message = self._message(keys=list(keys))
+        if self._shares_memory and entry_bytes:
+            self._share_memory(message, len(keys) * entry_bytes)
+        if (answer := self._ask(message)) is None:
+            return contents
+        head, data = answer
+        if not self._is_valid(head, data, len(keys), entry_bytes):
+            self.problem = "its answer is not one of this version"
+            return contents
+        if len(head.places) < len(keys):
+            lost = len(keys) - len(head.places)
+            self.problem = f"{lost} of {len(keys)} entries are not kept there any more"
+        self._shares_memory = self._shares_memory and head.in_memory
+        whole = np.frombuffer(data, np.uint8, len(head.places) * entry_bytes).copy()
+        for place, entry in zip(head.places, whole.reshape(-1, entry_bytes), strict=True):
+            contents[place] = entry
+        return contents
+
+    def _is_valid(self, head: EntriesRead, data: memoryview, num_keys: int, entry_bytes: int) -> bool:
+        is_ordered = head.places == sorted({*head.places}) and {*head.places} <= {*range(num_keys)}
+        num_bytes = len(head.places) * entry_bytes
+        return is_ordered and (len(data) >= num_bytes if head.in_memory else len(data) == num_bytes)
+
+    def close(self) -> None:
+        """Let the engine release the prefix, unless it could not be reached, and close the connection."""
+        try:
+            if not self.problem or "_connection" in self.__dict__:
+                problem, self.problem = self.problem, ""
+                self._ask(self._message(ends=True))
+                self.problem = problem or self.problem
+        finally:
+            self._stack.close()
+
+    def _message(self, *, keys: list[bytes] | None = None, ends: bool = False) -> ReadEntries:
+        engines = self._engines
+        return ReadEntries(engines.token, engines.digest, self._prefix.request_id, keys or [], ends=ends)
+
+    def _share_memory(self, message: ReadEntries, num_bytes: int) -> None:
+        """Let the other engine write to shared memory, if it is on this machine."""
+        try:
+            if self._memory is None or len(self._memory.data) < num_bytes:
+                self._memory = self._stack.enter_context(TransferMemory(num_bytes))
+        except OSError:
+            self._shares_memory = False
+            return
+        message.memory, message.nonce = self._memory.path, self._memory.nonce
+
+    def _ask(self, message: ReadEntries) -> tuple[EntriesRead, memoryview] | None:
+        """Send a message and return the answer with its entries. None: there is a problem now."""
+        try:
+            head, *frames = self._exchange(_encode(message))
+            answer = _decode(head)
+        except (OSError, zmq.ZMQError) as error:
+            self.problem = str(error)
+            self._engines.note(self._prefix, self.problem)
+            return None
+        except msgspec.MsgspecError:
+            self.problem = "its answer is not one of this version"
+            return None
+        if answer.layout:
+            self.problem = _differences(self._engines.layout, answer.layout)
+            self._engines.note(self._prefix, self.problem)
+        self.problem = self.problem or answer.problem
+        if self.problem:
+            return None
+        if answer.in_memory:
+            return answer, self._memory.data if self._memory is not None else memoryview(b"")
+        return answer, memoryview(frames[0] if frames else b"")
+
+    def _exchange(self, message: bytes) -> list[bytes]:
+        """Send a message and return the frames of its answer; raise OSError if there is none in time."""
+        sock, monitor, poller = self._connection
+        sock.send(message)
+        while (left := self._until - self._engines.clock()) > 0:
+            ready = dict(poller.poll(int(left * 1000) + 1))
+            if sock in ready:
+                return sock.recv_multipart()
+            events = [event for event, _ in events_of(monitor)]
+            if any(event & (FAILURES | MISMATCHES) for event in events):
+                raise OSError(f"it refused the connection: {VARIABLE} must be the same for both engines")
+            if events:
+                raise OSError("it cannot be reached")
+        raise OSError(f"it did not answer within {self._engines.timeout_s:g} s")
+
+    @cached_property
+    def _connection(self) -> "tuple[zmq.Socket[bytes], zmq.Socket[bytes], zmq.Poller]":
+        """Return the socket, which is connected, the one that reports its failures, and a poller of both."""
+        address, is_v6 = zmq_address(self._prefix.host, self._prefix.port)
+        sock: zmq.Socket[bytes] = self._engines.context.socket(zmq.DEALER)
+        self._stack.callback(sock.close, _LINGER_MS)
+        monitor: zmq.Socket[bytes] = sock.get_monitor_socket(_MONITORED)
+        self._stack.callback(monitor.close)
+        self._stack.callback(sock.disable_monitor)
+        sock.setsockopt(zmq.IPV6, is_v6)
+        sock.setsockopt(zmq.MAXMSGSIZE, _MAX_BYTES)
+        secure(sock, self._engines.token, listens=False)
+        sock.connect(address)
+        poller = zmq.Poller()
+        poller.register(sock, zmq.POLLIN)
+        poller.register(monitor, zmq.POLLIN)
+        return sock, monitor, poller
+
+
+def _differences(here: dict[str, str], there: dict[str, str]) -> str:
+    """Describe how the layouts of two engines differ."""
+    names = [name for name in sorted(here.keys() | there.keys()) if here.get(name) != there.get(name)]
+    listed = "; ".join(f"{name} is {here.get(name)} here and {there.get(name)} there" for name in names)
+    return f"both engines must have the same model and cache layout, and {listed:.2000}"
+
+
+def open_remote_engines(config: EngineConfig) -> RemoteEngines | None:
+    """Return the engines that prefixes are loaded from; None if none are."""
+    settings = TransferSettings.of(config.cache.kv_transfer_config)
+    if settings is None or not settings.consumes:
+        return None
+    env = Env.read(os.environ)
+    token = cluster_token(env, token_host(settings, env.kv.nixl_side_channel_host))
+    return RemoteEngines(transfer_layout(config), token, timeout_s=settings.load_timeout)
