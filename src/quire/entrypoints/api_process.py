@@ -22,6 +22,7 @@ from quire.frontend.chat import read_template
 from quire.frontend.checked_params import processor_validators
 from quire.frontend.engine import AsyncEngine
 from quire.frontend.engine_facts import EngineFacts
+from quire.frontend.fleet_link import Fleet
 from quire.frontend.inputs import InputProcessor
 from quire.frontend.multimodal import media_reader
 from quire.frontend.prefix_map import PrefixMap
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
+MANY = 2
+"""Number of engines of a fleet, for choices that depend on whether there is more than one."""
 GREETING_S = 0.3
 """Seconds to wait for the first message of the cores before connections are accepted."""
 
@@ -64,12 +67,15 @@ def make_engine(
     keys: KeyPages | None = None,
     num_api: int = 1,
     media_memory: str = "",
+    fleet: Fleet | None = None,
 ) -> AsyncEngine:
-    """Build the engine client of an API process; the cores at `addresses`, by rank, expect the `token`.
-    `media_memory` is the path of the media cache of all API processes."""
+    """Build the engine client of an API process; the cores at `addresses`, by rank, expect the `token`. With
+    a `fleet`, they stand for all of its replicas. `media_memory` is the path of the media cache of all API
+    processes."""
     model, tokenizer = config.model, open_tokenizer(config)
     facts = _build_facts(config, num_cores=len(addresses))
-    cache = cache_kind(config.multimodal, config.parallel, num_api=num_api, num_engines=len(addresses))
+    num_engines = len(addresses) if fleet is None else MANY
+    cache = cache_kind(config.multimodal, config.parallel, num_api=num_api, num_engines=num_engines)
     inputs = InputProcessor(
         tokenizer=tokenizer,
         vocab=facts.vocab,
@@ -102,6 +108,7 @@ def make_engine(
         addresses=addresses,
         token=token,
         health_timeout_s=health_timeout_s,
+        fleet=fleet,
         stream_interval=config.scheduler.stream_interval,
         routing=config.parallel.data_parallel_routing if config.cache.enable_prefix_caching else "load",
         prefixes=prefixes,
