@@ -47,6 +47,7 @@ def _deploy(model: FleetModel) -> Any:
         ),
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         graceful_shutdown_timeout_s=fleet.drain_s,
+        logging_config={"enable_access_log": False},  # ingresses log requests
         **_scaling(model),
         **_resources(model),
     )
