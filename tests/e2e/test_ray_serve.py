@@ -45,6 +45,8 @@ RAY_ENV = {
     "RAY_raylet_start_wait_time_s": "180",
     "RAY_worker_register_timeout_seconds": "180",
 }
+TIMEOUT_S = 120.0
+"""Longest pause of a stream."""
 PROMPTS = [[5 + k, 40, 300 - k, *range(10, 60 + k)] for k in range(16)]
 
 
@@ -132,11 +134,11 @@ def streams(
     meanwhile: Callable[[], object] = lambda: None,
     begun: int = 8,
 ) -> list[list[int]]:
-    """Return the tokens of concurrent streams; `meanwhile` runs when all have begun."""
+    """Return the tokens of concurrent streams; `meanwhile` runs when all have begun, then new ones begin."""
 
     async def everything() -> list[list[int]]:
         seen: list[list[int]] = [[] for _ in range(num)]
-        async with httpx.AsyncClient(base_url=fleet.url, timeout=None) as client:
+        async with httpx.AsyncClient(base_url=fleet.url, timeout=TIMEOUT_S) as client:
             tasks = [
                 asyncio.create_task(stream(client, body(k, max_tokens, temperature=k % 2), seen[k]))
                 for k in range(num)
@@ -145,6 +147,8 @@ def streams(
                 await asyncio.sleep(0.01)
                 assert not any(task.done() for task in tasks)
             await asyncio.to_thread(meanwhile)
+            short = [stream(client, body(k, 2, temperature=0)) for k in range(8)]
+            assert all(len(tokens) == 2 for tokens in await asyncio.gather(*short))
             return list(await asyncio.gather(*tasks))
 
     return asyncio.run(everything())
@@ -168,7 +172,7 @@ def test_answers_are_those_of_one_engine(pair: Fleet) -> None:
         for k in range(16)
     ]
     assert streams(pair, 16, 40) == [output.token_ids for output in expected]
-    with httpx.Client(base_url=pair.url, timeout=None) as client:
+    with httpx.Client(base_url=pair.url, timeout=TIMEOUT_S) as client:
         answer = client.post("/v1/completions", json=body(2, 40, temperature=0, logprobs=2)).json()
         logprobs = answer["choices"][0]["logprobs"]["token_logprobs"]
         tokens = expected[2].token_ids
@@ -194,7 +198,7 @@ def test_killed_replica_ends_no_stream(pair: Fleet) -> None:
         os.kill(process.pid, signal.SIGKILL)
 
     assert streams(pair, 16, 400, kill) == expected
-    with httpx.Client(base_url=pair.url, timeout=None) as client:
+    with httpx.Client(base_url=pair.url, timeout=TIMEOUT_S) as client:
         metrics = client.get("/metrics").text
     (line,) = [line for line in metrics.splitlines() if "request_resumed_total{" in line]
     num_resumed = float(line.split()[-1])
@@ -264,7 +268,7 @@ def test_fleet_grows_and_shrinks_under_load(fleet: Fleet) -> None:
 async def _load(fleet: Fleet, counts: list[int]) -> list[tuple[int, list[int]]]:
     """Send requests from 12 clients until there are three replicas, then from one until there is one."""
     answers: list[tuple[int, list[int]]] = []
-    async with httpx.AsyncClient(base_url=fleet.url, timeout=None) as client:
+    async with httpx.AsyncClient(base_url=fleet.url, timeout=TIMEOUT_S) as client:
         has_grown, has_shrunk = asyncio.Event(), asyncio.Event()
 
         async def ask(number: int, end: asyncio.Event) -> None:
@@ -301,7 +305,7 @@ def test_models_adapters_and_tensor_parallel_ranks(fleet: Fleet, tmp_path: Path)
         "lora_modules": [f"styled={tmp_path}/styled"],
     }
     fleet.deploy(models=[first, {"model": fleet.path, "served_model_name": "tiny"}])
-    with httpx.Client(base_url=fleet.url, timeout=None) as client:
+    with httpx.Client(base_url=fleet.url, timeout=TIMEOUT_S) as client:
         names = [card["id"] for card in client.get("/v1/models").json()["data"]]
         assert names == ["wide", "styled", "tiny"]
         tokens = {}

@@ -1,6 +1,7 @@
 """Tests of a fleet without Ray: the choice of replicas, and streams that continue on another replica."""
 
 import asyncio
+import contextvars
 import pickle
 import random
 from collections.abc import AsyncGenerator, Coroutine, Sequence
@@ -24,6 +25,10 @@ from quire.frontend.inputs import Prompt
 VOCAB = 320
 NAMES = ("a", "b", "c")
 NO_REPORT: dict[str, float] = {}
+
+
+HTTP_REQUEST = contextvars.ContextVar("HTTP_REQUEST", default="")
+"""Stands for Ray Serve's variable with the id of the HTTP request."""
 
 
 def next_token(tokens: Sequence[int]) -> int:
@@ -59,6 +64,7 @@ class Replicas:
             raise EngineDead("hangs")
 
     async def stream(self, route: Route, data: bytes) -> AsyncGenerator[str | Sequence[bytes]]:
+        assert HTTP_REQUEST.get() == "", "Ray Serve never answers two calls with the id of one HTTP request"
         alive = [name for name in self.running if name not in self.dead]
         assert route.routes is not None
         route.routes.update(dict.fromkeys(alive, ((), NO_REPORT)))
@@ -122,6 +128,7 @@ class Client:
     async def ask(
         self, id: str, prompt: list[int], max_tokens: int = 24, **params: Any
     ) -> list[RequestOutput]:
+        HTTP_REQUEST.set(id)
         settings = {"output_kind": RequestOutputKind.DELTA, "detokenize": False, "ignore_eos": True}
         checked = SamplingParams(max_tokens=max_tokens, **(settings | params))
         return [output async for output in self.engine.generate(Prompt(prompt), checked, id)]

@@ -88,16 +88,16 @@ def read_args(args: Mapping[str, Any]) -> list[FleetModel]:
     add_flags(parser)
     models = []
     for entry in entries:
-        own = {str(name).replace("-", "_"): value for name, value in entry.items()}
-        models.append(_read_model({**shared, **own}, parser))
+        flags = {str(name).replace("-", "_"): value for name, value in entry.items()}
+        models.append(_read_model({**shared, **flags}, parser))
     return models
 
 
 def _read_model(values: dict[str, Any], parser: FlagParser) -> FleetModel:
     names = {field.name for field in msgspec.structs.fields(FleetSettings)}
-    own = {name: values.pop(name) for name in names & values.keys()}
+    settings = {name: values.pop(name) for name in names & values.keys()}
     try:
-        fleet = msgspec.convert(own, FleetSettings, strict=False)
+        fleet = msgspec.convert(settings, FleetSettings, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"fleet settings: {error}") from None
     for name in values.keys() & _REMEDIES:

@@ -1,4 +1,4 @@
-"""Ingress: Quire's HTTP application in Ray Serve, over engines whose cores are the replicas of a fleet."""
+"""Ingress: Quire's HTTP application in Ray Serve, with the replicas of a fleet as engine cores."""
 
 import os
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ from quire.system.process import tune_garbage_collector
 
 class Ingress:
     """The routes of Quire's server. Requests are checked, tokenized and detokenized here. Their tokens come
-    from replicas, and a request whose replica dies continues on another one."""
+    from replicas. When a replica dies, its requests continue on another one."""
 
     async def __init__(self, models: Sequence[FleetModel], *handles: Any) -> None:
         """Build the application when each model has a replica."""
@@ -43,11 +43,11 @@ class Ingress:
         keys = KeyPages(names) if names else None
         index = serve.get_replica_context().rank.rank
         served = []
-        for model, own, handle in zip(models, settings, handles, strict=True):
+        for model, section, handle in zip(models, settings, handles, strict=True):
             engine = await _open_engine(
-                model, handle, keys if not served else None, own.http.health_timeout, index
+                model, handle, keys if not served else None, section.http.health_timeout, index
             )
-            application = Application(engine, own, keys, LoRARegistry(modules=located(own)))
+            application = Application(engine, section, keys, LoRARegistry(modules=located(section)))
             await application.api.adapters.read_all()
             served.append(ServedModel(application, _place_of(engine)))
         self._app: ASGIApp = served[0].application.asgi

@@ -1,4 +1,4 @@
-"""EngineReplica: the Ray Serve deployment whose replicas run one engine core each."""
+"""EngineReplica: a Ray Serve deployment; each of its replicas runs one engine core."""
 
 import os
 from collections.abc import AsyncIterator

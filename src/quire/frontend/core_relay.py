@@ -115,7 +115,7 @@ class CoreRelay:
                 self.link.send(Abort(list(stream.open)))
 
     def abort(self, sequence_ids: list[str]) -> None:
-        """Abort some sequences of a request; its others go on."""
+        """Send the core an Abort of some sequences of a request; its others go on."""
         known = [id for id in sequence_ids if id in self._streams]
         if known and self.link.core is not None:
             self.link.send(Abort(known))

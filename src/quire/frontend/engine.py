@@ -375,7 +375,7 @@ class AsyncEngine:
         self._send_again(link, flights, str(link.problem(0.0)))
 
     def on_lost(self, link: EngineLink, sequence_ids: Collection[str], why: str) -> None:
-        """Do the same for the requests of a replica of a fleet."""
+        """Send the requests of a dead replica of a fleet to another one, by the same rules."""
         self.on_turn(link)
         flights = running_on(link, self._flights, sequence_ids)
         for id in flights:

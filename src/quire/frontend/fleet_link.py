@@ -1,6 +1,7 @@
 """FleetLink: the connection of an API process to the replicas of a fleet, which run one engine core each."""
 
 import asyncio
+import contextvars
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
 from typing import Any, Protocol
@@ -41,7 +42,7 @@ class Fleet(Protocol):
         Closing this aborts the request."""
 
     async def abort(self, route: Route, sequence_ids: list[str]) -> None:
-        """Abort some of the sequences of a request."""
+        """End some of the sequences of a request at its replica."""
 
     async def call_all(self, method: str, args: dict[str, Any], timeout_s: float | None) -> list[Any]:
         """Call a control method of all cores; return their answers."""
@@ -150,7 +151,8 @@ class FleetLink(EngineLink):
         run.task = self._spawn(self._follow(run, encode(add)))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
+        # In a context of its own: Ray Serve gives two calls in the context of one HTTP request the same id.
+        task = asyncio.create_task(work, context=contextvars.Context())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task

@@ -10,7 +10,7 @@ from quire.frontend.router import NO_PREFIX, Prefix, Router
 
 @dataclass(slots=True, eq=False)
 class Route:
-    """What the choice of a replica for a request depends on. Only the adapter is sent to the replica."""
+    """A request as the choice of its replica sees it. Only the adapter is sent to the replica."""
 
     request_id: str = ""
     prefix: Prefix = NO_PREFIX

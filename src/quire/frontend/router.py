@@ -179,7 +179,7 @@ class Router:
         return None
 
     def not_much_busier(self, among: Sequence[int]) -> list[int]:
-        """Return the cores whose load exceeds the least busy one by no more than that of a session may."""
+        """Return the cores that a session may use: their load is not far above that of the least busy one."""
         least = min(self.cores[core].load for core in among)
         return [core for core in among if self.cores[core].load <= least + self._session_slack]
 
