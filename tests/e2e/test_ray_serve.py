@@ -5,6 +5,7 @@ Needs `pip install 'quire[ray-serve]'`; `pytest -m slow tests/e2e/test_ray_serve
 import asyncio
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -66,6 +67,7 @@ class Fleet:
         from quire.entrypoints.ray_serve import build
 
         models = {} if "models" in args else {"model": self.path}
+        random.seed()  # Ray draws the version of the code; with the seed of tests it would be an old one
         app = build({**SETTINGS, **FLEET, **models, **args})
         self.serve.run(app, name="quire", route_prefix="/")
 
@@ -218,10 +220,11 @@ def test_update_drains_the_old_replicas(pair: Fleet) -> None:
 
 def agent_run(fleet: Fleet, folder: Path) -> dict[str, Any]:
     """Return the result of agent sessions: 12 that grow to some 1,200 tokens each, without pauses."""
-    flags = ["--backend", "openai", "--base-url", fleet.url, "--model", fleet.path]
-    flags += ["--served-model-name", "tiny", "--dataset-name", "agent", "--agent-num-sessions", "12"]
+    flags = ["--backend", "openai", "--base-url", fleet.url, "--model", "tiny"]
+    flags += ["--dataset-name", "agent", "--agent-num-sessions", "12"]
     flags += ["--agent-turns", "6:8", "--agent-scale", "0.03", "--agent-time-scale", "0", "--seed", "7"]
-    flags += ["--agent-hint", "none", "--save-result", "--result-filename", str(folder / "result.json")]
+    flags += ["--agent-hint", "none", "--random-vocab", "300"]
+    flags += ["--save-result", "--result-dir", str(folder), "--result-filename", "result.json"]
     subprocess.run([sys.executable, "-m", "quire", "bench", "serve", *flags], check=True)
     result: dict[str, Any] = json.loads((folder / "result.json").read_text())
     return result

@@ -63,7 +63,7 @@ def _scaling(model: FleetModel) -> dict[str, Any]:
         max_replicas=fleet.most,
         policy={"policy_function": "quire.entrypoints.ray_scaling:scale"},
         metrics_interval_s=fleet.scaling_interval_s,
-        look_back_period_s=fleet.scaling_interval_s,
+        look_back_period_s=2 * fleet.scaling_interval_s,
         upscale_delay_s=fleet.upscale_delay_s,
         downscale_delay_s=fleet.downscale_delay_s,
     )

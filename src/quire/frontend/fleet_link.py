@@ -87,15 +87,14 @@ class FleetLink(EngineLink):
         self._fleet_owner = owner
         self._runs: dict[str, _Run] = {}
         """Runs by sequence id."""
-        self._watcher: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_turn_due = False
 
     def start(self) -> None:
-        self._watcher = asyncio.create_task(self._watch())
+        self._spawn(self._watch())
 
     def close(self) -> None:
-        for task in (*self._tasks, *([] if self._watcher is None else [self._watcher])):
+        for task in self._tasks:
             task.cancel()
         self.core, self.was_up = None, False
         self.down_since, self._why_down = self._clock(), f"{self.name} is not connected"
@@ -109,11 +108,12 @@ class FleetLink(EngineLink):
 
     async def _watch(self) -> None:
         """Wait for the first replica, then check that one answers."""
-        self.core = await self._fleet.ready()
-        self._heard_at, self.was_up = self._clock(), True
-        self._owner.on_ready(self)
         while True:
             try:
+                if self.core is None:
+                    self.core, self.was_up = await self._fleet.ready(), True
+                    self._heard_at = self._clock()
+                    self._owner.on_ready(self)
                 await asyncio.wait_for(self._fleet.ping(), PING_TIMEOUT_S)
                 self._heard_at = self._clock()
             except Exception as error:
