@@ -219,7 +219,7 @@ def test_update_drains_the_old_replicas(pair: Fleet) -> None:
 
 
 def agent_run(fleet: Fleet, folder: Path) -> dict[str, Any]:
-    """Return the result of agent sessions: 12 that grow to some 1,200 tokens each, without pauses."""
+    """Return the result of 12 agent sessions without pauses, which grow to some 30,000 tokens together."""
     flags = ["--backend", "openai", "--base-url", fleet.url, "--model", "tiny"]
     flags += ["--dataset-name", "agent", "--agent-num-sessions", "12"]
     flags += ["--agent-turns", "6:8", "--agent-scale", "0.03", "--agent-time-scale", "0", "--seed", "7"]
@@ -231,9 +231,11 @@ def agent_run(fleet: Fleet, folder: Path) -> dict[str, Any]:
 
 
 def test_agent_sessions_find_their_prefixes(fleet: Fleet, tmp_path: Path) -> None:
+    """Check that each of two replicas caches its own sessions: one cache, of 20,480 tokens, is too small for
+    all of them."""
     rates = {}
     for name in ("quire.entrypoints.ray_fleet:PrefixRouter", DEFAULT_ROUTER):
-        fleet.deploy(min_replicas=2, request_router=name)
+        fleet.deploy(min_replicas=2, num_gpu_blocks_override=1281, request_router=name)
         result = agent_run(fleet, tmp_path)
         rates[name] = result["agent_hit_rate"]
         print(
