@@ -20,11 +20,22 @@ from kustomize import render
 from ports import free_port
 from serve_process import ServeProcess, Start, eventually
 
+from quire.entrypoints.ray_args import read_args
+
 DEPLOY = Path(__file__).parents[2] / "deploy"
 KUBERNETES = DEPLOY / "kubernetes"
 OVERLAYS = sorted(path.parent.name for path in KUBERNETES.glob("overlays/*/kustomization.yaml"))
 OPERATORS = {
-    *("PodMonitor", "LeaderWorkerSet", "HTTPRoute", "ScaledObject", "NodePool", "EC2NodeClass", "RayJob")
+    *(
+        "PodMonitor",
+        "LeaderWorkerSet",
+        "HTTPRoute",
+        "ScaledObject",
+        "NodePool",
+        "EC2NodeClass",
+        "RayJob",
+        "RayService",
+    )
 }
 """Kinds of operators, whose schemas are not known here."""
 
@@ -123,6 +134,27 @@ def test_components_and_examples_are_valid(file: str) -> None:
         check(document)
 
 
+def serve_configs() -> dict[str, dict[str, Any]]:
+    """Return the configurations of Ray Serve by file name."""
+    files = sorted((DEPLOY / "ray-serve").glob("*.yaml"))
+    service = yaml.safe_load((KUBERNETES / "examples/ray-service.yaml").read_text())
+    configs = {path.name: yaml.safe_load(path.read_text()) for path in files}
+    return configs | {"ray-service.yaml": yaml.safe_load(service["spec"]["serveConfigV2"])}
+
+
+@pytest.mark.parametrize("name", serve_configs())
+def test_configurations_of_ray_serve_are_valid(name: str) -> None:
+    """The builder accepts the arguments, and Ray the rest, if it is installed."""
+    config = serve_configs()[name]
+    (application,) = config["applications"]
+    assert application["import_path"] == "quire.entrypoints.ray_serve:build"
+    assert all(model.engine["model"] for model in read_args(application["args"]))
+    if importlib.util.find_spec("ray") is not None:
+        from ray.serve.schema import ServeDeploySchema
+
+        ServeDeploySchema.model_validate(config)
+
+
 def pod_templates(document: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the pod templates of a document of any kind, which all have containers in their `spec`."""
     if "containers" in document.get("spec", {}):
@@ -178,11 +210,16 @@ def test_pods_with_gpus_tolerate_the_nodes_of_the_examples() -> None:
     pool, _ = yaml.safe_load_all((KUBERNETES / "examples/karpenter.yaml").read_text())
     template = pool["spec"]["template"]
     job = next(yaml.safe_load_all((KUBERNETES / "examples/ray-job.yaml").read_text()))
-    everything = [*pod_templates(job), *(pod for overlay in OVERLAYS for pod in pods(overlay))]
+    service = yaml.safe_load((KUBERNETES / "examples/ray-service.yaml").read_text())
+    everything = [
+        *pod_templates(job),
+        *pod_templates(service),
+        *(pod for overlay in OVERLAYS for pod in pods(overlay)),
+    ]
     with_gpus = [
         pod for pod in everything if "nvidia.com/gpu" in str(pod["spec"]["containers"][0]["resources"])
     ]
-    assert len(with_gpus) == 8
+    assert len(with_gpus) == 9
     for pod in with_gpus:
         assert pod["spec"]["nodeSelector"].items() <= template["metadata"]["labels"].items()
         (taint,) = template["spec"]["taints"]

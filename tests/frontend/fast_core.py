@@ -27,6 +27,7 @@ from quire.data.wire import (
 )
 from quire.frontend.engine import AsyncEngine
 from quire.frontend.engine_facts import EngineFacts
+from quire.frontend.fleet_link import Fleet
 from quire.frontend.inputs import InputProcessor
 from quire.metrics.engine import EngineMetrics, MetricsLayout, MetricsPages
 from quire.sched.mm_receiver_cache import ReceiverCache
@@ -151,8 +152,9 @@ def engine_over(
     health_timeout_s: float = 30.0,
     clock: Callable[[], float] = time.monotonic,
     resumes: bool = True,
+    fleet: Fleet | None = None,
 ) -> AsyncEngine:
-    """Open an API process's engine with cores at `addresses`."""
+    """Open an API process's engine with cores at `addresses`, or with those of a fleet."""
     facts = EngineFacts(
         model_names=("m",),
         root="m",
@@ -179,4 +181,5 @@ def engine_over(
         health_timeout_s=health_timeout_s,
         clock=clock,
         resumes=resumes,
+        fleet=fleet,
     )

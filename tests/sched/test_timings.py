@@ -3,8 +3,7 @@
 import pytest
 from symbolic import Engine
 
-from quire.core.process import split_by_client
-from quire.data.step_plan import StepOutput
+from quire.data.step_plan import StepOutput, split_by_owner
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -51,24 +50,24 @@ def test_each_api_process_gets_its_own_timings() -> None:
     """Check a step without sampled tokens too."""
     engine = Engine(max_num_batched_tokens=8)
     engine.add("a", list(range(30)), timed=True)
-    parts = split_by_client(engine.step(), {"a": b"x", "b": b"y"})
+    parts = split_by_owner(engine.step(), {"a": b"x", "b": b"y"})
     assert parts.keys() == {b"x"}
     second = engine.step()
     assert not second.request_ids and not second.admitted
-    assert split_by_client(second, {"a": b"x", "b": b"y"})[b"x"].shares.keys() == {"a"}
+    assert split_by_owner(second, {"a": b"x", "b": b"y"})[b"x"].shares.keys() == {"a"}
 
 
 def test_step_with_prompt_logprobs_alone_belongs_to_its_client() -> None:
     """Catches a core that ends at a chunk in the middle of the only prompt: it has logprobs and no token."""
     step = StepOutput([], [], prompt_logprobs={"a": []})
-    assert split_by_client(step, {"a": b"x", "b": b"y"}) == {b"x": step}
+    assert split_by_owner(step, {"a": b"x", "b": b"y"}) == {b"x": step}
     both = StepOutput([], [], prompt_logprobs={"a": []}, drafted={"b": 1})
-    parts = split_by_client(both, {"a": b"x", "b": b"y"})
+    parts = split_by_owner(both, {"a": b"x", "b": b"y"})
     assert parts[b"x"].prompt_logprobs.keys() == {"a"} and parts[b"y"].drafted.keys() == {"b"}
 
 
-def test_tokens_of_a_step_with_drafts_are_split_by_client() -> None:
+def test_tokens_of_a_step_with_drafts_are_split_by_owner() -> None:
     step = StepOutput(["a", "b", "c"], [1, 2, 3, 4, 5, 6], counts=[2, 1, 3])
-    parts = split_by_client(step, {"a": b"x", "b": b"y", "c": b"x"})
+    parts = split_by_owner(step, {"a": b"x", "b": b"y", "c": b"x"})
     tokens = {client: list(part.by_request()) for client, part in parts.items()}
     assert tokens == {b"x": [("a", [1, 2]), ("c", [4, 5, 6])], b"y": [("b", [3])]}

@@ -91,6 +91,9 @@ class EngineConfig:
     """Number of tokens of the largest possible item, by modality."""
     broken_plugins: tuple[str, ...] = ()
     """Plugins that failed in the first process, which all others leave out."""
+    ray_group: str = ""
+    """Hex id of the Ray placement group for the ranks, with a first bundle for another actor; empty: a new
+    one is made."""
 
     @property
     def quant(self) -> QuantFacts | None:

@@ -1,6 +1,5 @@
 """The engine core as a process: requests and step outputs travel over one ZMQ socket."""
 
-import itertools
 import os
 import signal
 import sys
@@ -21,7 +20,7 @@ from quire.core.rpc import CoreRpc
 from quire.core.stats_log import StatsLog
 from quire.data.request import Request
 from quire.data.stats import FrontStats, StepStats
-from quire.data.step_plan import FinishReason, StepOutput
+from quire.data.step_plan import FinishReason, StepOutput, split_by_owner
 from quire.data.wire import Abort, Add, ControlCall, Heartbeat, Hello, Missing, Ready, StepDone, ToCore
 from quire.errors import EngineDead, QuireError
 from quire.logs import get_logger
@@ -245,7 +244,7 @@ class CoreServer:
         self._observe(StepStats())
 
     def _send_output(self, step: StepOutput) -> None:
-        for client, part in split_by_client(step, self.clients.owner).items():
+        for client, part in split_by_owner(step, self.clients.owner).items():
             self.clients.send(client, StepDone(part))
         for request_id in step.finished:
             self.clients.owner.pop(request_id, None)
@@ -271,37 +270,3 @@ class CoreServer:
 
     def _observe(self, stats: StepStats) -> None:
         self.metrics.observe(self.core.refresh(stats), FrontStats())
-
-
-_BY_REQUEST = (
-    "finished",
-    "logprobs",
-    "drafted",
-    "prompt_logprobs",
-    "aligned",
-    "pooled",
-    "admitted",
-    "resumed",
-    "shares",
-)
-
-
-def split_by_client(step: StepOutput, client_of: dict[str, bytes]) -> dict[bytes, StepOutput]:
-    """Split a step by client. With one client the result is the step itself. A request may have values and
-    no tokens, such as logprobs of a chunk of its prompt."""
-    by_name = {name: values for name in _BY_REQUEST if (values := getattr(step, name))}
-    concerned = itertools.chain(step.request_ids, *by_name.values())
-    clients = {client_of[id] for id in concerned if id in client_of}
-    if len(clients) == 1:
-        return {clients.pop(): step}
-    parts = {client: StepOutput([], [], stats=step.stats, at=step.at) for client in clients}
-    for id, new in step.by_request():
-        part = parts[client_of[id]]
-        part.request_ids.append(id)
-        part.token_ids += new
-        if step.counts:
-            part.counts.append(len(new))
-    for name, values in by_name.items():
-        for id, value in values.items():
-            getattr(parts[client_of[id]], name)[id] = value
-    return parts

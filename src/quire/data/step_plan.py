@@ -1,8 +1,8 @@
 """The plan of a step, which goes to the worker, and its result."""
 
-from collections.abc import Iterator
-from itertools import islice
-from typing import Any, Literal, Protocol
+from collections.abc import Hashable, Iterator, Mapping
+from itertools import chain, islice
+from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -18,6 +18,7 @@ from quire.data.prefix_miss import PrefixMiss
 from quire.data.prompt_embeds import PromptEmbeds
 from quire.data.stats import StepStats
 
+Owner = TypeVar("Owner", bound=Hashable)
 Ints = NDArray[np.int32]
 _NONE: Ints = np.empty(0, np.int32)
 _NO_VALUES: Ints = np.empty((2, 0), np.int32)
@@ -287,3 +288,40 @@ class StepOutput(msgspec.Struct, omit_defaults=True):
             return zip(self.request_ids, ([token_id] for token_id in self.token_ids), strict=True)
         tokens = iter(self.token_ids)
         return zip(self.request_ids, (list(islice(tokens, count)) for count in self.counts), strict=True)
+
+
+_BY_REQUEST = (
+    "finished",
+    "logprobs",
+    "drafted",
+    "prompt_logprobs",
+    "aligned",
+    "pooled",
+    "admitted",
+    "resumed",
+    "shares",
+)
+
+
+def split_by_owner(step: StepOutput, owner_of: Mapping[str, Owner]) -> dict[Owner, StepOutput]:
+    """Split a step by the owner of each request; requests without an owner are left out. With one owner the
+    result is the step itself. A request may have values and no tokens, such as logprobs of a chunk of its
+    prompt."""
+    by_name = {name: values for name in _BY_REQUEST if (values := getattr(step, name))}
+    concerned = chain(step.request_ids, *by_name.values())
+    owners = {owner_of[id] for id in concerned if id in owner_of}
+    if len(owners) == 1:
+        return {owners.pop(): step}
+    parts = {owner: StepOutput([], [], stats=step.stats, at=step.at) for owner in owners}
+    for id, new in step.by_request():
+        if id not in owner_of:
+            continue
+        part = parts[owner_of[id]]
+        part.request_ids.append(id)
+        part.token_ids += new
+        if step.counts:
+            part.counts.append(len(new))
+    for name, values in by_name.items():
+        for id in owner_of.keys() & values:
+            getattr(parts[owner_of[id]], name)[id] = values[id]
+    return parts

@@ -14,13 +14,14 @@ import uvloop
 
 from quire.config.engine import EngineConfig
 from quire.config.generation import default_sampling
-from quire.config.mm_caches import cache_kind
+from quire.config.mm_caches import CacheKind, cache_kind
 from quire.config.plugins import load_plugins
 from quire.configure import cache_info, eos_ids, open_grammars, open_tokenizer, settings_of
 from quire.errors import QuireError
 from quire.frontend.chat import read_template
 from quire.frontend.engine import AsyncEngine
 from quire.frontend.engine_facts import EngineFacts
+from quire.frontend.fleet_link import Fleet
 from quire.frontend.inputs import InputProcessor
 from quire.frontend.kv_transfer import validators_of
 from quire.frontend.multimodal import media_reader
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
+MANY = 2
+"""Number of engines of a fleet, for choices that depend on whether there is more than one."""
 GREETING_S = 0.3
 """Seconds to wait for the first message of the cores before connections are accepted."""
 
@@ -64,28 +67,15 @@ def make_engine(
     keys: KeyPages | None = None,
     num_api: int = 1,
     media_memory: str = "",
+    fleet: Fleet | None = None,
 ) -> AsyncEngine:
-    """Build the engine client of an API process; the cores at `addresses`, by rank, expect the `token`.
-    `media_memory` is the path of the media cache of all API processes."""
-    model, tokenizer = config.model, open_tokenizer(config)
+    """Build the engine client of an API process; the cores at `addresses`, by rank, expect the `token`. With
+    a `fleet`, they stand for all of its replicas. `media_memory` is the path of the media cache of all API
+    processes."""
     facts = _build_facts(config, num_cores=len(addresses))
-    cache = cache_kind(config.multimodal, config.parallel, num_api=num_api, num_engines=len(addresses))
-    inputs = InputProcessor(
-        tokenizer=tokenizer,
-        vocab=facts.vocab,
-        max_model_len=facts.max_model_len,
-        eos_ids=eos_ids(config, tokenizer),
-        max_logprobs=facts.max_logprobs,
-        seed=model.seed + index,
-        max_prompt_len=config.scheduler.max_prompt_len,
-        pooling=config.pooling,
-        embeds=embeds_reader(config),
-        media=media_reader(config, tokenizer, cache=cache, shared_memory=media_memory),
-        grammars=open_grammars(config, tokenizer),
-        enable_lora=config.lora.enable_lora,
-        num_extra_vocab=config.lora.lora_extra_vocab_size,
-        validators=validators_of(config),
-    )
+    num_engines = len(addresses) if fleet is None else MANY
+    cache = cache_kind(config.multimodal, config.parallel, num_api=num_api, num_engines=num_engines)
+    inputs = _make_inputs(config, facts, cache=cache, index=index, media_memory=media_memory)
     inputs.media.processor_cache.count = metrics.observe_media
     engine_metrics = EngineMetrics(
         metrics,
@@ -102,6 +92,7 @@ def make_engine(
         addresses=addresses,
         token=token,
         health_timeout_s=health_timeout_s,
+        fleet=fleet,
         stream_interval=config.scheduler.stream_interval,
         routing=config.parallel.data_parallel_routing if config.cache.enable_prefix_caching else "load",
         prefixes=prefixes,
@@ -110,6 +101,28 @@ def make_engine(
         resumes=config.scheduler.resume_requests,
         settings=settings_of(config),
         tracer=tracer_of(config),
+    )
+
+
+def _make_inputs(
+    config: EngineConfig, facts: EngineFacts, *, cache: CacheKind, index: int, media_memory: str
+) -> InputProcessor:
+    tokenizer = open_tokenizer(config)
+    return InputProcessor(
+        tokenizer=tokenizer,
+        vocab=facts.vocab,
+        max_model_len=facts.max_model_len,
+        eos_ids=eos_ids(config, tokenizer),
+        max_logprobs=facts.max_logprobs,
+        seed=config.model.seed + index,
+        max_prompt_len=config.scheduler.max_prompt_len,
+        pooling=config.pooling,
+        embeds=embeds_reader(config),
+        media=media_reader(config, tokenizer, cache=cache, shared_memory=media_memory),
+        grammars=open_grammars(config, tokenizer),
+        enable_lora=config.lora.enable_lora,
+        num_extra_vocab=config.lora.lora_extra_vocab_size,
+        validators=validators_of(config),
     )
 
 

@@ -5,7 +5,7 @@ import functools
 import multiprocessing
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
@@ -17,6 +17,7 @@ from quire.config.mm_caches import engine_holds_values
 from quire.core.process import CoreAddress, config_of_rank, core_name, run_core
 from quire.entrypoints.api_process import make_engine
 from quire.errors import ConfigError
+from quire.frontend.core_relay import CoreRelay
 from quire.frontend.engine import AsyncEngine
 from quire.metrics.api_keys import KeyPages
 from quire.metrics.engine import MetricsLayout, MetricsPages
@@ -82,6 +83,11 @@ class ChildCores:
             keys=self._keys,
         )
 
+    def relay(self, on_end: Callable[[], object]) -> CoreRelay:
+        """Return a connection to the only core for requests of other machines, in place of `engine`."""
+        (seat,) = self._addresses.values()
+        return CoreRelay(seat.address, self._token, health_timeout_s=self._health_timeout_s, on_end=on_end)
+
     def _make_core(self, rank: int, parent: connection.Connection) -> BaseProcess:
         args = (config_of_rank(self.config, rank), self._addresses[rank], parent)
         name = core_name(rank, len(self._addresses))
@@ -99,9 +105,9 @@ class ChildCores:
         for child in self.children.values():
             await child.await_up()
 
-    async def wait_until_ready(self) -> None:
-        """Wait until the client is connected to all cores."""
-        ready = asyncio.ensure_future(self.engine.ready())
+    async def wait_until_ready(self, client: AsyncEngine | CoreRelay | None = None) -> None:
+        """Wait until the client, by default `engine`, is connected to all cores."""
+        ready = asyncio.ensure_future((client or self.engine).ready())
         try:
             while not (await asyncio.wait((ready,), timeout=LOOK_S))[0]:
                 for child in self.children.values():

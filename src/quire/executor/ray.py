@@ -52,6 +52,7 @@ class RayWorkerGroup(RemoteRanks):
         self._ray = _ray()
         self._owns_ray = not self._ray.is_initialized()
         self._group: Any = None
+        self._owns_group = not config.ray_group
         self._actors: list[Any] = []
         deadline, places = time.monotonic() + timeout_s, local_ranks(config, 0, "")
         if self._owns_ray:
@@ -85,8 +86,7 @@ class RayWorkerGroup(RemoteRanks):
                 f"{len(places)} ranks need as many {kind}s, and the Ray cluster has {total:g}: add machines"
                 " with `ray start --address`, or lower the parallel sizes"
             )
-        bundles = [{kind: 1.0, "CPU": 1.0}] * len(places)
-        self._group = ray.util.placement_group(bundles, strategy="PACK")
+        self._group = self._open_group(config, [{kind: 1.0, "CPU": 1.0}] * len(places))
         if not self._group.wait(max(deadline - time.monotonic(), 0)):
             raise ConfigError(
                 f"the Ray cluster had no {len(places)} free {kind}s within {timeout_s:g} s"
@@ -98,7 +98,7 @@ class RayWorkerGroup(RemoteRanks):
                 num_cpus=1,
                 num_gpus=1 if kind == "GPU" else 0,
                 scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-                    self._group, placement_group_bundle_index=index
+                    self._group, placement_group_bundle_index=index + (not self._owns_group)
                 ),
             ).remote()
             for index in range(len(places))
@@ -108,6 +108,14 @@ class RayWorkerGroup(RemoteRanks):
         nodes = ray.get([actor.node.remote() for actor in made], timeout=max(deadline - time.monotonic(), 1))
         order = sorted(range(len(made)), key=lambda index: (nodes[index] != here, nodes[index], index))
         self._actors = [made[index] for index in order]
+
+    def _open_group(self, config: EngineConfig, bundles: list[dict[str, float]]) -> Any:
+        """Return a new placement group, or the one that the configuration names."""
+        if self._owns_group:
+            return self._ray.util.placement_group(bundles, strategy="PACK")
+        from ray.util.placement_group import PlacementGroup, PlacementGroupID
+
+        return PlacementGroup(PlacementGroupID(bytes.fromhex(config.ray_group)))
 
     def _check_actors(self) -> None:
         """Raise if an actor has died before it could connect."""
@@ -126,7 +134,7 @@ class RayWorkerGroup(RemoteRanks):
         for actor in self._actors:
             with contextlib.suppress(self._ray.exceptions.RayError):
                 self._ray.kill(actor)
-        if self._group is not None:
+        if self._group is not None and self._owns_group:
             self._ray.util.remove_placement_group(self._group)
         if self._owns_ray:
             self._ray.shutdown()

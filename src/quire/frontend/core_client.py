@@ -6,13 +6,12 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from quire.data.stats import StepStats
 from quire.data.wire import (
     ControlCall,
     FromCore,
@@ -27,6 +26,7 @@ from quire.data.wire import (
     encode,
 )
 from quire.errors import EngineDead, EngineError, RequestError
+from quire.frontend.engine_link import EngineLink, Owner
 from quire.frontend.outputs import OutputProcessor
 from quire.logs import get_logger
 from quire.system.cluster_token import secure
@@ -48,26 +48,7 @@ SILENCE_MS = 10_000
 """Time without a heartbeat after which the connection is closed."""
 
 
-class Owner(Protocol):
-    """Owner of the connections, with callbacks for their events."""
-
-    def on_ready(self, link: "CoreLink") -> None: ...
-    def on_news(self, link: "CoreLink", page: bytes) -> None:
-        """Handle a report of the core's load; `page` is its metrics page, if it is on another machine."""
-
-    def on_reset(self) -> None:
-        """Clear the cache of processed media."""
-
-    def on_missing(self, request_id: str) -> None:
-        """Handle that a core lacks the arrays of a request; `request_id` is that of its first sequence."""
-
-    def on_turn(self, link: "CoreLink") -> None:
-        """Deliver the outputs that were added to `link.outputs`."""
-
-    def on_death(self, link: "CoreLink") -> None: ...
-
-
-class CoreLink:
+class CoreLink(EngineLink):
     """The connection to the engine core of one data-parallel rank, with health checks."""
 
     def __init__(
@@ -84,24 +65,10 @@ class CoreLink:
     ) -> None:
         """Build it. `place` is its index among the links of its owner. `address` may be a file that will
         contain the address once it is known; `token` is the secret that the core expects."""
-        self.place = place
-        self.rank = rank
-        self.name = name
-        self.outputs = outputs
-        self._clock = clock
-        self.core: Ready | None = None
-        self.stats = StepStats()
-        """Last reported gauges of the core."""
-        self.was_up = False
-        self.start_s = 0.0
-        """Seconds that the last start of the core took."""
-        self.down_since = self._clock()
+        super().__init__(place, rank, name=name, outputs=outputs, owner=owner, clock=clock)
         self._address = address
         self._token = token
         self._connected_to = ""
-        self._owner = owner
-        self._why_down = f"{name} is starting"
-        self._heard_at = self._clock()
         self._stalled_s = 0.0
         """Time for which the core had work and finished no step, as last reported."""
         self._num_resets = 0
@@ -125,11 +92,6 @@ class CoreLink:
         self._disconnect()
         self.core, self.was_up = None, False
         self.down_since, self._why_down = self._clock(), f"{self.name} is not loaded"
-
-    @property
-    def silent_s(self) -> float:
-        """Return the time since the last message of the core."""
-        return self._clock() - self._heard_at
 
     def problem(self, health_timeout_s: float) -> str | None:
         """Return why the core is unavailable: it is down, or hangs in a step; None if it is available."""
@@ -219,6 +181,9 @@ class CoreLink:
         self._socket.send(encode(message), zmq.NOBLOCK)
         # Sending may consume the edge-triggered event of an arrived message.
         asyncio.get_running_loop().call_soon(self._on_readable)
+
+    async def call_all(self, method: str, args: dict[str, Any], timeout_s: float | None) -> list[Any]:
+        return [await self.call(method, args, timeout_s)]
 
     async def call(
         self, method: str, args: dict[str, Any] | None = None, timeout_s: float | None = CALL_TIMEOUT_S

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,15 @@ from quire.data.wire import Abort
 from quire.errors import EngineDead, EngineError, QuireError, RequestError
 from quire.frontend.checked_params import CheckedParams
 from quire.frontend.control import CoreControl
-from quire.frontend.core_client import CALL_TIMEOUT_S, CoreLink
+from quire.frontend.core_client import CALL_TIMEOUT_S
 from quire.frontend.engine_facts import EngineFacts
-from quire.frontend.in_flight import RequestInFlight, affinity, failure, marks, next_to_send
+from quire.frontend.engine_link import EngineLink
+from quire.frontend.fleet_link import Fleet
+from quire.frontend.in_flight import RequestInFlight, affinity, failure, marks, next_to_send, running_on
 from quire.frontend.inputs import InputProcessor, Prompt
+from quire.frontend.links import open_links
 from quire.frontend.live_stats import LiveView
 from quire.frontend.output_stream import OutputStream
-from quire.frontend.outputs import OutputProcessor
 from quire.frontend.prefix_map import PrefixMap
 from quire.frontend.request_state import RequestState
 from quire.frontend.router import Router
@@ -58,6 +60,7 @@ class AsyncEngine:
         addresses: Mapping[int, str | Path],
         token: str,
         health_timeout_s: float,
+        fleet: Fleet | None = None,
         stream_interval: int = 1,
         routing: str = "affinity",
         prefixes: PrefixMap | None = None,
@@ -68,29 +71,18 @@ class AsyncEngine:
         tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Build it. `addresses` are those of the cores by rank, which expect the `token`. `prefixes` may be
-        shared with other processes; `first` is the router's. With `resumes`, requests outlive their core."""
+        """Build it. `addresses` are those of the cores by rank, which expect the `token`; with a `fleet`, its
+        replicas are used instead. `prefixes` may be shared with other processes; `first` is the router's.
+        With `resumes`, requests outlive their core."""
         self.facts = facts
         self.inputs = inputs
         self.metrics = metrics
         self._clock = clock
         self._health_timeout_s = health_timeout_s
         self._cores_return, self._resumes = cores_return, resumes
-        self._links = [
-            CoreLink(
-                place,
-                rank,
-                address,
-                name="the engine" if len(addresses) == 1 else f"engine {rank}",
-                outputs=OutputProcessor(
-                    inputs.tokenizer, stream_interval=stream_interval, tokenizer_of=inputs.tokenizer_of
-                ),
-                token=token,
-                owner=self,
-                clock=clock,
-            )
-            for place, (rank, address) in enumerate(addresses.items())
-        ]
+        self._links = open_links(
+            self, facts, inputs, addresses, token, fleet, routing, stream_interval, clock
+        )
         self._router = Router(
             len(self._links),
             block_size=facts.block_size,
@@ -252,7 +244,7 @@ class AsyncEngine:
         flight.num_before, flight.lost_at = flight.num_tokens, 0.0
         link.send(flight.outgoing(processor_cache))
 
-    def _expect(self, id: str, flight: RequestInFlight, link: CoreLink) -> RequestState:
+    def _expect(self, id: str, flight: RequestInFlight, link: EngineLink) -> RequestState:
         """Register the request for the outputs of its core."""
         if flight.state is not None:
             link.outputs.attach(flight.state)
@@ -313,7 +305,7 @@ class AsyncEngine:
 
     # ---- callbacks of the connections
 
-    def on_ready(self, link: CoreLink) -> None:
+    def on_ready(self, link: EngineLink) -> None:
         core = link.core
         assert core is not None
         cores = [other.core for other in self._links if other.core is not None]
@@ -326,7 +318,7 @@ class AsyncEngine:
             self._ready.set()
         self._send_waiting()
 
-    def on_news(self, link: CoreLink, page: bytes) -> None:
+    def on_news(self, link: EngineLink, page: bytes) -> None:
         stats = link.stats
         self._router.hear(
             link.place, num_running=stats.num_running, num_waiting=stats.num_waiting, kv_usage=stats.kv_usage
@@ -350,7 +342,7 @@ class AsyncEngine:
                 flight.link, flight.is_whole = None, True
                 self._send_request(id, flight)
 
-    def on_turn(self, link: CoreLink) -> None:
+    def on_turn(self, link: EngineLink) -> None:
         """Deliver all new outputs to their streams."""
         processed = link.outputs.flush()
         if processed.stopped and link.core is not None:
@@ -373,16 +365,27 @@ class AsyncEngine:
                     self._tracer.ended(output, flight.requests[0].params, flight.parent)
             answer.put(output)
 
-    def on_death(self, link: CoreLink) -> None:
+    def on_death(self, link: EngineLink) -> None:
         """Send the requests of a dead core to another one, or let them wait for the restart. Those that must
         not be sent again fail."""
         self.on_turn(link)
-        flights = {id: flight for id, flight in self._flights.items() if flight.link is link}
+        flights = running_on(link, self._flights)
+        self._router.lose(link.place)
+        self.metrics.note_adapters(link.place, [], [])
+        self._send_again(link, flights, str(link.problem(0.0)))
+
+    def on_lost(self, link: EngineLink, sequence_ids: Collection[str], why: str) -> None:
+        """Send the requests of a dead replica of a fleet to another one, by the same rules."""
+        self.on_turn(link)
+        flights = running_on(link, self._flights, sequence_ids)
+        for id in flights:
+            self._router.end(id)
+        self._send_again(link, flights, why)
+
+    def _send_again(self, link: EngineLink, flights: Mapping[str, RequestInFlight], why: str) -> None:
         terms = {"is_alone": len(flights) == 1, "resumes": self._resumes}
         again = {id: flight for id, flight in flights.items() if flight.outlives(**terms)}
-        self._router.lose(link.place)
         self.inputs.media.processor_cache.lose_far()
-        self.metrics.note_adapters(link.place, [], [])
         link.outputs.detach(again)
         for flight in again.values():
             flight.link, flight.lost_at = None, self._clock()
@@ -390,7 +393,7 @@ class AsyncEngine:
         for id in flights.keys() - again.keys():
             self._fail(id, "died while it worked on this request; please send it again")
         num_failed = len(flights) - len(again)
-        log.error("%s; %d requests failed, %d are sent again", link.problem(0.0), num_failed, len(again))
+        log.error("%s; %d requests failed, %d are sent again", why, num_failed, len(again))
         self._send_waiting()
 
     def _fail(self, request_id: str, why: str) -> None:
@@ -435,7 +438,8 @@ class AsyncEngine:
         """Call a method of all cores that are ready; return their answers in order."""
         self._check_any()
         up = [link for link in self._links if link.core is not None]
-        return await asyncio.gather(*(link.call(method, args) for link in up))
+        answers = await asyncio.gather(*(link.call_all(method, args, CALL_TIMEOUT_S) for link in up))
+        return sum(answers, [])
 
     async def _call_all(
         self, method: str, args: dict[str, Any], timeout_s: float | None = CALL_TIMEOUT_S
@@ -444,11 +448,12 @@ class AsyncEngine:
         for link in self._links:
             if (problem := link.problem(self._health_timeout_s)) is not None:
                 raise EngineDead(problem)
-        calls = (link.call(method, args, timeout_s) for link in self._links)
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        for answer in answers:
+        calls = (link.call_all(method, args, timeout_s) for link in self._links)
+        answers: list[Any] = []
+        for answer in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(answer, BaseException):
                 raise answer
+            answers += answer
         return answers
 
     # ---- adapters

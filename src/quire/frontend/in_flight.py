@@ -1,7 +1,7 @@
 """Requests that were sent to an engine core."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ from quire.data.request import Request
 from quire.data.step_plan import DEAD_END, TOO_COMPLEX, FinishReason
 from quire.data.wire import Add
 from quire.errors import EngineError, QuireError, RequestError
-from quire.frontend.core_client import CoreLink
+from quire.frontend.engine_link import EngineLink
 from quire.frontend.inputs import Prompt
 from quire.frontend.output_stream import OutputStream
 from quire.frontend.request_state import RequestState
@@ -39,7 +39,7 @@ class RequestInFlight:
     account: KeyAccount | None = None
     """Account of the API key."""
     answer: OutputStream[Any] | None = None
-    link: CoreLink | None = None
+    link: EngineLink | None = None
     """Connection to its core; None while it waits for one."""
     bringing: asyncio.Task[None] | None = None
     """Task that processes media again which no core has."""
@@ -100,6 +100,18 @@ class RequestInFlight:
         if self.answer is None or is_cause:
             return False
         return resumes or not self.answer.has_output
+
+
+def running_on(
+    link: EngineLink, flights: Mapping[str, RequestInFlight], sequence_ids: Collection[str] | None = None
+) -> dict[str, RequestInFlight]:
+    """Return the requests that a connection runs: all of them, or those with one of these sequences."""
+    return {
+        id: flight
+        for id, flight in flights.items()
+        if flight.link is link
+        and (sequence_ids is None or any(request.id in sequence_ids for request in flight.requests))
+    }
 
 
 def next_to_send(flights: Mapping[str, RequestInFlight]) -> list[tuple[str, RequestInFlight]]:

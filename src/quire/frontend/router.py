@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
 
 from quire.frontend.prefix_map import Keys, PrefixKeys, PrefixMap, key_of_session
 
@@ -16,6 +19,17 @@ MIN_SHARE = 0.05
 """Smallest cached fraction of a prompt that affects routing."""
 PRESSURE = 6.0
 """Weight of waiting requests by KV cache usage above one half."""
+
+
+class Prefix(NamedTuple):
+    """The prefixes of a prompt: their depths in tokens and their keys, and the length of the prompt."""
+
+    depths: list[int]
+    keys: Keys
+    length: int
+
+
+NO_PREFIX = Prefix([], np.empty(0, np.uint64), 0)
 
 
 @dataclass(slots=True)
@@ -78,26 +92,46 @@ class Router:
         """Choose one of the available cores for a request; it counts there until `end`. Requests of a session
         go to the same core."""
         assert among and request_id not in self._placed
-        core = among[0]
+        prefix = NO_PREFIX if len(self.cores) == 1 else self.prefix_of(token_ids, extra)
+        core = self.choose(prefix, among=among, session=session)
+        self.assign(request_id, core, prefix, session=session, num_sequences=num_sequences)
+        return core
+
+    def prefix_of(self, token_ids: Sequence[int], extra: str | None) -> Prefix:
+        """Return the keys of a prompt, if the policy uses them."""
+        if self.policy != "affinity":
+            return NO_PREFIX
+        return Prefix(*self._keys.of(token_ids, extra), len(token_ids))
+
+    def choose(self, prefix: Prefix, *, among: Sequence[int], session: str | None = None) -> int:
+        """Return the best of the available cores."""
         if self.policy == "round_robin":
             core = min(among, key=self._rotated)
             self._turn = (core + 1) % len(self.cores)
-        elif self.policy == "load" or len(self.cores) == 1:
-            core = self._least(among)
-        else:
-            depths, keys = self._keys.of(token_ids, extra)
-            home = None if session is None else self._home(session, among)
-            if home is not None:
-                core = home
-            else:
-                core = self._nearest(depths, keys, len(token_ids), among) if depths else self._least(among)
-            if depths:
-                self._prefixes.note(keys, core)
-            if session is not None:
-                self._prefixes.note(key_of_session(session), core)
+            return core
+        if self.policy == "load" or len(self.cores) == 1:
+            return self._least(among)
+        home = None if session is None else self._home(session, among)
+        if home is not None:
+            return home
+        return self._nearest(prefix, among) if prefix.depths else self._least(among)
+
+    def assign(
+        self,
+        request_id: str,
+        core: int,
+        prefix: Prefix,
+        *,
+        session: str | None = None,
+        num_sequences: int = 1,
+    ) -> None:
+        """Count a request on a core until `end`, and remember its prefix and its session there."""
+        if prefix.depths:
+            self._prefixes.note(prefix.keys, core)
+        if session is not None and self.policy == "affinity":
+            self._prefixes.note(key_of_session(session), core)
         self._placed[request_id] = core, num_sequences
         self.cores[core].num_local += num_sequences
-        return core
 
     def end(self, request_id: str) -> None:
         """Remove a request that has ended."""
@@ -116,6 +150,11 @@ class Router:
         self.cores[core] = _Core()
         self._prefixes.drop(core)
 
+    def add_core(self) -> int:
+        """Add a core; return its index."""
+        self.cores.append(_Core())
+        return len(self.cores) - 1
+
     def forget_prefixes(self) -> None:
         self._prefixes.clear()
 
@@ -132,21 +171,26 @@ class Router:
 
     def _home(self, session: str, among: Sequence[int]) -> int | None:
         """Return the core of a session, unless it is not available or has many more requests than another."""
-        least = min(self.cores[core].load for core in among)
+        near = self.not_much_busier(among)
         for _, cores in self._prefixes.find(key_of_session(session)):
             for core in cores:
-                if core in among and self.cores[core].load <= least + self._session_slack:
+                if core in near:
                     return core
         return None
 
-    def _nearest(self, depths: list[int], keys: Keys, length: int, among: Sequence[int]) -> int:
+    def not_much_busier(self, among: Sequence[int]) -> list[int]:
+        """Return the cores that a session may use: their load is not far above that of the least busy one."""
+        least = min(self.cores[core].load for core in among)
+        return [core for core in among if self.cores[core].load <= least + self._session_slack]
+
+    def _nearest(self, prefix: Prefix, among: Sequence[int]) -> int:
         """Return the core with most of the prompt cached, if its load is near that of the least busy one."""
         loads = {core: self.cores[core].load for core in among}
         least = min(loads.values())
         slack = self._slack + SLACK_SHARE * least
         tried: list[int] = []
-        for place, cores in self._prefixes.find(keys):
-            share = depths[place] / length
+        for place, cores in self._prefixes.find(prefix.keys):
+            share = prefix.depths[place] / prefix.length
             if share < MIN_SHARE:
                 break
             if cores == tried:

@@ -1,0 +1,147 @@
+"""Ingress: Quire's HTTP application in Ray Serve, with the replicas of a fleet as engine cores."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ray import serve
+from starlette.types import ASGIApp
+
+from quire.checkpoint.hub import locate
+from quire.config.engine import EngineConfig
+from quire.config.env import Env
+from quire.config.plugins import load_plugins
+from quire.entrypoints.api_process import make_engine
+from quire.entrypoints.ray_args import FleetModel
+from quire.entrypoints.ray_fleet import RayFleet
+from quire.errors import RequestError
+from quire.frontend.engine import AsyncEngine
+from quire.frontend.model_pool import ModelPool, PoolModel
+from quire.memory import ModelMemory
+from quire.metrics.api_keys import KeyPages
+from quire.metrics.engine import MetricsLayout, MetricsPages
+from quire.metrics.exposition import MergedMetrics, exposition
+from quire.server.api_keys import key_names
+from quire.server.app import Application
+from quire.server.lora.registry import LoRARegistry
+from quire.server.lora.service import located
+from quire.server.settings import ServerSettings, make_settings
+from quire.server.several_models import ServedModel, models_app
+from quire.system.process import tune_garbage_collector
+
+
+class Ingress:
+    """The routes of Quire's server. Requests are checked, tokenized and detokenized here. Their tokens come
+    from replicas. When a replica dies, its requests continue on another one."""
+
+    async def __init__(self, models: Sequence[FleetModel], *handles: Any) -> None:
+        """Build the application when each model has a replica."""
+        load_plugins()
+        settings = [make_settings(model.server, env=Env.read(os.environ)) for model in models]
+        names = key_names(settings[0].keys)
+        keys = KeyPages(names) if names else None
+        index = serve.get_replica_context().rank.rank
+        served = []
+        for model, section, handle in zip(models, settings, handles, strict=True):
+            engine = await _open_engine(
+                model, handle, keys if not served else None, section.http.health_timeout, index
+            )
+            application = Application(engine, section, keys, LoRARegistry(modules=located(section)))
+            await application.api.adapters.read_all()
+            served.append(ServedModel(application, _place_of(engine)))
+        self._app: ASGIApp = served[0].application.asgi
+        if len(served) > 1:
+            self._app = _several(served, settings[0], keys)
+        tune_garbage_collector()
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        return self._app
+
+
+async def _open_engine(
+    model: FleetModel, handle: Any, keys: KeyPages | None, health_timeout_s: float, index: int
+) -> AsyncEngine:
+    """Return the engine of a model, connected to its replicas."""
+    fleet = RayFleet(handle)
+    config = _with_local_files((await fleet.describe())[0], model)
+    engine = make_engine(
+        config,
+        addresses={0: ""},
+        token="",
+        metrics=MetricsPages(MetricsLayout.of(config)),
+        health_timeout_s=health_timeout_s,
+        index=index,
+        keys=keys,
+        fleet=fleet,
+    )
+    engine.start()
+    await engine.ready()
+    return engine
+
+
+def _with_local_files(config: EngineConfig, model: FleetModel) -> EngineConfig:
+    """Return the configuration of a replica with the tokenizer's files of this machine, which are downloaded
+    if the path of the replica does not exist here."""
+    path = config.checkpoint.path
+    if path.exists():
+        return config
+    values, env = model.engine, Env.read(os.environ)
+    here = locate(
+        values.get("model"),
+        revision=values.get("revision"),
+        download_dir=values.get("download_dir"),
+        token=values.get("hf_token"),
+        cache_root=env.cache_root,
+        load_format="dummy",  # no weights
+    )
+    tokenizer = str(here) if config.model.tokenizer == str(path) else config.model.tokenizer
+    return replace(
+        config,
+        checkpoint=replace(config.checkpoint, path=here),
+        model=replace(config.model, tokenizer=tokenizer),
+    )
+
+
+class _FleetBackend:
+    """The fleet of a model as part of a pool: Ray Serve starts and ends its replicas, the pool does not."""
+
+    is_loaded = True
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+
+    async def load(self) -> None:
+        pass
+
+    async def wake_up(self) -> None:
+        pass
+
+    async def sleep(self, level: int) -> None:
+        raise RequestError("models of Ray Serve do not sleep: min_replicas and max_replicas set their size")
+
+    async def unload(self) -> None:
+        raise RequestError("models of Ray Serve are not unloaded: remove them from its configuration")
+
+    def check(self) -> None:
+        self._engine.check()
+
+
+def _place_of(engine: AsyncEngine) -> PoolModel:
+    name, memory = engine.facts.model_names[0], ModelMemory(0, 0)
+    return PoolModel(name, _FleetBackend(engine), memory, pinned=True, can_sleep=False)
+
+
+def _several(served: Sequence[ServedModel], settings: ServerSettings, keys: KeyPages | None) -> ASGIApp:
+    """Return the application of several models, which the `model` of a request chooses from."""
+    pool = ModelPool([model.place for model in served], budget_bytes=0)
+    pool.start()
+
+    def metrics_text() -> str:
+        engines = [model.api.engine for model in served]
+        by_model = {engine.facts.model_names[0]: engine.metrics.of_engines() for engine in engines}
+        merged = MergedMetrics(by_model, engines[0].metrics.of_server())
+        return exposition(merged, is_only_process=True)
+
+    app: ASGIApp = models_app(served, pool, settings, metrics_text, keys)
+    return app

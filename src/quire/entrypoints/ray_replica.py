@@ -1,0 +1,105 @@
+"""EngineReplica: a Ray Serve deployment; each of its replicas runs one engine core."""
+
+import os
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray import serve
+
+from quire.config.engine import EngineConfig
+from quire.config.env import Env
+from quire.configure import configure
+from quire.data.wire import Ready
+from quire.entrypoints.child_cores import ChildCores
+from quire.entrypoints.ray_args import FleetModel
+from quire.frontend.fleet_routes import Route
+from quire.logs import get_logger
+from quire.server.settings import make_settings
+from quire.system.scratch import Scratch
+
+log = get_logger(__name__)
+
+
+class EngineReplica:
+    """A replica: the engine core is a child process, and ingresses stream requests through this one."""
+
+    async def __init__(self, model: FleetModel) -> None:
+        """Start the core, and return when it is ready."""
+        settings = make_settings(model.server, env=Env.read(os.environ))
+        self.config = configure(model.engine, usage="server")
+        core_config = self.config
+        if model.uses_ray_ranks:
+            context = ray.get_runtime_context()
+            os.environ["RAY_ADDRESS"] = context.gcs_address
+            core_config = replace(core_config, ray_group=ray.util.get_current_placement_group().id.hex())
+        self._scratch = Scratch()
+        self._cores = ChildCores(
+            core_config, self._scratch.path, health_timeout_s=settings.http.health_timeout
+        )
+        self._relay = self._cores.relay(on_end=self._end)
+        self._cores.start()
+        await self._cores.wait_until_up()
+        self._relay.start()
+        await self._cores.wait_until_ready(self._relay)
+        self._name = serve.get_replica_context().replica_tag
+        lora = self.config.lora
+        self._use_adapter = serve.multiplexed(max_num_models_per_replica=lora.max_cpu_loras)(_same_name)
+
+    def _end(self) -> None:
+        """End the replica with its core: Ray starts another one, and routes nothing to this one any more."""
+        log.error("The engine core has died; this replica ends")
+        os._exit(1)
+
+    def __del__(self) -> None:
+        """End the core when Ray Serve removes the drained replica."""
+        if hasattr(self, "_relay"):
+            self._relay.close()
+            self._cores.end()
+            self._scratch.remove()
+
+    # ---- for ingresses
+
+    async def describe(self) -> tuple[EngineConfig, Ready]:
+        """Return the resolved configuration, and the facts of the core."""
+        return self.config, await self._relay.ready()
+
+    async def stream(self, route: Route, data: bytes) -> AsyncIterator[str | list[bytes]]:
+        """Run an encoded request; yield the name of the replica, then messages of the core."""
+        if route.adapter:
+            await self._use_adapter(route.adapter)
+        yield self._name
+        async for messages in self._relay.run(data):
+            yield messages
+
+    async def abort(self, route: Route, sequence_ids: list[str]) -> None:
+        self._relay.abort(sequence_ids)
+
+    async def ping(self) -> None:
+        self._relay.check()
+
+    async def control(self, method: str, args: dict[str, Any], timeout_s: float | None) -> Any:
+        """Call a control method of the core."""
+        return await self._relay.link.call(method, args, timeout_s)
+
+    # ---- for Ray Serve
+
+    def check_health(self) -> None:
+        self._relay.check()
+
+    def record_routing_stats(self) -> dict[str, float]:
+        stats = self._relay.link.stats
+        return {
+            "num_running": stats.num_running,
+            "num_waiting": stats.num_waiting,
+            "kv_usage": stats.kv_usage,
+        }
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        return self.record_routing_stats() | {"max_num_seqs": self.config.scheduler.max_num_seqs}
+
+
+async def _same_name(name: str) -> str:
+    """Count an adapter as loaded here, so that Ray Serve knows its replicas. The core loads it on demand."""
+    return name

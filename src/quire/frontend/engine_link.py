@@ -1,0 +1,83 @@
+"""EngineLink: the connection of an API process to an engine core, or to a fleet of them."""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from quire.data.stats import StepStats
+from quire.data.wire import Ready, ToCore
+from quire.frontend.outputs import OutputProcessor
+
+
+class Owner(Protocol):
+    """Owner of the connections, with callbacks for their events."""
+
+    def on_ready(self, link: "EngineLink") -> None: ...
+    def on_news(self, link: "EngineLink", page: bytes) -> None:
+        """Handle a report of the core's load; `page` is its metrics page, if it is on another machine."""
+
+    def on_reset(self) -> None:
+        """Clear the cache of processed media."""
+
+    def on_missing(self, request_id: str) -> None:
+        """Handle that a core lacks the arrays of a request; `request_id` is that of its first sequence."""
+
+    def on_turn(self, link: "EngineLink") -> None:
+        """Deliver the outputs that were added to `link.outputs`."""
+
+    def on_death(self, link: "EngineLink") -> None: ...
+
+
+class EngineLink(ABC):
+    """A connection with the outputs that it receives and the state of its other end."""
+
+    def __init__(
+        self,
+        place: int,
+        rank: int,
+        *,
+        name: str,
+        outputs: OutputProcessor,
+        owner: Owner,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Build it. `place` is its index among the links of its owner, `rank` the data-parallel rank."""
+        self.place = place
+        self.rank = rank
+        self.name = name
+        self.outputs = outputs
+        self.core: Ready | None = None
+        self.stats = StepStats()
+        """Last reported gauges of the core."""
+        self.was_up = False
+        self.start_s = 0.0
+        """Seconds that the last start of the core took."""
+        self._clock = clock
+        self._owner = owner
+        self.down_since = clock()
+        self._why_down = f"{name} is starting"
+        self._heard_at = clock()
+
+    @property
+    def silent_s(self) -> float:
+        """Return the time since the last message of the core."""
+        return self._clock() - self._heard_at
+
+    @abstractmethod
+    def start(self) -> None:
+        """Connect, from inside the running loop."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    @abstractmethod
+    def problem(self, health_timeout_s: float) -> str | None:
+        """Return why the core is unavailable; None if it is available."""
+
+    @abstractmethod
+    def send(self, message: ToCore) -> None: ...
+
+    @abstractmethod
+    async def call_all(self, method: str, args: dict[str, Any], timeout_s: float | None) -> list[Any]:
+        """Call a method of every core; return their answers. `timeout_s` None: without a limit."""

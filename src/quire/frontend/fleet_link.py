@@ -1,0 +1,263 @@
+"""FleetLink: the connection of an API process to the replicas of a fleet, which run one engine core each."""
+
+import asyncio
+import contextvars
+import time
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
+from typing import Any, Protocol
+
+from quire.data.step_plan import StepOutput
+from quire.data.wire import Abort, Add, Missing, Ready, StepDone, ToCore, decode_from_core, encode
+from quire.errors import EngineDead
+from quire.frontend.engine_link import EngineLink, Owner
+from quire.frontend.fleet_routes import FleetRoutes, Route
+from quire.frontend.in_flight import affinity, marks
+from quire.frontend.outputs import OutputProcessor
+from quire.logs import get_logger
+
+log = get_logger(__name__)
+
+PING_INTERVAL_S = 1.0
+PING_TIMEOUT_S = 10.0
+_FORGETTING = frozenset({"reset_prefix_cache", "reset_running", "pause", "sleep", "commit_weights"})
+"""Control methods after which prefixes may not be cached any more."""
+
+
+class ReplicaLost(EngineDead):
+    """A replica or its core died, and all requests that it ran are lost."""
+
+
+class Fleet(Protocol):
+    """The replicas of an engine behind a load balancer, which chooses one for each call."""
+
+    async def ready(self) -> Ready:
+        """Wait for a replica, and return the first message of its core."""
+
+    async def ping(self) -> None:
+        """Wait for the answer of a healthy replica."""
+
+    def stream(self, route: Route, data: bytes) -> AsyncGenerator[str | Sequence[bytes]]:
+        """Run an encoded Add. The first item is the name of the replica, the others are messages of its core.
+        After an exception the replica does not run the request any more; raise ReplicaLost if it runs none.
+        Closing this aborts the request."""
+
+    async def abort(self, route: Route, sequence_ids: list[str]) -> None:
+        """End some of the sequences of a request at its replica."""
+
+    async def call_all(self, method: str, args: dict[str, Any], timeout_s: float | None) -> list[Any]:
+        """Call a control method of all cores; return their answers."""
+
+
+class FleetOwner(Owner, Protocol):
+    """Owner of a connection to a fleet."""
+
+    def on_lost(self, link: EngineLink, sequence_ids: Collection[str], why: str) -> None:
+        """Handle that some requests lost their core, while others of the connection go on."""
+
+
+class _Run:
+    """A request that runs on a replica."""
+
+    def __init__(self, route: Route, sequence_ids: list[str]) -> None:
+        self.route = route
+        self.sequence_ids = sequence_ids
+        self.open = set(sequence_ids)
+        """Sequences that have neither ended nor been aborted."""
+        self.replica = ""
+        """Name of the replica, once it is known."""
+        self.task: asyncio.Task[None] | None = None
+
+
+class FleetLink(EngineLink):
+    """Sends each request to the replica that the fleet's load balancer chooses by its route. If the replica
+    is lost, the owner gets all requests back that it ran."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        routes: FleetRoutes,
+        *,
+        outputs: OutputProcessor,
+        owner: FleetOwner,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(0, 0, name="the fleet", outputs=outputs, owner=owner, clock=clock)
+        self.routes = routes
+        self._fleet = fleet
+        self._fleet_owner = owner
+        self._runs: dict[str, _Run] = {}
+        """Runs by sequence id."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_turn_due = False
+
+    def start(self) -> None:
+        self._spawn(self._watch())
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        self.core, self.was_up = None, False
+        self.down_since, self._why_down = self._clock(), f"{self.name} is not connected"
+
+    def problem(self, health_timeout_s: float) -> str | None:
+        if self.core is None:
+            return self._why_down
+        if self.silent_s <= max(health_timeout_s, PING_INTERVAL_S + PING_TIMEOUT_S):
+            return None
+        return f"no replica has answered for {self.silent_s:.1f} s; the limit is {health_timeout_s:g} s"
+
+    async def _watch(self) -> None:
+        """Wait for the first replica, then check that one answers."""
+        while True:
+            try:
+                if self.core is None:
+                    self.core, self.was_up = await self._fleet.ready(), True
+                    self._heard_at = self._clock()
+                    self._owner.on_ready(self)
+                await asyncio.wait_for(self._fleet.ping(), PING_TIMEOUT_S)
+                self._heard_at = self._clock()
+            except Exception as error:
+                log.warning("No replica answers: %s", _reason(error))
+            await asyncio.sleep(PING_INTERVAL_S)
+
+    async def call_all(self, method: str, args: dict[str, Any], timeout_s: float | None) -> list[Any]:
+        if method in _FORGETTING:
+            self.routes.forget_prefixes()
+        return await self._fleet.call_all(method, args, timeout_s)
+
+    # ---- requests
+
+    def send(self, message: ToCore) -> None:
+        match message:
+            case Add():
+                self._begin(message)
+            case Abort(request_ids):
+                self._abort(request_ids)
+            case _:
+                raise TypeError(f"{type(message).__name__} is not a message to a fleet")
+
+    def _begin(self, add: Add) -> None:
+        first = add.requests[0]
+        ids = [*(request.id for request in add.requests), *(id for id, _ in add.siblings)]
+        route = self.routes.route(
+            first.id,
+            marks(first),
+            num_sequences=len(ids),
+            adapter="" if first.lora is None else first.lora.lora_name,
+            **affinity(first),
+        )
+        run = _Run(route, ids)
+        self._runs |= dict.fromkeys(ids, run)
+        run.task = self._spawn(self._follow(run, encode(add)))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        # In a context of its own: Ray Serve gives two calls in the context of one HTTP request the same id.
+        task = asyncio.create_task(work, context=contextvars.Context())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _follow(self, run: _Run, data: bytes) -> None:
+        """Pass the messages of a replica on until its sequences have ended."""
+        stream = self._fleet.stream(run.route, data)
+        try:
+            async for item in stream:
+                if isinstance(item, str):
+                    run.replica = item
+                    continue
+                for message in item:
+                    self._handle(run, message)
+                if not run.open:
+                    break
+            if run.open:
+                self._lose({run}, run.replica, "it ended the stream too early")
+        except ReplicaLost as error:
+            ran_there = {other for other in self._runs.values() if run.replica == other.replica != ""}
+            self.routes.lose(run.replica)
+            self._lose({run} | ran_there, run.replica, _reason(error))
+        except Exception as error:
+            self._lose({run}, run.replica, _reason(error))
+        finally:
+            self._end(run)
+            await stream.aclose()
+
+    def _handle(self, run: _Run, data: bytes) -> None:
+        self._heard_at = self._clock()
+        message = decode_from_core(data)
+        if isinstance(message, Missing):
+            run.open.clear()
+            self._end(run)
+            self._owner.on_missing(message.request_id)
+        elif isinstance(message, StepDone):
+            output = message.output
+            self._shift_times(output)
+            stats = output.stats
+            self.routes.hear(
+                run.replica,
+                num_running=stats.num_running,
+                num_waiting=stats.num_waiting,
+                kv_usage=stats.kv_usage,
+            )
+            run.open -= output.finished.keys()
+            self.outputs.take(output)
+            self._schedule_turn()
+
+    def _shift_times(self, output: StepOutput) -> None:
+        """Convert the times of another machine's clock: the step has ended just now."""
+        now = self._clock()
+        for run in output.admitted.values():
+            run.queued_at += now - output.at
+            run.scheduled_at += now - output.at
+        output.at = now
+
+    def _schedule_turn(self) -> None:
+        """Deliver the outputs of all streams that have arrived, together."""
+        if not self._is_turn_due:
+            self._is_turn_due = True
+            asyncio.get_running_loop().call_soon(self._turn)
+
+    def _turn(self) -> None:
+        self._is_turn_due = False
+        self._owner.on_turn(self)
+
+    def _abort(self, sequence_ids: list[str]) -> None:
+        """End requests, or some of the sequences of one."""
+        for run in {self._runs[id] for id in sequence_ids if id in self._runs}:
+            aborted = [id for id in sequence_ids if id in run.open]
+            run.open.difference_update(aborted)
+            if not run.open:
+                self._end(run)
+                if run.task is not None:
+                    run.task.cancel()
+            elif run.replica:
+                self._spawn(self._abort_some(run, aborted))
+
+    async def _abort_some(self, run: _Run, sequence_ids: list[str]) -> None:
+        try:
+            await self._fleet.abort(Route(replica=run.replica, routes=self.routes), sequence_ids)
+        except Exception as error:  # the replica computes tokens that are not read
+            log.debug("Aborting %s failed: %s", sequence_ids, _reason(error))
+
+    def _end(self, run: _Run) -> bool:
+        """Remove a request; return whether it was still there."""
+        if not any(self._runs.get(id) is run for id in run.sequence_ids):
+            return False
+        self.routes.end(run.route.request_id)
+        for id in run.sequence_ids:
+            del self._runs[id]
+        return True
+
+    def _lose(self, runs: set[_Run], replica: str, why: str) -> None:
+        """Give requests of a replica back to the owner, which sends them again."""
+        lost = [run for run in runs if self._end(run)]
+        for run in lost:
+            if run.task is not None and run.task is not asyncio.current_task():
+                run.task.cancel()
+        if ids := {id for run in lost for id in run.open}:
+            self._fleet_owner.on_lost(self, ids, f"replica {replica or '(none chosen yet)'} failed: {why}")
+
+
+def _reason(error: Exception) -> str:
+    """Return the last line of an error; errors of other processes begin with their stack."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

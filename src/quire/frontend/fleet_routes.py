@@ -1,0 +1,145 @@
+"""Routing of requests to the replicas of a fleet, which are known by name and come and go."""
+
+import threading
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.frontend.router import NO_PREFIX, Prefix, Router
+
+
+@dataclass(slots=True, eq=False)
+class Route:
+    """A request as the choice of its replica sees it. Only the adapter is sent to the replica."""
+
+    request_id: str = ""
+    prefix: Prefix = NO_PREFIX
+    session: str | None = None
+    num_sequences: int = 1
+    adapter: str = ""
+    """Name of its LoRA adapter; empty: none."""
+    replica: str = ""
+    """The only replica that can handle it; empty: any."""
+    routes: "FleetRoutes | None" = field(default=None, repr=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Route, ("", NO_PREFIX, None, 1, self.adapter)
+
+
+class FleetRoutes:
+    """Ranks the replicas for a request: first the one of its session, then the one with the longest known
+    prefix of its prompt, then by load. Methods may be called from several threads."""
+
+    def __init__(self, *, block_size: int, max_num_seqs: int, policy: str = "affinity") -> None:
+        """Build it. `max_num_seqs` is that of one replica; `policy` is one of the router's."""
+        self._router = Router(0, block_size=block_size, max_num_seqs=max_num_seqs, policy=policy)
+        self._places: dict[str, int] = {}
+        """Core of the router by name of the replica."""
+        self._free: list[int] = []
+        """Cores of replicas that are gone."""
+        self._adapters: dict[str, Collection[str]] = {}
+        self._reported: dict[str, Mapping[str, float]] = {}
+        """Last report of each replica over the control plane."""
+        self._lock = threading.Lock()
+
+    def route(
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        *,
+        extra: str | None = None,
+        session: str | None = None,
+        num_sequences: int = 1,
+        adapter: str = "",
+    ) -> Route:
+        """Return the route of a request. `extra` is what its prefix depends on beside the tokens."""
+        with self._lock:
+            prefix = self._router.prefix_of(token_ids, extra)
+        return Route(request_id, prefix, session, num_sequences, adapter, routes=self)
+
+    def update(self, replicas: Mapping[str, tuple[Collection[str], Mapping[str, float]]]) -> None:
+        """Set the running replicas with their loaded adapters and their last report (see `hear`). A replica
+        that is gone is forgotten with its requests and its prefixes."""
+        with self._lock:
+            for name in self._places.keys() - replicas.keys():
+                self._lose(name)
+            for name, (adapters, report) in replicas.items():
+                place = self._place_of(name)
+                self._adapters[name] = adapters
+                if report and self._reported.get(name) is not report:
+                    self._reported[name] = report
+                    # Outputs of own requests contain newer numbers than reports.
+                    if not self._router.cores[place].num_local:
+                        self._hear(place, report)
+
+    def rank(self, route: Route, among: Iterable[str]) -> list[str]:
+        """Return the replicas in order of preference."""
+        with self._lock:
+            by_place = {self._place_of(name): name for name in among}
+            if route.replica:
+                return [route.replica] if route.replica in by_place.values() else []
+            places, cores = list(by_place), self._router.cores
+            holders = [p for p in places if route.adapter and route.adapter in self._adapters_at(by_place[p])]
+            near = set(self._router.not_much_busier(places)).intersection(holders)
+            best = self._router.choose(
+                route.prefix, among=[p for p in places if p in near] or places, session=route.session
+            )
+            return [by_place[p] for p in sorted(places, key=lambda p: (p != best, cores[p].load))]
+
+    def assign(self, route: Route, replica: str) -> None:
+        """Count a request at its replica until `end`."""
+        with self._lock:
+            self._router.end(route.request_id)
+            self._router.assign(
+                route.request_id,
+                self._place_of(replica),
+                route.prefix,
+                session=route.session,
+                num_sequences=route.num_sequences,
+            )
+
+    def end(self, request_id: str) -> None:
+        with self._lock:
+            self._router.end(request_id)
+
+    def hear(self, replica: str, *, num_running: int, num_waiting: int, kv_usage: float) -> None:
+        """Update the load of a replica, which reports the requests of all ingresses."""
+        with self._lock:
+            if replica in self._places:
+                report = {"num_running": num_running, "num_waiting": num_waiting, "kv_usage": kv_usage}
+                self._hear(self._places[replica], report)
+
+    def lose(self, replica: str) -> None:
+        """Forget the requests and the prefixes of a replica that died."""
+        with self._lock:
+            if replica in self._places:
+                self._lose(replica)
+
+    def forget_prefixes(self) -> None:
+        with self._lock:
+            self._router.forget_prefixes()
+
+    # ---- with the lock held
+
+    def _hear(self, place: int, report: Mapping[str, float]) -> None:
+        self._router.hear(
+            place,
+            num_running=int(report["num_running"]),
+            num_waiting=int(report["num_waiting"]),
+            kv_usage=report["kv_usage"],
+        )
+
+    def _adapters_at(self, replica: str) -> Collection[str]:
+        return self._adapters.get(replica, ())
+
+    def _place_of(self, replica: str) -> int:
+        if replica not in self._places:
+            self._places[replica] = self._free.pop() if self._free else self._router.add_core()
+        return self._places[replica]
+
+    def _lose(self, replica: str) -> None:
+        place = self._places.pop(replica)
+        self._router.lose(place)
+        self._free.append(place)
+        self._adapters.pop(replica, None)
+        self._reported.pop(replica, None)
