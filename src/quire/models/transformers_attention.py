@@ -121,7 +121,8 @@ def named(name: str) -> Iterator[None]:
 
 
 def build(borrowed: TransformersFacts, scope: Scope) -> Any:
-    """Build the model with uninitialized weights and with the buffers computed from its configuration."""
+    """Build the model with uninitialized weights and with the buffers computed from its configuration. A
+    model with a cache of its own uses transformers' attention, any other Quire's."""
     import transformers
 
     if int(transformers.__version__.split(".")[0]) < 5:
@@ -139,11 +140,24 @@ def build(borrowed: TransformersFacts, scope: Scope) -> Any:
             f"{architecture} is an encoder-decoder model; the transformers backend supports decoders only"
         )
     with named(architecture), torch.device(scope.device), no_init_weights():
-        auto: Any = transformers.AutoModelForCausalLM
-        model = auto.from_config(config, dtype=scope.dtype, attn_implementation=_NAME, **options)
+        if not borrowed.own_cache:
+            options["attn_implementation"] = _NAME
+        model = _auto_class(config).from_config(config, dtype=scope.dtype, **options)
     model.tie_weights()
     _keep_float32(model, scope.dtype)
     return model.requires_grad_(False).eval()
+
+
+def _auto_class(config: Any) -> Any:
+    """Return the class that builds the model: a decoder, or a multimodal model of which the text is used."""
+    import transformers
+
+    multimodal: Any = getattr(
+        transformers, "AutoModelForMultimodalLM", transformers.AutoModelForImageTextToText
+    )
+    decoder: Any = transformers.AutoModelForCausalLM
+    is_decoder = type(config) in decoder._model_mapping or "AutoModelForCausalLM" in (config.auto_map or {})
+    return decoder if is_decoder or type(config) not in multimodal._model_mapping else multimodal
 
 
 def _keep_float32(model: Any, dtype: torch.dtype) -> None:
@@ -346,10 +360,13 @@ class TrialRun(NamedTuple):
 
     def expected(self, model: Any) -> Tensor:
         """Compute all logits by transformers without the paged cache."""
-        model.set_attn_implementation("eager")
+        has_paged_attention = model.config._attn_implementation == _NAME
+        if has_paged_attention:
+            model.set_attn_implementation("eager")
         with named(type(model).__name__):
             logits = [model(input_ids=ids[None], use_cache=False).logits[0] for ids in self.sequences]
-        model.set_attn_implementation(_NAME)
+        if has_paged_attention:
+            model.set_attn_implementation(_NAME)
         return torch.cat(logits)
 
     def steps(self) -> list[Batch]:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from quire.attention.batch import Batch
 from quire.checkpoint.facts import ArchFacts
+from quire.checkpoint.transformers_backend import IMPL_OWN_CACHE
 from quire.errors import ConfigError
 from quire.layers.scope import Scope, Target
 from quire.logs import get_logger, warn_once
@@ -28,6 +29,13 @@ logger = get_logger(__name__)
 
 class TransformersModel(nn.Module):
     """A model of transformers in two parts: its body over the paged cache, and its LM head."""
+
+    difference = (
+        "over the paged cache it computes other logits than in plain transformers. Its attention or its"
+        " positions depend on more than queries, keys and values: set"
+        f" model_impl={IMPL_OWN_CACHE!r}, which is slower"
+    )
+    """Error message if the logits differ from those of plain transformers."""
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()
@@ -53,7 +61,7 @@ class TransformersModel(nn.Module):
 
     @torch.inference_mode()
     def finish(self) -> None:
-        """Attach paged attention to the model and verify its logits against plain transformers."""
+        """Attach the cache to the model and verify its logits against plain transformers."""
         tail: Any = self.tail
         if self.body is tail:
             raise ConfigError(f"{self.name} is not supported: it has no base model separate from its head")
@@ -65,14 +73,19 @@ class TransformersModel(nn.Module):
                 f"{self.facts.vocab}"
             )
         use_fast_linear(tail)
-        bind_blank(place_attention(self.body, self.facts, self.scope, self.name), self.scope.device)
+        self.place_cache()
         setattr(tail, tail.base_model_prefix, _PassThrough())
-        logits = [self._run(batch) for batch in trial.steps()]
-        if not is_same(torch.cat(logits), expected):
-            raise ConfigError(
-                f"{self.name} is not supported: over the paged cache it computes other logits than in plain "
-                "transformers. Its attention or its positions depend on more than queries, keys and values"
-            )
+        if not is_same(self.logits_of(trial), expected):
+            raise ConfigError(f"{self.name} is not supported: {self.difference}")
+
+    def place_cache(self) -> None:
+        """Attach paged attention to every layer."""
+        layers = place_attention(self.body, self.facts, self.scope, self.name)
+        bind_blank(layers, self.scope.device)
+
+    def logits_of(self, trial: TrialRun) -> Tensor:
+        """Return the logits of the trial's sequences."""
+        return torch.cat([self._run(batch) for batch in trial.steps()])
 
     def _run(self, batch: Batch) -> Tensor:
         with named(self.name):
@@ -82,14 +95,15 @@ class TransformersModel(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         """Return hidden states [T, hidden] after the final norm."""
         out = self.body(
-            **self._inputs(batch),
+            **self.inputs_of(batch),
             position_ids=batch.positions[None],
             use_cache=False,
             quire_step=TransformersStep(batch, self.scope.ops.rotate_and_write),
         )
         return out[0][0]
 
-    def _inputs(self, batch: Batch) -> dict[str, Tensor]:
+    def inputs_of(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the input of the body: token ids, or the embeddings of a prompt that has some."""
         if batch.embeds is None:
             return {"input_ids": batch.token_ids[None]}
         body: Any = self.body
