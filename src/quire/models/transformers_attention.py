@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from quire.attention.backend import AttentionSpec
 from quire.attention.batch import Batch
 from quire.checkpoint.facts import ArchFacts, TransformersFacts
 from quire.checkpoint.layout import CacheSpec, cache_specs
+from quire.checkpoint.transformers_backend import IMPL_OWN_CACHE
 from quire.errors import ConfigError
 from quire.kernels.cpu import native
 from quire.kernels.ops import HeadEntry
@@ -107,8 +109,8 @@ def _attention(
 
 
 @contextmanager
-def named(name: str) -> Iterator[None]:
-    """Convert any error of the model's code to a ConfigError that names the model."""
+def named(name: str, remedy: str = "") -> Iterator[None]:
+    """Convert any error of the model's code to a ConfigError that names the model and a remedy."""
     try:
         yield
     except Exception as error:
@@ -117,7 +119,7 @@ def named(name: str) -> Iterator[None]:
             reason = "it does not use AttentionInterface but its own table of attention classes"
         elif not isinstance(error, ConfigError):
             reason = f"its code raises {type(error).__name__}, {reason}"
-        raise ConfigError(f"{name} cannot run through transformers' attention interface: {reason}") from error
+        raise ConfigError(f"{name} cannot run through transformers: {reason}{remedy}") from error
 
 
 def build(borrowed: TransformersFacts, scope: Scope) -> Any:
@@ -156,7 +158,9 @@ def _auto_class(config: Any) -> Any:
         transformers, "AutoModelForMultimodalLM", transformers.AutoModelForImageTextToText
     )
     decoder: Any = transformers.AutoModelForCausalLM
-    is_decoder = type(config) in decoder._model_mapping or "AutoModelForCausalLM" in (config.auto_map or {})
+    is_decoder = type(config) in decoder._model_mapping or "AutoModelForCausalLM" in (
+        getattr(config, "auto_map", None) or {}
+    )
     return decoder if is_decoder or type(config) not in multimodal._model_mapping else multimodal
 
 
@@ -208,21 +212,33 @@ class _NoClone(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def stored_parts(model: Any) -> dict[str, Tensor]:
-    """Return the checkpoint tensors by name, as views of the model's: the ones transformers would save."""
+def stored_parts(model: Any) -> tuple[dict[str, Tensor], bool]:
+    """Return the checkpoint tensors by name, as views of the model's: the ones transformers would save; and
+    whether these are all, since others have a layout that is not a view of the model's."""
     from transformers.core_model_loading import revert_weight_conversion
 
     tied = model.all_tied_weights_keys
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     storages = {tensor.untyped_storage().data_ptr() for tensor in state.values()}
-    with named(type(model).__name__), _NoClone():
-        parts: dict[str, Tensor] = revert_weight_conversion(model, state)
-        copied = [name for name, part in parts.items() if part.untyped_storage().data_ptr() not in storages]
-        if copied:
-            raise ConfigError(
-                f"its checkpoint stores {copied[0]} in a layout that is not a view of the model's"
-            )
-    return parts
+    with named(type(model).__name__):
+        try:
+            with _NoClone():
+                parts: dict[str, Tensor] = revert_weight_conversion(model, state)
+        except RuntimeError:  # a conversion needs a copy
+            parts = revert_weight_conversion(model, state)
+    views = {name: part for name, part in parts.items() if part.untyped_storage().data_ptr() in storages}
+    return views, len(views) == len(parts)
+
+
+def load_by_transformers(model: Any, folder: str) -> None:
+    """Fill a model with the weights of a checkpoint as transformers converts them."""
+    if not [*Path(folder).glob("*.safetensors"), *Path(folder).glob("pytorch_model*.bin")]:
+        return  # random weights
+    with named(type(model).__name__):
+        loaded = type(model).from_pretrained(folder, config=model.config, dtype=model.dtype)
+        state = loaded.state_dict()
+        for name, tensor in model.state_dict().items():
+            tensor.copy_(state[name])
 
 
 class _FastLinear:
@@ -256,7 +272,7 @@ def place_attention(body: Any, facts: ArchFacts, scope: Scope, name: str) -> lis
     """Attach a paged attention layer to every attention module of `body`."""
     recorder = _AttentionRecorder()
     ids = torch.zeros(1, 2, dtype=torch.int64, device=scope.device)
-    with named(name):
+    with named(name, f"; model_impl={IMPL_OWN_CACHE!r}, which is slower, may run it"):
         positions = torch.arange(2, device=scope.device)[None]
         with _record_masks(body, recorder.masks):
             body(input_ids=ids, position_ids=positions, use_cache=False, quire_step=recorder)

@@ -18,6 +18,7 @@ from quire.models.transformers_attention import (
     bind_blank,
     build,
     is_same,
+    load_by_transformers,
     named,
     place_attention,
     stored_parts,
@@ -49,6 +50,8 @@ class TransformersModel(nn.Module):
         self.tail = build(facts.borrowed, scope)
         self.name = type(self.tail).__name__
         self.body: nn.Module = self.tail.base_model
+        self.has_all_parts = True
+        """Whether Quire's loader fills all weights; if not, transformers loads the checkpoint."""
         warn_once(
             logger,
             f"{self.name} runs through transformers, which is slower than a native model: without fused "
@@ -57,7 +60,8 @@ class TransformersModel(nn.Module):
 
     def targets(self) -> Iterator[Target]:
         """Yield every checkpoint tensor with the part of a parameter that it fills."""
-        yield from (Target(name, part) for name, part in stored_parts(self.tail).items())
+        parts, self.has_all_parts = stored_parts(self.tail)
+        yield from (Target(name, part) for name, part in parts.items())
 
     @torch.inference_mode()
     def finish(self) -> None:
@@ -65,6 +69,9 @@ class TransformersModel(nn.Module):
         tail: Any = self.tail
         if self.body is tail:
             raise ConfigError(f"{self.name} is not supported: it has no base model separate from its head")
+        if not self.has_all_parts:
+            assert self.facts.borrowed is not None
+            load_by_transformers(tail, self.facts.borrowed.path)
         trial = TrialRun.of(self.facts.vocab, self.scope.device)
         expected = trial.expected(tail)
         if expected.shape[1] != self.facts.vocab:

@@ -9,10 +9,12 @@ from torch import Tensor, nn
 from quire.attention.batch import Batch
 from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.layout import CacheSpec, cache_specs
-from quire.errors import ConfigError
 from quire.layers.scope import Scope
+from quire.logs import get_logger
 from quire.models.transformers_attention import TrialRun, named
 from quire.models.transformers_backend import TransformersModel
+
+logger = get_logger(__name__)
 
 _CACHES = ("past_key_values", "cache_params", "state")
 """Names of the cache among the arguments and outputs of models."""
@@ -47,12 +49,17 @@ class OwnCacheModel(TransformersModel):
         self.caches: dict[int, Any] = {}
         """The cache of the sequence in each row. The first token of a sequence replaces it."""
         self.cache_name = ""
+        """Name of the cache argument. Empty for a model without one, where `caches` has all inputs so far."""
 
     def place_cache(self) -> None:
         names = inspect.signature(self.body.forward).parameters
         self.cache_name = next((name for name in _CACHES if name in names), "")
-        if not self.cache_name:
-            raise ConfigError(f"{self.name} is not supported: its base model takes no cache")
+        token = torch.zeros(1, 1, dtype=torch.int64, device=self.scope.device)
+        with named(self.name):
+            output = self.body(input_ids=token, use_cache=True, return_dict=True) if self.cache_name else {}
+        if output.get(self.cache_name) is None:
+            logger.warning("%s has no cache: each step computes all tokens of its requests", self.name)
+            self.cache_name = ""
 
     def logits_of(self, trial: TrialRun) -> Tensor:
         (first, second), rows = trial.sequences, range(2)
@@ -82,6 +89,8 @@ class OwnCacheModel(TransformersModel):
         """Compute the next tokens [1, T] of the sequence in a row; return hidden states [T, hidden]."""
         ((name, tokens),) = inputs.items()
         cache = self.caches.get(row) if position else None
+        if not self.cache_name:
+            return self._compute_all(row, tokens, cache)
         parts = [tokens] if cache is None or _takes_chunks(cache) else list(tokens.split(1, 1))
         hidden = []
         for part in parts:
@@ -91,6 +100,19 @@ class OwnCacheModel(TransformersModel):
             cache = output[self.cache_name]
         self.caches[row] = cache
         return torch.cat(hidden)
+
+    def _compute_all(self, row: int, tokens: Tensor, earlier: Tensor | None) -> Tensor:
+        """Compute the sequence in a row again with more tokens, which are ids or embeddings."""
+        body: Any = self.body
+        if earlier is not None and earlier.ndim != tokens.ndim:
+            parts = (
+                part if part.ndim == 3 else body.get_input_embeddings()(part) for part in (earlier, tokens)
+            )
+            earlier, tokens = parts
+        whole = self.caches[row] = tokens if earlier is None else torch.cat([earlier, tokens], 1)
+        name = "input_ids" if whole.ndim == 2 else "inputs_embeds"
+        hidden: Tensor = body(**{name: whole}, return_dict=True)[0][0]
+        return hidden[-tokens.shape[1] :]
 
 
 def _takes_chunks(cache: Any) -> bool:
