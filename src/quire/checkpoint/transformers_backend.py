@@ -39,7 +39,7 @@ _UNPAGED_CODE = re.compile(
 """Words in the code of models whose attention is no function of queries, keys and values alone."""
 _ATTENTION_CODE = re.compile(r"ALL_ATTENTION_FUNCTIONS|AutoModel\w*\.from_config")
 """Words in the code of models that use transformers' attention interface, or another model that does."""
-_UNPAGED_KINDS = frozenset({"diffllama", "doge", "jetmoe"})
+_UNPAGED_KINDS = frozenset({"diffllama", "doge", "hrm_text", "jetmoe"})
 """Model types that attend twice in a layer, with a mask of their own, or with more heads than they name."""
 
 

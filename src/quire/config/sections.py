@@ -125,6 +125,8 @@ class ModelSection:
     directory with a generation_config.json."""
     override_generation_config: dict[str, Any] = field(default_factory=dict)
     """JSON of default sampling parameters, overriding the generation config."""
+    structured_outputs_config: dict[str, Any] = field(default_factory=dict)
+    """JSON of switches for all constrained outputs: disable_any_whitespace, disable_additional_properties."""
     chat_template: str | None = None
     """Chat template: a file, the template itself, or the name of one in docs/tools.md. Default: the
     tokenizer's."""

@@ -49,7 +49,8 @@ class TransformersModel(nn.Module):
         self.scope = scope
         self.tail = build(facts.borrowed, scope)
         self.name = type(self.tail).__name__
-        self.body: nn.Module = self.tail.base_model
+        base = self.tail.base_model
+        self.body: nn.Module = base.decoder if type(base).__name__.endswith("DecoderWrapper") else base
         self.has_all_parts = True
         """Whether Quire's loader fills all weights; if not, transformers loads the checkpoint."""
         warn_once(
@@ -82,13 +83,17 @@ class TransformersModel(nn.Module):
         use_fast_linear(tail)
         self.place_cache()
         setattr(tail, tail.base_model_prefix, _PassThrough())
-        if not is_same(self.logits_of(trial), expected):
+        if not self.computes(expected, trial):
             raise ConfigError(f"{self.name} is not supported: {self.difference}")
 
     def place_cache(self) -> None:
         """Attach paged attention to every layer."""
         layers = place_attention(self.body, self.facts, self.scope, self.name)
         bind_blank(layers, self.scope.device)
+
+    def computes(self, expected: Tensor, trial: TrialRun) -> bool:
+        """Return whether the model computes these logits of the trial's sequences."""
+        return is_same(self.logits_of(trial), expected)
 
     def logits_of(self, trial: TrialRun) -> Tensor:
         """Return the logits of the trial's sequences."""
@@ -125,6 +130,11 @@ class TransformersModel(nn.Module):
 
 class _PassThrough(nn.Module):
     """Replaces the body inside of the model: passes `inputs_embeds` to the head unchanged."""
+
+    @property
+    def decoder(self) -> "_PassThrough":
+        """Return this module for models that call the decoder inside of a wrapper, such as Bart's."""
+        return self
 
     def forward(self, *others: Any, inputs_embeds: Tensor, **rest: Any) -> "_Output":
         return _Output(inputs_embeds)

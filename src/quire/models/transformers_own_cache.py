@@ -10,7 +10,7 @@ from quire.attention.batch import Batch
 from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.layout import CacheSpec, cache_specs
 from quire.layers.scope import Scope
-from quire.logs import get_logger
+from quire.logs import get_logger, warn_once
 from quire.models.transformers_attention import TrialRun, named
 from quire.models.transformers_backend import TransformersModel
 
@@ -41,7 +41,7 @@ class OwnCacheModel(TransformersModel):
     whole prompts and for single tokens only.
     """
 
-    difference = "with its cache it computes other logits than without one"
+    difference = "sequence by sequence it computes other logits than transformers"
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__(facts, scope)
@@ -58,8 +58,18 @@ class OwnCacheModel(TransformersModel):
         with named(self.name):
             output = self.body(input_ids=token, use_cache=True, return_dict=True) if self.cache_name else {}
         if output.get(self.cache_name) is None:
-            logger.warning("%s has no cache: each step computes all tokens of its requests", self.name)
-            self.cache_name = ""
+            self._drop_cache("has no cache")
+
+    def computes(self, expected: Tensor, trial: TrialRun) -> bool:
+        if super().computes(expected, trial):
+            return True
+        if self.cache_name:
+            self._drop_cache("computes other logits with its cache than without")
+        return super().computes(expected, trial)
+
+    def _drop_cache(self, reason: str) -> None:
+        warn_once(logger, f"{self.name} {reason}: each step computes all tokens of its requests")
+        self.cache_name = ""
 
     def logits_of(self, trial: TrialRun) -> Tensor:
         (first, second), rows = trial.sequences, range(2)
