@@ -72,9 +72,6 @@ VISION_CONFIG: dict[str, Any] = {
     "image_size": 32,
 }
 UNPAGED: dict[str, dict[str, Any]] = {
-    "bamba": GROUPED
-    | {"num_hidden_layers": 3, "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_state": 16}
-    | {"mamba_n_groups": 2, "mamba_chunk_size": 32},
     "bart": BART,
     "bloom": {"n_layer": 2, "n_head": 4},
     "deepseek_v3": LATENT,

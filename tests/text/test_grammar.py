@@ -56,6 +56,27 @@ def test_concurrent_sequences_do_not_wait_for_each_other(
     assert grammars.compile(WORDS).lexer is lexers[3]
 
 
+def test_switches_hold_for_all_grammars(vocabulary: Vocabulary) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    texts = {}
+    for switches in ((), ("disable_additional_properties",), ("disable_any_whitespace",)):
+        grammars = Grammars(lambda: vocabulary, switches=switches)
+        texts[switches] = {
+            text
+            for text in ('{"a": 1}', '{"a":1}', '{"a":1,"b":2}')
+            if _accepts(grammars, StructuredOutputsParams(json=schema), text)
+        }
+    assert texts[()] == {'{"a": 1}', '{"a":1}', '{"a":1,"b":2}'}
+    assert texts[("disable_additional_properties",)] == {'{"a": 1}', '{"a":1}'}
+    assert texts[("disable_any_whitespace",)] == {'{"a":1}', '{"a":1,"b":2}'}
+
+
+def _accepts(grammars: Grammars, params: StructuredOutputsParams, text: str) -> bool:
+    matcher = grammars.compile(params)
+    ids = grammars.open().tokenize_str(text)
+    return all(matcher.advance(id) == "" for id in ids)
+
+
 def test_expensive_grammar_is_compiled_once(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar, "LEXERS_S", 0.0)
     several = [grammars.compile(WORDS) for _ in range(5)]
