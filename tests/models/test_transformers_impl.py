@@ -78,9 +78,10 @@ UNPAGED: dict[str, dict[str, Any]] = {
     "diffllama": GROUPED,
     "doge": GROUPED,
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 7},
+    "hrm_text": GROUPED | {"num_hidden_layers": 1, "H_cycles": 1, "L_cycles": 1},
     "mamba": {"state_size": 8},
 }
-"""Models that run with transformers' own cache."""
+"""Models that run with transformers' own cache. Weights of HRM are no views of those in its checkpoint."""
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "stablelm": (GROUPED, "StableLm.* does not pass keyword arguments down.*='transformers_own_cache'"),
     "bert": ({"intermediate_size": 96}, "Bert.* over the paged cache it computes other logits"),
