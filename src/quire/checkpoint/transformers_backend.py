@@ -36,7 +36,7 @@ _ATTENTION_KINDS = ("full_attention", "sliding_attention")
 _UNPAGED_CODE = re.compile(
     r"recurrent_states?\b|conv_states?\b|cache_params\b|\balibi\b|position_bias\b|class \w*Cache\w*\("
 )
-"""Words in the code of models whose attention is no function of queries, keys and values alone."""
+"""Words in the code of models with attention that is no function of queries, keys and values alone."""
 _ATTENTION_CODE = re.compile(r"ALL_ATTENTION_FUNCTIONS|AutoModel\w*\.from_config")
 """Words in the code of models that use transformers' attention interface, or another model that does."""
 _UNPAGED_KINDS = frozenset({"diffllama", "doge", "hrm_text", "jetmoe"})

@@ -58,8 +58,8 @@ def resolve_state_caching(
 
 
 def resolve_own_cache(values: dict[str, Any], facts: ArchFacts) -> dict[str, Any]:
-    """Return the settings of a model whose sequences transformers caches: without prefix caching, and with
-    few running requests, since their caches are outside of the planned memory."""
+    """Return the settings of a model with transformers' cache of each sequence: without prefix caching, and
+    with few running requests, since their caches are outside of the planned memory."""
     if facts.borrowed is None or not facts.borrowed.own_cache:
         return values
     if values.get("speculative_config"):

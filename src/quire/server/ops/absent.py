@@ -9,7 +9,7 @@ ABSENT_ROUTES = {
     "/cohere/v2/chat": "use /v1/chat/completions",
     "/scale_elastic_ep": "the number of engines is fixed at start; scale by replicas behind a gateway",
     "/is_scaling_elastic_ep": "the number of engines is fixed at start",
-    "/fault_tolerance/apply": "engines that die are restarted without being asked; see /health",
+    "/fault_tolerance/apply": "engines that die are restarted at once; see /health",
     "/fault_tolerance/status": "see /health and the metric vllm:request_resumed_total",
 }
 """Reason or alternative by path; docs/migration.md lists the same."""
