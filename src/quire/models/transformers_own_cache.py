@@ -115,10 +115,8 @@ class OwnCacheModel(TransformersModel):
         """Compute the sequence in a row again with more tokens, which are ids or embeddings."""
         body: Any = self.body
         if earlier is not None and earlier.ndim != tokens.ndim:
-            parts = (
-                part if part.ndim == 3 else body.get_input_embeddings()(part) for part in (earlier, tokens)
-            )
-            earlier, tokens = parts
+            embed = body.get_input_embeddings()
+            earlier, tokens = (part if part.ndim == 3 else embed(part) for part in [earlier, tokens])
         whole = self.caches[row] = tokens if earlier is None else torch.cat([earlier, tokens], 1)
         name = "input_ids" if whole.ndim == 2 else "inputs_embeds"
         hidden: Tensor = body(**{name: whole}, return_dict=True)[0][0]
