@@ -24,6 +24,7 @@ from quire.config.mm_limits import check_cross_attention, drop_unused_encoder, l
 from quire.config.plugins import load_plugins
 from quire.config.sections import SECTIONS
 from quire.config.speculation import read_settings
+from quire.config.structured_outputs import output_switches
 from quire.errors import ConfigError
 from quire.logs import get_logger
 from quire.system.platform import detect
@@ -233,7 +234,7 @@ def open_grammars(config: EngineConfig, tokenizer: Tokenizer | None = None) -> G
         return vocabulary_of(opened, config.checkpoint.facts.vocab, eos_ids(config, opened))
 
     num_threads = config.parallel.cpu_threads if config.machine.device == "cpu" else None
-    return Grammars(vocabulary, num_threads)
+    return Grammars(vocabulary, num_threads, output_switches(config.model.structured_outputs_config))
 
 
 def vocabulary_of(tokenizer: Tokenizer, size: int, eos: tuple[int, ...]) -> Vocabulary:

@@ -119,7 +119,7 @@ def test_engine(tmp_path: Path) -> None:
     path, hf_model = make_tiny("llama", tmp_path)
     prompts = random_prompts(40, 9)
     prompts.append([*prompts[0][:33], 7])
-    llm = open_tiny(path, kv_cache_dtype="int8")
+    llm = open_tiny(path, kv_cache_dtype="fp8_per_token_head")  # read as int8_per_token_head
     for output in [*generate(llm, prompts[:2]), *generate(llm, prompts[2:])]:
         outputs = [*output.prompt_token_ids, *output.outputs[0].token_ids]
         expected = run_rounded(hf_model, outputs)[len(output.prompt_token_ids) - 1 : -1]

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from quire.config.structured_outputs import output_switches
 from quire.config.unsupported import UNSUPPORTED, Place, check_supported, is_switch
 from quire.errors import ConfigError, RequestError
 
@@ -57,3 +58,20 @@ def test_number_is_not_a_switch() -> None:
     """Catches `(0,) == (False,)`."""
     assert is_switch("engine argument", "return_sampling_mask") and is_switch("server flag", "grpc")
     assert not is_switch("engine argument", "offload_group_size")
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"disable_whitespace": True}, "unknown structured_outputs_config key 'disable_whitespace'"),
+        ({"disable_any_whitespace": 1}, "disable_any_whitespace=1 must be true or false"),
+        ({"reasoning_parser": "qwen3"}, "set --reasoning-parser in place of reasoning_parser"),
+        ({"enable_in_reasoning": True}, "enable_in_reasoning is not supported"),
+    ],
+)
+def test_structured_outputs_config_is_checked(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        output_switches(settings)
+    assert output_switches({"backend": "xgrammar", "disable_any_whitespace": True}) == (
+        "disable_any_whitespace",
+    )

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import check_against, generate, open_tiny, prompts_of
+from tiny import check_against, generate, generate_preempted, open_tiny, prompts_of
 
 from quire.checkpoint import transformers_backend
 from quire.checkpoint.model import read_checkpoint
+from quire.checkpoint.transformers_backend import IMPL_OWN_CACHE, OWN_CACHE
 from quire.errors import ConfigError
 from quire.kernels.cpu import native
 from quire.logs import warn_once
@@ -70,19 +71,22 @@ VISION_CONFIG: dict[str, Any] = {
     "num_attention_heads": 2,
     "image_size": 32,
 }
+UNPAGED: dict[str, dict[str, Any]] = {
+    "bart": BART,
+    "bloom": {"n_layer": 2, "n_head": 4},
+    "deepseek_v3": LATENT,
+    "diffllama": GROUPED,
+    "doge": GROUPED,
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 7},
+    "hrm_text": GROUPED | {"num_hidden_layers": 1, "H_cycles": 1, "L_cycles": 1},
+    "mamba": {"state_size": 8},
+}
+"""Models that run with transformers' own cache. Weights of HRM are no views of those in its checkpoint."""
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "stablelm": (GROUPED, "StableLm.* does not pass keyword arguments down"),
-    "bamba": (GROUPED, "Bamba.* 0 attention modules were called"),
-    "bloom": ({"n_layer": 2, "n_head": 4}, "Bloom.* 0 attention modules were called, but it has 2 layers"),
+    "stablelm": (GROUPED, "StableLm.* does not pass keyword arguments down.*='transformers_own_cache'"),
     "bert": ({"intermediate_size": 96}, "Bert.* over the paged cache it computes other logits"),
-    "diffllama": (GROUPED, "DiffLlama.* some twice"),
-    "deepseek_v3": (LATENT, "Deepseek.* keys .* and values .* differ in size"),
     "t5": ({}, "expected false: T5ForConditionalGeneration is .* not supported yet"),
-    "mamba": ({}, "Mamba.* 0 attention modules were called"),
-    "bart": (BART, "'BartForCausalLM' is not supported.* num_attention_heads"),
     "git": ({"vision_config": VISION_CONFIG}, "GitForCausalLM .* its own table of attention classes"),
-    "gpt_neo": ({"attention_types": [[["global"], 2]]}, "GPTNeo.* its own table of attention classes"),
-    "granitemoehybrid": (GROUPED | {"layer_types": ["linear_attention", "full_attention"]}, "layer_types"),
 }
 
 
@@ -148,6 +152,43 @@ def test_every_logit_matches_transformers(kind: str, tmp_path: Path) -> None:
     second = generate(llm, prompts[:1], count=3)
     check_against(hf_model, second)
     assert second[0].num_cached_tokens > 0
+
+
+@pytest.mark.parametrize("kind", UNPAGED)
+def test_models_with_transformers_cache(kind: str, tmp_path: Path) -> None:
+    """Check prompts in chunks, beside others, and requests that are preempted and computed again."""
+    path, hf_model = make(kind, tmp_path, **UNPAGED[kind])
+    llm = open_tiny(path, model_impl="transformers", max_num_seqs=3, max_num_batched_tokens=11)
+    assert llm.llm_engine.config.checkpoint.facts.architecture == OWN_CACHE
+    check_against(hf_model, generate_preempted(llm, prompts_of(17, 9, 5, 12), count=5, at=(2, 5)))
+    assert llm.llm_engine.core.scheduler.num_preemptions >= 2
+
+
+def test_any_model_can_have_transformers_cache(tmp_path: Path) -> None:
+    path, hf_model = make("stablelm", tmp_path, **GROUPED)
+    llm = open_tiny(path, model_impl=IMPL_OWN_CACHE, enable_prefix_caching=True)
+    assert not llm.config.cache.enable_prefix_caching
+    assert open_tiny(path, model_impl=IMPL_OWN_CACHE).config.scheduler.max_num_seqs == 40
+    check_against(hf_model, generate(llm, prompts_of(9, 2)))
+    with pytest.raises(ConfigError, match="speculative_config is not supported with transformers' own cache"):
+        open_tiny(
+            path,
+            model_impl=IMPL_OWN_CACHE,
+            speculative_config={"method": "ngram", "num_speculative_tokens": 2},
+        )
+
+
+@pytest.mark.parametrize(("kind", "reason"), [("openai-gpt", "has no cache"), ("helium", "other logits")])
+def test_models_without_a_usable_cache(
+    kind: str, reason: str, tmp_path: Path, warnings: Callable[[], list[str]]
+) -> None:
+    """Check a model without a cache, and one without a window whose config.json names one, so that
+    transformers' cache drops tokens."""
+    path, hf_model = make(kind, tmp_path, n_embd=64, n_head=4, n_layer=2, **GROUPED)
+    path = edited(path, tmp_path / "windows", sliding_window=2)
+    llm = open_tiny(path, model_impl=IMPL_OWN_CACHE, max_num_batched_tokens=11, max_num_seqs=3)
+    assert [output for output in warnings() if reason in output]
+    check_against(hf_model, generate(llm, prompts_of(17, 2, 9)))
 
 
 def test_windows_that_config_json_does_not_name_are_applied(tmp_path: Path) -> None:

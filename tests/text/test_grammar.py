@@ -126,3 +126,20 @@ def test_digits_and_letters_of_a_regex_are_ascii(regex: str, text: str, fits: bo
     matcher = Grammars(lambda: BYTES).compile(StructuredOutputsParams(regex=regex))
     verdicts = [matcher.advance(item) for item in text.encode()]
     assert ("error" not in verdicts) == fits
+
+
+@pytest.mark.parametrize(
+    ("switches", "refused"),
+    [
+        ((), set()),
+        (("disable_additional_properties",), {'{"a":1,"b":2}'}),
+        (("disable_any_whitespace",), {'{"a": 1}'}),
+    ],
+)
+def test_switches_hold_for_all_grammars(switches: tuple[str, ...], refused: set[str]) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    grammars = Grammars(lambda: BYTES, switches=switches)
+    for text in ('{"a": 1}', '{"a":1}', '{"a":1,"b":2}'):
+        matcher = grammars.compile(StructuredOutputsParams(json=schema))
+        verdicts = [matcher.advance(item) for item in text.encode()]
+        assert ("error" in verdicts) == (text in refused)

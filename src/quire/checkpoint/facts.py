@@ -52,7 +52,7 @@ class LayerFacts:
     """Whether tokens attend only within chunks of `window` positions (Llama 4)."""
     mixer: str = "attention"
     """Token mixer: attention | latent (MLA) | selective (Mamba) | mamba (Mamba-2) | delta | lightning | conv;
-    attention+mamba in parallel; none for a layer without one."""
+    attention+mamba in parallel; none for a layer without one; transformers for one that it caches itself."""
     moe: bool = False
     """Whether the feed-forward part is a mixture of experts."""
     heads: int = 0
@@ -332,6 +332,8 @@ class TransformersFacts:
     """The directory of the checkpoint."""
     remote: bool = False
     """Whether to run the model code of the checkpoint; otherwise transformers' own."""
+    own_cache: bool = False
+    """Whether the model computes one sequence at a time, with transformers' cache of it in place of pages."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,8 @@ SCALE_BYTES = 4
 """Bytes of the float32 scale behind each head of an int8 cache."""
 ROW_KINDS = ("state", "crossed")
 """Kinds of cache with a fixed size per row."""
+MARK_BYTES = 4
+"""State of a layer that transformers caches itself: memory that is not used, of a row without pages."""
 CROSS_BLOCK_SIZE = 16
 """Block size of cross-attention states: their number is rounded up to a multiple of it."""
 
@@ -296,6 +298,8 @@ def cross_attention_spec(num_layers: int, num_vectors: int, numbers: int) -> Cac
 def _spec(facts: ArchFacts, layer: LayerFacts) -> CacheSpec | None:
     if layer.mixer == "none" or layer.kv_sharing_target is not None:
         return None
+    if layer.mixer == "transformers":
+        return CacheSpec("state", bytes_per_row=MARK_BYTES)
     if layer.mixer == "latent":
         assert facts.mla is not None
         index_dim = facts.mla.index.dim if facts.mla.index is not None and layer.has_indexer else 0

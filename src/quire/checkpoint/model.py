@@ -16,7 +16,13 @@ from quire.checkpoint.pooling import GENERATIVE, RETRIEVAL, StoredPooling, read_
 from quire.checkpoint.quant import read_quant
 from quire.checkpoint.quant.facts import QuantFacts
 from quire.checkpoint.reader import ConfigReader, read_json
-from quire.checkpoint.transformers_backend import is_installed, read_transformers_model, source_of
+from quire.checkpoint.transformers_backend import (
+    IMPL_OWN_CACHE,
+    RUN_BY_TRANSFORMERS,
+    is_installed,
+    read_transformers_model,
+    source_of,
+)
 from quire.errors import ConfigError, nearest
 from quire.logs import get_logger, warn_once
 
@@ -79,8 +85,8 @@ def read_checkpoint(
         )
     if overrides:
         raise ConfigError(f"hf_overrides change config.json, but {path} is a GGUF file, which has none")
-    if model_impl == "transformers":
-        raise ConfigError(f"model_impl='transformers' needs a model directory, but {path} is a GGUF file")
+    if model_impl in RUN_BY_TRANSFORMERS:
+        raise ConfigError(f"model_impl={model_impl!r} needs a model directory, but {path} is a GGUF file")
     return _read_gguf(path)
 
 
@@ -105,7 +111,7 @@ def _read_directory(
 ) -> Checkpoint:
     whole = keys
     media: MediaFacts | None = None
-    if model_impl != "transformers":
+    if model_impl not in RUN_BY_TRANSFORMERS:
         keys, media = _split_multimodal(keys)
     if family is None:
         architecture, facts = _read_facts(keys, path, model_impl, trusted)
@@ -168,12 +174,12 @@ def _read_facts(keys: ConfigReader, path: Path, model_impl: str, trusted: bool) 
     transformers."""
     named = _architectures(keys)
     known = [name for name in named if _family(name) in FAMILIES]
-    if known and model_impl != "transformers":
+    if known and model_impl not in RUN_BY_TRANSFORMERS:
         architecture = _family(known[0])
         return known[0], replace(FAMILIES[architecture].read(keys), architecture=architecture)
-    if model_impl == "transformers" and not is_installed():
+    if model_impl in RUN_BY_TRANSFORMERS and not is_installed():
         raise ConfigError(
-            "model_impl='transformers' needs the transformers package: install it, or use 'auto'"
+            f"model_impl={model_impl!r} needs the transformers package: install it, or use 'auto'"
         )
     name = named[0] if named else str(keys.get("model_type") or "")
     if not name:
@@ -186,12 +192,13 @@ def _read_facts(keys: ConfigReader, path: Path, model_impl: str, trusted: bool) 
         )
     source = None
     generates = name.endswith(GENERATIVE) or not (name.endswith("Model") or _HEADED.fullmatch(name))
-    if model_impl in ("auto", "transformers") and generates:
+    if model_impl in ("auto", *RUN_BY_TRANSFORMERS) and generates:
         source = source_of(keys, name, trusted=trusted)
     if source is None:
         raise ConfigError(f"{keys.source}: {_unsupported_message(keys, name, model_impl)}")
     try:
-        return name, read_transformers_model(keys, path, remote=source == "checkpoint")
+        own_cache = model_impl == IMPL_OWN_CACHE
+        return name, read_transformers_model(keys, path, remote=source == "checkpoint", own_cache=own_cache)
     except ConfigError as error:
         raise ConfigError(f"the architecture {name!r} is not supported: {error}") from error
 
@@ -208,7 +215,7 @@ def _architectures(keys: ConfigReader) -> list[str]:
 def _unsupported_message(keys: ConfigReader, name: str, model_impl: str) -> str:
     """Return the error message for an architecture that is not supported."""
     more = ", besides the decoders of the installed transformers"
-    if model_impl not in ("auto", "transformers"):
+    if model_impl not in ("auto", *RUN_BY_TRANSFORMERS):
         more = "; model_impl='auto' also supports the decoders of transformers"
     elif not is_installed():
         more = "; with the transformers package installed, also its decoders"

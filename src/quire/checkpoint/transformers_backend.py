@@ -1,6 +1,7 @@
 """Reading the config.json of decoders that have no model code in Quire and run through transformers."""
 
 import json
+import re
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +18,13 @@ logger = get_logger(__name__)
 BORROWED = "TransformersForCausalLM"
 """Architecture in the model table that runs them."""
 
+OWN_CACHE = "TransformersWithOwnCache"
+"""Architecture in the model table of those with transformers' cache."""
+IMPL_OWN_CACHE = "transformers_own_cache"
+"""Value of model_impl for that, whatever the model."""
+RUN_BY_TRANSFORMERS = ("transformers", IMPL_OWN_CACHE)
+"""Values of model_impl that never use Quire's own model."""
+
 # Names of one setting in the configs of different models.
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -25,6 +33,14 @@ _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 _HEAD_DIM = ("head_dim", "attention_head_dim", "kv_channels", "v_head_dim")
 _INTERMEDIATE = ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner")
 _ATTENTION_KINDS = ("full_attention", "sliding_attention")
+_UNPAGED_CODE = re.compile(
+    r"recurrent_states?\b|conv_states?\b|cache_params\b|\balibi\b|position_bias\b|class \w*Cache\w*\("
+)
+"""Words in the code of models with attention that is no function of queries, keys and values alone."""
+_ATTENTION_CODE = re.compile(r"ALL_ATTENTION_FUNCTIONS|AutoModel\w*\.from_config")
+"""Words in the code of models that use transformers' attention interface, or another model that does."""
+_UNPAGED_KINDS = frozenset({"diffllama", "doge", "hrm_text", "jetmoe"})
+"""Model types that attend twice in a layer, with a mask of their own, or with more heads than they name."""
 
 
 def source_of(keys: ConfigReader, name: str, *, trusted: bool) -> str | None:
@@ -49,11 +65,16 @@ def _read_model_tables() -> str:
     return "".join((tables / name).read_text(encoding="utf-8") for name in names if (tables / name).is_file())
 
 
-def read_transformers_model(whole: ConfigReader, path: Path, *, remote: bool) -> ArchFacts:
-    """Read the facts that the engine needs of a decoder; transformers reads the rest of config.json."""
+def read_transformers_model(
+    whole: ConfigReader, path: Path, *, remote: bool, own_cache: bool = False
+) -> ArchFacts:
+    """Read the facts that the engine needs of a decoder; transformers reads the rest of config.json. With
+    `own_cache`, or if its code needs that, transformers caches each sequence."""
     keys = _text_part(whole)
     if keys.flag("is_encoder_decoder"):
         raise whole.wrong("is_encoder_decoder", "false (only decoders run through transformers)")
+    if own_cache or (not remote and _needs_own_cache(whole, keys)):
+        return _read_unpaged_model(whole, keys, path, remote=remote)
     hidden, heads = _size(keys, _HIDDEN), _size(keys, _HEADS)
     kv_heads = _size(keys, _KV_HEADS, 1 if keys.get("multi_query") else heads)
     windows = _windows(keys, _size(keys, _LAYERS))
@@ -71,6 +92,61 @@ def read_transformers_model(whole: ConfigReader, path: Path, *, remote: bool) ->
         tied=whole.flag("tie_word_embeddings") or keys.flag("tie_word_embeddings"),
         borrowed=TransformersFacts(json.dumps(dict(whole.values)), str(path), remote),
     )
+
+
+def _needs_own_cache(whole: ConfigReader, keys: ConfigReader) -> bool:
+    """Return whether a model attends in other ways than Quire's paged attention, by its code and config."""
+    kinds = [str(part.get("model_type") or "") for part in (whole, keys)]
+    code = "".join(map(_read_model_code, dict.fromkeys(kinds)))
+    if not code or _UNPAGED_KINDS.intersection(kinds):
+        return bool(code)
+    layers: Any = keys.get("layer_types")
+    values = [keys.get(name) for name in (*_HEADS, *_KV_HEADS, *_HEAD_DIM, *_INTERMEDIATE)]
+    return (
+        _UNPAGED_CODE.search(code) is not None
+        or _ATTENTION_CODE.search(code) is None
+        or (isinstance(layers, list) and not {*map(str, layers)} <= {*_ATTENTION_KINDS})
+        or any(isinstance(value, list) for value in values)
+        or keys.get("kv_lora_rank") is not None
+        or all(keys.get(name) is None for name in _HEADS)
+    )
+
+
+@cache
+def _read_model_code(kind: str) -> str:
+    """Return the code of transformers' models of this model_type; empty if there is none."""
+    spec = find_spec("transformers")
+    if spec is None or spec.origin is None:
+        return ""
+    folders = re.findall(rf'\("{re.escape(kind)}", "([a-z0-9_]+)"\)', _read_model_tables())
+    models = Path(spec.origin).parent / "models"
+    files = (models / name / f"modeling_{name}.py" for name in (*folders, kind.replace("-", "_")) if name)
+    return next((file.read_text(encoding="utf-8") for file in files if file.is_file()), "")
+
+
+def _read_unpaged_model(whole: ConfigReader, keys: ConfigReader, path: Path, *, remote: bool) -> ArchFacts:
+    """Read the facts of a model that transformers runs with its cache: only its sizes."""
+    hidden, heads = _size(keys, _HIDDEN), _size_or_one(keys, _HEADS)
+    return ArchFacts(
+        architecture=OWN_CACHE,
+        vocab=_size(keys, ("vocab_size",)),
+        hidden=hidden,
+        intermediate=_size_or_one(keys, _INTERMEDIATE),
+        heads=heads,
+        kv_heads=heads,
+        head_dim=max(hidden // heads, 1),
+        norm_eps=1e-6,
+        layers=(LayerFacts(None, mixer="transformers"),) * _size_or_one(keys, _LAYERS),
+        max_len=_max_len(keys),
+        tied=whole.flag("tie_word_embeddings") or keys.flag("tie_word_embeddings"),
+        borrowed=TransformersFacts(json.dumps(dict(whole.values)), str(path), remote, own_cache=True),
+    )
+
+
+def _size_or_one(keys: ConfigReader, names: tuple[str, ...]) -> int:
+    """Return a size that only the estimate of the number of parameters needs; 1 if it differs by layer."""
+    values = [keys.get(name) for name in names]
+    return next((value for value in values if isinstance(value, int) and value > 0), 1)
 
 
 def _text_part(keys: ConfigReader) -> ConfigReader:

@@ -216,6 +216,7 @@ _MIXERS: dict[str, Callable[[ArchFacts], int]] = {
     "conv": _conv,
     "delta": _delta,
     "lightning": _lightning,
+    "transformers": _attention,
     "none": lambda facts: 0,
 }
 """Parameter count of each `LayerFacts.mixer`."""

@@ -5,8 +5,12 @@ from quire.checkpoint.layout import INT8_CACHE, SCALE_BYTES, cache_specs
 from quire.checkpoint.model import Checkpoint
 from quire.config.machine import Machine
 from quire.errors import ConfigError
+from quire.logs import get_logger, warn_once
 
-_SHORT_NAMES = {"fp8": "fp8_e4m3", "int8": INT8_CACHE}
+logger = get_logger(__name__)
+
+_FP8_CACHE = "fp8_per_token_head"
+_SHORT_NAMES = {"fp8": "fp8_e4m3", "int8": INT8_CACHE, _FP8_CACHE: INT8_CACHE}
 
 
 def resolve_cache_dtype(requested: str, dtype: str, machine: Machine, checkpoint: Checkpoint) -> str:
@@ -19,6 +23,8 @@ def resolve_cache_dtype(requested: str, dtype: str, machine: Machine, checkpoint
             f"kv_cache_dtype={requested!r} is not supported on this {machine.device}; "
             f"known: {', '.join(known)} ('auto' is {auto!r} here)"
         )
+    if requested == _FP8_CACHE:
+        warn_once(logger, f"kv_cache_dtype={requested!r} is read as {INT8_CACHE!r}, which is more precise")
     if resolved == INT8_CACHE:
         _check_heads(requested, checkpoint.facts)
     return auto if resolved == "auto" else resolved

@@ -44,7 +44,7 @@ from quire.config.sections import (
     options,
 )
 from quire.config.speculation import SpecFacts
-from quire.config.state_caching import limit_seqs_for_states, resolve_state_caching
+from quire.config.state_caching import limit_seqs_for_states, resolve_own_cache, resolve_state_caching
 from quire.errors import ConfigError
 from quire.logs import get_logger, warn_once
 
@@ -148,6 +148,7 @@ def resolve(
     parallel = with_experts(parallel, checkpoint.facts, values, pools=pools, all_local=all_local)
     model = _resolve_model(values, checkpoint, machine, env, pools=pools)
     values = _disable_for_pooling(values, pooling, checkpoint, model.max_model_len)
+    values = resolve_own_cache(values, checkpoint.facts)
     cache = _divide_cpu_memory(_resolve_cache(values, model.dtype, machine, env, checkpoint), parallel)
     check_transfer(cache, parallel, cache_specs(checkpoint.facts), machine)
     check_events(values.get("kv_events_config", {}), parallel, cache)

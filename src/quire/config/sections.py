@@ -73,9 +73,10 @@ class ModelSection:
     trust_remote_code: bool = False
     """Run the Python code of a checkpoint if neither Quire nor transformers supports its architecture. Not
     needed for other checkpoints, and not done for them."""
-    model_impl: Literal["auto", "quire", "vllm", "transformers"] = "auto"
+    model_impl: Literal["auto", "quire", "vllm", "transformers", "transformers_own_cache"] = "auto"
     """Implementation of the model: `quire` (also `vllm`), Quire's; `transformers`, slower, any decoder of the
-    installed transformers; `auto`, transformers if Quire has none."""
+    installed transformers; `transformers_own_cache`, far slower, the same with transformers' own cache, one
+    sequence at a time; `auto`, transformers if Quire has none."""
     dtype: Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
     """Type of weights and activations. Default: the checkpoint's if the machine supports it natively; a
     float32 checkpoint becomes bfloat16 on CUDA, or float16 for pooling. Gemma 2 to 3n and GLM-4 overflow
@@ -124,6 +125,8 @@ class ModelSection:
     directory with a generation_config.json."""
     override_generation_config: dict[str, Any] = field(default_factory=dict)
     """JSON of default sampling parameters, overriding the generation config."""
+    structured_outputs_config: dict[str, Any] = field(default_factory=dict)
+    """JSON of switches for all constrained outputs: disable_any_whitespace, disable_additional_properties."""
     chat_template: str | None = None
     """Chat template: a file, the template itself, or the name of one in docs/tools.md. Default: the
     tokenizer's."""

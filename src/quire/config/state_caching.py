@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.layout import DTYPE_BYTES, CacheSpec, has_ssm_state, row_bytes
 from quire.config.machine import Machine
 from quire.config.sections import CacheSection
@@ -15,6 +16,9 @@ _NAMES = ("mamba_cache_mode", "mamba_block_size", "prefix_cache_retention_interv
 _BLOCK_SIZES = {"align": 64, "all": 512}
 """Default of mamba_block_size. A multiple of 64 divides no chunk of the scan kernels, and shorter prompts
 need no additional step."""
+
+_MAX_OWN_CACHES = 16
+"""Default of max_num_seqs with transformers' own cache, which computes one sequence at a time."""
 
 
 def resolve_state_caching(
@@ -51,6 +55,21 @@ def resolve_state_caching(
             f" {-(-interval // unit) * unit}"
         )
     return {**args, "enable_prefix_caching": True, **dict(zip(_NAMES, (mode, unit, interval), strict=True))}
+
+
+def resolve_own_cache(values: dict[str, Any], facts: ArchFacts) -> dict[str, Any]:
+    """Return the settings of a model with transformers' cache of each sequence: without prefix caching, and
+    with few running requests, since their caches are outside of the planned memory."""
+    if facts.borrowed is None or not facts.borrowed.own_cache:
+        return values
+    if values.get("speculative_config"):
+        raise ConfigError(
+            "speculative_config is not supported with transformers' own cache, which cannot drop rejected"
+            " drafts: leave it out"
+        )
+    if values.get("enable_prefix_caching"):
+        warn_once(logger, "Prefix caching is off: this model keeps the cache of transformers, not blocks")
+    return {"max_num_seqs": _MAX_OWN_CACHES, **values, "enable_prefix_caching": False}
 
 
 def _without_states(args: Mapping[str, Any], specs: Sequence[CacheSpec | None]) -> dict[str, Any]:

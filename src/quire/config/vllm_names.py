@@ -50,7 +50,7 @@ IGNORED_VALUES = frozenset(
     prefix-match-unit pt-load-map-location
     reasoning-config renderer-num-workers replayssm-buffer-len safetensors-load-strategy
     safetensors-prefetch-block-size safetensors-prefetch-num-threads show-hidden-metrics-for-version
-    shutdown-timeout structured-outputs-config ubatch-size video-pruning-method
+    shutdown-timeout ubatch-size video-pruning-method
     video-pruning-rate
     """.replace("-", "_").split()
 )

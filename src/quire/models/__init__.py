@@ -8,6 +8,7 @@ MODELS = LazyTable(
     {
         **{name: f"quire.models.{family.model}" for name, family in FAMILIES.items()},
         "TransformersForCausalLM": "quire.models.transformers_backend:TransformersModel",
+        "TransformersWithOwnCache": "quire.models.transformers_own_cache:OwnCacheModel",
     },
 )
 """Models by architecture."""

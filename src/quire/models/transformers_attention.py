@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from quire.attention.backend import AttentionSpec
 from quire.attention.batch import Batch
 from quire.checkpoint.facts import ArchFacts, TransformersFacts
 from quire.checkpoint.layout import CacheSpec, cache_specs
+from quire.checkpoint.transformers_backend import IMPL_OWN_CACHE
 from quire.errors import ConfigError
 from quire.kernels.cpu import native
 from quire.kernels.ops import HeadEntry
@@ -107,8 +109,8 @@ def _attention(
 
 
 @contextmanager
-def named(name: str) -> Iterator[None]:
-    """Convert any error of the model's code to a ConfigError that names the model."""
+def named(name: str, remedy: str = "") -> Iterator[None]:
+    """Convert any error of the model's code to a ConfigError that names the model and a remedy."""
     try:
         yield
     except Exception as error:
@@ -117,11 +119,12 @@ def named(name: str) -> Iterator[None]:
             reason = "it does not use AttentionInterface but its own table of attention classes"
         elif not isinstance(error, ConfigError):
             reason = f"its code raises {type(error).__name__}, {reason}"
-        raise ConfigError(f"{name} cannot run through transformers' attention interface: {reason}") from error
+        raise ConfigError(f"{name} cannot run through transformers: {reason}{remedy}") from error
 
 
 def build(borrowed: TransformersFacts, scope: Scope) -> Any:
-    """Build the model with uninitialized weights and with the buffers computed from its configuration."""
+    """Build the model with uninitialized weights and with the buffers computed from its configuration. A
+    model with a cache of its own uses transformers' attention, any other Quire's."""
     import transformers
 
     if int(transformers.__version__.split(".")[0]) < 5:
@@ -139,11 +142,26 @@ def build(borrowed: TransformersFacts, scope: Scope) -> Any:
             f"{architecture} is an encoder-decoder model; the transformers backend supports decoders only"
         )
     with named(architecture), torch.device(scope.device), no_init_weights():
-        auto: Any = transformers.AutoModelForCausalLM
-        model = auto.from_config(config, dtype=scope.dtype, attn_implementation=_NAME, **options)
+        if not borrowed.own_cache:
+            options["attn_implementation"] = _NAME
+        model = _auto_class(config).from_config(config, dtype=scope.dtype, **options)
     model.tie_weights()
     _keep_float32(model, scope.dtype)
     return model.requires_grad_(False).eval()
+
+
+def _auto_class(config: Any) -> Any:
+    """Return the class that builds the model: a decoder, or a multimodal model of which the text is used."""
+    import transformers
+
+    multimodal: Any = getattr(
+        transformers, "AutoModelForMultimodalLM", transformers.AutoModelForImageTextToText
+    )
+    decoder: Any = transformers.AutoModelForCausalLM
+    is_decoder = type(config) in decoder._model_mapping or "AutoModelForCausalLM" in (
+        getattr(config, "auto_map", None) or {}
+    )
+    return decoder if is_decoder or type(config) not in multimodal._model_mapping else multimodal
 
 
 def _keep_float32(model: Any, dtype: torch.dtype) -> None:
@@ -194,21 +212,33 @@ class _NoClone(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def stored_parts(model: Any) -> dict[str, Tensor]:
-    """Return the checkpoint tensors by name, as views of the model's: the ones transformers would save."""
+def stored_parts(model: Any) -> tuple[dict[str, Tensor], bool]:
+    """Return the checkpoint tensors by name, as views of the model's: the ones transformers would save; and
+    whether these are all, since others have a layout that is not a view of the model's."""
     from transformers.core_model_loading import revert_weight_conversion
 
     tied = model.all_tied_weights_keys
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     storages = {tensor.untyped_storage().data_ptr() for tensor in state.values()}
-    with named(type(model).__name__), _NoClone():
-        parts: dict[str, Tensor] = revert_weight_conversion(model, state)
-        copied = [name for name, part in parts.items() if part.untyped_storage().data_ptr() not in storages]
-        if copied:
-            raise ConfigError(
-                f"its checkpoint stores {copied[0]} in a layout that is not a view of the model's"
-            )
-    return parts
+    with named(type(model).__name__):
+        try:
+            with _NoClone():
+                parts: dict[str, Tensor] = revert_weight_conversion(model, state)
+        except RuntimeError:  # a conversion needs a copy
+            parts = revert_weight_conversion(model, state)
+    views = {name: part for name, part in parts.items() if part.untyped_storage().data_ptr() in storages}
+    return views, len(views) == len(parts)
+
+
+def load_by_transformers(model: Any, folder: str) -> None:
+    """Fill a model with the weights of a checkpoint as transformers converts them."""
+    if not [*Path(folder).glob("*.safetensors"), *Path(folder).glob("pytorch_model*.bin")]:
+        return  # random weights
+    with named(type(model).__name__):
+        loaded = type(model).from_pretrained(folder, config=model.config, dtype=model.dtype)
+        state = loaded.state_dict()
+        for name, tensor in model.state_dict().items():
+            tensor.copy_(state[name])
 
 
 class _FastLinear:
@@ -242,7 +272,7 @@ def place_attention(body: Any, facts: ArchFacts, scope: Scope, name: str) -> lis
     """Attach a paged attention layer to every attention module of `body`."""
     recorder = _AttentionRecorder()
     ids = torch.zeros(1, 2, dtype=torch.int64, device=scope.device)
-    with named(name):
+    with named(name, f"; model_impl={IMPL_OWN_CACHE!r}, which is slower, may run it"):
         positions = torch.arange(2, device=scope.device)[None]
         with _record_masks(body, recorder.masks):
             body(input_ids=ids, position_ids=positions, use_cache=False, quire_step=recorder)
@@ -346,10 +376,13 @@ class TrialRun(NamedTuple):
 
     def expected(self, model: Any) -> Tensor:
         """Compute all logits by transformers without the paged cache."""
-        model.set_attn_implementation("eager")
+        has_paged_attention = model.config._attn_implementation == _NAME
+        if has_paged_attention:
+            model.set_attn_implementation("eager")
         with named(type(model).__name__):
             logits = [model(input_ids=ids[None], use_cache=False).logits[0] for ids in self.sequences]
-        model.set_attn_implementation(_NAME)
+        if has_paged_attention:
+            model.set_attn_implementation(_NAME)
         return torch.cat(logits)
 
     def steps(self) -> list[Batch]:

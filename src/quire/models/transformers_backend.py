@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from quire.attention.batch import Batch
 from quire.checkpoint.facts import ArchFacts
+from quire.checkpoint.transformers_backend import IMPL_OWN_CACHE
 from quire.errors import ConfigError
 from quire.layers.scope import Scope, Target
 from quire.logs import get_logger, warn_once
@@ -17,6 +18,7 @@ from quire.models.transformers_attention import (
     bind_blank,
     build,
     is_same,
+    load_by_transformers,
     named,
     place_attention,
     stored_parts,
@@ -29,6 +31,13 @@ logger = get_logger(__name__)
 class TransformersModel(nn.Module):
     """A model of transformers in two parts: its body over the paged cache, and its LM head."""
 
+    difference = (
+        "over the paged cache it computes other logits than in plain transformers. Its attention or its"
+        " positions depend on more than queries, keys and values: set"
+        f" model_impl={IMPL_OWN_CACHE!r}, which is slower"
+    )
+    """Error message if the logits differ from those of plain transformers."""
+
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()
         assert facts.borrowed is not None
@@ -40,7 +49,10 @@ class TransformersModel(nn.Module):
         self.scope = scope
         self.tail = build(facts.borrowed, scope)
         self.name = type(self.tail).__name__
-        self.body: nn.Module = self.tail.base_model
+        base = self.tail.base_model
+        self.body: nn.Module = base.decoder if type(base).__name__.endswith("DecoderWrapper") else base
+        self.has_all_parts = True
+        """Whether Quire's loader fills all weights; if not, transformers loads the checkpoint."""
         warn_once(
             logger,
             f"{self.name} runs through transformers, which is slower than a native model: without fused "
@@ -49,14 +61,18 @@ class TransformersModel(nn.Module):
 
     def targets(self) -> Iterator[Target]:
         """Yield every checkpoint tensor with the part of a parameter that it fills."""
-        yield from (Target(name, part) for name, part in stored_parts(self.tail).items())
+        parts, self.has_all_parts = stored_parts(self.tail)
+        yield from (Target(name, part) for name, part in parts.items())
 
     @torch.inference_mode()
     def finish(self) -> None:
-        """Attach paged attention to the model and verify its logits against plain transformers."""
+        """Attach the cache to the model and verify its logits against plain transformers."""
         tail: Any = self.tail
         if self.body is tail:
             raise ConfigError(f"{self.name} is not supported: it has no base model separate from its head")
+        if not self.has_all_parts:
+            assert self.facts.borrowed is not None
+            load_by_transformers(tail, self.facts.borrowed.path)
         trial = TrialRun.of(self.facts.vocab, self.scope.device)
         expected = trial.expected(tail)
         if expected.shape[1] != self.facts.vocab:
@@ -65,14 +81,23 @@ class TransformersModel(nn.Module):
                 f"{self.facts.vocab}"
             )
         use_fast_linear(tail)
-        bind_blank(place_attention(self.body, self.facts, self.scope, self.name), self.scope.device)
+        self.place_cache()
         setattr(tail, tail.base_model_prefix, _PassThrough())
-        logits = [self._run(batch) for batch in trial.steps()]
-        if not is_same(torch.cat(logits), expected):
-            raise ConfigError(
-                f"{self.name} is not supported: over the paged cache it computes other logits than in plain "
-                "transformers. Its attention or its positions depend on more than queries, keys and values"
-            )
+        if not self.computes(expected, trial):
+            raise ConfigError(f"{self.name} is not supported: {self.difference}")
+
+    def place_cache(self) -> None:
+        """Attach paged attention to every layer."""
+        layers = place_attention(self.body, self.facts, self.scope, self.name)
+        bind_blank(layers, self.scope.device)
+
+    def computes(self, expected: Tensor, trial: TrialRun) -> bool:
+        """Return whether the model computes these logits of the trial's sequences."""
+        return is_same(self.logits_of(trial), expected)
+
+    def logits_of(self, trial: TrialRun) -> Tensor:
+        """Return the logits of the trial's sequences."""
+        return torch.cat([self._run(batch) for batch in trial.steps()])
 
     def _run(self, batch: Batch) -> Tensor:
         with named(self.name):
@@ -82,14 +107,15 @@ class TransformersModel(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         """Return hidden states [T, hidden] after the final norm."""
         out = self.body(
-            **self._inputs(batch),
+            **self.inputs_of(batch),
             position_ids=batch.positions[None],
             use_cache=False,
             quire_step=TransformersStep(batch, self.scope.ops.rotate_and_write),
         )
         return out[0][0]
 
-    def _inputs(self, batch: Batch) -> dict[str, Tensor]:
+    def inputs_of(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the input of the body: token ids, or the embeddings of a prompt that has some."""
         if batch.embeds is None:
             return {"input_ids": batch.token_ids[None]}
         body: Any = self.body
@@ -104,6 +130,11 @@ class TransformersModel(nn.Module):
 
 class _PassThrough(nn.Module):
     """Replaces the body inside of the model: passes `inputs_embeds` to the head unchanged."""
+
+    @property
+    def decoder(self) -> "_PassThrough":
+        """Return this module for models that call the decoder inside of a wrapper, such as Bart's."""
+        return self
 
     def forward(self, *others: Any, inputs_embeds: Tensor, **rest: Any) -> "_Output":
         return _Output(inputs_embeds)

@@ -25,6 +25,7 @@ from quire.server.openai.completions import create_completion
 from quire.server.openai.models import add_model_routes
 from quire.server.openai.scoring import add_scoring_route
 from quire.server.openai.service import GenerationService
+from quire.server.ops.absent import add_absent_routes
 from quire.server.ops.routes import add_operate_routes
 from quire.server.ops.status import add_status_routes
 from quire.server.ops.weights import version_header
@@ -64,6 +65,7 @@ class Application:
         add_status_routes(self.routes, self.api)
         add_operate_routes(self.routes, self.api)
         add_adapter_routes(self.routes, self.api)
+        add_absent_routes(self.routes)
         self.feed: Feed = add_page(self.routes, engine)
         self.routes.openapi = lambda: document(self.routes)  # type: ignore[method-assign]
         self.inner = inner_app(self.routes, self.api, settings)

@@ -4,7 +4,6 @@ import argparse
 import time
 from pathlib import Path
 
-from quire.checkpoint.transformers_backend import BORROWED
 from quire.config.cli import FlagParser, add_engine_flags, engine_args_from
 from quire.config.engine import EngineConfig
 from quire.config.parallel import Rank
@@ -53,7 +52,7 @@ def check_state(config: EngineConfig, output: Path) -> None:
         raise ConfigError(
             f"{config.checkpoint.path} is a GGUF file, which is memory-mapped: a saved state is not faster"
         )
-    if config.checkpoint.facts.architecture == BORROWED:
+    if config.checkpoint.facts.borrowed is not None:
         raise ConfigError(
             f"{config.checkpoint.path} runs with the transformers backend, which loads its own weights"
         )

@@ -7,7 +7,7 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
@@ -196,11 +196,18 @@ class Lexers:
 class Grammars:
     """The grammars of one vocabulary, each compiled once and cached."""
 
-    def __init__(self, vocabulary: Callable[[], Vocabulary], num_threads: int | None = None) -> None:
+    def __init__(
+        self,
+        vocabulary: Callable[[], Vocabulary],
+        num_threads: int | None = None,
+        switches: Collection[str] = (),
+    ) -> None:
         """Create an empty cache. `vocabulary` is called with the first grammar, since most engines never
         need it. `num_threads`: threads of the layers, if masks are filled on the same cores between steps.
-        None: other cores fill masks while a device computes."""
+        None: other cores fill masks while a device computes. `switches`: names of the fields of
+        StructuredOutputsParams that are on for all requests."""
         self._vocabulary = vocabulary
+        self._switches = dict.fromkeys(switches, True)
         self._num_threads = num_threads
         self._compiled: OrderedDict[bytes, Lexers] = OrderedDict()
         """Lexers by the digest of the params, most recently used last."""
@@ -236,6 +243,7 @@ class Grammars:
 
     def _add(self, key: bytes, params: StructuredOutputsParams, lexers: Lexers | None) -> Lexer:
         """Compile another lexer of a grammar and cache it."""
+        params = msgspec.structs.replace(params, **self._switches)
         grammar = grammar_of(params) if lexers is None else lexers.grammar
         started = time.thread_time()
         compiled = self._compile(grammar)

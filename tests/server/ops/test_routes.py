@@ -2,6 +2,7 @@
 refused."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,6 +12,7 @@ from fake_engine import FakeEngine
 
 from quire.config.env import Env
 from quire.errors import EngineDead, EngineError, RequestError
+from quire.server.ops.absent import ABSENT_ROUTES
 
 ROUTES = [
     *[("POST", f"/{name}") for name in ("sleep", "wake_up", "pause", "resume", "collective_rpc")],
@@ -44,6 +46,14 @@ def test_routes_exist_in_developer_mode_only(method: str, path: str) -> None:
     body = {"json": fields | {"new_version": "v1"}} if method == "POST" else {}
     reply = ask(method, path, **body)
     assert reply.status_code == 200, reply.text
+
+
+@pytest.mark.parametrize("path", ABSENT_ROUTES)
+def test_routes_that_only_vllm_has_are_refused_by_name(path: str) -> None:
+    reply = ask("POST", path, env=None, json={})
+    assert reply.status_code == 404
+    assert reply.json()["error"]["message"] == f"{path} is not supported: {ABSENT_ROUTES[path]}"
+    assert path in (Path(__file__).parents[3] / "docs" / "migration.md").read_text()
 
 
 def test_sleep_and_wake_up_reach_the_engine() -> None:

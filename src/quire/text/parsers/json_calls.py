@@ -141,10 +141,22 @@ class JsonCalls(ObjectParser):
             self.hold()
             while (yield from self.take(*opens)):
                 yield from self.space()
-            if (yield from self.objects()):
+            num_calls = self._num_calls
+            if (yield from self.objects()) or self._num_calls > num_calls:
+                yield from self._stray_brackets()
                 yield from self.closing(self.marks.closes)
             else:
                 self.give_back()
+
+    def _stray_brackets(self) -> Wait[None]:
+        """Skip closing brackets in front of a closing mark: models write one too many at times."""
+        self.hold()
+        while (yield from self.space()) and (yield from self.take("}", "]")):
+            pass
+        if (yield from self.take(*self.marks.closes)):
+            self.release()
+        else:
+            self.go_back()
 
 
 class Mistral(ObjectParser):
@@ -204,7 +216,7 @@ def _calls(*opens: str, **more: Any) -> partial[JsonCalls]:
 
 
 HERMES = _calls("<tool_call>", closes=("</tool_call>",), special=True)
-LLAMA_JSON = _calls("<|python_tag|>", "{", special=True)
+LLAMA_JSON = _calls("<|python_tag|>", "[", "{", special=True)
 GRANITE = _calls("<|tool_call|>", "<tool_call>", closes=("</tool_call>",), special=True)
 GRANITE_20B = _calls("<function_call>", closes=("</function_call>",), special=True)
 INTERNLM = _calls(

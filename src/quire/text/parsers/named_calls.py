@@ -37,8 +37,8 @@ class NamedCalls(ToolParser):
     def script(self) -> Wait[None]:
         while (yield from self.until((*self.marks.opens, self.marks.call), self.text)):
             self.hold()
-            yield from self.take(*self.marks.opens)
-            yield from self.space()
+            if (yield from self.take(*self.marks.opens)):
+                yield from self.header(self.marks.call)  # text in front of the first call is no answer
             if (yield from self.take(self.marks.call)) and (yield from self._call()):
                 yield from self.closing(self.marks.closes)
             else:
@@ -49,6 +49,8 @@ class NamedCalls(ToolParser):
         if header is None or not is_name(name := self.marks.name(header)):
             return False
         yield from self.take(self.marks.before_arguments)
+        yield from self.space()
+        yield from self.take("```json")
         if (yield from self.space()) != "{":
             return False
         self.start(name, header.strip() if self.marks.has_id and ":" in header else None)

@@ -93,10 +93,9 @@ class TaggedCalls(ToolParser):
         if header is None:
             return False
         yield from self.take(tags.key_end)
-        if tags.before_value:
+        if tags.before_value:  # GLM-5 leaves it out at times
             yield from self.space()
-            if not (yield from self.take(tags.before_value)):
-                return False
+            yield from self.take(tags.before_value)
         # DeepSeek: `key" string="true`; Kimi-K3: `key" type="string"`
         key, _, attributes = header.strip().partition('"')
         key = self._unescape(key)
@@ -134,11 +133,25 @@ class TaggedCalls(ToolParser):
         ends = (tags.value_end, *((tags.parameter, *tags.ends) if tags.lenient else ()))
         if tags.lines:
             ends = (*(f"\n{end}" for end in ends), *ends)
-        mark = yield from self.until(ends, emit)
-        if tags.lines:
-            yield from self.take("\n" if mark.startswith("\n") else "")
-        yield from self.take(tags.value_end)
+        while mark := (yield from self.until(ends, emit)):
+            if not mark.endswith(tags.value_end):
+                yield from self.take("\n" if tags.lines else "")
+                break
+            yield from self.take(mark)
+            if (yield from self._follows()):
+                break
+            emit(mark)
         return bool(mark)
+
+    def _follows(self) -> Wait[bool]:
+        """Return whether the next parameter or the end of the call follows the end tag of a value. If not,
+        the tag is part of the value, such as that of a parameter in XML."""
+        tags = self.marks
+        self.hold()
+        is_end = not (yield from self.space())
+        mark = yield from self.take(tags.parameter, *tags.ends, *tags.opens, *tags.closes, tags.call)
+        self.go_back()
+        return is_end or bool(mark)
 
 
 class HyV3(TaggedCalls):

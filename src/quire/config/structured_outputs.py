@@ -1,0 +1,40 @@
+"""Defaults of constrained outputs, from `structured_outputs_config`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.errors import ConfigError, nearest
+from quire.logs import get_logger, warn_once
+
+logger = get_logger(__name__)
+
+_SWITCHES = ("disable_any_whitespace", "disable_additional_properties")
+"""Switches of single requests that may be on for all."""
+_WITHOUT_EFFECT = ("backend", "disable_fallback")
+_ELSEWHERE = {
+    "reasoning_parser": "--reasoning-parser",
+    "reasoning_parser_plugin": "--reasoning-parser-plugin",
+}
+_NAMES = (*_SWITCHES, *_WITHOUT_EFFECT, *_ELSEWHERE, "enable_in_reasoning")
+
+
+def output_switches(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the switches of StructuredOutputsParams that are on for all requests."""
+    for name, value in settings.items():
+        if name not in _NAMES:
+            known = ", ".join(_NAMES)
+            raise ConfigError(
+                f"unknown structured_outputs_config key {name!r}; known: {known}{nearest(name, _NAMES)}"
+            )
+        if name in (*_SWITCHES, "enable_in_reasoning") and not isinstance(value, bool):
+            raise ConfigError(f"structured_outputs_config: {name}={value!r} must be true or false")
+        if name in _ELSEWHERE and value:
+            raise ConfigError(f"structured_outputs_config: set {_ELSEWHERE[name]} in place of {name}")
+        if name in _WITHOUT_EFFECT:
+            warn_once(logger, f"structured_outputs_config: {name} has no effect, since there is one backend")
+    if settings.get("enable_in_reasoning"):
+        raise ConfigError(
+            "structured_outputs_config: enable_in_reasoning is not supported: a constraint begins after the"
+            " reasoning; leave it out"
+        )
+    return tuple(name for name in _SWITCHES if settings.get(name))
