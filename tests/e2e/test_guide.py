@@ -95,7 +95,7 @@ NOT_IN_MAKE_TEST = {51, 58, 124, 128}
 
 
 @functools.cache
-def tests_in(file: Path) -> dict[str, bool]:
+def run_by_name(file: Path) -> dict[str, bool]:
     """Return the tests in a file, and whether `make test` runs each or some of its cases."""
     nodes = ast.parse(file.read_text()).body if file.is_file() else []
     marks = [ast.unparse(node.value) for node in nodes if isinstance(node, ast.Assign)]
@@ -110,7 +110,7 @@ def tests_in(file: Path) -> dict[str, bool]:
 def is_run(check: str) -> bool:
     """Return whether `make test` runs a check, or the tests on a GPU."""
     file, _, test = check.partition("::")
-    return check.startswith("$ ") or tests_in(HERE.parent / file).get(test, False)
+    return check.startswith("$ ") or run_by_name(HERE.parent / file).get(test, False)
 
 
 def is_true(check: str) -> bool:
@@ -122,7 +122,7 @@ def is_true(check: str) -> bool:
     if page := re.fullmatch(r"(docs/\S+): (.+)", check):
         return page[2] in (HERE.parents[1] / page[1]).read_text()
     file, _, test = check.partition("::")
-    return test.startswith("test_") and test in tests_in(HERE.parent / file)
+    return test.startswith("test_") and test in run_by_name(HERE.parent / file)
 
 
 def test_every_claim_has_its_checks() -> None:
