@@ -1,6 +1,7 @@
 """Tests of `quire plan`: its arithmetic against the guide and engines, and as a command."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -298,6 +299,12 @@ def test_quantized_checkpoint_has_one_precision(tmp_path: Path, capsys: pytest.C
     assert "stored as awq" in shown and "int8" not in shown and "--tensor-parallel-size" not in shown
     assert main(["plan", path, "--gpu", "h100", "--precision", "fp8"]) == 1
     assert "the weights are stored as awq" in capsys.readouterr().err
+
+
+def test_speeds_include_the_largest_batch_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--params", "8B", "--gpu", "l40s", "--gpus", "1", "--dtype", "bfloat16"]) == 0
+    shown = capsys.readouterr().out
+    assert re.findall(r"batch +(\d+):", shown) == ["1", re.search(r"(\d+)\.\d requests of 8,192", shown)[1]]  # type: ignore[index]
 
 
 def test_cloud_instances_are_devices(capsys: pytest.CaptureFixture[str]) -> None:
