@@ -157,9 +157,9 @@ def test_hf_config_path(tmp_path: Path) -> None:
 
 
 def test_log_names_the_model_its_arguments_and_defaults(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check that the token of the hub is not logged."""
+    """Check that the token of the hub is not logged, and that a model of the hub has its id."""
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     (tmp_path / "generation_config.json").write_text('{"top_k": 7}')
     with caplog.at_level("INFO", "quire"):
@@ -168,3 +168,7 @@ def test_log_names_the_model_its_arguments_and_defaults(
     assert f"Model {tmp_path.name} (LlamaForCausalLM): " in caplog.text and "256 tokens, on " in caplog.text
     assert "'load_format': 'dummy'" in caplog.text and "{'top_k': 7}" in caplog.text
     assert "s3" not in caplog.text.replace(str(tmp_path), "")
+    serve_hub(monkeypatch, tmp_path / "0f3a9c", TINY)
+    with caplog.at_level("INFO", "quire"):
+        configure({"model": "org/m", "device": "cpu", "load_format": "dummy"})
+    assert "Model org/m (LlamaForCausalLM): " in caplog.text

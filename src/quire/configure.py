@@ -97,11 +97,12 @@ def configure(settings: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
 
 def _log_model(config: EngineConfig, values: Mapping[str, Any]) -> None:
     """Log what will run where, and the engine arguments that were set."""
-    checkpoint, machine = config.checkpoint, config.machine
+    checkpoint, machine, model = config.checkpoint, config.machine, values.get("model")
+    is_local = is_default_model(model) or Path(str(model)).exists()  # downloads have hashes as names
     weights = "GGUF" if checkpoint.format == "gguf" else "" if config.quant is None else config.quant.method
     logger.info(
         "Model %s (%s): %s%s, at most %s tokens, on %s",
-        checkpoint.path.name,
+        checkpoint.path.name if is_local else model,
         checkpoint.facts.architecture,
         config.model.dtype,
         f" with {weights} weights" if weights else "",

@@ -42,6 +42,13 @@ def test_readme_has_every_command() -> None:
     assert [name for name in {*COMMANDS} - rare if name.split()[-1] not in text] == []
 
 
+@pytest.mark.parametrize(("page", "folder"), [("README.md", "docs/"), ("docs/index.md", "")])
+def test_every_page_is_linked(page: str, folder: str) -> None:
+    """The pages of docs/evidence are linked by those that quote them."""
+    links = set(re.findall(rf"\({folder}(\w+\.md)", (ROOT / page).read_text()))
+    assert {path.name for path in (ROOT / "docs").glob("*.md")} - links - {"index.md"} == set()
+
+
 def test_other_numbers() -> None:
     assert number_in("CONTRIBUTING.md", "at most ", " lines") == MAX_FILE_LINES
     assert number_in("CONTRIBUTING.md", "a function at most ", r"\.") == MAX_FUNCTION_LINES

@@ -368,14 +368,15 @@ def write_gguf(path: Path, arch: str = "llama", drop: str = "", **extra: Any) ->
         "attention.head_count_kv": 2,
     }
     for key, value in (sizes | extra).items():
+        name = key if key.startswith("general.") else f"{arch}.{key}"
         if key != drop and isinstance(value, int):
-            writer.add_uint32(f"{arch}.{key}", value)
+            writer.add_uint32(name, value)
         elif isinstance(value, float):
-            writer.add_float32(f"{arch}.{key}", value)
+            writer.add_float32(name, value)
         elif isinstance(value, str):
-            writer.add_string(f"{arch}.{key}", value)
+            writer.add_string(name, value)
         elif isinstance(value, list):
-            writer.add_array(f"{arch}.{key}", value)
+            writer.add_array(name, value)
         elif isinstance(value, np.ndarray):
             writer.add_tensor(key, value)
     writer.add_layer_norm_rms_eps(1e-5)
@@ -413,6 +414,13 @@ def test_facts_of_a_gguf_header(tmp_path: Path) -> None:
     assert (facts.heads, facts.kv_heads, facts.head_dim, facts.tied) == (4, 2, 16, True)
     assert facts.norm_eps == pytest.approx(1e-5)
     assert (facts.layers[-1].rope.theta, facts.layers[-1].rope.kind) == (5e4, "default")
+
+
+def test_sampling_defaults_of_a_gguf_header(tmp_path: Path) -> None:
+    sampling = {"temp": 0.6, "top_k": 40, "top_p": 0.95, "mirostat": 2}
+    header = {f"general.sampling.{key}": value for key, value in sampling.items()}
+    checkpoint = read_checkpoint(write_gguf(tmp_path / "m.gguf", **header))
+    assert checkpoint.generation == {"temperature": 0.6, "top_k": 40, "top_p": 0.95}
 
 
 def test_tensors_of_a_gguf_file_give_facts(tmp_path: Path) -> None:
@@ -477,6 +485,7 @@ def test_gemma3_length_includes_rope_scaling(tmp_path: Path) -> None:
         ("llama", {"expert_count": [2, 4]}, "expert_count is .*, expected a positive integer"),
         ("phi3", {"attention.sliding_window": "near"}, "sliding_window is 'near', expected a positive"),
         ("llama", {"rope.scaling.type": [1, 2]}, "none, linear or yarn"),
+        ("llama", {"general.sampling.temp": "hot"}, r"general\.sampling\.temp is 'hot', expected a number"),
     ],
 )
 def test_invalid_gguf_header_is_named(tmp_path: Path, arch: str, extra: dict[str, Any], message: str) -> None:

@@ -349,3 +349,10 @@ def test_full_disk_is_refused_before_the_download(
 def test_download_dir_is_used(tmp_path: Path) -> None:
     folder = fetch(tmp_path / "cache", download_dir=str(tmp_path / "models"))
     assert folder.is_relative_to(tmp_path / "models") and not (tmp_path / "cache").exists()
+
+
+def test_progress_in_a_log_is_few_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with object_store.download_bar(total=1000, desc="model") as bar:
+        for _ in range(1000):
+            bar.update(1)
+    assert capsys.readouterr().err.count("model") == 2, "the first and the last"

@@ -125,6 +125,7 @@ def test_https_and_api_keys_on_every_route(start: Start, certificate: tuple[Path
     with httpx.Client(base_url=address, verify=ssl.create_default_context(cafile=cert), timeout=60) as client:
         eventually("the server is up", lambda: client.get("/health").status_code == 200)
         eventually("the line of vLLM", lambda: server.text().count("Application startup complete.") == 1)
+        assert re.search(r"Ready, \d+\.\d s after the server was started", server.text())
         routes = client.get("/openapi.json", headers={"Authorization": "Bearer other"}).json()["paths"]
         open_to_all = {"/health", "/ping", "/metrics"}
         assert open_to_all < set(routes) and "/v1/chat/completions" in routes

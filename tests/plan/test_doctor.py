@@ -3,6 +3,7 @@
 import socket
 from argparse import Namespace
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ from quire.plan import doctor
 from quire.version import __version__
 
 ARGS = {
-    **{"model": None, "port": 0, "max_model_len": None, "tensor_parallel_size": 1, "api_server_count": 1},
+    **{"model": None, "port": 0, "max_model_len": None, "tensor_parallel_size": 1, "api_server_count": None},
+    **{"pipeline_parallel_size": 1, "data_parallel_size": 1},
     **{"host": None, "api_key": None, "allowed_origins": None},
 }
 SIZES = "layers=80,hidden=65536,heads=512,kv_heads=8,intermediate=229376,vocab=128256"
@@ -75,6 +77,17 @@ def test_missing_parts_have_a_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert "QUIRE_CACHE_ROOT" in only(findings, "cache folder").remedy
     assert "--shm-size" in only(findings, "/dev/shm").remedy
     assert only(findings, "torch").state == "broken"
+
+
+def test_threads_are_counted_for_all_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check 2 threads for each of 2 API servers, 2 cores and 2 x 2 x 2 GPUs."""
+    machine = replace(doctor.detect(), device="cuda")
+    monkeypatch.setattr(doctor, "hardware_threads", lambda: 16)
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "data_parallel_size": 2}
+    (finding,) = doctor._threads(machine, Namespace(**ARGS | sizes))
+    assert finding.state == "warning" and "need 24 (2 each)" in finding.what
+    sizes["data_parallel_size"] = 1
+    assert next(doctor._threads(machine, Namespace(**ARGS | sizes))).state == "ok"
 
 
 def test_model_that_does_not_fit_refers_to_the_plan() -> None:

@@ -1,6 +1,7 @@
 """Tests of `quire plan`: its arithmetic against the guide and engines, and as a command."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ from quire.plan.estimate import (
     weight_bytes,
 )
 from quire.plan.model_sizes import KNOWN, by_parameters, subject
-from quire.plan.rates import rates
+from quire.plan.rates import BATCHES, CONTEXT, rates
 from quire.worker.worker import Worker
 
 LLAMA_70B = "layers=80,hidden=8192,heads=64,kv_heads=8,intermediate=28672,vocab=128256"
@@ -98,6 +99,49 @@ def test_rates_stay_below_the_bounds(name: str) -> None:
     assert one.prefill_tok_s < kind.flops / (2 * count_parameters(model.facts).active)
     many = rates(fit, kind, batch=64, context=1)
     assert many.decode_tok_s > 20 * one.decode_tok_s
+
+
+QWEN_30B = "layers=48,hidden=2048,heads=32,kv_heads=4,intermediate=6144,vocab=151936"
+QWEN_EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 128, "num_experts": 128,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("params", "decode_ms", "prefill_tok_s", "within"),
+    [
+        ("0.6B", (0.69, 1.09, 1.56, 3.17, 5.55), 391_500, 0.01),
+        ("8B", (3.91, 4.49, 5.09, 7.71, 12.52), 43_690, 0.01),
+        (QWEN_30B, (2.45, 7.81, 14.16, 17.83, 20.78), 76_630, 0.15),
+    ],
+    ids=["0.6B", "8B", "30B-A3B"],
+)
+def test_rates_are_near_the_measured_ones(
+    params: str, decode_ms: tuple[float, ...], prefill_tok_s: float, within: float, tmp_path: Path
+) -> None:
+    """Check the rows of docs/performance.md; those of the 30B-A3B are not among the data of the plan."""
+    if params is QWEN_30B:
+        model = of(str(write_config(tmp_path, params, None, **QWEN_EXPERTS)))
+    else:
+        model, _ = by_parameters(params)
+    kind = DEVICES["h200"]
+    fit = fits(model, kind.machine(1), "bf16", Wanted(4096, 1, {}), tp=1, pp=1)
+    planned = [rates(fit, kind, batch=batch, context=CONTEXT) for batch in BATCHES]
+    assert [rate.decode_ms for rate in planned] == pytest.approx(decode_ms, rel=within)
+    assert planned[0].prefill_tok_s == pytest.approx(prefill_tok_s, rel=2 * within)
+    page = (Path(__file__).parents[2] / "docs/performance.md").read_text()
+    assert f"{decode_ms[2]}" in page and f"{prefill_tok_s:,}" in page
+
+
+def test_rates_of_a_tiny_model_are_limited_by_its_layers() -> None:
+    """A model of 135M would be read in 0.07 ms; its 30 layers take at least what those of the 0.6B take."""
+    model = of("layers=30,hidden=576,heads=9,kv_heads=3,intermediate=1536,vocab=49152,tied=1")
+    kind = DEVICES["h200"]
+    fit = fits(model, kind.machine(1), "bf16", Wanted(2048, 1, {}), tp=1, pp=1)
+    one = rates(fit, kind, batch=1, context=CONTEXT)
+    assert 0.4 < one.decode_ms < 0.69 and one.prefill_tok_s < 3 * 391_500
 
 
 CACHES = {
@@ -175,8 +219,9 @@ def test_device_may_be_given_by_its_memory() -> None:
         device("-4")
 
 
-def write_config(path: Path, sizes: str, quant: dict[str, object] | None) -> Path:
-    """Write the config.json of a Llama with these sizes and a quantization_config."""
+def write_config(path: Path, sizes: str, quant: dict[str, object] | None, **others: object) -> Path:
+    """Write the config.json of a decoder with these sizes and a quantization_config; a Llama unless `others`
+    have another architecture."""
     names = dict(part.split("=") for part in sizes.split(","))
     keys = {
         "num_hidden_layers": "layers", "hidden_size": "hidden", "num_attention_heads": "heads",
@@ -185,7 +230,7 @@ def write_config(path: Path, sizes: str, quant: dict[str, object] | None) -> Pat
     config: dict[str, object] = {key: int(names[name]) for key, name in keys.items()}
     config |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16"}
     config |= {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
-    config |= {"quantization_config": quant} if quant else {}
+    config |= ({"quantization_config": quant} if quant else {}) | others
     (path / "config.json").write_text(json.dumps(config))
     return path
 
@@ -194,35 +239,57 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 QWEN_32B = "layers=64,hidden=5120,heads=64,kv_heads=8,intermediate=25600,vocab=151936"
 LLAMA_8B = "layers=32,hidden=4096,heads=32,kv_heads=8,intermediate=14336,vocab=128256"
+LLAMA_405B = "layers=126,hidden=16384,heads=128,kv_heads=8,intermediate=53248,vocab=128256"
+DEEPSEEK = "layers=61,hidden=7168,heads=128,kv_heads=128,intermediate=18432,vocab=129280"
+EXPERTS = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3",
+    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "v_head_dim": 128, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4,
+    "scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}  # fmt: skip
+"""Other keys of DeepSeek-V3."""
 
 
 @pytest.mark.parametrize(
-    ("sizes", "quant", "gpu", "tp", "gigabytes"),
+    ("sizes", "quant", "gpu", "tp", "gigabytes", "token_bytes"),
     [
-        (LLAMA_8B, None, "l4", 1, 8.03e9 * 2),
-        (LLAMA_8B, AWQ, "l4", 1, 6.98e9 * 4.156 / 8 + 1.05e9 * 2),
-        (LLAMA_8B, FP8, "l4", 1, 6.98e9 * 8.02 / 8 + 1.05e9 * 2),
-        (LLAMA_70B, None, "h100", 2, 70.55e9 * 2),
-        (LLAMA_70B, None, "h200", 2, 70.55e9 * 2),
-        (LLAMA_70B, AWQ, "h100", 1, 68.45e9 * 4.156 / 8 + 2.10e9 * 2),
-        (LLAMA_70B, FP8, "h200", 1, 68.45e9 * 8.02 / 8 + 2.10e9 * 2),
-        (LLAMA_70B, FP8, "a100-80", 1, 68.45e9 * 8.02 / 8 + 2.10e9 * 2),
-        (LLAMA_70B, None, "b200", 1, 70.55e9 * 2),
-        (QWEN_32B, FP8, "l40s", 1, 28.94e9 * 8.02 / 8 + 1.56e9 * 2),
-        (QWEN_32B, AWQ, "l4", 1, 28.94e9 * 4.156 / 8 + 1.56e9 * 2),
-        (QWEN_32B, None, "b200", 1, 30.50e9 * 2),
+        # Weights: billions of parameters in layers x bits / 8, and those of embedding and head x 2. AWQ has 4
+        # bits, and 16 + 4 bits of scale and zero for 128 weights; block FP8 has 32 bits for 128 x 128.
+        # A token: 2 vectors x 2 bytes x 128 x 8 heads x layers / tp; DeepSeek: 2 x (512 + 64) x layers.
+        (LLAMA_8B, None, "l4", 1, 8.03 * 2, 131_072),
+        (LLAMA_8B, FP8, "l4", 1, 6.98 * 8.002 / 8 + 1.05 * 2, 131_072),
+        (LLAMA_8B, AWQ, "l4", 1, 6.98 * 4.156 / 8 + 1.05 * 2, 131_072),
+        (LLAMA_70B, None, "h100", 2, 70.55 * 2 / 2, 163_840),
+        (LLAMA_70B, FP8, "h200", 1, 68.45 * 8.002 / 8 + 2.10 * 2, 327_680),
+        (LLAMA_70B, AWQ, "a100-80", 1, 68.45 * 4.156 / 8 + 2.10 * 2, 327_680),
+        (LLAMA_405B, None, "b200", 8, 405.85 * 2 / 8, 64_512),
+        (LLAMA_405B, FP8, "h100", 8, (401.65 * 8.002 / 8 + 4.20 * 2) / 8, 64_512),
+        (LLAMA_405B, AWQ, "a100-80", 4, (401.65 * 4.156 / 8 + 4.20 * 2) / 4, 129_024),
+        (DEEPSEEK, None, "b200", 8, 671.03 * 2 / 8, 70_272),
+        (DEEPSEEK, FP8, "h200", 8, (669.18 * 8.002 / 8 + 1.85 * 2) / 8, 70_272),
+        (DEEPSEEK, AWQ, "h100", 8, (669.18 * 4.156 / 8 + 1.85 * 2) / 8, 70_272),
+        # Quantized models that fit one device, and do not in 16 bits.
+        (LLAMA_70B, AWQ, "h100", 1, 68.45 * 4.156 / 8 + 2.10 * 2, 327_680),
+        (QWEN_32B, FP8, "l40s", 1, 31.21 * 8.002 / 8 + 1.56 * 2, 262_144),
     ],
 )
-def test_plan_counts_the_weights_as_they_are_stored(
-    sizes: str, quant: dict[str, object] | None, gpu: str, tp: int, gigabytes: float, tmp_path: Path
-) -> None:
-    """Check against arithmetic by hand: linear weights by their bits, embedding and head in 16 bits."""
-    model = of(str(write_config(tmp_path, sizes, quant)))
-    precision = "bf16" if quant is None else STORED
-    assert weight_bytes(model, precision) == pytest.approx(gigabytes, rel=0.01)
-    kind = device(gpu)
-    tried = smallest(model, kind.machine(8), Wanted(4096, 1, {}), (precision,), most=8, per_node=8)
-    assert (tried[-1].why_not, tried[-1].tp, tried[-1].pp) == ("", tp, 1)
+def test_plan_agrees_with_arithmetic_by_hand(
+    sizes: str, quant: dict[str, object] | None, gpu: str, tp: int, gigabytes: float, token_bytes: int,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """Check the weights and the cache of one device, and that no smaller layout fits."""
+    others = EXPERTS if sizes is DEEPSEEK else {"head_dim": 128}
+    model = of(str(write_config(tmp_path, sizes, quant, **others)))
+    precision, kind = "bf16" if quant is None else STORED, device(gpu)
+    *smaller, fit = smallest(model, kind.machine(8), Wanted(4096, 1, {}), (precision,), most=8, per_node=8)
+    assert (fit.why_not, fit.tp, fit.pp) == ("", tp, 1) and all(other.why_not for other in smaller)
+    assert fit.memory is not None and fit.cache is not None
+    assert fit.memory.weights / 1e9 == pytest.approx(gigabytes, rel=0.01)
+    beside = fit.memory.activations + fit.memory.graphs + fit.memory.libraries
+    room = 0.92 * kind.total_bytes - fit.memory.weights - beside
+    assert fit.cache.num_tokens == pytest.approx(room / token_bytes, rel=0.002, abs=32)
 
 
 def test_quantized_checkpoint_has_one_precision(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,6 +299,12 @@ def test_quantized_checkpoint_has_one_precision(tmp_path: Path, capsys: pytest.C
     assert "stored as awq" in shown and "int8" not in shown and "--tensor-parallel-size" not in shown
     assert main(["plan", path, "--gpu", "h100", "--precision", "fp8"]) == 1
     assert "the weights are stored as awq" in capsys.readouterr().err
+
+
+def test_speeds_include_the_largest_batch_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--params", "8B", "--gpu", "l40s", "--gpus", "1", "--dtype", "bfloat16"]) == 0
+    shown = capsys.readouterr().out
+    assert re.findall(r"batch +(\d+):", shown) == ["1", re.search(r"(\d+)\.\d requests of 8,192", shown)[1]]  # type: ignore[index]
 
 
 def test_cloud_instances_are_devices(capsys: pytest.CaptureFixture[str]) -> None:

@@ -141,8 +141,12 @@ def test_directory_becomes_a_gguf_file(
 
 
 def test_gguf_file_becomes_another_and_a_directory(text: TextModel, tmp_path: Path) -> None:
-    """Check header, tokenizer and weights through both formats."""
-    (file,) = quantize(text.path, "gguf-q8_0", tmp_path / "8").glob("*.gguf")
+    """Check header, tokenizer, weights and sampling defaults through both formats."""
+    model = shutil.copytree(text.path, tmp_path / "model")
+    sampling = {"temperature": 0.0, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.1}
+    stored = json.loads((model / "generation_config.json").read_text())
+    (model / "generation_config.json").write_text(json.dumps(stored | sampling))
+    (file,) = quantize(model, "gguf-q8_0", tmp_path / "8").glob("*.gguf")
     (four,) = quantize(file, "gguf-q4_0", tmp_path / "4").glob("*-Q4_0.gguf")
     types = {name: tensor.type for name, tensor in GGUFFile(four).tensors.items()}
     assert {types["output.weight"], types["token_embd.weight"]} == {"Q8_0"}
@@ -160,6 +164,8 @@ def test_gguf_file_becomes_another_and_a_directory(text: TextModel, tmp_path: Pa
         assert config[key] == pytest.approx(original[key])
     assert load_tokenizer(out, "hf").encode("The café") == load_tokenizer(text.path, "hf").encode("The café")
     assert load_tokenizer(out, "hf").chat_template == load_tokenizer(text.path, "hf").chat_template
+    for path in (file, four, out):
+        assert read_checkpoint(path).generation == sampling
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,17 @@ def test_version_load_and_metrics() -> None:
     assert metrics.headers["content-type"].startswith("text/plain; version=0.0.4") and "vllm:" in metrics.text
 
 
+def test_reason_for_invalid_json_is_named() -> None:
+    body = {"content": b'{"messages": [}', "headers": {"content-type": "application/json"}}
+    error = ask("POST", "/v1/chat/completions", **body).json()["error"]
+    assert "'msg': 'JSON decode error', 'ctx': {'error': 'Expecting value'}" in error["message"]
+
+
 def test_unknown_route_is_404_and_wrong_method_405() -> None:
     assert ask("GET", "/nope").json() == {"detail": "Not Found"}
+    for path in ("/chat/completions", "/v1/v1/chat/completions", "/v1/chat/completion", "/chat/completion"):
+        meant = ask("POST", path, json={}).json()
+        assert meant == {"detail": "Not Found; did you mean /v1/chat/completions?"}, path
     wrong = ask("GET", "/v1/completions")
     assert wrong.status_code == 405 and wrong.headers["allow"] == "POST"
 

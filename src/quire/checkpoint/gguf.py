@@ -20,6 +20,15 @@ _MAX_ARRAY_DEPTH = 8
 _MAX_ALIGNMENT = 1 << 20
 _NUM_NAMED = 5
 
+SAMPLING_KEYS = {
+    "repetition_penalty": "general.sampling.penalty_repeat",
+    "temperature": "general.sampling.temp",
+    "top_k": "general.sampling.top_k",
+    "top_p": "general.sampling.top_p",
+    "min_p": "general.sampling.min_p",
+}
+"""Keys of a header for default sampling parameters, by their names in generation_config.json."""
+
 # Value types of the format by number: numpy dtypes of the scalars; strings and arrays follow.
 _SCALARS: dict[int, np.dtype[Any]] = {
     0: np.dtype("<u1"),

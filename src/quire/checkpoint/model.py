@@ -10,7 +10,7 @@ from typing import Any
 
 from quire.checkpoint.facts import ArchFacts, MediaFacts
 from quire.checkpoint.families import ALIASES, FAMILIES, GGUF_FAMILIES, Family
-from quire.checkpoint.gguf import GGUFFile
+from quire.checkpoint.gguf import SAMPLING_KEYS, GGUFFile
 from quire.checkpoint.multimodal import MEDIA_FAMILIES
 from quire.checkpoint.pooling import GENERATIVE, RETRIEVAL, StoredPooling, read_gguf_pooling, read_pooling
 from quire.checkpoint.quant import read_quant
@@ -56,7 +56,7 @@ class Checkpoint:
     eos_ids: tuple[int, ...]
     """Token ids that end generation; the primary one first."""
     generation: dict[str, Any] = field(default_factory=dict)
-    """Sampling defaults of generation_config.json (only the keys that Quire reads)."""
+    """Sampling defaults under the names of generation_config.json (only the keys that Quire reads)."""
     pooling: StoredPooling = StoredPooling()
     quant: QuantFacts | None = None
     """Quantization of the layers, if any; None for a GGUF file, where each tensor has a type."""
@@ -124,9 +124,8 @@ def _read_directory(
         str(generation_path), read_json(generation_path) if generation_path.is_file() else {}
     )
     sampling = {key: generation.get(key) for key in _GENERATION_KEYS if generation.get(key) is not None}
-    for key, value in sampling.items():
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise generation.wrong(key, "a number")
+    for key in sampling:
+        generation.any_number(key)
     if media is not None and media.transcribes:
         sources = {key: generation if key in generation.values else keys for key in _SUPPRESS_KEYS}
         sampling |= {key: [*source.token_ids(key)] for key, source in sources.items()}
@@ -289,8 +288,16 @@ def _read_gguf(path: Path) -> Checkpoint:
         derived_max_len=facts.max_len,
         bos_id=bos_ids[0] if bos_ids else None,
         eos_ids=tuple(dict.fromkeys(ends)),
+        generation=_read_gguf_sampling(ConfigReader(str(path), file.metadata)),
         pooling=read_gguf_pooling(arch),
     )
+
+
+def _read_gguf_sampling(header: ConfigReader) -> dict[str, Any]:
+    """Return the default sampling parameters of a header. Its numbers have 32 bits: 0.95 is read as such."""
+    stored = {name: key for name, key in SAMPLING_KEYS.items() if header.get(key) is not None}
+    numbers = ((name, header.any_number(key)) for name, key in stored.items())
+    return {name: float(f"{value:.7g}") if isinstance(value, float) else value for name, value in numbers}
 
 
 def _strip(metadata: Mapping[str, Any], prefix: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -49,6 +50,17 @@ _MAX_ERROR_CHARS = 200
 
 def is_url(place: str) -> bool:
     return bool(_URL.fullmatch(place)) and not place.startswith("file://")
+
+
+def download_bar(**settings: Any) -> Any:
+    """Return a progress bar of bytes. Outside of a terminal, such as in the log of a container, it prints a
+    line every ten seconds."""
+    from tqdm import tqdm
+
+    interval_s = 0.1 if sys.stderr.isatty() else 10.0
+    return tqdm(
+        unit="B", unit_scale=True, mininterval=interval_s, maxinterval=max(interval_s, 10.0), **settings
+    )
 
 
 def is_offline() -> bool:
@@ -187,13 +199,10 @@ class StoreFolder:
             raise ConfigError(f"{self.url!r} changed while it was downloaded ({names}): start again")
 
     def _read_chunks(self, parts: Sequence["_Part"]) -> None:
-        from tqdm import tqdm
-
         total = sum(part.file.num_bytes for part in parts)
         missing = sum(part.num_missing_bytes for part in parts)
         logger.info("Downloading %d files (%d MB) of %s", len(parts), missing // 10**6, self.url)
-        settings: dict[str, Any] = {"unit": "B", "unit_scale": True, "disable": not self._progress}
-        bar = tqdm(total=total, initial=total - missing, **settings)
+        bar = download_bar(total=total, initial=total - missing, disable=not self._progress)
         pool = ThreadPoolExecutor(self._num_readers, thread_name_prefix="store")
         try:
             with bar:

@@ -63,6 +63,13 @@ class ConfigReader:
             raise self.wrong(key, "a positive integer")
         return value
 
+    def any_number(self, key: str) -> float:
+        """Return a number of either sign, as it is stored."""
+        value: Any = self._present(key)
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise self.wrong(key, "a number")
+        return value
+
     def number(self, key: str, default: float | None = None) -> float:
         """Return a positive, finite number."""
         value = self._present(key) if default is None else self.values.get(key)

@@ -37,6 +37,7 @@ from quire.server.lora.registry import LoRARegistry
 from quire.server.settings import ServerSettings
 from quire.system.process import (
     adopt,
+    parent_age_s,
     shorten_thread_switches,
     tune_allocator,
     tune_garbage_collector,
@@ -256,6 +257,7 @@ async def _announce(began: "asyncio.Future[Application]", engine: AsyncEngine) -
     """Log vLLM's line when requests can be answered; scripts wait for it."""
     await began
     await engine.ready()
+    log.info("Ready, %.1f s after the server was started", parent_age_s())
     log.info("Application startup complete.")
 
 

@@ -27,6 +27,7 @@ from quire.server.lora.service import located
 from quire.server.settings import ServerSettings
 from quire.system.process import (
     adopt,
+    parent_age_s,
     shorten_thread_switches,
     tune_allocator,
     tune_garbage_collector,
@@ -199,4 +200,5 @@ def _place_of(model: ConfiguredModel, backend: ModelCores) -> PoolModel:
 async def _announce(pool: ModelPool) -> None:
     """Log vLLM's line when the first models are loaded; scripts wait for it."""
     await pool.started.wait()
+    log.info("Ready, %.1f s after the server was started", parent_age_s())
     log.info("Application startup complete.")

@@ -53,7 +53,9 @@ def add_flags(parser: FlagParser) -> None:
     parser.add_argument("--allowed-origins", type=json.loads, default=None, help="as for `quire serve`")
     parser.add_argument("--max-model-len", type=int, default=None)
     parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1)
-    parser.add_argument("--api-server-count", type=int, default=1)
+    parser.add_argument("--pipeline-parallel-size", "-pp", type=int, default=1)
+    parser.add_argument("--data-parallel-size", "-dp", type=int, default=1)
+    parser.add_argument("--api-server-count", type=int, default=None, help="default: one per engine")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -144,8 +146,9 @@ def _threads(machine: Machine, args: argparse.Namespace) -> Iterator[Finding]:
     advice = thread_advice(
         machine.device,
         num_threads=hardware_threads(),
-        num_api=args.api_server_count,
-        num_workers=args.tensor_parallel_size,
+        num_api=args.api_server_count or args.data_parallel_size,
+        num_engines=args.data_parallel_size,
+        num_workers=args.tensor_parallel_size * args.pipeline_parallel_size * args.data_parallel_size,
     )
     if advice is None:
         yield Finding("ok", f"{machine.num_cores} CPU cores")
@@ -247,7 +250,8 @@ def _model(machine: Machine, args: argparse.Namespace, env: Env) -> Iterator[Fin
     for precision in dict.fromkeys(precisions):
         form = "as it is stored" if precision == STORED else f"in {precision}"
         wanted = Wanted(context, 1, {})
-        fit = fits(checkpoint, machine, precision, wanted, tp=args.tensor_parallel_size, pp=1)
+        ranks = {"tp": args.tensor_parallel_size, "pp": args.pipeline_parallel_size}
+        fit = fits(checkpoint, machine, precision, wanted, **ranks)
         if not fit.why_not and fit.cache is not None:
             held = f"and leaves memory for a KV cache of {fit.cache.num_tokens:,} tokens"
             state: Literal["ok", "warning"] = "ok" if precision in ("bf16", STORED) else "warning"

@@ -1,5 +1,7 @@
-"""Expected speed of a layout, from the bandwidth and compute of its devices and measured efficiencies."""
+"""Expected speed of a layout, from the rates of its devices and measurements of two models."""
 
+import math
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -12,13 +14,39 @@ from quire.plan.estimate import MemoryFit, bytes_of_cache, computes_in_8_bits, w
 _SUM_S = 10e-6
 """Assumed seconds of a small all-reduce within a machine; there are two per layer."""
 BATCHES, CONTEXT = (1, 8, 32, 128, 256), 576
-DECODE_MS, PREFILL_TOK_S = (3.868, 4.486, 5.041, 7.523, 12.016), 44_106
-"""Results of `quire.bench.gpu` on one H200 with Llama 3.1 8B in bf16: decodes of `BATCHES` sequences of
-`CONTEXT` tokens, and prompts. The model is dense, and large enough to be memory-bound."""
-_LAYERS, _KV_BYTES = 32, 2 * 2 * 8 * 128
-"""Layers of that model, and KV cache bytes of a token in one of them."""
-_WEIGHTS = _LAYERS * (2 * 4096 * 128 * (32 + 8) + 3 * 4096 * 14336) + 128256 * 4096
-"""Weights of that model, without the embedding."""
+_KV_BYTES = 2 * 2 * 8 * 128
+"""KV cache bytes of a token in a layer of both measured models."""
+_ATTENTION = 0.96 * 4.28 / 4.8
+"""Share of the bandwidth that decode attention reached on an H200 (docs/evidence/kernels.md: lengths of 300
+to 1,700 at batch 256). At small batches its time is part of that of a layer."""
+
+
+class MeasuredModel(NamedTuple):
+    """Rates of a dense model in bf16 by `quire.bench.gpu` on an H200, from the first table of
+    docs/performance.md."""
+
+    layers: int
+    weights: int
+    """Weights that a step reads, so without the embedding."""
+    decode_ms: tuple[float, ...]
+    """Decodes of `BATCHES` sequences of `CONTEXT` tokens."""
+    prefill_tok_s: float
+
+
+_LARGE = MeasuredModel(
+    layers=32,
+    weights=32 * (2 * 4096 * 128 * (32 + 8) + 3 * 4096 * 14336) + 128256 * 4096,
+    decode_ms=(3.91, 4.49, 5.09, 7.71, 12.52),
+    prefill_tok_s=43_690,
+)
+"""Llama 3.1 8B, which is limited by memory and compute."""
+_SMALL = MeasuredModel(
+    layers=28,
+    weights=28 * (2 * 1024 * 128 * (16 + 8) + 3 * 1024 * 3072) + 151936 * 1024,
+    decode_ms=(0.69, 1.09, 1.56, 3.17, 5.55),
+    prefill_tok_s=391_500,
+)
+"""Qwen3-0.6B: much of its time is spent between the kernels of each layer."""
 
 
 class TokenRates(NamedTuple):
@@ -31,22 +59,59 @@ class TokenRates(NamedTuple):
     prefill_tok_s: float
 
 
-def _efficiencies() -> tuple[list[float], float]:
-    """Return the efficiencies that an H200 reached: decodes by batch size, and prompts."""
-    device = DEVICES["h200"]
-    efficiencies = []
-    for batch, took_ms in zip(BATCHES, DECODE_MS, strict=True):
-        read = 2 * _WEIGHTS + batch * CONTEXT * _LAYERS * _KV_BYTES
-        floor_s = max(read / device.bytes_s, 2 * batch * _WEIGHTS / device.flops)
-        efficiencies.append(floor_s / (took_ms / 1e3))
-    return efficiencies, PREFILL_TOK_S * 2 * _WEIGHTS / device.flops
+class Cost(NamedTuple):
+    """The seconds of matrix products and layers: floor / efficiency + layers x seconds per layer."""
+
+    efficiency: float
+    """Share of the peak bandwidth or compute that the matrix products reach."""
+    layer_s: float
+    """Time of a layer besides: latencies, and operations on activations."""
+
+
+def _solve(large_s: float, large_floor_s: float, small_s: float, small_floor_s: float) -> Cost:
+    """Return the cost that gives the measured seconds of both models."""
+    inverse = (_LARGE.layers * small_s - _SMALL.layers * large_s) / (
+        _LARGE.layers * small_floor_s - _SMALL.layers * large_floor_s
+    )
+    return Cost(1 / inverse, (large_s - inverse * large_floor_s) / _LARGE.layers)
+
+
+def _products_floor(device: Accelerator, num_bytes: float, flops_s: float) -> float:
+    """Return the seconds of the matrix products of a decode step at peak rates: the larger of reading and
+    computing, and more if both are near."""
+    return math.hypot(num_bytes / device.bytes_s, flops_s)
+
+
+def _attention_seconds(device: Accelerator, cache_bytes: float) -> float:
+    return cache_bytes / (_ATTENTION * device.bytes_s)
+
+
+@cache
+def decode_costs() -> tuple[Cost, ...]:
+    """Return the cost of a decode step on an H200, for each of `BATCHES`."""
+    device, costs = DEVICES["h200"], []
+    for number, batch in enumerate(BATCHES):
+        times: list[float] = []
+        for model in (_LARGE, _SMALL):
+            attention_s = _attention_seconds(device, batch * CONTEXT * model.layers * _KV_BYTES)
+            floor_s = _products_floor(device, 2 * model.weights, 2 * batch * model.weights / device.flops)
+            times += [model.decode_ms[number] / 1e3 - attention_s, floor_s]
+        costs.append(_solve(*times))
+    return tuple(costs)
+
+
+@cache
+def prefill_cost() -> Cost:
+    """Return the cost of a prompt token on an H200."""
+    flops = DEVICES["h200"].flops
+    large, small = ((1 / model.prefill_tok_s, 2 * model.weights / flops) for model in (_LARGE, _SMALL))
+    return _solve(*large, *small)
 
 
 def rates(fit: MemoryFit, device: Accelerator, *, batch: int, context: int) -> TokenRates:
     """Return the rates for `batch` sequences of `context` tokens. Each pipeline stage has a part of the
     batch."""
     assert fit.config is not None, "a layout that does not fit has no rates"
-    decodes, prompts = _efficiencies()
     checkpoint, stage_batch = fit.config.checkpoint, -(-batch // fit.pp)
     weights = count_parameters(checkpoint.facts)
     unused = sum(_unused_weights(layer, stage_batch) for layer in weights.layers) + (
@@ -54,12 +119,20 @@ def rates(fit: MemoryFit, device: Accelerator, *, batch: int, context: int) -> T
     )
     unused += weights.tower
     read = weight_bytes(checkpoint, fit.precision) * (1 - unused / weights.total)
-    read += stage_batch * _cache_bytes(fit, context)
     flops = device.narrow_flops if computes_in_8_bits(checkpoint, fit.precision) else device.flops
-    floor_s = max(read / device.bytes_s, 2 * stage_batch * weights.active / flops) / fit.tp
-    sums_s = 0.0 if fit.tp == 1 else 2 * len(weights.layers) * _SUM_S
-    step_s = floor_s / float(np.interp(np.log(stage_batch), np.log(BATCHES), decodes)) + sums_s
-    prefill = prompts * flops * fit.num_devices / (2 * weights.active)
+    efficiency, layer_s = (
+        float(np.interp(np.log(stage_batch), np.log(BATCHES), values))
+        for values in zip(*decode_costs(), strict=True)
+    )
+    products_s = _products_floor(device, read, 2 * stage_batch * weights.active / flops) / efficiency
+    attention_s = _attention_seconds(device, stage_batch * _cache_bytes(fit, context))
+    sums_s = 0.0 if fit.tp == 1 else 2 * _SUM_S
+    step_s = (products_s + attention_s) / fit.tp + (layer_s + sums_s) * len(weights.layers)
+    prompt = prefill_cost()
+    # Operations on activations take longer where memory is slower.
+    prompt_layer_s = prompt.layer_s * DEVICES["h200"].bytes_s / device.bytes_s
+    token_s = 2 * weights.active / flops / prompt.efficiency + prompt_layer_s * len(weights.layers)
+    prefill = fit.num_devices / token_s
     copy_s = copy_seconds(fit, device)
     if copy_s:
         step_s = max(step_s, copy_s)

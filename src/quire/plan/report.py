@@ -92,9 +92,10 @@ def described(fit: MemoryFit, device: Accelerator, wanted: Wanted) -> dict[str, 
 
 
 def _rates(fit: MemoryFit, device: Accelerator, wanted: Wanted) -> list[TokenRates]:
-    batches = sorted({*_BATCHES, wanted.concurrency})
     assert fit.cache is not None
-    held = [batch for batch in batches if batch * wanted.context <= fit.cache.num_tokens]
+    most = fit.cache.num_tokens // wanted.context
+    batches = {*_BATCHES, wanted.concurrency, min(most, max(_BATCHES))}
+    held = sorted(batch for batch in batches if 0 < batch <= most)
     return [rates(fit, device, batch=batch, context=wanted.context) for batch in held]
 
 

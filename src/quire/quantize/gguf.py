@@ -14,7 +14,7 @@ from gguf.quants import dequantize, quantize
 from numpy.typing import NDArray
 
 from quire.checkpoint.facts import ArchFacts
-from quire.checkpoint.gguf import GGUFFile
+from quire.checkpoint.gguf import SAMPLING_KEYS, GGUFFile
 from quire.errors import ConfigError
 from quire.layers.rope import KINDS
 from quire.loader.gguf_names import gguf_name, row_order
@@ -90,6 +90,11 @@ def write_gguf(stored: SourceModel, to: str, folder: Path, progress: Callable[[]
         out = _Writer(path, _ARCHITECTURES[facts.architecture], kind)
         _write_header(stored, facts, out.writer)
         tensors = _plan_directory(stored, facts, out)
+    for name, value in stored.checkpoint.generation.items():
+        if name == "top_k":
+            out.writer.add_int32(SAMPLING_KEYS[name], int(value))
+        elif name in SAMPLING_KEYS:
+            out.writer.add_float32(SAMPLING_KEYS[name], value)
     out.writer.add_file_type(file_type)
     out.writer.add_quantization_version(2)
     for name, values in tensors:
@@ -105,6 +110,7 @@ def _copy_header(source: Path, writer: GGUFWriter) -> None:
         "general.file_type",
         "general.quantization_version",
         "general.alignment",
+        *SAMPLING_KEYS.values(),
     )
     for field in GGUFReader(source).fields.values():
         if field.name in replaced or field.name.startswith(("GGUF.", "split.")):

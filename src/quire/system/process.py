@@ -9,9 +9,11 @@ import resource
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 from tqdm import tqdm
 
 from quire.logs import name_process
@@ -27,6 +29,11 @@ would keep an engine that is dropped later in memory."""
 _MAX_FILES = 1 << 20
 """Limit of open files: containers may allow a billion, and programs that walk all descriptors would take
 minutes."""
+
+
+def parent_age_s() -> float:
+    """Return the seconds since the parent of this process, such as a supervisor, was started."""
+    return time.time() - psutil.Process(os.getppid()).create_time()
 
 
 def adopt(role: str) -> None:

@@ -1,7 +1,7 @@
 """Error responses: `{"error": {"message", "type", "param", "code"}}`."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -124,11 +124,19 @@ def add_error_handlers(app: FastAPI, *, log_stack: bool) -> None:
     handlers: dict[type[Exception], Callable[[Request, Exception], Response]] = {
         QuireError: known,
         RequestValidationError: _validation_error,
-        HTTPException: lambda _, error: http_error(error),
+        HTTPException: lambda request, error: http_error(error, _intended_route(request, app)),
         Exception: lambda _, error: error_response(describe(error)),
     }
     for kind, handler in handlers.items():
         app.add_exception_handler(kind, handler)
+
+
+def _intended_route(request: Request, app: FastAPI) -> str | None:
+    """Return the route that a client meant which left `/v1` out or wrote it twice, or an `s` at the end."""
+    path = request.url.path
+    known = {getattr(route, "path", "") for route in app.routes}
+    single = path.replace("/v1/v1/", "/v1/", 1)
+    return next((name for name in (single, f"/v1{path}", f"{path}s", f"/v1{path}s") if name in known), None)
 
 
 def _validation_error(_: Request, error: Exception) -> Response:
@@ -142,10 +150,13 @@ def validation_error(error: ValidationError) -> Response:
     return _list_errors([{**item, "loc": ("body", *item["loc"])} for item in errors])
 
 
+def _keys(item: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the keys of a validation error to show; the context of invalid JSON has its reason."""
+    return ("type", "loc", "msg", "ctx") if item["type"] == "json_invalid" else ("type", "loc", "msg")
+
+
 def _list_errors(errors: Sequence[Any]) -> Response:
-    shown = [
-        {key: item[key] for key in ("type", "loc", "msg") if key in item} for item in errors[:_MAX_SHOWN]
-    ]
+    shown = [{key: item[key] for key in _keys(item) if key in item} for item in errors[:_MAX_SHOWN]]
     more = [f"and {len(errors) - _MAX_SHOWN} more"] if len(errors) > _MAX_SHOWN else []
     head = f"{len(errors)} validation error{'s' if len(errors) > 1 else ''}:"
     message = "\n  ".join([head, *map(str, shown), *more])
@@ -153,9 +164,11 @@ def _list_errors(errors: Sequence[Any]) -> Response:
     return error_response(error_info(message, 400, "Bad Request", param))
 
 
-def http_error(error: Exception) -> Response:
+def http_error(error: Exception, intended: str | None = None) -> Response:
+    """Return FastAPI's response; to an unknown route with the one that the client probably meant."""
     assert isinstance(error, HTTPException)
     status = error.status_code
-    if status in (404, 405):  # no such route or method: FastAPI's response
-        return JSONResponse({"detail": error.detail}, status, error.headers)
+    if status in (404, 405):  # no such route or method
+        hint = f"; did you mean {intended}?" if status == 404 and intended is not None else ""
+        return JSONResponse({"detail": f"{error.detail}{hint}"}, status, error.headers)
     return error_response(error_info(str(error.detail), status, HTTPStatus(status).phrase))
