@@ -14,6 +14,11 @@
 #define BLOCK_ROWS 192 /* maximum rows per task */
 #define FEW_ROWS 16    /* maximum rows per KV head to be memory-bound: all heads share one pass over the keys */
 #define TURN_ROWS 32   /* minimum rows for which transposing the keys pays off */
+#ifdef HAS_NEON
+#define MIXED_KEYS TILE
+#else
+#define MIXED_KEYS 64  /* values of a head that all rows mix before the next, for the L1 cache */
+#endif
 #define FEW_KEYS 8     /* keys processed at a time for memory-bound tasks */
 #define LINE 16        /* floats per cache line, for alignment */
 #define LOG2_E 1.4426950408889634
@@ -61,6 +66,9 @@ static long at_most(long x, long bound) { return x < bound ? x : bound; }
 static long at_least(long x, long bound) { return x > bound ? x : bound; }
 
 static long whole(long count, long step) { return (count + step - 1) / step * step; }
+
+/* Quotient of small numbers that are not negative: a division of 64 bits takes up to 90 cycles. */
+static long over(long count, long by) { return (uint32_t)count / (uint32_t)by; }
 
 /* Heads are zero-padded to whole vectors in scratch memory. */
 static long dim_of(const Job *job) { return whole(job->head_dim, LANES); }
@@ -159,11 +167,11 @@ static long seen_by(const Job *job, const Task *task, long query)
 /* Convert the scores of one row with keys [first, end) of a tile to softmax weights. */
 static void soften_row(const Job *job, const Task *task, long tile, long first, long end, long query, long row, Scratch *scratch)
 {
-    long place = place_of(job, task) + query, group = job->heads / job->kv_heads;
+    long place = place_of(job, task) + query;
     float *scores = scratch->weights + row * TILE;
     long count = at_least((end - tile + STEP - 1) / STEP * STEP, STEP);
     if (job->slopes) {
-        long head = (task->kv_head + row / (task->num_queries * group)) * group + row % group;
+        long group = job->heads / job->kv_heads, head = (task->kv_head + row / (task->num_queries * group)) * group + row % group;
         lean(scores, count, job->slopes[head] * (float)LOG2_E, tile - place);
     }
     long seen_first = at_least(first, first_seen(job, place)) - tile;
@@ -194,18 +202,10 @@ static void attend_few(const Job *job, const Task *task, long tile, long first, 
                          at_most(k + FEW_KEYS, until), dim, scratch->part.out + row * dim);
 }
 
-/* Scores with contiguous keys [first, end), rounded down to a multiple of 4. `turned`: the same keys transposed, or NULL. */
-static void score_packed(long rows, const float *q, const float *const *keys, const float *turned, long first, long end, long dim,
-                         float *out)
+/* Scores with contiguous keys [first, end), rounded down to a multiple of 4. */
+static void score_packed(long rows, const float *q, const float *const *keys, long first, long end, long dim, float *out)
 {
     long low = first & ~3L, high = (end + 3) & ~3L;
-#ifdef HAS_AVX512
-    if (turned) {
-        score_turned(rows, q, turned, first, end, dim, out);
-        return;
-    }
-#endif
-    (void)turned;
 #ifdef HAS_NEON
     if (rows == 4 && dim > 4) {
         score_four(q, keys[first] - first * dim, low, high, dim, out);
@@ -215,11 +215,13 @@ static void score_packed(long rows, const float *q, const float *const *keys, co
     score_some(rows, q, keys, 0, low, high, dim, out);
 }
 
-static void mix_packed(long rows, const float *weights, const float *const *values, long first, long end, long dim, float *out)
+/* Weighted sums of values [first, end); after those before `first`, unless it is `begin`. */
+static void mix_packed(long rows, const float *weights, const float *const *values, long begin, long first, long end, long dim,
+                       float *out)
 {
 #ifdef HAS_NEON
     long whole = (end - first) & ~3L;
-    if (rows == 4 && dim % 16 == 0 && whole > 0) {
+    if (rows == 4 && dim % 16 == 0 && whole > 0 && first == begin) {
         for (long d = 0; d < dim; d += 16)
             mix_sixteen(weights + first, values[first] + d, whole, dim, out + d);
         if (first + whole < end)
@@ -227,7 +229,32 @@ static void mix_packed(long rows, const float *weights, const float *const *valu
         return;
     }
 #endif
-    mix_some(rows, 0, weights, values, 0, first, end, dim, out);
+    mix_some(rows, first > begin, weights, values, 0, first, end, dim, out);
+}
+
+/* Scores of all rows with keys [begin, end), in parts that stay in the L1 cache if the keys are transposed first. */
+static void score_rows(const Job *job, const Task *task, long tile, long begin, long end, const float *const *keys,
+                       Scratch *scratch)
+{
+    long dim = dim_of(job), group = job->heads / job->kv_heads, all = task->num_queries * group;
+#ifdef HAS_AVX512
+    float columns[MAX_TURNED * TILE];
+    if (all >= TURN_ROWS && dim <= MAX_TURNED) {
+        long first = begin / TURNED_KEYS * TURNED_KEYS;
+        turn_keys(keys[begin] - begin * dim, first, whole(end, TURNED_KEYS), dim, columns);
+        for (long k = first; k < end; k += TURNED_KEYS)
+            for (long row = 0; row < all; row += TURNED_ROWS) {
+                long rows = at_most(all - row, TURNED_ROWS);
+                if (seen_by(job, task, over(row + rows - 1, group)) > tile + k)
+                    score_turned(rows, scratch->q + row * dim, columns + k * dim, dim, scratch->weights + row * TILE + k);
+            }
+        return;
+    }
+#endif
+    for (long row = 0; row < all; row += ROWS) {
+        long rows = at_most(all - row, ROWS), seen_end = seen_by(job, task, over(row + rows - 1, group)) - tile;
+        score_packed(rows, scratch->q + row * dim, keys, begin, at_most(end, seen_end), dim, scratch->weights + row * TILE);
+    }
 }
 
 /* Attention of many rows of one KV head, so that keys and then values stay in the CPU cache. A group of ROWS rows stops at the
@@ -236,24 +263,19 @@ static void attend_many(const Job *job, const Task *task, long tile, long first,
                         const float *const *values, Scratch *scratch)
 {
     long dim = dim_of(job), group = job->heads / job->kv_heads, all = task->num_queries * group, begin = first - tile;
-    const float *turned = NULL;
-#ifdef HAS_AVX512
-    float columns[MAX_TURNED * TILE];
-    if (all >= TURN_ROWS && dim <= MAX_TURNED) {
-        turn_keys(keys[begin] - begin * dim, begin / TURNED_KEYS * TURNED_KEYS, whole(end - tile, TURNED_KEYS), dim, columns);
-        turned = columns;
-    }
-#endif
+    score_rows(job, task, tile, begin, end - tile, keys, scratch);
     for (long row = 0; row < all; row += ROWS) {
-        long rows = at_most(all - row, ROWS), seen_end = at_most(end, seen_by(job, task, (row + rows - 1) / group));
-        score_packed(rows, scratch->q + row * dim, keys, turned, begin, seen_end - tile, dim, scratch->weights + row * TILE);
+        long rows = at_most(all - row, ROWS), seen_end = at_most(end, seen_by(job, task, over(row + rows - 1, group)));
         for (long r = row; r < row + rows; r++)
-            soften_row(job, task, tile, first, seen_end, r / group, r, scratch);
+            soften_row(job, task, tile, first, seen_end, over(r, group), r, scratch);
     }
-    for (long row = 0; row < all; row += ROWS) {
-        long rows = at_most(all - row, ROWS), seen_end = at_most(end, seen_by(job, task, (row + rows - 1) / group));
-        mix_packed(rows, scratch->weights + row * TILE, values, begin, seen_end - tile, dim, scratch->part.out + row * dim);
-    }
+    for (long k = begin; k < end - tile; k = (k / MIXED_KEYS + 1) * MIXED_KEYS)
+        for (long row = 0; row < all; row += ROWS) {
+            long rows = at_most(all - row, ROWS), seen_end = at_most(end, seen_by(job, task, over(row + rows - 1, group))) - tile;
+            if (k < seen_end || k == begin)
+                mix_packed(rows, scratch->weights + row * TILE, values, begin, k,
+                           at_most((k / MIXED_KEYS + 1) * MIXED_KEYS, seen_end), dim, scratch->part.out + row * dim);
+        }
 }
 
 /* Rows are ordered by KV head. */

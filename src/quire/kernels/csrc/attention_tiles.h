@@ -191,6 +191,7 @@ static void mix_some(long rows, int more, const float *weights, const float *con
 #ifdef HAS_AVX512
 
 #define TURNED_KEYS (2 * LANES) /* transposed keys per iteration */
+#define TURNED_ROWS 3           /* rows per iteration */
 #define MAX_TURNED 256          /* maximum columns of a transposed key */
 
 INLINE vf lanes_of_two(int high, vf a, vf b, int is_double)
@@ -200,7 +201,7 @@ INLINE vf lanes_of_two(int high, vf a, vf b, int is_double)
     return high ? (vf)_mm512_unpackhi_ps((__m512)a, (__m512)b) : (vf)_mm512_unpacklo_ps((__m512)a, (__m512)b);
 }
 
-/* Transpose 16 columns of 16 keys with a stride of `stride` floats: into[i * TILE + k] = keys[k * stride + i]. */
+/* Transpose 16 columns of 16 keys with a stride of `stride` floats: into[i * TURNED_KEYS + k] = keys[k * stride + i]. */
 INLINE void turn_sixteen(const float *keys, long stride, float *into)
 {
     vf fours[4][4], quarter[4]; /* fours[g][i]: column i of each quarter, of keys 4g.. */
@@ -218,34 +219,35 @@ INLINE void turn_sixteen(const float *keys, long stride, float *into)
         quarter[2] = (vf)_mm512_shuffle_f32x4(low, high, 0xdd), quarter[3] = (vf)_mm512_shuffle_f32x4(third, last, 0xdd);
         for (int j = 0; j < 4; j++) {
             __m512 a = (__m512)quarter[j % 2 * 2], b = (__m512)quarter[j % 2 * 2 + 1];
-            store(into + (i + 4 * j) * TILE, (vf)(j < 2 ? _mm512_shuffle_f32x4(a, b, 0x88) : _mm512_shuffle_f32x4(a, b, 0xdd)));
+            store(into + (i + 4 * j) * TURNED_KEYS, (vf)(j < 2 ? _mm512_shuffle_f32x4(a, b, 0x88) : _mm512_shuffle_f32x4(a, b, 0xdd)));
         }
     }
 }
 
-/* Transpose contiguous keys [first, end) of a tile, multiples of TURNED_KEYS. */
+/* Transpose contiguous keys [first, end) of a tile, multiples of TURNED_KEYS, in parts of TURNED_KEYS: a larger stride would leave
+ * most of the L1 cache unused. */
 static void turn_keys(const float *keys, long first, long end, long dim, float *into)
 {
     for (long k = first; k < end; k += LANES)
         for (long d = 0; d < dim; d += LANES)
-            turn_sixteen(keys + k * dim + d, dim, into + d * TILE + k);
+            turn_sixteen(keys + k * dim + d, dim, into + k / TURNED_KEYS * TURNED_KEYS * dim + d * TURNED_KEYS + k % TURNED_KEYS);
 }
 
 /* Bitwise equal to score4: the lanes of a score are summed separately and added in the order of lanes_sum4. */
 INLINE void score_two_turned(int rows, const float *q, const float *keys, long dim, float *out)
 {
-    vf parts[4][2][2];
+    vf parts[4][TURNED_ROWS][2];
     _Pragma("GCC unroll 16")
     for (int n = 0; n < LANES; n++) {
         int lane = (n & 4) << 1 | (n & 8) >> 1 | (n & 1) << 1 | (n & 2) >> 1; /* 0 2 1 3, 8 10 9 11, 4 .. */
-        vf sums[2][2];
+        vf sums[TURNED_ROWS][2];
         for (int r = 0; r < rows; r++)
             for (int i = 0; i < 2; i++)
-                sums[r][i] = splat(q[r * dim + lane]) * load(keys + lane * TILE + i * LANES);
+                sums[r][i] = splat(q[r * dim + lane]) * load(keys + lane * TURNED_KEYS + i * LANES);
         for (long d = LANES + lane; d < dim; d += LANES)
             for (int r = 0; r < rows; r++)
                 for (int i = 0; i < 2; i++)
-                    sums[r][i] = fused(splat(q[r * dim + d]), load(keys + d * TILE + i * LANES), sums[r][i]);
+                    sums[r][i] = fused(splat(q[r * dim + d]), load(keys + d * TURNED_KEYS + i * LANES), sums[r][i]);
         for (int r = 0; r < rows; r++)
             for (int i = 0; i < 2; i++) {
                 vf sum = sums[r][i];
@@ -260,14 +262,13 @@ INLINE void score_two_turned(int rows, const float *q, const float *keys, long d
     }
 }
 
-static void score_turned(long rows, const float *q, const float *keys, long first, long end, long dim, float *out)
+/* Scores of several rows with TURNED_KEYS keys. */
+static void score_turned(long rows, const float *q, const float *keys, long dim, float *out)
 {
-    for (long k = first / TURNED_KEYS * TURNED_KEYS; k < end; k += TURNED_KEYS) {
-        long r = 0;
-        for (; r + 2 <= rows; r += 2)
-            score_two_turned(2, q + r * dim, keys + k, dim, out + r * TILE + k);
-        if (r < rows)
-            score_two_turned(1, q + r * dim, keys + k, dim, out + r * TILE + k);
+    switch (rows) {
+    case 3: score_two_turned(3, q, keys, dim, out); break;
+    case 2: score_two_turned(2, q, keys, dim, out); break;
+    default: score_two_turned(1, q, keys, dim, out);
     }
 }
 #endif
