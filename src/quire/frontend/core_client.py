@@ -82,7 +82,7 @@ class CoreLink:
         owner: Owner,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Build it. `place` is its index among the links of its owner. `address` may be a file that will
+        """`place` is its index among the links of its owner. `address` may be a file that will
         contain the address once it is known; `token` is the secret that the core expects."""
         self.place = place
         self.rank = rank

@@ -68,7 +68,7 @@ class AsyncEngine:
         tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Build it. `addresses` are those of the cores by rank, which expect the `token`. `prefixes` may be
+        """`addresses` are those of the cores by rank, which expect the `token`. `prefixes` may be
         shared with other processes; `first` is the router's. With `resumes`, requests outlive their core."""
         self.facts = facts
         self.inputs = inputs
