@@ -107,8 +107,7 @@ def load_model(
     the model before its weights are loaded, and the shapes in the checkpoint."""
     source = _open_source(checkpoint, load_format, seed, with_modules=build is not None)
     if isinstance(source, ShardedSource):
-        method = None if quant is None else quant.method
-        key = ShardedStateKey.of(checkpoint.facts.architecture, dtype, device, method, world.tp.size)
+        key = ShardedStateKey.of(checkpoint.facts.architecture, dtype, device, _method(quant), world.tp.size)
         _open_saved(source, key, world.tp.rank, spread=ep is not None, offloaded=offload is not None)
     stored, plain = source.shapes({}), PlainFormat(_weight_dtype(checkpoint, dtype, device))
     format = _format_of(source, stored, plain, packed=packed, quant=quant)
@@ -173,6 +172,10 @@ def _add_tower(model: Any, facts: ArchFacts, scope: Scope, group: Group | None) 
         scope.adapters.unused = facts.unused
     if facts.media is not None and group is not None and scope.stage.is_first:
         model.tower = TOWERS[facts.media.family](facts, replace(scope, adapters=None, group=group))
+
+
+def _method(quant: QuantFacts | None) -> str | None:
+    return None if quant is None else quant.method
 
 
 def _open_saved(
