@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,10 +47,6 @@ class AnySizeTower(Tower):
 
     arrays: tuple[str, ...] = ("pixels",)
     """Names of the arrays of an item."""
-
-    @staticmethod
-    def heads(facts: Any) -> tuple[int, ...]:
-        return (facts.vit.heads,)
 
     def stacks(self, item: Mapping[str, Tensor]) -> list[Tensor]:
         """Return stacks of images of one shape, [images, 3, height, width], in prompt order."""
