@@ -60,7 +60,7 @@ class OutputStream(Generic[Out]):
         *,
         is_delta: bool = True,
     ):
-        """`is_delta`: whether each output has only what is new since the one before."""
+        """Set whether each output has only what is new since the one before (`is_delta`)."""
         self.request_id = request_id
         self._is_delta = is_delta
         self._begin: Callable[[OutputStream[Out]], None] | None = begin
