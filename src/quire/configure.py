@@ -64,7 +64,8 @@ def configure(settings: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
         check_cross_attention(checkpoint.facts, values)
         if is_default_model(values.get("model")):
             checkpoint = replace(checkpoint, generation=dict(DEFAULT_MODEL.generation))
-        draft_config = _read_draft_config(drafts, draft or config_path or path)
+        draft_path = draft or config_path or path
+        draft_config = read_json(draft_path / "config.json") if drafts and draft_path.is_dir() else None
         config = resolve(
             values, checkpoint=checkpoint, machine=machine, usage=usage, env=env, draft=draft_config
         )
@@ -151,11 +152,6 @@ def _locate_draft(
         progress=values.get("use_tqdm_on_load", True),
         load_format=load_format,
     )
-
-
-def _read_draft_config(drafts: Mapping[str, Any], path: Path) -> dict[str, Any] | None:
-    """Return the config.json of the draft model."""
-    return read_json(path / "config.json") if drafts and path.is_dir() else None
 
 
 def _with_draft(config: EngineConfig, path: Path | None) -> EngineConfig:

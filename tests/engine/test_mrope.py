@@ -10,13 +10,13 @@ import torch
 from cuda_on_cpu import use_fake_device
 from drafted import EagerPolicy
 from oracle import make_tiny
+from spec_reference import derive_reference, look_up_reference, verify_reference
 from tiny import generate_preempted, logits_of, open_tiny, prompts_of
 from torch import Tensor
 
 from quire import LLM
 from quire.data.multimodal import Array, Media
 from quire.data.step_plan import Admission
-from quire.kernels.triton import spec
 from quire.worker.rows import Rows
 
 Positions = np.ndarray[Any, np.dtype[np.int32]]
@@ -119,11 +119,9 @@ def test_mrope_on_a_device_that_runs_ahead(
     path, hf = models("qwen2")
     use_fake_device(monkeypatch)
     here = "quire.worker.cuda.draft_verify."
-    monkeypatch.setattr(here + "derive", spec.derive_reference)
-    monkeypatch.setattr(here + "verify", lambda *args: spec.verify_reference(*args[:3], *args[5:]))
-    monkeypatch.setattr(
-        here + "look_up", lambda known, step, _, least: spec.look_up_reference(known, step, least)
-    )
+    monkeypatch.setattr(here + "derive", derive_reference)
+    monkeypatch.setattr(here + "verify", lambda *args: verify_reference(*args[:3], *args[5:]))
+    monkeypatch.setattr(here + "look_up", lambda known, step, _, least: look_up_reference(known, step, least))
     settings = {"max_model_len": 64, "max_num_seqs": 4, "num_gpu_blocks_override": 200}
     settings |= {"max_num_batched_tokens": 24, "enable_prefix_caching": False}
     llm = open_tiny(path, **settings, **{"speculative_config": DRAFTS} if drafted else {})

@@ -8,6 +8,7 @@ import pytest
 import torch
 from formats import compressed, pack_int8
 from oracle import load_tiny, make_tiny
+from products import exact_product
 from requantized import error_of, loaded, requantize
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from quire.checkpoint.quant import ONLINE
 from quire.checkpoint.quant.schemes import Int8
 from quire.errors import ConfigError
 from quire.kernels.cpu import native
-from quire.kernels.reference.int8 import Int8Codes, fits_blocks, product_reference, quantize
+from quire.kernels.reference.int8 import Int8Codes, fits_blocks, quantize
 from quire.kernels.reference.moe import ExpertWeights, mix
 from quire.quant.experts import ExpertShape
 from quire.quant.int8 import Int8Experts, Int8Format, Int8Weight
@@ -107,7 +108,7 @@ def test_only_one_layer_is_wide_at_a_time() -> None:
         cache_dtype
     }
     x = torch.randn(2, 64)
-    torch.testing.assert_close(weight(x), product_reference(x, quantize(values)), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(weight(x), exact_product(x, quantize(values)), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("native_kernels", [True, False])

@@ -64,11 +64,9 @@ class AttentionBackend(Protocol):
 
     def fits(self, spec: AttentionSpec, machine: Machine) -> str | None:
         """Return the reason why this backend cannot serve `spec` on `machine`; None if it can."""
-        ...
 
     def plan(self, batch: Batch) -> None:
         """Set `batch.attention`, once per step before the first layer."""
-        ...
 
     def forward(
         self,
@@ -82,7 +80,6 @@ class AttentionBackend(Protocol):
     ) -> Tensor:
         """Attend with queries [T, heads, head_dim] and return the same shape. `sinks` [heads] are softmax
         logits without a value. `alibi_slopes` [heads] are float32 ALiBi slopes."""
-        ...
 
 
 def named(dtype: torch.dtype | None) -> str:

@@ -26,7 +26,6 @@ class Transport(Protocol):
 
     async def send(self, url: str, body: bytes, request_id: str) -> BatchAnswer:
         """Post JSON and return the whole answer. Raises ServerGone if there is none."""
-        ...
 
 
 class HttpTransport:

@@ -168,7 +168,7 @@ class AgentPrompt:
     """The prompt of a session as token ids, which grows with every turn."""
 
     def __init__(self, name: str, *, vocab: int, seed: int, shared_len: int = 0) -> None:
-        """Build it. The first `shared_len` tokens are those of all sessions with the seed."""
+        """The first `shared_len` tokens are those of all sessions with the seed."""
         self.token_ids: list[int] = []
         self._vocab, self._seed, self._shared_len = vocab, seed, shared_len
         self._draw = random.Random(f"{seed} {name}")

@@ -210,7 +210,7 @@ class _Header:
         return start
 
     def count(self, of: str, number: int, item_bytes: int) -> int:
-        """Return `number` if that many items of at least `item_bytes` fit in the rest of the file."""
+        """Return `number`, or raise if the rest of the file cannot hold that many items of `item_bytes`."""
         remaining = self.size - self.at
         if number > remaining // item_bytes:
             raise self.bad(

@@ -242,10 +242,12 @@ def _layout_of_pages(specs: Sequence[CacheSpec | None], max_len: int) -> CacheLa
 
 
 def _group_layers(paged: Mapping[int, CacheSpec], max_len: int, largest: int = 0) -> list[CacheGroup]:
-    """Group layers by window and page kind; with `largest` several of them may lie in one slab."""
+    """Group layers by page kind and by their window, if it is shorter than the longest sequence. With
+    `largest` several of them may lie in one slab."""
     alike: dict[tuple[int | None, int], list[int]] = {}
     for layer, spec in paged.items():
-        alike.setdefault((_effective_window(spec.window, max_len), spec.numbers), []).append(layer)
+        window = None if spec.window is None or spec.window >= max_len else spec.window
+        alike.setdefault((window, spec.numbers), []).append(layer)
     in_slab = {key: largest // key[1] if largest else 1 for key in alike}
     counts = [-(-len(layers) // in_slab[key]) for key, layers in alike.items()]
     size = max(counts) if max(counts) < _MAX_WASTE * min(counts) else min(counts)
@@ -268,11 +270,6 @@ def _count_elements(layout: CacheLayout, num_tokens: int) -> int:
     """Return the approximate number of elements that blocks for `num_tokens` hold."""
     kept = (num_tokens if window is None else min(window, num_tokens) for window in layout.windows)
     return sum(layout.slabs) * sum(kept)
-
-
-def _effective_window(window: int | None, max_len: int) -> int | None:
-    """Return None for a window that is not shorter than the longest sequence."""
-    return None if window is None or window >= max_len else window
 
 
 def cache_specs(facts: ArchFacts) -> tuple[CacheSpec | None, ...]:

@@ -78,7 +78,7 @@ class CoreRpc:
             "wake_up": self.operator.wake_up,
             "warm_up": self.operator.warm_up,
             "collective_rpc": self.operator.collective_rpc,
-            "call_weights": self._call_weights,
+            "call_weights": lambda action, args: self.operator.call_weights(action, *args),
             "commit_weights": self.operator.commit_weights,
             "weight_version": lambda: core.gate.weight_version,
             "set_weight_version": self.operator.set_weight_version,
@@ -139,9 +139,6 @@ class CoreRpc:
         ended = self.operator.abort(names)
         self._end(ended)
         return len(ended)
-
-    def _call_weights(self, action: str, args: list[Any]) -> Work:
-        return self.operator.call_weights(action, *args)
 
     def _add_adapter(self, lora: dict[str, Any]) -> Work:
         return self.operator.add_adapter(msgspec.convert(lora, LoRARequest))

@@ -12,7 +12,7 @@ class Lru(Generic[V]):
     keys."""
 
     def __init__(self, max_bytes: int, on_drop: Callable[[V], None] = lambda value: None) -> None:
-        """Build it. `on_drop` is called for each removed value."""
+        """`on_drop` is called for each removed value."""
         self.max_bytes = max_bytes
         self._on_drop = on_drop
         self.num_bytes = 0

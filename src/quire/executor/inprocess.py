@@ -72,7 +72,7 @@ class InProcessExecutor:
         return ThreadPoolExecutor(NUM_LOADERS, "quire-kv-load")
 
     def watch(self) -> None:
-        """Return: a worker in this process cannot be gone."""
+        """Return at once: a worker in this process cannot be gone."""
 
     @cached_property
     def _reading(self) -> AdapterReading:

@@ -153,8 +153,8 @@ def _start(place: RankAddress, port: Port) -> Any:
 
 
 def num_compilers(config: EngineConfig) -> int:
-    """Return the processes that compile kernels for one rank: its share of the machine's cores and memory. On
-    a CPU there are none."""
+    """Return the number of processes that compile kernels for one rank, by its share of the machine's cores
+    and memory; 0 on a CPU."""
     if config.machine.device == "cpu":
         return 0
     parallel = config.parallel

@@ -22,7 +22,7 @@ class CoreControl:
     def __init__(
         self, call_all: CallAll, forget_prefixes: Callable[[], None], settings: Mapping[str, Any]
     ) -> None:
-        """Build it. `settings` are those of the engine, by section."""
+        """`settings` are those of the engine, by section."""
         self._call_all = call_all
         self._forget_prefixes = forget_prefixes
         self.settings = settings

@@ -63,7 +63,7 @@ class CoreLink(EngineLink):
         owner: Owner,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Build it. `place` is its index among the links of its owner. `address` may be a file that will
+        """`place` is its index among the links of its owner. `address` may be a file that will
         contain the address once it is known; `token` is the secret that the core expects."""
         super().__init__(place, rank, name=name, outputs=outputs, owner=owner, clock=clock)
         self._address = address

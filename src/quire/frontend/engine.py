@@ -71,7 +71,7 @@ class AsyncEngine:
         tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Build it. `addresses` are those of the cores by rank, which expect the `token`; with a `fleet`, its
+        """Connect to the engine cores. `addresses` are those of the cores by rank, which expect the `token`; with a `fleet`, its
         replicas are used instead. `prefixes` may be shared with other processes; `first` is the router's.
         With `resumes`, requests outlive their core."""
         self.facts = facts

@@ -50,7 +50,7 @@ class PoolModel:
         can_sleep: bool = True,
         keeps_weights: bool = False,
     ) -> None:
-        """Initialize. A `pinned` model never makes way for another one. With `keeps_weights`, level 1 leaves
+        """A `pinned` model never makes way for another one. With `keeps_weights`, level 1 leaves
         the weights in the memory of the budget, as on a CPU."""
         self.name = name
         self.backend = backend
@@ -115,7 +115,7 @@ class ModelPool:
         host_free_bytes: Callable[[], int] = lambda: 1 << 62,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Initialize. Models that were idle for `sleep_after_s` sleep at level 1, and after `discard_after_s`
+        """Models that were idle for `sleep_after_s` sleep at level 1, and after `discard_after_s`
         at level 2. `host_free_bytes` returns the free memory for weights of level 1."""
         self.models = {model.name: model for model in models}
         self.budget_bytes = budget_bytes

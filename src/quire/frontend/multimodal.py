@@ -56,7 +56,7 @@ class MediaInputReader:
         speech: Transcriber | None = None,
         lacks_tokenizer: bool = False,
     ) -> None:
-        """Build it. An item has at most `max_span` tokens; None: any number. `lacks_tokenizer`: the model
+        """An item has at most `max_span` tokens; None: any number. `lacks_tokenizer`: the model
         takes media, but needs a tokenizer for them."""
         self._model, self._media_processor, self._limits = model, media_processor, limits or {}
         self._takes_embeds = takes_embeds

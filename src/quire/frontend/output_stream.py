@@ -60,7 +60,7 @@ class OutputStream(Generic[Out]):
         *,
         is_delta: bool = True,
     ):
-        """Build it. `is_delta`: whether each output has only what is new since the one before."""
+        """Set whether each output has only what is new since the one before (`is_delta`)."""
         self.request_id = request_id
         self._is_delta = is_delta
         self._begin: Callable[[OutputStream[Out]], None] | None = begin
@@ -175,7 +175,7 @@ class OutputBuffer:
     __slots__ = ("_is_delta", "_last", "_prompt_logprobs", "_choices")
 
     def __init__(self, first: RequestOutput, *, is_delta: bool = True) -> None:
-        """Build it. Without `is_delta` each output contains the earlier ones, so that only the newest is
+        """Without `is_delta` each output contains the earlier ones, so that only the newest is
         kept."""
         self._is_delta = is_delta
         self._last = first

@@ -47,7 +47,7 @@ class OutputProcessor:
         stream_interval: int = 1,
         tokenizer_of: Callable[[LoRARequest | None], Tokenizer | None] | None = None,
     ) -> None:
-        """Build it. `tokenizer_of` returns the tokenizer of a LoRA adapter."""
+        """`tokenizer_of` returns the tokenizer of a LoRA adapter."""
         self.tokenizer = tokenizer
         self._tokenizer_of = tokenizer_of or (lambda lora: tokenizer)
         self.stream_interval = stream_interval

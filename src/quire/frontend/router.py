@@ -67,7 +67,7 @@ class Router:
         prefixes: PrefixMap | None = None,
         first: int = 0,
     ) -> None:
-        """Build it. `max_num_seqs` is that of one core. `prefixes` may be shared with other processes;
+        """`max_num_seqs` is that of one core. `prefixes` may be shared with other processes;
         `first` is the first core of the rotation, which should differ between processes."""
         self.policy = policy
         self.cores = [_Core() for _ in range(num_cores)]

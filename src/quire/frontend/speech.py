@@ -157,7 +157,7 @@ class WhisperTranscriber(Transcriber):
         end: int | None = None,
         max_first: int | None = None,
     ) -> None:
-        """Build it. `max_len` limits prompt and answer together; `at_once` is the samples of one input. With
+        """Limit prompt and answer together to `max_len` tokens; `at_once` is the samples of one input. With
         `is_english` the prompt has no language and task tokens. `end` is the eos token, and `max_first` the
         largest first timestamp."""
         self._tokenizer, self._max_len, self.at_once = tokenizer, max_len, at_once

@@ -187,11 +187,9 @@ class Loads(Protocol):
 
     def targets(self) -> Iterator[Target]:
         """Yield the checkpoint tensors that this layer loads."""
-        ...
 
     def finish(self) -> None:
         """Process the weights once after loading."""
-        ...
 
 
 class LoadedModule(nn.Module):

@@ -119,7 +119,7 @@ def load_model(
         ops=choose(device, dtype),
         linear=format.linear,
         experts=format.experts,
-        is_stored=partial(_is_stored, stored),
+        is_stored=lambda name: stored_name(name, stored) in stored,
         shape_of=lambda name: _stored_shape(stored, name) or (),
         group=world.tp,
         stage=stage,
@@ -346,10 +346,6 @@ def stored_name(name: str, stored: Mapping[str, tuple[int, ...]]) -> str:
 
 def _stored_shape(stored: Mapping[str, tuple[int, ...]], name: str) -> tuple[int, ...] | None:
     return stored.get(stored_name(name, stored))
-
-
-def _is_stored(stored: Mapping[str, tuple[int, ...]], name: str) -> bool:
-    return stored_name(name, stored) in stored
 
 
 def _as_stored(

@@ -178,14 +178,11 @@ class LayerOffload:
         if not places:
             return
         host = host_memory(places[-1].offset + places[-1].num_bytes)
-        self.is_pinned = self._pin(host) and self.is_pinned
+        self.is_pinned = self._device.type == "cuda" and pin(host) and self.is_pinned
         for storage, offset, num_bytes in places:
             host[offset : offset + num_bytes].copy_(_bytes_of(storage))
             storage.resize_(0)
         self._host[number] = OffloadedLayer(self._built[number], places, host)
-
-    def _pin(self, host: Tensor) -> bool:
-        return pin(host) if self._device.type == "cuda" else False
 
     def place(self) -> None:
         """Let the offloaded layers read from the buffers, after the whole model is loaded."""

@@ -14,8 +14,8 @@ from prometheus_client.registry import Collector
 
 
 def exposition(collector: Collector, *, is_only_process: bool) -> str:
-    """Return the metrics of a collector in the text format, with those of the client library about this
-    process if it is the only one."""
+    """Return the metrics of a collector in the text format. Those of the Python process, which the client
+    library collects, are added if there is only one."""
     registry = CollectorRegistry()
     registry.register(collector)
     if is_only_process:

@@ -97,7 +97,7 @@ class BudgetHold:
     """The bytes that one item of a request holds of a budget."""
 
     def __init__(self, budget: ByteBudget, share: BudgetShare | None) -> None:
-        """Build it. Without a share the bytes do not count towards the limit of a request."""
+        """Without a share the bytes do not count towards the limit of a request."""
         self._budget, self._share = budget, share
         self.num_bytes = 0
 

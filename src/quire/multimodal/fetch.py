@@ -84,7 +84,7 @@ class Fetcher:
     def __init__(
         self, env: MediaEnv, threads: Executor, *, allowed_domains: Sequence[str] = (), allowed_path: str = ""
     ) -> None:
-        """Build it. `threads` decode data: urls and read files."""
+        """Use `threads` to decode data: urls and to read files."""
         self._threads = threads
         self._domains = frozenset(_plain(domain) for domain in allowed_domains)
         self._root = _directory(allowed_path) if allowed_path else None

@@ -92,7 +92,7 @@ class MediaProcessor:
         *,
         max_tokens: int | None = None,
     ) -> None:
-        """Build it. `max_tokens` limits the placeholder tokens of a prompt; None: no limit."""
+        """Limit the placeholder tokens of a prompt to `max_tokens`; None: no limit."""
         self.processor = processor
         self.processor_cache = ProcessorCache(0) if processor_cache is None else processor_cache
         self._max_tokens = max_tokens

@@ -22,8 +22,6 @@ class Accelerator(NamedTuple):
     """In bfloat16."""
     narrow_flops: float
     """In fp8 or int8; equal to bfloat16 if unsupported."""
-    link_bytes_s: float
-    """Bandwidth to other devices in the same machine, one way."""
     capability: tuple[int, int] = (9, 0)
     per_node: int = 8
     pcie_bytes_s: float = 32e9
@@ -47,21 +45,19 @@ class Accelerator(NamedTuple):
 
 
 DEVICES = {
-    "a100-80": Accelerator("A100 80GB", int(79.15 * _GIB), 2.039e12, 312e12, 312e12, 300e9, (8, 0)),
-    "h100": Accelerator("H100 SXM", int(79.65 * _GIB), 3.35e12, 989e12, 1979e12, 450e9, pcie_bytes_s=_PCIE_5),
-    "h200": Accelerator("H200 SXM", int(139.8 * _GIB), 4.8e12, 989e12, 1979e12, 450e9, pcie_bytes_s=_PCIE_5),
-    "b200": Accelerator(
-        "B200", int(178.4 * _GIB), 8.0e12, 2250e12, 4500e12, 900e9, (10, 0), pcie_bytes_s=_PCIE_5
-    ),
-    "a100-40": Accelerator("A100 40GB", int(39.39 * _GIB), 1.555e12, 312e12, 312e12, 300e9, (8, 0)),
-    "a10g": Accelerator("A10G", int(22.06 * _GIB), 0.600e12, 70e12, 140e12, 32e9, (8, 6)),
-    "l4": Accelerator("L4", int(22.03 * _GIB), 0.300e12, 121e12, 242e12, 32e9, (8, 9)),
-    "l40s": Accelerator("L40S", int(44.42 * _GIB), 0.864e12, 362e12, 733e12, 32e9, (8, 9)),
+    "a100-80": Accelerator("A100 80GB", int(79.15 * _GIB), 2.039e12, 312e12, 312e12, (8, 0)),
+    "h100": Accelerator("H100 SXM", int(79.65 * _GIB), 3.35e12, 989e12, 1979e12, pcie_bytes_s=_PCIE_5),
+    "h200": Accelerator("H200 SXM", int(139.8 * _GIB), 4.8e12, 989e12, 1979e12, pcie_bytes_s=_PCIE_5),
+    "b200": Accelerator("B200", int(178.4 * _GIB), 8.0e12, 2250e12, 4500e12, (10, 0), pcie_bytes_s=_PCIE_5),
+    "a100-40": Accelerator("A100 40GB", int(39.39 * _GIB), 1.555e12, 312e12, 312e12, (8, 0)),
+    "a10g": Accelerator("A10G", int(22.06 * _GIB), 0.600e12, 70e12, 140e12, (8, 6)),
+    "l4": Accelerator("L4", int(22.03 * _GIB), 0.300e12, 121e12, 242e12, (8, 9)),
+    "l40s": Accelerator("L40S", int(44.42 * _GIB), 0.864e12, 362e12, 733e12, (8, 9)),
     "mi300x": Accelerator(
-        *("MI300X", int(191.7 * _GIB), 5.3e12, 1307e12, 2615e12, 448e9), pcie_bytes_s=_PCIE_5, served=False
+        *("MI300X", int(191.7 * _GIB), 5.3e12, 1307e12, 2615e12), pcie_bytes_s=_PCIE_5, served=False
     ),
     "trainium2": Accelerator(
-        *("Trainium2", int(95.0 * _GIB), 2.9e12, 667e12, 1299e12, 512e9), per_node=16, served=False
+        *("Trainium2", int(95.0 * _GIB), 2.9e12, 667e12, 1299e12), per_node=16, served=False
     ),
 }
 INSTANCES: dict[str, tuple[str, int]] = {

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from quire.kernels.cpu.moe import CpuExperts
 from quire.quant.sharding import Shard
-from quire.quant.weight import Piece, empty_parameter
+from quire.quant.weight import Piece, StoredTensors, empty_parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ class ExpertShape:
     """The shard of the intermediate size; None: all of it."""
 
 
-class StoredExperts(nn.Module):
-    """Owns the tensors of all experts of a layer, which are empty at first."""
+class StoredExperts(StoredTensors):
+    """The tensors of all experts of a layer, which are empty at first."""
 
     mix: Callable[..., Tensor]
     """Computes the weighted sum of the selected experts' outputs (`mix` of `kernels/reference/moe.py`); set
@@ -67,10 +67,6 @@ class StoredExperts(nn.Module):
         biases = {"gate_up": self.gate_up_bias, "down": self.down_bias}
         return {name: Piece(bias, 1) for name, bias in biases.items() if bias is not None}
 
-    def begin(self) -> None:
-        """Prepare for loading; called once before the first tensor is filled. Afterwards `parts` may
-        change."""
-
     def reorder(self, order: Tensor) -> None:
         """Reorder the outputs of `gate_up`, after loading and before `finish`."""
         biases = [self.bias_parts()["gate_up"]] if self.shape.bias else []
@@ -84,18 +80,6 @@ class StoredExperts(nn.Module):
         parts = self.parts()
         for suffix, piece in parts["up"].items():
             parts["gate"][suffix].tensor.copy_(piece.tensor)
-
-    def finish(self) -> None:
-        """Finish loading; see `Weight.finish`."""
-        self.repack()
-        self.find_kernels()
-
-    def repack(self) -> None:
-        """Convert the tensors to the layout of the kernels; everything kept is a parameter."""
-
-    def find_kernels(self) -> None:
-        """Choose kernels for the tensors as left by `repack`."""
-        raise NotImplementedError
 
     def refresh_kernels(self) -> None:
         """Update what kernels hold in another form; see `Weight.refresh_kernels`."""

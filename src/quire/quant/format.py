@@ -13,4 +13,3 @@ class Format(Protocol):
 
     def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
         """Build all experts of a layer; each part contains all of them."""
-        ...

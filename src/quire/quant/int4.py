@@ -141,13 +141,11 @@ class Int4Tensors(Protocol):
 
     def empty(self, outputs: Runs, inputs: Shard, device: torch.device, *front: int) -> dict[str, Piece]:
         """Return empty tensors of one weight, or of several by `front`, by the suffix of their names."""
-        ...
 
     def read(
         self, stored: dict[str, Tensor], outputs: Runs, inputs: Shard
     ) -> tuple[Int4Codes, Tensor | None]:
         """Return the codes of a weight, and the order of its inputs if it differs from that of x."""
-        ...
 
 
 class GroupedTensors:

@@ -71,9 +71,30 @@ class Routes(Protocol):
     def __call__(self, x: Tensor, *, routing: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]: ...
 
 
-class Weight(nn.Module):
-    """Owns its tensors, which are empty at first. Fused kernels are optional: None if there is no such
-    kernel. They are set by `finish`."""
+class StoredTensors(nn.Module):
+    """The tensors of a layer in some format, which are empty at first."""
+
+    def begin(self) -> None:
+        """Prepare for loading; called once before the first tensor is filled. Afterwards `parts` may
+        change."""
+
+    def finish(self) -> None:
+        """Finish loading; called once. A weight that does not override it can be saved in this state, and
+        restored by filling its tensors and calling `find_kernels`."""
+        self.repack()
+        self.find_kernels()
+
+    def repack(self) -> None:
+        """Convert the tensors to the layout of the kernels; everything kept is a parameter."""
+
+    def find_kernels(self) -> None:
+        """Choose kernels for the tensors as left by `repack`."""
+        raise NotImplementedError
+
+
+class Weight(StoredTensors):
+    """The weight of a linear layer. Fused kernels are optional: None if there is no such kernel. They are set
+    by `finish`."""
 
     product: Callable[[Tensor], Tensor]
     """Computes x W^T + b; set by `finish`."""
@@ -108,29 +129,12 @@ class Weight(nn.Module):
         """Return the tensors to load for each part, by the suffix of their checkpoint names."""
         raise NotImplementedError
 
-    def begin(self) -> None:
-        """Prepare for loading; called once before the first tensor is filled. Afterwards `parts` may
-        change."""
-
     def reorder(self, orders: list[Tensor]) -> None:
         """Reorder the outputs of each part, after loading and before `finish`."""
         for part, order in zip(self.parts(), orders, strict=True):
             for tensor, axis, *_ in part.values():
                 if axis is not None:
                     tensor.copy_(tensor.index_select(axis, order.to(tensor.device)))
-
-    def finish(self) -> None:
-        """Finish loading; called once. A weight that does not override it can be saved in this state, and
-        restored by filling its tensors and calling `find_kernels`."""
-        self.repack()
-        self.find_kernels()
-
-    def repack(self) -> None:
-        """Convert the tensors to the layout of the kernels; everything kept is a parameter."""
-
-    def find_kernels(self) -> None:
-        """Choose kernels for the tensors as left by `repack`."""
-        raise NotImplementedError
 
     def refresh_kernels(self) -> None:
         """Update what kernels hold in another form, after the tensors were changed in place."""

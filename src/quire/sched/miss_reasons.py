@@ -64,7 +64,7 @@ class MissReasons:
         why_off: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Build it. `marks` are the suffixes of the keys of pages, by group; `unit` is the distance in tokens
+        """`marks` are the suffixes of the keys of pages, by group; `unit` is the distance in tokens
         of SSM states; `why_off` is the reason for which prefix caching is off."""
         self.block_size, self.unit = block_size, unit or block_size
         self.why_off = why_off

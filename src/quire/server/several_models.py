@@ -99,7 +99,7 @@ class ModelRouter:
         settings: ServerSettings,
         metrics_text: Callable[[], str],
     ) -> None:
-        """Initialize. The first model answers requests that name none."""
+        """Set the models; the first one answers requests that name none."""
         self._models = list(models)
         self._pool = pool
         self._settings = settings

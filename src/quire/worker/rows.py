@@ -141,8 +141,8 @@ class Rows:
         self.num_known[rows] = self.num_tokens[rows]
 
     def draft(self, plan: StepPlan) -> None:
-        """Write the drafts after the tokens of their rows, which are all known, until `learn` gives the
-        number of accepted ones."""
+        """Write the draft tokens of a plan after the last tokens of their rows. `learn` later sets how many
+        of them were accepted."""
         rows = plan.rows.astype(np.intp)
         places = spread(self.num_tokens[rows], plan.num_drafts)
         self.tokens[np.repeat(rows, plan.num_drafts), places] = self.drafts_of(plan)

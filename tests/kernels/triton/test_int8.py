@@ -3,10 +3,11 @@
 import pytest
 import torch
 from interpreter import more
+from products import exact_product
 from torch import Tensor
 
 from quire.kernels.reference import int8 as reference
-from quire.kernels.reference.int8 import Int8Codes, product_reference, quantize
+from quire.kernels.reference.int8 import Int8Codes, quantize
 from quire.kernels.reference.moe import ExpertWeights
 from quire.kernels.reference.moe import mix as mix_reference
 from quire.kernels.reference.ops import Reference
@@ -64,7 +65,7 @@ def test_second_part_is_the_residual_of_the_first() -> None:
 @pytest.mark.parametrize("gated", [False, True])
 def test_row_kernels_of_odd_sizes(num: int, gated: bool) -> None:
     x, weight, bias = random(num, 112)[:, :97], weight_of(38, 97), None if gated else random(38)
-    expected = product_reference(x, weight, bias)
+    expected = exact_product(x, weight, bias)
     expected = Reference().gated(expected, "silu") if gated else expected
     close(multiply(x, None, weight, bias, RowsPlan(8, 4), gated=gated), expected)
 
@@ -84,7 +85,7 @@ def test_tile_kernels_of_odd_sizes(plan: Plan, num: int, gated: bool) -> None:
     for parts in (1, 2):
         rounded = round_rows(x, parts=parts)
         wide = x.double() if parts == 2 else rounded.codes.double() * rounded.scales.double()[:, None]
-        expected = product_reference(wide, weight, bias).to(DTYPE)
+        expected = exact_product(wide, weight, bias).to(DTYPE)
         expected = Reference().gated(expected, "silu") if gated else expected
         close(multiply(x, rounded, weight, bias, plan, gated=gated), expected)
 
@@ -106,8 +107,8 @@ def test_selected_kernel_multiplies(num: int, rounds: bool) -> None:
         limit = 2e-2 if rounds and num > 64 else 6e-3
         product = Int8GEMM(weight, bias, rounds=rounds)
         if num:
-            close(product(x), product_reference(x, weight, bias), limit)
-            expected = Reference().gated(product_reference(x, weight), "silu")
+            close(product(x), exact_product(x, weight, bias), limit)
+            expected = Reference().gated(exact_product(x, weight), "silu")
             close(Int8GEMM(weight, None, rounds=rounds).gated(x), expected, limit)
         else:
             assert product(x).shape == (0, 48)
@@ -121,9 +122,9 @@ def test_real_shapes(size_out: int, size_in: int, num: int) -> None:
     for rounds in (False, True):
         product = Int8GEMM(weight, None, rounds=rounds)
         limit = 2e-2 if rounds else 6e-3
-        close(product(x), product_reference(x, weight), limit)
+        close(product(x), exact_product(x, weight), limit)
         small = x / size_in**0.5
-        expected = Reference().gated(product_reference(small, weight), "silu")
+        expected = Reference().gated(exact_product(small, weight), "silu")
         close(product.gated(small), expected, limit)
 
 

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 from interpreter import more
+from spec_reference import derive_reference, look_up_reference, verify_reference
 
 from quire.kernels.triton import spec
 from quire.kernels.triton.sampling import FREE, LATER
@@ -70,7 +71,7 @@ def test_inputs_are_derived_from_rows(most: int, padded: bool) -> None:
         lens = torch.full((len(step.rows),), -7, dtype=torch.int32)
         actual = memory.to(DEVICE, copy=True), lens.to(DEVICE, copy=True)
         rest = BLOCK_SIZE, WIDTH - 8
-        spec.derive_reference(known, step, memory[0], memory[1], lens, list(memory[2:]), tables, *rest)
+        derive_reference(known, step, memory[0], memory[1], lens, list(memory[2:]), tables, *rest)
         args = on_device(known), on_device(step), actual[0][0], actual[0][1], actual[1]
         spec.derive(*args, list(actual[0][2:]), tables.to(DEVICE), *rest)
         assert torch.equal(actual[0].cpu()[:, :num_tokens], memory[:, :num_tokens])
@@ -91,7 +92,7 @@ def test_samples_count_up_to_the_first_rejected_draft(most: int) -> None:
         spec.verify(there, *arguments, later=later)
         assert all(torch.equal(a.cpu(), b) for a, b in zip(there[:4], known[:4], strict=True))
         actual = spec.verify(there, *arguments, later=None if padded else now).cpu()
-        assert torch.equal(actual, spec.verify_reference(known, step, drawn))
+        assert torch.equal(actual, verify_reference(known, step, drawn))
         assert all(torch.equal(a.cpu(), b) for a, b in zip(there[:4], known[:4], strict=True))
 
 
@@ -136,7 +137,7 @@ def test_longest_matching_context_is_found(least: int) -> None:
     step, there = SpecStep(none, rows, none, draws), on_device(known)
     scratch = torch.zeros(2, 8, dtype=torch.int64, device=DEVICE)
     spec.look_up(there, on_device(step), scratch, least)
-    spec.look_up_reference(known, step, least)
+    look_up_reference(known, step, least)
     assert torch.equal(there.num_drafts.cpu(), known.num_drafts) and not scratch.any()
     for row, count in enumerate(known.num_drafts.tolist()):
         assert there.drafts[row, :count].tolist() == known.drafts[row, :count].tolist(), row

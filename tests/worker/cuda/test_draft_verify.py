@@ -12,6 +12,7 @@ from cuda_on_cpu import NEEDS_KERNELS, OnCPU, WithGraphs, WithPrompts, use_fake_
 from drafted import EagerPolicy
 from heads import HIDDEN, layer_weights, norm_weights, save_head
 from oracle import make_tiny
+from spec_reference import derive_reference, look_up_reference, verify_reference
 from torch import Tensor
 
 from quire.attention.backend import choose
@@ -25,7 +26,6 @@ from quire.data.request import Request
 from quire.data.step_plan import StepOutput, StepPlan
 from quire.errors import ConfigError
 from quire.kernels.cpu import native
-from quire.kernels.triton import spec as drafts
 from quire.memory import CacheSize
 from quire.sampling.counts import Counts
 from quire.sampling.random import SamplingTensors, sample, uniform
@@ -86,13 +86,9 @@ def core_of(
     monkeypatch.setattr("quire.worker.loaded_model.choose", choose)
     # The kernels are tested elsewhere and are slow on a CPU.
     here = "quire.worker.cuda.draft_verify."
-    monkeypatch.setattr(here + "derive", drafts.derive_reference)
-    monkeypatch.setattr(
-        here + "verify", lambda *settings: drafts.verify_reference(*settings[:3], *settings[5:])
-    )
-    monkeypatch.setattr(
-        here + "look_up", lambda known, step, _, least: drafts.look_up_reference(known, step, least)
-    )
+    monkeypatch.setattr(here + "derive", derive_reference)
+    monkeypatch.setattr(here + "verify", lambda *settings: verify_reference(*settings[:3], *settings[5:]))
+    monkeypatch.setattr(here + "look_up", lambda known, step, _, least: look_up_reference(known, step, least))
     monkeypatch.setattr("quire.worker.device.Model.hidden", hidden)
     monkeypatch.setattr("quire.worker.loaded_model.open_device", open_device)
     settings: dict[str, Any] = {"model": str(path), "dtype": "float32", "block_size": 4, "max_num_seqs": 4}

@@ -29,7 +29,6 @@ class AyaFacts(ShuffledFacts):
 
     @property
     def num_weights(self) -> int:
-        """Return the approximate number of parameters."""
         depth = max(self.depths, default=self.vit.layers)
         return self.vit.num_weights(depth) + self.intermediate * (self.size_in + self.size_out // 2)
 

@@ -17,12 +17,10 @@ class DualFacts(TowerFacts):
 
     @property
     def tokens(self) -> int:
-        """Return the number of tokens of an image."""
         return 1
 
     @property
     def num_weights(self) -> int:
-        """Return the approximate number of parameters."""
         vit = self.vit
         pooling = vit.hidden * (4 * vit.hidden + 2 * vit.intermediate)
         return vit.num_weights() + (vit.hidden * self.size_out if vit.has_class else pooling)

@@ -117,6 +117,11 @@ class TowerFacts:
         """Return the number of tokens of an image."""
         return self.vit.tokens
 
+    @property
+    def num_weights(self) -> int:
+        """Return the approximate number of parameters, here with a projector of one matrix."""
+        return self.vit.num_weights() + self.vit.hidden * self.size_out
+
 
 @dataclass(frozen=True, slots=True)
 class ShuffledFacts(TowerFacts):
@@ -129,6 +134,10 @@ class ShuffledFacts(TowerFacts):
     def tokens(self) -> int:
         """Return the number of tokens of a tile."""
         return (self.vit.side // self.gather) ** 2
+
+    @property
+    def num_weights(self) -> int:
+        return self.vit.num_weights() + self.gather**2 * self.vit.hidden * self.size_out
 
 
 def part(keys: ConfigReader, name: str) -> ConfigReader:

@@ -19,13 +19,7 @@ class GemmaFacts(TowerFacts):
 
     @property
     def tokens(self) -> int:
-        """Return the number of tokens of an image."""
         return self.side**2
-
-    @property
-    def num_weights(self) -> int:
-        """Return the approximate number of parameters."""
-        return self.vit.num_weights() + self.vit.hidden * self.size_out
 
 
 def gemma3(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:

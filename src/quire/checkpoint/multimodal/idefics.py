@@ -1,7 +1,5 @@
 """Idefics 3 and SmolVLM: SigLIP over image tiles, and pixel shuffle of the patches."""
 
-from dataclasses import dataclass
-
 from quire.checkpoint.facts import MediaFacts
 from quire.checkpoint.multimodal.common import (
     ShuffledFacts,
@@ -14,21 +12,11 @@ from quire.checkpoint.multimodal.common import (
 from quire.checkpoint.reader import ConfigReader
 
 
-@dataclass(frozen=True, slots=True)
-class IdeficsFacts(ShuffledFacts):
-    """A vision encoder and its projection."""
-
-    @property
-    def num_weights(self) -> int:
-        """Return the approximate number of parameters."""
-        return self.vit.num_weights() + self.gather**2 * self.vit.hidden * self.size_out
-
-
 def idefics3(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
     text = text_part(keys)
     vit = read_vit(part(keys, "vision_config"), hidden=1152, heads=16, patch=32)
     gather = keys.size("scale_factor", 2)
     check_gather(keys.source, vit, gather)
     image_id = token_id(keys, "image_token_id", default=128257)
-    facts = IdeficsFacts(vit, text.size("hidden_size"), image_id, gather)
+    facts = ShuffledFacts(vit, text.size("hidden_size"), image_id, gather)
     return text, MediaFacts("idefics3", ("image",), facts)

@@ -26,7 +26,6 @@ class Lfm2VLFacts(TowerFacts):
 
     @property
     def num_weights(self) -> int:
-        """Return the approximate number of parameters."""
         wide = self.vit.hidden * self.merge**2
         return self.vit.num_weights() + (wide + self.size_out) * self.inner
 

@@ -21,7 +21,6 @@ class Llama4Facts(ShuffledFacts):
 
     @property
     def num_weights(self) -> int:
-        """Return the approximate number of parameters."""
         return self.vit.num_weights() + (
             self.gather**2 * self.vit.hidden * self.inner + self.adapted * (self.inner + self.size_out)
         )

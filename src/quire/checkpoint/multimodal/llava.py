@@ -21,12 +21,10 @@ class LlavaFacts(TowerFacts):
 
     @property
     def tokens(self) -> int:
-        """Return the number of tokens of an image."""
         return self.vit.tokens - self.first
 
     @property
     def num_weights(self) -> int:
-        """Return the approximate number of parameters."""
         return self.vit.num_weights(max(self.depths)) + self.size_out * (
             len(self.depths) * self.vit.hidden + self.size_out
         )

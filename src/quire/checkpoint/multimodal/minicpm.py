@@ -48,19 +48,11 @@ class MiniCPMFacts:
     @property
     def num_weights(self) -> int:
         """Return the approximate number of parameters."""
-        return self.vit.num_weights(self.depth) + (
-            self._resampler_weights if self.queries else self._merger_weights
-        )
-
-    @property
-    def _resampler_weights(self) -> int:
-        return self.size_out * (self.vit.hidden + self.queries + 5 * self.size_out)
-
-    @property
-    def _merger_weights(self) -> int:
-        wide = 4 * self.vit.hidden
+        vit, wide = self.vit.num_weights(self.depth), 4 * self.vit.hidden
+        if self.queries:
+            return vit + self.size_out * (self.vit.hidden + self.queries + 5 * self.size_out)
         inner = 0 if self.merged is None else wide * (5 * self.vit.intermediate + self.vit.hidden)
-        return inner + wide * (wide + self.size_out)
+        return vit + inner + wide * (wide + self.size_out)
 
 
 def minicpm_v(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:

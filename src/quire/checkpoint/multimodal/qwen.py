@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.checkpoint.facts import MediaFacts
-from quire.checkpoint.multimodal.common import stack_weights
+from quire.checkpoint.multimodal.common import part, stack_weights
 from quire.checkpoint.reader import ConfigReader
 from quire.errors import ConfigError
 
@@ -75,7 +75,7 @@ class GridFacts:
 
 def qwen2_vl(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
     """Read Qwen2-VL; here `hidden_size` is the decoder's, and `embed_dim` the encoder's."""
-    vision = _vision_keys(keys)
+    vision = part(keys, "vision_config")
     hidden = vision.size("embed_dim", 1280)
     grid = _read_grid(
         keys,
@@ -89,7 +89,7 @@ def qwen2_vl(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
 
 
 def qwen2_5_vl(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
-    vision = _vision_keys(keys)
+    vision = part(keys, "vision_config")
     grid = _read_grid(
         keys,
         channels=_channels(vision),
@@ -113,7 +113,7 @@ def qwen3_vl(architecture: str, *, sections: tuple[int, ...] = (24, 20, 20), dee
     """Return a reader for this decoder; with `deep` its first layers receive further encoder outputs."""
 
     def read(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
-        vision = _vision_keys(keys)
+        vision = part(keys, "vision_config")
         aux_layers = _read_layer_numbers(vision, "deepstack_visual_indexes", (8, 16, 24)) if deep else ()
         grid = _read_grid(
             keys,
@@ -133,7 +133,7 @@ def qwen3_vl(architecture: str, *, sections: tuple[int, ...] = (24, 20, 20), dee
 def glm4v(keys: ConfigReader, times: str = "behind") -> tuple[ConfigReader, MediaFacts]:
     """Read GLM-4.1V, and GLM-4.5V with experts. The layers' intermediate size is `out_hidden_size`; the key
     `intermediate_size` is the merger's."""
-    vision = _vision_keys(keys)
+    vision = part(keys, "vision_config")
     grid = _read_grid(
         keys,
         {"hidden_size": 1536, "num_heads": 12, "depth": 24, "out_hidden_size": 4096},
@@ -150,7 +150,7 @@ def glm4v(keys: ConfigReader, times: str = "behind") -> tuple[ConfigReader, Medi
 
 def glm_ocr(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
     """Read GLM-OCR: no learned positions, and norms of queries and keys."""
-    vision = _vision_keys(keys)
+    vision = part(keys, "vision_config")
     sizes = {"hidden_size": 1024, "depth": 24, "intermediate_size": 4096, "out_hidden_size": 1536}
     grid = _read_grid(
         keys,
@@ -183,13 +183,6 @@ def _glm4_decoder(keys: ConfigReader) -> ConfigReader:
         return text.defaults(head_dim=head_dim).but(attention_bias=False)
     defaults = {"attention_bias": True, "head_dim": head_dim}
     return text.defaults(**defaults) if has_experts else text.but(**defaults)
-
-
-def _vision_keys(keys: ConfigReader) -> ConfigReader:
-    vision = keys.get("vision_config")
-    if not isinstance(vision, dict):
-        raise keys.wrong("vision_config", "an object that describes the vision encoder")
-    return ConfigReader(f"{keys.source}, vision_config", vision)
 
 
 _MARKS = {
@@ -229,7 +222,7 @@ def _read_grid(
     **facts: Any,
 ) -> GridFacts:
     """Read the keys that all these encoders share; `facts` override fields."""
-    vision, defaults = _vision_keys(keys), defaults or {}
+    vision, defaults = part(keys, "vision_config"), defaults or {}
     read: dict[str, Any] = {"activation": vision.get("hidden_act") or "silu", "norm_eps": 1e-6}
     read |= {name: (keys.token_ids(key) or (default,))[0] for name, (key, default) in marks.items()}
     read |= {
@@ -259,8 +252,8 @@ def decoder_part(
     keys: ConfigReader, architecture: str, rope: dict[str, Any], **defaults: Any
 ) -> ConfigReader:
     """Return the keys of the decoder: from text_config or, in the first checkpoints, from the top level."""
-    part = keys.get("text_config")
-    text = part if isinstance(part, dict) else {}
+    section = keys.get("text_config")
+    text = section if isinstance(section, dict) else {}
     whole = {key: keys.get(key) for key in ("bos_token_id", "eos_token_id") if keys.get(key) is not None}
     tied = keys.flag("tie_word_embeddings", bool(text.get("tie_word_embeddings")))
     if not architecture.startswith("Qwen3"):  # older files may have it in either place

@@ -95,13 +95,10 @@ def choose_quant(requested: str | None, stored: QuantFacts | None) -> QuantFacts
             )
         return stored
     if requested not in ONLINE:
-        hint = f"; {requested} needs a checkpoint in that format" if _is_stored_only(requested) else ""
+        is_stored_only = _ALIASES.get(requested, requested) in METHODS or requested == "gguf"
+        hint = f"; {requested} needs a checkpoint in that format" if is_stored_only else ""
         raise ConfigError(
             f"quantization={requested!r} is not supported for an unquantized checkpoint;"
             f" use {' or '.join(sorted(ONLINE))}{hint}"
         )
     return ONLINE[requested]
-
-
-def _is_stored_only(name: str) -> bool:
-    return _ALIASES.get(name, name) in METHODS or name == "gguf"

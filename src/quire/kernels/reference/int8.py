@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from quire.kernels.cpu.gguf import TYPES, group_rows, interleaves, pack
 from quire.kernels.cpu.linear import BLOCK, Matrix
@@ -46,12 +45,6 @@ def round_rows(x: Tensor, static: Tensor | None = None) -> Int8Codes:
     )
     codes = (wide / scales[:, None]).round_().clamp_(-MAX_CODE, MAX_CODE)
     return Int8Codes(codes.to(torch.int8), scales.contiguous())
-
-
-def product_reference(x: Tensor, weight: Int8Codes, bias: Tensor | None = None) -> Tensor:
-    """Compute x W^T + b in float64, rounded once at the end."""
-    wide = weight.codes.double() * weight.scales.double()[..., None]
-    return F.linear(x.double(), wide, None if bias is None else bias.double()).to(x.dtype)
 
 
 def fits_blocks(weight: Int8Codes) -> bool:

@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 BLOCK = 64
 """Columns per scale."""
@@ -40,9 +39,3 @@ def in_halves(codes: Tensor) -> Tensor:
     """Pack codes [outputs, inputs], one per element, to those of `Halves`."""
     low, high = codes.chunk(2, 1)
     return low | high << 4
-
-
-def product_reference(x: Tensor, weight: Halves, bias: Tensor | None = None) -> Tensor:
-    """Compute x W^T + b in float64, rounded once at the end."""
-    wide = weight.widened(torch.float64)
-    return F.linear(x.double(), wide, None if bias is None else bias.double()).to(x.dtype)

@@ -42,7 +42,8 @@ def _add_eight(
     sums: tl.tensor, excess: tl.tensor, words: tl.tensor, high: tl.tensor, powers: tl.tensor, x: tl.tensor,
     Q: tl.constexpr, FORM: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """Add codes for columns 8 Q.. of units times x [U, 8]; the arguments are those of `_add_code`."""
+    """Add the codes of columns 8 Q to 8 Q + 7 of each unit, times x [U, 8]. The other arguments are those of
+    `_add_code`."""
     U: tl.constexpr = x.shape[0]
     S: tl.constexpr = _first_code(Q, FORM)
     if FORM.words == 4:

@@ -66,17 +66,6 @@ def _bits_of(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values.to(dtype).view(torch.int16).to(torch.int32) & 0xFFFF
 
 
-def unpack_reference(weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
-    """Return the dequantized weight [size_out, size_in], computed in torch."""
-    words, heads, bits, group, size_in = weight
-    shifts = torch.arange(0, 32, bits, device=words.device, dtype=torch.int32)
-    parts = (words[..., None] >> shifts & (1 << bits) - 1).view(len(words), -1, 4, 2, 2, 16 // bits // 2)
-    values = parts.permute(0, 1, 5, 4, 2, 3).reshape(len(words), -1)[:, :size_in]
-    scale = (heads >> 16).to(torch.int16).view(dtype).float().repeat_interleave(group, 0)[:size_in].t()
-    zero = heads.to(torch.int16).view(dtype).float().repeat_interleave(group, 0)[:size_in].t()
-    return ((values - (zero - offset(bits, dtype))) * scale).to(dtype)
-
-
 @triton.jit
 def _unpack(
     out: tl.tensor, halves: tl.tensor, bits: tl.tuple, size_in: tl.tensor, size_out: tl.tensor,

@@ -26,7 +26,7 @@ class Tower(nn.Module):
     @staticmethod
     def heads(facts: Any) -> tuple[int, ...]:
         """Return the head counts of its encoders, or () if it does not support tensor parallelism."""
-        return (facts.heads,)
+        return (getattr(facts, "vit", facts).heads,)
 
     @classmethod
     def divides(cls, media: MediaFacts, count: int) -> bool:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,10 +48,6 @@ class AnySizeTower(Tower):
     arrays: tuple[str, ...] = ("pixels",)
     """Names of the arrays of an item."""
 
-    @staticmethod
-    def heads(facts: Any) -> tuple[int, ...]:
-        return (facts.vit.heads,)
-
     def stacks(self, item: Mapping[str, Tensor]) -> list[Tensor]:
         """Return stacks of images of one shape, [images, 3, height, width], in prompt order."""
         raise NotImplementedError
@@ -68,16 +63,15 @@ class AnySizeTower(Tower):
         vectors, counts = self.encode_images(stacks, grids)
         return split_by_item(vectors, counts, [sum(map(len, item_stacks)) for item_stacks in by_item])
 
+    def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
+        """Return a blank image, about square, of at least `num_vectors` vectors."""
+        rows, unit = max(1, int(num_vectors**0.5)), self.facts.patch * self.facts.merge
+        columns = -(-num_vectors // rows)
+        return {"pixels": torch.zeros(3, rows * unit, columns * unit, device=self.device)}
+
     def cost(self, modality: str, item: Mapping[str, tuple[int, ...]]) -> int:
-        cost = 0
+        cost, vit = 0, getattr(self.facts, "vit", self.facts)
         for *many, _, height, width in (item[name] for name in self.arrays if name in item):
-            count = height * width // self.facts.vit.patch**2
-            cost += math.prod(many) * count * (6 * self.facts.vit.hidden + count)
+            count = height * width // vit.patch**2
+            cost += math.prod(many) * count * (6 * vit.hidden + count)
         return cost
-
-
-def blank_image(num_vectors: int, unit: int, device: torch.device) -> dict[str, Tensor]:
-    """Return a blank image, about square, of at least `num_vectors` vectors of `unit` x `unit` pixels."""
-    rows = max(1, int(num_vectors**0.5))
-    columns = -(-num_vectors // rows)
-    return {"pixels": torch.zeros(3, rows * unit, columns * unit, device=device)}

@@ -13,11 +13,9 @@ from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.multimodal.anyres import AnyresFacts
 from quire.checkpoint.multimodal.aya import AyaFacts
 from quire.checkpoint.multimodal.clip import DualFacts
-from quire.checkpoint.multimodal.common import ViTFacts
+from quire.checkpoint.multimodal.common import ShuffledFacts, TowerFacts, ViTFacts
 from quire.checkpoint.multimodal.gemma import GemmaFacts
-from quire.checkpoint.multimodal.idefics import IdeficsFacts
 from quire.checkpoint.multimodal.llava import LlavaFacts
-from quire.checkpoint.multimodal.paligemma import PaliGemmaFacts
 from quire.kernels.reference.encoder import spans_of
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import LayerNorm, RMSNorm
@@ -191,7 +189,7 @@ class Anyres(Llava):
 class PaliGemma(FixedSizeTower):
     """PaliGemma encoder: every patch becomes one vector."""
 
-    facts: PaliGemmaFacts
+    facts: TowerFacts
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__(facts, scope)
@@ -234,7 +232,7 @@ class Aya(FixedSizeTower):
 class Idefics3(FixedSizeTower):
     """Idefics 3 encoder over the tiles of an image and the whole image."""
 
-    facts: IdeficsFacts
+    facts: ShuffledFacts
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__(facts, scope)

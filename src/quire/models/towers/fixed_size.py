@@ -1,7 +1,6 @@
 """FixedSizeTower: the base of vision encoders over square images of one size (images, tiles, frames)."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,10 +10,6 @@ from quire.models.towers import Tower
 
 class FixedSizeTower(Tower):
     """Encodes the squares of all items in one batch. `pixels` of an item is [squares, 3, side, side]."""
-
-    @staticmethod
-    def heads(facts: Any) -> tuple[int, ...]:
-        return (facts.vit.heads,)
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Encode [N, 3, side, side] to [N, vectors, hidden]."""

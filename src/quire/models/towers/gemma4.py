@@ -17,8 +17,7 @@ from quire.layers.linear import WholeLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import Learned
-from quire.models.towers import Tower
-from quire.models.towers.any_size import Grid, channel_last_patches, grid_of
+from quire.models.towers.any_size import AnySizeTower, Grid, channel_last_patches, grid_of
 
 _BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 Axes = list[tuple[Tensor, Tensor]]
@@ -90,7 +89,7 @@ def unit_norm(x: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x.float(), (x.shape[-1],), eps=eps).to(x.dtype)
 
 
-class Gemma4Tower(Tower):
+class Gemma4Tower(AnySizeTower):
     """Gemma 4 encoder; `pixels` of an image is [3, height, width]."""
 
     facts: Gemma4VisionFacts
@@ -158,7 +157,3 @@ class Gemma4Tower(Tower):
     def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
         unit = self.facts.patch * self.facts.merge
         return {"pixels": torch.zeros(3, unit, num_vectors * unit, device=self.device)}
-
-    def cost(self, modality: str, item: Mapping[str, tuple[int, ...]]) -> int:
-        count = item["pixels"][1] * item["pixels"][2] // self.facts.patch**2
-        return count * (6 * self.facts.hidden + count)

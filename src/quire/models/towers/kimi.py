@@ -13,8 +13,7 @@ from quire.checkpoint.multimodal.kimi import MoonFacts
 from quire.layers.norm import LayerNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import Learned, PatchEmbedding, VisionStyle, patches_of, vision_layers
-from quire.models.towers import Tower
-from quire.models.towers.any_size import Grid, blank_image, grid_of, split_by_item
+from quire.models.towers.any_size import AnySizeTower, Grid, grid_of, split_by_item
 from quire.models.towers.grid import PatchMerger
 
 _EPS = 1e-5
@@ -88,7 +87,7 @@ class MoonViT(nn.Module):
         return torch.stack((by_column, by_row), -1).flatten(2).flatten(0, 1)
 
 
-class KimiVL(Tower):
+class KimiVL(AnySizeTower):
     """Kimi-VL encoder. An item is an image [3, height, width] or a video [frames, 3, height, width]."""
 
     facts: MoonFacts
@@ -117,9 +116,6 @@ class KimiVL(Tower):
         ]
         counts = [rows * columns // merge**2 for _, rows, columns in clips]
         return split_by_item(self.merger(torch.cat(squares)), counts, map(len, parts))
-
-    def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
-        return blank_image(num_vectors, self.facts.patch * self.facts.merge, self.device)
 
     def cost(self, modality: str, item: Mapping[str, tuple[int, ...]]) -> int:
         *many, _, height, width = item["pixels"]

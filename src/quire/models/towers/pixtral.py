@@ -11,8 +11,7 @@ from quire.layers.linear import WholeLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import Angles, PatchEmbedding, VisionMLP, VisionStyle, patches_of, vision_layers
-from quire.models.towers import Tower
-from quire.models.towers.any_size import Grid, blank_image, grid_of
+from quire.models.towers.any_size import AnySizeTower, Grid, grid_of
 
 _EPS = 1e-5
 _STYLE = VisionStyle(
@@ -89,7 +88,7 @@ class MistralMerger(nn.Module):
         return self.product(torch.cat(merged))
 
 
-class Pixtral(Tower):
+class Pixtral(AnySizeTower):
     """Pixtral encoder. An item is one image of any size, [3, height, width]."""
 
     facts: PixtralFacts
@@ -116,9 +115,6 @@ class Pixtral(Tower):
         x = self.vit(images)
         x = x if self.merger is None else self.merger(x, grids)
         return list(self.projector(x).split([rows // merge * (columns // merge) for rows, columns in grids]))
-
-    def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
-        return blank_image(num_vectors, self.facts.patch * self.facts.merge, self.device)
 
     def cost(self, modality: str, item: Mapping[str, tuple[int, ...]]) -> int:
         _, height, width = item["pixels"]

@@ -53,10 +53,6 @@ class WindowTower(Tower):
     """Convolutions that downsample the patches."""
     projector: nn.Module
 
-    @staticmethod
-    def heads(facts: StepFacts | Step3Facts) -> tuple[int, ...]:
-        return (facts.vit.heads,)
-
     def forward(self, pixels: Tensor) -> Tensor:
         """Encode [N, 3, side, side] to [N, vectors, size_out]."""
         raise NotImplementedError

@@ -1,13 +1,11 @@
-"""Grids of patches: pixel layout, frame sampling, and M-RoPE positions."""
+"""Grids of patches: pixel layout and frame sampling."""
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.data.multimodal import MediaItem
 from quire.errors import RequestError
 from quire.multimodal.processors import Video
 from quire.multimodal.processors.grid_settings import GridSettings
@@ -133,34 +131,3 @@ _RATES = ((30, 3.0), (300, 1.0), (2400, 0.5))
 _MOST_FRAMES = 640
 _SAMPLERS = {"": _evenly, "before": _spaced, "behind": _by_second, "seconds": _by_length}
 """Frame sampling by the way times are written (`GridFacts.times`)."""
-
-
-def positions_of(
-    num_tokens: int,
-    items: Sequence[MediaItem],
-    facts: Sequence[Mapping[str, Any]],
-    merge: int,
-    *,
-    has_time: bool = False,
-) -> NDArray[np.int32]:
-    """Return the M-RoPE positions, [3, num_tokens]. Text advances by one on all axes; tokens of a grid have
-    time, height and width. The text after a grid continues behind its longest side, with `has_time` also of
-    time."""
-    out = np.empty((3, num_tokens), np.int32)
-    done = at = 0
-    for item, known in zip(items, facts, strict=True):
-        grid = PatchSpans(*known["grid"])
-        rows, columns = grid.height // merge, grid.width // merge
-        places = item.places()
-        steps = grid.steps // len(places)
-        time = (np.arange(steps, dtype=np.float32) * np.float32(known.get("step", 1.0))).astype(np.int32)
-        axes = np.meshgrid(time, np.arange(rows), np.arange(columns), indexing="ij")
-        cells = np.stack(axes).reshape(3, -1)
-        for first, count in places:
-            out[:, done:first] = at + np.arange(first - done)
-            at += first - done
-            out[:, first : first + count] = at + cells
-            at += max(rows, columns, int(time[-1]) + 1 if has_time else 0)
-            done = first + count
-    out[:, done:] = at + np.arange(num_tokens - done)
-    return out

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from quire.checkpoint.facts import MediaFacts
-from quire.checkpoint.multimodal.idefics import IdeficsFacts
+from quire.checkpoint.multimodal.common import ShuffledFacts
 from quire.checkpoint.reader import ConfigReader
 from quire.multimodal.images import HALF, IMAGE_ARGUMENTS, PixelScaling, Size, size_of, tiled
 from quire.multimodal.processors import ProcessedItem
@@ -26,7 +26,7 @@ class Idefics3Processor(ImageProcessor):
     arguments = (*IMAGE_ARGUMENTS, "do_image_splitting", "max_image_size")
     mean = std = HALF
     resample = Image.Resampling.LANCZOS
-    facts: IdeficsFacts
+    facts: ShuffledFacts
 
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
         super().__init__(path, facts, tokenizer, size={"longest_edge": 4 * facts.tower.vit.image})

@@ -14,7 +14,7 @@ from quire.errors import RequestError
 from quire.multimodal.mel import Samples
 from quire.multimodal.processors import Audio, Content, ProcessedItem
 from quire.multimodal.processors.audio_base import AudioProcessor
-from quire.multimodal.processors.grid import positions_of
+from quire.multimodal.processors.mrope import mrope_positions
 from quire.multimodal.processors.qwen import GridProcessor
 from quire.text.tokenizer import Tokenizer
 
@@ -108,7 +108,7 @@ class OmniProcessor(GridProcessor):
         if not visual:
             return None
         visual_items, known = [item for item, _ in visual], [known for _, known in visual]
-        return Array.of(positions_of(len(token_ids), visual_items, known, self.tower.merge, has_time=True))
+        return Array.of(mrope_positions(len(token_ids), visual_items, known, self.tower.merge, has_time=True))
 
 
 class Qwen3OmniProcessor(OmniProcessor):

@@ -5,7 +5,7 @@ from pathlib import Path
 from PIL import Image
 
 from quire.checkpoint.facts import MediaFacts
-from quire.checkpoint.multimodal.paligemma import PaliGemmaFacts
+from quire.checkpoint.multimodal.common import TowerFacts
 from quire.checkpoint.reader import ConfigReader
 from quire.multimodal.images import HALF, PixelScaling
 from quire.multimodal.processors import ProcessedItem
@@ -20,7 +20,7 @@ class PaliGemmaProcessor(ImageProcessor):
     """Puts the mark of one image before a text that has none."""
 
     mean = std = HALF
-    facts: PaliGemmaFacts
+    facts: TowerFacts
 
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
         side = facts.tower.vit.image

@@ -16,8 +16,9 @@ from quire.data.multimodal import Array, MediaItem
 from quire.errors import RequestError
 from quire.multimodal.images import check_frames, resized
 from quire.multimodal.processors import Audio, Content, ProcessedItem, Video
-from quire.multimodal.processors.grid import USUAL_FPS, PatchSpans, patches_of, positions_of, sampled
+from quire.multimodal.processors.grid import USUAL_FPS, PatchSpans, patches_of, sampled
 from quire.multimodal.processors.grid_settings import GridSettings, read_settings
+from quire.multimodal.processors.mrope import mrope_positions
 from quire.text.tokenizer import Tokenizer
 
 _TIMES: dict[str, Callable[[float, float], str]] = {
@@ -155,7 +156,7 @@ class GridProcessor:
     ) -> Array | None:
         if not items:
             return None
-        return Array.of(positions_of(len(token_ids), items, facts, self.tower.merge))
+        return Array.of(mrope_positions(len(token_ids), items, facts, self.tower.merge))
 
 
 def _with_grid(processed: ProcessedItem, grid: PatchSpans, **arrays: NDArray[Any]) -> ProcessedItem:

@@ -29,7 +29,6 @@ class Proposer(Protocol):
 
     def propose(self, row: int, most: int) -> Ints:
         """Return up to `most` likely next tokens; empty if there is no match."""
-        ...
 
 
 def proposer_of(facts: SpecFacts) -> Proposer | None:

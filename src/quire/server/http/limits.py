@@ -71,7 +71,7 @@ class HttpGate:
         max_form_bytes: int = 0,
         weight_version: Callable[[], str] = str,
     ) -> None:
-        """Initialize. Bodies of POSTs to `form_paths` are forms of at most `max_form_bytes`. `weight_version`
+        """Bodies of POSTs to `form_paths` are forms of at most `max_form_bytes`. `weight_version`
         returns the value of the header x-weight-version; without one there is no header."""
         self._app = app
         self._ledger = ledger

@@ -164,8 +164,7 @@ class OutputParser:
         leaves_out_reasoning: bool = False,
         one_call: bool = False,
     ) -> None:
-        """Initialize. `reasoning`: the tokens that mark it, for counting. `breaks`: other tokens that end
-        it."""
+        """Count the tokens between the `reasoning` marks; `breaks` are other tokens that end it."""
         self._parser = parser
         self._reasoning, self._breaks = reasoning, tuple(breaks)
         self._token_ids: list[int] = []

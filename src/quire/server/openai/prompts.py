@@ -79,7 +79,7 @@ class PromptReader:
         settings: ApiSection,
         adapter_of: Callable[[str | None], LoRARequest | None] = lambda name: None,
     ) -> None:
-        """Initialize. `adapter_of` returns the adapter of a model name, which may have its own tokenizer."""
+        """`adapter_of` returns the adapter of a model name, which may have its own tokenizer."""
         self._inputs = engine.inputs
         self._adapter_of = adapter_of
         self._template = engine.facts.chat_template

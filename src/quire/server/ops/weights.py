@@ -48,8 +48,8 @@ WeightInfoReply = reply_model(
 
 
 def version_header(operation: Any) -> str:
-    """Return the version for answers: none while the engine has the weights that it started with, and no
-    trainer."""
+    """Return the value of the response header with the version of the weights; empty if no trainer is
+    configured and the engine still has the weights that it started with."""
     has_trainer = operation.settings.get("extensions", {}).get("weight_transfer_config")
     version: str = operation.weight_version
     return version if has_trainer or version != DEFAULT_VERSION else ""

@@ -158,8 +158,8 @@ _NEW_MISTRAL = CallFormat("[TOOL_CALLS]", "NAME[ARGS]ARGUMENTS", repeats=True)
 
 
 def format_of(parser: str, tokenizer: Tokenizer) -> CallFormat | None:
-    """Return the call format of a parser, or None if it has no grammar. Newer Mistral models have a token
-    before the arguments."""
+    """Return the call format of a parser, or None if it has no grammar. Newer Mistral models, which have the
+    token [ARGS] before the arguments, have a format of their own."""
     if parser == "mistral" and "[ARGS]" in _special_tokens(tokenizer):
         return _NEW_MISTRAL
     return FORMATS.get(_SAME.get(parser, parser))

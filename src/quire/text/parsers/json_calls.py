@@ -20,7 +20,7 @@ class JsonMarks:
     """Marks around JSON tool calls."""
 
     opens: tuple[str, ...]
-    """Marks before the calls; a bracket is the beginning of the JSON itself."""
+    """Marks that precede the calls; a mark that is a bracket is also the first character of the JSON."""
     closes: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
     """Marks around text, which are removed."""
