@@ -71,9 +71,9 @@ class AsyncEngine:
         tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Connect to the engine cores. `addresses` are those of the cores by rank, which expect the `token`; with a `fleet`, its
-        replicas are used instead. `prefixes` may be shared with other processes; `first` is the router's.
-        With `resumes`, requests outlive their core."""
+        """Connect to the engine cores. `addresses` are those of the cores by rank, which expect the `token`;
+        with a `fleet`, its replicas are used instead. `prefixes` may be shared with other processes; `first`
+        is the router's. With `resumes`, requests outlive their core."""
         self.facts = facts
         self.inputs = inputs
         self.metrics = metrics
