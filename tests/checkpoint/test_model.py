@@ -13,6 +13,7 @@ from gguf import GGUFWriter
 
 from quire.checkpoint.families import FAMILIES
 from quire.checkpoint.model import Checkpoint, read_checkpoint
+from quire.checkpoint.transformers_backend import BORROWED, OWN_CACHE
 from quire.errors import ConfigError
 
 LLAMA: dict[str, Any] = {
@@ -290,8 +291,8 @@ def test_overrides_are_merged_before_reading(tmp_path: Path) -> None:
         ({"architectures": "absent", "model_type": "gpt9"}, "'gpt9' is not supported"),
         ({"architectures": "absent", "model_type": "absent"}, "architectures is None, expected the name"),
         (
-            {"architectures": ["BartForCausalLM"], "num_attention_heads": "absent"},
-            "'BartForCausalLM' is not supported.* num_attention_heads",
+            {"architectures": ["BartForCausalLM"], "hidden_size": "absent"},
+            "'BartForCausalLM' is not supported.* hidden_size",
         ),
         (
             {"architectures": ["HeliumForCausalLM"], "layer_types": 5},
@@ -500,12 +501,7 @@ def test_invalid_gguf_header_is_named(tmp_path: Path, arch: str, extra: dict[str
         ({"architectures": ["LlamaForQuestionAnswering"]}, "a head that is not .* embeddings.*'LlamaModel'"),
         ({"architectures": ["GPT2ForQuestionAnswering"]}, "a head that is not .* embeddings.*'GPT2Model'"),
         ({"architectures": ["HeliumForTokenClassification"]}, "'HeliumForTokenClassification' is not"),
-        ({"architectures": ["RwkvForCausalLM"], "num_attention_heads": None}, "with attention in all layers"),
-        ({"architectures": ["HeliumForCausalLM"], "intermediate_size": [8, 16]}, "differs between layers"),
-        (
-            {"architectures": ["HeliumForCausalLM"], "layer_types": ["conv", "full_attention", "conv"]},
-            "layer_types has conv; only full_attention",
-        ),
+        ({"architectures": ["HeliumForCausalLM"], "hidden_size": [8, 16]}, "hidden_size is \\[8, 16\\]"),
     ],
 )
 def test_unsupported_heads_are_refused_in_one_sentence(
@@ -514,6 +510,26 @@ def test_unsupported_heads_are_refused_in_one_sentence(
     """Catches a token classifier with tied embeddings that is taken for a generative model."""
     with pytest.raises(ConfigError, match=message):
         read(tmp_path, {"tie_word_embeddings": True} | changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architectures": ["RwkvForCausalLM"], "num_attention_heads": None},
+        {"architectures": ["HeliumForCausalLM"], "intermediate_size": [8, 16]},
+        {"architectures": ["HeliumForCausalLM"], "layer_types": ["conv", "full_attention", "conv"]},
+        {"architectures": ["HeliumForCausalLM"], "kv_lora_rank": 8},
+        {"architectures": ["DiffLlamaForCausalLM"], "model_type": "diffllama"},
+        {"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4"},
+        {"architectures": ["XGLMForCausalLM"], "model_type": "xglm"},
+    ],
+)
+def test_models_beyond_plain_attention_have_transformers_cache(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    assert read(tmp_path, changes).facts.architecture == OWN_CACHE
+    plain = {"architectures": ["HeliumForCausalLM"], "model_type": "helium"}
+    assert read(tmp_path, plain).facts.architecture == BORROWED
 
 
 def test_text_model_of_a_multimodal_family(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def read_transformers_model(
     keys = _text_part(whole)
     if keys.flag("is_encoder_decoder"):
         raise whole.wrong("is_encoder_decoder", "false (only decoders run through transformers)")
-    if own_cache or (not remote and _needs_own_cache(whole, keys)):
+    if own_cache or _needs_own_cache(whole, keys, remote=remote):
         return _read_unpaged_model(whole, keys, path, remote=remote)
     hidden, heads = _size(keys, _HIDDEN), _size(keys, _HEADS)
     kv_heads = _size(keys, _KV_HEADS, 1 if keys.get("multi_query") else heads)
@@ -94,21 +94,23 @@ def read_transformers_model(
     )
 
 
-def _needs_own_cache(whole: ConfigReader, keys: ConfigReader) -> bool:
+def _needs_own_cache(whole: ConfigReader, keys: ConfigReader, *, remote: bool) -> bool:
     """Return whether a model attends in other ways than Quire's paged attention, by its code and config."""
-    kinds = [str(part.get("model_type") or "") for part in (whole, keys)]
-    code = "".join(map(_read_model_code, dict.fromkeys(kinds)))
-    if not code or _UNPAGED_KINDS.intersection(kinds):
-        return bool(code)
     layers: Any = keys.get("layer_types")
     values = [keys.get(name) for name in (*_HEADS, *_KV_HEADS, *_HEAD_DIM, *_INTERMEDIATE)]
-    return (
-        _UNPAGED_CODE.search(code) is not None
-        or _ATTENTION_CODE.search(code) is None
-        or (isinstance(layers, list) and not {*map(str, layers)} <= {*_ATTENTION_KINDS})
+    if (
+        (isinstance(layers, list) and not {*map(str, layers)} <= {*_ATTENTION_KINDS})
         or any(isinstance(value, list) for value in values)
         or keys.get("kv_lora_rank") is not None
         or all(keys.get(name) is None for name in _HEADS)
+    ):
+        return True
+    kinds = [str(part.get("model_type") or "") for part in (whole, keys)]
+    code = "" if remote else "".join(map(_read_model_code, dict.fromkeys(kinds)))
+    return bool(code) and (
+        bool(_UNPAGED_KINDS.intersection(kinds))
+        or _UNPAGED_CODE.search(code) is not None
+        or _ATTENTION_CODE.search(code) is None
     )
 
 
@@ -157,16 +159,12 @@ def _text_part(keys: ConfigReader) -> ConfigReader:
 
 def _size(keys: ConfigReader, names: tuple[str, ...], default: int | None = None) -> int:
     key = next((name for name in names if keys.get(name) is not None), None)
-    if key is not None and not isinstance(keys.get(key), list):
-        return keys.size(key)
     if key is not None:
-        raise ConfigError(
-            f"{keys.source}: {key} differs between layers, and such models do not run through transformers"
-        )
+        return keys.size(key)
     if default is None:
         raise ConfigError(
-            f"{keys.source}: none of the keys {', '.join(names)} is set; only decoders that have them, with"
-            " attention in all layers, run through transformers"
+            f"{keys.source}: none of the keys {', '.join(names)} is set; only decoders that have one of them"
+            " run through transformers"
         )
     return default
 
@@ -186,12 +184,6 @@ def _windows(keys: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
         return (None,) * num_layers
     if not isinstance(kinds, list):
         raise keys.wrong("layer_types", "a list")
-    others = sorted({str(kind) for kind in kinds if kind not in _ATTENTION_KINDS})
-    if others:
-        raise ConfigError(
-            f"{keys.source}: layer_types has {', '.join(others)}; only {' and '.join(_ATTENTION_KINDS)}"
-            " run through transformers"
-        )
     if len(kinds) != num_layers or "sliding_attention" not in kinds or keys.get("sliding_window") is None:
         return (None,) * num_layers
     window = keys.size("sliding_window")

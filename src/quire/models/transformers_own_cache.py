@@ -116,7 +116,8 @@ class OwnCacheModel(TransformersModel):
         body: Any = self.body
         if earlier is not None and earlier.ndim != tokens.ndim:
             embed = body.get_input_embeddings()
-            earlier, tokens = (part if part.ndim == 3 else embed(part) for part in [earlier, tokens])
+            earlier = earlier if earlier.ndim == 3 else embed(earlier)
+            tokens = tokens if tokens.ndim == 3 else embed(tokens)
         whole = self.caches[row] = tokens if earlier is None else torch.cat([earlier, tokens], 1)
         name = "input_ids" if whole.ndim == 2 else "inputs_embeds"
         hidden: Tensor = body(**{name: whole}, return_dict=True)[0][0]
@@ -125,5 +126,5 @@ class OwnCacheModel(TransformersModel):
 
 def _takes_chunks(cache: Any) -> bool:
     """Return whether a cache has nothing but keys and values of all tokens or of a window."""
-    layers = getattr(cache, "layers", None)
+    layers: Any = getattr(cache, "layers", None) or ()
     return bool(layers) and all(type(layer).__name__ in _CHUNKABLE for layer in layers)
