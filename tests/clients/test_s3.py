@@ -35,6 +35,7 @@ def client() -> Iterator[Any]:
         for name, value in (KEYS | {"AWS_ENDPOINT_URL": f"http://{host}:{port}"}).items():
             patch.setenv(name, value)
         patch.setenv("HF_HUB_OFFLINE", "0")
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         store = boto3.client("s3", region_name=KEYS["AWS_REGION"])
         store.create_bucket(Bucket="models")
         yield store
