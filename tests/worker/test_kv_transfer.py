@@ -14,12 +14,14 @@ from quire.configure import configure
 from quire.core import kv_transfer
 from quire.core.build import build_core
 from quire.core.engine_core import EngineCore
+from quire.data.kv_transfer import RemotePrefix
 from quire.data.params import SamplingParams
 from quire.data.request import Request, with_transfer
 from quire.data.stats import TierStats
 from quire.sched.kv_tiers import KVTiers
 from quire.system import kv_channel
 from quire.worker import remote_tier
+from quire.worker.remote_tier import RemoteEngines
 
 FAMILIES = ("qwen3", "gemma2", "nemotron_h")
 REMOTE_DECODE = {
@@ -269,3 +271,15 @@ def test_kept_prefixes_make_way_if_nothing_else_can_run(models: dict[str, Path],
     tiers_of(first).weights_changed()
     begin(first, "request", prompt_of(0), 1, transfer=REMOTE_DECODE)
     assert finish(first)[1] == {"request": None}
+
+
+def test_a_refused_connection_does_not_block() -> None:
+    """After some failed handshakes ZMQ ends the connection, and a socket without any blocks."""
+    engines = RemoteEngines({}, "secret", timeout_s=60.0)
+    reader = engines.open(RemotePrefix("127.0.0.1", 1, "request"))
+    sock, *_ = reader._connection
+    sock.disconnect("tcp://127.0.0.1:1")
+    assert reader.read([b"key"], 4) == [None] and "QUIRE_CLUSTER_TOKEN" in reader.problem
+    reader.close()
+    assert engines.open(RemotePrefix("127.0.0.1", 1, "other")).problem == reader.problem
+    engines.close()

@@ -1,6 +1,6 @@
 """KVManager: the block tables of the rows, and the prefix cache."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -450,9 +450,10 @@ class KVManager:
 
     def close(self) -> None:
         """End the events, and the exchange of prefixes with other engines."""
-        parts: list[KVEvents | LowerTiers | None] = [self.events, self.tiers]
-        for part in filter(None, parts):
-            part.close()
+        if self.events is not None:
+            self.events.close()
+        if self.tiers is not None:
+            self.tiers.close()
 
     # ---- blocks of steps
 
@@ -461,9 +462,8 @@ class KVManager:
         fresh, self._fresh = self._fresh, []
         return fresh
 
-    def forget(self, blocks: Iterable[Block]) -> None:
+    def forget(self, blocks: list[Block]) -> None:
         """Remove blocks from the index that were not written after all."""
-        blocks = list(blocks)
         if self.events is not None:
             self.events.forgotten(blocks)
         for block in blocks:

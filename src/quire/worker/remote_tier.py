@@ -28,6 +28,7 @@ _MAX_BYTES = 1 << 30
 _UNREACHABLE_S = 5.0
 """Seconds in which an engine that could not be reached is not asked again."""
 _LINGER_MS = 1000
+_OTHER_TOKEN = f"it refused the connection: {VARIABLE} must be the same for both engines"
 _MONITORED = zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_DISCONNECTED | FAILURES | MISMATCHES
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(EntriesRead).decode
@@ -73,6 +74,8 @@ class RemoteRead:
     def __init__(self, engines: RemoteEngines, prefix: RemotePrefix, problem: str) -> None:
         self.problem = problem
         """Why nothing is read any more; empty: all is well."""
+        self._is_lost = bool(problem)
+        """Whether its engine cannot be reached."""
         self._engines, self._prefix = engines, prefix
         self._until = engines.clock() + engines.timeout_s
         self._stack = contextlib.ExitStack()
@@ -117,7 +120,7 @@ class RemoteRead:
     def close(self) -> None:
         """Let the engine release the prefix, unless it could not be reached, and close the connection."""
         try:
-            if not self.problem or "_connection" in self.__dict__:
+            if not self._is_lost:
                 problem, self.problem = self.problem, ""
                 self._ask(self._message(ends=True))
                 self.problem = problem or self.problem
@@ -144,7 +147,7 @@ class RemoteRead:
             head, *frames = self._exchange(_encode(message))
             answer = _decode(head)
         except (OSError, zmq.ZMQError) as error:
-            self.problem = str(error)
+            self.problem, self._is_lost = str(error), True
             self._engines.note(self._prefix, self.problem)
             return None
         except msgspec.MsgspecError:
@@ -163,14 +166,17 @@ class RemoteRead:
     def _exchange(self, message: bytes) -> list[bytes]:
         """Send a message and return the frames of its answer; raise OSError if there is none in time."""
         sock, monitor, poller = self._connection
-        sock.send(message)
+        try:
+            sock.send(message, zmq.NOBLOCK)
+        except zmq.Again:  # the handshake has failed, and ZMQ does not try again
+            raise OSError(_OTHER_TOKEN) from None
         while (left := self._until - self._engines.clock()) > 0:
             ready = dict(poller.poll(int(left * 1000) + 1))
             if sock in ready:
                 return sock.recv_multipart()
             events = [event for event, _ in events_of(monitor)]
             if any(event & (FAILURES | MISMATCHES) for event in events):
-                raise OSError(f"it refused the connection: {VARIABLE} must be the same for both engines")
+                raise OSError(_OTHER_TOKEN)
             if events:
                 raise OSError("it cannot be reached")
         raise OSError(f"it did not answer within {self._engines.timeout_s:g} s")
