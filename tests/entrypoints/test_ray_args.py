@@ -46,7 +46,7 @@ def test_ranks_are_ray_actors_unless_processes_are_wanted() -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"modle": "a"}, "unknown flag 'modle'; did you mean --model"),
+        ({"modle": "a"}, "unknown flag 'modle'; did you mean '--model'"),
         ({"min_replicas": 0}, "min_replicas=0 must be at least 1"),
         ({"min_replicas": 3, "max_replicas": 2}, "max_replicas=2 is less than min_replicas=3"),
         ({"ingress_replicas": 0}, "ingress_replicas=0 must be at least 1"),

@@ -35,14 +35,16 @@ class Ingress:
     """The routes of Quire's server. Requests are checked, tokenized and detokenized here. Their tokens come
     from replicas. When a replica dies, its requests continue on another one."""
 
-    async def __init__(self, models: Sequence[FleetModel], *handles: Any) -> None:
+    async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
+        self, models: Sequence[FleetModel], *handles: Any
+    ) -> None:
         """Build the application when each model has a replica."""
         load_plugins()
         settings = [make_settings(model.server, env=Env.read(os.environ)) for model in models]
         names = key_names(settings[0].keys)
         keys = KeyPages(names) if names else None
         index = serve.get_replica_context().rank.rank
-        served = []
+        served: list[ServedModel] = []
         for model, section, handle in zip(models, settings, handles, strict=True):
             engine = await _open_engine(
                 model, handle, keys if not served else None, section.http.health_timeout, index

@@ -25,7 +25,7 @@ log = get_logger(__name__)
 class EngineReplica:
     """A replica: the engine core is a child process, and ingresses stream requests through this one."""
 
-    async def __init__(self, model: FleetModel) -> None:
+    async def __init__(self, model: FleetModel) -> None:  # type: ignore[misc]  # Ray Serve awaits it
         """Start the core, and return when it is ready."""
         settings = make_settings(model.server, env=Env.read(os.environ))
         self.config = configure(model.engine, usage="server")

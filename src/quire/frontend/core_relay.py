@@ -7,6 +7,7 @@ from quire.data.step_plan import StepOutput, split_by_owner
 from quire.data.wire import Abort, Add, FromCore, Missing, Ready, StepDone, decode_to_core, encode
 from quire.errors import EngineDead
 from quire.frontend.core_client import CoreLink
+from quire.frontend.engine_link import EngineLink
 from quire.frontend.outputs import OutputProcessor
 
 
@@ -129,11 +130,11 @@ class CoreRelay:
 
     # ---- callbacks of the connection
 
-    def on_ready(self, link: CoreLink) -> None:
+    def on_ready(self, link: EngineLink) -> None:
         if not self._ready.done() and link.core is not None:
             self._ready.set_result(link.core)
 
-    def on_news(self, link: CoreLink, page: bytes) -> None:
+    def on_news(self, link: EngineLink, page: bytes) -> None:
         pass
 
     def on_reset(self) -> None:
@@ -143,10 +144,10 @@ class CoreRelay:
         if (stream := self._streams.get(request_id)) is not None:
             stream.put(Missing(request_id))
 
-    def on_turn(self, link: CoreLink) -> None:
+    def on_turn(self, link: EngineLink) -> None:
         pass
 
-    def on_death(self, link: CoreLink) -> None:
+    def on_death(self, link: EngineLink) -> None:
         error = EngineDead(str(link.problem(0.0)))
         for stream in set(self._streams.values()):
             stream.fail(error)
