@@ -53,6 +53,13 @@ def test_prompts_longer_than_a_block_of_rows(window: int | None, head_dim: int) 
     )
 
 
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("threads", [1], indirect=True)
+def test_prompt_of_several_long_blocks_of_rows() -> None:
+    """Check the larger blocks of long prompts, of which the last has fewer rows."""
+    check(CPUAttention(), [(210, 30), (1, 40)], AttentionSpec(8, 2, 16, torch.float32))
+
+
 def test_custom_scale_and_soft_cap() -> None:
     check(CPUAttention(), [(4, 0), (1, 3)], AttentionSpec(2, 2, 8, torch.float32, scale=0.9))
     check(CPUAttention(), [(4, 0), (1, 80)], AttentionSpec(2, 2, 8, torch.float32, scale=3.0, softcap=2.0))

@@ -12,13 +12,10 @@
 #include "cache_dtype.h"
 
 #define BLOCK_ROWS 192 /* maximum rows per task */
+#define LONG_ROWS (LANES == 16 ? 384 : BLOCK_ROWS) /* the same for long prompts, to copy keys half as often */
+#define SHARES 4       /* minimum tasks of LONG_ROWS per thread */
 #define FEW_ROWS 16    /* maximum rows per KV head to be memory-bound: all heads share one pass over the keys */
 #define TURN_ROWS 32   /* minimum rows for which transposing the keys pays off */
-#ifdef HAS_NEON
-#define MIXED_KEYS TILE
-#else
-#define MIXED_KEYS 64  /* values of a head that all rows mix before the next, for the L1 cache */
-#endif
 #define FEW_KEYS 8     /* keys processed at a time for memory-bound tasks */
 #define LINE 16        /* floats per cache line, for alignment */
 #define LOG2_E 1.4426950408889634
@@ -125,10 +122,10 @@ static void gather(const Job *job, const Task *task, long tile, long first, long
     int pack = is_copied(job) || heads == 1;
     long first_head = task->kv_head * head_step((int)job->kept, job->head_dim);
     for (long position = first; position < end;) {
-        long offset = position % size, until = at_most(position - offset + size, end);
-        long at = (table[position / size] * size + offset) * step + first_head;
+        long block = over(position, size), until = at_most((block + 1) * size, end);
+        long at = (table[block] * size + position - block * size) * step + first_head;
         if (pack && until < end)
-            fetch(job, table[until / size] * size * step + first_head, at_most(size, end - until));
+            fetch(job, table[block + 1] * size * step + first_head, at_most(size, end - until));
         for (; position < until; position++, at += step) {
             long k = position - tile;
             if (pack) {
@@ -164,14 +161,22 @@ static long seen_by(const Job *job, const Task *task, long query)
     return 1 + (job->reach ? job->reach[job->query_starts[task->seq] + task->first_query + query] : place_of(job, task) + query);
 }
 
+/* Token and head of row `row` of a task. */
+static long token_of(const Job *job, const Task *task, long row, long *head)
+{
+    long group = over(job->heads, job->kv_heads), query = over(row, group), kv_head = over(query, task->num_queries);
+    *head = (task->kv_head + kv_head) * group + row - query * group;
+    return job->query_starts[task->seq] + task->first_query + query - kv_head * task->num_queries;
+}
+
 /* Convert the scores of one row with keys [first, end) of a tile to softmax weights. */
 static void soften_row(const Job *job, const Task *task, long tile, long first, long end, long query, long row, Scratch *scratch)
 {
     long place = place_of(job, task) + query;
     float *scores = scratch->weights + row * TILE;
-    long count = at_least((end - tile + STEP - 1) / STEP * STEP, STEP);
+    long count = at_least((end - tile + STEP - 1) / STEP * STEP, STEP), head;
     if (job->slopes) {
-        long group = job->heads / job->kv_heads, head = (task->kv_head + row / (task->num_queries * group)) * group + row % group;
+        token_of(job, task, row, &head);
         lean(scores, count, job->slopes[head] * (float)LOG2_E, tile - place);
     }
     long seen_first = at_least(first, first_seen(job, place)) - tile;
@@ -194,7 +199,7 @@ static void attend_few(const Job *job, const Task *task, long tile, long first, 
                 score_some(at_most(each - r, ROWS), scratch->q + row * dim, keys, head * dim, k, at_most(k + FEW_KEYS, fours), dim,
                            scratch->weights + row * TILE);
     for (long row = 0; row < heads * each; row++)
-        soften_row(job, task, tile, first, end, row % each / group, row, scratch);
+        soften_row(job, task, tile, first, end, over(row, group) - over(row, each) * task->num_queries, row, scratch);
     for (long k = begin; k < until; k += FEW_KEYS)
         for (long head = 0; head < heads; head++)
             for (long r = 0, row = head * each; r < each; r += ROWS, row += ROWS)
@@ -323,14 +328,6 @@ static long rows_of(const Job *job, const Task *task)
     return task->num_kv_heads * task->num_queries * (job->heads / job->kv_heads);
 }
 
-/* Token and head of row `row` of a task. */
-static long token_of(const Job *job, const Task *task, long row, long *head)
-{
-    long group = job->heads / job->kv_heads, each = task->num_queries * group;
-    *head = (task->kv_head + row / each) * group + row % group;
-    return job->query_starts[task->seq] + task->first_query + row % each / group;
-}
-
 /* Final factor of the summed values of a row. */
 static float share_of(const Job *job, const Sums *sums, long row, long head)
 {
@@ -396,14 +393,22 @@ static void join(const Job *job, const Task *task, long count, Scratch *scratch,
 
 static int same_rows(const Task *a, const Task *b) { return a->seq == b->seq && a->kv_head == b->kv_head; }
 
+/* Maximum queries per task of a sequence. A long one has several blocks of queries, so it is not split by tiles. */
+static long step_of(const Job *job, long query_len, long num_threads)
+{
+    long group = job->heads / job->kv_heads, rows = query_len * group;
+    int is_long = rows > LONG_ROWS && rows * job->kv_heads >= SHARES * num_threads * LONG_ROWS;
+    return at_least((is_long ? LONG_ROWS : BLOCK_ROWS) / group, 1);
+}
+
 /* The last queries of a sequence, which attend to the most keys, come first. A sequence with a single block of queries is also
  * split by tiles if there are several threads. */
-static long list_tasks(const Job *job, Task *tasks, int split, long *saved_size)
+static long list_tasks(const Job *job, Task *tasks, long num_threads, long *saved_size)
 {
-    long group = job->heads / job->kv_heads, step = at_least(BLOCK_ROWS / group, 1), count = 0;
+    long group = job->heads / job->kv_heads, count = 0;
     *saved_size = 0;
     for (int32_t seq = 0; seq < job->num_seqs; seq++) {
-        long query_len = job->query_starts[seq + 1] - job->query_starts[seq];
+        long query_len = job->query_starts[seq + 1] - job->query_starts[seq], step = step_of(job, query_len, num_threads);
         int32_t together = query_len * group <= FEW_ROWS ? (int32_t)job->kv_heads : 1;
         for (int32_t kv_head = 0; kv_head < job->kv_heads; kv_head += together)
             for (long at = (query_len - 1) / step * step; at >= 0; at -= step) {
@@ -411,7 +416,7 @@ static long list_tasks(const Job *job, Task *tasks, int split, long *saved_size)
                 long first, end;
                 seen(job, &task, &first, &end);
                 long from = first / TILE, until = (end + TILE - 1) / TILE;
-                if (query_len > step || until - from <= 1 || !split) {
+                if (query_len > step || until - from <= 1 || num_threads == 1) {
                     tasks[count++] = task;
                     continue;
                 }
@@ -430,7 +435,7 @@ static long list_tasks(const Job *job, Task *tasks, int split, long *saved_size)
 static long max_rows(const Job *job)
 {
     long group = job->heads / job->kv_heads;
-    return at_least(at_least(BLOCK_ROWS / group, 1) * group, at_least(FEW_ROWS / group * group, 1) * job->kv_heads);
+    return at_least(at_least(LONG_ROWS / group, 1) * group, at_least(FEW_ROWS / group * group, 1) * job->kv_heads);
 }
 
 static long scratch_size(const Job *job)
@@ -471,7 +476,7 @@ void quire_attention(const Job *job)
     Task *tasks = (Task *)job->memory + thread * job->max_tasks;
     float *saved = (float *)((Task *)job->memory + num_threads * job->max_tasks);
     float *own = saved + job->max_saved + thread * scratch_size(job);
-    long count = list_tasks(job, tasks, num_threads > 1, &saved_size);
+    long count = list_tasks(job, tasks, num_threads, &saved_size);
 #pragma omp for schedule(dynamic, 1)
     for (long i = 0; i < count; i++) {
         Scratch scratch = carve_scratch(job, own, rows_of(job, tasks + i));

@@ -16,8 +16,12 @@
 #define ROWS 6
 #elif defined(HAS_NEON)
 #define ROWS 4
+#define MIXED_KEYS TILE
 #else
 #define ROWS 3
+#endif
+#ifndef MIXED_KEYS
+#define MIXED_KEYS 64 /* values that all rows mix before the next, for the L1 cache */
 #endif
 
 /* Scores of several rows with 4 keys at offset `from` of the pointers. */
