@@ -64,9 +64,6 @@ static long at_least(long x, long bound) { return x > bound ? x : bound; }
 
 static long whole(long count, long step) { return (count + step - 1) / step * step; }
 
-/* Quotient of small numbers that are not negative: a division of 64 bits takes up to 90 cycles. */
-static long over(long count, long by) { return (uint32_t)count / (uint32_t)by; }
-
 /* Heads are zero-padded to whole vectors in scratch memory. */
 static long dim_of(const Job *job) { return whole(job->head_dim, LANES); }
 
@@ -122,7 +119,7 @@ static void gather(const Job *job, const Task *task, long tile, long first, long
     int pack = is_copied(job) || heads == 1;
     long first_head = task->kv_head * head_step((int)job->kept, job->head_dim);
     for (long position = first; position < end;) {
-        long block = over(position, size), until = at_most((block + 1) * size, end);
+        long block = quotient(position, size), until = at_most((block + 1) * size, end);
         long at = (table[block] * size + position - block * size) * step + first_head;
         if (pack && until < end)
             fetch(job, table[block + 1] * size * step + first_head, at_most(size, end - until));
@@ -164,7 +161,7 @@ static long seen_by(const Job *job, const Task *task, long query)
 /* Token and head of row `row` of a task. */
 static long token_of(const Job *job, const Task *task, long row, long *head)
 {
-    long group = over(job->heads, job->kv_heads), query = over(row, group), kv_head = over(query, task->num_queries);
+    long group = quotient(job->heads, job->kv_heads), query = quotient(row, group), kv_head = quotient(query, task->num_queries);
     *head = (task->kv_head + kv_head) * group + row - query * group;
     return job->query_starts[task->seq] + task->first_query + query - kv_head * task->num_queries;
 }
@@ -199,7 +196,7 @@ static void attend_few(const Job *job, const Task *task, long tile, long first, 
                 score_some(at_most(each - r, ROWS), scratch->q + row * dim, keys, head * dim, k, at_most(k + FEW_KEYS, fours), dim,
                            scratch->weights + row * TILE);
     for (long row = 0; row < heads * each; row++)
-        soften_row(job, task, tile, first, end, over(row, group) - over(row, each) * task->num_queries, row, scratch);
+        soften_row(job, task, tile, first, end, quotient(row, group) - quotient(row, each) * task->num_queries, row, scratch);
     for (long k = begin; k < until; k += FEW_KEYS)
         for (long head = 0; head < heads; head++)
             for (long r = 0, row = head * each; r < each; r += ROWS, row += ROWS)
@@ -250,14 +247,14 @@ static void score_rows(const Job *job, const Task *task, long tile, long begin, 
         for (long k = first; k < end; k += TURNED_KEYS)
             for (long row = 0; row < all; row += TURNED_ROWS) {
                 long rows = at_most(all - row, TURNED_ROWS);
-                if (seen_by(job, task, over(row + rows - 1, group)) > tile + k)
+                if (seen_by(job, task, quotient(row + rows - 1, group)) > tile + k)
                     score_turned(rows, scratch->q + row * dim, columns + k * dim, dim, scratch->weights + row * TILE + k);
             }
         return;
     }
 #endif
     for (long row = 0; row < all; row += ROWS) {
-        long rows = at_most(all - row, ROWS), seen_end = seen_by(job, task, over(row + rows - 1, group)) - tile;
+        long rows = at_most(all - row, ROWS), seen_end = seen_by(job, task, quotient(row + rows - 1, group)) - tile;
         score_packed(rows, scratch->q + row * dim, keys, begin, at_most(end, seen_end), dim, scratch->weights + row * TILE);
     }
 }
@@ -270,13 +267,14 @@ static void attend_many(const Job *job, const Task *task, long tile, long first,
     long dim = dim_of(job), group = job->heads / job->kv_heads, all = task->num_queries * group, begin = first - tile;
     score_rows(job, task, tile, begin, end - tile, keys, scratch);
     for (long row = 0; row < all; row += ROWS) {
-        long rows = at_most(all - row, ROWS), seen_end = at_most(end, seen_by(job, task, over(row + rows - 1, group)));
+        long rows = at_most(all - row, ROWS), seen_end = at_most(end, seen_by(job, task, quotient(row + rows - 1, group)));
         for (long r = row; r < row + rows; r++)
-            soften_row(job, task, tile, first, seen_end, over(r, group), r, scratch);
+            soften_row(job, task, tile, first, seen_end, quotient(r, group), r, scratch);
     }
     for (long k = begin; k < end - tile; k = (k / MIXED_KEYS + 1) * MIXED_KEYS)
         for (long row = 0; row < all; row += ROWS) {
-            long rows = at_most(all - row, ROWS), seen_end = at_most(end, seen_by(job, task, over(row + rows - 1, group))) - tile;
+            long rows = at_most(all - row, ROWS), last = quotient(row + rows - 1, group);
+            long seen_end = at_most(end, seen_by(job, task, last)) - tile;
             if (k < seen_end || k == begin)
                 mix_packed(rows, scratch->weights + row * TILE, values, begin, k,
                            at_most((k / MIXED_KEYS + 1) * MIXED_KEYS, seen_end), dim, scratch->part.out + row * dim);

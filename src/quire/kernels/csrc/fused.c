@@ -105,7 +105,7 @@ INLINE void activate_rows(const ActivateJob *job, int bf16)
     const void *up = job->gated ? job->x : NULL;
 #pragma omp for schedule(static)
     for (long task = 0; task < job->num_rows * pieces; task++) {
-        long row = task / pieces, i = task % pieces * COLUMNS, left = job->size - i, at = row * job->stride + i;
+        long row = quotient(task, pieces), i = (task - row * pieces) * COLUMNS, left = job->size - i, at = row * job->stride + i;
         activate((int)job->activation, (float)job->bound, job->x, at, up, at + job->size, job->out, row * job->size + i,
                  left < COLUMNS ? left : COLUMNS, bf16);
     }
@@ -138,7 +138,7 @@ INLINE void change_rows(const ChangeJob *job, int change, int bf16)
     float by = (float)job->by;
 #pragma omp for schedule(static)
     for (long task = 0; task < job->num_rows * pieces; task++) {
-        long row = task / pieces, start = task % pieces * COLUMNS, other_at = row * job->other_stride;
+        long row = quotient(task, pieces), start = (task - row * pieces) * COLUMNS, other_at = row * job->other_stride;
         long end = start + COLUMNS < job->size ? start + COLUMNS : job->size;
         vf other = splat(0);
         if (change == WEIGH_ROWS)
@@ -185,7 +185,7 @@ INLINE void rotate_and_write(const RotateJob *job, int bf16)
     long step = head_step((int)job->kept, dim);
 #pragma omp for schedule(static)
     for (long task = 0; task < job->num_tokens * all; task++) {
-        long token = task / all, head = task % all, slot = job->slots[token];
+        long token = quotient(task, all), head = task - token * all, slot = job->slots[token];
         if (head >= heads && slot < 0)
             continue;
         float x[MAX_HEAD_DIM];

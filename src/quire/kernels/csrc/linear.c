@@ -372,16 +372,17 @@ static void run_task(const LinearJob *job, const Matrix *part, const uint8_t *pr
 INLINE long divide(const LinearJob *job, const Matrix *part, long *units, long *each)
 {
     long size = part->interleaved ? UNIT_GROUPS * GROUP : TILE, work = size * part->row_bytes * (job->num_rows + !job->num_rows);
-    *units = (part->rows + size - 1) / size;
-    long least = part->interleaved ? TASK_UNITS : tiles_at_once(in_panels(job->num_rows)), wanted = TASK_BYTES / work;
+    *units = quotient(part->rows + size - 1, size);
+    long least = part->interleaved ? TASK_UNITS : tiles_at_once(in_panels(job->num_rows));
+    long wanted = work > TASK_BYTES ? 0 : quotient(TASK_BYTES, work);
     long threads = omp_get_num_threads(), tasks = *units;
     if (part->interleaved && least > 1 && *units >= 16 * least * threads)
         least *= 2;
     if (!part->interleaved)
         tasks *= row_tasks(job);
-    *each = at_most(wanted > least ? wanted : least, tasks / (SHARES * threads));
+    *each = at_most(wanted > least ? wanted : least, quotient(tasks, SHARES * threads));
     *each += !*each;
-    return (*units + *each - 1) / *each * row_tasks(job);
+    return quotient(*units + *each - 1, *each) * row_tasks(job);
 }
 
 long quire_linear_tasks(const LinearJob *job)
@@ -400,8 +401,8 @@ void quire_linear_task(const LinearJob *job, const uint8_t *prepared, long task)
         task -= mine;
         at += part->rows;
     }
-    long unit = task / rows_of_tasks * each;
-    run_task(job, part, prepared, at, unit, at_most(unit + each, units), task % rows_of_tasks * task_rows(job));
+    long of_units = quotient(task, rows_of_tasks), unit = of_units * each, of_rows = task - of_units * rows_of_tasks;
+    run_task(job, part, prepared, at, unit, at_most(unit + each, units), of_rows * task_rows(job));
 }
 
 void quire_linear(const LinearJob *job)
