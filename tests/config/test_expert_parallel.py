@@ -33,7 +33,7 @@ MOE = replace(DENSE, moe=MoeFacts(experts=8, intermediate=24, routing=Routing(2)
 
 def settle(facts: ArchFacts = MOE, *, pools: bool = False, **settings: Any) -> ParallelSection:
     section = ParallelSection(device="cpu", cpu_threads=1, **settings)
-    return with_experts(section, facts, settings, pools=pools, all_local=True)
+    return with_experts(section, facts, settings, pools=pools)
 
 
 @pytest.mark.parametrize(

@@ -144,8 +144,7 @@ def resolve(
     )
     pools = pooling is not None
     parallel = _resolve_stages(parallel, checkpoint.facts, env, values, pools=pools)
-    all_local = len(local_ranks(parallel)) == parallel.data_parallel_size
-    parallel = with_experts(parallel, checkpoint.facts, values, pools=pools, all_local=all_local)
+    parallel = with_experts(parallel, checkpoint.facts, values, pools=pools)
     model = _resolve_model(values, checkpoint, machine, env, pools=pools)
     values = _disable_for_pooling(values, pooling, checkpoint, model.max_model_len)
     values = resolve_own_cache(values, checkpoint.facts)

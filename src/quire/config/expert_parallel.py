@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from quire.checkpoint.facts import ArchFacts
+from quire.config.data_parallel import local_ranks
 from quire.config.sections import ParallelSection
 from quire.errors import ConfigError, nearest
 from quire.logs import get_logger, warn_once
@@ -87,7 +88,7 @@ def step_sync_address(parallel: ParallelSection) -> str:
 
 
 def with_experts(
-    parallel: ParallelSection, facts: ArchFacts, args: dict[str, Any], *, pools: bool, all_local: bool
+    parallel: ParallelSection, facts: ArchFacts, args: dict[str, Any], *, pools: bool
 ) -> ParallelSection:
     """Return the settings with Quire's backend names; raise if the model does not support them."""
     parallel = replace(parallel, all2all_backend=_resolve_backend(parallel.all2all_backend))
@@ -123,6 +124,7 @@ def with_experts(
                 "enable_expert_parallel with data_parallel_size > 1 needs workers that are started without"
                 " Ray: use distributed_executor_backend 'mp'"
             )
+        all_local = len(local_ranks(parallel)) == parallel.data_parallel_size
         if all_local and "data_parallel_rpc_port" not in args:
             parallel = replace(parallel, data_parallel_rpc_port=_free_ports(3))
     return parallel
