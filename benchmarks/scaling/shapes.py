@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from quire.plan.rates import DECODE_MS, PREFILL_TOK_S
+from quire.plan.rates import LLAMA_8B
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ PREFILL_LEN, PREFILL_STEP = 2048, 16384
 
 MEASURED = (
     Measured("qwen3-0.6b", 1, (0.69, 1.09, 1.56, 3.17, 5.55), 409_024),
-    Measured("llama-3.1-8b", 1, DECODE_MS, PREFILL_TOK_S),
+    Measured("llama-3.1-8b", 1, LLAMA_8B.decode_ms, LLAMA_8B.prefill_tok_s),
     Measured("llama-3.1-8b", 2, (2.238, 2.963, 3.209, 4.492, 6.618), 85_605),
     Measured("llama-3.1-8b", 4, (1.383, 1.772, 2.134, 3.473, 4.472), 161_041),
     Measured("llama-3.1-8b", 8, (0.910, 1.339, 1.585, 2.249, 2.794), 290_519),

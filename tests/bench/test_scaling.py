@@ -16,7 +16,7 @@ from quire.bench import gpu
 from quire.data.params import SamplingParams
 from quire.data.request import Request
 from quire.errors import ConfigError
-from quire.plan.rates import BATCHES
+from quire.plan.rates import BATCHES, LLAMA_8B
 
 WHOLE = [row for row in MEASURED if row.tp == 1]
 LIMITS = {"max_num_seqs": 1024, "max_num_batched_tokens": 16384}
@@ -179,11 +179,8 @@ def test_other_traffic_and_experts(flags: list[str], capsys: pytest.CaptureFixtu
 def test_single_steps(capsys: pytest.CaptureFixture[str]) -> None:
     scale.main(["--steps", "--layouts", "tp1", "tp2", "tp3", "--json"])
     one, two, three = (json.loads(line) for line in capsys.readouterr().out.splitlines())
-    assert (one["ms_1"], one["links_ms_1"], one["prefill_tok_s"]) == (
-        3.87,
-        0.0,
-        44_106,
-    ) and "refused" in three
+    measured = (LLAMA_8B.decode_ms[0], 0.0, LLAMA_8B.prefill_tok_s)
+    assert (one["ms_1"], one["links_ms_1"], one["prefill_tok_s"]) == measured and "refused" in three
     assert two["ms_1"] - two["links_ms_1"] == pytest.approx(2.238, abs=0.01)
     assert two["links_ms_1"] == pytest.approx(32 * 2 * 0.008, rel=0.1)
     scale.main(["--steps", "--layouts", "tp2", "tp3"])

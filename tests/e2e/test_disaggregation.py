@@ -4,7 +4,8 @@ import json
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
@@ -58,9 +59,8 @@ class Pair(NamedTuple):
         return self.decode.metrics()["prompt_tokens_by_source_total:external_kv_transfer"]
 
 
-@pytest.fixture(scope="module")
-def pair(tiny: TextModel, preloaded: Preloaded, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    folder = tmp_path_factory.mktemp("pair")
+@contextmanager
+def started_pair(tiny: TextModel, preloaded: Preloaded, folder: Path) -> Iterator[Pair]:
     kernels = Env.read(os.environ).cache_root / "kernels"
     kernels.mkdir(parents=True, exist_ok=True)
     (folder / "kernels").symlink_to(kernels)
@@ -83,6 +83,12 @@ def pair(tiny: TextModel, preloaded: Preloaded, tmp_path_factory: pytest.TempPat
         for server in servers:
             server.until_healthy()
         yield Pair(*servers)
+
+
+@pytest.fixture(scope="module")
+def pair(tiny: TextModel, preloaded: Preloaded, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with started_pair(tiny, preloaded, tmp_path_factory.mktemp("pair")) as pair:
+        yield pair
 
 
 def strip(answer: dict[str, Any]) -> Any:
@@ -164,22 +170,24 @@ def test_bad_transfers_are_refused(pair: Pair) -> None:
     assert pair.decode.client.post("/v1/completions", json=good).status_code == 200
 
 
-def test_a_dead_prefill_server_costs_only_time(pair: Pair) -> None:
-    """This is the last test: it kills a server."""
-    bodies = [greedy(prompt=f"e{number} {LONG}", max_tokens=8) for number in range(3)]
-    expected = [pair.prefill.complete(**body) for body in bodies]
-    prepared = [pair.prepared(body) for body in bodies]
-    os.kill(pair.prefill.core, 9)
-    pair.prefill.process.kill()
-    failed = pair.decode.metrics()["nixl_num_failed_transfers_total"]
-    with ThreadPoolExecutor(3) as threads:
-        replies = [
-            *threads.map(
-                lambda body: httpx.post(f"{pair.decode.url}/v1/completions", json=body, timeout=PATIENCE_S),
-                prepared,
-            )
-        ]
-    assert [strip(reply.json()) for reply in replies] == [strip(answer) for answer in expected]
-    assert pair.decode.metrics()["nixl_num_failed_transfers_total"] == failed + 3
-    assert "and is computed here: it cannot be reached" in pair.decode.text()
-    pair.decode.end_cleanly()
+def test_a_dead_prefill_server_costs_only_time(tiny: TextModel, preloaded: Preloaded, tmp_path: Path) -> None:
+    with started_pair(tiny, preloaded, tmp_path) as pair:
+        bodies = [greedy(prompt=f"e{number} {LONG}", max_tokens=8) for number in range(3)]
+        expected = [pair.prefill.complete(**body) for body in bodies]
+        prepared = [pair.prepared(body) for body in bodies]
+        os.kill(pair.prefill.core, 9)
+        pair.prefill.process.kill()
+        failed = pair.decode.metrics()["nixl_num_failed_transfers_total"]
+        with ThreadPoolExecutor(3) as threads:
+            replies = [
+                *threads.map(
+                    lambda body: httpx.post(
+                        f"{pair.decode.url}/v1/completions", json=body, timeout=PATIENCE_S
+                    ),
+                    prepared,
+                )
+            ]
+        assert [strip(reply.json()) for reply in replies] == [strip(answer) for answer in expected]
+        assert pair.decode.metrics()["nixl_num_failed_transfers_total"] == failed + 3
+        assert "and is computed here: it cannot be reached" in pair.decode.text()
+        pair.decode.end_cleanly()

@@ -13,7 +13,7 @@ from zoo import ZOO, rope
 
 from quire.checkpoint.families import FAMILIES
 from quire.checkpoint.model import read_checkpoint
-from quire.checkpoint.transformers_backend import BORROWED
+from quire.checkpoint.transformers_backend import BORROWED, OWN_CACHE
 from quire.models import MODELS
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -70,5 +70,6 @@ DUAL_ENCODERS = ("CLIPModel", "SiglipModel")
 def test_every_supported_architecture_has_a_model_and_a_zoo_entry() -> None:
     """Check for a family in the config reader without a model or a parity test."""
     encoders = {name.partition(",")[0] for name in ENCODERS}
-    assert {*FAMILIES, BORROWED} == set(MODELS) == {*ZOO, *encoders, BORROWED, WHISPER, *DUAL_ENCODERS}
+    tested = {*ZOO, *encoders, BORROWED, OWN_CACHE, WHISPER, *DUAL_ENCODERS}
+    assert {*FAMILIES, BORROWED, OWN_CACHE} == set(MODELS) == tested
     assert all(MODELS[name] for name in MODELS)

@@ -251,7 +251,7 @@ def test_aborts_release_the_prefix_at_both_ends(models: dict[str, Path], cores: 
     for number in range(2):
         begin(second, "request", prompt_of(number), transfer=prefill(first, prompt_of(number)))
         if number:
-            assert second.step(0.0) is None, "it waits for its blocks"
+            second.step(0.0)  # begins to load its blocks
         second.abort(["request"])
         finish(second)
         wait(tiers_of(second)._reports)

@@ -33,14 +33,14 @@ class MeasuredModel(NamedTuple):
     prefill_tok_s: float
 
 
-_LARGE = MeasuredModel(
+LLAMA_8B = MeasuredModel(
     layers=32,
     weights=32 * (2 * 4096 * 128 * (32 + 8) + 3 * 4096 * 14336) + 128256 * 4096,
     decode_ms=(3.91, 4.49, 5.09, 7.71, 12.52),
     prefill_tok_s=43_690,
 )
 """Llama 3.1 8B, which is limited by memory and compute."""
-_SMALL = MeasuredModel(
+QWEN_0_6B = MeasuredModel(
     layers=28,
     weights=28 * (2 * 1024 * 128 * (16 + 8) + 3 * 1024 * 3072) + 151936 * 1024,
     decode_ms=(0.69, 1.09, 1.56, 3.17, 5.55),
@@ -70,10 +70,10 @@ class Cost(NamedTuple):
 
 def _solve(large_s: float, large_floor_s: float, small_s: float, small_floor_s: float) -> Cost:
     """Return the cost that gives the measured seconds of both models."""
-    inverse = (_LARGE.layers * small_s - _SMALL.layers * large_s) / (
-        _LARGE.layers * small_floor_s - _SMALL.layers * large_floor_s
+    inverse = (LLAMA_8B.layers * small_s - QWEN_0_6B.layers * large_s) / (
+        LLAMA_8B.layers * small_floor_s - QWEN_0_6B.layers * large_floor_s
     )
-    return Cost(1 / inverse, (large_s - inverse * large_floor_s) / _LARGE.layers)
+    return Cost(1 / inverse, (large_s - inverse * large_floor_s) / LLAMA_8B.layers)
 
 
 def _products_floor(device: Accelerator, num_bytes: float, flops_s: float) -> float:
@@ -92,7 +92,7 @@ def decode_costs() -> tuple[Cost, ...]:
     device, costs = DEVICES["h200"], []
     for number, batch in enumerate(BATCHES):
         times: list[float] = []
-        for model in (_LARGE, _SMALL):
+        for model in (LLAMA_8B, QWEN_0_6B):
             attention_s = _attention_seconds(device, batch * CONTEXT * model.layers * _KV_BYTES)
             floor_s = _products_floor(device, 2 * model.weights, 2 * batch * model.weights / device.flops)
             times += [model.decode_ms[number] / 1e3 - attention_s, floor_s]
@@ -104,7 +104,7 @@ def decode_costs() -> tuple[Cost, ...]:
 def prefill_cost() -> Cost:
     """Return the cost of a prompt token on an H200."""
     flops = DEVICES["h200"].flops
-    large, small = ((1 / model.prefill_tok_s, 2 * model.weights / flops) for model in (_LARGE, _SMALL))
+    large, small = ((1 / model.prefill_tok_s, 2 * model.weights / flops) for model in (LLAMA_8B, QWEN_0_6B))
     return _solve(*large, *small)
 
 
