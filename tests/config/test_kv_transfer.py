@@ -49,6 +49,7 @@ def test_other_connectors_stay_tiers() -> None:
         (config_of("kv_nothing"), "kv_role='kv_nothing' must be one of kv_both, kv_producer, kv_consumer"),
         (config_of(None), "kv_role=None must be one of"),
         (config_of(engine_id="a/b"), "engine_id='a/b' must have 1 to 128 letters"),
+        (config_of(engine_id=".."), "must not begin with '.' or '-'"),
         (config_of(kv_load_failure_policy="retry"), "'retry' must be recompute or fail"),
         (config_of(kv_connector_extra_config=3), "kv_connector_extra_config=3 must be an object"),
         (config_of(kv_rol="kv_both"), "kv_transfer_config: unknown key 'kv_rol'"),

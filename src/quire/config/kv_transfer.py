@@ -25,7 +25,7 @@ _EXTRA = (
 _ONLY = {"bidirectional_kv_xfer": False, "enforce_handshake_compat": True}
 """Keys of kv_connector_extra_config with the only value that Quire has."""
 _POLICIES = ("recompute", "fail")
-_ENGINE_ID = re.compile(r"[\w.-]{1,128}")
+_ENGINE_ID = re.compile(r"\w[\w.-]{0,127}")
 _LAST_PORT = 65535
 
 
@@ -62,7 +62,7 @@ class TransferSettings:
         if engine_id is not None and not (isinstance(engine_id, str) and _ENGINE_ID.fullmatch(engine_id)):
             raise ConfigError(
                 f"kv_transfer_config: engine_id={engine_id!r:.200} must have 1 to 128 letters, digits, '.',"
-                " '_' and '-'"
+                " '_' and '-', and must not begin with '.' or '-'"
             )
         policy = config.get("kv_load_failure_policy", "recompute")
         if policy not in _POLICIES:

@@ -44,15 +44,17 @@ class KnownEngine:
     def __init__(self, root: Path, engine_id: str, host: str, port: int) -> None:
         folder = root / FOLDER
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for path in folder.iterdir():
+        for path in folder.glob("[!.]*"):
             with contextlib.suppress(OSError), path.open() as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()
         self._path = folder / engine_id
-        self._file = self._path.open("w")
+        unlocked = folder / f".{engine_id}"  # other engines do not look at it yet
+        self._file = unlocked.open("w")
         fcntl.flock(self._file, fcntl.LOCK_EX)
         self._file.write(f"{host} {port}")
         self._file.flush()
+        unlocked.replace(self._path)
 
     def forget(self) -> None:
         self._path.unlink(missing_ok=True)
