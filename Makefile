@@ -10,7 +10,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.t
 serve: .venv/ready
 	@$(BIN)/quire serve $(ARGS)
 
-test: lint types unit
+# mypy has one thread: pytest uses the other cores meanwhile.
+test: lint
+	@$(MAKE) --no-print-directory -j 2 types unit
 
 lint: .venv/ready-test
 	$(BIN)/ruff check .
