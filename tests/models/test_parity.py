@@ -22,18 +22,26 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     for name, changes in ({"plain": {}} | specimen.variants).items()
 }
 
+IN_ENGINE = {f"{architecture}-plain" for architecture, specimen in ZOO.items() if not specimen.alike}
+"""Variants that `tests/engine/test_parity.py` compares with transformers, too: slow here."""
 
-@pytest.mark.parametrize("variant", VARIANTS)
+
+@pytest.mark.parametrize("architecture", ZOO)
+def test_sizes_are_read_from_their_keys(architecture: str, tmp_path: Path) -> None:
+    """Check that overrides apply."""
+    path, _ = make_tiny(architecture, tmp_path)
+    facts = read_checkpoint(path, {"vocab_size": 77, "tie_word_embeddings": True}).facts
+    assert (facts.vocab, facts.tied) == (77, True)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [pytest.param(name, marks=pytest.mark.slow if name in IN_ENGINE else ()) for name in VARIANTS],
+)
 def test_logits_match_transformers_whole_and_in_chunks(variant: str, tmp_path: Path) -> None:
-    """Check RoPE, biases, norms, head layout, windows and attention to earlier chunks.
-
-    Also check that each size is read from its config key, so that overrides apply.
-    """
+    """Check RoPE, biases, norms, head layout, windows and attention to earlier chunks."""
     architecture, changes = VARIANTS[variant]
     path, hf_model = make_tiny(architecture, tmp_path, **changes)
-    if not changes:
-        facts = read_checkpoint(path, {"vocab_size": 77, "tie_word_embeddings": True}).facts
-        assert (facts.vocab, facts.tied) == (77, True)
     prompts = random_prompts(23, 9, 40)
     expected = run_hf_batch(hf_model, prompts)
     model = load_tiny(path)
