@@ -57,8 +57,6 @@ class Batch:
     before: Tensor | None = None
     """[2, T, hidden], output of the previous pipeline stage: hidden states and residual. None in the first
     stage, which reads `token_ids`."""
-    aux_hidden_states: tuple[Tensor, ...] = ()
-    """[T, hidden] each, hidden states of intermediate layers for a draft model."""
     num_real: int | None = None
     """Number of tokens without padding; None if unknown, or if there is no padding."""
     room: int | None = None
@@ -67,14 +65,6 @@ class Batch:
     """Metadata of the attention backend, set by its `plan(batch)` once per step."""
     state: Any = None
     """Metadata of SSM layers, built once per step."""
-    beside: Tensor | None = None
-    """[T, hidden], output that a layer leaves for the next layer to add, in models with such layers."""
-    topk_indices: Any = None
-    """Tokens selected by the last sparse indexer; see `attention/sparse_indices.py`."""
-    first: Tensor | None = None
-    """[T, hidden], token embeddings, for models with layers that read them again."""
-    crossed: "Batch | None" = None
-    """Batch for cross-attention, with each token as its own sequence; set by models that have it."""
     others: "tuple[Batch, ...]" = ()
     """The batch of each further KV cache group: slots, block tables and attention metadata differ."""
 

@@ -71,12 +71,12 @@ class CrossAttention(nn.Module):
         shared = self.spec.heads // self.spec.kv_heads
         return self.k_cache[blocks.long()].flatten(0, 1)[:, [head // shared for head in heads]]
 
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        assert batch.crossed is not None, "the model has not set batch.crossed"
+    def forward(self, x: Tensor, crossed: Batch) -> Tensor:
+        """Attend with x [T, hidden]; `crossed` is the batch of `CrossAttentionCache.seen_in`."""
         assert self.k_cache is not None and self.v_cache is not None, "bind() comes before forward()"
         q = self.q(x).view(len(x), self.spec.heads, self.spec.head_dim)
         self.queries = q if self.is_watched else None
-        mixed = self.backend.forward(q, self.k_cache, self.v_cache, batch.crossed, self.spec)
+        mixed = self.backend.forward(q, self.k_cache, self.v_cache, crossed, self.spec)
         return self.out(mixed.flatten(1))
 
 

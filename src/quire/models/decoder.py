@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,15 @@ class LayerFactory(Protocol):
     """Constructor of a model's layer."""
 
     def __call__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> nn.Module: ...
+
+
+class TappedStates(NamedTuple):
+    """Output of a target model whose draft model reads hidden states of intermediate layers."""
+
+    hidden: Tensor
+    """[T, hidden], after the final norm"""
+    aux: tuple[Tensor, ...]
+    """[T, hidden] each, in the order of `Decoder.tap`"""
 
 
 class Decoder(nn.Module):
@@ -78,28 +87,35 @@ class Decoder(nn.Module):
                 unit=facts.norm_head,
             )
 
-    def forward(self, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
-        """Return hidden states [T, hidden] after the final norm, or (x, residual) before the last stage."""
+    def forward(self, batch: Batch) -> Tensor | TappedStates | tuple[Tensor, Tensor]:
+        """Return hidden states [T, hidden] after the final norm, with the states of `aux_layers` if there are
+        any; or (x, residual) before the last stage."""
         x, residual = self.embedded(batch) if batch.before is None else batch.before
+        aux, more = tuple[Tensor, ...](), self.layer_inputs(x, batch)
         if self.aux_layers or (batch.embeds is not None and batch.embeds[1].shape[1] > self.hidden):
-            x, residual = self._layer_by_layer(x, residual, batch)
+            x, residual, aux = self._layer_by_layer(x, residual, batch, more)
         else:
             for layer in self.layers:
-                x, residual = layer(x, residual, batch)
+                x, residual = layer(x, residual, batch, *more)
         if self.norm is None:
             assert residual is not None, "a stage has at least one layer"
             return x, residual
-        return self.norm(x, residual)[0]
+        hidden = self.norm(x, residual)[0]
+        return TappedStates(hidden, aux) if aux else hidden
+
+    def layer_inputs(self, x: Tensor, batch: Batch) -> tuple[Any, ...]:
+        """Return further inputs of every layer, made once per forward pass; x is the first layer's input."""
+        return ()
 
     def tap(self, layers: tuple[int, ...], max_tokens: int, device: torch.device) -> None:
-        """Store the inputs of these layers, or the output of the last, in `batch.aux_hidden_states`."""
+        """Return the inputs of these layers, or the output of the last, from each forward pass."""
         self.aux_layers, self.tapped = layers, torch.arange(max_tokens, device=device)
 
     def _layer_by_layer(
-        self, x: Tensor, residual: Tensor | None, batch: Batch
-    ) -> tuple[Tensor, Tensor | None]:
-        """Run all layers; record the inputs of `aux_layers`, and add deepstack image features to the outputs
-        of the first layers."""
+        self, x: Tensor, residual: Tensor | None, batch: Batch, more: tuple[Any, ...]
+    ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
+        """Run all layers, and add deepstack image features to the outputs of the first ones. Return
+        (x, residual) and the inputs of `aux_layers`."""
         states, index = dict[int, Tensor](), self.tapped[: len(x)]
         tokens, added = index, list[Tensor]()
         if batch.embeds is not None:
@@ -108,13 +124,12 @@ class Decoder(nn.Module):
         for number, layer in enumerate(self.layers):
             if number in self.aux_layers:
                 states[number] = self._copy_sum(index, x, residual)
-            x, residual = layer(x, residual, batch)
+            x, residual = layer(x, residual, batch, *more)
             if number < len(added):
                 x.index_add_(0, tokens, added[number].to(x.dtype))
         if len(self.layers) in self.aux_layers:
             states[len(self.layers)] = self._copy_sum(index, x, residual)
-        batch.aux_hidden_states = tuple(states[number] for number in self.aux_layers)
-        return x, residual
+        return x, residual, tuple(states[number] for number in self.aux_layers)
 
     def _copy_sum(self, index: Tensor, x: Tensor, residual: Tensor | None) -> Tensor:
         """Return a copy of x + residual, because layers add in place; by kernels that can be recorded."""

@@ -16,7 +16,7 @@ from quire.layers.norm import RMSNorm, norm_of
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope, Target
 from quire.layers.vision import Learned
-from quire.models.decoder import Decoder
+from quire.models.decoder import Decoder, TappedStates
 from quire.models.gemma3n import Attention, OwnInputs, SharingAttention, share_keys
 
 
@@ -140,7 +140,7 @@ class Gemma4(Decoder):
         if is_linked:
             share_keys(facts, [layer.attention for layer in self.layers if isinstance(layer, Layer)])
 
-    def forward(self, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, batch: Batch) -> Tensor | TappedStates | tuple[Tensor, Tensor]:
         if self.own is None:
             return super().forward(batch)
         x, residual = self.embedded(batch)

@@ -85,9 +85,9 @@ class GatedLatentAttention(deepseek.Attention):
         super().__init__(facts, layer, rope, scope)
         self.gate = ColumnLinear(facts.hidden, facts.heads, scope / "g_proj")
 
-    def attend(self, x: Tensor, batch: Batch) -> Tensor:
+    def attend(self, x: Tensor, batch: Batch, selected: deepseek.SelectedTokens) -> Tensor:
         gate: Tensor = self.gate(x)
-        mixed = super().attend(x, batch)
+        mixed = super().attend(x, batch, selected)
         self.ops.weigh(mixed.view(-1, self.mix.spec.v_dim), gate.view(-1, 1))
         return mixed
 

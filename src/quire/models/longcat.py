@@ -1,6 +1,6 @@
 """LongCat-Flash: two attention + MLP blocks per layer, experts parallel to the second, identity experts."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +69,13 @@ class Attention(deepseek.Attention):
         norm.scale = facts.mla.scales[1]
 
 
+@dataclass(slots=True)
+class ExpertOutput:
+    """The output [T, hidden] of the experts of a layer, between its two halves."""
+
+    of_layer: Tensor | None = None
+
+
 class LayerHalf(nn.Module):
     """Pre-norm half of a layer: attention, then MLP, each with a residual. The experts read the first half,
     and their output is added after the second."""
@@ -85,15 +92,17 @@ class LayerHalf(nn.Module):
         self.mlp = MLP(facts, scope / "mlps" / half)
         self.mixture = LongcatMixture(facts, scope) if layer.moe else None
 
-    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, residual: Tensor | None, batch: Batch, experts: ExpertOutput
+    ) -> tuple[Tensor, Tensor]:
         x, residual = self.attention_norm(x, residual)
         x, residual = self.mlp_norm(self.attention(x, batch), residual)
         out: Tensor = self.mlp(x)
         if self.mixture is not None:
-            batch.beside = self.mixture(x)
+            experts.of_layer = self.mixture(x)
         else:
-            assert batch.beside is not None, "the first half must run before the second"
-            out = self.ops.add(out, batch.beside)
+            assert experts.of_layer is not None, "the first half must run before the second"
+            out = self.ops.add(out, experts.of_layer)
         return out, residual
 
 
@@ -109,3 +118,6 @@ class LongCat(Decoder):
                 "across layer halves: use tensor_parallel_size"
             )
         super().__init__(facts, scope)
+
+    def layer_inputs(self, x: Tensor, batch: Batch) -> tuple[ExpertOutput]:
+        return (ExpertOutput(),)

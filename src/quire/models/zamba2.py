@@ -81,10 +81,9 @@ class Use(nn.Module):
         self.more_gate_up = Addition(facts.hidden, rank, parts, shared)
         self.linear = WholeLinear(facts.hidden, facts.hidden, scope / "linear")
 
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        assert batch.first is not None
+    def forward(self, x: Tensor, batch: Batch, embeddings: Tensor) -> Tensor:
         block, mlp = self.block, self.block.mlp
-        mixed = self.mix(block.norm.alone(torch.cat((x, batch.first), 1)), self._project_qkv, batch)
+        mixed = self.mix(block.norm.alone(torch.cat((x, embeddings), 1)), self._project_qkv, batch)
         x = block.mlp_norm.alone(block.out(mixed))
         gate_up = self.more_gate_up(mlp.gate_up.multiply(x), x)
         return self.linear(mlp.down(self.ops.gated(gate_up, mlp.gate_up.activation)))
@@ -115,12 +114,15 @@ class Layer(nn.Module):
         self.norm = norm_of(facts, inner / "input_layernorm")
         self.mamba = Mamba2Mixer(facts.hidden, facts.state, facts.norm_eps, inner / "mamba")
 
-    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, residual: Tensor | None, batch: Batch, embeddings: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return (x, residual); `embeddings` are those of the tokens, [T, hidden]."""
         if self.use is None:
             x, residual = self.norm(x, residual)
             return self.mamba(x, batch), residual
         residual = x if residual is None else self.ops.add(residual, x)
-        x = self.norm.alone(self.ops.add(self.use(residual, batch), residual))
+        x = self.norm.alone(self.ops.add(self.use(residual, batch, embeddings), residual))
         return self.mamba(x, batch), residual
 
 
@@ -140,7 +142,5 @@ class Zamba2(Decoder):
         self.Layer = partial(Layer, blocks=blocks)
         super().__init__(facts, scope)
 
-    def embedded(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        x, residual = super().embedded(batch)
-        batch.first = x.clone()  # layers add to x in place
-        return x, residual
+    def layer_inputs(self, x: Tensor, batch: Batch) -> tuple[Tensor]:
+        return (x.clone(),)  # layers add to x in place

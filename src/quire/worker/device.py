@@ -47,13 +47,18 @@ class ForwardResult(NamedTuple):
     verify_inputs: Any = None
     """Batch and speculation inputs of the step, if the device derives its inputs itself."""
     aux_hidden_states: tuple[Tensor, ...] = ()
-    """See `Batch.aux_hidden_states`."""
+    """[T, hidden] each, hidden states of intermediate layers for a draft model"""
     follow: Callable[[], Tensor] | None = None
     """Replays the captured verification of the sampled tokens."""
     verified: Tensor | None = None
     """Result of the verification, if it ran within the forward pass."""
     redraw: Callable[[], Tensor] | None = None
     """Replays the captured sampling [N] under the masks on the device."""
+
+    @property
+    def draft_states(self) -> tuple[Tensor, ...]:
+        """Return the hidden states that a draft model reads, [T, hidden] each."""
+        return self.aux_hidden_states or (self.hidden,)
 
 
 class UnsampledRows:
@@ -245,7 +250,8 @@ class Model:
         return DeviceStep(run) if self.link is None else DeviceStep(run, before, self.link.receive)
 
     def hidden(self, batch: Batch) -> Any:
-        """Run the layers: return [T, hidden], or the tensors for the next stage."""
+        """Run the layers: return [T, hidden] (`TappedStates` for some draft models), or the tensors for the
+        next stage."""
         last_visible = batch.last_visible  # the batch may be one of its groups
         for number, group in enumerate(batch.groups):
             group.last_visible = None if number in self.causal_groups else last_visible
