@@ -1,11 +1,22 @@
 """Batch: the tensors of one forward pass, built by `worker/device.py` and read by every layer."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+
+
+class LoRATokens(NamedTuple):
+    """The adapter slots of some tokens of a step, of which at least one has an adapter."""
+
+    slots: Tensor
+    """[T] int32, adapter slot of each token, -1 for none"""
+    is_wide: bool = False
+    """Whether some adapter adds tokens: ids may exceed the model's vocabulary, and logits are wider."""
+    assigned: Any = None
+    """Kernel metadata computed from `slots`, once per step."""
 
 
 @dataclass(slots=True)
@@ -46,14 +57,10 @@ class Batch:
     """[K] int64 tokens with embeddings in place of ids, and [K, hidden] the embeddings"""
     last_visible: Tensor | None = None
     """[T] int32, last position that each token attends to, non-decreasing in a sequence; None if causal"""
-    adapters: Tensor | None = None
-    """[T] int32, adapter slot of each token, -1 for none; None if no token has an adapter"""
-    logit_adapters: Tensor | None = None
-    """[N] int32, adapter slot of each of `logit_tokens`"""
-    is_wide: bool = False
-    """Whether some adapter adds tokens: ids may exceed the model's vocabulary, and logits are wider."""
-    lora: Any = None
-    """Metadata of LoRA layers (`LoRAStep`), built once per step if LoRA is on."""
+    lora: LoRATokens | None = None
+    """Adapter slots of the tokens; None if no token has an adapter."""
+    logit_lora: LoRATokens | None = None
+    """Adapter slots of `logit_tokens`."""
     before: Tensor | None = None
     """[2, T, hidden], output of the previous pipeline stage: hidden states and residual. None in the first
     stage, which reads `token_ids`."""

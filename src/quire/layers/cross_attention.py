@@ -74,10 +74,10 @@ class CrossAttention(nn.Module):
     def forward(self, x: Tensor, crossed: Batch) -> Tensor:
         """Attend with x [T, hidden]; `crossed` is the batch of `CrossAttentionCache.seen_in`."""
         assert self.k_cache is not None and self.v_cache is not None, "bind() comes before forward()"
-        q = self.q(x).view(len(x), self.spec.heads, self.spec.head_dim)
+        q = self.q(x, crossed).view(len(x), self.spec.heads, self.spec.head_dim)
         self.queries = q if self.is_watched else None
         mixed = self.backend.forward(q, self.k_cache, self.v_cache, crossed, self.spec)
-        return self.out(mixed.flatten(1))
+        return self.out(mixed.flatten(1), crossed)
 
 
 class CrossAttentionCache(nn.Module):

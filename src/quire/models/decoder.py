@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from quire.attention.batch import Batch
+from quire.attention.batch import Batch, LoRATokens
 from quire.checkpoint.facts import ArchFacts, LayerFacts
 from quire.errors import ConfigError
 from quire.layers.embedding import Head, Positions, TokenEmbedding
@@ -139,22 +139,22 @@ class Decoder(nn.Module):
     def embedded(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Return (token embeddings, learned positions): the first norm adds the two."""
         assert self.embed is not None, "only the first stage reads tokens"
-        x: Tensor = self.embed(batch.token_ids)
+        x: Tensor = self.embed(batch.token_ids, batch)
         x = x if self.embed_scale == 1 else self.ops.scale(x, self.embed_scale)
         if batch.embeds is not None:
             tokens, vectors = batch.embeds
             x.index_copy_(0, tokens, vectors[:, : self.hidden].to(x.dtype))
         return x, None if self.positions is None else self.positions(batch.positions)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits [N, vocab] of hidden states [N, hidden]."""
+    def logits(self, hidden: Tensor, lora: LoRATokens | None = None) -> Tensor:
+        """Return logits [N, vocab] of hidden states [N, hidden]; `lora` has the adapters of its rows."""
         assert self.head is not None, "only the last stage has a head"
-        out: Tensor = self.head(hidden)
+        out: Tensor = self.head(hidden, lora)
         if self.logit_scale != 1:
             out = self.ops.scale(out, self.logit_scale)
         if self.logit_softcap is None:
             return out
-        masked = out.isneginf() if self.head.is_wide else None
+        masked = out.isneginf() if self.head.widens(lora) else None
         out = self.ops.softcap(out, self.logit_softcap)
         return out if masked is None else out.masked_fill_(masked, -torch.inf)
 

@@ -92,16 +92,16 @@ class Attention(nn.Module):
         self.register_buffer("growth", growth_of(facts.attention_temperature, 0, scope), persistent=False)
 
     def forward(self, x: Tensor, batch: Batch, selected: SelectedTokens | None = None) -> Tensor:
-        return self.out(self.attend(x, batch, selected or SelectedTokens()))
+        return self.out(self.attend(x, batch, selected or SelectedTokens()), batch)
 
     def attend(self, x: Tensor, batch: Batch, selected: SelectedTokens) -> Tensor:
         """Return the attention output of all heads [T, heads * v_dim]."""
-        q, kv = self.down.multiply(x).split(self.down.sizes_out, -1)
+        q, kv = self.down.multiply(x, batch).split(self.down.sizes_out, -1)
         if self.q_norm is not None and self.q_up is not None:
             q = self.q_norm(q, None)[0]
             if self.indexer is not None:
                 selected.indices = self._select_tokens(x, q, batch)
-            q = self.q_up(q)
+            q = self.q_up(q, batch)
         if self.growth is not None:
             q = self.ops.scale_rows(q, self.ops.embed(batch.positions, self.growth))
         return self.mix(q, kv, batch, selected.indices)
@@ -127,7 +127,7 @@ class SparseLayer(Layer):
     ) -> tuple[Tensor, Tensor]:
         x, residual = self.attention_norm(x, residual)
         x, residual = self.mlp_norm(self._scaled(self.attention(x, batch, selected)), residual)
-        return self._scaled(self.mlp(x)), residual
+        return self._scaled(self.mlp(x, batch)), residual
 
 
 class Deepseek(Decoder):

@@ -30,12 +30,12 @@ class LongcatMixture(nn.Module):
         self.experts = Experts(moe, facts.hidden, facts.activation, scope)
         self.sum = scope.group.all_reduce if scope.group.size > 1 else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        ids, weights = self.router(x, self.choice.bias)
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        ids, weights = self.router(x, self.choice.bias, batch)
         is_idle = ids >= self.num_experts
         identity_weight = torch.where(is_idle, weights, 0.0).sum(1, keepdim=True)
         ids = torch.where(is_idle, self._find_unused(ids), ids)
-        out: Tensor = self.experts(x, ids, torch.where(is_idle, 0.0, weights))
+        out: Tensor = self.experts(x, ids, torch.where(is_idle, 0.0, weights), batch)
         out = out if self.sum is None else self.sum(out)
         return out + x * identity_weight.to(x.dtype)
 
@@ -97,9 +97,9 @@ class LayerHalf(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         x, residual = self.attention_norm(x, residual)
         x, residual = self.mlp_norm(self.attention(x, batch), residual)
-        out: Tensor = self.mlp(x)
+        out: Tensor = self.mlp(x, batch)
         if self.mixture is not None:
-            experts.of_layer = self.mixture(x)
+            experts.of_layer = self.mixture(x, batch)
         else:
             assert experts.of_layer is not None, "the first half must run before the second"
             out = self.ops.add(out, experts.of_layer)

@@ -37,7 +37,7 @@ class Layer(llama.PlainLayer):
         x, residual = self.attention_norm(x, residual)
         x, residual = self.cross_norm(self.attention(x, batch), residual)
         x, residual = self.mlp_norm(self.cross(x, crossed), residual)
-        return self.mlp(x), residual
+        return self.mlp(x, batch), residual
 
 
 class WhisperModel(Decoder):

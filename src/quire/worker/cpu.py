@@ -120,7 +120,8 @@ class CpuDevice:
         taped = is_short and not features.has_media and not features.is_eager
         page, sheet = self._decodes(sizes) if taped else self._others(sizes)
         page.write(plan, all_rows)
-        batch = batch_of(sheet, self.block_tables, plan.num_tokens, page.arrays["seq_lens"])
+        seq_lens = page.arrays["seq_lens"]
+        batch = batch_of(sheet, self.block_tables, plan.num_tokens, seq_lens, is_wide=features.is_wide)
         batch.before = (self._rooms if taped else self.model.room)(plan.total_tokens)
         features.put_in(batch)
         self._make_room(batch, plan)

@@ -252,7 +252,7 @@ class CudaDevice:
         StepBuffers(memory, sizes).write(plan, all_rows, places, ids)
         sheet = tensors(memory.to(self.device, non_blocking=True), sizes)
         seq_lens = all_rows.num_computed[plan.rows] + plan.num_tokens
-        batch = batch_of(sheet, self.block_tables, plan.num_tokens, seq_lens)
+        batch = batch_of(sheet, self.block_tables, plan.num_tokens, seq_lens, is_wide=features.is_wide)
         batch.before = self.model.room(plan.total_tokens)
         features.put_in(batch)
         self._make_room(batch, plan)

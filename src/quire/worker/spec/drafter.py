@@ -260,6 +260,8 @@ class HeadDrafter:
 
 _DRAFT_FIELDS: dict[str, Any] = {
     "mrope_positions": None,
+    "lora": None,
+    "logit_lora": None,
     "embeds": None,
     "last_visible": None,
     "before": None,
