@@ -7,6 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.parallel.all2all import EPTokens
+
 
 class LoRATokens(NamedTuple):
     """The adapter slots of some tokens of a step, of which at least one has an adapter."""
@@ -64,10 +66,9 @@ class Batch:
     before: Tensor | None = None
     """[2, T, hidden], output of the previous pipeline stage: hidden states and residual. None in the first
     stage, which reads `token_ids`."""
-    num_real: int | None = None
-    """Number of tokens without padding; None if unknown, or if there is no padding."""
-    room: int | None = None
-    """Number of tokens that each data-parallel rank pads to; None for the number of tokens here."""
+    ep: EPTokens | None = None
+    """Numbers of tokens for expert parallelism over data-parallel engines; None if all engines have as many
+    tokens, and no padding."""
     attention: Any = None
     """Metadata of the attention backend, set by its `plan(batch)` once per step."""
     state: Any = None

@@ -289,7 +289,8 @@ class Experts(nn.Module):
         if self.loads is not None:
             chosen = ids.flatten()
             self.loads.index_add_(0, chosen, torch.ones_like(chosen))
-        return self.dispatch(x, ids, weights, self.places, self.mix)
+        assert batch is not None, "expert parallelism needs the batch: call layer(x, batch)"
+        return self.dispatch(x, ids, weights, self.places, self.mix, batch.ep)
 
     def targets(self) -> Iterator[Target]:
         parts = self.weights.parts()

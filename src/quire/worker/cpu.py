@@ -15,6 +15,7 @@ from quire.kernels.cpu.sampling import FREE, ConstrainedHost, sample
 from quire.kernels.cpu.tape import Tapes
 from quire.memory import MAX_TAPED, activation_bytes, tape_bytes
 from quire.models.decoder import TappedStates
+from quire.parallel.all2all import EPTokens
 from quire.sampling.random import SamplingTensors
 from quire.sampling.sampler import Sampled, Sampler
 from quire.worker.device import (
@@ -146,7 +147,7 @@ class CpuDevice:
 
     def _make_room(self, batch: Batch, plan: StepPlan) -> None:
         if plan.counts:
-            batch.num_real, batch.room = plan.total_tokens, max(plan.counts)
+            batch.ep = EPTokens(plan.total_tokens, max(plan.counts))
 
     def _compute(
         self, batch: Batch, sheet: dict[str, Tensor], sampled_in_graph: bool = False

@@ -255,8 +255,6 @@ class Model:
             self.attention.plan(group)
         if batch.embeds is not None:
             batch.token_ids = batch.token_ids.clamp(min=0)
-        if self.ep is not None:
-            self.ep.plan(batch.num_real, batch.room)
         return self.run_layers(batch)
 
     def run_layers(self, batch: Batch) -> Any:

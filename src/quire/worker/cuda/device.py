@@ -14,6 +14,7 @@ from quire.data.step_plan import Ints, Masks, Pending, StepPlan
 from quire.kernels.host_to_device import copy_to_device
 from quire.memory import GRAPH_BYTES, MAX_DRAWS, ladder, longest_short, short_bytes, short_shapes
 from quire.models.decoder import TappedStates
+from quire.parallel.all2all import EPTokens
 from quire.sampling.memory_probe import probe_memory
 from quire.sampling.sampler import Sampled, Sampler
 from quire.worker.cuda.draft_graphs import DraftGraphs
@@ -267,7 +268,7 @@ class CudaDevice:
     def _make_room(self, batch: Batch, plan: StepPlan) -> None:
         """Set the expert-parallel buffer size to that of ranks that replay a graph."""
         if plan.counts:
-            batch.num_real, batch.room = plan.total_tokens, self.graphs.size_for(max(plan.counts))
+            batch.ep = EPTokens(plan.total_tokens, self.graphs.size_for(max(plan.counts)))
 
     def compute(self, batch: Batch, sheet: dict[str, Tensor]) -> ForwardResult | IntermediateTensors:
         """Compute a step on the device, inside or outside a captured graph."""
