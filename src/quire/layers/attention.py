@@ -135,7 +135,7 @@ class PagedAttention(LoadedModule):
         ).flatten(1)
 
     def attend(self, qkv: Tensor, batch: Batch) -> Tensor:
-        """Attend with projected queries, keys and values, concatenated; return [T, heads * head_dim]."""
+        """Return the attention [T, heads * head_dim] of concatenated queries, keys and values."""
         return self.forward(qkv, lambda qkv, entry, batch: self.ops.rotate_and_write(qkv, entry), batch)
 
     def targets(self) -> Iterator[Target]:

@@ -72,7 +72,7 @@ class CrossAttention(nn.Module):
         return self.k_cache[blocks.long()].flatten(0, 1)[:, [head // shared for head in heads]]
 
     def forward(self, x: Tensor, crossed: Batch) -> Tensor:
-        """Attend with x [T, hidden]; `crossed` is the batch of `CrossAttentionCache.seen_in`."""
+        """Return the attention of x [T, hidden] to its items; `crossed` is the batch of `seen_in`."""
         assert self.k_cache is not None and self.v_cache is not None, "bind() comes before forward()"
         q = self.q(x, crossed).view(len(x), self.spec.heads, self.spec.head_dim)
         self.queries = q if self.is_watched else None

@@ -23,7 +23,7 @@ class LayerFactory(Protocol):
 
 
 class TappedStates(NamedTuple):
-    """Output of a target model whose draft model reads hidden states of intermediate layers."""
+    """Output of a target model, with the hidden states of intermediate layers for its draft model."""
 
     hidden: Tensor
     """[T, hidden], after the final norm"""

@@ -120,7 +120,7 @@ class Layer(llama.Layer):
 
 
 class SparseLayer(Layer):
-    """Layer whose attention may be sparse."""
+    """Layer with sparse attention, in models that have an indexer."""
 
     def forward(
         self, x: Tensor, residual: Tensor | None, batch: Batch, selected: SelectedTokens | None = None
