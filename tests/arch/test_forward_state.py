@@ -1,5 +1,5 @@
-"""Tests that a forward pass takes its inputs as arguments: layers and the objects that they share keep no step
-between calls."""
+"""Tests that a forward pass takes its inputs as arguments: layers, and the objects that they share, keep
+nothing of a step."""
 
 import ast
 from collections.abc import Iterator

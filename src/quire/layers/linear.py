@@ -128,12 +128,14 @@ class Linear(nn.Module):
     def multiply(self, x: Tensor, batch: Batch | None = None) -> Tensor:
         """Return [T, outputs of all parts], with the adapters of the batch. Only layers that take no adapters
         may be called without a batch."""
-        if (adapters := self.adapters_of(batch)) is None:
+        if self.point is None or (adapters := self.adapters_of(batch)) is None:
             return self.product(x)
-        point, lora = adapters
+        return self._multiply_with_lora(x, *adapters)
+
+    def _multiply_with_lora(self, x: Tensor, point: LoRALayer, lora: LoRATokens) -> Tensor:
         if self.weight.adapted is not None and (adapted := point.adapted(lora)) is not None:
             return self.weight.adapted(x, adapted=adapted)
-        return point.add(self.product(x), x, lora)
+        return point.add(self.weight.product(x), x, lora)
 
 
 class OneLinear(Linear):
@@ -142,8 +144,7 @@ class OneLinear(Linear):
     def __init__(self, size_in: int, size_out: int, scope: Scope, *, bias: bool = False) -> None:
         super().__init__(size_in, {scope.name: size_out}, scope, bias=bias)
 
-    def forward(self, x: Tensor, batch: Batch | None = None) -> Tensor:
-        return self.multiply(x, batch)
+    forward = Linear.multiply
 
 
 class WholeLinear(OneLinear):
@@ -174,11 +175,13 @@ class RowLinear(OneLinear):
     def equip(self) -> None:
         super().equip()
         self.of_gates = self.weight.of_gates
-        if self.sums and self.weight.of_gates is not None:
-            self.of_gates = partial(_multiply_and_reduce, self.weight.of_gates, self.group.all_reduce)
+        if self.sums:
+            self.product = partial(_multiply_and_reduce, self.weight.product, self.group.all_reduce)
+            if self.weight.of_gates is not None:
+                self.of_gates = partial(_multiply_and_reduce, self.weight.of_gates, self.group.all_reduce)
 
-    def multiply(self, x: Tensor, batch: Batch | None = None) -> Tensor:
-        out = super().multiply(x, batch)
+    def _multiply_with_lora(self, x: Tensor, point: LoRALayer, lora: LoRATokens) -> Tensor:
+        out = super()._multiply_with_lora(x, point, lora)
         return self.group.all_reduce(out) if self.sums else out
 
 

@@ -163,10 +163,10 @@ class ExpertLoRALayers:
         """Return the adapters of the batch's tokens; None if no token has one."""
         if self.gate_up is None or self.down is None:
             return None
-        assert batch is not None, "experts that take adapters need the batch"
-        gate_up, down = self.gate_up, self.down
+        assert batch is not None, "experts that take adapters need the batch: call layer(x, batch)"
         if batch.lora is None:
             return None
+        gate_up, down = self.gate_up, self.down
         return ExpertAdapters(gate_up.a, gate_up.b, down.a, down.b, batch.lora.slots)
 
     def settle(self, experts: "Experts") -> None:
