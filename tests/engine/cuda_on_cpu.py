@@ -58,7 +58,7 @@ def _flat(done: ForwardResult | IntermediateTensors | Tensor) -> list[Tensor]:
         return [*done]
     assert done.token_ids is not None and done.sampling is not None
     actual = [] if done.verified is None else [done.verified]
-    return [done.hidden, done.logits, done.token_ids, *done.sampling, *actual]
+    return [done.hidden, *done.aux_hidden_states, done.logits, done.token_ids, *done.sampling, *actual]
 
 
 @contextmanager

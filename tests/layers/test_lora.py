@@ -3,12 +3,15 @@
 import gc
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from lora_oracle import Adapted, slots_for
 from oracle import make_tiny
 
+from quire.attention.batch import LoRATokens
 from quire.checkpoint.quant import ONLINE
 from quire.kernels.reference.ops import Reference
 from quire.layers.linear import Linear
@@ -31,12 +34,12 @@ def test_lora_with_weights_of_any_format(method: str, tmp_path: Path) -> None:
         for item in (point.a, point.b):
             item.normal_()
         x = torch.randn(5, point.size_in)
-        plain = module.multiply(x)
-        with actual.slots.using(actual.slots.plan(tokens)):
-            adapted = module.multiply(x)
+        batch: Any = SimpleNamespace(lora=actual.slots.plan(LoRATokens(tokens)))
+        plain, adapted = module.product(x), module.multiply(x, batch)
         expected = Reference().lora(plain.clone(), x, point.a, point.b, point.part_sizes, tokens)
         torch.testing.assert_close(adapted, expected, atol=1e-4, rtol=1e-4)
-        assert torch.equal(module.multiply(x), plain)
+        no_adapters: Any = SimpleNamespace(lora=None)
+        assert torch.equal(module.multiply(x, no_adapters), plain)
 
 
 def test_slot_holds_one_adapter(tmp_path: Path) -> None:
@@ -68,9 +71,18 @@ def test_step_without_samples_has_no_adapters_for_the_head(tmp_path: Path) -> No
     path, _ = make_tiny("llama", tmp_path)
     slots = Adapted(path, slots_for(2, 4)).slots
     tokens = torch.tensor([0, 1, -1], dtype=torch.int32)
-    step = slots.plan(tokens, tokens[:0])
-    assert step.tokens is tokens and step.logit_tokens is None and step.logit_assigned is None
-    assert slots.plan(tokens, tokens[2:]).logit_tokens is not None
+    assert slots.plan(LoRATokens(tokens[:0])) is None and slots.plan(None) is None
+    planned = slots.plan(LoRATokens(tokens[2:]))
+    assert planned is not None and planned.assigned is not None
+
+
+def test_layer_with_adapters_refuses_a_call_without_batch(tmp_path: Path) -> None:
+    """Check for a model that does not pass the batch on, whose adapters would be ignored."""
+    path, _ = make_tiny("llama", tmp_path)
+    adapted = Adapted(path, slots_for(2, 4))
+    linear = next(module for module in adapted.modules() if isinstance(module, Linear))
+    with pytest.raises(AssertionError, match="needs the batch"):
+        linear.multiply(torch.randn(5, linear.inputs.size))
 
 
 def test_released_slots_hold_no_memory(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from oracle import load_tiny, run_paged
 from torch import Tensor, nn
 
-from quire.attention.batch import Batch
+from quire.attention.batch import Batch, LoRATokens
 from quire.layers.lora import AdapterSlots
 from quire.loader.lora import LoRAReader, LoRAWeights
 
@@ -59,14 +59,14 @@ class Adapted:
     def __call__(self, batch: Batch) -> Tensor:
         of_rows = np.array(self.slot_of, np.int32)[batch.rows.numpy()]
         tokens = torch.from_numpy(np.repeat(of_rows, batch.query_lens_host))
-        batch.lora = self.lora = self.slots.plan(*(tokens if (tokens >= 0).any() else None,) * 2)
-        with self.slots.using(self.lora):
-            hidden: Tensor = self.model(batch)
+        self.lora = self.slots.plan(LoRATokens(tokens)) if (tokens >= 0).any() else None
+        for group in batch.groups:
+            group.lora = self.lora
+        hidden: Tensor = self.model(batch)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        with self.slots.using(self.lora):
-            out: Tensor = self.model.logits(hidden)
+        out: Tensor = self.model.logits(hidden, self.lora)
         return out
 
     def run(self, prompts: list[list[int]], slot_of: list[int]) -> list[Tensor]:

@@ -150,9 +150,7 @@ def test_drafts_are_computed_without_adapters(tiny: Tiny) -> None:
         follows = True
 
         def see(self, batch: Any, states: Any) -> None:
-            assert worker.adapters is not None
-            step = worker.adapters.slots.step
-            seen.extend((batch.adapters, step.tokens, step.logit_tokens))
+            seen.append(batch.lora)
             worker.model.logits(torch.zeros(7, 64))
 
         def propose(self, ends: Any, most: int) -> Tensor:
@@ -161,7 +159,7 @@ def test_drafts_are_computed_without_adapters(tiny: Tiny) -> None:
     device.device.drafter = Drafts()
     put = [LoRAAssignment(0, tiny.adapters[0])]
     step(worker, [0], [len(PROMPTS[0])], admitted=[admission(0, 0)], adapters=put)
-    assert seen[0] is not None and seen[1:] == [None, None]
+    assert len(seen) == 1 and seen[0] is not None, "the target's own step has adapters"
 
 
 @pytest.mark.slow

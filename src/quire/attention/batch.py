@@ -1,11 +1,24 @@
 """Batch: the tensors of one forward pass, built by `worker/device.py` and read by every layer."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+
+from quire.parallel.all2all import EPTokens
+
+
+class LoRATokens(NamedTuple):
+    """The adapter slots of some tokens of a step, of which at least one has an adapter."""
+
+    slots: Tensor
+    """[T] int32, adapter slot of each token, -1 for none"""
+    is_wide: bool = False
+    """Whether some adapter adds tokens: ids may exceed the model's vocabulary, and logits are wider."""
+    assigned: Any = None
+    """Kernel metadata computed from `slots`, once per step."""
 
 
 @dataclass(slots=True)
@@ -46,35 +59,20 @@ class Batch:
     """[K] int64 tokens with embeddings in place of ids, and [K, hidden] the embeddings"""
     last_visible: Tensor | None = None
     """[T] int32, last position that each token attends to, non-decreasing in a sequence; None if causal"""
-    adapters: Tensor | None = None
-    """[T] int32, adapter slot of each token, -1 for none; None if no token has an adapter"""
-    logit_adapters: Tensor | None = None
-    """[N] int32, adapter slot of each of `logit_tokens`"""
-    is_wide: bool = False
-    """Whether some adapter adds tokens: ids may exceed the model's vocabulary, and logits are wider."""
-    lora: Any = None
-    """Metadata of LoRA layers (`LoRAStep`), built once per step if LoRA is on."""
+    lora: LoRATokens | None = None
+    """Adapter slots of the tokens; None if no token has an adapter."""
+    logit_lora: LoRATokens | None = None
+    """Adapter slots of `logit_tokens`."""
     before: Tensor | None = None
     """[2, T, hidden], output of the previous pipeline stage: hidden states and residual. None in the first
     stage, which reads `token_ids`."""
-    aux_hidden_states: tuple[Tensor, ...] = ()
-    """[T, hidden] each, hidden states of intermediate layers for a draft model."""
-    num_real: int | None = None
-    """Number of tokens without padding; None if unknown, or if there is no padding."""
-    room: int | None = None
-    """Number of tokens that each data-parallel rank pads to; None for the number of tokens here."""
+    ep: EPTokens | None = None
+    """Numbers of tokens for expert parallelism over data-parallel engines; None if all engines have as many
+    tokens, and no padding."""
     attention: Any = None
     """Metadata of the attention backend, set by its `plan(batch)` once per step."""
     state: Any = None
     """Metadata of SSM layers, built once per step."""
-    beside: Tensor | None = None
-    """[T, hidden], output that a layer leaves for the next layer to add, in models with such layers."""
-    topk_indices: Any = None
-    """Tokens selected by the last sparse indexer; see `attention/sparse_indices.py`."""
-    first: Tensor | None = None
-    """[T, hidden], token embeddings, for models with layers that read them again."""
-    crossed: "Batch | None" = None
-    """Batch for cross-attention, with each token as its own sequence; set by models that have it."""
     others: "tuple[Batch, ...]" = ()
     """The batch of each further KV cache group: slots, block tables and attention metadata differ."""
 

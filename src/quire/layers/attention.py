@@ -78,7 +78,7 @@ class PagedAttention(LoadedModule):
         self.rope = rope
         self.norms: HeadNorms | None = None
         """QK norms per head; None if there are none."""
-        self.backend = scope.backend
+        self.backend, self.ops = scope.backend, scope.ops
         self.sinks = frozen_parameter(scope.empty(spec.heads)) if spec.sinks else None
         self.sinks_name = f"{scope.name}.sinks"
         self.own_heads = divided(scope.group, spec.heads * scope.group.size)
@@ -124,15 +124,19 @@ class PagedAttention(LoadedModule):
         scales = (self.scales.k, self.scales.v) if has_scales else (1.0, 1.0)
         self.spec = replace(self.spec, k_scale=scales[0], v_scale=scales[1])
 
-    def forward(self, x: Tensor, qkv: Callable[[Tensor, HeadEntry], Tensor], batch: Batch) -> Tensor:
+    def forward(self, x: Tensor, qkv: Callable[[Tensor, HeadEntry, Batch], Tensor], batch: Batch) -> Tensor:
         """Attend and return [T, heads * head_dim]; `qkv` projects x [T, size_in] to queries, keys, values."""
         assert self.k_cache is not None and self.v_cache is not None, "bind() comes before forward()"
         spec, caches, batch = self.spec, (self.k_cache, self.v_cache), batch.groups[self.group]
         rotations = self.rope.of(batch)
         entry = HeadEntry(spec.heads, *rotations, batch.slots, *caches, self.norms, *spec.scales)
         return self.backend.forward(
-            qkv(x, entry), *caches, batch, spec, self.sinks, self.alibi_slopes
+            qkv(x, entry, batch), *caches, batch, spec, self.sinks, self.alibi_slopes
         ).flatten(1)
+
+    def attend(self, qkv: Tensor, batch: Batch) -> Tensor:
+        """Return the attention [T, heads * head_dim] of concatenated queries, keys and values."""
+        return self.forward(qkv, lambda qkv, entry, batch: self.ops.rotate_and_write(qkv, entry), batch)
 
     def targets(self) -> Iterator[Target]:
         if self.sinks is not None:

@@ -71,13 +71,13 @@ class CrossAttention(nn.Module):
         shared = self.spec.heads // self.spec.kv_heads
         return self.k_cache[blocks.long()].flatten(0, 1)[:, [head // shared for head in heads]]
 
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        assert batch.crossed is not None, "the model has not set batch.crossed"
+    def forward(self, x: Tensor, crossed: Batch) -> Tensor:
+        """Return the attention of x [T, hidden] to its items; `crossed` is the batch of `seen_in`."""
         assert self.k_cache is not None and self.v_cache is not None, "bind() comes before forward()"
-        q = self.q(x).view(len(x), self.spec.heads, self.spec.head_dim)
+        q = self.q(x, crossed).view(len(x), self.spec.heads, self.spec.head_dim)
         self.queries = q if self.is_watched else None
-        mixed = self.backend.forward(q, self.k_cache, self.v_cache, batch.crossed, self.spec)
-        return self.out(mixed.flatten(1))
+        mixed = self.backend.forward(q, self.k_cache, self.v_cache, crossed, self.spec)
+        return self.out(mixed.flatten(1), crossed)
 
 
 class CrossAttentionCache(nn.Module):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from quire.attention.batch import Batch, LoRATokens
 from quire.errors import ConfigError
 from quire.layers.lora_layers import LoRAEmbeddingLayer, LoRAHeadLayer, LoRALayer, LoRATarget
 from quire.layers.lora_tables import LoRATable, LoRAVocabRows
@@ -94,7 +95,7 @@ class TokenEmbedding(_Table):
         self.point: LoRALayer | None = None
         self.whole: LoRATable | None = None
         self.brought: LoRAVocabRows | None = None
-        self.slots = slots = scope.adapters
+        slots = scope.adapters
         if slots is None or not scope.stage.is_first:
             return
         if slots.takes(scope.name):
@@ -109,16 +110,20 @@ class TokenEmbedding(_Table):
         super().equip()
         assert self.weight.rows is not None, "this weight format does not support embedding lookup"
 
-    def forward(self, token_ids: Tensor) -> Tensor:
-        if self.brought is None or self.slots is None or not self.slots.step.is_wide:
-            return self._embed(token_ids)
-        return self.brought.embed(self._embed(self.brought.inside(token_ids)), token_ids)
+    def forward(self, token_ids: Tensor, batch: Batch | None = None) -> Tensor:
+        """Return the embeddings [T, hidden], of the adapters in `batch` where tokens have one."""
+        lora = None if batch is None else batch.lora
+        if lora is None:
+            return self.rows(token_ids)
+        if self.brought is None or not lora.is_wide:
+            return self._embed(token_ids, lora)
+        return self.brought.embed(self._embed(self.brought.inside(token_ids), lora), token_ids, lora.slots)
 
-    def _embed(self, token_ids: Tensor) -> Tensor:
+    def _embed(self, token_ids: Tensor, lora: LoRATokens) -> Tensor:
         out = self.rows(token_ids)
         if self.whole is not None:
-            out = self.whole.embed(out, token_ids)
-        return out if self.point is None else self.point.add(out, token_ids)
+            out = self.whole.embed(out, token_ids, lora.slots)
+        return out if self.point is None else self.point.add(out, token_ids, lora)
 
 
 class Positions(LoadedModule):
@@ -162,14 +167,14 @@ class Head(LoadedModule):
         self.point: LoRALayer | None = None
         self.whole: LoRATable | None = None
         self.brought: LoRAVocabRows | None = None
-        self.slots, shard = scope.adapters, self.table.shard
-        if self.slots is not None and self.slots.takes(scope.name, _HEAD):
-            self.point = LoRAHeadLayer(scope.name, self.slots, hidden, (shard.size,), scope.ops)
+        slots, shard = scope.adapters, self.table.shard
+        if slots is not None and slots.takes(scope.name, _HEAD):
+            self.point = LoRAHeadLayer(scope.name, slots, hidden, (shard.size,), scope.ops)
             target = LoRATarget(self.point, slice(0, 1), Shard(hidden), (shard,))
             self.point.places |= {scope.name: target, _HEAD: target}
-        if self.slots is not None and not bias:
-            self.whole = self.slots.add_table(_HEAD, scope.name, shard, hidden, scope.group)
-            self.brought = self.slots.add_vocab_rows(_HEAD, scope.name, vocab, hidden, tied=self.tied)
+        if slots is not None and not bias:
+            self.whole = slots.add_table(_HEAD, scope.name, shard, hidden, scope.group)
+            self.brought = slots.add_vocab_rows(_HEAD, scope.name, vocab, hidden, tied=self.tied)
         self.name = scope.name
         has_bias = bias and tied is not None
         self.bias = frozen_parameter(scope.empty(vocab)) if has_bias else None
@@ -179,23 +184,21 @@ class Head(LoadedModule):
         if self.bias is not None:
             yield Target(f"{self.name}.bias", self.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out = self._compute_logits(x)
+    def forward(self, x: Tensor, lora: LoRATokens | None = None) -> Tensor:
+        """Return the logits of x [N, hidden]; `lora` has the adapters of its rows."""
+        out = self.table.multiply(x) if lora is None else self._adapted_logits(x, lora)
         return out if self.bias is None else out.add_(self.bias)
 
-    def _compute_logits(self, x: Tensor) -> Tensor:
-        if self.slots is None or self.slots.step.logit_tokens is None:
-            return self.table.multiply(x)
+    def _adapted_logits(self, x: Tensor, lora: LoRATokens) -> Tensor:
         out = self.table.weight.product(x)
         if self.whole is not None:
-            out = self.whole.logits(out, x)
-        out = self.table.gathered(out if self.point is None else self.point.add(out, x))
-        return self.brought.logits(out, x) if self.brought is not None and self.slots.step.is_wide else out
+            out = self.whole.logits(out, x, lora.slots)
+        out = self.table.gathered(out if self.point is None else self.point.add(out, x, lora))
+        return self.brought.logits(out, x, lora.slots) if self.brought is not None and lora.is_wide else out
 
-    @property
-    def is_wide(self) -> bool:
-        """Whether logits include the new tokens of adapters (-inf for rows without that adapter)."""
-        return self.brought is not None and self.brought.slots.step.is_wide
+    def widens(self, lora: LoRATokens | None) -> bool:
+        """Return whether logits include the new tokens of adapters (-inf for rows without that adapter)."""
+        return self.brought is not None and lora is not None and lora.is_wide
 
     def rows(self, token_ids: list[int]) -> Tensor:
         """Return the [len(token_ids), hidden] weights of these tokens."""

@@ -58,14 +58,14 @@ class EncoderAttention(nn.Module):
         self.qkv = QKVLinear(facts.hidden, *sizes, scope / "qkv", bias=facts.qkv_bias, names=names)
         self.out = RowLinear(facts.hidden, facts.hidden, scope / out, bias=facts.out_bias)
 
-    def forward(self, x: Tensor, positions: Tensor, texts: Spans, bias: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, batch: Batch, texts: Spans, bias: Tensor | None = None) -> Tensor:
         """Attend over `texts` and return [T, hidden]. A `bias` is added to the scores, in plain torch."""
-        q, k, v = self.qkv.multiply(x).view(len(x), 3, self.qkv.heads, self.qkv.head_dim).unbind(1)
+        q, k, v = self.qkv.multiply(x, batch).view(len(x), 3, self.qkv.heads, self.qkv.head_dim).unbind(1)
         if self.rope is not None:
-            cos, sin = self.rope.table[positions][:, None].chunk(2, -1)
+            cos, sin = self.rope.table[batch.positions][:, None].chunk(2, -1)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if bias is None:
             mixed = self.attend(q, k, v, texts, self.window)
         else:
             mixed = attend(q, k, v, texts, bias=bias)
-        return self.out(mixed.flatten(1))
+        return self.out(mixed.flatten(1), batch)

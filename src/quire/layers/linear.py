@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from quire.attention.batch import Batch, LoRATokens
 from quire.kernels.ops import HeadEntry, HeadNorms
 from quire.layers.lora import AdapterSlots
 from quire.layers.lora_layers import LoRALayer, LoRARanksLayer, LoRASumLayer, LoRATarget
@@ -30,8 +31,8 @@ class Linear(nn.Module):
     """Whether the outputs are all-reduced, so that only the first rank adds the bias."""
     narrows: ClassVar[bool] = True
     """Whether its weight may be quantized on load."""
-    multiply: Callable[[Tensor], Tensor]
-    """[T, size_in] -> [T, outputs of all parts]; set by `finish`."""
+    product: Callable[[Tensor], Tensor]
+    """[T, size_in] -> [T, outputs of all parts], without adapters; set by `finish`."""
 
     def __init__(
         self, size_in: int, parts: Mapping[str, int | Runs], scope: Scope, *, bias: bool = False
@@ -83,10 +84,12 @@ class Linear(nn.Module):
         orders = self.orders()
         return orders[part] if orders else None
 
-    @property
-    def adapts(self) -> bool:
-        """Whether some token of the step has an adapter in this layer."""
-        return self.point is not None and self.point.tokens is not None
+    def adapters_of(self, batch: Batch | None) -> tuple[LoRALayer, LoRATokens] | None:
+        """Return the layer's adapters and the slots of the tokens; None if no token has an adapter here."""
+        if self.point is None:
+            return None
+        assert batch is not None, "a layer that takes adapters needs the batch: call layer(x, batch)"
+        return None if batch.lora is None else (self.point, batch.lora)
 
     def orders(self) -> list[Tensor]:
         """Return, for each part, the checkpoint index of each output; empty if the order is the same."""
@@ -120,13 +123,19 @@ class Linear(nn.Module):
 
     def equip(self) -> None:
         """Bind the kernels of the finished weight."""
-        self.multiply = self.weight.product if self.point is None else self._multiply_with_lora
+        self.product = self.weight.product
 
-    def _multiply_with_lora(self, x: Tensor) -> Tensor:
-        assert self.point is not None
-        if self.weight.adapted is not None and self.adapts and (adapted := self.point.adapted) is not None:
+    def multiply(self, x: Tensor, batch: Batch | None = None) -> Tensor:
+        """Return [T, outputs of all parts], with the adapters of the batch. Only layers that take no adapters
+        may be called without a batch."""
+        if self.point is None or (adapters := self.adapters_of(batch)) is None:
+            return self.product(x)
+        return self._multiply_with_lora(x, *adapters)
+
+    def _multiply_with_lora(self, x: Tensor, point: LoRALayer, lora: LoRATokens) -> Tensor:
+        if self.weight.adapted is not None and (adapted := point.adapted(lora)) is not None:
             return self.weight.adapted(x, adapted=adapted)
-        return self.point.add(self.weight.product(x), x)
+        return point.add(self.weight.product(x), x, lora)
 
 
 class OneLinear(Linear):
@@ -135,8 +144,7 @@ class OneLinear(Linear):
     def __init__(self, size_in: int, size_out: int, scope: Scope, *, bias: bool = False) -> None:
         super().__init__(size_in, {scope.name: size_out}, scope, bias=bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.multiply(x)
+    forward = Linear.multiply
 
 
 class WholeLinear(OneLinear):
@@ -168,9 +176,13 @@ class RowLinear(OneLinear):
         super().equip()
         self.of_gates = self.weight.of_gates
         if self.sums:
-            self.multiply = partial(_multiply_and_reduce, self.multiply, self.group.all_reduce)
-            if self.of_gates is not None:
-                self.of_gates = partial(_multiply_and_reduce, self.of_gates, self.group.all_reduce)
+            self.product = partial(_multiply_and_reduce, self.weight.product, self.group.all_reduce)
+            if self.weight.of_gates is not None:
+                self.of_gates = partial(_multiply_and_reduce, self.weight.of_gates, self.group.all_reduce)
+
+    def _multiply_with_lora(self, x: Tensor, point: LoRALayer, lora: LoRATokens) -> Tensor:
+        out = super()._multiply_with_lora(x, point, lora)
+        return self.group.all_reduce(out) if self.sums else out
 
 
 def _multiply_and_reduce(
@@ -239,22 +251,23 @@ class QKVLinear(Linear):
         super().equip()
         self.entered = self.weight.entered
 
-    def forward(self, x: Tensor, entry: HeadEntry) -> Tensor:
+    def forward(self, x: Tensor, entry: HeadEntry, batch: Batch | None = None) -> Tensor:
         """Project [T, size_in], write rotated keys and values to the cache slots of `entry`, and return
         rotated queries [T, heads, head_dim]."""
         if self.norms is not None or self.bounded is not None:
-            qkv = self.multiply(x)
+            qkv = self.multiply(x, batch)
             if self.norms is not None:
                 qkv = self.norm_parts(qkv, (self.norms.q, self.norms.k), self.norms.eps)
             return self.ops.rotate_and_write(qkv if self.bounded is None else self.bounded(qkv), entry)
-        q = self._project_fused(x, entry)
-        return self.ops.rotate_and_write(self.multiply(x), entry) if q is None else q
+        q = self._project_fused(x, entry, batch)
+        return self.ops.rotate_and_write(self.multiply(x, batch), entry) if q is None else q
 
-    def _project_fused(self, x: Tensor, entry: HeadEntry) -> Tensor | None:
+    def _project_fused(self, x: Tensor, entry: HeadEntry, batch: Batch | None) -> Tensor | None:
         """Run the weight's fused kernel; return None if it has none."""
-        if self.point is None or not self.adapts:
+        if (adapters := self.adapters_of(batch)) is None:
             return None if self.entered is None else self.entered(x, entry)
-        enter, adapted = self.weight.entered_adapted, self.point.adapted
+        point, lora = adapters
+        enter, adapted = self.weight.entered_adapted, point.adapted(lora)
         return None if enter is None or adapted is None else enter(x, entry, adapted=adapted)
 
 
@@ -302,11 +315,13 @@ class GateUpLinear(Linear):
         super().equip()
         self.gated = self.weight.gated if self.activation == "silu" else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, batch: Batch | None = None) -> Tensor:
         """Project [T, size_in] to [T, size_out]."""
-        if self.gated is not None and not self.adapts:
+        adapters = self.adapters_of(batch)
+        if self.gated is not None and adapters is None:
             return self.gated(x)
-        adapted = None if self.point is None else self.point.adapted
-        if adapted is not None and self.gated is not None and self.weight.gated_adapted is not None:
-            return self.weight.gated_adapted(x, adapted=adapted)
-        return self.ops.gated(self.multiply(x), self.activation)
+        if self.gated is not None and adapters is not None and self.weight.gated_adapted is not None:
+            point, lora = adapters
+            if (adapted := point.adapted(lora)) is not None:
+                return self.weight.gated_adapted(x, adapted=adapted)
+        return self.ops.gated(self.multiply(x, batch), self.activation)

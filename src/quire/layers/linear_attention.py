@@ -69,9 +69,9 @@ class DeltaAttention(DecayMixer):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         (conv_state, state), seqs = self.bound, self.seqs_of(batch)
-        qkv, b, a, gate = self.into(x).split(self.split, 1)
+        qkv, b, a, gate = self.into(x, batch).split(self.split, 1)
         if self.decay_up is not None and self.gate_up is not None:
-            a, gate = self.decay_up(a), self.gate_up(gate)
+            a, gate = self.decay_up(a, batch), self.gate_up(gate, batch)
         qkv = self.ops.conv(qkv, self.conv_weights, conv_state, seqs)
         y = self.ops.delta(qkv, DeltaInputs(a, b, self.rates, self.form), state, seqs)
         if self.gate == "silu":
@@ -79,7 +79,7 @@ class DeltaAttention(DecayMixer):
         else:
             y = self.norm.alone(y.view(-1, self.head_dim)).view(len(y), -1)
             y = self.ops.gate(y, gate, self.gate)
-        return self.out(y)
+        return self.out(y, batch)
 
 
 class LightningAttention(SSMMixer):
@@ -115,12 +115,12 @@ class LightningAttention(SSMMixer):
         yield from ()
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        gate: Tensor = self.gate(x)
-        vkq = self.activate(self.into(x), self.activation)
+        gate: Tensor = self.gate(x, batch)
+        vkq = self.activate(self.into(x, batch), self.activation)
         steps = self.no_steps.expand(len(x), -1)
         y = self.ops.scan(vkq, ScanInputs(steps, self.decay, self.skip), self.bound[1], self.seqs_of(batch))
         if self.group.size > 1:
             y = norm_shares(y, (self.norm.weight,), self.norm.eps, group=self.group)
         else:
             y = self.norm.alone(y)
-        return self.out(self.ops.gate(y, gate, "sigmoid"))
+        return self.out(self.ops.gate(y, gate, "sigmoid"), batch)

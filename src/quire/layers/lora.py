@@ -10,13 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.layers.lora_layers import LoRAFactors, LoRALayer, LoRAStack, LoRAStep, LoRATarget
+from quire.attention.batch import LoRATokens
+from quire.layers.lora_layers import LoRAFactors, LoRALayer, LoRAStack, LoRATarget
 from quire.layers.lora_tables import LoRATable, LoRAVocab, LoRAVocabRows
 from quire.parallel.group import Group
 from quire.quant.sharding import Shard
-
-NO_ADAPTERS = LoRAStep()
-"""The slots of a forward pass without adapters."""
 
 
 class AdapterSlots:
@@ -64,32 +62,17 @@ class AdapterSlots:
         """Layers that take no adapters although similar layers do, with the reason."""
         self.unused = ""
         """Pattern of layer names that are not computed; adapter weights for them are ignored."""
-        self.step = NO_ADAPTERS
-        """Adapter slots of the forward pass that runs now; set by `using`."""
         self._memory: Tensor | None = None
         self._spares: deque[Tensor] = deque()
 
-    def plan(
-        self, tokens: Tensor | None = None, logit_tokens: Tensor | None = None, *, is_wide: bool = False
-    ) -> LoRAStep:
-        """Build the metadata of a forward pass; None if no token has an adapter."""
-        logit_tokens = None if logit_tokens is None or not len(logit_tokens) else logit_tokens
-        assigned = self._assigned(tokens), self._assigned(logit_tokens)
-        return LoRAStep(tokens, logit_tokens, assigned[0], assigned[1], is_wide)
-
-    @contextlib.contextmanager
-    def using(self, step: LoRAStep) -> Iterator[None]:
-        """Run the LoRA layers with the slots of a forward pass; without it they add nothing."""
-        self.step = step
-        try:
-            yield
-        finally:
-            self.step = NO_ADAPTERS
-
-    def _assigned(self, tokens: Tensor | None) -> Any:
-        if tokens is None or not self.layers:
+    def plan(self, lora: LoRATokens | None) -> LoRATokens | None:
+        """Return the tokens with the metadata of the kernels; None if there are no tokens."""
+        if lora is None or not len(lora.slots):
             return None
-        return next(iter(self.layers.values())).ops.assigned(tokens, self.max_slots)
+        layer = next(iter(self.layers.values()), None)
+        return (
+            lora if layer is None else lora._replace(assigned=layer.ops.assigned(lora.slots, self.max_slots))
+        )
 
     def takes(self, *names: str) -> bool:
         """Return whether a layer with one of these names takes adapters."""

@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from quire.attention.batch import LoRATokens
 from quire.kernels.ops import LoRAHeads, Ops
 from quire.parallel.group import Group
 from quire.quant.sharding import Runs, Shard, divided
@@ -34,20 +35,6 @@ class LoRAFactors(NamedTuple):
         self.a.zero_(), self.b.zero_()
 
 
-class LoRAStep(NamedTuple):
-    """The adapter slots that the tokens of one forward pass use; part of its batch."""
-
-    tokens: Tensor | None = None
-    """[T] int32, adapter slot of each token, -1 for none; None if no token has an adapter."""
-    logit_tokens: Tensor | None = None
-    """[N] int32, adapter slot of each token that needs logits."""
-    assigned: Any = None
-    """Kernel metadata computed from `tokens`."""
-    logit_assigned: Any = None
-    is_wide: bool = False
-    """Whether some row has an adapter with extra vocabulary rows."""
-
-
 class LoRASlots(Protocol):
     """Owner of the memory of all LoRA layers (`AdapterSlots`)."""
 
@@ -56,8 +43,6 @@ class LoRASlots(Protocol):
     max_extra_vocab: int
     device: torch.device
     layers: dict[str, "LoRALayer"]
-    step: LoRAStep
-    """Adapter slots of the forward pass that runs now."""
 
 
 class LoRALayer:
@@ -89,25 +74,13 @@ class LoRALayer:
         """Target by the dotted name of each matrix in the checkpoint."""
         slots.layers[name] = self
 
-    @property
-    def tokens(self) -> Tensor | None:
-        """Return the adapter slots of the layer's input tokens; None if no token has an adapter."""
-        return self.slots.step.tokens
-
-    @property
-    def assigned(self) -> Any:
-        return self.slots.step.assigned
-
-    @property
-    def adapted(self) -> LoRAHeads | None:
+    def adapted(self, lora: LoRATokens) -> LoRAHeads | None:
         """Return the adapter weights for a fused GEMM kernel; None if `add` must run after the GEMM."""
-        return LoRAHeads(self.a, self.b, self.part_sizes, self.assigned)
+        return LoRAHeads(self.a, self.b, self.part_sizes, lora.assigned)
 
-    def add(self, out: Tensor, x: Tensor) -> Tensor:
+    def add(self, out: Tensor, x: Tensor, lora: LoRATokens) -> Tensor:
         """Add the adapters' output for x to the layer's output in place."""
-        if self.tokens is None:
-            return out
-        return self.ops.lora(out, x, self.a, self.b, self.part_sizes, self.assigned)
+        return self.ops.lora(out, x, self.a, self.b, self.part_sizes, lora.assigned)
 
     # ---- memory
 
@@ -155,8 +128,7 @@ class LoRARanksLayer(LoRALayer):
         self.num_local_ranks = -(-slots.max_rank // group.size)
         super().__init__(name, slots, size_in, sizes, ops)
 
-    @property
-    def adapted(self) -> None:
+    def adapted(self, lora: LoRATokens) -> None:
         return None
 
     @property
@@ -170,12 +142,10 @@ class LoRARanksLayer(LoRALayer):
         self._slots_memory.a[slot].narrow(1, 0, local_a.shape[1]).copy_(local_a, non_blocking=True)
         self._slots_memory.b[slot].narrow(-1, 0, rank).copy_(factors.b, non_blocking=True)
 
-    def add(self, out: Tensor, x: Tensor) -> Tensor:
-        if self.tokens is None:
-            return out
-        local = self.ops.lora_shrink(x, self.a, self.assigned).unflatten(1, (-1, self.num_local_ranks))
+    def add(self, out: Tensor, x: Tensor, lora: LoRATokens) -> Tensor:
+        local = self.ops.lora_shrink(x, self.a, lora.assigned).unflatten(1, (-1, self.num_local_ranks))
         ranks = self.group.gather(local).flatten(1)
-        return self.ops.lora_expand(out, ranks, self.b, self.part_sizes, self.assigned)
+        return self.ops.lora_expand(out, ranks, self.b, self.part_sizes, lora.assigned)
 
 
 class LoRASumLayer(LoRALayer):
@@ -189,16 +159,13 @@ class LoRASumLayer(LoRALayer):
         self.shard = divided(group, size_out)
         super().__init__(name, slots, size_in, (self.shard.size,), ops)
 
-    @property
-    def adapted(self) -> None:
+    def adapted(self, lora: LoRATokens) -> None:
         return None
 
-    def add(self, out: Tensor, x: Tensor) -> Tensor:
-        if self.tokens is None:
-            return out
-        ranks = self.group.all_reduce(self.ops.lora_shrink(x, self.a, self.assigned))
+    def add(self, out: Tensor, x: Tensor, lora: LoRATokens) -> Tensor:
+        ranks = self.group.all_reduce(self.ops.lora_shrink(x, self.a, lora.assigned))
         local_out = out[:, self.shard.start : self.shard.start + self.shard.size]
-        self.ops.lora_expand(local_out, ranks, self.b, self.part_sizes, self.assigned)
+        self.ops.lora_expand(local_out, ranks, self.b, self.part_sizes, lora.assigned)
         return out
 
 
@@ -255,25 +222,15 @@ class LoRAMlaLayer(LoRALayer):
 
 
 class LoRAHeadLayer(LoRALayer):
-    """LoRA of the LM head, which runs only on the tokens that need logits."""
-
-    @property
-    def tokens(self) -> Tensor | None:
-        return self.slots.step.logit_tokens
-
-    @property
-    def assigned(self) -> Any:
-        return self.slots.step.logit_assigned
+    """LoRA of the LM head, which runs only on the tokens that need logits (`Batch.logit_lora`)."""
 
 
 class LoRAEmbeddingLayer(LoRALayer):
     """LoRA of an embedding: `a` has a row of ranks for each token of the vocabulary."""
 
-    def add(self, out: Tensor, x: Tensor) -> Tensor:
+    def add(self, out: Tensor, x: Tensor, lora: LoRATokens) -> Tensor:
         """Add the adapters' vectors of the token ids x [T] to `out` in place."""
-        if self.tokens is None:
-            return out
-        return self.ops.lora_rows(out, x, self.a, self.b, self.assigned)
+        return self.ops.lora_rows(out, x, self.a, self.b, lora.assigned)
 
     def shapes(self, rank: int) -> tuple[Shape, Shape]:
         return (self.size_in, rank), (sum(self.part_sizes), rank)

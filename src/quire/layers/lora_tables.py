@@ -70,11 +70,9 @@ class LoRATable(_SlotRows):
         if table is not None:
             self.rows[slot].copy_(table, non_blocking=True)
 
-    def embed(self, out: Tensor, token_ids: Tensor) -> Tensor:
-        """Return the model's embeddings [T, hidden], replaced where the token's adapter has a table."""
-        tokens = self.slots.step.tokens
-        if tokens is None:
-            return out
+    def embed(self, out: Tensor, token_ids: Tensor, tokens: Tensor) -> Tensor:
+        """Return the model's embeddings [T, hidden], replaced where the token's adapter has a table. `tokens`
+        are the adapter slots of the tokens."""
         local_ids = token_ids - self.shard.start
         is_elsewhere = (local_ids < 0) | (local_ids >= self.shard.size)
         rows = self.rows[tokens.clamp(min=0).long(), local_ids.masked_fill(is_elsewhere, 0)].to(out.dtype)
@@ -82,11 +80,9 @@ class LoRATable(_SlotRows):
             rows = self.group.all_reduce(rows.masked_fill_(is_elsewhere[:, None], 0))
         return torch.where(self._is_replaced(tokens)[:, None], rows, out)
 
-    def logits(self, out: Tensor, x: Tensor) -> Tensor:
-        """Return this device's logits [N, rows], replaced where the token's adapter has a table."""
-        tokens = self.slots.step.logit_tokens
-        if tokens is None:
-            return out
+    def logits(self, out: Tensor, x: Tensor, tokens: Tensor) -> Tensor:
+        """Return this device's logits [N, rows], replaced where the token's adapter has a table. `tokens` are
+        the adapter slots of the tokens."""
         return self._replace(out, x, torch.where(self._is_replaced(tokens), tokens, -1))
 
     def _replace_by_rows(self, out: Tensor, x: Tensor, slots: Tensor) -> Tensor:
@@ -107,7 +103,7 @@ class LoRATable(_SlotRows):
 class LoRAVocabRows(_SlotRows):
     """Extra rows of an embedding or LM head, for tokens that an adapter adds or retrains. Each slot has
     `slots.max_extra_vocab` of them, replicated on all devices of a group. They are read only in steps in
-    which some row has an adapter with extra rows (`LoRAStep.is_wide`). The rows that an adapter lacks for a
+    which some row has an adapter with extra rows (`LoRATokens.is_wide`). The rows that an adapter lacks for a
     head that is `tied` are those of the embedding."""
 
     def __init__(
@@ -136,22 +132,18 @@ class LoRAVocabRows(_SlotRows):
         """Return the ids clamped to the model's vocabulary."""
         return token_ids.clamp(max=self.vocab - 1)
 
-    def embed(self, out: Tensor, token_ids: Tensor) -> Tensor:
-        """Return the model's embeddings [T, hidden], replaced where the token's adapter has a row."""
-        tokens = self.slots.step.tokens
-        if tokens is None:
-            return out
+    def embed(self, out: Tensor, token_ids: Tensor, tokens: Tensor) -> Tensor:
+        """Return the model's embeddings [T, hidden], replaced where the token's adapter has a row. `tokens`
+        are the adapter slots of the tokens."""
         slot_of = tokens.clamp(min=0).long()
         is_own = (self._ids[slot_of] == token_ids[:, None]) & (tokens >= 0)[:, None]
         rows = self.rows[slot_of, is_own.int().argmax(1)].to(out.dtype)
         return torch.where(is_own.any(1, keepdim=True), rows, out)
 
-    def logits(self, out: Tensor, x: Tensor) -> Tensor:
+    def logits(self, out: Tensor, x: Tensor, tokens: Tensor) -> Tensor:
         """Widen the model's logits [N, vocab] to [N, vocab + max_extra_vocab]; a new token is -inf for other
-        adapters."""
-        wide = pad(out, (0, self.slots.max_extra_vocab), value=-torch.inf)
-        tokens = self.slots.step.logit_tokens
-        return wide if tokens is None else self._replace(wide, x, tokens)
+        adapters. `tokens` are the adapter slots of the tokens."""
+        return self._replace(pad(out, (0, self.slots.max_extra_vocab), value=-torch.inf), x, tokens)
 
     def _replace_by_rows(self, wide: Tensor, x: Tensor, slots: Tensor) -> Tensor:
         for row, slot in enumerate(slots.tolist()):

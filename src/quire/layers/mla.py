@@ -68,13 +68,12 @@ class MLAAttention(nn.Module):
         point.places[scope.name] = LoRATarget(point, slice(0, 1), Shard(spec.rank), (self.shard,))
         return point
 
-    @property
-    def adapted(self) -> MLALoRA | None:
-        """Return the adapters of the step's tokens; None if no token has one."""
+    def adapted(self, batch: Batch) -> MLALoRA | None:
+        """Return the adapters of the batch's tokens; None if no token has one."""
         point = self.point
-        if point is None or point.tokens is None:
+        if point is None or batch.lora is None:
             return None
-        return MLALoRA(point.a, point.b, point.transposed, point.tokens, point.ops)
+        return MLALoRA(point.a, point.b, point.transposed, batch.lora.slots, point.ops)
 
     @property
     def keeps(self) -> CacheSpec:
@@ -104,10 +103,10 @@ class MLAAttention(nn.Module):
         queries = q.unflatten(1, (spec.heads, spec.query_dim))
         entry = MLAEntry(self.norm.weight, self.norm.eps, *self.rope.of(batch), batch.slots, cache)
         self.latent.enter(queries, kv, entry, spec)
-        weight = self.weight.view(spec.heads, -1, spec.rank)
+        weight, adapted = self.weight.view(spec.heads, -1, spec.rank), self.adapted(batch)
         if topk_indices is not None:
             batch, cache = topk_indices.seen_by(batch), cache.view(-1, 1, spec.width)
-        return self.latent.attend(queries, weight, cache, batch, spec, self.adapted).flatten(1)
+        return self.latent.attend(queries, weight, cache, batch, spec, adapted).flatten(1)
 
     def targets(self) -> Iterator[Target]:
         if not self.packed:
@@ -152,10 +151,10 @@ class SparseIndexer(nn.Module):
         """Write the keys of x [T, hidden] to the cache `keys` [num_blocks, block_size, dim], and return the
         tokens that the queries of `q_latent` [T, q_latent] select."""
         facts = self.facts
-        queries = self._rotate(self.q(q_latent).view(len(x), facts.heads, facts.dim), batch)
-        new_keys = self._rotate(self.k_norm.alone(self.k(x))[:, None], batch)[:, 0]
+        queries = self._rotate(self.q(q_latent, batch).view(len(x), facts.heads, facts.dim), batch)
+        new_keys = self._rotate(self.k_norm.alone(self.k(x, batch))[:, None], batch)[:, 0]
         sparse_indices.keep(new_keys, keys, batch.slots)
-        weights = self.weights(x).float() * self.scale
+        weights = self.weights(x, batch).float() * self.scale
         return sparse_indices.pick(queries, weights, keys, batch, facts.top_k)
 
     def _rotate(self, x: Tensor, batch: Batch) -> Tensor:

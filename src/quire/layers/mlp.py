@@ -2,6 +2,7 @@
 
 from torch import Tensor, nn
 
+from quire.attention.batch import Batch
 from quire.checkpoint.facts import ArchFacts
 from quire.kernels import batch_invariant
 from quire.layers.linear import ColumnLinear, GateUpLinear, RowLinear
@@ -39,13 +40,13 @@ class MLP(nn.Module):
         )
         self.down = RowLinear(inner, facts.hidden, scope / down, bias=facts.mlp_bias, sums=sums)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, batch: Batch | None = None) -> Tensor:
         of_gates = self.down.of_gates
-        fits = len(x) > _MANY and self.gate_up.activation == "silu" and not self.down.adapts
+        fits = len(x) > _MANY and self.gate_up.activation == "silu" and self.down.adapters_of(batch) is None
         fits = fits and not batch_invariant.is_on()  # the activation would not be rounded
         if of_gates is not None and fits:
-            return of_gates(self.gate_up.multiply(x))
-        return self.down(self.gate_up(x))
+            return of_gates(self.gate_up.multiply(x, batch))
+        return self.down(self.gate_up(x, batch), batch)
 
 
 class PlainMLP(nn.Module):
@@ -68,5 +69,5 @@ class PlainMLP(nn.Module):
         self.up = ColumnLinear(facts.hidden, inner, scope / up, bias=facts.mlp_bias)
         self.down = RowLinear(inner, facts.hidden, scope / down, bias=facts.mlp_bias, sums=sums)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.ops.activate(self.up(x), self.activation))
+    def forward(self, x: Tensor, batch: Batch | None = None) -> Tensor:
+        return self.down(self.ops.activate(self.up(x, batch), self.activation), batch)

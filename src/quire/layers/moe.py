@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from quire.attention.batch import Batch
 from quire.checkpoint.facts import ArchFacts, MoeFacts
 from quire.kernels.reference.moe import ExpertAdapters
 from quire.layers.linear import Linear, WholeLinear
@@ -158,13 +159,15 @@ class ExpertLoRALayers:
         self.gate_up: LoRALayer | None = None
         self.down: LoRALayer | None = None
 
-    @property
-    def active(self) -> ExpertAdapters | None:
-        """Return the adapters of the step's tokens; None if no token has one."""
-        if self.slots.step.tokens is None or self.gate_up is None or self.down is None:
+    def of(self, batch: Batch | None) -> ExpertAdapters | None:
+        """Return the adapters of the batch's tokens; None if no token has one."""
+        if self.gate_up is None or self.down is None:
+            return None
+        assert batch is not None, "experts that take adapters need the batch: call layer(x, batch)"
+        if batch.lora is None:
             return None
         gate_up, down = self.gate_up, self.down
-        return ExpertAdapters(gate_up.a, gate_up.b, down.a, down.b, self.slots.step.tokens)
+        return ExpertAdapters(gate_up.a, gate_up.b, down.a, down.b, batch.lora.slots)
 
     def settle(self, experts: "Experts") -> None:
         """Register the LoRA layers, after the kernel of the experts is known."""
@@ -278,15 +281,16 @@ class Experts(nn.Module):
             return range(self.num_experts)
         return self.places.placement.by_rank[self.places.rank]
 
-    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        if self.adapters is not None and (adapters := self.adapters.active) is not None:
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor, batch: Batch | None = None) -> Tensor:
+        if self.adapters is not None and (adapters := self.adapters.of(batch)) is not None:
             return self.mix(x, ids, weights, adapters=adapters)
         if self.dispatch is None or self.places is None:
             return self.mix(x, ids, weights)
         if self.loads is not None:
             chosen = ids.flatten()
             self.loads.index_add_(0, chosen, torch.ones_like(chosen))
-        return self.dispatch(x, ids, weights, self.places, self.mix)
+        assert batch is not None, "expert parallelism needs the batch: call layer(x, batch)"
+        return self.dispatch(x, ids, weights, self.places, self.mix, batch.ep)
 
     def targets(self) -> Iterator[Target]:
         parts = self.weights.parts()
@@ -394,11 +398,11 @@ class ExpertRouter(Linear):
         super().equip()
         self.chosen = self.weight.chosen
 
-    def forward(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, bias: Tensor | None, batch: Batch | None = None) -> tuple[Tensor, Tensor]:
         """Return expert ids and weights, [T, per_token] each; `bias` affects only the choice."""
-        if self.chosen is not None and not self.adapts:
+        if self.chosen is not None and self.adapters_of(batch) is None:
             return self.chosen(x, routing=self.routing, bias=bias)
-        return self.ops.route(self.multiply(x), self.routing, bias)
+        return self.ops.route(self.multiply(x, batch), self.routing, bias)
 
 
 class Back(WholeLinear):
@@ -450,11 +454,11 @@ class MoE(nn.Module):
                 self.shared_gate = WholeLinear(facts.hidden, 1, scope / names.shared_gate)
         self.sum = scope.group.all_reduce if scope.group.size > 1 else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, batch: Batch | None = None) -> Tensor:
         """Compute the block's output; `x` may be scaled in place (`weighs_input`)."""
         num_tokens = len(x)
-        ids, weights = self.router(x, None if self.choice is None else self.choice.bias)
-        shared = None if self.shared is None else self._shared(x)
+        ids, weights = self.router(x, None if self.choice is None else self.choice.bias, batch)
+        shared = None if self.shared is None else self._shared(x, batch)
         if self.ones is not None and weights.shape[1] > 1:
             # One row for each chosen expert, scaled by its weight.
             x = (x[:, None] * weights[..., None].to(x.dtype)).flatten(0, 1)
@@ -462,21 +466,21 @@ class MoE(nn.Module):
         elif self.ones is not None:
             ones = self.ones[: len(x)] if len(x) <= len(self.ones) else torch.ones_like(weights)
             x, weights = self.ops.scale_rows(x, weights), ones
-        x = x if self.into is None else self.into(x)
-        out: Tensor = self.experts(x, ids, weights)
+        x = x if self.into is None else self.into(x, batch)
+        out: Tensor = self.experts(x, ids, weights, batch)
         if len(out) > num_tokens:
             out = out.unflatten(0, (num_tokens, -1)).sum(1)
         if self.back is not None:
-            out = self.back(out)
+            out = self.back(out, batch)
         if shared is not None:
             out = self.ops.add(out, shared)
             out = self.ops.scale(out, 0.5) if self.shared_mean else out
         return out if self.sum is None else self.sum(out)
 
-    def _shared(self, x: Tensor) -> Tensor:
+    def _shared(self, x: Tensor, batch: Batch | None) -> Tensor:
         assert self.shared is not None
-        shared: Tensor = self.shared(x)
-        return shared if self.shared_gate is None else self.ops.weigh(shared, self.shared_gate(x))
+        shared: Tensor = self.shared(x, batch)
+        return shared if self.shared_gate is None else self.ops.weigh(shared, self.shared_gate(x, batch))
 
 
 class ChoiceBias(LoadedModule):

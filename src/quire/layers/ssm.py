@@ -104,11 +104,11 @@ class ShortConv(SSMMixer):
         self.out = RowLinear(inner.all, hidden, scope / "out_proj", bias=facts.proj_bias)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        gate_in, gate_out, x = self.into.multiply(x).chunk(3, 1)
+        gate_in, gate_out, x = self.into.multiply(x, batch).chunk(3, 1)
         x = self.ops.gate(x, gate_in, "itself")
         conv_state, seqs = self.bound[0], self.seqs_of(batch)
         x = self.ops.conv(x, self.conv_weights._replace(activated=False), conv_state, seqs)
-        return self.out(self.ops.gate(x, gate_out, "itself"))
+        return self.out(self.ops.gate(x, gate_out, "itself"), batch)
 
 
 class DecayMixer(SSMMixer):
@@ -186,14 +186,15 @@ class MambaMixer(DecayMixer):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         (conv_state, state), seqs = self.bound, self.seqs_of(batch)
-        x, gate = self.into.multiply(x).chunk(2, 1)
+        x, gate = self.into.multiply(x, batch).chunk(2, 1)
         x = self.ops.conv(x, self.conv_weights, conv_state, seqs)
-        params = self.params(x)
+        params = self.params(x, batch)
         if self.weights:
             params = self.norm_parts(params, self.weights, self.eps)
         dt, b, c = params.split(self.param_sizes, 1)
-        y = self.ops.select(x, gate, MambaInputs(self.steps(dt), b, c, self.rates, self.skip), state, seqs)
-        return self.out(y)
+        inputs = MambaInputs(self.steps(dt, batch), b, c, self.rates, self.skip)
+        y = self.ops.select(x, gate, inputs, state, seqs)
+        return self.out(y, batch)
 
 
 class Mamba2Mixer(DecayMixer):
@@ -223,14 +224,14 @@ class Mamba2Mixer(DecayMixer):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         (conv_state, state), seqs = self.bound, self.seqs_of(batch)
-        projected = self.into.multiply(x)
+        projected = self.into.multiply(x, batch)
         if self.scales is not None:
             projected = self.scale_columns(projected, self.scales)
         gate, xbc, dt = projected.split(self.split, 1)
         xbc = self.ops.conv(xbc, self.conv_weights, conv_state, seqs)
         y = self.ops.scan(xbc, ScanInputs(dt, self.rates, self.skip, self.limits), state, seqs)
         y = self.ops.gate(y, gate, "silu") if self.normed is None else self.normed(y, gate)
-        return self.out(y)
+        return self.out(y, batch)
 
 
 class GatedNorm(nn.Module):
@@ -296,11 +297,11 @@ class GatedDelta(DecayMixer):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         (conv_state, state), seqs = self.bound, self.seqs_of(batch)
-        qkv, gate, b, a = self.into(x).split(self.split, 1)
+        qkv, gate, b, a = self.into(x, batch).split(self.split, 1)
         qkv = self.ops.conv(qkv, self.conv_weights, conv_state, seqs)
         y = self.ops.delta(qkv, DeltaInputs(a, b, self.rates), state, seqs)
         y = self.ops.gated_norm(y, gate, self.norm.weight, self.norm.eps, gate_first=False)
-        return self.out(y)
+        return self.out(y, batch)
 
 
 class OrderedLinear(Linear):
@@ -323,8 +324,7 @@ class OrderedLinear(Linear):
     def orders(self) -> list[Tensor]:
         return self._orders
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.multiply(x)
+    forward = Linear.multiply
 
 
 def apart(groups: int, *sizes: int) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from quire.attention.batch import Batch
 from quire.checkpoint.facts import ArchFacts, LayerFacts
 from quire.layers.mlp import PlainMLP
 from quire.layers.scope import Scope, Target
@@ -46,8 +47,8 @@ class XIELUMLP(PlainMLP):
         super().__init__(facts, scope, names=("up_proj", "down_proj"))
         self.activate = XIELU(scope / "act_fn")
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.activate(self.up(x)))
+    def forward(self, x: Tensor, batch: Batch | None = None) -> Tensor:
+        return self.down(self.activate(self.up(x, batch)), batch)
 
 
 class Layer(llama.Layer):

@@ -107,7 +107,7 @@ class BertEmbeddings(nn.Module):
         self.norm = norm_of(facts, norm)
 
     def forward(self, batch: Batch) -> Tensor:
-        x: Tensor = self.words(batch.token_ids)
+        x: Tensor = self.words(batch.token_ids, batch)
         if self.types is not None:
             types = torch.zeros_like(batch.token_ids) if batch.token_types is None else batch.token_types
             x = x + self.types(types)
@@ -148,8 +148,8 @@ class GatedMLP(nn.Module):
         self.gate_up = make(*sizes, scope / "gate_up", activation=facts.activation, names=parts)
         self.down = RowLinear(facts.intermediate, facts.hidden, scope / down, bias=facts.mlp_bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.gate_up(x))
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        return self.down(self.gate_up(x, batch), batch)
 
 
 class Layer(nn.Module):
@@ -167,8 +167,8 @@ class Layer(nn.Module):
         self.mlp: nn.Module = make(facts, scope=scope, names=names.mlp)
 
     def forward(self, x: Tensor, batch: Batch, texts: Spans, bias: Tensor | None) -> Tensor:
-        x = self.attention_norm.added(self.attention(x, batch.positions, texts, bias), x)
-        return self.mlp_norm.added(self.mlp(x), x)
+        x = self.attention_norm.added(self.attention(x, batch, texts, bias), x)
+        return self.mlp_norm.added(self.mlp(x, batch), x)
 
 
 class Bert(nn.Module):

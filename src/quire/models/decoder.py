@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from quire.attention.batch import Batch
+from quire.attention.batch import Batch, LoRATokens
 from quire.checkpoint.facts import ArchFacts, LayerFacts
 from quire.errors import ConfigError
 from quire.layers.embedding import Head, Positions, TokenEmbedding
@@ -20,6 +20,15 @@ class LayerFactory(Protocol):
     """Constructor of a model's layer."""
 
     def __call__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> nn.Module: ...
+
+
+class TappedStates(NamedTuple):
+    """Output of a target model, with the hidden states of intermediate layers for its draft model."""
+
+    hidden: Tensor
+    """[T, hidden], after the final norm"""
+    aux: tuple[Tensor, ...]
+    """[T, hidden] each, in the order of `Decoder.tap`"""
 
 
 class Decoder(nn.Module):
@@ -78,28 +87,35 @@ class Decoder(nn.Module):
                 unit=facts.norm_head,
             )
 
-    def forward(self, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
-        """Return hidden states [T, hidden] after the final norm, or (x, residual) before the last stage."""
+    def forward(self, batch: Batch) -> Tensor | TappedStates | tuple[Tensor, Tensor]:
+        """Return hidden states [T, hidden] after the final norm, with the states of `aux_layers` if there are
+        any; or (x, residual) before the last stage."""
         x, residual = self.embedded(batch) if batch.before is None else batch.before
+        aux, more = tuple[Tensor, ...](), self.layer_inputs(x, batch)
         if self.aux_layers or (batch.embeds is not None and batch.embeds[1].shape[1] > self.hidden):
-            x, residual = self._layer_by_layer(x, residual, batch)
+            x, residual, aux = self._layer_by_layer(x, residual, batch, more)
         else:
             for layer in self.layers:
-                x, residual = layer(x, residual, batch)
+                x, residual = layer(x, residual, batch, *more)
         if self.norm is None:
             assert residual is not None, "a stage has at least one layer"
             return x, residual
-        return self.norm(x, residual)[0]
+        hidden = self.norm(x, residual)[0]
+        return TappedStates(hidden, aux) if aux else hidden
+
+    def layer_inputs(self, x: Tensor, batch: Batch) -> tuple[Any, ...]:
+        """Return further inputs of every layer, made once per forward pass; x is the first layer's input."""
+        return ()
 
     def tap(self, layers: tuple[int, ...], max_tokens: int, device: torch.device) -> None:
-        """Store the inputs of these layers, or the output of the last, in `batch.aux_hidden_states`."""
+        """Return the inputs of these layers, or the output of the last, from each forward pass."""
         self.aux_layers, self.tapped = layers, torch.arange(max_tokens, device=device)
 
     def _layer_by_layer(
-        self, x: Tensor, residual: Tensor | None, batch: Batch
-    ) -> tuple[Tensor, Tensor | None]:
-        """Run all layers; record the inputs of `aux_layers`, and add deepstack image features to the outputs
-        of the first layers."""
+        self, x: Tensor, residual: Tensor | None, batch: Batch, more: tuple[Any, ...]
+    ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
+        """Run all layers, and add deepstack image features to the outputs of the first ones. Return
+        (x, residual) and the inputs of `aux_layers`."""
         states, index = dict[int, Tensor](), self.tapped[: len(x)]
         tokens, added = index, list[Tensor]()
         if batch.embeds is not None:
@@ -108,13 +124,12 @@ class Decoder(nn.Module):
         for number, layer in enumerate(self.layers):
             if number in self.aux_layers:
                 states[number] = self._copy_sum(index, x, residual)
-            x, residual = layer(x, residual, batch)
+            x, residual = layer(x, residual, batch, *more)
             if number < len(added):
                 x.index_add_(0, tokens, added[number].to(x.dtype))
         if len(self.layers) in self.aux_layers:
             states[len(self.layers)] = self._copy_sum(index, x, residual)
-        batch.aux_hidden_states = tuple(states[number] for number in self.aux_layers)
-        return x, residual
+        return x, residual, tuple(states[number] for number in self.aux_layers)
 
     def _copy_sum(self, index: Tensor, x: Tensor, residual: Tensor | None) -> Tensor:
         """Return a copy of x + residual, because layers add in place; by kernels that can be recorded."""
@@ -124,22 +139,22 @@ class Decoder(nn.Module):
     def embedded(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Return (token embeddings, learned positions): the first norm adds the two."""
         assert self.embed is not None, "only the first stage reads tokens"
-        x: Tensor = self.embed(batch.token_ids)
+        x: Tensor = self.embed(batch.token_ids, batch)
         x = x if self.embed_scale == 1 else self.ops.scale(x, self.embed_scale)
         if batch.embeds is not None:
             tokens, vectors = batch.embeds
             x.index_copy_(0, tokens, vectors[:, : self.hidden].to(x.dtype))
         return x, None if self.positions is None else self.positions(batch.positions)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits [N, vocab] of hidden states [N, hidden]."""
+    def logits(self, hidden: Tensor, lora: LoRATokens | None = None) -> Tensor:
+        """Return logits [N, vocab] of hidden states [N, hidden]; `lora` has the adapters of its rows."""
         assert self.head is not None, "only the last stage has a head"
-        out: Tensor = self.head(hidden)
+        out: Tensor = self.head(hidden, lora)
         if self.logit_scale != 1:
             out = self.ops.scale(out, self.logit_scale)
         if self.logit_softcap is None:
             return out
-        masked = out.isneginf() if self.head.is_wide else None
+        masked = out.isneginf() if self.head.widens(lora) else None
         out = self.ops.softcap(out, self.logit_softcap)
         return out if masked is None else out.masked_fill_(masked, -torch.inf)
 

@@ -2,6 +2,7 @@
 additional norm."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -50,6 +51,13 @@ class _DirectQueryLinear(Linear):
         return without_bias(self.part_names[0], super().targets())
 
 
+@dataclass(slots=True)
+class SelectedTokens:
+    """The tokens that the last sparse indexer of a forward pass selected, for the layers that reuse them."""
+
+    indices: SparseIndices | None = None
+
+
 class Attention(nn.Module):
     """Down projections to query and KV latents, query up projection, latent attention, output projection."""
 
@@ -71,8 +79,6 @@ class Attention(nn.Module):
         kv_norm = self.LatentNorm(spec.rank, _EPS, scope / "kv_a_layernorm")
         index = None if facts.mla is None else facts.mla.index
         self.indexer: SparseIndexer | None = None
-        self.is_indexed = index is not None
-        """Whether attention is sparse, by its own indexer or that of an earlier layer."""
         if index is not None and layer.has_indexer:
             assert q_latent, "an indexer needs a query latent"
             sizes = facts.hidden, q_latent, spec.rope_dim
@@ -85,20 +91,20 @@ class Attention(nn.Module):
         self.ops = scope.ops
         self.register_buffer("growth", growth_of(facts.attention_temperature, 0, scope), persistent=False)
 
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        return self.out(self.attend(x, batch))
+    def forward(self, x: Tensor, batch: Batch, selected: SelectedTokens | None = None) -> Tensor:
+        return self.out(self.attend(x, batch, selected or SelectedTokens()), batch)
 
-    def attend(self, x: Tensor, batch: Batch) -> Tensor:
+    def attend(self, x: Tensor, batch: Batch, selected: SelectedTokens) -> Tensor:
         """Return the attention output of all heads [T, heads * v_dim]."""
-        q, kv = self.down.multiply(x).split(self.down.sizes_out, -1)
+        q, kv = self.down.multiply(x, batch).split(self.down.sizes_out, -1)
         if self.q_norm is not None and self.q_up is not None:
             q = self.q_norm(q, None)[0]
             if self.indexer is not None:
-                batch.topk_indices = self._select_tokens(x, q, batch)
-            q = self.q_up(q)
+                selected.indices = self._select_tokens(x, q, batch)
+            q = self.q_up(q, batch)
         if self.growth is not None:
             q = self.ops.scale_rows(q, self.ops.embed(batch.positions, self.growth))
-        return self.mix(q, kv, batch, batch.topk_indices if self.is_indexed else None)
+        return self.mix(q, kv, batch, selected.indices)
 
     def _select_tokens(self, x: Tensor, q_latent: Tensor, batch: Batch) -> SparseIndices | None:
         assert self.indexer is not None and self.mix.index_keys is not None, "bind() comes before forward()"
@@ -113,10 +119,21 @@ class Layer(llama.Layer):
     Mixer: LayerFactory = Attention
 
 
+class SparseLayer(Layer):
+    """Layer with sparse attention, in models that have an indexer."""
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, batch: Batch, selected: SelectedTokens | None = None
+    ) -> tuple[Tensor, Tensor]:
+        x, residual = self.attention_norm(x, residual)
+        x, residual = self.mlp_norm(self._scaled(self.attention(x, batch, selected)), residual)
+        return self._scaled(self.mlp(x, batch)), residual
+
+
 class Deepseek(Decoder):
     """DeepSeek decoder."""
 
-    Layer = Layer
+    Layer = SparseLayer
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         first, *_ = scope.stage.layers(len(facts.layers))
@@ -126,6 +143,9 @@ class Deepseek(Decoder):
                 "layer before it: set another pp_layer_partition, or pipeline_parallel_size=1"
             )
         super().__init__(facts, scope)
+
+    def layer_inputs(self, x: Tensor, batch: Batch) -> tuple[SelectedTokens]:
+        return (SelectedTokens(),)
 
 
 class AXK1Layer(Layer):

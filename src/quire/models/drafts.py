@@ -88,7 +88,7 @@ class FirstLayer(llama.Layer):
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         x, residual = self.mlp_norm(self.attention(x, batch), x)
-        return self.mlp(x), residual
+        return self.mlp(x, batch), residual
 
 
 class Eagle(DraftHead):
@@ -141,7 +141,7 @@ class Layer3(llama.Layer):
         tokens, states = self.attention_norm.alone(x), self.states_norm.alone(residual)
         attended = self.attention(torch.cat((tokens, states), 1), batch)
         x, residual = self.mlp_norm(attended, states if self.keeps_normed else residual)
-        return self.mlp(x), residual
+        return self.mlp(x, batch), residual
 
 
 class Eagle3(DraftHead):

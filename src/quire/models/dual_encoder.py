@@ -1,5 +1,7 @@
 """The text encoders of CLIP and SigLIP, with the embeddings of images in place of their tokens."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -30,8 +32,8 @@ class DualTextLayer(nn.Module):
         )
         self.mlp = VisionMLP(facts.hidden, facts.intermediate, scope / "mlp", activation=facts.activation)
 
-    def forward(self, x: Tensor, positions: Tensor, texts: Spans, bias: Tensor | None) -> Tensor:
-        x = x + self.attention(self.attention_norm.alone(x), positions, texts, bias)
+    def forward(self, x: Tensor, batch: Batch, texts: Spans, bias: Tensor | None) -> Tensor:
+        x = x + self.attention(self.attention_norm.alone(x), batch, texts, bias)
         return x + self.mlp(self.mlp_norm.alone(x))
 
 
@@ -69,11 +71,11 @@ class DualTextEncoder(nn.Module):
     def encode(self, batch: Batch) -> Tensor:
         raise NotImplementedError
 
-    def run(self, token_ids: Tensor, positions: Tensor, texts: Spans, bias: Tensor | None = None) -> Tensor:
-        x: Tensor = self.embed(token_ids) + self.places.vectors[positions]
+    def run(self, batch: Batch, texts: Spans, bias: Tensor | None = None) -> Tensor:
+        x: Tensor = self.embed(batch.token_ids, batch) + self.places.vectors[batch.positions]
         for layer in self.layers:
-            x = layer(x, positions, texts, bias)
-        return self.project(self.norm.alone(x))
+            x = layer(x, batch, texts, bias)
+        return self.project(self.norm.alone(x), batch)
 
 
 class ClipText(DualTextEncoder):
@@ -83,7 +85,7 @@ class ClipText(DualTextEncoder):
         length = batch.max_query_len
         zeros = torch.zeros((), dtype=self.places.vectors.dtype, device=batch.token_ids.device)
         bias = zeros.new_full((1, length, length), -torch.inf).triu(1)
-        return self.run(batch.token_ids, batch.positions, spans(batch), bias)
+        return self.run(batch, spans(batch), bias)
 
 
 class SiglipText(DualTextEncoder):
@@ -100,12 +102,14 @@ class SiglipText(DualTextEncoder):
 
     def encode(self, batch: Batch) -> Tensor:
         parts = [
-            self._encode_texts(ids, lens)
+            self._encode_texts(ids, lens, batch)
             for ids, lens in _split_texts(batch.token_ids, batch.query_lens_host, _TEXTS_AT_ONCE)
         ]
         return torch.cat(parts)
 
-    def _encode_texts(self, token_ids: Tensor, lens: "np.ndarray[tuple[int], np.dtype[np.int32]]") -> Tensor:
+    def _encode_texts(
+        self, token_ids: Tensor, lens: "np.ndarray[tuple[int], np.dtype[np.int32]]", batch: Batch
+    ) -> Tensor:
         """Return the outputs of the tokens of some texts; that of a last token is the last one's after
         padding."""
         count, length, device = len(lens), self.length, token_ids.device
@@ -117,7 +121,7 @@ class SiglipText(DualTextEncoder):
         padded[flat] = token_ids
         positions = torch.arange(length, device=device).repeat(count)
         texts = spans_of(np.full(count, length, np.int32), device)
-        states = self.run(padded, positions, texts)
+        states = self.run(replace(batch, token_ids=padded, positions=positions), texts)
         out = states[flat]
         out[torch.from_numpy(ends).to(device)] = states[length - 1 :: length]
         return out

@@ -41,9 +41,10 @@ class ScaledMLP(MLP):
         size = sum(self.gate_up.sizes_out) // 2
         self.factors = torch.cat([scope.empty(size).fill_(factor) for factor in (gate, 1.0)])
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate_up = self.ops.scale_columns(self.gate_up.multiply(x), self.factors)
-        return self.ops.scale(self.down(self.ops.gated(gate_up, self.gate_up.activation)), self.scale)
+    def forward(self, x: Tensor, batch: Batch | None = None) -> Tensor:
+        gate_up = self.ops.scale_columns(self.gate_up.multiply(x, batch), self.factors)
+        gated = self.ops.gated(gate_up, self.gate_up.activation)
+        return self.ops.scale(self.down(gated, batch), self.scale)
 
 
 class Layer(llama.Layer):

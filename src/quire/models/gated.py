@@ -29,10 +29,10 @@ class SoftplusGate(llama.Attention):
         self.gate = ColumnLinear(facts.hidden, size, scope / "g_proj")
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        gate = F.softplus(self.gate(x).float()).view(-1, 1)
+        gate = F.softplus(self.gate(x, batch).float()).view(-1, 1)
         mixed = self.mix(x, self.qkv, batch)
         self.ops.scale_rows(mixed.view(-1, self.width), gate.to(mixed.dtype))
-        return self.out(mixed)
+        return self.out(mixed, batch)
 
 
 Laguna = decoder_of(llama.layer_with(SoftplusGate))
@@ -52,8 +52,8 @@ Flint = decoder_of(llama.layer_with(OffsetAttention))
 class LogitRouter(ExpertRouter):
     """Router that adds the bias of the choice to the logits, not to their sigmoid."""
 
-    def forward(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        logits = self.multiply(x.float())
+    def forward(self, x: Tensor, bias: Tensor | None, batch: Batch | None = None) -> tuple[Tensor, Tensor]:
+        logits = self.multiply(x.float(), batch)
         ids = torch.topk(logits if bias is None else logits + bias, self.routing.per_token).indices
         weights = logits.gather(1, ids).sigmoid()
         if self.routing.renormalized:
@@ -113,7 +113,7 @@ class BeamAttention(llama4.Attention):
         self.bias = HeadBias(facts.heads, facts.head_dim, scope / "gate_bias")
 
     def attend(self, x: Tensor, batch: Batch) -> Tensor:
-        gate: Tensor = self.bias(self.gate(x))
+        gate: Tensor = self.bias(self.gate(x, batch))
         return self.ops.weigh(super().attend(x, batch), gate)
 
 
@@ -132,7 +132,7 @@ class BeamLayer(SandwichLayer):
         x, residual = self.attention_norm(x, residual)
         mixed = self.ops.scale(self.attended_norm.alone(self.attention(x, batch)), mixer)
         x, residual = self.mlp_norm(mixed, self.ops.scale(residual, kept_mixer))
-        fed = self.ops.scale(self.fed_norm.alone(self.mlp(x)), mlp)
+        fed = self.ops.scale(self.fed_norm.alone(self.mlp(x, batch)), mlp)
         return fed, self.ops.scale(residual, kept_mlp)
 
 

@@ -67,8 +67,8 @@ class Laurel(nn.Module):
         self.right = WholeLinear(rank, facts.hidden, scope / "linear_right")
         self.norm = norm_of(facts, scope / "post_laurel_norm")
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.norm.alone(self.right(self.left(x)))
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        return x + self.norm.alone(self.right(self.left(x, batch), batch))
 
 
 class SparseMLP(MLP):
@@ -80,12 +80,12 @@ class SparseMLP(MLP):
         self.group, self.size = scope.group, facts.intermediate
         self.deviations = NormalDist().inv_cdf(sparsity)
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up.multiply(x).chunk(2, -1)
+    def forward(self, x: Tensor, batch: Batch | None = None) -> Tensor:
+        gate, up = self.gate_up.multiply(x, batch).chunk(2, -1)
         mean = self._mean(gate)
         cutoff = mean + self._mean((gate - mean).square()).sqrt() * self.deviations
         gated = F.gelu(F.relu(gate - cutoff.to(gate.dtype)), approximate="tanh") * up
-        return self.down(gated)
+        return self.down(gated, batch)
 
     def _mean(self, x: Tensor) -> Tensor:
         """Return the mean over the shards of all devices."""
@@ -141,9 +141,9 @@ class SharingAttention(nn.Module):
         norms = HeadNorms(self.norm.weight, self.norm.weight, self.norm.eps)
         no_slots = torch.full_like(batch.slots, -1)
         entry = HeadEntry(spec.heads, *self.rope.of(batch), no_slots, *caches, norms, *spec.scales)
-        qkv = F.pad(self.q(x), (0, 2 * spec.kv_heads * spec.head_dim))
+        qkv = F.pad(self.q(x, batch), (0, 2 * spec.kv_heads * spec.head_dim))
         q = self.ops.rotate_and_write(qkv, entry)
-        return self.out(shared.backend.forward(q, *caches, batch, spec).flatten(1))
+        return self.out(shared.backend.forward(q, *caches, batch, spec).flatten(1), batch)
 
 
 def share_keys(facts: ArchFacts, attentions: list[nn.Module]) -> None:
@@ -165,12 +165,12 @@ class OwnInputs(nn.Module):
         self.projection = WholeLinear(facts.hidden, width, scope / "per_layer_model_projection")
         self.norm = norm_of(facts, scope / "per_layer_projection_norm", altup.per_layer)
 
-    def forward(self, x: Tensor, token_ids: Tensor) -> Tensor:
+    def forward(self, x: Tensor, token_ids: Tensor, batch: Batch) -> Tensor:
         """Return the inputs of all layers, [T, layers, per_layer]."""
         shape = (len(x), self.layers, self.per_layer)
         ids = torch.where(token_ids < self.vocab, token_ids, 0).clamp_min(0)
-        embedded = self.embed(ids) * self.per_layer**0.5
-        projected = (self.projection(x) * self.hidden**-0.5).view(-1, self.per_layer)
+        embedded = self.embed(ids, batch) * self.per_layer**0.5
+        projected = (self.projection(x, batch) * self.hidden**-0.5).view(-1, self.per_layer)
         return (self.norm.alone(projected).view(shape) + embedded.view(shape)) * 0.5**0.5
 
 
@@ -204,12 +204,13 @@ class Layer(nn.Module):
         x = predicted[self.active]
         normed = self.before_attention.alone(x)
         x = x + self.after_attention.alone(self.attention(normed, batch))
-        x = (x + self.laurel(normed)) * 0.5**0.5
-        x = x + self.after_mlp.alone(self.mlp(self.before_mlp.alone(x)))
+        x = (x + self.laurel(normed, batch)) * 0.5**0.5
+        x = x + self.after_mlp.alone(self.mlp(self.before_mlp.alone(x), batch))
         states = self.altup.correct(predicted, x)
         first = states[self.active]
         first = first * self.altup.out_scale.vectors if self.is_scaled else first
-        projected = self.widen(F.gelu(self.gate(first), approximate="tanh") * layer_input)
+        gated = F.gelu(self.gate(first, batch), approximate="tanh") * layer_input
+        projected = self.widen(gated, batch)
         states[1:] += self.after_own.alone(projected)
         return states
 
@@ -238,13 +239,14 @@ class Gemma3nModel(Decoder):
 
     def forward(self, batch: Batch) -> Tensor:
         x, _ = self.embedded(batch)
-        layer_inputs = self.own(x, batch.token_ids)
+        layer_inputs = self.own(x, batch.token_ids, batch)
         rms = _rms(x)
-        states = torch.stack([x, *(_rescale(project(x), rms) for project in self.spread)])
+        states = torch.stack([x, *(_rescale(project(x, batch), rms) for project in self.spread)])
         for number, layer in enumerate(self.layers):
             states = layer(states, layer_inputs[:, number], batch)
         rms = _rms(states[0])
-        others = [_rescale(project(x), rms) for project, x in zip(self.joined, states[1:], strict=True)]
+        pairs = zip(self.joined, states[1:], strict=True)
+        others = [_rescale(project(x, batch), rms) for project, x in pairs]
         assert self.norm is not None
         return self.norm.alone(torch.stack([states[0], *others]).mean(0))
 

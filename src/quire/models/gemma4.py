@@ -16,7 +16,7 @@ from quire.layers.norm import RMSNorm, norm_of
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope, Target
 from quire.layers.vision import Learned
-from quire.models.decoder import Decoder
+from quire.models.decoder import Decoder, TappedStates
 from quire.models.gemma3n import Attention, OwnInputs, SharingAttention, share_keys
 
 
@@ -60,10 +60,10 @@ class Gemma4Mixture(nn.Module):
         self.after = norm_of(facts, scope / "post_feedforward_layernorm_2")
         self.sum = scope.group.all_reduce if scope.group.size > 1 else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        ids, weights = self.router(self.router_norm.alone(x), None)
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        ids, weights = self.router(self.router_norm.alone(x), None, batch)
         weights = weights * self.factors.vectors[ids.long()]
-        out: Tensor = self.experts(self.before.alone(x), ids, weights)
+        out: Tensor = self.experts(self.before.alone(x), ids, weights, batch)
         return self.after.alone(out if self.sum is None else self.sum(out))
 
 
@@ -77,9 +77,9 @@ class OwnInput(nn.Module):
         self.widen = WholeLinear(altup.per_layer, facts.hidden, scope / "per_layer_projection")
         self.norm = norm_of(facts, scope / "post_per_layer_input_norm")
 
-    def forward(self, x: Tensor, layer_input: Tensor) -> Tensor:
-        gated = self.ops.activate(self.gate(x), self.activation) * layer_input
-        return self.norm.alone(self.widen(gated))
+    def forward(self, x: Tensor, layer_input: Tensor, batch: Batch) -> Tensor:
+        gated = self.ops.activate(self.gate(x, batch), self.activation) * layer_input
+        return self.norm.alone(self.widen(gated, batch))
 
 
 class Layer(nn.Module):
@@ -110,13 +110,13 @@ class Layer(nn.Module):
         x, residual = self.before_attention(x, residual)
         x = self.after_attention.alone(self.attention(x, batch))
         x, residual = self.before_mlp(x, residual)
-        x = self.mlp(x)
+        x = self.mlp(x, batch)
         if self.mixture is not None and self.after_dense is not None:
-            x = self.ops.add(self.after_dense.alone(x), self.mixture(residual))
+            x = self.ops.add(self.after_dense.alone(x), self.mixture(residual, batch))
         x = self.after_mlp.alone(x)
         if self.own is not None:
             residual = self.ops.add(residual, x)
-            x = self.own(residual, layer_input)
+            x = self.own(residual, layer_input, batch)
         return self.scale(x), self.scale(residual)
 
 
@@ -140,14 +140,14 @@ class Gemma4(Decoder):
         if is_linked:
             share_keys(facts, [layer.attention for layer in self.layers if isinstance(layer, Layer)])
 
-    def forward(self, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, batch: Batch) -> Tensor | TappedStates | tuple[Tensor, Tensor]:
         if self.own is None:
             return super().forward(batch)
         x, residual = self.embedded(batch)
         token_ids = batch.token_ids
         if batch.embeds is not None and self.media_id is not None:
             token_ids = token_ids.index_fill(0, batch.embeds[0], self.media_id)
-        layer_inputs = self.own(x, token_ids)
+        layer_inputs = self.own(x, token_ids, batch)
         for number, layer in enumerate(self.layers):
             x, residual = layer(x, residual, batch, layer_inputs[:, number])
         assert self.norm is not None

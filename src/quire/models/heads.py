@@ -63,7 +63,7 @@ class Reward(nn.Module):
         self.out = WholeLinear(facts.hidden, size, scope / out, bias=True)
 
     def forward(self, states: Tensor) -> Tensor:
-        return self.out(self.activate(self.dense(states)))
+        return self.out.product(self.activate(self.dense.product(states)))
 
 
 DistilBertClassifier = partial(Reward, dense="pre_classifier", out="classifier")

@@ -46,10 +46,10 @@ class Attention(llama.Attention):
         self.mix.norms = HeadNorms(ones, ones, facts.norm_eps)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        return self.out(self.mix(x, self._project_qkv, batch))
+        return self.out(self.mix(x, self._project_qkv, batch), batch)
 
-    def _project_qkv(self, x: Tensor, entry: HeadEntry) -> Tensor:
-        return self.weights(self.qkv(x, entry))
+    def _project_qkv(self, x: Tensor, entry: HeadEntry, batch: Batch) -> Tensor:
+        return self.weights(self.qkv(x, entry, batch))
 
 
 HunYuan = decoder_of(llama.layer_with(Attention))

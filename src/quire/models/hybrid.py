@@ -40,7 +40,6 @@ class NemotronHLayer(nn.Module):
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__()
         self.norm = norm_of(facts, scope / "norm")
-        self.takes_batch = layer.mixer != "none"
         self.mixer: nn.Module
         if layer.mixer == "mamba":
             self.mixer = mixer_of(facts, layer, scope / "mixer")
@@ -53,7 +52,7 @@ class NemotronHLayer(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         x, residual = self.norm(x, residual)
-        return self.mixer(x, batch) if self.takes_batch else self.mixer(x), residual
+        return self.mixer(x, batch), residual
 
 
 NemotronH = decoder_of(NemotronHLayer, MambaModel)

@@ -85,9 +85,9 @@ class GatedLatentAttention(deepseek.Attention):
         super().__init__(facts, layer, rope, scope)
         self.gate = ColumnLinear(facts.hidden, facts.heads, scope / "g_proj")
 
-    def attend(self, x: Tensor, batch: Batch) -> Tensor:
-        gate: Tensor = self.gate(x)
-        mixed = super().attend(x, batch)
+    def attend(self, x: Tensor, batch: Batch, selected: deepseek.SelectedTokens) -> Tensor:
+        gate: Tensor = self.gate(x, batch)
+        mixed = super().attend(x, batch, selected)
         self.ops.weigh(mixed.view(-1, self.mix.spec.v_dim), gate.view(-1, 1))
         return mixed
 
@@ -123,7 +123,7 @@ class MiniMaxLayer(llama.Layer):
         x, _ = self.attention_norm(x, residual)
         mixed = self.ops.scale(self.attention(x, batch), mixer)
         x, _ = self.mlp_norm(mixed, self.ops.scale(x, kept_mixer))
-        fed = self.ops.scale(self.mlp(x), mlp)
+        fed = self.ops.scale(self.mlp(x, batch), mlp)
         return fed, self.ops.scale(x, kept_mlp)
 
 

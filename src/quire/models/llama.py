@@ -71,7 +71,7 @@ class Attention(nn.Module):
         )
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        return self.out(self.mix(x, self.qkv, batch))
+        return self.out(self.mix(x, self.qkv, batch), batch)
 
 
 class Layer(nn.Module):
@@ -100,7 +100,7 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         x, residual = self.attention_norm(x, residual)
         x, residual = self.mlp_norm(self._scaled(self.attention(x, batch)), residual)
-        return self._scaled(self.mlp(x)), residual
+        return self._scaled(self.mlp(x, batch)), residual
 
     def _scaled(self, x: Tensor) -> Tensor:
         return x if self.scale == 1 else self.ops.scale(x, self.scale)

@@ -44,7 +44,7 @@ class Attention(llama.Attention):
         self.register_buffer("growth", growth, persistent=False)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        return self.out(self.attend(x, batch))
+        return self.out(self.attend(x, batch), batch)
 
     def attend(self, x: Tensor, batch: Batch) -> Tensor:
         """Return the attention output of all heads [T, heads * head_dim]."""
@@ -52,8 +52,8 @@ class Attention(llama.Attention):
         if growth is None:
             return self.mix(x, self.qkv, batch)
 
-        def project(x: Tensor, entry: HeadEntry) -> Tensor:
-            q: Tensor = self.qkv(x, entry)
+        def project(x: Tensor, entry: HeadEntry, batch: Batch) -> Tensor:
+            q: Tensor = self.qkv(x, entry, batch)
             self.ops.scale_rows(q.view(len(q), -1), self.ops.embed(batch.positions, growth))
             return q
 

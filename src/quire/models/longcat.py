@@ -1,6 +1,6 @@
 """LongCat-Flash: two attention + MLP blocks per layer, experts parallel to the second, identity experts."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -30,12 +30,12 @@ class LongcatMixture(nn.Module):
         self.experts = Experts(moe, facts.hidden, facts.activation, scope)
         self.sum = scope.group.all_reduce if scope.group.size > 1 else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        ids, weights = self.router(x, self.choice.bias)
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        ids, weights = self.router(x, self.choice.bias, batch)
         is_idle = ids >= self.num_experts
         identity_weight = torch.where(is_idle, weights, 0.0).sum(1, keepdim=True)
         ids = torch.where(is_idle, self._find_unused(ids), ids)
-        out: Tensor = self.experts(x, ids, torch.where(is_idle, 0.0, weights))
+        out: Tensor = self.experts(x, ids, torch.where(is_idle, 0.0, weights), batch)
         out = out if self.sum is None else self.sum(out)
         return out + x * identity_weight.to(x.dtype)
 
@@ -69,6 +69,13 @@ class Attention(deepseek.Attention):
         norm.scale = facts.mla.scales[1]
 
 
+@dataclass(slots=True)
+class ExpertOutput:
+    """The output [T, hidden] of the experts of a layer, between its two halves."""
+
+    of_layer: Tensor | None = None
+
+
 class LayerHalf(nn.Module):
     """Pre-norm half of a layer: attention, then MLP, each with a residual. The experts read the first half,
     and their output is added after the second."""
@@ -85,15 +92,17 @@ class LayerHalf(nn.Module):
         self.mlp = MLP(facts, scope / "mlps" / half)
         self.mixture = LongcatMixture(facts, scope) if layer.moe else None
 
-    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, residual: Tensor | None, batch: Batch, experts: ExpertOutput
+    ) -> tuple[Tensor, Tensor]:
         x, residual = self.attention_norm(x, residual)
         x, residual = self.mlp_norm(self.attention(x, batch), residual)
-        out: Tensor = self.mlp(x)
+        out: Tensor = self.mlp(x, batch)
         if self.mixture is not None:
-            batch.beside = self.mixture(x)
+            experts.of_layer = self.mixture(x, batch)
         else:
-            assert batch.beside is not None, "the first half must run before the second"
-            out = self.ops.add(out, batch.beside)
+            assert experts.of_layer is not None, "the first half must run before the second"
+            out = self.ops.add(out, experts.of_layer)
         return out, residual
 
 
@@ -109,3 +118,6 @@ class LongCat(Decoder):
                 "across layer halves: use tensor_parallel_size"
             )
         super().__init__(facts, scope)
+
+    def layer_inputs(self, x: Tensor, batch: Batch) -> tuple[ExpertOutput]:
+        return (ExpertOutput(),)

@@ -37,11 +37,11 @@ class Attention(nn.Module):
         self.out = RowLinear(facts.heads * v_dim, facts.hidden, scope / "o_proj")
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        queries_keys, values = self.qkv.multiply(x).split(self.sizes, 1)
+        queries_keys, values = self.qkv.multiply(x, batch).split(self.sizes, 1)
         values = F.pad(values.unflatten(1, (-1, self.v_dim)), (0, self.missing)).flatten(1)
-        mixed = self.mix(torch.cat((queries_keys, values), 1), self.ops.rotate_and_write, batch)
+        mixed = self.mix.attend(torch.cat((queries_keys, values), 1), batch)
         mixed = mixed.unflatten(1, (-1, self.v_dim + self.missing))[..., : self.v_dim].flatten(1)
-        return self.out(self.ops.scale(mixed, self.value_scale))
+        return self.out(self.ops.scale(mixed, self.value_scale), batch)
 
 
 MiMoV2 = decoder_of(llama.layer_with(Attention))

@@ -30,8 +30,8 @@ class Layer(nn.Module):
         """Return (x, residual)."""
         if self.attention_norm is not None:
             x = self.attention_norm.added(x, residual)
-        x = self.mlp_norm.added(self.attention(x, batch.positions, texts), residual)
-        return self.mlp(x), residual
+        x = self.mlp_norm.added(self.attention(x, batch, texts), residual)
+        return self.mlp(x, batch), residual
 
 
 class ModernBert(nn.Module):
@@ -56,7 +56,7 @@ class ModernBert(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """Return hidden states [T, hidden] after the final norm."""
-        x = residual = self.embed_norm.alone(self.embed(batch.token_ids))
+        x = residual = self.embed_norm.alone(self.embed(batch.token_ids, batch))
         texts = spans(batch)
         for layer in self.layers:
             x, residual = layer(x, residual, batch, texts)
@@ -76,5 +76,5 @@ class ModernBertClassifier(nn.Module):
         self.classifier = WholeLinear(facts.hidden, num_labels, scope / "classifier", bias=True)
 
     def forward(self, states: Tensor) -> Tensor:
-        x = self.ops.activate(self.dense(states), self.activation)
-        return self.classifier(self.norm.alone(x))
+        x = self.ops.activate(self.dense.product(states), self.activation)
+        return self.classifier.product(self.norm.alone(x))

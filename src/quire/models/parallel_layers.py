@@ -27,7 +27,7 @@ class ParallelLayer(llama.Layer):
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         x, residual = self.attention_norm(x, residual)
-        return self.ops.add(self.attention(x, batch), self.mlp(x)), residual
+        return self.ops.add(self.attention(x, batch), self.mlp(x, batch)), residual
 
 
 class PlainParallelLayer(ParallelLayer):
@@ -41,7 +41,7 @@ class WideParallelLayer(PlainLayer):
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         x, residual = self.attention_norm(x, residual)
-        mlp_out = self.mlp(self.mlp_norm.alone(residual))
+        mlp_out = self.mlp(self.mlp_norm.alone(residual), batch)
         return self.ops.add(self.attention(x, batch), mlp_out), residual
 
 

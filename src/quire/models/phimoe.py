@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from quire.attention.batch import Batch
 from quire.checkpoint.facts import ArchFacts, LayerFacts, MoeFacts
 from quire.layers.moe import ExpertRouter, MoE
 from quire.layers.scope import Scope
@@ -17,8 +18,8 @@ class SparseMixer(ExpertRouter):
         super().__init__(hidden, moe, scope)
         self.spread = moe.spread
 
-    def forward(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        logits = self.multiply(x).float()
+    def forward(self, x: Tensor, bias: Tensor | None, batch: Batch | None = None) -> tuple[Tensor, Tensor]:
+        logits = self.multiply(x, batch).float()
         first, weight = self._choose_best(logits, logits)
         second, other = self._choose_best(logits.scatter(1, first, -torch.inf), logits)
         return torch.cat((first, second), 1).to(torch.int32), torch.cat((weight, other), 1)

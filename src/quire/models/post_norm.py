@@ -23,8 +23,8 @@ class GatedOutput(llama.Attention):
         self.gate = ColumnLinear(facts.hidden, facts.heads * facts.head_dim, scope / "gate_proj")
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        gate: Tensor = self.gate(x)
-        return self.out(self.ops.weigh(self.mix(x, self.qkv, batch), gate))
+        gate: Tensor = self.gate(x, batch)
+        return self.out(self.ops.weigh(self.mix(x, self.qkv, batch), gate), batch)
 
 
 class ScaledSandwichLayer(SandwichLayer):
@@ -34,7 +34,7 @@ class ScaledSandwichLayer(SandwichLayer):
         x, residual = self.attention_norm(x, residual)
         x = self._scaled(self.attended_norm.alone(self.attention(x, batch)))
         x, residual = self.mlp_norm(x, residual)
-        return self._scaled(self.fed_norm.alone(self.mlp(x))), residual
+        return self._scaled(self.fed_norm.alone(self.mlp(x, batch))), residual
 
 
 Afmoe = decoder_of(
@@ -53,7 +53,7 @@ class PostNormLayer(llama.Layer):
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         x = x if residual is None else self.ops.add(residual, x)
         x = self.ops.add(x, self.attention_norm.alone(self.attention(x, batch)))
-        return self.mlp_norm.alone(self.mlp(x)), x
+        return self.mlp_norm.alone(self.mlp(x, batch)), x
 
 
 Olmo2 = decoder_of(PostNormLayer, norms=("post_attention_layernorm", "post_feedforward_layernorm"))

@@ -46,9 +46,9 @@ class GatedAttention(nn.Module):
         self.out = RowLinear(facts.heads * head_dim, facts.hidden, scope / "o_proj", bias=facts.out_bias)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        gate, qkv = self.gate_qkv(x).split(self.split, 1)
-        mixed = self.mix(qkv, self.ops.rotate_and_write, batch)
-        return self.out(self.gates.gate(mixed, gate, "sigmoid"))
+        gate, qkv = self.gate_qkv(x, batch).split(self.split, 1)
+        mixed = self.mix.attend(qkv, batch)
+        return self.out(self.gates.gate(mixed, gate, "sigmoid"), batch)
 
 
 class Layer(llama.Layer):

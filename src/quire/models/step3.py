@@ -38,10 +38,10 @@ class LowRankQueries(nn.Module):
         self.out = RowLinear(facts.heads * head_dim, facts.hidden, scope / "o_proj")
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        latent, keys_values = self.down.multiply(x).split(self.sizes, 1)
-        queries = self.up(self.norm.alone(latent))
-        mixed = self.mix(torch.cat((queries, keys_values), 1), self.ops.rotate_and_write, batch)
-        return self.out(mixed)
+        latent, keys_values = self.down.multiply(x, batch).split(self.sizes, 1)
+        queries = self.up(self.norm.alone(latent), batch)
+        mixed = self.mix.attend(torch.cat((queries, keys_values), 1), batch)
+        return self.out(mixed, batch)
 
 
 Step3Text = decoder_of(llama.layer_with(LowRankQueries))
@@ -58,10 +58,10 @@ class GatedHeads(llama.Attention):
         self.gate = ColumnLinear(facts.hidden, facts.heads, scope / self.gate_name)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        gate: Tensor = self.gate(x)
+        gate: Tensor = self.gate(x, batch)
         mixed = self.mix(x, self.qkv, batch)
         self.ops.weigh(mixed.view(-1, self.head_dim), gate.view(-1, 1))
-        return self.out(mixed)
+        return self.out(mixed, batch)
 
 
 Step35 = decoder_of(llama.layer_with(GatedHeads))

@@ -30,11 +30,14 @@ class Layer(llama.PlainLayer):
         self.cross_norm = norm_of(facts, scope / "encoder_attn_layer_norm")
         self.cross = CrossAttention(facts, scope / "encoder_attn")
 
-    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, residual: Tensor | None, batch: Batch, crossed: Batch | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return (x, residual); `crossed` is the batch for cross-attention."""
         x, residual = self.attention_norm(x, residual)
         x, residual = self.cross_norm(self.attention(x, batch), residual)
-        x, residual = self.mlp_norm(self.cross(x, batch), residual)
-        return self.mlp(x), residual
+        x, residual = self.mlp_norm(self.cross(x, crossed), residual)
+        return self.mlp(x, batch), residual
 
 
 class WhisperModel(Decoder):
@@ -49,6 +52,6 @@ class WhisperModel(Decoder):
         layers = [layer.cross for layer in self.layers if isinstance(layer, Layer)]
         self.crossing = CrossAttentionCache(layers, facts.media.num_cross_states, scope)
 
-    def forward(self, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
-        batch.crossed = self.crossing.seen_in(batch)
-        return super().forward(batch)
+    def layer_inputs(self, x: Tensor, batch: Batch) -> tuple[Batch]:
+        """Return the batch for cross-attention."""
+        return (self.crossing.seen_in(batch),)

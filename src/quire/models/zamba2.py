@@ -11,7 +11,6 @@ from quire.attention.backend import AttentionSpec
 from quire.attention.batch import Batch
 from quire.checkpoint.facts import ArchFacts, LayerFacts
 from quire.errors import ConfigError
-from quire.kernels.ops import HeadEntry
 from quire.layers.attention import PagedAttention
 from quire.layers.linear import Linear, QKVLinear, RowLinear, WholeLinear
 from quire.layers.mlp import MLP
@@ -47,9 +46,9 @@ class Addition(nn.Module):
         self.ups = [Linear(rank, {f"{name}.1": runs}, scope) for name, runs in parts.items()]
         self.up = nn.ModuleList(self.ups)
 
-    def forward(self, out: Tensor, x: Tensor) -> Tensor:
-        ranks = self.down.multiply(x).split(self.rank, 1)
-        parts = [up.multiply(part) for up, part in zip(self.ups, ranks, strict=True)]
+    def forward(self, out: Tensor, x: Tensor, batch: Batch) -> Tensor:
+        ranks = self.down.multiply(x, batch).split(self.rank, 1)
+        parts = [up.multiply(part, batch) for up, part in zip(self.ups, ranks, strict=True)]
         return self.ops.add(out, parts[0] if len(parts) == 1 else torch.cat(parts, 1))
 
 
@@ -81,17 +80,18 @@ class Use(nn.Module):
         self.more_gate_up = Addition(facts.hidden, rank, parts, shared)
         self.linear = WholeLinear(facts.hidden, facts.hidden, scope / "linear")
 
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        assert batch.first is not None
+    def forward(self, x: Tensor, batch: Batch, embeddings: Tensor) -> Tensor:
         block, mlp = self.block, self.block.mlp
-        mixed = self.mix(block.norm.alone(torch.cat((x, batch.first), 1)), self._project_qkv, batch)
-        x = block.mlp_norm.alone(block.out(mixed))
-        gate_up = self.more_gate_up(mlp.gate_up.multiply(x), x)
-        return self.linear(mlp.down(self.ops.gated(gate_up, mlp.gate_up.activation)))
+        qkv = self._project_qkv(block.norm.alone(torch.cat((x, embeddings), 1)), batch)
+        mixed = self.mix.attend(qkv, batch)
+        x = block.mlp_norm.alone(block.out(mixed, batch))
+        gate_up = self.more_gate_up(mlp.gate_up.multiply(x, batch), x, batch)
+        down = mlp.down(self.ops.gated(gate_up, mlp.gate_up.activation), batch)
+        return self.linear(down, batch)
 
-    def _project_qkv(self, x: Tensor, entry: HeadEntry) -> Tensor:
-        qkv = self.block.qkv.multiply(x)
-        return self.ops.rotate_and_write(qkv if self.more_qkv is None else self.more_qkv(qkv, x), entry)
+    def _project_qkv(self, x: Tensor, batch: Batch) -> Tensor:
+        qkv = self.block.qkv.multiply(x, batch)
+        return qkv if self.more_qkv is None else self.more_qkv(qkv, x, batch)
 
 
 class MakesBlock(Protocol):
@@ -115,12 +115,15 @@ class Layer(nn.Module):
         self.norm = norm_of(facts, inner / "input_layernorm")
         self.mamba = Mamba2Mixer(facts.hidden, facts.state, facts.norm_eps, inner / "mamba")
 
-    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, residual: Tensor | None, batch: Batch, embeddings: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return (x, residual); `embeddings` are those of the tokens, [T, hidden]."""
         if self.use is None:
             x, residual = self.norm(x, residual)
             return self.mamba(x, batch), residual
         residual = x if residual is None else self.ops.add(residual, x)
-        x = self.norm.alone(self.ops.add(self.use(residual, batch), residual))
+        x = self.norm.alone(self.ops.add(self.use(residual, batch, embeddings), residual))
         return self.mamba(x, batch), residual
 
 
@@ -140,7 +143,5 @@ class Zamba2(Decoder):
         self.Layer = partial(Layer, blocks=blocks)
         super().__init__(facts, scope)
 
-    def embedded(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        x, residual = super().embedded(batch)
-        batch.first = x.clone()  # layers add to x in place
-        return x, residual
+    def layer_inputs(self, x: Tensor, batch: Batch) -> tuple[Tensor]:
+        return (x.clone(),)  # layers add to x in place

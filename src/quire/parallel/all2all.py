@@ -1,6 +1,7 @@
 """Expert-parallel dispatch: sends tokens to experts on other devices, and combines their outputs."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,15 @@ from quire.parallel.world import World
 Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Computes the local experts' output [T, hidden] for x [T, hidden], local expert ids [T, k] (below 0: not
 here) and weights [T, k]."""
+
+
+class EPTokens(NamedTuple):
+    """Numbers of tokens of a step in engines with different tokens that share experts."""
+
+    num_real: int
+    """Number of this engine's tokens, without padding."""
+    room: int
+    """Number of tokens that every engine has buffers for."""
 
 
 class ExpertPlaces:
@@ -84,15 +94,15 @@ class ExpertDispatch:
         width = 1 if not self.num_redundant else min(self.num_redundant + 1, self.group.size)
         return ExpertPlaces(placement, num_experts, self.group.rank, width, device)
 
-    def plan(self, num_tokens: int | None = None, room: int | None = None) -> None:
-        """Prepare a step: `num_tokens` are real, and every device has buffers for `room`. By default all
-        tokens are real, and every device has as many."""
-
     def num_bytes(self, num_tokens: int, row_bytes: int) -> int:
         """Return the most bytes that a step of `num_tokens` tokens takes here."""
         return 0
 
-    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, places: ExpertPlaces, mix: Mix) -> Tensor:
+    def __call__(
+        self, x: Tensor, ids: Tensor, weights: Tensor, places: ExpertPlaces, mix: Mix, step: EPTokens | None
+    ) -> Tensor:
+        """Return the experts' output [T, hidden]. Without `step`, all tokens are real and every device has as
+        many."""
         return mix(x, places.local(ids), weights)
 
 
@@ -105,21 +115,18 @@ class _DataParallelDispatch(ExpertDispatch):
     ) -> None:
         super().__init__(group, strategy=strategy, num_redundant=num_redundant)
         self.tp = tp
-        self._num_tokens: int | None = None
-        self._room: int | None = None
-
-    def plan(self, num_tokens: int | None = None, room: int | None = None) -> None:
-        self._num_tokens, self._room = num_tokens, room
 
     def num_bytes(self, num_tokens: int, row_bytes: int) -> int:
         """Return the bytes of all engines' tokens and of the outputs."""
         return 2 * self.group.size // self.tp.size * num_tokens * row_bytes
 
-    def _local_share(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, int]:
+    def _local_share(
+        self, x: Tensor, ids: Tensor, weights: Tensor, step: EPTokens | None
+    ) -> tuple[Tensor, Tensor, int]:
         """Return this rank's share of the tokens, padded to its share of the largest engine: the rows of x;
         ids and weights in one tensor; the first token. Ids of padding are -1."""
-        num = len(x) if self._num_tokens is None else self._num_tokens
-        share = -(-(self._room or len(x)) // self.tp.size)
+        num, room = (len(x), len(x)) if step is None else step
+        share = -(-room // self.tp.size)
         first = self.tp.rank * share
         routing = torch.cat((ids, weights.view(torch.int32)), 1)
         if first == 0 and share == num == len(x):
@@ -148,8 +155,10 @@ class GatherDispatch(_DataParallelDispatch):
     """Gathers all tokens on every device, and sums the outputs of all experts. Sizes are the same on all
     devices, so that it can be captured."""
 
-    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, places: ExpertPlaces, mix: Mix) -> Tensor:
-        rows, routing, first = self._local_share(x, ids, weights)
+    def __call__(
+        self, x: Tensor, ids: Tensor, weights: Tensor, places: ExpertPlaces, mix: Mix, step: EPTokens | None
+    ) -> Tensor:
+        rows, routing, first = self._local_share(x, ids, weights, step)
         all_ids, all_weights = _split_routing(self.group.gather(routing, 0))
         out = mix(self.group.gather(rows, 0), places.local(all_ids), all_weights)
         return self._restore(self.group.reduce_scatter(out), x, first)
@@ -174,10 +183,12 @@ class SendDispatch(GatherDispatch):
         self.num_few = num_few
         """Most tokens of a step that is gathered."""
 
-    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, places: ExpertPlaces, mix: Mix) -> Tensor:
-        if (self._room or len(x)) <= self.num_few:
-            return super().__call__(x, ids, weights, places, mix)
-        rows, routing, first = self._local_share(x, ids, weights)
+    def __call__(
+        self, x: Tensor, ids: Tensor, weights: Tensor, places: ExpertPlaces, mix: Mix, step: EPTokens | None
+    ) -> Tensor:
+        if (len(x) if step is None else step.room) <= self.num_few:
+            return super().__call__(x, ids, weights, places, mix, step)
+        rows, routing, first = self._local_share(x, ids, weights, step)
         local_ids, local_weights = _split_routing(routing)
         at, size = places.of(local_ids), self.group.size
         ranks = torch.where(at < 0, size, at // places.num_slots)

@@ -14,6 +14,8 @@ from quire.data.step_plan import Ints, Masks, Pending, StepPlan, StepResult, spr
 from quire.kernels.cpu.sampling import FREE, ConstrainedHost, sample
 from quire.kernels.cpu.tape import Tapes
 from quire.memory import MAX_TAPED, activation_bytes, tape_bytes
+from quire.models.decoder import TappedStates
+from quire.parallel.all2all import EPTokens
 from quire.sampling.random import SamplingTensors
 from quire.sampling.sampler import Sampled, Sampler
 from quire.worker.device import (
@@ -119,7 +121,8 @@ class CpuDevice:
         taped = is_short and not features.has_media and not features.is_eager
         page, sheet = self._decodes(sizes) if taped else self._others(sizes)
         page.write(plan, all_rows)
-        batch = batch_of(sheet, self.block_tables, plan.num_tokens, page.arrays["seq_lens"])
+        seq_lens = page.arrays["seq_lens"]
+        batch = batch_of(sheet, self.block_tables, plan.num_tokens, seq_lens, is_wide=features.is_wide)
         batch.before = (self._rooms if taped else self.model.room)(plan.total_tokens)
         features.put_in(batch)
         self._make_room(batch, plan)
@@ -144,21 +147,22 @@ class CpuDevice:
 
     def _make_room(self, batch: Batch, plan: StepPlan) -> None:
         if plan.counts:
-            batch.num_real, batch.room = plan.total_tokens, max(plan.counts)
+            batch.ep = EPTokens(plan.total_tokens, max(plan.counts))
 
     def _compute(
         self, batch: Batch, sheet: dict[str, Tensor], sampled_in_graph: bool = False
     ) -> ForwardResult | IntermediateTensors:
         model = self.model
-        hidden = model.hidden(batch)
+        out = model.hidden(batch)
         if not model.draws:
-            passed: IntermediateTensors = hidden
+            passed: IntermediateTensors = out
             return passed
+        hidden, aux = out if isinstance(out, TappedStates) else (out, ())
         states = hidden if len(batch.logit_tokens) == len(hidden) else hidden[batch.logit_tokens]
         logits, sampling = model.logits(states, batch), sampling_tensors(sheet)
         sampled_in_graph = sampled_in_graph and self.sample is not None and len(logits) > 0
         token_ids = self.sample(logits, sampling) if sampled_in_graph and self.sample is not None else None
-        return ForwardResult(hidden, logits, token_ids, sampling, aux_hidden_states=batch.aux_hidden_states)
+        return ForwardResult(hidden, logits, token_ids, sampling, aux_hidden_states=aux)
 
     def redraw(self, done: ForwardResult, masks: Masks, places: Ints) -> Tensor | None:
         if self.sample is None or done.sampling is None:
@@ -190,7 +194,7 @@ class CpuDevice:
         target = TargetStates(
             next_ids=torch.from_numpy(next_ids.astype(np.int64)),
             num_kept=torch.from_numpy(num_kept.astype(np.int64)),
-            states=torch.cat(done.aux_hidden_states, 1) if done.aux_hidden_states else done.hidden,
+            states=done.draft_states,
         )
         drafter.see(self._batch, target)
 

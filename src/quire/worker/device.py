@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.attention.backend import AttentionBackend
-from quire.attention.batch import Batch
+from quire.attention.batch import Batch, LoRATokens
 from quire.config.engine import EngineConfig
 from quire.data.step_plan import Ints, Masks, Pending, StepPlan, StepResult
 from quire.errors import EngineDead
@@ -47,13 +47,18 @@ class ForwardResult(NamedTuple):
     verify_inputs: Any = None
     """Batch and speculation inputs of the step, if the device derives its inputs itself."""
     aux_hidden_states: tuple[Tensor, ...] = ()
-    """See `Batch.aux_hidden_states`."""
+    """[T, hidden] each, hidden states of intermediate layers for a draft model"""
     follow: Callable[[], Tensor] | None = None
     """Replays the captured verification of the sampled tokens."""
     verified: Tensor | None = None
     """Result of the verification, if it ran within the forward pass."""
     redraw: Callable[[], Tensor] | None = None
     """Replays the captured sampling [N] under the masks on the device."""
+
+    @property
+    def draft_states(self) -> tuple[Tensor, ...]:
+        """Return the hidden states that a draft model reads, [T, hidden] each."""
+        return self.aux_hidden_states or (self.hidden,)
 
 
 class UnsampledRows:
@@ -160,7 +165,7 @@ class StepFeatures(NamedTuple):
         return self.last_visible is not None or self.is_wide
 
     def put_in(self, batch: Batch) -> None:
-        batch.embeds, batch.last_visible, batch.is_wide = self.embeds, self.last_visible, self.is_wide
+        batch.embeds, batch.last_visible = self.embeds, self.last_visible
 
 
 @dataclass(slots=True)
@@ -168,7 +173,8 @@ class Model:
     """The forward pass, the LM head and the attention backend of a model, or of one pipeline stage."""
 
     forward: Callable[[Batch], Any]
-    head: Callable[[Tensor], Tensor]
+    head: Callable[..., Tensor]
+    """[N, hidden] -> [N, vocab]; with LoRA, the second argument has the adapters of the rows."""
     attention: AttentionBackend
     link: StageLink | None = None
     """None without pipeline parallelism."""
@@ -197,18 +203,14 @@ class Model:
 
     def logits(self, states: Tensor, batch: Batch) -> Tensor:
         """Return the logits of hidden states of a batch."""
-        if self.adapters is None:
-            return self.head(states)
-        with self.adapters.using(batch.lora):
-            return self.head(states)
+        return self.head(states) if batch.logit_lora is None else self.head(states, batch.logit_lora)
 
     def head_of_one(self, states: Tensor) -> Tensor:
         """Return logits as if every position used the adapter in the first slot, if LoRA is on."""
         if self.adapters is None:
             return self.head(states)
         slots = torch.zeros(len(states), dtype=torch.int32, device=states.device)
-        with self.adapters.using(self.adapters.plan(logit_tokens=slots)):
-            return self.head(states)
+        return self.head(states, self.adapters.plan(LoRATokens(slots)))
 
     def room(self, num_tokens: int) -> Tensor | None:
         """Return a receive buffer for the output of the previous stage; None in the first stage."""
@@ -245,24 +247,23 @@ class Model:
         return DeviceStep(run) if self.link is None else DeviceStep(run, before, self.link.receive)
 
     def hidden(self, batch: Batch) -> Any:
-        """Run the layers: return [T, hidden], or the tensors for the next stage."""
+        """Run the layers: return [T, hidden] (`TappedStates` for some draft models), or the tensors for the
+        next stage."""
         last_visible = batch.last_visible  # the batch may be one of its groups
         for number, group in enumerate(batch.groups):
             group.last_visible = None if number in self.causal_groups else last_visible
             self.attention.plan(group)
         if batch.embeds is not None:
             batch.token_ids = batch.token_ids.clamp(min=0)
-        if self.ep is not None:
-            self.ep.plan(batch.num_real, batch.room)
         return self.run_layers(batch)
 
     def run_layers(self, batch: Batch) -> Any:
         """Run the layers, after the attention of the batch is planned."""
-        if self.adapters is None:
-            return self.forward(batch)
-        batch.lora = self.adapters.plan(batch.adapters, batch.logit_adapters, is_wide=batch.is_wide)
-        with self.adapters.using(batch.lora):
-            return self.forward(batch)
+        if self.adapters is not None:
+            lora, logit_lora = self.adapters.plan(batch.lora), self.adapters.plan(batch.logit_lora)
+            for group in batch.groups:
+                group.lora, group.logit_lora = lora, logit_lora
+        return self.forward(batch)
 
 
 class NewTokens(NamedTuple):
@@ -298,8 +299,11 @@ def batch_of(
     *,
     are_decodes: bool = False,
     are_any: bool = False,
+    is_wide: bool = False,
 ) -> Batch:
-    """Build the batch of a step from its tensors. `block_tables` is [layer groups, rows, blocks]."""
+    """Build the batch of a step from its tensors. `block_tables` is [layer groups, rows, blocks], `is_wide`
+    that of `LoRATokens`."""
+    has_adapters = "adapters" in sheet
     mrope_positions = sheet.get("mrope_positions")
     if mrope_positions is not None and len(mrope_positions) > len(sheet["positions"]):
         mrope_positions = mrope_positions.view(3, -1)
@@ -315,8 +319,8 @@ def batch_of(
         query_lens_host=query_lens,
         seq_lens_host=seq_lens,
         mrope_positions=mrope_positions,
-        adapters=sheet.get("adapters"),
-        logit_adapters=sheet.get("logit_adapters"),
+        lora=LoRATokens(sheet["adapters"], is_wide) if has_adapters else None,
+        logit_lora=LoRATokens(sheet["logit_adapters"], is_wide) if has_adapters else None,
         are_decodes=are_decodes,
         are_any=are_any,
     )

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.attention.batch import LoRATokens
 from quire.data.step_plan import StepPlan
 from quire.layers.lora import AdapterSlots
 from quire.sampling.logprobs import prompt_logprobs
@@ -29,7 +30,7 @@ class PromptLogprobs:
 
     def __init__(
         self,
-        head: Callable[[Tensor], Tensor],
+        head: Callable[..., Tensor],
         all_rows: Rows,
         logprobs_mode: str,
         adapters: AdapterSlots | None = None,
@@ -73,5 +74,4 @@ class PromptLogprobs:
             return self.head(states).float()
         slots = torch.full((len(states),), self._slot, dtype=torch.int32, device=states.device)
         is_wide = bool(self.adapters.has_extra_vocab[self._slot])
-        with self.adapters.using(self.adapters.plan(logit_tokens=slots, is_wide=is_wide)):
-            return self.head(states).float()
+        return self.head(states, self.adapters.plan(LoRATokens(slots, is_wide))).float()

@@ -129,12 +129,13 @@ class PoolingRunner:
         rows, width = int(plan.rows.max()) + 1, -(-int(seq_lens.max()) // all_rows.block_size)
         tables = torch.from_numpy(np.ascontiguousarray(all_rows.block_tables[:, :rows, :width]))
         sheet = tensors(memory.to(self.device), sizes)
-        batch = batch_of(sheet, tables.to(self.device), plan.num_tokens, seq_lens)
+        tables, is_wide = tables.to(self.device), features.is_wide
+        batch = batch_of(sheet, tables, plan.num_tokens, seq_lens, is_wide=is_wide)
         second = np.repeat(self.second_start[plan.rows], plan.num_tokens)
         types = (page.arrays["positions"] >= second).astype(np.int64)
         batch.token_types = torch.from_numpy(types).to(self.device)
         features.put_in(batch)
-        batch.logit_adapters = None
+        batch.logit_lora = None
         return batch
 
     # ---- from hidden states to vectors

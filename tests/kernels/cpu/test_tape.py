@@ -14,11 +14,13 @@ from preloaded import Preloaded
 from torch import Tensor
 
 from quire.attention.backend import AttentionSpec
+from quire.attention.batch import Batch
 from quire.attention.cpu_attn import CPUAttention
 from quire.checkpoint.facts import RopeFacts
 from quire.kernels.cpu import native
 from quire.kernels.cpu.ops import CPUOps
 from quire.kernels.cpu.tape import Pool, Tapes, record
+from quire.kernels.ops import HeadEntry
 from quire.layers.attention import PagedAttention
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
@@ -162,8 +164,11 @@ class Decoder:
         batch.slots.copy_(tables[:, position // BLOCK].long() * BLOCK + position % BLOCK)
 
     def forward(self) -> Tensor:
+        def rotate_and_write(qkv: Tensor, entry: HeadEntry, batch: Batch) -> Tensor:
+            return OPS.rotate_and_write(qkv, entry)
+
         one, two = (
-            layer(OPS.embed(self.batch.token_ids, table), OPS.rotate_and_write, self.batch)
+            layer(OPS.embed(self.batch.token_ids, table), rotate_and_write, self.batch)
             for layer, table in zip(self.layers, self.tables, strict=True)
         )
         return OPS.add_norm(one, two, self.weight, 1e-5)

@@ -1,6 +1,6 @@
 """Tests of the dummy steps of the warm-up, which compile all kernels before the first request."""
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,15 +19,6 @@ from quire.worker.rows import Rows
 CPU, VOCAB, HIDDEN, MAX_ROWS, MAX_LEN = torch.device("cpu"), 32, 8, 6, 64
 
 
-class Slots:
-    """Adapter slots that record which a step uses."""
-
-    def plan(self, tokens: Tensor | None = None, *others: Any, is_wide: bool = False) -> None: ...
-
-    def using(self, step: None) -> AbstractContextManager[None]:
-        return nullcontext()
-
-
 class Steps:
     """Records the model's inputs and the sampler's calls."""
 
@@ -35,8 +26,10 @@ class Steps:
         self.given: list[tuple[tuple[int, ...], bool, bool, bool]] = []
         self.sampled: list[tuple[int, torch.dtype]] = []
         attention: Any = SimpleNamespace(plan=lambda group: None)
-        slots: Any = Slots() if adapters else None
-        model = Model(self.forward, lambda states: states[:, :1].expand(-1, VOCAB), attention, adapters=slots)
+        slots: Any = SimpleNamespace(plan=lambda lora: lora) if adapters else None
+        model = Model(
+            self.forward, lambda states, *lora: states[:, :1].expand(-1, VOCAB), attention, adapters=slots
+        )
         rows = Rows(
             max_rows=MAX_ROWS, max_len=MAX_LEN, block_size=4, sampling=SamplingRows(MAX_ROWS, VOCAB, CPU)
         )
@@ -44,7 +37,7 @@ class Steps:
 
     def forward(self, batch: Batch) -> Tensor:
         lens = tuple(batch.query_starts.diff().tolist())
-        self.given.append((lens, batch.are_decodes, batch.are_any, batch.adapters is not None))
+        self.given.append((lens, batch.are_decodes, batch.are_any, batch.lora is not None))
         return torch.zeros(len(batch.token_ids), HIDDEN)
 
     def sample(self, logits: Tensor, columns: Any, constrained: Any) -> Tensor:

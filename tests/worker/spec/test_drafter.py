@@ -33,6 +33,7 @@ from quire.configure import configure
 from quire.data.params import SamplingParams
 from quire.data.step_plan import Admission, StepPlan
 from quire.kernels.cpu import native
+from quire.models.decoder import TappedStates
 from quire.worker.spec.drafter import SequenceEnds, TargetStates
 from quire.worker.spec.progress import Span, batch_of_spans
 from quire.worker.worker import Worker
@@ -95,8 +96,8 @@ class Pair:
         assert worker.loaded.drafter is not None
         for group in batch.groups:
             worker.loaded.backend.plan(group)
-        hidden = worker.model(batch)
-        states = torch.cat(batch.aux_hidden_states, 1) if batch.aux_hidden_states else hidden
+        out = worker.model(batch)
+        states = out.aux if isinstance(out, TappedStates) else (out,)
         if worker.loaded.drafter.follows:
             worker.loaded.drafter.see(
                 batch, TargetStates(torch.tensor(following), torch.tensor(kept), states)

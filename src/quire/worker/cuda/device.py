@@ -13,6 +13,8 @@ from quire.config.speculation import SpecFacts
 from quire.data.step_plan import Ints, Masks, Pending, StepPlan
 from quire.kernels.host_to_device import copy_to_device
 from quire.memory import GRAPH_BYTES, MAX_DRAWS, ladder, longest_short, short_bytes, short_shapes
+from quire.models.decoder import TappedStates
+from quire.parallel.all2all import EPTokens
 from quire.sampling.memory_probe import probe_memory
 from quire.sampling.sampler import Sampled, Sampler
 from quire.worker.cuda.draft_graphs import DraftGraphs
@@ -251,7 +253,7 @@ class CudaDevice:
         StepBuffers(memory, sizes).write(plan, all_rows, places, ids)
         sheet = tensors(memory.to(self.device, non_blocking=True), sizes)
         seq_lens = all_rows.num_computed[plan.rows] + plan.num_tokens
-        batch = batch_of(sheet, self.block_tables, plan.num_tokens, seq_lens)
+        batch = batch_of(sheet, self.block_tables, plan.num_tokens, seq_lens, is_wide=features.is_wide)
         batch.before = self.model.room(plan.total_tokens)
         features.put_in(batch)
         self._make_room(batch, plan)
@@ -266,7 +268,7 @@ class CudaDevice:
     def _make_room(self, batch: Batch, plan: StepPlan) -> None:
         """Set the expert-parallel buffer size to that of ranks that replay a graph."""
         if plan.counts:
-            batch.num_real, batch.room = plan.total_tokens, self.graphs.size_for(max(plan.counts))
+            batch.ep = EPTokens(plan.total_tokens, self.graphs.size_for(max(plan.counts)))
 
     def compute(self, batch: Batch, sheet: dict[str, Tensor]) -> ForwardResult | IntermediateTensors:
         """Compute a step on the device, inside or outside a captured graph."""
@@ -278,10 +280,11 @@ class CudaDevice:
         else:
             sources = sheet["sources"]
             batch.token_ids = torch.where(sources >= 0, self.last_tokens[sources], sheet["token_ids"])
-        hidden = self.model.hidden(batch)
+        out = self.model.hidden(batch)
         if not self.model.draws:
-            passed: IntermediateTensors = hidden
+            passed: IntermediateTensors = out
             return passed
+        hidden, aux = out if isinstance(out, TappedStates) else (out, ())
         # Padding tokens of a captured step lie between the others; their samples come last.
         is_all = len(batch.logit_tokens) == len(hidden) and not (verify_inputs and batch.max_query_len > 1)
         states = hidden if is_all else hidden[batch.logit_tokens]
@@ -294,8 +297,10 @@ class CudaDevice:
             self.last_tokens.index_copy_(0, sheet["logit_rows"], token_ids)
         elif self.speculation is not None and self.speculation.behind is None:
             later = self._draws.later
-            verified = self.speculation.verify(verify_inputs, hidden, token_ids, sampling.seeds, later)
-        more = verify_inputs, batch.aux_hidden_states, None, verified
+            verified = self.speculation.verify(
+                verify_inputs, aux or (hidden,), token_ids, sampling.seeds, later
+            )
+        more = verify_inputs, aux, None, verified
         return ForwardResult(hidden, logits, token_ids, sampling, sheet["logit_rows"], *more)
 
     def _draw_by_masks(self, done: ForwardResult) -> Tensor:
@@ -337,7 +342,8 @@ class CudaDevice:
 
     def _verify(self, done: ForwardResult) -> Tensor:
         assert self.speculation is not None and done.token_ids is not None and done.sampling is not None
-        return self.speculation.verify(done.verify_inputs, done.hidden, done.token_ids, done.sampling.seeds)
+        states, seeds = done.draft_states, done.sampling.seeds
+        return self.speculation.verify(done.verify_inputs, states, done.token_ids, seeds)
 
     def _start_readback(
         self, values: Tensor, sampled: Sampled, new: NewTokens, all_rows: Rows, read: Read

@@ -34,8 +34,8 @@ class VerifiedStep(NamedTuple):
 
     batch: Batch
     step: SpecStep
-    hidden: Tensor
-    """[T, hidden]"""
+    states: tuple[Tensor, ...]
+    """[T, hidden] each, see `TargetStates.states`"""
     verified: Tensor
     """[B] int32, the result of `verify` for each sequence"""
 
@@ -62,14 +62,14 @@ class DrafterUpdate:
         self._drafter = drafter
 
     def __call__(self, known: SpecTokens, drawn: VerifiedStep) -> None:
-        batch, step, hidden, verified = drawn
+        batch, step, states, verified = drawn
         starts, rows = step.query_starts.long(), step.rows.long()
         num_kept = torch.where(step.planned >= 0, (verified & _COUNT).long(), starts[1:] - starts[:-1])
         after = batch.positions[last_kept(batch, num_kept)] + 1
         target = TargetStates(
             next_ids=known.history[rows, after].long(),
             num_kept=num_kept,
-            states=torch.cat(batch.aux_hidden_states, 1) if batch.aux_hidden_states else hidden,
+            states=states,
         )
         self._drafter.see(batch, target)
 
@@ -151,15 +151,15 @@ class Speculation:
     def verify(
         self,
         inputs: VerifyInputs,
-        hidden: Tensor,
+        states: tuple[Tensor, ...],
         token_ids: Tensor,
         seeds: Tensor,
         later: Tensor | None = None,
     ) -> Tensor:
-        """Verify the drafts and update the drafter."""
+        """Verify the drafts, and update the drafter with the target's hidden states."""
         verified = verify(self.known, inputs.step, token_ids, seeds, self.rates, later)
         if self.behind is not None:
-            self.behind(self.known, VerifiedStep(*inputs, hidden, verified[: len(inputs.step.rows)]))
+            self.behind(self.known, VerifiedStep(*inputs, states, verified[: len(inputs.step.rows)]))
         return verified
 
 

@@ -14,6 +14,7 @@ from quire.kernels.triton.launch import MOST_ROWS, compile_ahead, compiling
 from quire.kernels.triton.masks import apply_masks
 from quire.kernels.triton.sampling import ConstrainedDevice
 from quire.memory import ladder, rows_at_once
+from quire.models.decoder import TappedStates
 from quire.sampling.random import SamplingTensors
 from quire.worker.cuda.draft_graphs import DraftGraphs
 from quire.worker.cuda.draft_verify import Speculation
@@ -128,12 +129,14 @@ class DummyBatches:
         verify_inputs = None
         if self.speculation is not None:
             verify_inputs = self.speculation.derive(batch, sheet, self.block_tables)
-        hidden = self.model.hidden(batch)
+        out = self.model.hidden(batch)
+        hidden, aux = out if isinstance(out, TappedStates) else (out, ())
         if self.model.draws:
             self.model.logits(hidden[batch.logit_tokens], batch)
         if self.speculation is not None and verify_inputs is not None:
             for later in (None, self.draws.later):
-                self.speculation.verify(verify_inputs, hidden, sheet["positions"], sheet["seeds"], later)
+                states, positions = aux or (hidden,), sheet["positions"]
+                self.speculation.verify(verify_inputs, states, positions, sheet["seeds"], later)
 
     @torch.inference_mode()
     def _compile_drafts(

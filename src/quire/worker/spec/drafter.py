@@ -62,8 +62,9 @@ class TargetStates(NamedTuple):
     """[B] int64, the token after the last accepted one: the one just sampled, or the prompt's next"""
     num_kept: Tensor
     """[B] int64, the number of its tokens in the batch without rejected drafts"""
-    states: Tensor
-    """Hidden states of the target, [T, n * hidden]: `Batch.aux_hidden_states`, or the input of its head."""
+    states: tuple[Tensor, ...]
+    """Hidden states of the target, [T, hidden] each: those of intermediate layers, or the input of its
+    head."""
 
 
 def last_kept(batch: Batch, num_kept: Tensor) -> Tensor:
@@ -239,9 +240,10 @@ class HeadDrafter:
         shifted = batch.token_ids.roll(-1).clamp_(min=0).index_copy_(0, at, target.next_ids)
         first = replace(batch, token_ids=shifted, **_DRAFT_FIELDS)
         first.others = tuple(replace(group, attention=None) for group in batch.others)
-        made = self.model(self.ahead.planned(first), self.model.states(target.states))
-        for kept, states in zip(self.kept, made, strict=True):
-            kept.index_copy_(0, batch.rows.long(), states[at])
+        states = target.states[0] if len(target.states) == 1 else torch.cat(target.states, 1)
+        made = self.model(self.ahead.planned(first), self.model.states(states))
+        for kept, computed in zip(self.kept, made, strict=True):
+            kept.index_copy_(0, batch.rows.long(), computed[at])
 
     def catch_up(self, batch: Batch) -> None:
         raise AssertionError("a draft head reads every step of the target")
@@ -258,12 +260,12 @@ class HeadDrafter:
 
 _DRAFT_FIELDS: dict[str, Any] = {
     "mrope_positions": None,
+    "lora": None,
+    "logit_lora": None,
     "embeds": None,
     "last_visible": None,
     "before": None,
-    "aux_hidden_states": (),
-    "num_real": None,
-    "room": None,
+    "ep": None,
     "attention": None,
     "state": None,
     "others": (),
