@@ -4,6 +4,7 @@ import json
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -35,15 +36,17 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin")
     ],
 )
 def test_refusal_comes_before_any_download(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "locate", lambda *args, **more: pytest.fail("looked for the model"))
+    monkeypatch.setattr(prepare, "find_model", lambda *args, **more: pytest.fail("looked for the model"))
     with pytest.raises(ConfigError) as refused:
         configure({"model": "org/large"} | settings)
     assert next(iter(settings)) in str(refused.value) and "\n" not in str(refused.value)
 
 
-def serve_hub(monkeypatch: pytest.MonkeyPatch, folder: Path, config: dict[str, Any]) -> None:
+def serve_hub(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, config: dict[str, Any], weights: str = ""
+) -> None:
     """Serve a hub with one repository; `folder` holds the downloaded files."""
-    files = {"config.json": json.dumps(config), **dict.fromkeys((*WEIGHTS, "modeling.py"), "")}
+    files = {"config.json": json.dumps(config), "modeling.py": "", **dict.fromkeys(WEIGHTS, weights)}
 
     def snapshot(repo: str, allow_patterns: list[str], **more: Any) -> str:
         folder.mkdir(exist_ok=True)
@@ -128,6 +131,38 @@ def test_draft_config_is_checked_before_its_weights_are_fetched(
     with pytest.raises(ConfigError, match=words):
         configure(settings | {"speculative_config": draft_settings})
     assert downloaded(tmp_path / "repo") == {"config.json"}
+
+
+@pytest.mark.parametrize("model", ["org/m", "local"])
+@pytest.mark.parametrize("draft", [{}, {"model": "org/d"}, {"method": "ngram"}])
+def test_settings_are_resolved_once(
+    model: str, draft: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve_hub(monkeypatch, tmp_path / "repo", TINY)
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local" / "config.json").write_text(json.dumps(TINY))
+    resolve = Mock(wraps=prepare.resolve)
+    monkeypatch.setattr(prepare, "resolve", resolve)
+    settings: dict[str, Any] = {
+        "model": model if model == "org/m" else str(tmp_path / model),
+        "device": "cpu",
+    }
+    settings |= {"skip_tokenizer_init": True}
+    if draft:
+        settings |= {"speculative_config": {"num_speculative_tokens": 2, **draft}}
+    config = configure(settings)
+    assert resolve.call_count == 1 and (config.draft is not None) is ("model" in draft)
+    if "org" in model or "model" in draft:
+        assert downloaded(tmp_path / "repo") == {"config.json", "model.safetensors"}
+
+
+def test_quantization_that_only_the_weights_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints that hqq itself has saved do not name it in config.json."""
+    header = '{"model.layers.0.mlp.up_proj.W_q":{}}'
+    weights = len(header).to_bytes(8, "little").decode() + header
+    serve_hub(monkeypatch, tmp_path / "repo", TINY, weights)
+    config = configure({"model": "org/m", "device": "cpu", "skip_tokenizer_init": True})
+    assert config.model.quantization == "hqq" and config.quant is not None
 
 
 def test_remote_code_is_fetched_only_if_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

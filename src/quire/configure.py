@@ -8,8 +8,9 @@ from typing import Any
 
 from quire.checkpoint.draft import METHODS as DRAFT_METHODS
 from quire.checkpoint.draft import Draft, check_draft_settings, check_vocabulary, read_draft
-from quire.checkpoint.hub import DEFAULT_MODEL, is_default_model, locate
-from quire.checkpoint.model import read_checkpoint
+from quire.checkpoint.hub import DEFAULT_MODEL, ModelFiles, find_model, is_default_model, locate
+from quire.checkpoint.model import Checkpoint, read_checkpoint
+from quire.checkpoint.quant.hqq import is_saved_by_hqq
 from quire.checkpoint.reader import read_json
 from quire.checkpoint.tensor_parallel import check_divisible
 from quire.config.args import check_args
@@ -38,7 +39,8 @@ def configure(settings: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
     """Find the model of `settings` and resolve every setting.
 
     Invalid settings are rejected as early as possible: most of them before anything is downloaded, those that
-    depend on a hub model's config.json before its weights are.
+    depend on a hub model's config.json before its weights are. The weights of the model and of its draft are
+    downloaded last.
     """
     env = Env.read(os.environ)
     warn_unknown(os.environ)
@@ -52,48 +54,69 @@ def configure(settings: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(ids)  # before the driver enumerates devices
     machine = detect(values.get("device", "auto"))
 
-    def resolve_config(path: Path) -> EngineConfig:
-        checkpoint = read_checkpoint(
-            path,
-            values.get("hf_overrides"),
-            config_path=config_path,
-            model_impl=values.get("model_impl", "auto"),
-            trust_remote_code=values.get("trust_remote_code", False),
-        )
-        checkpoint = replace(checkpoint, facts=drop_unused_encoder(checkpoint.facts, limits))
-        check_cross_attention(checkpoint.facts, values)
-        if is_default_model(values.get("model")):
-            checkpoint = replace(checkpoint, generation=dict(DEFAULT_MODEL.generation))
-        draft_path = draft or config_path or path
+    draft = _find_draft(drafts, values, env)
+    config_path = _locate_config(values, env)
+    model = find_model(
+        values.get("model"),
+        revision=values.get("revision"),
+        load_format=values.get("load_format", "auto"),
+        gguf_file=values.get("gguf_file"),
+        with_code=values.get("trust_remote_code", False),
+        needs_config=config_path is None,
+        **_download_options(values, env),
+    )
+
+    def resolve_files() -> EngineConfig:
+        checkpoint = _read_model(values, model.path, config_path, limits)
+        draft_path = (config_path or model.path) if draft is None else draft.path
         draft_config = read_json(draft_path / "config.json") if drafts and draft_path.is_dir() else None
         config = resolve(
             values, checkpoint=checkpoint, machine=machine, usage=usage, env=env, draft=draft_config
         )
         check_weight_transfer(config.extensions.weight_transfer_config, checkpoint, config.load)
-        return _with_draft(config, draft)
+        return _with_draft(config, None if draft is None else draft.path)
 
-    draft = _locate_draft(drafts, values, env, load_format="dummy")  # config only, without weights
-    config_path = _locate_config(values, env)
-    path = locate(
-        values.get("model"),
-        revision=values.get("revision"),
-        download_dir=values.get("download_dir"),
-        token=values.get("hf_token"),
-        cache_root=env.cache_root,
-        progress=values.get("use_tqdm_on_load", True),
-        load_format=values.get("load_format", "auto"),
-        gguf_file=values.get("gguf_file"),
-        with_code=values.get("trust_remote_code", False),
-        needs_config=config_path is None,
-        check=resolve_config,
-    )
-    config = resolve_config(path)
-    if draft is not None:
-        draft = _locate_draft(drafts, values, env, load_format=values.get("load_format", "auto"))
-        config = resolve_config(path)
+    config = resolve_files()
+    fetched = [files.fetch_weights() for files in (model, draft) if files is not None]
+    if any(fetched) and _weights_tell_quantization(config):
+        config = resolve_files()
     _log_model(config, values)
     extensions = with_installed(config.extensions, config.pooling, config.speculation)
     return replace(config, broken_plugins=broken_plugins, extensions=extensions)
+
+
+def _read_model(
+    values: Mapping[str, Any], path: Path, config_path: Path | None, limits: Mapping[str, int]
+) -> Checkpoint:
+    """Read the checkpoint of the model at `path`, without the encoders that `limits` leave out."""
+    checkpoint = read_checkpoint(
+        path,
+        values.get("hf_overrides"),
+        config_path=config_path,
+        model_impl=values.get("model_impl", "auto"),
+        trust_remote_code=values.get("trust_remote_code", False),
+    )
+    checkpoint = replace(checkpoint, facts=drop_unused_encoder(checkpoint.facts, limits))
+    check_cross_attention(checkpoint.facts, values)
+    if is_default_model(values.get("model")):
+        checkpoint = replace(checkpoint, generation=dict(DEFAULT_MODEL.generation))
+    return checkpoint
+
+
+def _weights_tell_quantization(config: EngineConfig) -> bool:
+    """Whether the downloaded weights were saved by hqq itself, which config.json does not say."""
+    checkpoints = [config.checkpoint, *([] if config.draft is None else [config.draft.checkpoint])]
+    return any(stored.quant is None and is_saved_by_hqq(stored.path) for stored in checkpoints)
+
+
+def _download_options(values: Mapping[str, Any], env: Env) -> dict[str, Any]:
+    """Return the options of all downloads of an engine."""
+    return {
+        "download_dir": values.get("download_dir"),
+        "token": values.get("hf_token"),
+        "cache_root": env.cache_root,
+        "progress": values.get("use_tqdm_on_load", True),
+    }
 
 
 def _log_model(config: EngineConfig, values: Mapping[str, Any]) -> None:
@@ -127,30 +150,18 @@ def _locate_config(values: Mapping[str, Any], env: Env) -> Path | None:
     """Return the directory with the config.json that replaces the model's; None if none is set."""
     if values.get("hf_config_path") is None:
         return None
-    return locate(
-        values["hf_config_path"],
-        download_dir=values.get("download_dir"),
-        token=values.get("hf_token"),
-        cache_root=env.cache_root,
-        progress=values.get("use_tqdm_on_load", True),
-        load_format="dummy",
-    )
+    return locate(values["hf_config_path"], load_format="dummy", **_download_options(values, env))
 
 
-def _locate_draft(
-    drafts: Mapping[str, Any], values: Mapping[str, Any], env: Env, *, load_format: str
-) -> Path | None:
-    """Return the directory of the draft model; None if none is set."""
+def _find_draft(drafts: Mapping[str, Any], values: Mapping[str, Any], env: Env) -> ModelFiles | None:
+    """Return the files of the draft model; None if none is set."""
     if drafts.get("model") is None or drafts["method"] in ("ngram", "suffix", "mtp"):
         return None
-    return locate(
+    return find_model(
         drafts["model"],
         revision=drafts.get("revision"),
-        download_dir=values.get("download_dir"),
-        token=values.get("hf_token"),
-        cache_root=env.cache_root,
-        progress=values.get("use_tqdm_on_load", True),
-        load_format=load_format,
+        load_format=values.get("load_format", "auto"),
+        **_download_options(values, env),
     )
 
 

@@ -13,7 +13,7 @@ import pytest
 from fsspec.spec import AbstractFileSystem
 
 from quire.checkpoint import object_store
-from quire.checkpoint.hub import locate
+from quire.checkpoint.hub import find_model, locate
 from quire.checkpoint.object_store import StoreFolder
 from quire.cli import main
 from quire.config.env import Env
@@ -131,13 +131,10 @@ def test_changed_object_is_read_again(store: type[DictStore], tmp_path: Path) ->
 
 
 def test_config_is_checked_before_weights_are_read(store: type[DictStore], tmp_path: Path) -> None:
-    def check(folder: Path) -> None:
-        assert (folder / "config.json").read_bytes() == b"{}"
-        raise ConfigError("max_model_len is too large")
-
-    with pytest.raises(ConfigError, match="max_model_len"):
-        fetch(tmp_path, check=check)
+    files = find_model("dict://bucket/m", cache_root=tmp_path, progress=False)
+    assert (files.path / "config.json").read_bytes() == b"{}"
     assert store.reads and not any("safetensors" in read for read in store.reads)
+    assert files.fetch_weights() and contents(files.path) == MODEL
 
 
 def test_plan_reads_no_weights(store: type[DictStore], tmp_path: Path) -> None:

@@ -85,14 +85,21 @@ class RpcCore:
 def operation_of(*cores: RpcCore) -> CoreControl:
     """Return the operations of an API process over these cores."""
 
-    async def call_all(method: str, args: dict[str, Any], timeout_s: float | None = None) -> list[Any]:
+    async def call_all(
+        method: str, args: dict[str, Any], timeout_s: float | None = None, *, if_ready: bool = False
+    ) -> list[Any]:
         replies = [core.answer(method, **args) for core in cores]
         for reply in replies:
             if reply.error:
                 raise (RequestError if reply.is_request else EngineError)(reply.error)
         return [reply.value for reply in replies]
 
-    return CoreControl(call_all, lambda: None, {"model": {"enable_sleep_mode": True}})
+    return CoreControl(
+        call_all,
+        settings={"model": {"enable_sleep_mode": True}},
+        forget_prefixes=lambda: None,
+        clear_media=lambda: None,
+    )
 
 
 def wake_up(*cores: RpcCore, tags: list[str] | None = None) -> None:
@@ -291,7 +298,7 @@ def test_unserializable_worker_results_are_reported(core: RpcCore) -> None:
 def test_abort_by_external_request_ids(core: RpcCore) -> None:
     for id in ("cmpl-1-0-ab12", "cmpl-1-1-ab13", "2_cmpl-2-ab14", "cmpl-3-ab15"):
         core.add(id)
-    assert core.answer("abort", names=["cmpl-1", "cmpl-2", "nobody"]).value == 3
+    assert core.answer("abort", request_ids=["cmpl-1", "cmpl-2", "nobody"]).value == 3
     assert "cmpl-3-ab15" not in core.ended
 
 
@@ -309,7 +316,7 @@ def test_load_adapter_returns_when_loaded_or_reports_its_error() -> None:
     core, library = with_adapters()
     number = core.ask("add_adapter", lora={"lora_name": "x", "lora_int_id": 1, "lora_path": "/x"})
     core.turn()
-    assert number not in core.replies and core.answer("list_adapters").value == []
+    assert number not in core.replies and core.core.scheduler.adapters.names == []
     library.complete_next(RequestError("No adapter found for /x"))
     core.until(lambda: number in core.replies)
     assert core.replies[number].is_request and core.replies[number].error == "No adapter found for /x"
@@ -317,7 +324,7 @@ def test_load_adapter_returns_when_loaded_or_reports_its_error() -> None:
     library.complete_next()
     core.until(lambda: number in core.replies)
     assert core.replies[number].value.digest == digest("/x")
-    assert core.answer("list_adapters").value == ["x"]
+    assert core.core.scheduler.adapters.names == ["x"]
 
 
 def test_unloaded_adapter_stays_until_its_requests_end() -> None:
@@ -330,7 +337,7 @@ def test_unloaded_adapter_stays_until_its_requests_end() -> None:
     assert number not in core.replies and library.host
     core.until(lambda: number in core.replies)
     assert core.ended["a"].reason == "length" and core.replies[number].value is True
-    assert not library.host and core.answer("list_adapters").value == []
+    assert not library.host and core.core.scheduler.adapters.names == []
     assert core.answer("remove_adapter", name="x").value is False
 
 

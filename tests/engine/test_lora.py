@@ -15,7 +15,6 @@ from tiny import prompts_of
 from tiny_adapter import write_adapter
 
 from quire import LLM, BeamSearchParams, LoRARequest, SamplingParams
-from quire.core.control import done
 from quire.data.outputs import RequestOutput
 from quire.errors import RequestError, RequestsFailed
 
@@ -188,7 +187,7 @@ def test_unloaded_adapters_leave_no_memory(
                 llm.generate(PROMPTS[:2], GREEDY, lora_request=[lora, broken], use_tqdm=False)
             inplace = LoRARequest(lora.lora_name, 1, lora.lora_path, load_inplace=True)
             llm.generate(PROMPTS[0], GREEDY, lora_request=inplace, use_tqdm=False)
-            done(engine.operator.remove_adapter(lora.lora_name))
+            engine._wait(engine._operation.remove_adapter(lora.lora_name))
         gc.collect()
         return sizes()
 

@@ -11,7 +11,8 @@ from tiny_text import TextModel, open_text, text_model
 
 from quire import LLM
 from quire.errors import ConfigError, EngineError, RequestError
-from quire.executor.rpc import invoke, pack_function
+from quire.executor.rpc import invoke
+from quire.system.pickled_calls import pack_function
 
 EXTENSION = """
 import torch

@@ -383,7 +383,7 @@ def test_cached_media_is_not_resent_unless_the_core_lost_it(with_cores: Run) -> 
         assert await pending > 64 * 64 * 3 and client.num_processed == 4
 
         lost = await client.prompt(cat)
-        await engine.reset_mm_cache()
+        await engine.operation.reset_mm_cache()
         assert not len(client.processor_cache)
         assert await client.ask(lost) > 64 * 64 * 3 and client.num_processed == 5
         assert running(engine) == [0] and engine.num_in_flight == 0
@@ -422,7 +422,7 @@ def test_media_in_shared_memory_is_never_sent(with_cores: Run) -> None:
         await answer.aclose()
         del prompt, answer, pending
         await until(lambda: not arena.num_busy)
-        await engine.reset_mm_cache()
+        await engine.operation.reset_mm_cache()
         assert not arena.num_bytes
 
     with_cores(test)

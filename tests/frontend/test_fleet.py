@@ -277,10 +277,10 @@ def test_control_calls_reach_all_replicas() -> None:
         client = Client(fleet := Replicas("a", "b"))
         await client.engine.ready()
         await client.ask("x", [*prompt(0, 64), 11])
-        assert await client.engine.reset_prefix_cache()
+        assert await client.engine.operation.reset_prefix_cache()
         assert fleet.calls == ["reset_prefix_cache"]
         with pytest.raises(RequestError, match="LoRA is not enabled"):
-            await client.engine.add_adapter(LoRARequest("x", 1, "/x"))
+            await client.engine.operation.add_adapter(LoRARequest("x", 1, "/x"))
         client.engine.close()
 
     run(test())

@@ -26,7 +26,7 @@ LOADERS = {("pickle", "loads"), ("pickle", "load"), ("pickle", "Unpickler"), ("m
 ALLOWED = {
     "executor/worker_process.py": 1,
     "kernels/triton/compile_server.py": 1,
-    "executor/rpc.py": 2,
+    "system/pickled_calls.py": 2,
     "worker/weight_transfer.py": 1,
 }
 """Number of allowed uses per file. A rank and a process that compiles kernels read from their parent over an

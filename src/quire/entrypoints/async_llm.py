@@ -16,8 +16,8 @@ from quire.data.pooling_outputs import PoolingRequestOutput
 from quire.entrypoints.child_cores import private_engine
 from quire.entrypoints.llm_control import transfer_info
 from quire.errors import EngineDead
-from quire.executor.rpc import pack_function, unpack_results
 from quire.frontend.checked_params import CheckedParams
+from quire.frontend.control import CoreControl
 from quire.frontend.engine import AsyncEngine
 from quire.frontend.output_stream import OutputStream
 from quire.frontend.outputs import AnyOutput
@@ -49,6 +49,9 @@ class AsyncLLMEngine:
                 self._stack.enter_async_context(private_engine(self.config)), name="quire-start"
             )
         return await asyncio.shield(self._starting)
+
+    async def _operation(self) -> CoreControl:
+        return (await self._engine()).operation
 
     async def generate(
         self,
@@ -96,11 +99,11 @@ class AsyncLLMEngine:
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        engine = await self._engine()
-        return await engine.reset_prefix_cache(reset_running_requests, reset_connector)
+        operation = await self._operation()
+        return await operation.reset_prefix_cache(reset_running_requests, reset_connector)
 
     async def reset_mm_cache(self) -> None:
-        await (await self._engine()).reset_mm_cache()
+        await (await self._operation()).reset_mm_cache()
 
     # ---- control
 
@@ -112,46 +115,42 @@ class AsyncLLMEngine:
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
         """Call a public method of each worker, or a function with the worker; see `LLM.collective_rpc`."""
-        operation = (await self._engine()).operation
-        if isinstance(method, str):
-            return await operation.collective_rpc(method, timeout, list(args), dict(kwargs or {}))
-        packed = pack_function(method, args, kwargs)
-        return unpack_results(await operation.collective_rpc(packed, timeout, [], {}))
+        return await (await self._operation()).collective_rpc(method, timeout, args, kwargs)
 
     async def pause_generation(
         self, *, mode: str = "abort", wait_for_inflight_requests: bool = False, clear_cache: bool = True
     ) -> None:
         """Pause: running requests are aborted, waited for or kept by `mode`; new ones wait."""
         mode = "wait" if wait_for_inflight_requests else mode
-        await (await self._engine()).operation.pause(mode, clear_cache=clear_cache)
+        await (await self._operation()).pause(mode, clear_cache=clear_cache)
 
     async def resume_generation(self) -> None:
-        await (await self._engine()).operation.resume()
+        await (await self._operation()).resume()
 
     async def is_paused(self) -> bool:
-        return await (await self._engine()).operation.is_paused()
+        return await (await self._operation()).is_paused()
 
     async def init_weight_transfer_engine(self, request: Any) -> None:
         """Set up the transfer of weights from a trainer; see `LLM.init_weight_transfer_engine`."""
         info = transfer_info(request, "init_info")
-        await (await self._engine()).operation.init_weight_transfer_engine(info)
+        await (await self._operation()).init_weight_transfer_engine(info)
 
     async def start_weight_update(self) -> None:
-        await (await self._engine()).operation.start_weight_update()
+        await (await self._operation()).start_weight_update()
 
     async def update_weights(self, request: Any) -> None:
         """Receive new weights; see `LLM.update_weights`."""
-        await (await self._engine()).operation.update_weights(transfer_info(request, "update_info"))
+        await (await self._operation()).update_weights(transfer_info(request, "update_info"))
 
     async def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Apply the received weights, and drop the cached prefixes of the old ones."""
-        await (await self._engine()).operation.finish_weight_update(weight_version)
+        await (await self._operation()).finish_weight_update(weight_version)
 
     async def update_weight_version(self, new_version: str) -> None:
-        await (await self._engine()).operation.update_weight_version(new_version)
+        await (await self._operation()).update_weight_version(new_version)
 
     async def get_weight_version(self) -> str:
-        return (await self._engine()).operation.weight_version
+        return (await self._operation()).weight_version
 
     async def aclose(self) -> None:
         """Stop the cores; running requests end with them."""

@@ -1,23 +1,24 @@
 """LocalEngine: frontend, core and worker in one process, stepped by the caller."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Coroutine, Generator, Iterable
+from typing import Any, TypeVar, cast
 
 from quire.config.engine import EngineConfig
 from quire.config.env import Env
 from quire.config.mm_caches import in_process_cache_kind
-from quire.configure import cache_info, eos_ids, open_grammars, open_tokenizer
+from quire.configure import cache_info, eos_ids, open_grammars, open_tokenizer, settings_of
 from quire.core.build import build_core
-from quire.core.control import Operator, done
+from quire.core.control import Operator, run_work
 from quire.core.engine_core import EngineCore
 from quire.core.stats_log import StatsLog
-from quire.data.control import LEVELS, check_choice, check_version
 from quire.data.lora import LoRARequest
 from quire.data.params import SamplingParams
 from quire.data.pooling import PoolingParams
-from quire.data.step_plan import StepOutput
+from quire.data.step_plan import FinishReason, StepOutput
+from quire.entrypoints.llm_control import LLMControl
 from quire.errors import EngineError, RequestError
+from quire.frontend.control import CoreControl
 from quire.frontend.in_flight import failure
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.kv_transfer import validators_of
@@ -26,8 +27,10 @@ from quire.frontend.outputs import AnyOutput, OutputProcessor
 from quire.frontend.prompt_embeds import embeds_reader
 from quire.metrics.engine import EngineMetrics, MetricsLayout, MetricsPages
 
+T = TypeVar("T")
 
-class LocalEngine:
+
+class LocalEngine(LLMControl):
     """An engine in this process: add requests, call `step()`, receive outputs."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -36,7 +39,6 @@ class LocalEngine:
         self.core: EngineCore
         grammars = open_grammars(config, self.tokenizer)
         self.core, cache = build_core(config, grammars)
-        self.operator = Operator(self.core)
         self.max_model_len = cache.max_model_len
         self.inputs = InputProcessor(
             tokenizer=self.tokenizer,
@@ -57,6 +59,17 @@ class LocalEngine:
             validators=validators_of(config),
         )
         self.outputs = self._new_outputs()
+        self._held: list[AnyOutput] = []
+        """Outputs of steps that ran during a control call."""
+        clear_media = self.inputs.media.processor_cache.clear
+        self._core_calls = Operator(self.core, self._end, clear_media).calls
+        self._operation = CoreControl(
+            self._call_core,
+            settings=settings_of(config),
+            forget_prefixes=lambda: None,
+            clear_media=clear_media,
+            in_process=True,
+        )
         self.metrics: EngineMetrics | None = None
         self.stats_log: StatsLog | None = None
         if not config.observability.disable_log_stats:
@@ -112,11 +125,18 @@ class LocalEngine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether requests are unfinished. Steps in flight of ended requests do not count."""
-        return self.core.scheduler.has_work or bool(self.core.gate.outside)
+        return self.core.scheduler.has_work or bool(self.core.gate.outside) or bool(self._held)
 
     def step(self) -> list[AnyOutput]:
         """Run a step and return its outputs. If it is interrupted, all requests are dropped and the engine
         stays usable."""
+        return self._take_held() or self._step()
+
+    def _take_held(self) -> list[AnyOutput]:
+        outputs, self._held = self._held, []
+        return outputs
+
+    def _step(self) -> list[AnyOutput]:
         try:
             step = self.core.step()
             if step is None and self.core.has_work:
@@ -143,17 +163,6 @@ class LocalEngine:
                 output.error = failure(finish)
         return processed.outputs
 
-    def reset_prefix_cache(self, external: bool = False) -> bool:
-        return self.core.reset_prefix_cache(external)
-
-    def reset_mm_cache(self) -> None:
-        """Clear the cache of processed images, videos and audio."""
-        self.inputs.media.processor_cache.clear()
-
-    def reset_encoder_cache(self) -> bool:
-        """Evict encoder outputs that no request needs; return whether the cache is empty."""
-        return self.core.scheduler.media.reset()
-
     # ---- sleep mode and control
 
     @property
@@ -161,67 +170,34 @@ class LocalEngine:
         """Return the executor, under vLLM's name."""
         return self.core.executor
 
-    @property
-    def is_awake(self) -> bool:
-        """Whether steps are run."""
-        return self.core.gate.is_open
-
-    def sleep(self, level: int, mode: str) -> list[AnyOutput]:
-        """Put the engine to sleep; return the last outputs of requests that end before."""
-        check_choice("level", level, LEVELS)
-        finished = self.operator.pause(mode)
-        outputs = self._deliver(StepOutput([], [], finished=finished))
-        while not self.operator.is_at_rest:
-            outputs += self.step()
-        done(self.operator.sleep(level))
-        return outputs
-
-    def wake_up(self, tags: list[str] | None) -> None:
-        if done(self.operator.wake_up(tags)):
-            done(self.operator.warm_up())
-            self.operator.resume()
-
-    def collective_rpc(
-        self, method: str | Callable[..., Any], timeout: float | None, args: Any, kwargs: Any
-    ) -> list[Any]:
-        results: list[Any] = done(self.operator.collective_rpc(method, timeout, args, kwargs))
-        return results
-
-    @property
-    def weight_version(self) -> str:
-        return self.core.gate.weight_version
-
-    def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
-        self._call_weights("connect", dict(init_info))
-
-    def start_weight_update(self) -> None:
-        self._call_weights("start")
-
-    def update_weights(self, update_info: Mapping[str, Any]) -> None:
-        self._call_weights("receive", dict(update_info))
-
-    def finish_weight_update(self, weight_version: str | None) -> None:
-        if weight_version is not None:
-            check_version(weight_version)
-        while self.core.scheduler.in_flight and not self.has_unfinished_requests():
-            self.step()
-        self._call_weights("prepare")
-        done(self.operator.commit_weights(weight_version))
-
-    def update_weight_version(self, new_version: str) -> None:
-        self.operator.set_weight_version(new_version)
-
-    def _call_weights(self, action: str, *args: Any) -> None:
-        """Run a part of a weight update; if it fails, what was received is dropped."""
+    def _wait(self, call: Coroutine[Any, Any, T]) -> T:
+        """Run a call, which waits for nothing but `_call_core`, and return its result."""
         try:
-            done(self.operator.call_weights(action, *args))
-        except Exception:
-            if action in ("receive", "prepare"):
-                done(self.operator.call_weights("abort"))
-            raise
+            call.send(None)
+        except StopIteration as end:
+            return cast(T, end.value)
+        raise AssertionError("a call of the core in this process cannot be suspended")
 
-    def profile(self, start: bool, prefix: str | None = None) -> None:
-        done(self.operator.profile(start, prefix))
+    async def _call_core(
+        self, method: str, args: dict[str, Any], timeout_s: float | None = None, *, if_ready: bool = False
+    ) -> list[Any]:
+        """Call a method of the core in this thread; while it waits, steps are run."""
+        value = self._core_calls[method](**args)
+        if isinstance(value, Generator):
+            value = run_work(value, self._step_and_hold)
+        self._operation.weight_version = self.core.gate.weight_version
+        return [value]
+
+    def _step_and_hold(self) -> None:
+        self._held += self._step()
+
+    def _end(self, finished: dict[str, FinishReason]) -> None:
+        self._held += self._deliver(StepOutput([], [], finished=finished))
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> list[AnyOutput]:
+        """Put the engine to sleep; return the last outputs of requests that end before."""
+        self._wait(self._operation.sleep(level, mode))
+        return self._take_held()
 
     def close(self) -> None:
         """Stop the workers; no request can run afterwards."""

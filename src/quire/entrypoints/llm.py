@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from numbers import Number
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -52,6 +52,7 @@ class LLM(LLMControl):
     def __init__(self, model: str | None = None, **engine_args: Any) -> None:
         self.config = configure({"model": model} | engine_args)
         self.llm_engine = _open_engine(self.config)
+        self._operation = self.llm_engine._operation
         self._template = read_template(self.config.model.chat_template)
         self._ids = itertools.count()
         self._queued: dict[str, AnyOutput | None] = {}
@@ -385,11 +386,7 @@ class LLM(LLMControl):
         if reset_running_requests:
             self.llm_engine.abort_request(self._queued)
             self._queued.clear()
-        return self.llm_engine.reset_prefix_cache(external=reset_connector)
-
-    def reset_mm_cache(self) -> None:
-        """Clear the cache of processed images, videos and audio."""
-        self.llm_engine.reset_mm_cache()
+        return super().reset_prefix_cache(reset_connector=reset_connector)
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Release memory: level 1 moves the weights to host memory and drops the KV cache, level 2 drops
@@ -401,12 +398,11 @@ class LLM(LLMControl):
             if output.request_id in self._queued:
                 self._queued[output.request_id] = output
 
-    def wake_up(self, tags: list[str] | None = None) -> None:
-        """Restore memory: all of it, or by `tags` the `weights` or the `kv_cache`."""
-        self.llm_engine.wake_up(tags)
+    def _wait(self, call: Coroutine[Any, Any, T]) -> T:
+        return self.llm_engine._wait(call)
 
     def _check_awake(self) -> None:
-        if not self.llm_engine.is_awake:
+        if not self._operation.is_awake:
             raise RequestError("the engine is asleep, at least in part: call wake_up() first")
 
 

@@ -1,15 +1,14 @@
-"""LLMControl: the methods of `LLM` that control its workers and their weights."""
+"""LLMControl: the methods of `LLM` and its engines that control the workers, their weights and caches."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 from quire.config.engine import EngineConfig
 from quire.errors import RequestError
+from quire.frontend.control import CoreControl
 
-if TYPE_CHECKING:
-    from quire.entrypoints.in_process import LocalEngine
-    from quire.entrypoints.multi_core import MultiCoreEngine
+T = TypeVar("T")
 
 
 @dataclass
@@ -27,10 +26,15 @@ class WeightTransferUpdateRequest:
 
 
 class LLMControl:
-    """Worker calls, profiles and weight updates of an offline engine."""
+    """Control calls for callers without an event loop: those of `LLM` and of its engines. `CoreControl`
+    carries them out."""
 
     config: EngineConfig
-    llm_engine: "LocalEngine | MultiCoreEngine"
+    _operation: CoreControl
+
+    def _wait(self, call: Coroutine[Any, Any, T]) -> T:
+        """Run a call of the engine cores and return its result."""
+        raise NotImplementedError
 
     def collective_rpc(
         self,
@@ -41,31 +45,50 @@ class LLMControl:
     ) -> list[Any]:
         """Call a public method of each worker, or a function with the worker, and return the results. A
         function is pickled for workers in other processes, with VLLM_ALLOW_INSECURE_SERIALIZATION=1."""
-        return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
+        return self._wait(self._operation.collective_rpc(method, timeout, args, kwargs))
 
     def start_profile(self, profile_prefix: str | None = None) -> None:
         """Start to profile the workers. Requires `profiler_config`."""
-        self.llm_engine.profile(True, profile_prefix)
+        self._wait(self._operation.profile(True, profile_prefix))
 
     def stop_profile(self) -> None:
         """Stop profiling and write the trace into `torch_profiler_dir`."""
-        self.llm_engine.profile(False)
+        self._wait(self._operation.profile(False))
 
     def get_world_size(self, include_dp: bool = True) -> int:
         parallel = self.config.parallel
         size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         return size * parallel.data_parallel_size if include_dp else size
 
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Restore memory: all of it, or by `tags` the `weights` or the `kv_cache`."""
+        self._wait(self._operation.wake_up(tags))
+
+    # ---- caches
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forget all cached prefixes. Return False while requests hold blocks, unless
+        `reset_running_requests` recomputes them."""
+        return self._wait(self._operation.reset_prefix_cache(reset_running_requests, reset_connector))
+
+    def reset_mm_cache(self) -> None:
+        """Clear the cache of processed images, videos and audio."""
+        self._wait(self._operation.reset_mm_cache())
+
+    def reset_encoder_cache(self) -> bool:
+        """Drop encoder outputs that no request needs; return whether none is left."""
+        return self._wait(self._operation.reset_encoder_cache())
+
     # ---- weight updates
 
     def init_weight_transfer_engine(self, request: Any) -> None:
         """Set up the transfer of weights from a trainer. `request` has the `init_info` of the backend of
         `weight_transfer_config`."""
-        self.llm_engine.init_weight_transfer_engine(transfer_info(request, "init_info"))
+        self._wait(self._operation.init_weight_transfer_engine(transfer_info(request, "init_info")))
 
     def start_weight_update(self) -> None:
         """Start an update of the weights."""
-        self.llm_engine.start_weight_update()
+        self._wait(self._operation.start_weight_update())
 
     def start_draft_weight_update(self) -> None:
         """Raise: the weights of draft models cannot be updated."""
@@ -74,19 +97,19 @@ class LLMControl:
     def update_weights(self, request: Any) -> None:
         """Receive new weights, which `update_info` of the request describes. If one does not fit the model,
         the whole update is dropped."""
-        self.llm_engine.update_weights(transfer_info(request, "update_info"))
+        self._wait(self._operation.update_weights(transfer_info(request, "update_info")))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Apply the received weights, and drop the cached prefixes of the old ones."""
-        self.llm_engine.finish_weight_update(weight_version)
+        self._wait(self._operation.finish_weight_update(weight_version))
 
     def update_weight_version(self, new_version: str) -> None:
         """Name the current weights."""
-        self.llm_engine.update_weight_version(new_version)
+        self._wait(self._operation.update_weight_version(new_version))
 
     def get_weight_version(self) -> str:
         """Return the version of the weights; `default` at start."""
-        return self.llm_engine.weight_version
+        return self._operation.weight_version
 
 
 def transfer_info(request: Any, name: str) -> Mapping[str, Any]:

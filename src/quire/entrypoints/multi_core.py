@@ -6,7 +6,7 @@ import contextlib
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
 from quire.config.engine import EngineConfig
@@ -15,8 +15,8 @@ from quire.data.outputs import RequestOutput
 from quire.data.params import SamplingParams
 from quire.data.pooling import PoolingParams
 from quire.entrypoints.child_cores import private_engine
+from quire.entrypoints.llm_control import LLMControl
 from quire.errors import RequestError
-from quire.executor.rpc import pack_function, unpack_results
 from quire.frontend.checked_params import CheckedParams
 from quire.frontend.engine import AsyncEngine
 from quire.frontend.inputs import Prompt
@@ -26,7 +26,7 @@ from quire.frontend.outputs import AnyOutput
 T = TypeVar("T")
 
 
-class MultiCoreEngine:
+class MultiCoreEngine(LLMControl):
     """An engine of several cores, one process each: add requests, call `step()`, receive outputs.
 
     The client of the cores runs on its own event loop in a thread, since the caller may have a loop
@@ -43,20 +43,20 @@ class MultiCoreEngine:
         self.close.atexit = False
         atexit.register(self.close)  # before multiprocessing joins its children
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self.is_awake = True
         self._arrived: queue.SimpleQueue[tuple[str, AnyOutput | Exception]] = queue.SimpleQueue()
         try:
             self._engine: AsyncEngine = self._wait(self._stack.enter_async_context(private_engine(config)))
         except BaseException:
             self.close()
             raise
+        self._operation = self._engine.operation
         self.inputs = self._engine.inputs
         self.tokenizer = self._engine.tokenizer
         self.max_model_len = self.inputs.max_model_len
         self.metrics = None if config.observability.disable_log_stats else self._engine.metrics
 
-    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+    def _wait(self, call: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(call, self._loop)
         try:
             return future.result()
         except BaseException:
@@ -143,18 +143,9 @@ class MultiCoreEngine:
             del self._tasks[request_id]
         return [item]
 
-    def reset_prefix_cache(self, external: bool = False) -> bool:
-        return self._wait(self._engine.reset_prefix_cache(external=external))
-
-    def reset_mm_cache(self) -> None:
-        self._wait(self._engine.reset_mm_cache())
-
-    # ---- sleep mode and control
-
-    def sleep(self, level: int, mode: str) -> list[AnyOutput]:
+    def sleep(self, level: int = 1, mode: str = "abort") -> list[AnyOutput]:
         """Put the engine to sleep; return the last outputs of requests that end before."""
-        self._wait(self._engine.operation.sleep(level, mode))
-        self.is_awake = False
+        self._wait(self._operation.sleep(level, mode))
         if mode != "keep":
             self._wait(self._wait_for_tasks())
         outputs: list[AnyOutput] = []
@@ -164,41 +155,6 @@ class MultiCoreEngine:
 
     async def _wait_for_tasks(self) -> None:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-
-    def wake_up(self, tags: list[str] | None) -> None:
-        self._wait(self._engine.operation.wake_up(tags))
-        self.is_awake = not self._wait(self._engine.operation.is_paused())
-
-    def collective_rpc(
-        self, method: str | Callable[..., Any], timeout: float | None, args: Any, kwargs: Any
-    ) -> list[Any]:
-        operation = self._engine.operation
-        if isinstance(method, str):
-            return self._wait(operation.collective_rpc(method, timeout, list(args), dict(kwargs or {})))
-        packed = pack_function(method, args, kwargs)
-        return unpack_results(self._wait(operation.collective_rpc(packed, timeout, [], {})))
-
-    @property
-    def weight_version(self) -> str:
-        return self._engine.operation.weight_version
-
-    def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
-        self._wait(self._engine.operation.init_weight_transfer_engine(init_info))
-
-    def start_weight_update(self) -> None:
-        self._wait(self._engine.operation.start_weight_update())
-
-    def update_weights(self, update_info: Mapping[str, Any]) -> None:
-        self._wait(self._engine.operation.update_weights(update_info))
-
-    def finish_weight_update(self, weight_version: str | None) -> None:
-        self._wait(self._engine.operation.finish_weight_update(weight_version))
-
-    def update_weight_version(self, new_version: str) -> None:
-        self._wait(self._engine.operation.update_weight_version(new_version))
-
-    def profile(self, start: bool, prefix: str | None = None) -> None:
-        self._wait(self._engine.operation.profile(start, prefix))
 
 
 def _failed_output(request_id: str, error: Exception) -> RequestOutput:

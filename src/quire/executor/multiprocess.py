@@ -40,12 +40,12 @@ from quire.executor.messages import (
     encode_call,
 )
 from quire.executor.multi_node import MultiNodeRanks
-from quire.executor.rpc import pack_function, unpack_results
 from quire.executor.tcp import interface_to
 from quire.executor.worker_group import LocalRanks, WorkerGroup
 from quire.executor.worker_process import local_ranks
 from quire.logs import get_logger
 from quire.memory import CacheSize, smallest_cache
+from quire.system.pickled_calls import pack_function, unpack_results
 from quire.system.scratch import Scratch
 
 log = get_logger(__name__)

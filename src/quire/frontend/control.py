@@ -1,33 +1,57 @@
-"""Operator calls to all engine cores: pause, sleep, profile, collective RPC."""
+"""Control calls to all engine cores: pause, sleep, weights, adapters, caches, profile, collective RPC."""
 
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import msgspec
 
-from quire.data.control import DEFAULT_VERSION, LEVELS, check_choice, check_version
+from quire.data.control import DEFAULT_VERSION, LEVELS, MODES, check_choice, check_version
+from quire.data.lora import AdapterFacts, LoRARequest
 from quire.errors import RequestError
+from quire.system.pickled_calls import pack_function, unpack_results
 
-CallAll = Callable[..., Awaitable[list[Any]]]
-"""Calls a control method of all engine cores with arguments and a timeout; returns their answers."""
+CALL_TIMEOUT_S = 30.0
+
+
+class CallAll(Protocol):
+    """Calls a control method of all engine cores, or of those that are ready; returns their answers."""
+
+    def __call__(
+        self,
+        method: str,
+        args: dict[str, Any],
+        timeout_s: float | None = CALL_TIMEOUT_S,
+        *,
+        if_ready: bool = False,
+    ) -> Awaitable[list[Any]]: ...
 
 
 class CoreControl:
-    """Operator calls to all engine cores.
+    """Control calls to all engine cores, in this process or in others. They are declared here alone.
 
     Cores with expert parallelism wait for each other in every step. So all are paused before the first one
     sleeps, and all have their memory back before the first one warms up.
     """
 
     def __init__(
-        self, call_all: CallAll, forget_prefixes: Callable[[], None], settings: Mapping[str, Any]
+        self,
+        call_all: CallAll,
+        *,
+        settings: Mapping[str, Any],
+        forget_prefixes: Callable[[], None],
+        clear_media: Callable[[], None],
+        in_process: bool = False,
     ) -> None:
-        """`settings` are those of the engine, by section."""
+        """Set the `settings` of the engine, by section, and what forgets the prefixes and the media of this
+        process."""
         self._call_all = call_all
-        self._forget_prefixes = forget_prefixes
+        self._forget_prefixes, self._clear_media = forget_prefixes, clear_media
+        self._in_process = in_process
         self.settings = settings
         self.weight_version = DEFAULT_VERSION
         """Version of the weights, as a core reported it last."""
+        self.is_awake = True
+        """Whether this client has not put the cores to sleep, or has woken them up completely."""
 
     async def pause(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
         """Pause all cores and wait until they are idle. By `mode`, running requests are aborted, waited for
@@ -49,11 +73,13 @@ class CoreControl:
         if not self.settings.get("model", {}).get("enable_sleep_mode", False):
             raise RequestError("sleep mode is off: start the engine with --enable-sleep-mode")
         check_choice("level", level, LEVELS)
+        check_choice("mode", mode, MODES)
         levels = await self._call_all("settled_level", {})
         if level and all(core_level == level for core_level in levels):
             return
         if max(levels) > level:
-            raise RequestError(f"the engine already sleeps at level {max(levels)}: wake it up first", "level")
+            raise RequestError(f"the engine sleeps at level {max(levels)} already: wake it up first", "level")
+        self.is_awake = False
         await self._call_all("pause", {"mode": mode}, None)
         await self._call_all("sleep", {"level": level}, None)
         self._forget_prefixes()
@@ -63,37 +89,51 @@ class CoreControl:
         if all(await self._call_all("wake_up", {"tags": tags}, None)):
             await self._call_all("warm_up", {}, None)
             await self._call_all("resume", {})
+            self.is_awake = True
 
     async def is_sleeping(self) -> bool:
         return any(await self._call_all("sleep_level", {}))
 
     async def collective_rpc(
-        self, method: str | bytes, timeout: float | None, args: list[Any], kwargs: dict[str, Any]
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a method, or a packed function, on every worker of every core; return the results."""
-        call = {"method": method, "timeout": timeout, "args": args, "kwargs": kwargs}
-        _check_sendable("args", call)
+        """Call a method of every worker, or a function with the worker, and return the results. A function
+        is pickled for workers in other processes."""
+        name = method if isinstance(method, str) else "the function"
+        is_packed = not isinstance(method, str) and not self._in_process
+        call: dict[str, Any] = {
+            "method": method,
+            "timeout": timeout,
+            "args": list(args),
+            "kwargs": kwargs or {},
+        }
+        if not isinstance(method, str) and is_packed:
+            call |= {"method": pack_function(method, args, kwargs), "args": [], "kwargs": {}}
         try:
             results = await self._call_all("collective_rpc", call, timeout)
         except TimeoutError:
-            name = method if isinstance(method, str) else "the function"
             raise RequestError(
                 f"{name} did not end within {timeout} s and is still running", "timeout"
             ) from None
-        return [value for core_results in results for value in core_results]
+        values = [value for core_results in results for value in core_results]
+        return unpack_results(values) if is_packed else values
 
     # ---- weight updates
 
     async def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
         """Set up the transfer of weights from a trainer, by the backend of weight_transfer_config."""
-        await self._call_weights("connect", dict(init_info))
+        await self._call_weights("connect", init_info=dict(init_info))
 
     async def start_weight_update(self) -> None:
         await self._call_weights("start")
 
     async def update_weights(self, update_info: Mapping[str, Any]) -> None:
         """Receive new weights; the cores go on with the old ones."""
-        await self._call_weights("receive", dict(update_info))
+        await self._call_weights("receive", update_info=dict(update_info))
 
     async def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Apply the received weights on all workers, and drop the cached prefixes of the old ones."""
@@ -108,32 +148,60 @@ class CoreControl:
         await self._call_all("set_weight_version", {"version": new_version})
         self.weight_version = new_version
 
-    async def _call_weights(self, action: str, *args: Any) -> None:
+    async def _call_weights(self, action: str, **info: Any) -> None:
         """Run a part of an update on all cores. If it fails on one of them, all drop what they received."""
-        _check_sendable(f"{action}_info", args)
         try:
-            await self._call_all("call_weights", {"action": action, "args": args}, None)
+            await self._call_all("call_weights", {"action": action, **info}, None)
         except Exception:
             if action in ("receive", "prepare"):
-                await self._call_all("call_weights", {"action": "abort", "args": []}, None)
+                await self._call_all("call_weights", {"action": "abort"}, None)
             raise
 
-    async def profile(self, start: bool, prefix: str | None = None) -> None:
-        await self._call_all("profile", {"start": start, "prefix": prefix}, None)
+    # ---- adapters
+
+    async def add_adapter(self, lora: LoRARequest) -> AdapterFacts:
+        """Load a LoRA adapter in every core; raise a RequestError if it is invalid."""
+        if not self.settings.get("lora", {}).get("enable_lora", False):
+            raise RequestError("LoRA is not enabled: start the engine with --enable-lora", "lora_request")
+        answers = await self._call_all("add_adapter", {"lora": lora}, None)
+        return msgspec.convert(answers[0], AdapterFacts)
+
+    async def remove_adapter(self, name: str) -> bool:
+        """Remove a LoRA adapter when no request uses it any more; return whether some core had it."""
+        return any(await self._call_all("remove_adapter", {"name": name}, None))
+
+    # ---- caches
+
+    async def reset_prefix_cache(self, running: bool = False, external: bool = False) -> bool:
+        """Forget all cached prefixes, and those of lower tiers if `external`. Return False while requests
+        hold blocks, unless those that are `running` are to be recomputed."""
+        self._forget_prefixes()
+        method = "reset_running" if running else "reset_prefix_cache"
+        return all(await self._call_all(method, {"external": external}, if_ready=True))
+
+    async def reset_mm_cache(self) -> None:
+        """Clear the cache of processed media; the cores notify other API processes."""
+        self._clear_media()
+        await self._call_all("reset_mm_cache", {})
 
     async def reset_encoder_cache(self) -> bool:
         """Drop encoder outputs that no request needs; return whether none is left."""
         return all(await self._call_all("reset_encoder_cache", {}))
 
-    async def abort(self, names: list[str]) -> int:
+    # ---- other calls
+
+    async def profile(self, start: bool, prefix: str | None = None) -> None:
+        await self._call_all("profile", {"start": start, "prefix": prefix}, None)
+
+    async def abort(self, request_ids: list[str]) -> int:
         """End the requests with these ids; return the number of sequences."""
-        _check_sendable("request_ids", names)
-        return sum(await self._call_all("abort", {"names": names}))
+        return sum(await self._call_all("abort", {"request_ids": request_ids}))
 
 
-def _check_sendable(param: str, value: Any) -> None:
-    """Raise a RequestError if a value cannot be encoded as msgpack."""
-    try:
-        msgspec.msgpack.encode(value)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise RequestError(f"{param} cannot be sent to the engine: {error}", param) from None
+def check_sendable(args: Mapping[str, Any]) -> None:
+    """Raise a RequestError if an argument of a call cannot be encoded as msgpack."""
+    for name, value in args.items():
+        try:
+            msgspec.msgpack.encode(value)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise RequestError(f"{name} cannot be sent to the engine: {error}", name) from None

@@ -26,6 +26,7 @@ from quire.data.wire import (
     encode,
 )
 from quire.errors import EngineDead, EngineError, RequestError
+from quire.frontend.control import CALL_TIMEOUT_S
 from quire.frontend.engine_link import EngineLink, Owner
 from quire.frontend.outputs import OutputProcessor
 from quire.logs import get_logger
@@ -34,7 +35,6 @@ from quire.system.cluster_token import secure
 log = get_logger(__name__)
 
 HELLO_INTERVAL_S = 0.1
-CALL_TIMEOUT_S = 30.0
 MAX_BEHIND = 1000
 """Messages that are buffered on this side; the rest is buffered in the core, which handles slow clients."""
 READ_S = 0.004

@@ -8,9 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from quire.data.lora import AdapterFacts, LoRARequest
+from quire.data.lora import LoRARequest
 from quire.data.outputs import RequestOutput
 from quire.data.params import RequestOutputKind, SamplingParams
 from quire.data.pooling import PoolingParams
@@ -19,8 +17,7 @@ from quire.data.step_plan import FinishReason, StepOutput
 from quire.data.wire import Abort
 from quire.errors import EngineDead, EngineError, QuireError, RequestError
 from quire.frontend.checked_params import CheckedParams
-from quire.frontend.control import CoreControl
-from quire.frontend.core_client import CALL_TIMEOUT_S
+from quire.frontend.control import CALL_TIMEOUT_S, CoreControl, check_sendable
 from quire.frontend.engine_facts import EngineFacts
 from quire.frontend.engine_link import EngineLink
 from quire.frontend.fleet_link import Fleet
@@ -99,7 +96,12 @@ class AsyncEngine:
         self._ready = asyncio.Event()
         self._live = LiveView()
         self._tracer = tracer
-        self.operation = CoreControl(self._call_all, self._router.forget_prefixes, settings or {})
+        self.operation = CoreControl(
+            self._call_all,
+            settings=settings or {},
+            forget_prefixes=self._router.forget_prefixes,
+            clear_media=self.on_reset,
+        )
         self._task: asyncio.Task[None] | None = None
 
     # ---- life
@@ -425,30 +427,25 @@ class AsyncEngine:
 
     # ---- control and statistics
 
-    async def reset_prefix_cache(self, running: bool = False, external: bool = False) -> bool:
-        self._router.forget_prefixes()
-        return all(await self._call("reset_running" if running else "reset_prefix_cache", external=external))
-
-    async def reset_mm_cache(self) -> None:
-        """Clear the processor cache; the cores notify other API processes."""
-        self.inputs.media.processor_cache.clear()
-        await self._call_all("reset_mm_cache", {})
-
-    async def _call(self, method: str, **args: Any) -> list[Any]:
-        """Call a method of all cores that are ready; return their answers in order."""
-        self._check_any()
-        up = [link for link in self._links if link.core is not None]
-        answers = await asyncio.gather(*(link.call_all(method, args, CALL_TIMEOUT_S) for link in up))
-        return sum(answers, [])
-
     async def _call_all(
-        self, method: str, args: dict[str, Any], timeout_s: float | None = CALL_TIMEOUT_S
+        self,
+        method: str,
+        args: dict[str, Any],
+        timeout_s: float | None = CALL_TIMEOUT_S,
+        *,
+        if_ready: bool = False,
     ) -> list[Any]:
-        """Call a method of all cores, all of which must be available; raise the first error at the end."""
-        for link in self._links:
-            if (problem := link.problem(self._health_timeout_s)) is not None:
-                raise EngineDead(problem)
-        calls = (link.call_all(method, args, timeout_s) for link in self._links)
+        """Call a method of all cores, all of which must be available, or of those that are ready; return
+        their answers in order, or raise the first error at the end."""
+        check_sendable(args)
+        if if_ready:
+            self._check_any()
+        else:
+            for link in self._links:
+                if (problem := link.problem(self._health_timeout_s)) is not None:
+                    raise EngineDead(problem)
+        called = [link for link in self._links if link.core is not None or not if_ready]
+        calls = (link.call_all(method, args, timeout_s) for link in called)
         answers: list[Any] = []
         for answer in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(answer, BaseException):
@@ -456,25 +453,8 @@ class AsyncEngine:
             answers += answer
         return answers
 
-    # ---- adapters
-
-    async def add_adapter(self, lora: LoRARequest) -> AdapterFacts:
-        """Load a LoRA adapter in every core; raise a RequestError if it is invalid."""
-        if not self.inputs.enable_lora:
-            raise RequestError("LoRA is not enabled: start the engine with --enable-lora", "lora_request")
-        answers = await self._call_all("add_adapter", {"lora": lora}, None)
-        return msgspec.convert(answers[0], AdapterFacts)
-
-    async def remove_adapter(self, name: str) -> bool:
-        """Remove a LoRA adapter when no request uses it any more; return whether some core had it."""
-        return any(await self._call_all("remove_adapter", {"name": name}, None))
-
-    async def list_adapters(self) -> list[str]:
-        """Return the names of the LoRA adapters that some core has loaded."""
-        return sorted({name for names in await self._call_all("list_adapters", {}) for name in names})
-
-    async def _block_map(self, method: str) -> bytes:
-        return b"".join(await self._call(method))
+    async def _block_map(self) -> bytes:
+        return b"".join(await self._call_all("block_map", {}, if_ready=True))
 
     def metrics_text(self) -> str:
         return self.metrics.text()

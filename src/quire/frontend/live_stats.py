@@ -54,12 +54,12 @@ class LiveView:
             num_prompt, num_cached = len(output.prompt_token_ids or ()), output.num_cached_tokens or 0
             self._ended.append(_Ended(stats.latency, output.request_id, num_prompt, num_cached, stats))
 
-    async def fetch_map(self, call: Callable[[str], Awaitable[bytes]]) -> None:
+    async def fetch_map(self, call: Callable[[], Awaitable[bytes]]) -> None:
         if self._fetching:
             return
         self._fetching = True
         try:
-            self._map = await call("block_map")
+            self._map = await call()
         except (EngineError, TimeoutError):
             self._map = b""
         finally:

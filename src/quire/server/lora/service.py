@@ -68,7 +68,7 @@ class LoRAService:
             ):  # another request loaded it meanwhile
                 return
             try:
-                await self._engine.add_adapter(module.request())
+                await self._engine.operation.add_adapter(module.request())
             except RequestError as error:
                 if error.param == "lora_request":  # the adapter is invalid; other errors are of the engine
                     resolver.note(name, error)
@@ -124,7 +124,7 @@ class LoRAService:
         """Load the adapters of the command line, once the engine is up."""
         for module in list(self):
             try:
-                facts = await self._engine.add_adapter(module.request())
+                facts = await self._engine.operation.add_adapter(module.request())
             except RequestError as error:
                 raise RequestError(f"lora_modules: {module.name!r} from {module.root!r}: {error}") from None
             logger.info("Adapter %r has rank %d and %d bytes", module.name, facts.rank, facts.num_bytes)
@@ -149,7 +149,7 @@ class LoRAService:
                 path = await self._search(self._places.for_client, place)
                 module = LoRAModule(name, place, str(path), base, is_3d, self._places.bounds(path))
                 # In place: an engine core may still have an older adapter of this name.
-                await self._engine.add_adapter(module.request(load_inplace=True))
+                await self._engine.operation.add_adapter(module.request(load_inplace=True))
             except RequestError as error:
                 raise _loading_error(name, error) from None
             self._registry.put(module)
@@ -169,7 +169,7 @@ class LoRAService:
             try:
                 while self._users[name]:
                     await self._left.wait()
-                await self._engine.remove_adapter(name)
+                await self._engine.operation.remove_adapter(name)
             except BaseException:  # the client disconnected or an engine core failed: keep the adapter
                 self._registry.put(module)
                 raise

@@ -1,5 +1,6 @@
 """Preparation of a chat request: checks, tools, prompt, output parser and sampling parameters."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -9,7 +10,7 @@ from starlette.requests import Request
 from quire.data.params import BeamSearchParams, SamplingParams
 from quire.errors import RequestError
 from quire.frontend.inputs import Prompt
-from quire.server.openai.answer_pieces import AnswerFormat, OutputParser
+from quire.server.openai.answer_pieces import AnswerFormat, OutputParser, Parsers
 from quire.server.openai.prompts import num_chars, off_loop
 from quire.server.openai.requests import MAX_STOP_STRINGS, ChatBody, Message
 from quire.server.openai.sampling_params import (
@@ -23,6 +24,7 @@ from quire.server.openai.sampling_params import (
 )
 from quire.server.openai.service import ApiCall, GenerationService
 from quire.server.openai.tools import ToolUse, tool_use
+from quire.text.tokenizer import Tokenizer
 
 _TAIL_TOKENS = 64
 """Last tokens of a prompt without text that are decoded, to detect an opened reasoning block."""
@@ -66,15 +68,19 @@ async def prepare_chat(
     """Check a chat request and prepare its call; `kind` is the prefix of its id."""
     settings = api.settings.api
     await api.check_model(body.model, pools=False)
+    tokenizer = api.inputs_of(body.model).tokenizer
     check_generate(body, max_n=settings.max_n, max_stops=_MAX_STOPS.get(kind, MAX_STOP_STRINGS))
     check_chat(body, trust_template=settings.trust_request_chat_template)
     size = num_chars([body.tools, body.response_format])
-    tools, requested, constraint = await off_loop(size, partial(_read_tools, api, body))
+    tools, requested, constraint = await off_loop(size, partial(_read_tools, api, body, tokenizer))
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    variables = api.reader.variables(body)
     wait = partial(api.answering.until_gone, request.receive)
-    prompt = await api.reader.of_chat(body, max_tokens or 1, wait, effort=body.reasoning_effort)
-    free = constraint is None or (tools.calls == "auto" and requested is None)
-    format = _answer_format(api, body, tools, prompt, free=free)
+    prompt = await api.reader.of_chat(body, max_tokens or 1, wait, variables=variables)
+    format = AnswerFormat()
+    if tokenizer is not None and (api.parsers.reasoning is not None or tools.calls != "none"):
+        free = constraint is None or (tools.calls == "auto" and requested is None)
+        format = _answer_format(api.parsers, body, tools, prompt, tokenizer, variables, free=free)
     limit = api.output_limit(max_tokens, len(prompt.token_ids))
     params = await off_loop(params_size(body), lambda: _build_params(api, body, limit, constraint, format))
     last = body.messages[-1]
@@ -84,7 +90,7 @@ async def prepare_chat(
 
 
 def _read_tools(
-    api: GenerationService, body: ChatBody
+    api: GenerationService, body: ChatBody, tokenizer: Tokenizer | None
 ) -> tuple[ToolUse, dict[str, Any] | None, dict[str, Any] | None]:
     """Return the tool use, the requested constraint of structured output, and that with the tools."""
     tools = tool_use(body, auto=api.parsers.auto)
@@ -93,7 +99,7 @@ def _read_tools(
         requested,
         is_format=body.response_format is not None,
         parser=api.parsers.tools,
-        tokenizer=api.inputs_of(body.model).tokenizer,
+        tokenizer=tokenizer,
     )
     return tools, requested, constraint
 
@@ -103,18 +109,22 @@ def _text(message: Message) -> str:
 
 
 def _answer_format(
-    api: GenerationService, body: ChatBody, tools: ToolUse, prompt: Prompt, *, free: bool
+    parsers: Parsers,
+    body: ChatBody,
+    tools: ToolUse,
+    prompt: Prompt,
+    tokenizer: Tokenizer,
+    variables: Mapping[str, Any],
+    *,
+    free: bool,
 ) -> AnswerFormat:
-    """Return how to parse the output. `free`: whether the output is unconstrained."""
-    tokenizer = api.inputs_of(body.model).tokenizer
-    if tokenizer is None or (api.parsers.reasoning is None and tools.calls == "none"):
-        return AnswerFormat()
+    """Return how to parse the output. `variables` are those of the chat template; `free`: whether the output
+    is unconstrained."""
     text = prompt.text
     if text is None:
         text = tokenizer.decode(prompt.token_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
-    variables = api.reader.variables(body, body.reasoning_effort)
     switches = [variables[name] for name in _SWITCHES if isinstance(variables.get(name), bool)]
-    return api.parsers.reading(
+    return parsers.reading(
         text,
         tokenizer,
         calls=tools.calls,

@@ -120,14 +120,19 @@ class PromptReader:
         return await off_loop(sum(map(_prompt_size, prompts)), read)
 
     async def of_chat(
-        self, body: Any, num_output: int, wait: Wait | None = None, *, effort: str | None = None
+        self,
+        body: Any,
+        num_output: int,
+        wait: Wait | None = None,
+        *,
+        variables: Mapping[str, Any] | None = None,
     ) -> Prompt:
         """Return the prompt of a chat, with room for `num_output` tokens if it is truncated. `wait` awaits
-        slow work and may cancel it."""
+        slow work and may cancel it; `variables` are those of the chat template, if they are known."""
         talk = await self._parse_chat(body, wait)
 
         def read() -> Prompt:
-            return self._truncate(self._render(talk, self._inputs_for(body), effort), body, num_output)
+            return self._truncate(self._render(talk, self._inputs_for(body), variables), body, num_output)
 
         return await off_loop(talk.size, read)
 
@@ -171,10 +176,8 @@ class PromptReader:
 
     async def count(self, body: ConversationBody) -> Prompt:
         """Return the prompt of a conversation of any number of tokens, for /tokenize."""
-        effort, talk = getattr(body, "reasoning_effort", None), await self._parse_chat(body)
-        return await off_loop(
-            talk.size, lambda: self._render(talk, self._with_adapter(self._counting, body), effort)
-        )
+        talk = await self._parse_chat(body)
+        return await off_loop(talk.size, lambda: self._render(talk, self._with_adapter(self._counting, body)))
 
     async def _parse_chat(self, body: ConversationBody, wait: Wait | None = None) -> "_ParsedChat":
         """Split the messages into text and media, and process the media."""
@@ -193,19 +196,23 @@ class PromptReader:
         num_tokens = sum(len(item.processed.token_ids) for item in prepared)
         return _ParsedChat(body, messages, prepared, text_size + num_tokens, text_size)
 
-    def variables(self, body: ConversationBody, effort: str | None) -> dict[str, Any]:
+    def variables(self, body: ConversationBody) -> dict[str, Any]:
         """Return the chat template variables of server and body. The effort `none` disables thinking."""
+        effort = getattr(body, "reasoning_effort", None)
         return {
             **self._settings.default_chat_template_kwargs,
             **({"enable_thinking": False} if effort == "none" else {}),
             **(body.chat_template_kwargs or {}),
+            **({} if body.documents is None else {"documents": body.documents}),
+            **({} if effort is None else {"reasoning_effort": effort}),
         }
 
-    def _render(self, talk: "_ParsedChat", inputs: InputProcessor, effort: str | None) -> Prompt:
+    def _render(
+        self, talk: "_ParsedChat", inputs: InputProcessor, variables: Mapping[str, Any] | None = None
+    ) -> Prompt:
         body = talk.body
         hidden = self._settings.exclude_tools_when_tool_choice_none
         tools = None if hidden and getattr(body, "tool_choice", None) == "none" else body.tools
-        variables = {"documents": body.documents, "reasoning_effort": effort}
         return chat_prompt(
             inputs,
             talk.messages,
@@ -214,10 +221,7 @@ class PromptReader:
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             tools=tools,
-            chat_template_kwargs={
-                **self.variables(body, effort),
-                **{name: value for name, value in variables.items() if value is not None},
-            },
+            chat_template_kwargs=self.variables(body) if variables is None else variables,
             add_special_tokens=body.add_special_tokens,
             prepared=talk.prepared,
             render_s=_RENDER_S if talk.text_size >= _LONG else None,

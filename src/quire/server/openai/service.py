@@ -152,10 +152,10 @@ class GenerationService:
         base = request.headers.get("x-request-id") or body.request_id or uuid.uuid4().hex
         _check_id(base)
         priority = _header_int(request, "x-vllm-priority")
+        name, lora = self._resolve_model(body.model, request)
         hints = cache_hints(body, request.headers)
         for prompt in prompts:
             prompt.hints = hints
-        name, lora = self._resolve_model(body.model, request)
         job = ApiCall(
             id=f"{kind}-{base}",
             created=int(time.time()),

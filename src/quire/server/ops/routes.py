@@ -169,13 +169,13 @@ def _add_cache_routes(app: FastAPI, api: GenerationService) -> None:
     ) -> Response:
         """Clear the prefix cache. It fails while requests hold blocks, unless these are to be recomputed."""
         return json_response(
-            {"success": await api.engine.reset_prefix_cache(reset_running_requests, reset_external)}
+            {"success": await api.engine.operation.reset_prefix_cache(reset_running_requests, reset_external)}
         )
 
     @app.post("/reset_mm_cache", operation_id="reset_mm_cache", **replies_of(ResetReply, *_CODES))
     async def reset_mm_cache() -> Response:
         """Clear the cache of processed images, videos and audio."""
-        await api.engine.reset_mm_cache()
+        await api.engine.operation.reset_mm_cache()
         return json_response({"success": True})
 
     @app.post("/reset_encoder_cache", operation_id="reset_encoder_cache", **replies_of(ResetReply, *_CODES))

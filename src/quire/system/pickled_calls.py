@@ -1,0 +1,51 @@
+"""Calls of functions that are sent to workers in other processes as pickles, if that is allowed."""
+
+import importlib
+import os
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from quire.config.env import Env
+from quire.errors import RequestError, one_line
+
+
+def _check_pickles() -> None:
+    if not Env.read(os.environ).allow_insecure_serialization:
+        raise RequestError(
+            "a function reaches workers in other processes as a pickle, which can run any code: set"
+            " VLLM_ALLOW_INSECURE_SERIALIZATION=1, or pass the name of a method",
+            param="method",
+        )
+
+
+def pack_function(
+    function: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> bytes:
+    """Return a call of a function as a pickle; with the package cloudpickle also that of a lambda."""
+    _check_pickles()
+    try:
+        pickler: Any = importlib.import_module("cloudpickle")
+    except ImportError:
+        pickler = pickle
+    try:
+        packed: bytes = pickler.dumps((function, tuple(args), dict(kwargs or {})))
+        return packed
+    except Exception as error:  # any object may be among the arguments
+        raise RequestError(
+            f"the function or its arguments cannot be pickled: {one_line(error)}; use a function of a module,"
+            " or install cloudpickle",
+            param="method",
+        ) from error
+
+
+def run_packed(worker: Any, packed: bytes) -> bytes:
+    """Call a packed function with the worker, and return its result as a pickle."""
+    _check_pickles()
+    function, args, kwargs = pickle.loads(packed)
+    return pickle.dumps(function(worker, *args, **kwargs))
+
+
+def unpack_results(results: list[bytes]) -> list[Any]:
+    """Return the results of a packed function. They come from workers of this engine."""
+    return [pickle.loads(result) for result in results]
