@@ -82,29 +82,29 @@ def test_lexer_is_renewed_before_it_is_full(grammars: Grammars, monkeypatch: pyt
     assert lexers[0] is lexers[1] is lexers[2] is not lexers[3]
 
 
-def test_lexers_are_limited_in_bytes(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lexers_are_limited_in_bytes(grammars: Grammars) -> None:
     """Long grammars, and those with many states, take megabytes each: 1,024 lexers would take gigabytes."""
     texts = ["x" * 10_000 + str(number) for number in range(3)]
     choices = [StructuredOutputsParams(choice=[text]) for text in texts]
     sizes = [grammars.compile(params).lexer.num_bytes for params in choices]
     assert min(sizes) > 10_000 * grammar_lexers.CHAR_BYTES
     assert grammars._compiled.num_bytes == sum(sizes)
-    monkeypatch.setattr(grammar_lexers, "MAX_BYTES", sum(sizes) - 1)
+    grammars._compiled.max_bytes = sum(sizes) - 1
     kept = grammars.compile(choices[0]).lexer  # now the second one is the oldest
     grammars.compile(WORDS)
     assert len(grammars._compiled) == 3 and grammars._compiled.num_bytes < sum(sizes)
     assert grammars.compile(choices[0]).lexer is kept
 
 
-def test_states_of_lexers_count(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_of_lexers_count(grammars: Grammars) -> None:
     """One short grammar may gain 15 KiB of states with each token."""
-    monkeypatch.setattr(grammar_lexers, "MAX_BYTES", 2 * grammar_lexers.LEXER_BYTES)
+    grammars._compiled.max_bytes = 2 * grammar_lexers.LEXER_BYTES
     first = grammars.compile(WORDS)
     before = first.lexer.num_bytes
     write(grammars, first, 50)
     assert first.lexer.num_bytes == before + 50 * grammar_lexers.TOKEN_BYTES
     several = [grammars.compile(WORDS) for _ in range(4)]
-    assert grammars._compiled.num_bytes <= grammar_lexers.MAX_BYTES
+    assert grammars._compiled.num_bytes <= grammars._compiled.max_bytes
     assert write(grammars, first, 5) == "" and write(grammars, several[0], 5) == "", "a dropped lexer works"
 
 

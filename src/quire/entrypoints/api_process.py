@@ -122,7 +122,7 @@ def _make_inputs(
         pooling=config.pooling,
         embeds=embeds_reader(config),
         media=media_reader(config, tokenizer, cache=cache, shared_memory=media_memory),
-        grammars=open_grammars(config, tokenizer),
+        grammars=open_grammars(config, tokenizer, max_bytes=SPARE_BYTES),
         enable_lora=config.lora.enable_lora,
         num_extra_vocab=config.lora.lora_extra_vocab_size,
         validators=validators_of(config),

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from quire.data.params import StructuredOutputsParams
 from quire.data.step_plan import Verdict
 from quire.errors import RequestError
-from quire.text.grammar_lexers import MAX_LEXER_STATES, Lexer, LexerCache, Lexers, Matcher, shorten
+from quire.text.grammar_lexers import MAX_BYTES, MAX_LEXER_STATES, Lexer, LexerCache, Lexers, Matcher, shorten
 
 if TYPE_CHECKING:  # imported lazily: it would slow down every start
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -100,15 +100,16 @@ class Grammars:
         vocabulary: Callable[[], Vocabulary],
         num_threads: int | None = None,
         switches: Collection[str] = (),
+        max_bytes: int = MAX_BYTES,
     ) -> None:
         """Create an empty cache. `vocabulary` is called with the first grammar, since most engines never
         need it. `num_threads`: threads of the layers, if masks are filled on the same cores between steps.
         None: other cores fill masks while a device computes. `switches`: names of the fields of
-        StructuredOutputsParams that are on for all requests."""
+        StructuredOutputsParams that are on for all requests. `max_bytes` of lexers are kept."""
         self._vocabulary = vocabulary
         self._switches = dict.fromkeys(switches, True)
         self._num_threads = num_threads
-        self._compiled = LexerCache()
+        self._compiled = LexerCache(max_bytes)
         self._lock = threading.Lock()
         self._opening = threading.Lock()
         self._tokenizer: LLTokenizer | None = None

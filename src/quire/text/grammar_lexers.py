@@ -143,7 +143,8 @@ class LexerCache:
     """Least recently used lexers by the digest of their constraint, limited in number and bytes. Its users
     lock it."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self.max_bytes = max_bytes
         self._lexers: OrderedDict[bytes, Lexers] = OrderedDict()
 
     def __len__(self) -> int:
@@ -164,7 +165,7 @@ class LexerCache:
         """Drop the least recently used lexers above the limits."""
         num_lexers = sum(map(len, self._lexers.values()))
         num_bytes = self.num_bytes
-        while len(self._lexers) > MAX_KEPT or num_lexers > MAX_LEXERS or num_bytes > MAX_BYTES:
+        while len(self._lexers) > MAX_KEPT or num_lexers > MAX_LEXERS or num_bytes > self.max_bytes:
             key, oldest = next(iter(self._lexers.items()))
             num_bytes -= oldest.num_bytes
             num_lexers -= len(oldest)
