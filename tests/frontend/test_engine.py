@@ -23,6 +23,7 @@ from quire.data.wire import Heartbeat, ToCore, encode
 from quire.errors import EngineDead, RequestError
 from quire.frontend import engine as engine_module
 from quire.frontend.engine import AsyncEngine
+from quire.frontend.engine_link import EngineLink
 from quire.frontend.in_flight import failure
 from quire.frontend.inputs import Prompt
 from quire.metrics.engine import EngineMetrics
@@ -270,7 +271,7 @@ def test_a_call_with_many_requests_takes_many_turns(with_cores: Run) -> None:
     thousand prompts: `/health` and all streams wait for it. Here each message to the core takes 1 ms."""
 
     async def test(engine: AsyncEngine, cores: Cores) -> None:
-        now, turn, sent = 0.0, 0, Counter[int]()
+        now, turn, sent, reads = 0.0, 0, Counter[int](), Counter[int]()
         link = engine._links[0]
         send = link.send
 
@@ -280,6 +281,12 @@ def test_a_call_with_many_requests_takes_many_turns(with_cores: Run) -> None:
             sent[turn] += 1
             send(message)
 
+        on_turn = engine.on_turn
+
+        def count_read(link: EngineLink) -> None:
+            reads[turn] += 1
+            on_turn(link)
+
         async def count_turns() -> None:
             nonlocal turn
             while True:
@@ -287,6 +294,7 @@ def test_a_call_with_many_requests_takes_many_turns(with_cores: Run) -> None:
                 await asyncio.sleep(0)
 
         link.send = send_slowly  # type: ignore[method-assign]
+        engine.on_turn = count_read  # type: ignore[method-assign]
         engine._sending = TurnBudget(0.004, lambda: now)
         engine._abandoned._budget = TurnBudget(0.004, lambda: now)
         os.kill(cores.pid(0), signal.SIGSTOP)
@@ -296,6 +304,7 @@ def test_a_call_with_many_requests_takes_many_turns(with_cores: Run) -> None:
         reading = asyncio.create_task(anext(merged))
         await until(lambda: sent.total() >= 300)
         assert engine.num_in_flight == 300 == sum(running(engine)) and max(sent.values()) <= 8
+        assert max(reads.values()) <= 4, "the socket is read once after all messages of a turn"
         sent.clear()
         reading.cancel()
         await merged.aclose()
