@@ -19,7 +19,8 @@ from structured_outputs import ASKED
 from quire.configure import vocabulary_of
 from quire.data.params import StructuredOutputsParams
 from quire.text import grammar
-from quire.text.grammar import Grammars, Matcher
+from quire.text.grammar import Grammars
+from quire.text.grammar_lexers import Matcher
 from quire.text.tokenizer import Tokenizer, load_tokenizer
 
 NUM_TEXTS = 8

@@ -30,6 +30,7 @@ from quire.errors import ConfigError
 from quire.logs import get_logger
 from quire.system.platform import detect
 from quire.text.grammar import Grammars, Vocabulary
+from quire.text.grammar_lexers import MAX_BYTES
 from quire.text.tokenizer import Tokenizer, load_tokenizer
 
 logger = get_logger(__name__)
@@ -230,9 +231,11 @@ def eos_ids(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[int, ...
     )
 
 
-def open_grammars(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Grammars | None:
+def open_grammars(
+    config: EngineConfig, tokenizer: Tokenizer | None = None, *, max_bytes: int = MAX_BYTES
+) -> Grammars | None:
     """Return the grammars, or None without a tokenizer. The tokenizer is opened on first use if none is
-    passed."""
+    passed. At most `max_bytes` of compiled grammars are kept."""
     if config.model.skip_tokenizer_init or config.pooling is not None:
         return None
 
@@ -242,7 +245,8 @@ def open_grammars(config: EngineConfig, tokenizer: Tokenizer | None = None) -> G
         return vocabulary_of(opened, config.checkpoint.facts.vocab, eos_ids(config, opened))
 
     num_threads = config.parallel.cpu_threads if config.machine.device == "cpu" else None
-    return Grammars(vocabulary, num_threads, output_switches(config.model.structured_outputs_config))
+    switches = output_switches(config.model.structured_outputs_config)
+    return Grammars(vocabulary, num_threads, switches, max_bytes)
 
 
 def vocabulary_of(tokenizer: Tokenizer, size: int, eos: tuple[int, ...]) -> Vocabulary:

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -22,11 +23,14 @@ from quire.data.wire import Heartbeat, ToCore, encode
 from quire.errors import EngineDead, RequestError
 from quire.frontend import engine as engine_module
 from quire.frontend.engine import AsyncEngine
+from quire.frontend.engine_link import EngineLink
 from quire.frontend.in_flight import failure
 from quire.frontend.inputs import Prompt
 from quire.metrics.engine import EngineMetrics
 from quire.multimodal.processor_cache import ProcessorCache
+from quire.server.openai.streams import Merged, Pauses
 from quire.system.shared_arena import SharedArena
+from quire.system.turns import TurnBudget
 
 CONTEXT = multiprocessing.get_context("forkserver")
 """Forks cores from a process that has imported their modules, so that each starts at once."""
@@ -260,6 +264,56 @@ def test_another_core_takes_over_from_a_dead_one(with_cores: Run) -> None:
         assert [engine.metrics.pages.value("request_success:length", place) for place in (0, 1)] == [9, 1]
 
     with_cores(test, num=2)
+
+
+def test_a_call_with_many_requests_takes_many_turns(with_cores: Run) -> None:
+    """Catches a client that blocks the event loop with the beginning, or the hang-up, of a call with a
+    thousand prompts: `/health` and all streams wait for it. Here each message to the core takes 1 ms."""
+
+    async def test(engine: AsyncEngine, cores: Cores) -> None:
+        now, turn, sent, reads = 0.0, 0, Counter[int](), Counter[int]()
+        link = engine._links[0]
+        send = link.send
+
+        def send_slowly(message: ToCore) -> None:
+            nonlocal now
+            now += 0.001
+            sent[turn] += 1
+            send(message)
+
+        on_turn = engine.on_turn
+
+        def count_read(link: EngineLink) -> None:
+            reads[turn] += 1
+            on_turn(link)
+
+        async def count_turns() -> None:
+            nonlocal turn
+            while True:
+                turn += 1
+                await asyncio.sleep(0)
+
+        link.send = send_slowly  # type: ignore[method-assign]
+        engine.on_turn = count_read  # type: ignore[method-assign]
+        engine._sending = TurnBudget(0.004, lambda: now)
+        engine._abandoned._budget = TurnBudget(0.004, lambda: now)
+        os.kill(cores.pid(0), signal.SIGSTOP)
+        streams = {str(i): engine.generate(Prompt([5]), ENDLESS, str(i)) for i in range(300)}
+        turns = asyncio.create_task(count_turns())
+        merged = Merged(streams, Pauses())
+        reading = asyncio.create_task(anext(merged))
+        await until(lambda: sent.total() >= 300)
+        assert engine.num_in_flight == 300 == sum(running(engine)) and max(sent.values()) <= 8
+        assert max(reads.values()) <= 4, "the socket is read once after all messages of a turn"
+        sent.clear()
+        reading.cancel()
+        await merged.aclose()
+        assert engine.num_in_flight == 0
+        await until(lambda: engine.metrics.pages.value("request_success:abort", 0) == 300)
+        assert max(sent.values()) <= 8 and sent.total() < 20, "aborts are sent together"
+        turns.cancel()
+
+    with_cores(test)
 
 
 def test_silent_core_is_skipped(with_cores: Run, monkeypatch: pytest.MonkeyPatch) -> None:

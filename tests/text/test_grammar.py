@@ -8,8 +8,9 @@ import pytest
 from tiny_text import _train_tokenizer
 
 from quire.data.params import StructuredOutputsParams
-from quire.text import grammar
-from quire.text.grammar import Grammars, Matcher, Vocabulary
+from quire.text import grammar, grammar_lexers
+from quire.text.grammar import Grammars, Vocabulary
+from quire.text.grammar_lexers import Matcher
 
 WORDS = StructuredOutputsParams(regex="([a-z]{2,9} ){400}")
 
@@ -45,7 +46,7 @@ def test_concurrent_sequences_do_not_wait_for_each_other(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each has a lexer, which stays warm for the next sequence."""
-    monkeypatch.setattr(grammar, "LEXERS_S", 1e9)
+    monkeypatch.setattr(grammar_lexers, "LEXERS_S", 1e9)
     several = [grammars.compile(WORDS) for _ in range(5)]
     lexers = [matcher.lexer for matcher in several]
     assert len(set(lexers)) == 5
@@ -57,7 +58,7 @@ def test_concurrent_sequences_do_not_wait_for_each_other(
 
 
 def test_expensive_grammar_is_compiled_once(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar, "LEXERS_S", 0.0)
+    monkeypatch.setattr(grammar_lexers, "LEXERS_S", 0.0)
     several = [grammars.compile(WORDS) for _ in range(5)]
     assert len({matcher.lexer for matcher in several}) == 1
     write(grammars, several[0], 9)
@@ -76,9 +77,35 @@ def test_full_lexer_is_not_shared(grammars: Grammars, monkeypatch: pytest.Monkey
 
 
 def test_lexer_is_renewed_before_it_is_full(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar, "MAX_SERVED", 3)
+    monkeypatch.setattr(grammar_lexers, "MAX_SERVED", 3)
     lexers = [grammars.compile(WORDS).lexer for _ in range(4)]
     assert lexers[0] is lexers[1] is lexers[2] is not lexers[3]
+
+
+def test_lexers_are_limited_in_bytes(grammars: Grammars) -> None:
+    """Long grammars, and those with many states, take megabytes each: 1,024 lexers would take gigabytes."""
+    texts = ["x" * 10_000 + str(number) for number in range(3)]
+    choices = [StructuredOutputsParams(choice=[text]) for text in texts]
+    sizes = [grammars.compile(params).lexer.num_bytes for params in choices]
+    assert min(sizes) > 10_000 * grammar_lexers.CHAR_BYTES
+    assert grammars._compiled.num_bytes == sum(sizes)
+    grammars._compiled.max_bytes = sum(sizes) - 1
+    kept = grammars.compile(choices[0]).lexer  # now the second one is the oldest
+    grammars.compile(WORDS)
+    assert len(grammars._compiled) == 3 and grammars._compiled.num_bytes < sum(sizes)
+    assert grammars.compile(choices[0]).lexer is kept
+
+
+def test_states_of_lexers_count(grammars: Grammars) -> None:
+    """One short grammar may gain 15 KiB of states with each token."""
+    grammars._compiled.max_bytes = 2 * grammar_lexers.LEXER_BYTES
+    first = grammars.compile(WORDS)
+    before = first.lexer.num_bytes
+    write(grammars, first, 50)
+    assert first.lexer.num_bytes == before + 50 * grammar_lexers.TOKEN_BYTES
+    several = [grammars.compile(WORDS) for _ in range(4)]
+    assert grammars._compiled.num_bytes <= grammars._compiled.max_bytes
+    assert write(grammars, first, 5) == "" and write(grammars, several[0], 5) == "", "a dropped lexer works"
 
 
 def test_long_forced_texts_are_not_cached(vocabulary: Vocabulary) -> None:

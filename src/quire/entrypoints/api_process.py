@@ -35,7 +35,9 @@ from quire.server.api_keys import key_names
 from quire.server.http.accept import ConnectionHandle
 from quire.server.lora.registry import LoRARegistry
 from quire.server.settings import ServerSettings
+from quire.system.memory_trim import trim_memory
 from quire.system.process import (
+    SPARE_BYTES,
     adopt,
     parent_age_s,
     shorten_thread_switches,
@@ -120,7 +122,7 @@ def _make_inputs(
         pooling=config.pooling,
         embeds=embeds_reader(config),
         media=media_reader(config, tokenizer, cache=cache, shared_memory=media_memory),
-        grammars=open_grammars(config, tokenizer),
+        grammars=open_grammars(config, tokenizer, max_bytes=SPARE_BYTES),
         enable_lora=config.lora.enable_lora,
         num_extra_vocab=config.lora.lora_extra_vocab_size,
         validators=validators_of(config),
@@ -162,6 +164,7 @@ def run_api(
     ready, or a one-line error."""
     adopt(f"APIServer{index}" if (settings.http.api_server_count or 1) > 1 else "APIServer")
     tune_allocator()
+    trim_memory(SPARE_BYTES)
     shorten_thread_switches()
     with reports_failure(parent):
         load_plugins(config.broken_plugins)

@@ -25,7 +25,9 @@ from quire.server.api_keys import key_names
 from quire.server.lora.registry import LoRARegistry
 from quire.server.lora.service import located
 from quire.server.settings import ServerSettings
+from quire.system.memory_trim import trim_memory
 from quire.system.process import (
+    SPARE_BYTES,
     adopt,
     parent_age_s,
     shorten_thread_switches,
@@ -112,6 +114,7 @@ def run_models(
     """Run the API process. Send None to `parent` when it is ready, or a one-line error."""
     adopt("APIServer")
     tune_allocator()
+    trim_memory(SPARE_BYTES)
     shorten_thread_switches()
     with reports_failure(parent):
         load_plugins(models[0].config.broken_plugins)

@@ -74,6 +74,8 @@ class CoreLink(EngineLink):
         self._num_resets = 0
         self._is_scheduled = False
         """Whether the next read is already scheduled."""
+        self._is_look_due = False
+        """Whether a message was sent in this turn of the event loop, after which one may have arrived."""
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
         self._socket: zmq.Socket[bytes] | None = None
@@ -180,7 +182,13 @@ class CoreLink(EngineLink):
         assert self._socket is not None
         self._socket.send(encode(message), zmq.NOBLOCK)
         # Sending may consume the edge-triggered event of an arrived message.
-        asyncio.get_running_loop().call_soon(self._on_readable)
+        if not self._is_look_due:
+            self._is_look_due = True
+            asyncio.get_running_loop().call_soon(self._look_again)
+
+    def _look_again(self) -> None:
+        self._is_look_due = False
+        self._on_readable()
 
     async def call_all(self, method: str, args: dict[str, Any], timeout_s: float | None) -> list[Any]:
         return [await self.call(method, args, timeout_s)]

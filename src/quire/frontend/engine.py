@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from quire.data.step_plan import FinishReason, StepOutput
 from quire.data.wire import Abort
 from quire.errors import EngineDead, EngineError, QuireError, RequestError
 from quire.frontend.checked_params import CheckedParams
-from quire.frontend.control import CALL_TIMEOUT_S, CoreControl, check_sendable
+from quire.frontend.control import CoreControl
+from quire.frontend.core_calls import CoreCalls
 from quire.frontend.engine_facts import EngineFacts
 from quire.frontend.engine_link import EngineLink
 from quire.frontend.fleet_link import Fleet
@@ -34,6 +35,7 @@ from quire.logs import get_logger
 from quire.metrics.api_keys import KeyAccount
 from quire.metrics.engine import EngineMetrics
 from quire.metrics.http import Exchange
+from quire.system.turns import TurnBudget, TurnQueue
 from quire.text.tokenizer import Tokenizer
 
 log = get_logger(__name__)
@@ -90,14 +92,18 @@ class AsyncEngine:
         )
         self._pages = [metrics.pages.of_engine(place) for place in range(len(self._links))]
         self._flights: dict[str, RequestInFlight] = {}
+        self._sending, self._is_sending = TurnBudget(), False
+        """The budget, and whether the next turn of the event loop sends waiting requests."""
+        self._abandoned = TurnQueue[tuple[str, RequestInFlight]](self._end_abandoned)
         self._numbers = itertools.count()
         self._tag = uuid.uuid4().hex[:8]
         """Makes internal ids unique: clients may reuse a request id, also in several processes."""
         self._ready = asyncio.Event()
         self._live = LiveView()
         self._tracer = tracer
+        self._calls = CoreCalls(self._links, health_timeout_s)
         self.operation = CoreControl(
-            self._call_all,
+            self._calls.call_all,
             settings=settings or {},
             forget_prefixes=self._router.forget_prefixes,
             clear_media=self.on_reset,
@@ -115,7 +121,6 @@ class AsyncEngine:
         return len(self._flights)
 
     def start(self) -> None:
-        """Connect, from inside the running loop."""
         self.connect()
         self._task = asyncio.create_task(self._watch_waiting())
 
@@ -127,6 +132,7 @@ class AsyncEngine:
     def disconnect(self) -> None:
         """Disconnect from the cores, which are about to be stopped. No request may be in flight."""
         self._ready.clear()
+        self._abandoned.flush()
         for link in self._links:
             link.close()
 
@@ -154,12 +160,10 @@ class AsyncEngine:
 
     def _check_any(self, rank: int | None = None) -> None:
         """Raise EngineDead unless some core is available; with a `rank`, unless that core has been ready."""
-        problems = [link.problem(self._health_timeout_s) for link in self._links]
-        if None not in problems:
-            raise EngineDead(str(problems[0]))
-        for link, problem in zip(self._links, problems, strict=True):
+        self._calls.check_any()
+        for link in self._links:
             if link.rank == rank and not link.was_up:
-                raise EngineDead(str(problem))
+                raise EngineDead(str(link.problem(self._health_timeout_s)))
 
     # ---- requests
 
@@ -219,9 +223,13 @@ class AsyncEngine:
             self._check_any()
             flight.answer = answer
             self._flights[id] = flight
-            self._send_request(id, flight)
+            if self._sending.is_spent:
+                flight.lost_at = self._clock()
+                self._send_soon()
+            else:
+                self._send_request(id, flight)
 
-        return OutputStream(id, begin, self._abort, is_delta=is_delta)
+        return OutputStream(id, begin, self._abandon, is_delta=is_delta)
 
     def _send_request(self, id: str, flight: RequestInFlight) -> None:
         """Send a request to the best core; if none is available, it waits."""
@@ -267,7 +275,7 @@ class AsyncEngine:
         except Exception as error:  # raised in the reader of the stream
             if self._pop(id) is not None and flight.answer is not None:
                 flight.answer.fail(error if isinstance(error, QuireError) else EngineError(str(error)))
-                self._close(id, flight, "error")
+                self._close([(id, flight)], "error")
             return
         finally:
             flight.bringing = None
@@ -283,27 +291,35 @@ class AsyncEngine:
         ]
         return [place for place, silent_s in up if silent_s < SILENT_S] or [place for place, _ in up]
 
-    def _abort(self, request_id: str) -> None:
-        if (flight := self._pop(request_id)) is None:
-            return
-        link = flight.link
-        if link is not None and link.core is not None and (ids := link.outputs.sequences_of([request_id])):
-            link.send(Abort(ids))
-        self._close(request_id, flight, "abort")
+    def _abandon(self, request_id: str) -> None:
+        """End a request without a reader. A call may have a thousand of them, which end in pieces."""
+        if (flight := self._pop(request_id)) is not None:
+            self._abandoned.add((request_id, flight))
+
+    def _end_abandoned(self, ended: Sequence[tuple[str, RequestInFlight]]) -> None:
+        for link in self._links:
+            request_ids = [id for id, flight in ended if flight.link is link]
+            if link.core is not None and (ids := link.outputs.sequences_of(request_ids)):
+                link.send(Abort(ids))
+        self._close(ended, "abort")
 
     def _pop(self, request_id: str) -> RequestInFlight | None:
         self._router.end(request_id)
         return self._flights.pop(request_id, None)
 
-    def _close(self, request_id: str, flight: RequestInFlight, reason: str) -> None:
-        """End the sequences of a request without a reader; one without a core counts for the first core. The
+    def _close(self, ended: Sequence[tuple[str, RequestInFlight]], reason: str) -> None:
+        """End the sequences of requests without readers; those without a core count for the first core. The
         outputs of other requests are kept."""
-        link = flight.link or self._links[0]
-        if flight.link is None:
-            self._expect(request_id, flight, link)
-        ids = link.outputs.sequences_of([request_id])
-        link.outputs.take(StepOutput([], [], finished={id: FinishReason(reason) for id in ids}))
-        self.on_turn(link)
+        by_link: dict[EngineLink, list[str]] = {}
+        for request_id, flight in ended:
+            link = flight.link or self._links[0]
+            if flight.link is None:
+                self._expect(request_id, flight, link)
+            by_link.setdefault(link, []).append(request_id)
+        for link, request_ids in by_link.items():
+            ids = link.outputs.sequences_of(request_ids)
+            link.outputs.take(StepOutput([], [], finished={id: FinishReason(reason) for id in ids}))
+            self.on_turn(link)
 
     # ---- callbacks of the connections
 
@@ -402,7 +418,7 @@ class AsyncEngine:
         flight = self._pop(request_id)
         assert flight is not None and flight.answer is not None
         flight.answer.fail(EngineDead(f"the engine process {why}"))
-        self._close(request_id, flight, "error")
+        self._close([(request_id, flight)], "error")
 
     @property
     def _patience_s(self) -> float:
@@ -417,44 +433,26 @@ class AsyncEngine:
             await asyncio.sleep(LOOK_S)
 
     def _send_waiting(self) -> None:
-        """Send the requests that wait for a core; fail those that have waited too long."""
-        now = self._clock()
+        """Send the requests that wait for a core, some in each turn of the event loop; fail those that have
+        waited too long."""
+        now, self._is_sending = self._clock(), False
         for id, flight in next_to_send(self._flights):
             if self._available(flight.rank):
                 self._send_request(id, flight)
+                if self._sending.is_spent:
+                    return self._send_soon()
             elif now - flight.lost_at > self._patience_s:
                 self._fail(id, "died during this request and was not restarted; please send it again")
 
+    def _send_soon(self) -> None:
+        if not self._is_sending:
+            asyncio.get_running_loop().call_soon(self._send_waiting)
+        self._is_sending = True
+
     # ---- control and statistics
 
-    async def _call_all(
-        self,
-        method: str,
-        args: dict[str, Any],
-        timeout_s: float | None = CALL_TIMEOUT_S,
-        *,
-        if_ready: bool = False,
-    ) -> list[Any]:
-        """Call a method of all cores, all of which must be available, or of those that are ready; return
-        their answers in order, or raise the first error at the end."""
-        check_sendable(args)
-        if if_ready:
-            self._check_any()
-        else:
-            for link in self._links:
-                if (problem := link.problem(self._health_timeout_s)) is not None:
-                    raise EngineDead(problem)
-        called = [link for link in self._links if link.core is not None or not if_ready]
-        calls = (link.call_all(method, args, timeout_s) for link in called)
-        answers: list[Any] = []
-        for answer in await asyncio.gather(*calls, return_exceptions=True):
-            if isinstance(answer, BaseException):
-                raise answer
-            answers += answer
-        return answers
-
     async def _block_map(self) -> bytes:
-        return b"".join(await self._call_all("block_map", {}, if_ready=True))
+        return b"".join(await self._calls.call_all("block_map", {}, if_ready=True))
 
     def metrics_text(self) -> str:
         return self.metrics.text()

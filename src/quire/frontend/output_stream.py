@@ -152,10 +152,16 @@ class OutputStream(Generic[Out]):
     async def forward(self, reader: Callable[[Out], None], text_reader: TextReader | None = None) -> None:
         """Pass every output to `reader` as soon as it exists, and return after the last one. Deltas between
         the first and the last that contain only text may go to `text_reader`."""
+        await self.push(reader, text_reader)
+
+    def push(
+        self, reader: Callable[[Out], None], text_reader: TextReader | None = None
+    ) -> asyncio.Future[None]:
+        """Begin to pass outputs as `forward` does; the future is done after the last one."""
         self._reader, self._text_reader = reader, text_reader
         self._wake = asyncio.get_running_loop().create_future()
         self._start()
-        await self._wake
+        return self._wake
 
     def _start(self) -> None:
         if (begin := self._begin) is not None:

@@ -20,7 +20,7 @@ from quire.logs import name_process
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_SPARE_BYTES = 64 << 20
+SPARE_BYTES = 64 << 20
 _SWITCH_S = 0.001
 """Time after which a thread that waits for the GIL interrupts another."""
 _is_tuned = False
@@ -99,8 +99,8 @@ def tune_allocator() -> None:
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt") and not any(name.startswith("MALLOC_") for name in os.environ):
-        libc.mallopt(_M_TRIM_THRESHOLD, _SPARE_BYTES)
-        libc.mallopt(_M_MMAP_THRESHOLD, _SPARE_BYTES // 2)
+        libc.mallopt(_M_TRIM_THRESHOLD, SPARE_BYTES)
+        libc.mallopt(_M_MMAP_THRESHOLD, SPARE_BYTES // 2)
 
 
 def shorten_thread_switches() -> None:

@@ -6,13 +6,11 @@ import os
 import re
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import WeakSet
 
 import msgspec
 import numpy as np
@@ -21,29 +19,18 @@ from numpy.typing import NDArray
 from quire.data.params import StructuredOutputsParams
 from quire.data.step_plan import Verdict
 from quire.errors import RequestError
-from quire.logs import get_logger
+from quire.text.grammar_lexers import MAX_BYTES, MAX_LEXER_STATES, Lexer, LexerCache, Lexers, Matcher, shorten
 
 if TYPE_CHECKING:  # imported lazily: it would slow down every start
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-log = get_logger(__name__)
 T = TypeVar("T")
 
 MAX_CHARS = 1 << 18
 """Maximum size of a schema, regex or grammar."""
-MAX_KEPT = 256
-"""Number of compiled grammars that are kept, least recently used first out."""
 MAX_KEPT_TEXTS, MAX_KEPT_CHARS = 4096, 256
 """Size of the cache of tokenized texts, and the longest text that it takes. Grammars force the same short
 texts often."""
-MAX_LEXERS = 1024
-"""Maximum number of lexers of all grammars, tens of KiB each."""
-MAX_LEXER_STATES = 50_000
-"""Maximum number of states of one lexer, 1 to 2 KiB each."""
-MAX_SERVED = 64
-"""Number of sequences that one lexer serves, one after the other, since it keeps the states of all."""
-LEXERS_S = 0.5
-"""CPU seconds that the lexers of one grammar may take to compile. After that sequences share lexers."""
 WHITESPACE = r"[ \t]{0,2}([\r\n]{1,2}[ \t]{0,40})?"
 """Whitespace between JSON tokens, unless a request sets it. It is bounded since small models write endless
 newlines."""
@@ -52,8 +39,6 @@ _SHORT = (1, 3, 5, 8, 12)
 SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_IN_STRINGS}{{1,{most}}}" for most in _SHORT), f"{_IN_STRINGS}+"]
 """Slices of the vocabulary that llguidance tests together: if all tokens of a slice are allowed, none is
 tried one by one. Short slices are for strings of limited length (benchmarks/grammar_masks.py)."""
-MAX_REASON_CHARS = 500
-"""Maximum length of a library error that is logged or sent to a client."""
 COMPILING_THREADS = 2
 MIN_PARALLEL = 4
 """Number of matchers from which several threads are faster than one."""
@@ -64,15 +49,6 @@ SLOW_FILL_S = 1.5e-3
 """Seconds of mask filling after which all cores are used."""
 
 _CLASSES = {r"\d": "[:digit:]", r"\D": "[:^digit:]", r"\w": "[:word:]", r"\W": "[:^word:]"}
-_ENDS: dict[str, Verdict] = {
-    "NotStopped": "",
-    "EndOfSentence": "eos",
-    "NoExtension": "complete",
-    "NoExtensionBias": "complete",
-}
-"""Verdicts by the stop reason of a matcher; any other reason is an error."""
-_DOES_NOT_FIT = "doesn't satisfy the grammar"
-"""Text of the library's error for a token that does not fit. Its other errors are about its limits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,83 +92,6 @@ class _WrappedVocabulary:
         return self._encode_cached(text) if len(text) <= MAX_KEPT_CHARS else self._encode(text)
 
 
-class Matcher:
-    """The state of one sequence in its grammar."""
-
-    def __init__(self, inner: "LLMatcher", lexer: "Lexer") -> None:
-        self.inner = inner
-        self.lexer = lexer
-        lexer.users.add(self)
-
-    def advance(self, token_id: int) -> Verdict:
-        """Consume the next token of the sequence and return whether and how the sequence ends."""
-        return self.verdict(self.inner.consume_token(token_id))
-
-    def verdict(self, is_accepted: bool) -> Verdict:
-        """Return the verdict for the last token, which the grammar accepted or not."""
-        if is_accepted and not self.inner.is_stopped():
-            return ""
-        verdict = _ENDS.get(self.inner.stop_reason()) if is_accepted else None
-        return self._failure() if verdict is None else verdict
-
-    def _failure(self) -> Verdict:
-        """Distinguish a token that does not fit from a limit of the library."""
-        self.lexer.is_spent = True
-        reason = self.inner.get_error()
-        if _DOES_NOT_FIT in reason:
-            return "error"
-        log.warning("A request ends, since its grammar exceeded a limit of llguidance: %r", _shorten(reason))
-        return "limit"
-
-    def copy(self) -> "Matcher":
-        """Return a matcher in the same state."""
-        return Matcher(self.inner.deep_copy(), self.lexer)
-
-
-class Lexer:
-    """A compiled grammar. Its matchers share its lexer states and its lock: matchers of one lexer run one
-    at a time, those of several lexers in parallel."""
-
-    def __init__(self, start: "LLMatcher", seconds: float) -> None:
-        self._start = start
-        self.seconds = seconds
-        """CPU seconds of the compilation."""
-        self._num_served = 0
-        self.users: WeakSet[Matcher] = WeakSet()
-        self.is_spent = False
-        """Whether the lexer may have too many states for further sequences."""
-
-    def serve(self) -> Matcher:
-        """Return a matcher for one more sequence."""
-        self._num_served += 1
-        self.is_spent |= self._num_served >= MAX_SERVED
-        return Matcher(self._start.deep_copy(), self)
-
-
-class Lexers:
-    """The lexers of one grammar: one per concurrent sequence, unless they take too long to compile."""
-
-    def __init__(self, grammar: str) -> None:
-        self.grammar = grammar
-        """Source text of the grammar."""
-        self._all: list[Lexer] = []
-
-    def __len__(self) -> int:
-        return len(self._all)
-
-    def serve(self) -> Matcher | None:
-        """Return a matcher at the start of the grammar, or None if another lexer should be compiled."""
-        self._all = [lexer for lexer in self._all if not lexer.is_spent]
-        if not self._all:
-            return None
-        idlest = min(self._all, key=lambda lexer: len(lexer.users))
-        spent_s = sum(lexer.seconds for lexer in self._all)
-        return None if idlest.users and spent_s < LEXERS_S else idlest.serve()
-
-    def add(self, lexer: Lexer) -> None:
-        self._all.append(lexer)
-
-
 class Grammars:
     """The grammars of one vocabulary, each compiled once and cached."""
 
@@ -201,16 +100,16 @@ class Grammars:
         vocabulary: Callable[[], Vocabulary],
         num_threads: int | None = None,
         switches: Collection[str] = (),
+        max_bytes: int = MAX_BYTES,
     ) -> None:
         """Create an empty cache. `vocabulary` is called with the first grammar, since most engines never
         need it. `num_threads`: threads of the layers, if masks are filled on the same cores between steps.
         None: other cores fill masks while a device computes. `switches`: names of the fields of
-        StructuredOutputsParams that are on for all requests."""
+        StructuredOutputsParams that are on for all requests. `max_bytes` of lexers are kept."""
         self._vocabulary = vocabulary
         self._switches = dict.fromkeys(switches, True)
         self._num_threads = num_threads
-        self._compiled: OrderedDict[bytes, Lexers] = OrderedDict()
-        """Lexers by the digest of the params, most recently used last."""
+        self._compiled = LexerCache(max_bytes)
         self._lock = threading.Lock()
         self._opening = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
@@ -223,7 +122,7 @@ class Grammars:
         invalid, matches no text, is not supported or exceeds a limit. The first call opens the vocabulary."""
         key = digest_of(params)
         with self._lock:
-            lexers = self._lookup(key)
+            lexers = self._compiled.get(key)
             matcher = None if lexers is None else lexers.serve()
         return self._add(key, params, lexers).serve() if matcher is None else matcher
 
@@ -231,15 +130,9 @@ class Grammars:
         """Raise the errors of `compile`. A grammar that is cached costs a lookup."""
         key = digest_of(params)
         with self._lock:
-            lexers = self._lookup(key)
+            lexers = self._compiled.get(key)
         if lexers is None:
             self._add(key, params, None)
-
-    def _lookup(self, key: bytes) -> Lexers | None:
-        lexers = self._compiled.get(key)
-        if lexers is not None:
-            self._compiled.move_to_end(key)
-        return lexers
 
     def _add(self, key: bytes, params: StructuredOutputsParams, lexers: Lexers | None) -> Lexer:
         """Compile another lexer of a grammar and cache it."""
@@ -247,12 +140,9 @@ class Grammars:
         grammar = grammar_of(params) if lexers is None else lexers.grammar
         started = time.thread_time()
         compiled = self._compile(grammar)
-        lexer = Lexer(compiled, time.thread_time() - started)
+        lexer = Lexer(compiled, time.thread_time() - started, len(grammar))
         with self._lock:
-            self._compiled.setdefault(key, Lexers(grammar)).add(lexer)
-            self._compiled.move_to_end(key)
-            while len(self._compiled) > MAX_KEPT or sum(map(len, self._compiled.values())) > MAX_LEXERS:
-                self._compiled.popitem(last=False)
+            self._compiled.add(key, grammar, lexer)
         return lexer
 
     def begin(self, params: StructuredOutputsParams) -> Future[Matcher]:
@@ -290,6 +180,8 @@ class Grammars:
         """Advance each sequence by one token, as `Matcher.advance` does for one."""
         if len(steps) < MIN_PARALLEL:
             return [matcher.advance(token_id) for matcher, token_id in steps]
+        for matcher, _ in steps:
+            matcher.lexer.num_tokens += 1
         inners = [(matcher.inner, token_id) for matcher, token_id in steps]
         accepted = self._executor.consume_token_par(inners)
         if all(accepted) and not any(inner.is_stopped() for inner, _ in inners):
@@ -335,13 +227,7 @@ class Grammars:
 
 
 def _refusal(reason: str) -> RequestError:
-    return RequestError(f"structured_outputs: {_shorten(reason)}", param="structured_outputs")
-
-
-def _shorten(reason: str) -> str:
-    """Return an error of the library without its state, limited in length."""
-    short = re.split("\n<(?:state|non-verbose)", reason, maxsplit=1)[0].strip()
-    return short if len(short) <= MAX_REASON_CHARS else short[:MAX_REASON_CHARS] + "..."
+    return RequestError(f"structured_outputs: {shorten(reason)}", param="structured_outputs")
 
 
 # ---- conversion of the params to grammars of llguidance

@@ -14,7 +14,6 @@ from quire.server.openai.chat_request import ChatRequest, prepare_chat
 from quire.server.openai.completions import create_completion
 from quire.server.openai.requests import ChatBody, CompletionBody
 from quire.server.openai.service import GenerationService
-from quire.server.openai.streams import Pauses
 from quire.server.pooling.bodies import (
     EmbeddingChatBody,
     EmbeddingInput,
@@ -54,7 +53,7 @@ async def create_chat_batch(api: GenerationService, body: ChatBatchBody, request
             f"{api.settings.max_sequences} (VLLM_MAX_N_SEQUENCES); send fewer at once",
             param="messages",
         )
-    talks, answers, pause = list[ChatRequest](), list[dict[str, Any]](), Pauses()
+    talks, answers, pause = list[ChatRequest](), list[dict[str, Any]](), api.pauses()
     for messages in body.messages:
         talks.append(await prepare_chat(api, body.model_copy(update={"messages": messages}), request))
         await pause.if_due()

@@ -35,9 +35,11 @@ Wait = Callable[[Coroutine[Any, Any, Any]], Awaitable[Any]]
 PoolingInput = str | list[int] | tuple[str, str] | ScoreInputs
 """A text, token ids, a pair of texts that form one prompt, or one or two lists of content parts."""
 
-_LONG = 16384
+_LONG = 8192
 """Characters or token ids from which work runs in a thread, as it would block the event loop for
-milliseconds."""
+milliseconds: the tokens of 8,000 characters take about 5 ms."""
+_PROMPT_CHARS = 32
+"""Characters that each prompt of a call counts as, beside its own."""
 _VALUE_CHARS = 16
 """Characters that a value other than a text counts as, since it takes as long to handle."""
 _EMBEDS = "_embeds"
@@ -365,8 +367,8 @@ def _num_values(value: Any) -> int:
 
 
 def _prompt_size(prompt: Any) -> int:
-    """Return the number of characters or token ids of a prompt."""
-    return len(prompt) if isinstance(prompt, str | list) else num_chars(prompt)
+    """Return the number of characters or token ids of a prompt, and what a short one takes as well."""
+    return _PROMPT_CHARS + (len(prompt) if isinstance(prompt, str | list) else num_chars(prompt))
 
 
 def num_chars(value: Any) -> int:

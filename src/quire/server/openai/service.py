@@ -16,7 +16,7 @@ from starlette.responses import Response
 from quire.config.server_sections import ApiSection
 from quire.data.cache_hints import CacheHints
 from quire.data.lora import LoRARequest
-from quire.data.outputs import RequestOutput, RequestStateStats
+from quire.data.outputs import PromptLogprobs, RequestOutput, RequestStateStats, SampleLogprobs
 from quire.data.params import INT64_MAX, INT64_MIN, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from quire.data.pooling import PoolingParams
 from quire.errors import RequestError
@@ -64,6 +64,8 @@ _MAX_ID = 256
 """Maximum characters of a client's request id, which every sequence copies."""
 _COMPILE_S = 5.0
 """Maximum seconds to compile the grammar of a call."""
+_CHOICE_SIZE, _LOGPROB_SIZE = 32, 4
+"""Sizes of a choice and of a logprob, see `answer_size`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,8 @@ class GenerationService:
             self.parsers.detect(tokenizer.chat_template, engine.facts.chat_template)
         self.answering = Answering()
         self.long_work = LongWork()
+        self._turns = asyncio.Lock()
+        """Lock of the large calls, of which one at a time has the event loop."""
         facts = engine.facts
         self.fingerprint = _fingerprint(settings.api, facts)
 
@@ -235,7 +239,7 @@ class GenerationService:
         if then is not None:
             await self.answering.until_gone(request.receive, then(final_outputs))
         if timeline is None:
-            return respond(encoder.whole(final_outputs))
+            return await off_loop(answer_size(final_outputs), lambda: respond(encoder.whole(final_outputs)))
         for output in final_outputs:
             timeline.note(output)
         response = respond(timeline.add_to(encoder.whole(final_outputs)))
@@ -243,11 +247,15 @@ class GenerationService:
             response.headers[HEADER] = timeline.header
         return response
 
+    def pauses(self) -> Pauses:
+        """Return the pauses of a large call."""
+        return Pauses(turns=self._turns)
+
     async def streamed(self, job: ApiCall, *, in_order: bool = False) -> Outputs:
         """Start the requests and return their outputs as they arrive. With several prompts, the ids are
         `job.engine_ids()`. With `in_order`, the outputs of one prompt follow those of another."""
         started: list[Outputs] = []
-        pause = Pauses()
+        pause = self.pauses()
         checking = ParamsChecker(self.engine.inputs, job.lora)
         try:
             for prompt, params, id in zip(job.prompts, job.params, job.engine_ids(), strict=True):
@@ -263,7 +271,7 @@ class GenerationService:
         if in_order:
             outputs = InOrder(started)
         elif len(started) > 1:
-            outputs = Merged(dict(zip(job.engine_ids(), started, strict=True)))
+            outputs = Merged(dict(zip(job.engine_ids(), started, strict=True)), pause)
         if self.settings.log.enable_log_outputs:
             outputs = Logged(outputs, job.id, self._shorten)
         return outputs
@@ -271,7 +279,7 @@ class GenerationService:
     async def finished(self, job: ApiCall) -> list[RequestOutput]:
         """Run the call and return the final outputs, in the order of the prompts."""
         if isinstance(job.params[0], BeamSearchParams):
-            pauses = Pauses()
+            pauses = self.pauses()
             works = [
                 beam_search(self.engine, prompt, params, id, pauses=pauses, routing=job.routing)
                 for prompt, params, id in zip(job.prompts, job.params, job.engine_ids(), strict=True)
@@ -357,6 +365,20 @@ class ParamsChecker:
             self._inputs.check_grammar(grammar, _COMPILE_S)
             self._grammar = grammar
         return self._inputs.check(params, lora=self._lora, grammar=self._grammar)
+
+
+def answer_size(outputs: Sequence[RequestOutput]) -> int:
+    """Return the size of an answer as the number of characters that take as long to tokenize as it takes to
+    encode."""
+    size = sum(_positions_size(output.prompt_logprobs) for output in outputs)
+    for output in outputs:
+        for choice in output.outputs:
+            size += _CHOICE_SIZE + len(choice.text) + _positions_size(choice.logprobs)
+    return size
+
+
+def _positions_size(positions: PromptLogprobs | SampleLogprobs | None) -> int:
+    return 0 if not positions else _LOGPROB_SIZE * len(positions) * len(positions[-1] or ())
 
 
 def limit_long_work(answer: Answer) -> Answer:

@@ -14,7 +14,7 @@ from quire.errors import EngineError
 from quire.frontend.beam import BeamSearch, continued, round_params, start_of
 from quire.frontend.engine import AsyncEngine
 from quire.frontend.inputs import Prompt
-from quire.frontend.output_stream import Outputs, is_pushed
+from quire.frontend.output_stream import Outputs, OutputStream
 from quire.logs import get_logger
 from quire.system.tasks import cancel_all
 from quire.text.tokenizer import Tokenizer
@@ -27,12 +27,14 @@ PIECE_S = 0.005
 
 class Pauses:
     """Pauses that yield to the event loop within a large call. Several tasks of one call may share an
-    instance; then one task at a time resumes."""
+    instance, and several calls the lock `turns`; then one task at a time resumes."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.perf_counter, turns: asyncio.Lock | None = None
+    ) -> None:
         self._clock = clock
         self._resumed_at = clock()
-        self._turns = asyncio.Lock()
+        self._turns = turns or asyncio.Lock()
 
     async def if_due(self) -> None:
         """Yield to the event loop if the call has blocked it for `PIECE_S`."""
@@ -80,8 +82,8 @@ class Logged:
 class Merged:
     """Outputs of several requests as one stream, in order of arrival, under the ids of the mapping."""
 
-    def __init__(self, started: Mapping[str, Outputs]) -> None:
-        self._started = started
+    def __init__(self, started: Mapping[str, Outputs], pauses: Pauses) -> None:
+        self._started, self._pauses = started, pauses
         self._arrived: asyncio.Queue[RequestOutput | Exception | None] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
 
@@ -109,15 +111,15 @@ class Merged:
         self, reader: Callable[[RequestOutput], None], text_reader: Callable[[str, int], None] | None = None
     ) -> None:
         """Pass all outputs of all requests to `reader` as soon as they arrive."""
-        tasks, pause = list[asyncio.Task[None]](), Pauses()
+        ends: list[asyncio.Future[None]] = []
         try:
             for id, outputs in self._started.items():
-                tasks.append(asyncio.create_task(_forward(id, outputs, reader)))
-                await pause.if_due()
-            await asyncio.gather(*tasks)
+                ends.append(_push(id, outputs, reader))
+                await self._pauses.if_due()
+            await asyncio.gather(*ends)
         finally:
-            while tasks:
-                tasks.pop().cancel()
+            while ends:
+                ends.pop().cancel()
 
     async def aclose(self) -> None:
         if self._task is not None:
@@ -164,16 +166,22 @@ async def _next(outputs: Outputs) -> RequestOutput:
     return await outputs.__anext__()
 
 
-async def _forward(id: str, outputs: Outputs, reader: Callable[[RequestOutput], None]) -> None:
+def _push(id: str, outputs: Outputs, reader: Callable[[RequestOutput], None]) -> asyncio.Future[None]:
+    """Begin to pass outputs to `reader`, under another id; the future is done after the last one."""
+
     def forward_named(output: RequestOutput) -> None:
         output.request_id = id
         reader(output)
 
-    if is_pushed(outputs):
-        return await outputs.forward(forward_named)
+    if isinstance(outputs, OutputStream):  # without a task, of which a call would have a thousand
+        return outputs.push(forward_named)
+    return asyncio.create_task(_forward(outputs, forward_named))
+
+
+async def _forward(outputs: Outputs, reader: Callable[[RequestOutput], None]) -> None:
     try:
         async for output in outputs:
-            forward_named(output)
+            reader(output)
     finally:
         await outputs.aclose()
 

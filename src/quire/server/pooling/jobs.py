@@ -21,7 +21,6 @@ from quire.server.http.errors import json_response
 from quire.server.openai.prompts import Wait, list_prompts, off_loop
 from quire.server.openai.sampling_params import check_fields, check_template
 from quire.server.openai.service import ApiCall, GenerationService
-from quire.server.openai.streams import Pauses
 from quire.server.pooling.bodies import InputBody, PoolingBody, PoolingChatBody, VectorOptions
 from quire.system.tasks import cancel_all
 
@@ -94,7 +93,7 @@ async def pool(
 
 async def _run_all(api: GenerationService, job: ApiCall) -> list[Pooled]:
     tasks: list[asyncio.Task[Pooled]] = []
-    pause = Pauses()
+    pause = api.pauses()
     try:
         for prompt, params, id in zip(job.prompts, job.params, job.engine_ids(), strict=True):
             assert isinstance(params, PoolingParams)

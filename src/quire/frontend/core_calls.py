@@ -1,0 +1,48 @@
+"""CoreCalls: calls of methods of all engine cores, and their answers."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from quire.errors import EngineDead
+from quire.frontend.control import CALL_TIMEOUT_S, check_sendable
+from quire.frontend.engine_link import EngineLink
+
+
+class CoreCalls:
+    """Calls methods of the engine cores by name."""
+
+    def __init__(self, links: Sequence[EngineLink], health_timeout_s: float) -> None:
+        self._links, self._health_timeout_s = links, health_timeout_s
+
+    def check_any(self) -> None:
+        """Raise EngineDead unless some core is available."""
+        problems = [link.problem(self._health_timeout_s) for link in self._links]
+        if None not in problems:
+            raise EngineDead(str(problems[0]))
+
+    async def call_all(
+        self,
+        method: str,
+        args: dict[str, Any],
+        timeout_s: float | None = CALL_TIMEOUT_S,
+        *,
+        if_ready: bool = False,
+    ) -> list[Any]:
+        """Call a method of all cores, all of which must be available, or of those that are ready; return
+        their answers in order, or raise the first error at the end."""
+        check_sendable(args)
+        if if_ready:
+            self.check_any()
+        else:
+            for link in self._links:
+                if (problem := link.problem(self._health_timeout_s)) is not None:
+                    raise EngineDead(problem)
+        called = [link for link in self._links if link.core is not None or not if_ready]
+        calls = (link.call_all(method, args, timeout_s) for link in called)
+        answers: list[Any] = []
+        for answer in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(answer, BaseException):
+                raise answer
+            answers += answer
+        return answers

@@ -1,0 +1,190 @@
+"""Lexers: compiled grammars of llguidance and their states, the matchers that share them, and their cache."""
+
+import re
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+from weakref import WeakSet
+
+from quire.data.step_plan import Verdict
+from quire.logs import get_logger
+
+if TYPE_CHECKING:  # imported lazily: it would slow down every start
+    from llguidance import LLMatcher
+
+log = get_logger(__name__)
+
+MAX_KEPT = 256
+"""Number of compiled grammars that are kept, least recently used first out."""
+MAX_LEXERS = 1024
+"""Maximum number of lexers of all grammars, tens of KiB each for most grammars."""
+MAX_BYTES = 256 << 20
+"""Maximum size of the lexers of all grammars, by the estimate of `Lexer.num_bytes`. Those of running requests
+are not freed before the request ends."""
+LEXER_BYTES, CHAR_BYTES, TOKEN_BYTES = 128 << 10, 64, 1 << 10
+"""Size of a lexer, as allocated for 15 grammars: 50 KiB to 0.5 MiB, 20 to 140 bytes per character of a long
+grammar, and 50 bytes (JSON schemas) to 15 KiB (long bounded repetitions) per token, for new states."""
+MAX_LEXER_STATES = 50_000
+"""Maximum number of states of one lexer, 1 to 2 KiB each."""
+MAX_SERVED = 64
+"""Number of sequences that one lexer serves, one after the other, since it keeps the states of all."""
+LEXERS_S = 0.5
+"""CPU seconds that the lexers of one grammar may take to compile. After that sequences share lexers."""
+MAX_REASON_CHARS = 500
+"""Maximum length of a library error that is logged or sent to a client."""
+
+_ENDS: dict[str, Verdict] = {
+    "NotStopped": "",
+    "EndOfSentence": "eos",
+    "NoExtension": "complete",
+    "NoExtensionBias": "complete",
+}
+"""Verdicts by the stop reason of a matcher; any other reason is an error."""
+_DOES_NOT_FIT = "doesn't satisfy the grammar"
+"""Text of the library's error for a token that does not fit. Its other errors are about its limits."""
+
+
+class Matcher:
+    """The state of one sequence in its grammar."""
+
+    def __init__(self, inner: "LLMatcher", lexer: "Lexer") -> None:
+        self.inner = inner
+        self.lexer = lexer
+        lexer.users.add(self)
+
+    def advance(self, token_id: int) -> Verdict:
+        """Consume the next token of the sequence and return whether and how the sequence ends."""
+        self.lexer.num_tokens += 1
+        return self.verdict(self.inner.consume_token(token_id))
+
+    def verdict(self, is_accepted: bool) -> Verdict:
+        """Return the verdict for the last token, which the grammar accepted or not."""
+        if is_accepted and not self.inner.is_stopped():
+            return ""
+        verdict = _ENDS.get(self.inner.stop_reason()) if is_accepted else None
+        return self._failure() if verdict is None else verdict
+
+    def _failure(self) -> Verdict:
+        """Distinguish a token that does not fit from a limit of the library."""
+        self.lexer.is_spent = True
+        reason = self.inner.get_error()
+        if _DOES_NOT_FIT in reason:
+            return "error"
+        log.warning("A request ends, since its grammar exceeded a limit of llguidance: %r", shorten(reason))
+        return "limit"
+
+    def copy(self) -> "Matcher":
+        """Return a matcher in the same state."""
+        return Matcher(self.inner.deep_copy(), self.lexer)
+
+
+class Lexer:
+    """A compiled grammar. Its matchers share its lexer states and its lock: matchers of one lexer run one
+    at a time, those of several lexers in parallel."""
+
+    def __init__(self, start: "LLMatcher", seconds: float, num_chars: int) -> None:
+        self._start = start
+        self.seconds = seconds
+        """CPU seconds of the compilation."""
+        self._num_chars = num_chars
+        """Length of the grammar's source text."""
+        self.num_tokens = 0
+        """Tokens of all sequences so far."""
+        self._num_served = 0
+        self.users: WeakSet[Matcher] = WeakSet()
+        self.is_spent = False
+        """Whether the lexer may have too many states for further sequences."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Estimate the memory of this lexer, which the library does not report."""
+        num_states = min(self.num_tokens, MAX_LEXER_STATES)
+        return LEXER_BYTES + CHAR_BYTES * self._num_chars + TOKEN_BYTES * num_states
+
+    def serve(self) -> Matcher:
+        """Return a matcher for one more sequence."""
+        self._num_served += 1
+        self.is_spent |= self._num_served >= MAX_SERVED
+        return Matcher(self._start.deep_copy(), self)
+
+
+class Lexers:
+    """The lexers of one grammar: one per concurrent sequence, unless they take too long to compile."""
+
+    def __init__(self, grammar: str) -> None:
+        self.grammar = grammar
+        """Source text of the grammar."""
+        self._all: list[Lexer] = []
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def serve(self) -> Matcher | None:
+        """Return a matcher at the start of the grammar, or None if another lexer should be compiled."""
+        self._all = [lexer for lexer in self._all if not lexer.is_spent]
+        if not self._all:
+            return None
+        idlest = min(self._all, key=lambda lexer: len(lexer.users))
+        spent_s = sum(lexer.seconds for lexer in self._all)
+        return None if idlest.users and spent_s < LEXERS_S else idlest.serve()
+
+    def add(self, lexer: Lexer) -> None:
+        self._all.append(lexer)
+
+    def drop(self) -> None:
+        """Drop the oldest lexer; sequences that use it keep it."""
+        del self._all[0]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(lexer.num_bytes for lexer in self._all)
+
+
+class LexerCache:
+    """Least recently used lexers by the digest of their constraint, limited in number and bytes. Its users
+    lock it."""
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self.max_bytes = max_bytes
+        self._lexers: OrderedDict[bytes, Lexers] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._lexers)
+
+    def get(self, key: bytes) -> Lexers | None:
+        lexers = self._lexers.get(key)
+        if lexers is not None:
+            self._lexers.move_to_end(key)
+        return lexers
+
+    def add(self, key: bytes, grammar: str, lexer: Lexer) -> None:
+        self._lexers.setdefault(key, Lexers(grammar)).add(lexer)
+        self._lexers.move_to_end(key)
+        self._evict()
+
+    def _evict(self) -> None:
+        """Drop the least recently used lexers above the limits."""
+        num_lexers = sum(map(len, self._lexers.values()))
+        num_bytes = self.num_bytes
+        while len(self._lexers) > MAX_KEPT or num_lexers > MAX_LEXERS or num_bytes > self.max_bytes:
+            key, oldest = next(iter(self._lexers.items()))
+            num_bytes -= oldest.num_bytes
+            num_lexers -= len(oldest)
+            if len(self._lexers) > 1:
+                del self._lexers[key]
+            elif len(oldest) > 1:
+                oldest.drop()
+                num_bytes += oldest.num_bytes
+                num_lexers += len(oldest)
+            else:
+                return
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the estimated size of all lexers that are kept."""
+        return sum(lexers.num_bytes for lexers in self._lexers.values())
+
+
+def shorten(reason: str) -> str:
+    """Return an error of the library without its state, limited in length."""
+    short = re.split("\n<(?:state|non-verbose)", reason, maxsplit=1)[0].strip()
+    return short if len(short) <= MAX_REASON_CHARS else short[:MAX_REASON_CHARS] + "..."
