@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -222,6 +223,14 @@ def test_interrupted_import_is_exit_code_130(monkeypatch: pytest.MonkeyPatch, ca
     monkeypatch.setattr("importlib.import_module", interrupt)
     assert main(["serve"]) == 130
     assert capsys.readouterr().err == "quire serve: interrupted\n"
+
+
+@pytest.mark.parametrize("models", [["absent"], ["absent", "missing"]], ids=["one", "several"])
+def test_port_in_use_is_reported_before_the_model_is_looked_for(models: list[str], capsys: Capture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["serve", *models, "--host", "127.0.0.1", "--port", port]) == 1
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in capsys.readouterr().err
 
 
 def test_interrupted_answer_is_exit_code_130(

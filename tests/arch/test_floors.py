@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -84,3 +85,11 @@ def test_torch_free_folders_import_without_torch() -> None:
     code = f"import sys; sys.modules['torch'] = None; import {', '.join(modules)}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_no_folder_on_the_path_of_tests_is_taken_for_a_package() -> None:
+    """torch and transformers look for optional packages, and would find a folder of that name."""
+    root = Path(__file__).parents[2]
+    settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    folders = {path.name for place in settings["pythonpath"] for path in (root / place).iterdir()}
+    assert not folders & {"triton", "torch", "transformers", "torchvision", "flash_attn", "flashinfer", "ray"}

@@ -34,8 +34,8 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return output
 
 
-def make_log(clock: Clock, quiet: bool = False) -> StatsLog:
-    return StatsLog(INTERVAL_S, MetricsPages(MetricsLayout(64)), quiet=quiet, clock=clock)
+def make_log(clock: Clock, quiet: bool = False, device: str = "cpu") -> StatsLog:
+    return StatsLog(INTERVAL_S, MetricsPages(MetricsLayout(64)), quiet=quiet, device=device, clock=clock)
 
 
 def rates(log: StatsLog) -> tuple[float, float]:
@@ -48,6 +48,16 @@ def rates(log: StatsLog) -> tuple[float, float]:
 def preemptions(line: str) -> int:
     (actual,) = re.findall(r"Preemptions: (\d+)", line)
     return int(actual)
+
+
+@pytest.mark.parametrize(
+    ("device", "words"), [("cpu", ", KV cache usage: "), ("cuda", ", GPU KV cache usage: ")]
+)
+def test_line_names_a_gpu_on_a_gpu_only(clock: Clock, lines: list[str], device: str, words: str) -> None:
+    log = make_log(clock, device=device)
+    clock.now += INTERVAL_S
+    log.tick(StepStats())
+    assert words in lines[0]
 
 
 def test_preemptions_are_counted_from_the_start(clock: Clock, lines: list[str]) -> None:

@@ -374,6 +374,7 @@ def test_size_alone_gives_the_weights_by_hand(
         ("--params 32B --gpus 4 --dtype bfloat16", ["yes  bf16   tp 1"]),
         ("--params 70B --gpus 4 --dtype bfloat16 --concurrency 16", ["yes  bf16   tp 4"]),
         ("--params 70B --gpus 1 --quantization awq", ["yes  int4   tp 1"]),
+        ("llama-3-70b --gpus 1 --quantization awq", ["yes  int4   tp 1"]),
         ("--params 175B --gpus 8 --precision bf16", ["no   bf16   3 layouts", "yes  bf16   tp 8"]),
         ("--params 405B --gpus 8 -q fp8", ["no   fp8    3 layouts", "yes  fp8    tp 8"]),
         ("--params 744B --active 40B --gpus 16 -q fp8", ["no   fp8 ", "yes  fp8    tp 4 x pp 3"]),

@@ -53,12 +53,16 @@ def test_reason_for_invalid_json_is_named() -> None:
 
 
 def test_unknown_route_is_404_and_wrong_method_405() -> None:
-    assert ask("GET", "/nope").json() == {"detail": "Not Found"}
+    """The text is also at `error.message`, which is all that OpenAI's client shows."""
+    error = {"message": "Not Found", "type": "NotFoundError", "param": None, "code": 404}
+    assert ask("GET", "/nope").json() == {"detail": "Not Found", "error": error}
     for path in ("/chat/completions", "/v1/v1/chat/completions", "/v1/chat/completion", "/chat/completion"):
         meant = ask("POST", path, json={}).json()
-        assert meant == {"detail": "Not Found; did you mean /v1/chat/completions?"}, path
+        assert meant["detail"] == "Not Found; did you mean /v1/chat/completions?", path
+        assert meant["error"]["message"] == meant["detail"]
     wrong = ask("GET", "/v1/completions")
     assert wrong.status_code == 405 and wrong.headers["allow"] == "POST"
+    assert wrong.json()["error"]["message"] == wrong.json()["detail"] == "Method Not Allowed"
 
 
 def test_document_is_complete_and_has_400_instead_of_422() -> None:

@@ -18,10 +18,8 @@ Capture = pytest.CaptureFixture[str]
 
 def test_engine_flag_selects_a_local_model(tmp_path_factory: pytest.TempPathFactory, capsys: Capture) -> None:
     path = text_model(tmp_path_factory.getbasetemp()).path
-    with FakeServer() as server:
-        words = ["--url", server.url, "--model", str(path), "--num-gpu-blocks-override", "40", "-q", "One"]
-        assert main(["complete", *words, "--max-tokens", "2", "--dtype", "float32"]) == 0
-        assert not server.requests
+    words = ["--model", str(path), "--num-gpu-blocks-override", "40", "-q", "One"]
+    assert main(["complete", *words, "--max-tokens", "2", "--dtype", "float32"]) == 0
     assert capsys.readouterr().out.startswith(f"Using model: {path}\n")
 
 
@@ -51,9 +49,24 @@ def test_local_without_a_model_selects_the_packaged_one(
 ) -> None:
     """It would open the packaged model; the test stops before that."""
     monkeypatch.setattr("quire.terminal.local.LLM", lambda **_: sys.exit(7))
-    with FakeServer() as server, pytest.raises(SystemExit) as end:
-        main(["chat", "--local", "--url", server.url, "-q", "hi"])
-    assert end.value.code == 7 and not server.requests
+    with pytest.raises(SystemExit) as end:
+        main(["chat", "--local", "-q", "hi"])
+    assert end.value.code == 7
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--local", "--url", "localhost:8000"], "--local runs a model in this process"),
+        (["--max-model-len", "64", "--model-name", "m"], "--max-model-len runs a model in this process"),
+    ],
+)
+def test_flags_of_a_server_and_of_a_local_model_are_refused(
+    words: list[str], named: str, capsys: Capture
+) -> None:
+    """Catches a model that is looked for on the hub although its name is that of a server's model."""
+    assert main(["chat", *words, "-q", "hi"]) == 1
+    assert named in capsys.readouterr().err
 
 
 def test_client_needs_neither_torch_nor_the_engine() -> None:

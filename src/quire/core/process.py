@@ -95,7 +95,8 @@ def run_core(config: EngineConfig, seat: CoreAddress, parent: Connection) -> Non
     ready = Ready(os.getpid(), cache.max_model_len, cache.num_blocks, cache.num_tokens, start_s)
     env = Env.read(os.environ)
     quiet = config.observability.disable_log_stats
-    stats_log = StatsLog(env.log_stats_interval, metrics, quiet=quiet, rank=rank)
+    device = config.machine.device
+    stats_log = StatsLog(env.log_stats_interval, metrics, quiet=quiet, rank=rank, device=device)
     kept_bytes = max_bytes(config.multimodal) if seat.keeps_media else 0
     server = CoreServer(core, seat.address, ready, metrics, stats_log, kept_bytes, token=seat.token)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())

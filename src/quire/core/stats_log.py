@@ -53,12 +53,14 @@ class StatsLog:
         *,
         quiet: bool = False,
         rank: int = 0,
+        device: str = "cpu",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.interval_s = interval_s
         self.pages = pages
         self.quiet = quiet
         self.rank = rank
+        self._cache_name = "GPU KV cache" if device == "cuda" else "KV cache"
         self._clock = clock
         self._interval, self._run = StatsTotals(clock), StatsTotals(clock)
         self._logged_at = float("-inf")
@@ -132,7 +134,7 @@ class StatsLog:
             f"Engine {stats.engine:03d}: Avg prompt throughput: {stats.prompt_tokens_per_s:.1f} tokens/s, "
             f"Avg generation throughput: {stats.generated_tokens_per_s:.1f} tokens/s, "
             f"Running: {stats.num_running} reqs, Waiting: {stats.num_waiting} reqs, "
-            f"GPU KV cache usage: {stats.kv_usage:.1%}, "
+            f"{self._cache_name} usage: {stats.kv_usage:.1%}, "
             f"Prefix cache hit rate: {stats.prefix_hit_rate:.1%}, "
             f"Preemptions: {stats.num_preemptions}{mm_rate}"
         )

@@ -81,7 +81,9 @@ class LocalEngine(LLMControl):
             )
             self.metrics.pages.start(config.scheduler.max_num_seqs)
             self.inputs.media.processor_cache.count = self.metrics.pages.observe_media
-            self.stats_log = StatsLog(Env.read(os.environ).log_stats_interval, self.metrics.pages)
+            self.stats_log = StatsLog(
+                Env.read(os.environ).log_stats_interval, self.metrics.pages, device=config.machine.device
+            )
 
     def _new_outputs(self) -> OutputProcessor:
         interval = self.config.scheduler.stream_interval

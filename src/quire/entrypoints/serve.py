@@ -24,6 +24,7 @@ def run(args: argparse.Namespace) -> int:
     from quire.configure import configure
     from quire.entrypoints.launch import launch
     from quire.server.api_keys import key_names
+    from quire.server.http.sockets import check_is_free
 
     values = engine_args_from(args)
     load_plugins()  # it may register the parsers of the settings
@@ -38,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
         values.setdefault("share_by_key", True)
     if settings.api.tokens_only:
         values["skip_tokenizer_init"] = True
+    check_is_free(settings.http)
     return launch(configure(values, usage="server"), settings)
 
 
@@ -54,11 +56,13 @@ def _run_several(
     """Serve the models of the command line and of --models-config, which may both name some."""
     from quire.entrypoints.launch_models import launch_models
     from quire.entrypoints.models_config import configure_models, entries_of_names, read_models
+    from quire.server.http.sockets import check_is_free
 
     entries = entries_of_names(names)
     if (path := settings.models.models_config) is not None:
         parser = FlagParser(prog="quire serve")
         add_flags(parser)
         entries += read_models(path, parser)
+    check_is_free(settings.http)
     models = configure_models(entries, engine=engine, server=server, env=Env.read(os.environ))
     return launch_models(models, settings)

@@ -4,9 +4,11 @@ to run."""
 import re
 import shlex
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from quire.bench.plot import stacked_chart
+from quire.checkpoint.hub import is_default_model
 from quire.checkpoint.layout import ROW_KINDS
 from quire.checkpoint.model import Checkpoint
 from quire.checkpoint.weights import count_parameters
@@ -24,8 +26,6 @@ from quire.plan.estimate import (
 from quire.plan.rates import TokenRates, copy_seconds, rates
 
 _BATCHES = (1, 32, 256)
-_SIZES_ALONE = re.compile(r".*=.*|[\d.]+[mbt](-a[\d.]+[mbt])?", re.IGNORECASE)
-"""A model that is given by its sizes, and so has no name to serve."""
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 _COLOURS = {
     "weights": "#4c72b0",
@@ -112,7 +112,9 @@ def command(model: str, fit: MemoryFit, wanted: Wanted) -> str:
     flags |= {"tensor_parallel_size": fit.tp} if fit.tp > 1 else {}
     flags |= {"pipeline_parallel_size": fit.pp} if fit.pp > 1 else {}
     words = [f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in flags.items()]
-    name = "MODEL" if _SIZES_ALONE.fullmatch(model) else shlex.quote(model)
+    # Sizes, and names such as llama-3-70b, are no model that could be served.
+    is_name = "/" in model or Path(model).exists() or is_default_model(model)
+    name = shlex.quote(model) if is_name else "MODEL"
     return " ".join(["quire serve", name, *words])
 
 

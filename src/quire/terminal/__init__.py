@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from quire.config.cli import FlagParser, add_engine_flags, engine_args_from
+from quire.errors import ConfigError
 from quire.registry import LazyTable
 
 Emit = Callable[[str], None]
@@ -35,7 +36,6 @@ def add_shared_flags(parser: FlagParser) -> None:
     )
     group.add_argument(
         "--url",
-        default="http://localhost:8000/v1",
         help="URL of the server, with or without /v1. Default: http://localhost:8000/v1.",
     )
     group.add_argument(
@@ -62,7 +62,14 @@ def add_shared_flags(parser: FlagParser) -> None:
 
 
 def open_talker(args: argparse.Namespace) -> ChatBackend:
-    local = args.local or bool(engine_args_from(args))
+    flags = engine_args_from(args)
+    local = args.local or bool(flags)
+    if local and (args.url or args.model_name):
+        flag = "--local" if args.local else f"--{next(iter(flags)).replace('_', '-')}"
+        raise ConfigError(
+            f"{flag} runs a model in this process, but --url and --model-name are for a server: "
+            "leave out either"
+        )
     backend: ChatBackend = TALKERS["local" if local else "server"](args)
     print(f"Using model: {backend.name}", flush=True)
     return backend

@@ -13,6 +13,8 @@ from quire.remote.http import HttpClient
 from quire.remote.openai import Chunk, bearer, models, stream
 from quire.terminal import Emit
 
+DEFAULT_URL = "http://localhost:8000/v1"
+
 
 def api_url(url: str) -> str:
     """Return the URL of the API: a URL without a scheme or a path, such as `localhost:8000`, gets both."""
@@ -25,7 +27,7 @@ class ServerBackend:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._client = HttpClient(
-            api_url(args.url), headers=bearer(args.api_key or os.environ.get("OPENAI_API_KEY"))
+            api_url(args.url or DEFAULT_URL), headers=bearer(args.api_key or os.environ.get("OPENAI_API_KEY"))
         )
         self.name: str = args.model_name or asyncio.run(self._first_model())
         self._options = {

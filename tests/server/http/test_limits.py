@@ -20,7 +20,9 @@ KEYS = {"api_key": ["secret", "other"]}
 def test_every_route_needs_the_api_key(path: str) -> None:
     """vLLM leaves /tokenize and others without a key."""
     response = ask("GET", path, settings=KEYS)
-    assert response.status_code == 401 and response.json() == {"error": "Unauthorized"}
+    error = response.json()["error"]
+    assert response.status_code == error["code"] == 401 and error["type"] == "AuthenticationError"
+    assert error["message"].startswith("Unauthorized: the API key is missing or wrong")
 
 
 @pytest.mark.parametrize(

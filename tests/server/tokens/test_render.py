@@ -275,5 +275,5 @@ def test_tokens_only_skips_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -> Non
     serve.add_flags(parser)
     for flags, expected in (([], None), (["--tokens-only"], True)):
         configured.clear()
-        assert serve.run(parser.parse_args(["m", *flags])) == 0
+        assert serve.run(parser.parse_args(["m", "--port", "0", *flags])) == 0
         assert configured.get("skip_tokenizer_init") is expected

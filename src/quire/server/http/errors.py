@@ -165,10 +165,13 @@ def _list_errors(errors: Sequence[Any]) -> Response:
 
 
 def http_error(error: Exception, intended: str | None = None) -> Response:
-    """Return FastAPI's response; to an unknown route with the one that the client probably meant."""
+    """Return the error in OpenAI's format, and FastAPI's `detail` for unknown routes and methods; an unknown
+    route is answered with the one that the client probably meant."""
     assert isinstance(error, HTTPException)
     status = error.status_code
     if status in (404, 405):  # no such route or method
         hint = f"; did you mean {intended}?" if status == 404 and intended is not None else ""
-        return JSONResponse({"detail": f"{error.detail}{hint}"}, status, error.headers)
+        text = f"{error.detail}{hint}"
+        body = error_info(text, status, _KINDS.get(status, "Method Not Allowed"))
+        return JSONResponse({"detail": text, **body}, status, error.headers)
     return error_response(error_info(str(error.detail), status, HTTPStatus(status).phrase))

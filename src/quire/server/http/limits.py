@@ -13,7 +13,7 @@ from quire.data.cache_scope import CACHE_SCOPE
 from quire.frontend.tracing import PARENT
 from quire.metrics.api_keys import KeyAccount
 from quire.server.api_keys import Key
-from quire.server.http.errors import error_info, error_response, json_response
+from quire.server.http.errors import error_info, error_response
 from quire.server.key_limits import Ledger, Refusal
 
 DIRECT_SEND = "quire.send"
@@ -21,6 +21,7 @@ DIRECT_SEND = "quire.send"
 _ACCOUNT = "quire.account"
 _OPERATOR = "quire.operator"
 _PLACE = "quire.place"
+_NO_KEY = "Unauthorized: the API key is missing or wrong; send it in the header `Authorization: Bearer KEY`"
 WEIGHT_PATHS = (
     *("/init_weight_transfer_engine", "/start_weight_update", "/start_draft_weight_update"),
     *("/update_weights", "/finish_weight_update", "/update_weight_version"),
@@ -100,7 +101,7 @@ class HttpGate:
         key = None
         if self._ledger.keys and self._is_guarded(scope) and (key := self._find_key(headers)) is None:
             # The server closes a WebSocket that is never accepted with 403.
-            refused = json_response({"error": "Unauthorized"}, 401)
+            refused = error_response(error_info(_NO_KEY, 401, "AuthenticationError"))
             return await refused(scope, receive, send) if scope["type"] == "http" else None
         if scope["type"] == "http" and scope["method"] == "POST":
             length, chunked = headers.get(b"content-length", b"0"), b"transfer-encoding" in headers

@@ -29,6 +29,12 @@ def bind(http: HttpSection) -> socket.socket:
     return listener
 
 
+def check_is_free(http: HttpSection) -> None:
+    """Raise a ConfigError if the port or socket path of a server is in use, before its model is looked at."""
+    if not http.headless:
+        bind(http).close()
+
+
 def _bind_uds(path: Path) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
