@@ -52,12 +52,17 @@ class Operator:
         """Set the callbacks: `end` notifies the clients of aborted requests, `clear_media` clears the cache
         of received media."""
         self.core = core
-        self._end = end
+        self._end, self._clear_media = end, clear_media
         self._num_updates = 0
-        self.calls: dict[str, Callable[..., Any]] = {
+
+    @property
+    def calls(self) -> dict[str, Callable[..., Any]]:
+        """Return the methods that clients call by name. Some return `Work`, which is then to be run."""
+        core = self.core
+        return {
             "reset_prefix_cache": core.reset_prefix_cache,
             "reset_encoder_cache": core.scheduler.media.reset,
-            "reset_mm_cache": clear_media,
+            "reset_mm_cache": self._clear_media,
             "reset_running": self.reset_running,
             "block_map": core.block_map,
             "sleep_level": lambda: core.gate.level,
@@ -78,7 +83,6 @@ class Operator:
             "add_adapter": self.add_adapter,
             "remove_adapter": self.remove_adapter,
         }
-        """Methods that clients call by name. Some return `Work`, which is then to be run."""
 
     # ---- pause
 

@@ -1,6 +1,7 @@
 """LocalEngine: frontend, core and worker in one process, stepped by the caller."""
 
 import os
+import weakref
 from collections.abc import Coroutine, Generator, Iterable
 from typing import Any, TypeVar, cast
 
@@ -62,9 +63,10 @@ class LocalEngine(LLMControl):
         self._held: list[AnyOutput] = []
         """Outputs of steps that ran during a control call."""
         clear_media = self.inputs.media.processor_cache.clear
-        self._core_calls = Operator(self.core, self._end, clear_media).calls
+        this = weakref.proxy(self)  # without a cycle, a deleted engine frees its memory at once
+        self._core_calls = Operator(self.core, lambda finished: this._end(finished), clear_media).calls
         self._operation = CoreControl(
-            self._call_core,
+            lambda *args, **options: this._call_core(*args, **options),
             settings=settings_of(config),
             forget_prefixes=lambda: None,
             clear_media=clear_media,
