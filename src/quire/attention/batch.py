@@ -69,6 +69,9 @@ class Batch:
     ep: EPTokens | None = None
     """Numbers of tokens for expert parallelism over data-parallel engines; None if all engines have as many
     tokens, and no padding."""
+    routes: list[Tensor] | None = None
+    """[T, per_token], the ids of the experts that each MoE layer chose so far, which all groups share; None
+    if requests do not return them."""
     attention: Any = None
     """Metadata of the attention backend, set by its `plan(batch)` once per step."""
     state: Any = None

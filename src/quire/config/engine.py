@@ -31,6 +31,7 @@ from quire.config.lora import lora_section
 from quire.config.machine import Machine
 from quire.config.parallel import stage_layers
 from quire.config.profiling import Profiling
+from quire.config.routed_experts import check_routed_experts
 from quire.config.sections import (
     AttentionSection,
     CacheSection,
@@ -151,6 +152,7 @@ def resolve(
     cache = _divide_cpu_memory(_resolve_cache(values, model.dtype, machine, env, checkpoint), parallel)
     check_transfer(cache, parallel, cache_specs(checkpoint.facts), machine)
     check_events(values.get("kv_events_config", {}), parallel, cache)
+    check_routed_experts(values, checkpoint.facts, parallel, cache, model.max_model_len, pools=pools)
     speculation = _spec_facts(values, draft, model.max_model_len, tp_size, pools=pools)
     values = limit_seqs_for_states(
         values,

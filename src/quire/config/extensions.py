@@ -31,6 +31,8 @@ class ExtensionSection:
     weight_transfer_config: dict[str, Any] = field(default_factory=dict)
     """JSON of weight updates by a trainer: backend (`nccl`, `gloo`, `ipc`, `shared_memory` or `file`).
     Default: none."""
+    enable_return_routed_experts: bool = False
+    """Return the experts that each token was routed to with the output of every request."""
 
 
 def name_classes(args: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from quire.sched.kv_manager import KVManager
 from quire.sched.lora import LoRAScheduler
 from quire.sched.proposers import SORTS, proposer_of
 from quire.sched.proposers.pace import Pace
+from quire.sched.routed_experts import RoutedExperts
 from quire.sched.scheduler import Scheduler
 from quire.sched.spec import Drafting
 from quire.sched.state_cache import StateCache
@@ -97,9 +98,12 @@ def build_scheduler(
     adapters: LoRAScheduler | None = None,
     kv: KVManager | None = None,
 ) -> Scheduler:
-    limits = config.scheduler
+    limits, moe = config.scheduler, config.checkpoint.facts.moe
+    kv, routed = kv or build_kv_manager(config, cache), None
+    if config.extensions.enable_return_routed_experts and moe is not None:
+        routed = RoutedExperts(kv, moe.experts + moe.num_identity_experts)
     return Scheduler(
-        kv=kv or build_kv_manager(config, cache),
+        kv=kv,
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_scheduled_tokens,
         max_model_len=cache.max_model_len,
@@ -112,6 +116,7 @@ def build_scheduler(
         grammars=grammars,
         fair=limits.share_by_key,
         drafting=_build_drafting(config),
+        routed=routed,
         adapters=adapters,
         media=EncoderCache(
             size=max_kept(config), most_made=max_vectors(config), whole=max_span(config) is not None

@@ -4,6 +4,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, overload
 
+from numpy.typing import NDArray
+
 from quire.data.prefix_miss import PrefixMiss
 from quire.logs import get_logger, warn_once
 
@@ -137,7 +139,9 @@ class CompletionOutput:
     token_ids: Sequence[int]
     cumulative_logprob: float | None
     logprobs: SampleLogprobs | None
-    routed_experts: Any = field(default=None, repr=False)
+    routed_experts: NDArray[Any] | None = field(default=None, repr=False)
+    """With enable_return_routed_experts, once it has ended: the experts of each token that was computed, in
+    each MoE layer, [prompt + output - 1, MoE layers, experts per token]."""
     finish_reason: str | None = None
     """stop | length | abort | error | repetition; None while it runs"""
     stop_reason: int | str | None = None

@@ -16,6 +16,7 @@ from quire.data.params import SamplingParams
 from quire.data.pooling import Pooled, PoolingParams
 from quire.data.prefix_miss import PrefixMiss
 from quire.data.prompt_embeds import PromptEmbeds
+from quire.data.routed_experts import RoutedRows, StepRoutes
 from quire.data.stats import StepStats
 
 Owner = TypeVar("Owner", bound=Hashable)
@@ -206,6 +207,8 @@ class StepResult(msgspec.Struct):
     """Number of planned draft tokens that each sampling row had; empty: all of them."""
     aligned: dict[int, list[int]] = {}
     """Encoder state at which each token begins, by row with an aligned prompt."""
+    routes: StepRoutes | None = None
+    """The experts of all tokens of the step, if requests return them."""
 
 
 class Pending(Protocol):
@@ -270,6 +273,8 @@ class StepOutput(msgspec.Struct, omit_defaults=True):
     """Number of draft tokens by request. All of its new tokens but the last are accepted ones."""
     prompt_logprobs: dict[str, list[RowLogprobs]] = {}
     aligned: dict[str, list[int]] = {}
+    routed: dict[str, RoutedRows] = {}
+    """Experts of the tokens that each request has computed since its last output."""
     pooled: dict[str, Pooled] = {}
     """Outputs of a pooling model; these requests are also in `finished`."""
     admitted: dict[str, FirstRun] = {}
@@ -296,6 +301,7 @@ _BY_REQUEST = (
     "drafted",
     "prompt_logprobs",
     "aligned",
+    "routed",
     "pooled",
     "admitted",
     "resumed",

@@ -18,7 +18,7 @@ from quire.data.prompt_embeds import PromptEmbeds
 from quire.data.request import Request, with_transfer
 from quire.data.timestamps import TimestampTokens
 from quire.errors import RequestError
-from quire.frontend.checked_params import CheckedParams, Validator, check_salt
+from quire.frontend.checked_params import CheckedParams, Validator, check_prompt_start, check_salt
 from quire.frontend.lora_tokenizer import LoRATokenizers
 from quire.frontend.multimodal import TEXT_ONLY, MediaInputReader, items_of, joined
 from quire.frontend.pooling import NOT_GENERATIVE, completed, pools, second_start
@@ -347,6 +347,7 @@ class InputProcessor:
         if isinstance(checked, SamplingParams):
             checked = self.check(checked, lora=lora, max_logprobs=max_logprobs)
         params = checked.params
+        check_prompt_start(params, len(prompt.token_ids))
         self.media.require(prompt.media)
         if prompt.embeds is not None and params.prompt_logprobs is not None:
             raise RequestError(

@@ -163,6 +163,9 @@ class OutputProcessor:
         for id, begins in step.aligned.items():
             if (sequence := sequences.get(id)) is not None:
                 sequence.parent.aligned = begins
+        for id, rows in step.routed.items():
+            if (sequence := sequences.get(id)) is not None:
+                sequence.routed.append(rows.array())
         for id, positions in step.logprobs.items():
             if (sequence := sequences.get(id)) is not None:
                 for position in positions:

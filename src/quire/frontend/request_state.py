@@ -3,8 +3,11 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from quire.data.lora import LoRARequest
 from quire.data.outputs import (
@@ -54,6 +57,8 @@ class SequenceState:
     """Whether it has new output since the last flush."""
     pooled: Floats | None = None
     """Output of a pooling model."""
+    routed: list[NDArray[Any]] = field(default_factory=list)
+    """Experts of consecutive tokens, [tokens, MoE layers, experts per token] each."""
     text: str = ""
     """Text of the outputs so far: text that may be the beginning of a stop string is held back."""
 
@@ -115,7 +120,17 @@ class SequenceState:
             has_run=self.has_run,
             num_cached=self.num_cached,
             num_prompt_logprobs=self.parent.num_prompt_logprobs,
+            num_routed=self.parent.params.routed_experts_prompt_start + sum(map(len, self.routed)),
         )
+
+    def routed_experts(self) -> NDArray[Any] | None:
+        """Return the experts of all tokens that were computed for this sequence, which has ended; None if
+        they are not returned."""
+        if not self.routed:
+            return None
+        first = self.parent.params.routed_experts_prompt_start
+        end = len(self.parent.prompt.token_ids) + len(self.token_ids) - 1
+        return np.concatenate(self.routed)[: end - first]
 
     @property
     def has_run(self) -> bool:
@@ -212,6 +227,7 @@ def _completion(
         output.lora_request = sequence.parent.lora
     if sequence.finish is not None:
         output.finish_reason, output.stop_reason = sequence.finish.reason, sequence.finish.stop_reason
+        output.routed_experts = sequence.routed_experts()
         if (times := sequence.times).num_drafts:
             output.spec_decode_metrics = {
                 "num_drafts": times.num_drafts,

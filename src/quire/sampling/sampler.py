@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.data.routed_experts import StepRoutes
 from quire.data.step_plan import Masks, RowLogprobs, StepResult
 from quire.errors import ConfigError
 from quire.memory import rows_at_once
@@ -38,6 +39,8 @@ class Sampled:
     prompt_logprobs: dict[int, list[RowLogprobs]] = field(default_factory=dict)
     aligned: dict[int, list[int]] = field(default_factory=dict)
     """Token timestamps of aligned prompts, by row."""
+    routes: tuple[Tensor, Tensor] | None = None
+    """`StepRoutes` on the host, complete when the tokens are; None if requests do not return experts."""
     counts: Counts | None = None
     """Counts that include all sampled tokens of rows with drafts, as if all were accepted."""
 
@@ -47,7 +50,8 @@ class Sampled:
             count_of = dict(zip(rows.tolist(), counts.tolist(), strict=True))
             self.logprobs = {row: values[: count_of[row]] for row, values in self.logprobs.items()}
         logprobs = self.logprobs, self.prompt_logprobs
-        return StepResult(token_ids, counts, *logprobs, aligned=self.aligned)
+        routes = None if self.routes is None else StepRoutes(*(part.numpy() for part in self.routes))
+        return StepResult(token_ids, counts, *logprobs, aligned=self.aligned, routes=routes)
 
 
 class Sampler:

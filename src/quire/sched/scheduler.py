@@ -26,6 +26,7 @@ from quire.sched.limits import StepLimits
 from quire.sched.lora import LoRAScheduler
 from quire.sched.preemption import PreemptionWarning, choose_victim
 from quire.sched.readiness import Gates
+from quire.sched.routed_experts import RoutedExperts
 from quire.sched.running import Running
 from quire.sched.spec import Drafting, Drafts
 
@@ -51,10 +52,12 @@ class Scheduler:
         drafting: Drafting | None = None,
         adapters: LoRAScheduler | None = None,
         media: EncoderCache | None = None,
+        routed: RoutedExperts | None = None,
     ) -> None:
         """With several pipeline stages, no row is planned before its last token is known, and plans carry
-        these tokens; else they stay on the device. With `fair`, tokens are divided between tenants."""
-        self.kv = kv
+        these tokens; else they stay on the device. With `fair`, tokens are divided between tenants. `routed`
+        is None if requests do not return their experts."""
+        self.kv, self.routed = kv, routed
         self.limits = StepLimits(
             max_rows=max_num_seqs,
             max_tokens=max_num_batched_tokens,
@@ -240,6 +243,8 @@ class Scheduler:
         running, flight = self.running, self.in_flight.popleft()
         assert flight.plan is plan, f"step {plan.step} is not the oldest in flight"
         self.kv.landed(plan.step)
+        if self.routed is not None and result.routes is not None:
+            self.routed.learn(result.routes)
         landed = flight.landed(running, result)
         sampled = landed.sampled
         stats = flight.count(running, sampled, np.array([*result.pooled], np.intp))
@@ -257,6 +262,7 @@ class Scheduler:
             drafted=drafted,
             logprobs={running.ids[row]: logprobs for row, logprobs in result.logprobs.items()},
             **landed.of_prompts(),
+            routed={} if self.routed is None else self.routed.take(running, sampled),
             pooled={running.ids[row]: vector for row, vector in result.pooled.items()},
             admitted=flight.notes.admitted,
             resumed=flight.notes.resumed,

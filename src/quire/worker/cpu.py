@@ -158,11 +158,12 @@ class CpuDevice:
             passed: IntermediateTensors = out
             return passed
         hidden, aux = out if isinstance(out, TappedStates) else (out, ())
+        routes = model.routes(batch)
         states = hidden if len(batch.logit_tokens) == len(hidden) else hidden[batch.logit_tokens]
         logits, sampling = model.logits(states, batch), sampling_tensors(sheet)
         sampled_in_graph = sampled_in_graph and self.sample is not None and len(logits) > 0
         token_ids = self.sample(logits, sampling) if sampled_in_graph and self.sample is not None else None
-        return ForwardResult(hidden, logits, token_ids, sampling, aux_hidden_states=aux)
+        return ForwardResult(hidden, logits, token_ids, sampling, aux_hidden_states=aux, routes=routes)
 
     def redraw(self, done: ForwardResult, masks: Masks, places: Ints) -> Tensor | None:
         if self.sample is None or done.sampling is None:

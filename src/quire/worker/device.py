@@ -31,6 +31,15 @@ from quire.worker.spec.drafter import Drafter
 from quire.worker.spec.progress import DraftProgress
 
 
+class RouterOutputs(NamedTuple):
+    """The experts that all MoE layers chose for the tokens of a step, as tensors on the device."""
+
+    slots: Tensor
+    """[T] int64, slot of each token in the KV cache; negative for padding"""
+    experts: tuple[Tensor, ...]
+    """[T, per_token] for each layer"""
+
+
 class ForwardResult(NamedTuple):
     """The result of a forward pass, as tensors on the device."""
 
@@ -54,6 +63,8 @@ class ForwardResult(NamedTuple):
     """Result of the verification, if it ran within the forward pass."""
     redraw: Callable[[], Tensor] | None = None
     """Replays the captured sampling [N] under the masks on the device."""
+    routes: RouterOutputs | None = None
+    """The chosen experts, if requests return them."""
 
     @property
     def draft_states(self) -> tuple[Tensor, ...]:
@@ -190,6 +201,8 @@ class Model:
     """Layer groups that are causal even if others are bidirectional."""
     is_capturable: bool = True
     """Whether CUDA graphs may contain the forward pass: not if offloaded weights are in pageable memory."""
+    routes_group: int | None = None
+    """KV cache group whose slots identify tokens when requests return their experts; None if they do not."""
 
     @property
     def draws(self) -> bool:
@@ -250,12 +263,20 @@ class Model:
         """Run the layers: return [T, hidden] (`TappedStates` for some draft models), or the tensors for the
         next stage."""
         last_visible = batch.last_visible  # the batch may be one of its groups
+        routes: list[Tensor] | None = None if self.routes_group is None else []
         for number, group in enumerate(batch.groups):
             group.last_visible = None if number in self.causal_groups else last_visible
+            group.routes = routes
             self.attention.plan(group)
         if batch.embeds is not None:
             batch.token_ids = batch.token_ids.clamp(min=0)
         return self.run_layers(batch)
+
+    def routes(self, batch: Batch) -> RouterOutputs | None:
+        """Return the experts that were chosen for a batch, after its layers have run."""
+        if self.routes_group is None or batch.routes is None:
+            return None
+        return RouterOutputs(batch.groups[self.routes_group].slots, tuple(batch.routes))
 
     def run_layers(self, batch: Batch) -> Any:
         """Run the layers, after the attention of the batch is planned."""

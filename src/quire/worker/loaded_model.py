@@ -35,7 +35,7 @@ from quire.worker.cpu import CpuDevice
 from quire.worker.cpu import draw as draw_on_host
 from quire.worker.device import Device, Model
 from quire.worker.extensions import open_processors
-from quire.worker.features import PromptLogprobs, StepFeature
+from quire.worker.features import PromptLogprobs, RoutedExperts, StepFeature
 from quire.worker.kv_tiers import BlockCopies, CacheEntries, CpuBlockCopies, cache_pages, state_slots
 from quire.worker.lora import check_slots, slots_of, why_no_extra_vocab
 from quire.worker.memory import bind, free_bytes
@@ -291,7 +291,15 @@ class LoadedModel:
         if isinstance(self.encoder, CrossEncoder):
             heads = alignment_heads(config)
             parts.append(Alignment(self.encoder.crossing, heads, all_rows, self.world.tp))
+        if self._routes_group is not None:
+            parts.append(RoutedExperts())
         return Runner(device=device, all_rows=all_rows, sampler=sampler, parts=parts)
+
+    @property
+    def _routes_group(self) -> int | None:
+        """Return `Model.routes_group`: all ranks choose the same experts, and the first returns them."""
+        is_wanted = self.config.extensions.enable_return_routed_experts and self.world.tp.rank == 0
+        return self.layout.windows.index(None) if is_wanted else None
 
     def _pooler(self, pooling: PoolingFacts, all_rows: Rows) -> PoolingRunner:
         self.model.settle()
@@ -311,6 +319,7 @@ class LoadedModel:
             bidirectional=self._bidirectional,
             causal_groups=self._causal_groups(),
             is_capturable=self.offload is None or self.offload.is_pinned,
+            routes_group=self._routes_group,
         )
 
 

@@ -52,7 +52,7 @@ class Runner:
             sampled_in_graph, redraw = None, partial(self.device.redraw, done)
         sampled = self.sampler(done.logits, *row_state, sampled_in_graph, done.sampling, masks, redraw)
         for part in self.parts:
-            part.end(plan, done.hidden, sampled)
+            part.end(plan, done, sampled)
         step.drawn = self.device.land(plan, done, sampled, self.all_rows)
         self.all_rows.advance(plan)
         return step.drawn

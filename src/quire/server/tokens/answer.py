@@ -11,6 +11,7 @@ from quire.data.params import ReasoningIds, RequestOutputKind, SamplingParams
 from quire.errors import RequestError
 from quire.server.http.errors import InvalidBody
 from quire.server.http.sse import DONE, AnswerEncoder, event
+from quire.server.openai.encoder import routed_experts
 from quire.server.openai.logprobs import TokenFormatter, chat_logprobs, prompt_logprobs
 from quire.server.openai.prompts import num_chars, off_loop
 from quire.server.openai.requests import CompletionBody
@@ -135,4 +136,5 @@ class TokensEncoder(AnswerEncoder):
             "logprobs": logprobs,
             "finish_reason": completion.finish_reason,
             "token_ids": list(completion.token_ids),
+            **routed_experts(completion),
         }

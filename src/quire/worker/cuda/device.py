@@ -285,6 +285,7 @@ class CudaDevice:
             passed: IntermediateTensors = out
             return passed
         hidden, aux = out if isinstance(out, TappedStates) else (out, ())
+        routes = self.model.routes(batch)
         # Padding tokens of a captured step lie between the others; their samples come last.
         is_all = len(batch.logit_tokens) == len(hidden) and not (verify_inputs and batch.max_query_len > 1)
         states = hidden if is_all else hidden[batch.logit_tokens]
@@ -301,7 +302,7 @@ class CudaDevice:
                 verify_inputs, aux or (hidden,), token_ids, sampling.seeds, later
             )
         more = verify_inputs, aux, None, verified
-        return ForwardResult(hidden, logits, token_ids, sampling, sheet["logit_rows"], *more)
+        return ForwardResult(hidden, logits, token_ids, sampling, sheet["logit_rows"], *more, routes=routes)
 
     def _draw_by_masks(self, done: ForwardResult) -> Tensor:
         count = len(done.logits)
