@@ -193,9 +193,7 @@ def answer_while_cores_die(
                 back_s = time.monotonic() - killed_at
                 time.sleep(1.5)
                 worst.append(max((pause for at, pause in pauses if at >= killed_at), default=0.0))
-                print(
-                    f"death {number + 1}: longest pause {worst[-1]:.2f} s; the core is back after {back_s:.1f} s"
-                )
+                print(f"death {number + 1}: longest pause {worst[-1]:.2f} s, core back after {back_s:.1f} s")
         finally:
             is_over.set()
         count = reading.result()
