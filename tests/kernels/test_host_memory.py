@@ -22,6 +22,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         cudaHostUnregister=lambda address: called.append(("unpin", address)),
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: functions)
     return called
 

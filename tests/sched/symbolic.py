@@ -144,9 +144,9 @@ class Guesses:
     def release(self, row: int, tokens: Any) -> None:
         assert tokens[: len(self.texts[row])].tolist() == self.texts.pop(row)
 
-    def propose(self, row: int, most: int) -> Any:
+    def propose(self, row: int, max_drafts: int) -> Any:
         text = self.texts[row]
-        return np.array(guess(text, most)[: most - len(text) % 2], np.int32)
+        return np.array(guess(text, max_drafts)[: max_drafts - len(text) % 2], np.int32)
 
 
 class FixedDraftLength:
@@ -168,14 +168,14 @@ class FixedDraftLength:
         self.num_drafts += int(num_drafts.sum())
         self.num_held += int(num_held.sum())
 
-    def timed(self, num_tokens: int, num_rows: int, num_accepted: int, seconds: float) -> None:
+    def record_time(self, num_tokens: int, num_rows: int, num_accepted: int, seconds: float) -> None:
         assert num_tokens >= num_rows + num_accepted and seconds >= 0
 
 
 MOST_DRAFTS = 5
 DRAFTING: dict[str, Callable[[], Drafting]] = {
-    "host": lambda: Drafting(FixedDraftLength(3), Guesses(), most=MOST_DRAFTS),
-    "worker": lambda: Drafting(FixedDraftLength(2), None, most=MOST_DRAFTS),
+    "host": lambda: Drafting(FixedDraftLength(3), Guesses(), max_drafts=MOST_DRAFTS),
+    "worker": lambda: Drafting(FixedDraftLength(2), None, max_drafts=MOST_DRAFTS),
 }
 
 
@@ -657,5 +657,5 @@ class Engine:
         self.check_slots()
         assert self.kv.states is None or (self.kv.states.next == self.kv.states.next.max()).all()
         media = self.scheduler.media
-        assert not media.rows and not media.num_held and not len(media.shelf), "vectors leaked"
+        assert not media.rows and not media.num_held and not len(media.arrays), "vectors leaked"
         self.check_index()

@@ -40,7 +40,7 @@ class PendingGrammars:
         return self.begun[-1]
 
     num_words = 4
-    is_beside = True
+    fills_in_thread = True
 
     def advance(self, moves: Any) -> list[Verdict]:
         return [matcher.advance(token_id) for matcher, token_id in moves]
@@ -130,7 +130,7 @@ def test_masks_are_submitted_before_they_are_filled() -> None:
     draw = engine.core.executor.draw
 
     def draw_and_allow_fill(masks: Masks) -> None:
-        was_pending.append(masks.coming is not None and not masks.coming.is_there)
+        was_pending.append(masks.pending is not None and not masks.pending.is_there)
         grammars.fill_allowed.set()
         draw(masks)
 

@@ -214,7 +214,7 @@ def test_slots_are_refilled_only_after_they_were_lost() -> None:
     for id, name in (("a", "one"), ("b", "one"), ("c", "two"), ("d", "one")):
         engine.add_lora(id, lora(name))
         engine.run()
-    engine.core.scheduler.send_back()
+    engine.core.scheduler.requeue_running()
     engine.add_lora("e", lora("one"))
     engine.run()
     engine.gate.forget_all()
@@ -233,14 +233,14 @@ def test_held_requests_are_not_rechecked_in_every_step() -> None:
     for number in range(1000):
         engine.add_lora(f"held{number}", lora("two"))
     looks = 0
-    holds = engine.gate.holds
+    must_wait = engine.gate.must_wait
 
     def counted(request: Any, **how: Any) -> bool:
         nonlocal looks
         looks += 1
-        return holds(request, **how)
+        return must_wait(request, **how)
 
-    engine.gate.holds = counted  # type: ignore[method-assign]
+    engine.gate.must_wait = counted  # type: ignore[method-assign]
     for _ in range(40):
         engine.step()
     assert looks < 5000
@@ -334,7 +334,7 @@ def test_random_lora_traffic(seed: int) -> None:
         if rng.random() < 0.02:
             while engine.scheduler.in_flight:
                 engine.step()
-            engine.core.scheduler.send_back()
+            engine.core.scheduler.requeue_running()
         engine.now += rng.random() * TURN_S
         engine.step(timeout_s=0.0)
     while engine.library.open or engine.core.has_work:

@@ -119,7 +119,7 @@ class Operator:
             gate.pause("keep")
         while core.scheduler.in_flight:  # other engines may still call it into steps
             yield None
-        core.scheduler.send_back()
+        core.scheduler.requeue_running()
         is_empty = core.reset_prefix_cache(external)
         if was_open and not gate.asleep:
             self.resume()
@@ -139,7 +139,7 @@ class Operator:
             yield None  # other engines may still have called it into a step
         if level == 0 or gate.settled_level == level:
             return
-        core.scheduler.send_back()
+        core.scheduler.requeue_running()
         core.scheduler.media.forget_all()
         core.reset_prefix_cache()
         if level > 1:
@@ -193,9 +193,9 @@ class Operator:
         try:
             while not adapter.is_settled:
                 yield None
-                adapters.take_in()
+                adapters.collect_reads()
         finally:
-            adapter.num_asking -= 1
+            adapter.num_calls -= 1
         if adapter.error is not None:
             raise adapter.error
         return adapter.facts
@@ -206,7 +206,7 @@ class Operator:
         was_known = adapters.retire(name)
         while not adapters.sweep(name):
             yield None
-            adapters.take_in()
+            adapters.collect_reads()
         return was_known
 
     # ---- weight updates
@@ -231,7 +231,7 @@ class Operator:
             yield partial(core.executor.call, "update_weights", ["commit"])
             self._num_updates += 1
             core.gate.weight_version = version or f"update-{self._num_updates}"
-            core.scheduler.send_back()
+            core.scheduler.requeue_running()
             core.scheduler.media.forget_all()
             core.reset_prefix_cache(external=True)
             if (tiers := core.scheduler.kv.tiers) is not None:

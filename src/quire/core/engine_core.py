@@ -12,7 +12,7 @@ from quire.data.step_plan import FinishReason, StepOutput
 from quire.executor import Executor
 from quire.sched.scheduler import Scheduler
 
-GATES_S = 0.01
+CHECKS_S = 0.01
 """Seconds to wait for a grammar or an adapter while no request can run."""
 LOOK_S = 0.002
 """Seconds between two checks of the workers meanwhile."""
@@ -79,13 +79,13 @@ class EngineCore:
     def _wait_for_gates(self, timeout_s: float | None) -> bool:
         """Wait if no request can run; return whether to plan again, since a grammar or an adapter is ready or
         may have failed."""
-        self.scheduler.kv.rest()
-        gates, until = self.scheduler.gates, time.monotonic() + GATES_S
-        while gates.is_awaiting and time.monotonic() < until:
-            if gates.wait(LOOK_S):
+        self.scheduler.kv.flush_stores()
+        checks, until = self.scheduler.checks, time.monotonic() + CHECKS_S
+        while checks.is_awaiting and time.monotonic() < until:
+            if checks.wait(LOOK_S):
                 return True
             self.executor.watch()
-        return timeout_s is None and gates.is_awaiting
+        return timeout_s is None and checks.is_awaiting
 
     def draw(self) -> None:
         """Sample the newest step, once its masks are ready."""
@@ -117,7 +117,7 @@ class EngineCore:
         """Drop all requests and prefixes after a step that failed halfway: its blocks may not be filled."""
         scheduler = self.scheduler
         self.step_queue.clear()
-        scheduler.forget_flights()
+        scheduler.discard_in_flight()
         self.abort([*scheduler.requests, *self.gate.outside])
         scheduler.kv.reset()
 

@@ -183,7 +183,7 @@ class CoreServer:
             is_urgent = self._is_stuck or self.clients.queues or self.rpc.has_questions
             lockstep = self.core.step_queue.lockstep
             wait_s = RETRY_S if is_urgent else BEAT_S
-            if self._is_stuck and self.core.scheduler.gates.is_awaiting:
+            if self._is_stuck and self.core.scheduler.checks.is_awaiting:
                 wait_s = 0.0  # a step waits for a grammar or an adapter
             self.clients.wait(wait_s, None if lockstep is None else lockstep.socket)
         until = self._clock() + max(TURN_S, TURN_SHARE * self._step_s)
@@ -235,7 +235,7 @@ class CoreServer:
         step = self.core.step(BEAT_S)
         self._is_stuck = step is None and self.core.has_work and not len(self.core.step_queue)
         if step is None:
-            if self._is_stuck and self.core.scheduler.gates.is_awaiting:
+            if self._is_stuck and self.core.scheduler.checks.is_awaiting:
                 self._progress_at = self._clock()  # requests wait for a grammar or an adapter
             return
         self._progress_at = self._clock()

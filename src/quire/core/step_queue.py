@@ -25,7 +25,7 @@ class StepQueue:
         self.lockstep = lockstep
         """Synchronization with the engines that share experts; None if there are none."""
         self._steps: deque[tuple[StepPlan, Pending]] = deque()
-        self._stray: list[StepPlan] = []
+        self._orphaned: list[StepPlan] = []
         """Plans of dropped steps; the memory they refer to must stay until a later step is done."""
         self.undrawn = False
         """Whether the newest step waits for its masks."""
@@ -87,7 +87,7 @@ class StepQueue:
         plan, pending = self._steps.popleft()
         try:
             result = pending.wait()
-            self._stray.clear()
+            self._orphaned.clear()
             return plan, result
         except EngineDead:
             raise
@@ -117,7 +117,7 @@ class StepQueue:
         if self.undrawn:
             with contextlib.suppress(EngineDead):
                 self.draw(Masks())
-        self._stray += [plan for plan, _ in self._steps]
+        self._orphaned += [plan for plan, _ in self._steps]
         self._steps.clear()
 
     def close(self) -> None:

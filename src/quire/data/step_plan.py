@@ -47,14 +47,14 @@ class Masks(msgspec.Struct):
     tokens."""
     draws: Ints = _NONE
     """Index of the sample of the row that each mask is for, from 0; empty: always the first."""
-    coming: AsyncValue | None = None
+    pending: AsyncValue | None = None
     """Set while `bits` are still being computed; None: they are complete."""
 
     def wait(self) -> None:
         """Wait until the bits are complete."""
-        if self.coming is not None:
-            self.coming.wait()
-            self.coming = None
+        if self.pending is not None:
+            self.pending.wait()
+            self.pending = None
 
 
 class Admission(msgspec.Struct):

@@ -51,4 +51,5 @@ def unpin(memory: Tensor) -> None:
 def _unpin(address: int) -> None:
     if address in _pinned:
         _pinned.remove(address)
+        torch.cuda.synchronize()  # copies may still use it
         torch.cuda.cudart().cudaHostUnregister(address)

@@ -99,7 +99,7 @@ def core_of(
     size = CacheSize(num_blocks, 64, 0, worker.loaded.layout.windows)
     scheduler = build_scheduler(worker.config, size)
     if pace is not None:
-        scheduler.admitter.drafting = Drafting(pace, None, most=3, ahead=True, max_draws=512)
+        scheduler.admitter.drafting = Drafting(pace, None, max_drafts=3, ahead=True, max_draws=512)
     return EngineCore(worker, scheduler, depth=2)  # type: ignore[arg-type]
 
 

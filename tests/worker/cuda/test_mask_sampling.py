@@ -94,14 +94,14 @@ def test_pending_masks_hold_the_stream_and_not_the_host(draws: MaskedSampling) -
     beside = HeldStream()
     draws._host_signal = beside  # type: ignore[assignment]
     rows, buffer = np.arange(2, dtype=np.int32), _MaskBuffer()
-    unseen = Masks(rows, buffer.take(2, 3), coming=AsyncValue())
-    assert unseen.coming is not None
-    filling = threading.Timer(0.01, unseen.coming.arrive)
+    unseen = Masks(rows, buffer.take(2, 3), pending=AsyncValue())
+    assert unseen.pending is not None
+    filling = threading.Timer(0.01, unseen.pending.arrive)
     filling.start()
-    assert draws.send(unseen, rows) and unseen.coming is None and not beside.held
+    assert draws.send(unseen, rows) and unseen.pending is None and not beside.held
     for number, count in enumerate((2, 1, 2), 1):
         coming = AsyncValue()
-        assert draws.send(Masks(rows[:count], buffer.take(count, 3), coming=coming), rows)
+        assert draws.send(Masks(rows[:count], buffer.take(count, 3), pending=coming), rows)
         assert beside.held == number and len(beside.raised) == number - 1
         coming.arrive()
         assert beside.raised[-1] == number

@@ -91,8 +91,8 @@ class MaskedSampling:
 
     def _copy_bits(self, masks: Masks) -> None:
         if self._host_signal is not None and self._host.has(masks.bits):
-            if masks.coming is not None:
-                masks.coming.then(self._host_signal.hold())
+            if masks.pending is not None:
+                masks.pending.then(self._host_signal.hold())
             self._host_signal.bring(self._host.of(masks.bits), self._bits)
         elif masks.bits.size:
             masks.wait()  # pinning may block while a stream waits for the host
