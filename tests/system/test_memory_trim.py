@@ -1,10 +1,10 @@
 """Tests of returning freed memory to the system."""
 
 import ctypes
+import os
 
 import pytest
 
-from quire.system import memory_trim
 from quire.system.memory_trim import MemoryTrimmer, trim_memory
 
 
@@ -34,7 +34,7 @@ def test_memory_of_a_burst_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("the allocator is not glibc's")
     libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
     started: list[MemoryTrimmer] = []
-    for name in list(memory_trim.os.environ):
+    for name in list(os.environ):
         if name.startswith("MALLOC_"):
             monkeypatch.delenv(name)
     monkeypatch.setattr(MemoryTrimmer, "start", lambda self: started.append(self))
