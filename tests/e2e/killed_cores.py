@@ -106,7 +106,7 @@ def read_answer(
             if reply.status_code == 503:  # a new request while no core is up
                 time.sleep(0.1)
                 continue
-            assert reply.status_code == 200, reply.read()
+            assert reply.status_code == 200, (path, body, reply.read(), server.text()[-4000:])
             result, last = [], 0.0
             for event in events(reply.iter_lines()):
                 now = time.monotonic()
