@@ -112,7 +112,7 @@ async def read_answer(
             if reply.status_code == 503:  # a new request while no core is up
                 await asyncio.sleep(0.1)
                 continue
-            assert reply.status_code == 200, await reply.aread()
+            assert reply.status_code == 200, (path, body, await reply.aread())
             result, last = list[dict[str, Any] | str](), 0.0
             async for line in reply.aiter_lines():
                 for event in events(iter([line])):

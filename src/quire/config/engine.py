@@ -154,13 +154,9 @@ def resolve(
     check_events(values.get("kv_events_config", {}), parallel, cache)
     check_routed_experts(values, checkpoint.facts, parallel, cache, model.max_model_len, pools=pools)
     speculation = _spec_facts(values, draft, model.max_model_len, tp_size, pools=pools)
+    specs, num_states = cache_specs(shard_facts(checkpoint.facts, tp_size)), _states_per_row(speculation)
     values = limit_seqs_for_states(
-        values,
-        cache_specs(shard_facts(checkpoint.facts, tp_size)),
-        cache,
-        machine,
-        default=_budget(machine, usage, 1)[1],
-        num_states=_states_per_row(speculation),
+        values, specs, cache, machine, default=_budget(machine, usage, 1)[1], num_states=num_states
     )
     return EngineConfig(
         model=model,

@@ -56,6 +56,7 @@ class Admitter:
         self.num_watermark_blocks = int(watermark * kv.pool.num_usable)
         self.shares = FairShare() if fair else None
         self.prompt_pace = PromptPace()
+        self.policy = policy
         queue = QUEUE_CLASSES[policy]() if self.shares is None else FairQueue(policy, self.shares)
         self.waiting = ReadyQueue(queue, checks)
 

@@ -9,8 +9,8 @@ from quire.sched.running import RowIds, Running
 
 
 class RoutedExperts:
-    """Experts by slot of the KV cache, in the group of layers with full attention, whose blocks a request
-    keeps until it ends."""
+    """Experts by slot of the KV cache, in the group of layers with full attention: a request keeps the blocks
+    of this group until it ends."""
 
     def __init__(self, kv: KVManager, num_experts: int) -> None:
         self._kv = kv
@@ -19,18 +19,20 @@ class RoutedExperts:
         self._by_slot: NDArray[np.uint8 | np.uint16] | None = None
         """[slots, MoE layers, experts per token], from the first step on."""
 
-    def learn(self, routes: StepRoutes) -> None:
-        """Set the experts of the tokens of a step; steps come in their order."""
+    def _learn(self, routes: StepRoutes) -> None:
+        """Set the experts of the tokens of a step."""
         if self._by_slot is None:
             num_slots = len(self._kv.pool.blocks) * self._kv.block_size
             self._by_slot = np.zeros((num_slots, *routes.experts.shape[1:]), self._dtype)
         is_token = routes.slots >= 0
         self._by_slot[routes.slots[is_token]] = routes.experts[is_token]
 
-    def take(self, running: Running, rows: RowIds) -> dict[str, RoutedRows]:
-        """Return the experts that these rows have not returned yet, by request. A row's last token has not
-        been computed."""
+    def take(self, routes: StepRoutes | None, running: Running, rows: RowIds) -> dict[str, RoutedRows]:
+        """Add the experts of a step, in the order of steps. Return by request those that these rows have not
+        returned yet; the last token of a row has not been computed."""
         taken = {}
+        if routes is not None:
+            self._learn(routes)
         for row, end in zip(rows.tolist(), (running.num_known[rows] - 1).tolist(), strict=True):
             request = running.request(row)
             first = max(request.num_routed, request.params.routed_experts_prompt_start)

@@ -55,15 +55,13 @@ class Scheduler:
         routed: RoutedExperts | None = None,
     ) -> None:
         """With several pipeline stages, no row is planned before its last token is known, and plans carry
-        these tokens; else they stay on the device. With `fair`, tokens are divided between tenants. `routed`
-        is None if requests do not return their experts."""
+        these tokens; else they stay on the device. With `fair`, tokens are divided between tenants."""
         self.kv, self.routed = kv, routed
         self.limits = StepLimits(
             max_rows=max_num_seqs,
             max_tokens=max_num_batched_tokens,
             longest_chunk=long_prefill_token_threshold,
         )
-        self.policy = policy
         self.fault_isolation = FaultIsolation(self.limits)
         self.running = Running(max_num_seqs, max_model_len, num_stages)
         self.constraints = Constraints(grammars)
@@ -89,8 +87,7 @@ class Scheduler:
         self.in_flight: deque[StepInFlight] = deque()
         """Steps without a result, oldest first."""
         self.adapters.in_flight = self.in_flight
-        self._notes = Notes()
-        self._step = 0
+        self._notes, self._step = Notes(), 0
         self._warn = PreemptionWarning()
 
     @property
@@ -216,7 +213,7 @@ class Scheduler:
                 return chunks, growth, drafts
             if self.in_flight:
                 return None
-            request = self._preempt(choose_victim(running, self.policy, self.admitter.candidates()))
+            request = self._preempt(choose_victim(running, self.admitter.policy, self.admitter.candidates()))
             self._warn(request.id, self.num_preemptions, swaps=self.kv.tiers is not None)
 
     def _preempt_for_fairness(self) -> bool:
@@ -243,8 +240,6 @@ class Scheduler:
         running, flight = self.running, self.in_flight.popleft()
         assert flight.plan is plan, f"step {plan.step} is not the oldest in flight"
         self.kv.finish_step(plan.step)
-        if self.routed is not None and result.routes is not None:
-            self.routed.learn(result.routes)
         step_tokens = flight.step_tokens(running, result)
         sampled = step_tokens.sampled
         stats = flight.count(running, sampled, np.array([*result.pooled], np.intp))
@@ -262,7 +257,7 @@ class Scheduler:
             drafted=drafted,
             logprobs={running.ids[row]: logprobs for row, logprobs in result.logprobs.items()},
             **step_tokens.of_prompts(),
-            routed={} if self.routed is None else self.routed.take(running, sampled),
+            routed={} if self.routed is None else self.routed.take(result.routes, running, sampled),
             pooled={running.ids[row]: vector for row, vector in result.pooled.items()},
             admitted=flight.notes.admitted,
             resumed=flight.notes.resumed,

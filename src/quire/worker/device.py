@@ -202,7 +202,7 @@ class Model:
     is_capturable: bool = True
     """Whether CUDA graphs may contain the forward pass: not if offloaded weights are in pageable memory."""
     routes_group: int | None = None
-    """KV cache group whose slots identify tokens when requests return their experts; None if they do not."""
+    """KV cache group with the slots that identify tokens, if requests return their experts; else None."""
 
     @property
     def draws(self) -> bool:

@@ -79,7 +79,7 @@ class PromptLogprobs:
         return self.head(states, self.adapters.plan(LoRATokens(slots, is_wide))).float()
 
 
-class RoutedExperts:
+class ExpertsReadback:
     """Copies the experts that the layers chose to the host, beside the sampled tokens."""
 
     def begin(self, plan: StepPlan) -> None:

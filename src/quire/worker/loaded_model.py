@@ -35,7 +35,7 @@ from quire.worker.cpu import CpuDevice
 from quire.worker.cpu import draw as draw_on_host
 from quire.worker.device import Device, Model
 from quire.worker.extensions import open_processors
-from quire.worker.features import PromptLogprobs, RoutedExperts, StepFeature
+from quire.worker.features import ExpertsReadback, PromptLogprobs, StepFeature
 from quire.worker.kv_tiers import BlockCopies, CacheEntries, CpuBlockCopies, cache_pages, state_slots
 from quire.worker.lora import check_slots, slots_of, why_no_extra_vocab
 from quire.worker.memory import bind, free_bytes
@@ -292,7 +292,7 @@ class LoadedModel:
             heads = alignment_heads(config)
             parts.append(Alignment(self.encoder.crossing, heads, all_rows, self.world.tp))
         if self._routes_group is not None:
-            parts.append(RoutedExperts())
+            parts.append(ExpertsReadback())
         return Runner(device=device, all_rows=all_rows, sampler=sampler, parts=parts)
 
     @property
