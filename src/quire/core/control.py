@@ -263,10 +263,10 @@ class Operator:
 
     def _wait_for_masks(self) -> Work:
         """Wait until the masks of the last plan are sent: workers expect them right after their plan."""
-        self.core.draw()
-        while self.core.step_queue.undrawn:
+        self.core.sample_tokens()
+        while self.core.step_queue.is_unsampled:
             yield None
-            self.core.draw()
+            self.core.sample_tokens()
 
     def abort(self, request_ids: Iterable[str]) -> int:
         """End the requests with these ids, as clients know them; return the number of sequences."""

@@ -71,10 +71,10 @@ class EngineCore:
             plan = self.step_queue.agreed(None if self.gate.is_shut else self.scheduler.plan())
             if plan is None:
                 break
-            self.draw()
+            self.sample_tokens()
             self.step_queue.submit(plan)
             constraints.begin(self.scheduler.running)
-        self.draw()
+        self.sample_tokens()
 
     def _wait_for_gates(self, timeout_s: float | None) -> bool:
         """Wait if no request can run; return whether to plan again, since a grammar or an adapter is ready or
@@ -87,11 +87,11 @@ class EngineCore:
             self.executor.watch()
         return timeout_s is None and checks.is_awaiting
 
-    def draw(self) -> None:
+    def sample_tokens(self) -> None:
         """Sample the newest step, once its masks are ready."""
         constraints = self.scheduler.constraints
-        if self.step_queue.undrawn and constraints.has_begun:
-            self.step_queue.draw(constraints.masks())
+        if self.step_queue.is_unsampled and constraints.has_begun:
+            self.step_queue.sample_tokens(constraints.masks())
 
     def reset_prefix_cache(self, external: bool = False) -> bool:
         return self.scheduler.kv.reset(external)

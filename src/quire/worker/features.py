@@ -73,5 +73,5 @@ class PromptLogprobs:
         if self.adapters is None or self._slot < 0:
             return self.head(states).float()
         slots = torch.full((len(states),), self._slot, dtype=torch.int32, device=states.device)
-        is_wide = bool(self.adapters.has_extra_vocab[self._slot])
-        return self.head(states, self.adapters.plan(LoRATokens(slots, is_wide))).float()
+        uses_extra_vocab = bool(self.adapters.has_extra_vocab[self._slot])
+        return self.head(states, self.adapters.plan(LoRATokens(slots, uses_extra_vocab))).float()
