@@ -158,18 +158,18 @@ class Sampler:
     ) -> Sampled:
         """Sample rows with any features, as many as fit at once."""
         logits = logits.float()
-        kept = None
+        constrained_rows = None
         if len(constrained):
             is_reduced = (state.flags[rows] & REMOVING) != 0
             is_reduced |= self.processors is not None  # which may remove any token
             reduced = np.flatnonzero(np.isin(rows, constrained) & is_reduced)
-            kept = ConstrainedRows(logits, reduced) if len(reduced) else None
+            constrained_rows = ConstrainedRows(logits, reduced) if len(reduced) else None
         with_logprobs = np.flatnonzero(state.flags[rows] & LOGPROBS)
         index = to_device(with_logprobs, self.device)
         raw = logits.index_select(0, index) if self.raw and len(with_logprobs) else None
         logits = adjust(logits, rows, state, history, self.counts, self._process)
-        if kept is not None:
-            kept.revive(logits)
+        if constrained_rows is not None:
+            constrained_rows.revive(logits)
         is_late = self.processors is not None and len(self.processors.invariant) > 0
         if self.sample is not None and tensors is not None and self.raw and not is_late:
             token_ids = self.sample(logits, tensors)
