@@ -229,7 +229,7 @@ class SymbolicWorker:
             self._compute(row, int(count))
             assert samples == (row.num_computed == len(row.tokens))
             if samples:
-                sampled.append(self._draw(row, length, guessed))
+                sampled.append(self._sample_tokens(row, length, guessed))
                 if row.params.logprobs is not None:
                     places = range(length, len(row.tokens))
                     result.logprobs[number] = [logprobs_of(row.tokens, at) for at in places]
@@ -271,7 +271,7 @@ class SymbolicWorker:
         assert not remaining
         return drafts
 
-    def _draw(self, row: Row, length: int, guessed: list[int]) -> list[int]:
+    def _sample_tokens(self, row: Row, length: int, guessed: list[int]) -> list[int]:
         """Return the tokens sampled after the first `length` tokens, accepting drafts until the first wrong
         one.
         """
@@ -410,7 +410,7 @@ class Device:
     def start(self) -> Any:
         raise AssertionError("never called")
 
-    def draw(self, masks: Masks) -> None:
+    def sample_tokens(self, masks: Masks) -> None:
         masks.wait()
         self.engine.masks.append(masks)
 

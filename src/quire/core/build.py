@@ -13,7 +13,7 @@ from quire.executor import EXECUTORS, Executor
 from quire.executor.worker_process import num_compilers
 from quire.kernels.compile_processes import compile_processes
 from quire.logs import get_logger
-from quire.memory import MAX_DRAWS, CacheSize, max_kept, max_span, max_vectors
+from quire.memory import MAX_SAMPLES, CacheSize, max_kept, max_span, max_vectors
 from quire.sched.encoder_cache import EncoderCache
 from quire.sched.kv_manager import KVManager
 from quire.sched.lora import LoRAScheduler
@@ -181,13 +181,13 @@ def _build_drafting(config: EngineConfig) -> Drafting | None:
     proposer = None if on_gpu and spec.method == "ngram" else proposer_of(spec)
     num_kinds = 1 if proposer is None else NUM_DRAFT_KINDS
     pace = Pace(max_rows=config.scheduler.max_num_seqs, max_drafts=max_drafts, num_kinds=num_kinds)
-    max_draws = MAX_DRAWS if on_gpu else None
+    max_samples = MAX_SAMPLES if on_gpu else None
     return Drafting(
         pace,
         proposer,
         max_drafts=max_drafts,
         ahead=on_gpu,
-        max_draws=max_draws,
+        max_samples=max_samples,
         max_len=spec.max_model_len,
         vocab=config.checkpoint.facts.vocab,
         max_drafts_of=spec.most if spec.num_speculative_tokens_per_batch_size else None,

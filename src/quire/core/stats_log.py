@@ -152,13 +152,13 @@ def _send(stats: IntervalStats) -> None:
 
 def _draft_line(drafts: StepStats, age_s: float) -> str:
     """Return the log line of draft acceptance over `age_s` seconds."""
-    held = sum(drafts.num_accepted_by_position)
+    num_accepted = sum(drafts.num_accepted_by_position)
     rates = ", ".join(f"{count / drafts.num_drafts:.3f}" for count in drafts.num_accepted_by_position)
     return (
-        f"SpecDecoding metrics: Mean acceptance length: {1 + held / drafts.num_drafts:.2f}, "
-        f"Accepted throughput: {held / age_s:.2f} tokens/s, "
+        f"SpecDecoding metrics: Mean acceptance length: {1 + num_accepted / drafts.num_drafts:.2f}, "
+        f"Accepted throughput: {num_accepted / age_s:.2f} tokens/s, "
         f"Drafted throughput: {drafts.num_draft_tokens / age_s:.2f} tokens/s, "
-        f"Accepted: {held} tokens, Drafted: {drafts.num_draft_tokens} tokens, "
+        f"Accepted: {num_accepted} tokens, Drafted: {drafts.num_draft_tokens} tokens, "
         f"Per-position acceptance rate: {rates}, "
-        f"Avg Draft acceptance rate: {held / drafts.num_draft_tokens:.1%}"
+        f"Avg Draft acceptance rate: {num_accepted / drafts.num_draft_tokens:.1%}"
     )

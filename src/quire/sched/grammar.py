@@ -229,9 +229,9 @@ class Constraints:
         states = [self._states_by_id[id] for id in running.ids[rows].tolist()]
         drafts = plan.drafts_by_row() if len(plan.num_drafts) else {}
         wanted = [
-            (row, draw, state)
+            (row, number, state)
             for row, sequence_state in zip(rows.tolist(), states, strict=True)
-            for draw, state in enumerate(sequence_state.after_drafts(drafts.get(row, ())))
+            for number, state in enumerate(sequence_state.after_drafts(drafts.get(row, ())))
             if state.matcher is not None or state.extra_token is not None
         ]
         if not wanted:
@@ -244,13 +244,17 @@ class Constraints:
             for at, (_, _, state) in enumerate(wanted)
             if state.extra_token is not None
         ]
-        places, draws = np.array([(row, draw) for row, draw, _ in wanted], np.int32).T
+        places, sample_index = np.array([(row, number) for row, number, _ in wanted], np.int32).T
         width = max((token_id // 32 + 1 for token_id, _ in extra_tokens), default=0)
         bits = self._bits(len(wanted), matched, width)
         for at, (_, _, state) in enumerate(wanted):
             if state.matcher is None:
                 bits[at] = 0
-        return _MaskJob(Masks(places, bits, draws if draws.any() else draws[:0]), matched, extra_tokens)
+        return _MaskJob(
+            Masks(places, bits, sample_index if sample_index.any() else sample_index[:0]),
+            matched,
+            extra_tokens,
+        )
 
     def _bits(self, count: int, matched: Sequence[object], width: int = 0) -> Bits:
         """Return a mask buffer, as wide as the grammars need if any matcher is used."""

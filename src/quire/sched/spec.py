@@ -53,13 +53,13 @@ class Drafting:
         *,
         max_drafts: int,
         ahead: bool = False,
-        max_draws: int | None = None,
+        max_samples: int | None = None,
         max_drafts_of: Callable[[int], int] | None = None,
         max_len: int | None = None,
         vocab: int | None = None,
     ) -> None:
         """Build the drafter. Without a proposer the worker proposes drafts for each row that has sampled a
-        token. If it runs `ahead` of the host, rows that need token values on the host get none. `max_draws`
+        token. If it runs `ahead` of the host, rows that need token values on the host get none. `max_samples`
         limits the sampled positions of a step, with rows padded to a power of two. `max_drafts_of` maps a
         number of rows to the most drafts of each. Sequences have drafts up to `max_len` tokens. Proposed
         drafts are cut at ids beyond `vocab`."""
@@ -67,7 +67,7 @@ class Drafting:
         self._max_len = max_len
         self._vocab = vocab
         self._ahead = ahead
-        self._max_draws = max_draws
+        self._max_samples = max_samples
         self._pace = pace
         self._proposer = proposer
         self._max_drafts_each = max_drafts
@@ -124,9 +124,9 @@ class Drafting:
         )
         if self._ahead:
             max_drafts = np.minimum(max_drafts, self._max_drafts_before_min_len(running, rows))
-        if self._max_draws is not None:
+        if self._max_samples is not None:
             max_drafts = np.minimum(
-                max_drafts, self._max_draws // (1 << max(len(rows) - 1, 0).bit_length()) - 1
+                max_drafts, self._max_samples // (1 << max(len(rows) - 1, 0).bit_length()) - 1
             )
         return max_drafts
 
