@@ -1,6 +1,7 @@
-"""Tests of the settings of the garbage collector and of threads."""
+"""Tests of the settings of the garbage collector, of threads and of child processes."""
 
 import gc
+import subprocess
 import sys
 import weakref
 from collections.abc import Callable
@@ -38,3 +39,22 @@ def test_waiting_threads_interrupt_others_sooner() -> None:
         assert sys.getswitchinterval() <= 0.001
     finally:
         sys.setswitchinterval(usual_s)
+
+
+FIRST_CHILD = """
+import multiprocessing, signal
+from quire.system.process import interrupts_held
+
+code = "import signal; raise SystemExit(7 * (signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())))"
+process = multiprocessing.get_context("spawn").Process(target=exec, args=(code,))
+with interrupts_held():
+    process.start()
+process.join()
+assert process.exitcode == 7, process.exitcode
+assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+"""
+
+
+def test_interrupt_does_not_reach_the_first_child() -> None:
+    """Catches the resource tracker of multiprocessing, which admits SIGINT again when it starts."""
+    subprocess.run([sys.executable, "-c", FIRST_CHILD], check=True, timeout=120)

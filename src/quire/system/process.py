@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing import resource_tracker
 from typing import Any
 
 import psutil
@@ -53,7 +54,9 @@ def adopt(role: str) -> None:
 @contextlib.contextmanager
 def interrupts_held() -> Iterator[None]:
     """Hold back SIGINT: from this thread until the end, from child processes that start meanwhile for good.
-    Otherwise a Ctrl-C during their imports prints a traceback of each."""
+    Otherwise a Ctrl-C during their imports prints a traceback of each. The first child process
+    starts multiprocessing's resource tracker, which would admit SIGINT again."""
+    resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
