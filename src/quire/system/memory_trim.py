@@ -20,36 +20,28 @@ class _Mallinfo2(ctypes.Structure):
 
 
 class MemoryTrimmer:
-    """Trims the heap when the process has grown since the last time and much of the heap is free.
+    """Trims the heap when the process holds much more unused memory than after the last time.
 
     glibc returns only the end of a heap to the system. After a burst of long bodies or grammars, small blocks
-    that live on keep hundreds of MiB below them, in one heap per thread. The allocator counts returned memory
-    as free, also when a later burst has used it again, so that only the size of the process tells.
+    that live on keep hundreds of MiB below them, in one heap per thread.
     """
 
     def __init__(
-        self,
-        spare_bytes: int,
-        *,
-        num_free_bytes: Callable[[], int],
-        num_resident_bytes: Callable[[], int],
-        trim: Callable[[], object],
+        self, spare_bytes: int, *, num_unused_bytes: Callable[[], int], trim: Callable[[], object]
     ) -> None:
-        """`spare_bytes` of free memory are kept for the next burst. `num_free_bytes` returns the free bytes
-        of the heap, `num_resident_bytes` those of this process in memory."""
+        """`spare_bytes` are kept for the next burst. `num_unused_bytes` returns the bytes in memory that the
+        allocator has not handed out; some of them can never be returned."""
         self._spare_bytes = spare_bytes
-        self._num_free_bytes, self._num_resident_bytes = num_free_bytes, num_resident_bytes
-        self._trim = trim
-        self._least_bytes = num_resident_bytes()
-        """Least bytes in memory since the last time, at which all that was free had been returned."""
+        self._num_unused_bytes, self._trim = num_unused_bytes, trim
+        self._least_bytes = num_unused_bytes()
+        """Least unused bytes since the last time."""
 
     def look(self) -> None:
-        num_resident = self._num_resident_bytes()
-        self._least_bytes = min(self._least_bytes, num_resident)
-        has_grown = num_resident - self._least_bytes > self._spare_bytes
-        if has_grown and self._num_free_bytes() > self._spare_bytes:
+        num_unused = self._num_unused_bytes()
+        self._least_bytes = min(self._least_bytes, num_unused)
+        if num_unused - self._least_bytes > self._spare_bytes:
             self._trim()
-            self._least_bytes = self._num_resident_bytes()
+            self._least_bytes = self._num_unused_bytes()
 
     def _run(self) -> None:
         pause = threading.Event()
@@ -61,11 +53,12 @@ class MemoryTrimmer:
         threading.Thread(target=self._run, name="quire-trim", daemon=True).start()
 
 
-def _num_anonymous_bytes() -> int:
-    """Return the bytes of this process in memory without shared mappings, such as the KV cache."""
+def _num_unused_bytes(info: _Mallinfo2) -> int:
+    """Return the bytes of this process in memory that the allocator has not handed out. The free bytes of the
+    allocator would not do: they include what was returned, and what a later burst has used again since."""
     with open("/proc/self/statm", "rb") as statm:
-        _, resident, shared = statm.read().split()[:3]
-    return (int(resident) - int(shared)) * mmap.PAGESIZE
+        _, resident, shared = map(int, statm.read().split()[:3])
+    return (resident - shared) * mmap.PAGESIZE - int(info.uordblks) - int(info.hblkhd)
 
 
 def trim_memory(spare_bytes: int) -> None:
@@ -77,8 +70,7 @@ def trim_memory(spare_bytes: int) -> None:
     libc.mallinfo2.restype = _Mallinfo2
     trimmer = MemoryTrimmer(
         spare_bytes,
-        num_free_bytes=lambda: int(libc.mallinfo2().fordblks),
-        num_resident_bytes=_num_anonymous_bytes,
+        num_unused_bytes=lambda: _num_unused_bytes(libc.mallinfo2()),
         trim=lambda: libc.malloc_trim(0),
     )
     trimmer.start()
