@@ -114,7 +114,9 @@ def build_scheduler(
         drafting=_build_drafting(config),
         adapters=adapters,
         media=EncoderCache(
-            size=max_kept(config), max_encoded=max_vectors(config), whole=max_span(config) is not None
+            size=max_kept(config),
+            max_encoded=max_vectors(config),
+            undivided_items=max_span(config) is not None,
         ),
     )
 
