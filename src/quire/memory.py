@@ -115,8 +115,8 @@ def max_kept(config: EngineConfig) -> int:
     """Return the maximum number of item embeddings that are kept. For cross-attention models it is per
     row."""
     media = config.checkpoint.facts.media
-    crossed = 0 if media is None else media.num_cross_states
-    return config.scheduler.max_num_seqs * crossed or max_vectors(config)
+    num_cross_states = 0 if media is None else media.num_cross_states
+    return config.scheduler.max_num_seqs * num_cross_states or max_vectors(config)
 
 
 def max_span(config: EngineConfig) -> int | None:

@@ -72,8 +72,8 @@ def expand_media(tokens: list[int], media: Media | None) -> list[int]:
             expanded[place] = int.from_bytes(
                 hashlib.sha256(item.key + bytes([number])).digest()[:6], "little"
             )
-    if media and media.whole:  # bidirectional prompt: every token depends on the whole prompt
-        expanded[0] = int.from_bytes(media.whole_key[:6], "little")
+    if media and media.num_bidirectional:  # bidirectional prompt: every token depends on the whole prompt
+        expanded[0] = int.from_bytes(media.bidirectional_key[:6], "little")
     return expanded
 
 
@@ -493,7 +493,7 @@ class Engine:
                 block_size=block_size,
                 unit=unit or block_size,
                 interval=interval,
-                whole_items="media" in limits and limits["media"].whole,
+                whole_items="media" in limits and limits["media"].undivided_items,
             )
         self.kv = KVManager(
             num_blocks=num_blocks,

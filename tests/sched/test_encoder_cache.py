@@ -65,7 +65,7 @@ class MediaEngine(Engine):
     """An engine that checks the encoder cache invariants in every plan."""
 
     def __init__(self, *, size: int, whole: bool, **limits: Any) -> None:
-        super().__init__(media=EncoderCache(size=size, whole=whole), **limits)
+        super().__init__(media=EncoderCache(size=size, undivided_items=whole), **limits)
         self.kept: dict[bytes, int] = {}
 
     def check(self, plan: StepPlan) -> None:
@@ -83,8 +83,8 @@ class MediaEngine(Engine):
         most = self.scheduler.limits.max_chunk
         for row in plan.rows.tolist():
             reach, items = int(running.num_computed[row]), items_of(running.request(row))
-            if media.whole:
-                whole = running.request(row).media.whole if items else 0
+            if media.undivided_items:
+                whole = running.request(row).media.num_bidirectional if items else 0
                 assert not 0 < reach < whole or whole > most, "a chunk ends inside a bidirectional prompt"
                 for item in items if not whole else ():
                     assert not item.offset < reach < item.end or item.length > most, (

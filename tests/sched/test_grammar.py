@@ -130,7 +130,7 @@ def test_masks_are_submitted_before_they_are_filled() -> None:
     sample_tokens = engine.core.executor.sample_tokens
 
     def sample_and_allow_fill(masks: Masks) -> None:
-        was_pending.append(masks.pending is not None and not masks.pending.is_there)
+        was_pending.append(masks.pending is not None and not masks.pending.is_ready)
         grammars.fill_allowed.set()
         sample_tokens(masks)
 

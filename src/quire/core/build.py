@@ -119,7 +119,9 @@ def build_scheduler(
         routed=routed,
         adapters=adapters,
         media=EncoderCache(
-            size=max_kept(config), max_encoded=max_vectors(config), whole=max_span(config) is not None
+            size=max_kept(config),
+            max_encoded=max_vectors(config),
+            undivided_items=max_span(config) is not None,
         ),
     )
 

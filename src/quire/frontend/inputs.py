@@ -248,7 +248,7 @@ class InputProcessor:
             raise self._too_long(len(text) // CHARS_PER_TOKEN, "at least ")
         self.check_chars(text)
         spelled = self.media.spelled(text) if prepared else text
-        is_begun = self.media.crossed or (self.media.prefix and bool(prepared))
+        is_begun = self.media.uses_cross_attention or (self.media.prefix and bool(prepared))
         with_special = add_special_tokens and not is_begun
         token_ids = self.tokenizer.encode(spelled, add_special_tokens=with_special)
         return self._checked(Prompt(token_ids, text, salt))

@@ -71,8 +71,8 @@ class _Row:
     """Number of leading items with vectors that the row has acquired,"""
     num_done: int
     """and the number of these that it has released again."""
-    whole: int = 0
-    """See `Media.whole`."""
+    num_bidirectional: int = 0
+    """See `Media.num_bidirectional`."""
 
 
 @dataclass(slots=True)
@@ -91,13 +91,15 @@ class EncoderCache:
     the last of them is computed. Vectors that no row holds stay until their space is needed; the oldest are
     evicted first."""
 
-    def __init__(self, *, size: int = 0, max_encoded: int | None = None, whole: bool = False) -> None:
+    def __init__(
+        self, *, size: int = 0, max_encoded: int | None = None, undivided_items: bool = False
+    ) -> None:
         """`size` is the capacity in vectors. It also limits the vectors encoded per step, unless
-        `max_encoded` is less. A larger item is encoded alone. With `whole`, an item is not divided between
-        steps."""
+        `max_encoded` is less. A larger item is encoded alone. With `undivided_items`, an item is not divided
+        between steps."""
         self.size = size
         self.max_encoded = size if max_encoded is None else max_encoded
-        self.whole = whole
+        self.undivided_items = undivided_items
         self.arrays = ArrayStore()
         self.rows: dict[int, _Row] = {}
         self.num_held = self.num_kept = self.num_encoded = 0
@@ -113,9 +115,9 @@ class EncoderCache:
     def add(self, request: Request, limits: StepLimits) -> None:
         if (media := request.media) is not None:
             self.arrays.add(media)
-            if self.whole:
+            if self.undivided_items:
                 limits.require(max((item.length for item in media.items), default=0))
-            limits.require(media.whole)
+            limits.require(media.num_bidirectional)
 
     def drop(self, request: Request) -> None:
         if request.media is not None:
@@ -125,10 +127,10 @@ class EncoderCache:
         """Record that a request gets a row and computes its tokens up to `end` in the step being planned."""
         if request.media is None:
             return
-        items, whole = request.media.items, request.media.whole
+        items, num_bidirectional = request.media.items, request.media.num_bidirectional
         num_done = _num_before(items, num_computed)
-        if num_done < len(items) or num_computed < whole:
-            entered = self.rows[row] = _Row(items, num_done, num_done, whole)
+        if num_done < len(items) or num_computed < num_bidirectional:
+            entered = self.rows[row] = _Row(items, num_done, num_done, num_bidirectional)
             self._acquire([(entered, end)])
 
     def leave(self, row: int) -> None:
@@ -144,7 +146,9 @@ class EncoderCache:
         items = request.media.items
         items = items[_num_before(items, start) :]
         chunk = self._limit_chunk(items, start, chunk, self._planned_use())
-        return self._undivided(self._undivided_spans(items, request.media.whole), start, chunk, limits)[0]
+        return self._undivided(
+            self._undivided_spans(items, request.media.num_bidirectional), start, chunk, limits
+        )[0]
 
     def allow(self, running: Running, pending: Ints, limits: StepLimits) -> Ints:
         """Limit the pending tokens of each row of `running.order` to those before the first item that cannot
@@ -162,14 +166,14 @@ class EncoderCache:
     def undivided(self, running: Running, chunks: Ints, limits: StepLimits) -> Ints:
         """Shorten chunks so that none ends inside an item, if items may not be divided. The first row left
         with no tokens gets its whole item, and the last rows wait instead."""
-        if not self.rows or not self.whole:
+        if not self.rows or not self.undivided_items:
             return chunks
         chunks, first = chunks.copy(), None
         for place, row in self._places(running):
             if not (chunk := int(chunks[place])):
                 continue
             held, start = self.rows[row], int(running.num_computed[row])
-            spans = self._undivided_spans(held.items[held.num_done :], held.whole)
+            spans = self._undivided_spans(held.items[held.num_done :], held.num_bidirectional)
             chunks[place], whole_chunk = self._undivided(spans, start, chunk, limits)
             if not chunks[place] and first is None:
                 first, chunks[place] = place, whole_chunk
@@ -218,12 +222,12 @@ class EncoderCache:
         planned.keys.add(item.key)
         return True
 
-    def _undivided_spans(self, items: list[MediaItem], whole: int) -> list[tuple[int, int]]:
-        """Return start and end of the spans that no step may divide: the items, or the first `whole`
-        tokens."""
-        if whole:
-            return [(0, whole)]
-        return [(item.offset, item.end) for item in items] if self.whole else []
+    def _undivided_spans(self, items: list[MediaItem], num_bidirectional: int) -> list[tuple[int, int]]:
+        """Return start and end of the spans that no step may divide: the items, or the first
+        `undivided_items` tokens."""
+        if num_bidirectional:
+            return [(0, num_bidirectional)]
+        return [(item.offset, item.end) for item in items] if self.undivided_items else []
 
     def _undivided(
         self, spans: list[tuple[int, int]], start: int, chunk: int, limits: StepLimits
@@ -242,7 +246,7 @@ class EncoderCache:
         """Release the vectors of items that are computed; steps run in order."""
         for row, held in list(self.rows.items()):
             self._release(held, _num_before(held.items, int(running.num_computed[row])))
-            if held.num_done == len(held.items) and running.num_computed[row] >= held.whole:
+            if held.num_done == len(held.items) and running.num_computed[row] >= held.num_bidirectional:
                 del self.rows[row]
 
     def _release(self, row: _Row, num_done: int) -> None:

@@ -252,7 +252,7 @@ class KVManager:
         if (media := request.media) is None:
             return ends
         items = media.items if self.states.whole_items else ()
-        spans = [(0, media.whole), *((item.offset, item.end) for item in items)]
+        spans = [(0, media.num_bidirectional), *((item.offset, item.end) for item in items)]
         return [end for end in ends if not any(first < end < behind for first, behind in spans)]
 
     def is_checkpoint_planned(self, request: Request, hit: Hit) -> bool:

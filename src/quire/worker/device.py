@@ -253,7 +253,7 @@ class Model:
 
     def _last_visible(self, plan: StepPlan, all_rows: Rows, device: torch.device) -> Tensor | None:
         """Return `Batch.last_visible`."""
-        if not self.bidirectional or not (all_rows.items or all_rows.wholes):
+        if not self.bidirectional or not (all_rows.items or all_rows.num_bidirectional):
             return None
         last_visible = last_visible_of(plan, all_rows)
         return None if last_visible is None else to_device(last_visible, device)
