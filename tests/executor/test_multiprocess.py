@@ -3,8 +3,10 @@
 import os
 import queue
 import signal
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,10 @@ from quire.configure import configure
 from quire.data.step_plan import Admission, StepPlan
 from quire.errors import ConfigError, EngineDead, EngineError
 from quire.executor import multiprocess, worker_group
-from quire.executor.messages import Returned, decode_call
+from quire.executor.messages import Did, Returned, decode_call
 from quire.executor.multiprocess import MultiprocessExecutor, RankedExecutor
 from quire.executor.worker_group import LocalRanks
-from quire.executor.worker_process import RankAddress, local_ranks
+from quire.executor.worker_process import PipePort, RankAddress, local_ranks
 
 PATIENCE_S = 60.0
 """Timeout of a test that hangs."""
@@ -238,3 +240,16 @@ def test_start_has_a_deadline(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("VLLM_ENGINE_READY_TIMEOUT_S", "0.02")
     with pytest.raises(EngineDead, match=r"not ready within 0\.02 s .*waiting for rank 0; rank 0: \w+"):
         LLM(str(tiny), distributed_executor_backend="mp", **SETTINGS)
+
+
+def test_rank_whose_parent_has_ended_exits_silently(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches tracebacks of the ranks when the user presses Ctrl-C while they start."""
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr(PipePort, "_listen", lambda port: None)  # it would notice the end, too, but later
+    rank_end, parent_end = Pipe()
+    unused: Any = None
+    port = PipePort(rank_end, unused, None)
+    parent_end.close()
+    with pytest.raises(SystemExit) as end:
+        port.say(Did())
+    assert end.value.code == 0

@@ -347,7 +347,10 @@ class PipePort:
 
     def say(self, word: RankWord) -> None:
         with self._lock:
-            self._pipe.send_bytes(encode(word))
+            try:
+                self._pipe.send_bytes(encode(word))
+            except BrokenPipeError:  # the parent has ended, and `_listen` is about to notice it
+                os._exit(0)
 
     def plan(self) -> bytes:
         while (data := self._plans.receive(_LONG_S)) is None:
