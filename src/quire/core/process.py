@@ -28,13 +28,10 @@ from quire.metrics.engine import MetricsLayout, MetricsPages
 from quire.sched.mm_receiver_cache import ReceiverCache
 from quire.system.memory_trim import trim_memory
 from quire.system.platform import devices_of
-from quire.system.process import adopt, tune_garbage_collector
+from quire.system.process import SPARE_BYTES, adopt, tune_garbage_collector
 from quire.system.shared_arena import ArenaReader
 
 log = get_logger(__name__)
-
-_SPARE_BYTES = 128 << 20
-"""Freed memory that an engine core keeps for later steps, grammars and requests."""
 
 BEAT_S = 0.1
 PAGE_S = 1.0
@@ -106,7 +103,7 @@ def run_core(config: EngineConfig, core_address: CoreAddress, parent: Connection
     )
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     tune_garbage_collector()
-    trim_memory(_SPARE_BYTES)
+    trim_memory(SPARE_BYTES)
     parent.send(None)
     try:
         server.run()
