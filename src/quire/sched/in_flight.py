@@ -88,6 +88,7 @@ class StepInFlight:
                 logprobs={row: value for row, value in result.logprobs.items() if row in left},
                 prompt_logprobs={row: value for row, value in result.prompt_logprobs.items() if row in left},
                 aligned={row: value for row, value in result.aligned.items() if row in left},
+                kept={row: value for row, value in result.kept.items() if row in left},
                 routes=result.routes,
             )
             num_drafts = num_drafts[here] if len(num_drafts) else num_drafts

@@ -257,6 +257,7 @@ class Scheduler:
             drafted=drafted,
             logprobs={running.ids[row]: logprobs for row, logprobs in result.logprobs.items()},
             **landed.of_prompts(),
+            kept={running.ids[row]: kept for row, kept in result.kept.items()},
             routed={} if self.routed is None else self.routed.take(result.routes, running, sampled),
             pooled={running.ids[row]: vector for row, vector in result.pooled.items()},
             admitted=flight.notes.admitted,
