@@ -20,7 +20,7 @@ _COPIES = 8
 """Maximum number of float32 copies of these logits (counted by `tests/sampling/test_memory_probe.py`)."""
 _PAIRS_AT_ONCE = 8192
 """Number of (token, expert) pairs that a CPU processes together."""
-MAX_DRAWS = 512
+MAX_SAMPLES = 512
 """Maximum sampled positions of a step with drafts on a GPU. Above it, verifying drafts costs more than it
 saves."""
 GRAPH_BYTES = 8 << 20

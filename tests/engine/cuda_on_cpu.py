@@ -74,8 +74,8 @@ def captured(graph: Replayed, pool: object, capture_error_mode: str) -> Iterator
 class WithGraphs(OnCPU):
     captures_prompts = False
 
-    def compute(self, batch: Batch, sheet: dict[str, Tensor]) -> ForwardResult | IntermediateTensors:
-        compute = functools.partial(super().compute, batch, sheet)
+    def compute(self, batch: Batch, inputs: dict[str, Tensor]) -> ForwardResult | IntermediateTensors:
+        compute = functools.partial(super().compute, batch, inputs)
         done = compute()
         if Replayed.capturing:
             Replayed.capturing[-1].remember(compute, done)
@@ -93,10 +93,11 @@ class WithGraphs(OnCPU):
         self.graphs.capture(
             self.compute,
             config.scheduler.max_num_seqs,
-            self.model.kinds,
+            self.model.lora_variants,
             seconds=600,
-            short=[(min(16, config.scheduler.max_num_seqs * self._most_draws), 32)] * self.captures_prompts,
-            follow=self._follow,
+            short=[(min(16, config.scheduler.max_num_seqs * self._max_samples_per_row), 32)]
+            * self.captures_prompts,
+            verify=self._verify_to_capture,
         )
         if self._draft_graphs is not None:
             self._capture_draft_graphs(self._draft_graphs, config.scheduler.max_num_seqs)

@@ -74,7 +74,7 @@ def test_experts_on_a_device_that_runs_ahead(
     core, pace = llm.llm_engine.core, EagerPolicy()
     core.step_queue.depth = 2
     if drafted:
-        drafting = Drafting(pace, None, most=3, ahead=True, max_draws=512)  # type: ignore[arg-type]
+        drafting = Drafting(pace, None, max_drafts=3, ahead=True, max_samples=512)  # type: ignore[arg-type]
         core.scheduler.admitter.drafting = drafting
     check(hf_model, generate(llm, [[5, 6, 7, 8] * 5, *prompts_of(9, 4)], count=30))
     assert not drafted or pace.num_drafts > pace.num_held > 0

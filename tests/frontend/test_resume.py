@@ -340,6 +340,7 @@ def test_client_that_disconnects_in_the_pause_is_forgotten() -> None:
         cores.die()
         reader.task.cancel()
         await reader.answer.aclose()
+        await settle()
         assert cores.engine.num_in_flight == 0 and not len(cores.engine._links[0].outputs)
         assert cores.count("request_success:abort") == 1
         cores.come()

@@ -155,6 +155,19 @@ def test_failed_pinning_does_not_fail_later_launches() -> None:
         unpin(memory)
 
 
+def test_memory_of_an_engine_that_was_deleted_asleep_is_unpinned(model: Path) -> None:
+    """Check that the next engine, which gets the same addresses, copies its own weights."""
+    for name in ("first", "second"):
+        llm = open_model(model)
+        expected = generated_ids(llm)
+        llm.sleep(1)
+        if name == "second":
+            llm.wake_up()
+            assert generated_ids(llm) == expected
+        del llm
+        gc.collect()
+
+
 def test_core_processes_sleep(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check processes whose collectors skip objects of their start.
 

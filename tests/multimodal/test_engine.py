@@ -93,7 +93,7 @@ def run(
         outputs |= {output.request_id: output for output in engine.step() if output.finished}
         step += 1
     cache = scheduler.media
-    assert not cache.rows and not cache.num_held and not len(cache.shelf)
+    assert not cache.rows and not cache.num_held and not len(cache.arrays)
     return [outputs[id] for id in ids]
 
 

@@ -124,7 +124,8 @@ class FlagParser(argparse.ArgumentParser):
             ]
             lines += ["", f"{group.title}:", *shown] if shown else []
         if topics := ", ".join(self._topics()):
-            lines += ["", "Defaults are in brackets. More: --help=all, --help=FLAG, --help=listgroup, or"]
+            lines += ["", "Defaults are in brackets. More: --help=all, --help=FLAG, --help=listgroup,"]
+            lines += ["--help=WORD for the flags with that word in their names, or"]
             lines += [f"--help=GROUP with GROUP of {topics}."]
         return "\n".join([*lines, *(["", self.epilog] if self.epilog else [])]) + "\n"
 
@@ -193,11 +194,15 @@ class FlagParser(argparse.ArgumentParser):
         for group in self._action_groups:
             if str(group.title).lower().removesuffix("config") == topic.lower().removesuffix("config"):
                 return "\n".join([f"{group.title}:", *map(_format_full, group._group_actions)]) + "\n"
-        flag = self._flag("--" + topic.lstrip("-"))
-        if flag is None:
+        if flag := self._flag("--" + topic.lstrip("-")):
+            return _format_full(self._option_string_actions[flag]) + "\n"
+        word = topic.lstrip("-").replace("_", "-").lower()
+        shown = (action for action in self._actions if action.help != argparse.SUPPRESS)
+        named = [action for action in shown if any(word in name for name in action.option_strings)]
+        if not named:
             known = [*self._topics(), *(name.lstrip("-") for name in self._option_string_actions)]
             self.error(f"no help on {topic!r}{nearest(topic, known)}")
-        return _format_full(self._option_string_actions[flag]) + "\n"
+        return "\n".join(map(_format_line, named)) + "\n"
 
     def _config_files(self, tokens: Sequence[str]) -> Iterator[str]:
         if "--config" not in self._option_string_actions:

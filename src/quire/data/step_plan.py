@@ -45,16 +45,16 @@ class Masks(msgspec.Struct):
     bits: NDArray[np.uint32] = _NO_BITS
     """Bit masks [rows, words]: token t is bit t % 32 of word t // 32; there may be fewer or more bits than
     tokens."""
-    draws: Ints = _NONE
+    sample_index: Ints = _NONE
     """Index of the sample of the row that each mask is for, from 0; empty: always the first."""
-    coming: AsyncValue | None = None
+    pending: AsyncValue | None = None
     """Set while `bits` are still being computed; None: they are complete."""
 
     def wait(self) -> None:
         """Wait until the bits are complete."""
-        if self.coming is not None:
-            self.coming.wait()
-            self.coming = None
+        if self.pending is not None:
+            self.pending.wait()
+            self.pending = None
 
 
 class Admission(msgspec.Struct):

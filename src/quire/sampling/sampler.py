@@ -22,7 +22,7 @@ from quire.sampling.random import SamplingTensors, floors, sample, uniform
 from quire.sampling.rows import LIMITED, LISTED, LOGPROBS, PENALTIES, RANDOM, History, Ints, SamplingRows
 from quire.sampling.transfer import take_rows, to_device
 
-Redraw = Callable[[Masks, Ints], Tensor | None]
+Resample = Callable[[Masks, Ints], Tensor | None]
 """Samples under masks, given the first position of each row in the batch."""
 _FREE = Masks()
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
@@ -96,7 +96,7 @@ class Sampler:
         sampled_in_graph: Tensor | None = None,
         tensors: SamplingTensors | None = None,
         masks: Masks = _FREE,
-        redraw: Redraw | None = None,
+        resample: Resample | None = None,
     ) -> Sampled:
         """Sample from `logits` [N, V] for `rows` [N]. The logits may be changed in place. V exceeds the
         vocabulary if adapters add tokens.
@@ -106,15 +106,15 @@ class Sampler:
         successive positions, as if its drafts were accepted. `sampled_in_graph` are the tokens that
         `self.sample` gave for the unchanged logits, for rows without special features. `tensors` are the
         parameters of N rows on the device. `masks` constrain some of the rows, and are applied first.
-        `redraw` may mask and sample at once for rows without special features.
+        `resample` may mask and sample at once for rows without special features.
         """
         assert len(logits) == len(rows) and logits.shape[1] >= self.vocab
         if not len(rows):
             return Sampled(torch.empty(0, dtype=torch.int64))
         special = state.special(rows) or self.processors is not None or self.returns_mask
-        drawn = None if special or redraw is None else redraw(masks, state.places(rows))
-        if drawn is not None:
-            return Sampled(drawn)
+        resampled = None if special or resample is None else resample(masks, state.places(rows))
+        if resampled is not None:
+            return Sampled(resampled)
         masks.wait()
         if len(masks.rows):
             self.constrain(logits, masks, state.places(rows))
@@ -143,7 +143,7 @@ class Sampler:
         draws, step = _draws(rows), rows_at_once(self.vocab)
         for draw in range(int(draws.max()) + 1):
             places = np.flatnonzero(draws == draw)
-            constrained = masks.rows[masks.draws == draw] if len(masks.draws) else masks.rows
+            constrained = masks.rows[masks.sample_index == draw] if len(masks.sample_index) else masks.rows
             for at in (places[start : start + step] for start in range(0, len(places), step)):
                 index = to_device(at, self.device)
                 columns = tensors and SamplingTensors(*(column.index_select(0, index) for column in tensors))
@@ -168,18 +168,18 @@ class Sampler:
     ) -> Sampled:
         """Sample rows with any features, as many as fit at once."""
         logits = logits.float()
-        kept = None
+        constrained_rows = None
         if len(constrained):
             is_reduced = (state.flags[rows] & REMOVING) != 0
             is_reduced |= self.processors is not None  # which may remove any token
             reduced = np.flatnonzero(np.isin(rows, constrained) & is_reduced)
-            kept = ConstrainedRows(logits, reduced) if len(reduced) else None
+            constrained_rows = ConstrainedRows(logits, reduced) if len(reduced) else None
         with_logprobs = np.flatnonzero(state.flags[rows] & LOGPROBS)
         index = to_device(with_logprobs, self.device)
         raw = logits.index_select(0, index) if self.raw and len(with_logprobs) else None
         logits = adjust(logits, rows, state, history, self.counts, self._process)
-        if kept is not None:
-            kept.revive(logits)
+        if constrained_rows is not None:
+            constrained_rows.revive(logits)
         is_late = self.processors is not None and len(self.processors.invariant) > 0
         if self.sample is not None and tensors is not None and self.raw and not is_late:
             token_ids = self.sample(logits, tensors)

@@ -75,8 +75,8 @@ class PromptLogprobs:
         if self.adapters is None or self._slot < 0:
             return self.head(states).float()
         slots = torch.full((len(states),), self._slot, dtype=torch.int32, device=states.device)
-        is_wide = bool(self.adapters.has_extra_vocab[self._slot])
-        return self.head(states, self.adapters.plan(LoRATokens(slots, is_wide))).float()
+        uses_extra_vocab = bool(self.adapters.has_extra_vocab[self._slot])
+        return self.head(states, self.adapters.plan(LoRATokens(slots, uses_extra_vocab))).float()
 
 
 class ExpertsReadback:
@@ -85,10 +85,10 @@ class ExpertsReadback:
     def begin(self, plan: StepPlan) -> None:
         pass
 
-    def end(self, plan: StepPlan, done: ForwardResult, sampled: Sampled) -> None:
-        assert done.routes is not None, "the layers of this step did not keep the experts that they chose"
-        experts = torch.stack(done.routes.experts, 1).to(torch.int16)
-        sampled.routes = _to_host(done.routes.slots), _to_host(experts)
+    def end(self, plan: StepPlan, output: ForwardResult, sampled: Sampled) -> None:
+        assert output.routes is not None, "the layers of this step did not keep the experts that they chose"
+        experts = torch.stack(output.routes.experts, 1).to(torch.int16)
+        sampled.routes = _to_host(output.routes.slots), _to_host(experts)
 
 
 def _to_host(tensor: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from quire.parallel.world import World
 from quire.sampling.counts import Counts
 from quire.sampling.sampler import Sampler
 from quire.worker.cpu import CpuDevice
-from quire.worker.cpu import draw as draw_on_host
+from quire.worker.cpu import sample_tokens as sample_on_host
 from quire.worker.device import Device, Model
 from quire.worker.extensions import open_processors
 from quire.worker.features import ExpertsReadback, PromptLogprobs, StepFeature
@@ -147,7 +147,9 @@ class LoadedModel:
         spec = AttentionSpec(*sizes, self.dtype, **flags, cache_dtype=self.cache_dtype)
         backend = choose(None if name == "AUTO" else name, spec, config.machine)
         if config.speculation is not None and self.device.type == "cuda":
-            check_ahead(backend.name, config.speculation.num_speculative_tokens, latent=facts.mla is not None)
+            check_ahead(
+                backend.name, config.speculation.num_speculative_tokens, uses_mla=facts.mla is not None
+            )
         return backend
 
     def load(self, on_progress: Callable[[float], None] | None = None) -> None:
@@ -271,11 +273,11 @@ class LoadedModel:
             progress = None
             if not self.drafter.follows:
                 progress = open_draft_progress(all_rows, self.layout, first, ahead=is_ahead)
-            device.draft_by(
+            device.use_drafter(
                 self.drafter,
                 progress,
                 config.scheduler.max_num_batched_tokens,
-                by_chance=spec is not None and spec.draft_sample_method == "probabilistic",
+                probabilistic=spec is not None and spec.draft_sample_method == "probabilistic",
             )
         if link is not None and not link.is_last:
             return StageRunner(device=device, all_rows=all_rows, link=link)
@@ -329,8 +331,8 @@ def open_device(
 ) -> Device:
     """Return the device for a model; without native kernels, the CPU samples in torch."""
     if device.type == "cpu":
-        return CpuDevice(model, all_rows, None if native.library() is None else draw_on_host)
+        return CpuDevice(model, all_rows, None if native.library() is None else sample_on_host)
     from quire.worker.cuda.device import CudaDevice
-    from quire.worker.cuda.mask_sampling import draw
+    from quire.worker.cuda.mask_sampling import sample_tokens
 
-    return CudaDevice(model, all_rows, draw, device, drafts)
+    return CudaDevice(model, all_rows, sample_tokens, device, drafts)

@@ -15,6 +15,7 @@ from quire.data.lora import LoRARequest
 from quire.errors import ConfigError, RequestError
 from quire.frontend.engine import AsyncEngine
 from quire.logs import get_logger
+from quire.memory import human
 from quire.server.http.errors import Forbidden, InvalidUserInput, NotFound
 from quire.server.lora.locations import LoRALocations, resolved
 from quire.server.lora.registry import LoRAModule, LoRARegistry, check_modules, name_problem
@@ -127,7 +128,7 @@ class LoRAService:
                 facts = await self._engine.operation.add_adapter(module.request())
             except RequestError as error:
                 raise RequestError(f"lora_modules: {module.name!r} from {module.root!r}: {error}") from None
-            logger.info("Adapter %r has rank %d and %d bytes", module.name, facts.rank, facts.num_bytes)
+            logger.info("Adapter %r has rank %d and %s", module.name, facts.rank, human(facts.num_bytes))
         self._registry.mark_read()
 
     async def load(
