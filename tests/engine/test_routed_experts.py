@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from cuda_on_cpu import use_fake_device
 from drafted import EagerPolicy
 from oracle import make_tiny
+from router_oracle import experts_of
 from spec_reference import derive_reference, look_up_reference, verify_reference
 from tiny import caching_settings, generate_preempted, open_tiny, prompts_of
 
@@ -34,25 +34,9 @@ def check(hf_model: Any, outputs: list[RequestOutput], start: int = 0) -> None:
     token has no meaning."""
     for output in outputs:
         actual = output.outputs[0].routed_experts
-        expected = _experts_of(hf_model, [*(output.prompt_token_ids or ()), *output.outputs[0].token_ids])
+        expected = experts_of(hf_model, [*(output.prompt_token_ids or ()), *output.outputs[0].token_ids])
         assert actual is not None and actual.dtype == np.uint8
         assert np.array_equal(np.sort(actual), np.sort(expected[start:-1])), output.request_id
-
-
-def _experts_of(hf_model: Any, token_ids: list[int]) -> Any:
-    """Return the experts that the routers of a transformers model choose, [tokens, MoE layers, experts per
-    token]."""
-    by_layer: list[Any] = []
-    routers = [module for module in hf_model.modules() if type(module).__name__.endswith("Router")]
-    hooks = [
-        router.register_forward_hook(lambda module, inputs, out: by_layer.append(out[-1]))
-        for router in routers
-    ]
-    with torch.inference_mode():
-        hf_model(torch.tensor([token_ids]))
-    for hook in hooks:
-        hook.remove()
-    return np.stack([experts.reshape(len(token_ids), -1).numpy() for experts in by_layer], 1)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next", "longcat_flash"])
@@ -90,7 +74,7 @@ def test_experts_on_a_device_that_runs_ahead(
     core, pace = llm.llm_engine.core, EagerPolicy()
     core.step_queue.depth = 2
     if drafted:
-        drafting = Drafting(pace, None, most=3, ahead=True, max_draws=512)  # type: ignore[arg-type]
+        drafting = Drafting(pace, None, max_drafts=3, ahead=True, max_samples=512)  # type: ignore[arg-type]
         core.scheduler.admitter.drafting = drafting
     check(hf_model, generate(llm, [[5, 6, 7, 8] * 5, *prompts_of(9, 4)], count=30))
     assert not drafted or pace.num_drafts > pace.num_held > 0

@@ -302,3 +302,17 @@ def test_experts_of_tokens_behind_a_stop_string_are_dropped(kind: Any, tokenizer
     routed = completion.routed_experts
     assert routed is not None and routed.dtype == np.uint16
     assert routed.ravel().tolist() == list(range(2 + len(completion.token_ids) - 1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_masks_are_aligned_with_the_tokens_of_each_output(kind: Any, tokenizer: Tokenizer) -> None:
+    outputs = expecting(tokenizer, output_kind=kind, stop=["zz"], max_tokens=9)
+    seen = []
+    for token_id in (40, 41, 42):
+        finished = {"a": FinishReason("length")} if token_id == 42 else {}
+        kept = {"a": [[token_id, token_id + 100]]}
+        seen += outputs.process(step({"a": token_id}, kept=kept, finished=finished)).outputs
+    for output in seen:
+        completion = output.outputs[0]
+        assert completion.sampling_mask is not None
+        assert [ids[0] for ids in completion.sampling_mask.token_ids] == list(completion.token_ids)

@@ -216,7 +216,8 @@ class FakeEngine:
         self.num_in_flight = 0
         self.dead: str | None = None
         self.returns_experts = False
-        """Whether each token is routed to the expert of its number, modulo 8, in a single layer."""
+        """Whether each token is routed to the expert of its number, modulo 8, in a single layer, and was the
+        only possible one."""
         self.num_created = 0
         self.miss: PrefixMiss | None = None
         self.num_resets = 0
@@ -286,6 +287,7 @@ class FakeEngine:
                 new = request.tokens[max(request.num_routed, request.params.routed_experts_prompt_start) :]
                 step.routed[request.id] = RoutedRows.of(np.array(new, np.uint8).reshape(-1, 1, 1) % 8)
                 request.num_routed = len(request.tokens)
+                step.kept[request.id] = [[token]]
             request.tokens = [*request.tokens, token]
             step.request_ids.append(request.id)
             step.token_ids.append(token)

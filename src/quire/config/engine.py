@@ -172,7 +172,9 @@ def resolve(
         machine=machine,
         pooling=pooling,
         speculation=speculation,
-        extensions=extension_section(_section_args("extensions", values), pooling, speculation),
+        extensions=extension_section(
+            _section_args("extensions", values), pooling, speculation, model.logprobs_mode
+        ),
     )
 
 

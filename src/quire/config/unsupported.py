@@ -30,7 +30,6 @@ UNSUPPORTED: dict[Place, dict[str, tuple[Any, ...]]] = {
         "quantization_config": (),
         "reasoning_parser": ("",),
         "reasoning_parser_plugin": ("",),
-        "return_sampling_mask": (False,),
         "scheduler_cls": (),
         "worker_cls": ("auto",),
     },

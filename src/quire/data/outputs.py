@@ -131,6 +131,13 @@ class RequestStateStats:
 
 
 @dataclass
+class SamplingMask:
+    """The ids that each token of an output could have been after top_k, top_p and min_p."""
+
+    token_ids: list[list[int]]
+
+
+@dataclass
 class CompletionOutput:
     """One of the n completions of a request."""
 
@@ -147,7 +154,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     """Stop string or token id that ended it; None for the eos token."""
     lora_request: Any = field(default=None, repr=False)
-    sampling_mask: Any = field(default=None, repr=False)
+    sampling_mask: SamplingMask | None = field(default=None, repr=False)
     spec_decode_metrics: dict[str, int] | None = field(default=None, repr=False)
     """num_drafts, num_draft_tokens and num_accepted_tokens of a finished sequence with draft tokens."""
 

@@ -46,6 +46,16 @@ def check_no_routed_experts(params: SamplingParams) -> None:
         )
 
 
+def check_maskable(params: SamplingParams) -> None:
+    """Refuse parameters for which --return-sampling-mask cannot return the possible ids of a token."""
+    if not params.temperature or params.top_k <= 0:
+        raise RequestError(
+            "--return-sampling-mask needs a temperature and a top_k above 0, got"
+            f" temperature={params.temperature:g} and top_k={params.top_k}",
+            param="top_k" if params.temperature else "temperature",
+        )
+
+
 def check_prompt_start(params: SamplingParams, num_prompt: int) -> None:
     """Refuse a first prompt token with returned experts that the prompt does not have."""
     if 0 < params.routed_experts_prompt_start >= num_prompt:

@@ -37,6 +37,8 @@ class Sampled:
     logprobs: dict[int, list[RowLogprobs]] = field(default_factory=dict)
     """Logprobs of each sampled token, by row."""
     prompt_logprobs: dict[int, list[RowLogprobs]] = field(default_factory=dict)
+    kept: dict[int, list[list[int]]] = field(default_factory=dict)
+    """By row, the ids that each token could have been, if requests return them."""
     aligned: dict[int, list[int]] = field(default_factory=dict)
     """Token timestamps of aligned prompts, by row."""
     routes: tuple[Tensor, Tensor] | None = None
@@ -51,7 +53,7 @@ class Sampled:
             self.logprobs = {row: values[: count_of[row]] for row, values in self.logprobs.items()}
         logprobs = self.logprobs, self.prompt_logprobs
         routes = None if self.routes is None else StepRoutes(*(part.numpy() for part in self.routes))
-        return StepResult(token_ids, counts, *logprobs, aligned=self.aligned, routes=routes)
+        return StepResult(token_ids, counts, *logprobs, aligned=self.aligned, routes=routes, kept=self.kept)
 
 
 class Sampler:
@@ -65,6 +67,7 @@ class Sampler:
         sample: Callable[[Tensor, SamplingTensors], Tensor] | None = None,
         counts: Counts | None = None,
         processors: ProcessorBatch | None = None,
+        returns_mask: bool = False,
     ) -> None:
         if logprobs_mode not in LOGPROBS_MODES:
             raise ConfigError(f"unknown logprobs_mode {logprobs_mode!r}; known: {', '.join(LOGPROBS_MODES)}")
@@ -77,6 +80,8 @@ class Sampler:
         """Token counts for penalties, if the host may not know the latest tokens."""
         self.processors = processors
         """Custom logits processors; None without any."""
+        self.returns_mask = returns_mask
+        """Whether the ids are returned that each token could have been; needs processed logprobs."""
         self.constrain = open_masks(device)
         self.raw = logprobs_mode.startswith("raw")
 
@@ -106,7 +111,7 @@ class Sampler:
         assert len(logits) == len(rows) and logits.shape[1] >= self.vocab
         if not len(rows):
             return Sampled(torch.empty(0, dtype=torch.int64))
-        special = state.special(rows) or self.processors is not None
+        special = state.special(rows) or self.processors is not None or self.returns_mask
         resampled = None if special or resample is None else resample(masks, state.places(rows))
         if resampled is not None:
             return Sampled(resampled)
@@ -149,6 +154,7 @@ class Sampler:
                 sampled.token_ids.index_copy_(0, index, part.token_ids)
                 for row, logprobs in part.logprobs.items():
                     sampled.logprobs.setdefault(row, []).extend(logprobs)
+                sampled.kept |= part.kept
         return sampled
 
     def _special(
@@ -187,6 +193,10 @@ class Sampler:
             chosen = rows[with_logprobs]
             results = self._logprobs(reported, token_ids.index_select(0, index), chosen, state)
             sampled.logprobs = dict(zip(chosen.tolist(), ([result] for result in results), strict=True))
+        if self.returns_mask:
+            places, ids = (part.cpu().numpy() for part in (logits > -torch.inf).nonzero(as_tuple=True))
+            parts = np.split(ids, np.searchsorted(places, np.arange(1, len(rows))))
+            sampled.kept = {row: [part.tolist()] for row, part in zip(rows.tolist(), parts, strict=True)}
         return sampled
 
     @property

@@ -286,7 +286,8 @@ class LoadedModel:
             max_extra_vocab = 0 if slots is None else slots.max_extra_vocab
             counts = Counts(config.scheduler.max_num_seqs, vocab + max_extra_vocab, self.device)
         mode, processors = config.model.logprobs_mode, open_processors(config, self.device, all_rows)
-        sampler = Sampler(vocab, self.device, mode, device.sample, counts, processors)
+        returns_mask = config.extensions.return_sampling_mask
+        sampler = Sampler(vocab, self.device, mode, device.sample, counts, processors, returns_mask)
         parts: list[StepFeature] = [PromptLogprobs(model.logits, all_rows, mode, slots)]
         if processors is not None:
             parts.append(processors)

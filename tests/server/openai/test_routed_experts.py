@@ -44,12 +44,14 @@ def test_whole_answers_have_the_experts_of_all_computed_tokens(path: str) -> Non
     assert "routed_experts" not in choice
 
 
-def test_last_chunk_of_a_stream_of_tokens_has_the_experts() -> None:
+def test_last_chunk_of_a_stream_of_tokens_has_the_experts_and_each_its_masks() -> None:
     engine = FakeEngine()
     engine.returns_experts = True
     *before, last = events(ask("POST", GENERATE, engine=engine, json=BODIES[GENERATE] | {"stream": True}))
     assert experts(last["choices"][0]) == expected_of(engine)
     assert all("routed_experts" not in chunk["choices"][0] for chunk in before)
+    for chunk in (*before, last):
+        assert chunk["choices"][0]["sampling_mask"] == [[id] for id in chunk["choices"][0]["token_ids"]]
 
 
 def test_prompt_start_behind_the_prompt_is_refused() -> None:

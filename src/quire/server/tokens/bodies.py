@@ -124,6 +124,9 @@ class TokensChoice(BaseModel):
     finish_reason: FinishReason | None
     token_ids: list[int]
     routed_experts: RoutedExperts | None = None
+    sampling_mask: list[list[int]] | None = doc(
+        "With --return-sampling-mask: the ids that each token could have been."
+    )
 
 
 class TokensReply(BaseModel):
