@@ -311,7 +311,7 @@ def test_masks_are_aligned_with_the_tokens_of_each_output(kind: Any, tokenizer: 
     for token_id in (40, 41, 42):
         finished = {"a": FinishReason("length")} if token_id == 42 else {}
         kept = {"a": [[token_id, token_id + 100]]}
-        seen += outputs.process(step({"a": token_id}, kept=kept, finished=finished)).outputs
+        seen += outputs.process(step({"a": token_id}, sampling_masks=kept, finished=finished)).outputs
     for output in seen:
         completion = output.outputs[0]
         assert completion.sampling_mask is not None

@@ -287,7 +287,7 @@ class FakeEngine:
                 new = request.tokens[max(request.num_routed, request.params.routed_experts_prompt_start) :]
                 step.routed[request.id] = RoutedRows.of(np.array(new, np.uint8).reshape(-1, 1, 1) % 8)
                 request.num_routed = len(request.tokens)
-                step.kept[request.id] = [[token]]
+                step.sampling_masks[request.id] = [[token]]
             request.tokens = [*request.tokens, token]
             step.request_ids.append(request.id)
             step.token_ids.append(token)

@@ -207,7 +207,7 @@ class StepResult(msgspec.Struct):
     """Number of planned draft tokens that each sampling row had; empty: all of them."""
     aligned: dict[int, list[int]] = {}
     """Encoder state at which each token begins, by row with an aligned prompt."""
-    kept: dict[int, list[list[int]]] = {}
+    sampling_masks: dict[int, list[list[int]]] = {}
     """By row, the ids that each new token could have been after top_k, top_p and min_p, if requests return
     them."""
     routes: StepRoutes | None = None
@@ -276,7 +276,7 @@ class StepOutput(msgspec.Struct, omit_defaults=True):
     """Number of draft tokens by request. All of its new tokens but the last are accepted ones."""
     prompt_logprobs: dict[str, list[RowLogprobs]] = {}
     aligned: dict[str, list[int]] = {}
-    kept: dict[str, list[list[int]]] = {}
+    sampling_masks: dict[str, list[list[int]]] = {}
     """Ids that each new token could have been."""
     routed: dict[str, RoutedRows] = {}
     """Experts of the tokens that each request has computed since its last output."""
@@ -306,7 +306,7 @@ _BY_REQUEST = (
     "drafted",
     "prompt_logprobs",
     "aligned",
-    "kept",
+    "sampling_masks",
     "routed",
     "pooled",
     "admitted",

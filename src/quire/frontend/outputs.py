@@ -163,7 +163,7 @@ class OutputProcessor:
         for id, begins in step.aligned.items():
             if (sequence := sequences.get(id)) is not None:
                 sequence.parent.aligned = begins
-        if step.kept or step.routed:
+        if step.sampling_masks or step.routed:
             self._take_for_training(step)
         for id, positions in step.logprobs.items():
             if (sequence := sequences.get(id)) is not None:
@@ -197,9 +197,9 @@ class OutputProcessor:
 
     def _take_for_training(self, step: StepOutput) -> None:
         """Add the sampling masks and the experts of one step."""
-        for id, kept in step.kept.items():
+        for id, masks in step.sampling_masks.items():
             if (sequence := self._sequences.get(id)) is not None:
-                sequence.kept += kept
+                sequence.sampling_masks += masks
         for id, rows in step.routed.items():
             if (sequence := self._sequences.get(id)) is not None:
                 sequence.routed.append(rows.array())

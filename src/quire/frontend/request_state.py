@@ -58,7 +58,7 @@ class SequenceState:
     """Whether it has new output since the last flush."""
     pooled: Floats | None = None
     """Output of a pooling model."""
-    kept: list[list[int]] = field(default_factory=list)
+    sampling_masks: list[list[int]] = field(default_factory=list)
     """Ids that each token could have been, if they are returned."""
     routed: list[NDArray[Any]] = field(default_factory=list)
     """Experts of consecutive tokens, [tokens, MoE layers, experts per token] each."""
@@ -92,7 +92,7 @@ class SequenceState:
             chosen = (next(iter(position.values())) for position in self.logprobs[length:] if position)
             self.cumulative_logprob -= sum(token.logprob for token in chosen)
             self.logprobs = self.logprobs[:length]
-        del self.token_ids[length:], self.kept[length:]
+        del self.token_ids[length:], self.sampling_masks[length:]
         self.num_read = length
 
     def take_text(self) -> str:
@@ -226,8 +226,10 @@ def _completion(
         cumulative_logprob=None if logprobs is None else sequence.cumulative_logprob,
         logprobs=logprobs,
     )
-    if sequence.kept:
-        output.sampling_mask = SamplingMask(sequence.kept[len(sequence.token_ids) - len(token_ids) :])
+    if sequence.sampling_masks:
+        output.sampling_mask = SamplingMask(
+            sequence.sampling_masks[len(sequence.token_ids) - len(token_ids) :]
+        )
     if sequence.parent.lora is not None:
         output.lora_request = sequence.parent.lora
     if sequence.finish is not None:

@@ -37,7 +37,7 @@ class Sampled:
     logprobs: dict[int, list[RowLogprobs]] = field(default_factory=dict)
     """Logprobs of each sampled token, by row."""
     prompt_logprobs: dict[int, list[RowLogprobs]] = field(default_factory=dict)
-    kept: dict[int, list[list[int]]] = field(default_factory=dict)
+    sampling_masks: dict[int, list[list[int]]] = field(default_factory=dict)
     """By row, the ids that each token could have been, if requests return them."""
     aligned: dict[int, list[int]] = field(default_factory=dict)
     """Token timestamps of aligned prompts, by row."""
@@ -53,7 +53,14 @@ class Sampled:
             self.logprobs = {row: values[: count_of[row]] for row, values in self.logprobs.items()}
         logprobs = self.logprobs, self.prompt_logprobs
         routes = None if self.routes is None else StepRoutes(*(part.numpy() for part in self.routes))
-        return StepResult(token_ids, counts, *logprobs, aligned=self.aligned, routes=routes, kept=self.kept)
+        return StepResult(
+            token_ids,
+            counts,
+            *logprobs,
+            aligned=self.aligned,
+            routes=routes,
+            sampling_masks=self.sampling_masks,
+        )
 
 
 class Sampler:
@@ -154,7 +161,7 @@ class Sampler:
                 sampled.token_ids.index_copy_(0, index, part.token_ids)
                 for row, logprobs in part.logprobs.items():
                     sampled.logprobs.setdefault(row, []).extend(logprobs)
-                sampled.kept |= part.kept
+                sampled.sampling_masks |= part.sampling_masks
         return sampled
 
     def _special(
@@ -196,7 +203,9 @@ class Sampler:
         if self.returns_mask:
             places, ids = (part.cpu().numpy() for part in (logits > -torch.inf).nonzero(as_tuple=True))
             parts = np.split(ids, np.searchsorted(places, np.arange(1, len(rows))))
-            sampled.kept = {row: [part.tolist()] for row, part in zip(rows.tolist(), parts, strict=True)}
+            sampled.sampling_masks = {
+                row: [part.tolist()] for row, part in zip(rows.tolist(), parts, strict=True)
+            }
         return sampled
 
     @property

@@ -90,7 +90,9 @@ class StepInFlight:
                     row: value for row, value in result.prompt_logprobs.items() if row in remaining_rows
                 },
                 aligned={row: value for row, value in result.aligned.items() if row in remaining_rows},
-                kept={row: value for row, value in result.kept.items() if row in remaining_rows},
+                sampling_masks={
+                    row: value for row, value in result.sampling_masks.items() if row in remaining_rows
+                },
                 routes=result.routes,
             )
             num_drafts = num_drafts[is_kept] if len(num_drafts) else num_drafts

@@ -102,7 +102,12 @@ class StepTokens:
 
     def by_request(self) -> dict[str, Any]:
         """Return logprobs, sampling masks and alignments by request id."""
-        by_row = {"logprobs": self.result.logprobs, "kept": self.result.kept, "aligned": self.result.aligned}
+        result = self.result
+        by_row: dict[str, dict[int, Any]] = {
+            "logprobs": result.logprobs,
+            "sampling_masks": result.sampling_masks,
+            "aligned": result.aligned,
+        }
         ids = self.running.ids
         values = {name: {ids[row]: value for row, value in rows.items()} for name, rows in by_row.items()}
         return {**values, "prompt_logprobs": self._fresh_prompt_logprobs()}
