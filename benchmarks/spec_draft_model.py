@@ -78,7 +78,7 @@ class Always:
 
     def learn(self, *numbers: Any) -> None: ...
 
-    def timed(self, *numbers: Any) -> None: ...
+    def record_time(self, *numbers: Any) -> None: ...
 
 
 def best(clock: Clock, batch: int) -> tuple[float, float, float]:
@@ -99,7 +99,7 @@ def main(target: str, draft: str, most: int = 3, rate: float = 0.7) -> None:
     drafting._pace = Always()
     found |= {("always", batch): best(clock, batch) for batch in BATCHES}
     # Draft tokens that exist at no cost, with any content.
-    DraftGraphs.__call__ = lambda self, plan: self.known.num_drafts.fill_(most)  # type: ignore[method-assign, assignment]
+    DraftGraphs.__call__ = lambda self, plan: self.spec_tokens.num_drafts.fill_(most)  # type: ignore[method-assign, assignment]
     verify = {batch: best(clock, batch)[0] for batch in BATCHES}
     expected = sum(rate**at for at in range(most + 1))
     for (name, batch), (step, tokens, drafts) in found.items():

@@ -145,7 +145,7 @@ def main() -> None:
     constraints, step_queue = llm.llm_engine.core.scheduler.constraints, llm.llm_engine.core.step_queue
     # "advance" may start masks, "masks" waits for them.
     clocks = [Clock(constraints, name) for name in ("begin", "masks", "advance")]
-    clocks.append(Clock(step_queue, "draw"))
+    clocks.append(Clock(step_queue, "sample_tokens"))
     half = args.rows // 2
     batches = {name: [name] * args.rows for name in args.only}
     batches |= {f"half {name}": ["free", name] * half for name in args.only[:1]}

@@ -20,7 +20,7 @@ _COPIES = 8
 """Maximum number of float32 copies of these logits (counted by `tests/sampling/test_memory_probe.py`)."""
 _PAIRS_AT_ONCE = 8192
 """Number of (token, expert) pairs that a CPU processes together."""
-MAX_DRAWS = 512
+MAX_SAMPLES = 512
 """Maximum sampled positions of a step with drafts on a GPU. Above it, verifying drafts costs more than it
 saves."""
 GRAPH_BYTES = 8 << 20
@@ -115,8 +115,8 @@ def max_kept(config: EngineConfig) -> int:
     """Return the maximum number of item embeddings that are kept. For cross-attention models it is per
     row."""
     media = config.checkpoint.facts.media
-    crossed = 0 if media is None else media.num_cross_states
-    return config.scheduler.max_num_seqs * crossed or max_vectors(config)
+    num_cross_states = 0 if media is None else media.num_cross_states
+    return config.scheduler.max_num_seqs * num_cross_states or max_vectors(config)
 
 
 def max_span(config: EngineConfig) -> int | None:

@@ -274,7 +274,7 @@ def _structured(config: EngineConfig) -> Answer | None:
         return None
     row, flags = np.zeros(1, np.intp), {"drafts": True, "constrained": True, "needs_value": False}
     running = SimpleNamespace(**{name: np.array([flag]) for name, flag in flags.items()})
-    has_drafts = bool(drafting._may_have(running, row)[0])  # type: ignore[arg-type]
+    has_drafts = bool(drafting._may_draft(running, row)[0])  # type: ignore[arg-type]
     return None if has_drafts else Answer("part", "Rows with a grammar get no draft tokens")
 
 

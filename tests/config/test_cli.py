@@ -203,7 +203,9 @@ def test_help_by_topic(capsys: pytest.CaptureFixture[str]) -> None:
     flag = help_text(capsys, "--help=max_num_seqs")
     assert "Most requests running at once" in flag and "--block-size" not in flag
     named = help_text(capsys, "--help=max_num")
-    assert "--max-num-seqs" in named and "--max-num-batched-tokens" in named and "--max-model-len" not in named
+    assert (
+        "--max-num-seqs" in named and "--max-num-batched-tokens" in named and "--max-model-len" not in named
+    )
     full = help_text(capsys, "--help=all")
     assert "{fcfs,priority}" in full and "--block-size" in full
 

@@ -19,9 +19,9 @@ def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return messages
 
 
-def resolved(specs: Any = HYBRID, block_size: int = 16, why_off: str = "", **args: Any) -> tuple[Any, ...]:
+def resolved(specs: Any = HYBRID, block_size: int = 16, off_reason: str = "", **args: Any) -> tuple[Any, ...]:
     """Return whether prefix caching is on, the mode, the unit and the interval."""
-    made = resolve_state_caching(args, specs, block_size, why_off)
+    made = resolve_state_caching(args, specs, block_size, off_reason)
     names = ("mamba_cache_mode", "mamba_block_size", "prefix_cache_retention_interval")
     return (made.get("enable_prefix_caching"), *(made.get(name) for name in names))
 
@@ -39,7 +39,7 @@ def test_defaults(warnings: list[str]) -> None:
 
 def test_prefix_caching_is_off_with_steps_of_fixed_lengths(warnings: list[str]) -> None:
     off = (False, None, None, None)
-    assert resolved(why_off="and enable_chunked_prefill is False", mamba_block_size=32) == off
+    assert resolved(off_reason="and enable_chunked_prefill is False", mamba_block_size=32) == off
     assert resolved(enable_prefix_caching=False, mamba_cache_mode="all") == off
     assert len(warnings) == 2
     assert "enable_chunked_prefill is False" in warnings[0] and "mamba_cache_mode" in warnings[1]

@@ -56,7 +56,7 @@ def test_each_place_refuses_with_the_same_message(
 
 def test_number_is_not_a_switch() -> None:
     """Catches `(0,) == (False,)`."""
-    assert is_switch("engine argument", "return_sampling_mask") and is_switch("server flag", "grpc")
+    assert is_switch("engine argument", "disable_sliding_window") and is_switch("server flag", "grpc")
     assert not is_switch("engine argument", "offload_group_size")
 
 

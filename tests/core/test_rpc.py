@@ -53,7 +53,7 @@ class RpcCore:
 
     def ask(self, method: str, /, **args: Any) -> int:
         number = next(self.numbers)
-        self.rpc.ask(b"client", ControlCall(number, method, args))
+        self.rpc.submit(b"client", ControlCall(number, method, args))
         return number
 
     def turn(self) -> None:
@@ -191,7 +191,7 @@ def test_kept_requests_restart_after_sleep(core: RpcCore, level: int) -> None:
     worker.cache = [None] * len(worker.cache)
     core.add("dddd")
     wake_up(core, tags=["kv_cache"])
-    assert core.answer("sleep_level").value == level and core.core.gate.is_shut
+    assert core.answer("sleep_level").value == level and core.core.pause_state.is_shut
     assert ("warm_up",) not in core.calls
     wake_up(core, tags=["weights"])
     assert core.calls[-2:] == [("wake_up", ["kv_cache", "weights"]), ("warm_up",)]
@@ -205,10 +205,10 @@ def test_prefix_cache_reset_with_running_requests(core: RpcCore) -> None:
         core.add(id)
     core.until(lambda: len(core.tokens.get("a", [])) == 5)
     assert core.answer("reset_prefix_cache").value is False
-    assert core.answer("reset_running").value is True and core.core.gate.is_open
+    assert core.answer("reset_running").value is True and core.core.pause_state.is_open
     core.until(lambda: len(core.tokens["a"]) == 9)
     core.answer("pause", mode="keep")
-    assert core.answer("reset_running").value is True and core.core.gate.is_shut
+    assert core.answer("reset_running").value is True and core.core.pause_state.is_shut
     core.answer("resume")
     core.until(lambda: len(core.ended) == 2)
     assert core.is_right("a") and core.is_right("bb")
@@ -241,7 +241,7 @@ def test_sleep_can_be_retried_after_failure() -> None:
     asyncio.run(operation.sleep(2))
     assert len(cores[1].calls) == 2, "the engine sleeps already"
     wake_up(*cores)
-    assert all(core.core.gate.is_open and not core.core.gate.is_unsure for core in cores)
+    assert all(core.core.pause_state.is_open and not core.core.pause_state.is_unsure for core in cores)
 
 
 def test_partially_woken_engine_can_sleep_again(core: RpcCore) -> None:
@@ -265,12 +265,12 @@ def test_failed_wake_up_of_one_engine_leaves_all_asleep(method: str) -> None:
         wake_up(*cores)
     assert (("warm_up",) in cores[0].calls) == (method == "warm_up")
     assert cores[1].answer("resume").is_request, "the engine sleeps"
-    assert all(core.core.gate.is_shut and core.answer("sleep_level").value == 1 for core in cores)
+    assert all(core.core.pause_state.is_shut and core.answer("sleep_level").value == 1 for core in cores)
     for core in cores:
         core.calls.clear()
     wake_up(*cores)
     expected = [("wake_up", ["kv_cache", "weights"]), ("warm_up",)]
-    assert all(core.calls == expected and core.core.gate.is_open for core in cores)
+    assert all(core.calls == expected and core.core.pause_state.is_open for core in cores)
     assert all(core.answer("sleep_level").value == 0 for core in cores)
 
 

@@ -118,7 +118,7 @@ def test_dead_workers_before_sampling_are_closed() -> None:
     class Dead(Scripted):
         closed = False
 
-        def draw(self, masks: Masks) -> None:
+        def sample_tokens(self, masks: Masks) -> None:
             raise EngineDead("the device")
 
         def close(self) -> None:
@@ -130,7 +130,7 @@ def test_dead_workers_before_sampling_are_closed() -> None:
         constrained = plan(0)
         constrained.constrained = np.array([0], np.int32)
         pipeline.submit(constrained)
-        assert pipeline.undrawn
+        assert pipeline.is_unsampled
         getattr(pipeline, leave)()
-        assert len(pipeline) == 0 and not pipeline.undrawn
+        assert len(pipeline) == 0 and not pipeline.is_unsampled
     assert executor.closed

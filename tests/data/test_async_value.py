@@ -10,11 +10,11 @@ WAIT_S = 60
 def test_callback_runs_once_in_any_order() -> None:
     before, after, done = AsyncValue(), AsyncValue(), list[str]()
     before.then(lambda: done.append("before"))
-    assert not before.is_there and not done
+    assert not before.is_ready and not done
     before.arrive()
     after.arrive()
     after.then(lambda: done.append("after"))
-    assert before.is_there and done == ["before", "after"]
+    assert before.is_ready and done == ["before", "after"]
     for coming in (before, before, after):
         coming.wait()
 

@@ -221,7 +221,6 @@ def test_clone_is_deep_by_default() -> None:
         ({"reasoning": ReasoningIds((1,), (100,), False)}, "reasoning"),
         ({"reasoning": ReasoningIds((1,), (), False)}, "reasoning"),
         ({"trace_decode_token_ids": [1]}, "trace_decode_token_ids"),
-        ({"routed_experts_prompt_start": 1}, "routed_experts_prompt_start"),
     ],
     ids=str,
 )

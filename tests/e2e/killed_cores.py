@@ -1,5 +1,6 @@
 """Streams of every kind, and whether their answers stay the same while engine cores are killed."""
 
+import asyncio
 import os
 import random
 import signal
@@ -7,12 +8,14 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import cycle
+from itertools import cycle, islice
+from pathlib import Path
+from statistics import median
 from threading import Event
 from typing import Any
 
 import httpx
-from serve_process import PATIENCE_S, ServeProcess, events, eventually
+from serve_process import PATIENCE_S, ServeProcess, events, eventually, greedy
 
 NUM_STREAMS = 16
 LENGTH = 400
@@ -92,28 +95,32 @@ def whole(stream_events: list[dict[str, Any] | str]) -> dict[str, Any]:
     return {"choices": answers, "usage": stream_events[-2]["usage"]}
 
 
-def read_answer(
-    server: ServeProcess, path: str, body: dict[str, Any], pauses: list[tuple[float, float]]
+def own_time() -> float:
+    """Return a clock that stands still while this thread is ready to run and the CPUs run others."""
+    path = Path("/proc/thread-self/schedstat")
+    return time.monotonic() - (int(path.read_text().split()[1]) / 1e9 if path.exists() else 0.0)
+
+
+async def read_answer(
+    fresh: httpx.AsyncClient, path: str, body: dict[str, Any], pauses: list[tuple[float, float]]
 ) -> dict[str, Any]:
-    """Return the complete answer of a stream; add its pauses of more than a tenth of a second to
-    `pauses`."""
+    """Return the complete answer of a stream; add its pauses of more than a tenth of a second to `pauses`,
+    with the time at which each of them ended."""
     while True:
         body = {"model": "tiny", "stream": True, "stream_options": {"include_usage": True}} | body
-        with (
-            httpx.Client(base_url=server.url, timeout=PATIENCE_S) as fresh,
-            fresh.stream("POST", path, json=body) as reply,
-        ):
+        async with fresh.stream("POST", path, json=body) as reply:
             if reply.status_code == 503:  # a new request while no core is up
-                time.sleep(0.1)
+                await asyncio.sleep(0.1)
                 continue
-            assert reply.status_code == 200, reply.read()
-            result, last = [], 0.0
-            for event in events(reply.iter_lines()):
-                now = time.monotonic()
-                if last and now - last > 0.1:
-                    pauses.append((now, now - last))
-                result.append(event)
-                last = now
+            assert reply.status_code == 200, (path, body, await reply.aread())
+            result, last = list[dict[str, Any] | str](), 0.0
+            async for line in reply.aiter_lines():
+                for event in events(iter([line])):
+                    now = own_time()
+                    if last and now - last > 0.1:
+                        pauses.append((time.monotonic(), now - last))
+                    result.append(event)
+                    last = now
         return whole(result)
 
 
@@ -121,6 +128,44 @@ def without_cached(answer: dict[str, Any]) -> dict[str, Any]:
     """Remove the cached token count: later requests find their prompt in the cache."""
     answer["usage"].pop("prompt_tokens_details", None)
     return answer
+
+
+async def read_answers(
+    server: ServeProcess,
+    kinds: Mapping[str, tuple[str, dict[str, Any]]],
+    pauses: list[tuple[float, float]],
+    begun: Event,
+    is_over: Event,
+) -> int:
+    """Read undisturbed answers, then 16 streams at once, one after the other, until `is_over` is set. Every
+    answer equals the undisturbed one. Return the number of answers. One thread reads all streams: threads
+    would wait for each other, and the pauses would be those of the clients."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S, limits=limits) as fresh:
+        expected = {kind: without_cached(await read_answer(fresh, *kinds[kind], pauses)) for kind in kinds}
+        pauses.clear()
+        begun.set()
+
+        async def repeat(kind: str) -> int:
+            count = 0
+            while not is_over.is_set():
+                answer = without_cached(await read_answer(fresh, *kinds[kind], pauses))
+                assert answer == expected[kind], kind
+                count += 1
+            return count
+
+        return sum(await asyncio.gather(*(repeat(kind) for kind in islice(cycle(kinds), NUM_STREAMS))))
+
+
+def all_answer(server: ServeProcess, num_cores: int) -> bool:
+    """Return whether each core answers a request that only it may take."""
+    return all(
+        server.client.post(
+            TEXT, json=greedy(max_tokens=1), headers={"X-data-parallel-rank": str(rank)}
+        ).status_code
+        == 200
+        for rank in range(num_cores)
+    )
 
 
 def answer_while_cores_die(
@@ -132,33 +177,25 @@ def answer_while_cores_die(
 ) -> None:
     """Run streams one after the other while cores are killed: every answer equals the undisturbed one. The
     longest pause after each death is printed."""
-    is_over, pauses = Event(), list[tuple[float, float]]()
-    expected = {kind: without_cached(read_answer(server, *kinds[kind], pauses)) for kind in kinds}
-    pauses.clear()
-
-    def repeat(kind: str) -> int:
-        count = 0
-        while not is_over.is_set():
-            assert without_cached(read_answer(server, *kinds[kind], pauses)) == expected[kind], kind
-            count += 1
-        return count
-
-    with ThreadPoolExecutor(NUM_STREAMS) as pool:
-        streams = [pool.submit(repeat, kind) for _, kind in zip(range(NUM_STREAMS), cycle(kinds))]
+    begun, is_over, pauses, worst = Event(), Event(), list[tuple[float, float]](), list[float]()
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(asyncio.run, read_answers(server, kinds, pauses, begun, is_over))
         try:
+            eventually("the streams have begun", lambda: begun.is_set() or reading.done())
             for number in range(num_deaths):
-                eventually("all cores work", lambda: len(server.with_role("EngineCore")) == num_cores)
-                eventually("the server is healthy", lambda: server.health() == 200)
+                eventually("all cores answer", lambda: all_answer(server, num_cores))
                 time.sleep(random.uniform(0.5, 3.0))
-                assert not any(item.done() for item in streams), [item.exception() for item in streams]
-                began = time.monotonic()
+                assert not reading.done(), reading.exception()
                 os.kill(server.with_role("EngineCore")[number % num_cores], signal.SIGKILL)
+                killed_at = time.monotonic()
                 time.sleep(0.5)
-                eventually("the server is healthy", lambda: server.health() == 200)
+                eventually("all cores answer", lambda: all_answer(server, num_cores))
+                back_s = time.monotonic() - killed_at
                 time.sleep(1.5)
-                longest = max((pause for at, pause in pauses if at >= began), default=0.0)
-                print(f"death {number + 1}: longest pause {longest:.2f} s")
+                worst.append(max((pause for at, pause in pauses if at >= killed_at), default=0.0))
+                print(f"death {number + 1}: longest pause {worst[-1]:.2f} s, core back after {back_s:.1f} s")
         finally:
             is_over.set()
-        counts = [item.result() for item in streams]
-    print(f"{sum(counts)} answers, {server.metrics()['request_resumed_total']:.0f} resumed")
+        count = reading.result()
+    print(f"{count} answers, {server.metrics()['request_resumed_total']:.0f} resumed")
+    print(f"longest pauses: median {median(worst):.2f} s, maximum {max(worst):.2f} s")

@@ -58,7 +58,9 @@ def _flat(done: ForwardResult | IntermediateTensors | Tensor) -> list[Tensor]:
         return [*done]
     assert done.token_ids is not None and done.sampling is not None
     actual = [] if done.verified is None else [done.verified]
-    return [done.hidden, *done.aux_hidden_states, done.logits, done.token_ids, *done.sampling, *actual]
+    routes = () if done.routes is None else (done.routes.slots, *done.routes.experts)
+    states = done.hidden, *done.aux_hidden_states
+    return [*states, done.logits, done.token_ids, *done.sampling, *actual, *routes]
 
 
 @contextmanager
@@ -72,8 +74,8 @@ def captured(graph: Replayed, pool: object, capture_error_mode: str) -> Iterator
 class WithGraphs(OnCPU):
     captures_prompts = False
 
-    def compute(self, batch: Batch, sheet: dict[str, Tensor]) -> ForwardResult | IntermediateTensors:
-        compute = functools.partial(super().compute, batch, sheet)
+    def compute(self, batch: Batch, inputs: dict[str, Tensor]) -> ForwardResult | IntermediateTensors:
+        compute = functools.partial(super().compute, batch, inputs)
         done = compute()
         if Replayed.capturing:
             Replayed.capturing[-1].remember(compute, done)
@@ -91,10 +93,11 @@ class WithGraphs(OnCPU):
         self.graphs.capture(
             self.compute,
             config.scheduler.max_num_seqs,
-            self.model.kinds,
+            self.model.lora_variants,
             seconds=600,
-            short=[(min(16, config.scheduler.max_num_seqs * self._most_draws), 32)] * self.captures_prompts,
-            follow=self._follow,
+            short=[(min(16, config.scheduler.max_num_seqs * self._max_samples_per_row), 32)]
+            * self.captures_prompts,
+            verify=self._verify_to_capture,
         )
         if self._draft_graphs is not None:
             self._capture_draft_graphs(self._draft_graphs, config.scheduler.max_num_seqs)
@@ -127,12 +130,13 @@ def use_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 def use_fake_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the next engines run ahead of the host in graphs, with torch attention and greedy sampling."""
 
+    run_model = Model.hidden
+
     def hidden(self: Model, batch: Batch) -> Any:
         for group in batch.groups:
             # a GPU's attention kernel would read them from there
             group.seq_lens_host = batch.seq_lens.numpy().copy()
-            self.attention.plan(group)
-        return self.forward(batch)
+        return run_model(self, batch)
 
     def open_device(model: Model, all_rows: Rows, device: torch.device, drafts: Any) -> WithGraphs:
         return WithGraphs(model, all_rows, lambda logits, *_: logits.argmax(-1), device, drafts)

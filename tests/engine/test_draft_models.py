@@ -38,7 +38,7 @@ class AlwaysDraft:
         self.num_drafts += int(num_drafts.sum())
         self.num_held += int(num_accepted.sum())
 
-    def timed(self, *numbers: Any) -> None: ...
+    def record_time(self, *numbers: Any) -> None: ...
 
 
 @pytest.fixture(scope="module")

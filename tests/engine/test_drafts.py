@@ -93,7 +93,7 @@ class AlwaysDraft:
         self.num_drafts += int(num_drafts.sum())
         self.num_held += int(num_accepted.sum())
 
-    def timed(self, num_tokens: int, num_rows: int, num_accepted: int, seconds: float) -> None:
+    def record_time(self, num_tokens: int, num_rows: int, num_accepted: int, seconds: float) -> None:
         pass
 
 

@@ -50,7 +50,7 @@ class AlwaysDraft:
         self.num_drafts += int(num_drafts.sum())
         self.num_held += int(num_accepted.sum())
 
-    def timed(self, *numbers: Any) -> None: ...
+    def record_time(self, *numbers: Any) -> None: ...
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def expected(hf: Any) -> Counts:
     return chances.reshape([VOCAB] * LENGTH)
 
 
-def drawn(path: Path, num_draws: int) -> tuple[Counts, AlwaysDraft]:
+def drawn(path: Path, num_samples: int) -> tuple[Counts, AlwaysDraft]:
     """Return how often each output was sampled over many seeds, and the draft policy with its counts."""
     llm = LLM(
         str(path),
@@ -85,9 +85,9 @@ def drawn(path: Path, num_draws: int) -> tuple[Counts, AlwaysDraft]:
     drafting._pace, drafting._proposer = pace, FixedProposer()
     params = [
         SamplingParams(temperature=1.0, seed=seed, max_tokens=LENGTH, ignore_eos=True, detokenize=False)
-        for seed in range(num_draws)
+        for seed in range(num_samples)
     ]
-    prompts = [{"prompt_token_ids": PROMPT}] * num_draws
+    prompts = [{"prompt_token_ids": PROMPT}] * num_samples
     counts = np.zeros([VOCAB] * LENGTH)
     for output in llm.generate(prompts, params, use_tqdm=False):
         counts[tuple(output.outputs[0].token_ids)] += 1
@@ -99,10 +99,10 @@ def distance(counts: Counts, chances: Counts) -> float:
 
     Rare pairs are merged into one.
     """
-    actual, num_draws = [], counts.sum()
+    actual, num_samples = [], counts.sum()
     for place in range(1, LENGTH):
         others = tuple(at for at in range(LENGTH) if at not in (place - 1, place))
-        seen, wanted = counts.sum(others).ravel(), num_draws * chances.sum(others).ravel()
+        seen, wanted = counts.sum(others).ravel(), num_samples * chances.sum(others).ravel()
         few = wanted < 10
         seen, wanted = (np.append(item[~few], item[few].sum()) for item in (seen, wanted))
         degrees = len(wanted) - 1

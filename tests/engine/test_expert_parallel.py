@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from oracle import make_tiny
@@ -19,9 +20,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("qwen3_moe", tmp_path_factory.mktemp("model"))[0]
 
 
-def answers(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
-    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
+def answers(llm: LLM, prompts: list[list[int]]) -> list[tuple[list[int], list[Any]]]:
+    """Return the tokens of each answer, and the experts of its tokens."""
+    answers = [output.outputs[0] for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
+    return [(list(answer.token_ids), np.sort(answer.routed_experts).tolist()) for answer in answers]
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -45,10 +47,9 @@ def engine_cores() -> list[psutil.Process]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_outputs_match_one_device(case: str, model: Path) -> None:
-    one, before = open_tiny(model), engine_cores()
-    many = open_tiny(
-        model, enable_expert_parallel=True, max_num_batched_tokens=16, max_num_seqs=8, **CASES[case]
-    )
+    one, before = open_tiny(model, enable_return_routed_experts=True), engine_cores()
+    settings = {"max_num_batched_tokens": 16, "max_num_seqs": 8, "enable_return_routed_experts": True}
+    many = open_tiny(model, enable_expert_parallel=True, **settings, **CASES[case])
     cores = [core for core in engine_cores() if core not in before]
     for prompts in (PROMPTS, PROMPTS[:1]):  # all cores have work; then one has
         assert answers(many, prompts) == answers(one, prompts)

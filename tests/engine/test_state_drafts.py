@@ -151,7 +151,7 @@ def test_drafts_ahead_of_the_host(
     sizes = {"max_model_len": 64, "max_num_seqs": 4, "num_gpu_blocks_override": 200}
     llm, pace = open_drafting(path, config, max_num_batched_tokens=24, **sizes, **EVERY_8)
     core = llm.llm_engine.core
-    core.scheduler.admitter.drafting = Drafting(pace, None, most=MOST, ahead=True, max_draws=512)
+    core.scheduler.admitter.drafting = Drafting(pace, None, max_drafts=MOST, ahead=True, max_samples=512)
     core.step_queue.depth = 2
     for hits in (0, 24):
         outputs = generate(llm, repeating()[:3], count=10)

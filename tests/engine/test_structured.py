@@ -271,7 +271,7 @@ def test_rows_of_all_kinds_match_their_outputs_alone(
     """Check for masks that are applied to the wrong row, step or rank, and for unconstrained rows affected
     by them.
     """
-    monkeypatch.setattr(Grammars, "is_beside", engine == "masks beside the layers")
+    monkeypatch.setattr(Grammars, "fills_in_thread", engine == "masks beside the layers")
     other = open_text(model, **ENGINES.get(engine, TWO_STAGES))
     try:
         assert mixed(other) == alone

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,6 +11,7 @@ from tiny_text import TOKENS, VOCAB, text_model
 from quire.data.outputs import RequestOutput
 from quire.data.params import RequestOutputKind, SamplingParams
 from quire.data.request import Request
+from quire.data.routed_experts import RoutedRows
 from quire.data.step_plan import FinishReason, FirstRun, RowLogprobs, StepOutput
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.outputs import OutputProcessor, ProcessedOutputs
@@ -285,3 +287,32 @@ def test_requests_beyond_plain_text_skip_the_fast_path(tokenizer: Tokenizer, fie
     logprobs = {id: [RowLogprobs([50, 51], [-1.0, -2.0], 1)]} if "logprobs" in fields else {}
     seen = [outputs.process(step({id: 50}, logprobs=dict(logprobs))).outputs for _ in range(5)]
     assert sum(map(len, seen)) >= 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_of_tokens_behind_a_stop_string_are_dropped(kind: Any, tokenizer: Tokenizer) -> None:
+    """A step with drafts may compute tokens behind a stop string."""
+    ids = tokenizer.encode("quick brown fox", add_special_tokens=False)
+    outputs = expecting(tokenizer, output_kind=kind, stop=["brown"], max_tokens=99)
+    rows = np.arange(len(ids) + 1, dtype=np.uint16).reshape(-1, 1, 1)
+    done = StepOutput(["a"], ids, counts=[len(ids)], routed={"a": RoutedRows.of(rows)})
+    (output,) = outputs.process(done).outputs
+    completion = output.outputs[0]
+    assert completion.finish_reason == "stop" and len(completion.token_ids) < len(ids)
+    routed = completion.routed_experts
+    assert routed is not None and routed.dtype == np.uint16
+    assert routed.ravel().tolist() == list(range(2 + len(completion.token_ids) - 1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_masks_are_aligned_with_the_tokens_of_each_output(kind: Any, tokenizer: Tokenizer) -> None:
+    outputs = expecting(tokenizer, output_kind=kind, stop=["zz"], max_tokens=9)
+    seen = []
+    for token_id in (40, 41, 42):
+        finished = {"a": FinishReason("length")} if token_id == 42 else {}
+        kept = {"a": [[token_id, token_id + 100]]}
+        seen += outputs.process(step({"a": token_id}, kept=kept, finished=finished)).outputs
+    for output in seen:
+        completion = output.outputs[0]
+        assert completion.sampling_mask is not None
+        assert [ids[0] for ids in completion.sampling_mask.token_ids] == list(completion.token_ids)

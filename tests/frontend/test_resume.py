@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import numpy as np
 import pytest
 from fast_core import engine_over
 from tiny_text import text_model
@@ -12,6 +13,7 @@ from quire.data.outputs import RequestOutput
 from quire.data.params import RequestOutputKind, SamplingParams
 from quire.data.pooling import PoolingParams
 from quire.data.request import Request
+from quire.data.routed_experts import RoutedRows
 from quire.data.step_plan import FinishReason, FirstRun, RowLogprobs, StepOutput
 from quire.data.wire import Abort, Add, Missing, Ready, StepDone, ToCore, decode_to_core, encode
 from quire.errors import EngineDead, EngineError
@@ -109,6 +111,11 @@ def run(test: Coroutine[Any, Any, None]) -> None:
     asyncio.run(test)
 
 
+def experts(*ids: int) -> RoutedRows:
+    """Return the experts of consecutive tokens in a single layer, one each."""
+    return RoutedRows.of(np.array(ids, np.uint8).reshape(-1, 1, 1))
+
+
 FIRST = FirstRun(2, 90.0, 91.0)
 
 
@@ -120,8 +127,8 @@ def test_next_core_gets_the_output_so_far() -> None:
         reader = cores.ask("a", temperature=1.0)
         await settle()
         before = cores.requests()["a"]
-        cores.step({"a": 50}, admitted={"a": FIRST})
-        cores.step({"a": 51})
+        cores.step({"a": 50}, admitted={"a": FIRST}, routed={"a": experts(0, 0, 7)})
+        cores.step({"a": 51}, routed={"a": experts(8)})
         cores.die()
         await settle()
         assert reader.token_ids() == [50, 51] and not reader.task.done()
@@ -134,10 +141,12 @@ def test_next_core_gets_the_output_so_far() -> None:
             before.limit,
             before.arrived_at,
         )
-        assert second.has_run and second.num_cached == FIRST.num_cached
-        cores.step({"a": 52}, finished={"a": FinishReason("stop")})
+        assert second.has_run and second.num_cached == FIRST.num_cached and second.num_routed == 4
+        cores.step({"a": 52}, routed={"a": experts(9)}, finished={"a": FinishReason("stop")})
         await reader.task
         assert reader.token_ids() == [50, 51, 52]
+        routed = reader.outputs[-1].outputs[0].routed_experts
+        assert routed is not None and routed.ravel().tolist() == [0, 0, 7, 8, 9]
         assert reader.outputs[-1].num_cached_tokens == FIRST.num_cached
         assert reader.outputs[-1].prompt_token_ids == PROMPT
         assert cores.count("request_resumed") == 1 and cores.count("generation_tokens") == 3
@@ -331,6 +340,7 @@ def test_client_that_disconnects_in_the_pause_is_forgotten() -> None:
         cores.die()
         reader.task.cancel()
         await reader.answer.aclose()
+        await settle()
         assert cores.engine.num_in_flight == 0 and not len(cores.engine._links[0].outputs)
         assert cores.count("request_success:abort") == 1
         cores.come()

@@ -50,6 +50,7 @@ def test_blocks_are_copied_byte_by_byte_beside_the_steps(tmp_path: Path) -> None
     for tensor in pages.tensors:
         tensor.copy_(torch.randint(0, 256, tensor.shape, dtype=torch.uint8))
     expected = pages.gather(torch.tensor([5, 9, 30], device="cuda"))
+    torch.cuda._sleep(100_000_000)  # the entries are asked for long before they are in host memory
     tiers.store(BlockStores([5, 9, 30], [b"a", b"b", b"c"], [2, 6, 1], [False] * 3))
     for tensor in pages.tensors:
         tensor.zero_()  # the next step overwrites the blocks at once

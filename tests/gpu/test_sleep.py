@@ -10,7 +10,7 @@ from oracle import make_tiny
 
 from quire import LLM, SamplingParams
 from quire.errors import EngineError
-from quire.kernels.host_memory import host_memory, pin
+from quire.kernels.host_memory import host_memory, pin, unpin
 
 pytestmark = pytest.mark.gpu
 CACHE_BYTES = 1 << 30
@@ -152,7 +152,20 @@ def test_failed_pinning_does_not_fail_later_launches() -> None:
         assert not pin(memory), "the memory is pinned already"
         assert torch.full((8,), 3, device="cuda").sum().item() == 24
     finally:
-        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+        unpin(memory)
+
+
+def test_memory_of_an_engine_that_was_deleted_asleep_is_unpinned(model: Path) -> None:
+    """Check that the next engine, which gets the same addresses, copies its own weights."""
+    for name in ("first", "second"):
+        llm = open_model(model)
+        expected = generated_ids(llm)
+        llm.sleep(1)
+        if name == "second":
+            llm.wake_up()
+            assert generated_ids(llm) == expected
+        del llm
+        gc.collect()
 
 
 def test_core_processes_sleep(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

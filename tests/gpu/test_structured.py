@@ -126,8 +126,8 @@ def together(llm: LLM, requests: list[SamplingParams]) -> list[list[int]]:
     for row, params in enumerate(requests):
         engine.add_request(str(row), PROMPT, params)
     scheduler = engine.core.scheduler
-    while scheduler.gates.is_awaiting:
-        scheduler.gates.wait(60)
+    while scheduler.checks.is_awaiting:
+        scheduler.checks.wait(60)
         assert not scheduler.settle()
     while engine.has_unfinished_requests():
         for output in engine.step():

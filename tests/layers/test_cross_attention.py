@@ -79,7 +79,7 @@ def test_every_token_attends_to_its_rows_item(
     crossing.assign([*seen_by], [{0: 3, 1: 1, 2: 2}[item] for item in seen_by.values()])
     rows = [3, 0, 2][: len(lens)]
     batch = batch_of(rows, lens)
-    crossed = crossing.seen_in(batch)
+    cross_batch = crossing.seen_in(batch)
     x = torch.randn(sum(lens), FACTS.hidden)
     for layer in crossing.layers:
         q = layer.q(x).view(len(x), 2, -1)
@@ -89,4 +89,4 @@ def test_every_token_attends_to_its_rows_item(
             for query in queries
         ]
         expected = layer.out(torch.cat(mixed).flatten(1))
-        torch.testing.assert_close(layer(x, crossed), expected, atol=1e-3, rtol=1e-4)
+        torch.testing.assert_close(layer(x, cross_batch), expected, atol=1e-3, rtol=1e-4)

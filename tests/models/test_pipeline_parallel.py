@@ -37,7 +37,7 @@ class Chained(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         for stage in self.stages[:-1]:
-            batch.before = torch.stack(stage(batch))
+            batch.intermediate_tensors = torch.stack(stage(batch))
         out: Tensor = self.stages[-1](batch)
         return out
 

@@ -33,7 +33,7 @@ from quire.frontend.inputs import Prompt
 from quire.memory import max_span, max_vectors
 from quire.multimodal import largest_items
 from quire.worker.device import Model
-from quire.worker.multimodal.encoder import MediaEncoder, shares
+from quire.worker.multimodal.encoder import MediaEncoder, balance_items
 from quire.worker.rows import Rows
 from quire.worker.worker import Worker
 
@@ -93,7 +93,7 @@ def run(
         outputs |= {output.request_id: output for output in engine.step() if output.finished}
         step += 1
     cache = scheduler.media
-    assert not cache.rows and not cache.num_held and not len(cache.shelf)
+    assert not cache.rows and not cache.num_held and not len(cache.arrays)
     return [outputs[id] for id in ids]
 
 
@@ -355,8 +355,8 @@ def test_tensor_parallel_answers_equal_one_device(fake: Fake, world: str) -> Non
 
 
 def test_items_are_balanced_by_cost() -> None:
-    assert shares([3, 10, 4, 4, 2], 2) == [[1, 4], [2, 3, 0]]
-    assert shares([5], 3) == [[0], [], []]
+    assert balance_items([3, 10, 4, 4, 2], 2) == [[1, 4], [2, 3, 0]]
+    assert balance_items([5], 3) == [[0], [], []]
 
 
 def test_encoder_that_cannot_be_sharded_is_data_parallel(

@@ -72,8 +72,8 @@ def expand_media(tokens: list[int], media: Media | None) -> list[int]:
             expanded[place] = int.from_bytes(
                 hashlib.sha256(item.key + bytes([number])).digest()[:6], "little"
             )
-    if media and media.whole:  # bidirectional prompt: every token depends on the whole prompt
-        expanded[0] = int.from_bytes(media.whole_key[:6], "little")
+    if media and media.num_bidirectional:  # bidirectional prompt: every token depends on the whole prompt
+        expanded[0] = int.from_bytes(media.bidirectional_key[:6], "little")
     return expanded
 
 
@@ -144,9 +144,9 @@ class Guesses:
     def release(self, row: int, tokens: Any) -> None:
         assert tokens[: len(self.texts[row])].tolist() == self.texts.pop(row)
 
-    def propose(self, row: int, most: int) -> Any:
+    def propose(self, row: int, max_drafts: int) -> Any:
         text = self.texts[row]
-        return np.array(guess(text, most)[: most - len(text) % 2], np.int32)
+        return np.array(guess(text, max_drafts)[: max_drafts - len(text) % 2], np.int32)
 
 
 class FixedDraftLength:
@@ -168,14 +168,14 @@ class FixedDraftLength:
         self.num_drafts += int(num_drafts.sum())
         self.num_held += int(num_held.sum())
 
-    def timed(self, num_tokens: int, num_rows: int, num_accepted: int, seconds: float) -> None:
+    def record_time(self, num_tokens: int, num_rows: int, num_accepted: int, seconds: float) -> None:
         assert num_tokens >= num_rows + num_accepted and seconds >= 0
 
 
 MOST_DRAFTS = 5
 DRAFTING: dict[str, Callable[[], Drafting]] = {
-    "host": lambda: Drafting(FixedDraftLength(3), Guesses(), most=MOST_DRAFTS),
-    "worker": lambda: Drafting(FixedDraftLength(2), None, most=MOST_DRAFTS),
+    "host": lambda: Drafting(FixedDraftLength(3), Guesses(), max_drafts=MOST_DRAFTS),
+    "worker": lambda: Drafting(FixedDraftLength(2), None, max_drafts=MOST_DRAFTS),
 }
 
 
@@ -229,7 +229,7 @@ class SymbolicWorker:
             self._compute(row, int(count))
             assert samples == (row.num_computed == len(row.tokens))
             if samples:
-                sampled.append(self._draw(row, length, guessed))
+                sampled.append(self._sample_tokens(row, length, guessed))
                 if row.params.logprobs is not None:
                     places = range(length, len(row.tokens))
                     result.logprobs[number] = [logprobs_of(row.tokens, at) for at in places]
@@ -271,7 +271,7 @@ class SymbolicWorker:
         assert not remaining
         return drafts
 
-    def _draw(self, row: Row, length: int, guessed: list[int]) -> list[int]:
+    def _sample_tokens(self, row: Row, length: int, guessed: list[int]) -> list[int]:
         """Return the tokens sampled after the first `length` tokens, accepting drafts until the first wrong
         one.
         """
@@ -410,7 +410,7 @@ class Device:
     def start(self) -> Any:
         raise AssertionError("never called")
 
-    def draw(self, masks: Masks) -> None:
+    def sample_tokens(self, masks: Masks) -> None:
         masks.wait()
         self.engine.masks.append(masks)
 
@@ -493,7 +493,7 @@ class Engine:
                 block_size=block_size,
                 unit=unit or block_size,
                 interval=interval,
-                whole_items="media" in limits and limits["media"].whole,
+                whole_items="media" in limits and limits["media"].undivided_items,
             )
         self.kv = KVManager(
             num_blocks=num_blocks,
@@ -657,5 +657,5 @@ class Engine:
         self.check_slots()
         assert self.kv.states is None or (self.kv.states.next == self.kv.states.next.max()).all()
         media = self.scheduler.media
-        assert not media.rows and not media.num_held and not len(media.shelf), "vectors leaked"
+        assert not media.rows and not media.num_held and not len(media.arrays), "vectors leaked"
         self.check_index()

@@ -133,5 +133,5 @@ def test_filled_block_is_indexed_once() -> None:
     actual = []
     for num_filled in (4, 6, 8, 10):
         kv.index(running, row, np.array([num_filled], np.int32))
-        actual.append(ids(kv.take_fresh()))
+        actual.append(ids(kv.take_indexed()))
     assert actual == [table[:1], [], table[1:2], []]

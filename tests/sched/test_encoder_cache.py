@@ -65,7 +65,7 @@ class MediaEngine(Engine):
     """An engine that checks the encoder cache invariants in every plan."""
 
     def __init__(self, *, size: int, whole: bool, **limits: Any) -> None:
-        super().__init__(media=EncoderCache(size=size, whole=whole), **limits)
+        super().__init__(media=EncoderCache(size=size, undivided_items=whole), **limits)
         self.kept: dict[bytes, int] = {}
 
     def check(self, plan: StepPlan) -> None:
@@ -83,8 +83,8 @@ class MediaEngine(Engine):
         most = self.scheduler.limits.max_chunk
         for row in plan.rows.tolist():
             reach, items = int(running.num_computed[row]), items_of(running.request(row))
-            if media.whole:
-                whole = running.request(row).media.whole if items else 0
+            if media.undivided_items:
+                whole = running.request(row).media.num_bidirectional if items else 0
                 assert not 0 < reach < whole or whole > most, "a chunk ends inside a bidirectional prompt"
                 for item in items if not whole else ():
                     assert not item.offset < reach < item.end or item.length > most, (
@@ -158,7 +158,7 @@ def test_aborts_resets_and_preemptions_keep_encoder_outputs(
                 engine.core.reset_prefix_cache()
                 engine.scheduler.media.reset()
             case 2 if not engine.scheduler.in_flight:
-                engine.scheduler.send_back()
+                engine.scheduler.requeue_running()
         engine.step()
     check_answers(engine, traffic, frozenset(aborted))
 
@@ -178,7 +178,7 @@ def test_bidirectional_prompts_are_not_chunked_or_shared(
         engine.add(str(number), tokens, arrival.count, media=media.joined(tokens), tenant=arrival.family)
     while engine.core.has_work:
         if not data.draw(st.integers(0, 5)) and not engine.scheduler.in_flight:
-            engine.scheduler.send_back()
+            engine.scheduler.requeue_running()
         engine.step()
         assert len(engine.steps) < 5000, "requests that never finish"
     for number, ((tokens, media), arrival) in enumerate(zip(prompts, traffic, strict=True)):
@@ -229,7 +229,7 @@ class CrossAttentionEngine(MediaEngine):
         for row in plan.rows.tolist():
             (item,) = items_of(self.scheduler.running.request(row))
             assert item.key in self.kept, "its item is not cached"
-        assert len(plan.encodes) <= max(self.scheduler.media.most_made, 1)
+        assert len(plan.encodes) <= max(self.scheduler.media.max_encoded, 1)
 
 
 def cross_attention_prompt(arrival: Arrival) -> tuple[list[int], Media]:
@@ -244,11 +244,11 @@ def cross_attention_prompt(arrival: Arrival) -> tuple[list[int], Media]:
 @settings(max_examples=25)
 @given(TRAFFIC, LIMITS, st.integers(1, 3), st.data())
 def test_cross_attention_items_stay_while_their_rows_run(
-    traffic: list[Arrival], limits: dict[str, Any], most_made: int, data: st.DataObject
+    traffic: list[Arrival], limits: dict[str, Any], max_encoded: int, data: st.DataObject
 ) -> None:
     """Check preemption after some tokens, prefixes shared under different items, and more items than rows."""
     engine = CrossAttentionEngine(**limits | {"whole": False, "size": limits["max_num_seqs"]})
-    engine.scheduler.media.most_made = most_made
+    engine.scheduler.media.max_encoded = max_encoded
     aborted = set[str]()
     for number, arrival in enumerate(traffic):
         tokens, media = cross_attention_prompt(arrival)
@@ -260,7 +260,7 @@ def test_cross_attention_items_stay_while_their_rows_run(
                 victim = str(data.draw(st.integers(0, len(traffic) - 1)))
                 aborted |= {victim} if engine.abort(victim) else set()
             case 1 if not engine.scheduler.in_flight:
-                engine.scheduler.send_back()
+                engine.scheduler.requeue_running()
         engine.step()
     for number, arrival in enumerate(traffic):
         expected, output = (

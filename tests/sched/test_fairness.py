@@ -24,7 +24,7 @@ class TenantLoad:
         self.engine.check_index = lambda: None  # type: ignore[method-assign]  # slow; test_properties has it
         # A fixed prompt limit keeps steps independent of this machine's speed; test_prompt_pace.py tests the
         # pace.
-        self.engine.scheduler.admitter.prompt_pace.limit = lambda most: most  # type: ignore[method-assign]
+        self.engine.scheduler.admitter.prompt_pace.limit = lambda max_tokens: max_tokens  # type: ignore[method-assign]
         self.tenants: dict[str, int] = {}
         self.first_token_at: dict[str, int] = {}
         self.computed: list[Counter[int]] = []
@@ -57,14 +57,14 @@ class TenantLoad:
 
 def test_queue_order_follows_tokens_used_per_tenant() -> None:
     shares = FairShare()
-    line = FairQueue("fcfs", shares)
+    queue = FairQueue("fcfs", shares)
     for number in range(6):
         request = make_request(number)
         request.tenant, request.weight = (1, 1.0) if number < 4 else (2, 2.0)
-        line.push(request)
+        queue.push(request)
     order = []
-    while len(line):
-        request = line.pop()
+    while len(queue):
+        request = queue.pop()
         order.append((request.tenant, request.id))
         shares.charge(np.array([request.tenant]), np.array([10]))
     # Two of the second tenant for one of the first while both wait; within a tenant, the order of arrival.
@@ -72,32 +72,32 @@ def test_queue_order_follows_tokens_used_per_tenant() -> None:
 
 
 def test_policy_decides_within_a_tenant() -> None:
-    line = FairQueue("priority", FairShare())
+    queue = FairQueue("priority", FairShare())
     requests = [make_request(number, priority=-number) for number in range(4)]
     for request in requests:
-        line.push(request)
-    assert [line.pop() for _ in range(4)] == requests[::-1]
+        queue.push(request)
+    assert [queue.pop() for _ in range(4)] == requests[::-1]
 
 
 def test_idle_tenant_earns_no_credit() -> None:
     """Check that a tenant that arrives late does not monopolize the engine."""
     shares = FairShare()
-    line = FairQueue("fcfs", shares)
+    queue = FairQueue("fcfs", shares)
     for number, tenant in enumerate([1, 1, 2, 2]):
         request = make_request(number)
         request.tenant = tenant
         if number == 2:
             shares.charge(np.array([1]), np.array([10_000]))
-        line.push(request)
+        queue.push(request)
     tenants = []
-    while len(line):
-        tenants.append(line.pop().tenant)
+    while len(queue):
+        tenants.append(queue.pop().tenant)
         shares.charge(np.array([tenants[-1]]), np.array([10]))
     assert tenants == [1, 2, 1, 2]
     # With an empty queue a new tenant starts at the level of the tenant that has used most.
     late = make_request(9)
     late.tenant = 3
-    line.push(late)
+    queue.push(late)
     assert shares.levels[3] == shares.levels[:3].max()
 
 

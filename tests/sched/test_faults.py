@@ -192,7 +192,7 @@ def test_shrink_halves_rows_or_tokens(
     passed: tuple[int, int], failed: tuple[int, int], left: tuple[int, int]
 ) -> None:
     limits = step_limits.StepLimits(max_rows=32, max_tokens=512)
-    limits.passed(*passed)
+    limits.record_success(*passed)
     limits.shrink(*failed)
     assert (limits.max_rows, limits.max_tokens) == left
 

@@ -40,7 +40,7 @@ class PendingGrammars:
         return self.begun[-1]
 
     num_words = 4
-    is_beside = True
+    fills_in_thread = True
 
     def advance(self, moves: Any) -> list[Verdict]:
         return [matcher.advance(token_id) for matcher, token_id in moves]
@@ -127,14 +127,14 @@ def engine_with_six_rows(grammars: PendingGrammars) -> Engine:
 
 def test_masks_are_submitted_before_they_are_filled() -> None:
     engine, was_pending = engine_with_six_rows(grammars := SlowGrammars()), list[bool]()
-    draw = engine.core.executor.draw
+    sample_tokens = engine.core.executor.sample_tokens
 
-    def draw_and_allow_fill(masks: Masks) -> None:
-        was_pending.append(masks.coming is not None and not masks.coming.is_there)
+    def sample_and_allow_fill(masks: Masks) -> None:
+        was_pending.append(masks.pending is not None and not masks.pending.is_ready)
         grammars.fill_allowed.set()
-        draw(masks)
+        sample_tokens(masks)
 
-    engine.core.executor.draw = draw_and_allow_fill  # type: ignore[method-assign]
+    engine.core.executor.sample_tokens = sample_and_allow_fill  # type: ignore[method-assign]
     engine.run()
     assert was_pending == [True] * 3 and grammars.filled == [6] * 3
     assert all((masks.bits == 2**32 - 1).all() for masks in engine.masks)
@@ -174,4 +174,4 @@ def test_failed_step_leaves_no_row_waiting_for_masks() -> None:
     engine.run()
     assert engine.outputs["a"] == engine.outputs["b"] == continuation(PROMPT, 6) == script.seen
     assert sum(len(plan.constrained) > 0 for plan in engine.plans) == len(engine.masks)
-    assert sum(not len(masks.rows) for masks in engine.masks) == 1 and not engine.core.step_queue.undrawn
+    assert sum(not len(masks.rows) for masks in engine.masks) == 1 and not engine.core.step_queue.is_unsampled

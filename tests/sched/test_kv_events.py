@@ -171,7 +171,7 @@ def test_blocks_of_a_failed_step_are_removed() -> None:
 def test_adapters_salts_and_media_are_a_part_of_the_hash() -> None:
     library = FakeLoader()
     gate = LoRAScheduler(library, max_slots=2, max_read=2)
-    engine = Engine(adapters=gate, max_num_batched_tokens=100, media=EncoderCache(size=64, most_made=64))
+    engine = Engine(adapters=gate, max_num_batched_tokens=100, media=EncoderCache(size=64, max_encoded=64))
     engine.worker.host = library.host
     mirror, prompt = follow(engine.kv), prompt_of(0, 12)
     items = [

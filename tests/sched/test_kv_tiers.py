@@ -389,8 +389,8 @@ def test_any_interleaving_of_copies_ends_with_all_blocks_accounted_for(
                 engine.abort([*prompts][event.length % len(prompts)])
             case "fail" if engine.scheduler.in_flight and engine.device.is_quiet:
                 engine.core.step_queue.clear()
-                engine.scheduler.forget_flights()
-                engine.scheduler.send_back()
+                engine.scheduler.discard_in_flight()
+                engine.scheduler.requeue_running()
             case "reset" if not loads:
                 engine.core.reset_prefix_cache()
     for _ in range(3000):

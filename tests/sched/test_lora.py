@@ -22,10 +22,10 @@ class LoRAEngine(Engine):
     def __init__(self, *, max_loras: int, max_cpu: int = 0, at_once: bool = True, **limits: Any) -> None:
         self.now = 0.0
         self.library = FakeLoader(at_once=at_once)
-        self.gate = LoRAScheduler(
+        self.lora_scheduler = LoRAScheduler(
             self.library, max_slots=max_loras, max_read=max_cpu or max_loras, clock=lambda: self.now
         )
-        super().__init__(adapters=self.gate, **limits)
+        super().__init__(adapters=self.lora_scheduler, **limits)
         self.worker.host = self.library.host
 
     def add_lora(self, id: str, adapter: LoRARequest | None, count: int = 4) -> None:
@@ -35,7 +35,7 @@ class LoRAEngine(Engine):
         super().check(plan)
         running = [request for request in self.scheduler.running.requests if request is not None]
         adapters = {request.adapter_digest for request in running if request.lora is not None}
-        assert len(adapters) <= len(self.gate.slots), "more adapters in a step than there are slots"
+        assert len(adapters) <= len(self.lora_scheduler.slots), "more adapters in a step than there are slots"
 
     def is_right(self, id: str, content: str | None, count: int = 4) -> bool:
         expected = continuation(PROMPT, count, b"" if content is None else digest(content))
@@ -43,8 +43,12 @@ class LoRAEngine(Engine):
 
     def check_drained(self) -> None:
         self.check_empty()
-        assert all(not slot.num_rows and slot.next is None for slot in self.gate.slots)
-        assert not self.gate.running_names and not self.gate.waiting_names and not self.gate._by_request
+        assert all(not slot.num_rows and slot.next is None for slot in self.lora_scheduler.slots)
+        assert (
+            not self.lora_scheduler.running_names
+            and not self.lora_scheduler.waiting_names
+            and not self.lora_scheduler._by_request
+        )
 
 
 def test_request_waiting_for_its_adapter_is_skipped() -> None:
@@ -53,12 +57,12 @@ def test_request_waiting_for_its_adapter_is_skipped() -> None:
     engine.add_lora("b", None)
     engine.step()
     assert engine.outputs["b"] and not engine.outputs["a"]
-    assert engine.gate.waiting_names == ["one"] and engine.gate.running_names == []
+    assert engine.lora_scheduler.waiting_names == ["one"] and engine.lora_scheduler.running_names == []
     stats = engine.core.refresh(StepStats())
     assert (stats.num_waiting, stats.num_deferred, stats.waiting_adapters) == (1, 1, ["one"])
     engine.library.complete_next()
     engine.step()
-    assert engine.outputs["a"] and engine.gate.running_names == ["one"]
+    assert engine.outputs["a"] and engine.lora_scheduler.running_names == ["one"]
     engine.run()
     assert engine.is_right("a", "/adapters/one") and engine.is_right("b", None)
     assert engine.library.names == ["one"]
@@ -97,7 +101,7 @@ def test_abort_while_adapter_is_loading() -> None:
     assert engine.library.names == ["one", "two"], "no request waits for the third"
     engine.library.complete_next()
     engine.run()
-    assert engine.is_right("d", "/adapters/two") and engine.gate.names == ["two"]
+    assert engine.is_right("d", "/adapters/two") and engine.lora_scheduler.names == ["two"]
     engine.check_drained()
 
 
@@ -159,7 +163,7 @@ def test_adapter_load_times_out() -> None:
     engine.now = READ_S
     ended = engine.step().finished
     assert ended["a"].stop_reason == "Loading lora stuck failed: it was not read within 600 s"
-    assert not engine.gate.is_reading
+    assert not engine.lora_scheduler.is_reading
     engine.run()
     assert engine.is_right("b", None)
     engine.check_drained()
@@ -200,10 +204,16 @@ def test_adapter_is_unloaded_when_unused() -> None:
     engine = LoRAEngine(max_loras=2)
     engine.add_lora("a", lora("x"))
     engine.step()
-    assert engine.gate.retire("x") and not engine.gate.sweep("x") and engine.gate.names == ["x"]
+    assert (
+        engine.lora_scheduler.retire("x")
+        and not engine.lora_scheduler.sweep("x")
+        and engine.lora_scheduler.names == ["x"]
+    )
     engine.run()
-    assert engine.gate.sweep("x") and engine.gate.names == [] and engine.library.host == {}
-    assert not engine.gate.retire("x")
+    assert (
+        engine.lora_scheduler.sweep("x") and engine.lora_scheduler.names == [] and engine.library.host == {}
+    )
+    assert not engine.lora_scheduler.retire("x")
     engine.add_lora("b", lora("x"))
     engine.run()
     assert engine.is_right("b", "/adapters/x") and engine.library.names == ["x", "x"]
@@ -214,10 +224,10 @@ def test_slots_are_refilled_only_after_they_were_lost() -> None:
     for id, name in (("a", "one"), ("b", "one"), ("c", "two"), ("d", "one")):
         engine.add_lora(id, lora(name))
         engine.run()
-    engine.core.scheduler.send_back()
+    engine.core.scheduler.requeue_running()
     engine.add_lora("e", lora("one"))
     engine.run()
-    engine.gate.forget_all()
+    engine.lora_scheduler.forget_all()
     assert engine.library.host == {}
     engine.add_lora("f", lora("one"))
     engine.run()
@@ -233,14 +243,14 @@ def test_held_requests_are_not_rechecked_in_every_step() -> None:
     for number in range(1000):
         engine.add_lora(f"held{number}", lora("two"))
     looks = 0
-    holds = engine.gate.holds
+    must_wait = engine.lora_scheduler.must_wait
 
     def counted(request: Any, **how: Any) -> bool:
         nonlocal looks
         looks += 1
-        return holds(request, **how)
+        return must_wait(request, **how)
 
-    engine.gate.holds = counted  # type: ignore[method-assign]
+    engine.lora_scheduler.must_wait = counted  # type: ignore[method-assign]
     for _ in range(40):
         engine.step()
     assert looks < 5000
@@ -334,7 +344,7 @@ def test_random_lora_traffic(seed: int) -> None:
         if rng.random() < 0.02:
             while engine.scheduler.in_flight:
                 engine.step()
-            engine.core.scheduler.send_back()
+            engine.core.scheduler.requeue_running()
         engine.now += rng.random() * TURN_S
         engine.step(timeout_s=0.0)
     while engine.library.open or engine.core.has_work:
@@ -347,5 +357,5 @@ def test_random_lora_traffic(seed: int) -> None:
         assert reason in ("length", "abort") or (reason == "error" and name in broken), (id, reason)
         if reason == "length":
             assert engine.is_right(id, content, count)
-    assert engine.library.most <= max(engine.gate._max_read, len(engine.gate.slots) + 1)
+    assert engine.library.most <= max(engine.lora_scheduler._max_read, len(engine.lora_scheduler.slots) + 1)
     engine.check_drained()

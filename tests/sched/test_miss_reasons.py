@@ -181,10 +181,10 @@ def test_recent_entries_are_bounded() -> None:
 def test_memory_of_the_history_is_bounded() -> None:
     engine = Engine(num_blocks=64, max_num_batched_tokens=64)
     reasons = engine.kv.reasons
-    reasons._next, reasons._evicted = RecentEntries(40), RecentEntries(40)
+    reasons._continuations, reasons._evicted = RecentEntries(40), RecentEntries(40)
     for seed in range(60):
         miss_of(engine, numbers(40, seed), count=2)
-    assert len(reasons._next) <= 100 and len(reasons._evicted) <= 82
+    assert len(reasons._continuations) <= 100 and len(reasons._evicted) <= 82
 
 
 def test_created_tokens_are_those_of_full_blocks_after_the_hit() -> None:

@@ -191,8 +191,8 @@ def test_trial_runs_one_step_at_a_time() -> None:
     fail_once(engine, 2)
     engine.step()
     engine.step()
-    assert engine.scheduler.trial
-    while engine.scheduler.trial:
+    assert engine.scheduler.fault_isolation
+    while engine.scheduler.fault_isolation:
         engine.step()
         assert not engine.scheduler.in_flight
         assert len(engine.plans[-1].rows) == 1

@@ -53,7 +53,7 @@ def test_single_slow_step_is_ignored() -> None:
 def plans_with(prompt_tenant: int, limit: int, **limits: Any) -> list[list[int]]:
     """Return the tokens of each row in the steps of a long prompt while a request of tenant 1 decodes."""
     engine = Engine(fair=True, num_blocks=400, max_num_batched_tokens=64, **limits)
-    engine.scheduler.admitter.prompt_pace.limit = lambda most: min(limit, most)  # type: ignore[method-assign]
+    engine.scheduler.admitter.prompt_pace.limit = lambda max_tokens: min(limit, max_tokens)  # type: ignore[method-assign]
     engine.add("a", [5, 6, 7], 40, tenant=1)
     engine.step()
     num_before = len(engine.plans)

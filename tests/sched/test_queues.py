@@ -7,7 +7,7 @@ from symbolic import Engine
 
 from quire.data.params import SamplingParams
 from quire.data.request import Request
-from quire.sched.queues import LINES, FcfsQueue
+from quire.sched.queues import QUEUE_CLASSES, FcfsQueue
 
 Ranked = tuple[tuple[float, ...], Request]
 
@@ -30,68 +30,69 @@ class NaiveQueue:
 
     def __init__(self, policy: str) -> None:
         self.policy = policy
-        self.line: list[Ranked] = []
+        self.entries: list[Ranked] = []
 
     def enter(self, request: Request, place: int) -> None:
         urgency = (request.priority, request.arrived_at) if self.policy == "priority" else ()
-        self.line.append(((*urgency, place), request))
-        self.line.sort(key=lambda ranked: ranked[0])
+        self.entries.append(((*urgency, place), request))
+        self.entries.sort(key=lambda ranked: ranked[0])
 
     def remove(self, request: Request) -> None:
-        self.line = [ranked for ranked in self.line if ranked[1] is not request]
+        self.entries = [ranked for ranked in self.entries if ranked[1] is not request]
 
     @property
     def requests(self) -> list[Request]:
-        return [request for _, request in self.line]
+        return [request for _, request in self.entries]
 
 
 @given(
-    st.sampled_from(sorted(LINES)), st.lists(st.tuples(st.integers(0, 3), st.integers(0, 11)), max_size=60)
+    st.sampled_from(sorted(QUEUE_CLASSES)),
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 11)), max_size=60),
 )
 def test_queue_matches_sorted_list(policy: str, moves: list[tuple[int, int]]) -> None:
     """Check operations at both ends, and removal and reinsertion of requests in the middle."""
-    line, naive = LINES[policy](), NaiveQueue(policy)
+    queue, naive = QUEUE_CLASSES[policy](), NaiveQueue(policy)
     requests = [make_request(number, number % 3, number % 2) for number in range(12)]
     for place, (move, number) in enumerate(moves, 1):
         request = requests[number]
         if request in naive.requests:
-            line.remove(request)
+            queue.remove(request)
             naive.remove(request)
-        elif move == 0 and len(line):
-            assert line.pop() is naive.requests[0]
+        elif move == 0 and len(queue):
+            assert queue.pop() is naive.requests[0]
             naive.remove(naive.requests[0])
         elif move == 1:
-            line.push_front(request)
+            queue.push_front(request)
             naive.enter(request, -place)
         else:
-            line.push(request)
+            queue.push(request)
             naive.enter(request, place)
-        assert len(line) == len(naive.line)
-        if len(line):
-            assert line.peek() is naive.requests[0]
-    assert [line.pop() for _ in range(len(line))] == naive.requests
+        assert len(queue) == len(naive.entries)
+        if len(queue):
+            assert queue.peek() is naive.requests[0]
+    assert [queue.pop() for _ in range(len(queue))] == naive.requests
 
 
-@pytest.mark.parametrize("policy", LINES)
+@pytest.mark.parametrize("policy", QUEUE_CLASSES)
 def test_removed_entries_do_not_accumulate(policy: str) -> None:
     """Check the memory of a queue whose head stays while thousands of requests behind it come and go."""
-    line = LINES[policy]()
-    line.push(make_request(0, priority=-1))
+    queue = QUEUE_CLASSES[policy]()
+    queue.push(make_request(0, priority=-1))
     for number in range(1, 5_000):
         request = make_request(number)
-        line.push(request)
-        line.remove(request)
-        assert len(line) == 1 and len(line._line if isinstance(line, FcfsQueue) else line._heap) <= 2
+        queue.push(request)
+        queue.remove(request)
+        assert len(queue) == 1 and len(queue._entries if isinstance(queue, FcfsQueue) else queue._heap) <= 2
 
 
-@pytest.mark.parametrize("policy", LINES)
+@pytest.mark.parametrize("policy", QUEUE_CLASSES)
 def test_thousands_of_aborts_take_linear_time(policy: str) -> None:
     """Check both orders of aborts, also for suspects; a linear search per abort would take minutes."""
     engine = Engine(policy=policy)
     requests = [make_request(number) for number in range(20_000)]
     for request in requests:
         engine.core.add(request)
-    engine.scheduler.trial.open(requests, len(requests), len(requests))
+    engine.scheduler.fault_isolation.isolate(requests, len(requests), len(requests))
     backwards = [request.id for request in reversed(requests[:10_000])]
     assert len(engine.core.abort(backwards)) == 10_000
     assert len(engine.core.abort([request.id for request in requests])) == 10_000

@@ -40,7 +40,9 @@ ONE = np.ones(1, np.int32)
 
 
 def test_ids_outside_the_vocabulary_are_not_drafted() -> None:
-    drafts = Drafting(FixedDraftLength(4), InvalidProposer(), most=4, vocab=10).draft(running_of(), ONE, 9)
+    drafts = Drafting(FixedDraftLength(4), InvalidProposer(), max_drafts=4, vocab=10).draft(
+        running_of(), ONE, 9
+    )
     assert drafts.counts.tolist() == [2] and drafts.token_ids.tolist() == [3, 9]
 
 
@@ -61,7 +63,7 @@ def test_draft_length_when_the_worker_is_ahead(
     params: dict[str, Any], more: dict[str, Any], expected: int
 ) -> None:
     """Check that it is decided whether a row may stop, whatever number of drafts is accepted."""
-    drafting = Drafting(FixedDraftLength(4), None, most=4, ahead=True, **more)
+    drafting = Drafting(FixedDraftLength(4), None, max_drafts=4, ahead=True, **more)
     assert drafting.draft(running_of(**params), ONE, 9).counts.sum() == expected
 
 
@@ -77,13 +79,13 @@ def test_row_is_not_pending_while_min_tokens_is_undecided() -> None:
 
 def test_missing_drafts_do_not_count_as_rejected() -> None:
     running, pace, planned = running_of(), FixedDraftLength(4), np.array([3], np.int32)
-    drafting, row = Drafting(pace, None, most=4), np.array([0])
+    drafting, row = Drafting(pace, None, max_drafts=4), np.array([0])
     for drafted, counted in ((2, 2), (0, 0)):
         stats = StepStats()
         running.launch(row, np.array([4], np.int32), planned)
         result = StepResult(np.array([7], np.int32), ONE, drafted=np.array([drafted], np.int32))
-        landed = StepTokens(running, row, planned, result, {})
-        landed.fill()
-        assert drafting.learn(landed, stats) == ({"a": 2} if drafted else {})
+        step_tokens = StepTokens(running, row, planned, result, {})
+        step_tokens.fill()
+        assert drafting.learn(step_tokens, stats) == ({"a": 2} if drafted else {})
         assert stats.num_draft_tokens == counted
     assert pace.num_drafts == 6

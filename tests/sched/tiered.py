@@ -143,7 +143,7 @@ class TieredEngine(Engine):
         self.copier.copy_out(stores)
 
     def _held(self) -> list[HeldEntries]:
-        loads = [*self.tiers._loads.values(), *self.tiers._stray]
+        loads = [*self.tiers._loads.values(), *self.tiers._orphaned]
         return [*self.tiers._held.values(), *(load.held for load in loads)]
 
     def waiting_users(self) -> dict[int, int]:
@@ -173,12 +173,12 @@ class TieredEngine(Engine):
 
     def check_tiers(self) -> None:
         """Check that nothing is pinned or on its way, and that each entry has its contents."""
-        assert not self.tiers._held and not self.tiers._loads and not self.tiers._stray
+        assert not self.tiers._held and not self.tiers._loads and not self.tiers._orphaned
         stores = self.tiers.stores
-        assert not self.tiers._tried and not stores.unwritten
+        assert not self.tiers._looked_up and not stores.unwritten
         for tier in (tier for kind in stores.kinds for tier in kind):
-            assert not tier.num_pinned and not tier.num_coming and len(tier) <= tier.capacity
-            slots = [*tier._slots.values(), *tier._unused]
+            assert not tier.num_pinned and not tier.num_being_copied and len(tier) <= tier.capacity
+            slots = [*tier._slots.values(), *tier._free_slots]
             assert len(slots) == len({*slots}) == tier._num_numbered, "slots leaked"
         files = {key for kind in stores.kinds if kind.disk is not None for key in kind.disk._slots}
         assert files == {*self.copier.files}, "files leaked"

@@ -17,7 +17,7 @@ from quire.data.request import Request
 from quire.data.step_plan import TOO_COMPLEX, FinishReason
 from quire.frontend.in_flight import failure
 from quire.sched.step_tokens import why_stopped
-from quire.text import grammar
+from quire.text import grammar, grammar_lexers
 from quire.text.grammar import Grammars, Vocabulary
 
 BYTES = Vocabulary([*(bytes([id]) for id in range(256)), b""], [256], (256,), lambda text: [*text.encode()])
@@ -69,8 +69,8 @@ def test_batch_of_chats_compiles_its_grammar_once(work: Counter[tuple[str, bool]
 def test_cached_grammar_is_not_rebuilt_when_its_lexers_expire(
     work: Counter[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar, "MAX_SERVED", 2)
-    monkeypatch.setattr(grammar, "LEXERS_S", 0.0)
+    monkeypatch.setattr(grammar_lexers, "MAX_SERVED", 2)
+    monkeypatch.setattr(grammar_lexers, "LEXERS_S", 0.0)
     grammars = Grammars(lambda: BYTES)
     for _ in range(8):
         grammars.compile(StructuredOutputsParams(regex="[ab]+c"))

@@ -20,6 +20,7 @@ from quire.data.pooling import Floats, PoolingParams
 from quire.data.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.data.prefix_miss import PrefixMiss
 from quire.data.request import Request
+from quire.data.routed_experts import RoutedRows
 from quire.data.step_plan import FinishReason, FirstRun, RowLogprobs, StepOutput
 from quire.errors import EngineDead, EngineError, RequestError
 from quire.frontend.checked_params import CheckedParams
@@ -214,6 +215,9 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.num_in_flight = 0
         self.dead: str | None = None
+        self.returns_experts = False
+        """Whether each token is routed to the expert of its number, modulo 8, in a single layer, and was the
+        only possible one."""
         self.num_created = 0
         self.miss: PrefixMiss | None = None
         self.num_resets = 0
@@ -279,6 +283,11 @@ class FakeEngine:
             token = self.script[position % len(self.script)]
             if token == EOS and request.eos_id < 0:
                 token = self.script[0]
+            if self.returns_experts:
+                new = request.tokens[max(request.num_routed, request.params.routed_experts_prompt_start) :]
+                step.routed[request.id] = RoutedRows.of(np.array(new, np.uint8).reshape(-1, 1, 1) % 8)
+                request.num_routed = len(request.tokens)
+                step.kept[request.id] = [[token]]
             request.tokens = [*request.tokens, token]
             step.request_ids.append(request.id)
             step.token_ids.append(token)

@@ -84,8 +84,15 @@ class Server:
         return [parent, *parent.children(recursive=True)]
 
     def memory(self) -> int:
-        """Return the bytes of all server processes that no other process shares."""
-        return sum(int(process.memory_full_info().uss) for process in self.members())
+        """Return the bytes of all server processes that no other process shares, without the KV cache: its
+        size is fixed, and each block takes memory when it is first used."""
+        cached = sum(
+            mapping.private_dirty
+            for process in self.members()
+            for mapping in process.memory_maps()
+            if mapping.path.startswith("/dev/zero")
+        )
+        return sum(int(process.memory_full_info().uss) for process in self.members()) - cached
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)

@@ -1,20 +1,26 @@
 """Tests of returning freed memory to the system."""
 
 import ctypes
+import os
 
 import pytest
 
-from quire.system import memory_trim
 from quire.system.memory_trim import MemoryTrimmer, trim_memory
 
 
-def test_heap_is_trimmed_when_much_was_freed_since_the_last_time() -> None:
-    """The allocator reports returned memory as free: it must not be trimmed again and again."""
-    free, trims = 0, list[int]()
-    trimmer = MemoryTrimmer(100, num_free_bytes=lambda: free, trim=lambda: trims.append(free))
-    for free in (100, 101, 101, 180, 202, 150, 210, 251, 251):  # noqa: B007 - read by the lambda
+def test_heap_is_trimmed_when_more_is_unused_than_after_the_last_time() -> None:
+    """Some unused memory cannot be returned: the heap must not be trimmed for it again and again."""
+    unused, trims = 50, list[int]()
+
+    def trim() -> None:
+        nonlocal unused
+        trims.append(unused)
+        unused = 80
+
+    trimmer = MemoryTrimmer(100, num_unused_bytes=lambda: unused, trim=trim)
+    for unused in (150, 151, 80, 180, 181, 10, 110, 111):  # noqa: B007 - read by the lambda
         trimmer.look()
-    assert trims == [101, 202, 251]
+    assert trims == [151, 181, 111]
 
 
 def test_memory_of_a_burst_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,7 +30,7 @@ def test_memory_of_a_burst_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("the allocator is not glibc's")
     libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
     started: list[MemoryTrimmer] = []
-    for name in list(memory_trim.os.environ):
+    for name in list(os.environ):
         if name.startswith("MALLOC_"):
             monkeypatch.delenv(name)
     monkeypatch.setattr(MemoryTrimmer, "start", lambda self: started.append(self))
@@ -35,16 +41,22 @@ def test_memory_of_a_burst_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[1]) * 4096
 
-    blocks, kept = [], []
-    for _ in range(2000):
-        blocks.append(libc.malloc(60_000))
-        ctypes.memset(blocks[-1], 1, 60_000)
-        kept.append(libc.malloc(64))
-    full = resident()
-    for block in blocks:
-        libc.free(block)
-    trimmer.look()
-    assert resident() < full - 80_000_000
+    blocks, kept = list[int](), list[int]()
+
+    def burst() -> None:
+        for _ in range(2000):
+            blocks.append(libc.malloc(60_000))
+            ctypes.memset(blocks[-1], 1, 60_000)
+            kept.append(libc.malloc(64))
+        full = resident()
+        trimmer.look()  # nothing can be returned now
+        while blocks:
+            libc.free(blocks.pop())
+        trimmer.look()
+        assert resident() < full - 80_000_000
+
+    for _ in range(2):  # the second one uses what the first has returned
+        burst()
     for block in kept:
         libc.free(block)
 

@@ -122,7 +122,7 @@ def test_thousand_steps_keep_tapes_and_memory_constant(
     traffic.mixed(200)
     before = memory()
     traffic.mixed(1000)
-    assert memory() == before and before[:3] == (TAPED, module._MAX_SHEETS, TAPED)
+    assert memory() == before and before[:3] == (TAPED, module._MAX_BUFFERS, TAPED)
     for num_rows in range(1, ROWS + 1):
         played.clear()
         traffic.decode(num_rows)

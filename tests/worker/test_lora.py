@@ -149,7 +149,7 @@ def test_drafts_are_computed_without_adapters(tiny: Tiny) -> None:
     class Drafts:
         follows = True
 
-        def see(self, batch: Any, states: Any) -> None:
+        def observe(self, batch: Any, states: Any) -> None:
             seen.append(batch.lora)
             worker.model.logits(torch.zeros(7, 64))
 

@@ -15,7 +15,7 @@ class LoRATokens(NamedTuple):
 
     slots: Tensor
     """[T] int32, adapter slot of each token, -1 for none"""
-    is_wide: bool = False
+    uses_extra_vocab: bool = False
     """Whether some adapter adds tokens: ids may exceed the model's vocabulary, and logits are wider."""
     assigned: Any = None
     """Kernel metadata computed from `slots`, once per step."""
@@ -63,12 +63,15 @@ class Batch:
     """Adapter slots of the tokens; None if no token has an adapter."""
     logit_lora: LoRATokens | None = None
     """Adapter slots of `logit_tokens`."""
-    before: Tensor | None = None
+    intermediate_tensors: Tensor | None = None
     """[2, T, hidden], output of the previous pipeline stage: hidden states and residual. None in the first
     stage, which reads `token_ids`."""
     ep: EPTokens | None = None
     """Numbers of tokens for expert parallelism over data-parallel engines; None if all engines have as many
     tokens, and no padding."""
+    routes: list[Tensor] | None = None
+    """[T, per_token], the ids of the experts that each MoE layer chose so far, which all groups share; None
+    if requests do not return them."""
     attention: Any = None
     """Metadata of the attention backend, set by its `plan(batch)` once per step."""
     state: Any = None

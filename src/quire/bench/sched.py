@@ -90,7 +90,7 @@ def measure_waste(num_requests: int = 512) -> float:
         plan = scheduler.plan()
         assert plan is not None
         rows = scheduler.running.order
-        held += int(scheduler.kv.room[rows].sum())
+        held += int(scheduler.kv.capacity[rows].sum())
         used += int(scheduler.running.num_computed[rows].sum())
         scheduler.update(
             plan, StepResult(token_ids=draw.integers(0, 50_000, int(plan.samples.sum()), dtype=np.int32))

@@ -31,6 +31,7 @@ from quire.config.lora import lora_section
 from quire.config.machine import Machine
 from quire.config.parallel import stage_layers
 from quire.config.profiling import Profiling
+from quire.config.routed_experts import check_routed_experts
 from quire.config.sections import (
     AttentionSection,
     CacheSection,
@@ -151,14 +152,11 @@ def resolve(
     cache = _divide_cpu_memory(_resolve_cache(values, model.dtype, machine, env, checkpoint), parallel)
     check_transfer(cache, parallel, cache_specs(checkpoint.facts), machine)
     check_events(values.get("kv_events_config", {}), parallel, cache)
+    check_routed_experts(values, checkpoint.facts, parallel, cache, model.max_model_len, pools=pools)
     speculation = _spec_facts(values, draft, model.max_model_len, tp_size, pools=pools)
+    specs, num_states = cache_specs(shard_facts(checkpoint.facts, tp_size)), _states_per_row(speculation)
     values = limit_seqs_for_states(
-        values,
-        cache_specs(shard_facts(checkpoint.facts, tp_size)),
-        cache,
-        machine,
-        default=_budget(machine, usage, 1)[1],
-        num_states=_states_per_row(speculation),
+        values, specs, cache, machine, default=_budget(machine, usage, 1)[1], num_states=num_states
     )
     return EngineConfig(
         model=model,
@@ -174,7 +172,9 @@ def resolve(
         machine=machine,
         pooling=pooling,
         speculation=speculation,
-        extensions=extension_section(_section_args("extensions", values), pooling, speculation),
+        extensions=extension_section(
+            _section_args("extensions", values), pooling, speculation, model.logprobs_mode
+        ),
     )
 
 

@@ -31,6 +31,11 @@ class ExtensionSection:
     weight_transfer_config: dict[str, Any] = field(default_factory=dict)
     """JSON of weight updates by a trainer: backend (`nccl`, `gloo`, `ipc`, `shared_memory` or `file`).
     Default: none."""
+    enable_return_routed_experts: bool = False
+    """Return the experts that each token was routed to with the output of every request."""
+    return_sampling_mask: bool = False
+    """Return the ids that each token could have been after top_k, top_p and min_p with the output of every
+    request. Needs logprobs_mode `processed_logprobs`."""
 
 
 def name_classes(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,7 +56,9 @@ def _path_of(entry: Any) -> Any:
     return path
 
 
-def extension_section(values: Mapping[str, Any], pooling: object, speculation: object) -> ExtensionSection:
+def extension_section(
+    values: Mapping[str, Any], pooling: object, speculation: object, logprobs_mode: str
+) -> ExtensionSection:
     """Check the settings. `pooling` and `speculation` are None for an engine without them."""
     section = ExtensionSection(**values)
     for path in section.logits_processors:
@@ -70,7 +77,22 @@ def extension_section(values: Mapping[str, Any], pooling: object, speculation: o
             "Custom logits processors are not supported when speculative decoding is enabled: leave out"
             " logits_processors or speculative_config"
         )
+    if section.return_sampling_mask:
+        _check_mask(section, pooling, speculation, logprobs_mode)
     return section
+
+
+def _check_mask(section: ExtensionSection, pooling: object, speculation: object, logprobs_mode: str) -> None:
+    reasons = {
+        "a pooling model samples no token": pooling is not None,
+        "leave out speculative_config": speculation is not None,
+        "leave out logits_processors": bool(section.logits_processors),
+        f"set logprobs_mode to 'processed_logprobs', not {logprobs_mode!r}": (
+            logprobs_mode != "processed_logprobs"
+        ),
+    }
+    for reason in (reason for reason, applies in reasons.items() if applies):
+        raise ConfigError(f"return_sampling_mask is not supported here: {reason}")
 
 
 def _check_transfer(settings: Mapping[str, Any]) -> None:

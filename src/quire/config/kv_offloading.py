@@ -45,13 +45,13 @@ def resolve_offloading(
             " host memory already: kv_offloading_dir adds a tier on disk",
         )
         del values["kv_offloading_size"]
-    why_off = ""
+    off_reason = ""
     if not values.get("enable_prefix_caching", True):
-        why_off = "prefix caching is off"
+        off_reason = "prefix caching is off"
     elif any(spec is not None and spec.kind == "crossed" for spec in specs):
-        why_off = "this model has cross-attention states, which have no lower tiers"
-    for name in (name for name in _TIERS if why_off and values.pop(name, None)):
-        warn_once(logger, f"{name} has no effect: {why_off}")
+        off_reason = "this model has cross-attention states, which have no lower tiers"
+    for name in (name for name in _TIERS if off_reason and values.pop(name, None)):
+        warn_once(logger, f"{name} has no effect: {off_reason}")
     if values.get("kv_offloading_dir") is not None:
         _check_folder(Path(values["kv_offloading_dir"]).expanduser())
     return values

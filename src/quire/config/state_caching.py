@@ -22,19 +22,19 @@ _MAX_OWN_CACHES = 16
 
 
 def resolve_state_caching(
-    args: Mapping[str, Any], specs: Sequence[CacheSpec | None], block_size: int, why_off: str = ""
+    args: Mapping[str, Any], specs: Sequence[CacheSpec | None], block_size: int, off_reason: str = ""
 ) -> dict[str, Any]:
     """Return the cache settings with those of state checkpoints. `specs` are the caches of the model's
-    layers; `why_off` is the setting that no checkpoint works with, if there is one."""
+    layers; `off_reason` is the setting that no checkpoint works with, if there is one."""
     if not has_ssm_state(specs):
         return _without_states(args, specs)
     is_hybrid = any(spec is not None and spec.is_paged for spec in specs)
     is_on = args.get("enable_prefix_caching", is_hybrid)
-    if is_on and why_off:
-        warn_once(logger, f"Prefix caching is off: SSM states are kept where a step ends, {why_off}")
+    if is_on and off_reason:
+        warn_once(logger, f"Prefix caching is off: SSM states are kept where a step ends, {off_reason}")
         is_on = False
     if not is_on:
-        if "mamba_block_size" in args and not why_off:
+        if "mamba_block_size" in args and not off_reason:
             raise ConfigError("--mamba-block-size can only be set with --enable-prefix-caching")
         if args.get("mamba_cache_mode", "none") != "none":
             warn_once(logger, "mamba_cache_mode has no effect without prefix caching and is 'none'")

@@ -22,7 +22,6 @@ UNSUPPORTED: dict[Place, dict[str, tuple[Any, ...]]] = {
         "distributed_executor_backend": ("uni", "mp", "ray"),
         "disable_sliding_window": (False,),
         "ec_transfer_config": (),
-        "enable_return_routed_experts": (False,),
         "io_processor_plugin": (),
         "kv_cache_dtype_skip_layers": ([], ()),
         "model_class_overrides": ({},),
@@ -31,7 +30,6 @@ UNSUPPORTED: dict[Place, dict[str, tuple[Any, ...]]] = {
         "quantization_config": (),
         "reasoning_parser": ("",),
         "reasoning_parser_plugin": ("",),
-        "return_sampling_mask": (False,),
         "scheduler_cls": (),
         "worker_cls": ("auto",),
     },
@@ -51,10 +49,8 @@ UNSUPPORTED: dict[Place, dict[str, tuple[Any, ...]]] = {
         "lora_request": (),
         "modalities": (["text"],),
         "return_assistant_tokens_mask": (False,),
-        "routed_experts_prompt_start": (0,),
     },
     "sampling field": {
-        "routed_experts_prompt_start": (0,),
         "trace_decode_token_ids": (),
     },
     "call argument": {

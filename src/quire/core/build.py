@@ -13,12 +13,13 @@ from quire.executor import EXECUTORS, Executor
 from quire.executor.worker_process import num_compilers
 from quire.kernels.compile_processes import compile_processes
 from quire.logs import get_logger
-from quire.memory import MAX_DRAWS, CacheSize, max_kept, max_span, max_vectors
+from quire.memory import MAX_SAMPLES, CacheSize, max_kept, max_span, max_vectors
 from quire.sched.encoder_cache import EncoderCache
 from quire.sched.kv_manager import KVManager
 from quire.sched.lora import LoRAScheduler
-from quire.sched.proposers import SORTS, proposer_of
+from quire.sched.proposers import NUM_DRAFT_KINDS, proposer_of
 from quire.sched.proposers.pace import Pace
+from quire.sched.routed_experts import RoutedExperts
 from quire.sched.scheduler import Scheduler
 from quire.sched.spec import Drafting
 from quire.sched.state_cache import StateCache
@@ -97,9 +98,12 @@ def build_scheduler(
     adapters: LoRAScheduler | None = None,
     kv: KVManager | None = None,
 ) -> Scheduler:
-    limits = config.scheduler
+    limits, moe = config.scheduler, config.checkpoint.facts.moe
+    kv, routed = kv or build_kv_manager(config, cache), None
+    if config.extensions.enable_return_routed_experts and moe is not None:
+        routed = RoutedExperts(kv, moe.experts + moe.num_identity_experts)
     return Scheduler(
-        kv=kv or build_kv_manager(config, cache),
+        kv=kv,
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_scheduled_tokens,
         max_model_len=cache.max_model_len,
@@ -112,16 +116,19 @@ def build_scheduler(
         grammars=grammars,
         fair=limits.share_by_key,
         drafting=_build_drafting(config),
+        routed=routed,
         adapters=adapters,
         media=EncoderCache(
-            size=max_kept(config), most_made=max_vectors(config), whole=max_span(config) is not None
+            size=max_kept(config),
+            max_encoded=max_vectors(config),
+            undivided_items=max_span(config) is not None,
         ),
     )
 
 
 def build_kv_manager(config: EngineConfig, cache: CacheSize) -> KVManager:
     share, unit = config.cache.enable_prefix_caching, config.cache.mamba_block_size
-    states, why_off = None, _why_no_prefixes(config)
+    states, off_reason = None, _why_no_prefixes(config)
     if unit is not None and not cache.num_checkpoints:
         log.warning(
             "Prefix caching is off: no memory is left for checkpoints of SSM states. Lower max_num_seqs (%d)"
@@ -129,7 +136,7 @@ def build_kv_manager(config: EngineConfig, cache: CacheSize) -> KVManager:
             config.scheduler.max_num_seqs,
             cache.max_model_len,
         )
-        share, why_off = False, "no memory is left for checkpoints of SSM states"
+        share, off_reason = False, "no memory is left for checkpoints of SSM states"
     elif unit is not None:
         states = StateCache(
             num_slots=cache.num_checkpoints,
@@ -149,7 +156,7 @@ def build_kv_manager(config: EngineConfig, cache: CacheSize) -> KVManager:
         max_chunk=config.scheduler.max_chunk,
         states=states,
         has_pages=states is None or any(spec is not None and spec.is_paged for spec in specs) or has_draft,
-        why_off=why_off,
+        off_reason=off_reason,
     )
 
 
@@ -171,19 +178,19 @@ def _build_drafting(config: EngineConfig) -> Drafting | None:
     spec = config.speculation
     if spec is None:
         return None
-    most = spec.num_speculative_tokens
+    max_drafts = spec.num_speculative_tokens
     on_gpu = config.machine.device == "cuda"
     proposer = None if on_gpu and spec.method == "ngram" else proposer_of(spec)
-    sorts = 1 if proposer is None else SORTS
-    pace = Pace(max_rows=config.scheduler.max_num_seqs, most=most, sorts=sorts)
-    max_draws = MAX_DRAWS if on_gpu else None
+    num_kinds = 1 if proposer is None else NUM_DRAFT_KINDS
+    pace = Pace(max_rows=config.scheduler.max_num_seqs, max_drafts=max_drafts, num_kinds=num_kinds)
+    max_samples = MAX_SAMPLES if on_gpu else None
     return Drafting(
         pace,
         proposer,
-        most=most,
+        max_drafts=max_drafts,
         ahead=on_gpu,
-        max_draws=max_draws,
+        max_samples=max_samples,
         max_len=spec.max_model_len,
         vocab=config.checkpoint.facts.vocab,
-        most_of=spec.most if spec.num_speculative_tokens_per_batch_size else None,
+        max_drafts_of=spec.most if spec.num_speculative_tokens_per_batch_size else None,
     )

@@ -52,16 +52,21 @@ class Operator:
         """Set the callbacks: `end` notifies the clients of aborted requests, `clear_media` clears the cache
         of received media."""
         self.core = core
-        self._end = end
+        self._end, self._clear_media = end, clear_media
         self._num_updates = 0
-        self.calls: dict[str, Callable[..., Any]] = {
+
+    @property
+    def calls(self) -> dict[str, Callable[..., Any]]:
+        """Return the methods that clients call by name. Some return `Work`, which is then to be run."""
+        core = self.core
+        return {
             "reset_prefix_cache": core.reset_prefix_cache,
             "reset_encoder_cache": core.scheduler.media.reset,
-            "reset_mm_cache": clear_media,
+            "reset_mm_cache": self._clear_media,
             "reset_running": self.reset_running,
             "block_map": core.block_map,
-            "sleep_level": lambda: core.gate.level,
-            "settled_level": lambda: core.gate.settled_level,
+            "sleep_level": lambda: core.pause_state.level,
+            "settled_level": lambda: core.pause_state.settled_level,
             "is_paused": lambda: self.is_at_rest,
             "resume": self.resume,
             "abort": self.abort,
@@ -72,31 +77,30 @@ class Operator:
             "collective_rpc": self.collective_rpc,
             "call_weights": self.call_weights,
             "commit_weights": self.commit_weights,
-            "weight_version": lambda: core.gate.weight_version,
+            "weight_version": lambda: core.pause_state.weight_version,
             "set_weight_version": self.set_weight_version,
             "profile": self.profile,
             "add_adapter": self.add_adapter,
             "remove_adapter": self.remove_adapter,
         }
-        """Methods that clients call by name. Some return `Work`, which is then to be run."""
 
     # ---- pause
 
     @property
     def is_at_rest(self) -> bool:
         """Whether no step is in flight or will be planned, and no adapter is being read."""
-        core, gate = self.core, self.core.gate
+        core, pause_state = self.core, self.core.pause_state
         is_idle = not len(core.step_queue) and not core.scheduler.adapters.is_reading
-        return not gate.is_open and is_idle and not (gate.drains and core.scheduler.has_work)
+        return not pause_state.is_open and is_idle and not (pause_state.drains and core.scheduler.has_work)
 
     def pause(self, mode: str = "abort", clear_cache: bool = False) -> Work:
         """Pause: admit no request, plan no step that is not needed, and wait until the core is at rest."""
         core = self.core
-        core.gate.pause(mode)
+        core.pause_state.pause(mode)
         if mode == "abort":
-            self._end(core.abort([*core.scheduler.requests, *core.gate.outside]))
+            self._end(core.abort([*core.scheduler.requests, *core.pause_state.outside]))
         while not self.is_at_rest:
-            if core.gate.is_open:
+            if core.pause_state.is_open:
                 raise RequestError("the engine was resumed before it was paused completely")
             yield None
         if clear_cache:
@@ -104,20 +108,20 @@ class Operator:
 
     def resume(self) -> None:
         """Resume steps, and admit the requests that have arrived meanwhile."""
-        for request in self.core.gate.resume():
+        for request in self.core.pause_state.resume():
             self.core.add(request)
 
     def reset_running(self, external: bool = False) -> Work:
         """Reset the prefix cache; requests that use it restart, as after a preemption."""
-        gate, core = self.core.gate, self.core
-        was_open = gate.is_open
+        pause_state, core = self.core.pause_state, self.core
+        was_open = pause_state.is_open
         if was_open:
-            gate.pause("keep")
+            pause_state.pause("keep")
         while core.scheduler.in_flight:  # other engines may still call it into steps
             yield None
-        core.scheduler.send_back()
+        core.scheduler.requeue_running()
         is_empty = core.reset_prefix_cache(external)
-        if was_open and not gate.asleep:
+        if was_open and not pause_state.asleep:
             self.resume()
         return is_empty
 
@@ -126,44 +130,46 @@ class Operator:
     def sleep(self, level: int = 1) -> Work:
         """Put the workers to sleep. Running requests restart on wake-up, as after a preemption."""
         check_choice("level", level, LEVELS)
-        core, gate = self.core, self.core.gate
-        if gate.level > level and not gate.is_unsure:
-            raise RequestError(f"the engine sleeps at level {gate.level} already: wake it up first", "level")
+        core, pause_state = self.core, self.core.pause_state
+        if pause_state.level > level and not pause_state.is_unsure:
+            raise RequestError(
+                f"the engine sleeps at level {pause_state.level} already: wake it up first", "level"
+            )
         while not self.is_at_rest:
-            if gate.is_open:
+            if pause_state.is_open:
                 raise RequestError("the engine is not paused: pause it first, it may have been resumed")
             yield None  # other engines may still have called it into a step
-        if level == 0 or gate.settled_level == level:
+        if level == 0 or pause_state.settled_level == level:
             return
-        core.scheduler.send_back()
+        core.scheduler.requeue_running()
         core.scheduler.media.forget_all()
         core.reset_prefix_cache()
         if level > 1:
             core.scheduler.adapters.forget_all()
-            core.gate.weight_version = DEFAULT_VERSION  # they are loaded from the checkpoint again
+            core.pause_state.weight_version = DEFAULT_VERSION  # they are loaded from the checkpoint again
         # Even if it fails: workers can wake up from any state.
-        gate.level, gate.asleep, gate.is_unsure = level, set(MEMORY), True
+        pause_state.level, pause_state.asleep, pause_state.is_unsure = level, set(MEMORY), True
         yield partial(self._call_workers, "sleep", [level])
-        gate.is_unsure = False
+        pause_state.is_unsure = False
 
     def wake_up(self, tags: Sequence[str] | None = None) -> Work:
         """Restore all memory of the workers, or that of `tags`. Return whether nothing is missing: then they
         warm up, and steps resume. Workers that step together warm up together, so each waits for all."""
         for tag in tags or ():
             check_choice("tags", tag, TAGS)
-        gate = self.core.gate
-        if not gate.level:
+        pause_state = self.core.pause_state
+        if not pause_state.level:
             return True
-        missing = gate.asleep - set(tags or TAGS)
+        missing = pause_state.asleep - set(tags or TAGS)
         yield partial(self._call_workers, "wake_up", [sorted(set(MEMORY) - missing)])
-        gate.asleep, gate.is_unsure = missing or {"kv_cache"}, False  # until they are warm
+        pause_state.asleep, pause_state.is_unsure = missing or {"kv_cache"}, False  # until they are warm
         return not missing
 
     def warm_up(self) -> Work:
-        gate = self.core.gate
-        if gate.level and gate.asleep == {"kv_cache"}:
+        pause_state = self.core.pause_state
+        if pause_state.level and pause_state.asleep == {"kv_cache"}:
             yield partial(self._call_workers, "warm_up", [])
-            gate.asleep = set()
+            pause_state.asleep = set()
 
     def _call_workers(self, method: str, args: list[Any]) -> None:
         started = time.monotonic()
@@ -182,16 +188,16 @@ class Operator:
     def add_adapter(self, lora: LoRARequest | Mapping[str, Any]) -> Work:
         """Wait until an adapter is read, and return its facts."""
         lora = msgspec.convert(lora, LoRARequest)
-        if self.core.gate.asleep:
+        if self.core.pause_state.asleep:
             raise RequestError("the engine sleeps: wake it up first")
         adapters = self.core.scheduler.adapters
         adapter = adapters.begin(lora)
         try:
             while not adapter.is_settled:
                 yield None
-                adapters.take_in()
+                adapters.collect_reads()
         finally:
-            adapter.num_asking -= 1
+            adapter.num_calls -= 1
         if adapter.error is not None:
             raise adapter.error
         return adapter.facts
@@ -202,14 +208,14 @@ class Operator:
         was_known = adapters.retire(name)
         while not adapters.sweep(name):
             yield None
-            adapters.take_in()
+            adapters.collect_reads()
         return was_known
 
     # ---- weight updates
 
     def call_weights(self, action: str, **info: Any) -> Work:
         """Run a part of a weight update on the workers, which go on with their old weights."""
-        if self.core.gate.asleep:
+        if self.core.pause_state.asleep:
             raise RequestError("the engine sleeps: wake it up first")
         yield from self._wait_for_masks()
         return (yield partial(self.core.executor.call, "update_weights", [action, *info.values()]))
@@ -217,29 +223,29 @@ class Operator:
     def commit_weights(self, version: str | None = None) -> Work:
         """Apply the staged weights between two steps. Nothing that was computed with the old ones is used
         again: cached prefixes are dropped, and running requests are recomputed, as after a preemption."""
-        core, gate = self.core, self.core.gate
-        was_open = gate.is_open
+        core, pause_state = self.core, self.core.pause_state
+        was_open = pause_state.is_open
         if was_open:
-            gate.pause("keep")
+            pause_state.pause("keep")
         while core.scheduler.in_flight:  # other engines may still call it into steps
             yield None
         try:
             yield partial(core.executor.call, "update_weights", ["commit"])
             self._num_updates += 1
-            core.gate.weight_version = version or f"update-{self._num_updates}"
-            core.scheduler.send_back()
+            core.pause_state.weight_version = version or f"update-{self._num_updates}"
+            core.scheduler.requeue_running()
             core.scheduler.media.forget_all()
             core.reset_prefix_cache(external=True)
             if (tiers := core.scheduler.kv.tiers) is not None:
                 tiers.weights_changed()
         finally:
-            if was_open and not gate.asleep:
+            if was_open and not pause_state.asleep:
                 self.resume()
-        log.info("The weights are those of the version %r", core.gate.weight_version)
+        log.info("The weights are those of the version %r", core.pause_state.weight_version)
 
     def set_weight_version(self, version: str) -> None:
         check_version(version)
-        self.core.gate.weight_version = version
+        self.core.pause_state.weight_version = version
 
     # ---- workers and requests
 
@@ -263,14 +269,14 @@ class Operator:
 
     def _wait_for_masks(self) -> Work:
         """Wait until the masks of the last plan are sent: workers expect them right after their plan."""
-        self.core.draw()
-        while self.core.step_queue.undrawn:
+        self.core.sample_tokens()
+        while self.core.step_queue.is_unsampled:
             yield None
-            self.core.draw()
+            self.core.sample_tokens()
 
     def abort(self, request_ids: Iterable[str]) -> int:
         """End the requests with these ids, as clients know them; return the number of sequences."""
-        wanted, inside = set(request_ids), [*self.core.scheduler.requests, *self.core.gate.outside]
+        wanted, inside = set(request_ids), [*self.core.scheduler.requests, *self.core.pause_state.outside]
         ended = self.core.abort([id for id in inside if wanted & set(_names_of(id))])
         self._end(ended)
         return len(ended)

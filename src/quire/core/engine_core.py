@@ -12,7 +12,7 @@ from quire.data.step_plan import FinishReason, StepOutput
 from quire.executor import Executor
 from quire.sched.scheduler import Scheduler
 
-GATES_S = 0.01
+CHECKS_S = 0.01
 """Seconds to wait for a grammar or an adapter while no request can run."""
 LOOK_S = 0.002
 """Seconds between two checks of the workers meanwhile."""
@@ -26,7 +26,7 @@ class EngineCore:
     ) -> None:
         self.scheduler = scheduler
         self.step_queue = StepQueue(executor, depth, lockstep)
-        self.gate = PauseState()
+        self.pause_state = PauseState()
 
     @property
     def executor(self) -> Executor:
@@ -34,19 +34,19 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        can_plan = self.scheduler.has_work and not self.gate.is_shut
+        can_plan = self.scheduler.has_work and not self.pause_state.is_shut
         return can_plan or len(self.step_queue) > 0 or self.step_queue.is_called
 
     def add(self, request: Request) -> None:
-        if self.gate.is_open:
+        if self.pause_state.is_open:
             self.scheduler.add(request)
         else:
             request.queued_at = time.monotonic()
-            self.gate.outside[request.id] = request
+            self.pause_state.outside[request.id] = request
 
     def abort(self, request_ids: Iterable[str]) -> dict[str, FinishReason]:
         ids = list(request_ids)
-        return self.gate.drop(ids) | self.scheduler.abort(ids)
+        return self.pause_state.drop(ids) | self.scheduler.abort(ids)
 
     def step(self, timeout_s: float | None = None) -> StepOutput | None:
         """Launch the next steps and return the output of the oldest, or None if it is not done in time."""
@@ -54,7 +54,7 @@ class EngineCore:
             if refused := self.scheduler.settle():
                 return StepOutput([], [], finished=refused, at=time.monotonic())
             self._launch()
-            if len(self.step_queue) or not self._wait_for_gates(timeout_s):
+            if len(self.step_queue) or not self._wait_for_checks(timeout_s):
                 break
         if not len(self.step_queue) or (timeout_s is not None and not self.step_queue.ready(timeout_s)):
             return None
@@ -68,30 +68,30 @@ class EngineCore:
         """Launch as many steps as the queue and the scheduler allow."""
         constraints = self.scheduler.constraints
         while self.step_queue.has_room(constraints.has_begun):
-            plan = self.step_queue.agreed(None if self.gate.is_shut else self.scheduler.plan())
+            plan = self.step_queue.agreed(None if self.pause_state.is_shut else self.scheduler.plan())
             if plan is None:
                 break
-            self.draw()
+            self.sample_tokens()
             self.step_queue.submit(plan)
             constraints.begin(self.scheduler.running)
-        self.draw()
+        self.sample_tokens()
 
-    def _wait_for_gates(self, timeout_s: float | None) -> bool:
+    def _wait_for_checks(self, timeout_s: float | None) -> bool:
         """Wait if no request can run; return whether to plan again, since a grammar or an adapter is ready or
         may have failed."""
-        self.scheduler.kv.rest()
-        gates, until = self.scheduler.gates, time.monotonic() + GATES_S
-        while gates.is_awaiting and time.monotonic() < until:
-            if gates.wait(LOOK_S):
+        self.scheduler.kv.flush_stores()
+        checks, until = self.scheduler.checks, time.monotonic() + CHECKS_S
+        while checks.is_awaiting and time.monotonic() < until:
+            if checks.wait(LOOK_S):
                 return True
             self.executor.watch()
-        return timeout_s is None and gates.is_awaiting
+        return timeout_s is None and checks.is_awaiting
 
-    def draw(self) -> None:
+    def sample_tokens(self) -> None:
         """Sample the newest step, once its masks are ready."""
         constraints = self.scheduler.constraints
-        if self.step_queue.undrawn and constraints.has_begun:
-            self.step_queue.draw(constraints.masks())
+        if self.step_queue.is_unsampled and constraints.has_begun:
+            self.step_queue.sample_tokens(constraints.masks())
 
     def reset_prefix_cache(self, external: bool = False) -> bool:
         return self.scheduler.kv.reset(external)
@@ -103,10 +103,10 @@ class EngineCore:
         """Update the gauges: requests may have been aborted since the step."""
         scheduler = self.scheduler
         stats.num_running = len(scheduler.running)
-        stats.num_waiting = len(scheduler.admitter.waiting) + len(self.gate.outside)
+        stats.num_waiting = len(scheduler.admitter.waiting) + len(self.pause_state.outside)
         stats.num_deferred = scheduler.admitter.waiting.num_held
-        stats.sleep_level = self.gate.level
-        stats.weight_version = self.gate.weight_version
+        stats.sleep_level = self.pause_state.level
+        stats.weight_version = self.pause_state.weight_version
         stats.running_adapters = scheduler.adapters.running_names
         stats.waiting_adapters = scheduler.adapters.waiting_names
         stats.kv_usage = scheduler.kv.pool.usage
@@ -117,8 +117,8 @@ class EngineCore:
         """Drop all requests and prefixes after a step that failed halfway: its blocks may not be filled."""
         scheduler = self.scheduler
         self.step_queue.clear()
-        scheduler.forget_flights()
-        self.abort([*scheduler.requests, *self.gate.outside])
+        scheduler.discard_in_flight()
+        self.abort([*scheduler.requests, *self.pause_state.outside])
         scheduler.kv.reset()
 
     def close(self) -> None:

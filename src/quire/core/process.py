@@ -28,13 +28,10 @@ from quire.metrics.engine import MetricsLayout, MetricsPages
 from quire.sched.mm_receiver_cache import ReceiverCache
 from quire.system.memory_trim import trim_memory
 from quire.system.platform import devices_of
-from quire.system.process import adopt, tune_garbage_collector
+from quire.system.process import SPARE_BYTES, adopt, tune_garbage_collector
 from quire.system.shared_arena import ArenaReader
 
 log = get_logger(__name__)
-
-_SPARE_BYTES = 128 << 20
-"""Freed memory that an engine core keeps for later steps, grammars and requests."""
 
 BEAT_S = 0.1
 PAGE_S = 1.0
@@ -74,21 +71,24 @@ def config_of_rank(config: EngineConfig, rank: int) -> EngineConfig:
     return replace(config, parallel=replace(config.parallel, data_parallel_rank=rank))
 
 
-def run_core(config: EngineConfig, seat: CoreAddress, parent: Connection) -> None:
+def run_core(config: EngineConfig, core_address: CoreAddress, parent: Connection) -> None:
     """Run the core process of `config.parallel.data_parallel_rank`. Send `parent` None when it is ready, or
     the reason why it cannot start."""
     rank, size = config.parallel.data_parallel_rank or 0, config.parallel.data_parallel_size
     adopt(core_name(rank, size))
     began_at = time.monotonic()
     try:
-        _take_devices(config, seat)
+        _take_devices(config, core_address)
         load_plugins(config.broken_plugins)
-        core, cache = build_core(config, token=seat.token)
+        core, cache = build_core(config, token=core_address.token)
     except QuireError as error:
         parent.send(f"engine {rank}: {error}" if size > 1 else str(error))
         sys.exit(1)
     metrics = MetricsPages(
-        MetricsLayout.of(config), seat.metrics_file, engine=seat.page, num_engines=seat.num_pages
+        MetricsLayout.of(config),
+        core_address.metrics_file,
+        engine=core_address.page,
+        num_engines=core_address.num_pages,
     )
     metrics.start(config.scheduler.max_num_seqs)
     start_s = time.monotonic() - began_at
@@ -97,11 +97,13 @@ def run_core(config: EngineConfig, seat: CoreAddress, parent: Connection) -> Non
     quiet = config.observability.disable_log_stats
     device = config.machine.device
     stats_log = StatsLog(env.log_stats_interval, metrics, quiet=quiet, rank=rank, device=device)
-    kept_bytes = max_bytes(config.multimodal) if seat.keeps_media else 0
-    server = CoreServer(core, seat.address, ready, metrics, stats_log, kept_bytes, token=seat.token)
+    kept_bytes = max_bytes(config.multimodal) if core_address.keeps_media else 0
+    server = CoreServer(
+        core, core_address.address, ready, metrics, stats_log, kept_bytes, token=core_address.token
+    )
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     tune_garbage_collector()
-    trim_memory(_SPARE_BYTES)
+    trim_memory(SPARE_BYTES)
     parent.send(None)
     try:
         server.run()
@@ -112,14 +114,14 @@ def run_core(config: EngineConfig, seat: CoreAddress, parent: Connection) -> Non
         core.close()
 
 
-def _take_devices(config: EngineConfig, seat: CoreAddress) -> None:
+def _take_devices(config: EngineConfig, core_address: CoreAddress) -> None:
     """Give each of several cores its own devices. Must be called before torch is imported."""
     shared = os.environ.get("QUIRE_TEST_SHARE_GPU") == "1"
-    if config.machine.device == "cuda" and seat.num_local > 1 and not shared:
+    if config.machine.device == "cuda" and core_address.num_local > 1 and not shared:
         count = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         os.environ["CUDA_VISIBLE_DEVICES"] = devices_of(
-            seat.index, count, visible=visible, num_devices=config.machine.num_devices
+            core_address.index, count, visible=visible, num_devices=config.machine.num_devices
         )
 
 
@@ -180,10 +182,10 @@ class CoreServer:
         """Read some of the messages, so that steps are not delayed; wait for messages if there is nothing to
         compute."""
         if self._is_idle:
-            is_urgent = self._is_stuck or self.clients.queues or self.rpc.has_questions
+            is_urgent = self._is_stuck or self.clients.queues or self.rpc.has_calls
             lockstep = self.core.step_queue.lockstep
             wait_s = RETRY_S if is_urgent else BEAT_S
-            if self._is_stuck and self.core.scheduler.gates.is_awaiting:
+            if self._is_stuck and self.core.scheduler.checks.is_awaiting:
                 wait_s = 0.0  # a step waits for a grammar or an adapter
             self.clients.wait(wait_s, None if lockstep is None else lockstep.socket)
         until = self._clock() + max(TURN_S, TURN_SHARE * self._step_s)
@@ -209,7 +211,7 @@ class CoreServer:
                 self._abort(request_ids)
                 self._observe(StepStats())
             case ControlCall():
-                self.rpc.ask(client, message)
+                self.rpc.submit(client, message)
             case Hello():
                 self.clients.send(client, self.ready)
 
@@ -235,7 +237,7 @@ class CoreServer:
         step = self.core.step(BEAT_S)
         self._is_stuck = step is None and self.core.has_work and not len(self.core.step_queue)
         if step is None:
-            if self._is_stuck and self.core.scheduler.gates.is_awaiting:
+            if self._is_stuck and self.core.scheduler.checks.is_awaiting:
                 self._progress_at = self._clock()  # requests wait for a grammar or an adapter
             return
         self._progress_at = self._clock()

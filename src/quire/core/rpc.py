@@ -58,7 +58,7 @@ class CoreRpc:
         self._calls = Operator(core, end, receiver_cache.clear).calls
         self._send = send
         self._job: RpcJob | None = None
-        self._open: list[tuple[bytes, int, Work]] = []
+        self._open_calls: list[tuple[bytes, int, Work]] = []
 
     @property
     def is_busy(self) -> bool:
@@ -66,17 +66,17 @@ class CoreRpc:
         return self._job is not None
 
     @property
-    def has_questions(self) -> bool:
-        return bool(self._open)
+    def has_calls(self) -> bool:
+        return bool(self._open_calls)
 
-    def ask(self, client: bytes, call: ControlCall) -> None:
-        self._open.append((client, call.number, self._work(call)))
+    def submit(self, client: bytes, call: ControlCall) -> None:
+        self._open_calls.append((client, call.number, self._work(call)))
         self.turn()
 
     def turn(self) -> None:
         """Continue all calls, and answer those that are done."""
-        for question in list(self._open):
-            client, number, work = question
+        for entry in list(self._open_calls):
+            client, number, work = entry
             try:
                 next(work)
                 continue
@@ -86,7 +86,7 @@ class CoreRpc:
                 raise
             except Exception as error:
                 reply = _error_reply(number, error)
-            self._open.remove(question)
+            self._open_calls.remove(entry)
             self._send(client, _check_encodable(reply))
 
     def _work(self, call: ControlCall) -> Work:

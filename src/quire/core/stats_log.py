@@ -88,8 +88,8 @@ class StatsLog:
             drafts = self._drafts
             drafts.num_drafts += stats.num_drafts
             drafts.num_draft_tokens += stats.num_draft_tokens
-            pairs = zip_longest(drafts.held_by_place, stats.held_by_place, fillvalue=0)
-            drafts.held_by_place = [sum(pair) for pair in pairs]
+            pairs = zip_longest(drafts.num_accepted_by_position, stats.num_accepted_by_position, fillvalue=0)
+            drafts.num_accepted_by_position = [sum(pair) for pair in pairs]
         if stats.prefix_queries:
             self._lookups.append((stats.prefix_hits, stats.prefix_queries))
 
@@ -152,13 +152,13 @@ def _send(stats: IntervalStats) -> None:
 
 def _draft_line(drafts: StepStats, age_s: float) -> str:
     """Return the log line of draft acceptance over `age_s` seconds."""
-    held = sum(drafts.held_by_place)
-    rates = ", ".join(f"{count / drafts.num_drafts:.3f}" for count in drafts.held_by_place)
+    num_accepted = sum(drafts.num_accepted_by_position)
+    rates = ", ".join(f"{count / drafts.num_drafts:.3f}" for count in drafts.num_accepted_by_position)
     return (
-        f"SpecDecoding metrics: Mean acceptance length: {1 + held / drafts.num_drafts:.2f}, "
-        f"Accepted throughput: {held / age_s:.2f} tokens/s, "
+        f"SpecDecoding metrics: Mean acceptance length: {1 + num_accepted / drafts.num_drafts:.2f}, "
+        f"Accepted throughput: {num_accepted / age_s:.2f} tokens/s, "
         f"Drafted throughput: {drafts.num_draft_tokens / age_s:.2f} tokens/s, "
-        f"Accepted: {held} tokens, Drafted: {drafts.num_draft_tokens} tokens, "
+        f"Accepted: {num_accepted} tokens, Drafted: {drafts.num_draft_tokens} tokens, "
         f"Per-position acceptance rate: {rates}, "
-        f"Avg Draft acceptance rate: {held / drafts.num_draft_tokens:.1%}"
+        f"Avg Draft acceptance rate: {num_accepted / drafts.num_draft_tokens:.1%}"
     )

@@ -25,9 +25,9 @@ class StepQueue:
         self.lockstep = lockstep
         """Synchronization with the engines that share experts; None if there are none."""
         self._steps: deque[tuple[StepPlan, Pending]] = deque()
-        self._stray: list[StepPlan] = []
+        self._orphaned: list[StepPlan] = []
         """Plans of dropped steps; the memory they refer to must stay until a later step is done."""
-        self.undrawn = False
+        self.is_unsampled = False
         """Whether the newest step waits for its masks."""
 
     def __len__(self) -> int:
@@ -36,7 +36,7 @@ class StepQueue:
     def has_room(self, masks_come: bool = False) -> bool:
         """Whether another step may be submitted. None may follow a failed submission, since it would start
         from a wrong state, nor a step that waits for masks, unless these are being computed."""
-        is_held = self.undrawn and not masks_come
+        is_held = self.is_unsampled and not masks_come
         return len(self._steps) < self.depth and not is_held and self._refused is None
 
     @property
@@ -56,14 +56,14 @@ class StepQueue:
 
     def submit(self, plan: StepPlan) -> None:
         pending = self._refused or self._launch(plan)
-        self.undrawn = len(plan.constrained) > 0 and not isinstance(pending, Refused)
+        self.is_unsampled = len(plan.constrained) > 0 and not isinstance(pending, Refused)
         self._steps.append((plan, pending))
 
-    def draw(self, masks: Masks) -> None:
+    def sample_tokens(self, masks: Masks) -> None:
         """Sample the newest step under these masks."""
-        self.undrawn = False
+        self.is_unsampled = False
         try:
-            self.executor.draw(masks)
+            self.executor.sample_tokens(masks)
         except EngineDead:
             raise
         except Exception as error:
@@ -87,7 +87,7 @@ class StepQueue:
         plan, pending = self._steps.popleft()
         try:
             result = pending.wait()
-            self._stray.clear()
+            self._orphaned.clear()
             return plan, result
         except EngineDead:
             raise
@@ -101,8 +101,8 @@ class StepQueue:
         return plan, None
 
     def _drain(self) -> None:
-        if self.undrawn:
-            self.draw(Masks())
+        if self.is_unsampled:
+            self.sample_tokens(Masks())
         while self._steps:
             _, pending = self._steps.popleft()
             try:
@@ -114,16 +114,16 @@ class StepQueue:
 
     def clear(self) -> None:
         """Drop the steps in flight; their results are not read."""
-        if self.undrawn:
+        if self.is_unsampled:
             with contextlib.suppress(EngineDead):
-                self.draw(Masks())
-        self._stray += [plan for plan, _ in self._steps]
+                self.sample_tokens(Masks())
+        self._orphaned += [plan for plan, _ in self._steps]
         self._steps.clear()
 
     def close(self) -> None:
         """End the workers, and leave the engines that step together."""
         if self.lockstep is not None:
             self.lockstep.close()
-        self.undrawn = False
+        self.is_unsampled = False
         self._steps.clear()
         self.executor.close()

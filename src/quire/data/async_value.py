@@ -9,15 +9,15 @@ class AsyncValue:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._there = threading.Lock()
-        self._there.acquire()
+        self._ready = threading.Lock()
+        self._ready.acquire()
         self._next: Callable[[], None] | None = None
-        self.is_there = False
+        self.is_ready = False
 
     def then(self, follow: Callable[[], None]) -> None:
         """Call `follow` once when the value is complete, in the thread that completes it, or now if it is."""
         with self._lock:
-            if not self.is_there:
+            if not self.is_ready:
                 self._next = follow
                 return
         follow()
@@ -25,11 +25,11 @@ class AsyncValue:
     def arrive(self) -> None:
         """Mark the value as complete, or as failed."""
         with self._lock:
-            self.is_there = True
+            self.is_ready = True
         if self._next is not None:
             self._next()
-        self._there.release()
+        self._ready.release()
 
     def wait(self) -> None:
-        with self._there:
+        with self._ready:
             pass

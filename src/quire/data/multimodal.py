@@ -103,15 +103,17 @@ class Media(msgspec.Struct, omit_defaults=True, eq=False):
     positions: Array | None = None
     """M-RoPE positions [3, prompt] of int32 (time, height, width). Output tokens continue after the
     largest."""
-    whole: int = 0
+    num_bidirectional: int = 0
     """Number of first tokens with bidirectional attention, which one step must compute together."""
-    whole_key: bytes = b""
+    bidirectional_key: bytes = b""
     """Hash of all of these tokens: the cached blocks of each depend on all."""
 
     def joined(self, tokens: Sequence[int]) -> "Media":
         """Return the media of a prompt with bidirectional attention among all tokens."""
         content = np.asarray(tokens, np.int32).tobytes() + self.keys_of(0, len(tokens))
-        return msgspec.structs.replace(self, whole=len(tokens), whole_key=sha256(content).digest())
+        return msgspec.structs.replace(
+            self, num_bidirectional=len(tokens), bidirectional_key=sha256(content).digest()
+        )
 
     def num_tokens(self) -> dict[str, int]:
         """Return the number of placeholder tokens by modality."""
@@ -132,14 +134,14 @@ class Media(msgspec.Struct, omit_defaults=True, eq=False):
 
     def keys_of(self, start: int, end: int) -> bytes:
         """Return the hash input of a range of tokens: equal for the same items at the same places."""
-        keys = self.whole_key if start < self.whole else b""
+        keys = self.bidirectional_key if start < self.num_bidirectional else b""
         for item in self._overlapping(start, end):
             keys += PLACE.pack(start - item.offset, len(item.key)) + item.key
         return keys
 
     def extra_keys_of(self, start: int, end: int) -> list[ExtraKey]:
         """Return the parts of `keys_of` as KV events report them."""
-        keys: list[ExtraKey] = [self.whole_key] if start < self.whole else []
+        keys: list[ExtraKey] = [self.bidirectional_key] if start < self.num_bidirectional else []
         return keys + [(item.key.hex(), item.offset - start) for item in self._overlapping(start, end)]
 
     def _overlapping(self, start: int, end: int) -> Iterator[MediaItem]:

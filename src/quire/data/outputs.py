@@ -4,6 +4,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, overload
 
+from numpy.typing import NDArray
+
 from quire.data.prefix_miss import PrefixMiss
 from quire.logs import get_logger, warn_once
 
@@ -129,6 +131,13 @@ class RequestStateStats:
 
 
 @dataclass
+class SamplingMask:
+    """The ids that each token of an output could have been after top_k, top_p and min_p."""
+
+    token_ids: list[list[int]]
+
+
+@dataclass
 class CompletionOutput:
     """One of the n completions of a request."""
 
@@ -137,13 +146,15 @@ class CompletionOutput:
     token_ids: Sequence[int]
     cumulative_logprob: float | None
     logprobs: SampleLogprobs | None
-    routed_experts: Any = field(default=None, repr=False)
+    routed_experts: NDArray[Any] | None = field(default=None, repr=False)
+    """With enable_return_routed_experts, once it has ended: the experts of each token that was computed, in
+    each MoE layer, [prompt + output - 1, MoE layers, experts per token]."""
     finish_reason: str | None = None
     """stop | length | abort | error | repetition; None while it runs"""
     stop_reason: int | str | None = None
     """Stop string or token id that ended it; None for the eos token."""
     lora_request: Any = field(default=None, repr=False)
-    sampling_mask: Any = field(default=None, repr=False)
+    sampling_mask: SamplingMask | None = field(default=None, repr=False)
     spec_decode_metrics: dict[str, int] | None = field(default=None, repr=False)
     """num_drafts, num_draft_tokens and num_accepted_tokens of a finished sequence with draft tokens."""
 

@@ -49,9 +49,13 @@ class PoolingParams(msgspec.Struct, omit_defaults=True):
                 f"returned_token_ids must be a list of token ids, got {returned!r}.",
                 param="returned_token_ids",
             )
-        wanted = self.dimensions
-        if wanted is not None and (not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 1):
-            raise RequestError(f"dimensions must be a positive integer, got {wanted!r}.", param="dimensions")
+        dimensions = self.dimensions
+        if dimensions is not None and (
+            not isinstance(dimensions, int) or isinstance(dimensions, bool) or dimensions < 1
+        ):
+            raise RequestError(
+                f"dimensions must be a positive integer, got {dimensions!r}.", param="dimensions"
+            )
         if self.task is not None and self.task not in TASKS:
             raise RequestError(
                 f"pooling task {self.task!r} is not supported; known: {', '.join(TASKS)}"

@@ -55,7 +55,7 @@ class Request(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
     """Whether its prefix is kept for another engine when it ends."""
 
     # The fields below belong to the scheduler. A request that is resumed after the death of its core has
-    # `has_run`, `num_cached`, `num_prompt_logprobs` and, in `tokens`, its output so far.
+    # `has_run`, `num_cached`, `num_prompt_logprobs`, `num_routed` and, in `tokens`, its output so far.
     row: int = -1
     num_preemptions: int = 0
     preempted_at: float = 0.0
@@ -72,6 +72,8 @@ class Request(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
     """Number of these that were loaded from another engine."""
     num_prompt_logprobs: int = 0
     """Prompt positions with delivered logprobs."""
+    num_routed: int = 0
+    """Tokens with delivered experts, from the first of the prompt on."""
     adapter_digest: bytes = b""
     """Digest of its LoRA adapter, once that is loaded."""
     block_keys: list[bytes] = []

@@ -75,7 +75,7 @@ class StepStats(msgspec.Struct):
     num_drafts: int = 0
     """Rows with draft tokens in this step."""
     num_draft_tokens: int = 0
-    held_by_place: list[int] = []
+    num_accepted_by_position: list[int] = []
     """Number of these rows that accepted their first draft token, their second, ..."""
     running_adapters: list[str] = []
     """Names of LoRA adapters of running requests."""

@@ -16,6 +16,7 @@ from quire.data.params import SamplingParams
 from quire.data.pooling import Pooled, PoolingParams
 from quire.data.prefix_miss import PrefixMiss
 from quire.data.prompt_embeds import PromptEmbeds
+from quire.data.routed_experts import RoutedRows, StepRoutes
 from quire.data.stats import StepStats
 
 Owner = TypeVar("Owner", bound=Hashable)
@@ -44,16 +45,16 @@ class Masks(msgspec.Struct):
     bits: NDArray[np.uint32] = _NO_BITS
     """Bit masks [rows, words]: token t is bit t % 32 of word t // 32; there may be fewer or more bits than
     tokens."""
-    draws: Ints = _NONE
+    sample_index: Ints = _NONE
     """Index of the sample of the row that each mask is for, from 0; empty: always the first."""
-    coming: AsyncValue | None = None
+    pending: AsyncValue | None = None
     """Set while `bits` are still being computed; None: they are complete."""
 
     def wait(self) -> None:
         """Wait until the bits are complete."""
-        if self.coming is not None:
-            self.coming.wait()
-            self.coming = None
+        if self.pending is not None:
+            self.pending.wait()
+            self.pending = None
 
 
 class Admission(msgspec.Struct):
@@ -206,6 +207,11 @@ class StepResult(msgspec.Struct):
     """Number of planned draft tokens that each sampling row had; empty: all of them."""
     aligned: dict[int, list[int]] = {}
     """Encoder state at which each token begins, by row with an aligned prompt."""
+    kept: dict[int, list[list[int]]] = {}
+    """By row, the ids that each new token could have been after top_k, top_p and min_p, if requests return
+    them."""
+    routes: StepRoutes | None = None
+    """The experts of all tokens of the step, if requests return them."""
 
 
 class Pending(Protocol):
@@ -270,6 +276,10 @@ class StepOutput(msgspec.Struct, omit_defaults=True):
     """Number of draft tokens by request. All of its new tokens but the last are accepted ones."""
     prompt_logprobs: dict[str, list[RowLogprobs]] = {}
     aligned: dict[str, list[int]] = {}
+    kept: dict[str, list[list[int]]] = {}
+    """Ids that each new token could have been."""
+    routed: dict[str, RoutedRows] = {}
+    """Experts of the tokens that each request has computed since its last output."""
     pooled: dict[str, Pooled] = {}
     """Outputs of a pooling model; these requests are also in `finished`."""
     admitted: dict[str, FirstRun] = {}
@@ -296,6 +306,8 @@ _BY_REQUEST = (
     "drafted",
     "prompt_logprobs",
     "aligned",
+    "kept",
+    "routed",
     "pooled",
     "admitted",
     "resumed",

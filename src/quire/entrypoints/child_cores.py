@@ -75,7 +75,7 @@ class ChildCores:
         num_engines = len(self._addresses)
         return make_engine(
             self.config,
-            addresses={rank: seat.address for rank, seat in self._addresses.items()},
+            addresses={rank: core_address.address for rank, core_address in self._addresses.items()},
             token=self._token,
             metrics=MetricsPages(self._layout, self._metrics_file, process=1, num_engines=num_engines),
             health_timeout_s=self._health_timeout_s,
@@ -85,8 +85,10 @@ class ChildCores:
 
     def relay(self, on_end: Callable[[], object]) -> CoreRelay:
         """Return a connection to the only core for requests of other machines, in place of `engine`."""
-        (seat,) = self._addresses.values()
-        return CoreRelay(seat.address, self._token, health_timeout_s=self._health_timeout_s, on_end=on_end)
+        (core_address,) = self._addresses.values()
+        return CoreRelay(
+            core_address.address, self._token, health_timeout_s=self._health_timeout_s, on_end=on_end
+        )
 
     def _make_core(self, rank: int, parent: connection.Connection) -> BaseProcess:
         args = (config_of_rank(self.config, rank), self._addresses[rank], parent)
@@ -137,8 +139,10 @@ class ChildCores:
 
     def _clear_gauges(self, rank: int) -> None:
         """Clear the gauges of a core that has ended, so that metrics do not show its requests."""
-        seat = self._addresses[rank]
-        pages = MetricsPages(self._layout, self._metrics_file, engine=seat.page, num_engines=seat.num_pages)
+        core_address = self._addresses[rank]
+        pages = MetricsPages(
+            self._layout, self._metrics_file, engine=core_address.page, num_engines=core_address.num_pages
+        )
         pages.clear_gauges()
 
 

@@ -1,6 +1,7 @@
 """LocalEngine: frontend, core and worker in one process, stepped by the caller."""
 
 import os
+import weakref
 from collections.abc import Coroutine, Generator, Iterable
 from typing import Any, TypeVar, cast
 
@@ -62,9 +63,10 @@ class LocalEngine(LLMControl):
         self._held: list[AnyOutput] = []
         """Outputs of steps that ran during a control call."""
         clear_media = self.inputs.media.processor_cache.clear
-        self._core_calls = Operator(self.core, self._end, clear_media).calls
+        this = weakref.proxy(self)  # without a cycle, a deleted engine frees its memory at once
+        self._core_calls = Operator(self.core, lambda finished: this._end(finished), clear_media).calls
         self._operation = CoreControl(
-            self._call_core,
+            lambda *args, **options: this._call_core(*args, **options),
             settings=settings_of(config),
             forget_prefixes=lambda: None,
             clear_media=clear_media,
@@ -127,7 +129,7 @@ class LocalEngine(LLMControl):
 
     def has_unfinished_requests(self) -> bool:
         """Whether requests are unfinished. Steps in flight of ended requests do not count."""
-        return self.core.scheduler.has_work or bool(self.core.gate.outside) or bool(self._held)
+        return self.core.scheduler.has_work or bool(self.core.pause_state.outside) or bool(self._held)
 
     def step(self) -> list[AnyOutput]:
         """Run a step and return its outputs. If it is interrupted, all requests are dropped and the engine
@@ -157,7 +159,7 @@ class LocalEngine(LLMControl):
             self.core.refresh(step.stats)
             self.metrics.pages.observe(step.stats, processed.stats)
             self.metrics.note_adapters(0, step.stats.running_adapters, step.stats.waiting_adapters)
-            self.metrics.weight_versions[0] = self.core.gate.weight_version
+            self.metrics.weight_versions[0] = self.core.pause_state.weight_version
             self.stats_log.add(step.stats)
             (self.stats_log.tick if self.has_unfinished_requests() else self.stats_log.end_run)(step.stats)
         for output in processed.outputs:
@@ -187,7 +189,7 @@ class LocalEngine(LLMControl):
         value = self._core_calls[method](**args)
         if isinstance(value, Generator):
             value = run_work(value, self._step_and_hold)
-        self._operation.weight_version = self.core.gate.weight_version
+        self._operation.weight_version = self.core.pause_state.weight_version
         return [value]
 
     def _step_and_hold(self) -> None:

@@ -30,7 +30,7 @@ class Executor(Protocol):
         """Call a public method of every worker, after the submitted plans, and return the results by rank. A
         function gets the worker as its first argument; a packed one (`rpc.pack_function`) is bytes."""
 
-    def draw(self, masks: Masks) -> None:
+    def sample_tokens(self, masks: Masks) -> None:
         """Sample the constrained rows of the last plan under `masks`. Must be called before the next plan,
         and before the step is waited for."""
 

@@ -55,8 +55,8 @@ class InProcessExecutor:
             return [method(self._worker, *args, **(kwargs or {}))]
         return [invoke(self._worker, method, args, kwargs or {})]
 
-    def draw(self, masks: Masks) -> None:
-        self._worker.draw(masks)
+    def sample_tokens(self, masks: Masks) -> None:
+        self._worker.sample_tokens(masks)
 
     def fetch(self, lora: LoRARequest) -> Future[AdapterFacts]:
         return self._reading.fetch(lora)

@@ -180,7 +180,7 @@ class RankedExecutor:
         self._send(encode_plan(plan))
         return Remote(self, plan.step, time.monotonic() + self._step_s)
 
-    def draw(self, masks: Masks) -> None:
+    def sample_tokens(self, masks: Masks) -> None:
         self._send(encode_masks(masks))
 
     def _send(self, data: bytes) -> None:

@@ -16,7 +16,7 @@ ENGINE_METHODS = frozenset(
         "allocate",
         "warm_up",
         "submit",
-        "draw",
+        "sample_tokens",
         "close",
         "sleep",
         "wake_up",

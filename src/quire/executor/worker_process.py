@@ -256,7 +256,7 @@ class Steps:
                 self._in_flight.acquire()
             pending = self._launch(plan)
             if len(plan.constrained):
-                pending = self._draw(pending, decode_masks(self.port.plan()))
+                pending = self._sample_tokens(pending, decode_masks(self.port.plan()))
             if waits:
                 self._launched.put((plan.step, pending))
             else:
@@ -287,11 +287,11 @@ class Steps:
             return Returned(call.number, error=text, is_request=True)
         return Returned(call.number, value)
 
-    def _draw(self, pending: Pending, masks: Masks) -> Pending:
+    def _sample_tokens(self, pending: Pending, masks: Masks) -> Pending:
         try:
             with self._rows:
                 if not isinstance(pending, Refused):
-                    self.worker.draw(masks)
+                    self.worker.sample_tokens(masks)
                 return pending
         except Exception as error:
             return Refused(error)

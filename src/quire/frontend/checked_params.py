@@ -10,6 +10,7 @@ from quire.config.extensions import load_class
 from quire.data.params import MAX_SALT_CHARS, SamplingParams
 from quire.errors import EngineError, RequestError, one_line
 
+_PROMPT_START = "routed_experts_prompt_start"
 Validator = Callable[[SamplingParams], None]
 """A check of sampling parameters, which raises a RequestError."""
 
@@ -34,6 +35,34 @@ def check_salt(salt: Any) -> None:
         raise RequestError(
             f"cache_salt may have at most {MAX_SALT_CHARS} characters, got {len(salt)}; send its hash",
             param="cache_salt",
+        )
+
+
+def check_no_routed_experts(params: SamplingParams) -> None:
+    """Refuse parameters of returned experts, which are off."""
+    if params.routed_experts_prompt_start:
+        raise RequestError(
+            "routed_experts_prompt_start needs --enable-return-routed-experts", param=_PROMPT_START
+        )
+
+
+def check_maskable(params: SamplingParams) -> None:
+    """Refuse parameters for which --return-sampling-mask cannot return the possible ids of a token."""
+    if not params.temperature or params.top_k <= 0:
+        raise RequestError(
+            "--return-sampling-mask needs a temperature and a top_k above 0, got"
+            f" temperature={params.temperature:g} and top_k={params.top_k}",
+            param="top_k" if params.temperature else "temperature",
+        )
+
+
+def check_prompt_start(params: SamplingParams, num_prompt: int) -> None:
+    """Refuse a first prompt token with returned experts that the prompt does not have."""
+    if 0 < params.routed_experts_prompt_start >= num_prompt:
+        raise RequestError(
+            f"routed_experts_prompt_start must be less than the {num_prompt} tokens of the prompt, got"
+            f" {params.routed_experts_prompt_start}",
+            param=_PROMPT_START,
         )
 
 

@@ -18,7 +18,7 @@ from quire.data.prompt_embeds import PromptEmbeds
 from quire.data.request import Request, with_transfer
 from quire.data.timestamps import TimestampTokens
 from quire.errors import RequestError
-from quire.frontend.checked_params import CheckedParams, Validator, check_salt
+from quire.frontend.checked_params import CheckedParams, Validator, check_prompt_start, check_salt
 from quire.frontend.lora_tokenizer import LoRATokenizers
 from quire.frontend.multimodal import TEXT_ONLY, MediaInputReader, items_of, joined
 from quire.frontend.pooling import NOT_GENERATIVE, completed, pools, second_start
@@ -248,7 +248,7 @@ class InputProcessor:
             raise self._too_long(len(text) // CHARS_PER_TOKEN, "at least ")
         self.check_chars(text)
         spelled = self.media.spelled(text) if prepared else text
-        is_begun = self.media.crossed or (self.media.prefix and bool(prepared))
+        is_begun = self.media.uses_cross_attention or (self.media.prefix and bool(prepared))
         with_special = add_special_tokens and not is_begun
         token_ids = self.tokenizer.encode(spelled, add_special_tokens=with_special)
         return self._checked(Prompt(token_ids, text, salt))
@@ -347,6 +347,7 @@ class InputProcessor:
         if isinstance(checked, SamplingParams):
             checked = self.check(checked, lora=lora, max_logprobs=max_logprobs)
         params = checked.params
+        check_prompt_start(params, len(prompt.token_ids))
         self.media.require(prompt.media)
         if prompt.embeds is not None and params.prompt_logprobs is not None:
             raise RequestError(

@@ -11,7 +11,12 @@ from quire.config.kv_transfer import TransferSettings
 from quire.data.kv_transfer import FIELD, missing_fields, remote_prefix, transfer_params
 from quire.data.params import SamplingParams
 from quire.errors import RequestError
-from quire.frontend.checked_params import Validator, processor_validators
+from quire.frontend.checked_params import (
+    Validator,
+    check_maskable,
+    check_no_routed_experts,
+    processor_validators,
+)
 from quire.logs import get_logger, warn_once
 from quire.system.kv_channel import is_peer
 
@@ -57,8 +62,12 @@ class TransferCheck:
 
 
 def validators_of(config: EngineConfig) -> Sequence[Validator]:
-    """Return the checks of sampling parameters: those of logits processors, and that of transfers."""
+    """Return the checks of sampling parameters: those of logits processors, and those of features."""
     validators = processor_validators(config.extensions.logits_processors)
+    if not config.extensions.enable_return_routed_experts:
+        validators.append(check_no_routed_experts)
+    if config.extensions.return_sampling_mask:
+        validators.append(check_maskable)
     settings = TransferSettings.of(config.cache.kv_transfer_config)
     if settings is not None:
         validators.append(TransferCheck(settings, Env.read(os.environ).cache_root))

@@ -51,7 +51,7 @@ class MediaInputReader:
         takes_embeds: bool = False,
         interleaves: bool = False,
         max_span: int | None = None,
-        crossed: bool = False,
+        uses_cross_attention: bool = False,
         prefix: bool = False,
         speech: Transcriber | None = None,
         lacks_tokenizer: bool = False,
@@ -69,7 +69,7 @@ class MediaInputReader:
         """Cache of processed items."""
         self.interleaves = interleaves
         """Whether items keep their places between texts where a template has only text."""
-        self.crossed = crossed
+        self.uses_cross_attention = uses_cross_attention
         """Whether each prompt has one item that all tokens cross-attend to. Then no special tokens are added
         to its text."""
         self.prefix = prefix
@@ -91,14 +91,14 @@ class MediaInputReader:
                 )
             if self._media_processor is None and self._limits.get(modality, 1):
                 raise RequestError(f"{self._model} is not a multimodal model")
-            limit = min(self._limits.get(modality, 0), 1 if self.crossed else sys.maxsize)
+            limit = min(self._limits.get(modality, 0), 1 if self.uses_cross_attention else sys.maxsize)
             known = (
                 self._media_processor is not None and modality in self._media_processor.processor.modalities
             )
             if sum(item.modality == modality for item in items) > (limit if known else 0):
                 raise RequestError(
                     f"At most {limit if known else 0} {modality}(s) may be provided in one prompt."
-                    + ("" if self.crossed or (limit and not known) else _RAISE)
+                    + ("" if self.uses_cross_attention or (limit and not known) else _RAISE)
                 )
         for item in items:
             if isinstance(item.source, dict) and not self._takes_embeds:
@@ -107,7 +107,7 @@ class MediaInputReader:
 
     def require(self, media: Media | None) -> None:
         """Raise a RequestError if the prompt lacks the item that the model needs."""
-        if self.crossed and media is None:
+        if self.uses_cross_attention and media is None:
             raise RequestError(
                 f"{self._model} transcribes audio, and there is none: set multi_modal_data with `audio`",
                 param="multi_modal_data",
@@ -213,9 +213,11 @@ def media_reader(
     section, media = config.multimodal, config.checkpoint.facts.media
     name = config.model.served_model_name[0]
     limits = limits_of(section.limit_mm_per_prompt, language_model_only=section.language_model_only)
-    crossed = media is not None and media.num_cross_states > 0
+    uses_cross_attention = media is not None and media.num_cross_states > 0
     if media is None or tokenizer is None:  # placeholders are found by it
-        return MediaInputReader(name, limits=limits, crossed=crossed, lacks_tokenizer=media is not None)
+        return MediaInputReader(
+            name, limits=limits, uses_cross_attention=uses_cross_attention, lacks_tokenizer=media is not None
+        )
     processor = PROCESSORS[media.family](config.checkpoint.path, media, tokenizer)
     processor_cache = _open_cache(section, cache, shared_memory)
     env = Env.read(os.environ).media
@@ -229,7 +231,7 @@ def media_reader(
         takes_embeds=section.enable_mm_embeds,
         interleaves=section.interleave_mm_strings,
         max_span=max_span(config),
-        crossed=crossed,
+        uses_cross_attention=uses_cross_attention,
         prefix=media.is_prefix,
         speech=_transcriber(config, processor, tokenizer) if media.transcribes else None,
     )

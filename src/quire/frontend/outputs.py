@@ -163,6 +163,8 @@ class OutputProcessor:
         for id, begins in step.aligned.items():
             if (sequence := sequences.get(id)) is not None:
                 sequence.parent.aligned = begins
+        if step.kept or step.routed:
+            self._take_for_training(step)
         for id, positions in step.logprobs.items():
             if (sequence := sequences.get(id)) is not None:
                 for position in positions:
@@ -192,6 +194,15 @@ class OutputProcessor:
             if sequence.has_stops:
                 watched.append(sequence)
         self._end(step.finished, watched)
+
+    def _take_for_training(self, step: StepOutput) -> None:
+        """Add the sampling masks and the experts of one step."""
+        for id, kept in step.kept.items():
+            if (sequence := self._sequences.get(id)) is not None:
+                sequence.kept += kept
+        for id, rows in step.routed.items():
+            if (sequence := self._sequences.get(id)) is not None:
+                sequence.routed.append(rows.array())
 
     def _end(self, finished: dict[str, FinishReason], watched: list[SequenceState]) -> None:
         """End the sequences that the core finished, and those that reached a stop string."""

@@ -3,8 +3,11 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from quire.data.lora import LoRARequest
 from quire.data.outputs import (
@@ -12,6 +15,7 @@ from quire.data.outputs import (
     PromptLogprobs,
     RequestStateStats,
     SampleLogprobs,
+    SamplingMask,
     fast_instance,
 )
 from quire.data.params import RequestOutputKind, SamplingParams
@@ -54,6 +58,10 @@ class SequenceState:
     """Whether it has new output since the last flush."""
     pooled: Floats | None = None
     """Output of a pooling model."""
+    kept: list[list[int]] = field(default_factory=list)
+    """Ids that each token could have been, if they are returned."""
+    routed: list[NDArray[Any]] = field(default_factory=list)
+    """Experts of consecutive tokens, [tokens, MoE layers, experts per token] each."""
     text: str = ""
     """Text of the outputs so far: text that may be the beginning of a stop string is held back."""
 
@@ -84,7 +92,7 @@ class SequenceState:
             chosen = (next(iter(position.values())) for position in self.logprobs[length:] if position)
             self.cumulative_logprob -= sum(token.logprob for token in chosen)
             self.logprobs = self.logprobs[:length]
-        del self.token_ids[length:]
+        del self.token_ids[length:], self.kept[length:]
         self.num_read = length
 
     def take_text(self) -> str:
@@ -115,7 +123,17 @@ class SequenceState:
             has_run=self.has_run,
             num_cached=self.num_cached,
             num_prompt_logprobs=self.parent.num_prompt_logprobs,
+            num_routed=self.parent.params.routed_experts_prompt_start + sum(map(len, self.routed)),
         )
+
+    def routed_experts(self) -> NDArray[Any] | None:
+        """Return the experts of all tokens that were computed for this sequence, which has ended; None if
+        they are not returned."""
+        if not self.routed:
+            return None
+        first = self.parent.params.routed_experts_prompt_start
+        end = len(self.parent.prompt.token_ids) + len(self.token_ids) - 1
+        return np.concatenate(self.routed)[: end - first]
 
     @property
     def has_run(self) -> bool:
@@ -208,10 +226,13 @@ def _completion(
         cumulative_logprob=None if logprobs is None else sequence.cumulative_logprob,
         logprobs=logprobs,
     )
+    if sequence.kept:
+        output.sampling_mask = SamplingMask(sequence.kept[len(sequence.token_ids) - len(token_ids) :])
     if sequence.parent.lora is not None:
         output.lora_request = sequence.parent.lora
     if sequence.finish is not None:
         output.finish_reason, output.stop_reason = sequence.finish.reason, sequence.finish.stop_reason
+        output.routed_experts = sequence.routed_experts()
         if (times := sequence.times).num_drafts:
             output.spec_decode_metrics = {
                 "num_drafts": times.num_drafts,

@@ -2,6 +2,7 @@
 
 import contextlib
 import mmap
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -10,14 +11,20 @@ from quire.logs import get_logger
 
 log = get_logger(__name__)
 
+_pinned: set[int] = set()
+"""Addresses of pinned memory. CUDA must forget them before the system gives them to other memory: copies to
+and from that would use the old pages."""
+
 
 def host_memory(num_bytes: int) -> Tensor:
-    """Return host memory in huge pages, which are pinned much faster."""
+    """Return host memory in huge pages, which are pinned much faster. It is unpinned when it is freed."""
     memory = mmap.mmap(-1, max(num_bytes, 1))
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
+    finalize(memory, _unpin, tensor.data_ptr()).atexit = False
+    return tensor
 
 
 def pin(memory: Tensor) -> bool:
@@ -32,8 +39,17 @@ def pin(memory: Tensor) -> bool:
         log.warning(
             "%d bytes of host memory cannot be pinned (CUDA error %d): copies are slower", len(memory), failed
         )
+    else:
+        _pinned.add(memory.data_ptr())
     return not failed
 
 
 def unpin(memory: Tensor) -> None:
-    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+    _unpin(memory.data_ptr())
+
+
+def _unpin(address: int) -> None:
+    if address in _pinned:
+        _pinned.remove(address)
+        torch.cuda.synchronize()  # copies may still use it
+        torch.cuda.cudart().cudaHostUnregister(address)

@@ -71,13 +71,13 @@ class CrossAttention(nn.Module):
         shared = self.spec.heads // self.spec.kv_heads
         return self.k_cache[blocks.long()].flatten(0, 1)[:, [head // shared for head in heads]]
 
-    def forward(self, x: Tensor, crossed: Batch) -> Tensor:
-        """Return the attention of x [T, hidden] to its items; `crossed` is the batch of `seen_in`."""
+    def forward(self, x: Tensor, cross_batch: Batch) -> Tensor:
+        """Return the attention of x [T, hidden] to its items; `cross_batch` is the batch of `seen_in`."""
         assert self.k_cache is not None and self.v_cache is not None, "bind() comes before forward()"
-        q = self.q(x, crossed).view(len(x), self.spec.heads, self.spec.head_dim)
+        q = self.q(x, cross_batch).view(len(x), self.spec.heads, self.spec.head_dim)
         self.queries = q if self.is_watched else None
-        mixed = self.backend.forward(q, self.k_cache, self.v_cache, crossed, self.spec)
-        return self.out(mixed.flatten(1), crossed)
+        mixed = self.backend.forward(q, self.k_cache, self.v_cache, cross_batch, self.spec)
+        return self.out(mixed.flatten(1), cross_batch)
 
 
 class CrossAttentionCache(nn.Module):
@@ -136,7 +136,7 @@ class CrossAttentionCache(nn.Module):
             rows = rows.repeat_interleave(counts, output_size=count)
             starts = torch.arange(count + 1, dtype=torch.int32, device=self.device)
             lens = torch.full((count,), self.num_vectors, dtype=torch.int32, device=self.device)
-        crossed = replace(
+        cross_batch = replace(
             batch,
             query_starts=starts,
             rows=rows,
@@ -146,5 +146,5 @@ class CrossAttentionCache(nn.Module):
             seq_lens_host=np.full(count, self.num_vectors, np.int32),
             others=(),
         )
-        self.backend.plan(crossed)
-        return crossed
+        self.backend.plan(cross_batch)
+        return cross_batch

@@ -115,7 +115,7 @@ class TokenEmbedding(_Table):
         lora = None if batch is None else batch.lora
         if lora is None:
             return self.rows(token_ids)
-        if self.brought is None or not lora.is_wide:
+        if self.brought is None or not lora.uses_extra_vocab:
             return self._embed(token_ids, lora)
         return self.brought.embed(self._embed(self.brought.inside(token_ids), lora), token_ids, lora.slots)
 
@@ -194,11 +194,15 @@ class Head(LoadedModule):
         if self.whole is not None:
             out = self.whole.logits(out, x, lora.slots)
         out = self.table.gathered(out if self.point is None else self.point.add(out, x, lora))
-        return self.brought.logits(out, x, lora.slots) if self.brought is not None and lora.is_wide else out
+        return (
+            self.brought.logits(out, x, lora.slots)
+            if self.brought is not None and lora.uses_extra_vocab
+            else out
+        )
 
     def widens(self, lora: LoRATokens | None) -> bool:
         """Return whether logits include the new tokens of adapters (-inf for rows without that adapter)."""
-        return self.brought is not None and lora is not None and lora.is_wide
+        return self.brought is not None and lora is not None and lora.uses_extra_vocab
 
     def rows(self, token_ids: list[int]) -> Tensor:
         """Return the [len(token_ids), hidden] weights of these tokens."""

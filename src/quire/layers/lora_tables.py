@@ -103,8 +103,8 @@ class LoRATable(_SlotRows):
 class LoRAVocabRows(_SlotRows):
     """Extra rows of an embedding or LM head, for tokens that an adapter adds or retrains. Each slot has
     `slots.max_extra_vocab` of them, replicated on all devices of a group. They are read only in steps in
-    which some row has an adapter with extra rows (`LoRATokens.is_wide`). The rows that an adapter lacks for a
-    head that is `tied` are those of the embedding."""
+    which some row has an adapter with extra rows (`LoRATokens.uses_extra_vocab`). The rows that an adapter
+    lacks for a head that is `tied` are those of the embedding."""
 
     def __init__(
         self, names: tuple[str, ...], slots: LoRASlots, vocab: int, hidden: int, *, tied: bool

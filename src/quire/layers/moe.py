@@ -1,7 +1,6 @@
 """Mixture of experts: router, routed experts and shared expert."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -11,7 +10,8 @@ from torch import Tensor, nn
 from quire.attention.batch import Batch
 from quire.checkpoint.facts import ArchFacts, MoeFacts
 from quire.kernels.reference.moe import ExpertAdapters
-from quire.layers.linear import Linear, WholeLinear
+from quire.layers.expert_router import ExpertRouter
+from quire.layers.linear import WholeLinear
 from quire.layers.lora import AdapterSlots
 from quire.layers.lora_layers import LoRALayer, LoRAStack, LoRATarget, alias_targets, in_order
 from quire.layers.mlp import MLP, PlainMLP
@@ -19,7 +19,7 @@ from quire.layers.scope import LoadedModule, Scope, Target, once, target_of
 from quire.parallel.group import ALONE
 from quire.quant.experts import ExpertShape
 from quire.quant.sharding import Runs, Shard, divided, shards_of
-from quire.quant.weight import Piece, Routes, frozen_parameter
+from quire.quant.weight import Piece, frozen_parameter
 
 _FEW = 1024
 """Most tokens of a step that is recorded or captured in a CUDA graph."""
@@ -374,35 +374,6 @@ class Experts(nn.Module):
         self.mix = self.weights.mix
         if self.adapters is not None:
             self.adapters.settle(self)
-
-
-class ExpertRouter(Linear):
-    """Router: chooses the experts of each token and their weights."""
-
-    narrows = False
-
-    def __init__(self, hidden: int, moe: MoeFacts, scope: Scope) -> None:
-        if moe.wide_router:  # float32, for which there are no adapters
-            scope = replace(scope, dtype=torch.float32, adapters=None)
-        super().__init__(hidden, {scope.name: moe.experts}, scope, bias=moe.router_bias)
-        if self.point is not None and scope.name in self.point.places:
-            layer, _, last = scope.name.rsplit(".", 2)
-            # Adapters use the name of transformers.
-            self.point.places[f"{layer}.mlp.{last}"] = self.point.places[scope.name]
-        self.ops = scope.ops
-        self.routing = moe.routing
-        self.chosen: Routes | None = None
-        """The weight's fused kernel of router GEMM and top-k, if it has one."""
-
-    def equip(self) -> None:
-        super().equip()
-        self.chosen = self.weight.chosen
-
-    def forward(self, x: Tensor, bias: Tensor | None, batch: Batch | None = None) -> tuple[Tensor, Tensor]:
-        """Return expert ids and weights, [T, per_token] each; `bias` affects only the choice."""
-        if self.chosen is not None and self.adapters_of(batch) is None:
-            return self.chosen(x, routing=self.routing, bias=bias)
-        return self.ops.route(self.multiply(x, batch), self.routing, bias)
 
 
 class Back(WholeLinear):

@@ -302,21 +302,21 @@ def _begin_layers(
 def _fill_targets(source: Source, targets: Iterator[Target]) -> Iterator[str]:
     """Fill all targets, several at a time, and yield their names in order. A small one is filled here, since
     a thread would cost more."""
-    ahead: deque[tuple[str, Future[None] | None]] = deque()
+    reading: deque[tuple[str, Future[None] | None]] = deque()
     with ThreadPoolExecutor(source.num_readers, "quire-load") as pool:
         for target in targets:
             if is_small := target.tensor.nbytes <= _SMALL_BYTES:
                 source.fill(target)
             filled = None if is_small else pool.submit(torch.no_grad()(source.fill), target)
-            ahead.append((target.name, filled))
-            if len(ahead) > source.num_readers:
-                yield _wait_first(ahead)
-        while ahead:
-            yield _wait_first(ahead)
+            reading.append((target.name, filled))
+            if len(reading) > source.num_readers:
+                yield _wait_first(reading)
+        while reading:
+            yield _wait_first(reading)
 
 
-def _wait_first(ahead: deque[tuple[str, Future[None] | None]]) -> str:
-    name, filled = ahead.popleft()
+def _wait_first(reading: deque[tuple[str, Future[None] | None]]) -> str:
+    name, filled = reading.popleft()
     if filled is not None:
         filled.result()
     return name

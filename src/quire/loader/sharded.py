@@ -90,8 +90,8 @@ class ShardedSource(SafetensorsSource):
                 "`quire save-sharded-state MODEL -o DIR`, or leave load_format out"
             )
         state = ConfigReader(str(self.folder / STATE), read_json(self.folder / STATE))
-        self.kept = {name: state.get(name) for name in ShardedStateKey.__dataclass_fields__}
-        self.kept["tensor_parallel_size"] = self.kept["tensor_parallel_size"] or 1
+        self.saved_key = {name: state.get(name) for name in ShardedStateKey.__dataclass_fields__}
+        self.saved_key["tensor_parallel_size"] = self.saved_key["tensor_parallel_size"] or 1
         self.stored = {name: tuple(shape) for name, shape in (state.get("stored") or {}).items()}
         super().__init__(checkpoint, seed)
 
@@ -115,11 +115,11 @@ class ShardedSource(SafetensorsSource):
     def check(self, key: ShardedStateKey) -> None:
         """Check that the state was saved for this engine's settings, before anything is read."""
         for name, value in asdict(key).items():
-            if self.kept[name] != value:
+            if self.saved_key[name] != value:
                 raise ConfigError(
-                    f"the state in {self.folder} was saved for {name} {self.kept[name]!r}, but this engine "
-                    f"has {value!r}; save it again with `quire save-sharded-state` and the flags and machine "
-                    "of this engine, or load the model's checkpoint itself"
+                    f"the state in {self.folder} was saved for {name} {self.saved_key[name]!r}, but this "
+                    f"engine has {value!r}; save it again with `quire save-sharded-state` and the flags and "
+                    "machine of this engine, or load the model's checkpoint itself"
                 )
 
     def targets(self, model: nn.Module) -> dict[str, Target]:

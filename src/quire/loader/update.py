@@ -179,8 +179,8 @@ def _is_kept_as_loaded(layer: Any) -> bool:
 def _copied(module: nn.Module, convert: Callable[[Any], Any]) -> Any:
     """Copy a layer with its weights; `convert` makes the parameters of the copy. Buffers and other layers
     inside of it are shared. The parts of LoRA adapters belong to the loaded layer and are left out."""
-    made = copy.copy(module)
-    attributes = made.__dict__ = dict(module.__dict__)
+    copied = copy.copy(module)
+    attributes = copied.__dict__ = dict(module.__dict__)
     attributes["_parameters"] = {
         name: None if parameter is None else convert(parameter)
         for name, parameter in module._parameters.items()
@@ -194,7 +194,7 @@ def _copied(module: nn.Module, convert: Callable[[Any], Any]) -> Any:
         if isinstance(value, list | tuple) and value and all(isinstance(x, Weight) for x in value):
             attributes[name] = type(value)(_copied(child, convert) for child in value)
     attributes |= {name: None for name in ("adapters", "point") if name in attributes}
-    return made
+    return copied
 
 
 class _Place(NamedTuple):
@@ -245,10 +245,10 @@ def _tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]
 
 def _pairs(live: nn.Module, staged: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield the name, the old and the new tensor of what a layer holds; caches are not part of it."""
-    fresh = dict(_tensors(staged))
+    staged_tensors = dict(_tensors(staged))
     for name, tensor in _tensors(live):
-        if name in fresh and fresh[name] is not tensor:
-            yield name, tensor.detach(), fresh[name].detach()
+        if name in staged_tensors and staged_tensors[name] is not tensor:
+            yield name, tensor.detach(), staged_tensors[name].detach()
 
 
 def _check_alike(live: nn.Module, staged: nn.Module) -> None:

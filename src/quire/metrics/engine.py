@@ -146,7 +146,7 @@ class MetricsPages:
         self._add("prompt_tokens_by_source:external_kv_transfer", step.num_loaded_tokens)
         self._add("prompt_tokens_by_source:local_compute", step.num_prompt_tokens - step.num_cached_tokens)
         if step.num_drafts:
-            accepted = step.held_by_place
+            accepted = step.num_accepted_by_position
             sums = (step.num_drafts, step.num_draft_tokens, sum(accepted))
             for name, count in zip(DRAFT_COUNTERS, sums, strict=True):
                 self._add(name, count)

@@ -90,7 +90,9 @@ class Decoder(nn.Module):
     def forward(self, batch: Batch) -> Tensor | TappedStates | tuple[Tensor, Tensor]:
         """Return hidden states [T, hidden] after the final norm, with the states of `aux_layers` if there are
         any; or (x, residual) before the last stage."""
-        x, residual = self.embedded(batch) if batch.before is None else batch.before
+        x, residual = (
+            self.embedded(batch) if batch.intermediate_tensors is None else batch.intermediate_tensors
+        )
         aux, more = tuple[Tensor, ...](), self.layer_inputs(x, batch)
         if self.aux_layers or (batch.embeds is not None and batch.embeds[1].shape[1] > self.hidden):
             x, residual, aux = self._layer_by_layer(x, residual, batch, more)

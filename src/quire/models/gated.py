@@ -8,8 +8,9 @@ from torch.nn import functional as F
 
 from quire.attention.batch import Batch
 from quire.checkpoint.facts import ArchFacts, LayerFacts
+from quire.layers.expert_router import ExpertRouter
 from quire.layers.linear import ColumnLinear
-from quire.layers.moe import ChoiceBias, ExpertRouter, MoE
+from quire.layers.moe import ChoiceBias, MoE
 from quire.layers.rope import Rope
 from quire.layers.scope import LoadedModule, Scope, Target
 from quire.models import llama, llama4
@@ -52,7 +53,7 @@ Flint = decoder_of(llama.layer_with(OffsetAttention))
 class LogitRouter(ExpertRouter):
     """Router that adds the bias of the choice to the logits, not to their sigmoid."""
 
-    def forward(self, x: Tensor, bias: Tensor | None, batch: Batch | None = None) -> tuple[Tensor, Tensor]:
+    def choose(self, x: Tensor, bias: Tensor | None, batch: Batch | None = None) -> tuple[Tensor, Tensor]:
         logits = self.multiply(x.float(), batch)
         ids = torch.topk(logits if bias is None else logits + bias, self.routing.per_token).indices
         weights = logits.gather(1, ids).sigmoid()

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from quire.attention.batch import Batch
 from quire.checkpoint.facts import AltUpFacts, ArchFacts, LayerFacts
 from quire.errors import ConfigError
+from quire.layers.expert_router import ExpertRouter
 from quire.layers.linear import WholeLinear
 from quire.layers.mlp import MLP
-from quire.layers.moe import ExpertRouter, Experts
+from quire.layers.moe import Experts
 from quire.layers.norm import RMSNorm, norm_of
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope, Target

@@ -5,7 +5,8 @@ from torch import Tensor, nn
 
 from quire.attention.batch import Batch
 from quire.checkpoint.facts import ArchFacts, LayerFacts, MoeFacts
-from quire.layers.moe import ExpertRouter, MoE
+from quire.layers.expert_router import ExpertRouter
+from quire.layers.moe import MoE
 from quire.layers.scope import Scope
 from quire.models import llama
 from quire.models.decoder import decoder_of
@@ -18,7 +19,7 @@ class SparseMixer(ExpertRouter):
         super().__init__(hidden, moe, scope)
         self.spread = moe.spread
 
-    def forward(self, x: Tensor, bias: Tensor | None, batch: Batch | None = None) -> tuple[Tensor, Tensor]:
+    def choose(self, x: Tensor, bias: Tensor | None, batch: Batch | None = None) -> tuple[Tensor, Tensor]:
         logits = self.multiply(x, batch).float()
         first, weight = self._choose_best(logits, logits)
         second, other = self._choose_best(logits.scatter(1, first, -torch.inf), logits)

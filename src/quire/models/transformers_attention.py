@@ -22,7 +22,6 @@ from quire.checkpoint.layout import CacheSpec, cache_specs
 from quire.checkpoint.transformers_backend import IMPL_OWN_CACHE
 from quire.errors import ConfigError
 from quire.kernels.cpu import native
-from quire.kernels.ops import HeadEntry
 from quire.layers.attention import PagedAttention, attention_layers
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
@@ -50,15 +49,14 @@ class AttentionCall(NamedTuple):
 
 
 class TransformersStep(NamedTuple):
-    """The batch and the cache-write kernel, passed to every attention as a keyword argument of the model."""
+    """The batch, passed to every attention as a keyword argument of the model."""
 
     batch: Batch
-    write: Callable[[Tensor, HeadEntry], Tensor]
 
     def attend(self, module: Any, call: AttentionCall) -> Tensor:
         """Compute paged attention; return [1, T, heads, head_dim]."""
         qkv = torch.cat(call[:3], 1)[0].transpose(0, 1).flatten(1)
-        out: Tensor = module.quire_attention(qkv, self.write, self.batch)
+        out: Tensor = module.quire_attention.attend(qkv, self.batch)
         return out.view(1, len(out), *call.q.shape[1::2])
 
 

@@ -110,7 +110,7 @@ class TransformersModel(nn.Module):
             **self.inputs_of(batch),
             position_ids=batch.positions[None],
             use_cache=False,
-            quire_step=TransformersStep(batch, self.scope.ops.rotate_and_write),
+            quire_step=TransformersStep(batch),
         )
         return out[0][0]
 

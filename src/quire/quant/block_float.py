@@ -52,7 +52,7 @@ class BlockFloatFormat:
 
     def linear(self, parts: tuple[str, ...], shape: LinearShape) -> Weight:
         _check(self.scheme, ", ".join(parts), shape.inputs or Shard(shape.size_in))
-        build = partial(self._kept(parts, shape.sizes_out, shape.size_in).linear, parts, shape)
+        build = partial(self._target_format(parts, shape.sizes_out, shape.size_in).linear, parts, shape)
         return BlockFloatWeight(self.scheme, shape, build)
 
     def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
@@ -63,10 +63,10 @@ class BlockFloatFormat:
             )
         _check(self.scheme, parts[0], Shard(shape.hidden))
         _check(self.scheme, parts[-1], shape.inner or Shard(shape.intermediate))
-        kept = self._kept(parts, (shape.experts,) * len(parts), shape.intermediate, shape.hidden)
-        return BlockFloatExperts(self.scheme, shape, partial(kept.experts, parts, shape))
+        target = self._target_format(parts, (shape.experts,) * len(parts), shape.intermediate, shape.hidden)
+        return BlockFloatExperts(self.scheme, shape, partial(target.experts, parts, shape))
 
-    def _kept(self, parts: tuple[str, ...], sizes: Iterable[int], *rest: int) -> Format:
+    def _target_format(self, parts: tuple[str, ...], sizes: Iterable[int], *rest: int) -> Format:
         """Return the format that the weights have after loading."""
         if self.scheme.kind != "mxfp4":
             return self.plain
@@ -108,11 +108,11 @@ class BlockFloatMatrices:
             pieces[self.scheme.tensor_scale] = Piece(self.tensor_scale, None)
         return pieces
 
-    def move_to(self, kept: Tensor) -> None:
+    def move_to(self, target: Tensor) -> None:
         """Fill the weight that is kept: blocks of a GGUF file, or values."""
-        if kept.dtype == torch.uint8:
+        if target.dtype == torch.uint8:
             blocks = in_halves(self.codes.data.unflatten(-1, (-1, self.layout.block // _PER_BYTE)))
-            kept.data = torch.cat((self.scales.data[..., None], blocks), -1).flatten(-2)
+            target.data = torch.cat((self.scales.data[..., None], blocks), -1).flatten(-2)
             return
         matrices = self.codes.ndim == 3
         warn_once(
@@ -120,8 +120,8 @@ class BlockFloatMatrices:
             f"{self.scheme.kind} weights have no kernels here: they are dequantized and take as much memory "
             "as in an unquantized model",
         )
-        for i in range(len(kept)) if matrices else (...,):
-            self._write_values(kept[i], self.codes[i], self.scales[i], self.tensor_scale[i])
+        for i in range(len(target)) if matrices else (...,):
+            self._write_values(target[i], self.codes[i], self.scales[i], self.tensor_scale[i])
 
     def _write_values(self, into: Tensor, codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> None:
         step = max(_MOST_VALUES // into.shape[1], 1)
@@ -147,20 +147,20 @@ class BlockFloatWeight(Weight):
         self.stored = [
             BlockFloatMatrices(scheme, size, shape.size_in, shape.device) for size in shape.sizes_out
         ]
-        self.kept: Weight | None = None
+        self.target: Weight | None = None
 
     def parts(self) -> list[dict[str, Piece]]:
         return with_bias([part.pieces() for part in self.stored], self.bias, self.shape.sizes_out)
 
     def finish(self) -> None:
-        kept = self.build()
-        for stored, packed, part in zip(self.stored, self.parts(), kept.parts(), strict=True):
+        target = self.build()
+        for stored, packed, part in zip(self.stored, self.parts(), target.parts(), strict=True):
             stored.move_to(part["weight"].tensor)
             if "bias" in part:
                 part["bias"].tensor.copy_(packed["bias"].tensor)
-        self.stored, self.bias, self.kept = [], None, kept
-        kept.finish()
-        self.use_kernels(kept)
+        self.stored, self.bias, self.target = [], None, target
+        target.finish()
+        self.use_kernels(target)
 
 
 class BlockFloatExperts(StoredExperts):
@@ -174,22 +174,22 @@ class BlockFloatExperts(StoredExperts):
         self.stored = {
             name: BlockFloatMatrices(scheme, *size, shape.device, num) for name, size in sizes.items()
         }
-        self.kept: StoredExperts | None = None
+        self.target: StoredExperts | None = None
 
     def parts(self) -> dict[str, dict[str, Piece]]:
         return {name: stored.pieces() for name, stored in self.stored.items()}
 
     def finish(self) -> None:
-        kept = self.build()
+        target = self.build()
         for name, stored in self.stored.items():
-            stored.move_to(kept.parts()[name]["weight"].tensor)
+            stored.move_to(target.parts()[name]["weight"].tensor)
         for name, piece in self.bias_parts().items():
-            kept.bias_parts()[name].tensor.copy_(piece.tensor)
-        self.stored, self.kept = {}, kept
+            target.bias_parts()[name].tensor.copy_(piece.tensor)
+        self.stored, self.target = {}, target
         self.gate_up_bias = self.down_bias = None
-        kept.finish()
-        self.mix = kept.mix
+        target.finish()
+        self.mix = target.mix
 
     def by_expert(self) -> list[list[Tensor]]:
-        assert self.kept is not None
-        return self.kept.by_expert()
+        assert self.target is not None
+        return self.target.by_expert()

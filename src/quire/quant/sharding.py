@@ -31,10 +31,10 @@ class Shard(NamedTuple):
 
     def per(self, unit: int | Fraction) -> "Shard":
         """Return the shard of a tensor that has one value per `unit` of these."""
-        return Shard(_over(self.size, unit), _over(self.start, unit), _over(self.all, unit))
+        return Shard(_in_units(self.size, unit), _in_units(self.start, unit), _in_units(self.all, unit))
 
 
-def _over(size: int, unit: int | Fraction) -> int:
+def _in_units(size: int, unit: int | Fraction) -> int:
     return int(-(-size // unit)) if isinstance(unit, int) else int(size / unit)
 
 

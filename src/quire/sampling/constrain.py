@@ -21,8 +21,8 @@ def pack(masks: Masks, places: Ints, into: NDArray[np.int32]) -> None:
     """Pack masks for the kernels: `into` [masks, 1 + words] gets the position in the batch and the bits of
     each. `places` [max_rows] maps rows to positions in this batch."""
     into[:, 0] = places[masks.rows]
-    if len(masks.draws):
-        into[:, 0] += masks.draws
+    if len(masks.sample_index):
+        into[:, 0] += masks.sample_index
     into[:, 1:] = masks.bits.view(np.int32)
 
 

@@ -182,7 +182,7 @@ class ProcessorBatch:
         self._order = np.array([place_of[entry.row] for entry in self._batch], np.int32)
         self._is_sorted = bool((self._order == np.arange(len(rows))).all())
 
-    def end(self, plan: StepPlan, hidden: Tensor, sampled: Any) -> None:
+    def end(self, plan: StepPlan, done: Any, sampled: Any) -> None:
         self._order = None
 
     def _update(self, rows: list[int]) -> BatchUpdate | None:

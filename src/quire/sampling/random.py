@@ -94,20 +94,20 @@ def _rank_floors(
 def _nucleus_floors(logits: Tensor, best: Tensor, floor: Tensor, top_p: Tensor) -> Tensor:
     """Return the least logit of the smallest set of best tokens with `top_p` of the mass above `floor`."""
     peak = best[:, :1]
-    wanted = top_p * _weights(logits, floor, peak).sum(dim=-1, keepdim=True, dtype=torch.float64)
-    higher, reached = _find_mass(best, floor, peak, wanted)
+    target_mass = top_p * _weights(logits, floor, peak).sum(dim=-1, keepdim=True, dtype=torch.float64)
+    higher, reached = _find_mass(best, floor, peak, target_mass)
     flat = (~reached[:, 0]).nonzero()[:, 0]
     if len(flat):
         whole = _sort_descending(logits.index_select(0, flat))
-        limits = (part.index_select(0, flat) for part in (floor, peak, wanted))
+        limits = (part.index_select(0, flat) for part in (floor, peak, target_mass))
         higher.index_copy_(0, flat, _find_mass(whole, *limits)[0])
     return higher
 
 
-def _find_mass(best: Tensor, floor: Tensor, peak: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+def _find_mass(best: Tensor, floor: Tensor, peak: Tensor, target_mass: Tensor) -> tuple[Tensor, Tensor]:
     """Return the floor at which the best tokens hold the wanted mass, and whether they reach it."""
     mass = _weights(best, floor, peak).cumsum(dim=-1, dtype=torch.float64)
-    num_short = (mass < wanted).sum(dim=-1, keepdim=True)
+    num_short = (mass < target_mass).sum(dim=-1, keepdim=True)
     last = num_short.clamp(max=best.shape[1] - 1)
     return torch.maximum(floor, best.gather(1, last)), num_short < best.shape[1]
 

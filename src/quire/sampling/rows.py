@@ -130,12 +130,16 @@ class SamplingRows:
     """The sampling parameters of all rows. A row has none before `admit` and after `release`."""
 
     def __init__(
-        self, max_rows: int, vocab: int, device: torch.device, unsaid: tuple[Sequence[int], ...] = ((), ())
+        self,
+        max_rows: int,
+        vocab: int,
+        device: torch.device,
+        banned_ids: tuple[Sequence[int], ...] = ((), ()),
     ) -> None:
-        """Set the `unsaid` tokens, which no row may sample; those of the second list are banned as first
+        """Set `banned_ids`, tokens that no row may sample; those of the second list are banned as first
         token only."""
         self.vocab = vocab
-        self.unsaid = unsaid
+        self.banned_ids = banned_ids
         self.device = device
         """Device of the logits; the parameters stay on the host."""
         self.flags = np.zeros(max_rows, np.int32)
@@ -201,7 +205,7 @@ class SamplingRows:
         if params.min_tokens and held:
             self.held.add(row, held, prompt_len + params.min_tokens)
             self.flags[row] |= HELD
-        for token_ids, until in zip(self.unsaid, (np.inf, prompt_len + 1), strict=True):
+        for token_ids, until in zip(self.banned_ids, (np.inf, prompt_len + 1), strict=True):
             if token_ids:
                 self.held.add(row, token_ids, until)
                 self.flags[row] |= HELD

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.data.routed_experts import StepRoutes
 from quire.data.step_plan import Masks, RowLogprobs, StepResult
 from quire.errors import ConfigError
 from quire.memory import rows_at_once
@@ -21,7 +22,7 @@ from quire.sampling.random import SamplingTensors, floors, sample, uniform
 from quire.sampling.rows import LIMITED, LISTED, LOGPROBS, PENALTIES, RANDOM, History, Ints, SamplingRows
 from quire.sampling.transfer import take_rows, to_device
 
-Redraw = Callable[[Masks, Ints], Tensor | None]
+Resample = Callable[[Masks, Ints], Tensor | None]
 """Samples under masks, given the first position of each row in the batch."""
 _FREE = Masks()
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
@@ -36,8 +37,12 @@ class Sampled:
     logprobs: dict[int, list[RowLogprobs]] = field(default_factory=dict)
     """Logprobs of each sampled token, by row."""
     prompt_logprobs: dict[int, list[RowLogprobs]] = field(default_factory=dict)
+    kept: dict[int, list[list[int]]] = field(default_factory=dict)
+    """By row, the ids that each token could have been, if requests return them."""
     aligned: dict[int, list[int]] = field(default_factory=dict)
     """Token timestamps of aligned prompts, by row."""
+    routes: tuple[Tensor, Tensor] | None = None
+    """`StepRoutes` on the host, complete when the tokens are; None if requests do not return experts."""
     counts: Counts | None = None
     """Counts that include all sampled tokens of rows with drafts, as if all were accepted."""
 
@@ -47,7 +52,8 @@ class Sampled:
             count_of = dict(zip(rows.tolist(), counts.tolist(), strict=True))
             self.logprobs = {row: values[: count_of[row]] for row, values in self.logprobs.items()}
         logprobs = self.logprobs, self.prompt_logprobs
-        return StepResult(token_ids, counts, *logprobs, aligned=self.aligned)
+        routes = None if self.routes is None else StepRoutes(*(part.numpy() for part in self.routes))
+        return StepResult(token_ids, counts, *logprobs, aligned=self.aligned, routes=routes, kept=self.kept)
 
 
 class Sampler:
@@ -61,6 +67,7 @@ class Sampler:
         sample: Callable[[Tensor, SamplingTensors], Tensor] | None = None,
         counts: Counts | None = None,
         processors: ProcessorBatch | None = None,
+        returns_mask: bool = False,
     ) -> None:
         if logprobs_mode not in LOGPROBS_MODES:
             raise ConfigError(f"unknown logprobs_mode {logprobs_mode!r}; known: {', '.join(LOGPROBS_MODES)}")
@@ -73,6 +80,8 @@ class Sampler:
         """Token counts for penalties, if the host may not know the latest tokens."""
         self.processors = processors
         """Custom logits processors; None without any."""
+        self.returns_mask = returns_mask
+        """Whether the ids are returned that each token could have been; needs processed logprobs."""
         self.constrain = open_masks(device)
         self.raw = logprobs_mode.startswith("raw")
 
@@ -87,7 +96,7 @@ class Sampler:
         sampled_in_graph: Tensor | None = None,
         tensors: SamplingTensors | None = None,
         masks: Masks = _FREE,
-        redraw: Redraw | None = None,
+        resample: Resample | None = None,
     ) -> Sampled:
         """Sample from `logits` [N, V] for `rows` [N]. The logits may be changed in place. V exceeds the
         vocabulary if adapters add tokens.
@@ -97,15 +106,15 @@ class Sampler:
         successive positions, as if its drafts were accepted. `sampled_in_graph` are the tokens that
         `self.sample` gave for the unchanged logits, for rows without special features. `tensors` are the
         parameters of N rows on the device. `masks` constrain some of the rows, and are applied first.
-        `redraw` may mask and sample at once for rows without special features.
+        `resample` may mask and sample at once for rows without special features.
         """
         assert len(logits) == len(rows) and logits.shape[1] >= self.vocab
         if not len(rows):
             return Sampled(torch.empty(0, dtype=torch.int64))
-        special = state.special(rows) or self.processors is not None
-        drawn = None if special or redraw is None else redraw(masks, state.places(rows))
-        if drawn is not None:
-            return Sampled(drawn)
+        special = state.special(rows) or self.processors is not None or self.returns_mask
+        resampled = None if special or resample is None else resample(masks, state.places(rows))
+        if resampled is not None:
+            return Sampled(resampled)
         masks.wait()
         if len(masks.rows):
             self.constrain(logits, masks, state.places(rows))
@@ -134,7 +143,7 @@ class Sampler:
         draws, step = _draws(rows), rows_at_once(self.vocab)
         for draw in range(int(draws.max()) + 1):
             places = np.flatnonzero(draws == draw)
-            constrained = masks.rows[masks.draws == draw] if len(masks.draws) else masks.rows
+            constrained = masks.rows[masks.sample_index == draw] if len(masks.sample_index) else masks.rows
             for at in (places[start : start + step] for start in range(0, len(places), step)):
                 index = to_device(at, self.device)
                 columns = tensors and SamplingTensors(*(column.index_select(0, index) for column in tensors))
@@ -145,6 +154,7 @@ class Sampler:
                 sampled.token_ids.index_copy_(0, index, part.token_ids)
                 for row, logprobs in part.logprobs.items():
                     sampled.logprobs.setdefault(row, []).extend(logprobs)
+                sampled.kept |= part.kept
         return sampled
 
     def _special(
@@ -158,18 +168,18 @@ class Sampler:
     ) -> Sampled:
         """Sample rows with any features, as many as fit at once."""
         logits = logits.float()
-        kept = None
+        constrained_rows = None
         if len(constrained):
             is_reduced = (state.flags[rows] & REMOVING) != 0
             is_reduced |= self.processors is not None  # which may remove any token
             reduced = np.flatnonzero(np.isin(rows, constrained) & is_reduced)
-            kept = ConstrainedRows(logits, reduced) if len(reduced) else None
+            constrained_rows = ConstrainedRows(logits, reduced) if len(reduced) else None
         with_logprobs = np.flatnonzero(state.flags[rows] & LOGPROBS)
         index = to_device(with_logprobs, self.device)
         raw = logits.index_select(0, index) if self.raw and len(with_logprobs) else None
         logits = adjust(logits, rows, state, history, self.counts, self._process)
-        if kept is not None:
-            kept.revive(logits)
+        if constrained_rows is not None:
+            constrained_rows.revive(logits)
         is_late = self.processors is not None and len(self.processors.invariant) > 0
         if self.sample is not None and tensors is not None and self.raw and not is_late:
             token_ids = self.sample(logits, tensors)
@@ -183,6 +193,10 @@ class Sampler:
             chosen = rows[with_logprobs]
             results = self._logprobs(reported, token_ids.index_select(0, index), chosen, state)
             sampled.logprobs = dict(zip(chosen.tolist(), ([result] for result in results), strict=True))
+        if self.returns_mask:
+            places, ids = (part.cpu().numpy() for part in (logits > -torch.inf).nonzero(as_tuple=True))
+            parts = np.split(ids, np.searchsorted(places, np.arange(1, len(rows))))
+            sampled.kept = {row: [part.tolist()] for row, part in zip(rows.tolist(), parts, strict=True)}
         return sampled
 
     @property

@@ -14,8 +14,8 @@ from quire.sched.kv_manager import Growth, Hit, KVManager
 from quire.sched.limits import Claim, StepLimits
 from quire.sched.lora import LoRAScheduler
 from quire.sched.prompt_pace import PromptPace
-from quire.sched.queues import LINES, FairQueue
-from quire.sched.readiness import GatedLine, Gates
+from quire.sched.queues import QUEUE_CLASSES, FairQueue
+from quire.sched.readiness import AdmissionChecks, ReadyQueue
 from quire.sched.running import RowIds, Running
 from quire.sched.spec import NO_DRAFTS, Drafting, Drafts
 
@@ -29,8 +29,8 @@ class Admitter:
         kv: KVManager,
         running: Running,
         limits: StepLimits,
-        trial: FaultIsolation,
-        gates: Gates,
+        fault_isolation: FaultIsolation,
+        checks: AdmissionChecks,
         adapters: LoRAScheduler,
         media: EncoderCache,
         policy: str,
@@ -47,8 +47,8 @@ class Admitter:
             kv.tiers.running = running
         self.running = running
         self.limits = limits
-        self.trial = trial
-        self.gates = gates
+        self.fault_isolation = fault_isolation
+        self.checks = checks
         self.adapters = adapters
         self.media = media
         self.chunked_prefill = chunked_prefill
@@ -56,23 +56,24 @@ class Admitter:
         self.num_watermark_blocks = int(watermark * kv.pool.num_usable)
         self.shares = FairShare() if fair else None
         self.prompt_pace = PromptPace()
-        line = LINES[policy]() if self.shares is None else FairQueue(policy, self.shares)
-        self.waiting = GatedLine(line, gates)
+        self.policy = policy
+        queue = QUEUE_CLASSES[policy]() if self.shares is None else FairQueue(policy, self.shares)
+        self.waiting = ReadyQueue(queue, checks)
 
-    def timed(self, flight: StepInFlight) -> None:
+    def record_time(self, flight: StepInFlight) -> None:
         """Update the pace estimates with the duration of a step."""
         if self.drafting is not None:
-            self.drafting.timed(flight)
+            self.drafting.record_time(flight)
         if self.shares is not None:
             num_decodes = int((flight.plan.num_tokens == 1).sum())
             num_prompt_tokens = flight.plan.total_tokens - num_decodes
             self.prompt_pace.learn(num_decodes, num_prompt_tokens, flight.seconds)
 
-    def _pace(self, pending: Ints) -> None:
+    def _limit_prompts(self, pending: Ints) -> None:
         """Limit the prompts of the next step if a tenant waits for a token while another has prompts."""
         limits, running = self.limits, self.running
         limits.paced_tokens = None
-        if self.shares is None or not self.chunked_prefill or self.trial or not len(running):
+        if self.shares is None or not self.chunked_prefill or self.fault_isolation or not len(running):
             return
         tenants = running.tenant[running.order]
         request = self.waiting.next()
@@ -84,7 +85,7 @@ class Admitter:
     def divide(self, pending: Ints, *, admits: bool) -> Ints:
         """Divide the tokens of a step between the running rows, in order. If the step `admits`, some tokens
         are left for the next waiting request."""
-        self._pace(pending)
+        self._limit_prompts(pending)
         if self.kv.states is not None:
             pending = self.kv.states.limit(self.running, pending)
         pending = self.media.allow(self.running, pending, self.limits)
@@ -99,7 +100,7 @@ class Admitter:
     def _claim(self, num_pending: int) -> Claim | None:
         """Return the tokens that running rows leave to the next waiting request, if it can be admitted."""
         assert self.shares is not None
-        if self.trial or len(self.running) >= self.limits.max_rows:
+        if self.fault_isolation or len(self.running) >= self.limits.max_rows:
             return None
         if (request := self.waiting.next()) is None:
             return None
@@ -114,18 +115,18 @@ class Admitter:
         """Add draft tokens to the chunks of the running rows, as far as the budget and the free blocks
         allow."""
         drafting, rows = self.drafting, self.running.order
-        if drafting is None or self.trial:
+        if drafting is None or self.fault_isolation:
             return chunks, growth, NO_DRAFTS
-        drafts = drafting.draft(self.running, chunks, self._spare(int(chunks.sum())))
+        drafts = drafting.draft(self.running, chunks, self._draft_budget(int(chunks.sum())))
         if len(drafts.counts):
-            more = self.kv.growth(rows, growth.reach + drafts.counts)
-            if more.shortage:
+            with_drafts = self.kv.growth(rows, growth.lengths + drafts.counts)
+            if with_drafts.shortage:
                 drafts = NO_DRAFTS
             else:
-                chunks, growth = chunks + drafts.counts, more
+                chunks, growth = chunks + drafts.counts, with_drafts
         return chunks, growth, drafts
 
-    def _spare(self, num_tokens: int) -> int:
+    def _draft_budget(self, num_tokens: int) -> int:
         """Return the token budget left for drafts, after reserving the first chunk of the next request."""
         left = self.limits.budget - num_tokens
         if len(self.waiting) and len(self.running) < self.limits.max_rows:
@@ -139,53 +140,60 @@ class Admitter:
         if self.shares is not None:
             self.shares.charge(self.running.tenant[self.running.order], chunks)
 
-    def in_the_way(self) -> int | None:
+    def row_to_preempt(self) -> int | None:
         """Return the row to preempt for the next request if its tenant is below its fair share."""
         kv, order = self.kv, self.running.order
-        if self.shares is None or self.trial or not len(order) or (request := self.waiting.next()) is None:
+        if (
+            self.shares is None
+            or self.fault_isolation
+            or not len(order)
+            or (request := self.waiting.next()) is None
+        ):
             return None
         if len(order) < self.limits.max_rows and self._fits(request):
             return None
-        wanted = -(-len(request.tokens) // kv.block_size)
-        room = Capacity(self.limits.max_rows, kv.pool.num_usable, wanted, kv.block_size, kv.share_prefixes)
-        return self.shares.in_the_way(request, self.running, kv.num_held(order), room)
+        needed_blocks = -(-len(request.tokens) // kv.block_size)
+        capacity = Capacity(
+            self.limits.max_rows, kv.pool.num_usable, needed_blocks, kv.block_size, kv.share_prefixes
+        )
+        return self.shares.row_to_preempt(request, self.running, kv.num_held(order), capacity)
 
-    def victims(self) -> RowIds | None:
+    def candidates(self) -> RowIds | None:
         """Return the rows to choose from when blocks run out; None stands for all rows."""
         if self.shares is None:
             return None
         order = self.running.order
         tenants = self.running.tenant[order]
-        among: RowIds = order[tenants == self.shares.most_beyond(tenants, self.kv.num_held(order))]
-        return among
+        rows: RowIds = order[tenants == self.shares.largest_holder(tenants, self.kv.num_held(order))]
+        return rows
 
     def _fits(self, request: Request) -> bool:
         hit = self.kv.lookup(request)
-        reach = len(request.tokens)
+        num_tokens = len(request.tokens)
         if not self.reserve_full_prompt:
-            reach = hit.num_tokens + min(reach - hit.num_tokens, self.limits.max_chunk)
-        return self.kv.fits(hit, reach, self.running, spare=self.num_watermark_blocks)
+            num_tokens = hit.num_tokens + min(num_tokens - hit.num_tokens, self.limits.max_chunk)
+        return self.kv.fits(hit, num_tokens, self.running, spare=self.num_watermark_blocks)
 
     def admit(self, budget: int, notes: Notes) -> list[tuple[Admission, int]]:
         """Admit waiting requests, in order, while tokens, rows and blocks last; return each with its first
         chunk. Requests that wait for something else are skipped and keep their place."""
-        if self.trial:
+        if self.fault_isolation:
             return self._admit_suspect(notes)
         admitted: list[tuple[Admission, int]] = []
         while budget > 0 and len(self.running) < self.limits.max_rows:
             if (request := self.waiting.next()) is None:
                 break
             hit = self.kv.lookup(request)
-            if self.kv.is_coming(request, hit):  # the next step restores a longer prefix
+            if self.kv.is_checkpoint_planned(request, hit):  # the next step restores a longer prefix
                 break
             pending = len(request.tokens) - hit.num_tokens
             chunk = self._first_chunk(request, hit, budget)
             is_cut = chunk < pending and not self._may_split(pending)
             if not chunk or (is_cut and len(self.running)):  # a request that runs alone may be split
                 break
-            reach = len(request.tokens) if self.reserve_full_prompt else hit.num_tokens + chunk
-            if not self.kv.fits(hit, reach, self.running, spare=self.num_watermark_blocks):
-                if self.kv.tiers is not None and self.kv.tiers.give_way(request):
+            num_tokens = len(request.tokens) if self.reserve_full_prompt else hit.num_tokens + chunk
+            if not self.kv.fits(hit, num_tokens, self.running, spare=self.num_watermark_blocks):
+                if self.kv.tiers is not None and self.kv.tiers.release_waiting(request):
                     continue
                 break
             self.waiting.pop()
@@ -207,8 +215,8 @@ class Admitter:
 
     def _admit_suspect(self, notes: Notes) -> list[tuple[Admission, int]]:
         """Admit the next suspect alone. It stays alone until it has a new token."""
-        request = self.trial.first
-        if len(self.running) or self.gates.holds(request, alone=True):
+        request = self.fault_isolation.next_suspect
+        if len(self.running) or self.checks.must_wait(request, alone=True):
             return []
         self.waiting.remove(request)
         hit = self.kv.lookup(request)
@@ -237,7 +245,7 @@ class Admitter:
         elif request.preempted_at:
             notes.resumed[request.id] = time.monotonic() - request.preempted_at
             request.preempted_at = 0.0
-        self.gates.enter(request)
+        self.checks.enter(request)
         row = self.running.admit(request, num_computed)
         block_ids = self.kv.admit(row, hit, num_computed + chunk)
         state = self.kv.start(row, request, hit)

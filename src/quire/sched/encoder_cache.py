@@ -39,7 +39,7 @@ class ArrayStore:
                 del self._num_users[item.key]
                 self._arrays.pop(item.key, None)
 
-    def filled(self, item: MediaItem) -> MediaItem:
+    def with_arrays(self, item: MediaItem) -> MediaItem:
         """Return the item with its arrays, if they are stored."""
         if item.arrays is not None or item.stored is not None:
             return item
@@ -50,8 +50,8 @@ def strip_arrays(media: Media | None) -> Media | None:
     """Return the media without arrays, as rows hold it."""
     if media is None:
         return None
-    bare = [msgspec.structs.replace(item, arrays=None, stored=None) for item in media.items]
-    return msgspec.structs.replace(media, items=bare)
+    items = [msgspec.structs.replace(item, arrays=None, stored=None) for item in media.items]
+    return msgspec.structs.replace(media, items=items)
 
 
 @dataclass(slots=True)
@@ -71,16 +71,16 @@ class _Row:
     """Number of leading items with vectors that the row has acquired,"""
     num_done: int
     """and the number of these that it has released again."""
-    whole: int = 0
-    """See `Media.whole`."""
+    num_bidirectional: int = 0
+    """See `Media.num_bidirectional`."""
 
 
 @dataclass(slots=True)
-class _Outlook:
+class _PlannedUse:
     """Vectors that a step would hold and encode if it took the items considered so far."""
 
     num_held: int
-    num_made: int
+    num_encoded: int
     keys: set[bytes] = field(default_factory=set)
 
 
@@ -91,18 +91,21 @@ class EncoderCache:
     the last of them is computed. Vectors that no row holds stay until their space is needed; the oldest are
     evicted first."""
 
-    def __init__(self, *, size: int = 0, most_made: int | None = None, whole: bool = False) -> None:
-        """`size` is the capacity in vectors. It also limits the vectors encoded per step, unless `most_made`
-        is less. A larger item is encoded alone. With `whole`, an item is not divided between steps."""
+    def __init__(
+        self, *, size: int = 0, max_encoded: int | None = None, undivided_items: bool = False
+    ) -> None:
+        """`size` is the capacity in vectors. It also limits the vectors encoded per step, unless
+        `max_encoded` is less. A larger item is encoded alone. With `undivided_items`, an item is not divided
+        between steps."""
         self.size = size
-        self.most_made = size if most_made is None else most_made
-        self.whole = whole
-        self.shelf = ArrayStore()
+        self.max_encoded = size if max_encoded is None else max_encoded
+        self.undivided_items = undivided_items
+        self.arrays = ArrayStore()
         self.rows: dict[int, _Row] = {}
-        self.num_held = self.num_kept = self.num_made = 0
+        self.num_held = self.num_kept = self.num_encoded = 0
         """Numbers of vectors: held by rows, kept in the cache, and encoded by the next step."""
-        self._kept: dict[bytes, _Entry] = {}
-        self._idle: dict[bytes, None] = {}
+        self._entries: dict[bytes, _Entry] = {}
+        self._unused: dict[bytes, None] = {}
         """Keys that no row holds, oldest first."""
         self._encodes: list[MediaItem] = []
         self._forgotten: list[bytes] = []
@@ -111,28 +114,28 @@ class EncoderCache:
 
     def add(self, request: Request, limits: StepLimits) -> None:
         if (media := request.media) is not None:
-            self.shelf.add(media)
-            if self.whole:
+            self.arrays.add(media)
+            if self.undivided_items:
                 limits.require(max((item.length for item in media.items), default=0))
-            limits.require(media.whole)
+            limits.require(media.num_bidirectional)
 
     def drop(self, request: Request) -> None:
         if request.media is not None:
-            self.shelf.drop(request.media)
+            self.arrays.drop(request.media)
 
     def enter(self, row: int, request: Request, num_computed: int, end: int) -> None:
         """Record that a request gets a row and computes its tokens up to `end` in the step being planned."""
         if request.media is None:
             return
-        items, whole = request.media.items, request.media.whole
+        items, num_bidirectional = request.media.items, request.media.num_bidirectional
         num_done = _num_before(items, num_computed)
-        if num_done < len(items) or num_computed < whole:
-            entered = self.rows[row] = _Row(items, num_done, num_done, whole)
-            self._take([(entered, end)])
+        if num_done < len(items) or num_computed < num_bidirectional:
+            entered = self.rows[row] = _Row(items, num_done, num_done, num_bidirectional)
+            self._acquire([(entered, end)])
 
     def leave(self, row: int) -> None:
         if (left := self.rows.pop(row, None)) is not None:
-            self._give_back(left, left.num_taken)
+            self._release(left, left.num_taken)
 
     # ---- chunks
 
@@ -142,36 +145,38 @@ class EncoderCache:
             return chunk
         items = request.media.items
         items = items[_num_before(items, start) :]
-        chunk = self._reach(items, start, chunk, self._outlook())
-        return self._undivided(self._wholes(items, request.media.whole), start, chunk, limits)[0]
+        chunk = self._limit_chunk(items, start, chunk, self._planned_use())
+        return self._undivided(
+            self._undivided_spans(items, request.media.num_bidirectional), start, chunk, limits
+        )[0]
 
     def allow(self, running: Running, pending: Ints, limits: StepLimits) -> Ints:
         """Limit the pending tokens of each row of `running.order` to those before the first item that cannot
         be encoded in this step."""
         if not self.rows:
             return pending
-        self._settle(running)
-        pending, outlook = pending.copy(), self._outlook()
+        self._release_computed(running)
+        pending, planned = pending.copy(), self._planned_use()
         for place, row in self._places(running):
             row_items = self.rows[row]
             most, start = min(int(pending[place]), limits.max_chunk), int(running.num_computed[row])
-            pending[place] = self._reach(row_items.items[row_items.num_taken :], start, most, outlook)
+            pending[place] = self._limit_chunk(row_items.items[row_items.num_taken :], start, most, planned)
         return pending
 
     def undivided(self, running: Running, chunks: Ints, limits: StepLimits) -> Ints:
         """Shorten chunks so that none ends inside an item, if items may not be divided. The first row left
         with no tokens gets its whole item, and the last rows wait instead."""
-        if not self.rows or not self.whole:
+        if not self.rows or not self.undivided_items:
             return chunks
         chunks, first = chunks.copy(), None
         for place, row in self._places(running):
             if not (chunk := int(chunks[place])):
                 continue
             held, start = self.rows[row], int(running.num_computed[row])
-            wholes = self._wholes(held.items[held.num_done :], held.whole)
-            chunks[place], wanted = self._undivided(wholes, start, chunk, limits)
+            spans = self._undivided_spans(held.items[held.num_done :], held.num_bidirectional)
+            chunks[place], whole_chunk = self._undivided(spans, start, chunk, limits)
             if not chunks[place] and first is None:
-                first, chunks[place] = place, wanted
+                first, chunks[place] = place, whole_chunk
         if first is None:
             return chunks
         for place in reversed(range(len(chunks))):
@@ -183,131 +188,131 @@ class EncoderCache:
         """Record that the rows of `running.order` compute `chunks` tokens."""
         if self.rows:
             ends = running.num_computed[running.order] + chunks
-            self._take([(self.rows[row], int(ends[place])) for place, row in self._places(running)])
+            self._acquire([(self.rows[row], int(ends[place])) for place, row in self._places(running)])
 
     def _places(self, running: Running) -> list[tuple[int, int]]:
         """Return the rows with items and their indices in `running.order`."""
         places = np.flatnonzero(np.isin(running.order, list(self.rows)))
         return list(zip(places.tolist(), running.order[places].tolist(), strict=True))
 
-    def _outlook(self) -> _Outlook:
-        return _Outlook(self.num_held, self.num_made)
+    def _planned_use(self) -> _PlannedUse:
+        return _PlannedUse(self.num_held, self.num_encoded)
 
-    def _reach(self, items: list[MediaItem], start: int, chunk: int, outlook: _Outlook) -> int:
+    def _limit_chunk(self, items: list[MediaItem], start: int, chunk: int, planned: _PlannedUse) -> int:
         """Return `chunk`, or the number of tokens before the first item that does not fit."""
         for item in items:
             if item.offset >= start + chunk:
                 break
-            if not self._fits(item, outlook):
+            if not self._fits(item, planned):
                 return max(item.offset - start, 0)
         return chunk
 
-    def _fits(self, item: MediaItem, outlook: _Outlook) -> bool:
-        entry, num_vectors = self._kept.get(item.key), item.num_vectors
-        if item.key in outlook.keys or (entry is not None and entry.num_users):
+    def _fits(self, item: MediaItem, planned: _PlannedUse) -> bool:
+        entry, num_vectors = self._entries.get(item.key), item.num_vectors
+        if item.key in planned.keys or (entry is not None and entry.num_users):
             return True
-        num_held, num_made = outlook.num_held + num_vectors, outlook.num_made
-        if num_held > self.size and outlook.num_held:
+        num_held, num_encoded = planned.num_held + num_vectors, planned.num_encoded
+        if num_held > self.size and planned.num_held:
             return False
         if entry is None:
-            num_made += num_vectors
-            if num_made > self.most_made and outlook.num_made:
+            num_encoded += num_vectors
+            if num_encoded > self.max_encoded and planned.num_encoded:
                 return False
-        outlook.num_held, outlook.num_made = num_held, num_made
-        outlook.keys.add(item.key)
+        planned.num_held, planned.num_encoded = num_held, num_encoded
+        planned.keys.add(item.key)
         return True
 
-    def _wholes(self, items: list[MediaItem], whole: int) -> list[tuple[int, int]]:
-        """Return start and end of the spans that no step may divide: the items, or the first `whole`
-        tokens."""
-        if whole:
-            return [(0, whole)]
-        return [(item.offset, item.end) for item in items] if self.whole else []
+    def _undivided_spans(self, items: list[MediaItem], num_bidirectional: int) -> list[tuple[int, int]]:
+        """Return start and end of the spans that no step may divide: the items, or the first
+        `undivided_items` tokens."""
+        if num_bidirectional:
+            return [(0, num_bidirectional)]
+        return [(item.offset, item.end) for item in items] if self.undivided_items else []
 
     def _undivided(
-        self, wholes: list[tuple[int, int]], start: int, chunk: int, limits: StepLimits
+        self, spans: list[tuple[int, int]], start: int, chunk: int, limits: StepLimits
     ) -> tuple[int, int]:
         """Return the chunk if it does not end inside a span. Otherwise return the tokens before the span, and
         the tokens needed to include it. A span larger than any step is divided anyway."""
         end = start + chunk
-        for first, behind in wholes:
+        for first, behind in spans:
             if first < end < behind and behind - max(start, first) <= limits.max_chunk:
                 return max(first - start, 0), behind - start
         return chunk, chunk
 
     # ---- vectors
 
-    def _settle(self, running: Running) -> None:
+    def _release_computed(self, running: Running) -> None:
         """Release the vectors of items that are computed; steps run in order."""
         for row, held in list(self.rows.items()):
-            self._give_back(held, _num_before(held.items, int(running.num_computed[row])))
-            if held.num_done == len(held.items) and running.num_computed[row] >= held.whole:
+            self._release(held, _num_before(held.items, int(running.num_computed[row])))
+            if held.num_done == len(held.items) and running.num_computed[row] >= held.num_bidirectional:
                 del self.rows[row]
 
-    def _give_back(self, row: _Row, num_done: int) -> None:
+    def _release(self, row: _Row, num_done: int) -> None:
         for item in row.items[row.num_done : num_done]:
-            entry = self._kept[item.key]
+            entry = self._entries[item.key]
             entry.num_users -= 1
             if not entry.num_users:
                 self.num_held -= entry.num_vectors
-                self._idle[item.key] = None
+                self._unused[item.key] = None
         row.num_done = max(row.num_done, num_done)
 
-    def _take(self, chunks: list[tuple[_Row, int]]) -> None:
+    def _acquire(self, chunks: list[tuple[_Row, int]]) -> None:
         """Acquire the items of rows that compute up to `end`. Cached items are held first so that encoding
         the others does not evict them."""
         missing: list[MediaItem] = []
         for row, end in chunks:
             while row.num_taken < len(row.items) and (item := row.items[row.num_taken]).offset < end:
                 row.num_taken += 1
-                if item.key in self._kept:
+                if item.key in self._entries:
                     self._hold(item)
                 else:
                     missing.append(item)
         for item in missing:
-            if item.key not in self._kept:
-                self._make(item)
+            if item.key not in self._entries:
+                self._encode(item)
             self._hold(item)
 
     def _hold(self, item: MediaItem) -> None:
-        entry = self._kept[item.key]
+        entry = self._entries[item.key]
         if not entry.num_users:
             self.num_held += entry.num_vectors
-            self._idle.pop(item.key, None)
+            self._unused.pop(item.key, None)
         entry.num_users += 1
 
-    def _make(self, item: MediaItem) -> None:
+    def _encode(self, item: MediaItem) -> None:
         num_vectors = item.num_vectors
-        while self._idle and self.num_kept + num_vectors > self.size:
-            self._forget(next(iter(self._idle)))
-        self._kept[item.key] = _Entry(num_vectors)
+        while self._unused and self.num_kept + num_vectors > self.size:
+            self._forget(next(iter(self._unused)))
+        self._entries[item.key] = _Entry(num_vectors)
         self.num_kept += num_vectors
-        self.num_made += num_vectors
-        self._encodes.append(self.shelf.filled(item))
+        self.num_encoded += num_vectors
+        self._encodes.append(self.arrays.with_arrays(item))
 
     def _forget(self, key: bytes) -> None:
-        del self._idle[key]
-        self.num_kept -= self._kept.pop(key).num_vectors
+        del self._unused[key]
+        self.num_kept -= self._entries.pop(key).num_vectors
         self._forgotten.append(key)
 
     def take_changes(self) -> tuple[list[bytes], list[MediaItem]]:
         """Return the keys to evict and the items to encode in the step that was planned."""
         changes, self._forgotten, self._encodes = (self._forgotten, self._encodes), [], []
-        self.num_made = 0
+        self.num_encoded = 0
         return changes
 
     def reset(self) -> bool:
         """Evict what no row holds; return whether the cache is empty."""
-        for key in list(self._idle):
+        for key in list(self._unused):
             self._forget(key)
-        return not self._kept
+        return not self._entries
 
-    def forget_all(self, unheard: Iterable[bytes] = ()) -> None:
-        """Forget all entries because the state of the worker is unknown. `unheard` are keys of evictions that
-        it may not have received. All rows are about to leave."""
-        self._forgotten = list(dict.fromkeys([*self._forgotten, *unheard, *self._kept]))
-        self._kept, self._idle, self._encodes, self.rows = {}, {}, [], {}
-        self.num_held = self.num_kept = self.num_made = 0
+    def forget_all(self, unsent_evictions: Iterable[bytes] = ()) -> None:
+        """Forget all entries because the state of the worker is unknown. `unsent_evictions` are
+        keys of evictions that it may not have received. All rows are about to leave."""
+        self._forgotten = list(dict.fromkeys([*self._forgotten, *unsent_evictions, *self._entries]))
+        self._entries, self._unused, self._encodes, self.rows = {}, {}, [], {}
+        self.num_held = self.num_kept = self.num_encoded = 0
 
 
 def _num_before(items: list[MediaItem], position: int) -> int:

@@ -6,7 +6,7 @@ This is deficit round robin with computed tokens, so that the cost of a request 
 cannot be saved: a tenant that returns to the queue starts no lower than the tenants that wait in it.
 
 This suffices while rows and blocks become free. If one tenant has occupied them all for long, one of its rows
-is preempted (`in_the_way`)."""
+is preempted (`row_to_preempt`)."""
 
 from collections.abc import Collection
 from typing import NamedTuple
@@ -24,7 +24,7 @@ class Capacity(NamedTuple):
 
     max_rows: int
     num_blocks: int
-    wanted: int
+    needed_blocks: int
     """Blocks that the request needs."""
     block_size: int
     shares_prefixes: bool
@@ -48,44 +48,49 @@ class FairShare:
         floor = min(map(self.levels.item, waiting)) if waiting else self.levels.max()
         self.levels[request.tenant] = max(self.levels[request.tenant], floor)
 
-    def lowest(self, waiting: Collection[int]) -> int:
+    def lowest_tenant(self, waiting: Collection[int]) -> int:
         return min(waiting, key=self.levels.item)
 
     def charge(self, tenants: Ints, num_tokens: Ints) -> None:
         self.levels += np.bincount(tenants, num_tokens, len(self.levels)) / self.weights
 
-    def in_the_way(self, request: Request, running: Running, held: Ints, room: Capacity) -> int | None:
-        """Return the row to preempt for a request that does not fit; `held` are the blocks of the rows in
+    def row_to_preempt(
+        self, request: Request, running: Running, num_held: Ints, capacity: Capacity
+    ) -> int | None:
+        """Return the row to preempt for a request that does not fit; `num_held` are the blocks of the rows in
         order. It belongs to a tenant beyond its share, and the request's tenant stays within its own. The
         tokens to recompute are fewer than the lead of the one tenant over the other, so rows are not
         preempted back and forth."""
         tenants = running.tenant[running.order]
-        rows = self._sums(tenants, np.ones(len(tenants)))
-        blocks = self._sums(tenants, held)
-        here = rows > 0
-        here[request.tenant] = True
-        due = self.weights * here / self.weights[here].sum()
+        rows = self._by_tenant(tenants, np.ones(len(tenants)))
+        blocks = self._by_tenant(tenants, num_held)
+        is_present = rows > 0
+        is_present[request.tenant] = True
+        fair_share = self.weights * is_present / self.weights[is_present].sum()
         tenant = request.tenant
-        after = max((rows[tenant] + 1) / room.max_rows, (blocks[tenant] + room.wanted) / room.num_blocks)
-        if rows[tenant] and after > due[tenant]:
+        share_after = max(
+            (rows[tenant] + 1) / capacity.max_rows,
+            (blocks[tenant] + capacity.needed_blocks) / capacity.num_blocks,
+        )
+        if rows[tenant] and share_after > fair_share[tenant]:
             return None
-        share = np.maximum(rows / room.max_rows, blocks / room.num_blocks)
-        beyond = (share > due) & (rows > 1) & (self.levels > self.levels[tenant])
-        if not beyond.any():
+        used_share = np.maximum(rows / capacity.max_rows, blocks / capacity.num_blocks)
+        is_over = (used_share > fair_share) & (rows > 1) & (self.levels > self.levels[tenant])
+        if not is_over.any():
             return None
-        victim = int(np.argmax(np.where(beyond, self.levels, -np.inf)))
+        victim = int(np.argmax(np.where(is_over, self.levels, -np.inf)))
         candidates = running.order[1:][tenants[1:] == victim]  # the oldest row is never preempted
         row = int(candidates[np.argmin(running.num_computed[candidates])])
-        lost = int(running.num_computed[row])
-        if room.shares_prefixes:  # its blocks stay in the prefix cache until they are reused
-            lost = min(lost, room.wanted * room.block_size)
-        ahead = (self.levels[victim] - self.levels[tenant]) * self.weights[victim]
-        return row if ahead >= lost else None
+        num_recomputed = int(running.num_computed[row])
+        if capacity.shares_prefixes:  # its blocks stay in the prefix cache until they are reused
+            num_recomputed = min(num_recomputed, capacity.needed_blocks * capacity.block_size)
+        lead = (self.levels[victim] - self.levels[tenant]) * self.weights[victim]
+        return row if lead >= num_recomputed else None
 
-    def most_beyond(self, tenants: Ints, held: Ints) -> int:
+    def largest_holder(self, tenants: Ints, num_held: Ints) -> int:
         """Return the tenant that holds the most blocks relative to its weight."""
-        return int(np.argmax(self._sums(tenants, held) / self.weights))
+        return int(np.argmax(self._by_tenant(tenants, num_held) / self.weights))
 
-    def _sums(self, tenants: Ints, values: NDArray[np.float64] | Ints) -> NDArray[np.float64]:
+    def _by_tenant(self, tenants: Ints, values: NDArray[np.float64] | Ints) -> NDArray[np.float64]:
         sums: NDArray[np.float64] = np.bincount(tenants, values, len(self.levels)).astype(np.float64)
         return sums

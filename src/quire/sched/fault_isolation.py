@@ -22,15 +22,15 @@ class FaultIsolation:
         return bool(self.suspects)
 
     @property
-    def first(self) -> Request:
+    def next_suspect(self) -> Request:
         return next(iter(self.suspects.values()))
 
-    def open(self, requests: list[Request], num_rows: int, num_tokens: int) -> None:
-        """Start a trial after a step of several requests failed; `requests` are those still present."""
+    def isolate(self, requests: list[Request], num_rows: int, num_tokens: int) -> None:
+        """Start the isolation after a step of several requests failed; `requests` are those still present."""
         self.suspects |= {request.id: request for request in requests}
         self._failed = (num_rows, num_tokens) if requests else None
 
-    def is_guilty(self, request: Request, num_tokens: int) -> bool:
+    def is_at_fault(self, request: Request, num_tokens: int) -> bool:
         """Whether a request is at fault after a step of it alone failed. It is not if fewer tokens can be
         tried."""
         if not self.limits.try_fewer_tokens(num_tokens):
@@ -39,11 +39,13 @@ class FaultIsolation:
         self.suspects.move_to_end(request.id, last=False)
         return False
 
-    def leave(self, request: Request, reason: str) -> None:
+    def remove(self, request: Request, reason: str) -> None:
         """Remove a suspect that has a new token or has ended."""
         if request.id not in self.suspects:
             return
-        tried = self.first is request and self.limits.settle(passed=reason not in ("abort", "error"))
+        tried = self.next_suspect is request and self.limits.end_retry(
+            passed=reason not in ("abort", "error")
+        )
         del self.suspects[request.id]
         if tried or reason == "error":
             self._failed = None

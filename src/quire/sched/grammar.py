@@ -16,7 +16,7 @@ from quire.data.params import StructuredOutputsParams
 from quire.data.request import Request
 from quire.data.step_plan import Ints, Masks, StepPlan, Verdict
 from quire.logs import get_logger, printable
-from quire.sched.grammar_state import GrammarMatcher, GrammarState, follower_of
+from quire.sched.grammar_state import GrammarMatcher, GrammarState, grammar_state_of
 from quire.sched.in_flight import StepInFlight
 from quire.sched.mask_thread import MaskThread
 from quire.sched.running import RowIds, Running
@@ -48,17 +48,17 @@ class GrammarCompiler(Protocol):
         """Advance each matcher by a token and return the verdicts."""
 
     @property
-    def is_beside(self) -> bool:
+    def fills_in_thread(self) -> bool:
         """Whether it has cores to itself while layers are computed."""
 
 
-class _Filling(NamedTuple):
+class _MaskJob(NamedTuple):
     """The masks of a step, and the matchers that fill them."""
 
     masks: Masks
     matched: list[tuple[GrammarMatcher, int]]
     """Matchers and the mask rows that they fill."""
-    also: list[tuple[int, int]]
+    extra_tokens: list[tuple[int, int]]
     """Tokens allowed in addition to the matchers' (or alone), with their mask rows."""
 
     def fill(self, grammars: GrammarCompiler) -> None:
@@ -67,16 +67,16 @@ class _Filling(NamedTuple):
 
     def add(self) -> None:
         """Set the bits of the additional tokens."""
-        for token_id, at in self.also:
+        for token_id, at in self.extra_tokens:
             self.masks.bits[at, token_id // 32] |= np.uint32(1 << token_id % 32)
 
 
-def _fill(grammars: GrammarCompiler, filling: _Filling, coming: AsyncValue) -> None:
-    """Fill masks and signal `coming`, even after an error."""
+def _fill(grammars: GrammarCompiler, job: _MaskJob, done: AsyncValue) -> None:
+    """Fill masks and signal `done`, even after an error."""
     try:
-        filling.fill(grammars)
+        job.fill(grammars)
     finally:
-        coming.arrive()
+        done.arrive()
 
 
 class Constraints:
@@ -84,72 +84,73 @@ class Constraints:
 
     def __init__(self, grammars: GrammarCompiler | None) -> None:
         self._grammars = grammars
-        self.opened = False
-        self._coming: dict[str, Future[GrammarMatcher]] = {}
+        self.needs_recheck = False
+        self._compiling: dict[str, Future[GrammarMatcher]] = {}
         self._waiting: dict[str, Request] = {}
         """Requests with a grammar that is being compiled."""
-        self._followers: dict[str, GrammarState] = {}
-        """By request id. They advance by known tokens, whether their request has a row or not."""
-        self._bound_key, self._matchers = b"", list[GrammarMatcher]()
-        """Cache of `_bound`: rows with their admissions, and the matchers."""
+        self._states_by_id: dict[str, GrammarState] = {}
+        """Grammar states by request id. They advance by known tokens, whether their request has a row or
+        not."""
+        self._matchers_key, self._matchers = b"", list[GrammarMatcher]()
+        """Cache of `_grammar_matchers`: rows with their admissions, and the matchers."""
         self._buffers = cycle([_MaskBuffer() for _ in range(_NUM_BUFFERS)])
         self._awaiting: deque[StepInFlight] = deque()
         """Steps that still need masks, oldest first."""
-        self._filling: _Filling | None = None
+        self._job: _MaskJob | None = None
         """The masks of the oldest step, once they are begun."""
-        self._is_beside = False
+        self._is_thread_running = False
         """Whether a thread fills masks and its result has not been checked."""
 
     def add(self, request: Request) -> None:
         params = request.params
         if params.structured_outputs is not None:
             assert self._grammars is not None, "request was not validated"
-            self._coming[request.id] = self._grammars.begin(params.structured_outputs)
+            self._compiling[request.id] = self._grammars.begin(params.structured_outputs)
             self._waiting[request.id] = request
         elif params.thinking_token_budget is not None:
-            self._followers[request.id] = follower_of(request, None)
+            self._states_by_id[request.id] = grammar_state_of(request, None)
 
-    def holds(self, request: Request, *, alone: bool = False) -> bool:
-        return request.id in self._coming
+    def must_wait(self, request: Request, *, alone: bool = False) -> bool:
+        return request.id in self._compiling
 
     def enter(self, request: Request) -> None:
-        """Keep the follower; it exists already."""
+        """Keep the grammar state, which exists already."""
 
     def leave(self, request: Request) -> None:
-        """Keep the follower and its state."""
+        """Keep the grammar state."""
 
     def drop(self, request: Request) -> None:
-        if self._followers.pop(request.id, None) is not None:
-            self._bound_key, self._matchers = b"", []
-        coming = self._coming.pop(request.id, None)
-        if coming is not None:
-            coming.cancel()
+        if self._states_by_id.pop(request.id, None) is not None:
+            self._matchers_key, self._matchers = b"", []
+        future = self._compiling.pop(request.id, None)
+        if future is not None:
+            future.cancel()
             del self._waiting[request.id]
 
     @property
-    def coming(self) -> Collection[Future[Any]]:
-        return self._coming.values()
+    def futures(self) -> Collection[Future[Any]]:
+        return self._compiling.values()
 
     def settle(self) -> dict[str, str | None]:
         """Collect compiled grammars. Return the requests with a grammar that failed to compile."""
-        broken: dict[str, str | None] = {}
-        for id, coming in list(self._coming.items()):
-            if not coming.done():
+        failed: dict[str, str | None] = {}
+        for id, future in list(self._compiling.items()):
+            if not future.done():
                 continue
-            if (error := coming.exception()) is not None:
+            if (error := future.exception()) is not None:
                 log.error("The grammar of request %s cannot be compiled: %r", printable(id), str(error))
-                broken[id] = None
+                failed[id] = None
             else:
-                self.opened = True
-                self._followers[id] = follower_of(self._waiting.pop(id), coming.result())
-                del self._coming[id]
-        return broken
+                self.needs_recheck = True
+                self._states_by_id[id] = grammar_state_of(self._waiting.pop(id), future.result())
+                del self._compiling[id]
+        return failed
 
     # ---- masks
 
     def launch(self, running: Running, flight: StepInFlight) -> None:
         """Note the constrained rows of a new plan."""
-        if not self._followers:
+        if not self._states_by_id:
             return
         plan = flight.plan
         plan.constrained = plan.sampling_rows[running.constrained[plan.sampling_rows]]
@@ -159,43 +160,43 @@ class Constraints:
     @property
     def has_begun(self) -> bool:
         """Whether the masks of the oldest step without masks are being filled."""
-        return self._filling is not None
+        return self._job is not None
 
     def begin(self, running: Running) -> None:
         """Start to fill the next masks if all earlier tokens are known; in a thread, if there are cores for
         it."""
-        if self.has_begun or not self._awaiting or (filling := self._next_filling(running)) is None:
+        if self.has_begun or not self._awaiting or (job := self._next_job(running)) is None:
             return
-        self._filling = filling
-        if self._grammars is None or not filling.matched:
-            filling.add()
-        elif self._grammars.is_beside and len(filling.matched) > _MAX_INLINE_MASKS:
-            coming = filling.masks.coming = AsyncValue()
-            self._is_beside = True
-            self._beside.begin(partial(_fill, self._grammars, filling, coming))
+        self._job = job
+        if self._grammars is None or not job.matched:
+            job.add()
+        elif self._grammars.fills_in_thread and len(job.matched) > _MAX_INLINE_MASKS:
+            done = job.masks.pending = AsyncValue()
+            self._is_thread_running = True
+            self._thread.begin(partial(_fill, self._grammars, job, done))
         else:
-            filling.fill(self._grammars)
+            job.fill(self._grammars)
 
     def masks(self) -> Masks:
         """Return the masks that were begun; they may still be filling. They are valid for two more plans."""
-        assert self._filling is not None
-        masks, self._filling = self._filling.masks, None
+        assert self._job is not None
+        masks, self._job = self._job.masks, None
         self._awaiting.popleft()
         return masks
 
     def forget(self) -> None:
         """Discard the masks of all planned steps."""
         self._join()
-        self._filling = None
+        self._job = None
         self._awaiting.clear()
 
     def _join(self) -> None:
         """Wait for the mask thread and raise its error, if any."""
-        if self._is_beside:
-            self._is_beside = False
-            self._beside.wait()
+        if self._is_thread_running:
+            self._is_thread_running = False
+            self._thread.wait()
 
-    def _next_filling(self, running: Running) -> _Filling | None:
+    def _next_job(self, running: Running) -> _MaskJob | None:
         """Return the masks of the oldest step, without rows that have ended; None while tokens are
         unknown."""
         flight = self._awaiting[0]
@@ -205,45 +206,55 @@ class Constraints:
         if (running.num_tokens[rows] - running.num_known[rows] > 1).any():  # one is what the plan samples
             return None
         self._join()
-        matchers = self._bound(running, rows.astype(np.intp))
+        matchers = self._grammar_matchers(running, rows.astype(np.intp))
         if matchers is None or len(flight.plan.num_drafts):
-            return self._fill_mixed(running, rows, flight.plan)
+            return self._mixed_job(running, rows, flight.plan)
         matched = list(zip(matchers, range(len(rows)), strict=True))
-        return _Filling(Masks(rows, self._bits(len(rows), matched)), matched, [])
+        return _MaskJob(Masks(rows, self._bits(len(rows), matched)), matched, [])
 
-    def _bound(self, running: Running, rows: RowIds) -> list[GrammarMatcher] | None:
+    def _grammar_matchers(self, running: Running, rows: RowIds) -> list[GrammarMatcher] | None:
         """Return the matchers of rows constrained by a grammar alone; None if there are other rows. The
         result is cached, as rows rarely change."""
         key = rows.tobytes() + running.admission[rows].tobytes()
-        if key != self._bound_key:
-            bound = [self._followers[id].bound for id in running.ids[rows].tolist()]
-            matchers = [matcher for matcher in bound if matcher is not None]
-            if len(matchers) < len(bound):
+        if key != self._matchers_key:
+            of_rows = [self._states_by_id[id].grammar_matcher for id in running.ids[rows].tolist()]
+            matchers = [matcher for matcher in of_rows if matcher is not None]
+            if len(matchers) < len(of_rows):
                 return None
-            self._bound_key, self._matchers = key, matchers
+            self._matchers_key, self._matchers = key, matchers
         return self._matchers
 
-    def _fill_mixed(self, running: Running, rows: Ints, plan: StepPlan) -> _Filling:
+    def _mixed_job(self, running: Running, rows: Ints, plan: StepPlan) -> _MaskJob:
         """Return masks for steps with drafts, or with reasoning before the grammar."""
-        followers = [self._followers[id] for id in running.ids[rows].tolist()]
+        states = [self._states_by_id[id] for id in running.ids[rows].tolist()]
         drafts = plan.drafts_by_row() if len(plan.num_drafts) else {}
         wanted = [
-            (row, draw, here)
-            for row, follower in zip(rows.tolist(), followers, strict=True)
-            for draw, here in enumerate(follower.along(drafts.get(row, ())))
-            if here.matcher is not None or here.also is not None
+            (row, number, state)
+            for row, sequence_state in zip(rows.tolist(), states, strict=True)
+            for number, state in enumerate(sequence_state.after_drafts(drafts.get(row, ())))
+            if state.matcher is not None or state.extra_token is not None
         ]
         if not wanted:
-            return _Filling(Masks(), [], [])
-        matched = [(here.matcher, at) for at, (_, _, here) in enumerate(wanted) if here.matcher is not None]
-        also = [(here.also, at) for at, (_, _, here) in enumerate(wanted) if here.also is not None]
-        places, draws = np.array([(row, draw) for row, draw, _ in wanted], np.int32).T
-        width = max((token_id // 32 + 1 for token_id, _ in also), default=0)
+            return _MaskJob(Masks(), [], [])
+        matched = [
+            (state.matcher, at) for at, (_, _, state) in enumerate(wanted) if state.matcher is not None
+        ]
+        extra_tokens = [
+            (state.extra_token, at)
+            for at, (_, _, state) in enumerate(wanted)
+            if state.extra_token is not None
+        ]
+        places, sample_index = np.array([(row, number) for row, number, _ in wanted], np.int32).T
+        width = max((token_id // 32 + 1 for token_id, _ in extra_tokens), default=0)
         bits = self._bits(len(wanted), matched, width)
-        for at, (_, _, here) in enumerate(wanted):
-            if here.matcher is None:
+        for at, (_, _, state) in enumerate(wanted):
+            if state.matcher is None:
                 bits[at] = 0
-        return _Filling(Masks(places, bits, draws if draws.any() else draws[:0]), matched, also)
+        return _MaskJob(
+            Masks(places, bits, sample_index if sample_index.any() else sample_index[:0]),
+            matched,
+            extra_tokens,
+        )
 
     def _bits(self, count: int, matched: Sequence[object], width: int = 0) -> Bits:
         """Return a mask buffer, as wide as the grammars need if any matcher is used."""
@@ -252,51 +263,51 @@ class Constraints:
         return next(self._buffers).take(count, width)
 
     @cached_property
-    def _beside(self) -> MaskThread:
+    def _thread(self) -> MaskThread:
         return MaskThread("quire-masks")
 
-    def advance(self, landed: StepTokens) -> dict[int, Verdict]:
-        """Advance the followers by their rows' new tokens. Return, by index, the tokens at which a grammar
-        ended."""
+    def advance(self, step_tokens: StepTokens) -> dict[int, Verdict]:
+        """Advance the grammar states by the new tokens of their rows. Return, by index, the tokens at which a
+        grammar ended."""
         ended: dict[int, Verdict] = {}
-        if not self._followers:
+        if not self._states_by_id:
             return ended
         self._join()
-        running = landed.running
-        over: set[int] = set()
-        for wave in landed.waves(running.constrained[landed.rows]):
-            rows = landed.rows[wave]
-            if over:
-                wave = wave[~np.isin(rows, list(over))]
-                rows = landed.rows[wave]
-            token_ids = landed.result.token_ids[wave].tolist()
-            matchers = self._bound(running, rows)
-            followers = [self._followers[id] for id in running.ids[rows].tolist()]
+        running = step_tokens.running
+        ended_rows: set[int] = set()
+        for wave in step_tokens.waves(running.constrained[step_tokens.rows]):
+            rows = step_tokens.rows[wave]
+            if ended_rows:
+                wave = wave[~np.isin(rows, list(ended_rows))]
+                rows = step_tokens.rows[wave]
+            token_ids = step_tokens.result.token_ids[wave].tolist()
+            matchers = self._grammar_matchers(running, rows)
+            states = [self._states_by_id[id] for id in running.ids[rows].tolist()]
             if self._grammars is None or matchers is None:
-                verdicts = self._move(followers, token_ids)
+                verdicts = self._advance_mixed(states, token_ids)
             else:
                 verdicts = self._grammars.advance(list(zip(matchers, token_ids, strict=True)))
                 if not any(verdicts):
                     continue
-            for at, (follower, verdict) in enumerate(zip(followers, verdicts, strict=True)):
+            for at, (state, verdict) in enumerate(zip(states, verdicts, strict=True)):
                 if verdict:
                     ended[int(wave[at])] = verdict
-                if verdict or follower.is_free:
-                    over.add(int(rows[at]))
-                if follower.is_free:
+                if verdict or state.is_unconstrained:
+                    ended_rows.add(int(rows[at]))
+                if state.is_unconstrained:
                     running.constrained[rows[at]] = False
         if not ended:
             self.begin(running)  # as early as possible; a request that ends for another reason wastes a mask
         return ended
 
-    def _move(self, followers: list[GrammarState], token_ids: list[int]) -> list[Verdict]:
-        """Advance each follower by a token."""
-        bound = [one.bound for one in followers]
-        moves = [move for move in zip(bound, token_ids, strict=True) if move[0] is not None]
+    def _advance_mixed(self, states: list[GrammarState], token_ids: list[int]) -> list[Verdict]:
+        """Advance each grammar state by a token."""
+        matchers = [state.grammar_matcher for state in states]
+        moves = [move for move in zip(matchers, token_ids, strict=True) if move[0] is not None]
         verdicts = iter(self._grammars.advance(moves) if self._grammars is not None else [])
         return [
-            one.advance(token_id) if matcher is None else next(verdicts)
-            for one, matcher, token_id in zip(followers, bound, token_ids, strict=True)
+            state.advance(token_id) if matcher is None else next(verdicts)
+            for state, matcher, token_id in zip(states, matchers, token_ids, strict=True)
         ]
 
 

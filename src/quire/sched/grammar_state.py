@@ -1,4 +1,4 @@
-"""Follower: the state of a request constrained by a grammar or a reasoning budget."""
+"""GrammarState: the state of a request constrained by a grammar or a reasoning budget."""
 
 from collections.abc import Iterator, Sequence
 from copy import copy
@@ -25,7 +25,7 @@ class GrammarState:
     it, and end tokens close it. Output that does not open with the start tokens has no reasoning."""
 
     def __init__(self, matcher: GrammarMatcher | None, params: SamplingParams) -> None:
-        """Build a follower; without a matcher only the length of the reasoning is limited."""
+        """Build the state; without a matcher, only the length of the reasoning is limited."""
         self._matcher = matcher
         self._budget = params.thinking_token_budget
         self._reasoning: ReasoningIds | None = params.reasoning
@@ -33,31 +33,31 @@ class GrammarState:
         self._is_open = self._reasoning is not None and self._reasoning.open
         self._generated: list[int] = []
         """Tokens since the start of the output, or since the reasoning was opened."""
-        self._instead: GrammarMatcher | None = None
+        self._text_matcher: GrammarMatcher | None = None
         """State of the grammar if the tokens that seem to open the reasoning are text."""
         if self._reasoning is not None and not self._is_open:
             if not self._reasoning.start:
                 self._reasoning = None
             elif matcher is not None:
-                self._instead = matcher.copy()
+                self._text_matcher = matcher.copy()
 
     @property
-    def is_free(self) -> bool:
+    def is_unconstrained(self) -> bool:
         """Whether nothing constrains the request any more."""
         return self._reasoning is None and self._matcher is None
 
     @property
-    def bound(self) -> GrammarMatcher | None:
+    def grammar_matcher(self) -> GrammarMatcher | None:
         """The matcher, if the grammar alone constrains the request because all reasoning is over."""
         return self._matcher if self._reasoning is None else None
 
     @property
     def matcher(self) -> GrammarMatcher | None:
         """The matcher that allows the next tokens; None if no grammar applies."""
-        return self._matcher if self._reasoning is None else self._instead
+        return self._matcher if self._reasoning is None else self._text_matcher
 
     @property
-    def also(self) -> int | None:
+    def extra_token(self) -> int | None:
         """A token allowed in addition to the matcher's, or the only one if there is no matcher."""
         if self._reasoning is None:
             return None
@@ -67,22 +67,22 @@ class GrammarState:
             return None
         return self._reasoning.end[_overlap(self._generated, self._reasoning.end)]
 
-    def along(self, drafts: Sequence[int]) -> Iterator[Self]:
-        """Yield this follower, then its state after each draft token, up to the first that ends it."""
-        here = self
-        yield here
+    def after_drafts(self, drafts: Sequence[int]) -> Iterator[Self]:
+        """Yield this state, then the state after each draft token, up to the first that ends it."""
+        state = self
+        yield state
         for token_id in drafts:
-            here = here.copy()
-            if here.advance(token_id) or here.is_free:
+            state = state.copy()
+            if state.advance(token_id) or state.is_unconstrained:
                 return
-            yield here
+            yield state
 
     def copy(self) -> Self:
-        """Return a follower in the same state."""
+        """Return a copy that advances on its own."""
         clone = copy(self)
         clone._generated = list(self._generated)
-        clone._matcher, clone._instead = (
-            None if matcher is None else matcher.copy() for matcher in (self._matcher, self._instead)
+        clone._matcher, clone._text_matcher = (
+            None if matcher is None else matcher.copy() for matcher in (self._matcher, self._text_matcher)
         )
         return clone
 
@@ -100,25 +100,25 @@ class GrammarState:
 
     def _open(self, start: tuple[int, ...], token_id: int) -> Verdict:
         if tuple(self._generated) == start:
-            self._is_open, self._generated, self._instead = True, [], None
+            self._is_open, self._generated, self._text_matcher = True, [], None
             return ""
-        verdict = "" if self._instead is None else self._instead.advance(token_id)
+        verdict = "" if self._text_matcher is None else self._text_matcher.advance(token_id)
         if tuple(self._generated) != start[: len(self._generated)]:
-            if self._matcher is not None and self._instead is None:
+            if self._matcher is not None and self._text_matcher is None:
                 return "error"
-            self._reasoning, self._matcher = None, self._instead
+            self._reasoning, self._matcher = None, self._text_matcher
         elif verdict in ("error", "limit"):
-            self._instead, verdict = None, ""
+            self._text_matcher, verdict = None, ""
         return verdict
 
 
-def follower_of(request: Request, matcher: GrammarMatcher | None) -> GrammarState:
-    """Return the follower of a request that gets its first row here, advanced by its output so far. That is
-    not empty if another engine core began the request."""
-    follower = GrammarState(matcher, request.params)
+def grammar_state_of(request: Request, matcher: GrammarMatcher | None) -> GrammarState:
+    """Return the grammar state of a request that gets its first row here, advanced by its output so far. That
+    is not empty if another engine core began the request."""
+    state = GrammarState(matcher, request.params)
     for token_id in request.tokens[request.prompt_len :]:
-        follower.advance(token_id)
-    return follower
+        state.advance(token_id)
+    return state
 
 
 def _overlap(generated: list[int], end: tuple[int, ...]) -> int:

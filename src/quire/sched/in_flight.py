@@ -69,7 +69,7 @@ class StepInFlight:
         seconds = self.plan.num_tokens[timed] * (self.seconds / self.plan.total_tokens)
         return dict(zip(running.ids[self.rows[timed]].tolist(), seconds.tolist(), strict=True))
 
-    def landed(self, running: Running, result: StepResult) -> StepTokens:
+    def step_tokens(self, running: Running, result: StepResult) -> StepTokens:
         """Return the result without the rows of requests that have ended meanwhile."""
         rows, plan, alive = self.rows, self.plan, self.alive(running)
         sampled = rows if len(plan.sampling_rows) == len(rows) else rows[plan.samples]
@@ -79,16 +79,20 @@ class StepInFlight:
             return StepTokens(running, rows[:0], num_drafts, StepResult(result.token_ids, pooled=pooled), {})
         if not alive.all():
             sampled = rows[plan.samples & alive]
-            left, here = set(rows[alive].tolist()), alive[plan.samples]
+            remaining_rows, is_kept = set(rows[alive].tolist()), alive[plan.samples]
             counts, drafted = result.counts, result.drafted
             result = StepResult(
-                token_ids=result.token_ids[np.repeat(here, counts) if len(counts) else here],
-                counts=counts[here] if len(counts) else counts,
-                drafted=drafted[here] if len(drafted) else drafted,
-                logprobs={row: value for row, value in result.logprobs.items() if row in left},
-                prompt_logprobs={row: value for row, value in result.prompt_logprobs.items() if row in left},
-                aligned={row: value for row, value in result.aligned.items() if row in left},
+                token_ids=result.token_ids[np.repeat(is_kept, counts) if len(counts) else is_kept],
+                counts=counts[is_kept] if len(counts) else counts,
+                drafted=drafted[is_kept] if len(drafted) else drafted,
+                logprobs={row: value for row, value in result.logprobs.items() if row in remaining_rows},
+                prompt_logprobs={
+                    row: value for row, value in result.prompt_logprobs.items() if row in remaining_rows
+                },
+                aligned={row: value for row, value in result.aligned.items() if row in remaining_rows},
+                kept={row: value for row, value in result.kept.items() if row in remaining_rows},
+                routes=result.routes,
             )
-            num_drafts = num_drafts[here] if len(num_drafts) else num_drafts
+            num_drafts = num_drafts[is_kept] if len(num_drafts) else num_drafts
         starts = {row: int(self.starts[rows == row][0]) for row in result.prompt_logprobs}
         return StepTokens(running, sampled, num_drafts, result, starts)

@@ -44,7 +44,7 @@ class Hit(NamedTuple):
 class Growth(NamedTuple):
     """The blocks that rows need for more tokens."""
 
-    reach: Ints
+    lengths: Ints
     """Number of tokens each row shall have."""
     rows: RowIds
     """The rows that need blocks."""
@@ -86,11 +86,11 @@ class KVManager:
         max_chunk: int = _MAX_TOKENS,
         states: StateCache | None = None,
         has_pages: bool = True,
-        why_off: str = "",
+        off_reason: str = "",
     ) -> None:
         """Build the tables. `windows` is the attention window of each group, including the token itself;
         None: no window. `states` is needed to share prefixes of a model with SSM states. Without pages a
-        prefix is restored from states alone. `why_off` is the reason not to share prefixes."""
+        prefix is restored from states alone. `off_reason` is the reason not to share prefixes."""
         self.states = states
         self.has_pages = has_pages
         self.pool = RetainingPool(num_blocks, None if states is None else states.pool.index)
@@ -99,18 +99,18 @@ class KVManager:
         self.windows = tuple(windows)
         self.tables: list[list[Table]] = [[[] for _ in range(max_rows)] for _ in windows]
         """By group and row; the tables of a row are equally long. None: released."""
-        self.room: Ints = np.zeros(max_rows, np.int32)
+        self.capacity: Ints = np.zeros(max_rows, np.int32)
         """Number of tokens that the tables of each row can hold."""
         self.num_indexed: Ints = np.zeros(max_rows, np.int32)
-        self._sliding = {window: np.zeros(max_rows, np.int32) for window in windows if window is not None}
+        self._released = {window: np.zeros(max_rows, np.int32) for window in windows if window is not None}
         """By window: number of blocks that each row has released."""
         sizes = {"block_size": block_size, "max_chunk": max_chunk}
-        self._most = [most_blocks(_MAX_TOKENS, window, **sizes) for window in windows]
+        self._max_blocks = [most_blocks(_MAX_TOKENS, window, **sizes) for window in windows]
         """The most blocks that a row can hold in each group."""
         self.marks = [bytes([group] if group else []) for group in range(len(windows))]
         """Suffixes that distinguish the keys of the groups."""
         self._groups = list(zip(self.tables, self.marks, strict=True))
-        self._fresh: list[Block] = []
+        self._newly_indexed: list[Block] = []
         self.tiers: LowerTiers | None = None
         """Lower tiers of the cache, in host memory and on disk."""
         self.events: KVEvents | None = None
@@ -121,7 +121,7 @@ class KVManager:
             root_key=_root_key,
             marks=self.marks,
             unit=None if states is None else states.unit,
-            why_off="" if share_prefixes else why_off or "enable_prefix_caching is off",
+            off_reason="" if share_prefixes else off_reason or "enable_prefix_caching is off",
         )
         for pool in (self.pool, *([] if states is None else [states.pool])):
             pool.on_evict = self._note_evicted
@@ -212,8 +212,8 @@ class KVManager:
         return length
 
     def _blocks_in_window(self, keys: list[bytes], window: int, mark: bytes, find: Find) -> Table:
-        unseen = self._num_outside(len(keys) * self.block_size, window)
-        return [None] * unseen + [find(key + mark) for key in keys[unseen:]]
+        num_outside = self._num_outside(len(keys) * self.block_size, window)
+        return [None] * num_outside + [find(key + mark) for key in keys[num_outside:]]
 
     def _num_outside(self, num_computed: int, window: int) -> int:
         """Return the number of blocks outside the window of the next token."""
@@ -224,19 +224,19 @@ class KVManager:
         running rows, one more for each, and `spare` blocks are reserved."""
         needed = self._num_reserved(running) + spare if len(running) else 0
         num_blocks = -(-num_tokens // self.block_size)
-        for table, most in zip(hit.blocks, self._most, strict=True):
+        for table, max_blocks in zip(hit.blocks, self._max_blocks, strict=True):
             held = _held(table)
-            needed += min(num_blocks - len(table) + len(held), most) - len(held)
+            needed += min(num_blocks - len(table) + len(held), max_blocks) - len(held)
             needed += sum(block.num_users == 0 for block in held)
         return needed <= self.pool.num_free
 
     def _num_reserved(self, running: Running) -> int:
-        rows, size, promised = running.order, self.block_size, 0
-        num_blocks, wanted = self.room[rows] // size, -(-running.num_tokens[rows] // size) + 1
-        for window, most in zip(self.windows, self._most, strict=True):
-            slid = 0 if window is None else self._sliding[window][rows]
-            promised += int((np.minimum(wanted - slid, most) - (num_blocks - slid)).clip(0).sum())
-        return promised
+        rows, size, num = running.order, self.block_size, 0
+        num_blocks, needed = self.capacity[rows] // size, -(-running.num_tokens[rows] // size) + 1
+        for window, max_blocks in zip(self.windows, self._max_blocks, strict=True):
+            released = 0 if window is None else self._released[window][rows]
+            num += int((np.minimum(needed - released, max_blocks) - num_blocks + released).clip(0).sum())
+        return num
 
     def cut(self, request: Request, hit: Hit, chunk: int) -> int:
         """Return how many of `chunk` tokens after the hit a request computes in its first step."""
@@ -252,14 +252,14 @@ class KVManager:
         if (media := request.media) is None:
             return ends
         items = media.items if self.states.whole_items else ()
-        spans = [(0, media.whole), *((item.offset, item.end) for item in items)]
+        spans = [(0, media.num_bidirectional), *((item.offset, item.end) for item in items)]
         return [end for end in ends if not any(first < end < behind for first, behind in spans)]
 
-    def is_coming(self, request: Request, hit: Hit) -> bool:
+    def is_checkpoint_planned(self, request: Request, hit: Hit) -> bool:
         """Whether a longer prefix of the request can be restored after the step being planned."""
         if self.states is None or not self.may_share(request):
             return False
-        return self.states.is_coming(request.block_keys, hit.num_tokens, len(request.tokens) - 1)
+        return self.states.is_checkpoint_planned(request.block_keys, hit.num_tokens, len(request.tokens) - 1)
 
     def start(self, row: int, request: Request, hit: Hit) -> int:
         """Set the boundaries of an admitted row. Return the slot of the states that it starts from; 0: it
@@ -283,15 +283,15 @@ class KVManager:
             assert not tables[row], f"row {row} is taken"
             tables[row] = table = [*hits, *self.pool.take(num_blocks - len(hits))]
             block_ids.append([0 if block is None else block.id for block in table])
-        self.room[row] = num_blocks * self.block_size
+        self.capacity[row] = num_blocks * self.block_size
         self.num_indexed[row] = hit.num_tokens // self.block_size
-        for window, num_slid in self._sliding.items():
-            num_slid[row] = self._num_outside(hit.num_tokens, window)
+        for window, num_released in self._released.items():
+            num_released[row] = self._num_outside(hit.num_tokens, window)
         return block_ids
 
     def num_held(self, rows: RowIds) -> Ints:
         """Return the number of blocks that rows span; some may be shared or released."""
-        held: Ints = -(-self.room[rows] // self.block_size)
+        held: Ints = -(-self.capacity[rows] // self.block_size)
         return held
 
     def free(self, row: int, running: Running) -> None:
@@ -304,9 +304,9 @@ class KVManager:
             tables[row] = []
         if self.states is not None:
             self.states.free(row)
-        self.room[row] = self.num_indexed[row] = 0
-        for num_slid in self._sliding.values():
-            num_slid[row] = 0
+        self.capacity[row] = self.num_indexed[row] = 0
+        for num_released in self._released.values():
+            num_released[row] = 0
 
     # ---- growing rows
 
@@ -314,39 +314,39 @@ class KVManager:
         """Release the blocks outside the window of each row's next token. A step in flight may still read
         them: steps run in order, so the next owner writes to them in a later step."""
         rows = running.order
-        for window, num_slid in self._sliding.items():
-            unseen = (running.num_computed[rows] - (window - 1)) // self.block_size
-            moved = np.flatnonzero(unseen > num_slid[rows])
-            sliding, ends = rows[moved], unseen[moved]
-            firsts, num_slid[sliding] = num_slid[sliding].tolist(), ends
+        for window, num_released in self._released.items():
+            num_outside = (running.num_computed[rows] - (window - 1)) // self.block_size
+            moved = np.flatnonzero(num_outside > num_released[rows])
+            sliding, ends = rows[moved], num_outside[moved]
+            firsts, num_released[sliding] = num_released[sliding].tolist(), ends
             groups = [
                 tables for tables, width in zip(self.tables, self.windows, strict=True) if width == window
             ]
-            gone: Table = []
+            released: Table = []
             for row, first, end in zip(sliding.tolist(), firsts, ends.tolist(), strict=True):
                 for tables in groups:
                     table = tables[row]
                     for at in range(first, end):
-                        gone.append(table[at])
+                        released.append(table[at])
                         table[at] = None
-            self.pool.release(_held(gone)[::-1])  # the earliest blocks are reused first
+            self.pool.release(_held(released)[::-1])  # the earliest blocks are reused first
 
-    def growth(self, rows: RowIds, reach: Ints) -> Growth:
-        """Return the blocks needed for `rows[i]` to have `reach[i]` tokens."""
-        growing = np.flatnonzero(reach > self.room[rows])
+    def growth(self, rows: RowIds, lengths: Ints) -> Growth:
+        """Return the blocks needed for `rows[i]` to have `lengths[i]` tokens."""
+        growing = np.flatnonzero(lengths > self.capacity[rows])
         rows = rows[growing]
-        counts = -((self.room[rows] - reach[growing]) // self.block_size)
+        counts = -((self.capacity[rows] - lengths[growing]) // self.block_size)
         num_new = int(counts.sum()) * len(self.tables)
         if num_new > self.pool.num_free and self.tiers is not None:
-            self.tiers.give_way()
-        return Growth(reach, rows, counts, max(num_new - self.pool.num_free, 0))
+            self.tiers.release_waiting()
+        return Growth(lengths, rows, counts, max(num_new - self.pool.num_free, 0))
 
     def grow(self, growth: Growth) -> tuple[Ints, Ints]:
         """Append the blocks that rows need. Return the row of each new block, and its ids by group."""
         rows, counts = growth.rows, growth.counts
         if not len(rows):
             return _NONE, _NONE.reshape(len(self.tables), 0)
-        self.room[rows] += counts * self.block_size
+        self.capacity[rows] += counts * self.block_size
         block_rows = np.repeat(rows.astype(np.int32), counts)
         owners, count = block_rows.tolist(), len(block_rows)
         taken = self.pool.take(count * len(self.tables))
@@ -357,19 +357,19 @@ class KVManager:
 
     # ---- the prefix index
 
-    def index(self, running: Running, rows: RowIds, reach: Ints) -> None:
-        """Index the blocks that `rows[i]` fills with its known tokens up to `reach[i]`. They are indexed
+    def index(self, running: Running, rows: RowIds, lengths: Ints) -> None:
+        """Index the blocks that `rows[i]` fills with its known tokens up to `lengths[i]`. They are indexed
         before they are written; requests that share them read them after the write."""
         if not self.share_prefixes:
             return
-        num_full = np.minimum(reach, running.num_known[rows]) // self.block_size
+        num_full = np.minimum(lengths, running.num_known[rows]) // self.block_size
         num_indexed = self.num_indexed[rows]
         filled = np.flatnonzero(num_full > num_indexed)
         if not len(filled):
             return
-        rows, reach = rows[filled], reach[filled]
+        rows, lengths = rows[filled], lengths[filled]
         num_indexed, num_full = num_indexed[filled], num_full[filled]
-        remember, fresh = self.pool.remember, self._fresh
+        remember, fresh = self.pool.remember, self._newly_indexed
         for row, first, end in zip(rows.tolist(), num_indexed.tolist(), num_full.tolist(), strict=True):
             request = running.request(row)
             keys = request.block_keys
@@ -387,7 +387,7 @@ class KVManager:
                 self.events.indexed(request, running.tokens[row], tables_of_row, range(first, end))
         self.num_indexed[rows] = num_full
         if self.states is not None:
-            self.states.take(running, rows, reach)
+            self.states.take(running, rows, lengths)
 
     def take_saves(self, running: Running) -> Ints:
         """Return [3, n], the rows, slots and numbers of tokens of the checkpoints that the planned step
@@ -395,7 +395,7 @@ class KVManager:
         if self.states is None:
             return _NO_SAVES
         saves, slots = self.states.take_saves()
-        self._fresh += slots
+        self._newly_indexed += slots
         if self.events is not None:
             for row, _, num_tokens in saves.T.tolist():
                 place = num_tokens // self.block_size - 1
@@ -416,20 +416,20 @@ class KVManager:
 
     def take_stores(self, step: int) -> BlockStores | None:
         """Return the blocks that the planned step copies to lower tiers."""
-        stores = None if self.tiers is None else self.tiers.plan(step, self._fresh)
+        stores = None if self.tiers is None else self.tiers.plan(step, self._newly_indexed)
         self._publish()
         return stores
 
-    def landed(self, step: int) -> None:
+    def finish_step(self, step: int) -> None:
         """Note that a step is done, and its blocks are written."""
         if self.tiers is not None:
-            self.tiers.landed(step)
+            self.tiers.finish_step(step)
         self._publish()
 
-    def rest(self) -> None:
+    def flush_stores(self) -> None:
         """Copy to lower tiers what waits for the next step, because none is planned."""
         if self.tiers is not None:
-            self.tiers.rest()
+            self.tiers.flush_stores()
         self._publish()
 
     def take_tier_stats(self) -> TierStats | None:
@@ -438,7 +438,7 @@ class KVManager:
 
     def forget_steps(self) -> None:
         """Forget the steps in flight and the blocks that were indexed for the next one."""
-        self.forget(self.take_fresh())
+        self.forget(self.take_indexed())
         if self.tiers is not None:
             self.tiers.forget_steps()
         self._publish()
@@ -457,9 +457,9 @@ class KVManager:
 
     # ---- blocks of steps
 
-    def take_fresh(self) -> list[Block]:
+    def take_indexed(self) -> list[Block]:
         """Return the blocks indexed since the last call."""
-        fresh, self._fresh = self._fresh, []
+        fresh, self._newly_indexed = self._newly_indexed, []
         return fresh
 
     def forget(self, blocks: list[Block]) -> None:

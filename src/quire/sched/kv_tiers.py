@@ -25,7 +25,7 @@ from quire.sched.tier_stores import TierStores
 
 log = get_logger(__name__)
 
-BELOW = Block(-1)
+IN_LOWER_TIER = Block(-1)
 """Stands in a `Hit` for a block that only a lower tier or another engine holds."""
 MAX_LOADS = 8
 """Most requests with entries on their way to the device at the same time."""
@@ -66,7 +66,7 @@ class _Load:
     slots: list[int] = field(default_factory=list)
     remote: RemotePrefix | None = None
     """Prefix in another engine that some of the entries may belong to."""
-    coming: Future[LoadDone] | None = None
+    future: Future[LoadDone] | None = None
     """None: the copy has not started."""
 
 
@@ -92,7 +92,7 @@ class KVTiers:
         assert (states is None) == (kv.states is None) and (pages is None) == (not kv.has_pages)
         self.kv = kv
         self.stores = TierStores(pages, states, salted_to_disk=salted_to_disk)
-        self.opened = False
+        self.needs_recheck = False
         self.running: Running | None = None
         self.stats = TierStats()
         self._copies = copies
@@ -106,11 +106,11 @@ class KVTiers:
         """Copies of nothing: reports of the workers, and releases of prefixes in other engines."""
         self._loads: dict[str, _Load] = {}
         """Copies to the device, by request id."""
-        self._stray: list[_Load] = []
+        self._orphaned: list[_Load] = []
         """Copies to the device for requests that have ended."""
         self._held: dict[str, HeldEntries] = {}
         """Entries of loaded requests that wait for a row, by request id."""
-        self._tried: set[str] = set()
+        self._looked_up: set[str] = set()
         """Waiting requests that have loaded their entries once."""
         kv.tiers = self
 
@@ -122,8 +122,8 @@ class KVTiers:
     def plan(self, step: int, fresh: Iterable[Block]) -> BlockStores | None:
         return self.stores.plan(step, fresh)
 
-    def landed(self, step: int) -> None:
-        self.stores.landed(step)
+    def finish_step(self, step: int) -> None:
+        self.stores.finish_step(step)
         self._start_loads(step)
 
     def forget_steps(self) -> None:
@@ -132,7 +132,7 @@ class KVTiers:
     @property
     def has_work(self) -> bool:
         """Whether entries wait to be stored, or are on their way to the device."""
-        return bool(self.stores.are_waiting or self._loads or self._stray)
+        return bool(self.stores.are_waiting or self._loads or self._orphaned)
 
     def _flush(self) -> None:
         """Store what waits for the next step now; no step may be in flight."""
@@ -143,12 +143,12 @@ class KVTiers:
     # ---- loading, as an admission check
 
     @property
-    def coming(self) -> Collection[Future[Any]]:
+    def futures(self) -> Collection[Future[Any]]:
         """Return the copies under way; one that can be started counts as done."""
         futures: list[Future[Any]] = []
-        for load in (*self._loads.values(), *self._stray):
-            if load.coming is not None:
-                futures.append(load.coming)
+        for load in (*self._loads.values(), *self._orphaned):
+            if load.future is not None:
+                futures.append(load.future)
             elif not self.stores.steps:
                 futures.append(_READY)
         return futures
@@ -156,10 +156,10 @@ class KVTiers:
     def add(self, request: Request) -> None:
         """Return: the prefix is looked up when the request is about to be admitted."""
 
-    def holds(self, request: Request, *, alone: bool = False) -> bool:
+    def must_wait(self, request: Request, *, alone: bool = False) -> bool:
         if request.id in self._loads:
             return True
-        if alone or request.id in self._tried or not self.kv.may_share(request):
+        if alone or request.id in self._looked_up or not self.kv.may_share(request):
             return False
         if any(load.remote == request.remote is not None for load in self._loads.values()):
             return True  # it is the prompt of another sequence of the same request
@@ -168,7 +168,7 @@ class KVTiers:
         missing = self._missing(request, hit, find)
         if not missing:
             return False
-        if len(self._loads) + len(self._stray) >= MAX_LOADS:
+        if len(self._loads) + len(self._orphaned) >= MAX_LOADS:
             return True  # it is looked up again when one of them has arrived
         assert self.running is not None
         if not self.kv.fits(hit, len(request.tokens), self.running, spare=0):
@@ -182,7 +182,7 @@ class KVTiers:
         block = self.kv.pool.find(key)
         kind = self.stores.kind_of(key)
         is_below = block is None and kind is not None and (key in remote or kind.holds(key))
-        return BELOW if is_below else block
+        return IN_LOWER_TIER if is_below else block
 
     def _remote_keys(self, request: Request) -> Collection[bytes]:
         """Return the keys of all entries that the prefix of a request in another engine may have."""
@@ -200,10 +200,10 @@ class KVTiers:
         missing = dict[bytes, range]()
         for table, mark in zip(hit.blocks, self.kv.marks, strict=True):
             for at, block in enumerate(table):
-                if block is BELOW:
+                if block is IN_LOWER_TIER:
                     missing[request.block_keys[at] + mark] = range(at, at + 1)
         key = self.kv.state_key(request, hit)
-        if key is not None and find(key) is BELOW:
+        if key is not None and find(key) is IN_LOWER_TIER:
             size = self.kv.block_size
             missing[key] = range(self.kv.lookup(request).num_tokens // size, hit.num_tokens // size)
         return missing
@@ -212,7 +212,12 @@ class KVTiers:
         """Allocate the entries of a request that lie in lower tiers or another engine, and queue their
         copy."""
         held = HeldEntries(
-            [block for table in hit.blocks for block in table if block is not None and block is not BELOW]
+            [
+                block
+                for table in hit.blocks
+                for block in table
+                if block is not None and block is not IN_LOWER_TIER
+            ]
         )
         key = self.kv.state_key(request, hit)
         if key is not None and key not in missing and (state := self.kv.pool.find(key)) is not None:
@@ -233,7 +238,7 @@ class KVTiers:
         held.states += states
         load.after = self.stores.planned + bool(self.stores.evicted)
         self._loads[request.id] = load
-        self._tried.add(request.id)
+        self._looked_up.add(request.id)
 
     def _kind_of(self, key: bytes) -> EntryTiers:
         kind = self.stores.kind_of(key)
@@ -243,27 +248,27 @@ class KVTiers:
     def _start_loads(self, step: int) -> None:
         """Start the copies that wait for no step after this one."""
         for load in self._loads.values():
-            if load.coming is None and load.after <= step:
+            if load.future is None and load.after <= step:
                 ids = [block.id for block in load.entries]
-                load.coming = self._copies.load(BlockLoad(ids, load.slots, load.keys, load.remote))
+                load.future = self._copies.load(BlockLoad(ids, load.slots, load.keys, load.remote))
 
     def settle(self) -> dict[str, str | None]:
         """Index entries that have arrived, and start the copies that can start. Return the requests that fail
         with their prefix in another engine."""
-        if not self.stores.steps and any(load.coming is None for load in self._loads.values()):
+        if not self.stores.steps and any(load.future is None for load in self._loads.values()):
             self._flush()
             self._start_loads(self.stores.planned + 1)
         for id, load in list(self._loads.items()):
-            if load.coming is not None and load.coming.done():
-                self._arrive(load)
+            if load.future is not None and load.future.done():
+                self._finish_load(load)
                 del self._loads[id]
                 self._held[id] = load.held
-                self.opened = True
-        for load in [load for load in self._stray if load.coming is not None and load.coming.done()]:
-            self._arrive(load)
-            self._stray.remove(load)
+                self.needs_recheck = True
+        for load in [load for load in self._orphaned if load.future is not None and load.future.done()]:
+            self._finish_load(load)
+            self._orphaned.remove(load)
             load.held.release(self.kv)
-            self.opened = True
+            self.needs_recheck = True
         self._settle_reports()
         self._settle_offers()
         failed, self._failed = self._failed, {}
@@ -284,20 +289,20 @@ class KVTiers:
 
     def _settle_offers(self) -> None:
         if self.offers is not None and self.offers.settle():
-            self.opened = True
+            self.needs_recheck = True
 
-    def rest(self) -> None:
+    def flush_stores(self) -> None:
         if not self.stores.steps and self.stores.are_waiting:
             self._flush()
 
-    def _arrive(self, load: _Load) -> None:
+    def _finish_load(self, load: _Load) -> None:
         """Index the entries that were copied to the device. One that could not be read is not in its tier any
         more."""
-        assert load.coming is not None
-        error = load.coming.exception()
+        assert load.future is not None
+        error = load.future.exception()
         if error is not None:
             log.warning("KV cache blocks could not be loaded and are computed again: %s", error)
-        done = LoadDone(failed=[*range(len(load.keys))]) if error is not None else load.coming.result()
+        done = LoadDone(failed=[*range(len(load.keys))]) if error is not None else load.future.result()
         failed, num_bytes = set(done.failed), 0
         from_host, from_disk, from_remote = set[int](), set[int](), set[int]()
         num_remote = num_remote_bytes = 0
@@ -361,10 +366,10 @@ class KVTiers:
             self.stats.num_queries += max(request.prompt_len - request.num_cached, 0) + num_hits
             self.stats.num_hits += num_hits
         self._release(request)
-        self._tried.discard(request.id)
-        self._end_remote(request)
+        self._looked_up.discard(request.id)
+        self._release_remote(request)
 
-    def _end_remote(self, request: Request) -> None:
+    def _release_remote(self, request: Request) -> None:
         """Let the other engine release the prefix of a request that does not load it."""
         if request.remote is not None and self._takes_remote:
             self._reports.append(self._copies.load(BlockLoad([], [], [], request.remote)))
@@ -374,28 +379,28 @@ class KVTiers:
         """Return: the prefix of a preempted request is looked up again."""
 
     def drop(self, request: Request) -> None:
-        self._tried.discard(request.id)
+        self._looked_up.discard(request.id)
         self._release(request)
-        self._end_remote(request)
+        self._release_remote(request)
         load = self._loads.pop(request.id, None)
         if load is None:
             return
-        if load.coming is not None:
-            self._stray.append(load)
+        if load.future is not None:
+            self._orphaned.append(load)
             return
         for key, slot in zip(load.keys, load.slots, strict=True):
             if (tier := self._kind_of(key).source(slot)) is not None:
                 tier.unpin(key)
         load.held.release(self.kv)
-        self.opened = True
+        self.needs_recheck = True
         request.remote = load.remote
-        self._end_remote(request)
+        self._release_remote(request)
 
     def _release(self, request: Request) -> None:
         if (held := self._held.pop(request.id, None)) is not None:
             held.release(self.kv)
 
-    def give_way(self, request: Request | None = None) -> bool:
+    def release_waiting(self, request: Request | None = None) -> bool:
         """Release the entries of loaded requests that wait for a row, except those of `request`: they stay in
         the prefix cache while no other request needs them. If there are none and no request runs, release
         the oldest prefix that is kept for another engine."""
@@ -419,10 +424,10 @@ class KVTiers:
         if self.offers is not None:
             self.offers.withdraw_all("the cache is reset")
         until = self._clock() + (0.0 if self.stores.steps else DRAIN_S)
-        while (self._loads or self._stray) and self._clock() < until:
+        while (self._loads or self._orphaned) and self._clock() < until:
             self.settle()
-            wait(self.coming, 1.0)
-        self.give_way()
+            wait(self.futures, 1.0)
+        self.release_waiting()
 
     def clear(self) -> None:
         self.stores.clear()

@@ -41,7 +41,7 @@ class StepLimits:
         self._settings = (max_rows, max_tokens)
         self._proven_rows = self._proven_tokens = 0
         """Rows and tokens of the largest step that succeeded."""
-        self._patience, self._num_good = PATIENCE, 0
+        self._patience, self._num_succeeded = PATIENCE, 0
         self._tokens_before: int | None = None
         """`max_tokens` before fewer were tried."""
 
@@ -71,22 +71,22 @@ class StepLimits:
         if chunks.sum() + (claim.num_tokens if claim else 0) > budget:
             is_prompt = pending > 1
             order = np.lexsort((is_prompt,) if levels is None else (levels, is_prompt))
-            wanted = chunks[order]
-            spent_before = np.cumsum(wanted) - wanted
+            requested = chunks[order]
+            spent_before = np.cumsum(requested) - requested
             if claim is not None and levels is not None:
                 spent_before[(is_prompt & (levels > claim.level))[order]] += claim.num_tokens
-            chunks[order] = np.clip(budget - spent_before, 0, wanted)
+            chunks[order] = np.clip(budget - spent_before, 0, requested)
         return chunks
 
-    def passed(self, num_rows: int, num_tokens: int) -> None:
+    def record_success(self, num_rows: int, num_tokens: int) -> None:
         """Record that a step of this size succeeded, and raise lowered limits after some such steps."""
         self._proven_rows = max(self._proven_rows, num_rows)
         self._proven_tokens = max(self._proven_tokens, num_tokens)
         if (self.max_rows, self.max_tokens) == self._settings or self._tokens_before is not None:
             return
-        self._num_good += 1
-        if self._num_good >= self._patience:
-            self._num_good = 0
+        self._num_succeeded += 1
+        if self._num_succeeded >= self._patience:
+            self._num_succeeded = 0
             rows, tokens = self._settings
             self.max_rows = min(rows, self.max_rows + max(1, self.max_rows // 8))
             self.max_tokens = min(tokens, self.max_tokens + max(1, self.max_tokens // 8))
@@ -116,8 +116,8 @@ class StepLimits:
         self.max_tokens = fewer
         return True
 
-    def settle(self, *, passed: bool) -> bool:
-        """End a trial with fewer tokens. Return whether there was one and it helped."""
+    def end_retry(self, *, passed: bool) -> bool:
+        """End a retry with fewer tokens. Return whether there was one and it helped."""
         before, self._tokens_before = self._tokens_before, None
         if before is None:
             return False
@@ -128,7 +128,7 @@ class StepLimits:
         return passed
 
     def _record_lowered(self, cause: str) -> None:
-        self._num_good, self._patience = 0, min(2 * self._patience, MAX_PATIENCE)
+        self._num_succeeded, self._patience = 0, min(2 * self._patience, MAX_PATIENCE)
         log.warning(
             "%s: for now a step holds at most %d requests and %d tokens. If that happens again, lower "
             "max_num_seqs (%d) or max_num_batched_tokens (%d), or leave more memory free with a lower "

@@ -68,9 +68,9 @@ class AdapterRead:
     lora: LoRARequest
     """The request under the unique name that the workers use."""
     waiting: dict[str, Request] = field(default_factory=dict)
-    num_asking: int = 0
+    num_calls: int = 0
     """Number of operator calls that wait until it is read."""
-    coming: Future[AdapterFacts] | None = None
+    future: Future[AdapterFacts] | None = None
     since: float = 0.0
     """Time at which the reading began."""
     is_new: bool = False
@@ -81,7 +81,7 @@ class AdapterRead:
 
     @property
     def is_used(self) -> bool:
-        return bool(self.waiting) or self.num_asking > 0 or (self.slot is not None and self.slot.num_rows > 0)
+        return bool(self.waiting) or self.num_calls > 0 or (self.slot is not None and self.slot.num_rows > 0)
 
     @property
     def is_settled(self) -> bool:
@@ -102,7 +102,7 @@ class LoRAScheduler:
     ) -> None:
         """Build the scheduler. `max_read` adapters, or one more than there are in slots, stay in host memory.
         Without slots no request may have an adapter."""
-        self.opened = False
+        self.needs_recheck = False
         self.slots = [Slot(number) for number in range(max_slots)]
         self._reader = reader
         self._max_read = max_read
@@ -110,9 +110,9 @@ class LoRAScheduler:
         self.in_flight: Collection[StepInFlight] = ()
         """Steps without a result; the scheduler's own collection."""
         self._clock = clock
-        self._newest: dict[tuple[str, str], AdapterRead] = {}
+        self._newest_by_key: dict[tuple[str, str], AdapterRead] = {}
         """By name and path: the reading that a new request gets."""
-        self._all: dict[str, AdapterRead] = {}
+        self._by_worker_name: dict[str, AdapterRead] = {}
         """By the workers' name, the least recently used first."""
         self._by_request: dict[str, AdapterRead] = {}
         """By request id."""
@@ -133,13 +133,13 @@ class LoRAScheduler:
     def add(self, request: Request) -> None:
         if request.lora is None:
             return
-        adapter = self._by_request[request.id] = self._get(request.lora)
+        adapter = self._by_request[request.id] = self._reading_for(request.lora)
         adapter.waiting[request.id] = request
         if adapter.facts is not None:
-            self._mark(request, adapter.facts)
+            self._apply_facts(request, adapter.facts)
         self._start_reading()
 
-    def holds(self, request: Request, *, alone: bool = False) -> bool:
+    def must_wait(self, request: Request, *, alone: bool = False) -> bool:
         adapter = self._by_request.get(request.id)
         if adapter is None:
             return False
@@ -149,7 +149,7 @@ class LoRAScheduler:
             return adapter.facts is None
         if adapter.slot is not None:
             return adapter.slot.next is not None
-        if self._vacant():
+        if self._free_slots():
             return False
         self._without_slot.setdefault(adapter)
         return True
@@ -160,12 +160,15 @@ class LoRAScheduler:
             return
         del adapter.waiting[request.id]
         adapter.is_new = False
-        self._all[adapter.lora.lora_name] = self._all.pop(adapter.lora.lora_name)
+        self._by_worker_name[adapter.lora.lora_name] = self._by_worker_name.pop(adapter.lora.lora_name)
         slot = adapter.slot
         if slot is None:
             # A suspect that runs alone after a failure takes any idle slot.
-            slot = min(self._vacant() or self._idle(), key=lambda slot: (slot.holder is not None, slot.used))
-            self._hand_over(slot, adapter)
+            slot = min(
+                self._free_slots() or self._idle_slots(),
+                key=lambda slot: (slot.holder is not None, slot.used),
+            )
+            self._assign_slot(slot, adapter)
         slot.num_rows += 1
         slot.used = next(self._numbers)
         if not slot.is_filled:
@@ -181,9 +184,9 @@ class LoRAScheduler:
         assert slot is not None
         slot.num_rows -= 1
         if not slot.num_rows:
-            self.opened = True
+            self.needs_recheck = True
             if slot.next is not None:
-                self._hand_over(slot, slot.next)
+                self._assign_slot(slot, slot.next)
 
     def drop(self, request: Request) -> None:
         adapter = self._by_request.pop(request.id, None)
@@ -196,8 +199,8 @@ class LoRAScheduler:
         adapter.is_new = False
         self._without_slot.pop(adapter, None)
         self._withdraw_claim(adapter)
-        self.opened = True
-        if adapter in self._unread and not adapter.num_asking:
+        self.needs_recheck = True
+        if adapter in self._unread and not adapter.num_calls:
             self._forget(adapter)
 
     def slot_of(self, request: Request) -> int:
@@ -208,7 +211,7 @@ class LoRAScheduler:
         assert adapter.slot is not None
         return adapter.slot.number
 
-    def take_filled(self) -> list[LoRAAssignment]:
+    def take_assignments(self) -> list[LoRAAssignment]:
         """Return the slot assignments for the plan that is being made."""
         filled, self._assignments = self._assignments, []
         return filled
@@ -216,15 +219,15 @@ class LoRAScheduler:
     # ---- reading
 
     @property
-    def coming(self) -> Collection[Future[AdapterFacts]]:
+    def futures(self) -> Collection[Future[AdapterFacts]]:
         return self._reading.values()
 
     @property
     def is_reading(self) -> bool:
-        return any(not coming.done() for coming in self._reading.values())
+        return any(not future.done() for future in self._reading.values())
 
     def settle(self) -> dict[str, str | None]:
-        self.take_in()
+        self.collect_reads()
         failed, self._failed = self._failed, []
         errors = {
             id: _error_message(adapter) for adapter in failed for id in adapter.waiting
@@ -233,13 +236,13 @@ class LoRAScheduler:
             self._claim()
         return errors
 
-    def take_in(self) -> None:
+    def collect_reads(self) -> None:
         """Collect the readings that have ended since the last call, and start more."""
-        for adapter, coming in list(self._reading.items()):
-            if not coming.done() and self._clock() - adapter.since < READ_S:
+        for adapter, future in list(self._reading.items()):
+            if not future.done() and self._clock() - adapter.since < READ_S:
                 continue
             del self._reading[adapter]
-            adapter.coming, adapter.error = None, _error_of(coming)
+            adapter.future, adapter.error = None, _read_error(future)
             if adapter.error is not None:
                 quiet = isinstance(adapter.error, RequestError)
                 log.error(
@@ -249,15 +252,15 @@ class LoRAScheduler:
                     exc_info=not quiet or None,
                 )
                 self._forget(adapter)
-                self._fall_back(adapter)
+                self._restore_older(adapter)
                 self._failed.append(adapter)
                 continue
-            adapter.facts, self.opened = coming.result(), True
+            adapter.facts, self.needs_recheck = future.result(), True
             for request in adapter.waiting.values():
-                self._mark(request, adapter.facts)
+                self._apply_facts(request, adapter.facts)
         self._start_reading()
 
-    def _mark(self, request: Request, facts: AdapterFacts) -> None:
+    def _apply_facts(self, request: Request, facts: AdapterFacts) -> None:
         """Set the adapter's digest for the prefix cache, and check token ids against its vocabulary."""
         if request.adapter_digest != facts.digest:
             request.adapter_digest, request.block_keys = facts.digest, []
@@ -266,34 +269,34 @@ class LoRAScheduler:
             self._out_of_vocab[request.id] = (
                 f"Token id {request.top_id} is out of vocabulary: ids of this adapter are 0 to {last}"
             )
-            self.opened = True
+            self.needs_recheck = True
 
-    def _fall_back(self, failed: AdapterRead) -> None:
+    def _restore_older(self, failed: AdapterRead) -> None:
         """Restore the older reading of an adapter that could not be read again."""
         key = failed.name, failed.lora.lora_path
-        alike = (
+        same_name = (
             adapter
-            for adapter in self._all.values()
+            for adapter in self._by_worker_name.values()
             if (adapter.name, adapter.lora.lora_path) == key and adapter.facts
         )
-        for older in alike:
-            self._newest.setdefault(key, older)
+        for older in same_name:
+            self._newest_by_key.setdefault(key, older)
 
-    def _get(self, lora: LoRARequest) -> AdapterRead:
+    def _reading_for(self, lora: LoRARequest) -> AdapterRead:
         """Return the newest reading, or a new one if the adapter shall be read again. Reload requests share
         one reading until it is used."""
-        newest = self._newest.get((lora.lora_name, lora.lora_path))
+        newest = self._newest_by_key.get((lora.lora_name, lora.lora_path))
         fresh = newest is not None and (newest.facts is None or newest.is_new)
         return self._add_reading(lora) if newest is None or (lora.load_inplace and not fresh) else newest
 
     def _add_reading(self, lora: LoRARequest) -> AdapterRead:
         assert self._reader is not None, "request was not validated"
         name, worker_name = lora.lora_name, lora.lora_name
-        while worker_name in self._all:
+        while worker_name in self._by_worker_name:
             worker_name = f"{name}#{next(self._numbers)}"
         worker_lora = msgspec.structs.replace(lora, lora_name=worker_name, load_inplace=False)
         adapter = AdapterRead(name, worker_lora, is_new=lora.load_inplace)
-        self._all[worker_name] = self._newest[name, lora.lora_path] = adapter
+        self._by_worker_name[worker_name] = self._newest_by_key[name, lora.lora_path] = adapter
         self._unread[adapter] = None
         return adapter
 
@@ -301,10 +304,12 @@ class LoRAScheduler:
         """Start to read the next adapters, evicting unused ones if host memory is full."""
         if not self._unread or self._reader is None:
             return
-        num_read = len(self._all) - len(self._unread)
+        num_read = len(self._by_worker_name) - len(self._unread)
         max_read = max(self._max_read, 1 + sum(slot.holder is not None for slot in self.slots))
         spare = (
-            entry for entry in list(self._all.values()) if entry.slot is None and self._is_evictable(entry)
+            entry
+            for entry in list(self._by_worker_name.values())
+            if entry.slot is None and self._is_evictable(entry)
         )
         for adapter in list(self._unread):
             if num_read >= max_read:
@@ -314,7 +319,7 @@ class LoRAScheduler:
                 self._forget(oldest)
                 num_read -= 1
             del self._unread[adapter]
-            adapter.coming = self._reading[adapter] = self._reader.fetch(adapter.lora)
+            adapter.future = self._reading[adapter] = self._reader.fetch(adapter.lora)
             adapter.since = self._clock()
             num_read += 1
 
@@ -322,14 +327,14 @@ class LoRAScheduler:
         """Whether an adapter is unused and no step in flight puts it into a slot."""
         if adapter in self._reading or adapter.is_used:
             return False
-        coming = (assignment.adapter for flight in self.in_flight for assignment in flight.plan.adapters)
-        return adapter.lora not in coming
+        in_flight = (assignment.adapter for flight in self.in_flight for assignment in flight.plan.adapters)
+        return adapter.lora not in in_flight
 
     def _forget(self, adapter: AdapterRead) -> None:
-        del self._all[adapter.lora.lora_name]
+        del self._by_worker_name[adapter.lora.lora_name]
         key = adapter.name, adapter.lora.lora_path
-        if self._newest.get(key) is adapter:
-            del self._newest[key]
+        if self._newest_by_key.get(key) is adapter:
+            del self._newest_by_key[key]
         if adapter.slot is not None:
             adapter.slot.holder, adapter.slot.is_filled, adapter.slot = None, False, None
         if adapter in self._unread:
@@ -339,31 +344,31 @@ class LoRAScheduler:
 
     # ---- slots
 
-    def _idle(self) -> list[Slot]:
+    def _idle_slots(self) -> list[Slot]:
         return [slot for slot in self.slots if not slot.num_rows]
 
-    def _vacant(self) -> list[Slot]:
+    def _free_slots(self) -> list[Slot]:
         """Return the idle slots that no waiting request of their holder is about to use."""
-        return [slot for slot in self._idle() if slot.holder is None or not slot.holder.waiting]
+        return [slot for slot in self._idle_slots() if slot.holder is None or not slot.holder.waiting]
 
-    def _hand_over(self, slot: Slot, adapter: AdapterRead) -> None:
-        former = slot.holder
-        if former is not None:
-            former.slot = None
-            if former.waiting:
-                self._without_slot.setdefault(former)
+    def _assign_slot(self, slot: Slot, adapter: AdapterRead) -> None:
+        previous = slot.holder
+        if previous is not None:
+            previous.slot = None
+            if previous.waiting:
+                self._without_slot.setdefault(previous)
         self._withdraw_claim(adapter)
         self._without_slot.pop(adapter, None)
         slot.holder, slot.next, slot.is_filled, slot.since = adapter, None, False, self._clock()
         adapter.slot = slot
-        self.opened = True
+        self.needs_recheck = True
 
     def _claim(self) -> None:
         """Claim slots for waiting adapters from holders that have had their turn; those with the fewest rows
         first."""
-        now, num_vacant = self._clock(), len(self._vacant())
-        claimed = [slot.next for slot in self.slots if slot.next is not None]
-        for adapter in [entry for entry in self._without_slot if entry not in claimed][num_vacant:]:
+        now, num_free = self._clock(), len(self._free_slots())
+        with_claims = [slot.next for slot in self.slots if slot.next is not None]
+        for adapter in [entry for entry in self._without_slot if entry not in with_claims][num_free:]:
             over = [slot for slot in self.slots if slot.next is None and now - slot.since >= TURN_S]
             over = [slot for slot in over if slot.num_rows or (slot.holder and slot.holder.waiting)]
             if not over:
@@ -372,13 +377,13 @@ class LoRAScheduler:
             if slot.num_rows:
                 slot.next = adapter
             else:
-                self._hand_over(slot, adapter)
+                self._assign_slot(slot, adapter)
 
     def _withdraw_claim(self, adapter: AdapterRead) -> None:
         for slot in self.slots:
             if slot.next is adapter:
                 slot.next = None
-                self.opened = True
+                self.needs_recheck = True
 
     def empty_slots(self) -> None:
         """Mark all slots as empty, because the device has lost their weights or may have."""
@@ -389,10 +394,10 @@ class LoRAScheduler:
     def forget_all(self) -> None:
         """Forget all readings, because the workers have lost them. Adapters in use are read again."""
         assert not self.is_reading, "readings are in flight"
-        self.take_in()
+        self.collect_reads()
         self.empty_slots()
         self._without_slot.clear()
-        for adapter in list(self._all.values()):
+        for adapter in list(self._by_worker_name.values()):
             if not adapter.is_used:
                 self._forget(adapter)
             elif adapter.facts is not None:
@@ -402,34 +407,40 @@ class LoRAScheduler:
     # ---- operators
 
     def begin(self, lora: LoRARequest) -> AdapterRead:
-        """Start to read an adapter for an operator, and count the caller until it decrements `num_asking`."""
-        newest = self._newest.get((lora.lora_name, lora.lora_path))
+        """Start to read an adapter for an operator, and count the caller until it decrements `num_calls`."""
+        newest = self._newest_by_key.get((lora.lora_name, lora.lora_path))
         begun = newest is not None and newest not in self._unread
         adapter = self._add_reading(lora) if newest is None or (lora.load_inplace and begun) else newest
-        adapter.num_asking += 1
+        adapter.num_calls += 1
         self._start_reading()
         return adapter
 
     def retire(self, name: str) -> bool:
         """Make later requests read the adapter anew. Return whether there was one of this name."""
-        keys = [key for key in self._newest if key[0] == name]
+        keys = [key for key in self._newest_by_key if key[0] == name]
         for key in keys:
-            del self._newest[key]
+            del self._newest_by_key[key]
         return bool(keys)
 
     def sweep(self, name: str) -> bool:
         """Evict unused old readings of this name. Return whether none is left."""
-        newest = set(self._newest.values())
-        old = [adapter for adapter in self._all.values() if adapter.name == name and adapter not in newest]
+        newest = set(self._newest_by_key.values())
+        old = [
+            adapter
+            for adapter in self._by_worker_name.values()
+            if adapter.name == name and adapter not in newest
+        ]
         for adapter in old:
             if self._is_evictable(adapter):
                 self._forget(adapter)
-        return all(adapter.lora.lora_name not in self._all for adapter in old)
+        return all(adapter.lora.lora_name not in self._by_worker_name for adapter in old)
 
     @property
     def names(self) -> list[str]:
         """Return the names of the adapters that are read."""
-        return sorted({adapter.name for adapter in self._all.values() if adapter.facts is not None})
+        return sorted(
+            {adapter.name for adapter in self._by_worker_name.values() if adapter.facts is not None}
+        )
 
     @property
     def running_names(self) -> list[str]:
@@ -437,17 +448,17 @@ class LoRAScheduler:
 
     @property
     def waiting_names(self) -> list[str]:
-        return _sorted_names(adapter for adapter in self._all.values() if adapter.waiting)
+        return _sorted_names(adapter for adapter in self._by_worker_name.values() if adapter.waiting)
 
 
 def _sorted_names(adapters: Iterable[AdapterRead | None]) -> list[str]:
     return sorted({adapter.name for adapter in adapters if adapter is not None})
 
 
-def _error_of(coming: Future[AdapterFacts]) -> BaseException | None:
-    if not coming.done():
+def _read_error(future: Future[AdapterFacts]) -> BaseException | None:
+    if not future.done():
         return RequestError(f"it was not read within {READ_S:g} s", param="lora_request")
-    return coming.exception()
+    return future.exception()
 
 
 def _error_message(adapter: AdapterRead) -> str | None:

@@ -27,20 +27,20 @@ class LowerTiers(AdmissionCheck, Protocol):
     def plan(self, step: int, fresh: Iterable[Block]) -> BlockStores | None:
         """Return the blocks that a planned step stores before it computes; it fills `fresh` blocks."""
 
-    def landed(self, step: int) -> None:
+    def finish_step(self, step: int) -> None:
         """Note that a step is done."""
 
     def forget_steps(self) -> None:
         """Forget the steps in flight, which have failed."""
 
-    def give_way(self, request: Request | None = None) -> bool:
+    def release_waiting(self, request: Request | None = None) -> bool:
         """Release the blocks of waiting requests, except those of `request`; return whether there were
         any."""
 
     def take_stats(self) -> TierStats:
         """Return the counts since the last call."""
 
-    def rest(self) -> None:
+    def flush_stores(self) -> None:
         """Copy what waits for the next step, because none is planned."""
 
     def drain(self) -> None:

@@ -61,22 +61,22 @@ class MissReasons:
         root_key: Callable[[Request], bytes],
         marks: Sequence[bytes],
         unit: int | None = None,
-        why_off: str = "",
+        off_reason: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`marks` are the suffixes of the keys of pages, by group; `unit` is the distance in tokens
-        of SSM states; `why_off` is the reason for which prefix caching is off."""
+        of SSM states; `off_reason` is the reason for which prefix caching is off."""
         self.block_size, self.unit = block_size, unit or block_size
-        self.why_off = why_off
+        self.off_reason = off_reason
         self._root_key, self._marks, self._clock = root_key, marks, clock
         limit = min(max(num_blocks, MIN_ENTRIES), MAX_ENTRIES)
         self._evicted: RecentEntries[bytes, tuple[float, str]] = RecentEntries(limit)
         """Time and tier of evictions, by key of the block."""
-        self._next: RecentEntries[bytes, tuple[int, Ints]] = RecentEntries(limit)
+        self._continuations: RecentEntries[bytes, tuple[int, Ints]] = RecentEntries(limit)
         """By key of a prefix: tokens of the last prompt that went on from there, as the number of a block at
         most as deep as the prefix, and the tokens from that block on. All keys of these blocks are added
         together, so the tokens are forgotten together with them."""
-        self._first: RecentEntries[tuple[str, bytes], tuple[str | None, str]] = RecentEntries(limit)
+        self._first_blocks: RecentEntries[tuple[str, bytes], tuple[str | None, str]] = RecentEntries(limit)
         """Salt and LoRA adapter of the last prompt, by scope and tokens of its first block."""
 
     def evicted(self, keys: list[bytes], tier: str = "device") -> None:
@@ -85,7 +85,7 @@ class MissReasons:
 
     def forget(self) -> None:
         """Forget everything; the cache was reset."""
-        for entries in (self._evicted, self._next, self._first):
+        for entries in (self._evicted, self._continuations, self._first_blocks):
             entries.clear()
 
     def learn(self, request: Request, tokens: Ints, first: int, end: int) -> None:
@@ -93,20 +93,22 @@ class MissReasons:
         if first >= end:
             return
         keys, size = request.block_keys, self.block_size
-        run = first, tokens[first * size : end * size].copy()
+        continuation = first, tokens[first * size : end * size].copy()
         parents = keys[first - 1 : end - 1] if first else [self._root_key(request), *keys[: end - 1]]
-        self._next.update(dict.fromkeys(parents, run))
+        self._continuations.update(dict.fromkeys(parents, continuation))
         if first == 0:
             scope, salt = split_salt(request.cache_salt)
             if scope or salt is None:
-                self._first.update({(scope, run[1][:size].tobytes()): (salt, _adapter_of(request))})
+                self._first_blocks.update(
+                    {(scope, continuation[1][:size].tobytes()): (salt, _adapter_of(request))}
+                )
 
     def explain(self, request: Request, num_cached: int, num_seen: int) -> PrefixMiss | None:
         """Return why a request that runs for the first time has `num_cached` tokens of its prompt in the
         cache; None if no more was possible. `num_seen` tokens have pages, which is more if a checkpoint of
         states is missing."""
-        if self.why_off:
-            return PrefixMiss("off", why=self.why_off)
+        if self.off_reason:
+            return PrefixMiss("off", why=self.off_reason)
         if request.params.skip_reading_prefix_cache:
             return PrefixMiss("skipped")
         num_usable = (request.prompt_len - 1) // self.unit * self.unit
@@ -130,9 +132,9 @@ class MissReasons:
         """Compare block `at` of a request with the one that followed the same prefix before."""
         size = self.block_size
         start, tokens = at * size, np.array(request.tokens[at * size : (at + 1) * size], np.int32)
-        run = self._next.get(request.block_keys[at - 1] if at else self._root_key(request))
-        if run is not None:
-            known = run[1][(at - run[0]) * size : (at - run[0] + 1) * size]
+        continuation = self._continuations.get(request.block_keys[at - 1] if at else self._root_key(request))
+        if continuation is not None:
+            known = continuation[1][(at - continuation[0]) * size : (at - continuation[0] + 1) * size]
             differences = np.flatnonzero(known != tokens)
             num_same = int(differences[0]) if len(differences) else size
             if _is_media(request, start, num_same, size):
@@ -145,7 +147,7 @@ class MissReasons:
     def _other_root(self, request: Request, tokens: bytes) -> PrefixMiss | None:
         """Return whether a prompt with another salt or adapter begins with these tokens."""
         scope, salt = split_salt(request.cache_salt)
-        if (known := self._first.get((scope, tokens))) is None:
+        if (known := self._first_blocks.get((scope, tokens))) is None:
             return None
         if known[0] != salt:
             return PrefixMiss("other_salt")

@@ -30,13 +30,13 @@ class PromptPace:
         elif self._decode_s:
             self._token_s.append(max(seconds - min(self._decode_s), 0.0) / num_prompt_tokens)
 
-    def limit(self, most: int) -> int:
-        """Return the number of prompt tokens, at most `most`, that the next step may have beside its
+    def limit(self, max_tokens: int) -> int:
+        """Return the number of prompt tokens, at most `max_tokens`, that the next step may have beside its
         decodes."""
         if not self._decode_s or not self._token_s:
-            return min(FIRST_TOKENS, most)
+            return min(FIRST_TOKENS, max_tokens)
         decode_s, token_s = min(self._decode_s), min(self._token_s)
         left_s = max(SLOWDOWN * decode_s, SHORT_S) - decode_s
-        if left_s >= most * token_s:
-            return most
-        return min(max(int(left_s / token_s), LEAST_TOKENS), most)
+        if left_s >= max_tokens * token_s:
+            return max_tokens
+        return min(max(int(left_s / token_s), LEAST_TOKENS), max_tokens)

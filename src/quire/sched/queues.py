@@ -28,7 +28,7 @@ class FcfsQueue:
     front."""
 
     def __init__(self) -> None:
-        self._line: deque[tuple[Request]] = deque()
+        self._entries: deque[tuple[Request]] = deque()
         self._live: dict[str, tuple[Request]] = {}
 
     def push(self, request: Request) -> None:
@@ -36,27 +36,27 @@ class FcfsQueue:
             self.push_front(request)
             return
         self._live[request.id] = entry = (request,)
-        self._line.append(entry)
+        self._entries.append(entry)
 
     def push_front(self, request: Request) -> None:
         self._live[request.id] = entry = (request,)
-        self._line.appendleft(entry)
+        self._entries.appendleft(entry)
 
     def peek(self) -> Request:
-        while not self._is_live(self._line[0]):
-            self._line.popleft()
-        return self._line[0][0]
+        while not self._is_live(self._entries[0]):
+            self._entries.popleft()
+        return self._entries[0][0]
 
     def pop(self) -> Request:
         request = self.peek()
-        self._line.popleft()
+        self._entries.popleft()
         del self._live[request.id]
         return request
 
     def remove(self, request: Request) -> None:
         del self._live[request.id]
-        if len(self._line) > 2 * len(self._live):
-            self._line = deque(entry for entry in self._line if self._is_live(entry))
+        if len(self._entries) > 2 * len(self._live):
+            self._entries = deque(entry for entry in self._entries if self._is_live(entry))
 
     def _is_live(self, entry: tuple[Request]) -> bool:
         return self._live.get(entry[0].id) is entry
@@ -109,7 +109,10 @@ class PriorityQueue:
         return len(self._live)
 
 
-LINES: dict[str, type[FcfsQueue] | type[PriorityQueue]] = {"fcfs": FcfsQueue, "priority": PriorityQueue}
+QUEUE_CLASSES: dict[str, type[FcfsQueue] | type[PriorityQueue]] = {
+    "fcfs": FcfsQueue,
+    "priority": PriorityQueue,
+}
 
 
 class FairQueue:
@@ -117,39 +120,39 @@ class FairQueue:
     level."""
 
     def __init__(self, policy: str, shares: FairShare) -> None:
-        self._make_line = LINES[policy]
+        self._make_queue = QUEUE_CLASSES[policy]
         self._shares = shares
-        self._lines: dict[int, FcfsQueue | PriorityQueue] = {}
+        self._queues: dict[int, FcfsQueue | PriorityQueue] = {}
         """By tenant with waiting requests."""
 
     def push(self, request: Request) -> None:
-        if request.tenant not in self._lines:
-            self._shares.enter(request, self._lines)
-        self._line_of(request).push(request)
+        if request.tenant not in self._queues:
+            self._shares.enter(request, self._queues)
+        self._queue_of(request).push(request)
 
     def push_front(self, request: Request) -> None:
         """Insert a request that was here before, without changing its tenant's level."""
-        self._line_of(request).push_front(request)
+        self._queue_of(request).push_front(request)
 
-    def _line_of(self, request: Request) -> FcfsQueue | PriorityQueue:
-        return self._lines.setdefault(request.tenant, self._make_line())
+    def _queue_of(self, request: Request) -> FcfsQueue | PriorityQueue:
+        return self._queues.setdefault(request.tenant, self._make_queue())
 
     def peek(self) -> Request:
-        return self._lines[self._shares.lowest(self._lines)].peek()
+        return self._queues[self._shares.lowest_tenant(self._queues)].peek()
 
     def pop(self) -> Request:
-        tenant = self._shares.lowest(self._lines)
-        request = self._lines[tenant].pop()
+        tenant = self._shares.lowest_tenant(self._queues)
+        request = self._queues[tenant].pop()
         self._drop_if_empty(tenant)
         return request
 
     def remove(self, request: Request) -> None:
-        self._lines[request.tenant].remove(request)
+        self._queues[request.tenant].remove(request)
         self._drop_if_empty(request.tenant)
 
     def _drop_if_empty(self, tenant: int) -> None:
-        if not len(self._lines[tenant]):
-            del self._lines[tenant]
+        if not len(self._queues[tenant]):
+            del self._queues[tenant]
 
     def __len__(self) -> int:
-        return sum(map(len, self._lines.values()))
+        return sum(map(len, self._queues.values()))

@@ -11,17 +11,18 @@ from quire.sched.queues import WaitingQueue
 class AdmissionCheck(Protocol):
     """Something that requests may have to wait for before they get a row: a grammar, a LoRA adapter."""
 
-    opened: bool
-    """Whether a held request may be admissible now; set by the check and reset by `Gates.take_opened`."""
+    needs_recheck: bool
+    """Whether a held request may be admissible now; set by the check and reset by
+    `AdmissionChecks.take_needs_recheck`."""
 
     @property
-    def coming(self) -> Collection[Future[Any]]:
+    def futures(self) -> Collection[Future[Any]]:
         """Return the futures that the check waits for."""
 
     def add(self, request: Request) -> None:
         """Add a request that has arrived and waits."""
 
-    def holds(self, request: Request, *, alone: bool = False) -> bool:
+    def must_wait(self, request: Request, *, alone: bool = False) -> bool:
         """Whether the request cannot be admitted now. With `alone`, no other request runs or is admitted."""
 
     def enter(self, request: Request) -> None:
@@ -38,92 +39,92 @@ class AdmissionCheck(Protocol):
         fault."""
 
 
-class Gates:
+class AdmissionChecks:
     """All admission checks as one."""
 
-    def __init__(self, *gates: AdmissionCheck) -> None:
-        self._gates = gates
+    def __init__(self, *checks: AdmissionCheck) -> None:
+        self._checks = checks
 
     def add(self, request: Request) -> None:
-        for gate in self._gates:
-            gate.add(request)
+        for check in self._checks:
+            check.add(request)
 
-    def holds(self, request: Request, *, alone: bool = False) -> bool:
-        return any(gate.holds(request, alone=alone) for gate in self._gates)
+    def must_wait(self, request: Request, *, alone: bool = False) -> bool:
+        return any(check.must_wait(request, alone=alone) for check in self._checks)
 
     def enter(self, request: Request) -> None:
-        for gate in self._gates:
-            gate.enter(request)
+        for check in self._checks:
+            check.enter(request)
 
     def leave(self, request: Request) -> None:
-        for gate in self._gates:
-            gate.leave(request)
+        for check in self._checks:
+            check.leave(request)
 
     def drop(self, request: Request) -> None:
-        for gate in self._gates:
-            gate.drop(request)
+        for check in self._checks:
+            check.drop(request)
 
     def settle(self) -> dict[str, str | None]:
-        return {id: message for gate in self._gates for id, message in gate.settle().items()}
+        return {id: message for check in self._checks for id, message in check.settle().items()}
 
     @property
     def is_awaiting(self) -> bool:
         """Whether a check waits for something that requests need."""
-        return any(gate.coming for gate in self._gates)
+        return any(check.futures for check in self._checks)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until something is ready; return False on a timeout."""
-        coming = [future for gate in self._gates for future in gate.coming]
-        return bool(coming) and bool(wait(coming, timeout_s, FIRST_COMPLETED).done)
+        futures = [future for check in self._checks for future in check.futures]
+        return bool(futures) and bool(wait(futures, timeout_s, FIRST_COMPLETED).done)
 
-    def take_opened(self) -> bool:
+    def take_needs_recheck(self) -> bool:
         """Return whether a check has opened since the last call."""
-        opened = any(gate.opened for gate in self._gates)
-        for gate in self._gates:
-            gate.opened = False
-        return opened
+        needs_recheck = any(check.needs_recheck for check in self._checks)
+        for check in self._checks:
+            check.needs_recheck = False
+        return needs_recheck
 
 
-class GatedLine:
+class ReadyQueue:
     """A waiting queue that returns the first request that no check holds. Held requests keep their place.
 
     They are checked again when a check has opened, not in every step: there may be thousands."""
 
-    def __init__(self, line: WaitingQueue, gates: Gates) -> None:
-        self._line = line
-        self._gates = gates
+    def __init__(self, queue: WaitingQueue, checks: AdmissionChecks) -> None:
+        self._queue = queue
+        self._checks = checks
         self._held: dict[str, Request] = {}
         """Held requests in queue order; all others are behind them."""
 
     def next(self) -> Request | None:
         """Return the next admissible request; it stays in the queue until `pop`."""
-        if self._held and self._gates.take_opened():
+        if self._held and self._checks.take_needs_recheck():
             self._put_back()
-        while len(self._line):
-            request = self._line.peek()
-            if not self._gates.holds(request):
+        while len(self._queue):
+            request = self._queue.peek()
+            if not self._checks.must_wait(request):
                 return request
-            self._held[request.id] = self._line.pop()
+            self._held[request.id] = self._queue.pop()
         return None
 
     def pop(self) -> Request:
         """Remove and return the request that `next` has returned."""
-        return self._line.pop()
+        return self._queue.pop()
 
     def push(self, request: Request) -> None:
-        self._line.push(request)
+        self._queue.push(request)
 
     def push_front(self, request: Request) -> None:
         self._put_back()
-        self._line.push_front(request)
+        self._queue.push_front(request)
 
     def remove(self, request: Request) -> None:
         if self._held.pop(request.id, None) is None:
-            self._line.remove(request)
+            self._queue.remove(request)
 
     def _put_back(self) -> None:
         for request in reversed(self._held.values()):
-            self._line.push_front(request)
+            self._queue.push_front(request)
         self._held.clear()
 
     @property
@@ -132,4 +133,4 @@ class GatedLine:
         return len(self._held)
 
     def __len__(self) -> int:
-        return len(self._line) + len(self._held)
+        return len(self._queue) + len(self._held)

@@ -117,10 +117,10 @@ class Running:
         pending: Ints = num_tokens - self.num_computed[rows]
         unknown = num_tokens > self.num_known[rows]
         if unknown.any():
-            most, min_len = num_tokens + self.num_drafts[rows], self.min_len[rows]
-            waits = self.needs_value[rows] | self.waits[rows] | (most >= self.limit[rows])
+            max_len, min_len = num_tokens + self.num_drafts[rows], self.min_len[rows]
+            waits = self.needs_value[rows] | self.waits[rows] | (max_len >= self.limit[rows])
             # Whether `min_tokens` still applies is not known before the drafts are verified.
-            waits |= (num_tokens < min_len) & (most >= min_len)
+            waits |= (num_tokens < min_len) & (max_len >= min_len)
             pending[unknown & waits] = 0
         return pending if self.num_stages == 1 else self._spread(pending)
 
@@ -139,11 +139,11 @@ class Running:
         self.num_sent[unsent] = self.num_known[unsent]
         return np.stack([unsent.astype(np.int32), self.tokens[unsent, self.num_known[unsent] - 1]])
 
-    def reach(self, chunks: Ints) -> Ints:
+    def lengths_after(self, chunks: Ints) -> Ints:
         """Return how many tokens each row of `order` has computed, at most, after `chunks` more."""
         rows = self.order
-        reach: Ints = self.num_computed[rows] + self.num_drafts[rows] + chunks
-        return reach
+        lengths: Ints = self.num_computed[rows] + self.num_drafts[rows] + chunks
+        return lengths
 
     def launch(self, rows: RowIds, num_tokens: Ints, num_drafts: Ints) -> NDArray[np.bool_]:
         """Record that `rows` compute `num_tokens`, including `num_drafts` drafts. Return which of them sample

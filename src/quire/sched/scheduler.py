@@ -25,7 +25,8 @@ from quire.sched.kv_manager import Growth, KVManager
 from quire.sched.limits import StepLimits
 from quire.sched.lora import LoRAScheduler
 from quire.sched.preemption import PreemptionWarning, choose_victim
-from quire.sched.readiness import Gates
+from quire.sched.readiness import AdmissionChecks
+from quire.sched.routed_experts import RoutedExperts
 from quire.sched.running import Running
 from quire.sched.spec import Drafting, Drafts
 
@@ -51,27 +52,27 @@ class Scheduler:
         drafting: Drafting | None = None,
         adapters: LoRAScheduler | None = None,
         media: EncoderCache | None = None,
+        routed: RoutedExperts | None = None,
     ) -> None:
         """With several pipeline stages, no row is planned before its last token is known, and plans carry
         these tokens; else they stay on the device. With `fair`, tokens are divided between tenants."""
-        self.kv = kv
+        self.kv, self.routed = kv, routed
         self.limits = StepLimits(
             max_rows=max_num_seqs,
             max_tokens=max_num_batched_tokens,
             longest_chunk=long_prefill_token_threshold,
         )
-        self.policy = policy
-        self.trial = FaultIsolation(self.limits)
+        self.fault_isolation = FaultIsolation(self.limits)
         self.running = Running(max_num_seqs, max_model_len, num_stages)
         self.constraints = Constraints(grammars)
         self.adapters = adapters or LoRAScheduler()
-        self.gates = Gates(self.constraints, self.adapters, *kv.checks)
+        self.checks = AdmissionChecks(self.constraints, self.adapters, *kv.checks)
         self.admitter = Admitter(
             kv=kv,
             running=self.running,
             limits=self.limits,
-            trial=self.trial,
-            gates=self.gates,
+            fault_isolation=self.fault_isolation,
+            checks=self.checks,
             adapters=self.adapters,
             media=media or EncoderCache(),
             policy=policy,
@@ -86,8 +87,7 @@ class Scheduler:
         self.in_flight: deque[StepInFlight] = deque()
         """Steps without a result, oldest first."""
         self.adapters.in_flight = self.in_flight
-        self._notes = Notes()
-        self._step = 0
+        self._notes, self._step = Notes(), 0
         self._warn = PreemptionWarning()
 
     @property
@@ -104,7 +104,7 @@ class Scheduler:
         assert request.id not in self.requests, f"request {request.id} already exists"
         request.queued_at = request.queued_at or time.monotonic()
         self.requests[request.id] = request
-        self.gates.add(request)
+        self.checks.add(request)
         self.media.add(request, self.limits)
         self.admitter.waiting.push(request)
 
@@ -115,29 +115,29 @@ class Scheduler:
 
     def settle(self) -> dict[str, FinishReason]:
         """Collect finished grammars and adapters, and end the requests that need one that failed."""
-        return {id: self._finish(self.requests[id], "error", why) for id, why in self.gates.settle().items()}
+        return {id: self._finish(self.requests[id], "error", why) for id, why in self.checks.settle().items()}
 
     def _finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> FinishReason:
         if request.row >= 0:
-            self._vacate(request.row)
+            self._release_row(request.row)
         else:
             self.admitter.waiting.remove(request)
         del self.requests[request.id]
-        self.gates.drop(request)
+        self.checks.drop(request)
         self.media.drop(request)
         for notes in (self._notes, *(flight.notes for flight in self.in_flight)):
             notes.admitted.pop(request.id, None)
-        self.trial.leave(request, reason)
+        self.fault_isolation.remove(request, reason)
         kept = None if self.kv.tiers is None else self.kv.tiers.offer(request, reason)
         return FinishReason(reason, stop_reason, request.num_preemptions, kv_transfer=kept)
 
-    def _vacate(self, row: int) -> Request:
+    def _release_row(self, row: int) -> Request:
         self.kv.free(row, self.running)
         self.media.leave(row)
         if self.admitter.drafting is not None:
             self.admitter.drafting.release(self.running, row)
         self._notes.released.append(row)
-        self.gates.leave(self.running.request(row))
+        self.checks.leave(self.running.request(row))
         return self.running.release(row)
 
     # ---- before a step
@@ -145,7 +145,7 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """Spend the token budget on running requests first, then on waiting ones if none was preempted.
         Return None if nothing can run before the next result arrives."""
-        if not self._make_way():
+        if not self._preempt_for_fairness():
             return None
         num_preemptions = self.num_preemptions
         continued = self._continue_running()
@@ -154,13 +154,13 @@ class Scheduler:
         chunks, growth, drafts = continued
         self.media.take(self.running, chunks)
         block_rows, block_ids = self.kv.grow(growth)
-        self.kv.index(self.running, self.running.order, growth.reach)
+        self.kv.index(self.running, self.running.order, growth.lengths)
         admitted: list[tuple[Admission, int]] = []
         if self.num_preemptions == num_preemptions:
             admitted = self.admitter.admit(self.limits.budget - int(chunks.sum()), self._notes)
         rows = self.running.order
         num_tokens = np.append(chunks, np.array([chunk for _, chunk in admitted], np.int32))
-        drafts = drafts.behind(len(admitted))
+        drafts = drafts.padded(len(admitted))
         if not num_tokens.all():
             computing = num_tokens > 0
             rows, num_tokens, drafts = rows[computing], num_tokens[computing], drafts.of(computing)
@@ -181,7 +181,7 @@ class Scheduler:
             samples=self.running.launch(rows, num_tokens, drafts.counts),
             num_drafts=drafts.counts,
             drafts=drafts.token_ids,
-            adapters=self.adapters.take_filled(),
+            adapters=self.adapters.take_assignments(),
             saves=self.kv.take_saves(self.running),
             stores=self.kv.take_stores(self._step),
             forgotten=forgotten,
@@ -189,7 +189,7 @@ class Scheduler:
         )
         if self.running.num_stages > 1:
             plan.values = self.running.take_unsent(rows)
-        self.in_flight.append(StepInFlight(plan, notes, rows, starts, admissions, self.kv.take_fresh()))
+        self.in_flight.append(StepInFlight(plan, notes, rows, starts, admissions, self.kv.take_indexed()))
         self.constraints.launch(self.running, self.in_flight[-1])
         return plan
 
@@ -198,7 +198,7 @@ class Scheduler:
         preempted until the blocks suffice. Preemption and trials wait for the steps in flight, because a
         request keeps all its tokens and a suspect runs alone."""
         running = self.running
-        if self.trial and self.in_flight:
+        if self.fault_isolation and self.in_flight:
             return None
         self.kv.slide(running)
         num_preemptions = self.num_preemptions
@@ -206,26 +206,26 @@ class Scheduler:
             rows = running.order
             admits = self.num_preemptions == num_preemptions
             chunks = self.admitter.divide(running.pending(), admits=admits)
-            growth = self.kv.growth(rows, running.reach(chunks))
+            growth = self.kv.growth(rows, running.lengths_after(chunks))
             if not growth.shortage:
                 chunks, growth, drafts = self.admitter.draft(chunks, growth)
                 self.admitter.charge(chunks)
                 return chunks, growth, drafts
             if self.in_flight:
                 return None
-            request = self._preempt(choose_victim(running, self.policy, self.admitter.victims()))
+            request = self._preempt(choose_victim(running, self.admitter.policy, self.admitter.candidates()))
             self._warn(request.id, self.num_preemptions, swaps=self.kv.tiers is not None)
 
-    def _make_way(self) -> bool:
+    def _preempt_for_fairness(self) -> bool:
         """Preempt rows for tenants below their fair share; return False while a step is in flight."""
-        while (row := self.admitter.in_the_way()) is not None:
+        while (row := self.admitter.row_to_preempt()) is not None:
             if self.in_flight:
                 return False
             self._preempt(row)
         return True
 
     def _preempt(self, row: int) -> Request:
-        request = self._vacate(row)
+        request = self._release_row(row)
         request.num_preemptions += 1
         request.preempted_at = time.monotonic()
         self.admitter.waiting.push_front(request)
@@ -239,24 +239,24 @@ class Scheduler:
         """Apply the result of the oldest step in flight: append sampled tokens and finish requests."""
         running, flight = self.running, self.in_flight.popleft()
         assert flight.plan is plan, f"step {plan.step} is not the oldest in flight"
-        self.kv.landed(plan.step)
-        landed = flight.landed(running, result)
-        sampled = landed.sampled
+        self.kv.finish_step(plan.step)
+        step_tokens = flight.step_tokens(running, result)
+        sampled = step_tokens.sampled
         stats = flight.count(running, sampled, np.array([*result.pooled], np.intp))
-        landed.fill()
+        step_tokens.fill()
         drafting = self.admitter.drafting
-        drafted = {} if drafting is None else drafting.learn(landed, stats)
-        ends = landed.ends(self.constraints.advance(landed))
-        landed.cut(ends)
-        result = landed.result
+        drafted = {} if drafting is None else drafting.learn(step_tokens, stats)
+        ends = step_tokens.ends(self.constraints.advance(step_tokens))
+        step_tokens.cut(ends)
+        result = step_tokens.result
         stats.num_sampled_tokens = len(result.token_ids)
         output = StepOutput(
             request_ids=running.ids[sampled].tolist(),
             token_ids=result.token_ids.tolist(),
             counts=result.counts.tolist(),
             drafted=drafted,
-            logprobs={running.ids[row]: logprobs for row, logprobs in result.logprobs.items()},
-            **landed.of_prompts(),
+            **step_tokens.by_request(),
+            routed={} if self.routed is None else self.routed.take(result.routes, running, sampled),
             pooled={running.ids[row]: vector for row, vector in result.pooled.items()},
             admitted=flight.notes.admitted,
             resumed=flight.notes.resumed,
@@ -264,14 +264,14 @@ class Scheduler:
             stats=stats,
         )
         output.shares = flight.shares(running, output.at)
-        self.admitter.timed(flight)
+        self.admitter.record_time(flight)
         for row, end in ends.items():
             request = running.request(row)
             finish = output.finished[request.id] = self._finish(request, end.reason, end.stop_reason)
             finish.keeps_last = end.keeps_last
         output.finished |= {id: self._finish(self.requests[id], "stop") for id in output.pooled}
-        self.limits.passed(len(plan.rows), plan.total_tokens)
-        if self.trial and len(sampled):
+        self.limits.record_success(len(plan.rows), plan.total_tokens)
+        if self.fault_isolation and len(sampled):
             self._clear_suspect(int(sampled[0]))
         stats.num_running, stats.num_waiting = len(running), len(self.admitter.waiting)
         stats.kv_usage = self.kv.pool.usage
@@ -284,21 +284,22 @@ class Scheduler:
         flight = self.in_flight[0]
         assert flight.plan is plan, f"step {plan.step} is not the oldest in flight"
         suspects = [self.running.request(row) for row in flight.rows[flight.alive(self.running)].tolist()]
-        self.forget_flights()
-        self.send_back()
+        self.discard_in_flight()
+        self.requeue_running()
         if len(plan.rows) > 1:
-            self.trial.open(suspects, len(plan.rows), plan.total_tokens)
+            self.fault_isolation.isolate(suspects, len(plan.rows), plan.total_tokens)
             return {}
-        guilty = [request for request in suspects if self.trial.is_guilty(request, plan.total_tokens)]
-        return {request.id: self._finish(request, "error") for request in guilty}
+        is_at_fault, num_tokens = self.fault_isolation.is_at_fault, plan.total_tokens
+        at_fault = [request for request in suspects if is_at_fault(request, num_tokens)]
+        return {request.id: self._finish(request, "error") for request in at_fault}
 
-    def send_back(self) -> None:
+    def requeue_running(self) -> None:
         """Move all running requests to the front of the queue, in order; no step may be in flight."""
         for row in self.running.order[::-1].tolist():
-            self.admitter.waiting.push_front(self._vacate(row))
+            self.admitter.waiting.push_front(self._release_row(row))
         self.adapters.empty_slots()
 
-    def forget_flights(self) -> None:
+    def discard_in_flight(self) -> None:
         """Discard the steps in flight, and the blocks that were indexed for them but never written."""
         for flight in self.in_flight:
             self.kv.forget(flight.indexed)
@@ -313,6 +314,6 @@ class Scheduler:
     def _clear_suspect(self, row: int) -> None:
         """Clear the first suspect after it has computed a token alone, and requeue it for the next one."""
         request = self.running.requests[row]
-        if request is self.trial.first:
-            self.trial.leave(request, "passed")
-            self.admitter.waiting.push_front(self._vacate(row))
+        if request is self.fault_isolation.next_suspect:
+            self.fault_isolation.remove(request, "passed")
+            self.admitter.waiting.push_front(self._release_row(row))

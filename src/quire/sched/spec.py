@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from quire.data.stats import StepStats
 from quire.data.step_plan import Ints
 from quire.sched.in_flight import StepInFlight
-from quire.sched.proposers import SORTS, Proposer
+from quire.sched.proposers import NUM_DRAFT_KINDS, Proposer
 from quire.sched.proposers.pace import Pace
 from quire.sched.running import RowIds, Running
 from quire.sched.step_tokens import StepTokens
@@ -29,7 +29,7 @@ class Drafts(NamedTuple):
     token_ids: Ints
     """All drafts, row by row; empty: the worker proposes them itself."""
 
-    def behind(self, count: int) -> "Drafts":
+    def padded(self, count: int) -> "Drafts":
         """Return the drafts with `count` more rows that have none."""
         if not len(self.counts):
             return self
@@ -51,32 +51,32 @@ class Drafting:
         pace: Pace,
         proposer: Proposer | None,
         *,
-        most: int,
+        max_drafts: int,
         ahead: bool = False,
-        max_draws: int | None = None,
-        most_of: Callable[[int], int] | None = None,
+        max_samples: int | None = None,
+        max_drafts_of: Callable[[int], int] | None = None,
         max_len: int | None = None,
         vocab: int | None = None,
     ) -> None:
         """Build the drafter. Without a proposer the worker proposes drafts for each row that has sampled a
-        token. If it runs `ahead` of the host, rows that need token values on the host get none. `max_draws`
-        limits the sampled positions of a step, with rows padded to a power of two. `most_of` maps a number of
-        rows to the most drafts of each. Sequences have drafts up to `max_len` tokens. Proposed drafts are cut
-        at ids beyond `vocab`."""
-        self._most_of = most_of
+        token. If it runs `ahead` of the host, rows that need token values on the host get none. `max_samples`
+        limits the sampled positions of a step, with rows padded to a power of two. `max_drafts_of` maps a
+        number of rows to the most drafts of each. Sequences have drafts up to `max_len` tokens. Proposed
+        drafts are cut at ids beyond `vocab`."""
+        self._max_drafts_of = max_drafts_of
         self._max_len = max_len
         self._vocab = vocab
         self._ahead = ahead
-        self._max_draws = max_draws
+        self._max_samples = max_samples
         self._pace = pace
         self._proposer = proposer
-        self._most = most
+        self._max_drafts_each = max_drafts
         self._known: dict[int, tuple[int, int]] = {}
         """By row: its admission, and how many of its tokens the proposer has received."""
         self._num_plans = 0
         self._drafted_in: dict[int, int] = {}
         """By row: the last plan in which it had drafts."""
-        self._sure: set[int] = set()
+        self._has_sure_draft: set[int] = set()
         """Rows with a last proposal that was sure."""
 
     def draft(self, running: Running, chunks: Ints, budget: int) -> Drafts:
@@ -84,25 +84,27 @@ class Drafting:
         self._num_plans += 1
         rows = running.order
         decodes = (chunks == 1) & (running.num_tokens[rows] - running.num_computed[rows] == 1)
-        most = self._max_drafts(running, rows)
-        places = np.flatnonzero(decodes & self._may_have(running, rows) & (most > 0))
+        max_drafts = self._max_drafts(running, rows)
+        places = np.flatnonzero(decodes & self._may_draft(running, rows) & (max_drafts > 0))
         for row in rows[places].tolist():
             self._reset_if_new(running, row)
         proposals: list[Ints] = []
         if self._proposer is None:
             places = places[running.num_tokens[rows[places]] > running.first_len[rows[places]]]
-            available = most[places]
+            available = max_drafts[places]
         else:
             self._set_waits(running, rows, rows[places])
             places = places[running.num_tokens[rows[places]] == running.num_known[rows[places]]]
-            limits = zip(rows[places].tolist(), most[places].tolist(), strict=True)
+            limits = zip(rows[places].tolist(), max_drafts[places].tolist(), strict=True)
             proposals = [self._propose(running, row, count) for row, count in limits]
             available = np.array([len(proposal) for proposal in proposals], np.int32)
         if not available.any() or budget < 1:
             return NO_DRAFTS
-        could, counts = np.zeros(len(rows), np.int32), np.zeros(len(rows), np.int32)
-        could[places] = available
-        counts[decodes] = self._pace.lengths(self._with_sort(rows[decodes]), could[decodes], budget)
+        available_by_row, counts = np.zeros(len(rows), np.int32), np.zeros(len(rows), np.int32)
+        available_by_row[places] = available
+        counts[decodes] = self._pace.lengths(
+            self._rows_by_kind(rows[decodes]), available_by_row[decodes], budget
+        )
         if not counts.any():
             return NO_DRAFTS
         self._drafted_in |= dict.fromkeys(rows[counts > 0].tolist(), self._num_plans)
@@ -116,38 +118,46 @@ class Drafting:
         limit = running.limit[rows]
         if self._max_len is not None:
             limit = np.minimum(limit, self._max_len)
-        most = self._most if self._most_of is None else self._most_of(len(rows))
-        max_drafts: Ints = np.minimum(limit - running.num_tokens[rows] - running.num_drafts[rows] - 1, most)
+        max_each = self._max_drafts_each if self._max_drafts_of is None else self._max_drafts_of(len(rows))
+        max_drafts: Ints = np.minimum(
+            limit - running.num_tokens[rows] - running.num_drafts[rows] - 1, max_each
+        )
         if self._ahead:
-            max_drafts = np.minimum(max_drafts, self._before_free(running, rows))
-        if self._max_draws is not None:
+            max_drafts = np.minimum(max_drafts, self._max_drafts_before_min_len(running, rows))
+        if self._max_samples is not None:
             max_drafts = np.minimum(
-                max_drafts, self._max_draws // (1 << max(len(rows) - 1, 0).bit_length()) - 1
+                max_drafts, self._max_samples // (1 << max(len(rows) - 1, 0).bit_length()) - 1
             )
         return max_drafts
 
-    def _may_have(self, running: Running, rows: RowIds) -> NDArray[np.bool_]:
+    def _may_draft(self, running: Running, rows: RowIds) -> NDArray[np.bool_]:
         """Return whether each row may have drafts from the proposer or the worker."""
-        may: NDArray[np.bool_] = running.drafts[rows]
+        may_draft: NDArray[np.bool_] = running.drafts[rows]
         if self._proposer is None:
-            may &= ~running.constrained[rows]  # the masks of drafts made by the worker are not known here
+            may_draft &= ~running.constrained[
+                rows
+            ]  # the masks of drafts made by the worker are not known here
             if self._ahead:
-                may &= ~running.needs_value[rows]
-        return may
+                may_draft &= ~running.needs_value[rows]
+        return may_draft
 
-    def _with_sort(self, rows: RowIds) -> RowIds:
+    def _rows_by_kind(self, rows: RowIds) -> RowIds:
         """Return the row numbers used by the pace, which treats sure drafts of a row separately from
         others."""
         if self._proposer is None:
             return rows
-        return rows * SORTS + np.array([row in self._sure for row in rows.tolist()], np.intp)
+        return rows * NUM_DRAFT_KINDS + np.array(
+            [row in self._has_sure_draft for row in rows.tolist()], np.intp
+        )
 
-    def _before_free(self, running: Running, rows: RowIds) -> Ints:
+    def _max_drafts_before_min_len(self, running: Running, rows: RowIds) -> Ints:
         """Return the most drafts for which `min_tokens` applies, or not, however many are accepted. The
         worker learns of lengths too late."""
         num_tokens, min_len = running.num_tokens[rows], running.min_len[rows]
         is_free = num_tokens >= min_len
-        left: Ints = np.where(is_free, self._most, min_len - num_tokens - running.num_drafts[rows] - 1)
+        left: Ints = np.where(
+            is_free, self._max_drafts_each, min_len - num_tokens - running.num_drafts[rows] - 1
+        )
         return left
 
     def _reset_if_new(self, running: Running, row: int) -> None:
@@ -167,7 +177,7 @@ class Drafting:
             since = (self._num_plans - self._drafted_in.get(row, -_RECENT_PLANS) for row in rows.tolist())
             running.waits[rows] = [plans < _RECENT_PLANS for plans in since]
 
-    def _propose(self, running: Running, row: int, most: int) -> Ints:
+    def _propose(self, running: Running, row: int, max_drafts: int) -> Ints:
         assert self._proposer is not None
         length, (admission, num_sent) = int(running.num_known[row]), self._known[row]
         if not num_sent:
@@ -175,14 +185,14 @@ class Drafting:
         elif num_sent < length:
             self._proposer.extend(row, running.tokens[row, num_sent:length])
         self._known[row] = admission, length
-        proposal = self._proposer.propose(row, most)
-        (self._sure.add if self._proposer.is_sure else self._sure.discard)(row)
+        proposal = self._proposer.propose(row, max_drafts)
+        (self._has_sure_draft.add if self._proposer.is_sure else self._has_sure_draft.discard)(row)
         if not len(proposal):
             return proposal
         if self._vocab is not None and len(
-            wrong := np.flatnonzero((proposal < 0) | (proposal >= self._vocab))
+            invalid := np.flatnonzero((proposal < 0) | (proposal >= self._vocab))
         ):
-            return proposal[: wrong[0]]
+            return proposal[: invalid[0]]
         return proposal
 
     def release(self, running: Running, row: int) -> None:
@@ -191,16 +201,16 @@ class Drafting:
         if self._known.pop(row, (0, 0))[1] and self._proposer is not None:
             self._proposer.release(row, running.tokens[row, : running.num_known[row]])
 
-    def learn(self, landed: StepTokens, stats: StepStats) -> dict[str, int]:
+    def learn(self, step_tokens: StepTokens, stats: StepStats) -> dict[str, int]:
         """Record the accepted drafts of a step. Return the number of drafts by request id."""
-        if not len(landed.num_drafts) or not len(planned := np.flatnonzero(landed.num_drafts)):
+        if not len(step_tokens.num_drafts) or not len(planned := np.flatnonzero(step_tokens.num_drafts)):
             return {}
-        rows, num_drafts = landed.sampled[planned], landed.num_drafts[planned]
-        num_accepted = landed.result.counts[planned] - 1
-        sorted_ = self._with_sort(rows)
-        self._pace.learn(sorted_, num_drafts, num_accepted)  # a missing draft counts as a wrong one
-        if len(landed.result.drafted):
-            num_drafts = landed.result.drafted[planned]
+        rows, num_drafts = step_tokens.sampled[planned], step_tokens.num_drafts[planned]
+        num_accepted = step_tokens.result.counts[planned] - 1
+        rows_by_kind = self._rows_by_kind(rows)
+        self._pace.learn(rows_by_kind, num_drafts, num_accepted)  # a missing draft counts as a wrong one
+        if len(step_tokens.result.drafted):
+            num_drafts = step_tokens.result.drafted[planned]
             has_drafts = num_drafts > 0
             rows, num_accepted, num_drafts = (
                 rows[has_drafts],
@@ -210,12 +220,14 @@ class Drafting:
         if not len(rows):
             return {}
         stats.num_drafts, stats.num_draft_tokens = len(rows), int(num_drafts.sum())
-        stats.held_by_place = (num_accepted[:, None] > np.arange(num_drafts.max())).sum(axis=0).tolist()
-        return dict(zip(landed.running.ids[rows].tolist(), num_drafts.tolist(), strict=True))
+        stats.num_accepted_by_position = (
+            (num_accepted[:, None] > np.arange(num_drafts.max())).sum(axis=0).tolist()
+        )
+        return dict(zip(step_tokens.running.ids[rows].tolist(), num_drafts.tolist(), strict=True))
 
-    def timed(self, flight: StepInFlight) -> None:
+    def record_time(self, flight: StepInFlight) -> None:
         """Record the duration of a step if it consists of decodes."""
         plan = flight.plan
         if len(plan.logit_rows) == plan.total_tokens and not plan.admitted:
-            num_accepted = sum(flight.notes.stats.held_by_place)
-            self._pace.timed(plan.total_tokens, len(plan.rows), num_accepted, flight.seconds)
+            num_accepted = sum(flight.notes.stats.num_accepted_by_position)
+            self._pace.record_time(plan.total_tokens, len(plan.rows), num_accepted, flight.seconds)

@@ -55,7 +55,7 @@ class StateCache:
         self.whole_items = whole_items
         self.next: Ints = np.full(max_rows, _NEVER, np.int32)
         """The boundary at which the next step of each row must end."""
-        self._left: dict[int, list[int]] = {}
+        self._boundaries_left: dict[int, list[int]] = {}
         """Boundaries that rows have not reached, the next one last."""
         self._saves: dict[bytes, _Save] = {}
         """Checkpoints of the step being planned, by key."""
@@ -98,16 +98,16 @@ class StateCache:
 
     def admit(self, row: int, boundaries: list[int]) -> None:
         if boundaries:
-            self._left[row] = boundaries
+            self._boundaries_left[row] = boundaries
             self.next[row] = boundaries[-1]
 
     def free(self, row: int) -> None:
-        if self._left.pop(row, None) is not None:
+        if self._boundaries_left.pop(row, None) is not None:
             self.next[row] = _NEVER
 
     def limit(self, running: Running, pending: Ints) -> Ints:
         """Limit the pending tokens of each row of `running.order` to those before its next boundary."""
-        if not self._left:
+        if not self._boundaries_left:
             return pending
         rows = running.order
         limited: Ints = np.minimum(pending, self.next[rows] - running.num_computed[rows])
@@ -115,17 +115,17 @@ class StateCache:
 
     # ---- checkpoints
 
-    def take(self, running: Running, rows: RowIds, reach: Ints) -> None:
-        """Take checkpoints of those of `rows` that compute up to a boundary, `reach[i]`, in the step being
+    def take(self, running: Running, rows: RowIds, lengths: Ints) -> None:
+        """Take checkpoints of those of `rows` that compute up to a boundary, `lengths[i]`, in the step being
         planned. None is taken if another row has it, or if all slots are taken in this step.
 
         A checkpoint never contains drafts: boundaries lie before the last token of the tokens that a row was
         admitted with, and a row has no drafts before its last token is the only one to compute."""
-        if not self._left:
+        if not self._boundaries_left:
             return
-        at = np.flatnonzero(self.next[rows] <= reach)
-        for row, num_tokens in zip(rows[at].tolist(), reach[at].tolist(), strict=True):
-            left = self._left[row]
+        at = np.flatnonzero(self.next[rows] <= lengths)
+        for row, num_tokens in zip(rows[at].tolist(), lengths[at].tolist(), strict=True):
+            left = self._boundaries_left[row]
             while left and left[-1] < num_tokens:
                 left.pop()
             if left and left[-1] == num_tokens:
@@ -139,11 +139,11 @@ class StateCache:
             else:
                 self.free(row)
 
-    def is_coming(self, keys: Sequence[bytes], num_cached: int, most: int) -> bool:
+    def is_checkpoint_planned(self, keys: Sequence[bytes], num_cached: int, max_tokens: int) -> bool:
         """Whether the step being planned takes a checkpoint of a prefix with these keys that has more than
-        `num_cached` tokens, and at most `most`."""
+        `num_cached` tokens, and at most `max_tokens`."""
         return any(
-            num_cached < save.num_tokens <= most
+            num_cached < save.num_tokens <= max_tokens
             and keys[save.num_tokens // self.block_size - 1] + STATE_MARK == key
             for key, save in self._saves.items()
         )

@@ -100,10 +100,12 @@ class StepTokens:
             self.result, token_ids=self.result.token_ids[keeps], counts=kept
         )
 
-    def of_prompts(self) -> dict[str, Any]:
-        """Return prompt logprobs and alignments by request id."""
-        aligned = {self.running.ids[row]: value for row, value in self.result.aligned.items()}
-        return {"prompt_logprobs": self._fresh_prompt_logprobs(), "aligned": aligned}
+    def by_request(self) -> dict[str, Any]:
+        """Return logprobs, sampling masks and alignments by request id."""
+        by_row = {"logprobs": self.result.logprobs, "kept": self.result.kept, "aligned": self.result.aligned}
+        ids = self.running.ids
+        values = {name: {ids[row]: value for row, value in rows.items()} for name, rows in by_row.items()}
+        return {**values, "prompt_logprobs": self._fresh_prompt_logprobs()}
 
     def _fresh_prompt_logprobs(self) -> dict[str, list[RowLogprobs]]:
         """Return prompt logprobs by request id, without positions that a preempted request computes again."""

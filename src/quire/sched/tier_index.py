@@ -19,9 +19,9 @@ class TierIndex:
         self.num_evicted = 0
         self._slots: OrderedDict[bytes, int] = OrderedDict()
         self._pins: Counter[bytes] = Counter()
-        self._coming: dict[bytes, int] = {}
+        self._being_copied: dict[bytes, int] = {}
         """Slots of blocks that are being copied into the tier."""
-        self._unused: list[int] = []
+        self._free_slots: list[int] = []
         self._num_numbered = 0
         self.on_stored: Callable[[bytes], None] = lambda key: None
         """Called with the key of a block that is now here."""
@@ -36,7 +36,7 @@ class TierIndex:
 
     def __contains__(self, key: bytes) -> bool:
         """Whether the block is here, or on its way."""
-        return key in self._slots or key in self._coming
+        return key in self._slots or key in self._being_copied
 
     def find(self, key: bytes) -> int | None:
         """Return the slot of a block, which counts from 1; None: it is not here."""
@@ -47,8 +47,8 @@ class TierIndex:
         slots are pinned or being filled."""
         assert key not in self, "the block is already in this tier"
         evicted = None
-        if self._unused:
-            slot = self._unused.pop()
+        if self._free_slots:
+            slot = self._free_slots.pop()
         elif self._num_numbered < self.capacity:
             self._num_numbered += 1
             slot = self._num_numbered
@@ -59,17 +59,17 @@ class TierIndex:
             slot = self._slots.pop(evicted)
             self.num_evicted += 1
             self.on_removed(evicted)
-        self._coming[key] = slot
+        self._being_copied[key] = slot
         return slot, evicted
 
     def commit(self, key: bytes) -> None:
         """Index a block that has been copied into its slot."""
-        self._slots[key] = self._coming.pop(key)
+        self._slots[key] = self._being_copied.pop(key)
         self.on_stored(key)
 
     def cancel(self, key: bytes) -> None:
         """Free the slot of a block that was not copied after all."""
-        self._unused.append(self._coming.pop(key))
+        self._free_slots.append(self._being_copied.pop(key))
 
     def touch(self, key: bytes) -> None:
         """Make an entry the last to be evicted."""
@@ -89,7 +89,7 @@ class TierIndex:
         """Remove an entry, unless it is pinned; return whether it was here."""
         if key in self._pins or (slot := self._slots.pop(key, None)) is None:
             return False
-        self._unused.append(slot)
+        self._free_slots.append(slot)
         self.on_removed(key)
         return True
 
@@ -102,8 +102,8 @@ class TierIndex:
         return len(self._pins)
 
     @property
-    def num_coming(self) -> int:
-        return len(self._coming)
+    def num_being_copied(self) -> int:
+        return len(self._being_copied)
 
 
 @dataclass(slots=True)

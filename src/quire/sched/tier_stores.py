@@ -145,9 +145,9 @@ class TierStores:
             return ahead
         pool = self.pages.pool
         if pool.num_taken >= self._next_search:
-            reach = int(min(pool.num_usable * AHEAD_SHARE, host.capacity / 2))
-            self._next_search = pool.num_taken + max(reach // 4, 1)
-            self._ahead = deque(block for block in pool.next_free(reach) if self._is_new(block, host))
+            num_searched = int(min(pool.num_usable * AHEAD_SHARE, host.capacity / 2))
+            self._next_search = pool.num_taken + max(num_searched // 4, 1)
+            self._ahead = deque(block for block in pool.next_free(num_searched) if self._is_new(block, host))
         while self._ahead and len(ahead) < count:
             block = self._ahead.popleft()
             if block.key is not None and self._is_new(block, host):
@@ -185,7 +185,7 @@ class TierStores:
         keys.append(key)
         return slot
 
-    def landed(self, step: int) -> None:
+    def finish_step(self, step: int) -> None:
         """Index what a step has stored, and let the next one write its full entries to disk."""
         done = self.steps.pop(step)
         self._commit(done)

@@ -1,6 +1,7 @@
 """Returns freed memory to the system after bursts, for glibc's allocator."""
 
 import ctypes
+import mmap
 import os
 import threading
 from collections.abc import Callable
@@ -19,28 +20,28 @@ class _Mallinfo2(ctypes.Structure):
 
 
 class MemoryTrimmer:
-    """Trims the heap when much was freed since the last time.
+    """Trims the heap when the process holds much more unused memory than after the last time.
 
     glibc returns only the end of a heap to the system. After a burst of long bodies or grammars, small blocks
     that live on keep hundreds of MiB below them, in one heap per thread.
     """
 
     def __init__(
-        self, spare_bytes: int, *, num_free_bytes: Callable[[], int], trim: Callable[[], object]
+        self, spare_bytes: int, *, num_unused_bytes: Callable[[], int], trim: Callable[[], object]
     ) -> None:
-        """`spare_bytes` of free memory are kept for the next burst. `num_free_bytes` returns the free bytes
-        of the heap, which still include those that `trim` has returned to the system."""
+        """`spare_bytes` are kept for the next burst. `num_unused_bytes` returns the bytes in memory that the
+        allocator has not handed out; some of them can never be returned."""
         self._spare_bytes = spare_bytes
-        self._num_free_bytes, self._trim = num_free_bytes, trim
-        self._num_returned_bytes = 0
-        """Free bytes that were returned and have not been used again."""
+        self._num_unused_bytes, self._trim = num_unused_bytes, trim
+        self._least_bytes = num_unused_bytes()
+        """Least unused bytes since the last time."""
 
     def look(self) -> None:
-        num_free = self._num_free_bytes()
-        self._num_returned_bytes = min(self._num_returned_bytes, num_free)
-        if num_free - self._num_returned_bytes > self._spare_bytes:
+        num_unused = self._num_unused_bytes()
+        self._least_bytes = min(self._least_bytes, num_unused)
+        if num_unused - self._least_bytes > self._spare_bytes:
             self._trim()
-            self._num_returned_bytes = self._num_free_bytes()
+            self._least_bytes = self._num_unused_bytes()
 
     def _run(self) -> None:
         pause = threading.Event()
@@ -52,16 +53,24 @@ class MemoryTrimmer:
         threading.Thread(target=self._run, name="quire-trim", daemon=True).start()
 
 
+def _num_unused_bytes(info: _Mallinfo2) -> int:
+    """Return the bytes of this process in memory that the allocator has not handed out. The free bytes of the
+    allocator would not do: they include what was returned, and what a later burst has used again since."""
+    with open("/proc/self/statm", "rb") as statm:
+        _, resident, shared = map(int, statm.read().split()[:3])
+    return (resident - shared) * mmap.PAGESIZE - int(info.uordblks) - int(info.hblkhd)
+
+
 def trim_memory(spare_bytes: int) -> None:
     """Return freed memory above `spare_bytes` to the system from now on, unless MALLOC_ variables are set."""
     libc = ctypes.CDLL(None)
-    known = hasattr(libc, "mallinfo2") and hasattr(libc, "malloc_trim")
+    known = hasattr(libc, "mallinfo2") and os.path.exists("/proc/self/statm")
     if not known or any(name.startswith("MALLOC_") for name in os.environ):
         return
     libc.mallinfo2.restype = _Mallinfo2
     trimmer = MemoryTrimmer(
         spare_bytes,
-        num_free_bytes=lambda: int(libc.mallinfo2().fordblks),
+        num_unused_bytes=lambda: _num_unused_bytes(libc.mallinfo2()),
         trim=lambda: libc.malloc_trim(0),
     )
     trimmer.start()

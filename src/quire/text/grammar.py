@@ -152,7 +152,7 @@ class Grammars:
         return self._threads.submit(self.compile, params)
 
     @property
-    def is_beside(self) -> bool:
+    def fills_in_thread(self) -> bool:
         """Whether masks are filled on other cores than those that compute the layers."""
         return self._num_threads is None
 
@@ -174,7 +174,7 @@ class Grammars:
             rows = [(matcher.inner, place) for matcher, place in matchers]
             started = time.perf_counter()
             fill_next_token_bitmask_par(self._all_cores if self._is_slow else self._executor, rows, into)
-            self._is_slow = self.is_beside and time.perf_counter() - started > SLOW_FILL_S
+            self._is_slow = self.fills_in_thread and time.perf_counter() - started > SLOW_FILL_S
 
     def advance(self, steps: Sequence[tuple[Matcher, int]]) -> list[Verdict]:
         """Advance each sequence by one token, as `Matcher.advance` does for one."""

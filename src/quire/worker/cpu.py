@@ -40,16 +40,18 @@ from quire.worker.input_buffers import (
 from quire.worker.memory import Needs
 from quire.worker.pipeline import IntermediateTensors
 from quire.worker.rows import Rows
-from quire.worker.spec.drafter import Drafter, Draw, SequenceEnds, TargetStates
+from quire.worker.spec.drafter import Drafter, SampleDrafts, SequenceEnds, TargetStates
 from quire.worker.spec.progress import DraftProgress, batch_of_spans, is_decode
 
-_MAX_SHEETS = 32
+_MAX_BUFFERS = 32
 """Most input buffers kept for steps that are not taped, the most recently used."""
 Sample = Callable[..., Tensor]
 """Takes logits, `SamplingTensors` and optionally `ConstrainedHost`."""
 
 
-def draw(logits: Tensor, params: SamplingTensors, constrained: ConstrainedHost | None = None) -> Tensor:
+def sample_tokens(
+    logits: Tensor, params: SamplingTensors, constrained: ConstrainedHost | None = None
+) -> Tensor:
     return sample(logits, *params, constrained)
 
 
@@ -60,17 +62,17 @@ class CpuDevice:
         self.model = model
         self.sample = sample
         self.block_tables = torch.from_numpy(all_rows.block_tables)
-        self._decodes = cache(_new_sheet)
+        self._decodes = cache(_new_buffers)
         """Input buffers of taped steps: tapes read them at fixed addresses."""
-        self._rooms = cache(model.room)
+        self._receive_buffers = cache(model.receive_buffer)
         """Receive buffers of taped steps."""
-        self._others = lru_cache(_MAX_SHEETS)(_new_sheet)
+        self._others = lru_cache(_MAX_BUFFERS)(_new_buffers)
         self._tapes = Tapes()
         self._max_taped = MAX_TAPED
         self.drafter: Drafter | None = None
-        self.drafts_by_chance = False
+        self.drafts_are_sampled = False
         """Whether drafts are sampled as the target samples, with the same random numbers."""
-        self.seen: DraftProgress | None = None
+        self.draft_progress: DraftProgress | None = None
         """Progress of a separate draft model."""
         self._max_tokens = 0
         """Most tokens that a draft model catches up on in one step."""
@@ -81,9 +83,9 @@ class CpuDevice:
         """Estimate the memory; measuring would take it on a CPU."""
         facts, dtype, limits = config.rank_facts, config.model.dtype, config.scheduler
         most = 0 if config.speculation is None else config.speculation.num_speculative_tokens
-        num_draws = max(min(limits.max_num_seqs * (1 + most), limits.max_num_batched_tokens), 1)
+        num_samples = max(min(limits.max_num_seqs * (1 + most), limits.max_num_batched_tokens), 1)
         activations = activation_bytes(
-            facts, dtype, num_tokens=limits.max_num_batched_tokens, num_seqs=num_draws
+            facts, dtype, num_tokens=limits.max_num_batched_tokens, num_seqs=num_samples
         )
         tapes = tape_bytes(config, self._max_taped)
         link = self.model.link
@@ -96,18 +98,18 @@ class CpuDevice:
         if config.model.enforce_eager:
             self._max_taped = 0
 
-    def draft_by(
-        self, drafter: Drafter, seen: DraftProgress | None, max_tokens: int, *, by_chance: bool
+    def use_drafter(
+        self, drafter: Drafter, draft_progress: DraftProgress | None, max_tokens: int, *, probabilistic: bool
     ) -> None:
-        self.drafter, self.seen, self.drafts_by_chance = drafter, seen, by_chance
+        self.drafter, self.draft_progress, self.drafts_are_sampled = drafter, draft_progress, probabilistic
         self._max_tokens = max_tokens
 
     def forget(self) -> None:
         self._tapes = Tapes()
         if self.drafter is not None:
             self.drafter.forget()
-        if self.seen is not None:
-            self.seen.forget()
+        if self.draft_progress is not None:
+            self.draft_progress.forget()
 
     def prepare(self, plan: StepPlan, all_rows: Rows) -> DeviceStep:
         if not len(plan.rows):
@@ -115,61 +117,70 @@ class CpuDevice:
         if self.drafter is not None:
             self._propose(self.drafter, plan, all_rows)
         features = self.model.features(plan, all_rows, self.block_tables.device)
-        adapts = features.adapts
-        sizes = sizes_of(plan, 0, len(all_rows.block_tables), adapters=adapts, axes=features.axes)
+        has_adapters = features.has_adapters
+        sizes = sizes_of(plan, 0, len(all_rows.block_tables), adapters=has_adapters, axes=features.axes)
         is_short = plan.query_len > 0 and plan.total_tokens <= self._max_taped
         taped = is_short and not features.has_media and not features.is_eager
-        page, sheet = self._decodes(sizes) if taped else self._others(sizes)
-        page.write(plan, all_rows)
-        seq_lens = page.arrays["seq_lens"]
-        batch = batch_of(sheet, self.block_tables, plan.num_tokens, seq_lens, is_wide=features.is_wide)
-        batch.before = (self._rooms if taped else self.model.room)(plan.total_tokens)
-        features.put_in(batch)
-        self._make_room(batch, plan)
+        buffers, inputs = self._decodes(sizes) if taped else self._others(sizes)
+        buffers.write(plan, all_rows)
+        seq_lens = buffers.arrays["seq_lens"]
+        batch = batch_of(
+            inputs, self.block_tables, plan.num_tokens, seq_lens, uses_extra_vocab=features.uses_extra_vocab
+        )
+        batch.intermediate_tensors = (self._receive_buffers if taped else self.model.receive_buffer)(
+            plan.total_tokens
+        )
+        features.apply_to(batch)
+        self._set_ep_tokens(batch, plan)
         self._batch = batch
 
         sampled_in_graph = not len(plan.constrained)  # the masks of constrained rows come later
 
         def run() -> ForwardResult | IntermediateTensors:
-            return self._compute(batch, sheet, sampled_in_graph)
+            return self._compute(batch, inputs, sampled_in_graph)
 
         if taped:
-            key = len(plan.rows), plan.query_len, sampled_in_graph, adapts
-            return self.model.step(lambda: self._tapes.run(key, run), batch.before)
-        return self.model.step(run, batch.before)
+            key = len(plan.rows), plan.query_len, sampled_in_graph, has_adapters
+            return self.model.step(lambda: self._tapes.run(key, run), batch.intermediate_tensors)
+        return self.model.step(run, batch.intermediate_tensors)
 
     def _idle(self, plan: StepPlan) -> DeviceStep:
         """Return a step of one dummy token, for a rank without rows."""
-        batch, sheet = blank_batch(ONE_TOKEN, self.block_tables, self.block_tables.device, num_samples=0)
-        batch.before = self.model.room(1)
-        self._make_room(batch, plan)
-        return self.model.step(lambda: self._compute(batch, sheet), batch.before)
+        batch, inputs = blank_batch(ONE_TOKEN, self.block_tables, self.block_tables.device, num_samples=0)
+        batch.intermediate_tensors = self.model.receive_buffer(1)
+        self._set_ep_tokens(batch, plan)
+        return self.model.step(lambda: self._compute(batch, inputs), batch.intermediate_tensors)
 
-    def _make_room(self, batch: Batch, plan: StepPlan) -> None:
+    def _set_ep_tokens(self, batch: Batch, plan: StepPlan) -> None:
         if plan.counts:
             batch.ep = EPTokens(plan.total_tokens, max(plan.counts))
 
     def _compute(
-        self, batch: Batch, sheet: dict[str, Tensor], sampled_in_graph: bool = False
+        self, batch: Batch, inputs: dict[str, Tensor], sampled_in_graph: bool = False
     ) -> ForwardResult | IntermediateTensors:
         model = self.model
         out = model.hidden(batch)
-        if not model.draws:
+        if not model.has_lm_head:
             passed: IntermediateTensors = out
             return passed
         hidden, aux = out if isinstance(out, TappedStates) else (out, ())
+        routes = model.routes(batch)
         states = hidden if len(batch.logit_tokens) == len(hidden) else hidden[batch.logit_tokens]
-        logits, sampling = model.logits(states, batch), sampling_tensors(sheet)
+        logits, sampling = model.logits(states, batch), sampling_tensors(inputs)
         sampled_in_graph = sampled_in_graph and self.sample is not None and len(logits) > 0
         token_ids = self.sample(logits, sampling) if sampled_in_graph and self.sample is not None else None
-        return ForwardResult(hidden, logits, token_ids, sampling, aux_hidden_states=aux)
+        return ForwardResult(hidden, logits, token_ids, sampling, aux_hidden_states=aux, routes=routes)
 
-    def redraw(self, done: ForwardResult, masks: Masks, places: Ints) -> Tensor | None:
-        if self.sample is None or done.sampling is None:
+    def resample(self, output: ForwardResult, masks: Masks, places: Ints) -> Tensor | None:
+        if self.sample is None or output.sampling is None:
             return None
-        return self.sample(done.logits, done.sampling, _build_constraints(masks, places, len(done.logits)))
+        return self.sample(
+            output.logits, output.sampling, _build_constraints(masks, places, len(output.logits))
+        )
 
-    def land(self, plan: StepPlan, done: ForwardResult, sampled: Sampled, all_rows: Rows) -> Pending:
+    def start_readback(
+        self, plan: StepPlan, output: ForwardResult, sampled: Sampled, all_rows: Rows
+    ) -> Pending:
         token_ids, counts = sampled.token_ids.to(torch.int32).numpy(), plan.num_drafts
         first = all_rows.num_computed[plan.rows]
         if len(plan.num_drafts):
@@ -178,11 +189,17 @@ class CpuDevice:
             token_ids = token_ids[spread(np.cumsum(1 + num_drafts) - 1 - num_drafts, counts)]
         all_rows.learn(*NewTokens.of(plan), token_ids, counts)
         if self.drafter is not None and self.drafter.follows:
-            self._update_drafter(self.drafter, plan, all_rows, first, counts, done)
+            self._update_drafter(self.drafter, plan, all_rows, first, counts, output)
         return Done(sampled.result(plan.sampling_rows, token_ids, counts))
 
     def _update_drafter(
-        self, drafter: Drafter, plan: StepPlan, all_rows: Rows, first: Ints, counts: Ints, done: ForwardResult
+        self,
+        drafter: Drafter,
+        plan: StepPlan,
+        all_rows: Rows,
+        first: Ints,
+        counts: Ints,
+        output: ForwardResult,
     ) -> None:
         """Pass a step to the drafter; `first` is the first computed position of each row."""
         rows, num_kept = plan.rows.astype(np.intp), plan.num_tokens
@@ -194,30 +211,32 @@ class CpuDevice:
         target = TargetStates(
             next_ids=torch.from_numpy(next_ids.astype(np.int64)),
             num_kept=torch.from_numpy(num_kept.astype(np.int64)),
-            states=done.draft_states,
+            states=output.draft_states,
         )
-        drafter.see(self._batch, target)
+        drafter.observe(self._batch, target)
 
     def _propose(self, drafter: Drafter, plan: StepPlan, all_rows: Rows) -> None:
         """Propose drafts for the rows of the plan that have some."""
-        seen, wanted, late = self.seen, is_decode(plan), np.zeros(len(plan.rows), np.bool_)
-        if seen is not None:
-            seen.begin(plan)
-        if seen is None or seen.lags:
+        progress, wanted, late = self.draft_progress, is_decode(plan), np.zeros(len(plan.rows), np.bool_)
+        if progress is not None:
+            progress.begin(plan)
+        if progress is None or progress.lags:
             wanted &= (plan.num_drafts > 0) if len(plan.num_drafts) else False
-        if seen is not None:
-            missed, late = seen.missed(plan, self._max_tokens)
+        if progress is not None:
+            missed, late = progress.missed(plan, self._max_tokens)
             if missed:
                 history = torch.from_numpy(all_rows.tokens)
-                drafter.catch_up(batch_of_spans(missed, all_rows, seen.groups, history, self.block_tables))
+                drafter.catch_up(
+                    batch_of_spans(missed, all_rows, progress.groups, history, self.block_tables)
+                )
             wanted &= ~late
         if wanted.any():
             rows, most = plan.rows[wanted].astype(np.intp), int(plan.num_drafts.max(initial=1))
             all_rows.drafts[rows, :most] = drafter.propose(self._ends(rows, all_rows), most).numpy()
-        if seen is not None and (wanted.any() or not seen.lags):
-            seen.note(plan, wanted, late)
-        elif seen is not None:
-            seen.skip(plan)
+        if progress is not None and (wanted.any() or not progress.lags):
+            progress.note(plan, wanted, late)
+        elif progress is not None:
+            progress.skip(plan)
         if len(plan.num_drafts):
             all_rows.draft(plan)
 
@@ -230,10 +249,10 @@ class CpuDevice:
             last=torch.from_numpy(last),
             num_slots=torch.from_numpy(all_rows.num_slots(rows).astype(np.int64)),
             tables=self.block_tables,
-            draw=self._draft_sampling(rows, all_rows) if self.drafts_by_chance else None,
+            sample=self._draft_sampling(rows, all_rows) if self.drafts_are_sampled else None,
         )
 
-    def _draft_sampling(self, rows: NDArray[np.intp], all_rows: Rows) -> Draw | None:
+    def _draft_sampling(self, rows: NDArray[np.intp], all_rows: Rows) -> SampleDrafts | None:
         """Return the sampling function of drafts for these rows; None if the device cannot sample."""
         if (sample := self.sample) is None:
             return None
@@ -260,12 +279,12 @@ def _build_constraints(masks: Masks, places: Ints, count: int) -> ConstrainedHos
     if not len(masks.rows):
         return None
     mask_of = np.full(count, FREE, np.int32)
-    at = places[masks.rows] + masks.draws if len(masks.draws) else places[masks.rows]
+    at = places[masks.rows] + masks.sample_index if len(masks.sample_index) else places[masks.rows]
     mask_of[at] = np.arange(len(at))
     bits = masks.bits if masks.bits.flags.writeable else masks.bits.copy()  # torch needs writable arrays
     return ConstrainedHost(torch.from_numpy(mask_of), torch.from_numpy(bits.view(np.int32)))
 
 
-def _new_sheet(sizes: BufferSizes) -> tuple[StepBuffers, dict[str, Tensor]]:
+def _new_buffers(sizes: BufferSizes) -> tuple[StepBuffers, dict[str, Tensor]]:
     memory = torch.zeros(bytes_of(sizes), dtype=torch.uint8)
     return StepBuffers(memory, sizes), tensors(memory, sizes)

@@ -31,6 +31,15 @@ from quire.worker.spec.drafter import Drafter
 from quire.worker.spec.progress import DraftProgress
 
 
+class RouterOutputs(NamedTuple):
+    """The experts that all MoE layers chose for the tokens of a step, as tensors on the device."""
+
+    slots: Tensor
+    """[T] int64, slot of each token in the KV cache; negative for padding"""
+    experts: tuple[Tensor, ...]
+    """[T, per_token] for each layer"""
+
+
 class ForwardResult(NamedTuple):
     """The result of a forward pass, as tensors on the device."""
 
@@ -48,12 +57,14 @@ class ForwardResult(NamedTuple):
     """Batch and speculation inputs of the step, if the device derives its inputs itself."""
     aux_hidden_states: tuple[Tensor, ...] = ()
     """[T, hidden] each, hidden states of intermediate layers for a draft model"""
-    follow: Callable[[], Tensor] | None = None
+    replay_verify: Callable[[], Tensor] | None = None
     """Replays the captured verification of the sampled tokens."""
     verified: Tensor | None = None
     """Result of the verification, if it ran within the forward pass."""
-    redraw: Callable[[], Tensor] | None = None
+    resample: Callable[[], Tensor] | None = None
     """Replays the captured sampling [N] under the masks on the device."""
+    routes: RouterOutputs | None = None
+    """The chosen experts, if requests return them."""
 
     @property
     def draft_states(self) -> tuple[Tensor, ...]:
@@ -64,18 +75,18 @@ class ForwardResult(NamedTuple):
 class UnsampledRows:
     """A computed step that is sampled once the masks of its constrained rows arrive."""
 
-    def __init__(self, plan: StepPlan, done: ForwardResult) -> None:
+    def __init__(self, plan: StepPlan, forward_result: ForwardResult) -> None:
         self.plan = plan
-        self.done = done
-        self.drawn: Pending | None = None
+        self.forward_result = forward_result
+        self.result: Pending | None = None
 
     def ready(self, timeout_s: float) -> bool:
-        assert self.drawn is not None, "draw() has not been called for this step"
-        return self.drawn.ready(timeout_s)
+        assert self.result is not None, "sample_tokens() has not been called for this step"
+        return self.result.ready(timeout_s)
 
     def wait(self) -> StepResult:
-        assert self.drawn is not None, "draw() has not been called for this step"
-        return self.drawn.wait()
+        assert self.result is not None, "sample_tokens() has not been called for this step"
+        return self.result.wait()
 
 
 @contextmanager
@@ -94,15 +105,15 @@ class DeviceStep:
     """A step that can run as soon as the previous pipeline stage has sent its output."""
 
     run: Callable[[], Any]
-    before: Tensor | None = None
+    intermediate_tensors: Tensor | None = None
     """Receive buffer for the output of the previous stage."""
     receive: Callable[[Tensor], None] | None = None
 
     def compute(self) -> Any:
         """Run the layers. The last stage returns a `ForwardResult`, another one `IntermediateTensors`, which
         the next step may overwrite."""
-        if self.before is not None and self.receive is not None:
-            self.receive(self.before)
+        if self.intermediate_tensors is not None and self.receive is not None:
+            self.receive(self.intermediate_tensors)
         return self.run()
 
 
@@ -120,12 +131,12 @@ class Device(Protocol):
     def warm_up(self, config: EngineConfig) -> None:
         """Prepare for the first request; the cache is allocated."""
 
-    def draft_by(
-        self, drafter: Drafter, seen: DraftProgress | None, max_tokens: int, *, by_chance: bool
+    def use_drafter(
+        self, drafter: Drafter, draft_progress: DraftProgress | None, max_tokens: int, *, probabilistic: bool
     ) -> None:
-        """Use `drafter` for steps with drafts; `by_chance` samples draft tokens, otherwise they are greedy.
-        `seen` tracks the tokens computed by a separate draft model, which catches up at most `max_tokens` per
-        step."""
+        """Use `drafter` for steps with drafts; `probabilistic` samples draft tokens, otherwise they are
+        greedy. `draft_progress` tracks the tokens computed by a separate draft model, which catches up at
+        most `max_tokens` per step."""
 
     def forget(self) -> None:
         """Drop everything that holds addresses of weights or cache: they will move."""
@@ -133,11 +144,13 @@ class Device(Protocol):
     def prepare(self, plan: StepPlan, all_rows: Rows) -> DeviceStep:
         """Prepare the inputs of a step and return it, ready to run."""
 
-    def redraw(self, done: ForwardResult, masks: Masks, places: Ints) -> Tensor | None:
+    def resample(self, output: ForwardResult, masks: Masks, places: Ints) -> Tensor | None:
         """Sample again under masks; None if there is no captured way. `places` [max_rows] maps rows to
         positions in the step."""
 
-    def land(self, plan: StepPlan, done: ForwardResult, sampled: Sampled, all_rows: Rows) -> Pending:
+    def start_readback(
+        self, plan: StepPlan, output: ForwardResult, sampled: Sampled, all_rows: Rows
+    ) -> Pending:
         """Start the copy of the sampled tokens to the host; called before the rows advance."""
 
 
@@ -150,9 +163,9 @@ class StepFeatures(NamedTuple):
     """See `Batch.last_visible`."""
     axes: int
     """Number of M-RoPE positions of each token: 0, 1 or 3."""
-    adapts: bool = False
+    has_adapters: bool = False
     """Whether some row has a LoRA adapter."""
-    is_wide: bool = False
+    uses_extra_vocab: bool = False
     """Whether some row has an adapter with additional tokens."""
 
     @property
@@ -162,9 +175,9 @@ class StepFeatures(NamedTuple):
     @property
     def is_eager(self) -> bool:
         """Whether the step can be neither taped nor captured."""
-        return self.last_visible is not None or self.is_wide
+        return self.last_visible is not None or self.uses_extra_vocab
 
-    def put_in(self, batch: Batch) -> None:
+    def apply_to(self, batch: Batch) -> None:
         batch.embeds, batch.last_visible = self.embeds, self.last_visible
 
 
@@ -190,14 +203,16 @@ class Model:
     """Layer groups that are causal even if others are bidirectional."""
     is_capturable: bool = True
     """Whether CUDA graphs may contain the forward pass: not if offloaded weights are in pageable memory."""
+    routes_group: int | None = None
+    """KV cache group with the slots that identify tokens, if requests return their experts; else None."""
 
     @property
-    def draws(self) -> bool:
+    def has_lm_head(self) -> bool:
         """Whether this stage has the LM head and samples."""
         return self.link is None or self.link.is_last
 
     @property
-    def kinds(self) -> tuple[bool, ...]:
+    def lora_variants(self) -> tuple[bool, ...]:
         """Return whether rows have adapters, for each variant of a step to prepare."""
         return (False,) if self.adapters is None else (False, True)
 
@@ -212,9 +227,9 @@ class Model:
         slots = torch.zeros(len(states), dtype=torch.int32, device=states.device)
         return self.head(states, self.adapters.plan(LoRATokens(slots)))
 
-    def room(self, num_tokens: int) -> Tensor | None:
+    def receive_buffer(self, num_tokens: int) -> Tensor | None:
         """Return a receive buffer for the output of the previous stage; None in the first stage."""
-        return None if self.link is None or self.link.is_first else self.link.room(num_tokens)
+        return None if self.link is None or self.link.is_first else self.link.receive_buffer(num_tokens)
 
     def features(self, plan: StepPlan, all_rows: Rows, device: torch.device) -> StepFeatures:
         """Encode the items of the plan, and return the features that its rows use."""
@@ -223,9 +238,9 @@ class Model:
         if self.adapters is None:
             return StepFeatures(embeds, last_visible, axes)
         slots = all_rows.adapter[plan.rows]
-        adapts = bool((slots >= 0).any())
-        is_wide = adapts and bool(self.adapters.has_extra_vocab[slots].any())
-        return StepFeatures(embeds, last_visible, axes, adapts, is_wide)
+        has_adapters = bool((slots >= 0).any())
+        uses_extra_vocab = has_adapters and bool(self.adapters.has_extra_vocab[slots].any())
+        return StepFeatures(embeds, last_visible, axes, has_adapters, uses_extra_vocab)
 
     def _embeds(self, plan: StepPlan, all_rows: Rows, device: torch.device) -> tuple[Tensor, Tensor] | None:
         """Encode the items of the plan and return `Batch.embeds`; None in stages after the first."""
@@ -234,28 +249,38 @@ class Model:
         embeds = take_embeds(plan, all_rows, device)
         if self.encoder is None:
             return embeds
-        return self.encoder.joined(embeds, self.encoder.step(plan, all_rows))
+        return self.encoder.concat_embeds(embeds, self.encoder.step(plan, all_rows))
 
     def _last_visible(self, plan: StepPlan, all_rows: Rows, device: torch.device) -> Tensor | None:
         """Return `Batch.last_visible`."""
-        if not self.bidirectional or not (all_rows.items or all_rows.wholes):
+        if not self.bidirectional or not (all_rows.items or all_rows.num_bidirectional):
             return None
         last_visible = last_visible_of(plan, all_rows)
         return None if last_visible is None else to_device(last_visible, device)
 
-    def step(self, run: Callable[[], Any], before: Tensor | None) -> DeviceStep:
-        return DeviceStep(run) if self.link is None else DeviceStep(run, before, self.link.receive)
+    def step(self, run: Callable[[], Any], intermediate_tensors: Tensor | None) -> DeviceStep:
+        return (
+            DeviceStep(run) if self.link is None else DeviceStep(run, intermediate_tensors, self.link.receive)
+        )
 
     def hidden(self, batch: Batch) -> Any:
         """Run the layers: return [T, hidden] (`TappedStates` for some draft models), or the tensors for the
         next stage."""
         last_visible = batch.last_visible  # the batch may be one of its groups
+        routes: list[Tensor] | None = None if self.routes_group is None else []
         for number, group in enumerate(batch.groups):
             group.last_visible = None if number in self.causal_groups else last_visible
+            group.routes = routes
             self.attention.plan(group)
         if batch.embeds is not None:
             batch.token_ids = batch.token_ids.clamp(min=0)
         return self.run_layers(batch)
+
+    def routes(self, batch: Batch) -> RouterOutputs | None:
+        """Return the experts that were chosen for a batch, after its layers have run."""
+        if self.routes_group is None or batch.routes is None:
+            return None
+        return RouterOutputs(batch.groups[self.routes_group].slots, tuple(batch.routes))
 
     def run_layers(self, batch: Batch) -> Any:
         """Run the layers, after the attention of the batch is planned."""
@@ -277,55 +302,55 @@ class NewTokens(NamedTuple):
         return NewTokens(plan.step, plan.sampling_rows.astype(np.intp))
 
 
-def count_accepted(drawn: Ints, drafts: Ints, num_drafts: Ints) -> Ints:
+def count_accepted(sampled: Ints, drafts: Ints, num_drafts: Ints) -> Ints:
     """Return how many sampled tokens of each row are accepted: those up to the first one that differs from
     its draft. A row has one sampled token more than drafts."""
-    num_draws = 1 + num_drafts
-    lasts = np.cumsum(num_draws) - 1
-    differs = np.ones(len(drawn), np.bool_)
-    is_draft = np.ones(len(drawn), np.bool_)
+    num_samples = 1 + num_drafts
+    lasts = np.cumsum(num_samples) - 1
+    is_mismatch = np.ones(len(sampled), np.bool_)
+    is_draft = np.ones(len(sampled), np.bool_)
     is_draft[lasts] = False
-    differs[is_draft] = drawn[is_draft] != drafts
-    first = np.flatnonzero(differs)  # at least one per row: its last sampled token
+    is_mismatch[is_draft] = sampled[is_draft] != drafts
+    first = np.flatnonzero(is_mismatch)  # at least one per row: its last sampled token
     counts: Ints = first[np.searchsorted(first, lasts - num_drafts)] - (lasts - num_drafts) + 1
     return counts.astype(np.int32)
 
 
 def batch_of(
-    sheet: dict[str, Tensor],
+    inputs: dict[str, Tensor],
     block_tables: Tensor,
     query_lens: Ints,
     seq_lens: Ints,
     *,
     are_decodes: bool = False,
     are_any: bool = False,
-    is_wide: bool = False,
+    uses_extra_vocab: bool = False,
 ) -> Batch:
-    """Build the batch of a step from its tensors. `block_tables` is [layer groups, rows, blocks], `is_wide`
-    that of `LoRATokens`."""
-    has_adapters = "adapters" in sheet
-    mrope_positions = sheet.get("mrope_positions")
-    if mrope_positions is not None and len(mrope_positions) > len(sheet["positions"]):
+    """Build the batch of a step from its tensors. `block_tables` is [layer groups, rows, blocks],
+    `uses_extra_vocab` that of `LoRATokens`."""
+    has_adapters = "adapters" in inputs
+    mrope_positions = inputs.get("mrope_positions")
+    if mrope_positions is not None and len(mrope_positions) > len(inputs["positions"]):
         mrope_positions = mrope_positions.view(3, -1)
     batch = Batch(
-        token_ids=sheet["token_ids"],
-        positions=sheet["positions"],
-        slots=sheet["slots"],
-        query_starts=sheet["query_starts"],
-        seq_lens=sheet["seq_lens"],
-        rows=sheet["rows"],
+        token_ids=inputs["token_ids"],
+        positions=inputs["positions"],
+        slots=inputs["slots"],
+        query_starts=inputs["query_starts"],
+        seq_lens=inputs["seq_lens"],
+        rows=inputs["rows"],
         block_tables=block_tables[0],
-        logit_tokens=sheet["logit_tokens"],
+        logit_tokens=inputs["logit_tokens"],
         query_lens_host=query_lens,
         seq_lens_host=seq_lens,
         mrope_positions=mrope_positions,
-        lora=LoRATokens(sheet["adapters"], is_wide) if has_adapters else None,
-        logit_lora=LoRATokens(sheet["logit_adapters"], is_wide) if has_adapters else None,
+        lora=LoRATokens(inputs["adapters"], uses_extra_vocab) if has_adapters else None,
+        logit_lora=LoRATokens(inputs["logit_adapters"], uses_extra_vocab) if has_adapters else None,
         are_decodes=are_decodes,
         are_any=are_any,
     )
     batch.others = tuple(
-        replace(batch, slots=sheet[slots_of(group)], block_tables=block_tables[group])
+        replace(batch, slots=inputs[slots_of(group)], block_tables=block_tables[group])
         for group in range(1, len(block_tables))
     )
     return batch
@@ -354,8 +379,8 @@ def blank_batch(
     np.cumsum(lens, out=arrays["query_starts"][1:])
     arrays["logit_tokens"][:] = arrays["query_starts"][1:][: sizes.samples] - 1
     arrays["seq_lens"][:] = lens
-    sheet = tensors(memory.to(device), sizes)
-    return batch_of(sheet, block_tables, lens, lens), sheet
+    inputs = tensors(memory.to(device), sizes)
+    return batch_of(inputs, block_tables, lens, lens), inputs
 
 
 ONE_TOKEN: Ints = np.ones(1, np.int32)

@@ -12,6 +12,7 @@ from quire.data.step_plan import StepPlan
 from quire.layers.lora import AdapterSlots
 from quire.sampling.logprobs import prompt_logprobs
 from quire.sampling.sampler import Sampled
+from quire.worker.device import ForwardResult
 from quire.worker.rows import Rows
 
 
@@ -21,8 +22,8 @@ class StepFeature(Protocol):
     def begin(self, plan: StepPlan) -> None:
         """Prepare a step; the rows are up to date, nothing is computed yet."""
 
-    def end(self, plan: StepPlan, hidden: Tensor, sampled: Sampled) -> None:
-        """Process a step. `hidden` has a row per token of the plan; the rows have not advanced yet."""
+    def end(self, plan: StepPlan, done: ForwardResult, sampled: Sampled) -> None:
+        """Process a step; the rows have not advanced yet."""
 
 
 class PromptLogprobs:
@@ -52,9 +53,10 @@ class PromptLogprobs:
             if new.params.prompt_logprobs is not None:
                 self._wanted[new.row] = new.params.prompt_logprobs
 
-    def end(self, plan: StepPlan, hidden: Tensor, sampled: Sampled) -> None:
+    def end(self, plan: StepPlan, done: ForwardResult, sampled: Sampled) -> None:
         if not self._wanted:
             return
+        hidden = done.hidden  # a row per token of the plan: a step with prompts has no padding in between
         all_rows, starts = self.all_rows, np.cumsum(plan.num_tokens) - plan.num_tokens
         for place, row in enumerate(plan.rows.tolist()):
             computed = int(all_rows.num_computed[row])
@@ -73,5 +75,23 @@ class PromptLogprobs:
         if self.adapters is None or self._slot < 0:
             return self.head(states).float()
         slots = torch.full((len(states),), self._slot, dtype=torch.int32, device=states.device)
-        is_wide = bool(self.adapters.has_extra_vocab[self._slot])
-        return self.head(states, self.adapters.plan(LoRATokens(slots, is_wide))).float()
+        uses_extra_vocab = bool(self.adapters.has_extra_vocab[self._slot])
+        return self.head(states, self.adapters.plan(LoRATokens(slots, uses_extra_vocab))).float()
+
+
+class ExpertsReadback:
+    """Copies the experts that the layers chose to the host, beside the sampled tokens."""
+
+    def begin(self, plan: StepPlan) -> None:
+        pass
+
+    def end(self, plan: StepPlan, output: ForwardResult, sampled: Sampled) -> None:
+        assert output.routes is not None, "the layers of this step did not keep the experts that they chose"
+        experts = torch.stack(output.routes.experts, 1).to(torch.int16)
+        sampled.routes = _to_host(output.routes.slots), _to_host(experts)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """Start to copy a tensor to the host; the copy is complete when the sampled tokens are there."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return host.copy_(tensor, non_blocking=True)

@@ -59,7 +59,7 @@ def _layout(sizes: BufferSizes) -> list[tuple[str, type, int]]:
         ("query_starts", np.int32, seqs + 1),
         *((name, np.int32, seqs) for name in ("seq_lens", "rows")),
         *((("adapters", np.int32, tokens), ("logit_adapters", np.int32, samples)) if adapters else ()),
-        *((name, np.int32, seqs) for name in ("planned", "draw_starts") if drafts),
+        *((name, np.int32, seqs) for name in ("planned", "sample_starts") if drafts),
     ]
 
 
@@ -154,8 +154,8 @@ def _fill_rows(into: Arrays, plan: StepPlan, all_rows: Rows, query_len: int) -> 
     into["rows"][:num_seqs] = rows
     ends = (starts[:num_seqs] + plan.num_tokens)[plan.samples]
     if len(plan.num_drafts):
-        num_draws = 1 + plan.num_drafts[plan.samples]
-        into["logit_tokens"][:count] = spread(ends - num_draws, num_draws)
+        num_samples = 1 + plan.num_drafts[plan.samples]
+        into["logit_tokens"][:count] = spread(ends - num_samples, num_samples)
     else:
         into["logit_tokens"][:count] = ends - 1
     into["logit_rows"][:count] = sampling
@@ -174,9 +174,9 @@ def _fill_rows(into: Arrays, plan: StepPlan, all_rows: Rows, query_len: int) -> 
 def _fill_drafts(into: Arrays, plan: StepPlan) -> None:
     num_seqs = len(plan.rows)
     num_drafts = plan.num_drafts if len(plan.num_drafts) else np.zeros(num_seqs, np.int32)
-    num_draws = np.where(plan.samples, 1 + num_drafts, 0)
-    into["planned"][:num_seqs] = np.where(num_draws == plan.num_tokens, num_drafts, -1)
-    into["draw_starts"][:num_seqs] = np.where(plan.samples, np.cumsum(num_draws) - num_draws, -1)
+    num_samples = np.where(plan.samples, 1 + num_drafts, 0)
+    into["planned"][:num_seqs] = np.where(num_samples == plan.num_tokens, num_drafts, -1)
+    into["sample_starts"][:num_seqs] = np.where(plan.samples, np.cumsum(num_samples) - num_samples, -1)
 
 
 def _fill(into: Arrays, plan: StepPlan, all_rows: Rows) -> None:
@@ -246,15 +246,15 @@ _PADDING: dict[str, float] = {
     "top_p": 1.0,
     "min_p": 0.0,
     "planned": -1,
-    "draw_starts": -1,
+    "sample_starts": -1,
 }
 
 
-def sampling_tensors(sheet: dict[str, Tensor]) -> SamplingTensors:
+def sampling_tensors(inputs: dict[str, Tensor]) -> SamplingTensors:
     """Return the sampling parameters of a step."""
     return SamplingTensors(
-        **{name: sheet[name] for name in ("temperature", "top_k", "top_p", "min_p", "seeds")},
-        positions=sheet["sample_at"],
+        **{name: inputs[name] for name in ("temperature", "top_k", "top_p", "min_p", "seeds")},
+        positions=inputs["sample_at"],
     )
 
 

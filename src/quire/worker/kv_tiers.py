@@ -58,7 +58,7 @@ class CacheEntries:
         for rows in self.tensors:
             size = rows[0].numel()
             part = contents[:, first : first + size].view(len(contents), *rows.shape[1:])
-            wide = torch.int64 if _is_wide(rows) and _is_wide(part) else torch.uint8
+            wide = torch.int64 if _is_aligned(rows) and _is_aligned(part) else torch.uint8
             yield rows.view(wide), part.view(wide)
             first += size
 
@@ -74,7 +74,7 @@ def state_slots(checkpoints: StateCheckpoints) -> CacheEntries:
     return CacheEntries((tensor.flatten(1) for tensor in checkpoints.tensors), checkpoints.last)
 
 
-def _is_wide(rows: Tensor) -> bool:
+def _is_aligned(rows: Tensor) -> bool:
     """Whether bytes can be read as numbers of 8 bytes."""
     sizes = (rows.shape[-1], rows.storage_offset(), *rows.stride()[:-1])
     return rows.stride(-1) == 1 and rows.data_ptr() % 8 == 0 and not any(size % 8 for size in sizes)

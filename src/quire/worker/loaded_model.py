@@ -32,10 +32,10 @@ from quire.parallel.world import World
 from quire.sampling.counts import Counts
 from quire.sampling.sampler import Sampler
 from quire.worker.cpu import CpuDevice
-from quire.worker.cpu import draw as draw_on_host
+from quire.worker.cpu import sample_tokens as sample_on_host
 from quire.worker.device import Device, Model
 from quire.worker.extensions import open_processors
-from quire.worker.features import PromptLogprobs, StepFeature
+from quire.worker.features import ExpertsReadback, PromptLogprobs, StepFeature
 from quire.worker.kv_tiers import BlockCopies, CacheEntries, CpuBlockCopies, cache_pages, state_slots
 from quire.worker.lora import check_slots, slots_of, why_no_extra_vocab
 from quire.worker.memory import bind, free_bytes
@@ -147,7 +147,9 @@ class LoadedModel:
         spec = AttentionSpec(*sizes, self.dtype, **flags, cache_dtype=self.cache_dtype)
         backend = choose(None if name == "AUTO" else name, spec, config.machine)
         if config.speculation is not None and self.device.type == "cuda":
-            check_ahead(backend.name, config.speculation.num_speculative_tokens, latent=facts.mla is not None)
+            check_ahead(
+                backend.name, config.speculation.num_speculative_tokens, uses_mla=facts.mla is not None
+            )
         return backend
 
     def load(self, on_progress: Callable[[float], None] | None = None) -> None:
@@ -271,11 +273,11 @@ class LoadedModel:
             progress = None
             if not self.drafter.follows:
                 progress = open_draft_progress(all_rows, self.layout, first, ahead=is_ahead)
-            device.draft_by(
+            device.use_drafter(
                 self.drafter,
                 progress,
                 config.scheduler.max_num_batched_tokens,
-                by_chance=spec is not None and spec.draft_sample_method == "probabilistic",
+                probabilistic=spec is not None and spec.draft_sample_method == "probabilistic",
             )
         if link is not None and not link.is_last:
             return StageRunner(device=device, all_rows=all_rows, link=link)
@@ -284,14 +286,23 @@ class LoadedModel:
             max_extra_vocab = 0 if slots is None else slots.max_extra_vocab
             counts = Counts(config.scheduler.max_num_seqs, vocab + max_extra_vocab, self.device)
         mode, processors = config.model.logprobs_mode, open_processors(config, self.device, all_rows)
-        sampler = Sampler(vocab, self.device, mode, device.sample, counts, processors)
+        returns_mask = config.extensions.return_sampling_mask
+        sampler = Sampler(vocab, self.device, mode, device.sample, counts, processors, returns_mask)
         parts: list[StepFeature] = [PromptLogprobs(model.logits, all_rows, mode, slots)]
         if processors is not None:
             parts.append(processors)
         if isinstance(self.encoder, CrossEncoder):
             heads = alignment_heads(config)
             parts.append(Alignment(self.encoder.crossing, heads, all_rows, self.world.tp))
+        if self._routes_group is not None:
+            parts.append(ExpertsReadback())
         return Runner(device=device, all_rows=all_rows, sampler=sampler, parts=parts)
+
+    @property
+    def _routes_group(self) -> int | None:
+        """Return `Model.routes_group`: all ranks choose the same experts, and the first returns them."""
+        is_wanted = self.config.extensions.enable_return_routed_experts and self.world.tp.rank == 0
+        return self.layout.windows.index(None) if is_wanted else None
 
     def _pooler(self, pooling: PoolingFacts, all_rows: Rows) -> PoolingRunner:
         self.model.settle()
@@ -311,6 +322,7 @@ class LoadedModel:
             bidirectional=self._bidirectional,
             causal_groups=self._causal_groups(),
             is_capturable=self.offload is None or self.offload.is_pinned,
+            routes_group=self._routes_group,
         )
 
 
@@ -319,8 +331,8 @@ def open_device(
 ) -> Device:
     """Return the device for a model; without native kernels, the CPU samples in torch."""
     if device.type == "cpu":
-        return CpuDevice(model, all_rows, None if native.library() is None else draw_on_host)
+        return CpuDevice(model, all_rows, None if native.library() is None else sample_on_host)
     from quire.worker.cuda.device import CudaDevice
-    from quire.worker.cuda.mask_sampling import draw
+    from quire.worker.cuda.mask_sampling import sample_tokens
 
-    return CudaDevice(model, all_rows, draw, device, drafts)
+    return CudaDevice(model, all_rows, sample_tokens, device, drafts)

@@ -25,7 +25,7 @@ class StageLink:
         self._in_flight: deque[tuple[Tensor, Sending]] = deque()
         """Messages that may not have arrived: at most as many as there are stages."""
 
-    def room(self, num_tokens: int) -> Tensor:
+    def receive_buffer(self, num_tokens: int) -> Tensor:
         """Return a receive buffer [2, tokens, hidden] of zeros."""
         return torch.zeros(2, num_tokens, self._hidden, dtype=self._dtype, device=self._device)
 
@@ -59,7 +59,7 @@ class StageLink:
     def fail(self, num_tokens: int) -> None:
         """Send an error mark in place of the output of a failed step. A CPU stage recognizes it. A GPU stage
         could not without a wait, so its worker ends."""
-        mark = self.room(num_tokens)
+        mark = self.receive_buffer(num_tokens)
         mark[0], mark[1] = torch.inf, torch.nan
         self._send(mark)
 

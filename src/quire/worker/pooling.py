@@ -121,20 +121,22 @@ class PoolingRunner:
     def _batch(self, plan: StepPlan) -> Batch:
         all_rows = self.all_rows
         features = self.model.features(plan, all_rows, self.device)
-        sizes = sizes_of(plan, 0, len(all_rows.block_tables), adapters=features.adapts, axes=features.axes)
+        sizes = sizes_of(
+            plan, 0, len(all_rows.block_tables), adapters=features.has_adapters, axes=features.axes
+        )
         memory = torch.zeros(bytes_of(sizes), dtype=torch.uint8)
         page = StepBuffers(memory, sizes)
         page.write(plan, all_rows)
         seq_lens = all_rows.num_computed[plan.rows] + plan.num_tokens
         rows, width = int(plan.rows.max()) + 1, -(-int(seq_lens.max()) // all_rows.block_size)
         tables = torch.from_numpy(np.ascontiguousarray(all_rows.block_tables[:, :rows, :width]))
-        sheet = tensors(memory.to(self.device), sizes)
-        tables, is_wide = tables.to(self.device), features.is_wide
-        batch = batch_of(sheet, tables, plan.num_tokens, seq_lens, is_wide=is_wide)
+        inputs = tensors(memory.to(self.device), sizes)
+        tables, uses_extra_vocab = tables.to(self.device), features.uses_extra_vocab
+        batch = batch_of(inputs, tables, plan.num_tokens, seq_lens, uses_extra_vocab=uses_extra_vocab)
         second = np.repeat(self.second_start[plan.rows], plan.num_tokens)
         types = (page.arrays["positions"] >= second).astype(np.int64)
         batch.token_types = torch.from_numpy(types).to(self.device)
-        features.put_in(batch)
+        features.apply_to(batch)
         batch.logit_lora = None
         return batch
 

@@ -66,7 +66,7 @@ class Rows:
         """M-RoPE positions; None for models without M-RoPE."""
         self.items: dict[int, list[MediaItem]] = {}
         """Images, videos and audio of prompts, by row, until all of them are computed."""
-        self.wholes: dict[int, int] = {}
+        self.num_bidirectional: dict[int, int] = {}
         """Number of tokens, from the first on, that attend to each other bidirectionally, by row."""
         self.version = 0
         """Number of plans that admitted a request."""
@@ -78,10 +78,10 @@ class Rows:
             self.sampling.release(row)
             self.embeds.pop(row, None)
             self.items.pop(row, None)
-            self.wholes.pop(row, None)
-        if self.wholes:
-            left = self.wholes.items()
-            self.wholes = {row: count for row, count in left if self.num_computed[row] < count}
+            self.num_bidirectional.pop(row, None)
+        if self.num_bidirectional:
+            left = self.num_bidirectional.items()
+            self.num_bidirectional = {row: count for row, count in left if self.num_computed[row] < count}
         self.version += bool(plan.admitted)
         for admission in plan.admitted:
             self._admit(admission, plan.step)
@@ -101,8 +101,8 @@ class Rows:
             self.mrope.admit(row, new.media)
         if new.media is not None and new.media.items:
             self.items[row] = new.media.items
-        if new.media is not None and new.media.whole > new.num_computed:
-            self.wholes[row] = new.media.whole
+        if new.media is not None and new.media.num_bidirectional > new.num_computed:
+            self.num_bidirectional[row] = new.media.num_bidirectional
         self.num_tokens[row] = self.num_known[row] = length
         self.admitted_in[row] = step
         self.num_computed[row] = new.num_computed

@@ -25,34 +25,34 @@ class Runner:
         self.all_rows = all_rows
         self.sampler = sampler
         self.parts = parts
-        self._undrawn: UnsampledRows | None = None
+        self._unsampled: UnsampledRows | None = None
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> Pending:
-        self._undrawn = None
+        self._unsampled = None
         self.all_rows.apply(plan)
         if not len(plan.rows):
             self.device.prepare(plan, self.all_rows).compute()
             return Done(StepResult(token_ids=plan.rows))
         for part in self.parts:
             part.begin(plan)
-        self._undrawn = UnsampledRows(plan, self.device.prepare(plan, self.all_rows).compute())
-        return self._undrawn if len(plan.constrained) else self.draw(_FREE)
+        self._unsampled = UnsampledRows(plan, self.device.prepare(plan, self.all_rows).compute())
+        return self._unsampled if len(plan.constrained) else self.sample_tokens(_FREE)
 
     @torch.inference_mode()
-    def draw(self, masks: Masks) -> Pending:
+    def sample_tokens(self, masks: Masks) -> Pending:
         """Sample all rows of the last plan, its constrained rows under `masks`."""
-        assert (step := self._undrawn) is not None, "submit() has no step that waits for sampling"
-        self._undrawn = None
-        plan, done = step.plan, step.done
-        del step.done
+        assert (step := self._unsampled) is not None, "submit() has no step that waits for sampling"
+        self._unsampled = None
+        plan, output = step.plan, step.forward_result
+        del step.forward_result
         row_state = (plan.logit_rows, self.all_rows.sampling, *self.all_rows.history)
-        sampled_in_graph, redraw = done.token_ids, None
+        sampled_in_graph, resample = output.token_ids, None
         if len(plan.constrained):  # the forward pass did not sample them
-            sampled_in_graph, redraw = None, partial(self.device.redraw, done)
-        sampled = self.sampler(done.logits, *row_state, sampled_in_graph, done.sampling, masks, redraw)
+            sampled_in_graph, resample = None, partial(self.device.resample, output)
+        sampled = self.sampler(output.logits, *row_state, sampled_in_graph, output.sampling, masks, resample)
         for part in self.parts:
-            part.end(plan, done.hidden, sampled)
-        step.drawn = self.device.land(plan, done, sampled, self.all_rows)
+            part.end(plan, output, sampled)
+        step.result = self.device.start_readback(plan, output, sampled, self.all_rows)
         self.all_rows.advance(plan)
-        return step.drawn
+        return step.result

@@ -153,7 +153,7 @@ class Worker:
             if loaded.draft_facts is not None:
                 self._needs = self._needs.beside(draft_bytes(config, loaded.draft_facts))
         if loaded.encoder is not None and not config.multimodal.skip_mm_profiling:
-            self._needs = loaded.encoder.counted_in(self._needs, config)
+            self._needs = loaded.encoder.add_needs(self._needs, config)
         if loaded.offload is not None:
             self._needs = self._needs.with_buffers(loaded.offload.buffer_bytes)
         if loaded.slots is not None:
@@ -232,11 +232,11 @@ class Worker:
                 self.balancer.step()
             return pending
 
-    def draw(self, masks: Masks) -> None:
+    def sample_tokens(self, masks: Masks) -> None:
         """Sample the last plan, its constrained rows under `masks`."""
         if isinstance(self._runner, Runner):
             with device_failures(self._fatal):
-                self._runner.draw(masks)
+                self._runner.sample_tokens(masks)
 
     def close(self) -> None:
         """Free all memory of the device and of the host."""

@@ -42,7 +42,7 @@ def verify_reference(state: SpecTokens, step: SpecStep, drawn: Tensor, later: Te
     if later is not None and later[0] == LATER:
         return torch.empty(len(step.rows) + len(drawn), dtype=torch.int32, device=drawn.device)
     counts = torch.zeros(len(step.rows), dtype=torch.int32, device=drawn.device)
-    for seq, (row, first) in enumerate(zip(step.rows.tolist(), step.draw_starts.tolist(), strict=True)):
+    for seq, (row, first) in enumerate(zip(step.rows.tolist(), step.sample_starts.tolist(), strict=True)):
         if first < 0:
             continue
         length = int(state.lengths[row])
@@ -58,7 +58,7 @@ def verify_reference(state: SpecTokens, step: SpecStep, drawn: Tensor, later: Te
 
 def look_up_reference(state: SpecTokens, step: SpecStep, least: int) -> None:
     """Compute `look_up` in torch."""
-    for row, first in zip(step.rows.tolist(), step.draw_starts.tolist(), strict=True):
+    for row, first in zip(step.rows.tolist(), step.sample_starts.tolist(), strict=True):
         if first < 0:
             continue
         tokens = state.history[row, : state.lengths[row]].tolist()

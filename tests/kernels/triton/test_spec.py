@@ -85,8 +85,8 @@ def test_samples_count_up_to_the_first_rejected_draft(most: int) -> None:
     torch.manual_seed(most)
     for padded in (False, True, False):
         known = known_of(rng, most, vocab=2)
-        step, (_, num_draws) = step_of(rng, most, padded)
-        drawn = torch.randint(0, 2, (num_draws,))
+        step, (_, num_samples) = step_of(rng, most, padded)
+        drawn = torch.randint(0, 2, (num_samples,))
         there, arguments = on_device(known), (on_device(step), drawn.to(DEVICE))
         later, now = (torch.full((4,), item, dtype=torch.int32).to(DEVICE) for item in (LATER, FREE))
         spec.verify(there, *arguments, later=later)

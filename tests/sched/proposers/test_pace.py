@@ -27,7 +27,7 @@ def rate(
     In a burst either all drafts of a row are accepted or none.
     """
     rng = np.random.default_rng(0)
-    rows, pace = np.arange(num_rows, dtype=np.int32), Pace(max_rows=num_rows, most=MOST)
+    rows, pace = np.arange(num_rows, dtype=np.int32), Pace(max_rows=num_rows, max_drafts=MOST)
     for row in rows.tolist():
         pace.admit(row)
     num_tokens = seconds = 0.0
@@ -39,7 +39,7 @@ def rate(
         size = num_rows + int(lengths.sum())
         took = cost(size) * (1 + 0.03 * abs(rng.standard_normal())) * (5 if rng.random() < 0.01 else 1)
         pace.learn(rows, lengths, accepted)
-        pace.timed(size, num_rows, int(accepted.sum()), took)
+        pace.record_time(size, num_rows, int(accepted.sum()), took)
         num_tokens += num_rows + int(accepted.sum())
         seconds += cost(size)
     return num_tokens / seconds
@@ -86,11 +86,11 @@ def test_bursts_of_accepted_drafts_are_used() -> None:
 
 def free_drafts_pace(num_rows: int) -> Pace:
     """Return a pace for which drafts cost nothing and all were accepted."""
-    pace, rows = Pace(max_rows=num_rows, most=MOST), np.arange(num_rows, dtype=np.int32)
+    pace, rows = Pace(max_rows=num_rows, max_drafts=MOST), np.arange(num_rows, dtype=np.int32)
     for _ in range(20):
         lengths = pace.lengths(rows)
         pace.learn(rows, lengths, lengths)
-        pace.timed(num_rows + int(lengths.sum()), num_rows, int(lengths.sum()), 1.0)
+        pace.record_time(num_rows + int(lengths.sum()), num_rows, int(lengths.sum()), 1.0)
     return pace
 
 
@@ -110,28 +110,28 @@ def test_pace_is_deterministic() -> None:
 
 def test_acceptance_is_tracked_per_row() -> None:
     """Check rows of which half always accept: only these get drafts when drafts are expensive."""
-    pace, rows = Pace(max_rows=8, most=4), np.arange(8, dtype=np.int32)
+    pace, rows = Pace(max_rows=8, max_drafts=4), np.arange(8, dtype=np.int32)
     total = np.zeros(8)
     for _ in range(300):
         lengths = pace.lengths(rows)
         accepted = np.where(rows < 4, lengths, 0).astype(np.int32)
         pace.learn(rows, lengths, accepted)
         size = 8 + int(lengths.sum())
-        pace.timed(size, 8, int(accepted.sum()), 1 + size / 16)
+        pace.record_time(size, 8, int(accepted.sum()), 1 + size / 16)
         total += lengths
     assert total[:4].min() > 4 * total[4:].max()
 
 
 def test_acceptance_is_tracked_per_kind_of_draft() -> None:
     """Check that acceptance of sure drafts does not carry over to other drafts of the next request."""
-    pace = Pace(max_rows=2, most=4, sorts=2)
+    pace = Pace(max_rows=2, max_drafts=4, num_kinds=2)
     likely, unlikely = np.array([1]), np.array([0])
     for row in (likely, unlikely):
         for _ in range(60):
             lengths = pace.lengths(row)
             accepted = lengths if row is likely else np.zeros(1, np.int32)
             pace.learn(row, lengths, accepted)
-            pace.timed(1 + int(lengths[0]), 1, int(accepted[0]), 1 + 0.3 * lengths[0])
+            pace.record_time(1 + int(lengths[0]), 1, int(accepted[0]), 1 + 0.3 * lengths[0])
     pace.admit(1)
     assert pace.lengths(np.array([3])).tolist() == [4]
     assert pace.lengths(np.array([2])).sum() <= 2  # a trial draft
@@ -139,24 +139,24 @@ def test_acceptance_is_tracked_per_kind_of_draft() -> None:
 
 def test_first_steps_of_a_batch_size_are_ignored() -> None:
     """Check slow first steps, which on a CPU are computed eagerly and then recorded."""
-    pace, rows, seen = Pace(max_rows=1, most=4), np.zeros(1, np.int32), dict[int, int]()
+    pace, rows, seen = Pace(max_rows=1, max_drafts=4), np.zeros(1, np.int32), dict[int, int]()
     last = 0
     for _ in range(40):
         last = int(pace.lengths(rows)[0])
         seen[last] = seen.get(last, 0) + 1
         pace.learn(rows, np.array([last], np.int32), np.array([last], np.int32))
-        pace.timed(1 + last, 1, last, (1 + 0.2 * last) * (6 if seen[last] < 3 else 1))
+        pace.record_time(1 + last, 1, last, (1 + 0.2 * last) * (6 if seen[last] < 3 else 1))
     assert last == 4
 
 
 def test_cost_of_unmeasured_batch_sizes_is_estimated() -> None:
     """Check drafts that cost as much as they gain: they are hardly tried with fewer rows either."""
-    pace, num_drafts = Pace(max_rows=8, most=MOST), []
+    pace, num_drafts = Pace(max_rows=8, max_drafts=MOST), []
     for num_rows in [8] * 100 + [5] * 20:
         rows = np.arange(num_rows, dtype=np.int32)
         lengths = pace.lengths(rows)
         pace.learn(rows, lengths, lengths)
         size = num_rows + int(lengths.sum())
-        pace.timed(size, num_rows, int(lengths.sum()), size / num_rows)
+        pace.record_time(size, num_rows, int(lengths.sum()), size / num_rows)
         num_drafts.append(int(lengths.sum()))
     assert max(num_drafts[:20]) > 16 and sum(num_drafts[100:]) <= 16

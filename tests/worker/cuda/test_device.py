@@ -174,15 +174,15 @@ def test_masked_step_is_sampled_after_the_step_before(
     worker = started(WithGraphs if with_graphs else OnCPU, tiny, monkeypatch)
     new, constrained = [admission(row, PROMPTS[row], TABLES[row]) for row in (3, 1)], np.array([3], np.int32)
     first = worker.submit(plan(1, {3: 5, 1: 2}, admitted=new, constrained=constrained))
-    worker.draw(only(3, 77))
+    worker.sample_tokens(only(3, 77))
     actual, steps = [], [first]
     for step, forced in enumerate((78, 79, 80), start=2):
         steps.append(worker.submit(plan(step, {3: 1, 1: 1}, constrained=constrained)))
         actual.append(steps[-2].wait().token_ids.tolist())
-        worker.draw(only(3, forced))
+        worker.sample_tokens(only(3, forced))
     steps.append(worker.submit(plan(5, {3: 1, 1: 1}, constrained=constrained)))
     actual.append(steps[-2].wait().token_ids.tolist())
-    worker.draw(Masks())
+    worker.sample_tokens(Masks())
     actual.append(steps[-1].wait().token_ids.tolist())
     output = [token_ids[0] for token_ids in actual]
     assert output[:4] == [77, 78, 79, 80] and output[4:] == greedy(tiny[1], PROMPTS[3] + output[:4], 1)
@@ -361,7 +361,7 @@ class FakeMemoryDevice(OnCPU):
     """A device with simulated memory."""
 
     def needs(self, config: EngineConfig, weights: int, sampler: Sampler, bound: int = 0) -> Needs:
-        self.dummies.compile = lambda *args: None  # type: ignore[method-assign]
+        self.dummy_batches.compile = lambda *args: None  # type: ignore[method-assign]
         return CudaDevice.needs(self, config, weights, sampler, bound)
 
     def _captures(self, config: EngineConfig) -> bool:
@@ -470,8 +470,8 @@ def test_dummy_step_stays_within_the_block_tables(worker: Worker, num_tokens: in
     assert worker._runner is not None
     device = worker._runner.device
     assert isinstance(device, CudaDevice)
-    batch, sheet = device.dummies.make(device.dummies.split(num_tokens, num_seqs))
+    batch, inputs = device.dummy_batches.make(device.dummy_batches.split(num_tokens, num_seqs))
     longest = device.block_tables.shape[2] * 4
     assert batch.seq_lens.max() <= longest and int(batch.seq_lens.sum()) == num_tokens
-    assert int(batch.query_starts[-1]) == num_tokens and (sheet["slots"] == -1).all()
+    assert int(batch.query_starts[-1]) == num_tokens and (inputs["slots"] == -1).all()
     assert len(batch.logit_tokens) == len(batch.seq_lens)

@@ -99,7 +99,7 @@ def core_of(
     size = CacheSize(num_blocks, 64, 0, worker.loaded.layout.windows)
     scheduler = build_scheduler(worker.config, size)
     if pace is not None:
-        scheduler.admitter.drafting = Drafting(pace, None, most=3, ahead=True, max_draws=512)
+        scheduler.admitter.drafting = Drafting(pace, None, max_drafts=3, ahead=True, max_samples=512)
     return EngineCore(worker, scheduler, depth=2)  # type: ignore[arg-type]
 
 
@@ -278,5 +278,5 @@ def test_penalties_count_accepted_drafts(full: Path, monkeypatch: pytest.MonkeyP
 def test_host_planned_attention_disables_drafts(settings: tuple[str, int, bool], words: str) -> None:
     backend, num_drafts, latent = settings
     with pytest.raises(ConfigError, match=words):
-        check_ahead(backend, num_drafts, latent=latent)
-    check_ahead("TRITON_ATTN", num_drafts, latent=False)
+        check_ahead(backend, num_drafts, uses_mla=latent)
+    check_ahead("TRITON_ATTN", num_drafts, uses_mla=False)

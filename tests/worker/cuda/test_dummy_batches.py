@@ -60,7 +60,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_warm_up_runs_steps_of_every_kind(config: Any) -> None:
     """Check that no kind is compiled during a request."""
     steps = Steps()
-    steps.device.dummies.compile(config, [1, 3], [(4, 16)], None)
+    steps.device.dummy_batches.compile(config, [1, 3], [(4, 16)], None)
     kinds = [item[:3] for item in steps.given]
     for count in (1, 2, 4, 6):
         assert ((1,) * count, False, False) in kinds
@@ -73,9 +73,9 @@ def test_warm_up_runs_steps_of_every_kind(config: Any) -> None:
 
 def test_warm_up_with_lora_runs_each_step_with_and_without_adapters(config: Any) -> None:
     steps = Steps(adapters=True)
-    steps.device.dummies.compile(config, [], [], None)
-    with_adapters = [lens for lens, *_, adapts in steps.given if adapts]
-    assert with_adapters == [lens for lens, *_, adapts in steps.given if not adapts]
+    steps.device.dummy_batches.compile(config, [], [], None)
+    with_adapters = [lens for lens, *_, has_adapters in steps.given if has_adapters]
+    assert with_adapters == [lens for lens, *_, has_adapters in steps.given if not has_adapters]
     assert {(48,), (24,), (12,), (6,), (3,), (1,)} <= set(with_adapters), "shorter and shorter prompts"
 
 
@@ -86,4 +86,4 @@ def test_warm_up_with_lora_runs_each_step_with_and_without_adapters(config: Any)
 def test_dummy_tokens_are_split_into_sequences_below_the_limit(
     num_tokens: int, num_seqs: int, lens: list[int]
 ) -> None:
-    assert np.array_equal(Steps().device.dummies.split(num_tokens, num_seqs), lens)
+    assert np.array_equal(Steps().device.dummy_batches.split(num_tokens, num_seqs), lens)

@@ -16,7 +16,7 @@ from quire.sched.scheduler import Scheduler
 from quire.worker.cuda.graphs import IN_FLIGHT, Graph, Graphs
 from quire.worker.device import ForwardResult, NewTokens
 from quire.worker.input_buffers import BufferSizes, StepBuffers, blank, bytes_of, sampling_tensors, tensors
-from quire.worker.multimodal.embeds import VectorRoom
+from quire.worker.multimodal.embeds import EmbedsBuffer
 from quire.worker.rows import Rows
 
 CPU = torch.device("cpu")
@@ -37,13 +37,15 @@ def stand_in(size: int, block_tables: torch.Tensor) -> Graph:
     graph.sizes = BufferSizes(size, size, size, 2 * size * num_groups, num_groups)
     graph.pad_row, graph._pad_place = ROWS, ROWS * block_tables.shape[2]
     memory = torch.full((IN_FLIGHT, bytes_of(graph.sizes)), 7, dtype=torch.uint8)
-    graph._pages = cycle([StepBuffers(part, graph.sizes) for part in memory])
+    graph._host_buffers = cycle([StepBuffers(part, graph.sizes) for part in memory])
     graph._memory = torch.zeros(bytes_of(graph.sizes), dtype=torch.uint8)
-    graph._sheet = tensors(graph._memory, graph.sizes)
+    graph._inputs = tensors(graph._memory, graph.sizes)
     graph._graph = NoGraph()  # type: ignore[assignment]
-    columns = sampling_tensors(graph._sheet), graph._sheet["logit_rows"]
-    graph._done = ForwardResult(torch.randn(size, 3), torch.randn(size, VOCAB), torch.arange(size), *columns)
-    graph._done_for = {}
+    columns = sampling_tensors(graph._inputs), graph._inputs["logit_rows"]
+    graph._output = ForwardResult(
+        torch.randn(size, 3), torch.randn(size, VOCAB), torch.arange(size), *columns
+    )
+    graph._output_for = {}
     return graph
 
 
@@ -123,12 +125,12 @@ class Traffic:
         fresh = StepBuffers(torch.full((bytes_of(graph.sizes),), 7, dtype=torch.uint8), graph.sizes)
         blank(fresh.arrays, len(plan.rows), graph.pad_row, graph._pad_place)
         fresh.write(plan, self.all_rows, places, ids)
-        pages = [next(graph._pages) for _ in range(IN_FLIGHT)]
+        pages = [next(graph._host_buffers) for _ in range(IN_FLIGHT)]
         self.num_kept += pages[0].holds(plan, self.all_rows)
         graph.load(plan, self.all_rows, places, ids)
         for name, expected in tensors(fresh.memory, graph.sizes).items():
             end = len(ids) if name == "block_ids" else None
-            assert torch.equal(graph._sheet[name][:end], expected[:end]), (plan.step, name)
+            assert torch.equal(graph._inputs[name][:end], expected[:end]), (plan.step, name)
 
 
 def test_reused_input_pages_are_correct() -> None:
@@ -160,7 +162,7 @@ def test_smaller_batch_gets_the_first_outputs() -> None:
         done = graph.replay(count)
         assert done.token_ids is not None and done.sampling is not None and done.rows is not None
         assert done.token_ids.tolist() == list(range(count))
-        assert torch.equal(done.logits, graph._done.logits[:count])
+        assert torch.equal(done.logits, graph._output.logits[:count])
         assert [len(column) for column in (done.hidden, done.rows, *done.sampling)] == [count] * 8
     assert graph.replay(3).token_ids is graph.replay(3).token_ids
     assert graph._graph.replays == 5  # type: ignore[attr-defined]
@@ -180,7 +182,7 @@ def test_engines_in_lockstep_choose_the_same_graph_size() -> None:
 
 def test_embeddings_of_a_step_are_cleared_for_the_next() -> None:
     """Check that the unused positions point to the last token, which is padding."""
-    room = VectorRoom(6, 4, torch.float32, CPU)
+    room = EmbedsBuffer(6, 4, torch.float32, CPU)
 
     def embedded() -> list[list[float]]:
         x = torch.zeros(6, 4)

@@ -40,7 +40,7 @@ def draws(monkeypatch: pytest.MonkeyPatch) -> Iterator[MaskedSampling]:
     made = MaskedSampling(ROWS, DRAWS, VOCAB, torch.device("cpu"))
     made.open()
     yield made
-    module._unpin_all(made._host._kept)
+    module._unpin_all(made._host._pinned)
 
 
 def test_every_sampled_position_gets_its_mask(draws: MaskedSampling) -> None:
@@ -51,16 +51,16 @@ def test_every_sampled_position_gets_its_mask(draws: MaskedSampling) -> None:
     rng, buffers = np.random.default_rng(0), [_MaskBuffer() for _ in range(3)]
     for step in range(40):
         rows = rng.permutation(ROWS)[: rng.integers(1, ROWS)].astype(np.int32)
-        num_draws = rng.integers(1, 3) if step % 2 else 1
+        num_samples = rng.integers(1, 3) if step % 2 else 1
         places = np.full(ROWS, -1, np.int32)
-        places[rows] = np.arange(len(rows)) * num_draws
-        chosen = np.repeat(rows[rng.random(len(rows)) < 0.6], num_draws)
-        which = np.tile(np.arange(num_draws, dtype=np.int32), len(chosen) // num_draws)
+        places[rows] = np.arange(len(rows)) * num_samples
+        chosen = np.repeat(rows[rng.random(len(rows)) < 0.6], num_samples)
+        which = np.tile(np.arange(num_samples, dtype=np.int32), len(chosen) // num_samples)
         width = int(rng.integers(1, VOCAB // 64))
         bits = buffers[step % 3].take(len(chosen), width)
         bits[:] = rng.integers(2**32, size=bits.shape, dtype=np.uint32)
         mask_bits = bits if step % 5 else bits.copy()
-        assert draws.send(Masks(chosen, mask_bits, which if num_draws > 1 else which[:0]), places)
+        assert draws.send(Masks(chosen, mask_bits, which if num_samples > 1 else which[:0]), places)
         mask_of, found_width, actual = draws.constrained(DRAWS)
         assert found_width.item() == width
         expected = dict(zip((places[chosen] + which).tolist(), bits, strict=True))
@@ -94,14 +94,14 @@ def test_pending_masks_hold_the_stream_and_not_the_host(draws: MaskedSampling) -
     beside = HeldStream()
     draws._host_signal = beside  # type: ignore[assignment]
     rows, buffer = np.arange(2, dtype=np.int32), _MaskBuffer()
-    unseen = Masks(rows, buffer.take(2, 3), coming=AsyncValue())
-    assert unseen.coming is not None
-    filling = threading.Timer(0.01, unseen.coming.arrive)
+    unseen = Masks(rows, buffer.take(2, 3), pending=AsyncValue())
+    assert unseen.pending is not None
+    filling = threading.Timer(0.01, unseen.pending.arrive)
     filling.start()
-    assert draws.send(unseen, rows) and unseen.coming is None and not beside.held
+    assert draws.send(unseen, rows) and unseen.pending is None and not beside.held
     for number, count in enumerate((2, 1, 2), 1):
         coming = AsyncValue()
-        assert draws.send(Masks(rows[:count], buffer.take(count, 3), coming=coming), rows)
+        assert draws.send(Masks(rows[:count], buffer.take(count, 3), pending=coming), rows)
         assert beside.held == number and len(beside.raised) == number - 1
         coming.arrive()
         assert beside.raised[-1] == number

@@ -99,7 +99,7 @@ class Pair:
         out = worker.model(batch)
         states = out.aux if isinstance(out, TappedStates) else (out,)
         if worker.loaded.drafter.follows:
-            worker.loaded.drafter.see(
+            worker.loaded.drafter.observe(
                 batch, TargetStates(torch.tensor(following), torch.tensor(kept), states)
             )
 

@@ -53,7 +53,7 @@ class SpecStep(NamedTuple):
     """[B] int32"""
     planned: Any
     """[B] int32: number of planned draft tokens; below 0 if the host wrote the inputs"""
-    draw_starts: Any
+    sample_starts: Any
     """[B] int32: first sampled position; below 0 for none"""
 
 
@@ -123,7 +123,7 @@ def _verify(
     if later is not None:  # noqa: SIM102
         if tl.load(later) == LATER:
             return
-    first = tl.load(step.draw_starts + seq)
+    first = tl.load(step.sample_starts + seq)
     count, drafted = 0, 0
     if first >= 0:
         row = tl.load(step.rows + seq).to(tl.int64)
@@ -177,7 +177,7 @@ def _look_up(
     """Look up drafts of one sequence. `best` and `arrivals` [B] are zeros before and after. Grid: (sequences,
     splits)."""
     seq, splits = tl.program_id(0), tl.num_programs(1)
-    if tl.load(step.draw_starts + seq) >= 0:
+    if tl.load(step.sample_starts + seq) >= 0:
         row = tl.load(step.rows + seq).to(tl.int64)
         length = tl.load(state.lengths + row)
         history = state.history + row * state.width

@@ -7,7 +7,7 @@ from quire.data.step_plan import Ints
 from quire.sched.proposers.ngram import NGram
 from quire.sched.proposers.suffix import Suffix
 
-SORTS = 2
+NUM_DRAFT_KINDS = 2
 """Kinds of drafts: ordinary ones and sure ones."""
 
 
@@ -27,8 +27,8 @@ class Proposer(Protocol):
     def release(self, row: int, tokens: Ints) -> None:
         """Release a row; `tokens` are all tokens of its request."""
 
-    def propose(self, row: int, most: int) -> Ints:
-        """Return up to `most` likely next tokens; empty if there is no match."""
+    def propose(self, row: int, max_drafts: int) -> Ints:
+        """Return up to `max_drafts` likely next tokens; empty if there is no match."""
 
 
 def proposer_of(facts: SpecFacts) -> Proposer | None:

@@ -49,18 +49,18 @@ class NGram:
     def release(self, row: int, tokens: Ints) -> None:
         self._texts.pop(row, None)
 
-    def propose(self, row: int, most: int) -> Ints:
+    def propose(self, row: int, max_drafts: int) -> Ints:
         text = self._texts[row]
         tokens = text.tokens
-        if len(tokens) <= self._n or most < 1:
+        if len(tokens) <= self._n or max_drafts < 1:
             return _NONE
         place = self._longest(tokens, text.places(text.ending, MAX_PLACES))
         if place is None:
             return _NONE
         self.is_sure = place >= SURE and tokens[place - SURE : place] == tokens[-SURE:]
-        draft = tokens[place : place + most]
-        if len(draft) < most:
-            draft = (draft * most)[:most]  # the text repeats itself
+        draft = tokens[place : place + max_drafts]
+        if len(draft) < max_drafts:
+            draft = (draft * max_drafts)[:max_drafts]  # the text repeats itself
         return np.frombuffer(draft, np.int32)
 
     def _longest(self, tokens: "array[int]", places: list[int]) -> int | None:

@@ -20,14 +20,14 @@ from quire.sched.running import RowIds
 
 Floats = NDArray[np.float64]
 
-INCOME = 0.01
+BUDGET_SHARE = 0.01
 """Part of the time of all steps that drafts may lose, and that trials may cost."""
-SAVINGS = 2.0
+INITIAL_BALANCE = 2.0
 """Initial balance of account and purse, and limit of the purse, in plain steps."""
-MAX_PROFIT = 64.0
+MAX_BALANCE = 64.0
 """Limit of the account, in plain steps."""
 TRIAL_LEN = 2
-WORTH = 1.01
+MIN_GAIN = 1.01
 """Gain from which on drafts are worth it."""
 REFRESH = 64
 """Steps with drafts after which a plain one is measured."""
@@ -51,33 +51,33 @@ _PRIOR_SLOPE = 0.25
 class Pace:
     """Chooses the number of drafts of each row and learns from their acceptance."""
 
-    def __init__(self, *, max_rows: int, most: int, sorts: int = 1) -> None:
-        """Build the pace. Drafts of several `sorts` have different acceptance; sort s of a row is tracked as
-        row * sorts + s."""
-        self._most = most
-        self._sorts = sorts
-        self._chances = _Chances(max_rows, sorts)
-        self._levels: NDArray[np.intp] = np.zeros(max_rows * sorts, np.intp)
+    def __init__(self, *, max_rows: int, max_drafts: int, num_kinds: int = 1) -> None:
+        """Build the pace. Drafts of several `num_kinds` have different acceptance; sort s of a row is tracked
+        as row * sorts + s."""
+        self._max_drafts = max_drafts
+        self._num_kinds = num_kinds
+        self._rates = _AcceptanceRates(max_rows, num_kinds)
+        self._level_of_row: NDArray[np.intp] = np.zeros(max_rows * num_kinds, np.intp)
         """Both acceptance levels of a row, as one index."""
-        self._tested: NDArray[np.int64] = np.zeros(max_rows * sorts, np.int64)
+        self._tested: NDArray[np.int64] = np.zeros(max_rows * num_kinds, np.int64)
         """Step in which a row last had drafts."""
         self._step = 0
         self._costs: dict[int, _Costs] = {}
-        self._account = self._purse = 0.0
+        self._balance = self._trial_budget = 0.0
         self._reserved = 0.0
         """Cost reserved for the last trial; returned to the purse if the step had no drafts."""
-        chances = (np.arange(_LEVELS) + 0.5) / _LEVELS
-        likely = (chances[:, None, None] * chances[:, None] ** np.arange(most)).reshape(-1, most)
-        taken = likely >= np.geomspace(1.0, 0.005, _CUTS)[:, None, None]
-        sums = np.stack([taken, taken * likely]).cumsum(3).reshape(2 * _CUTS, -1, most)
-        self._table = np.pad(sums, ((0, 0), (0, 0), (1, 0))).reshape(2 * _CUTS, -1).astype(np.float32)
+        rates = (np.arange(_LEVELS) + 0.5) / _LEVELS
+        likelihood = (rates[:, None, None] * rates[:, None] ** np.arange(max_drafts)).reshape(-1, max_drafts)
+        is_drafted = likelihood >= np.geomspace(1.0, 0.005, _CUTS)[:, None, None]
+        totals = np.stack([is_drafted, is_drafted * likelihood]).cumsum(3).reshape(2 * _CUTS, -1, max_drafts)
+        self._table = np.pad(totals, ((0, 0), (0, 0), (1, 0))).reshape(2 * _CUTS, -1).astype(np.float32)
         """[2 * cut, level * available]: number of a row's drafts at least as likely as the cut and, in the
         second half, the expected number of accepted ones."""
 
     def admit(self, row: int) -> None:
         """Reset the statistics of a row that gets a new request."""
-        rows = np.arange(row * self._sorts, (row + 1) * self._sorts)
-        self._chances.clear(rows)
+        rows = np.arange(row * self._num_kinds, (row + 1) * self._num_kinds)
+        self._rates.clear(rows)
         self._tested[rows] = 0
         self._update_levels(rows)
 
@@ -90,12 +90,12 @@ class Pace:
         if num_rows == 0 or budget == 0:
             return none
         costs = self._costs_of(num_rows)
-        if costs.is_due() or self._account < 0:
+        if costs.is_due() or self._balance < 0:
             return none
         if available is None:
-            available = np.full(num_rows, self._most, np.int32)
-        available = np.minimum(available, self._most)
-        lengths = self._best(costs, self._levels.take(rows), available, budget)
+            available = np.full(num_rows, self._max_drafts, np.int32)
+        available = np.minimum(available, self._max_drafts)
+        lengths = self._best(costs, self._level_of_row.take(rows), available, budget)
         lengths = self._with_trials(costs, rows, lengths, available)
         if budget is not None and int(lengths.sum()) > budget:
             lengths = np.clip(budget - (np.cumsum(lengths) - lengths), 0, lengths)
@@ -113,55 +113,55 @@ class Pace:
             )
         if len(rows):
             rows = rows.astype(np.intp)
-            self._chances.learn(rows, num_drafts, num_accepted)
+            self._rates.learn(rows, num_drafts, num_accepted)
             self._update_levels(rows)
 
-    def timed(self, num_tokens: int, num_rows: int, num_accepted: int, seconds: float) -> None:
+    def record_time(self, num_tokens: int, num_rows: int, num_accepted: int, seconds: float) -> None:
         """Record the duration of a step of decodes alone, and how many of its drafts were accepted."""
         costs = self._costs_of(num_rows)
         ratio, is_first = num_tokens / num_rows, not costs.plain
-        took = min(seconds, 2 * costs.plain * costs.at(ratio))
+        cost_s = min(seconds, 2 * costs.plain * costs.at(ratio))
         costs.add(ratio, seconds)
         plain = costs.plain
         if is_first:
             if len(self._costs) == 1:
-                self._account = self._purse = SAVINGS * plain
+                self._balance = self._trial_budget = INITIAL_BALANCE * plain
             return
         if num_tokens == num_rows:
-            self._purse += self._reserved
+            self._trial_budget += self._reserved
         self._reserved = 0.0
-        won = plain * (1 + num_accepted / num_rows) - took if num_tokens > num_rows else 0.0
-        self._account = min(self._account + won + INCOME * took, MAX_PROFIT * plain)
-        self._purse = min(self._purse + INCOME * took, SAVINGS * plain)
+        gain = plain * (1 + num_accepted / num_rows) - cost_s if num_tokens > num_rows else 0.0
+        self._balance = min(self._balance + gain + BUDGET_SHARE * cost_s, MAX_BALANCE * plain)
+        self._trial_budget = min(self._trial_budget + BUDGET_SHARE * cost_s, INITIAL_BALANCE * plain)
 
     def _update_levels(self, rows: RowIds) -> None:
-        first, later = self._chances.levels(rows)
-        self._levels[rows] = first * _LEVELS + later
+        first, later = self._rates.levels(rows)
+        self._level_of_row[rows] = first * _LEVELS + later
 
     def _costs_of(self, num_rows: int) -> "_Costs":
         at = int(8 * math.log2(num_rows))
         if at not in self._costs:
-            near = min(self._costs, key=lambda other: abs(other - at), default=None)
-            self._costs[at] = _Costs(None if near is None else self._costs[near])
+            nearest = min(self._costs, key=lambda other: abs(other - at), default=None)
+            self._costs[at] = _Costs(None if nearest is None else self._costs[nearest])
         return self._costs[at]
 
     def _best(self, costs: "_Costs", levels: NDArray[np.intp], available: Ints, budget: int | None) -> Ints:
         """Return the numbers of drafts with the most tokens per second."""
         num_rows = len(levels)
-        kinds = levels * (self._most + 1) + available
+        columns = levels * (self._max_drafts + 1) + available
         if num_rows <= _FEW_ROWS:
-            both = self._table[:, kinds].sum(1)
+            totals = self._table[:, columns].sum(1)
         else:
-            both = self._table @ np.bincount(kinds, minlength=self._table.shape[1]).astype(np.float32)
-        num, gained = both[:_CUTS], both[_CUTS:]
-        if budget is not None and num[-1] > budget:
-            over = np.maximum(num / budget, 1.0)
-            num, gained = num / over, gained / over
-        score = (num_rows + gained) / costs.curve(1 + num / num_rows)
+            totals = self._table @ np.bincount(columns, minlength=self._table.shape[1]).astype(np.float32)
+        num_drafts, num_accepted = totals[:_CUTS], totals[_CUTS:]
+        if budget is not None and num_drafts[-1] > budget:
+            excess = np.maximum(num_drafts / budget, 1.0)
+            num_drafts, num_accepted = num_drafts / excess, num_accepted / excess
+        score = (num_rows + num_accepted) / costs.curve(1 + num_drafts / num_rows)
         best = int(score.argmax())
-        if score[best] < WORTH * num_rows:
+        if score[best] < MIN_GAIN * num_rows:
             return np.zeros(num_rows, np.int32)
-        lengths: Ints = self._table[best, kinds].astype(np.int32)
+        lengths: Ints = self._table[best, columns].astype(np.int32)
         return lengths
 
     def _with_trials(self, costs: "_Costs", rows: Ints | RowIds, lengths: Ints, available: Ints) -> Ints:
@@ -169,54 +169,57 @@ class Pace:
         is_idle = (lengths == 0) & (available > 0)
         if not is_idle.any():
             return lengths
-        idle = np.flatnonzero(is_idle)
-        num_rows, taken = len(rows), int(lengths.sum())
-        before, count = costs.at(1 + taken / num_rows), len(idle)
+        idle_places = np.flatnonzero(is_idle)
+        num_rows, num_drafts = len(rows), int(lengths.sum())
+        current_cost, count = costs.at(1 + num_drafts / num_rows), len(idle_places)
         while True:
-            price = costs.plain * (costs.at(1 + (taken + TRIAL_LEN * count) / num_rows) - before)
-            if price <= self._purse:
+            price = costs.plain * (costs.at(1 + (num_drafts + TRIAL_LEN * count) / num_rows) - current_cost)
+            if price <= self._trial_budget:
                 break
             if count == 1:
-                if self._purse < 0.99 * SAVINGS * costs.plain:
+                if self._trial_budget < 0.99 * INITIAL_BALANCE * costs.plain:
                     return lengths
                 break  # the purse is full already
             count //= 2
-        self._purse, self._reserved = self._purse - price, price
-        tried = idle[np.argsort(self._tested[rows[idle]], kind="stable")[:count]]
+        self._trial_budget, self._reserved = self._trial_budget - price, price
+        tried = idle_places[np.argsort(self._tested[rows[idle_places]], kind="stable")[:count]]
         lengths[tried] = available[tried].clip(0, TRIAL_LEN)
         return lengths
 
 
-class _Chances:
+class _AcceptanceRates:
     """Acceptance rates of a row's first draft, and of later drafts if those before were accepted. Rows with
     little data use the rates of all rows of a sort."""
 
-    def __init__(self, max_rows: int, sorts: int) -> None:
-        self._accepted, self._verified = np.zeros((2, max_rows * sorts)), np.zeros((2, max_rows * sorts))
-        self._sorts = np.arange(sorts)
-        self._all_accepted, self._all_verified = np.full((2, sorts), 0.5), np.ones((2, sorts))
+    def __init__(self, max_rows: int, num_kinds: int) -> None:
+        self._accepted, self._verified = (
+            np.zeros((2, max_rows * num_kinds)),
+            np.zeros((2, max_rows * num_kinds)),
+        )
+        self._kinds = np.arange(num_kinds)
+        self._all_accepted, self._all_verified = np.full((2, num_kinds), 0.5), np.ones((2, num_kinds))
 
     def clear(self, rows: RowIds) -> None:
         self._accepted[:, rows] = self._verified[:, rows] = 0.0
 
     def levels(self, rows: RowIds) -> NDArray[np.intp]:
         """Return [2, rows]: the level, below _LEVELS, of each rate."""
-        common = (self._all_accepted / self._all_verified)[:, rows % len(self._sorts)]
-        right = self._accepted[:, rows] + _PRIOR_WEIGHT * common
-        level = (right * _LEVELS / (self._verified[:, rows] + _PRIOR_WEIGHT)).astype(np.intp)
+        common = (self._all_accepted / self._all_verified)[:, rows % len(self._kinds)]
+        accepted = self._accepted[:, rows] + _PRIOR_WEIGHT * common
+        level = (accepted * _LEVELS / (self._verified[:, rows] + _PRIOR_WEIGHT)).astype(np.intp)
         return np.minimum(level, _LEVELS - 1)
 
     def learn(self, rows: RowIds, num_drafts: Ints, num_accepted: Ints) -> None:
         first = np.minimum(num_accepted, 1)
-        right = np.array([first, num_accepted - first], np.float64)
-        seen = np.array([np.ones_like(first), np.minimum(num_accepted, num_drafts - 1)], np.float64)
-        self._accepted[:, rows] = self._accepted[:, rows] * _DECAY + right
-        self._verified[:, rows] = self._verified[:, rows] * _DECAY + seen
-        is_sort = (rows % len(self._sorts))[:, None] == self._sorts
-        num_per_sort = is_sort.sum(0)
-        decay, divisor = _DECAY_ALL ** np.minimum(num_per_sort, 64), np.maximum(num_per_sort, 1)
-        self._all_accepted = self._all_accepted * decay + right @ is_sort / divisor
-        self._all_verified = self._all_verified * decay + seen @ is_sort / divisor
+        accepted = np.array([first, num_accepted - first], np.float64)
+        verified = np.array([np.ones_like(first), np.minimum(num_accepted, num_drafts - 1)], np.float64)
+        self._accepted[:, rows] = self._accepted[:, rows] * _DECAY + accepted
+        self._verified[:, rows] = self._verified[:, rows] * _DECAY + verified
+        is_kind = (rows % len(self._kinds))[:, None] == self._kinds
+        num_per_kind = is_kind.sum(0)
+        decay, divisor = _DECAY_ALL ** np.minimum(num_per_kind, 64), np.maximum(num_per_kind, 1)
+        self._all_accepted = self._all_accepted * decay + accepted @ is_kind / divisor
+        self._all_verified = self._all_verified * decay + verified @ is_kind / divisor
 
 
 class _Costs:
@@ -255,11 +258,11 @@ class _Costs:
             self.plain = _smooth(self.plain, seconds, self._num_plain)
         elif self.plain:
             self._since_plain += 1
-            near = 1 + int(np.abs(_RATIOS[1:] - ratio).argmin())
+            nearest = 1 + int(np.abs(_RATIOS[1:] - ratio).argmin())
             cost = max(seconds / self.plain, 1.0)
-            extra = (cost - 1) * min((_RATIOS[near] - 1) / (ratio - 1), 2.0)
-            self._num_extra[near] += 1
-            self._extra[near] = _smooth(1 + self._extra[near], 1 + extra, self._num_extra[near]) - 1
+            extra = (cost - 1) * min((_RATIOS[nearest] - 1) / (ratio - 1), 2.0)
+            self._num_extra[nearest] += 1
+            self._extra[nearest] = _smooth(1 + self._extra[nearest], 1 + extra, self._num_extra[nearest]) - 1
             self._fill()
 
     def _fill(self) -> None:

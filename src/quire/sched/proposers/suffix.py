@@ -49,8 +49,8 @@ class Suffix:
         self._texts: dict[int, TokenText] = {}
         self._prompt_lens: dict[int, int] = {}
         self._salts: dict[int, str | None] = {}
-        self._answers = _Answers(max_requests, max_tokens)
-        self._salted: dict[str, _Answers] = {}
+        self._outputs = _Outputs(max_requests, max_tokens)
+        self._salted: dict[str, _Outputs] = {}
         """Outputs by salt, the most recently used last."""
         self._sizes = max_requests, max_tokens // NUM_SALTS
 
@@ -64,47 +64,47 @@ class Suffix:
 
     def release(self, row: int, tokens: Ints) -> None:
         if self._texts.pop(row, None) is not None:
-            self._answers_of(self._salts.pop(row)).add(tokens[self._prompt_lens.pop(row) :])
+            self._outputs_of(self._salts.pop(row)).add(tokens[self._prompt_lens.pop(row) :])
 
-    def _answers_of(self, salt: str | None) -> "_Answers":
+    def _outputs_of(self, salt: str | None) -> "_Outputs":
         """Return the outputs from which drafts for this salt may be taken. Drafts from other outputs would
         reveal their content by timing."""
         if salt is None:
-            return self._answers
-        answers = self._salted.pop(salt, None) or _Answers(*self._sizes)
-        self._salted[salt] = answers
+            return self._outputs
+        outputs = self._salted.pop(salt, None) or _Outputs(*self._sizes)
+        self._salted[salt] = outputs
         if len(self._salted) > NUM_SALTS:
             del self._salted[next(iter(self._salted))]
-        return answers
+        return outputs
 
-    def propose(self, row: int, most: int) -> Ints:
+    def propose(self, row: int, max_drafts: int) -> Ints:
         row_text = self._texts[row]
-        if len(row_text.tokens) < MIN_MATCH or most < 1:
+        if len(row_text.tokens) < MIN_MATCH or max_drafts < 1:
             return _NONE
         ending, end = row_text.ending, row_text.tokens[-self._max_depth :]
         best, draft = 0.0, None
-        for text in (row_text, *self._answers_of(self._salts[row]).texts):
-            score, tokens = self._guess(text, ending, end, most)
+        for text in (row_text, *self._outputs_of(self._salts[row]).texts):
+            score, tokens = self._propose_from(text, ending, end, max_drafts)
             if score > best:
                 best, draft = score, tokens
-            if score == most:
+            if score == max_drafts:
                 break
         return _NONE if draft is None else np.frombuffer(draft, np.int32)
 
-    def _guess(
-        self, text: TokenText, ending: int, end: "array[int]", most: int
+    def _propose_from(
+        self, text: TokenText, ending: int, end: "array[int]", max_drafts: int
     ) -> "tuple[float, array[int]]":
         """Return the tokens proposed from a text, with the expected number of accepted ones first."""
         tokens, draft = text.tokens, array("i")
         length, places = _longest(tokens, text.places(ending, MAX_PLACES), end)
-        most, total = min(most, int(self._factor * length)), len(places)
-        numbers = Counter([tokens[place : place + most].tobytes() for place in places])
-        runs = [(array("i", run), count) for run, count in numbers.items()]
+        max_drafts, total = min(max_drafts, int(self._factor * length)), len(places)
+        num_runs = Counter([tokens[place : place + max_drafts].tobytes() for place in places])
+        runs = [(array("i", run), count) for run, count in num_runs.items()]
         score = 0.0
-        while len(draft) < most and runs:
-            if len(runs) == 1 and len(runs[0][0]) == most:
+        while len(draft) < max_drafts and runs:
+            if len(runs) == 1 and len(runs[0][0]) == max_drafts:
                 run, count = runs[0]
-                rest = run[len(draft) : run.index(_END) if _END in run else most]
+                rest = run[len(draft) : run.index(_END) if _END in run else max_drafts]
                 if count < self._min_prob * total:
                     break
                 return score + len(rest) * (count / total), draft + rest
@@ -126,21 +126,25 @@ class Suffix:
 def _longest(tokens: "array[int]", places: list[int], end: "array[int]") -> tuple[int, list[int]]:
     """Return the length of the longest suffix that precedes any of the places, and those places."""
     length, best, too_long = 0, [], len(end) + 1
-    trial = MIN_MATCH
+    length_tried = MIN_MATCH
     while length + 1 < too_long and places:
-        wanted = end[len(end) - trial :]
-        same = [place for place in places if place >= trial and tokens[place - trial : place] == wanted]
-        if same:
-            length, best, places = trial, same, same
+        suffix = end[len(end) - length_tried :]
+        matches = [
+            place
+            for place in places
+            if place >= length_tried and tokens[place - length_tried : place] == suffix
+        ]
+        if matches:
+            length, best, places = length_tried, matches, matches
         else:
-            too_long = trial
+            too_long = length_tried
             if not length:
                 break
-        trial = len(end) if trial == MIN_MATCH else (length + too_long) // 2
+        length_tried = len(end) if length_tried == MIN_MATCH else (length + too_long) // 2
     return length, best
 
 
-class _Answers:
+class _Outputs:
     """The latest outputs, in a few texts."""
 
     def __init__(self, max_requests: int, max_tokens: int) -> None:

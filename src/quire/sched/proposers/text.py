@@ -54,19 +54,19 @@ class TokenText:
             self._sort()
         return self._hash
 
-    def places(self, ending: int, most: int) -> list[int]:
-        """Return the places behind earlier occurrences of n tokens, latest first, at most `most`."""
+    def places(self, ending: int, max_places: int) -> list[int]:
+        """Return the places behind earlier occurrences of n tokens, latest first, at most `max_places`."""
         if self._sorted is None:
             self._sort()
         assert self._sorted is not None
         places: list[int] = []
         place = self._recent.get(ending, -1)
-        while place >= 0 and len(places) < most:
+        while place >= 0 and len(places) < max_places:
             places.append(place)
             place = self._older[place - self._sorted_len]
         entries, least = self._sorted, ending & ~_PLACES
         at = bisect_right(entries, least | _PLACES) - 1
-        while at >= 0 and len(places) < most and (entry := entries[at]) >= least:
+        while at >= 0 and len(places) < max_places and (entry := entries[at]) >= least:
             places.append(entry & _PLACES)
             at -= 1
         return places

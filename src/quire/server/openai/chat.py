@@ -10,7 +10,7 @@ from quire.data.outputs import CompletionOutput, RequestOutput
 from quire.server.http.sse import event, opening, quote
 from quire.server.openai.answer_pieces import NAMED, WholeAnswer, collect_pieces
 from quire.server.openai.chat_request import ChatRequest, prepare_chat
-from quire.server.openai.encoder import ChunkEncoder
+from quire.server.openai.encoder import ChunkEncoder, routed_experts
 from quire.server.openai.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.openai.requests import ChatBody
 from quire.server.openai.service import GenerationService
@@ -169,6 +169,7 @@ class ChatEncoder(ChunkEncoder):
             "finish_reason": self._finish_reason(output, calls=bool(answer.calls)),
             "stop_reason": output.stop_reason,
             "token_ids": list(output.token_ids) if self._body.return_token_ids else None,
+            **routed_experts(output),
         }
 
     def _finish_reason(self, output: CompletionOutput, *, calls: bool) -> str:

@@ -11,7 +11,7 @@ from quire.data.outputs import CompletionOutput, PromptLogprobs, RequestOutput
 from quire.errors import RequestError
 from quire.frontend.inputs import Prompt
 from quire.server.http.sse import event, opening, quote
-from quire.server.openai.encoder import ChunkEncoder
+from quire.server.openai.encoder import ChunkEncoder, routed_experts
 from quire.server.openai.logprobs import LogprobColumns, prompt_logprobs
 from quire.server.openai.prompts import off_loop
 from quire.server.openai.requests import CompletionBody
@@ -223,4 +223,5 @@ class CompletionEncoder(ChunkEncoder):
             "token_ids": token_ids,
             "prompt_logprobs": prompt_logprobs(output.prompt_logprobs),
             "prompt_token_ids": list(output.prompt_token_ids or ()) if body.return_token_ids else None,
+            **routed_experts(choice),
         }

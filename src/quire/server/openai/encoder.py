@@ -1,8 +1,12 @@
 """Base of the encoders of chunks with choices."""
 
+import base64
+import io
 from typing import Any
 
-from quire.data.outputs import RequestStateStats
+import numpy as np
+
+from quire.data.outputs import CompletionOutput, RequestStateStats
 from quire.server.http.sse import DONE, AnswerEncoder, event
 from quire.server.openai.requests import StreamOptions
 from quire.server.openai.service import ApiCall, GenerationService
@@ -66,3 +70,13 @@ class ChunkEncoder(AnswerEncoder):
             "kv_transfer_params": transfer,
             "metrics": self._api.metrics(stats, len(choices)),
         }
+
+
+def routed_experts(output: CompletionOutput) -> dict[str, str]:
+    """Return the field of a choice with the experts of its tokens, an array of numpy in base64; no field if
+    they are not returned."""
+    if output.routed_experts is None:
+        return {}
+    file = io.BytesIO()
+    np.save(file, output.routed_experts)
+    return {"routed_experts": base64.b64encode(file.getvalue()).decode()}

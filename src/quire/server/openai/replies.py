@@ -1,6 +1,6 @@
 """Response bodies, for the OpenAPI document. The routes build them as plain dicts."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, create_model
 
@@ -150,6 +150,11 @@ class ChatMessage(BaseModel):
     tool_calls: list[ToolCall] | None = None
 
 
+RoutedExperts = Annotated[
+    str, Field(description="With --enable-return-routed-experts: an array in numpy's format, in base64.")
+]
+
+
 class ChatChoice(BaseModel):
     """One choice of a chat completion."""
 
@@ -159,6 +164,7 @@ class ChatChoice(BaseModel):
     finish_reason: FinishReason
     stop_reason: int | str | None
     token_ids: list[int] | None
+    routed_experts: RoutedExperts | None = None
 
 
 class RequestMetrics(BaseModel):
@@ -209,6 +215,7 @@ class CompletionChoice(BaseModel):
     token_ids: list[int] | None
     prompt_logprobs: PromptLogprobs | None
     prompt_token_ids: list[int] | None
+    routed_experts: RoutedExperts | None = None
 
 
 class CompletionReply(BaseModel):

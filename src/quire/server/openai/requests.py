@@ -156,6 +156,9 @@ class GenerateBody(EngineBody):
     thinking_token_budget: Int | None = _ranged(
         -1, None, "Maximum reasoning tokens; needs --reasoning-parser. -1: no limit."
     )
+    routed_experts_prompt_start: Int | None = _ranged(
+        0, None, "First prompt token in `routed_experts`, with --enable-return-routed-experts. Default: 0."
+    )
     kv_transfer_params: dict[str, JsonValue] | None = doc(
         "For prefill and decode in different engines (docs/disaggregation.md): the field of vLLM's proxies."
     )

@@ -28,7 +28,7 @@ _SAMPLING = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "logit_bias", "seed", "stop", "stop_token_ids", "include_stop_str_in_output",
     "ignore_eos", "min_tokens", "skip_special_tokens", "spaces_between_special_tokens", "allowed_token_ids",
-    "bad_words", "logprob_token_ids", "stream_interval",
+    "bad_words", "logprob_token_ids", "stream_interval", "routed_experts_prompt_start",
 )  # fmt: skip
 """Fields that a body and SamplingParams have in common."""
 _LISTS = (

@@ -11,6 +11,7 @@ from quire.data.params import ReasoningIds, RequestOutputKind, SamplingParams
 from quire.errors import RequestError
 from quire.server.http.errors import InvalidBody
 from quire.server.http.sse import DONE, AnswerEncoder, event
+from quire.server.openai.encoder import routed_experts
 from quire.server.openai.logprobs import TokenFormatter, chat_logprobs, prompt_logprobs
 from quire.server.openai.prompts import num_chars, off_loop
 from quire.server.openai.requests import CompletionBody
@@ -130,9 +131,13 @@ class TokensEncoder(AnswerEncoder):
             as_ids = self._api.settings.api.return_tokens_as_token_ids
             speller = TokenFormatter(self._api.inputs_of(self._job.model).tokenizer, as_ids)
             logprobs = chat_logprobs(completion.token_ids, completion.logprobs, num_top, speller)
+        kept = completion.sampling_mask
+        mask = {} if kept is None else {"sampling_mask": kept.token_ids}
         return {
             "index": completion.index,
             "logprobs": logprobs,
             "finish_reason": completion.finish_reason,
             "token_ids": list(completion.token_ids),
+            **routed_experts(completion),
+            **mask,
         }

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from quire.data.params import INT64_MAX
-from quire.server.openai.replies import ChatLogprobs, FinishReason, PromptLogprobs, UsageReply
+from quire.server.openai.replies import ChatLogprobs, FinishReason, PromptLogprobs, RoutedExperts, UsageReply
 from quire.server.openai.requests import (
     ChatBody,
     CompletionBody,
@@ -123,6 +123,10 @@ class TokensChoice(BaseModel):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
     token_ids: list[int]
+    routed_experts: RoutedExperts | None = None
+    sampling_mask: list[list[int]] | None = doc(
+        "With --return-sampling-mask: the ids that each token could have been."
+    )
 
 
 class TokensReply(BaseModel):

@@ -57,6 +57,8 @@ class CudaBlockCopies:
         self._inward, self._outward = [*map(_Staging, memory[:2])], [*map(_Staging, memory[2:])]
         self._ahead = torch.cuda.Event()
         """End of the copies that run beside a step."""
+        self._stored = torch.cuda.Event()
+        """End of all copies to the host: an entry may be loaded as soon as its copy is enqueued."""
         self._timed: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         """Begin and end of copies to the host."""
 
@@ -90,6 +92,7 @@ class CudaBlockCopies:
                         kept[first:end].copy_(blocks, non_blocking=True)
                     self._outward[-1].used.record()
             copied.record(self._beside)
+            self._stored.record(self._beside)
             self._timed.append((began, copied))
             if ahead:
                 self._ahead.record(self._beside)
@@ -117,6 +120,7 @@ class CudaBlockCopies:
 
     def begin_in(self) -> None:
         with self._lock:
+            self._arriving.wait_event(self._stored)
             self._beside.wait_stream(self._main)
 
     def start_in(self, ids: Sequence[int], contents: Sequence[NDArray[np.uint8] | Tensor]) -> None:

@@ -12,7 +12,7 @@ from quire.config.engine import EngineConfig
 from quire.config.speculation import SpecFacts
 from quire.data.step_plan import Ints, Masks, Pending, StepPlan
 from quire.kernels.host_to_device import copy_to_device
-from quire.memory import GRAPH_BYTES, MAX_DRAWS, ladder, longest_short, short_bytes, short_shapes
+from quire.memory import GRAPH_BYTES, MAX_SAMPLES, ladder, longest_short, short_bytes, short_shapes
 from quire.models.decoder import TappedStates
 from quire.parallel.all2all import EPTokens
 from quire.sampling.memory_probe import probe_memory
@@ -59,19 +59,23 @@ class CudaDevice:
         query_lens = [] if self.speculation is None else self.speculation.query_lens
         self.axes = int(all_rows.mrope is not None)
         """1 if the model uses M-RoPE positions, which differ from the position in the sequence."""
-        vectors = None if model.encoder is None else model.encoder.room
-        self.graphs = Graphs(self.block_tables, model.room, in_flight, query_lens, self.axes, vectors)
-        self._pinned = cycle([_Pinned() for _ in range(in_flight)])
+        vectors = None if model.encoder is None else model.encoder.embeds_buffer
+        self.graphs = Graphs(
+            self.block_tables, model.receive_buffer, in_flight, query_lens, self.axes, vectors
+        )
+        self._pinned_buffers = cycle([_Pinned() for _ in range(in_flight)])
         size, dtype = max_rows, torch.int64
         if self.speculation is not None:
-            size, dtype = 2 * max_rows * self._most_draws + 1, torch.int32
+            size, dtype = 2 * max_rows * self._max_samples_per_row + 1, torch.int32
         is_cuda = device.type == "cuda"
         self._readbacks = cycle(
             [(pinned(size, dtype=dtype), torch.cuda.Event() if is_cuda else None) for _ in range(in_flight)]
         )
-        self._draws = MaskedSampling(max_rows, size, all_rows.sampling.vocab, device)
-        sampling = sample, self._draws, self.speculation
-        self.dummies = DummyBatches(model, self.block_tables, all_rows.tokens.shape[1], self.axes, *sampling)
+        self._masked_sampling = MaskedSampling(max_rows, size, all_rows.sampling.vocab, device)
+        sampling = sample, self._masked_sampling, self.speculation
+        self.dummy_batches = DummyBatches(
+            model, self.block_tables, all_rows.tokens.shape[1], self.axes, *sampling
+        )
         self._sampled_in_graph: Tensor | None = None
         self._all_rows = all_rows
         self._draft_graphs: DraftGraphs | None = None
@@ -81,19 +85,19 @@ class CudaDevice:
         """Measure the memory: run the largest step with all sampling features, and the largest to capture."""
         limits, link = config.scheduler, self.model.link
 
-        def ask_for_everything(done: ForwardResult) -> None:
+        def probe_sampler(output: ForwardResult) -> None:
             if sampler is None:
                 return
-            outputs = done.hidden, done.logits, done.sampling
+            outputs = output.hidden, output.logits, output.sampling
             probe_memory(sampler, self.model.head_of_one, *outputs, num_logprobs=config.model.max_logprobs)
 
-        self.dummies.compile(config, self.graphs.query_lens, self._short(config), self._draft_graphs)
-        most_tokens, most_rows = limits.max_num_batched_tokens, limits.max_num_seqs
-        activations = self.dummies.peak(self.compute, most_tokens, most_rows, ask_for_everything)
-        activations += 0 if link is None else link.num_bytes(most_tokens)
-        more_draws = min(most_rows * self._most_draws, MAX_DRAWS) - most_rows
+        self.dummy_batches.compile(config, self.graphs.query_lens, self._short(config), self._draft_graphs)
+        max_tokens, max_rows = limits.max_num_batched_tokens, limits.max_num_seqs
+        activations = self.dummy_batches.peak(self.compute, max_tokens, max_rows, probe_sampler)
+        activations += 0 if link is None else link.num_bytes(max_tokens)
+        more_samples = min(max_rows * self._max_samples_per_row, MAX_SAMPLES) - max_rows
         item = getattr(torch, config.model.dtype).itemsize
-        activations += max(more_draws, 0) * config.checkpoint.facts.vocab * item
+        activations += max(more_samples, 0) * config.checkpoint.facts.vocab * item
         graphs = self._graph_bytes(config, item)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
@@ -103,22 +107,24 @@ class CudaDevice:
     def _graph_bytes(self, config: EngineConfig, item: int) -> int:
         """Return the memory of all CUDA graphs, for values of `item` bytes. Each graph keeps its results and
         shares its temporary memory with the larger graphs."""
-        facts, largest, short = config.checkpoint.facts, self._most_decodes(config), self._short(config)
+        facts, largest, short = config.checkpoint.facts, self._max_decodes(config), self._short(config)
         wide = [size * query_len for size, query_len in wide_shapes(largest, self.graphs.query_lens)]
         sizes = sorted([*ladder(largest), *wide]) if self._captures(config) else []
         largest_shapes = [(n, n) for n in sizes[-1:]] + [(n, seqs) for seqs, n in short[-1:]]
-        num_bytes = max((self.dummies.peak(self.compute, *shape) for shape in largest_shapes), default=0)
-        kinds, kept = len(self.model.kinds), 2 * facts.hidden
-        if self.model.draws:
-            kept = facts.vocab + facts.hidden
-        num_bytes += kinds * len(sizes) * GRAPH_BYTES
-        num_bytes += (kinds * sum(sizes) - max(sizes, default=0)) * kept * item
-        num_bytes += kinds * sum(short_bytes(config, *shape) for shape in short)
+        num_bytes = max(
+            (self.dummy_batches.peak(self.compute, *shape) for shape in largest_shapes), default=0
+        )
+        num_variants, row_elements = len(self.model.lora_variants), 2 * facts.hidden
+        if self.model.has_lm_head:
+            row_elements = facts.vocab + facts.hidden
+        num_bytes += num_variants * len(sizes) * GRAPH_BYTES
+        num_bytes += (num_variants * sum(sizes) - max(sizes, default=0)) * row_elements * item
+        num_bytes += num_variants * sum(short_bytes(config, *shape) for shape in short)
         if self._draft_graphs is not None and sizes:
             num_bytes += len(wide) * GRAPH_BYTES + max(wide, default=0) * facts.vocab * 4
         return num_bytes
 
-    def _most_decodes(self, config: EngineConfig) -> int:
+    def _max_decodes(self, config: EngineConfig) -> int:
         """Return the most decodes of one step: a pipeline spreads its rows over as many steps as stages."""
         return -(-config.scheduler.max_num_seqs // self.num_stages)
 
@@ -127,7 +133,7 @@ class CudaDevice:
         return is_capturable and not config.model.enforce_eager
 
     @property
-    def _most_draws(self) -> int:
+    def _max_samples_per_row(self) -> int:
         """Return the most sampled tokens of a row in one step."""
         return 1 if self.speculation is None else 1 + self.speculation.most
 
@@ -140,45 +146,47 @@ class CudaDevice:
         supported &= self._captures(config) and self.model.ep is None and kinds <= {"full", "window"}
         if not supported or (facts.media is not None and facts.media.num_cross_states):
             return []
-        return short_shapes(self._most_decodes(config) * self._most_draws, longest_short(config))
+        return short_shapes(self._max_decodes(config) * self._max_samples_per_row, longest_short(config))
 
     @torch.inference_mode()
     def warm_up(self, config: EngineConfig) -> None:
         if self._captures(config):
             # Devices of one expert-parallel group must have the same graphs.
             seconds = _CAPTURE_S if self.model.ep is None else float("inf")
-            largest = self._most_decodes(config)
-            self._draws.open()
+            largest = self._max_decodes(config)
+            self._masked_sampling.open()
             self.graphs.capture(
                 self.compute,
                 largest,
-                self.model.kinds,
+                self.model.lora_variants,
                 seconds=seconds,
                 short=self._short(config),
-                follow=self._follow,
-                redraw=self._draw_by_masks,
+                verify=self._verify_to_capture,
+                resample=self._sample_masked,
             )
             spec = config.speculation
             if self._draft_graphs is not None and not (spec is not None and spec.enforce_eager):
                 self._capture_draft_graphs(self._draft_graphs, largest)
 
     @property
-    def _follow(self) -> Callable[[ForwardResult], Tensor] | None:
+    def _verify_to_capture(self) -> Callable[[ForwardResult], Tensor] | None:
         """Return the verification to capture after each step; None if the graph of the step contains it."""
-        return None if self.speculation is None or self.speculation.behind is None else self._verify
+        return None if self.speculation is None or self.speculation.after_step is None else self._verify
 
-    def _capture_draft_graphs(self, draft_graphs: DraftGraphs, most_rows: int) -> None:
-        shapes = [(size, query_len - 1) for size, query_len in wide_shapes(most_rows, self.graphs.query_lens)]
+    def _capture_draft_graphs(self, draft_graphs: DraftGraphs, max_rows: int) -> None:
+        shapes = [(size, query_len - 1) for size, query_len in wide_shapes(max_rows, self.graphs.query_lens)]
         draft_graphs.capture(shapes, self.graphs.pool, seconds=_CAPTURE_S, in_flight=self.graphs.in_flight)
 
-    def draft_by(
-        self, drafter: Drafter, seen: DraftProgress | None, max_tokens: int, *, by_chance: bool
+    def use_drafter(
+        self, drafter: Drafter, draft_progress: DraftProgress | None, max_tokens: int, *, probabilistic: bool
     ) -> None:
         assert self.speculation is not None
-        state = self.speculation.known, self.block_tables, self._all_rows, self.sample
-        self._draft_graphs = DraftGraphs(drafter, *state, seen, max_tokens, by_chance=by_chance)
+        state = self.speculation.spec_tokens, self.block_tables, self._all_rows, self.sample
+        self._draft_graphs = DraftGraphs(
+            drafter, *state, draft_progress, max_tokens, probabilistic=probabilistic
+        )
         if drafter.follows:
-            self.speculation.behind = DrafterUpdate(drafter)
+            self.speculation.after_step = DrafterUpdate(drafter)
 
     def forget(self) -> None:
         self.graphs.forget()
@@ -188,13 +196,13 @@ class CudaDevice:
 
     def prepare(self, plan: StepPlan, all_rows: Rows) -> DeviceStep:
         places, ids = all_rows.joined_changes()
-        self._draws.hold(len(plan.constrained) > 0 or self._verifies_later(plan, all_rows))
+        self._masked_sampling.hold(len(plan.constrained) > 0 or self._verifies_later(plan, all_rows))
         features = self.model.features(plan, all_rows, self.device)
         if self.speculation is not None:
             self.speculation.begin(plan, all_rows)
         if self._draft_graphs is not None and self._propose_drafts(self._draft_graphs, plan, places, ids):
             places, ids = places[:0], ids[:0]
-        graph = None if features.is_eager else self.graphs.find(plan, adapters=features.adapts)
+        graph = None if features.is_eager else self.graphs.find(plan, adapters=features.has_adapters)
         if graph is not None and (graph.takes_embeds or not features.has_media):
             return self._replay(graph, plan, all_rows, places, ids, features.embeds)
         return self._eager(plan, all_rows, places, ids, features) if len(plan.rows) else self._idle(plan)
@@ -207,7 +215,7 @@ class CudaDevice:
     def _propose_drafts(self, draft_graphs: DraftGraphs, plan: StepPlan, places: Wide, ids: Ints) -> bool:
         """Propose drafts if the step has any. Return whether the block tables were updated too."""
         draft_graphs.begin(plan)
-        if not draft_graphs.wants(plan):
+        if not draft_graphs.has_work(plan):
             draft_graphs.skip(plan)
             return False
         if len(ids):
@@ -231,12 +239,14 @@ class CudaDevice:
         count = len(plan.logit_rows)
 
         def run() -> ForwardResult | IntermediateTensors:
-            done = graph.replay(count)
-            if isinstance(done, ForwardResult):
-                self._sampled_in_graph = done.token_ids
-            return done
+            output = graph.replay(count)
+            if isinstance(output, ForwardResult):
+                self._sampled_in_graph = output.token_ids
+            return output
 
-        return self.model.step(run, None if graph.before is None else graph.before[:, :count])
+        return self.model.step(
+            run, None if graph.intermediate_tensors is None else graph.intermediate_tensors[:, :count]
+        )
 
     def _eager(
         self, plan: StepPlan, all_rows: Rows, places: Wide, ids: Ints, features: StepFeatures
@@ -246,106 +256,111 @@ class CudaDevice:
             len(ids),
             len(self.block_tables),
             drafts=self.speculation is not None,
-            adapters=features.adapts,
+            adapters=features.has_adapters,
             axes=features.axes,
         )
-        memory = next(self._pinned).take(bytes_of(sizes))
+        memory = next(self._pinned_buffers).take(bytes_of(sizes))
         StepBuffers(memory, sizes).write(plan, all_rows, places, ids)
-        sheet = tensors(memory.to(self.device, non_blocking=True), sizes)
+        inputs = tensors(memory.to(self.device, non_blocking=True), sizes)
         seq_lens = all_rows.num_computed[plan.rows] + plan.num_tokens
-        batch = batch_of(sheet, self.block_tables, plan.num_tokens, seq_lens, is_wide=features.is_wide)
-        batch.before = self.model.room(plan.total_tokens)
-        features.put_in(batch)
-        self._make_room(batch, plan)
-        return self.model.step(lambda: self.compute(batch, sheet), batch.before)
+        batch = batch_of(
+            inputs, self.block_tables, plan.num_tokens, seq_lens, uses_extra_vocab=features.uses_extra_vocab
+        )
+        batch.intermediate_tensors = self.model.receive_buffer(plan.total_tokens)
+        features.apply_to(batch)
+        self._set_ep_tokens(batch, plan)
+        return self.model.step(lambda: self.compute(batch, inputs), batch.intermediate_tensors)
 
     def _idle(self, plan: StepPlan) -> DeviceStep:
         """Return a step of one dummy token, for a rank without rows."""
-        batch, sheet = self.dummies.make(ONE_TOKEN)
-        self._make_room(batch, plan)
-        return self.model.step(lambda: self.compute(batch, sheet), batch.before)
+        batch, inputs = self.dummy_batches.make(ONE_TOKEN)
+        self._set_ep_tokens(batch, plan)
+        return self.model.step(lambda: self.compute(batch, inputs), batch.intermediate_tensors)
 
-    def _make_room(self, batch: Batch, plan: StepPlan) -> None:
+    def _set_ep_tokens(self, batch: Batch, plan: StepPlan) -> None:
         """Set the expert-parallel buffer size to that of ranks that replay a graph."""
         if plan.counts:
             batch.ep = EPTokens(plan.total_tokens, self.graphs.size_for(max(plan.counts)))
 
-    def compute(self, batch: Batch, sheet: dict[str, Tensor]) -> ForwardResult | IntermediateTensors:
+    def compute(self, batch: Batch, inputs: dict[str, Tensor]) -> ForwardResult | IntermediateTensors:
         """Compute a step on the device, inside or outside a captured graph."""
-        self._set_blocks(sheet["block_places"], sheet["block_ids"])
+        self._set_blocks(inputs["block_places"], inputs["block_ids"])
         verify_inputs = None
         if self.speculation is not None:
-            verify_inputs = self.speculation.derive(batch, sheet, self.block_tables)
-            batch.token_ids = sheet["token_ids"]
+            verify_inputs = self.speculation.derive(batch, inputs, self.block_tables)
+            batch.token_ids = inputs["token_ids"]
         else:
-            sources = sheet["sources"]
-            batch.token_ids = torch.where(sources >= 0, self.last_tokens[sources], sheet["token_ids"])
+            sources = inputs["sources"]
+            batch.token_ids = torch.where(sources >= 0, self.last_tokens[sources], inputs["token_ids"])
         out = self.model.hidden(batch)
-        if not self.model.draws:
+        if not self.model.has_lm_head:
             passed: IntermediateTensors = out
             return passed
         hidden, aux = out if isinstance(out, TappedStates) else (out, ())
+        routes = self.model.routes(batch)
         # Padding tokens of a captured step lie between the others; their samples come last.
         is_all = len(batch.logit_tokens) == len(hidden) and not (verify_inputs and batch.max_query_len > 1)
         states = hidden if is_all else hidden[batch.logit_tokens]
-        logits, sampling = self.model.logits(states, batch), sampling_tensors(sheet)
+        logits, sampling = self.model.logits(states, batch), sampling_tensors(inputs)
         token_ids = self._sampled_in_graph = self.sample(
-            logits, sampling, self._draws.sampled_in_graph(len(logits))
+            logits, sampling, self._masked_sampling.sampled_in_graph(len(logits))
         )
         verified = None
         if verify_inputs is None:
-            self.last_tokens.index_copy_(0, sheet["logit_rows"], token_ids)
-        elif self.speculation is not None and self.speculation.behind is None:
-            later = self._draws.later
+            self.last_tokens.index_copy_(0, inputs["logit_rows"], token_ids)
+        elif self.speculation is not None and self.speculation.after_step is None:
+            later = self._masked_sampling.later
             verified = self.speculation.verify(
                 verify_inputs, aux or (hidden,), token_ids, sampling.seeds, later
             )
-        more = verify_inputs, aux, None, verified
-        return ForwardResult(hidden, logits, token_ids, sampling, sheet["logit_rows"], *more)
+        extra = verify_inputs, aux, None, verified
+        return ForwardResult(hidden, logits, token_ids, sampling, inputs["logit_rows"], *extra, routes=routes)
 
-    def _draw_by_masks(self, done: ForwardResult) -> Tensor:
-        count = len(done.logits)
-        token_ids = self.sample(done.logits, done.sampling, self._draws.constrained(count))
-        if done.verify_inputs is None and done.rows is not None:
-            self.last_tokens.index_copy_(0, done.rows, token_ids)
+    def _sample_masked(self, output: ForwardResult) -> Tensor:
+        count = len(output.logits)
+        token_ids = self.sample(output.logits, output.sampling, self._masked_sampling.constrained(count))
+        if output.verify_inputs is None and output.rows is not None:
+            self.last_tokens.index_copy_(0, output.rows, token_ids)
         return token_ids
 
-    def redraw(self, done: ForwardResult, masks: Masks, places: Ints) -> Tensor | None:
-        if done.redraw is None or not self._draws.send(masks, places):
+    def resample(self, output: ForwardResult, masks: Masks, places: Ints) -> Tensor | None:
+        if output.resample is None or not self._masked_sampling.send(masks, places):
             return None
-        token_ids = self._sampled_in_graph = done.redraw()[: len(done.logits)]
-        self._draws.applied()
+        token_ids = self._sampled_in_graph = output.resample()[: len(output.logits)]
+        self._masked_sampling.applied()
         return token_ids
 
     def _set_blocks(self, places: Tensor, ids: Tensor) -> None:
         self.block_tables.view(-1).index_copy_(0, places, ids)
 
-    def land(self, plan: StepPlan, done: ForwardResult, sampled: Sampled, all_rows: Rows) -> Pending:
+    def start_readback(
+        self, plan: StepPlan, output: ForwardResult, sampled: Sampled, all_rows: Rows
+    ) -> Pending:
         new = NewTokens.of(plan)
         if self.speculation is not None and len(new.rows):
-            num_seqs = len(done.verify_inputs.step.rows)
-            is_in_graph = sampled.token_ids is done.token_ids
-            if done.verified is not None and is_in_graph:
-                verified = done.verified
-            elif done.follow is not None and is_in_graph:
-                verified = done.follow()
+            num_seqs = len(output.verify_inputs.step.rows)
+            is_in_graph = sampled.token_ids is output.token_ids
+            if output.verified is not None and is_in_graph:
+                verified = output.verified
+            elif output.replay_verify is not None and is_in_graph:
+                verified = output.replay_verify()
             else:
-                verified = self._verify(done._replace(token_ids=sampled.token_ids))
+                verified = self._verify(output._replace(token_ids=sampled.token_ids))
             if sampled.counts is not None and len(plan.num_drafts):
                 take_back(sampled.counts, plan, all_rows.sampling, sampled.token_ids, verified)
-            return self._start_readback(verified, sampled, new, all_rows, lambda x: read(x, num_seqs, plan))
+            return self._copy_to_host(verified, sampled, new, all_rows, lambda x: read(x, num_seqs, plan))
         if len(new.rows) and sampled.token_ids is not self._sampled_in_graph:
             # Some row needs more than the plain sampling of the graph.
-            assert done.rows is not None
-            self.last_tokens.index_copy_(0, done.rows, sampled.token_ids)
-        return self._start_readback(sampled.token_ids, sampled, new, all_rows, _one_each)
+            assert output.rows is not None
+            self.last_tokens.index_copy_(0, output.rows, sampled.token_ids)
+        return self._copy_to_host(sampled.token_ids, sampled, new, all_rows, _one_each)
 
-    def _verify(self, done: ForwardResult) -> Tensor:
-        assert self.speculation is not None and done.token_ids is not None and done.sampling is not None
-        states, seeds = done.draft_states, done.sampling.seeds
-        return self.speculation.verify(done.verify_inputs, states, done.token_ids, seeds)
+    def _verify(self, output: ForwardResult) -> Tensor:
+        assert self.speculation is not None and output.token_ids is not None and output.sampling is not None
+        states, seeds = output.draft_states, output.sampling.seeds
+        return self.speculation.verify(output.verify_inputs, states, output.token_ids, seeds)
 
-    def _start_readback(
+    def _copy_to_host(
         self, values: Tensor, sampled: Sampled, new: NewTokens, all_rows: Rows, read: Read
     ) -> "PendingTokens":
         buffer, copied = next(self._readbacks)

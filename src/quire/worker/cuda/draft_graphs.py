@@ -13,11 +13,11 @@ from torch import Tensor
 from quire.data.step_plan import Ints, StepPlan
 from quire.kernels.host_to_device import copy_to_device
 from quire.kernels.triton.spec import SpecTokens
-from quire.memory import MAX_DRAWS
+from quire.memory import MAX_SAMPLES
 from quire.sampling.random import SamplingTensors
 from quire.worker.cuda.graphs import capture, pinned, smallest
 from quire.worker.rows import Rows
-from quire.worker.spec.drafter import Drafter, Draw, SequenceEnds
+from quire.worker.spec.drafter import Drafter, SampleDrafts, SequenceEnds
 from quire.worker.spec.progress import DraftProgress, aligned, batch_of_spans, is_decode
 
 Sample = Callable[[Tensor, SamplingTensors], Tensor]
@@ -30,28 +30,28 @@ class DraftGraphs:
     def __init__(
         self,
         drafter: Drafter,
-        known: SpecTokens,
+        spec_tokens: SpecTokens,
         tables: Tensor,
         all_rows: Rows,
         sample: Sample,
-        seen: DraftProgress | None,
+        draft_progress: DraftProgress | None,
         max_tokens: int,
         *,
-        by_chance: bool,
+        probabilistic: bool,
     ) -> None:
         self.drafter = drafter
-        self.known = known
+        self.spec_tokens = spec_tokens
         self.tables = tables
-        self.seen = seen
+        self.draft_progress = draft_progress
         self._all_rows = all_rows
         self._sample = sample
-        self._by_chance = by_chance
+        self._is_probabilistic = probabilistic
         self._max_tokens = max_tokens
         self._graphs: dict[tuple[int, int], _DraftGraph] = {}
         self.pad_row = len(all_rows.num_tokens)
         kinds = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64, torch.int64)
-        room = max(self.pad_row, MAX_DRAWS)
-        self._likeliest = SamplingTensors(
+        room = max(self.pad_row, MAX_SAMPLES)
+        self._greedy = SamplingTensors(
             *(torch.zeros(room, dtype=kind, device=tables.device) for kind in kinds)
         )
         """Greedy sampling parameters, for the most rows."""
@@ -59,36 +59,36 @@ class DraftGraphs:
     def forget(self) -> None:
         self._graphs = {}
         self.drafter.forget()
-        if self.seen is not None:
-            self.seen.forget()
+        if self.draft_progress is not None:
+            self.draft_progress.forget()
 
     def begin(self, plan: StepPlan) -> None:
         """Register the new requests and blocks of a plan."""
-        if self.seen is not None:
-            self.seen.begin(plan)
+        if self.draft_progress is not None:
+            self.draft_progress.begin(plan)
 
-    def wants(self, plan: StepPlan) -> bool:
+    def has_work(self, plan: StepPlan) -> bool:
         """Whether the drafter has work before a step."""
-        return len(plan.num_drafts) > 0 or (self.seen is not None and not self.seen.lags)
+        return len(plan.num_drafts) > 0 or (self.draft_progress is not None and not self.draft_progress.lags)
 
     def skip(self, plan: StepPlan) -> None:
-        if self.seen is not None:
-            self.seen.skip(plan)
+        if self.draft_progress is not None:
+            self.draft_progress.skip(plan)
 
     def __call__(self, plan: StepPlan) -> None:
         """Propose drafts for the decodes of a step; the block tables on the device are up to date."""
         decodes, late = is_decode(plan), np.zeros(len(plan.rows), np.bool_)
-        if (seen := self.seen) is not None:
-            missed, late = seen.missed(plan, self._max_tokens)
+        if (progress := self.draft_progress) is not None:
+            missed, late = progress.missed(plan, self._max_tokens)
             if missed:
-                buffers = self._all_rows, seen.groups, self.known.history, self.tables
+                buffers = self._all_rows, progress.groups, self.spec_tokens.history, self.tables
                 self.drafter.catch_up(batch_of_spans(missed, *buffers))
-            seen.note(plan, decodes, late)
+            progress.note(plan, decodes, late)
         if decodes.any():
             self._propose(plan.rows[decodes], int(plan.num_drafts.max(initial=1)))
         if late.any():
             rows = copy_to_device(plan.rows[late].astype(np.int64), self.tables.device)
-            self.known.num_drafts.index_fill_(0, rows, 0)
+            self.spec_tokens.num_drafts.index_fill_(0, rows, 0)
 
     def _propose(self, rows: Ints, most: int) -> None:
         if (shape := smallest(self._graphs, len(rows), most)) is not None:
@@ -114,24 +114,24 @@ class DraftGraphs:
 
     def compute(self, inputs: Tensor, most: int, sample: Sample | None = None) -> None:
         """Propose drafts on the device, inside or outside a captured graph."""
-        known, rows = self.known, inputs[0]
-        last = known.lengths[rows].long() - 1
+        spec_tokens, rows = self.spec_tokens, inputs[0]
+        last = spec_tokens.lengths[rows].long() - 1
         both = torch.stack((last - 1, last), 1).clamp_(min=0)
         ends = SequenceEnds(
             rows=rows.int(),
-            ids=known.history[rows[:, None], both].long(),
+            ids=spec_tokens.history[rows[:, None], both].long(),
             last=last,
             num_slots=inputs[1],
             tables=self.tables,
-            draw=self._draft_sampling(inputs, sample or self._sample),
+            sample=self._draft_sampling(inputs, sample or self._sample),
         )
-        known.drafts[:, :most].index_copy_(0, rows, self.drafter.propose(ends, most))
-        known.num_drafts.index_fill_(0, rows, most)
+        spec_tokens.drafts[:, :most].index_copy_(0, rows, self.drafter.propose(ends, most))
+        spec_tokens.num_drafts.index_fill_(0, rows, most)
 
-    def _draft_sampling(self, inputs: Tensor, sample: Sample) -> Draw:
+    def _draft_sampling(self, inputs: Tensor, sample: Sample) -> SampleDrafts:
         """Return the sampling function of drafts: that of each row, or greedy."""
-        params = SamplingTensors(*(column[: inputs.shape[1]] for column in self._likeliest))
-        if self._by_chance:
+        params = SamplingTensors(*(column[: inputs.shape[1]] for column in self._greedy))
+        if self._is_probabilistic:
             floats = inputs[4:].view(torch.float64).float()
             temperature, top_p, min_p = (column.clone() for column in floats)
             params = SamplingTensors(temperature, inputs[3].int(), top_p, min_p, inputs[2], inputs[2])
@@ -162,7 +162,7 @@ class _DraftGraph:
 
     def __init__(self, owner: DraftGraphs, size: int, most: int, pool: Any, in_flight: int) -> None:
         device, width = owner.tables.device, aligned(size)
-        self._pages = cycle(pinned(in_flight, len(_INPUTS), width, dtype=torch.int64))
+        self._host_inputs = cycle(pinned(in_flight, len(_INPUTS), width, dtype=torch.int64))
         self._pad_row = owner.pad_row
         self._memory = torch.zeros((len(_INPUTS), width), dtype=torch.int64, device=device)
         self._memory[0].fill_(self._pad_row)
@@ -170,8 +170,8 @@ class _DraftGraph:
         self._graph, _ = capture(lambda: owner.compute(inputs, most), pool)
 
     def replay(self, inputs: NDArray[np.int64]) -> None:
-        page, count = next(self._pages), inputs.shape[1]
-        array = page.numpy()
+        host_inputs, count = next(self._host_inputs), inputs.shape[1]
+        array = host_inputs.numpy()
         array[:, :count], array[0, count:], array[1:, count:] = inputs, self._pad_row, 0
-        self._memory.copy_(page, non_blocking=True)
+        self._memory.copy_(host_inputs, non_blocking=True)
         self._graph.replay()

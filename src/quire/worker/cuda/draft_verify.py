@@ -40,7 +40,7 @@ class VerifiedStep(NamedTuple):
     """[B] int32, the result of `verify` for each sequence"""
 
 
-Behind = Callable[[SpecTokens, VerifiedStep], None]
+AfterStep = Callable[[SpecTokens, VerifiedStep], None]
 """Runs after each step, to update a drafter."""
 
 
@@ -51,8 +51,8 @@ class NgramLookup:
         self._least = least
         self._scratch = torch.zeros(2, max_rows + 1, dtype=torch.int64, device=device)
 
-    def __call__(self, known: SpecTokens, step: SpecStep) -> None:
-        look_up(known, step, self._scratch, self._least)
+    def __call__(self, spec_tokens: SpecTokens, step: SpecStep) -> None:
+        look_up(spec_tokens, step, self._scratch, self._least)
 
 
 class DrafterUpdate:
@@ -61,17 +61,17 @@ class DrafterUpdate:
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
 
-    def __call__(self, known: SpecTokens, drawn: VerifiedStep) -> None:
-        batch, step, states, verified = drawn
+    def __call__(self, spec_tokens: SpecTokens, verified_step: VerifiedStep) -> None:
+        batch, step, states, verified = verified_step
         starts, rows = step.query_starts.long(), step.rows.long()
         num_kept = torch.where(step.planned >= 0, (verified & _COUNT).long(), starts[1:] - starts[:-1])
         after = batch.positions[last_kept(batch, num_kept)] + 1
         target = TargetStates(
-            next_ids=known.history[rows, after].long(),
+            next_ids=spec_tokens.history[rows, after].long(),
             num_kept=num_kept,
             states=states,
         )
-        self._drafter.see(batch, target)
+        self._drafter.observe(batch, target)
 
 
 class Speculation:
@@ -81,7 +81,7 @@ class Speculation:
         max_rows, self.max_len = all_rows.tokens.shape
         self.most, self.block_size, self.device = facts.num_speculative_tokens, all_rows.block_size, device
         width, num_rows = self.max_len + self.most + 1, max_rows + 1
-        self.known = SpecTokens(
+        self.spec_tokens = SpecTokens(
             history=torch.zeros((num_rows, width), dtype=torch.int32, device=device),
             lengths=torch.ones(num_rows, dtype=torch.int32, device=device),
             drafts=torch.zeros((num_rows, self.most), dtype=torch.int64, device=device),
@@ -99,44 +99,44 @@ class Speculation:
         if all_rows.mrope is not None:
             self.ahead = torch.zeros(num_rows, dtype=torch.int64, device=device)
             self.last_mrope_position = all_rows.mrope.last
-        self.behind: Behind | None = None
+        self.after_step: AfterStep | None = None
         self._look_up: NgramLookup | None = None
         if facts.method == "ngram":
             self._look_up = NgramLookup(facts.prompt_lookup_min or 1, max_rows, device)
 
     def begin(self, plan: StepPlan, all_rows: Rows) -> None:
         """Load new requests, and the drafts that the scheduler proposed."""
-        known = self.known
+        spec_tokens = self.spec_tokens
         for new in plan.admitted:
             row, length = new.row, int(all_rows.num_tokens[new.row])
             tokens = copy_to_device(all_rows.tokens[row, :length], self.device)
-            known.history[row, :length].copy_(tokens, non_blocking=True)
-            known.lengths[row].fill_(length)
-            known.num_drafts[row].fill_(0)
+            spec_tokens.history[row, :length].copy_(tokens, non_blocking=True)
+            spec_tokens.lengths[row].fill_(length)
+            spec_tokens.num_drafts[row].fill_(0)
             if self.ahead is not None and all_rows.mrope is not None:
                 self.ahead[row].fill_(int(all_rows.mrope.ahead[row]))
         if len(plan.drafts):
             drafts = np.zeros((len(plan.rows), self.most), np.int64)
             drafts[np.arange(self.most) < plan.num_drafts[:, None]] = plan.drafts
             rows = copy_to_device(plan.rows.astype(np.int64), self.device)
-            known.drafts.index_copy_(0, rows, copy_to_device(drafts, self.device))
-            known.num_drafts.index_copy_(0, rows, copy_to_device(plan.num_drafts, self.device))
+            spec_tokens.drafts.index_copy_(0, rows, copy_to_device(drafts, self.device))
+            spec_tokens.num_drafts.index_copy_(0, rows, copy_to_device(plan.num_drafts, self.device))
 
-    def derive(self, batch: Batch, sheet: dict[str, Tensor], tables: Tensor) -> VerifyInputs:
+    def derive(self, batch: Batch, inputs: dict[str, Tensor], tables: Tensor) -> VerifyInputs:
         """Compute the inputs of the decodes, in place."""
-        step = SpecStep(*(sheet[name] for name in ("query_starts", "rows", "planned", "draw_starts")))
-        slots = [sheet[slots_of(group)] for group in range(len(tables))]
+        step = SpecStep(*(inputs[name] for name in ("query_starts", "rows", "planned", "sample_starts")))
+        slots = [inputs[slots_of(group)] for group in range(len(tables))]
         lens = batch.seq_lens
         if self._look_up is not None and batch.max_query_len > 1:
-            self._look_up(self.known, step)
+            self._look_up(self.spec_tokens, step)
         derive(
-            self.known, step, sheet["token_ids"], batch.positions, lens, slots, tables, self.block_size,
-            self.max_len,
+            self.spec_tokens, step, inputs["token_ids"], batch.positions, lens, slots, tables,
+            self.block_size, self.max_len,
         )  # fmt: skip
         if self.ahead is not None and batch.mrope_positions is not None:
             self._set_mrope_positions(self.ahead, step, batch.positions, batch.mrope_positions)
         # A torch operation: the kernels after it may read lengths before they wait for the previous kernel.
-        torch.add(batch.positions[batch.logit_tokens], 1, out=sheet["sample_at"])
+        torch.add(batch.positions[batch.logit_tokens], 1, out=inputs["sample_at"])
         return VerifyInputs(batch, step)
 
     def _set_mrope_positions(
@@ -157,9 +157,11 @@ class Speculation:
         later: Tensor | None = None,
     ) -> Tensor:
         """Verify the drafts, and update the drafter with the target's hidden states."""
-        verified = verify(self.known, inputs.step, token_ids, seeds, self.rates, later)
-        if self.behind is not None:
-            self.behind(self.known, VerifiedStep(*inputs, states, verified[: len(inputs.step.rows)]))
+        verified = verify(self.spec_tokens, inputs.step, token_ids, seeds, self.rates, later)
+        if self.after_step is not None:
+            self.after_step(
+                self.spec_tokens, VerifiedStep(*inputs, states, verified[: len(inputs.step.rows)])
+            )
         return verified
 
 
@@ -170,16 +172,16 @@ def read(verified: Ints, num_seqs: int, plan: StepPlan) -> tuple[Ints, Ints, Int
     if not len(plan.num_drafts):
         return draws, plan.num_drafts, plan.num_drafts
     results = verified[: len(plan.rows)][plan.samples]
-    counts, num_draws = results & _COUNT, 1 + plan.num_drafts[plan.samples]
-    return draws[spread(np.cumsum(num_draws) - num_draws, counts)], counts, results >> DRAFTED
+    counts, num_samples = results & _COUNT, 1 + plan.num_drafts[plan.samples]
+    return draws[spread(np.cumsum(num_samples) - num_samples, counts)], counts, results >> DRAFTED
 
 
 def take_back(
     counts: Counts, plan: StepPlan, state: SamplingRows, token_ids: Tensor, verified: Tensor
 ) -> None:
     """Undo the penalty counts of tokens that were sampled after a rejected draft."""
-    num_draws = 1 + plan.num_drafts[plan.samples]
-    seqs = np.repeat(np.flatnonzero(plan.samples), num_draws)
-    draws = spread(np.zeros(len(num_draws), np.int64), num_draws)
+    num_samples = 1 + plan.num_drafts[plan.samples]
+    seqs = np.repeat(np.flatnonzero(plan.samples), num_samples)
+    draws = spread(np.zeros(len(num_samples), np.int64), num_samples)
     places = to_device(np.stack((seqs, draws)), token_ids.device)
     counts.take_back(plan.logit_rows, state, token_ids, (verified[places[0]] & _COUNT) <= places[1])

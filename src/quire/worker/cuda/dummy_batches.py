@@ -19,7 +19,7 @@ from quire.sampling.random import SamplingTensors
 from quire.worker.cuda.draft_graphs import DraftGraphs
 from quire.worker.cuda.draft_verify import Speculation
 from quire.worker.cuda.graphs import wide_shapes
-from quire.worker.cuda.mask_sampling import MaskedSampling, draw
+from quire.worker.cuda.mask_sampling import MaskedSampling, sample_tokens
 from quire.worker.device import Model, blank_batch
 
 _LONG_STEP = 4096
@@ -40,7 +40,7 @@ class DummyBatches:
         max_len: int,
         axes: int,
         sample: Callable[..., Tensor],
-        draws: MaskedSampling,
+        masked_sampling: MaskedSampling,
         speculation: Speculation | None,
     ) -> None:
         """Use `axes` of `BufferSizes`; the other arguments are those of the device."""
@@ -50,15 +50,15 @@ class DummyBatches:
         self.max_len = max_len
         self.axes = axes
         self.sample = sample
-        self.draws = draws
+        self.masked_sampling = masked_sampling
         self.speculation = speculation
 
     def make(self, lens: Ints, adapters: bool = False) -> tuple[Batch, dict[str, Tensor]]:
         """Build a step of sequences with these lengths."""
         flags = {"drafts": self.speculation is not None, "adapters": adapters}
-        batch, sheet = blank_batch(lens, self.block_tables, self.device, **flags, axes=self.axes)
-        batch.before = self.model.room(len(batch.token_ids))
-        return batch, sheet
+        batch, inputs = blank_batch(lens, self.block_tables, self.device, **flags, axes=self.axes)
+        batch.intermediate_tensors = self.model.receive_buffer(len(batch.token_ids))
+        return batch, inputs
 
     def split(self, num_tokens: int, num_seqs: int) -> Ints:
         """Split tokens over `num_seqs` sequences, or over more if these would be too long."""
@@ -76,7 +76,7 @@ class DummyBatches:
         then: Callable[[Any], None] = lambda done: None,
     ) -> int:
         """Return the peak bytes of a step and of `then`, beyond what was allocated before."""
-        dummy_step = self.make(self.split(num_tokens, num_seqs), self.model.kinds[-1])
+        dummy_step = self.make(self.split(num_tokens, num_seqs), self.model.lora_variants[-1])
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         then(compute(*dummy_step))
@@ -98,7 +98,7 @@ class DummyBatches:
         longest = min(limits.max_num_batched_tokens, _LONG_STEP)
         mixed = [_decodes(min(count, last), min(prompt, self.max_len)) for count, prompt in _MIXED]
         with compiling():
-            if self.model.draws:
+            if self.model.has_lm_head:
                 launch_sampling(config, self.sample)
                 self._mask(config.checkpoint.facts.vocab, getattr(torch, config.model.dtype))
             halved = range(1 if self.model.adapters is None else _HALVINGS)
@@ -117,26 +117,26 @@ class DummyBatches:
     def _forward(self, lens: Ints, *, are_decodes: bool = False, are_any: bool = False) -> None:
         """Run a step without adapters, and with them if LoRA is on. `are_decodes` and `are_any` are those of
         `Batch`."""
-        for adapters in self.model.kinds:
-            batch, sheet = self.make(lens, adapters)
+        for adapters in self.model.lora_variants:
+            batch, inputs = self.make(lens, adapters)
             for group in batch.groups:
                 group.are_decodes = are_decodes
                 if are_any:
                     group.are_any, group.query_lens_host = True, np.full_like(lens, lens.sum())
-            self._compute(batch, sheet)
+            self._compute(batch, inputs)
 
-    def _compute(self, batch: Batch, sheet: dict[str, Tensor]) -> None:
+    def _compute(self, batch: Batch, inputs: dict[str, Tensor]) -> None:
         verify_inputs = None
         if self.speculation is not None:
-            verify_inputs = self.speculation.derive(batch, sheet, self.block_tables)
+            verify_inputs = self.speculation.derive(batch, inputs, self.block_tables)
         out = self.model.hidden(batch)
         hidden, aux = out if isinstance(out, TappedStates) else (out, ())
-        if self.model.draws:
+        if self.model.has_lm_head:
             self.model.logits(hidden[batch.logit_tokens], batch)
         if self.speculation is not None and verify_inputs is not None:
-            for later in (None, self.draws.later):
-                states, positions = aux or (hidden,), sheet["positions"]
-                self.speculation.verify(verify_inputs, states, positions, sheet["seeds"], later)
+            for later in (None, self.masked_sampling.later):
+                states, positions = aux or (hidden,), inputs["positions"]
+                self.speculation.verify(verify_inputs, states, positions, inputs["seeds"], later)
 
     @torch.inference_mode()
     def _compile_drafts(
@@ -156,7 +156,7 @@ class DummyBatches:
 
 def compile_sampling_ahead(config: EngineConfig) -> None:
     """Compile the sampling kernels, which take longest to compile, beside the loading of the weights."""
-    compile_ahead(lambda: launch_sampling(config, draw))
+    compile_ahead(lambda: launch_sampling(config, sample_tokens))
 
 
 def launch_sampling(config: EngineConfig, sample: Callable[..., Tensor]) -> None:

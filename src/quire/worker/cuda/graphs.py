@@ -14,10 +14,10 @@ from torch import Tensor
 from quire.attention.batch import Batch
 from quire.data.step_plan import Ints, StepPlan
 from quire.logs import get_logger
-from quire.memory import MAX_DRAWS, ladder
+from quire.memory import MAX_SAMPLES, ladder
 from quire.worker.device import ForwardResult, batch_of
 from quire.worker.input_buffers import BufferSizes, StepBuffers, blank, bytes_of, pad, tensors
-from quire.worker.multimodal.embeds import VectorRoom
+from quire.worker.multimodal.embeds import EmbedsBuffer
 from quire.worker.pipeline import IntermediateTensors
 from quire.worker.rows import Rows, Wide
 
@@ -29,10 +29,10 @@ IN_FLIGHT = 3
 """Host buffers of each kind: one more than steps in flight. A pipeline has as many steps in flight as
 stages."""
 Compute = Callable[[Batch, dict[str, Tensor]], ForwardResult | IntermediateTensors]
-Follow = Callable[[ForwardResult], Tensor]
-Room = Callable[[int], Tensor | None]
+AfterForward = Callable[[ForwardResult], Tensor]
+ReceiveBuffer = Callable[[int], Tensor | None]
 """Returns the receive buffer for the output of the previous stage, by number of tokens."""
-Vectors = Callable[[int], VectorRoom]
+MakeEmbedsBuffer = Callable[[int], EmbedsBuffer]
 """Returns the buffer for item embeddings, by number of tokens."""
 
 
@@ -55,7 +55,7 @@ def wide_shapes(largest: int, query_lens: Sequence[int]) -> list[tuple[int, int]
     """Return the shapes of steps with drafts to capture, as (sequences, tokens of each). Larger ones run
     eagerly."""
     sizes = [size for size in ladder(largest) if size & (size - 1) == 0 or size == largest]
-    shapes = [(size, n) for n in query_lens if n > 1 for size in sizes if size * n <= MAX_DRAWS]
+    shapes = [(size, n) for n in query_lens if n > 1 for size in sizes if size * n <= MAX_SAMPLES]
     return sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape))
 
 
@@ -72,16 +72,16 @@ class Graphs:
     def __init__(
         self,
         block_tables: Tensor,
-        room: Room = lambda size: None,
+        receive_buffer: ReceiveBuffer = lambda size: None,
         in_flight: int = IN_FLIGHT,
         query_lens: Sequence[int] = (),
         axes: int = 0,
-        vectors: Vectors | None = None,
+        vectors: MakeEmbedsBuffer | None = None,
     ) -> None:
         """With `query_lens` the device derives inputs, and there are graphs for each query length. `axes` is
         that of `BufferSizes` for steps without media."""
         self.block_tables = block_tables
-        self.room = room
+        self.receive_buffer = receive_buffer
         self.in_flight = in_flight
         self.query_lens = query_lens
         self.axes = axes
@@ -99,39 +99,41 @@ class Graphs:
         self,
         compute: Compute,
         largest: int,
-        kinds: Sequence[bool] = (False,),
+        lora_variants: Sequence[bool] = (False,),
         *,
         seconds: float,
         short: Sequence[tuple[int, int]] = (),
-        follow: Follow | None = None,
-        redraw: Follow | None = None,
+        verify: AfterForward | None = None,
+        resample: AfterForward | None = None,
     ) -> None:
         """Capture the ladder up to `largest`, the largest first: the others reuse its memory. Sizes not
-        captured within `seconds` run eagerly. `kinds`: without adapters, with them. `short`: steps with
-        prompts, as (most sequences and samples, tokens). `follow` and `redraw` are captured as graphs of
-        their own after each step."""
+        captured within `seconds` run eagerly. `lora_variants`: without adapters, with them. `short`: steps
+        with prompts, as (most sequences and samples, tokens). `verify` and `resample` are captured as
+        graphs of their own after each step."""
         started, self.pool = time.monotonic(), torch.cuda.graph_pool_handle()
         buffers = self.block_tables, self.pool, self.in_flight
-        captured = partial(Graph, compute, *buffers, follow=follow, redraw=redraw)
-        for (size, query_len), adapters in product(reversed(wide_shapes(largest, self.query_lens)), kinds):
+        captured = partial(Graph, compute, *buffers, verify=verify, resample=resample)
+        for (size, query_len), adapters in product(
+            reversed(wide_shapes(largest, self.query_lens)), lora_variants
+        ):
             if time.monotonic() - started < seconds / 2:
                 shape = GraphShape(size, query_len, adapters, self.axes)
                 self._wide[adapters][size, query_len] = captured(shape)
         for size in reversed(ladder(largest)):
-            before, query_len = self.room(size), min(self.query_lens, default=0)
-            for adapters in kinds:
+            intermediate_tensors, query_len = self.receive_buffer(size), min(self.query_lens, default=0)
+            for adapters in lora_variants:
                 shape = GraphShape(size, query_len, adapters, self.axes)
-                self._by_size[size, adapters] = captured(shape, before=before)
+                self._by_size[size, adapters] = captured(shape, intermediate_tensors=intermediate_tensors)
             if time.monotonic() - started > seconds:
                 log.warning("Capturing graphs takes long: batches below %d run without", size)
                 break
         self._sizes = sorted({size for size, _ in self._by_size})
-        for (size, tokens), adapters in product(reversed(short), kinds):
+        for (size, tokens), adapters in product(reversed(short), lora_variants):
             if time.monotonic() - started < seconds:
                 axes = 3 if self.axes and self.vectors is not None else self.axes
                 shape = GraphShape(size, 0, adapters, axes, tokens, drafts=bool(self.query_lens))
-                room = None if self.vectors is None else self.vectors(tokens)
-                self._short[adapters].insert(0, captured(shape, vectors=room))
+                receive_buffer = None if self.vectors is None else self.vectors(tokens)
+                self._short[adapters].insert(0, captured(shape, vectors=receive_buffer))
 
     def forget(self) -> None:
         """Drop all graphs: they hold addresses of weights and cache."""
@@ -189,11 +191,11 @@ class Graph:
     """A captured step of up to `size` sequences: decodes, unless `tokens` is set. Its inputs have a fixed
     address; the device derives some of them if `query_len` is set."""
 
-    before: Tensor | None = None
+    intermediate_tensors: Tensor | None = None
     """Receive buffer for the output of the previous stage."""
     is_short = False
     """Whether the graph is for steps with prompts."""
-    _vectors: VectorRoom | None = None
+    _vectors: EmbedsBuffer | None = None
 
     def __init__(
         self,
@@ -203,17 +205,17 @@ class Graph:
         in_flight: int,
         shape: GraphShape,
         *,
-        before: Tensor | None = None,
-        follow: Follow | None = None,
-        redraw: Follow | None = None,
-        vectors: VectorRoom | None = None,
+        intermediate_tensors: Tensor | None = None,
+        verify: AfterForward | None = None,
+        resample: AfterForward | None = None,
+        vectors: EmbedsBuffer | None = None,
     ) -> None:
         size, query_len, adapters, axes, tokens, drafts = shape
         num_groups, num_rows, width = block_tables.shape
-        num_draws, num_changes = size * max(query_len, 1), 2 * size * num_groups
+        num_samples, num_changes = size * max(query_len, 1), 2 * size * num_groups
         self.is_short = tokens > 0
         self.sizes = BufferSizes(
-            *(tokens or num_draws, size + self.is_short, num_draws, num_changes, num_groups),
+            *(tokens or num_samples, size + self.is_short, num_samples, num_changes, num_groups),
             adapters=adapters,
             drafts=drafts or query_len > 0,
             query_len=query_len,
@@ -221,40 +223,40 @@ class Graph:
         )
         self.pad_row = num_rows - 1
         self._pad_place = self.pad_row * width
-        self._pages = cycle(
+        self._host_buffers = cycle(
             [StepBuffers(part, self.sizes) for part in pinned(in_flight, bytes_of(self.sizes))]
         )
         self._memory = torch.empty(bytes_of(self.sizes), dtype=torch.uint8, device=block_tables.device)
-        self._sheet = tensors(self._memory, self.sizes)
-        page = next(self._pages)
-        self._blank(page, 0)
-        self._memory.copy_(page.memory)
+        self._inputs = tensors(self._memory, self.sizes)
+        buffers = next(self._host_buffers)
+        self._blank(buffers, 0)
+        self._memory.copy_(buffers.memory)
         lens = np.full(self.sizes.seqs, max(query_len, tokens, 1), np.int32)
         kind = {"are_decodes": not self.is_short, "are_any": self.is_short}
-        batch = batch_of(self._sheet, block_tables, lens, lens, **kind)
-        batch.before = self.before = before
+        batch = batch_of(self._inputs, block_tables, lens, lens, **kind)
+        batch.intermediate_tensors = self.intermediate_tensors = intermediate_tensors
         self._vectors = vectors
         if vectors is not None:
             batch.embeds = vectors.tokens, vectors.vectors
 
         def run() -> ForwardResult | IntermediateTensors:
             batch.angles.clear()  # the capture must not reuse what the first run computed
-            return compute(batch, self._sheet)
+            return compute(batch, self._inputs)
 
-        self._graph, self._done = capture(run, pool)
-        if isinstance(self._done, ForwardResult):
-            done = self._done
-            more = [function and _capture_after(function, done, pool) for function in (follow, redraw)]
-            self._done = done._replace(follow=more[0], redraw=more[1])
-        self._done_for: dict[int, ForwardResult | IntermediateTensors] = {}
+        self._graph, self._output = capture(run, pool)
+        if isinstance(self._output, ForwardResult):
+            output = self._output
+            more = [function and _capture_after(function, output, pool) for function in (verify, resample)]
+            self._output = output._replace(replay_verify=more[0], resample=more[1])
+        self._output_for: dict[int, ForwardResult | IntermediateTensors] = {}
 
-    def _blank(self, page: StepBuffers, first: int) -> None:
+    def _blank(self, buffers: StepBuffers, first: int) -> None:
         query_len = self.sizes.query_len
         first = 0 if query_len or self.is_short else first
-        blank(page.arrays, first, self.pad_row, self._pad_place, max(query_len, 1))
+        blank(buffers.arrays, first, self.pad_row, self._pad_place, max(query_len, 1))
         if self.is_short:
-            page.arrays["query_starts"][:] = 0
-            pad(page.arrays, 0)
+            buffers.arrays["query_starts"][:] = 0
+            pad(buffers.arrays, 0)
 
     @property
     def takes_embeds(self) -> bool:
@@ -269,14 +271,14 @@ class Graph:
         ids: Ints,
         embeds: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        page = next(self._pages)
-        if not page.holds(plan, all_rows):
-            self._blank(page, len(plan.rows))
-        page.write(plan, all_rows, places, ids)
+        buffers = next(self._host_buffers)
+        if not buffers.holds(plan, all_rows):
+            self._blank(buffers, len(plan.rows))
+        buffers.write(plan, all_rows, places, ids)
         if self.is_short:
-            pad(page.arrays, len(plan.rows))
-        page.arrays["block_places"][len(ids) :] = self._pad_place
-        self._memory.copy_(page.memory, non_blocking=True)
+            pad(buffers.arrays, len(plan.rows))
+        buffers.arrays["block_places"][len(ids) :] = self._pad_place
+        self._memory.copy_(buffers.memory, non_blocking=True)
         if self._vectors is not None:
             self._vectors.load(embeds)
 
@@ -284,14 +286,14 @@ class Graph:
         """Replay the graph and return the results of the first `count` sampled positions. They are valid
         until the next replay of any graph."""
         self._graph.replay()
-        done = self._done_for.get(count)
-        if done is None:
-            done = self._done_for[count] = _first(self._done, count, all_states=self.is_short)
-        return done
+        output = self._output_for.get(count)
+        if output is None:
+            output = self._output_for[count] = _first(self._output, count, all_states=self.is_short)
+        return output
 
 
-def _capture_after(follow: Follow, done: ForwardResult, pool: Any) -> Callable[[], Tensor]:
-    graph, result = capture(lambda: follow(done), pool)
+def _capture_after(verify: AfterForward, output: ForwardResult, pool: Any) -> Callable[[], Tensor]:
+    graph, result = capture(lambda: verify(output), pool)
 
     def play() -> Tensor:
         graph.replay()
@@ -301,18 +303,18 @@ def _capture_after(follow: Follow, done: ForwardResult, pool: Any) -> Callable[[
 
 
 def _first(
-    done: ForwardResult | IntermediateTensors, count: int, *, all_states: bool
+    output: ForwardResult | IntermediateTensors, count: int, *, all_states: bool
 ) -> ForwardResult | IntermediateTensors:
-    if not isinstance(done, ForwardResult):
-        return done[0][:count], done[1][:count]
-    assert done.token_ids is not None and done.sampling is not None and done.rows is not None
-    first = done._replace(
-        logits=done.logits[:count],
-        token_ids=done.token_ids[:count],
-        sampling=type(done.sampling)(*(column[:count] for column in done.sampling)),
-        rows=done.rows[:count],
+    if not isinstance(output, ForwardResult):
+        return output[0][:count], output[1][:count]
+    assert output.token_ids is not None and output.sampling is not None and output.rows is not None
+    first = output._replace(
+        logits=output.logits[:count],
+        token_ids=output.token_ids[:count],
+        sampling=type(output.sampling)(*(column[:count] for column in output.sampling)),
+        rows=output.rows[:count],
     )
-    if done.verify_inputs is not None or all_states:
+    if output.verify_inputs is not None or all_states:
         return first
-    aux_hidden_states = tuple(states[:count] for states in done.aux_hidden_states)
-    return first._replace(hidden=done.hidden[:count], aux_hidden_states=aux_hidden_states)
+    aux_hidden_states = tuple(states[:count] for states in output.aux_hidden_states)
+    return first._replace(hidden=output.hidden[:count], aux_hidden_states=aux_hidden_states)

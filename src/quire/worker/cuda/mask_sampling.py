@@ -15,15 +15,17 @@ from quire.kernels.triton.sampling import FREE, LATER, ConstrainedDevice, sample
 from quire.sampling.random import SamplingTensors
 from quire.worker.cuda.host_signal import open_host_signal
 
-_NUM_PAGES = 3
+_NUM_BUFFERS = 3
 """Host buffers: one more than steps in flight."""
 _ALIGNED = 4
 """Alignment in elements: kernels are compiled once, for aligned pointers."""
-_MOST_KEPT = 8
+_MAX_PINNED = 8
 """Most shared-memory regions of the scheduler that stay pinned."""
 
 
-def draw(logits: Tensor, params: SamplingTensors, constrained: ConstrainedDevice | None = None) -> Tensor:
+def sample_tokens(
+    logits: Tensor, params: SamplingTensors, constrained: ConstrainedDevice | None = None
+) -> Tensor:
     return sample(logits, *params, constrained)
 
 
@@ -31,15 +33,15 @@ class MaskedSampling:
     """Sends the masks of each step on a separate stream, while the layers still compute. The sampling of a
     captured step waits for nothing else."""
 
-    def __init__(self, max_rows: int, max_draws: int, vocab: int, device: torch.device) -> None:
+    def __init__(self, max_rows: int, max_samples: int, vocab: int, device: torch.device) -> None:
         self.device = device
-        self.later = torch.full((max_draws,), FREE, dtype=torch.int32, device=device)
+        self.later = torch.full((max_samples,), FREE, dtype=torch.int32, device=device)
         """LATER for each sampled position if tokens are not sampled within the forward pass, otherwise
         FREE."""
         self._is_later = False
         self._max_words = max_rows * -(-vocab // 32)
-        self._max_draws = max_draws
-        self._placed = b""
+        self._max_samples = max_samples
+        self._assigned = b""
         """Assignment of masks to positions that is on the device."""
 
     def hold(self, is_later: bool) -> None:
@@ -52,47 +54,52 @@ class MaskedSampling:
         """Return the constraints for sampling within the forward pass; None if there are too many positions
         to wait."""
         later = self.later[:count]
-        return None if count > self._max_draws else ConstrainedDevice(later, later, later)
+        return None if count > self._max_samples else ConstrainedDevice(later, later, later)
 
     def open(self) -> None:
         """Allocate buffers and streams; must be called before graphs are captured."""
-        self._width_at = -(-self._max_draws // _ALIGNED) * _ALIGNED
-        self._page = torch.full((self._width_at + 1,), FREE, dtype=torch.int32, device=self.device)
+        self._width_at = -(-self._max_samples // _ALIGNED) * _ALIGNED
+        self._assignment = torch.full((self._width_at + 1,), FREE, dtype=torch.int32, device=self.device)
         """The mask index of each sampled position, followed by the width of the masks."""
         self._bits = torch.zeros(self._max_words, dtype=torch.int32, device=self.device)
-        self._pages = cycle(torch.empty(_NUM_PAGES, *self._page.shape, dtype=torch.int32).pin_memory())
+        self._host_assignments = cycle(
+            torch.empty(_NUM_BUFFERS, *self._assignment.shape, dtype=torch.int32).pin_memory()
+        )
         self._host = HostMemory()
-        self._stream, self._main = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)
+        self._stream, self._step_stream = (
+            torch.cuda.Stream(self.device),
+            torch.cuda.current_stream(self.device),
+        )
         self._sent, self._applied = torch.cuda.Event(), torch.cuda.Event()
         self._host_signal = open_host_signal(self._stream)
-        self._placed = b""
+        self._assigned = b""
 
     def constrained(self, count: int) -> ConstrainedDevice:
         """Return the constraints that `count` positions of a captured step read."""
-        return ConstrainedDevice(self._page[:count], self._page[self._width_at :], self._bits)
+        return ConstrainedDevice(self._assignment[:count], self._assignment[self._width_at :], self._bits)
 
     def send(self, masks: Masks, places: Ints) -> bool:
         """Send the masks; the next launches wait until they are filled. `places` [max_rows] maps rows to
         positions in the batch. Return False if there are too many masks."""
         if masks.bits.size > len(self._bits):
             return False
-        at = places[masks.rows] + masks.draws if len(masks.draws) else places[masks.rows]
+        at = places[masks.rows] + masks.sample_index if len(masks.sample_index) else places[masks.rows]
         width = masks.bits.shape[1]
-        placed = at.tobytes() + width.to_bytes(4, "little")
+        assigned = at.tobytes() + width.to_bytes(4, "little")
         self._applied.wait(self._stream)
-        if placed != self._placed:
+        if assigned != self._assigned:
             with torch.cuda.stream(self._stream):
                 self._copy_assignment(at, width)
-            self._placed = placed
+            self._assigned = assigned
         self._copy_bits(masks)
         self._sent.record(self._stream)
-        self._sent.wait(self._main)
+        self._sent.wait(self._step_stream)
         return True
 
     def _copy_bits(self, masks: Masks) -> None:
         if self._host_signal is not None and self._host.has(masks.bits):
-            if masks.coming is not None:
-                masks.coming.then(self._host_signal.hold())
+            if masks.pending is not None:
+                masks.pending.then(self._host_signal.hold())
             self._host_signal.bring(self._host.of(masks.bits), self._bits)
         elif masks.bits.size:
             masks.wait()  # pinning may block while a stream waits for the host
@@ -100,54 +107,54 @@ class MaskedSampling:
                 self._bits[: masks.bits.size].copy_(self._host.of(masks.bits), non_blocking=True)
 
     def _copy_assignment(self, at: Ints, width: int) -> None:
-        page = next(self._pages)
-        array = page.numpy()
+        host_assignment = next(self._host_assignments)
+        array = host_assignment.numpy()
         array[:] = FREE
         array[self._width_at] = width
         array[at] = np.arange(len(at))
-        self._page.copy_(page, non_blocking=True)
+        self._assignment.copy_(host_assignment, non_blocking=True)
 
     def applied(self) -> None:
         """Record that the kernel that reads the masks is launched."""
-        self._applied.record(self._main)
+        self._applied.record(self._step_stream)
 
 
 class HostMemory:
     """Pins the memory that masks are written to repeatedly; masks in other memory are copied."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, Tensor] = {}
+        self._pinned: dict[int, Tensor] = {}
         """Pinned memory by address."""
-        self._seen: dict[int, tuple[NDArray[np.uint32], Tensor]] = {}
+        self._recent: dict[int, tuple[NDArray[np.uint32], Tensor]] = {}
         """The most recent arrays by identity, since most come again."""
-        finalize(self, _unpin_all, self._kept).atexit = False
+        finalize(self, _unpin_all, self._pinned).atexit = False
 
     def has(self, bits: NDArray[np.uint32]) -> bool:
         """Whether the memory of the masks is already pinned."""
-        return id(bits) in self._seen or bits.ctypes.data in self._kept
+        return id(bits) in self._recent or bits.ctypes.data in self._pinned
 
     def of(self, bits: NDArray[np.uint32]) -> Tensor:
         """Return all masks as pinned words, one after the other."""
-        if (seen := self._seen.get(id(bits))) is not None:
+        if (seen := self._recent.get(id(bits))) is not None:
             return seen[1]
         memory, at = _owner(bits), bits.ctypes.data
-        if memory is not None and at not in self._kept:
-            self._keep(memory)
-        kept = self._kept.get(at)
+        if memory is not None and at not in self._pinned:
+            self._pin(memory)
+        kept = self._pinned.get(at)
         if kept is None:
             return torch.from_numpy(bits.reshape(-1).view(np.int32)).pin_memory()
-        if len(self._seen) >= _MOST_KEPT:
-            self._seen.clear()
-        self._seen[id(bits)] = bits, kept[: bits.size]
+        if len(self._recent) >= _MAX_PINNED:
+            self._recent.clear()
+        self._recent[id(bits)] = bits, kept[: bits.size]
         return kept[: bits.size]
 
-    def _keep(self, memory: mmap) -> None:
-        if len(self._kept) >= _MOST_KEPT:
-            self._seen.clear()
-            _unpin_all(self._kept)
+    def _pin(self, memory: mmap) -> None:
+        if len(self._pinned) >= _MAX_PINNED:
+            self._recent.clear()
+            _unpin_all(self._pinned)
         words = torch.frombuffer(memory, dtype=torch.int32)
         if pin(words.view(torch.uint8)):
-            self._kept[words.data_ptr()] = words
+            self._pinned[words.data_ptr()] = words
 
 
 def _owner(bits: NDArray[np.uint32]) -> mmap | None:

@@ -30,8 +30,8 @@ def last_visible_of(plan: StepPlan, all_rows: Rows) -> Ints | None:
 
 def _bidirectional_spans(row: int, all_rows: Rows) -> Iterator[tuple[int, int]]:
     """Yield the spans of a row's tokens that attend to each other, as (first, count)."""
-    if row in all_rows.wholes:
-        yield 0, all_rows.wholes[row]
+    if row in all_rows.num_bidirectional:
+        yield 0, all_rows.num_bidirectional[row]
         return
     for item in all_rows.items.get(row, ()):
         yield from item.places()

@@ -35,7 +35,7 @@ def take_embeds(plan: StepPlan, all_rows: Rows, device: torch.device) -> tuple[T
     return to_device(np.concatenate(tokens), device), values
 
 
-class VectorRoom:
+class EmbedsBuffer:
     """The buffer from which a graph reads the embeddings of a step, as `Batch.embeds`. Unused entries point
     to its last token, which is padding."""
 

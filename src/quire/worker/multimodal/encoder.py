@@ -22,7 +22,7 @@ from quire.sampling.transfer import to_device
 from quire.system.shared_arena import ArenaView
 from quire.worker.cuda.encoder_graphs import MOST_VECTORS, TowerGraphs
 from quire.worker.memory import Needs
-from quire.worker.multimodal.embeds import VectorRoom
+from quire.worker.multimodal.embeds import EmbedsBuffer
 from quire.worker.rows import Rows
 
 _EMBEDS = "embeds"
@@ -72,11 +72,11 @@ class MediaEncoder:
             self.kept.pop(key, None)
         if plan.encodes:
             self._encode(plan.encodes)
-        return self._take(plan, all_rows) if all_rows.items else None
+        return self._collect_embeds(plan, all_rows) if all_rows.items else None
 
     def _encode(self, items: list[MediaItem]) -> None:
         """Encode items, those of one modality in one batch."""
-        made: dict[bytes, Tensor] = {}
+        encoded: dict[bytes, Tensor] = {}
         by_modality: dict[str, list[MediaItem]] = {}
         for item in items:
             if item.stored is not None:
@@ -85,13 +85,13 @@ class MediaEncoder:
                 raise EngineError(f"the data of {item.modality} {item.key.hex()[:16]} is missing")
             if _EMBEDS in item.arrays:
                 embeds = self._on_device(item.arrays[_EMBEDS])
-                made[item.key] = self._check_shape(item, self._widen(embeds))
+                encoded[item.key] = self._check_shape(item, self._widen(embeds))
             else:
                 by_modality.setdefault(item.modality, []).append(item)
         encode = self._run if self.group.size == 1 else self._run_sharded
         for modality, batch in by_modality.items():
-            made |= zip((item.key for item in batch), encode(modality, batch), strict=True)
-        self.kept |= made if self.scale == 1 else {key: x * self.scale for key, x in made.items()}
+            encoded |= zip((item.key for item in batch), encode(modality, batch), strict=True)
+        self.kept |= encoded if self.scale == 1 else {key: x * self.scale for key, x in encoded.items()}
 
     def _run(self, modality: str, items: Sequence[MediaItem]) -> list[Tensor]:
         inputs = [self._load_inputs(item.arrays or {}) for item in items]
@@ -99,8 +99,8 @@ class MediaEncoder:
             vectors = self.tower.encode(modality, inputs)
         else:
             vectors = self._graphs.encode(modality, inputs, sum(item.num_vectors for item in items))
-        made = zip(items, vectors, strict=True)
-        return [self._check_shape(item, part.to(self.dtype)) for item, part in made]
+        encoded = zip(items, vectors, strict=True)
+        return [self._check_shape(item, part.to(self.dtype)) for item, part in encoded]
 
     def _load_inputs(self, arrays: Arrays) -> dict[str, Tensor]:
         """Return the input tensors of an item."""
@@ -131,7 +131,7 @@ class MediaEncoder:
         missing = self.width - self.hidden if vectors.shape[-1] == self.hidden else 0
         return torch.nn.functional.pad(vectors.to(self.dtype), (0, missing))
 
-    def _take(self, plan: StepPlan, all_rows: Rows) -> tuple[Tensor, Tensor] | None:
+    def _collect_embeds(self, plan: StepPlan, all_rows: Rows) -> tuple[Tensor, Tensor] | None:
         """Collect the embeddings of a step; items that a row has computed completely are dropped."""
         ends = np.cumsum(plan.num_tokens)
         tokens, vectors = [], []
@@ -149,7 +149,7 @@ class MediaEncoder:
             return None
         return to_device(np.concatenate(tokens), self.device), torch.cat(vectors)
 
-    def joined(
+    def concat_embeds(
         self, embeds: tuple[Tensor, Tensor] | None, media: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor] | None:
         """Concatenate prompt embeddings and item embeddings."""
@@ -157,8 +157,8 @@ class MediaEncoder:
             return embeds or media
         return torch.cat([embeds[0], media[0]]), torch.cat([self._widen(embeds[1]), media[1]])
 
-    def room(self, num_tokens: int) -> VectorRoom:
-        return VectorRoom(num_tokens, self.width, self.dtype, self.device)
+    def embeds_buffer(self, num_tokens: int) -> EmbedsBuffer:
+        return EmbedsBuffer(num_tokens, self.width, self.dtype, self.device)
 
     def clear(self) -> None:
         self.kept.clear()
@@ -171,7 +171,7 @@ class MediaEncoder:
         """Encode the items on several ranks, balanced by cost; all ranks get all embeddings. If one rank
         fails all fail, since they compute the same step."""
         shapes = [{name: array.shape for name, array in (item.arrays or {}).items()} for item in items]
-        owners = shares([self.tower.cost(modality, shape) for shape in shapes], self.group.size)
+        owners = balance_items([self.tower.cost(modality, shape) for shape in shapes], self.group.size)
         counts = [sum(items[n].num_vectors for n in share) for share in owners]
         output, failed = torch.zeros(max(counts) + 1, self.width, dtype=self.dtype, device=self.device), None
         share = [items[number] for number in owners[self.group.rank]]
@@ -194,7 +194,7 @@ class MediaEncoder:
 
     # ---- memory
 
-    def counted_in(self, needs: Needs, config: EngineConfig) -> Needs:
+    def add_needs(self, needs: Needs, config: EngineConfig) -> Needs:
         """Add the memory to encode the items of a step, to keep their embeddings, and to copy those that a
         step reads."""
         largest, most = config.largest_items, max_vectors(config)
@@ -204,8 +204,11 @@ class MediaEncoder:
         vectors, activations = most * row_bytes, needs.activations + copied
         needs = replace(needs, vectors=vectors, activations=activations).beside(peak)
         if self._graphs is not None:
-            some = min(most, MOST_VECTORS)
-            peaks = (self._peak(modality, min(size, some), some) for modality, size in largest.items())
+            graph_vectors = min(most, MOST_VECTORS)
+            peaks = (
+                self._peak(modality, min(size, graph_vectors), graph_vectors)
+                for modality, size in largest.items()
+            )
             self._graphs.max_bytes = _GRAPH_COPIES * max(peaks, default=0)
             needs = replace(needs, graphs=needs.graphs + self._graphs.max_bytes)
         return needs
@@ -232,8 +235,8 @@ def numbers_of(pixels: Tensor, table: Tensor) -> Tensor:
     if pixels.dtype != torch.uint8:
         return pixels
     values = torch.empty(pixels.shape, dtype=table.dtype, device=table.device)
-    for colour, numbers in enumerate(table):
-        values[..., colour, :, :] = numbers[pixels[..., colour, :, :].int()]
+    for channel, numbers in enumerate(table):
+        values[..., channel, :, :] = numbers[pixels[..., channel, :, :].int()]
     return values
 
 
@@ -252,9 +255,9 @@ class CrossEncoder(MediaEncoder):
             self._slots.pop(key, None)
         if plan.encodes:
             self._encode(plan.encodes)
-        made, self.kept = self.kept, {}
-        free = sorted({*range(self.crossing.num_slots)}.difference(self._slots.values())) if made else []
-        for key, vectors in made.items():
+        encoded, self.kept = self.kept, {}
+        free = sorted({*range(self.crossing.num_slots)}.difference(self._slots.values())) if encoded else []
+        for key, vectors in encoded.items():
             if key not in self._slots:
                 self._slots[key] = free.pop()
             self.crossing.keep(vectors, self._slots[key])
@@ -265,7 +268,7 @@ class CrossEncoder(MediaEncoder):
         super().clear()
         self._slots.clear()
 
-    def counted_in(self, needs: Needs, config: EngineConfig) -> Needs:
+    def add_needs(self, needs: Needs, config: EngineConfig) -> Needs:
         """Add the memory to encode the items of a step; the slots already count as row state."""
         (modality, largest), *_ = config.largest_items.items()
         return needs.beside(self._peak(modality, largest, max_vectors(config)))
@@ -301,7 +304,7 @@ def open_encoder(config: EngineConfig, model: Any, group: Group, device: torch.d
     )
 
 
-def shares(costs: Sequence[int], count: int) -> list[list[int]]:
+def balance_items(costs: Sequence[int], count: int) -> list[list[int]]:
     """Assign items to `count` ranks: the most expensive first, each to the rank with the least load."""
     owners: list[list[int]] = [[] for _ in range(count)]
     loads = [0] * count

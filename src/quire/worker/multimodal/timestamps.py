@@ -15,6 +15,7 @@ from quire.kernels.cpu import dtw, native
 from quire.layers.cross_attention import CrossAttentionCache
 from quire.parallel.group import Group
 from quire.sampling.sampler import Sampled
+from quire.worker.device import ForwardResult
 from quire.worker.rows import Rows
 
 _WIDTH = 7
@@ -52,7 +53,7 @@ class Alignment:
         for layer in self._heads:
             self.crossing.layers[layer].is_watched = bool(self._wanted)
 
-    def end(self, plan: StepPlan, hidden: Tensor, sampled: Sampled) -> None:
+    def end(self, plan: StepPlan, done: ForwardResult, sampled: Sampled) -> None:
         if not self._wanted:
             return
         starts = np.cumsum(plan.num_tokens) - plan.num_tokens

@@ -23,14 +23,14 @@ from quire.models import DRAFTS
 from quire.models.drafts import DraftHead
 from quire.parallel.world import World
 
-MOST_LATENT = 7
+MAX_MLA_DRAFTS = 7
 """Most drafts of a row with MLA: with its last token they fill a tile of queries."""
 _MAX_TAPED = 64
 """Most tokens of a taped step: larger steps hide the overhead of the calls."""
-_MORE_TAPPED = 1024
+_WARMUP_TOKENS = 1024
 """Additional tokens of steps that are run to compile kernels."""
 
-Draw = Callable[[Tensor, Tensor], Tensor]
+SampleDrafts = Callable[[Tensor, Tensor], Tensor]
 """Samples tokens from [B, V] logits for the [B] positions."""
 
 
@@ -47,12 +47,12 @@ class SequenceEnds(NamedTuple):
     """[B] int64, how many tokens the blocks of each have room for; nothing is written beyond"""
     tables: Tensor
     """[layer groups, rows, blocks] int32"""
-    draw: Draw | None = None
+    sample: SampleDrafts | None = None
     """None for greedy drafts."""
 
     def pick(self, logits: Tensor, ahead: int) -> Tensor:
         """Choose the draft tokens `ahead` positions after the last tokens of the sequences."""
-        return logits.argmax(-1) if self.draw is None else self.draw(logits, self.last + ahead)
+        return logits.argmax(-1) if self.sample is None else self.sample(logits, self.last + ahead)
 
 
 class TargetStates(NamedTuple):
@@ -78,10 +78,10 @@ class Drafter(Protocol):
     """Proposes tokens."""
 
     follows: bool
-    """Whether it reads each step of the target right after it (`see`). If not, it must `catch_up` on all
+    """Whether it reads each step of the target right after it (`observe`). If not, it must `catch_up` on all
     tokens of a sequence but the last two before it proposes."""
 
-    def see(self, batch: Batch, target: TargetStates) -> None:
+    def observe(self, batch: Batch, target: TargetStates) -> None:
         """Read a step of the target."""
 
     def catch_up(self, batch: Batch) -> None:
@@ -95,7 +95,7 @@ class Drafter(Protocol):
         """Drop everything that holds addresses of weights or cache: they will move."""
 
 
-class _Ahead:
+class _DraftBatches:
     """Builds the batches of draft tokens. On a CPU small batches reuse the buffers of the last one of their
     size, so that tapes can be replayed."""
 
@@ -103,7 +103,7 @@ class _Ahead:
         self.backend = backend
         self.block_size = block_size
         self.max_taped = max_taped
-        self._sheets: dict[tuple[int, ...], Batch] = {}
+        self._batches: dict[tuple[int, ...], Batch] = {}
         self._tapes = Tapes()
 
     def forget(self) -> None:
@@ -118,7 +118,7 @@ class _Ahead:
         """Return the hidden states of a batch; small batches on a CPU replay a tape. Valid until the next
         call."""
         key = _key(batch)
-        if self._sheets.get(key) is batch:
+        if self._batches.get(key) is batch:
             return self._tapes.run(key, lambda: model(batch))
         return model(batch)
 
@@ -126,7 +126,7 @@ class _Ahead:
         """Copy a small batch on a CPU into the buffers of the last one of its size."""
         if len(batch.token_ids) > self.max_taped or batch.token_ids.device.type != "cpu":
             return batch
-        kept = self._sheets.setdefault(_key(batch), batch)
+        kept = self._batches.setdefault(_key(batch), batch)
         if kept is not batch:
             for name in ("token_ids", "positions", "seq_lens", "rows"):
                 getattr(kept, name).copy_(getattr(batch, name))
@@ -135,7 +135,7 @@ class _Ahead:
                 group.seq_lens_host = kept.seq_lens.numpy()
         return kept
 
-    def behind(self, ends: SequenceEnds, ids: Tensor, ahead: int) -> Batch:
+    def build(self, ends: SequenceEnds, ids: Tensor, ahead: int) -> Batch:
         """Build the batch of `ids` [B, n], the last of which stand `ahead` positions after the last
         tokens."""
         (count, width), device = ids.shape, ids.device
@@ -198,22 +198,22 @@ class ModelDrafter:
         self, model: Any, backend: AttentionBackend, *, block_size: int, max_taped: int, vocab: int
     ) -> None:
         self.model = model
-        self.ahead = _Ahead(backend, block_size, max_taped)
-        self.forget = self.ahead.forget
+        self.batches = _DraftBatches(backend, block_size, max_taped)
+        self.forget = self.batches.forget
         self.vocab = vocab
         """Number of token ids that it shares with the target."""
 
-    def see(self, batch: Batch, target: TargetStates) -> None:
+    def observe(self, batch: Batch, target: TargetStates) -> None:
         """Ignore the step: the draft model catches up before it proposes."""
 
     def catch_up(self, batch: Batch) -> None:
         batch.token_ids.clamp_(0, self.vocab - 1)
-        self.model(self.ahead.planned(batch))
+        self.model(self.batches.planned(batch))
 
     def propose(self, ends: SequenceEnds, most: int) -> Tensor:
         ids, drafts = ends.ids.clamp(0, self.vocab - 1), list[Tensor]()
         for number in range(most):
-            hidden = self.ahead.hidden(self.model, self.ahead.behind(ends, ids, number))
+            hidden = self.batches.hidden(self.model, self.batches.build(ends, ids, number))
             logits = self.model.logits(hidden if number else hidden[1::2])[:, : self.vocab]
             drafts.append(ends.pick(logits, number + 1))
             ids = drafts[-1][:, None]
@@ -230,18 +230,18 @@ class HeadDrafter:
         self, model: DraftHead, backend: AttentionBackend, *, block_size: int, max_taped: int, kept: Tensor
     ) -> None:
         self.model = model
-        self.ahead = _Ahead(backend, block_size, max_taped)
-        self.forget = self.ahead.forget
+        self.batches = _DraftBatches(backend, block_size, max_taped)
+        self.forget = self.batches.forget
         self.kept = kept
         """[2, rows, hidden]: by row, the head's output for the last token, and the states for the next one"""
 
-    def see(self, batch: Batch, target: TargetStates) -> None:
+    def observe(self, batch: Batch, target: TargetStates) -> None:
         at = last_kept(batch, target.num_kept)
         shifted = batch.token_ids.roll(-1).clamp_(min=0).index_copy_(0, at, target.next_ids)
         first = replace(batch, token_ids=shifted, **_DRAFT_FIELDS)
         first.others = tuple(replace(group, attention=None) for group in batch.others)
         states = target.states[0] if len(target.states) == 1 else torch.cat(target.states, 1)
-        made = self.model(self.ahead.planned(first), self.model.states(states))
+        made = self.model(self.batches.planned(first), self.model.states(states))
         for kept, computed in zip(self.kept, made, strict=True):
             kept.index_copy_(0, batch.rows.long(), computed[at])
 
@@ -254,7 +254,7 @@ class HeadDrafter:
         for number in range(most):
             drafts.append(self.model.names(ends.pick(self.model.logits(out), number + 1)))
             if number < most - 1:
-                out, states = self.model(self.ahead.behind(ends, drafts[-1][:, None], number), states)
+                out, states = self.model(self.batches.build(ends, drafts[-1][:, None], number), states)
         return torch.stack(drafts, 1)
 
 
@@ -264,7 +264,7 @@ _DRAFT_FIELDS: dict[str, Any] = {
     "logit_lora": None,
     "embeds": None,
     "last_visible": None,
-    "before": None,
+    "intermediate_tensors": None,
     "ep": None,
     "attention": None,
     "state": None,
@@ -273,16 +273,16 @@ _DRAFT_FIELDS: dict[str, Any] = {
 """Fields of the target's batch that are reset for the draft."""
 
 
-def check_ahead(backend: str, num_drafts: int, *, latent: bool) -> None:
+def check_ahead(backend: str, num_drafts: int, *, uses_mla: bool) -> None:
     """Raise if the attention backend needs the sequence lengths on the host."""
     if backend != "TRITON_ATTN":
         raise ConfigError(
             f"speculative decoding on a GPU needs attention_backend TRITON_ATTN, not {backend}: sequence "
             "lengths are known to the device only"
         )
-    if latent and num_drafts > MOST_LATENT:
+    if uses_mla and num_drafts > MAX_MLA_DRAFTS:
         raise ConfigError(
-            f"num_speculative_tokens={num_drafts} is above the limit of {MOST_LATENT} for MLA on a GPU; "
+            f"num_speculative_tokens={num_drafts} is above the limit of {MAX_MLA_DRAFTS} for MLA on a GPU; "
             "lower it"
         )
 
@@ -333,7 +333,7 @@ def open_drafter(
         return ModelDrafter(model, backend, **sizes, vocab=min(facts.vocab, config.checkpoint.facts.vocab))
     model.adopt(target)
     if facts.drafts.aux_layers:
-        target.tap(facts.drafts.aux_layers, config.scheduler.max_num_batched_tokens + _MORE_TAPPED, device)
+        target.tap(facts.drafts.aux_layers, config.scheduler.max_num_batched_tokens + _WARMUP_TOKENS, device)
     room = 2, config.scheduler.max_num_seqs + 1, facts.hidden
     kept = torch.zeros(room, dtype=getattr(torch, config.model.dtype), device=device)
     return HeadDrafter(model, backend, **sizes, kept=kept)

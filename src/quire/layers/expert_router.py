@@ -1,0 +1,48 @@
+"""ExpertRouter: the choice of the experts of each token in a mixture of experts."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from quire.attention.batch import Batch
+from quire.checkpoint.facts import MoeFacts
+from quire.layers.linear import Linear
+from quire.layers.scope import Scope
+from quire.quant.weight import Routes
+
+
+class ExpertRouter(Linear):
+    """Router: chooses the experts of each token and their weights."""
+
+    narrows = False
+
+    def __init__(self, hidden: int, moe: MoeFacts, scope: Scope) -> None:
+        if moe.wide_router:  # float32, for which there are no adapters
+            scope = replace(scope, dtype=torch.float32, adapters=None)
+        super().__init__(hidden, {scope.name: moe.experts}, scope, bias=moe.router_bias)
+        if self.point is not None and scope.name in self.point.places:
+            layer, _, last = scope.name.rsplit(".", 2)
+            # Adapters use the name of transformers.
+            self.point.places[f"{layer}.mlp.{last}"] = self.point.places[scope.name]
+        self.ops = scope.ops
+        self.routing = moe.routing
+        self.chosen: Routes | None = None
+        """The weight's fused kernel of router GEMM and top-k, if it has one."""
+
+    def equip(self) -> None:
+        super().equip()
+        self.chosen = self.weight.chosen
+
+    def forward(self, x: Tensor, bias: Tensor | None, batch: Batch | None = None) -> tuple[Tensor, Tensor]:
+        """Return expert ids and weights, [T, per_token] each; `bias` affects only the choice."""
+        ids, weights = self.choose(x, bias, batch)
+        if batch is not None and batch.routes is not None:
+            batch.routes.append(ids)
+        return ids, weights
+
+    def choose(self, x: Tensor, bias: Tensor | None, batch: Batch | None = None) -> tuple[Tensor, Tensor]:
+        """Compute `forward`."""
+        if self.chosen is not None and self.adapters_of(batch) is None:
+            return self.chosen(x, routing=self.routing, bias=bias)
+        return self.ops.route(self.multiply(x, batch), self.routing, bias)

@@ -1,0 +1,51 @@
+"""The experts of all tokens in the KV cache, so that cached prompts return the experts of their first run."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.data.routed_experts import RoutedRows, StepRoutes
+from quire.sched.kv_manager import KVManager
+from quire.sched.running import RowIds, Running
+
+
+class RoutedExperts:
+    """Experts by slot of the KV cache, in the group of layers with full attention: a request keeps the blocks
+    of this group until it ends."""
+
+    def __init__(self, kv: KVManager, num_experts: int) -> None:
+        self._kv = kv
+        self._group = kv.windows.index(None)
+        self._dtype = np.uint8 if num_experts <= 256 else np.uint16
+        self._by_slot: NDArray[np.uint8 | np.uint16] | None = None
+        """[slots, MoE layers, experts per token], from the first step on."""
+
+    def _learn(self, routes: StepRoutes) -> None:
+        """Set the experts of the tokens of a step."""
+        if self._by_slot is None:
+            num_slots = len(self._kv.pool.blocks) * self._kv.block_size
+            self._by_slot = np.zeros((num_slots, *routes.experts.shape[1:]), self._dtype)
+        is_token = routes.slots >= 0
+        self._by_slot[routes.slots[is_token]] = routes.experts[is_token]
+
+    def take(self, routes: StepRoutes | None, running: Running, rows: RowIds) -> dict[str, RoutedRows]:
+        """Add the experts of a step, in the order of steps. Return by request those that these rows have not
+        returned yet; the last token of a row has not been computed."""
+        taken = {}
+        if routes is not None:
+            self._learn(routes)
+        for row, end in zip(rows.tolist(), (running.num_known[rows] - 1).tolist(), strict=True):
+            request = running.request(row)
+            first = max(request.num_routed, request.params.routed_experts_prompt_start)
+            if first < end:
+                taken[request.id] = RoutedRows.of(self._of(row, first, end))
+                request.num_routed = end
+        return taken
+
+    def _of(self, row: int, first: int, end: int) -> NDArray[np.uint8 | np.uint16]:
+        """Return the experts of the tokens of a row from `first` to `end`."""
+        assert self._by_slot is not None, "no step has returned experts"
+        table, size = self._kv.tables[self._group][row], self._kv.block_size
+        blocks = table[first // size : -(-end // size)]
+        ids = np.array([0 if block is None else block.id for block in blocks])
+        slots = (ids[:, None] * size + np.arange(size)).ravel()
+        return self._by_slot[slots[first % size :][: end - first]]
