@@ -12,7 +12,7 @@ from ask import CHAT, COMPLETIONS, MESSAGES
 from fake_engine import FakeEngine
 
 from quire.errors import ConfigError
-from quire.server.http.sockets import bind
+from quire.server.http.sockets import bind, check_is_free
 from quire.server.main import serve
 from quire.server.settings import make_settings
 
@@ -116,9 +116,13 @@ def test_unix_socket_and_root_path(tmp_path: Path) -> None:
     assert with_server(FakeEngine(), talk, uds=path, root_path="/api", api_key=["k"]) == [200, 401, 200]
     # A socket file that an earlier server left is replaced; one with a listening server is an error.
     listening = bind(make_settings({"uds": path}).http)
-    with pytest.raises(ConfigError, match="--uds"):
-        bind(make_settings({"uds": path}).http)
+    for check in (bind, check_is_free):
+        with pytest.raises(ConfigError, match="--uds"):
+            check(make_settings({"uds": path}).http)
     listening.close()
+    # The check before the start makes no file.
+    check_is_free(make_settings({"uds": str(tmp_path / "new")}).http)
+    assert not (tmp_path / "new").exists()
 
 
 def test_port_in_use_is_reported_at_once() -> None:

@@ -30,9 +30,14 @@ def bind(http: HttpSection) -> socket.socket:
 
 
 def check_is_free(http: HttpSection) -> None:
-    """Raise a ConfigError if the port or socket path of a server is in use, before its model is looked at."""
-    if not http.headless:
+    """Raise a ConfigError if the port or socket path of a server is in use, before its model is looked at. No
+    socket file is made: clients would take it for that of a server."""
+    if http.headless:
+        return
+    if not http.uds:
         bind(http).close()
+    elif _is_in_use(Path(http.uds)):
+        raise ConfigError(f"cannot listen on {http.uds}: a server uses it; choose another --uds")
 
 
 def _bind_uds(path: Path) -> socket.socket:
