@@ -307,10 +307,14 @@ class Runner:
 
     def _plant(self, mutant: Mutant, folder: Path) -> None:
         """Copy the sources and apply the mistake."""
-        shutil.copytree(self.root / "src", folder / "src")
+        self._copy_sources(folder)
         path = folder / "src" / "quire" / mutant.file
         path.write_text(mutant.applied(path.read_text(encoding="utf-8")), encoding="utf-8")
         Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
+
+    def _copy_sources(self, folder: Path) -> None:
+        # Python renames such files while they are copied.
+        shutil.copytree(self.root / "src", folder / "src", ignore=shutil.ignore_patterns("*.pyc.*"))
 
     def _judge(self, verdict: Verdict, code: int | str, output: Path) -> bool:
         """Record the end of a run; return whether it is the last."""
@@ -334,7 +338,7 @@ class Runner:
         if not (names := sorted(tests)):
             return set()
         with tempfile.TemporaryDirectory(prefix="mutant-", ignore_cleanup_errors=True) as folder:
-            shutil.copytree(self.root / "src", Path(folder) / "src")
+            self._copy_sources(Path(folder))
             self._pytest(names, Path(folder), max(self.limit_s, 60.0 * len(names)))
             output = (Path(folder) / "output.txt").read_text(encoding="utf-8", errors="replace")
         return {match[1] for match in _FAILED.finditer(output)} & set(names)
