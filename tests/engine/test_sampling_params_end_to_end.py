@@ -396,7 +396,7 @@ def test_sampled_tokens_follow_the_models_probabilities(llm: LLM, model: TextMod
 
 def test_allowed_token_ids_restrict_sampling(llm: LLM) -> None:
     allowed = [30, 31, 99]
-    assert set(drawn(llm, allowed_token_ids=allowed)) == set(allowed)
+    assert set(drawn(llm, 200, allowed_token_ids=allowed, seed=1)) == set(allowed)
 
 
 def test_top_k_and_min_p_keep_only_likely_tokens(llm: LLM, model: TextModel) -> None:
