@@ -96,6 +96,21 @@ def strip(answer: dict[str, Any]) -> Any:
     return answer["choices"], answer["usage"]["completion_tokens"]
 
 
+def check_equal(actual: Any, expected: Any) -> None:
+    """Check that answers are equal, except for the last digits of logprobs: with torch's products they depend
+    on how many tokens are computed together."""
+    if isinstance(expected, dict):
+        assert actual.keys() == expected.keys()
+        for name, value in expected.items():
+            check_equal(actual[name], value)
+    elif isinstance(expected, list | tuple):
+        assert len(actual) == len(expected)
+        for one, other in zip(actual, expected, strict=True):
+            check_equal(one, other)
+    else:
+        assert actual == (pytest.approx(expected, abs=1e-4) if isinstance(expected, float) else expected)
+
+
 @pytest.mark.parametrize("model", ["tiny", "adapter"])
 def test_answers_are_those_of_one_server(pair: Pair, model: str) -> None:
     bodies: list[tuple[str, dict[str, Any]]] = [
@@ -118,7 +133,7 @@ def test_answers_are_those_of_one_server(pair: Pair, model: str) -> None:
         expected = pair.prefill.client.post(route, json=body).json()
         before = pair.num_loaded()
         answer = pair.answer(body, route, f"{model}-{number}")
-        assert strip(answer) == strip(expected)
+        check_equal(strip(answer), strip(expected))
         details = answer["usage"]["prompt_tokens_details"]
         assert details["cached_tokens_by_tier"]["remote"] == details["cached_tokens"] > 256
         assert answer["usage"]["prompt_tokens"] - details["cached_tokens"] <= 16

@@ -303,14 +303,14 @@ def test_a_call_with_many_requests_takes_many_turns(with_cores: Run) -> None:
         merged = Merged(streams, Pauses())
         reading = asyncio.create_task(anext(merged))
         await until(lambda: sent.total() >= 300)
-        assert engine.num_in_flight == 300 == sum(running(engine)) and max(sent.values()) <= 8
+        assert engine.num_in_flight == 300 == sum(running(engine)) and max(sent.values()) <= 16
         assert max(reads.values()) <= 4, "the socket is read once after all messages of a turn"
         sent.clear()
         reading.cancel()
         await merged.aclose()
         assert engine.num_in_flight == 0
         await until(lambda: engine.metrics.pages.value("request_success:abort", 0) == 300)
-        assert max(sent.values()) <= 8 and sent.total() < 20, "aborts are sent together"
+        assert max(sent.values()) <= 16 and sent.total() < 20, "aborts are sent together"
         turns.cancel()
 
     with_cores(test)

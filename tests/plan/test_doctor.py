@@ -76,7 +76,7 @@ def test_missing_parts_have_a_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert only(findings, "compiler").state == "warning" and "gcc" in only(findings, "compiler").remedy
     assert "QUIRE_CACHE_ROOT" in only(findings, "cache folder").remedy
     assert "--shm-size" in only(findings, "/dev/shm").remedy
-    assert only(findings, "torch").state == "broken"
+    assert only(findings, "torch 2.4.0").state == "broken"
 
 
 def test_threads_are_counted_for_all_engines(monkeypatch: pytest.MonkeyPatch) -> None:
