@@ -95,7 +95,7 @@ def whole(stream_events: list[dict[str, Any] | str]) -> dict[str, Any]:
     return {"choices": answers, "usage": stream_events[-2]["usage"]}
 
 
-def own_time() -> float:
+def time_without_cpu_waits() -> float:
     """Return a clock that stands still while this thread is ready to run and the CPUs run others."""
     path = Path("/proc/thread-self/schedstat")
     return time.monotonic() - (int(path.read_text().split()[1]) / 1e9 if path.exists() else 0.0)
@@ -116,7 +116,7 @@ async def read_answer(
             result, last = list[dict[str, Any] | str](), 0.0
             async for line in reply.aiter_lines():
                 for event in events(iter([line])):
-                    now = own_time()
+                    now = time_without_cpu_waits()
                     if last and now - last > 0.1:
                         pauses.append((time.monotonic(), now - last))
                     result.append(event)

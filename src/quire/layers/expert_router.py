@@ -42,7 +42,7 @@ class ExpertRouter(Linear):
         return ids, weights
 
     def choose(self, x: Tensor, bias: Tensor | None, batch: Batch | None = None) -> tuple[Tensor, Tensor]:
-        """Compute `forward`."""
+        """Return what `forward` does, without keeping the ids for requests that return them."""
         if self.chosen is not None and self.adapters_of(batch) is None:
             return self.chosen(x, routing=self.routing, bias=bias)
         return self.ops.route(self.multiply(x, batch), self.routing, bias)
