@@ -150,7 +150,7 @@ def test_token_budget_is_available_at_once_and_refills_evenly() -> None:
     account.add_output(500)
     refusal = ledger.enter(key)
     assert refusal is not None and refusal.retry_after_s == 30, "300 too many, at 10 a second"
-    assert "tokens_per_minute is 600" in refusal.message and "in 30 s" in refusal.message
+    assert "tokens_per_minute is 600" in str(refusal) and "in 30 s" in str(refusal)
     clock.now += 29
     refusal = ledger.enter(key)
     assert refusal is not None and refusal.retry_after_s == 1
@@ -179,7 +179,7 @@ def test_finished_request_frees_a_slot() -> None:
     ledger, key, _ = ledger_of(max_concurrency=2)
     assert ledger.enter(key) is None and ledger.enter(key) is None
     refusal = ledger.enter(key)
-    assert refusal is not None and refusal.retry_after_s >= 1 and "max_concurrency is 2" in refusal.message
+    assert refusal is not None and refusal.retry_after_s >= 1 and "max_concurrency is 2" in str(refusal)
     ledger.leave(key)
     assert ledger.enter(key) is None
 

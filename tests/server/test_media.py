@@ -196,10 +196,10 @@ def test_slow_media_blocks_no_other_request_and_ends_with_its_client() -> None:
             while sum(path == "/drips" for path, _ in requests) < 20:
                 await asyncio.sleep(0.01)
             assert await ask("/image.png") == 200
-            assert len(application.api.answering) == 20
+            assert len(application.api.running_requests) == 20
             gone.set()
             assert await asyncio.gather(*slow) == [499] * 20
-        assert len(engine.seen) == 1 and not application.api.answering
+        assert len(engine.seen) == 1 and not application.api.running_requests
 
     with hostile_server() as server:
         asyncio.run(go(server.url, server.requests))

@@ -3,7 +3,9 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -17,7 +19,6 @@ from quire.config.env import Env
 from quire.errors import EngineDead, EngineError
 from quire.frontend.model_pool import ModelPool, PoolModel
 from quire.memory import ModelMemory
-from quire.metrics.exposition import MergedMetrics, exposition
 from quire.server.app import Application
 from quire.server.settings import make_settings
 from quire.server.several_models import ServedModel, models_app
@@ -44,9 +45,9 @@ class Several:
             )
             for name, engine in self.engines.items()
         ]
-        self.pool = ModelPool([model.place for model in served], budget_bytes=budget)
+        self.pool = ModelPool([model.pool_model for model in served], budget_bytes=budget)
         self.applications = [model.application for model in served]
-        self.app = models_app(served, self.pool, made, lambda: "metrics of all\n")
+        self.app = models_app(served, self.pool, made)
 
     def run(self, talk: Talk, **headers: str) -> None:
         async def go() -> None:
@@ -138,7 +139,6 @@ def test_frontend_routes_need_no_engine() -> None:
         assert (await client.post("/v1/nothing", json={"model": "b"})).status_code == 404
         assert (await client.get("/version")).status_code == 200
         assert (await client.get("/load")).json() == {"server_load": 0}
-        assert (await client.get("/metrics")).text == "metrics of all\n"
 
     several.run(talk)
     assert several.backends["b"].calls == []
@@ -266,9 +266,17 @@ def test_metrics_of_several_models_are_one_family_each() -> None:
         labelled.add_metric([name], 1)
         return [labelled, GaugeMetricFamily("vllm:info", "Info.", value=1)]
 
+    several, texts = Several(), list[str]()
     shared = [GaugeMetricFamily("http", "Shared.", value=3)]
-    merged = MergedMetrics({name: of_model(name) for name in "ab"}, shared)
-    text = exposition(merged, is_only_process=False)
+    for name, engine in several.engines.items():
+        metrics = partial(SimpleNamespace, of_server=lambda: shared)
+        engine.metrics = metrics(model_name=name, of_engines=partial(of_model, name))  # type: ignore[attr-defined]
+
+    async def talk(client: httpx.AsyncClient) -> None:
+        texts.append((await client.get("/metrics")).text)
+
+    several.run(talk)
+    (text,) = texts
     assert text.count("# TYPE vllm:running gauge") == text.count("# TYPE vllm:info gauge") == 1
     for series in ("running", "info"):
         for name in "ab":

@@ -45,7 +45,7 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Import path of the class that chooses replicas."""
 
     @property
-    def most(self) -> int:
+    def max_size(self) -> int:
         return self.max_replicas or self.min_replicas
 
 
@@ -120,7 +120,7 @@ def _as_bool(value: Any) -> Any:
 def _check(fleet: FleetSettings) -> None:
     if fleet.min_replicas < 1:
         raise ConfigError(f"min_replicas={fleet.min_replicas} must be at least 1: ingresses need an engine")
-    if fleet.most < fleet.min_replicas:
+    if fleet.max_size < fleet.min_replicas:
         raise ConfigError(
             f"max_replicas={fleet.max_replicas} is less than min_replicas={fleet.min_replicas}: raise it, or "
             "leave it out"

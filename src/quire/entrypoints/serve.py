@@ -31,7 +31,9 @@ def run(args: argparse.Namespace) -> int:
     settings = server_settings(args, Env.read(os.environ))
     if settings.models.models_config is not None or len(args.model_tag) > 1:
         return _run_several(args.model_tag, values, server_flags(args), settings)
-    _check_one_model(settings)
+    for name in ("models_memory_gb", "models_sleep_after", "models_discard_after"):
+        if getattr(settings.models, name) is not None:
+            raise ConfigError(f"{name} is for several models: name them, or give --models-config")
     tag = next(iter(args.model_tag), None)
     if tag is not None and values.setdefault("model", tag) != tag:
         raise ConfigError(f"two models: {tag!r} and --model {values['model']!r}; give one")
@@ -41,13 +43,6 @@ def run(args: argparse.Namespace) -> int:
         values["skip_tokenizer_init"] = True
     check_is_free(settings.http)
     return launch(configure(values, usage="server"), settings)
-
-
-def _check_one_model(settings: ServerSettings) -> None:
-    section = settings.models
-    for name in ("models_memory_gb", "models_sleep_after", "models_discard_after"):
-        if getattr(section, name) is not None:
-            raise ConfigError(f"{name} is for several models: name them, or give --models-config")
 
 
 def _run_several(

@@ -239,7 +239,7 @@ def main(words: Sequence[str]) -> int:
         print(f"quire python: error: there is no script {words[0]!r}", file=sys.stderr)
         return 2
     try:
-        executed(words)
+        run_script(words)
     except Exception as error:
         _show(error)
         return 1
@@ -266,7 +266,7 @@ def _until_quire(frames: TracebackType | None) -> TracebackType | None:
     return frames
 
 
-def executed(words: Sequence[str]) -> dict[str, Any]:
+def run_script(words: Sequence[str]) -> dict[str, Any]:
     """Run a script with these arguments and return its globals."""
     install()
     script, sys.argv = words[0], list(words)

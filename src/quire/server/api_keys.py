@@ -3,7 +3,8 @@
 import hashlib
 import json
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -60,19 +61,15 @@ def read_keys(values: Iterable[str]) -> tuple[Key, ...]:
             keys.append(Key(digest(value.encode())))
         else:
             raise ConfigError("api_key is empty: any client could use it")
-    names = [key.name for key in keys if key.name]
+    names = key_names(keys)
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"api_key: two keys have the name {name!r}; names must be unique")
-    if any(key.name for key in keys) and len({key.digest for key in keys}) < len(keys):
-        labels = [key.name or "a plain key" for key in keys]
-        same = [name for name, key in zip(labels, keys, strict=True) if _count_equal(key, keys) > 1]
-        raise ConfigError(f"api_key: the same key is given as {' and '.join(same)}")
+    counts = Counter(key.digest for key in keys)
+    repeated = [key.name or "a plain key" for key in keys if counts[key.digest] > 1]
+    if names and repeated:
+        raise ConfigError(f"api_key: the same key is given as {' and '.join(repeated)}")
     return tuple(keys)
-
-
-def _count_equal(key: Key, keys: Sequence[Key]) -> int:
-    return sum(key.digest == other.digest for other in keys)
 
 
 def _read_file(path: Path) -> list[Key]:

@@ -8,9 +8,9 @@ from quire.metrics.api_keys import KeyPages
 from quire.server.anthropic.errors import MessageErrors
 from quire.server.anthropic.routes import add_message_routes
 from quire.server.audio.routes import MAX_FIELDS_BYTES, PATHS, add_speech_routes
-from quire.server.http.errors import add_error_handlers, client_gone
-from quire.server.http.fast_path import Direct
-from quire.server.http.in_flight import ClientGone
+from quire.server.http.errors import add_error_handlers, disconnected_response
+from quire.server.http.fast_path import FastPath
+from quire.server.http.in_flight import ClientDisconnected
 from quire.server.http.limits import HttpGate
 from quire.server.http.metrics import Observed
 from quire.server.http.middleware import wrap_in_middleware
@@ -57,7 +57,7 @@ class Application:
             redoc_url="/redoc" if docs else None,
         )
         add_error_handlers(self.routes, log_stack=settings.log.log_error_stack)
-        self.routes.add_exception_handler(ClientGone, lambda *_: client_gone())
+        self.routes.add_exception_handler(ClientDisconnected, lambda *_: disconnected_response())
         add_tokens_in_out(self.routes, self.api)
         if not settings.api.tokens_only:
             _add_text_routes(self.routes, self.api)
@@ -87,8 +87,8 @@ def _add_text_routes(app: FastAPI, api: GenerationService) -> None:
 
 def inner_app(app: FastAPI, api: GenerationService, settings: ServerSettings) -> ASGIApp:
     """Return the routes of a model, with direct answers to JSON bodies. Requests hold their adapters."""
-    direct = Direct(app, log_stack=settings.log.log_error_stack)
-    return api.adapters.holding(direct) if api.adapters.enabled else direct
+    fast_path = FastPath(app, log_stack=settings.log.log_error_stack)
+    return api.adapters.hold_adapters(fast_path) if api.adapters.enabled else fast_path
 
 
 def wrap(app: ASGIApp, engine: AsyncEngine, settings: ServerSettings, ledger: Ledger) -> ASGIApp:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from quire.errors import EngineError
-from quire.server.http.in_flight import Answering, ClientGone, HandlerQueue
+from quire.server.http.in_flight import ClientDisconnected, HandlerQueue, RunningRequests
 
 
 async def never() -> dict[str, Any]:
@@ -38,8 +38,8 @@ class Work:
 
 def test_result_is_returned_and_no_task_is_left() -> None:
     async def go() -> None:
-        running = Answering()
-        assert await running.until_gone(never, Work().run(3)) == 3
+        running = RunningRequests()
+        assert await running.until_disconnect(never, Work().run(3)) == 3
         assert len(running) == 0 and len(asyncio.all_tasks()) == 1
 
     asyncio.run(go())
@@ -47,9 +47,9 @@ def test_result_is_returned_and_no_task_is_left() -> None:
 
 def test_work_is_cancelled_when_the_client_disconnects() -> None:
     async def go() -> None:
-        running, work = Answering(), Work()
-        with pytest.raises(ClientGone):
-            await running.until_gone(disconnected, work.run())
+        running, work = RunningRequests(), Work()
+        with pytest.raises(ClientDisconnected):
+            await running.until_disconnect(disconnected, work.run())
         assert work.cancelled and len(running) == 0
 
     asyncio.run(go())
@@ -57,8 +57,8 @@ def test_work_is_cancelled_when_the_client_disconnects() -> None:
 
 def test_work_is_cancelled_with_its_handler() -> None:
     async def go() -> None:
-        running, work = Answering(), Work()
-        task = asyncio.create_task(running.until_gone(never, work.run()))
+        running, work = RunningRequests(), Work()
+        task = asyncio.create_task(running.until_disconnect(never, work.run()))
         await work.begun.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -70,14 +70,14 @@ def test_work_is_cancelled_with_its_handler() -> None:
 
 def test_abort_ends_running_and_later_requests() -> None:
     async def go() -> None:
-        running, work = Answering(), Work()
-        task = asyncio.create_task(running.until_gone(never, work.run()))
+        running, work = RunningRequests(), Work()
+        task = asyncio.create_task(running.until_disconnect(never, work.run()))
         await work.begun.wait()
         running.abort()
         with pytest.raises(EngineError, match="shutting down"):
             await task
         with pytest.raises(EngineError, match="shutting down"):
-            await running.until_gone(never, Work().run())
+            await running.until_disconnect(never, Work().run())
 
     asyncio.run(go())
 

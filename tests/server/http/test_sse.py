@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from quire.data.outputs import CompletionOutput, RequestOutput
-from quire.server.http.sse import Pushing, event, opening, quote
+from quire.server.http.sse import StreamWriter, chunk_head, event, quote
 
 NASTY = ['a"b\\c', "line\nfeed\r\n", "\x00\x1f\x7f", "\x85 \u2028 \u2029", "żółw 🙂", "</script>", ""]
 
@@ -24,7 +24,7 @@ def test_event_is_one_line_and_decodes_to_the_text(text: str) -> None:
 @pytest.mark.parametrize("name", ["m", 'odd "}\n\n', '"index":0'])
 def test_assembled_chunk_equals_one_encoded_at_once(name: str) -> None:
     frame = {"id": name, "model": name}
-    pieces = opening(frame) + b'{"index":1,"text":' + quote("x") + b"}]}\n\n"
+    pieces = chunk_head(frame) + b'{"index":1,"text":' + quote("x") + b"}]}\n\n"
     assert json.loads(pieces.removeprefix(b"data: ")) == frame | {"choices": [{"index": 1, "text": "x"}]}
 
 
@@ -87,7 +87,7 @@ def test_slow_client_gets_merged_events() -> None:
 
     async def go() -> None:
         connection, script = SlowConnection(), Script()
-        task = asyncio.create_task(Pushing(connection, Texts()).run(script))  # type: ignore[arg-type]
+        task = asyncio.create_task(StreamWriter(connection, Texts()).run(script))  # type: ignore[arg-type]
         await asyncio.sleep(0)
         script.push(delta("one"))
         assert script.push_text is not None
@@ -122,7 +122,7 @@ def test_encoder_failure_on_a_held_output_ends_the_stream() -> None:
 
     async def go(goes_on: bool) -> None:
         connection, script = SlowConnection(), Script()
-        task = asyncio.create_task(Pushing(connection, Broken()).run(script))  # type: ignore[arg-type]
+        task = asyncio.create_task(StreamWriter(connection, Broken()).run(script))  # type: ignore[arg-type]
         await asyncio.sleep(0)
         connection.is_full = True
         script.push(delta("bad"))
@@ -146,7 +146,7 @@ def test_cancelled_stream_leaves_no_task() -> None:
     async def go() -> None:
         connection, script = SlowConnection(), Script()
         connection.is_full = True
-        task = asyncio.create_task(Pushing(connection, Texts()).run(script))  # type: ignore[arg-type]
+        task = asyncio.create_task(StreamWriter(connection, Texts()).run(script))  # type: ignore[arg-type]
         await asyncio.sleep(0)
         script.push(delta("never read"))
         task.cancel()

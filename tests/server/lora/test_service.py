@@ -54,7 +54,7 @@ def with_client(
     transport = httpx.ASGITransport(application.asgi, raise_app_exceptions=False)
 
     async def go() -> None:
-        await application.api.adapters.read_all()
+        await application.api.adapters.load_all()
         async with httpx.AsyncClient(
             transport=transport, base_url="http://test", timeout=TIMEOUT_S
         ) as client:
@@ -263,9 +263,9 @@ def test_requests_of_a_leaving_adapter_keep_its_tokenizer(tmp_path: Path) -> Non
     backend = Tokenizer.from_str(engine.tokenizer.backend.to_str())
     backend.add_tokens(["<new>"])
     backend.save(str(path / "tokenizer.json"))
-    leaving = LoRARegistry(modules=[LoRAModule("a", str(path), str(path), is_leaving=True)])
+    leaving = LoRARegistry(modules=[LoRAModule("a", str(path), str(path), is_unloading=True)])
     api = Application(engine, make_settings({}, env=Env.read(CHANGES)), registry=leaving).api
-    assert api.adapters.get("a") is None and api.adapters.take("a", {}) is None
+    assert api.adapters.get("a") is None and api.adapters.hold("a", {}) is None
     tokenizer = api.inputs_of("a").tokenizer
     assert tokenizer is not None and tokenizer.backend.token_to_id("<new>") == backend.token_to_id("<new>")
 
@@ -288,7 +288,7 @@ def test_process_that_dies_while_unloading_leaves_no_name(tmp_path: Path) -> Non
     """Otherwise another process would take the name for one that is still leaving, forever."""
     file, folder = tmp_path / "roster", tmp_path / "customers"
     path = adapter(folder / "acme")
-    LoRARegistry.create(file, [LoRAModule("acme", str(path), str(path), is_leaving=True)])
+    LoRARegistry.create(file, [LoRAModule("acme", str(path), str(path), is_unloading=True)])
 
     async def use(client: httpx.AsyncClient) -> None:
         reply = await client.post(COMPLETIONS, json={"prompt": "ab", "model": "acme"})
@@ -314,19 +314,19 @@ def test_processes_share_one_registry(tmp_path: Path) -> None:
     file = tmp_path / "roster"
     LoRARegistry.create(file, [LoRAModule("a", "x", "/x")])
     one, other = LoRARegistry(file), LoRARegistry(file)
-    assert list(other.all()) == ["a"] and not other.is_read
+    assert list(other.all()) == ["a"] and not other.is_loaded
     one.put(LoRAModule("b", "y", "/y"))
     assert list(other.all()) == ["a", "b"]
     assert other.drop("a") == LoRAModule("a", "x", "/x") and other.drop("a") is None
     assert list(one.all()) == ["b"]
-    one.mark_read()
-    assert other.is_read
+    one.mark_loaded()
+    assert other.is_loaded
 
     async def in_turn() -> list[str]:
         order = []
 
         async def change(registry: LoRARegistry, name: str) -> None:
-            async with registry.only("b"):
+            async with registry.locked("b"):
                 order.append(name)
                 await asyncio.sleep(0.1)
                 order.append(name)
@@ -511,8 +511,8 @@ def test_unreadable_url_is_refused_with_the_reason(tmp_path: Path, monkeypatch: 
 def test_failed_lookups_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     lookup = resolver.Resolver("memory://k", LoRALocations(roots=["memory://k"], cache=tmp_path, max_bytes=1))
-    assert lookup.may_have("gone") and lookup.find("gone") is None
-    assert not lookup.may_have("gone")
+    assert lookup.may_find("gone") and lookup.find("gone") is None
+    assert not lookup.may_find("gone")
 
 
 def test_sleeping_engine_does_not_mark_adapters_as_broken(tmp_path: Path) -> None:

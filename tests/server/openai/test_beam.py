@@ -32,7 +32,7 @@ def test_too_many_beams_are_refused_with_the_remedy() -> None:
 
 def test_beams_of_many_prompts_are_started_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """1,000 prompts of 10 beams are 10,000 requests per round: other requests run between them."""
-    monkeypatch.setattr(streams, "PIECE_S", 0.0)
+    monkeypatch.setattr(streams, "MAX_BLOCKING_S", 0.0)
     engine = FakeEngine()
     body = {"prompt": ["ab"] * 30, "use_beam_search": True, "n": 3, "max_tokens": 2}
     transport = httpx.ASGITransport(application_of(engine, {}).asgi)

@@ -155,7 +155,7 @@ def test_every_choice_has_the_echoed_prompt_logprobs(stream: bool) -> None:
 
 def test_large_call_is_started_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other requests run while hundreds of sequences are started."""
-    monkeypatch.setattr(streams, "PIECE_S", 0.0)
+    monkeypatch.setattr(streams, "MAX_BLOCKING_S", 0.0)
     engine = FakeEngine()
     application = Application(engine, make_settings({}))
     transport = httpx.ASGITransport(application.asgi)

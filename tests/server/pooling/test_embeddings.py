@@ -13,7 +13,7 @@ from fake_engine import FakeEngine, numbers
 from hanging_up import post
 
 from quire.server.app import Application
-from quire.server.pooling.jobs import packed
+from quire.server.pooling.jobs import pack_values
 from quire.server.settings import make_settings
 
 EMBEDDINGS = "/v1/embeddings"
@@ -81,7 +81,7 @@ def test_base64_and_bytes_encodings(options: dict[str, str], dtype: str) -> None
 
 def test_bfloat16_rounds_to_even() -> None:
     values = np.array([1, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -2.5], np.float32)
-    assert packed(values, "bfloat16", "big").hex(" ", 2) == "3f80 3f80 3f82 3f81 c020"
+    assert pack_values(values, "bfloat16", "big").hex(" ", 2) == "3f80 3f80 3f82 3f81 c020"
 
 
 def test_parameters_reach_the_engine() -> None:

@@ -190,7 +190,7 @@ def test_media_fetch_ends_when_the_client_disconnects() -> None:
                 await asyncio.sleep(0.01)
             gone.set()
             assert await asyncio.gather(*tasks) == [499] * len(calls)
-        assert not engine.pooled and not application.api.answering
+        assert not engine.pooled and not application.api.running_requests
 
     with hostile_server() as server:
         asyncio.run(go(server.url, server.requests))

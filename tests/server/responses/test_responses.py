@@ -28,7 +28,7 @@ from quire.server.openai.service import ApiCall, GenerationService
 from quire.server.responses import routes
 from quire.server.responses.encoder import ResponseEncoder
 from quire.server.responses.items import ItemMessages
-from quire.server.responses.store import Full, Store, StoredResponse, StoredTurn
+from quire.server.responses.store import Store, StoredResponse, StoredTurn, StoreFull
 from quire.server.responses.translate import chat_of
 from quire.server.settings import make_settings
 
@@ -198,15 +198,15 @@ class Unread(list[Any]):
 
 def test_items_are_joined_once() -> None:
     conversation = ItemMessages("I")
-    conversation.growing = Unread(conversation.growing)
+    conversation._messages = Unread(conversation._messages)
     system = {"type": "message", "role": "system", "content": [{"type": "input_text", "text": "s"}]}
     thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]}
     conversation.add([system, system, thought])
-    texts = [conversation.growing[0]["content"], conversation.growing[1]["reasoning"]]
+    texts = [conversation._messages[0]["content"], conversation._messages[1]["reasoning"]]
     conversation.add([thought, system])
     assert texts == [["I", "s", "s"], ["t", "t"]]
-    assert texts[1] is conversation.growing[1]["reasoning"]
-    conversation.growing = list(conversation.growing[:])
+    assert texts[1] is conversation._messages[1]["reasoning"]
+    conversation._messages = list(conversation._messages[:])
     assert conversation.messages() == [
         {"role": "system", "content": "I\n\ns\n\ns"},
         {"role": "assistant", "reasoning": "t\nt"},
@@ -479,10 +479,10 @@ def test_failed_background_response_has_an_error() -> None:
     async def use(client: AsyncOpenAI, raw: httpx.AsyncClient) -> None:
         queued = await client.responses.create(model="fake", input="x", background=True)
 
-        async def is_over() -> bool:
+        async def has_ended() -> bool:
             return (await client.responses.retrieve(queued.id)).status == "failed"
 
-        await until(is_over)
+        await until(has_ended)
         error = (await client.responses.retrieve(queued.id)).error
         assert error is not None and "the engine failed" in error.message
         with pytest.raises(APIError):
@@ -528,16 +528,16 @@ def test_concurrent_background_requests_respect_the_limit(monkeypatch: pytest.Mo
 def test_running_background_responses_count_toward_the_store() -> None:
     store = Store(StoreLimits(max_bytes=5_000))
     shared = StoredTurn([{"id": "u", "text": "x" * 2_000}])
-    run: Any = SimpleNamespace(is_over=False, num_bytes=0)
+    run: Any = SimpleNamespace(has_ended=False, num_bytes=0)
     for id in "ab":
         response = stored(id, shared)
         response.run = run
         store.put(response)
     store.check_room()
     run.num_bytes = 1_500
-    with pytest.raises(Full, match="5000 bytes"):
+    with pytest.raises(StoreFull, match="5000 bytes"):
         store.check_room()
-    run.is_over = True
+    run.has_ended = True
     store.check_room()
 
     async def use(client: AsyncOpenAI, raw: httpx.AsyncClient) -> None:
@@ -555,7 +555,7 @@ def test_running_background_responses_count_toward_the_store() -> None:
         ([(Store, "put", 0)], None),
         ([(Store, "put", 1)], "completed"),
         ([(ResponseEncoder, "last_events", 0)], "failed"),
-        ([(ResponseEncoder, "last_events", 0), (ResponseEncoder, "failed", 0)], "output_item.done"),
+        ([(ResponseEncoder, "last_events", 0), (ResponseEncoder, "failure_events", 0)], "output_item.done"),
     ],
 )
 def test_any_background_failure_ends_the_response(

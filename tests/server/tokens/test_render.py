@@ -106,13 +106,13 @@ def test_stream_fields_are_ignored_by_derender() -> None:
 
 def test_long_answers_are_derendered_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[bool] = []
-    whole = ChatEncoder.whole
+    whole = ChatEncoder.response_body
 
     def record_thread(*args: Any) -> Any:
         threads.append(threading.current_thread() is threading.main_thread())
         return whole(*args)
 
-    monkeypatch.setattr(ChatEncoder, "whole", record_thread)
+    monkeypatch.setattr(ChatEncoder, "response_body", record_thread)
     for num_tokens in (20_000, 1):
         reply = {"choices": [{"index": 0, "token_ids": [39] * num_tokens}]}
         derendered = post(f"{CHAT}/derender", FakeEngine(max_model_len=20_000), generate_response=reply)
@@ -196,7 +196,7 @@ def test_batch_of_chats() -> None:
 
 def test_batch_of_chats_yields_to_other_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     num_turns, seen = 0, list[int]()
-    begin, whole = batch.prepare_chat, batch.ChatEncoder.whole
+    begin, whole = batch.prepare_chat, batch.ChatEncoder.response_body
 
     async def count_turns() -> None:
         nonlocal num_turns
@@ -220,9 +220,9 @@ def test_batch_of_chats_yields_to_other_tasks(monkeypatch: pytest.MonkeyPatch) -
         others.cancel()
         assert answered.status_code == 200
 
-    monkeypatch.setattr(streams, "PIECE_S", 0.0)
+    monkeypatch.setattr(streams, "MAX_BLOCKING_S", 0.0)
     monkeypatch.setattr(batch, "prepare_chat", prepare)
-    monkeypatch.setattr(batch.ChatEncoder, "whole", encode_whole)
+    monkeypatch.setattr(batch.ChatEncoder, "response_body", encode_whole)
     transport = httpx.ASGITransport(Application(FakeEngine(), make_settings({})).asgi)
     asyncio.run(go())
     assert len(seen) == len(set(seen)) == 6

@@ -20,7 +20,7 @@ from quire.server.anthropic.bodies import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from quire.server.http.errors import invalid
+from quire.server.http.errors import as_request_error
 from quire.server.openai.requests import CacheControl, ChatBody
 from quire.server.openai.sampling_params import unknown_fields
 
@@ -32,7 +32,7 @@ _COPIED = (
 )  # fmt: skip
 """Fields that are copied unchanged."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_THINKS = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
+_ENABLES_THINKING = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
 
 
 def as_chat(body: MessagesBody | CountBody, *, budgets: bool) -> ChatBody:
@@ -49,9 +49,10 @@ def as_chat(body: MessagesBody | CountBody, *, budgets: bool) -> ChatBody:
         fields["stop"] = body.stop_sequences
     if (control := _cache_control(body)) is not None:
         fields["cache_control"] = control
-    if kwargs := _thinking(body) | (body.chat_template_kwargs or {}):
-        fields["chat_template_kwargs"] = kwargs
     thinking = body.thinking
+    switch = {} if thinking is None else {"enable_thinking": _ENABLES_THINKING[thinking.type]}
+    if kwargs := switch | (body.chat_template_kwargs or {}):
+        fields["chat_template_kwargs"] = kwargs
     if thinking is not None and thinking.display == "omitted":
         fields["include_reasoning"] = False
     if budgets and thinking is not None and thinking.type == "enabled" and thinking.budget_tokens is not None:
@@ -59,7 +60,7 @@ def as_chat(body: MessagesBody | CountBody, *, budgets: bool) -> ChatBody:
     try:
         return ChatBody.model_validate({**fields, **_tools(body), **_output(body), "messages": messages})
     except ValidationError as error:
-        raise invalid(error) from None
+        raise as_request_error(error) from None
 
 
 def _cache_control(body: CountBody) -> dict[str, Any] | None:
@@ -71,10 +72,6 @@ def _cache_control(body: CountBody) -> dict[str, Any] | None:
     controls = [control for entry in (body, *blocks) if (control := getattr(entry, "cache_control", None))]
     ttls = {control.ttl for control in controls if isinstance(control, CacheControl)}
     return {"type": "ephemeral", "ttl": "1h" if "1h" in ttls else "5m"} if ttls else None
-
-
-def _thinking(body: CountBody) -> dict[str, Any]:
-    return {} if body.thinking is None else {"enable_thinking": _THINKS[body.thinking.type]}
 
 
 def _output(body: CountBody) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class LoRAModule(msgspec.Struct, frozen=True, omit_defaults=True):
     is_3d: bool = False
     within: tuple[str, ...] = ()
     """Directories that must contain its files, if a client named the adapter."""
-    is_leaving: bool = False
+    is_unloading: bool = False
     """Whether the adapter is being unloaded: running requests still use it."""
 
     def request(self, *, load_inplace: bool = False) -> LoRARequest:
@@ -53,11 +53,9 @@ def name_problem(name: str) -> str:
     """Return the reason why `name` is not a valid adapter name; empty if it is valid."""
     if not 0 < len(name) <= MAX_NAME:
         return f"an adapter name must have 1 to {MAX_NAME} characters, not {len(name)}"
-    return (
-        ""
-        if name.isprintable()
-        else f"the adapter name {name!r:.80} contains characters that are not printable"
-    )
+    if not name.isprintable():
+        return f"the adapter name {name!r:.80} contains characters that are not printable"
+    return ""
 
 
 def read_modules(values: Iterable[str]) -> tuple[LoRAModule, ...]:
@@ -138,16 +136,16 @@ class LoRARegistry:
         _write(file, {module.name: module for module in modules}, _TICK_NS)
 
     @property
-    def is_read(self) -> bool:
+    def is_loaded(self) -> bool:
         """Whether the initial adapters have been loaded."""
-        return self._file is not None and self._read_mark(self._file).exists()
+        return self._file is not None and self._loaded_mark(self._file).exists()
 
-    def mark_read(self) -> None:
+    def mark_loaded(self) -> None:
         if self._file is not None:
-            self._read_mark(self._file).touch()
+            self._loaded_mark(self._file).touch()
 
     @staticmethod
-    def _read_mark(file: Path) -> Path:
+    def _loaded_mark(file: Path) -> Path:
         return file.with_name(f"{file.name}.read")
 
     def all(self) -> Mapping[str, LoRAModule]:
@@ -157,15 +155,15 @@ class LoRARegistry:
         return self._known
 
     def put(self, module: LoRAModule) -> None:
-        with self._changing() as known:
+        with self._editing() as known:
             known[module.name] = module
 
     def drop(self, name: str) -> LoRAModule | None:
-        with self._changing() as known:
+        with self._editing() as known:
             return known.pop(name, None)
 
     @contextmanager
-    def _changing(self) -> Iterator[dict[str, LoRAModule]]:
+    def _editing(self) -> Iterator[dict[str, LoRAModule]]:
         if self._file is None:
             yield self._known
             return
@@ -186,7 +184,7 @@ class LoRARegistry:
             return False
 
     @asynccontextmanager
-    async def only(self, name: str) -> AsyncIterator[None]:
+    async def locked(self, name: str) -> AsyncIterator[None]:
         """Hold the lock of a name: no other task or process changes its adapter."""
         number = _lock_index(name)
         async with self._locks[number]:

@@ -5,7 +5,6 @@ import asyncio
 import base64
 import json
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,7 +17,7 @@ from quire.errors import RequestError
 from quire.frontend.inputs import Prompt
 from quire.frontend.output_stream import OutputStream
 from quire.server.http.errors import json_response
-from quire.server.openai.prompts import Wait, list_prompts, off_loop
+from quire.server.openai.prompts import list_prompts, off_loop
 from quire.server.openai.sampling_params import check_fields, check_template
 from quire.server.openai.service import ApiCall, GenerationService
 from quire.server.pooling.bodies import InputBody, PoolingBody, PoolingChatBody, VectorOptions
@@ -43,14 +42,9 @@ def check_count(api: GenerationService, count: int, param: str) -> None:
         )
 
 
-def named(field: str, values: Sequence[T]) -> list[tuple[str, T]]:
+def name_inputs(field: str, values: Sequence[T]) -> list[tuple[str, T]]:
     """Return the values, each with the name that errors use for it."""
     return [(f"{field}[{place}]" if len(values) > 1 else field, value) for place, value in enumerate(values)]
-
-
-def waiting(api: GenerationService, request: Request) -> Wait:
-    """Return a function that awaits a long operation and cancels it if the client disconnects."""
-    return partial(api.answering.until_gone, request.receive)
 
 
 async def pool_inputs(
@@ -67,11 +61,11 @@ async def _read_inputs(
 ) -> list[Prompt]:
     if isinstance(body, PoolingChatBody):
         check_template(body.chat_template, api.settings.api.trust_request_chat_template)
-        return [await api.reader.of_chat(body, 0, waiting(api, request))]
+        return [await api.reader.read_chat(body, 0, api.cancelled_on_disconnect(request))]
     inputs = list_prompts(body.input)
     check_count(api, len(inputs), "input")
-    return await api.reader.of_inputs(
-        named("input", inputs), body, add_special_tokens=body.add_special_tokens
+    return await api.reader.read_inputs(
+        name_inputs("input", inputs), body, add_special_tokens=body.add_special_tokens
     )
 
 
@@ -88,7 +82,7 @@ async def pool(
     """Return the model's outputs in the order of the prompts. All are cancelled if the client disconnects."""
     params = PoolingParams(task=task, use_activation=body.activates, dimensions=dimensions)
     job = api.job(kind, body, request, prompts, [params] * len(prompts))
-    return job, await api.answering.until_gone(request.receive, _run_all(api, job))
+    return job, await api.running_requests.until_disconnect(request.receive, _run_all(api, job))
 
 
 async def _run_all(api: GenerationService, job: ApiCall) -> list[Pooled]:
@@ -117,24 +111,17 @@ def usage(api: GenerationService, outputs: Sequence[Pooled]) -> dict[str, Any]:
     return api.usage(num_prompt, 0, sum(output.num_cached_tokens for output in outputs))
 
 
-def listing(
+def list_reply(
     api: GenerationService, job: ApiCall, data: list[dict[str, Any]], outputs: Sequence[Pooled]
 ) -> dict[str, Any]:
     """Return the body of a reply with these results."""
-    return {
-        "id": job.id,
-        "object": "list",
-        "created": job.created,
-        "model": job.model,
-        "data": data,
-        "usage": usage(api, outputs),
-    }
+    return job.frame("list") | {"data": data, "usage": usage(api, outputs)}
 
 
 _ORDERS = {"native": "=", "little": "<", "big": ">"}
 
 
-def packed(values: Floats, dtype: str, endianness: str) -> bytes:
+def pack_values(values: Floats, dtype: str, endianness: str) -> bytes:
     """Return the values as bytes in row-major order."""
     order = _ORDERS[endianness]
     if dtype == "bfloat16":
@@ -158,7 +145,7 @@ async def answer_vectors(
     def encode_values(values: Floats) -> list[Any] | str:
         if body.encoding_format == "float":
             return list(values.tolist())
-        return base64.b64encode(packed(values, body.embed_dtype, body.endianness)).decode()
+        return base64.b64encode(pack_values(values, body.embed_dtype, body.endianness)).decode()
 
     def encode() -> Response:
         if body.encoding_format in ("bytes", "bytes_only"):
@@ -167,7 +154,7 @@ async def answer_vectors(
             {"index": index, "object": kind, field: encode_values(output.outputs.data)}
             for index, output in enumerate(outputs)
         ]
-        return json_response(listing(api, job, data, outputs))
+        return json_response(list_reply(api, job, data, outputs))
 
     return await off_loop(sum(output.outputs.data.size for output in outputs), encode)
 
@@ -177,7 +164,7 @@ def _bytes(
 ) -> Response:
     parts, data, start = [], [], 0
     for index, output in enumerate(outputs):
-        parts.append(packed(output.outputs.data, body.embed_dtype, body.endianness))
+        parts.append(pack_values(output.outputs.data, body.embed_dtype, body.endianness))
         end = start + len(parts[-1])
         data.append(
             {
@@ -193,5 +180,5 @@ def _bytes(
         start = end
     headers = {}
     if body.encoding_format == "bytes":
-        headers["metadata"] = json.dumps(listing(api, job, data, outputs))
+        headers["metadata"] = json.dumps(list_reply(api, job, data, outputs))
     return Response(b"".join(parts), headers=headers, media_type="application/octet-stream")

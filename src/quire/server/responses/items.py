@@ -58,13 +58,13 @@ class _InputItem:
     def __init__(self, item: Item, place: str) -> None:
         self.item, self.place = item, place
 
-    def wrong(self, what: str) -> RequestError:
+    def error(self, what: str) -> RequestError:
         return RequestError(f"{self.place}{what}", param="input")
 
     def text(self, name: str) -> str:
         value = self.item.get(name)
         if not isinstance(value, str):
-            raise self.wrong(f".{name} must be a string, not {value!r:.80}")
+            raise self.error(f".{name} must be a string, not {value!r:.80}")
         return value
 
     def list(self, name: str) -> list["_InputItem"]:
@@ -73,10 +73,10 @@ class _InputItem:
         if value is None:
             return []
         if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
-            raise self.wrong(f".{name} must be a list of objects, not {value!r:.80}")
+            raise self.error(f".{name} must be a list of objects, not {value!r:.80}")
         return [_InputItem(entry, f"{self.place}.{name}[{i}]") for i, entry in enumerate(value)]
 
-    def head(self, kind: str, prefix: str) -> Item:
+    def base_fields(self, kind: str, prefix: str) -> Item:
         """Return the fields that every item has."""
         id, status = self.item.get("id"), self.item.get("status")
         return {
@@ -99,22 +99,22 @@ def _read_item(source: _InputItem, find: FindItem) -> Item:
         return item
     if not isinstance(kind, str) or kind not in _READERS:
         known = ", ".join((*_READERS, "item_reference"))
-        raise source.wrong(f" is of type {kind!r:.80}, which is not supported; known: {known}")
+        raise source.error(f" is of type {kind!r:.80}, which is not supported; known: {known}")
     return _READERS[kind](source)
 
 
 def _read_message(source: _InputItem) -> Item:
     role = source.item.get("role")
     if role not in _ROLES:
-        raise source.wrong(f".role must be one of {', '.join(_ROLES)}, not {role!r:.80}")
+        raise source.error(f".role must be one of {', '.join(_ROLES)}, not {role!r:.80}")
     content = source.item.get("content")
     if isinstance(content, str):
         parts = [_text_part(content, of_answer=role == "assistant")]
     elif content is None:
-        raise source.wrong(".content is missing: send text or parts")
+        raise source.error(".content is missing: send text or parts")
     else:
         parts = [_read_part(part, of_answer=role == "assistant") for part in source.list("content")]
-    return source.head("message", "msg") | {"role": role, "content": parts}
+    return source.base_fields("message", "msg") | {"role": role, "content": parts}
 
 
 def _read_part(source: _InputItem, *, of_answer: bool) -> Item:
@@ -123,7 +123,7 @@ def _read_part(source: _InputItem, *, of_answer: bool) -> Item:
         return dict(source.item)  # validated later as part of the chat messages
     if not isinstance(kind, str) or kind not in _TEXTS:
         known = ", ".join((*_TEXTS, *_MEDIA))
-        raise source.wrong(f" is of type {kind!r:.80}, which is not supported; known: {known}")
+        raise source.error(f" is of type {kind!r:.80}, which is not supported; known: {known}")
     text = source.text(_TEXTS[kind])
     return {"type": "refusal", "refusal": text} if kind == "refusal" else _text_part(text, of_answer)
 
@@ -136,7 +136,7 @@ def _text_part(text: str, of_answer: bool) -> Item:
 
 def _read_call(source: _InputItem) -> Item:
     names = ("call_id", "name", "arguments")
-    return source.head("function_call", "fc") | {name: source.text(name) for name in names}
+    return source.base_fields("function_call", "fc") | {name: source.text(name) for name in names}
 
 
 def _read_call_output(source: _InputItem) -> Item:
@@ -145,7 +145,10 @@ def _read_call_output(source: _InputItem) -> Item:
         output = [_read_part(part, of_answer=False) for part in source.list("output")]
     else:
         output = source.text("output")
-    return source.head("function_call_output", "fco") | {"call_id": source.text("call_id"), "output": output}
+    return source.base_fields("function_call_output", "fco") | {
+        "call_id": source.text("call_id"),
+        "output": output,
+    }
 
 
 def _read_reasoning(source: _InputItem) -> Item:
@@ -153,7 +156,7 @@ def _read_reasoning(source: _InputItem) -> Item:
         name: [{"type": kind, "text": part.text("text")} for part in source.list(name)]
         for name, kind in (("summary", "summary_text"), ("content", "reasoning_text"))
     }
-    return source.head("reasoning", "rs") | parts
+    return source.base_fields("reasoning", "rs") | parts
 
 
 _READERS: dict[str, Callable[[_InputItem], Item]] = {
@@ -171,7 +174,7 @@ class ItemMessages:
     """The chat messages built so far. Items that belong to one assistant turn are merged into one message."""
 
     def __init__(self, instructions: str | None) -> None:
-        self.growing: list[dict[str, Any]] = []
+        self._messages: list[dict[str, Any]] = []
         """Messages under construction. Text of system messages and reasoning is a list of strings until
         `messages()` joins it, so that appending does not copy the text."""
         self._names: dict[str, str] = {}
@@ -184,7 +187,7 @@ class ItemMessages:
             _ADDERS[item["type"]](self, item)
 
     def messages(self) -> list[dict[str, Any]]:
-        return [_join_texts(message) for message in self.growing]
+        return [_join_texts(message) for message in self._messages]
 
     def _add_message(self, item: Item) -> None:
         content = _chat_content(item["content"])
@@ -193,15 +196,15 @@ class ItemMessages:
         elif item["role"] == "assistant":
             self._assistant_message("content")["content"] = content
         else:
-            self.growing.append({"role": "user", "content": content})
+            self._messages.append({"role": "user", "content": content})
 
     def _add_system(self, text: str) -> None:
         """Append a system message. Many templates accept only a leading one, so those at the start are
         merged."""
-        if len(self.growing) == 1 and self.growing[0]["role"] == "system":
-            self.growing[0]["content"].append(text)
+        if len(self._messages) == 1 and self._messages[0]["role"] == "system":
+            self._messages[0]["content"].append(text)
         else:
-            self.growing.append({"role": "system", "content": [text]})
+            self._messages.append({"role": "system", "content": [text]})
 
     def _add_reasoning(self, item: Item) -> None:
         parts = item["content"] or item["summary"]
@@ -222,14 +225,14 @@ class ItemMessages:
         message = {"role": "tool", "tool_call_id": id, "content": content}
         if id in self._names:
             message["name"] = self._names[id]
-        self.growing.append(message)
+        self._messages.append(message)
 
     def _assistant_message(self, *absent: str) -> dict[str, Any]:
         """Return the last assistant message, or a new one if it has a field in `absent` or there is none."""
-        last = self.growing[-1] if self.growing else {}
+        last = self._messages[-1] if self._messages else {}
         if last.get("role") != "assistant" or any(name in last for name in absent):
             last = {"role": "assistant"}
-            self.growing.append(last)
+            self._messages.append(last)
         return last
 
 

@@ -5,7 +5,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from quire.errors import RequestError
-from quire.server.http.errors import invalid
+from quire.server.http.errors import as_request_error
 from quire.server.openai.requests import ChatBody, GenerateBody
 from quire.server.openai.sampling_params import unknown_fields
 from quire.server.responses.bodies import ResponseBody
@@ -67,7 +67,7 @@ def chat_of(body: ResponseBody, items: list[Item], *, stream: bool, request_id: 
     try:
         return ChatBody.model_validate(fields)
     except ValidationError as error:
-        raise invalid(error) from None
+        raise as_request_error(error) from None
 
 
 def _tools(body: ResponseBody) -> list[dict[str, Any]] | None:

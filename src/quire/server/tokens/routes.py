@@ -9,7 +9,7 @@ from quire.errors import RequestError
 from quire.server.http.errors import json_response
 from quire.server.http.openapi_document import BODY, CODES, add_post, replies_of
 from quire.server.openai import replies
-from quire.server.openai.batch import create_chat_batch, shapes
+from quire.server.openai.batch import body_handlers, create_chat_batch
 from quire.server.openai.prompts import off_loop
 from quire.server.openai.requests import DetokenizeBody, TokenizeChat, TokenizeText
 from quire.server.openai.sampling_params import check_contents, check_fields, check_template
@@ -46,7 +46,7 @@ def add_token_routes(app: FastAPI, api: GenerationService) -> None:
         response: Response = await handlers[type(body)](api, body, request)
         return response
 
-    handlers = shapes(api)
+    handlers = body_handlers(api)
     invoke.__annotations__["body"] = Union[tuple(handlers)]  # noqa: UP007
     app.post("/invocations", **replies_of(dict[str, Any], *CODES, stream=True), **BODY)(invoke)
     add_post(app, api, "/tokenize", create_tokens, replies.TokenizeReply, codes=(400, 404, 413, 422, 429))
@@ -64,7 +64,7 @@ async def create_tokens(
     if isinstance(body, TokenizeChat):
         check_contents(body)
         check_template(body.chat_template, api.settings.api.trust_request_chat_template)
-        ids = (await api.reader.count(body)).token_ids
+        ids = (await api.reader.read_unlimited(body)).token_ids
     else:
         text, special = body.prompt, body.add_special_tokens
         api.engine.inputs.check_chars(text)

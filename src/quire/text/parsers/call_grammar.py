@@ -140,7 +140,7 @@ FORMATS = {
     "xlam": CallFormat("", _CALL, before="[", between=", ", after="]"),
 }
 """Call formats by the names of their parsers."""
-_SAME = {
+_ALIASES = {
     "cohere_command4": "cohere_command3",
     "ernie45": "hermes",
     "glm47": "glm45",
@@ -162,7 +162,7 @@ def format_of(parser: str, tokenizer: Tokenizer) -> CallFormat | None:
     token [ARGS] before the arguments, have a format of their own."""
     if parser == "mistral" and "[ARGS]" in _special_tokens(tokenizer):
         return _NEW_MISTRAL
-    return FORMATS.get(_SAME.get(parser, parser))
+    return FORMATS.get(_ALIASES.get(parser, parser))
 
 
 def calls_grammar(
@@ -170,13 +170,13 @@ def calls_grammar(
     schemas: Mapping[str, Mapping[str, Any]],
     tokenizer: Tokenizer,
     *,
-    instead: Mapping[str, Any] | None = None,
+    answer_schema: Mapping[str, Any] | None = None,
 ) -> str:
-    """Return a Lark grammar of free text, or of JSON of the schema `instead`, with tool calls. Every call is
+    """Return a Lark grammar of free text, or of JSON of the `answer_schema`, with tool calls. Every call is
     one of these tools with arguments of its schema. Marks that are special tokens are matched by token id.
     Calls without an opening mark cannot stand beside other JSON."""
-    assert format.opening or instead is None
-    return _Grammar(format, _special_tokens(tokenizer)).write(schemas, instead)
+    assert format.opening or answer_schema is None
+    return _Grammar(format, _special_tokens(tokenizer)).write(schemas, answer_schema)
 
 
 def _special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
@@ -202,7 +202,7 @@ class _Grammar:
             )
         self.rules.append(rule)
 
-    def write(self, schemas: Mapping[str, Mapping[str, Any]], instead: Mapping[str, Any] | None) -> str:
+    def write(self, schemas: Mapping[str, Mapping[str, Any]], answer_schema: Mapping[str, Any] | None) -> str:
         format = self.format
         for place, (name, schema) in enumerate(schemas.items()):
             parameters = self._parameters(f"p_{place}", schema) if format.parameter else ""
@@ -214,10 +214,10 @@ class _Grammar:
         else:
             parts = self._symbols(format.before), self._symbols(format.between), self._symbols(format.after)
             body = f"{parts[0]} {calls} ({parts[1]} {calls})* {parts[2]}"
-        start = self._start(body, instead)
+        start = self._start(body, answer_schema)
         return "\n".join([f"start: {start}", *self.rules, *_TERMINALS])
 
-    def _start(self, body: str, instead: Mapping[str, Any] | None) -> str:
+    def _start(self, body: str, answer_schema: Mapping[str, Any] | None) -> str:
         """Return the rule of an output: free text or JSON, and calls."""
         opening = self.format.opening
         if not opening:
@@ -225,8 +225,8 @@ class _Grammar:
             self._add(f"plain: /[^{re.escape(first)}](.|\\n)*/")
             return f"plain? | {body}"
         self._add(f"opening: {self._mark(opening)}")
-        if instead is not None:
-            return f"{_json(instead)} | opening {body}"
+        if answer_schema is not None:
+            return f"{_json(answer_schema)} | opening {body}"
         lazy = "" if opening in self.marks else "[lazy]"
         self._add(f"begun{lazy}: TEXT {self._mark(opening)}")
         return f"(begun {body})* TEXT"

@@ -159,16 +159,16 @@ def _render_call(template: str, call_id: str) -> str:
     """Return what the template renders for a message with the call; empty if it fails."""
     call = {"id": call_id, "type": "function", "function": {"name": _NAME, "arguments": _ARGUMENTS}}
     try:
-        plain = _render(template, [_USER, {"role": "assistant", "content": _CONTENT}])
-        whole = _render(template, [_USER, {"role": "assistant", "content": "", "tool_calls": [call]}])
+        without_call = _render(template, [_USER, {"role": "assistant", "content": _CONTENT}])
+        with_call = _render(template, [_USER, {"role": "assistant", "content": "", "tool_calls": [call]}])
     except RequestError:
         return ""
-    start = len(commonprefix([plain.partition(_CONTENT)[0], whole]))
+    start = len(commonprefix([without_call.partition(_CONTENT)[0], with_call]))
     for first, last in ("<>", "[]"):  # A mark that both begin with alike is not cut in two.
-        opening = whole.rfind(first, 0, start)
-        if opening >= 0 and last not in whole[opening:start]:
+        opening = with_call.rfind(first, 0, start)
+        if opening >= 0 and last not in with_call[opening:start]:
             start = opening
-    return whole[start:]
+    return with_call[start:]
 
 
 def _render(template: str, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> str:

@@ -92,8 +92,8 @@ class ObjectParser(ToolParser):
     def _read_value(self) -> Wait[Any]:
         """Read a value that is not streamed."""
         parts: list[str] = []
-        whole = yield from self.json_value(parts.append)
-        return _loads("".join(parts)) if whole else _BROKEN
+        is_complete = yield from self.json_value(parts.append)
+        return _loads("".join(parts)) if is_complete else _BROKEN
 
     def _arguments(self, name: str) -> Wait[bool]:
         """Stream an object of arguments; parse one that is written as a string."""
@@ -190,8 +190,8 @@ class RequiredCalls(ObjectParser):
 
     def script(self) -> Wait[None]:
         self.hold()
-        whole = yield from self.objects()
-        if not whole and self._num_calls == 0:
+        is_complete = yield from self.objects()
+        if not is_complete and self._num_calls == 0:
             self.give_back()
             yield from self.until((), self.text)
         self.release()

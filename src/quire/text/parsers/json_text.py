@@ -7,7 +7,7 @@ from quire.text.parsers.streaming import Emit, Parser, Wait
 _VALUE = '{["-0123456789tfn'
 _RUN = re.compile(r'[^"\\\x00-\x1f]+')
 _WORD = re.compile(r"[-+.\w]*")
-_SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _SCALAR_PREFIX = re.compile(
     r"-?(?:(?:0|[1-9][0-9]*)(?:\.(?:[0-9]+(?:[eE][-+]?[0-9]*)?)?|[eE][-+]?[0-9]*)?)?"
     r"|t(?:r(?:ue?)?)?|f(?:a(?:l(?:se?)?)?)?|n(?:u(?:ll?)?)?"
@@ -115,11 +115,11 @@ class JsonParser(Parser):
                 break
         if len(word[0]) > _MAX_SCALAR:
             return False
-        whole = _SCALAR.fullmatch(word[0]) is not None
-        broken_off = (
+        is_complete = SCALAR.fullmatch(word[0]) is not None
+        is_truncated = (
             self._ended and word.end() == len(self._buffer) and _SCALAR_PREFIX.fullmatch(word[0]) is not None
         )
-        if whole or broken_off:
+        if is_complete or is_truncated:
             emit(word[0])
             self._at = word.end()
-        return whole
+        return is_complete

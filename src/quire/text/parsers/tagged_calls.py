@@ -111,14 +111,14 @@ class TaggedCalls(ToolParser):
         before = f"{comma}{json.dumps(key, ensure_ascii=False)}: "
         if types == {"string"}:
             self.arguments(before + '"')
-            whole = yield from self._value(lambda text: self.arguments(quoted(text)))
-            self.arguments('"' if whole else "")
-            return whole
+            is_complete = yield from self._value(lambda text: self.arguments(quoted(text)))
+            self.arguments('"' if is_complete else "")
+            return is_complete
         parts: list[str] = []
-        whole = yield from self._value(parts.append)
-        if whole:
+        is_complete = yield from self._value(parts.append)
+        if is_complete:
             self.arguments(before + typed("".join(parts), types))
-        return whole
+        return is_complete
 
     def _unescape(self, text: str) -> str:
         return html.unescape(text) if self.marks.escaped else text
