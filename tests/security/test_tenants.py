@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from ask import CHAT, COMPLETIONS, EMBEDDER, MESSAGES
+from ask import CHAT, COMPLETIONS, EMBEDDER, MESSAGES, client_of
 from fake_engine import FakeEngine
 from fake_inputs import data_url, engine_with_media, file_of, image_part, media, picture
 
@@ -80,8 +80,7 @@ class Server:
         self.engine.inputs.pooling_request = pooling_request  # type: ignore[method-assign]
 
     async def post(self, key: str, path: str, **options: Any) -> httpx.Response:
-        transport = httpx.ASGITransport(self.application.asgi, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with client_of(self.application.asgi) as client:
             headers = {"Authorization": f"Bearer {key}"}
             return await client.post(path, headers=headers, **options)
 

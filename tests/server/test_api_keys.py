@@ -2,14 +2,13 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from ask import CHAT, COMPLETIONS, EMBEDDER, MESSAGES, refused
+from ask import CHAT, COMPLETIONS, EMBEDDER, MESSAGES, client_of, refused
 from fake_engine import FakeEngine
 from hanging_up import post
 
@@ -219,12 +218,8 @@ class Served:
         self.pages = KeyPages(key_names(made.keys))
         self.application = Application(engine, made, self.pages)
 
-    @asynccontextmanager
-    async def client(self, key: str) -> AsyncIterator[httpx.AsyncClient]:
-        transport = httpx.ASGITransport(self.application.asgi, raise_app_exceptions=False)
-        headers = {"authorization": f"Bearer {key}"}
-        async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers) as client:
-            yield client
+    def client(self, key: str) -> httpx.AsyncClient:
+        return client_of(self.application.asgi, headers={"authorization": f"Bearer {key}"})
 
     def count(self, counter: str, key: int = 0) -> float:
         return self.pages.total(key, counter)

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from ask import refused
+from ask import client_of, fetch, refused
 from fake_engine import FakeEngine
 
 from quire.server.app import Application
@@ -25,16 +25,13 @@ LONG = 'a, [b]: {c} \\" ' * (fast_path._LARGE // 12)
 
 
 def client() -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(APPLICATION.asgi, raise_app_exceptions=False)
-    return httpx.AsyncClient(transport=transport, base_url="http://test")
+    return client_of(APPLICATION.asgi)
 
 
 def post(path: str, content: str | bytes) -> httpx.Response:
-    async def go() -> httpx.Response:
-        async with client() as http:
-            return await http.post(path, content=content, headers={"content-type": "application/json"})
-
-    return asyncio.run(go())
+    return fetch(
+        APPLICATION.asgi, "POST", path, content=content, headers={"content-type": "application/json"}
+    )
 
 
 def listed(item: str, count: int) -> str:

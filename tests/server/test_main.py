@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from ask import CHAT, COMPLETIONS, MESSAGES
+from ask import CHAT, COMPLETIONS, MESSAGES, until
 from fake_engine import FakeEngine
 
 from quire.errors import ConfigError
@@ -38,12 +38,6 @@ def with_server(engine: FakeEngine, talk: Talk, **overrides: Any) -> Any:
         return result
 
     return asyncio.run(go())
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from ask import CHAT, COMPLETIONS, MESSAGES, application_of
+from ask import CHAT, COMPLETIONS, MESSAGES, application_of, client_of
 from fake_backend import Backend
 from fake_engine import FakeEngine, FakeFacts
 from prometheus_client.core import GaugeMetricFamily
@@ -52,11 +52,7 @@ class Several:
     def run(self, talk: Talk, **headers: str) -> None:
         async def go() -> None:
             self.pool.start()
-            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-            async with (
-                asyncio.timeout(TIMEOUT_S),
-                httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers) as client,
-            ):
+            async with asyncio.timeout(TIMEOUT_S), client_of(self.app, headers=headers) as client:
                 await self.pool.started.wait()
                 await talk(client)
                 assert all(not model.num_users for model in self.pool.models.values())
@@ -116,13 +112,12 @@ def test_unknown_model_is_404_with_the_known_ones() -> None:
     [b"", b"{", b'{"model": 3, "prompt": "x"}', b'{"prompt": {}}', b'"\\ud800"', b"\xff" * (2 << 20)],
 )
 def test_invalid_bodies_are_reported_as_by_a_single_model(content: bytes) -> None:
-    several, single, results = Several(), httpx.ASGITransport, list[Any]()
+    several, results = Several(), list[Any]()
 
     async def talk(client: httpx.AsyncClient) -> None:
         json_type = {"content-type": "application/json"}
         results.append(await client.post(COMPLETIONS, content=content, headers=json_type))
-        transport = single(several.applications[0].asgi)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as other:
+        async with client_of(several.applications[0].asgi) as other:
             results.append(await other.post(COMPLETIONS, content=content, headers=json_type))
 
     several.run(talk)

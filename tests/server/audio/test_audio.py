@@ -8,7 +8,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from ask import events, refused
+from ask import client_of, events, fetch, refused
 from fake_engine import FakeEngine, byte_tokenizer
 from fake_inputs import wav
 from fake_speech import BEFORE, DE, EN, START, TIME, TRANSCRIBE, TRANSLATE, UNTIMED, Writer
@@ -41,12 +41,7 @@ SOUND = sound()
 
 
 def post(path: str, application: Application = APPLICATION, **kwargs: Any) -> httpx.Response:
-    async def go() -> httpx.Response:
-        transport = httpx.ASGITransport(application.asgi, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.post(path, **kwargs)
-
-    return asyncio.run(go())
+    return fetch(application.asgi, "POST", path, **kwargs)
 
 
 def send(
@@ -334,10 +329,9 @@ def test_client_disconnect_aborts_all_audio_chunks() -> None:
 
 def test_openai_client_transcribes() -> None:
     ENGINE.begin()
-    transport = httpx.ASGITransport(APPLICATION.asgi)
 
     async def go() -> None:
-        http = httpx.AsyncClient(transport=transport)
+        http = client_of(APPLICATION.asgi)
         client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="x", http_client=http, max_retries=0)
         file = ("a.wav", SOUND)
         transcription = await client.audio.transcriptions.create(model="fake", file=file, language="en")

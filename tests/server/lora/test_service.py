@@ -10,7 +10,7 @@ from typing import Any
 import fsspec
 import httpx
 import pytest
-from ask import CHAT, COMPLETIONS, EMBEDDER, MESSAGES, refused
+from ask import CHAT, COMPLETIONS, EMBEDDER, MESSAGES, client_of, refused, until
 from fake_engine import FakeEngine
 from tokenizers import Tokenizer
 
@@ -51,23 +51,14 @@ def with_client(
     registry: LoRARegistry | None = None,
 ) -> None:
     application = Application(engine, make_settings(settings or {}, env=Env.read(env)), registry=registry)
-    transport = httpx.ASGITransport(application.asgi, raise_app_exceptions=False)
 
     async def go() -> None:
         await application.api.adapters.load_all()
-        async with httpx.AsyncClient(
-            transport=transport, base_url="http://test", timeout=TIMEOUT_S
-        ) as client:
+        async with client_of(application.asgi, timeout=TIMEOUT_S) as client:
             await use(client)
         assert not application.api.adapters._users, "a request still holds its adapter"
 
     asyncio.run(go())
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 # ---- the command line

@@ -2,9 +2,8 @@
 
 import asyncio
 
-import httpx
 import pytest
-from ask import COMPLETIONS, application_of, chat, complete, refused
+from ask import COMPLETIONS, application_of, chat, client_of, complete, refused
 from fake_engine import FakeEngine
 
 from quire.server.openai import streams
@@ -35,10 +34,9 @@ def test_beams_of_many_prompts_are_started_in_pieces(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(streams, "MAX_BLOCKING_S", 0.0)
     engine = FakeEngine()
     body = {"prompt": ["ab"] * 30, "use_beam_search": True, "n": 3, "max_tokens": 2}
-    transport = httpx.ASGITransport(application_of(engine, {}).asgi)
 
     async def go() -> set[int]:
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with client_of(application_of(engine, {}).asgi) as client:
             call = asyncio.create_task(client.post(COMPLETIONS, json=body, timeout=60))
             seen = set()
             while not call.done():

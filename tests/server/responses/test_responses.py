@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from ask import ask, refused
+from ask import ask, client_of, refused
 from fake_engine import ANSWER, FakeEngine
 from openai import APIError, AsyncOpenAI
 from openai.types.responses import Response, ResponseItem, ResponseStreamEvent
@@ -331,10 +331,9 @@ def with_client(
     settings: dict[str, Any] | None = None,
 ) -> None:
     application = Application(engine, replace(make_settings(settings or {}), responses=limits))
-    transport = httpx.ASGITransport(application.asgi, raise_app_exceptions=False)
 
     async def go() -> None:
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as raw:
+        async with client_of(application.asgi) as raw:
             client = AsyncOpenAI(
                 api_key="-", base_url="http://test/v1", http_client=raw, max_retries=0, timeout=TIMEOUT_S
             )

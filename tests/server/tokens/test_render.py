@@ -4,9 +4,8 @@ import asyncio
 import threading
 from typing import Any
 
-import httpx
 import pytest
-from ask import CHAT, COMPLETIONS, EMBEDDER, MESSAGES, ask, chat, complete, events, refused
+from ask import CHAT, COMPLETIONS, EMBEDDER, MESSAGES, ask, chat, client_of, complete, events, refused
 from fake_engine import ANSWER, FakeEngine
 from test_tools import HERMES, THOUGHT, TOOLS, TWO
 
@@ -215,7 +214,7 @@ def test_batch_of_chats_yields_to_other_tasks(monkeypatch: pytest.MonkeyPatch) -
     async def go() -> None:
         others = asyncio.create_task(count_turns())
         await asyncio.sleep(0)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with client_of(Application(FakeEngine(), make_settings({})).asgi) as client:
             answered = await client.post(f"{CHAT}/batch", json={"messages": [MESSAGES] * 3})
         others.cancel()
         assert answered.status_code == 200
@@ -223,7 +222,6 @@ def test_batch_of_chats_yields_to_other_tasks(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(streams, "MAX_BLOCKING_S", 0.0)
     monkeypatch.setattr(batch, "prepare_chat", prepare)
     monkeypatch.setattr(batch.ChatEncoder, "response_body", encode_whole)
-    transport = httpx.ASGITransport(Application(FakeEngine(), make_settings({})).asgi)
     asyncio.run(go())
     assert len(seen) == len(set(seen)) == 6
 
