@@ -289,7 +289,7 @@ def test_connections_passed_to_a_process_have_the_same_limits(tmp_path: Path) ->
         run = serve(
             settings,
             FakeEngine(),
-            handle=ConnectionHandle(handle.channel.dup(), handle.closed_file, 0),
+            connections=ConnectionHandle(handle.channel.dup(), handle.closed_file, 0),
             stop=stop,
             announce=False,
             on_serving=lambda _: up.set(),

@@ -232,8 +232,7 @@ async def _serve(
         serve(
             settings,
             engine,
-            None if isinstance(connections, ConnectionHandle) else [connections],
-            handle=connections if isinstance(connections, ConnectionHandle) else None,
+            connections if isinstance(connections, ConnectionHandle) else [connections],
             announce=is_first,
             on_serving=started.set_result,
             keys=keys,

@@ -21,9 +21,8 @@ def add_flags(parser: FlagParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until the server is stopped. The server is imported only here, so that `--help` is quick."""
     from quire.config.plugins import load_plugins
-    from quire.configure import configure
     from quire.entrypoints.launch import launch
-    from quire.server.api_keys import key_names
+    from quire.entrypoints.models_config import configure_server
     from quire.server.http.sockets import check_is_free
 
     values = engine_args_from(args)
@@ -37,12 +36,8 @@ def run(args: argparse.Namespace) -> int:
     tag = next(iter(args.model_tag), None)
     if tag is not None and values.setdefault("model", tag) != tag:
         raise ConfigError(f"two models: {tag!r} and --model {values['model']!r}; give one")
-    if key_names(settings.keys):
-        values.setdefault("share_by_key", True)
-    if settings.api.tokens_only:
-        values["skip_tokenizer_init"] = True
     check_is_free(settings.http)
-    return launch(configure(values, usage="server"), settings)
+    return launch(configure_server(values, settings), settings)
 
 
 def _run_several(

@@ -85,7 +85,7 @@ def _read_file(path: Path) -> list[Key]:
         raise ConfigError(f"api_key: {path} must hold a list `keys` with at least one key")
     if unknown := [name for name in content if name != "keys"]:
         raise ConfigError(f"api_key: {path}: unknown field {unknown[0]!r} beside `keys`")
-    return [_read_key(f"api_key: {path}: keys[{place}]", entry) for place, entry in enumerate(entries)]
+    return [_read_key(f"api_key: {path}: keys[{index}]", entry) for index, entry in enumerate(entries)]
 
 
 def _parse(path: Path, text: str) -> Any:
@@ -100,8 +100,8 @@ def _parse(path: Path, text: str) -> Any:
         return json.loads(text)
     except Exception as error:  # yaml raises several classes
         where = getattr(error, "lineno", None) or getattr(getattr(error, "problem_mark", None), "line", None)
-        at = f" near line {where}" if where else ""
-        raise ConfigError(f"api_key: {path} is not valid {kind[1:].upper() or 'JSON'}{at}") from None
+        error_place = f" near line {where}" if where else ""
+        raise ConfigError(f"api_key: {path} is not valid {kind[1:].upper() or 'JSON'}{error_place}") from None
 
 
 _FIELDS = ("name", "key", *(item.name for item in fields(Key) if item.name not in ("name", "digest")))

@@ -86,9 +86,8 @@ class _PathFilter(logging.Filter):
 async def serve(
     settings: ServerSettings,
     engine: AsyncEngine,
-    sockets: Sequence[socket.socket] | None = None,
+    connections: Sequence[socket.socket] | ConnectionHandle | None = None,
     *,
-    handle: ConnectionHandle | None = None,
     stop: asyncio.Event | None = None,
     announce: bool = True,
     on_serving: Callable[[Application], object] = lambda _: None,
@@ -101,8 +100,7 @@ async def serve(
         settings,
         application.asgi,
         [application],
-        sockets,
-        handle=handle,
+        connections,
         stop=stop,
         announce=announce,
         on_serving=functools.partial(on_serving, application),
@@ -113,21 +111,21 @@ async def serve_models(
     settings: ServerSettings,
     app: ASGIApp,
     applications: Sequence[Application],
-    sockets: Sequence[socket.socket] | None = None,
+    connections: Sequence[socket.socket] | ConnectionHandle | None = None,
     *,
-    handle: ConnectionHandle | None = None,
     stop: asyncio.Event | None = None,
     announce: bool = True,
     on_serving: Callable[[], object] = lambda: None,
 ) -> None:
-    """Serve `app` on `sockets`, or on the connections that `handle` receives, until `stop` is set (without
-    one: until SIGTERM or SIGINT). Then let running requests of its applications, one per model, finish for
-    `shutdown_timeout` seconds and abort the rest. `on_serving` is called when connections are accepted."""
+    """Serve `app` on listening sockets, or on the connections that a handle receives, until `stop` is set
+    (without one: until SIGTERM or SIGINT). Then let running requests of its applications, one per model,
+    finish for `shutdown_timeout` seconds and abort the rest. `on_serving` is called when connections are
+    accepted."""
     config, stop = _config(app, settings), stop or _stop_on_signals()
-    if handle is not None:
-        source: ConnectionSource = ConnectionReceiver(handle)
+    if isinstance(connections, ConnectionHandle):
+        source: ConnectionSource = ConnectionReceiver(connections)
     else:
-        source = ConnectionAcceptor([bind(settings.http)] if sockets is None else sockets)
+        source = ConnectionAcceptor([bind(settings.http)] if connections is None else connections)
     server = _Server(config, source=source, on_serving=on_serving)
     if announce:
         _announce(settings, applications)

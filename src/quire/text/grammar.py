@@ -36,7 +36,7 @@ WHITESPACE = r"[ \t]{0,2}([\r\n]{1,2}[ \t]{0,40})?"
 newlines."""
 _IN_STRINGS = r'[^"\\\x00-\x1F\x7F]'
 _SHORT = (1, 3, 5, 8, 12)
-SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_IN_STRINGS}{{1,{most}}}" for most in _SHORT), f"{_IN_STRINGS}+"]
+SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_IN_STRINGS}{{1,{n}}}" for n in _SHORT), f"{_IN_STRINGS}+"]
 """Slices of the vocabulary that llguidance tests together: if all tokens of a slice are allowed, none is
 tried one by one. Short slices are for strings of limited length (benchmarks/grammar_masks.py)."""
 COMPILING_THREADS = 2

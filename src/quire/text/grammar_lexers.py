@@ -73,7 +73,6 @@ class Matcher:
         return "limit"
 
     def copy(self) -> "Matcher":
-        """Return a matcher in the same state."""
         return Matcher(self.inner.deep_copy(), self.lexer)
 
 

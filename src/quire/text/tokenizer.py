@@ -161,8 +161,8 @@ class Tokenizer:
         try:
             return self.backend.decode(id_list, skip_special_tokens=skip_special_tokens)
         except OverflowError as error:
-            bad = next(i for i in id_list if not 0 <= i < 2**32)
-            raise RequestError(f"token id {bad} is out of range: 0 to {self.max_token_id}") from error
+            invalid_id = next(i for i in id_list if not 0 <= i < 2**32)
+            raise RequestError(f"token id {invalid_id} is out of range: 0 to {self.max_token_id}") from error
 
     def apply_chat_template(
         self,

@@ -192,7 +192,7 @@ def test_servers_answer_the_connections_they_receive(tmp_path: Path) -> None:
             run = serve(
                 settings,
                 engine,
-                handle=server_hand,
+                connections=server_hand,
                 stop=stop,
                 announce=False,
                 on_serving=lambda _, i=index: up.append(i),

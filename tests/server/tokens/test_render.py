@@ -267,7 +267,9 @@ def test_tokens_only_serves_no_text_route() -> None:
 
 def test_tokens_only_skips_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     configured: dict[str, Any] = {}
-    monkeypatch.setattr("quire.configure.configure", lambda options, usage: configured.update(options))
+    monkeypatch.setattr(
+        "quire.entrypoints.models_config.configure", lambda options, usage: configured.update(options)
+    )
     monkeypatch.setattr("quire.entrypoints.launch.launch", lambda config, settings: 0)
     parser = FlagParser(prog="quire serve")
     serve.add_flags(parser)

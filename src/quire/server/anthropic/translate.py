@@ -90,7 +90,7 @@ def _output(body: CountBody) -> dict[str, Any]:
 def _tools(body: CountBody) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if body.tools:
-        fields["tools"] = [_tool(place, tool) for place, tool in enumerate(body.tools)]
+        fields["tools"] = [_tool(index, tool) for index, tool in enumerate(body.tools)]
     choice = body.tool_choice
     if choice is None or (not body.tools and choice.type in ("auto", "none")):
         return fields
@@ -105,15 +105,15 @@ def _tools(body: CountBody) -> dict[str, Any]:
     return fields
 
 
-def _tool(place: int, tool: MessageTool) -> dict[str, Any]:
+def _tool(index: int, tool: MessageTool) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
         raise RequestError(
-            f"tools[{place}] has type {tool.type!r:.80}: this server has no built-in tools; send tools "
+            f"tools[{index}] has type {tool.type!r:.80}: this server has no built-in tools; send tools "
             "with an `input_schema` and run them in the client",
             param="tools",
         )
     if tool.input_schema is None:
-        raise RequestError(f"tools[{place}] needs an `input_schema`", param="tools")
+        raise RequestError(f"tools[{index}] needs an `input_schema`", param="tools")
     function = {
         "name": tool.name,
         "description": tool.description,
@@ -166,14 +166,14 @@ def _turn_messages(turn: MessageBody) -> list[dict[str, Any]]:
     return [*results, message] if len(message) > 2 or message["content"] or not results else results
 
 
-def join_turns(message: dict[str, Any], more: dict[str, Any]) -> None:
-    """Merge `more`, the next message of the same role, into `message` without copying its content."""
+def join_turns(message: dict[str, Any], next_message: dict[str, Any]) -> None:
+    """Merge `next_message`, the next message of the same role, into `message` without copying its content."""
     if isinstance(message["content"], str):
         message["content"] = _parts(message["content"])
-    message["content"].extend(_parts(more["content"]))
+    message["content"].extend(_parts(next_message["content"]))
     for name in ("reasoning", "tool_calls"):
-        if name in more:
-            message.setdefault(name, []).extend(more[name])
+        if name in next_message:
+            message.setdefault(name, []).extend(next_message[name])
 
 
 def _call(block: ToolUseBlock) -> dict[str, Any]:

@@ -119,7 +119,6 @@ class ConnectionDealer:
         return False
 
     def close(self) -> None:
-        """Refuse new connections."""
         self._listener.close()
         if self._pending is not None:
             self._pending.close()
@@ -149,7 +148,6 @@ class ConnectionSource:
         self._connect = lambda connection: loop.create_task(connect(connection))
 
     def stop(self) -> None:
-        """Take no more connections."""
         raise NotImplementedError
 
     def count_closed(self) -> None:

@@ -105,7 +105,6 @@ def error_response(body: dict[str, Any]) -> Response:
 
 
 def quire_error(error: QuireError, *, log_stack: bool) -> Response:
-    """Return the response for a QuireError."""
     if log_stack and isinstance(error, EngineError):
         logger.error("answered with %d", error.status, exc_info=error)
     response = error_response(error_body(error))

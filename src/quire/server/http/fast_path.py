@@ -131,14 +131,14 @@ def _responder(endpoint: Callable[..., Any]) -> Respond:
 
 
 async def read_body(receive: Receive) -> bytes:
-    """Return the whole body; raise ClientGone if the client disconnects."""
-    pieces, more = list[bytes](), True
-    while more:
+    """Return the whole body; raise ClientDisconnected if the client disconnects."""
+    pieces, has_more = list[bytes](), True
+    while has_more:
         message = await receive()
         if message["type"] != "http.request":
             raise ClientDisconnected
         pieces.append(message.get("body", b""))
-        more = message.get("more_body", False)
+        has_more = message.get("more_body", False)
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 

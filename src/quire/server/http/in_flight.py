@@ -31,7 +31,6 @@ class ClientDisconnected(Exception):
 
 
 def is_disconnected(receive: Receive) -> bool:
-    """Return whether the client is known to have disconnected."""
     return bool(getattr(getattr(receive, "__self__", None), "disconnected", False))
 
 
@@ -52,7 +51,7 @@ class RunningRequests:
             task.cancel()
 
     async def until_disconnect(self, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of `work`. Cancel it if the client disconnects (ClientGone) or `abort` is
+        """Return the result of `work`. Cancel it if the client disconnects (ClientDisconnected) or `abort` is
         called."""
         task = asyncio.create_task(work)
         disconnect = asyncio.create_task(_wait_for_disconnect(receive))
@@ -91,7 +90,7 @@ class LongWork:
         self._slots = asyncio.Semaphore(max_running)
 
     @asynccontextmanager
-    async def place(self, request: Request) -> AsyncIterator[None]:
+    async def slot(self, request: Request) -> AsyncIterator[None]:
         """Wait, in order of arrival, while too many requests with long or chunked bodies are running."""
         if num_body_bytes(request) < _LONG_BYTES:
             yield

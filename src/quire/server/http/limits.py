@@ -222,7 +222,6 @@ def account_of(scope: Scope) -> KeyAccount | None:
 
 
 def is_operator(scope: Scope) -> bool:
-    """Return whether the request has the key of an operator."""
     return _OPERATOR in scope
 
 

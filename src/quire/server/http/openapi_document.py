@@ -54,8 +54,8 @@ def replies_of(
 ) -> dict[str, Any]:
     """Return the route options that document its responses. Without a model, the successful response has no
     body."""
-    done: dict[str, Any] = {"description": "Done.", "content": {}} if model is None else {"model": model}
-    described: dict[int | str, dict[str, Any]] = {200: done}
+    success: dict[str, Any] = {"description": "Done.", "content": {}} if model is None else {"model": model}
+    described: dict[int | str, dict[str, Any]] = {200: success}
     if stream:
         events = {"example": 'data: {"choices": []}\n\ndata: [DONE]\n\n'}
         described[200]["content"] = {"text/event-stream": events}

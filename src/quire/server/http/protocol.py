@@ -60,9 +60,9 @@ class HttpProtocol(HttpToolsProtocol):
     """Protocol of one connection; further arguments are uvicorn's."""
 
     __slots__ = (  # next to uvicorn's instance dict, which is faster with at most 30 entries
-        *("_ahead", "_answered_early", "_held", "_is_ended", "_limits", "_max_bytes", "_max_headers"),
-        *("_network", "_num_unparsed", "_on_closed", "_open_connections", "_refusals", "_refused", "_since"),
-        *("_timer", "_was_paused"),
+        *("_answered_early", "_earlier_requests", "_is_ended", "_limits", "_max_bytes", "_max_headers"),
+        *("_network", "_num_unparsed", "_on_closed", "_open_connections", "_pipelined", "_refusals"),
+        *("_stop_reason", "_timer", "_waiting_since", "_was_paused"),
     )
 
     def __init__(

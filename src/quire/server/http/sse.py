@@ -92,7 +92,6 @@ class AnswerEncoder:
         return False
 
     def encode(self, output: RequestOutput) -> bytes:
-        """Return the events of an output."""
         raise NotImplementedError
 
     def encode_text(self, text: str, num_tokens: int) -> bytes:

@@ -127,7 +127,7 @@ class LoRARegistry:
     def __init__(self, file: Path | None = None, modules: Iterable[LoRAModule] = ()) -> None:
         """Create a registry. `modules` are the entries of one in memory; one in a file reads them from it."""
         self._file = file
-        self._known: dict[str, LoRAModule] = {module.name: module for module in modules}
+        self._modules: dict[str, LoRAModule] = {module.name: module for module in modules}
         self._mtime = -1
         self._locks: dict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
 
@@ -151,26 +151,26 @@ class LoRARegistry:
     def all(self) -> Mapping[str, LoRAModule]:
         if self._file is not None and (mtime := os.stat(self._file).st_mtime_ns) != self._mtime:
             modules = msgspec.json.decode(self._file.read_bytes(), type=list[LoRAModule])
-            self._known, self._mtime = {module.name: module for module in modules}, mtime
-        return self._known
+            self._modules, self._mtime = {module.name: module for module in modules}, mtime
+        return self._modules
 
     def put(self, module: LoRAModule) -> None:
-        with self._editing() as known:
-            known[module.name] = module
+        with self._editing() as modules:
+            modules[module.name] = module
 
     def drop(self, name: str) -> LoRAModule | None:
-        with self._editing() as known:
-            return known.pop(name, None)
+        with self._editing() as modules:
+            return modules.pop(name, None)
 
     @contextmanager
     def _editing(self) -> Iterator[dict[str, LoRAModule]]:
         if self._file is None:
-            yield self._known
+            yield self._modules
             return
         with FileLock(f"{self._file}.lock"):
-            known = dict(self.all())
-            yield known
-            _write(self._file, known, os.stat(self._file).st_mtime_ns + _TICK_NS)
+            modules = dict(self.all())
+            yield modules
+            _write(self._file, modules, os.stat(self._file).st_mtime_ns + _TICK_NS)
 
     def is_free(self, name: str) -> bool:
         """Whether no process is changing the adapter of this name."""
@@ -205,13 +205,12 @@ class LoRARegistry:
 
 
 def _lock_index(name: str) -> int:
-    """Return the index of the name's lock."""
     return zlib.crc32(name.encode()) % _NUM_LOCKS
 
 
-def _write(file: Path, known: Mapping[str, LoRAModule], version_ns: int) -> None:
+def _write(file: Path, modules: Mapping[str, LoRAModule], version_ns: int) -> None:
     """Write the file. Its modification time is a version number, since clocks are too coarse."""
     new = file.with_name(f"{file.name}.new")
-    new.write_bytes(msgspec.json.encode(list(known.values())))
+    new.write_bytes(msgspec.json.encode(list(modules.values())))
     os.utime(new, ns=(version_ns, version_ns))
     os.replace(new, file)

@@ -77,8 +77,8 @@ class Resolver:
 
     def may_find(self, name: str) -> bool:
         """Whether the adapter may exist. Raises the recent error of a name that failed."""
-        at, error = self._failed.get(name, (float("-inf"), None))
-        if time.monotonic() - at < RETRY_S:
+        failed_at, error = self._failed.get(name, (float("-inf"), None))
+        if time.monotonic() - failed_at < RETRY_S:
             if error is not None:
                 raise RequestError(str(error), error.param)
             return False

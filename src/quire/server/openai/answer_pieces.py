@@ -207,18 +207,18 @@ class OutputParser:
 
 def count_reasoning(token_ids: list[int], marks: ReasoningIds, breaks: Iterable[tuple[int, ...]] = ()) -> int:
     """Count the tokens from the start mark to the end mark, or to the first of `breaks`."""
-    begins = find(token_ids, marks.start, 0)
+    begins = find_sequence(token_ids, marks.start, 0)
     if marks.open:
         start = len(marks.start) if begins == 0 else 0
     elif begins is None:
         return 0
     else:
         start = begins + len(marks.start)
-    ends = [find(token_ids, mark, start) for mark in (marks.end, *breaks)]
+    ends = [find_sequence(token_ids, mark, start) for mark in (marks.end, *breaks)]
     return min((end for end in ends if end is not None), default=len(token_ids)) - start
 
 
-def find(token_ids: list[int], part: tuple[int, ...], start: int) -> int | None:
+def find_sequence(token_ids: list[int], part: tuple[int, ...], start: int) -> int | None:
     """Return the index of the first occurrence of `part`, or None."""
     if not part:
         return start
@@ -250,7 +250,6 @@ class CollectedAnswer:
 
 
 def collect_pieces(pieces: Iterable[Piece]) -> CollectedAnswer:
-    """Collect the pieces of a complete output."""
     texts: list[str] = []
     reasoning: list[str] = []
     calls: list[CalledTool] = []

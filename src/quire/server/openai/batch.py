@@ -64,7 +64,7 @@ async def create_chat_batch(api: GenerationService, body: ChatBatchBody, request
     for chat, output in zip(chats, outputs, strict=True):
         answers.append(ChatEncoder(api, chat).response_body([output]))
         await pause.if_due()
-    choices = [answer["choices"][0] | {"index": place} for place, answer in enumerate(answers)]
+    choices = [answer["choices"][0] | {"index": index} for index, answer in enumerate(answers)]
     usage = api.usage(
         job.num_prompt_tokens,
         sum(answer["usage"]["completion_tokens"] for answer in answers),

@@ -51,7 +51,6 @@ class ChatRequest:
         return self.format.make_parser is not None
 
     def parser(self) -> OutputParser:
-        """Return the output parser of one choice."""
         return OutputParser(
             self.format.make_parser and self.format.make_parser(),
             reasoning=self.format.reasoning,

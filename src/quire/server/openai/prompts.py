@@ -96,7 +96,6 @@ class PromptReader:
         self._without_token_limit.max_chars = engine.inputs.max_chars
 
     async def read_completion(self, body: CompletionBody, *, max_sequences: int) -> list[Prompt]:
-        """Return the prompts of a completion."""
         prompts = [*_embeds_of(body), *([] if body.prompt in (None, "") else list_prompts(body.prompt))]
         if not prompts:
             raise InvalidBody(

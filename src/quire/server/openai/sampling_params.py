@@ -124,10 +124,10 @@ def check_chat(body: ChatBody, *, trust_template: bool) -> None:
 
 
 def check_contents(body: ConversationBody) -> None:
-    for place, message in enumerate(body.messages):
+    for index, message in enumerate(body.messages):
         if message.role != "assistant" and message.content is None and "content" in message.model_fields_set:
             raise RequestError(
-                f"messages[{place}].content is null, which only an assistant's may be: send text or parts",
+                f"messages[{index}].content is null, which only an assistant's may be: send text or parts",
                 param="messages",
             )
 

@@ -71,9 +71,9 @@ async def create_generative_scoring(api: GenerationService, body: ScoringBody, r
             param="items",
         )
     vocab = api.engine.facts.vocab
-    if wrong := [id for id in body.label_token_ids if id >= vocab]:
+    if (largest := max(body.label_token_ids)) >= vocab:
         raise RequestError(
-            f"label_token_id {wrong[0]} is out of vocabulary range [0, {vocab}). Please provide valid token "
+            f"label_token_id {largest} is out of vocabulary range [0, {vocab}). Please provide valid token "
             "IDs.",
             param="label_token_ids",
         )

@@ -107,7 +107,7 @@ class ApiCall:
     def engine_ids(self) -> list[str]:
         if len(self.prompts) == 1:
             return [self.id]
-        return [f"{self.id}-{place}" for place in range(len(self.prompts))]
+        return [f"{self.id}-{index}" for index in range(len(self.prompts))]
 
 
 class GenerationService:
@@ -264,7 +264,6 @@ class GenerationService:
         return functools.partial(self.running_requests.until_disconnect, request.receive)
 
     def pauses(self) -> Pauses:
-        """Return the pauses of a large call."""
         return Pauses(lock=self._lock)
 
     async def streamed(self, job: ApiCall, *, in_order: bool = False) -> Outputs:
@@ -402,7 +401,7 @@ def limit_long_work(answer: Answer) -> Answer:
 
     @functools.wraps(answer)
     async def limited(api: GenerationService, body: Any, request: Request) -> Response:
-        async with api.long_work.place(request):
+        async with api.long_work.slot(request):
             return await answer(api, body, request)
 
     return limited

@@ -149,8 +149,8 @@ class OrderedOutputs:
         if output.finished:
             self._waiting.popleft()
         else:
-            place = len(self._streams) - len(self._waiting)
-            self._waiting[0] = asyncio.create_task(_next(self._streams[place]))
+            index = len(self._streams) - len(self._waiting)
+            self._waiting[0] = asyncio.create_task(_next(self._streams[index]))
         return output
 
     async def aclose(self) -> None:

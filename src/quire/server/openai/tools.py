@@ -95,7 +95,7 @@ def tool_use(body: ChatBody, *, auto: bool) -> ToolUse:
         if choice not in (None, "none"):
             raise InvalidBody("When using `tool_choice`, `tools` must be set.", param="tool_choice")
         return ToolUse()
-    functions = [_read_function(place, tool) for place, tool in enumerate(body.tools)]
+    functions = [_read_function(index, tool) for index, tool in enumerate(body.tools)]
     schemas = {name: schema for name, schema, _ in functions}
     parallel = body.parallel_tool_calls is not False
     if isinstance(choice, dict):
@@ -109,9 +109,9 @@ def tool_use(body: ChatBody, *, auto: bool) -> ToolUse:
     return ToolUse(choice or "auto", "", schemas, parallel, strict)
 
 
-def _read_function(place: int, tool: Mapping[str, Any]) -> tuple[str, dict[str, Any], bool]:
+def _read_function(index: int, tool: Mapping[str, Any]) -> tuple[str, dict[str, Any], bool]:
     """Return the name of a tool, the schema of its parameters, and whether it is strict."""
-    where = f"tools[{place}]"
+    where = f"tools[{index}]"
     if tool.get("type", "function") != "function":
         raise RequestError(f"{where}.type must be 'function', not {tool['type']!r:.80}", param="tools")
     function = tool.get("function")
@@ -151,11 +151,11 @@ def calls_schema(schemas: Mapping[str, Mapping[str, Any]], *, parallel: bool) ->
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{place}"}},
+            "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{index}"}},
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
-        for place, name in enumerate(schemas)
+        for index, name in enumerate(schemas)
     ]
     return {
         "type": "array",
@@ -163,19 +163,19 @@ def calls_schema(schemas: Mapping[str, Mapping[str, Any]], *, parallel: bool) ->
         **({} if parallel else {"maxItems": 1}),
         "items": {"anyOf": calls},
         "$defs": {
-            str(place): _move_references(schema, place) for place, schema in enumerate(schemas.values())
+            str(index): _move_references(schema, index) for index, schema in enumerate(schemas.values())
         },
     }
 
 
-def _move_references(schema: Any, place: int) -> Any:
+def _move_references(schema: Any, index: int) -> Any:
     if isinstance(schema, list):
-        return [_move_references(item, place) for item in schema]
+        return [_move_references(item, index) for item in schema]
     if not isinstance(schema, dict):
         return schema
     return {
-        key: f"#/$defs/{place}{value[1:]}"
+        key: f"#/$defs/{index}{value[1:]}"
         if key == "$ref" and isinstance(value, str) and value.startswith("#")
-        else (value if key in _LITERAL and not isinstance(value, dict) else _move_references(value, place))
+        else (value if key in _LITERAL and not isinstance(value, dict) else _move_references(value, index))
         for key, value in schema.items()
     }

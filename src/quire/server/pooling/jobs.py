@@ -44,7 +44,7 @@ def check_count(api: GenerationService, count: int, param: str) -> None:
 
 def name_inputs(field: str, values: Sequence[T]) -> list[tuple[str, T]]:
     """Return the values, each with the name that errors use for it."""
-    return [(f"{field}[{place}]" if len(values) > 1 else field, value) for place, value in enumerate(values)]
+    return [(f"{field}[{index}]" if len(values) > 1 else field, value) for index, value in enumerate(values)]
 
 
 async def pool_inputs(
@@ -114,7 +114,6 @@ def usage(api: GenerationService, outputs: Sequence[Pooled]) -> dict[str, Any]:
 def list_reply(
     api: GenerationService, job: ApiCall, data: list[dict[str, Any]], outputs: Sequence[Pooled]
 ) -> dict[str, Any]:
-    """Return the body of a reply with these results."""
     return job.frame("list") | {"data": data, "usage": usage(api, outputs)}
 
 

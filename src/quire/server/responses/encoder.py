@@ -150,11 +150,12 @@ class ResponseEncoder(AnswerEncoder):
             events += self._output.begin("message")
         pieces = self._parser.parse(completion)
         logprobs = self._logprobs(completion)
-        last = max((at for at, piece in enumerate(pieces) if isinstance(piece, TextPiece)), default=None)
-        if last is None and self._output.open_type == "message":
+        texts = [index for index, piece in enumerate(pieces) if isinstance(piece, TextPiece)]
+        last_text = texts[-1] if texts else None
+        if last_text is None and self._output.open_type == "message":
             self._output.add_logprobs(logprobs)
-        for at, piece in enumerate(pieces):
-            events += self._output.add(piece, logprobs if at == last else ())
+        for index, piece in enumerate(pieces):
+            events += self._output.add(piece, logprobs if index == last_text else ())
         if completion.finish_reason is not None:
             self._final_status = _ENDINGS.get(completion.finish_reason, "completed")
             if self._final_status == "failed":

@@ -30,7 +30,7 @@ def read_items(input: str | list[dict[str, Any]], find: FindItem) -> list[Item]:
     if isinstance(input, str):
         input = [{"role": "user", "content": input}]
     find = _ItemFinder(find)
-    return [_read_item(_InputItem(item, f"input[{place}]"), find) for place, item in enumerate(input)]
+    return [_read_item(_InputItem(item, f"input[{index}]"), find) for index, item in enumerate(input)]
 
 
 class _ItemFinder:
@@ -55,11 +55,11 @@ class _ItemFinder:
 class _InputItem:
     """An item as it was received, with its path in the body for errors."""
 
-    def __init__(self, item: Item, place: str) -> None:
-        self.item, self.place = item, place
+    def __init__(self, item: Item, path: str) -> None:
+        self.item, self.path = item, path
 
     def error(self, what: str) -> RequestError:
-        return RequestError(f"{self.place}{what}", param="input")
+        return RequestError(f"{self.path}{what}", param="input")
 
     def text(self, name: str) -> str:
         value = self.item.get(name)
@@ -74,10 +74,9 @@ class _InputItem:
             return []
         if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
             raise self.error(f".{name} must be a list of objects, not {value!r:.80}")
-        return [_InputItem(entry, f"{self.place}.{name}[{i}]") for i, entry in enumerate(value)]
+        return [_InputItem(entry, f"{self.path}.{name}[{i}]") for i, entry in enumerate(value)]
 
     def base_fields(self, kind: str, prefix: str) -> Item:
-        """Return the fields that every item has."""
         id, status = self.item.get("id"), self.item.get("status")
         return {
             "id": id if isinstance(id, str) and id else new_id(prefix),
@@ -93,9 +92,7 @@ def _read_item(source: _InputItem, find: FindItem) -> Item:
     if kind == "item_reference":
         item = find(source.text("id"))
         if item is None:
-            raise NotFound(
-                f"{source.place}: there is no stored item {source.item['id']!r:.80}", param="input"
-            )
+            raise NotFound(f"{source.path}: there is no stored item {source.item['id']!r:.80}", param="input")
         return item
     if not isinstance(kind, str) or kind not in _READERS:
         known = ", ".join((*_READERS, "item_reference"))

@@ -119,7 +119,6 @@ class ResponseItems:
         self._open.texts.append(text)
 
     def add_logprobs(self, entries: Sequence[Item]) -> None:
-        """Add the logprobs of tokens of the open message."""
         assert self._open is not None
         self._open.logprobs += entries
 

@@ -61,8 +61,8 @@ class Responses:
         turns, chat_body = await off_loop(num_bytes, read)
         chat = await prepare_chat(self.api, chat_body, request, "resp")
         stored = StoredResponse(fixed_fields(body, chat, id, stored=is_stored), turns)
-        keep = functools.partial(self._keep, stored) if is_stored else lambda _: None
-        encoder = ResponseEncoder(self.api, chat, stored.response, keep)
+        on_end = functools.partial(self._store_ended, stored) if is_stored else lambda _: None
+        encoder = ResponseEncoder(self.api, chat, stored.response, on_end)
         if body.background:
             return await self._in_background(stored, encoder, chat, request, stream=bool(body.stream))
         if token_by_token and not body.stream:
@@ -150,10 +150,10 @@ class Responses:
         if order == "desc":
             items.reverse()
         if after is not None:
-            places = [place for place, item in enumerate(items) if item["id"] == after]
-            if not places:
+            indices = [index for index, item in enumerate(items) if item["id"] == after]
+            if not indices:
                 raise NotFound(f"this response has no input item {after!r:.80}", param="after")
-            items = items[places[0] + 1 :]
+            items = items[indices[0] + 1 :]
         shown = items[:limit]
         return json_response(
             {
@@ -186,7 +186,7 @@ class Responses:
             )
         return stored.turns
 
-    def _keep(self, stored: StoredResponse, response: dict[str, Any]) -> None:
+    def _store_ended(self, stored: StoredResponse, response: dict[str, Any]) -> None:
         assert self.store is not None
         stored.response, stored.output_turn = response, StoredTurn(response["output"], stored.owner)
         if stored.run is None:

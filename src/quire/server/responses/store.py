@@ -101,12 +101,12 @@ class BackgroundRun:
 
     async def follow(self, after: int) -> AsyncIterator[bytes]:
         """Yield the events after sequence number `after`, past and future."""
-        place = after + 1
+        index = after + 1
         while True:
             changed = self._changed
-            while place < len(self.events):
-                yield self.events[place]
-                place += 1
+            while index < len(self.events):
+                yield self.events[index]
+                index += 1
             if self.has_ended:
                 return
             await changed.wait()
@@ -216,7 +216,7 @@ class Store:
         self.expire()
 
     def check_room(self) -> None:
-        """Raise Full if one more background response does not fit."""
+        """Raise StoreFull if one more background response does not fit."""
         self.expire()
         running = [stored for stored in self._responses.values() if stored.is_running]
         if len(running) >= self.limits.max_count:

@@ -73,7 +73,7 @@ def chat_of(body: ResponseBody, items: list[Item], *, stream: bool, request_id: 
 def _tools(body: ResponseBody) -> list[dict[str, Any]] | None:
     """Return the tools in the chat completion format, without those that allowed_tools excludes."""
     allowed = _allowed_tools(body)
-    tools = [_tool(tool, f"tools[{place}]") for place, tool in enumerate(body.tools or [])]
+    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or [])]
     names = {tool["function"]["name"] for tool in tools}
     if allowed is not None and (unknown := sorted(allowed - names)):
         raise RequestError(
@@ -82,15 +82,15 @@ def _tools(body: ResponseBody) -> list[dict[str, Any]] | None:
     return [tool for tool in tools if allowed is None or tool["function"]["name"] in allowed] or None
 
 
-def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
+def _tool(tool: dict[str, Any], path: str) -> dict[str, Any]:
     kind = tool.get("type")
     if kind != "function":
         raise RequestError(
-            f"{place} is of type {kind!r:.80}; this server has no built-in tools; send functions",
+            f"{path} is of type {kind!r:.80}; this server has no built-in tools; send functions",
             param="tools",
         )
     if not isinstance(tool.get("name"), str) or not tool["name"]:
-        raise RequestError(f"{place}.name must be a string", param="tools")
+        raise RequestError(f"{path}.name must be a string", param="tools")
     names = ("name", "description", "parameters", "strict")
     return {
         "type": "function",

@@ -201,14 +201,16 @@ async def _check(
 
 
 def _check_choices(replies: list[DerenderTokens], num_choices: int) -> None:
-    wrong = [x.index for reply in replies for x in reply.choices if x.index >= num_choices]
-    if wrong:
-        raise RequestError(
-            f"choice index {wrong[0]} is out of range: the request has n={num_choices}", param="choices"
-        )
-    most = max(len(reply.choices) for reply in replies)
-    if most > num_choices:
-        raise RequestError(f"there are {most} choices, but the request has n={num_choices}", param="choices")
+    for reply in replies:
+        indices, count = [choice.index for choice in reply.choices], len(reply.choices)
+        if (index := max(indices, default=0)) >= num_choices:
+            raise RequestError(
+                f"choice index {index} is out of range: the request has n={num_choices}", param="choices"
+            )
+        if count > num_choices:
+            raise RequestError(
+                f"there are {count} choices, but the request has n={num_choices}", param="choices"
+            )
 
 
 async def _decode_reply(

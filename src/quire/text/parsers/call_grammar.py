@@ -204,11 +204,11 @@ class _Grammar:
 
     def write(self, schemas: Mapping[str, Mapping[str, Any]], answer_schema: Mapping[str, Any] | None) -> str:
         format = self.format
-        for place, (name, schema) in enumerate(schemas.items()):
-            parameters = self._parameters(f"p_{place}", schema) if format.parameter else ""
+        for index, (name, schema) in enumerate(schemas.items()):
+            parameters = self._parameters(f"p_{index}", schema) if format.parameter else ""
             symbols = self._symbols(format.call, name=name, schema=schema, parameters=parameters)
-            self._add(f"call_{place}: {symbols}")
-        calls = f"({' | '.join(f'call_{place}' for place in range(len(schemas)))})"
+            self._add(f"call_{index}: {symbols}")
+        calls = f"({' | '.join(f'call_{index}' for index in range(len(schemas)))})"
         if format.repeats:
             body = f"{calls} (SPACE? opening {calls})*"
         else:
@@ -270,20 +270,20 @@ class _Grammar:
         required = set(schema.get("required") or ())
         definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         keys = list(properties)
-        for place, key in enumerate(keys):
+        for index, key in enumerate(keys):
             value = properties[key]
             merged = {**definitions, **value} if "$ref" in json.dumps(value) else value
-            self._add(f"{name}_{place}: {self._parameter(f'{name}_{place}', key, merged)}")
+            self._add(f"{name}_{index}: {self._parameter(f'{name}_{index}', key, merged)}")
         if self.format.quotes:
             return self._separated(name, [key in required for key in keys])
-        return " ".join(f"{name}_{place}{'' if key in required else '?'}" for place, key in enumerate(keys))
+        return " ".join(f"{name}_{index}{'' if key in required else '?'}" for index, key in enumerate(keys))
 
     def _separated(self, name: str, required: list[bool]) -> str:
         """Return the symbols of parameters with commas between those that are present."""
         comma, first, later = _literal(", "), "", ""
-        for place in reversed(range(len(required))):
-            rule = f"{name}_{place}"
-            is_required = required[place]
+        for index in reversed(range(len(required))):
+            rule = f"{name}_{index}"
+            is_required = required[index]
             self._add(
                 f"{rule}_first: {rule} {later}" + ("" if is_required else f" | {first or _literal('')}")
             )

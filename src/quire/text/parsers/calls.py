@@ -26,7 +26,6 @@ _BOOLEANS = {"true": True, "false": False}
 
 
 def vllm_id(index: int, name: str) -> str:
-    """Return a tool call id in vLLM's format."""
     return f"chatcmpl-tool-{uuid.uuid4().hex}"
 
 
@@ -36,7 +35,6 @@ def mistral_id(index: int, name: str) -> str:
 
 
 def kimi_id(index: int, name: str) -> str:
-    """Return an id in Kimi-K2's format."""
     return f"functions.{name}:{index}"
 
 
@@ -103,7 +101,6 @@ class ToolParser(JsonParser):
         return self.types_of(schema)
 
     def types_of(self, schema: Any) -> frozenset[str]:
-        """Return the types that a schema allows; empty if it sets none."""
         if id(schema) not in self._types:
             self._types[id(schema)] = types_of(schema)
         return self._types[id(schema)]
@@ -115,7 +112,6 @@ def types_of(schema: Any) -> frozenset[str]:
 
 
 def is_name(text: str) -> bool:
-    """Whether this is a valid function name."""
     return _NAME.fullmatch(text) is not None
 
 
@@ -169,7 +165,6 @@ def _literal(word: str) -> Any:
 
 
 def _types_of_value(value: Any) -> set[str]:
-    """Return the JSON types of a value."""
     match value:
         case bool():
             return {"boolean"}

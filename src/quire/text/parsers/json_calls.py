@@ -127,10 +127,10 @@ class JsonCalls(ObjectParser):
 
     marks: JsonMarks
 
-    def __init__(self, marks: JsonMarks, **more: Any) -> None:
+    def __init__(self, marks: JsonMarks, **options: Any) -> None:
         self.by_name = marks.by_name
         self.keeps_special_tokens = marks.special
-        super().__init__(marks, **more)
+        super().__init__(marks, **options)
 
     def script(self) -> Wait[None]:
         opens = tuple(mark for mark in self.marks.opens if mark not in ("{", "["))
@@ -201,9 +201,9 @@ class RequiredCalls(ObjectParser):
 class NamedCall(ToolParser):
     """A call that a grammar forces: the arguments of one function without anything else."""
 
-    def __init__(self, name: str, **more: Any) -> None:
+    def __init__(self, name: str, **options: Any) -> None:
         self.name = name
-        super().__init__(**more)
+        super().__init__(**options)
 
     def script(self) -> Wait[None]:
         if (yield from self.space()):
@@ -211,8 +211,8 @@ class NamedCall(ToolParser):
             yield from self.until((), self.arguments)
 
 
-def _calls(*opens: str, **more: Any) -> partial[JsonCalls]:
-    return partial(JsonCalls, JsonMarks(opens, **more))
+def _calls(*opens: str, **options: Any) -> partial[JsonCalls]:
+    return partial(JsonCalls, JsonMarks(opens, **options))
 
 
 HERMES = _calls("<tool_call>", closes=("</tool_call>",), special=True)

@@ -30,9 +30,9 @@ class NamedCalls(ToolParser):
     keeps_special_tokens = True
     marks: NamedMarks
 
-    def __init__(self, marks: NamedMarks, **more: Any) -> None:
+    def __init__(self, marks: NamedMarks, **options: Any) -> None:
         self.default_id = kimi_id if marks.has_id else vllm_id
-        super().__init__(marks, **more)
+        super().__init__(marks, **options)
 
     def script(self) -> Wait[None]:
         while (yield from self.until((*self.marks.opens, self.marks.call), self.text)):

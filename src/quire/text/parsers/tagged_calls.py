@@ -44,9 +44,9 @@ class TaggedCalls(ToolParser):
 
     marks: Tags
 
-    def __init__(self, tags: Tags, **more: Any) -> None:
+    def __init__(self, tags: Tags, **options: Any) -> None:
         self.keeps_special_tokens = tags.special
-        super().__init__(tags, **more)
+        super().__init__(tags, **options)
 
     def script(self) -> Wait[None]:
         while (yield from self.until((*self.marks.opens, self.marks.call), self.text)):
@@ -157,8 +157,8 @@ class TaggedCalls(ToolParser):
 class HyV3(TaggedCalls):
     """Hunyuan 3. Its published checkpoints write `:opensource` into every tag."""
 
-    def __init__(self, **more: Any) -> None:
-        super().__init__(_hy_v3(""), **more)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(_hy_v3(""), **options)
 
     def script(self) -> Wait[None]:
         known = [_hy_v3(""), _hy_v3(":opensource")]
