@@ -156,21 +156,17 @@ def test_connections_wait_until_a_process_serves(tmp_path: Path) -> None:
         client.close()
 
 
-def test_connection_without_a_descriptor_counts_as_closed(cluster: Cluster) -> None:
+async def test_connection_without_a_descriptor_counts_as_closed(cluster: Cluster) -> None:
     """Catches a process without free descriptors that looks busier with each connection it loses."""
-
-    async def go() -> None:
-        sender, receiver = socket.socketpair()
-        taker = ConnectionReceiver(replace(cluster.players[2].handle, channel=receiver))
-        taker.start(asyncio.Protocol, None)
-        sender.send(b"c")  # the kernel drops a descriptor that does not fit
-        async with asyncio.timeout(60):
-            while not cluster.dealer._closed[2]:
-                await asyncio.sleep(0.01)
-        taker.stop()
-        sender.close()
-
-    asyncio.run(go())
+    sender, receiver = socket.socketpair()
+    taker = ConnectionReceiver(replace(cluster.players[2].handle, channel=receiver))
+    taker.start(asyncio.Protocol, None)
+    sender.send(b"c")  # the kernel drops a descriptor that does not fit
+    async with asyncio.timeout(60):
+        while not cluster.dealer._closed[2]:
+            await asyncio.sleep(0.01)
+    taker.stop()
+    sender.close()
     assert cluster.dealer._closed.tolist() == [0, 0, 1, 0]
 
 

@@ -146,19 +146,15 @@ def test_one_failed_input_aborts_the_others() -> None:
     assert engine.num_in_flight == 0 and len(engine.aborted) == 3
 
 
-def test_client_disconnect_aborts_all_inputs() -> None:
+async def test_client_disconnect_aborts_all_inputs() -> None:
     engine = embedder(step_s=60)
     application = Application(engine, make_settings({}))
-
-    async def go() -> None:
-        gone = asyncio.Event()
-        task = asyncio.create_task(post(application, EMBEDDINGS, {"input": TEXTS}, gone))
-        while engine.num_in_flight < len(TEXTS):
-            await asyncio.sleep(0)
-        gone.set()
-        assert await asyncio.wait_for(task, 60) == 499
-
-    asyncio.run(go())
+    gone = asyncio.Event()
+    task = asyncio.create_task(post(application, EMBEDDINGS, {"input": TEXTS}, gone))
+    while engine.num_in_flight < len(TEXTS):
+        await asyncio.sleep(0)
+    gone.set()
+    assert await asyncio.wait_for(task, 60) == 499
     assert len(engine.aborted) == 3 and engine.num_in_flight == 0
 
 

@@ -193,7 +193,7 @@ def test_batch_of_chats() -> None:
     post(f"{CHAT}/batch", **body, cls=1, _fields_set=[], self=2)  # internal names in the body are ignored
 
 
-def test_batch_of_chats_yields_to_other_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_batch_of_chats_yields_to_other_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     num_turns, seen = 0, list[int]()
     begin, whole = batch.prepare_chat, batch.ChatEncoder.response_body
 
@@ -211,18 +211,15 @@ def test_batch_of_chats_yields_to_other_tasks(monkeypatch: pytest.MonkeyPatch) -
         seen.append(num_turns)
         return whole(*args)
 
-    async def go() -> None:
-        others = asyncio.create_task(count_turns())
-        await asyncio.sleep(0)
-        async with client_of(Application(FakeEngine(), make_settings({})).asgi) as client:
-            answered = await client.post(f"{CHAT}/batch", json={"messages": [MESSAGES] * 3})
-        others.cancel()
-        assert answered.status_code == 200
-
     monkeypatch.setattr(streams, "MAX_BLOCKING_S", 0.0)
     monkeypatch.setattr(batch, "prepare_chat", prepare)
     monkeypatch.setattr(batch.ChatEncoder, "response_body", encode_whole)
-    asyncio.run(go())
+    others = asyncio.create_task(count_turns())
+    await asyncio.sleep(0)
+    async with client_of(Application(FakeEngine(), make_settings({})).asgi) as client:
+        answered = await client.post(f"{CHAT}/batch", json={"messages": [MESSAGES] * 3})
+    others.cancel()
+    assert answered.status_code == 200
     assert len(seen) == len(set(seen)) == 6
 
 
