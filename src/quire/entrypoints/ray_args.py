@@ -12,7 +12,7 @@ from quire.entrypoints.serve import add_flags
 from quire.errors import ConfigError
 from quire.server.settings import server_flags
 
-_REMEDIES = {
+_REPLACEMENTS = {
     **dict.fromkeys(("host", "port", "uds"), "set http_options of Ray Serve"),
     **dict.fromkeys(
         ("api_server_count", "shutdown_timeout"), "ingress_replicas and drain_s are the fleet's settings"
@@ -100,8 +100,8 @@ def _read_model(values: dict[str, Any], parser: FlagParser) -> FleetModel:
         fleet = msgspec.convert(settings, FleetSettings, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"fleet settings: {error}") from None
-    for name in values.keys() & _REMEDIES:
-        raise ConfigError(f"{name} has no effect in Ray Serve: {_REMEDIES[name]}")
+    for name in values.keys() & _REPLACEMENTS:
+        raise ConfigError(f"{name} has no effect in Ray Serve: {_REPLACEMENTS[name]}")
     _check(fleet)
     namespace = argparse.Namespace()
     parser.apply({name: _as_bool(value) for name, value in values.items()}, "args", namespace)

@@ -462,7 +462,9 @@ def test_unreadable_url_is_refused_with_the_reason(tmp_path: Path, monkeypatch: 
 
 def test_failed_lookups_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    lookup = resolver.Resolver("memory://k", LoRALocations(roots=["memory://k"], cache=tmp_path, max_bytes=1))
+    lookup = resolver.LoRAResolver(
+        "memory://k", LoRALocations(roots=["memory://k"], cache=tmp_path, max_bytes=1)
+    )
     assert lookup.may_find("gone") and lookup.find("gone") is None
     assert not lookup.may_find("gone")
 
@@ -481,7 +483,7 @@ async def test_sleeping_engine_does_not_mark_adapters_as_broken(tmp_path: Path) 
 
 async def test_unresponsive_store_does_not_block_forever(monkeypatch: pytest.MonkeyPatch) -> None:
     never = threading.Event()
-    looks = resolver.Search()
+    looks = resolver.AdapterSearch()
     assert await looks(str.upper, "a") == "A"
     monkeypatch.setattr(resolver, "SEARCH_S", 0.2)
     stuck = [looks(lambda _: never.wait(), "a") for _ in range(6)]

@@ -29,7 +29,7 @@ from quire.server.openai.service import ApiCall, GenerationService
 from quire.server.responses import routes
 from quire.server.responses.encoder import ResponseEncoder
 from quire.server.responses.items import ItemMessages
-from quire.server.responses.store import Store, StoredResponse, StoredTurn, StoreFull
+from quire.server.responses.store import ResponseStore, StoredResponse, StoredTurn, StoreFull
 from quire.server.responses.translate import chat_of
 from quire.server.settings import make_settings
 
@@ -502,7 +502,7 @@ async def test_concurrent_background_requests_respect_the_limit(monkeypatch: pyt
 
 
 async def test_running_background_responses_count_toward_the_store() -> None:
-    store = Store(StoreLimits(max_bytes=5_000))
+    store = ResponseStore(StoreLimits(max_bytes=5_000))
     shared = StoredTurn([{"id": "u", "text": "x" * 2_000}])
     run: Any = SimpleNamespace(has_ended=False, num_bytes=0)
     for id in "ab":
@@ -525,8 +525,8 @@ async def test_running_background_responses_count_toward_the_store() -> None:
 @pytest.mark.parametrize(
     ("broken", "last"),
     [
-        ([(Store, "put", 0)], None),
-        ([(Store, "put", 1)], "completed"),
+        ([(ResponseStore, "put", 0)], None),
+        ([(ResponseStore, "put", 1)], "completed"),
         ([(ResponseEncoder, "last_events", 0)], "failed"),
         ([(ResponseEncoder, "last_events", 0), (ResponseEncoder, "failure_events", 0)], "output_item.done"),
     ],
@@ -602,7 +602,7 @@ def stored(id: str, *turns: StoredTurn, text: str = "") -> StoredResponse:
 
 def test_store_evicts_old_and_oversized_responses() -> None:
     clock = [0.0]
-    store = Store(StoreLimits(max_count=2, max_bytes=10_000, ttl_s=10), now=lambda: clock[0])
+    store = ResponseStore(StoreLimits(max_count=2, max_bytes=10_000, ttl_s=10), now=lambda: clock[0])
     for id in ("a", "b", "c"):
         store.put(stored(id))
         clock[0] += 1
@@ -615,7 +615,7 @@ def test_store_evicts_old_and_oversized_responses() -> None:
 
 
 def test_shared_turns_are_counted_once() -> None:
-    store = Store(StoreLimits())
+    store = ResponseStore(StoreLimits())
     shared = StoredTurn([{"id": "u", "text": "x" * 1000}])
     store.put(stored("a", shared))
     alone = store.num_bytes
@@ -629,7 +629,7 @@ def test_shared_turns_are_counted_once() -> None:
 
 def test_item_stays_while_any_turn_refers_to_it() -> None:
     """Another turn holds the item by reference, or was sent one with the same id."""
-    store = Store(StoreLimits())
+    store = ResponseStore(StoreLimits())
     first = {"id": "u", "text": "1"}
     for id, item in (("a", first), ("b", first), ("c", {"id": "u", "text": "2"})):
         store.put(stored(id, StoredTurn([item, item])))

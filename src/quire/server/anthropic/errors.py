@@ -27,7 +27,7 @@ def as_message_error(body: dict[str, Any], status: int | None = None) -> dict[st
     return {"type": "error", "error": {"type": kind, "message": str(message)}}
 
 
-class MessageErrors:
+class MessageErrorMiddleware:
     """Rewrites the error replies of `app` on the paths of this API."""
 
     def __init__(self, app: ASGIApp) -> None:

@@ -24,7 +24,7 @@ from quire.server.http.errors import as_request_error
 from quire.server.openai.requests import CacheControl, ChatBody
 from quire.server.openai.sampling_params import unknown_fields
 
-_COPIED = (
+_COPIED_FIELDS = (
     "model", "truncate_prompt_tokens", "truncation_side", "priority", "request_id", "cache_salt",
     "chat_template", "max_tokens", "stream", "temperature", "top_p", "top_k", "min_p", "presence_penalty",
     "frequency_penalty", "repetition_penalty", "seed", "min_tokens", "ignore_eos", "stop_token_ids",
@@ -41,7 +41,7 @@ def as_chat(body: MessagesBody | CountBody, *, budgets: bool) -> ChatBody:
     if body.model_extra:
         unknown_fields.warn(body)
     known = type(body).model_fields.keys() & body.model_fields_set
-    fields = {name: getattr(body, name) for name in _COPIED if name in known}
+    fields = {name: getattr(body, name) for name in _COPIED_FIELDS if name in known}
     messages = _messages(body)
     if messages[-1]["role"] == "assistant" and messages[-1].get("content"):
         fields |= {"add_generation_prompt": False, "continue_final_message": True}

@@ -27,7 +27,7 @@ from quire.server.openai.streams import gather_all
 PATHS = ("/v1/audio/transcriptions", "/v1/audio/translations")
 MAX_FIELDS_BYTES = 1 << 20
 """Maximum size of a form without its file."""
-_KINDS = {"transcribe": "trsc", "translate": "trsl"}
+_ID_PREFIXES = {"transcribe": "trsc", "translate": "trsl"}
 """Prefixes of the request ids."""
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed"),
@@ -78,7 +78,7 @@ async def answer_speech(api: GenerationService, task: str, form: SpeechForm, req
     prompts = [runs.prompt(ids, piece) for _, piece in pieces]
     longest = max(len(prompt.token_ids) for prompt in prompts)
     params = _params(api, form, api.output_limit(form.max_completion_tokens, longest), timed=is_timed)
-    job = api.job(_KINDS[task], form, request, prompts, [params] * len(prompts))
+    job = api.job(_ID_PREFIXES[task], form, request, prompts, [params] * len(prompts))
     speech = SpeechRequest(
         task,
         form,
@@ -169,8 +169,8 @@ class _SpeechRuns:
     async def _run(
         self, name: str, prompts: list[Prompt], params: list[SamplingParams]
     ) -> list[RequestOutput]:
-        kind = f"{_KINDS[self.task]}-{name}"
-        return await self.api.finished(self.api.job(kind, self.form, self.request, prompts, params))
+        id_prefix = f"{_ID_PREFIXES[self.task]}-{name}"
+        return await self.api.finished(self.api.job(id_prefix, self.form, self.request, prompts, params))
 
     async def detect_language(self, piece: PreparedItem) -> str:
         """Detect the language of the first chunk."""

@@ -83,7 +83,7 @@ def num_body_bytes(request: Request) -> int:
     return int(request.headers.get("content-length", sys.maxsize))
 
 
-class LongWork:
+class LongBodyLimit:
     """Semaphore for requests with long bodies; short ones pass freely."""
 
     def __init__(self, max_running: int = _MAX_LONG_BODIES) -> None:

@@ -56,7 +56,7 @@ TOKENLESS_PATHS = frozenset(
 not."""
 
 
-class HttpGate:
+class AdmissionMiddleware:
     """ASGI middleware that admits requests with a valid key and an acceptable body."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""`Resolver`: adapters that are located by name alone, and `Search`: their lookup in stores that may not
+"""`LoRAResolver` locates adapters by name alone; `AdapterSearch` looks them up in stores that may not
 respond."""
 
 import asyncio
@@ -24,7 +24,7 @@ SEARCH_S = 600.0
 _MAX_THREADS = 4
 
 
-class Search:
+class AdapterSearch:
     """Runs blocking lookups in a few threads. A caller gets an error after `SEARCH_S`; a thread that does
     not finish keeps its slot until the process ends."""
 
@@ -67,7 +67,7 @@ a store or unlimited loads of a broken adapter."""
 _MAX_REMEMBERED = 4096
 
 
-class Resolver:
+class LoRAResolver:
     """Finds adapters in a folder, local or remote, and on the hub."""
 
     def __init__(self, folder: str | None, locations: LoRALocations) -> None:

@@ -19,7 +19,7 @@ from quire.memory import human
 from quire.server.http.errors import Forbidden, InvalidUserInput, NotFound
 from quire.server.lora.locations import LoRALocations, resolve_path
 from quire.server.lora.registry import LoRAModule, LoRARegistry, check_modules, name_problem
-from quire.server.lora.resolver import Resolver, Search
+from quire.server.lora.resolver import AdapterSearch, LoRAResolver
 from quire.server.settings import ServerSettings
 
 logger = get_logger(__name__)
@@ -32,14 +32,18 @@ class LoRAService:
     """The adapters of a server: lookup, loading and unloading."""
 
     def __init__(
-        self, engine: AsyncEngine, registry: LoRARegistry, locations: LoRALocations, resolver: Resolver | None
+        self,
+        engine: AsyncEngine,
+        registry: LoRARegistry,
+        locations: LoRALocations,
+        resolver: LoRAResolver | None,
     ) -> None:
         self._engine, self._registry, self._locations, self._resolver = engine, registry, locations, resolver
         self.enabled = _is_enabled(engine)
         self._users: Counter[str] = Counter()
         """Number of running requests of this process, by adapter."""
         self._released = asyncio.Event()
-        self._search = Search()
+        self._search = AdapterSearch()
 
     def __iter__(self) -> Iterator[LoRAModule]:
         known = self._registry.all().values() if self.enabled else ()
@@ -200,7 +204,7 @@ def open_lora_service(
         engine,
         registry or LoRARegistry(modules=locate_modules(settings)),
         locations,
-        Resolver(section.lora_resolver_dir, locations) if searches else None,
+        LoRAResolver(section.lora_resolver_dir, locations) if searches else None,
     )
 
 

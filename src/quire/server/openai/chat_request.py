@@ -25,7 +25,7 @@ from quire.server.openai.service import ApiCall, GenerationService
 from quire.server.openai.tools import ToolUse, tool_use
 from quire.text.tokenizer import Tokenizer
 
-_TAIL_TOKENS = 64
+_NUM_DECODED_TOKENS = 64
 """Last tokens of a prompt without text that are decoded, to detect an opened reasoning block."""
 _MAX_STOPS = {"msg": 64}
 """Maximum stop strings of the APIs that allow more than usual, by id prefix."""
@@ -61,13 +61,13 @@ class ChatRequest:
 
 
 async def prepare_chat(
-    api: GenerationService, body: ChatBody, request: Request, kind: str = "chatcmpl"
+    api: GenerationService, body: ChatBody, request: Request, id_prefix: str = "chatcmpl"
 ) -> ChatRequest:
-    """Check a chat request and prepare its call; `kind` is the prefix of its id."""
+    """Check a chat request and prepare its call; `id_prefix` is the prefix of its id."""
     settings = api.settings.api
     await api.check_model(body.model, pools=False)
     tokenizer = api.inputs_of(body.model).tokenizer
-    check_generate(body, max_n=settings.max_n, max_stops=_MAX_STOPS.get(kind, MAX_STOP_STRINGS))
+    check_generate(body, max_n=settings.max_n, max_stops=_MAX_STOPS.get(id_prefix, MAX_STOP_STRINGS))
     check_chat(body, trust_template=settings.trust_request_chat_template)
     size = num_chars([body.tools, body.response_format])
     tools, requested, constraint = await off_loop(size, partial(_read_tools, api, body, tokenizer))
@@ -86,7 +86,9 @@ async def prepare_chat(
     last = body.messages[-1]
     role = settings.response_role if body.add_generation_prompt else last.role
     echoed = _text(last) if body.echo and last.role == role else ""
-    return ChatRequest(body, api.job(kind, body, request, [prompt], [params]), role, echoed, tools, format)
+    return ChatRequest(
+        body, api.job(id_prefix, body, request, [prompt], [params]), role, echoed, tools, format
+    )
 
 
 def _read_tools(
@@ -121,7 +123,7 @@ def _answer_format(
     """Return how to parse the output. `variables` are those of the chat template."""
     text = prompt.text
     if text is None:
-        text = tokenizer.decode(prompt.token_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
+        text = tokenizer.decode(prompt.token_ids[-_NUM_DECODED_TOKENS:], skip_special_tokens=False)
     switches = [variables[name] for name in _THINKING_VARIABLES if isinstance(variables.get(name), bool)]
     return parsers.answer_format(
         text,

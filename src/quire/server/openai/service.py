@@ -29,7 +29,7 @@ from quire.frontend.pooling import NOT_GENERATIVE, NOT_POOLING
 from quire.logs import get_logger, printable
 from quire.metrics.api_keys import KeyAccount
 from quire.server.http.errors import NotFound, json_response
-from quire.server.http.in_flight import LongWork, RunningRequests
+from quire.server.http.in_flight import LongBodyLimit, RunningRequests
 from quire.server.http.limits import account_of
 from quire.server.http.sse import AnswerEncoder, EventStream
 from quire.server.lora.registry import LoRARegistry
@@ -124,7 +124,7 @@ class GenerationService:
         if (tokenizer := engine.inputs.tokenizer) is not None and engine.inputs.pooling is None:
             self.parsers.detect(tokenizer.chat_template, engine.facts.chat_template)
         self.running_requests = RunningRequests()
-        self.long_work = LongWork()
+        self.long_bodies = LongBodyLimit()
         self._lock = asyncio.Lock()
         """Lock of the large calls, of which one at a time has the event loop."""
         facts = engine.facts
@@ -158,7 +158,12 @@ class GenerationService:
         return self.engine.inputs.of(self.adapters.request_of(name))
 
     def job(
-        self, kind: str, body: CallBody, request: Request, prompts: list[Prompt], params: Sequence[Params]
+        self,
+        id_prefix: str,
+        body: CallBody,
+        request: Request,
+        prompts: list[Prompt],
+        params: Sequence[Params],
     ) -> ApiCall:
         """Build the call of a request, charge its prompt tokens to the key and log it."""
         base = request.headers.get("x-request-id") or body.request_id or uuid.uuid4().hex
@@ -169,7 +174,7 @@ class GenerationService:
         for prompt in prompts:
             prompt.hints = hints
         job = ApiCall(
-            id=f"{kind}-{base}",
+            id=f"{id_prefix}-{base}",
             created=int(time.time()),
             model=name,
             priority=body.priority if priority is None else priority,
@@ -396,12 +401,12 @@ def _positions_size(positions: PromptLogprobs | SampleLogprobs | None) -> int:
     return 0 if not positions else _LOGPROB_SIZE * len(positions) * len(positions[-1] or ())
 
 
-def limit_long_work(answer: Answer) -> Answer:
+def limit_long_bodies(answer: Answer) -> Answer:
     """Let a handler wait while too many requests with long bodies are processed (decorator)."""
 
     @functools.wraps(answer)
     async def limited(api: GenerationService, body: Any, request: Request) -> Response:
-        async with api.long_work.slot(request):
+        async with api.long_bodies.slot(request):
             return await answer(api, body, request)
 
     return limited

@@ -48,12 +48,12 @@ def name_inputs(field: str, values: Sequence[T]) -> list[tuple[str, T]]:
 
 
 async def pool_inputs(
-    api: GenerationService, kind: str, body: InputBody | PoolingChatBody, request: Request, **params: Any
+    api: GenerationService, id_prefix: str, body: InputBody | PoolingChatBody, request: Request, **params: Any
 ) -> tuple[ApiCall, list[Pooled]]:
     """Run the model on the inputs of a body; `params` are those of `pool`."""
     await check_pooling(api, body)
     prompts = await _read_inputs(api, body, request)
-    return await pool(api, kind, body, request, prompts, **params)
+    return await pool(api, id_prefix, body, request, prompts, **params)
 
 
 async def _read_inputs(
@@ -71,7 +71,7 @@ async def _read_inputs(
 
 async def pool(
     api: GenerationService,
-    kind: str,
+    id_prefix: str,
     body: PoolingBody,
     request: Request,
     prompts: list[Prompt],
@@ -81,7 +81,7 @@ async def pool(
 ) -> tuple[ApiCall, list[Pooled]]:
     """Return the model's outputs in the order of the prompts. All are cancelled if the client disconnects."""
     params = PoolingParams(task=task, use_activation=body.activates, dimensions=dimensions)
-    job = api.job(kind, body, request, prompts, [params] * len(prompts))
+    job = api.job(id_prefix, body, request, prompts, [params] * len(prompts))
     return job, await api.running_requests.until_disconnect(request.receive, _run_all(api, job))
 
 
@@ -136,10 +136,10 @@ async def answer_vectors(
     job: ApiCall,
     outputs: Sequence[Pooled],
     *,
-    kind: str,
+    object: str,
     field: str,
 ) -> Response:
-    """Return the vectors as objects of type `kind` that hold the values in `field`."""
+    """Return the vectors as objects of type `object` that hold the values in `field`."""
 
     def encode_values(values: Floats) -> list[Any] | str:
         if body.encoding_format == "float":
@@ -148,9 +148,9 @@ async def answer_vectors(
 
     def encode() -> Response:
         if body.encoding_format in ("bytes", "bytes_only"):
-            return _bytes(api, body, job, outputs, kind)
+            return _bytes(api, body, job, outputs, object)
         data = [
-            {"index": index, "object": kind, field: encode_values(output.outputs.data)}
+            {"index": index, "object": object, field: encode_values(output.outputs.data)}
             for index, output in enumerate(outputs)
         ]
         return json_response(list_reply(api, job, data, outputs))
@@ -159,7 +159,7 @@ async def answer_vectors(
 
 
 def _bytes(
-    api: GenerationService, body: VectorOptions, job: ApiCall, outputs: Sequence[Pooled], kind: str
+    api: GenerationService, body: VectorOptions, job: ApiCall, outputs: Sequence[Pooled], object: str
 ) -> Response:
     parts, data, start = [], [], 0
     for index, output in enumerate(outputs):
@@ -168,7 +168,7 @@ def _bytes(
         data.append(
             {
                 "index": index,
-                "object": kind,
+                "object": object,
                 "embed_dtype": body.embed_dtype,
                 "endianness": body.endianness,
                 "start": start,

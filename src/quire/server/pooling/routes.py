@@ -62,7 +62,7 @@ async def create_embeddings(
 ) -> Response:
     """Compute an embedding for each input."""
     job, outputs = await pool_inputs(api, "embd", body, request, task="embed", dimensions=body.dimensions)
-    return await answer_vectors(api, body, job, outputs, kind="embedding", field="embedding")
+    return await answer_vectors(api, body, job, outputs, object="embedding", field="embedding")
 
 
 async def create_pooling(
@@ -72,7 +72,7 @@ async def create_pooling(
     job, outputs = await pool_inputs(
         api, "pooling", body, request, task=body.task, dimensions=body.dimensions
     )
-    return await answer_vectors(api, body, job, outputs, kind="pooling", field="data")
+    return await answer_vectors(api, body, job, outputs, object="pooling", field="data")
 
 
 async def create_classes(

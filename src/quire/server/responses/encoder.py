@@ -16,7 +16,7 @@ from quire.server.openai.service import GenerationService
 from quire.server.responses.bodies import ResponseBody
 from quire.server.responses.output import Event, ResponseItems
 
-_ENDINGS = {"length": "incomplete", "abort": "cancelled", "error": "failed"}
+_STATUSES = {"length": "incomplete", "abort": "cancelled", "error": "failed"}
 """Status of a response that did not complete, by the engine's finish reason."""
 _EVENTS = {"cancelled": "incomplete"}
 """Name of the last event where it differs from the status."""
@@ -157,7 +157,7 @@ class ResponseEncoder(AnswerEncoder):
         for index, piece in enumerate(pieces):
             events += self._output.add(piece, logprobs if index == last_text else ())
         if completion.finish_reason is not None:
-            self._final_status = _ENDINGS.get(completion.finish_reason, "completed")
+            self._final_status = _STATUSES.get(completion.finish_reason, "completed")
             if self._final_status == "failed":
                 self._error = {
                     "code": "server_error",

@@ -13,7 +13,7 @@ FindItem = Callable[[str], Item | None]
 """Returns the item of a stored response by its id, or None."""
 
 _ROLES = ("user", "assistant", "system", "developer")
-_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+_TEXT_FIELDS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """Types of text parts, and the field that holds the text."""
 _MEDIA = ("input_image", "input_audio", "image_url", "audio_url", "video_url")
 MAX_REFERENCES = 4
@@ -118,10 +118,10 @@ def _read_part(source: _InputItem, *, of_answer: bool) -> Item:
     kind = source.item.get("type")
     if kind in _MEDIA and not of_answer:
         return dict(source.item)  # validated later as part of the chat messages
-    if not isinstance(kind, str) or kind not in _TEXTS:
-        known = ", ".join((*_TEXTS, *_MEDIA))
+    if not isinstance(kind, str) or kind not in _TEXT_FIELDS:
+        known = ", ".join((*_TEXT_FIELDS, *_MEDIA))
         raise source.error(f" is of type {kind!r:.80}, which is not supported; known: {known}")
-    text = source.text(_TEXTS[kind])
+    text = source.text(_TEXT_FIELDS[kind])
     return {"type": "refusal", "refusal": text} if kind == "refusal" else _text_part(text, of_answer)
 
 

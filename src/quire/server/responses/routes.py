@@ -19,10 +19,10 @@ from quire.server.openai.service import GenerationService
 from quire.server.responses.bodies import DeletedReply, ItemsReply, ResponseBody, ResponseReply
 from quire.server.responses.encoder import ResponseEncoder, fixed_fields
 from quire.server.responses.items import Item, new_id, read_items
-from quire.server.responses.store import NO_STORE, BackgroundRun, Store, StoredResponse, StoredTurn
+from quire.server.responses.store import NO_STORE, BackgroundRun, ResponseStore, StoredResponse, StoredTurn
 from quire.server.responses.translate import chat_of, check_body
 
-_CONTINUED = ("completed", "incomplete")
+_CONTINUABLE = ("completed", "incomplete")
 """Statuses of responses that `previous_response_id` may name."""
 
 
@@ -32,7 +32,7 @@ class Responses:
     def __init__(self, api: GenerationService) -> None:
         self.api = api
         limits = api.settings.responses
-        self.store = None if limits is None else Store(limits)
+        self.store = None if limits is None else ResponseStore(limits)
 
     async def create_response(self, body: ResponseBody, request: Request) -> Response:
         """Answer a conversation of items, whole or as a stream of events."""
@@ -178,9 +178,9 @@ class Responses:
             raise RequestError(NO_STORE, param="previous_response_id")
         stored = self.store.get(id, owner, param="previous_response_id")
         status = stored.as_dict()["status"]
-        if status not in _CONTINUED:
+        if status not in _CONTINUABLE:
             raise RequestError(
-                f"the response {id!r:.80} is {status}: only one that is {' or '.join(_CONTINUED)} can be "
+                f"the response {id!r:.80} is {status}: only one that is {' or '.join(_CONTINUABLE)} can be "
                 "continued",
                 param="previous_response_id",
             )

@@ -175,7 +175,7 @@ class StoredResponse:
 
 
 @dataclass(slots=True)
-class Store:
+class ResponseStore:
     """Responses by id, in the order in which they were stored."""
 
     limits: StoreLimits

@@ -11,7 +11,7 @@ from quire.server.openai.sampling_params import unknown_fields
 from quire.server.responses.bodies import ResponseBody
 from quire.server.responses.items import Item, ItemMessages
 
-_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
+_ALLOWED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "n": ((1,), "a response is one answer"),
     "echo": ((False,), "a response does not repeat its input"),
     "use_beam_search": ((False,), "use /v1/chat/completions for it"),
@@ -23,7 +23,7 @@ _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "moderation": ((), "this server does not moderate"),
 }
 """Fields with the values that are allowed besides null, and the remedy for other values."""
-_NOT_COPIED = ("stream", "stream_options", "request_id", *_ONLY)
+_NOT_COPIED = ("stream", "stream_options", "request_id", *_ALLOWED_VALUES)
 """Fields of both bodies that are not copied unchanged."""
 _SHARED = GenerateBody.model_fields.keys() - set(_NOT_COPIED) | {"parallel_tool_calls"}
 
@@ -31,7 +31,7 @@ _SHARED = GenerateBody.model_fields.keys() - set(_NOT_COPIED) | {"parallel_tool_
 def check_body(body: ResponseBody) -> None:
     if body.model_extra:
         unknown_fields.warn(body)
-    for name, (allowed, instead) in _ONLY.items():
+    for name, (allowed, instead) in _ALLOWED_VALUES.items():
         value = getattr(body, name)
         if value is not None and value not in allowed:
             raise RequestError(f"`{name}` is not supported in /v1/responses: {instead}", param=name)

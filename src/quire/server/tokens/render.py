@@ -19,7 +19,7 @@ from quire.server.openai.chat_request import ChatRequest, prepare_chat
 from quire.server.openai.completions import CompletionEncoder, begin_completion
 from quire.server.openai.prompts import off_loop
 from quire.server.openai.requests import ChatBody, CompletionBody
-from quire.server.openai.service import ApiCall, GenerationService, limit_long_work
+from quire.server.openai.service import ApiCall, GenerationService, limit_long_bodies
 from quire.server.tokens.answer import public_params
 from quire.server.tokens.bodies import (
     DerenderChatBody,
@@ -29,14 +29,14 @@ from quire.server.tokens.bodies import (
 )
 
 
-@limit_long_work
+@limit_long_bodies
 async def show_chat_prompt(api: GenerationService, body: ChatBody, request: Request) -> Response:
     """Return the tokens and parameters that a chat would send to the engine."""
     chat = await prepare_chat(api, body, _without_account(request))
     return await _render(api, body, chat.job, lambda prompts: prompts[0])
 
 
-@limit_long_work
+@limit_long_bodies
 async def show_completion_prompts(api: GenerationService, body: CompletionBody, request: Request) -> Response:
     """Return the tokens and parameters that each prompt would send to the engine."""
     job = await begin_completion(api, body, _without_account(request))
@@ -122,7 +122,7 @@ _NOT_STREAMED = {"stream": False, "stream_options": None}
 """Updates of a request body: a derendered reply is never streamed."""
 
 
-@limit_long_work
+@limit_long_bodies
 async def show_chat_answer(api: GenerationService, body: DerenderChatBody, request: Request) -> Response:
     """Convert generated tokens to the reply of a chat."""
     tokens_reply, chat_body, request = body.generate_response, body.chat_request, _without_account(request)
@@ -148,7 +148,7 @@ async def show_chat_answer(api: GenerationService, body: DerenderChatBody, reque
     return await off_loop(_num_chars([output]), encode)
 
 
-@limit_long_work
+@limit_long_bodies
 async def show_completion_answer(
     api: GenerationService, body: DerenderCompletionBody, request: Request
 ) -> Response:

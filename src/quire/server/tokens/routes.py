@@ -13,7 +13,7 @@ from quire.server.openai.batch import body_handlers, create_chat_batch
 from quire.server.openai.prompts import off_loop
 from quire.server.openai.requests import DetokenizeBody, TokenizeChat, TokenizeText
 from quire.server.openai.sampling_params import check_contents, check_fields, check_template
-from quire.server.openai.service import GenerationService, limit_long_work
+from quire.server.openai.service import GenerationService, limit_long_bodies
 from quire.server.tokens.answer import create_tokens_of_tokens
 from quire.server.tokens.bodies import RenderedReply, TokensReply
 from quire.server.tokens.render import (
@@ -53,7 +53,7 @@ def add_token_routes(app: FastAPI, api: GenerationService) -> None:
     add_post(app, api, "/detokenize", create_text, replies.DetokenizeReply, codes=(400, 404, 413, 429))
 
 
-@limit_long_work
+@limit_long_bodies
 async def create_tokens(
     api: GenerationService, body: TokenizeChat | TokenizeText, request: Request
 ) -> Response:
@@ -79,7 +79,7 @@ async def create_tokens(
     return await off_loop(len(ids), encode)
 
 
-@limit_long_work
+@limit_long_bodies
 async def create_text(api: GenerationService, body: DetokenizeBody, request: Request) -> Response:
     """Return the text of token ids."""
     await api.check_model(body.model)

@@ -139,13 +139,13 @@ def typed(text: str, types: frozenset[str]) -> str:
     if not types or types - {"string", "null", "boolean"}:
         value = _literal(word)
         if not types or _types_of_value(value) & types:
-            encoded = to_json(value) if value is not _NOTHING else None
+            encoded = to_json(value) if value is not _NO_VALUE else None
             if encoded is not None:
                 return encoded
     return json.dumps(text, ensure_ascii=False)
 
 
-_NOTHING = object()
+_NO_VALUE = object()
 
 
 def _literal(word: str) -> Any:
@@ -155,13 +155,13 @@ def _literal(word: str) -> Any:
     except (ValueError, RecursionError):
         pass
     if word[:1] not in ("[", "{", "("):
-        return _NOTHING
+        return _NO_VALUE
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return ast.literal_eval(word)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return _NOTHING
+        return _NO_VALUE
 
 
 def _types_of_value(value: Any) -> set[str]:

@@ -12,7 +12,7 @@ from quire.text.parsers.streaming import Wait
 _NAMES = ("name", "tool_name")
 _ARGUMENTS = ("arguments", "parameters", "args")
 _OTHERS = ("id", "type", "tool_call_id")
-_BROKEN = object()
+_INVALID = object()
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class ObjectParser(ToolParser):
                 if key in _ARGUMENTS:
                     arguments = _unpack(value)
                 known = key in _NAMES or key in _ARGUMENTS or key in _OTHERS
-                if value is _BROKEN or not arguments or not (known or name):
+                if value is _INVALID or not arguments or not (known or name):
                     return False
                 name = value if key in _NAMES and isinstance(value, str) else name
             yield from self.space()
@@ -93,7 +93,7 @@ class ObjectParser(ToolParser):
         """Read a value that is not streamed."""
         parts: list[str] = []
         is_complete = yield from self.json_value(parts.append)
-        return _loads("".join(parts)) if is_complete else _BROKEN
+        return _loads("".join(parts)) if is_complete else _INVALID
 
     def _arguments(self, name: str) -> Wait[bool]:
         """Stream an object of arguments; parse one that is written as a string."""
@@ -111,7 +111,7 @@ def _loads(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        return _BROKEN
+        return _INVALID
 
 
 def _unpack(value: Any) -> str:

@@ -11,7 +11,7 @@ _OTHER_SITES = (b"cross-site", b"same-site")
 """Values of `Sec-Fetch-Site` in requests from pages of another origin."""
 
 
-class Origins:
+class CorsMiddleware:
     """CORS middleware for requests with an Origin header. Requests without one, from clients other than
     browsers and most from the server's own page, skip it."""
 
