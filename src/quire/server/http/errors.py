@@ -95,8 +95,8 @@ def as_request_error(error: ValidationError) -> RequestError:
     return RequestError(f"{path}: {first['msg']}", param=path)
 
 
-def json_response(body: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(body), status, media_type="application/json")
+def json_response(body: Any) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")
 
 
 def error_response(body: dict[str, Any]) -> Response:
@@ -106,7 +106,7 @@ def error_response(body: dict[str, Any]) -> Response:
 
 def quire_error(error: QuireError, *, log_stack: bool) -> Response:
     if log_stack and isinstance(error, EngineError):
-        logger.error("answered with %d", error.status, exc_info=error)
+        logger.error("A request was answered with status %d", error.status, exc_info=error)
     response = error_response(error_body(error))
     if isinstance(error, TooMany):
         response.headers["retry-after"] = str(error.retry_after_s)

@@ -119,7 +119,7 @@ class FastPath:
         except QuireError as error:
             return quire_error(error, log_stack=self._log_stack)
         except Exception as error:
-            logger.exception("a request failed")
+            logger.exception("A request failed with an internal error")
             return error_response(error_body(error))
 
 

@@ -141,7 +141,7 @@ class EventStream(Response):
             return
         except Exception as error:  # the status was sent: the error can only be an event
             if not isinstance(error, QuireError):
-                logger.exception("a stream failed")
+                logger.exception("A stream ended with an internal error")
             last = self.encoder.fail(error)
         finally:
             await self.outputs.aclose()

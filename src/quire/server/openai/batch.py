@@ -60,7 +60,7 @@ async def create_chat_batch(api: GenerationService, body: ChatBatchBody, request
     prompts = [prompt for chat in chats for prompt in chat.job.prompts]
     params = [item for chat in chats for item in chat.job.params]
     job = dataclasses.replace(chats[0].job, prompts=prompts, params=params)
-    outputs = await api.running_requests.until_disconnect(request.receive, api.finished(job))
+    outputs = await api.until_disconnect(request, api.final_outputs(job))
     for chat, output in zip(chats, outputs, strict=True):
         answers.append(ChatEncoder(api, chat).response_body([output]))
         await pause.if_due()

@@ -81,7 +81,7 @@ async def create_generative_scoring(api: GenerationService, body: ScoringBody, r
     prompts = await off_loop(size, lambda: _prompts(api.inputs_of(body.model), body))
     params = SamplingParams(max_tokens=1, logprob_token_ids=list(dict.fromkeys(body.label_token_ids)))
     job = api.job("generative-scoring", body, request, prompts, [params] * len(prompts))
-    outputs = await api.running_requests.until_disconnect(request.receive, api.finished(job))
+    outputs = await api.until_disconnect(request, api.final_outputs(job))
     return json_response(_reply(api, body, job, outputs))
 
 

@@ -2,6 +2,7 @@
 
 import base64
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -112,7 +113,7 @@ async def create_cohere_embeddings(api: GenerationService, body: CohereBody, req
     named_inputs = [
         (name, _read_input(api, instruction, name, value)) for name, value in name_inputs(field, inputs)
     ]
-    prompts = await api.reader.read_inputs(named_inputs, options, wait=api.cancelled_on_disconnect(request))
+    prompts = await api.reader.read_inputs(named_inputs, options, wait=partial(api.until_disconnect, request))
     longest = max(len(prompt.token_ids) for prompt in prompts)
     if body.truncate == "NONE" and body.max_tokens is not None and longest > body.max_tokens:
         raise RequestError(

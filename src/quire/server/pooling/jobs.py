@@ -5,6 +5,7 @@ import asyncio
 import base64
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -61,7 +62,7 @@ async def _read_inputs(
 ) -> list[Prompt]:
     if isinstance(body, PoolingChatBody):
         check_template(body.chat_template, api.settings.api.trust_request_chat_template)
-        return [await api.reader.read_chat(body, 0, api.cancelled_on_disconnect(request))]
+        return [await api.reader.read_chat(body, 0, partial(api.until_disconnect, request))]
     inputs = list_prompts(body.input)
     check_count(api, len(inputs), "input")
     return await api.reader.read_inputs(
@@ -82,7 +83,7 @@ async def pool(
     """Return the model's outputs in the order of the prompts. All are cancelled if the client disconnects."""
     params = PoolingParams(task=task, use_activation=body.activates, dimensions=dimensions)
     job = api.job(id_prefix, body, request, prompts, [params] * len(prompts))
-    return job, await api.running_requests.until_disconnect(request.receive, _run_all(api, job))
+    return job, await api.until_disconnect(request, _run_all(api, job))
 
 
 async def _run_all(api: GenerationService, job: ApiCall) -> list[Pooled]:

@@ -1,5 +1,6 @@
 """The routes of pooling models: /v1/embeddings, /v2/embed, /pooling, /classify, /score and /rerank."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -147,7 +148,7 @@ async def _score(
         [(name, _score_input(text, role, name, body.cache_salt)) for name, text in name_inputs(field, side)]
         for (field, side), role in zip(texts.items(), ROLES, strict=True)
     ]
-    wait, input_pairs = api.cancelled_on_disconnect(request), pairs(*sides)
+    wait, input_pairs = partial(api.until_disconnect, request), pairs(*sides)
     pooling = pools(api.engine.inputs.pooling, kind)
     if reads_pairs(pooling):
         both = [_pair(first, second) for (_, first), (_, second) in input_pairs]
