@@ -10,8 +10,8 @@ from fake_engine import FakeEngine, byte_tokenizer
 BODY: dict[str, Any] = {"query": "is it? ", "items": ["an apple", "no"], "label_token_ids": [3, 90, 7]}
 
 
-def score(engine: FakeEngine | None = None, **more: Any) -> Any:
-    return ask("POST", "/generative_scoring", engine=engine, json=BODY | more)
+def score(engine: FakeEngine | None = None, **fields: Any) -> Any:
+    return ask("POST", "/generative_scoring", engine=engine, json=BODY | fields)
 
 
 def probability(id: int) -> float:
@@ -41,9 +41,9 @@ def test_token_ids_item_first_and_truncation() -> None:
     score(engine, query=[1, 2], items=[[3], [4, 5]], item_first=True)
     assert [prompt.token_ids for _, prompt, *_ in engine.seen] == [[3, 1, 2], [4, 5, 1, 2]]
     engine = FakeEngine()
-    most = engine.inputs.max_model_len
-    assert score(engine, items=["x" * 2 * most]).status_code == 200
-    assert len(engine.seen[0][1].token_ids) == most - 1
+    max_len = engine.inputs.max_model_len
+    assert score(engine, items=["x" * 2 * max_len]).status_code == 200
+    assert len(engine.seen[0][1].token_ids) == max_len - 1
 
 
 @pytest.mark.parametrize(
