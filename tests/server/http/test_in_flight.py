@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from quire.errors import EngineError
-from quire.server.http.in_flight import ClientDisconnected, HandlerQueue, RunningRequests
+from quire.server.http.errors import ClientDisconnected
+from quire.server.http.in_flight import HandlerQueue, RunningRequests
 
 
 async def never() -> dict[str, Any]:

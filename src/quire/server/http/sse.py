@@ -14,8 +14,8 @@ from quire.data.outputs import CompletionOutput, RequestOutput
 from quire.errors import QuireError
 from quire.frontend.output_stream import OutputBuffer, Outputs, Pushed, is_pushed
 from quire.logs import get_logger
-from quire.server.http.errors import error_body
-from quire.server.http.in_flight import ClientDisconnected, RunningRequests
+from quire.server.http.errors import ClientDisconnected, error_body
+from quire.server.http.in_flight import RunningRequests
 from quire.server.http.limits import DIRECT_SEND
 
 
