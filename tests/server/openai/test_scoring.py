@@ -52,7 +52,7 @@ def test_token_ids_item_first_and_truncation() -> None:
         ({"label_token_ids": [3, 10**6]}, "label_token_id 1000000 is out of vocabulary range [0, "),
         ({"label_token_ids": []}, "too_short"),
         ({"items": []}, "too_short"),
-        ({"items": ["a"] * 1025}, "1025 items are more than one call may bring, which is 1024"),
+        ({"items": ["a"] * 1025}, "1025 items exceed the maximum of 1024 per request"),
         ({"items": ["a", [1]]}, "items"),
         ({"query": [10**6]}, "1000000"),
         ({"query": "", "items": [""]}, "empty"),

@@ -67,7 +67,7 @@ async def create_generative_scoring(api: GenerationService, body: ScoringBody, r
     limit = min(MAX_PROMPTS, api.settings.max_sequences)
     if len(body.items) > limit:
         raise RequestError(
-            f"{len(body.items)} items are more than one call may bring, which is {limit}; send fewer at once",
+            f"{len(body.items)} items exceed the maximum of {limit} per request; send fewer at once",
             param="items",
         )
     vocab = api.engine.facts.vocab

@@ -142,6 +142,14 @@ class GenerationService:
         if pools is not None and pools != (self.engine.inputs.pooling is not None):
             raise NotFound(NOT_POOLING.format(what="this route") if pools else NOT_GENERATIVE)
 
+    def check_count(self, count: int, what: str, *, param: str) -> None:
+        if count > (limit := self.settings.max_sequences):
+            raise RequestError(
+                f"{count} {what} exceed the maximum of {limit} per request (VLLM_MAX_N_SEQUENCES); send "
+                "fewer at once",
+                param=param,
+            )
+
     def served_names(self) -> Iterator[str]:
         """Yield the names that a request may have as `model`: those of the model, then of the adapters."""
         yield from self.engine.facts.model_names

@@ -20,7 +20,7 @@ from quire.server.openai.requests import Body, CallBody, Int, Some, doc
 from quire.server.openai.sampling_params import check_fields
 from quire.server.openai.service import GenerationService
 from quire.server.pooling.bodies import VectorOptions
-from quire.server.pooling.jobs import check_count, check_pooling, name_inputs, pack_values, pool
+from quire.server.pooling.jobs import check_pooling, name_inputs, pack_values, pool
 
 Kind = Literal["float", "binary", "ubinary", "base64"]
 
@@ -109,7 +109,7 @@ async def create_cohere_embeddings(api: GenerationService, body: CohereBody, req
     instruction, (field, inputs) = _instruction(api, body.input_type), _inputs_of(body)
     check_fields(body)
     await check_pooling(api, options)
-    check_count(api, len(inputs), field)
+    api.check_count(len(inputs), "inputs", param=field)
     named_inputs = [
         (name, _read_input(api, instruction, name, value)) for name, value in name_inputs(field, inputs)
     ]

@@ -34,7 +34,6 @@ from quire.server.pooling.cohere import CohereReply, create_cohere_embeddings
 from quire.server.pooling.jobs import (
     Pooled,
     answer_vectors,
-    check_count,
     check_pooling,
     list_reply,
     name_inputs,
@@ -143,7 +142,7 @@ async def _score(
     score is the cosine similarity, or MaxSim."""
     await check_pooling(api, body)
     (_, firsts), (second, seconds) = texts.items()
-    check_count(api, max(len(firsts), len(seconds)), second)
+    api.check_count(max(len(firsts), len(seconds)), "inputs", param=second)
     sides = [
         [(name, _score_input(text, role, name, body.cache_salt)) for name, text in name_inputs(field, side)]
         for (field, side), role in zip(texts.items(), ROLES, strict=True)
