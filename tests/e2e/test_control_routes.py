@@ -237,5 +237,5 @@ def test_routes_are_logged_at_debug_level_only(server: ServeProcess, monkeypatch
     assert "Route: " not in server.text()
     lines: list[str] = []
     monkeypatch.setattr(main.logger, "debug", lambda text, *args: lines.append(text % args))
-    main._log_routes(Application(FakeEngine("Hi"), make_settings({})))
+    main._announce(make_settings({}), [Application(FakeEngine("Hi"), make_settings({}))])
     assert "Route: /v1/chat/completions, Methods: POST" in lines
