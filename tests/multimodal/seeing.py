@@ -82,7 +82,7 @@ class Twin:
         processed = [self.ours.process("image", image, {}) for image in images]
         ready = [PreparedItem("image", b"%d" % i, entry) for i, entry in enumerate(processed)]
         if rewrites_text(self.ours):
-            text = self.ours.spelled(text)
+            text = self.ours.rewrite_text(text)
         tokens, media = place(self.tokenizer.encode(text), ready, self.ours)
         places = [at for item in media.items for first, n in item.places() for at in range(first, first + n)]
         assert places == [at for at, token in enumerate(tokens) if token in self.image_ids]

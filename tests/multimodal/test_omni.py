@@ -104,7 +104,7 @@ def test_embeddings_equal_transformers(omni: Omni) -> None:
     numbers = sum(tensor.numel() for tensor in tower.parameters())
     assert weights.count_parameters(checkpoint.facts).tower == pytest.approx(numbers, rel=0.06)
     for modality in ("audio", "image"):
-        most = min(omni.ours.most_vectors(modality), 500)
+        most = min(omni.ours.max_vectors(modality), 500)
         (blank,) = tower.encode(modality, [tower.blank(modality, most)])
         assert len(blank) == pytest.approx(most, rel=0.1)
     assert tower.cost("audio", {"mel": (300, 20)}) > tower.cost("audio", {"mel": (100, 20)}) > 0

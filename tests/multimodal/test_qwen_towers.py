@@ -129,8 +129,8 @@ def test_tensor_parallel_encoder_equals_one_device(family: str, base: Path) -> N
         torch.testing.assert_close(vectors, expected, atol=1e-4, rtol=1e-4)
     media = read_checkpoint(path).facts.media
     assert media is not None
-    divides = TOWERS[media.family].divides
-    assert divides(media, 2) and not divides(media, 4)
+    can_shard = TOWERS[media.family].can_shard
+    assert can_shard(media, 2) and not can_shard(media, 4)
 
 
 @torch.inference_mode()

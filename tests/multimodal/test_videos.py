@@ -157,7 +157,7 @@ def test_video_placeholders_and_embeddings_equal_transformers(reference: VideoRe
         actual = twin.ours.process("video", video, {})
         text = f"user\n{reference.mark} what"
         expected, more = reference.expected(text, video)
-        spelled = twin.tokenizer.encode(twin.ours.spelled(text))
+        spelled = twin.tokenizer.encode(twin.ours.rewrite_text(text))
         assert place(spelled, [PreparedItem("video", b"v", actual)], twin.ours)[0] == expected
         (vectors,) = tower.encode("video", [finished(actual.arrays)])
         torch.testing.assert_close(vectors, reference.vectors(more), atol=1e-4, rtol=1e-4)
@@ -167,7 +167,7 @@ def test_video_placeholders_and_embeddings_equal_transformers(reference: VideoRe
     (blank,) = tower.encode("video", [tower.blank("video", 100)])
     assert len(blank) == pytest.approx(100, rel=0.05)
     largest = Video.black(*twin.ours.largest("video"))
-    assert twin.ours.most_vectors("video") >= twin.ours.num_vectors(largest, {})
+    assert twin.ours.max_vectors("video") >= twin.ours.num_vectors(largest, {})
 
 
 def test_answers_about_videos_equal_transformers(reference: VideoReference) -> None:

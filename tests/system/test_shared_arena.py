@@ -75,7 +75,7 @@ def test_dead_processes_release_everything() -> None:
     arena.send(shared(arena, parcel))
     arena.drop(parcel)
     assert arena.put(bytes(200)) is None
-    arena.lose_far()
+    arena.reset_receiver()
     assert arena.put(bytes(200)) is not None
 
 
@@ -136,7 +136,7 @@ def test_media_cache_in_shared_memory_is_bounded() -> None:
         borrower.settle()
         if turn % 500 == 499:
             here, borrower = [], ArenaReader()  # a dead engine releases nothing
-            processor_cache.lose_far()
+            processor_cache.reset_receiver()
         for wanted, _asked, media in here:
             (entry,) = media.items
             arrays = entry.arrays if entry.stored is None else unpack(window.read(entry.stored))

@@ -58,8 +58,8 @@ class FleetRoutes:
         return Route(request_id, prefix, session, num_sequences, adapter, routes=self)
 
     def update(self, replicas: Mapping[str, tuple[Collection[str], Mapping[str, float]]]) -> None:
-        """Set the running replicas with their loaded adapters and their last report (see `hear`). A replica
-        that is gone is forgotten with its requests and its prefixes."""
+        """Set the running replicas with their loaded adapters and their last report (see `update_load`). A
+        replica that is gone is removed with its requests and its prefixes."""
         with self._lock:
             for name in self._places.keys() - replicas.keys():
                 self._lose(name)
@@ -70,7 +70,7 @@ class FleetRoutes:
                     self._reported[name] = report
                     # Outputs of own requests contain newer numbers than reports.
                     if not self._router.cores[place].num_local:
-                        self._hear(place, report)
+                        self._update_load(place, report)
 
     def rank(self, route: Route, among: Iterable[str]) -> list[str]:
         """Return the replicas in order of preference."""
@@ -102,12 +102,12 @@ class FleetRoutes:
         with self._lock:
             self._router.end(request_id)
 
-    def hear(self, replica: str, *, num_running: int, num_waiting: int, kv_usage: float) -> None:
+    def update_load(self, replica: str, *, num_running: int, num_waiting: int, kv_usage: float) -> None:
         """Update the load of a replica, which reports the requests of all ingresses."""
         with self._lock:
             if replica in self._places:
                 report = {"num_running": num_running, "num_waiting": num_waiting, "kv_usage": kv_usage}
-                self._hear(self._places[replica], report)
+                self._update_load(self._places[replica], report)
 
     def lose(self, replica: str) -> None:
         """Forget the requests and the prefixes of a replica that died."""
@@ -121,8 +121,8 @@ class FleetRoutes:
 
     # ---- with the lock held
 
-    def _hear(self, place: int, report: Mapping[str, float]) -> None:
-        self._router.hear(
+    def _update_load(self, place: int, report: Mapping[str, float]) -> None:
+        self._router.update_load(
             place,
             num_running=int(report["num_running"]),
             num_waiting=int(report["num_waiting"]),

@@ -14,7 +14,14 @@ from quire.data.request import Request
 from quire.data.stats import FrontStats
 from quire.data.step_plan import FinishReason, RowLogprobs, StepOutput
 from quire.frontend.inputs import Prompt
-from quire.frontend.request_state import RequestState, SequenceState, delta_of, facts_of, stats_of, whole_of
+from quire.frontend.request_state import (
+    RequestState,
+    SequenceState,
+    cumulative_output,
+    delta_output,
+    finished_facts,
+    request_stats,
+)
 from quire.metrics.api_keys import KeyAccount
 from quire.text.detokenizer import Detokenizer, token_text
 from quire.text.tokenizer import Tokenizer
@@ -37,7 +44,7 @@ class ProcessedOutputs:
 
 
 class OutputProcessor:
-    """The open requests of one API process and their outputs. `take` adds the output of a step, at little
+    """The open requests of one API process and their outputs. `add_step` adds the output of a step, at little
     cost; `flush` builds outputs of everything added, so that quick steps share one."""
 
     def __init__(
@@ -53,7 +60,7 @@ class OutputProcessor:
         self.stream_interval = stream_interval
         self._sequences: dict[str, SequenceState] = {}
         self._parents: dict[str, RequestState] = {}
-        self._touched: list[SequenceState] = []
+        self._updated: list[SequenceState] = []
         self._stopped: list[str] = []
         self._stats = FrontStats()
 
@@ -96,7 +103,7 @@ class OutputProcessor:
         """Register a request again that was detached from this processor or another one."""
         self._parents[state.request_id] = state
         self._sequences |= {sequence.id: sequence for sequence in state.sequences if sequence.finish is None}
-        self._touched += [sequence for sequence in state.sequences if sequence.touched]
+        self._updated += [sequence for sequence in state.sequences if sequence.updated]
 
     def detach(self, request_ids: Iterable[str]) -> None:
         """Remove requests that another core will resume; their states are kept."""
@@ -104,7 +111,7 @@ class OutputProcessor:
         for state in detached:
             for sequence in state.sequences:
                 self._sequences.pop(sequence.id, None)
-        self._touched = [sequence for sequence in self._touched if sequence.parent not in detached]
+        self._updated = [sequence for sequence in self._updated if sequence.parent not in detached]
 
     def _sequence(self, request: Request, index: int, parent: RequestState) -> SequenceState:
         params, detokenizer = request.params, None
@@ -133,12 +140,12 @@ class OutputProcessor:
 
     def process(self, step: StepOutput) -> ProcessedOutputs:
         """Add one step and flush."""
-        self.take(step)
+        self.add_step(step)
         return self.flush()
 
-    def take(self, step: StepOutput) -> None:
+    def add_step(self, step: StepOutput) -> None:
         """Add the output of one step; unknown sequences are ignored."""
-        sequences, touched, stats, at = self._sequences, self._touched, self._stats, step.at
+        sequences, updated, stats, at = self._sequences, self._updated, self._stats, step.at
         for id, run in step.admitted.items():
             if (sequence := sequences.get(id)) is not None:
                 sequence.num_cached, sequence.num_created = run.num_cached, run.num_created
@@ -164,7 +171,7 @@ class OutputProcessor:
             if (sequence := sequences.get(id)) is not None:
                 sequence.parent.aligned = begins
         if step.sampling_masks or step.routed:
-            self._take_for_training(step)
+            self._add_training_outputs(step)
         for id, positions in step.logprobs.items():
             if (sequence := sequences.get(id)) is not None:
                 for position in positions:
@@ -188,14 +195,14 @@ class OutputProcessor:
             else:
                 stats.between_tokens_s.append(at - times.last_token_at)
             times.last_token_at = at
-            if not sequence.touched:
-                sequence.touched = True
-                touched.append(sequence)
+            if not sequence.updated:
+                sequence.updated = True
+                updated.append(sequence)
             if sequence.has_stops:
                 watched.append(sequence)
         self._end(step.finished, watched)
 
-    def _take_for_training(self, step: StepOutput) -> None:
+    def _add_training_outputs(self, step: StepOutput) -> None:
         """Add the sampling masks and the experts of one step."""
         for id, masks in step.sampling_masks.items():
             if (sequence := self._sequences.get(id)) is not None:
@@ -212,7 +219,7 @@ class OutputProcessor:
                 sequence.finish = finish
                 ended.append(sequence)
         for sequence in watched:
-            if (stop := sequence.look_for_stops()) is not None:
+            if (stop := sequence.find_stop()) is not None:
                 known = sequence.finish
                 if known is None:
                     del self._sequences[sequence.id]
@@ -226,11 +233,11 @@ class OutputProcessor:
                 )
         for sequence in ended:
             sequence.parent.num_open -= 1
-            if not sequence.touched:
-                sequence.touched = True
-                self._touched.append(sequence)
+            if not sequence.updated:
+                sequence.updated = True
+                self._updated.append(sequence)
             assert sequence.finish is not None
-            self._stats.finished.append(facts_of(sequence, sequence.finish))
+            self._stats.finished.append(finished_facts(sequence, sequence.finish))
             if sequence.finish.reason == "error":
                 sequence.parent.failed = sequence.finish
 
@@ -254,18 +261,18 @@ class OutputProcessor:
         """Build the outputs that are due from everything added since the last call."""
         due: dict[RequestState, list[SequenceState]] = {}
         waiting: list[SequenceState] = []
-        for sequence in self._touched:
+        for sequence in self._updated:
             parent = sequence.parent
             if parent.prompt_logprobs is not None and parent.waits:
                 waiting.append(sequence)
                 continue
-            sequence.touched = False
+            sequence.updated = False
             if parent.account is not None:
                 parent.account.add_output(len(sequence.token_ids) - sequence.num_counted)
                 sequence.num_counted = len(sequence.token_ids)
             if parent.put_text is not None and sequence.num_sent and sequence.finish is None:
                 start, sequence.num_sent = sequence.num_sent, len(sequence.token_ids)
-                parent.put_text(sequence.take_text(), sequence.num_sent - start)
+                parent.put_text(sequence.read_text(), sequence.num_sent - start)
             elif parent.streams or self._is_due(sequence):
                 due.setdefault(parent, []).append(sequence)
         outputs: list[AnyOutput] = [
@@ -274,7 +281,7 @@ class OutputProcessor:
         ]
         failed = {parent.request_id: parent.failed for parent in due if parent.failed is not None}
         processed = ProcessedOutputs(outputs, self._stopped, failed, self._stats)
-        self._touched, self._stopped, self._stats = waiting, [], FrontStats()
+        self._updated, self._stopped, self._stats = waiting, [], FrontStats()
         return processed
 
     def _is_due(self, sequence: SequenceState) -> bool:
@@ -282,7 +289,7 @@ class OutputProcessor:
         if parent.params.output_kind is not RequestOutputKind.FINAL_ONLY:
             return sequence.is_due()
         if len(sequence.token_ids) - sequence.num_read >= _MANY_UNREAD and sequence.finish is None:
-            sequence.text += sequence.take_text()
+            sequence.text += sequence.read_text()
         return not parent.num_open
 
     def _pooled_output(self, parent: RequestState) -> PoolingRequestOutput[PoolingOutput]:
@@ -298,7 +305,7 @@ class OutputProcessor:
 
     def _request_output(self, parent: RequestState, sequences: list[SequenceState]) -> RequestOutput:
         kind, finished = parent.params.output_kind, not parent.num_open
-        make = delta_of if kind is RequestOutputKind.DELTA else whole_of
+        make = delta_output if kind is RequestOutputKind.DELTA else cumulative_output
         sequences = parent.sequences if kind is RequestOutputKind.FINAL_ONLY else sequences
         output = fast_instance(
             RequestOutput,
@@ -319,7 +326,7 @@ class OutputProcessor:
         if kind is RequestOutputKind.DELTA:
             parent.prompt_logprobs = None  # only the first delta has them
         if finished:
-            output.metrics = stats_of(parent)
+            output.metrics = request_stats(parent)
             self._remove(parent)
         return output
 

@@ -54,7 +54,7 @@ class SequenceState:
     """Tokens that were part of an output."""
     num_counted: int = 0
     """Tokens that were counted for the API key of the request."""
-    touched: bool = False
+    updated: bool = False
     """Whether it has new output since the last flush."""
     pooled: Floats | None = None
     """Output of a pooling model."""
@@ -79,7 +79,7 @@ class SequenceState:
             or len(self.token_ids) >= self.num_sent + self.parent.interval
         )
 
-    def look_for_stops(self) -> str | None:
+    def find_stop(self) -> str | None:
         """Return the stop string that the new tokens complete; tokens after it are dropped."""
         assert self.detokenizer is not None
         stop = self.detokenizer.push(self._unread(), final=self.finish is not None)
@@ -95,7 +95,7 @@ class SequenceState:
         del self.token_ids[length:], self.sampling_masks[length:]
         self.num_read = length
 
-    def take_text(self) -> str:
+    def read_text(self) -> str:
         """Return the new text for the next output."""
         detokenizer, final = self.detokenizer, self.finish is not None
         if detokenizer is None:
@@ -197,22 +197,22 @@ class RequestState:
         return not first.token_ids and first.finish is None
 
 
-def whole_of(sequence: SequenceState) -> CompletionOutput:
+def cumulative_output(sequence: SequenceState) -> CompletionOutput:
     """Return the output of a sequence with everything so far."""
     final = not sequence.parent.num_open
     sequence.num_sent = len(sequence.token_ids)
-    sequence.text += sequence.take_text()
+    sequence.text += sequence.read_text()
     token_ids = sequence.token_ids if final else sequence.token_ids.copy()
     logprobs = sequence.logprobs if final or sequence.logprobs is None else sequence.logprobs[:]
     return _completion(sequence, sequence.text, token_ids, logprobs)
 
 
-def delta_of(sequence: SequenceState) -> CompletionOutput:
+def delta_output(sequence: SequenceState) -> CompletionOutput:
     """Return the output of a sequence with what is new since the last one."""
     start, sequence.num_sent = sequence.num_sent, len(sequence.token_ids)
     token_ids = sequence.token_ids[start:]
     logprobs = None if sequence.logprobs is None else sequence.logprobs[start:]
-    return _completion(sequence, sequence.take_text(), token_ids, logprobs)
+    return _completion(sequence, sequence.read_text(), token_ids, logprobs)
 
 
 def _completion(
@@ -244,7 +244,7 @@ def _completion(
     return output
 
 
-def facts_of(sequence: SequenceState, finish: FinishReason) -> FinishedSequence:
+def finished_facts(sequence: SequenceState, finish: FinishReason) -> FinishedSequence:
     """Return the facts of a finished sequence for the metrics."""
     parent = sequence.parent
     return FinishedSequence(
@@ -259,7 +259,7 @@ def facts_of(sequence: SequenceState, finish: FinishReason) -> FinishedSequence:
     )
 
 
-def stats_of(parent: RequestState) -> RequestStateStats:
+def request_stats(parent: RequestState) -> RequestStateStats:
     """Return times and counts of a finished request."""
     first, times = parent.sequences[0].times, [sequence.times for sequence in parent.sequences]
     return RequestStateStats(

@@ -138,7 +138,7 @@ class Router:
         if (placed := self._placed.pop(request_id, None)) is not None:
             self.cores[placed[0]].num_local -= placed[1]
 
-    def hear(self, core: int, *, num_running: int, num_waiting: int, kv_usage: float) -> None:
+    def update_load(self, core: int, *, num_running: int, num_waiting: int, kv_usage: float) -> None:
         """Update the load of a core, which reports the requests of all processes."""
         load = self.cores[core]
         load.num_remote = max(num_running + num_waiting - load.num_local, 0)

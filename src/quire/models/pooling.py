@@ -13,7 +13,15 @@ from quire.checkpoint.sentence_transformers import DenseFacts
 from quire.layers.embedding import Head
 from quire.layers.scope import LoadedModule, Scope, Target
 from quire.models import CLASSIFIERS, MODELS, TOKEN_CLASSIFIERS
-from quire.models.heads import ClassifierHead, EachScore, MaskedLM, Projection, Reward, TaskLinear, Value
+from quire.models.heads import (
+    ClassifierHead,
+    MaskedLM,
+    Projection,
+    Reward,
+    TaskLinear,
+    TokenScoreHead,
+    ValueHead,
+)
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -56,14 +64,14 @@ class TokenScore(nn.Module):
         self.two_way = two_way
         self.weight: Tensor | None = None
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """Keep only the head's rows of these tokens, after loading."""
         assert self.head is not None
         rows = self.head.rows(self.token_ids)
         self.weight, self.head = (rows[1:] - rows[:1] if self.two_way else rows), None
 
     def forward(self, states: Tensor) -> Tensor:
-        assert self.weight is not None, "settle() comes first"
+        assert self.weight is not None, "finalize() comes first"
         return F.linear(states, self.weight)
 
 
@@ -93,10 +101,10 @@ class PoolingModel(nn.Module):
                 make = _TASK_HEADS[task_head.kind]
                 self.task_heads[task_head.task] = make(facts, task_head, self.body, scope)
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """Prepare the classifier once after loading."""
         if isinstance(self.classifier, TokenScore):
-            self.classifier.settle()
+            self.classifier.finalize()
 
     def forward(self, batch: Batch) -> Tensor:
         """Return hidden states [T, hidden]."""
@@ -127,9 +135,9 @@ _TASK_HEADS: dict[str, Callable[..., nn.Module]] = {"linear": TaskLinear, "maske
 """Output layers of single tasks, by `TaskHead.kind`."""
 _HEADS: dict[str, Callable[..., nn.Module]] = {
     "": ClassifierHead,
-    "tokens": EachScore,
+    "tokens": TokenScoreHead,
     "reward": Reward,
-    "value": Value,
+    "value": ValueHead,
 }
 """Classifiers of decoders, by `PoolingFacts.head`."""
 

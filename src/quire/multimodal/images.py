@@ -31,7 +31,7 @@ _MAX_SIDE = 8192
 """Largest side that a request may set."""
 _MAX_AREA = 2**26
 """Largest number of pixels after a resize: an image of one pixel row could become gigabytes."""
-MOST_FRAMES = 768
+MAX_FRAMES = 768
 """Largest number of frames of a video: each may be resized to a megabyte, however small it was."""
 IMAGE_ARGUMENTS = (
     "do_resize",
@@ -190,9 +190,9 @@ def resample_of(keys: ConfigReader, default: Image.Resampling) -> Image.Resampli
 
 
 def check_frames(count: int) -> None:
-    if count > MOST_FRAMES:
+    if count > MAX_FRAMES:
         raise RequestError(
-            f"the video has {count} frames, and at most {MOST_FRAMES} are allowed: set num_frames of "
+            f"the video has {count} frames, and at most {MAX_FRAMES} are allowed: set num_frames of "
             "media_io_kwargs.video"
         )
 

@@ -93,7 +93,7 @@ class Gemma3nProcessor(SpanProcessor):
                 out = change(out, np.asarray(keys.get(name)))
         return out.astype(np.float32)
 
-    def most_vectors(self, modality: str) -> int:
+    def max_vectors(self, modality: str) -> int:
         return self.facts.tokens + 1
 
     def largest(self, modality: str) -> tuple[int, ...]:

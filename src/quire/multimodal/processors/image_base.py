@@ -165,7 +165,7 @@ class ImageProcessor(SpanProcessor):
         token_ids = self.tokenizer.encode(text, add_special_tokens=False)
         return [i for i in token_ids for _ in range(self.facts.tokens if i == self.image_id else 1)]
 
-    def most_vectors(self, modality: str) -> int:
+    def max_vectors(self, modality: str) -> int:
         tokens: int = self.facts.tokens
         return tokens
 

@@ -23,7 +23,7 @@ _FRAME_VECTORS = (128, 768)
 _AUDIO_ARGUMENTS = ("truncation",)
 _REACH = 4
 """Frames after the last sample that its window reaches."""
-_MOST_SECONDS = 2400
+_MAX_SECONDS = 2400
 """Longest audio of Qwen3-Omni."""
 _LEAST = 3
 """Frames of the shortest audio, which has one vector."""
@@ -89,9 +89,9 @@ class OmniProcessor(GridProcessor):
             )
         return ProcessedItem([self.audio_facts.audio_id] * len(vectors), arrays={"embeds": Array.of(vectors)})
 
-    def most_vectors(self, modality: str) -> int:
+    def max_vectors(self, modality: str) -> int:
         if modality != "audio":
-            return super().most_vectors(modality)
+            return super().max_vectors(modality)
         (longest,) = self.largest("audio")
         return self.num_audio_vectors(longest // self.audio.hop)
 
@@ -128,4 +128,4 @@ class Qwen3OmniProcessor(OmniProcessor):
     def largest(self, modality: str) -> tuple[int, ...]:
         if modality != "audio":
             return super().largest(modality)
-        return (_MOST_SECONDS * self.audio.rate,)
+        return (_MAX_SECONDS * self.audio.rate,)

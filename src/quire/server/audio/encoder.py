@@ -70,7 +70,7 @@ class SpeechEncoder(ChunkEncoder):
         is_last = self._num_finished == len(self._heard.starts)
         text = completion.text if self._has_text else completion.text.lstrip()
         if text and self._has_text and self._is_new_chunk:
-            text = self._heard.speech.between + text
+            text = self._heard.speech.separator + text
         self._is_new_chunk = output.finished or (self._is_new_chunk and not text)
         if not text and not is_last:
             return b""
@@ -106,7 +106,7 @@ def respond(form: SpeechForm) -> Callable[[Any], Response]:
 
 
 def _json(heard: SpeechRequest, completions: list[CompletionOutput]) -> dict[str, Any]:
-    text = heard.speech.between.join(completion.text for completion in completions).strip()
+    text = heard.speech.separator.join(completion.text for completion in completions).strip()
     if heard.task == "translate":
         return {"text": text}
     return {"text": text, "usage": {"type": "duration", "seconds": math.ceil(heard.seconds)}}

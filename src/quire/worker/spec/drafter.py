@@ -227,12 +227,12 @@ class HeadDrafter:
     follows = True
 
     def __init__(
-        self, model: DraftHead, backend: AttentionBackend, *, block_size: int, max_taped: int, kept: Tensor
+        self, model: DraftHead, backend: AttentionBackend, *, block_size: int, max_taped: int, states: Tensor
     ) -> None:
         self.model = model
         self.batches = _DraftBatches(backend, block_size, max_taped)
         self.forget = self.batches.forget
-        self.kept = kept
+        self.states = states
         """[2, rows, hidden]: by row, the head's output for the last token, and the states for the next one"""
 
     def observe(self, batch: Batch, target: TargetStates) -> None:
@@ -241,18 +241,18 @@ class HeadDrafter:
         first = replace(batch, token_ids=shifted, **_DRAFT_FIELDS)
         first.others = tuple(replace(group, attention=None) for group in batch.others)
         states = target.states[0] if len(target.states) == 1 else torch.cat(target.states, 1)
-        made = self.model(self.batches.planned(first), self.model.states(states))
-        for kept, computed in zip(self.kept, made, strict=True):
-            kept.index_copy_(0, batch.rows.long(), computed[at])
+        outputs = self.model(self.batches.planned(first), self.model.input_states(states))
+        for row_states, computed in zip(self.states, outputs, strict=True):
+            row_states.index_copy_(0, batch.rows.long(), computed[at])
 
     def catch_up(self, batch: Batch) -> None:
         raise AssertionError("a draft head reads every step of the target")
 
     def propose(self, ends: SequenceEnds, most: int) -> Tensor:
-        out, states = self.kept[:, ends.rows.long()]
+        out, states = self.states[:, ends.rows.long()]
         drafts: list[Tensor] = []
         for number in range(most):
-            drafts.append(self.model.names(ends.pick(self.model.logits(out), number + 1)))
+            drafts.append(self.model.target_ids(ends.pick(self.model.logits(out), number + 1)))
             if number < most - 1:
                 out, states = self.model(self.batches.build(ends, drafts[-1][:, None], number), states)
         return torch.stack(drafts, 1)
@@ -331,9 +331,11 @@ def open_drafter(
     sizes = {"block_size": config.cache.block_size, "max_taped": 0 if is_eager else _MAX_TAPED}
     if facts.drafts is None:
         return ModelDrafter(model, backend, **sizes, vocab=min(facts.vocab, config.checkpoint.facts.vocab))
-    model.adopt(target)
+    model.set_target(target)
     if facts.drafts.aux_layers:
-        target.tap(facts.drafts.aux_layers, config.scheduler.max_num_batched_tokens + _WARMUP_TOKENS, device)
+        target.set_aux_hidden_state_layers(
+            facts.drafts.aux_layers, config.scheduler.max_num_batched_tokens + _WARMUP_TOKENS, device
+        )
     room = 2, config.scheduler.max_num_seqs + 1, facts.hidden
-    kept = torch.zeros(room, dtype=getattr(torch, config.model.dtype), device=device)
-    return HeadDrafter(model, backend, **sizes, kept=kept)
+    states = torch.zeros(room, dtype=getattr(torch, config.model.dtype), device=device)
+    return HeadDrafter(model, backend, **sizes, states=states)
