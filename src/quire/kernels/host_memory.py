@@ -21,6 +21,8 @@ _NUM_PIN_THREADS = 4
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE: provide pages and leave their contents as they are."""
 
+_pinning = threading.Lock()
+"""Held while a part is pinned: CUDA calls of other threads wait for all that have begun to pin."""
 _pinned: set[int] = set()
 """Addresses of pinned memory. CUDA must forget them before the system gives them to other memory: copies to
 and from that would use the old pages."""
@@ -85,8 +87,9 @@ def _pin_parts(rows_ref: "ref[Tensor]", part: int) -> None:
             return
         # The system provides the pages here, and not while CUDA waits. Old kernels refuse this.
         libc.madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes), _POPULATE_WRITE)
-        if not pin(memory.view(-1)):
-            return
+        with _pinning:
+            if not pin(memory.view(-1)):
+                return
         part += _NUM_PIN_THREADS
         del rows, memory
 
