@@ -28,6 +28,10 @@ from quire.text.grammar import Grammars
 
 log = get_logger(__name__)
 
+_LEAST_GAP = 1024
+"""Tokens between checkpoints of SSM states on a GPU. A checkpoint needs a step of its own, which takes longer
+than computing fewer tokens again."""
+
 
 def build_core(
     config: EngineConfig, grammars: Grammars | None = None, token: str | None = None
@@ -144,6 +148,7 @@ def build_kv_manager(config: EngineConfig, cache: CacheSize) -> KVManager:
             block_size=config.cache.block_size,
             unit=unit,
             interval=config.cache.prefix_cache_retention_interval,
+            least_gap=_LEAST_GAP if config.machine.device == "cuda" else 0,
             whole_items=max_span(config) is not None,
         )
     specs, has_draft = cache_specs(config.checkpoint.facts), config.draft is not None

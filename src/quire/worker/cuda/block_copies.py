@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels.host_memory import host_memory, pin
+from quire.kernels.host_memory import host_memory, pin_in_background, rows_pinned_together
 from quire.kernels.host_to_device import copy_to_device
 from quire.worker.kv_tiers import CacheEntries, CopiedBlocks
 
@@ -53,6 +53,7 @@ class CudaBlockCopies:
         size = entries.entry_bytes
         self._buffer_entries = max(min(_STAGING_BYTES // max(size, 1), entries.num_entries), 1)
         """Entries in a buffer."""
+        self._part_rows = rows_pinned_together(size) if size else 1
         memory = torch.empty((4, self._buffer_entries, size), dtype=torch.uint8, device=device)
         self._load_buffers, self._store_buffers = [*map(_Staging, memory[:2])], [*map(_Staging, memory[2:])]
         self._ahead_copied = torch.cuda.Event()
@@ -63,9 +64,9 @@ class CudaBlockCopies:
         """Begin and end of copies to the host."""
 
     def new_slots(self, count: int) -> Tensor:
-        memory = host_memory((count + 1) * self.entries.entry_bytes)
-        pin(memory)  # copies to memory that cannot be pinned are slower
-        return memory.view(count + 1, -1)
+        slots = host_memory((count + 1) * self.entries.entry_bytes).view(count + 1, -1)
+        pin_in_background(slots)
+        return slots
 
     def begin_step(self) -> None:
         self._step_stream.wait_event(self._ahead_copied)
@@ -86,7 +87,7 @@ class CudaBlockCopies:
                 blocks = self._gather(places[first:end], ahead=ahead)
                 with torch.cuda.stream(self._copy_stream):
                     if slots is not None:
-                        for at, row, count in _runs(rows[first:end]):
+                        for at, row, count in _runs(rows[first:end], self._part_rows):
                             slots[row : row + count].copy_(blocks[at : at + count], non_blocking=True)
                     if host is not None:
                         host[first:end].copy_(blocks, non_blocking=True)
@@ -132,7 +133,7 @@ class CudaBlockCopies:
                 self._load_buffers.reverse()
                 self._load_stream.wait_event(staging.used)
                 with torch.cuda.stream(self._load_stream):
-                    for at, run in _joined(part):
+                    for at, run in _joined(part, self._part_rows):
                         staging.memory[at : at + len(run)].copy_(run, non_blocking=True)
                 self._copy_stream.wait_stream(self._load_stream)
                 self.entries.scatter(places[first : first + len(part)], staging.memory[: len(part)])
@@ -145,26 +146,28 @@ class CudaBlockCopies:
         copied.synchronize()
 
 
-def _runs(rows: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Return the runs of consecutive rows: place, first row and length of each. Rows 0 are left out."""
+def _runs(rows: Sequence[int], part_rows: int) -> Iterator[tuple[int, int, int]]:
+    """Return the runs of consecutive rows within parts of memory: place, first row and length of each. Rows 0
+    are left out."""
     first = 0
     for at in range(1, len(rows) + 1):
-        if at == len(rows) or rows[at] != rows[at - 1] + 1 or not rows[first]:
+        if at == len(rows) or rows[at] != rows[at - 1] + 1 or not rows[first] or rows[at] % part_rows == 0:
             if rows[first]:
                 yield first, rows[first], at - first
             first = at
 
 
-def _joined(rows: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-    """Return the rows with those that follow each other in one memory as one [n, size], by place."""
+def _joined(rows: Sequence[Tensor], part_rows: int) -> Iterator[tuple[int, Tensor]]:
+    """Return the rows with those that follow each other in one part of memory as one [n, size], by place."""
     first = 0
     for at in range(1, len(rows) + 1):
-        if at == len(rows) or not _follows(rows[at - 1], rows[at]):
+        if at == len(rows) or not _follows(rows[at - 1], rows[at], part_rows):
             row = rows[first]
             yield first, row.as_strided((at - first, len(row)), (len(row), 1))
             first = at
 
 
-def _follows(row: Tensor, after: Tensor) -> bool:
+def _follows(row: Tensor, after: Tensor, part_rows: int) -> bool:
     is_same = row.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
-    return is_same and row.data_ptr() + row.nbytes == after.data_ptr()
+    is_next = is_same and row.data_ptr() + row.nbytes == after.data_ptr()
+    return is_next and after.storage_offset() % (part_rows * len(row)) != 0
