@@ -12,14 +12,12 @@ import torch
 from fake_inputs import data_url, wav
 from hearing import MARK, RATE, SECONDS, noise, save_flamingo, save_qwen_audio, save_voxtral, sound
 from seeing import close
+from tiny_engine import load_tower, open_llm
 
 from quire import LLM, SamplingParams
-from quire.attention.torch_sdpa import TorchSDPA
 from quire.checkpoint import weights
 from quire.checkpoint.model import read_checkpoint
 from quire.errors import RequestError
-from quire.loader import load_model
-from quire.models.towers import TOWERS
 from quire.multimodal.mel import _filtered, log_mel, resampled
 from quire.multimodal.processors import PROCESSORS, Audio
 from quire.text.tokenizer import load_tokenizer
@@ -42,16 +40,7 @@ class Twin:
         self.ours = PROCESSORS[self.media.family](path, self.media, load_tokenizer(path, "hf"))
 
     def tower(self) -> Any:
-        return load_model(
-            self.checkpoint,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-            backend=TorchSDPA(),
-            max_model_len=64,
-            show_progress=False,
-            build=lambda facts, scope: TOWERS[self.media.family](facts, scope),
-            partly=True,
-        )
+        return load_tower(self.path)
 
     def inputs(self, text: str, sounds: list[Audio]) -> Any:
         samples = [item.samples[: SECONDS * RATE] for item in sounds]
@@ -152,16 +141,7 @@ def generate_reference(twin: Twin, text: str, sounds: list[Audio]) -> list[int]:
 
 
 def engine(twin: Twin) -> LLM:
-    return LLM(
-        str(twin.path),
-        dtype="float32",
-        block_size=4,
-        max_num_seqs=4,
-        max_model_len=512,
-        max_num_batched_tokens=32,
-        num_gpu_blocks_override=400,
-        use_tqdm_on_load=False,
-    )
+    return open_llm(twin.path, max_num_seqs=4, max_num_batched_tokens=32)
 
 
 @pytest.fixture(scope="module")
