@@ -70,9 +70,7 @@ def ladder(largest: int) -> list[int]:
 
 def mixed_shapes(largest: int, most_tokens: int) -> list[tuple[int, int]]:
     """Return (sequences, tokens) of the captured steps with prompts, of at most `most_tokens` tokens."""
-    return [
-        (min(largest, tokens // 2, _MOST_SEQS), tokens) for tokens in _MIXED_TOKENS if tokens <= most_tokens
-    ]
+    return [(min(largest, n // 2, _MOST_SEQS), n) for n in _MIXED_TOKENS if n <= most_tokens]
 
 
 def max_mixed_tokens(config: EngineConfig) -> int:

@@ -13,19 +13,8 @@ BackgroundWork = Literal["fetch", "drop", "load"]
 """Work of a running rank besides steps."""
 NUM_LOADERS = 4
 """Threads of a worker that copy KV cache blocks to the device."""
-PHASES_RUNNING = {
-    "load": "loading",
-    "measure": "measuring",
-    "allocate": "allocating",
-    "warm_up": "warming up",
-}
-PHASES_DONE = {
-    "load": "loaded",
-    "measure": "measured",
-    "allocate": "allocated",
-    "warm_up": "warm",
-    "run": "ready",
-}
+RUNNING = {"load": "loading", "measure": "measuring", "allocate": "allocating", "warm_up": "warming up"}
+DONE = {"load": "loaded", "measure": "measured", "allocate": "allocated", "warm_up": "warm", "run": "ready"}
 
 
 class Order(msgspec.Struct, omit_defaults=True):
@@ -44,7 +33,7 @@ class Order(msgspec.Struct, omit_defaults=True):
     """KV cache blocks to copy to the device; answered with Returned."""
 
 
-class PhaseProgress(msgspec.Struct, tag="doing"):
+class PhaseProgress(msgspec.Struct, tag="progress"):
     """Message of a rank: its progress."""
 
     what: str
@@ -55,7 +44,7 @@ class PhaseProgress(msgspec.Struct, tag="doing"):
         return self.what if self.share is None else f"{self.what} {self.share:.0%}"
 
 
-class PhaseDone(msgspec.Struct, tag="did"):
+class PhaseDone(msgspec.Struct, tag="done"):
     """Message of a rank: the phase is finished."""
 
     size: CacheSize | None = None
@@ -96,7 +85,7 @@ class Returned(msgspec.Struct, tag="returned"):
     """Whether the caller caused the error."""
 
 
-class RankEnded(msgspec.Struct, tag="gone"):
+class RankEnded(msgspec.Struct, tag="ended"):
     """Event of a rank that has ended, from the code that watches it."""
 
     reason: str

@@ -26,7 +26,7 @@ from quire.data.lora import AdapterFacts, LoRARequest
 from quire.data.step_plan import Masks, StepPlan, StepResult
 from quire.errors import ConfigError, EngineDead, EngineError, QuireError, RequestError
 from quire.executor.messages import (
-    PHASES_DONE,
+    DONE,
     BackgroundWork,
     Failed,
     FromRank,
@@ -145,7 +145,7 @@ class RankedExecutor:
                 case PhaseProgress():
                     report.note(index, str(message))
                 case PhaseDone():
-                    report.note(index, PHASES_DONE[phase])
+                    report.note(index, DONE[phase])
                     done[index] = message
                 case Failed() | RankEnded():
                     raise ConfigError(self._failure_message(index, message))

@@ -48,7 +48,7 @@ class Join(msgspec.Struct, tag="join"):
     """The secret of the deployment."""
 
 
-class RankMessage(msgspec.Struct, tag="said"):
+class RankMessage(msgspec.Struct, tag="rank"):
     """Message of a node: a message of one of its ranks."""
 
     index: int
@@ -67,7 +67,7 @@ class Welcome(msgspec.Struct, tag="welcome"):
     init_method: str
 
 
-class OrderMessage(msgspec.Struct, tag="tell"):
+class OrderMessage(msgspec.Struct, tag="order"):
     """Message to a node: an order for all its ranks."""
 
     data: bytes

@@ -25,7 +25,7 @@ from quire.executor import FailedStep
 from quire.executor.lora_loading import AdapterReading
 from quire.executor.messages import (
     NUM_LOADERS,
-    PHASES_RUNNING,
+    RUNNING,
     Failed,
     FromRank,
     Order,
@@ -87,7 +87,6 @@ class RankAddress:
 
 
 def world_size(parallel: ParallelSection) -> int:
-    """Return the number of ranks of one core."""
     return parallel.tensor_parallel_size * parallel.pipeline_parallel_size
 
 
@@ -148,7 +147,7 @@ def _start(place: RankAddress, port: Port) -> Any:
         "warm_up": lambda order: worker.warm_up(),
     }
     while (order := port.order()).phase != "run":
-        port.report(PhaseProgress(PHASES_RUNNING[order.phase]))
+        port.report(PhaseProgress(RUNNING[order.phase]))
         result = phases[order.phase](order)
         port.report(PhaseDone(result if order.phase == "measure" else None))
     return worker

@@ -58,9 +58,7 @@ def chat_prompt(
 ) -> Prompt:
     """Render a conversation with a chat template, within `render_s` seconds. With `prepared` the messages
     come from `part_media`; else their media are processed here."""
-    tokenizer = inputs.tokenizer
-    if tokenizer is None:
-        raise RequestError("a chat needs a tokenizer, and skip_tokenizer_init is set: use token ids")
+    tokenizer = inputs.need_tokenizer("a chat")
     if chat_template_content_format not in CONTENT_FORMATS:
         raise RequestError(
             f"chat_template_content_format={chat_template_content_format!r}; known: "
@@ -81,11 +79,11 @@ def chat_prompt(
     marks = MediaMarkers(inputs.media.mark, inputs.media.interleaves) if prepared else None
     template = choose_template(tokenizer.chat_template, chat_template, with_tools=tools is not None)
     chosen_format: Any = chat_template_content_format
+    if chosen_format == "auto":
+        chosen_format = content_format(template)
     with limited(render_s, "rendering the chat template"):
         text = tokenizer.apply_chat_template(
-            normalise(
-                messages, content_format(template) if chosen_format == "auto" else chosen_format, marks
-            ),
+            normalise(messages, chosen_format, marks),
             tokenize=False,
             chat_template=template,
             **{

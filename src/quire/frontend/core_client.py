@@ -85,7 +85,6 @@ class CoreLink(EngineLink):
     # ---- life
 
     def start(self) -> None:
-        """Connect, from inside the running loop."""
         self._task = asyncio.create_task(self._watch())
 
     def close(self) -> None:

@@ -128,18 +128,13 @@ class CoreRelay:
         if not self._ready.done() and link.core is not None:
             self._ready.set_result(link.core)
 
-    def on_stats(self, link: EngineLink, page: bytes) -> None:
-        pass
-
-    def on_reset(self) -> None:
-        pass
-
     def on_missing(self, request_id: str) -> None:
         if (stream := self._streams.get(request_id)) is not None:
             stream.put(Missing(request_id))
 
-    def on_outputs(self, link: EngineLink) -> None:
-        pass
+    def on_stats(self, link: EngineLink, page: bytes) -> None: ...
+    def on_reset(self) -> None: ...
+    def on_outputs(self, link: EngineLink) -> None: ...
 
     def on_death(self, link: EngineLink) -> None:
         error = EngineDead(str(link.problem(0.0)))

@@ -241,15 +241,13 @@ class AsyncEngine:
     def _send_request(self, id: str, flight: RequestInFlight) -> None:
         """Send a request to the best core; if none is available, it waits."""
         among = self._available(flight.rank)
-        if not among:
-            flight.link = None
-            flight.lost_at = flight.lost_at or self._clock()
-            return
         first, processor_cache = flight.requests[0], self.inputs.media.processor_cache
-        if first.media is not None and processor_cache.lacks(first.media):
+        lacks_media = first.media is not None and processor_cache.lacks(first.media)
+        if not among or lacks_media:
             flight.link = None
             flight.lost_at = flight.lost_at or self._clock()
-            flight.media_task = flight.media_task or asyncio.create_task(self._restore_media(id, flight))
+            if among:
+                flight.media_task = flight.media_task or asyncio.create_task(self._restore_media(id, flight))
             return
         place = self._router.place(
             id, prefix_tokens(first), among=among, num_sequences=len(flight.requests), **affinity(first)

@@ -74,12 +74,10 @@ class RequestInFlight:
 
     @property
     def has_run(self) -> bool:
-        """Whether an engine core has scheduled this request."""
         return self.state is not None and self.state.has_run
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of output tokens of all sequences."""
         return 0 if self.state is None else sum(len(sequence.token_ids) for sequence in self.state.sequences)
 
     @property
@@ -134,7 +132,6 @@ def next_to_send(flights: Mapping[str, RequestInFlight]) -> list[tuple[str, Requ
 
 
 def failure(finish: FinishReason) -> QuireError:
-    """Return the error of a failed request."""
     if finish.stop_reason == DEAD_END:
         return RequestError(
             "structured_outputs: no token is valid after the text so far; make sure that every part of the "

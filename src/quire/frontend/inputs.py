@@ -240,18 +240,23 @@ class InputProcessor:
     def _from_text(
         self, text: str, salt: str | None, add_special_tokens: bool, prepared: Sequence[PreparedItem] = ()
     ) -> Prompt:
-        if self.tokenizer is None:
-            raise RequestError(
-                "a text prompt needs a tokenizer, and skip_tokenizer_init is set: pass token ids"
-            )
+        tokenizer = self.need_tokenizer("a text prompt")
         if len(text) > self.max_model_len * CHARS_PER_TOKEN:
             raise self._too_long(len(text) // CHARS_PER_TOKEN, "at least ")
         self.check_chars(text)
         prompt_text = self.media.rewrite_text(text) if prepared else text
         is_begun = self.media.uses_cross_attention or (self.media.prefix and bool(prepared))
         with_special = add_special_tokens and not is_begun
-        token_ids = self.tokenizer.encode(prompt_text, add_special_tokens=with_special)
+        token_ids = tokenizer.encode(prompt_text, add_special_tokens=with_special)
         return self._checked(Prompt(token_ids, text, salt))
+
+    def need_tokenizer(self, what: str, param: str | None = None) -> Tokenizer:
+        """Return the tokenizer; raise a RequestError that names what needs it if there is none."""
+        if self.tokenizer is None:
+            raise RequestError(
+                f"{what} needs a tokenizer, and skip_tokenizer_init is set: use token ids", param
+            )
+        return self.tokenizer
 
     def check_chars(self, text: str) -> None:
         """Refuse a text that is too long to tokenize."""
@@ -273,17 +278,12 @@ class InputProcessor:
         return Prompt([0] * len(embeds), text, salt, embeds=embeds)
 
     def parse_pair(self, first: str, second: str) -> Prompt:
-        """Tokenize two texts as one prompt."""
-        if self.tokenizer is None:
-            raise RequestError("a pair of texts needs a tokenizer, and skip_tokenizer_init is set")
-        ids, types = self.tokenizer.encode_pair(first, second)
+        ids, types = self.need_tokenizer("a pair of texts").encode_pair(first, second)
         return self._checked(Prompt(ids, first + second, second_start=second_start(types, len(ids))))
 
     def parse_truncated(self, *texts: str, max_len: int, side: str) -> Prompt:
         """Tokenize one or two texts, truncated on a side to `max_len` with special tokens."""
-        if self.tokenizer is None:
-            raise RequestError("a text needs a tokenizer, and skip_tokenizer_init is set: pass token ids")
-        ids, types = self.tokenizer.encode_cut(*texts, max_len=max_len, side=side)
+        ids, types = self.need_tokenizer("a text").encode_cut(*texts, max_len=max_len, side=side)
         second = second_start(types, len(ids)) if len(texts) > 1 else None
         return self._checked(Prompt(ids, second_start=second))
 
@@ -362,28 +362,27 @@ class InputProcessor:
         if params.n > 1 and params.prompt_logprobs is not None:
             others = params.clone()
             others.prompt_logprobs = others.skip_reading_prefix_cache = None
-        children = []
-        for k in range(params.n):
-            children.append(
-                Request(
-                    id=request_id if params.n == 1 else f"{k}_{request_id}",
-                    tokens=prompt.token_ids,
-                    params=others if k else params,
-                    prompt_len=len(prompt.token_ids),
-                    limit=min(self.max_model_len, most),
-                    seed=seed + k,
-                    eos_id=checked.eos_id,
-                    priority=priority,
-                    arrived_at=arrived_at,
-                    cache_salt=scoped_salt(prompt.cache_salt),
-                    hints=prompt.hints,
-                    embeds=prompt.embeds,
-                    media=prompt.media,
-                    timed=timed,
-                    lora=lora,
-                    top_id=top_id,
-                )
+        children = [
+            Request(
+                id=request_id if params.n == 1 else f"{k}_{request_id}",
+                tokens=prompt.token_ids,
+                params=others if k else params,
+                prompt_len=len(prompt.token_ids),
+                limit=min(self.max_model_len, most),
+                seed=seed + k,
+                eos_id=checked.eos_id,
+                priority=priority,
+                arrived_at=arrived_at,
+                cache_salt=scoped_salt(prompt.cache_salt),
+                hints=prompt.hints,
+                embeds=prompt.embeds,
+                media=prompt.media,
+                timed=timed,
+                lora=lora,
+                top_id=top_id,
             )
+            for k in range(params.n)
+        ]
         return with_transfer(children)
 
     def pooling_request(
@@ -465,9 +464,7 @@ class InputProcessor:
             params.stop_token_ids = list(dict.fromkeys([*(params.stop_token_ids or ()), *self.eos_ids[1:]]))
         if self.tokenizer is None:
             if params.stop:
-                raise RequestError(
-                    "stop strings need a tokenizer, and skip_tokenizer_init is set", param="stop"
-                )
+                self.need_tokenizer("a stop string", "stop")
             params.detokenize = False
         return params
 
@@ -490,10 +487,7 @@ class InputProcessor:
 
     def _bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """Tokenize each word as at the start of a text and after a space."""
-        if self.tokenizer is None:
-            raise RequestError(
-                "bad_words need a tokenizer, and skip_tokenizer_init is set", param="bad_words"
-            )
+        tokenizer = self.need_tokenizer("bad_words", "bad_words")
         spellings = (form for word in words for form in (word.lstrip(), " " + word.lstrip()))
-        ids = [self.tokenizer.encode(form, add_special_tokens=False) for form in spellings]
+        ids = [tokenizer.encode(form, add_special_tokens=False) for form in spellings]
         return [list(unique) for unique in dict.fromkeys(tuple(word_ids) for word_ids in ids if word_ids)]

@@ -78,7 +78,6 @@ class MediaInputReader:
 
     @property
     def modalities(self) -> list[str]:
-        """Return the modalities that a prompt may have."""
         known = self._media_processor.processor.modalities if self._media_processor is not None else ()
         return [modality for modality in known if self._limits.get(modality)]
 
@@ -125,7 +124,6 @@ class MediaInputReader:
     async def prepare(
         self, items: Sequence[MediaInput], arguments: Options | None = None, reading: Options | None = None
     ) -> list[PreparedItem]:
-        """Check and prepare the items of a prompt."""
         self.check(items)
         if not items or self._media_processor is None:
             return []
@@ -140,7 +138,6 @@ class MediaInputReader:
         return await self._media_processor.prepare_each(prompts, arguments, reading)
 
     async def decode_audio(self, data: bytes, rate: int, max_seconds: float) -> Samples:
-        """Decode an audio file to samples at this rate."""
         if self._media_processor is None or "audio" not in self.modalities:
             raise RequestError(f"{self._model} has no audio input")
         return await self._media_processor.decode_audio(data, rate, max_seconds)

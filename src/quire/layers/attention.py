@@ -144,7 +144,6 @@ class PagedAttention(LoadedModule):
 
 
 def attention_layers(modules: Iterable[nn.Module]) -> list[PagedAttention]:
-    """Return the attention layers of a model in order."""
     return [module for module in modules if isinstance(module, PagedAttention)]
 
 

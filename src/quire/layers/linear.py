@@ -242,10 +242,7 @@ class QKVLinear(Linear):
             ungrouped = [torch.cat([part.flatten() for part in stored.tensor_split((-2, -1), 1)])]
         if not self.paired_dim:
             return ungrouped
-        orders = [
-            *(half_split_order(size, self.head_dim, self.paired_dim) for size in (q, k)),
-            torch.arange(v),
-        ]
+        orders = [*(half_split_order(n, self.head_dim, self.paired_dim) for n in (q, k)), torch.arange(v)]
         if len(self.part_names) == 1:
             orders = [torch.cat((orders[0], orders[1] + q, orders[2] + q + k))]
         return [ungrouped[0][orders[0]]] if ungrouped else orders
@@ -261,9 +258,8 @@ class QKVLinear(Linear):
             qkv = self.multiply(x, batch)
             if self.norms is not None:
                 qkv = self.norm_parts(qkv, (self.norms.q, self.norms.k), self.norms.eps)
-            return self.ops.rotate_and_write(
-                qkv if self.transform_qkv is None else self.transform_qkv(qkv), entry
-            )
+            qkv = qkv if self.transform_qkv is None else self.transform_qkv(qkv)
+            return self.ops.rotate_and_write(qkv, entry)
         q = self._project_fused(x, entry, batch)
         return self.ops.rotate_and_write(self.multiply(x, batch), entry) if q is None else q
 

@@ -116,7 +116,6 @@ class AdapterSlots:
             at += part.size
 
     def release(self) -> None:
-        """Free the memory."""
         self._memory = None
         for part in self._parts:
             part.unbind()

@@ -37,7 +37,6 @@ class Norm(LoadedModule):
         return self.added(x, residual), residual
 
     def alone(self, x: Tensor) -> Tensor:
-        """Return the norm of x."""
         raise NotImplementedError
 
     def added(self, x: Tensor, residual: Tensor) -> Tensor:

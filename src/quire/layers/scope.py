@@ -107,7 +107,6 @@ class Scope:
         return replace(self, name=f"{self.name}.{child}" if self.name else str(child))
 
     def sibling(self, name: str) -> str:
-        """Return the dotted name of a sibling."""
         parent, dot, _ = self.name.rpartition(".")
         return f"{parent}{dot}{name}"
 

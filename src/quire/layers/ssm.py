@@ -338,11 +338,9 @@ _MIXERS = {"selective": MambaMixer, "mamba": Mamba2Mixer, "conv": ShortConv}
 
 
 def mixer_of(facts: ArchFacts, layer: LayerFacts, scope: Scope) -> SSMMixer:
-    """Build the SSM mixer of a layer."""
     assert facts.state is not None
     return _MIXERS[layer.mixer](facts.hidden, facts.state, facts.norm_eps, scope)
 
 
 def state_layers(modules: Iterable[nn.Module]) -> list[SSMMixer]:
-    """Return the SSM mixers of a model in order."""
     return [module for module in modules if isinstance(module, SSMMixer)]

@@ -254,7 +254,6 @@ class LayerOffload:
 
 
 def storage_bytes(storage: UntypedStorage) -> Tensor:
-    """Return the bytes of a storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

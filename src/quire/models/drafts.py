@@ -40,7 +40,6 @@ class DraftHead(nn.Module):
         """Target model, in a list so that it is not registered as a submodule."""
 
     def set_target(self, target: TargetModel) -> None:
-        """Set the target model, once after both are loaded."""
         self._target = [target]
 
     def embedded(self, token_ids: Tensor) -> Tensor:

@@ -133,9 +133,8 @@ class Gemma4(Decoder):
         if is_linked:
             refuse_pipeline(scope, "a Gemma 4 where layers share the KV cache of others")
         super().__init__(facts, scope)
-        self.own = (
-            None if facts.altup is None else PerLayerInputs(facts, facts.altup, scope / self.names.body)
-        )
+        body = scope / self.names.body
+        self.own = None if facts.altup is None else PerLayerInputs(facts, facts.altup, body)
         self.media_id = None if facts.altup is None else facts.altup.media_id
         if is_linked:
             share_kv_caches(facts, [layer.attention for layer in self.layers if isinstance(layer, Layer)])

@@ -110,10 +110,8 @@ class Layer(nn.Module):
         self.ops, inner = scope.ops, scope
         self.use: SharedBlockUse | None = None
         if layer.block >= 0:
-            self.use, inner = (
-                SharedBlockUse(facts, layer, rope, blocks(layer.block), scope),
-                scope / "mamba_decoder",
-            )
+            self.use = SharedBlockUse(facts, layer, rope, blocks(layer.block), scope)
+            inner = scope / "mamba_decoder"
         self.norm = norm_of(facts, inner / "input_layernorm")
         self.mamba = Mamba2Mixer(facts.hidden, facts.state, facts.norm_eps, inner / "mamba")
 

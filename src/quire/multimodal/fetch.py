@@ -174,7 +174,6 @@ class Fetcher:
     # ---- http(s)
 
     async def _fetch_with_retries(self, url: str, take: Take, hold: BudgetHold) -> Blob:
-        """Fetch a url, with retries."""
         for attempt in range(self._num_tries):
             try:
                 return await self._follow(url, take)
@@ -317,13 +316,11 @@ def _target(url: str) -> _Target:
 
 
 def _redirect_url(url: str, location: str) -> str:
-    """Return the url that a redirect leads to."""
     try:
         return urljoin(url, location)
     except ValueError:
-        raise Unreachable(
-            f"{_shown_url(url)} redirects to {_shown_url(location)!r}, which is not a url"
-        ) from None
+        message = f"{_shown_url(url)} redirects to {_shown_url(location)!r}, which is not a url"
+        raise Unreachable(message) from None
 
 
 def _normalize_host(host: str) -> str:

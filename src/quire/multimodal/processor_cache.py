@@ -47,7 +47,6 @@ class ProcessorCache:
 
     @property
     def is_open(self) -> bool:
-        """Whether the cache is enabled."""
         return self._entries.max_bytes > 0
 
     @property

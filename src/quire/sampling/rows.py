@@ -234,11 +234,8 @@ class SamplingRows:
             self.biased.add(row, list(params.logit_bias), list(params.logit_bias.values()))
             flags |= BIASED
         if (times := params.timestamp_tokens) is not None:
-            self.timestamp_tokens[:, row] = (
-                times.zero,
-                times.end,
-                -1 if times.max_first is None else times.max_first,
-            )
+            max_first = -1 if times.max_first is None else times.max_first
+            self.timestamp_tokens[:, row] = times.zero, times.end, max_first
             flags |= TIMED
         return flags
 

@@ -232,7 +232,6 @@ class Model:
         return (False,) if self.adapters is None else (False, True)
 
     def logits(self, states: Tensor, batch: Batch) -> Tensor:
-        """Return the logits of hidden states of a batch."""
         return self.head(states) if batch.logit_lora is None else self.head(states, batch.logit_lora)
 
     def head_of_one(self, states: Tensor) -> Tensor:

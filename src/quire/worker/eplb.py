@@ -57,7 +57,6 @@ class Balancer:
             self._place(*self._unplaced.popleft())
 
     def _collect_loads(self) -> None:
-        """Sum the load of every expert over all devices."""
         loads = self.group.all_reduce(torch.stack(list(self._window)).sum(0).to(torch.int32)).tolist()
         self._unplaced = deque(zip(self.layers, loads, strict=True))
         if self.eplb.log_balancedness:

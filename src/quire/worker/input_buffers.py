@@ -238,7 +238,6 @@ _PADDING: dict[str, float] = {
 
 
 def sampling_tensors(inputs: dict[str, Tensor]) -> SamplingTensors:
-    """Return the sampling parameters of a step."""
     return SamplingTensors(
         **{name: inputs[name] for name in ("temperature", "top_k", "top_p", "min_p", "seeds")},
         positions=inputs["sample_at"],

@@ -205,7 +205,6 @@ class LoadedModel:
 
     @property
     def modules(self) -> nn.ModuleList:
-        """Return the target model and the draft model."""
         return nn.ModuleList(model for model in (self.model, self.draft) if model is not None)
 
     @property
@@ -232,7 +231,6 @@ class LoadedModel:
         )
 
     def checkpoints(self) -> StateCheckpoints:
-        """Return the checkpoints of the bound states."""
         layers, num_rows = state_layers(self.model.modules()), self.config.scheduler.max_num_seqs
         return StateCheckpoints(layers, num_rows, self.layout.states_per_row)
 
@@ -253,7 +251,6 @@ class LoadedModel:
     # ---- runners
 
     def open_runner(self, all_rows: Rows) -> Runner | StageRunner | PoolingRunner:
-        """Build the runner of steps."""
         config, model = self.config, self.model
         if config.pooling is not None:
             return self._pooler(config.pooling, all_rows)

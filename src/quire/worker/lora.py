@@ -172,9 +172,7 @@ def check_slots(slots: AdapterSlots, free: int) -> None:
     if slots.num_bytes <= free:
         return
     per_number = slots.max_slots * slots.dtype.itemsize
-    experts = (
-        sum(lora_layer.size for lora_layer in slots.layers.values() if lora_layer.num_experts) * per_number
-    )
+    experts = sum(layer.size for layer in slots.layers.values() if layer.num_experts) * per_number
     of_experts = f" ({human(experts)} of it for experts)" if experts else ""
     raise ConfigError(
         f"{slots.max_slots} slots for adapters of rank {slots.max_rank} take {human(slots.num_bytes)}"

@@ -43,7 +43,6 @@ class OffloadedWeights:
         self.drop()
 
     def drop(self) -> None:
-        """Free the host copy."""
         if self._is_pinned:
             unpin(self._host)
         self._is_pinned, self._storages = False, []

@@ -62,7 +62,6 @@ class VllmWorker(Worker):
 
     @property
     def rank(self) -> int:
-        """Return the index of the worker in its engine."""
         return replace(self.world.rank, dp=0).index(self.config.parallel)
 
     @cached_property
@@ -70,7 +69,6 @@ class VllmWorker(Worker):
         return ModelRunner(self, self.vllm_config)
 
     def get_model(self) -> Any:
-        """Return the target model."""
         return self.model_runner.model
 
 

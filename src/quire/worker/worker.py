@@ -260,7 +260,6 @@ class Worker:
         return self.adapters.fetch(lora)
 
     def drop_adapter(self, name: str) -> None:
-        """Drop an adapter that no request uses any more."""
         if self.adapters is not None:
             self.adapters.drop(name)
 
@@ -313,7 +312,6 @@ class Worker:
 
     @property
     def weights(self) -> WeightUpdater:
-        """Return the updater of the loaded model's weights."""
         if self.model is None or self._offloaded is not None:
             raise RequestError("the weights are asleep: call wake_up first")
         if self._updater is None:

@@ -79,11 +79,9 @@ class Qwen2_5VL(GridTower):
         starts = np.cumsum([0, *(len(order) for order, _ in parts[:-1])])
         by_window = np.concatenate([order + start for (order, _), start in zip(parts, starts, strict=True)])
         order = torch.from_numpy(by_window).to(self.device)
-        window_spans = spans_of(
-            np.concatenate([lens for _, lens in parts]).astype(np.int32) * square, self.device
-        )
+        lens = np.concatenate([lens for _, lens in parts]).astype(np.int32) * square
         angles = self.angles(self.places(grids).view(-1, square, 2)[order].view(-1, 2))
-        return Windows(order, window_spans, self.images(grids), angles)
+        return Windows(order, spans_of(lens, self.device), self.images(grids), angles)
 
     def forward(self, x: Tensor, layout: Any) -> Tensor:
         """Encode patches [T, hidden] of all items to [T / merge^2, size_out]."""

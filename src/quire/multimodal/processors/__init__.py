@@ -120,7 +120,6 @@ class MergesTokens(Protocol):
 
 
 def merges_tokens(processor: "Processor") -> TypeGuard[MergesTokens]:
-    """Return whether a processor is a `MergesTokens`."""
     return hasattr(processor, "joined")
 
 
@@ -132,7 +131,6 @@ class StandsAlone(Protocol):
 
 
 def stands_alone(processor: "Processor") -> TypeGuard[StandsAlone]:
-    """Return whether a processor is a `StandsAlone`."""
     return hasattr(processor, "check_alone")
 
 

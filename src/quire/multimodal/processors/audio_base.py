@@ -44,6 +44,16 @@ def read_samples(
     return samples
 
 
+MIN_FRAMES = 3
+"""Frames of the shortest audio, which has one vector."""
+
+
+def num_chunk_vectors(frames: int, window: int) -> int:
+    """Return the number of vectors of an encoder that reads chunks of `window` frames."""
+    chunks, rest = divmod(frames, window)
+    return chunks * -(-window // 8) - (-rest // 8)
+
+
 class AudioProcessor:
     """Computes the input of Whisper's encoder: log-mel spectrograms, 100 frames per second."""
 
@@ -59,6 +69,10 @@ class AudioProcessor:
     def max_samples(self) -> int:
         """Return the number of samples that the encoder reads at once."""
         return self.facts.num_frames * self.hop
+
+    @property
+    def min_samples(self) -> int:
+        return (MIN_FRAMES - 1) * self.hop + 1
 
     def samples(self, sound: Audio, arguments: Mapping[str, Any], longest: int, fewest: int = 0) -> Samples:
         return read_samples(sound, self.settings, arguments, rate=self.rate, longest=longest, fewest=fewest)

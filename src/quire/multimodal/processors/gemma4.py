@@ -42,7 +42,6 @@ class Gemma4Processor(ImageProcessor):
         return self.build_item(span, arrays=scaling.to_arrays(pixels=np.moveaxis(pixels, -1, 0)))
 
     def _max_soft_tokens(self, keys: ConfigReader) -> int:
-        """Return the largest number of soft tokens."""
         most = keys.size("max_soft_tokens", 280)
         if most not in _SOFT_TOKENS:
             raise keys.wrong("max_soft_tokens", f"one of {', '.join(map(str, _SOFT_TOKENS))}")

@@ -104,7 +104,6 @@ class GridSettings:
         return max(most, grown, _MAX_UNEQUAL) * steps
 
     def with_arguments(self, arguments: Mapping[str, Any]) -> "GridSettings":
-        """Return the settings with the `mm_processor_kwargs` of a request."""
         changes: dict[str, Any] = {}
         for name, value in arguments.items():
             if name not in _ARGUMENTS:

@@ -60,10 +60,9 @@ class KimiVLProcessor(ImageProcessor):
         self.video_settings = _with_current_names(
             video_settings(path, self.settings.but(max_patches=max_frame_patches, **_UNSET)), 4096
         )
-        if self.video_settings.size("temporal_patch_size", self.facts.frames) != self.facts.frames:
-            raise self.video_settings.wrong(
-                "temporal_patch_size", f"{self.facts.frames}, as the vision encoder has"
-            )
+        frames = self.facts.frames
+        if self.video_settings.size("temporal_patch_size", frames) != frames:
+            raise self.video_settings.wrong("temporal_patch_size", f"{frames}, as the vision encoder has")
         begins = ("<|media_begin|>", "<|media_start|>")
         self.begin = next((token for token in begins if tokenizer.backend.token_to_id(token) is not None), "")
         self.video_id = tokenizer.backend.token_to_id(_VIDEO_MARK)
@@ -103,9 +102,8 @@ class KimiVLProcessor(ImageProcessor):
         place = self.image_id if self.video_id is None else self.video_id
         name, span = self.tokenizer.backend.id_to_token(place) or "", list[int]()
         for index in indices[:: self.facts.frames]:
-            clip = _format_time(index / (video.source_fps or video.fps or USUAL_FPS)) + self._framed(
-                "video", name
-            )
+            time = _format_time(index / (video.source_fps or video.fps or USUAL_FPS))
+            clip = time + self._framed("video", name)
             for token_id in self.tokenizer.encode(clip, add_special_tokens=False):
                 span += [token_id] * (self._count(pixels.shape[1:]) if token_id == place else 1)
         return self.build_item(span, place=place, arrays=scaling(pixels))

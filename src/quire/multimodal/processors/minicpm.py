@@ -159,10 +159,8 @@ class MiniCPMVProcessor(ImageProcessor):
         """Return the number of vectors of an image or a slice."""
         if self.facts.queries:
             return self.facts.queries
-        count, most = (
-            size[0] * size[1] // (self.facts.vit.patch * self.facts.unit) ** 2,
-            self._max_vectors(keys),
-        )
+        most = self._max_vectors(keys)
+        count = size[0] * size[1] // (self.facts.vit.patch * self.facts.unit) ** 2
         if count > most:
             raise RequestError(
                 f"the image is too narrow: it would have {count} vectors, and {most} are the maximum"
@@ -174,10 +172,8 @@ class MiniCPMVProcessor(ImageProcessor):
         return self.facts.queries or _LARGEST * max(1, round(_side(keys) / unit)) ** 2
 
     def _span(self, cut: Cut, keys: ConfigReader, modality: str = "image") -> list[int]:
-        count = self._count(cut.whole, keys)
-        return self._span_of_counts(
-            count, self._count(cut.piece, keys) if cut.rows else 0, (cut.rows, cut.columns), modality
-        )
+        counts = self._count(cut.whole, keys), self._count(cut.piece, keys) if cut.rows else 0
+        return self._span_of_counts(*counts, (cut.rows, cut.columns), modality)
 
     def _span_of_counts(self, count: int, per_slice: int, grid: Size, modality: str = "image") -> list[int]:
         place, place_id = self.places[modality], self.video_id if modality == "video" else self.image_id
@@ -194,11 +190,8 @@ class MiniCPMVProcessor(ImageProcessor):
     def max_vectors(self, modality: str) -> int:
         keys = self.video_settings if modality == "video" else self.settings
         most = count_of(keys, "max_slice_nums", 9) if keys.flag("slice_mode", True) else 0
-        return (
-            self._max_vectors(keys)
-            * (1 + (most if most > 1 else 0))
-            * (MAX_FRAMES if modality == "video" else 1)
-        )
+        num_frames = MAX_FRAMES if modality == "video" else 1
+        return self._max_vectors(keys) * (1 + (most if most > 1 else 0)) * num_frames
 
     def largest(self, modality: str) -> tuple[int, ...]:
         keys = self.video_settings if modality == "video" else self.settings

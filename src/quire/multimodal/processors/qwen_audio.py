@@ -13,7 +13,7 @@ from quire.data.multimodal import Array
 from quire.multimodal.images import processor_settings
 from quire.multimodal.mel import Samples
 from quire.multimodal.processors import Audio, Content, ProcessedItem
-from quire.multimodal.processors.audio_base import AudioProcessor
+from quire.multimodal.processors.audio_base import MIN_FRAMES, AudioProcessor, num_chunk_vectors
 from quire.multimodal.processors.image_base import SpanProcessor
 from quire.text.tokenizer import Tokenizer
 
@@ -22,8 +22,6 @@ _MAX_SECONDS = 2400
 """Longest audio of Voxtral and Qwen3-ASR."""
 _LEAST_SAMPLES = 8000
 """Samples to which shorter audio of Qwen3-ASR is padded."""
-_LEAST = 3
-"""Frames of the shortest audio, which has one vector."""
 
 
 class QwenAudioProcessor(SpanProcessor):
@@ -47,15 +45,15 @@ class QwenAudioProcessor(SpanProcessor):
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
         assert isinstance(content, Audio)
         (longest,) = self.largest(modality)
-        fewest = (_LEAST - 1) * self.audio.hop + 1
-        return self._process_samples(self.audio.samples(content, arguments, longest, fewest))
+        samples = self.audio.samples(content, arguments, longest, self.audio.min_samples)
+        return self._process_samples(samples)
 
     def _process_samples(self, samples: Samples) -> ProcessedItem:
         max_samples = self.audio.max_samples
         pieces = [
             self._piece_mel(samples[at : at + max_samples]) for at in range(0, len(samples), max_samples)
         ]
-        pieces = [piece for piece in pieces if len(piece) > _LEAST]
+        pieces = [piece for piece in pieces if len(piece) > MIN_FRAMES]
         count = sum(len(piece) // 4 for piece in pieces)
         return ProcessedItem([self.image_id] * count, arrays={"mel": Array.of(np.concatenate(pieces))})
 
@@ -118,14 +116,11 @@ class Qwen3ASRProcessor(SpanProcessor):
         samples = self.audio.samples(content, arguments, longest, fewest=1)
         samples = np.pad(samples, (0, max(0, self.least - len(samples))))
         mel = self.audio.mel(samples, len(samples) // self.audio.hop, is_cut=True)
-        return ProcessedItem([self.image_id] * self._num_vectors(len(mel)), arrays={"mel": Array.of(mel)})
-
-    def _num_vectors(self, frames: int) -> int:
-        whole, rest = divmod(frames, self.facts.window)
-        return whole * -(-self.facts.window // 8) - (-rest // 8)
+        count = num_chunk_vectors(len(mel), self.facts.window)
+        return ProcessedItem([self.image_id] * count, arrays={"mel": Array.of(mel)})
 
     def max_vectors(self, modality: str) -> int:
-        return self._num_vectors(self.largest(modality)[0] // self.audio.hop)
+        return num_chunk_vectors(self.largest(modality)[0] // self.audio.hop, self.facts.window)
 
     def largest(self, modality: str) -> tuple[int, ...]:
         return (_MAX_SECONDS * self.audio.rate,)

@@ -35,7 +35,6 @@ class WindowPlan(NamedTuple):
 
     @property
     def grid(self) -> Size:
-        """Return the rows and columns of windows."""
         if not self.side:
             return 0, 0
         return max(1, self.large[0] // self.side), max(1, self.large[1] // self.side)
@@ -67,10 +66,8 @@ class StepVLProcessor(ImageProcessor):
                 (column * plan.side, row * plan.side) for row in range(rows) for column in range(columns)
             ]
             windows = [large.crop((x, y, x + plan.side, y + plan.side)) for x, y in boxes]
-            numbers = [
-                resize_floats(scaling.normalized(np.asarray(window)), self.window) for window in windows
-            ]
-            arrays["windows"] = Array.of(np.stack(numbers))
+            pixels = [scaling.normalized(np.asarray(window)) for window in windows]
+            arrays["windows"] = Array.of(np.stack([resize_floats(part, self.window) for part in pixels]))
         return self.build_item(self._span(rows, columns), arrays=arrays)
 
     def _is_narrow(self, width: int, height: int) -> bool:
@@ -97,7 +94,6 @@ class StepVLProcessor(ImageProcessor):
         return plan
 
     def _max_windows(self) -> int:
-        """Return the largest number of windows of an image."""
         return max((self.longest // self.window + 1) ** 2, self.longest // _NARROW + 1)
 
     def _span(self, rows: int, columns: int) -> list[int]:

@@ -110,9 +110,7 @@ class CudaDevice:
         """Return the memory of all CUDA graphs, for values of `item` bytes. Each graph keeps its results and
         shares its temporary memory with the larger graphs."""
         facts, largest, mixed = config.checkpoint.facts, self._max_decodes(config), self._mixed_shapes(config)
-        verify_sizes = [
-            size * query_len for size, query_len in verify_shapes(largest, self.graphs.query_lens)
-        ]
+        verify_sizes = [size * n for size, n in verify_shapes(largest, self.graphs.query_lens)]
         sizes = sorted([*ladder(largest), *verify_sizes]) if self._captures(config) else []
         largest_shapes = [(n, n) for n in sizes[-1:]] + [(n, seqs) for seqs, n in mixed[-1:]]
         num_bytes = max(
@@ -178,9 +176,7 @@ class CudaDevice:
         return None if self.speculation is None or self.speculation.after_step is None else self._verify
 
     def _capture_draft_graphs(self, draft_graphs: DraftGraphs, max_rows: int) -> None:
-        shapes = [
-            (size, query_len - 1) for size, query_len in verify_shapes(max_rows, self.graphs.query_lens)
-        ]
+        shapes = [(size, n - 1) for size, n in verify_shapes(max_rows, self.graphs.query_lens)]
         draft_graphs.capture(shapes, self.graphs.pool, seconds=_CAPTURE_S, in_flight=self.graphs.in_flight)
 
     def use_drafter(

@@ -63,7 +63,6 @@ class DraftGraphs:
             self.draft_progress.forget()
 
     def begin(self, plan: StepPlan) -> None:
-        """Register the new requests and blocks of a plan."""
         if self.draft_progress is not None:
             self.draft_progress.begin(plan)
 

@@ -103,7 +103,6 @@ class MediaEncoder:
         return [self._check_shape(item, part.to(self.dtype)) for item, part in encoded]
 
     def _load_inputs(self, arrays: Arrays) -> dict[str, Tensor]:
-        """Return the input tensors of an item."""
         inputs = {name: self._on_device(array) for name, array in arrays.items()}
         if (table := inputs.pop(TABLE, None)) is None:
             return inputs
@@ -152,7 +151,6 @@ class MediaEncoder:
     def concat_embeds(
         self, embeds: tuple[Tensor, Tensor] | None, media: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor] | None:
-        """Concatenate prompt embeddings and item embeddings."""
         if embeds is None or media is None:
             return embeds or media
         return torch.cat([embeds[0], media[0]]), torch.cat([self._widen(embeds[1]), media[1]])
@@ -256,9 +254,8 @@ class CrossEncoder(MediaEncoder):
         if plan.encodes:
             self._encode(plan.encodes)
         encoded, self.cache = self.cache, {}
-        free = (
-            sorted({*range(self.cross_cache.num_slots)}.difference(self._slots.values())) if encoded else []
-        )
+        slots = range(self.cross_cache.num_slots) if encoded else ()
+        free = sorted({*slots}.difference(self._slots.values()))
         for key, vectors in encoded.items():
             if key not in self._slots:
                 self._slots[key] = free.pop()

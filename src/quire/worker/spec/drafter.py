@@ -14,7 +14,6 @@ from quire.attention.batch import Batch
 from quire.checkpoint.draft import Draft
 from quire.checkpoint.facts import ArchFacts
 from quire.config.engine import EngineConfig
-from quire.data.step_plan import Ints
 from quire.errors import ConfigError
 from quire.kernels.cpu.tape import Tapes
 from quire.loader import load_model
@@ -143,7 +142,9 @@ class _DraftBatches:
         if device.type == "cpu":  # the buffers of `ends` may be overwritten
             flat, rows = flat.clone(), rows.clone()
         positions, seq_lens, slots = place(ends, ahead, width, self.block_size)
-        lens = seq_lens.numpy() if device.type == "cpu" else self._longest(ends, count)
+        # Kernels on a GPU read the real lengths; the host has upper bounds of them.
+        most = ends.tables.shape[2] * self.block_size
+        lens = seq_lens.numpy() if device.type == "cpu" else np.full(count, most, np.int32)
         made = Batch(
             token_ids=flat,
             positions=positions,
@@ -160,10 +161,6 @@ class _DraftBatches:
         others = zip(slots[1:], ends.tables[1:], strict=True)
         made.others = tuple(replace(made, slots=slot, block_tables=table) for slot, table in others)
         return self.planned(self._reuse_buffers(made))
-
-    def _longest(self, ends: SequenceEnds, count: int) -> Ints:
-        """Return upper bounds of the sequence lengths for the host; kernels read the real ones."""
-        return np.full(count, ends.tables.shape[2] * self.block_size, np.int32)
 
 
 def place(ends: SequenceEnds, ahead: int, width: int, block_size: int) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -290,7 +287,6 @@ def check_ahead(backend: str, num_drafts: int, *, uses_mla: bool) -> None:
 def load_draft(
     config: EngineConfig, draft: Draft, backend: AttentionBackend, device: torch.device, world: World
 ) -> Any:
-    """Load the draft model without a cache."""
     is_part = draft.method == "mtp"
     quant = None if draft.checkpoint.format == "gguf" else draft.checkpoint.quant
     return load_model(
