@@ -97,7 +97,7 @@ def test_each_sequence_uses_its_own_adapter(monkeypatch: pytest.MonkeyPatch, nam
     sizes = SPEC.heads, SPEC.nope_dim, SPEC.v_dim
     implementation = IMPLEMENTATIONS[name]()
     transposed = implementation.needs_transposed_lora
-    point = LoRAMlaLayer("kv_b", owner, SPEC.rank, sizes, ADAPTED[name](), keeps_transposed=transposed)
+    lora_layer = LoRAMlaLayer("kv_b", owner, SPEC.rank, sizes, ADAPTED[name](), keeps_transposed=transposed)
     owner.allocate()
     of_seqs = [0, 2, -1, 0, 2, 2, 0, -1]
     weights = dict.fromkeys(of_seqs, weight)
@@ -109,7 +109,11 @@ def test_each_sequence_uses_its_own_adapter(monkeypatch: pytest.MonkeyPatch, nam
     owner.put(1, {"kv_b": LoRAFactors(a / 0, b / 0)})
     tokens = [slot for slot, (size, _) in zip(of_seqs, MANY, strict=True) for _ in range(size)]
     adapted = MLALoRA(
-        point.a, point.b, point.transposed, torch.tensor(tokens, dtype=torch.int32, device=device), point.ops
+        lora_layer.a,
+        lora_layer.b,
+        lora_layer.transposed,
+        torch.tensor(tokens, dtype=torch.int32, device=device),
+        lora_layer.ops,
     )
     actual = implementation.attend(q, weight, case.k_cache[:, :, 0], case.batch, SPEC, adapted)
     reference = {slot: expected(case, q, slot_weights, SPEC) for slot, slot_weights in weights.items()}

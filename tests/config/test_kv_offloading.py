@@ -51,7 +51,7 @@ def test_tiers_are_off_without_prefix_caching_and_for_cross_attention(
     args: dict[str, Any], tmp_path: Path
 ) -> None:
     tiers = {"kv_offloading_size": 2.0, "kv_offloading_dir": str(tmp_path)}
-    specs = [FULL] if args else [FULL, CacheSpec("crossed", numbers=8)]
+    specs = [FULL] if args else [FULL, CacheSpec("cross_attention", numbers=8)]
     assert resolve_offloading(args | tiers, specs, GPU) == args | {"kv_offloading_size": 0.0}
     assert resolve_offloading(tiers, [FULL, None, STATE], GPU) == tiers
 

@@ -29,7 +29,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
     load = Graph.load
 
     def counted(self: Graph, *args: Any) -> None:
-        if self.is_short:
+        if self.is_mixed:
             actual.append((self.sizes.adapters, 0 if args[4] is None else len(args[4][0])))
         load(self, *args)
 

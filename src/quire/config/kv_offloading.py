@@ -60,7 +60,7 @@ def resolve_offloading(
     off_reason = ""
     if not values.get("enable_prefix_caching", True):
         off_reason = "prefix caching is off"
-    elif any(spec is not None and spec.kind == "crossed" for spec in specs):
+    elif any(spec is not None and spec.kind == "cross_attention" for spec in specs):
         off_reason = "this model has cross-attention states, which have no lower tiers"
     if off_reason:
         for name in (name for name in _TIERS if values.pop(name, None)):

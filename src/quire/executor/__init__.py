@@ -51,7 +51,7 @@ class Executor(Protocol):
         """End all workers."""
 
 
-class Refused:
+class FailedStep:
     """A step that failed at submission."""
 
     def __init__(self, error: Exception) -> None:
@@ -64,7 +64,7 @@ class Refused:
         raise self._error
 
 
-__all__ = ["EXECUTORS", "Executor", "Pending", "Refused"]
+__all__ = ["EXECUTORS", "Executor", "Pending", "FailedStep"]
 
 EXECUTORS = LazyTable(
     "distributed_executor_backend",

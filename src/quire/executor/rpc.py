@@ -35,7 +35,6 @@ ENGINE_METHODS = frozenset(
 
 
 def open_methods(worker: Any) -> list[str]:
-    """Return the methods that clients may call."""
     names = (name for name in dir(type(worker)) if not name.startswith("_"))
     return [
         name for name in names if name not in ENGINE_METHODS and inspect.isfunction(_static(worker, name))

@@ -26,14 +26,14 @@ def round_params(params: BeamSearchParams) -> SamplingParams:
     )
 
 
-def start_of(prompt: Prompt) -> list[int]:
+def initial_tokens(prompt: Prompt) -> list[int]:
     """Return the token ids that the beams start with; raise a RequestError for prompt embeddings."""
     if prompt.embeds is not None:
         raise RequestError("beam search needs a prompt of text or token ids", param="prompt_embeds")
     return prompt.token_ids
 
 
-def continued(prompt: Prompt, token_ids: list[int]) -> Prompt:
+def beam_prompt(prompt: Prompt, token_ids: list[int]) -> Prompt:
     """Return the prompt of a beam: its tokens, which begin with those of the prompt, and the media."""
     media = prompt.media
     if media is not None:
@@ -53,7 +53,7 @@ def _extend_positions(positions: Array | None, num_tokens: int) -> Array | None:
 
 
 class BeamSearch:
-    """The beams of one prompt: `live` are continued, `done` have ended."""
+    """The beams of one prompt: `live` are beam_prompt, `done` have ended."""
 
     def __init__(
         self,

@@ -38,9 +38,9 @@ class _Core:
 
     num_local: int = 0
     """Sequences of this process, always exact."""
-    num_remote: int = 0
+    num_remote: float = 0
     """Sequences of other processes, as last reported."""
-    num_waiting: int = 0
+    num_waiting: float = 0
     kv_usage: float = 0.0
 
     @property
@@ -134,11 +134,10 @@ class Router:
         self.cores[core].num_local += num_sequences
 
     def end(self, request_id: str) -> None:
-        """Remove a request that has ended."""
         if (placed := self._placed.pop(request_id, None)) is not None:
             self.cores[placed[0]].num_local -= placed[1]
 
-    def hear(self, core: int, *, num_running: int, num_waiting: int, kv_usage: float) -> None:
+    def update_load(self, core: int, *, num_running: float, num_waiting: float, kv_usage: float) -> None:
         """Update the load of a core, which reports the requests of all processes."""
         load = self.cores[core]
         load.num_remote = max(num_running + num_waiting - load.num_local, 0)
@@ -151,7 +150,6 @@ class Router:
         self._prefixes.drop(core)
 
     def add_core(self) -> int:
-        """Add a core; return its index."""
         self.cores.append(_Core())
         return len(self.cores) - 1
 

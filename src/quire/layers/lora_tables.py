@@ -61,12 +61,12 @@ class LoRATable(_SlotRows):
     ) -> None:
         super().__init__(names, slots, shard.size, hidden)
         self.shard, self.group = shard, group
-        self.brought = torch.zeros(slots.max_slots, dtype=torch.bool, device=slots.device)
+        self.has_table = torch.zeros(slots.max_slots, dtype=torch.bool, device=slots.device)
         """Whether the adapter of each slot has such a table."""
 
     def put(self, slot: int, table: Tensor | None) -> None:
         """Store the table of a slot's adapter; None if it has none."""
-        self.brought[slot] = table is not None
+        self.has_table[slot] = table is not None
         if table is not None:
             self.rows[slot].copy_(table, non_blocking=True)
 
@@ -97,7 +97,7 @@ class LoRATable(_SlotRows):
         return out
 
     def _is_replaced(self, tokens: Tensor) -> Tensor:
-        return self.brought[tokens.clamp(min=0).long()] & (tokens >= 0)
+        return self.has_table[tokens.clamp(min=0).long()] & (tokens >= 0)
 
 
 class LoRAVocabRows(_SlotRows):

@@ -100,7 +100,7 @@ def _amplitude(rope: RopeFacts) -> float:
     return mscale(rope, 1.0)
 
 
-def halved(num_rows: int, head_dim: int, paired_dim: int) -> Tensor:
+def half_split_order(num_rows: int, head_dim: int, paired_dim: int) -> Tensor:
     """Return the row order of a query or key weight that turns interleaved RoPE into half-split RoPE; scores
     do not change."""
     heads = torch.arange(num_rows).view(-1, head_dim)

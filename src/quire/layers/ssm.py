@@ -38,7 +38,7 @@ class SSMMixer(LoadedModule):
     def __init__(self, channels: Runs, facts: StateFacts, state: tuple[int, ...], scope: Scope) -> None:
         super().__init__()
         self.name = scope.name
-        self.own_channels = channels
+        self.local_channels = channels
         num_channels = sum(run.size for run in channels)
         self.ops = choose(scope.device, scope.dtype)
         self.state_shapes = (((num_channels, facts.conv - 1), scope.dtype), (state, torch.float32))
@@ -51,7 +51,7 @@ class SSMMixer(LoadedModule):
         """See `SSMSequences`; set before memory is bound."""
 
     @property
-    def keeps(self) -> CacheSpec:
+    def cache_spec(self) -> CacheSpec:
         numbers = sum(math.prod(shape) for shape, _ in self.state_shapes)
         return CacheSpec("state", bytes_per_row=4 * numbers)
 
@@ -86,9 +86,9 @@ class SSMMixer(LoadedModule):
 
     def targets(self) -> Iterator[Target]:
         name = f"{self.name}.{self.conv_name}"
-        yield Target(f"{name}.weight", self.conv_weight.unsqueeze(1), 0, self.own_channels)
+        yield Target(f"{name}.weight", self.conv_weight.unsqueeze(1), 0, self.local_channels)
         if self.conv_bias is not None:
-            yield Target(f"{name}.bias", self.conv_bias, 0, self.own_channels)
+            yield Target(f"{name}.bias", self.conv_bias, 0, self.local_channels)
 
 
 class ShortConv(SSMMixer):
@@ -127,7 +127,7 @@ class DecayMixer(SSMMixer):
         per_element: bool = False,
     ) -> None:
         super().__init__(channels, facts, state, scope)
-        self.own_heads = divided(scope.group, state[0] * scope.group.size)
+        self.local_heads = divided(scope.group, state[0] * scope.group.size)
         rates = state if per_element else state[:1]
         self.rate = frozen_parameter(torch.empty(rates, dtype=torch.float32, device=scope.device))
         self.dt_bias = frozen_parameter(torch.empty(state[0], dtype=torch.float32, device=scope.device))
@@ -138,8 +138,8 @@ class DecayMixer(SSMMixer):
 
     def targets(self) -> Iterator[Target]:
         yield from super().targets()
-        yield Target(f"{self.name}.A_log", self.rate, 0, (self.own_heads,))
-        yield Target(f"{self.name}.{self.bias_name}", self.dt_bias, 0, (self.own_heads,))
+        yield Target(f"{self.name}.A_log", self.rate, 0, (self.local_heads,))
+        yield Target(f"{self.name}.{self.bias_name}", self.dt_bias, 0, (self.local_heads,))
 
     def finish(self) -> None:
         self.rate.copy_(-self.rate.exp())
@@ -148,13 +148,13 @@ class DecayMixer(SSMMixer):
 class _ParamsLinear(RowLinear):
     """Projection to dt, B and C, never quantized: each output affects a whole state."""
 
-    narrows = False
+    quantizable = False
 
 
 class _TimeStepLinear(ColumnLinear):
     """Projection of time steps, never quantized."""
 
-    narrows = False
+    quantizable = False
 
 
 class MambaMixer(DecayMixer):
@@ -182,7 +182,7 @@ class MambaMixer(DecayMixer):
 
     def targets(self) -> Iterator[Target]:
         yield from super().targets()
-        yield Target(f"{self.name}.D", self.skip, 0, (self.own_heads,))
+        yield Target(f"{self.name}.D", self.skip, 0, (self.local_heads,))
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         (conv_state, state), seqs = self.bound, self.seqs_of(batch)
@@ -220,7 +220,7 @@ class Mamba2Mixer(DecayMixer):
 
     def targets(self) -> Iterator[Target]:
         yield from super().targets()
-        yield Target(f"{self.name}.D", self.skip, 0, (self.own_heads,))
+        yield Target(f"{self.name}.D", self.skip, 0, (self.local_heads,))
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         (conv_state, state), seqs = self.bound, self.seqs_of(batch)
@@ -285,7 +285,7 @@ class GatedDelta(DecayMixer):
         if grouped:
             both = {"in_proj_qkvz": (*channels, inner), "in_proj_ba": (heads, heads)}
             num_groups = keys.size // facts.state
-            orders = [apart(num_groups, *(run.size for run in runs)) for runs in both.values()]
+            orders = [ungrouped_order(num_groups, *(run.size for run in runs)) for runs in both.values()]
             parts = {name: by_group(group, facts.groups, runs) for name, runs in both.items()}
         else:
             names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
@@ -327,7 +327,7 @@ class OrderedLinear(Linear):
     forward = Linear.multiply
 
 
-def apart(groups: int, *sizes: int) -> Tensor:
+def ungrouped_order(groups: int, *sizes: int) -> Tensor:
     """Return the order that separates outputs stored group by group into one range per part; `sizes` are the
     part sizes over all groups."""
     grouped = torch.arange(sum(sizes)).view(groups, -1)
@@ -338,11 +338,9 @@ _MIXERS = {"selective": MambaMixer, "mamba": Mamba2Mixer, "conv": ShortConv}
 
 
 def mixer_of(facts: ArchFacts, layer: LayerFacts, scope: Scope) -> SSMMixer:
-    """Build the SSM mixer of a layer."""
     assert facts.state is not None
     return _MIXERS[layer.mixer](facts.hidden, facts.state, facts.norm_eps, scope)
 
 
 def state_layers(modules: Iterable[nn.Module]) -> list[SSMMixer]:
-    """Return the SSM mixers of a model in order."""
     return [module for module in modules if isinstance(module, SSMMixer)]

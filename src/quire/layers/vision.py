@@ -35,10 +35,10 @@ def _encoder_scope(scope: Scope, size: int) -> Scope:
     if the group divides `size`."""
 
     def linear(parts: tuple[str, ...], shape: LinearShape) -> Weight:
-        return scope.linear(parts, replace(shape, narrows=False))
+        return scope.linear(parts, replace(shape, quantizable=False))
 
     group = scope.group if size % scope.group.size == 0 else ALONE
-    return replace(scope, linear=linear, group=group, adapters=None, across=False)
+    return replace(scope, linear=linear, group=group, adapters=None, transposed=False)
 
 
 @dataclass(frozen=True, slots=True)

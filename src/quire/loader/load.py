@@ -28,7 +28,7 @@ from quire.layers.lora import AdapterSlots
 from quire.layers.scope import Begins, Loads, Scope, Target, unchanged
 from quire.loader.extra_modules import ExtraModules
 from quire.loader.offload import LayerOffload
-from quire.loader.sharded import ShardedSource, ShardedStateKey, equip
+from quire.loader.sharded import ShardedSource, ShardedStateKey, bind_kernels
 from quire.loader.source import FORMATS, Source, detect, is_of_other_stage
 from quire.logs import get_logger
 from quire.models import MODELS
@@ -125,7 +125,7 @@ def load_model(
         stage=stage,
         ep=ep,
         adapters=adapters,
-        built=unchanged if offload is None else offload.built,
+        on_layer_built=unchanged if offload is None else offload.on_layer_built,
     )
     model = (build or MODELS[checkpoint.facts.architecture])(checkpoint.facts, scope)
     _add_tower(model, checkpoint.facts, scope, tower_group)
@@ -276,7 +276,7 @@ def _restore(source: ShardedSource, model: nn.Module, progress: "LoadProgress") 
     progress.reset(len(targets))
     for _ in _fill_targets(source, (targets[name] for name in source.order(targets))):
         progress.update()
-    equip(model)
+    bind_kernels(model)
 
 
 def _begin_layers(

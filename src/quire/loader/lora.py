@@ -149,7 +149,7 @@ class LoRAReader:
             names = [name for name in tensors if _is_of(name, module)]
             matches = [_COPY.fullmatch(name) for name in names]
             layers = [self._tables.get(match["layer"]) if match else None for match in matches]
-            is_elsewhere = self.layers is not None and module.rpartition(".")[2] in self.slots.whole
+            is_elsewhere = self.layers is not None and module.rpartition(".")[2] in self.slots.whole_modules
             if not names or not all(matches) or (None in layers and not is_elsewhere):
                 raise ConfigError(
                     f"modules_to_save {module!r} is not supported: {_supported_modules(self.slots)}"
@@ -207,7 +207,7 @@ class LoRAReader:
         match = _COPY.fullmatch(name)
         place = match and self._places.get(match["layer"])
         is_elsewhere = match and self.layers is not None and not place
-        if place and (place.is_table or isinstance(place.point, LoRAHeadLayer)):
+        if place and (place.is_table or isinstance(place.lora_layer, LoRAHeadLayer)):
             sizes = place.sizes if place.is_table else place.sizes[::-1]
             if tuple(tensor.shape) != sizes:
                 raise ConfigError(
@@ -245,7 +245,7 @@ class LoRAReader:
         ranks: dict[str, int] = {}
         filled: Counter[str] = Counter()
         for fit in fits:
-            rank, name = len(fit.a), fit.place.point.name
+            rank, name = len(fit.a), fit.place.lora_layer.name
             if rank > self.slots.max_rank:
                 raise RequestError(
                     f"LoRA rank {rank} is greater than max_lora_rank {self.slots.max_rank}.",
@@ -308,7 +308,7 @@ def _split_stack(name: str, stack: LoRAStack, pair: Pair, settings: "LoRAConfigF
 @torch.inference_mode()  # a pool thread may run in another mode than the one the tensors were made in
 def _fill_all(factors: Mapping[str, LoRAFactors], fits: Sequence[LoRAPair]) -> None:
     for fit in fits:
-        _fill(fit, fit.place.of(factors[fit.place.point.name]))
+        _fill(fit, fit.place.of(factors[fit.place.lora_layer.name]))
 
 
 def _fill(fit: LoRAPair, into: LoRAFactors) -> None:
@@ -404,7 +404,7 @@ def _is_of(name: str, module: str) -> bool:
 
 
 def _supported_modules(slots: AdapterSlots) -> str:
-    modules = " and ".join(sorted(slots.whole))
+    modules = " and ".join(sorted(slots.whole_modules))
     return (
         f"adapters may bring {modules} whole"
         if modules

@@ -82,7 +82,7 @@ class LayerOffload:
 
     # ---- while the model is built and loaded
 
-    def built(self, layer: nn.Module) -> nn.Module:
+    def on_layer_built(self, layer: nn.Module) -> nn.Module:
         """Free the memory of a layer until its weights are loaded; return the layer."""
         self._built.append(layer)
         modules = [x for x in layer.modules() if isinstance(x, Loads) and x not in self._targets]
@@ -180,7 +180,7 @@ class LayerOffload:
         host = host_memory(places[-1].offset + places[-1].num_bytes)
         self.is_pinned = self._device.type == "cuda" and pin(host) and self.is_pinned
         for storage, offset, num_bytes in places:
-            host[offset : offset + num_bytes].copy_(_bytes_of(storage))
+            host[offset : offset + num_bytes].copy_(storage_bytes(storage))
             storage.resize_(0)
         self._host[number] = OffloadedLayer(self._built[number], places, host)
 
@@ -253,7 +253,7 @@ class LayerOffload:
         self._host, self.layers, self.buffers = {}, [], []
 
 
-def _bytes_of(storage: UntypedStorage) -> Tensor:
+def storage_bytes(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

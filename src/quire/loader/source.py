@@ -33,7 +33,6 @@ class Source:
     """Number of threads that may fill at a time."""
 
     def shapes(self, targets: Mapping[str, Target]) -> Mapping[str, tuple[int, ...]]:
-        """Return the shape of every stored tensor."""
         raise NotImplementedError
 
     def order(self, targets: Mapping[str, Target]) -> Iterable[str]:

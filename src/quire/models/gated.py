@@ -109,7 +109,7 @@ class BeamAttention(llama4.Attention):
         super().__init__(facts, layer, rope, scope)
         if layer.rope is None:
             positions = torch.arange(1, scope.max_len + 1, device=scope.device)
-            self.growth = torch.exp(0.1 * torch.log1p(positions / 2048))[:, None]
+            self.query_scales = torch.exp(0.1 * torch.log1p(positions / 2048))[:, None]
         self.gate = ColumnLinear(facts.hidden, facts.heads * facts.head_dim, scope / "gate_proj")
         self.bias = HeadBias(facts.heads, facts.head_dim, scope / "gate_bias")
 

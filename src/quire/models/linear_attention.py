@@ -18,7 +18,6 @@ from quire.models.post_norm import PostNormLayer
 
 
 def delta_of(facts: ArchFacts, scope: Scope) -> DeltaAttention:
-    """Build the delta rule mixer of a layer."""
     assert facts.state is not None
     return DeltaAttention(facts.hidden, facts.state, facts.norm_eps, scope, out=scope.names.out)
 

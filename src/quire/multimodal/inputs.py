@@ -64,7 +64,6 @@ class MediaInput:
         return text if self.uuid is None and text.isascii() else None
 
     def wrong(self, error: RequestError) -> RequestError:
-        """Return the error with the item's place."""
         return type(error)(f"{self.place}: {error}", error.param or self.param)
 
 

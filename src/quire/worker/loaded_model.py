@@ -37,7 +37,7 @@ from quire.worker.device import Device, Model
 from quire.worker.extensions import open_processors
 from quire.worker.features import ExpertsReadback, PromptLogprobs, StepFeature
 from quire.worker.kv_tiers import BlockCopies, CacheEntries, CpuBlockCopies, cache_pages, state_slots
-from quire.worker.lora import check_slots, slots_of, why_no_extra_vocab
+from quire.worker.lora import check_slots, no_extra_vocab_reason, slots_of
 from quire.worker.memory import bind, free_bytes
 from quire.worker.multimodal.encoder import CrossEncoder, MediaEncoder, open_encoder, tower_group
 from quire.worker.multimodal.timestamps import Alignment
@@ -53,11 +53,7 @@ from quire.worker.state_checkpoints import StateCheckpoints
 
 log = get_logger(__name__)
 
-_CACHE_DTYPES = {
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-    INT8_CACHE: torch.int8,
-}
+_CACHE_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, INT8_CACHE: torch.int8}
 """KV cache dtypes that no model computes in."""
 
 
@@ -159,7 +155,7 @@ class LoadedModel:
             from quire.worker.cuda.dummy_batches import compile_sampling_ahead
 
             compile_sampling_ahead(config)
-        slots = slots_of(config.lora, self.dtype, self.device, no_extra_vocab=why_no_extra_vocab(config))
+        slots = slots_of(config.lora, self.dtype, self.device, no_extra_vocab=no_extra_vocab_reason(config))
         if not has_fixed_weights(config.checkpoint, config.load):
             self.twins = LayerTwins(config.checkpoint, self.stage)
         if config.load.cpu_offload_gb:
@@ -209,7 +205,6 @@ class LoadedModel:
 
     @property
     def modules(self) -> nn.ModuleList:
-        """Return the target model and the draft model."""
         return nn.ModuleList(model for model in (self.model, self.draft) if model is not None)
 
     @property
@@ -236,7 +231,6 @@ class LoadedModel:
         )
 
     def checkpoints(self) -> StateCheckpoints:
-        """Return the checkpoints of the bound states."""
         layers, num_rows = state_layers(self.model.modules()), self.config.scheduler.max_num_seqs
         return StateCheckpoints(layers, num_rows, self.layout.states_per_row)
 
@@ -257,7 +251,6 @@ class LoadedModel:
     # ---- runners
 
     def open_runner(self, all_rows: Rows) -> Runner | StageRunner | PoolingRunner:
-        """Build the runner of steps."""
         config, model = self.config, self.model
         if config.pooling is not None:
             return self._pooler(config.pooling, all_rows)
@@ -293,7 +286,7 @@ class LoadedModel:
             parts.append(processors)
         if isinstance(self.encoder, CrossEncoder):
             heads = alignment_heads(config)
-            parts.append(Alignment(self.encoder.crossing, heads, all_rows, self.world.tp))
+            parts.append(Alignment(self.encoder.cross_cache, heads, all_rows, self.world.tp))
         if self._routes_group is not None:
             parts.append(ExpertsReadback())
         return Runner(device=device, all_rows=all_rows, sampler=sampler, parts=parts)
@@ -305,7 +298,7 @@ class LoadedModel:
         return self.layout.windows.index(None) if is_wanted else None
 
     def _pooler(self, pooling: PoolingFacts, all_rows: Rows) -> PoolingRunner:
-        self.model.settle()
+        self.model.finalize()
         windows = None if self.config.checkpoint.facts.encoder else self.layout.windows
         model = self._on_device(self.model.vectors)
         return PoolingRunner(self.model, model, all_rows, pooling, self.device, windows)

@@ -78,7 +78,6 @@ class WeightUpdater:
         return staged.commit()
 
     def abort(self) -> None:
-        """Drop the staged weights."""
         self._staged = None
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:

@@ -80,7 +80,7 @@ class WhisperTower(Tower):
         return list(states.split(self.facts.positions))
 
     def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
-        return {"mel": torch.zeros(self.facts.moments + 1, self.facts.mels, device=self.device)}
+        return {"mel": torch.zeros(self.facts.num_frames + 1, self.facts.mels, device=self.device)}
 
     def cost(self, modality: str, item: Mapping[str, tuple[int, ...]]) -> int:
         return 1
@@ -103,7 +103,7 @@ class QwenAudio(Tower):
         return (facts.encoder.heads,)
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-        mels = [item["mel"].split(self.facts.moments + 1) for item in items]
+        mels = [item["mel"].split(self.facts.num_frames + 1) for item in items]
         states = self.encoder([chunk for chunks in mels for chunk in chunks])
         count = self.facts.states
         groups = [state[: len(state) // count * count].unflatten(0, (-1, count)) for state in states]
@@ -119,7 +119,7 @@ class QwenAudio(Tower):
 
     def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
         whole, rest = divmod(num_vectors, self.facts.tokens)
-        num_frames = whole * (self.facts.moments + 1) + (2 * self.facts.states * rest + 1 if rest else 0)
+        num_frames = whole * (self.facts.num_frames + 1) + (2 * self.facts.states * rest + 1 if rest else 0)
         return {"mel": torch.zeros(num_frames, self.facts.encoder.mels, device=self.device)}
 
     def cost(self, modality: str, item: Mapping[str, tuple[int, ...]]) -> int:

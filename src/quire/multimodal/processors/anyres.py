@@ -16,7 +16,7 @@ from quire.checkpoint.reader import ConfigReader
 from quire.data.multimodal import Array, Arrays
 from quire.errors import RequestError
 from quire.multimodal.images import (
-    MOST_FRAMES,
+    MAX_FRAMES,
     Pixels,
     PixelScaling,
     Size,
@@ -104,7 +104,7 @@ class AnyresProcessor(ImageProcessor):
             raise RequestError("embeddings are supported for images only", "multi_modal_data")
         return super().process_embeds(modality, embeds)
 
-    def most_vectors(self, modality: str) -> int:
+    def max_vectors(self, modality: str) -> int:
         if modality == "video":
             return self.num_vectors(Video.black(*self.largest(modality)), {})
         width, height = self.largest(modality)
@@ -113,7 +113,7 @@ class AnyresProcessor(ImageProcessor):
     def largest(self, modality: str) -> tuple[int, ...]:
         side = self.facts.vit.image
         if modality == "video":
-            return MOST_FRAMES, side, side
+            return MAX_FRAMES, side, side
         height, width = max(self.facts.shapes, key=lambda shape: self._order(shape)["places"].shape[0])
         return width, height
 

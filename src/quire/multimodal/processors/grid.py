@@ -47,7 +47,9 @@ def patches_of(frames: NDArray[np.uint8], settings: GridSettings) -> NDArray[np.
     return out.reshape(steps, rows, columns, 3, depth * size, size)
 
 
-def sampled(video: Video, settings: GridSettings, times: str) -> tuple[list[int], list[int], float | None]:
+def sample_frames(
+    video: Video, settings: GridSettings, times: str
+) -> tuple[list[int], list[int], float | None]:
     """Return the indices of the sampled frames, their indices in the whole video, and that video's fps."""
     count = len(video.frames)
     total = max(video.total_frames, count)
@@ -112,7 +114,7 @@ def _by_length(count: int, fps: float, settings: GridSettings) -> list[int]:
     last, depth = count - 1, settings.frames
     seconds = round(last / fps) + 1
     rate = next((rate for most, rate in _RATES if seconds <= most), _RATES[-1][1])
-    wanted = min(int(min(seconds, _RATES[-1][0]) * rate * depth), _MOST_FRAMES)
+    wanted = min(int(min(seconds, _RATES[-1][0]) * rate * depth), _MAX_FRAMES)
     chosen: list[int] = []
     if count >= wanted:
         time = 0.0
@@ -128,6 +130,6 @@ def _by_length(count: int, fps: float, settings: GridSettings) -> list[int]:
 
 _RATES = ((30, 3.0), (300, 1.0), (2400, 0.5))
 """Steps per second for videos up to a number of seconds."""
-_MOST_FRAMES = 640
+_MAX_FRAMES = 640
 _SAMPLERS = {"": _evenly, "before": _spaced, "behind": _by_second, "seconds": _by_length}
 """Frame sampling by the way times are written (`GridFacts.times`)."""

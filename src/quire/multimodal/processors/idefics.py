@@ -62,7 +62,7 @@ class Idefics3Processor(ImageProcessor):
         ]
         return self.expand("".join(rows) + ("\n" if rows else "") + f"{_AROUND}{_WHOLE}{place}{_AROUND}")
 
-    def most_vectors(self, modality: str) -> int:
+    def max_vectors(self, modality: str) -> int:
         width, height = self.largest(modality)
         count = width * height // self.facts.vit.image**2
         return int(self.facts.tokens * (count + (count > 1)))

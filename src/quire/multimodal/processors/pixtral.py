@@ -65,7 +65,7 @@ class PixtralProcessor(ImageProcessor):
             height, width = int(height / too_large), int(width / too_large)
         return -(-height // self.unit) * self.unit, -(-width // self.unit) * self.unit
 
-    def most_vectors(self, modality: str) -> int:
+    def max_vectors(self, modality: str) -> int:
         width, height = self.largest(modality)
         return height // self.side * (width // self.side)
 
