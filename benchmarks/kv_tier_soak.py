@@ -1,11 +1,12 @@
 """Run agent traffic on a server with a KV cache on disk while requests are aborted and its core is killed.
 
-    python benchmarks/kv_tier_soak.py [--seconds 900] [--kill-every 90] [--serve "MODEL --kv-offloading-size 1"]
+    python benchmarks/kv_tier_soak.py [--seconds 900] [--kill-every 90] [--serve "MODEL ..."]
 
 Sessions of `quire bench serve --dataset-name agent` come back after their prefixes have left the small cache
-of the packaged model, or of another one. Meanwhile probes with known prefixes are sent, streams are aborted, and the engine core
-is killed with SIGKILL. At the end a server without a prefix cache answers the same probes. Prints a table:
-wrong answers, requests by tier, kills, and the resident memory of each process over its life.
+of the packaged model, or of the model of `quire serve MODEL ...`. Meanwhile probes with known prefixes are
+sent, streams are aborted, and the engine core is killed with SIGKILL. At the end a server without a prefix
+cache answers the same probes. Prints a table: wrong answers, requests by tier, kills, and the resident memory
+of each process over its life.
 """
 
 import argparse

@@ -33,8 +33,8 @@ class Bench:
         settings: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True}
         settings |= {"max_model_len": max(args.prefixes) + 2048, "max_num_seqs": args.requests}
         settings |= {"num_gpu_blocks_override": (blocks or args.blocks) + 1, "disable_log_stats": True}
-        if tier:
-            settings |= {"kv_offloading_dir": args.dir} if args.dir else {"kv_offloading_size": args.host_gib}
+        size = args.host_gib if tier and not args.dir else 0
+        settings |= {"kv_offloading_size": size, "kv_offloading_dir": args.dir if tier else None}
         self.llm = LLM(args.config_dir, **settings)
         self.engine: Any = self.llm.llm_engine
         self.loads: list[tuple[BlockLoad, Future[LoadDone]]] = []

@@ -6,8 +6,10 @@ A test gets the same random numbers alone, after others and in any order: they a
 and every test, Hypothesis generates the same examples in every run, and one-time warnings are reset for each
 test."""
 
+import asyncio
 import atexit
 import gc
+import inspect
 import itertools
 import logging
 import os
@@ -107,6 +109,16 @@ def seed_from(name: str) -> None:
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> None:
     """Reseed for a fixture: it must not matter which test needs it first."""
     seed_from(fixturedef.argname)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine function in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -2,9 +2,9 @@
 
 import sys
 
-from quire.entrypoints.vllm_shim import executed, install, main
+from quire.entrypoints.vllm_shim import install, main, run_script
 
-__all__ = ["executed", "install", "main"]
+__all__ = ["install", "main", "run_script"]
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -15,7 +15,7 @@ from quire.data.params import StructuredOutputsParams
 from quire.data.timeline import RequestTimeline
 from quire.server.anthropic.bodies import MessagesBody
 from quire.server.anthropic.translate import as_chat
-from quire.server.responses.output import Output
+from quire.server.responses.output import ResponseItems
 from quire.text.grammar import Grammars, Vocabulary
 from quire.text.parsers import answer_parser
 
@@ -268,13 +268,13 @@ _PIECES = (
 
 def responses() -> str:
     """Draw the events of a stream, item by item."""
-    output = Output()
+    output = ResponseItems()
     events = [event for piece in _PIECES for event in output.add(piece)]
     events += output.end("completed")
     kinds = iter(
         [
             (item["type"], fill)
-            for item, fill in zip(output.shown(), (COLOURS[4], COLOURS[0], COLOURS[2]), strict=True)
+            for item, fill in zip(output.as_list(), (COLOURS[4], COLOURS[0], COLOURS[2]), strict=True)
         ]
     )
     parts, y, fill = [words(24, 20, "response.created, response.in_progress", "start", mono=True)], 34, PALE

@@ -193,10 +193,10 @@ def restored_modules(monkeypatch: pytest.MonkeyPatch, place: Path) -> Iterator[N
 def test_script_runs_as_written(name: str, place: Path, expected: dict[str, list[str]]) -> None:
     if name in REFUSED:
         with pytest.raises(ConfigError) as caught:
-            vllm_shim.executed([str(SNIPPETS / name)])
+            vllm_shim.run_script([str(SNIPPETS / name)])
         assert REFUSED[name] in str(caught.value) and "\n" not in str(caught.value)
         return
-    llm: LLM = vllm_shim.executed([str(SNIPPETS / name)])["llm"]
+    llm: LLM = vllm_shim.run_script([str(SNIPPETS / name)])["llm"]
     model = model_of(name)
     try:
         for _ in range(2):  # once when images are new, once when they may be cached

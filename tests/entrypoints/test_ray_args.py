@@ -23,7 +23,7 @@ def test_flags_and_fleet_settings_are_told_apart() -> None:
     )
     assert model.engine == {"model": "org/name", "max_num_seqs": 64, "enable_lora": True}
     assert model.server == {"api_key": ["k"]}
-    assert (model.fleet.min_replicas, model.fleet.most, model.fleet.ingress_replicas) == (1, 4, 1)
+    assert (model.fleet.min_replicas, model.fleet.max_size, model.fleet.ingress_replicas) == (1, 4, 1)
     assert not model.uses_ray_ranks
 
 

@@ -28,7 +28,7 @@ from quire.frontend.in_flight import failure
 from quire.frontend.inputs import Prompt
 from quire.metrics.engine import EngineMetrics
 from quire.multimodal.processor_cache import ProcessorCache
-from quire.server.openai.streams import Merged, Pauses
+from quire.server.openai.streams import MergedOutputs, Pauses
 from quire.system.shared_arena import SharedArena
 from quire.system.turns import TurnBudget
 
@@ -300,7 +300,7 @@ def test_a_call_with_many_requests_takes_many_turns(with_cores: Run) -> None:
         os.kill(cores.pid(0), signal.SIGSTOP)
         streams = {str(i): engine.generate(Prompt([5]), ENDLESS, str(i)) for i in range(300)}
         turns = asyncio.create_task(count_turns())
-        merged = Merged(streams, Pauses())
+        merged = MergedOutputs(streams, Pauses())
         reading = asyncio.create_task(anext(merged))
         await until(lambda: sent.total() >= 300)
         assert engine.num_in_flight == 300 == sum(running(engine)) and max(sent.values()) <= 16

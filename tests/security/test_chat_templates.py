@@ -7,9 +7,8 @@ import asyncio
 import threading
 from typing import Any
 
-import httpx
 import pytest
-from ask import CHAT, MESSAGES, ask, chat, refused
+from ask import CHAT, MESSAGES, ask, chat, client_of, refused
 from fake_engine import FakeEngine
 
 from quire.frontend.chat import chat_prompt
@@ -74,11 +73,10 @@ def test_template_timeout_is_400_and_blocks_no_other_request(
     monkeypatch.setattr("quire.server.openai.prompts.chat_prompt", rendering)
     engine = FakeEngine()
     application = Application(engine, make_settings(TRUSTED))
-    transport = httpx.ASGITransport(application.asgi)
     loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
     async def go() -> None:
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with client_of(application.asgi) as client:
             body = {"messages": MESSAGES, "chat_template": loops}
             slow = asyncio.create_task(client.post(CHAT, json=body, timeout=60))
             async with asyncio.timeout(60):

@@ -69,8 +69,8 @@ def test_batch_of_chats_compiles_its_grammar_once(work: Counter[tuple[str, bool]
 def test_cached_grammar_is_not_rebuilt_when_its_lexers_expire(
     work: Counter[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar_lexers, "MAX_SERVED", 2)
-    monkeypatch.setattr(grammar_lexers, "LEXERS_S", 0.0)
+    monkeypatch.setattr(grammar_lexers, "MAX_SEQUENCES_PER_LEXER", 2)
+    monkeypatch.setattr(grammar_lexers, "MAX_COMPILE_S", 0.0)
     grammars = Grammars(lambda: BYTES)
     for _ in range(8):
         grammars.compile(StructuredOutputsParams(regex="[ab]+c"))

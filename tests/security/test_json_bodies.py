@@ -2,10 +2,9 @@
 values that become far larger objects. Quire refuses both on every route, and parses large bodies off the
 event loop. The class is that of CVE-2025-62426: a small body that blocks other requests."""
 
-import asyncio
-
 import httpx
 import pytest
+from ask import fetch
 from fake_engine import FakeEngine
 from starlette.routing import Route
 
@@ -23,13 +22,9 @@ def application() -> Application:
 
 
 def post(application: Application, path: str, content: str) -> httpx.Response:
-    transport = httpx.ASGITransport(application.asgi, raise_app_exceptions=False)
-
-    async def go() -> httpx.Response:
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.post(path, content=content, headers={"content-type": "application/json"})
-
-    return asyncio.run(go())
+    return fetch(
+        application.asgi, "POST", path, content=content, headers={"content-type": "application/json"}
+    )
 
 
 @pytest.mark.parametrize("pair", ["[]", '{"a":}'], ids=["lists", "objects"])

@@ -124,7 +124,7 @@ class Turns:
         done.append(1)
 
 
-@pytest.mark.parametrize(("seconds", "most"), [(streams.PIECE_S, 1), (streams.PIECE_S / 4, 5)])
+@pytest.mark.parametrize(("seconds", "most"), [(streams.MAX_BLOCKING_S, 1), (streams.MAX_BLOCKING_S / 4, 5)])
 def test_pauses_are_timed_and_shared_by_the_tasks_of_a_call(seconds: float, most: int) -> None:
     """The tasks of one call hold one iteration of the event loop for about one piece, however many are
     ready."""

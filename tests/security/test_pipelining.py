@@ -11,7 +11,7 @@ from fake_engine import FakeEngine
 from http_corpus import BODY, LENGTH, get, post
 from raw_http import PATIENCE_S, PROBE, RawServer, raw_server
 
-from quire.server.http.protocol import MAX_HELD_BYTES
+from quire.server.http.protocol import MAX_PIPELINED_BYTES
 
 ENDLESS = json.dumps({"prompt": "ab", "max_tokens": 90_000, "ignore_eos": True}).encode()
 STREAM = json.dumps({"prompt": "ab", "max_tokens": 90_000, "ignore_eos": True, "stream": True}).encode()
@@ -44,7 +44,7 @@ def until(condition: Callable[[], bool]) -> None:
         (get()[:20],),
         (running(ENDLESS),),
         (post(b"Content-Length: 1000000\r\n", b"x" * 100_000),),
-        (b"x" * (2 * MAX_HELD_BYTES),),
+        (b"x" * (2 * MAX_PIPELINED_BYTES),),
         (get() * 40,),
         (get() + b"nonsense\r\n\r\n",),
     ],
@@ -93,7 +93,7 @@ def test_waiting_bytes_are_bounded_and_the_running_request_completes() -> None:
         with server.connect() as client:
             client.send(running(BODY))
             until(lambda: server.engine.num_in_flight == 1)
-            client.send(get(b"X-A: " + b"b" * (4 * MAX_HELD_BYTES) + b"\r\n"))
+            client.send(get(b"X-A: " + b"b" * (4 * MAX_PIPELINED_BYTES) + b"\r\n"))
             assert [response.status for response in client.read_all()] == [200]
         assert server.ask(PROBE)[0].status == 200
 

@@ -285,11 +285,11 @@ def test_connections_passed_to_a_process_have_the_same_limits(tmp_path: Path) ->
         listener, stop, up = bind(settings.http), asyncio.Event(), asyncio.Event()
         port = listener.getsockname()[1]
         dealer = ConnectionDealer(listener, tmp_path / "closed", 1)
-        hand = dealer.open(0)
+        handle = dealer.open(0)
         run = serve(
             settings,
             FakeEngine(),
-            hand=ConnectionHandle(hand.channel.dup(), hand.closed_file, 0),
+            connections=ConnectionHandle(handle.channel.dup(), handle.closed_file, 0),
             stop=stop,
             announce=False,
             on_serving=lambda _: up.set(),

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from ask import CHAT, COMPLETIONS, EMBEDDER, MESSAGES
+from ask import CHAT, COMPLETIONS, EMBEDDER, MESSAGES, client_of
 from fake_engine import FakeEngine
 from fake_inputs import data_url, engine_with_media, file_of, image_part, media, picture
 
@@ -22,7 +22,7 @@ from quire.multimodal.processor_cache import ProcessorCache
 from quire.sched.kv_manager import _root_key
 from quire.server.api_keys import key_names
 from quire.server.app import Application
-from quire.server.http.limits import FREE_PATHS, OPERATOR_PATHS, TOKENLESS_PATHS
+from quire.server.http.limits import OPERATOR_PATHS, TOKENLESS_PATHS, UNLIMITED_PATHS
 from quire.server.key_limits import Ledger
 from quire.server.settings import make_settings
 
@@ -80,8 +80,7 @@ class Server:
         self.engine.inputs.pooling_request = pooling_request  # type: ignore[method-assign]
 
     async def post(self, key: str, path: str, **options: Any) -> httpx.Response:
-        transport = httpx.ASGITransport(self.application.asgi, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with client_of(self.application.asgi) as client:
             headers = {"Authorization": f"Bearer {key}"}
             return await client.post(path, headers=headers, **options)
 
@@ -231,7 +230,7 @@ def test_image_of_another_key_is_processed_anew(
 
 def test_unmetered_routes_are_cheap_or_absent(tmp_path: Path) -> None:
     """A tenant that repeats such a route forever must not cost others anything."""
-    assert FREE_PATHS.keys() == {"/ping"} | OPERATOR_PATHS and all(FREE_PATHS.values())
+    assert UNLIMITED_PATHS.keys() == {"/ping"} | OPERATOR_PATHS and all(UNLIMITED_PATHS.values())
     server = Server(tmp_path)
     for path in OPERATOR_PATHS:
         for query in ("", "?reset_running_requests=true"):
@@ -249,14 +248,14 @@ def test_operator_routes_ignore_rate_limits(tmp_path: Path) -> None:
 
 
 def test_every_other_post_route_is_metered(tmp_path: Path) -> None:
-    """A new route is metered unless FREE_PATHS has a reason why not."""
+    """A new route is metered unless UNLIMITED_PATHS has a reason why not."""
     server = Server(tmp_path, environ={"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"})
     paths = {
         getattr(route, "path", "")
         for route in server.application.routes.routes
         if "POST" in (getattr(route, "methods", None) or ())
     }
-    counted = sorted(path for path in paths - FREE_PATHS.keys() if not path.endswith("/cancel"))
+    counted = sorted(path for path in paths - UNLIMITED_PATHS.keys() if not path.endswith("/cancel"))
     assert len(counted) > 20
 
     (limited,) = (key for key in server.ledger.keys if key.name == "d")

@@ -5,9 +5,8 @@ import asyncio
 import threading
 from typing import Any
 
-import httpx
 import pytest
-from ask import CHAT, COMPLETIONS, ask, refused
+from ask import CHAT, COMPLETIONS, ask, client_of, refused
 from fake_engine import FakeEngine
 
 from quire.server.app import Application
@@ -112,8 +111,7 @@ def test_long_texts_are_serialized_and_short_ones_are_not(monkeypatch: pytest.Mo
     monkeypatch.setattr(Tokenizer, "encode", slow)
 
     async def go() -> list[int]:
-        transport = httpx.ASGITransport(application.asgi, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with client_of(application.asgi) as client:
             long = [
                 asyncio.create_task(client.post("/tokenize", json={"prompt": LONG + str(number)}))
                 for number in range(6)

@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 from fake_engine import FakeEngine
+from starlette.types import ASGIApp
 
 from quire.checkpoint.pooling import PoolingFacts
 from quire.config.env import Env
@@ -57,13 +59,27 @@ def ask(
     """Send one request to an application with these settings and environment variables."""
     environment = None if env is None else Env.read(env)
     application = application_of(engine or FakeEngine(), settings or {}, environment)
-    transport = httpx.ASGITransport(application.asgi, raise_app_exceptions=False)
+    return fetch(application.asgi, method, path, **kwargs)
 
+
+def fetch(app: ASGIApp, method: str, path: str, **kwargs: Any) -> httpx.Response:
     async def go() -> httpx.Response:
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with client_of(app) as client:
             return await client.request(method, path, **kwargs)
 
     return asyncio.run(go())
+
+
+def client_of(app: ASGIApp, **options: Any) -> httpx.AsyncClient:
+    """Return a client of an application; it answers 500 if an exception leaves the application."""
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://test", **options)
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.01)
 
 
 def status_of(

@@ -2,14 +2,13 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from ask import CHAT, COMPLETIONS, EMBEDDER, MESSAGES, refused
+from ask import CHAT, COMPLETIONS, EMBEDDER, MESSAGES, client_of, fetch, refused
 from fake_engine import FakeEngine
 from hanging_up import post
 
@@ -150,7 +149,7 @@ def test_token_budget_is_available_at_once_and_refills_evenly() -> None:
     account.add_output(500)
     refusal = ledger.enter(key)
     assert refusal is not None and refusal.retry_after_s == 30, "300 too many, at 10 a second"
-    assert "tokens_per_minute is 600" in refusal.message and "in 30 s" in refusal.message
+    assert "tokens_per_minute is 600" in str(refusal) and "in 30 s" in str(refusal)
     clock.now += 29
     refusal = ledger.enter(key)
     assert refusal is not None and refusal.retry_after_s == 1
@@ -179,7 +178,7 @@ def test_finished_request_frees_a_slot() -> None:
     ledger, key, _ = ledger_of(max_concurrency=2)
     assert ledger.enter(key) is None and ledger.enter(key) is None
     refusal = ledger.enter(key)
-    assert refusal is not None and refusal.retry_after_s >= 1 and "max_concurrency is 2" in refusal.message
+    assert refusal is not None and refusal.retry_after_s >= 1 and "max_concurrency is 2" in str(refusal)
     ledger.leave(key)
     assert ledger.enter(key) is None
 
@@ -219,12 +218,8 @@ class Served:
         self.pages = KeyPages(key_names(made.keys))
         self.application = Application(engine, made, self.pages)
 
-    @asynccontextmanager
-    async def client(self, key: str) -> AsyncIterator[httpx.AsyncClient]:
-        transport = httpx.ASGITransport(self.application.asgi, raise_app_exceptions=False)
-        headers = {"authorization": f"Bearer {key}"}
-        async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers) as client:
-            yield client
+    def client(self, key: str) -> httpx.AsyncClient:
+        return client_of(self.application.asgi, headers={"authorization": f"Bearer {key}"})
 
     def count(self, counter: str, key: int = 0) -> float:
         return self.pages.total(key, counter)
@@ -243,11 +238,8 @@ def serve(tmp_path: Path) -> Serve:
 
 
 def ask(served: Served, key: str, path: str = CHAT, **body: Any) -> httpx.Response:
-    async def go() -> httpx.Response:
-        async with served.client(key) as client:
-            return await client.post(path, json=body or {"messages": MESSAGES})
-
-    return asyncio.run(go())
+    headers = {"authorization": f"Bearer {key}"}
+    return fetch(served.application.asgi, "POST", path, json=body or {"messages": MESSAGES}, headers=headers)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -299,61 +291,48 @@ def test_rate_limit_is_checked_before_the_body(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_max_concurrency_of_one_admits_one_request(serve: Serve, stream: bool) -> None:
+async def test_max_concurrency_of_one_admits_one_request(serve: Serve, stream: bool) -> None:
     """One of several concurrent requests is answered; its slot is free afterwards, and after one that
     fails."""
     served = serve({"name": "t", "key": "sk-t", "max_concurrency": 1}, engine=FakeEngine(step_s=0.01))
-
-    async def go() -> list[int]:
-        async with served.client("sk-t") as client:
-            body = {"messages": MESSAGES, "stream": stream, "max_tokens": 30, "ignore_eos": True}
-            responses = await asyncio.gather(*(client.post(CHAT, json=body) for _ in range(4)))
-            bad = await client.post(CHAT, json={"messages": 5})
-            return [*(reply.status_code for reply in responses), bad.status_code]
-
-    statuses = asyncio.run(go())
-    assert sorted(statuses[:4]) == [200, 429, 429, 429] and statuses[4] == 400
-    assert (served.count("concurrency"), served.count("running")) == (3, 0)
-    served.engine.fail_after = 0
-    failed = ask(served, "sk-t", CHAT, messages=MESSAGES, stream=stream)
+    async with served.client("sk-t") as client:
+        body = {"messages": MESSAGES, "stream": stream, "max_tokens": 30, "ignore_eos": True}
+        replies = await asyncio.gather(*(client.post(CHAT, json=body) for _ in range(4)))
+        assert sorted(reply.status_code for reply in replies) == [200, 429, 429, 429]
+        assert (await client.post(CHAT, json={"messages": 5})).status_code == 400
+        assert (served.count("concurrency"), served.count("running")) == (3, 0)
+        served.engine.fail_after = 0
+        failed = await client.post(CHAT, json={"messages": MESSAGES, "stream": stream})
     assert failed.status_code == (200 if stream else 500) and "the engine failed" in failed.text
     assert served.count("running") == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_client_disconnect_frees_the_slot(serve: Serve, stream: bool) -> None:
+async def test_client_disconnect_frees_the_slot(serve: Serve, stream: bool) -> None:
     served = serve({"name": "t", "key": "sk-t", "max_concurrency": 1}, engine=FakeEngine(step_s=0.01))
     body = {"messages": MESSAGES, "stream": stream, "max_tokens": 400, "ignore_eos": True}
-
-    async def go() -> None:
-        gone = asyncio.Event()
-        task = asyncio.create_task(post(served.application, CHAT, body, gone, "sk-t"))
-        while not served.engine.num_in_flight:
-            await asyncio.sleep(0.001)
-        assert served.count("running") == 1
-        gone.set()
-        await asyncio.wait_for(task, 60)
-
-    asyncio.run(go())
+    gone = asyncio.Event()
+    task = asyncio.create_task(post(served.application, CHAT, body, gone, "sk-t"))
+    while not served.engine.num_in_flight:
+        await asyncio.sleep(0.001)
+    assert served.count("running") == 1
+    gone.set()
+    await asyncio.wait_for(task, 60)
     assert served.count("running") == 0 and served.engine.num_in_flight == 0
 
 
-def test_background_response_holds_its_slot_until_it_ends(serve: Serve) -> None:
+async def test_background_response_holds_its_slot_until_it_ends(serve: Serve) -> None:
     """Catches background responses without a limit, and a limit that prevents cancelling them."""
     served = serve(
         {"name": "t", "key": "sk-t", "max_concurrency": 1}, engine=FakeEngine("x" * 400, step_s=0.05)
     )
-
-    async def go() -> None:
-        async with served.client("sk-t") as client:
-            body = {"input": "x", "background": True, "max_output_tokens": 400}
-            first = await client.post("/v1/responses", json=body)
-            assert first.status_code == 200 and served.count("running") == 1
-            assert (await client.post("/v1/responses", json=body)).status_code == 429
-            cancelled = await client.post(f"/v1/responses/{first.json()['id']}/cancel")
-            assert cancelled.status_code == 200 and served.count("running") == 0
-
-    asyncio.run(go())
+    async with served.client("sk-t") as client:
+        body = {"input": "x", "background": True, "max_output_tokens": 400}
+        first = await client.post("/v1/responses", json=body)
+        assert first.status_code == 200 and served.count("running") == 1
+        assert (await client.post("/v1/responses", json=body)).status_code == 429
+        cancelled = await client.post(f"/v1/responses/{first.json()['id']}/cancel")
+        assert cancelled.status_code == 200 and served.count("running") == 0
 
 
 @pytest.mark.parametrize(
@@ -391,28 +370,17 @@ def test_every_generating_route_is_counted_and_limited(serve: Serve, path: str, 
 )
 def test_malformed_auth_headers_are_refused(serve: Serve, headers: dict[str, str]) -> None:
     served = serve()
-
-    async def go() -> httpx.Response:
-        async with served.client("") as client:
-            del client.headers["authorization"]
-            raw = {name: value.encode("latin-1") for name, value in headers.items()}
-            return await client.post(CHAT, json={"messages": MESSAGES}, headers=raw)
-
-    reply = asyncio.run(go())
+    raw = {name: value.encode("latin-1") for name, value in headers.items()}
+    reply = fetch(served.application.asgi, "POST", CHAT, json={"messages": MESSAGES}, headers=raw)
     assert reply.status_code == 401 and reply.json()["error"]["type"] == "AuthenticationError"
     assert not served.engine.seen and served.count("requests", 0) == served.count("requests", 1) == 0
 
 
 def test_key_in_x_api_key_header(serve: Serve) -> None:
     served = serve()
-
-    async def go() -> int:
-        async with served.client("") as client:
-            del client.headers["authorization"]
-            headers = {"x-api-key": "sk-guest"}
-            return (await client.post(CHAT, json={"messages": MESSAGES}, headers=headers)).status_code
-
-    assert asyncio.run(go()) == 200 and served.count("requests", 1) == 1
+    headers = {"x-api-key": "sk-guest"}
+    reply = fetch(served.application.asgi, "POST", CHAT, json={"messages": MESSAGES}, headers=headers)
+    assert reply.status_code == 200 and served.count("requests", 1) == 1
 
 
 def test_render_costs_no_tokens(serve: Serve) -> None:

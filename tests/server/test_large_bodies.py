@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from ask import refused
+from ask import client_of, fetch, refused
 from fake_engine import FakeEngine
 
 from quire.server.app import Application
@@ -25,16 +25,13 @@ LONG = 'a, [b]: {c} \\" ' * (fast_path._LARGE // 12)
 
 
 def client() -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(APPLICATION.asgi, raise_app_exceptions=False)
-    return httpx.AsyncClient(transport=transport, base_url="http://test")
+    return client_of(APPLICATION.asgi)
 
 
 def post(path: str, content: str | bytes) -> httpx.Response:
-    async def go() -> httpx.Response:
-        async with client() as http:
-            return await http.post(path, content=content, headers={"content-type": "application/json"})
-
-    return asyncio.run(go())
+    return fetch(
+        APPLICATION.asgi, "POST", path, content=content, headers={"content-type": "application/json"}
+    )
 
 
 def listed(item: str, count: int) -> str:
@@ -74,7 +71,7 @@ def test_bodies_with_too_many_values_are_refused(value: str, words: str) -> None
         assert words in error["message"] and "may have" in error["message"]
 
 
-def test_other_requests_run_while_a_large_body_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_other_requests_run_while_a_large_body_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, over, read = threading.Event(), threading.Event(), fast_path._parse_large
 
     def parse_slowly(*args: Any) -> Any:
@@ -83,20 +80,16 @@ def test_other_requests_run_while_a_large_body_is_parsed(monkeypatch: pytest.Mon
         return read(*args)
 
     monkeypatch.setattr(fast_path, "_parse_large", parse_slowly)
-
-    async def go() -> None:
-        body = json.dumps({"prompt": "ab", "note": LONG})
-        async with client() as http, asyncio.timeout(60):
-            sent = {"content": body, "headers": {"content-type": "application/json"}}
-            large = asyncio.create_task(http.post("/v1/completions", **sent))
-            while not begun.is_set():
-                await asyncio.sleep(0.01)
-            assert (await http.get("/health")).status_code == 200
-            assert (await http.post("/v1/completions", json={"prompt": "ab"})).status_code == 200
-            over.set()
-            assert (await large).status_code == 200
-
-    asyncio.run(go())
+    body = json.dumps({"prompt": "ab", "note": LONG})
+    async with client() as http, asyncio.timeout(60):
+        sent = {"content": body, "headers": {"content-type": "application/json"}}
+        large = asyncio.create_task(http.post("/v1/completions", **sent))
+        while not begun.is_set():
+            await asyncio.sleep(0.01)
+        assert (await http.get("/health")).status_code == 200
+        assert (await http.post("/v1/completions", json={"prompt": "ab"})).status_code == 200
+        over.set()
+        assert (await large).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,14 @@
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from ask import CHAT, COMPLETIONS, MESSAGES
+from ask import CHAT, COMPLETIONS, MESSAGES, until
 from fake_engine import FakeEngine
 
 from quire.errors import ConfigError
@@ -18,102 +19,80 @@ from quire.server.settings import make_settings
 
 TIMEOUT_S = 60
 """Limit after which a hanging test fails."""
-Talk = Callable[[httpx.AsyncClient, asyncio.Event], Awaitable[Any]]
 
 
-def with_server(engine: FakeEngine, talk: Talk, **overrides: Any) -> Any:
-    """Serve while `talk` runs; the server must then stop by itself."""
+@asynccontextmanager
+async def served(
+    engine: FakeEngine, **overrides: Any
+) -> AsyncIterator[tuple[httpx.AsyncClient, asyncio.Event]]:
+    """Serve within this context, or until the event is set; the server must then stop by itself."""
     settings = make_settings({"host": "127.0.0.1", "port": 0, **overrides})
-
-    async def go() -> Any:
-        listening, stop = bind(settings.http), asyncio.Event()
-        serving = asyncio.create_task(serve(settings, engine, [listening], stop=stop))
-        uds = settings.http.uds
-        base = "http://test" if uds else f"http://127.0.0.1:{listening.getsockname()[1]}"
-        transport = httpx.AsyncHTTPTransport(uds=uds)
-        async with httpx.AsyncClient(transport=transport, base_url=base, timeout=TIMEOUT_S) as client:
-            result = await talk(client, stop)
-        stop.set()
-        await asyncio.wait_for(serving, TIMEOUT_S)
-        return result
-
-    return asyncio.run(go())
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while not condition():
-            await asyncio.sleep(0.01)
+    listening, stop = bind(settings.http), asyncio.Event()
+    serving = asyncio.create_task(serve(settings, engine, [listening], stop=stop))
+    uds = settings.http.uds
+    base = "http://test" if uds else f"http://127.0.0.1:{listening.getsockname()[1]}"
+    transport = httpx.AsyncHTTPTransport(uds=uds)
+    async with httpx.AsyncClient(transport=transport, base_url=base, timeout=TIMEOUT_S) as client:
+        yield client, stop
+    stop.set()
+    await asyncio.wait_for(serving, TIMEOUT_S)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompt", ["a", ["a", "b"]])
-def test_client_disconnect_frees_the_engine(stream: bool, prompt: Any) -> None:
+async def test_client_disconnect_frees_the_engine(stream: bool, prompt: Any) -> None:
     engine = FakeEngine("x" * 500, step_s=0.02, max_model_len=100_000)
-
-    async def talk(client: httpx.AsyncClient, _: asyncio.Event) -> None:
+    async with served(engine) as (client, _):
         body = {"prompt": prompt, "max_tokens": 90_000, "ignore_eos": True, "stream": stream}
         asking = asyncio.create_task(client.post(COMPLETIONS, json=body))
         await until(lambda: engine.num_in_flight == (2 if isinstance(prompt, list) else 1))
         asking.cancel()
         await until(lambda: engine.num_in_flight == 0)
         assert (await client.get("/health")).status_code == 200
-
-    with_server(engine, talk)
     assert len(engine.aborted) == (2 if isinstance(prompt, list) else 1)
 
 
-def test_drain_lets_running_requests_finish() -> None:
+async def test_drain_lets_running_requests_finish() -> None:
     engine = FakeEngine("abcdef", step_s=0.03)
-
-    async def talk(client: httpx.AsyncClient, stop: asyncio.Event) -> str:
+    async with served(engine) as (client, stop):
         asking = asyncio.create_task(client.post(CHAT, json={"messages": MESSAGES, "stream": True}))
         await until(lambda: engine.num_in_flight == 1)
         stop.set()
-        return (await asking).text
-
-    text = with_server(engine, talk)
+        text = (await asking).text
     assert text.endswith("data: [DONE]\n\n") and '"finish_reason":"stop"' in text and engine.aborted == []
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_requests_cut_by_the_drain_get_the_reason(stream: bool) -> None:
+async def test_requests_cut_by_the_drain_get_the_reason(stream: bool) -> None:
     engine = FakeEngine("x" * 5000, step_s=0.05, max_model_len=10_000)
-
-    async def talk(client: httpx.AsyncClient, stop: asyncio.Event) -> httpx.Response:
+    async with served(engine, shutdown_timeout=0.2) as (client, stop):
         body = {"messages": MESSAGES, "stream": stream}
         asking = asyncio.create_task(client.post(CHAT, json=body))
         await until(lambda: engine.num_in_flight == 1)
         stop.set()
-        return await asking
-
-    response = with_server(engine, talk, shutdown_timeout=0.2)
+        response = await asking
     assert "shutting down" in response.text and len(engine.aborted) == 1
     assert response.status_code == (200 if stream else 500)
     assert not stream or response.text.endswith("data: [DONE]\n\n")
 
 
-def test_open_page_does_not_delay_shutdown() -> None:
+async def test_open_page_does_not_delay_shutdown() -> None:
     """The event stream of the page never ends by itself."""
+    async with (
+        served(FakeEngine()) as (client, stop),
+        client.stream("GET", "/page/events") as response,
+    ):
+        assert response.status_code == 200
+        stop.set()
+        await response.aread()
 
-    async def talk(client: httpx.AsyncClient, stop: asyncio.Event) -> None:
-        async with client.stream("GET", "/page/events") as response:
-            assert response.status_code == 200
-            stop.set()
-            await response.aread()
 
-    with_server(FakeEngine(), talk)
-
-
-def test_unix_socket_and_root_path(tmp_path: Path) -> None:
-    async def talk(client: httpx.AsyncClient, _: asyncio.Event) -> list[int]:
-        keyed = {"authorization": "Bearer k"}
-        answers = [await client.get("/health"), await client.get("/v1/models")]
-        answers.append(await client.get("/v1/models", headers=keyed))
-        return [answer.status_code for answer in answers]
-
+async def test_unix_socket_and_root_path(tmp_path: Path) -> None:
     path = str(tmp_path / "s")
-    assert with_server(FakeEngine(), talk, uds=path, root_path="/api", api_key=["k"]) == [200, 401, 200]
+    async with served(FakeEngine(), uds=path, root_path="/api", api_key=["k"]) as (client, _):
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/v1/models")).status_code == 401
+        assert (await client.get("/v1/models", headers={"authorization": "Bearer k"})).status_code == 200
     # A socket file that an earlier server left is replaced; one with a listening server is an error.
     listening = bind(make_settings({"uds": path}).http)
     for check in (bind, check_is_free):
@@ -134,12 +113,8 @@ def test_port_in_use_is_reported_at_once() -> None:
             bind(make_settings({"host": "127.0.0.1", "port": port}).http)
 
 
-def test_unreadable_certificates_are_a_config_error(tmp_path: Path) -> None:
+async def test_unreadable_certificates_are_a_config_error(tmp_path: Path) -> None:
     missing = str(tmp_path / "none.pem")
-
-    async def go() -> None:
-        settings = make_settings({"ssl_certfile": missing, "ssl_keyfile": missing})
-        with pytest.raises(ConfigError, match="ssl_certfile"):
-            await serve(settings, FakeEngine(), [])
-
-    asyncio.run(go())
+    settings = make_settings({"ssl_certfile": missing, "ssl_keyfile": missing})
+    with pytest.raises(ConfigError, match="ssl_certfile"):
+        await serve(settings, FakeEngine(), [])

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from ask import CHAT, chat, refused
+from ask import CHAT, chat, fetch, refused
 from fake_engine import FakeEngine
 from fake_inputs import PAD, START, data_url, engine_with_media, file_of, image_part, media, picture, wav
 from hanging_up import post
@@ -33,13 +33,8 @@ APPLICATION = Application(ENGINE, make_settings({"enable_prompt_tokens_details":
 
 
 def send(path: str = CHAT, **body: Any) -> httpx.Response:
-    async def go() -> httpx.Response:
-        transport = httpx.ASGITransport(APPLICATION.asgi, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.post(path, json=body)
-
     ENGINE.seen.clear()
-    return asyncio.run(go())
+    return fetch(APPLICATION.asgi, "POST", path, json=body)
 
 
 def seen(engine: FakeEngine = ENGINE) -> list[tuple[str, int, int]]:
@@ -196,10 +191,10 @@ def test_slow_media_blocks_no_other_request_and_ends_with_its_client() -> None:
             while sum(path == "/drips" for path, _ in requests) < 20:
                 await asyncio.sleep(0.01)
             assert await ask("/image.png") == 200
-            assert len(application.api.answering) == 20
+            assert len(application.api.running_requests) == 20
             gone.set()
             assert await asyncio.gather(*slow) == [499] * 20
-        assert len(engine.seen) == 1 and not application.api.answering
+        assert len(engine.seen) == 1 and not application.api.running_requests
 
     with hostile_server() as server:
         asyncio.run(go(server.url, server.requests))

@@ -2,13 +2,16 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
-from ask import CHAT, COMPLETIONS, MESSAGES, application_of
+from ask import CHAT, COMPLETIONS, MESSAGES, application_of, client_of
 from fake_backend import Backend
 from fake_engine import FakeEngine, FakeFacts
 from prometheus_client.core import GaugeMetricFamily
@@ -17,13 +20,11 @@ from quire.config.env import Env
 from quire.errors import EngineDead, EngineError
 from quire.frontend.model_pool import ModelPool, PoolModel
 from quire.memory import ModelMemory
-from quire.metrics.exposition import MergedMetrics, exposition
 from quire.server.app import Application
 from quire.server.settings import make_settings
 from quire.server.several_models import ServedModel, models_app
 
 TIMEOUT_S = 60
-Talk = Callable[[httpx.AsyncClient], Awaitable[None]]
 
 
 class Several:
@@ -44,24 +45,18 @@ class Several:
             )
             for name, engine in self.engines.items()
         ]
-        self.pool = ModelPool([model.place for model in served], budget_bytes=budget)
+        self.pool = ModelPool([model.pool_model for model in served], budget_bytes=budget)
         self.applications = [model.application for model in served]
-        self.app = models_app(served, self.pool, made, lambda: "metrics of all\n")
+        self.app = models_app(served, self.pool, made)
 
-    def run(self, talk: Talk, **headers: str) -> None:
-        async def go() -> None:
-            self.pool.start()
-            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-            async with (
-                asyncio.timeout(TIMEOUT_S),
-                httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers) as client,
-            ):
-                await self.pool.started.wait()
-                await talk(client)
-                assert all(not model.num_users for model in self.pool.models.values())
-                await self.pool.close()
-
-        asyncio.run(go())
+    @asynccontextmanager
+    async def client(self, **headers: str) -> AsyncIterator[httpx.AsyncClient]:
+        self.pool.start()
+        async with asyncio.timeout(TIMEOUT_S), client_of(self.app, headers=headers) as client:
+            await self.pool.started.wait()
+            yield client
+            assert all(not model.num_users for model in self.pool.models.values())
+            await self.pool.close()
 
 
 async def complete(client: httpx.AsyncClient, **body: Any) -> Any:
@@ -73,10 +68,9 @@ async def states(client: httpx.AsyncClient) -> dict[str, str]:
     return {card["id"]: card["status"]["value"] for card in cards}
 
 
-def test_model_in_the_body_chooses() -> None:
+async def test_model_in_the_body_chooses() -> None:
     several = Several()
-
-    async def talk(client: httpx.AsyncClient) -> None:
+    async with several.client() as client:
         assert await states(client) == {"a": "awake", "first": "awake", "b": "unloaded"}
         for name, text in (("a", "from a"), ("b", "from b"), ("first", "from a"), (None, "from a")):
             reply = await complete(client, model=name)
@@ -87,13 +81,10 @@ def test_model_in_the_body_chooses() -> None:
         assert (await client.post("/v1/messages", json=message)).json()["model"] == "b"
         assert await states(client) == {"a": "asleep", "first": "asleep", "b": "awake"}
 
-    several.run(talk)
 
-
-def test_unknown_model_is_404_with_the_known_ones() -> None:
+async def test_unknown_model_is_404_with_the_known_ones() -> None:
     several = Several()
-
-    async def talk(client: httpx.AsyncClient) -> None:
+    async with several.client() as client:
         for reply in (
             await client.post(COMPLETIONS, json={"model": "c", "prompt": "x"}),
             await client.get("/v1/models/c"),
@@ -105,8 +96,6 @@ def test_unknown_model_is_404_with_the_known_ones() -> None:
             assert error["param"] == "model"
         reply = await client.post("/v1/messages", json={"model": "c", "max_tokens": 5, "messages": MESSAGES})
         assert reply.status_code == 404 and reply.json()["type"] == "error"
-
-    several.run(talk)
     assert several.backends["b"].calls == []
 
 
@@ -114,57 +103,43 @@ def test_unknown_model_is_404_with_the_known_ones() -> None:
     "content",
     [b"", b"{", b'{"model": 3, "prompt": "x"}', b'{"prompt": {}}', b'"\\ud800"', b"\xff" * (2 << 20)],
 )
-def test_invalid_bodies_are_reported_as_by_a_single_model(content: bytes) -> None:
-    several, single, results = Several(), httpx.ASGITransport, list[Any]()
-
-    async def talk(client: httpx.AsyncClient) -> None:
-        json_type = {"content-type": "application/json"}
-        results.append(await client.post(COMPLETIONS, content=content, headers=json_type))
-        transport = single(several.applications[0].asgi)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as other:
-            results.append(await other.post(COMPLETIONS, content=content, headers=json_type))
-
-    several.run(talk)
-    assert results[0].status_code == results[1].status_code == 400
-    assert results[0].json() == results[1].json()
+async def test_invalid_bodies_are_reported_as_by_a_single_model(content: bytes) -> None:
+    several, json_type = Several(), {"content-type": "application/json"}
+    async with several.client() as client, client_of(several.applications[0].asgi) as single:
+        reply = await client.post(COMPLETIONS, content=content, headers=json_type)
+        expected = await single.post(COMPLETIONS, content=content, headers=json_type)
+    assert reply.status_code == expected.status_code == 400
+    assert reply.json() == expected.json()
 
 
-def test_frontend_routes_need_no_engine() -> None:
+async def test_frontend_routes_need_no_engine() -> None:
     several = Several()
-
-    async def talk(client: httpx.AsyncClient) -> None:
+    async with several.client() as client:
         reply = await client.post("/tokenize", json={"model": "b", "prompt": "abc"})
         assert reply.json()["count"] == 3
         assert (await client.post("/v1/nothing", json={"model": "b"})).status_code == 404
         assert (await client.get("/version")).status_code == 200
         assert (await client.get("/load")).json() == {"server_load": 0}
-        assert (await client.get("/metrics")).text == "metrics of all\n"
-
-    several.run(talk)
     assert several.backends["b"].calls == []
 
 
-def test_form_of_an_audio_request_names_its_model() -> None:
+async def test_form_of_an_audio_request_names_its_model() -> None:
     several = Several()
-
-    async def talk(client: httpx.AsyncClient) -> None:
+    async with several.client() as client:
         files = {"file": ("a.wav", b"no sound")}
         path = "/v1/audio/transcriptions"
         reply = await client.post(path, data={"model": "c"}, files=files)
         assert reply.status_code == 404 and "This server has" in reply.text
         reply = await client.post(path, data={"model": "b"}, files=files)
         assert reply.status_code >= 400 and "This server has" not in reply.text
-
-    several.run(talk)
     assert several.backends["b"].calls[0] == "load"
 
 
-def test_adapters_belong_to_their_model(tmp_path: Path) -> None:
+async def test_adapters_belong_to_their_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     (tmp_path / "adapter_model.safetensors").write_text("weights")
     several = Several(env={"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}, lora_roots=[str(tmp_path)])
-
-    async def talk(client: httpx.AsyncClient) -> None:
+    async with several.client() as client:
         body = {"lora_name": "x", "lora_path": str(tmp_path)}
         reply = await client.post("/v1/load_lora_adapter", json=body)
         assert reply.status_code == 200, reply.text
@@ -175,8 +150,6 @@ def test_adapters_belong_to_their_model(tmp_path: Path) -> None:
         reply = await client.post("/v1/unload_lora_adapter", json={"lora_name": "x"})
         assert reply.status_code == 200
         assert (await client.get("/v1/models/x")).status_code == 404
-
-    several.run(talk)
     assert several.engines["b"].loras[-1].lora_name == "x"  # type: ignore[union-attr]
 
 
@@ -187,10 +160,9 @@ def keys_file(folder: Path) -> str:
     return str(file)
 
 
-def test_operator_loads_and_unloads(tmp_path: Path) -> None:
+async def test_operator_loads_and_unloads(tmp_path: Path) -> None:
     several = Several(budget=20, api_key=[keys_file(tmp_path)])
-
-    async def talk(client: httpx.AsyncClient) -> None:
+    async with several.client() as client:
         body, operator = {"model": "first"}, {"authorization": "Bearer o"}
         for path in ("/v1/models/load", "/v1/models/unload"):
             assert (await client.post(path, json=body)).status_code == 401
@@ -202,27 +174,21 @@ def test_operator_loads_and_unloads(tmp_path: Path) -> None:
         assert reply.json() == {"model": "a", "state": "awake"}
         reply = await client.post("/v1/models/load", json={"model": "c"}, headers=operator)
         assert reply.status_code == 404
-
-    several.run(talk)
     assert several.backends["a"].calls == ["load", "unload", "load", "unload"]
 
 
 @pytest.mark.parametrize(("env", "status"), [({}, 403), ({"VLLM_SERVER_DEV_MODE": "1"}, 200)])
-def test_loading_without_keys_needs_developer_mode(env: dict[str, str], status: int) -> None:
+async def test_loading_without_keys_needs_developer_mode(env: dict[str, str], status: int) -> None:
     several = Several(env=env)
-
-    async def talk(client: httpx.AsyncClient) -> None:
+    async with several.client() as client:
         assert (await client.post("/v1/models/load", json={"model": "b"})).status_code == status
         assert (await client.post("/sleep")).status_code == 400
 
-    several.run(talk)
 
-
-def test_failed_model_hurts_no_other() -> None:
+async def test_failed_model_hurts_no_other() -> None:
     several = Several(budget=20)
     several.backends["b"].error = EngineError("its weights are broken")
-
-    async def talk(client: httpx.AsyncClient) -> None:
+    async with several.client() as client:
         reply = await client.post(COMPLETIONS, json={"model": "b", "prompt": "x"})
         assert reply.status_code == 503 and "its weights are broken" in reply.json()["error"]["message"]
         assert (await complete(client, model="a"))["choices"][0]["text"] == "from a"
@@ -236,15 +202,12 @@ def test_failed_model_hurts_no_other() -> None:
             reply = await client.get(path)
             assert reply.status_code == 503 and "it hangs" in reply.text
 
-    several.run(talk)
 
-
-def test_request_waits_in_line_for_its_model() -> None:
+async def test_request_waits_in_line_for_its_model() -> None:
     """A request for a sleeping model waits until the running one of another model has ended."""
     several = Several()
     several.engines["a"].step_s = 0.01
-
-    async def talk(client: httpx.AsyncClient) -> None:
+    async with several.client() as client:
         first = asyncio.create_task(complete(client, model="a"))
         while several.engines["a"].num_in_flight == 0:
             await asyncio.sleep(0)
@@ -255,20 +218,22 @@ def test_request_waits_in_line_for_its_model() -> None:
         third = asyncio.create_task(complete(client, model="a"))
         texts = [(await task)["choices"][0]["text"] for task in (first, second, third)]
         assert texts == ["from a", "from b", "from a"]
-
-    several.run(talk)
     assert several.backends["a"].calls == ["load", "sleep 1", "wake_up", "unload"]
 
 
-def test_metrics_of_several_models_are_one_family_each() -> None:
+async def test_metrics_of_several_models_are_one_family_each() -> None:
     def of_model(name: str) -> list[GaugeMetricFamily]:
         labelled = GaugeMetricFamily("vllm:running", "Running.", labels=["model_name"])
         labelled.add_metric([name], 1)
         return [labelled, GaugeMetricFamily("vllm:info", "Info.", value=1)]
 
+    several = Several()
     shared = [GaugeMetricFamily("http", "Shared.", value=3)]
-    merged = MergedMetrics({name: of_model(name) for name in "ab"}, shared)
-    text = exposition(merged, is_only_process=False)
+    for name, engine in several.engines.items():
+        metrics = partial(SimpleNamespace, of_server=lambda: shared)
+        engine.metrics = metrics(model_name=name, of_engines=partial(of_model, name))  # type: ignore[attr-defined]
+    async with several.client() as client:
+        text = (await client.get("/metrics")).text
     assert text.count("# TYPE vllm:running gauge") == text.count("# TYPE vllm:info gauge") == 1
     for series in ("running", "info"):
         for name in "ab":

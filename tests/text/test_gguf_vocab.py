@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import pre_tokenizers
 
 from quire.errors import ConfigError
-from quire.text.gguf_vocab import WORDS, merges_by_rank, read_vocab
+from quire.text.gguf_vocab import PRE_TOKENIZERS, merges_by_rank, read_vocab
 
 ANY_TEXT = st.text(st.characters(codec="utf-8"), max_size=40)
 relaxed = settings(
@@ -179,7 +179,7 @@ def test_gpt2_words_equal_the_library(text: str) -> None:
 def test_every_regex_compiles_and_loses_nothing() -> None:
     """Catches a regex that the library rejects, or that drops characters."""
     text = "Hello, wörld's 12345 中文\n\n  x\t"
-    for pre in WORDS:
+    for pre in PRE_TOKENIZERS:
         assert "".join(cut(pre, "Hello, world's 12345 x")) == "Hello, world's 12345 x"
         assert cut(pre, text)
 
@@ -191,8 +191,8 @@ def test_known_regexes_equal_those_of_transformers() -> None:
     if splits is None:
         pytest.skip("this version of transformers has no such table")
     for pre, split in splits.items():
-        if pre in WORDS:
-            assert WORDS[pre].splits == (split,), pre
+        if pre in PRE_TOKENIZERS:
+            assert PRE_TOKENIZERS[pre].splits == (split,), pre
 
 
 def test_unknown_pre_tokenizer_falls_back_to_gpt2(

@@ -46,7 +46,7 @@ def test_concurrent_sequences_do_not_wait_for_each_other(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each has a lexer, which stays warm for the next sequence."""
-    monkeypatch.setattr(grammar_lexers, "LEXERS_S", 1e9)
+    monkeypatch.setattr(grammar_lexers, "MAX_COMPILE_S", 1e9)
     several = [grammars.compile(WORDS) for _ in range(5)]
     lexers = [matcher.lexer for matcher in several]
     assert len(set(lexers)) == 5
@@ -58,7 +58,7 @@ def test_concurrent_sequences_do_not_wait_for_each_other(
 
 
 def test_expensive_grammar_is_compiled_once(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_lexers, "LEXERS_S", 0.0)
+    monkeypatch.setattr(grammar_lexers, "MAX_COMPILE_S", 0.0)
     several = [grammars.compile(WORDS) for _ in range(5)]
     assert len({matcher.lexer for matcher in several}) == 1
     write(grammars, several[0], 9)
@@ -77,7 +77,7 @@ def test_full_lexer_is_not_shared(grammars: Grammars, monkeypatch: pytest.Monkey
 
 
 def test_lexer_is_renewed_before_it_is_full(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_lexers, "MAX_SERVED", 3)
+    monkeypatch.setattr(grammar_lexers, "MAX_SEQUENCES_PER_LEXER", 3)
     lexers = [grammars.compile(WORDS).lexer for _ in range(4)]
     assert lexers[0] is lexers[1] is lexers[2] is not lexers[3]
 
@@ -117,9 +117,9 @@ def test_long_forced_texts_are_not_cached(vocabulary: Vocabulary) -> None:
         return vocabulary.encode(text)
 
     wrapped = grammar._WrappedVocabulary(replace(vocabulary, encode=encode))
-    for text in ("short", "long" * grammar.MAX_KEPT_CHARS) * 2:
+    for text in ("short", "long" * grammar.MAX_CACHED_CHARS) * 2:
         assert wrapped(text) == vocabulary.encode(text)
-    assert lengths == [5, 4 * grammar.MAX_KEPT_CHARS, 4 * grammar.MAX_KEPT_CHARS]
+    assert lengths == [5, 4 * grammar.MAX_CACHED_CHARS, 4 * grammar.MAX_CACHED_CHARS]
 
 
 BYTES = Vocabulary(

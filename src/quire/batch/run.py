@@ -95,7 +95,7 @@ async def open_transport(args: argparse.Namespace) -> AsyncIterator[Transport]:
     if args.url is None:
         async with private_engine(configure(engine_args, usage="server")) as engine:
             application = Application(engine, settings)
-            await application.api.adapters.read_all()
+            await application.api.adapters.load_all()
             yield AsgiTransport(application.asgi)
         return
     engine_args |= server_flags(args)

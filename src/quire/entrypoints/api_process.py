@@ -4,7 +4,7 @@ import asyncio
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import connection
 from pathlib import Path
@@ -51,9 +51,9 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-MANY = 2
-"""Number of engines of a fleet, for choices that depend on whether there is more than one."""
-GREETING_S = 0.3
+FLEET_ENGINES = 2
+"""Number of engines that a fleet is treated as having: more than one."""
+FIRST_MESSAGE_S = 0.3
 """Seconds to wait for the first message of the cores before connections are accepted."""
 
 
@@ -76,7 +76,7 @@ def make_engine(
     a `fleet`, they stand for all of its replicas. `media_memory` is the path of the media cache of all API
     processes."""
     facts = _build_facts(config, num_cores=len(addresses))
-    num_engines = len(addresses) if fleet is None else MANY
+    num_engines = len(addresses) if fleet is None else FLEET_ENGINES
     cache = cache_kind(config.multimodal, config.parallel, num_api=num_api, num_engines=num_engines)
     inputs = _make_inputs(config, facts, cache=cache, index=index, media_memory=media_memory)
     inputs.media.processor_cache.count = metrics.observe_media
@@ -150,24 +150,20 @@ def run_api(
     index: int,
     config: EngineConfig,
     settings: ServerSettings,
-    entrance: socket.socket | ConnectionHandle,
+    connections: socket.socket | ConnectionHandle,
     addresses: Mapping[int, str | Path],
     token: str,
     metrics_file: Path,
     prefix_file: Path,
     key_file: Path,
-    roster_file: Path,
+    adapters_file: Path,
     media_memory: str,
     parent: connection.Connection,
 ) -> None:
     """Run an API process, which accepts on a socket or receives connections. Send None to `parent` when it is
     ready, or a one-line error."""
-    adopt(f"APIServer{index}" if (settings.http.api_server_count or 1) > 1 else "APIServer")
-    tune_allocator()
-    trim_memory(SPARE_BYTES)
-    shorten_thread_switches()
-    with reports_failure(parent):
-        load_plugins(config.broken_plugins)
+    name = f"APIServer{index}" if (settings.http.api_server_count or 1) > 1 else "APIServer"
+    with api_process(name, parent, config.broken_plugins):
         names = key_names(settings.keys)
         keys = KeyPages(names, key_file, process=index) if names else None
         engine = make_engine(
@@ -188,19 +184,24 @@ def run_api(
             _serve(
                 engine,
                 settings,
-                entrance,
+                connections,
                 is_first=index == 0,
                 parent=parent,
                 keys=keys,
-                registry=LoRARegistry(roster_file),
+                registry=LoRARegistry(adapters_file),
             )
         )
 
 
 @contextmanager
-def reports_failure(parent: connection.Connection) -> Iterator[None]:
-    """End the process if its server fails, and send the reason to the supervisor."""
+def api_process(name: str, parent: connection.Connection, broken_plugins: Sequence[str]) -> Iterator[None]:
+    """Set the process up. If its server fails, send the reason to the supervisor and end the process."""
+    adopt(name)
+    tune_allocator()
+    trim_memory(SPARE_BYTES)
+    shorten_thread_switches()
     try:
+        load_plugins(broken_plugins)
         yield
     except QuireError as error:
         parent.send(str(error))
@@ -214,7 +215,7 @@ def reports_failure(parent: connection.Connection) -> Iterator[None]:
 async def _serve(
     engine: AsyncEngine,
     settings: ServerSettings,
-    entrance: socket.socket | ConnectionHandle,
+    connections: socket.socket | ConnectionHandle,
     *,
     is_first: bool,
     parent: connection.Connection,
@@ -225,23 +226,22 @@ async def _serve(
 
     engine.start()
     with suppress(TimeoutError):  # so that clients of a running core are not told that it starts
-        await asyncio.wait_for(engine.ready(), GREETING_S)
-    began: asyncio.Future[Application] = asyncio.get_running_loop().create_future()
+        await asyncio.wait_for(engine.ready(), FIRST_MESSAGE_S)
+    started: asyncio.Future[Application] = asyncio.get_running_loop().create_future()
     serving = asyncio.create_task(
         serve(
             settings,
             engine,
-            None if isinstance(entrance, ConnectionHandle) else [entrance],
-            hand=entrance if isinstance(entrance, ConnectionHandle) else None,
+            connections if isinstance(connections, ConnectionHandle) else [connections],
             announce=is_first,
-            on_serving=began.set_result,
+            on_serving=started.set_result,
             keys=keys,
             registry=registry,
         )
     )
-    reads = is_first and bool(registry.all()) and not registry.is_read
-    reporting = asyncio.create_task(_report_ready(began, engine if reads else None, parent))
-    announcing = asyncio.create_task(_announce(began, engine)) if is_first else None
+    loads_adapters = is_first and bool(registry.all()) and not registry.is_loaded
+    reporting = asyncio.create_task(_report_ready(started, engine if loads_adapters else None, parent))
+    announcing = asyncio.create_task(_announce(started, engine)) if is_first else None
     try:
         await asyncio.wait((serving, reporting), return_when=asyncio.FIRST_COMPLETED)
         if reporting.done() and reporting.exception() is not None:
@@ -256,21 +256,25 @@ async def _serve(
         engine.close()
 
 
-async def _announce(began: "asyncio.Future[Application]", engine: AsyncEngine) -> None:
-    """Log vLLM's line when requests can be answered; scripts wait for it."""
-    await began
+async def _announce(started: "asyncio.Future[Application]", engine: AsyncEngine) -> None:
+    await started
     await engine.ready()
+    announce_ready()
+
+
+def announce_ready() -> None:
+    """Log vLLM's line when requests can be answered; scripts wait for it."""
     log.info("Ready, %.1f s after the server was started", parent_age_s())
     log.info("Application startup complete.")
 
 
 async def _report_ready(
-    began: "asyncio.Future[Application]", reader: AsyncEngine | None, parent: connection.Connection
+    started: "asyncio.Future[Application]", adapter_engine: AsyncEngine | None, parent: connection.Connection
 ) -> None:
-    """Report to `parent` that this process is ready: it serves, and `reader` has loaded all adapters."""
-    application = await began
+    """Report to `parent` that this process serves, and that `adapter_engine` has loaded all adapters."""
+    application = await started
     tune_garbage_collector()
-    if reader is not None:
-        await reader.ready()
-        await application.api.adapters.read_all()
+    if adapter_engine is not None:
+        await adapter_engine.ready()
+        await application.api.adapters.load_all()
     parent.send(None)

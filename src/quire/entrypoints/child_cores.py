@@ -26,7 +26,7 @@ from quire.system.cluster_token import new_token
 from quire.system.scratch import Scratch
 
 KILL_AFTER_S = 5.0
-LOOK_S = 0.2
+POLL_S = 0.2
 
 
 class ChildCores:
@@ -90,16 +90,10 @@ class ChildCores:
             core_address.address, self._token, health_timeout_s=self._health_timeout_s, on_end=on_end
         )
 
-    def _make_core(self, rank: int, parent: connection.Connection) -> BaseProcess:
-        args = (config_of_rank(self.config, rank), self._addresses[rank], parent)
-        name = core_name(rank, len(self._addresses))
-        return multiprocessing.get_context("spawn").Process(target=run_core, args=args, name=name)
-
     def start(self) -> None:
         """Start a process for each core."""
-        for rank in self._addresses:
-            name = "the engine" if len(self._addresses) == 1 else f"engine {rank}"
-            self.children[rank] = Child(name, functools.partial(self._make_core, rank))
+        for rank, core_address in self._addresses.items():
+            self.children[rank] = core_child(self.config, rank, core_address, len(self._addresses))
             self.children[rank].start()
 
     async def wait_until_up(self) -> None:
@@ -111,7 +105,7 @@ class ChildCores:
         """Wait until the client, by default `engine`, is connected to all cores."""
         ready = asyncio.ensure_future((client or self.engine).ready())
         try:
-            while not (await asyncio.wait((ready,), timeout=LOOK_S))[0]:
+            while not (await asyncio.wait((ready,), timeout=POLL_S))[0]:
                 for child in self.children.values():
                     if not child.is_alive:
                         raise ConfigError(f"{child.name} ended while it was starting; see the log")
@@ -123,7 +117,7 @@ class ChildCores:
         dead = False
         for rank, child in self.children.items():
             if child.look():
-                self._clear_gauges(rank)
+                clear_gauges(self._layout, self._addresses[rank])
             if restarts and child.restart_at is not None and time.monotonic() >= child.restart_at:
                 child.start()
             dead = dead or child.process is None
@@ -134,16 +128,25 @@ class ChildCores:
         for child in self.children.values():
             child.end(signal.SIGTERM, KILL_AFTER_S)
         for rank in self.children:
-            self._clear_gauges(rank)
+            clear_gauges(self._layout, self._addresses[rank])
         self.children = {}
 
-    def _clear_gauges(self, rank: int) -> None:
-        """Clear the gauges of a core that has ended, so that metrics do not show its requests."""
-        core_address = self._addresses[rank]
-        pages = MetricsPages(
-            self._layout, self._metrics_file, engine=core_address.page, num_engines=core_address.num_pages
-        )
-        pages.clear_gauges()
+
+def core_child(config: EngineConfig, rank: int, address: CoreAddress, num_ranks: int) -> Child:
+    """Return an engine core as a child process that is not started yet."""
+
+    def make(parent: connection.Connection) -> BaseProcess:
+        args = (config_of_rank(config, rank), address, parent)
+        context = multiprocessing.get_context("spawn")
+        return context.Process(target=run_core, args=args, name=core_name(rank, num_ranks))
+
+    return Child("the engine" if num_ranks == 1 else f"engine {rank}", make)
+
+
+def clear_gauges(layout: MetricsLayout, address: CoreAddress) -> None:
+    """Clear the gauges of a core that has ended, so that metrics do not show its requests."""
+    file, page, num_engines = address.metrics_file, address.page, address.num_pages
+    MetricsPages(layout, file, engine=page, num_engines=num_engines).clear_gauges()
 
 
 @asynccontextmanager

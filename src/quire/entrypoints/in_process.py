@@ -60,13 +60,13 @@ class LocalEngine(LLMControl):
             validators=validators_of(config),
         )
         self.outputs = self._new_outputs()
-        self._held: list[AnyOutput] = []
+        self._pending: list[AnyOutput] = []
         """Outputs of steps that ran during a control call."""
         clear_media = self.inputs.media.processor_cache.clear
-        this = weakref.proxy(self)  # without a cycle, a deleted engine frees its memory at once
-        self._core_calls = Operator(self.core, lambda finished: this._end(finished), clear_media).calls
+        proxy = weakref.proxy(self)  # without a cycle, a deleted engine frees its memory at once
+        self._core_calls = Operator(self.core, lambda finished: proxy._end(finished), clear_media).calls
         self._operation = CoreControl(
-            lambda *args, **options: this._call_core(*args, **options),
+            lambda *args, **options: proxy._call_core(*args, **options),
             settings=settings_of(config),
             forget_prefixes=lambda: None,
             clear_media=clear_media,
@@ -129,15 +129,15 @@ class LocalEngine(LLMControl):
 
     def has_unfinished_requests(self) -> bool:
         """Whether requests are unfinished. Steps in flight of ended requests do not count."""
-        return self.core.scheduler.has_work or bool(self.core.pause_state.outside) or bool(self._held)
+        return self.core.scheduler.has_work or bool(self.core.pause_state.outside) or bool(self._pending)
 
     def step(self) -> list[AnyOutput]:
         """Run a step and return its outputs. If it is interrupted, all requests are dropped and the engine
         stays usable."""
-        return self._take_held() or self._step()
+        return self._take_pending() or self._step()
 
-    def _take_held(self) -> list[AnyOutput]:
-        outputs, self._held = self._held, []
+    def _take_pending(self) -> list[AnyOutput]:
+        outputs, self._pending = self._pending, []
         return outputs
 
     def _step(self) -> list[AnyOutput]:
@@ -193,15 +193,15 @@ class LocalEngine(LLMControl):
         return [value]
 
     def _step_and_hold(self) -> None:
-        self._held += self._step()
+        self._pending += self._step()
 
     def _end(self, finished: dict[str, FinishReason]) -> None:
-        self._held += self._deliver(StepOutput([], [], finished=finished))
+        self._pending += self._deliver(StepOutput([], [], finished=finished))
 
     def sleep(self, level: int = 1, mode: str = "abort") -> list[AnyOutput]:
         """Put the engine to sleep; return the last outputs of requests that end before."""
         self._wait(self._operation.sleep(level, mode))
-        return self._take_held()
+        return self._take_pending()
 
     def close(self) -> None:
         """Stop the workers; no request can run afterwards."""

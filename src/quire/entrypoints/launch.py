@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
@@ -17,8 +17,9 @@ from quire.config.engine import EngineConfig
 from quire.config.env import Env
 from quire.config.expert_parallel import steps_together
 from quire.config.mm_caches import cache_kind, engine_holds_values, max_bytes
-from quire.core.process import CoreAddress, config_of_rank, core_name, run_core
+from quire.core.process import CoreAddress
 from quire.entrypoints.api_process import run_api
+from quire.entrypoints.child_cores import KILL_AFTER_S, clear_gauges, core_child
 from quire.errors import ConfigError
 from quire.executor.multi_node import run_node
 from quire.frontend.prefix_map import PrefixMap
@@ -29,7 +30,7 @@ from quire.server.api_keys import key_names
 from quire.server.http.accept import ConnectionDealer
 from quire.server.http.sockets import bind
 from quire.server.lora.registry import LoRARegistry, check_modules
-from quire.server.lora.service import located
+from quire.server.lora.service import locate_modules
 from quire.server.settings import ServerSettings
 from quire.system.child import Child
 from quire.system.cluster_token import cluster_token, new_token
@@ -40,8 +41,6 @@ from quire.system.scratch import Scratch
 from quire.system.shared_cache import create_shared_memory
 
 log = get_logger(__name__)
-
-KILL_AFTER_S = 5.0
 
 
 class Supervisor:
@@ -62,8 +61,8 @@ class Supervisor:
         self.ready_timeout_s = Env.read(os.environ).timeouts.engine_ready_timeout_s
         self.listener = bind(settings.http) if topology.num_api else None
         if self.listener is not None and not settings.http.uds:
-            taken = replace(self.settings.http, port=self.listener.getsockname()[1])
-            self.settings = replace(self.settings, http=taken)
+            bound_http = replace(self.settings.http, port=self.listener.getsockname()[1])
+            self.settings = replace(self.settings, http=bound_http)
         self.dealer: ConnectionDealer | None = None
         if self.listener is not None and topology.num_api > 1:
             self.dealer = ConnectionDealer(self.listener, self.folder / "closed", topology.num_api)
@@ -73,11 +72,7 @@ class Supervisor:
         self.registry = self._open_registry()
         self.announcer = self._open_announcer()
         self.cores = {
-            rank: Child(
-                "the engine" if topology.size == 1 else f"engine {rank}",
-                functools.partial(self._make_core, rank),
-            )
-            for rank in topology.local
+            rank: core_child(config, rank, self._core_address(rank), topology.size) for rank in topology.local
         }
         self.apis = [
             Child(f"API server {index}", functools.partial(self._make_api, index))
@@ -157,12 +152,8 @@ class Supervisor:
             ),
         )
 
-    def _make_core(self, rank: int, parent: connection.Connection) -> BaseProcess:
-        args = (config_of_rank(self.config, rank), self._core_address(rank), parent)
-        return self.context.Process(target=run_core, args=args, name=core_name(rank, self.topology.size))
-
     def _make_api(self, index: int, parent: connection.Connection) -> BaseProcess:
-        entrance = self.listener if self.dealer is None else self.dealer.open(index)
+        connections = self.listener if self.dealer is None else self.dealer.open(index)
         folder = self.folder
         addresses = {
             rank: self.addresses.get(rank) or NodeRegistry.file_of(folder, rank)
@@ -170,21 +161,21 @@ class Supervisor:
         }
         files = (self._metrics_file, self._prefix_file, self._key_file, self._adapters_file)
         media = "" if self._media_fd is None else f"/proc/{os.getpid()}/fd/{self._media_fd}"
-        args = (index, self.config, self.settings, entrance, addresses, self.token, *files, media, parent)
+        args = (index, self.config, self.settings, connections, addresses, self.token, *files, media, parent)
         return self.context.Process(target=run_api, args=args, name=f"APIServer{index}")
 
     def run(self) -> int:
         """Run until a signal ends it; return the exit code."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
-        self._advise()
+        self._warn_about_threads()
         engines = self.topology.served or self.topology.local
         layout = MetricsLayout.of(self.config)
         MetricsPages.create(self._metrics_file, layout, num_api=len(self.apis), num_engines=len(engines))
         PrefixMap.create(self._prefix_file)
         if names := key_names(self.settings.keys):
             KeyPages.create(self._key_file, len(names), num_api=len(self.apis))
-        LoRARegistry.create(self._adapters_file, located(self.settings))
+        LoRARegistry.create(self._adapters_file, locate_modules(self.settings))
         problem = ""
         try:
             for child in self._children:
@@ -202,7 +193,7 @@ class Supervisor:
         finally:
             for child in reversed(self._children):
                 child.end(signal.SIGKILL, KILL_AFTER_S)
-            self._close_entrance()
+            self._close_listener()
             if self._media_fd is not None:
                 os.close(self._media_fd)
             if self.registry is not None:
@@ -212,7 +203,7 @@ class Supervisor:
             if self.settings.http.uds:
                 Path(self.settings.http.uds).unlink(missing_ok=True)
 
-    def _advise(self) -> None:
+    def _warn_about_threads(self) -> None:
         parallel = self.config.parallel
         advice = thread_advice(
             self.config.machine.device,
@@ -233,7 +224,7 @@ class Supervisor:
         if self.registry is not None and not self.registry.was_complete:
             raise ConfigError(self.registry.overdue(self.ready_timeout_s))
 
-    def _close_entrance(self) -> None:
+    def _close_listener(self) -> None:
         if self.listener is not None:
             self.listener.close()
         if self.dealer is not None:
@@ -247,10 +238,10 @@ class Supervisor:
     def _handle_events(self) -> None:
         """Wait for an event of the children, and handle it."""
         children = self._children
-        waiting: list[Any] = [child.process.sentinel for child in children if child.process is not None]
-        waiting += [child.says for child in children if child.says is not None]
-        waiting += self.dealer.awaited if self.dealer is not None else ()
-        connection.wait(waiting, timeout=0.1)
+        events: list[Any] = [child.process.sentinel for child in children if child.process is not None]
+        events += [child.says for child in children if child.says is not None]
+        events += self.dealer.readable_sockets if self.dealer is not None else ()
+        connection.wait(events, timeout=0.1)
         self._restart(children)
         if self.dealer is not None:
             self._deal_connections(self.dealer)
@@ -267,17 +258,10 @@ class Supervisor:
             child.listen()  # read startup errors before the exits they cause
         for child in children:
             if child.look() and child not in self.apis:
-                self._clear_gauges(child)
+                (rank,) = (rank for rank, core in self.cores.items() if core is child)
+                clear_gauges(MetricsLayout.of(self.config), self._core_address(rank))
             if child.restart_at is not None and time.monotonic() >= child.restart_at:
                 child.start()
-
-    def _clear_gauges(self, core: Child) -> None:
-        """Clear the gauges of a dead core, so that metrics do not show its requests."""
-        (rank,) = (rank for rank, child in self.cores.items() if child is core)
-        address, layout = self._core_address(rank), MetricsLayout.of(self.config)
-        MetricsPages(
-            layout, address.metrics_file, engine=address.page, num_engines=address.num_pages
-        ).clear_gauges()
 
     def _deal_connections(self, dealer: ConnectionDealer) -> None:
         """Distribute connections to the API processes that are serving."""
@@ -291,27 +275,29 @@ class Supervisor:
     def _drain(self) -> int:
         """Let API servers finish their requests, then stop the cores. The port is free as soon as they close
         it. A core that dies meanwhile is restarted, since requests may wait for it."""
-        self._close_entrance()
+        self._close_listener()
         if all(child.was_up for child in self._children):
             log.info("Shutting down; running requests get %g s", self.settings.http.shutdown_timeout)
         else:
             log.info("Stopped before the server was ready")
         deadline = time.monotonic() + self.settings.http.shutdown_timeout + KILL_AFTER_S
-        for child in self.apis:
-            if child.process is not None and child.is_alive:
-                os.kill(child.process.pid or 0, signal.SIGTERM)
+        _terminate(self.apis)
         while time.monotonic() < deadline and any(child.is_alive for child in self.apis):
             alive = [child.process for child in self._children if child.is_alive]
             connection.wait([process.sentinel for process in alive if process is not None], timeout=0.1)
             self._restart([core for core in self.cores.values() if core.was_up])
         for child in self.apis:
             child.end(signal.SIGTERM, max(deadline - time.monotonic(), 0.1))
-        for child in self.cores.values():
-            if child.process is not None and child.is_alive:
-                os.kill(child.process.pid or 0, signal.SIGTERM)
+        _terminate(self.cores.values())
         for child in self.cores.values():
             child.end(signal.SIGTERM, KILL_AFTER_S)
         return 0
+
+
+def _terminate(children: Iterable[Child]) -> None:
+    for child in children:
+        if child.process is not None and child.is_alive:
+            os.kill(child.process.pid or 0, signal.SIGTERM)
 
 
 def launch(config: EngineConfig, settings: ServerSettings) -> int:

@@ -41,14 +41,14 @@ class ModelsSupervisor(Supervisor):
         )
         return self.context.Process(target=run_models, args=args, name=f"APIServer{index}")
 
-    def _advise(self) -> None:
+    def _warn_about_threads(self) -> None:
         """Give no advice on threads: models that are awake at the same time share them."""
 
 
 def memory_budget(models: Sequence[ConfiguredModel], settings: ServerSettings) -> int:
     """Return the bytes for all models; raise a ConfigError if one of them can never be loaded."""
-    machine, wanted_gb = models[0].config.machine, settings.models.models_memory_gb
-    budget = int(machine.total_bytes * _SHARE if wanted_gb is None else wanted_gb * 2**30)
+    machine, limit_gb = models[0].config.machine, settings.models.models_memory_gb
+    budget = int(machine.total_bytes * _SHARE if limit_gb is None else limit_gb * 2**30)
     pinned = sum(model_memory(model.config).awake for model in models if model.pinned)
     for model in models:
         needed = model_memory(model.config).awake

@@ -321,7 +321,7 @@ class LLM(LLMControl):
     ) -> list[BeamSearchOutput]:
         """Return the `beam_width` likeliest continuations of each prompt, running at most `concurrency_limit`
         prompts at once."""
-        _refuse(structured_outputs=params.structured_outputs)
+        check_supported("call argument", "structured_outputs", params.structured_outputs)
         prompt_list = _as_list(prompts)
         loras = _loras_of(lora_request, len(prompt_list))
         readers = [self.llm_engine.inputs.of(lora) for lora in loras]
@@ -410,16 +410,9 @@ def _open_engine(config: EngineConfig) -> "LocalEngine | MultiCoreEngine":
     """Build the engine; a single core runs in this process."""
     if config.parallel.data_parallel_size == 1:
         return LocalEngine(config)
-    from quire.entrypoints.multi_core import (
-        MultiCoreEngine,  # one core needs none of its imports
-    )
+    from quire.entrypoints.multi_core import MultiCoreEngine  # slow to import
 
     return MultiCoreEngine(config)
-
-
-def _refuse(**arguments: Any) -> None:
-    for name, value in arguments.items():
-        check_supported("call argument", name, value)
 
 
 def _as_list(prompts: Any) -> list[Any]:

@@ -165,16 +165,20 @@ def _configure(
     entry: ModelEntry, engine: Mapping[str, Any], server: Mapping[str, Any], env: Env
 ) -> ConfiguredModel:
     settings = make_settings({**server, **entry.server}, env=env)
-    values = {"enable_sleep_mode": True, **engine, **entry.engine}
-    if key_names(settings.keys):
-        values.setdefault("share_by_key", True)
-    if settings.api.tokens_only:
-        values["skip_tokenizer_init"] = True
-    config = configure(values, usage="server")
+    config = configure_server({"enable_sleep_mode": True, **engine, **entry.engine}, settings)
     if config.parallel.nnodes > 1:
         raise ConfigError("nnodes: several models run on one machine only; serve this model on its own")
     check_modules(settings.modules, enabled=config.lora.enable_lora, served=config.model.served_model_name)
     return ConfiguredModel(config, settings, entry.pinned)
+
+
+def configure_server(values: dict[str, Any], settings: ServerSettings) -> EngineConfig:
+    """Resolve the settings of an engine, with those that follow from the settings of the server."""
+    if key_names(settings.keys):
+        values.setdefault("share_by_key", True)
+    if settings.api.tokens_only:
+        values["skip_tokenizer_init"] = True
+    return configure(values, usage="server")
 
 
 def _check_names(models: Sequence[ConfiguredModel], entries: Sequence[ModelEntry]) -> None:

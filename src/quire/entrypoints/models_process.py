@@ -10,9 +10,8 @@ from pathlib import Path
 import psutil
 import uvloop
 
-from quire.config.plugins import load_plugins
-from quire.entrypoints.api_process import reports_failure
-from quire.entrypoints.child_cores import LOOK_S, ChildCores
+from quire.entrypoints.api_process import announce_ready, api_process
+from quire.entrypoints.child_cores import POLL_S, ChildCores
 from quire.entrypoints.models_config import ConfiguredModel
 from quire.errors import EngineError, QuireError
 from quire.frontend.engine import AsyncEngine
@@ -20,20 +19,11 @@ from quire.frontend.model_pool import ModelPool, PoolModel
 from quire.logs import get_logger
 from quire.memory import model_memory
 from quire.metrics.api_keys import KeyPages
-from quire.metrics.exposition import MergedMetrics, exposition
 from quire.server.api_keys import key_names
 from quire.server.lora.registry import LoRARegistry
-from quire.server.lora.service import located
+from quire.server.lora.service import locate_modules
 from quire.server.settings import ServerSettings
-from quire.system.memory_trim import trim_memory
-from quire.system.process import (
-    SPARE_BYTES,
-    adopt,
-    parent_age_s,
-    shorten_thread_switches,
-    tune_allocator,
-    tune_garbage_collector,
-)
+from quire.system.process import tune_garbage_collector
 
 log = get_logger(__name__)
 
@@ -94,7 +84,7 @@ class ModelCores:
     async def _watch(self) -> None:
         """Restart dead cores of a model that is awake. One that is asleep is unloaded then."""
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
             if self._cores.restart_dead(restarts=self._is_awake) and not self._is_awake:
                 self._watcher = None
                 log.error("A sleeping engine core has ended; the next request loads its model again")
@@ -112,12 +102,7 @@ def run_models(
     parent: connection.Connection,
 ) -> None:
     """Run the API process. Send None to `parent` when it is ready, or a one-line error."""
-    adopt("APIServer")
-    tune_allocator()
-    trim_memory(SPARE_BYTES)
-    shorten_thread_switches()
-    with reports_failure(parent):
-        load_plugins(models[0].config.broken_plugins)
+    with api_process("APIServer", parent, models[0].config.broken_plugins):
         names = key_names(settings.keys)
         keys = KeyPages(names, key_file, process=0) if names else None
         cores = [
@@ -150,37 +135,30 @@ async def _serve(
 
     served = []
     for model, backend in zip(models, cores, strict=True):
-        registry = LoRARegistry(modules=located(model.settings))
+        registry = LoRARegistry(modules=locate_modules(model.settings))
         application = Application(backend.engine, model.settings, registry=registry)
         if registry.all():
-            backend.on_first_load = application.api.adapters.read_all
-        served.append(ServedModel(application, _place_of(model, backend)))
+            backend.on_first_load = application.api.adapters.load_all
+        served.append(ServedModel(application, _pool_model(model, backend)))
     section = settings.models
     pool = ModelPool(
-        [model.place for model in served],
+        [model.pool_model for model in served],
         budget_bytes=budget_bytes,
         sleep_after_s=section.models_sleep_after,
         discard_after_s=section.models_discard_after,
         host_free_bytes=lambda: psutil.virtual_memory().available,
     )
 
-    def metrics_text() -> str:
-        engines = {
-            backend.engine.metrics.model_name: backend.engine.metrics.of_engines() for backend in cores
-        }
-        merged = MergedMetrics(engines, cores[0].engine.metrics.of_server())
-        return exposition(merged, is_only_process=True)
-
-    def begin() -> None:
+    def on_serving() -> None:
         pool.start()
         tune_garbage_collector()
         parent.send(None)
 
     announcing = asyncio.create_task(_announce(pool))
-    app = models_app(served, pool, settings, metrics_text, keys)
+    app = models_app(served, pool, settings, keys)
     applications = [model.application for model in served]
     try:
-        await serve_models(settings, app, applications, [listener], begin=begin)
+        await serve_models(settings, app, applications, [listener], on_serving=on_serving)
     finally:
         announcing.cancel()
         with suppress(QuireError):
@@ -189,7 +167,7 @@ async def _serve(
             backend.engine.close()
 
 
-def _place_of(model: ConfiguredModel, backend: ModelCores) -> PoolModel:
+def _pool_model(model: ConfiguredModel, backend: ModelCores) -> PoolModel:
     return PoolModel(
         model.name,
         backend,
@@ -201,7 +179,6 @@ def _place_of(model: ConfiguredModel, backend: ModelCores) -> PoolModel:
 
 
 async def _announce(pool: ModelPool) -> None:
-    """Log vLLM's line when the first models are loaded; scripts wait for it."""
+    """Log that the server is ready when the first models are loaded."""
     await pool.started.wait()
-    log.info("Ready, %.1f s after the server was started", parent_age_s())
-    log.info("Application startup complete.")
+    announce_ready()

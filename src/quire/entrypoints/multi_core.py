@@ -129,16 +129,22 @@ class MultiCoreEngine(LLMControl):
             return []
         outputs: list[AnyOutput] = []
         while not outputs:
-            outputs += self._take(*self._arrived.get())
+            outputs += self._accept(*self._arrived.get())
+        return outputs + self._take_arrived()
+
+    def _take_arrived(self) -> list[AnyOutput]:
+        outputs: list[AnyOutput] = []
         while not self._arrived.empty():
-            outputs += self._take(*self._arrived.get())
+            outputs += self._accept(*self._arrived.get())
         return outputs
 
-    def _take(self, request_id: str, item: AnyOutput | Exception) -> list[AnyOutput]:
+    def _accept(self, request_id: str, item: AnyOutput | Exception) -> list[AnyOutput]:
         if request_id not in self._tasks:
             return []  # of an aborted request
         if isinstance(item, Exception):
-            item = _failed_output(request_id, item)
+            output = RequestOutput(request_id, None, None, None, outputs=[], finished=True)
+            output.error = item
+            item = output
         if item.finished:
             del self._tasks[request_id]
         return [item]
@@ -148,20 +154,10 @@ class MultiCoreEngine(LLMControl):
         self._wait(self._operation.sleep(level, mode))
         if mode != "keep":
             self._wait(self._wait_for_tasks())
-        outputs: list[AnyOutput] = []
-        while not self._arrived.empty():
-            outputs += self._take(*self._arrived.get())
-        return outputs
+        return self._take_arrived()
 
     async def _wait_for_tasks(self) -> None:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-
-
-def _failed_output(request_id: str, error: Exception) -> RequestOutput:
-    """Return the last output of a request that failed."""
-    output = RequestOutput(request_id, None, None, None, outputs=[], finished=True)
-    output.error = error
-    return output
 
 
 def _shut_down(

@@ -12,7 +12,7 @@ from quire.entrypoints.serve import add_flags
 from quire.errors import ConfigError
 from quire.server.settings import server_flags
 
-_REMEDIES = {
+_REPLACEMENTS = {
     **dict.fromkeys(("host", "port", "uds"), "set http_options of Ray Serve"),
     **dict.fromkeys(
         ("api_server_count", "shutdown_timeout"), "ingress_replicas and drain_s are the fleet's settings"
@@ -45,7 +45,7 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Import path of the class that chooses replicas."""
 
     @property
-    def most(self) -> int:
+    def max_size(self) -> int:
         return self.max_replicas or self.min_replicas
 
 
@@ -100,8 +100,8 @@ def _read_model(values: dict[str, Any], parser: FlagParser) -> FleetModel:
         fleet = msgspec.convert(settings, FleetSettings, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"fleet settings: {error}") from None
-    for name in values.keys() & _REMEDIES:
-        raise ConfigError(f"{name} has no effect in Ray Serve: {_REMEDIES[name]}")
+    for name in values.keys() & _REPLACEMENTS:
+        raise ConfigError(f"{name} has no effect in Ray Serve: {_REPLACEMENTS[name]}")
     _check(fleet)
     namespace = argparse.Namespace()
     parser.apply({name: _as_bool(value) for name, value in values.items()}, "args", namespace)
@@ -120,7 +120,7 @@ def _as_bool(value: Any) -> Any:
 def _check(fleet: FleetSettings) -> None:
     if fleet.min_replicas < 1:
         raise ConfigError(f"min_replicas={fleet.min_replicas} must be at least 1: ingresses need an engine")
-    if fleet.most < fleet.min_replicas:
+    if fleet.max_size < fleet.min_replicas:
         raise ConfigError(
             f"max_replicas={fleet.max_replicas} is less than min_replicas={fleet.min_replicas}: raise it, or "
             "leave it out"

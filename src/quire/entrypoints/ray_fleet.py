@@ -84,15 +84,10 @@ class RayFleet:
         try:
             answers: list[Any] = await response.results_async()
         except QuireError as error:  # Ray adds the stack of the replica to the message
-            raise _original(error) from None
+            cause = getattr(error, "cause", None)
+            raise (cause if isinstance(cause, BaseException) else error) from None
         except RayActorError as error:
             raise EngineError(f"a replica ended during {method}: {error}") from None
         if not answers:
             raise EngineDead("no replica is running")
         return answers
-
-
-def _original(error: QuireError) -> BaseException:
-    """Return the exception that a replica raised."""
-    cause = getattr(error, "cause", None)
-    return cause if isinstance(cause, BaseException) else error

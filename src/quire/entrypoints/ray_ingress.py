@@ -21,12 +21,11 @@ from quire.frontend.model_pool import ModelPool, PoolModel
 from quire.memory import ModelMemory
 from quire.metrics.api_keys import KeyPages
 from quire.metrics.engine import MetricsLayout, MetricsPages
-from quire.metrics.exposition import MergedMetrics, exposition
 from quire.server.api_keys import key_names
 from quire.server.app import Application
 from quire.server.lora.registry import LoRARegistry
-from quire.server.lora.service import located
-from quire.server.settings import ServerSettings, make_settings
+from quire.server.lora.service import locate_modules
+from quire.server.settings import make_settings
 from quire.server.several_models import ServedModel, models_app
 from quire.system.process import tune_garbage_collector
 
@@ -49,12 +48,14 @@ class Ingress:
             engine = await _open_engine(
                 model, handle, keys if not served else None, section.http.health_timeout, index
             )
-            application = Application(engine, section, keys, LoRARegistry(modules=located(section)))
-            await application.api.adapters.read_all()
-            served.append(ServedModel(application, _place_of(engine)))
+            application = Application(engine, section, keys, LoRARegistry(modules=locate_modules(section)))
+            await application.api.adapters.load_all()
+            served.append(ServedModel(application, _pool_model(engine)))
         self._app: ASGIApp = served[0].application.asgi
         if len(served) > 1:
-            self._app = _several(served, settings[0], keys)
+            pool = ModelPool([model.pool_model for model in served], budget_bytes=0)
+            pool.start()
+            self._app = models_app(served, pool, settings[0], keys)
         tune_garbage_collector()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -129,21 +130,6 @@ class _FleetBackend:
         self._engine.check()
 
 
-def _place_of(engine: AsyncEngine) -> PoolModel:
+def _pool_model(engine: AsyncEngine) -> PoolModel:
     name, memory = engine.facts.model_names[0], ModelMemory(0, 0)
     return PoolModel(name, _FleetBackend(engine), memory, pinned=True, can_sleep=False)
-
-
-def _several(served: Sequence[ServedModel], settings: ServerSettings, keys: KeyPages | None) -> ASGIApp:
-    """Return the application of several models, which the `model` of a request chooses from."""
-    pool = ModelPool([model.place for model in served], budget_bytes=0)
-    pool.start()
-
-    def metrics_text() -> str:
-        engines = [model.api.engine for model in served]
-        by_model = {engine.facts.model_names[0]: engine.metrics.of_engines() for engine in engines}
-        merged = MergedMetrics(by_model, engines[0].metrics.of_server())
-        return exposition(merged, is_only_process=True)
-
-    app: ASGIApp = models_app(served, pool, settings, metrics_text, keys)
-    return app

@@ -56,11 +56,11 @@ def _deploy(model: FleetModel) -> Any:
 def _scaling(model: FleetModel) -> dict[str, Any]:
     """Return a fixed number of replicas, or the autoscaling by waiting requests and cache usage."""
     fleet = model.fleet
-    if fleet.most == fleet.min_replicas:
+    if fleet.max_size == fleet.min_replicas:
         return {"num_replicas": fleet.min_replicas}
     config = AutoscalingConfig(
         min_replicas=fleet.min_replicas,
-        max_replicas=fleet.most,
+        max_replicas=fleet.max_size,
         policy={"policy_function": "quire.entrypoints.ray_scaling:scale"},
         metrics_interval_s=fleet.scaling_interval_s,
         look_back_period_s=2 * fleet.scaling_interval_s,

@@ -21,9 +21,8 @@ def add_flags(parser: FlagParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until the server is stopped. The server is imported only here, so that `--help` is quick."""
     from quire.config.plugins import load_plugins
-    from quire.configure import configure
     from quire.entrypoints.launch import launch
-    from quire.server.api_keys import key_names
+    from quire.entrypoints.models_config import configure_server
     from quire.server.http.sockets import check_is_free
 
     values = engine_args_from(args)
@@ -31,23 +30,14 @@ def run(args: argparse.Namespace) -> int:
     settings = server_settings(args, Env.read(os.environ))
     if settings.models.models_config is not None or len(args.model_tag) > 1:
         return _run_several(args.model_tag, values, server_flags(args), settings)
-    _check_one_model(settings)
+    for name in ("models_memory_gb", "models_sleep_after", "models_discard_after"):
+        if getattr(settings.models, name) is not None:
+            raise ConfigError(f"{name} is for several models: name them, or give --models-config")
     tag = next(iter(args.model_tag), None)
     if tag is not None and values.setdefault("model", tag) != tag:
         raise ConfigError(f"two models: {tag!r} and --model {values['model']!r}; give one")
-    if key_names(settings.keys):
-        values.setdefault("share_by_key", True)
-    if settings.api.tokens_only:
-        values["skip_tokenizer_init"] = True
     check_is_free(settings.http)
-    return launch(configure(values, usage="server"), settings)
-
-
-def _check_one_model(settings: ServerSettings) -> None:
-    section = settings.models
-    for name in ("models_memory_gb", "models_sleep_after", "models_discard_after"):
-        if getattr(section, name) is not None:
-            raise ConfigError(f"{name} is for several models: name them, or give --models-config")
+    return launch(configure_server(values, settings), settings)
 
 
 def _run_several(

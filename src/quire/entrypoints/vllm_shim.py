@@ -230,16 +230,16 @@ def run(args: Namespace) -> int:
     return main([args.script, *args.arguments])
 
 
-def main(words: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run a script as python does: as `__main__`, with its arguments in sys.argv."""
-    if not words:
+    if not arguments:
         print("usage: python -m quire.vllm SCRIPT [arguments]", file=sys.stderr)
         return 2
-    if not os.path.isfile(words[0]):
-        print(f"quire python: error: there is no script {words[0]!r}", file=sys.stderr)
+    if not os.path.isfile(arguments[0]):
+        print(f"quire python: error: there is no script {arguments[0]!r}", file=sys.stderr)
         return 2
     try:
-        executed(words)
+        run_script(arguments)
     except Exception as error:
         _show(error)
         return 1
@@ -266,10 +266,10 @@ def _until_quire(frames: TracebackType | None) -> TracebackType | None:
     return frames
 
 
-def executed(words: Sequence[str]) -> dict[str, Any]:
+def run_script(arguments: Sequence[str]) -> dict[str, Any]:
     """Run a script with these arguments and return its globals."""
     install()
-    script, sys.argv = words[0], list(words)
+    script, sys.argv = arguments[0], list(arguments)
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     return runpy.run_path(script, run_name="__main__")
 

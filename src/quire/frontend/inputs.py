@@ -25,7 +25,7 @@ from quire.frontend.pooling import NOT_GENERATIVE, completed, pools, second_star
 from quire.frontend.prompt_embeds import PromptEmbedsReader
 from quire.frontend.time_limit import limited
 from quire.multimodal.processing import PreparedItem
-from quire.text.grammar import Grammars, sendable
+from quire.text.grammar import Grammars, with_json_text
 from quire.text.tokenizer import Tokenizer
 
 CHARS_PER_TOKEN = 256
@@ -459,7 +459,7 @@ class InputProcessor:
         if (outputs := params.structured_outputs) is not None:
             if outputs != grammar:
                 self.check_grammar(outputs)
-            params.structured_outputs = sendable(outputs)
+            params.structured_outputs = with_json_text(outputs)
         if len(self.eos_ids) > 1 and not params.ignore_eos:
             params.stop_token_ids = list(dict.fromkeys([*(params.stop_token_ids or ()), *self.eos_ids[1:]]))
         if self.tokenizer is None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire.errors import ConfigError
-from quire.text.gguf_vocab import WORDS, GGUFWords, read_vocab
+from quire.text.gguf_vocab import PRE_TOKENIZERS, GGUFPreTokenizer, read_vocab
 from quire.text.tokenizer import Tokenizer
 
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
@@ -60,8 +60,8 @@ def _tokens(tokenizer: Tokenizer, model: dict[str, Any], size: int) -> dict[str,
 def _find_pre_tokenizer(tokenizer: Tokenizer, vocab: dict[str, Any]) -> str:
     """Return the name of the pre-tokenizer that tokenizes like this tokenizer."""
     expected = tokenizer.encode(_PROBE)
-    tried: dict[GGUFWords, str] = {}
-    for name, words in WORDS.items():
+    tried: dict[GGUFPreTokenizer, str] = {}
+    for name, words in PRE_TOKENIZERS.items():
         tried.setdefault(words, name)
     for name in tried.values():
         backend = read_vocab(vocab | {"tokenizer.ggml.pre": name}).backend

@@ -3,7 +3,8 @@
 import hashlib
 import json
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -60,19 +61,15 @@ def read_keys(values: Iterable[str]) -> tuple[Key, ...]:
             keys.append(Key(digest(value.encode())))
         else:
             raise ConfigError("api_key is empty: any client could use it")
-    names = [key.name for key in keys if key.name]
+    names = key_names(keys)
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"api_key: two keys have the name {name!r}; names must be unique")
-    if any(key.name for key in keys) and len({key.digest for key in keys}) < len(keys):
-        labels = [key.name or "a plain key" for key in keys]
-        same = [name for name, key in zip(labels, keys, strict=True) if _count_equal(key, keys) > 1]
-        raise ConfigError(f"api_key: the same key is given as {' and '.join(same)}")
+    counts = Counter(key.digest for key in keys)
+    repeated = [key.name or "a plain key" for key in keys if counts[key.digest] > 1]
+    if names and repeated:
+        raise ConfigError(f"api_key: the same key is given as {' and '.join(repeated)}")
     return tuple(keys)
-
-
-def _count_equal(key: Key, keys: Sequence[Key]) -> int:
-    return sum(key.digest == other.digest for other in keys)
 
 
 def _read_file(path: Path) -> list[Key]:
@@ -88,7 +85,7 @@ def _read_file(path: Path) -> list[Key]:
         raise ConfigError(f"api_key: {path} must hold a list `keys` with at least one key")
     if unknown := [name for name in content if name != "keys"]:
         raise ConfigError(f"api_key: {path}: unknown field {unknown[0]!r} beside `keys`")
-    return [_read_key(f"api_key: {path}: keys[{place}]", entry) for place, entry in enumerate(entries)]
+    return [_read_key(f"api_key: {path}: keys[{index}]", entry) for index, entry in enumerate(entries)]
 
 
 def _parse(path: Path, text: str) -> Any:
@@ -103,8 +100,8 @@ def _parse(path: Path, text: str) -> Any:
         return json.loads(text)
     except Exception as error:  # yaml raises several classes
         where = getattr(error, "lineno", None) or getattr(getattr(error, "problem_mark", None), "line", None)
-        at = f" near line {where}" if where else ""
-        raise ConfigError(f"api_key: {path} is not valid {kind[1:].upper() or 'JSON'}{at}") from None
+        error_place = f" near line {where}" if where else ""
+        raise ConfigError(f"api_key: {path} is not valid {kind[1:].upper() or 'JSON'}{error_place}") from None
 
 
 _FIELDS = ("name", "key", *(item.name for item in fields(Key) if item.name not in ("name", "digest")))

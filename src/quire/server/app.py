@@ -5,17 +5,17 @@ from starlette.types import ASGIApp
 
 from quire.frontend.engine import AsyncEngine
 from quire.metrics.api_keys import KeyPages
-from quire.server.anthropic.errors import MessageErrors
+from quire.server.anthropic.errors import MessageErrorMiddleware
 from quire.server.anthropic.routes import add_message_routes
 from quire.server.audio.routes import MAX_FIELDS_BYTES, PATHS, add_speech_routes
-from quire.server.http.errors import add_error_handlers, client_gone
-from quire.server.http.fast_path import Direct
-from quire.server.http.in_flight import ClientGone
-from quire.server.http.limits import HttpGate
-from quire.server.http.metrics import Observed
+from quire.server.http.cors import CorsMiddleware
+from quire.server.http.errors import add_error_handlers, disconnected_response
+from quire.server.http.fast_path import FastPath
+from quire.server.http.in_flight import ClientDisconnected
+from quire.server.http.limits import AdmissionMiddleware
+from quire.server.http.metrics import MetricsMiddleware
 from quire.server.http.middleware import wrap_in_middleware
 from quire.server.http.openapi_document import add_post, document
-from quire.server.http.origins import Origins
 from quire.server.key_limits import Ledger
 from quire.server.lora.registry import LoRARegistry
 from quire.server.lora.routes import add_adapter_routes
@@ -29,7 +29,7 @@ from quire.server.ops.absent import add_absent_routes
 from quire.server.ops.routes import add_operate_routes
 from quire.server.ops.status import add_status_routes
 from quire.server.ops.weights import version_header
-from quire.server.page import OPEN_PATHS, Feed, add_page
+from quire.server.page import OPEN_PATHS, SnapshotFeed, add_page
 from quire.server.pooling.routes import add_pooling_routes
 from quire.server.responses.routes import Responses, add_response_routes
 from quire.server.settings import ServerSettings, paths
@@ -57,7 +57,7 @@ class Application:
             redoc_url="/redoc" if docs else None,
         )
         add_error_handlers(self.routes, log_stack=settings.log.log_error_stack)
-        self.routes.add_exception_handler(ClientGone, lambda *_: client_gone())
+        self.routes.add_exception_handler(ClientDisconnected, lambda *_: disconnected_response())
         add_tokens_in_out(self.routes, self.api)
         if not settings.api.tokens_only:
             _add_text_routes(self.routes, self.api)
@@ -66,7 +66,7 @@ class Application:
         add_operate_routes(self.routes, self.api)
         add_adapter_routes(self.routes, self.api)
         add_absent_routes(self.routes)
-        self.feed: Feed = add_page(self.routes, engine)
+        self.feed: SnapshotFeed = add_page(self.routes, engine)
         self.routes.openapi = lambda: document(self.routes)  # type: ignore[method-assign]
         self.inner = inner_app(self.routes, self.api, settings)
         """The routes without middleware."""
@@ -87,14 +87,14 @@ def _add_text_routes(app: FastAPI, api: GenerationService) -> None:
 
 def inner_app(app: FastAPI, api: GenerationService, settings: ServerSettings) -> ASGIApp:
     """Return the routes of a model, with direct answers to JSON bodies. Requests hold their adapters."""
-    direct = Direct(app, log_stack=settings.log.log_error_stack)
-    return api.adapters.holding(direct) if api.adapters.enabled else direct
+    fast_path = FastPath(app, log_stack=settings.log.log_error_stack)
+    return api.adapters.hold_adapters(fast_path) if api.adapters.enabled else fast_path
 
 
 def wrap(app: ASGIApp, engine: AsyncEngine, settings: ServerSettings, ledger: Ledger) -> ASGIApp:
     """Return `app` within the middleware; `engine` counts the exchanges."""
     access = settings.access
-    gate = HttpGate(
+    middleware = AdmissionMiddleware(
         app,
         ledger=ledger,
         open_paths=paths(access.api_key_exempt) | OPEN_PATHS,
@@ -104,5 +104,7 @@ def wrap(app: ASGIApp, engine: AsyncEngine, settings: ServerSettings, ledger: Le
         max_form_bytes=settings.max_audio_bytes + MAX_FIELDS_BYTES,
         weight_version=lambda: version_header(engine.operation),
     )
-    wrapped = wrap_in_middleware(Origins(MessageErrors(gate), access), access.middleware)
-    return Observed(wrapped, engine.count_exchange)
+    wrapped = wrap_in_middleware(
+        CorsMiddleware(MessageErrorMiddleware(middleware), access), access.middleware
+    )
+    return MetricsMiddleware(wrapped, engine.count_exchange)

@@ -4,17 +4,11 @@ import hmac
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from quire.metrics.api_keys import KeyAccount, KeyPages
 from quire.server.api_keys import Key, digest, key_names
-
-
-class Refusal(NamedTuple):
-    """Reason for a 429 response, and the seconds to wait."""
-
-    message: str
-    retry_after_s: int
+from quire.server.http.errors import TooMany
 
 
 class Ledger:
@@ -36,10 +30,10 @@ class Ledger:
         self._accounts = [KeyAccount(number, key.weight, self._pages) for number, key in enumerate(named)]
         self._clock = clock
 
-    def find(self, sent: bytes) -> Key | None:
+    def find(self, presented: bytes) -> Key | None:
         """Return the matching key. All keys are compared, so the time does not depend on which one
         matches."""
-        sent_digest, match = digest(sent), None
+        sent_digest, match = digest(presented), None
         for key in self.keys:
             if hmac.compare_digest(sent_digest, key.digest):
                 match = key
@@ -48,7 +42,7 @@ class Ledger:
     def account(self, key: Key) -> KeyAccount | None:
         return self._accounts[self._numbers[key.digest]] if key.name else None
 
-    def enter(self, key: Key, *, tokenless: bool = False) -> Refusal | None:
+    def enter(self, key: Key, *, tokenless: bool = False) -> TooMany | None:
         """Admit a request, which must call `leave` at its end, or return why it is refused. A `tokenless`
         request does not use the model and is exempt from tokens_per_minute."""
         if not key.name:
@@ -62,39 +56,38 @@ class Ledger:
             refused = self._check_concurrency(key, number)
             if refused is None and not tokenless:
                 refused = self._check_tokens(key, number, common)
-            for what in ("requests", "running") if refused is None else refused[:1]:
-                pages.add(number, what)
+            for counter in ("requests", "running") if refused is None else refused[:1]:
+                pages.add(number, counter)
         return None if refused is None else refused[1]
 
     def leave(self, key: Key) -> None:
         if key.name:
             self._pages.add(self._numbers[key.digest], "running", -1)
 
-    def _check_concurrency(self, key: Key, number: int) -> tuple[str, Refusal] | None:
-        most = key.max_concurrency
-        if most is None or self._pages.total(number, "running") < most:
+    def _check_concurrency(self, key: Key, number: int) -> tuple[str, TooMany] | None:
+        limit = key.max_concurrency
+        if limit is None or self._pages.total(number, "running") < limit:
             return None
-        return "concurrency", Refusal(
-            f"Rate limit of key {key.name!r}: max_concurrency is {most}, and {most} of its requests are "
-            "being answered. Try again when one of them has ended, in 1 s at the earliest.",
-            1,
+        return "concurrency", TooMany(
+            f"Rate limit of key {key.name!r}: max_concurrency is {limit}, and {limit} of its requests are "
+            "being answered. Try again when one of them has ended, in 1 s at the earliest."
         )
 
-    def _check_tokens(self, key: Key, number: int, common: Any) -> tuple[str, Refusal] | None:
+    def _check_tokens(self, key: Key, number: int, common: Any) -> tuple[str, TooMany] | None:
         """Check tokens_per_minute. `common` holds the tokens granted since the start and the time of the last
         grant."""
         rate = key.tokens_per_minute
         if rate is None:
             return None
-        used = sum(self._pages.total(number, what) for what in ("prompt_tokens", "generation_tokens"))
-        before, raised_at, now = float(common[0]), float(common[1]), self._clock()
-        fresh = rate * (now - raised_at) / 60 if raised_at else rate
-        granted = min(used + rate, before + fresh)
+        used = sum(self._pages.total(number, counter) for counter in ("prompt_tokens", "generation_tokens"))
+        granted_before, granted_at, now = float(common[0]), float(common[1]), self._clock()
+        newly_granted = rate * (now - granted_at) / 60 if granted_at else rate
+        granted = min(used + rate, granted_before + newly_granted)
         common[:2] = granted, now
         if granted > used:
             return None
         wait_s = max(1, math.ceil((used - granted) * 60 / rate))
-        return "tokens", Refusal(
+        return "tokens", TooMany(
             f"Rate limit of key {key.name!r}: tokens_per_minute is {rate}, and it has used them. Try again "
             f"in {wait_s} s.",
             wait_s,

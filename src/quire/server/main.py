@@ -22,7 +22,7 @@ from quire.server.http.accept import (
     ConnectionAcceptor,
     ConnectionHandle,
     ConnectionReceiver,
-    Entrance,
+    ConnectionSource,
 )
 from quire.server.http.exposure import exposures
 from quire.server.http.log_config import apply_log_config
@@ -43,19 +43,19 @@ class _Server(uvicorn.Server):
     """uvicorn server that leaves signals to its caller and calls `on_serving` when it accepts connections."""
 
     def __init__(
-        self, config: uvicorn.Config, *, entrance: Entrance, on_serving: Callable[[], object]
+        self, config: uvicorn.Config, *, source: ConnectionSource, on_serving: Callable[[], object]
     ) -> None:
         super().__init__(config)
-        self._entrance = entrance
+        self._source = source
         self._on_serving = on_serving
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._entrance.start(self._make_protocol, self.config.ssl)
+        self._source.start(self._make_protocol, self.config.ssl)
         self._on_serving()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._entrance.stop()
+        self._source.stop()
         await super().shutdown(sockets)
 
     def _make_protocol(self) -> asyncio.Protocol:
@@ -63,7 +63,7 @@ class _Server(uvicorn.Server):
             config=self.config,
             server_state=self.server_state,
             app_state=self.lifespan.state,
-            on_closed=self._entrance.count_closed,
+            on_closed=self._source.count_closed,
         )
 
     @contextlib.contextmanager
@@ -86,9 +86,8 @@ class _PathFilter(logging.Filter):
 async def serve(
     settings: ServerSettings,
     engine: AsyncEngine,
-    sockets: Sequence[socket.socket] | None = None,
+    connections: Sequence[socket.socket] | ConnectionHandle | None = None,
     *,
-    hand: ConnectionHandle | None = None,
     stop: asyncio.Event | None = None,
     announce: bool = True,
     on_serving: Callable[[Application], object] = lambda _: None,
@@ -97,16 +96,14 @@ async def serve(
 ) -> None:
     """Serve one model; see `serve_models`. `on_serving` is called when the server accepts connections."""
     application = Application(engine, settings, keys, registry)
-    begin = functools.partial(on_serving, application)
     await serve_models(
         settings,
         application.asgi,
         [application],
-        sockets,
-        hand=hand,
+        connections,
         stop=stop,
         announce=announce,
-        begin=begin,
+        on_serving=functools.partial(on_serving, application),
     )
 
 
@@ -114,32 +111,24 @@ async def serve_models(
     settings: ServerSettings,
     app: ASGIApp,
     applications: Sequence[Application],
-    sockets: Sequence[socket.socket] | None = None,
+    connections: Sequence[socket.socket] | ConnectionHandle | None = None,
     *,
-    hand: ConnectionHandle | None = None,
     stop: asyncio.Event | None = None,
     announce: bool = True,
-    begin: Callable[[], object] = lambda: None,
+    on_serving: Callable[[], object] = lambda: None,
 ) -> None:
-    """Serve `app` on `sockets`, or on the connections that `hand` receives, until `stop` is set (without one:
-    until SIGTERM or SIGINT). Then let running requests of its applications, one per model, finish for
-    `shutdown_timeout` seconds and abort the rest. `begin` is called when the server accepts connections."""
+    """Serve `app` on listening sockets, or on the connections that a handle receives, until `stop` is set
+    (without one: until SIGTERM or SIGINT). Then let running requests of its applications, one per model,
+    finish for `shutdown_timeout` seconds and abort the rest. `on_serving` is called when connections are
+    accepted."""
     config, stop = _config(app, settings), stop or _stop_on_signals()
-    if hand is not None:
-        entrance: Entrance = ConnectionReceiver(hand)
+    if isinstance(connections, ConnectionHandle):
+        source: ConnectionSource = ConnectionReceiver(connections)
     else:
-        entrance = ConnectionAcceptor([bind(settings.http)] if sockets is None else sockets)
-    server = _Server(config, entrance=entrance, on_serving=begin)
+        source = ConnectionAcceptor([bind(settings.http)] if connections is None else connections)
+    server = _Server(config, source=source, on_serving=on_serving)
     if announce:
-        logger.info("Starting Quire server on %s", settings.address)
-        if not settings.http.uds:
-            shown = settings.address.replace("://0.0.0.0", "://localhost")
-            logger.info("Chat and live view: %s/", shown)
-        for application in applications:
-            _log_parsers(application)
-        for what, remedy in exposures(settings):
-            logger.warning("%s; %s", what, remedy)
-        _log_routes(applications[0])
+        _announce(settings, applications)
     serving = asyncio.create_task(server.serve(sockets=[]))
     stopping = asyncio.create_task(stop.wait())
     try:
@@ -151,16 +140,18 @@ async def serve_models(
         await serving
 
 
-def _log_parsers(application: Application) -> None:
-    """Log the parsers that the chat template of a model selects."""
-    for kind, name in application.api.parsers.detected._asdict().items():
-        if name:
-            logger.info("The chat template selects the %s parser %r", kind.removesuffix("s"), name)
-
-
-def _log_routes(application: Application) -> None:
-    """Log the routes at the level `debug` (VLLM_LOGGING_LEVEL=DEBUG); /docs lists them, too."""
-    for route in application.routes.routes:
+def _announce(settings: ServerSettings, applications: Sequence[Application]) -> None:
+    """Log the address, the parsers that chat templates select, and the routes (at the level `debug`)."""
+    logger.info("Starting Quire server on %s", settings.address)
+    if not settings.http.uds:
+        logger.info("Chat and live view: %s/", settings.address.replace("://0.0.0.0", "://localhost"))
+    for application in applications:
+        for kind, name in application.api.parsers.detected._asdict().items():
+            if name:
+                logger.info("The chat template selects the %s parser %r", kind.removesuffix("s"), name)
+    for risk, remedy in exposures(settings):
+        logger.warning("%s; %s", risk, remedy)
+    for route in applications[0].routes.routes:
         if isinstance(route, Route):
             logger.debug("Route: %s, Methods: %s", route.path, ", ".join(sorted(route.methods or ())))
 
@@ -169,17 +160,17 @@ async def _drain(
     server: _Server, applications: Sequence[Application], serving: "asyncio.Task[None]", timeout_s: float
 ) -> None:
     """Refuse new connections, let running requests finish, and abort them after `timeout_s`."""
-    if num_answering := sum(len(application.api.answering) for application in applications):
+    if num_answering := sum(len(application.api.running_requests) for application in applications):
         logger.info("Draining: %d requests have %g s to finish", num_answering, timeout_s)
     server.should_exit = True
     for application in applications:
         application.feed.close()
     await asyncio.wait((serving,), timeout=timeout_s)
-    num_answering = sum(len(application.api.answering) for application in applications)
+    num_answering = sum(len(application.api.running_requests) for application in applications)
     if not serving.done() and num_answering:
         logger.warning("Aborting %d requests that did not finish in time", num_answering)
     for application in applications:
-        application.api.answering.abort()
+        application.api.running_requests.abort()
     await asyncio.wait((serving,), timeout=_GRACE_S)
 
 
@@ -226,10 +217,8 @@ def _configure_logs(log: LogSection) -> None:
     else:
         for name in ("uvicorn.error", "uvicorn.access"):
             uvicorn_logger = logging.getLogger(name)
-            uvicorn_logger.handlers, uvicorn_logger.propagate = (
-                list(logging.getLogger("quire").handlers),
-                False,
-            )
+            uvicorn_logger.handlers = list(logging.getLogger("quire").handlers)
+            uvicorn_logger.propagate = False
     if unlogged := paths(log.disable_access_log_for_endpoints):
         logging.getLogger("uvicorn.access").addFilter(_PathFilter(unlogged))
 

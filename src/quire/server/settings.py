@@ -63,7 +63,6 @@ class ServerSettings:
 
     @property
     def address(self) -> str:
-        """Return the URL of the server."""
         if self.http.uds:
             return f"unix:{self.http.uds}"
         scheme = "https" if self.http.ssl_certfile else "http"
@@ -144,7 +143,6 @@ def make_settings(options: Mapping[str, Any], *, env: Env | None = None) -> Serv
 
 
 def _from_env(env: Env | None) -> dict[str, Any]:
-    """Return the settings that environment variables provide."""
     if env is None:
         return {}
     settings = {

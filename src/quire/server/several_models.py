@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -13,17 +13,19 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.errors import QuireError, RequestError
+from quire.frontend.engine import AsyncEngine
 from quire.frontend.model_pool import ModelPool, PoolModel
 from quire.metrics.api_keys import KeyPages
+from quire.metrics.exposition import MergedMetrics, exposition
 from quire.server.app import Application, wrap
 from quire.server.audio.routes import PATHS as FORM_PATHS
 from quire.server.http.errors import (
     Forbidden,
     add_error_handlers,
-    client_gone,
+    disconnected_response,
     error_info,
     error_response,
     http_error,
@@ -31,11 +33,11 @@ from quire.server.http.errors import (
     quire_error,
 )
 from quire.server.http.fast_path import read_body, replay
-from quire.server.http.in_flight import ClientGone
-from quire.server.http.limits import FREE_PATHS, TOKENLESS_PATHS, is_operator, route_path
+from quire.server.http.in_flight import ClientDisconnected
+from quire.server.http.limits import TOKENLESS_PATHS, UNLIMITED_PATHS, is_operator, route_path
 from quire.server.key_limits import Ledger
 from quire.server.openai.models import model_cards
-from quire.server.openai.service import no_model
+from quire.server.openai.service import unknown_model_error
 from quire.server.ops.status import METRICS_TYPE
 from quire.server.settings import ServerSettings
 
@@ -45,8 +47,8 @@ _POOL_PATHS = ("/sleep", "/wake_up")
 _STATUS_PATHS = frozenset({"/v1/models", "/health", "/ping", "/load", "/metrics"})
 _MAX_FORM_FIELD = 1 << 16
 """Maximum size in bytes of the part of a form that names the model."""
-_LARGE = 1 << 20
-"""Size in bytes above which the model is looked up in a thread."""
+_LARGE_BYTES = 1 << 20
+"""Size above which the names in a body are looked up in a thread."""
 _FORM_MODEL = re.compile(rb'name="?model"?[;\r]')
 """Header of the part of a form that names the model."""
 
@@ -66,26 +68,26 @@ class ModelBody(BaseModel):
 
 
 class ServedModel:
-    """A model of a server with several: its routes, and its place in the pool."""
+    """A model of a server with several: its routes, and its entry in the pool."""
 
-    def __init__(self, application: Application, place: PoolModel) -> None:
+    def __init__(self, application: Application, pool_model: PoolModel) -> None:
         self.application = application
         self.api = application.api
-        self.place = place
+        self.pool_model = pool_model
         routes = (route for route in application.routes.routes if isinstance(route, Route))
         paths = {route.path for route in routes if "POST" in (route.methods or ())}
-        self.engine_paths = paths - FREE_PATHS.keys() - (TOKENLESS_PATHS - LORA_PATHS)
+        self.engine_paths = paths - UNLIMITED_PATHS.keys() - (TOKENLESS_PATHS - LORA_PATHS)
         """Paths with POSTs that need the engine."""
 
     def cards(self) -> dict[str, dict[str, Any]]:
         """Return the descriptions of the model and its adapters, with the state of the model."""
-        place = self.place
-        status: dict[str, Any] = {"value": place.state, "pinned": place.pinned}
-        if place.sleep_level:
-            status["sleep_level"] = place.sleep_level
-        if place.error:
-            status["error"] = place.error
-        status["memory_bytes"] = place.num_bytes
+        pool_model = self.pool_model
+        status: dict[str, Any] = {"value": pool_model.state, "pinned": pool_model.pinned}
+        if pool_model.sleep_level:
+            status["sleep_level"] = pool_model.sleep_level
+        if pool_model.error:
+            status["error"] = pool_model.error
+        status["memory_bytes"] = pool_model.num_bytes
         return {name: card | {"status": status} for name, card in model_cards(self.api).items()}
 
 
@@ -97,7 +99,6 @@ class ModelRouter:
         models: Sequence[ServedModel],
         pool: ModelPool,
         settings: ServerSettings,
-        metrics_text: Callable[[], str],
     ) -> None:
         """Set the models; the first one answers requests that name none."""
         self._models = list(models)
@@ -106,8 +107,8 @@ class ModelRouter:
         self._log_stack = settings.log.log_error_stack
         self._app = FastAPI(title="Quire", openapi_url=None)
         add_error_handlers(self._app, log_stack=self._log_stack)
-        self._app.add_exception_handler(ClientGone, lambda *_: client_gone())
-        self._add_status_routes(metrics_text)
+        self._app.add_exception_handler(ClientDisconnected, lambda *_: disconnected_response())
+        self._add_status_routes()
         self._add_pool_routes()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -116,8 +117,8 @@ class ModelRouter:
             return await self._app(scope, receive, send)
         try:
             await self._answer(path, scope, receive, send)
-        except ClientGone:
-            await client_gone()(scope, receive, send)
+        except ClientDisconnected:
+            await disconnected_response()(scope, receive, send)
         except HTTPException as error:  # the body is too long
             await http_error(error)(scope, receive, send)
         except QuireError as error:
@@ -133,37 +134,37 @@ class ModelRouter:
         model = await self._choose(path, scope, body)
         if path not in model.engine_paths:
             return await model.application.inner(scope, replay(body, receive), send)
-        await model.api.answering.until_gone(receive, self._pool.acquire(model.place))
+        await model.api.running_requests.until_disconnect(receive, self._pool.acquire(model.pool_model))
         try:
             await model.application.inner(scope, replay(body, receive), send)
         finally:
-            self._pool.release(model.place)
+            self._pool.release(model.pool_model)
 
     async def _choose(self, path: str, scope: Scope, body: bytes) -> ServedModel:
         """Return the model that a body names; a body that cannot be read goes to the first one, which reports
         the error."""
-        is_large = len(body) > _LARGE
+        is_large = len(body) > _LARGE_BYTES
         names = await asyncio.to_thread(_names_of, path, body) if is_large else _names_of(path, body)
         if path not in LORA_PATHS:
             return self.find(names.model or _query_model(scope))
         if names.base_model_name:
             return self.find(names.base_model_name)
-        owner = self._owner(names.lora_name) if names.lora_name else None
-        enabled = [model for model in self._models if model.api.adapters.enabled]
-        return owner or next(iter(enabled), self._models[0])
+        named_model = self._find_by_name(names.lora_name) if names.lora_name else None
+        with_adapters = (model for model in self._models if model.api.adapters.enabled)
+        return named_model or next(with_adapters, self._models[0])
 
     def find(self, name: str | None) -> ServedModel:
         """Return the model with this name, or with an adapter of this name; raise NotFound."""
         if not name:
             return self._models[0]
-        if (model := self._owner(name)) is not None:
+        if (model := self._find_by_name(name)) is not None:
             return model
         for model in self._models:
             if model.api.adapters.may_resolve(name):
                 return model
-        raise no_model(name, self._cards())
+        raise unknown_model_error(name, self._cards())
 
-    def _owner(self, name: str) -> ServedModel | None:
+    def _find_by_name(self, name: str) -> ServedModel | None:
         for model in self._models:
             if name in model.api.engine.facts.model_names or model.api.adapters.get(name) is not None:
                 return model
@@ -171,13 +172,16 @@ class ModelRouter:
 
     # ---- routes
 
-    def _add_status_routes(self, metrics_text: Callable[[], str]) -> None:
+    def _add_status_routes(self) -> None:
         app = self._app
 
         async def health(model: str | None = None) -> Response:
             """Whether the server makes progress, or whether one model does: 200, or 503 with the cause."""
             try:
-                self._check(model)
+                if model is None:
+                    self._pool.check()
+                else:
+                    self._pool.check_model(self.find(model).pool_model)
             except RequestError:
                 raise
             except QuireError as error:
@@ -194,13 +198,8 @@ class ModelRouter:
 
         @app.get("/metrics")
         async def metrics() -> Response:
-            return Response(metrics_text(), media_type=METRICS_TYPE)
-
-    def _check(self, name: str | None) -> None:
-        if name is None:
-            return self._pool.check()
-        model = self.find(name)
-        self._pool.check_model(model.place)
+            text = merged_metrics_text([model.api.engine for model in self._models])
+            return Response(text, media_type=METRICS_TYPE)
 
     def _add_pool_routes(self) -> None:
         app = self._app
@@ -214,21 +213,23 @@ class ModelRouter:
         async def load_model(body: ModelBody, request: Request) -> Response:
             """Load a model or wake it up, and wait until it is awake."""
             model = self._model_to_change(body, request)
-            await model.api.answering.until_gone(request.receive, self._pool.load(model.place))
+            await model.api.running_requests.until_disconnect(
+                request.receive, self._pool.load(model.pool_model)
+            )
             return _state_of(model)
 
         @app.post("/v1/models/unload")
         async def unload_model(body: ModelBody, request: Request) -> Response:
             """Unload a model when its running requests have finished. The next request loads it again."""
             model = self._model_to_change(body, request)
-            await self._pool.unload(model.place)
+            await self._pool.unload(model.pool_model)
             return _state_of(model)
 
         @app.get("/v1/models/{name:any}")
         async def show_model(name: str) -> Response:
             """Return one served model or adapter."""
             if (card := self._cards().get(name)) is None:
-                raise no_model(name, self._cards())
+                raise unknown_model_error(name, self._cards())
             return json_response(card)
 
     def _cards(self) -> dict[str, dict[str, Any]]:
@@ -245,7 +246,7 @@ class ModelRouter:
 
 
 def _state_of(model: ServedModel) -> Response:
-    return json_response({"model": model.place.name, "state": model.place.state})
+    return json_response({"model": model.pool_model.name, "state": model.pool_model.state})
 
 
 def _names_of(path: str, body: bytes) -> _Names:
@@ -272,13 +273,15 @@ def _query_model(scope: Scope) -> str | None:
     return parse_qs(query.decode("latin-1")).get("model", [None])[0] if b"model" in query else None
 
 
+def merged_metrics_text(engines: Sequence[AsyncEngine]) -> str:
+    """Return the metrics of all models, in Prometheus' format."""
+    by_model = {engine.metrics.model_name: engine.metrics.of_engines() for engine in engines}
+    return exposition(MergedMetrics(by_model, engines[0].metrics.of_server()), is_only_process=True)
+
+
 def models_app(
-    models: Sequence[ServedModel],
-    pool: ModelPool,
-    settings: ServerSettings,
-    metrics_text: Callable[[], str],
-    keys: KeyPages | None = None,
-) -> Any:
+    models: Sequence[ServedModel], pool: ModelPool, settings: ServerSettings, keys: KeyPages | None = None
+) -> ASGIApp:
     """Return the ASGI application of several models, within the middleware of the server."""
-    router = ModelRouter(models, pool, settings, metrics_text)
+    router = ModelRouter(models, pool, settings)
     return wrap(router, models[0].api.engine, settings, Ledger(settings.keys, keys))

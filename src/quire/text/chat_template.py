@@ -116,7 +116,7 @@ class MediaMarkers:
         self.counts[modality] += 1
         return self.text(modality, self.counts[modality])
 
-    def joined(self, parts: Sequence["str | _Item"]) -> str:
+    def join(self, parts: Sequence["str | _MediaPart"]) -> str:
         """Return one text. A placeholder that the texts already contain is not added again."""
         entries = [(part, part if isinstance(part, str) else self.next(part.modality)) for part in parts]
         if self.interleaved:
@@ -127,18 +127,18 @@ class MediaMarkers:
         return "\n".join([*missing, texts]) if texts else "\n".join(missing)
 
 
-class _Item(NamedTuple):
+class _MediaPart(NamedTuple):
     """A media part of a message."""
 
     modality: str
 
 
 def normalise(
-    messages: Iterable[Mapping[str, Any]], content_format: ContentFormat, marks: MediaMarkers | None = None
+    messages: Iterable[Mapping[str, Any]], content_format: ContentFormat, markers: MediaMarkers | None = None
 ) -> list[dict[str, Any]]:
     """Return messages as the template expects them: content as a string or as parts, tool arguments as
-    objects. Media parts (image, video, audio) need `marks`."""
-    return [_normalise_message(message, content_format, marks) for message in messages]
+    objects. Media parts (image, video, audio) need `markers`."""
+    return [_normalise_message(message, content_format, markers) for message in messages]
 
 
 @lru_cache(maxsize=64)
@@ -146,7 +146,8 @@ def content_format(template: str) -> ContentFormat:
     """Return `openai` if the template iterates over the parts of a message's content, else `string`."""
     from jinja2 import nodes
 
-    tree = _parse(template)
+    _compile(template)  # raises if the template is not valid
+    tree = _environment().parse(template)
     macros = {macro.name: macro for macro in tree.find_all(nodes.Macro)}
     aliases: set[str] = set()
     while True:
@@ -187,21 +188,21 @@ def _is_content(node: "nodes.Node", aliases: set[str]) -> bool:
 
 
 def _normalise_message(
-    message: Mapping[str, Any], content_format: ContentFormat, marks: MediaMarkers | None
+    message: Mapping[str, Any], content_format: ContentFormat, markers: MediaMarkers | None
 ) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(f"a message must be an object with a role, not {message!r:.80}", param="messages")
-    parts = _parts(message.get("content"), media=marks is not None)
+    parts = _parts(message.get("content"), media=markers is not None)
     content: Any
     if content_format == "openai":
         content = [
             {"type": "text", "text": part} if isinstance(part, str) else {"type": part.modality}
             for part in parts
         ]
-    elif marks is None:
+    elif markers is None:
         content = "\n".join(part for part in parts if isinstance(part, str))
     else:
-        content = marks.joined(parts)
+        content = markers.join(parts)
     normalised = {**message, "content": content}
     if message.get("tool_calls"):
         calls = message["tool_calls"]
@@ -211,7 +212,7 @@ def _normalise_message(
     return normalised
 
 
-def _parts(content: Any, *, media: bool) -> list[str | _Item]:
+def _parts(content: Any, *, media: bool) -> list[str | _MediaPart]:
     if content is None:
         return []
     if isinstance(content, str):
@@ -223,10 +224,10 @@ def _parts(content: Any, *, media: bool) -> list[str | _Item]:
     return [part if isinstance(part, str) else _part(part, media=media) for part in content]
 
 
-def _part(part: Any, *, media: bool) -> str | _Item:
+def _part(part: Any, *, media: bool) -> str | _MediaPart:
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     if media and kind in _MEDIA_PARTS:
-        return _Item(str(kind))
+        return _MediaPart(str(kind))
     if not isinstance(kind, str) or kind not in _TEXT_PARTS:
         raise RequestError(
             f"content part of type {kind!r} is not supported; supported: {', '.join(_TEXT_PARTS)}",
@@ -317,11 +318,6 @@ def _compile(template: str) -> "Template":
         raise RequestError(f"the chat template is not valid Jinja: {error}", param="chat_template") from error
 
 
-def _parse(template: str) -> "nodes.Template":
-    _compile(template)
-    return _environment().parse(template)
-
-
 @cache
 def _environment() -> "Environment":
     from jinja2 import nodes
@@ -344,7 +340,7 @@ def _environment() -> "Environment":
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
 
 
@@ -364,7 +360,3 @@ def _raise_exception(message: str) -> None:
     from jinja2 import TemplateError
 
     raise TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)

@@ -2,7 +2,6 @@
 
 import codecs
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 from quire.text.tokenizer import TokenBytes, Tokenizer
 
@@ -35,14 +34,14 @@ class Detokenizer:
         self._include_stop = include_stop_str_in_output
         self._min_tokens = min_tokens
         self._num_held = max(map(len, stop), default=1) - 1 if not include_stop_str_in_output else 0
-        self._num_taken = 0
+        self._num_streamed = 0
         skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
-        self._stream: _Stream
+        self._stream: _ByteStream | _WindowStream
         if tokenizer.token_bytes is not None:
             self._stream = _ByteStream(tokenizer.token_bytes, skipped, prompt_ids)
         else:
-            glued = frozenset() if spaces_between_special_tokens else frozenset(tokenizer.added_tokens)
-            self._stream = _WindowStream(tokenizer, skipped, glued, prompt_ids)
+            joined_ids = frozenset() if spaces_between_special_tokens else frozenset(tokenizer.added_tokens)
+            self._stream = _WindowStream(tokenizer, skipped, joined_ids, prompt_ids)
 
     def read(self, token_ids: Sequence[int], *, final: bool = False) -> str:
         """Return the text that these tokens add. `final` flushes a partial character."""
@@ -64,20 +63,20 @@ class Detokenizer:
 
     def take_delta(self, final: bool = False) -> str:
         """Return the text to stream: new since the last call, and not a possible part of a stop string."""
-        held = 0 if final or self.stopped_by is not None else self._num_held
-        end = max(self._num_taken, len(self.text) - held)
-        delta = self.text[self._num_taken : end]
-        self._num_taken = end
+        num_held = 0 if final or self.stopped_by is not None else self._num_held
+        end = max(self._num_streamed, len(self.text) - num_held)
+        delta = self.text[self._num_streamed : end]
+        self._num_streamed = end
         return delta
 
-    def _grow(self, new: str) -> bool:
+    def _grow(self, new_text: str) -> bool:
         """Add text and return whether that completed a stop string."""
-        if not new:
+        if not new_text:
             return False
         # With no second reference to the string, += grows it in place instead of copying it.
         text, self.text = self.text, ""
         num_before = len(text)
-        text += new
+        text += new_text
         self.text = text
         if not self._stop or self.num_tokens < self._min_tokens:
             return False
@@ -108,11 +107,6 @@ def _first_stop(text: str, num_before: int, stops: Iterable[str]) -> tuple[int, 
     return min(matches)[1:] if matches else None
 
 
-class _Stream(Protocol):
-    def feed(self, token_ids: Sequence[int]) -> str: ...
-    def flush(self) -> str: ...
-
-
 class _ByteStream:
     """Stream for byte-level decoders: concatenates the bytes of tokens and decodes UTF-8 incrementally."""
 
@@ -123,19 +117,19 @@ class _ByteStream:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._utf8.decode(self._bytes(prompt_ids[-_CONTEXT:]))
         self._at_start = table.strips_first_space and not any(self._bytes([i]) for i in prompt_ids)
-        self._between = self._is_between()
+        self._at_boundary = self._is_at_boundary()
         """Whether the next token begins a character, so that its cached text applies."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        if self._between:
+        if self._at_boundary:
             texts = [self._texts[i] for i in token_ids]
             if None not in texts:
                 return "".join(texts)  # type: ignore[arg-type]
         text = self._decode(token_ids)
-        self._between = self._is_between()
+        self._at_boundary = self._is_at_boundary()
         return text
 
-    def _is_between(self) -> bool:
+    def _is_at_boundary(self) -> bool:
         return not self._at_start and not self._utf8.getstate()[0]
 
     def _decode(self, token_ids: Sequence[int]) -> str:
@@ -157,11 +151,15 @@ class _WindowStream:
     text."""
 
     def __init__(
-        self, tokenizer: Tokenizer, skipped: frozenset[int], glued: frozenset[int], prompt_ids: Sequence[int]
+        self,
+        tokenizer: Tokenizer,
+        skipped: frozenset[int],
+        joined_ids: frozenset[int],
+        prompt_ids: Sequence[int],
     ) -> None:
         self._tokenizer = tokenizer
         self._skipped = skipped
-        self._glued = glued
+        self._joined_ids = joined_ids
         self._pending: list[int] = []
         self._set_context([i for i in prompt_ids[-_CONTEXT:] if i not in skipped])
 
@@ -173,20 +171,20 @@ class _WindowStream:
 
     def _step(self, token_id: int) -> str:
         self._pending.append(token_id)
-        new = self._new_text()
-        waits = not new or new.endswith("\N{REPLACEMENT CHARACTER}")
-        return "" if waits and len(self._pending) <= _MAX_PARTIAL else self._emit(new)
+        new_text = self._new_text()
+        is_partial = not new_text or new_text.endswith("\N{REPLACEMENT CHARACTER}")
+        return "" if is_partial and len(self._pending) <= _MAX_PARTIAL else self._emit(new_text)
 
     def _new_text(self) -> str:
         text = self._tokenizer.decode(self._context + self._pending, skip_special_tokens=False)
         return text[len(self._context_text) :]
 
-    def _emit(self, new: str) -> str:
-        if self._context and self._glued.issuperset((self._context[-1], self._pending[0])):
-            new = new.removeprefix(" ")
+    def _emit(self, new_text: str) -> str:
+        if self._context and self._joined_ids.issuperset((self._context[-1], self._pending[0])):
+            new_text = new_text.removeprefix(" ")
         self._set_context(self._pending)
         self._pending = []
-        return new
+        return new_text
 
     def _set_context(self, token_ids: list[int]) -> None:
         self._context = token_ids

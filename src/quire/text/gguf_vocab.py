@@ -61,7 +61,7 @@ _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 
 
 @dataclass(frozen=True, slots=True)
-class GGUFWords:
+class GGUFPreTokenizer:
     """Pre-tokenization of a byte-level vocabulary."""
 
     splits: tuple[str, ...]
@@ -73,25 +73,25 @@ class GGUFWords:
     nfc: bool = False
 
 
-_WORDS_BY_KIND: list[tuple[GGUFWords, str]] = [
+_NAMES_BY_PRE_TOKENIZER: list[tuple[GGUFPreTokenizer, str]] = [
     (
-        GGUFWords((_GPT2,)),
+        GGUFPreTokenizer((_GPT2,)),
         "default gpt-2 phi-2 mpt olmo jais trillion granite-docling gigachat a.x-4.0 mellum exaone4",
     ),
     (
-        GGUFWords((_LLAMA3,), whole_words=True, add_bos=True),
+        GGUFPreTokenizer((_LLAMA3,), whole_words=True, add_bos=True),
         "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2",
     ),
-    (GGUFWords((_LLAMA3,)), "dbrx smaug-bpe glm4 chatglm-bpe"),
-    (GGUFWords((_QWEN2,), nfc=True), "qwen2"),
-    (GGUFWords((_QWEN2,)), "deepseek-r1-qwen stablelm2 hunyuan megrez kormo solar-open"),
-    (GGUFWords((_QWEN35,), nfc=True), "qwen35"),
-    (GGUFWords((_TEKKEN,), whole_words=True, add_bos=True), "tekken"),
-    (GGUFWords((_GPT4O,)), "gpt-4o llama4 kanana2 minimax-m2"),
-    (GGUFWords((r"\p{N}", _GPT2)), "smollm starcoder refact command-r codeshell exaone minerva-7b"),
-    (GGUFWords((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9]+", "[0-9]{3}")), "falcon"),
+    (GGUFPreTokenizer((_LLAMA3,)), "dbrx smaug-bpe glm4 chatglm-bpe"),
+    (GGUFPreTokenizer((_QWEN2,), nfc=True), "qwen2"),
+    (GGUFPreTokenizer((_QWEN2,)), "deepseek-r1-qwen stablelm2 hunyuan megrez kormo solar-open"),
+    (GGUFPreTokenizer((_QWEN35,), nfc=True), "qwen35"),
+    (GGUFPreTokenizer((_TEKKEN,), whole_words=True, add_bos=True), "tekken"),
+    (GGUFPreTokenizer((_GPT4O,)), "gpt-4o llama4 kanana2 minimax-m2"),
+    (GGUFPreTokenizer((r"\p{N}", _GPT2)), "smollm starcoder refact command-r codeshell exaone minerva-7b"),
+    (GGUFPreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9]+", "[0-9]{3}")), "falcon"),
     (
-        GGUFWords(
+        GGUFPreTokenizer(
             (
                 r"[\r\n]",
                 _DEEPSEEK_LETTERS,
@@ -103,13 +103,18 @@ _WORDS_BY_KIND: list[tuple[GGUFWords, str]] = [
         ),
         "deepseek-llm",
     ),
-    (GGUFWords((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_CJK, r"\p{N}")), "deepseek-coder"),
-    (GGUFWords((r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK_V3)), "deepseek-v3 hunyuan-dense joyai-llm"),
-    (GGUFWords((_SEED_CODER,)), "seed-coder"),
-    (GGUFWords((_BLOOM,)), "bloom poro-chat gpt3-finnish"),
-    (GGUFWords((_BLOOM, r"\p{N}")), "viking"),
+    (GGUFPreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_CJK, r"\p{N}")), "deepseek-coder"),
+    (
+        GGUFPreTokenizer((r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK_V3)),
+        "deepseek-v3 hunyuan-dense joyai-llm",
+    ),
+    (GGUFPreTokenizer((_SEED_CODER,)), "seed-coder"),
+    (GGUFPreTokenizer((_BLOOM,)), "bloom poro-chat gpt3-finnish"),
+    (GGUFPreTokenizer((_BLOOM, r"\p{N}")), "viking"),
 ]
-WORDS = {name: words for words, names in _WORDS_BY_KIND for name in names.split()}
+PRE_TOKENIZERS = {
+    name: pre_tokenizer for pre_tokenizer, names in _NAMES_BY_PRE_TOKENIZER for name in names.split()
+}
 """Pre-tokenizers by the value of tokenizer.ggml.pre."""
 
 
@@ -138,9 +143,9 @@ def read_vocab(metadata: Mapping[str, Any]) -> GGUFVocab:
             )
     special = _special_tokens(metadata, tokens)
     if kind == "gpt2":
-        words = _words(metadata.get("tokenizer.ggml.pre", "default"))
-        backend = _byte_level(tokens, _merges(_required_list(metadata, "merges")), words)
-        add_bos = words.add_bos
+        pre_tokenizer = _pre_tokenizer(metadata.get("tokenizer.ggml.pre", "default"))
+        backend = _byte_level(tokens, _merges(_required_list(metadata, "merges")), pre_tokenizer)
+        add_bos = pre_tokenizer.add_bos
     else:
         backend = _sentencepiece(tokens, metadata, unk_token=special.get("unk_token"))
         add_bos = True
@@ -171,14 +176,14 @@ def _required_list(metadata: Mapping[str, Any], name: str) -> Sequence[Any]:
     return values  # type: ignore[no-any-return]
 
 
-def _words(pre: str) -> GGUFWords:
-    if pre not in WORDS:
+def _pre_tokenizer(name: str) -> GGUFPreTokenizer:
+    if name not in PRE_TOKENIZERS:
         warn_once(
             logger,
-            f"unknown GGUF pre-tokenizer {pre!r}: using that of GPT-2, which may tokenize prompts "
+            f"unknown GGUF pre-tokenizer {name!r}: using that of GPT-2, which may tokenize prompts "
             "differently from the model's training",
         )
-    return WORDS.get(pre, WORDS["default"])
+    return PRE_TOKENIZERS.get(name, PRE_TOKENIZERS["default"])
 
 
 def _merges(lines: Sequence[str]) -> list[tuple[str, str]]:
@@ -195,13 +200,15 @@ def bpe(source: str, vocab: dict[str, int], merges: list[tuple[str, str]], **opt
         raise ConfigError(f"{source}: the vocabulary and the merges do not match: {error}") from error
 
 
-def _byte_level(tokens: Sequence[str], merges: list[tuple[str, str]], words: GGUFWords) -> Tokenizer:
+def _byte_level(
+    tokens: Sequence[str], merges: list[tuple[str, str]], pre_tokenizer: GGUFPreTokenizer
+) -> Tokenizer:
     vocab = {token: i for i, token in enumerate(tokens)}
-    backend = Tokenizer(bpe(_SOURCE, vocab, merges, ignore_merges=words.whole_words))
-    if words.nfc:
+    backend = Tokenizer(bpe(_SOURCE, vocab, merges, ignore_merges=pre_tokenizer.whole_words))
+    if pre_tokenizer.nfc:
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(split), behavior="isolated") for split in words.splits]
+        [pre_tokenizers.Split(Regex(split), behavior="isolated") for split in pre_tokenizer.splits]
         + [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     backend.decoder = decoders.ByteLevel()

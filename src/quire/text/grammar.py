@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 MAX_CHARS = 1 << 18
 """Maximum size of a schema, regex or grammar."""
-MAX_KEPT_TEXTS, MAX_KEPT_CHARS = 4096, 256
+MAX_CACHED_TEXTS, MAX_CACHED_CHARS = 4096, 256
 """Size of the cache of tokenized texts, and the longest text that it takes. Grammars force the same short
 texts often."""
 WHITESPACE = r"[ \t]{0,2}([\r\n]{1,2}[ \t]{0,40})?"
@@ -36,7 +36,7 @@ WHITESPACE = r"[ \t]{0,2}([\r\n]{1,2}[ \t]{0,40})?"
 newlines."""
 _IN_STRINGS = r'[^"\\\x00-\x1F\x7F]'
 _SHORT = (1, 3, 5, 8, 12)
-SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_IN_STRINGS}{{1,{most}}}" for most in _SHORT), f"{_IN_STRINGS}+"]
+SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_IN_STRINGS}{{1,{n}}}" for n in _SHORT), f"{_IN_STRINGS}+"]
 """Slices of the vocabulary that llguidance tests together: if all tokens of a slice are allowed, none is
 tried one by one. Short slices are for strings of limited length (benchmarks/grammar_masks.py)."""
 COMPILING_THREADS = 2
@@ -83,13 +83,13 @@ class _WrappedVocabulary:
         self.special_token_ids = vocabulary.special_ids
         self.eos_token_id = vocabulary.eos_ids[0]
         self._encode = vocabulary.encode
-        self._encode_cached = lru_cache(MAX_KEPT_TEXTS)(vocabulary.encode)
+        self._encode_cached = lru_cache(MAX_CACHED_TEXTS)(vocabulary.encode)
 
     def __call__(self, text: str) -> list[int]:
         """Tokenize a text that a grammar forces. There are few, and they are repeated."""
         if isinstance(text, bytes):
             raise TypeError("this tokenizer takes strings, not bytes")
-        return self._encode_cached(text) if len(text) <= MAX_KEPT_CHARS else self._encode(text)
+        return self._encode_cached(text) if len(text) <= MAX_CACHED_CHARS else self._encode(text)
 
 
 class Grammars:
@@ -123,8 +123,8 @@ class Grammars:
         key = digest_of(params)
         with self._lock:
             lexers = self._compiled.get(key)
-            matcher = None if lexers is None else lexers.serve()
-        return self._add(key, params, lexers).serve() if matcher is None else matcher
+            matcher = None if lexers is None else lexers.new_matcher()
+        return self._add(key, params, lexers).new_matcher() if matcher is None else matcher
 
     def check(self, params: StructuredOutputsParams) -> None:
         """Raise the errors of `compile`. A grammar that is cached costs a lookup."""
@@ -166,14 +166,14 @@ class Grammars:
         with its row. The GIL is released meanwhile."""
         from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
-        words, into = self.num_words, bits.view(np.int32)
+        words, target = self.num_words, bits.view(np.int32)
         if len(matchers) < MIN_PARALLEL or bits.shape[1] != words:
-            for matcher, place in matchers:
-                fill_next_token_bitmask(matcher.inner, into[:, :words], place)
+            for matcher, row in matchers:
+                fill_next_token_bitmask(matcher.inner, target[:, :words], row)
         else:
-            rows = [(matcher.inner, place) for matcher, place in matchers]
+            rows = [(matcher.inner, row) for matcher, row in matchers]
             started = time.perf_counter()
-            fill_next_token_bitmask_par(self._all_cores if self._is_slow else self._executor, rows, into)
+            fill_next_token_bitmask_par(self._all_cores if self._is_slow else self._executor, rows, target)
             self._is_slow = self.fills_in_thread and time.perf_counter() - started > SLOW_FILL_S
 
     def advance(self, steps: Sequence[tuple[Matcher, int]]) -> list[Verdict]:
@@ -235,14 +235,11 @@ def _refusal(reason: str) -> RequestError:
 
 def digest_of(params: StructuredOutputsParams) -> bytes:
     """Return a key of the params. Raises a RequestError if they are not valid text."""
-    return hashlib.sha256(_with_request_errors(params, partial(_to_msgpack, params))).digest()
+    encoded = _with_request_errors(params, lambda: msgspec.msgpack.encode(with_json_text(params)))
+    return hashlib.sha256(encoded).digest()
 
 
-def _to_msgpack(params: StructuredOutputsParams) -> bytes:
-    return msgspec.msgpack.encode(sendable(params))
-
-
-def sendable(params: StructuredOutputsParams) -> StructuredOutputsParams:
+def with_json_text(params: StructuredOutputsParams) -> StructuredOutputsParams:
     """Return the params with the schema as JSON text: msgpack cannot encode numbers of any size."""
     if isinstance(params.json, dict):
         return msgspec.structs.replace(params, json=json.dumps(params.json))

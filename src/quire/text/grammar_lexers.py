@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # imported lazily: it would slow down every start
 
 log = get_logger(__name__)
 
-MAX_KEPT = 256
+MAX_GRAMMARS = 256
 """Number of compiled grammars that are kept, least recently used first out."""
 MAX_LEXERS = 1024
 """Maximum number of lexers of all grammars, tens of KiB each for most grammars."""
@@ -25,9 +25,9 @@ LEXER_BYTES, CHAR_BYTES, TOKEN_BYTES = 128 << 10, 64, 1 << 10
 grammar, and 50 bytes (JSON schemas) to 15 KiB (long bounded repetitions) per token, for new states."""
 MAX_LEXER_STATES = 50_000
 """Maximum number of states of one lexer, 1 to 2 KiB each."""
-MAX_SERVED = 64
+MAX_SEQUENCES_PER_LEXER = 64
 """Number of sequences that one lexer serves, one after the other, since it keeps the states of all."""
-LEXERS_S = 0.5
+MAX_COMPILE_S = 0.5
 """CPU seconds that the lexers of one grammar may take to compile. After that sequences share lexers."""
 MAX_REASON_CHARS = 500
 """Maximum length of a library error that is logged or sent to a client."""
@@ -73,7 +73,6 @@ class Matcher:
         return "limit"
 
     def copy(self) -> "Matcher":
-        """Return a matcher in the same state."""
         return Matcher(self.inner.deep_copy(), self.lexer)
 
 
@@ -89,7 +88,7 @@ class Lexer:
         """Length of the grammar's source text."""
         self.num_tokens = 0
         """Tokens of all sequences so far."""
-        self._num_served = 0
+        self._num_sequences = 0
         self.users: WeakSet[Matcher] = WeakSet()
         self.is_spent = False
         """Whether the lexer may have too many states for further sequences."""
@@ -100,10 +99,10 @@ class Lexer:
         num_states = min(self.num_tokens, MAX_LEXER_STATES)
         return LEXER_BYTES + CHAR_BYTES * self._num_chars + TOKEN_BYTES * num_states
 
-    def serve(self) -> Matcher:
+    def new_matcher(self) -> Matcher:
         """Return a matcher for one more sequence."""
-        self._num_served += 1
-        self.is_spent |= self._num_served >= MAX_SERVED
+        self._num_sequences += 1
+        self.is_spent |= self._num_sequences >= MAX_SEQUENCES_PER_LEXER
         return Matcher(self._start.deep_copy(), self)
 
 
@@ -118,14 +117,14 @@ class Lexers:
     def __len__(self) -> int:
         return len(self._all)
 
-    def serve(self) -> Matcher | None:
+    def new_matcher(self) -> Matcher | None:
         """Return a matcher at the start of the grammar, or None if another lexer should be compiled."""
         self._all = [lexer for lexer in self._all if not lexer.is_spent]
         if not self._all:
             return None
-        idlest = min(self._all, key=lambda lexer: len(lexer.users))
-        spent_s = sum(lexer.seconds for lexer in self._all)
-        return None if idlest.users and spent_s < LEXERS_S else idlest.serve()
+        least_used = min(self._all, key=lambda lexer: len(lexer.users))
+        compile_s = sum(lexer.seconds for lexer in self._all)
+        return None if least_used.users and compile_s < MAX_COMPILE_S else least_used.new_matcher()
 
     def add(self, lexer: Lexer) -> None:
         self._all.append(lexer)
@@ -165,7 +164,7 @@ class LexerCache:
         """Drop the least recently used lexers above the limits."""
         num_lexers = sum(map(len, self._lexers.values()))
         num_bytes = self.num_bytes
-        while len(self._lexers) > MAX_KEPT or num_lexers > MAX_LEXERS or num_bytes > self.max_bytes:
+        while len(self._lexers) > MAX_GRAMMARS or num_lexers > MAX_LEXERS or num_bytes > self.max_bytes:
             key, oldest = next(iter(self._lexers.items()))
             num_bytes -= oldest.num_bytes
             num_lexers -= len(oldest)

@@ -86,7 +86,7 @@ class Tokenizer:
         *,
         special_tokens: dict[str, str] | None = None,
         chat_template: str | dict[str, str] | None = None,
-        tells_types: bool = True,
+        has_token_types: bool = True,
     ) -> None:
         # A tokenizer.json may contain the truncation and padding of its training.
         backend.no_truncation()
@@ -98,7 +98,7 @@ class Tokenizer:
         self.unk_token, self.unk_token_id = self._special_token("unk_token")
         self.pad_token, self.pad_token_id = self._special_token("pad_token")
         self.chat_template = chat_template
-        self.tells_types = tells_types
+        self.has_token_types = has_token_types
         """Whether the model takes token type ids, which mark the tokens of a second text."""
         self.added_tokens = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in self.added_tokens.items() if token.special)
@@ -147,7 +147,7 @@ class Tokenizer:
         return encoding.ids[:max_len], self._types(encoding)[:max_len]
 
     def _types(self, encoding: tokenizers.Encoding) -> list[int]:
-        return encoding.type_ids if self.tells_types else [0] * len(encoding)
+        return encoding.type_ids if self.has_token_types else [0] * len(encoding)
 
     def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True) -> Encoded:
         if isinstance(text, str):
@@ -161,8 +161,8 @@ class Tokenizer:
         try:
             return self.backend.decode(id_list, skip_special_tokens=skip_special_tokens)
         except OverflowError as error:
-            bad = next(i for i in id_list if not 0 <= i < 2**32)
-            raise RequestError(f"token id {bad} is out of range: 0 to {self.max_token_id}") from error
+            invalid_id = next(i for i in id_list if not 0 <= i < 2**32)
+            raise RequestError(f"token id {invalid_id} is out of range: 0 to {self.max_token_id}") from error
 
     def apply_chat_template(
         self,
@@ -288,7 +288,7 @@ def _from_directory(path: Path, trust_remote_code: bool) -> Tokenizer:
         backend,
         special_tokens=special,
         chat_template=_chat_template(path, config),
-        tells_types="token_type_ids" in config.get("model_input_names", ["token_type_ids"]),
+        has_token_types="token_type_ids" in config.get("model_input_names", ["token_type_ids"]),
     )
 
 

@@ -8,7 +8,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from ask import events, refused
+from ask import client_of, events, fetch, refused
 from fake_engine import FakeEngine, byte_tokenizer
 from fake_inputs import wav
 from fake_speech import BEFORE, DE, EN, START, TIME, TRANSCRIBE, TRANSLATE, UNTIMED, Writer
@@ -41,12 +41,7 @@ SOUND = sound()
 
 
 def post(path: str, application: Application = APPLICATION, **kwargs: Any) -> httpx.Response:
-    async def go() -> httpx.Response:
-        transport = httpx.ASGITransport(application.asgi, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.post(path, **kwargs)
-
-    return asyncio.run(go())
+    return fetch(application.asgi, "POST", path, **kwargs)
 
 
 def send(
@@ -299,62 +294,53 @@ def test_oversized_upload_is_413_after_it_was_sent() -> None:
     assert asyncio.run(go(30 << 20)) == (413, 0) and asyncio.run(go(1 << 40)) == (413, 5)
 
 
-def test_client_disconnect_aborts_all_audio_chunks() -> None:
+async def test_client_disconnect_aborts_all_audio_chunks() -> None:
     ENGINE.begin([97] * 400)
+    request = httpx.Request(
+        "POST",
+        f"http://test{PATH}",
+        data={"language": "en", "stream": "true"},
+        files={"file": ("a", sound(70))},
+    )
+    body, gone = request.read(), asyncio.Event()
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
 
-    async def go() -> None:
-        request = httpx.Request(
-            "POST",
-            f"http://test{PATH}",
-            data={"language": "en", "stream": "true"},
-            files={"file": ("a", sound(70))},
-        )
-        body, gone = request.read(), asyncio.Event()
-        messages = [{"type": "http.request", "body": body, "more_body": False}]
+    async def receive() -> Any:
+        if messages:
+            return messages.pop()
+        await gone.wait()
+        return {"type": "http.disconnect"}
 
-        async def receive() -> Any:
-            if messages:
-                return messages.pop()
-            await gone.wait()
-            return {"type": "http.disconnect"}
+    async def sending(message: Any) -> None:
+        if message.get("body"):
+            gone.set()
 
-        async def sending(message: Any) -> None:
-            if message.get("body"):
-                gone.set()
-
-        headers = [(name.lower(), value) for name, value in request.headers.raw]
-        scope = {"type": "http", "method": "POST", "path": PATH, "raw_path": PATH.encode()}
-        scope |= {"query_string": b"", "headers": headers, "root_path": "", "scheme": "http"}
-        async with asyncio.timeout(60):
-            await APPLICATION.asgi(scope, receive, sending)
-
-    asyncio.run(go())
+    headers = [(name.lower(), value) for name, value in request.headers.raw]
+    scope = {"type": "http", "method": "POST", "path": PATH, "raw_path": PATH.encode()}
+    scope |= {"query_string": b"", "headers": headers, "root_path": "", "scheme": "http"}
+    async with asyncio.timeout(60):
+        await APPLICATION.asgi(scope, receive, sending)
     assert ENGINE.num_in_flight == 0 and len(ENGINE.seen) == len(ENGINE.aborted) == 3
 
 
-def test_openai_client_transcribes() -> None:
+async def test_openai_client_transcribes() -> None:
     ENGINE.begin()
-    transport = httpx.ASGITransport(APPLICATION.asgi)
-
-    async def go() -> None:
-        http = httpx.AsyncClient(transport=transport)
-        client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="x", http_client=http, max_retries=0)
-        file = ("a.wav", SOUND)
-        transcription = await client.audio.transcriptions.create(model="fake", file=file, language="en")
-        assert transcription.text == "Hallo."
-        text = await client.audio.transcriptions.create(model="fake", file=file, response_format="text")
-        assert text == "Hallo.\n"
-        verbose = await client.audio.transcriptions.create(
-            model="fake", file=file, response_format="verbose_json", timestamp_granularities=["segment"]
-        )
-        assert (verbose.duration, verbose.language) == (1.0, "de")
-        assert verbose.segments and verbose.segments[0].text == " Hallo."
-        assert (await client.audio.translations.create(model="fake", file=file)).text == "Hallo."
-        stream: Any = await client.audio.transcriptions.create(model="fake", file=file, stream=True)
-        texts = [chunk.choices[0]["delta"]["content"] async for chunk in stream]
-        assert "".join(texts) == "Hallo." and len(texts) > 1
-        with pytest.raises(openai.BadRequestError, match="Unsupported language"):
-            await client.audio.transcriptions.create(model="fake", file=file, language="xx")
-        await http.aclose()
-
-    asyncio.run(go())
+    http = client_of(APPLICATION.asgi)
+    client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="x", http_client=http, max_retries=0)
+    file = ("a.wav", SOUND)
+    transcription = await client.audio.transcriptions.create(model="fake", file=file, language="en")
+    assert transcription.text == "Hallo."
+    text = await client.audio.transcriptions.create(model="fake", file=file, response_format="text")
+    assert text == "Hallo.\n"
+    verbose = await client.audio.transcriptions.create(
+        model="fake", file=file, response_format="verbose_json", timestamp_granularities=["segment"]
+    )
+    assert (verbose.duration, verbose.language) == (1.0, "de")
+    assert verbose.segments and verbose.segments[0].text == " Hallo."
+    assert (await client.audio.translations.create(model="fake", file=file)).text == "Hallo."
+    stream: Any = await client.audio.transcriptions.create(model="fake", file=file, stream=True)
+    texts = [chunk.choices[0]["delta"]["content"] async for chunk in stream]
+    assert "".join(texts) == "Hallo." and len(texts) > 1
+    with pytest.raises(openai.BadRequestError, match="Unsupported language"):
+        await client.audio.transcriptions.create(model="fake", file=file, language="xx")
+    await http.aclose()

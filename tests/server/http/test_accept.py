@@ -32,16 +32,16 @@ NUM_HANDS = 4
 class FakeProcess:
     """API process that accepts the connections it receives and does nothing with them."""
 
-    def __init__(self, hand: ConnectionHandle) -> None:
-        self.hand = ConnectionHandle(hand.channel.dup(), hand.closed_file, hand.index)
-        self.hand.channel.setblocking(False)
-        self.taker = ConnectionReceiver(self.hand)
+    def __init__(self, handle: ConnectionHandle) -> None:
+        self.handle = ConnectionHandle(handle.channel.dup(), handle.closed_file, handle.index)
+        self.handle.channel.setblocking(False)
+        self.taker = ConnectionReceiver(self.handle)
         self.open: list[socket.socket] = []
         self.num_taken = 0
 
     def take(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            while received := socket.recv_fds(self.hand.channel, 1, 1)[1]:
+            while received := socket.recv_fds(self.handle.channel, 1, 1)[1]:
                 self.open += [socket.socket(fileno=fd) for fd in received]
                 self.num_taken += len(received)
 
@@ -116,7 +116,7 @@ def test_dead_process_gets_none_and_its_successor_starts_at_zero(cluster: Cluste
     cluster.deal()
     for connection in cluster.players[1].open:
         connection.close()
-    cluster.players[1].hand.channel.close()
+    cluster.players[1].handle.channel.close()
     cluster.connect(12)
     cluster.players[1].open = []
     cluster.players[1].take = lambda: None  # type: ignore[method-assign]
@@ -146,9 +146,9 @@ def test_full_process_is_skipped(cluster: Cluster) -> None:
 def test_connections_wait_until_a_process_serves(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
     cluster.connect(5)
-    assert cluster.deal() == [0] * NUM_HANDS and not cluster.dealer.awaited
+    assert cluster.deal() == [0] * NUM_HANDS and not cluster.dealer.readable_sockets
     cluster.dealer.admit(3)
-    assert cluster.dealer.awaited and cluster.deal() == [0, 0, 0, 5]
+    assert cluster.dealer.readable_sockets and cluster.deal() == [0, 0, 0, 5]
     cluster.dealer.close()
     with pytest.raises(ConnectionRefusedError):
         cluster.connect()
@@ -156,21 +156,17 @@ def test_connections_wait_until_a_process_serves(tmp_path: Path) -> None:
         client.close()
 
 
-def test_connection_without_a_descriptor_counts_as_closed(cluster: Cluster) -> None:
+async def test_connection_without_a_descriptor_counts_as_closed(cluster: Cluster) -> None:
     """Catches a process without free descriptors that looks busier with each connection it loses."""
-
-    async def go() -> None:
-        sender, receiver = socket.socketpair()
-        taker = ConnectionReceiver(replace(cluster.players[2].hand, channel=receiver))
-        taker.start(asyncio.Protocol, None)
-        sender.send(b"c")  # the kernel drops a descriptor that does not fit
-        async with asyncio.timeout(60):
-            while not cluster.dealer._closed[2]:
-                await asyncio.sleep(0.01)
-        taker.stop()
-        sender.close()
-
-    asyncio.run(go())
+    sender, receiver = socket.socketpair()
+    taker = ConnectionReceiver(replace(cluster.players[2].handle, channel=receiver))
+    taker.start(asyncio.Protocol, None)
+    sender.send(b"c")  # the kernel drops a descriptor that does not fit
+    async with asyncio.timeout(60):
+        while not cluster.dealer._closed[2]:
+            await asyncio.sleep(0.01)
+    taker.stop()
+    sender.close()
     assert cluster.dealer._closed.tolist() == [0, 0, 1, 0]
 
 
@@ -185,14 +181,14 @@ def test_servers_answer_the_connections_they_receive(tmp_path: Path) -> None:
         up: list[int] = []
         servers = []
         for index in range(2):
-            hand = dealer.open(index)
-            server_hand = ConnectionHandle(hand.channel.dup(), hand.closed_file, index)
+            handle = dealer.open(index)
+            server_hand = ConnectionHandle(handle.channel.dup(), handle.closed_file, index)
             engine = FakeEngine("abc")
             engine.facts = replace(engine.facts, model_names=(f"m{index}",))
             run = serve(
                 settings,
                 engine,
-                hand=server_hand,
+                connections=server_hand,
                 stop=stop,
                 announce=False,
                 on_serving=lambda _, i=index: up.append(i),

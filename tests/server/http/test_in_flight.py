@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from quire.errors import EngineError
-from quire.server.http.in_flight import Answering, ClientGone, HandlerQueue
+from quire.server.http.in_flight import ClientDisconnected, HandlerQueue, RunningRequests
 
 
 async def never() -> dict[str, Any]:
@@ -36,50 +36,38 @@ class Work:
             raise
 
 
-def test_result_is_returned_and_no_task_is_left() -> None:
-    async def go() -> None:
-        running = Answering()
-        assert await running.until_gone(never, Work().run(3)) == 3
-        assert len(running) == 0 and len(asyncio.all_tasks()) == 1
-
-    asyncio.run(go())
+async def test_result_is_returned_and_no_task_is_left() -> None:
+    running = RunningRequests()
+    assert await running.until_disconnect(never, Work().run(3)) == 3
+    assert len(running) == 0 and len(asyncio.all_tasks()) == 1
 
 
-def test_work_is_cancelled_when_the_client_disconnects() -> None:
-    async def go() -> None:
-        running, work = Answering(), Work()
-        with pytest.raises(ClientGone):
-            await running.until_gone(disconnected, work.run())
-        assert work.cancelled and len(running) == 0
-
-    asyncio.run(go())
+async def test_work_is_cancelled_when_the_client_disconnects() -> None:
+    running, work = RunningRequests(), Work()
+    with pytest.raises(ClientDisconnected):
+        await running.until_disconnect(disconnected, work.run())
+    assert work.cancelled and len(running) == 0
 
 
-def test_work_is_cancelled_with_its_handler() -> None:
-    async def go() -> None:
-        running, work = Answering(), Work()
-        task = asyncio.create_task(running.until_gone(never, work.run()))
-        await work.begun.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert work.cancelled and len(running) == 0
-
-    asyncio.run(go())
+async def test_work_is_cancelled_with_its_handler() -> None:
+    running, work = RunningRequests(), Work()
+    task = asyncio.create_task(running.until_disconnect(never, work.run()))
+    await work.begun.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert work.cancelled and len(running) == 0
 
 
-def test_abort_ends_running_and_later_requests() -> None:
-    async def go() -> None:
-        running, work = Answering(), Work()
-        task = asyncio.create_task(running.until_gone(never, work.run()))
-        await work.begun.wait()
-        running.abort()
-        with pytest.raises(EngineError, match="shutting down"):
-            await task
-        with pytest.raises(EngineError, match="shutting down"):
-            await running.until_gone(never, Work().run())
-
-    asyncio.run(go())
+async def test_abort_ends_running_and_later_requests() -> None:
+    running, work = RunningRequests(), Work()
+    task = asyncio.create_task(running.until_disconnect(never, work.run()))
+    await work.begun.wait()
+    running.abort()
+    with pytest.raises(EngineError, match="shutting down"):
+        await task
+    with pytest.raises(EngineError, match="shutting down"):
+        await running.until_disconnect(never, Work().run())
 
 
 class Handlers:
@@ -107,26 +95,22 @@ class Handlers:
         return [names for names in by_turn if names]
 
 
-def test_short_handlers_begin_in_one_turn() -> None:
-    assert asyncio.run(Handlers(0.0).run("1a", "1b", "1c", "2a")) == [["1a", "1b", "1c", "2a"]]
+async def test_short_handlers_begin_in_one_turn() -> None:
+    assert (await Handlers(0.0).run("1a", "1b", "1c", "2a")) == [["1a", "1b", "1c", "2a"]]
 
 
-def test_long_handlers_begin_in_turns_of_their_own_key_by_key() -> None:
+async def test_long_handlers_begin_in_turns_of_their_own_key_by_key() -> None:
     """Catches a burst of requests that blocks the event loop until the last of them has begun, and a key
     whose single request waits for all those of another key."""
-    by_turn = asyncio.run(Handlers(0.01).run("1a", "1b", "1c", "1d", "2a", "3a"))
+    by_turn = await Handlers(0.01).run("1a", "1b", "1c", "1d", "2a", "3a")
     assert by_turn == [["1a"], ["1b"], ["2a"], ["3a"], ["1c"], ["1d"]]
 
 
-def test_cancelled_handlers_take_no_turn() -> None:
-    async def go() -> list[str]:
-        handlers = Handlers(0.01)
-        names = ("1a", "1b", "1c")
-        tasks = [asyncio.create_task(handlers.handle(1, name)) for name in names]
-        await asyncio.sleep(0)
-        tasks[1].cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await handlers.handle(1, "1d")
-        return handlers.order
-
-    assert asyncio.run(go()) == ["1a", "1c", "1d"]
+async def test_cancelled_handlers_take_no_turn() -> None:
+    handlers = Handlers(0.01)
+    tasks = [asyncio.create_task(handlers.handle(1, name)) for name in ("1a", "1b", "1c")]
+    await asyncio.sleep(0)
+    tasks[1].cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await handlers.handle(1, "1d")
+    assert handlers.order == ["1a", "1c", "1d"]

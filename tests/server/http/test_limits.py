@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from ask import CHAT, MESSAGES, ask, refused
 
-from quire.server.http.limits import HttpGate
+from quire.server.http.limits import AdmissionMiddleware
 from quire.server.key_limits import Ledger
 from quire.server.settings import make_settings
 
@@ -60,7 +60,7 @@ def test_web_sockets_need_the_api_key(header: list[tuple[bytes, bytes]], num_ope
         opened.append(scope["path"])
 
     ledger = Ledger(make_settings(KEYS).keys, None)
-    gate = HttpGate(
+    gate = AdmissionMiddleware(
         web_socket, ledger=ledger, open_paths=frozenset(), max_body_bytes=1, echo_request_id=False
     )
     scope = {"type": "websocket", "path": "/v1/realtime", "headers": header}

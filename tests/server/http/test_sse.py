@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from quire.data.outputs import CompletionOutput, RequestOutput
-from quire.server.http.sse import Pushing, event, opening, quote
+from quire.server.http.sse import StreamWriter, chunk_head, event, quote
 
 NASTY = ['a"b\\c', "line\nfeed\r\n", "\x00\x1f\x7f", "\x85 \u2028 \u2029", "żółw 🙂", "</script>", ""]
 
@@ -24,7 +24,7 @@ def test_event_is_one_line_and_decodes_to_the_text(text: str) -> None:
 @pytest.mark.parametrize("name", ["m", 'odd "}\n\n', '"index":0'])
 def test_assembled_chunk_equals_one_encoded_at_once(name: str) -> None:
     frame = {"id": name, "model": name}
-    pieces = opening(frame) + b'{"index":1,"text":' + quote("x") + b"}]}\n\n"
+    pieces = chunk_head(frame) + b'{"index":1,"text":' + quote("x") + b"}]}\n\n"
     assert json.loads(pieces.removeprefix(b"data: ")) == frame | {"choices": [{"index": 1, "text": "x"}]}
 
 
@@ -82,36 +82,33 @@ def delta(text: str, id: str = "a") -> RequestOutput:
     return RequestOutput(id, None, [1], None, [CompletionOutput(0, text, [1], None, None)], False)
 
 
-def test_slow_client_gets_merged_events() -> None:
+async def test_slow_client_gets_merged_events() -> None:
     """Waiting events are merged: a client that does not read costs no more than its text."""
-
-    async def go() -> None:
-        connection, script = SlowConnection(), Script()
-        task = asyncio.create_task(Pushing(connection, Texts()).run(script))  # type: ignore[arg-type]
-        await asyncio.sleep(0)
-        script.push(delta("one"))
-        assert script.push_text is not None
-        script.push_text(" ", 1)
-        assert connection.written == [b"one", b" "]
-        connection.is_full = True
-        script.push(delta("two "))
-        assert script.push_text is not None
-        script.push_text("three ", 1)
-        script.push(delta("four"))
-        script.push(delta("other", id="b"))
-        await run_event_loop()
-        assert connection.written == [b"one", b" "]
-        script.over.set()
-        await run_event_loop()
-        assert not task.done(), "an answer is not over before all of it is sent"
-        connection.reads.set()
-        await task
-        assert connection.written == [b"one", b" ", b"two three four", b"other"]
-
-    asyncio.run(go())
+    connection, script = SlowConnection(), Script()
+    task = asyncio.create_task(StreamWriter(connection, Texts()).run(script))  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    script.push(delta("one"))
+    assert script.push_text is not None
+    script.push_text(" ", 1)
+    assert connection.written == [b"one", b" "]
+    connection.is_full = True
+    script.push(delta("two "))
+    assert script.push_text is not None
+    script.push_text("three ", 1)
+    script.push(delta("four"))
+    script.push(delta("other", id="b"))
+    await run_event_loop()
+    assert connection.written == [b"one", b" "]
+    script.over.set()
+    await run_event_loop()
+    assert not task.done(), "an answer is not over before all of it is sent"
+    connection.reads.set()
+    await task
+    assert connection.written == [b"one", b" ", b"two three four", b"other"]
 
 
-def test_encoder_failure_on_a_held_output_ends_the_stream() -> None:
+@pytest.mark.parametrize("goes_on", [False, True])
+async def test_encoder_failure_on_a_held_output_ends_the_stream(goes_on: bool) -> None:
     """Without that piece the text would be wrong."""
 
     class Broken(Texts):
@@ -120,38 +117,31 @@ def test_encoder_failure_on_a_held_output_ends_the_stream() -> None:
                 raise ValueError("cannot be written")
             return super().encode(output)
 
-    async def go(goes_on: bool) -> None:
-        connection, script = SlowConnection(), Script()
-        task = asyncio.create_task(Pushing(connection, Broken()).run(script))  # type: ignore[arg-type]
-        await asyncio.sleep(0)
-        connection.is_full = True
-        script.push(delta("bad"))
-        connection.reads.set()
-        await run_event_loop()
-        assert connection.written == []
-        if goes_on:
-            for push in (lambda: script.push(delta("more")), lambda: script.push_text("more", 1)):  # type: ignore[misc]
-                with pytest.raises(ValueError, match="cannot be written"):
-                    push()
-        script.over.set()
-        with pytest.raises(ValueError, match="cannot be written"):
-            await task
-        assert connection.written == [] and len(asyncio.all_tasks()) == 1
-
-    for goes_on in (False, True):
-        asyncio.run(go(goes_on))
+    connection, script = SlowConnection(), Script()
+    task = asyncio.create_task(StreamWriter(connection, Broken()).run(script))  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    connection.is_full = True
+    script.push(delta("bad"))
+    connection.reads.set()
+    await run_event_loop()
+    assert connection.written == []
+    if goes_on:
+        for push in (lambda: script.push(delta("more")), lambda: script.push_text("more", 1)):  # type: ignore[misc]
+            with pytest.raises(ValueError, match="cannot be written"):
+                push()
+    script.over.set()
+    with pytest.raises(ValueError, match="cannot be written"):
+        await task
+    assert connection.written == [] and len(asyncio.all_tasks()) == 1
 
 
-def test_cancelled_stream_leaves_no_task() -> None:
-    async def go() -> None:
-        connection, script = SlowConnection(), Script()
-        connection.is_full = True
-        task = asyncio.create_task(Pushing(connection, Texts()).run(script))  # type: ignore[arg-type]
-        await asyncio.sleep(0)
-        script.push(delta("never read"))
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await run_event_loop()
-        assert len(asyncio.all_tasks()) == 1 and connection.written == []
-
-    asyncio.run(go())
+async def test_cancelled_stream_leaves_no_task() -> None:
+    connection, script = SlowConnection(), Script()
+    connection.is_full = True
+    task = asyncio.create_task(StreamWriter(connection, Texts()).run(script))  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    script.push(delta("never read"))
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await run_event_loop()
+    assert len(asyncio.all_tasks()) == 1 and connection.written == []

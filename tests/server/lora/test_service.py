@@ -3,14 +3,15 @@ unloading."""
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import httpx
 import pytest
-from ask import CHAT, COMPLETIONS, EMBEDDER, MESSAGES, refused
+from ask import CHAT, COMPLETIONS, EMBEDDER, MESSAGES, client_of, refused, until
 from fake_engine import FakeEngine
 from tokenizers import Tokenizer
 
@@ -26,7 +27,6 @@ from quire.server.settings import make_settings
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 CHANGES = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 TIMEOUT_S = 60
-Use = Callable[[httpx.AsyncClient], Awaitable[None]]
 
 
 def adapter(folder: Path, content: str = "{}") -> Path:
@@ -43,31 +43,18 @@ def lora_engine(**kwargs: Any) -> FakeEngine:
     return engine
 
 
-def with_client(
-    use: Use,
+@asynccontextmanager
+async def lora_client(
     engine: FakeEngine,
     settings: dict[str, Any] | None = None,
     env: dict[str, str] = CHANGES,
     registry: LoRARegistry | None = None,
-) -> None:
+) -> AsyncIterator[httpx.AsyncClient]:
     application = Application(engine, make_settings(settings or {}, env=Env.read(env)), registry=registry)
-    transport = httpx.ASGITransport(application.asgi, raise_app_exceptions=False)
-
-    async def go() -> None:
-        await application.api.adapters.read_all()
-        async with httpx.AsyncClient(
-            transport=transport, base_url="http://test", timeout=TIMEOUT_S
-        ) as client:
-            await use(client)
-        assert not application.api.adapters._users, "a request still holds its adapter"
-
-    asyncio.run(go())
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while not condition():
-            await asyncio.sleep(0.01)
+    await application.api.adapters.load_all()
+    async with client_of(application.asgi, timeout=TIMEOUT_S) as client:
+        yield client
+    assert not application.api.adapters._users, "a request still holds its adapter"
 
 
 # ---- the command line
@@ -110,7 +97,7 @@ def test_lora_modules_need_enable_lora_and_unique_names(tmp_path: Path) -> None:
 # ---- requests
 
 
-def test_every_route_accepts_an_adapter_name(tmp_path: Path) -> None:
+async def test_every_route_accepts_an_adapter_name(tmp_path: Path) -> None:
     engine, path = lora_engine(answer="Hi"), adapter(tmp_path / "a")
     chat, plain = {"messages": MESSAGES}, {"prompt": "ab"}
     bodies: list[tuple[str, dict[str, Any]]] = [
@@ -125,8 +112,7 @@ def test_every_route_accepts_an_adapter_name(tmp_path: Path) -> None:
         ("/v1/completions/render", plain),
         ("/tokenize", plain),
     ]
-
-    async def use(client: httpx.AsyncClient) -> None:
+    async with lora_client(engine, {"lora_modules": [f"sup/port={path}"]}) as client:
         for route, body in bodies:
             num_before = len(engine.loras)
             reply = await client.post(route, json=body | {"model": "sup/port"})
@@ -144,24 +130,19 @@ def test_every_route_accepts_an_adapter_name(tmp_path: Path) -> None:
         assert (cards["sup/port"]["root"], cards["sup/port"]["parent"]) == (str(path), "fake")
         assert (await client.get("/v1/models/sup/port")).json() == cards["sup/port"]
 
-    with_client(use, engine, {"lora_modules": [f"sup/port={path}"]})
 
-
-def test_pooling_models_accept_adapter_names(tmp_path: Path) -> None:
+async def test_pooling_models_accept_adapter_names(tmp_path: Path) -> None:
     engine, path = lora_engine(pooling=EMBEDDER), adapter(tmp_path / "a")
-
-    async def use(client: httpx.AsyncClient) -> None:
+    async with lora_client(engine, {"lora_modules": [f"a={path}"]}) as client:
         reply = await client.post("/v1/embeddings", json={"input": ["a", "b"], "model": "a"})
         assert reply.json()["model"] == "a"
         assert [lora and lora.lora_name for lora in engine.loras] == ["a", "a"]
-
-    with_client(use, engine, {"lora_modules": [f"a={path}"]})
 
 
 # ---- loading and unloading
 
 
-def test_adapters_are_loaded_and_unloaded_within_allowed_roots(tmp_path: Path) -> None:
+async def test_adapters_are_loaded_and_unloaded_within_allowed_roots(tmp_path: Path) -> None:
     good, broken = adapter(tmp_path / "in/good"), adapter(tmp_path / "in/broken", "")
     outside = adapter(tmp_path / "out/a")
     (tmp_path / "in/link").symlink_to(outside)
@@ -172,8 +153,9 @@ def test_adapters_are_loaded_and_unloaded_within_allowed_roots(tmp_path: Path) -
     (circle / "adapter_model.safetensors").unlink()
     (circle / "adapter_model.safetensors").symlink_to("adapter_model.safetensors")
     inside = str(tmp_path / "in")
+    engine = lora_engine()
+    async with lora_client(engine, {"lora_roots": [inside]}) as client:
 
-    async def use(client: httpx.AsyncClient) -> None:
         async def load(path: object, name: object = "x", **more: Any) -> httpx.Response:
             return await client.post(LOAD, json={"lora_name": name, "lora_path": str(path), **more})
 
@@ -210,36 +192,26 @@ def test_adapters_are_loaded_and_unloaded_within_allowed_roots(tmp_path: Path) -
             assert gone.status_code == status
         assert refused(await client.post(UNLOAD, json={}))["type"] == "InvalidUserInput"
         assert refused(gone, 404)["message"] == "The lora adapter 'fake' cannot be found."
-
-    engine = lora_engine()
-    with_client(use, engine, {"lora_roots": [inside]})
     assert not engine.adapters
 
 
-def test_runtime_loading_needs_permission() -> None:
-    async def absent(client: httpx.AsyncClient) -> None:
+async def test_runtime_loading_needs_permission() -> None:
+    async with lora_client(lora_engine(), env={}) as client:
         for path in (LOAD, UNLOAD):
             message = refused(await client.post(path, json={}), 404)["message"]
             assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" in message
-
-    async def off(client: httpx.AsyncClient) -> None:
+    async with lora_client(FakeEngine()) as client:
         body = {"lora_name": "a", "lora_path": "/a"}
         assert "--enable-lora" in refused(await client.post(LOAD, json=body))["message"]
-
-    async def locked(client: httpx.AsyncClient) -> None:
+    async with lora_client(lora_engine(), {"api_key": ["secret"]}) as client:
         for route in (LOAD, UNLOAD):
             assert (await client.post(route, json={})).status_code == 401
 
-    with_client(absent, lora_engine(), env={})
-    with_client(off, FakeEngine())
-    with_client(locked, lora_engine(), {"api_key": ["secret"]})
 
-
-def test_unloading_waits_for_running_requests_and_refuses_new_ones(tmp_path: Path) -> None:
+async def test_unloading_waits_for_running_requests_and_refuses_new_ones(tmp_path: Path) -> None:
     engine, path = lora_engine(answer="x" * 50), adapter(tmp_path / "a")
     body = {"prompt": "ab", "model": "a", "max_tokens": 50}
-
-    async def use(client: httpx.AsyncClient) -> None:
+    async with lora_client(engine, {"lora_modules": [f"a={path}"]}) as client:
         engine.step_s = 0.02
         answering = asyncio.create_task(client.post(COMPLETIONS, json=body))
         await until(lambda: engine.num_in_flight == 1)
@@ -254,8 +226,6 @@ def test_unloading_waits_for_running_requests_and_refuses_new_ones(tmp_path: Pat
         assert engine.removals == [("a", 0)]
         assert (await loading).status_code == 200 and list(engine.adapters) == ["a"]
 
-    with_client(use, engine, {"lora_modules": [f"a={path}"]})
-
 
 def test_requests_of_a_leaving_adapter_keep_its_tokenizer(tmp_path: Path) -> None:
     engine, path = lora_engine(), adapter(tmp_path / "a")
@@ -263,17 +233,16 @@ def test_requests_of_a_leaving_adapter_keep_its_tokenizer(tmp_path: Path) -> Non
     backend = Tokenizer.from_str(engine.tokenizer.backend.to_str())
     backend.add_tokens(["<new>"])
     backend.save(str(path / "tokenizer.json"))
-    leaving = LoRARegistry(modules=[LoRAModule("a", str(path), str(path), is_leaving=True)])
+    leaving = LoRARegistry(modules=[LoRAModule("a", str(path), str(path), is_unloading=True)])
     api = Application(engine, make_settings({}, env=Env.read(CHANGES)), registry=leaving).api
-    assert api.adapters.get("a") is None and api.adapters.take("a", {}) is None
+    assert api.adapters.get("a") is None and api.adapters.hold("a", {}) is None
     tokenizer = api.inputs_of("a").tokenizer
     assert tokenizer is not None and tokenizer.backend.token_to_id("<new>") == backend.token_to_id("<new>")
 
 
-def test_failed_removal_keeps_the_adapter(tmp_path: Path) -> None:
+async def test_failed_removal_keeps_the_adapter(tmp_path: Path) -> None:
     engine, path = lora_engine(), adapter(tmp_path / "a")
-
-    async def use(client: httpx.AsyncClient) -> None:
+    async with lora_client(engine, {"lora_modules": [f"a={path}"]}) as client:
         engine.removal_error = EngineDead("a core is gone")
         assert (await client.post(UNLOAD, json={"lora_name": "a"})).status_code == 503
         assert (await client.get("/v1/models/a")).status_code == 200
@@ -281,73 +250,62 @@ def test_failed_removal_keeps_the_adapter(tmp_path: Path) -> None:
         assert (await client.post(UNLOAD, json={"lora_name": "a"})).status_code == 200
         refused(await client.get("/v1/models/a"), 404)
 
-    with_client(use, engine, {"lora_modules": [f"a={path}"]})
 
-
-def test_process_that_dies_while_unloading_leaves_no_name(tmp_path: Path) -> None:
+async def test_process_that_dies_while_unloading_leaves_no_name(tmp_path: Path) -> None:
     """Otherwise another process would take the name for one that is still leaving, forever."""
     file, folder = tmp_path / "roster", tmp_path / "customers"
     path = adapter(folder / "acme")
-    LoRARegistry.create(file, [LoRAModule("acme", str(path), str(path), is_leaving=True)])
-
-    async def use(client: httpx.AsyncClient) -> None:
+    LoRARegistry.create(file, [LoRAModule("acme", str(path), str(path), is_unloading=True)])
+    env = CHANGES | {"VLLM_LORA_RESOLVER_CACHE_DIR": str(folder)}
+    async with lora_client(lora_engine(), env=env, registry=LoRARegistry(file)) as client:
         reply = await client.post(COMPLETIONS, json={"prompt": "ab", "model": "acme"})
         assert reply.status_code == 200, reply.text
 
-    env = CHANGES | {"VLLM_LORA_RESOLVER_CACHE_DIR": str(folder)}
-    with_client(use, lora_engine(), env=env, registry=LoRARegistry(file))
 
-
-def test_concurrent_loads_load_an_adapter_once(tmp_path: Path) -> None:
+async def test_concurrent_loads_load_an_adapter_once(tmp_path: Path) -> None:
     path = adapter(tmp_path / "a")
-
-    async def use(client: httpx.AsyncClient) -> None:
+    async with lora_client(lora_engine(step_s=0.01), {"lora_roots": [str(tmp_path)]}) as client:
         body = {"lora_name": "x", "lora_path": str(path)}
         replies = await asyncio.gather(*(client.post(LOAD, json=body) for _ in range(8)))
         assert sorted(reply.status_code for reply in replies) == [200, *[400] * 7]
 
-    with_client(use, lora_engine(step_s=0.01), {"lora_roots": [str(tmp_path)]})
 
-
-def test_processes_share_one_registry(tmp_path: Path) -> None:
+async def test_processes_share_one_registry(tmp_path: Path) -> None:
     """Adapters that one API process loads or unloads change for the others at once."""
     file = tmp_path / "roster"
     LoRARegistry.create(file, [LoRAModule("a", "x", "/x")])
     one, other = LoRARegistry(file), LoRARegistry(file)
-    assert list(other.all()) == ["a"] and not other.is_read
+    assert list(other.all()) == ["a"] and not other.is_loaded
     one.put(LoRAModule("b", "y", "/y"))
     assert list(other.all()) == ["a", "b"]
     assert other.drop("a") == LoRAModule("a", "x", "/x") and other.drop("a") is None
     assert list(one.all()) == ["b"]
-    one.mark_read()
-    assert other.is_read
+    one.mark_loaded()
+    assert other.is_loaded
 
-    async def in_turn() -> list[str]:
-        order = []
+    order = []
 
-        async def change(registry: LoRARegistry, name: str) -> None:
-            async with registry.only("b"):
-                order.append(name)
-                await asyncio.sleep(0.1)
-                order.append(name)
+    async def change(registry: LoRARegistry, name: str) -> None:
+        async with registry.locked("b"):
+            order.append(name)
+            await asyncio.sleep(0.1)
+            order.append(name)
 
-        await asyncio.gather(change(one, "one"), change(other, "other"))
-        return order
-
-    order = asyncio.run(in_turn())
+    await asyncio.gather(change(one, "one"), change(other, "other"))
     assert order[0] == order[1] and order[2] == order[3]
 
 
 # ---- resolved by name
 
 
-def test_adapters_are_resolved_from_a_folder(tmp_path: Path) -> None:
+async def test_adapters_are_resolved_from_a_folder(tmp_path: Path) -> None:
     folder = tmp_path / "customers"
     adapter(folder / "acme"), adapter(folder / "broken", ""), adapter(tmp_path / "secret")
     (folder / "link").symlink_to(tmp_path / "secret")
     (folder / "empty").mkdir()
+    engine = lora_engine()
+    async with lora_client(engine, env=CHANGES | {"VLLM_LORA_RESOLVER_CACHE_DIR": str(folder)}) as client:
 
-    async def use(client: httpx.AsyncClient) -> None:
         async def ask(name: str) -> httpx.Response:
             return await client.post(COMPLETIONS, json={"prompt": "ab", "model": name})
 
@@ -372,14 +330,11 @@ def test_adapters_are_resolved_from_a_folder(tmp_path: Path) -> None:
         adapter(folder / "late")
         assert (await ask("late")).status_code == 200
         assert (await client.post(UNLOAD, json={"lora_name": "acme"})).status_code == 200
-
-    engine = lora_engine()
-    with_client(use, engine, env=CHANGES | {"VLLM_LORA_RESOLVER_CACHE_DIR": str(folder)})
     assert list(engine.adapters) == ["late"]
     assert str(folder.resolve()) in engine.adapters["late"].within, "links that are created later"
 
 
-def test_hub_adapters_are_resolved_if_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_hub_adapters_are_resolved_if_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = adapter(tmp_path / "a")
 
     def fetch(repo: str, check: Callable[[int], None]) -> Path:
@@ -387,27 +342,27 @@ def test_hub_adapters_are_resolved_if_allowed(tmp_path: Path, monkeypatch: pytes
         return path
 
     monkeypatch.setattr("quire.server.lora.locations.fetch_adapter", fetch)
-
-    async def use(client: httpx.AsyncClient) -> None:
+    settings = {"lora_resolver_hub": ["org/*", "me/one"], "lora_max_download_bytes": 4000}
+    async with lora_client(lora_engine(), settings) as client:
         for name, status in (("org/any", 200), ("me/one", 200), ("me/two", 404), ("org", 404)):
             reply = await client.post(COMPLETIONS, json={"prompt": "ab", "model": name})
             assert reply.status_code == status, reply.text
         large = await client.post(LOAD, json={"lora_name": "x", "lora_path": "org/large"})
         assert "--lora-max-download-bytes" in refused(large)["message"]
 
-    settings = {"lora_resolver_hub": ["org/*", "me/one"], "lora_max_download_bytes": 4000}
-    with_client(use, lora_engine(), settings)
 
-
-def test_adapters_at_urls_are_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_adapters_at_urls_are_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setenv("QUIRE_CACHE_ROOT", str(tmp_path))
     store = fsspec.filesystem("memory")
     for name, content in (("acme", b"weights"), ("large", b"x" * 5000)):
         store.pipe({f"/k/{name}/adapter_config.json": b"{}", f"/k/{name}/adapter_model.bin": content})
     store.pipe("/other/a/adapter_config.json", b"{}")
+    engine = lora_engine()
+    async with lora_client(
+        engine, {"lora_resolver_dir": "memory://k/", "lora_max_download_bytes": 4000}
+    ) as client:
 
-    async def use(client: httpx.AsyncClient) -> None:
         async def load(place: str, status: int) -> str:
             reply = await client.post(LOAD, json={"lora_name": "x", "lora_path": place})
             assert reply.status_code == status, reply.text
@@ -433,9 +388,6 @@ def test_adapters_at_urls_are_downloaded(tmp_path: Path, monkeypatch: pytest.Mon
         store.pipe("/k/acme/adapter_model.bin", b"others!")  # the same number of bytes
         again = {"lora_name": "x", "lora_path": "memory://k/acme", "load_inplace": True}
         assert (await client.post(LOAD, json=again)).status_code == 200
-
-    engine = lora_engine()
-    with_client(use, engine, {"lora_resolver_dir": "memory://k/", "lora_max_download_bytes": 4000})
     weights = {name: Path(lora.lora_path, "adapter_model.bin") for name, lora in engine.adapters.items()}
     contents = {name: file.read_bytes() for name, file in weights.items()}
     assert contents == {"acme": b"weights", "x": b"others!"}, "a changed adapter is fetched again"
@@ -443,7 +395,7 @@ def test_adapters_at_urls_are_downloaded(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(snapshots) == 2, "the same adapter is kept once"
 
 
-def test_adapter_at_a_url_brings_its_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_adapter_at_a_url_brings_its_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every route that encodes or decodes tokens uses it, for this adapter only."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setenv("QUIRE_CACHE_ROOT", str(tmp_path))
@@ -457,8 +409,10 @@ def test_adapter_at_a_url_brings_its_tokenizer(tmp_path: Path, monkeypatch: pyte
     files |= {"tokenizer.json": backend.to_str().encode(), "chat_template.jinja": b"<new>"}
     store.pipe({f"/own/acme/{name}": content for name, content in files.items()})
     answer = {"choices": [{"index": 0, "token_ids": [last], "finish_reason": "stop"}]}
+    async with lora_client(
+        engine, {"lora_resolver_dir": "memory://own/", "enable_tokenizer_info_endpoint": True}
+    ) as client:
 
-    async def use(client: httpx.AsyncClient) -> None:
         async def post(path: str, **body: Any) -> Any:
             reply = await client.post(path, json=body)
             assert reply.status_code == 200, reply.text
@@ -496,8 +450,6 @@ def test_adapter_at_a_url_brings_its_tokenizer(tmp_path: Path, monkeypatch: pyte
         assert (await client.post(LOAD, json=again)).status_code == 200
         assert (await post("/tokenize", **adapter_model, messages=MESSAGES))["tokens"][-2:] == [last, last]
 
-    with_client(use, engine, {"lora_resolver_dir": "memory://own/", "enable_tokenizer_info_endpoint": True})
-
 
 def test_unreadable_url_is_refused_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
@@ -510,38 +462,33 @@ def test_unreadable_url_is_refused_with_the_reason(tmp_path: Path, monkeypatch: 
 
 def test_failed_lookups_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    lookup = resolver.Resolver("memory://k", LoRALocations(roots=["memory://k"], cache=tmp_path, max_bytes=1))
-    assert lookup.may_have("gone") and lookup.find("gone") is None
-    assert not lookup.may_have("gone")
+    lookup = resolver.LoRAResolver(
+        "memory://k", LoRALocations(roots=["memory://k"], cache=tmp_path, max_bytes=1)
+    )
+    assert lookup.may_find("gone") and lookup.find("gone") is None
+    assert not lookup.may_find("gone")
 
 
-def test_sleeping_engine_does_not_mark_adapters_as_broken(tmp_path: Path) -> None:
+async def test_sleeping_engine_does_not_mark_adapters_as_broken(tmp_path: Path) -> None:
     """Otherwise adapters requested meanwhile would be refused for ten seconds after."""
     engine, folder = lora_engine(), tmp_path / "customers"
     adapter(folder / "acme")
-
-    async def use(client: httpx.AsyncClient) -> None:
+    async with lora_client(engine, env=CHANGES | {"VLLM_LORA_RESOLVER_CACHE_DIR": str(folder)}) as client:
         body = {"prompt": "ab", "model": "acme"}
         engine.addition_error = RequestError("the engine sleeps: wake it up first")
         assert "sleeps" in refused(await client.post(COMPLETIONS, json=body))["message"]
         engine.addition_error = None
         assert (await client.post(COMPLETIONS, json=body)).status_code == 200
 
-    with_client(use, engine, env=CHANGES | {"VLLM_LORA_RESOLVER_CACHE_DIR": str(folder)})
 
-
-def test_unresponsive_store_does_not_block_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unresponsive_store_does_not_block_forever(monkeypatch: pytest.MonkeyPatch) -> None:
     never = threading.Event()
-
-    async def go() -> None:
-        looks = resolver.Search()
-        assert await looks(str.upper, "a") == "A"
-        monkeypatch.setattr(resolver, "SEARCH_S", 0.2)
-        stuck = [looks(lambda _: never.wait(), "a") for _ in range(6)]
-        results = await asyncio.gather(*stuck, return_exceptions=True)
-        assert [type(result) for result in results] == [EngineDead] * 6
-        never.set()
-        monkeypatch.setattr(resolver, "SEARCH_S", TIMEOUT_S)
-        assert await looks(str.upper, "b") == "B"
-
-    asyncio.run(go())
+    looks = resolver.AdapterSearch()
+    assert await looks(str.upper, "a") == "A"
+    monkeypatch.setattr(resolver, "SEARCH_S", 0.2)
+    stuck = [looks(lambda _: never.wait(), "a") for _ in range(6)]
+    results = await asyncio.gather(*stuck, return_exceptions=True)
+    assert [type(result) for result in results] == [EngineDead] * 6
+    never.set()
+    monkeypatch.setattr(resolver, "SEARCH_S", TIMEOUT_S)
+    assert await looks(str.upper, "b") == "B"

@@ -2,9 +2,8 @@
 
 import asyncio
 
-import httpx
 import pytest
-from ask import COMPLETIONS, application_of, chat, complete, refused
+from ask import COMPLETIONS, application_of, chat, client_of, complete, refused
 from fake_engine import FakeEngine
 
 from quire.server.openai import streams
@@ -30,24 +29,17 @@ def test_too_many_beams_are_refused_with_the_remedy() -> None:
     assert error["param"] == "n" and "--max-logprobs" in error["message"]
 
 
-def test_beams_of_many_prompts_are_started_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_beams_of_many_prompts_are_started_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """1,000 prompts of 10 beams are 10,000 requests per round: other requests run between them."""
-    monkeypatch.setattr(streams, "PIECE_S", 0.0)
+    monkeypatch.setattr(streams, "MAX_BLOCKING_S", 0.0)
     engine = FakeEngine()
     body = {"prompt": ["ab"] * 30, "use_beam_search": True, "n": 3, "max_tokens": 2}
-    transport = httpx.ASGITransport(application_of(engine, {}).asgi)
-
-    async def go() -> set[int]:
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            call = asyncio.create_task(client.post(COMPLETIONS, json=body, timeout=60))
-            seen = set()
-            while not call.done():
-                seen.add(len(engine.seen))
-                await asyncio.sleep(0)
-            assert (await call).status_code == 200
-        return seen
-
-    seen = asyncio.run(go())
+    async with client_of(application_of(engine, {}).asgi) as client:
+        call, seen = asyncio.create_task(client.post(COMPLETIONS, json=body, timeout=60)), set()
+        while not call.done():
+            seen.add(len(engine.seen))
+            await asyncio.sleep(0)
+        assert (await call).status_code == 200
     assert len(engine.seen) == 30 + 30 * 3, "one beam a prompt in the first round, three in the second"
     assert len(seen) > 100
 

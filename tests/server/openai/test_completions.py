@@ -3,9 +3,8 @@
 import asyncio
 from typing import Any
 
-import httpx
 import pytest
-from ask import COMPLETIONS, complete, events, refused
+from ask import COMPLETIONS, client_of, complete, events, refused
 from fake_engine import ANSWER, EOS, FakeEngine, byte_tokenizer
 
 from quire.server.app import Application
@@ -153,22 +152,16 @@ def test_every_choice_has_the_echoed_prompt_logprobs(stream: bool) -> None:
     assert seen == dict.fromkeys(range(3), [None, -1.0, -1.0, -1.0])
 
 
-def test_large_call_is_started_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_call_is_started_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other requests run while hundreds of sequences are started."""
-    monkeypatch.setattr(streams, "PIECE_S", 0.0)
+    monkeypatch.setattr(streams, "MAX_BLOCKING_S", 0.0)
     engine = FakeEngine()
-    application = Application(engine, make_settings({}))
-    transport = httpx.ASGITransport(application.asgi)
     body = {"prompt": ["ab"] * 200, "n": 16, "temperature": 1.0, "max_tokens": 1}
-
-    async def go() -> None:
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            large = asyncio.create_task(client.post(COMPLETIONS, json=body, timeout=60))
-            seen = set()
-            while not large.done():
-                seen.add(len(engine.seen))
-                await asyncio.sleep(0)
-            assert (await large).status_code == 200 and len((await large).json()["choices"]) == 3200
-            assert len(seen) > 190
-
-    asyncio.run(go())
+    async with client_of(Application(engine, make_settings({})).asgi) as client:
+        large = asyncio.create_task(client.post(COMPLETIONS, json=body, timeout=60))
+        seen = set()
+        while not large.done():
+            seen.add(len(engine.seen))
+            await asyncio.sleep(0)
+        assert (await large).status_code == 200 and len((await large).json()["choices"]) == 3200
+        assert len(seen) > 190

@@ -21,10 +21,10 @@ def test_chat_top_logprobs_may_omit_the_sampled_token() -> None:
 def test_completion_offsets_count_characters_and_columns_reset() -> None:
     columns = LogprobColumns(1, TokenFormatter(byte_tokenizer(), as_ids=True))
     columns.add([5, 5], [None, POSITION])
-    taken = columns.take()
-    assert taken["text_offset"] == [0, len("token_id:5")] and taken["tokens"] == ["token_id:5"] * 2
-    assert taken["top_logprobs"] == [None, {"token_id:5": -2.0, "token_id:1": -0.1}]
-    assert columns.take()["tokens"] == []
+    popped = columns.pop()
+    assert popped["text_offset"] == [0, len("token_id:5")] and popped["tokens"] == ["token_id:5"] * 2
+    assert popped["top_logprobs"] == [None, {"token_id:5": -2.0, "token_id:1": -0.1}]
+    assert columns.pop()["tokens"] == []
 
 
 def test_prompt_logprobs_are_finite() -> None:

@@ -1,13 +1,12 @@
 """Tests of the operator routes: they exist in developer mode only, and invalid queries and bodies are
 refused."""
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from ask import application_of, refused
+from ask import application_of, fetch, refused
 from fake_engine import FakeEngine
 
 from quire.config.env import Env
@@ -30,13 +29,7 @@ def ask(
     method: str, path: str, engine: FakeEngine | None = None, env: Env | None = ENV, **kwargs: Any
 ) -> httpx.Response:
     application = application_of(engine or FakeEngine(), kwargs.pop("settings", {}), env)
-    transport = httpx.ASGITransport(application.asgi, raise_app_exceptions=False)
-
-    async def go() -> httpx.Response:
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.request(method, path, **kwargs)
-
-    return asyncio.run(go())
+    return fetch(application.asgi, method, path, **kwargs)
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)

@@ -99,7 +99,7 @@ async def take(stream: AsyncIterator[bytes], num_events: int) -> list[Any]:
 def test_listeners_share_one_snapshot_per_tick() -> None:
     """Catches a snapshot per listener: a hundred open pages would slow the engine down."""
     engine, now = CountingEngine(), 0.0
-    feed = page.Feed(engine, clock=lambda: now)
+    feed = page.SnapshotFeed(engine, clock=lambda: now)
 
     async def listen() -> None:
         nonlocal now
@@ -115,7 +115,7 @@ def test_listeners_share_one_snapshot_per_tick() -> None:
 
 def test_nan_becomes_null() -> None:
     """Catches NaN in the stream, which makes JSON.parse throw."""
-    assert asyncio.run(take(page.Feed(CountingEngine()).listen(), 1))[0]["nan"] is None
+    assert asyncio.run(take(page.SnapshotFeed(CountingEngine()).listen(), 1))[0]["nan"] is None
 
 
 def test_dead_engine_is_an_event() -> None:
@@ -125,7 +125,7 @@ def test_dead_engine_is_an_event() -> None:
         def snapshot(self) -> dict[str, Any]:
             raise EngineDead("the core has died")
 
-    events = asyncio.run(take(page.Feed(DeadEngine()).listen(), 2))
+    events = asyncio.run(take(page.SnapshotFeed(DeadEngine()).listen(), 2))
     assert events == [{"healthy": False, "problem": "the core has died"}] * 2
 
 
@@ -133,7 +133,7 @@ def test_closing_the_feed_ends_open_streams() -> None:
     """Catches a server that can never drain because a page is open."""
 
     async def listen() -> list[bytes]:
-        feed = page.Feed(CountingEngine())
+        feed = page.SnapshotFeed(CountingEngine())
         stream = feed.listen()
         first = await anext(stream)
         asyncio.get_running_loop().call_soon(feed.close)

@@ -13,7 +13,7 @@ from fake_engine import FakeEngine, numbers
 from hanging_up import post
 
 from quire.server.app import Application
-from quire.server.pooling.jobs import packed
+from quire.server.pooling.jobs import pack_values
 from quire.server.settings import make_settings
 
 EMBEDDINGS = "/v1/embeddings"
@@ -81,7 +81,7 @@ def test_base64_and_bytes_encodings(options: dict[str, str], dtype: str) -> None
 
 def test_bfloat16_rounds_to_even() -> None:
     values = np.array([1, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -2.5], np.float32)
-    assert packed(values, "bfloat16", "big").hex(" ", 2) == "3f80 3f80 3f82 3f81 c020"
+    assert pack_values(values, "bfloat16", "big").hex(" ", 2) == "3f80 3f80 3f82 3f81 c020"
 
 
 def test_parameters_reach_the_engine() -> None:
@@ -146,19 +146,15 @@ def test_one_failed_input_aborts_the_others() -> None:
     assert engine.num_in_flight == 0 and len(engine.aborted) == 3
 
 
-def test_client_disconnect_aborts_all_inputs() -> None:
+async def test_client_disconnect_aborts_all_inputs() -> None:
     engine = embedder(step_s=60)
     application = Application(engine, make_settings({}))
-
-    async def go() -> None:
-        gone = asyncio.Event()
-        task = asyncio.create_task(post(application, EMBEDDINGS, {"input": TEXTS}, gone))
-        while engine.num_in_flight < len(TEXTS):
-            await asyncio.sleep(0)
-        gone.set()
-        assert await asyncio.wait_for(task, 60) == 499
-
-    asyncio.run(go())
+    gone = asyncio.Event()
+    task = asyncio.create_task(post(application, EMBEDDINGS, {"input": TEXTS}, gone))
+    while engine.num_in_flight < len(TEXTS):
+        await asyncio.sleep(0)
+    gone.set()
+    assert await asyncio.wait_for(task, 60) == 499
     assert len(engine.aborted) == 3 and engine.num_in_flight == 0
 
 

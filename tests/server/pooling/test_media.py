@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from ask import CROSS_ENCODER, EMBEDDER, refused
+from ask import CROSS_ENCODER, EMBEDDER, fetch, refused
 from fake_engine import FakeEngine, byte_tokenizer, numbers
 from fake_inputs import END, PAD, START, data_url, file_of, image_part, media, picture
 from hanging_up import post
@@ -31,13 +31,7 @@ def engine_of(facts: Any, reader: MediaInputReader | None = None) -> FakeEngine:
 
 
 def send(engine: FakeEngine, path: str, **body: Any) -> httpx.Response:
-    async def go() -> httpx.Response:
-        application = Application(engine, make_settings({}))
-        transport = httpx.ASGITransport(application.asgi, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.post(path, json=body)
-
-    return asyncio.run(go())
+    return fetch(Application(engine, make_settings({})).asgi, "POST", path, json=body)
 
 
 def read_prompts(engine: FakeEngine) -> list[list[int]]:
@@ -190,7 +184,7 @@ def test_media_fetch_ends_when_the_client_disconnects() -> None:
                 await asyncio.sleep(0.01)
             gone.set()
             assert await asyncio.gather(*tasks) == [499] * len(calls)
-        assert not engine.pooled and not application.api.answering
+        assert not engine.pooled and not application.api.running_requests
 
     with hostile_server() as server:
         asyncio.run(go(server.url, server.requests))

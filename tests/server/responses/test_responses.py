@@ -3,7 +3,8 @@
 import asyncio
 import json
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from ask import ask, refused
+from ask import ask, client_of, refused
 from fake_engine import ANSWER, FakeEngine
 from openai import APIError, AsyncOpenAI
 from openai.types.responses import Response, ResponseItem, ResponseStreamEvent
@@ -28,7 +29,7 @@ from quire.server.openai.service import ApiCall, GenerationService
 from quire.server.responses import routes
 from quire.server.responses.encoder import ResponseEncoder
 from quire.server.responses.items import ItemMessages
-from quire.server.responses.store import Full, Store, StoredResponse, StoredTurn
+from quire.server.responses.store import ResponseStore, StoredResponse, StoredTurn, StoreFull
 from quire.server.responses.translate import chat_of
 from quire.server.settings import make_settings
 
@@ -198,15 +199,15 @@ class Unread(list[Any]):
 
 def test_items_are_joined_once() -> None:
     conversation = ItemMessages("I")
-    conversation.growing = Unread(conversation.growing)
+    conversation._messages = Unread(conversation._messages)
     system = {"type": "message", "role": "system", "content": [{"type": "input_text", "text": "s"}]}
     thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]}
     conversation.add([system, system, thought])
-    texts = [conversation.growing[0]["content"], conversation.growing[1]["reasoning"]]
+    texts = [conversation._messages[0]["content"], conversation._messages[1]["reasoning"]]
     conversation.add([thought, system])
     assert texts == [["I", "s", "s"], ["t", "t"]]
-    assert texts[1] is conversation.growing[1]["reasoning"]
-    conversation.growing = list(conversation.growing[:])
+    assert texts[1] is conversation._messages[1]["reasoning"]
+    conversation._messages = list(conversation._messages[:])
     assert conversation.messages() == [
         {"role": "system", "content": "I\n\ns\n\ns"},
         {"role": "assistant", "reasoning": "t\nt"},
@@ -324,23 +325,20 @@ def test_allowed_tools_restrict_the_tool_choice() -> None:
 # ---- the OpenAI client
 
 
-def with_client(
-    use: Callable[[AsyncOpenAI, httpx.AsyncClient], Awaitable[None]],
+@asynccontextmanager
+async def clients(
     engine: FakeEngine,
     limits: StoreLimits | None = None,
     settings: dict[str, Any] | None = None,
-) -> None:
+) -> AsyncIterator[tuple[AsyncOpenAI, httpx.AsyncClient]]:
     application = Application(engine, replace(make_settings(settings or {}), responses=limits))
-    transport = httpx.ASGITransport(application.asgi, raise_app_exceptions=False)
-
-    async def go() -> None:
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as raw:
-            client = AsyncOpenAI(
+    async with client_of(application.asgi) as raw:
+        yield (
+            AsyncOpenAI(
                 api_key="-", base_url="http://test/v1", http_client=raw, max_retries=0, timeout=TIMEOUT_S
-            )
-            await use(client, raw)
-
-    asyncio.run(go())
+            ),
+            raw,
+        )
 
 
 class Place(BaseModel):
@@ -349,8 +347,8 @@ class Place(BaseModel):
     city: str
 
 
-def test_openai_client_parses_structured_output() -> None:
-    async def use(client: AsyncOpenAI, _: httpx.AsyncClient) -> None:
+async def test_openai_client_parses_structured_output() -> None:
+    async with clients(FakeEngine('{"city": "Łódź"}')) as (client, _):
         parsed = await client.responses.parse(model="fake", input="x", text_format=Place)
         assert parsed.output_parsed == Place(city="Łódź")
         async with client.responses.stream(model="fake", input="x", text_format=Place) as events:
@@ -358,25 +356,20 @@ def test_openai_client_parses_structured_output() -> None:
             final = await events.get_final_response()
         assert final.output_parsed == Place(city="Łódź") and "".join(deltas) == final.output_text
 
-    with_client(use, FakeEngine('{"city": "Łódź"}'))
 
-
-def test_openai_client_assembles_streamed_tool_calls() -> None:
-    async def use(client: AsyncOpenAI, _: httpx.AsyncClient) -> None:
+async def test_openai_client_assembles_streamed_tool_calls() -> None:
+    async with clients(FakeEngine(THOUGHTFUL), settings=PARSERS) as (client, _):
         async with client.responses.stream(model="fake", input="x", tools=[LOOK]) as events:
             final = await events.get_final_response()
         assert [item.type for item in final.output] == ["reasoning", "message", *["function_call"] * 2]
-
-    with_client(use, FakeEngine(THOUGHTFUL), settings=PARSERS)
 
 
 # ---- the store
 
 
-def test_conversation_continues_from_a_stored_response() -> None:
+async def test_conversation_continues_from_a_stored_response() -> None:
     engine = FakeEngine("Yes.")
-
-    async def use(client: AsyncOpenAI, raw: httpx.AsyncClient) -> None:
+    async with clients(engine, StoreLimits()) as (client, raw):
         first = await client.responses.create(model="fake", input="one?", instructions="Be kind.")
         assert (await client.responses.retrieve(first.id)).output_text == "Yes."
         second = await client.responses.create(model="fake", input="two?", previous_response_id=first.id)
@@ -404,8 +397,6 @@ def test_conversation_continues_from_a_stored_response() -> None:
         assert (await raw.post(f"{PATH}/{second.id}/cancel")).status_code == 400
         assert (await raw.get(f"{PATH}/{second.id}?stream=true")).status_code == 400
 
-    with_client(use, engine, StoreLimits())
-
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
     async with asyncio.timeout(TIMEOUT_S):
@@ -413,10 +404,9 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_background_response_completes_without_a_client() -> None:
+async def test_background_response_completes_without_a_client() -> None:
     engine = FakeEngine("Yes.", step_s=0.01)
-
-    async def use(client: AsyncOpenAI, raw: httpx.AsyncClient) -> None:
+    async with clients(engine, StoreLimits()) as (client, raw):
         queued = await client.responses.create(model="fake", input="x", background=True)
         assert queued.status == "queued" and not queued.output
         refused(await raw.post(PATH, json={"input": "x", "previous_response_id": queued.id}))
@@ -431,11 +421,9 @@ def test_background_response_completes_without_a_client() -> None:
         await raw.post(PATH, json={"input": "y", "previous_response_id": queued.id})
         assert prompt_of(engine) == "user:x\nassistant:Yes.\nuser:y\nassistant:"
 
-    with_client(use, engine, StoreLimits())
 
-
-def test_background_stream_can_be_resumed_from_any_event() -> None:
-    async def use(_: AsyncOpenAI, raw: httpx.AsyncClient) -> None:
+async def test_background_stream_can_be_resumed_from_any_event() -> None:
+    async with clients(FakeEngine("Yes."), StoreLimits()) as (_, raw):
         first = read_events(
             (await raw.post(PATH, json={"input": "x", "background": True, "stream": True})).text
         )
@@ -447,14 +435,11 @@ def test_background_stream_can_be_resumed_from_any_event() -> None:
         assert not (await raw.get(f"{PATH}/{id}?stream=true&starting_after=999")).text
         refused(await raw.get(f"{PATH}/{id}?stream=true&starting_after=x"))
 
-    with_client(use, FakeEngine("Yes."), StoreLimits())
-
 
 @pytest.mark.parametrize("verb", ["cancel", "delete"])
-def test_background_response_can_be_cancelled_or_deleted(verb: str) -> None:
+async def test_background_response_can_be_cancelled_or_deleted(verb: str) -> None:
     engine = FakeEngine("x" * 400, step_s=0.05)
-
-    async def use(client: AsyncOpenAI, raw: httpx.AsyncClient) -> None:
+    async with clients(engine, StoreLimits()) as (client, raw):
         queued = await client.responses.create(model="fake", input="x", background=True)
         if verb == "cancel":
             assert (await client.responses.cancel(queued.id)).status == "cancelled"  # before the first token
@@ -472,27 +457,23 @@ def test_background_response_can_be_cancelled_or_deleted(verb: str) -> None:
             assert (await raw.get(f"{PATH}/{queued.id}")).status_code == 404
         assert engine.num_in_flight == 0
 
-    with_client(use, engine, StoreLimits())
 
-
-def test_failed_background_response_has_an_error() -> None:
-    async def use(client: AsyncOpenAI, raw: httpx.AsyncClient) -> None:
+async def test_failed_background_response_has_an_error() -> None:
+    async with clients(FakeEngine(fail_after=2), StoreLimits()) as (client, raw):
         queued = await client.responses.create(model="fake", input="x", background=True)
 
-        async def is_over() -> bool:
+        async def has_ended() -> bool:
             return (await client.responses.retrieve(queued.id)).status == "failed"
 
-        await until(is_over)
+        await until(has_ended)
         error = (await client.responses.retrieve(queued.id)).error
         assert error is not None and "the engine failed" in error.message
         with pytest.raises(APIError):
             await client.responses.create(model="fake", input="x", previous_response_id=queued.id)
 
-    with_client(use, FakeEngine(fail_after=2), StoreLimits())
 
-
-def test_background_responses_are_limited_by_the_store() -> None:
-    async def use(client: AsyncOpenAI, raw: httpx.AsyncClient) -> None:
+async def test_background_responses_are_limited_by_the_store() -> None:
+    async with clients(FakeEngine("x" * 400, step_s=0.05), StoreLimits(max_count=1)) as (client, raw):
         running = await client.responses.create(model="fake", input="x", background=True)
         reply = await raw.post(PATH, json={"input": "x", "background": True})
         assert refused(reply, 429)["type"] == "RateLimitError" and reply.headers["retry-after"] == "1"
@@ -500,14 +481,11 @@ def test_background_responses_are_limited_by_the_store() -> None:
         running = await client.responses.create(model="fake", input="x", background=True)
         await client.responses.delete(running.id)
 
-    with_client(use, FakeEngine("x" * 400, step_s=0.05), StoreLimits(max_count=1))
 
-
-def test_concurrent_background_requests_respect_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_concurrent_background_requests_respect_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both requests find a free slot before either takes it."""
     engine, streamed = FakeEngine("x" * 400, step_s=0.05), GenerationService.streamed
-
-    async def use(_: AsyncOpenAI, raw: httpx.AsyncClient) -> None:
+    async with clients(engine, StoreLimits(max_count=1)) as (_, raw):
         both = asyncio.Barrier(2)
 
         async def together(api: GenerationService, job: ApiCall) -> Outputs:
@@ -522,43 +500,38 @@ def test_concurrent_background_requests_respect_the_limit(monkeypatch: pytest.Mo
         await raw.delete(f"{PATH}/{replies[0].json()['id']}")
         assert engine.num_in_flight == 0
 
-    with_client(use, engine, StoreLimits(max_count=1))
 
-
-def test_running_background_responses_count_toward_the_store() -> None:
-    store = Store(StoreLimits(max_bytes=5_000))
+async def test_running_background_responses_count_toward_the_store() -> None:
+    store = ResponseStore(StoreLimits(max_bytes=5_000))
     shared = StoredTurn([{"id": "u", "text": "x" * 2_000}])
-    run: Any = SimpleNamespace(is_over=False, num_bytes=0)
+    run: Any = SimpleNamespace(has_ended=False, num_bytes=0)
     for id in "ab":
         response = stored(id, shared)
         response.run = run
         store.put(response)
     store.check_room()
     run.num_bytes = 1_500
-    with pytest.raises(Full, match="5000 bytes"):
+    with pytest.raises(StoreFull, match="5000 bytes"):
         store.check_room()
-    run.is_over = True
+    run.has_ended = True
     store.check_room()
-
-    async def use(client: AsyncOpenAI, raw: httpx.AsyncClient) -> None:
+    async with clients(FakeEngine("x" * 400, step_s=0.05), StoreLimits(max_bytes=1000)) as (client, raw):
         running = await client.responses.create(model="fake", input="x" * 400, background=True)
         refused(await raw.post(PATH, json={"input": "x", "background": True}), 429)
         await client.responses.delete(running.id)
         await client.responses.create(model="fake", input="x", background=True)
 
-    with_client(use, FakeEngine("x" * 400, step_s=0.05), StoreLimits(max_bytes=1_000))
-
 
 @pytest.mark.parametrize(
     ("broken", "last"),
     [
-        ([(Store, "put", 0)], None),
-        ([(Store, "put", 1)], "completed"),
+        ([(ResponseStore, "put", 0)], None),
+        ([(ResponseStore, "put", 1)], "completed"),
         ([(ResponseEncoder, "last_events", 0)], "failed"),
-        ([(ResponseEncoder, "last_events", 0), (ResponseEncoder, "failed", 0)], "output_item.done"),
+        ([(ResponseEncoder, "last_events", 0), (ResponseEncoder, "failure_events", 0)], "output_item.done"),
     ],
 )
-def test_any_background_failure_ends_the_response(
+async def test_any_background_failure_ends_the_response(
     broken: list[tuple[type, str, int]], last: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Streams that follow it end, and the slot of the key is freed."""
@@ -567,8 +540,7 @@ def test_any_background_failure_ends_the_response(
     for owner, name, nth in broken:
         break_once(monkeypatch, owner, name, nth)
     engine, headers = FakeEngine("Yes."), {"authorization": "Bearer sk-a"}
-
-    async def use(_: AsyncOpenAI, raw: httpx.AsyncClient) -> None:
+    async with clients(engine, StoreLimits(), {"api_key": [str(file)]}) as (_, raw):
         body = {"input": "x", "background": True, "stream": True}
         async with asyncio.timeout(TIMEOUT_S):
             reply = await raw.post(PATH, headers=headers, json=body)
@@ -584,8 +556,6 @@ def test_any_background_failure_ends_the_response(
         assert (await raw.post(PATH, headers=headers, json={"input": "x"})).status_code == 200
         assert engine.num_in_flight == 0
 
-    with_client(use, engine, StoreLimits(), {"api_key": [str(file)]})
-
 
 def break_once(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, nth: int) -> None:
     """Make the call with this number fail."""
@@ -599,13 +569,16 @@ def break_once(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, nth: int
     monkeypatch.setattr(owner, name, breaking)
 
 
-def test_api_keys_see_only_their_own_responses(tmp_path: Path) -> None:
+async def test_api_keys_see_only_their_own_responses(tmp_path: Path) -> None:
     keys = [{"name": "a", "key": "sk-a", "max_concurrency": 1}, {"name": "b", "key": "sk-b"}]
     file = tmp_path / "keys.json"
     file.write_text(json.dumps({"keys": keys}))
     owner, others = ({"authorization": f"Bearer sk-{name}"} for name in "ab")
+    async with clients(FakeEngine("x" * 400, step_s=0.05), StoreLimits(), {"api_key": [str(file)]}) as (
+        _,
+        raw,
+    ):
 
-    async def use(_: AsyncOpenAI, raw: httpx.AsyncClient) -> None:
         async def post(path: str, headers: dict[str, str], **body: Any) -> httpx.Response:
             return await raw.post(PATH + path, headers=headers, json={"input": "x", **body})
 
@@ -620,8 +593,6 @@ def test_api_keys_see_only_their_own_responses(tmp_path: Path) -> None:
         assert (await post("", owner, input=item, max_output_tokens=1)).status_code == 200
         assert (await post("", others, input=item, max_output_tokens=1)).status_code == 404
 
-    with_client(use, FakeEngine("x" * 400, step_s=0.05), StoreLimits(), {"api_key": [str(file)]})
-
 
 def stored(id: str, *turns: StoredTurn, text: str = "") -> StoredResponse:
     return StoredResponse(
@@ -631,7 +602,7 @@ def stored(id: str, *turns: StoredTurn, text: str = "") -> StoredResponse:
 
 def test_store_evicts_old_and_oversized_responses() -> None:
     clock = [0.0]
-    store = Store(StoreLimits(max_count=2, max_bytes=10_000, ttl_s=10), now=lambda: clock[0])
+    store = ResponseStore(StoreLimits(max_count=2, max_bytes=10_000, ttl_s=10), now=lambda: clock[0])
     for id in ("a", "b", "c"):
         store.put(stored(id))
         clock[0] += 1
@@ -644,7 +615,7 @@ def test_store_evicts_old_and_oversized_responses() -> None:
 
 
 def test_shared_turns_are_counted_once() -> None:
-    store = Store(StoreLimits())
+    store = ResponseStore(StoreLimits())
     shared = StoredTurn([{"id": "u", "text": "x" * 1000}])
     store.put(stored("a", shared))
     alone = store.num_bytes
@@ -658,7 +629,7 @@ def test_shared_turns_are_counted_once() -> None:
 
 def test_item_stays_while_any_turn_refers_to_it() -> None:
     """Another turn holds the item by reference, or was sent one with the same id."""
-    store = Store(StoreLimits())
+    store = ResponseStore(StoreLimits())
     first = {"id": "u", "text": "1"}
     for id, item in (("a", first), ("b", first), ("c", {"id": "u", "text": "2"})):
         store.put(stored(id, StoredTurn([item, item])))

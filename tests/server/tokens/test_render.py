@@ -4,9 +4,8 @@ import asyncio
 import threading
 from typing import Any
 
-import httpx
 import pytest
-from ask import CHAT, COMPLETIONS, EMBEDDER, MESSAGES, ask, chat, complete, events, refused
+from ask import CHAT, COMPLETIONS, EMBEDDER, MESSAGES, ask, chat, client_of, complete, events, refused
 from fake_engine import ANSWER, FakeEngine
 from test_tools import HERMES, THOUGHT, TOOLS, TWO
 
@@ -106,13 +105,13 @@ def test_stream_fields_are_ignored_by_derender() -> None:
 
 def test_long_answers_are_derendered_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[bool] = []
-    whole = ChatEncoder.whole
+    whole = ChatEncoder.response_body
 
     def record_thread(*args: Any) -> Any:
         threads.append(threading.current_thread() is threading.main_thread())
         return whole(*args)
 
-    monkeypatch.setattr(ChatEncoder, "whole", record_thread)
+    monkeypatch.setattr(ChatEncoder, "response_body", record_thread)
     for num_tokens in (20_000, 1):
         reply = {"choices": [{"index": 0, "token_ids": [39] * num_tokens}]}
         derendered = post(f"{CHAT}/derender", FakeEngine(max_model_len=20_000), generate_response=reply)
@@ -194,9 +193,9 @@ def test_batch_of_chats() -> None:
     post(f"{CHAT}/batch", **body, cls=1, _fields_set=[], self=2)  # internal names in the body are ignored
 
 
-def test_batch_of_chats_yields_to_other_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_batch_of_chats_yields_to_other_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     num_turns, seen = 0, list[int]()
-    begin, whole = batch.prepare_chat, batch.ChatEncoder.whole
+    begin, whole = batch.prepare_chat, batch.ChatEncoder.response_body
 
     async def count_turns() -> None:
         nonlocal num_turns
@@ -212,19 +211,15 @@ def test_batch_of_chats_yields_to_other_tasks(monkeypatch: pytest.MonkeyPatch) -
         seen.append(num_turns)
         return whole(*args)
 
-    async def go() -> None:
-        others = asyncio.create_task(count_turns())
-        await asyncio.sleep(0)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            answered = await client.post(f"{CHAT}/batch", json={"messages": [MESSAGES] * 3})
-        others.cancel()
-        assert answered.status_code == 200
-
-    monkeypatch.setattr(streams, "PIECE_S", 0.0)
+    monkeypatch.setattr(streams, "MAX_BLOCKING_S", 0.0)
     monkeypatch.setattr(batch, "prepare_chat", prepare)
-    monkeypatch.setattr(batch.ChatEncoder, "whole", encode_whole)
-    transport = httpx.ASGITransport(Application(FakeEngine(), make_settings({})).asgi)
-    asyncio.run(go())
+    monkeypatch.setattr(batch.ChatEncoder, "response_body", encode_whole)
+    others = asyncio.create_task(count_turns())
+    await asyncio.sleep(0)
+    async with client_of(Application(FakeEngine(), make_settings({})).asgi) as client:
+        answered = await client.post(f"{CHAT}/batch", json={"messages": [MESSAGES] * 3})
+    others.cancel()
+    assert answered.status_code == 200
     assert len(seen) == len(set(seen)) == 6
 
 
@@ -269,7 +264,9 @@ def test_tokens_only_serves_no_text_route() -> None:
 
 def test_tokens_only_skips_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     configured: dict[str, Any] = {}
-    monkeypatch.setattr("quire.configure.configure", lambda options, usage: configured.update(options))
+    monkeypatch.setattr(
+        "quire.entrypoints.models_config.configure", lambda options, usage: configured.update(options)
+    )
     monkeypatch.setattr("quire.entrypoints.launch.launch", lambda config, settings: 0)
     parser = FlagParser(prog="quire serve")
     serve.add_flags(parser)

@@ -120,10 +120,10 @@ def test_grammar_refuses_other_arguments(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name].opening])
 def test_json_instead_of_text(name: str) -> None:
-    instead = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    assert accepts(FORMATS[name], '{"a": 1}', instead=instead)
-    assert accepts(FORMATS[name], render(FORMATS[name], CALL), instead=instead)
-    assert not accepts(FORMATS[name], "Just text.", instead=instead)
+    answer_schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    assert accepts(FORMATS[name], '{"a": 1}', answer_schema=answer_schema)
+    assert accepts(FORMATS[name], render(FORMATS[name], CALL), answer_schema=answer_schema)
+    assert not accepts(FORMATS[name], "Just text.", answer_schema=answer_schema)
 
 
 def test_special_tokens_are_matched_by_id() -> None:

@@ -9,7 +9,7 @@ from quire.data.output_pieces import Piece, ReasoningPiece, TextPiece, ToolArgum
 from quire.data.outputs import CompletionOutput, RequestOutput
 from quire.errors import EngineError
 from quire.server.anthropic.errors import as_message_error
-from quire.server.http.errors import describe
+from quire.server.http.errors import error_body
 from quire.server.http.sse import AnswerEncoder, event, quote
 from quire.server.openai.chat_request import ChatRequest
 from quire.server.openai.service import GenerationService
@@ -63,8 +63,8 @@ class BlockEvents:
         events = self._close()
         self.open = kind
         self.index += 1
-        begun = {"type": kind, **fields}
-        return [*events, {"type": "content_block_start", "index": self.index, "content_block": begun}]
+        block = {"type": kind, **fields}
+        return [*events, {"type": "content_block_start", "index": self.index, "content_block": block}]
 
     def _delta(self, kind: str, **fields: str) -> Event:
         return {"type": "content_block_delta", "index": self.index, "delta": {"type": kind, **fields}}
@@ -119,12 +119,11 @@ _ERRORS = {"abort": "the request was aborted", "error": "the engine failed while
 class MessageEncoder(AnswerEncoder):
     """Encodes a message. A text-only event is concatenated from prepared bytes."""
 
-    def __init__(self, api: GenerationService, talk: ChatRequest) -> None:
-        self._api, self._talk = api, talk
-        self._id = "msg_" + talk.job.id.removeprefix("msg-")
-        self._listener = talk.parser()
-        self._blocks = BlockEvents(hold_space=talk.parses)
-        self._num_prompt = len(talk.job.prompts[0].token_ids)
+    def __init__(self, api: GenerationService, chat: ChatRequest) -> None:
+        self._api, self._chat = api, chat
+        self._id = "msg_" + chat.job.id.removeprefix("msg-")
+        self._parser = chat.parser()
+        self._blocks = BlockEvents(hold_space=chat.parses)
         self._num_output = 0
         self._num_cached = self._num_created = 0
         self._stop_fields: dict[str, Any] = {}
@@ -147,9 +146,9 @@ class MessageEncoder(AnswerEncoder):
 
     def encode_text(self, text: str, num_tokens: int) -> bytes:
         self._num_output += num_tokens
-        if self._blocks.open and not self._talk.parses:
+        if self._blocks.open and not self._chat.parses:
             return _TEXT_HEAD + quote(text) + b"}}\n\n" if text else b""
-        return b"".join(map(_encode_event, self._block_events(self._listener.hear_text(text))))
+        return b"".join(map(_encode_event, self._block_events(self._parser.parse_text(text))))
 
     def finish(self) -> bytes:
         self._check()
@@ -158,17 +157,17 @@ class MessageEncoder(AnswerEncoder):
         return b"".join(map(_encode_event, [*self._blocks.end(), delta, {"type": "message_stop"}]))
 
     def fail(self, error: Exception) -> bytes:
-        return _encode_event(as_message_error(describe(error)))
+        return _encode_event(as_message_error(error_body(error)))
 
     def _start_event(self, output: RequestOutput) -> Event:
         self._started = True
-        self._note_cached(output)
+        self._set_cached(output)
         usage = self._usage(0)
         message = self._message([], {"stop_reason": None, "stop_sequence": None}, usage)
         return {"type": "message_start", "message": message}
 
     def _add_completion(self, completion: CompletionOutput) -> list[Event]:
-        events = self._block_events(self._listener.hear(completion))
+        events = self._block_events(self._parser.parse(completion))
         if completion.finish_reason is not None:
             self._error = _ERRORS.get(completion.finish_reason, "")
             self._stop_fields = _stop_fields(completion, calls=self._blocks.calls)
@@ -183,13 +182,13 @@ class MessageEncoder(AnswerEncoder):
 
     # ---- whole message
 
-    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+    def response_body(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         (output,) = outputs
         (completion,) = output.outputs
         events = self._add_completion(completion)
         self._check()
         content = content_of([*events, *self._blocks.end()])
-        self._note_cached(output)
+        self._set_cached(output)
         usage = self._usage(len(completion.token_ids))
         return self._message(content, self._stop_fields, usage)
 
@@ -200,14 +199,14 @@ class MessageEncoder(AnswerEncoder):
             "id": self._id,
             "type": "message",
             "role": "assistant",
-            "model": self._talk.job.model,
+            "model": self._chat.job.model,
             "content": content,
             **ending,
             "usage": usage,
         }
 
-    def _note_cached(self, output: RequestOutput) -> None:
-        if self._api.reports_cache(self._talk.job.hints):
+    def _set_cached(self, output: RequestOutput) -> None:
+        if self._api.reports_cache(self._chat.job.hints):
             self._num_cached = output.num_cached_tokens or 0
             self._num_created = output.num_cache_creation_tokens or 0
 
@@ -215,12 +214,12 @@ class MessageEncoder(AnswerEncoder):
         """Return the usage. Cached tokens are reported separately with --enable-prompt-tokens-details, or if
         the request has cache hints."""
         usage = {
-            "input_tokens": self._num_prompt - self._num_cached - self._num_created,
+            "input_tokens": self._chat.job.num_prompt_tokens - self._num_cached - self._num_created,
             "output_tokens": num_output,
             "cache_read_input_tokens": self._num_cached,
             "cache_creation_input_tokens": self._num_created,
         }
-        if (control := self._talk.body.cache_control) is None:
+        if (control := self._chat.body.cache_control) is None:
             return usage
         created = {f"ephemeral_{ttl}_input_tokens": 0 for ttl in ("5m", "1h")}
         return usage | {

@@ -27,7 +27,7 @@ def as_message_error(body: dict[str, Any], status: int | None = None) -> dict[st
     return {"type": "error", "error": {"type": kind, "message": str(message)}}
 
 
-class MessageErrors:
+class MessageErrorMiddleware:
     """Rewrites the error replies of `app` on the paths of this API."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -46,26 +46,23 @@ class _RewritingSend:
         """The unwrapped `send`, for streams."""
         self._scope, self._receive, self._send = scope, receive, send
         self._start: Message | None = None
-        self._held = b""
+        self._error_body = b""
 
     async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start" and _is_error(message):
+        is_error = message["type"] == "http.response.start" and message["status"] >= 400
+        if is_error and (b"content-type", b"application/json") in message["headers"]:
             self._start = message
             return
         if self._start is None or message["type"] != "http.response.body":
             return await self._send(message)
-        self._held += message.get("body", b"")
+        self._error_body += message.get("body", b"")
         if not message.get("more_body"):
             await self._rewrite(self._start)
 
     async def _rewrite(self, start: Message) -> None:
         status = start["status"]
-        body = json.dumps(as_message_error(json.loads(self._held), status)).encode()
+        body = json.dumps(as_message_error(json.loads(self._error_body), status)).encode()
         response = Response(body, status, media_type="application/json")
         names = {name for name, _ in response.raw_headers}
         response.raw_headers += [header for header in start["headers"] if header[0].lower() not in names]
         await response(self._scope, self._receive, self._send)
-
-
-def _is_error(start: Message) -> bool:
-    return start["status"] >= 400 and (b"content-type", b"application/json") in start["headers"]

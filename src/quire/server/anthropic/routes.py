@@ -13,7 +13,7 @@ from quire.server.openai.chat_request import prepare_chat
 from quire.server.openai.prompts import off_loop
 from quire.server.openai.requests import ChatBody
 from quire.server.openai.sampling_params import check_template
-from quire.server.openai.service import GenerationService, limit_long_work
+from quire.server.openai.service import GenerationService, limit_long_bodies
 
 
 def add_message_routes(app: FastAPI, api: GenerationService) -> None:
@@ -24,17 +24,17 @@ def add_message_routes(app: FastAPI, api: GenerationService) -> None:
 
 async def create_message(api: GenerationService, body: MessagesBody, request: Request) -> Response:
     """Generate a message in Anthropic's format, whole or as a stream of events."""
-    chat = await _as_chat(body, request, budgets=api.parsers.reasoning is not None)
-    talk = await prepare_chat(api, chat, request, kind="msg")
-    return await api.answer(talk.job, MessageEncoder(api, talk), request, stream=bool(body.stream))
+    chat_body = await _as_chat(body, request, budgets=api.parsers.reasoning is not None)
+    chat = await prepare_chat(api, chat_body, request, id_prefix="msg")
+    return await api.answer(chat.job, MessageEncoder(api, chat), request, stream=bool(body.stream))
 
 
-@limit_long_work
+@limit_long_bodies
 async def count_message_tokens(api: GenerationService, body: CountBody, request: Request) -> Response:
     """Return the number of prompt tokens of a conversation."""
     await api.check_model(body.model, pools=False)
     check_template(body.chat_template, api.settings.api.trust_request_chat_template)
-    prompt = await api.reader.count(await _as_chat(body, request, budgets=False))
+    prompt = await api.reader.read_unlimited(await _as_chat(body, request, budgets=False))
     return json_response({"input_tokens": len(prompt.token_ids)})
 
 

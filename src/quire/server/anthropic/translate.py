@@ -20,11 +20,11 @@ from quire.server.anthropic.bodies import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from quire.server.http.errors import invalid
+from quire.server.http.errors import as_request_error
 from quire.server.openai.requests import CacheControl, ChatBody
 from quire.server.openai.sampling_params import unknown_fields
 
-_COPIED = (
+_COPIED_FIELDS = (
     "model", "truncate_prompt_tokens", "truncation_side", "priority", "request_id", "cache_salt",
     "chat_template", "max_tokens", "stream", "temperature", "top_p", "top_k", "min_p", "presence_penalty",
     "frequency_penalty", "repetition_penalty", "seed", "min_tokens", "ignore_eos", "stop_token_ids",
@@ -32,7 +32,7 @@ _COPIED = (
 )  # fmt: skip
 """Fields that are copied unchanged."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_THINKS = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
+_ENABLES_THINKING = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
 
 
 def as_chat(body: MessagesBody | CountBody, *, budgets: bool) -> ChatBody:
@@ -41,7 +41,7 @@ def as_chat(body: MessagesBody | CountBody, *, budgets: bool) -> ChatBody:
     if body.model_extra:
         unknown_fields.warn(body)
     known = type(body).model_fields.keys() & body.model_fields_set
-    fields = {name: getattr(body, name) for name in _COPIED if name in known}
+    fields = {name: getattr(body, name) for name in _COPIED_FIELDS if name in known}
     messages = _messages(body)
     if messages[-1]["role"] == "assistant" and messages[-1].get("content"):
         fields |= {"add_generation_prompt": False, "continue_final_message": True}
@@ -49,9 +49,10 @@ def as_chat(body: MessagesBody | CountBody, *, budgets: bool) -> ChatBody:
         fields["stop"] = body.stop_sequences
     if (control := _cache_control(body)) is not None:
         fields["cache_control"] = control
-    if kwargs := _thinking(body) | (body.chat_template_kwargs or {}):
-        fields["chat_template_kwargs"] = kwargs
     thinking = body.thinking
+    switch = {} if thinking is None else {"enable_thinking": _ENABLES_THINKING[thinking.type]}
+    if kwargs := switch | (body.chat_template_kwargs or {}):
+        fields["chat_template_kwargs"] = kwargs
     if thinking is not None and thinking.display == "omitted":
         fields["include_reasoning"] = False
     if budgets and thinking is not None and thinking.type == "enabled" and thinking.budget_tokens is not None:
@@ -59,7 +60,7 @@ def as_chat(body: MessagesBody | CountBody, *, budgets: bool) -> ChatBody:
     try:
         return ChatBody.model_validate({**fields, **_tools(body), **_output(body), "messages": messages})
     except ValidationError as error:
-        raise invalid(error) from None
+        raise as_request_error(error) from None
 
 
 def _cache_control(body: CountBody) -> dict[str, Any] | None:
@@ -71,10 +72,6 @@ def _cache_control(body: CountBody) -> dict[str, Any] | None:
     controls = [control for entry in (body, *blocks) if (control := getattr(entry, "cache_control", None))]
     ttls = {control.ttl for control in controls if isinstance(control, CacheControl)}
     return {"type": "ephemeral", "ttl": "1h" if "1h" in ttls else "5m"} if ttls else None
-
-
-def _thinking(body: CountBody) -> dict[str, Any]:
-    return {} if body.thinking is None else {"enable_thinking": _THINKS[body.thinking.type]}
 
 
 def _output(body: CountBody) -> dict[str, Any]:
@@ -93,7 +90,7 @@ def _output(body: CountBody) -> dict[str, Any]:
 def _tools(body: CountBody) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if body.tools:
-        fields["tools"] = [_tool(place, tool) for place, tool in enumerate(body.tools)]
+        fields["tools"] = [_tool(index, tool) for index, tool in enumerate(body.tools)]
     choice = body.tool_choice
     if choice is None or (not body.tools and choice.type in ("auto", "none")):
         return fields
@@ -108,15 +105,15 @@ def _tools(body: CountBody) -> dict[str, Any]:
     return fields
 
 
-def _tool(place: int, tool: MessageTool) -> dict[str, Any]:
+def _tool(index: int, tool: MessageTool) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
         raise RequestError(
-            f"tools[{place}] has type {tool.type!r:.80}: this server has no built-in tools; send tools "
+            f"tools[{index}] has type {tool.type!r:.80}: this server has no built-in tools; send tools "
             "with an `input_schema` and run them in the client",
             param="tools",
         )
     if tool.input_schema is None:
-        raise RequestError(f"tools[{place}] needs an `input_schema`", param="tools")
+        raise RequestError(f"tools[{index}] needs an `input_schema`", param="tools")
     function = {
         "name": tool.name,
         "description": tool.description,
@@ -169,14 +166,14 @@ def _turn_messages(turn: MessageBody) -> list[dict[str, Any]]:
     return [*results, message] if len(message) > 2 or message["content"] or not results else results
 
 
-def join_turns(message: dict[str, Any], more: dict[str, Any]) -> None:
-    """Merge `more`, the next message of the same role, into `message` without copying its content."""
+def join_turns(message: dict[str, Any], next_message: dict[str, Any]) -> None:
+    """Merge `next_message`, the next message of the same role, into `message` without copying its content."""
     if isinstance(message["content"], str):
         message["content"] = _parts(message["content"])
-    message["content"].extend(_parts(more["content"]))
+    message["content"].extend(_parts(next_message["content"]))
     for name in ("reasoning", "tool_calls"):
-        if name in more:
-            message.setdefault(name, []).extend(more[name])
+        if name in next_message:
+            message.setdefault(name, []).extend(next_message[name])
 
 
 def _call(block: ToolUseBlock) -> dict[str, Any]:

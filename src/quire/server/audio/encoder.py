@@ -13,11 +13,10 @@ from quire.server.audio.bodies import SpeechForm
 from quire.server.http.errors import json_response
 from quire.server.http.sse import event
 from quire.server.openai.encoder import ChunkEncoder
+from quire.server.openai.logprobs import finite_logprob
 from quire.server.openai.requests import StreamOptions
 from quire.server.openai.service import ApiCall, GenerationService
 
-_LEAST_LOGPROB = -9999.0
-"""Replacement for -inf, which JSON cannot represent."""
 NAMES = {"transcribe": "transcription", "translate": "translation"}
 
 
@@ -28,35 +27,40 @@ class SpeechRequest:
     task: str
     form: SpeechForm
     job: ApiCall
-    speech: Transcriber
+    transcriber: Transcriber
     language: str | None
     """Language of the audio; None if it is not set and the model does not detect it."""
     starts: Sequence[int]
     """First samples of the chunks."""
     length: int
     """Number of samples."""
-    wanted: frozenset[str] = frozenset({"segment"})
+    granularities: frozenset[str] = frozenset({"segment"})
     """Units with timestamps in verbose_json: segments, words."""
     no_speech: Sequence[float | None] = ()
     """Probability of each chunk that it contains no speech."""
-    begins: list[list[int]] = field(default_factory=list)
+    token_starts: list[list[int]] = field(default_factory=list)
     """For each chunk, after alignment, the encoder state at which the text after each token begins."""
 
     @property
     def seconds(self) -> float:
         return self.length / RATE
 
+    @property
+    def ends(self) -> list[int]:
+        """Return the samples after the chunks."""
+        return [*self.starts[1:], self.length]
+
 
 class SpeechEncoder(ChunkEncoder):
     """Encodes a transcription or translation. Its chunks are the prompts of one job."""
 
-    def __init__(self, api: GenerationService, heard: SpeechRequest) -> None:
-        self._heard, form = heard, heard.form
+    def __init__(self, api: GenerationService, speech: SpeechRequest) -> None:
+        self._speech, form = speech, speech.form
         options = StreamOptions(
             include_usage=form.stream_include_usage, continuous_usage_stats=form.stream_continuous_usage_stats
         )
-        kind = f"{NAMES[heard.task]}.chunk"
-        super().__init__(api, heard.job, object=kind, options=options, num_choices=1)
+        kind = f"{NAMES[speech.task]}.chunk"
+        super().__init__(api, speech.job, object=kind, options=options, num_choices=1)
         self._num_finished = 0
         self._has_text = self._is_new_chunk = False
         """Whether text was sent, and whether the next text belongs to another chunk."""
@@ -67,10 +71,10 @@ class SpeechEncoder(ChunkEncoder):
         (completion,) = output.outputs
         self._num_output[0] += len(completion.token_ids)
         self._num_finished += output.finished
-        is_last = self._num_finished == len(self._heard.starts)
+        is_last = self._num_finished == len(self._speech.starts)
         text = completion.text if self._has_text else completion.text.lstrip()
         if text and self._has_text and self._is_new_chunk:
-            text = self._heard.speech.separator + text
+            text = self._speech.transcriber.separator + text
         self._is_new_chunk = output.finished or (self._is_new_chunk and not text)
         if not text and not is_last:
             return b""
@@ -87,15 +91,15 @@ class SpeechEncoder(ChunkEncoder):
     def _final_usage(self) -> dict[str, Any]:
         return self._api.usage(self._num_prompt, self._num_output[0], timeline=self._job.timeline)
 
-    def _ending(self) -> dict[str, Any]:
+    def _final_fields(self) -> dict[str, Any]:
         return {"usage": self._final_usage()}
 
     # ---- whole reply
 
-    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+    def response_body(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         completions = [output.outputs[0] for output in outputs]
-        response_format = self._heard.form.response_format
-        return _ENCODERS[response_format](self._heard, completions)
+        response_format = self._speech.form.response_format
+        return _ENCODERS[response_format](self._speech, completions)
 
 
 def respond(form: SpeechForm) -> Callable[[Any], Response]:
@@ -105,20 +109,20 @@ def respond(form: SpeechForm) -> Callable[[Any], Response]:
     return lambda answer: PlainTextResponse(answer["text"] + "\n")
 
 
-def _json(heard: SpeechRequest, completions: list[CompletionOutput]) -> dict[str, Any]:
-    text = heard.speech.separator.join(completion.text for completion in completions).strip()
-    if heard.task == "translate":
+def _json(speech: SpeechRequest, completions: list[CompletionOutput]) -> dict[str, Any]:
+    text = speech.transcriber.separator.join(completion.text for completion in completions).strip()
+    if speech.task == "translate":
         return {"text": text}
-    return {"text": text, "usage": {"type": "duration", "seconds": math.ceil(heard.seconds)}}
+    return {"text": text, "usage": {"type": "duration", "seconds": math.ceil(speech.seconds)}}
 
 
-def _verbose(heard: SpeechRequest, completions: list[CompletionOutput]) -> dict[str, Any]:
+def _verbose(speech: SpeechRequest, completions: list[CompletionOutput]) -> dict[str, Any]:
     segments, texts = list[dict[str, Any]](), list[str]()
     words = list[dict[str, Any]]()
-    for piece, start, segment in _segments(heard, completions):
+    for piece, start, segment in _segments(speech, completions):
         texts.append(segment.text)
-        if heard.begins:
-            words += _words(heard, piece, start, segment)
+        if speech.token_starts:
+            words += _words(speech, piece, start, segment)
         segments.append(
             {
                 "id": len(segments),
@@ -127,33 +131,34 @@ def _verbose(heard: SpeechRequest, completions: list[CompletionOutput]) -> dict[
                 "end": round(start + segment.end, 3),
                 "text": segment.text,
                 "tokens": segment.token_ids,
-                "temperature": heard.form.temperature,
+                "temperature": speech.form.temperature,
                 "avg_logprob": _mean_logprob(completions[piece], segment),
                 "compression_ratio": segment.compression_ratio,
-                "no_speech_prob": heard.no_speech[piece] if heard.no_speech else None,
+                "no_speech_prob": speech.no_speech[piece] if speech.no_speech else None,
             }
         )
-    more: dict[str, Any] = {"task": heard.task, "language": heard.language, "duration": heard.seconds}
+    more: dict[str, Any] = {"task": speech.task, "language": speech.language, "duration": speech.seconds}
     times = {"segment": {"segments": segments}, "word": {"words": words}}
-    for name in sorted(heard.wanted):
+    for name in sorted(speech.granularities):
         more |= times[name]
-    return _json(heard, completions) | {"text": "".join(texts).strip()} | more
+    return _json(speech, completions) | {"text": "".join(texts).strip()} | more
 
 
-def _words(heard: SpeechRequest, piece: int, start: float, segment: Segment) -> list[dict[str, Any]]:
+def _words(speech: SpeechRequest, piece: int, start: float, segment: Segment) -> list[dict[str, Any]]:
     return [
         {"word": word.text, "start": round(start + word.start, 3), "end": round(start + word.end, 3)}
-        for word in heard.speech.words(segment, heard.begins[piece], heard.language)
+        for word in speech.transcriber.words(segment, speech.token_starts[piece], speech.language)
     ]
 
 
-def _segments(heard: SpeechRequest, completions: list[CompletionOutput]) -> list[tuple[int, float, Segment]]:
+def _segments(speech: SpeechRequest, completions: list[CompletionOutput]) -> list[tuple[int, float, Segment]]:
     """Return the segments, each with the index of its chunk and the start time of the chunk."""
-    ends = [*heard.starts[1:], heard.length]
     return [
         (piece, start / RATE, segment)
-        for piece, (start, end, output) in enumerate(zip(heard.starts, ends, completions, strict=True))
-        for segment in heard.speech.segments(output.token_ids, (end - start) / RATE)
+        for piece, (start, end, output) in enumerate(
+            zip(speech.starts, speech.ends, completions, strict=True)
+        )
+        for segment in speech.transcriber.segments(output.token_ids, (end - start) / RATE)
     ]
 
 
@@ -162,15 +167,15 @@ def _mean_logprob(output: CompletionOutput, segment: Segment) -> float | None:
         return None
     ids, rows = output.token_ids[segment.place], output.logprobs[segment.place]
     chosen = [logprobs[id].logprob for id, logprobs in zip(ids, rows, strict=True) if logprobs]
-    return max(sum(chosen) / len(chosen), _LEAST_LOGPROB)
+    return finite_logprob(sum(chosen) / len(chosen))
 
 
 def _subtitles(
     head: str, comma: str, *, numbered: bool
 ) -> Callable[[SpeechRequest, list[CompletionOutput]], Any]:
-    def encode(heard: SpeechRequest, completions: list[CompletionOutput]) -> dict[str, Any]:
+    def encode(speech: SpeechRequest, completions: list[CompletionOutput]) -> dict[str, Any]:
         blocks = [head] if head else []
-        for number, (_, start, segment) in enumerate(_segments(heard, completions), 1):
+        for number, (_, start, segment) in enumerate(_segments(speech, completions), 1):
             times = f"{_clock(start + segment.start, comma)} --> {_clock(start + segment.end, comma)}"
             text = " ".join(segment.text.split()).replace("-->", "->")
             blocks.append((f"{number}\n" if numbered else "") + f"{times}\n{text}\n")

@@ -22,20 +22,20 @@ from quire.server.http.errors import NotFound, TooLarge
 from quire.server.http.openapi_document import CODES, replies_of
 from quire.server.openai.sampling_params import check_fields
 from quire.server.openai.service import GenerationService
-from quire.server.openai.streams import all_of
+from quire.server.openai.streams import gather_all
 
 PATHS = ("/v1/audio/transcriptions", "/v1/audio/translations")
 MAX_FIELDS_BYTES = 1 << 20
 """Maximum size of a form without its file."""
-_KINDS = {"transcribe": "trsc", "translate": "trsl"}
+_ID_PREFIXES = {"transcribe": "trsc", "translate": "trsl"}
 """Prefixes of the request ids."""
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed"),
     *("frequency_penalty", "repetition_penalty", "presence_penalty"),
 )
-_TIMED = ("verbose_json", "srt", "vtt")
+_TIMED_FORMATS = ("verbose_json", "srt", "vtt")
 """Formats with timestamps."""
-_STREAMED = ("json", "text")
+_STREAMED_FORMATS = ("json", "text")
 _MAX_PROMPT = 1 << 14
 """Maximum number of characters of `prompt` that are tokenized: many more than the model uses."""
 
@@ -57,60 +57,60 @@ def add_speech_routes(app: FastAPI, api: GenerationService) -> None:
 
 
 async def answer_speech(api: GenerationService, task: str, form: SpeechForm, request: Request) -> Response:
-    speech = api.engine.inputs.media.speech
+    transcriber = api.engine.inputs.media.speech
     await api.check_model(form.model, pools=False)
-    if speech is None or task not in speech.tasks:
+    if transcriber is None or task not in transcriber.tasks:
         raise NotFound(f"The model does not support {NAMES[task].capitalize()}s API")
-    _check(form, speech)
-    known = [*speech.languages]
+    _check(form, transcriber)
+    known = [*transcriber.languages]
     language = known[0] if len(known) == 1 else None
     if form.language is not None:
-        language = speech.check_language(form.language)
-    wait = partial(api.answering.until_gone, request.receive)
-    samples, pieces = await wait(_read_audio(api, form, speech.max_samples))
-    runs = _SpeechRuns(api, task, speech, form, request)
-    if language is None and speech.detects_language_first:
+        language = transcriber.check_language(form.language)
+    wait = api.cancelled_on_disconnect(request)
+    samples, pieces = await wait(_read_audio(api, form, transcriber.max_samples))
+    runs = _SpeechRuns(api, task, transcriber, form, request)
+    if language is None and transcriber.detects_language_first:
         language = await wait(runs.detect_language(pieces[0][1]))
-    is_timed, silent = form.response_format in _TIMED, list[float | None]()
-    if form.response_format == "verbose_json" and speech.no_speech is not None:
-        silent = await wait(runs.no_speech_probs(pieces))
-    ids = speech.prompt(task, language, timed=is_timed, before=_previous_text(form))
+    is_timed, no_speech = form.response_format in _TIMED_FORMATS, list[float | None]()
+    if form.response_format == "verbose_json" and transcriber.no_speech is not None:
+        no_speech = await wait(runs.no_speech_probs(pieces))
+    ids = transcriber.prompt(task, language, timed=is_timed, before=_previous_text(form))
     prompts = [runs.prompt(ids, piece) for _, piece in pieces]
     longest = max(len(prompt.token_ids) for prompt in prompts)
     params = _params(api, form, api.output_limit(form.max_completion_tokens, longest), timed=is_timed)
-    job = api.job(_KINDS[task], form, request, prompts, [params] * len(prompts))
-    heard = SpeechRequest(
+    job = api.job(_ID_PREFIXES[task], form, request, prompts, [params] * len(prompts))
+    speech = SpeechRequest(
         task,
         form,
         job,
-        speech,
+        transcriber,
         language,
         [start for start, _ in pieces],
         len(samples),
         _granularities(form),
-        silent,
+        no_speech,
     )
     return await api.answer(
         job,
-        SpeechEncoder(api, heard),
+        SpeechEncoder(api, speech),
         request,
         stream=form.stream,
         respond=respond(form),
         in_order=True,
-        then=partial(runs.align, heard, pieces) if "word" in heard.wanted else None,
+        before_encoding=partial(runs.align, speech, pieces) if "word" in speech.granularities else None,
     )
 
 
-def _check(form: SpeechForm, speech: Transcriber) -> None:
+def _check(form: SpeechForm, transcriber: Transcriber) -> None:
     check_fields(form)
-    if form.response_format in _TIMED and speech.timestamp_tokens is None:
+    if form.response_format in _TIMED_FORMATS and transcriber.timestamp_tokens is None:
         raise RequestError(
             f"{form.response_format} needs a model that supports timestamps; for this one use json or text",
             param="response_format",
         )
     if (form.stream_include_usage or form.stream_continuous_usage_stats) and not form.stream:
         raise RequestError("Stream options can only be defined when `stream=True`.", param="stream")
-    if form.stream and form.response_format not in _STREAMED:
+    if form.stream and form.response_format not in _STREAMED_FORMATS:
         raise RequestError(
             f"{form.response_format} format doesn't support streaming case", param="response_format"
         )
@@ -148,8 +148,8 @@ async def _read_audio(
     except RequestError as error:
         raise item.wrong(error) from None
     chunks = split_audio(samples, max_samples)
-    works = [media.prepare([replace(item, source=Audio(piece, RATE))]) for _, piece in chunks]
-    prepared = await all_of(works)
+    coroutines = [media.prepare([replace(item, source=Audio(piece, RATE))]) for _, piece in chunks]
+    prepared = await gather_all(coroutines)
     return samples, [(start, piece) for (start, _), (piece,) in zip(chunks, prepared, strict=True)]
 
 
@@ -159,7 +159,7 @@ class _SpeechRuns:
 
     api: GenerationService
     task: str
-    speech: Transcriber
+    transcriber: Transcriber
     form: SpeechForm
     request: Request
 
@@ -169,13 +169,13 @@ class _SpeechRuns:
     async def _run(
         self, name: str, prompts: list[Prompt], params: list[SamplingParams]
     ) -> list[RequestOutput]:
-        kind = f"{_KINDS[self.task]}-{name}"
-        return await self.api.finished(self.api.job(kind, self.form, self.request, prompts, params))
+        id_prefix = f"{_ID_PREFIXES[self.task]}-{name}"
+        return await self.api.finished(self.api.job(id_prefix, self.form, self.request, prompts, params))
 
     async def detect_language(self, piece: PreparedItem) -> str:
         """Detect the language of the first chunk."""
-        prompt = self.prompt(self.speech.prompt(self.task, None), piece)
-        codes = {id: code for code, id in self.speech.languages.items()}
+        prompt = self.prompt(self.transcriber.prompt(self.task, None), piece)
+        codes = {id: code for code, id in self.transcriber.languages.items()}
         params = SamplingParams(max_tokens=1, temperature=0.0, allowed_token_ids=list(codes))
         (output,) = await self._run("lang", [prompt], [params])
         return codes[output.outputs[0].token_ids[0]]
@@ -183,8 +183,8 @@ class _SpeechRuns:
     async def no_speech_probs(self, pieces: list[tuple[int, PreparedItem]]) -> list[float | None]:
         """Return for each chunk the probability of silence: the model predicts a no-speech token instead of a
         language."""
-        assert (token_id := self.speech.no_speech) is not None
-        ids = self.speech.prompt(self.task, None, before=_previous_text(self.form))
+        assert (token_id := self.transcriber.no_speech) is not None
+        ids = self.transcriber.prompt(self.task, None, before=_previous_text(self.form))
         prompts = [self.prompt(ids, piece) for _, piece in pieces]
         params = SamplingParams(max_tokens=1, temperature=0.0, logprob_token_ids=[token_id])
         outputs = await self._run("mute", prompts, [params] * len(prompts))
@@ -194,18 +194,19 @@ class _SpeechRuns:
         return [None if x is None or math.isinf(x.logprob) else math.exp(x.logprob) for x in entries]
 
     async def align(
-        self, heard: SpeechRequest, pieces: list[tuple[int, PreparedItem]], outputs: list[RequestOutput]
+        self, speech: SpeechRequest, pieces: list[tuple[int, PreparedItem]], outputs: list[RequestOutput]
     ) -> None:
         """Compute the start times of the tokens of all chunks."""
-        ends = [*heard.starts[1:], heard.length]
         inputs = [
-            self.speech.aligning(prompt.token_ids, output.outputs[0].token_ids, end - start)
-            for prompt, output, start, end in zip(heard.job.prompts, outputs, heard.starts, ends, strict=True)
+            self.transcriber.aligning(prompt.token_ids, output.outputs[0].token_ids, end - start)
+            for prompt, output, start, end in zip(
+                speech.job.prompts, outputs, speech.starts, speech.ends, strict=True
+            )
         ]
         prompts = [self.prompt(ids, piece) for (ids, _), (_, piece) in zip(inputs, pieces, strict=True)]
         once = partial(SamplingParams, max_tokens=1, temperature=0.0, skip_reading_prefix_cache=True)
         aligned = await self._run("words", prompts, [once(aligning=aligning) for _, aligning in inputs])
-        heard.begins.extend([output.aligned or [] for output in aligned])
+        speech.token_starts.extend([output.aligned or [] for output in aligned])
 
 
 def _params(api: GenerationService, form: SpeechForm, max_tokens: int, *, timed: bool) -> SamplingParams:

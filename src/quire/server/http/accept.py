@@ -18,7 +18,7 @@ from quire.logs import FirstWarning, get_logger
 
 log = get_logger(__name__)
 
-MOST_AT_ONCE = 256
+MAX_ACCEPTS = 256
 """Maximum connections that are accepted at once, before other work."""
 PAUSE_S = 0.05
 
@@ -46,14 +46,14 @@ class ConnectionDealer:
         self._num_passed = [0] * count
         self._channels: list[tuple[socket.socket, socket.socket] | None] = [None] * count
         """The supervisor's end and the process's end, by process."""
-        self._up: set[int] = set()
-        self._held: socket.socket | None = None
+        self._serving: set[int] = set()
+        self._pending: socket.socket | None = None
         """Accepted connection that no process could take yet."""
 
     @property
-    def awaited(self) -> Sequence[socket.socket]:
+    def readable_sockets(self) -> Sequence[socket.socket]:
         """Return the sockets that are readable when `deal` has work."""
-        return [self._listener] if self._up and self._held is None else []
+        return [self._listener] if self._serving and self._pending is None else []
 
     def open(self, index: int) -> ConnectionHandle:
         """Return the handle for a new process, which has no connections yet."""
@@ -67,25 +67,25 @@ class ConnectionDealer:
     def admit(self, index: int) -> None:
         """Start to pass connections to a process that has its end of the channel and serves."""
         channels = self._channels[index]
-        if channels is not None and index not in self._up:
+        if channels is not None and index not in self._serving:
             channels[1].close()
-            self._up.add(index)
+            self._serving.add(index)
 
     def drop(self, index: int) -> None:
         """Stop to pass connections to a process, which has ended."""
-        self._up.discard(index)
+        self._serving.discard(index)
         for end in self._channels[index] or ():
             end.close()
         self._channels[index] = None
 
     def deal(self) -> None:
         """Accept the waiting connections and pass them to the processes."""
-        for _ in range(MOST_AT_ONCE):
-            if not self._up:
+        for _ in range(MAX_ACCEPTS):
+            if not self._serving:
                 return
-            if self._held is None:
+            if self._pending is None:
                 try:
-                    self._held, _ = self._listener.accept()
+                    self._pending, _ = self._listener.accept()
                 except BlockingIOError:
                     return
                 except ConnectionAbortedError:
@@ -94,16 +94,16 @@ class ConnectionDealer:
                     log.warning("a connection could not be accepted: %s", error)
                     time.sleep(PAUSE_S)
                     return
-            if not self._pass_on(self._held):
+            if not self._pass_to_process(self._pending):
                 return
-            self._held.close()
-            self._held = None
+            self._pending.close()
+            self._pending = None
 
-    def _pass_on(self, connection: socket.socket) -> bool:
+    def _pass_to_process(self, connection: socket.socket) -> bool:
         """Pass a connection to the process with the fewest open ones; among equals, with the fewest in
         total."""
         for index in sorted(
-            self._up, key=lambda i: (self._num_passed[i] - self._closed[i], self._num_passed[i])
+            self._serving, key=lambda i: (self._num_passed[i] - self._closed[i], self._num_passed[i])
         ):
             channels = self._channels[index]
             assert channels is not None
@@ -119,16 +119,15 @@ class ConnectionDealer:
         return False
 
     def close(self) -> None:
-        """Refuse new connections."""
         self._listener.close()
-        if self._held is not None:
-            self._held.close()
-            self._held = None
+        if self._pending is not None:
+            self._pending.close()
+            self._pending = None
         for index in range(len(self._channels)):
             self.drop(index)
 
 
-class Entrance:
+class ConnectionSource:
     """Source of the connections of an API process: accepted here, or received from the supervisor."""
 
     def __init__(self) -> None:
@@ -149,20 +148,19 @@ class Entrance:
         self._connect = lambda connection: loop.create_task(connect(connection))
 
     def stop(self) -> None:
-        """Take no more connections."""
         raise NotImplementedError
 
     def count_closed(self) -> None:
         """Note that a connection was closed."""
 
-    def _open(self, connection: socket.socket) -> None:
+    def _connect_socket(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         task = self._connect(connection)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
 
-class ConnectionAcceptor(Entrance):
+class ConnectionAcceptor(ConnectionSource):
     """Accepts from listening sockets, many connections in one turn of the event loop.
 
     uvloop accepts one connection per turn. In a flood of connections a turn also handles requests of many
@@ -190,7 +188,7 @@ class ConnectionAcceptor(Entrance):
             asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
     def _accept(self, listener: socket.socket) -> None:
-        for _ in range(MOST_AT_ONCE):
+        for _ in range(MAX_ACCEPTS):
             try:
                 connection, _ = listener.accept()
             except BlockingIOError:
@@ -203,22 +201,22 @@ class ConnectionAcceptor(Entrance):
                 loop.remove_reader(listener)
                 loop.call_later(PAUSE_S, self._listen, listener)
                 return
-            self._open(connection)
+            self._connect_socket(connection)
 
 
-class ConnectionReceiver(Entrance):
+class ConnectionReceiver(ConnectionSource):
     """The API process's side: receives connections, and counts those that it has closed."""
 
-    def __init__(self, hand: ConnectionHandle) -> None:
+    def __init__(self, handle: ConnectionHandle) -> None:
         super().__init__()
-        self._channel = hand.channel
+        self._channel = handle.channel
         self._channel.setblocking(False)
-        self._index = hand.index
-        self._closed = np.memmap(hand.closed_file, np.int64, "r+")
+        self._index = handle.index
+        self._closed = np.memmap(handle.closed_file, np.int64, "r+")
 
     def start(self, make_protocol: Callable[[], asyncio.Protocol], ssl: object) -> None:
         super().start(make_protocol, ssl)
-        asyncio.get_running_loop().add_reader(self._channel, self._take)
+        asyncio.get_running_loop().add_reader(self._channel, self._receive)
 
     def count_closed(self) -> None:
         self._closed[self._index] += 1
@@ -226,10 +224,10 @@ class ConnectionReceiver(Entrance):
     def stop(self) -> None:
         """Take the connections passed so far, and no more."""
         asyncio.get_running_loop().remove_reader(self._channel)
-        self._take()
+        self._receive()
         self._channel.close()
 
-    def _take(self) -> None:
+    def _receive(self) -> None:
         with contextlib.suppress(BlockingIOError, ConnectionResetError):
             while True:
                 message, descriptors, _, _ = socket.recv_fds(self._channel, 1, 1)
@@ -239,4 +237,4 @@ class ConnectionReceiver(Entrance):
                 if not descriptors:  # out of file descriptors: the kernel has closed the connection
                     self.count_closed()
                 for descriptor in descriptors:
-                    self._open(socket.socket(fileno=descriptor))
+                    self._connect_socket(socket.socket(fileno=descriptor))

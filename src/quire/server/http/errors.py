@@ -19,7 +19,7 @@ logger = get_logger(__name__)
 
 _MAX_SHOWN = 8
 """Maximum validation errors listed in one message."""
-_MAX_PLACE = 256
+_MAX_PATH = 256
 """Maximum characters of the path to an invalid field."""
 
 
@@ -54,10 +54,13 @@ class TooLarge(RequestError):
 
 
 class TooMany(RequestError):
-    """The request exceeds a limit at the moment and may be retried."""
+    """The request exceeds a limit at the moment, and may be sent again after `retry_after_s`."""
 
     status = 429
-    retry_after_s = 1
+
+    def __init__(self, message: str, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 _KINDS = {
@@ -74,7 +77,7 @@ def error_info(message: str, status: int, kind: str, param: str | None = None) -
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
-def describe(error: Exception) -> dict[str, Any]:
+def error_body(error: Exception) -> dict[str, Any]:
     """Return the response body of any exception. Internal errors are not described to the client."""
     if isinstance(error, RequestError):
         kind = getattr(error, "kind", _KINDS.get(error.status, "BadRequestError"))
@@ -85,11 +88,11 @@ def describe(error: Exception) -> dict[str, Any]:
     return error_info("internal error; the server's log says more", 500, "InternalServerError")
 
 
-def invalid(error: ValidationError) -> RequestError:
+def as_request_error(error: ValidationError) -> RequestError:
     """Convert the validation error of a body that was derived from another one."""
     first = error.errors(include_url=False, include_input=False)[0]
-    place = ".".join(map(str, first["loc"]))[:_MAX_PLACE]
-    return RequestError(f"{place}: {first['msg']}", param=place)
+    path = ".".join(map(str, first["loc"]))[:_MAX_PATH]
+    return RequestError(f"{path}: {first['msg']}", param=path)
 
 
 def json_response(body: Any, status: int = 200) -> Response:
@@ -102,37 +105,36 @@ def error_response(body: dict[str, Any]) -> Response:
 
 
 def quire_error(error: QuireError, *, log_stack: bool) -> Response:
-    """Return the response for a QuireError."""
     if log_stack and isinstance(error, EngineError):
         logger.error("answered with %d", error.status, exc_info=error)
-    response = error_response(describe(error))
+    response = error_response(error_body(error))
     if isinstance(error, TooMany):
         response.headers["retry-after"] = str(error.retry_after_s)
     return response
 
 
-def client_gone() -> Response:
+def disconnected_response() -> Response:
     """Return the response to a disconnected client; access logs show its status 499."""
     return Response(status_code=499)
 
 
 def add_error_handlers(app: FastAPI, *, log_stack: bool) -> None:
-    def known(_: Request, error: Exception) -> Response:
+    def respond(_: Request, error: Exception) -> Response:
         assert isinstance(error, QuireError)
         return quire_error(error, log_stack=log_stack)
 
     handlers: dict[type[Exception], Callable[[Request, Exception], Response]] = {
-        QuireError: known,
+        QuireError: respond,
         RequestValidationError: _validation_error,
         HTTPException: lambda request, error: http_error(error, _intended_route(request, app)),
-        Exception: lambda _, error: error_response(describe(error)),
+        Exception: lambda _, error: error_response(error_body(error)),
     }
     for kind, handler in handlers.items():
         app.add_exception_handler(kind, handler)
 
 
 def _intended_route(request: Request, app: FastAPI) -> str | None:
-    """Return the route that a client meant which left `/v1` out or wrote it twice, or an `s` at the end."""
+    """Return the route that a client probably meant, with one `/v1` or a final `s` added or removed."""
     path = request.url.path
     known = {getattr(route, "path", "") for route in app.routes}
     single = path.replace("/v1/v1/", "/v1/", 1)

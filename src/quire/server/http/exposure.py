@@ -11,7 +11,7 @@ from quire.server.settings import ServerSettings
 class Exposure(NamedTuple):
     """An unprotected access that the operator may not intend."""
 
-    what: str
+    risk: str
     remedy: str
 
 
@@ -19,24 +19,24 @@ def exposures(settings: ServerSettings) -> list[Exposure]:
     """Return the unprotected accesses of a server without keys, for the log and for `quire doctor`."""
     if settings.keys or settings.http.ssl_cert_reqs == ssl.CERT_REQUIRED:
         return []
-    ways = []
+    warnings = []
     if is_public(settings.http):
         address = settings.http.host or "every interface"
-        ways.append(
+        warnings.append(
             Exposure(
                 f"the server listens on {address} without an API key: any client that reaches it can use it",
                 "give --api-key (or QUIRE_API_KEY), or listen on this machine only with --host 127.0.0.1",
             )
         )
     if "*" in settings.access.allowed_origins:
-        ways.append(
+        warnings.append(
             Exposure(
                 "--allowed-origins is * without an API key: every web page that is opened on a machine with "
                 "access to the server can use it",
                 "give --api-key (or QUIRE_API_KEY), or name the origins, or leave --allowed-origins out",
             )
         )
-    return ways
+    return warnings
 
 
 def is_public(http: HttpSection) -> bool:

@@ -24,20 +24,20 @@ from starlette.types import Message, Receive, Scope, Send
 from quire.errors import QuireError, RequestError
 from quire.logs import get_logger
 from quire.server.http.errors import (
-    client_gone,
-    describe,
+    disconnected_response,
+    error_body,
     error_response,
     http_error,
     quire_error,
     validation_error,
 )
-from quire.server.http.in_flight import ClientGone, HandlerQueue, is_gone
+from quire.server.http.in_flight import ClientDisconnected, HandlerQueue, is_disconnected
 from quire.server.http.limits import account_of
 
 logger = get_logger(__name__)
 
 Respond = Callable[[Any, Request], Awaitable[Response]]
-_FEW, _SOME = 64, 1024
+_MAX_BACKSLASHES, _MAX_FINDS = 64, 1024
 _MAYBE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 """Possible lone surrogate, which cannot be encoded in UTF-8."""
 _LARGE = 1 << 20
@@ -52,7 +52,7 @@ _PARTS = (b"[", b"{", b":")
 """Bytes that start a list, an object or the value of a name."""
 
 
-class Direct:
+class FastPath:
     """ASGI application that answers POSTs of JSON to the routes of `app`; other requests and invalid bodies
     go to `app`."""
 
@@ -77,16 +77,16 @@ class Direct:
             raw = await read_body(receive)
         except HTTPException as error:  # the body is too long
             return await http_error(error)(scope, receive, send)
-        except ClientGone:
-            return await client_gone()(scope, receive, send)
+        except ClientDisconnected:
+            return await disconnected_response()(scope, receive, send)
         account = account_of(scope)
         await self._queue.wait(0 if account is None else account.tenant)
-        if is_gone(receive):
-            return await client_gone()(scope, receive, send)
+        if is_disconnected(receive):
+            return await disconnected_response()(scope, receive, send)
         adapter, respond = route
         if _is_large(raw):
             response = await self._respond(
-                self._parsing_in_thread(adapter, respond), raw, Request(scope, receive)
+                self._parse_in_thread(adapter, respond), raw, Request(scope, receive)
             )
             return await response(scope, receive, send)
         if not may_have_surrogates(raw):
@@ -99,8 +99,8 @@ class Direct:
                 return await response(scope, receive, send)
         await self._app(scope, replay(raw, receive), send)
 
-    def _parsing_in_thread(self, adapter: TypeAdapter[Any], respond: Respond) -> Respond:
-        async def answered(raw: bytes, request: Request) -> Response:
+    def _parse_in_thread(self, adapter: TypeAdapter[Any], respond: Respond) -> Respond:
+        async def respond_parsed(raw: bytes, request: Request) -> Response:
             try:
                 body = await asyncio.get_running_loop().run_in_executor(
                     self._reader, _parse_large, adapter, raw
@@ -109,18 +109,18 @@ class Direct:
                 return validation_error(error)
             return await respond(body, request)
 
-        return answered
+        return respond_parsed
 
     async def _respond(self, respond: Respond, body: Any, request: Request) -> Response:
         try:
             return await respond(body, request)
-        except ClientGone:
-            return client_gone()
+        except ClientDisconnected:
+            return disconnected_response()
         except QuireError as error:
             return quire_error(error, log_stack=self._log_stack)
         except Exception as error:
             logger.exception("a request failed")
-            return error_response(describe(error))
+            return error_response(error_body(error))
 
 
 def _responder(endpoint: Callable[..., Any]) -> Respond:
@@ -131,14 +131,14 @@ def _responder(endpoint: Callable[..., Any]) -> Respond:
 
 
 async def read_body(receive: Receive) -> bytes:
-    """Return the whole body; raise ClientGone if the client disconnects."""
-    pieces, more = list[bytes](), True
-    while more:
+    """Return the whole body; raise ClientDisconnected if the client disconnects."""
+    pieces, has_more = list[bytes](), True
+    while has_more:
         message = await receive()
         if message["type"] != "http.request":
-            raise ClientGone
+            raise ClientDisconnected
         pieces.append(message.get("body", b""))
-        more = message.get("more_body", False)
+        has_more = message.get("more_body", False)
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
@@ -151,12 +151,12 @@ def _parse_large(adapter: TypeAdapter[Any], raw: bytes) -> Any:
     """Parse a large body; raise RequestError if it has too many values to parse quickly."""
     if _count(raw, b",") > _MAX_VALUES or sum(_count(raw, mark) for mark in _PARTS) > _MAX_PARTS:
         counts = _count_outside_strings(raw)
-        for count, limit, what in (
+        for count, limit, kind in (
             (counts[ord(",")], _MAX_VALUES, "values"),
             (sum(counts[ord(mark)] for mark in _PARTS), _MAX_PARTS, "lists, objects and names"),
         ):
             if count > limit:
-                raise RequestError(f"the body has {count} {what}, and may have {limit}; send less at once")
+                raise RequestError(f"the body has {count} {kind}, and may have {limit}; send less at once")
     check_text(raw)
     gc.disable()  # it would scan all parsed objects repeatedly
     try:
@@ -167,10 +167,10 @@ def _parse_large(adapter: TypeAdapter[Any], raw: bytes) -> Any:
 
 def _count(raw: bytes, mark: bytes) -> int:
     """Count a byte. `bytes.count` takes 30 times as long for few occurrences in megabytes of base64."""
-    at = -1
-    for count in range(_SOME):
-        at = raw.find(mark, at + 1)
-        if at < 0:
+    position = -1
+    for count in range(_MAX_FINDS):
+        position = raw.find(mark, position + 1)
+        if position < 0:
             return count
     return raw.count(mark)
 
@@ -190,16 +190,16 @@ def _count_outside_strings(raw: bytes) -> NDArray[np.int64]:
 
 def replay(raw: bytes, receive: Receive) -> Receive:
     """Return a `receive` that first yields the body that was already read."""
-    taken = False
+    was_replayed = False
 
-    async def receiving() -> Message:
-        nonlocal taken
-        if taken:
+    async def receive_replayed() -> Message:
+        nonlocal was_replayed
+        if was_replayed:
             return await receive()
-        taken = True
+        was_replayed = True
         return {"type": "http.request", "body": raw, "more_body": False}
 
-    return receiving
+    return receive_replayed
 
 
 def check_text(raw: bytes) -> None:
@@ -223,9 +223,9 @@ def may_have_surrogates(raw: bytes) -> bool:
 def _has_escape(raw: bytes) -> bool:
     """Whether the body has a \\u escape. Searching megabytes of base64 for one byte is thirty times as fast
     as for two, so the first backslashes are checked one by one."""
-    at = -2
-    for _ in range(_FEW):
-        at = raw.find(b"\\", at + 2)
-        if at < 0 or raw[at + 1 : at + 2] == b"u":
-            return at >= 0
-    return b"\\u" in raw[at:]
+    position = -2
+    for _ in range(_MAX_BACKSLASHES):
+        position = raw.find(b"\\", position + 2)
+        if position < 0 or raw[position + 1 : position + 2] == b"u":
+            return position >= 0
+    return b"\\u" in raw[position:]

@@ -18,7 +18,7 @@ from quire.errors import EngineError
 T = TypeVar("T")
 
 _LONG_BYTES = 1 << 14
-_AT_ONCE = 2
+_MAX_LONG_BODIES = 2
 """Long bodies that an API process handles at once. They share the threads with the prompts of other requests,
 and tokenization takes about a hundred times the memory of the text."""
 
@@ -26,16 +26,15 @@ _TURN_S = 0.004
 """Time of one turn of the event loop after which no further handler begins."""
 
 
-class ClientGone(Exception):
+class ClientDisconnected(Exception):
     """The client has disconnected."""
 
 
-def is_gone(receive: Receive) -> bool:
-    """Return whether the client is known to have disconnected."""
+def is_disconnected(receive: Receive) -> bool:
     return bool(getattr(getattr(receive, "__self__", None), "disconnected", False))
 
 
-class Answering:
+class RunningRequests:
     """The set of running requests."""
 
     def __init__(self) -> None:
@@ -51,27 +50,27 @@ class Answering:
         for task in self._tasks:
             task.cancel()
 
-    async def until_gone(self, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of `work`. Cancel it if the client disconnects (ClientGone) or `abort` is
+    async def until_disconnect(self, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of `work`. Cancel it if the client disconnects (ClientDisconnected) or `abort` is
         called."""
         task = asyncio.create_task(work)
-        gone = asyncio.create_task(_wait_for_disconnect(receive))
+        disconnect = asyncio.create_task(_wait_for_disconnect(receive))
         self._tasks.add(task)
         if self._aborted:
             task.cancel()
         try:
-            await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)
             if task.done() and not task.cancelled():
                 return task.result()
             if self._aborted:
                 raise EngineError("the server is shutting down and this request did not finish in time")
-            raise ClientGone
+            raise ClientDisconnected
         finally:
             self._tasks.discard(task)
             task.cancel()
-            gone.cancel()
-            await asyncio.gather(task, gone, return_exceptions=True)
-            del task, gone  # breaks the reference cycle of tasks, error and frame
+            disconnect.cancel()
+            await asyncio.gather(task, disconnect, return_exceptions=True)
+            del task, disconnect  # breaks the reference cycle of tasks, error and frame
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:
@@ -84,19 +83,19 @@ def num_body_bytes(request: Request) -> int:
     return int(request.headers.get("content-length", sys.maxsize))
 
 
-class LongWork:
+class LongBodyLimit:
     """Semaphore for requests with long bodies; short ones pass freely."""
 
-    def __init__(self, at_once: int = _AT_ONCE) -> None:
-        self._places = asyncio.Semaphore(at_once)
+    def __init__(self, max_running: int = _MAX_LONG_BODIES) -> None:
+        self._slots = asyncio.Semaphore(max_running)
 
     @asynccontextmanager
-    async def place(self, request: Request) -> AsyncIterator[None]:
+    async def slot(self, request: Request) -> AsyncIterator[None]:
         """Wait, in order of arrival, while too many requests with long or chunked bodies are running."""
         if num_body_bytes(request) < _LONG_BYTES:
             yield
             return
-        async with self._places:
+        async with self._slots:
             yield
 
 
@@ -111,7 +110,7 @@ class HandlerQueue:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._is_begun = False
+        self._has_begun = False
         """Whether a handler has begun in this turn."""
         self._ends_at = 0.0
         self._waiting: dict[int, deque[asyncio.Future[None]]] = {}
@@ -119,7 +118,7 @@ class HandlerQueue:
 
     async def wait(self, tenant: int) -> None:
         """Return when the handler of a request may begin: at once if this turn has time left."""
-        if not self._is_begun:
+        if not self._has_begun:
             self._begin()
         elif self._waiting or self._clock() >= self._ends_at:
             turn = asyncio.get_running_loop().create_future()
@@ -127,12 +126,12 @@ class HandlerQueue:
             await turn
 
     def _begin(self) -> None:
-        self._is_begun, self._ends_at = True, self._clock() + _TURN_S
+        self._has_begun, self._ends_at = True, self._clock() + _TURN_S
         asyncio.get_running_loop().call_soon(self._end)
 
     def _end(self) -> None:
         """End a turn; a waiting handler begins the next one."""
-        self._is_begun = False
+        self._has_begun = False
         while self._waiting:
             tenant = next(iter(self._waiting))
             turns = self._waiting.pop(tenant)

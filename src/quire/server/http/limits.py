@@ -6,21 +6,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fastapi import HTTPException
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.data.cache_scope import CACHE_SCOPE
 from quire.frontend.tracing import PARENT
 from quire.metrics.api_keys import KeyAccount
 from quire.server.api_keys import Key
-from quire.server.http.errors import error_info, error_response
-from quire.server.key_limits import Ledger, Refusal
+from quire.server.http.errors import error_info, error_response, quire_error
+from quire.server.key_limits import Ledger
 
 DIRECT_SEND = "quire.send"
 """Scope entry with the connection's `send`, for responses that handle their own errors."""
 _ACCOUNT = "quire.account"
 _OPERATOR = "quire.operator"
-_PLACE = "quire.place"
+_OPEN_REQUEST = "quire.open_request"
 _NO_KEY = "Unauthorized: the API key is missing or wrong; send it in the header `Authorization: Bearer KEY`"
 WEIGHT_PATHS = (
     *("/init_weight_transfer_engine", "/start_weight_update", "/start_draft_weight_update"),
@@ -36,13 +35,13 @@ OPERATOR_PATHS = frozenset(
 )
 """Routes that change the engine for all clients. They exist only in developer mode, with a profiler, or
 (/abort_requests) with --tokens-only. No limit of a key applies to them."""
-FREE_PATHS: dict[str, str] = {
+UNLIMITED_PATHS: dict[str, str] = {
     "/ping": "reads one number, for health checks that can only send POST",
     **dict.fromkeys(OPERATOR_PATHS, "for operators, and enabled only by the operator"),
 }
 """Paths with POSTs that are exempt from the limits of a key, and why that harms no other key. Never list a
 path here that takes much time."""
-CANCEL_END = "/cancel"
+CANCEL_SUFFIX = "/cancel"
 """Suffix of the paths that cancel work, which is always allowed."""
 TOKENLESS_PATHS = frozenset(
     {
@@ -57,7 +56,7 @@ TOKENLESS_PATHS = frozenset(
 not."""
 
 
-class HttpGate:
+class AdmissionMiddleware:
     """ASGI middleware that admits requests with a valid key and an acceptable body."""
 
     def __init__(
@@ -99,7 +98,8 @@ class HttpGate:
         if b"traceparent" in headers:
             PARENT.set(headers[b"traceparent"].decode("latin-1"))
         key = None
-        if self._ledger.keys and self._is_guarded(scope) and (key := self._find_key(headers)) is None:
+        is_guarded = route_path(scope) not in self._open_paths and scope.get("method") != "OPTIONS"
+        if self._ledger.keys and is_guarded and (key := self._find_key(headers)) is None:
             # The server closes a WebSocket that is never accepted with 403.
             refused = error_response(error_info(_NO_KEY, 401, "AuthenticationError"))
             return await refused(scope, receive, send) if scope["type"] == "http" else None
@@ -116,7 +116,7 @@ class HttpGate:
                 response = error_response(error_info(kind.wrong_type, 400, "Bad Request"))
                 return await response(scope, receive, send)
             if chunked:
-                receive = kind.counted(receive)
+                receive = kind.limit_body(receive)
         if self._echo_request_id and b"x-request-id" in headers:
             send = _with_header(send, (b"x-request-id", headers[b"x-request-id"]))
         if version := self._weight_version():
@@ -132,26 +132,21 @@ class HttpGate:
             else:
                 await self._run_limited(key, scope, receive, send)
         finally:
-            del scope[
-                DIRECT_SEND
-            ]  # a reference cycle with the scope, which only the garbage collector would free
+            del scope[DIRECT_SEND]  # without the reference cycle, the scope is freed at once
 
     async def _run_limited(self, key: Key, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the request within the limits of its key. The body of a refused request is not read."""
         scope[_ACCOUNT] = self._ledger.account(key)
         path = route_path(scope)
-        if scope.get("method") != "POST" or path in FREE_PATHS or path.endswith(CANCEL_END):
+        if scope.get("method") != "POST" or path in UNLIMITED_PATHS or path.endswith(CANCEL_SUFFIX):
             return await self._app(scope, receive, send)
         if (refusal := self._ledger.enter(key, tokenless=path in TOKENLESS_PATHS)) is not None:
-            return await _too_many(refusal)(scope, receive, send)
-        place = scope[_PLACE] = _OpenRequest(functools.partial(self._ledger.leave, key))
+            return await quire_error(refusal, log_stack=False)(scope, receive, send)
+        open_request = scope[_OPEN_REQUEST] = _OpenRequest(functools.partial(self._ledger.leave, key))
         try:
             await self._app(scope, receive, send)
         finally:
-            place.release()
-
-    def _is_guarded(self, scope: Scope) -> bool:
-        return route_path(scope) not in self._open_paths and scope.get("method") != "OPTIONS"
+            open_request.release()
 
     def _find_key(self, headers: dict[bytes, bytes]) -> Key | None:
         """Return the key of a request; Anthropic clients send it as x-api-key."""
@@ -180,11 +175,11 @@ class _BodyKind:
     def fits(self, length: bytes) -> bool:
         return length.isdigit() and len(length) < 20 and int(length) <= self.max_bytes
 
-    def counted(self, receive: Receive) -> Receive:
+    def limit_body(self, receive: Receive) -> Receive:
         """Return a `receive` that raises as soon as a body of unknown length is too long."""
         num_bytes = 0
 
-        async def counted() -> Message:
+        async def receive_limited() -> Message:
             nonlocal num_bytes
             message = await receive()
             num_bytes += len(message.get("body", b""))
@@ -192,32 +187,32 @@ class _BodyKind:
                 raise HTTPException(413, self.too_large)
             return message
 
-        return counted
+        return receive_limited
 
 
 class _OpenRequest:
     """One open request of a key, counted until its last user releases it."""
 
-    def __init__(self, leave: Callable[[], None]) -> None:
-        self._leave = leave
+    def __init__(self, on_released: Callable[[], None]) -> None:
+        self._on_released = on_released
         self._num_users = 1
 
-    def stay(self) -> None:
+    def keep_open(self) -> None:
         self._num_users += 1
 
     def release(self) -> None:
         self._num_users -= 1
         if not self._num_users:
-            self._leave()
+            self._on_released()
 
 
-def stay(scope: Scope) -> Callable[[], None]:
+def keep_open(scope: Scope) -> Callable[[], None]:
     """Keep the request counted as open after its response, until the returned function is called."""
-    place: _OpenRequest | None = scope.get(_PLACE)
-    if place is None:
+    open_request: _OpenRequest | None = scope.get(_OPEN_REQUEST)
+    if open_request is None:
         return lambda: None
-    place.stay()
-    return place.release
+    open_request.keep_open()
+    return open_request.release
 
 
 def account_of(scope: Scope) -> KeyAccount | None:
@@ -227,7 +222,6 @@ def account_of(scope: Scope) -> KeyAccount | None:
 
 
 def is_operator(scope: Scope) -> bool:
-    """Return whether the request has the key of an operator."""
     return _OPERATOR in scope
 
 
@@ -248,16 +242,10 @@ def route_path(scope: Scope) -> str:
     return path
 
 
-def _too_many(refusal: Refusal) -> Response:
-    response = error_response(error_info(refusal.message, 429, "RateLimitError"))
-    response.headers["retry-after"] = str(refusal.retry_after_s)
-    return response
-
-
 def _with_header(send: Send, header: tuple[bytes, bytes]) -> Send:
-    async def sending(message: Message) -> None:
+    async def send_with_header(message: Message) -> None:
         if message["type"] == "http.response.start":
             message["headers"] = [*message.get("headers", ()), header]
         await send(message)
 
-    return sending
+    return send_with_header

@@ -27,7 +27,6 @@ def read_log_config(path: str) -> dict[str, Any]:
 
 
 def apply_log_config(path: str) -> None:
-    """Apply the configuration to this process."""
     try:
         logging.config.dictConfig(read_log_config(path))
     except (ValueError, TypeError, AttributeError, ImportError) as error:

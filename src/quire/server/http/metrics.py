@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.metrics.http import HANDLERS, UNCOUNTED, Exchange
 
 
-class Observed:
+class MetricsMiddleware:
     """ASGI middleware that passes every completed exchange to `count`."""
 
     def __init__(self, app: ASGIApp, count: Callable[[Exchange], None]) -> None:

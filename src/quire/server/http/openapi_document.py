@@ -54,22 +54,18 @@ def replies_of(
 ) -> dict[str, Any]:
     """Return the route options that document its responses. Without a model, the successful response has no
     body."""
-    done: dict[str, Any] = {"description": "Done.", "content": {}} if model is None else {"model": model}
-    described: dict[int | str, dict[str, Any]] = {200: done}
+    success: dict[str, Any] = {"description": "Done.", "content": {}} if model is None else {"model": model}
+    described: dict[int | str, dict[str, Any]] = {200: success}
     if stream:
         events = {"example": 'data: {"choices": []}\n\ndata: [DONE]\n\n'}
         described[200]["content"] = {"text/event-stream": events}
+    reference = {"application/json": {"schema": {"$ref": f"#/components/schemas/{error.__name__}"}}}
     for code in codes:
-        first = code == codes[0]  # it defines the model that the other codes refer to
-        described[code] = {"model": error} if first else {"content": _reference(error)}
+        # The first code defines the model. The others refer to it, which saves a validator for each.
+        described[code] = {"model": error} if code == codes[0] else {"content": reference}
     return {"responses": described, "response_model": None} | (
         {"response_class": Response} if model is None else {}
     )
-
-
-def _reference(model: type) -> dict[str, Any]:
-    """Return a reference to a model, which saves a validator per route and code."""
-    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
 
 
 def document(app: FastAPI) -> dict[str, Any]:

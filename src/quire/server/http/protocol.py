@@ -23,11 +23,11 @@ from quire.server.http.refusals import OpenConnections, RefusalLog, network_of
 
 MAX_PIPELINED = 16
 """Maximum pipelined requests that wait for the running one."""
-MAX_HELD_BYTES = 256 << 10
+MAX_PIPELINED_BYTES = 256 << 10
 """Maximum unparsed bytes of pipelined requests."""
 LINGER_S = 2.0
 """Seconds for a client to read an error: closing while it still sends would discard the response."""
-_SINGLE = frozenset(
+_SINGLE_HEADERS = frozenset(
     (b"authorization", b"x-api-key", b"host", b"content-type", b"content-length", b"transfer-encoding")
 )
 """Headers that may occur once. With two, a proxy may use one of them and this server the other."""
@@ -60,9 +60,9 @@ class HttpProtocol(HttpToolsProtocol):
     """Protocol of one connection; further arguments are uvicorn's."""
 
     __slots__ = (  # next to uvicorn's instance dict, which is faster with at most 30 entries
-        *("_ahead", "_answered_early", "_held", "_is_ended", "_limits", "_max_bytes", "_max_headers"),
-        *("_network", "_num_unparsed", "_on_closed", "_open_connections", "_refusals", "_refused", "_since"),
-        *("_timer", "_was_paused"),
+        *("_answered_early", "_earlier_requests", "_is_ended", "_limits", "_max_bytes", "_max_headers"),
+        *("_network", "_num_unparsed", "_on_closed", "_open_connections", "_pipelined", "_refusals"),
+        *("_stop_reason", "_timer", "_waiting_since", "_was_paused"),
     )
 
     def __init__(
@@ -83,21 +83,21 @@ class HttpProtocol(HttpToolsProtocol):
         self._on_closed = on_closed
         self._network: str | None = None
         """Network that this connection is counted for; None if it is refused."""
-        self._ahead: deque[RequestResponseCycle] = deque()
+        self._earlier_requests: deque[RequestResponseCycle] = deque()
         """Requests without a complete response in front of `cycle`, the running one first: there are some
         only if requests are pipelined."""
-        self._held = bytearray()
+        self._pipelined = bytearray()
         """Bytes received after a complete request that is still running."""
         self._is_ended = False
         """Whether all further input is discarded."""
         self._num_unparsed = 0
         """Bytes since the end of the last headers or message, or the last chunk of a body."""
-        self._since = 0.0
+        self._waiting_since = 0.0
         """Time at which the headers began, or the last bytes of a body arrived."""
         self._was_paused = False
-        """Whether reading was paused for some time since `_since`."""
+        """Whether reading was paused for some time since `_waiting_since`."""
         self._timer: asyncio.TimerHandle | None = None
-        self._refused: tuple[int, str] | None = None
+        self._stop_reason: tuple[int, str] | None = None
         """Status and cause with which a parser callback has stopped the parser."""
         self._answered_early: RequestResponseCycle | None = None
         """The request that already had its response, but not its whole body, at the last check of the
@@ -116,7 +116,7 @@ class HttpProtocol(HttpToolsProtocol):
             return
         self._network = network
         self._open_connections.add(network)
-        self._since = self.loop.time()
+        self._waiting_since = self.loop.time()
         self._timer = self.loop.call_later(self._limits.header_timeout_s, self._check_progress)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -133,12 +133,12 @@ class HttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes | memoryview) -> None:
         cycle = self.cycle
         if self._is_ended or (cycle is not None and not cycle.response_complete and self._is_answering()):
-            self._hold(data)
+            self._buffer_pipelined(data)
             return
         self._unset_keepalive_if_required()
         num_unparsed = self._num_unparsed
         if not num_unparsed or cycle is not None and cycle.more_body:
-            self._since = self.loop.time()
+            self._waiting_since = self.loop.time()
         num_unparsed += len(data)
         if num_unparsed > self._max_bytes:
             self._parse_in_pieces(memoryview(data))
@@ -153,7 +153,9 @@ class HttpProtocol(HttpToolsProtocol):
         """Whether received bytes follow a complete request that has no complete response yet."""
         cycle = self.cycle
         return (
-            cycle is not None and not cycle.response_complete and (not cycle.more_body or bool(self._ahead))
+            cycle is not None
+            and not cycle.response_complete
+            and (not cycle.more_body or bool(self._earlier_requests))
         )
 
     def _in_body(self) -> bool:
@@ -164,17 +166,17 @@ class HttpProtocol(HttpToolsProtocol):
         """Pass the parser at most as many bytes as headers may have, until it reports a part of a message."""
         while data:
             if self._is_ended or self._is_answering():
-                self._hold(data)
+                self._buffer_pipelined(data)
                 return
-            room = self._max_bytes - self._num_unparsed
-            if room <= 0:
+            num_allowed = self._max_bytes - self._num_unparsed
+            if num_allowed <= 0:
                 self._refuse(
                     431,
                     f"the headers or trailers are larger than {self._max_bytes} bytes; send less or raise "
                     "--h11-max-incomplete-event-size",
                 )
                 return
-            piece, data = data[:room], data[room:]
+            piece, data = data[:num_allowed], data[num_allowed:]
             self._num_unparsed += len(piece)
             try:
                 self.parser.feed_data(piece)
@@ -185,29 +187,29 @@ class HttpProtocol(HttpToolsProtocol):
         """Handle the input that the parser did not accept."""
         if not isinstance(stop, httptools.HttpParserUpgrade):
             invalid = _IS_TLS if data[:1] == _TLS_HANDSHAKE else _INVALID
-            self._refuse(*(self._refused or invalid))
+            self._refuse(*(self._stop_reason or invalid))
         elif rest := data[stop.args[0] :]:
             # The parser stops after the headers. There is no body, so the next request begins here.
             self.data_received(rest)
 
-    def _hold(self, data: bytes | memoryview) -> None:
+    def _buffer_pipelined(self, data: bytes | memoryview) -> None:
         """Keep pipelined requests until the earlier ones are answered. The connection is read meanwhile,
         since a disconnect would not be noticed otherwise."""
         if self._is_ended:
             return
-        self._held += data
+        self._pipelined += data
         self.cycle.on_response = self._on_pipelined_response
-        if len(self._held) > MAX_HELD_BYTES:
+        if len(self._pipelined) > MAX_PIPELINED_BYTES:
             self._close_after_responses()
 
     def _on_pipelined_response(self) -> None:
         """Continue with the next request after a response is complete."""
-        if self._ahead:
-            self._ahead.popleft()
+        if self._earlier_requests:
+            self._earlier_requests.popleft()
         self.on_response_complete()
-        if self._held and not self._is_answering() and not self.transport.is_closing():
-            held, self._held = bytes(self._held), bytearray()
-            self.data_received(held)
+        if self._pipelined and not self._is_answering() and not self.transport.is_closing():
+            pipelined, self._pipelined = bytes(self._pipelined), bytearray()
+            self.data_received(pipelined)
 
     # ---- callbacks of the parser
 
@@ -228,12 +230,12 @@ class HttpProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             self._check_upgrade(headers)
         is_pipelined = previous is not None and not previous.response_complete
-        if is_pipelined and len(self._ahead) >= MAX_PIPELINED:
+        if is_pipelined and len(self._earlier_requests) >= MAX_PIPELINED:
             self._stop_parser(400, f"more than {MAX_PIPELINED} pipelined requests wait; send fewer")
         super().on_headers_complete()
         self._num_unparsed = 0
         if is_pipelined:
-            self._ahead.append(previous)
+            self._earlier_requests.append(previous)
             previous.on_response = self._on_pipelined_response
             self.flow.resume_reading()  # which uvicorn has paused
 
@@ -243,7 +245,7 @@ class HttpProtocol(HttpToolsProtocol):
         if cycle.response_complete:
             return
         cycle.body += body
-        if len(cycle.body) > HIGH_WATER_LIMIT and not self._ahead:
+        if len(cycle.body) > HIGH_WATER_LIMIT and not self._earlier_requests:
             self._was_paused = True
             self.flow.pause_reading()
         cycle.message_event.set()
@@ -259,7 +261,7 @@ class HttpProtocol(HttpToolsProtocol):
         if len(self.headers) > self._max_headers:
             self._stop_at_count()
         names = [name for name, _ in self.headers]
-        for name in sorted(_SINGLE.intersection(names)):
+        for name in sorted(_SINGLE_HEADERS.intersection(names)):
             if names.count(name) > 1:
                 self._stop_parser(400, f"the request has more than one {name.decode()} header; send one")
 
@@ -287,7 +289,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _stop_parser(self, status: int, message: str) -> NoReturn:
         """Stop the parser; only for parser callbacks."""
-        self._refused = status, message
+        self._stop_reason = status, message
         raise ValueError(message)
 
     def _refuse(self, status: int, message: str) -> None:
@@ -310,9 +312,9 @@ class HttpProtocol(HttpToolsProtocol):
         """Answer the complete requests, discard the rest of the input, and close."""
         self._end_input()
         last = self.cycle
-        if self._ahead and last.more_body:  # it will never be complete
+        if self._earlier_requests and last.more_body:  # it will never be complete
             self.pipeline.popleft()
-            last = self._ahead[-1]
+            last = self._earlier_requests[-1]
         last.keep_alive = False
         self.flow.resume_reading()
         if last.response_complete:
@@ -320,11 +322,11 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _end_input(self) -> None:
         self._is_ended = True
-        self._held.clear()
+        self._pipelined.clear()
 
     def _disconnect(self) -> None:
         """End all requests of this connection; uvicorn ends the last of them only."""
-        for cycle in (*self._ahead, *([self.cycle] if self.cycle is not None else [])):
+        for cycle in (*self._earlier_requests, *([self.cycle] if self.cycle is not None else [])):
             cycle.disconnected = not cycle.response_complete
             cycle.message_event.set()
         self.pipeline.clear()
@@ -357,17 +359,17 @@ class HttpProtocol(HttpToolsProtocol):
         in_body = self._in_body()
         limit_s = self._limits.body_timeout_s if in_body else self._limits.header_timeout_s
         if not self._awaits_client():
-            self._since = self.loop.time()
+            self._waiting_since = self.loop.time()
         elif in_body and self.cycle.response_complete:
             # The rest of a body that is no longer read may take one more interval.
             if self._answered_early is self.cycle:
                 self.transport.close()
                 return
-            self._answered_early, self._since = self.cycle, self.loop.time()
-        elif self.loop.time() - self._since >= limit_s:
+            self._answered_early, self._waiting_since = self.cycle, self.loop.time()
+        elif self.loop.time() - self._waiting_since >= limit_s:
             self._time_out(in_body)
             return
-        self._set_timer(self.loop.call_at(self._since + limit_s, self._check_progress))
+        self._set_timer(self.loop.call_at(self._waiting_since + limit_s, self._check_progress))
 
     def _awaits_client(self) -> bool:
         """Whether the server has waited for the client all the time: not while a complete request is

@@ -1,8 +1,10 @@
 """The listening socket of a port or of a Unix socket path."""
 
+import contextlib
 import socket
 import stat
 from pathlib import Path
+from typing import Any
 
 from quire.config.server_sections import HttpSection
 from quire.errors import ConfigError
@@ -18,15 +20,7 @@ def bind(http: HttpSection) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, http.port))
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"cannot listen on {host}:{http.port}: {error.strerror or error}; choose another --host or --port"
-        ) from None
-    return listener
+    return _listen(listener, (host, http.port), f"{host}:{http.port}", "choose another --host or --port")
 
 
 def check_is_free(http: HttpSection) -> None:
@@ -41,17 +35,22 @@ def check_is_free(http: HttpSection) -> None:
 
 
 def _bind_uds(path: Path) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
+    with contextlib.suppress(OSError):  # `_listen` then reports that the path cannot be used
         if path.exists() and stat.S_ISSOCK(path.stat().st_mode) and not _is_in_use(path):
             path.unlink()
-        listener.bind(str(path))
+    return _listen(
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), str(path), str(path), "choose another --uds"
+    )
+
+
+def _listen(listener: socket.socket, address: Any, shown: str, remedy: str) -> socket.socket:
+    try:
+        listener.bind(address)
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
-        raise ConfigError(
-            f"cannot listen on {path}: {error.strerror or error}; choose another --uds"
-        ) from None
+        reason = error.strerror or error
+        raise ConfigError(f"cannot listen on {shown}: {reason}; {remedy}") from None
     return listener
 
 

@@ -14,8 +14,8 @@ from quire.data.outputs import CompletionOutput, RequestOutput
 from quire.errors import QuireError
 from quire.frontend.output_stream import OutputBuffer, Outputs, Pushed, is_pushed
 from quire.logs import get_logger
-from quire.server.http.errors import describe
-from quire.server.http.in_flight import Answering, ClientGone
+from quire.server.http.errors import error_body
+from quire.server.http.in_flight import ClientDisconnected, RunningRequests
 from quire.server.http.limits import DIRECT_SEND
 
 
@@ -27,7 +27,7 @@ class Connection:
         self._write = cycle.transport.write
 
     @classmethod
-    def under(cls, send: Send) -> "Connection | None":
+    def of_send(cls, send: Send) -> "Connection | None":
         """Return the connection of `send`, or None if it is unknown: with HTTP/1.0, and in tests."""
         cycle = getattr(getattr(send, "direct", send), "__self__", None)
         known = isinstance(cycle, RequestResponseCycle) and cycle.response_started and cycle.chunked_encoding
@@ -71,7 +71,7 @@ def event(body: Any) -> bytes:
     return b"data: " + _one_line(_encode(body)) + b"\n\n"
 
 
-def opening(frame: dict[str, Any]) -> bytes:
+def chunk_head(frame: dict[str, Any]) -> bytes:
     """Return the beginning of a chunk's event, up to its first choice."""
     return event(frame).removesuffix(b"}\n\n") + b',"choices":['
 
@@ -92,7 +92,6 @@ class AnswerEncoder:
         return False
 
     def encode(self, output: RequestOutput) -> bytes:
-        """Return the events of an output."""
         raise NotImplementedError
 
     def encode_text(self, text: str, num_tokens: int) -> bytes:
@@ -105,9 +104,9 @@ class AnswerEncoder:
 
     def fail(self, error: Exception) -> bytes:
         """Return the last events of a failed stream."""
-        return event(describe(error)) + DONE
+        return event(error_body(error)) + DONE
 
-    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+    def response_body(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """Return the body of a response that is not streamed, from the last output of each prompt."""
         raise NotImplementedError
 
@@ -121,14 +120,14 @@ class EventStream(Response):
         outputs: Outputs,
         *,
         encoder: AnswerEncoder,
-        answering: Answering,
-        note: Callable[[RequestOutput], None] | None = None,
+        running_requests: RunningRequests,
+        on_output: Callable[[RequestOutput], None] | None = None,
     ) -> None:
-        """Create a response. `note` is called with each output that is not text-only."""
+        """Create a response. `on_output` is called with each output that is not text-only."""
         self.outputs = outputs
         self.encoder = encoder
-        self.encode = encoder.encode if note is None else _noting(note, encoder.encode)
-        self.answering = answering
+        self.encode = encoder.encode if on_output is None else _with_callback(on_output, encoder.encode)
+        self.running_requests = running_requests
         self.background = None
         self.status_code = 200
         self.raw_headers = list(_HEADERS)
@@ -137,8 +136,8 @@ class EventStream(Response):
         send = scope.get(DIRECT_SEND, send)
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            last = await self.answering.until_gone(receive, self._write(send))
-        except ClientGone:
+            last = await self.running_requests.until_disconnect(receive, self._write(send))
+        except ClientDisconnected:
             return
         except Exception as error:  # the status was sent: the error can only be an event
             if not isinstance(error, QuireError):
@@ -149,9 +148,9 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _write(self, send: Send) -> bytes:
-        connection = Connection.under(send)
+        connection = Connection.of_send(send)
         if connection is not None and is_pushed(self.outputs):
-            await Pushing(connection, self.encoder, self.encode).run(self.outputs)
+            await StreamWriter(connection, self.encoder, self.encode).run(self.outputs)
         else:
             async for output in self.outputs:
                 if chunk := self.encode(output):
@@ -159,14 +158,14 @@ class EventStream(Response):
         return self.encoder.finish()
 
 
-class Pushing:
+class StreamWriter:
     """Writer of outputs as soon as they arrive. They are buffered while the client reads too slowly."""
 
     def __init__(self, connection: Connection, encoder: AnswerEncoder, encode: Encode | None = None) -> None:
         """Create a writer. `encode` replaces the method of the encoder."""
         self._connection = connection
         self._encoder, self._encode = encoder, encode or encoder.encode
-        self._held: dict[str, OutputBuffer] = {}
+        self._buffered: dict[str, OutputBuffer] = {}
         self._draining: asyncio.Task[None] | None = None
         """Task that writes the buffered outputs once the client reads again. If it fails, the stream ends."""
         self._last_id = ""
@@ -196,15 +195,15 @@ class Pushing:
             self._draining = asyncio.create_task(self._drain())
         elif self._draining.done():
             self._draining.result()  # raises the encoder's error
-        if (held := self._held.get(output.request_id)) is not None:
-            held.add(output)
+        if (buffered := self._buffered.get(output.request_id)) is not None:
+            buffered.add(output)
         else:
-            self._held[output.request_id] = OutputBuffer(output)
+            self._buffered[output.request_id] = OutputBuffer(output)
 
     async def _drain(self) -> None:
         await self._connection.drained()
-        held, self._held = self._held, {}
-        for outputs in held.values():
+        buffered, self._buffered = self._buffered, {}
+        for outputs in buffered.values():
             self._write(outputs.joined())
         self._draining = None
 
@@ -213,9 +212,9 @@ class Pushing:
             self._connection.write(chunk)
 
 
-def _noting(note: Callable[[RequestOutput], None], encode: Encode) -> Encode:
-    def noted(output: RequestOutput) -> bytes:
-        note(output)
+def _with_callback(on_output: Callable[[RequestOutput], None], encode: Encode) -> Encode:
+    def encode_and_call(output: RequestOutput) -> bytes:
+        on_output(output)
         return encode(output)
 
-    return noted
+    return encode_and_call

@@ -30,37 +30,34 @@ class LoRALocations:
     ) -> None:
         """Create locations with the allowed `roots` (directories, URLs) and `hub` ids or organizations,
         and the size limit of a download."""
-        self._folders = [resolved(root) for root in roots if not is_url(root)]
+        self._folders = [resolve_path(root) for root in roots if not is_url(root)]
         self._urls = [root.rstrip("/") + "/" for root in roots if is_url(root)]
         self._hub = frozenset(id.removesuffix("/*") for id in hub)
         self._cache, self._max_bytes = cache, max_bytes
 
-    def for_operator(self, place: str) -> Path:
+    def for_operator(self, location: str) -> Path:
         """Return the local directory of an adapter that the command line names."""
-        if is_url(place):
-            return self._download(place)
-        folder = resolved(place)
-        if not os.path.exists(folder) and _HUB_ID.fullmatch(place):
-            return self._from_hub(place)
-        return _check_adapter(folder, place)
+        if is_url(location):
+            return self._download(location)
+        folder = resolve_path(location)
+        if not os.path.exists(folder) and _HUB_ID.fullmatch(location):
+            return self._from_hub(location)
+        return _check_adapter(folder, location)
 
-    def for_client(self, place: str) -> Path:
+    def for_client(self, location: str) -> Path:
         """Return the local directory of an adapter that a client names, if its location is allowed."""
-        if is_url(place):
-            if _UNSAFE.search(place) or not any(place.startswith(root) for root in self._urls):
-                raise self._forbidden(place)
-            return self._download(place)
-        folder = resolved(place)
-        if not os.path.exists(folder) and self.has_hub(place):
-            return self._from_hub(place)
+        if is_url(location):
+            if _UNSAFE.search(location) or not any(location.startswith(root) for root in self._urls):
+                raise self._forbidden(location)
+            return self._download(location)
+        folder = resolve_path(location)
+        if not os.path.exists(folder) and self.allows_hub_id(location):
+            return self._from_hub(location)
         if not self._may_read(folder):
-            raise self._forbidden(place)
-        path = _check_adapter(folder, place)
-        for file in (CONFIG, *WEIGHTS):
-            if not self._may_read(
-                resolved(str(path / file))
-            ):  # a symbolic link to a file outside of the roots
-                raise self._forbidden(place)
+            raise self._forbidden(location)
+        path = _check_adapter(folder, location)
+        if not all(self._may_read(resolve_path(str(path / file))) for file in (CONFIG, *WEIGHTS)):
+            raise self._forbidden(location)  # a file is a symbolic link out of the roots
         return path
 
     def bounds(self, path: Path) -> tuple[str, ...]:
@@ -68,16 +65,16 @@ class LoRALocations:
         since a link may be added after the check. Downloaded adapters have none."""
         return tuple(map(str, self._folders)) if self._may_read(path) else ()
 
-    def has_hub(self, place: str) -> bool:
-        """Whether `place` is a hub id that clients may request."""
-        return bool(_HUB_ID.fullmatch(place)) and bool(self._hub & {place, place.partition("/")[0]})
+    def allows_hub_id(self, location: str) -> bool:
+        """Whether `location` is a hub id that clients may request."""
+        return bool(_HUB_ID.fullmatch(location)) and bool(self._hub & {location, location.partition("/")[0]})
 
     def _may_read(self, path: Path) -> bool:
         return any(path.is_relative_to(folder) for folder in self._folders)
 
-    def _forbidden(self, place: str) -> Forbidden:
+    def _forbidden(self, location: str) -> Forbidden:
         return Forbidden(
-            f"adapters may not be read from {place!r:.200}: it is outside of the allowed locations "
+            f"adapters may not be read from {location!r:.200}: it is outside of the allowed locations "
             "(--lora-roots)",
             param="lora_path",
         )
@@ -97,7 +94,7 @@ class LoRALocations:
             )
             weights = [name for name in WEIGHTS if name in folder.files][:1]
             if CONFIG not in folder.files or not weights:
-                raise missing(url, WEIGHTS[0] if CONFIG in folder.files else CONFIG)
+                raise no_adapter_error(url, WEIGHTS[0] if CONFIG in folder.files else CONFIG)
             files = [CONFIG, *weights, *(name for name in TOKENIZER if name in folder.files)]
             # Ranged reads never read more than the reported size.
             self._check_size(url, sum(folder.files[name].num_bytes for name in files))
@@ -108,28 +105,28 @@ class LoRALocations:
             raise kind(str(error), param="lora_path") from None
         return path
 
-    def _check_size(self, place: str, num_bytes: int) -> None:
+    def _check_size(self, location: str, num_bytes: int) -> None:
         if num_bytes > self._max_bytes:
             raise RequestError(
-                f"the adapter at {place!r:.200} has {num_bytes} bytes or more, above the {self._max_bytes} "
-                "of --lora-max-download-bytes",
+                f"the adapter at {location!r:.200} has {num_bytes} bytes or more, above the "
+                f"{self._max_bytes} of --lora-max-download-bytes",
                 param="lora_path",
             )
 
 
-def resolved(place: str) -> Path:
+def resolve_path(location: str) -> Path:
     """Return the path without links and `..`; it need not exist."""
     try:
-        return Path(place.removeprefix("file://")).expanduser().resolve()
+        return Path(location.removeprefix("file://")).expanduser().resolve()
     except (OSError, RuntimeError, ValueError):  # too long, circular links, a NUL byte, an unknown home
-        raise missing(place) from None
+        raise no_adapter_error(location) from None
 
 
-def missing(place: str, file: str = CONFIG) -> NotFound:
-    return NotFound(f"No adapter found for {place!r:.200}: there is no {file}", param="lora_path")
+def no_adapter_error(location: str, file: str = CONFIG) -> NotFound:
+    return NotFound(f"No adapter found for {location!r:.200}: there is no {file}", param="lora_path")
 
 
-def _check_adapter(folder: Path, place: str) -> Path:
+def _check_adapter(folder: Path, location: str) -> Path:
     if not os.path.isfile(folder / CONFIG):  # pathlib raises if the name is too long
-        raise missing(place)
+        raise no_adapter_error(location)
     return folder

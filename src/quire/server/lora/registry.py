@@ -34,7 +34,7 @@ class LoRAModule(msgspec.Struct, frozen=True, omit_defaults=True):
     is_3d: bool = False
     within: tuple[str, ...] = ()
     """Directories that must contain its files, if a client named the adapter."""
-    is_leaving: bool = False
+    is_unloading: bool = False
     """Whether the adapter is being unloaded: running requests still use it."""
 
     def request(self, *, load_inplace: bool = False) -> LoRARequest:
@@ -53,11 +53,9 @@ def name_problem(name: str) -> str:
     """Return the reason why `name` is not a valid adapter name; empty if it is valid."""
     if not 0 < len(name) <= MAX_NAME:
         return f"an adapter name must have 1 to {MAX_NAME} characters, not {len(name)}"
-    return (
-        ""
-        if name.isprintable()
-        else f"the adapter name {name!r:.80} contains characters that are not printable"
-    )
+    if not name.isprintable():
+        return f"the adapter name {name!r:.80} contains characters that are not printable"
+    return ""
 
 
 def read_modules(values: Iterable[str]) -> tuple[LoRAModule, ...]:
@@ -129,7 +127,7 @@ class LoRARegistry:
     def __init__(self, file: Path | None = None, modules: Iterable[LoRAModule] = ()) -> None:
         """Create a registry. `modules` are the entries of one in memory; one in a file reads them from it."""
         self._file = file
-        self._known: dict[str, LoRAModule] = {module.name: module for module in modules}
+        self._modules: dict[str, LoRAModule] = {module.name: module for module in modules}
         self._mtime = -1
         self._locks: dict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
 
@@ -138,41 +136,41 @@ class LoRARegistry:
         _write(file, {module.name: module for module in modules}, _TICK_NS)
 
     @property
-    def is_read(self) -> bool:
+    def is_loaded(self) -> bool:
         """Whether the initial adapters have been loaded."""
-        return self._file is not None and self._read_mark(self._file).exists()
+        return self._file is not None and self._loaded_mark(self._file).exists()
 
-    def mark_read(self) -> None:
+    def mark_loaded(self) -> None:
         if self._file is not None:
-            self._read_mark(self._file).touch()
+            self._loaded_mark(self._file).touch()
 
     @staticmethod
-    def _read_mark(file: Path) -> Path:
+    def _loaded_mark(file: Path) -> Path:
         return file.with_name(f"{file.name}.read")
 
     def all(self) -> Mapping[str, LoRAModule]:
         if self._file is not None and (mtime := os.stat(self._file).st_mtime_ns) != self._mtime:
             modules = msgspec.json.decode(self._file.read_bytes(), type=list[LoRAModule])
-            self._known, self._mtime = {module.name: module for module in modules}, mtime
-        return self._known
+            self._modules, self._mtime = {module.name: module for module in modules}, mtime
+        return self._modules
 
     def put(self, module: LoRAModule) -> None:
-        with self._changing() as known:
-            known[module.name] = module
+        with self._editing() as modules:
+            modules[module.name] = module
 
     def drop(self, name: str) -> LoRAModule | None:
-        with self._changing() as known:
-            return known.pop(name, None)
+        with self._editing() as modules:
+            return modules.pop(name, None)
 
     @contextmanager
-    def _changing(self) -> Iterator[dict[str, LoRAModule]]:
+    def _editing(self) -> Iterator[dict[str, LoRAModule]]:
         if self._file is None:
-            yield self._known
+            yield self._modules
             return
         with FileLock(f"{self._file}.lock"):
-            known = dict(self.all())
-            yield known
-            _write(self._file, known, os.stat(self._file).st_mtime_ns + _TICK_NS)
+            modules = dict(self.all())
+            yield modules
+            _write(self._file, modules, os.stat(self._file).st_mtime_ns + _TICK_NS)
 
     def is_free(self, name: str) -> bool:
         """Whether no process is changing the adapter of this name."""
@@ -186,7 +184,7 @@ class LoRARegistry:
             return False
 
     @asynccontextmanager
-    async def only(self, name: str) -> AsyncIterator[None]:
+    async def locked(self, name: str) -> AsyncIterator[None]:
         """Hold the lock of a name: no other task or process changes its adapter."""
         number = _lock_index(name)
         async with self._locks[number]:
@@ -207,13 +205,12 @@ class LoRARegistry:
 
 
 def _lock_index(name: str) -> int:
-    """Return the index of the name's lock."""
     return zlib.crc32(name.encode()) % _NUM_LOCKS
 
 
-def _write(file: Path, known: Mapping[str, LoRAModule], version_ns: int) -> None:
+def _write(file: Path, modules: Mapping[str, LoRAModule], version_ns: int) -> None:
     """Write the file. Its modification time is a version number, since clocks are too coarse."""
     new = file.with_name(f"{file.name}.new")
-    new.write_bytes(msgspec.json.encode(list(known.values())))
+    new.write_bytes(msgspec.json.encode(list(modules.values())))
     os.utime(new, ns=(version_ns, version_ns))
     os.replace(new, file)

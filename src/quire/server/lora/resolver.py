@@ -1,4 +1,4 @@
-"""`Resolver`: adapters that are located by name alone, and `Search`: their lookup in stores that may not
+"""`LoRAResolver` locates adapters by name alone; `AdapterSearch` looks them up in stores that may not
 respond."""
 
 import asyncio
@@ -24,14 +24,14 @@ SEARCH_S = 600.0
 _MAX_THREADS = 4
 
 
-class Search:
+class AdapterSearch:
     """Runs blocking lookups in a few threads. A caller gets an error after `SEARCH_S`; a thread that does
     not finish keeps its slot until the process ends."""
 
     def __init__(self) -> None:
         self._slots = asyncio.Semaphore(_MAX_THREADS)
 
-    async def __call__(self, call: Callable[[str], T], place: str) -> T:
+    async def __call__(self, call: Callable[[str], T], location: str) -> T:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(SEARCH_S):
@@ -40,7 +40,7 @@ class Search:
 
                 def work() -> None:
                     try:
-                        set_outcome = partial(future.set_result, call(place))
+                        set_outcome = partial(future.set_result, call(location))
                     except Exception as error:
                         set_outcome = partial(future.set_exception, error)
                     with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -61,44 +61,44 @@ class Search:
 
 logger = get_logger(__name__)
 
-AGAIN_S = 10.0
+RETRY_S = 10.0
 """Seconds until a name that was not found is looked up again: clients must not cause unlimited requests to
 a store or unlimited loads of a broken adapter."""
 _MAX_REMEMBERED = 4096
 
 
-class Resolver:
+class LoRAResolver:
     """Finds adapters in a folder, local or remote, and on the hub."""
 
-    def __init__(self, folder: str | None, places: LoRALocations) -> None:
+    def __init__(self, folder: str | None, locations: LoRALocations) -> None:
         self._folder = folder.rstrip("/") if folder else None
-        self._places = places
+        self._locations = locations
         self._failed: OrderedDict[str, tuple[float, RequestError | None]] = OrderedDict()
 
-    def may_have(self, name: str) -> bool:
+    def may_find(self, name: str) -> bool:
         """Whether the adapter may exist. Raises the recent error of a name that failed."""
-        at, error = self._failed.get(name, (float("-inf"), None))
-        if time.monotonic() - at < AGAIN_S:
+        failed_at, error = self._failed.get(name, (float("-inf"), None))
+        if time.monotonic() - failed_at < RETRY_S:
             if error is not None:
                 raise RequestError(str(error), error.param)
             return False
-        return self._place(name) is not None
+        return self._location_of(name) is not None
 
     def find(self, name: str) -> LoRAModule | None:
         """Return the adapter of a name, or None. May block for long."""
-        place = self._place(name)
-        assert place is not None
+        location = self._location_of(name)
+        assert location is not None
         try:
-            path = self._places.for_client(place)
+            path = self._locations.for_client(location)
         except (NotFound, Forbidden):
-            self.note(name, None)
+            self.remember_failure(name, None)
             return None
         except RequestError as error:
             logger.warning("Adapter %r could not be located: %s", name, error)
             raise EngineDead("the adapter store is not available; try again later") from None
-        return LoRAModule(name, place, str(path), within=self._places.bounds(path))
+        return LoRAModule(name, location, str(path), within=self._locations.bounds(path))
 
-    def note(self, name: str, error: RequestError | None) -> None:
+    def remember_failure(self, name: str, error: RequestError | None) -> None:
         """Remember that an adapter does not exist or cannot be loaded."""
         if self._folder is None or is_url(self._folder) or error is not None or "/" in name:
             self._failed[name] = time.monotonic(), error
@@ -106,9 +106,9 @@ class Resolver:
             if len(self._failed) > _MAX_REMEMBERED:
                 self._failed.popitem(last=False)
 
-    def _place(self, name: str) -> str | None:
+    def _location_of(self, name: str) -> str | None:
         if name_problem(name):
             return None
         if self._folder is not None and "/" not in name and "\\" not in name and not name.startswith("."):
             return f"{self._folder}/{name}"
-        return name if self._places.has_hub(name) else None
+        return name if self._locations.allows_hub_id(name) else None

@@ -54,12 +54,12 @@ def add_adapter_routes(app: FastAPI, api: GenerationService) -> None:
     @app.post("/v1/load_lora_adapter", **described, **BODY)
     async def load_lora_adapter(body: LoadAdapterBody) -> Response:
         """Load an adapter and serve it by its name."""
-        name, place = body.lora_name, body.lora_path
-        if not name or not place:
+        name, location = body.lora_name, body.lora_path
+        if not name or not location:
             raise InvalidUserInput("Both 'lora_name' and 'lora_path' must be provided.")
         await api.adapters.load(
             name,
-            place,
+            location,
             base=body.base_model_name,
             inplace=bool(body.load_inplace),
             is_3d=bool(body.is_3d_lora_weight),

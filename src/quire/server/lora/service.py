@@ -17,14 +17,14 @@ from quire.frontend.engine import AsyncEngine
 from quire.logs import get_logger
 from quire.memory import human
 from quire.server.http.errors import Forbidden, InvalidUserInput, NotFound
-from quire.server.lora.locations import LoRALocations, resolved
+from quire.server.lora.locations import LoRALocations, resolve_path
 from quire.server.lora.registry import LoRAModule, LoRARegistry, check_modules, name_problem
-from quire.server.lora.resolver import Resolver, Search
+from quire.server.lora.resolver import AdapterSearch, LoRAResolver
 from quire.server.settings import ServerSettings
 
 logger = get_logger(__name__)
 
-_HELD = "quire.adapters"
+_ADAPTERS = "quire.adapters"
 """ASGI scope key of the names of the adapters that the request uses."""
 
 
@@ -32,22 +32,26 @@ class LoRAService:
     """The adapters of a server: lookup, loading and unloading."""
 
     def __init__(
-        self, engine: AsyncEngine, registry: LoRARegistry, places: LoRALocations, resolver: Resolver | None
+        self,
+        engine: AsyncEngine,
+        registry: LoRARegistry,
+        locations: LoRALocations,
+        resolver: LoRAResolver | None,
     ) -> None:
-        self._engine, self._registry, self._places, self._resolver = engine, registry, places, resolver
+        self._engine, self._registry, self._locations, self._resolver = engine, registry, locations, resolver
         self.enabled = _is_enabled(engine)
         self._users: Counter[str] = Counter()
         """Number of running requests of this process, by adapter."""
-        self._left = asyncio.Event()
-        self._search = Search()
+        self._released = asyncio.Event()
+        self._search = AdapterSearch()
 
     def __iter__(self) -> Iterator[LoRAModule]:
         known = self._registry.all().values() if self.enabled else ()
-        return (module for module in known if not module.is_leaving)
+        return (module for module in known if not module.is_unloading)
 
     def get(self, name: str) -> LoRAModule | None:
         module = self._registry.all().get(name) if self.enabled else None
-        return None if module is None or module.is_leaving else module
+        return None if module is None or module.is_unloading else module
 
     def request_of(self, name: str | None) -> LoRARequest | None:
         """Return the adapter of this name, also while it is being unloaded; None: the base model."""
@@ -56,72 +60,71 @@ class LoRAService:
 
     # ---- requests
 
-    async def settle(self, name: str) -> None:
+    async def resolve(self, name: str) -> None:
         """Load the adapter of this name if the resolver finds it."""
         resolver = self._resolver
-        if resolver is None or not self.enabled or self._is_taken(name):
+        if resolver is None or not self.enabled or self._is_known(name):
             return
-        if not resolver.may_have(name) or (module := await self._search(resolver.find, name)) is None:
+        if not resolver.may_find(name) or (module := await self._search(resolver.find, name)) is None:
             return
-        async with self._registry.only(name):
-            if self.get(name) is not None or not resolver.may_have(
-                name
-            ):  # another request loaded it meanwhile
+        async with self._registry.locked(name):
+            # Another request may have loaded it meanwhile.
+            if self.get(name) is not None or not resolver.may_find(name):
                 return
             try:
                 await self._engine.operation.add_adapter(module.request())
             except RequestError as error:
                 if error.param == "lora_request":  # the adapter is invalid; other errors are of the engine
-                    resolver.note(name, error)
+                    resolver.remember_failure(name, error)
                 raise
             self._registry.put(module)
             logger.info("Adapter %r found at %r", name, module.root)
 
     def may_resolve(self, name: str) -> bool:
         """Whether the resolver may find an adapter of this name."""
-        return self._resolver is not None and self.enabled and self._resolver.may_have(name)
+        return self._resolver is not None and self.enabled and self._resolver.may_find(name)
 
-    def _is_taken(self, name: str) -> bool:
+    def _is_known(self, name: str) -> bool:
         """Whether an adapter has this name. It does not count if the process that was unloading it has
         died."""
         known = self._registry.all().get(name)
-        return known is not None and not (known.is_leaving and self._registry.is_free(name))
+        return known is not None and not (known.is_unloading and self._registry.is_free(name))
 
-    def take(self, name: str, scope: Scope) -> LoRARequest | None:
+    def hold(self, name: str, scope: Scope) -> LoRARequest | None:
         """Return the adapter of this name and hold it until the request of this scope has ended."""
         module = self.get(name)
         if module is None:
             return None
-        held: list[str] = scope.get(_HELD, [])
-        if name not in held:
-            held.append(name)
+        names: list[str] = scope.get(_ADAPTERS, [])
+        if name not in names:
+            names.append(name)
             self._users[name] += 1
         return module.request()
 
-    def holding(self, app: ASGIApp) -> ASGIApp:
+    def hold_adapters(self, app: ASGIApp) -> ASGIApp:
         """Return `app` wrapped so that requests hold their adapters until they have ended."""
 
-        async def hold(scope: Scope, receive: Receive, send: Send) -> None:
-            held = scope[_HELD] = list[str]()
+        async def run_with_adapters(scope: Scope, receive: Receive, send: Send) -> None:
+            names = scope[_ADAPTERS] = list[str]()
             try:
                 await app(scope, receive, send)
             finally:
-                self._release(held)
+                self._release(names)
 
-        return hold
+        return run_with_adapters
 
-    def _release(self, held: list[str]) -> None:
-        for name in held:
+    def _release(self, names: list[str]) -> None:
+        for name in names:
             self._users[name] -= 1
             if not self._users[name]:
                 del self._users[name]
-        if held:
-            left, self._left = self._left, asyncio.Event()
-            left.set()
+        if names:
+            released, self._released = self._released, asyncio.Event()
+            released.set()
 
     # ---- changes
 
-    async def read_all(self) -> None:
+    async def load_all(self) -> None:
         """Load the adapters of the command line, once the engine is up."""
         for module in list(self):
             try:
@@ -129,17 +132,17 @@ class LoRAService:
             except RequestError as error:
                 raise RequestError(f"lora_modules: {module.name!r} from {module.root!r}: {error}") from None
             logger.info("Adapter %r has rank %d and %s", module.name, facts.rank, human(facts.num_bytes))
-        self._registry.mark_read()
+        self._registry.mark_loaded()
 
     async def load(
-        self, name: str, place: str, *, base: str | None = None, inplace: bool = False, is_3d: bool = False
+        self, name: str, location: str, *, base: str | None = None, inplace: bool = False, is_3d: bool = False
     ) -> None:
         self._check_enabled()
         if problem := name_problem(name):
             raise InvalidUserInput(problem, param="lora_name")
         if name in self._engine.facts.model_names:
             raise InvalidUserInput(f"{name!r} is a name of the base model", param="lora_name")
-        async with self._registry.only(name):
+        async with self._registry.locked(name):
             if self.get(name) is not None and not inplace:
                 raise InvalidUserInput(
                     f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in "
@@ -147,14 +150,15 @@ class LoRAService:
                     param="lora_name",
                 )
             try:
-                path = await self._search(self._places.for_client, place)
-                module = LoRAModule(name, place, str(path), base, is_3d, self._places.bounds(path))
+                path = await self._search(self._locations.for_client, location)
+                module = LoRAModule(name, location, str(path), base, is_3d, self._locations.bounds(path))
                 # In place: an engine core may still have an older adapter of this name.
                 await self._engine.operation.add_adapter(module.request(load_inplace=True))
             except RequestError as error:
-                raise _loading_error(name, error) from None
+                kind = next((kind for kind in (NotFound, Forbidden) if isinstance(error, kind)), RequestError)
+                raise kind(f"Loading lora {name} failed: {error}", error.param) from None
             self._registry.put(module)
-        logger.info("Adapter %r loaded from %r", name, place)
+        logger.info("Adapter %r loaded from %r", name, location)
 
     async def unload(self, name: str) -> None:
         """Unload an adapter. New requests are refused at once; returns when running requests have ended."""
@@ -162,14 +166,14 @@ class LoRAService:
         unknown = NotFound(f"The lora adapter '{name}' cannot be found.", param="lora_name")
         if self.get(name) is None:
             raise unknown
-        async with self._registry.only(name):
+        async with self._registry.locked(name):
             module = self.get(name)
             if module is None:
                 raise unknown
-            self._registry.put(msgspec.structs.replace(module, is_leaving=True))
+            self._registry.put(msgspec.structs.replace(module, is_unloading=True))
             try:
                 while self._users[name]:
-                    await self._left.wait()
+                    await self._released.wait()
                 await self._engine.operation.remove_adapter(name)
             except BaseException:  # the client disconnected or an engine core failed: keep the adapter
                 self._registry.put(module)
@@ -182,20 +186,14 @@ class LoRAService:
             raise RequestError("this server has no LoRA adapters; start it with --enable-lora")
 
 
-def _loading_error(name: str, error: RequestError) -> RequestError:
-    """Return the error with a message that names the adapter."""
-    kind = next((kind for kind in (NotFound, Forbidden) if isinstance(error, kind)), RequestError)
-    return kind(f"Loading lora {name} failed: {error}", error.param)
-
-
-def adapters_of(
+def open_lora_service(
     engine: AsyncEngine, settings: ServerSettings, registry: LoRARegistry | None = None
 ) -> LoRAService:
     """Return the service with the adapters of the command line, or those of a shared `registry`."""
     section, modules = settings.adapters, settings.modules
     check_modules(modules, enabled=_is_enabled(engine), served=engine.facts.model_names)
     roots = section.lora_roots or default_roots(modules, engine.facts.root)
-    places = LoRALocations(
+    locations = LoRALocations(
         roots=[*roots, *([section.lora_resolver_dir] if section.lora_resolver_dir else [])],
         hub=section.lora_resolver_hub,
         cache=_cache(),
@@ -204,19 +202,19 @@ def adapters_of(
     searches = section.lora_resolver_dir or section.lora_resolver_hub
     return LoRAService(
         engine,
-        registry or LoRARegistry(modules=located(settings)),
-        places,
-        Resolver(section.lora_resolver_dir, places) if searches else None,
+        registry or LoRARegistry(modules=locate_modules(settings)),
+        locations,
+        LoRAResolver(section.lora_resolver_dir, locations) if searches else None,
     )
 
 
-def located(settings: ServerSettings) -> list[LoRAModule]:
+def locate_modules(settings: ServerSettings) -> list[LoRAModule]:
     """Return the adapters of the command line with their directories. Remote ones are downloaded."""
-    places = LoRALocations(cache=_cache(), max_bytes=settings.adapters.lora_max_download_bytes)
+    locations = LoRALocations(cache=_cache(), max_bytes=settings.adapters.lora_max_download_bytes)
     modules = []
     for module in settings.modules:
         try:
-            path = places.for_operator(module.root)
+            path = locations.for_operator(module.root)
         except RequestError as error:
             raise ConfigError(f"lora_modules: {module.name!r}: {error}") from None
         modules.append(msgspec.structs.replace(module, path=str(path)))
@@ -233,7 +231,7 @@ def _folder_above(root: str) -> str:
     if is_url(root):
         above = root.rstrip("/").rpartition("/")[0]
         return above if above.count("/") > 2 else root
-    folder = resolved(root)
+    folder = resolve_path(root)
     too_much = (Path(folder.anchor), Path.home())
     return str(folder if folder.parent in too_much else folder.parent)
 

@@ -24,7 +24,7 @@ NAMED, REQUIRED = "named", "required"
 class AnswerFormat:
     """How to parse one output."""
 
-    make: Callable[[], Parser | Chain] | None = None
+    make_parser: Callable[[], Parser | Chain] | None = None
     """Factory of the parser; None if all output is text."""
     keeps_special_tokens: bool = False
     reasoning: ReasoningIds | None = None
@@ -75,7 +75,7 @@ class Parsers:
                 "enable_auto_tool_choice needs tool_call_parser: no known tool parser fits the chat template"
             )
 
-    def reading(
+    def answer_format(
         self,
         prompt: str,
         tokenizer: Tokenizer,
@@ -84,19 +84,18 @@ class Parsers:
         name: str = "",
         schemas: Schemas | None = None,
         num_calls: int = 0,
-        thinks: bool | None = None,
-        free: bool = True,
-        begun: str = "",
+        enable_thinking: bool | None = None,
+        unconstrained: bool = True,
+        continued_text: str = "",
     ) -> AnswerFormat:
         """Return how to parse the output of a prompt. `calls` is auto, required, named (of the tool `name`)
-        or none. `num_calls` counts the calls of the conversation so far. `thinks`: whether the request turns
-        thinking on or off. `free`: whether the output is unconstrained. `begun` is the message to
-        continue."""
-        may_begin_inside = thinks or (thinks is None and not self.detected.reasoning)
-        opened = None if free and may_begin_inside else False
+        or none. `num_calls` counts the calls of the conversation so far. `enable_thinking`: whether the
+        request turns thinking on or off. `continued_text` is the message to continue."""
+        may_begin_inside = enable_thinking or (enable_thinking is None and not self.detected.reasoning)
+        opened = None if unconstrained and may_begin_inside else False
         marks = answer_parser(reasoning=self.reasoning).reasoning_marks
-        if begun and marks is not None:
-            opened = begun.rfind(marks[0]) > begun.rfind(marks[1])
+        if continued_text and marks is not None:
+            opened = continued_text.rfind(marks[0]) > continued_text.rfind(marks[1])
         make_parser = partial(answer_parser, reasoning=self.reasoning, prompt=prompt, opened=opened)
         if calls == "auto":
             make_parser = partial(make_parser, tools=self.tools, schemas=schemas)
@@ -116,7 +115,8 @@ class Parsers:
             parser.keeps_special_tokens or special,
             reasoning,
             tuple(_encode(mark, tokenizer) for mark in parser.reasoning_breaks),
-            reasoning is not None and (reasoning.open or _may_think(prompt, parser, reasoning, thinks)),
+            reasoning is not None
+            and (reasoning.open or _may_think(prompt, parser, reasoning, enable_thinking)),
         )
 
     def _id_maker(self, num_calls: int) -> IdMaker | None:
@@ -139,10 +139,10 @@ def _encode(mark: str, tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(tokenizer.encode(mark, add_special_tokens=False))
 
 
-def _may_think(prompt: str, parser: Parser | Chain, ids: ReasoningIds, thinks: bool | None) -> bool:
+def _may_think(prompt: str, parser: Parser | Chain, ids: ReasoningIds, enable_thinking: bool | None) -> bool:
     assert parser.reasoning_marks is not None
     is_over = prompt.rstrip().endswith(parser.reasoning_marks[1])
-    return not is_over and (len(ids.start) == 1 if thinks is None else thinks)
+    return not is_over and (len(ids.start) == 1 if enable_thinking is None else enable_thinking)
 
 
 def _check_name(table: LazyTable, name: str) -> str | None:
@@ -161,26 +161,26 @@ class OutputParser:
         *,
         reasoning: ReasoningIds | None = None,
         breaks: Iterable[tuple[int, ...]] = (),
-        leaves_out_reasoning: bool = False,
-        one_call: bool = False,
+        omit_reasoning: bool = False,
+        single_call: bool = False,
     ) -> None:
         """Count the tokens between the `reasoning` marks; `breaks` are other tokens that end it."""
         self._parser = parser
         self._reasoning, self._breaks = reasoning, tuple(breaks)
         self._token_ids: list[int] = []
-        self._filters = leaves_out_reasoning or one_call
-        self._leaves_out_reasoning, self._one_call = leaves_out_reasoning, one_call
+        self._filters = omit_reasoning or single_call
+        self._omit_reasoning, self._single_call = omit_reasoning, single_call
 
-    def hear(self, output: CompletionOutput) -> list[Piece]:
+    def parse(self, output: CompletionOutput) -> list[Piece]:
         """Return the pieces that are certain; the last output also returns all that was held back."""
         if self._reasoning is not None:
             self._token_ids += output.token_ids
-        pieces = self.hear_text(output.text)
+        pieces = self.parse_text(output.text)
         if output.finish_reason is not None and self._parser is not None:
             pieces = join(pieces + self._filter(self._parser.end()))
         return pieces
 
-    def hear_text(self, text: str) -> list[Piece]:
+    def parse_text(self, text: str) -> list[Piece]:
         """Parse the text of an output that is not the last, without its tokens."""
         if self._parser is None:
             return [TextPiece(text)] if text else []
@@ -199,26 +199,26 @@ class OutputParser:
     def _keeps(self, piece: Piece) -> bool:
         match piece:
             case ReasoningPiece():
-                return not self._leaves_out_reasoning
+                return not self._omit_reasoning
             case ToolStart(index=index) | ToolArguments(index=index):
-                return index == 0 or not self._one_call
+                return index == 0 or not self._single_call
         return True
 
 
 def count_reasoning(token_ids: list[int], marks: ReasoningIds, breaks: Iterable[tuple[int, ...]] = ()) -> int:
     """Count the tokens from the start mark to the end mark, or to the first of `breaks`."""
-    begins = find(token_ids, marks.start, 0)
+    begins = find_sequence(token_ids, marks.start, 0)
     if marks.open:
         start = len(marks.start) if begins == 0 else 0
     elif begins is None:
         return 0
     else:
         start = begins + len(marks.start)
-    ends = [find(token_ids, mark, start) for mark in (marks.end, *breaks)]
+    ends = [find_sequence(token_ids, mark, start) for mark in (marks.end, *breaks)]
     return min((end for end in ends if end is not None), default=len(token_ids)) - start
 
 
-def find(token_ids: list[int], part: tuple[int, ...], start: int) -> int | None:
+def find_sequence(token_ids: list[int], part: tuple[int, ...], start: int) -> int | None:
     """Return the index of the first occurrence of `part`, or None."""
     if not part:
         return start
@@ -241,7 +241,7 @@ class CalledTool:
 
 
 @dataclass(slots=True)
-class WholeAnswer:
+class CollectedAnswer:
     """A complete output, by the kinds of its pieces."""
 
     text: str = ""
@@ -249,8 +249,7 @@ class WholeAnswer:
     calls: list[CalledTool] = field(default_factory=list)
 
 
-def collect_pieces(pieces: Iterable[Piece]) -> WholeAnswer:
-    """Collect the pieces of a complete output."""
+def collect_pieces(pieces: Iterable[Piece]) -> CollectedAnswer:
     texts: list[str] = []
     reasoning: list[str] = []
     calls: list[CalledTool] = []
@@ -264,4 +263,4 @@ def collect_pieces(pieces: Iterable[Piece]) -> WholeAnswer:
                 calls.append(CalledTool(id, name))
             case ToolArguments(index, text):
                 calls[index].arguments += text
-    return WholeAnswer("".join(texts), "".join(reasoning), calls)
+    return CollectedAnswer("".join(texts), "".join(reasoning), calls)

@@ -44,8 +44,8 @@ _NOT_IN_BATCHES: dict[str, tuple[Any, ...]] = {
 
 async def create_chat_batch(api: GenerationService, body: ChatBatchBody, request: Request) -> Response:
     """Answer several conversations, each as one choice."""
-    for name, off in _NOT_IN_BATCHES.items():
-        if getattr(body, name) not in off:
+    for name, disabled_values in _NOT_IN_BATCHES.items():
+        if getattr(body, name) not in disabled_values:
             raise RequestError(f"`{name}` is not supported in a batch of chats; leave it out", param=name)
     if len(body.messages) > api.settings.max_sequences:
         raise RequestError(
@@ -53,20 +53,20 @@ async def create_chat_batch(api: GenerationService, body: ChatBatchBody, request
             f"{api.settings.max_sequences} (VLLM_MAX_N_SEQUENCES); send fewer at once",
             param="messages",
         )
-    talks, answers, pause = list[ChatRequest](), list[dict[str, Any]](), api.pauses()
+    chats, answers, pause = list[ChatRequest](), list[dict[str, Any]](), api.pauses()
     for messages in body.messages:
-        talks.append(await prepare_chat(api, body.model_copy(update={"messages": messages}), request))
+        chats.append(await prepare_chat(api, body.model_copy(update={"messages": messages}), request))
         await pause.if_due()
-    prompts = [prompt for talk in talks for prompt in talk.job.prompts]
-    params = [item for talk in talks for item in talk.job.params]
-    job = dataclasses.replace(talks[0].job, prompts=prompts, params=params)
-    outputs = await api.answering.until_gone(request.receive, api.finished(job))
-    for talk, output in zip(talks, outputs, strict=True):
-        answers.append(ChatEncoder(api, talk).whole([output]))
+    prompts = [prompt for chat in chats for prompt in chat.job.prompts]
+    params = [item for chat in chats for item in chat.job.params]
+    job = dataclasses.replace(chats[0].job, prompts=prompts, params=params)
+    outputs = await api.running_requests.until_disconnect(request.receive, api.finished(job))
+    for chat, output in zip(chats, outputs, strict=True):
+        answers.append(ChatEncoder(api, chat).response_body([output]))
         await pause.if_due()
-    choices = [answer["choices"][0] | {"index": place} for place, answer in enumerate(answers)]
+    choices = [answer["choices"][0] | {"index": index} for index, answer in enumerate(answers)]
     usage = api.usage(
-        sum(len(prompt.token_ids) for prompt in prompts),
+        job.num_prompt_tokens,
         sum(answer["usage"]["completion_tokens"] for answer in answers),
         sum(output.num_cached_tokens or 0 for output in outputs),
     )
@@ -74,20 +74,20 @@ async def create_chat_batch(api: GenerationService, body: ChatBatchBody, request
     return json_response(answers[0] | {"choices": choices, "usage": usage, "metrics": metrics})
 
 
-Shapes = dict[Any, Any]
+BodyHandlers = dict[Any, Any]
 
 
-def shapes(api: GenerationService) -> Shapes:
+def body_handlers(api: GenerationService) -> BodyHandlers:
     """Return the body classes that the model supports, with their handlers."""
     pooling = api.engine.inputs.pooling
     if pooling is None:
         return {ChatBody: create_chat_completion, CompletionBody: create_completion}
-    first: Shapes = {EmbeddingInput: create_embeddings, EmbeddingChatBody: create_embeddings}
+    first: BodyHandlers = {EmbeddingInput: create_embeddings, EmbeddingChatBody: create_embeddings}
     if pooling.task == "classify":
         first = {InputBody: create_classes, PoolingChatBody: create_classes}
     elif "embed" not in pooling.tasks:
         first = {}
-    rest: Shapes = {ScoreBody: create_score, RerankBody: create_rerank}
+    rest: BodyHandlers = {ScoreBody: create_score, RerankBody: create_rerank}
     if pooling.head:  # a token-level head has no score or embedding of the whole input
         first = rest = {}
     return first | rest | {PoolingInputBody: create_pooling, PoolingChatRequest: create_pooling}

@@ -7,8 +7,8 @@ from starlette.responses import Response
 
 from quire.data.output_pieces import Piece, ReasoningPiece, TextPiece, ToolArguments, ToolStart
 from quire.data.outputs import CompletionOutput, RequestOutput
-from quire.server.http.sse import event, opening, quote
-from quire.server.openai.answer_pieces import NAMED, WholeAnswer, collect_pieces
+from quire.server.http.sse import chunk_head, event, quote
+from quire.server.openai.answer_pieces import NAMED, CollectedAnswer, collect_pieces
 from quire.server.openai.chat_request import ChatRequest, prepare_chat
 from quire.server.openai.encoder import ChunkEncoder, routed_experts
 from quire.server.openai.logprobs import chat_logprobs, prompt_logprobs
@@ -20,30 +20,30 @@ _TAIL = b'},"logprobs":null,"finish_reason":null}]}\n\n'
 
 async def create_chat_completion(api: GenerationService, body: ChatBody, request: Request) -> Response:
     """Create a chat completion, as one response or as a stream of events."""
-    talk = await prepare_chat(api, body, request)
-    return await api.answer(talk.job, ChatEncoder(api, talk), request, stream=bool(body.stream))
+    chat = await prepare_chat(api, body, request)
+    return await api.answer(chat.job, ChatEncoder(api, chat), request, stream=bool(body.stream))
 
 
 class ChatEncoder(ChunkEncoder):
     """Encoder of chat completions. A text-only chunk is a constant head, the quoted text and a constant
     tail."""
 
-    def __init__(self, api: GenerationService, talk: ChatRequest) -> None:
-        self._talk, self._body = talk, talk.body
-        body, num_choices = talk.body, talk.body.n or 1
+    def __init__(self, api: GenerationService, chat: ChatRequest) -> None:
+        self._chat, self._body = chat, chat.body
+        body, num_choices = chat.body, chat.body.n or 1
         options = body.stream_options
         kind = "chat.completion.chunk"
-        super().__init__(api, talk.job, object=kind, options=options, num_choices=num_choices)
+        super().__init__(api, chat.job, object=kind, options=options, num_choices=num_choices)
         self._has_token_fields = bool(body.logprobs or body.return_token_ids or self._usage_in_every_chunk)
         """Whether chunks carry logprobs, token ids or usage, and not only text."""
-        self._counts_reasoning = talk.format.reasoning is not None
+        self._counts_reasoning = chat.format.reasoning is not None
         """Whether reasoning tokens are counted."""
-        self._plain = not (talk.parses or self._has_token_fields)
-        lead = opening(self._frame)
+        self._is_text_only = not (chat.parses or self._has_token_fields)
+        lead = chunk_head(self._frame)
         self._leads = [lead + b'{"index":%d,"delta":{' % index for index in range(num_choices)]
         self._heads = [lead + b'"content":' for lead in self._leads]
-        self._listeners = [talk.parser() for _ in range(num_choices)]
-        self._calls = [False] * num_choices
+        self._parsers = [chat.parser() for _ in range(num_choices)]
+        self._has_calls = [False] * num_choices
         """Whether each choice has called a tool."""
         self._num_cached: int | None = None
         self._num_created: int | None = None
@@ -56,7 +56,7 @@ class ChatEncoder(ChunkEncoder):
         self._stats = output.metrics
         for choice in output.outputs:
             self._num_output[choice.index] += len(choice.token_ids)
-            if not self._plain or choice.finish_reason is not None:
+            if not self._is_text_only or choice.finish_reason is not None:
                 if choice.token_ids or choice.finish_reason is not None:
                     chunks.append(self._encode_full(choice))
             elif choice.text:
@@ -71,9 +71,9 @@ class ChatEncoder(ChunkEncoder):
 
     def encode_text(self, text: str, num_tokens: int) -> bytes:
         self._num_output[0] += num_tokens
-        if self._plain:
+        if self._is_text_only:
             return self._heads[0] + quote(text) + _TAIL if text else b""
-        return self._encode_pieces(0, self._listeners[0].hear_text(text))
+        return self._encode_pieces(0, self._parsers[0].parse_text(text))
 
     def _encode_pieces(self, index: int, pieces: list[Piece]) -> bytes:
         """Return one chunk per piece, without logprobs, token ids or usage."""
@@ -88,14 +88,14 @@ class ChatEncoder(ChunkEncoder):
                     head = b'"tool_calls":[{"index":%d,"function":{"arguments":' % call
                     chunks.append(self._leads[index] + head + quote(text) + b"}}]" + _TAIL)
                 case ToolStart():
-                    self._calls[index] = True
+                    self._has_calls[index] = True
                     chunks.append(self._encode_event([_choice(index, _delta(piece))], index))
         return b"".join(chunks)
 
     def _encode_roles(self, output: RequestOutput) -> bytes:
         """Return the first chunks, with the role of every choice."""
         self._started = True
-        self._note_cached(output)
+        self._set_cached(output)
         body, chunks = self._body, []
         first: dict[str, Any] = {}
         if body.return_token_ids:
@@ -103,27 +103,27 @@ class ChatEncoder(ChunkEncoder):
         if body.return_prompt_text:
             first["prompt_text"] = self._job.prompts[0].text
         for index in range(len(self._heads)):
-            delta = {"role": self._talk.role, "content": ""}
+            delta = {"role": self._chat.role, "content": ""}
             chunks.append(self._encode_event([_choice(index, delta)], index, **first))
-            if self._talk.echoed:
-                chunks.append(self._encode_event([_choice(index, {"content": self._talk.echoed})], index))
+            if self._chat.echoed:
+                chunks.append(self._encode_event([_choice(index, {"content": self._chat.echoed})], index))
         return b"".join(chunks)
 
     def _encode_full(self, output: CompletionOutput) -> bytes:
         """Return one chunk per piece; the last one carries logprobs, token ids and finish reason."""
         index = output.index
-        pieces = self._listeners[index].hear(output)
+        pieces = self._parsers[index].parse(output)
         if not self._has_token_fields and output.finish_reason is None:
             return self._encode_pieces(index, pieces)
-        self._calls[index] |= any(isinstance(piece, ToolStart) for piece in pieces)
+        self._has_calls[index] |= any(isinstance(piece, ToolStart) for piece in pieces)
         deltas = [_delta(piece) for piece in pieces]
-        *before, last = deltas or [{} if self._talk.parses else {"content": ""}]
+        *before, last = deltas or [{} if self._chat.parses else {"content": ""}]
         choice = _choice(index, last, self._logprobs(output))
         if self._body.return_token_ids:
             choice["token_ids"] = list(output.token_ids)
         extra = {}
         if output.finish_reason is not None:
-            choice["finish_reason"] = self._finish_reason(output, calls=self._calls[index])
+            choice["finish_reason"] = self._finish_reason(output, calls=self._has_calls[index])
             choice["stop_reason"] = output.stop_reason
             extra["system_fingerprint"] = self._api.fingerprint
         chunks = [self._encode_event([_choice(index, delta)], index) for delta in before]
@@ -137,14 +137,14 @@ class ChatEncoder(ChunkEncoder):
     def _final_usage(self) -> dict[str, Any]:
         return self._build_usage(self._num_prompt, sum(self._num_output))
 
-    def _note_cached(self, output: RequestOutput) -> None:
+    def _set_cached(self, output: RequestOutput) -> None:
         self._num_cached, self._num_created = output.num_cached_tokens, output.num_cache_creation_tokens
 
     # ---- a whole answer
 
-    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+    def response_body(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         (output,) = outputs
-        self._note_cached(output)
+        self._set_cached(output)
         self._stats = output.metrics
         body, ids = self._body, output.prompt_token_ids or []
         num_output = sum(len(choice.token_ids) for choice in output.outputs)
@@ -161,10 +161,10 @@ class ChatEncoder(ChunkEncoder):
         )
 
     def _build_choice(self, output: CompletionOutput) -> dict[str, Any]:
-        answer = collect_pieces(self._listeners[output.index].hear(output))
+        answer = collect_pieces(self._parsers[output.index].parse(output))
         return {
             "index": output.index,
-            "message": _message(self._talk, answer),
+            "message": _message(self._chat, answer),
             "logprobs": self._logprobs(output),
             "finish_reason": self._finish_reason(output, calls=bool(answer.calls)),
             "stop_reason": output.stop_reason,
@@ -175,7 +175,7 @@ class ChatEncoder(ChunkEncoder):
     def _finish_reason(self, output: CompletionOutput, *, calls: bool) -> str:
         """Return the finish reason, which is `stop`, not `tool_calls`, if the request named the tool."""
         reason = output.finish_reason or "stop"
-        return "tool_calls" if calls and reason == "stop" and self._talk.tools.calls != NAMED else reason
+        return "tool_calls" if calls and reason == "stop" and self._chat.tools.calls != NAMED else reason
 
     def _build_usage(self, num_prompt: int, num_output: int) -> dict[str, Any]:
         usage = self._api.usage(
@@ -191,7 +191,7 @@ class ChatEncoder(ChunkEncoder):
         if media is not None and "prompt_tokens_details" in usage:
             usage["prompt_tokens_details"]["multimodal_tokens"] = media.num_tokens()
         if self._counts_reasoning:
-            num_reasoning = sum(listener.num_reasoning for listener in self._listeners)
+            num_reasoning = sum(parser.num_reasoning for parser in self._parsers)
             usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
         return usage
 
@@ -200,7 +200,7 @@ class ChatEncoder(ChunkEncoder):
         if not body.logprobs or output.logprobs is None:
             return None
         num_top = -1 if body.logprob_token_ids is not None else body.top_logprobs or 0
-        return chat_logprobs(output.token_ids, output.logprobs, num_top, self._api.speller(body))
+        return chat_logprobs(output.token_ids, output.logprobs, num_top, self._api.token_formatter(body))
 
 
 def _choice(index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -220,10 +220,10 @@ def _delta(piece: Piece) -> dict[str, Any]:
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
-def _message(talk: ChatRequest, answer: WholeAnswer) -> dict[str, Any]:
+def _message(chat: ChatRequest, answer: CollectedAnswer) -> dict[str, Any]:
     message: dict[str, Any] = {
-        "role": talk.role,
-        "content": (talk.echoed + answer.text) or (None if answer.calls or answer.reasoning else ""),
+        "role": chat.role,
+        "content": (chat.echoed + answer.text) or (None if answer.calls or answer.reasoning else ""),
         "refusal": None,
         "annotations": None,
         "audio": None,

@@ -15,7 +15,6 @@ from quire.server.openai.prompts import num_chars, off_loop
 from quire.server.openai.requests import MAX_STOP_STRINGS, ChatBody, Message
 from quire.server.openai.sampling_params import (
     beam_params,
-    chat_num_logprobs,
     check_chat,
     check_generate,
     constraint_of,
@@ -26,11 +25,11 @@ from quire.server.openai.service import ApiCall, GenerationService
 from quire.server.openai.tools import ToolUse, tool_use
 from quire.text.tokenizer import Tokenizer
 
-_TAIL_TOKENS = 64
+_NUM_DECODED_TOKENS = 64
 """Last tokens of a prompt without text that are decoded, to detect an opened reasoning block."""
 _MAX_STOPS = {"msg": 64}
 """Maximum stop strings of the APIs that allow more than usual, by id prefix."""
-_SWITCHES = ("enable_thinking", "thinking")
+_THINKING_VARIABLES = ("enable_thinking", "thinking")
 """Chat template variables that turn reasoning on and off."""
 
 
@@ -49,44 +48,47 @@ class ChatRequest:
 
     @property
     def parses(self) -> bool:
-        return self.format.make is not None
+        return self.format.make_parser is not None
 
     def parser(self) -> OutputParser:
-        """Return the output parser of one choice."""
         return OutputParser(
-            self.format.make and self.format.make(),
+            self.format.make_parser and self.format.make_parser(),
             reasoning=self.format.reasoning,
             breaks=self.format.breaks,
-            leaves_out_reasoning=self.body.include_reasoning is False,
-            one_call=not self.tools.several,
+            omit_reasoning=self.body.include_reasoning is False,
+            single_call=not self.tools.parallel,
         )
 
 
 async def prepare_chat(
-    api: GenerationService, body: ChatBody, request: Request, kind: str = "chatcmpl"
+    api: GenerationService, body: ChatBody, request: Request, id_prefix: str = "chatcmpl"
 ) -> ChatRequest:
-    """Check a chat request and prepare its call; `kind` is the prefix of its id."""
+    """Check a chat request and prepare its call; `id_prefix` is the prefix of its id."""
     settings = api.settings.api
     await api.check_model(body.model, pools=False)
     tokenizer = api.inputs_of(body.model).tokenizer
-    check_generate(body, max_n=settings.max_n, max_stops=_MAX_STOPS.get(kind, MAX_STOP_STRINGS))
+    check_generate(body, max_n=settings.max_n, max_stops=_MAX_STOPS.get(id_prefix, MAX_STOP_STRINGS))
     check_chat(body, trust_template=settings.trust_request_chat_template)
     size = num_chars([body.tools, body.response_format])
     tools, requested, constraint = await off_loop(size, partial(_read_tools, api, body, tokenizer))
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     variables = api.reader.variables(body)
-    wait = partial(api.answering.until_gone, request.receive)
-    prompt = await api.reader.of_chat(body, max_tokens or 1, wait, variables=variables)
+    wait = api.cancelled_on_disconnect(request)
+    prompt = await api.reader.read_chat(body, max_tokens or 1, wait, variables=variables)
     format = AnswerFormat()
     if tokenizer is not None and (api.parsers.reasoning is not None or tools.calls != "none"):
-        free = constraint is None or (tools.calls == "auto" and requested is None)
-        format = _answer_format(api.parsers, body, tools, prompt, tokenizer, variables, free=free)
+        unconstrained = constraint is None or (tools.calls == "auto" and requested is None)
+        format = _answer_format(
+            api.parsers, body, tools, prompt, tokenizer, variables, unconstrained=unconstrained
+        )
     limit = api.output_limit(max_tokens, len(prompt.token_ids))
     params = await off_loop(params_size(body), lambda: _build_params(api, body, limit, constraint, format))
     last = body.messages[-1]
     role = settings.response_role if body.add_generation_prompt else last.role
     echoed = _text(last) if body.echo and last.role == role else ""
-    return ChatRequest(body, api.job(kind, body, request, [prompt], [params]), role, echoed, tools, format)
+    return ChatRequest(
+        body, api.job(id_prefix, body, request, [prompt], [params]), role, echoed, tools, format
+    )
 
 
 def _read_tools(
@@ -116,24 +118,23 @@ def _answer_format(
     tokenizer: Tokenizer,
     variables: Mapping[str, Any],
     *,
-    free: bool,
+    unconstrained: bool,
 ) -> AnswerFormat:
-    """Return how to parse the output. `variables` are those of the chat template; `free`: whether the output
-    is unconstrained."""
+    """Return how to parse the output. `variables` are those of the chat template."""
     text = prompt.text
     if text is None:
-        text = tokenizer.decode(prompt.token_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
-    switches = [variables[name] for name in _SWITCHES if isinstance(variables.get(name), bool)]
-    return parsers.reading(
+        text = tokenizer.decode(prompt.token_ids[-_NUM_DECODED_TOKENS:], skip_special_tokens=False)
+    switches = [variables[name] for name in _THINKING_VARIABLES if isinstance(variables.get(name), bool)]
+    return parsers.answer_format(
         text,
         tokenizer,
         calls=tools.calls,
         name=tools.name,
         schemas=tools.schemas,
         num_calls=sum(len(message.tool_calls or ()) for message in body.messages),
-        thinks=switches[0] if switches else None,
-        free=free,
-        begun=_text(body.messages[-1]) if body.continue_final_message else "",
+        enable_thinking=switches[0] if switches else None,
+        unconstrained=unconstrained,
+        continued_text=_text(body.messages[-1]) if body.continue_final_message else "",
     )
 
 
@@ -155,7 +156,7 @@ def _build_params(
         body,
         facts,
         max_tokens=max_tokens,
-        logprobs=chat_num_logprobs(body),
+        logprobs=(body.top_logprobs or len(body.logprob_token_ids or ())) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
         constraint=constraint,
         reasoning=format.reasoning,

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from quire.data.outputs import CompletionOutput, PromptLogprobs, RequestOutput
 from quire.errors import RequestError
 from quire.frontend.inputs import Prompt
-from quire.server.http.sse import event, opening, quote
+from quire.server.http.sse import chunk_head, event, quote
 from quire.server.openai.encoder import ChunkEncoder, routed_experts
 from quire.server.openai.logprobs import LogprobColumns, prompt_logprobs
 from quire.server.openai.prompts import off_loop
@@ -18,7 +18,6 @@ from quire.server.openai.requests import CompletionBody
 from quire.server.openai.sampling_params import (
     beam_params,
     check_generate,
-    completion_prompt_logprobs,
     constraint_of,
     params_size,
     sampling_params,
@@ -42,7 +41,7 @@ async def begin_completion(api: GenerationService, body: CompletionBody, request
     check_generate(body, max_n=api.settings.api.max_n)
     if body.suffix:
         raise RequestError("suffix is not currently supported", param="suffix")
-    prompts = await api.reader.of_completion(body, max_sequences=api.settings.max_sequences)
+    prompts = await api.reader.read_completion(body, max_sequences=api.settings.max_sequences)
     params = await off_loop(params_size(body) * len(prompts), lambda: _all_params(api, body, prompts))
     return api.job("cmpl", body, request, prompts, params)
 
@@ -50,13 +49,13 @@ async def begin_completion(api: GenerationService, body: CompletionBody, request
 def _all_params(api: GenerationService, body: CompletionBody, prompts: list[Prompt]) -> list[Params]:
     """Return the parameters of each prompt. Prompts with equal `max_tokens` share them."""
     max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    max_tokens = 1 if _only_prompt(body) else max_tokens
+    max_tokens = 1 if _returns_prompt_only(body) else max_tokens
     limits = [api.output_limit(max_tokens, len(prompt.token_ids)) for prompt in prompts]
     shared = {limit: _params(api, body, limit) for limit in dict.fromkeys(limits)}
     return [shared[limit] for limit in limits]
 
 
-def _only_prompt(body: CompletionBody) -> bool:
+def _returns_prompt_only(body: CompletionBody) -> bool:
     """Whether only the prompt is returned; the engine still generates one token, which is dropped."""
     return bool(body.echo) and body.max_tokens == 0
 
@@ -65,19 +64,15 @@ def _params(api: GenerationService, body: CompletionBody, max_tokens: int) -> Pa
     facts, constraint = api.engine.facts, constraint_of(body)
     if body.use_beam_search:
         return beam_params(body, facts, max_tokens=max_tokens, constraint=constraint)
+    echoes_logprobs = body.prompt_logprobs is None and body.echo
     return sampling_params(
         body,
         facts,
         max_tokens=max_tokens,
         logprobs=body.logprobs,
-        prompt_logprobs=completion_prompt_logprobs(body),
+        prompt_logprobs=body.logprobs if echoes_logprobs else body.prompt_logprobs,
         constraint=constraint,
     )
-
-
-def _num_top(body: CompletionBody) -> int | None:
-    """Return the number of logprobs per position, or None for no logprobs."""
-    return -1 if body.logprob_token_ids is not None else body.logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +96,7 @@ def _echo(api: GenerationService, body: CompletionBody, prompt: Prompt) -> _Echo
 
 
 def _tokens_of(body: CompletionBody, output: CompletionOutput) -> Sequence[int]:
-    return () if _only_prompt(body) else output.token_ids
+    return () if _returns_prompt_only(body) else output.token_ids
 
 
 def _add_logprobs(
@@ -113,74 +108,79 @@ def _add_logprobs(
 ) -> dict[str, Any]:
     if echo.token_ids:
         columns.add(echo.token_ids, of_prompt or [None] * len(echo.token_ids))
-    if not _only_prompt(body):
+    if not _returns_prompt_only(body):
         columns.add(output.token_ids, output.logprobs or [])
-    return columns.take()
+    return columns.pop()
 
 
 class CompletionEncoder(ChunkEncoder):
     """Encoder of completions. A text-only chunk is a constant head, the quoted text and a constant tail."""
 
     def __init__(self, api: GenerationService, body: CompletionBody, job: ApiCall) -> None:
-        self._body, self._n = body, body.n or 1
-        options, num_choices = body.stream_options, self._n * len(job.prompts)
+        self._body, self._num_per_prompt = body, body.n or 1
+        options, num_choices = body.stream_options, self._num_per_prompt * len(job.prompts)
         super().__init__(api, job, object=_OBJECT, options=options, num_choices=num_choices)
-        self._places = {id: place for place, id in enumerate(job.engine_ids())}
-        self._num_top = _num_top(body)
-        self._plain = self._num_top is None and not (body.return_token_ids or self._usage_in_every_chunk)
-        lead = opening(self._frame)
+        self._prompt_indices = {id: prompt_index for prompt_index, id in enumerate(job.engine_ids())}
+        self._num_top = -1 if body.logprob_token_ids is not None else body.logprobs
+        """Number of logprobs per position, or None for no logprobs."""
+        self._is_text_only = self._num_top is None and not (
+            body.return_token_ids or self._usage_in_every_chunk
+        )
+        lead = chunk_head(self._frame)
         self._heads = [lead + b'{"index":%d,"text":' % index for index in range(num_choices)]
         self._num_cached = [0] * len(job.prompts)
         self._prompt_logprobs: list[PromptLogprobs | None] = [None] * len(job.prompts)
         """Prompt logprobs, which arrive with the first output of each prompt and apply to all of its
         choices."""
-        self._fresh = [True] * num_choices
-        self._columns = [LogprobColumns(self._num_top or 0, api.speller(body)) for _ in self._heads]
+        self._is_first = [True] * num_choices
+        self._columns = [LogprobColumns(self._num_top or 0, api.token_formatter(body)) for _ in self._heads]
 
     # ---- a stream
 
     def encode(self, output: RequestOutput) -> bytes:
-        place = self._places[output.request_id] if len(self._places) > 1 else 0
-        self._num_cached[place], self._stats = output.num_cached_tokens or 0, output.metrics
+        prompt_index = self._prompt_indices[output.request_id] if len(self._prompt_indices) > 1 else 0
+        self._num_cached[prompt_index], self._stats = output.num_cached_tokens or 0, output.metrics
         if output.prompt_logprobs is not None:
-            self._prompt_logprobs[place] = output.prompt_logprobs
+            self._prompt_logprobs[prompt_index] = output.prompt_logprobs
         chunks = []
         for choice in output.outputs:
-            index = place * self._n + choice.index
+            index = prompt_index * self._num_per_prompt + choice.index
             self._num_output[index] += len(_tokens_of(self._body, choice))
-            fresh, self._fresh[index] = self._fresh[index], False
-            if not self._plain or choice.finish_reason is not None or (fresh and self._body.echo):
+            is_first, self._is_first[index] = self._is_first[index], False
+            if not self._is_text_only or choice.finish_reason is not None or (is_first and self._body.echo):
                 if choice.token_ids or choice.finish_reason is not None:
-                    chunks.append(self._encode_full(choice, place, fresh))
+                    chunks.append(self._encode_full(choice, prompt_index, is_first))
             elif choice.text:
                 chunks.append(self._heads[index] + quote(choice.text) + _TAIL)
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     @property
     def text_only(self) -> bool:
-        return self._plain and len(self._heads) == 1 and not _only_prompt(self._body)
+        return self._is_text_only and len(self._heads) == 1 and not _returns_prompt_only(self._body)
 
     def encode_text(self, text: str, num_tokens: int) -> bytes:
         self._num_output[0] += num_tokens
         return self._heads[0] + quote(text) + _TAIL if text else b""
 
-    def _encode_full(self, output: CompletionOutput, place: int, fresh: bool) -> bytes:
-        api, body, index = self._api, self._body, place * self._n + output.index
-        prompt = self._job.prompts[place]
-        echo = _echo(api, body, prompt) if fresh else _NO_ECHO
+    def _encode_full(self, output: CompletionOutput, prompt_index: int, is_first: bool) -> bytes:
+        api, body, index = self._api, self._body, prompt_index * self._num_per_prompt + output.index
+        prompt = self._job.prompts[prompt_index]
+        echo = _echo(api, body, prompt) if is_first else _NO_ECHO
         logprobs = None
         if self._num_top is not None:
-            logprobs = _add_logprobs(self._columns[index], body, self._prompt_logprobs[place], output, echo)
+            logprobs = _add_logprobs(
+                self._columns[index], body, self._prompt_logprobs[prompt_index], output, echo
+            )
         choice: dict[str, Any] = {
             "index": index,
-            "text": echo.text if _only_prompt(body) else echo.text + output.text,
+            "text": echo.text if _returns_prompt_only(body) else echo.text + output.text,
             "logprobs": logprobs,
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
         }
         if body.return_token_ids:
             choice["token_ids"] = list(_tokens_of(body, output))
-            if fresh:
+            if is_first:
                 choice["prompt_token_ids"] = prompt.token_ids
         chunk: dict[str, Any] = self._frame | {"choices": [choice]}
         if output.finish_reason is not None:
@@ -196,12 +196,12 @@ class CompletionEncoder(ChunkEncoder):
 
     # ---- a whole answer
 
-    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+    def response_body(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         body, choices, num_output, num_cached = self._body, [], 0, 0
-        for place, output in enumerate(outputs):
-            echo = _echo(self._api, body, self._job.prompts[place])
+        for prompt_index, output in enumerate(outputs):
+            echo = _echo(self._api, body, self._job.prompts[prompt_index])
             for choice in output.outputs:
-                index = place * self._n + choice.index
+                index = prompt_index * self._num_per_prompt + choice.index
                 choices.append(self._build_choice(output, choice, echo) | {"index": index})
                 num_output += len(_tokens_of(body, choice))
             num_cached += output.num_cached_tokens or 0
@@ -212,11 +212,11 @@ class CompletionEncoder(ChunkEncoder):
     def _build_choice(self, output: RequestOutput, choice: CompletionOutput, echo: _Echo) -> dict[str, Any]:
         api, body, logprobs = self._api, self._body, None
         if self._num_top is not None:
-            columns = LogprobColumns(self._num_top, api.speller(body))
+            columns = LogprobColumns(self._num_top, api.token_formatter(body))
             logprobs = _add_logprobs(columns, body, output.prompt_logprobs, choice, echo)
         token_ids = list(_tokens_of(body, choice)) if body.return_token_ids else None
         return {
-            "text": echo.text if _only_prompt(body) else echo.text + choice.text,
+            "text": echo.text if _returns_prompt_only(body) else echo.text + choice.text,
             "logprobs": logprobs,
             "finish_reason": choice.finish_reason or "stop",
             "stop_reason": choice.stop_reason,

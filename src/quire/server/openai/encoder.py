@@ -31,19 +31,18 @@ class ChunkEncoder(AnswerEncoder):
         self._usage_in_every_chunk = forced or (
             include_usage and bool(options and options.continuous_usage_stats)
         )
-        self._frame = {"id": job.id, "object": object, "created": job.created, "model": job.model}
-        self._num_prompt = sum(len(prompt.token_ids) for prompt in job.prompts)
+        self._frame, self._num_prompt = job.frame(object), job.num_prompt_tokens
         self._num_output = [0] * num_choices
         self._stats: RequestStateStats | None = None
 
     def finish(self) -> bytes:
-        return event(self._frame | {"choices": []} | self._ending()) + DONE if self._usage else DONE
+        return event(self._frame | {"choices": []} | self._final_fields()) + DONE if self._usage else DONE
 
-    def _ending(self) -> dict[str, Any]:
+    def _final_fields(self) -> dict[str, Any]:
         """Return the fields of the last chunk: usage, fingerprint and, if enabled, timings."""
         metrics = self._api.metrics(self._stats, self._num_choices)
-        ending = {"usage": self._final_usage(), "system_fingerprint": self._api.fingerprint}
-        return ending if metrics is None else ending | {"metrics": metrics}
+        fields = {"usage": self._final_usage(), "system_fingerprint": self._api.fingerprint}
+        return fields if metrics is None else fields | {"metrics": metrics}
 
     def _final_usage(self) -> dict[str, Any]:
         """Return the usage of the whole stream."""
@@ -60,8 +59,7 @@ class ChunkEncoder(AnswerEncoder):
     ) -> dict[str, Any]:
         """Return the body of a response that is not streamed."""
         return {
-            **self._frame,
-            "object": object,
+            **self._job.frame(object),
             "choices": choices,
             "service_tier": None,
             "system_fingerprint": self._api.fingerprint,

@@ -8,7 +8,7 @@ from typing import Any
 from quire.data.outputs import Logprob
 from quire.text.tokenizer import Tokenizer
 
-_LEAST = -9999.0
+_MIN_LOGPROB = -9999.0
 """Replacement for minus infinity, which JSON cannot represent."""
 
 Position = Mapping[int, Logprob]
@@ -33,23 +33,26 @@ class TokenFormatter:
 
 
 def chat_logprobs(
-    token_ids: Sequence[int], positions: Iterable[Position | None], num_top: int, speller: TokenFormatter
+    token_ids: Sequence[int],
+    positions: Iterable[Position | None],
+    num_top: int,
+    token_formatter: TokenFormatter,
 ) -> dict[str, Any]:
     content = []
     for token_id, position in zip(token_ids, positions, strict=True):
         assert position is not None
         ranked = sorted(position.items(), key=lambda item: -item[1].logprob)
         top = ranked if num_top == -1 else ranked[:num_top]
-        chosen = _entry(token_id, position[token_id], speller)
-        content.append(chosen | {"top_logprobs": [_entry(i, item, speller) for i, item in top]})
+        chosen = _entry(token_id, position[token_id], token_formatter)
+        content.append(chosen | {"top_logprobs": [_entry(i, item, token_formatter) for i, item in top]})
     return {"content": content}
 
 
-def _entry(token_id: int, entry: Logprob, speller: TokenFormatter) -> dict[str, Any]:
+def _entry(token_id: int, entry: Logprob, token_formatter: TokenFormatter) -> dict[str, Any]:
     return {
-        "token": speller.token(token_id, entry),
-        "logprob": finite(entry.logprob),
-        "bytes": speller.bytes(token_id, entry),
+        "token": token_formatter.token(token_id, entry),
+        "logprob": finite_logprob(entry.logprob),
+        "bytes": token_formatter.bytes(token_id, entry),
     }
 
 
@@ -58,7 +61,7 @@ class LogprobColumns:
     """The four columns of a completion's logprobs; text offsets continue from chunk to chunk."""
 
     num_top: int
-    speller: TokenFormatter
+    token_formatter: TokenFormatter
     offset: int = 0
     columns: dict[str, list[Any]] = field(default_factory=lambda: _no_columns())
 
@@ -72,28 +75,26 @@ class LogprobColumns:
     def _add(self, columns: dict[str, list[Any]], token_id: int, position: Position) -> str:
         chosen = position.get(token_id)
         if chosen is None:  # the first token of a prompt has no logprob
-            chosen = Logprob(0.0, None, self._text(token_id))
+            tokenizer = self.token_formatter.tokenizer
+            text = tokenizer.decode([token_id], skip_special_tokens=False) if tokenizer else ""
+            chosen = Logprob(0.0, None, text)
             columns["token_logprobs"].append(None)
             columns["top_logprobs"].append(None)
         else:
-            columns["token_logprobs"].append(finite(chosen.logprob))
+            columns["token_logprobs"].append(finite_logprob(chosen.logprob))
             num_shown = len(position) if self.num_top == -1 else self.num_top + 1
             shown = itertools.islice(position.items(), num_shown)
             columns["top_logprobs"].append(
-                {self.speller.token(i, entry): finite(entry.logprob) for i, entry in shown}
+                {self.token_formatter.token(i, entry): finite_logprob(entry.logprob) for i, entry in shown}
             )
-        token = self.speller.token(token_id, chosen)
+        token = self.token_formatter.token(token_id, chosen)
         columns["tokens"].append(token)
         return token
 
-    def _text(self, token_id: int) -> str:
-        tokenizer = self.speller.tokenizer
-        return tokenizer.decode([token_id], skip_special_tokens=False) if tokenizer else ""
-
-    def take(self) -> dict[str, list[Any]]:
+    def pop(self) -> dict[str, list[Any]]:
         """Return the columns added since the last call."""
-        taken, self.columns = self.columns, _no_columns()
-        return taken
+        columns, self.columns = self.columns, _no_columns()
+        return columns
 
 
 def _no_columns() -> dict[str, list[Any]]:
@@ -109,7 +110,7 @@ def prompt_logprobs(positions: Iterable[Position | None] | None) -> list[dict[st
 def _prompt_position(position: Position) -> dict[str, Any]:
     return {
         str(token_id): {
-            "logprob": finite(entry.logprob),
+            "logprob": finite_logprob(entry.logprob),
             "rank": entry.rank,
             "decoded_token": entry.decoded_token,
         }
@@ -117,5 +118,5 @@ def _prompt_position(position: Position) -> dict[str, Any]:
     }
 
 
-def finite(logprob: float) -> float:
-    return max(logprob, _LEAST)
+def finite_logprob(logprob: float) -> float:
+    return max(logprob, _MIN_LOGPROB)

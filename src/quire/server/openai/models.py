@@ -4,25 +4,19 @@ import uuid
 from typing import Any
 
 from fastapi import FastAPI
-from starlette.convertors import Convertor, register_url_convertor
+from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.responses import Response
 
 from quire.server.http.errors import json_response
 from quire.server.http.openapi_document import replies_of
 from quire.server.openai import replies
-from quire.server.openai.service import GenerationService, no_model
+from quire.server.openai.service import GenerationService, unknown_model_error
 
 
-class AnyText(Convertor[str]):
+class AnyText(PathConvertor):
     """Path parameter of any text; Starlette's `path` stops at a line end."""
 
     regex = "(?s:.*)"
-
-    def convert(self, value: str) -> str:
-        return value
-
-    def to_string(self, value: str) -> str:
-        return value
 
 
 register_url_convertor("any", AnyText())
@@ -35,7 +29,7 @@ def model_cards(api: GenerationService) -> dict[str, dict[str, Any]]:
     adapters = {
         adapter.name: (adapter.root, adapter.base or facts.model_names[0]) for adapter in api.adapters
     }
-    return {name: _card(api, name, *described) for name, described in (names | adapters).items()}
+    return {name: _card(api, name, *root_and_parent) for name, root_and_parent in (names | adapters).items()}
 
 
 def _card(api: GenerationService, name: str, root: str, parent: str | None) -> dict[str, Any]:
@@ -79,5 +73,5 @@ def add_model_routes(app: FastAPI, api: GenerationService) -> None:
         """Return one served model."""
         model = model_cards(api).get(name)
         if model is None:
-            raise no_model(name, api.served_names())
+            raise unknown_model_error(name, api.served_names())
         return json_response(model)

@@ -46,7 +46,7 @@ _EMBEDS = "_embeds"
 """Suffix of the types of content parts that are embeddings."""
 _END = object()
 _RENDER_S = 1.0
-_NOT_OF_EMBEDS = {
+_EMBEDS_CONFLICTS = {
     "echo": "Echo is unsupported with prompt embeds.",
     "truncate_prompt_tokens": "truncate_prompt_tokens is unsupported with prompt embeds.",
     "use_beam_search": "Beam search is unsupported with prompt embeds.",
@@ -86,17 +86,16 @@ class PromptReader:
         self._adapter_of = adapter_of
         self._template = engine.facts.chat_template
         self._settings = settings
-        self._unbounded = copy.copy(engine.inputs)
+        self._without_limits = copy.copy(engine.inputs)
         """Input processor without a length limit, for prompts that will be truncated."""
-        self._unbounded.max_model_len = sys.maxsize >> 16
-        self._unbounded.max_prompt_len = None
-        self._unbounded.max_chars = sys.maxsize
-        self._counting = copy.copy(self._unbounded)
+        self._without_limits.max_model_len = sys.maxsize >> 16
+        self._without_limits.max_prompt_len = None
+        self._without_limits.max_chars = sys.maxsize
+        self._without_token_limit = copy.copy(self._without_limits)
         """Input processor without a limit on tokens, but on characters, to count tokens."""
-        self._counting.max_chars = engine.inputs.max_chars
+        self._without_token_limit.max_chars = engine.inputs.max_chars
 
-    async def of_completion(self, body: CompletionBody, *, max_sequences: int) -> list[Prompt]:
-        """Return the prompts of a completion."""
+    async def read_completion(self, body: CompletionBody, *, max_sequences: int) -> list[Prompt]:
         prompts = [*_embeds_of(body), *([] if body.prompt in (None, "") else list_prompts(body.prompt))]
         if not prompts:
             raise InvalidBody(
@@ -121,7 +120,7 @@ class PromptReader:
 
         return await off_loop(sum(map(_prompt_size, prompts)), read)
 
-    async def of_chat(
+    async def read_chat(
         self,
         body: Any,
         num_output: int,
@@ -131,43 +130,45 @@ class PromptReader:
     ) -> Prompt:
         """Return the prompt of a chat, with room for `num_output` tokens if it is truncated. `wait` awaits
         slow work and may cancel it; `variables` are those of the chat template, if they are known."""
-        talk = await self._parse_chat(body, wait)
+        chat = await self._parse_chat(body, wait)
 
         def read() -> Prompt:
-            return self._truncate(self._render(talk, self._inputs_for(body), variables), body, num_output)
+            return self._truncate(self._render(chat, self._inputs_for(body), variables), body, num_output)
 
-        return await off_loop(talk.size, read)
+        return await off_loop(chat.size, read)
 
-    async def of_inputs(
+    async def read_inputs(
         self,
-        named: Sequence[tuple[str, PoolingInput]],
+        named_inputs: Sequence[tuple[str, PoolingInput]],
         body: EngineBody,
         *,
         add_special_tokens: bool = True,
         wait: Wait | None = None,
     ) -> list[Prompt]:
         """Return the prompts of a pooling model. Errors mention the name of the input."""
-        parted = [(name, value) for name, value in named if isinstance(value, ScoreInputs)]
-        if any(value.items for _, value in parted):
-            work = self._prepare(parted, body)
+        with_parts = [(name, value) for name, value in named_inputs if isinstance(value, ScoreInputs)]
+        if any(value.items for _, value in with_parts):
+            work = self._prepare(with_parts, body)
             await (work if wait is None else wait(work))
 
         def read() -> list[Prompt]:
             prompts = []
-            for name, value in named:
+            for name, value in named_inputs:
                 with _naming_input(name):
                     prompts.append(self._pooling_prompt(value, body, add_special_tokens))
             return prompts
 
-        size = sum(_LONG if isinstance(value, ScoreInputs) else _prompt_size(value) for _, value in named)
+        size = sum(
+            _LONG if isinstance(value, ScoreInputs) else _prompt_size(value) for _, value in named_inputs
+        )
         return await off_loop(size, read)
 
-    async def _prepare(self, named: Sequence[tuple[str, ScoreInputs]], body: Any) -> None:
+    async def _prepare(self, named_inputs: Sequence[tuple[str, ScoreInputs]], body: Any) -> None:
         """Process the media of the inputs; a side that several inputs share is processed once."""
-        for name, value in named:
+        for name, value in named_inputs:
             with _naming_input(name):
                 self._inputs.media.check(value.items)
-        unique = [*{id(side): side for _, value in named for side in value.sides}.values()]
+        unique = [*{id(side): side for _, value in named_inputs for side in value.sides}.values()]
         prepared_sides = await self._inputs.media.prepare_each(
             [side.items for side in unique],
             getattr(body, "media_io_kwargs", None),
@@ -176,17 +177,19 @@ class PromptReader:
         for side, prepared in zip(unique, prepared_sides, strict=True):
             side.prepared = prepared
 
-    async def count(self, body: ConversationBody) -> Prompt:
+    async def read_unlimited(self, body: ConversationBody) -> Prompt:
         """Return the prompt of a conversation of any number of tokens, for /tokenize."""
-        talk = await self._parse_chat(body)
-        return await off_loop(talk.size, lambda: self._render(talk, self._with_adapter(self._counting, body)))
+        chat = await self._parse_chat(body)
+        return await off_loop(
+            chat.size, lambda: self._render(chat, self._with_adapter(self._without_token_limit, body))
+        )
 
     async def _parse_chat(self, body: ConversationBody, wait: Wait | None = None) -> "_ParsedChat":
         """Split the messages into text and media, and process the media."""
         size = _template_size(body)
         salt = getattr(body, "cache_salt", None)
         messages, items = await off_loop(
-            size if size < _LONG else _num_values(_fields(body.messages)),
+            size if size < _LONG else _count(_fields(body.messages), _part_size),
             lambda: part_media([*map(as_dict, body.messages)], salt),
         )
         if not items:
@@ -210,14 +213,14 @@ class PromptReader:
         }
 
     def _render(
-        self, talk: "_ParsedChat", inputs: InputProcessor, variables: Mapping[str, Any] | None = None
+        self, chat: "_ParsedChat", inputs: InputProcessor, variables: Mapping[str, Any] | None = None
     ) -> Prompt:
-        body = talk.body
+        body = chat.body
         hidden = self._settings.exclude_tools_when_tool_choice_none
         tools = None if hidden and getattr(body, "tool_choice", None) == "none" else body.tools
         return chat_prompt(
             inputs,
-            talk.messages,
+            chat.messages,
             chat_template=body.chat_template or self._template,
             chat_template_content_format=self._settings.chat_template_content_format,
             add_generation_prompt=body.add_generation_prompt,
@@ -225,8 +228,8 @@ class PromptReader:
             tools=tools,
             chat_template_kwargs=self.variables(body) if variables is None else variables,
             add_special_tokens=body.add_special_tokens,
-            prepared=talk.prepared,
-            render_s=_RENDER_S if talk.text_size >= _LONG else None,
+            prepared=chat.prepared,
+            render_s=_RENDER_S if chat.text_size >= _LONG else None,
         )
 
     def _pooling_prompt(self, value: PoolingInput, body: EngineBody, add_special_tokens: bool) -> Prompt:
@@ -250,7 +253,7 @@ class PromptReader:
         return sides_prompt(
             inputs,
             value.sides,
-            choose_template(self._own_template, self._template),
+            choose_template(self._model_template, self._template),
             chat_template_content_format=self._settings.chat_template_content_format,
             chat_template_kwargs=self._settings.default_chat_template_kwargs,
             add_generation_prompt=False,
@@ -259,15 +262,15 @@ class PromptReader:
     @property
     def has_template(self) -> bool:
         """Whether there is a chat template to render messages."""
-        return self._template is not None or self._own_template is not None
+        return self._template is not None or self._model_template is not None
 
     @property
-    def _own_template(self) -> str | dict[str, str] | None:
+    def _model_template(self) -> str | dict[str, str] | None:
         return None if self._inputs.tokenizer is None else self._inputs.tokenizer.chat_template
 
     def _inputs_for(self, body: EngineBody) -> InputProcessor:
         return self._with_adapter(
-            self._inputs if body.truncate_prompt_tokens is None else self._unbounded, body
+            self._inputs if body.truncate_prompt_tokens is None else self._without_limits, body
         )
 
     def _with_adapter(self, inputs: InputProcessor, body: Any) -> InputProcessor:
@@ -324,9 +327,9 @@ def _embeds_of(body: CompletionBody) -> list[dict[str, str]]:
     """Return the prompts of a body that are embeddings."""
     if not body.prompt_embeds:
         return []
-    for name, why in _NOT_OF_EMBEDS.items():
+    for name, message in _EMBEDS_CONFLICTS.items():
         if getattr(body, name):
-            raise RequestError(why, param=name)
+            raise RequestError(message, param=name)
     embeds = [body.prompt_embeds] if isinstance(body.prompt_embeds, str) else body.prompt_embeds
     return [{"prompt_embeds": item} for item in embeds]
 
@@ -360,10 +363,10 @@ def _fields(messages: Sequence[Message]) -> Iterator[Any]:
     return (fields for message in messages for fields in (vars(message), message.model_extra))
 
 
-def _num_values(value: Any) -> int:
-    """Count the nested values, each as `_VALUE_CHARS`, up to about `_LONG`. A text counts as one, as the
-    search for media does not read it. Embeddings count as long, since they are decoded."""
-    return _count(value, lambda text: _LONG if text.endswith(_EMBEDS) else _VALUE_CHARS)
+def _part_size(text: str) -> int:
+    """Return the size of a text in the search for media, which reads only the types of content parts.
+    Embeddings count as long, since they are decoded."""
+    return _LONG if text.endswith(_EMBEDS) else _VALUE_CHARS
 
 
 def _prompt_size(prompt: Any) -> int:

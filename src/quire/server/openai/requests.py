@@ -24,11 +24,7 @@ def doc(text: str, default: Any = None, **rules: Any) -> Any:
     return Field(default=default, description=text, **rules)
 
 
-def _to_int(value: object) -> object:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-Int = Annotated[int, BeforeValidator(_to_int)]
+Int = Annotated[int, BeforeValidator(lambda x: int(x) if isinstance(x, float) and x.is_integer() else x)]
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]
 """A list that reports only its first invalid item, since an error takes hundreds of times the item's

@@ -17,7 +17,6 @@ from quire.server.openai.requests import (
     MAX_STOP_STRINGS,
     Body,
     ChatBody,
-    CompletionBody,
     ConversationBody,
     GenerateBody,
 )
@@ -68,9 +67,9 @@ class UnknownFields:
             shown = printable(name, self._max_chars)
             if shown not in self._logged and name not in _HANDLED:
                 self._logged.add(shown)
-                close = nearest(shown, type(body).model_fields)
+                suggestion = nearest(shown, type(body).model_fields)
                 logger.warning(
-                    "The following fields were present in the request but ignored: '%s'%s", shown, close
+                    "The following fields were present in the request but ignored: '%s'%s", shown, suggestion
                 )
 
 
@@ -114,7 +113,8 @@ def check_stops(stop: object, limit: int = MAX_STOP_STRINGS) -> None:
 def check_chat(body: ChatBody, *, trust_template: bool) -> None:
     if (body.model_extra or {}).get("prompt_embeds") is not None:
         raise RequestError("prompt_embeds is supported by /v1/completions only", param="prompt_embeds")
-    _warn_of_functions(body)
+    if any((body.model_extra or {}).get(name) not in (None, "none") for name in _FUNCTION_FIELDS):
+        warn_once(logger, "`functions` and `function_call` have no effect: send `tools` and `tool_choice`")
     if body.top_logprobs and not body.logprobs:
         raise InvalidBody("when using `top_logprobs`, `logprobs` must be set to true.", param="top_logprobs")
     if body.top_logprobs is not None and body.top_logprobs < -1:
@@ -123,17 +123,11 @@ def check_chat(body: ChatBody, *, trust_template: bool) -> None:
     check_template(body.chat_template, trust_template)
 
 
-def _warn_of_functions(body: ChatBody) -> None:
-    """Log a warning about requests with the older names of `tools` and `tool_choice`."""
-    if any((body.model_extra or {}).get(name) not in (None, "none") for name in _FUNCTION_FIELDS):
-        warn_once(logger, "`functions` and `function_call` have no effect: send `tools` and `tool_choice`")
-
-
 def check_contents(body: ConversationBody) -> None:
-    for place, message in enumerate(body.messages):
+    for index, message in enumerate(body.messages):
         if message.role != "assistant" and message.content is None and "content" in message.model_fields_set:
             raise RequestError(
-                f"messages[{place}].content is null, which only an assistant's may be: send text or parts",
+                f"messages[{index}].content is null, which only an assistant's may be: send text or parts",
                 param="messages",
             )
 
@@ -149,10 +143,12 @@ def check_template(chat_template: str | None, trusted: bool) -> None:
 
 def constraint_of(body: GenerateBody) -> dict[str, Any] | None:
     """Return the constraint of a request in the form of SamplingParams; raise if it has several."""
+    extra = body.model_extra or {}
+    guided = {key: extra[name] for name, key in _GUIDED.items() if extra.get(name) not in (None, False)}
     forms = {
         "response_format": _from_format(body.response_format),
         "structured_outputs": body.structured_outputs,
-        "guided_*": _from_guided(body.model_extra or {}),
+        "guided_*": guided if guided.keys() - {"whitespace_pattern"} else None,
     }
     constraints = {name: constraint for name, constraint in forms.items() if constraint is not None}
     if len(constraints) > 1:
@@ -192,11 +188,6 @@ _FORMATS: dict[str, Callable[[dict[str, Any]], dict[str, Any] | None]] = {
     "json_schema": _from_schema,
     "structural_tag": lambda format: {"structural_tag": json.dumps(format)},
 }
-
-
-def _from_guided(extra: dict[str, Any]) -> dict[str, Any] | None:
-    constraint = {key: extra[name] for name, key in _GUIDED.items() if extra.get(name) not in (None, False)}
-    return constraint if constraint.keys() - {"whitespace_pattern"} else None
 
 
 def params_size(source: GenerateBody | SamplingParams) -> int:
@@ -275,16 +266,3 @@ def beam_params(
         length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
     )
-
-
-def chat_num_logprobs(body: ChatBody) -> int | None:
-    if not body.logprobs:
-        return None
-    return body.top_logprobs or len(body.logprob_token_ids or ())
-
-
-def completion_prompt_logprobs(body: CompletionBody) -> int | None:
-    """Return the number of prompt logprobs; an echoed prompt has as many as the output."""
-    if body.prompt_logprobs is None and body.echo:
-        return body.logprobs
-    return body.prompt_logprobs

@@ -71,9 +71,9 @@ async def create_generative_scoring(api: GenerationService, body: ScoringBody, r
             param="items",
         )
     vocab = api.engine.facts.vocab
-    if wrong := [id for id in body.label_token_ids if id >= vocab]:
+    if (largest := max(body.label_token_ids)) >= vocab:
         raise RequestError(
-            f"label_token_id {wrong[0]} is out of vocabulary range [0, {vocab}). Please provide valid token "
+            f"label_token_id {largest} is out of vocabulary range [0, {vocab}). Please provide valid token "
             "IDs.",
             param="label_token_ids",
         )
@@ -81,7 +81,7 @@ async def create_generative_scoring(api: GenerationService, body: ScoringBody, r
     prompts = await off_loop(size, lambda: _prompts(api.inputs_of(body.model), body))
     params = SamplingParams(max_tokens=1, logprob_token_ids=list(dict.fromkeys(body.label_token_ids)))
     job = api.job("generative-scoring", body, request, prompts, [params] * len(prompts))
-    outputs = await api.answering.until_gone(request.receive, api.finished(job))
+    outputs = await api.running_requests.until_disconnect(request.receive, api.finished(job))
     return json_response(_reply(api, body, job, outputs))
 
 
@@ -113,10 +113,8 @@ def _reply(
         {"index": index, "object": "score", "score": _score(body, output)}
         for index, output in enumerate(outputs)
     ]
-    num_prompt = sum(len(prompt.token_ids) for prompt in job.prompts)
-    usage = api.usage(num_prompt, sum(len(output.outputs[0].token_ids) for output in outputs))
-    frame = {"id": job.id, "object": "list", "created": job.created, "model": job.model}
-    return frame | {"data": data, "usage": usage}
+    num_output = sum(len(output.outputs[0].token_ids) for output in outputs)
+    return job.frame("list") | {"data": data, "usage": api.usage(job.num_prompt_tokens, num_output)}
 
 
 def _score(body: ScoringBody, output: RequestOutput) -> float:

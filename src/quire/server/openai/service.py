@@ -29,27 +29,27 @@ from quire.frontend.pooling import NOT_GENERATIVE, NOT_POOLING
 from quire.logs import get_logger, printable
 from quire.metrics.api_keys import KeyAccount
 from quire.server.http.errors import NotFound, json_response
-from quire.server.http.in_flight import Answering, LongWork
+from quire.server.http.in_flight import LongBodyLimit, RunningRequests
 from quire.server.http.limits import account_of
 from quire.server.http.sse import AnswerEncoder, EventStream
 from quire.server.lora.registry import LoRARegistry
-from quire.server.lora.service import LoRAService, adapters_of
+from quire.server.lora.service import LoRAService, open_lora_service
 from quire.server.openai.cache_hints import cache_hints
 from quire.server.openai.logprobs import TokenFormatter
-from quire.server.openai.prompts import PromptReader, off_loop
+from quire.server.openai.prompts import PromptReader, Wait, off_loop
 from quire.server.openai.requests import CallBody, GenerateBody
 from quire.server.openai.sampling_params import params_size
 from quire.server.openai.streams import (
-    InOrder,
-    Logged,
-    Merged,
+    LoggedOutputs,
+    MergedOutputs,
+    OrderedOutputs,
     Pauses,
-    all_of,
     beam_search,
-    final,
-    last_of_each,
+    collect_final_outputs,
+    final_output,
+    gather_all,
 )
-from quire.server.openai.timeline import HEADER, JobTimeline, request_metrics
+from quire.server.openai.timeline import TIMELINE_HEADER, JobTimeline, request_metrics
 from quire.server.settings import ServerSettings, parsers_of
 from quire.text.tokenizer import Tokenizer
 
@@ -96,10 +96,18 @@ class ApiCall:
         """Return the arguments of the engine that all requests of the call share."""
         return {"priority": self.priority, "rank": self.rank, "account": self.account, "lora": self.lora}
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(prompt.token_ids) for prompt in self.prompts)
+
+    def frame(self, object: str) -> dict[str, Any]:
+        """Return the first fields of a response of this kind."""
+        return {"id": self.id, "object": object, "created": self.created, "model": self.model}
+
     def engine_ids(self) -> list[str]:
         if len(self.prompts) == 1:
             return [self.id]
-        return [f"{self.id}-{place}" for place in range(len(self.prompts))]
+        return [f"{self.id}-{index}" for index in range(len(self.prompts))]
 
 
 class GenerationService:
@@ -110,14 +118,14 @@ class GenerationService:
     ) -> None:
         self.engine = engine
         self.settings = settings
-        self.adapters: LoRAService = adapters_of(engine, settings, registry)
+        self.adapters: LoRAService = open_lora_service(engine, settings, registry)
         self.reader = PromptReader(engine, settings.api, self.adapters.request_of)
         self.parsers = parsers_of(settings.api)
         if (tokenizer := engine.inputs.tokenizer) is not None and engine.inputs.pooling is None:
             self.parsers.detect(tokenizer.chat_template, engine.facts.chat_template)
-        self.answering = Answering()
-        self.long_work = LongWork()
-        self._turns = asyncio.Lock()
+        self.running_requests = RunningRequests()
+        self.long_bodies = LongBodyLimit()
+        self._lock = asyncio.Lock()
         """Lock of the large calls, of which one at a time has the event loop."""
         facts = engine.facts
         self.fingerprint = _fingerprint(settings.api, facts)
@@ -126,9 +134,9 @@ class GenerationService:
         """Raise NotFound unless this is the name of the model or of an adapter, which is resolved if
         necessary. With `pools`, also check whether the model is a pooling model."""
         if name and name not in self.engine.facts.model_names:
-            await self.adapters.settle(name)
+            await self.adapters.resolve(name)
             if self.adapters.get(name) is None:
-                raise no_model(name, self.served_names())
+                raise unknown_model_error(name, self.served_names())
             await asyncio.to_thread(self.inputs_of, name)  # may read the adapter's tokenizer files
         if pools is not None and pools != (self.engine.inputs.pooling is not None):
             raise NotFound(NOT_POOLING.format(what="this route") if pools else NOT_GENERATIVE)
@@ -150,7 +158,12 @@ class GenerationService:
         return self.engine.inputs.of(self.adapters.request_of(name))
 
     def job(
-        self, kind: str, body: CallBody, request: Request, prompts: list[Prompt], params: Sequence[Params]
+        self,
+        id_prefix: str,
+        body: CallBody,
+        request: Request,
+        prompts: list[Prompt],
+        params: Sequence[Params],
     ) -> ApiCall:
         """Build the call of a request, charge its prompt tokens to the key and log it."""
         base = request.headers.get("x-request-id") or body.request_id or uuid.uuid4().hex
@@ -161,7 +174,7 @@ class GenerationService:
         for prompt in prompts:
             prompt.hints = hints
         job = ApiCall(
-            id=f"{kind}-{base}",
+            id=f"{id_prefix}-{base}",
             created=int(time.time()),
             model=name,
             priority=body.priority if priority is None else priority,
@@ -173,7 +186,7 @@ class GenerationService:
             lora=lora,
         )
         if job.account is not None:
-            job.account.add_prompt(sum(len(prompt.token_ids) for prompt in prompts))
+            job.account.add_prompt(job.num_prompt_tokens)
         if self.settings.log.enable_log_requests:
             for prompt in prompts:
                 shown = self._shorten(prompt.text)
@@ -186,12 +199,12 @@ class GenerationService:
         names = self.engine.facts.model_names
         if not name or name in names:
             return names[0], None
-        lora = self.adapters.take(name, request.scope)
+        lora = self.adapters.hold(name, request.scope)
         if lora is None:
-            raise no_model(name, self.served_names())
+            raise unknown_model_error(name, self.served_names())
         return name, lora
 
-    def speller(self, body: GenerateBody) -> TokenFormatter:
+    def token_formatter(self, body: GenerateBody) -> TokenFormatter:
         requested = body.return_tokens_as_token_ids
         as_ids = self.settings.api.return_tokens_as_token_ids if requested is None else requested
         return TokenFormatter(self.inputs_of(body.model).tokenizer, as_ids)
@@ -226,70 +239,77 @@ class GenerationService:
         stream: bool,
         respond: Callable[[Any], Response] = json_response,
         in_order: bool = False,
-        then: Callable[[list[RequestOutput]], Coroutine[Any, Any, None]] | None = None,
+        before_encoding: Callable[[list[RequestOutput]], Coroutine[Any, Any, None]] | None = None,
     ) -> Response:
-        """Run the call and return its response from the encoder. `in_order` streams prompt by prompt. `then`
-        is awaited before a response that is not streamed is encoded."""
+        """Run the call and return its response from the encoder. `in_order` streams prompt by prompt.
+        `before_encoding` is awaited before a response that is not streamed is encoded."""
         timeline = job.timeline
         if stream:
             outputs = await self.streamed(job, in_order=in_order)
-            note = None if timeline is None else timeline.note
-            return EventStream(outputs, encoder=encoder, answering=self.answering, note=note)
-        final_outputs = await self.answering.until_gone(request.receive, self.finished(job))
-        if then is not None:
-            await self.answering.until_gone(request.receive, then(final_outputs))
+            on_output = None if timeline is None else timeline.add_output
+            return EventStream(
+                outputs, encoder=encoder, running_requests=self.running_requests, on_output=on_output
+            )
+        final_outputs = await self.running_requests.until_disconnect(request.receive, self.finished(job))
+        if before_encoding is not None:
+            await self.running_requests.until_disconnect(request.receive, before_encoding(final_outputs))
         if timeline is None:
-            return await off_loop(answer_size(final_outputs), lambda: respond(encoder.whole(final_outputs)))
+            return await off_loop(
+                answer_size(final_outputs), lambda: respond(encoder.response_body(final_outputs))
+            )
         for output in final_outputs:
-            timeline.note(output)
-        response = respond(timeline.add_to(encoder.whole(final_outputs)))
+            timeline.add_output(output)
+        response = respond(timeline.add_to(encoder.response_body(final_outputs)))
         if timeline.header:
-            response.headers[HEADER] = timeline.header
+            response.headers[TIMELINE_HEADER] = timeline.header
         return response
 
+    def cancelled_on_disconnect(self, request: Request) -> Wait:
+        """Return a function that awaits an operation, and cancels it if the client disconnects."""
+        return functools.partial(self.running_requests.until_disconnect, request.receive)
+
     def pauses(self) -> Pauses:
-        """Return the pauses of a large call."""
-        return Pauses(turns=self._turns)
+        return Pauses(lock=self._lock)
 
     async def streamed(self, job: ApiCall, *, in_order: bool = False) -> Outputs:
         """Start the requests and return their outputs as they arrive. With several prompts, the ids are
         `job.engine_ids()`. With `in_order`, the outputs of one prompt follow those of another."""
-        started: list[Outputs] = []
+        streams: list[Outputs] = []
         pause = self.pauses()
-        checking = ParamsChecker(self.engine.inputs, job.lora)
+        checker = ParamsChecker(self.engine.inputs, job.lora)
         try:
             for prompt, params, id in zip(job.prompts, job.params, job.engine_ids(), strict=True):
                 assert isinstance(params, SamplingParams)
-                checked, timed = await checking.of(params), job.timeline is not None
-                started.append(self.engine.generate(prompt, checked, id, timed=timed, **job.routing))
+                checked, timed = await checker.of(params), job.timeline is not None
+                streams.append(self.engine.generate(prompt, checked, id, timed=timed, **job.routing))
                 await pause.if_due()
         except BaseException:
-            for item in started:
+            for item in streams:
                 await item.aclose()
             raise
-        outputs: Outputs = started[0]
+        outputs: Outputs = streams[0]
         if in_order:
-            outputs = InOrder(started)
-        elif len(started) > 1:
-            outputs = Merged(dict(zip(job.engine_ids(), started, strict=True)), pause)
+            outputs = OrderedOutputs(streams)
+        elif len(streams) > 1:
+            outputs = MergedOutputs(dict(zip(job.engine_ids(), streams, strict=True)), pause)
         if self.settings.log.enable_log_outputs:
-            outputs = Logged(outputs, job.id, self._shorten)
+            outputs = LoggedOutputs(outputs, job.id, self._shorten)
         return outputs
 
     async def finished(self, job: ApiCall) -> list[RequestOutput]:
         """Run the call and return the final outputs, in the order of the prompts."""
         if isinstance(job.params[0], BeamSearchParams):
             pauses = self.pauses()
-            works = [
+            coroutines = [
                 beam_search(self.engine, prompt, params, id, pauses=pauses, routing=job.routing)
                 for prompt, params, id in zip(job.prompts, job.params, job.engine_ids(), strict=True)
                 if isinstance(params, BeamSearchParams)
             ]
-            return await all_of(works)
+            return await gather_all(coroutines)
         outputs = await self.streamed(job)
         if len(job.prompts) == 1:
-            return [await final(outputs)]
-        last = await last_of_each(outputs)
+            return [await final_output(outputs)]
+        last = await collect_final_outputs(outputs)
         return [last[id] for id in job.engine_ids()]
 
     def reports_cache(self, hints: CacheHints | None) -> bool:
@@ -325,8 +345,8 @@ class GenerationService:
                     by_tier["remote"] = stats.num_from_remote
             if num_created is not None:
                 details["created_cache_tokens"] = num_created
-        if timeline is not None and timeline.told is not None:
-            usage["timeline"] = timeline.told
+        if timeline is not None and timeline.timings is not None:
+            usage["timeline"] = timeline.timings
         return usage
 
     def metrics(self, stats: RequestStateStats | None, num_sequences: int) -> dict[str, Any] | None:
@@ -381,12 +401,12 @@ def _positions_size(positions: PromptLogprobs | SampleLogprobs | None) -> int:
     return 0 if not positions else _LOGPROB_SIZE * len(positions) * len(positions[-1] or ())
 
 
-def limit_long_work(answer: Answer) -> Answer:
+def limit_long_bodies(answer: Answer) -> Answer:
     """Let a handler wait while too many requests with long bodies are processed (decorator)."""
 
     @functools.wraps(answer)
     async def limited(api: GenerationService, body: Any, request: Request) -> Response:
-        async with api.long_work.place(request):
+        async with api.long_bodies.slot(request):
             return await answer(api, body, request)
 
     return limited
@@ -405,7 +425,7 @@ def _fingerprint(api: ApiSection, facts: EngineFacts) -> str | None:
     return None
 
 
-def no_model(name: str, served: Iterable[str]) -> NotFound:
+def unknown_model_error(name: str, served: Iterable[str]) -> NotFound:
     """Return the error for an unknown model; it lists some of the served names."""
     names = [*itertools.islice(served, _MAX_LISTED + 1)]
     listed = ", ".join([*names[:_MAX_LISTED], *(["..."] if len(names) > _MAX_LISTED else [])])

@@ -21,31 +21,31 @@ from quire.text.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
 
-PIECE_S = 0.005
+MAX_BLOCKING_S = 0.005
 """Seconds for which a large call may block the event loop at a time."""
 
 
 class Pauses:
     """Pauses that yield to the event loop within a large call. Several tasks of one call may share an
-    instance, and several calls the lock `turns`; then one task at a time resumes."""
+    instance, and several calls the lock `lock`; then one task at a time resumes."""
 
     def __init__(
-        self, clock: Callable[[], float] = time.perf_counter, turns: asyncio.Lock | None = None
+        self, clock: Callable[[], float] = time.perf_counter, lock: asyncio.Lock | None = None
     ) -> None:
         self._clock = clock
         self._resumed_at = clock()
-        self._turns = turns or asyncio.Lock()
+        self._lock = lock or asyncio.Lock()
 
     async def if_due(self) -> None:
-        """Yield to the event loop if the call has blocked it for `PIECE_S`."""
-        if self._clock() - self._resumed_at < PIECE_S:
+        """Yield to the event loop if the call has blocked it for `MAX_BLOCKING_S`."""
+        if self._clock() - self._resumed_at < MAX_BLOCKING_S:
             return
-        async with self._turns:
+        async with self._lock:
             await asyncio.sleep(0)
             self._resumed_at = self._clock()
 
 
-async def last_of_each(outputs: Outputs) -> dict[str, RequestOutput]:
+async def collect_final_outputs(outputs: Outputs) -> dict[str, RequestOutput]:
     """Return the last output of each request, by id."""
     last = {}
     try:
@@ -56,14 +56,14 @@ async def last_of_each(outputs: Outputs) -> dict[str, RequestOutput]:
     return last
 
 
-class Logged:
+class LoggedOutputs:
     """Outputs that are logged when they are complete."""
 
     def __init__(self, outputs: Outputs, name: str, cut: Callable[[str], str]) -> None:
         self._outputs, self._name, self._cut = outputs, name, cut
         self._texts: dict[tuple[str, int], list[str]] = {}
 
-    def __aiter__(self) -> "Logged":
+    def __aiter__(self) -> "LoggedOutputs":
         return self
 
     async def __anext__(self) -> RequestOutput:
@@ -79,15 +79,15 @@ class Logged:
             logger.info("Generated response %s: %r", self._name, self._cut("".join(texts)))
 
 
-class Merged:
+class MergedOutputs:
     """Outputs of several requests as one stream, in order of arrival, under the ids of the mapping."""
 
-    def __init__(self, started: Mapping[str, Outputs], pauses: Pauses) -> None:
-        self._started, self._pauses = started, pauses
+    def __init__(self, streams: Mapping[str, Outputs], pauses: Pauses) -> None:
+        self._streams, self._pauses = streams, pauses
         self._arrived: asyncio.Queue[RequestOutput | Exception | None] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
 
-    def __aiter__(self) -> "Merged":
+    def __aiter__(self) -> "MergedOutputs":
         return self
 
     async def __anext__(self) -> RequestOutput:
@@ -111,46 +111,46 @@ class Merged:
         self, reader: Callable[[RequestOutput], None], text_reader: Callable[[str, int], None] | None = None
     ) -> None:
         """Pass all outputs of all requests to `reader` as soon as they arrive."""
-        ends: list[asyncio.Future[None]] = []
+        futures: list[asyncio.Future[None]] = []
         try:
-            for id, outputs in self._started.items():
-                ends.append(_push(id, outputs, reader))
+            for id, outputs in self._streams.items():
+                futures.append(_push(id, outputs, reader))
                 await self._pauses.if_due()
-            await asyncio.gather(*ends)
+            await asyncio.gather(*futures)
         finally:
-            while ends:
-                ends.pop().cancel()
+            while futures:
+                futures.pop().cancel()
 
     async def aclose(self) -> None:
         if self._task is not None:
             self._task.cancel()
-        for outputs in self._started.values():
+        for outputs in self._streams.values():
             await outputs.aclose()
 
 
-class InOrder:
+class OrderedOutputs:
     """Outputs of concurrent requests, read one request after another. The outputs of later requests are kept
     until then."""
 
-    def __init__(self, started: Sequence[Outputs]) -> None:
-        self._started = started
+    def __init__(self, streams: Sequence[Outputs]) -> None:
+        self._streams = streams
         self._waiting: deque[asyncio.Task[RequestOutput]] | None = None
         """Tasks that wait for the next output of each unfinished request."""
 
-    def __aiter__(self) -> "InOrder":
+    def __aiter__(self) -> "OrderedOutputs":
         return self
 
     async def __anext__(self) -> RequestOutput:
         if self._waiting is None:
-            self._waiting = deque(asyncio.create_task(_next(outputs)) for outputs in self._started)
+            self._waiting = deque(asyncio.create_task(_next(outputs)) for outputs in self._streams)
         if not self._waiting:
             raise StopAsyncIteration
         output = await self._waiting[0]
         if output.finished:
             self._waiting.popleft()
         else:
-            place = len(self._started) - len(self._waiting)
-            self._waiting[0] = asyncio.create_task(_next(self._started[place]))
+            index = len(self._streams) - len(self._waiting)
+            self._waiting[0] = asyncio.create_task(_next(self._streams[index]))
         return output
 
     async def aclose(self) -> None:
@@ -158,7 +158,7 @@ class InOrder:
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
-        for outputs in self._started:
+        for outputs in self._streams:
             await outputs.aclose()
 
 
@@ -217,7 +217,7 @@ async def beam_search(
             await pauses.if_due()
             id = f"{request_id}-{num_rounds}-{index}"
             beams.append(engine.generate(beam_prompt(prompt, beam.tokens), checked, id, **routing))
-        outputs = await all_of([final(beam) for beam in beams])
+        outputs = await gather_all([final_output(beam) for beam in beams])
         num_cached = num_cached if num_rounds else outputs[0].num_cached_tokens or 0
         await pauses.if_due()
         positions: list[Any] = [output.outputs[0].logprobs for output in outputs]
@@ -252,7 +252,7 @@ def _completion(
     )
 
 
-async def final(outputs: Outputs) -> RequestOutput:
+async def final_output(outputs: Outputs) -> RequestOutput:
     """Return the last output of a request; the request is aborted if this fails."""
     last = None
     try:
@@ -265,11 +265,11 @@ async def final(outputs: Outputs) -> RequestOutput:
     return last
 
 
-async def all_of(works: list[Coroutine[Any, Any, T]]) -> list[T]:
+async def gather_all(coroutines: list[Coroutine[Any, Any, T]]) -> list[T]:
     """Return all results. If one fails, cancel the others before its error is raised."""
-    if len(works) == 1:
-        return [await works[0]]
-    tasks = [asyncio.create_task(work) for work in works]
+    if len(coroutines) == 1:
+        return [await coroutines[0]]
+    tasks = [asyncio.create_task(work) for work in coroutines]
     try:
         return list(await asyncio.gather(*tasks))
     finally:

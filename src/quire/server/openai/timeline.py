@@ -10,7 +10,7 @@ from quire.data.outputs import RequestOutput, RequestStateStats
 from quire.data.timeline import RequestTimeline
 from quire.text.tokenizer import Tokenizer
 
-HEADER = "x-request-timeline"
+TIMELINE_HEADER = "x-request-timeline"
 TOKENS_BEFORE, TOKENS_AFTER = 8, 16
 """Tokens shown around the place where a prompt differs from an earlier one."""
 
@@ -18,13 +18,13 @@ TOKENS_BEFORE, TOKENS_AFTER = 8, 16
 def request_metrics(stats: RequestStateStats) -> dict[str, float | None]:
     """Return the timings of a request in vLLM's format; unknown ones are None."""
     num_tokens, first, last = stats.num_generation_tokens, stats.first_token_ts, stats.last_token_ts
-    generation, whole = _ms(first, last), _ms(stats.scheduled_ts, last)
+    generation, total = _ms(first, last), _ms(stats.scheduled_ts, last)
     return {
         "time_to_first_token_ms": _ms(stats.scheduled_ts, first),
         "generation_time_ms": generation,
         "queue_time_ms": _ms(stats.queued_ts, stats.scheduled_ts),
         "mean_itl_ms": None if generation is None or num_tokens < 2 else generation / (num_tokens - 1),
-        "tokens_per_second": 1e3 * num_tokens / whole if whole else None,
+        "tokens_per_second": 1e3 * num_tokens / total if total else None,
     }
 
 
@@ -42,9 +42,9 @@ class JobTimeline:
     @classmethod
     def of(cls, request: Request, tokenizer: Tokenizer | None) -> "JobTimeline | None":
         """Return a timeline if the request has the header, else None."""
-        return cls(tokenizer) if request.headers.get(HEADER, "0").lower() in ("1", "true") else None
+        return cls(tokenizer) if request.headers.get(TIMELINE_HEADER, "0").lower() in ("1", "true") else None
 
-    def note(self, output: RequestOutput) -> None:
+    def add_output(self, output: RequestOutput) -> None:
         if output.finished and output.metrics is not None:
             timeline = RequestTimeline.of(output.metrics, output.num_cached_tokens or 0)
             if (miss := timeline.cache_miss) is not None and miss.reason == "differs":
@@ -60,7 +60,7 @@ class JobTimeline:
         return self._tokenizer.decode(list(around), skip_special_tokens=False)
 
     @property
-    def told(self) -> dict[str, Any] | None:
+    def timings(self) -> dict[str, Any] | None:
         """Return the timings, or None if the engine reported none, as for beam search."""
         if not self._timelines:
             return None
@@ -69,13 +69,13 @@ class JobTimeline:
 
     def add_to(self, answer: dict[str, Any]) -> dict[str, Any]:
         """Add the timings to the usage of a response that is not streamed."""
-        if (timings := self.told) is not None and answer.get("usage") is not None:
+        if (timings := self.timings) is not None and answer.get("usage") is not None:
             answer["usage"]["timeline"] = timings
         return answer
 
     @property
     def header(self) -> str:
-        timings = self.told or {}
+        timings = self.timings or {}
         if (miss := timings.pop("cache_miss", None)) is not None:
             timings["cache_miss"] = miss["reason"]
         return ", ".join(f"{name}={value}" for name, value in timings.items())

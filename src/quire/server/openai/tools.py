@@ -32,7 +32,7 @@ class ToolUse:
     """Name of the tool to call, if `calls` is named."""
     schemas: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Parameter schemas by tool name."""
-    several: bool = True
+    parallel: bool = True
     """Whether one response may have several calls."""
     strict: frozenset[str] = frozenset()
     """Tools with arguments that must match their schema."""
@@ -54,26 +54,26 @@ class ToolUse:
                     param="structured_outputs",
                 )
             named = self.calls == NAMED
-            schema = self.schemas[self.name] if named else calls_schema(self.schemas, several=self.several)
+            schema = self.schemas[self.name] if named else calls_schema(self.schemas, parallel=self.parallel)
             return {"json": schema, "whitespace_pattern": _WHITE}
-        instead = _schema_only(requested)
-        if tokenizer is not None and (requested is None or instead is not None):
-            return self._optional_constraint(parser, tokenizer, instead) or requested
+        answer_schema = _schema_only(requested)
+        if tokenizer is not None and (requested is None or answer_schema is not None):
+            return self._optional_constraint(parser, tokenizer, answer_schema) or requested
         return requested
 
     def _optional_constraint(
-        self, parser: str | None, tokenizer: Tokenizer, instead: dict[str, Any] | None
+        self, parser: str | None, tokenizer: Tokenizer, answer_schema: dict[str, Any] | None
     ) -> dict[str, Any] | None:
         """Return the constraint of an output with optional calls, or None if the parser's format has no
-        grammar. The output is JSON of the schema `instead`, or text with calls; calls of strict tools match
+        grammar. The output is JSON of the `answer_schema`, or text with calls; calls of strict tools match
         their schemas."""
         format = format_of(parser or "", tokenizer)
-        if self.calls != "auto" or format is None or not (self.strict or instead):
+        if self.calls != "auto" or format is None or not (self.strict or answer_schema):
             return None
-        if instead and not format.opening:
+        if answer_schema and not format.opening:
             return None
-        held = {name: self.schemas[name] if name in self.strict else _ANY for name in self.schemas}
-        return {"grammar": calls_grammar(format, held, tokenizer, instead=instead)}
+        schemas = {name: self.schemas[name] if name in self.strict else _ANY for name in self.schemas}
+        return {"grammar": calls_grammar(format, schemas, tokenizer, answer_schema=answer_schema)}
 
 
 def _schema_only(constraint: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -95,23 +95,23 @@ def tool_use(body: ChatBody, *, auto: bool) -> ToolUse:
         if choice not in (None, "none"):
             raise InvalidBody("When using `tool_choice`, `tools` must be set.", param="tool_choice")
         return ToolUse()
-    functions = [_read_function(place, tool) for place, tool in enumerate(body.tools)]
+    functions = [_read_function(index, tool) for index, tool in enumerate(body.tools)]
     schemas = {name: schema for name, schema, _ in functions}
-    several = body.parallel_tool_calls is not False
+    parallel = body.parallel_tool_calls is not False
     if isinstance(choice, dict):
-        return ToolUse(NAMED, _read_choice(choice, schemas), schemas, several)
+        return ToolUse(NAMED, _read_choice(choice, schemas), schemas, parallel)
     if choice in (None, "auto") and not auto:
         raise RequestError(
             '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set',
             param="tool_choice",
         )
-    strict = frozenset(name for name, _, held in functions if held)
-    return ToolUse(choice or "auto", "", schemas, several, strict)
+    strict = frozenset(name for name, _, is_strict in functions if is_strict)
+    return ToolUse(choice or "auto", "", schemas, parallel, strict)
 
 
-def _read_function(place: int, tool: Mapping[str, Any]) -> tuple[str, dict[str, Any], bool]:
+def _read_function(index: int, tool: Mapping[str, Any]) -> tuple[str, dict[str, Any], bool]:
     """Return the name of a tool, the schema of its parameters, and whether it is strict."""
-    where = f"tools[{place}]"
+    where = f"tools[{index}]"
     if tool.get("type", "function") != "function":
         raise RequestError(f"{where}.type must be 'function', not {tool['type']!r:.80}", param="tools")
     function = tool.get("function")
@@ -146,36 +146,36 @@ def _read_choice(choice: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
     return name
 
 
-def calls_schema(schemas: Mapping[str, Mapping[str, Any]], *, several: bool) -> dict[str, Any]:
+def calls_schema(schemas: Mapping[str, Mapping[str, Any]], *, parallel: bool) -> dict[str, Any]:
     """Return the schema of a list of calls. Each tool's schema is a definition with adjusted references."""
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{place}"}},
+            "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{index}"}},
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
-        for place, name in enumerate(schemas)
+        for index, name in enumerate(schemas)
     ]
     return {
         "type": "array",
         "minItems": 1,
-        **({} if several else {"maxItems": 1}),
+        **({} if parallel else {"maxItems": 1}),
         "items": {"anyOf": calls},
         "$defs": {
-            str(place): _move_references(schema, place) for place, schema in enumerate(schemas.values())
+            str(index): _move_references(schema, index) for index, schema in enumerate(schemas.values())
         },
     }
 
 
-def _move_references(schema: Any, place: int) -> Any:
+def _move_references(schema: Any, index: int) -> Any:
     if isinstance(schema, list):
-        return [_move_references(item, place) for item in schema]
+        return [_move_references(item, index) for item in schema]
     if not isinstance(schema, dict):
         return schema
     return {
-        key: f"#/$defs/{place}{value[1:]}"
+        key: f"#/$defs/{index}{value[1:]}"
         if key == "$ref" and isinstance(value, str) and value.startswith("#")
-        else (value if key in _LITERAL and not isinstance(value, dict) else _move_references(value, place))
+        else (value if key in _LITERAL and not isinstance(value, dict) else _move_references(value, index))
         for key, value in schema.items()
     }

@@ -16,7 +16,6 @@ ABSENT_ROUTES = {
 
 
 def add_absent_routes(app: FastAPI) -> None:
-    """Add a refusal for each of these routes."""
     for path in ABSENT_ROUTES:
         app.add_api_route(path, _refuse, methods=["GET", "POST"], include_in_schema=False)
 

@@ -152,11 +152,18 @@ def _add_worker_routes(app: FastAPI, api: GenerationService) -> None:
     async def server_info(config_format: Literal["text", "json"] = "text") -> Response:
         """Return the engine's effective settings and its environment, without secrets."""
         settings = api.engine.operation.settings
-        config = _with_vllm_names(settings) if config_format == "json" else "\n".join(_lines(settings))
+        lines = [
+            f"{section}.{name}={value!r}" for section in settings for name, value in settings[section].items()
+        ]
+        config = _with_vllm_names(settings) if config_format == "json" else "\n".join(lines)
         body = {
             "vllm_config": config,
             "vllm_env": _environment(),
-            "system_env": _system(),
+            "system_env": {
+                "os": platform.platform(),
+                "python": platform.python_version(),
+                "cpu_count": os.cpu_count(),
+            },
             "weight_version": api.engine.operation.weight_version,
         }
         return Response(msgspec.json.encode(body, enc_hook=str), media_type="application/json")
@@ -233,10 +240,6 @@ def _with_vllm_names(settings: Any) -> dict[str, Any]:
     }
 
 
-def _lines(settings: Any) -> list[str]:
-    return [f"{section}.{name}={value!r}" for section, of in settings.items() for name, value in of.items()]
-
-
 def _environment() -> dict[str, str]:
     """Return the environment variables of Quire and vLLM, without secret ones."""
     return {
@@ -244,7 +247,3 @@ def _environment() -> dict[str, str]:
         for name, value in sorted(os.environ.items())
         if name.partition("_")[0] in PREFIXES and not any(word in name for word in _SECRET)
     }
-
-
-def _system() -> dict[str, Any]:
-    return {"os": platform.platform(), "python": platform.python_version(), "cpu_count": os.cpu_count()}

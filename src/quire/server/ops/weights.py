@@ -56,7 +56,6 @@ def version_header(operation: Any) -> str:
 
 
 def add_weight_routes(app: FastAPI, api: GenerationService) -> None:
-    """Add the routes of weight updates."""
 
     @app.post("/init_weight_transfer_engine", **replies_of(WeightUpdateReply, *_CODES))
     async def init_weight_transfer_engine(body: InitTransferBody) -> Response:

@@ -55,7 +55,7 @@ ASSETS = read_assets(Path(__file__).parent)
 OPEN_PATHS = frozenset({"/", *(f"/page/{name}" for name in ASSETS)})
 
 
-class Feed:
+class SnapshotFeed:
     """Snapshots of the engine as events: one per tick for all listeners, none without listeners."""
 
     def __init__(self, engine: AsyncEngine, clock: Callable[[], float] = time.monotonic) -> None:
@@ -90,9 +90,9 @@ class Feed:
             return {"healthy": False, "problem": str(error)}
 
 
-def add_page(app: FastAPI, engine: AsyncEngine) -> Feed:
+def add_page(app: FastAPI, engine: AsyncEngine) -> SnapshotFeed:
     """Add the page's routes; close the returned feed when the server begins to drain."""
-    feed = Feed(engine)
+    feed = SnapshotFeed(engine)
 
     async def index(request: Request) -> Response:
         return respond(request, ASSETS["index.html"])

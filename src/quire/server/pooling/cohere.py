@@ -19,7 +19,7 @@ from quire.server.openai.requests import Body, CallBody, Int, Some, doc
 from quire.server.openai.sampling_params import check_fields
 from quire.server.openai.service import GenerationService
 from quire.server.pooling.bodies import VectorOptions
-from quire.server.pooling.jobs import check_count, check_pooling, named, packed, pool, waiting
+from quire.server.pooling.jobs import check_count, check_pooling, name_inputs, pack_values, pool
 
 Kind = Literal["float", "binary", "ubinary", "base64"]
 
@@ -110,9 +110,9 @@ async def create_cohere_embeddings(api: GenerationService, body: CohereBody, req
     await check_pooling(api, options)
     check_count(api, len(inputs), field)
     named_inputs = [
-        (name, _read_input(api, instruction, name, value)) for name, value in named(field, inputs)
+        (name, _read_input(api, instruction, name, value)) for name, value in name_inputs(field, inputs)
     ]
-    prompts = await api.reader.of_inputs(named_inputs, options, wait=waiting(api, request))
+    prompts = await api.reader.read_inputs(named_inputs, options, wait=api.cancelled_on_disconnect(request))
     longest = max(len(prompt.token_ids) for prompt in prompts)
     if body.truncate == "NONE" and body.max_tokens is not None and longest > body.max_tokens:
         raise RequestError(
@@ -131,9 +131,8 @@ async def create_cohere_embeddings(api: GenerationService, body: CohereBody, req
     reply: dict[str, Any] = {"id": job.id, "embeddings": embeddings}
     if body.texts is not None:
         reply["texts"] = body.texts
-    count = sum(len(prompt.token_ids) for prompt in prompts)
     num_image = sum(item.length for prompt in prompts if prompt.media for item in prompt.media.items)
-    units = {"input_tokens": count - num_image, "image_tokens": num_image}
+    units = {"input_tokens": job.num_prompt_tokens - num_image, "image_tokens": num_image}
     reply["meta"] = {"api_version": {"version": "2"}, "billed_units": units}
     return json_response(reply | {"response_type": "embeddings_by_type"})
 
@@ -185,19 +184,19 @@ def _instruction(api: GenerationService, input_type: str | None) -> str:
     pooling = api.engine.inputs.pooling
     known = dict(pooling.instructions if pooling else ())
     if not known:
-        why = "This model does not define any input_type task instructions."
+        reason = "This model does not define any input_type task instructions."
     elif input_type not in known:
-        why = f"Supported values: {', '.join(sorted(known))}"
+        reason = f"Supported values: {', '.join(sorted(known))}"
     else:
         return known[input_type]
-    raise RequestError(f"Unsupported input_type {input_type!r}. {why}", param="input_type")
+    raise RequestError(f"Unsupported input_type {input_type!r}. {reason}", param="input_type")
 
 
 def _convert(kind: Kind, vectors: NDArray[np.float32]) -> list[Any]:
     if kind == "float":
         return list(vectors.tolist())
     if kind == "base64":
-        return [base64.b64encode(packed(vector, "float32", "little")).decode() for vector in vectors]
+        return [base64.b64encode(pack_values(vector, "float32", "little")).decode() for vector in vectors]
     if vectors.shape[1] % 8:
         raise RequestError(
             f"Embedding dimension must be a multiple of 8 for binary embedding types, but got "

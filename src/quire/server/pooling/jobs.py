@@ -5,7 +5,6 @@ import asyncio
 import base64
 import json
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,7 +17,7 @@ from quire.errors import RequestError
 from quire.frontend.inputs import Prompt
 from quire.frontend.output_stream import OutputStream
 from quire.server.http.errors import json_response
-from quire.server.openai.prompts import Wait, list_prompts, off_loop
+from quire.server.openai.prompts import list_prompts, off_loop
 from quire.server.openai.sampling_params import check_fields, check_template
 from quire.server.openai.service import ApiCall, GenerationService
 from quire.server.pooling.bodies import InputBody, PoolingBody, PoolingChatBody, VectorOptions
@@ -43,23 +42,18 @@ def check_count(api: GenerationService, count: int, param: str) -> None:
         )
 
 
-def named(field: str, values: Sequence[T]) -> list[tuple[str, T]]:
+def name_inputs(field: str, values: Sequence[T]) -> list[tuple[str, T]]:
     """Return the values, each with the name that errors use for it."""
-    return [(f"{field}[{place}]" if len(values) > 1 else field, value) for place, value in enumerate(values)]
-
-
-def waiting(api: GenerationService, request: Request) -> Wait:
-    """Return a function that awaits a long operation and cancels it if the client disconnects."""
-    return partial(api.answering.until_gone, request.receive)
+    return [(f"{field}[{index}]" if len(values) > 1 else field, value) for index, value in enumerate(values)]
 
 
 async def pool_inputs(
-    api: GenerationService, kind: str, body: InputBody | PoolingChatBody, request: Request, **params: Any
+    api: GenerationService, id_prefix: str, body: InputBody | PoolingChatBody, request: Request, **params: Any
 ) -> tuple[ApiCall, list[Pooled]]:
     """Run the model on the inputs of a body; `params` are those of `pool`."""
     await check_pooling(api, body)
     prompts = await _read_inputs(api, body, request)
-    return await pool(api, kind, body, request, prompts, **params)
+    return await pool(api, id_prefix, body, request, prompts, **params)
 
 
 async def _read_inputs(
@@ -67,17 +61,17 @@ async def _read_inputs(
 ) -> list[Prompt]:
     if isinstance(body, PoolingChatBody):
         check_template(body.chat_template, api.settings.api.trust_request_chat_template)
-        return [await api.reader.of_chat(body, 0, waiting(api, request))]
+        return [await api.reader.read_chat(body, 0, api.cancelled_on_disconnect(request))]
     inputs = list_prompts(body.input)
     check_count(api, len(inputs), "input")
-    return await api.reader.of_inputs(
-        named("input", inputs), body, add_special_tokens=body.add_special_tokens
+    return await api.reader.read_inputs(
+        name_inputs("input", inputs), body, add_special_tokens=body.add_special_tokens
     )
 
 
 async def pool(
     api: GenerationService,
-    kind: str,
+    id_prefix: str,
     body: PoolingBody,
     request: Request,
     prompts: list[Prompt],
@@ -87,8 +81,8 @@ async def pool(
 ) -> tuple[ApiCall, list[Pooled]]:
     """Return the model's outputs in the order of the prompts. All are cancelled if the client disconnects."""
     params = PoolingParams(task=task, use_activation=body.activates, dimensions=dimensions)
-    job = api.job(kind, body, request, prompts, [params] * len(prompts))
-    return job, await api.answering.until_gone(request.receive, _run_all(api, job))
+    job = api.job(id_prefix, body, request, prompts, [params] * len(prompts))
+    return job, await api.running_requests.until_disconnect(request.receive, _run_all(api, job))
 
 
 async def _run_all(api: GenerationService, job: ApiCall) -> list[Pooled]:
@@ -117,24 +111,16 @@ def usage(api: GenerationService, outputs: Sequence[Pooled]) -> dict[str, Any]:
     return api.usage(num_prompt, 0, sum(output.num_cached_tokens for output in outputs))
 
 
-def listing(
+def list_reply(
     api: GenerationService, job: ApiCall, data: list[dict[str, Any]], outputs: Sequence[Pooled]
 ) -> dict[str, Any]:
-    """Return the body of a reply with these results."""
-    return {
-        "id": job.id,
-        "object": "list",
-        "created": job.created,
-        "model": job.model,
-        "data": data,
-        "usage": usage(api, outputs),
-    }
+    return job.frame("list") | {"data": data, "usage": usage(api, outputs)}
 
 
 _ORDERS = {"native": "=", "little": "<", "big": ">"}
 
 
-def packed(values: Floats, dtype: str, endianness: str) -> bytes:
+def pack_values(values: Floats, dtype: str, endianness: str) -> bytes:
     """Return the values as bytes in row-major order."""
     order = _ORDERS[endianness]
     if dtype == "bfloat16":
@@ -150,39 +136,39 @@ async def answer_vectors(
     job: ApiCall,
     outputs: Sequence[Pooled],
     *,
-    kind: str,
+    object: str,
     field: str,
 ) -> Response:
-    """Return the vectors as objects of type `kind` that hold the values in `field`."""
+    """Return the vectors as objects of type `object` that hold the values in `field`."""
 
     def encode_values(values: Floats) -> list[Any] | str:
         if body.encoding_format == "float":
             return list(values.tolist())
-        return base64.b64encode(packed(values, body.embed_dtype, body.endianness)).decode()
+        return base64.b64encode(pack_values(values, body.embed_dtype, body.endianness)).decode()
 
     def encode() -> Response:
         if body.encoding_format in ("bytes", "bytes_only"):
-            return _bytes(api, body, job, outputs, kind)
+            return _bytes(api, body, job, outputs, object)
         data = [
-            {"index": index, "object": kind, field: encode_values(output.outputs.data)}
+            {"index": index, "object": object, field: encode_values(output.outputs.data)}
             for index, output in enumerate(outputs)
         ]
-        return json_response(listing(api, job, data, outputs))
+        return json_response(list_reply(api, job, data, outputs))
 
     return await off_loop(sum(output.outputs.data.size for output in outputs), encode)
 
 
 def _bytes(
-    api: GenerationService, body: VectorOptions, job: ApiCall, outputs: Sequence[Pooled], kind: str
+    api: GenerationService, body: VectorOptions, job: ApiCall, outputs: Sequence[Pooled], object: str
 ) -> Response:
     parts, data, start = [], [], 0
     for index, output in enumerate(outputs):
-        parts.append(packed(output.outputs.data, body.embed_dtype, body.endianness))
+        parts.append(pack_values(output.outputs.data, body.embed_dtype, body.endianness))
         end = start + len(parts[-1])
         data.append(
             {
                 "index": index,
-                "object": kind,
+                "object": object,
                 "embed_dtype": body.embed_dtype,
                 "endianness": body.endianness,
                 "start": start,
@@ -193,5 +179,5 @@ def _bytes(
         start = end
     headers = {}
     if body.encoding_format == "bytes":
-        headers["metadata"] = json.dumps(listing(api, job, data, outputs))
+        headers["metadata"] = json.dumps(list_reply(api, job, data, outputs))
     return Response(b"".join(parts), headers=headers, media_type="application/octet-stream")

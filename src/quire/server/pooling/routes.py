@@ -35,12 +35,11 @@ from quire.server.pooling.jobs import (
     answer_vectors,
     check_count,
     check_pooling,
-    listing,
-    named,
+    list_reply,
+    name_inputs,
     pool,
     pool_inputs,
     usage,
-    waiting,
 )
 
 Text = str | ContentParts
@@ -63,7 +62,7 @@ async def create_embeddings(
 ) -> Response:
     """Compute an embedding for each input."""
     job, outputs = await pool_inputs(api, "embd", body, request, task="embed", dimensions=body.dimensions)
-    return await answer_vectors(api, body, job, outputs, kind="embedding", field="embedding")
+    return await answer_vectors(api, body, job, outputs, object="embedding", field="embedding")
 
 
 async def create_pooling(
@@ -73,7 +72,7 @@ async def create_pooling(
     job, outputs = await pool_inputs(
         api, "pooling", body, request, task=body.task, dimensions=body.dimensions
     )
-    return await answer_vectors(api, body, job, outputs, kind="pooling", field="data")
+    return await answer_vectors(api, body, job, outputs, object="pooling", field="data")
 
 
 async def create_classes(
@@ -92,7 +91,7 @@ async def create_classes(
         }
         for index, output in enumerate(outputs)
     ]
-    return json_response(listing(api, job, data, outputs))
+    return json_response(list_reply(api, job, data, outputs))
 
 
 async def create_score(api: GenerationService, body: ScoreBody, request: Request) -> Response:
@@ -103,7 +102,7 @@ async def create_score(api: GenerationService, body: ScoreBody, request: Request
         {"index": index, "object": "score", "score": output.outputs.data.item()}
         for index, output in enumerate(outputs)
     ]
-    return json_response(listing(api, job, data, outputs))
+    return json_response(list_reply(api, job, data, outputs))
 
 
 async def create_rerank(api: GenerationService, body: RerankBody, request: Request) -> Response:
@@ -113,7 +112,9 @@ async def create_rerank(api: GenerationService, body: RerankBody, request: Reque
     results: list[dict[str, Any]] = [
         {
             "index": index,
-            "document": _document_fields(document),
+            "document": {"text": document}
+            if isinstance(document, str)
+            else {"multi_modal": document.content},
             "relevance_score": output.outputs.data.item(),
         }
         for index, (document, output) in enumerate(zip(documents, outputs, strict=True))
@@ -130,10 +131,6 @@ def _as_list(texts: Texts) -> list[Text]:
     return texts if isinstance(texts, list) else [texts]
 
 
-def _document_fields(document: Text) -> dict[str, Any]:
-    return {"text": document} if isinstance(document, str) else {"multi_modal": document.content}
-
-
 async def _score(
     api: GenerationService,
     kind: str,
@@ -147,28 +144,28 @@ async def _score(
     (_, firsts), (second, seconds) = texts.items()
     check_count(api, max(len(firsts), len(seconds)), second)
     sides = [
-        [(name, _side(text, role, name, body.cache_salt)) for name, text in named(field, side)]
+        [(name, _score_input(text, role, name, body.cache_salt)) for name, text in name_inputs(field, side)]
         for (field, side), role in zip(texts.items(), ROLES, strict=True)
     ]
-    wait, matched = waiting(api, request), pairs(*sides)
+    wait, input_pairs = api.cancelled_on_disconnect(request), pairs(*sides)
     pooling = pools(api.engine.inputs.pooling, kind)
     if reads_pairs(pooling):
-        both = [_pair(first, second) for (_, first), (_, second) in matched]
-        prompts = await api.reader.of_inputs(named(second, both), body, wait=wait)
+        both = [_pair(first, second) for (_, first), (_, second) in input_pairs]
+        prompts = await api.reader.read_inputs(name_inputs(second, both), body, wait=wait)
         return await pool(api, kind, body, request, prompts, task="classify")
-    alone = [
+    single_inputs = [
         (name, ScoreInputs((value,)) if isinstance(value, ScoreInput) else value)
         for side in sides
         for name, value in side
     ]
-    prompts = await api.reader.of_inputs(alone, body, wait=wait)
+    prompts = await api.reader.read_inputs(single_inputs, body, wait=wait)
     job, embeddings = await pool(api, kind, body, request, prompts, task=embedding_task(pooling))
-    embedded = pairs(embeddings[: len(firsts)], embeddings[len(firsts) :])
+    embedding_pairs = pairs(embeddings[: len(firsts)], embeddings[len(firsts) :])
     size = sum(embedding.outputs.data.size for embedding in embeddings)
-    return job, await off_loop(size, lambda: [similarity(*pair) for pair in embedded])
+    return job, await off_loop(size, lambda: [similarity(*pair) for pair in embedding_pairs])
 
 
-def _side(text: Text, role: str, name: str, salt: str | None) -> str | ScoreInput:
+def _score_input(text: Text, role: str, name: str, salt: str | None) -> str | ScoreInput:
     return text if isinstance(text, str) else ScoreInput.of(role, text.content, name, salt)
 
 

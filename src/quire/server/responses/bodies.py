@@ -21,9 +21,9 @@ Included = Literal[
 
 
 def _check_texts(values: dict[str, Any]) -> dict[str, Any]:
-    wrong = next((name for name, value in values.items() if not isinstance(value, str)), None)
-    if wrong is not None:
-        raise ValueError(f"{wrong!r:.80} should be a string")
+    invalid_name = next((name for name, value in values.items() if not isinstance(value, str)), None)
+    if invalid_name is not None:
+        raise ValueError(f"{invalid_name!r:.80} should be a string")
     return values
 
 

@@ -8,15 +8,15 @@ from quire.data.output_pieces import TextPiece
 from quire.data.outputs import CompletionOutput, RequestOutput
 from quire.data.params import SamplingParams
 from quire.errors import RequestError
-from quire.server.http.errors import describe
+from quire.server.http.errors import error_body
 from quire.server.http.sse import AnswerEncoder, event, quote
 from quire.server.openai.chat_request import ChatRequest
 from quire.server.openai.logprobs import chat_logprobs
 from quire.server.openai.service import GenerationService
 from quire.server.responses.bodies import ResponseBody
-from quire.server.responses.output import Event, Output
+from quire.server.responses.output import Event, ResponseItems
 
-_ENDINGS = {"length": "incomplete", "abort": "cancelled", "error": "failed"}
+_STATUSES = {"length": "incomplete", "abort": "cancelled", "error": "failed"}
 """Status of a response that did not complete, by the engine's finish reason."""
 _EVENTS = {"cancelled": "incomplete"}
 """Name of the last event where it differs from the status."""
@@ -28,42 +28,43 @@ class ResponseEncoder(AnswerEncoder):
     def __init__(
         self,
         api: GenerationService,
-        talk: ChatRequest,
+        chat: ChatRequest,
         frame: dict[str, Any],
-        keep: Callable[[dict[str, Any]], None],
+        on_end: Callable[[dict[str, Any]], None],
     ) -> None:
-        """Create an encoder. `frame`: the fields that do not change. `keep` is called with the ended
+        """Create an encoder. `frame`: the fields that do not change. `on_end` is called with the ended
         response."""
-        self._api, self._talk, self._frame, self._keep = api, talk, frame, keep
+        self._api, self._chat, self._frame, self._on_end = api, chat, frame, on_end
         self.status = "queued"
-        self._outcome = "completed"
+        self._final_status = "completed"
         """Status that the response will have at its end."""
         self._error: dict[str, Any] | None = None
-        self._output = Output()
-        self._listener = talk.parser()
-        self._has_logprobs = bool(talk.body.logprobs)
+        self._output = ResponseItems()
+        self._parser = chat.parser()
+        self._has_logprobs = bool(chat.body.logprobs)
         self._num_events = 0
         self._num_output = self._num_cached = self._num_created = 0
         self._delta = b""
         """Encoded head of a text delta event, up to its sequence number."""
 
-    def shown(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Return the response in its present state."""
-        over = self.status not in ("queued", "in_progress")
-        cut = {"reason": "max_output_tokens"} if self.status == "incomplete" else None
+        has_ended = self.status not in ("queued", "in_progress")
+        incomplete_details = {"reason": "max_output_tokens"} if self.status == "incomplete" else None
         return self._frame | {
             "status": self.status,
             "error": self._error,
-            "incomplete_details": cut,
-            "output": self._output.shown(),
-            "usage": self._usage() if over else None,
+            "incomplete_details": incomplete_details,
+            "output": self._output.as_list(),
+            "usage": self._usage() if has_ended else None,
             "completed_at": int(time.time()) if self.status == "completed" else None,
         }
 
     def _usage(self) -> dict[str, Any]:
-        num_prompt = len(self._talk.job.prompts[0].token_ids)
-        timeline = self._talk.job.timeline
-        timeline_field = {} if timeline is None or timeline.told is None else {"timeline": timeline.told}
+        num_prompt, timeline = self._chat.job.num_prompt_tokens, self._chat.job.timeline
+        timeline_field = (
+            {} if timeline is None or timeline.timings is None else {"timeline": timeline.timings}
+        )
         return {
             "input_tokens": num_prompt,
             "input_tokens_details": {
@@ -71,7 +72,7 @@ class ResponseEncoder(AnswerEncoder):
                 "cache_write_tokens": self._num_created,
             },
             "output_tokens": self._num_output,
-            "output_tokens_details": {"reasoning_tokens": self._listener.num_reasoning},
+            "output_tokens_details": {"reasoning_tokens": self._parser.num_reasoning},
             "total_tokens": num_prompt + self._num_output,
             **timeline_field,
         }
@@ -82,11 +83,11 @@ class ResponseEncoder(AnswerEncoder):
         return b"".join(self.events(output))
 
     def events(self, output: RequestOutput) -> list[bytes]:
-        return [self._encode_event(body) for body in self.hear(output)]
+        return [self._encode_event(body) for body in self.add_output(output)]
 
     @property
     def text_only(self) -> bool:
-        return not (self._talk.parses or self._has_logprobs)
+        return not (self._chat.parses or self._has_logprobs)
 
     def encode_text(self, text: str, num_tokens: int) -> bytes:
         self._num_output += num_tokens
@@ -107,15 +108,15 @@ class ResponseEncoder(AnswerEncoder):
         return [self._encode_event(self._end())]
 
     def fail(self, error: Exception) -> bytes:
-        return b"".join(self.failed(error))
+        return b"".join(self.failure_events(error))
 
-    def failed(self, error: Exception, status: str = "failed") -> list[bytes]:
+    def failure_events(self, error: Exception, status: str = "failed") -> list[bytes]:
         """Return the last events of a response that failed or was cancelled."""
         events = [*self._begin(), *self._output.end("incomplete")]
-        self._outcome = status
+        self._final_status = status
         if status == "failed":
             code = "invalid_prompt" if isinstance(error, RequestError) else "server_error"
-            self._error = {"code": code, "message": describe(error)["error"]["message"]}
+            self._error = {"code": code, "message": error_body(error)["error"]["message"]}
         return [self._encode_event(body) for body in (*events, self._end())]
 
     def _encode_event(self, body: Event) -> bytes:
@@ -126,44 +127,45 @@ class ResponseEncoder(AnswerEncoder):
 
     # ---- whole response
 
-    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+    def response_body(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         (output,) = outputs
-        self.hear(output)
-        return self.ended()
+        self.add_output(output)
+        return self.final_response()
 
-    def ended(self) -> dict[str, Any]:
-        """Return the response after all outputs were passed to `hear`."""
+    def final_response(self) -> dict[str, Any]:
+        """Return the response after all outputs were passed to `add_output`."""
         response: dict[str, Any] = self._end()["response"]
         return response
 
     # ---- events of an output
 
-    def hear(self, output: RequestOutput) -> list[Event]:
+    def add_output(self, output: RequestOutput) -> list[Event]:
         """Add an output of the engine and return the events that it causes."""
         events = self._begin(output)
-        if self._talk.job.timeline is not None:
-            self._talk.job.timeline.note(output)
+        if self._chat.job.timeline is not None:
+            self._chat.job.timeline.add_output(output)
         (completion,) = output.outputs
         self._num_output += len(completion.token_ids)
-        if not self._talk.parses:
+        if not self._chat.parses:
             events += self._output.begin("message")
-        pieces = self._listener.hear(completion)
+        pieces = self._parser.parse(completion)
         logprobs = self._logprobs(completion)
-        last = max((at for at, piece in enumerate(pieces) if isinstance(piece, TextPiece)), default=None)
-        if last is None and self._output.open_type == "message":
+        texts = [index for index, piece in enumerate(pieces) if isinstance(piece, TextPiece)]
+        last_text = texts[-1] if texts else None
+        if last_text is None and self._output.open_type == "message":
             self._output.add_logprobs(logprobs)
-        for at, piece in enumerate(pieces):
-            events += self._output.add(piece, logprobs if at == last else ())
+        for index, piece in enumerate(pieces):
+            events += self._output.add(piece, logprobs if index == last_text else ())
         if completion.finish_reason is not None:
-            self._outcome = _ENDINGS.get(completion.finish_reason, "completed")
-            if self._outcome == "failed":
+            self._final_status = _STATUSES.get(completion.finish_reason, "completed")
+            if self._final_status == "failed":
                 self._error = {
                     "code": "server_error",
                     "message": "the engine failed while generating this response",
                 }
-            if not self._output.shown():
+            if not self._output.as_list():
                 events += self._output.begin("message")
-            events += self._output.end("completed" if self._outcome == "completed" else "incomplete")
+            events += self._output.end("completed" if self._final_status == "completed" else "incomplete")
         return events
 
     def _begin(self, output: RequestOutput | None = None) -> list[Event]:
@@ -173,35 +175,35 @@ class ResponseEncoder(AnswerEncoder):
         self._num_cached = (output and output.num_cached_tokens) or 0
         self._num_created = (output and output.num_cache_creation_tokens) or 0
         names = ("response.created", "response.in_progress")
-        return [{"type": name, "response": self.shown()} for name in names]
+        return [{"type": name, "response": self.as_dict()} for name in names]
 
     def _end(self) -> Event:
-        self.status = self._outcome
-        response = self.shown()
-        self._keep(response)
+        self.status = self._final_status
+        response = self.as_dict()
+        self._on_end(response)
         return {"type": f"response.{_EVENTS.get(self.status, self.status)}", "response": response}
 
     def _logprobs(self, output: CompletionOutput) -> list[dict[str, Any]]:
         if not self._has_logprobs or output.logprobs is None:
             return []
-        body = self._talk.body
-        speller = self._api.speller(body)
-        logprobs = chat_logprobs(output.token_ids, output.logprobs, body.top_logprobs or 0, speller)
+        body = self._chat.body
+        token_formatter = self._api.token_formatter(body)
+        logprobs = chat_logprobs(output.token_ids, output.logprobs, body.top_logprobs or 0, token_formatter)
         content: list[dict[str, Any]] = logprobs["content"]
         return content
 
 
-def frame_of(body: ResponseBody, talk: ChatRequest, id: str, *, stored: bool) -> dict[str, Any]:
+def fixed_fields(body: ResponseBody, chat: ChatRequest, id: str, *, stored: bool) -> dict[str, Any]:
     """Return the response's fields that repeat the request and do not change while it runs."""
-    (params,) = talk.job.params
+    (params,) = chat.job.params
     assert isinstance(params, SamplingParams)
     text = body.text.model_dump(exclude_none=True) if body.text else {}
     reasoning = body.reasoning
     return {
         "id": id,
         "object": "response",
-        "created_at": talk.job.created,
-        "model": talk.job.model,
+        "created_at": chat.job.created,
+        "model": chat.job.model,
         "instructions": body.instructions,
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,

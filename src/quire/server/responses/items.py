@@ -13,7 +13,7 @@ FindItem = Callable[[str], Item | None]
 """Returns the item of a stored response by its id, or None."""
 
 _ROLES = ("user", "assistant", "system", "developer")
-_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+_TEXT_FIELDS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """Types of text parts, and the field that holds the text."""
 _MEDIA = ("input_image", "input_audio", "image_url", "audio_url", "video_url")
 MAX_REFERENCES = 4
@@ -30,7 +30,7 @@ def read_items(input: str | list[dict[str, Any]], find: FindItem) -> list[Item]:
     if isinstance(input, str):
         input = [{"role": "user", "content": input}]
     find = _ItemFinder(find)
-    return [_read_item(_InputItem(item, f"input[{place}]"), find) for place, item in enumerate(input)]
+    return [_read_item(_InputItem(item, f"input[{index}]"), find) for index, item in enumerate(input)]
 
 
 class _ItemFinder:
@@ -55,16 +55,16 @@ class _ItemFinder:
 class _InputItem:
     """An item as it was received, with its path in the body for errors."""
 
-    def __init__(self, item: Item, place: str) -> None:
-        self.item, self.place = item, place
+    def __init__(self, item: Item, path: str) -> None:
+        self.item, self.path = item, path
 
-    def wrong(self, what: str) -> RequestError:
-        return RequestError(f"{self.place}{what}", param="input")
+    def error(self, what: str) -> RequestError:
+        return RequestError(f"{self.path}{what}", param="input")
 
     def text(self, name: str) -> str:
         value = self.item.get(name)
         if not isinstance(value, str):
-            raise self.wrong(f".{name} must be a string, not {value!r:.80}")
+            raise self.error(f".{name} must be a string, not {value!r:.80}")
         return value
 
     def list(self, name: str) -> list["_InputItem"]:
@@ -73,11 +73,10 @@ class _InputItem:
         if value is None:
             return []
         if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
-            raise self.wrong(f".{name} must be a list of objects, not {value!r:.80}")
-        return [_InputItem(entry, f"{self.place}.{name}[{i}]") for i, entry in enumerate(value)]
+            raise self.error(f".{name} must be a list of objects, not {value!r:.80}")
+        return [_InputItem(entry, f"{self.path}.{name}[{i}]") for i, entry in enumerate(value)]
 
-    def head(self, kind: str, prefix: str) -> Item:
-        """Return the fields that every item has."""
+    def base_fields(self, kind: str, prefix: str) -> Item:
         id, status = self.item.get("id"), self.item.get("status")
         return {
             "id": id if isinstance(id, str) and id else new_id(prefix),
@@ -93,38 +92,36 @@ def _read_item(source: _InputItem, find: FindItem) -> Item:
     if kind == "item_reference":
         item = find(source.text("id"))
         if item is None:
-            raise NotFound(
-                f"{source.place}: there is no stored item {source.item['id']!r:.80}", param="input"
-            )
+            raise NotFound(f"{source.path}: there is no stored item {source.item['id']!r:.80}", param="input")
         return item
     if not isinstance(kind, str) or kind not in _READERS:
         known = ", ".join((*_READERS, "item_reference"))
-        raise source.wrong(f" is of type {kind!r:.80}, which is not supported; known: {known}")
+        raise source.error(f" is of type {kind!r:.80}, which is not supported; known: {known}")
     return _READERS[kind](source)
 
 
 def _read_message(source: _InputItem) -> Item:
     role = source.item.get("role")
     if role not in _ROLES:
-        raise source.wrong(f".role must be one of {', '.join(_ROLES)}, not {role!r:.80}")
+        raise source.error(f".role must be one of {', '.join(_ROLES)}, not {role!r:.80}")
     content = source.item.get("content")
     if isinstance(content, str):
         parts = [_text_part(content, of_answer=role == "assistant")]
     elif content is None:
-        raise source.wrong(".content is missing: send text or parts")
+        raise source.error(".content is missing: send text or parts")
     else:
         parts = [_read_part(part, of_answer=role == "assistant") for part in source.list("content")]
-    return source.head("message", "msg") | {"role": role, "content": parts}
+    return source.base_fields("message", "msg") | {"role": role, "content": parts}
 
 
 def _read_part(source: _InputItem, *, of_answer: bool) -> Item:
     kind = source.item.get("type")
     if kind in _MEDIA and not of_answer:
         return dict(source.item)  # validated later as part of the chat messages
-    if not isinstance(kind, str) or kind not in _TEXTS:
-        known = ", ".join((*_TEXTS, *_MEDIA))
-        raise source.wrong(f" is of type {kind!r:.80}, which is not supported; known: {known}")
-    text = source.text(_TEXTS[kind])
+    if not isinstance(kind, str) or kind not in _TEXT_FIELDS:
+        known = ", ".join((*_TEXT_FIELDS, *_MEDIA))
+        raise source.error(f" is of type {kind!r:.80}, which is not supported; known: {known}")
+    text = source.text(_TEXT_FIELDS[kind])
     return {"type": "refusal", "refusal": text} if kind == "refusal" else _text_part(text, of_answer)
 
 
@@ -136,7 +133,7 @@ def _text_part(text: str, of_answer: bool) -> Item:
 
 def _read_call(source: _InputItem) -> Item:
     names = ("call_id", "name", "arguments")
-    return source.head("function_call", "fc") | {name: source.text(name) for name in names}
+    return source.base_fields("function_call", "fc") | {name: source.text(name) for name in names}
 
 
 def _read_call_output(source: _InputItem) -> Item:
@@ -145,7 +142,10 @@ def _read_call_output(source: _InputItem) -> Item:
         output = [_read_part(part, of_answer=False) for part in source.list("output")]
     else:
         output = source.text("output")
-    return source.head("function_call_output", "fco") | {"call_id": source.text("call_id"), "output": output}
+    return source.base_fields("function_call_output", "fco") | {
+        "call_id": source.text("call_id"),
+        "output": output,
+    }
 
 
 def _read_reasoning(source: _InputItem) -> Item:
@@ -153,7 +153,7 @@ def _read_reasoning(source: _InputItem) -> Item:
         name: [{"type": kind, "text": part.text("text")} for part in source.list(name)]
         for name, kind in (("summary", "summary_text"), ("content", "reasoning_text"))
     }
-    return source.head("reasoning", "rs") | parts
+    return source.base_fields("reasoning", "rs") | parts
 
 
 _READERS: dict[str, Callable[[_InputItem], Item]] = {
@@ -171,7 +171,7 @@ class ItemMessages:
     """The chat messages built so far. Items that belong to one assistant turn are merged into one message."""
 
     def __init__(self, instructions: str | None) -> None:
-        self.growing: list[dict[str, Any]] = []
+        self._messages: list[dict[str, Any]] = []
         """Messages under construction. Text of system messages and reasoning is a list of strings until
         `messages()` joins it, so that appending does not copy the text."""
         self._names: dict[str, str] = {}
@@ -184,7 +184,7 @@ class ItemMessages:
             _ADDERS[item["type"]](self, item)
 
     def messages(self) -> list[dict[str, Any]]:
-        return [_join_texts(message) for message in self.growing]
+        return [_join_texts(message) for message in self._messages]
 
     def _add_message(self, item: Item) -> None:
         content = _chat_content(item["content"])
@@ -193,15 +193,15 @@ class ItemMessages:
         elif item["role"] == "assistant":
             self._assistant_message("content")["content"] = content
         else:
-            self.growing.append({"role": "user", "content": content})
+            self._messages.append({"role": "user", "content": content})
 
     def _add_system(self, text: str) -> None:
         """Append a system message. Many templates accept only a leading one, so those at the start are
         merged."""
-        if len(self.growing) == 1 and self.growing[0]["role"] == "system":
-            self.growing[0]["content"].append(text)
+        if len(self._messages) == 1 and self._messages[0]["role"] == "system":
+            self._messages[0]["content"].append(text)
         else:
-            self.growing.append({"role": "system", "content": [text]})
+            self._messages.append({"role": "system", "content": [text]})
 
     def _add_reasoning(self, item: Item) -> None:
         parts = item["content"] or item["summary"]
@@ -222,14 +222,14 @@ class ItemMessages:
         message = {"role": "tool", "tool_call_id": id, "content": content}
         if id in self._names:
             message["name"] = self._names[id]
-        self.growing.append(message)
+        self._messages.append(message)
 
     def _assistant_message(self, *absent: str) -> dict[str, Any]:
         """Return the last assistant message, or a new one if it has a field in `absent` or there is none."""
-        last = self.growing[-1] if self.growing else {}
+        last = self._messages[-1] if self._messages else {}
         if last.get("role") != "assistant" or any(name in last for name in absent):
             last = {"role": "assistant"}
-            self.growing.append(last)
+            self._messages.append(last)
         return last
 
 

@@ -31,12 +31,12 @@ _KINDS = {
 
 
 @dataclass(slots=True)
-class _Growing:
+class _OpenItem:
     """An item that is being generated."""
 
     type: str
-    place: int
-    facts: Item
+    index: int
+    fixed_fields: Item
     """Fields that do not change while the item grows."""
     id: str = ""
     texts: list[str] = field(default_factory=list)
@@ -46,9 +46,9 @@ class _Growing:
         self.id = new_id(_KINDS[self.type].prefix)
 
     @property
-    def at(self) -> Item:
+    def position(self) -> Item:
         """Return the position fields of the item's text events."""
-        position: Item = {"item_id": self.id, "output_index": self.place}
+        position: Item = {"item_id": self.id, "output_index": self.index}
         return position | {"content_index": 0} if _KINDS[self.type].part else position
 
     def part(self) -> Item:
@@ -57,24 +57,24 @@ class _Growing:
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self.logprobs)}
 
-    def shown(self, status: str, *, begun: bool = True) -> Item:
-        """Return the item in the API's format; one that has not begun has no content parts."""
-        item: Item = {"id": self.id, "type": self.type, "status": status} | self.facts
+    def as_dict(self, status: str, *, has_part: bool = True) -> Item:
+        """Return the item in the API's format, with its content part unless that has not begun."""
+        item: Item = {"id": self.id, "type": self.type, "status": status} | self.fixed_fields
         if _KINDS[self.type].part:
-            return item | {"content": [self.part()] if begun else []}
+            return item | {"content": [self.part()] if has_part else []}
         return item | {"arguments": "".join(self.texts)}
 
 
-class Output:
+class ResponseItems:
     """The output items of a response; the last one may still be growing."""
 
     def __init__(self) -> None:
         self._done: list[Item] = []
-        self._open: _Growing | None = None
+        self._open: _OpenItem | None = None
 
-    def shown(self) -> list[Item]:
-        growing = [self._open.shown("in_progress")] if self._open else []
-        return [*self._done, *growing]
+    def as_list(self) -> list[Item]:
+        """Return all items in the API's format."""
+        return [*self._done, *([self._open.as_dict("in_progress")] if self._open else [])]
 
     @property
     def open_type(self) -> str | None:
@@ -86,32 +86,32 @@ class Output:
             case TextPiece(text):
                 yield from self.begin("message")
                 self.add_logprobs(logprobs)
-                for event in self._grow(text):
+                for event in self._add_text(text):
                     yield event | {"logprobs": list(logprobs)}
             case ReasoningPiece(text):
                 yield from self.begin("reasoning")
-                yield from self._grow(text)
+                yield from self._add_text(text)
             case ToolStart(_, id, name):
                 yield from self.end("completed")
                 yield from self.begin("function_call", call_id=id, name=name)
             case ToolArguments(_, text):
-                yield from self._grow(text)
+                yield from self._add_text(text)
 
-    def begin(self, type: str, **facts: str) -> Iterator[Event]:
+    def begin(self, type: str, **fixed_fields: str) -> Iterator[Event]:
         """Open an item of this type unless one is open already, and yield the events."""
         if self._open is not None and self._open.type == type:
             return
         yield from self.end("completed")
-        self._open = item = _Growing(type, len(self._done), _FACTS[type] | facts)
-        shown = item.shown("in_progress", begun=False)
-        yield {"type": "response.output_item.added", "output_index": item.place, "item": shown}
+        self._open = item = _OpenItem(type, len(self._done), _FIXED_FIELDS[type] | fixed_fields)
+        added = item.as_dict("in_progress", has_part=False)
+        yield {"type": "response.output_item.added", "output_index": item.index, "item": added}
         if _KINDS[type].part:
-            yield {"type": "response.content_part.added", **item.at, "part": item.part()}
+            yield {"type": "response.content_part.added", **item.position, "part": item.part()}
 
     def delta_head(self) -> Event:
         """Return a text delta event without the text."""
         assert self._open is not None
-        event = {"type": f"{_KINDS[self._open.type].event}.delta", **self._open.at}
+        event = {"type": f"{_KINDS[self._open.type].event}.delta", **self._open.position}
         return event | {"logprobs": []} if self._open.type == "message" else event
 
     def append(self, text: str) -> None:
@@ -119,11 +119,10 @@ class Output:
         self._open.texts.append(text)
 
     def add_logprobs(self, entries: Sequence[Item]) -> None:
-        """Add the logprobs of tokens of the open message."""
         assert self._open is not None
         self._open.logprobs += entries
 
-    def _grow(self, text: str) -> Iterator[Event]:
+    def _add_text(self, text: str) -> Iterator[Event]:
         if text:
             self.append(text)
             yield self.delta_head() | {"delta": text}
@@ -133,20 +132,20 @@ class Output:
         item, self._open = self._open, None
         if item is None:
             return
-        shown = item.shown(status)
-        self._done.append(shown)
-        done: Event = {"type": f"{_KINDS[item.type].event}.done", **item.at}
+        ended = item.as_dict(status)
+        self._done.append(ended)
+        done: Event = {"type": f"{_KINDS[item.type].event}.done", **item.position}
         if item.type == "function_call":
-            yield done | {"name": shown["name"], "arguments": shown["arguments"]}
+            yield done | {"name": ended["name"], "arguments": ended["arguments"]}
         else:
-            (part,) = shown["content"]
+            (part,) = ended["content"]
             logprobs = {"logprobs": part["logprobs"]} if item.type == "message" else {}
             yield done | {"text": part["text"]} | logprobs
-            yield {"type": "response.content_part.done", **item.at, "part": part}
-        yield {"type": "response.output_item.done", "output_index": item.place, "item": shown}
+            yield {"type": "response.content_part.done", **item.position, "part": part}
+        yield {"type": "response.output_item.done", "output_index": item.index, "item": ended}
 
 
-_FACTS: dict[str, Item] = {
+_FIXED_FIELDS: dict[str, Item] = {
     "message": {"role": "assistant"},
     "reasoning": {"summary": [], "encrypted_content": None},
     "function_call": {},

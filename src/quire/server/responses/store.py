@@ -15,7 +15,7 @@ from quire.errors import EngineError, QuireError
 from quire.frontend.output_stream import Outputs
 from quire.logs import get_logger
 from quire.server.http.errors import NotFound, TooMany
-from quire.server.http.in_flight import Answering
+from quire.server.http.in_flight import RunningRequests
 from quire.server.responses.encoder import ResponseEncoder
 from quire.server.responses.items import Item
 
@@ -34,63 +34,63 @@ class BackgroundRun:
         """Encoded events; the index of an event is its sequence number."""
         self.num_bytes = 0
         """Total size of the events."""
-        self.is_over = False
+        self.has_ended = False
         self._outputs, self._on_end = outputs, on_end
         self._task: asyncio.Task[None] | None = None
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
-    def start(self, answering: Answering) -> None:
+    def start(self, running_requests: RunningRequests) -> None:
         """Start generating. The run ends with the response or when the server shuts down."""
-        self._task = asyncio.create_task(self._run(answering))
+        self._task = asyncio.create_task(self._run(running_requests))
 
-    async def _run(self, answering: Answering) -> None:
-        failed: Exception | None = None
+    async def _run(self, running_requests: RunningRequests) -> None:
+        failure: Exception | None = None
         try:
-            await answering.until_gone(_never_gone, self._read())
+            await running_requests.until_disconnect(_never_gone, self._read())
         except Exception as error:
             if not isinstance(error, QuireError):
                 logger.exception("a background response failed")
-            failed = error
+            failure = error
         try:
             await self._outputs.aclose()
         finally:
-            self._end(failed)
+            self._end(failure)
 
     async def _read(self) -> None:
         async for output in self._outputs:
             self._add(self.encoder.events(output))
 
-    def _end(self, failed: Exception | None, status: str = "failed") -> None:
+    def _end(self, failure: Exception | None, status: str = "failed") -> None:
         """Mark the run as ended and wake all waiting clients, even if encoding the last events fails."""
-        if self.is_over:
+        if self.has_ended:
             return
         events: list[bytes] = []
         try:
-            events = self._last_events(failed, status)
+            events = self._last_events(failure, status)
         finally:
-            self.is_over = True
+            self.has_ended = True
             self._add(events)
             self._on_end()
 
-    def _last_events(self, failed: Exception | None, status: str) -> list[bytes]:
-        if failed is None:
+    def _last_events(self, failure: Exception | None, status: str) -> list[bytes]:
+        if failure is None:
             try:
                 return self.encoder.last_events()
             except Exception as error:
                 logger.exception("could not encode the last events of a background response")
-                failed = error
-        return self.encoder.failed(failed, status)
+                failure = error
+        return self.encoder.failure_events(failure, status)
 
     def _add(self, events: list[bytes]) -> None:
         if self.keeps_events:
             self.events += events
             self.num_bytes += sum(map(len, events))
-        news, self._news = self._news, asyncio.Event()
-        news.set()
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
     async def cancel(self) -> None:
         """Cancel the run, unless it has ended, and wait for its end."""
-        if self._task is None or self.is_over:
+        if self._task is None or self.has_ended:
             return
         self._task.cancel()
         try:
@@ -101,15 +101,15 @@ class BackgroundRun:
 
     async def follow(self, after: int) -> AsyncIterator[bytes]:
         """Yield the events after sequence number `after`, past and future."""
-        place = after + 1
+        index = after + 1
         while True:
-            news = self._news
-            while place < len(self.events):
-                yield self.events[place]
-                place += 1
-            if self.is_over:
+            changed = self._changed
+            while index < len(self.events):
+                yield self.events[index]
+                index += 1
+            if self.has_ended:
                 return
-            await news.wait()
+            await changed.wait()
 
 
 async def _never_gone() -> Message:
@@ -124,7 +124,7 @@ NO_STORE = (
 )
 
 
-class Full(TooMany):
+class StoreFull(TooMany):
     """Raised when more responses run in the background than the store can hold."""
 
 
@@ -148,10 +148,10 @@ class StoredResponse:
     output_turn: StoredTurn | None = None
     run: BackgroundRun | None = None
     """The background run, if there is one."""
-    kept_at: float = 0.0
+    stored_at: float = 0.0
     num_bytes: int = 0
     """Size of the response without its turns."""
-    held: tuple[StoredTurn, ...] = ()
+    counted_turns: tuple[StoredTurn, ...] = ()
     """Turns that the store counts for this response."""
 
     @property
@@ -164,38 +164,38 @@ class StoredResponse:
 
     @property
     def is_running(self) -> bool:
-        return self.run is not None and not self.run.is_over
+        return self.run is not None and not self.run.has_ended
 
-    def shown(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Return the response in its present state, also if its last events could not be encoded."""
         run = self.run
-        if run is None or (run.is_over and self.output_turn is not None):
+        if run is None or (run.has_ended and self.output_turn is not None):
             return self.response
-        return run.encoder.shown()
+        return run.encoder.as_dict()
 
 
 @dataclass(slots=True)
-class Store:
+class ResponseStore:
     """Responses by id, in the order in which they were stored."""
 
     limits: StoreLimits
     now: Callable[[], float] = time.monotonic
     num_bytes: int = 0
-    _kept: dict[str, StoredResponse] = field(default_factory=dict)
+    _responses: dict[str, StoredResponse] = field(default_factory=dict)
     _users: dict[int, int] = field(default_factory=dict)
     """Number of responses that use a turn, by `id()` of the turn."""
     _items: dict[tuple[int, str], dict[int, Item]] = field(default_factory=dict)
     """Items by owner and item id, then by `id()` of the turn: several turns may have an item of that id."""
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._responses)
 
     def get(self, id: str, owner: int = 0, *, param: str = "response_id") -> StoredResponse:
         """Return a stored response. `param`: the request field that names it, for the error."""
         self.expire()
-        if id not in self._kept or self._kept[id].owner != owner:
+        if id not in self._responses or self._responses[id].owner != owner:
             raise NotFound(f"Response with id {id!r:.80} not found.", param=param)
-        return self._kept[id]
+        return self._responses[id]
 
     def item(self, id: str, owner: int = 0) -> Item | None:
         """Return a stored item; call `expire` before. Threads may call this, as it changes nothing."""
@@ -207,36 +207,36 @@ class Store:
         num_bytes = len(msgspec.json.encode(stored.response)) + (stored.run.num_bytes if stored.run else 0)
         self.drop(id)
         stored.num_bytes = num_bytes
-        stored.kept_at = self.now()
-        self._kept[id] = stored
+        stored.stored_at = self.now()
+        self._responses[id] = stored
         self.num_bytes += stored.num_bytes
-        stored.held = stored.turns
-        for turn in stored.held:
+        stored.counted_turns = stored.turns
+        for turn in stored.counted_turns:
             self._add_turn(turn)
         self.expire()
 
     def check_room(self) -> None:
-        """Raise Full if one more background response does not fit."""
+        """Raise StoreFull if one more background response does not fit."""
         self.expire()
-        running = [stored for stored in self._kept.values() if stored.is_running]
+        running = [stored for stored in self._responses.values() if stored.is_running]
         if len(running) >= self.limits.max_count:
-            raise Full(
+            raise StoreFull(
                 f"{self.limits.max_count} responses run in the background, the maximum; "
                 "try again when one of them has ended"
             )
-        turns = {id(turn): turn.num_bytes for stored in running for turn in stored.held}
-        grown = sum(stored.num_bytes + stored.run.num_bytes for stored in running if stored.run)
-        if sum(turns.values()) + grown >= self.limits.max_bytes:
-            raise Full(
+        turns = {id(turn): turn.num_bytes for stored in running for turn in stored.counted_turns}
+        response_bytes = sum(stored.num_bytes + stored.run.num_bytes for stored in running if stored.run)
+        if sum(turns.values()) + response_bytes >= self.limits.max_bytes:
+            raise StoreFull(
                 f"the responses that run in the background fill the store of {self.limits.max_bytes} bytes; "
                 "try again when one of them has ended"
             )
 
     def drop(self, id: str) -> StoredResponse | None:
-        stored = self._kept.pop(id, None)
+        stored = self._responses.pop(id, None)
         if stored is not None:
             self.num_bytes -= stored.num_bytes
-            for turn in stored.held:
+            for turn in stored.counted_turns:
                 self._release_turn(turn)
         return stored
 
@@ -264,9 +264,13 @@ class Store:
     def expire(self) -> None:
         """Drop the responses that are too old or above the limits."""
         limits, now = self.limits, self.now()
-        for id, stored in list(self._kept.items()):
-            old = now - stored.kept_at > limits.ttl_s
-            if not old and len(self._kept) <= limits.max_count and self.num_bytes <= limits.max_bytes:
+        for id, stored in list(self._responses.items()):
+            is_expired = now - stored.stored_at > limits.ttl_s
+            if (
+                not is_expired
+                and len(self._responses) <= limits.max_count
+                and self.num_bytes <= limits.max_bytes
+            ):
                 return
             if not stored.is_running:
                 self.drop(id)

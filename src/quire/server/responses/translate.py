@@ -5,13 +5,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from quire.errors import RequestError
-from quire.server.http.errors import invalid
+from quire.server.http.errors import as_request_error
 from quire.server.openai.requests import ChatBody, GenerateBody
 from quire.server.openai.sampling_params import unknown_fields
 from quire.server.responses.bodies import ResponseBody
 from quire.server.responses.items import Item, ItemMessages
 
-_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
+_ALLOWED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "n": ((1,), "a response is one answer"),
     "echo": ((False,), "a response does not repeat its input"),
     "use_beam_search": ((False,), "use /v1/chat/completions for it"),
@@ -23,7 +23,7 @@ _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "moderation": ((), "this server does not moderate"),
 }
 """Fields with the values that are allowed besides null, and the remedy for other values."""
-_NOT_COPIED = ("stream", "stream_options", "request_id", *_ONLY)
+_NOT_COPIED = ("stream", "stream_options", "request_id", *_ALLOWED_VALUES)
 """Fields of both bodies that are not copied unchanged."""
 _SHARED = GenerateBody.model_fields.keys() - set(_NOT_COPIED) | {"parallel_tool_calls"}
 
@@ -31,7 +31,7 @@ _SHARED = GenerateBody.model_fields.keys() - set(_NOT_COPIED) | {"parallel_tool_
 def check_body(body: ResponseBody) -> None:
     if body.model_extra:
         unknown_fields.warn(body)
-    for name, (allowed, instead) in _ONLY.items():
+    for name, (allowed, instead) in _ALLOWED_VALUES.items():
         value = getattr(body, name)
         if value is not None and value not in allowed:
             raise RequestError(f"`{name}` is not supported in /v1/responses: {instead}", param=name)
@@ -67,13 +67,13 @@ def chat_of(body: ResponseBody, items: list[Item], *, stream: bool, request_id: 
     try:
         return ChatBody.model_validate(fields)
     except ValidationError as error:
-        raise invalid(error) from None
+        raise as_request_error(error) from None
 
 
 def _tools(body: ResponseBody) -> list[dict[str, Any]] | None:
     """Return the tools in the chat completion format, without those that allowed_tools excludes."""
     allowed = _allowed_tools(body)
-    tools = [_tool(tool, f"tools[{place}]") for place, tool in enumerate(body.tools or [])]
+    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or [])]
     names = {tool["function"]["name"] for tool in tools}
     if allowed is not None and (unknown := sorted(allowed - names)):
         raise RequestError(
@@ -82,15 +82,15 @@ def _tools(body: ResponseBody) -> list[dict[str, Any]] | None:
     return [tool for tool in tools if allowed is None or tool["function"]["name"] in allowed] or None
 
 
-def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
+def _tool(tool: dict[str, Any], path: str) -> dict[str, Any]:
     kind = tool.get("type")
     if kind != "function":
         raise RequestError(
-            f"{place} is of type {kind!r:.80}; this server has no built-in tools; send functions",
+            f"{path} is of type {kind!r:.80}; this server has no built-in tools; send functions",
             param="tools",
         )
     if not isinstance(tool.get("name"), str) or not tool["name"]:
-        raise RequestError(f"{place}.name must be a string", param="tools")
+        raise RequestError(f"{path}.name must be a string", param="tools")
     names = ("name", "description", "parameters", "strict")
     return {
         "type": "function",

@@ -56,7 +56,7 @@ async def create_tokens_of_tokens(api: GenerationService, body: TokensBody, requ
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         truncation_side=body.truncation_side,
     )
-    prompts = await api.reader.of_completion(as_prompt, max_sequences=api.settings.max_sequences)
+    prompts = await api.reader.read_completion(as_prompt, max_sequences=api.settings.max_sequences)
     params = await off_loop(
         num_chars(body.sampling_params), lambda: _params(api, body, len(prompts[0].token_ids))
     )
@@ -112,10 +112,10 @@ class TokensEncoder(AnswerEncoder):
     def finish(self) -> bytes:
         if not self._usage:
             return DONE
-        usage = self._api.usage(self._num_prompt, self._num_output, self._num_cached)
+        usage = self._api.usage(self._job.num_prompt_tokens, self._num_output, self._num_cached)
         return event({"request_id": self._job.id, "choices": [], "usage": usage}) + DONE
 
-    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+    def response_body(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         (output,) = outputs
         num_output = sum(len(completion.token_ids) for completion in output.outputs)
         return {
@@ -123,24 +123,20 @@ class TokensEncoder(AnswerEncoder):
             "model": self._job.model,
             "created": self._job.created,
             "choices": [self._choice(completion) for completion in output.outputs],
-            "usage": self._api.usage(self._num_prompt, num_output, output.num_cached_tokens),
+            "usage": self._api.usage(self._job.num_prompt_tokens, num_output, output.num_cached_tokens),
             "prompt_logprobs": prompt_logprobs(output.prompt_logprobs),
             "kv_transfer_params": output.kv_transfer_params,
         }
-
-    @property
-    def _num_prompt(self) -> int:
-        return len(self._job.prompts[0].token_ids)
 
     def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
         logprobs, num_top = None, self._params.logprobs
         if completion.logprobs is not None and num_top is not None:
             num_top = -1 if self._params.logprob_token_ids is not None else num_top
             as_ids = self._api.settings.api.return_tokens_as_token_ids
-            speller = TokenFormatter(self._api.inputs_of(self._job.model).tokenizer, as_ids)
-            logprobs = chat_logprobs(completion.token_ids, completion.logprobs, num_top, speller)
-        kept = completion.sampling_mask
-        mask = {} if kept is None else {"sampling_mask": kept.token_ids}
+            token_formatter = TokenFormatter(self._api.inputs_of(self._job.model).tokenizer, as_ids)
+            logprobs = chat_logprobs(completion.token_ids, completion.logprobs, num_top, token_formatter)
+        mask_ids = completion.sampling_mask
+        mask = {} if mask_ids is None else {"sampling_mask": mask_ids.token_ids}
         return {
             "index": completion.index,
             "logprobs": logprobs,

@@ -19,7 +19,7 @@ from quire.server.openai.chat_request import ChatRequest, prepare_chat
 from quire.server.openai.completions import CompletionEncoder, begin_completion
 from quire.server.openai.prompts import off_loop
 from quire.server.openai.requests import ChatBody, CompletionBody
-from quire.server.openai.service import ApiCall, GenerationService, limit_long_work
+from quire.server.openai.service import ApiCall, GenerationService, limit_long_bodies
 from quire.server.tokens.answer import public_params
 from quire.server.tokens.bodies import (
     DerenderChatBody,
@@ -29,14 +29,14 @@ from quire.server.tokens.bodies import (
 )
 
 
-@limit_long_work
+@limit_long_bodies
 async def show_chat_prompt(api: GenerationService, body: ChatBody, request: Request) -> Response:
     """Return the tokens and parameters that a chat would send to the engine."""
-    talk = await prepare_chat(api, body, _without_account(request))
-    return await _render(api, body, talk.job, lambda prompts: prompts[0])
+    chat = await prepare_chat(api, body, _without_account(request))
+    return await _render(api, body, chat.job, lambda prompts: prompts[0])
 
 
-@limit_long_work
+@limit_long_bodies
 async def show_completion_prompts(api: GenerationService, body: CompletionBody, request: Request) -> Response:
     """Return the tokens and parameters that each prompt would send to the engine."""
     job = await begin_completion(api, body, _without_account(request))
@@ -52,14 +52,14 @@ async def _render(
     api: GenerationService,
     body: ChatBody | CompletionBody,
     job: ApiCall,
-    answer_of: Callable[[list[dict[str, Any]]], Any],
+    body_of: Callable[[list[dict[str, Any]]], Any],
 ) -> Response:
-    """Return the reply that `answer_of` makes of one object for each prompt."""
+    """Return the reply that `body_of` makes of one object for each prompt."""
     if any(prompt.embeds is not None for prompt in job.prompts):
         raise RequestError("`prompt_embeds` have no token ids and cannot be rendered", param="prompt_embeds")
     size = sum(len(prompt.text or "") + len(prompt.token_ids) for prompt in job.prompts)
     inputs = api.inputs_of(job.model)
-    return await off_loop(size, lambda: json_response(answer_of(_rendered_prompts(inputs, body, job))))
+    return await off_loop(size, lambda: json_response(body_of(_rendered_prompts(inputs, body, job))))
 
 
 def _rendered_prompts(
@@ -122,25 +122,25 @@ _NOT_STREAMED = {"stream": False, "stream_options": None}
 """Updates of a request body: a derendered reply is never streamed."""
 
 
-@limit_long_work
+@limit_long_bodies
 async def show_chat_answer(api: GenerationService, body: DerenderChatBody, request: Request) -> Response:
     """Convert generated tokens to the reply of a chat."""
-    tokens_reply, chat, request = body.generate_response, body.chat_request, _without_account(request)
+    tokens_reply, chat_body, request = body.generate_response, body.chat_request, _without_account(request)
     await _check(api, body, [tokens_reply])
-    if chat is not None:
-        talk = await prepare_chat(api, chat.model_copy(update=_NOT_STREAMED), request)
+    if chat_body is not None:
+        chat = await prepare_chat(api, chat_body.model_copy(update=_NOT_STREAMED), request)
     else:
-        chat = ChatBody(messages=[{"role": "user", "content": ""}])  # type: ignore[list-item, call-arg]
+        chat_body = ChatBody(messages=[{"role": "user", "content": ""}])  # type: ignore[list-item, call-arg]
         job = api.job("chatcmpl", body, request, [Prompt([])], [SamplingParams()])
-        talk = ChatRequest(chat, job, api.settings.api.response_role, "")
-    _check_choices([tokens_reply], chat.n or 1)
+        chat = ChatRequest(chat_body, job, api.settings.api.response_role, "")
+    _check_choices([tokens_reply], chat_body.n or 1)
     output = await _decode_reply(
-        api.inputs_of(talk.job.model), tokens_reply, _sampling_params(talk.job.params[0])
+        api.inputs_of(chat.job.model), tokens_reply, _sampling_params(chat.job.params[0])
     )
-    encoder = ChatEncoder(api, talk)
+    encoder = ChatEncoder(api, chat)
 
     def encode() -> Response:
-        answer = encoder.whole([output])
+        answer = encoder.response_body([output])
         for choice, tokens in zip(answer["choices"], tokens_reply.choices, strict=True):
             choice["logprobs"] = tokens.logprobs and tokens.logprobs.model_dump()
         return json_response(_with_usage(answer, body.prompt_tokens or 0))
@@ -148,7 +148,7 @@ async def show_chat_answer(api: GenerationService, body: DerenderChatBody, reque
     return await off_loop(_num_chars([output]), encode)
 
 
-@limit_long_work
+@limit_long_bodies
 async def show_completion_answer(
     api: GenerationService, body: DerenderCompletionBody, request: Request
 ) -> Response:
@@ -181,7 +181,7 @@ async def show_completion_answer(
     ]
     encoder, num_prompt = CompletionEncoder(api, completion, job), sum(body.prompt_tokens or ())
     return await off_loop(
-        _num_chars(outputs), lambda: json_response(_with_usage(encoder.whole(outputs), num_prompt))
+        _num_chars(outputs), lambda: json_response(_with_usage(encoder.response_body(outputs), num_prompt))
     )
 
 
@@ -191,7 +191,8 @@ async def _check(
     await api.check_model(body.model, pools=False)
     if body.stream:
         raise RequestError("stream chunks cannot be derendered; send the whole reply", param="stream")
-    size, limit = max(map(_longest, replies)), api.engine.inputs.max_model_len
+    sizes = (len(choice.token_ids or ()) for reply in replies for choice in reply.choices)
+    size, limit = max(sizes, default=0), api.engine.inputs.max_model_len
     if size > limit:
         raise RequestError(
             f"a choice has {size} tokens, but this model's maximum context length is {limit} tokens",
@@ -199,19 +200,17 @@ async def _check(
         )
 
 
-def _longest(reply: DerenderTokens) -> int:
-    return max((len(choice.token_ids or ()) for choice in reply.choices), default=0)
-
-
 def _check_choices(replies: list[DerenderTokens], num_choices: int) -> None:
-    wrong = [x.index for reply in replies for x in reply.choices if x.index >= num_choices]
-    if wrong:
-        raise RequestError(
-            f"choice index {wrong[0]} is out of range: the request has n={num_choices}", param="choices"
-        )
-    most = max(len(reply.choices) for reply in replies)
-    if most > num_choices:
-        raise RequestError(f"there are {most} choices, but the request has n={num_choices}", param="choices")
+    for reply in replies:
+        indices, count = [choice.index for choice in reply.choices], len(reply.choices)
+        if (index := max(indices, default=0)) >= num_choices:
+            raise RequestError(
+                f"choice index {index} is out of range: the request has n={num_choices}", param="choices"
+            )
+        if count > num_choices:
+            raise RequestError(
+                f"there are {count} choices, but the request has n={num_choices}", param="choices"
+            )
 
 
 async def _decode_reply(

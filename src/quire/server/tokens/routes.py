@@ -9,11 +9,11 @@ from quire.errors import RequestError
 from quire.server.http.errors import json_response
 from quire.server.http.openapi_document import BODY, CODES, add_post, replies_of
 from quire.server.openai import replies
-from quire.server.openai.batch import create_chat_batch, shapes
+from quire.server.openai.batch import body_handlers, create_chat_batch
 from quire.server.openai.prompts import off_loop
 from quire.server.openai.requests import DetokenizeBody, TokenizeChat, TokenizeText
 from quire.server.openai.sampling_params import check_contents, check_fields, check_template
-from quire.server.openai.service import GenerationService, limit_long_work
+from quire.server.openai.service import GenerationService, limit_long_bodies
 from quire.server.tokens.answer import create_tokens_of_tokens
 from quire.server.tokens.bodies import RenderedReply, TokensReply
 from quire.server.tokens.render import (
@@ -46,14 +46,14 @@ def add_token_routes(app: FastAPI, api: GenerationService) -> None:
         response: Response = await handlers[type(body)](api, body, request)
         return response
 
-    handlers = shapes(api)
+    handlers = body_handlers(api)
     invoke.__annotations__["body"] = Union[tuple(handlers)]  # noqa: UP007
     app.post("/invocations", **replies_of(dict[str, Any], *CODES, stream=True), **BODY)(invoke)
     add_post(app, api, "/tokenize", create_tokens, replies.TokenizeReply, codes=(400, 404, 413, 422, 429))
     add_post(app, api, "/detokenize", create_text, replies.DetokenizeReply, codes=(400, 404, 413, 429))
 
 
-@limit_long_work
+@limit_long_bodies
 async def create_tokens(
     api: GenerationService, body: TokenizeChat | TokenizeText, request: Request
 ) -> Response:
@@ -64,7 +64,7 @@ async def create_tokens(
     if isinstance(body, TokenizeChat):
         check_contents(body)
         check_template(body.chat_template, api.settings.api.trust_request_chat_template)
-        ids = (await api.reader.count(body)).token_ids
+        ids = (await api.reader.read_unlimited(body)).token_ids
     else:
         text, special = body.prompt, body.add_special_tokens
         api.engine.inputs.check_chars(text)
@@ -79,7 +79,7 @@ async def create_tokens(
     return await off_loop(len(ids), encode)
 
 
-@limit_long_work
+@limit_long_bodies
 async def create_text(api: GenerationService, body: DetokenizeBody, request: Request) -> Response:
     """Return the text of token ids."""
     await api.check_model(body.model)

@@ -140,7 +140,7 @@ FORMATS = {
     "xlam": CallFormat("", _CALL, before="[", between=", ", after="]"),
 }
 """Call formats by the names of their parsers."""
-_SAME = {
+_ALIASES = {
     "cohere_command4": "cohere_command3",
     "ernie45": "hermes",
     "glm47": "glm45",
@@ -162,7 +162,7 @@ def format_of(parser: str, tokenizer: Tokenizer) -> CallFormat | None:
     token [ARGS] before the arguments, have a format of their own."""
     if parser == "mistral" and "[ARGS]" in _special_tokens(tokenizer):
         return _NEW_MISTRAL
-    return FORMATS.get(_SAME.get(parser, parser))
+    return FORMATS.get(_ALIASES.get(parser, parser))
 
 
 def calls_grammar(
@@ -170,13 +170,13 @@ def calls_grammar(
     schemas: Mapping[str, Mapping[str, Any]],
     tokenizer: Tokenizer,
     *,
-    instead: Mapping[str, Any] | None = None,
+    answer_schema: Mapping[str, Any] | None = None,
 ) -> str:
-    """Return a Lark grammar of free text, or of JSON of the schema `instead`, with tool calls. Every call is
+    """Return a Lark grammar of free text, or of JSON of the `answer_schema`, with tool calls. Every call is
     one of these tools with arguments of its schema. Marks that are special tokens are matched by token id.
     Calls without an opening mark cannot stand beside other JSON."""
-    assert format.opening or instead is None
-    return _Grammar(format, _special_tokens(tokenizer)).write(schemas, instead)
+    assert format.opening or answer_schema is None
+    return _Grammar(format, _special_tokens(tokenizer)).write(schemas, answer_schema)
 
 
 def _special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
@@ -202,22 +202,22 @@ class _Grammar:
             )
         self.rules.append(rule)
 
-    def write(self, schemas: Mapping[str, Mapping[str, Any]], instead: Mapping[str, Any] | None) -> str:
+    def write(self, schemas: Mapping[str, Mapping[str, Any]], answer_schema: Mapping[str, Any] | None) -> str:
         format = self.format
-        for place, (name, schema) in enumerate(schemas.items()):
-            parameters = self._parameters(f"p_{place}", schema) if format.parameter else ""
+        for index, (name, schema) in enumerate(schemas.items()):
+            parameters = self._parameters(f"p_{index}", schema) if format.parameter else ""
             symbols = self._symbols(format.call, name=name, schema=schema, parameters=parameters)
-            self._add(f"call_{place}: {symbols}")
-        calls = f"({' | '.join(f'call_{place}' for place in range(len(schemas)))})"
+            self._add(f"call_{index}: {symbols}")
+        calls = f"({' | '.join(f'call_{index}' for index in range(len(schemas)))})"
         if format.repeats:
             body = f"{calls} (SPACE? opening {calls})*"
         else:
             parts = self._symbols(format.before), self._symbols(format.between), self._symbols(format.after)
             body = f"{parts[0]} {calls} ({parts[1]} {calls})* {parts[2]}"
-        start = self._start(body, instead)
+        start = self._start(body, answer_schema)
         return "\n".join([f"start: {start}", *self.rules, *_TERMINALS])
 
-    def _start(self, body: str, instead: Mapping[str, Any] | None) -> str:
+    def _start(self, body: str, answer_schema: Mapping[str, Any] | None) -> str:
         """Return the rule of an output: free text or JSON, and calls."""
         opening = self.format.opening
         if not opening:
@@ -225,8 +225,8 @@ class _Grammar:
             self._add(f"plain: /[^{re.escape(first)}](.|\\n)*/")
             return f"plain? | {body}"
         self._add(f"opening: {self._mark(opening)}")
-        if instead is not None:
-            return f"{_json(instead)} | opening {body}"
+        if answer_schema is not None:
+            return f"{_json(answer_schema)} | opening {body}"
         lazy = "" if opening in self.marks else "[lazy]"
         self._add(f"begun{lazy}: TEXT {self._mark(opening)}")
         return f"(begun {body})* TEXT"
@@ -270,20 +270,20 @@ class _Grammar:
         required = set(schema.get("required") or ())
         definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         keys = list(properties)
-        for place, key in enumerate(keys):
+        for index, key in enumerate(keys):
             value = properties[key]
             merged = {**definitions, **value} if "$ref" in json.dumps(value) else value
-            self._add(f"{name}_{place}: {self._parameter(f'{name}_{place}', key, merged)}")
+            self._add(f"{name}_{index}: {self._parameter(f'{name}_{index}', key, merged)}")
         if self.format.quotes:
             return self._separated(name, [key in required for key in keys])
-        return " ".join(f"{name}_{place}{'' if key in required else '?'}" for place, key in enumerate(keys))
+        return " ".join(f"{name}_{index}{'' if key in required else '?'}" for index, key in enumerate(keys))
 
     def _separated(self, name: str, required: list[bool]) -> str:
         """Return the symbols of parameters with commas between those that are present."""
         comma, first, later = _literal(", "), "", ""
-        for place in reversed(range(len(required))):
-            rule = f"{name}_{place}"
-            is_required = required[place]
+        for index in reversed(range(len(required))):
+            rule = f"{name}_{index}"
+            is_required = required[index]
             self._add(
                 f"{rule}_first: {rule} {later}" + ("" if is_required else f" | {first or _literal('')}")
             )

@@ -26,7 +26,6 @@ _BOOLEANS = {"true": True, "false": False}
 
 
 def vllm_id(index: int, name: str) -> str:
-    """Return a tool call id in vLLM's format."""
     return f"chatcmpl-tool-{uuid.uuid4().hex}"
 
 
@@ -36,7 +35,6 @@ def mistral_id(index: int, name: str) -> str:
 
 
 def kimi_id(index: int, name: str) -> str:
-    """Return an id in Kimi-K2's format."""
     return f"functions.{name}:{index}"
 
 
@@ -103,7 +101,6 @@ class ToolParser(JsonParser):
         return self.types_of(schema)
 
     def types_of(self, schema: Any) -> frozenset[str]:
-        """Return the types that a schema allows; empty if it sets none."""
         if id(schema) not in self._types:
             self._types[id(schema)] = types_of(schema)
         return self._types[id(schema)]
@@ -115,7 +112,6 @@ def types_of(schema: Any) -> frozenset[str]:
 
 
 def is_name(text: str) -> bool:
-    """Whether this is a valid function name."""
     return _NAME.fullmatch(text) is not None
 
 
@@ -143,13 +139,13 @@ def typed(text: str, types: frozenset[str]) -> str:
     if not types or types - {"string", "null", "boolean"}:
         value = _literal(word)
         if not types or _types_of_value(value) & types:
-            encoded = to_json(value) if value is not _NOTHING else None
+            encoded = to_json(value) if value is not _NO_VALUE else None
             if encoded is not None:
                 return encoded
     return json.dumps(text, ensure_ascii=False)
 
 
-_NOTHING = object()
+_NO_VALUE = object()
 
 
 def _literal(word: str) -> Any:
@@ -159,17 +155,16 @@ def _literal(word: str) -> Any:
     except (ValueError, RecursionError):
         pass
     if word[:1] not in ("[", "{", "("):
-        return _NOTHING
+        return _NO_VALUE
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return ast.literal_eval(word)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return _NOTHING
+        return _NO_VALUE
 
 
 def _types_of_value(value: Any) -> set[str]:
-    """Return the JSON types of a value."""
     match value:
         case bool():
             return {"boolean"}

@@ -35,7 +35,7 @@ _CONTENT = "Qj7"
 _IDS = ("abcdef123", f"functions.{_NAME}:0")
 """Ids of the call: nine letters and digits for Mistral, Kimi-K2's own form."""
 
-_BARE = ("llama3_json", "llama4_json", "pythonic", "llama4_pythonic", "xlam")
+_WITHOUT_MARKS = ("llama3_json", "llama4_json", "pythonic", "llama4_pythonic", "xlam")
 """Formats without marks: a call is the start of the answer."""
 _LEADING_MARK = re.compile(r"<\|[^|]*\|>|</?think>")
 """Marks of the turn and of empty reasoning, which other formats may have before a call."""
@@ -59,9 +59,9 @@ _REASONING_OF = {
     "deepseek_v32": "deepseek_v3",
 }
 """Reasoning parsers that belong to tool parsers of another name."""
-_BUILT_MARKS = ("hy_v3", "inkling", "kimi_k3", "muse_glimmer", "openai_gptoss")
+_ASSEMBLED_MARKS = ("hy_v3", "inkling", "kimi_k3", "muse_glimmer", "openai_gptoss")
 """Reasoning parsers with marks that templates assemble: they belong to the tool parser of their family."""
-_BY_FLAG_ALONE = ("identity", "minimax_m2_append_think", "holo2")
+_NEVER_DETECTED = ("identity", "minimax_m2_append_think", "holo2")
 """Reasoning parsers that no template selects."""
 
 
@@ -80,10 +80,10 @@ def detect_parsers(
         template = choose_template(model_template, requested, with_tools=True)
     except RequestError:
         return DetectedParsers()
-    reasoning = {name for name in REASONING if name not in _BY_FLAG_ALONE and _has_marks(name, template)}
+    reasoning = {name for name in REASONING if name not in _NEVER_DETECTED and _has_marks(name, template)}
     tools = _fitting_tool_parsers(template, reasoning)
     paired = [_REASONING_OF.get(name, name) for name in tools]
-    reasoning.update(name for name in paired[:1] if name in _BUILT_MARKS)
+    reasoning.update(name for name in paired[:1] if name in _ASSEMBLED_MARKS)
     wrapped = [name for name in sorted(reasoning) if _wrapping_marks(name)]
     ranked = [name for name in (*paired, *wrapped, "deepseek_r1", *sorted(reasoning)) if name in reasoning]
     return DetectedParsers(next(iter(tools), ""), next(iter(ranked), ""))
@@ -135,7 +135,7 @@ def _text_around_call(name: str, text: str) -> str | None:
         leading = leading.replace(mark, "")
     if _parse_json(arguments) != _ARGUMENTS or _LEADING_MARK.sub("", leading).strip():
         return None
-    if leading.strip() and name in _BARE:
+    if leading.strip() and name in _WITHOUT_MARKS:
         return None
     return "".join(piece.text for piece in pieces if isinstance(piece, TextPiece)).strip()
 
@@ -159,16 +159,16 @@ def _render_call(template: str, call_id: str) -> str:
     """Return what the template renders for a message with the call; empty if it fails."""
     call = {"id": call_id, "type": "function", "function": {"name": _NAME, "arguments": _ARGUMENTS}}
     try:
-        plain = _render(template, [_USER, {"role": "assistant", "content": _CONTENT}])
-        whole = _render(template, [_USER, {"role": "assistant", "content": "", "tool_calls": [call]}])
+        without_call = _render(template, [_USER, {"role": "assistant", "content": _CONTENT}])
+        with_call = _render(template, [_USER, {"role": "assistant", "content": "", "tool_calls": [call]}])
     except RequestError:
         return ""
-    start = len(commonprefix([plain.partition(_CONTENT)[0], whole]))
+    start = len(commonprefix([without_call.partition(_CONTENT)[0], with_call]))
     for first, last in ("<>", "[]"):  # A mark that both begin with alike is not cut in two.
-        opening = whole.rfind(first, 0, start)
-        if opening >= 0 and last not in whole[opening:start]:
+        opening = with_call.rfind(first, 0, start)
+        if opening >= 0 and last not in with_call[opening:start]:
             start = opening
-    return whole[start:]
+    return with_call[start:]
 
 
 def _render(template: str, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> str:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from quire.text.parsers.calls import ToolParser, is_name, to_json
+from quire.text.parsers.json_text import SCALAR
 from quire.text.parsers.streaming import Wait
 
-_SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _QUOTED = re.compile(r'("(?:[^"\\]|\\.?)*"?)', re.DOTALL)
 """A string, or the whole rest after an unclosed quote, so that each character is scanned once."""
@@ -104,7 +104,7 @@ def _quote_keys(plain: str) -> str:
 
 def _quote_words(part: str) -> str:
     return re.sub(
-        r"[^\s{}\[\],:]+", lambda word: word[0] if _SCALAR.fullmatch(word[0]) else json.dumps(word[0]), part
+        r"[^\s{}\[\],:]+", lambda word: word[0] if SCALAR.fullmatch(word[0]) else json.dumps(word[0]), part
     )
 
 

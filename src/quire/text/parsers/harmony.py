@@ -24,9 +24,9 @@ class Harmony(ToolParser):
     reasoning_breaks = ("<|channel|>commentary", "<|start|>assistant to=functions")
     opened = True
 
-    def __init__(self, prompt: str = "", *, calls: bool = True, **more: Any) -> None:
+    def __init__(self, prompt: str = "", *, calls: bool = True, **options: Any) -> None:
         self.calls = calls
-        super().__init__(**more)
+        super().__init__(**options)
 
     def script(self) -> Wait[None]:
         # The prompt ends with `<|start|>assistant`: the header may continue with the recipient.

@@ -19,9 +19,9 @@ class Inkling(ObjectParser):
     keeps_special_tokens = True
     reads_all = True
 
-    def __init__(self, prompt: str = "", *, calls: bool = True, **more: Any) -> None:
+    def __init__(self, prompt: str = "", *, calls: bool = True, **options: Any) -> None:
         self.calls = calls
-        super().__init__(**more)
+        super().__init__(**options)
 
     def script(self) -> Wait[None]:
         while (yield from self.peek()):

@@ -12,7 +12,7 @@ from quire.text.parsers.streaming import Wait
 _NAMES = ("name", "tool_name")
 _ARGUMENTS = ("arguments", "parameters", "args")
 _OTHERS = ("id", "type", "tool_call_id")
-_BROKEN = object()
+_INVALID = object()
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class ObjectParser(ToolParser):
                 if key in _ARGUMENTS:
                     arguments = _unpack(value)
                 known = key in _NAMES or key in _ARGUMENTS or key in _OTHERS
-                if value is _BROKEN or not arguments or not (known or name):
+                if value is _INVALID or not arguments or not (known or name):
                     return False
                 name = value if key in _NAMES and isinstance(value, str) else name
             yield from self.space()
@@ -92,8 +92,8 @@ class ObjectParser(ToolParser):
     def _read_value(self) -> Wait[Any]:
         """Read a value that is not streamed."""
         parts: list[str] = []
-        whole = yield from self.json_value(parts.append)
-        return _loads("".join(parts)) if whole else _BROKEN
+        is_complete = yield from self.json_value(parts.append)
+        return _loads("".join(parts)) if is_complete else _INVALID
 
     def _arguments(self, name: str) -> Wait[bool]:
         """Stream an object of arguments; parse one that is written as a string."""
@@ -111,7 +111,7 @@ def _loads(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        return _BROKEN
+        return _INVALID
 
 
 def _unpack(value: Any) -> str:
@@ -127,10 +127,10 @@ class JsonCalls(ObjectParser):
 
     marks: JsonMarks
 
-    def __init__(self, marks: JsonMarks, **more: Any) -> None:
+    def __init__(self, marks: JsonMarks, **options: Any) -> None:
         self.by_name = marks.by_name
         self.keeps_special_tokens = marks.special
-        super().__init__(marks, **more)
+        super().__init__(marks, **options)
 
     def script(self) -> Wait[None]:
         opens = tuple(mark for mark in self.marks.opens if mark not in ("{", "["))
@@ -190,8 +190,8 @@ class RequiredCalls(ObjectParser):
 
     def script(self) -> Wait[None]:
         self.hold()
-        whole = yield from self.objects()
-        if not whole and self._num_calls == 0:
+        is_complete = yield from self.objects()
+        if not is_complete and self._num_calls == 0:
             self.give_back()
             yield from self.until((), self.text)
         self.release()
@@ -201,9 +201,9 @@ class RequiredCalls(ObjectParser):
 class NamedCall(ToolParser):
     """A call that a grammar forces: the arguments of one function without anything else."""
 
-    def __init__(self, name: str, **more: Any) -> None:
+    def __init__(self, name: str, **options: Any) -> None:
         self.name = name
-        super().__init__(**more)
+        super().__init__(**options)
 
     def script(self) -> Wait[None]:
         if (yield from self.space()):
@@ -211,8 +211,8 @@ class NamedCall(ToolParser):
             yield from self.until((), self.arguments)
 
 
-def _calls(*opens: str, **more: Any) -> partial[JsonCalls]:
-    return partial(JsonCalls, JsonMarks(opens, **more))
+def _calls(*opens: str, **options: Any) -> partial[JsonCalls]:
+    return partial(JsonCalls, JsonMarks(opens, **options))
 
 
 HERMES = _calls("<tool_call>", closes=("</tool_call>",), special=True)

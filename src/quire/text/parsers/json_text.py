@@ -7,7 +7,7 @@ from quire.text.parsers.streaming import Emit, Parser, Wait
 _VALUE = '{["-0123456789tfn'
 _RUN = re.compile(r'[^"\\\x00-\x1f]+')
 _WORD = re.compile(r"[-+.\w]*")
-_SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _SCALAR_PREFIX = re.compile(
     r"-?(?:(?:0|[1-9][0-9]*)(?:\.(?:[0-9]+(?:[eE][-+]?[0-9]*)?)?|[eE][-+]?[0-9]*)?)?"
     r"|t(?:r(?:ue?)?)?|f(?:a(?:l(?:se?)?)?)?|n(?:u(?:ll?)?)?"
@@ -61,8 +61,8 @@ class JsonParser(Parser):
                 expected = "," + closers[-1]
 
     def _emit_char(self, emit: Emit) -> None:
-        emit(self._buffer[self._at])
-        self._at += 1
+        emit(self._buffer[self._position])
+        self._position += 1
 
     def _json_space(self, emit: Emit) -> Wait[str]:
         while (char := (yield from self.peek())) and char in " \t\r\n":
@@ -72,9 +72,9 @@ class JsonParser(Parser):
     def _json_string(self, emit: Emit) -> Wait[bool]:
         self._emit_char(emit)
         while char := (yield from self.peek()):
-            if run := _RUN.match(self._buffer, self._at):
+            if run := _RUN.match(self._buffer, self._position):
                 emit(run[0])
-                self._at = run.end()
+                self._position = run.end()
             elif char == '"':
                 self._emit_char(emit)
                 return True
@@ -82,25 +82,25 @@ class JsonParser(Parser):
                 yield from self._json_escape(emit)
             else:
                 emit(_CONTROL.get(char) or f"\\u{ord(char):04x}")
-                self._at += 1
+                self._position += 1
         return False
 
     def _json_escape(self, emit: Emit) -> Wait[None]:
-        self._at += 1
+        self._position += 1
         char = yield from self.peek()
         if char == "u":
-            digits = _HEX.match(self._buffer, self._at + 1)
+            digits = _HEX.match(self._buffer, self._position + 1)
             while digits and digits.end() == len(self._buffer) and len(digits[0]) < 4:
                 if not (yield from self.more()):
                     break
-                digits = _HEX.match(self._buffer, self._at + 1)
+                digits = _HEX.match(self._buffer, self._position + 1)
             if digits and (len(digits[0]) == 4 or digits.end() == len(self._buffer)):
                 emit("\\u" + digits[0])
-                self._at = digits.end()
+                self._position = digits.end()
                 return
         elif char and char in '"\\/bfnrt':
             emit("\\" + char)
-            self._at += 1
+            self._position += 1
             return
         elif char == "'":
             return
@@ -109,17 +109,17 @@ class JsonParser(Parser):
     def _json_scalar(self, emit: Emit) -> Wait[bool]:
         """Emit a number or word when it is complete."""
         while True:
-            word = _WORD.match(self._buffer, self._at, self._at + _MAX_SCALAR + 1)
+            word = _WORD.match(self._buffer, self._position, self._position + _MAX_SCALAR + 1)
             assert word is not None
             if word.end() < len(self._buffer) or not (yield from self.more()):
                 break
         if len(word[0]) > _MAX_SCALAR:
             return False
-        whole = _SCALAR.fullmatch(word[0]) is not None
-        broken_off = (
+        is_complete = SCALAR.fullmatch(word[0]) is not None
+        is_truncated = (
             self._ended and word.end() == len(self._buffer) and _SCALAR_PREFIX.fullmatch(word[0]) is not None
         )
-        if whole or broken_off:
+        if is_complete or is_truncated:
             emit(word[0])
-            self._at = word.end()
-        return whole
+            self._position = word.end()
+        return is_complete

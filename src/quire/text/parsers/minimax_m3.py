@@ -60,10 +60,10 @@ class MinimaxM3(ToolParser):
         end = f"{_MARK}</{key}>"
         if self.types_of(schema) == {"string"}:
             self.arguments(f'{start}"')
-            whole = yield from self.until((end,), lambda text: self.arguments(quoted(text)))
+            is_complete = yield from self.until((end,), lambda text: self.arguments(quoted(text)))
             yield from self.take(end)
-            self.arguments('"' if whole else "")
-            return bool(whole)
+            self.arguments('"' if is_complete else "")
+            return bool(is_complete)
         value = yield from self._value(key, schema, 0)
         self.arguments("" if value is None else start + value)
         return value is not None

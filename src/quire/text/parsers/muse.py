@@ -21,9 +21,9 @@ class MuseGlimmer(TaggedCalls):
     reasoning_breaks = (*_TAGS.opens, _TAGS.call)
     opened = True
 
-    def __init__(self, prompt: str = "", *, calls: bool = True, **more: Any) -> None:
+    def __init__(self, prompt: str = "", *, calls: bool = True, **options: Any) -> None:
         self.calls = calls
-        super().__init__(_TAGS, **more)
+        super().__init__(_TAGS, **options)
 
     def script(self) -> Wait[None]:
         # The prompt ends with `<|start|>assistant`: the header may continue with the recipient.

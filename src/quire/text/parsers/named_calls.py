@@ -30,9 +30,9 @@ class NamedCalls(ToolParser):
     keeps_special_tokens = True
     marks: NamedMarks
 
-    def __init__(self, marks: NamedMarks, **more: Any) -> None:
+    def __init__(self, marks: NamedMarks, **options: Any) -> None:
         self.default_id = kimi_id if marks.has_id else vllm_id
-        super().__init__(marks, **more)
+        super().__init__(marks, **options)
 
     def script(self) -> Wait[None]:
         while (yield from self.until((*self.marks.opens, self.marks.call), self.text)):
@@ -57,10 +57,6 @@ class NamedCalls(ToolParser):
         return (yield from self.json_value(self.arguments))
 
 
-def _after_sep(header: str) -> str:
-    return header.rpartition("<｜tool▁sep｜>")[2].strip()
-
-
 def _kimi_name(header: str) -> str:
     """Return `name` of `functions.name:0`."""
     name, _, number = header.strip().rpartition(":")
@@ -74,7 +70,14 @@ _DEEPSEEK_V31 = NamedMarks(
     closes=("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
 )
 DEEPSEEK_V31 = partial(NamedCalls, _DEEPSEEK_V31)
-DEEPSEEK_V3 = partial(NamedCalls, replace(_DEEPSEEK_V31, before_arguments="```json", name=_after_sep))
+DEEPSEEK_V3 = partial(
+    NamedCalls,
+    replace(
+        _DEEPSEEK_V31,
+        before_arguments="```json",
+        name=lambda header: header.rpartition("<｜tool▁sep｜>")[2].strip(),
+    ),
+)
 KIMI_K2 = partial(
     NamedCalls,
     NamedMarks(

@@ -106,7 +106,7 @@ class Pythonic(ToolParser):
                 return "".join(parts)
             if quote and char == "\\":
                 parts.append(char)
-                self._at += 1
+                self._position += 1
                 char = yield from self.peek()
             elif char == quote:
                 quote = ""
@@ -117,7 +117,7 @@ class Pythonic(ToolParser):
                 if depth < 0:
                     return None
             parts.append(char)
-            self._at += 1
+            self._position += 1
         return None
 
 

@@ -91,8 +91,8 @@ def opened_by(marks: ReasoningMarkers, prompt: str, default: bool | None = None)
     return marks.opened if default is None else default
 
 
-def _marks(start: str, end: str, **more: object) -> partial[Reasoning]:
-    return partial(Reasoning, ReasoningMarkers(start, end, **more))  # type: ignore[arg-type]
+def _marks(start: str, end: str, **options: object) -> partial[Reasoning]:
+    return partial(Reasoning, ReasoningMarkers(start, end, **options))  # type: ignore[arg-type]
 
 
 THINK = _marks("<think>", "</think>")

@@ -35,11 +35,11 @@ class Parser:
 
     def __init__(self) -> None:
         self._buffer = ""
-        self._at = 0
+        self._position = 0
         """Position in the buffer up to which text was read."""
-        self._held: int | None = None
+        self._hold_start: int | None = None
         """Start of the held text in the buffer, which may have to be emitted as text."""
-        self._kept: list[str] = []
+        self._held_text: list[str] = []
         """Held text that is no longer in the buffer, so that a long hold does not make the buffer long."""
         self._ended = False
         self._out: list[Piece] = []
@@ -51,10 +51,10 @@ class Parser:
 
     def feed(self, text: str) -> list[Piece]:
         """Add text and return the pieces that are certain now."""
-        if self._held is not None:
-            self._kept.append(self._buffer[self._held : self._at])
-            self._held = 0
-        self._buffer, self._at = self._buffer[self._at :] + text, 0
+        if self._hold_start is not None:
+            self._held_text.append(self._buffer[self._hold_start : self._position])
+            self._hold_start = 0
+        self._buffer, self._position = self._buffer[self._position :] + text, 0
         return self._advance()
 
     def end(self) -> list[Piece]:
@@ -83,23 +83,23 @@ class Parser:
 
     def hold(self) -> None:
         """Hold the text that is read from here on, since it may have to be given back."""
-        self._held, self._kept = self._at, []
+        self._hold_start, self._held_text = self._position, []
 
     def release(self) -> None:
-        self._held, self._kept = None, []
+        self._hold_start, self._held_text = None, []
 
     def give_back(self) -> None:
         """Emit the text that was read since `hold` as text: it was not a call."""
-        if self._held is not None:
-            self.text("".join(self._kept) + self._buffer[self._held : self._at])
+        if self._hold_start is not None:
+            self.text("".join(self._held_text) + self._buffer[self._hold_start : self._position])
         self.release()
 
     def go_back(self) -> None:
         """Return to the position of `hold`, to read the text again."""
-        if self._held is not None:
-            self._at = self._held
-        if self._kept:
-            self._buffer, self._at = "".join(self._kept) + self._buffer[self._at :], 0
+        if self._hold_start is not None:
+            self._position = self._hold_start
+        if self._held_text:
+            self._buffer, self._position = "".join(self._held_text) + self._buffer[self._position :], 0
         self.release()
 
     def more(self) -> Wait[bool]:
@@ -111,15 +111,15 @@ class Parser:
 
     def peek(self) -> Wait[str]:
         """Return the next character; empty at the end."""
-        while self._at >= len(self._buffer):
+        while self._position >= len(self._buffer):
             if not (yield from self.more()):
                 return ""
-        return self._buffer[self._at]
+        return self._buffer[self._position]
 
     def space(self) -> Wait[str]:
         """Skip white space and return the next character; empty at the end."""
         while (char := (yield from self.peek())).isspace():
-            self._at += 1
+            self._position += 1
         return char
 
     def word(self, pattern: re.Pattern[str]) -> Wait[str]:
@@ -127,7 +127,7 @@ class Parser:
         chars: list[str] = []
         while pattern.match(char := (yield from self.peek())):
             chars.append(char)
-            self._at += 1
+            self._position += 1
         return "".join(chars)
 
     def take(self, *literals: str) -> Wait[str]:
@@ -135,12 +135,12 @@ class Parser:
         if not literals:
             return ""
         while True:
-            rest = self._buffer[self._at : self._at + max(map(len, literals))]
+            rest = self._buffer[self._position : self._position + max(map(len, literals))]
             if self._ended or not any(len(rest) < len(x) and x.startswith(rest) for x in literals):
                 break
             yield
         literal = max((x for x in literals if rest.startswith(x)), key=len, default="")
-        self._at += len(literal)
+        self._position += len(literal)
         return literal
 
     def comes(self, literal: str) -> Wait[str]:
@@ -155,9 +155,9 @@ class Parser:
         """Emit the text before the first mark and stop there. Returns the mark; empty at the end."""
         while True:
             start, mark = self._find_mark(marks)
-            if start > self._at:
-                emit(self._buffer[self._at : start])
-                self._at = start
+            if start > self._position:
+                emit(self._buffer[self._position : start])
+                self._position = start
             if mark or not (yield from self.more()):
                 return mark
 
@@ -165,11 +165,11 @@ class Parser:
         """Read the short text before a mark. Returns None and reads nothing if no mark follows closely."""
         while True:
             start, mark = self._find_mark(marks, _MAX_HEADER)
-            if start - self._at > _MAX_HEADER:
+            if start - self._position > _MAX_HEADER:
                 return None
             if mark:
-                text = self._buffer[self._at : start]
-                self._at = start
+                text = self._buffer[self._position : start]
+                self._position = start
                 return text
             if not (yield from self.more()):
                 return None
@@ -180,9 +180,9 @@ class Parser:
         `within`: maximum number of characters before the mark."""
         longest, firsts, pattern = _shape(marks)
         size = len(self._buffer)
-        end = size if within is None else self._at + within + longest
-        match = pattern.search(self._buffer, self._at, end)
-        tail = max(self._at, size - longest + 1)
+        end = size if within is None else self._position + within + longest
+        match = pattern.search(self._buffer, self._position, end)
+        tail = max(self._position, size - longest + 1)
         partial = size if self._ended else _partial_mark(self._buffer, tail, marks, firsts)
         return (match.start(), match[0]) if match and match.start() < partial else (partial, "")
 

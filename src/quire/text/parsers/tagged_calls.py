@@ -44,9 +44,9 @@ class TaggedCalls(ToolParser):
 
     marks: Tags
 
-    def __init__(self, tags: Tags, **more: Any) -> None:
+    def __init__(self, tags: Tags, **options: Any) -> None:
         self.keeps_special_tokens = tags.special
-        super().__init__(tags, **more)
+        super().__init__(tags, **options)
 
     def script(self) -> Wait[None]:
         while (yield from self.until((*self.marks.opens, self.marks.call), self.text)):
@@ -111,14 +111,14 @@ class TaggedCalls(ToolParser):
         before = f"{comma}{json.dumps(key, ensure_ascii=False)}: "
         if types == {"string"}:
             self.arguments(before + '"')
-            whole = yield from self._value(lambda text: self.arguments(quoted(text)))
-            self.arguments('"' if whole else "")
-            return whole
+            is_complete = yield from self._value(lambda text: self.arguments(quoted(text)))
+            self.arguments('"' if is_complete else "")
+            return is_complete
         parts: list[str] = []
-        whole = yield from self._value(parts.append)
-        if whole:
+        is_complete = yield from self._value(parts.append)
+        if is_complete:
             self.arguments(before + typed("".join(parts), types))
-        return whole
+        return is_complete
 
     def _unescape(self, text: str) -> str:
         return html.unescape(text) if self.marks.escaped else text
@@ -157,8 +157,8 @@ class TaggedCalls(ToolParser):
 class HyV3(TaggedCalls):
     """Hunyuan 3. Its published checkpoints write `:opensource` into every tag."""
 
-    def __init__(self, **more: Any) -> None:
-        super().__init__(_hy_v3(""), **more)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(_hy_v3(""), **options)
 
     def script(self) -> Wait[None]:
         known = [_hy_v3(""), _hy_v3(":opensource")]

@@ -6,12 +6,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from quire.config.server_sections import AccessSection
 from quire.server.http.errors import error_info, error_response
 
-_READS = ("GET", "HEAD", "OPTIONS")
+_SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 _OTHER_SITES = (b"cross-site", b"same-site")
 """Values of `Sec-Fetch-Site` in requests from pages of another origin."""
 
 
-class Origins:
+class CorsMiddleware:
     """CORS middleware for requests with an Origin header. Requests without one, from clients other than
     browsers and most from the server's own page, skip it."""
 
@@ -39,6 +39,10 @@ class Origins:
         """Whether to refuse a request of a page with another origin. Browsers hide the responses from such
         pages, but still send simple requests; those that change something are refused. Only `Sec-Fetch-Site`
         is reliable: with a proxy, the server does not know its own origin."""
-        if scope["type"] != "http" or scope["method"] in _READS or self._cors.is_allowed_origin(origin):
+        if (
+            scope["type"] != "http"
+            or scope["method"] in _SAFE_METHODS
+            or self._cors.is_allowed_origin(origin)
+        ):
             return False
         return any(name == b"sec-fetch-site" and value in _OTHER_SITES for name, value in scope["headers"])
