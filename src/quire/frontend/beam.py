@@ -53,7 +53,7 @@ def _extend_positions(positions: Array | None, num_tokens: int) -> Array | None:
 
 
 class BeamSearch:
-    """The beams of one prompt: `live` are beam_prompt, `done` have ended."""
+    """The beams of one prompt: `live` are continued, `done` have ended."""
 
     def __init__(
         self,
