@@ -41,8 +41,7 @@ class Executor(Protocol):
         """Drop an adapter on every worker, after earlier reads of it."""
 
     def load(self, load: BlockLoad) -> Future[LoadDone]:
-        """Copy KV cache blocks to every worker's device while steps run. `watch` must be called until it is
-        done."""
+        """Copy KV cache blocks to all devices while steps run. `watch` must be called until it is done."""
 
     def watch(self) -> None:
         """Raise EngineDead if a worker is gone."""

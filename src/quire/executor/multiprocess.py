@@ -58,8 +58,7 @@ CONSISTENT_S = 5.0
 CAUSE_S = 1.0
 """Seconds for the rank that caused an error to report it, after another was cut off by its end."""
 WARM_UP_FAILURE_S = 60.0
-"""Seconds for the other ranks to end a warm-up in which one has failed: they may wait for it in a
-collective."""
+"""Seconds for the other ranks to end a warm-up after one has failed: they may wait in a collective."""
 REPORT_S = 5.0
 _LOOK_S = 0.002
 """Seconds between two checks for the results of a call."""
@@ -93,11 +92,9 @@ class RankedExecutor:
         """Results by call, then by rank."""
         self._numbers = itertools.count()
         self._background: dict[int, tuple[Future[Any], Callable[[list[Any]], Any]]] = {}
-        """Background work that not all ranks have finished, by number, with the function that combines their
-        results."""
+        """Unfinished background work by number, with the function that combines the ranks' results."""
         self._lock = threading.Lock()
-        """Held while messages of ranks are handled, since calls and steps are waited for in different
-        threads."""
+        """Held while messages of ranks are handled: several threads wait for calls and steps."""
         self._dead: str | None = None
         self._end: Callable[[], object] = lambda: None
 
@@ -362,8 +359,7 @@ def combine_loads(values: list[Any]) -> LoadDone:
 
 
 def combine_facts(values: list[Any]) -> AdapterFacts:
-    """Combine the facts of an adapter on all ranks. If they have read different contents, the digest covers
-    all."""
+    """Combine the facts of an adapter on all ranks; the digest covers all contents if they differ."""
     facts = [msgspec.convert(value, AdapterFacts) for value in values]
     digests = [rank.digest for rank in facts]
     digest = digests[0] if len({*digests}) == 1 else hashlib.sha256(b"".join(digests)).digest()

@@ -33,8 +33,7 @@ MAX_UNADMITTED = 64
 RETRY_S = 0.1
 """Pause after a connection could not be accepted, for example without free file descriptors."""
 _SILENCE_MS = 10_000
-"""Milliseconds after which a machine that does not answer counts as lost; the end of a process is noticed at
-once."""
+"""Milliseconds without an answer after which a machine counts as lost; the end of a process shows at once."""
 _OTHER_TOKEN = f"{VARIABLE} must be the same on every machine"
 
 
@@ -258,8 +257,7 @@ class RemoteRanks:
                 self._handle_lost(node)
 
     def _receive_join(self, sock: socket.socket, address: str) -> Node | None:
-        """Read the first message; return the node if it is admitted, otherwise send it the reason and
-        close."""
+        """Read the first message; return the node if it is admitted, else send the reason and close."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._unadmitted.release)
             stack.callback(sock.close)

@@ -15,8 +15,7 @@ from quire.frontend.inputs import Prompt
 
 
 def round_params(params: BeamSearchParams) -> SamplingParams:
-    """Return the params of every beam: one token, and enough logprobs that `beam_width` remain after an
-    eos."""
+    """Return params for one token of a beam, with enough logprobs that `beam_width` remain after an eos."""
     return SamplingParams(
         max_tokens=1,
         logprobs=2 * params.beam_width,

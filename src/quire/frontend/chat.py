@@ -23,8 +23,7 @@ CONTENT_FORMATS = ("auto", "string", "openai")
 
 
 def read_template(argument: str | None) -> str | None:
-    """Read a `--chat-template`: a file, the name of a template that comes with Quire, or the template
-    itself."""
+    """Read a `--chat-template`: a file, the name of a template of Quire, or the template itself."""
     if argument is None:
         return None
     if any(mark in argument for mark in "{}\n"):

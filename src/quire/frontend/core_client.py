@@ -40,8 +40,7 @@ MAX_BEHIND = 1000
 READ_S = 0.004
 """Time for which messages are read before their outputs are delivered."""
 YIELD_ROUNDS = 4
-"""Iterations of the event loop between two reads, so that new requests progress while the core is faster than
-this process."""
+"""Event loop iterations between two reads: new requests progress even if the core is faster than this."""
 HEARTBEAT_MS = 1000
 """Interval of heartbeats on a connection to another machine."""
 SILENCE_MS = 10_000

@@ -438,8 +438,7 @@ class AsyncEngine:
             await asyncio.sleep(LOOK_S)
 
     def _send_waiting(self) -> None:
-        """Send the requests that wait for a core, some in each turn of the event loop; fail those that have
-        waited too long."""
+        """Send waiting requests, some in each turn of the event loop; fail those that waited too long."""
         now, self._is_sending = self._clock(), False
         for id, flight in next_to_send(self._flights):
             if self._available(flight.rank):

@@ -469,8 +469,7 @@ class InputProcessor:
         return params
 
     def check_grammar(self, grammar: StructuredOutputsParams, seconds: float | None = None) -> None:
-        """Compile the grammar as the engine core will, within `seconds` if set. Compiled grammars are
-        cached."""
+        """Compile the grammar as the engine core will, within `seconds` if set, and cache it."""
         if self.grammars is None:
             raise RequestError(
                 "structured_outputs need a tokenizer, and skip_tokenizer_init is set",

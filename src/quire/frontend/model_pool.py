@@ -135,8 +135,7 @@ class ModelPool:
     # ---- life
 
     def start(self) -> None:
-        """Start loading the first models, from inside the running loop: pinned ones, then others in order
-        while they fit."""
+        """Start loading the first models, in the running loop: pinned ones, then others while they fit."""
         self._tasks = [asyncio.create_task(self._run()), asyncio.create_task(self._load_first())]
 
     async def _load_first(self) -> None:
@@ -169,8 +168,7 @@ class ModelPool:
             self.release(model)
 
     async def acquire(self, model: PoolModel) -> None:
-        """Wait in line until the model is awake; it stays so until `release`. Raise EngineDead if it cannot
-        be loaded."""
+        """Wait until the model is awake; it stays so until `release`. Raise EngineDead if it cannot load."""
         if model.is_awake and not model.changing:
             model.num_users += 1
             return
@@ -217,8 +215,7 @@ class ModelPool:
             model.error = ""
 
     def check(self) -> None:
-        """Raise EngineDead while the first models are loading, if a loaded model makes no progress, or if no
-        model could be loaded."""
+        """Raise EngineDead while the first models load, if one makes no progress, or if none could load."""
         models = self.models.values()
         if not self.started.is_set():
             loading = [model.name for model in models if model.state == "loading"]
@@ -330,8 +327,7 @@ class ModelPool:
         return 1 if fits and not victim.keeps_weights and victim.is_awake else 2
 
     async def _leave(self, model: PoolModel, *, level: int | None) -> None:
-        """Put a model to sleep, or unload it, when its running requests have finished. Further requests
-        wait."""
+        """Put a model to sleep, or unload it, once its requests have finished. Further ones wait."""
         if not model.backend.is_loaded:
             model.is_awake = False
             return

@@ -70,11 +70,9 @@ class MediaInputReader:
         self.interleaves = interleaves
         """Whether items keep their places between texts where a template has only text."""
         self.uses_cross_attention = uses_cross_attention
-        """Whether each prompt has one item that all tokens cross-attend to. Then no special tokens are added
-        to its text."""
+        """Whether all tokens cross-attend to the prompt's one item; then its text gets no special tokens."""
         self.prefix = prefix
-        """Whether attention is bidirectional in a prompt with items. Then the processor adds the special
-        tokens."""
+        """Whether a prompt with items has bidirectional attention; then the processor adds special tokens."""
 
     @property
     def modalities(self) -> list[str]:

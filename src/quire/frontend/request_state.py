@@ -127,8 +127,7 @@ class SequenceState:
         )
 
     def routed_experts(self) -> NDArray[Any] | None:
-        """Return the experts of all tokens that were computed for this sequence, which has ended; None if
-        they are not returned."""
+        """Return the experts of all computed tokens, after the end; None if they are not returned."""
         if not self.routed:
             return None
         first = self.parent.params.routed_experts_prompt_start

@@ -9,8 +9,7 @@ import numpy as np
 from quire.frontend.prefix_map import Keys, PrefixKeys, PrefixMap, key_of_session
 
 SLACK_ROWS = 1 / 16
-"""Fraction of max_num_seqs by which the load of a core with a fully cached prompt may exceed the least busy
-one."""
+"""Fraction of max_num_seqs by which a core with the whole prompt cached may exceed the least busy one."""
 SESSION_SLACK_ROWS = 1 / 2
 """Fraction of max_num_seqs by which the load of a session's core may exceed the least busy one."""
 SLACK_SHARE = 0.1
@@ -89,8 +88,7 @@ class Router:
         session: str | None = None,
         num_sequences: int = 1,
     ) -> int:
-        """Choose one of the available cores for a request; it counts there until `end`. Requests of a session
-        go to the same core."""
+        """Choose a core for a request, which counts there until `end`. A session stays on its core."""
         assert among and request_id not in self._placed
         prefix = NO_PREFIX if len(self.cores) == 1 else self.prefix_of(token_ids, extra)
         core = self.choose(prefix, among=among, session=session)

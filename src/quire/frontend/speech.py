@@ -37,8 +37,7 @@ Samples = NDArray[np.float32]
 
 
 def split_audio(samples: Samples, max_samples: int) -> list[tuple[int, Samples]]:
-    """Split audio into pieces of at most `max_samples`, each with its start, at the quietest place of their
-    last second."""
+    """Split audio into pieces of at most `max_samples`, with starts, where their last second is quietest."""
     pieces, start = [], 0
     while len(samples) - start > max_samples:
         end = _quietest(samples, start + max_samples - _SEARCHED)
@@ -126,8 +125,7 @@ class Transcriber:
         raise NotImplementedError
 
     def words(self, segment: Segment, begins: Sequence[int], language: str | None) -> Iterator[TimedWord]:
-        """Yield the words of a segment; `begins` has the encoder state at which each token of the answer
-        ends."""
+        """Yield the words of a segment; `begins` has the encoder state at the end of each token."""
         raise NotImplementedError
 
 

@@ -106,8 +106,7 @@ class PagedAttention(LoadedModule):
         group: int,
         part: tuple[int, int] = (0, 1),
     ) -> None:
-        """Use these bytes as the KV cache. `part` is (index, count) of the layers interleaved in it by
-        token."""
+        """Use these bytes as the KV cache, with `part`, the (index, count) of layers interleaved by token."""
         (index, count), spec = part, self.spec
         size = spec.head_dim + (SCALE_BYTES if cache_dtype == torch.int8 else 0)
         planes = memory.view(cache_dtype).view(2, -1, block_size, count, spec.kv_heads, size)
@@ -115,8 +114,7 @@ class PagedAttention(LoadedModule):
         self.bind(k_cache, v_cache, group)
 
     def bind(self, k_cache: Tensor, v_cache: Tensor, group: int = 0) -> None:
-        """Use these caches, [num_blocks, block_size, kv_heads, head_dim] each; in int8 with scales behind the
-        heads."""
+        """Use these caches, [num_blocks, block_size, kv_heads, head_dim] each; int8 scales follow heads."""
         assert k_cache.shape == v_cache.shape and k_cache.shape[2] == self.spec.kv_heads
         assert head_size(k_cache) == self.spec.head_dim
         self.k_cache, self.v_cache, self.group = k_cache, v_cache, group

@@ -150,8 +150,7 @@ class Positions(LoadedModule):
 
 
 class Head(LoadedModule):
-    """LM head; `tied` is the embedding that it shares the weight with, `unit` normalizes its rows to unit
-    length."""
+    """LM head; `tied` is the embedding that it shares its weight with, `unit` gives its rows unit length."""
 
     def __init__(
         self,

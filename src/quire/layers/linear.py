@@ -158,8 +158,7 @@ class ColumnLinear(OneLinear):
 
 
 class RowLinear(OneLinear):
-    """A row-parallel linear layer: its inputs are sharded, its outputs are all-reduced. With `sums=False` the
-    caller reduces them."""
+    """A row-parallel linear layer: sharded inputs, and all-reduced outputs unless `sums=False`."""
 
     divided = "inputs"
     is_summed = True
@@ -289,8 +288,7 @@ def without_bias(part: str, targets: Iterator[Target]) -> Iterator[Target]:
 
 
 class GateUpLinear(Linear):
-    """Fused gate and up projection of a gated MLP, and act(gate) * up. `names` are the two checkpoint names,
-    or one fused name."""
+    """Fused gate and up projection of a gated MLP, and act(gate) * up; `names`: two names, or a fused one."""
 
     divided = "outputs"
 

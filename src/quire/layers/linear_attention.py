@@ -89,8 +89,7 @@ class LightningAttention(SSMMixer):
     def __init__(
         self, hidden: int, facts: StateFacts, scope: Scope, *, depth: float, activation: str
     ) -> None:
-        """Build the layer. `depth` is its number divided by that of the last layer: deeper layers decay more
-        slowly."""
+        """Build the layer; `depth` is its number over that of the last one: deeper layers decay slower."""
         inner, heads = divided(scope.group, facts.heads * facts.head_dim), divided(scope.group, facts.heads)
         super().__init__((), facts, (heads.size, facts.head_dim, facts.state), scope)
         queries, keys, values = ungrouped_order(heads.size, *[inner.size] * 3).chunk(3)

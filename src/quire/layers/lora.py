@@ -180,6 +180,5 @@ def places(slots: AdapterSlots) -> Iterator[tuple[str, LoRATarget]]:
 
 
 def _known_as(kind: str, name: str) -> tuple[str, ...]:
-    """Return the names that adapters use for an embedding or head: transformers always saves a head as
-    lm_head."""
+    """Return adapters' names of an embedding or head: transformers always saves a head as lm_head."""
     return (name, kind) if kind == "lm_head" else (name,)

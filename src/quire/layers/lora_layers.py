@@ -46,8 +46,7 @@ class LoRASlots(Protocol):
 
 
 class LoRALayer:
-    """Adapter weights of one linear layer: `a` shrinks the input to the ranks of each part, `b` expands them
-    to the outputs."""
+    """Adapter weights of a linear layer: `a` shrinks inputs to the ranks of each part, `b` expands these."""
 
     a: Tensor
     """[slots, parts * max_rank, size_in], not contiguous over slots; [slots, experts, ...] for experts"""

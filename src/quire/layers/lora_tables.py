@@ -25,8 +25,7 @@ class LoRAVocab(NamedTuple):
 
 
 class _SlotRows:
-    """Memory for `num_rows` rows of an embedding or head in each slot. `names` are the names of its layer in
-    adapters."""
+    """Memory for `num_rows` rows of an embedding or head, by slot; `names` are its names in adapters."""
 
     rows: Tensor
     """[slots, num_rows, hidden]"""

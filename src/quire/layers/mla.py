@@ -140,8 +140,7 @@ _EPS = 1e-6
 
 
 class SparseIndexer(nn.Module):
-    """Projections of the indexer: queries of a few heads, one shared key, and a weight per head. Replicated
-    on all devices."""
+    """Replicated projections of the indexer: queries of a few heads, a shared key, a weight per head."""
 
     def __init__(
         self, facts: IndexFacts, hidden: int, q_latent: int, rope_dim: int, rope: Rope, scope: Scope

@@ -1,5 +1,4 @@
-"""SSM mixers, which keep a state in place of a KV cache: Mamba, Mamba-2, gated delta rule, short
-convolution."""
+"""SSM mixers, with a state in place of a KV cache: Mamba, Mamba-2, gated delta rule, short convolution."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -235,8 +234,7 @@ class Mamba2Mixer(DecayMixer):
 
 
 class GatedNorm(nn.Module):
-    """Gated RMS norm after Mamba-2's scan, over all channels or over groups, which may span several
-    devices."""
+    """Gated RMS norm after Mamba-2's scan, over all channels or over groups, also across devices."""
 
     def __init__(self, inner: Shard, facts: StateFacts, eps: float, scope: Scope) -> None:
         super().__init__()
@@ -305,8 +303,7 @@ class GatedDelta(DecayMixer):
 
 
 class OrderedLinear(Linear):
-    """A linear layer with reordered outputs: `orders` has, for each part, the checkpoint index of each
-    output."""
+    """A linear layer with reordered outputs: `orders` has the checkpoint index of each, by part."""
 
     def __init__(
         self,

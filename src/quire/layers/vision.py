@@ -255,8 +255,7 @@ def patches_of(pixels: Tensor, size: int) -> Tensor:
 
 
 class Learned(LoadedModule):
-    """A checkpoint tensor that is used as it is, such as position or class embeddings. The scope has its full
-    name."""
+    """A checkpoint tensor that is used as it is, such as position embeddings; the scope has its name."""
 
     def __init__(self, scope: Scope, *shape: int, dtype: torch.dtype | None = None) -> None:
         super().__init__()

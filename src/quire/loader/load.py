@@ -1,5 +1,4 @@
-"""load_model: builds a model with empty tensors, fills them one by one from the checkpoint, and finishes
-them."""
+"""load_model: builds a model with empty tensors, fills them from the checkpoint, and finishes them."""
 
 import math
 import re

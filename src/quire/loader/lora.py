@@ -36,8 +36,7 @@ _MAX_ERROR_CHARS = 1000
 _LONGEST, _MOST = 256, 3
 _HARD = re.compile(r"\)\s*[*+?{]|\\[1-9]|\(\?")
 _REPEATS = re.compile(r"[*+{]")
-"""Limits of patterns, so that none takes exponential time: no repeated groups, few repeats, bounded
-length."""
+"""Limits of patterns against exponential time: no repeated groups, few repeats, bounded length."""
 _THREADS, _BATCH = 8, 8
 """Threads that copy matrices, and the number of matrices copied per task."""
 _MANY_BYTES = 1 << 30
@@ -95,8 +94,7 @@ class LoRAPair(NamedTuple):
 
 
 class LoRAReader:
-    """Reads adapters for the LoRA layers that `slots` has. `layers` is the range of layers on this device if
-    others have the rest."""
+    """Reads adapters for the LoRA layers of `slots`. `layers` are this device's, if others have more."""
 
     def __init__(self, slots: AdapterSlots, layers: range | None = None) -> None:
         self.slots = slots
@@ -431,8 +429,7 @@ def _pattern(keys: ConfigReader, key: str) -> dict[str, float]:
 
 
 def _by_pattern(layer: str, patterns: Mapping[str, T], otherwise: T) -> T:
-    """Return the value of the first matching pattern, as in PEFT: it matches the whole name, or its end
-    behind a dot."""
+    """Return the value of the first pattern that, as in PEFT, matches the name or its end behind a dot."""
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", layer)), otherwise)
 
 

@@ -22,8 +22,7 @@ log = get_logger(__name__)
 _ALIGNMENT = 256
 """Alignment of tensors in a buffer, as in memory that CUDA allocates."""
 _SMALL = 1 << 16
-"""Tensors below this size stay on the device: together they take little memory, and some are read between
-steps."""
+"""Tensors below this size stay on the device: they take little memory, and some are read between steps."""
 _INITIAL = 1 << 20
 """Tensors below this size keep their memory while a model is built: scales may have initial values."""
 
@@ -59,8 +58,7 @@ class LayerOffload:
     def __init__(
         self, wanted_bytes: float, device: torch.device, *, small: int = _SMALL, initial: int = _INITIAL
     ) -> None:
-        """Offload the layers that `choose_offloaded` chooses. Tensors below `small` bytes stay on the
-        device."""
+        """Offload the layers that `choose_offloaded` chooses, but for tensors below `small` bytes."""
         self.layers: list[OffloadedLayer] = []
         """The offloaded layers, in the order of the model once they are placed."""
         self.buffers: list[Tensor] = []
@@ -160,8 +158,7 @@ class LayerOffload:
     # ---- moving weights
 
     def _places(self, number: int) -> list[TensorPlace]:
-        """Return the places of a layer's tensors in a buffer. Modules that other layers have too stay on the
-        device."""
+        """Return the places of a layer's tensors in a buffer; modules shared by layers stay on the device."""
         shared = Counter(module for layer in self._built for module in layer.modules())
         layer, places, end = self._built[number], dict[int, TensorPlace](), 0
         for module in (module for module in layer.modules() if shared[module] == 1):

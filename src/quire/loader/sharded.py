@@ -68,8 +68,7 @@ def save_state(
 
 
 def refuse_unsaved(model: nn.Module) -> None:
-    """Refuse models with weights that repack in their own `finish`, as these may hold more than
-    parameters."""
+    """Refuse weights that repack in their own `finish`: they may hold more than parameters."""
     if kind := repacked_kind(model):
         raise ConfigError(
             f"weights of the kind {kind} cannot be saved as a sharded state; load the checkpoint itself"
@@ -129,8 +128,7 @@ class ShardedSource(SafetensorsSource):
                 )
 
     def targets(self, model: nn.Module) -> dict[str, Target]:
-        """Return targets for the saved parameters of `model`, after adapting its parameters to the saved
-        shapes."""
+        """Return targets for the saved parameters of `model`, adapted to the saved shapes."""
         refuse_unsaved(model)
         parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
         unknown = [name for name in self.entries if name.rpartition(".")[0] not in modules]

@@ -44,8 +44,7 @@ class Source:
         return plain
 
     def fill(self, target: Target) -> None:
-        """Copy one tensor, or only the target's shard of it, and convert it to the target's dtype and
-        device."""
+        """Copy a tensor, or the target's shard of it, and convert it to the target's dtype and device."""
         raise NotImplementedError
 
 

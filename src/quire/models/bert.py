@@ -64,8 +64,7 @@ TODAY = BertNames(
     ("post_attention_layernorm", "post_mlp_layernorm"),
     ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
 )
-"""Names of models with RoPE in current transformers; the others are older, and transformers still writes
-them."""
+"""Names of models with RoPE in current transformers, which still writes the others, too."""
 _NOMIC = BertNames(
     "encoder.layers",
     "attn",

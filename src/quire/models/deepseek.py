@@ -1,5 +1,4 @@
-"""DeepSeek-V2, V3 and V3.2, Kimi-K2, GLM-5, Mistral 4: MLA, and experts in most layers. A.X K1, with an
-additional norm."""
+"""DeepSeek-V2, V3 and V3.2, Kimi-K2, GLM-5, Mistral 4 and A.X K1: MLA, and experts in most layers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,8 +25,7 @@ _EPS = 1e-6
 
 
 def latent_spec(facts: ArchFacts, layer: LayerFacts, heads: int) -> MLASpec:
-    """Return the MLA parameters of one layer with `heads` local heads; YaRN multiplies the score scale by
-    mscale squared."""
+    """Return the MLA parameters of a layer with `heads` local heads; YaRN scales scores by mscale squared."""
     mla, rope = facts.mla, layer.rope
     assert mla is not None and rope is not None
     stretched = rope.kind != "default" and rope.mscale_all_dim

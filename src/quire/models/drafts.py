@@ -28,8 +28,7 @@ class TargetModel(Protocol):
 
 
 class DraftHead(nn.Module):
-    """A draft model that reads a token and the hidden state of the token before, from the target or from
-    itself."""
+    """A draft model that reads a token and the hidden state of the one before, of the target or its own."""
 
     embed: TokenEmbedding | None
     """Token embedding; None to use the target's."""

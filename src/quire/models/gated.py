@@ -102,8 +102,7 @@ class HeadBias(LoadedModule):
 
 
 class BeamAttention(llama4.Attention):
-    """Llama attention with an elementwise gate on its output. Without RoPE, queries are scaled by
-    position."""
+    """Llama attention with an elementwise output gate; without RoPE, positions scale the queries."""
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__(facts, layer, rope, scope)
@@ -119,8 +118,7 @@ class BeamAttention(llama4.Attention):
 
 
 class BeamLayer(SandwichLayer):
-    """Attention, then MLP or experts, each with a norm before and after. Residual sums are weighted by
-    depth."""
+    """Attention, then MLP or experts, each with a norm before and after; depth weighs the residual sums."""
 
     Mixer: LayerFactory = BeamAttention
 

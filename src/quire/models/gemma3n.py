@@ -28,8 +28,7 @@ _LEAST = 1e-5
 
 
 class AltUp(nn.Module):
-    """Alternating updates: predict all states, run the layer on the active state, and correct all states by
-    its output."""
+    """Alternating updates: predict all states, run the layer on the active one, correct all by its output."""
 
     def __init__(self, facts: ArchFacts, altup: AltUpFacts, scope: Scope) -> None:
         super().__init__()

@@ -16,8 +16,7 @@ from quire.models.decoder import decoder_of
 
 
 def temperature_scales(temperature: tuple[float, float] | None, first: int, scope: Scope) -> Tensor | None:
-    """Return the query scale of each position, [max_len, 1], with positions counted from `first`; None if all
-    scales are 1."""
+    """Return the query scale of each position, [max_len, 1], from position `first` on; None if all are 1."""
     if temperature is None or scope.max_len - 1 + first < temperature[0]:
         return None
     step, factor = temperature

@@ -391,8 +391,7 @@ class SelfTest(NamedTuple):
 
 
 def _batch(chunks: list[tuple[Tensor, int]]) -> Batch:
-    """Build a batch with one sequence per chunk (token ids, number of earlier tokens); sequence i has block
-    i + 1."""
+    """Build a batch of a sequence per chunk (token ids, number of earlier ones), i with block i + 1."""
     device = chunks[0][0].device
     query_lens = np.array([len(ids) for ids, _ in chunks], np.int32)
     seq_lens = np.array([len(ids) + before for ids, before in chunks], np.int32)

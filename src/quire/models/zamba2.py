@@ -52,8 +52,7 @@ class SharedLayerLoRA(nn.Module):
 
 
 class SharedBlockUse(nn.Module):
-    """Use of a shared block by one layer, with its own KV cache, adapters and output projection. The scope is
-    the layer's."""
+    """Use of a shared block in a layer's scope, with its own KV cache, adapters and output projection."""
 
     def __init__(
         self, facts: ArchFacts, layer: LayerFacts, rope: Rope, block: SharedBlock, scope: Scope

@@ -39,8 +39,7 @@ class ByteBudget:
             await released.wait()
 
     def take_blocking(self, hold: "BudgetHold", num_bytes: int) -> None:
-        """Take bytes and block the thread until they are free; raise a RequestError if one item needs more
-        than the whole budget."""
+        """Take bytes and block until they are free; raise a RequestError for more than the whole budget."""
         if hold.num_bytes + num_bytes > self._num_bytes:
             raise RequestError(
                 f"decoding it needs at least {hold.num_bytes + num_bytes} bytes, and all items together may "
@@ -53,8 +52,7 @@ class ByteBudget:
             released.wait()
 
     def _try_take(self, hold: "BudgetHold", num_bytes: int, wake: Callable[[], object]) -> bool:
-        """Try to take bytes and return whether that worked; if not, `wake` is called when some are
-        released."""
+        """Try to take bytes; return whether that worked; if not, `wake` is called when some are free."""
         with self._lock:
             self._holds.setdefault(hold)
             if num_bytes <= self._left or next(iter(self._holds)) is hold:

@@ -52,8 +52,7 @@ class MediaInput:
 
     @property
     def text(self) -> str | None:
-        """Return the text of an item that was sent as a data: url or base64, if it is ASCII and has no
-        uuid."""
+        """Return the text of an item sent as a data: url or base64, if it is ASCII and has no uuid."""
         match self.source:
             case MediaLink(text) if text[:5].lower() == "data:":
                 pass

@@ -266,8 +266,7 @@ class Done:
 
 
 def _build_constraints(masks: Masks, places: Ints, count: int) -> ConstrainedHost | None:
-    """Return the token constraints of `count` samples. `places` [max_rows] maps rows to positions in the
-    batch."""
+    """Return the token constraints of `count` samples. `places` [max_rows] maps rows to batch positions."""
     if not len(masks.rows):
         return None
     mask_of = np.full(count, FREE, np.int32)

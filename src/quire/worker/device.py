@@ -145,8 +145,7 @@ class Device(Protocol):
         """Prepare the inputs of a step and return it, ready to run."""
 
     def resample(self, output: ForwardResult, masks: Masks, places: Ints) -> Tensor | None:
-        """Sample again under masks; None if there is no captured way. `places` [max_rows] maps rows to
-        positions in the step."""
+        """Sample again under masks; None if not captured. `places` [max_rows] maps rows to positions."""
 
     def start_readback(
         self, plan: StepPlan, output: ForwardResult, sampled: Sampled, all_rows: Rows
@@ -278,8 +277,7 @@ class Model:
         )
 
     def hidden(self, batch: Batch) -> Any:
-        """Run the layers: return [T, hidden] (`HiddenWithAux` for some draft models), or the tensors for the
-        next stage."""
+        """Run the layers: return [T, hidden] (`HiddenWithAux` for some drafts), or tensors to send."""
         last_visible = batch.last_visible  # the batch may be one of its groups
         routes: list[Tensor] | None = None if self.routes_group is None else []
         for number, group in enumerate(batch.groups):

@@ -1,5 +1,4 @@
-"""Expert-parallel load balancing (EPLB): experts move between devices as their load changes, one layer per
-step."""
+"""Expert-parallel load balancing (EPLB): experts move between devices by their load, one layer per step."""
 
 import math
 from collections import deque

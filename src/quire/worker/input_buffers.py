@@ -210,8 +210,7 @@ def blank(into: Arrays, first: int, pad_row: int, pad_place: int, query_len: int
 
 
 def pad(into: Arrays, num_seqs: int) -> None:
-    """Pad a step of `num_seqs` sequences: the last sequence gets all further tokens, those between get
-    none."""
+    """Pad a step of `num_seqs` sequences: the last one gets all further tokens, those between none."""
     starts = into["query_starts"]
     starts[num_seqs + 1 :] = starts[num_seqs]
     starts[-1] = len(into["token_ids"])

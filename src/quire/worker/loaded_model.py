@@ -217,8 +217,7 @@ class LoadedModel:
         return sum(resident) + self.offload.buffer_bytes
 
     def bind(self, num_blocks: int, num_rows: int | None = None, num_checkpoints: int = 0) -> int:
-        """Give every layer a cache of this many blocks, or a state per row and per checkpoint. Return the
-        bytes of all."""
+        """Give every layer a cache of these blocks, or a state per row and checkpoint; return the bytes."""
         return bind(
             caching_layers(self.modules.modules()),
             self.layout,

@@ -19,8 +19,7 @@ from quire.memory import human
 log = get_logger(__name__)
 
 _MOST_SPARES, _SPARE_BYTES, _QUIET_S = 4, 1 << 30, 1.0
-"""Limits of pinned memory for future adapters: buffers, total bytes, and the idle time before it is
-pinned."""
+"""Limits of pinned memory for future adapters: buffers, bytes, and idle time before it is pinned."""
 
 
 class _CachedAdapter(NamedTuple):

@@ -80,8 +80,7 @@ def table(needs: Needs, cache: CacheSize) -> str:
 
 
 def use_expandable_segments() -> None:
-    """Use expandable segments, so that free CUDA memory is not fragmented; settings of the user take
-    precedence."""
+    """Use expandable segments against fragmented CUDA memory; settings of the user take precedence."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & {*os.environ}:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 

@@ -14,8 +14,7 @@ IntermediateTensors = tuple[Tensor, Tensor]
 
 
 class StageLink:
-    """Sends to the next stage and receives from the previous one. Sizes follow from the plan, so only tensors
-    are sent."""
+    """Sends to the next stage and receives from the previous one: only tensors, since plans imply sizes."""
 
     def __init__(self, group: Group, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
         self.group = group

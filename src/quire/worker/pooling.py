@@ -53,8 +53,7 @@ def pooling_builder(config: EngineConfig) -> Callable[[ArchFacts, Scope], Poolin
 
 
 class PoolingRunner:
-    """Runs a plan: updates the rows, computes the model and pools. State between the chunks of a prompt is
-    kept by row."""
+    """Runs a plan: updates rows, computes the model, pools. State between chunks is kept by row."""
 
     def __init__(
         self,
@@ -210,8 +209,7 @@ class PoolingRunner:
     # ---- memory
 
     def empty_cache(self, config: EngineConfig, weights: int) -> CacheSize:
-        """Return the cache size of an encoder without a cache: each row has one empty block, and another is
-        reserved for it."""
+        """Return the cache size of an encoder: each row has one empty block, and one more reserved."""
         needs = self.needs(config, weights)
         log.info("Memory: %s (weights: %s), no KV cache", human(needs.total), human(needs.weights))
         return CacheSize(2 * config.scheduler.max_num_seqs + 1, config.model.max_model_len, num_tokens=0)
@@ -274,8 +272,7 @@ _TYPES: dict[str, Gather] = {"LAST": _last, "CLS": _first, "MEAN": _sum}
 
 
 def post_process(values: Floats, params: PoolingParams, pooling: PoolingFacts) -> NDArray[np.float32]:
-    """Return [..., size] as requested: truncated to `dimensions`, and normalized or converted to
-    probabilities."""
+    """Return [..., size] as requested: truncated to `dimensions`, normalized or made probabilities."""
     if params.returned_token_ids is not None:
         values = values[..., params.returned_token_ids]
     if (head := pooling.head_of(params.task)) is not None:

@@ -18,8 +18,7 @@ ONE_EACH: Ints = np.empty(0, np.int32)
 
 
 class Rows:
-    """State columns indexed by row. Memory pages that no request has reached are never touched, so large
-    arrays cost little."""
+    """State columns indexed by row. Memory that no request has reached is not touched and costs nothing."""
 
     def __init__(
         self,
@@ -32,8 +31,7 @@ class Rows:
         max_drafts: int = 0,
         uses_mrope: bool = False,
     ) -> None:
-        """Allocate the columns. Block tables have room for `max_drafts` positions after the longest
-        sequence."""
+        """Allocate columns; block tables have `max_drafts` positions after the longest sequence."""
         self.block_size = block_size
         self.sampling = sampling
         self.tokens: Ints = np.zeros((max_rows, max_len), np.int32)

@@ -406,8 +406,7 @@ class Worker:
     # ---- profiles
 
     def profile(self, start: bool, prefix: str | None = None) -> str | None:
-        """Start or stop a profile of this thread and the device; return the path of the trace when it
-        stops."""
+        """Start or stop a profile of this thread and the device; return the trace's path at its end."""
         if self._profiler is None:
             raise RequestError("profiling is not enabled: set profiler in profiler_config")
         if start:

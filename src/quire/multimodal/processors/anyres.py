@@ -120,8 +120,7 @@ class AnyresProcessor(ImageProcessor):
 
 @lru_cache
 def best_shape(image: Size, shapes: Sequence[Size]) -> Size:
-    """Return the shape that keeps the most pixels of an image; among equals the one that wastes the
-    fewest."""
+    """Return the shape that keeps the most pixels of an image, among equals that wastes the fewest."""
     height, width = image
 
     def worth(shape: Size) -> tuple[int, int]:

@@ -95,8 +95,7 @@ class GridSettings:
         return rows * unit, columns * unit
 
     def max_vectors(self) -> int:
-        """Return the vectors of the largest item. Narrow ones may exceed `most`: no side is less than a
-        unit."""
+        """Return the vectors of the largest item; narrow ones, at least a unit wide, may exceed `most`."""
         frames = self.frames if self.counts_frames else 1
         least, most = (-(-pixels // (frames * self.unit**2)) for pixels in (self.least, self.most))
         grown = least + math.isqrt(least * _MAX_UNEQUAL) + math.isqrt(least // _MAX_UNEQUAL) + 3

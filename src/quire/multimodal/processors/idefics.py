@@ -36,8 +36,7 @@ class Idefics3Processor(ImageProcessor):
         return self.build_item(self._span(grid), arrays=scaling(tiles))
 
     def _tiles(self, image: Image.Image, keys: ConfigReader) -> tuple[NDArray[np.uint8], Size]:
-        """Return the tiles, the whole image last, and their rows and columns; 0 and 0 if there is only the
-        whole."""
+        """Return the tiles, the whole image last, and their rows and columns; 0 and 0 without tiles."""
         side = self.facts.vit.image
         if keys.get("max_image_size") is not None and set(size_of(keys, "max_image_size").values()) != {side}:
             raise keys.wrong("max_image_size", f"{side}, the image size of the vision encoder")

@@ -51,8 +51,7 @@ def read_vectors(modality: str, embeds: Mapping[str, NDArray[Any]], hidden: int)
 
 
 class SpanProcessor:
-    """Base of processors that replace a mark of one token by a span of image (or audio) tokens; both may be
-    the same token."""
+    """Base of processors that replace a mark of one token by a span of image (or audio) tokens."""
 
     modalities: tuple[str, ...]
 

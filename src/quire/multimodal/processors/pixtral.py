@@ -15,8 +15,7 @@ from quire.text.tokenizer import Tokenizer
 
 
 class PixtralProcessor(ImageProcessor):
-    """Keeps the size of an image unless it is too large; a break token follows each row, an end token the
-    last."""
+    """Keeps the size of an image unless it is too large; break tokens end rows, an end token the image."""
 
     facts: PixtralFacts
 

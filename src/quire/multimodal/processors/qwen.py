@@ -1,5 +1,4 @@
-"""Qwen-VL, GLM-V and PaddleOCR-VL: an image or a video as a grid of patches, with a bounded number of
-pixels."""
+"""Qwen-VL, GLM-V and PaddleOCR-VL: an image or a video as a grid of patches, with a limit of pixels."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

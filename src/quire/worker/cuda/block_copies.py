@@ -147,8 +147,7 @@ class CudaBlockCopies:
 
 
 def _runs(rows: Sequence[int], part_rows: int) -> Iterator[tuple[int, int, int]]:
-    """Return the runs of consecutive rows within parts of memory: place, first row and length of each. Rows 0
-    are left out."""
+    """Return the runs of consecutive rows but 0 within parts of memory: place, first row, length."""
     first = 0
     for at in range(1, len(rows) + 1):
         if at == len(rows) or rows[at] != rows[at - 1] + 1 or not rows[first] or rows[at] % part_rows == 0:

@@ -140,8 +140,7 @@ class CudaDevice:
         return 1 if self.speculation is None else 1 + self.speculation.most
 
     def _mixed_shapes(self, config: EngineConfig) -> list[tuple[int, int]]:
-        """Return the shapes of steps with prompts to capture; none if layers need the prompt lengths on the
-        host."""
+        """Return the shapes of steps with prompts to capture; none if the host needs prompt lengths."""
         supported = self.model.attention.captures_prompts and self.model.link is None
         facts = config.checkpoint.facts
         kinds = {part.kind for spec in cache_specs(facts) if spec is not None for part in spec.parts}
@@ -210,8 +209,7 @@ class CudaDevice:
         return self._eager(plan, all_rows, places, ids, features) if len(plan.rows) else self._idle(plan)
 
     def _verifies_later(self, plan: StepPlan, all_rows: Rows) -> bool:
-        """Whether verification must wait for the sampler, since rows need more than the plain sampling in the
-        graph."""
+        """Whether verification waits for the sampler, since rows need more than the graph's sampling."""
         return self.speculation is not None and all_rows.sampling.special(plan.logit_rows) != 0
 
     def _propose_drafts(self, draft_graphs: DraftGraphs, plan: StepPlan, places: Int64s, ids: Ints) -> bool:

@@ -148,8 +148,7 @@ class DraftGraphs:
         self.compute(inputs[:, :size], most, sample_dummy)
 
     def capture(self, shapes: list[tuple[int, int]], pool: Any, *, seconds: float, in_flight: int) -> None:
-        """Capture graphs for (rows, drafts), the largest first. Shapes not captured within `seconds` run
-        eagerly."""
+        """Capture graphs for (rows, drafts), the largest first, for `seconds`. Other shapes run eagerly."""
         began = time.monotonic()
         for size, most in reversed(shapes):
             if time.monotonic() - began < seconds:

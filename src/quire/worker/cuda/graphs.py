@@ -26,8 +26,7 @@ log = get_logger(__name__)
 T = TypeVar("T")
 
 IN_FLIGHT = 3
-"""Host buffers of each kind: one more than steps in flight. A pipeline has as many steps in flight as
-stages."""
+"""Host buffers of each kind: one more than steps in flight, of which a pipeline has one per stage."""
 Compute = Callable[[Batch, dict[str, Tensor]], ForwardResult | IntermediateTensors]
 AfterForward = Callable[[ForwardResult], Tensor]
 ReceiveBuffer = Callable[[int], Tensor | None]
@@ -52,8 +51,7 @@ def capture(run: Callable[[], T], pool: Any) -> tuple[Any, T]:
 
 
 def verify_shapes(largest: int, query_lens: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the shapes of steps with drafts to capture, as (sequences, tokens of each). Larger ones run
-    eagerly."""
+    """Return the shapes of steps with drafts to capture, as (sequences, tokens of each)."""
     sizes = [size for size in ladder(largest) if size & (size - 1) == 0 or size == largest]
     shapes = [(size, n) for n in query_lens if n > 1 for size in sizes if size * n <= MAX_SAMPLES]
     return sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape))

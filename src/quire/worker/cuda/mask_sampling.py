@@ -36,8 +36,7 @@ class MaskedSampling:
     def __init__(self, max_rows: int, max_samples: int, vocab: int, device: torch.device) -> None:
         self.device = device
         self.later = torch.full((max_samples,), FREE, dtype=torch.int32, device=device)
-        """LATER for each sampled position if tokens are not sampled within the forward pass, otherwise
-        FREE."""
+        """LATER for each sampled position if the forward pass does not sample, otherwise FREE."""
         self._is_later = False
         self._max_words = max_rows * -(-vocab // 32)
         self._max_samples = max_samples
@@ -51,8 +50,7 @@ class MaskedSampling:
             self.later.fill_(LATER if is_later else FREE)
 
     def later_constraints(self, count: int) -> ConstrainedDevice | None:
-        """Return the constraints for sampling within the forward pass; None if there are too many positions
-        to wait."""
+        """Return the constraints for sampling in the forward pass; None for too many positions to wait."""
         later = self.later[:count]
         return None if count > self._max_samples else ConstrainedDevice(later, later, later)
 

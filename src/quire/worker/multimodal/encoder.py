@@ -66,8 +66,7 @@ class MediaEncoder:
     # ---- steps
 
     def step(self, plan: StepPlan, all_rows: Rows) -> tuple[Tensor, Tensor] | None:
-        """Encode the items of a step. Return its placeholder tokens [K] and their embeddings [K, width]; None
-        if there are none."""
+        """Encode the items of a step; return its placeholder tokens [K] and embeddings [K, width], if any."""
         for key in plan.forgotten:
             self.cache.pop(key, None)
         if plan.encodes:
@@ -193,8 +192,7 @@ class MediaEncoder:
     # ---- memory
 
     def add_needs(self, needs: Needs, config: EngineConfig) -> Needs:
-        """Add the memory to encode the items of a step, to keep their embeddings, and to copy those that a
-        step reads."""
+        """Add the memory to encode a step's items, to keep their embeddings, and to copy those it reads."""
         largest, most = config.largest_items, max_vectors(config)
         peak = max((self._peak(modality, size, most) for modality, size in largest.items()), default=0)
         row_bytes = self.width * self.dtype.itemsize
@@ -315,8 +313,7 @@ def balance_items(costs: Sequence[int], count: int) -> list[list[int]]:
 
 
 def _find_spans(item: MediaItem, first: int, last: int) -> list[tuple[int, int, int]]:
-    """Return the spans of an item's placeholder tokens in [first, last), as (start, end, index of the
-    embedding)."""
+    """Return the spans of an item's placeholder tokens in [first, last): (start, end, embedding index)."""
     spans, begin = [], 0
     if item.offset < last and item.end > first:
         for at, count in item.places():

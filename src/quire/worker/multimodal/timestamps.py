@@ -1,5 +1,4 @@
-"""Word timestamps: aligns the tokens of a transcript with the audio, by cross-attention heads that follow
-it."""
+"""Word timestamps: aligns transcribed tokens with the audio, by cross-attention heads that follow it."""
 
 from collections.abc import Sequence
 
@@ -95,8 +94,7 @@ class Alignment:
 
 
 def smooth_weights(weights: Tensor) -> Tensor:
-    """Normalize the attention weights [heads, tokens, states] over tokens, and smooth them with a median
-    filter."""
+    """Normalize attention weights [heads, tokens, states] over tokens; smooth them by a median filter."""
     spread, mean = torch.std_mean(weights, dim=-2, keepdim=True, unbiased=False)
     weights = (weights - mean) / spread.clamp_min(torch.finfo(spread.dtype).tiny)
     half = _WIDTH // 2

@@ -1,5 +1,4 @@
-"""Drafters: draft models and heads that propose tokens before a step. The host need not know the target's
-last tokens."""
+"""Drafters: draft models and heads that propose tokens. The host may not know the last ones yet."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -62,8 +61,7 @@ class TargetStates(NamedTuple):
     num_kept: Tensor
     """[B] int64, the number of its tokens in the batch without rejected drafts"""
     states: tuple[Tensor, ...]
-    """Hidden states of the target, [T, hidden] each: those of intermediate layers, or the input of its
-    head."""
+    """Hidden states of the target, [T, hidden] each: of intermediate layers, or the input of its head."""
 
 
 def last_kept(batch: Batch, num_kept: Tensor) -> Tensor:
@@ -87,8 +85,7 @@ class Drafter(Protocol):
         """Compute tokens that the draft has not computed yet."""
 
     def propose(self, ends: SequenceEnds, most: int) -> Tensor:
-        """Return [B, most] int64, the proposed tokens. Proposals beyond the room of a sequence are
-        undefined."""
+        """Return [B, most] int64, the proposed tokens; undefined beyond the room of a sequence."""
 
     def forget(self) -> None:
         """Drop everything that holds addresses of weights or cache: they will move."""
@@ -114,8 +111,7 @@ class _DraftBatches:
         return batch
 
     def hidden(self, model: Callable[[Batch], Tensor], batch: Batch) -> Tensor:
-        """Return the hidden states of a batch; small batches on a CPU replay a tape. Valid until the next
-        call."""
+        """Return the hidden states of a batch, valid until the next call; small CPU batches replay a tape."""
         key = _key(batch)
         if self._batches.get(key) is batch:
             return self._tapes.run(key, lambda: model(batch))
@@ -135,8 +131,7 @@ class _DraftBatches:
         return kept
 
     def build(self, ends: SequenceEnds, ids: Tensor, ahead: int) -> Batch:
-        """Build the batch of `ids` [B, n], the last of which stand `ahead` positions after the last
-        tokens."""
+        """Build the batch of `ids` [B, n], the last of them `ahead` positions after the last tokens."""
         (count, width), device = ids.shape, ids.device
         flat, rows = ids.flatten(), ends.rows
         if device.type == "cpu":  # the buffers of `ends` may be overwritten
@@ -307,8 +302,7 @@ def load_draft(
 
 
 def draft_bytes(config: EngineConfig, facts: ArchFacts) -> int:
-    """Return the peak memory of the draft after the largest step, while its states and logits are still
-    there."""
+    """Return the peak memory of the draft after the largest step, with its states and logits."""
     limits, dtype, target = config.scheduler, config.model.dtype, config.checkpoint.facts
     num_tokens = limits.max_num_batched_tokens + limits.max_num_seqs
     num_aux = 0 if facts.drafts is None else len(facts.drafts.aux_layers)

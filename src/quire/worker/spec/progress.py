@@ -1,5 +1,4 @@
-"""The progress of a separate draft model: which tokens it has computed, since it runs only when drafts are
-needed."""
+"""Progress of a separate draft model: the tokens it has computed, since it runs only for drafts."""
 
 from collections.abc import Sequence
 from dataclasses import replace
