@@ -154,8 +154,7 @@ def _start(place: RankAddress, port: Port) -> Any:
 
 
 def num_compilers(config: EngineConfig) -> int:
-    """Return the number of processes that compile kernels for one rank, by its share of the machine's cores
-    and memory; 0 on a CPU."""
+    """Return how many processes compile kernels for a rank, by its share of cores and memory; 0 on a CPU."""
     if config.machine.device == "cpu":
         return 0
     parallel = config.parallel

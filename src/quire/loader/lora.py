@@ -439,8 +439,7 @@ def _by_alias(items: Iterable[tuple[str, T]]) -> dict[str, T]:
 
 
 def _aliases(name: str) -> list[str]:
-    """Return the names of a layer if the body stands alone or beside a multimodal encoder. transformers
-    always calls the body `model`."""
+    """Return a layer's names with and without a multimodal encoder; transformers calls the body `model`."""
     body, _, rest = name.partition(".")
     if not rest:
         return [name]

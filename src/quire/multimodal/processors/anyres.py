@@ -34,8 +34,7 @@ _SLACK = 1.1
 
 
 class AnyresProcessor(ImageProcessor):
-    """Computes the order of the vectors: rows and columns that are only padding are left out, and each row
-    ends with a newline vector."""
+    """Orders vectors: rows and columns of padding are left out, and each row ends with a newline vector."""
 
     facts: AnyresFacts
 
