@@ -18,7 +18,7 @@ from quire.sched.encoder_cache import EncoderCache
 from quire.sched.kv_manager import KVManager
 from quire.sched.lora import LoRAScheduler
 from quire.sched.proposers import NUM_DRAFT_KINDS, proposer_of
-from quire.sched.proposers.pace import Pace
+from quire.sched.proposers.adaptive_length import Pace
 from quire.sched.routed_experts import RoutedExperts
 from quire.sched.scheduler import Scheduler
 from quire.sched.spec import Drafting

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from quire.data.step_plan import Ints
-from quire.sched.proposers.pace import Pace
+from quire.sched.proposers.adaptive_length import Pace
 
 MOST = 8
 NUM_STEPS = 700
