@@ -248,7 +248,7 @@ def test_both_sides_keep_the_same_items() -> None:
             processor_cache.clear_core_keys()
             for item in whole.items:
                 item.arrays = arrays[item.key]
-            got = decode_media(encode_media(processor_cache.outgoing(whole, whole=True)))
+            got = decode_media(encode_media(processor_cache.outgoing(whole, all_arrays=True)))
             assert receiver_cache.fill(got)
         for item in got.items:
             assert item.arrays is not None

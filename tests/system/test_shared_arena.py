@@ -158,7 +158,7 @@ def test_core_without_shared_memory_gets_the_arrays() -> None:
     media = Media([MediaItem(modality="image", key=b"a", offset=0, length=1, stored=processed.stored)])
     assert not processor_cache.lacks(media)
     for full in (True, False):
-        (item,) = decode_media(msgspec.msgpack.encode(processor_cache.outgoing(media, whole=full))).items
+        (item,) = decode_media(msgspec.msgpack.encode(processor_cache.outgoing(media, all_arrays=full))).items
         assert item.stored is None and (item.arrays["numbers"].numbers() == 3).all()
 
 

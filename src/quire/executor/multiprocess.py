@@ -115,7 +115,7 @@ class RankedExecutor:
             with Report(self.worker_group.names) as report:
                 self._run_phase("load", report, deadline)
                 measured = self._run_phase("measure", report, deadline)
-                size = smallest_cache(did.size for did in measured if did.size)
+                size = smallest_cache(rank.size for rank in measured if rank.size)
                 self._run_phase("allocate", report, deadline, size)
                 self._run_phase("warm_up", report, deadline)
                 self._run_phase("run", report, deadline)
@@ -407,7 +407,7 @@ class Report:
     """The progress of the ranks: one line that is rewritten on a terminal, or a log line now and then."""
 
     def __init__(self, names: list[str]) -> None:
-        self._doing = ["starting"] * len(names)
+        self._progress = ["starting"] * len(names)
         self._last_text = ""
         self._next = time.monotonic() + REPORT_S
         self._bar = tqdm(bar_format="{desc}", disable=not sys.stderr.isatty(), leave=False)
@@ -420,10 +420,10 @@ class Report:
 
     @property
     def text(self) -> str:
-        return ", ".join(f"rank {index}: {what}" for index, what in enumerate(self._doing))
+        return ", ".join(f"rank {index}: {what}" for index, what in enumerate(self._progress))
 
     def note(self, index: int, what: str) -> None:
-        self._doing[index] = what
+        self._progress[index] = what
         self.tick()
 
     def tick(self) -> None:

@@ -94,7 +94,7 @@ class RayWorkerGroup(RemoteRanks):
                 f" (VLLM_ENGINE_READY_TIMEOUT_S); free ones: {ray.available_resources().get(kind, 0):g}"
             )
         actor_class = ray.remote(RayRank)
-        made = [
+        actors = [
             actor_class.options(
                 num_cpus=1,
                 num_gpus=1 if kind == "GPU" else 0,
@@ -104,11 +104,12 @@ class RayWorkerGroup(RemoteRanks):
             ).remote()
             for index in range(len(places))
         ]
-        self._actors = made
+        self._actors = actors
         here = ray.get_runtime_context().get_node_id()
-        nodes = ray.get([actor.node.remote() for actor in made], timeout=max(deadline - time.monotonic(), 1))
-        order = sorted(range(len(made)), key=lambda index: (nodes[index] != here, nodes[index], index))
-        self._actors = [made[index] for index in order]
+        left_s = max(deadline - time.monotonic(), 1)
+        nodes = ray.get([actor.node.remote() for actor in actors], timeout=left_s)
+        order = sorted(range(len(actors)), key=lambda index: (nodes[index] != here, nodes[index], index))
+        self._actors = [actors[index] for index in order]
 
     def _open_group(self, config: EngineConfig, bundles: list[dict[str, float]]) -> Any:
         """Return a new placement group, or the one that the configuration names."""

@@ -190,7 +190,7 @@ class RemoteRanks:
         """Reason why the last node with the token was refused, by node rank."""
         self._unadmitted = threading.Semaphore(MAX_UNADMITTED)
         self._warn = FirstWarning(log, "At the port for other machines")
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
         threading.Thread(target=self._accept, name="quire-nodes", daemon=True).start()
 
     @property
@@ -204,12 +204,12 @@ class RemoteRanks:
 
     def await_all(self, deadline: float, check: Callable[[], None] = lambda: None) -> bool:
         """Wait for all nodes; return whether they have connected in time. `check` may raise."""
-        with self._news:
+        with self._changed:
             while self.missing:
                 if time.monotonic() > deadline:
                     return False
                 check()
-                self._news.wait(LOOK_S)
+                self._changed.wait(LOOK_S)
             self._is_complete = True
         return True
 
@@ -280,13 +280,13 @@ class RemoteRanks:
         if not is_same(join.token, self._token):
             self._warn(f"{node.address} is refused: its {VARIABLE} differs")
             return HeadEnd(f"the first machine refused this one: {_OTHER_TOKEN}", is_final=True)
-        with self._news:
+        with self._changed:
             wrong = self._check(join)
             if wrong is None and node.rank not in self._awaited:
                 wrong = "is not one of the expected nodes"
             if wrong is None and node.rank not in self.nodes:
                 self.nodes[node.rank] = node
-                self._news.notify_all()
+                self._changed.notify_all()
                 return None
             problem = f"node {node.rank} ({node.address}) {wrong}"
             if wrong is None:
@@ -303,7 +303,7 @@ class RemoteRanks:
             self._outcomes.put(message.data)
 
     def _handle_lost(self, node: Node) -> None:
-        with self._news:
+        with self._changed:
             if self.nodes.get(node.rank) is not node:
                 return
             if not self._is_complete:  # it may reconnect before the others are complete

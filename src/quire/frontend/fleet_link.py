@@ -88,7 +88,7 @@ class FleetLink(EngineLink):
         self._runs: dict[str, _Run] = {}
         """Runs by sequence id."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self._is_turn_due = False
+        self._is_delivery_due = False
 
     def start(self) -> None:
         self._spawn(self._watch())
@@ -200,7 +200,7 @@ class FleetLink(EngineLink):
             )
             run.open -= output.finished.keys()
             self.outputs.add_step(output)
-            self._schedule_turn()
+            self._schedule_delivery()
 
     def _shift_times(self, output: StepOutput) -> None:
         """Convert the times of another machine's clock: the step has ended just now."""
@@ -210,14 +210,14 @@ class FleetLink(EngineLink):
             run.scheduled_at += now - output.at
         output.at = now
 
-    def _schedule_turn(self) -> None:
+    def _schedule_delivery(self) -> None:
         """Deliver the outputs of all streams that have arrived, together."""
-        if not self._is_turn_due:
-            self._is_turn_due = True
-            asyncio.get_running_loop().call_soon(self._turn)
+        if not self._is_delivery_due:
+            self._is_delivery_due = True
+            asyncio.get_running_loop().call_soon(self._deliver)
 
-    def _turn(self) -> None:
-        self._is_turn_due = False
+    def _deliver(self) -> None:
+        self._is_delivery_due = False
         self._owner.on_outputs(self)
 
     def _abort(self, sequence_ids: list[str]) -> None:

@@ -80,9 +80,9 @@ class FleetRoutes:
                 return [route.replica] if route.replica in by_place.values() else []
             places, cores = list(by_place), self._router.cores
             holders = [p for p in places if route.adapter in self._adapters.get(by_place[p], ())]
-            near = set(self._router.not_much_busier(places)).intersection(holders)
+            eligible = set(self._router.not_much_busier(places)).intersection(holders)
             best = self._router.choose(
-                route.prefix, among=[p for p in places if p in near] or places, session=route.session
+                route.prefix, among=[p for p in places if p in eligible] or places, session=route.session
             )
             return [by_place[p] for p in sorted(places, key=lambda p: (p != best, cores[p].load))]
 

@@ -66,7 +66,7 @@ class RequestInFlight:
             request
             if request.media is None
             else msgspec.structs.replace(
-                request, media=processor_cache.outgoing(request.media, whole=self.sends_all_arrays)
+                request, media=processor_cache.outgoing(request.media, all_arrays=self.sends_all_arrays)
             )
             for request in message.requests
         ]

@@ -179,20 +179,20 @@ class ModelPool:
         await self._wait(model)
 
     async def _wait(self, model: PoolModel) -> None:
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        model.waiting.append(turn)
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        model.waiting.append(waiter)
         if model not in self._line:
             self._line.append(model)
             self._work.set()
         try:
-            await turn
+            await waiter
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled() and turn.exception() is None:
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
                 self.release(model)
             raise
         finally:
-            if turn in model.waiting:
-                model.waiting.remove(turn)
+            if waiter in model.waiting:
+                model.waiting.remove(waiter)
 
     def release(self, model: PoolModel) -> None:
         model.num_users -= 1
@@ -275,17 +275,17 @@ class ModelPool:
     def _admit_waiting(self, model: PoolModel) -> None:
         if not model.is_awake:
             return
-        turns, model.waiting = model.waiting, []
-        for turn in turns:
-            if not turn.done():
+        waiters, model.waiting = model.waiting, []
+        for waiter in waiters:
+            if not waiter.done():
                 model.num_users += 1
-                turn.set_result(None)
+                waiter.set_result(None)
 
     def _refuse_waiting(self, model: PoolModel, error: Exception) -> None:
-        turns, model.waiting = model.waiting, []
-        for turn in turns:
-            if not turn.done():
-                turn.set_exception(error)
+        waiters, model.waiting = model.waiting, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_exception(error)
 
     async def _bring_up(self, model: PoolModel) -> None:
         if model.is_awake:

@@ -177,7 +177,7 @@ class OutputProcessor:
             sequence.token_ids += new
             stats.num_tokens += len(new)
             times = sequence.times
-            times.num_held += len(new) - 1
+            times.num_accepted += len(new) - 1
             if times.first_token_at == 0.0:
                 times.first_token_at = at
                 if sequence.index == 0:

@@ -178,7 +178,7 @@ class SequenceState:
                 output.spec_decode_metrics = {
                     "num_drafts": times.num_drafts,
                     "num_draft_tokens": times.num_draft_tokens,
-                    "num_accepted_tokens": times.num_held,
+                    "num_accepted_tokens": times.num_accepted,
                 }
         return output
 
@@ -266,7 +266,7 @@ class RequestState:
             num_preemptions=sum(t.num_preemptions for t in times),
             step_share_s=sum(t.step_share_s for t in times),
             num_draft_tokens=sum(t.num_draft_tokens for t in times),
-            num_accepted_tokens=sum(t.num_held for t in times),
+            num_accepted_tokens=sum(t.num_accepted for t in times),
             num_from_host=first.num_from_host,
             num_from_disk=first.num_from_disk,
             num_from_remote=first.num_from_remote,

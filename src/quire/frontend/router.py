@@ -74,7 +74,7 @@ class Router:
         self._keys = PrefixKeys(block_size)
         self._slack = SLACK_ROWS * max_num_seqs
         self._session_slack = SESSION_SLACK_ROWS * max_num_seqs
-        self._turn = first
+        self._next_core = first
         self._placed: dict[str, tuple[int, int]] = {}
         """Core and number of sequences by request."""
         self._prefixes = prefixes or PrefixMap()
@@ -107,7 +107,7 @@ class Router:
         """Return the best of the available cores."""
         if self.policy == "round_robin":
             core = min(among, key=self._rotated)
-            self._turn = (core + 1) % len(self.cores)
+            self._next_core = (core + 1) % len(self.cores)
             return core
         if self.policy == "load" or len(self.cores) == 1:
             return self._least(among)
@@ -159,20 +159,20 @@ class Router:
     # ---- the choice
 
     def _rotated(self, core: int) -> int:
-        return (core - self._turn) % len(self.cores)
+        return (core - self._next_core) % len(self.cores)
 
     def _least(self, among: Sequence[int]) -> int:
         """Return the least busy core; equal cores take turns."""
         core = min(among, key=lambda core: (self.cores[core].load, self._rotated(core)))
-        self._turn = (core + 1) % len(self.cores)
+        self._next_core = (core + 1) % len(self.cores)
         return core
 
     def _home(self, session: str, among: Sequence[int]) -> int | None:
         """Return the core of a session, unless it is not available or has many more requests than another."""
-        near = self.not_much_busier(among)
+        eligible = self.not_much_busier(among)
         for _, cores in self._prefixes.find(key_of_session(session)):
             for core in cores:
-                if core in near:
+                if core in eligible:
                     return core
         return None
 

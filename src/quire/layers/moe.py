@@ -28,7 +28,7 @@ _FEW = 1024
 class MoENames(NamedTuple):
     """Checkpoint names of the parts of an MoE block for one model family."""
 
-    whole: str = "mlp"
+    block: str = "mlp"
     """Name of the block."""
     router: str = "gate"
     layout: str = "per_expert"
@@ -396,7 +396,7 @@ class MoE(nn.Module):
         moe = facts.moe
         assert moe is not None
         names = NAMES[moe.names]
-        layer, scope = scope, scope / names.whole
+        layer, scope = scope, scope / names.block
         self.ops = scope.ops
         ones = torch.ones(_FEW, moe.routing.per_token, device=scope.device) if moe.weighs_input else None
         self.register_buffer("ones", ones, persistent=False)

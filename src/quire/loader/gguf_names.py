@@ -229,9 +229,9 @@ def hf_name(name: str, architecture: str) -> str:
         return name
     number, part, kind = match.groups()
     layer = "" if number is None else f"{names['blk']}.{number}."
-    whole = part if kind is None else f"{part}.{kind}"
-    if whole in names:
-        return f"{layer}{names[whole]}"
+    name_of_part = part if kind is None else f"{part}.{kind}"
+    if name_of_part in names:
+        return f"{layer}{names[name_of_part]}"
     return f"{layer}{names[part]}.{kind}" if part in names else name
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -110,7 +111,7 @@ def load_model(
         key = ShardedStateKey.of(checkpoint.facts.architecture, dtype, device, _method(quant), world.tp.size)
         _open_saved(source, key, world.tp.rank, spread=ep is not None, offloaded=offload is not None)
     stored, plain = source.shapes({}), PlainFormat(_weight_dtype(checkpoint, dtype, device))
-    format = _format_of(source, stored, plain, packed=packed, quant=quant)
+    format = _format_of(source, stored, plain, packed, quant)
     scope = Scope(
         dtype=dtype,
         device=device,
@@ -157,7 +158,6 @@ def _format_of(
     source: Source,
     stored: Mapping[str, tuple[int, ...]],
     plain: Format,
-    *,
     packed: bool,
     quant: QuantFacts | None,
 ) -> Format:
@@ -239,7 +239,7 @@ def _load(
         return _restore(source, model, progress)
     stored = source.shapes({})
     layers = [module for module in model.modules() if isinstance(module, Loads)]
-    targets_of = _targets_of if offload is None else offload.targets
+    targets_of = methodcaller("targets") if offload is None else offload.targets
     layer_targets = _as_stored([(target, layer) for layer in layers for target in targets_of(layer)], stored)
     names = _read_order(source, layer_targets, checks, offload)
     progress.reset(len(names))
@@ -252,10 +252,6 @@ def _load(
             if offload is not None:
                 offload.finish(layer)
         progress.update()
-
-
-def _targets_of(layer: Loads) -> Iterable[Target]:
-    return layer.targets()
 
 
 def _read_order(
@@ -406,9 +402,9 @@ def _check_unused(
 
 def _fits(shape: tuple[int, ...], target: Target) -> bool:
     """Whether a shape fits a target; axes of length 1 may be added or missing."""
-    whole = target.shape
-    is_same = [size for size in shape if size != 1] == [size for size in whole if size != 1]
-    return is_same or (target.is_flat and math.prod(shape) == math.prod(whole))
+    target_shape = target.shape
+    is_same = [size for size in shape if size != 1] == [size for size in target_shape if size != 1]
+    return is_same or (target.is_flat and math.prod(shape) == math.prod(target_shape))
 
 
 def list_names(names: list[str]) -> str:

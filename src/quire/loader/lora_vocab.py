@@ -104,10 +104,10 @@ class LoRAVocabReader:
             elif not is_long:
                 into.factors[factor] = tensor
         elif within == "token_adapter" or (tensor.ndim == 2 and len(tensor) > vocab):
-            kept = tensors.pop(name)
-            into.base = kept[vocab:]
+            rows = tensors.pop(name)
+            into.base = rows[vocab:]
             if within is None:
-                tensors[name] = kept[:vocab]
+                tensors[name] = rows[:vocab]
 
     def _trained_rows(
         self, name: str, layer: str, rows: Tensor, token_ids: Mapping[str, list[int]]

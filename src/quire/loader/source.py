@@ -52,13 +52,13 @@ class Source:
 def put(stored: Tensor, target: Target) -> None:
     """Copy a stored tensor, or the target's shard of it."""
     check_type(stored.dtype, target)
-    whole = stored.reshape(target.shape)
+    tensor = stored.reshape(target.shape)
     if target.is_whole:
-        target.tensor.copy_(whole)
+        target.tensor.copy_(tensor)
         return
     assert target.axis is not None
     for span, into in target.slices():
-        into.copy_(whole.narrow(target.axis, span.start, span.stop - span.start))
+        into.copy_(tensor.narrow(target.axis, span.start, span.stop - span.start))
 
 
 def check_type(stored: torch.dtype, target: Target) -> None:

@@ -118,9 +118,9 @@ class OwnCacheModel(TransformersModel):
             embed = body.get_input_embeddings()
             earlier = earlier if earlier.ndim == 3 else embed(earlier)
             tokens = tokens if tokens.ndim == 3 else embed(tokens)
-        whole = self.caches[row] = tokens if earlier is None else torch.cat([earlier, tokens], 1)
-        name = "input_ids" if whole.ndim == 2 else "inputs_embeds"
-        hidden: Tensor = body(**{name: whole}, return_dict=True)[0][0]
+        inputs = self.caches[row] = tokens if earlier is None else torch.cat([earlier, tokens], 1)
+        name = "input_ids" if inputs.ndim == 2 else "inputs_embeds"
+        hidden: Tensor = body(**{name: inputs}, return_dict=True)[0][0]
         return hidden[-tokens.shape[1] :]
 
 

@@ -219,12 +219,12 @@ class MediaProcessor:
         """Process again the items that the engine core has lost; return the arrays by key."""
         share = BudgetShare(self._max_bytes)
 
-        async def process_one(wanted: bytes, raw: RawItem) -> Arrays | None:
+        async def process_one(known_key: bytes, raw: RawItem) -> Arrays | None:
             try:
                 with self._fetching.hold(share) as hold:
                     raw, name = await self._name_item(raw, hold)
                     key, processed = await self._process_item(name, raw, hold)
-                if key != wanted:
+                if key != known_key:
                     raise RequestError(
                         f"the content of the uuid {raw.item.uuid!r:.80} is not what was sent with it before"
                     )

@@ -137,10 +137,10 @@ class ProcessorCache:
     def _is_in_core(self, key: bytes) -> bool:
         return self._core_keys is not None and key in self._core_keys
 
-    def outgoing(self, media: Media, *, whole: bool = False) -> Media:
-        """Return the media to send to the engine core: without arrays that it has, unless `whole`."""
+    def outgoing(self, media: Media, *, all_arrays: bool = False) -> Media:
+        """Return the media to send to the engine core: without arrays that it has, unless `all_arrays`."""
         if self._arena is not None:
-            return self._refer_to_arena(self._arena, media, whole)
+            return self._refer_to_arena(self._arena, media, all_arrays)
         if self._core_keys is None:
             return media
         new_arrays: dict[bytes, Arrays] = {}
@@ -149,7 +149,7 @@ class ProcessorCache:
             arrays = item.arrays
             if item.key in new_arrays:
                 arrays = None
-            elif arrays is not None and (whole or item.key not in self._core_keys):
+            elif arrays is not None and (all_arrays or item.key not in self._core_keys):
                 new_arrays[item.key] = arrays
             else:
                 assert item.key in self._core_keys, "an item without arrays"
@@ -160,10 +160,10 @@ class ProcessorCache:
             self._core_keys.put(key, None, size_of(arrays))
         return msgspec.structs.replace(media, items=sent)
 
-    def _refer_to_arena(self, arena: SharedArena, media: Media, whole: bool) -> Media:
+    def _refer_to_arena(self, arena: SharedArena, media: Media, all_arrays: bool) -> Media:
         """Replace arrays by references to shared memory; send them if the engine core cannot read it
-        (`whole`)."""
-        if whole and self._is_shared:
+        (`all_arrays`)."""
+        if all_arrays and self._is_shared:
             log.warning(
                 "The engine core cannot open the shared memory of media: arrays are sent over the socket. "
                 "Check that /dev/shm is large enough and shared by all containers"

@@ -109,8 +109,8 @@ class StepBuffers:
 
     def holds(self, plan: StepPlan, all_rows: Rows) -> bool:
         """Whether the buffer was last written for a decode of the same rows and requests."""
-        alike = plan.query_len == self._query_len > 0 or (self.sizes.query_len > 0 and len(plan.rows) > 0)
-        return alike and self._version == all_rows.version and _bytes_of(plan) == self._rows
+        is_decode = plan.query_len == self._query_len > 0 or (self.sizes.query_len > 0 and len(plan.rows) > 0)
+        return is_decode and self._version == all_rows.version and _bytes_of(plan) == self._rows
 
     def write(self, plan: StepPlan, all_rows: Rows, places: Int64s = _NO_PLACES, ids: Ints = _NO_IDS) -> None:
         """Write a step. Values beyond its size stay as they are (see `blank`).

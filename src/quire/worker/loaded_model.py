@@ -106,11 +106,11 @@ class LoadedModel:
         """Return the cache layout of this stage's layers, those of the draft last."""
         draft_specs = () if self.draft_facts is None else cache_specs(self.draft_facts)
         specs, longest = (*cache_specs(facts), *draft_specs), self.config.model.max_model_len
-        whole = layout(specs, longest, self.config.states_per_row, self.config.cache.kv_cache_dtype)
+        full_layout = layout(specs, longest, self.config.states_per_row, self.config.cache.kv_cache_dtype)
         if (draft := self.config.draft) is not None and draft.facts.drafts is None:
-            whole = whole.keeping(1)  # the KV of its drafts is recomputed
-        num, end = len(facts.layers), len(whole.specs) if self.stage.is_last else 0
-        return whole.of({*self.stage.layers(num), *range(num, end)})
+            full_layout = full_layout.keeping(1)  # the KV of its drafts is recomputed
+        num, end = len(facts.layers), len(full_layout.specs) if self.stage.is_last else 0
+        return full_layout.of({*self.stage.layers(num), *range(num, end)})
 
     @property
     def _bidirectional(self) -> bool:
@@ -251,15 +251,15 @@ class LoadedModel:
     # ---- runners
 
     def open_runner(self, all_rows: Rows) -> Runner | StageRunner | PoolingRunner:
-        config, model = self.config, self.model
+        config = self.config
         if config.pooling is not None:
             return self._pooler(config.pooling, all_rows)
         link = None
         if self.stage.count > 1:
             link = StageLink(self.world.pp, config.checkpoint.facts.hidden, self.dtype, self.device)
-        whole = self._on_device(model.logits, link)
-        slots = all_rows.slots = whole.adapters
-        device = open_device(whole, all_rows, self.device, config.speculation)
+        model = self._on_device(self.model.logits, link)
+        slots = all_rows.slots = model.adapters
+        device = open_device(model, all_rows, self.device, config.speculation)
         if self.drafter is not None:
             spec, first = config.speculation, len(config.rank_facts.layers)
             is_ahead = not isinstance(device, CpuDevice)
@@ -281,7 +281,7 @@ class LoadedModel:
         mode, processors = config.model.logprobs_mode, open_processors(config, self.device, all_rows)
         returns_mask = config.extensions.return_sampling_mask
         sampler = Sampler(vocab, self.device, mode, device.sample, counts, processors, returns_mask)
-        parts: list[StepFeature] = [PromptLogprobs(model.logits, all_rows, mode, slots)]
+        parts: list[StepFeature] = [PromptLogprobs(self.model.logits, all_rows, mode, slots)]
         if processors is not None:
             parts.append(processors)
         if isinstance(self.encoder, CrossEncoder):

@@ -134,8 +134,8 @@ def bind(
     ends = list(accumulate(layout.slabs, initial=0))
     pages = reserve(num_bytes := ends[-1] * per_number, device=device)
     specs = ((number, spec) for number, spec in enumerate(layout.specs) if spec is not None)
-    kept = [(number, part) for number, spec in specs for part in spec.parts]
-    for (number, spec), layer in zip(kept, layers, strict=True):
+    cached = [(number, part) for number, spec in specs for part in spec.parts]
+    for (number, spec), layer in zip(cached, layers, strict=True):
         cache_spec = layer.cache_spec.stored_as(INT8_CACHE) if cache_dtype == torch.int8 else layer.cache_spec
         assert spec == cache_spec, f"layer {number} has cache spec {cache_spec}, not {spec}"
         if not spec.is_paged:

@@ -203,8 +203,8 @@ class PoolingRunner:
             params = self.params[row]
             groups.setdefault((params.use_activation, params.dimensions), []).append(place)
         for places in groups.values():
-            made = post_process(vectors[places], self.params[rows[places[0]]], self.pooling)
-            outputs |= {rows[place]: Pooled.of(vector) for place, vector in zip(places, made, strict=True)}
+            done = post_process(vectors[places], self.params[rows[places[0]]], self.pooling)
+            outputs |= {rows[place]: Pooled.of(vector) for place, vector in zip(places, done, strict=True)}
         return outputs
 
     # ---- memory

@@ -350,12 +350,12 @@ class Worker:
     def wake_up(self, tags: list[str]) -> None:
         """Restore the memory in `tags`. The cache waits for the weights, which may contain its scales; CUDA
         graphs are captured again by `warm_up`, once both are there."""
-        wanted = self._asleep & set(tags)
+        parts = self._asleep & set(tags)
         with self._cache_freed_on_error():
-            if "weights" in wanted:
+            if "weights" in parts:
                 self._wake_weights()
                 self._asleep.discard("weights")
-            if "kv_cache" in wanted and "weights" not in self._asleep:
+            if "kv_cache" in parts and "weights" not in self._asleep:
                 if self._needs is not None and self._size is not None:
                     self._bind(self._size)
                 self._asleep.discard("kv_cache")

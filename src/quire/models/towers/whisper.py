@@ -118,8 +118,8 @@ class QwenAudio(Tower):
         return self.norm.alone(groups.mean(1))
 
     def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
-        whole, rest = divmod(num_vectors, self.facts.tokens)
-        num_frames = whole * (self.facts.num_frames + 1) + (2 * self.facts.states * rest + 1 if rest else 0)
+        full, rest = divmod(num_vectors, self.facts.tokens)
+        num_frames = full * (self.facts.num_frames + 1) + (2 * self.facts.states * rest + 1 if rest else 0)
         return {"mel": torch.zeros(num_frames, self.facts.encoder.mels, device=self.device)}
 
     def cost(self, modality: str, item: Mapping[str, tuple[int, ...]]) -> int:

@@ -81,8 +81,8 @@ class AnyresProcessor(ImageProcessor):
         rows, columns = numbers.shape[:2]
         behind = facts.tokens * (1 + math.prod(best_shape(image, facts.shapes)) // facts.vit.image**2)
         numbers = np.concatenate((facts.tokens + numbers, np.full((rows, 1, numbers.shape[2]), behind)), 1)
-        whole = np.repeat(np.arange(facts.tokens)[:, None], numbers.shape[2], 1)
-        places = np.concatenate((whole, numbers.reshape(-1, numbers.shape[2]))).astype(np.int32)
+        base = np.repeat(np.arange(facts.tokens)[:, None], numbers.shape[2], 1)
+        places = np.concatenate((base, numbers.reshape(-1, numbers.shape[2]))).astype(np.int32)
         if weights is None:
             return {"places": Array.of(places)}
         shares = np.zeros((*places.shape[:1], 4), np.float32)
@@ -126,8 +126,8 @@ def best_shape(image: Size, shapes: Sequence[Size]) -> Size:
 
     def worth(shape: Size) -> tuple[int, int]:
         scale = min(shape[1] / width, shape[0] / height)
-        kept = min(int(width * scale) * int(height * scale), width * height)
-        return kept, kept - shape[0] * shape[1]
+        num_pixels = min(int(width * scale) * int(height * scale), width * height)
+        return num_pixels, num_pixels - shape[0] * shape[1]
 
     return max(shapes, key=worth)
 

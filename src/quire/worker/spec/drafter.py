@@ -145,7 +145,7 @@ class _DraftBatches:
         # Kernels on a GPU read the real lengths; the host has upper bounds of them.
         most = ends.tables.shape[2] * self.block_size
         lens = seq_lens.numpy() if device.type == "cpu" else np.full(count, most, np.int32)
-        made = Batch(
+        batch = Batch(
             token_ids=flat,
             positions=positions,
             slots=slots[0],
@@ -159,8 +159,8 @@ class _DraftBatches:
             are_decodes=device.type != "cpu",
         )
         others = zip(slots[1:], ends.tables[1:], strict=True)
-        made.others = tuple(replace(made, slots=slot, block_tables=table) for slot, table in others)
-        return self.planned(self._reuse_buffers(made))
+        batch.others = tuple(replace(batch, slots=slot, block_tables=table) for slot, table in others)
+        return self.planned(self._reuse_buffers(batch))
 
 
 def place(ends: SequenceEnds, ahead: int, width: int, block_size: int) -> tuple[Tensor, Tensor, list[Tensor]]:
