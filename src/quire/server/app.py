@@ -9,9 +9,8 @@ from quire.server.anthropic.errors import MessageErrorMiddleware
 from quire.server.anthropic.routes import add_message_routes
 from quire.server.audio.routes import MAX_FIELDS_BYTES, PATHS, add_speech_routes
 from quire.server.http.cors import CorsMiddleware
-from quire.server.http.errors import add_error_handlers, disconnected_response
+from quire.server.http.errors import add_error_handlers
 from quire.server.http.fast_path import FastPath
-from quire.server.http.in_flight import ClientDisconnected
 from quire.server.http.limits import AdmissionMiddleware
 from quire.server.http.metrics import MetricsMiddleware
 from quire.server.http.middleware import wrap_in_middleware
@@ -57,7 +56,6 @@ class Application:
             redoc_url="/redoc" if docs else None,
         )
         add_error_handlers(self.routes, log_stack=settings.log.log_error_stack)
-        self.routes.add_exception_handler(ClientDisconnected, lambda *_: disconnected_response())
         add_tokens_in_out(self.routes, self.api)
         if not settings.api.tokens_only:
             _add_text_routes(self.routes, self.api)
