@@ -18,8 +18,8 @@ from quire.kernels.cpu import native
 from quire.kernels.cpu.ops import CPUOps
 from quire.kernels.ops import Ops
 from quire.kernels.reference.ops import Reference
-from quire.kernels.triton import key_shares
 from quire.kernels.triton import mla_launch as launch
+from quire.kernels.triton import split_kv_shares
 from quire.kernels.triton.ops import TritonOps
 from quire.layers.lora import AdapterSlots
 from quire.layers.lora_layers import LoRAFactors, LoRAMlaLayer
@@ -182,7 +182,7 @@ def test_more_sequences_than_are_counted_at_once(monkeypatch: pytest.MonkeyPatch
     count = 262
     if DEVICE == "cpu":  # in the interpreter, where constants are not compiled in
         count = 10
-        monkeypatch.setattr(key_shares, "_SEQS_AT_ONCE", tl.constexpr(4))
+        monkeypatch.setattr(split_kv_shares, "_SEQS_AT_ONCE", tl.constexpr(4))
     chunks: Chunks = [(1, 3 + 7 * index % 50) for index in range(count)]
     check(TritonMLA(), chunks, SPEC, torch.float32, DEVICE)
 

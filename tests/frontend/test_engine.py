@@ -29,8 +29,8 @@ from quire.frontend.inputs import Prompt
 from quire.metrics.engine import EngineMetrics
 from quire.multimodal.processor_cache import ProcessorCache
 from quire.server.openai.streams import MergedOutputs, Pauses
+from quire.system.event_loop_turns import TurnBudget
 from quire.system.shared_arena import SharedArena
-from quire.system.turns import TurnBudget
 
 CONTEXT = multiprocessing.get_context("forkserver")
 """Forks cores from a process that has imported their modules, so that each starts at once."""

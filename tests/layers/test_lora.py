@@ -16,7 +16,7 @@ from quire.checkpoint.quant import ONLINE
 from quire.kernels.reference.ops import Reference
 from quire.layers.linear import Linear
 from quire.layers.lora_layers import LoRAFactors
-from quire.quant.plain import PlainWeight
+from quire.quant.unquantized import PlainWeight
 
 
 @pytest.mark.parametrize("method", ["int8", "fp8"])

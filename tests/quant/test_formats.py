@@ -12,7 +12,7 @@ from quire.errors import ConfigError
 from quire.quant import formats
 from quire.quant.experts import ExpertShape
 from quire.quant.formats import SchemeFormat
-from quire.quant.plain import PlainFormat, PlainWeight
+from quire.quant.unquantized import PlainFormat, PlainWeight
 from quire.quant.weight import LinearShape, MixedWeight, materialize, placeholder_parameter
 
 SHAPE = LinearShape(32, (16,), False, torch.float32, torch.device("cpu"))

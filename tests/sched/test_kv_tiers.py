@@ -126,17 +126,6 @@ def test_blocks_are_stored_before_they_are_evicted() -> None:
     engine.check_tiers()
 
 
-def test_blocks_of_running_requests_are_stored_if_few_are_free() -> None:
-    """Catches steps that wait for the copies of what has just been freed, in a cache that is always full."""
-    engine = TieredEngine(num_blocks=18, num_host=100, max_num_batched_tokens=64)
-    engine.add("running", prompt_of(0, 57), 8)
-    for _ in range(4):
-        engine.step(0.0)
-    assert engine.copier.num_ahead >= 8
-    engine.run()
-    engine.check_tiers()
-
-
 def test_others_run_while_a_request_waits_for_its_blocks() -> None:
     engine = TieredEngine(num_blocks=16, num_host=100, waits=True)
     answer(engine, "first", prompt_of(0, 21))

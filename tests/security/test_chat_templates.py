@@ -59,7 +59,7 @@ def test_hostile_templates_are_refused(template: str) -> None:
     assert not engine.seen
 
 
-def test_template_timeout_is_400_and_blocks_no_other_request(
+async def test_template_timeout_is_400_and_blocks_no_other_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     begun, others_answered = threading.Event(), threading.Event()
@@ -74,18 +74,14 @@ def test_template_timeout_is_400_and_blocks_no_other_request(
     engine = FakeEngine()
     application = Application(engine, make_settings(TRUSTED))
     loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-
-    async def go() -> None:
-        async with client_of(application.asgi) as client:
-            body = {"messages": MESSAGES, "chat_template": loops}
-            slow = asyncio.create_task(client.post(CHAT, json=body, timeout=60))
-            async with asyncio.timeout(60):
-                while not begun.is_set():
-                    await asyncio.sleep(0.01)
-            assert (await client.post(CHAT, json={"messages": MESSAGES})).status_code == 200
-            others_answered.set()
-            error = refused(await slow)
-            assert "rendering the chat template took longer than 1 s" in error["message"]
-            assert len(engine.seen) == 1
-
-    asyncio.run(go())
+    async with client_of(application.asgi) as client:
+        body = {"messages": MESSAGES, "chat_template": loops}
+        slow = asyncio.create_task(client.post(CHAT, json=body, timeout=60))
+        async with asyncio.timeout(60):
+            while not begun.is_set():
+                await asyncio.sleep(0.01)
+        assert (await client.post(CHAT, json={"messages": MESSAGES})).status_code == 200
+        others_answered.set()
+        error = refused(await slow)
+        assert "rendering the chat template took longer than 1 s" in error["message"]
+        assert len(engine.seen) == 1

@@ -128,7 +128,7 @@ def reader(num_bytes: int) -> MediaInputReader:
     return media(env={"media_max_mb": num_bytes / 4 / 2**20}, mm_processor_cache_gb=0)
 
 
-def test_concurrent_decodes_are_limited_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_concurrent_decodes_are_limited_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     eyes = reader(10 * SIDE * SIDE)  # room for two of them
     assert eyes._media_processor is not None
     processor, lock = eyes._media_processor.processor, threading.Lock()
@@ -148,12 +148,8 @@ def test_concurrent_decodes_are_limited_by_memory(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(processor, "process", slowly)
     files = [file_of(Image.new("RGB", (SIDE, SIDE), (seed, 0, 0))) for seed in range(8)]
     items = [MediaInput("image", MediaLink(data_url(file)), "here") for file in files]
-
-    async def go() -> None:
-        async with asyncio.timeout(60):
-            await asyncio.gather(*(eyes.prepare([item]) for item in items))
-
-    asyncio.run(go())
+    async with asyncio.timeout(60):
+        await asyncio.gather(*(eyes.prepare([item]) for item in items))
     assert most == 2 and eyes._media_processor._decoding._left == 10 * SIDE * SIDE
 
 

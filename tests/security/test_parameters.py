@@ -125,20 +125,16 @@ class Turns:
 
 
 @pytest.mark.parametrize(("seconds", "most"), [(streams.MAX_BLOCKING_S, 1), (streams.MAX_BLOCKING_S / 4, 5)])
-def test_pauses_are_timed_and_shared_by_the_tasks_of_a_call(seconds: float, most: int) -> None:
+async def test_pauses_are_timed_and_shared_by_the_tasks_of_a_call(seconds: float, most: int) -> None:
     """The tasks of one call hold one iteration of the event loop for about one piece, however many are
     ready."""
-
-    async def go() -> None:
-        turns, done = Turns(), list[int]()
-        pauses = Pauses(turns.clock)
-        tasks = [asyncio.create_task(turns.work(pauses, seconds, done)) for _ in range(40)]
-        before, by_turn = 0, list[int]()
-        while len(done) < 40:
-            await asyncio.sleep(0)
-            by_turn.append(len(done) - before)
-            before = len(done)
-        await asyncio.gather(*tasks)
-        assert max(by_turn) <= most, by_turn
-
-    asyncio.run(go())
+    turns, done = Turns(), list[int]()
+    pauses = Pauses(turns.clock)
+    tasks = [asyncio.create_task(turns.work(pauses, seconds, done)) for _ in range(40)]
+    before, by_turn = 0, list[int]()
+    while len(done) < 40:
+        await asyncio.sleep(0)
+        by_turn.append(len(done) - before)
+        before = len(done)
+    await asyncio.gather(*tasks)
+    assert max(by_turn) <= most, by_turn

@@ -157,15 +157,11 @@ def test_data_parallel_routing_uses_the_salted_prefix(tmp_path: Path) -> None:
     assert routes[0] == routes[2] and not {*routes[0]} & {*routes[1]}
 
 
-def test_request_does_not_inherit_the_key_of_the_previous_one(tmp_path: Path) -> None:
+async def test_request_does_not_inherit_the_key_of_the_previous_one(tmp_path: Path) -> None:
     """Servers may start the next request of a connection in the context of the previous one."""
     server = Server(tmp_path)
-
-    async def go() -> None:
-        for key in ("key-a", "plain"):
-            await server.post(key, COMPLETIONS, json={"prompt": "x", "max_tokens": 1})
-
-    asyncio.run(go())
+    for key in ("key-a", "plain"):
+        await server.post(key, COMPLETIONS, json={"prompt": "x", "max_tokens": 1})
     assert [request.cache_salt is None for request in server.requests] == [False, True]
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 from ask import CHAT, COMPLETIONS, EMBEDDER, MESSAGES, client_of, fetch, refused
+from disconnecting import post
 from fake_engine import FakeEngine
-from hanging_up import post
 
 from quire.config.env import Env
 from quire.errors import ConfigError
@@ -165,13 +165,13 @@ def test_request_larger_than_the_budget_is_admitted_and_repaid() -> None:
     ledger, key, clock = ledger_of(tokens_per_minute=60)
     account = ledger.account(key)
     assert account is not None
-    taken, minutes = 0, 60
+    num_granted, minutes = 0, 60
     for _ in range(minutes * 60):
         if ledger.enter(key) is None:
             account.add_prompt(500)
-            taken += 500
+            num_granted += 500
         clock.now += 1
-    assert 60 * minutes - 500 <= taken <= 60 * minutes + 60 + 500
+    assert 60 * minutes - 500 <= num_granted <= 60 * minutes + 60 + 500
 
 
 def test_finished_request_frees_a_slot() -> None:
@@ -311,12 +311,12 @@ async def test_max_concurrency_of_one_admits_one_request(serve: Serve, stream: b
 async def test_client_disconnect_frees_the_slot(serve: Serve, stream: bool) -> None:
     served = serve({"name": "t", "key": "sk-t", "max_concurrency": 1}, engine=FakeEngine(step_s=0.01))
     body = {"messages": MESSAGES, "stream": stream, "max_tokens": 400, "ignore_eos": True}
-    gone = asyncio.Event()
-    task = asyncio.create_task(post(served.application, CHAT, body, gone, "sk-t"))
+    disconnect = asyncio.Event()
+    task = asyncio.create_task(post(served.application, CHAT, body, disconnect, "sk-t"))
     while not served.engine.num_in_flight:
         await asyncio.sleep(0.001)
     assert served.count("running") == 1
-    gone.set()
+    disconnect.set()
     await asyncio.wait_for(task, 60)
     assert served.count("running") == 0 and served.engine.num_in_flight == 0
 

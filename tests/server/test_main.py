@@ -105,10 +105,10 @@ async def test_unix_socket_and_root_path(tmp_path: Path) -> None:
 
 
 def test_port_in_use_is_reported_at_once() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
             bind(make_settings({"host": "127.0.0.1", "port": port}).http)
 

@@ -9,9 +9,9 @@ import httpx
 import numpy as np
 import pytest
 from ask import CHAT, chat, fetch, refused
+from disconnecting import post
 from fake_engine import FakeEngine
 from fake_inputs import PAD, START, data_url, engine_with_media, file_of, image_part, media, picture, wav
-from hanging_up import post
 from hostile import hostile_server
 
 from quire.server.app import Application
@@ -128,8 +128,8 @@ def test_tokenize_and_render_include_placeholders() -> None:
     rendered = send(f"{CHAT}/render", messages=messages).json()
     assert counted["count"] == len(rendered["token_ids"]) == len("user:\nab\nassistant:") + 4
     assert counted["tokens"] == rendered["token_ids"]
-    (place,) = rendered["features"]["mm_placeholders"]["image"]
-    assert place == {"offset": 5, "length": 4}
+    (placeholder,) = rendered["features"]["mm_placeholders"]["image"]
+    assert placeholder == {"offset": 5, "length": 4}
     assert len(bytes.fromhex(rendered["features"]["mm_hashes"]["image"][0])) == 32
 
 
@@ -181,10 +181,10 @@ def test_slow_media_blocks_no_other_request_and_ends_with_its_client() -> None:
         engine = engine_with_media(
             media(allowed_media_domains=("127.0.0.1",), env={"image_fetch_timeout": 300.0})
         )
-        application, gone = Application(engine, make_settings({})), asyncio.Event()
+        application, disconnect = Application(engine, make_settings({})), asyncio.Event()
 
         def ask(path: str) -> Coroutine[Any, Any, int]:
-            return post(application, CHAT, {"messages": turn(image_part(url + path))}, gone)
+            return post(application, CHAT, {"messages": turn(image_part(url + path))}, disconnect)
 
         slow = [asyncio.create_task(ask("/drips")) for _ in range(20)]
         async with asyncio.timeout(60):
@@ -192,7 +192,7 @@ def test_slow_media_blocks_no_other_request_and_ends_with_its_client() -> None:
                 await asyncio.sleep(0.01)
             assert await ask("/image.png") == 200
             assert len(application.api.running_requests) == 20
-            gone.set()
+            disconnect.set()
             assert await asyncio.gather(*slow) == [499] * 20
         assert len(engine.seen) == 1 and not application.api.running_requests
 

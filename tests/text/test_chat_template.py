@@ -200,11 +200,15 @@ def test_continue_final_message_equals_transformers(template: str, content: Any)
 def test_developer_role_becomes_system_if_the_template_lacks_it() -> None:
     """Catches a template's own system message beside the developer's."""
     user = {"role": "user", "content": "hi"}
-    talk = [{"role": "developer", "content": "Be brief."}, user, {"role": "developer", "content": "Rhyme."}]
+    conversation = [
+        {"role": "developer", "content": "Be brief."},
+        user,
+        {"role": "developer", "content": "Rhyme."},
+    ]
     system = {"role": "system", "content": "Be brief.\n\nRhyme."}
-    assert render_chat(SMOLLM2, talk) == render_chat(SMOLLM2, [system, user])
+    assert render_chat(SMOLLM2, conversation) == render_chat(SMOLLM2, [system, user])
     knows = "{% for m in messages %}{{ '*' if m.role == 'developer' }}{{ m.content }}{% endfor %}"
-    assert render_chat(knows, talk) == "*Be brief.hi*Rhyme."
+    assert render_chat(knows, conversation) == "*Be brief.hi*Rhyme."
 
 
 def test_generation_prompt_and_continuation_exclude_each_other() -> None:

@@ -29,7 +29,7 @@ def grammars(vocabulary: Vocabulary) -> Grammars:
 
 def allowed(grammars: Grammars, *matchers: Matcher) -> list[list[int]]:
     bits = np.zeros((len(matchers), grammars.num_words), np.uint32)
-    grammars.fill([(matcher, at) for at, matcher in enumerate(matchers)], bits)
+    grammars.fill([(matcher, index) for index, matcher in enumerate(matchers)], bits)
     return [np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist() for row in bits]
 
 

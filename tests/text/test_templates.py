@@ -78,9 +78,9 @@ TALK: list[dict[str, Any]] = [
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
-def as_sent(talk: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def as_sent(conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the conversation as a client sends it: arguments as JSON text, no content beside calls."""
-    sent = json.loads(json.dumps(talk))
+    sent = json.loads(json.dumps(conversation))
     for message in sent:
         for call in message.get("tool_calls", ()):
             call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
@@ -92,10 +92,10 @@ def as_sent(talk: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_conversation_with_calls_equals_transformers(name: str, with_system: bool) -> None:
     template = TEMPLATES[name]
-    talk = [{"role": "system", "content": "Be brief."}, *TALK] if with_system else TALK
+    conversation = [{"role": "system", "content": "Be brief."}, *TALK] if with_system else TALK
     options: dict[str, Any] = {"tools": TOOLS, "add_generation_prompt": True}
-    expected, _ = render_jinja_template([talk], chat_template=template, **NAMES, **options)
-    messages = normalise(as_sent(talk), content_format(template))
+    expected, _ = render_jinja_template([conversation], chat_template=template, **NAMES, **options)
+    messages = normalise(as_sent(conversation), content_format(template))
     assert render_chat(template, messages, **NAMES, **options) == expected[0]
     assert "weather" in expected[0] and "grey" in expected[0] and ("Be brief." in expected[0]) is with_system
 

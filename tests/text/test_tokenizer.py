@@ -275,7 +275,7 @@ def test_token_bytes_join_to_the_text(request: pytest.FixtureRequest, kind: str,
 def test_truncation_keeps_the_special_tokens(side: str) -> None:
     """The result equals the library's, which would have to be configured for all requests."""
     words = [*"abcdefghij", "[CLS]", "[SEP]"]
-    backend = Backend(models.WordLevel({word: place for place, word in enumerate(words)}))
+    backend = Backend(models.WordLevel({word: index for index, word in enumerate(words)}))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     ends = [("[CLS]", 10), ("[SEP]", 11)]
     backend.post_processor = processors.TemplateProcessing(
@@ -286,9 +286,9 @@ def test_truncation_keeps_the_special_tokens(side: str) -> None:
     for texts in ((long,), (long, short), (short, long), (long, long)):
         for max_len in range(4, 20):
             cutting.enable_truncation(max_len, direction=side)
-            wanted = cutting.encode(*texts)
+            expected = cutting.encode(*texts)
             truncated = tokenizer.encode_cut(*texts, max_len=max_len, side=side)
-            assert truncated == (wanted.ids, wanted.type_ids)
+            assert truncated == (expected.ids, expected.type_ids)
     assert tokenizer.encode_cut(long, max_len=1, side=side)[0] == [10]
 
 

@@ -18,7 +18,7 @@ from quire.sched.encoder_cache import EncoderCache
 from quire.sched.kv_manager import KVManager
 from quire.sched.lora import LoRAScheduler
 from quire.sched.proposers import NUM_DRAFT_KINDS, proposer_of
-from quire.sched.proposers.pace import Pace
+from quire.sched.proposers.adaptive_length import AdaptiveDraftLength
 from quire.sched.routed_experts import RoutedExperts
 from quire.sched.scheduler import Scheduler
 from quire.sched.spec import Drafting
@@ -187,7 +187,9 @@ def _build_drafting(config: EngineConfig) -> Drafting | None:
     on_gpu = config.machine.device == "cuda"
     proposer = None if on_gpu and spec.method == "ngram" else proposer_of(spec)
     num_kinds = 1 if proposer is None else NUM_DRAFT_KINDS
-    pace = Pace(max_rows=config.scheduler.max_num_seqs, max_drafts=max_drafts, num_kinds=num_kinds)
+    pace = AdaptiveDraftLength(
+        max_rows=config.scheduler.max_num_seqs, max_drafts=max_drafts, num_kinds=num_kinds
+    )
     max_samples = MAX_SAMPLES if on_gpu else None
     return Drafting(
         pace,

@@ -207,7 +207,7 @@ def api_process(name: str, parent: connection.Connection, broken_plugins: Sequen
         parent.send(str(error))
         sys.exit(1)
     except Exception as error:
-        log.exception("the API server ends with an error")
+        log.exception("The API server ended with an error")
         parent.send(f"the API server failed: {type(error).__name__}: {' '.join(str(error).split())}")
         sys.exit(1)
 

@@ -19,6 +19,7 @@ from quire.errors import EngineDead, EngineError, QuireError, RequestError
 from quire.frontend.checked_params import CheckedParams
 from quire.frontend.control import CoreControl
 from quire.frontend.core_calls import CoreCalls
+from quire.frontend.core_links import open_links
 from quire.frontend.engine_facts import EngineFacts
 from quire.frontend.engine_link import EngineLink
 from quire.frontend.fleet_link import Fleet
@@ -31,7 +32,6 @@ from quire.frontend.in_flight import (
     running_requests,
 )
 from quire.frontend.inputs import InputProcessor, Prompt
-from quire.frontend.links import open_links
 from quire.frontend.live_stats import LiveView
 from quire.frontend.output_stream import OutputStream
 from quire.frontend.prefix_map import PrefixMap
@@ -42,7 +42,7 @@ from quire.logs import get_logger
 from quire.metrics.api_keys import KeyAccount
 from quire.metrics.engine import EngineMetrics
 from quire.metrics.http import Exchange
-from quire.system.turns import TurnBudget, TurnQueue
+from quire.system.event_loop_turns import TurnBudget, TurnQueue
 from quire.text.tokenizer import Tokenizer
 
 log = get_logger(__name__)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quire.kernels.products import linear
+from quire.kernels.library_matmul import linear
 from quire.layers.lora_layers import LoRASlots
 from quire.parallel.group import Group
 from quire.quant.sharding import Shard

@@ -18,8 +18,8 @@ from quire.layers.lora_layers import LoRAMlaLayer, LoRATarget
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope, Target, target_of
-from quire.quant.plain import PlainWeight
 from quire.quant.sharding import Shard, divided
+from quire.quant.unquantized import PlainWeight
 from quire.quant.weight import LinearShape, Weight, frozen_parameter
 
 

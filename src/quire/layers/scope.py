@@ -15,8 +15,8 @@ from quire.layers.lora import AdapterSlots
 from quire.parallel.all2all import ExpertDispatch
 from quire.parallel.group import ALONE, Group
 from quire.quant.experts import ExpertShape, StoredExperts
-from quire.quant.plain import PlainFormat
 from quire.quant.sharding import Runs
+from quire.quant.unquantized import PlainFormat
 from quire.quant.weight import LinearShape, Piece, TextTensor, Weight
 
 _PLAIN = PlainFormat()

@@ -256,7 +256,7 @@ class GatedNorm(nn.Module):
 def _gated_norm_of_shards(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gate_first: bool, group: Group, norms: int
 ) -> Tensor:
-    """Compute `StateOps.gated_norm` of norm groups that span several devices."""
+    """Compute `StateOps.gated_norm` if a norm group is divided over tensor-parallel ranks."""
     wide, factor = x.float(), F.silu(gate.float())
     wide = wide * factor if gate_first else wide
     squares = group.gather(wide.square().sum(-1, keepdim=True)).unflatten(1, (norms, -1)).sum(-1)

@@ -18,8 +18,8 @@ from quire.layers.linear import ColumnLinear, GateUpLinear, KeysWithoutBias, QKV
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.scope import LoadedModule, Scope, Target
 from quire.parallel.group import ALONE
-from quire.quant.plain import PlainWeight
 from quire.quant.sharding import divided
+from quire.quant.unquantized import PlainWeight
 from quire.quant.weight import LinearShape, Weight, frozen_parameter
 
 _GATES = dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_tanh")

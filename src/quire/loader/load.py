@@ -38,7 +38,7 @@ from quire.parallel.group import Group
 from quire.parallel.world import World
 from quire.quant.format import Format
 from quire.quant.formats import SchemeFormat
-from quire.quant.plain import PlainFormat
+from quire.quant.unquantized import PlainFormat
 
 logger = get_logger(__name__)
 

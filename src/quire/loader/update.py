@@ -22,7 +22,7 @@ from quire.loader.load import is_ignored, list_names, stored_name
 from quire.loader.sharded import repacked_kind
 from quire.loader.source import is_of_other_stage, put
 from quire.quant.experts import StoredExperts
-from quire.quant.plain import PlainExperts, PlainWeight
+from quire.quant.unquantized import PlainExperts, PlainWeight
 from quire.quant.weight import Weight, frozen_parameter, placeholder_parameter
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

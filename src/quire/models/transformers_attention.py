@@ -19,14 +19,14 @@ from quire.attention.backend import AttentionSpec
 from quire.attention.batch import Batch
 from quire.checkpoint.facts import ArchFacts, TransformersFacts
 from quire.checkpoint.layout import CacheSpec, cache_specs
-from quire.checkpoint.transformers_backend import IMPL_OWN_CACHE
+from quire.checkpoint.transformers_config import IMPL_OWN_CACHE
 from quire.errors import ConfigError
 from quire.kernels.cpu import native
 from quire.layers.attention import PagedAttention, attention_layers
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
 from quire.logs import get_logger
-from quire.quant.plain import product_of
+from quire.quant.unquantized import product_of
 
 logger = get_logger(__name__)
 

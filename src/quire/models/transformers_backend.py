@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from quire.attention.batch import Batch
 from quire.checkpoint.facts import ArchFacts
-from quire.checkpoint.transformers_backend import IMPL_OWN_CACHE
+from quire.checkpoint.transformers_config import IMPL_OWN_CACHE
 from quire.errors import ConfigError
 from quire.layers.scope import Scope, Target
 from quire.logs import get_logger, warn_once

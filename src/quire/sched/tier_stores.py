@@ -14,8 +14,7 @@ from quire.sched.kv_manager import is_salted
 from quire.sched.tier_index import EntryTiers, TierIndex
 
 AHEAD_SHARE = 1 / 4
-"""Share of the blocks, the next ones to be evicted, that are copied to host memory before. If fewer are free,
-blocks of running requests are copied, too: some of them will be evicted as soon as they are free."""
+"""Share of the blocks, the next ones to be evicted, that are copied to host memory before."""
 NUM_AHEAD = 64
 """Most blocks that a step copies ahead, beside as many as it fills."""
 
@@ -62,9 +61,6 @@ class TierStores:
         """Entries that the next step writes to disk, by key."""
         self._ahead: deque[Block] = deque()
         """Free blocks to copy to host memory before they are evicted."""
-        num_usable = pages.pool.num_usable if pages is not None and pages.host is not None else 0
-        self._filled: deque[tuple[bytes, Block]] = deque(maxlen=num_usable)
-        """Blocks that steps have filled, with their keys, the oldest first."""
         self._next_search = 0
         """Number of allocated blocks at which `_ahead` is searched again."""
 
@@ -148,23 +144,21 @@ class TierStores:
         if not count or self.pages is None or (host := self.pages.host) is None:
             return ahead
         pool = self.pages.pool
-        num_searched = int(min(pool.num_usable * AHEAD_SHARE, host.capacity / 2))
         if pool.num_taken >= self._next_search:
+            num_searched = int(min(pool.num_usable * AHEAD_SHARE, host.capacity / 2))
             self._next_search = pool.num_taken + max(num_searched // 4, 1)
             self._ahead = deque(block for block in pool.next_free(num_searched) if self._is_new(block, host))
         while self._ahead and len(ahead) < count:
             block = self._ahead.popleft()
-            if block.key is not None and not block.num_users and self._is_new(block, host):
+            if block.key is not None and self._is_new(block, host):
                 ahead[block.key] = block.id
-        while self._filled and len(ahead) < count and pool.num_free < num_searched:
-            key, block = self._filled.popleft()
-            if block.key == key and self._is_new(block, host):
-                ahead[key] = block.id
         return ahead
 
     def _is_new(self, block: Block, host: TierIndex) -> bool:
-        """Whether the prefix of a block is written and not in host memory."""
-        return block.key is not None and block.key not in self.unwritten and block.key not in host
+        """Whether a block is free, and its prefix is written and not in host memory."""
+        if block.key is None or block.num_users:
+            return False
+        return block.key not in self.unwritten and block.key not in host
 
     def _goes_to_disk(self, key: bytes) -> bool:
         return not self.disk_is_off and (self.salted_to_disk or not is_salted(key))
@@ -200,8 +194,6 @@ class TierStores:
             kind = self.kind_of(key)
             if kind is not None and kind.disk is not None and block.key == key and key not in kind.disk:
                 self._full[key] = block
-            if kind is self.pages:
-                self._filled.append((key, block))
 
     def _tiers_of(self, step: _InFlight) -> Iterable[tuple[TierIndex, bytes]]:
         """Return what a step stores: each tier and key."""

@@ -9,9 +9,8 @@ from quire.server.anthropic.errors import MessageErrorMiddleware
 from quire.server.anthropic.routes import add_message_routes
 from quire.server.audio.routes import MAX_FIELDS_BYTES, PATHS, add_speech_routes
 from quire.server.http.cors import CorsMiddleware
-from quire.server.http.errors import add_error_handlers, disconnected_response
+from quire.server.http.errors import add_error_handlers
 from quire.server.http.fast_path import FastPath
-from quire.server.http.in_flight import ClientDisconnected
 from quire.server.http.limits import AdmissionMiddleware
 from quire.server.http.metrics import MetricsMiddleware
 from quire.server.http.middleware import wrap_in_middleware
@@ -25,9 +24,9 @@ from quire.server.openai.completions import create_completion
 from quire.server.openai.models import add_model_routes
 from quire.server.openai.scoring import add_scoring_route
 from quire.server.openai.service import GenerationService
-from quire.server.ops.absent import add_absent_routes
 from quire.server.ops.routes import add_operate_routes
 from quire.server.ops.status import add_status_routes
+from quire.server.ops.unsupported_routes import add_absent_routes
 from quire.server.ops.weights import version_header
 from quire.server.page import OPEN_PATHS, SnapshotFeed, add_page
 from quire.server.pooling.routes import add_pooling_routes
@@ -57,7 +56,6 @@ class Application:
             redoc_url="/redoc" if docs else None,
         )
         add_error_handlers(self.routes, log_stack=settings.log.log_error_stack)
-        self.routes.add_exception_handler(ClientDisconnected, lambda *_: disconnected_response())
         add_tokens_in_out(self.routes, self.api)
         if not settings.api.tokens_only:
             _add_text_routes(self.routes, self.api)

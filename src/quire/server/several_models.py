@@ -23,17 +23,15 @@ from quire.metrics.exposition import MergedMetrics, exposition
 from quire.server.app import Application, wrap
 from quire.server.audio.routes import PATHS as FORM_PATHS
 from quire.server.http.errors import (
+    ClientDisconnected,
     Forbidden,
     add_error_handlers,
-    disconnected_response,
     error_info,
     error_response,
-    http_error,
     json_response,
-    quire_error,
+    response_to,
 )
 from quire.server.http.fast_path import read_body, replay
-from quire.server.http.in_flight import ClientDisconnected
 from quire.server.http.limits import TOKENLESS_PATHS, UNLIMITED_PATHS, is_operator, route_path
 from quire.server.key_limits import Ledger
 from quire.server.openai.models import model_cards
@@ -107,7 +105,6 @@ class ModelRouter:
         self._log_stack = settings.log.log_error_stack
         self._app = FastAPI(title="Quire", openapi_url=None)
         add_error_handlers(self._app, log_stack=self._log_stack)
-        self._app.add_exception_handler(ClientDisconnected, lambda *_: disconnected_response())
         self._add_status_routes()
         self._add_pool_routes()
 
@@ -117,12 +114,8 @@ class ModelRouter:
             return await self._app(scope, receive, send)
         try:
             await self._answer(path, scope, receive, send)
-        except ClientDisconnected:
-            await disconnected_response()(scope, receive, send)
-        except HTTPException as error:  # the body is too long
-            await http_error(error)(scope, receive, send)
-        except QuireError as error:
-            await quire_error(error, log_stack=self._log_stack)(scope, receive, send)
+        except (ClientDisconnected, HTTPException, QuireError) as error:
+            await response_to(error, log_stack=self._log_stack)(scope, receive, send)
 
     async def _answer(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         if scope.get("method") != "POST":
@@ -260,7 +253,8 @@ def _names_of(path: str, body: bytes) -> _Names:
 
 
 def _form_model(body: bytes) -> str | None:
-    """Return the field `model` of a form, which stands between an empty line and the end of its line."""
+    """Return the value of the field `model` of a multipart form: the line after the empty line that ends the
+    headers of its part."""
     if (part := _FORM_MODEL.search(body)) is None:
         return None
     _, _, rest = body[part.start() : part.start() + _MAX_FORM_FIELD].partition(b"\r\n\r\n")

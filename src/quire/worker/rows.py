@@ -10,7 +10,7 @@ from quire.data.prompt_embeds import PromptEmbeds
 from quire.data.step_plan import Admission, Ints, StepPlan, spread
 from quire.layers.lora import AdapterSlots
 from quire.sampling.rows import SamplingRows
-from quire.worker.multimodal.mrope import MRopePositions
+from quire.worker.multimodal.mrope_rows import MRopePositions
 
 Int64s = NDArray[np.int64]
 ONE_EACH: Ints = np.empty(0, np.int32)

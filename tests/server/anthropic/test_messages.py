@@ -308,10 +308,10 @@ class Unglued(str):
 
 def test_consecutive_turns_are_joined_without_copies() -> None:
     message: dict[str, Any] = {"role": "assistant", "content": "a"}
-    more = {"role": "assistant", "content": "b", "reasoning": ["t"], "tool_calls": [{}]}
-    join_turns(message, more)
+    next_message = {"role": "assistant", "content": "b", "reasoning": ["t"], "tool_calls": [{}]}
+    join_turns(message, next_message)
     before = dict(message)
-    join_turns(message, more)
+    join_turns(message, next_message)
     assert all(message[name] is value for name, value in before.items())
     assert [part["text"] for part in message["content"]] == ["a", "b", "b"]
     assert (message["reasoning"], message["tool_calls"]) == (["t", "t"], [{}, {}])
@@ -329,11 +329,11 @@ def test_consecutive_turns_are_joined_without_copies() -> None:
 def test_long_bodies_are_translated_off_the_event_loop(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     on_loop = []
 
-    def noted(*args: Any, **kwargs: Any) -> Any:
+    def record_thread(*args: Any, **kwargs: Any) -> Any:
         on_loop.append(threading.current_thread() is threading.main_thread())
         return as_chat(*args, **kwargs)
 
-    monkeypatch.setattr(routes, "as_chat", noted)
+    monkeypatch.setattr(routes, "as_chat", record_thread)
     for length in (1, 20_000):
         turn = {"role": "user", "content": "x" * length}
         body = {"max_tokens": 1, "messages": [turn]}

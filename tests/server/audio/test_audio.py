@@ -302,18 +302,18 @@ async def test_client_disconnect_aborts_all_audio_chunks() -> None:
         data={"language": "en", "stream": "true"},
         files={"file": ("a", sound(70))},
     )
-    body, gone = request.read(), asyncio.Event()
+    body, disconnect = request.read(), asyncio.Event()
     messages = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Any:
         if messages:
             return messages.pop()
-        await gone.wait()
+        await disconnect.wait()
         return {"type": "http.disconnect"}
 
     async def sending(message: Any) -> None:
         if message.get("body"):
-            gone.set()
+            disconnect.set()
 
     headers = [(name.lower(), value) for name, value in request.headers.raw]
     scope = {"type": "http", "method": "POST", "path": PATH, "raw_path": PATH.encode()}

@@ -26,7 +26,7 @@ from quire.server.http.sockets import bind
 from quire.server.main import serve
 from quire.server.settings import make_settings
 
-NUM_HANDS = 4
+NUM_PROCESSES = 4
 
 
 class FakeProcess:
@@ -35,19 +35,19 @@ class FakeProcess:
     def __init__(self, handle: ConnectionHandle) -> None:
         self.handle = ConnectionHandle(handle.channel.dup(), handle.closed_file, handle.index)
         self.handle.channel.setblocking(False)
-        self.taker = ConnectionReceiver(self.handle)
+        self.receiver = ConnectionReceiver(self.handle)
         self.open: list[socket.socket] = []
-        self.num_taken = 0
+        self.num_received = 0
 
-    def take(self) -> None:
+    def receive(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while received := socket.recv_fds(self.handle.channel, 1, 1)[1]:
                 self.open += [socket.socket(fileno=fd) for fd in received]
-                self.num_taken += len(received)
+                self.num_received += len(received)
 
     def close_one(self) -> None:
         self.open.pop().close()
-        self.taker.count_closed()
+        self.receiver.count_closed()
 
 
 class Cluster:
@@ -56,8 +56,8 @@ class Cluster:
     def __init__(self, folder: Path) -> None:
         self.listener = bind(make_settings({"host": "127.0.0.1", "port": 0}).http)
         self.address = self.listener.getsockname()
-        self.dealer = ConnectionDealer(self.listener, folder / "closed", NUM_HANDS)
-        self.players = [FakeProcess(self.dealer.open(index)) for index in range(NUM_HANDS)]
+        self.dealer = ConnectionDealer(self.listener, folder / "closed", NUM_PROCESSES)
+        self.processes = [FakeProcess(self.dealer.open(index)) for index in range(NUM_PROCESSES)]
         self.clients: list[socket.socket] = []
 
     def connect(self, count: int = 1) -> None:
@@ -68,21 +68,21 @@ class Cluster:
         """Distribute all waiting connections and return how many each process has."""
         for _ in range(10):
             self.dealer.deal()
-            for player in self.players:
-                player.take()
-        return [len(player.open) for player in self.players]
+            for process in self.processes:
+                process.receive()
+        return [len(process.open) for process in self.processes]
 
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     cluster = Cluster(tmp_path)
-    for index in range(NUM_HANDS):
+    for index in range(NUM_PROCESSES):
         cluster.dealer.admit(index)
     yield cluster
     cluster.dealer.close()
     for client in [
         *cluster.clients,
-        *(connection for player in cluster.players for connection in player.open),
+        *(connection for process in cluster.processes for connection in process.open),
     ]:
         client.close()
 
@@ -90,7 +90,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 @pytest.mark.parametrize("count", [8, 64, 256, 1024])
 def test_simultaneous_connections_are_spread_evenly(cluster: Cluster, count: int) -> None:
     cluster.connect(count)
-    assert cluster.deal() == [count // NUM_HANDS] * NUM_HANDS
+    assert cluster.deal() == [count // NUM_PROCESSES] * NUM_PROCESSES
 
 
 def test_sequential_connections_rotate(cluster: Cluster) -> None:
@@ -98,30 +98,30 @@ def test_sequential_connections_rotate(cluster: Cluster) -> None:
     for _ in range(40):
         cluster.connect()
         cluster.deal()
-        next(player for player in cluster.players if player.open).close_one()
-    assert [player.num_taken for player in cluster.players] == [10] * NUM_HANDS
+        next(process for process in cluster.processes if process.open).close_one()
+    assert [process.num_received for process in cluster.processes] == [10] * NUM_PROCESSES
 
 
 def test_process_with_most_closed_connections_gets_the_next(cluster: Cluster) -> None:
     cluster.connect(40)
     cluster.deal()
     for _ in range(6):
-        cluster.players[2].close_one()
+        cluster.processes[2].close_one()
     cluster.connect(6)
-    assert cluster.deal() == [10] * NUM_HANDS
+    assert cluster.deal() == [10] * NUM_PROCESSES
 
 
 def test_dead_process_gets_none_and_its_successor_starts_at_zero(cluster: Cluster) -> None:
     cluster.connect(16)
     cluster.deal()
-    for connection in cluster.players[1].open:
+    for connection in cluster.processes[1].open:
         connection.close()
-    cluster.players[1].handle.channel.close()
+    cluster.processes[1].handle.channel.close()
     cluster.connect(12)
-    cluster.players[1].open = []
-    cluster.players[1].take = lambda: None  # type: ignore[method-assign]
+    cluster.processes[1].open = []
+    cluster.processes[1].receive = lambda: None  # type: ignore[method-assign]
     assert cluster.deal() == [8, 0, 8, 8]
-    cluster.players[1] = FakeProcess(cluster.dealer.open(1))
+    cluster.processes[1] = FakeProcess(cluster.dealer.open(1))
     cluster.connect(4)
     assert sorted(cluster.deal()) == [0, 9, 9, 10], "the process does not serve yet"
     cluster.dealer.admit(1)
@@ -131,41 +131,41 @@ def test_dead_process_gets_none_and_its_successor_starts_at_zero(cluster: Cluste
 
 def test_full_process_is_skipped(cluster: Cluster) -> None:
     """Catches a stopped process that keeps all new connections."""
-    stopped = cluster.players[0]
-    stopped.take = lambda: None  # type: ignore[method-assign]
+    stopped = cluster.processes[0]
+    stopped.receive = lambda: None  # type: ignore[method-assign]
     for _ in range(80):
-        cluster.connect(NUM_HANDS)
+        cluster.connect(NUM_PROCESSES)
         cluster.deal()
-        for player in cluster.players[1:]:
-            while player.open:
-                player.close_one()
-    taken = [player.num_taken for player in cluster.players[1:]]
+        for process in cluster.processes[1:]:
+            while process.open:
+                process.close_one()
+    taken = [process.num_received for process in cluster.processes[1:]]
     assert min(taken) > 90 and sum(taken) > 300
 
 
 def test_connections_wait_until_a_process_serves(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
     cluster.connect(5)
-    assert cluster.deal() == [0] * NUM_HANDS and not cluster.dealer.readable_sockets
+    assert cluster.deal() == [0] * NUM_PROCESSES and not cluster.dealer.readable_sockets
     cluster.dealer.admit(3)
     assert cluster.dealer.readable_sockets and cluster.deal() == [0, 0, 0, 5]
     cluster.dealer.close()
     with pytest.raises(ConnectionRefusedError):
         cluster.connect()
-    for client in [*cluster.clients, *cluster.players[3].open]:
+    for client in [*cluster.clients, *cluster.processes[3].open]:
         client.close()
 
 
 async def test_connection_without_a_descriptor_counts_as_closed(cluster: Cluster) -> None:
     """Catches a process without free descriptors that looks busier with each connection it loses."""
     sender, receiver = socket.socketpair()
-    taker = ConnectionReceiver(replace(cluster.players[2].handle, channel=receiver))
-    taker.start(asyncio.Protocol, None)
+    receiver = ConnectionReceiver(replace(cluster.processes[2].handle, channel=receiver))
+    receiver.start(asyncio.Protocol, None)
     sender.send(b"c")  # the kernel drops a descriptor that does not fit
     async with asyncio.timeout(60):
         while not cluster.dealer._closed[2]:
             await asyncio.sleep(0.01)
-    taker.stop()
+    receiver.stop()
     sender.close()
     assert cluster.dealer._closed.tolist() == [0, 0, 1, 0]
 
@@ -182,13 +182,13 @@ def test_servers_answer_the_connections_they_receive(tmp_path: Path) -> None:
         servers = []
         for index in range(2):
             handle = dealer.open(index)
-            server_hand = ConnectionHandle(handle.channel.dup(), handle.closed_file, index)
+            server_handle = ConnectionHandle(handle.channel.dup(), handle.closed_file, index)
             engine = FakeEngine("abc")
             engine.facts = replace(engine.facts, model_names=(f"m{index}",))
             run = serve(
                 settings,
                 engine,
-                connections=server_hand,
+                connections=server_handle,
                 stop=stop,
                 announce=False,
                 on_serving=lambda _, i=index: up.append(i),

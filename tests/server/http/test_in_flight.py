@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from quire.errors import EngineError
-from quire.server.http.in_flight import ClientDisconnected, HandlerQueue, RunningRequests
+from quire.server.http.errors import ClientDisconnected
+from quire.server.http.in_flight import HandlerQueue, RunningRequests
 
 
 async def never() -> dict[str, Any]:
@@ -21,10 +22,10 @@ async def disconnected() -> dict[str, Any]:
 class Work:
     def __init__(self) -> None:
         self.cancelled = False
-        self.begun = asyncio.Event()
+        self.started = asyncio.Event()
 
     async def run(self, result: int | None = None) -> int:
-        self.begun.set()
+        self.started.set()
         try:
             if result is None:
                 await asyncio.Event().wait()
@@ -52,7 +53,7 @@ async def test_work_is_cancelled_when_the_client_disconnects() -> None:
 async def test_work_is_cancelled_with_its_handler() -> None:
     running, work = RunningRequests(), Work()
     task = asyncio.create_task(running.until_disconnect(never, work.run()))
-    await work.begun.wait()
+    await work.started.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -62,7 +63,7 @@ async def test_work_is_cancelled_with_its_handler() -> None:
 async def test_abort_ends_running_and_later_requests() -> None:
     running, work = RunningRequests(), Work()
     task = asyncio.create_task(running.until_disconnect(never, work.run()))
-    await work.begun.wait()
+    await work.started.wait()
     running.abort()
     with pytest.raises(EngineError, match="shutting down"):
         await task

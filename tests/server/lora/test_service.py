@@ -156,8 +156,8 @@ async def test_adapters_are_loaded_and_unloaded_within_allowed_roots(tmp_path: P
     engine = lora_engine()
     async with lora_client(engine, {"lora_roots": [inside]}) as client:
 
-        async def load(path: object, name: object = "x", **more: Any) -> httpx.Response:
-            return await client.post(LOAD, json={"lora_name": name, "lora_path": str(path), **more})
+        async def load(path: object, name: object = "x", **fields: Any) -> httpx.Response:
+            return await client.post(LOAD, json={"lora_name": name, "lora_path": str(path), **fields})
 
         done = await load(good)
         assert (done.status_code, done.text) == (200, "Success: LoRA adapter 'x' added successfully.")
@@ -166,7 +166,7 @@ async def test_adapters_are_loaded_and_unloaded_within_allowed_roots(tmp_path: P
         again = refused(await load(good))
         assert again["type"] == "InvalidUserInput" and "already been loaded" in again["message"]
         assert (await load(good, load_inplace=True)).status_code == 200
-        for place in (
+        for location in (
             outside,
             f"{inside}/../out/a",
             f"{inside}/link",
@@ -176,9 +176,9 @@ async def test_adapters_are_loaded_and_unloaded_within_allowed_roots(tmp_path: P
             "s3://k/a",
             "file:///",
         ):
-            assert refused(await load(place, "y"), 403)["type"] == "PermissionDeniedError"
-        for place in (f"{inside}/none", inside, f"{inside}/a\0b", f"{inside}/{'a' * 5000}", circle):
-            message = refused(await load(place, "y"), 404)["message"]
+            assert refused(await load(location, "y"), 403)["type"] == "PermissionDeniedError"
+        for location in (f"{inside}/none", inside, f"{inside}/a\0b", f"{inside}/{'a' * 5000}", circle):
+            message = refused(await load(location, "y"), 404)["message"]
             assert message.startswith("Loading lora y failed: No adapter found for")
         assert "q_proj.lora_A" in refused(await load(broken, "y"))["message"]
         for name in ("", "fake", "a" * 257, "a\n"):
@@ -363,8 +363,8 @@ async def test_adapters_at_urls_are_downloaded(tmp_path: Path, monkeypatch: pyte
         engine, {"lora_resolver_dir": "memory://k/", "lora_max_download_bytes": 4000}
     ) as client:
 
-        async def load(place: str, status: int) -> str:
-            reply = await client.post(LOAD, json={"lora_name": "x", "lora_path": place})
+        async def load(location: str, status: int) -> str:
+            reply = await client.post(LOAD, json={"lora_name": "x", "lora_path": location})
             assert reply.status_code == status, reply.text
             return reply.text
 
@@ -372,7 +372,7 @@ async def test_adapters_at_urls_are_downloaded(tmp_path: Path, monkeypatch: pyte
         assert reply.status_code == 200, reply.text
         refused(await client.post(COMPLETIONS, json={"prompt": "ab", "model": "none"}), 404)
         await load("memory://k/none", 404)
-        for place in (
+        for location in (
             "memory://other/a",
             "memory://k/../other/a",
             "memory://k/%2e%2e/other/a",
@@ -382,7 +382,7 @@ async def test_adapters_at_urls_are_downloaded(tmp_path: Path, monkeypatch: pyte
             "memory://kk/a",
             "zip://a::memory://k/acme",
         ):
-            await load(place, 403)
+            await load(location, 403)
         assert "--lora-max-download-bytes" in await load("memory://k/large", 400)
         await load("memory://k/acme", 200)
         store.pipe("/k/acme/adapter_model.bin", b"others!")  # the same number of bytes

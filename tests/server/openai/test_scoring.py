@@ -10,8 +10,8 @@ from fake_engine import FakeEngine, byte_tokenizer
 BODY: dict[str, Any] = {"query": "is it? ", "items": ["an apple", "no"], "label_token_ids": [3, 90, 7]}
 
 
-def score(engine: FakeEngine | None = None, **more: Any) -> Any:
-    return ask("POST", "/generative_scoring", engine=engine, json=BODY | more)
+def score(engine: FakeEngine | None = None, **fields: Any) -> Any:
+    return ask("POST", "/generative_scoring", engine=engine, json=BODY | fields)
 
 
 def probability(id: int) -> float:
@@ -41,9 +41,9 @@ def test_token_ids_item_first_and_truncation() -> None:
     score(engine, query=[1, 2], items=[[3], [4, 5]], item_first=True)
     assert [prompt.token_ids for _, prompt, *_ in engine.seen] == [[3, 1, 2], [4, 5, 1, 2]]
     engine = FakeEngine()
-    most = engine.inputs.max_model_len
-    assert score(engine, items=["x" * 2 * most]).status_code == 200
-    assert len(engine.seen[0][1].token_ids) == most - 1
+    max_len = engine.inputs.max_model_len
+    assert score(engine, items=["x" * 2 * max_len]).status_code == 200
+    assert len(engine.seen[0][1].token_ids) == max_len - 1
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_token_ids_item_first_and_truncation() -> None:
         ({"label_token_ids": [3, 10**6]}, "label_token_id 1000000 is out of vocabulary range [0, "),
         ({"label_token_ids": []}, "too_short"),
         ({"items": []}, "too_short"),
-        ({"items": ["a"] * 1025}, "1025 items are more than one call may bring, which is 1024"),
+        ({"items": ["a"] * 1025}, "1025 items exceed the maximum of 1024 per request"),
         ({"items": ["a", [1]]}, "items"),
         ({"query": [10**6]}, "1000000"),
         ({"query": "", "items": [""]}, "empty"),

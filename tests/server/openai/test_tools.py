@@ -51,28 +51,28 @@ def _add(made: dict[str, Any], choice: dict[str, Any]) -> None:
         made["tool_calls"][part["index"]]["arguments"] += part["function"]["arguments"]
 
 
-def plain(whole: dict[str, Any]) -> dict[str, Any]:
+def plain(answer: dict[str, Any]) -> dict[str, Any]:
     """Return a complete message in the format of `streamed`."""
     return {
-        "content": whole["content"] or "",
-        "reasoning": whole["reasoning"] or "",
-        "tool_calls": [call["function"] for call in whole.get("tool_calls", ())],
-        "finish_reason": whole["finish_reason"],
+        "content": answer["content"] or "",
+        "reasoning": answer["reasoning"] or "",
+        "tool_calls": [call["function"] for call in answer.get("tool_calls", ())],
+        "finish_reason": answer["finish_reason"],
     }
 
 
 def test_tool_call_is_parsed() -> None:
-    whole = message(ONE, HERMES, tools=TOOLS)
-    (call,) = whole["tool_calls"]
+    answer = message(ONE, HERMES, tools=TOOLS)
+    (call,) = answer["tool_calls"]
     assert call["function"] == {"name": "weather", "arguments": CALL} and call["type"] == "function"
-    assert call["id"].startswith("chatcmpl-tool-") and whole["content"] == "Let me see."
-    assert whole["finish_reason"] == "tool_calls"
+    assert call["id"].startswith("chatcmpl-tool-") and answer["content"] == "Let me see."
+    assert answer["finish_reason"] == "tool_calls"
 
 
 @pytest.mark.parametrize("body", [{}, {"tools": TOOLS, "tool_choice": "none"}])
 def test_text_without_tools_is_not_parsed(body: dict[str, Any]) -> None:
-    whole = message(ONE, HERMES, **body)
-    assert whole["content"] == ONE and "tool_calls" not in whole and whole["finish_reason"] == "stop"
+    answer = message(ONE, HERMES, **body)
+    assert answer["content"] == ONE and "tool_calls" not in answer and answer["finish_reason"] == "stop"
 
 
 def test_parallel_tool_calls_off_keeps_one_call() -> None:
@@ -133,9 +133,9 @@ def test_enabled_tool_choice_without_a_parser_is_an_error() -> None:
 
 
 def test_truncated_call_has_partial_arguments() -> None:
-    whole = message(ONE, HERMES, tools=TOOLS, max_tokens=len(ONE) - 25)
-    assert whole["finish_reason"] == "length"
-    assert CALL.startswith(whole["tool_calls"][0]["function"]["arguments"])
+    answer = message(ONE, HERMES, tools=TOOLS, max_tokens=len(ONE) - 25)
+    assert answer["finish_reason"] == "length"
+    assert CALL.startswith(answer["tool_calls"][0]["function"]["arguments"])
 
 
 def test_reasoning_is_separated_counted_and_optional() -> None:
@@ -197,10 +197,10 @@ def test_stream_equals_the_complete_answer(parser: str, body: dict[str, Any]) ->
     whole_body = {name: value for name, value in body.items() if name != "stream_options"}
     choices = chat(FakeEngine(answers[parser]), settings, tools=TOOLS, **whole_body).json()["choices"]
     for choice in choices:
-        whole = plain(choice["message"] | {"finish_reason": choice["finish_reason"]})
+        answer = plain(choice["message"] | {"finish_reason": choice["finish_reason"]})
         streamed_message = streamed(answers[parser], settings, index=choice["index"], tools=TOOLS, **body)
-        assert streamed_message == whole
-    assert "stop" in body or "max_tokens" in body or whole["tool_calls"]
+        assert streamed_message == answer
+    assert "stop" in body or "max_tokens" in body or answer["tool_calls"]
 
 
 def test_required_calls_need_no_parser_and_follow_a_schema() -> None:
@@ -219,10 +219,10 @@ def test_required_calls_need_no_parser_and_follow_a_schema() -> None:
 def test_named_tool_takes_the_whole_answer_as_arguments() -> None:
     engine = FakeEngine(CALL)
     choice = {"type": "function", "function": {"name": "weather"}}
-    whole = message(CALL, {}, tools=TOOLS, tool_choice=choice)
-    assert whole["tool_calls"][0]["function"] == {"name": "weather", "arguments": CALL}
-    assert whole["finish_reason"] == "stop"
-    assert streamed(CALL, {}, tools=TOOLS, tool_choice=choice) == plain(whole)
+    answer = message(CALL, {}, tools=TOOLS, tool_choice=choice)
+    assert answer["tool_calls"][0]["function"] == {"name": "weather", "arguments": CALL}
+    assert answer["finish_reason"] == "stop"
+    assert streamed(CALL, {}, tools=TOOLS, tool_choice=choice) == plain(answer)
     chat(engine, tools=TOOLS, tool_choice=choice)
     constraint = engine.seen[0][2].structured_outputs
     assert constraint is not None and json.loads(constraint.json) == CITY
@@ -326,9 +326,9 @@ def test_constraint_starts_after_the_reasoning(
     ],
 )
 def test_reasoning_at_the_start_of_an_answer(body: dict[str, Any], reasoning: str | None) -> None:
-    whole = message("Hm.</think>Yes.", {"reasoning_parser": "qwen3"}, **body)
-    assert whole["reasoning"] == reasoning
-    assert whole["content"] == ("Yes." if reasoning else "Hm.</think>Yes.")
+    answer = message("Hm.</think>Yes.", {"reasoning_parser": "qwen3"}, **body)
+    assert answer["reasoning"] == reasoning
+    assert answer["content"] == ("Yes." if reasoning else "Hm.</think>Yes.")
 
 
 def test_special_tokens_are_kept_for_parsers_that_need_them() -> None:
@@ -373,5 +373,5 @@ def test_plugin_registers_its_parsers(tmp_path: Path, monkeypatch: pytest.Monkey
         "tool_call_parser": "shout",
         "enable_auto_tool_choice": True,
     }
-    whole = message('CALL now{"a": 1}', settings, tools=TOOLS)
-    assert whole["tool_calls"][0]["function"] == {"name": "now", "arguments": '{"a": 1}'}
+    answer = message('CALL now{"a": 1}', settings, tools=TOOLS)
+    assert answer["tool_calls"][0]["function"] == {"name": "now", "arguments": '{"a": 1}'}

@@ -11,7 +11,7 @@ from fake_engine import FakeEngine
 
 from quire.config.env import Env
 from quire.errors import EngineDead, EngineError, RequestError
-from quire.server.ops.absent import ABSENT_ROUTES
+from quire.server.ops.unsupported_routes import ABSENT_ROUTES
 
 ROUTES = [
     *[("POST", f"/{name}") for name in ("sleep", "wake_up", "pause", "resume", "collective_rpc")],
@@ -193,10 +193,10 @@ def test_engine_errors_become_http_statuses(error: Exception, status: int) -> No
 def test_server_info_hides_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "very-secret")
     monkeypatch.setenv("QUIRE_LOGGING_LEVEL", "INFO")
-    whole = ask("GET", "/server_info?config_format=json")
-    assert whole.json()["vllm_config"]["parallel"]["tensor_parallel_size"] == 2
-    assert whole.json()["vllm_env"]["QUIRE_LOGGING_LEVEL"] == "INFO"
-    assert "very-secret" not in whole.text
+    reply = ask("GET", "/server_info?config_format=json")
+    assert reply.json()["vllm_config"]["parallel"]["tensor_parallel_size"] == 2
+    assert reply.json()["vllm_env"]["QUIRE_LOGGING_LEVEL"] == "INFO"
+    assert "very-secret" not in reply.text
     text = ask("GET", "/server_info").json()["vllm_config"]
     assert "parallel.tensor_parallel_size=2" in text.splitlines()
     refused(ask("GET", "/server_info?config_format=yaml"))

@@ -19,12 +19,12 @@ def embed(engine: FakeEngine | None = None, **body: Any) -> Any:
 
 def test_every_embedding_type() -> None:
     reply = embed(embedding_types=["float", "base64", "binary", "ubinary"]).json()
-    wanted = [numbers(byte_tokenizer().encode(text), 8) for text in TEXTS]
+    expected = [numbers(byte_tokenizer().encode(text), 8) for text in TEXTS]
     embeddings = reply["embeddings"]
-    np.testing.assert_allclose(embeddings["float"], wanted, rtol=1e-6)
-    for text, values in zip(embeddings["base64"], wanted, strict=True):
+    np.testing.assert_allclose(embeddings["float"], expected, rtol=1e-6)
+    for text, values in zip(embeddings["base64"], expected, strict=True):
         np.testing.assert_allclose(np.frombuffer(base64.b64decode(text), "<f4"), values, rtol=1e-6)
-    bits = [[int("".join("1" if x >= 0 else "0" for x in values), 2)] for values in wanted]
+    bits = [[int("".join("1" if x >= 0 else "0" for x in values), 2)] for values in expected]
     assert embeddings["ubinary"] == bits and embeddings["binary"] == [[x - 128] for (x,) in bits]
     count = sum(map(len, TEXTS))
     assert reply["meta"] == {
@@ -43,8 +43,8 @@ def test_inputs_truncation_and_input_type() -> None:
     embed(engine, texts=["abcdef"], max_tokens=3, truncate="START")
     embed(engine, texts=["abc"], input_type="search_query")
     read = [prompt.token_ids for _, prompt, *_ in engine.pooled]
-    wanted = ["user:ab\ncd\n", "abc", "def", "query: abc"]  # the parts are one message
-    assert read == [byte_tokenizer().encode(text) for text in wanted]
+    expected = ["user:ab\ncd\n", "abc", "def", "query: abc"]  # the parts are one message
+    assert read == [byte_tokenizer().encode(text) for text in expected]
     assert engine.inputs.tokenizer is not None
     engine.inputs.tokenizer.chat_template = None
     embed(engine, texts=None, inputs=parts, input_type="search_query")

@@ -9,8 +9,8 @@ import httpx
 import numpy as np
 import pytest
 from ask import CLASSIFIER, EMBEDDER, MESSAGES, ask, chat, complete, pool, refused
+from disconnecting import post
 from fake_engine import FakeEngine, numbers
-from hanging_up import post
 
 from quire.server.app import Application
 from quire.server.pooling.jobs import pack_values
@@ -41,10 +41,10 @@ def test_every_input_form_keeps_its_order(value: Any) -> None:
     engine = embedder()
     response = pool(EMBEDDINGS, engine, input=value)
     several = isinstance(value[0], list) or value is TEXTS
-    wanted = [ids_of(item) if isinstance(item, str) else item for item in (value if several else [value])]
-    assert vectors(response) == [numbers(ids, 6).tolist() for ids in wanted]
+    expected = [ids_of(item) if isinstance(item, str) else item for item in (value if several else [value])]
+    assert vectors(response) == [numbers(ids, 6).tolist() for ids in expected]
     reply = response.json()
-    count = sum(map(len, wanted))
+    count = sum(map(len, expected))
     assert reply["id"].startswith("embd-") and reply["object"] == "list" and reply["model"] == "fake"
     assert reply["usage"] == {"prompt_tokens": count, "total_tokens": count, "completion_tokens": 0}
     assert engine.num_in_flight == 0 and not engine.aborted
@@ -65,14 +65,14 @@ def test_conversation_is_one_input() -> None:
     ],
 )
 def test_base64_and_bytes_encodings(options: dict[str, str], dtype: str) -> None:
-    wanted = [numbers(ids, 6) for ids in IDS]
+    expected = [numbers(ids, 6) for ids in IDS]
     body = {"input": IDS, **options}
     result = vectors(pool(EMBEDDINGS, embedder(), encoding_format="base64", **body))
-    for text, vector in zip(result, wanted, strict=True):
+    for text, vector in zip(result, expected, strict=True):
         assert np.array_equal(np.frombuffer(base64.b64decode(text), dtype), vector.astype(dtype))
     raw = pool(EMBEDDINGS, embedder(), encoding_format="bytes", **body)
     assert raw.headers["content-type"] == "application/octet-stream"
-    for part, vector in zip(json.loads(raw.headers["metadata"])["data"], wanted, strict=True):
+    for part, vector in zip(json.loads(raw.headers["metadata"])["data"], expected, strict=True):
         content = raw.content[part["start"] : part["end"]]
         assert part["shape"] == [6] and np.array_equal(np.frombuffer(content, dtype), vector.astype(dtype))
     alone = pool(EMBEDDINGS, embedder(), encoding_format="bytes_only", **body)
@@ -90,7 +90,7 @@ def test_parameters_reach_the_engine() -> None:
     response = pool(EMBEDDINGS, engine, cache_salt="s", truncate_prompt_tokens=2, user="u", **body)
     assert [len(vector) for vector in vectors(response)] == [2, 2, 2]
     assert [(id, params.use_activation, priority) for id, _, params, priority in engine.pooled] == [
-        (f"embd-r-{place}", False, 3) for place in range(3)
+        (f"embd-r-{index}", False, 3) for index in range(3)
     ]
     assert {prompt.cache_salt for _, prompt, _, _ in engine.pooled} == {"s"}
     assert [prompt.token_ids for _, prompt, _, _ in engine.pooled] == [ids_of(text)[:2] for text in TEXTS]
@@ -149,11 +149,11 @@ def test_one_failed_input_aborts_the_others() -> None:
 async def test_client_disconnect_aborts_all_inputs() -> None:
     engine = embedder(step_s=60)
     application = Application(engine, make_settings({}))
-    gone = asyncio.Event()
-    task = asyncio.create_task(post(application, EMBEDDINGS, {"input": TEXTS}, gone))
+    disconnect = asyncio.Event()
+    task = asyncio.create_task(post(application, EMBEDDINGS, {"input": TEXTS}, disconnect))
     while engine.num_in_flight < len(TEXTS):
         await asyncio.sleep(0)
-    gone.set()
+    disconnect.set()
     assert await asyncio.wait_for(task, 60) == 499
     assert len(engine.aborted) == 3 and engine.num_in_flight == 0
 
@@ -171,10 +171,10 @@ def test_classes_have_labels() -> None:
     response = pool("/classify", FakeEngine(pooling=CLASSIFIER), input=TEXTS)
     reply = response.json()
     assert reply["id"].startswith("classify-") and reply["usage"]["prompt_tokens"] > 0
-    for place, (entry, text) in enumerate(zip(reply["data"], TEXTS, strict=True)):
+    for index, (entry, text) in enumerate(zip(reply["data"], TEXTS, strict=True)):
         probs = numbers(ids_of(text), 3)
         label = CLASSIFIER.labels[int(probs.argmax())]
-        assert entry == {"index": place, "label": label, "probs": probs.tolist(), "num_classes": 3}
+        assert entry == {"index": index, "label": label, "probs": probs.tolist(), "num_classes": 3}
 
 
 def test_data_parallel_rank_and_api_key_are_checked() -> None:

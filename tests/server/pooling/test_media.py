@@ -8,9 +8,9 @@ from typing import Any
 import httpx
 import pytest
 from ask import CROSS_ENCODER, EMBEDDER, fetch, refused
+from disconnecting import post
 from fake_engine import FakeEngine, byte_tokenizer, numbers
 from fake_inputs import END, PAD, START, data_url, file_of, image_part, media, picture
-from hanging_up import post
 from hostile import hostile_server
 
 from quire.frontend.multimodal import MediaInputReader
@@ -65,8 +65,8 @@ def test_cohere_content_parts_and_images() -> None:
     reply = send(engine, "/v2/embed", inputs=pieces, input_type="query").json()
     assert reply["meta"]["billed_units"] == {"input_tokens": 23, "image_tokens": 4}
     send(engine, "/v2/embed", images=[URL, OTHER], input_type="query")
-    wanted = [("user:", SPAN, "\nq: ab\n"), ("user:q: ab\n",), *[("user:", SPAN, "\n")] * 2]
-    assert read_prompts(engine) == [ids(*item) for item in wanted]
+    expected = [("user:", SPAN, "\nq: ab\n"), ("user:q: ab\n",), *[("user:", SPAN, "\n")] * 2]
+    assert read_prompts(engine) == [ids(*item) for item in expected]
     keys = [prompt.media.items[0].key for _, prompt, *_ in engine.pooled if prompt.media]
     assert keys[0] == keys[1] != keys[2]
     assert engine.inputs.tokenizer is not None
@@ -84,15 +84,15 @@ def test_embeddings_of_texts_and_images_are_compared(path: str) -> None:
     prompts = [SPAN, ids("ab"), ids(SPAN, "\nab")]
     assert read_prompts(engine) == prompts
     vectors = [numbers(prompt, 6).astype(float) for prompt in prompts]
-    wanted = [
+    expected = [
         float(vectors[0] @ vector / (vectors[0] @ vectors[0] * (vector @ vector)) ** 0.5)
         for vector in vectors
     ]
     if path == "/score":
-        assert [entry["score"] for entry in reply["data"]] == pytest.approx(wanted[1:])
+        assert [entry["score"] for entry in reply["data"]] == pytest.approx(expected[1:])
     else:
         results = {result["index"]: result for result in reply["results"]}
-        assert [results[at]["relevance_score"] for at in (0, 1)] == pytest.approx(wanted[1:])
+        assert [results[index]["relevance_score"] for index in (0, 1)] == pytest.approx(expected[1:])
         assert results[0]["document"] == {"text": "ab"}
         assert results[1]["document"] == {"multi_modal": documents[1]["content"]}  # type: ignore[index]
 
@@ -132,9 +132,9 @@ def test_invalid_image_is_refused_with_its_position(facts: Any, url: str, status
             ("/v2/embed", "inputs[1].content[1]", {"inputs": [{"content": [TEXT]}, content]}),
             ("/v1/embeddings", "messages[0].content[1]", {"messages": [{"role": "user", **content}]}),
         ]
-    for path, place, body in calls:
+    for path, name, body in calls:
         error = refused(send(engine, path, **body), status)
-        assert error["message"].startswith(f"{place}: ") and words in error["message"]
+        assert error["message"].startswith(f"{name}: ") and words in error["message"]
         kind = "UnprocessableEntityError" if status == 422 else "BadRequestError"
         assert (error["type"], error["param"]) == (kind, "image_url")
     assert not engine.pooled
@@ -170,7 +170,7 @@ def test_media_fetch_ends_when_the_client_disconnects() -> None:
     async def go(url: str, requests: list[Any]) -> None:
         reader = media(allowed_media_domains=("127.0.0.1",), env={"image_fetch_timeout": 300.0})
         engine = engine_of(EMBEDDER, reader)
-        application, gone = Application(engine, make_settings({})), asyncio.Event()
+        application, disconnect = Application(engine, make_settings({})), asyncio.Event()
 
         slow = image_part(f"{url}/drips")
         calls: list[tuple[str, dict[str, Any]]] = [
@@ -178,11 +178,11 @@ def test_media_fetch_ends_when_the_client_disconnects() -> None:
             ("/rerank", {"query": "a", "documents": [{"content": [slow]}]}),
             ("/v1/embeddings", {"messages": [{"role": "user", "content": [slow]}]}),
         ]
-        tasks = [asyncio.create_task(post(application, *call, gone)) for call in calls]
+        tasks = [asyncio.create_task(post(application, *call, disconnect)) for call in calls]
         async with asyncio.timeout(60):
             while sum(path == "/drips" for path, _ in requests) < len(calls):
                 await asyncio.sleep(0.01)
-            gone.set()
+            disconnect.set()
             assert await asyncio.gather(*tasks) == [499] * len(calls)
         assert not engine.pooled and not application.api.running_requests
 

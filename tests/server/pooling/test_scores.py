@@ -27,8 +27,8 @@ def cosine(first: str, second: str) -> float:
 def test_scores_one_to_many_and_pairwise(path: str, facts: Any, score: Any) -> None:
     engine = FakeEngine(pooling=facts)
     reply = pool(path, engine, text_1=QUERY, text_2=DOCUMENTS).json()
-    wanted = [score(QUERY, text) for text in DOCUMENTS]
-    assert [entry["score"] for entry in reply["data"]] == pytest.approx(wanted)
+    expected = [score(QUERY, text) for text in DOCUMENTS]
+    assert [entry["score"] for entry in reply["data"]] == pytest.approx(expected)
     assert reply["data"][1].keys() == {"index", "object", "score"} and reply["data"][1]["index"] == 1
     count = sum(len(QUERY) + len(text) for text in DOCUMENTS)
     assert reply["id"].startswith("score-") and reply["object"] == "list"
@@ -45,10 +45,10 @@ def test_rerank_sorts_by_relevance(path: str, facts: Any, score: Any) -> None:
     engine = FakeEngine(pooling=facts)
     reply = pool(path, engine, query=QUERY, documents=DOCUMENTS).json()
     scores = [score(QUERY, text) for text in DOCUMENTS]
-    order = sorted(range(len(DOCUMENTS)), key=lambda place: -scores[place])
+    order = sorted(range(len(DOCUMENTS)), key=lambda index: -scores[index])
     assert [result["index"] for result in reply["results"]] == order
     assert [result["document"] for result in reply["results"]] == [
-        {"text": DOCUMENTS[place]} for place in order
+        {"text": DOCUMENTS[index]} for index in order
     ]
     assert [result["relevance_score"] for result in reply["results"]] == pytest.approx(sorted(scores)[::-1])
     assert reply["id"].startswith("rerank-") and reply["usage"].keys() == {"prompt_tokens", "total_tokens"}

@@ -100,29 +100,29 @@ def test_stream_equals_the_complete_response() -> None:
     assert kinds(events)[-4:] == ["output_text.done", "content_part.done", "output_item.done", "completed"]
     deltas = [event["delta"] for event in events if event["type"] == "response.output_text.delta"]
     assert "".join(deltas) == ANSWER == events[-4]["text"]
-    whole, last = respond().json(), events[-1]["response"]
-    for part in (whole, last):
+    unstreamed, last = respond().json(), events[-1]["response"]
+    for part in (unstreamed, last):
         for name in ("id", "created_at", "completed_at"):
             part.pop(name)
         part["output"][0].pop("id")
-    assert whole == last
+    assert unstreamed == last
 
 
 def test_reasoning_text_and_tool_calls_are_separate_items() -> None:
-    whole = respond(FakeEngine(THOUGHTFUL), PARSERS, tools=[LOOK]).json()
-    Response.model_validate(whole, strict=False)
-    assert [item["type"] for item in whole["output"]] == ["reasoning", "message", *["function_call"] * 2]
-    thought, message, first, second = whole["output"]
+    unstreamed = respond(FakeEngine(THOUGHTFUL), PARSERS, tools=[LOOK]).json()
+    Response.model_validate(unstreamed, strict=False)
+    assert [item["type"] for item in unstreamed["output"]] == ["reasoning", "message", *["function_call"] * 2]
+    thought, message, first, second = unstreamed["output"]
     assert thought["content"] == [{"type": "reasoning_text", "text": "Hm, żółw."}] and not thought["summary"]
     assert message["content"][0]["text"] == "Let me see."
     assert (first["name"], json.loads(first["arguments"]), second["arguments"]) == ("look", {"at": "ż"}, "{}")
     assert first["call_id"] != second["call_id"] and first["status"] == "completed"
-    assert whole["usage"]["output_tokens_details"]["reasoning_tokens"] == len("Hm, żółw.".encode())
+    assert unstreamed["usage"]["output_tokens_details"]["reasoning_tokens"] == len("Hm, żółw.".encode())
 
     events = stream(FakeEngine(THOUGHTFUL), settings=PARSERS, tools=[LOOK])
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert done == events[-1]["response"]["output"]
-    for item, like in zip(done, whole["output"], strict=True):
+    for item, like in zip(done, unstreamed["output"], strict=True):
         assert {**item, "id": 0, "call_id": 0} == {**like, "id": 0, "call_id": 0}
         deltas = [event["delta"] for event in events if "delta" in event and event["item_id"] == item["id"]]
         text = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
@@ -218,18 +218,18 @@ def test_items_are_joined_once() -> None:
 def test_long_bodies_are_translated_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     on_loop = []
 
-    def noted(*args: Any, **kwargs: Any) -> Any:
+    def record_thread(*args: Any, **kwargs: Any) -> Any:
         on_loop.append(threading.current_thread() is threading.main_thread())
         return chat_of(*args, **kwargs)
 
-    monkeypatch.setattr(routes, "chat_of", noted)
+    monkeypatch.setattr(routes, "chat_of", record_thread)
     for length in (1, 20_000):
         assert respond(FakeEngine(max_model_len=30_000), input="x" * length).status_code == 200
     assert on_loop == [True, False]
 
 
 @pytest.mark.parametrize(
-    ("body", "says"),
+    ("body", "words"),
     [
         ({"input": []}, "empty"),
         ({"input": [{"role": "bishop", "content": "x"}]}, "input[0].role"),
@@ -272,8 +272,8 @@ def test_long_bodies_are_translated_off_the_event_loop(monkeypatch: pytest.Monke
         ({"previous_response_id": "resp_1"}, "VLLM_ENABLE_RESPONSES_API_STORE"),
     ],
 )
-def test_unsupported_fields_are_400(body: dict[str, Any], says: str) -> None:
-    assert says in refused(respond(**body))["message"]
+def test_unsupported_fields_are_400(body: dict[str, Any], words: str) -> None:
+    assert words in refused(respond(**body))["message"]
 
 
 def test_unknown_models_and_responses_are_404() -> None:

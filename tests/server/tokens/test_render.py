@@ -83,11 +83,11 @@ def test_render_generate_derender_equals_chat(schema: Any) -> None:
         chat_request=body,
         prompt_tokens=len(rendered["token_ids"]),
     )
-    whole = chat(FakeEngine(answer), SETTINGS, **body).json()
-    for reply in (derendered, whole):
+    direct = chat(FakeEngine(answer), SETTINGS, **body).json()
+    for reply in (derendered, direct):
         for call in reply["choices"][0]["message"].get("tool_calls", ()):
             del call["id"]
-    assert derendered["choices"] == whole["choices"] and derendered["usage"] == whole["usage"]
+    assert derendered["choices"] == direct["choices"] and derendered["usage"] == direct["usage"]
 
 
 def test_stream_fields_are_ignored_by_derender() -> None:
@@ -105,11 +105,11 @@ def test_stream_fields_are_ignored_by_derender() -> None:
 
 def test_long_answers_are_derendered_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[bool] = []
-    whole = ChatEncoder.response_body
+    encode = ChatEncoder.response_body
 
     def record_thread(*args: Any) -> Any:
         threads.append(threading.current_thread() is threading.main_thread())
-        return whole(*args)
+        return encode(*args)
 
     monkeypatch.setattr(ChatEncoder, "response_body", record_thread)
     for num_tokens in (20_000, 1):
@@ -125,8 +125,8 @@ def test_render_generate_derender_equals_completion() -> None:
     tokens = [post(GENERATE, **request) for request in rendered]
     fields = {"generate_responses": tokens, "prompt_tokens": [2, 1]}
     derendered = post(f"{COMPLETIONS}/derender", completion_request=body, **fields)
-    whole = post(COMPLETIONS, **body)
-    assert derendered["choices"] == whole["choices"] and derendered["usage"] == whole["usage"]
+    direct = post(COMPLETIONS, **body)
+    assert derendered["choices"] == direct["choices"] and derendered["usage"] == direct["usage"]
     plain = post(f"{COMPLETIONS}/derender", **fields)
     assert [choice["text"] for choice in plain["choices"]] == ["Hello, wor", "Hello, wor"]
 
@@ -195,7 +195,7 @@ def test_batch_of_chats() -> None:
 
 async def test_batch_of_chats_yields_to_other_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     num_turns, seen = 0, list[int]()
-    begin, whole = batch.prepare_chat, batch.ChatEncoder.response_body
+    begin, encode = batch.prepare_chat, batch.ChatEncoder.response_body
 
     async def count_turns() -> None:
         nonlocal num_turns
@@ -209,7 +209,7 @@ async def test_batch_of_chats_yields_to_other_tasks(monkeypatch: pytest.MonkeyPa
 
     def encode_whole(*args: Any) -> Any:
         seen.append(num_turns)
-        return whole(*args)
+        return encode(*args)
 
     monkeypatch.setattr(streams, "MAX_BLOCKING_S", 0.0)
     monkeypatch.setattr(batch, "prepare_chat", prepare)

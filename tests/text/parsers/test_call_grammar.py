@@ -71,9 +71,9 @@ def tokenizer_of(format: CallFormat, special: bool) -> tuple[Tokenizer, Grammars
     return tokenizer, Grammars(lambda: vocabulary)
 
 
-def accepts(format: CallFormat, text: str, *, special: bool = False, **more: Any) -> bool:
+def accepts(format: CallFormat, text: str, *, special: bool = False, **options: Any) -> bool:
     tokenizer, grammars = tokenizer_of(format, special)
-    grammar = calls_grammar(format, SCHEMAS, tokenizer, **more)
+    grammar = calls_grammar(format, SCHEMAS, tokenizer, **options)
     matcher = grammars.compile(StructuredOutputsParams(grammar=grammar))
     ids = tokenizer.encode(text, add_special_tokens=False)
     return all(matcher.advance(id) != "error" for id in ids) and matcher.inner.is_accepting()
@@ -85,9 +85,9 @@ def test_parser_returns_the_calls_of_its_format(name: str) -> None:
     starts = [piece.name for piece in pieces if isinstance(piece, ToolStart)]
     arguments = [
         json.loads(
-            "".join(p.text for p in pieces if isinstance(p, ToolArguments) and p.index == place) or "{}"
+            "".join(p.text for p in pieces if isinstance(p, ToolArguments) and p.index == index) or "{}"
         )
-        for place in (0, 1)
+        for index in (0, 1)
     ]
     assert (starts, arguments) == (["weather", "now"], [CALL[1], {}])
 
@@ -141,9 +141,9 @@ def test_names_of_parsers(parser: str, has_format: bool) -> None:
 
 def test_size_of_the_grammar_is_limited() -> None:
     """References make it as large as parameters times definitions."""
-    properties = {f"p{place}": {"$ref": "#/$defs/large"} for place in range(300)}
+    properties = {f"p{index}": {"$ref": "#/$defs/large"} for index in range(300)}
     schema = {"type": "object", "properties": properties, "$defs": {"large": {"enum": ["x" * 10_000]}}}
     with pytest.raises(RequestError, match="more than 1,048,576 characters"):
         calls_grammar(FORMATS["qwen3_coder"], {"f": schema}, engine().tokenizer)
-    many = {"type": "object", "properties": {f"p{place}": {"type": "integer"} for place in range(3000)}}
+    many = {"type": "object", "properties": {f"p{index}": {"type": "integer"} for index in range(3000)}}
     assert len(calls_grammar(FORMATS["pythonic"], {"f": many}, engine().tokenizer)) < 1 << 20

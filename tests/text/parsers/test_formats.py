@@ -185,7 +185,7 @@ def test_muse_glimmer_has_recipients() -> None:
     names = {"reasoning": "muse_glimmer", "tools": "muse_glimmer"}
     for step in (1, 2, 3, len(text)):
         whole = answer_parser(**names, schemas=SCHEMA, make_id=lambda index, name: "x")
-        parts = [text[at : at + step] for at in range(0, len(text), step)]
+        parts = [text[start : start + step] for start in range(0, len(text), step)]
         pieces = join([piece for part in parts for piece in whole.feed(part)] + whole.end())
         assert pieces == [ReasoningPiece("Think."), *call, TextPiece("Done.")]
     alone = answer_parser(reasoning="muse_glimmer").parse(text)
@@ -201,7 +201,9 @@ def test_inkling_has_thinking_calls_and_text() -> None:
     call: list[Piece] = [ToolStart(0, "x", "f"), ToolArguments(0, "{}")]
     for size in (1, 5, 500):
         made = answer_parser(reasoning="inkling", tools="inkling", make_id=lambda index, name: "x")
-        pieces = [piece for at in range(0, len(text), size) for piece in made.feed(text[at : at + size])]
+        pieces = [
+            piece for start in range(0, len(text), size) for piece in made.feed(text[start : start + size])
+        ]
         assert join(pieces + made.end()) == [ReasoningPiece("Think."), *call, TextPiece("Done.Bare.")]
     alone = answer_parser(reasoning="inkling").parse(text)
     assert alone == [ReasoningPiece("Think."), TextPiece('{"name": "f", "args": {}}Done.Bare.')]

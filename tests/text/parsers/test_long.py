@@ -32,8 +32,8 @@ class Counted(str):
 
     num_copied = 0
 
-    def __getitem__(self, place: Any) -> "Counted":
-        part = Counted(super().__getitem__(place))
+    def __getitem__(self, index: Any) -> "Counted":
+        part = Counted(super().__getitem__(index))
         Counted.num_copied += len(part)
         return part
 
@@ -80,7 +80,7 @@ def test_parsing_is_linear(name: str, before: str, unit: str, part_len: int | No
         Counted.num_copied = CountedPattern.num_searched = 0
         text = before + unit * (size // len(unit))
         step = part_len or len(text)
-        read(name, [Counted(text[at : at + step]) for at in range(0, len(text), step)])
+        read(name, [Counted(text[start : start + step]) for start in range(0, len(text), step)])
         work.append(Counted.num_copied + CountedPattern.num_searched)
     assert work[1] < 6 * work[0]
 
@@ -90,7 +90,7 @@ def test_long_answer_is_independent_of_the_split(name: str, before: str, unit: s
     text = f"{before}{unit * (4000 // len(unit))} end"
     whole = read(name, [text])
     for size in (1, 7, 2500):
-        assert read(name, [text[at : at + size] for at in range(0, len(text), size)]) == whole
+        assert read(name, [text[start : start + size] for start in range(0, len(text), size)]) == whole
     assert len(whole) < 100
 
 

@@ -119,7 +119,7 @@ def _whole(length: int, side: int) -> int:
 
 
 def _squared(image: Image.Image) -> Image.Image:
-    """Return the image in the upper left corner of a black square."""
+    """Return the image padded with black to a square, with the image at the upper left."""
     out = Image.new("RGB", (max(image.size),) * 2)
     out.paste(image, (0, 0))
     return out

@@ -66,7 +66,7 @@ async def answer_speech(api: GenerationService, task: str, form: SpeechForm, req
     language = known[0] if len(known) == 1 else None
     if form.language is not None:
         language = transcriber.check_language(form.language)
-    wait = api.cancelled_on_disconnect(request)
+    wait = partial(api.until_disconnect, request)
     samples, pieces = await wait(_read_audio(api, form, transcriber.max_samples))
     runs = _SpeechRuns(api, task, transcriber, form, request)
     if language is None and transcriber.detects_language_first:
@@ -170,7 +170,7 @@ class _SpeechRuns:
         self, name: str, prompts: list[Prompt], params: list[SamplingParams]
     ) -> list[RequestOutput]:
         id_prefix = f"{_ID_PREFIXES[self.task]}-{name}"
-        return await self.api.finished(self.api.job(id_prefix, self.form, self.request, prompts, params))
+        return await self.api.final_outputs(self.api.job(id_prefix, self.form, self.request, prompts, params))
 
     async def detect_language(self, piece: PreparedItem) -> str:
         """Detect the language of the first chunk."""

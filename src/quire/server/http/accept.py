@@ -91,7 +91,7 @@ class ConnectionDealer:
                 except ConnectionAbortedError:
                     continue
                 except OSError as error:  # out of file descriptors: wait until some are closed
-                    log.warning("a connection could not be accepted: %s", error)
+                    log.warning("A connection could not be accepted: %s", error)
                     time.sleep(PAUSE_S)
                     return
             if not self._pass_to_process(self._pending):

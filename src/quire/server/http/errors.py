@@ -1,7 +1,7 @@
 """Error responses: `{"error": {"message", "type", "param", "code"}}`."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -21,6 +21,10 @@ _MAX_SHOWN = 8
 """Maximum validation errors listed in one message."""
 _MAX_PATH = 256
 """Maximum characters of the path to an invalid field."""
+
+
+class ClientDisconnected(Exception):
+    """The client has disconnected."""
 
 
 class NotFound(RequestError):
@@ -95,8 +99,8 @@ def as_request_error(error: ValidationError) -> RequestError:
     return RequestError(f"{path}: {first['msg']}", param=path)
 
 
-def json_response(body: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(body), status, media_type="application/json")
+def json_response(body: Any) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")
 
 
 def error_response(body: dict[str, Any]) -> Response:
@@ -104,33 +108,30 @@ def error_response(body: dict[str, Any]) -> Response:
     return Response(json.dumps(body).encode(), body["error"]["code"], media_type="application/json")
 
 
-def quire_error(error: QuireError, *, log_stack: bool) -> Response:
+def response_to(error: Exception, *, log_stack: bool = False) -> Response:
+    """Return the response to a request that ended with an exception."""
+    if isinstance(error, ClientDisconnected):
+        return Response(status_code=499)  # for access logs
+    if isinstance(error, HTTPException):
+        return _http_error(error)
     if log_stack and isinstance(error, EngineError):
-        logger.error("answered with %d", error.status, exc_info=error)
+        logger.error("A request was answered with status %d", error.status, exc_info=error)
     response = error_response(error_body(error))
     if isinstance(error, TooMany):
         response.headers["retry-after"] = str(error.retry_after_s)
     return response
 
 
-def disconnected_response() -> Response:
-    """Return the response to a disconnected client; access logs show its status 499."""
-    return Response(status_code=499)
-
-
 def add_error_handlers(app: FastAPI, *, log_stack: bool) -> None:
-    def respond(_: Request, error: Exception) -> Response:
-        assert isinstance(error, QuireError)
-        return quire_error(error, log_stack=log_stack)
+    def respond(request: Request, error: Exception) -> Response:
+        if isinstance(error, RequestValidationError):
+            return _list_errors(error.errors())
+        if isinstance(error, HTTPException):
+            return _http_error(error, _intended_route(request, app))
+        return response_to(error, log_stack=log_stack)
 
-    handlers: dict[type[Exception], Callable[[Request, Exception], Response]] = {
-        QuireError: respond,
-        RequestValidationError: _validation_error,
-        HTTPException: lambda request, error: http_error(error, _intended_route(request, app)),
-        Exception: lambda _, error: error_response(error_body(error)),
-    }
-    for kind, handler in handlers.items():
-        app.add_exception_handler(kind, handler)
+    for kind in (QuireError, ClientDisconnected, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, respond)
 
 
 def _intended_route(request: Request, app: FastAPI) -> str | None:
@@ -139,11 +140,6 @@ def _intended_route(request: Request, app: FastAPI) -> str | None:
     known = {getattr(route, "path", "") for route in app.routes}
     single = path.replace("/v1/v1/", "/v1/", 1)
     return next((name for name in (single, f"/v1{path}", f"{path}s", f"/v1{path}s") if name in known), None)
-
-
-def _validation_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    return _list_errors(error.errors())
 
 
 def validation_error(error: ValidationError) -> Response:
@@ -166,10 +162,9 @@ def _list_errors(errors: Sequence[Any]) -> Response:
     return error_response(error_info(message, 400, "Bad Request", param))
 
 
-def http_error(error: Exception, intended: str | None = None) -> Response:
+def _http_error(error: HTTPException, intended: str | None = None) -> Response:
     """Return the error in OpenAI's format, and FastAPI's `detail` for unknown routes and methods; an unknown
     route is answered with the one that the client probably meant."""
-    assert isinstance(error, HTTPException)
     status = error.status_code
     if status in (404, 405):  # no such route or method
         hint = f"; did you mean {intended}?" if status == 404 and intended is not None else ""

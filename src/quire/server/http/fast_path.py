@@ -23,15 +23,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from quire.errors import QuireError, RequestError
 from quire.logs import get_logger
-from quire.server.http.errors import (
-    disconnected_response,
-    error_body,
-    error_response,
-    http_error,
-    quire_error,
-    validation_error,
-)
-from quire.server.http.in_flight import ClientDisconnected, HandlerQueue, is_disconnected
+from quire.server.http.errors import ClientDisconnected, response_to, validation_error
+from quire.server.http.in_flight import HandlerQueue, is_disconnected
 from quire.server.http.limits import account_of
 
 logger = get_logger(__name__)
@@ -75,14 +68,12 @@ class FastPath:
             return await self._app(scope, receive, send)
         try:
             raw = await read_body(receive)
-        except HTTPException as error:  # the body is too long
-            return await http_error(error)(scope, receive, send)
-        except ClientDisconnected:
-            return await disconnected_response()(scope, receive, send)
-        account = account_of(scope)
-        await self._queue.wait(0 if account is None else account.tenant)
-        if is_disconnected(receive):
-            return await disconnected_response()(scope, receive, send)
+            account = account_of(scope)
+            await self._queue.wait(0 if account is None else account.tenant)
+            if is_disconnected(receive):
+                raise ClientDisconnected
+        except (HTTPException, ClientDisconnected) as error:  # HTTPException: the body is too long
+            return await response_to(error)(scope, receive, send)
         adapter, respond = route
         if _is_large(raw):
             response = await self._respond(
@@ -114,13 +105,10 @@ class FastPath:
     async def _respond(self, respond: Respond, body: Any, request: Request) -> Response:
         try:
             return await respond(body, request)
-        except ClientDisconnected:
-            return disconnected_response()
-        except QuireError as error:
-            return quire_error(error, log_stack=self._log_stack)
         except Exception as error:
-            logger.exception("a request failed")
-            return error_response(error_body(error))
+            if not isinstance(error, QuireError | ClientDisconnected):
+                logger.exception("A request failed with an internal error")
+            return response_to(error, log_stack=self._log_stack)
 
 
 def _responder(endpoint: Callable[..., Any]) -> Respond:

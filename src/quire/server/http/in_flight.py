@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.types import Receive
 
 from quire.errors import EngineError
+from quire.server.http.errors import ClientDisconnected
 
 T = TypeVar("T")
 
@@ -24,10 +25,6 @@ and tokenization takes about a hundred times the memory of the text."""
 
 _TURN_S = 0.004
 """Time of one turn of the event loop after which no further handler begins."""
-
-
-class ClientDisconnected(Exception):
-    """The client has disconnected."""
 
 
 def is_disconnected(receive: Receive) -> bool:

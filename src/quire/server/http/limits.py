@@ -12,7 +12,7 @@ from quire.data.cache_scope import CACHE_SCOPE
 from quire.frontend.tracing import PARENT
 from quire.metrics.api_keys import KeyAccount
 from quire.server.api_keys import Key
-from quire.server.http.errors import error_info, error_response, quire_error
+from quire.server.http.errors import error_info, error_response, response_to
 from quire.server.key_limits import Ledger
 
 DIRECT_SEND = "quire.send"
@@ -141,7 +141,7 @@ class AdmissionMiddleware:
         if scope.get("method") != "POST" or path in UNLIMITED_PATHS or path.endswith(CANCEL_SUFFIX):
             return await self._app(scope, receive, send)
         if (refusal := self._ledger.enter(key, tokenless=path in TOKENLESS_PATHS)) is not None:
-            return await quire_error(refusal, log_stack=False)(scope, receive, send)
+            return await response_to(refusal)(scope, receive, send)
         open_request = scope[_OPEN_REQUEST] = _OpenRequest(functools.partial(self._ledger.leave, key))
         try:
             await self._app(scope, receive, send)

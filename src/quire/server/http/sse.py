@@ -14,8 +14,8 @@ from quire.data.outputs import CompletionOutput, RequestOutput
 from quire.errors import QuireError
 from quire.frontend.output_stream import OutputBuffer, Outputs, Pushed, is_pushed
 from quire.logs import get_logger
-from quire.server.http.errors import error_body
-from quire.server.http.in_flight import ClientDisconnected, RunningRequests
+from quire.server.http.errors import ClientDisconnected, error_body
+from quire.server.http.in_flight import RunningRequests
 from quire.server.http.limits import DIRECT_SEND
 
 
@@ -141,7 +141,7 @@ class EventStream(Response):
             return
         except Exception as error:  # the status was sent: the error can only be an event
             if not isinstance(error, QuireError):
-                logger.exception("a stream failed")
+                logger.exception("A stream ended with an internal error")
             last = self.encoder.fail(error)
         finally:
             await self.outputs.aclose()

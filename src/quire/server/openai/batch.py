@@ -47,12 +47,7 @@ async def create_chat_batch(api: GenerationService, body: ChatBatchBody, request
     for name, disabled_values in _NOT_IN_BATCHES.items():
         if getattr(body, name) not in disabled_values:
             raise RequestError(f"`{name}` is not supported in a batch of chats; leave it out", param=name)
-    if len(body.messages) > api.settings.max_sequences:
-        raise RequestError(
-            f"{len(body.messages)} conversations are more than one call may bring, which is "
-            f"{api.settings.max_sequences} (VLLM_MAX_N_SEQUENCES); send fewer at once",
-            param="messages",
-        )
+    api.check_count(len(body.messages), "conversations", param="messages")
     chats, answers, pause = list[ChatRequest](), list[dict[str, Any]](), api.pauses()
     for messages in body.messages:
         chats.append(await prepare_chat(api, body.model_copy(update={"messages": messages}), request))
@@ -60,7 +55,7 @@ async def create_chat_batch(api: GenerationService, body: ChatBatchBody, request
     prompts = [prompt for chat in chats for prompt in chat.job.prompts]
     params = [item for chat in chats for item in chat.job.params]
     job = dataclasses.replace(chats[0].job, prompts=prompts, params=params)
-    outputs = await api.running_requests.until_disconnect(request.receive, api.finished(job))
+    outputs = await api.until_disconnect(request, api.final_outputs(job))
     for chat, output in zip(chats, outputs, strict=True):
         answers.append(ChatEncoder(api, chat).response_body([output]))
         await pause.if_due()

@@ -73,7 +73,7 @@ async def prepare_chat(
     tools, requested, constraint = await off_loop(size, partial(_read_tools, api, body, tokenizer))
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     variables = api.reader.variables(body)
-    wait = api.cancelled_on_disconnect(request)
+    wait = partial(api.until_disconnect, request)
     prompt = await api.reader.read_chat(body, max_tokens or 1, wait, variables=variables)
     format = AnswerFormat()
     if tokenizer is not None and (api.parsers.reasoning is not None or tools.calls != "none"):

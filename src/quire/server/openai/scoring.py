@@ -67,7 +67,7 @@ async def create_generative_scoring(api: GenerationService, body: ScoringBody, r
     limit = min(MAX_PROMPTS, api.settings.max_sequences)
     if len(body.items) > limit:
         raise RequestError(
-            f"{len(body.items)} items are more than one call may bring, which is {limit}; send fewer at once",
+            f"{len(body.items)} items exceed the maximum of {limit} per request; send fewer at once",
             param="items",
         )
     vocab = api.engine.facts.vocab
@@ -81,7 +81,7 @@ async def create_generative_scoring(api: GenerationService, body: ScoringBody, r
     prompts = await off_loop(size, lambda: _prompts(api.inputs_of(body.model), body))
     params = SamplingParams(max_tokens=1, logprob_token_ids=list(dict.fromkeys(body.label_token_ids)))
     job = api.job("generative-scoring", body, request, prompts, [params] * len(prompts))
-    outputs = await api.running_requests.until_disconnect(request.receive, api.finished(job))
+    outputs = await api.until_disconnect(request, api.final_outputs(job))
     return json_response(_reply(api, body, job, outputs))
 
 

@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -36,7 +36,7 @@ from quire.server.lora.registry import LoRARegistry
 from quire.server.lora.service import LoRAService, open_lora_service
 from quire.server.openai.cache_hints import cache_hints
 from quire.server.openai.logprobs import TokenFormatter
-from quire.server.openai.prompts import PromptReader, Wait, off_loop
+from quire.server.openai.prompts import PromptReader, off_loop
 from quire.server.openai.requests import CallBody, GenerateBody
 from quire.server.openai.sampling_params import params_size
 from quire.server.openai.streams import (
@@ -55,6 +55,7 @@ from quire.text.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
 
+T = TypeVar("T")
 Params = SamplingParams | BeamSearchParams | PoolingParams
 Answer = Callable[["GenerationService", Any, Request], Coroutine[Any, Any, Response]]
 """Handler of a route: (service, body, request) -> response."""
@@ -140,6 +141,14 @@ class GenerationService:
             await asyncio.to_thread(self.inputs_of, name)  # may read the adapter's tokenizer files
         if pools is not None and pools != (self.engine.inputs.pooling is not None):
             raise NotFound(NOT_POOLING.format(what="this route") if pools else NOT_GENERATIVE)
+
+    def check_count(self, count: int, what: str, *, param: str) -> None:
+        if count > (limit := self.settings.max_sequences):
+            raise RequestError(
+                f"{count} {what} exceed the maximum of {limit} per request (VLLM_MAX_N_SEQUENCES); send "
+                "fewer at once",
+                param=param,
+            )
 
     def served_names(self) -> Iterator[str]:
         """Yield the names that a request may have as `model`: those of the model, then of the adapters."""
@@ -250,23 +259,21 @@ class GenerationService:
             return EventStream(
                 outputs, encoder=encoder, running_requests=self.running_requests, on_output=on_output
             )
-        final_outputs = await self.running_requests.until_disconnect(request.receive, self.finished(job))
+        finals = await self.until_disconnect(request, self.final_outputs(job))
         if before_encoding is not None:
-            await self.running_requests.until_disconnect(request.receive, before_encoding(final_outputs))
+            await self.until_disconnect(request, before_encoding(finals))
         if timeline is None:
-            return await off_loop(
-                answer_size(final_outputs), lambda: respond(encoder.response_body(final_outputs))
-            )
-        for output in final_outputs:
+            return await off_loop(answer_size(finals), lambda: respond(encoder.response_body(finals)))
+        for output in finals:
             timeline.add_output(output)
-        response = respond(timeline.add_to(encoder.response_body(final_outputs)))
+        response = respond(timeline.add_to(encoder.response_body(finals)))
         if timeline.header:
             response.headers[TIMELINE_HEADER] = timeline.header
         return response
 
-    def cancelled_on_disconnect(self, request: Request) -> Wait:
-        """Return a function that awaits an operation, and cancels it if the client disconnects."""
-        return functools.partial(self.running_requests.until_disconnect, request.receive)
+    async def until_disconnect(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of `work`, which is cancelled if the client disconnects."""
+        return await self.running_requests.until_disconnect(request.receive, work)
 
     def pauses(self) -> Pauses:
         return Pauses(lock=self._lock)
@@ -296,7 +303,7 @@ class GenerationService:
             outputs = LoggedOutputs(outputs, job.id, self._shorten)
         return outputs
 
-    async def finished(self, job: ApiCall) -> list[RequestOutput]:
+    async def final_outputs(self, job: ApiCall) -> list[RequestOutput]:
         """Run the call and return the final outputs, in the order of the prompts."""
         if isinstance(job.params[0], BeamSearchParams):
             pauses = self.pauses()

@@ -2,6 +2,7 @@
 
 import base64
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -19,7 +20,7 @@ from quire.server.openai.requests import Body, CallBody, Int, Some, doc
 from quire.server.openai.sampling_params import check_fields
 from quire.server.openai.service import GenerationService
 from quire.server.pooling.bodies import VectorOptions
-from quire.server.pooling.jobs import check_count, check_pooling, name_inputs, pack_values, pool
+from quire.server.pooling.jobs import check_pooling, name_inputs, pack_values, pool
 
 Kind = Literal["float", "binary", "ubinary", "base64"]
 
@@ -108,11 +109,11 @@ async def create_cohere_embeddings(api: GenerationService, body: CohereBody, req
     instruction, (field, inputs) = _instruction(api, body.input_type), _inputs_of(body)
     check_fields(body)
     await check_pooling(api, options)
-    check_count(api, len(inputs), field)
+    api.check_count(len(inputs), "inputs", param=field)
     named_inputs = [
         (name, _read_input(api, instruction, name, value)) for name, value in name_inputs(field, inputs)
     ]
-    prompts = await api.reader.read_inputs(named_inputs, options, wait=api.cancelled_on_disconnect(request))
+    prompts = await api.reader.read_inputs(named_inputs, options, wait=partial(api.until_disconnect, request))
     longest = max(len(prompt.token_ids) for prompt in prompts)
     if body.truncate == "NONE" and body.max_tokens is not None and longest > body.max_tokens:
         raise RequestError(

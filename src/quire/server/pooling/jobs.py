@@ -5,6 +5,7 @@ import asyncio
 import base64
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,7 +14,6 @@ from starlette.responses import Response
 
 from quire.data.pooling import Floats, PoolingParams
 from quire.data.pooling_outputs import PoolingOutput, PoolingRequestOutput
-from quire.errors import RequestError
 from quire.frontend.inputs import Prompt
 from quire.frontend.output_stream import OutputStream
 from quire.server.http.errors import json_response
@@ -30,16 +30,6 @@ T = TypeVar("T")
 async def check_pooling(api: GenerationService, body: PoolingBody) -> None:
     await api.check_model(body.model, pools=True)
     check_fields(body)
-
-
-def check_count(api: GenerationService, count: int, param: str) -> None:
-    limit = api.settings.max_sequences
-    if count > limit:
-        raise RequestError(
-            f"{count} inputs exceed the maximum of {limit} per request (VLLM_MAX_N_SEQUENCES); send "
-            "fewer at once",
-            param=param,
-        )
 
 
 def name_inputs(field: str, values: Sequence[T]) -> list[tuple[str, T]]:
@@ -61,9 +51,9 @@ async def _read_inputs(
 ) -> list[Prompt]:
     if isinstance(body, PoolingChatBody):
         check_template(body.chat_template, api.settings.api.trust_request_chat_template)
-        return [await api.reader.read_chat(body, 0, api.cancelled_on_disconnect(request))]
+        return [await api.reader.read_chat(body, 0, partial(api.until_disconnect, request))]
     inputs = list_prompts(body.input)
-    check_count(api, len(inputs), "input")
+    api.check_count(len(inputs), "inputs", param="input")
     return await api.reader.read_inputs(
         name_inputs("input", inputs), body, add_special_tokens=body.add_special_tokens
     )
@@ -82,7 +72,7 @@ async def pool(
     """Return the model's outputs in the order of the prompts. All are cancelled if the client disconnects."""
     params = PoolingParams(task=task, use_activation=body.activates, dimensions=dimensions)
     job = api.job(id_prefix, body, request, prompts, [params] * len(prompts))
-    return job, await api.running_requests.until_disconnect(request.receive, _run_all(api, job))
+    return job, await api.until_disconnect(request, _run_all(api, job))
 
 
 async def _run_all(api: GenerationService, job: ApiCall) -> list[Pooled]:

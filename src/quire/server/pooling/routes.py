@@ -1,5 +1,6 @@
 """The routes of pooling models: /v1/embeddings, /v2/embed, /pooling, /classify, /score and /rerank."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,6 @@ from quire.server.pooling.cohere import CohereReply, create_cohere_embeddings
 from quire.server.pooling.jobs import (
     Pooled,
     answer_vectors,
-    check_count,
     check_pooling,
     list_reply,
     name_inputs,
@@ -142,12 +142,12 @@ async def _score(
     score is the cosine similarity, or MaxSim."""
     await check_pooling(api, body)
     (_, firsts), (second, seconds) = texts.items()
-    check_count(api, max(len(firsts), len(seconds)), second)
+    api.check_count(max(len(firsts), len(seconds)), "inputs", param=second)
     sides = [
         [(name, _score_input(text, role, name, body.cache_salt)) for name, text in name_inputs(field, side)]
         for (field, side), role in zip(texts.items(), ROLES, strict=True)
     ]
-    wait, input_pairs = api.cancelled_on_disconnect(request), pairs(*sides)
+    wait, input_pairs = partial(api.until_disconnect, request), pairs(*sides)
     pooling = pools(api.engine.inputs.pooling, kind)
     if reads_pairs(pooling):
         both = [_pair(first, second) for (_, first), (_, second) in input_pairs]

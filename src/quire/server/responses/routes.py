@@ -67,7 +67,7 @@ class Responses:
             return await self._in_background(stored, encoder, chat, request, stream=bool(body.stream))
         if token_by_token and not body.stream:
             work = _generate_whole(self.api, chat, encoder)
-            return json_response(await self.api.running_requests.until_disconnect(request.receive, work))
+            return json_response(await self.api.until_disconnect(request, work))
         return await self.api.answer(chat.job, encoder, request, stream=bool(body.stream))
 
     async def _in_background(

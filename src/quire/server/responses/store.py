@@ -49,7 +49,7 @@ class BackgroundRun:
             await running_requests.until_disconnect(_never_gone, self._read())
         except Exception as error:
             if not isinstance(error, QuireError):
-                logger.exception("a background response failed")
+                logger.exception("A background response failed with an internal error")
             failure = error
         try:
             await self._outputs.aclose()
@@ -77,7 +77,7 @@ class BackgroundRun:
             try:
                 return self.encoder.last_events()
             except Exception as error:
-                logger.exception("could not encode the last events of a background response")
+                logger.exception("The last events of a background response could not be encoded")
                 failure = error
         return self.encoder.failure_events(failure, status)
 

@@ -139,29 +139,34 @@ def typed(text: str, types: frozenset[str]) -> str:
     if not types or types - {"string", "null", "boolean"}:
         value = _literal(word)
         if not types or _types_of_value(value) & types:
-            encoded = to_json(value) if value is not _NO_VALUE else None
+            encoded = to_json(value) if value is not INVALID else None
             if encoded is not None:
                 return encoded
     return json.dumps(text, ensure_ascii=False)
 
 
-_NO_VALUE = object()
+INVALID = object()
+"""Value of a text that cannot be parsed."""
+
+
+def parse_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return INVALID
 
 
 def _literal(word: str) -> Any:
     """Return the value of a JSON or Python literal."""
-    try:
-        return json.loads(word)
-    except (ValueError, RecursionError):
-        pass
-    if word[:1] not in ("[", "{", "("):
-        return _NO_VALUE
+    value = parse_json(word)
+    if value is not INVALID or word[:1] not in ("[", "{", "("):
+        return value
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return ast.literal_eval(word)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return _NO_VALUE
+        return INVALID
 
 
 def _types_of_value(value: Any) -> set[str]:

@@ -4,7 +4,6 @@ A template renders the tool calls of earlier turns in the model's own format. So
 call is rendered, and the tool parser that returns exactly this call fits. Templates that describe the format
 and leave out the calls are matched by its marks."""
 
-import json
 import re
 from os.path import commonprefix
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from quire.data.output_pieces import TextPiece, ToolArguments, ToolStart
 from quire.errors import RequestError
 from quire.text.chat_template import choose_template, render_chat
 from quire.text.parsers import REASONING, TOOLS
+from quire.text.parsers.calls import parse_json
 from quire.text.parsers.reasoning import Reasoning
 
 _NAME = "get_weather"
@@ -133,18 +133,11 @@ def _text_around_call(name: str, text: str) -> str | None:
     leading = "".join(piece.text for piece in pieces[: kinds.index(ToolStart)])
     for mark in _wrapping_marks(name) if name in REASONING else ():
         leading = leading.replace(mark, "")
-    if _parse_json(arguments) != _ARGUMENTS or _LEADING_MARK.sub("", leading).strip():
+    if parse_json(arguments) != _ARGUMENTS or _LEADING_MARK.sub("", leading).strip():
         return None
     if leading.strip() and name in _WITHOUT_MARKS:
         return None
     return "".join(piece.text for piece in pieces if isinstance(piece, TextPiece)).strip()
-
-
-def _parse_json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
 
 
 def _shows_tools(template: str) -> bool:

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from functools import partial
 
-from quire.text.parsers.calls import ToolParser, is_name, to_json
+from quire.text.parsers.calls import ToolParser, is_name, parse_json, to_json
 from quire.text.parsers.json_text import SCALAR
 from quire.text.parsers.streaming import Wait
 
@@ -89,10 +89,7 @@ class GemmaCalls(ToolParser):
 def _scalar(plain: str) -> str:
     """Return a value with quoted strings as JSON; as a string if it is not valid."""
     plain = plain.strip()
-    try:
-        encoded = to_json(json.loads(_quote_keys(plain)))
-    except (ValueError, RecursionError):
-        encoded = None
+    encoded = to_json(parse_json(_quote_keys(plain)))
     return json.dumps(plain, ensure_ascii=False) if encoded is None else encoded
 
 

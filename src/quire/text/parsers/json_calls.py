@@ -1,18 +1,16 @@
 """Tool calls that are JSON objects with a name and arguments, between marks or without them, or forced by a
 grammar."""
 
-import json
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from quire.text.parsers.calls import ToolParser, is_name, mistral_id, to_json
+from quire.text.parsers.calls import INVALID, ToolParser, is_name, mistral_id, parse_json, to_json
 from quire.text.parsers.streaming import Wait
 
 _NAMES = ("name", "tool_name")
 _ARGUMENTS = ("arguments", "parameters", "args")
 _OTHERS = ("id", "type", "tool_call_id")
-_INVALID = object()
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class ObjectParser(ToolParser):
                 if key in _ARGUMENTS:
                     arguments = _unpack(value)
                 known = key in _NAMES or key in _ARGUMENTS or key in _OTHERS
-                if value is _INVALID or not arguments or not (known or name):
+                if value is INVALID or not arguments or not (known or name):
                     return False
                 name = value if key in _NAMES and isinstance(value, str) else name
             yield from self.space()
@@ -93,7 +91,7 @@ class ObjectParser(ToolParser):
         """Read a value that is not streamed."""
         parts: list[str] = []
         is_complete = yield from self.json_value(parts.append)
-        return _loads("".join(parts)) if is_complete else _INVALID
+        return parse_json("".join(parts)) if is_complete else INVALID
 
     def _arguments(self, name: str) -> Wait[bool]:
         """Stream an object of arguments; parse one that is written as a string."""
@@ -107,16 +105,9 @@ class ObjectParser(ToolParser):
         return bool(arguments)
 
 
-def _loads(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return _INVALID
-
-
 def _unpack(value: Any) -> str:
     """Return the arguments, an object or a string that contains one, as JSON; empty if they are neither."""
-    value = _loads(value) if isinstance(value, str) else value
+    value = parse_json(value) if isinstance(value, str) else value
     if value is None:
         return "{}"
     return to_json(value) or "" if isinstance(value, dict) else ""

@@ -8,16 +8,16 @@ from quire.server.app import Application
 
 
 async def post(
-    application: Application, path: str, body: dict[str, Any], gone: asyncio.Event, key: str = ""
+    application: Application, path: str, body: dict[str, Any], disconnect: asyncio.Event, key: str = ""
 ) -> int:
-    """Return the status; the client disconnects once `gone` is set."""
+    """Return the status; the client disconnects once `disconnect` is set."""
     content, sent = json.dumps(body).encode(), list[dict[str, Any]]()
     messages = [{"type": "http.request", "body": content, "more_body": False}]
 
     async def receive() -> dict[str, Any]:
         if messages:
             return messages.pop()
-        await gone.wait()
+        await disconnect.wait()
         return {"type": "http.disconnect"}
 
     async def send(message: Any) -> None:
