@@ -1,11 +1,12 @@
 """Run agent traffic on a server with a KV cache on disk while requests are aborted and its core is killed.
 
-    python benchmarks/kv_tier_soak.py [--seconds 900] [--kill-every 90]
+    python benchmarks/kv_tier_soak.py [--seconds 900] [--kill-every 90] [--serve "MODEL ..."]
 
 Sessions of `quire bench serve --dataset-name agent` come back after their prefixes have left the small cache
-of the packaged model. Meanwhile probes with known prefixes are sent, streams are aborted, and the engine core
-is killed with SIGKILL. At the end a server without a prefix cache answers the same probes. Prints a table:
-wrong answers, requests by tier, kills, and the resident memory of each process over its life.
+of the packaged model, or of the model of `quire serve MODEL ...`. Meanwhile probes with known prefixes are
+sent, streams are aborted, and the engine core is killed with SIGKILL. At the end a server without a prefix
+cache answers the same probes. Prints a table: wrong answers, requests by tier, kills, and the resident memory
+of each process over its life.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import contextlib
 import json
 import os
 import random
+import shlex
 import signal
 import socket
 import subprocess
@@ -47,7 +49,7 @@ class Server:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
-        command = [sys.executable, "-m", "quire", "serve", "--port", str(self.port), *CACHE, *flags]
+        command = [sys.executable, "-m", "quire", "serve", *flags, "--port", str(self.port), *CACHE]
         with log.open("ab") as output:
             self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         until = time.monotonic() + START_S
@@ -220,9 +222,9 @@ class Soak:
         return ", ".join(peaks)
 
 
-def check(soak: Soak, log: Path) -> None:
+def check(soak: Soak, log: Path, flags: list[str]) -> None:
     """Compare all answers with those of a server without a prefix cache."""
-    server = Server(log, "--no-enable-prefix-caching")
+    server = Server(log, *flags, "--no-enable-prefix-caching")
     expected: dict[int, list[int]] = {}
     for prompt, tokens in soak.answers:
         key = soak.prompts.index(prompt)
@@ -258,11 +260,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=900.0)
     parser.add_argument("--kill-every", type=float, default=90.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--serve", default="", help="arguments of quire serve, such as a model")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         log, cache = Path(folder) / "log", Path(folder) / "kv"
-        flags = ("--kv-offloading-dir", str(cache), "--kv-offloading-dir-size", "1")
-        server = Server(log, *flags, "--enable-prompt-tokens-details")
+        tiers = ("--kv-offloading-dir", str(cache), "--kv-offloading-dir-size", "1")
+        flags = shlex.split(args.serve)
+        server = Server(log, *flags, *tiers, "--enable-prompt-tokens-details")
         try:
             soak = Soak(server, args.seconds, args.seed)
             soak.run(args.kill_every)
@@ -270,7 +274,7 @@ def main() -> None:
         finally:
             server.stop()
         size = sum(path.stat().st_size for path in cache.rglob("*.kv"))
-        check(soak, log)
+        check(soak, log, flags)
         text = log.read_text(errors="replace")
     print("| | |\n|---|--:|")
     print(f"| seconds of traffic | {args.seconds:.0f} |")

@@ -3,9 +3,9 @@
     python benchmarks/kv_tiers.py CONFIG_DIR [--budget-s 150]
 
 Prints one line each: the time to the first token of evicted prefixes, against computing them again; the rate
-of the copies, against copies of pinned memory; the time between tokens of other streams meanwhile; and the
-throughput with and without the tier, of prompts without any hit, and of requests that need more than the
-cache.
+of the copies, against copies of pinned memory; the time between tokens of other streams meanwhile; and with
+and without the tier: the time between tokens, the throughput of prompts without any hit, and that of requests
+that need more than the cache. The last is also measured with a cache for all of them.
 """
 
 import argparse
@@ -28,13 +28,13 @@ FILL = 1.06
 class Bench:
     """An engine with or without the tier, and the copies that it made."""
 
-    def __init__(self, args: argparse.Namespace, *, tier: bool) -> None:
+    def __init__(self, args: argparse.Namespace, *, tier: bool, blocks: int | None = None) -> None:
         self.args = args
         settings: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True}
         settings |= {"max_model_len": max(args.prefixes) + 2048, "max_num_seqs": args.requests}
-        settings |= {"num_gpu_blocks_override": args.blocks + 1, "disable_log_stats": True}
-        if tier:
-            settings |= {"kv_offloading_dir": args.dir} if args.dir else {"kv_offloading_size": args.host_gib}
+        settings |= {"num_gpu_blocks_override": (blocks or args.blocks) + 1, "disable_log_stats": True}
+        size = args.host_gib if tier and not args.dir else 0
+        settings |= {"kv_offloading_size": size, "kv_offloading_dir": args.dir if tier else None}
         self.llm = LLM(args.config_dir, **settings)
         self.engine: Any = self.llm.llm_engine
         self.loads: list[tuple[BlockLoad, Future[LoadDone]]] = []
@@ -145,15 +145,27 @@ def gaps_ms(bench: Bench, prompts: list[list[int]], *, steps: int, name: str) ->
     return f"{name} {low:.1f} / {high:.1f} / {max(gaps):.1f}"
 
 
-def measure_streams(bench: Bench, prefixes: list[list[int]]) -> None:
-    engine, args = bench.engine, bench.args
+def start_streams(bench: Bench) -> None:
+    args = bench.args
     params = SamplingParams(
         temperature=0, max_tokens=max(args.prefixes) + 1000, ignore_eos=True, detokenize=False
     )
     for number in range(args.streams):
-        engine.add_request(f"stream{number}", {"prompt_token_ids": bench.prompt(64)}, params)
+        bench.engine.add_request(f"stream{number}", {"prompt_token_ids": bench.prompt(64)}, params)
     for _ in range(20):
-        engine.step()
+        bench.engine.step()
+
+
+def end_streams(bench: Bench) -> None:
+    for number in range(bench.args.streams):
+        bench.engine.abort_request([f"stream{number}"])
+    while bench.engine.has_unfinished_requests():
+        bench.engine.step()
+
+
+def measure_streams(bench: Bench, prefixes: list[list[int]]) -> None:
+    args = bench.args
+    start_streams(bench)
     parts = [gaps_ms(bench, [], steps=args.steps, name="alone")]
     num_before = len(bench.loads)
     hits = [prefix + bench.prompt(16) for prefix in prefixes]
@@ -161,10 +173,7 @@ def measure_streams(bench: Bench, prefixes: list[list[int]]) -> None:
     num_loads = len(bench.loads) - num_before
     cold = [bench.prompt(len(prefix) + 16) for prefix in prefixes]
     parts.append(gaps_ms(bench, cold, steps=args.steps, name="computing"))
-    for number in range(args.streams):
-        engine.abort_request([f"stream{number}"])
-    while engine.has_unfinished_requests():
-        engine.step()
+    end_streams(bench)
     print(
         f"3 ms between tokens of {args.streams} streams (median / p99 / longest): {'; '.join(parts)};"
         f" {num_loads} copies",
@@ -172,17 +181,25 @@ def measure_streams(bench: Bench, prefixes: list[list[int]]) -> None:
     )
 
 
-def measure_throughput(bench: Bench) -> tuple[float, float, int]:
-    """Return tokens per second of prompts without hits, and of requests that need more than the cache, with
-    the number of preemptions of the latter."""
-    args = bench.args
-    length = args.blocks * 16 * 2 // args.requests
-    seconds, _ = bench.generate_s([bench.prompt(length) for _ in range(args.requests)], 64)
-    plain = args.requests * (length + 64) / seconds
+def measure_plain(bench: Bench) -> tuple[float, str]:
+    """Return tokens per second of prompts without hits, a median of three, and the times between tokens of
+    streams."""
+    length, rates = bench.args.blocks * 16 * 2 // bench.args.requests, list[float]()
+    for _ in range(3):
+        seconds, _ = bench.generate_s([bench.prompt(length) for _ in range(bench.args.requests)], 64)
+        rates.append(bench.args.requests * (length + 64) / seconds)
+    start_streams(bench)
+    gaps = gaps_ms(bench, [], steps=2 * bench.args.steps, name="")
+    end_streams(bench)
+    return statistics.median(rates), f"{gaps} ms ({min(rates):.0f} to {max(rates):.0f} tokens/s)"
+
+
+def measure_small_cache(bench: Bench) -> tuple[float, int]:
+    """Return output tokens per second of requests that need 1 / 0.6 of the cache, and their preemptions."""
     before = bench.engine.core.scheduler.num_preemptions
-    half = int(args.blocks * 16 / 0.6 / args.requests / 2)
-    seconds, _ = bench.generate_s([bench.prompt(half) for _ in range(args.requests)], half)
-    return plain, args.requests * half / seconds, bench.engine.core.scheduler.num_preemptions - before
+    half = int(bench.args.blocks * 16 / 0.6 / bench.args.requests / 2)
+    seconds, _ = bench.generate_s([bench.prompt(half) for _ in range(bench.args.requests)], half)
+    return bench.args.requests * half / seconds, bench.engine.core.scheduler.num_preemptions - before
 
 
 def main() -> None:
@@ -212,23 +229,31 @@ def main() -> None:
     measure_first_tokens(bench, first)
     print_copies(bench, block_bytes)
     measure_streams(bench, later)
-    with_tier = measure_throughput(bench)
-    print(f"0 with the tier after {args.budget_s - until + time.monotonic():.0f} s: {with_tier}", flush=True)
+    tier, small_tier = measure_plain(bench), measure_small_cache(bench)
+    print(f"0 with the tier after {args.budget_s - until + time.monotonic():.0f} s", flush=True)
     bench.close()
-    if time.monotonic() > until - 40:
-        print("4, 5 without the tier: left out, the time is over", flush=True)
-        return
+
     bench = Bench(args, tier=False)
     bench.generate_s([bench.prompt(1000)], 2)
-    without = measure_throughput(bench)
-    for number, name, at in ((4, "prompts without a hit", 0), (5, "a cache for 60 % of the tokens", 1)):
-        print(
-            f"{number} {name}: {with_tier[at]:.0f} tokens/s with the tier, {without[at]:.0f} without ="
-            f" {with_tier[at] / without[at]:.3f}x",
-            f"; preemptions {with_tier[2]}, {without[2]}" if at else "",
-            flush=True,
-        )
+    plain, small = measure_plain(bench), measure_small_cache(bench)
     bench.close()
+    print(
+        f"4 prompts without a hit: {tier[0]:.0f} tokens/s with the tier, {plain[0]:.0f} without ="
+        f" {tier[0] / plain[0]:.3f}x; between tokens{tier[1]}, without{plain[1]}",
+        flush=True,
+    )
+    if time.monotonic() > until - 30:
+        print("5 a small cache: left out, the time is over", flush=True)
+        return
+    bench = Bench(args, tier=False, blocks=int(args.blocks / 0.6) + args.requests)
+    bench.generate_s([bench.prompt(1000)], 2)
+    full = measure_small_cache(bench)
+    bench.close()
+    print(
+        f"5 a cache for 60 % of the tokens: {small_tier[0]:.0f} tokens/s with the tier ({small_tier[1]}"
+        f" preemptions), {small[0]:.0f} without ({small[1]}); with a cache for all {full[0]:.0f} ({full[1]})",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -26,9 +26,9 @@ def main(path: str) -> None:
         for length in LENGTHS
     }
     (graphs,) = (each for each in gc.get_objects() if isinstance(each, Graphs))
-    short = graphs._short
+    short = graphs._mixed_graphs
     for name, used in (("graphs", short), ("without", {False: [], True: []}), ("graphs", short)):
-        graphs._short = used
+        graphs._mixed_graphs = used
         firsts = {
             length: median(generate_s(llm, [prompt], 1) for prompt in some)
             for length, some in prompts.items()

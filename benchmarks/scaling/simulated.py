@@ -231,5 +231,5 @@ def run(cores: list[SimulatedCore], traffic: Traffic, lockstep_dp: int = 0) -> W
                 router.end(id)
             if traffic.concurrency:
                 due.extend(itertools.islice(coming, len(output.finished)))
-            router.hear(cores.index(core), **core.told())
+            router.update_load(cores.index(core), **core.told())
     return watch

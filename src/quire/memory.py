@@ -25,7 +25,7 @@ MAX_SAMPLES = 512
 saves."""
 GRAPH_BYTES = 8 << 20
 """Approximate memory of the driver for one CUDA graph."""
-_SHORT = (32, 64, 128, 192, 256, 384, 512, 768, 1024)
+_MIXED_TOKENS = (32, 64, 128, 192, 256, 384, 512, 768, 1024)
 """Token counts of the captured steps with prompts."""
 _MOST_SEQS = 128
 _LAUNCH_FLOPS = 7 * 10**12
@@ -68,12 +68,12 @@ def ladder(largest: int) -> list[int]:
     return sorted({min(size, largest) for size in sizes})
 
 
-def short_shapes(largest: int, most_tokens: int) -> list[tuple[int, int]]:
+def mixed_shapes(largest: int, most_tokens: int) -> list[tuple[int, int]]:
     """Return (sequences, tokens) of the captured steps with prompts, of at most `most_tokens` tokens."""
-    return [(min(largest, tokens // 2, _MOST_SEQS), tokens) for tokens in _SHORT if tokens <= most_tokens]
+    return [(min(largest, n // 2, _MOST_SEQS), n) for n in _MIXED_TOKENS if n <= most_tokens]
 
 
-def longest_short(config: EngineConfig) -> int:
+def max_mixed_tokens(config: EngineConfig) -> int:
     """Return the maximum tokens of a captured step with prompts: the GPU finishes it before the host would
     have launched it."""
     flops = 2 * count_parameters(config.checkpoint.facts).active // config.parallel.tensor_parallel_size
@@ -86,12 +86,12 @@ def graph_bytes(config: EngineConfig) -> int:
     largest = 0 if config.model.enforce_eager else -(-largest // config.parallel.pipeline_parallel_size)
     if not largest:
         return 0
-    short = sum(short_bytes(config, *shape) for shape in short_shapes(largest, longest_short(config)))
+    mixed = sum(mixed_bytes(config, *shape) for shape in mixed_shapes(largest, max_mixed_tokens(config)))
     sizes, item = ladder(largest), DTYPE_BYTES[config.model.dtype]
-    return short + len(sizes) * GRAPH_BYTES + sum(sizes) * (facts.vocab + facts.hidden) * item
+    return mixed + len(sizes) * GRAPH_BYTES + sum(sizes) * (facts.vocab + facts.hidden) * item
 
 
-def short_bytes(config: EngineConfig, num_seqs: int, num_tokens: int) -> int:
+def mixed_bytes(config: EngineConfig, num_seqs: int, num_tokens: int) -> int:
     """Return the memory of one captured step with prompts: its outputs and its input embeddings."""
     facts, width = config.checkpoint.facts, config.checkpoint.facts.hidden
     if facts.media is not None:

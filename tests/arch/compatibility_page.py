@@ -29,7 +29,7 @@ from quire.errors import ConfigError
 from quire.layers.lora import AdapterSlots
 from quire.layers.moe import ExpertLoRALayers
 from quire.models.transformers_backend import TransformersModel
-from quire.worker.lora import why_no_extra_vocab
+from quire.worker.lora import no_extra_vocab_reason
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 GPUS = Machine("cuda", "NVIDIA H200", 8, 150 << 30, 148 << 30, 64, (9, 0), bf16=True, fp16=True)
@@ -287,7 +287,7 @@ def _lora(config: EngineConfig) -> Answer | None:
             return Answer("no", _first_sentence(str(error)))
     if parallel.enable_expert_parallel and (why := _expert_refusal()):
         return Answer("part", f"Adapters of experts are refused: {why}")
-    why = why_no_extra_vocab(config)
+    why = no_extra_vocab_reason(config)
     return Answer("part", f"Adapters with extra tokens are refused: {why}") if why else None
 
 
@@ -301,7 +301,7 @@ def _expert_refusal() -> str:
         weights=SimpleNamespace(adapts=True),
         places=object(),
     )
-    ExpertLoRALayers(slots, 64, scope).settle(experts)
+    ExpertLoRALayers(slots, 64, scope).register(experts)
     return next(iter(slots.refused.values()), "")
 
 

@@ -15,7 +15,7 @@ from quire.checkpoint.reader import ConfigReader
 from quire.models import CLASSIFIERS, MODELS
 
 _KEPT = {"full": "pages", "window": "window", "latent": "latent", "state": "state"}
-_ELSEWHERE = {"WhisperForConditionalGeneration": ("pages, crossed", "tape", "graphs")}
+_ELSEWHERE = {"WhisperForConditionalGeneration": ("pages, cross-attention", "tape", "graphs")}
 """Decoders that cannot run alone: cache, CPU and GPU paths tested in tests/multimodal/."""
 
 GROUPS = {
@@ -49,8 +49,8 @@ encoder has no decodes.
 
 What a layer keeps of the tokens it has seen: *pages* of all of them; *window*: pages of the last so many, the
 others go back to the pool; *latent*: pages of one vector a token; *state*: a fixed size for each running
-request, so that prefixes cannot be shared; *crossed*: keys and values of a sound, of one size for each
-running request. An encoder keeps nothing.
+request, so that prefixes cannot be shared; *cross-attention*: keys and values of a sound, of one size for
+each running request. An encoder keeps nothing.
 
 Any other decoder of an installed transformers runs through it, only slower:
 [transformers.md](transformers.md).

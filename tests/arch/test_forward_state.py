@@ -8,8 +8,18 @@ from pathlib import Path
 from sources import FILES, ROOT, tree_of
 
 SETUP = {
-    *("__init__", "adopt", "allocate", "begin", "bind", "bind_memory", "equip", "finish", "release"),
-    *("set", "settle", "share", "tap", "unbind"),
+    *(
+        "__init__",
+        "set_target",
+        "allocate",
+        "begin",
+        "bind",
+        "bind_memory",
+        "bind_kernels",
+        "finish",
+        "release",
+    ),
+    *("register", "set", "finalize", "share", "set_aux_hidden_state_layers", "unbind"),
 }
 """Methods that build a layer, load its weights, or bind its memory: they run between steps."""
 KEPT = {

@@ -24,7 +24,7 @@ _IMPERATIVES = """
     infer initialize insert install interleave invert issue join keep kill launch lay leave let
     limit link list listen load lock log look lower make map mark mask match measure merge mix move
     multiply name narrow normalize note notify number offer offload open order pack pad parse pass
-    pause pick place plan play poll pool pop prepare prefill preempt print probe process profile
+    pause pick pin place plan play poll pool pop prepare prefill preempt print probe process profile
     project propose publish pull push put quantize queue raise rank read rebuild receive record
     recover reduce refresh refuse register reject release reload remember remove render reorder
     repack repeat replace reply report request reserve reset reshape resize resolve restart restore

@@ -212,7 +212,7 @@ def test_lengths_known_only_on_the_device(
     chunks = [*MIXED, (0, 0), (2, 9), (0, 0), (pad, -pad)]
     case = make_case(chunks, AttentionSpec(*heads, 16, torch.float32, window), block=16, sinks=sinks)
     expected, num_tokens = case.expected(), len(case.q)
-    case.batch.are_any, case.batch.token_ids = True, torch.zeros(num_tokens)
+    case.batch.are_mixed, case.batch.token_ids = True, torch.zeros(num_tokens)
     case.batch.query_lens_host = np.full(len(chunks), num_tokens, np.int32)
     torch.testing.assert_close(attend(TritonAttention(), case), expected, atol=1e-5, rtol=1e-5)
 

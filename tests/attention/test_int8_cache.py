@@ -49,7 +49,7 @@ def run_rounded(hf_model: Any, ids: list[int]) -> Tensor:
 
 def keep_in_int8(model: Any, backend: AttentionBackend) -> None:
     for layer in caching_layers(model.modules()):
-        keeps = layer.keeps.stored_as(INT8_CACHE)
+        keeps = layer.cache_spec.stored_as(INT8_CACHE)
         memory = torch.full((64 * BLOCK_SIZE * keeps.planes * keeps.numbers,), 255, dtype=torch.uint8)
         layer.bind_memory(memory, block_size=BLOCK_SIZE, cache_dtype=torch.int8, group=0)
         layer.backend = backend  # type: ignore[attr-defined]
@@ -144,9 +144,11 @@ def test_caches_without_heads_are_refused(tmp_path: Path) -> None:
     ):
         open_tiny(path, kv_cache_dtype="int8")
     machine, checkpoint = Machine("cpu", "a CPU", 1, 1, 1, 1), read_checkpoint(path)
-    crossed = replace(checkpoint.facts, mla=None, encoder=None, layers=(), media=Mock(num_cross_states=3))
+    whisper_facts = replace(
+        checkpoint.facts, mla=None, encoder=None, layers=(), media=Mock(num_cross_states=3)
+    )
     with pytest.raises(ConfigError, match="has cross-attention states"):
-        resolve_cache_dtype("int8", "float32", machine, replace(checkpoint, facts=crossed))
+        resolve_cache_dtype("int8", "float32", machine, replace(checkpoint, facts=whisper_facts))
     odd = read_checkpoint(make_tiny("llama", tmp_path)[0])
     odd = replace(odd, facts=replace(odd.facts, head_dim=6))
     with pytest.raises(ConfigError, match="head size that is not a multiple of 4; use auto or fp8"):

@@ -18,8 +18,8 @@ from quire.kernels.cpu import native
 from quire.kernels.cpu.ops import CPUOps
 from quire.kernels.ops import Ops
 from quire.kernels.reference.ops import Reference
-from quire.kernels.triton import key_shares
 from quire.kernels.triton import mla_launch as launch
+from quire.kernels.triton import split_kv_shares
 from quire.kernels.triton.ops import TritonOps
 from quire.layers.lora import AdapterSlots
 from quire.layers.lora_layers import LoRAFactors, LoRAMlaLayer
@@ -97,7 +97,7 @@ def test_each_sequence_uses_its_own_adapter(monkeypatch: pytest.MonkeyPatch, nam
     sizes = SPEC.heads, SPEC.nope_dim, SPEC.v_dim
     implementation = IMPLEMENTATIONS[name]()
     transposed = implementation.needs_transposed_lora
-    point = LoRAMlaLayer("kv_b", owner, SPEC.rank, sizes, ADAPTED[name](), keeps_transposed=transposed)
+    lora_layer = LoRAMlaLayer("kv_b", owner, SPEC.rank, sizes, ADAPTED[name](), keeps_transposed=transposed)
     owner.allocate()
     of_seqs = [0, 2, -1, 0, 2, 2, 0, -1]
     weights = dict.fromkeys(of_seqs, weight)
@@ -109,7 +109,11 @@ def test_each_sequence_uses_its_own_adapter(monkeypatch: pytest.MonkeyPatch, nam
     owner.put(1, {"kv_b": LoRAFactors(a / 0, b / 0)})
     tokens = [slot for slot, (size, _) in zip(of_seqs, MANY, strict=True) for _ in range(size)]
     adapted = MLALoRA(
-        point.a, point.b, point.transposed, torch.tensor(tokens, dtype=torch.int32, device=device), point.ops
+        lora_layer.a,
+        lora_layer.b,
+        lora_layer.transposed,
+        torch.tensor(tokens, dtype=torch.int32, device=device),
+        lora_layer.ops,
     )
     actual = implementation.attend(q, weight, case.k_cache[:, :, 0], case.batch, SPEC, adapted)
     reference = {slot: expected(case, q, slot_weights, SPEC) for slot, slot_weights in weights.items()}
@@ -178,7 +182,7 @@ def test_more_sequences_than_are_counted_at_once(monkeypatch: pytest.MonkeyPatch
     count = 262
     if DEVICE == "cpu":  # in the interpreter, where constants are not compiled in
         count = 10
-        monkeypatch.setattr(key_shares, "_SEQS_AT_ONCE", tl.constexpr(4))
+        monkeypatch.setattr(split_kv_shares, "_SEQS_AT_ONCE", tl.constexpr(4))
     chunks: Chunks = [(1, 3 + 7 * index % 50) for index in range(count)]
     check(TritonMLA(), chunks, SPEC, torch.float32, DEVICE)
 

@@ -13,7 +13,7 @@ from gguf import GGUFWriter
 
 from quire.checkpoint.families import FAMILIES
 from quire.checkpoint.model import Checkpoint, read_checkpoint
-from quire.checkpoint.transformers_backend import BORROWED, OWN_CACHE
+from quire.checkpoint.transformers_config import BORROWED, OWN_CACHE
 from quire.errors import ConfigError
 
 LLAMA: dict[str, Any] = {

@@ -612,7 +612,8 @@ def test_engine_args_return_only_changed_values() -> None:
 
 
 def test_checking_names_needs_no_model() -> None:
-    assert check_args({"max_num_seqs": 4, "swap_space": 0, "seed": None}) == {"max_num_seqs": 4}
+    checked = check_args({"max_num_seqs": 4, "swap_space": 0, "seed": None})
+    assert checked == {"max_num_seqs": 4, "kv_offloading_size": 0.0}
 
 
 def test_config_does_not_import_torch() -> None:

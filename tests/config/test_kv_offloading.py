@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from quire.checkpoint.layout import CacheSpec
-from quire.config.kv_offloading import offloading_of, resolve_offloading
+from quire.config.kv_offloading import default_host_bytes, offloading_of, resolve_offloading
 from quire.config.machine import Machine
 from quire.config.vllm_names import translate
 from quire.errors import ConfigError
@@ -22,7 +22,28 @@ def connector(**extra: Any) -> dict[str, Any]:
 
 def test_host_memory_is_a_tier_of_gpus_alone() -> None:
     assert resolve_offloading({"kv_offloading_size": 2.0}, [FULL], GPU) == {"kv_offloading_size": 2.0}
-    assert resolve_offloading({"kv_offloading_size": 2.0}, [FULL], CPU) == {}
+    for size in (2.0, None):
+        assert resolve_offloading({"kv_offloading_size": size}, [FULL], CPU) == {"kv_offloading_size": 0.0}
+
+
+def test_host_memory_is_a_tier_of_gpus_by_default() -> None:
+    assert resolve_offloading({}, [FULL], GPU).get("kv_offloading_size") is None
+    assert resolve_offloading({}, [FULL], GPU, by_default=False) == {"kv_offloading_size": 0.0}
+    assert resolve_offloading({"kv_offloading_size": 0.0}, [FULL], GPU) == {"kv_offloading_size": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("free", "cache", "num_devices", "num_engines", "expected"),
+    [
+        (200 * GIB, 100 * GIB, 1, 1, 16 * GIB),
+        (800 * GIB, 400 * GIB, 4, 1, 64 * GIB),
+        (120 * GIB, 100 * GIB, 1, 2, 6 * GIB),
+        (200 * GIB, 3 * GIB, 1, 1, 3 * GIB),
+    ],
+)
+def test_default_size(free: int, cache: int, num_devices: int, num_engines: int, expected: int) -> None:
+    size = default_host_bytes(free, cache, num_devices=num_devices, num_engines=num_engines)
+    assert size == expected
 
 
 @pytest.mark.parametrize("args", [{"enable_prefix_caching": False}, {}])
@@ -30,8 +51,8 @@ def test_tiers_are_off_without_prefix_caching_and_for_cross_attention(
     args: dict[str, Any], tmp_path: Path
 ) -> None:
     tiers = {"kv_offloading_size": 2.0, "kv_offloading_dir": str(tmp_path)}
-    specs = [FULL] if args else [FULL, CacheSpec("crossed", numbers=8)]
-    assert resolve_offloading(args | tiers, specs, GPU) == args
+    specs = [FULL] if args else [FULL, CacheSpec("cross_attention", numbers=8)]
+    assert resolve_offloading(args | tiers, specs, GPU) == args | {"kv_offloading_size": 0.0}
     assert resolve_offloading(tiers, [FULL, None, STATE], GPU) == tiers
 
 
@@ -53,7 +74,7 @@ def test_an_unreadable_folder_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_swap_space_and_connectors_are_mapped() -> None:
     assert translate({"swap_space": 4}) == {"kv_offloading_size": 4}
-    assert translate({"swap_space": 0}) == {}
+    assert translate({"swap_space": 0}) == {"kv_offloading_size": 0}
     assert translate({"swap_space": 4, "kv_offloading_size": 2.0}) == {"kv_offloading_size": 2.0}
     config = connector(cpu_bytes_to_use=3 * GIB, spec_name="TieringOffloadingSpec", eviction_policy="lru")
     assert translate({"kv_transfer_config": config}) == {"kv_offloading_size": 3.0}

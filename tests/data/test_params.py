@@ -100,7 +100,7 @@ def test_defaults_match_vllm() -> None:
         "extra_args": None, "skip_reading_prefix_cache": False, "thinking_token_budget": None,
         "repetition_detection": None, "routed_experts_prompt_start": 0, "trace_decode_token_ids": None,
         "bad_words_token_ids": None,
-        "reasoning": None, "timestamps": False, "moments": None,
+        "reasoning": None, "timestamps": False, "timestamp_tokens": None,
         "aligning": None,
     }  # fmt: skip
     assert {name: getattr(params, name) for name in params.__struct_fields__} == expected

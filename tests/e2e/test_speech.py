@@ -14,7 +14,7 @@ from hearing import SECONDS, save_scribe
 from preloaded import Preloaded
 from serve_process import PATIENCE_S, ServeProcess, eventually
 
-from quire.frontend.speech import RATE, pieces_of
+from quire.frontend.speech import RATE, split_audio
 
 PROMPT = "<|startoftranscript|><|de|><|transcribe|>"
 NUM_TOKENS = 9
@@ -62,7 +62,7 @@ def test_audio_is_transcribed(tmp_path: Path, preloaded: Preloaded) -> None:
     model, processor = save_scribe(path)
     samples = np.random.default_rng(0).normal(0, 0.2, 5 * RATE).astype(np.float32)
     file = wav(samples[:, None], RATE, kind=3)
-    starts, pieces = zip(*pieces_of(samples, SECONDS * RATE), strict=True)
+    starts, pieces = zip(*split_audio(samples, SECONDS * RATE), strict=True)
     assert len(pieces) > 2
     decode = partial(processor.tokenizer.decode, skip_special_tokens=True)
     expected = "".join(decode(reference_ids(model, processor, piece)) for piece in pieces)

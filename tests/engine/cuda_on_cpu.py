@@ -95,7 +95,7 @@ class WithGraphs(OnCPU):
             config.scheduler.max_num_seqs,
             self.model.lora_variants,
             seconds=600,
-            short=[(min(16, config.scheduler.max_num_seqs * self._max_samples_per_row), 32)]
+            mixed_shapes=[(min(16, config.scheduler.max_num_seqs * self._max_samples_per_row), 32)]
             * self.captures_prompts,
             verify=self._verify_to_capture,
         )

@@ -11,9 +11,9 @@ from quire.data.lora import AdapterFacts, LoRARequest
 from quire.errors import EngineDead, EngineError, RequestError
 from quire.executor import lora_loading as lora_reading
 from quire.executor.lora_loading import AT_ONCE, MAX_HUNG, AdapterReading
-from quire.executor.messages import Order, Returned, decode_order, decode_word, encode
+from quire.executor.messages import Order, Returned, decode_from_rank, decode_order, encode
 from quire.executor.multiprocess import RankedExecutor
-from quire.executor.worker_process import _work_aside
+from quire.executor.worker_process import _run_background
 from quire.sched.lora import READ_S
 
 PATIENCE_S = 60.0
@@ -30,8 +30,8 @@ class FakePort:
     def order(self) -> Order:
         return self.orders.get()
 
-    def say(self, word: Any) -> None:
-        self.said.put(decode_word(encode(word)))  # type: ignore[arg-type]
+    def report(self, word: Any) -> None:
+        self.said.put(decode_from_rank(encode(word)))  # type: ignore[arg-type]
 
 
 class FakeRanks:
@@ -40,11 +40,11 @@ class FakeRanks:
     names = ("first", "second")
 
     def __init__(self, *workers: Any) -> None:
-        self.heard: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        self.messages: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self.ports = [FakePort() for _ in workers]
         for worker, port in zip(workers, self.ports, strict=True):
             worker.device = SimpleNamespace(type="cpu")
-            threading.Thread(target=_work_aside, args=(worker, port), daemon=True).start()
+            threading.Thread(target=_run_background, args=(worker, port), daemon=True).start()
 
     def send_order(self, order: bytes) -> None:
         for port in self.ports:
@@ -52,7 +52,7 @@ class FakeRanks:
 
     def deliver(self, index: int) -> None:
         """Deliver the next message of a rank to the executor."""
-        self.heard.put((index, self.ports[index].said.get(timeout=PATIENCE_S)))
+        self.messages.put((index, self.ports[index].said.get(timeout=PATIENCE_S)))
 
 
 class FakeWorker:

@@ -20,7 +20,7 @@ from quire.configure import configure
 from quire.data.step_plan import Admission, StepPlan
 from quire.errors import ConfigError, EngineDead, EngineError
 from quire.executor import multiprocess, worker_group
-from quire.executor.messages import Did, Returned, decode_call
+from quire.executor.messages import PhaseDone, Returned, decode_call
 from quire.executor.multiprocess import MultiprocessExecutor, RankedExecutor
 from quire.executor.worker_group import LocalRanks
 from quire.executor.worker_process import PipePort, RankAddress, local_ranks
@@ -42,7 +42,7 @@ SETTINGS: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Raise the limit, since ranks on a busy machine may report a failure late."""
-    monkeypatch.setattr(multiprocess, "ALIKE_S", PATIENCE_S)
+    monkeypatch.setattr(multiprocess, "CONSISTENT_S", PATIENCE_S)
     monkeypatch.setattr(multiprocess, "CAUSE_S", PATIENCE_S)
 
 
@@ -167,7 +167,7 @@ class OneBroken(MultiprocessExecutor):
             nowhere = replace(place.config.checkpoint, path=Path("/nowhere"))
             return replace(place, config=replace(place.config, checkpoint=nowhere))
 
-        first, second = local_ranks(self.config, 0, f"file://{self.folder}/meeting")
+        first, second = local_ranks(self.config, 0, f"file://{self.folder}/init_method")
         return LocalRanks([first, broken(second)])
 
 
@@ -222,14 +222,14 @@ def test_ranks_that_wait_in_warm_up_for_a_failed_rank_are_ended(
 
     class HalfWarm:
         names = ("first", "second")
-        heard: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        messages: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
 
         def send(self, data: bytes, timeout_s: float) -> None:
             call = decode_call(data)
             assert call is not None
-            self.heard.put((1, Returned(call.number, error="no memory")))
+            self.messages.put((1, Returned(call.number, error="no memory")))
 
-    monkeypatch.setattr(multiprocess, "TOGETHER_S", 0.05)
+    monkeypatch.setattr(multiprocess, "WARM_UP_FAILURE_S", 0.05)
     executor: Any = RankedExecutor(None)  # type: ignore[arg-type]
     executor.worker_group = HalfWarm()
     with pytest.raises(EngineDead, match="warm_up failed on second, and the others wait for it: no memory"):
@@ -251,5 +251,5 @@ def test_rank_whose_parent_has_ended_exits_silently(monkeypatch: pytest.MonkeyPa
     port = PipePort(rank_end, unused, None)
     parent_end.close()
     with pytest.raises(SystemExit) as end:
-        port.say(Did())
+        port.report(PhaseDone())
     assert end.value.code == 0

@@ -29,8 +29,8 @@ from quire.frontend.inputs import Prompt
 from quire.metrics.engine import EngineMetrics
 from quire.multimodal.processor_cache import ProcessorCache
 from quire.server.openai.streams import MergedOutputs, Pauses
+from quire.system.event_loop_turns import TurnBudget
 from quire.system.shared_arena import SharedArena
-from quire.system.turns import TurnBudget
 
 CONTEXT = multiprocessing.get_context("forkserver")
 """Forks cores from a process that has imported their modules, so that each starts at once."""
@@ -281,11 +281,11 @@ def test_a_call_with_many_requests_takes_many_turns(with_cores: Run) -> None:
             sent[turn] += 1
             send(message)
 
-        on_turn = engine.on_turn
+        on_outputs = engine.on_outputs
 
         def count_read(link: EngineLink) -> None:
             reads[turn] += 1
-            on_turn(link)
+            on_outputs(link)
 
         async def count_turns() -> None:
             nonlocal turn
@@ -294,7 +294,7 @@ def test_a_call_with_many_requests_takes_many_turns(with_cores: Run) -> None:
                 await asyncio.sleep(0)
 
         link.send = send_slowly  # type: ignore[method-assign]
-        engine.on_turn = count_read  # type: ignore[method-assign]
+        engine.on_outputs = count_read  # type: ignore[method-assign]
         engine._sending = TurnBudget(0.004, lambda: now)
         engine._abandoned._budget = TurnBudget(0.004, lambda: now)
         os.kill(cores.pid(0), signal.SIGSTOP)
@@ -382,7 +382,7 @@ class MediaClient:
 
     def __init__(self, engine: AsyncEngine, arena: SharedArena | None = None) -> None:
         self.engine = engine
-        self.processor_cache = ProcessorCache(1 << 20, far=arena is None, arena=arena)
+        self.processor_cache = ProcessorCache(1 << 20, replicated=arena is None, arena=arena)
         engine.inputs = inputs(media(processor_cache=self.processor_cache), max_model_len=LONGEST)
         self.sent: list[int] = []
         """Size of each message in bytes."""
@@ -404,7 +404,7 @@ class MediaClient:
     async def prompt(self, *pictures: Any) -> Prompt:
         text = "see " + MARKS["image"] * len(pictures)
         prompt = {"prompt": text, "multi_modal_data": {"image": list(pictures)}}
-        return await self.engine.inputs.parse_beside(prompt)
+        return await self.engine.inputs.parse_async(prompt)
 
     async def ask(self, prompt: Prompt) -> int:
         """Run a request and return the number of bytes sent."""
@@ -486,9 +486,9 @@ def test_item_that_no_cache_has_fails_its_request(with_cores: Run) -> None:
     async def test(engine: AsyncEngine, cores: Cores) -> None:
         client = MediaClient(engine)
         named = {"prompt": MARKS["image"], "multi_modal_uuids": {"image": ["cat"]}}
-        full = await engine.inputs.parse_beside(named | {"multi_modal_data": {"image": picture()}})
+        full = await engine.inputs.parse_async(named | {"multi_modal_data": {"image": picture()}})
         await client.ask(full)
-        empty = await engine.inputs.parse_beside(named)
+        empty = await engine.inputs.parse_async(named)
         await client.ask(empty)
         await client.link.call("reset_mm_cache")
         with pytest.raises(RequestError, match="nothing is cached for the uuid 'cat'"):
@@ -517,7 +517,7 @@ def test_request_for_a_core_that_never_started_fails_with_starting(with_cores: R
 
     async def test(engine: AsyncEngine, cores: Cores) -> None:
         late = engine._links[1]
-        late.core, late.was_up, late._why_down = None, False, "engine 1 is starting"
+        late.core, late.was_up, late._down_reason = None, False, "engine 1 is starting"
         with pytest.raises(EngineDead, match="^engine 1 is starting$"):
             engine.generate(Prompt([5, 6]), SHORT, "a", rank=1)
         assert (await whole(engine, "b")).finished and (await whole(engine, "c", rank=0)).finished
@@ -540,7 +540,7 @@ def test_connection_continues_after_a_message_handler_fails(
             raise RuntimeError("a fault while outputs are handed out")
 
         monkeypatch.setattr(link, "_receive", lambda: False)
-        monkeypatch.setattr(engine, "on_turn", fail)
+        monkeypatch.setattr(engine, "on_outputs", fail)
         await until(lambda: len(handed) > 3)
         monkeypatch.undo()
         assert (await whole(engine, "a")).finished
@@ -556,7 +556,7 @@ def test_supervision_continues_after_an_error(with_cores: Run, monkeypatch: pyte
             looks.append(1)
             raise OSError("too many open files")
 
-        monkeypatch.setattr(link, "_is_gone", fail)
+        monkeypatch.setattr(link, "_is_disconnected", fail)
         await until(lambda: len(looks) > 1)
         monkeypatch.undo()
         cores.kill(0)

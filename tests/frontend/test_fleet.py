@@ -311,7 +311,7 @@ def test_session_comes_before_prefix_and_prefix_before_load() -> None:
     other = place(routes, "3", prompt(2, 200), session="t")
     assert other != home, "the load is lower elsewhere"
     assert place(routes, "4", [*prompt(1, 200), 11], session="t") == other, "the session wins"
-    routes.hear(other, num_running=60, num_waiting=9, kv_usage=0.9)
+    routes.update_load(other, num_running=60, num_waiting=9, kv_usage=0.9)
     assert place(routes, "5", prompt(3, 200), session="t") != other, "the replica of the session is too busy"
 
 
@@ -334,7 +334,7 @@ def test_reports_count_for_replicas_without_own_requests() -> None:
     report = {"num_running": 9.0, "num_waiting": 0.0, "kv_usage": 0.5}
     routes.update({"a": ((), report), "b": ((), NO_REPORT)})
     assert [place(routes, str(i), prompt(i), "ab") for i in range(3)] == ["b"] * 3
-    routes.hear("b", num_running=12, num_waiting=0, kv_usage=0.1)
+    routes.update_load("b", num_running=12, num_waiting=0, kv_usage=0.1)
     routes.update({"a": ((), report), "b": ((), {"num_running": 0.0, "num_waiting": 0.0, "kv_usage": 0.0})})
     assert place(routes, "x", prompt(50), "ab") == "a"
     routes.lose("b")
@@ -346,7 +346,7 @@ def test_adapter_goes_to_a_replica_that_has_loaded_it() -> None:
     routes.update({"a": ((), NO_REPORT), "b": (("sql",), NO_REPORT), "c": ((), NO_REPORT)})
     assert {place(routes, str(i), prompt(i), adapter="sql") for i in range(6)} == {"b"}
     assert place(routes, "x", prompt(9)) != "b"
-    routes.hear("b", num_running=50, num_waiting=0, kv_usage=0.1)
+    routes.update_load("b", num_running=50, num_waiting=0, kv_usage=0.1)
     assert place(routes, "y", prompt(10), adapter="sql") != "b", "it is too busy"
 
 

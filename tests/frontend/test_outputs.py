@@ -224,7 +224,7 @@ def test_steps_between_two_flushes_make_one_delta(tokenizer: Tokenizer) -> None:
     outputs = expecting(tokenizer, stop="dog", output_kind=DELTA)
     add(outputs, "b", output_kind=DELTA)
     for at, id in enumerate(dog):
-        outputs.take(step({"a": id, "b": id}, at=1.0 + at))
+        outputs.add_step(step({"a": id, "b": id}, at=1.0 + at))
     processed = outputs.flush()
     a, b = processed.outputs
     assert b.outputs[0].token_ids == dog and b.outputs[0].text == tokenizer.decode(dog)
@@ -267,7 +267,7 @@ def test_plain_text_path_gives_the_same_text(tokenizer: Tokenizer, token_ids: li
     for place, id in enumerate(token_ids):
         last = place == len(token_ids) - 1
         for number, outputs in enumerate((plain, short)):
-            outputs.take(step({"a": id}, finished={"a": FinishReason("length")} if last else {}))
+            outputs.add_step(step({"a": id}, finished={"a": FinishReason("length")} if last else {}))
             if last or place % item == 0:
                 texts[number] += [output.outputs[0].text for output in outputs.flush().outputs]
     assert len(texts[1]) <= 2, "the first and the last output"

@@ -71,7 +71,7 @@ class Cores:
         ids = [known[id].id for id in tokens]
         output = StepOutput(ids, list(tokens.values()), at=self.now, **message)
         self.engine._links[place].handle(StepDone(output))
-        self.engine.on_turn(self.engine._links[place])
+        self.engine.on_outputs(self.engine._links[place])
 
     def count(self, name: str) -> float:
         return self.engine.metrics.pages.value(name)

@@ -74,11 +74,11 @@ def test_equal_prefixes_go_to_one_core_until_it_is_busy() -> None:
 def test_other_prompts_go_to_the_least_busy_core_in_turn() -> None:
     router = make(first=1)
     assert [router.place(str(i), prompt(i, 40), among=ALL) for i in range(4)] == [1, 2, 0, 1]
-    router.hear(2, num_running=9, num_waiting=0, kv_usage=0.1)
+    router.update_load(2, num_running=9, num_waiting=0, kv_usage=0.1)
     assert [router.place(f"b{i}", prompt(50 + i, 40), among=ALL) for i in range(3)] == [0, 1, 0]
-    router.hear(0, num_running=4, num_waiting=4, kv_usage=0.99)
-    router.hear(1, num_running=12, num_waiting=0, kv_usage=0.5)
-    router.hear(2, num_running=20, num_waiting=0, kv_usage=0.5)
+    router.update_load(0, num_running=4, num_waiting=4, kv_usage=0.99)
+    router.update_load(1, num_running=12, num_waiting=0, kv_usage=0.5)
+    router.update_load(2, num_running=20, num_waiting=0, kv_usage=0.5)
     assert router.place("c", prompt(99, 40), among=ALL) == 1, "a core with a full cache has a long queue"
 
 
@@ -87,9 +87,9 @@ def test_reported_requests_are_not_counted_twice() -> None:
     router = make()
     for i in range(6):
         router.place(str(i), prompt(i, 40), among=[0])
-    router.hear(0, num_running=6, num_waiting=0, kv_usage=0.0)
+    router.update_load(0, num_running=6, num_waiting=0, kv_usage=0.0)
     assert router.cores[0].load == 6
-    router.hear(0, num_running=8, num_waiting=1, kv_usage=0.0)
+    router.update_load(0, num_running=8, num_waiting=1, kv_usage=0.0)
     assert router.cores[0].load == 9
     router.end("0")
     assert router.cores[0].load == 8
@@ -211,7 +211,7 @@ class Fleet:
                 self.busy[core] += loads[core]
                 self.fair_busy[core] += sum(loads) / sum(self.up)
                 for router in self.routers:
-                    router.hear(
+                    router.update_load(
                         core,
                         num_running=len(self.running[core]),
                         num_waiting=len(self.waiting[core]),

@@ -29,7 +29,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
     load = Graph.load
 
     def counted(self: Graph, *args: Any) -> None:
-        if self.is_short:
+        if self.is_mixed:
             actual.append((self.sizes.adapters, 0 if args[4] is None else len(args[4][0])))
         load(self, *args)
 
@@ -76,7 +76,7 @@ def test_short_steps_with_drafts(
 ) -> None:
     """Check prompts beside rows with drafts, of which some are accepted: the vocabulary has three tokens."""
     pace = EagerPolicy()
-    monkeypatch.setattr("quire.core.build.Pace", lambda **sizes: pace)
+    monkeypatch.setattr("quire.core.build.AdaptiveDraftLength", lambda **sizes: pace)
     lookup = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
     settings = SETTINGS | {"dtype": "float32", "max_num_batched_tokens": 128}
     few = {"temperature": 0, "ignore_eos": True, "allowed_token_ids": [5, 6, 7]}

@@ -57,7 +57,7 @@ def test_outputs_match_outputs_without_drafts(
         EagerPolicy(),
         DRAFTS if method == "ngram" else {"method": method, "num_speculative_tokens": 3},
     )
-    monkeypatch.setattr("quire.core.build.Pace", lambda **sizes: pace)
+    monkeypatch.setattr("quire.core.build.AdaptiveDraftLength", lambda **sizes: pace)
     assert answers(tiny, speculative_config=speculative, enforce_eager=enforce_eager) == plain
     assert pace.num_drafts > 0 and (method == "suffix" or 10 < pace.num_held < pace.num_drafts)
 
@@ -126,7 +126,7 @@ def test_drafts_of_models_with_states_do_not_change_outputs(
     """Check states of captured and padded steps with drafts, of two steps in flight, and of checkpoints."""
     path, pace = make_tiny(family, tmp_path / "target")[0], EagerPolicy()
     expected = all_answers(opened_for(path, mamba_block_size=16), ALIKE[:1])
-    monkeypatch.setattr("quire.core.build.Pace", lambda **sizes: pace)
+    monkeypatch.setattr("quire.core.build.AdaptiveDraftLength", lambda **sizes: pace)
     config = DRAFTS if kind == "ngram" else {"num_speculative_tokens": 3} | draft_of(kind, tmp_path, path)
     llm = opened_for(path, mamba_block_size=16, speculative_config=config)
     assert all_answers(llm, ALIKE[:1]) == expected
@@ -143,7 +143,7 @@ def test_draft_models_do_not_change_outputs_on_gpu(
 ) -> None:
     """Check captured and padded drafts, drafts beside prompts, and rows that had none for a while."""
     name, pace = kind if kind in targets else "llama", EagerPolicy()
-    monkeypatch.setattr("quire.core.build.Pace", lambda **sizes: pace)
+    monkeypatch.setattr("quire.core.build.AdaptiveDraftLength", lambda **sizes: pace)
     speculative = {"num_speculative_tokens": 3} | draft_of(kind, tmp_path, targets[name])
     llm = opened_for(targets[name], speculative_config=speculative)
     assert all_answers(llm, ALIKE) == expected[name]

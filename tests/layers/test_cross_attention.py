@@ -26,7 +26,7 @@ FACTS = whisper(
 )
 
 
-def crossing_of(scope: Scope) -> CrossAttentionCache:
+def cross_cache_of(scope: Scope) -> CrossAttentionCache:
     layers = [CrossAttention(FACTS, scope / i) for i in range(2)]
     for linear in nn.ModuleList(layers).modules():
         if isinstance(linear, Linear):
@@ -34,7 +34,7 @@ def crossing_of(scope: Scope) -> CrossAttentionCache:
                 target.tensor.normal_()
             linear.finish()
     made = CrossAttentionCache(layers, NUM_VECTORS, scope)
-    num_bytes = made.keeps.row_bytes(4)
+    num_bytes = made.cache_spec.row_bytes(4)
     memory = torch.full((MAX_ROWS + 1, num_bytes // 4), torch.nan).view(torch.uint8)
     made.bind_memory(memory, block_size=4, cache_dtype=torch.float32, group=0)
     return made
@@ -71,17 +71,17 @@ def test_every_token_attends_to_its_rows_item(
     if isinstance(backend, CPUAttention) and native.library() is None:
         pytest.skip("there are no native kernels here")
     torch.manual_seed(0)
-    crossing = crossing_of(replace(scope, backend=backend))
+    cross_cache = cross_cache_of(replace(scope, backend=backend))
     items = torch.randn(3, NUM_VECTORS, FACTS.hidden)
     for item, slot in ((0, 3), (2, 1), (1, 1), (2, 2)):
-        crossing.keep(items[item], slot)
+        cross_cache.write(items[item], slot)
     seen_by = {3: 1, 0: 2, 2: 1}
-    crossing.assign([*seen_by], [{0: 3, 1: 1, 2: 2}[item] for item in seen_by.values()])
+    cross_cache.assign([*seen_by], [{0: 3, 1: 1, 2: 2}[item] for item in seen_by.values()])
     rows = [3, 0, 2][: len(lens)]
     batch = batch_of(rows, lens)
-    cross_batch = crossing.seen_in(batch)
+    cross_batch = cross_cache.cross_batch(batch)
     x = torch.randn(sum(lens), FACTS.hidden)
-    for layer in crossing.layers:
+    for layer in cross_cache.layers:
         q = layer.q(x).view(len(x), 2, -1)
         mixed = [
             by_hand(query[None], *layer.kv(items[seen_by[row]]), layer.spec)

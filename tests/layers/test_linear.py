@@ -5,7 +5,7 @@ from torch.nn import functional as F
 
 from quire.layers.linear import ColumnLinear, GateUpLinear, QKVLinear, RowLinear
 from quire.layers.scope import Loads, Scope
-from quire.quant.plain import PlainWeight
+from quire.quant.unquantized import PlainWeight
 from quire.quant.weight import LinearShape
 
 

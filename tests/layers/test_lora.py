@@ -16,7 +16,7 @@ from quire.checkpoint.quant import ONLINE
 from quire.kernels.reference.ops import Reference
 from quire.layers.linear import Linear
 from quire.layers.lora_layers import LoRAFactors
-from quire.quant.plain import PlainWeight
+from quire.quant.unquantized import PlainWeight
 
 
 @pytest.mark.parametrize("method", ["int8", "fp8"])
@@ -29,14 +29,16 @@ def test_lora_with_weights_of_any_format(method: str, tmp_path: Path) -> None:
     for module in actual.modules():
         if not isinstance(module, Linear):
             continue
-        point = module.point
-        assert point is not None
-        for item in (point.a, point.b):
+        lora_layer = module.lora_layer
+        assert lora_layer is not None
+        for item in (lora_layer.a, lora_layer.b):
             item.normal_()
-        x = torch.randn(5, point.size_in)
+        x = torch.randn(5, lora_layer.size_in)
         batch: Any = SimpleNamespace(lora=actual.slots.plan(LoRATokens(tokens)))
         plain, adapted = module.product(x), module.multiply(x, batch)
-        expected = Reference().lora(plain.clone(), x, point.a, point.b, point.part_sizes, tokens)
+        expected = Reference().lora(
+            plain.clone(), x, lora_layer.a, lora_layer.b, lora_layer.part_sizes, tokens
+        )
         torch.testing.assert_close(adapted, expected, atol=1e-4, rtol=1e-4)
         no_adapters: Any = SimpleNamespace(lora=None)
         assert torch.equal(module.multiply(x, no_adapters), plain)
@@ -60,10 +62,10 @@ def test_slot_holds_one_adapter(tmp_path: Path) -> None:
             for name, both in slots.room({names[1]: 1}).items()
         },
     )
-    for name, point in slots.layers.items():
-        assert point.b[1].unique().tolist() == ([0, 9] if name == names[1] else [0])
-        assert [set(point.b[slot].unique().tolist()) for slot in (0, 2)] == [{0, 3}, {0, 2}]
-        assert (point.b[0] == 3).sum() == 3 * point.b[0, :, 0].numel()
+    for name, lora_layer in slots.layers.items():
+        assert lora_layer.b[1].unique().tolist() == ([0, 9] if name == names[1] else [0])
+        assert [set(lora_layer.b[slot].unique().tolist()) for slot in (0, 2)] == [{0, 3}, {0, 2}]
+        assert (lora_layer.b[0] == 3).sum() == 3 * lora_layer.b[0, :, 0].numel()
 
 
 def test_step_without_samples_has_no_adapters_for_the_head(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def test_cache_of_the_wrong_width_is_rejected(scope: Scope) -> None:
 
 def test_cache_is_one_plane(scope: Scope) -> None:
     layer, memory = make(scope), torch.zeros(3 * 4 * 12 * 4, dtype=torch.uint8)
-    assert layer.keeps.page == (1, 12)
+    assert layer.cache_spec.page == (1, 12)
     layer.bind_memory(memory, block_size=4, cache_dtype=torch.float32, group=0)
     assert layer.cache is not None and layer.cache.shape == (3, 4, 12)
     layer.bind_memory(memory, block_size=4, cache_dtype=torch.float8_e4m3fn, group=0)

@@ -10,7 +10,7 @@ from quire.kernels.cpu import native
 from quire.kernels.cpu.tape import record
 from quire.kernels.ops import choose
 from quire.layers.scope import Loads, Scope
-from quire.layers.ssm import GatedDelta, Mamba2Mixer, SSMMixer, apart
+from quire.layers.ssm import GatedDelta, Mamba2Mixer, SSMMixer, ungrouped_order
 
 HIDDEN = 24
 FACTS = StateFacts(heads=4, head_dim=8, state=16, groups=2, conv=4)
@@ -52,7 +52,7 @@ def test_state_size_of_a_row() -> None:
 
 def test_interleaved_groups_are_split() -> None:
     """Check two groups of one a and two b each: a b b a b b."""
-    assert apart(2, 2, 4).tolist() == [0, 3, 1, 2, 4, 5]
+    assert ungrouped_order(2, 2, 4).tolist() == [0, 3, 1, 2, 4, 5]
 
 
 @pytest.mark.skipif(native.library() is None, reason="there are no native kernels here")

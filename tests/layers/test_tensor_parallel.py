@@ -61,7 +61,7 @@ def targets_of(kind: str, scope: Scope, group: Group) -> dict[str, Target]:
 @pytest.mark.parametrize("kind", LAYERS)
 def test_shards_cover_the_stored_weights(kind: str, across: bool, scope: Scope) -> None:
     """Check axes of transposed tensors and single experts, missing and duplicate parts, and fused QKV."""
-    scope = replace(scope / "layer", across=across and "mamba" not in kind)
+    scope = replace(scope / "layer", transposed=across and "mamba" not in kind)
     alone = targets_of(kind, scope, Group())
     shared = [targets_of(kind, scope, Group(rank, 2)) for rank in range(2)]
     full = []

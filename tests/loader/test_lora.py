@@ -124,22 +124,22 @@ def test_fully_trained_modules(tmp_path: Path) -> None:
     head, norm = "base_model.model.lm_head.weight", "base_model.model.model.norm.weight"
     config = {"modules_to_save": ["lm_head"]}
     path = save(tmp_path, tensors() | {head: torch.full((VOCAB, HIDDEN), 3.0)}, **config)
-    adapter = reader(whole=["lm_head"]).read("one", path)
+    adapter = reader(whole_modules=["lm_head"]).read("one", path)
     assert torch.equal(adapter.tables["lm_head"], torch.full((VOCAB, HIDDEN), 3.0))
     assert adapter.facts.num_bytes > 4 * VOCAB * HIDDEN
     for full in ([], ["embed_tokens"]):
         with pytest.raises(RequestError, match="modules_to_save 'lm_head' is not supported"):
-            reader(whole=full).read("one", path)
+            reader(whole_modules=full).read("one", path)
     path = save(tmp_path, tensors() | {norm: torch.ones(HIDDEN)}, modules_to_save=["norm"])
     with pytest.raises(RequestError, match="'norm' is not supported: adapters may bring lm_head whole"):
-        reader(whole=["lm_head"]).read("one", path)
+        reader(whole_modules=["lm_head"]).read("one", path)
     path = save(tmp_path, tensors() | {head: torch.ones(VOCAB + 1, HIDDEN)}, **config)
     with pytest.raises(
         RequestError, match=r"lm_head\.weight has the shape \(41, 12\), .* cannot bring tokens"
     ):
-        reader(whole=["lm_head"]).read("one", path)
+        reader(whole_modules=["lm_head"]).read("one", path)
     device, full = torch.device("cpu"), ["lm_head"]
-    slots = AdapterSlots(max_slots=1, max_rank=8, dtype=torch.float32, device=device, whole=full)
+    slots = AdapterSlots(max_slots=1, max_rank=8, dtype=torch.float32, device=device, whole_modules=full)
     stage = LoRAReader(slots, range(2, 4))
     assert not stage.read("one", path).tables, "another stage has the head"
     path = save(tmp_path, tensors() | {norm: torch.ones(HIDDEN)}, modules_to_save=["norm"])

@@ -19,7 +19,7 @@ from quire.errors import ConfigError
 from quire.kernels.cpu import native
 from quire.loader import sharded
 from quire.loader.shards import STATE
-from quire.quant.plain import PlainWeight
+from quire.quant.unquantized import PlainWeight
 
 FAMILIES = ["gemma3_text", "gpt_neox", "gpt_oss", "cohere", "qwen3_5_moe_text"]
 """Norms with 1 added, permuted heads, interleaved experts, split heads, tied embeddings, and decay rates."""
@@ -92,7 +92,7 @@ def test_repacked_weights_are_not_repacked_again(tmp_path: Path, monkeypatch: py
     def linear(self: Any, parts: tuple[str, ...], shape: Any) -> PlainWeight:
         return PlainWeight(shape) if "embed" in parts[0] else TransposedLinear(shape)
 
-    monkeypatch.setattr("quire.quant.plain.PlainFormat.linear", linear)
+    monkeypatch.setattr("quire.quant.unquantized.PlainFormat.linear", linear)
     assert save(path, tmp_path / "state") == 0
     monkeypatch.delattr(TransposedLinear, "repack")
     torch.testing.assert_close(logits(tmp_path / "state"), expected, atol=1e-4, rtol=1e-4)

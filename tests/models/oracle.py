@@ -79,7 +79,7 @@ def load_tiny(
 def fill_with_nan(model: Any) -> None:
     """Give the model a new cache of 64 blocks full of NaN."""
     for layer in caching_layers(model.modules()):
-        keeps = layer.keeps
+        keeps = layer.cache_spec
         shape = (64 * BLOCK_SIZE * keeps.planes * keeps.numbers,)
         if not keeps.is_paged:
             shape = (MAX_ROWS + 1, keeps.row_bytes(4) // 4)

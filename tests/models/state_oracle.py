@@ -17,21 +17,10 @@ from quire.layers.ssm import state_layers
 from quire.worker.state_checkpoints import StateCheckpoints
 
 MAX_ROWS = 5
-BASE: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 64,
+BASE: dict[str, Any] = {key: value for key, value in SHARED.items() if key != "head_dim"} | {
     "intermediate_size": 48,
     "num_hidden_layers": 3,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": None,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.2,
-    "attn_implementation": "eager",
 }
 GRANITE = BASE | {
     "num_local_experts": 0,

@@ -117,8 +117,11 @@ def test_fully_sharded_adapters(tmp_path: Path) -> None:
     expected = peft_logits(hf, tmp_path, target_modules=PROJECTIONS, rank_pattern={"k_proj": 3})
     worlds = tp_worlds(2)
     full, parts = (
-        [Adapted(path, slots_for(2, 9, divides=divides, only=PROJECTIONS), world=world) for world in worlds]
-        for divides in (False, True)
+        [
+            Adapted(path, slots_for(2, 9, fully_sharded=fully_sharded, only=PROJECTIONS), world=world)
+            for world in worlds
+        ]
+        for fully_sharded in (False, True)
     )
     for model in (*full, *parts):
         for slot in (0, 1):
@@ -146,7 +149,7 @@ def test_adapters_with_full_embeddings_or_heads(family: str, size: int, tmp_path
     expected = peft_logits(hf, tmp_path, **WHOLE[family])
     worlds = tp_worlds(size)
     both = ("embed_tokens", "lm_head")
-    models = [Adapted(path, slots_for(2, 8, whole=both), world=world) for world in worlds]
+    models = [Adapted(path, slots_for(2, 8, whole_modules=both), world=world) for world in worlds]
     for model in models:
         for slot, number in ((1, 0), (0, 0), (1, 1)):
             model.put(slot, tmp_path / str(number))
@@ -155,7 +158,7 @@ def test_adapters_with_full_embeddings_or_heads(family: str, size: int, tmp_path
     save_adapter(hf, plain, 3, r=2, lora_alpha=4, target_modules=WHOLE[family]["target_modules"][:1])
     for model in models:
         model.put(0, plain)
-        assert not any(table.brought[0] for table in model.slots.tables.values())  # type: ignore[attr-defined]
+        assert not any(table.has_table[0] for table in model.slots.tables.values())  # type: ignore[attr-defined]
 
 
 def test_steps_without_adapters_run_the_same_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from zoo import ZOO, rope
 
 from quire.checkpoint.families import FAMILIES
 from quire.checkpoint.model import read_checkpoint
-from quire.checkpoint.transformers_backend import BORROWED, OWN_CACHE
+from quire.checkpoint.transformers_config import BORROWED, OWN_CACHE
 from quire.models import MODELS
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

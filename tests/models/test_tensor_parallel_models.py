@@ -42,7 +42,7 @@ def pooled(path: Path, size: int, label_ids: list[int]) -> list[list[Tensor]]:
     @torch.inference_mode()
     def run(world: World) -> list[Tensor]:
         model = models[world.tp.rank]
-        model.settle()
+        model.finalize()
         batch = make_batch([(ids, 0) for ids in PROMPTS], [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10, 11]], 4)
         for module in model.modules():
             if hasattr(module, "backend"):

@@ -13,9 +13,9 @@ import pytest
 import torch
 from tiny import check_against, generate, generate_preempted, open_tiny, prompts_of
 
-from quire.checkpoint import transformers_backend
+from quire.checkpoint import transformers_config
 from quire.checkpoint.model import read_checkpoint
-from quire.checkpoint.transformers_backend import IMPL_OWN_CACHE, OWN_CACHE
+from quire.checkpoint.transformers_config import IMPL_OWN_CACHE, OWN_CACHE
 from quire.errors import ConfigError
 from quire.kernels.cpu import native
 from quire.logs import warn_once
@@ -243,11 +243,11 @@ def test_model_impl_quire_can_be_required(model_impl: str, helium: tuple[Path, A
 def test_without_transformers_supported_families_are_listed(
     helium: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    transformers_backend._read_model_tables.cache_clear()
-    monkeypatch.setattr(transformers_backend, "find_spec", lambda name: None)
+    transformers_config._read_model_tables.cache_clear()
+    monkeypatch.setattr(transformers_config, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"docs/models.md lists .*transformers package installed"):
         read_checkpoint(helium[0])
-    transformers_backend._read_model_tables.cache_clear()
+    transformers_config._read_model_tables.cache_clear()
 
 
 @pytest.mark.parametrize("kind", REFUSED)

@@ -167,6 +167,7 @@ _DELTA = _HYBRID | {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 8,
 }
+_EXPERTS: Settings = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _DELTA_EXPERTS: Settings = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -388,9 +389,7 @@ ZOO: dict[str, Specimen] = {
     "DeepseekForCausalLM": Specimen(_SHARING | {"n_shared_experts": 2}, twin=twins.deepseek, alike=True),
     "BailingMoeForCausalLM": Specimen(
         {
-            "num_experts": 6,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
+            **_EXPERTS,
             "num_shared_experts": 2,
             "norm_head": True,
         },
@@ -496,9 +495,7 @@ ZOO: dict[str, Specimen] = {
     "MixtralForCausalLM": Specimen({"num_local_experts": 4, "num_experts_per_tok": 2}),
     "Qwen2MoeForCausalLM": Specimen(
         {
-            "num_experts": 6,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
+            **_EXPERTS,
             "shared_expert_intermediate_size": 48,
         },
         {"unbiased": {"qkv_bias": False}},
@@ -509,9 +506,7 @@ ZOO: dict[str, Specimen] = {
     ),
     "MellumForCausalLM": Specimen(
         {
-            "num_experts": 6,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
+            **_EXPERTS,
             "sliding_window": 7,
             "layer_types": TURNS,
             "mlp_layer_types": ["dense", "sparse"],
@@ -602,9 +597,7 @@ ZOO: dict[str, Specimen] = {
     "AfmoeForCausalLM": Specimen(
         {
             "num_hidden_layers": 3,
-            "num_experts": 6,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
+            **_EXPERTS,
             "num_shared_experts": 2,
             "route_scale": 1.7,
             "sliding_window": 7,
@@ -612,7 +605,7 @@ ZOO: dict[str, Specimen] = {
             "mup_enabled": True,
         }
     ),
-    "HYV3ForCausalLM": Specimen({"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
+    "HYV3ForCausalLM": Specimen(_EXPERTS),
     "SolarOpenForCausalLM": Specimen(_SHARING),
     "Step3TextForCausalLM": Specimen(
         {
@@ -772,9 +765,7 @@ ZOO: dict[str, Specimen] = {
             "num_hidden_layers": 3,
             "layer_types": ["conv", "full_attention", "conv"],
             "num_dense_layers": 1,
-            "num_experts": 6,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
+            **_EXPERTS,
             "routed_scaling_factor": 1.5,
         },
         {"plain-choice": {"use_expert_bias": False, "norm_topk_prob": False, "num_dense_layers": 0}},
@@ -853,9 +844,7 @@ ZOO: dict[str, Specimen] = {
             "num_hidden_layers": 3,
             "layer_types": ["full_attention", "sliding_attention", "full_attention"],
             "sliding_window": 6,
-            "num_experts": 6,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
+            **_EXPERTS,
             "shared_expert_intermediate_size": 24,
             "mlp_only_layers": [0],
         }
@@ -864,9 +853,7 @@ ZOO: dict[str, Specimen] = {
         {
             "layer_types": TURNS,
             "sliding_window": 6,
-            "num_experts": 6,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
+            **_EXPERTS,
             "shared_expert_intermediate_size": 24,
         },
         {"renormalized": {"norm_topk_prob": True}},
@@ -877,9 +864,7 @@ ZOO: dict[str, Specimen] = {
             "layer_types": ["full_attention", "sliding_attention", "full_attention"],
             "num_attention_heads_per_layer": [4, 8, 4],
             "sliding_window": 6,
-            "num_experts": 6,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
+            **_EXPERTS,
             "shared_expert_intermediate_size": 24,
             "moe_routed_scaling_factor": 1.5,
         },

@@ -57,7 +57,7 @@ class FakeTower(nn.Module):
         self.down = RowLinear(WIDTH, facts.hidden, scope / "eye.down", bias=True)
 
     @staticmethod
-    def divides(media: MediaFacts, count: int) -> bool:
+    def can_shard(media: MediaFacts, count: int) -> bool:
         return WIDTH % count == 0
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
@@ -81,7 +81,7 @@ class FakeProcessor:
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Any) -> None:
         pass
 
-    def most_vectors(self, modality: str) -> int:
+    def max_vectors(self, modality: str) -> int:
         return MOST
 
 

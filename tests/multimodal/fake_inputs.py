@@ -68,7 +68,7 @@ class FakeProcessor:
             raise RequestError(f"vectors of shape {list(result.shape)} are not [n, {HIDDEN}]", "image_embeds")
         return ProcessedItem([PAD] * len(result), [], {"count": len(result)}, {"embeds": Array.of(result)})
 
-    def most_vectors(self, modality: str) -> int:
+    def max_vectors(self, modality: str) -> int:
         return 64
 
     def largest(self, modality: str) -> tuple[int, ...]:

@@ -4,14 +4,14 @@ import torch
 from torch import Tensor
 
 from quire.data.multimodal import TABLE, Arrays
-from quire.worker.multimodal.encoder import numbers_of
+from quire.worker.multimodal.encoder import pixel_values
 
 
 def finished(arrays: Arrays | None) -> dict[str, Tensor]:
     assert arrays is not None
     tensors = {name: torch.from_numpy(array.numbers().copy()) for name, array in arrays.items()}
     table = tensors.pop(TABLE, torch.empty(0))
-    return {name: numbers_of(tensor, table) for name, tensor in tensors.items()}
+    return {name: pixel_values(tensor, table) for name, tensor in tensors.items()}
 
 
 def patches(arrays: Arrays | None) -> Tensor:

@@ -11,15 +11,13 @@ from PIL import Image
 from seeing_gemma4 import GEMMA4
 from seeing_latest import LATEST
 from seeing_more import MORE
+from tiny_engine import load_tower
 from tiny_seeing import STRONG, TEXT, VISION, Stand, make_tokenizer, save_tiny
 from tiny_seeing import close as close
 from tiny_seeing import picture as picture
 from tiny_seeing import sizes as sizes
 
-from quire.attention.torch_sdpa import TorchSDPA
 from quire.checkpoint.model import read_checkpoint
-from quire.loader import load_model
-from quire.models.towers import TOWERS
 from quire.multimodal.placeholders import place
 from quire.multimodal.processing import PreparedItem
 from quire.multimodal.processors import PROCESSORS, rewrites_text
@@ -54,17 +52,7 @@ class Twin:
             self.processor.ours = self.ours
 
     def tower(self, **options: Any) -> Any:
-        return load_model(
-            self.checkpoint,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-            backend=TorchSDPA(),
-            max_model_len=64,
-            show_progress=False,
-            build=lambda facts, scope: TOWERS[self.media.family](facts, scope),
-            partly=True,
-            **options,
-        )
+        return load_tower(self.path, **options)
 
     def features(self, inputs: Any) -> torch.Tensor:
         """Return the embeddings of all images by transformers."""
@@ -82,7 +70,7 @@ class Twin:
         processed = [self.ours.process("image", image, {}) for image in images]
         ready = [PreparedItem("image", b"%d" % i, entry) for i, entry in enumerate(processed)]
         if rewrites_text(self.ours):
-            text = self.ours.spelled(text)
+            text = self.ours.rewrite_text(text)
         tokens, media = place(self.tokenizer.encode(text), ready, self.ours)
         places = [at for item in media.items for first, n in item.places() for at in range(first, first + n)]
         assert places == [at for at, token in enumerate(tokens) if token in self.image_ids]

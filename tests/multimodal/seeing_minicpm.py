@@ -36,7 +36,7 @@ class MiniCPMStand(Stand):
             squares.append(square.reshape(3, rows * 7, columns * 7))
         return {"pixels": squares[0]} | ({"slices": np.stack(squares[1:])} if squares[1:] else {})
 
-    def spelled(self, made: Any, number: int) -> str:
+    def rewrite_text(self, made: Any, number: int) -> str:
         from transformers.models.minicpmv4_6.processing_minicpmv4_6 import MiniCPMV4_6Processor
 
         named = {
@@ -52,7 +52,7 @@ class MiniCPMStand(Stand):
 
     def __call__(self, images: list[Image.Image], text: str, return_tensors: str) -> Any:
         made, parts = self.images(images, return_tensors="pt"), text.split(self.place)
-        out = parts[0] + "".join(self.spelled(made, i) + part for i, part in enumerate(parts[1:]))
+        out = parts[0] + "".join(self.rewrite_text(made, i) + part for i, part in enumerate(parts[1:]))
         inputs = self.tokenizer(out, return_tensors="pt", return_token_type_ids=False)
         return inputs | {name: made[name] for name in ("pixel_values", "target_sizes")}
 

@@ -12,14 +12,12 @@ import torch
 from fake_inputs import data_url, wav
 from hearing import MARK, RATE, SECONDS, noise, save_flamingo, save_qwen_audio, save_voxtral, sound
 from seeing import close
+from tiny_engine import load_tower, open_llm
 
 from quire import LLM, SamplingParams
-from quire.attention.torch_sdpa import TorchSDPA
 from quire.checkpoint import weights
 from quire.checkpoint.model import read_checkpoint
 from quire.errors import RequestError
-from quire.loader import load_model
-from quire.models.towers import TOWERS
 from quire.multimodal.mel import _filtered, log_mel, resampled
 from quire.multimodal.processors import PROCESSORS, Audio
 from quire.text.tokenizer import load_tokenizer
@@ -42,16 +40,7 @@ class Twin:
         self.ours = PROCESSORS[self.media.family](path, self.media, load_tokenizer(path, "hf"))
 
     def tower(self) -> Any:
-        return load_model(
-            self.checkpoint,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-            backend=TorchSDPA(),
-            max_model_len=64,
-            show_progress=False,
-            build=lambda facts, scope: TOWERS[self.media.family](facts, scope),
-            partly=True,
-        )
+        return load_tower(self.path)
 
     def inputs(self, text: str, sounds: list[Audio]) -> Any:
         samples = [item.samples[: SECONDS * RATE] for item in sounds]
@@ -138,8 +127,8 @@ def test_audio_embeddings_equal_transformers(twin: Twin) -> None:
     for item, vector, their in zip(items, vectors, reference, strict=True):
         assert len(vector) == len(item.token_ids)
         torch.testing.assert_close(vector, their[: len(vector)], atol=1e-4, rtol=1e-4)
-    (blank,) = tower.encode("audio", [tower.blank("audio", twin.ours.most_vectors("audio"))])
-    assert len(blank) == twin.ours.most_vectors("audio") == max(map(len, vectors))
+    (blank,) = tower.encode("audio", [tower.blank("audio", twin.ours.max_vectors("audio"))])
+    assert len(blank) == twin.ours.max_vectors("audio") == max(map(len, vectors))
     assert tower.cost("audio", {"mel": (9, 20)}) < tower.cost("audio", {"mel": (19, 20)})
 
 
@@ -152,16 +141,7 @@ def generate_reference(twin: Twin, text: str, sounds: list[Audio]) -> list[int]:
 
 
 def engine(twin: Twin) -> LLM:
-    return LLM(
-        str(twin.path),
-        dtype="float32",
-        block_size=4,
-        max_num_seqs=4,
-        max_model_len=512,
-        max_num_batched_tokens=32,
-        num_gpu_blocks_override=400,
-        use_tqdm_on_load=False,
-    )
+    return open_llm(twin.path, max_num_seqs=4, max_num_batched_tokens=32)
 
 
 @pytest.fixture(scope="module")
@@ -252,7 +232,7 @@ def test_long_audio_is_split_into_windows(tmp_path: Path) -> None:
     numbers = sum(audio.numel() for audio in tower.parameters())
     assert weights.count_parameters(twin.checkpoint.facts).tower == pytest.approx(numbers, rel=0.06)
     (blank,) = tower.encode("audio", [tower.blank("audio", 77)])
-    assert len(blank) == 77 and len(vectors[-1]) == twin.ours.most_vectors("audio") == 150
+    assert len(blank) == 77 and len(vectors[-1]) == twin.ours.max_vectors("audio") == 150
     generated = [twin.model.generate(**audio, max_new_tokens=COUNT, do_sample=False) for audio in inputs]
     requests = [{"prompt": "so <sound>?", "multi_modal_data": {"audio": tuple(audio)}} for audio in sounds]
     for output, whole in zip(engine(twin).generate(requests, PARAMS, use_tqdm=False), generated, strict=True):
@@ -304,7 +284,7 @@ def test_voxtral_pads_to_whole_windows(tmp_path: Path) -> None:
     numbers = sum(audio.numel() for audio in tower.parameters())
     assert weights.count_parameters(twin.checkpoint.facts).tower == pytest.approx(numbers, rel=0.06)
     (blank,) = tower.encode("audio", [tower.blank("audio", 77)])
-    assert len(blank) == 77 and twin.ours.most_vectors("audio") == 25 * 2400 // SECONDS
+    assert len(blank) == 77 and twin.ours.max_vectors("audio") == 25 * 2400 // SECONDS
     llm, mark = engine(twin), "[BEGIN_AUDIO][AUDIO]"
     contents = [(f"so {mark}?", sounds[2:]), (f"{mark} one {mark}two", sounds[:2]), ("words", [])]
     requests = [
@@ -327,7 +307,7 @@ def test_voxtral_pads_to_whole_windows(tmp_path: Path) -> None:
     ]
     assert all(audio.num_cached_tokens > 0.5 * len(audio.prompt_token_ids) for audio in again)
     speech = llm.llm_engine.inputs.media.speech
-    assert speech is not None and speech.at_once < 2400 * RATE
+    assert speech is not None and speech.max_samples < 2400 * RATE
     for language, named in ((None, ""), ("de", "lang:de")):
         token_ids = speech.prompt("transcribe", language)
         prompt = {"prompt_token_ids": token_ids, "multi_modal_data": {"audio": tuple(sounds[0])}}

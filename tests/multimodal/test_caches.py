@@ -119,7 +119,7 @@ def test_item_larger_than_the_shared_cache_is_served(
     cache = SharedProcessorCache(SharedCache(shared_memory))
     logging.getLogger("quire").addHandler(caplog.handler)
     large = ProcessedItem([1], arrays={"pixels": Array.of(np.zeros(1 << 20, np.uint8))})
-    assert cache.keep(b"a", b"b", large) is large and cache.find(b"a") is None
+    assert cache.put(b"a", b"b", large) is large and cache.find(b"a") is None
     logging.getLogger("quire").removeHandler(caplog.handler)
     assert "is larger than mm_processor_cache_gb (1.0 MiB) and is not cached" in caplog.text
 
@@ -227,7 +227,7 @@ def test_both_sides_keep_the_same_items() -> None:
     """Random items come in random requests, some of them twice, and the receiver is cleared now and then. No
     cached item is sent again, and an item that was not sent is cached or requested again."""
     random = np.random.default_rng(0)
-    processor_cache, receiver_cache = ProcessorCache(20_000, far=True), ReceiverCache(20_000)
+    processor_cache, receiver_cache = ProcessorCache(20_000, replicated=True), ReceiverCache(20_000)
     arrays = {
         bytes([n]): {"numbers": Array.of(np.full(int(random.integers(0, 3000)), n, np.uint8))}
         for n in range(60)
@@ -237,7 +237,7 @@ def test_both_sides_keep_the_same_items() -> None:
         keys = [bytes([n]) for n in (random.normal(30, 8, random.integers(1, 5)).astype(int) % 60)]
         whole = Media([MediaItem(modality="image", key=k, offset=n, length=1) for n, k in enumerate(keys)])
         for item in whole.items:
-            item.arrays = None if processor_cache._is_far(item.key) else arrays[item.key]
+            item.arrays = None if processor_cache._is_in_core(item.key) else arrays[item.key]
         assert not processor_cache.lacks(whole)
         got = decode_media(encode_media(processor_cache.outgoing(whole)))
         num_sent += sum(item.arrays is not None for item in got.items)
@@ -245,10 +245,10 @@ def test_both_sides_keep_the_same_items() -> None:
             receiver_cache.clear()
         if not receiver_cache.fill(got):
             num_missing += 1
-            processor_cache.forget_far()
+            processor_cache.clear_core_keys()
             for item in whole.items:
                 item.arrays = arrays[item.key]
-            got = decode_media(encode_media(processor_cache.outgoing(whole, whole=True)))
+            got = decode_media(encode_media(processor_cache.outgoing(whole, all_arrays=True)))
             assert receiver_cache.fill(got)
         for item in got.items:
             assert item.arrays is not None

@@ -254,9 +254,9 @@ def test_encoder_cache_is_empty_after_sleep(fake: Fake) -> None:
     run(llm, [PROMPTS[4]])
     worker: Worker = llm.llm_engine.core.executor._worker  # type: ignore[attr-defined]
     for level in (1, 2):
-        assert worker.loaded.encoder is not None and worker.loaded.encoder.kept
+        assert worker.loaded.encoder is not None and worker.loaded.encoder.cache
         llm.sleep(level)
-        assert worker.loaded.encoder is None or not worker.loaded.encoder.kept
+        assert worker.loaded.encoder is None or not worker.loaded.encoder.cache
         llm.wake_up()
         check(fake, [PROMPTS[4]], run(llm, [PROMPTS[4]]))
 
@@ -346,12 +346,12 @@ def test_tensor_parallel_answers_equal_one_device(fake: Fake, world: str) -> Non
     ended = {id: finish.reason for step in engine.steps for id, finish in step.finished.items()}
     assert [id for id, reason in ended.items() if reason == "error"] == [str(len(PROMPTS))]
     towers = [getattr(worker.model, "tower", None) for worker in engine.executor.workers]
-    is_divided = (
+    is_tensor_parallel = (
         settings.get("mm_encoder_tp_mode", "weights") == "weights" and "tensor_parallel_size" in settings
     )
-    assert [tower.up.sizes_out for tower in towers if tower] == [(4 if is_divided else 8,)] * settings.get(
-        "tensor_parallel_size", 1
-    )
+    assert [tower.up.sizes_out for tower in towers if tower] == [
+        (4 if is_tensor_parallel else 8,)
+    ] * settings.get("tensor_parallel_size", 1)
 
 
 def test_items_are_balanced_by_cost() -> None:
@@ -362,7 +362,7 @@ def test_items_are_balanced_by_cost() -> None:
 def test_encoder_that_cannot_be_sharded_is_data_parallel(
     fake: Fake, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.delattr(FakeTower, "divides")
+    monkeypatch.delattr(FakeTower, "can_shard")
     monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)
     engine = Engine(fake.path, tensor_parallel_size=2)
     assert {worker.model.tower.up.sizes_out for worker in engine.executor.workers} == {(8,)}

@@ -11,16 +11,12 @@ import torch
 from finished import finished
 from hearing import sound
 from safetensors.torch import save_file
-from tiny import generate_preempted
+from tiny_engine import check_answers, load_tower, open_llm
 from tiny_seeing import STRONG, make_tokenizer
 
-from quire import LLM, SamplingParams
-from quire.attention.torch_sdpa import TorchSDPA
 from quire.checkpoint import weights
 from quire.checkpoint.model import read_checkpoint
 from quire.errors import RequestError
-from quire.loader import load_model
-from quire.models.towers import TOWERS
 from quire.multimodal.placeholders import place
 from quire.multimodal.processing import PreparedItem
 from quire.multimodal.processors import PROCESSORS
@@ -98,18 +94,6 @@ class Twin:
         self.tokenizer = load_tokenizer(path, "hf")
         self.ours = PROCESSORS[media.family](path, media, self.tokenizer)
 
-    def tower_of(self) -> Any:
-        return load_model(
-            self.checkpoint,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-            backend=TorchSDPA(),
-            max_model_len=64,
-            show_progress=False,
-            build=TOWERS["gemma3n"],
-            partly=True,
-        )
-
     def mel(self, count: int) -> torch.Tensor:
         return finished(self.ours.process("audio", sound(count), {}).arrays)["mel"]
 
@@ -172,14 +156,14 @@ def test_mel_frames_and_placeholders_equal_transformers(twin: Twin) -> None:
 def test_audio_embeddings_equal_transformers(twin: Twin) -> None:
     """Catches attention that reaches too far, a norm over the whole input, and padding that is attended
     to."""
-    tower = twin.tower_of()
+    tower = load_tower(twin.path)
     embeddings = tower.encode("audio", [{"mel": twin.mel(count)} for count in LENGTHS])
     for embedding, count in zip(embeddings, LENGTHS, strict=True):
         torch.testing.assert_close(embedding, twin.vectors(count), atol=1e-4, rtol=1e-4)
     numbers = sum(parameter.numel() for parameter in tower.parameters())
     assert weights.count_parameters(twin.checkpoint.facts).tower == pytest.approx(numbers, rel=0.06)
     (blank,) = tower.encode("audio", [tower.blank("audio", 13)])
-    assert len(blank) == twin.ours.most_vectors("audio") == 13
+    assert len(blank) == twin.ours.max_vectors("audio") == 13
 
 
 def test_answers_about_audio_equal_transformers(twin: Twin) -> None:
@@ -192,30 +176,5 @@ def test_answers_about_audio_equal_transformers(twin: Twin) -> None:
         else text
         for text, counts in CONTENTS
     ]
-    llm = LLM(
-        str(twin.path),
-        dtype="float32",
-        block_size=4,
-        max_num_seqs=8,
-        max_model_len=256,
-        max_num_batched_tokens=16,
-        max_logprobs=-1,
-        num_gpu_blocks_override=400,
-        use_tqdm_on_load=False,
-    )
-    params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, logprobs=0)
-    for output, (token_ids, likely) in zip(
-        llm.generate(requests, params, use_tqdm=False), expected, strict=True
-    ):
-        answer = output.outputs[0]
-        assert answer.token_ids == token_ids
-        logprobs = [
-            position[token].logprob for position, token in zip(answer.logprobs, token_ids, strict=True)
-        ]
-        assert logprobs == pytest.approx(likely, abs=1e-3)
-    again = llm.generate(requests, params, use_tqdm=False)
-    assert [output.outputs[0].token_ids for output in again] == [token_ids for token_ids, _ in expected]
-    assert all(output.num_cached_tokens > 0.5 * len(output.prompt_token_ids) for output in again)
-    llm.reset_prefix_cache()
-    outputs = generate_preempted(llm, requests, COUNT, at=(1, 3, 6))
-    assert [output.outputs[0].token_ids for output in outputs] == [token_ids for token_ids, _ in expected]
+    llm = open_llm(twin.path, max_model_len=256, max_num_batched_tokens=16, max_logprobs=-1)
+    check_answers(llm, requests, expected, at=(1, 3, 6))

@@ -12,17 +12,15 @@ from hearing import sound
 from oracle import load_tiny, random_prompts, run_paged
 from safetensors.torch import load_file, save_file
 from threads import run_threads, tp_worlds
-from tiny import generate_preempted
+from tiny_engine import check_answers, generate_reference, load_tower, open_llm
 from tiny_omni import AUDIO_TOKENS, FAMILIES, IMAGE_TOKENS, VIDEO_TOKENS, Content, Omni
 from tiny_seeing import picture
 
-from quire import LLM, SamplingParams
 from quire.attention.torch_sdpa import TorchSDPA
 from quire.checkpoint import weights
 from quire.checkpoint.model import read_checkpoint
 from quire.errors import RequestError
 from quire.loader import load_model
-from quire.models.towers import TOWERS
 from quire.parallel.world import World
 
 COUNT = 5
@@ -69,27 +67,10 @@ def test_mel_frames_and_placeholders_equal_transformers(omni: Omni) -> None:
         omni.ours.process("audio", sound(36000), {"truncation": False, "max_pixels": 512})
 
 
-def tower_of(path: Path, **options: Any) -> Any:
-    checkpoint = read_checkpoint(path)
-    media = checkpoint.facts.media
-    assert media is not None
-    return load_model(
-        checkpoint,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        backend=TorchSDPA(),
-        max_model_len=64,
-        show_progress=False,
-        build=TOWERS[media.family],
-        partly=True,
-        **options,
-    )
-
-
 @torch.inference_mode()
 def test_embeddings_equal_transformers(omni: Omni) -> None:
     """Catches chunks that attend to each other, a state too many, and items mixed up in a batch."""
-    checkpoint, tower = read_checkpoint(omni.path), tower_of(omni.path)
+    checkpoint, tower = read_checkpoint(omni.path), load_tower(omni.path)
     reference = []
     for count in LENGTHS:
         features, mask = omni.audio_features(Content("", sounds=[count]))
@@ -104,7 +85,7 @@ def test_embeddings_equal_transformers(omni: Omni) -> None:
     numbers = sum(tensor.numel() for tensor in tower.parameters())
     assert weights.count_parameters(checkpoint.facts).tower == pytest.approx(numbers, rel=0.06)
     for modality in ("audio", "image"):
-        most = min(omni.ours.most_vectors(modality), 500)
+        most = min(omni.ours.max_vectors(modality), 500)
         (blank,) = tower.encode(modality, [tower.blank(modality, most)])
         assert len(blank) == pytest.approx(most, rel=0.1)
     assert tower.cost("audio", {"mel": (300, 20)}) > tower.cost("audio", {"mel": (100, 20)}) > 0
@@ -113,36 +94,11 @@ def test_embeddings_equal_transformers(omni: Omni) -> None:
 def test_answers_equal_transformers(omni: Omni) -> None:
     """Covers an image, audio around one, a video and both, none; all at once, in chunks that end within
     items; then again with the prefix cache; then with preemptions."""
-    llm = LLM(
-        str(omni.path),
-        dtype="float32",
-        block_size=4,
-        max_num_seqs=8,
-        max_model_len=512,
-        max_num_batched_tokens=24,
-        max_logprobs=-1,
-        num_gpu_blocks_override=400,
-        use_tqdm_on_load=False,
-    )
-    expected = [omni.generate_reference(content, COUNT) for content in CONTENTS]
-    params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, logprobs=0)
-    requests = [content.request for content in CONTENTS]
-    for content, output, (token_ids, likely) in zip(
-        CONTENTS, llm.generate(requests, params, use_tqdm=False), expected, strict=True
-    ):
+    llm = open_llm(omni.path, max_num_batched_tokens=24, max_logprobs=-1)
+    expected = [generate_reference(omni.model, omni.inputs(content), COUNT) for content in CONTENTS]
+    outputs = check_answers(llm, [content.request for content in CONTENTS], expected, at=(1, 3, 6))
+    for content, output in zip(CONTENTS, outputs, strict=True):
         assert output.prompt_token_ids == omni.inputs(content)["input_ids"][0].tolist()
-        answer = output.outputs[0]
-        assert answer.token_ids == token_ids, content.text
-        logprobs = [
-            position[token].logprob for position, token in zip(answer.logprobs, token_ids, strict=True)
-        ]
-        assert logprobs == pytest.approx(likely, abs=1e-3)
-    again = llm.generate(requests, params, use_tqdm=False)
-    assert [output.outputs[0].token_ids for output in again] == [token_ids for token_ids, _ in expected]
-    assert all(output.num_cached_tokens > 0.5 * len(output.prompt_token_ids) for output in again)
-    llm.reset_prefix_cache()
-    outputs = generate_preempted(llm, requests, COUNT, at=(1, 3, 6))
-    assert [output.outputs[0].token_ids for output in outputs] == [token_ids for token_ids, _ in expected]
 
 
 def test_placeholders_are_those_of_the_template(omni: Omni) -> None:
@@ -169,7 +125,7 @@ def test_published_checkpoint_is_loaded(omni: Omni, tmp_path: Path) -> None:
     facts, same = read_checkpoint(tmp_path).facts, read_checkpoint(omni.path).facts
     assert facts == same
     for modality, items in {"audio": [{"mel": omni.mel(9601)}], "image": [{"pixels": PIXELS}]}.items():
-        (actual,), (expected,) = (tower_of(path).encode(modality, items) for path in (tmp_path, omni.path))
+        (actual,), (expected,) = (load_tower(path).encode(modality, items) for path in (tmp_path, omni.path))
         assert torch.equal(actual, expected)
     prompts = random_prompts(7, 12)
     for actual, expected in zip(
@@ -182,8 +138,8 @@ def test_tensor_parallel_encoders_equal_one_device(omni: Omni) -> None:
     """A decoder is also loaded without them."""
     inputs = {"audio": [{"mel": omni.mel(count)} for count in LENGTHS[-2:]], "image": [{"pixels": PIXELS}]}
     worlds = tp_worlds(2)
-    towers = [tower_of(omni.path, world=world) for world in worlds]
-    whole = tower_of(omni.path)
+    towers = [load_tower(omni.path, world=world) for world in worlds]
+    whole = load_tower(omni.path)
 
     @torch.inference_mode()
     def run(world: World) -> Any:

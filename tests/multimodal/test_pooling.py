@@ -15,9 +15,10 @@ from PIL import Image
 from seeing import Twin as Seeing
 from test_audio_models import MARK
 from test_audio_models import Twin as Hearing
-from test_qwen import IMAGE_TOKENS, LARGE, SMALL, WIDE, Content, open_llm, prompts, request_of
+from test_qwen import IMAGE_TOKENS, LARGE, SMALL, WIDE, Content, prompts, request_of
 from test_qwen import Twin as Qwen
 from test_vision_engine import prompts as seen_prompts
+from tiny_engine import open_llm
 from tiny_seeing import part, url_of
 
 from quire import LLM

@@ -42,7 +42,7 @@ def image(url: str = URL, **more: Any) -> MediaInput:
 
 
 def keys(reader: MediaInputReader, *items: MediaInput, **how: Any) -> list[bytes]:
-    return [item.key for item in reader.prepare_now(items, **how)]
+    return [item.key for item in reader.prepare_sync(items, **how)]
 
 
 def test_same_text_is_decoded_once(decoded: list[int]) -> None:
@@ -51,7 +51,7 @@ def test_same_text_is_decoded_once(decoded: list[int]) -> None:
     assert len(decoded) == 1
     sound = base64.b64encode(wav(np.zeros((50, 1), np.int16))).decode()
     for _ in range(2):
-        reader.prepare_now([MediaInput("audio", Base64Media(sound), "here")])
+        reader.prepare_sync([MediaInput("audio", Base64Media(sound), "here")])
     assert len(decoded) == 2
 
 
@@ -78,9 +78,9 @@ def test_other_reading_options_give_another_item(decoded: list[int]) -> None:
 
 def test_same_base64_differs_as_url_and_as_file(decoded: list[int]) -> None:
     reader = caching_reader()
-    reader.prepare_now([image()])
+    reader.prepare_sync([image()])
     with pytest.raises(RequestError, match="base64"):
-        reader.prepare_now([MediaInput("image", Base64Media(URL), "here")])
+        reader.prepare_sync([MediaInput("image", Base64Media(URL), "here")])
 
 
 def test_evicted_items_are_processed_again(decoded: list[int]) -> None:
@@ -113,7 +113,7 @@ def test_unreadable_text_is_refused_each_time(decoded: list[int]) -> None:
     for wrong in ("data:image/png;base64,AAA", "data:image/png,AAAA", "data:image/png;base64,é", "data:"):
         for _ in range(2):
             with pytest.raises(RequestError):
-                reader.prepare_now([image(wrong)])
+                reader.prepare_sync([image(wrong)])
 
 
 def test_refused_item_leaves_no_garbage() -> None:
@@ -145,7 +145,7 @@ def test_refused_item_leaves_no_garbage() -> None:
 
 def test_item_lost_by_the_core_is_decoded_again(decoded: list[int]) -> None:
     """A cached item has no bytes at hand."""
-    reader = media(processor_cache=ProcessorCache(1 << 20, far=True))
+    reader = media(processor_cache=ProcessorCache(1 << 20, replicated=True))
 
     async def go() -> None:
         (new,) = await reader.prepare([image()])
@@ -154,9 +154,9 @@ def test_item_lost_by_the_core_is_decoded_again(decoded: list[int]) -> None:
         (known,) = await reader.prepare([image()])
         assert known.processed.arrays is None and len(decoded) == 1
         _, again = reader.place(_marks(reader), [known])
-        reader.processor_cache.forget_far()
+        reader.processor_cache.clear_core_keys()
         assert reader.processor_cache.lacks(again)
-        await reader.bring(again, [known])
+        await reader.restore_arrays(again, [known])
         made, first = again.items[0].arrays, new.processed.arrays
         assert made is not None and first is not None and len(decoded) == 2
         assert bytes(made["numbers"].data) == bytes(first["numbers"].data)

@@ -9,6 +9,7 @@ import torch
 from finished import patches
 from PIL import Image
 from tiny import generate_preempted
+from tiny_engine import open_llm
 from tiny_qwen import FAMILIES, made
 
 from quire import LLM, SamplingParams
@@ -99,18 +100,6 @@ class Twin:
         out = self.model.generate(**inputs, max_new_tokens=COUNT, do_sample=False)
         token_ids: list[int] = out[0, inputs["input_ids"].shape[1] :].tolist()
         return token_ids
-
-
-def open_llm(path: Path, **settings: Any) -> LLM:
-    defaults: dict[str, Any] = {
-        "dtype": "float32",
-        "block_size": 4,
-        "max_num_seqs": 8,
-        "max_model_len": 512,
-        "num_gpu_blocks_override": 400,
-        "use_tqdm_on_load": False,
-    }
-    return LLM(str(path), **(defaults | settings))
 
 
 def request_of(content: Content) -> Any:

@@ -57,7 +57,7 @@ def test_features_and_embeddings_equal_transformers(twin: Recording) -> None:
     assert tower.cost("audio", {"mel": (80, 20)}) < tower.cost("audio", {"mel": (190, 20)})
     numbers = sum(parameter.numel() for parameter in tower.parameters())
     assert weights.count_parameters(twin.checkpoint.facts).tower == pytest.approx(numbers, rel=0.06)
-    assert twin.ours.most_vectors("audio") == 2400 * 13
+    assert twin.ours.max_vectors("audio") == 2400 * 13
     with pytest.raises(RequestError, match="too short"):
         twin.ours.process("audio", Audio(sound(5).samples[:0], RATE), {})
 

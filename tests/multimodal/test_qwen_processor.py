@@ -60,13 +60,13 @@ def test_pixels_and_grid_equal_transformers(family: str, base: Path, tmp_path: P
         got = actual.process("image", image, {})
         pixels = pixels_of(got)
         assert list(pixels.shape[:3]) == got.facts["grid"] == expected["image_grid_thw"][0].tolist()
-        assert len(got.token_ids) == np.prod(pixels.shape[:3]) // 4 <= actual.most_vectors("image")
+        assert len(got.token_ids) == np.prod(pixels.shape[:3]) // 4 <= actual.max_vectors("image")
         np.testing.assert_allclose(
             pixels.reshape(expected["pixel_values"].shape), expected["pixel_values"], atol=1e-5
         )
     assert len(
         actual.process("image", Image.new("RGB", actual.largest("image")), {}).token_ids
-    ) <= actual.most_vectors("image")
+    ) <= actual.max_vectors("image")
 
 
 def test_request_arguments_are_checked(base: Path) -> None:
@@ -146,7 +146,7 @@ def test_video_vector_count_is_predicted(base: Path, family: str) -> None:
         made = processor.process("video", Video(np.zeros((frames, height, width, 3), np.uint8)), arguments)
         count = sum(count for _, count in made.runs) or len(made.token_ids)
         assert processor.num_vectors(Video.black(frames, width, height), arguments) == count
-    assert processor.num_vectors(Video.black(*processor.largest("video")), {}) <= processor.most_vectors(
+    assert processor.num_vectors(Video.black(*processor.largest("video")), {}) <= processor.max_vectors(
         "video"
     )
 

@@ -8,37 +8,18 @@ import torch
 from oracle import load_tiny, random_prompts, run_paged
 from safetensors.torch import load_file, save_file
 from threads import run_threads, tp_worlds
+from tiny_engine import load_tower
 from tiny_qwen import FAMILIES, made
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quire.attention.torch_sdpa import TorchSDPA
 from quire.checkpoint import weights
 from quire.checkpoint.model import read_checkpoint
 from quire.errors import ConfigError
 from quire.layers import vision
-from quire.loader import load_model
 from quire.models.towers import TOWERS
 from quire.parallel.world import World
 
 GRIDS = [(1, 4, 6), (3, 10, 8), (1, 2, 2), (2, 14, 6)]
-
-
-def tower_of(path: Path, **options: Any) -> Any:
-    """Load our vision encoder from the checkpoint at `path`."""
-    checkpoint = read_checkpoint(path)
-    media = checkpoint.facts.media
-    assert media is not None
-    return load_model(
-        checkpoint,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        backend=TorchSDPA(),
-        max_model_len=64,
-        show_progress=False,
-        build=TOWERS[media.family],
-        partly=True,
-        **options,
-    )
 
 
 @pytest.fixture
@@ -50,7 +31,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @torch.inference_mode()
 def test_layers_and_embeddings_equal_transformers(family: str, base: Path) -> None:
     path, model = made(family, base)
-    reference, tower = model.model.visual, tower_of(path)
+    reference, tower = model.model.visual, load_tower(path)
     items = [torch.randn(*grid, 96) for grid in GRIDS]
     states: dict[str, list[Any]] = {"theirs": [], "ours": []}
     for name, layers in (("theirs", reference.blocks), ("ours", tower.layers)):
@@ -78,9 +59,9 @@ def test_padded_mlp_gives_the_same_embeddings(
 ) -> None:
     path, _ = made(family, base)
     items = [{"pixels": torch.randn(*grid, 96)} for grid in GRIDS]
-    expected = torch.cat(tower_of(path).encode("image", items))
+    expected = torch.cat(load_tower(path).encode("image", items))
     monkeypatch.setitem(vision._UNITS, "cpu", 56)
-    wider = tower_of(path)
+    wider = load_tower(path)
     assert wider.layers[0].mlp.down.weight.weight.shape[1] % 56 == 0
     torch.testing.assert_close(torch.cat(wider.encode("image", items)), expected, atol=1e-5, rtol=1e-5)
 
@@ -102,7 +83,7 @@ def test_encoder_with_a_layout_needs_no_host_work(
     """Check that the computation can be captured in a graph and replayed with other inputs."""
     with torch.inference_mode(), OnDevice(), pytest.raises(AssertionError, match="lift_fresh"):
         torch.tensor([1])
-    tower = tower_of(made(family, base)[0])
+    tower = load_tower(made(family, base)[0])
     first, second = ([{"pixels": torch.randn(*grid, 96)} for grid in GRIDS] for _ in range(2))
     layout = tower.lay_out("image", first)
     expected = tower.encode("image", second)
@@ -117,9 +98,9 @@ def test_tensor_parallel_encoder_equals_one_device(family: str, base: Path) -> N
     path, _ = made(family, base)
     items = [{"pixels": torch.randn(*grid, 96)} for grid in GRIDS]
     with torch.inference_mode():
-        expected = torch.cat(tower_of(path).encode("image", items))
+        expected = torch.cat(load_tower(path).encode("image", items))
     worlds = tp_worlds(2)
-    towers = [tower_of(path, world=world) for world in worlds]
+    towers = [load_tower(path, world=world) for world in worlds]
 
     @torch.inference_mode()
     def run(world: World) -> Any:
@@ -129,13 +110,13 @@ def test_tensor_parallel_encoder_equals_one_device(family: str, base: Path) -> N
         torch.testing.assert_close(vectors, expected, atol=1e-4, rtol=1e-4)
     media = read_checkpoint(path).facts.media
     assert media is not None
-    divides = TOWERS[media.family].divides
-    assert divides(media, 2) and not divides(media, 4)
+    can_shard = TOWERS[media.family].can_shard
+    assert can_shard(media, 2) and not can_shard(media, 4)
 
 
 @torch.inference_mode()
 def test_blank_items_have_about_the_requested_size(base: Path) -> None:
-    tower = tower_of(made("Qwen2_5_VL", base)[0])
+    tower = load_tower(made("Qwen2_5_VL", base)[0])
     for count in (1, 7, 100):
         blank = tower.blank("image", count)
         assert 0.8 * count <= len(tower.encode("image", [blank])[0]) <= count
@@ -151,12 +132,12 @@ def test_older_names_are_loaded_and_missing_ones_reported(base: Path, tmp_path: 
     (tmp_path / "config.json").write_text((path / "config.json").read_text())
     save_file(first, tmp_path / "model.safetensors")
     item = {"pixels": torch.randn(1, 4, 4, 96)}
-    (older,), (same,) = tower_of(tmp_path).encode("image", [item]), tower_of(path).encode("image", [item])
+    (older,), (same,) = load_tower(tmp_path).encode("image", [item]), load_tower(path).encode("image", [item])
     torch.testing.assert_close(older, same)
     del first["visual.blocks.1.attn.qkv.bias"]
     save_file(first, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=r"lacks 1 .*visual\.blocks\.1\.attn\.qkv\.bias"):
-        tower_of(tmp_path)
+        load_tower(tmp_path)
 
 
 @torch.inference_mode()

@@ -340,8 +340,8 @@ def test_tensor_parallel_vision_encoder_equals_one_device(
 
     for vectors in run_threads(2, run, worlds=lambda _: worlds):
         torch.testing.assert_close(vectors, expected, atol=1e-4, rtol=1e-4)
-    divides = TOWERS[twin.media.family].divides
-    assert divides(twin.media, 2) and not divides(twin.media, 4)
+    can_shard = TOWERS[twin.media.family].can_shard
+    assert can_shard(twin.media, 2) and not can_shard(twin.media, 4)
 
 
 @pytest.mark.parametrize("family", [*MORE, *LATEST])

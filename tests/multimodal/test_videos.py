@@ -16,8 +16,9 @@ from PIL import Image
 from seeing import Twin, picture
 from seeing_minicpm import MiniCPMStand, OlderMiniCPMStand
 from seeing_more import KimiStand
+from tiny_engine import open_llm
 
-from quire import LLM, SamplingParams
+from quire import SamplingParams
 from quire.checkpoint.model import read_checkpoint
 from quire.errors import RequestError
 from quire.multimodal.placeholders import place
@@ -157,7 +158,7 @@ def test_video_placeholders_and_embeddings_equal_transformers(reference: VideoRe
         actual = twin.ours.process("video", video, {})
         text = f"user\n{reference.mark} what"
         expected, more = reference.expected(text, video)
-        spelled = twin.tokenizer.encode(twin.ours.spelled(text))
+        spelled = twin.tokenizer.encode(twin.ours.rewrite_text(text))
         assert place(spelled, [PreparedItem("video", b"v", actual)], twin.ours)[0] == expected
         (vectors,) = tower.encode("video", [finished(actual.arrays)])
         torch.testing.assert_close(vectors, reference.vectors(more), atol=1e-4, rtol=1e-4)
@@ -167,7 +168,7 @@ def test_video_placeholders_and_embeddings_equal_transformers(reference: VideoRe
     (blank,) = tower.encode("video", [tower.blank("video", 100)])
     assert len(blank) == pytest.approx(100, rel=0.05)
     largest = Video.black(*twin.ours.largest("video"))
-    assert twin.ours.most_vectors("video") >= twin.ours.num_vectors(largest, {})
+    assert twin.ours.max_vectors("video") >= twin.ours.num_vectors(largest, {})
 
 
 def test_answers_about_videos_equal_transformers(reference: VideoReference) -> None:
@@ -175,16 +176,7 @@ def test_answers_about_videos_equal_transformers(reference: VideoReference) -> N
     video, text = film(8, 40, 30), f"user\n{reference.mark} what"
     expected, more = reference.expected(text, video)
     message = reference.generate_reference(expected, more)
-    llm = LLM(
-        str(reference.twin.path),
-        dtype="float32",
-        block_size=4,
-        max_num_seqs=4,
-        max_model_len=512,
-        max_num_batched_tokens=256,
-        num_gpu_blocks_override=400,
-        use_tqdm_on_load=False,
-    )
+    llm = open_llm(reference.twin.path, max_num_seqs=4, max_num_batched_tokens=256)
     facts = {"fps": video.source_fps, "total_num_frames": 24, "frames_indices": list(video.indices)}
     data = {"video": (video.frames, facts)}
     (output,) = llm.generate([{"prompt": text, "multi_modal_data": data}], PARAMS, use_tqdm=False)

@@ -4,10 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from PIL import Image
 from seeing import FAMILIES, Twin, picture
-from tiny import generate_preempted
+from tiny_engine import check_answers, generate_reference, open_llm
 
 from quire import LLM, SamplingParams
 from quire.checkpoint.model import read_checkpoint
@@ -32,24 +31,13 @@ def prompts(mark: str) -> list[Content]:
     ]
 
 
-@torch.inference_mode()
-def generate_reference(twin: Twin, content: Content) -> tuple[list[int], list[float]]:
-    """Return the generated tokens and their logprobs."""
+def inputs_of(twin: Twin, content: Content) -> Any:
     text, images = content
-    inputs = twin.inputs(text, images) if images else twin.processor.tokenizer(text, return_tensors="pt")
-    if not images:
-        inputs.pop("token_type_ids", None)
-    out = twin.model.generate(
-        **inputs, max_new_tokens=COUNT, do_sample=False, output_logits=True, return_dict_in_generate=True
-    )
-    token_ids: list[int] = out.sequences[0, inputs["input_ids"].shape[1] :].tolist()
-    likely = torch.cat(out.logits).log_softmax(-1)
-    return token_ids, [float(likely[at, token]) for at, token in enumerate(token_ids)]
-
-
-def generate(llm: LLM, contents: list[Content]) -> list[Any]:
-    params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, logprobs=0)
-    return llm.generate(requests_of(contents), params, use_tqdm=False)
+    if images:
+        return twin.inputs(text, images)
+    inputs = twin.processor.tokenizer(text, return_tensors="pt")
+    inputs.pop("token_type_ids", None)
+    return inputs
 
 
 def requests_of(contents: list[Content]) -> list[Any]:
@@ -67,35 +55,13 @@ def test_answers_about_images_equal_transformers(
     within items where allowed; then again with the prefix cache; then with preemptions."""
     twin = Twin(tmp_path_factory.mktemp(family), family)
     contents = prompts(twin.mark)
-    expected = [generate_reference(twin, content) for content in contents]
-    llm = LLM(
-        str(twin.path),
-        dtype="float32",
-        block_size=4,
-        max_num_seqs=8,
-        max_model_len=512,
-        max_logprobs=-1,
-        num_gpu_blocks_override=400,
-        use_tqdm_on_load=False,
-        **({"max_num_batched_tokens": 32} | SETTINGS.get(family, {})),
-    )
-    first = generate(llm, contents)
-    for content, output, (token_ids, likely) in zip(contents, first, expected, strict=True):
-        text, images = content
-        if images:
-            assert output.prompt_token_ids == twin.inputs(text, images)["input_ids"][0].tolist()
-        answer = output.outputs[0]
-        assert answer.token_ids == token_ids, text
-        logprobs = [
-            position[token].logprob for position, token in zip(answer.logprobs, token_ids, strict=True)
-        ]
-        assert logprobs == pytest.approx(likely, abs=1e-3)
-    again = generate(llm, contents)
-    assert [output.outputs[0].token_ids for output in again] == [token_ids for token_ids, _ in expected]
-    assert all(output.num_cached_tokens > 0.5 * len(output.prompt_token_ids) for output in again)
-    llm.reset_prefix_cache()
-    outputs = generate_preempted(llm, requests_of(contents), COUNT, at=(1, 2, 5))
-    assert [output.outputs[0].token_ids for output in outputs] == [token_ids for token_ids, _ in expected]
+    inputs = [inputs_of(twin, content) for content in contents]
+    expected = [generate_reference(twin.model, item, COUNT) for item in inputs]
+    settings = {"max_num_batched_tokens": 32} | SETTINGS.get(family, {})
+    llm = open_llm(twin.path, max_logprobs=-1, **settings)
+    outputs = check_answers(llm, requests_of(contents), expected, at=(1, 2, 5))
+    for (_, images), item, output in zip(contents, inputs, outputs, strict=True):
+        assert not images or output.prompt_token_ids == item["input_ids"][0].tolist()
     processor_cache = llm.llm_engine.inputs.media.processor_cache
     assert len(processor_cache) == 4
     llm.reset_mm_cache()
@@ -127,7 +93,8 @@ def test_bidirectional_prompt_must_fit_into_a_step(tmp_path: Path) -> None:
     content = "describe", [SMALL]
     llm = LLM(str(tmp_path), dtype="float32", max_model_len=64, max_num_batched_tokens=32, max_num_seqs=2)
     with pytest.raises(RequestError, match="The prompt has 36 tokens .* and a step holds 32"):
-        generate(llm, [("x" * 30, [SMALL])])
-    (output,) = generate(llm, [content])
-    assert output.outputs[0].token_ids == generate_reference(twin, content)[0]
+        llm.generate(requests_of([("x" * 30, [SMALL])]), use_tqdm=False)
+    params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
+    (output,) = llm.generate(requests_of([content]), params, use_tqdm=False)
+    assert output.outputs[0].token_ids == generate_reference(twin.model, inputs_of(twin, content), COUNT)[0]
     assert output.prompt_token_ids == twin.inputs("<image>describe", [SMALL])["input_ids"][0].tolist()

@@ -224,8 +224,8 @@ def test_tensor_parallel_whisper_equals_one_device(twin: Twin) -> None:
     @torch.inference_mode()
     def run(world: World) -> torch.Tensor:
         model: Any = models[world.tp.rank]
-        model.crossing.keep(model.tower.encode("audio", [{"mel": mel}])[0], 1)
-        model.crossing.assign([0], [1])
+        model.cross_cache.write(model.tower.encode("audio", [{"mel": mel}])[0], 1)
+        model.cross_cache.assign([0], [1])
         (logits,) = run_paged(model, [ids], [[len(ids) - 3], [1], [2]])
         return logits.log_softmax(-1)
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from quire import LLM, SamplingParams
-from quire.frontend.speech import Transcriber, pieces_of
+from quire.frontend.speech import Transcriber, split_audio
 
 END, START, TRANSLATE, TRANSCRIBE, UNTIMED = 50257, 50258, 50358, 50359, 50363
 TASKS = {"transcribe": TRANSCRIBE, "translate": TRANSLATE}
@@ -120,7 +120,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Published]:
 def test_tasks_and_chunks_equal_transformers(published: Published) -> None:
     """Includes the prefix tokens that `generate` adds, and all suppressed tokens."""
     samples = noise(40 * RATE)
-    pieces = [piece for _, piece in pieces_of(samples, published.speech.at_once)]
+    pieces = [piece for _, piece in split_audio(samples, published.speech.max_samples)]
     assert len(pieces) == 2 and [*published.speech.languages] == languages()
     transcriptions = []
     for piece, task, language in ((pieces[0], "transcribe", "de"), (pieces[1], "translate", "yo")):

@@ -10,6 +10,7 @@ from finished import finished, patches
 from hearing import sound
 from numpy.typing import NDArray
 from PIL import Image
+from tiny_qwen import ROPE, VISION
 from tiny_seeing import STRONG, make_tokenizer, save_tiny
 from torch.nn import functional as F
 
@@ -30,7 +31,6 @@ FPS = 2.0
 GRID = {"patch_size": 4, "temporal_patch_size": 2, "merge_size": 2}
 FILM = {"min_pixels": 256, "max_pixels": 2048}
 """Processor arguments of videos."""
-_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 _HEARING = {
     "num_mel_bins": 20,
     "encoder_layers": 2,
@@ -41,28 +41,20 @@ _HEARING = {
     "n_window": 15,
     "max_source_positions": 100,
 }
-_VISION = {
-    "depth": 3,
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_heads": 2,
-    "patch_size": 4,
-    "out_hidden_size": 32,
-}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3OmniMoe": {
         "text_config": STRONG
         | _EXPERTS
         | {"num_attention_heads": 2, "num_hidden_layers": 3}
-        | {"rope_parameters": _ROPE | {"mrope_interleaved": True}},
-        "vision_config": _VISION | {"num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2]},
+        | {"rope_parameters": ROPE | {"mrope_interleaved": True}},
+        "vision_config": VISION | {"num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2]},
         "audio_config": _HEARING | {"n_window": 50, "n_window_infer": 100, "downsample_hidden_size": 12},
         "initializer_range": 0.3,
     },
     "Qwen2_5Omni": {
-        "text_config": STRONG | {"num_attention_heads": 2, "rope_parameters": _ROPE},
-        "vision_config": _VISION | {"window_size": 16, "fullatt_block_indexes": [1]},
+        "text_config": STRONG | {"num_attention_heads": 2, "rope_parameters": ROPE},
+        "vision_config": VISION | {"window_size": 16, "fullatt_block_indexes": [1]},
         "audio_config": _HEARING,
         "tie_word_embeddings": False,
         "initializer_range": 0.3,
@@ -204,17 +196,6 @@ class Omni:
             for name in ("input_features", "attention_mask")
         )
         return features, masks
-
-    @torch.inference_mode()
-    def generate_reference(self, content: Content, count: int) -> tuple[list[int], list[float]]:
-        """Return the generated tokens and their logprobs."""
-        inputs = self.inputs(content)
-        out = self.model.generate(
-            **inputs, max_new_tokens=count, do_sample=False, output_logits=True, return_dict_in_generate=True
-        )
-        token_ids: list[int] = out.sequences[0, inputs["input_ids"].shape[1] :].tolist()
-        likely = torch.cat(out.logits).log_softmax(-1)
-        return token_ids, [float(likely[at, token]) for at, token in enumerate(token_ids)]
 
     def mel(self, count: int) -> torch.Tensor:
         return finished(self.ours.process("audio", sound(count), {}).arrays)["mel"]

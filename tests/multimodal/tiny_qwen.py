@@ -21,8 +21,8 @@ _TEXT = {
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
-_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-_VISION = {
+ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+VISION = {
     "depth": 3,
     "hidden_size": 32,
     "intermediate_size": 40,
@@ -31,7 +31,7 @@ _VISION = {
     "out_hidden_size": 32,
 }
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-_QWEN3 = {"head_dim": 16, "rope_parameters": _ROPE | {"mrope_interleaved": True}}
+_QWEN3 = {"head_dim": 16, "rope_parameters": ROPE | {"mrope_interleaved": True}}
 _DELTA = {
     "linear_num_value_heads": 2,
     "linear_num_key_heads": 2,
@@ -39,44 +39,44 @@ _DELTA = {
     "linear_key_head_dim": 16,
     "num_hidden_layers": 4,
     "head_dim": 32,
-    "rope_parameters": _ROPE | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25},
+    "rope_parameters": ROPE | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25},
 }
-_QWEN3_VISION = _VISION | {"num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2]}
+_QWEN3_VISION = VISION | {"num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2]}
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Qwen2VL": (
-        {"rope_parameters": _ROPE},
+        {"rope_parameters": ROPE},
         {"depth": 3, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4},
     ),
     "Qwen2_5_VL": (
-        {"rope_parameters": _ROPE},
-        _VISION | {"window_size": 16, "fullatt_block_indexes": [1], "tokens_per_second": 2},
+        {"rope_parameters": ROPE},
+        VISION | {"window_size": 16, "fullatt_block_indexes": [1], "tokens_per_second": 2},
     ),
     "Qwen3VL": (_QWEN3, _QWEN3_VISION),
     "Qwen3VLMoe": (_QWEN3 | _EXPERTS, _QWEN3_VISION),
-    "Qwen3_5": (_DELTA, _VISION | {"num_position_embeddings": 25}),
+    "Qwen3_5": (_DELTA, VISION | {"num_position_embeddings": 25}),
     "Glm4v": (
-        {"rope_parameters": _ROPE | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}},
-        _VISION | {"image_size": 20, "hidden_act": "silu"},
+        {"rope_parameters": ROPE | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}},
+        VISION | {"image_size": 20, "hidden_act": "silu"},
     ),
     "Glm46V": (
         {
             "model_type": "glm4v_text",
-            "rope_parameters": _ROPE | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5},
+            "rope_parameters": ROPE | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5},
         },
-        _VISION | {"model_type": "glm4v_vision", "image_size": 20},
+        VISION | {"model_type": "glm4v_vision", "image_size": 20},
     ),
     "GlmOcr": (
-        {"head_dim": 32, "rope_parameters": _ROPE | {"mrope_section": [4, 6, 6]}},
-        _VISION | {"attention_bias": True, "rms_norm_eps": 1e-4},
+        {"head_dim": 32, "rope_parameters": ROPE | {"mrope_section": [4, 6, 6]}},
+        VISION | {"attention_bias": True, "rms_norm_eps": 1e-4},
     ),
     "Glm4vMoe": (
         {
-            "rope_parameters": _ROPE | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5},
+            "rope_parameters": ROPE | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5},
             "n_routed_experts": 4,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 24,
         },
-        _VISION | {"image_size": 20, "attention_bias": True},
+        VISION | {"image_size": 20, "attention_bias": True},
     ),
 }
 """Text and vision settings that differ from the defaults, by family."""

@@ -23,10 +23,10 @@ def run_ranks(folder: Path, what: Callable[..., Any], *args: Any, **sizes: Any) 
     count = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     if parallel.enable_expert_parallel:
         count *= parallel.data_parallel_size
-    meeting, context = f"file://{folder}/meeting", multiprocessing.get_context("spawn")
+    init_method, context = f"file://{folder}/init_method", multiprocessing.get_context("spawn")
     pipes = [context.Pipe(duplex=False) for _ in range(count)]
     ranks = [
-        context.Process(target=_run, args=(parallel, index, meeting, expected, what, *args), daemon=True)
+        context.Process(target=_run, args=(parallel, index, init_method, expected, what, *args), daemon=True)
         for index, (_, expected) in enumerate(pipes)
     ]
     for rank, (_, expected) in zip(ranks, pipes, strict=True):
@@ -44,11 +44,11 @@ def run_ranks(folder: Path, what: Callable[..., Any], *args: Any, **sizes: Any) 
 def _run(
     parallel: ParallelSection,
     index: int,
-    meeting: str,
+    init_method: str,
     answer: Connection,
     what: Callable[..., Any],
     *args: Any,
 ) -> None:
     torch.set_num_threads(1)
-    world: World = join(parallel, Rank.of(index, parallel), meeting, torch.device("cpu"), TIMEOUT_S)
+    world: World = join(parallel, Rank.of(index, parallel), init_method, torch.device("cpu"), TIMEOUT_S)
     answer.send(what(world, *args))

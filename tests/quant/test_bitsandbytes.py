@@ -16,8 +16,8 @@ from quire.errors import ConfigError
 from quire.kernels.reference.nf4 import in_halves, scaled, split
 from quire.quant.bitsandbytes import BitsAndBytesFormat, Packed4
 from quire.quant.experts import ExpertShape
-from quire.quant.plain import PlainFormat
 from quire.quant.sharding import Shard
+from quire.quant.unquantized import PlainFormat
 from quire.quant.weight import LinearShape
 
 CPU = torch.device("cpu")

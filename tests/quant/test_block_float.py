@@ -18,7 +18,7 @@ from quire.errors import ConfigError
 from quire.kernels.cpu import native
 from quire.quant.block_float import BlockFloatExperts, BlockFloatFormat, BlockFloatWeight
 from quire.quant.experts import ExpertShape
-from quire.quant.plain import PlainFormat
+from quire.quant.unquantized import PlainFormat
 from quire.quant.weight import LinearShape
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from quire.errors import ConfigError
 from quire.quant import formats
 from quire.quant.experts import ExpertShape
 from quire.quant.formats import SchemeFormat
-from quire.quant.plain import PlainFormat, PlainWeight
+from quire.quant.unquantized import PlainFormat, PlainWeight
 from quire.quant.weight import LinearShape, MixedWeight, materialize, placeholder_parameter
 
 SHAPE = LinearShape(32, (16,), False, torch.float32, torch.device("cpu"))
@@ -52,13 +52,13 @@ def test_layer_stored_plain_is_plain() -> None:
     format = SchemeFormat(
         facts, PlainFormat(), dict.fromkeys(("a.qweight", "b.weight", "lm_head.qweight"), ()).get
     )
-    head = replace(SHAPE, narrows=False)
+    head = replace(SHAPE, quantizable=False)
     assert kept(format, "a") and not kept(format, "b") and kept(format, "lm_head", shape=head)
 
 
 def test_excluded_layers_are_not_quantized() -> None:
     format = SchemeFormat(ONLINE["fp8"], PlainFormat(), {"a.weight": ()}.get)
-    assert kept(format, "a") and not kept(format, "a", shape=replace(SHAPE, narrows=False))
+    assert kept(format, "a") and not kept(format, "a", shape=replace(SHAPE, quantizable=False))
 
 
 def test_parts_of_different_formats_are_computed_separately() -> None:

@@ -18,7 +18,7 @@ from quire.kernels.cpu import native
 from quire.kernels.reference.fp8 import E4M3, Scaled, dequantize, linear_reference, quantize_weight
 from quire.quant.experts import ExpertShape
 from quire.quant.fp8 import Fp8Experts, Fp8Format, Fp8Weight
-from quire.quant.plain import PlainFormat
+from quire.quant.unquantized import PlainFormat
 from quire.quant.weight import LinearShape
 
 CPU = torch.device("cpu")

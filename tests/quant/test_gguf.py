@@ -18,7 +18,7 @@ from quire.kernels.reference.moe import ExpertWeights, mix
 from quire.loader.gguf import GGUFSource
 from quire.quant.experts import ExpertShape, StoredExperts
 from quire.quant.gguf import GGUFFormat, GGUFWeight
-from quire.quant.plain import PlainExperts, PlainFormat, PlainWeight
+from quire.quant.unquantized import PlainExperts, PlainFormat, PlainWeight
 from quire.quant.weight import LinearShape, Weight
 
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from quire.kernels.reference.int4 import Gather
 from quire.kernels.reference.moe import ExpertWeights, mix
 from quire.quant.experts import ExpertShape
 from quire.quant.int4 import Int4Format
-from quire.quant.plain import PlainFormat
+from quire.quant.unquantized import PlainFormat
 from quire.quant.weight import LinearShape, Weight
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from quire.kernels.reference.int8 import Int8Codes, fits_blocks, quantize
 from quire.kernels.reference.moe import ExpertWeights, mix
 from quire.quant.experts import ExpertShape
 from quire.quant.int8 import Int8Experts, Int8Format, Int8Weight
-from quire.quant.plain import PlainFormat
+from quire.quant.unquantized import PlainFormat
 from quire.quant.weight import LinearShape
 
 CPU = torch.device("cpu")

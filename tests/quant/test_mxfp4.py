@@ -15,7 +15,7 @@ from quire.kernels.cpu import native
 from quire.kernels.reference.mxfp4 import in_halves, unpack
 from quire.quant.experts import ExpertShape
 from quire.quant.mxfp4 import Mxfp4Experts, Mxfp4Format
-from quire.quant.plain import PlainFormat
+from quire.quant.unquantized import PlainFormat
 from quire.quant.weight import LinearShape
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

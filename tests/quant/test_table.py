@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from quire.checkpoint.quant import METHODS
 from quire.checkpoint.quant.schemes import Scheme
 from quire.errors import ConfigError
-from quire.quant.plain import PlainExperts, PlainWeight
+from quire.quant.unquantized import PlainExperts, PlainWeight
 
 TESTED_IN = {
     "auto-round": "test_auto_round.py",

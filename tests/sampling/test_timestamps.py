@@ -55,7 +55,9 @@ def test_allowed_tokens_match_transformers(max_first: int | None) -> None:
         known = [*PROMPT, *OUTPUTS[row // 2]]
         tokens[row, : len(known)], lens[row] = known, len(known)
         message = TimestampTokens(ZERO, END, max_first) if row % 2 else None
-        state.admit(row, SamplingParams(moments=message), prompt_len=len(PROMPT), seed=0, stop_ids=())
+        state.admit(
+            row, SamplingParams(timestamp_tokens=message), prompt_len=len(PROMPT), seed=0, stop_ids=()
+        )
     prompt_lens = np.full(len(rows), len(PROMPT), np.int32)
     forced = set[bool]()
     for seed, lift in enumerate((-30.0, -3.0, -1.5, 0.0, 9.0)):

@@ -22,9 +22,9 @@ class TenantLoad:
     def __init__(self, **limits: Any) -> None:
         self.engine = Engine(fair=True, **limits)
         self.engine.check_index = lambda: None  # type: ignore[method-assign]  # slow; test_properties has it
-        # A fixed prompt limit keeps steps independent of this machine's speed; test_prompt_pace.py tests the
-        # pace.
-        self.engine.scheduler.admitter.prompt_pace.limit = lambda max_tokens: max_tokens  # type: ignore[method-assign]
+        # A fixed prompt limit keeps steps independent of this machine's speed; test_prefill_limit.py has
+        # others.
+        self.engine.scheduler.admitter.prefill_limit.limit = lambda max_tokens: max_tokens  # type: ignore[method-assign]
         self.tenants: dict[str, int] = {}
         self.first_token_at: dict[str, int] = {}
         self.computed: list[Counter[int]] = []

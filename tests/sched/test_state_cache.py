@@ -50,6 +50,24 @@ def test_boundaries(interval: int | None, prompt: tuple[int, int, int], expected
 
 
 @pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        # tokens, tokens of the hit, tokens with cached pages
+        ((200, 0, 0), [192]),
+        ((16_384, 15_808, 15_872), []),
+        ((16_384, 15_808, 16_064), [16_064]),
+        ((16_900, 15_808, 15_872), [16_896]),
+        ((2200, 1088, 1600), [1600, 2176]),
+    ],
+)
+def test_checkpoints_shortly_after_a_hit_are_left_out(
+    prompt: tuple[int, int, int], expected: list[int]
+) -> None:
+    states = StateCache(num_slots=1, max_rows=1, block_size=16, unit=64, least_gap=1024)
+    assert states.boundaries(*prompt)[::-1] == expected
+
+
+@pytest.mark.parametrize(
     ("shared", "separate", "at_once"), [(1600, 600, False), (1600, 600, True), (1500, 700, True)]
 )
 def test_all_but_the_first_of_64_requests_hit(shared: int, separate: int, at_once: bool) -> None:

@@ -171,7 +171,7 @@ def test_threads_that_reserve_piecewise_do_not_deadlock() -> None:
         with room.hold() as hold:
             start.wait()
             for _ in range(3):
-                hold.take_here(3)
+                hold.take_blocking(3)
             return hold.num_bytes
 
     with ThreadPoolExecutor(4) as pool:
@@ -186,5 +186,5 @@ def test_memory_is_released_when_decoding_fails() -> None:
     broken = file_of(flat("RGB"))[:-60]
     for _ in range(5):
         with pytest.raises(RequestError, match="broken or truncated"):
-            eyes.prepare_now([MediaInput("image", MediaLink(data_url(broken)), "here")])
+            eyes.prepare_sync([MediaInput("image", MediaLink(data_url(broken)), "here")])
     assert eyes._media_processor._decoding._left == 10 * SIDE * SIDE

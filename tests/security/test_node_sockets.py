@@ -20,9 +20,9 @@ from quire.executor.tcp import (
     HeadEnd,
     Join,
     RemoteRanks,
+    configure_socket,
     decode_from_head,
     encode,
-    tuned,
 )
 
 PATIENCE_S = 60.0
@@ -61,7 +61,7 @@ class Port:
         return self.sockets[-1]
 
     def send_join(self, rank: int, token: str) -> Connection:
-        self.pipes.append(tuned(self.connect()))
+        self.pipes.append(configure_socket(self.connect()))
         self.pipes[-1].send_bytes(encode(Join(rank, {}, token)))
         return self.pipes[-1]
 
@@ -129,7 +129,7 @@ def test_machine_without_the_token_is_refused(port: Port) -> None:
 
 @pytest.mark.parametrize("size", [MAX_JOIN_BYTES + 1, 1 << 30, 0x7FFFFFFF, 0xFFFFFFFF])
 def test_oversized_first_message_is_not_read(port: Port, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp, "GREETING_S", 10 * PATIENCE_S)
+    monkeypatch.setattr(tcp, "JOIN_TIMEOUT_S", 10 * PATIENCE_S)
     sock = port.connect()
     sock.sendall(size.to_bytes(4, "big"))
     assert is_closed(sock)
@@ -138,7 +138,7 @@ def test_oversized_first_message_is_not_read(port: Port, size: int, monkeypatch:
 
 def test_first_message_has_a_timeout(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
     """The timeout also holds for one that arrives byte by byte."""
-    monkeypatch.setattr(tcp, "GREETING_S", 0.2)
+    monkeypatch.setattr(tcp, "JOIN_TIMEOUT_S", 0.2)
     silent, slow = port.connect(), port.connect()
     closed = threading.Event()
 

@@ -17,8 +17,8 @@ import pytest
 from quire.core.dp_sync import _called, _from_engine, _hello
 from quire.data.codec import decode_masks, decode_outcome, decode_plan
 from quire.data.wire import decode_from_core, decode_hello, decode_to_core
-from quire.executor.messages import decode_call, decode_order, decode_word
-from quire.executor.tcp import RemoteRanks, decode_from_head, decode_from_node, decode_join, tuned
+from quire.executor.messages import decode_call, decode_from_rank, decode_order
+from quire.executor.tcp import RemoteRanks, configure_socket, decode_from_head, decode_from_node, decode_join
 from quire.system.node_registry import JoinNode, NodeJoined
 
 SOURCE = Path(__file__).parents[2] / "src" / "quire"
@@ -44,7 +44,7 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
     "from node": decode_from_node,
     "from head": decode_from_head,
     "order": decode_order,
-    "word": decode_word,
+    "from rank": decode_from_rank,
     "call": lambda data: decode_call(b"\xc1" + data),
     "plan": decode_plan,
     "masks": decode_masks,
@@ -78,7 +78,7 @@ def test_pickles_sent_to_the_node_port_are_not_loaded(tmp_path: Path) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     worker_group = RemoteRanks(listener, range(1, 2), 1, token="")
     for data in pickles(tmp_path / "ran"):
-        pipe = tuned(socket.create_connection(listener.getsockname()))
+        pipe = configure_socket(socket.create_connection(listener.getsockname()))
         pipe.send_bytes(data)
         with pytest.raises((EOFError, OSError)):
             pipe.recv_bytes()

@@ -204,13 +204,13 @@ def test_image_of_another_key_is_processed_anew(
 ) -> None:
     """Otherwise the processing time would reveal that another key has sent the image."""
     made = []
-    keep = ProcessorCache.keep
+    keep = ProcessorCache.put
 
     def keeping(self: ProcessorCache, name: bytes, key: bytes, *processed: Any) -> Any:
         made.append(key)
         return keep(self, name, key, *processed)
 
-    monkeypatch.setattr(ProcessorCache, "keep", keeping)
+    monkeypatch.setattr(ProcessorCache, "put", keeping)
     keys = [images(vision_server, key, image_part())[0].key for key in ("key-a", "key-b", "key-a", "plain")]
     assert made == [keys[0], keys[1], keys[3]] and len(set(made)) == 3 and keys[0] == keys[2]
     assert images(vision_server, "plainer", image_part())[0].key == keys[3] and len(made) == 3

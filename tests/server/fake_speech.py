@@ -51,7 +51,7 @@ class Writer(FakeEngine):
         self.tokenizer = self.inputs.tokenizer = whisper_tokenizer()
         self.inputs.vocab = self.facts.vocab = VOCAB
         self.ear = FakeSpeechProcessor()
-        speech = WhisperTranscriber(self.tokenizer, max_len=448, at_once=30 * RATE)
+        speech = WhisperTranscriber(self.tokenizer, max_len=448, max_samples=30 * RATE)
         media_processor = MediaProcessor(self.ear, MultimodalSection(), MediaEnv())
         self.inputs.media = MediaInputReader("fake", media_processor, {"audio": 1}, speech=speech)
         self.usual = self.script

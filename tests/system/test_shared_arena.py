@@ -75,7 +75,7 @@ def test_dead_processes_release_everything() -> None:
     arena.send(shared(arena, parcel))
     arena.drop(parcel)
     assert arena.put(bytes(200)) is None
-    arena.lose_far()
+    arena.reset_receiver()
     assert arena.put(bytes(200)) is not None
 
 
@@ -115,7 +115,7 @@ def test_media_cache_in_shared_memory_is_bounded() -> None:
         number = min(int(chance.expovariate(1 / 25)), 119)
         key = b"%d" % number
         if (actual := processor_cache.find(key)) is None:
-            processed = processor_cache.keep(
+            processed = processor_cache.put(
                 key, key, ProcessedItem([1], arrays=arrays_of(number, sizes[number]))
             )
         else:
@@ -136,7 +136,7 @@ def test_media_cache_in_shared_memory_is_bounded() -> None:
         borrower.settle()
         if turn % 500 == 499:
             here, borrower = [], ArenaReader()  # a dead engine releases nothing
-            processor_cache.lose_far()
+            processor_cache.reset_core()
         for wanted, _asked, media in here:
             (entry,) = media.items
             arrays = entry.arrays if entry.stored is None else unpack(window.read(entry.stored))
@@ -153,12 +153,12 @@ def test_media_cache_in_shared_memory_is_bounded() -> None:
 
 def test_core_without_shared_memory_gets_the_arrays() -> None:
     processor_cache = ProcessorCache(10_000, arena=SharedArena(10_000, 10_000))
-    processed = processor_cache.keep(b"a", b"a", ProcessedItem([1], arrays=arrays_of(3, 5000)))
+    processed = processor_cache.put(b"a", b"a", ProcessedItem([1], arrays=arrays_of(3, 5000)))
     assert processed.arrays is None and processed.stored is not None
     media = Media([MediaItem(modality="image", key=b"a", offset=0, length=1, stored=processed.stored)])
     assert not processor_cache.lacks(media)
     for full in (True, False):
-        (item,) = decode_media(msgspec.msgpack.encode(processor_cache.outgoing(media, whole=full))).items
+        (item,) = decode_media(msgspec.msgpack.encode(processor_cache.outgoing(media, all_arrays=full))).items
         assert item.stored is None and (item.arrays["numbers"].numbers() == 3).all()
 
 

@@ -113,7 +113,7 @@ def test_thousand_steps_keep_tapes_and_memory_constant(
     traffic = Traffic(worker, seed=1)
 
     def memory() -> tuple[int, ...]:
-        sheets = host._decodes.cache_info().currsize, host._others.cache_info().currsize
+        sheets = host._taped_buffers.cache_info().currsize, host._eager_buffers.cache_info().currsize
         return (*sheets, len(host._tapes), host._tapes.pool.num_bytes)
 
     for num_rows in range(1, TAPED + 1):

@@ -197,15 +197,15 @@ def test_host_cache_keeps_recent_adapters_and_those_in_slots(tiny: Tiny) -> None
     worker = tiny.start()
     adapters = worker.adapters
     assert adapters is not None
-    adapters.max_kept = 2
+    adapters.max_cached = 2
     one, two, three = tiny.adapters
     worker.fetch_adapter(one)
     adapters.put(0, one)
     for lora in (two, three):
         worker.fetch_adapter(lora)
-    assert set(adapters._kept) == {"a0", "a2"}
+    assert set(adapters._cached) == {"a0", "a2"}
     worker.drop_adapter("a0")
-    assert set(adapters._kept) == {"a2"}
+    assert set(adapters._cached) == {"a2"}
 
 
 def test_inplace_load_reads_the_adapter_again(tiny: Tiny, tmp_path: Path) -> None:
@@ -252,11 +252,11 @@ def test_pinned_memory_thread_ends_with_the_worker(monkeypatch: pytest.MonkeyPat
     class Slots:
         device, dtype, slot_size = torch.device("cuda", 0), torch.float16, 7
 
-        def keep_spares(self, count: int, size: int) -> None:
+        def pin_spares(self, count: int, size: int) -> None:
             kept.append((count, size))
             done.set()
 
-    spares = adapters._Spares(Slots(), max_kept=3)  # type: ignore[arg-type]
+    spares = adapters._Spares(Slots(), max_cached=3)  # type: ignore[arg-type]
     assert done.wait(60)
     spares.end()
     spares.join(60)
@@ -265,7 +265,7 @@ def test_pinned_memory_thread_ends_with_the_worker(monkeypatch: pytest.MonkeyPat
 
 def test_lora_is_not_built_unless_enabled(tiny: Tiny) -> None:
     worker = tiny.start(enable_lora=False)
-    assert all(getattr(module, "point", None) is None for module in worker.model.modules())
+    assert all(getattr(module, "lora_layer", None) is None for module in worker.model.modules())
     with pytest.raises(RequestError, match="LoRA is not enabled"):
         worker.fetch_adapter(tiny.adapters[0])
 

@@ -62,7 +62,7 @@ class FakeLayer:
     """A layer that only binds its memory."""
 
     def __init__(self, keeps: CacheSpec) -> None:
-        self.keeps = keeps
+        self.cache_spec = keeps
 
     def bind_memory(self, memory: Tensor, *, block_size: int, cache_dtype: torch.dtype, group: int) -> None:
         self.memory, self.group = memory, group

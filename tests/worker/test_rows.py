@@ -13,8 +13,8 @@ from quire.attention.batch import Batch
 from quire.data.params import SamplingParams
 from quire.data.step_plan import Admission, StepPlan, StepResult
 from quire.sampling.rows import SamplingRows
-from quire.worker.device import NewTokens, batch_of
-from quire.worker.input_buffers import StepBuffers, bytes_of, sizes_of, tensors
+from quire.worker.device import NewTokens, StepFeatures
+from quire.worker.input_buffers import StepBuffers, bytes_of, tensors
 from quire.worker.rows import Rows
 
 CPU = torch.device("cpu")
@@ -28,12 +28,13 @@ def make_rows(block_size: int, num_groups: int = 1) -> Rows:
 
 
 def prepare(plan: StepPlan, all_rows: Rows) -> Batch:
-    sizes = sizes_of(plan, 0, len(all_rows.block_tables))
+    features = StepFeatures(None, None, 0)
+    sizes = features.sizes(plan, len(all_rows.block_tables))
     memory = torch.zeros(bytes_of(sizes), dtype=torch.uint8)
-    page = StepBuffers(memory, sizes)
-    page.write(plan, all_rows)
+    buffers = StepBuffers(memory, sizes)
+    buffers.write(plan, all_rows)
     tables = torch.from_numpy(all_rows.block_tables)
-    return batch_of(tensors(memory, sizes), tables, plan.num_tokens, page.arrays["seq_lens"])
+    return features.batch(tensors(memory, sizes), tables, plan.num_tokens, buffers.arrays["seq_lens"])
 
 
 class ComparingWorker(SymbolicWorker):
@@ -51,7 +52,7 @@ class ComparingWorker(SymbolicWorker):
         before |= {new.row: new.num_computed for new in plan.admitted}
         result = super().run(plan)
         self.check_batch(plan, batch, before)
-        self.all_rows.learn(*NewTokens.of(plan), result.token_ids)
+        self.all_rows.append_sampled(*NewTokens.of(plan), result.token_ids)
         self.all_rows.advance(plan)
         for row, state in self.rows.items():
             self.check_row(row, state)

@@ -60,7 +60,7 @@ class AttentionBackend(Protocol):
     capturable: bool
     """Whether a CUDA graph can capture decodes: the launches do not depend on sequence lengths."""
     captures_prompts: bool
-    """Whether a CUDA graph can also capture batches with `Batch.are_any`."""
+    """Whether a CUDA graph can also capture batches with `Batch.are_mixed`."""
 
     def fits(self, spec: AttentionSpec, machine: Machine) -> str | None:
         """Return the reason why this backend cannot serve `spec` on `machine`; None if it can."""

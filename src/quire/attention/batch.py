@@ -50,7 +50,7 @@ class Batch:
     """Cos/sin tables of M-RoPE by `Rope`, computed once per step."""
     are_decodes: bool = False
     """Whether each sequence is a decode, with or without draft tokens; host lengths are undefined then."""
-    are_any: bool = False
+    are_mixed: bool = False
     """Whether the lengths are only on the device (CUDA graph); the host has the maximum. The last sequence
     then pads the batch: it has at least one token and no keys."""
     token_types: Tensor | None = None

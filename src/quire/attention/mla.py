@@ -16,8 +16,8 @@ from quire.attention.backend import AttentionSpec
 from quire.attention.batch import Batch
 from quire.attention.torch_sdpa import TorchSDPA
 from quire.kernels.cpu import native
+from quire.kernels.library_matmul import bmm
 from quire.kernels.ops import Ops
-from quire.kernels.products import bmm
 from quire.kernels.reference.ops import Reference, write
 from quire.registry import LazyTable
 

@@ -48,7 +48,7 @@ def pick(q: Tensor, weights: Tensor, keys: Tensor, batch: Batch, most: int) -> S
     [num_blocks, block_size, dim] includes the batch. Return None if no sequence is longer than `most`."""
     num, block_size = len(q), keys.shape[1]
     width = batch.block_tables.shape[1] * block_size
-    if not (q.is_cuda and (batch.are_decodes or batch.are_any)):  # host lengths are valid
+    if not (q.is_cuda and (batch.are_decodes or batch.are_mixed)):  # host lengths are valid
         longest = batch.max_seq_len if q.is_cuda else int(batch.seq_lens.max())
         if longest <= most:
             return None

@@ -46,7 +46,7 @@ class _Step:
 
 
 def _split(batch: Batch, few: int, tile: int) -> _Split:
-    if batch.are_any:
+    if batch.are_mixed:
         return _split_on_device(batch.query_starts, len(batch.token_ids), few, tile)
     lens, device = batch.query_lens_host, batch.seq_lens.device
     # A captured CUDA graph keeps reading the same tensors, so those of decodes are cached.

@@ -18,7 +18,7 @@ INT8_CACHE = "int8_per_token_head"
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, INT8_CACHE: 1}
 SCALE_BYTES = 4
 """Bytes of the float32 scale behind each head of an int8 cache."""
-ROW_KINDS = ("state", "crossed")
+ROW_KINDS = ("state", "cross_attention")
 """Kinds of cache with a fixed size per row."""
 MARK_BYTES = 4
 """State of a layer that transformers caches itself: memory that is not used, of a row without pages."""
@@ -31,11 +31,11 @@ class CacheSpec:
     """The cache of one layer: its size per token or per row."""
 
     kind: str
-    """full | window | latent: paged, per token; state | crossed: a fixed size per row"""
+    """full | window | latent: paged, per token; state | cross_attention: a fixed size per row"""
     planes: int = 2
     """Number of tensors of the layer's pages: two for keys and values, one for MLA latents."""
     numbers: int = 0
-    """Elements per token and plane; for `crossed` per row."""
+    """Elements per token and plane; for `cross_attention` per row."""
     window: int | None = None
     """Sliding window in tokens, the token itself included; None: full attention."""
     bytes_per_row: int = 0
@@ -54,8 +54,8 @@ class CacheSpec:
 
     def row_bytes(self, bytes_per_number: int, num_states: int = 1) -> int:
         """Return the bytes of one row: SSM states and cross-attention states."""
-        crossed = self.planes * self.numbers * bytes_per_number if self.kind == "crossed" else 0
-        return num_states * self.bytes_per_row + crossed
+        cross_bytes = self.planes * self.numbers * bytes_per_number if self.kind == "cross_attention" else 0
+        return num_states * self.bytes_per_row + cross_bytes
 
     @property
     def parts(self) -> tuple["CacheSpec", ...]:
@@ -289,7 +289,7 @@ def cache_specs(facts: ArchFacts) -> tuple[CacheSpec | None, ...]:
 def cross_attention_spec(num_layers: int, num_vectors: int, numbers: int) -> CacheSpec:
     """Return the cache of cross-attention states: keys and values of each layer, in whole blocks."""
     rounded = -(-num_vectors // CROSS_BLOCK_SIZE) * CROSS_BLOCK_SIZE
-    return CacheSpec("crossed", numbers=num_layers * rounded * numbers)
+    return CacheSpec("cross_attention", numbers=num_layers * rounded * numbers)
 
 
 def _spec(facts: ArchFacts, layer: LayerFacts) -> CacheSpec | None:

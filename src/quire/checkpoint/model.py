@@ -16,7 +16,7 @@ from quire.checkpoint.pooling import GENERATIVE, RETRIEVAL, StoredPooling, read_
 from quire.checkpoint.quant import read_quant
 from quire.checkpoint.quant.facts import QuantFacts
 from quire.checkpoint.reader import ConfigReader, read_json
-from quire.checkpoint.transformers_backend import (
+from quire.checkpoint.transformers_config import (
     IMPL_OWN_CACHE,
     RUN_BY_TRANSFORMERS,
     is_installed,

@@ -37,7 +37,7 @@ def _check_heads(requested: str, facts: ArchFacts) -> None:
     reason = None
     if "latent" in kinds:
         reason = "MLA, which caches latents without heads"
-    elif "crossed" in kinds:
+    elif "cross_attention" in kinds:
         reason = "cross-attention states, which are written whole"
     elif any(head_dim % SCALE_BYTES for head_dim in head_dims):
         reason = f"a head size that is not a multiple of {SCALE_BYTES}"

@@ -390,7 +390,8 @@ def _resolve_cache(
     whole = {"enable_chunked_prefill": False, "disable_chunked_mm_input": True}
     fixed = (f"and {name} is {off}" for name, off in whole.items() if values.get(name) is off)
     args = resolve_state_caching(args, cache_specs(checkpoint.facts), block_size, next(fixed, ""))
-    args = resolve_offloading(args, cache_specs(checkpoint.facts), machine)
+    by_default = not values.get("enable_return_routed_experts") and not values.get("kv_transfer_config")
+    args = resolve_offloading(args, cache_specs(checkpoint.facts), machine, by_default=by_default)
     kv_dtype = resolve_cache_dtype(args.get("kv_cache_dtype", "auto"), dtype, machine, checkpoint)
     sized = {"gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override"} & args.keys()
     if machine.device == "cpu" and not sized:

@@ -15,6 +15,9 @@ logger = get_logger(__name__)
 _TIERS = ("kv_offloading_size", "kv_offloading_dir")
 _CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector")
 ROLES = ("kv_both", "kv_producer", "kv_consumer")
+_DEFAULT_PART = 10
+_DEFAULT_BYTES = 16 << 30
+"""The default tier has a tenth of the free host memory, and at most this for each device."""
 _SIMPLE_BYTES = 8 << 30
 """Default of cpu_bytes_to_use in vLLM's SimpleCPUOffloadConnector."""
 _ALLOWED: dict[str, tuple[Any, ...]] = {
@@ -33,25 +36,36 @@ _WITHOUT_EFFECT = (
 _SIZES = ("cpu_bytes_to_use", "cpu_bytes_to_use_per_rank", "disk_path", "disk_capacity_bytes")
 
 
+def default_host_bytes(free: int, cache_bytes: int, *, num_devices: int, num_engines: int) -> int:
+    """Return the size of the tier in host memory if none is given. `cache_bytes` and `num_devices` are those
+    of one of the engines on this host."""
+    return min(free // _DEFAULT_PART // num_engines, _DEFAULT_BYTES * num_devices, cache_bytes)
+
+
 def resolve_offloading(
-    args: Mapping[str, Any], specs: Sequence[CacheSpec | None], machine: Machine
+    args: Mapping[str, Any], specs: Sequence[CacheSpec | None], machine: Machine, *, by_default: bool = True
 ) -> dict[str, Any]:
-    """Return the cache settings without tiers that this model or device cannot have."""
+    """Return the cache settings without tiers that this model or device cannot have. `by_default`: whether
+    there is one in host memory if its size is not given."""
     values = dict(args)
+    if values.get("kv_offloading_size") is None and (machine.device == "cpu" or not by_default):
+        values["kv_offloading_size"] = 0.0
     if values.get("kv_offloading_size") and machine.device == "cpu":
         warn_once(
             logger,
             f"kv_offloading_size={values['kv_offloading_size']} has no effect on a CPU, whose KV cache is in"
             " host memory already: kv_offloading_dir adds a tier on disk",
         )
-        del values["kv_offloading_size"]
+        values["kv_offloading_size"] = 0.0
     off_reason = ""
     if not values.get("enable_prefix_caching", True):
         off_reason = "prefix caching is off"
-    elif any(spec is not None and spec.kind == "crossed" for spec in specs):
+    elif any(spec is not None and spec.kind == "cross_attention" for spec in specs):
         off_reason = "this model has cross-attention states, which have no lower tiers"
-    for name in (name for name in _TIERS if off_reason and values.pop(name, None)):
-        warn_once(logger, f"{name} has no effect: {off_reason}")
+    if off_reason:
+        for name in (name for name in _TIERS if values.pop(name, None)):
+            warn_once(logger, f"{name} has no effect: {off_reason}")
+        values["kv_offloading_size"] = 0.0
     if values.get("kv_offloading_dir") is not None:
         _check_folder(Path(values["kv_offloading_dir"]).expanduser())
     return values

@@ -133,7 +133,7 @@ def check_transfer(
     problem = ""
     if not cache.enable_prefix_caching:
         problem = "prefix caching is off: set enable_prefix_caching, if the model has it"
-    elif any(spec is not None and spec.kind == "crossed" for spec in specs):
+    elif any(spec is not None and spec.kind == "cross_attention" for spec in specs):
         problem = "this model has cross-attention states, which are not in the prefix cache: leave it out"
     elif machine.device != "cpu":
         problem = f"prefixes move between CPU engines so far, and this is {machine.device}: leave it out"

@@ -181,9 +181,9 @@ class CacheSection:
     between. Default: at a half, a quarter and so on of a prompt, from 1024 tokens up."""
     prefix_caching_hash_algo: Literal["sha256", "sha256_cbor"] = "sha256"
     """Hash of a block's content; `sha256_cbor` is read as sha256."""
-    kv_offloading_size: Annotated[float, FieldRule(at_least=0)] = 0.0
-    """GiB of host memory, over all ranks, for blocks that are evicted from the KV cache of a GPU. Later
-    requests with the same prefix copy them back instead of computing them. 0: off."""
+    kv_offloading_size: Annotated[float | None, FieldRule(at_least=0)] = None
+    """GiB of host memory, over all ranks, for blocks that are evicted from a GPU. 0: off. Default: a tenth of
+    the free host memory, at most 16 GiB and at most the size of the KV cache for each GPU."""
     kv_offloading_backend: Literal["native"] = "native"
     """Implementation of the lower tiers of the KV cache."""
     kv_offloading_dir: str | None = None
@@ -205,7 +205,7 @@ class CacheSection:
     @property
     def has_tiers(self) -> bool:
         """Whether blocks are kept in host memory or on disk, or exchanged with other engines."""
-        is_below = bool(self.kv_offloading_size) or self.kv_offloading_dir is not None
+        is_below = self.kv_offloading_size != 0 or self.kv_offloading_dir is not None
         return is_below or bool(self.kv_transfer_config)
 
 

@@ -103,7 +103,7 @@ MAPPED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "rope_scaling": lambda value: {"hf_overrides": {"rope_scaling": value}},
     "rope_theta": lambda value: {"hf_overrides": {"rope_theta": value}},
     "speculative_model": lambda value: {"speculative_config": {"model": value}},
-    "swap_space": lambda value: {"kv_offloading_size": value} if value else {},
+    "swap_space": lambda value: {"kv_offloading_size": value},
     "task": lambda value: _TASKS.get(value, {"runner": value}),
 }
 """Names that are mapped to other fields; to none if Quire behaves that way anyway."""

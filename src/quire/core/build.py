@@ -18,7 +18,7 @@ from quire.sched.encoder_cache import EncoderCache
 from quire.sched.kv_manager import KVManager
 from quire.sched.lora import LoRAScheduler
 from quire.sched.proposers import NUM_DRAFT_KINDS, proposer_of
-from quire.sched.proposers.pace import Pace
+from quire.sched.proposers.adaptive_length import AdaptiveDraftLength
 from quire.sched.routed_experts import RoutedExperts
 from quire.sched.scheduler import Scheduler
 from quire.sched.spec import Drafting
@@ -27,6 +27,10 @@ from quire.system.process import limit_thread_spinning
 from quire.text.grammar import Grammars
 
 log = get_logger(__name__)
+
+_LEAST_GAP = 1024
+"""Tokens between checkpoints of SSM states on a GPU. A checkpoint needs a step of its own, which takes longer
+than computing fewer tokens again."""
 
 
 def build_core(
@@ -144,6 +148,7 @@ def build_kv_manager(config: EngineConfig, cache: CacheSize) -> KVManager:
             block_size=config.cache.block_size,
             unit=unit,
             interval=config.cache.prefix_cache_retention_interval,
+            least_gap=_LEAST_GAP if config.machine.device == "cuda" else 0,
             whole_items=max_span(config) is not None,
         )
     specs, has_draft = cache_specs(config.checkpoint.facts), config.draft is not None
@@ -182,7 +187,9 @@ def _build_drafting(config: EngineConfig) -> Drafting | None:
     on_gpu = config.machine.device == "cuda"
     proposer = None if on_gpu and spec.method == "ngram" else proposer_of(spec)
     num_kinds = 1 if proposer is None else NUM_DRAFT_KINDS
-    pace = Pace(max_rows=config.scheduler.max_num_seqs, max_drafts=max_drafts, num_kinds=num_kinds)
+    pace = AdaptiveDraftLength(
+        max_rows=config.scheduler.max_num_seqs, max_drafts=max_drafts, num_kinds=num_kinds
+    )
     max_samples = MAX_SAMPLES if on_gpu else None
     return Drafting(
         pace,

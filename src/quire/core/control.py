@@ -181,7 +181,7 @@ class Operator:
             raise EngineError(
                 f"{method} failed, and the engine is asleep; try again, or call wake_up: {error}"
             ) from error
-        log.info("%s took %.2f s", method, time.monotonic() - started)
+        log.info("The call of %s took %.2f s", method, time.monotonic() - started)
 
     # ---- adapters
 
@@ -241,7 +241,7 @@ class Operator:
         finally:
             if was_open and not pause_state.asleep:
                 self.resume()
-        log.info("The weights are those of the version %r", core.pause_state.weight_version)
+        log.info("The weight version is now %r", core.pause_state.weight_version)
 
     def set_weight_version(self, version: str) -> None:
         check_version(version)

@@ -4,9 +4,8 @@ import shutil
 from concurrent.futures import Future
 from pathlib import Path
 
-import psutil
-
 from quire.config.engine import EngineConfig
+from quire.config.kv_offloading import default_host_bytes
 from quire.config.kv_transfer import TransferSettings
 from quire.core.kv_transfer import Producer
 from quire.data.kv_events import DISK, HOST
@@ -18,6 +17,7 @@ from quire.memory import human
 from quire.sched.kv_manager import KVManager
 from quire.sched.kv_tiers import KVTiers
 from quire.sched.tier_index import EntryTiers, TierIndex
+from quire.system.platform import free_memory
 
 log = get_logger(__name__)
 
@@ -44,8 +44,10 @@ def open_tiers(config: EngineConfig, executor: Executor, kv: KVManager) -> KVTie
     pages = EntryTiers(kv.pool, page_bytes) if kv.has_pages else None
     states = None if kv.states is None else EntryTiers(kv.states.pool, state_bytes)
     kinds = [kind for kind in (pages, states) if kind is not None]
-    if gib := cache.kv_offloading_size:
-        free = psutil.virtual_memory().available
+    gib, free = cache.kv_offloading_size, free_memory()
+    if gib is None:
+        gib = _default_gib(config, kinds, free)
+    if gib:
         counts = _num_entries("kv_offloading_size", gib, kinds, free, "host memory")
         for kind, count in zip(kinds, counts, strict=True):
             kind.host = TierIndex(count)
@@ -79,6 +81,19 @@ def open_tiers(config: EngineConfig, executor: Executor, kv: KVManager) -> KVTie
     _log_sizes("host memory", [(kind, kind.host) for kind in kinds], kv)
     _log_sizes(cache.kv_offloading_dir, [(kind, kind.disk) for kind in kinds], kv)
     return tiers
+
+
+def _default_gib(config: EngineConfig, kinds: list[EntryTiers], free: int) -> float:
+    """Return the default size of the tier in host memory; 0: not even one entry of each kind would fit."""
+    parallel = config.parallel
+    num_engines = parallel.data_parallel_size_local or parallel.data_parallel_size
+    num_bytes = default_host_bytes(
+        free,
+        sum(kind.pool.num_usable * kind.entry_bytes for kind in kinds),
+        num_devices=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
+        num_engines=num_engines,
+    )
+    return num_bytes / GIB if num_bytes >= sum(kind.entry_bytes for kind in kinds) else 0.0
 
 
 def _log_sizes(place: str | None, kinds: list[tuple[EntryTiers, TierIndex | None]], kv: KVManager) -> None:

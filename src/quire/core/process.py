@@ -45,8 +45,8 @@ TURN_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class CoreAddress:
-    """The address of an engine core, and its page of the metrics."""
+class CoreFacts:
+    """Address, metrics page and place of an engine core among those of its machine."""
 
     address: str
     metrics_file: Path
@@ -71,24 +71,24 @@ def config_of_rank(config: EngineConfig, rank: int) -> EngineConfig:
     return replace(config, parallel=replace(config.parallel, data_parallel_rank=rank))
 
 
-def run_core(config: EngineConfig, core_address: CoreAddress, parent: Connection) -> None:
+def run_core(config: EngineConfig, facts: CoreFacts, parent: Connection) -> None:
     """Run the core process of `config.parallel.data_parallel_rank`. Send `parent` None when it is ready, or
     the reason why it cannot start."""
     rank, size = config.parallel.data_parallel_rank or 0, config.parallel.data_parallel_size
     adopt(core_name(rank, size))
     began_at = time.monotonic()
     try:
-        _take_devices(config, core_address)
+        _take_devices(config, facts)
         load_plugins(config.broken_plugins)
-        core, cache = build_core(config, token=core_address.token)
+        core, cache = build_core(config, token=facts.token)
     except QuireError as error:
         parent.send(f"engine {rank}: {error}" if size > 1 else str(error))
         sys.exit(1)
     metrics = MetricsPages(
         MetricsLayout.of(config),
-        core_address.metrics_file,
-        engine=core_address.page,
-        num_engines=core_address.num_pages,
+        facts.metrics_file,
+        engine=facts.page,
+        num_engines=facts.num_pages,
     )
     metrics.start(config.scheduler.max_num_seqs)
     start_s = time.monotonic() - began_at
@@ -97,10 +97,8 @@ def run_core(config: EngineConfig, core_address: CoreAddress, parent: Connection
     quiet = config.observability.disable_log_stats
     device = config.machine.device
     stats_log = StatsLog(env.log_stats_interval, metrics, quiet=quiet, rank=rank, device=device)
-    kept_bytes = max_bytes(config.multimodal) if core_address.keeps_media else 0
-    server = CoreServer(
-        core, core_address.address, ready, metrics, stats_log, kept_bytes, token=core_address.token
-    )
+    kept_bytes = max_bytes(config.multimodal) if facts.keeps_media else 0
+    server = CoreServer(core, facts.address, ready, metrics, stats_log, kept_bytes, token=facts.token)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     tune_garbage_collector()
     trim_memory(SPARE_BYTES)
@@ -114,14 +112,14 @@ def run_core(config: EngineConfig, core_address: CoreAddress, parent: Connection
         core.close()
 
 
-def _take_devices(config: EngineConfig, core_address: CoreAddress) -> None:
+def _take_devices(config: EngineConfig, facts: CoreFacts) -> None:
     """Give each of several cores its own devices. Must be called before torch is imported."""
     shared = os.environ.get("QUIRE_TEST_SHARE_GPU") == "1"
-    if config.machine.device == "cuda" and core_address.num_local > 1 and not shared:
+    if config.machine.device == "cuda" and facts.num_local > 1 and not shared:
         count = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         os.environ["CUDA_VISIBLE_DEVICES"] = devices_of(
-            core_address.index, count, visible=visible, num_devices=config.machine.num_devices
+            facts.index, count, visible=visible, num_devices=config.machine.num_devices
         )
 
 

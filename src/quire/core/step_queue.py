@@ -6,7 +6,7 @@ from collections import deque
 from quire.core.dp_sync import Lockstep
 from quire.data.step_plan import Masks, StepPlan, StepResult
 from quire.errors import EngineDead
-from quire.executor import Executor, Pending, Refused
+from quire.executor import Executor, FailedStep, Pending
 from quire.logs import get_logger
 
 log = get_logger(__name__)
@@ -37,13 +37,13 @@ class StepQueue:
         """Whether another step may be submitted. None may follow a failed submission, since it would start
         from a wrong state, nor a step that waits for masks, unless these are being computed."""
         is_held = self.is_unsampled and not masks_come
-        return len(self._steps) < self.depth and not is_held and self._refused is None
+        return len(self._steps) < self.depth and not is_held and self._failed_step is None
 
     @property
-    def _refused(self) -> Refused | None:
+    def _failed_step(self) -> FailedStep | None:
         """Return the last step if its submission failed."""
         last = self._steps[-1][1] if self._steps else None
-        return last if isinstance(last, Refused) else None
+        return last if isinstance(last, FailedStep) else None
 
     @property
     def is_called(self) -> bool:
@@ -55,8 +55,8 @@ class StepQueue:
         return plan if self.lockstep is None else self.lockstep.agreed(plan)
 
     def submit(self, plan: StepPlan) -> None:
-        pending = self._refused or self._launch(plan)
-        self.is_unsampled = len(plan.constrained) > 0 and not isinstance(pending, Refused)
+        pending = self._failed_step or self._launch(plan)
+        self.is_unsampled = len(plan.constrained) > 0 and not isinstance(pending, FailedStep)
         self._steps.append((plan, pending))
 
     def sample_tokens(self, masks: Masks) -> None:
@@ -67,7 +67,7 @@ class StepQueue:
         except EngineDead:
             raise
         except Exception as error:
-            self._steps[-1] = self._steps[-1][0], Refused(error)
+            self._steps[-1] = self._steps[-1][0], FailedStep(error)
 
     def _launch(self, plan: StepPlan) -> Pending:
         try:
@@ -75,7 +75,7 @@ class StepQueue:
         except EngineDead:
             raise
         except Exception as error:
-            return Refused(error)
+            return FailedStep(error)
 
     def ready(self, timeout_s: float) -> bool:
         """Wait for the oldest step up to `timeout_s`; return whether it is done."""

@@ -196,7 +196,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     `thinking_token_budget` limits."""
     timestamps: bool = False
     """Whether to sample timestamps by Whisper's rules; the prompt has no `<|notimestamps|>` then."""
-    moments: TimestampTokens | None = None
+    timestamp_tokens: TimestampTokens | None = None
     """Internal: timestamp tokens of the model."""
     aligning: AlignmentHeads | None = None
     """Internal: align the tokens of the prompt with the audio."""

@@ -125,7 +125,7 @@ class SequenceTimes:
     """Cached prompt tokens that were loaded from another engine."""
     num_drafts: int = 0
     num_draft_tokens: int = 0
-    num_held: int = 0
+    num_accepted: int = 0
     """Accepted draft tokens."""
 
 

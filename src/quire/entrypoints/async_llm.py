@@ -68,7 +68,7 @@ class AsyncLLMEngine:
         checked: SamplingParams | CheckedParams = sampling_params
         if sampling_params.structured_outputs is not None:  # its grammar may take long to compile
             checked = await asyncio.to_thread(engine.inputs.check, sampling_params, lora=lora_request)
-        parsed = await engine.inputs.of(lora_request).parse_beside(prompt)
+        parsed = await engine.inputs.of(lora_request).parse_async(prompt)
         stream = engine.generate(parsed, checked, request_id, priority=priority, lora=lora_request)
         async for output in _outputs_of(stream, request_id):
             yield output
@@ -84,7 +84,7 @@ class AsyncLLMEngine:
     ) -> AsyncIterator[PoolingRequestOutput[Any]]:
         """Yield the one output of a pooling model."""
         engine = await self._engine()
-        parsed = await engine.inputs.of(lora_request).parse_beside(prompt)
+        parsed = await engine.inputs.of(lora_request).parse_async(prompt)
         stream = engine.encode(parsed, pooling_params, request_id, priority=priority, lora=lora_request)
         async for output in _outputs_of(stream, request_id):
             yield output

@@ -14,7 +14,7 @@ from pathlib import Path
 from quire.config.data_parallel import local_ranks
 from quire.config.engine import EngineConfig
 from quire.config.mm_caches import engine_holds_values
-from quire.core.process import CoreAddress, config_of_rank, core_name, run_core
+from quire.core.process import CoreFacts, config_of_rank, core_name, run_core
 from quire.entrypoints.api_process import make_engine
 from quire.errors import ConfigError
 from quire.frontend.core_relay import CoreRelay
@@ -54,8 +54,8 @@ class ChildCores:
             config.multimodal, config.parallel, num_api=1, num_engines=len(ranks)
         )
         self._token = new_token()
-        self._addresses = {
-            rank: CoreAddress(
+        self._facts = {
+            rank: CoreFacts(
                 f"ipc://{folder}/core{rank}",
                 self._metrics_file,
                 token=self._token,
@@ -72,10 +72,10 @@ class ChildCores:
     @functools.cached_property
     def engine(self) -> AsyncEngine:
         """Return the client. It is built on first use, while the processes start."""
-        num_engines = len(self._addresses)
+        num_engines = len(self._facts)
         return make_engine(
             self.config,
-            addresses={rank: core_address.address for rank, core_address in self._addresses.items()},
+            addresses={rank: facts.address for rank, facts in self._facts.items()},
             token=self._token,
             metrics=MetricsPages(self._layout, self._metrics_file, process=1, num_engines=num_engines),
             health_timeout_s=self._health_timeout_s,
@@ -85,15 +85,13 @@ class ChildCores:
 
     def relay(self, on_end: Callable[[], object]) -> CoreRelay:
         """Return a connection to the only core for requests of other machines, in place of `engine`."""
-        (core_address,) = self._addresses.values()
-        return CoreRelay(
-            core_address.address, self._token, health_timeout_s=self._health_timeout_s, on_end=on_end
-        )
+        (facts,) = self._facts.values()
+        return CoreRelay(facts.address, self._token, health_timeout_s=self._health_timeout_s, on_end=on_end)
 
     def start(self) -> None:
         """Start a process for each core."""
-        for rank, core_address in self._addresses.items():
-            self.children[rank] = core_child(self.config, rank, core_address, len(self._addresses))
+        for rank, facts in self._facts.items():
+            self.children[rank] = core_child(self.config, rank, facts, len(self._facts))
             self.children[rank].start()
 
     async def wait_until_up(self) -> None:
@@ -117,7 +115,7 @@ class ChildCores:
         dead = False
         for rank, child in self.children.items():
             if child.look():
-                clear_gauges(self._layout, self._addresses[rank])
+                clear_gauges(self._layout, self._facts[rank])
             if restarts and child.restart_at is not None and time.monotonic() >= child.restart_at:
                 child.start()
             dead = dead or child.process is None
@@ -128,24 +126,24 @@ class ChildCores:
         for child in self.children.values():
             child.end(signal.SIGTERM, KILL_AFTER_S)
         for rank in self.children:
-            clear_gauges(self._layout, self._addresses[rank])
+            clear_gauges(self._layout, self._facts[rank])
         self.children = {}
 
 
-def core_child(config: EngineConfig, rank: int, address: CoreAddress, num_ranks: int) -> Child:
+def core_child(config: EngineConfig, rank: int, facts: CoreFacts, num_ranks: int) -> Child:
     """Return an engine core as a child process that is not started yet."""
 
     def make(parent: connection.Connection) -> BaseProcess:
-        args = (config_of_rank(config, rank), address, parent)
+        args = (config_of_rank(config, rank), facts, parent)
         context = multiprocessing.get_context("spawn")
         return context.Process(target=run_core, args=args, name=core_name(rank, num_ranks))
 
     return Child("the engine" if num_ranks == 1 else f"engine {rank}", make)
 
 
-def clear_gauges(layout: MetricsLayout, address: CoreAddress) -> None:
+def clear_gauges(layout: MetricsLayout, facts: CoreFacts) -> None:
     """Clear the gauges of a core that has ended, so that metrics do not show its requests."""
-    file, page, num_engines = address.metrics_file, address.page, address.num_pages
+    file, page, num_engines = facts.metrics_file, facts.page, facts.num_pages
     MetricsPages(layout, file, engine=page, num_engines=num_engines).clear_gauges()
 
 

@@ -17,7 +17,7 @@ from quire.config.engine import EngineConfig
 from quire.config.env import Env
 from quire.config.expert_parallel import steps_together
 from quire.config.mm_caches import cache_kind, engine_holds_values, max_bytes
-from quire.core.process import CoreAddress
+from quire.core.process import CoreFacts
 from quire.entrypoints.api_process import run_api
 from quire.entrypoints.child_cores import KILL_AFTER_S, clear_gauges, core_child
 from quire.errors import ConfigError
@@ -72,7 +72,7 @@ class Supervisor:
         self.registry = self._open_registry()
         self.announcer = self._open_announcer()
         self.cores = {
-            rank: core_child(config, rank, self._core_address(rank), topology.size) for rank in topology.local
+            rank: core_child(config, rank, self._core_facts(rank), topology.size) for rank in topology.local
         }
         self.apis = [
             Child(f"API server {index}", functools.partial(self._make_api, index))
@@ -134,9 +134,9 @@ class Supervisor:
     def _children(self) -> list[Child]:
         return [*self.cores.values(), *self.apis]
 
-    def _core_address(self, rank: int) -> CoreAddress:
+    def _core_facts(self, rank: int) -> CoreFacts:
         engines = self.topology.served or self.topology.local
-        return CoreAddress(
+        return CoreFacts(
             address=self.addresses[rank],
             metrics_file=self._metrics_file,
             token=self.token,
@@ -259,7 +259,7 @@ class Supervisor:
         for child in children:
             if child.look() and child not in self.apis:
                 (rank,) = (rank for rank, core in self.cores.items() if core is child)
-                clear_gauges(MetricsLayout.of(self.config), self._core_address(rank))
+                clear_gauges(MetricsLayout.of(self.config), self._core_facts(rank))
             if child.restart_at is not None and time.monotonic() >= child.restart_at:
                 child.start()
 

@@ -27,7 +27,7 @@ from quire.data.pooling_outputs import (
 from quire.entrypoints.in_process import LocalEngine
 from quire.entrypoints.llm_control import LLMControl
 from quire.errors import RequestError, RequestsFailed
-from quire.frontend.beam import BeamSearch, continued, round_params, start_of
+from quire.frontend.beam import BeamSearch, beam_prompt, initial_tokens, round_params
 from quire.frontend.chat import chat_prompt, read_template
 from quire.frontend.inputs import Prompt, PromptType
 from quire.frontend.outputs import AnyOutput
@@ -328,7 +328,7 @@ class LLM(LLMControl):
         parsed = [reader.parse(item) for reader, item in zip(readers, prompt_list, strict=True)]
         searches = [
             BeamSearch(
-                start_of(prompt),
+                initial_tokens(prompt),
                 params,
                 eos_id=reader.eos_ids[0] if reader.eos_ids else None,
                 max_len=self.llm_engine.max_model_len,
@@ -347,7 +347,7 @@ class LLM(LLMControl):
     def _advance(self, searches: list[tuple[Prompt, BeamSearch]], params: BeamSearchParams) -> None:
         """Generate one more token for every live beam of every search, in one batch."""
         live = [(prompt, beam) for prompt, search in searches for beam in search.live]
-        beams = [continued(prompt, beam.tokens) for prompt, beam in live]
+        beams = [beam_prompt(prompt, beam.tokens) for prompt, beam in live]
         loras = [beam.lora_request for _, beam in live]
         vocab = self.config.checkpoint.facts.vocab
         ids = self._queue(beams, round_params(params), None, max_logprobs=vocab, loras=loras)

@@ -41,8 +41,7 @@ class Executor(Protocol):
         """Drop an adapter on every worker, after earlier reads of it."""
 
     def load(self, load: BlockLoad) -> Future[LoadDone]:
-        """Copy KV cache blocks to every worker's device while steps run. `watch` must be called until it is
-        done."""
+        """Copy KV cache blocks to all devices while steps run. `watch` must be called until it is done."""
 
     def watch(self) -> None:
         """Raise EngineDead if a worker is gone."""
@@ -51,7 +50,7 @@ class Executor(Protocol):
         """End all workers."""
 
 
-class Refused:
+class FailedStep:
     """A step that failed at submission."""
 
     def __init__(self, error: Exception) -> None:
@@ -64,7 +63,7 @@ class Refused:
         raise self._error
 
 
-__all__ = ["EXECUTORS", "Executor", "Pending", "Refused"]
+__all__ = ["EXECUTORS", "Executor", "Pending", "FailedStep"]
 
 EXECUTORS = LazyTable(
     "distributed_executor_backend",

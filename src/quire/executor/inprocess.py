@@ -29,7 +29,7 @@ class InProcessExecutor:
     """A worker in this process, called directly."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._worker = open_worker(config, _meet(config))
+        self._worker = open_worker(config, _join_world(config))
 
     @property
     def driver_worker(self) -> Any:
@@ -86,7 +86,7 @@ class InProcessExecutor:
         self._worker.close()
 
 
-def _meet(config: EngineConfig) -> World:
+def _join_world(config: EngineConfig) -> World:
     """Return a world of one rank, or join the engines that share experts."""
     parallel = config.parallel
     if not steps_together(parallel):
@@ -94,11 +94,11 @@ def _meet(config: EngineConfig) -> World:
     if interface := interface_to(parallel.data_parallel_address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     rank, device = Rank(dp=parallel.data_parallel_rank or 0), torch.device(config.machine.device)
-    meeting, timeout_s = process_group_address(parallel), parallel.distributed_timeout_seconds
+    init_method, timeout_s = process_group_address(parallel), parallel.distributed_timeout_seconds
     try:
-        return join(parallel, rank, meeting, device, timeout_s)
+        return join(parallel, rank, init_method, device, timeout_s)
     except RuntimeError as error:
         raise EngineDead(
-            f"engine {rank.dp} did not reach the other engines at {meeting} within {timeout_s} s: "
+            f"engine {rank.dp} did not reach the other engines at {init_method} within {timeout_s} s: "
             f"{str(error).splitlines()[0]}"
         ) from error

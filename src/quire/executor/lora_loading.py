@@ -19,8 +19,7 @@ T = TypeVar("T")
 AT_ONCE = 4
 """Number of adapters read at the same time."""
 MAX_HUNG = 16
-"""Most hanging reads (longer than READ_S) before further adapters are refused: their threads cannot be
-ended."""
+"""Most hanging reads (longer than READ_S) before adapters are refused: their threads cannot be ended."""
 _LOOK_S = 1.0
 _LAST_S = 5.0
 

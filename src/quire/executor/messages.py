@@ -9,18 +9,18 @@ from quire.data.lora import LoRARequest
 from quire.memory import CacheSize
 
 Phase = Literal["load", "measure", "allocate", "warm_up", "run"]
-Aside = Literal["fetch", "drop", "load"]
+BackgroundWork = Literal["fetch", "drop", "load"]
 """Work of a running rank besides steps."""
 NUM_LOADERS = 4
 """Threads of a worker that copy KV cache blocks to the device."""
-DOING = {"load": "loading", "measure": "measuring", "allocate": "allocating", "warm_up": "warming up"}
+RUNNING = {"load": "loading", "measure": "measuring", "allocate": "allocating", "warm_up": "warming up"}
 DONE = {"load": "loaded", "measure": "measured", "allocate": "allocated", "warm_up": "warm", "run": "ready"}
 
 
 class Order(msgspec.Struct, omit_defaults=True):
     """Message to a rank: the next phase of the start, or after it the work besides steps."""
 
-    phase: Phase | Aside
+    phase: Phase | BackgroundWork
     size: CacheSize | None = None
     """Size of the cache to allocate."""
     number: int = 0
@@ -33,7 +33,7 @@ class Order(msgspec.Struct, omit_defaults=True):
     """KV cache blocks to copy to the device; answered with Returned."""
 
 
-class Doing(msgspec.Struct, tag="doing"):
+class PhaseProgress(msgspec.Struct, tag="progress"):
     """Message of a rank: its progress."""
 
     what: str
@@ -44,7 +44,7 @@ class Doing(msgspec.Struct, tag="doing"):
         return self.what if self.share is None else f"{self.what} {self.share:.0%}"
 
 
-class Did(msgspec.Struct, tag="did"):
+class PhaseDone(msgspec.Struct, tag="done"):
     """Message of a rank: the phase is finished."""
 
     size: CacheSize | None = None
@@ -85,17 +85,17 @@ class Returned(msgspec.Struct, tag="returned"):
     """Whether the caller caused the error."""
 
 
-class Gone(msgspec.Struct, tag="gone"):
+class RankEnded(msgspec.Struct, tag="ended"):
     """Event of a rank that has ended, from the code that watches it."""
 
-    why: str
+    reason: str
 
 
-RankWord = Doing | Did | Failed | Returned | Gone
+FromRank = PhaseProgress | PhaseDone | Failed | Returned | RankEnded
 
 encode = msgspec.msgpack.Encoder().encode
 decode_order = msgspec.msgpack.Decoder(Order).decode
-decode_word = msgspec.msgpack.Decoder(RankWord).decode
+decode_from_rank = msgspec.msgpack.Decoder(FromRank).decode
 _decode_call = msgspec.msgpack.Decoder(WorkerCall).decode
 _CALL = b"\xc1"
 """Prefix that distinguishes a call from a plan: no msgpack message begins with it."""

@@ -15,21 +15,22 @@ from quire.config.engine import EngineConfig
 from quire.config.env import Env
 from quire.errors import ConfigError
 from quire.executor.tcp import (
-    GREETING_S,
+    JOIN_TIMEOUT_S,
     LONGEST,
     LOOK_S,
     HeadEnd,
     Join,
+    OrderMessage,
     PlanMessage,
     RankMessage,
     RemoteRanks,
     StepAnswer,
-    Tell,
     Welcome,
+    configure_socket,
     decode_from_head,
     encode,
+    free_url,
     interface_to,
-    tuned,
 )
 from quire.executor.worker_group import LocalRanks
 from quire.executor.worker_process import local_ranks, world_size
@@ -89,18 +90,15 @@ class MultiNodeRanks(RemoteRanks):
                     f"--nnodes, --master-addr and --master-port{self.refusals}"
                 )
         except BaseException as error:
-            self.farewell = str(error)
+            self.end_reason = str(error)
             self.end()
             raise
-        with socket.socket() as free:
-            free.bind((parallel.master_addr, 0))
-            meeting = f"tcp://{parallel.master_addr}:{free.getsockname()[1]}"
-        interface = interface_to(parallel.master_addr)
-        places = [local_ranks(config, rank, meeting, interface) for rank in range(parallel.nnodes)]
+        init_method, interface = free_url(parallel.master_addr), interface_to(parallel.master_addr)
+        places = [local_ranks(config, rank, init_method, interface) for rank in range(parallel.nnodes)]
         self.names = [place.name for node in places for place in node]
-        self._answers_here = any(place.answers for place in places[0])
-        self.welcome(meeting)
-        self._local = LocalRanks(places[0], self.heard)
+        self._local_sends_results = any(place.sends_results for place in places[0])
+        self.welcome(init_method)
+        self._local = LocalRanks(places[0], self.messages)
 
     def _check_settings(self, join: Join) -> str | None:
         local, remote = self._settings, join.settings
@@ -124,7 +122,7 @@ class MultiNodeRanks(RemoteRanks):
         self._local.send(plan, timeout_s)
 
     def receive(self, timeout_s: float) -> bytes | None:
-        if self._answers_here and self._local is not None:
+        if self._local_sends_results and self._local is not None:
             return self._local.receive(timeout_s)
         return super().receive(timeout_s)
 
@@ -189,7 +187,7 @@ class NodeAgent:
         log.info("Node %d connects to the engine at %s:%d", parallel.node_rank, *where)
         while time.monotonic() < deadline:
             try:
-                return tuned(socket.create_connection(where, timeout=GREETING_S))
+                return configure_socket(socket.create_connection(where, timeout=JOIN_TIMEOUT_S))
             except OSError:
                 time.sleep(RETRY_S)
         raise ConfigError(
@@ -209,9 +207,9 @@ class NodeAgent:
             send(Join(self.config.parallel.node_rank, shared_settings(self.config), self._token))
             while True:
                 match decode_from_head(head.recv_bytes(LONGEST)):
-                    case Welcome(meeting):
-                        self._start_ranks(meeting, send)
-                    case Tell(data):
+                    case Welcome(init_method):
+                        self._start_ranks(init_method, send)
+                    case OrderMessage(data):
                         self._ranks.send_order(data)
                     case PlanMessage(data):
                         self.was_up = True
@@ -230,15 +228,15 @@ class NodeAgent:
         assert self._worker_group is not None, "Welcome comes first"
         return self._worker_group
 
-    def _start_ranks(self, meeting: str, send: Any) -> None:
+    def _start_ranks(self, init_method: str, send: Any) -> None:
         parallel = self.config.parallel
-        places = local_ranks(self.config, parallel.node_rank, meeting, interface_to(parallel.master_addr))
+        places = local_ranks(self.config, parallel.node_rank, init_method, interface_to(parallel.master_addr))
         worker_group = self._worker_group = LocalRanks(places)
 
         def relay_messages() -> None:
             while self._worker_group is worker_group:
                 with contextlib.suppress(queue.Empty):
-                    send(RankMessage(*worker_group.heard.get(timeout=LOOK_S)))
+                    send(RankMessage(*worker_group.messages.get(timeout=LOOK_S)))
 
         def relay_answers() -> None:
             while self._worker_group is worker_group:
@@ -246,7 +244,7 @@ class NodeAgent:
                     send(StepAnswer(data))
 
         threading.Thread(target=relay_messages, daemon=True).start()
-        if any(place.answers for place in places):
+        if any(place.sends_results for place in places):
             threading.Thread(target=relay_answers, daemon=True).start()
 
     def _end_ranks(self) -> None:

@@ -27,13 +27,14 @@ from quire.data.step_plan import Masks, StepPlan, StepResult
 from quire.errors import ConfigError, EngineDead, EngineError, QuireError, RequestError
 from quire.executor.messages import (
     DONE,
-    Did,
-    Doing,
+    BackgroundWork,
     Failed,
-    Gone,
+    FromRank,
     Order,
     Phase,
-    RankWord,
+    PhaseDone,
+    PhaseProgress,
+    RankEnded,
     Returned,
     WorkerCall,
     encode,
@@ -52,13 +53,12 @@ log = get_logger(__name__)
 
 SLICE_S = 0.25
 """Seconds between two checks for lost ranks during a wait for a step."""
-ALIKE_S = 5.0
+CONSISTENT_S = 5.0
 """Seconds for all ranks to report a failed step, after the first has."""
 CAUSE_S = 1.0
 """Seconds for the rank that caused an error to report it, after another was cut off by its end."""
-TOGETHER_S = 60.0
-"""Seconds for the other ranks to end a warm-up in which one has failed: they may wait for it in a
-collective."""
+WARM_UP_FAILURE_S = 60.0
+"""Seconds for the other ranks to end a warm-up after one has failed: they may wait in a collective."""
 REPORT_S = 5.0
 _LOOK_S = 0.002
 """Seconds between two checks for the results of a call."""
@@ -66,11 +66,11 @@ _FOREVER_S = float("inf")
 _CAUSE = 2
 
 
-def _blame(word: Failed | Gone) -> int:
+def _cause_score(message: Failed | RankEnded) -> int:
     """Rank messages by their information: a rank without an error of its own waited for another."""
-    if isinstance(word, Gone):
+    if isinstance(message, RankEnded):
         return 1
-    return _CAUSE if word.is_cause else 0
+    return _CAUSE if message.is_cause else 0
 
 
 class RankedExecutor:
@@ -86,18 +86,15 @@ class RankedExecutor:
         self._failed_at = 0.0
         self._warm_at = 0.0
         """Last time at which no rank had failed in the current warm-up."""
-        self._passed = -1
+        self._last_done = -1
         """The last step that counts as done."""
         self._returned: dict[int, dict[int, Returned]] = {}
         """Results by call, then by rank."""
         self._numbers = itertools.count()
-        self._fetching: dict[int, Future[AdapterFacts]] = {}
-        """Fetches that not all ranks have finished, by number."""
-        self._loading: dict[int, Future[LoadDone]] = {}
-        """Loads of KV cache blocks that not all ranks have finished, by number."""
+        self._background: dict[int, tuple[Future[Any], Callable[[list[Any]], Any]]] = {}
+        """Unfinished background work by number, with the function that combines the ranks' results."""
         self._lock = threading.Lock()
-        """Held while messages of ranks are handled, since calls and steps are waited for in different
-        threads."""
+        """Held while messages of ranks are handled: several threads wait for calls and steps."""
         self._dead: str | None = None
         self._end: Callable[[], object] = lambda: None
 
@@ -115,25 +112,25 @@ class RankedExecutor:
             with Report(self.worker_group.names) as report:
                 self._run_phase("load", report, deadline)
                 measured = self._run_phase("measure", report, deadline)
-                size = smallest_cache(did.size for did in measured if did.size)
+                size = smallest_cache(rank.size for rank in measured if rank.size)
                 self._run_phase("allocate", report, deadline, size)
                 self._run_phase("warm_up", report, deadline)
                 self._run_phase("run", report, deadline)
         except BaseException as error:
-            self.worker_group.farewell = str(error) or type(error).__name__
+            self.worker_group.end_reason = str(error) or type(error).__name__
             self.close()
             raise
         return size
 
     def _run_phase(
         self, phase: Phase, report: "Report", deadline: float, size: CacheSize | None = None
-    ) -> list[Did]:
+    ) -> list[PhaseDone]:
         """Run a phase on every rank and return their messages when it is done."""
         self.worker_group.send_order(encode(Order(phase, size)))
-        done: dict[int, Did] = {}
+        done: dict[int, PhaseDone] = {}
         while len(done) < len(self.worker_group.names):
             try:
-                index, word = self.worker_group.heard.get(
+                index, message = self.worker_group.messages.get(
                     timeout=min(SLICE_S, max(deadline - time.monotonic(), 0))
                 )
             except Empty:
@@ -141,44 +138,44 @@ class RankedExecutor:
                 if time.monotonic() > deadline:
                     raise EngineDead(self._timeout_message(report, done)) from None
                 continue
-            match word:
-                case Doing():
-                    report.note(index, str(word))
-                case Did():
+            match message:
+                case PhaseProgress():
+                    report.note(index, str(message))
+                case PhaseDone():
                     report.note(index, DONE[phase])
-                    done[index] = word
-                case Failed() | Gone():
-                    raise ConfigError(self._failure_message(index, word))
+                    done[index] = message
+                case Failed() | RankEnded():
+                    raise ConfigError(self._failure_message(index, message))
         return [done[index] for index in sorted(done)]
 
-    def _timeout_message(self, report: "Report", done: dict[int, Did]) -> str:
+    def _timeout_message(self, report: "Report", done: dict[int, PhaseDone]) -> str:
         missing = [str(index) for index in range(len(self.worker_group.names)) if index not in done]
         return (
             f"the engine was not ready within {self._start_s:g} s (VLLM_ENGINE_READY_TIMEOUT_S): "
             f"waiting for rank {', '.join(missing)}; {report.text}"
         )
 
-    def _failure_message(self, index: int, word: Failed | Gone) -> str:
+    def _failure_message(self, index: int, message: Failed | RankEnded) -> str:
         """Return why the start failed, from the rank that caused it: others only report that it is gone."""
-        messages, deadline = {index: word}, time.monotonic() + CAUSE_S
-        while not any(_blame(message) == _CAUSE for message in messages.values()):
+        messages, deadline = {index: message}, time.monotonic() + CAUSE_S
+        while not any(_cause_score(message) == _CAUSE for message in messages.values()):
             try:
-                other, heard = self.worker_group.heard.get(timeout=max(deadline - time.monotonic(), 0))
+                other, later = self.worker_group.messages.get(timeout=max(deadline - time.monotonic(), 0))
             except Empty:
                 break
-            if isinstance(heard, Failed | Gone):
-                messages.setdefault(other, heard)  # a rank that failed also ends
-        index = max(messages, key=lambda index: _blame(messages[index]))
-        word, name = messages[index], self.worker_group.names[index]
-        if isinstance(word, Gone):
-            return f"rank {index} ({name}) ended while it was starting: {word.why}; see the log"
-        return f"rank {index} ({name}) cannot start: {word.error}"
+            if isinstance(later, Failed | RankEnded):
+                messages.setdefault(other, later)  # a rank that failed also ends
+        index = max(messages, key=lambda index: _cause_score(messages[index]))
+        message, name = messages[index], self.worker_group.names[index]
+        if isinstance(message, RankEnded):
+            return f"rank {index} ({name}) ended while it was starting: {message.reason}; see the log"
+        return f"rank {index} ({name}) cannot start: {message.error}"
 
     # ---- steps
 
-    def submit(self, plan: StepPlan) -> "Remote":
+    def submit(self, plan: StepPlan) -> "RemoteStep":
         self._send(encode_plan(plan))
-        return Remote(self, plan.step, time.monotonic() + self._step_s)
+        return RemoteStep(self, plan.step, time.monotonic() + self._step_s)
 
     def sample_tokens(self, masks: Masks) -> None:
         self._send(encode_masks(masks))
@@ -188,7 +185,7 @@ class RankedExecutor:
         try:
             self.worker_group.send(data, self._step_s)
         except TimeoutError as error:
-            self._die(f"the ranks take no more plans: {error}")
+            self._fail_engine(f"the ranks take no more plans: {error}")
 
     def outcome(self, step: int, timeout_s: float) -> StepResult | None:
         """Return the result of this step, if it comes in time. Results of earlier steps are dropped."""
@@ -202,23 +199,23 @@ class RankedExecutor:
             if outcome.step == step:
                 if outcome.result is None or step in self._failed:
                     self._fail(step, outcome.error)
-                self._passed = step
+                self._last_done = step
                 return outcome.result
         return None
 
     def _fail(self, step: int, error: str) -> NoReturn:
         """Raise the error of a step, once it is known whether all ranks are in the same state."""
-        until = time.monotonic() + ALIKE_S
-        while not self._is_alike(step) and time.monotonic() < until:
+        until = time.monotonic() + CONSISTENT_S
+        while not self._is_consistent(step) and time.monotonic() < until:
             time.sleep(0.005)
             self.watch()
         failed = self._failed.get(step, {})
-        if not self._is_alike(step):
-            self._die(f"step {step} failed on {self._names(failed)} only: {error}")
+        if not self._is_consistent(step):
+            self._fail_engine(f"step {step} failed on {self._names(failed)} only: {error}")
         del self._failed[step]
         raise EngineError(error or next(iter(failed.values())).error)
 
-    def _is_alike(self, step: int) -> bool:
+    def _is_consistent(self, step: int) -> bool:
         """Whether all ranks of a stage have failed, or none: a rank that succeeded has nothing to undo."""
         size = self.config.parallel.tensor_parallel_size
         counts = Counter(index // size for index in self._failed.get(step, ()))
@@ -257,19 +254,19 @@ class RankedExecutor:
                 time.sleep(_LOOK_S)
                 self.watch()
                 if method == "warm_up":
-                    self._check_together(returned)
+                    self._check_warm_up(returned)
         finally:
             del self._returned[number]
         return [self._value(index, returned[index]) for index in sorted(returned)]
 
-    def _check_together(self, returned: dict[int, Returned]) -> None:
+    def _check_warm_up(self, returned: dict[int, Returned]) -> None:
         """Give up if ranks wait in a warm-up for one that has failed."""
         failed = {index: result for index, result in returned.items() if result.error}
         if not failed:
             self._warm_at = time.monotonic()
-        elif time.monotonic() - self._warm_at > TOGETHER_S:
+        elif time.monotonic() - self._warm_at > WARM_UP_FAILURE_S:
             error = next(iter(failed.values())).error
-            self._die(f"warm_up failed on {self._names(failed)}, and the others wait for it: {error}")
+            self._fail_engine(f"warm_up failed on {self._names(failed)}, and the others wait for it: {error}")
 
     def _value(self, index: int, returned: Returned) -> Any:
         if returned.is_request:
@@ -278,42 +275,32 @@ class RankedExecutor:
             raise EngineError(f"{self.worker_group.names[index]}: {returned.error}")
         return returned.value
 
-    # ---- adapters
+    # ---- adapters and KV cache blocks
 
     def fetch(self, lora: LoRARequest) -> Future[AdapterFacts]:
-        number, future = next(self._numbers), Future[AdapterFacts]()
-        self._fetching[number], self._returned[number] = future, {}
-        self.worker_group.send_order(encode(Order("fetch", number=number, adapter=lora)))
-        return future
+        return self._start_background(combine_facts, "fetch", adapter=lora)
 
     def drop(self, name: str) -> None:
         self.worker_group.send_order(encode(Order("drop", name=name)))
 
-    def _finish_fetch(self, number: int) -> None:
-        """Resolve a fetch after all ranks have answered."""
-        future, returned = self._fetching.pop(number), self._returned.pop(number)
-        try:
-            values = [self._value(index, returned[index]) for index in sorted(returned)]
-            future.set_result(combine_facts([msgspec.convert(value, AdapterFacts) for value in values]))
-        except RequestError as error:
-            future.set_exception(RequestError(str(error), param="lora_request"))
-        except QuireError as error:
-            future.set_exception(error)
-
-    # ---- KV cache blocks
-
     def load(self, load: BlockLoad) -> Future[LoadDone]:
-        number, future = next(self._numbers), Future[LoadDone]()
-        self._loading[number], self._returned[number] = future, {}
-        self.worker_group.send_order(encode(Order("load", number=number, load=load)))
+        return self._start_background(combine_loads, "load", load=load)
+
+    def _start_background(
+        self, combine: Callable[[list[Any]], Any], phase: BackgroundWork, **order: Any
+    ) -> Future[Any]:
+        number, future = next(self._numbers), Future[Any]()
+        self._background[number], self._returned[number] = (future, combine), {}
+        self.worker_group.send_order(encode(Order(phase, number=number, **order)))
         return future
 
-    def _finish_load(self, number: int) -> None:
-        """Resolve a load after all ranks have answered: a block must be there on each of them."""
-        future, returned = self._loading.pop(number), self._returned.pop(number)
+    def _finish_background(self, number: int) -> None:
+        """Resolve background work after all ranks have answered."""
+        (future, combine), returned = self._background.pop(number), self._returned.pop(number)
         try:
-            done = [msgspec.convert(self._value(rank, word), LoadDone) for rank, word in returned.items()]
-            future.set_result(LoadDone.merged(done))
+            future.set_result(combine([self._value(index, returned[index]) for index in sorted(returned)]))
+        except RequestError as error:
+            future.set_exception(RequestError(str(error), param="lora_request"))
         except QuireError as error:
             future.set_exception(error)
 
@@ -326,58 +313,61 @@ class RankedExecutor:
         with self._lock:
             with contextlib.suppress(Empty):
                 while True:
-                    self._handle(*self.worker_group.heard.get_nowait())
-            if self._failed and time.monotonic() - self._failed_at > ALIKE_S:
+                    self._handle(*self.worker_group.messages.get_nowait())
+            if self._failed and time.monotonic() - self._failed_at > CONSISTENT_S:
                 self._check_failed()
 
     def _check_failed(self) -> None:
         """Check failed steps that are no longer waited for."""
         for step, failed in self._failed.items():
-            if not self._is_alike(step):
+            if not self._is_consistent(step):
                 error = next(iter(failed.values())).error
-                self._die(f"step {step} failed on {self._names(failed)} only: {error}")
+                self._fail_engine(f"step {step} failed on {self._names(failed)} only: {error}")
         self._failed.clear()
 
-    def _handle(self, index: int, word: RankWord) -> None:
+    def _handle(self, index: int, message: FromRank) -> None:
         name = self.worker_group.names[index]
-        if isinstance(word, Gone):
-            self._die(f"{name} is gone: {word.why}")
-        if isinstance(word, Returned) and (returned := self._returned.get(word.number)) is not None:
-            returned[index] = word
-            if word.number in self._fetching and len(returned) == len(self.worker_group.names):
-                self._finish_fetch(word.number)
-            elif word.number in self._loading and len(returned) == len(self.worker_group.names):
-                self._finish_load(word.number)
-        if not isinstance(word, Failed):
+        if isinstance(message, RankEnded):
+            self._fail_engine(f"{name} is gone: {message.reason}")
+        if isinstance(message, Returned) and (returned := self._returned.get(message.number)) is not None:
+            returned[index] = message
+            if message.number in self._background and len(returned) == len(self.worker_group.names):
+                self._finish_background(message.number)
+        if not isinstance(message, Failed):
             return
-        if word.step is None or word.is_fatal or word.step <= self._passed:
-            self._die(f"{name} failed: {word.error}")
-        self._failed.setdefault(word.step, {})[index] = word
+        if message.step is None or message.is_fatal or message.step <= self._last_done:
+            self._fail_engine(f"{name} failed: {message.error}")
+        self._failed.setdefault(message.step, {})[index] = message
         self._failed_at = time.monotonic()
 
-    def give_up(self, step: int) -> NoReturn:
+    def fail_timed_out(self, step: int) -> NoReturn:
         limit = f"{self._step_s:g} s (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)"
-        self._die(f"step {step} did not end within {limit}: a rank hangs")
+        self._fail_engine(f"step {step} did not end within {limit}: a rank hangs")
 
-    def _die(self, why: str) -> NoReturn:
-        self._dead = why
-        self.worker_group.farewell = None
-        raise EngineDead(why)
+    def _fail_engine(self, reason: str) -> NoReturn:
+        self._dead = reason
+        self.worker_group.end_reason = None
+        raise EngineDead(reason)
 
     def close(self) -> None:
         self._end()
 
 
-def combine_facts(facts: list[AdapterFacts]) -> AdapterFacts:
-    """Combine the facts of an adapter on all ranks. If they have read different contents, the digest covers
-    all."""
+def combine_loads(values: list[Any]) -> LoadDone:
+    """Combine the loads of all ranks: a block must be there on each of them."""
+    return LoadDone.merged([msgspec.convert(value, LoadDone) for value in values])
+
+
+def combine_facts(values: list[Any]) -> AdapterFacts:
+    """Combine the facts of an adapter on all ranks; the digest covers all contents if they differ."""
+    facts = [msgspec.convert(value, AdapterFacts) for value in values]
     digests = [rank.digest for rank in facts]
     digest = digests[0] if len({*digests}) == 1 else hashlib.sha256(b"".join(digests)).digest()
     most = (max(getattr(rank, name) for rank in facts) for name in ("rank", "num_bytes", "num_extra_vocab"))
     return AdapterFacts(digest, *most)
 
 
-class Remote:
+class RemoteStep:
     """A step that runs on the ranks."""
 
     def __init__(self, executor: RankedExecutor, step: int, deadline: float) -> None:
@@ -397,7 +387,7 @@ class Remote:
                 self._error = error
         is_done = self._result is not None or self._error is not None
         if not is_done and time.monotonic() > self._deadline:
-            self._executor.give_up(self._step)
+            self._executor.fail_timed_out(self._step)
         return is_done
 
     def wait(self) -> StepResult:
@@ -413,7 +403,7 @@ class Report:
     """The progress of the ranks: one line that is rewritten on a terminal, or a log line now and then."""
 
     def __init__(self, names: list[str]) -> None:
-        self._doing = ["starting"] * len(names)
+        self._progress = ["starting"] * len(names)
         self._last_text = ""
         self._next = time.monotonic() + REPORT_S
         self._bar = tqdm(bar_format="{desc}", disable=not sys.stderr.isatty(), leave=False)
@@ -426,10 +416,10 @@ class Report:
 
     @property
     def text(self) -> str:
-        return ", ".join(f"rank {index}: {what}" for index, what in enumerate(self._doing))
+        return ", ".join(f"rank {index}: {what}" for index, what in enumerate(self._progress))
 
     def note(self, index: int, what: str) -> None:
-        self._doing[index] = what
+        self._progress[index] = what
         self.tick()
 
     def tick(self) -> None:
@@ -454,10 +444,10 @@ class LocalWorkerGroup(LocalRanks):
 
     def __init__(self, config: EngineConfig) -> None:
         self._scratch = Scratch()
-        meeting, head = f"file://{self._scratch.path}/meeting", "127.0.0.1"
+        init_method, head = f"file://{self._scratch.path}/init_method", "127.0.0.1"
         if steps_together(config.parallel):  # with the ranks of other engines
-            meeting, head = process_group_address(config.parallel), config.parallel.data_parallel_address
-        super().__init__(local_ranks(config, 0, meeting, interface_to(head)))
+            init_method, head = process_group_address(config.parallel), config.parallel.data_parallel_address
+        super().__init__(local_ranks(config, 0, init_method, interface_to(head)))
 
     def end(self) -> None:
         super().end()

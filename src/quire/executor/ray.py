@@ -11,22 +11,23 @@ from typing import Any
 
 from quire.config.engine import EngineConfig
 from quire.errors import ConfigError
-from quire.executor.messages import Order, RankWord, decode_order
+from quire.executor.messages import FromRank, Order, decode_order
 from quire.executor.multiprocess import RankedExecutor
 from quire.executor.tcp import (
     LONGEST,
     HeadEnd,
     Join,
     Node,
+    OrderMessage,
     PlanMessage,
     RankMessage,
     RemoteRanks,
     StepAnswer,
-    Tell,
     Welcome,
+    configure_socket,
     decode_from_head,
+    free_url,
     interface_to,
-    tuned,
 )
 from quire.executor.worker_group import WorkerGroup
 from quire.executor.worker_process import Port, RankAddress, local_ranks, serve
@@ -69,9 +70,9 @@ class RayWorkerGroup(RemoteRanks):
             if not self.await_all(deadline, self._check_actors):
                 missing = ", ".join(self.names[rank] for rank in self.missing)
                 raise ConfigError(f"no word from {missing} within {timeout_s:g} s")
-            self.welcome(self._ray.get(self._actors[0].meeting.remote()))
+            self.welcome(self._ray.get(self._actors[0].init_method.remote()))
         except BaseException as error:
-            self.farewell = str(error)
+            self.end_reason = str(error)
             self.end()
             raise
 
@@ -93,7 +94,7 @@ class RayWorkerGroup(RemoteRanks):
                 f" (VLLM_ENGINE_READY_TIMEOUT_S); free ones: {ray.available_resources().get(kind, 0):g}"
             )
         actor_class = ray.remote(RayRank)
-        made = [
+        actors = [
             actor_class.options(
                 num_cpus=1,
                 num_gpus=1 if kind == "GPU" else 0,
@@ -103,11 +104,12 @@ class RayWorkerGroup(RemoteRanks):
             ).remote()
             for index in range(len(places))
         ]
-        self._actors = made
+        self._actors = actors
         here = ray.get_runtime_context().get_node_id()
-        nodes = ray.get([actor.node.remote() for actor in made], timeout=max(deadline - time.monotonic(), 1))
-        order = sorted(range(len(made)), key=lambda index: (nodes[index] != here, nodes[index], index))
-        self._actors = [made[index] for index in order]
+        left_s = max(deadline - time.monotonic(), 1)
+        nodes = ray.get([actor.node.remote() for actor in actors], timeout=left_s)
+        order = sorted(range(len(actors)), key=lambda index: (nodes[index] != here, nodes[index], index))
+        self._actors = [actors[index] for index in order]
 
     def _open_group(self, config: EngineConfig, bundles: list[dict[str, float]]) -> Any:
         """Return a new placement group, or the one that the configuration names."""
@@ -157,12 +159,9 @@ class RayRank:
     def node(self) -> str:
         return str(_ray().get_runtime_context().get_node_id())
 
-    def meeting(self) -> str:
+    def init_method(self) -> str:
         """Return the rendezvous URL of all ranks, on the machine of the first one."""
-        address = _ray().util.get_node_ip_address()
-        with socket.socket() as free:
-            free.bind((address, 0))
-            return f"tcp://{address}:{free.getsockname()[1]}"
+        return free_url(_ray().util.get_node_ip_address())
 
     def begin(self, place: RankAddress, host: str, port: int, token: str) -> None:
         """Start the rank in a thread and return at once."""
@@ -173,17 +172,16 @@ class RayRank:
 def _run(place: RankAddress, host: str, port: int, token: str) -> None:
     """Serve the connection of a rank; the process ends with it."""
     try:
-        tp = place.config.parallel.tensor_parallel_size
-        index = place.rank.pp * tp + place.rank.tp
-        node = Node(index, host, tuned(socket.create_connection((host, port))))
+        index = replace(place.rank, dp=0).index(place.config.parallel)
+        node = Node(index, host, configure_socket(socket.create_connection((host, port))))
         node.send(Join(index, {}, token))
         rank = NodePort(node)
         while True:
             match decode_from_head(node.pipe.recv_bytes(LONGEST)):
-                case Welcome(meeting):
-                    placed = replace(place, meeting=meeting, interface=interface_to(host))
+                case Welcome(init_method):
+                    placed = replace(place, init_method=init_method, interface=interface_to(host))
                     threading.Thread(target=_serve, args=(placed, rank), daemon=True).start()
-                case Tell(data):
+                case OrderMessage(data):
                     rank.orders.put(decode_order(data))
                 case PlanMessage(data):
                     rank.plans.put(data)
@@ -214,8 +212,8 @@ class NodePort:
     def order(self) -> Order:
         return self.orders.get()
 
-    def say(self, word: RankWord) -> None:
-        self._node.send(RankMessage(0, word))
+    def report(self, message: FromRank) -> None:
+        self._node.send(RankMessage(0, message))
 
     def plan(self) -> bytes:
         return self.plans.get()

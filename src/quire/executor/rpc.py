@@ -35,7 +35,6 @@ ENGINE_METHODS = frozenset(
 
 
 def open_methods(worker: Any) -> list[str]:
-    """Return the methods that clients may call."""
     names = (name for name in dir(type(worker)) if not name.startswith("_"))
     return [
         name for name in names if name not in ENGINE_METHODS and inspect.isfunction(_static(worker, name))
@@ -65,8 +64,7 @@ def read_adapter(worker: Any, lora: LoRARequest) -> AdapterFacts:
 
 
 def invoke(worker: Any, method: str | bytes, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a public method, or a packed function. An unknown method, or wrong arguments, is a
-    RequestError."""
+    """Call a public method or a packed function; raise RequestError for unknown ones and wrong arguments."""
     if isinstance(method, bytes):
         return run_packed(worker, method)
     if method.startswith("_") or not inspect.isfunction(_static(worker, method)):

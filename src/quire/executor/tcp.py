@@ -14,14 +14,14 @@ from typing import Any
 import msgspec
 import psutil
 
-from quire.executor.messages import Gone, RankWord
-from quire.executor.worker_group import Heard
+from quire.executor.messages import FromRank, RankEnded
+from quire.executor.worker_group import MessageQueue
 from quire.logs import FirstWarning, get_logger
 from quire.system.cluster_token import VARIABLE, is_same
 
 log = get_logger(__name__)
 
-GREETING_S = 10.0
+JOIN_TIMEOUT_S = 10.0
 """Time limit for the first message of a connection, in seconds."""
 LOOK_S = 0.25
 LONGEST = 1 << 30
@@ -33,8 +33,7 @@ MAX_UNADMITTED = 64
 RETRY_S = 0.1
 """Pause after a connection could not be accepted, for example without free file descriptors."""
 _SILENCE_MS = 10_000
-"""Milliseconds after which a machine that does not answer counts as lost; the end of a process is noticed at
-once."""
+"""Milliseconds without an answer after which a machine counts as lost; the end of a process shows at once."""
 _OTHER_TOKEN = f"{VARIABLE} must be the same on every machine"
 
 
@@ -48,11 +47,11 @@ class Join(msgspec.Struct, tag="join"):
     """The secret of the deployment."""
 
 
-class RankMessage(msgspec.Struct, tag="said"):
+class RankMessage(msgspec.Struct, tag="rank"):
     """Message of a node: a message of one of its ranks."""
 
     index: int
-    word: RankWord
+    content: FromRank
 
 
 class StepAnswer(msgspec.Struct, tag="answer"):
@@ -64,10 +63,10 @@ class StepAnswer(msgspec.Struct, tag="answer"):
 class Welcome(msgspec.Struct, tag="welcome"):
     """Message to a node: all nodes are connected, start the ranks."""
 
-    meeting: str
+    init_method: str
 
 
-class Tell(msgspec.Struct, tag="tell"):
+class OrderMessage(msgspec.Struct, tag="order"):
     """Message to a node: an order for all its ranks."""
 
     data: bytes
@@ -90,7 +89,7 @@ class HeadEnd(msgspec.Struct, tag="end"):
 encode = msgspec.msgpack.Encoder().encode
 decode_join = msgspec.msgpack.Decoder(Join).decode
 decode_from_node = msgspec.msgpack.Decoder(Join | RankMessage | StepAnswer).decode
-decode_from_head = msgspec.msgpack.Decoder(Welcome | Tell | PlanMessage | HeadEnd).decode
+decode_from_head = msgspec.msgpack.Decoder(Welcome | OrderMessage | PlanMessage | HeadEnd).decode
 
 
 def interface_to(address: str) -> str:
@@ -106,12 +105,19 @@ def interface_to(address: str) -> str:
     return ""
 
 
+def free_url(address: str) -> str:
+    """Return the URL of a free port of this machine."""
+    with socket.socket() as free:
+        free.bind((address, 0))
+        return f"tcp://{address}:{free.getsockname()[1]}"
+
+
 def first_message(sock: socket.socket) -> bytes:
     """Read the first message of an unauthenticated connection, with limits of size and time.
 
     The framing is that of `Connection`: four bytes of length, then the message.
     """
-    deadline = time.monotonic() + GREETING_S
+    deadline = time.monotonic() + JOIN_TIMEOUT_S
     size = int.from_bytes(_read_exactly(sock, 4, deadline), "big")
     if size > MAX_JOIN_BYTES:
         raise OSError(f"its first message has {size} bytes, the limit is {MAX_JOIN_BYTES}")
@@ -128,7 +134,7 @@ def _read_exactly(sock: socket.socket, size: int, deadline: float) -> bytes:
     return data
 
 
-def tuned(sock: socket.socket) -> Connection:
+def configure_socket(sock: socket.socket) -> Connection:
     """Configure a connection: small messages are sent at once, and a lost machine is noticed."""
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -168,8 +174,8 @@ class RemoteRanks:
         check: Callable[[Join], str | None] = lambda join: None,
     ) -> None:
         """Wait for the `awaited` nodes; `check` returns what is wrong with a node that has the token."""
-        self.heard: Heard = queue.SimpleQueue()
-        self.farewell: str | None = ""
+        self.messages: MessageQueue = queue.SimpleQueue()
+        self.end_reason: str | None = ""
         self.names: list[str] = []
         self.nodes: dict[int, Node] = {}
         self._listener = listener
@@ -183,7 +189,7 @@ class RemoteRanks:
         """Reason why the last node with the token was refused, by node rank."""
         self._unadmitted = threading.Semaphore(MAX_UNADMITTED)
         self._warn = FirstWarning(log, "At the port for other machines")
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
         threading.Thread(target=self._accept, name="quire-nodes", daemon=True).start()
 
     @property
@@ -195,20 +201,20 @@ class RemoteRanks:
         """Return why nodes were refused in place of the missing ones, for an error message."""
         return "".join(f"; {self._refusals[rank]}" for rank in self.missing if rank in self._refusals)
 
-    def await_all(self, deadline: float, look: Callable[[], None] = lambda: None) -> bool:
-        """Wait for all nodes; return whether they have connected in time. `look` may raise."""
-        with self._news:
+    def await_all(self, deadline: float, check: Callable[[], None] = lambda: None) -> bool:
+        """Wait for all nodes; return whether they have connected in time. `check` may raise."""
+        with self._changed:
             while self.missing:
                 if time.monotonic() > deadline:
                     return False
-                look()
-                self._news.wait(LOOK_S)
+                check()
+                self._changed.wait(LOOK_S)
             self._is_complete = True
         return True
 
-    def welcome(self, meeting: str) -> None:
+    def welcome(self, init_method: str) -> None:
         for node in self.nodes.values():
-            node.send(Welcome(meeting))
+            node.send(Welcome(init_method))
 
     # ---- one thread for each connection
 
@@ -240,19 +246,18 @@ class RemoteRanks:
         """Serve a connection from its first message to its end."""
         node: Node | None = None
         try:
-            node = self._greet(sock, address)
+            node = self._receive_join(sock, address)
             while node is not None:
-                self._take(node, decode_from_node(node.pipe.recv_bytes(LONGEST)))
+                self._handle(node, decode_from_node(node.pipe.recv_bytes(LONGEST)))
         except (EOFError, OSError, msgspec.MsgspecError) as error:
             log.debug("The connection from %s ends: %r", address, error)
         finally:
             if node is not None:
                 node.pipe.close()
-                self._lose(node)
+                self._handle_lost(node)
 
-    def _greet(self, sock: socket.socket, address: str) -> Node | None:
-        """Read the first message; return the node if it is admitted, otherwise send it the reason and
-        close."""
+    def _receive_join(self, sock: socket.socket, address: str) -> Node | None:
+        """Read the first message; return the node if it is admitted, else send the reason and close."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._unadmitted.release)
             stack.callback(sock.close)
@@ -261,7 +266,7 @@ class RemoteRanks:
             except (EOFError, OSError, msgspec.MsgspecError) as error:
                 self._warn(f"{address} did not join: {str(error)!r:.200}")
                 return None
-            node = Node(join.node_rank, address, tuned(sock))
+            node = Node(join.node_rank, address, configure_socket(sock))
             if (refusal := self._admit(node, join)) is None:
                 return node
             node.send(refusal)
@@ -273,13 +278,13 @@ class RemoteRanks:
         if not is_same(join.token, self._token):
             self._warn(f"{node.address} is refused: its {VARIABLE} differs")
             return HeadEnd(f"the first machine refused this one: {_OTHER_TOKEN}", is_final=True)
-        with self._news:
+        with self._changed:
             wrong = self._check(join)
             if wrong is None and node.rank not in self._awaited:
                 wrong = "is not one of the expected nodes"
             if wrong is None and node.rank not in self.nodes:
                 self.nodes[node.rank] = node
-                self._news.notify_all()
+                self._changed.notify_all()
                 return None
             problem = f"node {node.rank} ({node.address}) {wrong}"
             if wrong is None:
@@ -289,29 +294,29 @@ class RemoteRanks:
         log.error("Refused: %s", problem)
         return HeadEnd(problem, is_final=wrong is not None)
 
-    def _take(self, node: Node, message: Any) -> None:
+    def _handle(self, node: Node, message: Any) -> None:
         if isinstance(message, RankMessage):
-            self.heard.put((node.rank * self._count + message.index, message.word))
+            self.messages.put((node.rank * self._count + message.index, message.content))
         elif isinstance(message, StepAnswer):
             self._outcomes.put(message.data)
 
-    def _lose(self, node: Node) -> None:
-        with self._news:
+    def _handle_lost(self, node: Node) -> None:
+        with self._changed:
             if self.nodes.get(node.rank) is not node:
                 return
             if not self._is_complete:  # it may reconnect before the others are complete
                 log.warning("Node %d (%s) disconnected", node.rank, node.address)
                 del self.nodes[node.rank]
                 return
-        why = f"the connection to node {node.rank} ({node.address}) is lost"
+        reason = f"the connection to node {node.rank} ({node.address}) is lost"
         for index in range(node.rank * self._count, (node.rank + 1) * self._count):
-            self.heard.put((index, Gone(why)))
+            self.messages.put((index, RankEnded(reason)))
 
     # ---- as a worker group
 
     def send_order(self, order: bytes) -> None:
         for node in self.nodes.values():
-            node.send(Tell(order))
+            node.send(OrderMessage(order))
 
     def send(self, plan: bytes, timeout_s: float) -> None:
         for node in self.nodes.values():
@@ -329,7 +334,7 @@ class RemoteRanks:
         self._listener.close()
         nodes, self.nodes = self.nodes, {}
         for node in nodes.values():
-            if self.farewell is not None:
-                node.send(HeadEnd(self.farewell))
+            if self.end_reason is not None:
+                node.send(HeadEnd(self.end_reason))
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(node.pipe.fileno())) as sock:
                 sock.shutdown(socket.SHUT_WR)

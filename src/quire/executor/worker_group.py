@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from multiprocessing import connection
 from typing import Protocol
 
-from quire.executor.messages import Gone, RankWord, decode_word
+from quire.executor.messages import FromRank, RankEnded, decode_from_rank
 from quire.executor.worker_process import RankAddress
 from quire.logs import get_logger
 from quire.system import shm
 
 log = get_logger(__name__)
 
-Heard = queue.SimpleQueue[tuple[int, RankWord]]
+MessageQueue = queue.SimpleQueue[tuple[int, FromRank]]
 """Messages of ranks, each with its index in the group, in order of arrival."""
 LOOK_S = 0.5
 END_S = 2.0
@@ -32,12 +32,12 @@ _ENTRY = "from quire.executor.worker_process import main; main()"
 class WorkerGroup(Protocol):
     """The ranks of an engine, as the executor reaches them."""
 
-    heard: Heard
+    messages: MessageQueue
 
     @property
     def names(self) -> list[str]: ...
 
-    farewell: str | None
+    end_reason: str | None
     """Reason of the end, for ranks on other machines: empty for a normal end, None if they may reconnect."""
 
     def send_order(self, order: bytes) -> None:
@@ -66,10 +66,10 @@ class _Member:
 class LocalRanks:
     """Ranks of this machine as child processes of one thread, which lives until the end."""
 
-    def __init__(self, places: list[RankAddress], heard: Heard | None = None) -> None:
+    def __init__(self, places: list[RankAddress], messages: MessageQueue | None = None) -> None:
         self.places = places
-        self.heard: Heard = queue.SimpleQueue() if heard is None else heard
-        self.farewell: str | None = ""
+        self.messages: MessageQueue = queue.SimpleQueue() if messages is None else messages
+        self.end_reason: str | None = ""
         plans_fd, outcomes_fd = shm.create(len(places)), shm.create(1)
         self._plans, self._outcomes = shm.ShmWriter(plans_fd), shm.ShmReader(outcomes_fd)
         self._fds = plans_fd, outcomes_fd
@@ -116,7 +116,7 @@ class LocalRanks:
                 pass
         except Exception as error:
             log.exception("Starting or watching the ranks failed")
-            self.heard.put((0, Gone(str(error))))
+            self.messages.put((0, RankEnded(str(error))))
         finally:
             self._started.set()
             self._end_all()
@@ -149,7 +149,7 @@ class LocalRanks:
 
     def _receive(self, member: _Member) -> None:
         try:
-            self.heard.put((member.index, decode_word(member.pipe.recv_bytes())))
+            self.messages.put((member.index, decode_from_rank(member.pipe.recv_bytes())))
         except (EOFError, OSError):
             self._note_gone(member)
 
@@ -157,7 +157,7 @@ class LocalRanks:
         member.is_gone = True
         with contextlib.suppress(subprocess.TimeoutExpired):
             member.process.wait(LOOK_S)
-        self.heard.put((member.index, Gone(_describe_end(member.process))))
+        self.messages.put((member.index, RankEnded(_describe_end(member.process))))
 
     def _end_all(self) -> None:
         """End the ranks by closing their pipes; kill those that do not end in time."""

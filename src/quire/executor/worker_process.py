@@ -21,16 +21,16 @@ from quire.config.sections import ParallelSection
 from quire.data.codec import Outcome, decode_masks, decode_plan, encode_outcome
 from quire.data.step_plan import Masks, Pending, StepPlan
 from quire.errors import EngineDead, QuireError, RequestError, one_line
-from quire.executor import Refused
+from quire.executor import FailedStep
 from quire.executor.lora_loading import AdapterReading
 from quire.executor.messages import (
-    DOING,
     NUM_LOADERS,
-    Did,
-    Doing,
+    RUNNING,
     Failed,
+    FromRank,
     Order,
-    RankWord,
+    PhaseDone,
+    PhaseProgress,
     Returned,
     WorkerCall,
     decode_call,
@@ -64,7 +64,7 @@ class RankAddress:
     rank: Rank
     local: int
     """Index of its device on the machine."""
-    meeting: str
+    init_method: str
     """Rendezvous URL of all ranks."""
     interface: str = ""
     """Network interface between CPU ranks."""
@@ -81,24 +81,25 @@ class RankAddress:
         return "_".join(["Worker", *(f"{word}{number}" for word, number, size in parts if size > 1)])
 
     @property
-    def answers(self) -> bool:
+    def sends_results(self) -> bool:
         """Whether this rank sends the results of steps."""
         return self.rank.tp == 0 and self.rank.pp == self.config.parallel.pipeline_parallel_size - 1
 
 
 def world_size(parallel: ParallelSection) -> int:
-    """Return the number of ranks of one core."""
     return parallel.tensor_parallel_size * parallel.pipeline_parallel_size
 
 
-def local_ranks(config: EngineConfig, node_rank: int, meeting: str, interface: str = "") -> list[RankAddress]:
+def local_ranks(
+    config: EngineConfig, node_rank: int, init_method: str, interface: str = ""
+) -> list[RankAddress]:
     """Return the ranks of one machine, which are consecutive."""
     parallel = config.parallel
     size, dp = world_size(parallel), parallel.data_parallel_rank or 0
     count = size // parallel.nnodes
     first = dp * size + node_rank * count
     ranks = [Rank.of(first + local, parallel) for local in range(count)]
-    return [RankAddress(config, rank, local, meeting, interface) for local, rank in enumerate(ranks)]
+    return [RankAddress(config, rank, local, init_method, interface) for local, rank in enumerate(ranks)]
 
 
 class Port(Protocol):
@@ -107,7 +108,7 @@ class Port(Protocol):
     def order(self) -> Order:
         """Wait for the next order."""
 
-    def say(self, word: RankWord) -> None: ...
+    def report(self, message: FromRank) -> None: ...
 
     def plan(self) -> bytes:
         """Wait for the next plan, or for the masks of the last one."""
@@ -122,17 +123,17 @@ def serve(place: RankAddress, port: Port) -> None:
         with compile_processes(num_compilers(place.config)):
             worker = _start(place, port)
     except QuireError as error:
-        port.say(Failed(str(error)))
+        port.report(Failed(str(error)))
         return
     except Exception as error:
         if is_cause := not is_cut_off(error):
             log.exception("%s cannot start", place.name)
-        port.say(Failed(one_line(error), is_cause))
+        port.report(Failed(one_line(error), is_cause))
         return
     if place.config.lora.enable_lora or place.config.cache.has_tiers:
         args = worker, port
-        threading.Thread(target=_work_aside, args=args, name="quire-aside", daemon=True).start()
-    port.say(Did())
+        threading.Thread(target=_run_background, args=args, name="quire-background", daemon=True).start()
+    port.report(PhaseDone())
     Steps(worker, place, port).run()
 
 
@@ -140,21 +141,20 @@ def _start(place: RankAddress, port: Port) -> Any:
     """Return the worker, after all phases of its start."""
     worker = _join(place, port)
     phases: dict[str, Callable[[Order], Any]] = {
-        "load": lambda order: worker.load(lambda share: port.say(Doing("loading", share))),
+        "load": lambda order: worker.load(lambda share: port.report(PhaseProgress("loading", share))),
         "measure": lambda order: worker.measure(),
         "allocate": lambda order: worker.allocate(order.size),
         "warm_up": lambda order: worker.warm_up(),
     }
     while (order := port.order()).phase != "run":
-        port.say(Doing(DOING[order.phase]))
+        port.report(PhaseProgress(RUNNING[order.phase]))
         result = phases[order.phase](order)
-        port.say(Did(result if order.phase == "measure" else None))
+        port.report(PhaseDone(result if order.phase == "measure" else None))
     return worker
 
 
 def num_compilers(config: EngineConfig) -> int:
-    """Return the number of processes that compile kernels for one rank, by its share of the machine's cores
-    and memory; 0 on a CPU."""
+    """Return how many processes compile kernels for a rank, by its share of cores and memory; 0 on a CPU."""
     if config.machine.device == "cpu":
         return 0
     parallel = config.parallel
@@ -164,7 +164,7 @@ def num_compilers(config: EngineConfig) -> int:
     return min(_MAX_COMPILERS, hardware_threads() // num_ranks - 1, room // num_ranks)
 
 
-def _work_aside(worker: Any, port: Port) -> None:
+def _run_background(worker: Any, port: Port) -> None:
     """Handle the orders that come while steps run: adapters, and KV cache blocks to load."""
     reading = AdapterReading(worker)
     loading = ThreadPoolExecutor(NUM_LOADERS, "quire-kv-load")
@@ -184,9 +184,9 @@ def _work_aside(worker: Any, port: Port) -> None:
 def _send_result(port: Port, number: int, read: Future[Any]) -> None:
     error = read.exception()
     if isinstance(error, Exception):
-        port.say(refusal(number, error))
+        port.report(refusal(number, error))
     else:
-        port.say(Returned(number, read.result()))
+        port.report(Returned(number, read.result()))
 
 
 def refusal(number: int, error: Exception) -> Returned:
@@ -198,7 +198,7 @@ def refusal(number: int, error: Exception) -> Returned:
 
 def _join(place: RankAddress, port: Port) -> Any:
     """Return the worker, after all ranks have joined."""
-    port.say(Doing("starting"))
+    port.report(PhaseProgress("starting"))
     config, parallel = place.config, place.config.parallel
     import torch
 
@@ -213,9 +213,9 @@ def _join(place: RankAddress, port: Port) -> Any:
         return open_worker(config, World(place.rank), place.local)
     if place.interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", place.interface)
-    port.say(Doing("waiting for the other ranks"))
+    port.report(PhaseProgress("waiting for the other ranks"))
     timeout_s, ordered = parallel.distributed_timeout_seconds, config.model.batch_invariant
-    world = join(parallel, place.rank, place.meeting, device, timeout_s, ordered=ordered)
+    world = join(parallel, place.rank, place.init_method, device, timeout_s, ordered=ordered)
     return open_worker(config, world, place.local)
 
 
@@ -249,7 +249,7 @@ class Steps:
         while True:
             data = self.port.plan()
             if (call := decode_call(data)) is not None:
-                self.port.say(self._call(call))
+                self.port.report(self._call(call))
                 continue
             plan = decode_plan(data)
             if waits:
@@ -268,7 +268,7 @@ class Steps:
                 launched: Pending = self.worker.submit(plan)
                 return launched
         except Exception as error:
-            return Refused(error)
+            return FailedStep(error)
 
     def _call(self, call: WorkerCall) -> Returned:
         """Call a worker method; after an error the rank continues."""
@@ -290,11 +290,11 @@ class Steps:
     def _sample_tokens(self, pending: Pending, masks: Masks) -> Pending:
         try:
             with self._rows:
-                if not isinstance(pending, Refused):
+                if not isinstance(pending, FailedStep):
                     self.worker.sample_tokens(masks)
                 return pending
         except Exception as error:
-            return Refused(error)
+            return FailedStep(error)
 
     def _finish_all(self, device: int) -> None:
         import torch
@@ -313,11 +313,11 @@ class Steps:
             if self.place.rank.tp == 0 and not is_cut_off(error):  # the other ranks would log the same
                 log.error("Step %d failed", step, exc_info=error)
             is_fatal = isinstance(error, EngineDead)
-            self.port.say(Failed(one_line(error), step=step, is_fatal=is_fatal))
-            if self.place.answers:
+            self.port.report(Failed(one_line(error), step=step, is_fatal=is_fatal))
+            if self.place.sends_results:
                 self.port.answer(encode_outcome(Outcome(step, error=one_line(error))))
         else:
-            if self.place.answers:
+            if self.place.sends_results:
                 self.port.answer(encode_outcome(Outcome(step, result)))
 
 
@@ -345,10 +345,10 @@ class PipePort:
     def order(self) -> Order:
         return self._orders.get()
 
-    def say(self, word: RankWord) -> None:
+    def report(self, message: FromRank) -> None:
         with self._lock:
             try:
-                self._pipe.send_bytes(encode(word))
+                self._pipe.send_bytes(encode(message))
             except BrokenPipeError:  # the parent has ended, and `_listen` is about to notice it
                 os._exit(0)
 
@@ -375,5 +375,5 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with its parent, which may have work to finish
     is_cpu = place.config.machine.device == "cpu"
     plans = ShmReader(plans_fd, reader, spin_s=0.0 if is_cpu else SPIN_S)
-    serve(place, PipePort(pipe, plans, ShmWriter(outcomes_fd) if place.answers else None))
+    serve(place, PipePort(pipe, plans, ShmWriter(outcomes_fd) if place.sends_results else None))
     sys.exit(1)

@@ -15,8 +15,7 @@ from quire.frontend.inputs import Prompt
 
 
 def round_params(params: BeamSearchParams) -> SamplingParams:
-    """Return the params of every beam: one token, and enough logprobs that `beam_width` remain after an
-    eos."""
+    """Return params for one token of a beam, with enough logprobs that `beam_width` remain after an eos."""
     return SamplingParams(
         max_tokens=1,
         logprobs=2 * params.beam_width,
@@ -26,14 +25,14 @@ def round_params(params: BeamSearchParams) -> SamplingParams:
     )
 
 
-def start_of(prompt: Prompt) -> list[int]:
+def initial_tokens(prompt: Prompt) -> list[int]:
     """Return the token ids that the beams start with; raise a RequestError for prompt embeddings."""
     if prompt.embeds is not None:
         raise RequestError("beam search needs a prompt of text or token ids", param="prompt_embeds")
     return prompt.token_ids
 
 
-def continued(prompt: Prompt, token_ids: list[int]) -> Prompt:
+def beam_prompt(prompt: Prompt, token_ids: list[int]) -> Prompt:
     """Return the prompt of a beam: its tokens, which begin with those of the prompt, and the media."""
     media = prompt.media
     if media is not None:

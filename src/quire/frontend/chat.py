@@ -23,8 +23,7 @@ CONTENT_FORMATS = ("auto", "string", "openai")
 
 
 def read_template(argument: str | None) -> str | None:
-    """Read a `--chat-template`: a file, the name of a template that comes with Quire, or the template
-    itself."""
+    """Read a `--chat-template`: a file, the name of a template of Quire, or the template itself."""
     if argument is None:
         return None
     if any(mark in argument for mark in "{}\n"):
@@ -58,9 +57,7 @@ def chat_prompt(
 ) -> Prompt:
     """Render a conversation with a chat template, within `render_s` seconds. With `prepared` the messages
     come from `part_media`; else their media are processed here."""
-    tokenizer = inputs.tokenizer
-    if tokenizer is None:
-        raise RequestError("a chat needs a tokenizer, and skip_tokenizer_init is set: use token ids")
+    tokenizer = inputs.need_tokenizer("a chat")
     if chat_template_content_format not in CONTENT_FORMATS:
         raise RequestError(
             f"chat_template_content_format={chat_template_content_format!r}; known: "
@@ -68,22 +65,24 @@ def chat_prompt(
         )
     if isinstance(messages, str) or not isinstance(messages, Sequence):
         raise RequestError(f"a conversation is a list of messages; got {messages!r:.80}", param="messages")
-    if taken := [name for name in _RESERVED if name in (chat_template_kwargs or {})]:
+    if reserved := [name for name in _RESERVED if name in (chat_template_kwargs or {})]:
         raise RequestError(
-            f"chat_template_kwargs may not contain {', '.join(taken)}", param="chat_template_kwargs"
+            f"chat_template_kwargs may not contain {', '.join(reserved)}", param="chat_template_kwargs"
         )
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise RequestError(f"each message is a dict with a `role`; got {message!r:.80}", param="messages")
     if prepared is None:
         messages, items = part_media(messages)
-        prepared = inputs.media.prepare_now(items, mm_processor_kwargs)
+        prepared = inputs.media.prepare_sync(items, mm_processor_kwargs)
     marks = MediaMarkers(inputs.media.mark, inputs.media.interleaves) if prepared else None
     template = choose_template(tokenizer.chat_template, chat_template, with_tools=tools is not None)
-    wanted: Any = chat_template_content_format
+    chosen_format: Any = chat_template_content_format
+    if chosen_format == "auto":
+        chosen_format = content_format(template)
     with limited(render_s, "rendering the chat template"):
         text = tokenizer.apply_chat_template(
-            normalise(messages, content_format(template) if wanted == "auto" else wanted, marks),
+            normalise(messages, chosen_format, marks),
             tokenize=False,
             chat_template=template,
             **{

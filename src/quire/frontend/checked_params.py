@@ -1,5 +1,4 @@
-"""Sampling parameters that are checked once for all prompts of a call; checks of cache salts, and those of
-logits processors."""
+"""Sampling parameters, checked once for all prompts; checks of cache salts and of logits processors."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

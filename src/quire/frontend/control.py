@@ -68,8 +68,7 @@ class CoreControl:
         return any(await self._call_all("is_paused", {}))
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """Put all cores to sleep. A core that sleeps at this level does nothing; one that failed tries
-        again."""
+        """Put all cores to sleep. One that sleeps at this level does nothing; one that failed retries."""
         if not self.settings.get("model", {}).get("enable_sleep_mode", False):
             raise RequestError("sleep mode is off: start the engine with --enable-sleep-mode")
         check_choice("level", level, LEVELS)

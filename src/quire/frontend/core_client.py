@@ -40,8 +40,7 @@ MAX_BEHIND = 1000
 READ_S = 0.004
 """Time for which messages are read before their outputs are delivered."""
 YIELD_ROUNDS = 4
-"""Iterations of the event loop between two reads, so that new requests progress while the core is faster than
-this process."""
+"""Event loop iterations between two reads: new requests progress even if the core is faster than this."""
 HEARTBEAT_MS = 1000
 """Interval of heartbeats on a connection to another machine."""
 SILENCE_MS = 10_000
@@ -85,7 +84,6 @@ class CoreLink(EngineLink):
     # ---- life
 
     def start(self) -> None:
-        """Connect, from inside the running loop."""
         self._task = asyncio.create_task(self._watch())
 
     def close(self) -> None:
@@ -93,12 +91,12 @@ class CoreLink(EngineLink):
             self._task.cancel()
         self._disconnect()
         self.core, self.was_up = None, False
-        self.down_since, self._why_down = self._clock(), f"{self.name} is not loaded"
+        self.down_since, self._down_reason = self._clock(), f"{self.name} is not loaded"
 
     def problem(self, health_timeout_s: float) -> str | None:
         """Return why the core is unavailable: it is down, or hangs in a step; None if it is available."""
         if self.core is None:
-            return self._why_down
+            return self._down_reason
         standstill = self._stalled_s + self.silent_s
         if standstill <= health_timeout_s:
             return None
@@ -118,26 +116,26 @@ class CoreLink(EngineLink):
             self._connect()
             if self._socket is not None:
                 self.send(Hello(self._token))
-        elif self._is_gone(self.core):
+        elif self._is_disconnected(self.core):
             self._handle_death()
 
-    def _is_gone(self, core: Ready) -> bool:
+    def _is_disconnected(self, core: Ready) -> bool:
         if self._monitor is None:
             return not _is_alive(core.pid)
-        gone = False
+        has_ended = False
         while self._monitor.poll(0):
             recv_monitor_message(self._monitor)
-            gone = True
-        return gone
+            has_ended = True
+        return has_ended
 
     def _handle_death(self) -> None:
         assert self.core is not None
-        self._why_down = f"{self.name} (process {self.core.pid}) died and is being restarted"
+        self._down_reason = f"{self.name} (process {self.core.pid}) died and is being restarted"
         self.core = None
         self.down_since = self._clock()
         for call in self._calls.values():
             if not call.done():
-                call.set_exception(EngineDead(self._why_down))
+                call.set_exception(EngineDead(self._down_reason))
         # Messages that are still queued for the dead core must not reach the next one.
         self._disconnect()
         self._owner.on_death(self)
@@ -217,7 +215,7 @@ class CoreLink(EngineLink):
         there is more to read, other tasks run first."""
         self._is_scheduled = False  # so that the next message is read even after an error
         is_all = self._receive()
-        self._owner.on_turn(self)
+        self._owner.on_outputs(self)
         self._is_scheduled = not is_all
         if self._is_scheduled:
             self._schedule_read(YIELD_ROUNDS)
@@ -254,15 +252,15 @@ class CoreLink(EngineLink):
             case StepDone(output):
                 self._stalled_s = 0.0
                 self.stats = output.stats
-                self.outputs.take(output)
-                self._owner.on_news(self, b"")
+                self.outputs.add_step(output)
+                self._owner.on_stats(self, b"")
             case Heartbeat():
                 self._stalled_s = message.stalled_s
                 if message.num_resets != self._num_resets:
                     self._num_resets = message.num_resets
                     self._owner.on_reset()
                 self.stats = message.stats
-                self._owner.on_news(self, message.page)
+                self._owner.on_stats(self, message.page)
             case Reply():
                 self._handle_reply(message)
             case Missing():

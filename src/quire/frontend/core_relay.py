@@ -56,7 +56,7 @@ class _Distributor(OutputProcessor):
         super().__init__(None)
         self._streams = streams
 
-    def take(self, step: StepOutput) -> None:
+    def add_step(self, step: StepOutput) -> None:
         for stream, part in split_by_owner(step, self._streams).items():
             stream.put(StepDone(part))
 
@@ -71,13 +71,7 @@ class CoreRelay:
         self._streams: dict[str, _Stream] = {}
         """Streams by sequence id."""
         self.link = CoreLink(
-            0,
-            0,
-            address,
-            name="the engine",
-            token=token,
-            outputs=_Distributor(self._streams),
-            owner=self,
+            0, 0, address, name="the engine", token=token, outputs=_Distributor(self._streams), owner=self
         )
         self._health_timeout_s = health_timeout_s
         self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
@@ -134,18 +128,13 @@ class CoreRelay:
         if not self._ready.done() and link.core is not None:
             self._ready.set_result(link.core)
 
-    def on_news(self, link: EngineLink, page: bytes) -> None:
-        pass
-
-    def on_reset(self) -> None:
-        pass
-
     def on_missing(self, request_id: str) -> None:
         if (stream := self._streams.get(request_id)) is not None:
             stream.put(Missing(request_id))
 
-    def on_turn(self, link: EngineLink) -> None:
-        pass
+    def on_stats(self, link: EngineLink, page: bytes) -> None: ...
+    def on_reset(self) -> None: ...
+    def on_outputs(self, link: EngineLink) -> None: ...
 
     def on_death(self, link: EngineLink) -> None:
         error = EngineDead(str(link.problem(0.0)))

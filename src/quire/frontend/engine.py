@@ -19,12 +19,19 @@ from quire.errors import EngineDead, EngineError, QuireError, RequestError
 from quire.frontend.checked_params import CheckedParams
 from quire.frontend.control import CoreControl
 from quire.frontend.core_calls import CoreCalls
+from quire.frontend.core_links import open_links
 from quire.frontend.engine_facts import EngineFacts
 from quire.frontend.engine_link import EngineLink
 from quire.frontend.fleet_link import Fleet
-from quire.frontend.in_flight import RequestInFlight, affinity, failure, marks, next_to_send, running_on
+from quire.frontend.in_flight import (
+    RequestInFlight,
+    affinity,
+    failure,
+    next_to_send,
+    prefix_tokens,
+    running_requests,
+)
 from quire.frontend.inputs import InputProcessor, Prompt
-from quire.frontend.links import open_links
 from quire.frontend.live_stats import LiveView
 from quire.frontend.output_stream import OutputStream
 from quire.frontend.prefix_map import PrefixMap
@@ -35,7 +42,7 @@ from quire.logs import get_logger
 from quire.metrics.api_keys import KeyAccount
 from quire.metrics.engine import EngineMetrics
 from quire.metrics.http import Exchange
-from quire.system.turns import TurnBudget, TurnQueue
+from quire.system.event_loop_turns import TurnBudget, TurnQueue
 from quire.text.tokenizer import Tokenizer
 
 log = get_logger(__name__)
@@ -219,9 +226,9 @@ class AsyncEngine:
             for request in flight.requests:
                 request.tenant, request.weight = flight.account.tenant, flight.account.weight
 
-        def begin(answer: OutputStream[Any]) -> None:
+        def begin(stream: OutputStream[Any]) -> None:
             self._check_any()
-            flight.answer = answer
+            flight.stream = stream
             self._flights[id] = flight
             if self._sending.is_spent:
                 flight.lost_at = self._clock()
@@ -234,18 +241,16 @@ class AsyncEngine:
     def _send_request(self, id: str, flight: RequestInFlight) -> None:
         """Send a request to the best core; if none is available, it waits."""
         among = self._available(flight.rank)
-        if not among:
-            flight.link = None
-            flight.lost_at = flight.lost_at or self._clock()
-            return
         first, processor_cache = flight.requests[0], self.inputs.media.processor_cache
-        if first.media is not None and processor_cache.lacks(first.media):
+        lacks_media = first.media is not None and processor_cache.lacks(first.media)
+        if not among or lacks_media:
             flight.link = None
             flight.lost_at = flight.lost_at or self._clock()
-            flight.bringing = flight.bringing or asyncio.create_task(self._restore_media(id, flight))
+            if among:
+                flight.media_task = flight.media_task or asyncio.create_task(self._restore_media(id, flight))
             return
         place = self._router.place(
-            id, marks(first), among=among, num_sequences=len(flight.requests), **affinity(first)
+            id, prefix_tokens(first), among=among, num_sequences=len(flight.requests), **affinity(first)
         )
         link = flight.link = self._links[place]
         if self._expect(id, flight, link).has_tokens and flight.lost_at:
@@ -259,8 +264,8 @@ class AsyncEngine:
         if flight.state is not None:
             link.outputs.attach(flight.state)
             return flight.state
-        answer = flight.answer
-        put_text = answer.put_text if answer is not None and answer.takes_text else None
+        stream = flight.stream
+        put_text = stream.put_text if stream is not None and stream.takes_text else None
         flight.state = link.outputs.add(id, flight.prompt, flight.requests, put_text, flight.account)
         return flight.state
 
@@ -269,16 +274,16 @@ class AsyncEngine:
         media = flight.requests[0].media
         assert media is not None
         try:
-            await self.inputs.media.bring(media, flight.prompt.prepared)
+            await self.inputs.media.restore_arrays(media, flight.prompt.prepared)
             if self.inputs.media.processor_cache.lacks(media):
                 raise EngineError("a media item of this request is no longer available; please send it again")
         except Exception as error:  # raised in the reader of the stream
-            if self._pop(id) is not None and flight.answer is not None:
-                flight.answer.fail(error if isinstance(error, QuireError) else EngineError(str(error)))
+            if self._pop(id) is not None and flight.stream is not None:
+                flight.stream.fail(error if isinstance(error, QuireError) else EngineError(str(error)))
                 self._close([(id, flight)], "error")
             return
         finally:
-            flight.bringing = None
+            flight.media_task = None
         if id in self._flights and flight.link is None:
             self._send_request(id, flight)
 
@@ -318,8 +323,8 @@ class AsyncEngine:
             by_link.setdefault(link, []).append(request_id)
         for link, request_ids in by_link.items():
             ids = link.outputs.sequences_of(request_ids)
-            link.outputs.take(StepOutput([], [], finished={id: FinishReason(reason) for id in ids}))
-            self.on_turn(link)
+            link.outputs.add_step(StepOutput([], [], finished={id: FinishReason(reason) for id in ids}))
+            self.on_outputs(link)
 
     # ---- callbacks of the connections
 
@@ -336,9 +341,9 @@ class AsyncEngine:
             self._ready.set()
         self._send_waiting()
 
-    def on_news(self, link: EngineLink, page: bytes) -> None:
+    def on_stats(self, link: EngineLink, page: bytes) -> None:
         stats = link.stats
-        self._router.hear(
+        self._router.update_load(
             link.place, num_running=stats.num_running, num_waiting=stats.num_waiting, kv_usage=stats.kv_usage
         )
         self.metrics.note_adapters(link.place, stats.running_adapters, stats.waiting_adapters)
@@ -352,15 +357,15 @@ class AsyncEngine:
 
     def on_missing(self, request_id: str) -> None:
         """Send a request again with all of its arrays."""
-        self.inputs.media.processor_cache.forget_far()
+        self.inputs.media.processor_cache.clear_core_keys()
         for id, flight in list(self._flights.items()):
             if flight.link is not None and any(request.id == request_id for request in flight.requests):
                 flight.link.outputs.detach([id])
                 self._router.end(id)
-                flight.link, flight.is_whole = None, True
+                flight.link, flight.sends_all_arrays = None, True
                 self._send_request(id, flight)
 
-    def on_turn(self, link: EngineLink) -> None:
+    def on_outputs(self, link: EngineLink) -> None:
         """Deliver all new outputs to their streams."""
         processed = link.outputs.flush()
         if processed.stopped and link.core is not None:
@@ -369,10 +374,10 @@ class AsyncEngine:
         self._live.add(processed.stats.first_token_s, processed.stats.between_tokens_s)
         for output in processed.outputs:
             flight = self._flights.get(output.request_id)
-            if flight is None or (answer := flight.answer) is None:
+            if flight is None or (stream := flight.stream) is None:
                 continue
             if (finish := processed.failed.get(output.request_id)) is not None:
-                answer.fail(failure(finish))
+                stream.fail(failure(finish))
                 if output.finished:
                     self._pop(output.request_id)
                 continue
@@ -381,29 +386,29 @@ class AsyncEngine:
                 self._live.ended(output)
                 if self._tracer is not None:
                     self._tracer.ended(output, flight.requests[0].params, flight.parent)
-            answer.put(output)
+            stream.put(output)
 
     def on_death(self, link: EngineLink) -> None:
         """Send the requests of a dead core to another one, or let them wait for the restart. Those that must
         not be sent again fail."""
-        self.on_turn(link)
-        flights = running_on(link, self._flights)
+        self.on_outputs(link)
+        flights = running_requests(link, self._flights)
         self._router.lose(link.place)
         self.metrics.note_adapters(link.place, [], [])
         self._send_again(link, flights, str(link.problem(0.0)))
 
-    def on_lost(self, link: EngineLink, sequence_ids: Collection[str], why: str) -> None:
+    def on_lost(self, link: EngineLink, sequence_ids: Collection[str], reason: str) -> None:
         """Send the requests of a dead replica of a fleet to another one, by the same rules."""
-        self.on_turn(link)
-        flights = running_on(link, self._flights, sequence_ids)
+        self.on_outputs(link)
+        flights = running_requests(link, self._flights, sequence_ids)
         for id in flights:
             self._router.end(id)
-        self._send_again(link, flights, why)
+        self._send_again(link, flights, reason)
 
-    def _send_again(self, link: EngineLink, flights: Mapping[str, RequestInFlight], why: str) -> None:
+    def _send_again(self, link: EngineLink, flights: Mapping[str, RequestInFlight], reason: str) -> None:
         terms = {"is_alone": len(flights) == 1, "resumes": self._resumes}
-        again = {id: flight for id, flight in flights.items() if flight.outlives(**terms)}
-        self.inputs.media.processor_cache.lose_far()
+        again = {id: flight for id, flight in flights.items() if flight.may_resend(**terms)}
+        self.inputs.media.processor_cache.reset_core()
         link.outputs.detach(again)
         for flight in again.values():
             flight.link, flight.lost_at = None, self._clock()
@@ -411,13 +416,13 @@ class AsyncEngine:
         for id in flights.keys() - again.keys():
             self._fail(id, "died while it worked on this request; please send it again")
         num_failed = len(flights) - len(again)
-        log.error("%s; %d requests failed, %d are sent again", why, num_failed, len(again))
+        log.error("%s; %d requests failed, %d are sent again", reason, num_failed, len(again))
         self._send_waiting()
 
-    def _fail(self, request_id: str, why: str) -> None:
+    def _fail(self, request_id: str, reason: str) -> None:
         flight = self._pop(request_id)
-        assert flight is not None and flight.answer is not None
-        flight.answer.fail(EngineDead(f"the engine process {why}"))
+        assert flight is not None and flight.stream is not None
+        flight.stream.fail(EngineDead(f"the engine process {reason}"))
         self._close([(request_id, flight)], "error")
 
     @property
@@ -433,8 +438,7 @@ class AsyncEngine:
             await asyncio.sleep(LOOK_S)
 
     def _send_waiting(self) -> None:
-        """Send the requests that wait for a core, some in each turn of the event loop; fail those that have
-        waited too long."""
+        """Send waiting requests, some in each turn of the event loop; fail those that waited too long."""
         now, self._is_sending = self._clock(), False
         for id, flight in next_to_send(self._flights):
             if self._available(flight.rank):

@@ -14,7 +14,7 @@ class Owner(Protocol):
     """Owner of the connections, with callbacks for their events."""
 
     def on_ready(self, link: "EngineLink") -> None: ...
-    def on_news(self, link: "EngineLink", page: bytes) -> None:
+    def on_stats(self, link: "EngineLink", page: bytes) -> None:
         """Handle a report of the core's load; `page` is its metrics page, if it is on another machine."""
 
     def on_reset(self) -> None:
@@ -23,7 +23,7 @@ class Owner(Protocol):
     def on_missing(self, request_id: str) -> None:
         """Handle that a core lacks the arrays of a request; `request_id` is that of its first sequence."""
 
-    def on_turn(self, link: "EngineLink") -> None:
+    def on_outputs(self, link: "EngineLink") -> None:
         """Deliver the outputs that were added to `link.outputs`."""
 
     def on_death(self, link: "EngineLink") -> None: ...
@@ -56,7 +56,7 @@ class EngineLink(ABC):
         self._clock = clock
         self._owner = owner
         self.down_since = clock()
-        self._why_down = f"{name} is starting"
+        self._down_reason = f"{name} is starting"
         self._heard_at = clock()
 
     @property

@@ -11,7 +11,7 @@ from quire.data.wire import Abort, Add, Missing, Ready, StepDone, ToCore, decode
 from quire.errors import EngineDead
 from quire.frontend.engine_link import EngineLink, Owner
 from quire.frontend.fleet_routes import FleetRoutes, Route
-from quire.frontend.in_flight import affinity, marks
+from quire.frontend.in_flight import affinity, prefix_tokens
 from quire.frontend.outputs import OutputProcessor
 from quire.logs import get_logger
 
@@ -51,7 +51,7 @@ class Fleet(Protocol):
 class FleetOwner(Owner, Protocol):
     """Owner of a connection to a fleet."""
 
-    def on_lost(self, link: EngineLink, sequence_ids: Collection[str], why: str) -> None:
+    def on_lost(self, link: EngineLink, sequence_ids: Collection[str], reason: str) -> None:
         """Handle that some requests lost their core, while others of the connection go on."""
 
 
@@ -88,7 +88,7 @@ class FleetLink(EngineLink):
         self._runs: dict[str, _Run] = {}
         """Runs by sequence id."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self._is_turn_due = False
+        self._is_delivery_due = False
 
     def start(self) -> None:
         self._spawn(self._watch())
@@ -97,11 +97,11 @@ class FleetLink(EngineLink):
         for task in self._tasks:
             task.cancel()
         self.core, self.was_up = None, False
-        self.down_since, self._why_down = self._clock(), f"{self.name} is not connected"
+        self.down_since, self._down_reason = self._clock(), f"{self.name} is not connected"
 
     def problem(self, health_timeout_s: float) -> str | None:
         if self.core is None:
-            return self._why_down
+            return self._down_reason
         if self.silent_s <= max(health_timeout_s, PING_INTERVAL_S + PING_TIMEOUT_S):
             return None
         return f"no replica has answered for {self.silent_s:.1f} s; the limit is {health_timeout_s:g} s"
@@ -141,7 +141,7 @@ class FleetLink(EngineLink):
         ids = [*(request.id for request in add.requests), *(id for id, _ in add.siblings)]
         route = self.routes.route(
             first.id,
-            marks(first),
+            prefix_tokens(first),
             num_sequences=len(ids),
             adapter="" if first.lora is None else first.lora.lora_name,
             **affinity(first),
@@ -192,15 +192,15 @@ class FleetLink(EngineLink):
             output = message.output
             self._shift_times(output)
             stats = output.stats
-            self.routes.hear(
+            self.routes.update_load(
                 run.replica,
                 num_running=stats.num_running,
                 num_waiting=stats.num_waiting,
                 kv_usage=stats.kv_usage,
             )
             run.open -= output.finished.keys()
-            self.outputs.take(output)
-            self._schedule_turn()
+            self.outputs.add_step(output)
+            self._schedule_delivery()
 
     def _shift_times(self, output: StepOutput) -> None:
         """Convert the times of another machine's clock: the step has ended just now."""
@@ -210,15 +210,15 @@ class FleetLink(EngineLink):
             run.scheduled_at += now - output.at
         output.at = now
 
-    def _schedule_turn(self) -> None:
+    def _schedule_delivery(self) -> None:
         """Deliver the outputs of all streams that have arrived, together."""
-        if not self._is_turn_due:
-            self._is_turn_due = True
-            asyncio.get_running_loop().call_soon(self._turn)
+        if not self._is_delivery_due:
+            self._is_delivery_due = True
+            asyncio.get_running_loop().call_soon(self._deliver)
 
-    def _turn(self) -> None:
-        self._is_turn_due = False
-        self._owner.on_turn(self)
+    def _deliver(self) -> None:
+        self._is_delivery_due = False
+        self._owner.on_outputs(self)
 
     def _abort(self, sequence_ids: list[str]) -> None:
         """End requests, or some of the sequences of one."""
@@ -247,14 +247,14 @@ class FleetLink(EngineLink):
             del self._runs[id]
         return True
 
-    def _lose(self, runs: set[_Run], replica: str, why: str) -> None:
+    def _lose(self, runs: set[_Run], replica: str, reason: str) -> None:
         """Give requests of a replica back to the owner, which sends them again."""
         lost = [run for run in runs if self._end(run)]
         for run in lost:
             if run.task is not None and run.task is not asyncio.current_task():
                 run.task.cancel()
         if ids := {id for run in lost for id in run.open}:
-            self._fleet_owner.on_lost(self, ids, f"replica {replica or '(none chosen yet)'} failed: {why}")
+            self._fleet_owner.on_lost(self, ids, f"replica {replica or '(none chosen yet)'} failed: {reason}")
 
 
 def _reason(error: Exception) -> str:

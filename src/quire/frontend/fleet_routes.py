@@ -58,8 +58,8 @@ class FleetRoutes:
         return Route(request_id, prefix, session, num_sequences, adapter, routes=self)
 
     def update(self, replicas: Mapping[str, tuple[Collection[str], Mapping[str, float]]]) -> None:
-        """Set the running replicas with their loaded adapters and their last report (see `hear`). A replica
-        that is gone is forgotten with its requests and its prefixes."""
+        """Set the running replicas with their loaded adapters and their last report (see `update_load`). A
+        replica that is gone is removed with its requests and its prefixes."""
         with self._lock:
             for name in self._places.keys() - replicas.keys():
                 self._lose(name)
@@ -70,7 +70,7 @@ class FleetRoutes:
                     self._reported[name] = report
                     # Outputs of own requests contain newer numbers than reports.
                     if not self._router.cores[place].num_local:
-                        self._hear(place, report)
+                        self._router.update_load(place, **report)
 
     def rank(self, route: Route, among: Iterable[str]) -> list[str]:
         """Return the replicas in order of preference."""
@@ -79,10 +79,10 @@ class FleetRoutes:
             if route.replica:
                 return [route.replica] if route.replica in by_place.values() else []
             places, cores = list(by_place), self._router.cores
-            holders = [p for p in places if route.adapter and route.adapter in self._adapters_at(by_place[p])]
-            near = set(self._router.not_much_busier(places)).intersection(holders)
+            holders = [p for p in places if route.adapter in self._adapters.get(by_place[p], ())]
+            eligible = set(self._router.not_much_busier(places)).intersection(holders)
             best = self._router.choose(
-                route.prefix, among=[p for p in places if p in near] or places, session=route.session
+                route.prefix, among=[p for p in places if p in eligible] or places, session=route.session
             )
             return [by_place[p] for p in sorted(places, key=lambda p: (p != best, cores[p].load))]
 
@@ -102,12 +102,11 @@ class FleetRoutes:
         with self._lock:
             self._router.end(request_id)
 
-    def hear(self, replica: str, *, num_running: int, num_waiting: int, kv_usage: float) -> None:
+    def update_load(self, replica: str, **load: float) -> None:
         """Update the load of a replica, which reports the requests of all ingresses."""
         with self._lock:
             if replica in self._places:
-                report = {"num_running": num_running, "num_waiting": num_waiting, "kv_usage": kv_usage}
-                self._hear(self._places[replica], report)
+                self._router.update_load(self._places[replica], **load)
 
     def lose(self, replica: str) -> None:
         """Forget the requests and the prefixes of a replica that died."""
@@ -120,17 +119,6 @@ class FleetRoutes:
             self._router.forget_prefixes()
 
     # ---- with the lock held
-
-    def _hear(self, place: int, report: Mapping[str, float]) -> None:
-        self._router.hear(
-            place,
-            num_running=int(report["num_running"]),
-            num_waiting=int(report["num_waiting"]),
-            kv_usage=report["kv_usage"],
-        )
-
-    def _adapters_at(self, replica: str) -> Collection[str]:
-        return self._adapters.get(replica, ())
 
     def _place_of(self, replica: str) -> int:
         if replica not in self._places:

@@ -38,12 +38,12 @@ class RequestInFlight:
     """Data-parallel rank that the request must go to; None: any."""
     account: KeyAccount | None = None
     """Account of the API key."""
-    answer: OutputStream[Any] | None = None
+    stream: OutputStream[Any] | None = None
     link: EngineLink | None = None
     """Connection to its core; None while it waits for one."""
-    bringing: asyncio.Task[None] | None = None
+    media_task: asyncio.Task[None] | None = None
     """Task that processes media again which no core has."""
-    is_whole: bool = False
+    sends_all_arrays: bool = False
     """Whether all arrays are sent, because the core lacked some."""
     state: RequestState | None = None
     """Output so far; None before it is first sent."""
@@ -66,7 +66,7 @@ class RequestInFlight:
             request
             if request.media is None
             else msgspec.structs.replace(
-                request, media=processor_cache.outgoing(request.media, whole=self.is_whole)
+                request, media=processor_cache.outgoing(request.media, all_arrays=self.sends_all_arrays)
             )
             for request in message.requests
         ]
@@ -74,12 +74,10 @@ class RequestInFlight:
 
     @property
     def has_run(self) -> bool:
-        """Whether an engine core has scheduled this request."""
         return self.state is not None and self.state.has_run
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of output tokens of all sequences."""
         return 0 if self.state is None else sum(len(sequence.token_ids) for sequence in self.state.sequences)
 
     @property
@@ -92,17 +90,17 @@ class RequestInFlight:
         """Whether it may have crashed its cores: two died without progress in between."""
         return self.num_deaths >= 2 and not self.has_progressed
 
-    def outlives(self, *, is_alone: bool, resumes: bool) -> bool:
+    def may_resend(self, *, is_alone: bool, resumes: bool) -> bool:
         """Count the death of its core, and return whether it is sent to another one: not if it is likely the
         cause, or if output was streamed and requests do not resume."""
         self.num_deaths = 1 if self.has_progressed else self.num_deaths + 1
         is_cause = self.num_deaths >= (2 if is_alone else MAX_DEATHS) or self.num_sent >= MAX_SENT
-        if self.answer is None or is_cause:
+        if self.stream is None or is_cause:
             return False
-        return resumes or not self.answer.has_output
+        return resumes or not self.stream.has_output
 
 
-def running_on(
+def running_requests(
     link: EngineLink, flights: Mapping[str, RequestInFlight], sequence_ids: Collection[str] | None = None
 ) -> dict[str, RequestInFlight]:
     """Return the requests that a connection runs: all of them, or those with one of these sequences."""
@@ -134,7 +132,6 @@ def next_to_send(flights: Mapping[str, RequestInFlight]) -> list[tuple[str, Requ
 
 
 def failure(finish: FinishReason) -> QuireError:
-    """Return the error of a failed request."""
     if finish.stop_reason == DEAD_END:
         return RequestError(
             "structured_outputs: no token is valid after the text so far; make sure that every part of the "
@@ -152,7 +149,7 @@ def failure(finish: FinishReason) -> QuireError:
     return EngineError("the engine failed on this request; others are not affected")
 
 
-def marks(request: Request) -> list[int]:
+def prefix_tokens(request: Request) -> list[int]:
     """Return the prompt as numbers for prefix matching: embeddings and media are replaced by their hashes."""
     if request.embeds is not None:
         return request.embeds.marks()

@@ -20,7 +20,7 @@ from quire.data.timestamps import TimestampTokens
 from quire.errors import RequestError
 from quire.frontend.checked_params import CheckedParams, Validator, check_prompt_start, check_salt
 from quire.frontend.lora_tokenizer import LoRATokenizers
-from quire.frontend.multimodal import TEXT_ONLY, MediaInputReader, items_of, joined
+from quire.frontend.multimodal import TEXT_ONLY, MediaInputReader, media_inputs, merge_encoder_decoder
 from quire.frontend.pooling import NOT_GENERATIVE, completed, pools, second_start
 from quire.frontend.prompt_embeds import PromptEmbedsReader
 from quire.frontend.time_limit import limited
@@ -135,7 +135,7 @@ class InputProcessor:
         """Tokens that a LoRA adapter may add to the vocabulary."""
         self.validators = validators
         """Checks of logits processors."""
-        self._own = None if tokenizer is None else LoRATokenizers(tokenizer)
+        self._lora_tokenizers = None if tokenizer is None else LoRATokenizers(tokenizer)
         self.eos_ids = tuple(eos_ids)
         self.max_logprobs = max_logprobs
         self._seeds = random.Random(seed)
@@ -154,9 +154,9 @@ class InputProcessor:
         return inputs
 
     def tokenizer_of(self, lora: LoRARequest | None) -> Tokenizer | None:
-        if lora is None or self._own is None or not self.num_extra_vocab:
+        if lora is None or self._lora_tokenizers is None or not self.num_extra_vocab:
             return self.tokenizer
-        return self._own.of(lora)
+        return self._lora_tokenizers.of(lora)
 
     # ---- prompts
 
@@ -173,9 +173,9 @@ class InputProcessor:
         if isinstance(prompt, str):
             return self._place_media(self._from_text(prompt, None, add_special_tokens, prepared), prepared)
         if isinstance(prompt, Mapping):
-            prompt = joined(prompt)
+            prompt = merge_encoder_decoder(prompt)
             arguments = {**(prompt.get("mm_processor_kwargs") or {}), **(mm_processor_kwargs or {})}
-            ready = prepared or self.media.prepare_now(items_of(prompt), arguments)
+            ready = prepared or self.media.prepare_sync(media_inputs(prompt), arguments)
             return self._place_media(self._from_mapping(prompt, add_special_tokens, ready), ready)
         if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
             return self._place_media(self._checked(Prompt(list(prompt))), ())
@@ -185,12 +185,12 @@ class InputProcessor:
             param="prompt",
         )
 
-    async def parse_beside(self, prompt: Any, **options: Any) -> Prompt:
+    async def parse_async(self, prompt: Any, **options: Any) -> Prompt:
         """Parse a prompt in an event loop, which is not blocked while media are processed."""
         prepared: list[PreparedItem] = []
         if isinstance(prompt, Mapping):
-            prompt = joined(prompt)
-            prepared = await self.media.prepare(items_of(prompt), prompt.get("mm_processor_kwargs"))
+            prompt = merge_encoder_decoder(prompt)
+            prepared = await self.media.prepare(media_inputs(prompt), prompt.get("mm_processor_kwargs"))
         return self.parse(prompt, prepared=prepared, **options)
 
     def _place_media(self, prompt: Prompt, prepared: Sequence[PreparedItem]) -> Prompt:
@@ -240,18 +240,23 @@ class InputProcessor:
     def _from_text(
         self, text: str, salt: str | None, add_special_tokens: bool, prepared: Sequence[PreparedItem] = ()
     ) -> Prompt:
-        if self.tokenizer is None:
-            raise RequestError(
-                "a text prompt needs a tokenizer, and skip_tokenizer_init is set: pass token ids"
-            )
+        tokenizer = self.need_tokenizer("a text prompt")
         if len(text) > self.max_model_len * CHARS_PER_TOKEN:
             raise self._too_long(len(text) // CHARS_PER_TOKEN, "at least ")
         self.check_chars(text)
-        spelled = self.media.spelled(text) if prepared else text
+        prompt_text = self.media.rewrite_text(text) if prepared else text
         is_begun = self.media.uses_cross_attention or (self.media.prefix and bool(prepared))
         with_special = add_special_tokens and not is_begun
-        token_ids = self.tokenizer.encode(spelled, add_special_tokens=with_special)
+        token_ids = tokenizer.encode(prompt_text, add_special_tokens=with_special)
         return self._checked(Prompt(token_ids, text, salt))
+
+    def need_tokenizer(self, what: str, param: str | None = None) -> Tokenizer:
+        """Return the tokenizer; raise a RequestError that names what needs it if there is none."""
+        if self.tokenizer is None:
+            raise RequestError(
+                f"{what} needs a tokenizer, and skip_tokenizer_init is set: use token ids", param
+            )
+        return self.tokenizer
 
     def check_chars(self, text: str) -> None:
         """Refuse a text that is too long to tokenize."""
@@ -273,17 +278,12 @@ class InputProcessor:
         return Prompt([0] * len(embeds), text, salt, embeds=embeds)
 
     def parse_pair(self, first: str, second: str) -> Prompt:
-        """Tokenize two texts as one prompt."""
-        if self.tokenizer is None:
-            raise RequestError("a pair of texts needs a tokenizer, and skip_tokenizer_init is set")
-        ids, types = self.tokenizer.encode_pair(first, second)
+        ids, types = self.need_tokenizer("a pair of texts").encode_pair(first, second)
         return self._checked(Prompt(ids, first + second, second_start=second_start(types, len(ids))))
 
-    def parse_cut(self, *texts: str, max_len: int, side: str) -> Prompt:
+    def parse_truncated(self, *texts: str, max_len: int, side: str) -> Prompt:
         """Tokenize one or two texts, truncated on a side to `max_len` with special tokens."""
-        if self.tokenizer is None:
-            raise RequestError("a text needs a tokenizer, and skip_tokenizer_init is set: pass token ids")
-        ids, types = self.tokenizer.encode_cut(*texts, max_len=max_len, side=side)
+        ids, types = self.need_tokenizer("a text").encode_cut(*texts, max_len=max_len, side=side)
         second = second_start(types, len(ids)) if len(texts) > 1 else None
         return self._checked(Prompt(ids, second_start=second))
 
@@ -362,28 +362,27 @@ class InputProcessor:
         if params.n > 1 and params.prompt_logprobs is not None:
             others = params.clone()
             others.prompt_logprobs = others.skip_reading_prefix_cache = None
-        children = []
-        for k in range(params.n):
-            children.append(
-                Request(
-                    id=request_id if params.n == 1 else f"{k}_{request_id}",
-                    tokens=prompt.token_ids,
-                    params=others if k else params,
-                    prompt_len=len(prompt.token_ids),
-                    limit=min(self.max_model_len, most),
-                    seed=seed + k,
-                    eos_id=checked.eos_id,
-                    priority=priority,
-                    arrived_at=arrived_at,
-                    cache_salt=scoped_salt(prompt.cache_salt),
-                    hints=prompt.hints,
-                    embeds=prompt.embeds,
-                    media=prompt.media,
-                    timed=timed,
-                    lora=lora,
-                    top_id=top_id,
-                )
+        children = [
+            Request(
+                id=request_id if params.n == 1 else f"{k}_{request_id}",
+                tokens=prompt.token_ids,
+                params=others if k else params,
+                prompt_len=len(prompt.token_ids),
+                limit=min(self.max_model_len, most),
+                seed=seed + k,
+                eos_id=checked.eos_id,
+                priority=priority,
+                arrived_at=arrived_at,
+                cache_salt=scoped_salt(prompt.cache_salt),
+                hints=prompt.hints,
+                embeds=prompt.embeds,
+                media=prompt.media,
+                timed=timed,
+                lora=lora,
+                top_id=top_id,
             )
+            for k in range(params.n)
+        ]
         return with_transfer(children)
 
     def pooling_request(
@@ -454,7 +453,7 @@ class InputProcessor:
         params = params.clone()
         if params.bad_words:
             params.bad_words_token_ids = self._bad_words(params.bad_words)
-        params.moments = self._timestamp_tokens() if params.timestamps else None
+        params.timestamp_tokens = self._timestamp_tokens() if params.timestamps else None
         num_extra_vocab = self.vocab - self.model_vocab
         params.verify(vocab=self.model_vocab, max_logprobs=max_logprobs, num_extra_vocab=num_extra_vocab)
         if (outputs := params.structured_outputs) is not None:
@@ -465,15 +464,12 @@ class InputProcessor:
             params.stop_token_ids = list(dict.fromkeys([*(params.stop_token_ids or ()), *self.eos_ids[1:]]))
         if self.tokenizer is None:
             if params.stop:
-                raise RequestError(
-                    "stop strings need a tokenizer, and skip_tokenizer_init is set", param="stop"
-                )
+                self.need_tokenizer("a stop string", "stop")
             params.detokenize = False
         return params
 
     def check_grammar(self, grammar: StructuredOutputsParams, seconds: float | None = None) -> None:
-        """Compile the grammar as the engine core will, within `seconds` if set. Compiled grammars are
-        cached."""
+        """Compile the grammar as the engine core will, within `seconds` if set, and cache it."""
         if self.grammars is None:
             raise RequestError(
                 "structured_outputs need a tokenizer, and skip_tokenizer_init is set",
@@ -484,16 +480,13 @@ class InputProcessor:
             self.grammars.check(grammar)
 
     def _timestamp_tokens(self) -> TimestampTokens:
-        if self.media.speech is None or self.media.speech.moments is None:
+        if self.media.speech is None or self.media.speech.timestamp_tokens is None:
             raise RequestError("this model has no timestamps", param="timestamps")
-        return self.media.speech.moments
+        return self.media.speech.timestamp_tokens
 
     def _bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """Tokenize each word as at the start of a text and after a space."""
-        if self.tokenizer is None:
-            raise RequestError(
-                "bad_words need a tokenizer, and skip_tokenizer_init is set", param="bad_words"
-            )
+        tokenizer = self.need_tokenizer("bad_words", "bad_words")
         spellings = (form for word in words for form in (word.lstrip(), " " + word.lstrip()))
-        ids = [self.tokenizer.encode(form, add_special_tokens=False) for form in spellings]
+        ids = [tokenizer.encode(form, add_special_tokens=False) for form in spellings]
         return [list(unique) for unique in dict.fromkeys(tuple(word_ids) for word_ids in ids if word_ids)]

@@ -135,8 +135,7 @@ class ModelPool:
     # ---- life
 
     def start(self) -> None:
-        """Start loading the first models, from inside the running loop: pinned ones, then others in order
-        while they fit."""
+        """Start loading the first models, in the running loop: pinned ones, then others while they fit."""
         self._tasks = [asyncio.create_task(self._run()), asyncio.create_task(self._load_first())]
 
     async def _load_first(self) -> None:
@@ -169,8 +168,7 @@ class ModelPool:
             self.release(model)
 
     async def acquire(self, model: PoolModel) -> None:
-        """Wait in line until the model is awake; it stays so until `release`. Raise EngineDead if it cannot
-        be loaded."""
+        """Wait until the model is awake; it stays so until `release`. Raise EngineDead if it cannot load."""
         if model.is_awake and not model.changing:
             model.num_users += 1
             return
@@ -179,20 +177,20 @@ class ModelPool:
         await self._wait(model)
 
     async def _wait(self, model: PoolModel) -> None:
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        model.waiting.append(turn)
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        model.waiting.append(waiter)
         if model not in self._line:
             self._line.append(model)
             self._work.set()
         try:
-            await turn
+            await waiter
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled() and turn.exception() is None:
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
                 self.release(model)
             raise
         finally:
-            if turn in model.waiting:
-                model.waiting.remove(turn)
+            if waiter in model.waiting:
+                model.waiting.remove(waiter)
 
     def release(self, model: PoolModel) -> None:
         model.num_users -= 1
@@ -217,8 +215,7 @@ class ModelPool:
             model.error = ""
 
     def check(self) -> None:
-        """Raise EngineDead while the first models are loading, if a loaded model makes no progress, or if no
-        model could be loaded."""
+        """Raise EngineDead while the first models load, if one makes no progress, or if none could load."""
         models = self.models.values()
         if not self.started.is_set():
             loading = [model.name for model in models if model.state == "loading"]
@@ -275,17 +272,17 @@ class ModelPool:
     def _admit_waiting(self, model: PoolModel) -> None:
         if not model.is_awake:
             return
-        turns, model.waiting = model.waiting, []
-        for turn in turns:
-            if not turn.done():
+        waiters, model.waiting = model.waiting, []
+        for waiter in waiters:
+            if not waiter.done():
                 model.num_users += 1
-                turn.set_result(None)
+                waiter.set_result(None)
 
     def _refuse_waiting(self, model: PoolModel, error: Exception) -> None:
-        turns, model.waiting = model.waiting, []
-        for turn in turns:
-            if not turn.done():
-                turn.set_exception(error)
+        waiters, model.waiting = model.waiting, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_exception(error)
 
     async def _bring_up(self, model: PoolModel) -> None:
         if model.is_awake:
@@ -330,8 +327,7 @@ class ModelPool:
         return 1 if fits and not victim.keeps_weights and victim.is_awake else 2
 
     async def _leave(self, model: PoolModel, *, level: int | None) -> None:
-        """Put a model to sleep, or unload it, when its running requests have finished. Further requests
-        wait."""
+        """Put a model to sleep, or unload it, once its requests have finished. Further ones wait."""
         if not model.backend.is_loaded:
             model.is_awake = False
             return

@@ -70,15 +70,12 @@ class MediaInputReader:
         self.interleaves = interleaves
         """Whether items keep their places between texts where a template has only text."""
         self.uses_cross_attention = uses_cross_attention
-        """Whether each prompt has one item that all tokens cross-attend to. Then no special tokens are added
-        to its text."""
+        """Whether all tokens cross-attend to the prompt's one item; then its text gets no special tokens."""
         self.prefix = prefix
-        """Whether attention is bidirectional in a prompt with items. Then the processor adds the special
-        tokens."""
+        """Whether a prompt with items has bidirectional attention; then the processor adds special tokens."""
 
     @property
     def modalities(self) -> list[str]:
-        """Return the modalities that a prompt may have."""
         known = self._media_processor.processor.modalities if self._media_processor is not None else ()
         return [modality for modality in known if self._limits.get(modality)]
 
@@ -113,19 +110,18 @@ class MediaInputReader:
                 param="multi_modal_data",
             )
 
-    def prepare_now(
+    def prepare_sync(
         self, items: Sequence[MediaInput], arguments: Options | None = None, reading: Options | None = None
     ) -> list[PreparedItem]:
         """Check and prepare the items of a prompt, and block until that is done."""
         self.check(items)
         if not items or self._media_processor is None:
             return []
-        return self._media_processor.prepare_now(items, arguments, reading)
+        return self._media_processor.prepare_sync(items, arguments, reading)
 
     async def prepare(
         self, items: Sequence[MediaInput], arguments: Options | None = None, reading: Options | None = None
     ) -> list[PreparedItem]:
-        """Check and prepare the items of a prompt."""
         self.check(items)
         if not items or self._media_processor is None:
             return []
@@ -139,11 +135,10 @@ class MediaInputReader:
             return [[] for _ in prompts]
         return await self._media_processor.prepare_each(prompts, arguments, reading)
 
-    async def hear(self, data: bytes, rate: int, max_seconds: float) -> Samples:
-        """Decode an audio file to samples at this rate."""
+    async def decode_audio(self, data: bytes, rate: int, max_seconds: float) -> Samples:
         if self._media_processor is None or "audio" not in self.modalities:
             raise RequestError(f"{self._model} has no audio input")
-        return await self._media_processor.hear(data, rate, max_seconds)
+        return await self._media_processor.decode_audio(data, rate, max_seconds)
 
     def place(self, token_ids: Sequence[int], prepared: Sequence[PreparedItem]) -> tuple[list[int], Media]:
         assert self._media_processor is not None
@@ -165,18 +160,18 @@ class MediaInputReader:
             )
         return media.joined(token_ids)
 
-    async def bring(self, media: Media, prepared: Sequence[PreparedItem]) -> None:
+    async def restore_arrays(self, media: Media, prepared: Sequence[PreparedItem]) -> None:
         """Restore the arrays of items that were only in the engine core."""
         assert self._media_processor is not None
-        arrays = await self._media_processor.make_again(prepared)
+        arrays = await self._media_processor.process_again(prepared)
         for item in media.items:
             item.arrays = item.arrays or arrays.get(item.key)
 
-    def spelled(self, text: str) -> str:
+    def rewrite_text(self, text: str) -> str:
         """Return the text of a prompt with media as it is tokenized."""
         assert self._media_processor is not None
         processor = self._media_processor.processor
-        return processor.spelled(text) if rewrites_text(processor) else text
+        return processor.rewrite_text(text) if rewrites_text(processor) else text
 
     def mark(self, modality: str, number: int) -> str:
         """Return the placeholder of an item in a text; `number` counts the items of its modality, from 1."""
@@ -200,7 +195,7 @@ def _open_cache(section: MultimodalSection, cache: CacheKind, shared_memory: str
         except OSError as error:
             log.warning("This API process caches media for itself: the shared memory is not open (%s)", error)
     arena = SharedArena(max_bytes(section), max_object_bytes(section)) if cache == "shm" else None
-    return ProcessorCache(max_bytes(section), far=cache == "replicated", arena=arena)
+    return ProcessorCache(max_bytes(section), replicated=cache == "replicated", arena=arena)
 
 
 def media_reader(
@@ -238,16 +233,16 @@ def media_reader(
 
 
 def _transcriber(config: EngineConfig, processor: Processor, tokenizer: Tokenizer) -> Transcriber | None:
-    (at_once,), max_len = processor.largest("audio"), config.model.max_model_len
+    (max_samples,), max_len = processor.largest("audio"), config.model.max_model_len
     media, file = config.checkpoint.facts.media, config.checkpoint.path / "generation_config.json"
     if media is not None and not media.num_cross_states:
-        most = processor.most_vectors("audio")
-        return VoxtralTranscriber.of(tokenizer, max_len=max_len, at_once=at_once, num_vectors=most)
+        most = processor.max_vectors("audio")
+        return VoxtralTranscriber.of(tokenizer, max_len=max_len, max_samples=max_samples, num_vectors=most)
     is_english = file.is_file() and read_json(file).get("is_multilingual") is False
     return WhisperTranscriber.of(
         tokenizer,
         max_len=max_len,
-        at_once=at_once,
+        max_samples=max_samples,
         is_english=is_english,
         end=next(iter(config.checkpoint.eos_ids), None),
         max_first=max_initial_timestamp(config),
@@ -257,7 +252,7 @@ def _transcriber(config: EngineConfig, processor: Processor, tokenizer: Tokenize
 # ---- multi_modal_data
 
 
-def joined(prompt: Mapping[str, Any]) -> Mapping[str, Any]:
+def merge_encoder_decoder(prompt: Mapping[str, Any]) -> Mapping[str, Any]:
     """Merge encoder_prompt and decoder_prompt, if the prompt has them: the encoder's has only media."""
     if "encoder_prompt" not in prompt and "decoder_prompt" not in prompt:
         return prompt
@@ -271,7 +266,7 @@ def joined(prompt: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**{key: value for key, value in encoder.items() if key not in ("prompt", _IDS)}, **text}
 
 
-def items_of(prompt: Mapping[str, Any]) -> list[MediaInput]:
+def media_inputs(prompt: Mapping[str, Any]) -> list[MediaInput]:
     """Read the items of a prompt's `multi_modal_data`, with their `multi_modal_uuids`."""
     items: list[MediaInput] = []
     data, uuids = (_mapping(name, prompt.get(name)) for name in ("multi_modal_data", "multi_modal_uuids"))

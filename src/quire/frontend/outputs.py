@@ -1,8 +1,9 @@
 """Conversion of the tokens of the engine core to text, logprobs and RequestOutputs."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -14,11 +15,12 @@ from quire.data.request import Request
 from quire.data.stats import FrontStats
 from quire.data.step_plan import FinishReason, RowLogprobs, StepOutput
 from quire.frontend.inputs import Prompt
-from quire.frontend.request_state import RequestState, SequenceState, delta_of, facts_of, stats_of, whole_of
+from quire.frontend.request_state import RequestState, SequenceState
 from quire.metrics.api_keys import KeyAccount
 from quire.text.detokenizer import Detokenizer, token_text
 from quire.text.tokenizer import Tokenizer
 
+T = TypeVar("T")
 AnyOutput = RequestOutput | PoolingRequestOutput[PoolingOutput]
 _MANY_UNREAD = 64
 """Tokens after which text is decoded even for FINAL_ONLY: a long answer is not detokenized in one step."""
@@ -37,7 +39,7 @@ class ProcessedOutputs:
 
 
 class OutputProcessor:
-    """The open requests of one API process and their outputs. `take` adds the output of a step, at little
+    """The open requests of one API process and their outputs. `add_step` adds the output of a step, at little
     cost; `flush` builds outputs of everything added, so that quick steps share one."""
 
     def __init__(
@@ -53,7 +55,7 @@ class OutputProcessor:
         self.stream_interval = stream_interval
         self._sequences: dict[str, SequenceState] = {}
         self._parents: dict[str, RequestState] = {}
-        self._touched: list[SequenceState] = []
+        self._updated: list[SequenceState] = []
         self._stopped: list[str] = []
         self._stats = FrontStats()
 
@@ -96,7 +98,7 @@ class OutputProcessor:
         """Register a request again that was detached from this processor or another one."""
         self._parents[state.request_id] = state
         self._sequences |= {sequence.id: sequence for sequence in state.sequences if sequence.finish is None}
-        self._touched += [sequence for sequence in state.sequences if sequence.touched]
+        self._updated += [sequence for sequence in state.sequences if sequence.updated]
 
     def detach(self, request_ids: Iterable[str]) -> None:
         """Remove requests that another core will resume; their states are kept."""
@@ -104,7 +106,7 @@ class OutputProcessor:
         for state in detached:
             for sequence in state.sequences:
                 self._sequences.pop(sequence.id, None)
-        self._touched = [sequence for sequence in self._touched if sequence.parent not in detached]
+        self._updated = [sequence for sequence in self._updated if sequence.parent not in detached]
 
     def _sequence(self, request: Request, index: int, parent: RequestState) -> SequenceState:
         params, detokenizer = request.params, None
@@ -125,7 +127,6 @@ class OutputProcessor:
         return SequenceState(request.id, index, parent, detokenizer, logprobs, has_stops)
 
     def sequences_of(self, request_ids: list[str]) -> list[str]:
-        """Return the ids of the sequences of these requests."""
         parents = [self._parents[id] for id in request_ids if id in self._parents]
         return [sequence.id for parent in parents for sequence in parent.sequences]
 
@@ -133,54 +134,50 @@ class OutputProcessor:
 
     def process(self, step: StepOutput) -> ProcessedOutputs:
         """Add one step and flush."""
-        self.take(step)
+        self.add_step(step)
         return self.flush()
 
-    def take(self, step: StepOutput) -> None:
+    def add_step(self, step: StepOutput) -> None:
         """Add the output of one step; unknown sequences are ignored."""
-        sequences, touched, stats, at = self._sequences, self._touched, self._stats, step.at
-        for id, run in step.admitted.items():
-            if (sequence := sequences.get(id)) is not None:
-                sequence.num_cached, sequence.num_created = run.num_cached, run.num_created
-                sequence.miss, times = run.miss, sequence.times
-                times.queued_at, times.scheduled_at = run.queued_at, run.scheduled_at
-                times.num_from_host, times.num_from_disk = run.num_from_host, run.num_from_disk
-                times.num_from_remote = run.num_from_remote
-        for id, seconds in step.resumed.items():
-            if (sequence := sequences.get(id)) is not None:
-                sequence.times.preempted_s += seconds
-                sequence.times.num_preemptions += 1
-        for id, seconds in step.shares.items():
-            if (sequence := sequences.get(id)) is not None:
-                sequence.times.step_share_s += seconds
-        for id, count in step.drafted.items():
-            if (sequence := sequences.get(id)) is not None:
-                sequence.times.num_drafts += 1
-                sequence.times.num_draft_tokens += count
-        for id, positions in step.prompt_logprobs.items():
-            if (sequence := sequences.get(id)) is not None:
-                self._add_prompt_logprobs(sequence.parent, positions)
-        for id, begins in step.aligned.items():
-            if (sequence := sequences.get(id)) is not None:
-                sequence.parent.aligned = begins
+        sequences, updated, stats, at = self._sequences, self._updated, self._stats, step.at
+        for sequence, run in _known(sequences, step.admitted):
+            sequence.num_cached, sequence.num_created = run.num_cached, run.num_created
+            sequence.miss, times = run.miss, sequence.times
+            times.queued_at, times.scheduled_at = run.queued_at, run.scheduled_at
+            times.num_from_host, times.num_from_disk = run.num_from_host, run.num_from_disk
+            times.num_from_remote = run.num_from_remote
+        for sequence, seconds in _known(sequences, step.resumed):
+            sequence.times.preempted_s += seconds
+            sequence.times.num_preemptions += 1
+        for sequence, seconds in _known(sequences, step.shares):
+            sequence.times.step_share_s += seconds
+        for sequence, count in _known(sequences, step.drafted):
+            sequence.times.num_drafts += 1
+            sequence.times.num_draft_tokens += count
+        for sequence, positions in _known(sequences, step.prompt_logprobs):
+            parent = sequence.parent
+            assert parent.prompt_logprobs is not None
+            for position in positions:
+                parent.prompt_logprobs.append(_position_of(position, parent.tokenizer, ranked=True))
+        for sequence, begins in _known(sequences, step.aligned):
+            sequence.parent.aligned = begins
         if step.sampling_masks or step.routed:
-            self._take_for_training(step)
-        for id, positions in step.logprobs.items():
-            if (sequence := sequences.get(id)) is not None:
-                for position in positions:
-                    self._add_logprobs(sequence, position)
-        for id, vector in step.pooled.items():
-            if (sequence := sequences.get(id)) is not None:
-                sequence.pooled = vector.array()
-                sequence.times.first_token_at = sequence.times.last_token_at = at
+            self._add_training_outputs(step)
+        for sequence, positions in _known(sequences, step.logprobs):
+            for position in positions:
+                self._add_logprobs(sequence, position)
+        for sequence, vector in _known(sequences, step.pooled):
+            sequence.pooled = vector.array()
+            sequence.times.first_token_at = sequence.times.last_token_at = at
         watched: list[SequenceState] = []
         for id, new in step.by_request():
-            if (sequence := sequences.get(id)) is None:
+            if id not in sequences:
                 continue
+            sequence = sequences[id]
             sequence.token_ids += new
             stats.num_tokens += len(new)
             times = sequence.times
-            times.num_held += len(new) - 1
+            times.num_accepted += len(new) - 1
             if times.first_token_at == 0.0:
                 times.first_token_at = at
                 if sequence.index == 0:
@@ -188,21 +185,19 @@ class OutputProcessor:
             else:
                 stats.between_tokens_s.append(at - times.last_token_at)
             times.last_token_at = at
-            if not sequence.touched:
-                sequence.touched = True
-                touched.append(sequence)
+            if not sequence.updated:
+                sequence.updated = True
+                updated.append(sequence)
             if sequence.has_stops:
                 watched.append(sequence)
         self._end(step.finished, watched)
 
-    def _take_for_training(self, step: StepOutput) -> None:
+    def _add_training_outputs(self, step: StepOutput) -> None:
         """Add the sampling masks and the experts of one step."""
-        for id, masks in step.sampling_masks.items():
-            if (sequence := self._sequences.get(id)) is not None:
-                sequence.sampling_masks += masks
-        for id, rows in step.routed.items():
-            if (sequence := self._sequences.get(id)) is not None:
-                sequence.routed.append(rows.array())
+        for sequence, masks in _known(self._sequences, step.sampling_masks):
+            sequence.sampling_masks += masks
+        for sequence, rows in _known(self._sequences, step.routed):
+            sequence.routed.append(rows.array())
 
     def _end(self, finished: dict[str, FinishReason], watched: list[SequenceState]) -> None:
         """End the sequences that the core finished, and those that reached a stop string."""
@@ -212,41 +207,31 @@ class OutputProcessor:
                 sequence.finish = finish
                 ended.append(sequence)
         for sequence in watched:
-            if (stop := sequence.look_for_stops()) is not None:
+            if (stop := sequence.find_stop()) is not None:
                 known = sequence.finish
                 if known is None:
                     del self._sequences[sequence.id]
                     self._stopped.append(sequence.id)
                     ended.append(sequence)
+                known = known or FinishReason("stop")
                 sequence.finish = FinishReason(
-                    "stop",
-                    stop,
-                    known.num_preemptions if known else 0,
-                    kv_transfer=known.kv_transfer if known else None,
+                    "stop", stop, known.num_preemptions, kv_transfer=known.kv_transfer
                 )
         for sequence in ended:
             sequence.parent.num_open -= 1
-            if not sequence.touched:
-                sequence.touched = True
-                self._touched.append(sequence)
+            if not sequence.updated:
+                sequence.updated = True
+                self._updated.append(sequence)
             assert sequence.finish is not None
-            self._stats.finished.append(facts_of(sequence, sequence.finish))
+            self._stats.finished.append(sequence.finished_facts(sequence.finish))
             if sequence.finish.reason == "error":
                 sequence.parent.failed = sequence.finish
 
     def _add_logprobs(self, sequence: SequenceState, position: RowLogprobs) -> None:
         assert sequence.logprobs is not None
         sequence.cumulative_logprob += position.logprobs[0]
-        sequence.logprobs.append(
-            _position_of(
-                position, sequence.parent.tokenizer, ranked=sequence.parent.params.logprob_token_ids is None
-            )
-        )
-
-    def _add_prompt_logprobs(self, parent: RequestState, positions: list[RowLogprobs]) -> None:
-        assert parent.prompt_logprobs is not None
-        for position in positions:
-            parent.prompt_logprobs.append(_position_of(position, parent.tokenizer, ranked=True))
+        ranked = sequence.parent.params.logprob_token_ids is None
+        sequence.logprobs.append(_position_of(position, sequence.parent.tokenizer, ranked=ranked))
 
     # ---- output
 
@@ -254,18 +239,18 @@ class OutputProcessor:
         """Build the outputs that are due from everything added since the last call."""
         due: dict[RequestState, list[SequenceState]] = {}
         waiting: list[SequenceState] = []
-        for sequence in self._touched:
+        for sequence in self._updated:
             parent = sequence.parent
             if parent.prompt_logprobs is not None and parent.waits:
                 waiting.append(sequence)
                 continue
-            sequence.touched = False
+            sequence.updated = False
             if parent.account is not None:
                 parent.account.add_output(len(sequence.token_ids) - sequence.num_counted)
                 sequence.num_counted = len(sequence.token_ids)
             if parent.put_text is not None and sequence.num_sent and sequence.finish is None:
                 start, sequence.num_sent = sequence.num_sent, len(sequence.token_ids)
-                parent.put_text(sequence.take_text(), sequence.num_sent - start)
+                parent.put_text(sequence.read_text(), sequence.num_sent - start)
             elif parent.streams or self._is_due(sequence):
                 due.setdefault(parent, []).append(sequence)
         outputs: list[AnyOutput] = [
@@ -274,7 +259,7 @@ class OutputProcessor:
         ]
         failed = {parent.request_id: parent.failed for parent in due if parent.failed is not None}
         processed = ProcessedOutputs(outputs, self._stopped, failed, self._stats)
-        self._touched, self._stopped, self._stats = waiting, [], FrontStats()
+        self._updated, self._stopped, self._stats = waiting, [], FrontStats()
         return processed
 
     def _is_due(self, sequence: SequenceState) -> bool:
@@ -282,7 +267,7 @@ class OutputProcessor:
         if parent.params.output_kind is not RequestOutputKind.FINAL_ONLY:
             return sequence.is_due()
         if len(sequence.token_ids) - sequence.num_read >= _MANY_UNREAD and sequence.finish is None:
-            sequence.text += sequence.take_text()
+            sequence.text += sequence.read_text()
         return not parent.num_open
 
     def _pooled_output(self, parent: RequestState) -> PoolingRequestOutput[PoolingOutput]:
@@ -298,7 +283,7 @@ class OutputProcessor:
 
     def _request_output(self, parent: RequestState, sequences: list[SequenceState]) -> RequestOutput:
         kind, finished = parent.params.output_kind, not parent.num_open
-        make = delta_of if kind is RequestOutputKind.DELTA else whole_of
+        is_delta = kind is RequestOutputKind.DELTA
         sequences = parent.sequences if kind is RequestOutputKind.FINAL_ONLY else sequences
         output = fast_instance(
             RequestOutput,
@@ -307,7 +292,7 @@ class OutputProcessor:
             prompt_token_ids=parent.prompt.token_ids,
             prompt_logprobs=parent.prompt_logprobs,
             aligned=parent.aligned,
-            outputs=[make(sequence) for sequence in sequences],
+            outputs=[s.delta_output() if is_delta else s.cumulative_output() for s in sequences],
             finished=finished,
             num_cached_tokens=parent.sequences[0].num_cached,
             num_cache_creation_tokens=parent.sequences[0].num_created,
@@ -316,10 +301,10 @@ class OutputProcessor:
             output.lora_request = parent.lora
         if (finish := parent.sequences[0].finish) is not None and finish.kv_transfer is not None:
             output.kv_transfer_params = finish.kv_transfer
-        if kind is RequestOutputKind.DELTA:
+        if is_delta:
             parent.prompt_logprobs = None  # only the first delta has them
         if finished:
-            output.metrics = stats_of(parent)
+            output.metrics = parent.stats()
             self._remove(parent)
         return output
 
@@ -327,6 +312,13 @@ class OutputProcessor:
         """Remove a request and break its reference cycle, so that it is freed at once."""
         self._parents.pop(parent.request_id, None)
         parent.sequences = []
+
+
+def _known(
+    sequences: Mapping[str, SequenceState], values: Mapping[str, T]
+) -> Iterator[tuple[SequenceState, T]]:
+    """Yield the values of known sequences."""
+    return ((sequences[id], value) for id, value in values.items() if id in sequences)
 
 
 def _position_of(row: RowLogprobs, tokenizer: Tokenizer | None, *, ranked: bool) -> dict[int, Logprob]:

@@ -96,8 +96,7 @@ def _fill_steps(params: PoolingParams, pooling: PoolingFacts) -> None:
 
 
 def second_start(token_type_ids: Sequence[int], num_tokens: int) -> int | None:
-    """Return the start of the tokens of type 1, which must be the rest of the prompt; None if there is
-    none."""
+    """Return the start of the tokens of type 1, which must be the rest of the prompt; None without any."""
     types = list(token_type_ids)
     start = types.index(1) if 1 in types else len(types)
     if len(types) != num_tokens or types != [0] * start + [1] * (len(types) - start):

@@ -53,8 +53,8 @@ class PrefixKeys:
             return
         num_blocks = 1 << num_blocks.bit_length()
         depths = np.arange(1, num_blocks + 1)
-        apart = 1 << np.maximum(np.floor(np.log2(depths)).astype(np.int64) - _EVEN.bit_length() + 2, 0)
-        self._depths = depths[depths % apart == 0]
+        spacing = 1 << np.maximum(np.floor(np.log2(depths)).astype(np.int64) - _EVEN.bit_length() + 2, 0)
+        self._depths = depths[depths % spacing == 0]
         self._powers = np.cumprod(np.full(num_blocks * self.block_size, _FACTOR), dtype=np.uint64)
 
 

@@ -22,8 +22,8 @@ _NUMPY = b"\x93NUMPY"
 _TYPES = ("float32", "float16", "bfloat16")
 
 
-def _refused(why: str) -> RequestError:
-    return RequestError(f"prompt_embeds {why}", param="prompt_embeds")
+def _refused(reason: str) -> RequestError:
+    return RequestError(f"prompt_embeds {reason}", param="prompt_embeds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +76,8 @@ def tensor_of(value: Any, name: str) -> NDArray[Any]:
         dtype, _, rows_of = _open_tensor(value)
         return _widened(dtype, rows_of()) if dtype == "bfloat16" else as_numbers(rows_of())
     except RequestError as error:
-        why = str(error).removeprefix("prompt_embeds ")
-        raise RequestError(f"{name} {why}", param=name) from None
+        reason = str(error).removeprefix("prompt_embeds ")
+        raise RequestError(f"{name} {reason}", param=name) from None
 
 
 def as_numbers(value: Any) -> NDArray[Any]:

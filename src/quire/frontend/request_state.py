@@ -54,7 +54,7 @@ class SequenceState:
     """Tokens that were part of an output."""
     num_counted: int = 0
     """Tokens that were counted for the API key of the request."""
-    touched: bool = False
+    updated: bool = False
     """Whether it has new output since the last flush."""
     pooled: Floats | None = None
     """Output of a pooling model."""
@@ -79,7 +79,7 @@ class SequenceState:
             or len(self.token_ids) >= self.num_sent + self.parent.interval
         )
 
-    def look_for_stops(self) -> str | None:
+    def find_stop(self) -> str | None:
         """Return the stop string that the new tokens complete; tokens after it are dropped."""
         assert self.detokenizer is not None
         stop = self.detokenizer.push(self._unread(), final=self.finish is not None)
@@ -95,7 +95,7 @@ class SequenceState:
         del self.token_ids[length:], self.sampling_masks[length:]
         self.num_read = length
 
-    def take_text(self) -> str:
+    def read_text(self) -> str:
         """Return the new text for the next output."""
         detokenizer, final = self.detokenizer, self.finish is not None
         if detokenizer is None:
@@ -127,8 +127,7 @@ class SequenceState:
         )
 
     def routed_experts(self) -> NDArray[Any] | None:
-        """Return the experts of all tokens that were computed for this sequence, which has ended; None if
-        they are not returned."""
+        """Return the experts of all computed tokens, after the end; None if they are not returned."""
         if not self.routed:
             return None
         first = self.parent.params.routed_experts_prompt_start
@@ -139,6 +138,62 @@ class SequenceState:
     def has_run(self) -> bool:
         """Whether an engine core has scheduled this sequence."""
         return self.times.scheduled_at > 0.0 or bool(self.token_ids)
+
+    def cumulative_output(self) -> CompletionOutput:
+        """Return the output with everything so far."""
+        final = not self.parent.num_open
+        self.num_sent = len(self.token_ids)
+        self.text += self.read_text()
+        token_ids = self.token_ids if final else self.token_ids.copy()
+        logprobs = self.logprobs if final or self.logprobs is None else self.logprobs[:]
+        return self._completion(self.text, token_ids, logprobs)
+
+    def delta_output(self) -> CompletionOutput:
+        """Return the output with what is new since the last one."""
+        start, self.num_sent = self.num_sent, len(self.token_ids)
+        token_ids = self.token_ids[start:]
+        logprobs = None if self.logprobs is None else self.logprobs[start:]
+        return self._completion(self.read_text(), token_ids, logprobs)
+
+    def _completion(
+        self, text: str, token_ids: list[int], logprobs: SampleLogprobs | None
+    ) -> CompletionOutput:
+        output = fast_instance(
+            CompletionOutput,
+            index=self.index,
+            text=text,
+            token_ids=token_ids,
+            cumulative_logprob=None if logprobs is None else self.cumulative_logprob,
+            logprobs=logprobs,
+        )
+        if self.sampling_masks:
+            output.sampling_mask = SamplingMask(self.sampling_masks[len(self.token_ids) - len(token_ids) :])
+        if self.parent.lora is not None:
+            output.lora_request = self.parent.lora
+        if self.finish is not None:
+            output.finish_reason, output.stop_reason = self.finish.reason, self.finish.stop_reason
+            output.routed_experts = self.routed_experts()
+            if (times := self.times).num_drafts:
+                output.spec_decode_metrics = {
+                    "num_drafts": times.num_drafts,
+                    "num_draft_tokens": times.num_draft_tokens,
+                    "num_accepted_tokens": times.num_accepted,
+                }
+        return output
+
+    def finished_facts(self, finish: FinishReason) -> FinishedSequence:
+        """Return the facts for the metrics, after the end."""
+        parent = self.parent
+        return FinishedSequence(
+            reason=finish.reason,
+            num_prompt_tokens=len(parent.prompt.token_ids),
+            num_output_tokens=len(self.token_ids),
+            num_cached=self.num_cached,
+            longest=max(len(other.token_ids) for other in parent.sequences) if not parent.num_open else None,
+            params=parent.params,
+            arrived_at=parent.arrived_at,
+            times=self.times,
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -169,7 +224,6 @@ class RequestState:
 
     @property
     def has_run(self) -> bool:
-        """Whether an engine core has scheduled this request."""
         return any(sequence.has_run for sequence in self.sequences)
 
     @property
@@ -196,88 +250,24 @@ class RequestState:
         first = self.sequences[0]
         return not first.token_ids and first.finish is None
 
-
-def whole_of(sequence: SequenceState) -> CompletionOutput:
-    """Return the output of a sequence with everything so far."""
-    final = not sequence.parent.num_open
-    sequence.num_sent = len(sequence.token_ids)
-    sequence.text += sequence.take_text()
-    token_ids = sequence.token_ids if final else sequence.token_ids.copy()
-    logprobs = sequence.logprobs if final or sequence.logprobs is None else sequence.logprobs[:]
-    return _completion(sequence, sequence.text, token_ids, logprobs)
-
-
-def delta_of(sequence: SequenceState) -> CompletionOutput:
-    """Return the output of a sequence with what is new since the last one."""
-    start, sequence.num_sent = sequence.num_sent, len(sequence.token_ids)
-    token_ids = sequence.token_ids[start:]
-    logprobs = None if sequence.logprobs is None else sequence.logprobs[start:]
-    return _completion(sequence, sequence.take_text(), token_ids, logprobs)
-
-
-def _completion(
-    sequence: SequenceState, text: str, token_ids: list[int], logprobs: SampleLogprobs | None
-) -> CompletionOutput:
-    output = fast_instance(
-        CompletionOutput,
-        index=sequence.index,
-        text=text,
-        token_ids=token_ids,
-        cumulative_logprob=None if logprobs is None else sequence.cumulative_logprob,
-        logprobs=logprobs,
-    )
-    if sequence.sampling_masks:
-        output.sampling_mask = SamplingMask(
-            sequence.sampling_masks[len(sequence.token_ids) - len(token_ids) :]
+    def stats(self) -> RequestStateStats:
+        first, times = self.sequences[0].times, [sequence.times for sequence in self.sequences]
+        return RequestStateStats(
+            num_generation_tokens=sum(len(sequence.token_ids) for sequence in self.sequences),
+            arrival_time=self.arrived_at,
+            queued_ts=first.queued_at,
+            scheduled_ts=first.scheduled_at,
+            first_token_ts=first.first_token_at,
+            last_token_ts=max(t.last_token_at for t in times),
+            first_token_latency=max(first.first_token_at - first.queued_at, 0.0),
+            latency=time.time() - self.arrived_at,
+            preempted_s=sum(t.preempted_s for t in times),
+            num_preemptions=sum(t.num_preemptions for t in times),
+            step_share_s=sum(t.step_share_s for t in times),
+            num_draft_tokens=sum(t.num_draft_tokens for t in times),
+            num_accepted_tokens=sum(t.num_accepted for t in times),
+            num_from_host=first.num_from_host,
+            num_from_disk=first.num_from_disk,
+            num_from_remote=first.num_from_remote,
+            prefix_miss=self.sequences[0].miss,
         )
-    if sequence.parent.lora is not None:
-        output.lora_request = sequence.parent.lora
-    if sequence.finish is not None:
-        output.finish_reason, output.stop_reason = sequence.finish.reason, sequence.finish.stop_reason
-        output.routed_experts = sequence.routed_experts()
-        if (times := sequence.times).num_drafts:
-            output.spec_decode_metrics = {
-                "num_drafts": times.num_drafts,
-                "num_draft_tokens": times.num_draft_tokens,
-                "num_accepted_tokens": times.num_held,
-            }
-    return output
-
-
-def facts_of(sequence: SequenceState, finish: FinishReason) -> FinishedSequence:
-    """Return the facts of a finished sequence for the metrics."""
-    parent = sequence.parent
-    return FinishedSequence(
-        reason=finish.reason,
-        num_prompt_tokens=len(parent.prompt.token_ids),
-        num_output_tokens=len(sequence.token_ids),
-        num_cached=sequence.num_cached,
-        longest=max(len(other.token_ids) for other in parent.sequences) if not parent.num_open else None,
-        params=parent.params,
-        arrived_at=parent.arrived_at,
-        times=sequence.times,
-    )
-
-
-def stats_of(parent: RequestState) -> RequestStateStats:
-    """Return times and counts of a finished request."""
-    first, times = parent.sequences[0].times, [sequence.times for sequence in parent.sequences]
-    return RequestStateStats(
-        num_generation_tokens=sum(len(sequence.token_ids) for sequence in parent.sequences),
-        arrival_time=parent.arrived_at,
-        queued_ts=first.queued_at,
-        scheduled_ts=first.scheduled_at,
-        first_token_ts=first.first_token_at,
-        last_token_ts=max(t.last_token_at for t in times),
-        first_token_latency=max(first.first_token_at - first.queued_at, 0.0),
-        latency=time.time() - parent.arrived_at,
-        preempted_s=sum(t.preempted_s for t in times),
-        num_preemptions=sum(t.num_preemptions for t in times),
-        step_share_s=sum(t.step_share_s for t in times),
-        num_draft_tokens=sum(t.num_draft_tokens for t in times),
-        num_accepted_tokens=sum(t.num_held for t in times),
-        num_from_host=first.num_from_host,
-        num_from_disk=first.num_from_disk,
-        num_from_remote=first.num_from_remote,
-        prefix_miss=parent.sequences[0].miss,
-    )

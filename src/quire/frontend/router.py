@@ -9,8 +9,7 @@ import numpy as np
 from quire.frontend.prefix_map import Keys, PrefixKeys, PrefixMap, key_of_session
 
 SLACK_ROWS = 1 / 16
-"""Fraction of max_num_seqs by which the load of a core with a fully cached prompt may exceed the least busy
-one."""
+"""Fraction of max_num_seqs by which a core with the whole prompt cached may exceed the least busy one."""
 SESSION_SLACK_ROWS = 1 / 2
 """Fraction of max_num_seqs by which the load of a session's core may exceed the least busy one."""
 SLACK_SHARE = 0.1
@@ -38,9 +37,9 @@ class _Core:
 
     num_local: int = 0
     """Sequences of this process, always exact."""
-    num_remote: int = 0
+    num_remote: float = 0
     """Sequences of other processes, as last reported."""
-    num_waiting: int = 0
+    num_waiting: float = 0
     kv_usage: float = 0.0
 
     @property
@@ -74,7 +73,7 @@ class Router:
         self._keys = PrefixKeys(block_size)
         self._slack = SLACK_ROWS * max_num_seqs
         self._session_slack = SESSION_SLACK_ROWS * max_num_seqs
-        self._turn = first
+        self._next_core = first
         self._placed: dict[str, tuple[int, int]] = {}
         """Core and number of sequences by request."""
         self._prefixes = prefixes or PrefixMap()
@@ -89,8 +88,7 @@ class Router:
         session: str | None = None,
         num_sequences: int = 1,
     ) -> int:
-        """Choose one of the available cores for a request; it counts there until `end`. Requests of a session
-        go to the same core."""
+        """Choose a core for a request, which counts there until `end`. A session stays on its core."""
         assert among and request_id not in self._placed
         prefix = NO_PREFIX if len(self.cores) == 1 else self.prefix_of(token_ids, extra)
         core = self.choose(prefix, among=among, session=session)
@@ -107,7 +105,7 @@ class Router:
         """Return the best of the available cores."""
         if self.policy == "round_robin":
             core = min(among, key=self._rotated)
-            self._turn = (core + 1) % len(self.cores)
+            self._next_core = (core + 1) % len(self.cores)
             return core
         if self.policy == "load" or len(self.cores) == 1:
             return self._least(among)
@@ -134,11 +132,10 @@ class Router:
         self.cores[core].num_local += num_sequences
 
     def end(self, request_id: str) -> None:
-        """Remove a request that has ended."""
         if (placed := self._placed.pop(request_id, None)) is not None:
             self.cores[placed[0]].num_local -= placed[1]
 
-    def hear(self, core: int, *, num_running: int, num_waiting: int, kv_usage: float) -> None:
+    def update_load(self, core: int, *, num_running: float, num_waiting: float, kv_usage: float) -> None:
         """Update the load of a core, which reports the requests of all processes."""
         load = self.cores[core]
         load.num_remote = max(num_running + num_waiting - load.num_local, 0)
@@ -151,7 +148,6 @@ class Router:
         self._prefixes.drop(core)
 
     def add_core(self) -> int:
-        """Add a core; return its index."""
         self.cores.append(_Core())
         return len(self.cores) - 1
 
@@ -161,20 +157,20 @@ class Router:
     # ---- the choice
 
     def _rotated(self, core: int) -> int:
-        return (core - self._turn) % len(self.cores)
+        return (core - self._next_core) % len(self.cores)
 
     def _least(self, among: Sequence[int]) -> int:
         """Return the least busy core; equal cores take turns."""
         core = min(among, key=lambda core: (self.cores[core].load, self._rotated(core)))
-        self._turn = (core + 1) % len(self.cores)
+        self._next_core = (core + 1) % len(self.cores)
         return core
 
     def _home(self, session: str, among: Sequence[int]) -> int | None:
         """Return the core of a session, unless it is not available or has many more requests than another."""
-        near = self.not_much_busier(among)
+        eligible = self.not_much_busier(among)
         for _, cores in self._prefixes.find(key_of_session(session)):
             for core in cores:
-                if core in near:
+                if core in eligible:
                     return core
         return None
 

@@ -34,8 +34,8 @@ _BROKEN = (
 """Exceptions of the standard library for invalid files."""
 
 
-def _refused(why: str) -> RequestError:
-    return RequestError(f"prompt_embeds is not a tensor saved by torch.save: {why}", param="prompt_embeds")
+def _refused(reason: str) -> RequestError:
+    return RequestError(f"prompt_embeds is not a tensor saved by torch.save: {reason}", param="prompt_embeds")
 
 
 @contextmanager

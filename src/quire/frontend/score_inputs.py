@@ -8,7 +8,7 @@ from quire.errors import RequestError
 from quire.frontend.chat import chat_prompt, pair_prompt
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.message_parts import parted_message
-from quire.frontend.multimodal import items_of
+from quire.frontend.multimodal import media_inputs
 from quire.frontend.pooling import pairs
 from quire.multimodal.inputs import MediaInput
 from quire.multimodal.processing import PreparedItem
@@ -44,7 +44,7 @@ class ScoreInputs(NamedTuple):
     """One input, or two that form one prompt."""
 
     sides: tuple[ScoreInput, ...]
-    is_talk: bool = False
+    is_chat: bool = False
     """Whether it is a chat message, rendered with the model's chat template."""
 
     @property
@@ -106,7 +106,7 @@ def cross_encoder_prompts(
 
 def _prepare_side(inputs: InputProcessor, item: Any, role: str, name: str) -> ScoreInput:
     side = _side(item, role, name)
-    side.prepared = inputs.media.prepare_now(side.items, side.arguments)
+    side.prepared = inputs.media.prepare_sync(side.items, side.arguments)
     return side
 
 
@@ -118,7 +118,7 @@ def _side(item: Any, role: str, name: str) -> ScoreInput:
         return ScoreInput.of(role, content, name)
     if isinstance(text, str):
         arguments = item.get("mm_processor_kwargs")
-        return ScoreInput({"role": role, "content": text}, items_of(item), arguments=arguments)
+        return ScoreInput({"role": role, "content": text}, media_inputs(item), arguments=arguments)
     raise RequestError(
         f"{name}: a cross-encoder scores pairs of texts, or dicts with `content` parts; got "
         f"{type(item).__name__}"

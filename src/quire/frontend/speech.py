@@ -36,12 +36,11 @@ _DICTATION_LANGUAGES = ("ar", "de", "en", "es", "fr", "hi", "it", "nl", "pt")
 Samples = NDArray[np.float32]
 
 
-def pieces_of(samples: Samples, at_once: int) -> list[tuple[int, Samples]]:
-    """Split audio into pieces of at most `at_once` samples, each with its start, at the quietest place of the
-    last second."""
+def split_audio(samples: Samples, max_samples: int) -> list[tuple[int, Samples]]:
+    """Split audio into pieces of at most `max_samples`, with starts, where their last second is quietest."""
     pieces, start = [], 0
-    while len(samples) - start > at_once:
-        end = _quietest(samples, start + at_once - _SEARCHED)
+    while len(samples) - start > max_samples:
+        end = _quietest(samples, start + max_samples - _SEARCHED)
         pieces.append((start, samples[start:end]))
         start = end
     return [*pieces, (start, samples[start:])]
@@ -83,19 +82,19 @@ class TimedWord:
 
 
 class Transcriber:
-    """Prompts and answers of one transcription model; without timestamps unless it has `moments`."""
+    """Prompts and answers of one transcription model; without timestamps unless it has `timestamp_tokens`."""
 
-    at_once: int
+    max_samples: int
     """Samples of one input; longer audio is split."""
     languages: Mapping[str, int]
     """Token of each language code, such as `en`; 0 if there is none."""
     tasks: tuple[str, ...]
     """Tasks (of TASKS) that the model supports."""
-    asks_first: bool
+    detects_language_first: bool
     """Whether the prompt needs the language, so that it is detected first."""
-    between: str
+    separator: str
     """Separator of the texts of two pieces."""
-    moments: TimestampTokens | None = None
+    timestamp_tokens: TimestampTokens | None = None
     """Timestamp tokens; None if the model has none."""
     no_speech: int | None = None
     """Token that replaces the language if there is no speech."""
@@ -126,8 +125,7 @@ class Transcriber:
         raise NotImplementedError
 
     def words(self, segment: Segment, begins: Sequence[int], language: str | None) -> Iterator[TimedWord]:
-        """Yield the words of a segment; `begins` has the encoder state at which each token of the answer
-        ends."""
+        """Yield the words of a segment; `begins` has the encoder state at the end of each token."""
         raise NotImplementedError
 
 
@@ -143,30 +141,30 @@ class WhisperTranscriber(Transcriber):
     """Whisper's control tokens: languages, tasks and timestamps."""
 
     tasks = TASKS
-    asks_first = True
-    between = ""
-    moments: TimestampTokens
+    detects_language_first = True
+    separator = ""
+    timestamp_tokens: TimestampTokens
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         *,
         max_len: int,
-        at_once: int,
+        max_samples: int,
         is_english: bool = False,
         end: int | None = None,
         max_first: int | None = None,
     ) -> None:
-        """Limit prompt and answer together to `max_len` tokens; `at_once` is the samples of one input. With
+        """Limit prompt and answer together to `max_len` tokens, and one input to `max_samples`. With
         `is_english` the prompt has no language and task tokens. `end` is the eos token, and `max_first` the
         largest first timestamp."""
-        self._tokenizer, self._max_len, self.at_once = tokenizer, max_len, at_once
+        self._tokenizer, self._max_len, self.max_samples = tokenizer, max_len, max_samples
         self._is_english = is_english
         vocab = tokenizer.get_vocab()
         self._start, self._before, self._untimed = (vocab[name] for name in _MARKS)
         self.no_speech = next((vocab[name] for name in _NO_SPEECH if name in vocab), None)
         end = self._start - 1 if end is None else end
-        self.moments = TimestampTokens(self._untimed + 1, end, max_first)
+        self.timestamp_tokens = TimestampTokens(self._untimed + 1, end, max_first)
         self._tasks = {task: vocab[f"<|{task}|>"] for task in TASKS}
         between = range(self._start + 1, min(self._tasks.values()))
         names = tokenizer.convert_ids_to_tokens(between)
@@ -201,11 +199,11 @@ class WhisperTranscriber(Transcriber):
         return [self._before, *token_ids[-(self._max_len // 2 - 1) :]]
 
     def segments(self, token_ids: Sequence[int], seconds: float) -> Iterator[Segment]:
-        zero = self.moments.zero
-        moments = [(place, (id - zero) * _TIMESTAMP_S) for place, id in enumerate(token_ids) if id >= zero]
+        zero = self.timestamp_tokens.zero
+        times = [(place, (id - zero) * _TIMESTAMP_S) for place, id in enumerate(token_ids) if id >= zero]
         start, first = 0.0, 0
-        for place, moment in [*moments, (len(token_ids), seconds)]:
-            end = max(start, min(moment, seconds))
+        for place, time in [*times, (len(token_ids), seconds)]:
+            end = max(start, min(time, seconds))
             places = [at for at in range(first, place) if not self._tokenizer.is_special(token_ids[at])]
             text_ids = [token_ids[at] for at in places]
             text = self._tokenizer.decode(text_ids)
@@ -217,14 +215,14 @@ class WhisperTranscriber(Transcriber):
         self, prompt_ids: Sequence[int], token_ids: Sequence[int], num_samples: int
     ) -> tuple[list[int], AlignmentHeads]:
         sequence = [*prompt_ids, *token_ids][: self._max_len - 1]
-        num_states = max(min(num_samples, self.at_once) * _STATES_S // RATE, 1)
+        num_states = max(min(num_samples, self.max_samples) * _STATES_S // RATE, 1)
         return sequence, AlignmentHeads(len(prompt_ids), num_states)
 
     def words(self, segment: Segment, begins: Sequence[int], language: str | None) -> Iterator[TimedWord]:
-        moments = [max(begin * _TIMESTAMP_S, segment.start) for begin in begins]
+        times = [max(begin * _TIMESTAMP_S, segment.start) for begin in begins]
         for word in words_of(self._tokenizer, segment.token_ids, spaced=language not in UNSPACED):
             start, end = (
-                moments[at] if 0 <= at < len(moments) else (segment.start if at < 0 else segment.end)
+                times[at] if 0 <= at < len(times) else (segment.start if at < 0 else segment.end)
                 for at in (segment.places[word.place.start] - 1, segment.places[word.place.stop - 1])
             )
             yield TimedWord(word.text, start, max(start, end))
@@ -235,25 +233,25 @@ class VoxtralTranscriber(Transcriber):
     task. The model detects the language itself, and takes no previous text."""
 
     tasks = ("transcribe",)
-    asks_first = False
-    between = " "
+    detects_language_first = False
+    separator = " "
 
-    def __init__(self, tokenizer: Tokenizer, *, at_once: int) -> None:
-        self._tokenizer, self.at_once = tokenizer, at_once
+    def __init__(self, tokenizer: Tokenizer, *, max_samples: int) -> None:
+        self._tokenizer, self.max_samples = tokenizer, max_samples
         vocab = tokenizer.get_vocab()
         self._begin, self._write = [vocab[name] for name in _DICTATION_BEGIN], vocab[_DICTATION_TASK]
         self.languages = dict.fromkeys(_DICTATION_LANGUAGES, 0)
 
     @classmethod
     def of(
-        cls, tokenizer: Tokenizer, *, max_len: int, at_once: int, num_vectors: int
+        cls, tokenizer: Tokenizer, *, max_len: int, max_samples: int, num_vectors: int
     ) -> "VoxtralTranscriber | None":
         """Build it; None if the tokenizer lacks the tokens. Pieces are reduced so that the audio, with
-        `num_vectors` for `at_once` samples, takes at most half of `max_len`."""
+        `num_vectors` for `max_samples` samples, takes at most half of `max_len`."""
         if _lacks_tokens(tokenizer, (*_DICTATION_BEGIN, _DICTATION_TASK)):
             return None
-        fitting = at_once * (max_len // 2) // num_vectors
-        return cls(tokenizer, at_once=max(min(at_once, fitting), 2 * _SEARCHED))
+        fitting = max_samples * (max_len // 2) // num_vectors
+        return cls(tokenizer, max_samples=max(min(max_samples, fitting), 2 * _SEARCHED))
 
     def prompt(self, task: str, language: str | None, *, timed: bool = False, before: str = "") -> list[int]:
         named = f"lang:{language}" if language else ""

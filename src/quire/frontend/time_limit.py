@@ -14,8 +14,7 @@ class _TimeIsUp(BaseException):
 
 @contextmanager
 def limited(seconds: float | None, what: str) -> Iterator[None]:
-    """Raise a RequestError if the block of Python code runs longer than `seconds`; None: no limit. Each limit
-    costs a timer thread."""
+    """Raise a RequestError if the block runs longer than `seconds`, if set. A limit costs a timer thread."""
     if seconds is None:
         yield
         return

@@ -36,16 +36,16 @@ def words_of(tokenizer: Tokenizer, token_ids: Sequence[int], *, spaced: bool) ->
 
 def _pieces(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[WordTimestamp]:
     """Split tokens into the shortest pieces that are whole characters."""
-    whole = tokenizer.decode(token_ids)
+    full_text = tokenizer.decode(token_ids)
     pieces, start, offset = list[WordTimestamp](), 0, 0
     for end in range(1, len(token_ids) + 1):
         text = tokenizer.decode(token_ids[start:end])
         broken = text.find(_BROKEN)
-        if broken < 0 or whole[offset + broken : offset + broken + 1] == _BROKEN:
+        if broken < 0 or full_text[offset + broken : offset + broken + 1] == _BROKEN:
             pieces.append(WordTimestamp(text, slice(start, end)))
             start, offset = end, offset + len(text)
     if start < len(token_ids):
-        pieces.append(WordTimestamp(whole[offset:], slice(start, len(token_ids))))
+        pieces.append(WordTimestamp(full_text[offset:], slice(start, len(token_ids))))
     return pieces
 
 

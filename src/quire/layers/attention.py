@@ -28,7 +28,7 @@ class Caching(Protocol):
     """A layer that has cache memory."""
 
     @property
-    def keeps(self) -> CacheSpec: ...
+    def cache_spec(self) -> CacheSpec: ...
 
     def bind_memory(self, memory: Tensor, *, block_size: int, cache_dtype: torch.dtype, group: int) -> None:
         """Use these bytes as the cache: consecutive planes, each with one page per block. An SSM state is
@@ -81,8 +81,8 @@ class PagedAttention(LoadedModule):
         self.backend, self.ops = scope.backend, scope.ops
         self.sinks = frozen_parameter(scope.empty(spec.heads)) if spec.sinks else None
         self.sinks_name = f"{scope.name}.sinks"
-        self.own_heads = divided(scope.group, spec.heads * scope.group.size)
-        slopes = torch.tensor(alibi_slopes[self.own_heads.start :][: spec.heads], device=scope.device)
+        self.local_heads = divided(scope.group, spec.heads * scope.group.size)
+        slopes = torch.tensor(alibi_slopes[self.local_heads.start :][: spec.heads], device=scope.device)
         self.alibi_slopes: Tensor | None
         self.register_buffer("alibi_slopes", slopes if spec.uses_alibi else None, persistent=False)
         self.scales = KVScales(scope.name, scope)
@@ -91,7 +91,7 @@ class PagedAttention(LoadedModule):
         self.group = 0
 
     @property
-    def keeps(self) -> CacheSpec:
+    def cache_spec(self) -> CacheSpec:
         window = self.spec.window
         numbers = self.spec.kv_heads * self.spec.head_dim
         kind = "full" if window is None else "window"
@@ -106,8 +106,7 @@ class PagedAttention(LoadedModule):
         group: int,
         part: tuple[int, int] = (0, 1),
     ) -> None:
-        """Use these bytes as the KV cache. `part` is (index, count) of the layers interleaved in it by
-        token."""
+        """Use these bytes as the KV cache, with `part`, the (index, count) of layers interleaved by token."""
         (index, count), spec = part, self.spec
         size = spec.head_dim + (SCALE_BYTES if cache_dtype == torch.int8 else 0)
         planes = memory.view(cache_dtype).view(2, -1, block_size, count, spec.kv_heads, size)
@@ -115,8 +114,7 @@ class PagedAttention(LoadedModule):
         self.bind(k_cache, v_cache, group)
 
     def bind(self, k_cache: Tensor, v_cache: Tensor, group: int = 0) -> None:
-        """Use these caches, [num_blocks, block_size, kv_heads, head_dim] each; in int8 with scales behind the
-        heads."""
+        """Use these caches, [num_blocks, block_size, kv_heads, head_dim] each; int8 scales follow heads."""
         assert k_cache.shape == v_cache.shape and k_cache.shape[2] == self.spec.kv_heads
         assert head_size(k_cache) == self.spec.head_dim
         self.k_cache, self.v_cache, self.group = k_cache, v_cache, group
@@ -140,11 +138,10 @@ class PagedAttention(LoadedModule):
 
     def targets(self) -> Iterator[Target]:
         if self.sinks is not None:
-            yield Target(self.sinks_name, self.sinks, 0, (self.own_heads,))
+            yield Target(self.sinks_name, self.sinks, 0, (self.local_heads,))
 
 
 def attention_layers(modules: Iterable[nn.Module]) -> list[PagedAttention]:
-    """Return the attention layers of a model in order."""
     return [module for module in modules if isinstance(module, PagedAttention)]
 
 

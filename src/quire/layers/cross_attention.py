@@ -48,7 +48,7 @@ class CrossAttention(nn.Module):
         heads = sum(self.q.sizes_out) // facts.head_dim
         self.spec = AttentionSpec(heads, self.kv.kv_heads, facts.head_dim, scope.dtype)
         self.backend = scope.backend
-        self.is_watched = False
+        self.records_queries = False
         """Whether queries are recorded (for word timestamps)."""
         self.queries: Tensor | None = None
         """Queries of the last recorded step, [N, heads, head_dim]."""
@@ -59,9 +59,9 @@ class CrossAttention(nn.Module):
         """Use these caches, [blocks, block size, kv_heads, head_dim] each."""
         self.k_cache, self.v_cache = k_cache, v_cache
 
-    def keep(self, vectors: Tensor, first: int) -> None:
+    def write(self, vectors: Tensor, first: int) -> None:
         """Write the keys and values of an item's vectors to the blocks from `first` on."""
-        assert self.k_cache is not None and self.v_cache is not None, "bind() comes before keep()"
+        assert self.k_cache is not None and self.v_cache is not None, "bind() comes before write()"
         for cache, projected in zip((self.k_cache, self.v_cache), self.kv(vectors), strict=True):
             cache[first:].flatten(0, 1)[: len(projected)].copy_(projected)
 
@@ -72,10 +72,10 @@ class CrossAttention(nn.Module):
         return self.k_cache[blocks.long()].flatten(0, 1)[:, [head // shared for head in heads]]
 
     def forward(self, x: Tensor, cross_batch: Batch) -> Tensor:
-        """Return the attention of x [T, hidden] to its items; `cross_batch` is the batch of `seen_in`."""
+        """Return the attention of x [T, hidden] to its items; `cross_batch` is the batch of `cross_batch`."""
         assert self.k_cache is not None and self.v_cache is not None, "bind() comes before forward()"
         q = self.q(x, cross_batch).view(len(x), self.spec.heads, self.spec.head_dim)
-        self.queries = q if self.is_watched else None
+        self.queries = q if self.records_queries else None
         mixed = self.backend.forward(q, self.k_cache, self.v_cache, cross_batch, self.spec)
         return self.out(mixed.flatten(1), cross_batch)
 
@@ -99,7 +99,7 @@ class CrossAttentionCache(nn.Module):
         """[rows] sequence lengths, all `num_vectors`."""
 
     @property
-    def keeps(self) -> CacheSpec:
+    def cache_spec(self) -> CacheSpec:
         spec = self.layers[0].spec
         return cross_attention_spec(len(self.layers), self.num_vectors, spec.kv_heads * spec.head_dim)
 
@@ -115,10 +115,10 @@ class CrossAttentionCache(nn.Module):
         self.lens = torch.full((num_rows,), self.num_vectors, dtype=torch.int32, device=self.device)
         self.assign(list(range(num_rows)), [self.num_slots] * num_rows)
 
-    def keep(self, vectors: Tensor, slot: int) -> None:
+    def write(self, vectors: Tensor, slot: int) -> None:
         """Write the keys and values of an encoder's output [num_vectors, hidden] to a slot."""
         for layer in self.layers:
-            layer.keep(vectors, slot * self.num_blocks)
+            layer.write(vectors, slot * self.num_blocks)
 
     def assign(self, rows: list[int], slots: list[int]) -> None:
         """Let the rows attend to the items in the slots."""
@@ -126,7 +126,7 @@ class CrossAttentionCache(nn.Module):
         blocks = firsts[:, None] + np.arange(self.num_blocks, dtype=np.int32)
         self.tables[torch.tensor(rows, device=self.device)] = torch.from_numpy(blocks).to(self.device)
 
-    def seen_in(self, batch: Batch) -> Batch:
+    def cross_batch(self, batch: Batch) -> Batch:
         """Return the batch for cross-attention, with one sequence per token. For decodes it only references
         existing tensors, so that CUDA graphs stay valid."""
         count = len(batch.token_ids)

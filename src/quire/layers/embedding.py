@@ -40,7 +40,7 @@ class _Table(nn.Module):
             bias,
             scope.dtype,
             scope.device,
-            narrows=False,
+            quantizable=False,
             outputs=((self.shard,),),
             inputs=Shard(hidden),
         )
@@ -60,9 +60,9 @@ class _Table(nn.Module):
             rows = part["weight"].tensor
             rows.copy_(functional.normalize(rows.float()))
         self.weight.finish()
-        self.equip()
+        self.bind_kernels()
 
-    def equip(self) -> None:
+    def bind_kernels(self) -> None:
         is_alone = self.group.size == 1
         self.multiply = self.weight.product if is_alone else self._multiply_and_gather
         if self.weight.rows is not None:
@@ -92,22 +92,22 @@ class TokenEmbedding(_Table):
 
     def __init__(self, vocab: int, hidden: int, scope: Scope) -> None:
         super().__init__(vocab, hidden, scope)
-        self.point: LoRALayer | None = None
-        self.whole: LoRATable | None = None
-        self.brought: LoRAVocabRows | None = None
+        self.lora_layer: LoRALayer | None = None
+        self.lora_table: LoRATable | None = None
+        self.extra_rows: LoRAVocabRows | None = None
         slots = scope.adapters
         if slots is None or not scope.stage.is_first:
             return
         if slots.takes(scope.name):
-            self.point = LoRAEmbeddingLayer(scope.name, slots, vocab, (hidden,), scope.ops)
-            self.point.places[scope.name] = LoRATarget(
-                self.point, slice(0, 1), Shard(vocab), (Shard(hidden),), is_table=True
+            self.lora_layer = LoRAEmbeddingLayer(scope.name, slots, vocab, (hidden,), scope.ops)
+            self.lora_layer.places[scope.name] = LoRATarget(
+                self.lora_layer, slice(0, 1), Shard(vocab), (Shard(hidden),), is_table=True
             )
-        self.whole = slots.add_table("embed_tokens", scope.name, self.shard, hidden, scope.group)
-        self.brought = slots.add_vocab_rows("embed_tokens", scope.name, vocab, hidden)
+        self.lora_table = slots.add_table("embed_tokens", scope.name, self.shard, hidden, scope.group)
+        self.extra_rows = slots.add_vocab_rows("embed_tokens", scope.name, vocab, hidden)
 
-    def equip(self) -> None:
-        super().equip()
+    def bind_kernels(self) -> None:
+        super().bind_kernels()
         assert self.weight.rows is not None, "this weight format does not support embedding lookup"
 
     def forward(self, token_ids: Tensor, batch: Batch | None = None) -> Tensor:
@@ -115,15 +115,17 @@ class TokenEmbedding(_Table):
         lora = None if batch is None else batch.lora
         if lora is None:
             return self.rows(token_ids)
-        if self.brought is None or not lora.uses_extra_vocab:
+        if self.extra_rows is None or not lora.uses_extra_vocab:
             return self._embed(token_ids, lora)
-        return self.brought.embed(self._embed(self.brought.inside(token_ids), lora), token_ids, lora.slots)
+        return self.extra_rows.embed(
+            self._embed(self.extra_rows.inside(token_ids), lora), token_ids, lora.slots
+        )
 
     def _embed(self, token_ids: Tensor, lora: LoRATokens) -> Tensor:
         out = self.rows(token_ids)
-        if self.whole is not None:
-            out = self.whole.embed(out, token_ids, lora.slots)
-        return out if self.point is None else self.point.add(out, token_ids, lora)
+        if self.lora_table is not None:
+            out = self.lora_table.embed(out, token_ids, lora.slots)
+        return out if self.lora_layer is None else self.lora_layer.add(out, token_ids, lora)
 
 
 class Positions(LoadedModule):
@@ -148,8 +150,7 @@ class Positions(LoadedModule):
 
 
 class Head(LoadedModule):
-    """LM head; `tied` is the embedding that it shares the weight with, `unit` normalizes its rows to unit
-    length."""
+    """LM head; `tied` is the embedding that it shares its weight with, `unit` gives its rows unit length."""
 
     def __init__(
         self,
@@ -164,17 +165,17 @@ class Head(LoadedModule):
         super().__init__()
         self.tied = tied is not None
         self.table: _Table = tied or _Table(vocab, hidden, scope, bias=bias, unit=unit)
-        self.point: LoRALayer | None = None
-        self.whole: LoRATable | None = None
-        self.brought: LoRAVocabRows | None = None
+        self.lora_layer: LoRALayer | None = None
+        self.lora_table: LoRATable | None = None
+        self.extra_rows: LoRAVocabRows | None = None
         slots, shard = scope.adapters, self.table.shard
         if slots is not None and slots.takes(scope.name, _HEAD):
-            self.point = LoRAHeadLayer(scope.name, slots, hidden, (shard.size,), scope.ops)
-            target = LoRATarget(self.point, slice(0, 1), Shard(hidden), (shard,))
-            self.point.places |= {scope.name: target, _HEAD: target}
+            self.lora_layer = LoRAHeadLayer(scope.name, slots, hidden, (shard.size,), scope.ops)
+            target = LoRATarget(self.lora_layer, slice(0, 1), Shard(hidden), (shard,))
+            self.lora_layer.places |= {scope.name: target, _HEAD: target}
         if slots is not None and not bias:
-            self.whole = slots.add_table(_HEAD, scope.name, shard, hidden, scope.group)
-            self.brought = slots.add_vocab_rows(_HEAD, scope.name, vocab, hidden, tied=self.tied)
+            self.lora_table = slots.add_table(_HEAD, scope.name, shard, hidden, scope.group)
+            self.extra_rows = slots.add_vocab_rows(_HEAD, scope.name, vocab, hidden, tied=self.tied)
         self.name = scope.name
         has_bias = bias and tied is not None
         self.bias = frozen_parameter(scope.empty(vocab)) if has_bias else None
@@ -191,18 +192,18 @@ class Head(LoadedModule):
 
     def _adapted_logits(self, x: Tensor, lora: LoRATokens) -> Tensor:
         out = self.table.weight.product(x)
-        if self.whole is not None:
-            out = self.whole.logits(out, x, lora.slots)
-        out = self.table.gathered(out if self.point is None else self.point.add(out, x, lora))
+        if self.lora_table is not None:
+            out = self.lora_table.logits(out, x, lora.slots)
+        out = self.table.gathered(out if self.lora_layer is None else self.lora_layer.add(out, x, lora))
         return (
-            self.brought.logits(out, x, lora.slots)
-            if self.brought is not None and lora.uses_extra_vocab
+            self.extra_rows.logits(out, x, lora.slots)
+            if self.extra_rows is not None and lora.uses_extra_vocab
             else out
         )
 
     def widens(self, lora: LoRATokens | None) -> bool:
         """Return whether logits include the new tokens of adapters (-inf for rows without that adapter)."""
-        return self.brought is not None and lora is not None and lora.uses_extra_vocab
+        return self.extra_rows is not None and lora is not None and lora.uses_extra_vocab
 
     def rows(self, token_ids: list[int]) -> Tensor:
         """Return the [len(token_ids), hidden] weights of these tokens."""

@@ -15,23 +15,23 @@ from quire.quant.weight import Routes
 class ExpertRouter(Linear):
     """Router: chooses the experts of each token and their weights."""
 
-    narrows = False
+    quantizable = False
 
     def __init__(self, hidden: int, moe: MoeFacts, scope: Scope) -> None:
         if moe.wide_router:  # float32, for which there are no adapters
             scope = replace(scope, dtype=torch.float32, adapters=None)
         super().__init__(hidden, {scope.name: moe.experts}, scope, bias=moe.router_bias)
-        if self.point is not None and scope.name in self.point.places:
+        if self.lora_layer is not None and scope.name in self.lora_layer.places:
             layer, _, last = scope.name.rsplit(".", 2)
             # Adapters use the name of transformers.
-            self.point.places[f"{layer}.mlp.{last}"] = self.point.places[scope.name]
+            self.lora_layer.places[f"{layer}.mlp.{last}"] = self.lora_layer.places[scope.name]
         self.ops = scope.ops
         self.routing = moe.routing
         self.chosen: Routes | None = None
         """The weight's fused kernel of router GEMM and top-k, if it has one."""
 
-    def equip(self) -> None:
-        super().equip()
+    def bind_kernels(self) -> None:
+        super().bind_kernels()
         self.chosen = self.weight.chosen
 
     def forward(self, x: Tensor, bias: Tensor | None, batch: Batch | None = None) -> tuple[Tensor, Tensor]:

@@ -11,9 +11,9 @@ from quire.attention.batch import Batch, LoRATokens
 from quire.kernels.ops import HeadEntry, HeadNorms
 from quire.layers.lora import AdapterSlots
 from quire.layers.lora_layers import LoRALayer, LoRARanksLayer, LoRASumLayer, LoRATarget
-from quire.layers.norm import norm_shares
-from quire.layers.rope import halved
-from quire.layers.scope import Scope, Target, once, target_of
+from quire.layers.norm import norm_sharded_parts
+from quire.layers.rope import half_split_order
+from quire.layers.scope import Scope, Target, target_of, zero_on_other_ranks
 from quire.quant.sharding import Runs, Shard, by_group, divided, of_heads
 from quire.quant.weight import LinearShape
 
@@ -29,7 +29,7 @@ class Linear(nn.Module):
     """Dimension that is sharded evenly over the group."""
     is_summed: ClassVar[bool] = False
     """Whether the outputs are all-reduced, so that only the first rank adds the bias."""
-    narrows: ClassVar[bool] = True
+    quantizable: ClassVar[bool] = True
     """Whether its weight may be quantized on load."""
     product: Callable[[Tensor], Tensor]
     """[T, size_in] -> [T, outputs of all parts], without adapters; set by `finish`."""
@@ -43,7 +43,7 @@ class Linear(nn.Module):
         self.outputs = tuple(self._runs(part) for part in parts.values())
         self.inputs = divided(scope.group, size_in) if self.divided == "inputs" else Shard(size_in)
         self.sizes_out = tuple(sum(run.size for run in runs) for runs in self.outputs)
-        self.across = scope.across
+        self.transposed = scope.transposed
         num_outputs = sum(run.all for runs in self.outputs for run in runs)
         shape = LinearShape(
             self.inputs.size,
@@ -51,29 +51,29 @@ class Linear(nn.Module):
             bias,
             scope.dtype,
             scope.device,
-            narrows=self.narrows and num_outputs >= _LEAST_OUTPUTS,
+            quantizable=self.quantizable and num_outputs >= _LEAST_OUTPUTS,
             outputs=self.outputs,
             inputs=self.inputs,
         )
         self.weight = scope.linear(self.part_names, shape)
-        self.point = self._build_lora(scope)
+        self.lora_layer = self._build_lora(scope)
         """LoRA layer; None if it takes no adapters."""
 
     def _build_lora(self, scope: Scope) -> LoRALayer | None:
         slots = scope.adapters
         if slots is None or not slots.takes(scope.name, *self.part_names):
             return None
-        point = self._choose_lora(slots, scope)
-        shards = ((point.shard,),) if isinstance(point, LoRASumLayer) else self.outputs
+        lora_layer = self._choose_lora(slots, scope)
+        shards = ((lora_layer.shard,),) if isinstance(lora_layer, LoRASumLayer) else self.outputs
         for i, (name, outputs) in enumerate(zip(self.part_names, shards, strict=True)):
             if slots.takes(scope.name, name):
                 order = partial(self._order, i)
-                point.places[name] = LoRATarget(point, slice(i, i + 1), self.inputs, outputs, order)
-        return point
+                lora_layer.places[name] = LoRATarget(lora_layer, slice(i, i + 1), self.inputs, outputs, order)
+        return lora_layer
 
     def _choose_lora(self, slots: AdapterSlots, scope: Scope) -> LoRALayer:
         args = self.part_names[0], slots, self.inputs.size
-        if slots.divides and scope.group.size > 1:
+        if slots.fully_sharded and scope.group.size > 1:
             if self.divided == "outputs":
                 return LoRARanksLayer(*args, self.sizes_out, scope.ops, scope.group)
             if self.divided == "inputs" and self.sizes_out[0] % scope.group.size == 0:
@@ -86,10 +86,10 @@ class Linear(nn.Module):
 
     def adapters_of(self, batch: Batch | None) -> tuple[LoRALayer, LoRATokens] | None:
         """Return the layer's adapters and the slots of the tokens; None if no token has an adapter here."""
-        if self.point is None:
+        if self.lora_layer is None:
             return None
         assert batch is not None, "a layer that takes adapters needs the batch: call layer(x, batch)"
-        return None if batch.lora is None else (self.point, batch.lora)
+        return None if batch.lora is None else (self.lora_layer, batch.lora)
 
     def orders(self) -> list[Tensor]:
         """Return, for each part, the checkpoint index of each output; empty if the order is the same."""
@@ -106,7 +106,7 @@ class Linear(nn.Module):
             runs = (self.inputs,) if by_inputs else outputs
             for suffix, piece in part.items():
                 target = target_of(f"{name}.{suffix}", piece, runs, by_inputs=by_inputs)
-                yield target.turned() if self.across else target
+                yield target.transposed() if self.transposed else target
 
     def begin(self) -> None:
         self.weight.begin()
@@ -117,25 +117,25 @@ class Linear(nn.Module):
         if self.is_summed:
             for part in self.weight.parts():
                 if "bias" in part:
-                    once(self.group, part["bias"].tensor)
+                    zero_on_other_ranks(self.group, part["bias"].tensor)
         self.weight.finish()
-        self.equip()
+        self.bind_kernels()
 
-    def equip(self) -> None:
+    def bind_kernels(self) -> None:
         """Bind the kernels of the finished weight."""
         self.product = self.weight.product
 
     def multiply(self, x: Tensor, batch: Batch | None = None) -> Tensor:
         """Return [T, outputs of all parts], with the adapters of the batch. Only layers that take no adapters
         may be called without a batch."""
-        if self.point is None or (adapters := self.adapters_of(batch)) is None:
+        if self.lora_layer is None or (adapters := self.adapters_of(batch)) is None:
             return self.product(x)
         return self._multiply_with_lora(x, *adapters)
 
-    def _multiply_with_lora(self, x: Tensor, point: LoRALayer, lora: LoRATokens) -> Tensor:
-        if self.weight.adapted is not None and (adapted := point.adapted(lora)) is not None:
+    def _multiply_with_lora(self, x: Tensor, lora_layer: LoRALayer, lora: LoRATokens) -> Tensor:
+        if self.weight.adapted is not None and (adapted := lora_layer.adapted(lora)) is not None:
             return self.weight.adapted(x, adapted=adapted)
-        return point.add(self.weight.product(x), x, lora)
+        return lora_layer.add(self.weight.product(x), x, lora)
 
 
 class OneLinear(Linear):
@@ -158,8 +158,7 @@ class ColumnLinear(OneLinear):
 
 
 class RowLinear(OneLinear):
-    """A row-parallel linear layer: its inputs are sharded, its outputs are all-reduced. With `sums=False` the
-    caller reduces them."""
+    """A row-parallel linear layer: sharded inputs, and all-reduced outputs unless `sums=False`."""
 
     divided = "inputs"
     is_summed = True
@@ -172,16 +171,16 @@ class RowLinear(OneLinear):
         super().__init__(size_in, size_out, scope, bias=bias)
         self.sums = sums and scope.group.size > 1
 
-    def equip(self) -> None:
-        super().equip()
+    def bind_kernels(self) -> None:
+        super().bind_kernels()
         self.of_gates = self.weight.of_gates
         if self.sums:
             self.product = partial(_multiply_and_reduce, self.weight.product, self.group.all_reduce)
             if self.weight.of_gates is not None:
                 self.of_gates = partial(_multiply_and_reduce, self.weight.of_gates, self.group.all_reduce)
 
-    def _multiply_with_lora(self, x: Tensor, point: LoRALayer, lora: LoRATokens) -> Tensor:
-        out = super()._multiply_with_lora(x, point, lora)
+    def _multiply_with_lora(self, x: Tensor, lora_layer: LoRALayer, lora: LoRATokens) -> Tensor:
+        out = super()._multiply_with_lora(x, lora_layer, lora)
         return self.group.all_reduce(out) if self.sums else out
 
 
@@ -193,8 +192,8 @@ def _multiply_and_reduce(
 
 class QKVLinear(Linear):
     """Fused QKV projection, sharded by heads. `names` are the checkpoint names of query, key and value, or
-    one fused name, which may be grouped by key head (`by_head`). With two names `bounded` derives the values
-    from the keys."""
+    one fused name, which may be grouped by key head (`by_head`). With two names `transform_qkv` derives the
+    values from the keys."""
 
     divided = "outputs"
 
@@ -226,11 +225,11 @@ class QKVLinear(Linear):
         self.ops = scope.ops
         self.norms: HeadNorms | None = None
         """QK norms over all heads; None if there are none."""
-        self.bounded: Callable[[Tensor], Tensor] | None = None
+        self.transform_qkv: Callable[[Tensor], Tensor] | None = None
         """Further transform of queries, keys and values before RoPE."""
         self.norm_parts = scope.ops.norm_parts
         if group.size > 1:
-            self.norm_parts = partial(norm_shares, group=group)
+            self.norm_parts = partial(norm_sharded_parts, group=group)
         self.entered: Callable[[Tensor, HeadEntry], Tensor | None] | None = None
         """The weight's fused kernel of QKV projection, RoPE and cache write, if it has one."""
 
@@ -242,23 +241,24 @@ class QKVLinear(Linear):
             ungrouped = [torch.cat([part.flatten() for part in stored.tensor_split((-2, -1), 1)])]
         if not self.paired_dim:
             return ungrouped
-        orders = [*(halved(size, self.head_dim, self.paired_dim) for size in (q, k)), torch.arange(v)]
+        orders = [*(half_split_order(n, self.head_dim, self.paired_dim) for n in (q, k)), torch.arange(v)]
         if len(self.part_names) == 1:
             orders = [torch.cat((orders[0], orders[1] + q, orders[2] + q + k))]
         return [ungrouped[0][orders[0]]] if ungrouped else orders
 
-    def equip(self) -> None:
-        super().equip()
+    def bind_kernels(self) -> None:
+        super().bind_kernels()
         self.entered = self.weight.entered
 
     def forward(self, x: Tensor, entry: HeadEntry, batch: Batch | None = None) -> Tensor:
         """Project [T, size_in], write rotated keys and values to the cache slots of `entry`, and return
         rotated queries [T, heads, head_dim]."""
-        if self.norms is not None or self.bounded is not None:
+        if self.norms is not None or self.transform_qkv is not None:
             qkv = self.multiply(x, batch)
             if self.norms is not None:
                 qkv = self.norm_parts(qkv, (self.norms.q, self.norms.k), self.norms.eps)
-            return self.ops.rotate_and_write(qkv if self.bounded is None else self.bounded(qkv), entry)
+            qkv = qkv if self.transform_qkv is None else self.transform_qkv(qkv)
+            return self.ops.rotate_and_write(qkv, entry)
         q = self._project_fused(x, entry, batch)
         return self.ops.rotate_and_write(self.multiply(x, batch), entry) if q is None else q
 
@@ -266,8 +266,8 @@ class QKVLinear(Linear):
         """Run the weight's fused kernel; return None if it has none."""
         if (adapters := self.adapters_of(batch)) is None:
             return None if self.entered is None else self.entered(x, entry)
-        point, lora = adapters
-        enter, adapted = self.weight.entered_adapted, point.adapted(lora)
+        lora_layer, lora = adapters
+        enter, adapted = self.weight.entered_adapted, lora_layer.adapted(lora)
         return None if enter is None or adapted is None else enter(x, entry, adapted=adapted)
 
 
@@ -288,8 +288,7 @@ def without_bias(part: str, targets: Iterator[Target]) -> Iterator[Target]:
 
 
 class GateUpLinear(Linear):
-    """Fused gate and up projection of a gated MLP, and act(gate) * up. `names` are the two checkpoint names,
-    or one fused name."""
+    """Fused gate and up projection of a gated MLP, and act(gate) * up; `names`: two names, or a fused one."""
 
     divided = "outputs"
 
@@ -311,8 +310,8 @@ class GateUpLinear(Linear):
         self.gated: Callable[[Tensor], Tensor] | None = None
         """The weight's fused kernel of gate, up and silu, if it has one."""
 
-    def equip(self) -> None:
-        super().equip()
+    def bind_kernels(self) -> None:
+        super().bind_kernels()
         self.gated = self.weight.gated if self.activation == "silu" else None
 
     def forward(self, x: Tensor, batch: Batch | None = None) -> Tensor:
@@ -321,7 +320,7 @@ class GateUpLinear(Linear):
         if self.gated is not None and adapters is None:
             return self.gated(x)
         if self.gated is not None and adapters is not None and self.weight.gated_adapted is not None:
-            point, lora = adapters
-            if (adapted := point.adapted(lora)) is not None:
+            lora_layer, lora = adapters
+            if (adapted := lora_layer.adapted(lora)) is not None:
                 return self.weight.gated_adapted(x, adapted=adapted)
         return self.ops.gated(self.multiply(x, batch), self.activation)

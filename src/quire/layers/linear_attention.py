@@ -11,9 +11,9 @@ from quire.attention.batch import Batch
 from quire.checkpoint.facts import StateFacts
 from quire.kernels.reference.ssm import DecayRates, DeltaForm, DeltaInputs, ScanInputs
 from quire.layers.linear import ColumnLinear, RowLinear
-from quire.layers.norm import RMSNorm, norm_shares
+from quire.layers.norm import RMSNorm, norm_sharded_parts
 from quire.layers.scope import Scope, Target
-from quire.layers.ssm import DecayMixer, OrderedLinear, SSMMixer, apart
+from quire.layers.ssm import DecayMixer, OrderedLinear, SSMMixer, ungrouped_order
 from quire.quant.sharding import Runs, Shard, divided, of_heads
 from quire.quant.weight import frozen_parameter
 
@@ -35,8 +35,8 @@ class DeltaAttention(DecayMixer):
         inner = divided(group, facts.heads * facts.head_dim)
         keys = of_heads(group, facts.groups, facts.state)
         super().__init__((keys, keys, inner), facts, (heads.size, facts.state, facts.head_dim), scope)
-        self.own_decays = keys if facts.decays_channels else heads
-        bias = torch.empty(self.own_decays.size, dtype=torch.float32, device=scope.device)
+        self.local_decays = keys if facts.decays_channels else heads
+        bias = torch.empty(self.local_decays.size, dtype=torch.float32, device=scope.device)
         self.dt_bias = frozen_parameter(bias)
         self.form = DeltaForm(facts.log_bound, facts.beta_scale)
         rank = (Shard(facts.rank),)
@@ -46,11 +46,11 @@ class DeltaAttention(DecayMixer):
         self.gate_up: ColumnLinear | None = None
         if facts.rank:
             parts |= {"f_a_proj": rank, "g_a_proj": rank}
-            self.decay_up = ColumnLinear(facts.rank, self.own_decays.all, scope / "f_b_proj")
+            self.decay_up = ColumnLinear(facts.rank, self.local_decays.all, scope / "f_b_proj")
             self.gate_up = ColumnLinear(facts.rank, inner.all, scope / "g_b_proj")
         else:
             decay = "f_proj" if facts.decays_channels else "a_proj"
-            parts |= {decay: (self.own_decays,), "g_proj": (inner,)}
+            parts |= {decay: (self.local_decays,), "g_proj": (inner,)}
         self.into = OrderedLinear(hidden, parts, scope, orders=[])
         self.split = (sum(self.into.sizes_out[:3]), *self.into.sizes_out[3:])
         self.gate, self.head_dim = facts.gate, facts.head_dim
@@ -60,12 +60,12 @@ class DeltaAttention(DecayMixer):
         """Whether the decay rates are stored as [1, 1, heads, 1] (Kimi Linear)."""
 
     def targets(self) -> Iterator[Target]:
-        weights = self.conv_weight.unsqueeze(1).split([run.size for run in self.own_channels])
-        for part, weight, run in zip("qkv", weights, self.own_channels, strict=True):
+        weights = self.conv_weight.unsqueeze(1).split([run.size for run in self.local_channels])
+        for part, weight, run in zip("qkv", weights, self.local_channels, strict=True):
             yield Target(f"{self.name}.{part}_conv1d.weight", weight, 0, (run,))
         rate, axis = (self.rate.view(1, 1, -1, 1), 2) if self.has_wide_rates else (self.rate, 0)
-        yield Target(f"{self.name}.A_log", rate, axis, (self.own_heads,))
-        yield Target(f"{self.name}.dt_bias", self.dt_bias, 0, (self.own_decays,))
+        yield Target(f"{self.name}.A_log", rate, axis, (self.local_heads,))
+        yield Target(f"{self.name}.dt_bias", self.dt_bias, 0, (self.local_decays,))
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         (conv_state, state), seqs = self.bound, self.seqs_of(batch)
@@ -89,11 +89,10 @@ class LightningAttention(SSMMixer):
     def __init__(
         self, hidden: int, facts: StateFacts, scope: Scope, *, depth: float, activation: str
     ) -> None:
-        """Build the layer. `depth` is its number divided by that of the last layer: deeper layers decay more
-        slowly."""
+        """Build the layer; `depth` is its number over that of the last one: deeper layers decay slower."""
         inner, heads = divided(scope.group, facts.heads * facts.head_dim), divided(scope.group, facts.heads)
         super().__init__((), facts, (heads.size, facts.head_dim, facts.state), scope)
-        queries, keys, values = apart(heads.size, *[inner.size] * 3).chunk(3)
+        queries, keys, values = ungrouped_order(heads.size, *[inner.size] * 3).chunk(3)
         self.activate = scope.ops.activate
         self.activation = activation
         self.into = OrderedLinear(
@@ -120,7 +119,7 @@ class LightningAttention(SSMMixer):
         steps = self.no_steps.expand(len(x), -1)
         y = self.ops.scan(vkq, ScanInputs(steps, self.decay, self.skip), self.bound[1], self.seqs_of(batch))
         if self.group.size > 1:
-            y = norm_shares(y, (self.norm.weight,), self.norm.eps, group=self.group)
+            y = norm_sharded_parts(y, (self.norm.weight,), self.norm.eps, group=self.group)
         else:
             y = self.norm.alone(y)
         return self.out(self.ops.gate(y, gate, "sigmoid"), batch)

@@ -28,8 +28,8 @@ class AdapterSlots:
         dtype: torch.dtype,
         device: torch.device,
         only: Collection[str] = (),
-        divides: bool = False,
-        whole: Collection[str] = (),
+        fully_sharded: bool = False,
+        whole_modules: Collection[str] = (),
         max_extra_vocab: int = 0,
         no_extra_vocab: str = "",
     ) -> None:
@@ -39,9 +39,9 @@ class AdapterSlots:
         self.device = device
         self.only = frozenset(only)
         """Last name parts of the layers that take adapters; empty for all layers."""
-        self.divides = divides
+        self.fully_sharded = fully_sharded
         """Whether LoRA is fully sharded over the tensor-parallel group."""
-        self.whole = frozenset(whole)
+        self.whole_modules = frozenset(whole_modules)
         """Layers (embed_tokens, lm_head) that an adapter may replace entirely."""
         self.tables: dict[str, LoRATable] = {}
         """Replaceable tables by the name of their layer."""
@@ -80,7 +80,7 @@ class AdapterSlots:
 
     def add_table(self, kind: str, name: str, shard: Shard, hidden: int, group: Group) -> LoRATable | None:
         """Reserve memory for adapters that replace this embedding or head; None if they may not."""
-        if kind not in self.whole:
+        if kind not in self.whole_modules:
             return None
         table = self.tables[name] = LoRATable(_known_as(kind, name), self, shard, hidden, group)
         return table
@@ -116,12 +116,11 @@ class AdapterSlots:
             at += part.size
 
     def release(self) -> None:
-        """Free the memory."""
         self._memory = None
         for part in self._parts:
             part.unbind()
 
-    def keep_spares(self, count: int, size: int) -> None:
+    def pin_spares(self, count: int, size: int) -> None:
         """Pin memory ahead for `count` adapters of `size` elements: pinning takes longer than reading."""
         while len(self._spares) < count:
             self._spares.append(torch.empty(size, dtype=self.dtype, pin_memory=True))
@@ -158,7 +157,7 @@ class AdapterSlots:
     ) -> None:
         """Replace the adapter of a slot. Pinned memory is read asynchronously."""
         assert self._memory is not None, "allocate() comes first"
-        self._memory[slot, : sum(point.size for point in self.layers.values())].zero_()
+        self._memory[slot, : sum(lora_layer.size for lora_layer in self.layers.values())].zero_()
         for name, layer_factors in factors.items():
             self.layers[name].put(slot, layer_factors)
         for name, table in self.tables.items():
@@ -176,11 +175,10 @@ class AdapterSlots:
 
 def places(slots: AdapterSlots) -> Iterator[tuple[str, LoRATarget]]:
     """Yield the name and target of every checkpoint matrix that takes adapters."""
-    for point in slots.layers.values():
-        yield from point.places.items()
+    for lora_layer in slots.layers.values():
+        yield from lora_layer.places.items()
 
 
 def _known_as(kind: str, name: str) -> tuple[str, ...]:
-    """Return the names that adapters use for an embedding or head: transformers always saves a head as
-    lm_head."""
+    """Return adapters' names of an embedding or head: transformers always saves a head as lm_head."""
     return (name, kind) if kind == "lm_head" else (name,)

@@ -46,8 +46,7 @@ class LoRASlots(Protocol):
 
 
 class LoRALayer:
-    """Adapter weights of one linear layer: `a` shrinks the input to the ranks of each part, `b` expands them
-    to the outputs."""
+    """Adapter weights of a linear layer: `a` shrinks inputs to the ranks of each part, `b` expands these."""
 
     a: Tensor
     """[slots, parts * max_rank, size_in], not contiguous over slots; [slots, experts, ...] for experts"""
@@ -253,7 +252,7 @@ def in_order() -> Tensor | None:
 class LoRATarget(NamedTuple):
     """A checkpoint matrix that adapters may target: its shard on this device and its LoRA layer."""
 
-    point: LoRALayer
+    lora_layer: LoRALayer
     part: slice
     """Parts of the LoRA layer that it fills; several for a fused matrix."""
     inputs: Shard
@@ -277,7 +276,7 @@ class LoRATarget(NamedTuple):
         a, b = factors if self.expert is None else (factor[self.expert] for factor in factors)
         if self.is_table:
             return LoRAFactors(a, b)
-        first, end = (sum(self.point.part_sizes[:end]) for end in (self.part.start, self.part.stop))
+        first, end = (sum(self.lora_layer.part_sizes[:end]) for end in (self.part.start, self.part.stop))
         return LoRAFactors(a.narrow(0, self.part.start, self.num_parts), b.narrow(0, first, end - first))
 
 
@@ -294,7 +293,7 @@ def _aligned(size: int) -> int:
 def alias_targets(layer: nn.Module, name: str, alias: str) -> None:
     """Let adapters use either name for the linear layers inside of `layer`."""
     for module in layer.modules():
-        point = getattr(module, "point", None)
-        if isinstance(point, LoRALayer):
-            places = point.places
+        lora_layer = getattr(module, "lora_layer", None)
+        if isinstance(lora_layer, LoRALayer):
+            places = lora_layer.places
             places |= {key.replace(name, alias, 1): place for key, place in places.items()}

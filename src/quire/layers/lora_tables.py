@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quire.kernels.products import linear
+from quire.kernels.library_matmul import linear
 from quire.layers.lora_layers import LoRASlots
 from quire.parallel.group import Group
 from quire.quant.sharding import Shard
@@ -25,8 +25,7 @@ class LoRAVocab(NamedTuple):
 
 
 class _SlotRows:
-    """Memory for `num_rows` rows of an embedding or head in each slot. `names` are the names of its layer in
-    adapters."""
+    """Memory for `num_rows` rows of an embedding or head, by slot; `names` are its names in adapters."""
 
     rows: Tensor
     """[slots, num_rows, hidden]"""
@@ -61,12 +60,12 @@ class LoRATable(_SlotRows):
     ) -> None:
         super().__init__(names, slots, shard.size, hidden)
         self.shard, self.group = shard, group
-        self.brought = torch.zeros(slots.max_slots, dtype=torch.bool, device=slots.device)
+        self.has_table = torch.zeros(slots.max_slots, dtype=torch.bool, device=slots.device)
         """Whether the adapter of each slot has such a table."""
 
     def put(self, slot: int, table: Tensor | None) -> None:
         """Store the table of a slot's adapter; None if it has none."""
-        self.brought[slot] = table is not None
+        self.has_table[slot] = table is not None
         if table is not None:
             self.rows[slot].copy_(table, non_blocking=True)
 
@@ -97,7 +96,7 @@ class LoRATable(_SlotRows):
         return out
 
     def _is_replaced(self, tokens: Tensor) -> Tensor:
-        return self.brought[tokens.clamp(min=0).long()] & (tokens >= 0)
+        return self.has_table[tokens.clamp(min=0).long()] & (tokens >= 0)
 
 
 class LoRAVocabRows(_SlotRows):

@@ -18,8 +18,8 @@ from quire.layers.lora_layers import LoRAMlaLayer, LoRATarget
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope, Target, target_of
-from quire.quant.plain import PlainWeight
 from quire.quant.sharding import Shard, divided
+from quire.quant.unquantized import PlainWeight
 from quire.quant.weight import LinearShape, Weight, frozen_parameter
 
 
@@ -41,19 +41,26 @@ class MLAAttention(nn.Module):
         self.latent = choose(scope.device, scope.dtype)
         size = spec.heads * (spec.nope_dim + spec.v_dim)
         self.shard = divided(scope.group, size * scope.group.size)
-        self.packed = self._build_packed(size, scope)
+        self.quantized = self._build_quantized(size, scope)
         # Used per head and transposed, so it is never kept in a packed format.
         self.weight = frozen_parameter(scope.empty(size, spec.rank))
-        self.point = self._build_lora(scope)
+        self.lora_layer = self._build_lora(scope)
         self.scales = KVScales(scope.sibling("")[:-1], scope)
         self.cache: Tensor | None = None
         self.group = 0
 
-    def _build_packed(self, size: int, scope: Scope) -> tuple[Weight, ...]:
+    def _build_quantized(self, size: int, scope: Scope) -> tuple[Weight, ...]:
         """Return the quantized weight of the checkpoint, kept until loading ends; empty if it is plain."""
         rank, runs = self.spec.rank, ((self.shard,),)
         shape = LinearShape(
-            rank, (size,), False, scope.dtype, scope.device, narrows=False, outputs=runs, inputs=Shard(rank)
+            rank,
+            (size,),
+            False,
+            scope.dtype,
+            scope.device,
+            quantizable=False,
+            outputs=runs,
+            inputs=Shard(rank),
         )
         weight = scope.linear((scope.name,), shape)
         return () if isinstance(weight, PlainWeight) else (weight,)
@@ -64,24 +71,24 @@ class MLAAttention(nn.Module):
             return None
         heads = spec.heads, spec.nope_dim, spec.v_dim
         transposed = self.latent.needs_transposed_lora
-        point = LoRAMlaLayer(scope.name, slots, spec.rank, heads, scope.ops, keeps_transposed=transposed)
-        point.places[scope.name] = LoRATarget(point, slice(0, 1), Shard(spec.rank), (self.shard,))
-        return point
+        lora_layer = LoRAMlaLayer(scope.name, slots, spec.rank, heads, scope.ops, keeps_transposed=transposed)
+        lora_layer.places[scope.name] = LoRATarget(lora_layer, slice(0, 1), Shard(spec.rank), (self.shard,))
+        return lora_layer
 
     def adapted(self, batch: Batch) -> MLALoRA | None:
         """Return the adapters of the batch's tokens; None if no token has one."""
-        point = self.point
-        if point is None or batch.lora is None:
+        lora_layer = self.lora_layer
+        if lora_layer is None or batch.lora is None:
             return None
-        return MLALoRA(point.a, point.b, point.transposed, batch.lora.slots, point.ops)
+        return MLALoRA(lora_layer.a, lora_layer.b, lora_layer.transposed, batch.lora.slots, lora_layer.ops)
 
     @property
-    def keeps(self) -> CacheSpec:
+    def cache_spec(self) -> CacheSpec:
         return CacheSpec("latent", planes=1, numbers=self.spec.width + self.index_dim)
 
     def bind_memory(self, memory: Tensor, *, block_size: int, cache_dtype: torch.dtype, group: int) -> None:
         numbers, width = memory.view(cache_dtype), self.spec.width
-        latents = len(numbers) // self.keeps.numbers * width
+        latents = len(numbers) // self.cache_spec.numbers * width
         self.bind(numbers[:latents].view(-1, block_size, width), group)
         if self.index_dim:
             self.index_keys = numbers[latents:].view(-1, block_size, self.index_dim)
@@ -109,32 +116,31 @@ class MLAAttention(nn.Module):
         return self.latent.attend(queries, weight, cache, batch, spec, adapted).flatten(1)
 
     def targets(self) -> Iterator[Target]:
-        if not self.packed:
+        if not self.quantized:
             yield Target(f"{self.name}.weight", self.weight, 0, (self.shard,))
-        for packed in self.packed:
+        for packed in self.quantized:
             (part,) = packed.parts()
             for suffix, piece in part.items():
                 yield target_of(f"{self.name}.{suffix}", piece, (self.shard,))
 
     def begin(self) -> None:
-        for packed in self.packed:
+        for packed in self.quantized:
             packed.begin()
 
     def finish(self) -> None:
         """Dequantize a packed weight by multiplying it with the identity."""
-        for packed in self.packed:
+        for packed in self.quantized:
             packed.finish()
             ones = torch.eye(self.spec.rank, dtype=self.weight.dtype, device=self.weight.device)
             self.weight.copy_(packed.product(ones).t())
-        self.packed = ()
+        self.quantized = ()
 
 
 _EPS = 1e-6
 
 
 class SparseIndexer(nn.Module):
-    """Projections of the indexer: queries of a few heads, one shared key, and a weight per head. Replicated
-    on all devices."""
+    """Replicated projections of the indexer: queries of a few heads, a shared key, a weight per head."""
 
     def __init__(
         self, facts: IndexFacts, hidden: int, q_latent: int, rope_dim: int, rope: Rope, scope: Scope

@@ -15,7 +15,7 @@ from quire.layers.linear import WholeLinear
 from quire.layers.lora import AdapterSlots
 from quire.layers.lora_layers import LoRALayer, LoRAStack, LoRATarget, alias_targets, in_order
 from quire.layers.mlp import MLP, PlainMLP
-from quire.layers.scope import LoadedModule, Scope, Target, once, target_of
+from quire.layers.scope import LoadedModule, Scope, Target, target_of, zero_on_other_ranks
 from quire.parallel.group import ALONE
 from quire.quant.experts import ExpertShape
 from quire.quant.sharding import Runs, Shard, divided, shards_of
@@ -28,13 +28,14 @@ _FEW = 1024
 class MoENames(NamedTuple):
     """Checkpoint names of the parts of an MoE block for one model family."""
 
-    whole: str = "mlp"
+    block: str = "mlp"
     """Name of the block."""
     router: str = "gate"
-    stored: str = "each"
-    """Layout of the experts: one tensor per expert (`each`); or one for all, with gate and up `apart`, fused
-    (`together`), fused without the suffix ".weight" (`bare`), the latter transposed (`across`), and with gate
-    and up interleaved (`in_turns`); or all experts in one matrix, with `down` transposed (`below`)."""
+    layout: str = "per_expert"
+    """Layout of the experts: one tensor per expert (`per_expert`); or one for all, with gate and up in two
+    tensors (`stacked`), in one (`fused`), in one without the suffix ".weight" (`fused_bare`), that transposed
+    (`fused_transposed`), and that with gate and up interleaved (`interleaved`); or all experts in one matrix,
+    with `down` transposed (`flat`)."""
     experts: tuple[str, ...] = ("experts", "gate_proj", "up_proj", "down_proj")
     """Name of the experts' module, then of their tensors."""
     choice_bias: str = "gate.e_score_correction_bias"
@@ -54,10 +55,10 @@ _FACTORS = {"relu2": "relu"}
 """Activation f -> g with f(x) = g(x) * x: experts without a gate use `up` as their gate."""
 NAMES = {
     "mlp": MoENames(),
-    "apart": MoENames(stored="apart"),
-    "apart_deepseek": MoENames(stored="apart", shared="mlp.shared_experts"),
-    "apart_gemma4": MoENames("", "router.proj", "apart"),
-    "across": MoENames(stored="across", experts=("experts", "gate_up_proj", "down_proj")),
+    "apart": MoENames(layout="stacked"),
+    "apart_deepseek": MoENames(layout="stacked", shared="mlp.shared_experts"),
+    "apart_gemma4": MoENames("", "router.proj", "stacked"),
+    "across": MoENames(layout="fused_transposed", experts=("experts", "gate_up_proj", "down_proj")),
     "mixtral": MoENames("block_sparse_moe", experts=("experts", "w1", "w3", "w2")),
     "deepseek": MoENames(shared="mlp.shared_experts"),
     "kimi_linear": MoENames(
@@ -75,19 +76,19 @@ NAMES = {
     ),
     "step": MoENames(
         "moe",
-        stored="apart",
+        layout="stacked",
         experts=("", "gate_proj", "up_proj", "down_proj"),
         choice_bias="router_bias",
         shared="share_expert",
         shared_alias="mlp.shared_experts",
     ),
-    "gemma4": MoENames("", "router.proj", "bare", ("experts", "gate_up_proj", "down_proj")),
+    "gemma4": MoENames("", "router.proj", "fused_bare", ("experts", "gate_up_proj", "down_proj")),
     "longcat": MoENames(router="router.classifier", choice_bias="router.e_score_correction_bias"),
     "hunyuan": MoENames(router="gate.wg", shared="mlp.shared_mlp"),
     "granite": MoENames(
         "block_sparse_moe",
         "router.layer",
-        "together",
+        "fused",
         ("", "input_linear", "output_linear"),
         shared="shared_mlp",
         shared_parts=("input_linear", "output_linear"),
@@ -95,7 +96,7 @@ NAMES = {
     "granite_swa": MoENames(
         "block_sparse_moe",
         "router",
-        "bare",
+        "fused_bare",
         ("experts", "gate_up_proj", "down_proj"),
         shared="shared_mlp",
         shared_parts=("input_linear", "output_linear"),
@@ -108,7 +109,7 @@ NAMES = {
     ),
     "jamba": MoENames("feed_forward", "router"),
     "lfm2": MoENames("feed_forward", experts=("experts", "w1", "w3", "w2"), choice_bias="expert_bias"),
-    "gpt_oss": MoENames("mlp", "router", "in_turns", ("experts", "gate_up_proj", "down_proj")),
+    "gpt_oss": MoENames("mlp", "router", "interleaved", ("experts", "gate_up_proj", "down_proj")),
     "afmoe": MoENames(router="router.gate", choice_bias="expert_bias", shared="mlp.shared_experts"),
     "hy3": MoENames(
         router="router.gate",
@@ -118,32 +119,32 @@ NAMES = {
     ),
     "laguna": MoENames(choice_bias="experts.e_score_correction_bias", shared_alias="mlp.shared_experts"),
     "bailing": MoENames(choice_bias="gate.expert_bias", shared="mlp.shared_experts"),
-    "dbrx": MoENames("ffn", "router.layer", "below", ("experts.mlp", "w1", "v1", "w2")),
+    "dbrx": MoENames("ffn", "router.layer", "flat", ("experts.mlp", "w1", "v1", "w2")),
     "llama4": MoENames(
         "feed_forward",
         "router",
-        "across",
+        "fused_transposed",
         ("experts", "gate_up_proj", "down_proj"),
         shared="feed_forward.shared_expert",
     ),
 }
-NAMES["apart_nemotron_h"] = NAMES["nemotron_h"]._replace(stored="apart")
+NAMES["apart_nemotron_h"] = NAMES["nemotron_h"]._replace(layout="stacked")
 
 
 def _detect_layout(names: MoENames, moe: MoeFacts, hidden: int, scope: Scope) -> MoENames:
     """Return the names with the layout that this checkpoint has: converted checkpoints may differ from the
     family's (all experts in one tensor, one tensor per expert, or transposed)."""
-    where, is_each = names.experts[0], names.stored == "each"
-    is_one = scope.is_stored(f"{scope.name}.{where}.gate_up_proj")
+    where, is_per_expert = names.experts[0], names.layout == "per_expert"
+    is_fused = scope.is_stored(f"{scope.name}.{where}.gate_up_proj")
     shape = scope.shape_of(f"{scope.name}.{where}.down_proj")
-    is_bare = names.stored == "across" and shape == (moe.experts, hidden, moe.intermediate)
-    if (is_each and is_one) or (is_bare and hidden != moe.intermediate):
-        return names._replace(stored="bare", experts=(where, "gate_up_proj", "down_proj"))
+    is_bare = names.layout == "fused_transposed" and shape == (moe.experts, hidden, moe.intermediate)
+    if (is_per_expert and is_fused) or (is_bare and hidden != moe.intermediate):
+        return names._replace(layout="fused_bare", experts=(where, "gate_up_proj", "down_proj"))
     first = f"{scope.name}.experts.0.gate_proj"
     if names == NAMES["across"] and scope.is_stored(f"{first}.weight"):
         return MoENames()
     if names == NAMES["step"] and any(scope.is_stored(f"{first}.{kind}") for kind in _WEIGHTS):
-        return names._replace(stored="each", experts=("experts", *names.experts[1:]))
+        return names._replace(layout="per_expert", experts=("experts", *names.experts[1:]))
     return names
 
 
@@ -169,7 +170,7 @@ class ExpertLoRALayers:
         gate_up, down = self.gate_up, self.down
         return ExpertAdapters(gate_up.a, gate_up.b, down.a, down.b, batch.lora.slots)
 
-    def settle(self, experts: "Experts") -> None:
+    def register(self, experts: "Experts") -> None:
         """Register the LoRA layers, after the kernel of the experts is known."""
         if self.gate_up is not None:
             return
@@ -177,10 +178,11 @@ class ExpertLoRALayers:
         where = names[0][0].rpartition(".")[0] if experts.names.experts[0] else names[0][0]
         if not self.slots.takes(where, *(name for name, _ in names), "gate_up_proj"):
             return
-        why = "experts of this format take no adapters on this device" if not experts.weights.adapts else ""
-        why = "experts that are spread over devices take no adapters" if experts.places else why
-        if why:
-            self.slots.refused |= dict.fromkeys((where, *self.aliases), why)
+        reason = "" if experts.weights.adapts else "experts of this format take no adapters on this device"
+        if experts.places:
+            reason = "experts that are spread over devices take no adapters"
+        if reason:
+            self.slots.refused |= dict.fromkeys((where, *self.aliases), reason)
             return
         inner, num = experts.shard, experts.num_experts
         first, last = f"{where}.gate_up", f"{where}.down"
@@ -220,10 +222,10 @@ class ExpertLoRALayers:
 
     def _gate_up_targets(self, experts: "Experts") -> Iterator[LoRATarget]:
         assert self.gate_up is not None
-        runs, order = experts.both(), in_order
+        runs, order = experts.gate_up_shards(), in_order
         if experts.plain:
             runs, order = (experts.shard,), partial(_order_twice, experts.shard.size)
-        elif experts.names.stored == "in_turns":
+        elif experts.names.layout == "interleaved":
             order = partial(_order_apart, experts.shard.size)
         for i in range(experts.num_experts):
             yield LoRATarget(self.gate_up, slice(0, 2), Shard(self.hidden), runs, order, i)
@@ -262,7 +264,7 @@ class Experts(nn.Module):
         loads = torch.zeros(moe.experts, dtype=torch.int32, device=scope.device) if counted else None
         self.register_buffer("loads", loads, persistent=False)
         shape = ExpertShape(
-            experts=len(self.here),
+            experts=len(self.local_experts),
             hidden=hidden,
             intermediate=self.shard.size,
             activation=_FACTORS[activation] if moe.plain else activation,
@@ -275,7 +277,7 @@ class Experts(nn.Module):
         self.adapters = None if scope.adapters is None else ExpertLoRALayers(scope.adapters, hidden, scope)
 
     @property
-    def here(self) -> Sequence[int]:
+    def local_experts(self) -> Sequence[int]:
         """Return the experts of this device, ascending until the first rebalancing."""
         if self.places is None:
             return range(self.num_experts)
@@ -304,36 +306,36 @@ class Experts(nn.Module):
         """Select the experts of this device from the target of a tensor of all experts."""
         if self.places is None:
             return target
-        return target._replace(axis=0, runs=shards_of(self.here, self.num_experts))
+        return target._replace(axis=0, runs=shards_of(self.local_experts, self.num_experts))
 
     def _piece_targets(self, name: str, part: str, suffix: str, piece: Piece) -> Iterator[Target]:
-        runs = self.both() if part == "gate_up" else (self.shard,)
+        runs = self.gate_up_shards() if part == "gate_up" else (self.shard,)
         target = target_of(f"{name}.{suffix}", piece, runs, by_inputs=part == "down")
-        if self.names.stored == "each":
+        if self.names.layout == "per_expert":
             where, _, last = name.rpartition(".")
             axis = None if target.axis is None else target.axis - 1
-            for i, expert in zip(self.here, piece.tensor, strict=True):
+            for i, expert in zip(self.local_experts, piece.tensor, strict=True):
                 yield target._replace(name=f"{where}.{i}.{last}.{suffix}", tensor=expert, axis=axis)
             return
         if suffix.startswith("_"):
             target = target._replace(name=f"{name}{suffix}")
-        elif self.names.stored in ("across", "in_turns") and suffix == "weight":
+        elif self.names.layout in ("fused_transposed", "interleaved") and suffix == "weight":
             axis = None if target.axis is None else 3 - target.axis
             target = target._replace(name=name, tensor=piece.tensor.transpose(1, 2), axis=axis)
-        elif self.names.stored == "below" and suffix == "weight":
+        elif self.names.layout == "flat" and suffix == "weight":
             target = target._replace(name=name, is_flat=True)
             if part == "down":
                 axis = None if target.axis is None else 3 - target.axis
                 target = target._replace(tensor=piece.tensor.transpose(1, 2), axis=axis)
-        elif self.names.stored == "bare" and suffix == "weight":
+        elif self.names.layout == "fused_bare" and suffix == "weight":
             target = target._replace(name=name)
         yield self._select_local(target)
 
     def _bias_targets(self, parts: dict[str, Piece]) -> Iterator[Target]:
         where = ".".join((self.scope_name, self.names.experts[0]))
         (gate_up, axis, *_), down = parts["gate_up"], parts["down"].tensor
-        if self.names.stored != "apart":
-            yield Target(f"{where}.gate_up_proj_bias", gate_up, axis, self.both())
+        if self.names.layout != "stacked":
+            yield Target(f"{where}.gate_up_proj_bias", gate_up, axis, self.gate_up_shards())
             yield Target(f"{where}.down_proj_bias", down)
             return
         gate, up, last = (f"{where}.{name}.bias" for name in self.names.experts[1:])
@@ -341,12 +343,12 @@ class Experts(nn.Module):
             yield Target(name, bias, axis, (self.shard,))
         yield Target(last, down)
 
-    def both(self) -> Runs:
+    def gate_up_shards(self) -> Runs:
         """Return the shards of a fused gate and up tensor, concatenated or interleaved."""
-        size, start, whole = self.shard
-        return (
-            (Shard(2 * size, 2 * start, 2 * whole),) if self.names.stored == "in_turns" else (self.shard,) * 2
-        )
+        size, start, total = self.shard
+        if self.names.layout == "interleaved":
+            return (Shard(2 * size, 2 * start, 2 * total),)
+        return (self.shard,) * 2
 
     def stored_names(self) -> list[tuple[str, str]]:
         """Return the dotted name of each stored part, and its kind (gate_up, gate, up or down)."""
@@ -362,18 +364,18 @@ class Experts(nn.Module):
     def finish(self) -> None:
         if self.plain:
             self.weights.copy_up_to_gate()
-        if self.names.stored == "in_turns":
+        if self.names.layout == "interleaved":
             outputs = 2 * self.weights.shape.intermediate
             self.weights.reorder(torch.arange(outputs).view(-1, 2).t().flatten())
         if "down" in (biases := self.weights.bias_parts()):
-            once(self.group, biases["down"].tensor)
+            zero_on_other_ranks(self.group, biases["down"].tensor)
         self.weights.finish()
-        self.equip()
+        self.bind_kernels()
 
-    def equip(self) -> None:
+    def bind_kernels(self) -> None:
         self.mix = self.weights.mix
         if self.adapters is not None:
-            self.adapters.settle(self)
+            self.adapters.register(self)
 
 
 class Back(WholeLinear):
@@ -394,7 +396,7 @@ class MoE(nn.Module):
         moe = facts.moe
         assert moe is not None
         names = NAMES[moe.names]
-        layer, scope = scope, scope / names.whole
+        layer, scope = scope, scope / names.block
         self.ops = scope.ops
         ones = torch.ones(_FEW, moe.routing.per_token, device=scope.device) if moe.weighs_input else None
         self.register_buffer("ones", ones, persistent=False)
@@ -423,7 +425,7 @@ class MoE(nn.Module):
                 alias_targets(self.shared, (layer / names.shared).name, (layer / names.shared_alias).name)
             if moe.shared_gate:
                 self.shared_gate = WholeLinear(facts.hidden, 1, scope / names.shared_gate)
-        self.sum = scope.group.all_reduce if scope.group.size > 1 else None
+        self.sum = scope.group.all_reduce
 
     def forward(self, x: Tensor, batch: Batch | None = None) -> Tensor:
         """Compute the block's output; `x` may be scaled in place (`weighs_input`)."""
@@ -446,7 +448,7 @@ class MoE(nn.Module):
         if shared is not None:
             out = self.ops.add(out, shared)
             out = self.ops.scale(out, 0.5) if self.shared_mean else out
-        return out if self.sum is None else self.sum(out)
+        return self.sum(out)
 
     def _shared(self, x: Tensor, batch: Batch | None) -> Tensor:
         assert self.shared is not None

@@ -16,8 +16,12 @@ from quire.quant.weight import frozen_parameter
 class Norm(LoadedModule):
     """Base of all norms: a weight, and an optional residual addition."""
 
-    def __init__(self, size: int | Shard, eps: float, scope: Scope, dtype: torch.dtype) -> None:
+    def __init__(
+        self, size: int | Shard, eps: float, scope: Scope, dtype: torch.dtype, plus_one: bool = False
+    ) -> None:
         super().__init__()
+        self.plus_one = plus_one
+        """Whether the factor is 1 + weight."""
         self.run = Shard(size) if isinstance(size, int) else size
         """Shard of the weight on this device."""
         self.name = scope.name
@@ -33,7 +37,6 @@ class Norm(LoadedModule):
         return self.added(x, residual), residual
 
     def alone(self, x: Tensor) -> Tensor:
-        """Return the norm of x."""
         raise NotImplementedError
 
     def added(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -43,24 +46,22 @@ class Norm(LoadedModule):
     def targets(self) -> Iterator[Target]:
         yield Target(f"{self.name}.weight", self.weight, 0, (self.run,))
 
+    def finish(self) -> None:
+        if self.plus_one:
+            self.weight.add_(1)
+
 
 class RMSNorm(Norm):
-    """RMS norm. With `plus_one` the factor is 1 + weight, kept in float32 to preserve the precision of small
-    weights."""
+    """RMS norm. With `plus_one` the weight is kept in float32 to preserve the precision of small weights."""
 
     def __init__(self, size: int | Shard, eps: float, scope: Scope, *, plus_one: bool = False) -> None:
-        super().__init__(size, eps, scope, torch.float32 if plus_one else scope.dtype)
-        self.plus_one = plus_one
+        super().__init__(size, eps, scope, torch.float32 if plus_one else scope.dtype, plus_one)
 
     def alone(self, x: Tensor) -> Tensor:
         return self.ops.norm(x, self.weight, self.eps)
 
     def added(self, x: Tensor, residual: Tensor) -> Tensor:
         return self.ops.add_norm(x, residual, self.weight, self.eps)
-
-    def finish(self) -> None:
-        if self.plus_one:
-            self.weight.add_(1)
 
 
 class LayerNorm(Norm):
@@ -69,8 +70,7 @@ class LayerNorm(Norm):
     def __init__(
         self, size: int | Shard, eps: float, scope: Scope, *, bias: bool = True, plus_one: bool = False
     ) -> None:
-        super().__init__(size, eps, scope, scope.dtype)
-        self.plus_one = plus_one
+        super().__init__(size, eps, scope, scope.dtype, plus_one)
         self.bias = frozen_parameter(scope.empty(self.run.size)) if bias else None
 
     def alone(self, x: Tensor) -> Tensor:
@@ -83,10 +83,6 @@ class LayerNorm(Norm):
         yield from super().targets()
         if self.bias is not None:
             yield Target(f"{self.name}.bias", self.bias, 0, (self.run,))
-
-    def finish(self) -> None:
-        if self.plus_one:
-            self.weight.add_(1)
 
 
 class BareNorm(LayerNorm):
@@ -119,7 +115,7 @@ def head_norms(norms: Sequence[Norm]) -> HeadNorms | None:
     return HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps)
 
 
-def norm_shares(x: Tensor, weights: tuple[Tensor, ...], eps: float, *, group: Group) -> Tensor:
+def norm_sharded_parts(x: Tensor, weights: tuple[Tensor, ...], eps: float, *, group: Group) -> Tensor:
     """Compute `Ops.norm_parts` of parts that are sharded over a group."""
     parts = x.split([*map(len, weights), x.shape[1] - sum(map(len, weights))], 1)
     wide = [part.float() for part in parts[: len(weights)]]

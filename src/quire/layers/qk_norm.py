@@ -7,32 +7,31 @@ from torch.nn import functional as F
 
 from quire.checkpoint.facts import ArchFacts
 from quire.layers.linear import QKVLinear
-from quire.layers.rope import halved
+from quire.layers.rope import half_split_order
 from quire.layers.scope import Scope, Target
 from quire.quant.sharding import of_heads
 from quire.quant.weight import frozen_parameter
 
 
 class HeadLayerNorm(nn.Module):
-    """Layer norm of each head, with one weight for all heads or one per head. Per-head weights are stored in
-    one tensor or in a list."""
+    """Layer norm of each head, with one weight for all or one per head, in one tensor or in a list."""
 
     def __init__(self, heads: int, facts: ArchFacts, paired_dim: int, scope: Scope) -> None:
         super().__init__()
         self.name, self.eps, self.paired_dim = scope.name, facts.norm_eps, paired_dim
         self.shard = of_heads(scope.group, heads, 1)
-        self.is_each = facts.qk_norm == "each"
+        self.is_per_head = facts.qk_norm == "each"
         self.in_list = scope.is_stored(f"{scope.name}.norms.0.weight")
-        shape = (self.shard.size if self.is_each else 1, facts.head_dim)
+        shape = (self.shard.size if self.is_per_head else 1, facts.head_dim)
         self.weight = frozen_parameter(scope.empty(*shape))
-        biased = facts.norm_bias and not self.is_each
+        biased = facts.norm_bias and not self.is_per_head
         self.bias = frozen_parameter(scope.empty(*shape)) if biased else None
 
     def targets(self) -> Iterator[Target]:
         if self.in_list:
             for i, weight in enumerate(self.weight, start=self.shard.start):
                 yield Target(f"{self.name}.norms.{i}.weight", weight)
-        elif self.is_each:
+        elif self.is_per_head:
             yield Target(f"{self.name}.weight", self.weight, 0, (self.shard,))
         else:
             yield Target(f"{self.name}.weight", self.weight[0])
@@ -40,10 +39,10 @@ class HeadLayerNorm(nn.Module):
             yield Target(f"{self.name}.bias", self.bias[0])
 
     def finish(self) -> None:
-        """Reorder the weights of interleaved RoPE, as `halved` reorders the projections."""
+        """Reorder the weights of interleaved RoPE, as `half_split_order` reorders the projections."""
         if self.paired_dim:
             dim = self.weight.shape[1]
-            order = halved(dim, dim, self.paired_dim)
+            order = half_split_order(dim, dim, self.paired_dim)
             for tensor in (self.weight, self.bias):
                 if tensor is not None:
                     tensor.copy_(tensor[:, order].clone())

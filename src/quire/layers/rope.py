@@ -100,9 +100,8 @@ def _amplitude(rope: RopeFacts) -> float:
     return mscale(rope, 1.0)
 
 
-def halved(num_rows: int, head_dim: int, paired_dim: int) -> Tensor:
-    """Return the row order of a query or key weight that turns interleaved RoPE into half-split RoPE; scores
-    do not change."""
+def half_split_order(num_rows: int, head_dim: int, paired_dim: int) -> Tensor:
+    """Return the row order that makes interleaved RoPE of a query or key half-split, at equal scores."""
     heads = torch.arange(num_rows).view(-1, head_dim)
     rotary = heads[:, :paired_dim].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
     return torch.cat((rotary, heads[:, paired_dim:]), 1).flatten()

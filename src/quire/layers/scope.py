@@ -15,8 +15,8 @@ from quire.layers.lora import AdapterSlots
 from quire.parallel.all2all import ExpertDispatch
 from quire.parallel.group import ALONE, Group
 from quire.quant.experts import ExpertShape, StoredExperts
-from quire.quant.plain import PlainFormat
 from quire.quant.sharding import Runs
+from quire.quant.unquantized import PlainFormat
 from quire.quant.weight import LinearShape, Piece, TextTensor, Weight
 
 _PLAIN = PlainFormat()
@@ -31,7 +31,7 @@ def _no_shape(name: str) -> tuple[int, ...]:
 
 
 def unchanged(layer: nn.Module) -> nn.Module:
-    """Return the layer: the default of `Scope.built`."""
+    """Return the layer: the default of `Scope.on_layer_built`."""
     return layer
 
 
@@ -89,12 +89,12 @@ class Scope:
     """Whether the checkpoint has a tensor of this name, for layers with several storage layouts."""
     shape_of: Callable[[str], tuple[int, ...]] = _no_shape
     """Shape of a tensor in the checkpoint."""
-    across: bool = False
+    transposed: bool = False
     """Whether the checkpoint stores linear weights as [inputs, outputs]."""
     ops: Ops = Reference()
     adapters: AdapterSlots | None = None
     """Slots of LoRA adapters; None if LoRA is off."""
-    built: Callable[[nn.Module], nn.Module] = unchanged
+    on_layer_built: Callable[[nn.Module], nn.Module] = unchanged
     """Called with each layer of a decoder once it is built; returns the layer."""
     names: DecoderNames = DecoderNames()
     name: str = ""
@@ -107,7 +107,6 @@ class Scope:
         return replace(self, name=f"{self.name}.{child}" if self.name else str(child))
 
     def sibling(self, name: str) -> str:
-        """Return the dotted name of a sibling."""
         parent, dot, _ = self.name.rpartition(".")
         return f"{parent}{dot}{name}"
 
@@ -142,7 +141,7 @@ class Target(NamedTuple):
         size = sum(run.all for run in self.runs)
         return (*self.tensor.shape[: self.axis], size, *self.tensor.shape[self.axis + 1 :])
 
-    def turned(self) -> "Target":
+    def transposed(self) -> "Target":
         """Return the target for a checkpoint that stores the transposed matrix."""
         axis = None if self.axis is None else self.tensor.ndim - 1 - self.axis
         return self._replace(tensor=self.tensor.t(), axis=axis)
@@ -175,10 +174,10 @@ class Begins(Protocol):
 
 
 @runtime_checkable
-class Equips(Protocol):
-    """A layer that binds the kernels of its finished weight; `finish` calls `equip`."""
+class BindsKernels(Protocol):
+    """A layer that binds the kernels of its finished weight; `finish` calls `bind_kernels`."""
 
-    def equip(self) -> None: ...
+    def bind_kernels(self) -> None: ...
 
 
 @runtime_checkable
@@ -206,7 +205,7 @@ def target_of(name: str, piece: Piece, runs: Runs, *, by_inputs: bool = False) -
     return Target(name, piece.tensor, axis, scaled, piece.is_flat, isinstance(piece, TextTensor))
 
 
-def once(group: Group, bias: Tensor) -> None:
+def zero_on_other_ranks(group: Group, bias: Tensor) -> None:
     """Set the bias to zero on all ranks but the first, so that an all-reduce adds it once."""
     if group.rank:
         bias.zero_()

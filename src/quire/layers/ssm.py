@@ -1,5 +1,4 @@
-"""SSM mixers, which keep a state in place of a KV cache: Mamba, Mamba-2, gated delta rule, short
-convolution."""
+"""SSM mixers, with a state in place of a KV cache: Mamba, Mamba-2, gated delta rule, short convolution."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -38,7 +37,7 @@ class SSMMixer(LoadedModule):
     def __init__(self, channels: Runs, facts: StateFacts, state: tuple[int, ...], scope: Scope) -> None:
         super().__init__()
         self.name = scope.name
-        self.own_channels = channels
+        self.local_channels = channels
         num_channels = sum(run.size for run in channels)
         self.ops = choose(scope.device, scope.dtype)
         self.state_shapes = (((num_channels, facts.conv - 1), scope.dtype), (state, torch.float32))
@@ -51,7 +50,7 @@ class SSMMixer(LoadedModule):
         """See `SSMSequences`; set before memory is bound."""
 
     @property
-    def keeps(self) -> CacheSpec:
+    def cache_spec(self) -> CacheSpec:
         numbers = sum(math.prod(shape) for shape, _ in self.state_shapes)
         return CacheSpec("state", bytes_per_row=4 * numbers)
 
@@ -86,9 +85,9 @@ class SSMMixer(LoadedModule):
 
     def targets(self) -> Iterator[Target]:
         name = f"{self.name}.{self.conv_name}"
-        yield Target(f"{name}.weight", self.conv_weight.unsqueeze(1), 0, self.own_channels)
+        yield Target(f"{name}.weight", self.conv_weight.unsqueeze(1), 0, self.local_channels)
         if self.conv_bias is not None:
-            yield Target(f"{name}.bias", self.conv_bias, 0, self.own_channels)
+            yield Target(f"{name}.bias", self.conv_bias, 0, self.local_channels)
 
 
 class ShortConv(SSMMixer):
@@ -127,7 +126,7 @@ class DecayMixer(SSMMixer):
         per_element: bool = False,
     ) -> None:
         super().__init__(channels, facts, state, scope)
-        self.own_heads = divided(scope.group, state[0] * scope.group.size)
+        self.local_heads = divided(scope.group, state[0] * scope.group.size)
         rates = state if per_element else state[:1]
         self.rate = frozen_parameter(torch.empty(rates, dtype=torch.float32, device=scope.device))
         self.dt_bias = frozen_parameter(torch.empty(state[0], dtype=torch.float32, device=scope.device))
@@ -138,8 +137,8 @@ class DecayMixer(SSMMixer):
 
     def targets(self) -> Iterator[Target]:
         yield from super().targets()
-        yield Target(f"{self.name}.A_log", self.rate, 0, (self.own_heads,))
-        yield Target(f"{self.name}.{self.bias_name}", self.dt_bias, 0, (self.own_heads,))
+        yield Target(f"{self.name}.A_log", self.rate, 0, (self.local_heads,))
+        yield Target(f"{self.name}.{self.bias_name}", self.dt_bias, 0, (self.local_heads,))
 
     def finish(self) -> None:
         self.rate.copy_(-self.rate.exp())
@@ -148,13 +147,13 @@ class DecayMixer(SSMMixer):
 class _ParamsLinear(RowLinear):
     """Projection to dt, B and C, never quantized: each output affects a whole state."""
 
-    narrows = False
+    quantizable = False
 
 
 class _TimeStepLinear(ColumnLinear):
     """Projection of time steps, never quantized."""
 
-    narrows = False
+    quantizable = False
 
 
 class MambaMixer(DecayMixer):
@@ -182,7 +181,7 @@ class MambaMixer(DecayMixer):
 
     def targets(self) -> Iterator[Target]:
         yield from super().targets()
-        yield Target(f"{self.name}.D", self.skip, 0, (self.own_heads,))
+        yield Target(f"{self.name}.D", self.skip, 0, (self.local_heads,))
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         (conv_state, state), seqs = self.bound, self.seqs_of(batch)
@@ -220,7 +219,7 @@ class Mamba2Mixer(DecayMixer):
 
     def targets(self) -> Iterator[Target]:
         yield from super().targets()
-        yield Target(f"{self.name}.D", self.skip, 0, (self.own_heads,))
+        yield Target(f"{self.name}.D", self.skip, 0, (self.local_heads,))
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         (conv_state, state), seqs = self.bound, self.seqs_of(batch)
@@ -235,8 +234,7 @@ class Mamba2Mixer(DecayMixer):
 
 
 class GatedNorm(nn.Module):
-    """Gated RMS norm after Mamba-2's scan, over all channels or over groups, which may span several
-    devices."""
+    """Gated RMS norm after Mamba-2's scan, over all channels or over groups, also across devices."""
 
     def __init__(self, inner: Shard, facts: StateFacts, eps: float, scope: Scope) -> None:
         super().__init__()
@@ -258,7 +256,7 @@ class GatedNorm(nn.Module):
 def _gated_norm_of_shards(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gate_first: bool, group: Group, norms: int
 ) -> Tensor:
-    """Compute `StateOps.gated_norm` of norm groups that span several devices."""
+    """Compute `StateOps.gated_norm` if a norm group is divided over tensor-parallel ranks."""
     wide, factor = x.float(), F.silu(gate.float())
     wide = wide * factor if gate_first else wide
     squares = group.gather(wide.square().sum(-1, keepdim=True)).unflatten(1, (norms, -1)).sum(-1)
@@ -285,7 +283,7 @@ class GatedDelta(DecayMixer):
         if grouped:
             both = {"in_proj_qkvz": (*channels, inner), "in_proj_ba": (heads, heads)}
             num_groups = keys.size // facts.state
-            orders = [apart(num_groups, *(run.size for run in runs)) for runs in both.values()]
+            orders = [ungrouped_order(num_groups, *(run.size for run in runs)) for runs in both.values()]
             parts = {name: by_group(group, facts.groups, runs) for name, runs in both.items()}
         else:
             names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
@@ -305,8 +303,7 @@ class GatedDelta(DecayMixer):
 
 
 class OrderedLinear(Linear):
-    """A linear layer with reordered outputs: `orders` has, for each part, the checkpoint index of each
-    output."""
+    """A linear layer with reordered outputs: `orders` has the checkpoint index of each, by part."""
 
     def __init__(
         self,
@@ -327,7 +324,7 @@ class OrderedLinear(Linear):
     forward = Linear.multiply
 
 
-def apart(groups: int, *sizes: int) -> Tensor:
+def ungrouped_order(groups: int, *sizes: int) -> Tensor:
     """Return the order that separates outputs stored group by group into one range per part; `sizes` are the
     part sizes over all groups."""
     grouped = torch.arange(sum(sizes)).view(groups, -1)
@@ -338,11 +335,9 @@ _MIXERS = {"selective": MambaMixer, "mamba": Mamba2Mixer, "conv": ShortConv}
 
 
 def mixer_of(facts: ArchFacts, layer: LayerFacts, scope: Scope) -> SSMMixer:
-    """Build the SSM mixer of a layer."""
     assert facts.state is not None
     return _MIXERS[layer.mixer](facts.hidden, facts.state, facts.norm_eps, scope)
 
 
 def state_layers(modules: Iterable[nn.Module]) -> list[SSMMixer]:
-    """Return the SSM mixers of a model in order."""
     return [module for module in modules if isinstance(module, SSMMixer)]

@@ -18,8 +18,8 @@ from quire.layers.linear import ColumnLinear, GateUpLinear, KeysWithoutBias, QKV
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.scope import LoadedModule, Scope, Target
 from quire.parallel.group import ALONE
-from quire.quant.plain import PlainWeight
 from quire.quant.sharding import divided
+from quire.quant.unquantized import PlainWeight
 from quire.quant.weight import LinearShape, Weight, frozen_parameter
 
 _GATES = dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_tanh")
@@ -35,10 +35,10 @@ def _encoder_scope(scope: Scope, size: int) -> Scope:
     if the group divides `size`."""
 
     def linear(parts: tuple[str, ...], shape: LinearShape) -> Weight:
-        return scope.linear(parts, replace(shape, narrows=False))
+        return scope.linear(parts, replace(shape, quantizable=False))
 
     group = scope.group if size % scope.group.size == 0 else ALONE
-    return replace(scope, linear=linear, group=group, adapters=None, across=False)
+    return replace(scope, linear=linear, group=group, adapters=None, transposed=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,8 +255,7 @@ def patches_of(pixels: Tensor, size: int) -> Tensor:
 
 
 class Learned(LoadedModule):
-    """A checkpoint tensor that is used as it is, such as position or class embeddings. The scope has its full
-    name."""
+    """A checkpoint tensor that is used as it is, such as position embeddings; the scope has its name."""
 
     def __init__(self, scope: Scope, *shape: int, dtype: torch.dtype | None = None) -> None:
         super().__init__()

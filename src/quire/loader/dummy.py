@@ -33,9 +33,9 @@ class DummySource(Source):
         whole tensor, so that a model is the same however it is sharded."""
         name, into = target.name, target.tensor
         if not target.is_whole:
-            whole = Target(name, _empty_like(into, target.shape))
-            self.fill(whole)
-            put(whole.tensor, target)
+            full = Target(name, _empty_like(into, target.shape))
+            self.fill(full)
+            put(full.tensor, target)
             return
         if _NORM.search(name):
             into.fill_(1.0)

@@ -15,8 +15,7 @@ from quire.quant.format import Format
 
 
 class ExtraModules(Source):
-    """A source extended by the few small tensors of extra modules, under the names of their folders
-    and layers."""
+    """A source with the small tensors of extra modules, under the names of their folders and layers."""
 
     def __init__(self, source: Source, checkpoint: Checkpoint) -> None:
         self.source, self.num_readers = source, source.num_readers

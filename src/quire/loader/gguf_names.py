@@ -180,8 +180,7 @@ _INTERLEAVED = (
     "OlmoForCausalLM",
     "SmolLM3ForCausalLM",
 )
-"""Architectures with files that interleave the two halves of each query and key head, for RoPE on adjacent
-pairs."""
+"""Architectures with files that interleave the halves of query and key heads for RoPE on adjacent pairs."""
 
 _BY_HEAD = ("BloomForCausalLM", "FalconForCausalLM", "GPTNeoXForCausalLM")
 """Architectures with files that hold the queries of all heads, then all keys, then all values."""
@@ -218,8 +217,7 @@ def _names_of(architecture: str) -> dict[str, str]:
 
 
 def hf_name(name: str, architecture: str) -> str:
-    """Map blk.3.attn_q.weight to model.layers.3.self_attn.q_proj.weight; unknown names are returned
-    unchanged."""
+    """Map blk.3.attn_q.weight to model.layers.3.self_attn.q_proj.weight; unknown names stay."""
     if expert := _EXPERT.fullmatch(name):
         merged = hf_name(f"{expert[1]}_exps.weight", architecture)
         return merged.replace(".experts.", f".experts.{expert[2]}.")
@@ -229,9 +227,9 @@ def hf_name(name: str, architecture: str) -> str:
         return name
     number, part, kind = match.groups()
     layer = "" if number is None else f"{names['blk']}.{number}."
-    whole = part if kind is None else f"{part}.{kind}"
-    if whole in names:
-        return f"{layer}{names[whole]}"
+    name_of_part = part if kind is None else f"{part}.{kind}"
+    if name_of_part in names:
+        return f"{layer}{names[name_of_part]}"
     return f"{layer}{names[part]}.{kind}" if part in names else name
 
 

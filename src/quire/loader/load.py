@@ -1,5 +1,4 @@
-"""load_model: builds a model with empty tensors, fills them one by one from the checkpoint, and finishes
-them."""
+"""load_model: builds a model with empty tensors, fills them from the checkpoint, and finishes them."""
 
 import math
 import re
@@ -9,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from quire.layers.lora import AdapterSlots
 from quire.layers.scope import Begins, Loads, Scope, Target, unchanged
 from quire.loader.extra_modules import ExtraModules
 from quire.loader.offload import LayerOffload
-from quire.loader.sharded import ShardedSource, ShardedStateKey, equip
+from quire.loader.sharded import ShardedSource, ShardedStateKey, bind_kernels
 from quire.loader.source import FORMATS, Source, detect, is_of_other_stage
 from quire.logs import get_logger
 from quire.models import MODELS
@@ -38,7 +38,7 @@ from quire.parallel.group import Group
 from quire.parallel.world import World
 from quire.quant.format import Format
 from quire.quant.formats import SchemeFormat
-from quire.quant.plain import PlainFormat
+from quire.quant.unquantized import PlainFormat
 
 logger = get_logger(__name__)
 
@@ -110,7 +110,7 @@ def load_model(
         key = ShardedStateKey.of(checkpoint.facts.architecture, dtype, device, _method(quant), world.tp.size)
         _open_saved(source, key, world.tp.rank, spread=ep is not None, offloaded=offload is not None)
     stored, plain = source.shapes({}), PlainFormat(_weight_dtype(checkpoint, dtype, device))
-    format = _format_of(source, stored, plain, packed=packed, quant=quant)
+    format = _format_of(source, stored, plain, packed, quant)
     scope = Scope(
         dtype=dtype,
         device=device,
@@ -125,7 +125,7 @@ def load_model(
         stage=stage,
         ep=ep,
         adapters=adapters,
-        built=unchanged if offload is None else offload.built,
+        on_layer_built=unchanged if offload is None else offload.on_layer_built,
     )
     model = (build or MODELS[checkpoint.facts.architecture])(checkpoint.facts, scope)
     _add_tower(model, checkpoint.facts, scope, tower_group)
@@ -157,7 +157,6 @@ def _format_of(
     source: Source,
     stored: Mapping[str, tuple[int, ...]],
     plain: Format,
-    *,
     packed: bool,
     quant: QuantFacts | None,
 ) -> Format:
@@ -239,7 +238,7 @@ def _load(
         return _restore(source, model, progress)
     stored = source.shapes({})
     layers = [module for module in model.modules() if isinstance(module, Loads)]
-    targets_of = _targets_of if offload is None else offload.targets
+    targets_of = methodcaller("targets") if offload is None else offload.targets
     layer_targets = _as_stored([(target, layer) for layer in layers for target in targets_of(layer)], stored)
     names = _read_order(source, layer_targets, checks, offload)
     progress.reset(len(names))
@@ -252,10 +251,6 @@ def _load(
             if offload is not None:
                 offload.finish(layer)
         progress.update()
-
-
-def _targets_of(layer: Loads) -> Iterable[Target]:
-    return layer.targets()
 
 
 def _read_order(
@@ -276,7 +271,7 @@ def _restore(source: ShardedSource, model: nn.Module, progress: "LoadProgress") 
     progress.reset(len(targets))
     for _ in _fill_targets(source, (targets[name] for name in source.order(targets))):
         progress.update()
-    equip(model)
+    bind_kernels(model)
 
 
 def _begin_layers(
@@ -406,9 +401,9 @@ def _check_unused(
 
 def _fits(shape: tuple[int, ...], target: Target) -> bool:
     """Whether a shape fits a target; axes of length 1 may be added or missing."""
-    whole = target.shape
-    is_same = [size for size in shape if size != 1] == [size for size in whole if size != 1]
-    return is_same or (target.is_flat and math.prod(shape) == math.prod(whole))
+    target_shape = target.shape
+    is_same = [size for size in shape if size != 1] == [size for size in target_shape if size != 1]
+    return is_same or (target.is_flat and math.prod(shape) == math.prod(target_shape))
 
 
 def list_names(names: list[str]) -> str:

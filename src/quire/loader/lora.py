@@ -36,8 +36,7 @@ _MAX_ERROR_CHARS = 1000
 _LONGEST, _MOST = 256, 3
 _HARD = re.compile(r"\)\s*[*+?{]|\\[1-9]|\(\?")
 _REPEATS = re.compile(r"[*+{]")
-"""Limits of patterns, so that none takes exponential time: no repeated groups, few repeats, bounded
-length."""
+"""Limits of patterns against exponential time: no repeated groups, few repeats, bounded length."""
 _THREADS, _BATCH = 8, 8
 """Threads that copy matrices, and the number of matrices copied per task."""
 _MANY_BYTES = 1 << 30
@@ -95,8 +94,7 @@ class LoRAPair(NamedTuple):
 
 
 class LoRAReader:
-    """Reads adapters for the LoRA layers that `slots` has. `layers` is the range of layers on this device if
-    others have the rest."""
+    """Reads adapters for the LoRA layers of `slots`. `layers` are this device's, if others have more."""
 
     def __init__(self, slots: AdapterSlots, layers: range | None = None) -> None:
         self.slots = slots
@@ -149,7 +147,7 @@ class LoRAReader:
             names = [name for name in tensors if _is_of(name, module)]
             matches = [_COPY.fullmatch(name) for name in names]
             layers = [self._tables.get(match["layer"]) if match else None for match in matches]
-            is_elsewhere = self.layers is not None and module.rpartition(".")[2] in self.slots.whole
+            is_elsewhere = self.layers is not None and module.rpartition(".")[2] in self.slots.whole_modules
             if not names or not all(matches) or (None in layers and not is_elsewhere):
                 raise ConfigError(
                     f"modules_to_save {module!r} is not supported: {_supported_modules(self.slots)}"
@@ -207,7 +205,7 @@ class LoRAReader:
         match = _COPY.fullmatch(name)
         place = match and self._places.get(match["layer"])
         is_elsewhere = match and self.layers is not None and not place
-        if place and (place.is_table or isinstance(place.point, LoRAHeadLayer)):
+        if place and (place.is_table or isinstance(place.lora_layer, LoRAHeadLayer)):
             sizes = place.sizes if place.is_table else place.sizes[::-1]
             if tuple(tensor.shape) != sizes:
                 raise ConfigError(
@@ -245,7 +243,7 @@ class LoRAReader:
         ranks: dict[str, int] = {}
         filled: Counter[str] = Counter()
         for fit in fits:
-            rank, name = len(fit.a), fit.place.point.name
+            rank, name = len(fit.a), fit.place.lora_layer.name
             if rank > self.slots.max_rank:
                 raise RequestError(
                     f"LoRA rank {rank} is greater than max_lora_rank {self.slots.max_rank}.",
@@ -308,7 +306,7 @@ def _split_stack(name: str, stack: LoRAStack, pair: Pair, settings: "LoRAConfigF
 @torch.inference_mode()  # a pool thread may run in another mode than the one the tensors were made in
 def _fill_all(factors: Mapping[str, LoRAFactors], fits: Sequence[LoRAPair]) -> None:
     for fit in fits:
-        _fill(fit, fit.place.of(factors[fit.place.point.name]))
+        _fill(fit, fit.place.of(factors[fit.place.lora_layer.name]))
 
 
 def _fill(fit: LoRAPair, into: LoRAFactors) -> None:
@@ -404,7 +402,7 @@ def _is_of(name: str, module: str) -> bool:
 
 
 def _supported_modules(slots: AdapterSlots) -> str:
-    modules = " and ".join(sorted(slots.whole))
+    modules = " and ".join(sorted(slots.whole_modules))
     return (
         f"adapters may bring {modules} whole"
         if modules
@@ -431,8 +429,7 @@ def _pattern(keys: ConfigReader, key: str) -> dict[str, float]:
 
 
 def _by_pattern(layer: str, patterns: Mapping[str, T], otherwise: T) -> T:
-    """Return the value of the first matching pattern, as in PEFT: it matches the whole name, or its end
-    behind a dot."""
+    """Return the value of the first pattern that, as in PEFT, matches the name or its end behind a dot."""
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", layer)), otherwise)
 
 
@@ -442,8 +439,7 @@ def _by_alias(items: Iterable[tuple[str, T]]) -> dict[str, T]:
 
 
 def _aliases(name: str) -> list[str]:
-    """Return the names of a layer if the body stands alone or beside a multimodal encoder. transformers
-    always calls the body `model`."""
+    """Return a layer's names with and without a multimodal encoder; transformers calls the body `model`."""
     body, _, rest = name.partition(".")
     if not rest:
         return [name]

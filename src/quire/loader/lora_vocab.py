@@ -45,8 +45,7 @@ class _Layer:
 
 
 class LoRAVocabReader:
-    """Extracts such rows from the tensors of an adapter. `kinds` maps layer names to embed_tokens or
-    lm_head."""
+    """Extracts such rows from an adapter's tensors; `kinds` maps layers to embed_tokens or lm_head."""
 
     def __init__(self, slots: AdapterSlots, kinds: Mapping[str, str]) -> None:
         self.slots, self._kinds = slots, kinds
@@ -55,8 +54,7 @@ class LoRAVocabReader:
     def take(
         self, tensors: dict[str, Tensor], token_ids: Mapping[str, list[int]], scale: Scale
     ) -> dict[str, LoRAVocab]:
-        """Return the rows of added and trained tokens. Only rows of the model's own tokens stay in
-        `tensors`."""
+        """Return the rows of added and trained tokens; those of the model's own stay in `tensors`."""
         if token_ids and not self.slots.vocab_rows:
             raise ConfigError(f"trainable_token_indices is not supported: {self.slots.no_extra_vocab}")
         layers: dict[str, _Layer] = {}
@@ -104,10 +102,10 @@ class LoRAVocabReader:
             elif not is_long:
                 into.factors[factor] = tensor
         elif within == "token_adapter" or (tensor.ndim == 2 and len(tensor) > vocab):
-            kept = tensors.pop(name)
-            into.base = kept[vocab:]
+            rows = tensors.pop(name)
+            into.base = rows[vocab:]
             if within is None:
-                tensors[name] = kept[:vocab]
+                tensors[name] = rows[:vocab]
 
     def _trained_rows(
         self, name: str, layer: str, rows: Tensor, token_ids: Mapping[str, list[int]]

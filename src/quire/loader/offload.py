@@ -22,8 +22,7 @@ log = get_logger(__name__)
 _ALIGNMENT = 256
 """Alignment of tensors in a buffer, as in memory that CUDA allocates."""
 _SMALL = 1 << 16
-"""Tensors below this size stay on the device: together they take little memory, and some are read between
-steps."""
+"""Tensors below this size stay on the device: they take little memory, and some are read between steps."""
 _INITIAL = 1 << 20
 """Tensors below this size keep their memory while a model is built: scales may have initial values."""
 
@@ -59,8 +58,7 @@ class LayerOffload:
     def __init__(
         self, wanted_bytes: float, device: torch.device, *, small: int = _SMALL, initial: int = _INITIAL
     ) -> None:
-        """Offload the layers that `choose_offloaded` chooses. Tensors below `small` bytes stay on the
-        device."""
+        """Offload the layers that `choose_offloaded` chooses, but for tensors below `small` bytes."""
         self.layers: list[OffloadedLayer] = []
         """The offloaded layers, in the order of the model once they are placed."""
         self.buffers: list[Tensor] = []
@@ -82,7 +80,7 @@ class LayerOffload:
 
     # ---- while the model is built and loaded
 
-    def built(self, layer: nn.Module) -> nn.Module:
+    def on_layer_built(self, layer: nn.Module) -> nn.Module:
         """Free the memory of a layer until its weights are loaded; return the layer."""
         self._built.append(layer)
         modules = [x for x in layer.modules() if isinstance(x, Loads) and x not in self._targets]
@@ -160,8 +158,7 @@ class LayerOffload:
     # ---- moving weights
 
     def _places(self, number: int) -> list[TensorPlace]:
-        """Return the places of a layer's tensors in a buffer. Modules that other layers have too stay on the
-        device."""
+        """Return the places of a layer's tensors in a buffer; modules shared by layers stay on the device."""
         shared = Counter(module for layer in self._built for module in layer.modules())
         layer, places, end = self._built[number], dict[int, TensorPlace](), 0
         for module in (module for module in layer.modules() if shared[module] == 1):
@@ -180,7 +177,7 @@ class LayerOffload:
         host = host_memory(places[-1].offset + places[-1].num_bytes)
         self.is_pinned = self._device.type == "cuda" and pin(host) and self.is_pinned
         for storage, offset, num_bytes in places:
-            host[offset : offset + num_bytes].copy_(_bytes_of(storage))
+            host[offset : offset + num_bytes].copy_(storage_bytes(storage))
             storage.resize_(0)
         self._host[number] = OffloadedLayer(self._built[number], places, host)
 
@@ -253,7 +250,7 @@ class LayerOffload:
         self._host, self.layers, self.buffers = {}, [], []
 
 
-def _bytes_of(storage: UntypedStorage) -> Tensor:
+def storage_bytes(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

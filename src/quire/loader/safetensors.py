@@ -85,8 +85,7 @@ class SafetensorsSource(Source):
     """A modern disk is fastest with several reads in flight."""
 
     def __init__(self, checkpoint: Checkpoint, seed: int) -> None:
-        paths = self._find(checkpoint)
-        self.entries = {name: entry for path in paths for name, entry in entries_of(path).items()}
+        self.entries = merged_entries(self._find(checkpoint))
         if checkpoint.quant is not None and checkpoint.quant.method == "torchao":
             self.entries = _torchao_names(self.entries)
         self._local = threading.local()
@@ -207,6 +206,11 @@ def entries_of(path: Path) -> dict[str, TensorEntry]:
         )
         for name, stored in sorted(header.items(), key=lambda item: item[1]["data_offsets"])
     }
+
+
+def merged_entries(paths: list[Path]) -> dict[str, TensorEntry]:
+    """Return the tensors of several files."""
+    return {name: entry for path in paths for name, entry in entries_of(path).items()}
 
 
 def _pieces(entry: TensorEntry, target: Target) -> Iterator[tuple[TensorEntry, Tensor]]:

@@ -12,8 +12,8 @@ from quire.checkpoint.model import Checkpoint
 from quire.checkpoint.reader import ConfigReader, read_json
 from quire.errors import ConfigError
 from quire.kernels.cpu import native
-from quire.layers.scope import Equips, Target
-from quire.loader.safetensors import SafetensorsSource, entries_of
+from quire.layers.scope import BindsKernels, Target
+from quire.loader.safetensors import SafetensorsSource, merged_entries
 from quire.loader.shards import STATE, write_json, write_tensors
 from quire.quant.experts import StoredExperts
 from quire.quant.weight import Weight
@@ -68,15 +68,20 @@ def save_state(
 
 
 def refuse_unsaved(model: nn.Module) -> None:
-    """Refuse models with weights that repack in their own `finish`, as these may hold more than
-    parameters."""
+    """Refuse weights that repack in their own `finish`: they may hold more than parameters."""
+    if kind := repacked_kind(model):
+        raise ConfigError(
+            f"weights of the kind {kind} cannot be saved as a sharded state; load the checkpoint itself"
+        )
+
+
+def repacked_kind(model: nn.Module) -> str:
+    """Return the class of the first weights that repack in their own `finish`; empty if there are none."""
     for module in model.modules():
         finish = getattr(type(module), "finish", None)
         if isinstance(module, Weight | StoredExperts) and finish not in (Weight.finish, StoredExperts.finish):
-            raise ConfigError(
-                f"weights of the kind {type(module).__name__} cannot be saved as a sharded state; "
-                "load the checkpoint itself"
-            )
+            return type(module).__name__
+    return ""
 
 
 class ShardedSource(SafetensorsSource):
@@ -107,7 +112,7 @@ class ShardedSource(SafetensorsSource):
             raise ConfigError(
                 f"{self.folder} holds no {PART.format(rank=rank, part=0)}; save the state again"
             )
-        self.entries = {name: entry for path in paths for name, entry in entries_of(path).items()}
+        self.entries = merged_entries(paths)
 
     def shapes(self, targets: Mapping[str, Target]) -> Mapping[str, tuple[int, ...]]:
         return self.stored
@@ -123,8 +128,7 @@ class ShardedSource(SafetensorsSource):
                 )
 
     def targets(self, model: nn.Module) -> dict[str, Target]:
-        """Return targets for the saved parameters of `model`, after adapting its parameters to the saved
-        shapes."""
+        """Return targets for the saved parameters of `model`, adapted to the saved shapes."""
         refuse_unsaved(model)
         parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
         unknown = [name for name in self.entries if name.rpartition(".")[0] not in modules]
@@ -149,11 +153,11 @@ class ShardedSource(SafetensorsSource):
         return {name: Target(name, tensor) for name, tensor in model.named_parameters()}
 
 
-def equip(model: nn.Module) -> None:
+def bind_kernels(model: nn.Module) -> None:
     """Choose kernels for the loaded weights."""
     for module in model.modules():
         if isinstance(module, Weight | StoredExperts):
             module.find_kernels()
     for module in model.modules():
-        if isinstance(module, Equips):
-            module.equip()
+        if isinstance(module, BindsKernels):
+            module.bind_kernels()

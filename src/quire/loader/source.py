@@ -33,7 +33,6 @@ class Source:
     """Number of threads that may fill at a time."""
 
     def shapes(self, targets: Mapping[str, Target]) -> Mapping[str, tuple[int, ...]]:
-        """Return the shape of every stored tensor."""
         raise NotImplementedError
 
     def order(self, targets: Mapping[str, Target]) -> Iterable[str]:
@@ -45,21 +44,20 @@ class Source:
         return plain
 
     def fill(self, target: Target) -> None:
-        """Copy one tensor, or only the target's shard of it, and convert it to the target's dtype and
-        device."""
+        """Copy a tensor, or the target's shard of it, and convert it to the target's dtype and device."""
         raise NotImplementedError
 
 
 def put(stored: Tensor, target: Target) -> None:
     """Copy a stored tensor, or the target's shard of it."""
     check_type(stored.dtype, target)
-    whole = stored.reshape(target.shape)
+    tensor = stored.reshape(target.shape)
     if target.is_whole:
-        target.tensor.copy_(whole)
+        target.tensor.copy_(tensor)
         return
     assert target.axis is not None
     for span, into in target.slices():
-        into.copy_(whole.narrow(target.axis, span.start, span.stop - span.start))
+        into.copy_(tensor.narrow(target.axis, span.start, span.stop - span.start))
 
 
 def check_type(stored: torch.dtype, target: Target) -> None:

@@ -19,9 +19,10 @@ from quire.layers.linear import Linear
 from quire.layers.moe import Experts
 from quire.layers.scope import Begins, LoadedModule, Loads, Target
 from quire.loader.load import is_ignored, list_names, stored_name
+from quire.loader.sharded import repacked_kind
 from quire.loader.source import is_of_other_stage, put
 from quire.quant.experts import StoredExperts
-from quire.quant.plain import PlainExperts, PlainWeight
+from quire.quant.unquantized import PlainExperts, PlainWeight
 from quire.quant.weight import Weight, frozen_parameter, placeholder_parameter
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -152,14 +153,12 @@ class StagedUpdate:
 
 def refuse_fixed(model: nn.Module) -> None:
     """Raise a RequestError if a weight of the model has a form that cannot be made again from new values."""
-    for module in model.modules():
-        finish = getattr(type(module), "finish", None)
-        if isinstance(module, Weight | StoredExperts) and finish not in (Weight.finish, StoredExperts.finish):
-            raise RequestError(
-                f"weights of the kind {type(module).__name__} cannot be updated: the checkpoint stores them"
-                " quantized, and a trainer sends plain values. Start with the plain checkpoint, and with"
-                " --quantization fp8 or int8 for less memory"
-            )
+    if kind := repacked_kind(model):
+        raise RequestError(
+            f"weights of the kind {kind} cannot be updated: the checkpoint stores them quantized, and a"
+            " trainer sends plain values. Start with the plain checkpoint, and with --quantization fp8 or"
+            " int8 for less memory"
+        )
 
 
 def _target(layer: Loads, name: str) -> Target:
@@ -169,10 +168,10 @@ def _target(layer: Loads, name: str) -> Target:
 def _is_kept_as_loaded(layer: Any) -> bool:
     """Whether the layer holds its weights as its targets were filled."""
     if isinstance(layer, Linear):
-        return isinstance(layer.weight, PlainWeight) and not layer.orders() and not layer.across
+        return isinstance(layer.weight, PlainWeight) and not layer.orders() and not layer.transposed
     if isinstance(layer, Experts):
         is_plain = isinstance(layer.weights, PlainExperts) and not layer.plain
-        return is_plain and layer.names.stored != "in_turns"
+        return is_plain and layer.names.layout != "interleaved"
     return isinstance(layer, LoadedModule) and type(layer).finish is LoadedModule.finish
 
 
@@ -193,7 +192,7 @@ def _copied(module: nn.Module, convert: Callable[[Any], Any]) -> Any:
     for name, value in module.__dict__.items():
         if isinstance(value, list | tuple) and value and all(isinstance(x, Weight) for x in value):
             attributes[name] = type(value)(_copied(child, convert) for child in value)
-    attributes |= {name: None for name in ("adapters", "point") if name in attributes}
+    attributes |= {name: None for name in ("adapters", "lora_layer") if name in attributes}
     return copied
 
 

@@ -79,7 +79,7 @@ class KeyPages:
 
 
 class KeyAccount:
-    """A key as the engine uses it: the tenant and weight for scheduling, and the token counters."""
+    """An API key in the engine: its tenant and weight for scheduling, and its token counters."""
 
     def __init__(self, number: int, weight: float, pages: KeyPages) -> None:
         self._number = number

@@ -41,11 +41,11 @@ def length_buckets(longest: int) -> list[float]:
 class MetricsLayout:
     """The position of each series in a page of numbers. All processes of an engine use the same layout."""
 
-    def __init__(self, max_model_len: int, most_drafts: int = 0) -> None:
+    def __init__(self, max_model_len: int, max_drafts: int = 0) -> None:
         labelled = [f"{name}:{value}" for name, (_, _, values) in LABELLED.items() for value in values]
-        self.most_drafts = most_drafts
-        if most_drafts:
-            labelled += [*DRAFT_COUNTERS, *(f"{ACCEPTED}:{place}" for place in range(most_drafts))]
+        self.max_drafts = max_drafts
+        if max_drafts:
+            labelled += [*DRAFT_COUNTERS, *(f"{ACCEPTED}:{place}" for place in range(max_drafts))]
         names = [*GAUGES, *START_GAUGES, *COUNTERS, *labelled, *SERIES]
         self.places = {name: place for place, name in enumerate(names)}
         edges = {name: edges for name, (_, edges) in HISTOGRAMS.items()} | EDGES
@@ -328,10 +328,10 @@ class EngineMetrics:
         yield version_family(self.weight_versions, self._engines, self._names)
         if self._max_loras is not None:
             yield self._lora_info()
-        if most_drafts := self.pages.layout.most_drafts:
+        if max_drafts := self.pages.layout.max_drafts:
             for name, text in DRAFT_COUNTERS.items():
                 yield self._family(CounterMetricFamily, name, text)
-            text, places = "Accepted tokens by their position in the draft.", map(str, range(most_drafts))
+            text, places = "Accepted tokens by their position in the draft.", map(str, range(max_drafts))
             yield self._family(CounterMetricFamily, ACCEPTED, text, "position", tuple(places))
 
     def _family(

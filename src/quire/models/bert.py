@@ -64,8 +64,7 @@ TODAY = BertNames(
     ("post_attention_layernorm", "post_mlp_layernorm"),
     ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
 )
-"""Names of models with RoPE in current transformers; the others are older, and transformers still writes
-them."""
+"""Names of models with RoPE in current transformers, which still writes the others, too."""
 _NOMIC = BertNames(
     "encoder.layers",
     "attn",
@@ -94,14 +93,14 @@ class BertEmbeddings(nn.Module):
         assert facts.encoder is not None
         self.first, self.padding = facts.encoder.first_position, facts.encoder.padding
         self.words = TokenEmbedding(facts.vocab, facts.hidden, scope / "word_embeddings")
-        whole = replace(scope, group=ALONE)  # too small to shard
+        replicated = replace(scope, group=ALONE)  # too small to shard
         counts = {
             "position_embeddings": facts.encoder.positions,
             "token_type_embeddings": facts.encoder.token_types,
             "task_type_embeddings": facts.encoder.task_types,
         }
         self.positions, self.types, self.tasks = (
-            TokenEmbedding(count, facts.hidden, whole / name) if count else None
+            TokenEmbedding(count, facts.hidden, replicated / name) if count else None
             for name, count in counts.items()
         )
         self.norm = norm_of(facts, norm)

@@ -22,13 +22,13 @@ class LayerFactory(Protocol):
     def __call__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> nn.Module: ...
 
 
-class TappedStates(NamedTuple):
+class HiddenWithAux(NamedTuple):
     """Output of a target model, with the hidden states of intermediate layers for its draft model."""
 
     hidden: Tensor
     """[T, hidden], after the final norm"""
     aux: tuple[Tensor, ...]
-    """[T, hidden] each, in the order of `Decoder.tap`"""
+    """[T, hidden] each, in the order of `Decoder.set_aux_hidden_state_layers`"""
 
 
 class Decoder(nn.Module):
@@ -45,11 +45,11 @@ class Decoder(nn.Module):
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()
         names = self.names
-        scope = replace(scope, across=facts.transposed, names=names)
+        scope = replace(scope, transposed=facts.transposed, names=names)
         body, stage = scope / names.body, scope.stage
         self.ops = scope.ops
         self.aux_layers: tuple[int, ...] = ()
-        self.tapped = torch.empty(0, dtype=torch.int64)
+        self.token_indices = torch.empty(0, dtype=torch.int64)
         """[max_tokens] indices, used to copy hidden states for a draft model; empty without `aux_layers`."""
         self.embed_scale, self.logit_scale = facts.embed_scale, facts.logit_scale
         self.logit_softcap = facts.logit_softcap
@@ -66,7 +66,9 @@ class Decoder(nn.Module):
         rope = cache(lambda rope: Rope(rope, scope))  # one table for each kind of layer
         stage_layers = [(i, facts.layers[i]) for i in stage.layers(len(facts.layers))]
         self.layers = nn.ModuleList(
-            scope.built(self.Layer(facts.of_layer(layer), layer, rope(layer.rope), body / names.layers / i))
+            scope.on_layer_built(
+                self.Layer(facts.of_layer(layer), layer, rope(layer.rope), body / names.layers / i)
+            )
             for i, layer in stage_layers
         )
         self.hidden = facts.hidden
@@ -87,7 +89,7 @@ class Decoder(nn.Module):
                 unit=facts.norm_head,
             )
 
-    def forward(self, batch: Batch) -> Tensor | TappedStates | tuple[Tensor, Tensor]:
+    def forward(self, batch: Batch) -> Tensor | HiddenWithAux | tuple[Tensor, Tensor]:
         """Return hidden states [T, hidden] after the final norm, with the states of `aux_layers` if there are
         any; or (x, residual) before the last stage."""
         x, residual = (
@@ -103,22 +105,24 @@ class Decoder(nn.Module):
             assert residual is not None, "a stage has at least one layer"
             return x, residual
         hidden = self.norm(x, residual)[0]
-        return TappedStates(hidden, aux) if aux else hidden
+        return HiddenWithAux(hidden, aux) if aux else hidden
 
     def layer_inputs(self, x: Tensor, batch: Batch) -> tuple[Any, ...]:
         """Return further inputs of every layer, made once per forward pass; x is the first layer's input."""
         return ()
 
-    def tap(self, layers: tuple[int, ...], max_tokens: int, device: torch.device) -> None:
+    def set_aux_hidden_state_layers(
+        self, layers: tuple[int, ...], max_tokens: int, device: torch.device
+    ) -> None:
         """Return the inputs of these layers, or the output of the last, from each forward pass."""
-        self.aux_layers, self.tapped = layers, torch.arange(max_tokens, device=device)
+        self.aux_layers, self.token_indices = layers, torch.arange(max_tokens, device=device)
 
     def _layer_by_layer(
         self, x: Tensor, residual: Tensor | None, batch: Batch, more: tuple[Any, ...]
     ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
         """Run all layers, and add deepstack image features to the outputs of the first ones. Return
         (x, residual) and the inputs of `aux_layers`."""
-        states, index = dict[int, Tensor](), self.tapped[: len(x)]
+        states, index = dict[int, Tensor](), self.token_indices[: len(x)]
         tokens, added = index, list[Tensor]()
         if batch.embeds is not None:
             tokens, vectors = batch.embeds
@@ -159,6 +163,14 @@ class Decoder(nn.Module):
         masked = out.isneginf() if self.head.widens(lora) else None
         out = self.ops.softcap(out, self.logit_softcap)
         return out if masked is None else out.masked_fill_(masked, -torch.inf)
+
+
+def refuse_pipeline(scope: Scope, models: str) -> None:
+    """Raise if there are pipeline stages, which these models do not support."""
+    if scope.stage.count > 1:
+        raise ConfigError(
+            f"pipeline_parallel_size > 1 is not supported with {models}: use tensor_parallel_size"
+        )
 
 
 def decoder_of(layer: LayerFactory, like: type[Decoder] = Decoder, **names: Any) -> type[Decoder]:

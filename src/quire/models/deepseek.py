@@ -1,5 +1,4 @@
-"""DeepSeek-V2, V3 and V3.2, Kimi-K2, GLM-5, Mistral 4: MLA, and experts in most layers. A.X K1, with an
-additional norm."""
+"""DeepSeek-V2, V3 and V3.2, Kimi-K2, GLM-5, Mistral 4 and A.X K1: MLA, and experts in most layers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from quire.layers.rope import Rope, mscale
 from quire.layers.scope import Scope, Target
 from quire.models import llama
 from quire.models.decoder import Decoder, LayerFactory, decoder_of
-from quire.models.llama4 import growth_of
+from quire.models.llama4 import temperature_scales
 from quire.quant.sharding import Runs, divided
 
 _EPS = 1e-6
@@ -26,8 +25,7 @@ _EPS = 1e-6
 
 
 def latent_spec(facts: ArchFacts, layer: LayerFacts, heads: int) -> MLASpec:
-    """Return the MLA parameters of one layer with `heads` local heads; YaRN multiplies the score scale by
-    mscale squared."""
+    """Return the MLA parameters of a layer with `heads` local heads; YaRN scales scores by mscale squared."""
     mla, rope = facts.mla, layer.rope
     assert mla is not None and rope is not None
     stretched = rope.kind != "default" and rope.mscale_all_dim
@@ -61,7 +59,7 @@ class SelectedTokens:
 class Attention(nn.Module):
     """Down projections to query and KV latents, query up projection, latent attention, output projection."""
 
-    growth: Tensor | None
+    query_scales: Tensor | None
     LatentNorm: type[RMSNorm] = RMSNorm
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
@@ -89,7 +87,8 @@ class Attention(nn.Module):
             facts.heads * spec.v_dim, facts.hidden, scope / scope.names.out, bias=facts.out_bias
         )
         self.ops = scope.ops
-        self.register_buffer("growth", growth_of(facts.attention_temperature, 0, scope), persistent=False)
+        scales = temperature_scales(facts.attention_temperature, 0, scope)
+        self.register_buffer("query_scales", scales, persistent=False)
 
     def forward(self, x: Tensor, batch: Batch, selected: SelectedTokens | None = None) -> Tensor:
         return self.out(self.attend(x, batch, selected or SelectedTokens()), batch)
@@ -102,8 +101,8 @@ class Attention(nn.Module):
             if self.indexer is not None:
                 selected.indices = self._select_tokens(x, q, batch)
             q = self.q_up(q, batch)
-        if self.growth is not None:
-            q = self.ops.scale_rows(q, self.ops.embed(batch.positions, self.growth))
+        if self.query_scales is not None:
+            q = self.ops.scale_rows(q, self.ops.embed(batch.positions, self.query_scales))
         return self.mix(q, kv, batch, selected.indices)
 
     def _select_tokens(self, x: Tensor, q_latent: Tensor, batch: Batch) -> SparseIndices | None:

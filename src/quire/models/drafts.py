@@ -28,8 +28,7 @@ class TargetModel(Protocol):
 
 
 class DraftHead(nn.Module):
-    """A draft model that reads a token and the hidden state of the token before, from the target or from
-    itself."""
+    """A draft model that reads a token and the hidden state of the one before, of the target or its own."""
 
     embed: TokenEmbedding | None
     """Token embedding; None to use the target's."""
@@ -39,8 +38,7 @@ class DraftHead(nn.Module):
         self._target: list[TargetModel] = []
         """Target model, in a list so that it is not registered as a submodule."""
 
-    def adopt(self, target: TargetModel) -> None:
-        """Set the target model, once after both are loaded."""
+    def set_target(self, target: TargetModel) -> None:
         self._target = [target]
 
     def embedded(self, token_ids: Tensor) -> Tensor:
@@ -50,9 +48,9 @@ class DraftHead(nn.Module):
         x: Tensor = embed(token_ids)
         return x if target.embed_scale == 1 else x * target.embed_scale
 
-    def states(self, taken: Tensor) -> Tensor:
+    def input_states(self, target_states: Tensor) -> Tensor:
         """Return the input states [T, hidden] from the target's hidden states."""
-        return taken
+        return target_states
 
     def forward(self, batch: Batch, states: Tensor) -> tuple[Tensor, Tensor]:
         """Return the input of `logits` and the states for the next tokens, [T, hidden] each."""
@@ -62,7 +60,7 @@ class DraftHead(nn.Module):
         """Return logits [N, draft vocabulary] of x [N, hidden]."""
         return self._target[0].logits(x)
 
-    def names(self, ids: Tensor) -> Tensor:
+    def target_ids(self, ids: Tensor) -> Tensor:
         """Map ids of the draft vocabulary to ids of the target."""
         return ids
 
@@ -166,8 +164,8 @@ class Eagle3(DraftHead):
         if scope.is_stored("d2t"):
             self.offsets = Learned(scope / "d2t", drafts.vocab, dtype=torch.int64)
 
-    def states(self, taken: Tensor) -> Tensor:
-        return self.fc(taken)
+    def input_states(self, target_states: Tensor) -> Tensor:
+        return self.fc(target_states)
 
     def forward(self, batch: Batch, states: Tensor) -> tuple[Tensor, Tensor]:
         x, residual = self.layer(self.embedded(batch.token_ids), states, batch)
@@ -179,7 +177,7 @@ class Eagle3(DraftHead):
             return super().logits(x)
         return self.head(x)
 
-    def names(self, ids: Tensor) -> Tensor:
+    def target_ids(self, ids: Tensor) -> Tensor:
         return ids if self.offsets is None else ids + self.offsets.vectors[ids]
 
 

@@ -89,8 +89,7 @@ class ClipText(DualTextEncoder):
 
 
 class SiglipText(DualTextEncoder):
-    """SigLIP text encoder. Texts are padded to the full length, and the state of the last padding token is
-    that of the text."""
+    """SigLIP text encoder: texts are padded to the full length and represented by the last padding token."""
 
     projection = "text_model.head"
     has_bias = True
@@ -110,8 +109,7 @@ class SiglipText(DualTextEncoder):
     def _encode_texts(
         self, token_ids: Tensor, lens: "np.ndarray[tuple[int], np.dtype[np.int32]]", batch: Batch
     ) -> Tensor:
-        """Return the outputs of the tokens of some texts; that of a last token is the last one's after
-        padding."""
+        """Return the outputs of some texts' tokens; that of a last token is the last one's after padding."""
         count, length, device = len(lens), self.length, token_ids.device
         columns = np.arange(length)
         rows, places = np.nonzero(columns < lens[:, None])

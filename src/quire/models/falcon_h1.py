@@ -1,5 +1,4 @@
-"""Falcon-H1: attention and Mamba-2 in parallel in each layer, with muP scale factors on most inputs and
-outputs."""
+"""Falcon-H1: attention and Mamba-2 in parallel in each layer, with muP scales of most inputs and outputs."""
 
 import torch
 from torch import Tensor, nn

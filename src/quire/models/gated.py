@@ -102,14 +102,13 @@ class HeadBias(LoadedModule):
 
 
 class BeamAttention(llama4.Attention):
-    """Llama attention with an elementwise gate on its output. Without RoPE, queries are scaled by
-    position."""
+    """Llama attention with an elementwise output gate; without RoPE, positions scale the queries."""
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__(facts, layer, rope, scope)
         if layer.rope is None:
             positions = torch.arange(1, scope.max_len + 1, device=scope.device)
-            self.growth = torch.exp(0.1 * torch.log1p(positions / 2048))[:, None]
+            self.query_scales = torch.exp(0.1 * torch.log1p(positions / 2048))[:, None]
         self.gate = ColumnLinear(facts.hidden, facts.heads * facts.head_dim, scope / "gate_proj")
         self.bias = HeadBias(facts.heads, facts.head_dim, scope / "gate_bias")
 
@@ -119,8 +118,7 @@ class BeamAttention(llama4.Attention):
 
 
 class BeamLayer(SandwichLayer):
-    """Attention, then MLP or experts, each with a norm before and after. Residual sums are weighted by
-    depth."""
+    """Attention, then MLP or experts, each with a norm before and after; depth weighs the residual sums."""
 
     Mixer: LayerFactory = BeamAttention
 

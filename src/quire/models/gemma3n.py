@@ -21,15 +21,14 @@ from quire.layers.rope import Rope
 from quire.layers.scope import Scope
 from quire.layers.vision import Learned
 from quire.models import llama
-from quire.models.decoder import Decoder
+from quire.models.decoder import Decoder, refuse_pipeline
 
 _LEAST = 1e-5
 """Least mean square of a state."""
 
 
 class AltUp(nn.Module):
-    """Alternating updates: predict all states, run the layer on the active state, and correct all states by
-    its output."""
+    """Alternating updates: predict all states, run the layer on the active one, correct all by its output."""
 
     def __init__(self, facts: ArchFacts, altup: AltUpFacts, scope: Scope) -> None:
         super().__init__()
@@ -98,7 +97,7 @@ class Attention(llama.Attention):
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__(facts, layer, rope, scope)
         sizes = self.qkv.kv_heads, facts.head_dim
-        self.qkv.bounded = _norm_values(*sizes, facts.norm_eps, are_keys=layer.keys_are_values)
+        self.qkv.transform_qkv = _norm_values(*sizes, facts.norm_eps, are_keys=layer.keys_are_values)
 
 
 def _norm_values(kv_heads: int, head_dim: int, eps: float, *, are_keys: bool) -> Callable[[Tensor], Tensor]:
@@ -116,7 +115,7 @@ def _norm_values(kv_heads: int, head_dim: int, eps: float, *, are_keys: bool) ->
     return normed
 
 
-class SharingAttention(nn.Module):
+class KVSharingAttention(nn.Module):
     """Query projection, attention to the KV cache of another layer, output projection."""
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
@@ -146,14 +145,14 @@ class SharingAttention(nn.Module):
         return self.out(shared.backend.forward(q, *caches, batch, spec).flatten(1), batch)
 
 
-def share_keys(facts: ArchFacts, attentions: list[nn.Module]) -> None:
+def share_kv_caches(facts: ArchFacts, attentions: list[nn.Module]) -> None:
     """Connect layers without their own KV cache to the layers that they share it with."""
     for layer, attention in zip(facts.layers, attentions, strict=True):
-        if isinstance(attention, SharingAttention) and layer.kv_sharing_target is not None:
+        if isinstance(attention, KVSharingAttention) and layer.kv_sharing_target is not None:
             attention.share(attentions[layer.kv_sharing_target])
 
 
-class OwnInputs(nn.Module):
+class PerLayerInputs(nn.Module):
     """Per-layer inputs of each token, from its id and its embedding. The scope is the body's."""
 
     def __init__(self, facts: ArchFacts, altup: AltUpFacts, scope: Scope) -> None:
@@ -183,7 +182,7 @@ class Layer(nn.Module):
         altup = facts.altup
         assert altup is not None
         shares = layer.kv_sharing_target is not None
-        attention: type[nn.Module] = SharingAttention if shares else Attention
+        attention: type[nn.Module] = KVSharingAttention if shares else Attention
         self.altup = AltUp(facts, altup, scope / "altup")
         self.laurel = Laurel(facts, altup.rank, scope / "laurel")
         self.before_attention = norm_of(facts, scope / "input_layernorm")
@@ -221,21 +220,17 @@ class Gemma3nModel(Decoder):
     Layer = Layer
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
-        if not (scope.stage.is_first and scope.stage.is_last):
-            raise ConfigError(
-                "pipeline_parallel_size > 1 is not supported with Gemma 3n, where layers share the KV cache "
-                "of others: use tensor_parallel_size"
-            )
+        refuse_pipeline(scope, "Gemma 3n, where layers share the KV cache of others")
         super().__init__(facts, scope)
         altup = facts.altup
         assert altup is not None
         body, hidden = scope / self.names.body, facts.hidden
-        self.own = OwnInputs(facts, altup, body)
+        self.own = PerLayerInputs(facts, altup, body)
         self.spread, self.joined = (
             nn.ModuleList(WholeLinear(hidden, hidden, body / name / i) for i in range(altup.inputs - 1))
             for name in ("altup_projections", "altup_unembed_projections")
         )
-        share_keys(facts, [layer.attention for layer in self.layers if isinstance(layer, Layer)])
+        share_kv_caches(facts, [layer.attention for layer in self.layers if isinstance(layer, Layer)])
 
     def forward(self, batch: Batch) -> Tensor:
         x, _ = self.embedded(batch)
@@ -250,7 +245,9 @@ class Gemma3nModel(Decoder):
         assert self.norm is not None
         return self.norm.alone(torch.stack([states[0], *others]).mean(0))
 
-    def tap(self, layers: tuple[int, ...], max_tokens: int, device: torch.device) -> None:
+    def set_aux_hidden_state_layers(
+        self, layers: tuple[int, ...], max_tokens: int, device: torch.device
+    ) -> None:
         raise ConfigError("draft heads are not supported with Gemma 3n, which has several states per token")
 
 

@@ -17,8 +17,8 @@ from quire.layers.norm import RMSNorm, norm_of
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope, Target
 from quire.layers.vision import Learned
-from quire.models.decoder import Decoder, TappedStates
-from quire.models.gemma3n import Attention, OwnInputs, SharingAttention, share_keys
+from quire.models.decoder import Decoder, HiddenWithAux, refuse_pipeline
+from quire.models.gemma3n import Attention, KVSharingAttention, PerLayerInputs, share_kv_caches
 
 
 class LayerScale(Learned):
@@ -59,16 +59,16 @@ class Gemma4Mixture(nn.Module):
         self.before = norm_of(facts, scope / "pre_feedforward_layernorm_2")
         self.experts = Experts(moe, facts.hidden, facts.activation, scope)
         self.after = norm_of(facts, scope / "post_feedforward_layernorm_2")
-        self.sum = scope.group.all_reduce if scope.group.size > 1 else None
+        self.sum = scope.group.all_reduce
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         ids, weights = self.router(self.router_norm.alone(x), None, batch)
         weights = weights * self.factors.vectors[ids.long()]
         out: Tensor = self.experts(self.before.alone(x), ids, weights, batch)
-        return self.after.alone(out if self.sum is None else self.sum(out))
+        return self.after.alone(self.sum(out))
 
 
-class OwnInput(nn.Module):
+class PerLayerGate(nn.Module):
     """Gated projection of the per-layer input of tokens. The scope is the layer's."""
 
     def __init__(self, facts: ArchFacts, altup: AltUpFacts, scope: Scope) -> None:
@@ -89,7 +89,7 @@ class Layer(nn.Module):
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__()
-        attention: type[nn.Module] = Attention if layer.kv_sharing_target is None else SharingAttention
+        attention: type[nn.Module] = Attention if layer.kv_sharing_target is None else KVSharingAttention
         self.ops = scope.ops
         self.before_attention = norm_of(facts, scope / "input_layernorm")
         self.attention = attention(facts, layer, rope, scope / "self_attn")
@@ -101,7 +101,7 @@ class Layer(nn.Module):
             self.after_dense = norm_of(facts, scope / "post_feedforward_layernorm_1")
             self.mixture = Gemma4Mixture(facts, scope)
         self.after_mlp = norm_of(facts, scope / "post_feedforward_layernorm")
-        self.own = None if facts.altup is None else OwnInput(facts, facts.altup, scope)
+        self.own = None if facts.altup is None else PerLayerGate(facts, facts.altup, scope)
         self.scale = LayerScale(scope / "layer_scalar")
 
     def forward(
@@ -130,18 +130,16 @@ class Gemma4(Decoder):
         is_linked = facts.altup is not None or any(
             layer.kv_sharing_target is not None for layer in facts.layers
         )
-        if is_linked and not (scope.stage.is_first and scope.stage.is_last):
-            raise ConfigError(
-                "pipeline_parallel_size > 1 is not supported with a Gemma 4 where layers share the KV cache "
-                "of others: use tensor_parallel_size"
-            )
+        if is_linked:
+            refuse_pipeline(scope, "a Gemma 4 where layers share the KV cache of others")
         super().__init__(facts, scope)
-        self.own = None if facts.altup is None else OwnInputs(facts, facts.altup, scope / self.names.body)
+        body = scope / self.names.body
+        self.own = None if facts.altup is None else PerLayerInputs(facts, facts.altup, body)
         self.media_id = None if facts.altup is None else facts.altup.media_id
         if is_linked:
-            share_keys(facts, [layer.attention for layer in self.layers if isinstance(layer, Layer)])
+            share_kv_caches(facts, [layer.attention for layer in self.layers if isinstance(layer, Layer)])
 
-    def forward(self, batch: Batch) -> Tensor | TappedStates | tuple[Tensor, Tensor]:
+    def forward(self, batch: Batch) -> Tensor | HiddenWithAux | tuple[Tensor, Tensor]:
         if self.own is None:
             return super().forward(batch)
         x, residual = self.embedded(batch)
@@ -154,7 +152,9 @@ class Gemma4(Decoder):
         assert self.norm is not None
         return self.norm(x, residual)[0]
 
-    def tap(self, layers: tuple[int, ...], max_tokens: int, device: torch.device) -> None:
+    def set_aux_hidden_state_layers(
+        self, layers: tuple[int, ...], max_tokens: int, device: torch.device
+    ) -> None:
         if self.own is not None:
             raise ConfigError("draft heads are not supported with a Gemma 4 that has per-layer inputs")
-        super().tap(layers, max_tokens, device)
+        super().set_aux_hidden_state_layers(layers, max_tokens, device)

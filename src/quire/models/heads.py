@@ -31,9 +31,9 @@ class ClassifierHead(nn.Module):
         return self.product(states)
 
 
-EachScore = partial(ClassifierHead, bias=True)
+TokenScoreHead = partial(ClassifierHead, bias=True)
 """Token classifier of a decoder."""
-Value = partial(ClassifierHead, name="v_head")
+ValueHead = partial(ClassifierHead, name="v_head")
 """Value head of a reward model: one projection to the reward of a token."""
 TokenClassifier = partial(ClassifierHead, name="classifier", bias=True)
 """Token classifier of BERT: one projection of every token."""

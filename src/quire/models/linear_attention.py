@@ -18,7 +18,6 @@ from quire.models.post_norm import PostNormLayer
 
 
 def delta_of(facts: ArchFacts, scope: Scope) -> DeltaAttention:
-    """Build the delta rule mixer of a layer."""
     assert facts.state is not None
     return DeltaAttention(facts.hidden, facts.state, facts.norm_eps, scope, out=scope.names.out)
 
@@ -104,8 +103,7 @@ Ling3 = decoder_of(Ling3Layer, embedding="word_embeddings", attention="attention
 
 
 class MiniMaxLayer(llama.Layer):
-    """Lightning attention or softmax attention, then experts. The residuals start after the norms and have
-    factors."""
+    """Lightning or softmax attention, then experts. Residuals start after the norms and have factors."""
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__(facts, layer, rope, scope)

@@ -43,7 +43,7 @@ class Attention(nn.Module):
         norms: list[Norm] = []
         by_layer = facts.qk_norm == "each" or (facts.qk_norm == "head" and facts.norm == "layer")
         if by_layer:
-            self.qkv.bounded = NormedHeads(names.qk_norms, self.qkv, facts, rope.paired_dim, scope)
+            self.qkv.transform_qkv = NormedHeads(names.qk_norms, self.qkv, facts, rope.paired_dim, scope)
         elif facts.qk_norm:
             for name, heads in zip(names.qk_norms, (facts.heads, facts.kv_heads), strict=True):
                 shard = of_heads(scope.group, heads, facts.head_dim)
@@ -65,7 +65,7 @@ class Attention(nn.Module):
         self.mix = PagedAttention(spec, rope, scope, facts.alibi_slopes)
         (self.qkv if facts.qk_norm == "all" else self.mix).norms = head_norms(norms)
         if facts.qkv_clip is not None:
-            self.qkv.bounded = clipped(facts.qkv_clip)
+            self.qkv.transform_qkv = clipped(facts.qkv_clip)
         self.out = RowLinear(
             facts.heads * facts.head_dim, facts.hidden, scope / names.out, bias=facts.out_bias
         )

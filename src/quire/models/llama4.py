@@ -15,12 +15,11 @@ from quire.models import llama
 from quire.models.decoder import decoder_of
 
 
-def growth_of(growth: tuple[float, float] | None, first: int, scope: Scope) -> Tensor | None:
-    """Return the query scale of each position, [max_len, 1], with positions counted from `first`; None if all
-    scales are 1."""
-    if growth is None or scope.max_len - 1 + first < growth[0]:
+def temperature_scales(temperature: tuple[float, float] | None, first: int, scope: Scope) -> Tensor | None:
+    """Return the query scale of each position, [max_len, 1], from position `first` on; None if all are 1."""
+    if temperature is None or scope.max_len - 1 + first < temperature[0]:
         return None
-    step, factor = growth
+    step, factor = temperature
     positions = torch.arange(scope.max_len, device=scope.device) + first
     return (torch.log1p(torch.floor(positions / step)) * factor + 1)[:, None]
 
@@ -31,30 +30,30 @@ class Attention(llama.Attention):
 
     first_position, scales_rope_layers = 1, False
     """Position of the first token, and whether queries with RoPE are scaled as well."""
-    growth: Tensor | None
+    query_scales: Tensor | None
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__(facts, layer, rope, scope)
-        self.ops, growth = scope.ops, None
+        self.ops, query_scales = scope.ops, None
         if facts.attention_temperature is not None and (layer.rope is None or self.scales_rope_layers):
-            growth = growth_of(facts.attention_temperature, self.first_position, scope)
+            query_scales = temperature_scales(facts.attention_temperature, self.first_position, scope)
         elif layer.rope is not None and facts.qk_l2_norm:
             ones = torch.ones(facts.head_dim, dtype=scope.dtype, device=scope.device)
             self.mix.norms = HeadNorms(ones, ones, facts.norm_eps)
-        self.register_buffer("growth", growth, persistent=False)
+        self.register_buffer("query_scales", query_scales, persistent=False)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         return self.out(self.attend(x, batch), batch)
 
     def attend(self, x: Tensor, batch: Batch) -> Tensor:
         """Return the attention output of all heads [T, heads * head_dim]."""
-        growth = self.growth
-        if growth is None:
+        query_scales = self.query_scales
+        if query_scales is None:
             return self.mix(x, self.qkv, batch)
 
         def project(x: Tensor, entry: HeadEntry, batch: Batch) -> Tensor:
             q: Tensor = self.qkv(x, entry, batch)
-            self.ops.scale_rows(q.view(len(q), -1), self.ops.embed(batch.positions, growth))
+            self.ops.scale_rows(q.view(len(q), -1), self.ops.embed(batch.positions, query_scales))
             return q
 
         return self.mix(x, project, batch)
@@ -63,10 +62,10 @@ class Attention(llama.Attention):
 Llama4Model = decoder_of(llama.layer_with(Attention), mlp="feed_forward")
 
 
-class GrowingAttention(Attention):
+class ScaledQueryAttention(Attention):
     """Llama attention with queries scaled by position in all layers."""
 
     first_position, scales_rope_layers = 0, True
 
 
-Ministral3 = decoder_of(llama.layer_with(GrowingAttention))
+Ministral3 = decoder_of(llama.layer_with(ScaledQueryAttention))

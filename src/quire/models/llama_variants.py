@@ -1,5 +1,4 @@
-"""Llama with other checkpoint names: Baichuan, InternLM 2, EXAONE 3, ChatGLM, Qwen 1, Ling, DBRX,
-VaultGemma."""
+"""Llama with other tensor names: Baichuan, InternLM 2, EXAONE 3, ChatGLM, Qwen 1, Ling, DBRX, VaultGemma."""
 
 from quire.models.decoder import decoder_of
 from quire.models.gpt2 import GPT2, MPT

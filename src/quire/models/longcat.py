@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from quire.attention.batch import Batch
 from quire.checkpoint.facts import ArchFacts, LayerFacts
-from quire.errors import ConfigError
 from quire.layers.expert_router import ExpertRouter
 from quire.layers.mlp import MLP
 from quire.layers.moe import ChoiceBias, Experts
@@ -15,7 +14,7 @@ from quire.layers.norm import RMSNorm, norm_of
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
 from quire.models import deepseek
-from quire.models.decoder import Decoder
+from quire.models.decoder import Decoder, refuse_pipeline
 
 
 class LongcatMixture(nn.Module):
@@ -29,7 +28,7 @@ class LongcatMixture(nn.Module):
         self.choice = ChoiceBias(num, scope / "router" / "e_score_correction_bias", in_row=False)
         self.router = ExpertRouter(facts.hidden, replace(moe, experts=num), scope / "router" / "classifier")
         self.experts = Experts(moe, facts.hidden, facts.activation, scope)
-        self.sum = scope.group.all_reduce if scope.group.size > 1 else None
+        self.sum = scope.group.all_reduce
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         ids, weights = self.router(x, self.choice.bias, batch)
@@ -37,8 +36,7 @@ class LongcatMixture(nn.Module):
         identity_weight = torch.where(is_idle, weights, 0.0).sum(1, keepdim=True)
         ids = torch.where(is_idle, self._find_unused(ids), ids)
         out: Tensor = self.experts(x, ids, torch.where(is_idle, 0.0, weights), batch)
-        out = out if self.sum is None else self.sum(out)
-        return out + x * identity_weight.to(x.dtype)
+        return self.sum(out) + x * identity_weight.to(x.dtype)
 
     def _find_unused(self, ids: Tensor) -> Tensor:
         """Return experts that each token did not choose, as stand-ins for identity experts: an expert must
@@ -113,11 +111,7 @@ class LongCat(Decoder):
     Layer = LayerHalf
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
-        if not (scope.stage.is_first and scope.stage.is_last):
-            raise ConfigError(
-                "pipeline_parallel_size > 1 is not supported with LongCat-Flash, where experts are added "
-                "across layer halves: use tensor_parallel_size"
-            )
+        refuse_pipeline(scope, "LongCat-Flash, where experts are added across layer halves")
         super().__init__(facts, scope)
 
     def layer_inputs(self, x: Tensor, batch: Batch) -> tuple[ExpertOutput]:

@@ -17,7 +17,7 @@ class SparseMixer(ExpertRouter):
 
     def __init__(self, hidden: int, moe: MoeFacts, scope: Scope) -> None:
         super().__init__(hidden, moe, scope)
-        self.spread = moe.spread
+        self.jitter = moe.spread
 
     def choose(self, x: Tensor, bias: Tensor | None, batch: Batch | None = None) -> tuple[Tensor, Tensor]:
         logits = self.multiply(x, batch).float()
@@ -28,7 +28,7 @@ class SparseMixer(ExpertRouter):
     def _choose_best(self, remaining: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the best of the remaining experts [T, experts] and its weight, [T, 1] each."""
         most, best = remaining.max(1, keepdim=True)
-        far = (most - logits) / logits.abs().maximum(most) > self.spread
+        far = (most - logits) / logits.abs().maximum(most) > self.jitter
         return best, remaining.masked_fill(far, -torch.inf).softmax(1).gather(1, best)
 
 

@@ -12,8 +12,8 @@ from quire.checkpoint.pooling import PoolingFacts
 from quire.checkpoint.sentence_transformers import DenseFacts
 from quire.layers.embedding import Head
 from quire.layers.scope import LoadedModule, Scope, Target
-from quire.models import CLASSIFIERS, MODELS, TOKEN_CLASSIFIERS
-from quire.models.heads import ClassifierHead, EachScore, MaskedLM, Projection, Reward, TaskLinear, Value
+from quire.models import CLASSIFIERS, MODELS, TOKEN_CLASSIFIERS, heads
+from quire.quant.weight import frozen_parameter
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -33,8 +33,8 @@ class Dense(LoadedModule):
         self.name = f"{facts.folder}.linear"
         self.activate = _ACTIVATIONS[facts.activation]
         empty = torch.empty(facts.size_out, facts.size_in, dtype=torch.float32, device=device)
-        self.weight = nn.Parameter(empty, requires_grad=False)
-        self.bias = nn.Parameter(empty[:, 0].clone(), requires_grad=False) if facts.bias else None
+        self.weight = frozen_parameter(empty)
+        self.bias = frozen_parameter(empty[:, 0].clone()) if facts.bias else None
 
     def targets(self) -> Iterator[Target]:
         yield Target(f"{self.name}.weight", self.weight)
@@ -56,14 +56,14 @@ class TokenScore(nn.Module):
         self.two_way = two_way
         self.weight: Tensor | None = None
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """Keep only the head's rows of these tokens, after loading."""
         assert self.head is not None
         rows = self.head.rows(self.token_ids)
         self.weight, self.head = (rows[1:] - rows[:1] if self.two_way else rows), None
 
     def forward(self, states: Tensor) -> Tensor:
-        assert self.weight is not None, "settle() comes first"
+        assert self.weight is not None, "finalize() comes first"
         return F.linear(states, self.weight)
 
 
@@ -86,17 +86,17 @@ class PoolingModel(nn.Module):
         elif pooling.task == "classify":
             self.classifier = _build_classifier(facts, pooling, scope)
         elif pooling.projection:
-            self.classifier = Projection(facts, pooling.size, scope)
+            self.classifier = heads.Projection(facts, pooling.size, scope)
         self.task_heads = nn.ModuleDict()
         for task_head in pooling.task_heads:
             if task_head.kind:
                 make = _TASK_HEADS[task_head.kind]
                 self.task_heads[task_head.task] = make(facts, task_head, self.body, scope)
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """Prepare the classifier once after loading."""
         if isinstance(self.classifier, TokenScore):
-            self.classifier.settle()
+            self.classifier.finalize()
 
     def forward(self, batch: Batch) -> Tensor:
         """Return hidden states [T, hidden]."""
@@ -123,13 +123,13 @@ def _build_classifier(facts: ArchFacts, pooling: PoolingFacts, scope: Scope) -> 
     return classifier
 
 
-_TASK_HEADS: dict[str, Callable[..., nn.Module]] = {"linear": TaskLinear, "masked_lm": MaskedLM}
+_TASK_HEADS: dict[str, Callable[..., nn.Module]] = {"linear": heads.TaskLinear, "masked_lm": heads.MaskedLM}
 """Output layers of single tasks, by `TaskHead.kind`."""
 _HEADS: dict[str, Callable[..., nn.Module]] = {
-    "": ClassifierHead,
-    "tokens": EachScore,
-    "reward": Reward,
-    "value": Value,
+    "": heads.ClassifierHead,
+    "tokens": heads.TokenScoreHead,
+    "reward": heads.Reward,
+    "value": heads.ValueHead,
 }
 """Classifiers of decoders, by `PoolingFacts.head`."""
 

@@ -12,7 +12,7 @@ from quire.layers.linear import RowLinear
 from quire.layers.norm import head_norms, norm_of
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
-from quire.layers.ssm import GatedDelta, OrderedLinear, apart
+from quire.layers.ssm import GatedDelta, OrderedLinear, ungrouped_order
 from quire.models import llama
 from quire.models.decoder import LayerFactory, decoder_of
 from quire.quant.sharding import divided, of_heads
@@ -27,8 +27,8 @@ class GatedAttention(nn.Module):
         group, heads, head_dim = scope.group, scope.group.share(facts.heads), facts.head_dim
         both, keys = divided(group, 2 * facts.heads * head_dim), of_heads(group, facts.kv_heads, head_dim)
         inner = heads * head_dim
-        queries, gates = apart(heads, inner, inner).chunk(2)
-        unchanged = apart(1, keys.size)
+        queries, gates = ungrouped_order(heads, inner, inner).chunk(2)
+        unchanged = ungrouped_order(1, keys.size)
         self.split = (inner, inner + 2 * keys.size)
         self.gate_qkv = OrderedLinear(
             facts.hidden,

@@ -19,14 +19,14 @@ from quire.attention.backend import AttentionSpec
 from quire.attention.batch import Batch
 from quire.checkpoint.facts import ArchFacts, TransformersFacts
 from quire.checkpoint.layout import CacheSpec, cache_specs
-from quire.checkpoint.transformers_backend import IMPL_OWN_CACHE
+from quire.checkpoint.transformers_config import IMPL_OWN_CACHE
 from quire.errors import ConfigError
 from quire.kernels.cpu import native
 from quire.layers.attention import PagedAttention, attention_layers
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
 from quire.logs import get_logger
-from quire.quant.plain import product_of
+from quire.quant.unquantized import product_of
 
 logger = get_logger(__name__)
 
@@ -66,7 +66,7 @@ class _AttentionRecorder:
     def __init__(self) -> None:
         self.specs: dict[nn.Module, AttentionSpec] = {}
         self.sinks: list[Tensor | None] = []
-        self.twice = False
+        self.is_repeated = False
         self.masks: set[str] = set()
         """Names of the mask functions called during the pass."""
 
@@ -74,7 +74,7 @@ class _AttentionRecorder:
         q, k, v, spec, sinks = call
         if k.shape != v.shape or q.shape[-1] != k.shape[-1]:
             raise ConfigError(f"its keys {tuple(k.shape)} and values {tuple(v.shape)} differ in size")
-        self.twice |= module in self.specs
+        self.is_repeated |= module in self.specs
         self.specs[module] = AttentionSpec(
             q.shape[1], k.shape[1], q.shape[-1], q.dtype, sinks=sinks is not None, **spec
         )
@@ -107,7 +107,7 @@ def _attention(
 
 
 @contextmanager
-def named(name: str, remedy: str = "") -> Iterator[None]:
+def config_errors(name: str, remedy: str = "") -> Iterator[None]:
     """Convert any error of the model's code to a ConfigError that names the model and a remedy."""
     try:
         yield
@@ -139,7 +139,7 @@ def build(borrowed: TransformersFacts, scope: Scope) -> Any:
         raise ConfigError(
             f"{architecture} is an encoder-decoder model; the transformers backend supports decoders only"
         )
-    with named(architecture), torch.device(scope.device), no_init_weights():
+    with config_errors(architecture), torch.device(scope.device), no_init_weights():
         if not borrowed.own_cache:
             options["attn_implementation"] = _NAME
         model = _auto_class(config).from_config(config, dtype=scope.dtype, **options)
@@ -192,7 +192,7 @@ def _read_config(borrowed: TransformersFacts) -> tuple[Any, dict[str, Any]]:
     kind = values.get("model_type")
     if kind not in CONFIG_MAPPING:
         raise ConfigError(f"{borrowed.path}: transformers has no model_type {kind!r}")
-    with named(str(kind)):
+    with config_errors(str(kind)):
         return CONFIG_MAPPING[kind].from_dict(values), {"trust_remote_code": False}
 
 
@@ -218,7 +218,7 @@ def stored_parts(model: Any) -> tuple[dict[str, Tensor], bool]:
     tied = model.all_tied_weights_keys
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     storages = {tensor.untyped_storage().data_ptr() for tensor in state.values()}
-    with named(type(model).__name__):
+    with config_errors(type(model).__name__):
         try:
             with _NoClone():
                 parts: dict[str, Tensor] = revert_weight_conversion(model, state)
@@ -232,7 +232,7 @@ def load_by_transformers(model: Any, folder: str) -> None:
     """Fill a model with the weights of a checkpoint as transformers converts them."""
     if not [*Path(folder).glob("*.safetensors"), *Path(folder).glob("pytorch_model*.bin")]:
         return  # random weights
-    with named(type(model).__name__):
+    with config_errors(type(model).__name__):
         loaded = type(model).from_pretrained(folder, config=model.config, dtype=model.dtype)
         state = loaded.state_dict()
         for name, tensor in model.state_dict().items():
@@ -270,7 +270,7 @@ def place_attention(body: Any, facts: ArchFacts, scope: Scope, name: str) -> lis
     """Attach a paged attention layer to every attention module of `body`."""
     recorder = _AttentionRecorder()
     ids = torch.zeros(1, 2, dtype=torch.int64, device=scope.device)
-    with named(name, f"; model_impl={IMPL_OWN_CACHE!r}, which is slower, may run it"):
+    with config_errors(name, f"; model_impl={IMPL_OWN_CACHE!r}, which is slower, may run it"):
         positions = torch.arange(2, device=scope.device)[None]
         with _record_masks(body, recorder.masks):
             body(input_ids=ids, position_ids=positions, use_cache=False, quire_step=recorder)
@@ -328,10 +328,11 @@ def _set_window(recorder: _AttentionRecorder, config: Any) -> None:
 
 def _check(recorder: _AttentionRecorder, facts: ArchFacts, config: Any) -> None:
     """Raise ConfigError if the recorded attention differs from the planned cache."""
-    if recorder.twice or len(recorder.specs) != len(facts.layers):
+    if recorder.is_repeated or len(recorder.specs) != len(facts.layers):
+        repeated = ", some twice" if recorder.is_repeated else ""
         raise ConfigError(
-            f"{len(recorder.specs)} attention modules were called{', some twice' if recorder.twice else ''}, "
-            f"but it has {len(facts.layers)} layers, each of which must attend once"
+            f"{len(recorder.specs)} attention modules were called{repeated}, but it has "
+            f"{len(facts.layers)} layers, each of which must attend once"
         )
     planned = facts.heads, facts.kv_heads, facts.head_dim
     kinds = getattr(config.get_text_config(), "layer_types", None) or ["full_attention"] * len(facts.layers)
@@ -358,26 +359,26 @@ class PlannedAttention(PagedAttention):
         self.planned = planned
 
     @property
-    def keeps(self) -> CacheSpec:
+    def cache_spec(self) -> CacheSpec:
         return self.planned
 
 
-class TrialRun(NamedTuple):
+class SelfTest(NamedTuple):
     """Self-test of two short sequences in two steps: the first is chunked, the second joins in step two."""
 
     sequences: tuple[Tensor, Tensor]
 
     @staticmethod
-    def of(vocab: int, device: torch.device) -> "TrialRun":
+    def of(vocab: int, device: torch.device) -> "SelfTest":
         ids = torch.arange(1, 9, device=device) * 7919 % vocab
-        return TrialRun((ids[:5], ids[5:]))
+        return SelfTest((ids[:5], ids[5:]))
 
     def expected(self, model: Any) -> Tensor:
         """Compute all logits by transformers without the paged cache."""
         has_paged_attention = model.config._attn_implementation == _NAME
         if has_paged_attention:
             model.set_attn_implementation("eager")
-        with named(type(model).__name__):
+        with config_errors(type(model).__name__):
             logits = [model(input_ids=ids[None], use_cache=False).logits[0] for ids in self.sequences]
         if has_paged_attention:
             model.set_attn_implementation(_NAME)
@@ -390,8 +391,7 @@ class TrialRun(NamedTuple):
 
 
 def _batch(chunks: list[tuple[Tensor, int]]) -> Batch:
-    """Build a batch with one sequence per chunk (token ids, number of earlier tokens); sequence i has block
-    i + 1."""
+    """Build a batch of a sequence per chunk (token ids, number of earlier ones), i with block i + 1."""
     device = chunks[0][0].device
     query_lens = np.array([len(ids) for ids, _ in chunks], np.int32)
     seq_lens = np.array([len(ids) + before for ids, before in chunks], np.int32)

@@ -8,18 +8,18 @@ from torch import Tensor, nn
 
 from quire.attention.batch import Batch
 from quire.checkpoint.facts import ArchFacts
-from quire.checkpoint.transformers_backend import IMPL_OWN_CACHE
+from quire.checkpoint.transformers_config import IMPL_OWN_CACHE
 from quire.errors import ConfigError
 from quire.layers.scope import Scope, Target
 from quire.logs import get_logger, warn_once
 from quire.models.transformers_attention import (
+    SelfTest,
     TransformersStep,
-    TrialRun,
     bind_blank,
     build,
+    config_errors,
     is_same,
     load_by_transformers,
-    named,
     place_attention,
     stored_parts,
     use_fast_linear,
@@ -73,7 +73,7 @@ class TransformersModel(nn.Module):
         if not self.has_all_parts:
             assert self.facts.borrowed is not None
             load_by_transformers(tail, self.facts.borrowed.path)
-        trial = TrialRun.of(self.facts.vocab, self.scope.device)
+        trial = SelfTest.of(self.facts.vocab, self.scope.device)
         expected = trial.expected(tail)
         if expected.shape[1] != self.facts.vocab:
             raise ConfigError(
@@ -83,7 +83,7 @@ class TransformersModel(nn.Module):
         use_fast_linear(tail)
         self.place_cache()
         setattr(tail, tail.base_model_prefix, _PassThrough())
-        if not self.computes(expected, trial):
+        if not self.matches(expected, trial):
             raise ConfigError(f"{self.name} is not supported: {self.difference}")
 
     def place_cache(self) -> None:
@@ -91,16 +91,16 @@ class TransformersModel(nn.Module):
         layers = place_attention(self.body, self.facts, self.scope, self.name)
         bind_blank(layers, self.scope.device)
 
-    def computes(self, expected: Tensor, trial: TrialRun) -> bool:
+    def matches(self, expected: Tensor, trial: SelfTest) -> bool:
         """Return whether the model computes these logits of the trial's sequences."""
         return is_same(self.logits_of(trial), expected)
 
-    def logits_of(self, trial: TrialRun) -> Tensor:
+    def logits_of(self, trial: SelfTest) -> Tensor:
         """Return the logits of the trial's sequences."""
         return torch.cat([self._run(batch) for batch in trial.steps()])
 
     def _run(self, batch: Batch) -> Tensor:
-        with named(self.name):
+        with config_errors(self.name):
             self.scope.backend.plan(batch)
             return self.logits(self(batch))
 

@@ -11,7 +11,7 @@ from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.layout import CacheSpec, cache_specs
 from quire.layers.scope import Scope
 from quire.logs import get_logger, warn_once
-from quire.models.transformers_attention import TrialRun, named
+from quire.models.transformers_attention import SelfTest, config_errors
 from quire.models.transformers_backend import TransformersModel
 
 logger = get_logger(__name__)
@@ -25,9 +25,9 @@ _CHUNKABLE = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer"})
 class _CacheMark(nn.Module):
     """Stands for the cache of one layer in the engine's plan. Its memory is not used."""
 
-    def __init__(self, keeps: CacheSpec) -> None:
+    def __init__(self, cache_spec: CacheSpec) -> None:
         super().__init__()
-        self.keeps = keeps
+        self.cache_spec = cache_spec
 
     def bind_memory(self, memory: Tensor, *, block_size: int, cache_dtype: torch.dtype, group: int) -> None:
         """Use no memory: transformers allocates the cache of a sequence when it grows."""
@@ -55,25 +55,25 @@ class OwnCacheModel(TransformersModel):
         names = inspect.signature(self.body.forward).parameters
         self.cache_name = next((name for name in _CACHES if name in names), "")
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.scope.device)
-        with named(self.name):
+        with config_errors(self.name):
             output = self.body(input_ids=token, use_cache=True, return_dict=True) if self.cache_name else {}
         if output.get(self.cache_name) is None:
             self._drop_cache("has no cache")
 
-    def computes(self, expected: Tensor, trial: TrialRun) -> bool:
-        if super().computes(expected, trial):
+    def matches(self, expected: Tensor, trial: SelfTest) -> bool:
+        if super().matches(expected, trial):
             return True
         if self.cache_name:
             self._drop_cache("computes other logits with its cache than without")
-        return super().computes(expected, trial)
+        return super().matches(expected, trial)
 
     def _drop_cache(self, reason: str) -> None:
         warn_once(logger, f"{self.name} {reason}: each step computes all tokens of its requests")
         self.cache_name = ""
 
-    def logits_of(self, trial: TrialRun) -> Tensor:
+    def logits_of(self, trial: SelfTest) -> Tensor:
         (first, second), rows = trial.sequences, range(2)
-        with named(self.name):
+        with config_errors(self.name):
             parts = [self._advance(0, {"input_ids": first[None, :2]}, 0)]
             others = self._advance(1, {"input_ids": second[None]}, 0)
             parts += [self._advance(0, {"input_ids": first[None, 2:]}, 2), others]
@@ -118,9 +118,9 @@ class OwnCacheModel(TransformersModel):
             embed = body.get_input_embeddings()
             earlier = earlier if earlier.ndim == 3 else embed(earlier)
             tokens = tokens if tokens.ndim == 3 else embed(tokens)
-        whole = self.caches[row] = tokens if earlier is None else torch.cat([earlier, tokens], 1)
-        name = "input_ids" if whole.ndim == 2 else "inputs_embeds"
-        hidden: Tensor = body(**{name: whole}, return_dict=True)[0][0]
+        inputs = self.caches[row] = tokens if earlier is None else torch.cat([earlier, tokens], 1)
+        name = "input_ids" if inputs.ndim == 2 else "inputs_embeds"
+        hidden: Tensor = body(**{name: inputs}, return_dict=True)[0][0]
         return hidden[-tokens.shape[1] :]
 
 

@@ -31,12 +31,12 @@ class Layer(llama.PlainLayer):
         self.cross = CrossAttention(facts, scope / "encoder_attn")
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, batch: Batch, crossed: Batch | None = None
+        self, x: Tensor, residual: Tensor | None, batch: Batch, cross_batch: Batch | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return (x, residual); `crossed` is the batch for cross-attention."""
+        """Return (x, residual); `cross_batch` is the batch for cross-attention."""
         x, residual = self.attention_norm(x, residual)
         x, residual = self.cross_norm(self.attention(x, batch), residual)
-        x, residual = self.mlp_norm(self.cross(x, crossed), residual)
+        x, residual = self.mlp_norm(self.cross(x, cross_batch), residual)
         return self.mlp(x, batch), residual
 
 
@@ -50,8 +50,8 @@ class WhisperModel(Decoder):
         super().__init__(facts, scope)
         assert facts.media is not None, "a Whisper model needs an audio encoder"
         layers = [layer.cross for layer in self.layers if isinstance(layer, Layer)]
-        self.crossing = CrossAttentionCache(layers, facts.media.num_cross_states, scope)
+        self.cross_cache = CrossAttentionCache(layers, facts.media.num_cross_states, scope)
 
     def layer_inputs(self, x: Tensor, batch: Batch) -> tuple[Batch]:
         """Return the batch for cross-attention."""
-        return (self.crossing.seen_in(batch),)
+        return (self.cross_cache.cross_batch(batch),)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from quire.attention.backend import AttentionSpec
 from quire.attention.batch import Batch
 from quire.checkpoint.facts import ArchFacts, LayerFacts
-from quire.errors import ConfigError
 from quire.layers.attention import PagedAttention
 from quire.layers.linear import Linear, QKVLinear, RowLinear, WholeLinear
 from quire.layers.mlp import MLP
@@ -18,7 +17,7 @@ from quire.layers.norm import norm_of
 from quire.layers.rope import Rope
 from quire.layers.scope import DecoderNames, Scope
 from quire.layers.ssm import Mamba2Mixer
-from quire.models.decoder import Decoder
+from quire.models.decoder import Decoder, refuse_pipeline
 from quire.quant.sharding import Runs, divided, of_heads
 
 
@@ -36,7 +35,7 @@ class SharedBlock(nn.Module):
         self.mlp = MLP(facts, scope / "feed_forward")
 
 
-class Addition(nn.Module):
+class SharedLayerLoRA(nn.Module):
     """Low-rank adapter of a shared linear layer for one use: for each part a down and an up projection."""
 
     def __init__(self, size_in: int, rank: int, parts: dict[str, Runs], scope: Scope) -> None:
@@ -52,9 +51,8 @@ class Addition(nn.Module):
         return self.ops.add(out, parts[0] if len(parts) == 1 else torch.cat(parts, 1))
 
 
-class Use(nn.Module):
-    """Use of a shared block by one layer, with its own KV cache, adapters and output projection. The scope is
-    the layer's."""
+class SharedBlockUse(nn.Module):
+    """Use of a shared block in a layer's scope, with its own KV cache, adapters and output projection."""
 
     def __init__(
         self, facts: ArchFacts, layer: LayerFacts, rope: Rope, block: SharedBlock, scope: Scope
@@ -67,17 +65,17 @@ class Use(nn.Module):
             block.qkv.heads, block.qkv.kv_heads, facts.head_dim, scope.dtype, scale=facts.attention_scale
         )
         self.mix = PagedAttention(spec, rope, scope / "shared_transformer" / "self_attn")
-        self.more_qkv: Addition | None = None
+        self.more_qkv: SharedLayerLoRA | None = None
         if facts.shared.adapts_attention:
             q = divided(group, facts.heads * facts.head_dim)
             kv = of_heads(group, facts.kv_heads, facts.head_dim)
             names = [f"{shared.name}.linear_{part}_adapter_list.{layer.use}" for part in "qkv"]
             runs: list[Runs] = [(q,), (kv,), (kv,)]
             parts = dict(zip(names, runs, strict=True))
-            self.more_qkv = Addition(2 * facts.hidden, rank, parts, shared)
+            self.more_qkv = SharedLayerLoRA(2 * facts.hidden, rank, parts, shared)
         shared, inner = block.scope / "feed_forward", divided(group, facts.intermediate)
         parts = {f"{shared.name}.gate_up_proj_adapter_list.{layer.use}": (inner, inner)}
-        self.more_gate_up = Addition(facts.hidden, rank, parts, shared)
+        self.more_gate_up = SharedLayerLoRA(facts.hidden, rank, parts, shared)
         self.linear = WholeLinear(facts.hidden, facts.hidden, scope / "linear")
 
     def forward(self, x: Tensor, batch: Batch, embeddings: Tensor) -> Tensor:
@@ -94,7 +92,7 @@ class Use(nn.Module):
         return qkv if self.more_qkv is None else self.more_qkv(qkv, x, batch)
 
 
-class MakesBlock(Protocol):
+class BlockFactory(Protocol):
     """Function that returns the shared block of the layer that first uses it."""
 
     def __call__(self, number: int, /) -> SharedBlock: ...
@@ -104,14 +102,15 @@ class Layer(nn.Module):
     """Pre-norm Mamba-2 layer. The output of a shared block is an input of Mamba only, not of the residual."""
 
     def __init__(
-        self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope, *, blocks: MakesBlock
+        self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope, *, blocks: BlockFactory
     ) -> None:
         super().__init__()
         assert facts.state is not None
         self.ops, inner = scope.ops, scope
-        self.use: Use | None = None
+        self.use: SharedBlockUse | None = None
         if layer.block >= 0:
-            self.use, inner = Use(facts, layer, rope, blocks(layer.block), scope), scope / "mamba_decoder"
+            self.use = SharedBlockUse(facts, layer, rope, blocks(layer.block), scope)
+            inner = scope / "mamba_decoder"
         self.norm = norm_of(facts, inner / "input_layernorm")
         self.mamba = Mamba2Mixer(facts.hidden, facts.state, facts.norm_eps, inner / "mamba")
 
@@ -133,11 +132,9 @@ class Zamba2(Decoder):
     names = DecoderNames(last_norm="final_layernorm")
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
-        if scope.stage.count > 1:
-            raise ConfigError(
-                "pipeline_parallel_size > 1 is not supported with Zamba2, where layers of all stages share "
-                "weights and read the token embeddings: use tensor_parallel_size"
-            )
+        refuse_pipeline(
+            scope, "Zamba2, where layers of all stages share weights and read the token embeddings"
+        )
         stack = scope / self.names.body / self.names.layers
         blocks = cache(lambda number: SharedBlock(facts, stack / number / "shared_transformer"))
         self.Layer = partial(Layer, blocks=blocks)

@@ -28,7 +28,7 @@ class ByteBudget:
         try:
             yield held
         finally:
-            self.give(held, held.num_bytes)
+            self.release(held, held.num_bytes)
 
     async def take(self, hold: "BudgetHold", num_bytes: int) -> None:
         while True:
@@ -38,9 +38,8 @@ class ByteBudget:
                 return
             await released.wait()
 
-    def take_here(self, hold: "BudgetHold", num_bytes: int) -> None:
-        """Take bytes and block the thread until they are free; raise a RequestError if one item needs more
-        than the whole budget."""
+    def take_blocking(self, hold: "BudgetHold", num_bytes: int) -> None:
+        """Take bytes and block until they are free; raise a RequestError for more than the whole budget."""
         if hold.num_bytes + num_bytes > self._num_bytes:
             raise RequestError(
                 f"decoding it needs at least {hold.num_bytes + num_bytes} bytes, and all items together may "
@@ -53,8 +52,7 @@ class ByteBudget:
             released.wait()
 
     def _try_take(self, hold: "BudgetHold", num_bytes: int, wake: Callable[[], object]) -> bool:
-        """Try to take bytes and return whether that worked; if not, `wake` is called when some are
-        released."""
+        """Try to take bytes; return whether that worked; if not, `wake` is called when some are free."""
         with self._lock:
             self._holds.setdefault(hold)
             if num_bytes <= self._left or next(iter(self._holds)) is hold:
@@ -66,7 +64,7 @@ class ByteBudget:
             self._waiting.append(wake)
             return False
 
-    def give(self, hold: "BudgetHold", num_bytes: int) -> None:
+    def release(self, hold: "BudgetHold", num_bytes: int) -> None:
         with self._lock:
             self._left += num_bytes
             hold.num_bytes -= num_bytes
@@ -106,16 +104,16 @@ class BudgetHold:
         self.count(num_bytes)
         await self._budget.take(self, num_bytes)
 
-    def take_here(self, num_bytes: int) -> None:
+    def take_blocking(self, num_bytes: int) -> None:
         """Take bytes in a thread; they do not count towards the share of the request."""
-        self._budget.take_here(self, num_bytes)
+        self._budget.take_blocking(self, num_bytes)
 
     def count(self, num_bytes: int) -> None:
         """Charge bytes to the share of the request without holding them; raise a RequestError above it."""
         if self._share is not None:
             self._share.add(num_bytes)
 
-    def give(self, num_bytes: int) -> None:
+    def release(self, num_bytes: int) -> None:
         """Release the bytes of a failed try."""
         self.count(-num_bytes)
-        self._budget.give(self, num_bytes)
+        self._budget.release(self, num_bytes)

@@ -14,8 +14,7 @@ __all__ = ["DecodeLimits", "decode"]
 
 
 def decode(modality: str, blob: Blob, options: Mapping[str, Any], limits: DecodeLimits) -> Content:
-    """Decode an item. `options` are the media_io_kwargs of the modality. Raise a RequestError if the item is
-    invalid or exceeds the limits."""
+    """Decode an item with media_io_kwargs `options`; raise a RequestError if it is invalid or too large."""
     if modality == "image":
         return decode_image(blob.parts[0], options, limits)
     if modality == "audio":

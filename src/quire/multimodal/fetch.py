@@ -45,7 +45,7 @@ _NOT_PUBLIC = tuple(
 )
 """Networks that are not public, although `is_global` of some Python versions accepts them."""
 _URL_SAFE = "/?&=%:@!$'()*+,;~[]|"
-_SHOWN = 80
+_MAX_SHOWN = 80
 """Characters of a url that errors show."""
 
 
@@ -86,7 +86,7 @@ class Fetcher:
     ) -> None:
         """Use `threads` to decode data: urls and to read files."""
         self._threads = threads
-        self._domains = frozenset(_plain(domain) for domain in allowed_domains)
+        self._domains = frozenset(_normalize_host(domain) for domain in allowed_domains)
         self._root = _directory(allowed_path) if allowed_path else None
         self._max_bytes = int(env.media_max_mb * 2**20)
         self._num_tries = max(env.media_fetch_max_retries, 0) + 1
@@ -111,13 +111,13 @@ class Fetcher:
             await hold.take(sum(map(len, blob.parts)))
             return blob
         if scheme not in _PORTS:
-            raise Unreachable(f"{url!r:.{_SHOWN}} does not start with http:, https:, data: or file:")
+            raise Unreachable(f"{url!r:.{_MAX_SHOWN}} does not start with http:, https:, data: or file:")
         seconds = self._seconds[modality]
         try:
             async with asyncio.timeout(seconds) as timer:
                 return await self._fetch_with_retries(url, partial(_take, hold, timer), hold)
         except TimeoutError:
-            raise Unreachable(f"{_shown(url)} was not fetched completely within {seconds:g} s") from None
+            raise Unreachable(f"{_shown_url(url)} was not fetched completely within {seconds:g} s") from None
 
     # ---- data: and file:
 
@@ -162,8 +162,8 @@ class Fetcher:
         except (OSError, ValueError) as error:
             if isinstance(error, Unreachable):
                 raise
-            why = getattr(error, "strerror", None) or "its name is invalid"
-            raise Unreachable(f"the file cannot be read: {why}") from None
+            reason = getattr(error, "strerror", None) or "its name is invalid"
+            raise Unreachable(f"the file cannot be read: {reason}") from None
         if len(data) > self._max_bytes:
             raise Unreachable(self._too_large("more"))
         return Blob((data,))
@@ -174,14 +174,13 @@ class Fetcher:
     # ---- http(s)
 
     async def _fetch_with_retries(self, url: str, take: Take, hold: BudgetHold) -> Blob:
-        """Fetch a url, with retries."""
         for attempt in range(self._num_tries):
             try:
                 return await self._follow(url, take)
             except _Transient as error:
-                hold.give(hold.num_bytes)
+                hold.release(hold.num_bytes)
                 if attempt + 1 == self._num_tries:
-                    raise Unreachable(f"{_shown(url)} cannot be fetched: {error}") from None
+                    raise Unreachable(f"{_shown_url(url)} cannot be fetched: {error}") from None
             await asyncio.sleep(_FIRST_PAUSE_S * 2**attempt)
         raise AssertionError
 
@@ -194,18 +193,18 @@ class Fetcher:
                 return Blob((answer.body,), answer.headers.get("content-type", "").partition(";")[0].strip())
             location = answer.headers.get("location") if answer.status in _REDIRECTS else None
             if not location:
-                raise _failed(answer.status)
-            next_target = _target(_joined(target.url, location))
+                raise _status_error(answer.status)
+            next_target = _target(_redirect_url(target.url, location))
             if target.parts.scheme == "https" and next_target.parts.scheme == "http":
-                raise Unreachable(f"{_shown(url)} redirects from https: to http:, which is not followed")
+                raise Unreachable(f"{_shown_url(url)} redirects from https: to http:, which is not followed")
             target = next_target
         if not self._num_hops:
-            raise Unreachable(f"{_shown(url)} is a redirect, and VLLM_MEDIA_URL_ALLOW_REDIRECTS is off")
-        raise Unreachable(f"{_shown(url)} has more than {_MAX_HOPS} redirects")
+            raise Unreachable(f"{_shown_url(url)} is a redirect, and VLLM_MEDIA_URL_ALLOW_REDIRECTS is off")
+        raise Unreachable(f"{_shown_url(url)} has more than {_MAX_HOPS} redirects")
 
     async def _get(self, target: _Target, take: Take) -> HttpAnswer:
         """Send the request to the first address of the host that answers."""
-        why = ""
+        reason = ""
         for address in await self._addresses(target):
             try:
                 return await get(
@@ -223,8 +222,8 @@ class Fetcher:
             except OverflowError:
                 raise Unreachable(self._too_large("more")) from None
             except OSError as error:
-                why = reason_of(error)
-        raise _Transient(why)
+                reason = reason_of(error)
+        raise _Transient(reason)
 
     async def _addresses(self, target: _Target) -> list[str]:
         """Resolve the host once and check every address. The connection uses these addresses, so that a
@@ -235,8 +234,8 @@ class Fetcher:
         try:
             addresses = await self._lookups.find(target.host, target.port)
         except (OSError, UnicodeError) as error:
-            why = getattr(error, "strerror", None) or "it is not a valid name"
-            raise _Transient(f"{target.host} has no address: {why}") from None
+            reason = getattr(error, "strerror", None) or "it is not a valid name"
+            raise _Transient(f"{target.host} has no address: {reason}") from None
         if not is_allowed and not all(_is_public(address) for address in addresses):
             raise Unreachable(
                 f"{target.host} is a private, local or otherwise special address: only "
@@ -294,7 +293,7 @@ class Lookups:
                 del self._pending[host, port]
 
 
-def _failed(status: int) -> Exception:
+def _status_error(status: int) -> Exception:
     text = f"HTTP status {status}"
     if status >= 500 or status in _AGAIN:
         return _Transient(text)
@@ -304,27 +303,27 @@ def _failed(status: int) -> Exception:
 def _target(url: str) -> _Target:
     try:
         parts = urlsplit(url)
-        host, port = _plain(parts.hostname or ""), parts.port
+        host, port = _normalize_host(parts.hostname or ""), parts.port
     except ValueError:
         host = ""
     if not host or parts.scheme not in _PORTS:
-        raise Unreachable(f"{_shown(url)} is not a url that can be fetched")
+        raise Unreachable(f"{_shown_url(url)} is not a url that can be fetched")
     if "@" in parts.netloc:
-        raise Unreachable(f"{_shown(url.replace(parts.netloc, host, 1))} contains a user name; remove it")
+        raise Unreachable(f"{_shown_url(url.replace(parts.netloc, host, 1))} contains a user name; remove it")
     if not parts.netloc.isascii():
         parts = parts._replace(netloc=host if port is None else f"{host}:{port}")
     return _Target(url, parts, host, port or _PORTS[parts.scheme])
 
 
-def _joined(url: str, location: str) -> str:
-    """Return the url that a redirect leads to."""
+def _redirect_url(url: str, location: str) -> str:
     try:
         return urljoin(url, location)
     except ValueError:
-        raise Unreachable(f"{_shown(url)} redirects to {_shown(location)!r}, which is not a url") from None
+        message = f"{_shown_url(url)} redirects to {_shown_url(location)!r}, which is not a url"
+        raise Unreachable(message) from None
 
 
-def _plain(host: str) -> str:
+def _normalize_host(host: str) -> str:
     """Normalize a host name: ASCII, lower case, without a trailing dot."""
     host = host.strip().lower().rstrip(".")
     if host.isascii():
@@ -360,6 +359,6 @@ def _directory(path: str) -> str:
     return os.path.join(real_path, "")
 
 
-def _shown(url: str) -> str:
+def _shown_url(url: str) -> str:
     """Return a url for an error message, without its query, which may contain a secret."""
-    return url.partition("?")[0][:_SHOWN]
+    return url.partition("?")[0][:_MAX_SHOWN]

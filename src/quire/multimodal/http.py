@@ -47,7 +47,7 @@ async def get(
         head = f"GET {path} HTTP/1.1\r\nHost: {netloc}\r\nUser-Agent: quire/{__version__}\r\n"
         head += "Accept: */*\r\nAccept-Encoding: identity\r\nConnection: close\r\n\r\n"
         writer.write(head.encode("ascii"))
-        answer = _Reading(max_bytes)
+        answer = _ResponseReader(max_bytes)
         while not answer.is_complete:
             piece = await reader.read(_PIECE_BYTES)
             if piece:
@@ -61,7 +61,7 @@ async def get(
         transport.abort()
 
 
-class _Reading:
+class _ResponseReader:
     """A response that is being read. The parser calls the `on_` methods."""
 
     def __init__(self, max_bytes: int) -> None:

@@ -73,8 +73,7 @@ def to_rgb(image: Image.Image, background: tuple[int, int, int] = _WHITE) -> Ima
 
 
 def _upper_bits(image: Image.Image) -> Image.Image:
-    """Convert 16-bit or 32-bit greys to 8 bits, strip by strip: copies of the whole image would take several
-    times its memory."""
+    """Convert 16-bit or 32-bit greys to 8 bits in strips: whole copies take several times the memory."""
     _, most = image.getextrema()
     is_wide = image.mode != "I" or (isinstance(most, int | float) and most > 255)
     grey = Image.new("L", image.size)

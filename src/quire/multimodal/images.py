@@ -1,7 +1,7 @@
 """Image operations of all processors: resize, crop, tile, normalize, as in transformers with Pillow."""
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -31,7 +31,7 @@ _MAX_SIDE = 8192
 """Largest side that a request may set."""
 _MAX_AREA = 2**26
 """Largest number of pixels after a resize: an image of one pixel row could become gigabytes."""
-MOST_FRAMES = 768
+MAX_FRAMES = 768
 """Largest number of frames of a video: each may be resized to a megabyte, however small it was."""
 IMAGE_ARGUMENTS = (
     "do_resize",
@@ -128,14 +128,11 @@ class PixelScaling:
         """Return the normalized value of each byte and channel, [3, 256]."""
         rounded = _narrowed if self.is_narrow else np.asarray
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            return self._build_table(rounded)
-
-    def _build_table(self, rounded: Callable[[Any], NDArray[np.float32]]) -> NDArray[np.float32]:
-        out = np.tile(np.arange(256, dtype=np.float64), (3, 1))
-        table = rounded((out if self.scale is None else out * self.scale).astype(np.float32))
-        if self.mean is not None and self.std is not None:
-            mean, std = (rounded(np.array(value, np.float32))[:, None] for value in (self.mean, self.std))
-            table = rounded((rounded(table - mean) / std).astype(np.float32))
+            out = np.tile(np.arange(256, dtype=np.float64), (3, 1))
+            table = rounded((out if self.scale is None else out * self.scale).astype(np.float32))
+            if self.mean is not None and self.std is not None:
+                mean, std = (rounded(np.array(value, np.float32))[:, None] for value in (self.mean, self.std))
+                table = rounded((rounded(table - mean) / std).astype(np.float32))
         return table
 
     def __call__(self, pixels: NDArray[np.uint8], **more: NDArray[np.uint8]) -> Arrays:
@@ -190,9 +187,9 @@ def resample_of(keys: ConfigReader, default: Image.Resampling) -> Image.Resampli
 
 
 def check_frames(count: int) -> None:
-    if count > MOST_FRAMES:
+    if count > MAX_FRAMES:
         raise RequestError(
-            f"the video has {count} frames, and at most {MOST_FRAMES} are allowed: set num_frames of "
+            f"the video has {count} frames, and at most {MAX_FRAMES} are allowed: set num_frames of "
             "media_io_kwargs.video"
         )
 

@@ -52,8 +52,7 @@ class MediaInput:
 
     @property
     def text(self) -> str | None:
-        """Return the text of an item that was sent as a data: url or base64, if it is ASCII and has no
-        uuid."""
+        """Return the text of an item sent as a data: url or base64, if it is ASCII and has no uuid."""
         match self.source:
             case MediaLink(text) if text[:5].lower() == "data:":
                 pass
@@ -64,7 +63,6 @@ class MediaInput:
         return text if self.uuid is None and text.isascii() else None
 
     def wrong(self, error: RequestError) -> RequestError:
-        """Return the error with the item's place."""
         return type(error)(f"{self.place}: {error}", error.param or self.param)
 
 

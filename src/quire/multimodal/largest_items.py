@@ -43,12 +43,12 @@ def _num_vectors(processor: Processor, modality: str, section: MultimodalSection
     limit = section.limit_mm_per_prompt.get(modality)
     sizes = limit if isinstance(limit, dict) and limit.keys() - {"count"} else {}
     if not sizes and (modality == "audio" or not section.mm_processor_kwargs):
-        return processor.most_vectors(modality)
+        return processor.max_vectors(modality)
     size = _size(modality, sizes, processor.largest(modality))
     if modality == "video" and isinstance(processor, CountsVideoVectors):
         return processor.num_vectors(Video.black(*size), section.mm_processor_kwargs)
     if modality == "video" and not sizes:
-        return processor.most_vectors(modality)
+        return processor.max_vectors(modality)
     blank = _blank(modality, size)
     processed = processor.process(modality, blank, section.mm_processor_kwargs)
     return sum(count for _, count in processed.runs) if processed.runs else len(processed.token_ids)

@@ -9,8 +9,7 @@ from quire.multimodal.processors import Video
 Check = Callable[[Video], None]
 """Takes a black video of the size to decode; raises a RequestError if it is too large."""
 Take = Callable[[int], None]
-"""Reserves the bytes that decoding is about to use, and waits until they are free; raises a RequestError if
-they exceed the whole budget."""
+"""Reserves bytes for decoding once they are free; raises a RequestError for more than the whole budget."""
 
 
 @dataclass(frozen=True, slots=True)

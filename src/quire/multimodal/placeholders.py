@@ -130,10 +130,10 @@ def _find_spans(
     return items
 
 
-def _find(tokens: bytes, wanted: bytes, start: int) -> int | None:
-    place = tokens.find(wanted, start * _ID_BYTES)
+def _find(tokens: bytes, pattern: bytes, start: int) -> int | None:
+    place = tokens.find(pattern, start * _ID_BYTES)
     while place > 0 and place % _ID_BYTES:
-        place = tokens.find(wanted, place + 1)
+        place = tokens.find(pattern, place + 1)
     return None if place < 0 else place // _ID_BYTES
 
 

@@ -113,7 +113,7 @@ class MediaProcessor:
         """Budget of decoded bytes. It is separate from `_fetching`, so that the two cannot deadlock."""
         allow_pixels(self._max_pixels)
 
-    def prepare_now(
+    def prepare_sync(
         self, items: Sequence[MediaInput], arguments: Options | None = None, reading: Options | None = None
     ) -> list[PreparedItem]:
         """Run `prepare` and block until it ends, whether or not an event loop runs in this thread."""
@@ -184,7 +184,7 @@ class MediaProcessor:
                 result = self.processor_cache.find(name) or equal_items.processed.get(name)
                 if result is None:
                     key, processed = await self._process_item(name, raw, hold)
-                    processed = await self._in_thread(self.processor_cache.keep, name, key, processed)
+                    processed = await self._in_thread(self.processor_cache.put, name, key, processed)
                     result = equal_items.processed[name] = key, processed
                 elif known is not None:
                     hold.count(known.num_bytes)
@@ -215,16 +215,16 @@ class MediaProcessor:
         processed = await self._in_thread(self._decode_and_process, item, raw.arguments, raw.options)
         return (name if item.uuid is None else self._keys.fitted(name, processed)), processed
 
-    async def make_again(self, prepared: Sequence[PreparedItem]) -> dict[bytes, Arrays]:
+    async def process_again(self, prepared: Sequence[PreparedItem]) -> dict[bytes, Arrays]:
         """Process again the items that the engine core has lost; return the arrays by key."""
         share = BudgetShare(self._max_bytes)
 
-        async def process_one(wanted: bytes, raw: RawItem) -> Arrays | None:
+        async def process_one(known_key: bytes, raw: RawItem) -> Arrays | None:
             try:
                 with self._fetching.hold(share) as hold:
                     raw, name = await self._name_item(raw, hold)
                     key, processed = await self._process_item(name, raw, hold)
-                if key != wanted:
+                if key != known_key:
                     raise RequestError(
                         f"the content of the uuid {raw.item.uuid!r:.80} is not what was sent with it before"
                     )
@@ -236,12 +236,12 @@ class MediaProcessor:
         results = await asyncio.gather(*(process_one(key, raw) for key, raw in raws.items()))
         return {key: arrays for key, arrays in zip(raws, results, strict=True) if arrays is not None}
 
-    async def hear(self, data: bytes, rate: int, max_seconds: float) -> Samples:
+    async def decode_audio(self, data: bytes, rate: int, max_seconds: float) -> Samples:
         """Decode an audio file to samples at this rate."""
 
         def decode_samples() -> Samples:
             with self._decoding.hold() as hold:
-                sound = decode_audio(data, hold.take_here)
+                sound = decode_audio(data, hold.take_blocking)
                 if len(sound.samples) > max_seconds * sound.rate:
                     raise RequestError(
                         f"the audio is {len(sound.samples) / sound.rate:.1f} seconds long, and "
@@ -270,7 +270,7 @@ class MediaProcessor:
         with self._decoding.hold() as hold:
             if isinstance(content, Blob):
                 check = partial(self._check_video, arguments)
-                limits = DecodeLimits(self._max_pixels, check, hold.take_here)
+                limits = DecodeLimits(self._max_pixels, check, hold.take_blocking)
                 content = decode(item.modality, content, options, limits)
             assert not isinstance(content, MediaLink | Base64Media)
             return self.processor.process(item.modality, content, arguments)

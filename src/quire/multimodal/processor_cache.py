@@ -18,130 +18,129 @@ _ID_BYTES = 8
 """Bytes of a token id in a list."""
 
 
-class _Kept(NamedTuple):
+class _CacheEntry(NamedTuple):
     """A cached item, with the place of its arrays if they are in shared memory."""
 
     key: bytes
     processed: ProcessedItem
-    parcel: SharedObject | None = None
+    shared: SharedObject | None = None
 
 
 class ProcessorCache:
-    """Processed items by key, of one API process. With `far` the engine core keeps the arrays: it evicts in
-    the same order, and arrays that it has are not sent again. With an arena they are in shared memory, and
-    none is sent."""
+    """Processed items by key, of one API process. With `replicated` the engine core keeps the arrays: it
+    evicts in the same order, and arrays that it has are not sent again. With an arena they are in shared
+    memory, and none is sent."""
 
-    def __init__(self, max_bytes: int, *, far: bool = False, arena: SharedArena | None = None) -> None:
-        self._kept: Lru[_Kept] = Lru(max_bytes, self._on_drop)
+    def __init__(self, max_bytes: int, *, replicated: bool = False, arena: SharedArena | None = None) -> None:
+        self._entries: Lru[_CacheEntry] = Lru(max_bytes, self._on_drop)
         """Items by name: the key, except for items with a uuid."""
         self._arena = arena
         self._is_shared = True
         """Whether the engine core can read the arena."""
-        self._far: Lru[None] | None = Lru(max_bytes) if far else None
+        self._core_keys: Lru[None] | None = Lru(max_bytes) if replicated else None
         """Keys of the arrays that the engine core has."""
         self.count: Callable[[int, int], None] = lambda queries, hits: None
         """Called with the numbers of lookups and of hits."""
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._entries)
 
     @property
     def is_open(self) -> bool:
-        """Whether the cache is enabled."""
-        return self._kept.max_bytes > 0
+        return self._entries.max_bytes > 0
 
     @property
     def num_bytes(self) -> int:
-        return self._kept.num_bytes
+        return self._entries.num_bytes
 
     def find(self, name: bytes) -> tuple[bytes, ProcessedItem] | None:
         """Return the key and the processed item, without arrays if the engine core has them."""
-        entry = self._kept.get(name) if self.is_open else None
-        if entry is not None and self._far is not None and entry.key not in self._far:
+        entry = self._entries.get(name) if self.is_open else None
+        if entry is not None and self._core_keys is not None and entry.key not in self._core_keys:
             entry = None
         processed = None if entry is None else self._with_place(entry)
         if self.is_open:
             self.count(1, processed is not None)
         return None if entry is None or processed is None else (entry.key, processed)
 
-    def keep(self, name: bytes, key: bytes, processed: ProcessedItem) -> ProcessedItem:
+    def put(self, name: bytes, key: bytes, processed: ProcessedItem) -> ProcessedItem:
         """Store a processed item; return it as it is used from now on."""
         num_bytes = size_of(processed.arrays or {}) + _ID_BYTES * len(processed.token_ids)
-        kept = _Kept(key, processed if self._far is None else replace(processed, arrays=None))
+        entry = _CacheEntry(key, processed if self._core_keys is None else replace(processed, arrays=None))
         if self._arena is not None:
-            parcel = self._store(self._arena, processed.arrays or {})
-            if parcel is None:
+            shared = self._store(self._arena, processed.arrays or {})
+            if shared is None:
                 return processed
-            kept = _Kept(key, replace(processed, arrays=None), parcel)
-            processed = self._with_place(kept) or processed
-        if not self._kept.put(name, kept, num_bytes):
-            self._on_drop(kept)
+            entry = _CacheEntry(key, replace(processed, arrays=None), shared)
+            processed = self._with_place(entry) or processed
+        if not self._entries.put(name, entry, num_bytes):
+            self._on_drop(entry)
             if self.is_open:
-                _warn(num_bytes, "mm_processor_cache_gb", self._kept.max_bytes)
+                _warn(num_bytes, "mm_processor_cache_gb", self._entries.max_bytes)
         return processed
 
     # ---- shared memory
 
     def _store(self, arena: SharedArena, arrays: Arrays) -> SharedObject | None:
-        """Store arrays in shared memory, evicting unused items, the oldest first. None if there is no
-        space."""
+        """Store arrays in shared memory, evicting the oldest unused items; return None without space."""
         if (size := size_of(arrays)) > arena.max_parcel_bytes:
             _warn(size, "mm_shm_cache_max_object_size_mb", arena.max_parcel_bytes)
             return None
         data = pack(arrays)
-        if (parcel := arena.put(data)) is not None:
-            return parcel
-        for name, kept in self._kept.oldest():
-            if kept.parcel is not None and arena.is_idle(kept.parcel):
-                self._kept.drop(name)
-                if (parcel := arena.put(data)) is not None:
-                    return parcel
+        if (shared := arena.put(data)) is not None:
+            return shared
+        for name, entry in self._entries.oldest():
+            if entry.shared is not None and arena.is_idle(entry.shared):
+                self._entries.drop(name)
+                if (shared := arena.put(data)) is not None:
+                    return shared
         return None
 
-    def _with_place(self, kept: _Kept) -> ProcessedItem | None:
+    def _with_place(self, entry: _CacheEntry) -> ProcessedItem | None:
         """Return the item; None if its place in shared memory was just overwritten."""
-        if self._arena is None or kept.parcel is None:
-            return kept.processed
-        stored = self._arena.share(kept.parcel)
-        return None if stored is None else replace(kept.processed, stored=stored)
+        if self._arena is None or entry.shared is None:
+            return entry.processed
+        stored = self._arena.share(entry.shared)
+        return None if stored is None else replace(entry.processed, stored=stored)
 
-    def _on_drop(self, kept: _Kept) -> None:
-        if self._arena is not None and kept.parcel is not None:
-            self._arena.drop(kept.parcel)
+    def _on_drop(self, entry: _CacheEntry) -> None:
+        if self._arena is not None and entry.shared is not None:
+            self._arena.drop(entry.shared)
 
     def clear(self) -> None:
-        self._kept.clear()
-        self.forget_far()
+        self._entries.clear()
+        self.clear_core_keys()
 
     # ---- the engine core's copy
 
-    def forget_far(self) -> None:
+    def clear_core_keys(self) -> None:
         """Assume that the engine core has no arrays. Those that it still has are older than all later ones,
         so that it evicts them first."""
-        if self._far is not None:
-            self._far.clear()
+        if self._core_keys is not None:
+            self._core_keys.clear()
 
-    def lose_far(self) -> None:
+    def reset_core(self) -> None:
         """Reset after the engine core died; the next one may be able to read the arena."""
-        self.forget_far()
+        self.clear_core_keys()
         if self._arena is not None:
-            self._arena.lose_far()
+            self._arena.reset_receiver()
             self._is_shared = True
 
     def lacks(self, media: Media) -> bool:
         """Return whether an item has no arrays here, in shared memory or in the engine core."""
         return any(
-            item.arrays is None and item.stored is None and not self._is_far(item.key) for item in media.items
+            item.arrays is None and item.stored is None and not self._is_in_core(item.key)
+            for item in media.items
         )
 
-    def _is_far(self, key: bytes) -> bool:
-        return self._far is not None and key in self._far
+    def _is_in_core(self, key: bytes) -> bool:
+        return self._core_keys is not None and key in self._core_keys
 
-    def outgoing(self, media: Media, *, whole: bool = False) -> Media:
-        """Return the media to send to the engine core: without arrays that it has, unless `whole`."""
+    def outgoing(self, media: Media, *, all_arrays: bool = False) -> Media:
+        """Return the media to send to the engine core: without arrays that it has, unless `all_arrays`."""
         if self._arena is not None:
-            return self._refer_to_arena(self._arena, media, whole)
-        if self._far is None:
+            return self._refer_to_arena(self._arena, media, all_arrays)
+        if self._core_keys is None:
             return media
         new_arrays: dict[bytes, Arrays] = {}
         sent: list[MediaItem] = []
@@ -149,21 +148,21 @@ class ProcessorCache:
             arrays = item.arrays
             if item.key in new_arrays:
                 arrays = None
-            elif arrays is not None and (whole or item.key not in self._far):
+            elif arrays is not None and (all_arrays or item.key not in self._core_keys):
                 new_arrays[item.key] = arrays
             else:
-                assert item.key in self._far, "an item without arrays"
-                self._far.get(item.key)
+                assert item.key in self._core_keys, "an item without arrays"
+                self._core_keys.get(item.key)
                 arrays = None
             sent.append(msgspec.structs.replace(item, arrays=arrays))
         for key, arrays in new_arrays.items():
-            self._far.put(key, None, size_of(arrays))
+            self._core_keys.put(key, None, size_of(arrays))
         return msgspec.structs.replace(media, items=sent)
 
-    def _refer_to_arena(self, arena: SharedArena, media: Media, whole: bool) -> Media:
+    def _refer_to_arena(self, arena: SharedArena, media: Media, all_arrays: bool) -> Media:
         """Replace arrays by references to shared memory; send them if the engine core cannot read it
-        (`whole`)."""
-        if whole and self._is_shared:
+        (`all_arrays`)."""
+        if all_arrays and self._is_shared:
             log.warning(
                 "The engine core cannot open the shared memory of media: arrays are sent over the socket. "
                 "Check that /dev/shm is large enough and shared by all containers"
@@ -200,7 +199,7 @@ class SharedProcessorCache(ProcessorCache):
         self.count(1, value is not None)
         return None if value is None else _decode(value)
 
-    def keep(self, name: bytes, key: bytes, processed: ProcessedItem) -> ProcessedItem:
+    def put(self, name: bytes, key: bytes, processed: ProcessedItem) -> ProcessedItem:
         value = _encode((key, processed))
         if not self._shared.put(name, value):
             _warn(len(value), "mm_processor_cache_gb", self._shared.max_bytes)

@@ -39,7 +39,7 @@ def decode_video(blob: Blob, options: Mapping[str, Any], limits: DecodeLimits) -
     return _decode_file(data, options, limits)
 
 
-def chosen(total: int, fps: float | None, options: Mapping[str, Any]) -> list[int]:
+def sample_indices(total: int, fps: float | None, options: Mapping[str, Any]) -> list[int]:
     """Return the indices of the sampled frames: `num_frames` (-1: all), and at most `fps` per second."""
     count, wanted = options.get("num_frames", _NUM_FRAMES), options.get("fps")
     if type(count) is not int or (count < 1 and count != -1):
@@ -59,7 +59,7 @@ def _wrong(name: str, what: str, value: Any) -> RequestError:
 
 def _decode_frames(parts: Sequence[bytes], options: Mapping[str, Any], limits: DecodeLimits) -> Video:
     """Decode a video that was sent as images: all of them, unless `num_frames` is set."""
-    indices = chosen(len(parts), None, {"num_frames": -1, **options})
+    indices = sample_indices(len(parts), None, {"num_frames": -1, **options})
     frames: _Frames | None = None
     for index in indices:
         with opened(parts[index], limits) as image:
@@ -80,7 +80,7 @@ def _decode_animation(data: bytes, options: Mapping[str, Any], limits: DecodeLim
         image.load()  # some files have the duration of a frame only with its pixels
         length_ms = image.info.get("duration")
         fps = 1000 / length_ms if length_ms else None
-        indices = chosen(total, fps, options)
+        indices = sample_indices(total, fps, options)
         wanted, size = {*indices}, image.size
         frames = _Frames(indices, size, fps, total, limits)
         end = time.monotonic() + _DECODE_S
@@ -101,7 +101,7 @@ def _decode_file(data: bytes, options: Mapping[str, Any], limits: DecodeLimits) 
         stream.thread_type = "AUTO"
         total = _count(container, stream)
         fps = float(stream.average_rate) if stream.average_rate else None
-        indices = chosen(total, fps, options)
+        indices = sample_indices(total, fps, options)
         largest = _begin_size(0, stream.codec_context.width, stream.codec_context.height, limits)
         container.seek(0, stream=stream)
         wanted, frames = {*indices}, None

@@ -31,7 +31,7 @@ class World:
 def join(
     parallel: ParallelSection,
     rank: Rank,
-    meeting: str,
+    init_method: str,
     device: torch.device,
     timeout_s: float,
     *,
@@ -47,7 +47,7 @@ def join(
     by_nccl = device.type == "cuda" and not staged
     dist.init_process_group(
         "nccl" if by_nccl else "gloo",
-        init_method=meeting,
+        init_method=init_method,
         rank=local.index(parallel),
         world_size=dp_size * pp_size * tp_size,
         timeout=datetime.timedelta(seconds=timeout_s),

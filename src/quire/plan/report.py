@@ -12,6 +12,7 @@ from quire.checkpoint.hub import is_default_model
 from quire.checkpoint.layout import ROW_KINDS
 from quire.checkpoint.model import Checkpoint
 from quire.checkpoint.weights import count_parameters
+from quire.config.kv_offloading import default_host_bytes
 from quire.memory import human
 from quire.plan.devices import Accelerator
 from quire.plan.estimate import (
@@ -289,19 +290,30 @@ def _offload(fit: MemoryFit, device: Accelerator) -> list[str]:
 
 def _host_tier(fit: MemoryFit) -> list[str]:
     """Return the tokens that fit into the host tier of the KV cache, over all devices."""
-    if fit.cache is None or (num_tokens := host_tier_tokens(fit)) == 0:
+    if (num_tokens := host_tier_tokens(fit)) == 0:
         return []
     assert fit.config is not None
-    size = human(int(fit.config.cache.kv_offloading_size * 2**30))
-    return [f"KV cache tier in host memory: {size}, {num_tokens:,} more tokens"]
+    note = ", if ten times as much is free" if fit.config.cache.kv_offloading_size is None else ""
+    size = human(_host_tier_bytes(fit))
+    return [f"KV cache tier in host memory: {size}, {num_tokens:,} more tokens{note}"]
 
 
 def host_tier_tokens(fit: MemoryFit) -> int:
     """Return the number of tokens in the host tier of the KV cache."""
-    if fit.config is None or fit.cache is None or not fit.config.cache.kv_offloading_size:
+    if fit.cache is None or not (num_bytes := _host_tier_bytes(fit)):
         return 0
     per_token = fit.cache.num_bytes * fit.num_devices / max(fit.cache.num_tokens, 1)
-    return int(fit.config.cache.kv_offloading_size * 2**30 / per_token)
+    return int(num_bytes / per_token)
+
+
+def _host_tier_bytes(fit: MemoryFit) -> int:
+    """Return the size of the host tier; by default that on a host with plenty of memory."""
+    if fit.config is None or fit.cache is None or not fit.config.cache.has_tiers:
+        return 0
+    if (gib := fit.config.cache.kv_offloading_size) is not None:
+        return int(gib * 2**30)
+    device_bytes = fit.cache.num_bytes * fit.num_devices
+    return default_host_bytes(1 << 62, device_bytes, num_devices=fit.num_devices, num_engines=1)
 
 
 def _notes(fit: MemoryFit) -> list[str]:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from quire.logs import get_logger, warn_once
 from quire.quant.experts import StoredExperts
-from quire.quant.plain import PlainExperts, PlainWeight
+from quire.quant.unquantized import PlainExperts, PlainWeight
 from quire.quant.weight import Weight
 
 logger = get_logger(__name__)

@@ -25,7 +25,7 @@ class SchemeFormat:
         size_in = shape.size_in if shape.inputs is None else shape.inputs.all
         sizes = [sum(run.all for run in runs) for runs in shape.outputs] or shape.sizes_out
         schemes = [
-            self._scheme(part, size=size * size_in, narrows=shape.narrows)
+            self._scheme(part, size=size * size_in, quantizable=shape.quantizable)
             for part, size in zip(parts, sizes, strict=True)
         ]
         runs = [(scheme, len(list(run))) for scheme, run in groupby(schemes)]
@@ -40,7 +40,9 @@ class SchemeFormat:
 
     def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
         size = shape.hidden * (shape.intermediate if shape.inner is None else shape.inner.all)
-        schemes = {part: self._scheme(_first_expert(part), part, size=size, narrows=True) for part in parts}
+        schemes = {
+            part: self._scheme(_first_expert(part), part, size=size, quantizable=True) for part in parts
+        }
         first, *others = set(schemes.values())
         if others:
             raise ConfigError(
@@ -57,13 +59,13 @@ class SchemeFormat:
             self._formats[scheme] = SCHEMES[type(scheme).__name__](scheme, self.plain)
         return self._formats[scheme]
 
-    def _scheme(self, *names: str, size: int, narrows: bool) -> Scheme | None:
+    def _scheme(self, *names: str, size: int, quantizable: bool) -> Scheme | None:
         """Return the scheme of a layer with one of these names if the checkpoint has its tensors."""
         scheme = next(filter(None, map(self.facts.scheme, names)), None)
         if scheme is None:
             return None
         if self.shape_of is None or not getattr(scheme, "stored", True):
-            return scheme if narrows else None
+            return scheme if quantizable else None
         for name in names:
             for mark in scheme.marks:
                 if self.shape_of(f"{name}{'' if mark[0] == '_' else '.'}{mark}") is not None:

@@ -17,7 +17,8 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 class Int4Size(NamedTuple):
-    """A tensor of the file, its axes along outputs and inputs, and how many of these share one value."""
+    """A tensor of the file: its axes along outputs and inputs, and how many outputs and inputs share one
+    of its values (8 codes in an int32, a group of 128 with one scale)."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -25,7 +25,7 @@ class LinearShape:
     bias: bool
     dtype: torch.dtype
     device: torch.device
-    narrows: bool = True
+    quantizable: bool = True
     """Whether it may be quantized while it is loaded: not if that saves little memory or costs much
     accuracy."""
     outputs: tuple[Runs, ...] = ()

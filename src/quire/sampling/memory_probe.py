@@ -30,7 +30,7 @@ def everything(vocab: int, num_logprobs: int) -> SamplingParams:
         logit_bias={0: 1.0, vocab - 1: -1.0},
         allowed_token_ids=list(range(min(vocab, 1024))),
         bad_words_token_ids=[[1], [0, 2]],
-        moments=TimestampTokens(zero=vocab - 1, end=0),
+        timestamp_tokens=TimestampTokens(zero=vocab - 1, end=0),
     )
 
 

@@ -166,7 +166,7 @@ class SamplingRows:
         self.biased = TokenTable()
         self.listed = TokenTable()
         self.banned = WordTable()
-        self.moments: Ints = np.zeros((3, max_rows), np.int32)
+        self.timestamp_tokens: Ints = np.zeros((3, max_rows), np.int32)
         """[3, rows]: for rows with timestamps the first timestamp token, the end token, and the latest first
         timestamp (-1: any)."""
         self._places = np.full(max_rows, -1, np.int32)
@@ -233,8 +233,9 @@ class SamplingRows:
         if params.logit_bias:
             self.biased.add(row, list(params.logit_bias), list(params.logit_bias.values()))
             flags |= BIASED
-        if (times := params.moments) is not None:
-            self.moments[:, row] = times.zero, times.end, -1 if times.max_first is None else times.max_first
+        if (times := params.timestamp_tokens) is not None:
+            max_first = -1 if times.max_first is None else times.max_first
+            self.timestamp_tokens[:, row] = times.zero, times.end, max_first
             flags |= TIMED
         return flags
 

@@ -29,7 +29,7 @@ class TimestampBounds(NamedTuple):
 
 def bounds_of(rows: Ints, state: SamplingRows, history: History, vocab: int) -> TimestampBounds:
     tokens, num_tokens, prompt_lens = history
-    zero, end_id, max_first = (column[rows] for column in state.moments)
+    zero, end_id, max_first = (column[rows] for column in state.timestamp_tokens)
     lens = num_tokens[rows]
     num_output = lens - prompt_lens[rows]
     last, before = (tokens[rows, np.maximum(lens - back, 0)] for back in (1, 2))

@@ -6,6 +6,7 @@ import numpy as np
 
 from quire.data.request import Request
 from quire.data.step_plan import Admission, FirstRun, Ints
+from quire.sched.admission_checks import AdmissionChecks, ReadyQueue
 from quire.sched.encoder_cache import EncoderCache, strip_arrays
 from quire.sched.fairness import Capacity, FairShare
 from quire.sched.fault_isolation import FaultIsolation
@@ -13,9 +14,8 @@ from quire.sched.in_flight import Notes, StepInFlight
 from quire.sched.kv_manager import Growth, Hit, KVManager
 from quire.sched.limits import Claim, StepLimits
 from quire.sched.lora import LoRAScheduler
-from quire.sched.prompt_pace import PromptPace
+from quire.sched.prefill_limit import PrefillLimit
 from quire.sched.queues import QUEUE_CLASSES, FairQueue
-from quire.sched.readiness import AdmissionChecks, ReadyQueue
 from quire.sched.running import RowIds, Running
 from quire.sched.spec import NO_DRAFTS, Drafting, Drafts
 
@@ -55,7 +55,7 @@ class Admitter:
         self.reserve_full_prompt = reserve_full_prompt
         self.num_watermark_blocks = int(watermark * kv.pool.num_usable)
         self.shares = FairShare() if fair else None
-        self.prompt_pace = PromptPace()
+        self.prefill_limit = PrefillLimit()
         self.policy = policy
         queue = QUEUE_CLASSES[policy]() if self.shares is None else FairQueue(policy, self.shares)
         self.waiting = ReadyQueue(queue, checks)
@@ -67,7 +67,7 @@ class Admitter:
         if self.shares is not None:
             num_decodes = int((flight.plan.num_tokens == 1).sum())
             num_prompt_tokens = flight.plan.total_tokens - num_decodes
-            self.prompt_pace.learn(num_decodes, num_prompt_tokens, flight.seconds)
+            self.prefill_limit.learn(num_decodes, num_prompt_tokens, flight.seconds)
 
     def _limit_prompts(self, pending: Ints) -> None:
         """Limit the prompts of the next step if a tenant waits for a token while another has prompts."""
@@ -80,7 +80,7 @@ class Admitter:
         is_shared = (tenants != tenants[0]).any() or (request is not None and request.tenant != tenants[0])
         num_decodes = int((pending <= 1).sum())
         if is_shared and num_decodes:
-            limits.paced_tokens = num_decodes + self.prompt_pace.limit(limits.max_tokens)
+            limits.paced_tokens = num_decodes + self.prefill_limit.limit(limits.max_tokens)
 
     def divide(self, pending: Ints, *, admits: bool) -> Ints:
         """Divide the tokens of a step between the running rows, in order. If the step `admits`, some tokens

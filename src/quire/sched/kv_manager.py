@@ -12,14 +12,14 @@ from quire.data.prefix_miss import PrefixMiss
 from quire.data.request import Request
 from quire.data.stats import TierStats
 from quire.data.step_plan import Ints
+from quire.sched.admission_checks import AdmissionCheck
 from quire.sched.blocks import SALTED, Block
 from quire.sched.kv_events import KVEvents
-from quire.sched.lower_tiers import LowerTiers
 from quire.sched.miss_reasons import MissReasons
-from quire.sched.readiness import AdmissionCheck
 from quire.sched.retention import RetainingPool
 from quire.sched.running import RowIds, Running
 from quire.sched.state_cache import StateCache
+from quire.sched.tier_protocol import LowerTiers
 
 _NONE: Ints = np.empty(0, np.int32)
 _NO_SAVES: Ints = np.empty((3, 0), np.int32)

@@ -153,7 +153,9 @@ class KVOffers:
             pass
 
     def _drop(self, name: str, reason: str) -> None:
-        log.warning("The prefix of request %s is not kept for another engine any more: %s", name, reason)
+        log.warning(
+            "Released the KV cache of request %s, which was kept for another engine: %s", name, reason
+        )
         self.num_expired += 1
         self._release(name)
 

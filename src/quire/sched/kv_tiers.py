@@ -440,7 +440,9 @@ class KVTiers:
         """Write no more entries to disk, and exchange none with other engines: the weights are no longer
         those that its files are named by, and that the others have."""
         if self.offers is not None or self._takes_remote:
-            log.warning("The weights have changed: no prefixes are exchanged with other engines any more")
+            log.warning(
+                "The weights have changed: prefixes are not exchanged with other engines until a restart"
+            )
             self.close()
             self.offers, self._takes_remote = None, False
         if any(kind.disk is not None for kind in self.stores.kinds) and not self.stores.disk_is_off:

@@ -14,7 +14,9 @@ RowIds = NDArray[np.intp]
 
 def looks_back(params: SamplingParams) -> bool:
     """Whether the sampler needs the preceding tokens on the host. Penalties are counted on the device."""
-    return params.moments is not None or any(len(word) > 1 for word in params.bad_words_token_ids or ())
+    return params.timestamp_tokens is not None or any(
+        len(word) > 1 for word in params.bad_words_token_ids or ()
+    )
 
 
 def is_constrained(params: SamplingParams) -> bool:

@@ -17,6 +17,7 @@ import numpy as np
 from quire.data.request import Request
 from quire.data.step_plan import Admission, FinishReason, Ints, StepOutput, StepPlan, StepResult
 from quire.sched.admission import Admitter
+from quire.sched.admission_checks import AdmissionChecks
 from quire.sched.encoder_cache import EncoderCache
 from quire.sched.fault_isolation import FaultIsolation
 from quire.sched.grammar import Constraints, GrammarCompiler
@@ -25,7 +26,6 @@ from quire.sched.kv_manager import Growth, KVManager
 from quire.sched.limits import StepLimits
 from quire.sched.lora import LoRAScheduler
 from quire.sched.preemption import PreemptionWarning, choose_victim
-from quire.sched.readiness import AdmissionChecks
 from quire.sched.routed_experts import RoutedExperts
 from quire.sched.running import Running
 from quire.sched.spec import Drafting, Drafts

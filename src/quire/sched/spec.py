@@ -10,7 +10,7 @@ from quire.data.stats import StepStats
 from quire.data.step_plan import Ints
 from quire.sched.in_flight import StepInFlight
 from quire.sched.proposers import NUM_DRAFT_KINDS, Proposer
-from quire.sched.proposers.pace import Pace
+from quire.sched.proposers.adaptive_length import AdaptiveDraftLength
 from quire.sched.running import RowIds, Running
 from quire.sched.step_tokens import StepTokens
 
@@ -48,7 +48,7 @@ class Drafting:
 
     def __init__(
         self,
-        pace: Pace,
+        pace: AdaptiveDraftLength,
         proposer: Proposer | None,
         *,
         max_drafts: int,

@@ -45,13 +45,16 @@ class StateCache:
         block_size: int,
         unit: int,
         interval: int | None = None,
+        least_gap: int = 0,
         whole_items: bool = False,
     ) -> None:
         """Build the cache. Boundaries are multiples of `unit` tokens, which is a multiple of the block size.
-        A prompt has a boundary every `interval` tokens; 0: none of these, None: at halves of the prompt. With
-        `whole_items`, no step ends inside of a media item."""
+        A prompt has a boundary every `interval` tokens; 0: none of these, None: at halves of the prompt. If
+        it continues a checkpoint, it has none in the `least_gap` tokens after it, and none in a quarter of
+        them where it departs from known prompts. With `whole_items`, no step ends inside of a media item."""
         self.pool = RetainingPool(num_slots + 1)
         self.block_size, self.unit, self.interval = block_size, unit, interval
+        self.least_gap = least_gap
         self.whole_items = whole_items
         self.next: Ints = np.full(max_rows, _NEVER, np.int32)
         """The boundary at which the next step of each row must end."""
@@ -86,7 +89,8 @@ class StateCache:
         `num_cached` tokens: at its end, where it departs from known prompts after `num_seen` tokens, and in
         between."""
         unit, last = self.unit, (num_tokens - 1) // self.unit * self.unit
-        ends = {last, min(num_seen, last) // unit * unit}
+        least_gap = self.least_gap if num_cached else 0
+        ends, departs_at = {last}, min(num_seen, last) // unit * unit
         if self.interval:
             ends.update(range(self.interval, last, self.interval))
         elif self.interval is None:
@@ -94,6 +98,9 @@ class StateCache:
             while half >= _LEAST_HALF:
                 ends.add(half // unit * unit)
                 half //= 2
+        ends = {end for end in ends if end >= num_cached + least_gap}
+        if departs_at >= num_cached + least_gap // 4:
+            ends.add(departs_at)
         return sorted((end for end in ends if end > num_cached), reverse=True)
 
     def admit(self, row: int, boundaries: list[int]) -> None:

@@ -24,9 +24,9 @@ from quire.server.openai.completions import create_completion
 from quire.server.openai.models import add_model_routes
 from quire.server.openai.scoring import add_scoring_route
 from quire.server.openai.service import GenerationService
-from quire.server.ops.absent import add_absent_routes
 from quire.server.ops.routes import add_operate_routes
 from quire.server.ops.status import add_status_routes
+from quire.server.ops.unsupported_routes import add_absent_routes
 from quire.server.ops.weights import version_header
 from quire.server.page import OPEN_PATHS, SnapshotFeed, add_page
 from quire.server.pooling.routes import add_pooling_routes

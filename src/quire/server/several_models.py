@@ -253,7 +253,8 @@ def _names_of(path: str, body: bytes) -> _Names:
 
 
 def _form_model(body: bytes) -> str | None:
-    """Return the field `model` of a form, which stands between an empty line and the end of its line."""
+    """Return the value of the field `model` of a multipart form: the line after the empty line that ends the
+    headers of its part."""
     if (part := _FORM_MODEL.search(body)) is None:
         return None
     _, _, rest = body[part.start() : part.start() + _MAX_FORM_FIELD].partition(b"\r\n\r\n")

@@ -123,7 +123,7 @@ class SharedArena:
             self._dropped[parcel.start] = parcel
             self._settle()
 
-    def lose_far(self) -> None:
+    def reset_receiver(self) -> None:
         """Release all objects of the other process after its death."""
         with self._lock:
             for parcel in self._parcels.values():

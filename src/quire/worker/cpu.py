@@ -14,7 +14,7 @@ from quire.data.step_plan import Ints, Masks, Pending, StepPlan, StepResult, spr
 from quire.kernels.cpu.sampling import FREE, ConstrainedHost, sample
 from quire.kernels.cpu.tape import Tapes
 from quire.memory import MAX_TAPED, activation_bytes, tape_bytes
-from quire.models.decoder import TappedStates
+from quire.models.decoder import HiddenWithAux
 from quire.parallel.all2all import EPTokens
 from quire.sampling.random import SamplingTensors
 from quire.sampling.sampler import Sampled, Sampler
@@ -24,7 +24,6 @@ from quire.worker.device import (
     ForwardResult,
     Model,
     NewTokens,
-    batch_of,
     blank_batch,
     count_accepted,
 )
@@ -34,7 +33,6 @@ from quire.worker.input_buffers import (
     bytes_of,
     row_sampling_tensors,
     sampling_tensors,
-    sizes_of,
     tensors,
 )
 from quire.worker.memory import Needs
@@ -62,11 +60,11 @@ class CpuDevice:
         self.model = model
         self.sample = sample
         self.block_tables = torch.from_numpy(all_rows.block_tables)
-        self._decodes = cache(_new_buffers)
+        self._taped_buffers = cache(_new_buffers)
         """Input buffers of taped steps: tapes read them at fixed addresses."""
         self._receive_buffers = cache(model.receive_buffer)
         """Receive buffers of taped steps."""
-        self._others = lru_cache(_MAX_BUFFERS)(_new_buffers)
+        self._eager_buffers = lru_cache(_MAX_BUFFERS)(_new_buffers)
         self._tapes = Tapes()
         self._max_taped = MAX_TAPED
         self.drafter: Drafter | None = None
@@ -117,20 +115,14 @@ class CpuDevice:
         if self.drafter is not None:
             self._propose(self.drafter, plan, all_rows)
         features = self.model.features(plan, all_rows, self.block_tables.device)
-        has_adapters = features.has_adapters
-        sizes = sizes_of(plan, 0, len(all_rows.block_tables), adapters=has_adapters, axes=features.axes)
-        is_short = plan.query_len > 0 and plan.total_tokens <= self._max_taped
-        taped = is_short and not features.has_media and not features.is_eager
-        buffers, inputs = self._decodes(sizes) if taped else self._others(sizes)
+        sizes = features.sizes(plan, len(all_rows.block_tables))
+        taped = plan.query_len > 0 and plan.total_tokens <= self._max_taped
+        taped = taped and not features.has_media and not features.is_eager
+        buffers, inputs = self._taped_buffers(sizes) if taped else self._eager_buffers(sizes)
         buffers.write(plan, all_rows)
-        seq_lens = buffers.arrays["seq_lens"]
-        batch = batch_of(
-            inputs, self.block_tables, plan.num_tokens, seq_lens, uses_extra_vocab=features.uses_extra_vocab
-        )
-        batch.intermediate_tensors = (self._receive_buffers if taped else self.model.receive_buffer)(
-            plan.total_tokens
-        )
-        features.apply_to(batch)
+        batch = features.batch(inputs, self.block_tables, plan.num_tokens, buffers.arrays["seq_lens"])
+        receive_buffer = self._receive_buffers if taped else self.model.receive_buffer
+        batch.intermediate_tensors = receive_buffer(plan.total_tokens)
         self._set_ep_tokens(batch, plan)
         self._batch = batch
 
@@ -139,10 +131,10 @@ class CpuDevice:
         def run() -> ForwardResult | IntermediateTensors:
             return self._compute(batch, inputs, sampled_in_graph)
 
-        if taped:
-            key = len(plan.rows), plan.query_len, sampled_in_graph, has_adapters
-            return self.model.step(lambda: self._tapes.run(key, run), batch.intermediate_tensors)
-        return self.model.step(run, batch.intermediate_tensors)
+        if not taped:
+            return self.model.step(run, batch.intermediate_tensors)
+        key = len(plan.rows), plan.query_len, sampled_in_graph, features.has_adapters
+        return self.model.step(lambda: self._tapes.run(key, run), batch.intermediate_tensors)
 
     def _idle(self, plan: StepPlan) -> DeviceStep:
         """Return a step of one dummy token, for a rank without rows."""
@@ -163,7 +155,7 @@ class CpuDevice:
         if not model.has_lm_head:
             passed: IntermediateTensors = out
             return passed
-        hidden, aux = out if isinstance(out, TappedStates) else (out, ())
+        hidden, aux = out if isinstance(out, HiddenWithAux) else (out, ())
         routes = model.routes(batch)
         states = hidden if len(batch.logit_tokens) == len(hidden) else hidden[batch.logit_tokens]
         logits, sampling = model.logits(states, batch), sampling_tensors(inputs)
@@ -187,7 +179,7 @@ class CpuDevice:
             num_drafts = plan.num_drafts[plan.samples]
             counts = count_accepted(token_ids, all_rows.drafts_of(plan), num_drafts)
             token_ids = token_ids[spread(np.cumsum(1 + num_drafts) - 1 - num_drafts, counts)]
-        all_rows.learn(*NewTokens.of(plan), token_ids, counts)
+        all_rows.append_sampled(*NewTokens.of(plan), token_ids, counts)
         if self.drafter is not None and self.drafter.follows:
             self._update_drafter(self.drafter, plan, all_rows, first, counts, output)
         return Done(sampled.result(plan.sampling_rows, token_ids, counts))
@@ -217,11 +209,11 @@ class CpuDevice:
 
     def _propose(self, drafter: Drafter, plan: StepPlan, all_rows: Rows) -> None:
         """Propose drafts for the rows of the plan that have some."""
-        progress, wanted, late = self.draft_progress, is_decode(plan), np.zeros(len(plan.rows), np.bool_)
+        progress, has_drafts, late = self.draft_progress, is_decode(plan), np.zeros(len(plan.rows), np.bool_)
         if progress is not None:
             progress.begin(plan)
         if progress is None or progress.lags:
-            wanted &= (plan.num_drafts > 0) if len(plan.num_drafts) else False
+            has_drafts &= (plan.num_drafts > 0) if len(plan.num_drafts) else False
         if progress is not None:
             missed, late = progress.missed(plan, self._max_tokens)
             if missed:
@@ -229,23 +221,23 @@ class CpuDevice:
                 drafter.catch_up(
                     batch_of_spans(missed, all_rows, progress.groups, history, self.block_tables)
                 )
-            wanted &= ~late
-        if wanted.any():
-            rows, most = plan.rows[wanted].astype(np.intp), int(plan.num_drafts.max(initial=1))
+            has_drafts &= ~late
+        if has_drafts.any():
+            rows, most = plan.rows[has_drafts].astype(np.intp), int(plan.num_drafts.max(initial=1))
             all_rows.drafts[rows, :most] = drafter.propose(self._ends(rows, all_rows), most).numpy()
-        if progress is not None and (wanted.any() or not progress.lags):
-            progress.note(plan, wanted, late)
+        if progress is not None and (has_drafts.any() or not progress.lags):
+            progress.note(plan, has_drafts, late)
         elif progress is not None:
             progress.skip(plan)
         if len(plan.num_drafts):
-            all_rows.draft(plan)
+            all_rows.write_drafts(plan)
 
     def _ends(self, rows: NDArray[np.intp], all_rows: Rows) -> SequenceEnds:
         last = all_rows.num_tokens[rows].astype(np.int64) - 1
-        both = np.maximum(last[:, None] + (-1, 0), 0)
+        last_two = np.maximum(last[:, None] + (-1, 0), 0)
         return SequenceEnds(
             rows=torch.from_numpy(rows.astype(np.int32)),
-            ids=torch.from_numpy(all_rows.tokens[rows[:, None], both].astype(np.int64)),
+            ids=torch.from_numpy(all_rows.tokens[rows[:, None], last_two].astype(np.int64)),
             last=torch.from_numpy(last),
             num_slots=torch.from_numpy(all_rows.num_slots(rows).astype(np.int64)),
             tables=self.block_tables,
@@ -274,8 +266,7 @@ class Done:
 
 
 def _build_constraints(masks: Masks, places: Ints, count: int) -> ConstrainedHost | None:
-    """Return the token constraints of `count` samples. `places` [max_rows] maps rows to positions in the
-    batch."""
+    """Return the token constraints of `count` samples. `places` [max_rows] maps rows to batch positions."""
     if not len(masks.rows):
         return None
     mask_of = np.full(count, FREE, np.int32)

@@ -145,8 +145,7 @@ class Device(Protocol):
         """Prepare the inputs of a step and return it, ready to run."""
 
     def resample(self, output: ForwardResult, masks: Masks, places: Ints) -> Tensor | None:
-        """Sample again under masks; None if there is no captured way. `places` [max_rows] maps rows to
-        positions in the step."""
+        """Sample again under masks; None if not captured. `places` [max_rows] maps rows to positions."""
 
     def start_readback(
         self, plan: StepPlan, output: ForwardResult, sampled: Sampled, all_rows: Rows
@@ -177,8 +176,23 @@ class StepFeatures(NamedTuple):
         """Whether the step can be neither taped nor captured."""
         return self.last_visible is not None or self.uses_extra_vocab
 
-    def apply_to(self, batch: Batch) -> None:
+    def sizes(
+        self, plan: StepPlan, num_groups: int, num_block_changes: int = 0, *, drafts: bool = False
+    ) -> BufferSizes:
+        """Return the sizes of the input arrays of a step with these features."""
+        counts = plan.total_tokens, len(plan.rows), len(plan.logit_rows)
+        return BufferSizes(
+            *counts, num_block_changes, num_groups, self.has_adapters, drafts=drafts, axes=self.axes
+        )
+
+    def batch(
+        self, inputs: dict[str, Tensor], block_tables: Tensor, query_lens: Ints, seq_lens: Ints
+    ) -> Batch:
+        """Build the batch of a step with these features."""
+        lens, uses_extra_vocab = (query_lens, seq_lens), self.uses_extra_vocab
+        batch = batch_of(inputs, block_tables, *lens, uses_extra_vocab=uses_extra_vocab)
         batch.embeds, batch.last_visible = self.embeds, self.last_visible
+        return batch
 
 
 @dataclass(slots=True)
@@ -217,7 +231,6 @@ class Model:
         return (False,) if self.adapters is None else (False, True)
 
     def logits(self, states: Tensor, batch: Batch) -> Tensor:
-        """Return the logits of hidden states of a batch."""
         return self.head(states) if batch.logit_lora is None else self.head(states, batch.logit_lora)
 
     def head_of_one(self, states: Tensor) -> Tensor:
@@ -264,8 +277,7 @@ class Model:
         )
 
     def hidden(self, batch: Batch) -> Any:
-        """Run the layers: return [T, hidden] (`TappedStates` for some draft models), or the tensors for the
-        next stage."""
+        """Run the layers: return [T, hidden] (`HiddenWithAux` for some drafts), or tensors to send."""
         last_visible = batch.last_visible  # the batch may be one of its groups
         routes: list[Tensor] | None = None if self.routes_group is None else []
         for number, group in enumerate(batch.groups):
@@ -323,7 +335,7 @@ def batch_of(
     seq_lens: Ints,
     *,
     are_decodes: bool = False,
-    are_any: bool = False,
+    are_mixed: bool = False,
     uses_extra_vocab: bool = False,
 ) -> Batch:
     """Build the batch of a step from its tensors. `block_tables` is [layer groups, rows, blocks],
@@ -347,7 +359,7 @@ def batch_of(
         lora=LoRATokens(inputs["adapters"], uses_extra_vocab) if has_adapters else None,
         logit_lora=LoRATokens(inputs["logit_adapters"], uses_extra_vocab) if has_adapters else None,
         are_decodes=are_decodes,
-        are_any=are_any,
+        are_mixed=are_mixed,
     )
     batch.others = tuple(
         replace(batch, slots=inputs[slots_of(group)], block_tables=block_tables[group])

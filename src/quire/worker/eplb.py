@@ -1,5 +1,4 @@
-"""Expert-parallel load balancing (EPLB): experts move between devices as their load changes, one layer per
-step."""
+"""Expert-parallel load balancing (EPLB): experts move between devices by their load, one layer per step."""
 
 import math
 from collections import deque
@@ -28,11 +27,11 @@ class Balancer:
         self.layers, self.group, self.eplb = layers, group, eplb
         for layer in layers:
             layer.weights.by_expert()  # raises if they cannot move
-        self._stretch = math.gcd(eplb.window_size, eplb.step_interval)
+        self._count_interval = math.gcd(eplb.window_size, eplb.step_interval)
         """Steps per count: window and interval are multiples of it."""
-        self._past: deque[Tensor] = deque(maxlen=eplb.window_size // self._stretch)
+        self._window: deque[Tensor] = deque(maxlen=eplb.window_size // self._count_interval)
         self._num_steps = 0
-        self._left: deque[tuple[Experts, list[int]]] = deque()
+        self._unplaced: deque[tuple[Experts, list[int]]] = deque()
         """Layers that wait for a new placement, with their loads."""
 
     def begin(self) -> None:
@@ -45,27 +44,26 @@ class Balancer:
     def step(self) -> None:
         """Update the counts after a step, and move experts if it is time."""
         self._num_steps += 1
-        if self._num_steps % self._stretch == 0:
+        if self._num_steps % self._count_interval == 0:
             counted = [layer.loads for layer in self.layers if layer.loads is not None]
-            self._past.append(torch.stack(counted))
+            self._window.append(torch.stack(counted))
             self.begin()
         if self._num_steps % self.eplb.step_interval == 0:
             self._collect_loads()
-        if self._left:
-            self._place(*self._left.popleft())
-        while self._left and not self.eplb.use_async:
-            self._place(*self._left.popleft())
+        if self._unplaced:
+            self._place(*self._unplaced.popleft())
+        while self._unplaced and not self.eplb.use_async:
+            self._place(*self._unplaced.popleft())
 
     def _collect_loads(self) -> None:
-        """Sum the load of every expert over all devices."""
-        loads = self.group.all_reduce(torch.stack(list(self._past)).sum(0).to(torch.int32)).tolist()
-        self._left = deque(zip(self.layers, loads, strict=True))
+        loads = self.group.all_reduce(torch.stack(list(self._window)).sum(0).to(torch.int32)).tolist()
+        self._unplaced = deque(zip(self.layers, loads, strict=True))
         if self.eplb.log_balancedness:
-            uneven = [imbalance(_placement(layer), load) for layer, load in self._left]
+            imbalances = [imbalance(_placement(layer), load) for layer, load in self._unplaced]
             log.info(
                 "EPLB: the busiest device had %.2f times the mean load, %.2f times in the worst layer",
-                sum(uneven) / len(uneven),
-                max(uneven),
+                sum(imbalances) / len(imbalances),
+                max(imbalances),
             )
 
     def _place(self, layer: Experts, loads: list[int]) -> None:

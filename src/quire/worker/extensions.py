@@ -66,11 +66,11 @@ def open_processors(config: EngineConfig, device: torch.device, all_rows: Rows) 
 def _make_processors(
     classes: list[type[LogitsProcessor]], config: EngineConfig, device: torch.device
 ) -> list[LogitsProcessor]:
-    made = []
+    processors = []
     for processor in classes:
         try:
-            made.append(processor(VllmConfig(config), device, device.type == "cuda"))
+            processors.append(processor(VllmConfig(config), device, device.type == "cuda"))
         except Exception as error:  # code of the operator, which may raise anything
             name = f"{processor.__module__}:{processor.__qualname__}"
             raise ConfigError(f"logits processor {name} cannot be built: {one_line(error)}") from error
-    return made
+    return processors

@@ -22,7 +22,7 @@ class StepFeature(Protocol):
     def begin(self, plan: StepPlan) -> None:
         """Prepare a step; the rows are up to date, nothing is computed yet."""
 
-    def end(self, plan: StepPlan, done: ForwardResult, sampled: Sampled) -> None:
+    def end(self, plan: StepPlan, output: ForwardResult, sampled: Sampled) -> None:
         """Process a step; the rows have not advanced yet."""
 
 
@@ -40,35 +40,35 @@ class PromptLogprobs:
         self.adapters = adapters
         self.all_rows = all_rows
         self.mode = logprobs_mode
-        self._wanted: dict[int, int] = {}
+        self._num_logprobs: dict[int, int] = {}
         """Number of top logprobs at each position, by row."""
         self._slot = -1
         """Adapter slot of the current row."""
 
     def begin(self, plan: StepPlan) -> None:
         for row in plan.released:
-            self._wanted.pop(row, None)
+            self._num_logprobs.pop(row, None)
         for new in plan.admitted:
-            self._wanted.pop(new.row, None)
+            self._num_logprobs.pop(new.row, None)
             if new.params.prompt_logprobs is not None:
-                self._wanted[new.row] = new.params.prompt_logprobs
+                self._num_logprobs[new.row] = new.params.prompt_logprobs
 
-    def end(self, plan: StepPlan, done: ForwardResult, sampled: Sampled) -> None:
-        if not self._wanted:
+    def end(self, plan: StepPlan, output: ForwardResult, sampled: Sampled) -> None:
+        if not self._num_logprobs:
             return
-        hidden = done.hidden  # a row per token of the plan: a step with prompts has no padding in between
+        hidden = output.hidden  # a row per token of the plan: a step with prompts has no padding in between
         all_rows, starts = self.all_rows, np.cumsum(plan.num_tokens) - plan.num_tokens
         for place, row in enumerate(plan.rows.tolist()):
             computed = int(all_rows.num_computed[row])
             count = min(int(plan.num_tokens[place]), int(all_rows.prompt_len[row]) - 1 - computed)
-            if row in self._wanted and count > 0:
+            if row in self._num_logprobs and count > 0:
                 self._slot = int(all_rows.adapter[row])
                 states = hidden[starts[place] : starts[place] + count]
                 next_ids = torch.from_numpy(
                     all_rows.tokens[row, computed + 1 : computed + 1 + count].astype(np.int64)
                 )
                 sampled.prompt_logprobs[row] = prompt_logprobs(
-                    self._logits, states, next_ids.to(hidden.device), self._wanted[row], self.mode
+                    self._logits, states, next_ids.to(hidden.device), self._num_logprobs[row], self.mode
                 )
 
     def _logits(self, states: Tensor) -> Tensor:

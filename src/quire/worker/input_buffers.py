@@ -10,13 +10,13 @@ from torch import Tensor
 from quire.data.step_plan import Ints, StepPlan, spread
 from quire.sampling.random import SamplingTensors
 from quire.sampling.rows import SamplingRows
-from quire.worker.rows import Rows, Wide
+from quire.worker.rows import Int64s, Rows
 
 _ALIGN = 64
 """Alignment in bytes: kernels are compiled for aligned pointers, and all steps must look the same to them."""
 
 Arrays = dict[str, NDArray[Any]]
-_NO_PLACES: Wide = np.empty(0, np.int64)
+_NO_PLACES: Int64s = np.empty(0, np.int64)
 _NO_IDS: Ints = np.empty(0, np.int32)
 
 
@@ -94,19 +94,6 @@ def tensors(memory: Tensor, sizes: BufferSizes) -> dict[str, Tensor]:
     }
 
 
-def sizes_of(
-    plan: StepPlan,
-    num_block_changes: int,
-    num_groups: int,
-    *,
-    adapters: bool = False,
-    drafts: bool = False,
-    axes: int = 0,
-) -> BufferSizes:
-    sizes = plan.total_tokens, len(plan.rows), len(plan.logit_rows)
-    return BufferSizes(*sizes, num_block_changes, num_groups, adapters, drafts, axes=axes)
-
-
 class StepBuffers:
     """The input arrays of a step in `memory`, bytes on the host, which is reused step after step.
 
@@ -122,10 +109,10 @@ class StepBuffers:
 
     def holds(self, plan: StepPlan, all_rows: Rows) -> bool:
         """Whether the buffer was last written for a decode of the same rows and requests."""
-        alike = plan.query_len == self._query_len > 0 or (self.sizes.query_len > 0 and len(plan.rows) > 0)
-        return alike and self._version == all_rows.version and _bytes_of(plan) == self._rows
+        is_decode = plan.query_len == self._query_len > 0 or (self.sizes.query_len > 0 and len(plan.rows) > 0)
+        return is_decode and self._version == all_rows.version and _bytes_of(plan) == self._rows
 
-    def write(self, plan: StepPlan, all_rows: Rows, places: Wide = _NO_PLACES, ids: Ints = _NO_IDS) -> None:
+    def write(self, plan: StepPlan, all_rows: Rows, places: Int64s = _NO_PLACES, ids: Ints = _NO_IDS) -> None:
         """Write a step. Values beyond its size stay as they are (see `blank`).
 
         `places` and `ids` are the changes of the flat block tables.
@@ -223,8 +210,7 @@ def blank(into: Arrays, first: int, pad_row: int, pad_place: int, query_len: int
 
 
 def pad(into: Arrays, num_seqs: int) -> None:
-    """Pad a step of `num_seqs` sequences: the last sequence gets all further tokens, those between get
-    none."""
+    """Pad a step of `num_seqs` sequences: the last one gets all further tokens, those between none."""
     starts = into["query_starts"]
     starts[num_seqs + 1 :] = starts[num_seqs]
     starts[-1] = len(into["token_ids"])
@@ -251,7 +237,6 @@ _PADDING: dict[str, float] = {
 
 
 def sampling_tensors(inputs: dict[str, Tensor]) -> SamplingTensors:
-    """Return the sampling parameters of a step."""
     return SamplingTensors(
         **{name: inputs[name] for name in ("temperature", "top_k", "top_p", "min_p", "seeds")},
         positions=inputs["sample_at"],

@@ -37,7 +37,7 @@ from quire.worker.device import Device, Model
 from quire.worker.extensions import open_processors
 from quire.worker.features import ExpertsReadback, PromptLogprobs, StepFeature
 from quire.worker.kv_tiers import BlockCopies, CacheEntries, CpuBlockCopies, cache_pages, state_slots
-from quire.worker.lora import check_slots, slots_of, why_no_extra_vocab
+from quire.worker.lora import check_slots, no_extra_vocab_reason, slots_of
 from quire.worker.memory import bind, free_bytes
 from quire.worker.multimodal.encoder import CrossEncoder, MediaEncoder, open_encoder, tower_group
 from quire.worker.multimodal.timestamps import Alignment
@@ -53,11 +53,7 @@ from quire.worker.state_checkpoints import StateCheckpoints
 
 log = get_logger(__name__)
 
-_CACHE_DTYPES = {
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-    INT8_CACHE: torch.int8,
-}
+_CACHE_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, INT8_CACHE: torch.int8}
 """KV cache dtypes that no model computes in."""
 
 
@@ -110,11 +106,11 @@ class LoadedModel:
         """Return the cache layout of this stage's layers, those of the draft last."""
         draft_specs = () if self.draft_facts is None else cache_specs(self.draft_facts)
         specs, longest = (*cache_specs(facts), *draft_specs), self.config.model.max_model_len
-        whole = layout(specs, longest, self.config.states_per_row, self.config.cache.kv_cache_dtype)
+        full_layout = layout(specs, longest, self.config.states_per_row, self.config.cache.kv_cache_dtype)
         if (draft := self.config.draft) is not None and draft.facts.drafts is None:
-            whole = whole.keeping(1)  # the KV of its drafts is recomputed
-        num, end = len(facts.layers), len(whole.specs) if self.stage.is_last else 0
-        return whole.of({*self.stage.layers(num), *range(num, end)})
+            full_layout = full_layout.keeping(1)  # the KV of its drafts is recomputed
+        num, end = len(facts.layers), len(full_layout.specs) if self.stage.is_last else 0
+        return full_layout.of({*self.stage.layers(num), *range(num, end)})
 
     @property
     def _bidirectional(self) -> bool:
@@ -159,7 +155,7 @@ class LoadedModel:
             from quire.worker.cuda.dummy_batches import compile_sampling_ahead
 
             compile_sampling_ahead(config)
-        slots = slots_of(config.lora, self.dtype, self.device, no_extra_vocab=why_no_extra_vocab(config))
+        slots = slots_of(config.lora, self.dtype, self.device, no_extra_vocab=no_extra_vocab_reason(config))
         if not has_fixed_weights(config.checkpoint, config.load):
             self.twins = LayerTwins(config.checkpoint, self.stage)
         if config.load.cpu_offload_gb:
@@ -209,7 +205,6 @@ class LoadedModel:
 
     @property
     def modules(self) -> nn.ModuleList:
-        """Return the target model and the draft model."""
         return nn.ModuleList(model for model in (self.model, self.draft) if model is not None)
 
     @property
@@ -222,8 +217,7 @@ class LoadedModel:
         return sum(resident) + self.offload.buffer_bytes
 
     def bind(self, num_blocks: int, num_rows: int | None = None, num_checkpoints: int = 0) -> int:
-        """Give every layer a cache of this many blocks, or a state per row and per checkpoint. Return the
-        bytes of all."""
+        """Give every layer a cache of these blocks, or a state per row and checkpoint; return the bytes."""
         return bind(
             caching_layers(self.modules.modules()),
             self.layout,
@@ -236,7 +230,6 @@ class LoadedModel:
         )
 
     def checkpoints(self) -> StateCheckpoints:
-        """Return the checkpoints of the bound states."""
         layers, num_rows = state_layers(self.model.modules()), self.config.scheduler.max_num_seqs
         return StateCheckpoints(layers, num_rows, self.layout.states_per_row)
 
@@ -257,16 +250,15 @@ class LoadedModel:
     # ---- runners
 
     def open_runner(self, all_rows: Rows) -> Runner | StageRunner | PoolingRunner:
-        """Build the runner of steps."""
-        config, model = self.config, self.model
+        config = self.config
         if config.pooling is not None:
             return self._pooler(config.pooling, all_rows)
         link = None
         if self.stage.count > 1:
             link = StageLink(self.world.pp, config.checkpoint.facts.hidden, self.dtype, self.device)
-        whole = self._on_device(model.logits, link)
-        slots = all_rows.slots = whole.adapters
-        device = open_device(whole, all_rows, self.device, config.speculation)
+        model = self._on_device(self.model.logits, link)
+        slots = all_rows.slots = model.adapters
+        device = open_device(model, all_rows, self.device, config.speculation)
         if self.drafter is not None:
             spec, first = config.speculation, len(config.rank_facts.layers)
             is_ahead = not isinstance(device, CpuDevice)
@@ -288,12 +280,12 @@ class LoadedModel:
         mode, processors = config.model.logprobs_mode, open_processors(config, self.device, all_rows)
         returns_mask = config.extensions.return_sampling_mask
         sampler = Sampler(vocab, self.device, mode, device.sample, counts, processors, returns_mask)
-        parts: list[StepFeature] = [PromptLogprobs(model.logits, all_rows, mode, slots)]
+        parts: list[StepFeature] = [PromptLogprobs(self.model.logits, all_rows, mode, slots)]
         if processors is not None:
             parts.append(processors)
         if isinstance(self.encoder, CrossEncoder):
             heads = alignment_heads(config)
-            parts.append(Alignment(self.encoder.crossing, heads, all_rows, self.world.tp))
+            parts.append(Alignment(self.encoder.cross_cache, heads, all_rows, self.world.tp))
         if self._routes_group is not None:
             parts.append(ExpertsReadback())
         return Runner(device=device, all_rows=all_rows, sampler=sampler, parts=parts)
@@ -305,7 +297,7 @@ class LoadedModel:
         return self.layout.windows.index(None) if is_wanted else None
 
     def _pooler(self, pooling: PoolingFacts, all_rows: Rows) -> PoolingRunner:
-        self.model.settle()
+        self.model.finalize()
         windows = None if self.config.checkpoint.facts.encoder else self.layout.windows
         model = self._on_device(self.model.vectors)
         return PoolingRunner(self.model, model, all_rows, pooling, self.device, windows)

@@ -19,8 +19,7 @@ from quire.memory import human
 log = get_logger(__name__)
 
 _MOST_SPARES, _SPARE_BYTES, _QUIET_S = 4, 1 << 30, 1.0
-"""Limits of pinned memory for future adapters: buffers, total bytes, and the idle time before it is
-pinned."""
+"""Limits of pinned memory for future adapters: buffers, bytes, and idle time before it is pinned."""
 
 
 class _CachedAdapter(NamedTuple):
@@ -31,10 +30,10 @@ class _CachedAdapter(NamedTuple):
 class _Spares(threading.Thread):
     """Pins memory for future adapters, once none has been read for a while."""
 
-    def __init__(self, slots: AdapterSlots, max_kept: int) -> None:
+    def __init__(self, slots: AdapterSlots, max_cached: int) -> None:
         super().__init__(name="quire-pinning", daemon=True)
         self.slots = slots
-        self._max_kept, self._size = max_kept, slots.slot_size
+        self.max_cached, self._size = max_cached, slots.slot_size
         self._is_over = False
         self._requested = threading.Event()
         self._requested.set()
@@ -59,25 +58,25 @@ class _Spares(threading.Thread):
             if self._is_over:
                 return
             most = max(_SPARE_BYTES // max(self._size * self.slots.dtype.itemsize, 1), 1)
-            self.slots.keep_spares(min(most, _MOST_SPARES, self._max_kept), self._size)
+            self.slots.pin_spares(min(most, _MOST_SPARES, self.max_cached), self._size)
 
 
 class LoRAManager:
     """Keeps the most recently used adapters in host memory and copies them into slots. Other threads may read
     adapters while steps run."""
 
-    def __init__(self, slots: AdapterSlots, *, max_kept: int, layers: range | None = None) -> None:
+    def __init__(self, slots: AdapterSlots, *, max_cached: int, layers: range | None = None) -> None:
         self.slots = slots
-        self.max_kept = max(max_kept, slots.max_slots)
+        self.max_cached = max(max_cached, slots.max_slots)
         self._reader = LoRAReader(slots, layers)
-        self._kept: OrderedDict[str, _CachedAdapter] = OrderedDict()
+        self._cached: OrderedDict[str, _CachedAdapter] = OrderedDict()
         """Adapters by name, the most recently used last."""
         self._in_slots: dict[int, LoRARequest] = {}
         self._lock = threading.Lock()
-        self._spares = _Spares(slots, self.max_kept) if slots.device.type == "cuda" else None
+        self._spares = _Spares(slots, self.max_cached) if slots.device.type == "cuda" else None
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._cached)
 
     def fetch(self, lora: LoRARequest) -> AdapterFacts:
         """Read an adapter unless it is in host memory; slots do not change."""
@@ -95,7 +94,7 @@ class LoRAManager:
     def drop(self, name: str) -> None:
         """Drop an adapter that no request uses any more."""
         with self._lock:
-            self._kept.pop(name, None)
+            self._cached.pop(name, None)
             self._in_slots = {slot: lora for slot, lora in self._in_slots.items() if lora.name != name}
 
     def refill(self, slots: AdapterSlots) -> None:
@@ -114,11 +113,11 @@ class LoRAManager:
 
     def _find(self, lora: LoRARequest) -> LoRAWeights | None:
         with self._lock:
-            kept = self._kept.get(lora.name)
-            if kept is None or kept.path != lora.path:
+            cached = self._cached.get(lora.name)
+            if cached is None or cached.path != lora.path:
                 return None
-            self._kept.move_to_end(lora.name)
-            return kept.adapter
+            self._cached.move_to_end(lora.name)
+            return cached.adapter
 
     @torch.inference_mode()
     def _read(self, lora: LoRARequest) -> LoRAWeights:
@@ -126,12 +125,12 @@ class LoRAManager:
         if self._spares is not None:
             self._spares.request(adapter.facts.num_bytes // self.slots.dtype.itemsize)
         with self._lock:
-            self._kept[lora.name] = _CachedAdapter(lora.path, adapter)
-            self._kept.move_to_end(lora.name)
+            self._cached[lora.name] = _CachedAdapter(lora.path, adapter)
+            self._cached.move_to_end(lora.name)
             used = {request.name for request in self._in_slots.values()} | {lora.name}
-            unused = [name for name in self._kept if name not in used]
-            for name in unused[: max(len(self._kept) - self.max_kept, 0)]:
-                del self._kept[name]
+            unused = [name for name in self._cached if name not in used]
+            for name in unused[: max(len(self._cached) - self.max_cached, 0)]:
+                del self._cached[name]
         return adapter
 
 
@@ -151,14 +150,14 @@ def slots_of(
         dtype=slot_dtype,
         device=device,
         only=lora.lora_target_modules,
-        divides=lora.fully_sharded_loras,
-        whole=lora.lora_whole_modules,
+        fully_sharded=lora.fully_sharded_loras,
+        whole_modules=lora.lora_whole_modules,
         max_extra_vocab=0 if no_extra_vocab else lora.lora_extra_vocab_size,
         no_extra_vocab=no_extra_vocab,
     )
 
 
-def why_no_extra_vocab(config: EngineConfig) -> str:
+def no_extra_vocab_reason(config: EngineConfig) -> str:
     """Return the reason why adapters cannot add tokens; empty if they can."""
     if config.pooling is not None:
         return "a pooling model takes no additional tokens"
@@ -172,7 +171,7 @@ def check_slots(slots: AdapterSlots, free: int) -> None:
     if slots.num_bytes <= free:
         return
     per_number = slots.max_slots * slots.dtype.itemsize
-    experts = sum(point.size for point in slots.layers.values() if point.num_experts) * per_number
+    experts = sum(layer.size for layer in slots.layers.values() if layer.num_experts) * per_number
     of_experts = f" ({human(experts)} of it for experts)" if experts else ""
     raise ConfigError(
         f"{slots.max_slots} slots for adapters of rank {slots.max_rank} take {human(slots.num_bytes)}"

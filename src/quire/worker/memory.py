@@ -41,7 +41,7 @@ class Needs:
     other: int = 0
     """Memory of the device's libraries, and of other processes on it."""
 
-    def beside(self, activations: int) -> "Needs":
+    def with_peak(self, activations: int) -> "Needs":
         """Return the needs with another computation after the step: the larger of both peaks counts."""
         return replace(self, activations=max(self.activations, activations))
 
@@ -80,8 +80,7 @@ def table(needs: Needs, cache: CacheSize) -> str:
 
 
 def use_expandable_segments() -> None:
-    """Use expandable segments, so that free CUDA memory is not fragmented; settings of the user take
-    precedence."""
+    """Use expandable segments against fragmented CUDA memory; settings of the user take precedence."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & {*os.environ}:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
@@ -134,10 +133,10 @@ def bind(
     ends = list(accumulate(layout.slabs, initial=0))
     pages = reserve(num_bytes := ends[-1] * per_number, device=device)
     specs = ((number, spec) for number, spec in enumerate(layout.specs) if spec is not None)
-    kept = [(number, part) for number, spec in specs for part in spec.parts]
-    for (number, spec), layer in zip(kept, layers, strict=True):
-        keeps = layer.keeps.stored_as(INT8_CACHE) if cache_dtype == torch.int8 else layer.keeps
-        assert spec == keeps, f"layer {number} has cache spec {keeps}, not {spec}"
+    cached = [(number, part) for number, spec in specs for part in spec.parts]
+    for (number, spec), layer in zip(cached, layers, strict=True):
+        cache_spec = layer.cache_spec.stored_as(INT8_CACHE) if cache_dtype == torch.int8 else layer.cache_spec
+        assert spec == cache_spec, f"layer {number} has cache spec {cache_spec}, not {spec}"
         if not spec.is_paged:
             count = num_rows + 1
             if isinstance(layer, SSMMixer):

@@ -14,8 +14,7 @@ IntermediateTensors = tuple[Tensor, Tensor]
 
 
 class StageLink:
-    """Sends to the next stage and receives from the previous one. Sizes follow from the plan, so only tensors
-    are sent."""
+    """Sends to the next stage and receives from the previous one: only tensors, since plans imply sizes."""
 
     def __init__(self, group: Group, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
         self.group = group
@@ -37,10 +36,10 @@ class StageLink:
         """Receive one message, possibly into a part of a larger buffer; there is none without tokens."""
         if not into.numel():
             return
-        whole = into if into.is_contiguous() else into.new_empty(into.shape)
-        self.group.receive(whole, self.group.rank - 1)
-        if whole is not into:
-            into.copy_(whole)
+        buffer = into if into.is_contiguous() else into.new_empty(into.shape)
+        self.group.receive(buffer, self.group.rank - 1)
+        if buffer is not into:
+            into.copy_(buffer)
         if self._device.type == "cpu" and _is_mark(into):
             raise EngineError("the step failed in a previous pipeline stage")
 

@@ -21,8 +21,8 @@ from quire.logs import get_logger
 from quire.memory import CacheSize, activation_bytes, human
 from quire.models.pooling import PoolingModel
 from quire.worker.cpu import Done
-from quire.worker.device import Model, batch_of, blank_batch
-from quire.worker.input_buffers import StepBuffers, bytes_of, sizes_of, tensors
+from quire.worker.device import Model, blank_batch
+from quire.worker.input_buffers import StepBuffers, bytes_of, tensors
 from quire.worker.memory import Needs
 from quire.worker.multimodal.bidirectional import last_visible_in_prompts
 from quire.worker.rows import Rows
@@ -53,8 +53,7 @@ def pooling_builder(config: EngineConfig) -> Callable[[ArchFacts, Scope], Poolin
 
 
 class PoolingRunner:
-    """Runs a plan: updates the rows, computes the model and pools. State between the chunks of a prompt is
-    kept by row."""
+    """Runs a plan: updates rows, computes the model, pools. State between chunks is kept by row."""
 
     def __init__(
         self,
@@ -73,7 +72,7 @@ class PoolingRunner:
         self.windows = windows
         """Sliding window of each layer group; None for a model without a cache."""
         self.params: dict[int, PoolingParams] = {}
-        self.kept = torch.zeros((max_rows, pooler.hidden), device=device)
+        self.partial = torch.zeros((max_rows, pooler.hidden), device=device)
         """State of prompts in several chunks: the sum so far, or the first hidden state."""
         self.states: dict[int, list[Tensor]] = {}
         """Hidden states of all tokens, for rows that pool by token."""
@@ -121,22 +120,18 @@ class PoolingRunner:
     def _batch(self, plan: StepPlan) -> Batch:
         all_rows = self.all_rows
         features = self.model.features(plan, all_rows, self.device)
-        sizes = sizes_of(
-            plan, 0, len(all_rows.block_tables), adapters=features.has_adapters, axes=features.axes
-        )
+        sizes = features.sizes(plan, len(all_rows.block_tables))
         memory = torch.zeros(bytes_of(sizes), dtype=torch.uint8)
-        page = StepBuffers(memory, sizes)
-        page.write(plan, all_rows)
+        buffers = StepBuffers(memory, sizes)
+        buffers.write(plan, all_rows)
         seq_lens = all_rows.num_computed[plan.rows] + plan.num_tokens
         rows, width = int(plan.rows.max()) + 1, -(-int(seq_lens.max()) // all_rows.block_size)
         tables = torch.from_numpy(np.ascontiguousarray(all_rows.block_tables[:, :rows, :width]))
         inputs = tensors(memory.to(self.device), sizes)
-        tables, uses_extra_vocab = tables.to(self.device), features.uses_extra_vocab
-        batch = batch_of(inputs, tables, plan.num_tokens, seq_lens, uses_extra_vocab=uses_extra_vocab)
+        batch = features.batch(inputs, tables.to(self.device), plan.num_tokens, seq_lens)
         second = np.repeat(self.second_start[plan.rows], plan.num_tokens)
-        types = (page.arrays["positions"] >= second).astype(np.int64)
+        types = (buffers.arrays["positions"] >= second).astype(np.int64)
         batch.token_types = torch.from_numpy(types).to(self.device)
-        features.apply_to(batch)
         batch.logit_lora = None
         return batch
 
@@ -146,10 +141,10 @@ class PoolingRunner:
         """Return the results of rows that end their prompt in this step."""
         self._keep_states(plan, batch, hidden)
         ended = plan.rows[np.flatnonzero(plan.samples)].tolist()
-        answers = {row: self._pool_tokens(row) for row in ended if row in self.states}
+        outputs = {row: self._pool_tokens(row) for row in ended if row in self.states}
         if not self.pooling.head:
-            answers |= self._pool_texts(plan, batch, hidden)
-        return answers
+            outputs |= self._pool_texts(plan, batch, hidden)
+        return outputs
 
     def _keep_states(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> None:
         if not self.states:
@@ -172,19 +167,19 @@ class PoolingRunner:
         states, params = torch.cat(self.states.pop(row)), self.params[row]
         head = self.pooling.head_of(params.task)
         if head is None or not head.reduce:
-            return Pooled.of(finished(self._vectors(states, params.task), params, self.pooling))
+            return Pooled.of(post_process(self._vectors(states, params.task), params, self.pooling))
         reduce = torch.amax if head.reduce == "max" else torch.sum
         parts = [reduce(self.pooler.vectors(part, head.task).float(), 0) for part in states.split(_PART)]
         vector: Floats = reduce(torch.stack(parts), 0).cpu().numpy()
-        return Pooled.of(finished(vector, params, self.pooling))
+        return Pooled.of(post_process(vector, params, self.pooling))
 
     def _pool_texts(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> dict[int, Pooled]:
         """Update the state of all rows; return the vectors of rows that end."""
         rows = torch.from_numpy(plan.rows.astype(np.int64)).to(self.device)
         started = torch.from_numpy(self.all_rows.num_computed[plan.rows] > 0).to(self.device)
-        before = torch.where(started[:, None], self.kept[rows], 0.0)
+        before = torch.where(started[:, None], self.partial[rows], 0.0)
         now = _TYPES[self.pooling.type](hidden, batch, before, started[:, None])
-        self.kept[rows] = now
+        self.partial[rows] = now
         by_text = [not self._needs_states(self.params[row]) for row in plan.rows.tolist()]
         ended = np.flatnonzero(plan.samples & np.array(by_text))
         if not len(ended):
@@ -201,21 +196,20 @@ class PoolingRunner:
 
     def _finish_rows(self, rows: list[int], vectors: Floats) -> dict[int, Pooled]:
         """Finish vectors; rows with the same parameters, usually all, are finished together."""
-        answers: dict[int, Pooled] = {}
+        outputs: dict[int, Pooled] = {}
         groups: dict[tuple[object, ...], list[int]] = {}
         for place, row in enumerate(rows):
             params = self.params[row]
             groups.setdefault((params.use_activation, params.dimensions), []).append(place)
         for places in groups.values():
-            made = finished(vectors[places], self.params[rows[places[0]]], self.pooling)
-            answers |= {rows[place]: Pooled.of(vector) for place, vector in zip(places, made, strict=True)}
-        return answers
+            done = post_process(vectors[places], self.params[rows[places[0]]], self.pooling)
+            outputs |= {rows[place]: Pooled.of(vector) for place, vector in zip(places, done, strict=True)}
+        return outputs
 
     # ---- memory
 
     def empty_cache(self, config: EngineConfig, weights: int) -> CacheSize:
-        """Return the cache size of an encoder without a cache: each row has one empty block, and another is
-        reserved for it."""
+        """Return the cache size of an encoder: each row has one empty block, and one more reserved."""
         needs = self.needs(config, weights)
         log.info("Memory: %s (weights: %s), no KV cache", human(needs.total), human(needs.weights))
         return CacheSize(2 * config.scheduler.max_num_seqs + 1, config.model.max_model_len, num_tokens=0)
@@ -224,13 +218,13 @@ class PoolingRunner:
     def needs(self, config: EngineConfig, weights: int, bound: int = 0) -> Needs:
         """Estimate the memory on a CPU; measure the largest step on a GPU, with a cache of `bound` bytes."""
         limits = config.scheduler
-        kept = self.kept.nbytes
+        partial_bytes = self.partial.nbytes
         if self.device.type == "cpu":
             tokens = limits.max_num_batched_tokens
             activations = activation_bytes(
                 config.rank_facts, config.model.dtype, num_tokens=tokens, num_seqs=0
             )
-            return Needs(weights, activations, other=kept)
+            return Needs(weights, activations, other=partial_bytes)
         batch = self._dummy_batch(limits.max_num_batched_tokens, config.model.max_model_len)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -277,23 +271,22 @@ _TYPES: dict[str, Gather] = {"LAST": _last, "CLS": _first, "MEAN": _sum}
 # ---- results
 
 
-def finished(values: Floats, params: PoolingParams, pooling: PoolingFacts) -> NDArray[np.float32]:
-    """Return [..., size] as requested: truncated to `dimensions`, and normalized or converted to
-    probabilities."""
+def post_process(values: Floats, params: PoolingParams, pooling: PoolingFacts) -> NDArray[np.float32]:
+    """Return [..., size] as requested: truncated to `dimensions`, normalized or made probabilities."""
     if params.returned_token_ids is not None:
         values = values[..., params.returned_token_ids]
     if (head := pooling.head_of(params.task)) is not None:
         return _ACTIVATIONS[head.activation](values) if params.use_activation else values
     if pooling.task == "embed":
         values = values[..., : params.dimensions]
-        return _normalised(values) if params.use_activation else values
+        return _normalize(values) if params.use_activation else values
     if not params.use_activation:
         return values
     single = pooling.activation == "softmax" and values.shape[-1] == 1
     return _ACTIVATIONS["sigmoid" if single else pooling.activation](values)
 
 
-def _normalised(values: Floats) -> Floats:
+def _normalize(values: Floats) -> Floats:
     length = np.sqrt((values.astype(np.float64) ** 2).sum(-1, keepdims=True))
     out: Floats = (values / np.maximum(length, 1e-12)).astype(np.float32)
     return out
@@ -312,7 +305,7 @@ def _sigmoid(values: Floats) -> Floats:
 
 _ACTIVATIONS: dict[str, Callable[[Floats], Floats]] = {
     "identity": lambda values: values,
-    "normalize": _normalised,
+    "normalize": _normalize,
     "relu": lambda values: np.maximum(values, 0),
     "sigmoid": _sigmoid,
     "softmax": _softmax,

@@ -36,7 +36,6 @@ class TorchProfiler:
         self._running.start()
 
     def stop(self) -> Path:
-        """Stop recording and return the path of the trace."""
         if self._running is None:
             raise RequestError("no profile is being recorded: start one first")
         running, self._running = self._running, None

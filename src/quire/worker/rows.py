@@ -10,16 +10,15 @@ from quire.data.prompt_embeds import PromptEmbeds
 from quire.data.step_plan import Admission, Ints, StepPlan, spread
 from quire.layers.lora import AdapterSlots
 from quire.sampling.rows import SamplingRows
-from quire.worker.multimodal.mrope import MRopePositions
+from quire.worker.multimodal.mrope_rows import MRopePositions
 
-Wide = NDArray[np.int64]
-EACH_ONE: Ints = np.empty(0, np.int32)
+Int64s = NDArray[np.int64]
+ONE_EACH: Ints = np.empty(0, np.int32)
 """Token counts if each row got one token."""
 
 
 class Rows:
-    """State columns indexed by row. Memory pages that no request has reached are never touched, so large
-    arrays cost little."""
+    """State columns indexed by row. Memory that no request has reached is not touched and costs nothing."""
 
     def __init__(
         self,
@@ -29,15 +28,14 @@ class Rows:
         block_size: int,
         sampling: SamplingRows,
         num_groups: int = 1,
-        most_drafts: int = 0,
+        max_drafts: int = 0,
         uses_mrope: bool = False,
     ) -> None:
-        """Allocate the columns. Block tables have room for `most_drafts` positions after the longest
-        sequence."""
+        """Allocate columns; block tables have `max_drafts` positions after the longest sequence."""
         self.block_size = block_size
         self.sampling = sampling
         self.tokens: Ints = np.zeros((max_rows, max_len), np.int32)
-        width = -(-(max_len + most_drafts) // block_size)
+        width = -(-(max_len + max_drafts) // block_size)
         self.block_tables: Ints = np.zeros((num_groups, max_rows + 1, width), np.int32)
         """By layer group; the last row is padding."""
         self.tables = list(self.block_tables)
@@ -56,9 +54,9 @@ class Rows:
         """LoRA adapter slots, of adapters that may add tokens."""
         self.history = (self.tokens, self.num_tokens, self.prompt_len)
         """Arrays that the sampler reads for penalties."""
-        self.block_changes: list[tuple[Wide, Ints]] = []
+        self.block_changes: list[tuple[Int64s, Ints]] = []
         """Changes of `block_tables` by the last plan: positions in the flat tables, and block ids."""
-        self.drafts: Ints = np.zeros((max_rows, most_drafts), np.int32)
+        self.drafts: Ints = np.zeros((max_rows, max_drafts), np.int32)
         """Drafts that were proposed on the host, by row."""
         self.embeds: dict[int, PromptEmbeds] = {}
         """Prompt embeddings that are not computed yet, by row."""
@@ -89,7 +87,7 @@ class Rows:
         if plan.values.size:
             self._set_last_tokens(*plan.values)
         if len(plan.drafts):
-            self.draft(plan)
+            self.write_drafts(plan)
 
     def _admit(self, new: Admission, step: int) -> None:
         row, length = new.row, len(new.token_ids)
@@ -140,9 +138,9 @@ class Rows:
         self.tokens[rows, self.num_tokens[rows] - 1] = token_ids
         self.num_known[rows] = self.num_tokens[rows]
 
-    def draft(self, plan: StepPlan) -> None:
-        """Write the draft tokens of a plan after the last tokens of their rows. `learn` later sets how many
-        of them were accepted."""
+    def write_drafts(self, plan: StepPlan) -> None:
+        """Write the draft tokens of a plan after the last tokens of their rows. `append_sampled` later sets
+        how many of them were accepted."""
         rows = plan.rows.astype(np.intp)
         places = spread(self.num_tokens[rows], plan.num_drafts)
         self.tokens[np.repeat(rows, plan.num_drafts), places] = self.drafts_of(plan)
@@ -172,7 +170,7 @@ class Rows:
         self.block_tables.reshape(-1)[places] = ids
         self.block_changes.append((places, ids))
 
-    def joined_changes(self) -> tuple[Wide, Ints]:
+    def all_block_changes(self) -> tuple[Int64s, Ints]:
         """Return all changes of the block tables, concatenated."""
         if len(self.block_changes) == 1:
             return self.block_changes[0]
@@ -190,7 +188,9 @@ class Rows:
             self.num_computed[rows] -= plan.num_drafts
         self.num_tokens[rows] += plan.samples
 
-    def learn(self, step: int, rows: NDArray[np.intp], token_ids: Ints, counts: Ints = EACH_ONE) -> None:
+    def append_sampled(
+        self, step: int, rows: NDArray[np.intp], token_ids: Ints, counts: Ints = ONE_EACH
+    ) -> None:
         """Append the tokens that `step` sampled for `rows`, one each or `counts`, to the known tokens. Rows
         that have a new request by now are skipped."""
         is_current = self.admitted_in[rows] <= step

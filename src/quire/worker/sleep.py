@@ -5,9 +5,10 @@ import ctypes
 
 import psutil
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from quire.kernels.host_memory import host_memory, pin, unpin
+from quire.loader.offload import storage_bytes
 from quire.system.process import collect_all
 
 
@@ -27,7 +28,7 @@ class OffloadedWeights:
         self._host = host_memory(self.num_bytes)  # before anything is freed
         self._is_pinned = pin(self._host)
         for storage, part in zip(self._storages, self._host.split(self._sizes), strict=True):
-            part.copy_(_bytes_of(storage), non_blocking=self._is_pinned)
+            part.copy_(storage_bytes(storage), non_blocking=self._is_pinned)
         _wait()
         for storage in self._storages:
             storage.resize_(0)
@@ -37,19 +38,14 @@ class OffloadedWeights:
         for storage, part in zip(self._storages, self._host.split(self._sizes), strict=True):
             if not storage.nbytes():
                 storage.resize_(len(part))
-            _bytes_of(storage).copy_(part, non_blocking=self._is_pinned)
+            storage_bytes(storage).copy_(part, non_blocking=self._is_pinned)
         _wait()
         self.drop()
 
     def drop(self) -> None:
-        """Free the host copy."""
         if self._is_pinned:
             unpin(self._host)
         self._is_pinned, self._storages = False, []
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _wait() -> None:
@@ -57,7 +53,7 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
-def give_back(device: torch.device) -> None:
+def release_memory(device: torch.device) -> None:
     """Return unused memory to the operating system and the device."""
     collect_all()
     if device.type == "cuda":

@@ -11,8 +11,7 @@ from quire.worker.rows import Rows
 
 
 class StageRunner:
-    """Runs a plan on a stage that is not the last: updates the rows, computes the layers, and sends the
-    output."""
+    """Runs a plan on a stage before the last: updates rows, computes the layers, sends the output."""
 
     def __init__(self, *, device: Device, all_rows: Rows, link: StageLink) -> None:
         self.device = device

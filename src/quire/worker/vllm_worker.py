@@ -1,6 +1,7 @@
 """The worker with the names of vLLM, and with the methods of the operator's extension class."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -61,16 +62,13 @@ class VllmWorker(Worker):
 
     @property
     def rank(self) -> int:
-        """Return the index of the worker in its engine."""
-        rank, parallel = self.world.rank, self.config.parallel
-        return rank.pp * parallel.tensor_parallel_size + rank.tp
+        return replace(self.world.rank, dp=0).index(self.config.parallel)
 
     @cached_property
     def model_runner(self) -> ModelRunner:
         return ModelRunner(self, self.vllm_config)
 
     def get_model(self) -> Any:
-        """Return the target model."""
         return self.model_runner.model
 
 

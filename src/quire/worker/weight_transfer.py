@@ -20,6 +20,8 @@ from quire.parallel.broadcast import PACKED_BYTES, BroadcastGroup, chunks, num_b
 
 _SHM = Path("/dev/shm")
 _SHM_NAME = re.compile(r"[\w.-]{1,200}")
+_META = ("names", "dtype_names", "shapes")
+"""Lists of an update_info that describe its tensors."""
 
 
 class WeightTransport(Protocol):
@@ -35,9 +37,9 @@ class WeightTransport(Protocol):
         """Yield the tensors in order. Each is valid until the next one."""
 
 
-def described(info: Mapping[str, Any]) -> list[TensorInfo]:
+def tensor_infos(info: Mapping[str, Any]) -> list[TensorInfo]:
     """Return the tensors that the lists `names`, `dtype_names` and `shapes` describe."""
-    lists = [_list(info, name) for name in ("names", "dtype_names", "shapes")]
+    lists = [_list(info, name) for name in _META]
     if len({len(values) for values in lists}) > 1:
         sizes = ", ".join(str(len(values)) for values in lists)
         raise RequestError(f"names, dtype_names and shapes have {sizes} entries, and need the same number")
@@ -87,15 +89,24 @@ def split(buffer: Tensor, tensors: Sequence[TensorInfo]) -> Iterator[Tensor]:
         yield part.view(info.dtype).view(info.shape)
 
 
-class BroadcastTransport:
-    """Broadcasts of the trainer, which is rank 0 of a group: NCCL between GPUs, Gloo between CPUs."""
-
-    _PACKING = ("packed", "packed_buffer_size_bytes", "packed_num_buffers")
-    _META = ("names", "dtype_names", "shapes")
+class _Transport:
+    """Base of transports that have no settings of their own."""
 
     def __init__(self, device: torch.device, index: int) -> None:
         """Build it for a worker with this index among those of all engines."""
         self._device, self._index = device, index
+
+    def connect(self, info: Mapping[str, Any]) -> None:
+        _check_keys("init_info", info, (), ())
+
+
+class BroadcastTransport(_Transport):
+    """Broadcasts of the trainer, which is rank 0 of a group: NCCL between GPUs, Gloo between CPUs."""
+
+    _PACKING = ("packed", "packed_buffer_size_bytes", "packed_num_buffers")
+
+    def __init__(self, device: torch.device, index: int) -> None:
+        super().__init__(device, index)
         self._group: BroadcastGroup | None = None
         self._options: dict[str, Any] = {}
 
@@ -117,8 +128,8 @@ class BroadcastTransport:
         self._group = BroadcastGroup(*address, rank, size, self._device)
 
     def describe(self, info: Mapping[str, Any]) -> list[TensorInfo]:
-        _check_keys("update_info", info, self._META, self._PACKING)
-        return described(info)
+        _check_keys("update_info", info, _META, self._PACKING)
+        return tensor_infos(info)
 
     def receive(self, info: Mapping[str, Any], tensors: Sequence[TensorInfo]) -> Iterator[Tensor]:
         if self._group is None:
@@ -136,14 +147,11 @@ class BroadcastTransport:
             yield from split(buffer, chunk)
 
 
-class IpcTransport:
+class IpcTransport(_Transport):
     """Memory of a trainer on the same GPU, by CUDA IPC handles."""
 
     _KEYS = ("ipc_handles", "ipc_handles_pickled", "tensor_sizes")
-
-    def __init__(self, device: torch.device, index: int) -> None:
-        self._device = device
-        self._is_packed = False
+    _is_packed = False
 
     def connect(self, info: Mapping[str, Any]) -> None:
         _check_keys("init_info", info, (), ("packed",))
@@ -152,8 +160,8 @@ class IpcTransport:
     def describe(self, info: Mapping[str, Any]) -> list[TensorInfo]:
         if self._device.type != "cuda":
             raise RequestError("CUDA IPC needs a GPU: use shared_memory, gloo or file")
-        _check_keys("update_info", info, ("names", "dtype_names", "shapes"), self._KEYS)
-        return described(info)
+        _check_keys("update_info", info, _META, self._KEYS)
+        return tensor_infos(info)
 
     def receive(self, info: Mapping[str, Any], tensors: Sequence[TensorInfo]) -> Iterator[Tensor]:
         handles = info.get("ipc_handles")
@@ -162,12 +170,12 @@ class IpcTransport:
                 raise RequestError("ipc_handles_pickled needs VLLM_ALLOW_INSECURE_SERIALIZATION=1")
             handles = pickle.loads(base64.b64decode(info.get("ipc_handles_pickled", "")))
         if self._is_packed or isinstance(handles, Mapping):
-            yield from split(self._opened(handles).view(torch.uint8).flatten(), tensors)
+            yield from split(self._open(handles).view(torch.uint8).flatten(), tensors)
             return
         for handle in handles:
-            yield self._opened(handle)
+            yield self._open(handle)
 
-    def _opened(self, handle: Mapping[str, Any]) -> Tensor:
+    def _open(self, handle: Mapping[str, Any]) -> Tensor:
         """Return the tensor behind the handle for this worker's GPU."""
         from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
@@ -181,18 +189,12 @@ class IpcTransport:
         return tensor
 
 
-class SharedMemoryTransport:
+class SharedMemoryTransport(_Transport):
     """Tensors in a POSIX shared memory object of the machine, one after the other."""
 
-    def __init__(self, device: torch.device, index: int) -> None:
-        self._device = device
-
-    def connect(self, info: Mapping[str, Any]) -> None:
-        _check_keys("init_info", info, (), ())
-
     def describe(self, info: Mapping[str, Any]) -> list[TensorInfo]:
-        _check_keys("update_info", info, ("names", "dtype_names", "shapes", "shm_name"), ())
-        tensors, path = described(info), self._path(info)
+        _check_keys("update_info", info, (*_META, "shm_name"), ())
+        tensors, path = tensor_infos(info), self._path(info)
         size, expected = path.stat().st_size, sum(map(num_bytes, tensors))
         if size < expected:
             raise RequestError(f"shm_name: {path.name} has {size} bytes, and the tensors have {expected}")
@@ -210,14 +212,8 @@ class SharedMemoryTransport:
         yield from split(torch.frombuffer(memory, dtype=torch.uint8), tensors)
 
 
-class FileTransport:
+class FileTransport(_Transport):
     """Safetensors files: a directory, or one file."""
-
-    def __init__(self, device: torch.device, index: int) -> None:
-        self._device = device
-
-    def connect(self, info: Mapping[str, Any]) -> None:
-        _check_keys("init_info", info, (), ())
 
     def describe(self, info: Mapping[str, Any]) -> list[TensorInfo]:
         _check_keys("update_info", info, ("path",), ())

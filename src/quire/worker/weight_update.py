@@ -21,8 +21,7 @@ class WeightUpdater:
     def __init__(
         self, model: nn.Module, twins: LayerTwins | None, backend: str, device: torch.device, index: int
     ) -> None:
-        """`twins` is None if the weights cannot be updated; `index` is that of the worker among all
-        of all engines."""
+        """`twins` is None if weights cannot be updated; `index` is that among the workers of all engines."""
         self._model, self._twins = model, twins
         self._backend = backend
         self._transport: WeightTransport | None = (
@@ -78,7 +77,6 @@ class WeightUpdater:
         return staged.commit()
 
     def abort(self) -> None:
-        """Drop the staged weights."""
         self._staged = None
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:

@@ -39,7 +39,7 @@ from quire.worker.profiler import TorchProfiler
 from quire.worker.remote_tier import open_remote_engines
 from quire.worker.rows import Rows
 from quire.worker.runner import Runner
-from quire.worker.sleep import OffloadedWeights, give_back, used_bytes
+from quire.worker.sleep import OffloadedWeights, release_memory, used_bytes
 from quire.worker.spec.drafter import draft_bytes
 from quire.worker.stage_runner import StageRunner
 from quire.worker.state_checkpoints import StateCheckpoints
@@ -129,7 +129,7 @@ class Worker:
                 config.scheduler.max_num_seqs, facts.vocab, self.device, suppressed_tokens(config)
             ),
             num_groups=len(self.loaded.layout.groups),
-            most_drafts=0 if config.speculation is None else config.speculation.num_speculative_tokens,
+            max_drafts=0 if config.speculation is None else config.speculation.num_speculative_tokens,
             uses_mrope=any(layer.rope is not None and layer.rope.sections for layer in facts.layers),
         )
         loaded, weights = self.loaded, self.loaded.num_bytes
@@ -142,16 +142,13 @@ class Worker:
         else:
             sampler = runner.sampler if isinstance(runner, Runner) else None
             self._needs = runner.device.needs(config, weights, sampler, bound)
+            extra = processor_bytes(config) if config.extensions.logits_processors else 0
             if config.model.enable_prompt_embeds:
                 num_tokens = config.scheduler.max_num_batched_tokens
-                extra = embeds_bytes(facts, config.model.dtype, num_tokens=num_tokens)
-                self._needs = replace(self._needs, activations=self._needs.activations + extra)
-            if config.extensions.logits_processors:
-                self._needs = replace(
-                    self._needs, activations=self._needs.activations + processor_bytes(config)
-                )
+                extra += embeds_bytes(facts, config.model.dtype, num_tokens=num_tokens)
+            self._needs = replace(self._needs, activations=self._needs.activations + extra)
             if loaded.draft_facts is not None:
-                self._needs = self._needs.beside(draft_bytes(config, loaded.draft_facts))
+                self._needs = self._needs.with_peak(draft_bytes(config, loaded.draft_facts))
         if loaded.encoder is not None and not config.multimodal.skip_mm_profiling:
             self._needs = loaded.encoder.add_needs(self._needs, config)
         if loaded.offload is not None:
@@ -263,7 +260,6 @@ class Worker:
         return self.adapters.fetch(lora)
 
     def drop_adapter(self, name: str) -> None:
-        """Drop an adapter that no request uses any more."""
         if self.adapters is not None:
             self.adapters.drop(name)
 
@@ -272,8 +268,8 @@ class Worker:
         layers = stage.layers(len(facts.layers)) if stage.count > 1 else None
         if self.adapters is None:
             # The scheduler decides what to drop, and relies on all other adapters.
-            max_kept = lora.max_cpu_loras + lora.max_loras + 2
-            self.adapters = LoRAManager(slots, max_kept=max_kept, layers=layers)
+            max_cached = lora.max_cpu_loras + lora.max_loras + 2
+            self.adapters = LoRAManager(slots, max_cached=max_cached, layers=layers)
         else:
             self.adapters.refill(slots)
 
@@ -316,13 +312,10 @@ class Worker:
 
     @property
     def weights(self) -> WeightUpdater:
-        """Return the updater of the loaded model's weights."""
         if self.model is None or self._offloaded is not None:
             raise RequestError("the weights are asleep: call wake_up first")
         if self._updater is None:
-            rank, parallel = self.world.rank, self.config.parallel
-            size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-            index = rank.dp * size + rank.pp * parallel.tensor_parallel_size + rank.tp
+            index = self.world.rank.index(self.config.parallel)
             backend = self.config.extensions.weight_transfer_config.get("backend", "")
             twins = None if self.balancer is not None else self.loaded.twins
             self._updater = WeightUpdater(self.model, twins, backend, self.device, index)
@@ -349,7 +342,7 @@ class Worker:
         elif self.model is not None and self._offloaded is None and self.device.type == "cuda":
             self._offloaded = OffloadedWeights(self.loaded.modules)
             self._release_slots()
-        give_back(self.device)
+        release_memory(self.device)
         freed = before - used_bytes(self.device)
         log.info("Sleep mode freed %s in %.2f s", human(max(freed, 0)), time.monotonic() - started)
         return freed
@@ -357,12 +350,12 @@ class Worker:
     def wake_up(self, tags: list[str]) -> None:
         """Restore the memory in `tags`. The cache waits for the weights, which may contain its scales; CUDA
         graphs are captured again by `warm_up`, once both are there."""
-        wanted = self._asleep & set(tags)
+        parts = self._asleep & set(tags)
         with self._cache_freed_on_error():
-            if "weights" in wanted:
+            if "weights" in parts:
                 self._wake_weights()
                 self._asleep.discard("weights")
-            if "kv_cache" in wanted and "weights" not in self._asleep:
+            if "kv_cache" in parts and "weights" not in self._asleep:
                 if self._needs is not None and self._size is not None:
                     self._bind(self._size)
                 self._asleep.discard("kv_cache")
@@ -376,7 +369,7 @@ class Worker:
             traceback.clear_frames(error.__traceback__)  # frames hold what was allocated so far
             self._asleep.add("kv_cache")
             self._drop_cache()
-            give_back(self.device)
+            release_memory(self.device)
             raise
 
     def _wake_weights(self) -> None:
@@ -413,8 +406,7 @@ class Worker:
     # ---- profiles
 
     def profile(self, start: bool, prefix: str | None = None) -> str | None:
-        """Start or stop a profile of this thread and the device; return the path of the trace when it
-        stops."""
+        """Start or stop a profile of this thread and the device; return the trace's path at its end."""
         if self._profiler is None:
             raise RequestError("profiling is not enabled: set profiler in profiler_config")
         if start:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from quire.attention.backend import AttentionSpec
 from quire.attention.triton_attn import TritonAttention
 from quire.checkpoint.facts import Routing
-from quire.kernels import batch_invariant, products
+from quire.kernels import batch_invariant, library_matmul
 from quire.kernels.reference.fp8 import E4M3, Scaled
 from quire.kernels.reference.moe import ExpertWeights
 from quire.kernels.triton import attention_launch as launch
@@ -68,8 +68,8 @@ def test_products_outside_of_the_engine_are_those_of_torch() -> None:
     expected = x @ weight.t(), torch.bmm(x[None], weight.t()[None])
     batch_invariant.switch(True)
     assert torch.equal(x @ weight.t(), expected[0])
-    assert torch.equal(products.linear(x, weight), expected[0])
-    assert torch.equal(products.bmm(x[None], weight.t()[None]), expected[1])
+    assert torch.equal(library_matmul.linear(x, weight), expected[0])
+    assert torch.equal(library_matmul.bmm(x[None], weight.t()[None]), expected[1])
     assert matmul.linear(x[:0].bfloat16(), weight.bfloat16()).shape == (0, 16)
 
 
@@ -105,7 +105,7 @@ def test_gemms_have_the_same_bits_for_any_number_of_rows(kind: str, size_out: in
     kinds: dict[str, Product] = {
         "linear": lambda x: matmul.linear(x, weight, bias),
         "gated": lambda x: matmul.gated(x, weight),
-        "library": lambda x: products.linear(x, weight, bias),
+        "library": lambda x: library_matmul.linear(x, weight, bias),
     }
     check_bits(kinds[kind], random(LARGEST, size_in))
 

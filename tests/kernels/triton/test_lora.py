@@ -78,12 +78,12 @@ BEHIND = [(1, 72, (40, 24, 24), 16), (3, 300, (37,), 8), (20, 530, (130, 21), 64
 def test_lora_after_any_matmul(
     num: int, size_in: int, sizes: tuple[int, ...], rank: int, dtype: torch.dtype
 ) -> None:
-    point, slots = LayerAdapters(size_in, sizes, rank, dtype), slots_of(num)
+    adapters, slots = LayerAdapters(size_in, sizes, rank, dtype), slots_of(num)
     x, out = random(num, size_in, dtype=dtype), random(num, sum(sizes), dtype=dtype)
-    expected = point.expected(out, x, slots)
+    expected = adapters.expected(out, x, slots)
     tokens = OPS.assigned(slots, SLOTS)
-    halves = OPS.lora_expand(out.clone(), OPS.lora_shrink(x, point.a, tokens), point.b, sizes, tokens)
-    actual = OPS.lora(out, x, point.a, point.b, sizes, tokens)
+    halves = OPS.lora_expand(out.clone(), OPS.lora_shrink(x, adapters.a, tokens), adapters.b, sizes, tokens)
+    actual = OPS.lora(out, x, adapters.a, adapters.b, sizes, tokens)
     assert actual is out
     close(out, expected)
     close(halves, expected)
@@ -94,56 +94,56 @@ def test_lora_after_any_matmul(
 def test_lora_fused_into_a_matmul(plan: RowsPlan | TilesPlan, num: int) -> None:
     if isinstance(plan, RowsPlan) and num > 1:
         return
-    point, slots = LayerAdapters(72, (48, 16, 16), 8), slots_of(num)
+    adapters, slots = LayerAdapters(72, (48, 16, 16), 8), slots_of(num)
     x, weight, bias = random(num, 72), random(80, 72), random(80)
     plain = x.float() @ weight.float().T + bias.float()
-    actual = multiply(x, weight, bias, plan, adapted=point.adapted(slots))
-    close(actual, point.expected(plain, x, slots))
+    actual = multiply(x, weight, bias, plan, adapted=adapters.adapted(slots))
+    close(actual, adapters.expected(plain, x, slots))
 
 
 @pytest.mark.parametrize("num", [1, 3])
 def test_split_sums(num: int) -> None:
     """Check more inputs than one program takes."""
-    point, slots = LayerAdapters(9001, (24, 40), 8), slots_of(num)
+    adapters, slots = LayerAdapters(9001, (24, 40), 8), slots_of(num)
     slots[-1] = 0
     x, has = random(num, 9001), slots >= 0
-    values, _ = lora_outputs(x, point.adapted(slots)._replace(tokens=FewRows(slots, num)))
+    values, _ = lora_outputs(x, adapters.adapted(slots)._replace(tokens=FewRows(slots, num)))
     assert values is not None
-    expected = point.expected(torch.zeros(num, 64, device=DEVICE), x, slots)
+    expected = adapters.expected(torch.zeros(num, 64, device=DEVICE), x, slots)
     close(values[has], expected[has])
 
 
 @pytest.mark.parametrize(("plan", "num"), [(PLANS[0], 1), (PLANS[1], 3), (PLANS[1], 20)], ids=str)
 @pytest.mark.parametrize("sizes", [(32, 32), (64,)], ids=str)
 def test_lora_fused_into_gate_and_up(plan: RowsPlan | TilesPlan, num: int, sizes: tuple[int, ...]) -> None:
-    point, slots = LayerAdapters(72, sizes, 16), slots_of(num)
+    adapters, slots = LayerAdapters(72, sizes, 16), slots_of(num)
     x, weight = random(num, 72), random(64, 72)
-    expected = REFERENCE.gated(point.expected(x.float() @ weight.float().T, x, slots), "silu")
-    close(multiply(x, weight, None, plan, gated=True, adapted=point.adapted(slots)), expected)
+    expected = REFERENCE.gated(adapters.expected(x.float() @ weight.float().T, x, slots), "silu")
+    close(multiply(x, weight, None, plan, gated=True, adapted=adapters.adapted(slots)), expected)
 
 
 @pytest.mark.parametrize("num", [1, 130, *more(5)])
 def test_selected_kernel_applies_lora(num: int) -> None:
-    point, slots = LayerAdapters(256, (48, 16), 16), slots_of(num)
+    adapters, slots = LayerAdapters(256, (48, 16), 16), slots_of(num)
     x, weight = random(num, 256), random(64, 256)
     plain = x.float() @ weight.float().T
-    close(linear(x, weight, None, point.adapted(slots)), point.expected(plain, x, slots))
-    point = LayerAdapters(256, (32, 32), 16)
-    expected = REFERENCE.gated(point.expected(plain, x, slots), "silu")
-    close(gated(x, weight, point.adapted(slots)), expected)
+    close(linear(x, weight, None, adapters.adapted(slots)), adapters.expected(plain, x, slots))
+    adapters = LayerAdapters(256, (32, 32), 16)
+    expected = REFERENCE.gated(adapters.expected(plain, x, slots), "silu")
+    close(gated(x, weight, adapters.adapted(slots)), expected)
 
 
 def test_lora_fused_into_the_cache_write() -> None:
     heads, kv_heads, dim = 4, 2, 32
     sizes = heads * dim, kv_heads * dim, kv_heads * dim
-    point, slots = LayerAdapters(1000, sizes, 8), torch.tensor([2], dtype=torch.int32, device=DEVICE)
+    adapters, slots = LayerAdapters(1000, sizes, 8), torch.tensor([2], dtype=torch.int32, device=DEVICE)
     x, weight = random(1, 1000) / 32, random(sum(sizes), 1000)
     angles = torch.randn(64, dim // 2, device=DEVICE)
     table = torch.cat((angles.cos(), angles.sin()), 1).to(DTYPE)
     at = torch.tensor([5], device=DEVICE)
     actual, reference = (random(2, 3, 16, kv_heads, dim).fill_(1) for _ in "ab")
-    q = enter(x, HeadEntry(heads, table, at, at, *actual), weight, None, adapted=point.adapted(slots))
-    product = point.expected(x.float() @ weight.float().T, x, slots).to(DTYPE)
+    q = enter(x, HeadEntry(heads, table, at, at, *actual), weight, None, adapted=adapters.adapted(slots))
+    product = adapters.expected(x.float() @ weight.float().T, x, slots).to(DTYPE)
     expected = REFERENCE.rotate_and_write(product, HeadEntry(heads, table, at, at, *reference))
     assert q is not None
     close(q, expected.float())
@@ -159,22 +159,24 @@ def test_lora_of_embedding_rows() -> None:
 
 def test_row_is_equal_in_any_batch() -> None:
     """Check other rows with any adapters, even one that produces infinities."""
-    point, slots = LayerAdapters(200, (32,), 16), slots_of(20)
-    point.b[4] = torch.inf
+    adapters, slots = LayerAdapters(200, (32,), 16), slots_of(20)
+    adapters.b[4] = torch.inf
     slots[7] = 2
     x, weight = random(20, 200), random(32, 200)
     others = slots.roll(3)
     others[7], others[2] = 2, 4
     for run in (
-        lambda slots: multiply(x, weight, None, TilesPlan(32, 16, 32, 1, 4, 3), adapted=point.adapted(slots)),
-        lambda slots: add(x @ weight.T, x, point.adapted(slots)),
+        lambda slots: multiply(
+            x, weight, None, TilesPlan(32, 16, 32, 1, 4, 3), adapted=adapters.adapted(slots)
+        ),
+        lambda slots: add(x @ weight.T, x, adapters.adapted(slots)),
     ):
         assert torch.equal(run(slots)[7], run(others)[7])
 
 
 def test_rows_without_adapters_are_unchanged() -> None:
-    point, out, x = LayerAdapters(72, (40,), 8), random(20, 40), random(20, 72)
-    before, none = out.clone(), point.adapted(torch.full((20,), -1, dtype=torch.int32, device=DEVICE))
+    adapters, out, x = LayerAdapters(72, (40,), 8), random(20, 40), random(20, 72)
+    before, none = out.clone(), adapters.adapted(torch.full((20,), -1, dtype=torch.int32, device=DEVICE))
     assert torch.equal(add(out, x, none), before)
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken
 
 from quire.config.env import Env
-from quire.frontend.speech import RATE, VoxtralTranscriber, WhisperTranscriber, pieces_of
+from quire.frontend.speech import RATE, VoxtralTranscriber, WhisperTranscriber, split_audio
 from quire.server.app import Application
 from quire.server.settings import make_settings
 from quire.text.tokenizer import Tokenizer
@@ -83,7 +83,7 @@ def test_language_is_detected() -> None:
 
 
 def test_english_models_have_no_language_token() -> None:
-    speech = WhisperTranscriber(ENGINE.tokenizer, max_len=448, at_once=30 * RATE, is_english=True)
+    speech = WhisperTranscriber(ENGINE.tokenizer, max_len=448, max_samples=30 * RATE, is_english=True)
     assert [*speech.languages] == ["en"] and speech.prompt("transcribe", "en") == [START, UNTIMED]
     usual, ENGINE.inputs.media.speech = ENGINE.inputs.media.speech, speech
     try:
@@ -99,9 +99,9 @@ def test_voxtral_prompt_holds_the_audio() -> None:
     backend = byte_tokenizer().backend
     backend.add_special_tokens([AddedToken(name, special=True) for name in VOXTRAL])
     speech = VoxtralTranscriber.of(
-        Tokenizer(backend, special_tokens={}), max_len=1000, at_once=90 * RATE, num_vectors=1500
+        Tokenizer(backend, special_tokens={}), max_len=1000, max_samples=90 * RATE, num_vectors=1500
     )
-    assert speech is not None and speech.at_once == 30 * RATE
+    assert speech is not None and speech.max_samples == 30 * RATE
     start, inst, begin, place, end, write = (backend.token_to_id(name) for name in VOXTRAL)
     usual, ENGINE.inputs.media.speech = ENGINE.inputs.media.speech, speech
     try:
@@ -132,10 +132,10 @@ def test_long_audio_is_split_at_quiet_points() -> None:
     quiet = [29 * RATE + 4800, 58 * RATE + 8000]
     for place in quiet:
         samples[place : place + 1600] = 0
-    pieces = pieces_of(samples, 30 * RATE)
+    pieces = split_audio(samples, 30 * RATE)
     assert [start for start, _ in pieces] == [0, *quiet]
     assert np.array_equal(np.concatenate([piece for _, piece in pieces]), samples)
-    assert len(pieces_of(samples[: 30 * RATE], 30 * RATE)) == 1
+    assert len(split_audio(samples[: 30 * RATE], 30 * RATE)) == 1
     reply = send(file=wav((samples[:, None] * 30000).astype(np.int16), RATE), language="en")
     assert reply.json() == {"text": "Hallo. Hallo. Hallo.", "usage": {"type": "duration", "seconds": 65}}
     assert len(ENGINE.seen) == 3 and len({id for id, *_ in ENGINE.seen}) == 3

@@ -8,7 +8,7 @@ from starlette.routing import Route
 from quire.metrics.engine import EngineMetrics, MetricsLayout, MetricsPages
 from quire.metrics.http import HANDLERS, UNCOUNTED, Exchange
 from quire.server.app import Application
-from quire.server.ops.absent import ABSENT_ROUTES
+from quire.server.ops.unsupported_routes import ABSENT_ROUTES
 from quire.server.settings import make_settings
 
 

@@ -11,7 +11,7 @@ from fake_engine import FakeEngine
 
 from quire.config.env import Env
 from quire.errors import EngineDead, EngineError, RequestError
-from quire.server.ops.absent import ABSENT_ROUTES
+from quire.server.ops.unsupported_routes import ABSENT_ROUTES
 
 ROUTES = [
     *[("POST", f"/{name}") for name in ("sleep", "wake_up", "pause", "resume", "collective_rpc")],

@@ -9,6 +9,8 @@ import pytest
 from browse import answered, ask
 from PIL import Image
 
+from quire.server import page as page_module
+
 Open = Callable[..., Any]
 pytestmark = pytest.mark.usefixtures("rare_events")
 VISION_MODEL = {"modalities": ["image", "video"]}
@@ -77,9 +79,12 @@ def test_images_are_added_by_button_drop_and_paste(serve: Open, open_page: Open)
     assert page.problems == []
 
 
-def test_images_that_cannot_be_sent_are_reported(serve: Open, open_page: Open) -> None:
+def test_images_that_cannot_be_sent_are_reported(
+    serve: Open, open_page: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches images offered to a text-only model, a file that is no image, and a refused image that stays
     in the history."""
+    monkeypatch.setattr(page_module, "TICK_S", 0.5)  # the model changes below
     site = serve()
     site.engine.changes = VISION_MODEL
     page = open_page(site)

@@ -37,7 +37,7 @@ class Steps:
 
     def forward(self, batch: Batch) -> Tensor:
         lens = tuple(batch.query_starts.diff().tolist())
-        self.given.append((lens, batch.are_decodes, batch.are_any, batch.lora is not None))
+        self.given.append((lens, batch.are_decodes, batch.are_mixed, batch.lora is not None))
         return torch.zeros(len(batch.token_ids), HIDDEN)
 
     def sample(self, logits: Tensor, columns: Any, constrained: Any) -> Tensor:

@@ -114,7 +114,7 @@ class Traffic:
         if self.in_flight and (plan is None or len(self.in_flight) == 2):
             plan, new = self.in_flight.popleft()
             ids = np.array([self.rng.randrange(VOCAB) for _ in plan.sampling_rows], np.int32)
-            self.all_rows.learn(*new, ids)
+            self.all_rows.append_sampled(*new, ids)
             self.scheduler.update(plan, StepResult(ids))
 
     def check(self, graph: Graph, plan: StepPlan) -> None:

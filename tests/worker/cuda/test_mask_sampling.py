@@ -61,7 +61,7 @@ def test_every_sampled_position_gets_its_mask(draws: MaskedSampling) -> None:
         bits[:] = rng.integers(2**32, size=bits.shape, dtype=np.uint32)
         mask_bits = bits if step % 5 else bits.copy()
         assert draws.send(Masks(chosen, mask_bits, which if num_samples > 1 else which[:0]), places)
-        mask_of, found_width, actual = draws.constrained(DRAWS)
+        mask_of, found_width, actual = draws.mask_constraints(DRAWS)
         assert found_width.item() == width
         expected = dict(zip((places[chosen] + which).tolist(), bits, strict=True))
         for place, mask in enumerate(mask_of.tolist()):
@@ -72,18 +72,18 @@ def test_every_sampled_position_gets_its_mask(draws: MaskedSampling) -> None:
                 assert (words == expected[place]).all(), f"step {step}, draw {place}"
 
 
-class HeldStream:
+class BlockedStream:
     """A stream that waits for the host and records its waits."""
 
     def __init__(self) -> None:
-        self.held = 0
-        self.raised: list[int] = []
+        self.blocked = 0
+        self.resumed: list[int] = []
 
-    def hold(self) -> Callable[[], None]:
-        self.held += 1
-        return partial(self.raised.append, self.held)
+    def block(self) -> Callable[[], None]:
+        self.blocked += 1
+        return partial(self.resumed.append, self.blocked)
 
-    def bring(self, source: torch.Tensor, into: torch.Tensor) -> None:
+    def copy(self, source: torch.Tensor, into: torch.Tensor) -> None:
         into[: len(source)] = source
 
 
@@ -91,20 +91,20 @@ def test_pending_masks_hold_the_stream_and_not_the_host(draws: MaskedSampling) -
     """Check that the host waits if the memory has to be pinned first, since pinning may wait for
     the stream.
     """
-    beside = HeldStream()
-    draws._host_signal = beside  # type: ignore[assignment]
+    stream = BlockedStream()
+    draws._host_signal = stream  # type: ignore[assignment]
     rows, buffer = np.arange(2, dtype=np.int32), _MaskBuffer()
-    unseen = Masks(rows, buffer.take(2, 3), pending=AsyncValue())
-    assert unseen.pending is not None
-    filling = threading.Timer(0.01, unseen.pending.arrive)
+    first = Masks(rows, buffer.take(2, 3), pending=AsyncValue())
+    assert first.pending is not None
+    filling = threading.Timer(0.01, first.pending.arrive)
     filling.start()
-    assert draws.send(unseen, rows) and unseen.pending is None and not beside.held
+    assert draws.send(first, rows) and first.pending is None and not stream.blocked
     for number, count in enumerate((2, 1, 2), 1):
-        coming = AsyncValue()
-        assert draws.send(Masks(rows[:count], buffer.take(count, 3), pending=coming), rows)
-        assert beside.held == number and len(beside.raised) == number - 1
-        coming.arrive()
-        assert beside.raised[-1] == number
+        pending = AsyncValue()
+        assert draws.send(Masks(rows[:count], buffer.take(count, 3), pending=pending), rows)
+        assert stream.blocked == number and len(stream.resumed) == number - 1
+        pending.arrive()
+        assert stream.resumed[-1] == number
     filling.join(60)
 
 
@@ -115,8 +115,8 @@ def test_masks_without_space_are_not_sent(draws: MaskedSampling) -> None:
 
 
 def test_fused_sampling_waits_only_if_masks_follow(draws: MaskedSampling) -> None:
-    looked_at = draws.sampled_in_graph(5)
-    assert looked_at is not None and draws.sampled_in_graph(DRAWS + 1) is None
+    looked_at = draws.later_constraints(5)
+    assert looked_at is not None and draws.later_constraints(DRAWS + 1) is None
     for is_later in (False, True, True, False):
-        draws.hold(is_later)
+        draws.set_later(is_later)
         assert looked_at.mask_of.tolist() == [LATER if is_later else FREE] * 5

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from quire.kernels.cpu import dtw, native
-from quire.worker.multimodal.timestamps import smooth_weights, warped
+from quire.worker.multimodal.timestamps import dynamic_time_warping, smooth_weights
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 9), (6, 1), (5, 40), (40, 5), (17, 17)])
@@ -17,7 +17,9 @@ def test_cheapest_path_matches_transformers(shape: tuple[int, int]) -> None:
     for costs in (random.standard_normal(shape), random.integers(-1, 2, shape).astype(np.float64)):
         tokens, states = _dynamic_time_warping(costs)
         begins = [int(states[tokens == token].min()) for token in range(shape[0])]
-        assert warped(costs) == begins and all(type(begin) is int for begin in warped(costs))
+        assert dynamic_time_warping(costs) == begins and all(
+            type(begin) is int for begin in dynamic_time_warping(costs)
+        )
         assert native.library() is None or dtw.align(costs) == begins
 
 

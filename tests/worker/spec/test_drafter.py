@@ -33,7 +33,7 @@ from quire.configure import configure
 from quire.data.params import SamplingParams
 from quire.data.step_plan import Admission, StepPlan
 from quire.kernels.cpu import native
-from quire.models.decoder import TappedStates
+from quire.models.decoder import HiddenWithAux
 from quire.worker.spec.drafter import SequenceEnds, TargetStates
 from quire.worker.spec.progress import Span, batch_of_spans
 from quire.worker.worker import Worker
@@ -97,7 +97,7 @@ class Pair:
         for group in batch.groups:
             worker.loaded.backend.plan(group)
         out = worker.model(batch)
-        states = out.aux if isinstance(out, TappedStates) else (out,)
+        states = out.aux if isinstance(out, HiddenWithAux) else (out,)
         if worker.loaded.drafter.follows:
             worker.loaded.drafter.observe(
                 batch, TargetStates(torch.tensor(following), torch.tensor(kept), states)

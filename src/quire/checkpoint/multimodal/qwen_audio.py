@@ -25,9 +25,9 @@ class QwenAudioFacts:
     """Number of states that are concatenated for one token; 0: the mean of two states."""
 
     @property
-    def moments(self) -> int:
+    def num_frames(self) -> int:
         """Return the number of mel frames per encoder input."""
-        return self.encoder.moments
+        return self.encoder.num_frames
 
     @property
     def tokens(self) -> int:

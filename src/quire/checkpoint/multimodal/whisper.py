@@ -21,7 +21,7 @@ class WhisperFacts:
     activation: str
 
     @property
-    def moments(self) -> int:
+    def num_frames(self) -> int:
         """Return the number of mel frames per encoder input."""
         return 2 * self.positions
 

@@ -30,7 +30,7 @@ class Int8Codes(NamedTuple):
 
 
 def quantize(weight: Tensor) -> Int8Codes:
-    """Quantize a weight to the nearest codes, with scales that are exact in float16, as blocks need."""
+    """Quantize a weight to the nearest int8 values. Scales are exact in float16, as blocks store them."""
     scales = (weight.abs().amax(-1).float() / MAX_CODE).clamp(_MIN_SCALE, torch.finfo(torch.float16).max)
     scales = scales.half().float()
     codes = (weight / scales[..., None]).round_().clamp_(-MAX_CODE, MAX_CODE)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.key_shares import first_key
+from quire.kernels.triton.split_kv_shares import first_key
 
 NEVER = tl.constexpr(-1.0e30)
 """Less than any score, yet finite, so that the difference of two is not NaN."""

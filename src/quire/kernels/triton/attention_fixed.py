@@ -26,8 +26,8 @@ from quire.kernels.triton.attention import (
     scores_of,
     slot_offsets,
 )
-from quire.kernels.triton.key_shares import first_key, last_passed
 from quire.kernels.triton.launch import follow
+from quire.kernels.triton.split_kv_shares import first_key, last_passed
 
 _SEQS_AT_ONCE = tl.constexpr(256)
 """Number of sequences counted at once."""

@@ -65,7 +65,8 @@ def build_launcher(compiled: Any) -> None:
 
 
 def serve(connection: Connection) -> None:
-    """Compile what is sent, until the connection ends. The answer is empty, or the reason of the failure."""
+    """Compile each kernel that is sent, until the connection ends. An empty answer means success;
+    otherwise it is the error."""
     with contextlib.suppress(EOFError, OSError):
         while True:
             job, reason = connection.recv_bytes(), ""

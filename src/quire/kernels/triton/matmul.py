@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quire.kernels import batch_invariant, products
+from quire.kernels import batch_invariant, library_matmul
 from quire.kernels.ops import LoRAHeads
 from quire.kernels.triton.activations import gated as gated_of
 from quire.kernels.triton.activations import silu_times
@@ -223,14 +223,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, adapted: LoRAH
     x, plan = _plan(x, weight, 1, adapted)
     if adapted is None or takes_along(plan, adapted):
         if plan is None:
-            return products.linear(x, weight, bias)
+            return library_matmul.linear(x, weight, bias)
         return multiply(x, weight, bias, plan, adapted=adapted)
     return add(linear(x, weight, bias), x, adapted)
 
 
 def library_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x W^T + b by the library's GEMM, or in the batch-invariant mode by `linear`."""
-    return (linear if batch_invariant.is_on() else products.linear)(x, weight, bias)
+    return (linear if batch_invariant.is_on() else library_matmul.linear)(x, weight, bias)
 
 
 def gated(x: Tensor, weight: Tensor, adapted: LoRAHeads | None = None) -> Tensor:

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.attention import NEVER, accumulate, alibi_of, finish, initial, load_queries
-from quire.kernels.triton.key_shares import first_key, share, tiles_of
 from quire.kernels.triton.launch import follow
+from quire.kernels.triton.split_kv_shares import first_key, share, tiles_of
 
 
 @triton.jit(do_not_specialize=["num_seqs", "least"], do_not_specialize_on_alignment=["work"])

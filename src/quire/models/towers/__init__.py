@@ -29,7 +29,7 @@ class Tower(nn.Module):
         return (getattr(facts, "vit", facts).heads,)
 
     @classmethod
-    def divides(cls, media: MediaFacts, count: int) -> bool:
+    def can_shard(cls, media: MediaFacts, count: int) -> bool:
         """Return whether `count` devices can share its layers."""
         heads = cls.heads(media.tower)
         return bool(heads) and all(number % count == 0 for number in heads)
@@ -65,13 +65,13 @@ TOWERS = LazyTable(
 """Towers by family."""
 
 
-def is_divided(media: MediaFacts, mode: str, count: int) -> bool:
+def is_tensor_parallel(media: MediaFacts, mode: str, count: int) -> bool:
     """Return whether the tower is tensor-parallel over `count` devices. Otherwise each device has a full copy
     and encodes some of the items."""
-    divides = getattr(TOWERS[media.family], "divides", None)
+    can_shard = getattr(TOWERS[media.family], "can_shard", None)
     if count == 1 or mode == "data":
         return False
-    if divides is None or not divides(media, count):
+    if can_shard is None or not can_shard(media, count):
         warn_once(
             log,
             f"The encoder of {media.family} cannot be divided over {count} devices: each device runs a full "

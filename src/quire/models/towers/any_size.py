@@ -42,8 +42,7 @@ def split_by_item(vectors: Tensor, counts: Iterable[int], num_images: Iterable[i
 
 
 class AnySizeTower(Tower):
-    """Encodes the images of all items in one batch. The arrays of an item are images of any shape, or stacks
-    of images of one shape."""
+    """Encodes all items in one batch; their arrays are images of any shape, or stacks of one shape."""
 
     arrays: tuple[str, ...] = ("pixels",)
     """Names of the arrays of an item."""

@@ -54,7 +54,7 @@ class Attention(nn.Module):
         negative = torch.cat((-positive[:, : size // 2], positive[:, size // 2 :]), 1)
         offsets = range(facts.left, -facts.right - 1, -1)
         rows = [positive[offset] if offset >= 0 else negative[-offset] for offset in offsets]
-        self.waves = torch.stack(rows).to(scope.device, scope.dtype)
+        self.sinusoids = torch.stack(rows).to(scope.device, scope.dtype)
         self.out = WholeLinear(size, size, scope / "post")
         self.after = RMSNorm(size, _EPS, scope / "post_norm")
 
@@ -65,8 +65,8 @@ class Attention(nn.Module):
         unit = F.softplus(torch.zeros((), device=x.device, dtype=x.dtype))
         q = q * (F.softplus(self.scale.vectors) * q.shape[-1] ** -0.5 / unit)
         padding = (0, 0, 0, 0, facts.left, facts.right)
-        k, v = (F.pad(part, padding).unfold(0, len(self.waves), 1) for part in (k, v))
-        relative = self.places(self.waves).view(len(self.waves), heads, -1)
+        k, v = (F.pad(part, padding).unfold(0, len(self.sinusoids), 1) for part in (k, v))
+        relative = self.places(self.sinusoids).view(len(self.sinusoids), heads, -1)
         scores = torch.einsum("thd,thdf->thf", q, k) + torch.einsum("thd,fhd->thf", q, relative)
         scores = torch.tanh(scores / facts.cap) * facts.cap
         queries = torch.arange(len(x), device=x.device)[:, None]
@@ -166,8 +166,8 @@ class Gemma3nTower(Tower):
 
     def _encode_one(self, mel: Tensor) -> Tensor:
         x = mel[None]
-        for halving in self.halvings:
-            x = halving(x)
+        for convolution in self.halvings:
+            x = convolution(x)
         x = self.flat(x.permute(1, 2, 0).flatten(1))
         for layer in self.layers:
             x = layer(x)

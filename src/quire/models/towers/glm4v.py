@@ -30,8 +30,7 @@ def _style(facts: GridFacts) -> VisionStyle:
 
 
 class Glm4vMerger(nn.Module):
-    """Convolution of each square of patches to one vector, projection, norm, GELU and gated MLP. The scope is
-    the encoder's."""
+    """Convolution of each square of patches to a vector, projection, norm, GELU, gated MLP."""
 
     def __init__(self, facts: GridFacts, scope: Scope) -> None:
         super().__init__()

@@ -83,8 +83,8 @@ class InternViT(nn.Module):
     def forward(self, pixels: Tensor) -> Tensor:
         """Encode [N, 3, side, side] to [N, tokens, hidden]."""
         patches = self.patches(patches_of(pixels, self.patch))
-        whole = torch.cat((self.first.vectors.expand(len(patches), 1, -1), patches), 1) + self.places.vectors
-        x = self.layers.on_squares(whole)
+        tokens = torch.cat((self.first.vectors.expand(len(patches), 1, -1), patches), 1) + self.places.vectors
+        x = self.layers.on_squares(tokens)
         return x if self.last_norm is None else self.last_norm.alone(x.flatten(0, 1)).view_as(x)
 
 

@@ -75,8 +75,8 @@ class Qwen3OmniAudioTower(nn.Module):
         chunks = padded.view(-1, window if is_padded else count, mel.shape[1]).transpose(1, 2)[:, None]
         convolved = []
         for x in chunks.split(_AT_ONCE):
-            for halving in self.halvings:
-                x = F.gelu(halving(x))
+            for convolution in self.halvings:
+                x = F.gelu(convolution(x))
             convolved.append(x)
         x = torch.cat(convolved).permute(0, 3, 1, 2).contiguous()
         states: Tensor = self.flat(x.flatten(2).flatten(0, 1)).view(len(x), x.shape[1], -1)

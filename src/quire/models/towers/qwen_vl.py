@@ -53,9 +53,9 @@ class Windows(NamedTuple):
 
     order: Tensor
     """Index of the square at each position."""
-    near: Spans
+    window_spans: Spans
     """Attention spans of windows."""
-    far: Spans
+    image_spans: Spans
     """Attention spans of images."""
     angles: Angles
 
@@ -79,16 +79,16 @@ class Qwen2_5VL(GridTower):
         starts = np.cumsum([0, *(len(order) for order, _ in parts[:-1])])
         by_window = np.concatenate([order + start for (order, _), start in zip(parts, starts, strict=True)])
         order = torch.from_numpy(by_window).to(self.device)
-        near = spans_of(np.concatenate([lens for _, lens in parts]).astype(np.int32) * square, self.device)
+        lens = np.concatenate([lens for _, lens in parts]).astype(np.int32) * square
         angles = self.angles(self.places(grids).view(-1, square, 2)[order].view(-1, 2))
-        return Windows(order, near, self.images(grids), angles)
+        return Windows(order, spans_of(lens, self.device), self.images(grids), angles)
 
     def forward(self, x: Tensor, layout: Any) -> Tensor:
         """Encode patches [T, hidden] of all items to [T / merge^2, size_out]."""
-        order, near, far, angles = layout  # Windows
+        order, window_spans, image_spans, angles = layout  # Windows
         x = x.view(-1, self.facts.merge**2, x.shape[1])[order].view(x.shape)
         for number, layer in enumerate(self.layers):
-            x = layer(x, far if number in self.facts.far else near, angles)
+            x = layer(x, image_spans if number in self.facts.far else window_spans, angles)
         vectors = self.merger(x)
         return torch.empty_like(vectors).index_copy_(0, order, vectors)
 

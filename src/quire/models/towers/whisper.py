@@ -25,8 +25,7 @@ _WIDTH = 3
 
 
 class Convolution(nn.Module):
-    """Convolution over time with stride `step` and GELU, computed as a GEMM; zero padding before the first
-    frame."""
+    """Convolution over time with stride `step` and GELU, as a GEMM; zero padding before the first frame."""
 
     def __init__(self, size_in: int, size_out: int, step: int, scope: Scope) -> None:
         super().__init__()
@@ -80,7 +79,7 @@ class WhisperTower(Tower):
         return list(states.split(self.facts.positions))
 
     def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
-        return {"mel": torch.zeros(self.facts.moments + 1, self.facts.mels, device=self.device)}
+        return {"mel": torch.zeros(self.facts.num_frames + 1, self.facts.mels, device=self.device)}
 
     def cost(self, modality: str, item: Mapping[str, tuple[int, ...]]) -> int:
         return 1
@@ -103,7 +102,7 @@ class QwenAudio(Tower):
         return (facts.encoder.heads,)
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-        mels = [item["mel"].split(self.facts.moments + 1) for item in items]
+        mels = [item["mel"].split(self.facts.num_frames + 1) for item in items]
         states = self.encoder([chunk for chunks in mels for chunk in chunks])
         count = self.facts.states
         groups = [state[: len(state) // count * count].unflatten(0, (-1, count)) for state in states]
@@ -118,8 +117,8 @@ class QwenAudio(Tower):
         return self.norm.alone(groups.mean(1))
 
     def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
-        whole, rest = divmod(num_vectors, self.facts.tokens)
-        num_frames = whole * (self.facts.moments + 1) + (2 * self.facts.states * rest + 1 if rest else 0)
+        full, rest = divmod(num_vectors, self.facts.tokens)
+        num_frames = full * (self.facts.num_frames + 1) + (2 * self.facts.states * rest + 1 if rest else 0)
         return {"mel": torch.zeros(num_frames, self.facts.encoder.mels, device=self.device)}
 
     def cost(self, modality: str, item: Mapping[str, tuple[int, ...]]) -> int:

@@ -80,7 +80,7 @@ class Processor(Protocol):
         """Check embeddings that a user sends (`embeds`, and values such as `image_grid_thw`). They become
         the array `embeds`, which bypasses the encoder."""
 
-    def most_vectors(self, modality: str) -> int:
+    def max_vectors(self, modality: str) -> int:
         """Return the number of vectors of the largest possible item."""
 
     def largest(self, modality: str) -> tuple[int, ...]:
@@ -103,13 +103,13 @@ class CountsVideoVectors(Protocol):
 class RewritesText(Protocol):
     """A processor that rewrites marks in the text which are not tokens."""
 
-    def spelled(self, text: str) -> str:
+    def rewrite_text(self, text: str) -> str:
         """Return the text of a prompt with media as it is tokenized."""
 
 
 def rewrites_text(processor: "Processor") -> TypeGuard[RewritesText]:
     """Return whether a processor is a `RewritesText`; `isinstance` with a protocol is too slow here."""
-    return hasattr(processor, "spelled")
+    return hasattr(processor, "rewrite_text")
 
 
 class MergesTokens(Protocol):
@@ -120,7 +120,6 @@ class MergesTokens(Protocol):
 
 
 def merges_tokens(processor: "Processor") -> TypeGuard[MergesTokens]:
-    """Return whether a processor is a `MergesTokens`."""
     return hasattr(processor, "joined")
 
 
@@ -132,7 +131,6 @@ class StandsAlone(Protocol):
 
 
 def stands_alone(processor: "Processor") -> TypeGuard[StandsAlone]:
-    """Return whether a processor is a `StandsAlone`."""
     return hasattr(processor, "check_alone")
 
 

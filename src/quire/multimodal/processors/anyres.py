@@ -16,7 +16,7 @@ from quire.checkpoint.reader import ConfigReader
 from quire.data.multimodal import Array, Arrays
 from quire.errors import RequestError
 from quire.multimodal.images import (
-    MOST_FRAMES,
+    MAX_FRAMES,
     Pixels,
     PixelScaling,
     Size,
@@ -34,8 +34,7 @@ _SLACK = 1.1
 
 
 class AnyresProcessor(ImageProcessor):
-    """Computes the order of the vectors: rows and columns that are only padding are left out, and each row
-    ends with a newline vector."""
+    """Orders vectors: rows and columns of padding are left out, and each row ends with a newline vector."""
 
     facts: AnyresFacts
 
@@ -81,8 +80,8 @@ class AnyresProcessor(ImageProcessor):
         rows, columns = numbers.shape[:2]
         behind = facts.tokens * (1 + math.prod(best_shape(image, facts.shapes)) // facts.vit.image**2)
         numbers = np.concatenate((facts.tokens + numbers, np.full((rows, 1, numbers.shape[2]), behind)), 1)
-        whole = np.repeat(np.arange(facts.tokens)[:, None], numbers.shape[2], 1)
-        places = np.concatenate((whole, numbers.reshape(-1, numbers.shape[2]))).astype(np.int32)
+        base = np.repeat(np.arange(facts.tokens)[:, None], numbers.shape[2], 1)
+        places = np.concatenate((base, numbers.reshape(-1, numbers.shape[2]))).astype(np.int32)
         if weights is None:
             return {"places": Array.of(places)}
         shares = np.zeros((*places.shape[:1], 4), np.float32)
@@ -104,7 +103,7 @@ class AnyresProcessor(ImageProcessor):
             raise RequestError("embeddings are supported for images only", "multi_modal_data")
         return super().process_embeds(modality, embeds)
 
-    def most_vectors(self, modality: str) -> int:
+    def max_vectors(self, modality: str) -> int:
         if modality == "video":
             return self.num_vectors(Video.black(*self.largest(modality)), {})
         width, height = self.largest(modality)
@@ -113,21 +112,20 @@ class AnyresProcessor(ImageProcessor):
     def largest(self, modality: str) -> tuple[int, ...]:
         side = self.facts.vit.image
         if modality == "video":
-            return MOST_FRAMES, side, side
+            return MAX_FRAMES, side, side
         height, width = max(self.facts.shapes, key=lambda shape: self._order(shape)["places"].shape[0])
         return width, height
 
 
 @lru_cache
 def best_shape(image: Size, shapes: Sequence[Size]) -> Size:
-    """Return the shape that keeps the most pixels of an image; among equals the one that wastes the
-    fewest."""
+    """Return the shape that keeps the most pixels of an image, among equals that wastes the fewest."""
     height, width = image
 
     def worth(shape: Size) -> tuple[int, int]:
         scale = min(shape[1] / width, shape[0] / height)
-        kept = min(int(width * scale) * int(height * scale), width * height)
-        return kept, kept - shape[0] * shape[1]
+        num_pixels = min(int(width * scale) * int(height * scale), width * height)
+        return num_pixels, num_pixels - shape[0] * shape[1]
 
     return max(shapes, key=worth)
 

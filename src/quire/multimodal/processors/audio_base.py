@@ -44,6 +44,16 @@ def read_samples(
     return samples
 
 
+MIN_FRAMES = 3
+"""Frames of the shortest audio, which has one vector."""
+
+
+def num_chunk_vectors(frames: int, window: int) -> int:
+    """Return the number of vectors of an encoder that reads chunks of `window` frames."""
+    chunks, rest = divmod(frames, window)
+    return chunks * -(-window // 8) - (-rest // 8)
+
+
 class AudioProcessor:
     """Computes the input of Whisper's encoder: log-mel spectrograms, 100 frames per second."""
 
@@ -56,9 +66,13 @@ class AudioProcessor:
         self.fft, self.hop = self.settings.size("n_fft", 400), self.settings.size("hop_length", 160)
 
     @property
-    def at_once(self) -> int:
+    def max_samples(self) -> int:
         """Return the number of samples that the encoder reads at once."""
-        return self.facts.moments * self.hop
+        return self.facts.num_frames * self.hop
+
+    @property
+    def min_samples(self) -> int:
+        return (MIN_FRAMES - 1) * self.hop + 1
 
     def samples(self, sound: Audio, arguments: Mapping[str, Any], longest: int, fewest: int = 0) -> Samples:
         return read_samples(sound, self.settings, arguments, rate=self.rate, longest=longest, fewest=fewest)
@@ -66,11 +80,11 @@ class AudioProcessor:
     def padded_mel(self, samples: Samples, pieces: int = 1) -> Samples:
         """Return the spectrogram of `pieces` encoder inputs, padded with silence: [pieces * (frames + 1),
         mels]. Each piece ends with a zero frame, which the convolutions read."""
-        mel = self.mel(samples, pieces * self.facts.moments)
+        mel = self.mel(samples, pieces * self.facts.num_frames)
         divided = np.pad(mel.reshape(pieces, -1, self.facts.mels), ((0, 0), (0, 1), (0, 0)))
         return divided.reshape(-1, self.facts.mels)
 
-    def mel(self, samples: Samples, moments: int, *, is_cut: bool = False) -> Samples:
+    def mel(self, samples: Samples, num_frames: int, *, is_cut: bool = False) -> Samples:
         """Compute the log-mel spectrogram with the settings of the encoder."""
         mels, rate = self.facts.mels, self.rate
-        return log_mel(samples, moments, mels=mels, rate=rate, fft=self.fft, hop=self.hop, is_cut=is_cut)
+        return log_mel(samples, num_frames, mels=mels, rate=rate, fft=self.fft, hop=self.hop, is_cut=is_cut)

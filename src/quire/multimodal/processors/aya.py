@@ -32,7 +32,7 @@ class AyaProcessor(TiledProcessor):
     def text(self, modality: str, number: int) -> str:
         return _MARK
 
-    def spelled(self, text: str) -> str:
+    def rewrite_text(self, text: str) -> str:
         place = self.tokenizer.backend.id_to_token(self.image_id) or ""
         return text if self.mark != self.image_id else text.replace(_MARK, place)
 
@@ -55,7 +55,7 @@ class Cohere2VisionProcessor(AyaProcessor):
     def text(self, modality: str, number: int) -> str:
         return self.tokenizer.backend.id_to_token(self.image_id) or ""
 
-    def spelled(self, text: str) -> str:
+    def rewrite_text(self, text: str) -> str:
         return text
 
     def grid(self, image: Size, keys: ConfigReader, least: int, most: int) -> Size:

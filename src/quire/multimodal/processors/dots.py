@@ -37,10 +37,10 @@ class DotsProcessor(SpanProcessor):
         count = math.prod(pixels.shape[:3]) // settings.merge**2
         return ProcessedItem([self.image_id] * count, arrays=settings.finish.to_arrays(pixels=pixels))
 
-    def most_vectors(self, modality: str) -> int:
-        return self.settings.most_vectors()
+    def max_vectors(self, modality: str) -> int:
+        return self.settings.max_vectors()
 
     def largest(self, modality: str) -> tuple[int, int]:
-        most = self.settings.most_vectors()
+        most = self.settings.max_vectors()
         rows = math.isqrt(most)
         return most // rows * self.settings.unit, rows * self.settings.unit

@@ -15,14 +15,14 @@ from quire.multimodal.processors import ProcessedItem
 from quire.multimodal.processors.image_base import ImageProcessor
 from quire.text.tokenizer import Tokenizer
 
-_MOST_NEWLINES = 64
+_MAX_NEWLINES = 64
 
 
 class NewlineTokens:
     """Tokens of several newlines: the newlines around a span merge with those of the text into one token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        ids = {count: tokenizer.backend.token_to_id("\n" * count) for count in range(1, _MOST_NEWLINES)}
+        ids = {count: tokenizer.backend.token_to_id("\n" * count) for count in range(1, _MAX_NEWLINES)}
         self._ids = {count: i for count, i in ids.items() if i is not None}
         self._counts = {i: count for count, i in self._ids.items()}
 
@@ -76,13 +76,13 @@ class Gemma3Processor(ImageProcessor):
             )
         return self._span(num_vectors // per_image - 1)
 
-    def most_vectors(self, modality: str) -> int:
+    def max_vectors(self, modality: str) -> int:
         keys = self.settings
         most = keys.size("pan_and_scan_max_num_crops", 4) if keys.flag("do_pan_and_scan") else 0
         return self.facts.tokens * (1 + most)
 
     def largest(self, modality: str) -> tuple[int, ...]:
-        long = self.most_vectors(modality) // self.facts.tokens
+        long = self.max_vectors(modality) // self.facts.tokens
         least = self.settings.size("pan_and_scan_min_crop_size", 256)
         return (least * (long - 1), least) if long > 1 else (self.facts.vit.image, self.facts.vit.image)
 

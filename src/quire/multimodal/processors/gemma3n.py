@@ -84,16 +84,15 @@ class Gemma3nProcessor(SpanProcessor):
         window = (0.5 * (1 - np.cos(angles))).astype(np.float32)
         size = 2 ** math.ceil(math.log2(frame)) * (2 if keys.flag("fft_overdrive", True) else 1)
         edges = keys.number("min_frequency", 125.0), keys.number("max_frequency", 7600.0)
-        magnitudes = np.abs(np.fft.rfft(emphasized * window, n=size)) @ _filters(
-            self.facts.mels, size, self.rate, edges
-        )
+        filters = _filters(self.facts.mels, size, self.rate, edges)
+        magnitudes = np.abs(np.fft.rfft(emphasized * window, n=size)) @ filters
         out: NDArray[np.float32] = np.log(np.maximum(magnitudes, keys.number("mel_floor", 1e-5)))
         for name, change in (("per_bin_mean", np.subtract), ("per_bin_stddev", np.divide)):
             if keys.get(name) is not None:
                 out = change(out, np.asarray(keys.get(name)))
         return out.astype(np.float32)
 
-    def most_vectors(self, modality: str) -> int:
+    def max_vectors(self, modality: str) -> int:
         return self.facts.tokens + 1
 
     def largest(self, modality: str) -> tuple[int, ...]:

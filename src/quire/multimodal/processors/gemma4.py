@@ -32,17 +32,16 @@ class Gemma4Processor(ImageProcessor):
             if self.settings.get(key) not in (None, size):
                 raise self.settings.wrong(key, f"{size}, as in config.json")
         self.unit = self.facts.patch * self.facts.merge
-        self._most(self.settings)
+        self._max_soft_tokens(self.settings)
 
     def process_image(self, image: Image.Image, keys: ConfigReader, scaling: PixelScaling) -> ProcessedItem:
-        height, width = self._size(image.size[::-1], self._most(keys))
+        height, width = self._size(image.size[::-1], self._max_soft_tokens(keys))
         pixels = self.resize(image, (height, width), keys)
         count = height * width // self.unit**2
         span = [self.facts.begin_id, *[self.image_id] * count, self.facts.end_id]
         return self.build_item(span, arrays=scaling.to_arrays(pixels=np.moveaxis(pixels, -1, 0)))
 
-    def _most(self, keys: ConfigReader) -> int:
-        """Return the largest number of soft tokens."""
+    def _max_soft_tokens(self, keys: ConfigReader) -> int:
         most = keys.size("max_soft_tokens", 280)
         if most not in _SOFT_TOKENS:
             raise keys.wrong("max_soft_tokens", f"one of {', '.join(map(str, _SOFT_TOKENS))}")
@@ -58,9 +57,9 @@ class Gemma4Processor(ImageProcessor):
             return min(image[0] // image[1], most) * unit, unit
         return height, width
 
-    def most_vectors(self, modality: str) -> int:
-        return self._most(self.settings)
+    def max_vectors(self, modality: str) -> int:
+        return self._max_soft_tokens(self.settings)
 
     def largest(self, modality: str) -> tuple[int, int]:
         """Return the size of one row of squares, which uses all soft tokens."""
-        return self._most(self.settings) * self.unit, self.unit
+        return self._max_soft_tokens(self.settings) * self.unit, self.unit

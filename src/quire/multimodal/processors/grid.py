@@ -47,7 +47,9 @@ def patches_of(frames: NDArray[np.uint8], settings: GridSettings) -> NDArray[np.
     return out.reshape(steps, rows, columns, 3, depth * size, size)
 
 
-def sampled(video: Video, settings: GridSettings, times: str) -> tuple[list[int], list[int], float | None]:
+def sample_frames(
+    video: Video, settings: GridSettings, times: str
+) -> tuple[list[int], list[int], float | None]:
     """Return the indices of the sampled frames, their indices in the whole video, and that video's fps."""
     count = len(video.frames)
     total = max(video.total_frames, count)
@@ -64,27 +66,27 @@ def sampled(video: Video, settings: GridSettings, times: str) -> tuple[list[int]
 def _evenly(count: int, fps: float, settings: GridSettings) -> list[int]:
     """Sample as Qwen2-VL does: evenly, a whole number of steps."""
     depth = settings.frames
-    wanted: float
+    num_sampled: float
     if settings.num_frames is not None:
-        wanted = round(settings.num_frames / depth) * depth
+        num_sampled = round(settings.num_frames / depth) * depth
     elif settings.fps is not None:
         most = math.floor(min(settings.max_frames, count) / depth) * depth
-        wanted = min(max(count / fps * settings.fps, settings.min_frames), most, count)
-        wanted = math.floor(wanted / depth) * depth
+        num_sampled = min(max(count / fps * settings.fps, settings.min_frames), most, count)
+        num_sampled = math.floor(num_sampled / depth) * depth
     else:
         return list(range(count))
-    wanted = min(max(wanted, 1), count)
-    chosen: list[int] = np.arange(0, count, count / wanted).astype(np.float32).astype(int).tolist()
+    num_sampled = min(max(num_sampled, 1), count)
+    chosen: list[int] = np.arange(0, count, count / num_sampled).astype(np.float32).astype(int).tolist()
     return chosen
 
 
 def _spaced(count: int, fps: float, settings: GridSettings) -> list[int]:
     """Sample as Qwen3-VL does: evenly, from the first to the last frame."""
-    wanted = settings.num_frames
-    if wanted is None and settings.fps is not None:
-        wanted = min(max(int(count / fps * settings.fps), settings.min_frames), settings.max_frames)
-    wanted = min(wanted or max(count, settings.min_frames), settings.max_frames, count)
-    return [int(i) for i in np.linspace(0, count - 1, wanted).round()]
+    num_sampled = settings.num_frames
+    if num_sampled is None and settings.fps is not None:
+        num_sampled = min(max(int(count / fps * settings.fps), settings.min_frames), settings.max_frames)
+    num_sampled = min(num_sampled or max(count, settings.min_frames), settings.max_frames, count)
+    return [int(i) for i in np.linspace(0, count - 1, num_sampled).round()]
 
 
 def _by_second(count: int, fps: float, settings: GridSettings) -> list[int]:
@@ -95,9 +97,9 @@ def _by_second(count: int, fps: float, settings: GridSettings) -> list[int]:
         times = [i / rate for i in range(max(math.floor(seconds * rate), 1))]
         chosen = [min(last, math.ceil(i * fps / rate)) for i in range(len(times))]
     else:
-        wanted = int(settings.max_seconds * rate)
-        chosen = [min(last, math.ceil(t * fps)) for t in np.linspace(0, seconds, wanted)]
-        chosen = list(range(count)) if wanted >= count else chosen
+        num_sampled = int(settings.max_seconds * rate)
+        chosen = [min(last, math.ceil(t * fps)) for t in np.linspace(0, seconds, num_sampled)]
+        chosen = list(range(count)) if num_sampled >= count else chosen
     return _even(chosen)
 
 
@@ -112,22 +114,22 @@ def _by_length(count: int, fps: float, settings: GridSettings) -> list[int]:
     last, depth = count - 1, settings.frames
     seconds = round(last / fps) + 1
     rate = next((rate for most, rate in _RATES if seconds <= most), _RATES[-1][1])
-    wanted = min(int(min(seconds, _RATES[-1][0]) * rate * depth), _MOST_FRAMES)
+    num_sampled = min(int(min(seconds, _RATES[-1][0]) * rate * depth), _MAX_FRAMES)
     chosen: list[int] = []
-    if count >= wanted:
+    if count >= num_sampled:
         time = 0.0
         for frame in range(count):
             if frame * (1 / fps) >= time and (not chosen or time < int(seconds)):
                 chosen.append(frame)
                 time += 1 / (depth * rate)
-    if len(chosen) != wanted:
-        first, end = (chosen[0], chosen[-1]) if 0 < len(chosen) < wanted else (0, last)
-        chosen = np.linspace(first, end, wanted, dtype=int).tolist()
+    if len(chosen) != num_sampled:
+        first, end = (chosen[0], chosen[-1]) if 0 < len(chosen) < num_sampled else (0, last)
+        chosen = np.linspace(first, end, num_sampled, dtype=int).tolist()
     return _even(chosen)
 
 
 _RATES = ((30, 3.0), (300, 1.0), (2400, 0.5))
 """Steps per second for videos up to a number of seconds."""
-_MOST_FRAMES = 640
+_MAX_FRAMES = 640
 _SAMPLERS = {"": _evenly, "before": _spaced, "behind": _by_second, "seconds": _by_length}
 """Frame sampling by the way times are written (`GridFacts.times`)."""

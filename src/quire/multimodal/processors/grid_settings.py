@@ -22,11 +22,11 @@ from quire.multimodal.images import (
     video_settings,
 )
 
-_MOST_UNEQUAL = 200
+_MAX_UNEQUAL = 200
 """Largest ratio of the longer to the shorter side."""
-_MOST_GROWN = 1 << 20
+_MAX_GROWN = 1 << 20
 """Largest min_pixels of a request: pixels to which a small image or frame is enlarged."""
-_MOST_FPS = 1000
+_MAX_FPS = 1000
 _LARGEST = 1 << 63
 """Upper bound of numeric arguments."""
 
@@ -77,10 +77,10 @@ class GridSettings:
             height, width = unit, round(width * unit / height)
         if self.lifts and width < unit:
             height, width = round(height * unit / width), unit
-        if max(height, width) > _MOST_UNEQUAL * min(height, width):
+        if max(height, width) > _MAX_UNEQUAL * min(height, width):
             raise RequestError(
                 f"an image of {width} x {height} pixels is too narrow: its longer side may be at most "
-                f"{_MOST_UNEQUAL} times the shorter one"
+                f"{_MAX_UNEQUAL} times the shorter one"
             )
         steps = round(frames / self.frames) * self.frames if self.counts_frames else 1
         rows, columns = round(height / unit), round(width / unit)
@@ -94,17 +94,15 @@ class GridSettings:
             rows, columns = math.ceil(height * grow / unit), math.ceil(width * grow / unit)
         return rows * unit, columns * unit
 
-    def most_vectors(self) -> int:
-        """Return the vectors of the largest item. Narrow ones may exceed `most`: no side is less than a
-        unit."""
+    def max_vectors(self) -> int:
+        """Return the vectors of the largest item; narrow ones, at least a unit wide, may exceed `most`."""
         frames = self.frames if self.counts_frames else 1
         least, most = (-(-pixels // (frames * self.unit**2)) for pixels in (self.least, self.most))
-        grown = least + math.isqrt(least * _MOST_UNEQUAL) + math.isqrt(least // _MOST_UNEQUAL) + 3
+        grown = least + math.isqrt(least * _MAX_UNEQUAL) + math.isqrt(least // _MAX_UNEQUAL) + 3
         steps = 1 if self.counts_frames else -(-self.max_frames // self.frames)
-        return max(most, grown, _MOST_UNEQUAL) * steps
+        return max(most, grown, _MAX_UNEQUAL) * steps
 
     def with_arguments(self, arguments: Mapping[str, Any]) -> "GridSettings":
-        """Return the settings with the `mm_processor_kwargs` of a request."""
         changes: dict[str, Any] = {}
         for name, value in arguments.items():
             if name not in _ARGUMENTS:
@@ -125,8 +123,8 @@ class GridSettings:
             wrong = f"max_pixels is {most}, but this model's files allow {self.most} at most"
         elif least > most:
             wrong = f"min_pixels is {least}, more than max_pixels, {most}"
-        elif least > max(self.least, _MOST_GROWN):
-            wrong = f"min_pixels is {least}, but an item may be enlarged to {_MOST_GROWN} at most"
+        elif least > max(self.least, _MAX_GROWN):
+            wrong = f"min_pixels is {least}, but an item may be enlarged to {_MAX_GROWN} at most"
         if wrong:
             raise RequestError(wrong, "mm_processor_kwargs")
 
@@ -151,9 +149,9 @@ def _whole(field: str) -> Reads:
 
 
 def _rate(name: str, value: Any) -> dict[str, Any]:
-    if not _is_number(value) or value > _MOST_FPS:
+    if not _is_number(value) or value > _MAX_FPS:
         raise RequestError(
-            f"{name} is {value!r:.80}, expected a positive number, {_MOST_FPS} at most",
+            f"{name} is {value!r:.80}, expected a positive number, {_MAX_FPS} at most",
             f"mm_processor_kwargs.{name}",
         )
     return {"fps": float(value), "num_frames": None, "samples": True, "is_requested": True}

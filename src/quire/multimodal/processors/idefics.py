@@ -36,8 +36,7 @@ class Idefics3Processor(ImageProcessor):
         return self.build_item(self._span(grid), arrays=scaling(tiles))
 
     def _tiles(self, image: Image.Image, keys: ConfigReader) -> tuple[NDArray[np.uint8], Size]:
-        """Return the tiles, the whole image last, and their rows and columns; 0 and 0 if there is only the
-        whole."""
+        """Return the tiles, the whole image last, and their rows and columns; 0 and 0 without tiles."""
         side = self.facts.vit.image
         if keys.get("max_image_size") is not None and set(size_of(keys, "max_image_size").values()) != {side}:
             raise keys.wrong("max_image_size", f"{side}, the image size of the vision encoder")
@@ -62,7 +61,7 @@ class Idefics3Processor(ImageProcessor):
         ]
         return self.expand("".join(rows) + ("\n" if rows else "") + f"{_AROUND}{_WHOLE}{place}{_AROUND}")
 
-    def most_vectors(self, modality: str) -> int:
+    def max_vectors(self, modality: str) -> int:
         width, height = self.largest(modality)
         count = width * height // self.facts.vit.image**2
         return int(self.facts.tokens * (count + (count > 1)))

@@ -40,9 +40,18 @@ def token_of(tokenizer: Tokenizer, token: str) -> int:
     return token_id
 
 
+def read_vectors(modality: str, embeds: Mapping[str, NDArray[Any]], hidden: int) -> NDArray[Any]:
+    """Return the embeddings [vectors, hidden] that a user sends."""
+    vectors = embeds["embeds"]
+    vectors = vectors[0] if vectors.ndim == 3 and len(vectors) == 1 else vectors
+    if vectors.ndim != 2 or vectors.shape[1] != hidden or not len(vectors):
+        message = f"{modality}_embeds: the shape is {vectors.shape}, expected (vectors, {hidden})"
+        raise RequestError(message, "multi_modal_data")
+    return vectors
+
+
 class SpanProcessor:
-    """Base of processors that replace a mark of one token by a span of image (or audio) tokens; both may be
-    the same token."""
+    """Base of processors that replace a mark of one token by a span of image (or audio) tokens."""
 
     modalities: tuple[str, ...]
 
@@ -68,13 +77,7 @@ class SpanProcessor:
         return [self.image_id] * num_vectors
 
     def process_embeds(self, modality: str, embeds: Mapping[str, NDArray[Any]]) -> ProcessedItem:
-        vectors = embeds["embeds"]
-        vectors = vectors[0] if vectors.ndim == 3 and len(vectors) == 1 else vectors
-        if vectors.ndim != 2 or vectors.shape[1] != self.hidden or not len(vectors):
-            raise RequestError(
-                f"{modality}_embeds: the shape is {vectors.shape}, expected (vectors, {self.hidden})",
-                "multi_modal_data",
-            )
+        vectors = read_vectors(modality, embeds, self.hidden)
         return self.build_item(self.embeds_span(len(vectors)), arrays={"embeds": Array.of(vectors)})
 
     def positions(
@@ -165,7 +168,7 @@ class ImageProcessor(SpanProcessor):
         token_ids = self.tokenizer.encode(text, add_special_tokens=False)
         return [i for i in token_ids for _ in range(self.facts.tokens if i == self.image_id else 1)]
 
-    def most_vectors(self, modality: str) -> int:
+    def max_vectors(self, modality: str) -> int:
         tokens: int = self.facts.tokens
         return tokens
 

@@ -10,7 +10,7 @@ from quire.checkpoint.reader import ConfigReader
 from quire.multimodal.images import (
     IMAGENET_MEAN,
     IMAGENET_STD,
-    MOST_FRAMES,
+    MAX_FRAMES,
     PixelScaling,
     check_frames,
     video_settings,
@@ -49,7 +49,7 @@ class InternVLProcessor(TiledProcessor):
     def text(self, modality: str, number: int) -> str:
         return _VIDEO if modality == "video" else _PLACE
 
-    def spelled(self, text: str) -> str:
+    def rewrite_text(self, text: str) -> str:
         is_token = self.tokenizer.backend.token_to_id("<image>") is not None
         return text if is_token else text.replace("<image>", _PLACE)
 
@@ -66,12 +66,12 @@ class InternVLProcessor(TiledProcessor):
     def span(self, num_tiles: int) -> list[int]:
         return [self.begin, *[self.image_id] * (self.facts.tokens * num_tiles), self.end]
 
-    def most_vectors(self, modality: str) -> int:
+    def max_vectors(self, modality: str) -> int:
         if modality == "video":
-            return MOST_FRAMES * self.facts.tokens
-        return super().most_vectors(modality)
+            return MAX_FRAMES * self.facts.tokens
+        return super().max_vectors(modality)
 
     def largest(self, modality: str) -> tuple[int, ...]:
         if modality == "video":
-            return MOST_FRAMES, self.facts.vit.image, self.facts.vit.image
+            return MAX_FRAMES, self.facts.vit.image, self.facts.vit.image
         return super().largest(modality)

@@ -16,7 +16,7 @@ from quire.errors import ConfigError
 from quire.multimodal.images import (
     HALF,
     IMAGE_ARGUMENTS,
-    MOST_FRAMES,
+    MAX_FRAMES,
     Pixels,
     PixelScaling,
     Size,
@@ -38,7 +38,7 @@ _OLDER = {
 """Setting names of the original code, with those of transformers."""
 _VIDEO_MARK = "<|kimi_k25_video_placeholder|>"
 """Mark of a video in chat templates, which may not be a token."""
-_MOST_PATCHES = 2**16
+_MAX_PATCHES = 2**16
 """Largest number of patches that a request may set."""
 
 
@@ -60,10 +60,9 @@ class KimiVLProcessor(ImageProcessor):
         self.video_settings = _with_current_names(
             video_settings(path, self.settings.but(max_patches=max_frame_patches, **_UNSET)), 4096
         )
-        if self.video_settings.size("temporal_patch_size", self.facts.frames) != self.facts.frames:
-            raise self.video_settings.wrong(
-                "temporal_patch_size", f"{self.facts.frames}, as the vision encoder has"
-            )
+        frames = self.facts.frames
+        if self.video_settings.size("temporal_patch_size", frames) != frames:
+            raise self.video_settings.wrong("temporal_patch_size", f"{frames}, as the vision encoder has")
         begins = ("<|media_begin|>", "<|media_start|>")
         self.begin = next((token for token in begins if tokenizer.backend.token_to_id(token) is not None), "")
         self.video_id = tokenizer.backend.token_to_id(_VIDEO_MARK)
@@ -83,7 +82,7 @@ class KimiVLProcessor(ImageProcessor):
     def text(self, modality: str, number: int) -> str:
         return self._video_mark if modality == "video" else self._framed("image", super().text(modality, 1))
 
-    def spelled(self, text: str) -> str:
+    def rewrite_text(self, text: str) -> str:
         """Replace the mark of a video by the text that is tokenized."""
         return text.replace(_VIDEO_MARK, self._video_mark) if "video" in self.modalities else text
 
@@ -103,9 +102,8 @@ class KimiVLProcessor(ImageProcessor):
         place = self.image_id if self.video_id is None else self.video_id
         name, span = self.tokenizer.backend.id_to_token(place) or "", list[int]()
         for index in indices[:: self.facts.frames]:
-            clip = _format_time(index / (video.source_fps or video.fps or USUAL_FPS)) + self._framed(
-                "video", name
-            )
+            time = _format_time(index / (video.source_fps or video.fps or USUAL_FPS))
+            clip = time + self._framed("video", name)
             for token_id in self.tokenizer.encode(clip, add_special_tokens=False):
                 span += [token_id] * (self._count(pixels.shape[1:]) if token_id == place else 1)
         return self.build_item(span, place=place, arrays=scaling(pixels))
@@ -136,15 +134,15 @@ class KimiVLProcessor(ImageProcessor):
     def _reduced_size(self, image: Size, keys: ConfigReader) -> Size:
         """Return the size, reduced if there are too many patches in all or along a side."""
         for name in ("max_patches", "max_side"):
-            if keys.size(name, 1) > _MOST_PATCHES:
-                raise keys.wrong(name, f"{_MOST_PATCHES} at most")
+            if keys.size(name, 1) > _MAX_PATCHES:
+                raise keys.wrong(name, f"{_MAX_PATCHES} at most")
         most, longest = keys.size("max_patches"), keys.size("max_side", 512) * self.facts.patch
         height, width = image
         patches = max(1, height // self.facts.patch) * max(1, width // self.facts.patch)
         scale = min(1.0, math.sqrt(most / patches), longest / height, longest / width)
         return min(max(1, int(height * scale)), longest), min(max(1, int(width * scale)), longest)
 
-    def most_vectors(self, modality: str) -> int:
+    def max_vectors(self, modality: str) -> int:
         *frames, width, height = self.largest(modality)
         clips = -(-frames[0] // self.facts.frames) if frames else 1
         return clips * self._count((height, width))
@@ -156,7 +154,7 @@ class KimiVLProcessor(ImageProcessor):
         rows = min(math.isqrt(most), longest)
         columns = min(most // rows, longest)
         size = -(-columns // self.facts.merge) * side, -(-rows // self.facts.merge) * side
-        return (MOST_FRAMES, *size) if modality == "video" else size
+        return (MAX_FRAMES, *size) if modality == "video" else size
 
 
 _UNSET = {"in_token_limit": None, "in_patch_limit": None}

@@ -16,7 +16,7 @@ from quire.multimodal.processors.image_base import ImageProcessor, token_of
 from quire.multimodal.processors.tiling import nearest_grid
 from quire.text.tokenizer import Tokenizer
 
-_MOST_TOKENS = 4096
+_MAX_TOKENS = 4096
 """Largest number of tokens of a whole image that settings may ask for."""
 
 
@@ -48,7 +48,7 @@ class Lfm2VLProcessor(ImageProcessor):
         if self.tile % self.unit:
             raise self.settings.wrong("tile_size", f"a multiple of {self.unit}")
         self.start, self.end = (token_of(tokenizer, f"<|image_{name}|>") for name in ("start", "end"))
-        self.most_vectors("image")
+        self.max_vectors("image")
 
     def process_image(self, image: Image.Image, keys: ConfigReader, scaling: PixelScaling) -> ProcessedItem:
         size = self._whole_size(image.size[::-1], keys)
@@ -79,8 +79,8 @@ class Lfm2VLProcessor(ImageProcessor):
     def _token_limits(self, keys: ConfigReader) -> tuple[int, int]:
         """Return the smallest and the largest number of tokens of a whole image."""
         least, most = keys.size("min_image_tokens", 64), keys.size("max_image_tokens", 256)
-        if not least <= most <= _MOST_TOKENS:
-            raise keys.wrong("max_image_tokens", f"from min_image_tokens ({least}) to {_MOST_TOKENS}")
+        if not least <= most <= _MAX_TOKENS:
+            raise keys.wrong("max_image_tokens", f"from min_image_tokens ({least}) to {_MAX_TOKENS}")
         return least, most
 
     def _whole_size(self, image: Size, keys: ConfigReader) -> Size:
@@ -108,7 +108,7 @@ class Lfm2VLProcessor(ImageProcessor):
             return 1, 1
         return nearest_grid(image, self.tile, least, most)
 
-    def most_vectors(self, modality: str) -> int:
+    def max_vectors(self, modality: str) -> int:
         keys = self.settings
         most = self._token_limits(keys)[1]
         if not keys.flag("do_image_splitting", True):

@@ -52,7 +52,7 @@ class Llama4Processor(ImageProcessor):
         tiles = row * rows if rows * columns > 1 else ""
         return self.expand(f"<|image_start|>{tiles}{_MARK}{_PLACE}<|image_end|>")
 
-    def most_vectors(self, modality: str) -> int:
+    def max_vectors(self, modality: str) -> int:
         most = self.settings.size("max_patches", 16)
         return self.facts.tokens * (most + (most > 1))
 

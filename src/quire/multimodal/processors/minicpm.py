@@ -18,7 +18,7 @@ from quire.errors import ConfigError, RequestError
 from quire.multimodal.images import (
     HALF,
     IMAGE_ARGUMENTS,
-    MOST_FRAMES,
+    MAX_FRAMES,
     Pixels,
     PixelScaling,
     Size,
@@ -95,7 +95,7 @@ class MiniCPMVProcessor(ImageProcessor):
             return _VIDEO_MARK if modality == "video" else _IMAGE_MARK
         return self._video_mark if modality == "video" else self.places[modality]
 
-    def spelled(self, text: str) -> str:
+    def rewrite_text(self, text: str) -> str:
         """Replace marks by tokens, with their numbers before them."""
         text = text.replace(_IMAGE_MARK, self.places["image"])
         if "video" in self.modalities:
@@ -159,22 +159,21 @@ class MiniCPMVProcessor(ImageProcessor):
         """Return the number of vectors of an image or a slice."""
         if self.facts.queries:
             return self.facts.queries
-        count, most = size[0] * size[1] // (self.facts.vit.patch * self.facts.unit) ** 2, self._most(keys)
+        most = self._max_vectors(keys)
+        count = size[0] * size[1] // (self.facts.vit.patch * self.facts.unit) ** 2
         if count > most:
             raise RequestError(
                 f"the image is too narrow: it would have {count} vectors, and {most} are the maximum"
             )
         return count
 
-    def _most(self, keys: ConfigReader) -> int:
+    def _max_vectors(self, keys: ConfigReader) -> int:
         unit = self.facts.vit.patch * self.facts.unit
         return self.facts.queries or _LARGEST * max(1, round(_side(keys) / unit)) ** 2
 
     def _span(self, cut: Cut, keys: ConfigReader, modality: str = "image") -> list[int]:
-        count = self._count(cut.whole, keys)
-        return self._span_of_counts(
-            count, self._count(cut.piece, keys) if cut.rows else 0, (cut.rows, cut.columns), modality
-        )
+        counts = self._count(cut.whole, keys), self._count(cut.piece, keys) if cut.rows else 0
+        return self._span_of_counts(*counts, (cut.rows, cut.columns), modality)
 
     def _span_of_counts(self, count: int, per_slice: int, grid: Size, modality: str = "image") -> list[int]:
         place, place_id = self.places[modality], self.video_id if modality == "video" else self.image_id
@@ -188,18 +187,17 @@ class MiniCPMVProcessor(ImageProcessor):
     def embeds_span(self, num_vectors: int) -> list[int]:
         return self._span_of_counts(num_vectors, 0, (0, 0))
 
-    def most_vectors(self, modality: str) -> int:
+    def max_vectors(self, modality: str) -> int:
         keys = self.video_settings if modality == "video" else self.settings
         most = count_of(keys, "max_slice_nums", 9) if keys.flag("slice_mode", True) else 0
-        return (
-            self._most(keys) * (1 + (most if most > 1 else 0)) * (MOST_FRAMES if modality == "video" else 1)
-        )
+        num_frames = MAX_FRAMES if modality == "video" else 1
+        return self._max_vectors(keys) * (1 + (most if most > 1 else 0)) * num_frames
 
     def largest(self, modality: str) -> tuple[int, ...]:
         keys = self.video_settings if modality == "video" else self.settings
         side = _side(keys)
         size = side * count_of(keys, "max_slice_nums", 9), side
-        return (MOST_FRAMES, *size) if modality == "video" else size
+        return (MAX_FRAMES, *size) if modality == "video" else size
 
 
 def _number_marks(text: str, place: str) -> str:

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from quire.checkpoint.facts import MediaFacts
 from quire.checkpoint.multimodal.omni import OmniAudioFacts, OmniFacts
 from quire.data.multimodal import Array, MediaItem
-from quire.errors import RequestError
 from quire.multimodal.mel import Samples
 from quire.multimodal.processors import Audio, Content, ProcessedItem
-from quire.multimodal.processors.audio_base import AudioProcessor
+from quire.multimodal.processors.audio_base import AudioProcessor, num_chunk_vectors
+from quire.multimodal.processors.image_base import read_vectors
 from quire.multimodal.processors.mrope import mrope_positions
 from quire.multimodal.processors.qwen import GridProcessor
 from quire.text.tokenizer import Tokenizer
@@ -23,10 +23,8 @@ _FRAME_VECTORS = (128, 768)
 _AUDIO_ARGUMENTS = ("truncation",)
 _REACH = 4
 """Frames after the last sample that its window reaches."""
-_MOST_SECONDS = 2400
+_MAX_SECONDS = 2400
 """Longest audio of Qwen3-Omni."""
-_LEAST = 3
-"""Frames of the shortest audio, which has one vector."""
 
 
 class OmniProcessor(GridProcessor):
@@ -51,12 +49,10 @@ class OmniProcessor(GridProcessor):
         return "".join(token or "" for token in self.tokenizer.convert_ids_to_tokens(ids))
 
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
+        other = {name: value for name, value in arguments.items() if name not in _AUDIO_ARGUMENTS}
         if not isinstance(content, Audio):
-            other = {name: value for name, value in arguments.items() if name not in _AUDIO_ARGUMENTS}
             return super().process(modality, content, other)
-        self.settings["image"].with_arguments(
-            {name: value for name, value in arguments.items() if name not in _AUDIO_ARGUMENTS}
-        )
+        self.settings["image"].with_arguments(other)
         audio_arguments = {name: value for name, value in arguments.items() if name in _AUDIO_ARGUMENTS}
         (longest,) = self.largest("audio")
         mel = self.log_mel(self.audio.samples(content, audio_arguments, longest, self.fewest))
@@ -65,11 +61,10 @@ class OmniProcessor(GridProcessor):
 
     @property
     def fewest(self) -> int:
-        """Return the number of samples of the shortest audio, which has one vector."""
-        return (_LEAST - 1) * self.audio.hop + 1
+        """Return the number of samples of the shortest audio."""
+        return self.audio.min_samples
 
     def num_audio_vectors(self, frames: int) -> int:
-        """Return the number of vectors of audio."""
         return (frames + 1) // 2 // 2
 
     def log_mel(self, samples: Samples) -> Samples:
@@ -81,17 +76,12 @@ class OmniProcessor(GridProcessor):
     def process_embeds(self, modality: str, embeds: Mapping[str, NDArray[Any]]) -> ProcessedItem:
         if modality != "audio":
             return super().process_embeds(modality, embeds)
-        vectors = embeds["embeds"]
-        if vectors.ndim != 2 or vectors.shape[1] != self.width or not len(vectors):
-            raise RequestError(
-                f"audio_embeds: the shape is {vectors.shape}, expected (vectors, {self.width})",
-                "multi_modal_data",
-            )
+        vectors = read_vectors("audio", embeds, self.width)
         return ProcessedItem([self.audio_facts.audio_id] * len(vectors), arrays={"embeds": Array.of(vectors)})
 
-    def most_vectors(self, modality: str) -> int:
+    def max_vectors(self, modality: str) -> int:
         if modality != "audio":
-            return super().most_vectors(modality)
+            return super().max_vectors(modality)
         (longest,) = self.largest("audio")
         return self.num_audio_vectors(longest // self.audio.hop)
 
@@ -119,8 +109,7 @@ class Qwen3OmniProcessor(OmniProcessor):
         return self.audio.fft // 2 + 1
 
     def num_audio_vectors(self, frames: int) -> int:
-        whole, rest = divmod(frames, self.audio_facts.window)
-        return whole * -(-self.audio_facts.window // 8) - (-rest // 8)
+        return num_chunk_vectors(frames, self.audio_facts.window)
 
     def log_mel(self, samples: Samples) -> Samples:
         return self.audio.mel(samples, len(samples) // self.audio.hop, is_cut=True)
@@ -128,4 +117,4 @@ class Qwen3OmniProcessor(OmniProcessor):
     def largest(self, modality: str) -> tuple[int, ...]:
         if modality != "audio":
             return super().largest(modality)
-        return (_MOST_SECONDS * self.audio.rate,)
+        return (_MAX_SECONDS * self.audio.rate,)

@@ -67,8 +67,8 @@ class Ovis2Processor(TiledProcessor):
     def build_item(self, token_ids: list[int], place: int | None = None, **more: Any) -> ProcessedItem:
         return ProcessedItem(token_ids, **more)
 
-    def most_vectors(self, modality: str) -> int:
-        return len(self._grid_span(1, self.most_tiles))
+    def max_vectors(self, modality: str) -> int:
+        return len(self._grid_span(1, self.max_tiles))
 
 
 @lru_cache(maxsize=256)

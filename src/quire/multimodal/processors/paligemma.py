@@ -27,7 +27,7 @@ class PaliGemmaProcessor(ImageProcessor):
         super().__init__(path, facts, tokenizer, size={"height": side, "width": side})
         token_of(tokenizer, _BEGIN)
 
-    def spelled(self, text: str) -> str:
+    def rewrite_text(self, text: str) -> str:
         mark = self.text("image", 1)
         text = text if mark in text else mark + text
         end = text.rfind(mark) + len(mark)

@@ -15,8 +15,7 @@ from quire.text.tokenizer import Tokenizer
 
 
 class PixtralProcessor(ImageProcessor):
-    """Keeps the size of an image unless it is too large; a break token follows each row, an end token the
-    last."""
+    """Keeps the size of an image unless it is too large; break tokens end rows, an end token the image."""
 
     facts: PixtralFacts
 
@@ -65,7 +64,7 @@ class PixtralProcessor(ImageProcessor):
             height, width = int(height / too_large), int(width / too_large)
         return -(-height // self.unit) * self.unit, -(-width // self.unit) * self.unit
 
-    def most_vectors(self, modality: str) -> int:
+    def max_vectors(self, modality: str) -> int:
         width, height = self.largest(modality)
         return height // self.side * (width // self.side)
 

@@ -1,5 +1,4 @@
-"""Qwen-VL, GLM-V and PaddleOCR-VL: an image or a video as a grid of patches, with a bounded number of
-pixels."""
+"""Qwen-VL, GLM-V and PaddleOCR-VL: an image or a video as a grid of patches, with a limit of pixels."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ from quire.data.multimodal import Array, MediaItem
 from quire.errors import RequestError
 from quire.multimodal.images import check_frames, resized
 from quire.multimodal.processors import Audio, Content, ProcessedItem, Video
-from quire.multimodal.processors.grid import USUAL_FPS, PatchSpans, patches_of, sampled
+from quire.multimodal.processors.grid import USUAL_FPS, PatchSpans, patches_of, sample_frames
 from quire.multimodal.processors.grid_settings import GridSettings, read_settings
 from quire.multimodal.processors.mrope import mrope_positions
 from quire.text.tokenizer import Tokenizer
@@ -27,7 +26,7 @@ _TIMES: dict[str, Callable[[float, float], str]] = {
     "seconds": lambda first, last: f"{first:.1f} seconds",
 }
 """Text of the time of a step, from the times of its first and last frame."""
-_MOST_SECONDS = 86400
+_MAX_SECONDS = 86400
 """Longest step of a video."""
 
 
@@ -67,7 +66,7 @@ class GridProcessor:
 
     def num_vectors(self, video: Video, arguments: Mapping[str, Any]) -> int:
         settings = self.settings["video"].with_arguments(arguments)
-        chosen, _, _ = sampled(video, settings, self.tower.times)
+        chosen, _, _ = sample_frames(video, settings, self.tower.times)
         height, width = self._frame_size(video, len(chosen), settings)
         patches = (height // settings.patch, width // settings.patch)
         return PatchSpans(-(-len(chosen) // settings.frames), *patches).num_vectors(settings.merge)
@@ -79,7 +78,7 @@ class GridProcessor:
         return settings.size_of(height, width, num_frames=max(count, settings.frames))
 
     def _process_video(self, video: Video, settings: GridSettings) -> ProcessedItem:
-        chosen, indices, fps = sampled(video, settings, self.tower.times)
+        chosen, indices, fps = sample_frames(video, settings, self.tower.times)
         size = self._frame_size(video, len(chosen), settings)
         sized = [resized(Image.fromarray(video.frames[i]), size, settings.resample) for i in chosen]
         pixels = patches_of(np.stack(sized), settings)
@@ -130,14 +129,14 @@ class GridProcessor:
         if modality == "image":
             return _with_grid(ProcessedItem([self.tower.image_id] * len(vectors)), grid, embeds=vectors)
         step_seconds = np.asarray(embeds.get("second_per_grid_ts", self.tower.frames / USUAL_FPS))
-        if step_seconds.size != 1 or not 0 < step_seconds.item() < _MOST_SECONDS:
+        if step_seconds.size != 1 or not 0 < step_seconds.item() < _MAX_SECONDS:
             raise RequestError("second_per_grid_ts must be a number of seconds", "second_per_grid_ts")
         seconds = float(step_seconds.item())
         times = [seconds * i / self.tower.frames for i in range(grid.steps * self.tower.frames)]
         return _with_grid(self._video_span(grid, times, seconds), grid, embeds=vectors)
 
-    def most_vectors(self, modality: str) -> int:
-        return self.settings[modality].most_vectors()
+    def max_vectors(self, modality: str) -> int:
+        return self.settings[modality].max_vectors()
 
     def largest(self, modality: str) -> tuple[int, ...]:
         settings = self.settings[modality]
@@ -146,7 +145,7 @@ class GridProcessor:
         if frames and settings.counts_frames:  # all pixels in the fewest frames
             frames = max(settings.frames, settings.min_frames)
             steps = -(-frames // settings.frames)
-        per_step = max(1, settings.most_vectors() // steps)
+        per_step = max(1, settings.max_vectors() // steps)
         rows = math.isqrt(per_step)
         size = (per_step // rows * settings.unit, rows * settings.unit)
         return (frames, *size) if frames else size

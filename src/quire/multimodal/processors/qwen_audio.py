@@ -13,17 +13,15 @@ from quire.data.multimodal import Array
 from quire.multimodal.images import processor_settings
 from quire.multimodal.mel import Samples
 from quire.multimodal.processors import Audio, Content, ProcessedItem
-from quire.multimodal.processors.audio_base import AudioProcessor
+from quire.multimodal.processors.audio_base import MIN_FRAMES, AudioProcessor, num_chunk_vectors
 from quire.multimodal.processors.image_base import SpanProcessor
 from quire.text.tokenizer import Tokenizer
 
 _MARKED = "Audio {}: <|audio_bos|>{}<|audio_eos|>"
-_MOST_SECONDS = 2400
+_MAX_SECONDS = 2400
 """Longest audio of Voxtral and Qwen3-ASR."""
 _LEAST_SAMPLES = 8000
 """Samples to which shorter audio of Qwen3-ASR is padded."""
-_LEAST = 3
-"""Frames of the shortest audio, which has one vector."""
 
 
 class QwenAudioProcessor(SpanProcessor):
@@ -47,13 +45,15 @@ class QwenAudioProcessor(SpanProcessor):
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
         assert isinstance(content, Audio)
         (longest,) = self.largest(modality)
-        fewest = (_LEAST - 1) * self.audio.hop + 1
-        return self._process_samples(self.audio.samples(content, arguments, longest, fewest))
+        samples = self.audio.samples(content, arguments, longest, self.audio.min_samples)
+        return self._process_samples(samples)
 
     def _process_samples(self, samples: Samples) -> ProcessedItem:
-        at_once = self.audio.at_once
-        pieces = [self._piece_mel(samples[at : at + at_once]) for at in range(0, len(samples), at_once)]
-        pieces = [piece for piece in pieces if len(piece) > _LEAST]
+        max_samples = self.audio.max_samples
+        pieces = [
+            self._piece_mel(samples[at : at + max_samples]) for at in range(0, len(samples), max_samples)
+        ]
+        pieces = [piece for piece in pieces if len(piece) > MIN_FRAMES]
         count = sum(len(piece) // 4 for piece in pieces)
         return ProcessedItem([self.image_id] * count, arrays={"mel": Array.of(np.concatenate(pieces))})
 
@@ -62,11 +62,11 @@ class QwenAudioProcessor(SpanProcessor):
         states = (-(-len(samples) // self.audio.hop) + 1) // 2
         return self.audio.padded_mel(samples)[: 2 * states + 1]
 
-    def most_vectors(self, modality: str) -> int:
+    def max_vectors(self, modality: str) -> int:
         return self.pieces * self.facts.tokens
 
     def largest(self, modality: str) -> tuple[int, ...]:
-        return (self.pieces * self.audio.at_once,)
+        return (self.pieces * self.audio.max_samples,)
 
 
 class AudioFlamingoProcessor(QwenAudioProcessor):
@@ -74,7 +74,7 @@ class AudioFlamingoProcessor(QwenAudioProcessor):
 
     def num_pieces(self, path: Path) -> int:
         seconds = processor_settings(path).size("max_audio_len", 600)
-        return max(1, seconds * self.audio.rate // self.audio.at_once)
+        return max(1, seconds * self.audio.rate // self.audio.max_samples)
 
     def text(self, modality: str, number: int) -> str:
         return SpanProcessor.text(self, modality, number)
@@ -84,13 +84,13 @@ class VoxtralProcessor(QwenAudioProcessor):
     """Cuts audio into pieces of one length, the last padded with silence; all are normalized together."""
 
     def num_pieces(self, path: Path) -> int:
-        return max(1, _MOST_SECONDS * self.audio.rate // self.audio.at_once)
+        return max(1, _MAX_SECONDS * self.audio.rate // self.audio.max_samples)
 
     def text(self, modality: str, number: int) -> str:
         return f"[BEGIN_AUDIO]{SpanProcessor.text(self, modality, number)}"
 
     def _process_samples(self, samples: Samples) -> ProcessedItem:
-        count = -(-len(samples) // self.audio.at_once)
+        count = -(-len(samples) // self.audio.max_samples)
         token_ids = [self.image_id] * (count * self.facts.tokens)
         return ProcessedItem(token_ids, arrays={"mel": Array.of(self.audio.padded_mel(samples, count))})
 
@@ -116,14 +116,11 @@ class Qwen3ASRProcessor(SpanProcessor):
         samples = self.audio.samples(content, arguments, longest, fewest=1)
         samples = np.pad(samples, (0, max(0, self.least - len(samples))))
         mel = self.audio.mel(samples, len(samples) // self.audio.hop, is_cut=True)
-        return ProcessedItem([self.image_id] * self._num_vectors(len(mel)), arrays={"mel": Array.of(mel)})
+        count = num_chunk_vectors(len(mel), self.facts.window)
+        return ProcessedItem([self.image_id] * count, arrays={"mel": Array.of(mel)})
 
-    def _num_vectors(self, frames: int) -> int:
-        whole, rest = divmod(frames, self.facts.window)
-        return whole * -(-self.facts.window // 8) - (-rest // 8)
-
-    def most_vectors(self, modality: str) -> int:
-        return self._num_vectors(self.largest(modality)[0] // self.audio.hop)
+    def max_vectors(self, modality: str) -> int:
+        return num_chunk_vectors(self.largest(modality)[0] // self.audio.hop, self.facts.window)
 
     def largest(self, modality: str) -> tuple[int, ...]:
-        return (_MOST_SECONDS * self.audio.rate,)
+        return (_MAX_SECONDS * self.audio.rate,)

@@ -35,7 +35,6 @@ class WindowPlan(NamedTuple):
 
     @property
     def grid(self) -> Size:
-        """Return the rows and columns of windows."""
         if not self.side:
             return 0, 0
         return max(1, self.large[0] // self.side), max(1, self.large[1] // self.side)
@@ -60,15 +59,15 @@ class StepVLProcessor(ImageProcessor):
         plan = self.plan(image.size[::-1])
         small = resized(image, plan.size, Image.Resampling.BILINEAR)
         rows, columns = plan.grid
-        arrays = {"pixels": Array.of(smoothed(scaling.normalized(small), self.image))}
+        arrays = {"pixels": Array.of(resize_floats(scaling.normalized(small), self.image))}
         if rows:
             large = Image.fromarray(resized(Image.fromarray(small), plan.large, Image.Resampling.BILINEAR))
             boxes = [
                 (column * plan.side, row * plan.side) for row in range(rows) for column in range(columns)
             ]
             windows = [large.crop((x, y, x + plan.side, y + plan.side)) for x, y in boxes]
-            numbers = [smoothed(scaling.normalized(np.asarray(window)), self.window) for window in windows]
-            arrays["windows"] = Array.of(np.stack(numbers))
+            pixels = [scaling.normalized(np.asarray(window)) for window in windows]
+            arrays["windows"] = Array.of(np.stack([resize_floats(part, self.window) for part in pixels]))
         return self.build_item(self._span(rows, columns), arrays=arrays)
 
     def _is_narrow(self, width: int, height: int) -> bool:
@@ -87,15 +86,14 @@ class StepVLProcessor(ImageProcessor):
             side = min(short, self.window) if long / short > _LONGER else self.window
         large = (_whole(height, side), _whole(width, side)) if side else (height, width)
         plan = WindowPlan((height, width), side, large)
-        if plan.grid[0] * plan.grid[1] > self._most():
+        if plan.grid[0] * plan.grid[1] > self._max_windows():
             raise RequestError(
                 f"an image of {image[1]} x {image[0]} pixels is too narrow: it would need "
-                f"{plan.grid[0] * plan.grid[1]} windows, and {self._most()} are the maximum"
+                f"{plan.grid[0] * plan.grid[1]} windows, and {self._max_windows()} are the maximum"
             )
         return plan
 
-    def _most(self) -> int:
-        """Return the largest number of windows of an image."""
+    def _max_windows(self) -> int:
         return max((self.longest // self.window + 1) ** 2, self.longest // _NARROW + 1)
 
     def _span(self, rows: int, columns: int) -> list[int]:
@@ -106,8 +104,8 @@ class StepVLProcessor(ImageProcessor):
     def embeds_span(self, num_vectors: int) -> list[int]:
         return [self.begin, *[self.image_id] * num_vectors, self.end]
 
-    def most_vectors(self, modality: str) -> int:
-        return self._most() * self.facts.tokens(self.window) + self.facts.tokens(self.image)
+    def max_vectors(self, modality: str) -> int:
+        return self._max_windows() * self.facts.tokens(self.window) + self.facts.tokens(self.image)
 
     def largest(self, modality: str) -> tuple[int, int]:
         is_long = self.longest // _NARROW + 1 > (self.longest // self.window + 1) ** 2
@@ -121,13 +119,13 @@ def _whole(length: int, side: int) -> int:
 
 
 def _squared(image: Image.Image) -> Image.Image:
-    """Return the image in the upper left corner of a black square."""
+    """Return the image padded with black to a square, with the image at the upper left."""
     out = Image.new("RGB", (max(image.size),) * 2)
     out.paste(image, (0, 0))
     return out
 
 
-def smoothed(numbers: NDArray[np.float32], side: int) -> NDArray[np.float32]:
+def resize_floats(numbers: NDArray[np.float32], side: int) -> NDArray[np.float32]:
     """Resize [3, height, width] to [3, side, side], without rounding to bytes."""
     parts = [Image.fromarray(channel).resize((side, side), Image.Resampling.BILINEAR) for channel in numbers]
     return np.stack([np.asarray(part) for part in parts])

@@ -73,13 +73,13 @@ class TiledProcessor(ImageProcessor):
         return self.span(num_vectors // self.facts.tokens)
 
     @property
-    def most_tiles(self) -> int:
+    def max_tiles(self) -> int:
         """Return the largest number of tiles, without the whole image."""
         return self.settings.size("max_patches", 12) if self.settings.flag("crop_to_patches") else 1
 
-    def most_vectors(self, modality: str) -> int:
+    def max_vectors(self, modality: str) -> int:
         tokens: int = self.facts.tokens
-        return tokens * (self.most_tiles + (self.most_tiles > 1))
+        return tokens * (self.max_tiles + (self.max_tiles > 1))
 
     def largest(self, modality: str) -> tuple[int, ...]:
-        return self.facts.vit.image * self.most_tiles, self.facts.vit.image
+        return self.facts.vit.image * self.max_tiles, self.facts.vit.image

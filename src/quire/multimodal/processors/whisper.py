@@ -32,17 +32,17 @@ class WhisperProcessor:
 
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
         assert isinstance(content, Audio)
-        mel = self.audio.padded_mel(self.audio.samples(content, arguments, self.audio.at_once))
+        mel = self.audio.padded_mel(self.audio.samples(content, arguments, self.audio.max_samples))
         return ProcessedItem([], [(0, self.facts.positions)], arrays={"mel": Array.of(mel)})
 
     def process_embeds(self, modality: str, embeds: Mapping[str, NDArray[Any]]) -> ProcessedItem:
         raise RequestError("this model accepts audio, not its embeddings", f"{modality}_embeds")
 
-    def most_vectors(self, modality: str) -> int:
+    def max_vectors(self, modality: str) -> int:
         return self.facts.positions
 
     def largest(self, modality: str) -> tuple[int, ...]:
-        return (self.audio.at_once,)
+        return (self.audio.max_samples,)
 
     def positions(
         self, token_ids: Sequence[int], items: Sequence[MediaItem], facts: Sequence[Mapping[str, Any]]

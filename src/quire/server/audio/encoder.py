@@ -74,7 +74,7 @@ class SpeechEncoder(ChunkEncoder):
         is_last = self._num_finished == len(self._speech.starts)
         text = completion.text if self._has_text else completion.text.lstrip()
         if text and self._has_text and self._is_new_chunk:
-            text = self._speech.transcriber.between + text
+            text = self._speech.transcriber.separator + text
         self._is_new_chunk = output.finished or (self._is_new_chunk and not text)
         if not text and not is_last:
             return b""
@@ -110,7 +110,7 @@ def respond(form: SpeechForm) -> Callable[[Any], Response]:
 
 
 def _json(speech: SpeechRequest, completions: list[CompletionOutput]) -> dict[str, Any]:
-    text = speech.transcriber.between.join(completion.text for completion in completions).strip()
+    text = speech.transcriber.separator.join(completion.text for completion in completions).strip()
     if speech.task == "translate":
         return {"text": text}
     return {"text": text, "usage": {"type": "duration", "seconds": math.ceil(speech.seconds)}}

@@ -12,7 +12,7 @@ from quire.data.outputs import RequestOutput
 from quire.data.params import RequestOutputKind, SamplingParams
 from quire.errors import RequestError
 from quire.frontend.inputs import Prompt
-from quire.frontend.speech import MAX_SECONDS, RATE, Samples, Transcriber, pieces_of
+from quire.frontend.speech import MAX_SECONDS, RATE, Samples, Transcriber, split_audio
 from quire.multimodal.inputs import MediaInput
 from quire.multimodal.processing import PreparedItem
 from quire.multimodal.processors import Audio
@@ -67,9 +67,9 @@ async def answer_speech(api: GenerationService, task: str, form: SpeechForm, req
     if form.language is not None:
         language = transcriber.check_language(form.language)
     wait = partial(api.until_disconnect, request)
-    samples, pieces = await wait(_read_audio(api, form, transcriber.at_once))
+    samples, pieces = await wait(_read_audio(api, form, transcriber.max_samples))
     runs = _SpeechRuns(api, task, transcriber, form, request)
-    if language is None and transcriber.asks_first:
+    if language is None and transcriber.detects_language_first:
         language = await wait(runs.detect_language(pieces[0][1]))
     is_timed, no_speech = form.response_format in _TIMED_FORMATS, list[float | None]()
     if form.response_format == "verbose_json" and transcriber.no_speech is not None:
@@ -103,7 +103,7 @@ async def answer_speech(api: GenerationService, task: str, form: SpeechForm, req
 
 def _check(form: SpeechForm, transcriber: Transcriber) -> None:
     check_fields(form)
-    if form.response_format in _TIMED_FORMATS and transcriber.moments is None:
+    if form.response_format in _TIMED_FORMATS and transcriber.timestamp_tokens is None:
         raise RequestError(
             f"{form.response_format} needs a model that supports timestamps; for this one use json or text",
             param="response_format",
@@ -136,7 +136,7 @@ def _granularities(form: SpeechForm) -> frozenset[str]:
 
 
 async def _read_audio(
-    api: GenerationService, form: SpeechForm, at_once: int
+    api: GenerationService, form: SpeechForm, max_samples: int
 ) -> tuple[Samples, list[tuple[int, PreparedItem]]]:
     """Return the audio samples and the preprocessed chunks with their first samples."""
     data, limit = await form.file.read(), api.settings.max_audio_bytes
@@ -144,10 +144,10 @@ async def _read_audio(
         raise TooLarge(f"Maximum file size exceeded: the limit is {limit} bytes", param="file")
     media, item = api.engine.inputs.media, MediaInput("audio", None, "file", "file")
     try:
-        samples = await media.hear(data, RATE, MAX_SECONDS)
+        samples = await media.decode_audio(data, RATE, MAX_SECONDS)
     except RequestError as error:
         raise item.wrong(error) from None
-    chunks = pieces_of(samples, at_once)
+    chunks = split_audio(samples, max_samples)
     coroutines = [media.prepare([replace(item, source=Audio(piece, RATE))]) for _, piece in chunks]
     prepared = await gather_all(coroutines)
     return samples, [(start, piece) for (start, _), (piece,) in zip(chunks, prepared, strict=True)]

@@ -242,13 +242,13 @@ class PromptReader:
             prompt = inputs.parse(value, add_special_tokens=add_special_tokens)
         else:
             texts = (value,) if isinstance(value, str) else value
-            prompt = inputs.parse_cut(*texts, max_len=size, side=self._truncation_side(body))
+            prompt = inputs.parse_truncated(*texts, max_len=size, side=self._truncation_side(body))
         return self._truncate(prompt, body, 0)
 
     def _prompt_of_parts(self, value: ScoreInputs, inputs: InputProcessor) -> Prompt:
         """Return the prompt of content parts. A message uses the chat template, a pair only the template of
         the server, and a single side of a score no template."""
-        if not value.is_talk:
+        if not value.is_chat:
             return sides_prompt(inputs, value.sides, self._template if len(value.sides) > 1 else None)
         return sides_prompt(
             inputs,

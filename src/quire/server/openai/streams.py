@@ -11,7 +11,7 @@ from quire.data.lora import LoRARequest
 from quire.data.outputs import BeamSearchSequence, CompletionOutput, RequestOutput
 from quire.data.params import BeamSearchParams, RequestOutputKind
 from quire.errors import EngineError
-from quire.frontend.beam import BeamSearch, continued, round_params, start_of
+from quire.frontend.beam import BeamSearch, beam_prompt, initial_tokens, round_params
 from quire.frontend.engine import AsyncEngine
 from quire.frontend.inputs import Prompt
 from quire.frontend.output_stream import Outputs, OutputStream
@@ -202,7 +202,10 @@ async def beam_search(
     lora: LoRARequest | None = routing["lora"]
     eos_ids = engine.inputs.of(lora).eos_ids
     search = BeamSearch(
-        start_of(prompt), params, eos_id=eos_ids[0] if eos_ids else None, max_len=engine.inputs.max_model_len
+        initial_tokens(prompt),
+        params,
+        eos_id=eos_ids[0] if eos_ids else None,
+        max_len=engine.inputs.max_model_len,
     )
     step = round_params(params)
     step.output_kind = RequestOutputKind.FINAL_ONLY
@@ -213,7 +216,7 @@ async def beam_search(
         for index, beam in enumerate(search.live):
             await pauses.if_due()
             id = f"{request_id}-{num_rounds}-{index}"
-            beams.append(engine.generate(continued(prompt, beam.tokens), checked, id, **routing))
+            beams.append(engine.generate(beam_prompt(prompt, beam.tokens), checked, id, **routing))
         outputs = await gather_all([final_output(beam) for beam in beams])
         num_cached = num_cached if num_rounds else outputs[0].num_cached_tokens or 0
         await pauses.if_due()

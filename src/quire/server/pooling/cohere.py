@@ -176,7 +176,7 @@ def _read_input(
     side = ScoreInput.of("user", parts, name)
     if name.startswith("images"):
         side.items[0].place = name
-    return ScoreInputs((side,), is_talk=api.reader.has_template)
+    return ScoreInputs((side,), is_chat=api.reader.has_template)
 
 
 def _instruction(api: GenerationService, input_type: str | None) -> str:

@@ -20,7 +20,15 @@ from quire.server.openai.service import ApiCall, GenerationService
 from quire.server.tokens.bodies import TokensBody
 
 _INTERNAL = frozenset(
-    {"output_kind", "skip_clone", "detokenize", "flat_logprobs", "bad_words_token_ids", "moments", "aligning"}
+    {
+        "output_kind",
+        "skip_clone",
+        "detokenize",
+        "flat_logprobs",
+        "bad_words_token_ids",
+        "timestamp_tokens",
+        "aligning",
+    }
 )
 """Parameters that the server sets itself: clients neither receive nor send them."""
 

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels.host_memory import host_memory, pin
+from quire.kernels.host_memory import host_memory, pin_in_background, rows_pinned_together
 from quire.kernels.host_to_device import copy_to_device
 from quire.worker.kv_tiers import CacheEntries, CopiedBlocks
 
@@ -46,125 +46,127 @@ class CudaBlockCopies:
 
     def __init__(self, entries: CacheEntries, device: torch.device) -> None:
         self.entries, self.device = entries, device
-        self._main = torch.cuda.current_stream(device)
-        self._beside, self._arriving = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._step_stream = torch.cuda.current_stream(device)
+        self._copy_stream, self._load_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._lock = threading.Lock()
         """Held while work is enqueued on the second stream or the third."""
         size = entries.entry_bytes
-        self._at_once = max(min(_STAGING_BYTES // max(size, 1), entries.num_entries), 1)
+        self._buffer_entries = max(min(_STAGING_BYTES // max(size, 1), entries.num_entries), 1)
         """Entries in a buffer."""
-        memory = torch.empty((4, self._at_once, size), dtype=torch.uint8, device=device)
-        self._inward, self._outward = [*map(_Staging, memory[:2])], [*map(_Staging, memory[2:])]
-        self._ahead = torch.cuda.Event()
+        self._part_rows = rows_pinned_together(size) if size else 1
+        memory = torch.empty((4, self._buffer_entries, size), dtype=torch.uint8, device=device)
+        self._load_buffers, self._store_buffers = [*map(_Staging, memory[:2])], [*map(_Staging, memory[2:])]
+        self._ahead_copied = torch.cuda.Event()
         """End of the copies that run beside a step."""
-        self._stored = torch.cuda.Event()
+        self._all_stored = torch.cuda.Event()
         """End of all copies to the host: an entry may be loaded as soon as its copy is enqueued."""
-        self._timed: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._copy_times: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         """Begin and end of copies to the host."""
 
     def new_slots(self, count: int) -> Tensor:
-        memory = host_memory((count + 1) * self.entries.entry_bytes)
-        pin(memory)  # copies to memory that cannot be pinned are slower
-        return memory.view(count + 1, -1)
+        slots = host_memory((count + 1) * self.entries.entry_bytes).view(count + 1, -1)
+        pin_in_background(slots)
+        return slots
 
     def begin_step(self) -> None:
-        self._main.wait_event(self._ahead)
+        self._step_stream.wait_event(self._ahead_copied)
 
     def start_out(
         self, ids: Sequence[int], slots: Tensor | None, rows: Sequence[int], *, keep: bool, ahead: bool
     ) -> CopiedBlocks | None:
         places = copy_to_device(np.array(ids, np.int64), self.device)
-        places.record_stream(self._beside)
-        kept, began, copied = None, *(torch.cuda.Event(enable_timing=True) for _ in range(2))
+        places.record_stream(self._copy_stream)
+        host, began, copied = None, *(torch.cuda.Event(enable_timing=True) for _ in range(2))
         if keep:
-            kept = torch.empty((len(ids), self.entries.entry_bytes), dtype=torch.uint8, pin_memory=True)
+            host = torch.empty((len(ids), self.entries.entry_bytes), dtype=torch.uint8, pin_memory=True)
         with self._lock:
-            self._beside.wait_stream(self._main)
-            began.record(self._beside)
-            for first in range(0, len(ids), self._at_once):
-                end = min(first + self._at_once, len(ids))
+            self._copy_stream.wait_stream(self._step_stream)
+            began.record(self._copy_stream)
+            for first in range(0, len(ids), self._buffer_entries):
+                end = min(first + self._buffer_entries, len(ids))
                 blocks = self._gather(places[first:end], ahead=ahead)
-                with torch.cuda.stream(self._beside):
+                with torch.cuda.stream(self._copy_stream):
                     if slots is not None:
-                        for at, row, count in _runs(rows[first:end]):
+                        for at, row, count in _runs(rows[first:end], self._part_rows):
                             slots[row : row + count].copy_(blocks[at : at + count], non_blocking=True)
-                    if kept is not None:
-                        kept[first:end].copy_(blocks, non_blocking=True)
-                    self._outward[-1].used.record()
-            copied.record(self._beside)
-            self._stored.record(self._beside)
-            self._timed.append((began, copied))
+                    if host is not None:
+                        host[first:end].copy_(blocks, non_blocking=True)
+                    self._store_buffers[-1].used.record()
+            copied.record(self._copy_stream)
+            self._all_stored.record(self._copy_stream)
+            self._copy_times.append((began, copied))
             if ahead:
-                self._ahead.record(self._beside)
-        return None if kept is None else PinnedBlocks(kept, copied)
+                self._ahead_copied.record(self._copy_stream)
+        return None if host is None else PinnedBlocks(host, copied)
 
     def _gather(self, places: Tensor, *, ahead: bool) -> Tensor:
         """Return the contents of entries in one of the buffers, the last one of the list from now on."""
-        staging = self._outward[0]
-        self._outward.reverse()
+        staging = self._store_buffers[0]
+        self._store_buffers.reverse()
         if ahead:
-            with torch.cuda.stream(self._beside):
+            with torch.cuda.stream(self._copy_stream):
                 return self.entries.gather(places, staging.memory[: len(places)])
-        self._main.wait_event(staging.used)
+        self._step_stream.wait_event(staging.used)
         blocks = self.entries.gather(places, staging.memory[: len(places)])
-        self._beside.wait_stream(self._main)
+        self._copy_stream.wait_stream(self._step_stream)
         return blocks
 
     def take_out_s(self) -> float:
         seconds = 0.0
         with self._lock:
-            while self._timed and self._timed[0][1].query():
-                began, copied = self._timed.popleft()
+            while self._copy_times and self._copy_times[0][1].query():
+                began, copied = self._copy_times.popleft()
                 seconds += began.elapsed_time(copied) / 1e3
         return seconds
 
     def begin_in(self) -> None:
         with self._lock:
-            self._arriving.wait_event(self._stored)
-            self._beside.wait_stream(self._main)
+            self._load_stream.wait_event(self._all_stored)
+            self._copy_stream.wait_stream(self._step_stream)
 
     def start_in(self, ids: Sequence[int], contents: Sequence[NDArray[np.uint8] | Tensor]) -> None:
         rows = [torch.as_tensor(part) for part in contents]
-        with self._lock, torch.cuda.stream(self._beside):
+        with self._lock, torch.cuda.stream(self._copy_stream):
             places = copy_to_device(np.array(ids, np.int64), self.device)
-            for first in range(0, len(ids), self._at_once):
-                part, staging = rows[first : first + self._at_once], self._inward[0]
-                self._inward.reverse()
-                self._arriving.wait_event(staging.used)
-                with torch.cuda.stream(self._arriving):
-                    for at, run in _joined(part):
+            for first in range(0, len(ids), self._buffer_entries):
+                part, staging = rows[first : first + self._buffer_entries], self._load_buffers[0]
+                self._load_buffers.reverse()
+                self._load_stream.wait_event(staging.used)
+                with torch.cuda.stream(self._load_stream):
+                    for at, run in _joined(part, self._part_rows):
                         staging.memory[at : at + len(run)].copy_(run, non_blocking=True)
-                self._beside.wait_stream(self._arriving)
+                self._copy_stream.wait_stream(self._load_stream)
                 self.entries.scatter(places[first : first + len(part)], staging.memory[: len(part)])
                 staging.used.record()
 
     def wait_in(self) -> None:
         copied = torch.cuda.Event(blocking=True)
         with self._lock:
-            copied.record(self._beside)
+            copied.record(self._copy_stream)
         copied.synchronize()
 
 
-def _runs(rows: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Return the runs of consecutive rows: place, first row and length of each. Rows 0 are left out."""
+def _runs(rows: Sequence[int], part_rows: int) -> Iterator[tuple[int, int, int]]:
+    """Return the runs of consecutive rows but 0 within parts of memory: place, first row, length."""
     first = 0
     for at in range(1, len(rows) + 1):
-        if at == len(rows) or rows[at] != rows[at - 1] + 1 or not rows[first]:
+        if at == len(rows) or rows[at] != rows[at - 1] + 1 or not rows[first] or rows[at] % part_rows == 0:
             if rows[first]:
                 yield first, rows[first], at - first
             first = at
 
 
-def _joined(rows: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-    """Return the rows with those that follow each other in one memory as one [n, size], by place."""
+def _joined(rows: Sequence[Tensor], part_rows: int) -> Iterator[tuple[int, Tensor]]:
+    """Return the rows with those that follow each other in one part of memory as one [n, size], by place."""
     first = 0
     for at in range(1, len(rows) + 1):
-        if at == len(rows) or not _follows(rows[at - 1], rows[at]):
+        if at == len(rows) or not _follows(rows[at - 1], rows[at], part_rows):
             row = rows[first]
             yield first, row.as_strided((at - first, len(row)), (len(row), 1))
             first = at
 
 
-def _follows(row: Tensor, after: Tensor) -> bool:
+def _follows(row: Tensor, after: Tensor, part_rows: int) -> bool:
     is_same = row.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
-    return is_same and row.data_ptr() + row.nbytes == after.data_ptr()
+    is_next = is_same and row.data_ptr() + row.nbytes == after.data_ptr()
+    return is_next and after.storage_offset() % (part_rows * len(row)) != 0

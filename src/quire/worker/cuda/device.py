@@ -12,22 +12,22 @@ from quire.config.engine import EngineConfig
 from quire.config.speculation import SpecFacts
 from quire.data.step_plan import Ints, Masks, Pending, StepPlan
 from quire.kernels.host_to_device import copy_to_device
-from quire.memory import GRAPH_BYTES, MAX_SAMPLES, ladder, longest_short, short_bytes, short_shapes
-from quire.models.decoder import TappedStates
+from quire.memory import GRAPH_BYTES, MAX_SAMPLES, ladder, max_mixed_tokens, mixed_bytes, mixed_shapes
+from quire.models.decoder import HiddenWithAux
 from quire.parallel.all2all import EPTokens
 from quire.sampling.memory_probe import probe_memory
 from quire.sampling.sampler import Sampled, Sampler
 from quire.worker.cuda.draft_graphs import DraftGraphs
 from quire.worker.cuda.draft_verify import DrafterUpdate, Speculation, read, take_back
 from quire.worker.cuda.dummy_batches import DummyBatches
-from quire.worker.cuda.graphs import IN_FLIGHT, Graph, Graphs, pinned, wide_shapes
+from quire.worker.cuda.graphs import IN_FLIGHT, Graph, Graphs, pinned, verify_shapes
 from quire.worker.cuda.mask_sampling import MaskedSampling
 from quire.worker.cuda.readback import PendingTokens, Read
-from quire.worker.device import ONE_TOKEN, DeviceStep, ForwardResult, Model, NewTokens, StepFeatures, batch_of
-from quire.worker.input_buffers import StepBuffers, bytes_of, sampling_tensors, sizes_of, tensors
+from quire.worker.device import ONE_TOKEN, DeviceStep, ForwardResult, Model, NewTokens, StepFeatures
+from quire.worker.input_buffers import StepBuffers, bytes_of, sampling_tensors, tensors
 from quire.worker.memory import Needs
 from quire.worker.pipeline import IntermediateTensors
-from quire.worker.rows import EACH_ONE, Rows, Wide
+from quire.worker.rows import ONE_EACH, Int64s, Rows
 from quire.worker.spec.drafter import Drafter
 from quire.worker.spec.progress import DraftProgress
 
@@ -91,7 +91,9 @@ class CudaDevice:
             outputs = output.hidden, output.logits, output.sampling
             probe_memory(sampler, self.model.head_of_one, *outputs, num_logprobs=config.model.max_logprobs)
 
-        self.dummy_batches.compile(config, self.graphs.query_lens, self._short(config), self._draft_graphs)
+        self.dummy_batches.compile(
+            config, self.graphs.query_lens, self._mixed_shapes(config), self._draft_graphs
+        )
         max_tokens, max_rows = limits.max_num_batched_tokens, limits.max_num_seqs
         activations = self.dummy_batches.peak(self.compute, max_tokens, max_rows, probe_sampler)
         activations += 0 if link is None else link.num_bytes(max_tokens)
@@ -107,10 +109,10 @@ class CudaDevice:
     def _graph_bytes(self, config: EngineConfig, item: int) -> int:
         """Return the memory of all CUDA graphs, for values of `item` bytes. Each graph keeps its results and
         shares its temporary memory with the larger graphs."""
-        facts, largest, short = config.checkpoint.facts, self._max_decodes(config), self._short(config)
-        wide = [size * query_len for size, query_len in wide_shapes(largest, self.graphs.query_lens)]
-        sizes = sorted([*ladder(largest), *wide]) if self._captures(config) else []
-        largest_shapes = [(n, n) for n in sizes[-1:]] + [(n, seqs) for seqs, n in short[-1:]]
+        facts, largest, mixed = config.checkpoint.facts, self._max_decodes(config), self._mixed_shapes(config)
+        verify_sizes = [size * n for size, n in verify_shapes(largest, self.graphs.query_lens)]
+        sizes = sorted([*ladder(largest), *verify_sizes]) if self._captures(config) else []
+        largest_shapes = [(n, n) for n in sizes[-1:]] + [(n, seqs) for seqs, n in mixed[-1:]]
         num_bytes = max(
             (self.dummy_batches.peak(self.compute, *shape) for shape in largest_shapes), default=0
         )
@@ -119,9 +121,9 @@ class CudaDevice:
             row_elements = facts.vocab + facts.hidden
         num_bytes += num_variants * len(sizes) * GRAPH_BYTES
         num_bytes += (num_variants * sum(sizes) - max(sizes, default=0)) * row_elements * item
-        num_bytes += num_variants * sum(short_bytes(config, *shape) for shape in short)
+        num_bytes += num_variants * sum(mixed_bytes(config, *shape) for shape in mixed)
         if self._draft_graphs is not None and sizes:
-            num_bytes += len(wide) * GRAPH_BYTES + max(wide, default=0) * facts.vocab * 4
+            num_bytes += len(verify_sizes) * GRAPH_BYTES + max(verify_sizes, default=0) * facts.vocab * 4
         return num_bytes
 
     def _max_decodes(self, config: EngineConfig) -> int:
@@ -137,16 +139,15 @@ class CudaDevice:
         """Return the most sampled tokens of a row in one step."""
         return 1 if self.speculation is None else 1 + self.speculation.most
 
-    def _short(self, config: EngineConfig) -> list[tuple[int, int]]:
-        """Return the shapes of steps with prompts to capture; none if layers need the prompt lengths on the
-        host."""
+    def _mixed_shapes(self, config: EngineConfig) -> list[tuple[int, int]]:
+        """Return the shapes of steps with prompts to capture; none if the host needs prompt lengths."""
         supported = self.model.attention.captures_prompts and self.model.link is None
         facts = config.checkpoint.facts
         kinds = {part.kind for spec in cache_specs(facts) if spec is not None for part in spec.parts}
         supported &= self._captures(config) and self.model.ep is None and kinds <= {"full", "window"}
         if not supported or (facts.media is not None and facts.media.num_cross_states):
             return []
-        return short_shapes(self._max_decodes(config) * self._max_samples_per_row, longest_short(config))
+        return mixed_shapes(self._max_decodes(config) * self._max_samples_per_row, max_mixed_tokens(config))
 
     @torch.inference_mode()
     def warm_up(self, config: EngineConfig) -> None:
@@ -160,7 +161,7 @@ class CudaDevice:
                 largest,
                 self.model.lora_variants,
                 seconds=seconds,
-                short=self._short(config),
+                mixed_shapes=self._mixed_shapes(config),
                 verify=self._verify_to_capture,
                 resample=self._sample_masked,
             )
@@ -174,7 +175,7 @@ class CudaDevice:
         return None if self.speculation is None or self.speculation.after_step is None else self._verify
 
     def _capture_draft_graphs(self, draft_graphs: DraftGraphs, max_rows: int) -> None:
-        shapes = [(size, query_len - 1) for size, query_len in wide_shapes(max_rows, self.graphs.query_lens)]
+        shapes = [(size, n - 1) for size, n in verify_shapes(max_rows, self.graphs.query_lens)]
         draft_graphs.capture(shapes, self.graphs.pool, seconds=_CAPTURE_S, in_flight=self.graphs.in_flight)
 
     def use_drafter(
@@ -195,8 +196,8 @@ class CudaDevice:
         self._sampled_in_graph = None
 
     def prepare(self, plan: StepPlan, all_rows: Rows) -> DeviceStep:
-        places, ids = all_rows.joined_changes()
-        self._masked_sampling.hold(len(plan.constrained) > 0 or self._verifies_later(plan, all_rows))
+        places, ids = all_rows.all_block_changes()
+        self._masked_sampling.set_later(len(plan.constrained) > 0 or self._verifies_later(plan, all_rows))
         features = self.model.features(plan, all_rows, self.device)
         if self.speculation is not None:
             self.speculation.begin(plan, all_rows)
@@ -208,11 +209,10 @@ class CudaDevice:
         return self._eager(plan, all_rows, places, ids, features) if len(plan.rows) else self._idle(plan)
 
     def _verifies_later(self, plan: StepPlan, all_rows: Rows) -> bool:
-        """Whether verification must wait for the sampler, since rows need more than the plain sampling in the
-        graph."""
+        """Whether verification waits for the sampler, since rows need more than the graph's sampling."""
         return self.speculation is not None and all_rows.sampling.special(plan.logit_rows) != 0
 
-    def _propose_drafts(self, draft_graphs: DraftGraphs, plan: StepPlan, places: Wide, ids: Ints) -> bool:
+    def _propose_drafts(self, draft_graphs: DraftGraphs, plan: StepPlan, places: Int64s, ids: Ints) -> bool:
         """Propose drafts if the step has any. Return whether the block tables were updated too."""
         draft_graphs.begin(plan)
         if not draft_graphs.has_work(plan):
@@ -228,7 +228,7 @@ class CudaDevice:
         graph: Graph,
         plan: StepPlan,
         all_rows: Rows,
-        places: Wide,
+        places: Int64s,
         ids: Ints,
         embeds: tuple[Tensor, Tensor] | None,
     ) -> DeviceStep:
@@ -249,25 +249,16 @@ class CudaDevice:
         )
 
     def _eager(
-        self, plan: StepPlan, all_rows: Rows, places: Wide, ids: Ints, features: StepFeatures
+        self, plan: StepPlan, all_rows: Rows, places: Int64s, ids: Ints, features: StepFeatures
     ) -> DeviceStep:
-        sizes = sizes_of(
-            plan,
-            len(ids),
-            len(self.block_tables),
-            drafts=self.speculation is not None,
-            adapters=features.has_adapters,
-            axes=features.axes,
-        )
+        drafts = self.speculation is not None
+        sizes = features.sizes(plan, len(self.block_tables), len(ids), drafts=drafts)
         memory = next(self._pinned_buffers).take(bytes_of(sizes))
         StepBuffers(memory, sizes).write(plan, all_rows, places, ids)
         inputs = tensors(memory.to(self.device, non_blocking=True), sizes)
         seq_lens = all_rows.num_computed[plan.rows] + plan.num_tokens
-        batch = batch_of(
-            inputs, self.block_tables, plan.num_tokens, seq_lens, uses_extra_vocab=features.uses_extra_vocab
-        )
+        batch = features.batch(inputs, self.block_tables, plan.num_tokens, seq_lens)
         batch.intermediate_tensors = self.model.receive_buffer(plan.total_tokens)
-        features.apply_to(batch)
         self._set_ep_tokens(batch, plan)
         return self.model.step(lambda: self.compute(batch, inputs), batch.intermediate_tensors)
 
@@ -296,14 +287,14 @@ class CudaDevice:
         if not self.model.has_lm_head:
             passed: IntermediateTensors = out
             return passed
-        hidden, aux = out if isinstance(out, TappedStates) else (out, ())
+        hidden, aux = out if isinstance(out, HiddenWithAux) else (out, ())
         routes = self.model.routes(batch)
         # Padding tokens of a captured step lie between the others; their samples come last.
         is_all = len(batch.logit_tokens) == len(hidden) and not (verify_inputs and batch.max_query_len > 1)
         states = hidden if is_all else hidden[batch.logit_tokens]
         logits, sampling = self.model.logits(states, batch), sampling_tensors(inputs)
         token_ids = self._sampled_in_graph = self.sample(
-            logits, sampling, self._masked_sampling.sampled_in_graph(len(logits))
+            logits, sampling, self._masked_sampling.later_constraints(len(logits))
         )
         verified = None
         if verify_inputs is None:
@@ -318,7 +309,7 @@ class CudaDevice:
 
     def _sample_masked(self, output: ForwardResult) -> Tensor:
         count = len(output.logits)
-        token_ids = self.sample(output.logits, output.sampling, self._masked_sampling.constrained(count))
+        token_ids = self.sample(output.logits, output.sampling, self._masked_sampling.mask_constraints(count))
         if output.verify_inputs is None and output.rows is not None:
             self.last_tokens.index_copy_(0, output.rows, token_ids)
         return token_ids
@@ -384,4 +375,4 @@ class _Pinned:
 
 
 def _one_each(token_ids: Ints) -> tuple[Ints, Ints, Ints]:
-    return token_ids, EACH_ONE, EACH_ONE
+    return token_ids, ONE_EACH, ONE_EACH

@@ -15,7 +15,7 @@ from quire.kernels.host_to_device import copy_to_device
 from quire.kernels.triton.spec import SpecTokens
 from quire.memory import MAX_SAMPLES
 from quire.sampling.random import SamplingTensors
-from quire.worker.cuda.graphs import capture, pinned, smallest
+from quire.worker.cuda.graphs import capture, pinned, smallest_shape
 from quire.worker.rows import Rows
 from quire.worker.spec.drafter import Drafter, SampleDrafts, SequenceEnds
 from quire.worker.spec.progress import DraftProgress, aligned, batch_of_spans, is_decode
@@ -63,7 +63,6 @@ class DraftGraphs:
             self.draft_progress.forget()
 
     def begin(self, plan: StepPlan) -> None:
-        """Register the new requests and blocks of a plan."""
         if self.draft_progress is not None:
             self.draft_progress.begin(plan)
 
@@ -91,7 +90,7 @@ class DraftGraphs:
             self.spec_tokens.num_drafts.index_fill_(0, rows, 0)
 
     def _propose(self, rows: Ints, most: int) -> None:
-        if (shape := smallest(self._graphs, len(rows), most)) is not None:
+        if (shape := smallest_shape(self._graphs, len(rows), most)) is not None:
             self._graphs[shape].replay(self._inputs(rows))
             return
         memory = pinned(len(_INPUTS), aligned(len(rows)), dtype=torch.int64)
@@ -149,8 +148,7 @@ class DraftGraphs:
         self.compute(inputs[:, :size], most, sample_dummy)
 
     def capture(self, shapes: list[tuple[int, int]], pool: Any, *, seconds: float, in_flight: int) -> None:
-        """Capture graphs for (rows, drafts), the largest first. Shapes not captured within `seconds` run
-        eagerly."""
+        """Capture graphs for (rows, drafts), the largest first, for `seconds`. Other shapes run eagerly."""
         began = time.monotonic()
         for size, most in reversed(shapes):
             if time.monotonic() - began < seconds:

@@ -67,9 +67,7 @@ class DrafterUpdate:
         num_kept = torch.where(step.planned >= 0, (verified & _COUNT).long(), starts[1:] - starts[:-1])
         after = batch.positions[last_kept(batch, num_kept)] + 1
         target = TargetStates(
-            next_ids=spec_tokens.history[rows, after].long(),
-            num_kept=num_kept,
-            states=states,
+            next_ids=spec_tokens.history[rows, after].long(), num_kept=num_kept, states=states
         )
         self._drafter.observe(batch, target)
 

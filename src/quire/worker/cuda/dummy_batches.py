@@ -14,11 +14,11 @@ from quire.kernels.triton.launch import MOST_ROWS, compile_ahead, compiling
 from quire.kernels.triton.masks import apply_masks
 from quire.kernels.triton.sampling import ConstrainedDevice
 from quire.memory import ladder, rows_at_once
-from quire.models.decoder import TappedStates
+from quire.models.decoder import HiddenWithAux
 from quire.sampling.random import SamplingTensors
 from quire.worker.cuda.draft_graphs import DraftGraphs
 from quire.worker.cuda.draft_verify import Speculation
-from quire.worker.cuda.graphs import wide_shapes
+from quire.worker.cuda.graphs import verify_shapes
 from quire.worker.cuda.mask_sampling import MaskedSampling, sample_tokens
 from quire.worker.device import Model, blank_batch
 
@@ -87,42 +87,41 @@ class DummyBatches:
         self,
         config: EngineConfig,
         query_lens: Sequence[int],
-        short: Sequence[tuple[int, int]],
+        mixed_shapes: Sequence[tuple[int, int]],
         draft_graphs: DraftGraphs | None,
     ) -> None:
         """Compile the kernels of all steps; sizes between powers of two use the same ones. `query_lens` and
-        `short` are those of `Graphs`."""
+        `mixed_shapes` are those of `Graphs`."""
         limits = config.scheduler
         *others, last = ladder(limits.max_num_seqs)
         sizes = [last, *(size for size in others if size & (size - 1) == 0)]
         longest = min(limits.max_num_batched_tokens, _LONG_STEP)
-        mixed = [_decodes(min(count, last), min(prompt, self.max_len)) for count, prompt in _MIXED]
+        mixed_steps = [_decodes(min(count, last), min(prompt, self.max_len)) for count, prompt in _MIXED]
         with compiling():
             if self.model.has_lm_head:
                 launch_sampling(config, self.sample)
                 self._mask(config.checkpoint.facts.vocab, getattr(torch, config.model.dtype))
             halved = range(1 if self.model.adapters is None else _HALVINGS)
             prompts = [self.split(max(longest >> times, 1), 1) for times in halved]
-            for lens in (*mixed, *map(_decodes, sizes), *prompts):
+            for lens in (*mixed_steps, *map(_decodes, sizes), *prompts):
                 self._forward(lens)
-            for size, query_len in wide_shapes(last, query_lens):
+            for size, query_len in verify_shapes(last, query_lens):
                 self._forward(np.full(size, query_len, np.int32), are_decodes=True)
-            for size, tokens in short:
-                self._forward(self.split(tokens, size), are_any=True)
+            for size, tokens in mixed_shapes:
+                self._forward(self.split(tokens, size), are_mixed=True)
             if draft_graphs is not None:
                 self._compile_drafts(draft_graphs, query_lens, last, longest)
         torch.cuda.synchronize()
 
     @torch.inference_mode()
-    def _forward(self, lens: Ints, *, are_decodes: bool = False, are_any: bool = False) -> None:
-        """Run a step without adapters, and with them if LoRA is on. `are_decodes` and `are_any` are those of
-        `Batch`."""
+    def _forward(self, lens: Ints, *, are_decodes: bool = False, are_mixed: bool = False) -> None:
+        """Run a step without adapters, and with them if LoRA is on. The flags are those of `Batch`."""
         for adapters in self.model.lora_variants:
             batch, inputs = self.make(lens, adapters)
             for group in batch.groups:
                 group.are_decodes = are_decodes
-                if are_any:
-                    group.are_any, group.query_lens_host = True, np.full_like(lens, lens.sum())
+                if are_mixed:
+                    group.are_mixed, group.query_lens_host = True, np.full_like(lens, lens.sum())
             self._compute(batch, inputs)
 
     def _compute(self, batch: Batch, inputs: dict[str, Tensor]) -> None:
@@ -130,7 +129,7 @@ class DummyBatches:
         if self.speculation is not None:
             verify_inputs = self.speculation.derive(batch, inputs, self.block_tables)
         out = self.model.hidden(batch)
-        hidden, aux = out if isinstance(out, TappedStates) else (out, ())
+        hidden, aux = out if isinstance(out, HiddenWithAux) else (out, ())
         if self.model.has_lm_head:
             self.model.logits(hidden[batch.logit_tokens], batch)
         if self.speculation is not None and verify_inputs is not None:
@@ -142,7 +141,7 @@ class DummyBatches:
     def _compile_drafts(
         self, draft_graphs: DraftGraphs, query_lens: Sequence[int], most_rows: int, longest: int
     ) -> None:
-        for size, query_len in wide_shapes(most_rows, query_lens):
+        for size, query_len in verify_shapes(most_rows, query_lens):
             draft_graphs.compile(size, query_len - 1)
         if not draft_graphs.drafter.follows:
             for lens in (self.split(longest, 1), *(_decodes(0, 2 * size) for size in (8, 128))):

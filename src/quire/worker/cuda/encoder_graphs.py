@@ -83,8 +83,7 @@ class TowerGraphs:
         return self._counts[key] >= TIMES and self.max_bytes > 0
 
     def _capture_batch(self, modality: str, items: Sequence[Arrays]) -> _Graph | None:
-        """Capture a batch. Return None, and capture no further batch, if capturing fails; None too if memory
-        runs out."""
+        """Capture a batch. If that fails, return None and capture no more; None also without memory."""
         while len(self._graphs) >= MAX_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
         inputs = [{name: array.clone() for name, array in item.items()} for item in items]

@@ -19,15 +19,14 @@ from quire.worker.device import ForwardResult, batch_of
 from quire.worker.input_buffers import BufferSizes, StepBuffers, blank, bytes_of, pad, tensors
 from quire.worker.multimodal.embeds import EmbedsBuffer
 from quire.worker.pipeline import IntermediateTensors
-from quire.worker.rows import Rows, Wide
+from quire.worker.rows import Int64s, Rows
 
 log = get_logger(__name__)
 
 T = TypeVar("T")
 
 IN_FLIGHT = 3
-"""Host buffers of each kind: one more than steps in flight. A pipeline has as many steps in flight as
-stages."""
+"""Host buffers of each kind: one more than steps in flight, of which a pipeline has one per stage."""
 Compute = Callable[[Batch, dict[str, Tensor]], ForwardResult | IntermediateTensors]
 AfterForward = Callable[[ForwardResult], Tensor]
 ReceiveBuffer = Callable[[int], Tensor | None]
@@ -51,15 +50,14 @@ def capture(run: Callable[[], T], pool: Any) -> tuple[Any, T]:
         return graph, run()
 
 
-def wide_shapes(largest: int, query_lens: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the shapes of steps with drafts to capture, as (sequences, tokens of each). Larger ones run
-    eagerly."""
+def verify_shapes(largest: int, query_lens: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the shapes of steps with drafts to capture, as (sequences, tokens of each)."""
     sizes = [size for size in ladder(largest) if size & (size - 1) == 0 or size == largest]
     shapes = [(size, n) for n in query_lens if n > 1 for size in sizes if size * n <= MAX_SAMPLES]
     return sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape))
 
 
-def smallest(shapes: Iterable[tuple[int, int]], rows: int, width: int) -> tuple[int, int] | None:
+def smallest_shape(shapes: Iterable[tuple[int, int]], rows: int, width: int) -> tuple[int, int] | None:
     """Return the smallest of the captured shapes (rows, width) that fits; None if there is none."""
     fitting = (shape for shape in shapes if shape[0] >= rows and shape[1] >= width)
     return min(fitting, key=lambda shape: shape[0] * shape[1], default=None)
@@ -76,7 +74,7 @@ class Graphs:
         in_flight: int = IN_FLIGHT,
         query_lens: Sequence[int] = (),
         axes: int = 0,
-        vectors: MakeEmbedsBuffer | None = None,
+        make_embeds_buffer: MakeEmbedsBuffer | None = None,
     ) -> None:
         """With `query_lens` the device derives inputs, and there are graphs for each query length. `axes` is
         that of `BufferSizes` for steps without media."""
@@ -85,14 +83,14 @@ class Graphs:
         self.in_flight = in_flight
         self.query_lens = query_lens
         self.axes = axes
-        self.vectors = vectors
+        self.make_embeds_buffer = make_embeds_buffer
         self.pool: Any = None
         """Memory pool of all graphs, once there are some."""
         self._by_size: dict[tuple[int, bool], Graph] = {}
         self._sizes: list[int] = []
-        self._wide: dict[bool, dict[tuple[int, int], Graph]] = {False: {}, True: {}}
+        self._verify_graphs: dict[bool, dict[tuple[int, int], Graph]] = {False: {}, True: {}}
         """Graphs of steps with drafts, by whether rows have adapters, then by sequences and query length."""
-        self._short: dict[bool, list[Graph]] = {False: [], True: []}
+        self._mixed_graphs: dict[bool, list[Graph]] = {False: [], True: []}
         """Graphs of steps with prompts, by whether rows have adapters, the smallest first."""
 
     def capture(
@@ -102,23 +100,23 @@ class Graphs:
         lora_variants: Sequence[bool] = (False,),
         *,
         seconds: float,
-        short: Sequence[tuple[int, int]] = (),
+        mixed_shapes: Sequence[tuple[int, int]] = (),
         verify: AfterForward | None = None,
         resample: AfterForward | None = None,
     ) -> None:
         """Capture the ladder up to `largest`, the largest first: the others reuse its memory. Sizes not
-        captured within `seconds` run eagerly. `lora_variants`: without adapters, with them. `short`: steps
-        with prompts, as (most sequences and samples, tokens). `verify` and `resample` are captured as
+        captured within `seconds` run eagerly. `lora_variants`: without adapters, with them. `mixed_shapes`:
+        steps with prompts, as (most sequences and samples, tokens). `verify` and `resample` are captured as
         graphs of their own after each step."""
         started, self.pool = time.monotonic(), torch.cuda.graph_pool_handle()
         buffers = self.block_tables, self.pool, self.in_flight
         captured = partial(Graph, compute, *buffers, verify=verify, resample=resample)
         for (size, query_len), adapters in product(
-            reversed(wide_shapes(largest, self.query_lens)), lora_variants
+            reversed(verify_shapes(largest, self.query_lens)), lora_variants
         ):
             if time.monotonic() - started < seconds / 2:
                 shape = GraphShape(size, query_len, adapters, self.axes)
-                self._wide[adapters][size, query_len] = captured(shape)
+                self._verify_graphs[adapters][size, query_len] = captured(shape)
         for size in reversed(ladder(largest)):
             intermediate_tensors, query_len = self.receive_buffer(size), min(self.query_lens, default=0)
             for adapters in lora_variants:
@@ -128,17 +126,17 @@ class Graphs:
                 log.warning("Capturing graphs takes long: batches below %d run without", size)
                 break
         self._sizes = sorted({size for size, _ in self._by_size})
-        for (size, tokens), adapters in product(reversed(short), lora_variants):
+        for (size, tokens), adapters in product(reversed(mixed_shapes), lora_variants):
             if time.monotonic() - started < seconds:
-                axes = 3 if self.axes and self.vectors is not None else self.axes
+                axes = 3 if self.axes and self.make_embeds_buffer is not None else self.axes
                 shape = GraphShape(size, 0, adapters, axes, tokens, drafts=bool(self.query_lens))
-                receive_buffer = None if self.vectors is None else self.vectors(tokens)
-                self._short[adapters].insert(0, captured(shape, vectors=receive_buffer))
+                embeds = None if self.make_embeds_buffer is None else self.make_embeds_buffer(tokens)
+                self._mixed_graphs[adapters].insert(0, captured(shape, embeds_buffer=embeds))
 
     def forget(self) -> None:
         """Drop all graphs: they hold addresses of weights and cache."""
         self._by_size, self._sizes = {}, []
-        self._wide, self._short = {False: {}, True: {}}, {False: [], True: []}
+        self._verify_graphs, self._mixed_graphs = {False: {}, True: {}}, {False: [], True: []}
 
     def find(self, plan: StepPlan, *, adapters: bool = False) -> "Graph | None":
         """Return the smallest graph that fits a plan, with or without adapters; None if there is none."""
@@ -146,19 +144,19 @@ class Graphs:
             if plan.counts:
                 return None
             only_draws = plan.total_tokens == len(plan.logit_rows)
-            return self._find_wide(plan, adapters) if only_draws else self._find_short(plan, adapters)
+            return self._find_verify(plan, adapters) if only_draws else self._find_mixed(plan, adapters)
         count = max(plan.counts, default=len(plan.rows))
         if not self._sizes or count > self._sizes[-1]:
             return None
         return self._by_size[self.size_for(count), adapters]
 
-    def _find_wide(self, plan: StepPlan, adapters: bool) -> "Graph | None":
+    def _find_verify(self, plan: StepPlan, adapters: bool) -> "Graph | None":
         count, most = len(plan.rows), int(plan.num_drafts.max()) + 1
-        shape = smallest(self._wide[adapters], count, most)
-        return None if shape is None else self._wide[adapters][shape]
+        shape = smallest_shape(self._verify_graphs[adapters], count, most)
+        return None if shape is None else self._verify_graphs[adapters][shape]
 
-    def _find_short(self, plan: StepPlan, adapters: bool) -> "Graph | None":
-        for graph in self._short[adapters]:
+    def _find_mixed(self, plan: StepPlan, adapters: bool) -> "Graph | None":
+        for graph in self._mixed_graphs[adapters]:
             fits = plan.total_tokens < graph.sizes.tokens and len(plan.rows) < graph.sizes.seqs
             if fits and len(plan.logit_rows) <= graph.sizes.samples:
                 return graph
@@ -193,9 +191,9 @@ class Graph:
 
     intermediate_tensors: Tensor | None = None
     """Receive buffer for the output of the previous stage."""
-    is_short = False
+    is_mixed = False
     """Whether the graph is for steps with prompts."""
-    _vectors: EmbedsBuffer | None = None
+    _embeds_buffer: EmbedsBuffer | None = None
 
     def __init__(
         self,
@@ -208,14 +206,14 @@ class Graph:
         intermediate_tensors: Tensor | None = None,
         verify: AfterForward | None = None,
         resample: AfterForward | None = None,
-        vectors: EmbedsBuffer | None = None,
+        embeds_buffer: EmbedsBuffer | None = None,
     ) -> None:
         size, query_len, adapters, axes, tokens, drafts = shape
         num_groups, num_rows, width = block_tables.shape
         num_samples, num_changes = size * max(query_len, 1), 2 * size * num_groups
-        self.is_short = tokens > 0
+        self.is_mixed = tokens > 0
         self.sizes = BufferSizes(
-            *(tokens or num_samples, size + self.is_short, num_samples, num_changes, num_groups),
+            *(tokens or num_samples, size + self.is_mixed, num_samples, num_changes, num_groups),
             adapters=adapters,
             drafts=drafts or query_len > 0,
             query_len=query_len,
@@ -232,12 +230,12 @@ class Graph:
         self._blank(buffers, 0)
         self._memory.copy_(buffers.memory)
         lens = np.full(self.sizes.seqs, max(query_len, tokens, 1), np.int32)
-        kind = {"are_decodes": not self.is_short, "are_any": self.is_short}
+        kind = {"are_decodes": not self.is_mixed, "are_mixed": self.is_mixed}
         batch = batch_of(self._inputs, block_tables, lens, lens, **kind)
         batch.intermediate_tensors = self.intermediate_tensors = intermediate_tensors
-        self._vectors = vectors
-        if vectors is not None:
-            batch.embeds = vectors.tokens, vectors.vectors
+        self._embeds_buffer = embeds_buffer
+        if embeds_buffer is not None:
+            batch.embeds = embeds_buffer.tokens, embeds_buffer.vectors
 
         def run() -> ForwardResult | IntermediateTensors:
             batch.angles.clear()  # the capture must not reuse what the first run computed
@@ -252,22 +250,22 @@ class Graph:
 
     def _blank(self, buffers: StepBuffers, first: int) -> None:
         query_len = self.sizes.query_len
-        first = 0 if query_len or self.is_short else first
+        first = 0 if query_len or self.is_mixed else first
         blank(buffers.arrays, first, self.pad_row, self._pad_place, max(query_len, 1))
-        if self.is_short:
+        if self.is_mixed:
             buffers.arrays["query_starts"][:] = 0
             pad(buffers.arrays, 0)
 
     @property
     def takes_embeds(self) -> bool:
         """Whether the step may contain item embeddings."""
-        return self._vectors is not None
+        return self._embeds_buffer is not None
 
     def load(
         self,
         plan: StepPlan,
         all_rows: Rows,
-        places: Wide,
+        places: Int64s,
         ids: Ints,
         embeds: tuple[Tensor, Tensor] | None = None,
     ) -> None:
@@ -275,12 +273,12 @@ class Graph:
         if not buffers.holds(plan, all_rows):
             self._blank(buffers, len(plan.rows))
         buffers.write(plan, all_rows, places, ids)
-        if self.is_short:
+        if self.is_mixed:
             pad(buffers.arrays, len(plan.rows))
         buffers.arrays["block_places"][len(ids) :] = self._pad_place
         self._memory.copy_(buffers.memory, non_blocking=True)
-        if self._vectors is not None:
-            self._vectors.load(embeds)
+        if self._embeds_buffer is not None:
+            self._embeds_buffer.load(embeds)
 
     def replay(self, count: int) -> ForwardResult | IntermediateTensors:
         """Replay the graph and return the results of the first `count` sampled positions. They are valid
@@ -288,7 +286,7 @@ class Graph:
         self._graph.replay()
         output = self._output_for.get(count)
         if output is None:
-            output = self._output_for[count] = _first(self._output, count, all_states=self.is_short)
+            output = self._output_for[count] = _first(self._output, count, all_states=self.is_mixed)
         return output
 
 

@@ -26,26 +26,26 @@ class HostSignal:
         self._stream = stream.cuda_stream
         self._memory = torch.zeros(1, dtype=torch.int32).pin_memory()
         self._count = self._memory.numpy().view(np.uint32)
-        self._at = self._memory.data_ptr()
-        self._num_held = 0
+        self._count_address = self._memory.data_ptr()
+        self._num_waits = 0
         driver = ctypes.CDLL("libcuda.so.1")
-        self._wait, self._copy = driver.cuStreamWaitValue32_v2, driver.cuMemcpyHtoDAsync_v2
+        self._wait, self._copy_async = driver.cuStreamWaitValue32_v2, driver.cuMemcpyHtoDAsync_v2
         self._wait.argtypes = (ctypes.c_void_p, _ADDRESS, ctypes.c_uint32, ctypes.c_uint)
-        self._copy.argtypes = (_ADDRESS, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+        self._copy_async.argtypes = (_ADDRESS, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
-    def hold(self) -> Callable[[], None]:
+    def block(self) -> Callable[[], None]:
         """Block the stream until the returned function is called, in the order of the calls. It must be
         called even after an error: nothing else ends the wait."""
-        self._num_held = (self._num_held + 1) & 0xFFFFFFFF
-        _check(self._wait(self._stream, self._at, self._num_held, _AT_LEAST))
-        return partial(self._raise_to, self._num_held)
+        self._num_waits = (self._num_waits + 1) & 0xFFFFFFFF
+        _check(self._wait(self._stream, self._count_address, self._num_waits, _AT_LEAST))
+        return partial(self._set_count, self._num_waits)
 
-    def _raise_to(self, count: int) -> None:
+    def _set_count(self, count: int) -> None:
         self._count[0] = count
 
-    def bring(self, source: Tensor, into: Tensor) -> None:
+    def copy(self, source: Tensor, into: Tensor) -> None:
         """Copy `source` on the stream; it is pinned and must not change until it was copied."""
-        _check(self._copy(into.data_ptr(), source.data_ptr(), source.nbytes, self._stream))
+        _check(self._copy_async(into.data_ptr(), source.data_ptr(), source.nbytes, self._stream))
 
 
 def _check(failed: int) -> None:
@@ -57,7 +57,7 @@ def open_host_signal(stream: torch.cuda.Stream) -> HostSignal | None:
     """Return a host signal; None if the device does not support it, so that the host has to wait."""
     try:
         host_signal = HostSignal(stream)
-        host_signal.hold()()
+        host_signal.block()()
     except (AttributeError, OSError, torch.AcceleratorError) as error:
         log.debug("Streams cannot wait for the host on this device: %s", error)
         return None

@@ -36,23 +36,21 @@ class MaskedSampling:
     def __init__(self, max_rows: int, max_samples: int, vocab: int, device: torch.device) -> None:
         self.device = device
         self.later = torch.full((max_samples,), FREE, dtype=torch.int32, device=device)
-        """LATER for each sampled position if tokens are not sampled within the forward pass, otherwise
-        FREE."""
+        """LATER for each sampled position if the forward pass does not sample, otherwise FREE."""
         self._is_later = False
         self._max_words = max_rows * -(-vocab // 32)
         self._max_samples = max_samples
-        self._assigned = b""
+        self._assignment_bytes = b""
         """Assignment of masks to positions that is on the device."""
 
-    def hold(self, is_later: bool) -> None:
+    def set_later(self, is_later: bool) -> None:
         """Set whether the next step is sampled after its masks arrive, not within the forward pass."""
         if is_later != self._is_later:
             self._is_later = is_later
             self.later.fill_(LATER if is_later else FREE)
 
-    def sampled_in_graph(self, count: int) -> ConstrainedDevice | None:
-        """Return the constraints for sampling within the forward pass; None if there are too many positions
-        to wait."""
+    def later_constraints(self, count: int) -> ConstrainedDevice | None:
+        """Return the constraints for sampling in the forward pass; None for too many positions to wait."""
         later = self.later[:count]
         return None if count > self._max_samples else ConstrainedDevice(later, later, later)
 
@@ -72,9 +70,9 @@ class MaskedSampling:
         )
         self._sent, self._applied = torch.cuda.Event(), torch.cuda.Event()
         self._host_signal = open_host_signal(self._stream)
-        self._assigned = b""
+        self._assignment_bytes = b""
 
-    def constrained(self, count: int) -> ConstrainedDevice:
+    def mask_constraints(self, count: int) -> ConstrainedDevice:
         """Return the constraints that `count` positions of a captured step read."""
         return ConstrainedDevice(self._assignment[:count], self._assignment[self._width_at :], self._bits)
 
@@ -85,12 +83,12 @@ class MaskedSampling:
             return False
         at = places[masks.rows] + masks.sample_index if len(masks.sample_index) else places[masks.rows]
         width = masks.bits.shape[1]
-        assigned = at.tobytes() + width.to_bytes(4, "little")
+        assignment_bytes = at.tobytes() + width.to_bytes(4, "little")
         self._applied.wait(self._stream)
-        if assigned != self._assigned:
+        if assignment_bytes != self._assignment_bytes:
             with torch.cuda.stream(self._stream):
                 self._copy_assignment(at, width)
-            self._assigned = assigned
+            self._assignment_bytes = assignment_bytes
         self._copy_bits(masks)
         self._sent.record(self._stream)
         self._sent.wait(self._step_stream)
@@ -99,8 +97,8 @@ class MaskedSampling:
     def _copy_bits(self, masks: Masks) -> None:
         if self._host_signal is not None and self._host.has(masks.bits):
             if masks.pending is not None:
-                masks.pending.then(self._host_signal.hold())
-            self._host_signal.bring(self._host.of(masks.bits), self._bits)
+                masks.pending.then(self._host_signal.block())
+            self._host_signal.copy(self._host.of(masks.bits), self._bits)
         elif masks.bits.size:
             masks.wait()  # pinning may block while a stream waits for the host
             with torch.cuda.stream(self._stream):
@@ -135,18 +133,18 @@ class HostMemory:
 
     def of(self, bits: NDArray[np.uint32]) -> Tensor:
         """Return all masks as pinned words, one after the other."""
-        if (seen := self._recent.get(id(bits))) is not None:
-            return seen[1]
+        if (recent := self._recent.get(id(bits))) is not None:
+            return recent[1]
         memory, at = _owner(bits), bits.ctypes.data
         if memory is not None and at not in self._pinned:
             self._pin(memory)
-        kept = self._pinned.get(at)
-        if kept is None:
+        pinned = self._pinned.get(at)
+        if pinned is None:
             return torch.from_numpy(bits.reshape(-1).view(np.int32)).pin_memory()
         if len(self._recent) >= _MAX_PINNED:
             self._recent.clear()
-        self._recent[id(bits)] = bits, kept[: bits.size]
-        return kept[: bits.size]
+        self._recent[id(bits)] = bits, pinned[: bits.size]
+        return pinned[: bits.size]
 
     def _pin(self, memory: mmap) -> None:
         if len(self._pinned) >= _MAX_PINNED:
@@ -166,8 +164,8 @@ def _owner(bits: NDArray[np.uint32]) -> mmap | None:
     return memory if isinstance(memory, mmap) else None
 
 
-def _unpin_all(kept: dict[int, Tensor]) -> None:
-    if kept:
+def _unpin_all(pinned: dict[int, Tensor]) -> None:
+    if pinned:
         torch.cuda.synchronize()
-    while kept:
-        unpin(kept.popitem()[1])
+    while pinned:
+        unpin(pinned.popitem()[1])

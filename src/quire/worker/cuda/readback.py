@@ -45,7 +45,7 @@ class PendingTokens:
     def wait(self) -> StepResult:
         self.ready(0.0)
         token_ids, counts, drafted = self._read(self._tokens.numpy().astype(np.int32))
-        self._all_rows.learn(*self._new, token_ids, counts)
+        self._all_rows.append_sampled(*self._new, token_ids, counts)
         result = self._sampled.result(self._new.rows, token_ids, counts)
         result.drafted = drafted
         return result

@@ -16,7 +16,7 @@ from quire.data.step_plan import StepPlan
 from quire.errors import EngineError
 from quire.layers.cross_attention import CrossAttentionCache
 from quire.memory import max_vectors
-from quire.models.towers import GraphableTower, Tower, is_divided
+from quire.models.towers import GraphableTower, Tower, is_tensor_parallel
 from quire.parallel.group import ALONE, Group
 from quire.sampling.transfer import to_device
 from quire.system.shared_arena import ArenaView
@@ -59,17 +59,16 @@ class MediaEncoder:
         self.dtype = dtype
         self.device = device
         self.group = group
-        self.kept: dict[bytes, Tensor] = {}
+        self.cache: dict[bytes, Tensor] = {}
         self._window = ArenaView()
         self._graphs = graphs
 
     # ---- steps
 
     def step(self, plan: StepPlan, all_rows: Rows) -> tuple[Tensor, Tensor] | None:
-        """Encode the items of a step. Return its placeholder tokens [K] and their embeddings [K, width]; None
-        if there are none."""
+        """Encode the items of a step; return its placeholder tokens [K] and embeddings [K, width], if any."""
         for key in plan.forgotten:
-            self.kept.pop(key, None)
+            self.cache.pop(key, None)
         if plan.encodes:
             self._encode(plan.encodes)
         return self._collect_embeds(plan, all_rows) if all_rows.items else None
@@ -91,7 +90,7 @@ class MediaEncoder:
         encode = self._run if self.group.size == 1 else self._run_sharded
         for modality, batch in by_modality.items():
             encoded |= zip((item.key for item in batch), encode(modality, batch), strict=True)
-        self.kept |= encoded if self.scale == 1 else {key: x * self.scale for key, x in encoded.items()}
+        self.cache |= encoded if self.scale == 1 else {key: x * self.scale for key, x in encoded.items()}
 
     def _run(self, modality: str, items: Sequence[MediaItem]) -> list[Tensor]:
         inputs = [self._load_inputs(item.arrays or {}) for item in items]
@@ -103,11 +102,10 @@ class MediaEncoder:
         return [self._check_shape(item, part.to(self.dtype)) for item, part in encoded]
 
     def _load_inputs(self, arrays: Arrays) -> dict[str, Tensor]:
-        """Return the input tensors of an item."""
         inputs = {name: self._on_device(array) for name, array in arrays.items()}
         if (table := inputs.pop(TABLE, None)) is None:
             return inputs
-        return {name: numbers_of(array, table.to(self.dtype)) for name, array in inputs.items()}
+        return {name: pixel_values(array, table.to(self.dtype)) for name, array in inputs.items()}
 
     def _check_shape(self, item: MediaItem, vectors: Tensor) -> Tensor:
         """Check the shape of embeddings. Copy a view of a larger tensor, which would be kept as a whole."""
@@ -142,7 +140,7 @@ class MediaEncoder:
             for item in items:
                 for start, end, begin in _find_spans(item, first, first + count):
                     tokens.append(np.arange(at + start, at + end))
-                    vectors.append(self.kept[item.key][begin : begin + end - start])
+                    vectors.append(self.cache[item.key][begin : begin + end - start])
             if items[-1].end <= first + count:
                 del all_rows.items[row]
         if not vectors:
@@ -152,7 +150,6 @@ class MediaEncoder:
     def concat_embeds(
         self, embeds: tuple[Tensor, Tensor] | None, media: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor] | None:
-        """Concatenate prompt embeddings and item embeddings."""
         if embeds is None or media is None:
             return embeds or media
         return torch.cat([embeds[0], media[0]]), torch.cat([self._widen(embeds[1]), media[1]])
@@ -161,7 +158,7 @@ class MediaEncoder:
         return EmbedsBuffer(num_tokens, self.width, self.dtype, self.device)
 
     def clear(self) -> None:
-        self.kept.clear()
+        self.cache.clear()
         if self._graphs is not None:
             self._graphs.forget()
 
@@ -195,14 +192,13 @@ class MediaEncoder:
     # ---- memory
 
     def add_needs(self, needs: Needs, config: EngineConfig) -> Needs:
-        """Add the memory to encode the items of a step, to keep their embeddings, and to copy those that a
-        step reads."""
+        """Add the memory to encode a step's items, to keep their embeddings, and to copy those it reads."""
         largest, most = config.largest_items, max_vectors(config)
         peak = max((self._peak(modality, size, most) for modality, size in largest.items()), default=0)
         row_bytes = self.width * self.dtype.itemsize
         copied = config.scheduler.max_num_batched_tokens * row_bytes
         vectors, activations = most * row_bytes, needs.activations + copied
-        needs = replace(needs, vectors=vectors, activations=activations).beside(peak)
+        needs = replace(needs, vectors=vectors, activations=activations).with_peak(peak)
         if self._graphs is not None:
             graph_vectors = min(most, MOST_VECTORS)
             peaks = (
@@ -230,7 +226,7 @@ class MediaEncoder:
         return torch.cuda.max_memory_allocated() - before
 
 
-def numbers_of(pixels: Tensor, table: Tensor) -> Tensor:
+def pixel_values(pixels: Tensor, table: Tensor) -> Tensor:
     """Convert bytes [..., 3, height, width] by a table [3, 256]; return other types unchanged."""
     if pixels.dtype != torch.uint8:
         return pixels
@@ -244,9 +240,9 @@ class CrossEncoder(MediaEncoder):
     """An encoder for items without placeholder tokens (cross attention): keys and values of their embeddings
     are kept in slots by item key, instead of the embeddings."""
 
-    def __init__(self, crossing: CrossAttentionCache, tower: Tower, **settings: Any) -> None:
+    def __init__(self, cross_cache: CrossAttentionCache, tower: Tower, **settings: Any) -> None:
         super().__init__(tower, **settings)
-        self.crossing = crossing
+        self.cross_cache = cross_cache
         self._slots: dict[bytes, int] = {}
 
     def step(self, plan: StepPlan, all_rows: Rows) -> None:
@@ -255,14 +251,15 @@ class CrossEncoder(MediaEncoder):
             self._slots.pop(key, None)
         if plan.encodes:
             self._encode(plan.encodes)
-        encoded, self.kept = self.kept, {}
-        free = sorted({*range(self.crossing.num_slots)}.difference(self._slots.values())) if encoded else []
+        encoded, self.cache = self.cache, {}
+        slots = range(self.cross_cache.num_slots) if encoded else ()
+        free = sorted({*slots}.difference(self._slots.values()))
         for key, vectors in encoded.items():
             if key not in self._slots:
                 self._slots[key] = free.pop()
-            self.crossing.keep(vectors, self._slots[key])
+            self.cross_cache.write(vectors, self._slots[key])
         if new := [row for row in plan.rows.tolist() if row in all_rows.items]:
-            self.crossing.assign(new, [self._slots[all_rows.items.pop(row)[0].key] for row in new])
+            self.cross_cache.assign(new, [self._slots[all_rows.items.pop(row)[0].key] for row in new])
 
     def clear(self) -> None:
         super().clear()
@@ -271,13 +268,13 @@ class CrossEncoder(MediaEncoder):
     def add_needs(self, needs: Needs, config: EngineConfig) -> Needs:
         """Add the memory to encode the items of a step; the slots already count as row state."""
         (modality, largest), *_ = config.largest_items.items()
-        return needs.beside(self._peak(modality, largest, max_vectors(config)))
+        return needs.with_peak(self._peak(modality, largest, max_vectors(config)))
 
 
 def tower_group(config: EngineConfig, group: Group) -> Group:
     """Return the ranks that shard the encoder's layers; `ALONE` if each rank has all of them."""
     media, mode = config.checkpoint.facts.media, config.multimodal.mm_encoder_tp_mode
-    return group if media is not None and is_divided(media, mode, group.size) else ALONE
+    return group if media is not None and is_tensor_parallel(media, mode, group.size) else ALONE
 
 
 def open_encoder(config: EngineConfig, model: Any, group: Group, device: torch.device) -> MediaEncoder | None:
@@ -290,7 +287,7 @@ def open_encoder(config: EngineConfig, model: Any, group: Group, device: torch.d
         is_whole = tower_group(config, group).size == 1
         graphs = TowerGraphs(tower) if is_whole and isinstance(tower, GraphableTower) else None
     kind: Callable[..., MediaEncoder] = (
-        partial(CrossEncoder, model.crossing) if media.num_cross_states else MediaEncoder
+        partial(CrossEncoder, model.cross_cache) if media.num_cross_states else MediaEncoder
     )
     return kind(
         tower,
@@ -316,8 +313,7 @@ def balance_items(costs: Sequence[int], count: int) -> list[list[int]]:
 
 
 def _find_spans(item: MediaItem, first: int, last: int) -> list[tuple[int, int, int]]:
-    """Return the spans of an item's placeholder tokens in [first, last), as (start, end, index of the
-    embedding)."""
+    """Return the spans of an item's placeholder tokens in [first, last): (start, end, embedding index)."""
     spans, begin = [], 0
     if item.offset < last and item.end > first:
         for at, count in item.places():

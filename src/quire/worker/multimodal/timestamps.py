@@ -1,5 +1,4 @@
-"""Word timestamps: aligns the tokens of a transcript with the audio, by cross-attention heads that follow
-it."""
+"""Word timestamps: aligns transcribed tokens with the audio, by cross-attention heads that follow it."""
 
 from collections.abc import Sequence
 
@@ -27,38 +26,38 @@ class Alignment:
     the audio after the last token."""
 
     def __init__(
-        self, crossing: CrossAttentionCache, heads: Sequence[tuple[int, int]], all_rows: Rows, group: Group
+        self, cross_cache: CrossAttentionCache, heads: Sequence[tuple[int, int]], all_rows: Rows, group: Group
     ) -> None:
         """Set the alignment `heads`, as (layer, head) over all ranks."""
-        self.crossing, self.all_rows, self.group = crossing, all_rows, group
+        self.cross_cache, self.all_rows, self.group = cross_cache, all_rows, group
         self.num_heads = len(heads)
-        num_local = crossing.layers[0].spec.heads
+        num_local = cross_cache.layers[0].spec.heads
         self._heads: dict[int, list[int]] = {}
         """Alignment heads of this rank, by layer."""
         for layer, head in heads:
             if head // num_local == group.rank:
                 self._heads.setdefault(layer, []).append(head % num_local)
-        self._warped = warped if native.library() is None else dtw.align
-        self._wanted: dict[int, AlignmentHeads] = {}
+        self._dtw = dynamic_time_warping if native.library() is None else dtw.align
+        self._requests: dict[int, AlignmentHeads] = {}
         self._chunks: dict[int, list[list[Tensor]]] = {}
         """Queries by row, chunk and layer, [tokens, heads, head_dim]."""
 
     def begin(self, plan: StepPlan) -> None:
         for row in [*plan.released, *(new.row for new in plan.admitted)]:
-            self._wanted.pop(row, None)
+            self._requests.pop(row, None)
             self._chunks.pop(row, None)
         for new in plan.admitted:
             if new.params.aligning is not None:
-                self._wanted[new.row], self._chunks[new.row] = new.params.aligning, []
+                self._requests[new.row], self._chunks[new.row] = new.params.aligning, []
         for layer in self._heads:
-            self.crossing.layers[layer].is_watched = bool(self._wanted)
+            self.cross_cache.layers[layer].records_queries = bool(self._requests)
 
-    def end(self, plan: StepPlan, done: ForwardResult, sampled: Sampled) -> None:
-        if not self._wanted:
+    def end(self, plan: StepPlan, output: ForwardResult, sampled: Sampled) -> None:
+        if not self._requests:
             return
         starts = np.cumsum(plan.num_tokens) - plan.num_tokens
         for place, row in enumerate(plan.rows.tolist()):
-            if (request := self._wanted.get(row)) is None:
+            if (request := self._requests.get(row)) is None:
                 continue
             computed, count = int(self.all_rows.num_computed[row]), int(plan.num_tokens[place])
             # The last token may be computed by a CUDA graph, without queries; its timestamp is not needed.
@@ -69,12 +68,12 @@ class Alignment:
                 self._chunks[row].append(self._queries(here))
             if computed + count > end:
                 sampled.aligned[row] = self._align(row, request.num_states, end - request.first)
-                del self._wanted[row], self._chunks[row]
+                del self._requests[row], self._chunks[row]
 
     def _queries(self, here: slice) -> list[Tensor]:
         by_layer = []
         for layer, heads in self._heads.items():
-            queries = self.crossing.layers[layer].queries
+            queries = self.cross_cache.layers[layer].queries
             assert queries is not None, "a step with a prompt is never captured"
             by_layer.append(queries[here][:, heads])
         return by_layer
@@ -82,21 +81,20 @@ class Alignment:
     def _align(self, row: int, num_states: int, num_tokens: int) -> list[int]:
         if num_tokens < 1:
             return []
-        device, blocks = self.crossing.device, self.crossing.tables[row]
+        device, blocks = self.cross_cache.device, self.cross_cache.tables[row]
         total = torch.zeros(num_tokens, num_states, device=device)
         by_layer = zip(*self._chunks[row], strict=True)
         for (layer, heads), parts in zip(self._heads.items(), by_layer, strict=True):
-            keys = self.crossing.layers[layer].keys_of(blocks, heads)[: self.crossing.num_vectors]
+            keys = self.cross_cache.layers[layer].keys_of(blocks, heads)[: self.cross_cache.num_vectors]
             queries = torch.cat(parts).float().transpose(0, 1)  # [heads, tokens, head_dim]
-            scores = queries @ keys.float().permute(1, 2, 0) * self.crossing.layers[layer].spec.score_scale
+            scores = queries @ keys.float().permute(1, 2, 0) * self.cross_cache.layers[layer].spec.score_scale
             total += smooth_weights(scores.softmax(-1)[..., :num_states]).sum(0)
         total = self.group.all_reduce(total)
-        return self._warped(-(total / self.num_heads).double().cpu().numpy())
+        return self._dtw(-(total / self.num_heads).double().cpu().numpy())
 
 
 def smooth_weights(weights: Tensor) -> Tensor:
-    """Normalize the attention weights [heads, tokens, states] over tokens, and smooth them with a median
-    filter."""
+    """Normalize attention weights [heads, tokens, states] over tokens; smooth them by a median filter."""
     spread, mean = torch.std_mean(weights, dim=-2, keepdim=True, unbiased=False)
     weights = (weights - mean) / spread.clamp_min(torch.finfo(spread.dtype).tiny)
     half = _WIDTH // 2
@@ -106,7 +104,7 @@ def smooth_weights(weights: Tensor) -> Tensor:
     return padded.unfold(-1, _WIDTH, 1).sort(-1).values[..., half]
 
 
-def warped(costs: NDArray[np.float64]) -> list[int]:
+def dynamic_time_warping(costs: NDArray[np.float64]) -> list[int]:
     """Compute dynamic time warping over [tokens, states]: return the state at which each token begins on the
     cheapest path. A step advances by a token, by a state or by both."""
     num_tokens, num_states = costs.shape

@@ -1,5 +1,4 @@
-"""Drafters: draft models and heads that propose tokens before a step. The host need not know the target's
-last tokens."""
+"""Drafters: draft models and heads that propose tokens. The host may not know the last ones yet."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +13,6 @@ from quire.attention.batch import Batch
 from quire.checkpoint.draft import Draft
 from quire.checkpoint.facts import ArchFacts
 from quire.config.engine import EngineConfig
-from quire.data.step_plan import Ints
 from quire.errors import ConfigError
 from quire.kernels.cpu.tape import Tapes
 from quire.loader import load_model
@@ -63,8 +61,7 @@ class TargetStates(NamedTuple):
     num_kept: Tensor
     """[B] int64, the number of its tokens in the batch without rejected drafts"""
     states: tuple[Tensor, ...]
-    """Hidden states of the target, [T, hidden] each: those of intermediate layers, or the input of its
-    head."""
+    """Hidden states of the target, [T, hidden] each: of intermediate layers, or the input of its head."""
 
 
 def last_kept(batch: Batch, num_kept: Tensor) -> Tensor:
@@ -88,8 +85,7 @@ class Drafter(Protocol):
         """Compute tokens that the draft has not computed yet."""
 
     def propose(self, ends: SequenceEnds, most: int) -> Tensor:
-        """Return [B, most] int64, the proposed tokens. Proposals beyond the room of a sequence are
-        undefined."""
+        """Return [B, most] int64, the proposed tokens; undefined beyond the room of a sequence."""
 
     def forget(self) -> None:
         """Drop everything that holds addresses of weights or cache: they will move."""
@@ -115,8 +111,7 @@ class _DraftBatches:
         return batch
 
     def hidden(self, model: Callable[[Batch], Tensor], batch: Batch) -> Tensor:
-        """Return the hidden states of a batch; small batches on a CPU replay a tape. Valid until the next
-        call."""
+        """Return the hidden states of a batch, valid until the next call; small CPU batches replay a tape."""
         key = _key(batch)
         if self._batches.get(key) is batch:
             return self._tapes.run(key, lambda: model(batch))
@@ -136,15 +131,16 @@ class _DraftBatches:
         return kept
 
     def build(self, ends: SequenceEnds, ids: Tensor, ahead: int) -> Batch:
-        """Build the batch of `ids` [B, n], the last of which stand `ahead` positions after the last
-        tokens."""
+        """Build the batch of `ids` [B, n], the last of them `ahead` positions after the last tokens."""
         (count, width), device = ids.shape, ids.device
         flat, rows = ids.flatten(), ends.rows
         if device.type == "cpu":  # the buffers of `ends` may be overwritten
             flat, rows = flat.clone(), rows.clone()
         positions, seq_lens, slots = place(ends, ahead, width, self.block_size)
-        lens = seq_lens.numpy() if device.type == "cpu" else self._longest(ends, count)
-        made = Batch(
+        # Kernels on a GPU read the real lengths; the host has upper bounds of them.
+        most = ends.tables.shape[2] * self.block_size
+        lens = seq_lens.numpy() if device.type == "cpu" else np.full(count, most, np.int32)
+        batch = Batch(
             token_ids=flat,
             positions=positions,
             slots=slots[0],
@@ -158,12 +154,8 @@ class _DraftBatches:
             are_decodes=device.type != "cpu",
         )
         others = zip(slots[1:], ends.tables[1:], strict=True)
-        made.others = tuple(replace(made, slots=slot, block_tables=table) for slot, table in others)
-        return self.planned(self._reuse_buffers(made))
-
-    def _longest(self, ends: SequenceEnds, count: int) -> Ints:
-        """Return upper bounds of the sequence lengths for the host; kernels read the real ones."""
-        return np.full(count, ends.tables.shape[2] * self.block_size, np.int32)
+        batch.others = tuple(replace(batch, slots=slot, block_tables=table) for slot, table in others)
+        return self.planned(self._reuse_buffers(batch))
 
 
 def place(ends: SequenceEnds, ahead: int, width: int, block_size: int) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -227,12 +219,12 @@ class HeadDrafter:
     follows = True
 
     def __init__(
-        self, model: DraftHead, backend: AttentionBackend, *, block_size: int, max_taped: int, kept: Tensor
+        self, model: DraftHead, backend: AttentionBackend, *, block_size: int, max_taped: int, states: Tensor
     ) -> None:
         self.model = model
         self.batches = _DraftBatches(backend, block_size, max_taped)
         self.forget = self.batches.forget
-        self.kept = kept
+        self.states = states
         """[2, rows, hidden]: by row, the head's output for the last token, and the states for the next one"""
 
     def observe(self, batch: Batch, target: TargetStates) -> None:
@@ -241,18 +233,18 @@ class HeadDrafter:
         first = replace(batch, token_ids=shifted, **_DRAFT_FIELDS)
         first.others = tuple(replace(group, attention=None) for group in batch.others)
         states = target.states[0] if len(target.states) == 1 else torch.cat(target.states, 1)
-        made = self.model(self.batches.planned(first), self.model.states(states))
-        for kept, computed in zip(self.kept, made, strict=True):
-            kept.index_copy_(0, batch.rows.long(), computed[at])
+        outputs = self.model(self.batches.planned(first), self.model.input_states(states))
+        for row_states, computed in zip(self.states, outputs, strict=True):
+            row_states.index_copy_(0, batch.rows.long(), computed[at])
 
     def catch_up(self, batch: Batch) -> None:
         raise AssertionError("a draft head reads every step of the target")
 
     def propose(self, ends: SequenceEnds, most: int) -> Tensor:
-        out, states = self.kept[:, ends.rows.long()]
+        out, states = self.states[:, ends.rows.long()]
         drafts: list[Tensor] = []
         for number in range(most):
-            drafts.append(self.model.names(ends.pick(self.model.logits(out), number + 1)))
+            drafts.append(self.model.target_ids(ends.pick(self.model.logits(out), number + 1)))
             if number < most - 1:
                 out, states = self.model(self.batches.build(ends, drafts[-1][:, None], number), states)
         return torch.stack(drafts, 1)
@@ -290,7 +282,6 @@ def check_ahead(backend: str, num_drafts: int, *, uses_mla: bool) -> None:
 def load_draft(
     config: EngineConfig, draft: Draft, backend: AttentionBackend, device: torch.device, world: World
 ) -> Any:
-    """Load the draft model without a cache."""
     is_part = draft.method == "mtp"
     quant = None if draft.checkpoint.format == "gguf" else draft.checkpoint.quant
     return load_model(
@@ -311,8 +302,7 @@ def load_draft(
 
 
 def draft_bytes(config: EngineConfig, facts: ArchFacts) -> int:
-    """Return the peak memory of the draft after the largest step, while its states and logits are still
-    there."""
+    """Return the peak memory of the draft after the largest step, with its states and logits."""
     limits, dtype, target = config.scheduler, config.model.dtype, config.checkpoint.facts
     num_tokens = limits.max_num_batched_tokens + limits.max_num_seqs
     num_aux = 0 if facts.drafts is None else len(facts.drafts.aux_layers)
@@ -331,9 +321,11 @@ def open_drafter(
     sizes = {"block_size": config.cache.block_size, "max_taped": 0 if is_eager else _MAX_TAPED}
     if facts.drafts is None:
         return ModelDrafter(model, backend, **sizes, vocab=min(facts.vocab, config.checkpoint.facts.vocab))
-    model.adopt(target)
+    model.set_target(target)
     if facts.drafts.aux_layers:
-        target.tap(facts.drafts.aux_layers, config.scheduler.max_num_batched_tokens + _WARMUP_TOKENS, device)
+        target.set_aux_hidden_state_layers(
+            facts.drafts.aux_layers, config.scheduler.max_num_batched_tokens + _WARMUP_TOKENS, device
+        )
     room = 2, config.scheduler.max_num_seqs + 1, facts.hidden
-    kept = torch.zeros(room, dtype=getattr(torch, config.model.dtype), device=device)
-    return HeadDrafter(model, backend, **sizes, kept=kept)
+    states = torch.zeros(room, dtype=getattr(torch, config.model.dtype), device=device)
+    return HeadDrafter(model, backend, **sizes, states=states)

@@ -1,5 +1,4 @@
-"""The progress of a separate draft model: which tokens it has computed, since it runs only when drafts are
-needed."""
+"""Progress of a separate draft model: the tokens it has computed, since it runs only for drafts."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -58,9 +57,9 @@ class DraftProgress:
             ids = np.array(new.block_ids, np.int32)[self.groups]
             cached = new.num_computed // self._all_rows.block_size
             self._clear_blocks(ids[:, cached:])
-            whole = (self._flags(ids[:, :cached]) | (ids[:, :cached] == 0)).all(axis=0)
-            num_whole = cached if whole.all() else int(whole.argmin())
-            self._num[new.row] = num_whole * self._all_rows.block_size
+            is_computed = (self._flags(ids[:, :cached]) | (ids[:, :cached] == 0)).all(axis=0)
+            num_computed = cached if is_computed.all() else int(is_computed.argmin())
+            self._num[new.row] = num_computed * self._all_rows.block_size
             self._is_close[new.row] = False
             self._least[new.row] = self._most[new.row] = len(new.token_ids)
         if len(plan.block_rows):
@@ -103,12 +102,13 @@ class DraftProgress:
         if self.lags:
             behind &= (plan.num_drafts > 0) if len(plan.num_drafts) else False
         counts = np.where(behind, ends - self._num[rows], 0)
-        taken = np.clip(limit - (np.cumsum(counts) - counts), 0, counts)
-        late: NDArray[np.bool_] = taken < counts
+        num_missed = np.clip(limit - (np.cumsum(counts) - counts), 0, counts)
+        late: NDArray[np.bool_] = num_missed < counts
         starts = self._num[rows].copy()
-        self._set_computed(rows[late], np.minimum(starts + taken, np.maximum(least, starts))[late])
+        self._set_computed(rows[late], np.minimum(starts + num_missed, np.maximum(least, starts))[late])
         spans = [
-            Span(int(rows[at]), int(starts[at]), int(starts[at] + taken[at])) for at in np.flatnonzero(taken)
+            Span(int(rows[at]), int(starts[at]), int(starts[at] + num_missed[at]))
+            for at in np.flatnonzero(num_missed)
         ]
         return spans, late
 
@@ -180,7 +180,7 @@ def batch_of_spans(
     narrow[0, :count], narrow[1, :count], narrow[2, 1 : count + 1] = ends, rows, np.cumsum(lens)
     places, row_ids, *slots = copy_to_device(wide, tables.device)[:, :num_tokens]
     seq_lens, seqs, query_starts = copy_to_device(narrow, tables.device)
-    made = Batch(
+    batch = Batch(
         token_ids=history[row_ids, places].long(),
         positions=places,
         slots=slots[0],
@@ -193,8 +193,8 @@ def batch_of_spans(
         seq_lens_host=ends,
     )
     others = zip(slots[1:], tables[1:], strict=True)
-    made.others = tuple(replace(made, slots=slot, block_tables=table) for slot, table in others)
-    return made
+    batch.others = tuple(replace(batch, slots=slot, block_tables=table) for slot, table in others)
+    return batch
 
 
 def aligned(length: int) -> int:

@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 from symbolic import Engine
 
-from quire.sched.prompt_pace import FIRST_TOKENS, LEAST_TOKENS, SHORT_S, SLOWDOWN, PromptPace
+from quire.sched.prefill_limit import FIRST_TOKENS, LEAST_TOKENS, SHORT_S, SLOWDOWN, PrefillLimit
 
 MOST = 2048
 
 
-def trained_pace(decode_s: float, token_s: float) -> PromptPace:
+def trained_pace(decode_s: float, token_s: float) -> PrefillLimit:
     """Return a pace after a decode step and a step with 100 additional prompt tokens."""
-    pace = PromptPace()
+    pace = PrefillLimit()
     pace.learn(4, 0, decode_s)
     pace.learn(4, 100, decode_s + 100 * token_s)
     return pace
@@ -36,7 +36,7 @@ def test_prompt_tokens_per_step_are_bounded(decode_s: float, token_s: float, exp
 
 
 def test_untrained_pace_uses_default_limit() -> None:
-    pace = PromptPace()
+    pace = PrefillLimit()
     assert pace.limit(MOST) == FIRST_TOKENS and pace.limit(5) == 5
     pace.learn(3, 50, 1.0)  # ignored while the duration of a decode step is unknown
     assert pace.limit(MOST) == FIRST_TOKENS
@@ -53,7 +53,7 @@ def test_single_slow_step_is_ignored() -> None:
 def plans_with(prompt_tenant: int, limit: int, **limits: Any) -> list[list[int]]:
     """Return the tokens of each row in the steps of a long prompt while a request of tenant 1 decodes."""
     engine = Engine(fair=True, num_blocks=400, max_num_batched_tokens=64, **limits)
-    engine.scheduler.admitter.prompt_pace.limit = lambda max_tokens: min(limit, max_tokens)  # type: ignore[method-assign]
+    engine.scheduler.admitter.prefill_limit.limit = lambda max_tokens: min(limit, max_tokens)  # type: ignore[method-assign]
     engine.add("a", [5, 6, 7], 40, tenant=1)
     engine.step()
     num_before = len(engine.plans)

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 
-from quire.system.turns import TurnBudget, TurnQueue
+from quire.system.event_loop_turns import TurnBudget, TurnQueue
 
 
 def test_budget_is_spent_once_per_turn() -> None:

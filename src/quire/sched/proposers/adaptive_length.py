@@ -1,4 +1,4 @@
-"""Pace: the number of drafts that pays, by acceptance rates and measured step costs.
+"""AdaptiveDraftLength: the number of drafts that pays, by acceptance rates and measured step costs.
 
 A step of B rows with M drafts takes c(B + M) seconds and yields B + G tokens, where G is the expected number
 of accepted drafts. Each step uses the M with the most tokens per second, and the drafts most likely to be
@@ -48,7 +48,7 @@ _PRIOR_SLOPE = 0.25
 """Assumed cost of one more token per row, in plain steps, until it is measured."""
 
 
-class Pace:
+class AdaptiveDraftLength:
     """Chooses the number of drafts of each row and learns from their acceptance."""
 
     def __init__(self, *, max_rows: int, max_drafts: int, num_kinds: int = 1) -> None:

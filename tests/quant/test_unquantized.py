@@ -15,7 +15,7 @@ from quire.layers.linear import GateUpLinear, Linear, QKVLinear
 from quire.layers.mlp import MLP
 from quire.layers.moe import ExpertRouter
 from quire.layers.scope import Scope
-from quire.quant.plain import PlainWeight
+from quire.quant.unquantized import PlainWeight
 from quire.quant.weight import LinearShape, Weight
 
 SHAPE = LinearShape(8, (6,), False, torch.float32, torch.device("cpu"))

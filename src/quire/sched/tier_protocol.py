@@ -6,8 +6,8 @@ from typing import Any, Protocol
 from quire.data.kv_tiers import BlockStores
 from quire.data.request import Request
 from quire.data.stats import TierStats
+from quire.sched.admission_checks import AdmissionCheck
 from quire.sched.blocks import Block
-from quire.sched.readiness import AdmissionCheck
 from quire.sched.running import Running
 
 

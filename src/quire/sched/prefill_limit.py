@@ -1,4 +1,4 @@
-"""PromptPace: the number of prompt tokens in a step while other tenants wait for their next tokens."""
+"""PrefillLimit: the number of prompt tokens in a step while other tenants wait for their next tokens."""
 
 from collections import deque
 
@@ -14,7 +14,7 @@ NUM_SAMPLES = 8
 """Number of recent steps kept of each kind. The fastest counts, as others may have been delayed."""
 
 
-class PromptPace:
+class PrefillLimit:
     """Learns the cost of decodes and of a prompt token from finished steps."""
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from quire.data.step_plan import Ints
-from quire.sched.proposers.pace import Pace
+from quire.sched.proposers.adaptive_length import AdaptiveDraftLength
 
 MOST = 8
 NUM_STEPS = 700
@@ -27,7 +27,7 @@ def rate(
     In a burst either all drafts of a row are accepted or none.
     """
     rng = np.random.default_rng(0)
-    rows, pace = np.arange(num_rows, dtype=np.int32), Pace(max_rows=num_rows, max_drafts=MOST)
+    rows, pace = np.arange(num_rows, dtype=np.int32), AdaptiveDraftLength(max_rows=num_rows, max_drafts=MOST)
     for row in rows.tolist():
         pace.admit(row)
     num_tokens = seconds = 0.0
@@ -84,9 +84,9 @@ def test_bursts_of_accepted_drafts_are_used() -> None:
     assert rate(cost, 1, lambda step: 0.7, is_burst=True) >= 0.85 * best
 
 
-def free_drafts_pace(num_rows: int) -> Pace:
+def free_drafts_pace(num_rows: int) -> AdaptiveDraftLength:
     """Return a pace for which drafts cost nothing and all were accepted."""
-    pace, rows = Pace(max_rows=num_rows, max_drafts=MOST), np.arange(num_rows, dtype=np.int32)
+    pace, rows = AdaptiveDraftLength(max_rows=num_rows, max_drafts=MOST), np.arange(num_rows, dtype=np.int32)
     for _ in range(20):
         lengths = pace.lengths(rows)
         pace.learn(rows, lengths, lengths)
@@ -110,7 +110,7 @@ def test_pace_is_deterministic() -> None:
 
 def test_acceptance_is_tracked_per_row() -> None:
     """Check rows of which half always accept: only these get drafts when drafts are expensive."""
-    pace, rows = Pace(max_rows=8, max_drafts=4), np.arange(8, dtype=np.int32)
+    pace, rows = AdaptiveDraftLength(max_rows=8, max_drafts=4), np.arange(8, dtype=np.int32)
     total = np.zeros(8)
     for _ in range(300):
         lengths = pace.lengths(rows)
@@ -124,7 +124,7 @@ def test_acceptance_is_tracked_per_row() -> None:
 
 def test_acceptance_is_tracked_per_kind_of_draft() -> None:
     """Check that acceptance of sure drafts does not carry over to other drafts of the next request."""
-    pace = Pace(max_rows=2, max_drafts=4, num_kinds=2)
+    pace = AdaptiveDraftLength(max_rows=2, max_drafts=4, num_kinds=2)
     likely, unlikely = np.array([1]), np.array([0])
     for row in (likely, unlikely):
         for _ in range(60):
@@ -139,7 +139,7 @@ def test_acceptance_is_tracked_per_kind_of_draft() -> None:
 
 def test_first_steps_of_a_batch_size_are_ignored() -> None:
     """Check slow first steps, which on a CPU are computed eagerly and then recorded."""
-    pace, rows, seen = Pace(max_rows=1, max_drafts=4), np.zeros(1, np.int32), dict[int, int]()
+    pace, rows, seen = AdaptiveDraftLength(max_rows=1, max_drafts=4), np.zeros(1, np.int32), dict[int, int]()
     last = 0
     for _ in range(40):
         last = int(pace.lengths(rows)[0])
@@ -151,7 +151,7 @@ def test_first_steps_of_a_batch_size_are_ignored() -> None:
 
 def test_cost_of_unmeasured_batch_sizes_is_estimated() -> None:
     """Check drafts that cost as much as they gain: they are hardly tried with fewer rows either."""
-    pace, num_drafts = Pace(max_rows=8, max_drafts=MOST), []
+    pace, num_drafts = AdaptiveDraftLength(max_rows=8, max_drafts=MOST), []
     for num_rows in [8] * 100 + [5] * 20:
         rows = np.arange(num_rows, dtype=np.int32)
         lengths = pace.lengths(rows)

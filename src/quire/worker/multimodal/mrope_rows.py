@@ -13,8 +13,7 @@ class MRopePositions:
 
     def __init__(self, max_rows: int, max_len: int) -> None:
         self.ahead: Ints = np.zeros(max_rows, np.int32)
-        """Offset of the M-RoPE position to the position in the sequence after the prompt; usually
-        negative."""
+        """Offset of M-RoPE positions to sequence positions after the prompt; usually negative."""
         self.last = num_mrope_positions(max_len) - 1
         """Last position with a rotation; positions beyond are clipped to it."""
         self._prompts: dict[int, NDArray[np.int32]] = {}
@@ -45,8 +44,7 @@ class MRopePositions:
     def fill(
         self, into: NDArray[np.int64], plan: StepPlan, rows: NDArray[np.intp], places: NDArray[np.intp]
     ) -> None:
-        """Fill `into` [axes, tokens or more]; `rows` and `places` are the row and the position of each
-        token."""
+        """Fill `into` [axes, tokens or more]; `rows` and `places` are each token's row and position."""
         into = into[:, : len(places)]
         into[:] = np.clip(places + self.ahead[rows], 0, self.last)
         at = 0
