@@ -123,7 +123,7 @@ async def main(folder: Path, sides: list[int]) -> None:
     core = multiprocessing.get_context("spawn").Process(target=run_core, args=(address,), daemon=True)
     core.start()
     pages = MetricsPages(MetricsLayout.of(config), num_engines=1)
-    engine = make_engine(config, addresses={0: address}, metrics=pages, health_timeout_s=30)
+    engine = make_engine(config, addresses={0: address}, token="", metrics=pages, health_timeout_s=30)
     engine.start()
     await engine.ready()
     tune_garbage_collector()

@@ -80,7 +80,7 @@ def test_plan_matches_a_gpu_engine(name: str, tmp_path: Path) -> None:
         "libraries": libraries,
         "KV cache": size.num_bytes,
     }
-    terms = planned.terms() | {"KV cache": cache.num_bytes}
+    terms = planned.terms(cache)
     print(f"\n{name} on {config.machine.name}, {human(config.machine.total_bytes)}")
     print(f"  put aside by the engine: graphs {human(needs.graphs)}, others {human(needs.other)}")
     for term, bytes_ in measured.items():
