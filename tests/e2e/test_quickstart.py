@@ -14,6 +14,7 @@ from tiny_text import TextModel
 ROOT = Path(__file__).parents[2]
 PAGES = ("docs/quickstart.md", "README.md")
 _LOGGED = re.compile(r"INFO [-\d]+ [:\d]+ \[(\w+\.py):(\d+)\] (\w+ \w+)")
+END = "---- end of the script ----"
 _FENCE = re.compile(r"^```(console|python)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
@@ -75,8 +76,8 @@ def test_scripts_run(library: str, server: ServeProcess, tiny: TextModel) -> Non
     for code in scripts()[library]:
         code = code.replace("http://localhost:8000", server.url).replace("path/to/Qwen3-0.6B", str(tiny.path))
         code = code.replace("LLM()", f"LLM({str(tiny.path)!r})")
-        program += f"exec({code!r}, {{'__name__': '__main__'}})\nprint('\\f')\n"
+        program += f"exec({code!r}, {{'__name__': '__main__'}})\nprint({END!r})\n"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
-    printed = done.stdout.split("\f")[:-1]
+    printed = done.stdout.split(END)[:-1]
     assert done.returncode == 0 and len(printed) == len(scripts()[library]), done.stderr
     assert all(text.strip() for text in printed), done.stdout
