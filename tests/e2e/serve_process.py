@@ -19,7 +19,7 @@ import psutil
 from ports import free_port
 from preloaded import ForkedProcess, Preloaded
 
-LONGEST = 8192
+LONGEST = 16384
 SHARED_FLAGS = (
     *("--dtype", "float32", "--max-model-len", str(LONGEST), "--max-num-seqs", "128"),
     *("--hf-overrides", json.dumps({"max_position_embeddings": LONGEST})),

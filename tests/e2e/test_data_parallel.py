@@ -160,7 +160,7 @@ def test_lost_api_process_under_load(pair: ServeProcess) -> None:
         while not all(pair.clients_of(pid) - earlier[pid] for pid in processes):
             assert len(streams) < 40, "the kernel gives every connection to one process"
             signal_cores(pair, signal.SIGCONT)
-            streams.append(stack.enter_context(pair.streaming(max_tokens=8 * LENGTH)))
+            streams.append(stack.enter_context(pair.streaming(max_tokens=24 * LENGTH)))
             next(streams[-1])
             signal_cores(pair, signal.SIGSTOP)  # No stream ends before the process does.
         os.kill(dead, signal.SIGKILL)

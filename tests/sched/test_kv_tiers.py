@@ -126,6 +126,19 @@ def test_blocks_are_stored_before_they_are_evicted() -> None:
     engine.check_tiers()
 
 
+def test_blocks_of_running_requests_are_stored_while_few_are_free() -> None:
+    """Catches blocks that are evicted as soon as they are free, so that a step waits for their copies."""
+    engine = TieredEngine(num_blocks=12, num_host=100)
+    engine.add("first", prompt_of(0, 37), 8)
+    for _ in range(4):
+        engine.step(0.0)
+    assert len(engine.outputs["first"]) < 8 and engine.copier.num_ahead == 9
+    engine.run()
+    assert answer(engine, "other", prompt_of(1, 37)) == 0
+    assert answer(engine, "again", prompt_of(0, 37)) == 36
+    engine.check_tiers()
+
+
 def test_others_run_while_a_request_waits_for_its_blocks() -> None:
     engine = TieredEngine(num_blocks=16, num_host=100, waits=True)
     answer(engine, "first", prompt_of(0, 21))

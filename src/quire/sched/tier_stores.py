@@ -14,7 +14,8 @@ from quire.sched.kv_manager import is_salted
 from quire.sched.tier_index import EntryTiers, TierIndex
 
 AHEAD_SHARE = 1 / 4
-"""Share of the blocks, the next ones to be evicted, that are copied to host memory before."""
+"""Share of the blocks, the next ones to be evicted, that are copied to host memory before. If fewer are free,
+blocks of running requests are copied, too."""
 NUM_AHEAD = 64
 """Most blocks that a step copies ahead, beside as many as it fills."""
 
@@ -61,6 +62,9 @@ class TierStores:
         """Entries that the next step writes to disk, by key."""
         self._ahead: deque[Block] = deque()
         """Free blocks to copy to host memory before they are evicted."""
+        self._in_use = deque[Block](maxlen=0 if pages is None else pages.pool.num_usable)
+        """Full blocks of running requests, to copy while few blocks are free: otherwise they would be evicted
+        as soon as they are free, by a step that waits for their copies."""
         self._next_search = 0
         """Number of allocated blocks at which `_ahead` is searched again."""
 
@@ -148,17 +152,19 @@ class TierStores:
             num_searched = int(min(pool.num_usable * AHEAD_SHARE, host.capacity / 2))
             self._next_search = pool.num_taken + max(num_searched // 4, 1)
             self._ahead = deque(block for block in pool.next_free(num_searched) if self._is_new(block, host))
-        while self._ahead and len(ahead) < count:
-            block = self._ahead.popleft()
-            if block.key is not None and self._is_new(block, host):
-                ahead[block.key] = block.id
+        few_are_free = pool.num_free < pool.num_usable * AHEAD_SHARE
+        for blocks in (self._ahead, self._in_use) if few_are_free else (self._ahead,):
+            for _ in range(min(len(blocks), 4 * count)):
+                if len(ahead) == count:
+                    break
+                block = blocks.popleft()
+                if block.key is not None and self._is_new(block, host):
+                    ahead[block.key] = block.id
         return ahead
 
     def _is_new(self, block: Block, host: TierIndex) -> bool:
-        """Whether a block is free, and its prefix is written and not in host memory."""
-        if block.key is None or block.num_users:
-            return False
-        return block.key not in self.unwritten and block.key not in host
+        """Whether a block's prefix is written and not in host memory."""
+        return block.key is not None and block.key not in self.unwritten and block.key not in host
 
     def _goes_to_disk(self, key: bytes) -> bool:
         return not self.disk_is_off and (self.salted_to_disk or not is_salted(key))
@@ -192,8 +198,12 @@ class TierStores:
         for key, block in done.filled:
             self.unwritten.discard(key)
             kind = self.kind_of(key)
-            if kind is not None and kind.disk is not None and block.key == key and key not in kind.disk:
+            if kind is None or block.key != key:
+                continue
+            if kind.disk is not None and key not in kind.disk:
                 self._full[key] = block
+            if kind is self.pages:
+                self._in_use.append(block)
 
     def _tiers_of(self, step: _InFlight) -> Iterable[tuple[TierIndex, bytes]]:
         """Return what a step stores: each tier and key."""

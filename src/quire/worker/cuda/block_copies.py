@@ -13,8 +13,13 @@ from quire.kernels.host_memory import host_memory, pin_in_background, rows_pinne
 from quire.kernels.host_to_device import copy_to_device
 from quire.worker.kv_tiers import CacheEntries, CopiedBlocks
 
-_STAGING_BYTES = 32 << 20
-"""Device memory of entries on their way: four buffers, of at least one entry each."""
+_LOAD_BYTES = 32 << 20
+"""Device memory of entries on their way from the host: two buffers, of at least one entry each."""
+_STORE_BYTES = 128 << 20
+"""Device memory of entries on their way to the host, likewise. A step waits if it evicts more than fit into
+both: with a prompt of 8,192 tokens, those that could not be copied ahead are up to 200 MiB."""
+_STORE_SHARE = 128
+"""A buffer to the host takes at most this part of the cache."""
 
 
 class PinnedBlocks:
@@ -51,17 +56,24 @@ class CudaBlockCopies:
         self._lock = threading.Lock()
         """Held while work is enqueued on the second stream or the third."""
         size = entries.entry_bytes
-        self._buffer_entries = max(min(_STAGING_BYTES // max(size, 1), entries.num_entries), 1)
-        """Entries in a buffer."""
+        self._load_buffers = self._new_buffers(_LOAD_BYTES)
+        cache_bytes = size * entries.num_entries
+        self._store_buffers = self._new_buffers(
+            min(_STORE_BYTES, max(_LOAD_BYTES, cache_bytes // _STORE_SHARE))
+        )
         self._part_rows = rows_pinned_together(size) if size else 1
-        memory = torch.empty((4, self._buffer_entries, size), dtype=torch.uint8, device=device)
-        self._load_buffers, self._store_buffers = [*map(_Staging, memory[:2])], [*map(_Staging, memory[2:])]
         self._ahead_copied = torch.cuda.Event()
         """End of the copies that run beside a step."""
         self._all_stored = torch.cuda.Event()
         """End of all copies to the host: an entry may be loaded as soon as its copy is enqueued."""
         self._copy_times: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         """Begin and end of copies to the host."""
+
+    def _new_buffers(self, num_bytes: int) -> list[_Staging]:
+        """Return two buffers of this size, of at least one entry each."""
+        size = self.entries.entry_bytes
+        count = max(min(num_bytes // max(size, 1), self.entries.num_entries), 1)
+        return [*map(_Staging, torch.empty((2, count, size), dtype=torch.uint8, device=self.device))]
 
     def new_slots(self, count: int) -> Tensor:
         slots = host_memory((count + 1) * self.entries.entry_bytes).view(count + 1, -1)
@@ -82,8 +94,9 @@ class CudaBlockCopies:
         with self._lock:
             self._copy_stream.wait_stream(self._step_stream)
             began.record(self._copy_stream)
-            for first in range(0, len(ids), self._buffer_entries):
-                end = min(first + self._buffer_entries, len(ids))
+            size = len(self._store_buffers[0].memory)
+            for first in range(0, len(ids), size):
+                end = min(first + size, len(ids))
                 blocks = self._gather(places[first:end], ahead=ahead)
                 with torch.cuda.stream(self._copy_stream):
                     if slots is not None:
@@ -128,8 +141,9 @@ class CudaBlockCopies:
         rows = [torch.as_tensor(part) for part in contents]
         with self._lock, torch.cuda.stream(self._copy_stream):
             places = copy_to_device(np.array(ids, np.int64), self.device)
-            for first in range(0, len(ids), self._buffer_entries):
-                part, staging = rows[first : first + self._buffer_entries], self._load_buffers[0]
+            size = len(self._load_buffers[0].memory)
+            for first in range(0, len(ids), size):
+                part, staging = rows[first : first + size], self._load_buffers[0]
                 self._load_buffers.reverse()
                 self._load_stream.wait_event(staging.used)
                 with torch.cuda.stream(self._load_stream):
