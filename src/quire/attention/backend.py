@@ -37,8 +37,9 @@ class AttentionSpec:
     bidirectional: bool = False
     """Whether tokens may attend to later tokens (`Batch.last_visible`)."""
     k_scale: float = 1.0
-    """Scale of keys in an 8-bit cache, which holds keys divided by it."""
+    """Scale of the keys: an 8-bit cache holds keys divided by this scale."""
     v_scale: float = 1.0
+    """Scale of the values, like `k_scale`."""
     chunked: bool = False
     """Whether tokens attend only within chunks of `window` positions, counted from the first token."""
     cache_dtype: torch.dtype | None = None
@@ -112,7 +113,7 @@ def why_no_package(spec: AttentionSpec) -> str | None:
 
 
 def choose(name: str | None, spec: AttentionSpec, machine: Machine) -> AttentionBackend:
-    """Return the backend called `name`, or without a name the first that fits."""
+    """Return the backend called `name`; without a name, the first backend that fits `spec` and `machine`."""
     reasons = {}
     for candidate in [name.upper()] if name else BACKENDS:
         backend: AttentionBackend = BACKENDS[candidate]()

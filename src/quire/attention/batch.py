@@ -11,7 +11,7 @@ from quire.parallel.all2all import EPTokens
 
 
 class LoRATokens(NamedTuple):
-    """The adapter slots of some tokens of a step, of which at least one has an adapter."""
+    """LoRA adapter slots of some tokens of a step; at least one of these tokens has an adapter."""
 
     slots: Tensor
     """[T] int32, adapter slot of each token, -1 for none"""
@@ -51,8 +51,8 @@ class Batch:
     are_decodes: bool = False
     """Whether each sequence is a decode, with or without draft tokens; host lengths are undefined then."""
     are_mixed: bool = False
-    """Whether the lengths are only on the device (CUDA graph); the host has the maximum. The last sequence
-    then pads the batch: it has at least one token and no keys."""
+    """Whether the lengths are only on the device (CUDA graph); the host lengths are upper limits. The last
+    sequence then pads the batch: it has at least one token and no keys."""
     token_types: Tensor | None = None
     """[T] int64, token type ids of models that read pairs of texts: 1 for the second text"""
     embeds: tuple[Tensor, Tensor] | None = None
@@ -67,11 +67,11 @@ class Batch:
     """[2, T, hidden], output of the previous pipeline stage: hidden states and residual. None in the first
     stage, which reads `token_ids`."""
     ep: EPTokens | None = None
-    """Numbers of tokens for expert parallelism over data-parallel engines; None if all engines have as many
-    tokens, and no padding."""
+    """Numbers of tokens for expert parallelism over data-parallel engines; None if all engines have the same
+    number of tokens, without padding."""
     routes: list[Tensor] | None = None
-    """[T, per_token], the ids of the experts that each MoE layer chose so far, which all groups share; None
-    if requests do not return them."""
+    """Expert ids [T, per_token] of each MoE layer so far; all KV cache groups share the list. None if
+    requests do not return expert ids."""
     attention: Any = None
     """Metadata of the attention backend, set by its `plan(batch)` once per step."""
     state: Any = None

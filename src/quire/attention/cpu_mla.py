@@ -1,7 +1,7 @@
 """Latent attention on a CPU, by the native kernel of paged attention.
 
-With absorbed queries it is multi-query attention: one KV head, where keys and values are the same latents.
-For long chunks the latents are expanded to keys and values in a temporary cache.
+With absorbed queries, latent attention is multi-query attention: one KV head, where keys and values are the
+same latents. For long chunks the latents are expanded to keys and values in a temporary cache.
 """
 
 import numpy as np
@@ -17,9 +17,9 @@ from quire.kernels.cpu import attention
 from quire.kernels.reference import mla
 
 FEW_QUERIES = 160
-"""Most queries of a sequence that are absorbed; beyond it, expanding the keys costs fewer operations."""
+"""Maximum queries per sequence that are absorbed; with more, expanding the keys costs fewer operations."""
 EXPANDED_BYTES = 64 << 20
-"""Most bytes of keys and values that are expanded at a time, by heads."""
+"""Maximum bytes of expanded keys and values at a time; beyond it, fewer heads are expanded at a time."""
 _BLOCK = 16
 
 

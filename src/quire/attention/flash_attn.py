@@ -31,7 +31,7 @@ class _Step:
 
 
 class FlashAttention:
-    """Paged attention by these packages, for both prompts and decodes."""
+    """Paged attention by vllm_flash_attn or flash_attn, for both prompts and decodes."""
 
     name = "FLASH_ATTN"
     capturable = captures_prompts = False
@@ -78,7 +78,7 @@ class FlashAttention:
             v_cache,
             cu_seqlens_q=batch.query_starts,
             max_seqlen_q=step.max_query_len,
-            # The upper bound and not the longest length: a captured graph keeps this value.
+            # The upper bound, not the longest length: a captured graph keeps this value.
             max_seqlen_k=step.tables.shape[1] * block_size,
             softmax_scale=spec.score_scale,
             causal=True,

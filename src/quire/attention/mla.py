@@ -47,7 +47,7 @@ class MLASpec:
     neighbours: bool = True
     """Whether RoPE is interleaved: dimensions 2i and 2i + 1 are a pair. Otherwise it pairs the two halves."""
     k_scale: float = 1.0
-    """Scale of an 8-bit cache, which holds values divided by it."""
+    """Scale of an 8-bit cache: the cache holds values divided by this scale."""
 
     @property
     def width(self) -> int:
@@ -87,7 +87,7 @@ class MLALoRA(NamedTuple):
     ops: Ops
 
     def of(self, tokens: Tensor) -> "MLALoRA":
-        """Return the adapters of some of the tokens."""
+        """Return the same factors with the adapter slots of some of the tokens."""
         return self._replace(tokens=self.tokens[tokens])
 
     def by_heads(self, spec: MLASpec) -> tuple[Tensor, Tensor]:
@@ -101,8 +101,8 @@ class MLALoRA(NamedTuple):
         return torch.where((self.tokens[:, None] == slots)[:, None, :, None], ranks, 0.0)
 
     def add(self, kv: Tensor, latents: Tensor, first: int, owners: Tensor) -> None:
-        """Add the adapters' outputs from index `first` on to `kv` [keys, outputs]. `owners` [keys] is a token
-        of the sequence of each key."""
+        """Add the adapters' outputs from index `first` on to `kv` [keys, outputs]. `owners` [keys] holds for
+        each key the index of a token of its sequence, which has the sequence's adapter slot."""
         b, size = self.b[:, first : first + kv.shape[1]], kv.shape[1]
         slots = self.ops.assigned(self.tokens[owners], len(self.a))
         self.ops.lora(kv, latents, self.a, b, (size,), slots)
@@ -143,7 +143,7 @@ class TorchMLA:
     """Latent attention in plain torch, on any device: the reference."""
 
     needs_transposed_lora = False
-    """Whether it needs `MLALoRA.transposed`."""
+    """Whether this implementation needs `MLALoRA.transposed`."""
 
     def enter(self, q: Tensor, kv: Tensor, entry: MLAEntry, spec: MLASpec) -> None:
         """Rotate [T, heads, query_dim] queries in place; norm the latents and rotate the keys of `kv`

@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from quire.kernels.triton.attention_launch import AttentionArgs, AttentionLayer
 
 MOST_ROWS = 128
-"""Most rows (queries times heads) of a decode with draft tokens that the decode kernel takes."""
+"""Maximum rows per KV head (queries times query heads) of a decode with draft tokens in the decode kernel."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """Assignment of the sequences of a batch to kernels."""
+    """Assignment of the sequences of a batch to the decode kernel (few queries) and the prompt kernel."""
 
     few: Tensor | None
-    """Sequences with few queries; None for all of the batch."""
+    """[num_few] int32: sequences with few queries; None for all sequences of the batch."""
     num_few: int
     tiles: Tensor | None
-    """[tiles, 2] int32: query tiles of the other sequences, as (sequence, first query)."""
+    """[tiles, 2] int32: query tiles of the other sequences, as (sequence, first query); None if no tiles."""
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class _Step:
     splits: dict[tuple[int, int], _Split] = field(default_factory=dict)
 
     def split(self, few: int, tile: int) -> _Split:
-        """Split off sequences with more than `few` queries, in tiles of `tile` queries; cached."""
+        """Split off sequences with more than `few` queries, in tiles of `tile` queries; cache the split."""
         if (few, tile) not in self.splits:
             self.splits[few, tile] = _split(self.batch, few, tile)
         return self.splits[few, tile]
@@ -144,7 +144,7 @@ class TritonAttention:
         return out
 
     def _attend_fixed(self, batch: Batch, args: "AttentionArgs") -> None:
-        """Compute attention in the batch-invariant mode: both kernels have the same results."""
+        """Compute attention in the batch-invariant mode: both kernels give a query the same result."""
         from quire.kernels.triton import attention_launch as launch
 
         layer, dtype, most = args.layer, args.q.dtype, batch.max_query_len

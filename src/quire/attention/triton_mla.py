@@ -18,28 +18,31 @@ from quire.kernels.triton.attention_launch import AttentionShape, sms
 from quire.kernels.triton.mla_launch import MLASizes
 
 FEW_QUERIES = 8
-"""Most queries of a sequence that are absorbed; beyond it, expanding the keys costs fewer operations."""
+"""Maximum queries per sequence that are absorbed; with more, expanding the keys costs fewer operations."""
 EXPANDED_BYTES = 256 << 20
-"""Most bytes of keys and values that are expanded at a time, by sequences, then by heads."""
+"""Maximum bytes of expanded keys and values at a time; beyond it, fewer sequences or heads at a time."""
 
 
 class _Few(NamedTuple):
     """Sequences with few queries in a batch that has prompts."""
 
     seqs: Tensor
+    """Indices of the sequences in the batch."""
     tokens: Tensor
+    """Indices of their tokens in the batch."""
     query_starts: Tensor
+    """int32, start of each sequence among `tokens`, and the end of the last."""
     most_queries: int
 
 
 class _Round(NamedTuple):
-    """Prompts for which the keys are expanded together."""
+    """Prompts whose keys are expanded together, within `EXPANDED_BYTES` if possible."""
 
     num_keys: int
     keys: Tensor
-    """[tiles, 3] int32, for `gather`"""
+    """[tiles, 3] int32, for `gather`: sequence, first key in it, row of that key among the expanded keys."""
     tiles: Tensor
-    """[tiles, 3] int32, for `attend_tiles`"""
+    """[tiles, 3] int32, for `attend_tiles`: sequence, first query in it, row of the sequence's first key."""
     owners: Tensor
     """[num_keys], the first token of each key's sequence"""
 
@@ -171,7 +174,7 @@ def _seqs(batch: Batch) -> AttentionSeqs:
 def _split(
     query_lens: bytes, seq_lens: bytes, tile: int, most_keys: int, device: torch.device
 ) -> _PromptSplit:
-    """Assign the sequences to kernels; cached, because all layers of a step use the same split."""
+    """Assign the sequences to kernels. The split is cached, because all layers of a step use the same one."""
     queries, keys = (np.frombuffer(lens, np.int32) for lens in (query_lens, seq_lens))
     rounds: list[list[int]] = []
     room = 0
@@ -206,7 +209,7 @@ def _build_round(
 
 
 def _build_tiles(seqs: NDArray[np.intp], lens: NDArray[np.int32], tile: int) -> NDArray[np.intp]:
-    """Return [tiles, 3]: the sequence, the tile's first token in it, and the index into `seqs`."""
+    """Return [tiles, 3]: the sequence, the tile's first token in it, and the sequence's index in `seqs`."""
     counts = -(-lens // tile)
     index = np.repeat(np.arange(len(seqs)), counts)
     firsts = (np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)) * tile

@@ -1,8 +1,8 @@
 """The switch of the batch-invariant mode, which the plans of GPU kernels read.
 
-In this mode the result of a row has the same bits in any batch. A plan may then depend on the weight and on
-the layer, and on the number of rows only where it does not change a sum: the shape of a tile, but neither
-split-K and split-KV nor the instruction that multiplies.
+In this mode the result of a row has the same bits in any batch. The plan of a kernel then depends on the
+weight and the layer. It may depend on the number of rows only where this does not change a sum: in the tile
+shape, but not in split-K, split-KV or the multiply instruction.
 """
 
 _switch = {"on": False}

@@ -1,7 +1,7 @@
-"""Processes that compile Triton kernels for this one, beside its imports and the loading of weights.
+"""Processes that compile Triton kernels while this process imports modules and loads weights.
 
-Threads of one process share the interpreter, which Triton holds while it reads a kernel's source. The results
-are passed on in Triton's cache directory. Importing this module does not import torch."""
+Threads would share the interpreter lock, which Triton holds while it reads a kernel's source. The compiled
+kernels are passed on in Triton's cache directory. Importing this module does not import torch."""
 
 import contextlib
 import os
@@ -20,15 +20,14 @@ log = get_logger(__name__)
 
 _ENTRY = "from quire.kernels.triton.compile_server import main; main()"
 _LONGEST_S = 300.0
-"""Seconds for one kernel, after which it is compiled in this process."""
+"""Maximum seconds for a compile process to compile a kernel; after that, this process compiles it."""
 _END_S = 2.0
-"""Seconds for idle processes to end by themselves."""
+"""Seconds that idle processes have to end after their connections were closed; then they are killed."""
 _current: ContextVar["CompileProcesses | None"] = ContextVar("compile processes", default=None)
 
 
 class CompileProcesses:
-    """A child process and its forks, each with a connection to this process. They end with the
-    connections."""
+    """A child process and its forks, each of which has a connection to this process and ends with it."""
 
     def __init__(self, num: int) -> None:
         self._is_closed = False
@@ -52,9 +51,9 @@ class CompileProcesses:
             there.close()
 
     def compile(self, job: bytes) -> str | None:
-        """Compile a kernel in an idle process; wait for one if there is none. Return None, or the reason why
+        """Compile a kernel in an idle process; if all are busy, wait for one. Return None, or the reason why
         the kernel is not in the cache now. May be called by several threads. Raise CancelledError after
-        `close`: the start has failed, and no kernel is needed."""
+        `close`: no kernel is needed any more."""
         reason = self._compile(job)
         if self._is_closed:
             raise CancelledError(reason)
@@ -97,8 +96,8 @@ class CompileProcesses:
 
 @contextlib.contextmanager
 def compile_processes(num: int) -> Iterator[None]:
-    """Let `num` processes compile the kernels that are compiled ahead within this context. None are started
-    for fewer than two."""
+    """Let `num` processes compile the kernels that are compiled ahead within this context. No process is
+    started if `num` is less than 2."""
     if num < 2:
         yield
         return
@@ -117,5 +116,5 @@ def compile_processes(num: int) -> Iterator[None]:
 
 
 def current_processes() -> CompileProcesses | None:
-    """Return the processes of the surrounding `compile_processes`; None outside of it."""
+    """Return the processes of the surrounding `compile_processes` context; None outside of a context."""
     return _current.get()

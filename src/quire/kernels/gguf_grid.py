@@ -65,7 +65,8 @@ def _bits(numbers: Tensor, width: int, count: int) -> Tensor:
 
 
 def _even_signs(numbers: Tensor) -> Tensor:
-    """Return the signs of 8 columns of numbers of 7 bits; the eighth makes the number of signs even."""
+    """Return the sign bits of 8 columns for each 7-bit number; the eighth sign makes the number of negative
+    columns even."""
     signs = _bits(numbers, 1, 7)
     return torch.cat((signs, signs.sum(-1, keepdim=True) & 1), -1)
 
@@ -106,7 +107,7 @@ _READERS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]] = {
     "IQ3_XXS": _iq3_xxs,
     "IQ3_S": _iq3_s,
 }
-"""By type: returns grid indices, signs and halved sub-scales of blocks [rows, blocks, bytes]."""
+"""Reader of each type: returns grid indices, signs and halved sub-scales of blocks [rows, blocks, bytes]."""
 
 
 def read_grid_blocks(stored: Tensor, kind: str) -> GridBlocks:
@@ -120,9 +121,9 @@ def read_grid_blocks(stored: Tensor, kind: str) -> GridBlocks:
 
 
 def resolve(stored: Tensor, kind: str) -> Tensor:
-    """Return rows [rows, bytes] of a file with 32 columns in two floats and 16 bytes of codes, as gguf_pack.c
-    reads them. The floats are the scales of both halves; of IQ3_S a scale and a low, since its values are odd
-    numbers."""
+    """Convert rows [rows, bytes] of a file to blocks that gguf_pack.c reads: two floats and 16 bytes of codes
+    for 32 columns. The floats are the scales of both halves; for IQ3_S they are a scale and a minimum, since
+    its values are odd numbers."""
     form, (codes, scales, subs) = GRID_KINDS[kind], read_grid_blocks(stored, kind)
     wide = scales.float().repeat_interleave(_COLUMNS // form.unit, 1) * subs.float() * form.factor
     heads = wide.unflatten(1, (-1, 2)) if form.unit == 16 else torch.stack((wide, wide), -1)

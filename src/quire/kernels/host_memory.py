@@ -15,21 +15,21 @@ from quire.logs import get_logger
 log = get_logger(__name__)
 
 _PIN_BYTES = 64 << 20
-"""Bytes that are pinned together in the background: CUDA calls of other threads wait that long."""
+"""Bytes of a part that is pinned in the background. CUDA calls of other threads wait while it is pinned."""
 _NUM_PIN_THREADS = 4
-"""On a host with an H200 four threads provide 8 GB/s of memory, and one 3 GB/s."""
+"""Number of threads that pin. On a host with an H200 four threads populate 8 GB/s of memory, one 3 GB/s."""
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE: provide pages and leave their contents as they are."""
 
 _pinning = threading.Lock()
-"""Held while a part is pinned: CUDA calls of other threads wait for all that have begun to pin."""
+"""Lock held while a part is pinned, so that CUDA calls of other threads wait for one part, not several."""
 _pinned: set[int] = set()
-"""Addresses of pinned memory. CUDA must forget them before the system gives them to other memory: copies to
-and from that would use the old pages."""
+"""Addresses of pinned memory. Memory is unpinned before the system reuses its addresses: otherwise copies to
+and from these addresses would use the old pages."""
 
 
 def host_memory(num_bytes: int) -> Tensor:
-    """Return host memory in huge pages, which are pinned much faster. It is unpinned when it is freed."""
+    """Return [num_bytes] uint8 in huge pages, which are pinned faster. The memory is unpinned when freed."""
     memory = mmap.mmap(-1, max(num_bytes, 1))
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages
@@ -40,8 +40,8 @@ def host_memory(num_bytes: int) -> Tensor:
 
 
 def pin(memory: Tensor) -> bool:
-    """Pin memory, which makes copies several times as fast. Pinned memory of torch would take up to twice the
-    space, and keep it."""
+    """Pin memory, which makes copies several times as fast; return whether it is pinned. torch's allocator of
+    pinned memory would take up to twice the space, and never return it to the system."""
     if not torch.cuda.is_available() or not len(memory):
         return False
     failed = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), len(memory), 0))
@@ -57,8 +57,8 @@ def pin(memory: Tensor) -> bool:
 
 
 def rows_pinned_together(row_bytes: int) -> int:
-    """Return the number of rows in a part of `pin_in_background`: whole pages. CUDA refuses copies to or from
-    several parts at once."""
+    """Return the number of rows in a part of `pin_in_background`; a part is whole pages. CUDA refuses a copy
+    to or from several parts at once."""
     whole_pages = mmap.PAGESIZE // math.gcd(row_bytes, mmap.PAGESIZE)
     return max(_PIN_BYTES // (whole_pages * row_bytes), 1) * whole_pages
 
@@ -78,7 +78,7 @@ def pin_in_background(rows: Tensor) -> list[threading.Thread]:
 
 
 def _pin_parts(rows_ref: "ref[Tensor]", part: int) -> None:
-    """Pin every fourth part from this one on."""
+    """Pin every fourth part, from number `part` on, until the tensor is freed or a part cannot be pinned."""
     libc = ctypes.CDLL(None)
     while (rows := rows_ref()) is not None:
         count = rows_pinned_together(rows[0].nbytes)

@@ -1,5 +1,4 @@
-"""Matrix products of layers without a kernel of their own: torch's, or on a GPU in the batch-invariant mode
-ours."""
+"""Matrix products of layers without their own kernel: by torch, or by Triton in the batch-invariant mode."""
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def bmm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return the products [batch, M, N] of matrices with any strides, in `out` if it is there."""
+    """Return the products [batch, M, N] of matrices with any strides; `out` is filled if it is not None."""
     if not _is_fixed(a, b):
         return torch.bmm(a, b) if out is None else torch.bmm(a, b, out=out)
     from quire.kernels.triton.fixed_gemm import fixed_bmm
@@ -27,8 +26,8 @@ def bmm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def _is_fixed(a: Tensor, b: Tensor) -> bool:
-    """Whether the product needs a kernel of the batch-invariant mode. Those of float64 and of integers, which
-    models do not compute, are always torch's."""
+    """Whether the product needs a kernel of the batch-invariant mode. torch always computes products of
+    float64 and integers, which models do not use."""
     return batch_invariant.is_on() and a.is_cuda and a.dtype == b.dtype and a.dtype in _DTYPES
 
 

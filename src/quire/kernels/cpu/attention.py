@@ -121,8 +121,8 @@ def attend(
 
 
 def slot_stride(k_cache: Tensor, v_cache: Tensor) -> int:
-    """Return the stride between two tokens of a cache with contiguous heads. It exceeds their size if layers
-    share the memory."""
+    """Return the stride in elements between two tokens of a cache with contiguous heads. It exceeds the size
+    of a token's heads if layers share the memory."""
     _, block_size, _, head_elements = k_cache.shape
     stride = k_cache.stride(1)
     assert k_cache.stride() == v_cache.stride() == (block_size * stride, stride, head_elements, 1)

@@ -54,13 +54,13 @@ TYPES = {
 
 
 _MOST_RESOLVED = 1 << 20
-"""Weights with a grid that are resolved at a time."""
+"""Maximum elements of a weight with a grid (IQ2, IQ3) that `pack` converts at a time."""
 _PADDING = 64
 """Bytes after the last row that a wide load may read."""
 
 
 class _WeightArena:
-    """Memory pool for many weights: some allocators round each allocation up to two megabytes."""
+    """Memory pool for many weights, because some allocators round each allocation up to two megabytes."""
 
     CHUNK = 32 << 20
 

@@ -36,7 +36,7 @@ _experts = Kernel(
 
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Choose the experts like `reference.moe.route`, from float32 or bfloat16 logits; `bias` is float32.
-    Among equal scores the first wins."""
+    Among equal scores the expert with the lowest id is chosen."""
     num_tokens, num_experts = logits.shape
     assert logits.dtype in FORMS and logits.stride(1) == 1 and num_experts <= MAX_EXPERTS
     assert bias is None or (bias.dtype == torch.float32 and bias.is_contiguous())

@@ -20,6 +20,7 @@ _sample = Kernel(
     "num_rows size stride bf16 num_words",
 )
 FREE = -1
+"""Value of `ConstrainedHost.mask_of` for rows without a mask."""
 
 
 class ConstrainedHost(NamedTuple):

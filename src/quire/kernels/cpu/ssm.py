@@ -22,7 +22,7 @@ _MAX_KERNEL, _MAX_DIM = 8, 512
 """Maximum sizes of the convolution kernel and of a state dimension, equal to those in ssm.c."""
 
 _SEQS = "starts rows positions"
-"""The job's pointers to the sequences, in the order of `_seq_tensors`; those of `_sizes` follow."""
+"""The job's pointers to the sequences, in the order of `_seq_tensors`; the values of `_sizes` follow them."""
 _conv = Kernel(
     "quire_state_conv",
     f"out x weight bias state {_SEQS}",

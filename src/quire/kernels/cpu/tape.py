@@ -40,7 +40,7 @@ class Pool:
         self.blocks: list[NDArray[np.uint8]] = []
         """All blocks, sorted by address."""
         self._starts: list[int] = []
-        """Addresses of `blocks`, kept since numpy takes a microsecond to return one."""
+        """Addresses of `blocks`, stored because numpy takes a microsecond to return an array's address."""
 
     def take(self, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         num_bytes = int(np.prod(size, dtype=np.int64)) * dtype.itemsize
@@ -71,7 +71,7 @@ class Pool:
         return self._block_of(tensor) is not None
 
     def lent(self, tensor: Tensor) -> Tensor:
-        """Return an alias of the tensor that does not keep its memory from later recordings."""
+        """Return an alias of the tensor that does not own its memory: later recordings may reuse it."""
         block = self._block_of(tensor)
         if block is None:
             return tensor
@@ -86,11 +86,12 @@ class Pool:
 
 
 class Tape:
-    """Kernel calls in order. The contents of their memory may change between runs, the addresses may not."""
+    """Recorded kernel calls in order. The contents of their memory may change between runs, the addresses
+    may not."""
 
     def __init__(self, pool: Pool) -> None:
         self.refused: str | None = None
-        """The first torch operation of the computation, which the tape cannot replay."""
+        """First torch operation of the computation, which the tape cannot replay; None without one."""
         self._pool = pool
         self._kernels: list[int] = []
         self._jobs: list[ctypes.Structure] = []
@@ -130,7 +131,7 @@ class _RecordingMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: for True, torch would import dynamo, which takes a second and 130 MB."""
+        """Return False. With True, torch would import dynamo, which takes a second and 130 MB."""
         return False
 
     def __torch_dispatch__(
@@ -186,7 +187,7 @@ class Tapes:
         return len(self._tapes)
 
     def run(self, key: Hashable, compute: Callable[[], R]) -> R:
-        """Return the result of `compute()`, which is valid until the next run: tapes share their memory.
+        """Return the result of `compute()`, which is valid until the next run, because tapes share memory.
 
         Equal keys must mean equal addresses of all inputs; only their contents may differ.
         """
@@ -206,7 +207,7 @@ class Tapes:
         with record(self.pool) as tape:
             result = compute()
         if tape.refused:
-            log.debug("No tape for %s: %s is not a kernel", key, tape.refused)
+            log.debug("Computation %s is not recorded: it calls the torch operation %s", key, tape.refused)
         self._tapes[key] = (tape, _map_tensors(result, self.pool.lent)) if tape.complete else None
         return result
 

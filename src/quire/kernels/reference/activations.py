@@ -1,7 +1,7 @@
 """Activations in plain torch, by the names that configurations use.
 
 Finite inputs give equal results on every CPU, up to rounding. For infinite inputs some torch kernels return
-NaN instead of infinity on some CPUs. Both become NaN in the next norm, so they are not handled here.
+NaN instead of infinity on some CPUs. Both results become NaN in the next norm, so they are not handled here.
 
 `silu<7` is an activation with a bound: the activated gate is at most 7, and the up projection is clamped to
 -7 and 7.
@@ -22,7 +22,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 NUMBERS = {name: number for number, name in enumerate((*ACTIVATIONS, "clamped_swiglu"))}
 _CLAMP, _SLOPE = 7.0, 1.702
-"""Constants of gpt-oss."""
+"""Constants of `clamped_swiglu`, the activation of gpt-oss."""
 
 
 def bounded(activation: str) -> tuple[str, float]:

@@ -16,7 +16,7 @@ Angles = tuple[Tensor, Tensor]
 HEIGHTS = 64, 128
 """Queries per tile of the GPU kernel, for short and for long sequences."""
 _LONG = 256
-"""Mean tokens per sequence from which they count as long."""
+"""Mean tokens per sequence from which the sequences of a batch count as long."""
 
 
 class Spans(NamedTuple):
@@ -24,7 +24,8 @@ class Spans(NamedTuple):
 
     lens: list[int]
     tiles: Tensor | None
-    """On a GPU [tiles, 3] int32: first token of the sequence, its end, first query of the tile."""
+    """[tiles, 3] int32 on a GPU: first token of the sequence, its end, first query of the tile. None on a
+    CPU."""
     height: int = HEIGHTS[0]
     """Queries per tile."""
 
@@ -48,8 +49,8 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, spans: Spans, window: int | None = None, *, bias: Tensor | None = None
 ) -> Tensor:
     """Compute attention of q, k and v [T, heads, head_dim]; adjacent sequences of equal length are batched.
-    With a window, a token attends to tokens at most that far away in both directions. `bias` [heads, L, L] is
-    added to the scores, for sequences of at most L tokens and without a window."""
+    A token attends to tokens at most `window` positions away in both directions; None for all. `bias` [heads,
+    L, L] is added to the scores, for sequences of at most L tokens and without a window."""
     out = torch.empty_like(q)
     start = 0
     for length, alike in groupby(length for length in spans.lens if length):

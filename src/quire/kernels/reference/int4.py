@@ -40,9 +40,9 @@ class Int4Codes(NamedTuple):
 
 
 def split_zeros(weight: Int4Codes, *, on_gpu: bool) -> tuple[Int4Codes, Tensor | None]:
-    """Return the weight with zeros that the kernels of the device support, and what is left of each group's
-    zero times its scale, to be added to all its weights; None if that is 0. Kernels on a GPU need integers
-    in the range of codes, 8-bit kernels on a CPU the middle of this range."""
+    """Return the weight with zero points that the device's kernels support, and the values [outputs, groups]
+    to add to all weights of a group: (supported zero - zero) * scale; None if all of them are 0. GPU kernels
+    need integers in the range of codes, 8-bit CPU kernels the middle of this range."""
     codes, scales, zeros, bits = weight
     middle = 1 << bits - 1
     if on_gpu:

@@ -9,8 +9,8 @@ _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def in_halves(blocks: Tensor) -> Tensor:
-    """Reorder blocks [..., 16] of bytes from adjacent pairs, the first in the low nibble, to pairs (i, 16 +
-    i)."""
+    """Reorder blocks [..., 16] of bytes with two 4-bit values each, the first in the low nibble: from
+    adjacent values to values i and 16 + i."""
     numbers = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
     return numbers[..., :16] | numbers[..., 16:] << 4
 

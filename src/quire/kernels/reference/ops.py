@@ -12,7 +12,7 @@ from quire.kernels.reference.activations import ACTIVATIONS, gated
 from quire.kernels.reference.moe import route
 
 INT8_LIMIT = 127.0
-"""Largest code of an int8 cache; the absolute maximum of a head has it."""
+"""Largest code of an int8 cache, which stands for the absolute maximum of a head."""
 _LEAST = 1e-30
 """Least absolute maximum of a head in an int8 cache, so that scales are not 0."""
 
@@ -75,8 +75,7 @@ class Reference:
         return self.norm(residual.add_(x), weight, eps)
 
     def norm_parts(self, x: Tensor, weights: tuple[Tensor, ...], eps: float) -> Tensor:
-        """Apply RMS norm in place to consecutive parts of each row of x, one part per weight and as long as
-        it."""
+        """Apply RMS norm in place to consecutive parts of each row of x: one part per weight, of its size."""
         start = 0
         for weight in weights:
             part = x[:, start : start + len(weight)]

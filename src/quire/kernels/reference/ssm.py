@@ -1,12 +1,12 @@
-"""Layers with an SSM state of fixed size per sequence: a short convolution, then the scan of Mamba or
-Mamba-2, or the gated delta rule. Interface, choice of the implementation, and the reference in torch.
+"""Operations of layers with an SSM state (Mamba, Mamba-2, gated delta rule): interface, choice, reference.
 
-Each row of the worker has a state. A sequence with position 0 as its first token of the batch starts from
-zeros, regardless of the previous contents of its row.
+A layer computes a short convolution, then the scan of Mamba or Mamba-2, or the gated delta rule. Its state
+has a fixed size per sequence. Each row of the worker has a state. A sequence whose first token in the batch
+has position 0 starts from zeros, regardless of the previous contents of its row.
 
-With speculative decoding a row has several states, and state number n % states_per_row is that after its
-first n tokens. A step with drafts keeps the state after each of its tokens, and the next step starts from
-that of the last accepted one. So a position determines its state, and rejected drafts leave no trace.
+With speculative decoding a row has several states: state number n % states_per_row is the state after the
+first n tokens. A step with draft tokens keeps the state after each token of the step. The next step starts
+from the state after the last accepted token, so that rejected draft tokens leave no trace.
 """
 
 import functools
@@ -75,8 +75,8 @@ class SSMSequences:
         self.lens = lens
         """[B], lengths of the sequences, on the host."""
         self.states_per_row = states_per_row
-        """Number of states of each row. Sequences with at most as many tokens keep the state after each
-        token, others only the last."""
+        """Number of states of each row. Sequences with at most this many tokens in the batch keep the state
+        after each token, longer ones only the last state."""
         self.single = bool((lens == 1).all())
         """Whether every sequence has one token."""
         self.short = bool((lens <= states_per_row).all())
@@ -118,7 +118,7 @@ def _split(lens: NDArray[np.int32], states_per_row: int, device: torch.device) -
 
 
 class DecayRates(NamedTuple):
-    """Decay of each head: it keeps exp(rate * softplus(x + bias)) of its state."""
+    """Decay of each head: for each token, a state is multiplied by exp(rate * softplus(x + bias))."""
 
     rate: Tensor
     """[heads] float32, negative; for Mamba [channels, size]."""
@@ -198,9 +198,9 @@ class StateReference:
     """
 
     def conv(self, x: Tensor, weights: ConvWeights, state: Tensor, seqs: SSMSequences) -> Tensor:
-        """Compute a causal depthwise convolution, with silu after it if it is activated.
+        """Compute a causal depthwise convolution, followed by silu if `weights.activated`.
 
-        `x` [T, channels] -> [T, channels], contiguous; `state` [states, channels, kernel - 1], the last
+        `x` [T, channels] -> [T, channels], contiguous; `state` [states, channels, kernel - 1] holds the last
         inputs of each row.
         """
         weight, bias, activated = weights
@@ -319,12 +319,12 @@ def _unit(x: Tensor) -> Tensor:
 
 
 _Step = Callable[..., tuple[Tensor, Tensor]]
-"""Returns the next state and the outputs of a state and inputs."""
+"""Computes the next state and the outputs from a state and inputs."""
 
 
 def _walk(step: _Step, chunk: _Step, inputs: tuple[Tensor, ...], state: Tensor, seqs: SSMSequences) -> Tensor:
-    """Run single tokens of all sequences at once, or each sequence token by token if it keeps all its states,
-    or chunk by chunk."""
+    """Run all sequences at once if each has one token. Otherwise run each sequence by itself: token by token
+    if it keeps all its states, else chunk by chunk."""
     firsts = seqs.firsts
     is_fresh = (firsts == 0).view(-1, *[1] * (state.dim() - 1))
     before = state[seqs.state_after(firsts)].masked_fill(is_fresh, 0)

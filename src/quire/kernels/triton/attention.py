@@ -1,9 +1,9 @@
-"""Paged attention of prompts on a GPU, over caches [num_blocks, block_size, kv_heads, head_dim]. Heads of
-an int8 cache have 4 more bytes, the float32 scale of the head.
+"""Paged attention of prompts on a GPU, over caches [num_blocks, block_size, kv_heads, head_dim].
 
-The rows of a tile are all query heads of one KV head for some consecutive queries of a sequence, so that a
-key is loaded once for all of them. `tiles` processes a tile of many queries over all its keys (prefill). The
-kernel of sequences with few queries (decode) is in `split_kv.py`.
+Heads of an int8 cache have 4 more bytes, the float32 scale of the head. The rows of a tile are all query
+heads of one KV head for some consecutive queries of a sequence, so that a key is loaded once for all of them.
+`tiles` processes a tile of many queries over all its keys (prefill). The kernel of sequences with few queries
+(decode) is in `split_kv.py`.
 
 Scores are in units of log 2. Cache slots that were never written may hold anything and are not loaded.
 """
@@ -17,7 +17,7 @@ import triton.language as tl
 from quire.kernels.triton.split_kv_shares import first_key
 
 NEVER = tl.constexpr(-1.0e30)
-"""Less than any score, yet finite, so that the difference of two is not NaN."""
+"""Less than any score, yet finite, so that the difference of two such values is not NaN."""
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -50,15 +50,16 @@ class Scores(NamedTuple):
 
 
 class PartialAttention(NamedTuple):
-    """Partial results of sequences that lie in several shares, for the last share to merge. A share has up to
-    two of them: one continued from the previous share, and one continued in the next."""
+    """Partial results of sequences that lie in several shares; the last share to finish merges them. A share
+    has up to two: of a sequence continued from the previous share, and of one continued in the next share."""
 
     sums: Any
     """[kv_heads, shares, 2, rows, head_dim] float32"""
     tops: Any
     """[kv_heads, shares, 2, 2, rows] float32: maximum score, sum of weights"""
     arrivals: Any
-    """[kv_heads, shares] int32, zeros before and after; indexed by the share in which a sequence begins"""
+    """[kv_heads, shares] int32, number of finished shares of a sequence, indexed by the share in which the
+    sequence begins; zeros before and after each launch"""
 
 
 @triton.jit
@@ -129,7 +130,7 @@ def slot_offsets(cache: tl.tuple, blocks: tl.tensor, keys: tl.tensor, BLOCK_SIZE
 def load_slots(
     cache: tl.tensor, slots: tl.tensor, exists: tl.tensor, BLOCK_D: tl.constexpr, DIM: tl.constexpr
 ) -> Any:
-    """Load [keys, dims], with zeros where they do not exist."""
+    """Load cache entries [keys, dims], with zeros for keys and dimensions that do not exist."""
     dims = tl.arange(0, BLOCK_D)
     exists = exists[:, None]
     if BLOCK_D != DIM:
@@ -139,7 +140,7 @@ def load_slots(
 
 @triton.constexpr_function
 def head_step(kind: tl.dtype, dim: int) -> int:
-    """Return the elements between two heads of a slot."""
+    """Return the number of elements from one head of a slot to the next."""
     return dim + 4 if kind == tl.int8 else dim
 
 
@@ -229,7 +230,7 @@ def load_queries(
 
 @triton.jit
 def initial(sinks: tl.tensor, heads: tl.tensor, counts: tl.tensor, BLOCK_D: tl.constexpr) -> Any:
-    """Return the initial sums of the rows. With `counts`, an attention sink counts as a key without a
+    """Return the initial sums of the rows. If `counts`, attention sinks are included, as keys without a
     value."""
     acc = tl.zeros([heads.shape[0], BLOCK_D], tl.float32)
     most = tl.full([heads.shape[0]], NEVER, tl.float32)

@@ -1,10 +1,10 @@
 """Paged attention of the batch-invariant mode: each query adds its keys in one order, in prefill and decode.
 
-Keys are processed in tiles that begin at multiples of BLOCK_N. A query's keys are divided into splits of a
-length that depends on its position only (`split_of`), also at multiples of it. The results of the splits are
-added one after the other. `fixed_tiles` does so for a tile of many queries. `fixed_shares` is for sequences
-with few queries: programs take an equal number of splits each, and the last program of a sequence adds those
-of several programs.
+Keys are processed in tiles that begin at multiples of BLOCK_N. A query's keys are divided into splits, which
+begin at multiples of their length. The length depends on the query's position only (`split_of`). The results
+of the splits are added one after the other. `fixed_tiles` does so for a tile of many queries. `fixed_shares`
+is for sequences with few queries: programs take an equal number of splits each. If the splits of a sequence
+belong to several programs, the last of these programs to finish adds their results.
 """
 # mypy: disable-error-code="untyped-decorator"
 
@@ -37,8 +37,8 @@ _DOUBLINGS = tl.constexpr(12)
 
 @triton.jit
 def split_of(places: tl.tensor, WINDOW: tl.constexpr, SPLIT: tl.constexpr, MOST: tl.constexpr) -> tl.tensor:
-    """Return the keys per split of queries at `places`: SPLIT, or as many times 2 as keep the splits within
-    MOST, or one more in a window."""
+    """Return the keys per split of queries at `places`: SPLIT, doubled until the keys of a query are at most
+    MOST splits (or one more in a window)."""
     keys = tl.minimum(places + 1, WINDOW) if WINDOW else places + 1
     size = keys * 0 + SPLIT
     for _ in tl.static_range(_DOUBLINGS):
@@ -51,8 +51,8 @@ def _fold(
     out: tl.tensor, out_most: tl.tensor, out_total: tl.tensor, acc: tl.tensor, most: tl.tensor,
     total: tl.tensor, ends: tl.tensor,
 ) -> Any:  # fmt: skip
-    """Add the result of a split (`acc`, `most`, `total`) to that of the splits before it, for the rows
-    with a split that ends. Return both; the former is empty for these rows."""
+    """Add the result of a split (`acc`, `most`, `total`) to the sum of the splits before it, for the rows
+    whose split `ends`. Return the sum and the split's result, which is emptied for these rows."""
     higher = tl.maximum(out_most, most)
     shrink = tl.where(ends, tl.exp2(out_most - higher), 1.0)
     weight = tl.where(ends, tl.exp2(most - higher), 0.0)
@@ -68,7 +68,7 @@ def _add(
     out: tl.tensor, out_most: tl.tensor, out_total: tl.tensor, acc: tl.tensor, most: tl.tensor,
     total: tl.tensor,
 ) -> Any:  # fmt: skip
-    """Return the sum of a split's result and that of the splits before it."""
+    """Add the result of a split to the sum of the splits before it, for all rows."""
     out, out_most, out_total, acc, most, total = _fold(
         out, out_most, out_total, acc, most, total, out_most == out_most
     )
@@ -84,7 +84,7 @@ def _accumulate(
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
 ) -> Any:  # fmt: skip
     """Accumulate the keys first..end, where `first` is a multiple of BLOCK_N. Splits of `sizes` keys that end
-    before the last tile are added to `out`. Return it with the result of the last split."""
+    before the last tile are added to `out`. Return `out` and the result of the last split."""
     BLOCK_D: tl.constexpr = out.shape[1]
     acc = tl.zeros(out.shape, tl.float32)
     most = tl.full([out.shape[0]], NEVER, tl.float32)
@@ -172,9 +172,9 @@ def _splits_of(
     seq_lens: tl.tensor, num_queries: tl.tensor, second: tl.tensor,
     WINDOW: tl.constexpr, CHUNKED: tl.constexpr, SPLIT: tl.constexpr, MOST: tl.constexpr,
 ) -> Any:  # fmt: skip
-    """Return the number of splits of a sequence, their length and the first of them. Queries beside each
-    other have at most two lengths: that of the first query, and if `second` that of the last, which has no
-    splits if it is the same."""
+    """Return the number of splits of a sequence, their length and the first of them. The queries of a
+    sequence have at most two split lengths: that of the first query, and if `second` that of the last query.
+    With `second` the number is 0 if both lengths are equal."""
     low = tl.maximum(seq_lens - num_queries, 0)
     size = split_of(low, WINDOW, SPLIT, MOST)
     longer = split_of(tl.maximum(seq_lens - 1, 0), WINDOW, SPLIT, MOST)
@@ -190,7 +190,7 @@ def _count_some(
     seqs: tl.tuple, work: tl.tensor, items: tl.tensor, num_items: tl.tensor,
     WINDOW: tl.constexpr, CHUNKED: tl.constexpr, SPLIT: tl.constexpr, MOST: tl.constexpr, KINDS: tl.constexpr,
 ) -> Any:  # fmt: skip
-    """Return the number of splits of each item, 0 beyond the last."""
+    """Return the number of splits of each item (see `fixed_shares`); 0 beyond the last item."""
     valid, index = items < num_items, items // KINDS
     seq = index if work is None else tl.load(work + index, mask=valid, other=0)
     num_queries = tl.load(seqs.query_starts + seq + 1, mask=valid, other=0)
@@ -234,8 +234,9 @@ def fixed_shares(
 ) -> None:  # fmt: skip
     """Compute attention over some splits of sequences with few queries. Grid: (kv_heads, programs).
 
-    `work` [num_seqs] lists the sequences; None selects the first of the batch. With KINDS = 2, a sequence is
-    two items, one for each length of splits. `partial` has ROWS rows for each split of each item.
+    `work` [num_seqs] lists the sequences; None selects the first `num_seqs` of the batch. A sequence is one
+    item; with KINDS = 2 it is two items, one for each length of splits. `partial` has ROWS rows for each
+    split of each item.
     """
     kv_head, num_items = tl.program_id(0), num_seqs * KINDS
     at, end, item, begin = _share(seqs, work, num_items, WINDOW, CHUNKED, SPLIT, MOST, KINDS)
@@ -255,7 +256,7 @@ def fixed_shares(
         )  # fmt: skip
         sizes = split_of(places, WINDOW, SPLIT, MOST)
         valid &= (tl.where(count > 0, sizes, 0) == size)[:, None]
-        # The splits of one program are one chain; those of several programs are stored one by one.
+        # The splits of an item are added in one loop if they are all in this program, else stored one by one.
         is_whole = (at == begin) & (begin + count <= end)
         until = tl.where(is_whole, begin + count, at + 1)
         result, top, total = initial(sinks, heads, kv_head >= 0, BLOCK_D)

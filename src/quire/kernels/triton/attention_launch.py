@@ -21,9 +21,9 @@ _WIDE = 256
 FIXED_SPLIT = 256
 """Keys of the shortest split of the batch-invariant mode; a multiple of every `block_n`."""
 _FIXED_BYTES = 256 << 20
-"""Most memory for the results of splits in the batch-invariant mode."""
+"""Maximum bytes of the results of splits in the batch-invariant mode."""
 _FIXED_ITEMS = 1 << 16
-"""Counters of the batch-invariant mode, allocated at once: a CUDA graph must not allocate some of its own."""
+"""Minimum number of counters of the batch-invariant mode. They are allocated once, not in a CUDA graph."""
 MIN_KEYS = 64
 """Least number of keys per share: with fewer, the merge costs more than the split saves."""
 
@@ -36,7 +36,7 @@ class AttentionShape(NamedTuple):
     num_warps: int
     num_stages: int
     per_sm: int = 1
-    """Most programs per multiprocessor at once, for `shares`."""
+    """Maximum programs per multiprocessor at once, for `attend_shares`."""
 
 
 class AttentionLayer(NamedTuple):
@@ -82,8 +82,8 @@ def tile_shape(layer: AttentionLayer, dtype: torch.dtype, most_queries: int) -> 
 def share_shape(
     layer: AttentionLayer, dtype: torch.dtype, cache_dtype: torch.dtype, most_queries: int = 1
 ) -> AttentionShape:
-    """Return the shape for `shares` over a cache of `cache_dtype`, if no sequence has more than
-    `most_queries` queries, nor more than fill the smallest tile."""
+    """Return the shape for `attend_shares` over a cache of `cache_dtype`, if each sequence has at most
+    `most_queries` or `AttentionLayer.few` queries, whichever is more."""
     rows = max(16, triton.next_power_of_2(layer.group * most_queries))
     wide = layer.head_dim > 128
     if layer.head_dim > _WIDE:
@@ -96,8 +96,8 @@ def share_shape(
 
 
 def fixed_shape(layer: AttentionLayer, dtype: torch.dtype, most_queries: int) -> AttentionShape:
-    """Return the shape of the batch-invariant mode. It depends on the queries only in the number of rows,
-    each 64 of which are a warp group of their own."""
+    """Return the shape of the batch-invariant mode. It depends on `most_queries` only in the number of rows
+    and warps: 64 rows have 4 warps."""
     if dtype == torch.float32 or layer.head_dim > _WIDE:
         return tile_shape(layer, dtype, 0)
     wide, rows = layer.head_dim > 128, triton.next_power_of_2(layer.group)
@@ -124,8 +124,8 @@ def shares_of(layer: AttentionLayer, per_sm: int, num_seqs: int, num_sms: int) -
 
 
 def programs_at_once(shape: AttentionShape, row_bytes: int, sm_bytes: int) -> int:
-    """Return the programs per multiprocessor, where keys and values of a token take `row_bytes` of shared
-    memory."""
+    """Return the number of programs per multiprocessor, if keys and values of a token take `row_bytes` of
+    shared memory."""
     return max(1, min(shape.per_sm, sm_bytes // (shape.num_stages * shape.block_n * row_bytes)))
 
 

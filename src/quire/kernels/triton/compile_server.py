@@ -1,5 +1,6 @@
-"""The main function of the processes of `kernels/compile_processes.py`: it compiles Triton kernels into
-Triton's cache directory, without a GPU."""
+"""Compilation of Triton kernels in the processes of `kernels/compile_processes.py`, without a GPU.
+
+The compiled kernels are stored in Triton's cache directory."""
 
 import contextlib
 import gc
@@ -22,8 +23,8 @@ _PRELOADED = ("ops", "attention_launch", "sampling", "masks", "matmul", "qkv")
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles kernels and other jitted functions by name, with their hash: Triton's hash of a function
-    depends on which others were hashed before, and is a part of the key in the cache."""
+    """Pickles kernels and other jitted functions by name, with their hash. Triton's hash of a function
+    depends on which functions were hashed before it, and is a part of the kernel's key in the cache."""
 
     def persistent_id(self, item: Any) -> Any:
         if not isinstance(item, JITFunction):
@@ -65,8 +66,8 @@ def build_launcher(compiled: Any) -> None:
 
 
 def serve(connection: Connection) -> None:
-    """Compile each kernel that is sent, until the connection ends. An empty answer means success;
-    otherwise it is the error."""
+    """Compile the kernel of each job received, until the connection ends. Answer with an empty message on
+    success, otherwise with the error."""
     with contextlib.suppress(EOFError, OSError):
         while True:
             job, reason = connection.recv_bytes(), ""
@@ -78,7 +79,7 @@ def serve(connection: Connection) -> None:
 
 
 def main() -> None:
-    """Fork a process for each file descriptor among the arguments, and wait for their ends."""
+    """Fork a process for each file descriptor among the arguments, and wait until all these processes end."""
     connections = [Connection(int(fd)) for fd in sys.argv[1:]]
     for name in _PRELOADED:
         importlib.import_module(f"quire.kernels.triton.{name}")

@@ -17,7 +17,7 @@ from quire.kernels.triton.launch import launch
 _NEVER = tl.constexpr(-1.0e30)
 _LOG2_E = 1.4426950408889634
 _LEAST = 16
-"""Least size of a tensor core operand."""
+"""Minimum size of a tensor core operand."""
 _ALIGNED = 16
 """Token strides must be multiples of this, or Triton 3.6 computes wrong sums for heads in two parts."""
 
@@ -158,7 +158,7 @@ def attend(
     window: int | None = None,
     shape: EncoderShape | None = None,
 ) -> Tensor:
-    """Return the attention output, as `kernels.encoder.attend` does, for tensors with contiguous heads."""
+    """Compute attention as `kernels.reference.encoder.attend` does, for tensors with contiguous heads."""
     tiles = spans.tiles
     assert tiles is not None, "spans were built for a CPU"
     _, heads, dim = q.shape
@@ -210,7 +210,8 @@ def _rotate(
 
 
 def rotate(x: Tensor, angles: Angles) -> None:
-    """Apply RoPE in place, as `kernels.encoder.turn` does, to a tensor with contiguous heads."""
+    """Apply RoPE in place to a tensor with contiguous heads; the reference is `rotate_in_place` of
+    `kernels/reference/encoder.py`."""
     num_tokens, heads, dim = x.shape
     cos, sin = angles
     half = cos.shape[1]

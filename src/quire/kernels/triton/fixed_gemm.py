@@ -1,5 +1,7 @@
-"""GEMM of the batch-invariant mode for any matrices: it adds over K in one order for any number of rows, by
-which a library selects an algorithm. Weights with aligned rows have the faster tiles of `matmul.py`."""
+"""GEMM of the batch-invariant mode for any matrices.
+
+The sums over K have one order for any number of rows, whereas a library selects its algorithm by that number.
+Weights with aligned rows use the faster tiles of `matmul.py`."""
 
 import math
 

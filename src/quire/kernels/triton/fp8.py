@@ -2,7 +2,7 @@
 
 A single row of x keeps its dtype: programs hold rows of the weight and dequantize them in registers. With
 more rows, x is quantized to e4m3, too, with a scale per row or per 128 elements, and the tensor cores
-multiply e4m3 operands. Dequantizing the weight for them measured slower than reading it.
+multiply e4m3 operands. In measurements, dequantizing the weight for tensor cores took longer than reading it.
 """
 
 import functools
@@ -90,12 +90,13 @@ def _linear(x: Tensor, weight: Scaled, bias: Tensor | None, *, gated: bool) -> T
 
 @functools.cache
 def is_native() -> bool:
-    """Whether the kernels run. Ada has e4m3 tensor cores; the tiles need the shared memory of Hopper."""
+    """Whether the GPU can run these kernels. Ada has e4m3 tensor cores, too, but the tiles need the shared
+    memory of Hopper."""
     return torch.cuda.get_device_capability() >= (9, 0) and has_room()
 
 
 def gated_linear(x: Tensor, weight: Scaled, bias: Tensor | None = None) -> Tensor:
-    """Return `linear` of silu(gate) * up for x [M, 2K], a gate and an up part. The activation is only stored
+    """Return `linear` of silu(gate) * up for x [M, 2K], a gate and an up part. The activation is stored only
     in e4m3. Rows have at least 16 elements."""
     narrow, scale = quantize(x, grouped=weight.is_blocked, gated=True)
     size_out, size_in = weight.data.shape
@@ -122,7 +123,7 @@ def _multiply_narrow(
     *,
     gated: bool = False,
 ) -> Tensor:
-    """Multiply an x in e4m3."""
+    """Multiply x in e4m3 with scales `x_scale` by a plan."""
     if not isinstance(plan, TilesPlan):
         return _library_gemm(x, x_scale, weight, bias, dtype)
     data, scale = weight
@@ -179,7 +180,7 @@ _REST = TilesPlan(128, 128, 128, 1, 8, 4)
 
 
 def _plan(num: int, size_out: int, size_in: int, parts: int, blocked: bool) -> Plan:
-    """Return the plan; those of the batch-invariant mode use tiles without split-K for any number of rows."""
+    """Return the plan; in the batch-invariant mode, tiles without split-K for any number of rows."""
     if not batch_invariant.is_on():
         return choose(num, size_out, size_in, parts, blocked)
     plan = choose(max(num, 2), size_out, size_in, parts, blocked)

@@ -1,5 +1,7 @@
-"""Gated delta rule: one kernel for short sequences (see `mamba2.py`); for longer ones, one kernel that solves
-each chunk and one that carries the state from chunk to chunk."""
+"""Gated delta rule on a GPU: kernels for short sequences, for chunks, and for a decay per key channel.
+
+`delta_short` is for short sequences (see `mamba2.py`). For longer sequences, `delta_solve` solves each chunk,
+and `delta_chunks` carries the state from chunk to chunk. `delta_tokens` is for a decay per key channel."""
 
 import triton
 import triton.language as tl
@@ -97,7 +99,7 @@ def delta_tokens(
         y = tl.sum(h * q[:, None], 0)
         out_at = out + token * (HEADS * DIM) + head * DIM + dim
         tl.store(out_at, y.to(out.dtype.element_ty), mask=dim < DIM)
-        # A short sequence keeps the state after each token, others only the last.
+        # A short sequence keeps the state after each token, a longer sequence only the last state.
         into = states + state_after(row, position + at + 1, STATES) * (HEADS * KEY_DIM * DIM)
         tl.store(into, h, mask=exists & ((at + 1 + 0 * n == count) | (count + 0 * n <= STATES))[:, None])
 
@@ -137,8 +139,8 @@ def delta_solve(
     CHUNK: tl.constexpr, LEVELS: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_DIM: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute `by_key` [T, heads, key_dim] and `by_value` [T, heads, value_dim] of one chunk. Its tokens
-    write `by_value` - `by_key` h, with the state h before the chunk. Grid: (chunks, heads)."""
+    """Compute `by_key` [T, heads, key_dim] and `by_value` [T, heads, value_dim] of one chunk. The tokens of
+    the chunk write `by_value` - `by_key` h, where h is the state before the chunk. Grid: (chunks, heads)."""
     head = tl.program_id(1)
     n, dim, i = tl.arange(0, BLOCK_KEY), tl.arange(0, BLOCK_DIM), tl.arange(0, CHUNK)
     seq, first = tl.load(chunks + 2 * tl.program_id(0)), tl.load(chunks + 2 * tl.program_id(0) + 1)

@@ -281,8 +281,8 @@ def pairs_at(
     order: tl.tensor, work: tl.tensor, tile: tl.tensor, size_out: tl.tensor,
     NUM: tl.constexpr, ROWS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """Return the pairs of a tile, its outputs, whether the pairs exist, and the first weight row of their
-    expert."""
+    """Return the (token, expert) pairs of a tile, its outputs, whether the pairs exist, and the first weight
+    row of the pairs' expert."""
     stripes = tl.cdiv(size_out, ROWS)
     entry, n = tile // stripes, tile % stripes * ROWS + tl.arange(0, ROWS)
     valid, at = entry < tl.load(work), work + 4 + 4 * entry
@@ -300,7 +300,8 @@ def tiles(
     ROWS: tl.constexpr, UNITS: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
     """Compute a tile as `_tiles` of matmul.py does; `splits` holds split-K parts and arrivals. Up rows follow
-    gate rows. If TOP > 0, rows of out are sorted pairs of token pair / TOP. Grid: (tiles, SPLITS)."""
+    gate rows. If TOP > 0, a row of out is a (token, expert) pair of token pair / TOP, and `pairs` holds the
+    sorted pairs (`moe_align.Sorted`). Grid: (tiles, SPLITS)."""
     GATED: tl.constexpr = ACTIVATION != ""
     tile, stripes = tl.program_id(0), tl.cdiv(num, NUM)
     follow(OVERLAP)

@@ -1,7 +1,7 @@
 """Dequantization of packed GGUF codes (`gguf_layout.py`) in registers.
 
 The bits of a code are placed in the mantissa of a float, which gives 1 + code / 2^bits without a conversion.
-The excess is a multiple of the sum of x and is subtracted later.
+The 1 (or a larger power of two) is the excess. It adds a multiple of the sum of x, which is subtracted later.
 """
 
 from typing import Any, NamedTuple
@@ -29,8 +29,8 @@ class DecodeForm(NamedTuple):
     """Codes of a word that one shift brings into a mantissa, each `low` bits deeper than the next."""
     halved: bool = False
     group: int = 0
-    """Columns per scale and zero for an `int4.GroupedWeight`, which has them instead of zero, lows and
-    subs."""
+    """Columns per scale and zero of an `int4.GroupedWeight`, which replace zero, lows and subs; 0 for GGUF
+    types."""
 
 
 @triton.constexpr_function
@@ -84,7 +84,8 @@ def beside_of(
 def high_of(
     bits: tl.tuple, n: tl.tensor, u: tl.tensor, exists: tl.tensor, units: tl.tensor, FORM: tl.constexpr
 ) -> tl.tensor:
-    """Load the high bits of units u of rows n: [R, U, words], those of a word in its lowest bits."""
+    """Load the high bits of units u of rows n: [R, U, words]; the lowest bits of an element are those of one
+    word's codes."""
     if FORM.high == 0:
         return tl.zeros([1, 1, 1], tl.int32)
     elif FORM.words == 4:

@@ -21,11 +21,11 @@ from quire.kernels.triton.moe_align import Sorted, add, most_tiles, sorted_mix
 from quire.kernels.triton.tile_dots import arrivals_of
 
 _SCRATCH_WEIGHTS = 1 << 26
-"""Weights unpacked at a time."""
+"""Maximum elements of a weight that are unpacked at a time for the library's GEMM."""
 _UNPACKED_ROWS, _UNPACKED_COLUMNS = 16, 256
 """Tile of a program that unpacks."""
 _MOST_ROWS = 128
-"""Most rows of x for GEMMs with packed weights; with more, weights are unpacked first."""
+"""Maximum rows of x for GEMMs with packed weights; with more, weights are unpacked first."""
 _PROGRAMS = 396
 """Programs that keep a large GPU busy: three per multiprocessor."""
 _REACH = {2: 4, 4: 3, 8: 2}
@@ -245,7 +245,7 @@ def _form_of(name: str) -> DecodeForm:
 
 
 def whole_bits_of(planes: Planes) -> Bits:
-    """Return the planes with scales and subs viewed as integers; pairs of them become one integer."""
+    """Return the planes with scales and subs viewed as integers; two scales or subs become one integer."""
     form, bits = KINDS[planes.kind], bits_of(planes)
     scales = planes.scales.view(torch.int32 if form.lows or form.halved else torch.int16)
     return bits._replace(scales=scales, subs=planes.subs.view(torch.int16) if form.subs else planes.subs)
@@ -271,7 +271,7 @@ def _plan(x: Tensor, planes: Planes, parts: int) -> Plan:
 @functools.cache
 def choose(num: int, size_out: int, size_in: int, parts: int, *, fixed: bool = False) -> Plan:
     """Return the plan for `num` rows of x and a weight of this shape; `parts` is 2 for gate and up. A `fixed`
-    plan does not depend on the rows."""
+    plan does not depend on the number of rows."""
     if fixed and num:
         return TilesPlan(64, 128, 128, 1, 8, 2)
     if not 0 < num <= _MOST_ROWS:
@@ -290,8 +290,8 @@ def _one_row(planes: Planes) -> GGUFRowsPlan | WholeRows:
 
 @functools.cache
 def choose_experts(num_pairs: int, num_experts: int, *, fixed: bool = False) -> TilesPlan | None:
-    """Return the plan for (token, expert) pairs; None multiplies each pair by itself. A `fixed` plan does not
-    depend on the pairs."""
+    """Return the plan for (token, expert) pairs; with None, each pair is multiplied on its own. A `fixed`
+    plan does not depend on the number of pairs."""
     mean = num_pairs / num_experts
     if fixed:
         return TilesPlan(64, 128, 128, 1, 8, 3)

@@ -1,8 +1,8 @@
 """GPU layout of GGUF weights: the blocks of a file are split into planes.
 
 A unit is 16 or 32 columns of a row that share a scale; a thread multiplies one unit. The low bits of its
-codes are whole words, the high bits one number. Values of which a unit has one are interleaved for `TILE`
-rows.
+codes are whole words, the high bits one number. Values that a unit has once, such as its scale, are
+interleaved for `TILE` rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from quire.kernels.gguf_grid import GRID_KINDS, read_grid_blocks
 TILE = 4
 """Rows with interleaved unit values."""
 _MOST_WEIGHTS = 1 << 24
-"""Weights packed at a time."""
+"""Maximum elements of a weight that are packed at a time."""
 _ALIGNMENT = 128
 
 
@@ -91,8 +91,8 @@ class Planes(NamedTuple):
     low: Tensor
     """[rows, units, words] int32; with one word per unit, [rows / TILE, units, TILE]"""
     high: Tensor
-    """[rows / TILE, units, TILE] int16; with 4 words per unit, [rows, `high_stride`] int16: the bits of the
-    codes of each half of a word in a byte or, with those of the next unit above, in half a byte"""
+    """[rows / TILE, units, TILE] int16; with 4 words per unit, [rows, `high_stride`] int16: the high bits of
+    the codes of half a word are a byte, or half a byte, whose upper half belongs to the next unit"""
     subs: Tensor
     """[rows / TILE, units, TILE, 1 or 2] int8"""
     scales: Tensor

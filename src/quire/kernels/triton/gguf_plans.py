@@ -1,5 +1,6 @@
-"""Plans of GEMMs with GGUF weights and with grouped int4 weights, measured on an H200 in CUDA graphs of GEMMs
-with different weights."""
+"""Plans of GEMMs with GGUF weights and with grouped int4 weights.
+
+They were measured on an H200 in CUDA graphs of GEMMs with different weights."""
 
 import functools
 from typing import NamedTuple
@@ -28,7 +29,8 @@ _WHOLE_GATED_BYTES = WholeRows(396, 8)
 
 
 class _Shapes(NamedTuple):
-    """Tiles of a single weight and of gate with up, and the most programs; lengths are for 4-bit codes."""
+    """Tiles of a single weight and of gate with up, and the most programs; lengths are for units of 32
+    columns."""
 
     one: TilesPlan
     gated: TilesPlan | None

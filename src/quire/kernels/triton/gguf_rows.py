@@ -1,4 +1,4 @@
-"""GEMV of one row of x with packed GGUF weights (`gguf_layout.py`) of linear codes, in integers.
+"""GEMV of one row of x with packed GGUF weights (`gguf_layout.py`) of types without a table, in integers.
 
 A thread holds one unit of each weight row and of x. x is quantized to 16 bits, in steps of 1/32,512 of the
 unit's maximum, as a high and a low byte. Four codes are multiplied at once (dp4a) without a relevant loss of
@@ -33,7 +33,7 @@ def programs(size_out: int, plan: WholeRows, *, gated: bool) -> int:
 _TILE = tl.constexpr(TILE)
 _STEPS = tl.constexpr(32512.0)
 _ROUND = tl.constexpr(12582912.0)
-"""Added to a float, it leaves the rounded integer in the low bits."""
+"""Constant that is added to a float, so that the low bits of the sum are the rounded integer."""
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -79,7 +79,7 @@ def _shift_left(word: tl.tensor, BY: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _duplicate_bytes(bytes: tl.tensor) -> tl.tensor:
-    """Copy twice each of the lower two bytes of a word."""
+    """Return words that contain each of the lower two bytes of `bytes` twice."""
     if _INTERPRETED:
         first, second = bytes & 0xFF, bytes & 0xFF00
         return first | first << 8 | second << 8 | second << 16
@@ -174,7 +174,8 @@ def _load_units(
     bits: tl.tuple, n: tl.tensor, u: tl.tensor, valid: tl.tensor, units: tl.tensor, total: tl.tensor,
     FORM: tl.constexpr,
 ) -> tl.tuple:  # fmt: skip
-    """Load words of units u of rows n, their high bits, scales and subs; pairs of these are one integer."""
+    """Load words of units u of rows n, their high bits, scales and subs; two scales or subs are one
+    integer."""
     WIDTH: tl.constexpr = (256 if FORM.subs != "" else 32) // FORM.unit
     words = words_of(bits, n, u, valid, units, FORM)
     if FORM.group > 0:

@@ -1,5 +1,7 @@
-"""GEMM of some rows with packed GGUF weights (`gguf_layout.py`) of linear codes. The tensor cores take the
-weight as their first operand from registers, where codes are dequantized in pairs."""
+"""GEMM of some rows with packed GGUF weights (`gguf_layout.py`) of types without a table.
+
+The tensor cores take the weight as their first operand from registers, where codes are dequantized in
+pairs."""
 
 import torch
 import triton
@@ -290,8 +292,8 @@ def tiles(
     FORM: tl.constexpr, ACTIVATION: tl.constexpr, BIASED: tl.constexpr, TOP: tl.constexpr, NUM: tl.constexpr,
     ROWS: tl.constexpr, UNITS: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute a tile as `gguf.tiles` does. `weight` is a descriptor of tiles of half words, `beside` one of
-    their high bits; subs and scales are integers, pairs of them one integer."""
+    """Compute a tile as `gguf.tiles` does. `weight` is a descriptor of tiles of half words, `beside` a
+    descriptor of their high bits. `bits` are those of `gguf_launch.whole_bits_of`."""
     GATED: tl.constexpr = ACTIVATION != ""
     KIND: tl.constexpr = out.dtype.element_ty
     tile = tl.program_id(0)

@@ -34,15 +34,15 @@ class GroupedWeight(NamedTuple):
     codes: Tensor
     """[size_out, units, 4] int32: `gguf_layout.Planes.low`, with padded inputs"""
     heads: Tensor
-    """[groups, size_out] int32: the scale above the zero, both in the dtype of x; `offset` is added to the
-    zero."""
+    """[groups, size_out] int32: the scale in the upper 16 bits and the zero plus `offset` in the lower 16,
+    both in the dtype of x."""
     bits: int
     group: int
     size_in: int
 
 
 def offset(bits: int, dtype: torch.dtype) -> int:
-    """Return the offset of the unconverted codes from which the kernels subtract a zero."""
+    """Return the offset that unconverted codes have; `pack` adds it to the zeros, which are subtracted."""
     return int(offset_of(bits, dtype == torch.float16))
 
 

@@ -1,5 +1,4 @@
-"""MoE layers with grouped 4-bit or 8-bit weights: `kernels/triton/moe.py`, with codes dequantized on their
-way to the tensor cores."""
+"""MoE layers with grouped 4-bit or 8-bit weights, which are dequantized in registers; see `moe.py`."""
 
 import functools
 from collections.abc import Sequence
@@ -31,8 +30,8 @@ class Int4ExpertWeights(NamedTuple):
     codes: Tensor
     """[experts * size_out, padded size_in * bits / 16] int16"""
     heads: Tensor
-    """[experts, groups, size_out] int32: the scale above the zero, both in the dtype of x; `offset` is added
-    to the zero."""
+    """[experts, groups, size_out] int32: the scale in the upper 16 bits and the zero plus `offset` in the
+    lower 16, both in the dtype of x."""
     bits: int
     group: int
     run: int

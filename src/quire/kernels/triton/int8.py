@@ -210,8 +210,8 @@ def choose(
     num: int, size_in: int, rounds: bool, gated: bool, *, fixed: bool = False
 ) -> tuple[Plan | None, int]:
     """Return the plan for `num` rows and a weight of this width, and the number of parts of x. None is the
-    library's GEMM, for which also rows that are no multiples of 16 bytes are left. A `fixed` plan may vary
-    the tiles, as sums of integers are exact, but not the parts."""
+    library's GEMM, which also computes rows that are not a multiple of 16 bytes. A `fixed` plan may vary the
+    tiles, as sums of integers are exact, but not the parts."""
     length = next_power_of_2(size_in)
     if fixed and num and not size_in % 16:
         height = 16 if num <= 16 else 32 if num <= 32 else 64

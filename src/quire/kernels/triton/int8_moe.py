@@ -1,8 +1,7 @@
-"""MoE layers with int8 weights and one scale per output channel; the reference is `mix` of
-`kernels/reference/moe.py`.
+"""MoE layers with int8 weights and one scale per output channel.
 
-As in `moe.py`, (token, expert) pairs are sorted and multiplied in tiles; the weight is dequantized in
-registers.
+The reference is `mix` of `kernels/reference/moe.py`. As in `moe.py`, (token, expert) pairs are sorted and
+multiplied in tiles; the weight is dequantized in registers.
 """
 
 import functools

@@ -28,6 +28,7 @@ MOST_ROWS, _MOST = 128, 2**18
 """Limits of a step that uses PDL: rows (twice as many for a narrow model), and rows times the model's width.
 Larger steps use the library's GEMMs, beside which an early launch only adds cost."""
 _COMPILERS = 16
+"""Maximum number of threads that compile kernels."""
 
 
 def launch(kernel: Any, *grid: int) -> Callable[..., Any]:
@@ -84,7 +85,7 @@ def compile_ahead(launch_all: Callable[[], None]) -> None:
 
 @contextmanager
 def _compiling_once(requested: set[Any]) -> Iterator[None]:
-    """Compile what is launched, except the kernels in `requested`, to which the others are added."""
+    """Compile the launched kernels that are not in `requested`, and add them to it."""
     token = _requested.set(requested)
     try:
         with _threads(min(_COMPILERS, os.cpu_count() or 1)) as pool, _CompileMode(pool):
@@ -110,11 +111,11 @@ class _CompileMode(triton.AsyncCompileMode):  # type: ignore[misc]
         self._processes = current_processes()
 
     def submit(self, key: str, compile_kernel: Callable[[], Any], *more: Callable[..., Any]) -> Any:
-        """Compile a kernel. `key` is that of Triton's cache."""
+        """Compile a kernel; `key` is its key in Triton's cache."""
         return super().submit(key, functools.partial(self._compile, key, compile_kernel), *more)
 
     def _compile(self, key: str, compile_kernel: Callable[[], Any]) -> Any:
-        # Triton passes the parts of a kernel on only in the closure of its function.
+        # Triton passes the parts of a kernel only in the closure of `compile_kernel`.
         parts = inspect.getclosurevars(compile_kernel).nonlocals
         source = parts.get("src")
         if self._processes is not None and source is not None and not _is_cached(key, source):
@@ -182,9 +183,9 @@ def overlap(num_rows: int, width: int = _MOST // 16) -> bool:
     """Whether kernels for `num_rows` rows are launched with `launch_pdl`, before the preceding kernel has
     ended.
 
-    `width` is the model's; kernels around the vocabulary GEMM use PDL for up to 16 rows. A PDL kernel calls
-    `follow` before it reads what other kernels wrote or writes what they read. It may read weights, which no
-    kernel writes, before that.
+    `width` is the width of the model. Without it, for kernels around the vocabulary GEMM, PDL is used for up
+    to 16 rows. A PDL kernel calls `follow` before it reads what other kernels wrote or writes what they read.
+    It may read weights, which no kernel writes, before `follow`.
     """
     return num_rows <= 2 * MOST_ROWS and num_rows * width <= _MOST and _can_overlap()
 
@@ -204,8 +205,8 @@ def follow(OVERLAP: tl.constexpr) -> tl.tensor:
         tl.extra.cuda.gdc_wait()
 
 
-# A LoRA shrink runs between a GEMM and the kernel before it. With `LATE` it delays the launch of the GEMM,
-# which may then read the shrink's inputs at once, and waits for the shrink only at its end.
+# A LoRA shrink runs between a GEMM and the kernel before the GEMM. With `LATE` the shrink delays the GEMM's
+# launch. The GEMM may then read the shrink's inputs at once, and waits for the shrink only at its end.
 @triton.jit
 def follow_late(OVERLAP: tl.constexpr, LATE: tl.constexpr) -> tl.tensor:
     if OVERLAP and LATE:

@@ -17,7 +17,7 @@ def _apply_penalties(
     frequency: tl.tensor, presence: tl.tensor, vocab: tl.tensor, line: tl.tensor, stride: tl.tensor,
     OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Apply the penalties to one tile of logits. Grid: (places, tiles)."""
+    """Apply the penalties to one tile of a row of logits. Grid: (rows of logits, tiles)."""
     place, ids = tl.program_id(0).to(tl.int64), tl.program_id(1) * _TILE + tl.arange(0, _TILE)
     follow(OVERLAP)
     row = tl.load(rows + place).to(tl.int64)
@@ -100,9 +100,9 @@ def apply_penalties(
 ) -> None:
     """Apply the penalties to `logits` [N, V] in place, as in `sampling/logit_adjustments.py`.
 
-    `rows` [N] selects each place's row of `prompt_seen` [R, V or more] uint8 (ids of the prompt) and of
-    `counts`, as wide (how often each id was generated). Places with a row below 0 are unchanged. The
-    penalties are float32 [N].
+    `rows` [N] selects for each row of logits the row of `prompt_seen` [R, V or more] uint8 (ids of the
+    prompt) and of `counts`, which is as wide (how often each id was generated). Logits with a row below 0 are
+    unchanged. The penalties are float32 [N].
     """
     (num, vocab), ahead = logits.shape, overlap(len(logits))
     if num:

@@ -1,5 +1,4 @@
-"""LoRA in a linear layer: x A^T (shrink), and B of that added to the output (expand), each row with its
-adapter.
+"""LoRA in a linear layer, each row with its adapter: h = x A^T (shrink), then h B^T is added (expand).
 
 Rows are sorted by the slot of their adapter once per step, and divided into tiles of one slot. The shrink
 reads each adapter once, in as many splits as fill the GPU. For few rows, the GEMM kernel itself expands at
@@ -24,7 +23,7 @@ from quire.kernels.triton.tile_dots import all_of, arrivals_of, empty, times, up
 _SHORT, _TALL = 16, 64
 """Rows per tile for steps with few rows, and with more."""
 _LENGTH, _MOST_SPLITS = 128, 8
-"""Elements of x and A at a time; most splits"""
+"""Elements of x and A that a program loads at a time; maximum splits."""
 _PROGRAMS = 512, 128
 """Programs up to which x and A are split, for few rows and for more."""
 _FEW = 4
@@ -32,7 +31,7 @@ _FEW = 4
 _CHUNK, _WIDE = 64, tl.constexpr(128)
 """Elements of one rank, and of the ranks of several slots, that are multiplied at a time."""
 _MOST_RANKS = 512
-"""Most ranks of all tiles that a GEMM kernel expands; with more, a separate kernel is faster."""
+"""Maximum ranks of all tiles that a GEMM kernel expands; with more, a separate kernel is faster."""
 _OUTPUTS = 128
 """Outputs per program of `_expand`."""
 
@@ -81,8 +80,8 @@ def _shrink(
     WIDTH: tl.constexpr, NUM: tl.constexpr, ROWS: tl.constexpr, LENGTH: tl.constexpr, SPLITS: tl.constexpr,
     LATE: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute a tile of x A^T in split-K; the last split sums all. `arrivals` is zero before and after. Grid:
-    (tiles, WIDTH / ROWS, SPLITS)."""
+    """Compute a tile of x A^T in split-K; the last split to finish sums all of them. `arrivals` is zero
+    before and after. Grid: (tiles, WIDTH / ROWS, SPLITS)."""
     tile, split = tl.program_id(0), tl.program_id(2)
     follow_late(OVERLAP, LATE)
     if tile >= tl.load(work):
@@ -233,7 +232,7 @@ def added_to_one(x: Tensor, adapted: LoRAHeads) -> Tensor | None:
 
 def shrink(x: Tensor, adapted: LoRAHeads, *, late: bool = False) -> Tensor:
     """Return x A^T [T, parts * rank]; rows without an adapter are undefined. If `late`, the next kernel may
-    read x at once, and the result after its wait."""
+    read x at once, but the result only after `wait`."""
     a, rows = adapted.a, adapted.tokens
     (num, size_in), width = x.shape, a.shape[1]
     h = torch.empty(num, width, dtype=x.dtype, device=x.device)
@@ -257,7 +256,7 @@ def shrink(x: Tensor, adapted: LoRAHeads, *, late: bool = False) -> Tensor:
 
 
 def is_short(adapted: LoRAHeads) -> bool:
-    """Whether the GEMM kernel itself expands."""
+    """Whether the GEMM kernel itself expands the shrunk rows (`expanded`)."""
     return bool(adapted.tokens.most * adapted.b.shape[2] <= _MOST_RANKS)
 
 

@@ -1,9 +1,8 @@
-"""LoRA for few rows per adapter: LoRA outputs are computed before the GEMM, and the GEMM kernel adds them at
-its end.
+"""LoRA for few rows per adapter: the outputs are computed before the GEMM, whose kernel adds them at its end.
 
-A program reads a part of A, or some outputs of B, of one adapter, for one row or a few. It loads them before
-the previous kernel has ended, while the GEMM already reads its weight. Partial sums of A are added where B is
-read, always in the same order.
+A program reads a part of A, or some outputs of B, of one adapter, for one row or a few. It loads this part
+before the previous kernel has ended, while the GEMM already reads its weight. Partial sums of x A^T are added
+in the kernel that reads B, always in the same order.
 
 Rows may be (token, expert) pairs; their slot combines the token's slot and the expert. If there are many,
 they are sorted by slot as in `lora.py`, in tiles of few rows.
@@ -26,7 +25,7 @@ _HEIGHT = 4
 _LENGTH, _STEPS = 2048, 4
 """Inputs of A per step of a program, and steps; for a single row, a program takes all inputs."""
 _NUMBERS, _OUTPUTS = 4096, 8192
-"""Elements of A per step of a program, and of B."""
+"""Elements of A per step of a program; elements of B per program."""
 
 
 class FewRows(NamedTuple):
@@ -59,8 +58,8 @@ NO_LORA = AddedRows()
 def _tile_of(
     slots: tl.tensor, work: tl.tensor, strides: tl.tuple, NUM: tl.constexpr, EXPERTS: tl.constexpr
 ) -> tl.tensor:
-    """Return the offset of a program's adapter, its first row and the end of its rows; both are equal for
-    none."""
+    """Return the offset of a program's adapter, its first row and the end of its rows; the first row equals
+    the end if there are no rows."""
     first = tl.program_id(0)
     if NUM == 1:
         slot = tl.load(slots + first).to(tl.int64)

@@ -1,7 +1,7 @@
 """Short convolutions and the Mamba-2 scan: kernels for short sequences, and others for longer ones.
 
-Short sequences have at most STATES tokens, the number of states of a row: a single token, maybe with drafts
-after it. The state after each of their tokens is kept.
+Short sequences have at most STATES tokens, the number of states of a row: a single token, possibly with draft
+tokens after it. The state after each of their tokens is kept.
 """
 
 import triton
@@ -31,7 +31,7 @@ def silu_if(x: tl.tensor, ACTIVATED: tl.constexpr) -> tl.tensor:
 def place_of(
     numbers: tl.tensor, starts: tl.tensor, rows: tl.tensor, positions: tl.tensor, ALL: tl.constexpr
 ) -> tl.tensor:
-    """Return first token, end, row and position of this program's sequence; at position 0 it has no state."""
+    """Return first token, end, row and position of this program's sequence; position 0 means no state."""
     seq = tl.program_id(0)
     if not ALL:
         seq = tl.load(numbers + seq)
@@ -47,7 +47,8 @@ def state_after(row: tl.tensor, num_tokens: tl.tensor, STATES: tl.constexpr) -> 
 
 @triton.jit
 def count_of(first: tl.tensor, end: tl.tensor, STATES: tl.constexpr) -> tl.tensor:
-    """Return the tokens of a short sequence: a constant with one state, so that no loop is compiled."""
+    """Return the number of tokens of a short sequence; with one state it is a constant, so that no loop is
+    compiled."""
     count = end - first
     if STATES == 1:
         count = 1
@@ -67,8 +68,8 @@ def load_input(
     has_state: tl.tensor,
     KERNEL: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Load a sequence's inputs at token `at` of this batch, or for -1, -2 .. from its state. Tokens before
-    the state have no weight."""
+    """Load a sequence's inputs at token `at` of this batch; for -1, -2 ... from its state. Tokens before
+    those of the state are not used: their weight is 0."""
     if at >= 0:
         inputs = tl.load(x + (start + at) * stride, mask=exists, other=0.0)
     else:
@@ -84,7 +85,7 @@ def conv_short(
     STATES: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
     """Compute the convolution of a short sequence and keep its states. Each channel belongs to one thread,
-    which has read what it overwrites. Grid: (sequences, channels / BLOCK)."""
+    which reads a state before it overwrites it. Grid: (sequences, channels / BLOCK)."""
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = channel < channels
     taps = weight + channel * KERNEL

@@ -13,7 +13,7 @@ _TILE = tl.constexpr(4096)
 def _apply_masks(
     logits: tl.tensor, packed: tl.tensor, vocab: tl.tensor, stride: tl.tensor, width: tl.tensor
 ) -> None:
-    """Set the logits of disallowed ids in one tile to -inf; only mask bits are read. Grid: (masks, tiles)."""
+    """Set the logits of disallowed ids in one tile to -inf, without reading logits. Grid: (masks, tiles)."""
     packed += tl.program_id(0).to(tl.int64) * width
     place = tl.load(packed).to(tl.int64)
     ids = tl.program_id(1) * _TILE + tl.arange(0, _TILE)

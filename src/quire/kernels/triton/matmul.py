@@ -1,8 +1,8 @@
 """GEMM of few rows with a large weight, x W^T, which is bound by weight reads.
 
 `_rows` holds whole rows of the weight in registers, loaded before the previous kernel has ended. `_tiles`
-multiplies tiles on the tensor cores. Both also take weights with scales (`fp8.py`, `int8.py`). The cases in
-which they are faster than the library's GEMM were measured.
+multiplies tiles on the tensor cores. Both kernels also take weights with scales (`fp8.py`, `int8.py`). The
+cases in which they are faster than the library's GEMM were measured.
 """
 
 import functools
@@ -45,7 +45,7 @@ from quire.kernels.triton.tile_dots import (
 _FEWEST = 5
 """Number of rows from which on tiles are used for any weight."""
 _SMALL = 2**23
-"""Elements of the largest weight that is multiplied with many rows here."""
+"""Maximum elements of a weight that counts as small: it can be read again from the L2 cache."""
 _GROUP = 8
 """Stripes of rows with tiles that run at the same time if there are more, so that they share the L2 cache."""
 
@@ -122,8 +122,8 @@ def _tiles(
 ) -> None:  # fmt: skip
     """Compute a tile from descriptors `x` and `weight`. The last split sums all parts; `arrivals` is zero
     before and after. If `BLOCKED`, a tile of the weight has one scale. `lora` is None, the `reads` of an
-    `Expansion` (with a `RANK`), or `AddedRows`; the previous kernels are then LoRA's. Tiles are ordered by
-    outputs, or with a `GROUP` by outputs within as many stripes of rows. Grid: (tiles, SPLITS)."""
+    `Expansion` (with a `RANK`), or `AddedRows`. If it is not None, the previous kernels are those of LoRA.
+    Tiles are ordered by outputs, or by outputs within `GROUP` stripes of rows. Grid: (tiles, SPLITS)."""
     LATE: tl.constexpr = lora is not None
     tile, stripes = tl.program_id(0), tl.cdiv(num, NUM)
     first_m, first_n = tile % stripes * NUM, tile // stripes * ROWS
@@ -243,8 +243,8 @@ def gated(x: Tensor, weight: Tensor, adapted: LoRAHeads | None = None) -> Tensor
 
 def takes_along(plan: Plan, adapted: LoRAHeads) -> bool:
     """Whether the GEMM kernel adds the LoRA outputs. If it reads B, the outputs of a program must belong to
-    one part, and registers must suffice for its sums. A batch-invariant kernel adds them after rounding,
-    always in the same way."""
+    one part, and registers must suffice for its sums. In the batch-invariant mode a separate kernel always
+    adds them after rounding."""
     if batch_invariant.is_on():
         return False
     if isinstance(plan, TilesPlan) and adapted.tokens.few is None:
@@ -265,8 +265,9 @@ def multiply(
     blocked: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Multiply by a plan. A weight in e4m3, or for rows in int8, has a `scale` per output, or per block of
-    128 x 128 if `blocked`. Tiles then take x in e4m3 with its `x_scale`; `dtype` is that of the output."""
+    """Multiply by a plan. A weight in e4m3 (or in int8, for a `RowsPlan`) has a `scale` per output, or per
+    block of 128 x 128 if `blocked`. A `TilesPlan` then takes x in e4m3 with its `x_scale`. `dtype` is the
+    dtype of the output."""
     num, size_out, size_in = len(x), len(weight) // (1 + gated), weight.shape[1]
     out = torch.empty(num, size_out, dtype=dtype or x.dtype, device=x.device)
     ahead, grid = overlap(num, min(size_in, size_out)), cdiv(size_out, plan.rows)
@@ -293,7 +294,7 @@ def multiply(
 
 
 def _lora_arguments(x: Tensor, adapted: LoRAHeads) -> Expansion:
-    """Return the LoRA arguments of `_tiles`: B is read there, or LoRA outputs of few rows are added."""
+    """Return the LoRA arguments of `_tiles`, which reads B, or adds the LoRA outputs of few rows."""
     if (few := adapted.tokens.few) is not None:
         return Expansion(lora_outputs(x, adapted._replace(tokens=few)), 0, ())
     return Expansion.of(adapted, shrink(x, adapted, late=True))
@@ -309,7 +310,7 @@ def tiled(matrix: Tensor, rows: int, length: int) -> TensorDescriptor:
 
 
 def _plan(x: Tensor, weight: Tensor, parts: int, adapted: LoRAHeads | None) -> tuple[Tensor, Plan]:
-    """Return x, aligned if the mode requires the plan, and the plan."""
+    """Return x and the plan. In the batch-invariant mode, x is copied if it is not aligned for the plan."""
     most = 2 * MOST_ROWS if adapted is None else MOST_ROWS
     if weight.dtype not in (torch.bfloat16, torch.float16) or not len(x):
         return x, None

@@ -1,9 +1,9 @@
 """MLA on a GPU, over caches [num_blocks, block_size, RANK + ROPE]: a latent, then a rotated key.
 
 In decodes all heads attend to the same latents, which are keys and values at once. `shares` (split-KV) loads
-them once for all heads of a token, each program an equal share of all keys; `merge` combines the shares of a
-sequence. In prefill, `gather` copies the latents of a sequence from its blocks. They are expanded to keys and
-values, to which `tiles` attends.
+the latents once for all heads of a token, each program an equal share of all keys; `merge` combines the
+shares of a sequence. In prefill, `gather` copies the latents of a sequence from its blocks. The latents are
+expanded to keys and values, to which `tiles` attends.
 """
 # mypy: disable-error-code="untyped-decorator"
 
@@ -37,8 +37,8 @@ class Queries(NamedTuple):
 
 
 class PartialMLA(NamedTuple):
-    """Partial results of sequences that lie in several shares. A share has up to two of them: one continued
-    from the previous share, and one continued in the next."""
+    """Partial results of sequences that lie in several shares. A share has up to two: of a sequence continued
+    from the previous share, and of one continued in the next share."""
 
     sums: Any
     """[groups, shares, 2, rows, RANK] float32"""
@@ -257,7 +257,7 @@ def _accumulate(
 
 @triton.jit
 def _load(rows: tl.tensor, dims: tl.tensor, exists: tl.tensor, DIM: tl.constexpr) -> Any:
-    """Load rows, with zeros where they do not exist."""
+    """Load rows, with zeros for rows and dimensions that do not exist."""
     if dims.shape[0] != DIM:
         exists &= (dims < DIM)[None, :]
     return tl.load(rows + dims[None, :], mask=exists, other=0.0)

@@ -32,7 +32,7 @@ class MLASizes(NamedTuple):
     v: int
     scale: float
     k_scale: float = 1.0
-    """Scale of an 8-bit cache, which holds values divided by it."""
+    """Scale of an 8-bit cache: the cache holds values divided by this scale."""
 
 
 # Measured on an H200: benchmarks/kernel_mla.py.
@@ -115,7 +115,7 @@ def attend_shares(
         OVERLAP=ahead, launch_pdl=ahead, num_warps=shape.num_warps, num_stages=shape.num_stages,
     )  # fmt: skip
     if shares > 1:
-        # With few sequences, each lies in many shares.
+        # With few sequences, each sequence lies in many shares.
         at_once = min(max(8, triton.next_power_of_2(shares // num_seqs)), 256)
         num_warps = 4 if at_once < 64 else 8
         dims = min(_pad(sizes.rank), num_warps * _MERGED // at_once)
