@@ -1,10 +1,10 @@
 """MoE layers on a GPU; the reference is `mix` of `kernels/reference/moe.py`.
 
 A pair is a token and one of its experts. For few tokens, programs hold whole weight rows of each pair's
-expert in registers. For more, pairs are sorted by expert, and tiles of pairs with one expert multiply its
-weights on the tensor cores, so that each chosen expert is read once. Nothing here synchronizes with the
-device, and launches depend on the number of tokens only, so that CUDA graphs can capture them. Sums have a
-fixed order: results are deterministic.
+expert in registers. For more tokens, pairs are sorted by expert. Tiles of pairs with the same expert are
+multiplied with its weights on the tensor cores, so that each chosen expert is read once. Nothing here
+synchronizes with the device, and launches depend on the number of tokens only, so that CUDA graphs can
+capture them. Sums have a fixed order: results are deterministic.
 """
 
 import functools

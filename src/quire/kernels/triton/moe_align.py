@@ -10,16 +10,16 @@ from torch import Tensor
 from quire.kernels.triton.launch import allocate_indices, follow, launch, overlap
 
 Sorted = tuple[Tensor, Tensor]
-"""Result of `sort`."""
+"""Result of `sort`: the sorted pairs, and the tiles."""
 _SUMMED = 1024
 """Elements of a token per program of `_sum`."""
 _MOST_AHEAD = 256
-"""Most tokens for which kernels are launched with PDL."""
+"""Maximum tokens for which kernels are launched with PDL."""
 
 _CHUNKS = 128, 512, 2048, 4096
-"""Pairs that a program sorts at a time: the first that fits all, or the last."""
+"""Pairs that a program sorts at a time: the first number that fits all pairs, or the last."""
 _SPANS = 4
-"""Most programs per expert."""
+"""Maximum programs per expert."""
 
 
 @triton.jit(do_not_specialize=["num"])

@@ -19,8 +19,8 @@ def tiles(
     ROWS: tl.constexpr, LENGTH: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
     """Compute a tile of sorted pairs. `weight` is a descriptor of tiles; x has `num` rows. With an
-    activation, gate and up from tokens `x`; else down from tiles `x` of sorted pairs, stored in the order
-    before the sort. Grid: (tiles * size_out / ROWS,)."""
+    activation, compute gate and up from tokens `x`. Without one, compute down from tiles `x` of sorted pairs,
+    and store rows in their order before the sort. Grid: (tiles * size_out / ROWS,)."""
     stripes = tl.cdiv(size_out, ROWS)
     tile, first_n = tl.program_id(0) // stripes, tl.program_id(0) % stripes * ROWS
     follow(OVERLAP)

@@ -1,7 +1,7 @@
-"""Top-k expert routing on a GPU, fused with the router GEMM; the reference is `route` of
-`kernels/reference/moe.py`.
+"""Top-k expert routing on a GPU, fused with the router GEMM.
 
-For one token, `_choose` spreads the rows of the router over programs; the last one to finish routes.
+The reference is `route` of `kernels/reference/moe.py`. For one token, `_choose` spreads the rows of the
+router over programs; the last program to finish chooses the experts.
 """
 
 import torch
@@ -18,7 +18,7 @@ from quire.kernels.triton.tile_dots import LONGEST, arrivals_of
 _HELD = 4096
 """Router elements per program of `_choose`."""
 _TILES, _MOST_TILED = TilesPlan(16, 64, 128, 8, 4, 4), 256
-"""Plan of the router GEMM for more tokens, and the most tokens."""
+"""Plan of the router GEMM for more than one token, and the maximum tokens for this plan."""
 _LEAST: tl.constexpr = tl.constexpr(-1e30)
 """Less than any score."""
 _TAKEN: tl.constexpr = tl.constexpr(-(2**31))
@@ -45,8 +45,8 @@ def _choose(
     router_bias: tl.tensor, bias: tl.tensor, arrivals: tl.tensor, scale: tl.tensor, size: tl.tensor,
     EXPERTS: tl.constexpr, HOW: tl.constexpr, ROWS: tl.constexpr, LENGTH: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute ROWS logits of a single token; the last program routes. `arrivals` is zero before and after.
-    Grid: (EXPERTS / ROWS,)."""
+    """Compute ROWS logits of a single token; the last program to finish chooses the experts. `arrivals` is
+    zero before and after. Grid: (EXPERTS / ROWS,)."""
     n, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, LENGTH)
     valid = (n < EXPERTS)[:, None] & (k < size)[None, :]
     w = tl.load(router + n[:, None] * size + k[None, :], mask=valid, other=0.0)
@@ -122,8 +122,8 @@ def _choose_experts(
 def _mask_groups(
     choice: tl.tensor, GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP: tl.constexpr, BEST: tl.constexpr
 ) -> tl.tensor:
-    """Reduce the scores outside of the `TOP` groups to less than any score. A group's value is the sum of its
-    `BEST` experts."""
+    """Reduce the scores outside of the `TOP` best groups to less than any score. The score of a group is the
+    sum of the scores of its `BEST` best experts."""
     NUM: tl.constexpr = choice.shape[0]
     group, place = tl.arange(0, GROUPS)[None, :], tl.arange(0, SIZE)[None, None, :]
     choice = tl.reshape(choice, [NUM, GROUPS, SIZE])

@@ -1,9 +1,8 @@
-"""MoE layers in MXFP4 on a GPU, with weights dequantized in registers; the reference is `mix` of
-`kernels/reference/moe.py`.
+"""MoE layers in MXFP4 on a GPU, with weights dequantized in registers.
 
-A byte of the weights has elements i and 16 + i of its block. The bits of an element, moved to those of a
-float32, are the value divided by 2^126. It is multiplied by 2^63 twice, because 2^126 times the scale exceeds
-float32.
+The reference is `mix` of `kernels/reference/moe.py`. A byte of the weights has elements i and 16 + i of its
+block. The bits of an element, moved to those of a float32, are the element's value divided by 2^126. The
+result is multiplied by 2^63 twice, because 2^126 times the scale exceeds float32.
 """
 
 import functools
@@ -129,8 +128,8 @@ def _dequantize(
     codes: tl.tensor, scales: tl.tensor, row: tl.tensor, live: tl.tensor, at: tl.tensor, blocks: tl.tensor,
     COUNT: tl.constexpr, KIND: tl.constexpr,
 ) -> Any:  # fmt: skip
-    """Dequantize `COUNT` blocks of some rows: their first and second halves, each [rows, 16 * COUNT]; divided
-    by 2^63 if the dtype has the range."""
+    """Dequantize `COUNT` blocks of some rows: their first and second halves, each [rows, 16 * COUNT]. The
+    values are divided by 2^63, except in float16, which does not have the range."""
     block, byte = at + tl.arange(0, COUNT), tl.arange(0, 16)
     valid, place = live[:, None] & (block < blocks)[None, :], row[:, None] * blocks + block[None, :]
     packed = codes + place[:, :, None] * 16 + byte[None, None, :]
@@ -264,8 +263,8 @@ _TILES = {
 
 @functools.cache
 def plan_of(num_pairs: int, num_experts: int, dtype: torch.dtype, *, fixed: bool = False) -> Plan:
-    """Return the tile shape for `num_pairs` (token, expert) pairs (H200, benchmarks/kernel_mxfp4.py); a
-    `fixed` one does not depend on them."""
+    """Return the plan for `num_pairs` (token, expert) pairs (H200, benchmarks/kernel_mxfp4.py). Unless x is
+    float32, a `fixed` plan does not depend on `num_pairs`."""
     if fixed and dtype != torch.float32:
         return MoETilesPlan(64, *_TILES[64])
     if not fixed and num_pairs <= num_experts // 2:

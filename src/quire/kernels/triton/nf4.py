@@ -1,6 +1,7 @@
-"""GEMM with 4-bit weights that index a table of values (`kernels/reference/nf4.py`). The weight is
-dequantized for the library's GEMM; table lookups inside a GEMM kernel measured slower for any number of
-rows."""
+"""GEMM with 4-bit weights that index a table of values (`kernels/reference/nf4.py`).
+
+The weight is dequantized for the library's GEMM. Table lookups inside a GEMM kernel measured slower for any
+number of rows."""
 
 import torch
 import triton

@@ -1,5 +1,6 @@
-"""Operations between a model's GEMMs on a GPU, one kernel each; the reference is
-`kernels/reference/ops.py`."""
+"""Operations between a model's GEMMs on a GPU, one kernel each.
+
+The reference is `kernels/reference/ops.py`."""
 
 import torch
 import triton
@@ -19,7 +20,7 @@ from quire.kernels.triton.moe_topk import route
 _GATHERED = 2048
 """Elements per program of elementwise and gather kernels."""
 _FEW_TOKENS = 64
-"""Most tokens for which a program takes only a few heads of a token, to have enough programs."""
+"""Maximum tokens for which a program takes only a few heads of a token, to have enough programs."""
 _NO_FRACTION = tl.constexpr(12582912.0)
 """1.5 * 2**23: float32 numbers of this size are integers."""
 _LEAST = tl.constexpr(1e-30)
@@ -197,7 +198,7 @@ def _most(x: tl.tensor, exists: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def angles(row: tl.tensor, dims: tl.tensor, has_rope: tl.tensor, HALF: tl.constexpr) -> tl.tensor:
-    """Load cosines and sines; heads without RoPE get those of 0."""
+    """Load cosines and sines; heads without RoPE get cosines of 1 and sines of 0."""
     cos = tl.load(row + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
     sin = tl.load(row + HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
     return tl.where(has_rope, cos, 1.0), tl.where(has_rope, sin, 0.0)
@@ -217,7 +218,7 @@ def _norm_heads(
 
 
 def limit_of(cache: Tensor) -> float:
-    """Return the largest value of an 8-bit cache; 0 for others."""
+    """Return the largest value of an 8-bit cache; 0 for other caches."""
     if cache.dtype == torch.int8:
         return INT8_LIMIT
     return torch.finfo(cache.dtype).max if cache.element_size() == 1 else 0.0

@@ -43,7 +43,7 @@ def _score(
 def scores(
     q: Tensor, weights: Tensor, keys: Tensor, tables: Tensor, rows: Tensor, seen: Tensor, width: int
 ) -> Tensor:
-    """Return the scores [T, width]; the reference is `attention.indexer.reference`."""
+    """Return the scores [T, width]; the reference is `reference` of `attention/sparse_indices.py`."""
     (num, heads, dim), block_size = q.shape, keys.shape[1]
     out = torch.empty(num, width, dtype=torch.float32, device=q.device)
     launch(_score, num, triton.cdiv(width, _KEYS))(

@@ -1,4 +1,4 @@
-"""Speculative decoding state on a GPU: steps run there before the host knows how many tokens were accepted.
+"""Speculative decoding state on a GPU, from which steps run before the host has read the accepted tokens.
 
 `derive` builds the inputs of a decode from the state of its row. `verify` accepts sampled tokens up to the
 first draft that differs. `look_up` proposes the tokens that followed an earlier occurrence of the last tokens
@@ -18,9 +18,9 @@ from quire.kernels.triton.launch import launch
 from quire.kernels.triton.sampling import LATER
 
 CONTEXT = 32
-"""Most tokens that are compared per position."""
+"""Maximum tokens that are compared per position."""
 DRAFTED = 16
-"""Bit of a sequence's `verify` result from which on its number of drafts is stored."""
+"""Lowest bit of the number of drafts in a sequence's result of `verify`."""
 _ALIGN = 16
 """Alignment of the arrays of `place` in elements: kernels are compiled for aligned pointers."""
 _TILE = 1024
@@ -41,7 +41,9 @@ class SpecTokens(NamedTuple):
     num_drafts: Any
     """[rows] int32: number of draft tokens"""
     width: Any
+    """Number of columns of `history`."""
     most: Any
+    """Maximum number of draft tokens of a row."""
 
 
 class SpecStep(NamedTuple):
@@ -246,8 +248,8 @@ def _place(
 def place(
     rows: Tensor, last: Tensor, num_slots: Tensor, tables: Tensor, ahead: int, width: int, block_size: int
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Return positions, sequence lengths and slots as `worker.drafter.place` does in torch. `rows` [B] int32,
-    `last` and `num_slots` [B] int64, `tables` [groups, rows, blocks]."""
+    """Return positions, sequence lengths and slots as `place` of `worker/spec/drafter.py` does in torch.
+    `rows` [B] int32, `last` and `num_slots` [B] int64, `tables` [groups, rows, blocks]."""
     count, groups, size = len(rows), len(tables), len(rows) * width
     stride = -(-size // _ALIGN) * _ALIGN
     buffer = torch.empty((1 + groups, stride), dtype=torch.int64, device=rows.device)

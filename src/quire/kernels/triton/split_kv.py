@@ -1,5 +1,7 @@
-"""Split-KV decode: paged attention of sequences with few queries on a GPU. Each program processes an equal
-share of the keys of all sequences, and the last one of a sequence merges their sums."""
+"""Split-KV decode: paged attention of sequences with few queries on a GPU.
+
+Each program processes an equal share of the keys of all sequences. The last program of a sequence to finish
+merges the sums of its shares."""
 # mypy: disable-error-code="untyped-decorator"
 
 from typing import Any
@@ -23,9 +25,9 @@ def attend_split_kv(
 ) -> None:  # fmt: skip
     """Compute attention over one share of the keys of sequences with few queries. Grid: (kv_heads, shares).
 
-    `work` [num_seqs] lists the sequences; None selects the first of the batch. The keys of all sequences are
-    numbered consecutively in tiles of BLOCK_N; a share has at least `least` tiles. Before `follow`, a kernel
-    may only read data that was written before the model's first kernel.
+    `work` [num_seqs] lists the sequences; None selects the first `num_seqs` of the batch. The keys of all
+    sequences are numbered consecutively in tiles of BLOCK_N; a share has at least `least` tiles. Before
+    `follow`, a kernel may only read data that was written before the model's first kernel.
     """
     kv_head = tl.program_id(0)
     at, end, size, index, begin = share(seqs, work, num_seqs, least, WINDOW, CHUNKED, BLOCK_N)
@@ -68,7 +70,8 @@ def _store_partial(
     kv_head: tl.tensor, earliest: tl.tensor,
     DIM: tl.constexpr,
 ) -> Any:  # fmt: skip
-    """Store a share's partial sums of a sequence that begins in `earliest`; return how many did so before."""
+    """Store a share's partial sums of a sequence that begins in share `earliest`. Return the number of shares
+    that stored theirs before."""
     BLOCK_M: tl.constexpr = acc.shape[0]
     row, dims = tl.arange(0, BLOCK_M), tl.arange(0, acc.shape[1])
     group, share_index = kv_head * tl.num_programs(1), tl.program_id(1)

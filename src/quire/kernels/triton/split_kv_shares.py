@@ -75,6 +75,6 @@ def share(
 
 @triton.jit
 def last_passed(at: tl.tensor, ends: tl.tensor, index: tl.tensor) -> tl.tensor:
-    """Return the end of the last sequence that ends at or before `at`, shifted by 32 bits, plus the next
-    index."""
+    """Return the end of the last sequence that ends at or before `at`, shifted left by 32 bits, plus the
+    index of the next sequence."""
     return tl.max(tl.where(ends <= at, (ends.to(tl.int64) << 32) | (index + 1), 0), 0)

@@ -38,11 +38,11 @@ _CHANNELS = 256
 _WIDE_CHANNELS = 512
 """Convolution channels per program for chunks, eight per thread."""
 _MOST_TAPS = 4
-"""Largest kernel size of a convolution over chunks; larger ones use torch."""
+"""Maximum kernel size of a convolution over chunks; larger kernels use torch."""
 _SMALL, _TILE = 2048, 4096
 """State elements per program for few and for many short sequences."""
 _FEW = 512
-"""Most heads of all sequences for which programs are small, to have enough of them."""
+"""Maximum heads of all sequences for which programs are small, to have enough programs."""
 _SCAN_WARPS, _DELTA_WARPS, _SOLVE_WARPS = 8, 4, 4
 _SCAN, _DELTA = SSMShape(64, 4, 2), SSMShape(32, 2, 2)
 """Shapes of the kernels that process chunk after chunk. With four warps or more, Triton 3.6 reads tiles of
@@ -50,10 +50,10 @@ the delta rule from shared memory before all warps have written them: outputs ar
 _SELECTED = 1024
 """State elements per program of Mamba's scan of short sequences, eight per thread."""
 _BLOCKS, _MOST_CHANNELS = (8, 16, 32), (2**14, 2**15)
-"""Channels per warp of Mamba's scan of longer sequences (by four, two or one threads each), and the channels
-of all sequences at which the next of them is used."""
+"""Channels per warp of Mamba's scan of longer sequences (by four, two or one threads each), and the numbers
+of channels of all sequences from which on the second and the third are used."""
 _LEAST = 64
-"""Least block of keys and values for chunks: with 16, the compiled kernel reads beyond its shared memory."""
+"""Minimum block of keys and values for chunks: with 16, the compiled kernel reads past its shared memory."""
 _GATED = 1024
 """Elements per program of the gates, unless a norm is larger."""
 
@@ -290,7 +290,7 @@ def _pack_bc(b: Tensor, c: Tensor) -> Tensor:
 
 
 def _tile(num_heads: int, dim: int, other: int) -> int:
-    """Return the block of dimension `dim` for a single token, if a program takes all of the other
+    """Return the block of dimension `dim` for short sequences, if a program takes all of the `other`
     dimension."""
     limit = (_SMALL if num_heads <= _FEW else _TILE) // other
     return max(min(int(triton.next_power_of_2(dim)), limit), 1)

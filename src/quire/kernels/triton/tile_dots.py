@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 LONGEST = 16384
-"""Largest weight row, in elements, that a program can hold."""
+"""Maximum elements of a weight row that a program can hold."""
 
 
 # Tensor cores need 64 rows of the first operand. With fewer rows, x is the second operand and sums are
