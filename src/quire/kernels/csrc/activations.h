@@ -67,8 +67,8 @@ INLINE void activate_lanes(int kind, int count, vf *x)
     }
 }
 
-/* out = act(x) for `count` vectors, times `up` if it is not NULL. The last vector has `left` lanes. `out` may be `x`. With a
- * `bound`, act(x) is at most that, and `up` is clamped to it. */
+/* out = act(x) for `count` vectors, times `up` if it is not NULL. The last vector has `left` lanes. `out` may be `x`. If `bound`
+ * is not 0, act(x) is at most `bound`, and `up` is clamped to [-bound, bound]. */
 INLINE void activate_some(int kind, float bound, int count, const void *x, long at, const void *up, long up_at, void *out,
                           long out_at, long left, int bf16)
 {
@@ -102,7 +102,7 @@ INLINE void activate_all(int kind, float bound, const void *x, long at, const vo
         activate_some(kind, bound, 1, x, at + i, up, up_at + i, out, out_at + i, size - i, bf16);
 }
 
-/* For activations without a bound. */
+/* `activate_all`, compiled for SILU with a bound and for any activation without one. */
 INLINE void activate(int kind, float bound, const void *x, long at, const void *up, long up_at, void *out, long out_at,
                      long size, int bf16)
 {

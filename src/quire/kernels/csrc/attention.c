@@ -36,7 +36,7 @@ typedef struct {
     int64_t q_stride;  /* between tokens */
     int64_t table_width, num_seqs, heads, kv_heads, head_dim, slot_stride, block_size;
     int64_t window;               /* 0: all */
-    int64_t chunked;              /* whether the window begins at a multiple of itself, not at a distance from the query */
+    int64_t chunked;              /* whether the window begins at a multiple of its size, not at a distance from the query */
     int64_t q_bf16, kept, sinks_bf16; /* kept: a cache dtype of cache_dtype.h */
     double scale, v_scale, softcap; /* v_scale: factor of the summed values; softcap 0: none */
     int64_t max_tasks, max_saved; /* upper bounds, by quire_attention_room */
@@ -109,8 +109,8 @@ static void copy_heads(const void *from, int kind, long at, long heads, long hea
 
 static int is_copied(const Job *job) { return job->kept != KEPT_F32 || job->head_dim % LANES; }
 
-/* Return pointers to the keys and values of positions [first, end) of one tile, as float. Those of a single head are copied to
- * contiguous memory, as many rows read them. */
+/* Return pointers to the keys and values of positions [first, end) of one tile, as float. Keys and values of a single head are
+ * copied to contiguous memory, because many rows read them. */
 static void gather(const Job *job, const Task *task, long tile, long first, long end, Scratch *scratch,
                    const float **keys, const float **values)
 {
@@ -217,7 +217,7 @@ static void score_packed(long rows, const float *q, const float *const *keys, lo
     score_some(rows, q, keys, 0, low, high, dim, out);
 }
 
-/* Weighted sums of values [first, end); after those before `first`, unless it is `begin`. */
+/* Weighted sums of values [first, end), added to `out`; if `first` is `begin`, `out` is overwritten. */
 static void mix_packed(long rows, const float *weights, const float *const *values, long begin, long first, long end, long dim,
                        float *out)
 {
@@ -281,7 +281,7 @@ static void attend_many(const Job *job, const Task *task, long tile, long first,
         }
 }
 
-/* Rows are ordered by KV head. */
+/* Attention of all rows of a task, ordered by KV head, to the keys [first, end) of one tile. */
 static void attend_tile(const Job *job, const Task *task, long tile, long first, long end, Scratch *scratch)
 {
     const float *keys[TILE], *values[TILE];
@@ -312,7 +312,7 @@ static void merge(Sums *total, const Sums *part, long rows, long dim)
     }
 }
 
-/* The keys that the queries of a task attend to. */
+/* Set the range [first, end) of the keys that the queries of a task attend to. */
 static void seen(const Job *job, const Task *task, long *first, long *end)
 {
     long query_len = job->query_starts[task->seq + 1] - job->query_starts[task->seq];
@@ -391,7 +391,7 @@ static void join(const Job *job, const Task *task, long count, Scratch *scratch,
 
 static int same_rows(const Task *a, const Task *b) { return a->seq == b->seq && a->kv_head == b->kv_head; }
 
-/* Maximum queries per task of a sequence. A long one has several blocks of queries, so it is not split by tiles. */
+/* Maximum queries per task of a sequence. A long sequence has several blocks of queries, so it is not split by tiles. */
 static long step_of(const Job *job, long query_len, long num_threads)
 {
     long group = job->heads / job->kv_heads, rows = query_len * group;
@@ -399,8 +399,8 @@ static long step_of(const Job *job, long query_len, long num_threads)
     return at_least((is_long ? LONG_ROWS : BLOCK_ROWS) / group, 1);
 }
 
-/* The last queries of a sequence, which attend to the most keys, come first. A sequence with a single block of queries is also
- * split by tiles if there are several threads. */
+/* List the tasks and return their number. The last queries of a sequence, which attend to the most keys, come first. A sequence
+ * with a single block of queries is also split by tiles if there are several threads. */
 static long list_tasks(const Job *job, Task *tasks, long num_threads, long *saved_size)
 {
     long group = job->heads / job->kv_heads, count = 0;

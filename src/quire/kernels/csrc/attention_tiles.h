@@ -21,7 +21,7 @@
 #define ROWS 3
 #endif
 #ifndef MIXED_KEYS
-#define MIXED_KEYS 64 /* values that all rows mix before the next, for the L1 cache */
+#define MIXED_KEYS 64 /* values that are added for all rows before the next values, so that they stay in the L1 cache */
 #endif
 
 /* Scores of several rows with 4 keys at offset `from` of the pointers. */

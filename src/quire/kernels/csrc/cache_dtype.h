@@ -18,7 +18,7 @@ typedef uint8_t vb __attribute__((vector_size(LANES)));
 
 INLINE vu from_bytes(vb x)
 {
-#ifdef HAS_AVX512 /* the compiler would split it */
+#ifdef HAS_AVX512 /* the compiler would split the conversion in two */
     return (vu)_mm512_cvtepu8_epi32((__m128i)x);
 #else
     return __builtin_convertvector(x, vu);
@@ -78,8 +78,8 @@ INLINE void widen_kept(const void *from, int kind, long at, long count, float fa
     }
 }
 
-/* Quantize a head to int8: its absolute maximum has the code 127. The scale is stored behind the codes; NaN and infinity make it
- * NaN or infinite. */
+/* Quantize a head to int8: its absolute maximum has the code 127. The scale is stored behind the codes; NaN and infinity make
+ * the scale NaN or infinite. */
 INLINE void narrow_int8(const float *from, int8_t *into, long count, int is_bf16)
 {
     float most = 1e-30f;

@@ -241,7 +241,7 @@ INLINE void times_many(int form, long count, const uint8_t *weight, long halves,
     }
 }
 
-/* Row by row. */
+/* Rows of x times groups of the weight, one row at a time. */
 INLINE void run_single(int form, const LinearJob *job, const Matrix *part, const uint8_t *x, long at, long row, long row_end,
                     long group, long group_end)
 {

@@ -1,8 +1,8 @@
 /* Conversion of the blocks of a GGUF file to the formats of the GEMM kernels, and of single rows to floats. */
 #include "half.h"
 
-/* ggml types; equal to the numbers in cpu/gguf.py. Types with a grid are resolved there, to 32 columns in two floats and 16 bytes of
- * codes. */
+/* ggml types; equal to the numbers in cpu/gguf.py. Types with a grid are first converted by gguf_grid.py to blocks of 32 columns:
+ * two floats and 16 bytes of codes. */
 enum { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS, IQ4_NL, MXFP4, GRID_IQ2, GRID_IQ3_XXS, GRID_IQ3_S };
 
 typedef struct {
@@ -153,7 +153,7 @@ INLINE void read_iq4_nl(const uint8_t *from, Block *into)
     memcpy(into->codes, from + 2, 16);
 }
 
-/* The floats are the scales of both halves, or a scale and a low. */
+/* Read a block of gguf_grid.py: the two floats are the scales of both halves, or a scale and a low. */
 INLINE void read_grid(const uint8_t *from, Block *into)
 {
     memcpy(into->scale, from, 8);

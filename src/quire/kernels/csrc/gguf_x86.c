@@ -164,7 +164,7 @@ INLINE reals group_heads(int form, const uint8_t *at)
     return OP(loadu_ps)((const float *)at);
 }
 
-/* What is added to the values of 4-bit codes for factors that are not negative: codes, or values of a table. */
+/* Number that is added to the values of 4-bit codes (or of their table), so that the integer factors are not negative. */
 INLINE int offset_of(int form) { return form == E2M1 ? 12 : form == IQ2_F_16 ? 43 : form == IQ3_F ? 62 : form == IQ4_F ? 127 : 8; }
 
 /* Read the scales and lows of a block; return a pointer to its codes. */

@@ -8,7 +8,7 @@
 #include "matrix.h"
 #include "simd_wide.h"
 
-#define E4M3_FACTOR 256.0f /* factor that its bits in a float16 lack */
+#define E4M3_FACTOR 256.0f /* an E4M3 value divided by the float16 that has its bits */
 
 /* A float16 with the value of the code, or 1/256 of it. */
 INLINE uint16_t half_of_fp8(int form, uint8_t code)

@@ -76,7 +76,7 @@ INLINE void times_floats(int count, const Rows *x, long first, const float *cons
                 sums[r * TILE + i] += rest(from + r * x->stride, w[i], k, columns);
 }
 
-/* Fewer rows of x than MANY. */
+/* Fewer than MANY rows of x times 4 rows of the weight. */
 static void times_tile(const Rows *x, const float *const w[4], long columns, long ahead, float *sums)
 {
     long r = 0;

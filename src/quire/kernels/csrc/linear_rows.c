@@ -29,7 +29,7 @@ INLINE void panel_row(const void *x, int is_bf16, long from, long columns, float
         widen(x, is_bf16, from + k, at_most(WIDE, columns - k), 1, into);
 }
 
-/* Offset of a row of x. Rows after the last repeat it. */
+/* Offset of a row of x. Rows after the last row repeat the last row. */
 INLINE long x_at(const LinearJob *job, long row)
 {
     row = at_most(row, job->num_rows - 1);

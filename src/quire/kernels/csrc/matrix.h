@@ -93,7 +93,7 @@ typedef struct {
 
 /* Rows of x to prepare, including the padding of the last panel; 0 if x is read directly. */
 long quire_linear_rows(const LinearJob *job);
-/* Convert a row of x to the input format of the GEMM, at its position in `into`. Rows after the last repeat it. */
+/* Convert a row of x to the input format of the GEMM, at its position in `into`. Rows after the last row repeat the last row. */
 void quire_linear_prepare(const LinearJob *job, long row, uint8_t *into);
 long quire_linear_tasks(const LinearJob *job);
 void quire_linear_task(const LinearJob *job, const uint8_t *prepared, long task);
@@ -141,7 +141,7 @@ INLINE float read_head(int form, const uint8_t *heads, long i)
 
 INLINE long at_most(long x, long most) { return x < most ? x : most; }
 
-/* A row of a matrix in the row layout. Rows after the last repeat it. */
+/* A row of a matrix in the row layout. Rows after the last row repeat the last row. */
 INLINE const uint8_t *row_at(const Matrix *part, long row)
 {
     return (const uint8_t *)part->data + at_most(row, part->rows - 1) * part->row_bytes;

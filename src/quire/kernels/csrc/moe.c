@@ -202,7 +202,7 @@ static long rows_of(const ExpertsJob *job)
     return job->counts[0] ? end[-1].first + end[-1].count : 0;
 }
 
-/* Prepare a row of a group; rows after the last pad the panel. */
+/* Prepare a row of a group. With the last row, also prepare the padding rows of its panel. */
 static void prepare(const LinearJob *product, long row, uint8_t *into)
 {
     long rows = quire_linear_rows(product), end = row + 1 < product->num_rows ? row + 1 : rows;
@@ -214,7 +214,7 @@ static const uint8_t *prepare_x(const ExpertsJob *job)
 {
     const Group *group = job->groups;
     long rows = rows_of(job);
-    if (job->num_tokens == 1 && rows) { /* equal for all experts: every thread has its own copy */
+    if (job->num_tokens == 1 && rows) { /* x is equal for all experts: every thread has its own copy */
         uint8_t *own = job->prepared_x + omp_get_thread_num() * job->prepared_x_bytes;
         LinearJob product = product_of(job, group, GATE_UP);
         prepare(&product, 0, own);

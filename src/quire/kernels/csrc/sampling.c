@@ -202,7 +202,7 @@ static float nucleus(Scratch *scratch, long size, float peak, double share, floa
 {
     long last = place_of(floor, peak), place = 0;
     double total = 0, so_far = 0;
-    if (floor > -INFINITY) { /* it splits a bin */
+    if (floor > -INFINITY) { /* the floor splits a bin */
         long count = collect(scratch, size, peak, last, floor);
         scratch->sums[last] = 0;
         for (long i = 0; i < count; i++)

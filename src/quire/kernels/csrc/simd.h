@@ -90,7 +90,7 @@ INLINE vf fused_by(vf a, factors by, int i, vf c) { return fused(a, splat(by[i])
 
 INLINE vf pick(vi where, vf yes, vf no) { return (vf)((where & (vi)yes) | (~where & (vi)no)); }
 
-/* NaN if b is. */
+/* NaN if b is NaN. */
 INLINE vf larger(vf a, vf b)
 {
 #ifdef HAS_NEON
@@ -285,7 +285,7 @@ typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
 
 INLINE vf from_halves(vh x)
 {
-#ifdef HAS_AVX512 /* the compiler would split it in two */
+#ifdef HAS_AVX512 /* the compiler would split the conversion in two */
     return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)x), 16);
 #else
     return (vf)(__builtin_convertvector(x, vu) << 16);

@@ -20,7 +20,7 @@
 typedef struct {
     const int32_t *starts, *rows;
     const int64_t *positions;
-    int64_t states_per_row; /* sequences with at most as many tokens keep the state after each, others only the last */
+    int64_t states_per_row; /* sequences with at most this many tokens keep the state after each, longer ones only the last */
 } Seqs;
 
 /* The index of a sequence's state after `count` of its tokens in this batch. */
@@ -230,7 +230,7 @@ typedef struct {
     double eps, log_bound, beta_scale; /* log_bound: lower limit of the log decay, 0: none */
 } DeltaJob;
 
-/* Part of the state of a head that is kept, where `x` is a + bias. */
+/* Factor by which a token multiplies the state of a head, where `x` is a + bias. */
 INLINE float kept_of(const DeltaJob *job, long head, float x)
 {
     float rate = job->rate[head];
