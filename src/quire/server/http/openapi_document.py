@@ -22,7 +22,7 @@ async def _valid_text(request: Request) -> None:
 BODY: dict[str, Any] = {"dependencies": [Depends(_valid_text)]}
 """Route options of a route with a body: the body must be valid text."""
 CODES = (400, 404, 413, 422, 429, 500, 503)
-"""Status codes of errors of a route that uses the engine."""
+"""Error status codes of a route that uses the engine."""
 
 
 def add_post(
@@ -69,8 +69,8 @@ def replies_of(
 
 
 def document(app: FastAPI) -> dict[str, Any]:
-    """Return FastAPI's document without its 422 for invalid bodies. Here that is 400; 422 is a failed media
-    fetch."""
+    """Return FastAPI's OpenAPI document without status 422 for invalid bodies: this server answers them with
+    400, and uses 422 for media that cannot be fetched."""
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
         for path in document["paths"].values():

@@ -27,11 +27,12 @@ def default_max_connections(num_files: int) -> int:
 
 @dataclass
 class RefusalLog:
-    """Log the first refusal of a cause at once, and those that follow as one line per interval and cause."""
+    """Log of refused clients: the first refusal of a cause is logged at once, later refusals as one line per
+    cause and interval."""
 
     interval_s: float = LOG_INTERVAL_S
     _counts: dict[str, int] = field(default_factory=dict)
-    """Refusals since the last log line, by cause; a cause is removed after an interval without any."""
+    """Refusals since the last log line, by cause; a cause is removed after an interval without refusals."""
 
     def count(self, cause: str, client: str) -> None:
         """Count one refusal. `cause` must be one of few texts and must not quote client input."""
