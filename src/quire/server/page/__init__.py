@@ -56,7 +56,8 @@ OPEN_PATHS = frozenset({"/", *(f"/page/{name}" for name in ASSETS)})
 
 
 class SnapshotFeed:
-    """Snapshots of the engine as events: one per tick for all listeners, none without listeners."""
+    """Snapshots of the engine as server-sent events: one per `TICK_S` seconds, which all listeners share, and
+    none without listeners."""
 
     def __init__(self, engine: AsyncEngine, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine = engine

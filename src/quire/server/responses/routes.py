@@ -129,7 +129,7 @@ class Responses:
         return json_response(stored.as_dict())
 
     async def delete_response(self, response_id: str, request: Request) -> Response:
-        """Delete a stored response. One that runs in the background is cancelled."""
+        """Delete a stored response. A response that runs in the background is cancelled first."""
         stored = self._stored(response_id, request)
         if stored.run is not None:
             await stored.run.cancel()
