@@ -99,7 +99,7 @@ def _parse(path: Path, text: str) -> Any:
 
             return yaml.safe_load(text)
         return json.loads(text)
-    except Exception as error:  # yaml raises several classes
+    except Exception as error:  # yaml raises exceptions of several classes
         where = getattr(error, "lineno", None) or getattr(getattr(error, "problem_mark", None), "line", None)
         error_place = f" near line {where}" if where else ""
         raise ConfigError(f"api_key: {path} is not valid {kind[1:].upper() or 'JSON'}{error_place}") from None

@@ -171,7 +171,7 @@ async def _drain(
     await asyncio.wait((serving,), timeout=timeout_s)
     num_answering = sum(len(application.api.running_requests) for application in applications)
     if not serving.done() and num_answering:
-        logger.warning("Aborting %d requests that did not finish in time", num_answering)
+        logger.warning("Aborting %d requests that exceed --shutdown-timeout", num_answering)
     for application in applications:
         application.api.running_requests.abort()
     await asyncio.wait((serving,), timeout=_GRACE_S)

@@ -149,7 +149,7 @@ def validation_error(error: ValidationError) -> Response:
 
 
 def _keys(item: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the keys of a validation error to show; the context of invalid JSON has its reason."""
+    """Return the keys of a validation error to show; for invalid JSON also `ctx`, which has the reason."""
     return ("type", "loc", "msg", "ctx") if item["type"] == "json_invalid" else ("type", "loc", "msg")
 
 

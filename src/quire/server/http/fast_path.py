@@ -36,7 +36,7 @@ _MAYBE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 _LARGE = 1 << 20
 """Size in bytes above which a body is parsed in a thread."""
 _MANY_BYTES, _MANY_VALUES = 1 << 14, 1 << 11
-"""A body with more bytes and more values than these is parsed in a thread, too: it takes about a
+"""A body with more bytes and more values than these is parsed in a thread, too: parsing it takes about a
 millisecond."""
 _MAX_VALUES, _MAX_PARTS = 1 << 21, 1 << 18
 """Maximum values of a body, and maximum lists, objects and names. Parsing that many holds the GIL for half a
@@ -146,7 +146,7 @@ def _parse_large(adapter: TypeAdapter[Any], raw: bytes) -> Any:
             if count > limit:
                 raise RequestError(f"the body has {count} {kind}, and may have {limit}; send less at once")
     check_text(raw)
-    gc.disable()  # it would scan all parsed objects repeatedly
+    gc.disable()  # a collection would scan all parsed objects repeatedly
     try:
         return adapter.validate_json(raw)
     finally:

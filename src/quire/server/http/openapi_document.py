@@ -52,8 +52,8 @@ def add_post(
 def replies_of(
     model: type | None, *codes: int, stream: bool = False, error: type = ErrorReply
 ) -> dict[str, Any]:
-    """Return the route options that document its responses. Without a model, the successful response has no
-    body."""
+    """Return the options of a route that document its responses. If `model` is None, the successful response
+    has no body."""
     success: dict[str, Any] = {"description": "Done.", "content": {}} if model is None else {"model": model}
     described: dict[int | str, dict[str, Any]] = {200: success}
     if stream:

@@ -22,7 +22,7 @@ from quire.server.http.errors import error_info
 from quire.server.http.refusals import OpenConnections, RefusalLog, network_of
 
 MAX_PIPELINED = 16
-"""Maximum pipelined requests that wait for the running one."""
+"""Maximum pipelined requests that wait for the running request."""
 MAX_PIPELINED_BYTES = 256 << 10
 """Maximum unparsed bytes of pipelined requests."""
 LINGER_S = 2.0

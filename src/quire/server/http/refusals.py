@@ -18,8 +18,8 @@ _MIN_OTHER_FILES = 64
 
 
 def default_max_connections(num_files: int) -> int:
-    """Return the maximum connections for a limit of open files: seven eighths of it, since other file
-    descriptors are needed too."""
+    """Return the maximum connections for a limit of open files: at most seven eighths of the limit, since
+    other file descriptors are needed, too."""
     if num_files == resource.RLIM_INFINITY:
         return _MAX_DEFAULT
     return max(min(num_files - max(num_files // 8, _MIN_OTHER_FILES), _MAX_DEFAULT), 1)

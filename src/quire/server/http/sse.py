@@ -160,7 +160,7 @@ class EventStream(Response):
 
 
 class StreamWriter:
-    """Writer of outputs as soon as they arrive. They are buffered while the client reads too slowly."""
+    """Writer of outputs as soon as they arrive. Outputs are buffered while the client reads too slowly."""
 
     def __init__(self, connection: Connection, encoder: AnswerEncoder, encode: Encode | None = None) -> None:
         """Create a writer. `encode`, if given, is called instead of `encoder.encode`."""
@@ -168,7 +168,7 @@ class StreamWriter:
         self._encoder, self._encode = encoder, encode or encoder.encode
         self._buffered: dict[str, OutputBuffer] = {}
         self._draining: asyncio.Task[None] | None = None
-        """Task that writes the buffered outputs once the client reads again. If it fails, the stream ends."""
+        """Task that writes the buffered outputs once the client reads again. Its error ends the stream."""
         self._last_id = ""
 
     async def run(self, outputs: Pushed) -> None:

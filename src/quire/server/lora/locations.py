@@ -115,7 +115,7 @@ class LoRALocations:
 
 
 def resolve_path(location: str) -> Path:
-    """Return the path without links and `..`; it need not exist."""
+    """Return the path without links and `..`; the path need not exist."""
     try:
         return Path(location.removeprefix("file://")).expanduser().resolve()
     except (OSError, RuntimeError, ValueError):  # too long, circular links, a NUL byte, an unknown home

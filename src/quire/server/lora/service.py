@@ -68,7 +68,7 @@ class LoRAService:
         if not resolver.may_find(name) or (module := await self._search(resolver.find, name)) is None:
             return
         async with self._registry.locked(name):
-            # Another request may have loaded it meanwhile.
+            # Another request may have loaded the adapter meanwhile.
             if self.get(name) is not None or not resolver.may_find(name):
                 return
             try:
@@ -131,7 +131,7 @@ class LoRAService:
                 facts = await self._engine.operation.add_adapter(module.request())
             except RequestError as error:
                 raise RequestError(f"lora_modules: {module.name!r} from {module.root!r}: {error}") from None
-            logger.info("Adapter %r has rank %d and %s", module.name, facts.rank, human(facts.num_bytes))
+            logger.info("Adapter %r loaded: rank %d, %s", module.name, facts.rank, human(facts.num_bytes))
         self._registry.mark_loaded()
 
     async def load(

@@ -13,7 +13,7 @@ from quire.server.openai.service import ApiCall, GenerationService
 
 
 class ChunkEncoder(AnswerEncoder):
-    """Base of the encoders of chunks with choices. A stream ends with the usage, if that was requested."""
+    """Base of the encoders of chunks with choices. A stream ends with the usage if usage was requested."""
 
     def __init__(
         self,

@@ -37,7 +37,7 @@ PoolingInput = str | list[int] | tuple[str, str] | ScoreInputs
 
 _LONG = 8192
 """Characters or token ids from which work runs in a thread, as it would block the event loop for
-milliseconds: the tokens of 8,000 characters take about 5 ms."""
+milliseconds: tokenization of 8,000 characters takes about 5 ms."""
 _PROMPT_CHARS = 32
 """Characters that are added to the size of each prompt of a call, for the fixed cost of a prompt."""
 _VALUE_CHARS = 16
@@ -81,7 +81,8 @@ class PromptReader:
         settings: ApiSection,
         adapter_of: Callable[[str | None], LoRARequest | None] = lambda name: None,
     ) -> None:
-        """`adapter_of` returns the adapter of a model name, which may have its own tokenizer."""
+        """Create a reader. `adapter_of` returns the adapter of a model name; an adapter may have its own
+        tokenizer."""
         self._inputs = engine.inputs
         self._adapter_of = adapter_of
         self._template = engine.facts.chat_template
@@ -92,7 +93,7 @@ class PromptReader:
         self._without_limits.max_prompt_len = None
         self._without_limits.max_chars = sys.maxsize
         self._without_token_limit = copy.copy(self._without_limits)
-        """Input processor without a limit on tokens, but on characters, to count tokens."""
+        """Input processor with a limit on characters but none on tokens, to count tokens."""
         self._without_token_limit.max_chars = engine.inputs.max_chars
 
     async def read_completion(self, body: CompletionBody, *, max_sequences: int) -> list[Prompt]:

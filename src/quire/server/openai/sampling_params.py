@@ -221,7 +221,7 @@ def sampling_params(
         )
     defaults = facts.default_sampling
     if (body.n or 1) > 1 and defaults.get("temperature") == 0:
-        defaults = defaults | {"temperature": None}  # several choices are sampled, also of a greedy model
+        defaults = defaults | {"temperature": None}  # several choices ignore a greedy default
     for name in _DEFAULTED:
         if fields[name] is None:
             fields[name] = defaults.get(name)

@@ -82,7 +82,7 @@ class ApiCall:
     prompts: list[Prompt]
     params: list[Params]
     timeline: JobTimeline | None = None
-    """Timings of the call, if the client requested them."""
+    """Timings of the call; None if the client did not request them."""
     account: KeyAccount | None = None
     """Account of the call's API key; None without a named key."""
     lora: LoRARequest | None = None
@@ -174,7 +174,8 @@ class GenerationService:
         prompts: list[Prompt],
         params: Sequence[Params],
     ) -> ApiCall:
-        """Build the call of a request, charge its prompt tokens to the key and log it."""
+        """Build the call of a request, charge the prompt tokens to the request's key, and log the prompts if
+        this is enabled."""
         base = request.headers.get("x-request-id") or body.request_id or uuid.uuid4().hex
         _check_id(base)
         priority = _header_int(request, "x-vllm-priority")
@@ -203,8 +204,8 @@ class GenerationService:
         return job
 
     def _resolve_model(self, name: str | None, request: Request) -> tuple[str, LoRARequest | None]:
-        """Return the model name for the response, and the adapter; raise NotFound if it was unloaded
-        meanwhile."""
+        """Return the model name for the response, and the adapter (None: the base model). Raise NotFound if
+        the adapter was unloaded meanwhile."""
         names = self.engine.facts.model_names
         if not name or name in names:
             return names[0], None

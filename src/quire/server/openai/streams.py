@@ -97,7 +97,7 @@ class MergedOutputs:
         item = await self._arrived.get()
         if isinstance(item, RequestOutput):
             return item
-        self._arrived.put_nowait(item)  # the next call gets it again
+        self._arrived.put_nowait(item)  # the next call gets the same end or error
         raise StopAsyncIteration if item is None else item
 
     async def _queue(self) -> None:

@@ -51,7 +51,7 @@ def read_assets(folder: Path) -> dict[str, Asset]:
 
 
 ASSETS = read_assets(Path(__file__).parent)
-# Paths that hold no secret: a browser must load them before it can ask for the API key.
+# Paths without secrets: a browser must load them before it can ask the user for the API key.
 OPEN_PATHS = frozenset({"/", *(f"/page/{name}" for name in ASSETS)})
 
 

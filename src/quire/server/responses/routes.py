@@ -203,7 +203,7 @@ def _owner(request: Request) -> int:
 async def _generate_whole(
     api: GenerationService, chat: ChatRequest, encoder: ResponseEncoder
 ) -> dict[str, Any]:
-    """Generate a response token by token and return it whole."""
+    """Generate a response token by token and return the whole response."""
     outputs = await api.streamed(chat.job)
     try:
         async for output in outputs:
