@@ -1,4 +1,4 @@
-"""The keys of the API: plain ones, or a file of keys with names, weights and limits (docs/keys.md)."""
+"""API keys: plain keys, or a file of keys with names, weights and limits (docs/keys.md)."""
 
 import hashlib
 import json
@@ -26,20 +26,21 @@ class Key:
     max_concurrency: int | None = None
     tokens_per_minute: int | None = None
     cache_group: str = ""
-    """Keys of one group share cached prefixes and media; a key without one shares them with no other."""
+    """Group of keys that share cached prefixes and media. A named key without a group shares them with no
+    other key."""
     operator: bool = False
     """Whether the key may load and unload models."""
 
     @property
     def cache_scope(self) -> str:
-        """Return the cache scope of the key's requests; all plain keys share one."""
+        """Return the cache scope of the key's requests; all plain keys share the empty scope."""
         if not self.name:
             return ""
         return f"group {self.cache_group}" if self.cache_group else f"key {self.name}"
 
 
 def key_names(keys: Iterable[Key]) -> list[str]:
-    """Return the names of the named keys, in the order of their numbers."""
+    """Return the names of the named keys; the index of a name is the number of the key's account."""
     return [key.name for key in keys if key.name]
 
 
@@ -98,7 +99,7 @@ def _parse(path: Path, text: str) -> Any:
 
             return yaml.safe_load(text)
         return json.loads(text)
-    except Exception as error:  # yaml raises several classes
+    except Exception as error:  # yaml raises exceptions of several classes
         where = getattr(error, "lineno", None) or getattr(getattr(error, "problem_mark", None), "line", None)
         error_place = f" near line {where}" if where else ""
         raise ConfigError(f"api_key: {path} is not valid {kind[1:].upper() or 'JSON'}{error_place}") from None

@@ -36,7 +36,7 @@ from quire.server.tokens.routes import add_token_routes, add_tokens_in_out
 
 
 class Application:
-    """The ASGI application, with the handles that a drain needs."""
+    """The ASGI application of one model, with the objects that a drain needs: `api` and `feed`."""
 
     def __init__(
         self,
@@ -84,13 +84,15 @@ def _add_text_routes(app: FastAPI, api: GenerationService) -> None:
 
 
 def inner_app(app: FastAPI, api: GenerationService, settings: ServerSettings) -> ASGIApp:
-    """Return the routes of a model, with direct answers to JSON bodies. Requests hold their adapters."""
+    """Return the routes of a model behind `FastPath`. With LoRA, a request holds its adapters until it has
+    ended."""
     fast_path = FastPath(app, log_stack=settings.log.log_error_stack)
     return api.adapters.hold_adapters(fast_path) if api.adapters.enabled else fast_path
 
 
 def wrap(app: ASGIApp, engine: AsyncEngine, settings: ServerSettings, ledger: Ledger) -> ASGIApp:
-    """Return `app` within the middleware; `engine` counts the exchanges."""
+    """Return `app` wrapped in the server's middleware. `engine` counts the HTTP exchanges and provides the
+    weight version."""
     access = settings.access
     middleware = AdmissionMiddleware(
         app,

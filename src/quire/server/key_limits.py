@@ -15,8 +15,8 @@ class Ledger:
     """The keys of a server, with their open requests and used tokens over all API processes.
 
     tokens_per_minute is a token bucket that fills in a minute. A request is admitted while the bucket is not
-    empty. Its prompt is deducted when it was tokenized, its output as it is generated. The bucket may
-    therefore become negative, and no request is admitted until it is positive again.
+    empty. The prompt is deducted after its tokenization, and the output as it is generated. The bucket may
+    therefore become negative; then no request is admitted until it is positive again.
     """
 
     def __init__(
@@ -31,8 +31,8 @@ class Ledger:
         self._clock = clock
 
     def find(self, presented: bytes) -> Key | None:
-        """Return the matching key. All keys are compared, so the time does not depend on which one
-        matches."""
+        """Return the key that equals `presented`, or None. All keys are compared, so that the time does not
+        reveal which key matches."""
         sent_digest, match = digest(presented), None
         for key in self.keys:
             if hmac.compare_digest(sent_digest, key.digest):
@@ -43,8 +43,9 @@ class Ledger:
         return self._accounts[self._numbers[key.digest]] if key.name else None
 
     def enter(self, key: Key, *, tokenless: bool = False) -> TooMany | None:
-        """Admit a request, which must call `leave` at its end, or return why it is refused. A `tokenless`
-        request does not use the model and is exempt from tokens_per_minute."""
+        """Admit a request and return None, or return the error that refuses it. The caller must call `leave`
+        when an admitted request ends. A `tokenless` request does not use the model and is exempt from
+        tokens_per_minute."""
         if not key.name:
             return None
         number, pages = self._numbers[key.digest], self._pages
@@ -74,8 +75,8 @@ class Ledger:
         )
 
     def _check_tokens(self, key: Key, number: int, common: Any) -> tuple[str, TooMany] | None:
-        """Check tokens_per_minute. `common` holds the tokens granted since the start and the time of the last
-        grant."""
+        """Check tokens_per_minute. `common` holds two values that all processes share: the tokens granted
+        since the start, and the time of the last grant in seconds (0: no grant yet)."""
         rate = key.tokens_per_minute
         if rate is None:
             return None

@@ -94,7 +94,8 @@ async def serve(
     keys: KeyPages | None = None,
     registry: LoRARegistry | None = None,
 ) -> None:
-    """Serve one model; see `serve_models`. `on_serving` is called when the server accepts connections."""
+    """Serve one model, see `serve_models`. `on_serving` is called with its application when the server
+    accepts connections."""
     application = Application(engine, settings, keys, registry)
     await serve_models(
         settings,
@@ -117,10 +118,11 @@ async def serve_models(
     announce: bool = True,
     on_serving: Callable[[], object] = lambda: None,
 ) -> None:
-    """Serve `app` on listening sockets, or on the connections that a handle receives, until `stop` is set
-    (without one: until SIGTERM or SIGINT). Then let running requests of its applications, one per model,
-    finish for `shutdown_timeout` seconds and abort the rest. `on_serving` is called when connections are
-    accepted."""
+    """Serve `app` until `stop` is set; if `stop` is None, until SIGTERM or SIGINT.
+
+    `connections`: listening sockets, or a handle that receives connections; None binds the address of the
+    settings. At the end, running requests of the `applications` (one per model) have `shutdown_timeout`
+    seconds to finish; the rest are aborted. `on_serving` is called when the server accepts connections."""
     config, stop = _config(app, settings), stop or _stop_on_signals()
     if isinstance(connections, ConnectionHandle):
         source: ConnectionSource = ConnectionReceiver(connections)
@@ -141,7 +143,8 @@ async def serve_models(
 
 
 def _announce(settings: ServerSettings, applications: Sequence[Application]) -> None:
-    """Log the address, the parsers that chat templates select, and the routes (at the level `debug`)."""
+    """Log the address, the parsers that chat templates select, unprotected accesses and, at level `debug`,
+    the routes."""
     logger.info("Starting Quire server on %s", settings.address)
     if not settings.http.uds:
         logger.info("Chat and live view: %s/", settings.address.replace("://0.0.0.0", "://localhost"))
@@ -168,7 +171,7 @@ async def _drain(
     await asyncio.wait((serving,), timeout=timeout_s)
     num_answering = sum(len(application.api.running_requests) for application in applications)
     if not serving.done() and num_answering:
-        logger.warning("Aborting %d requests that did not finish in time", num_answering)
+        logger.warning("Aborting %d requests that exceed --shutdown-timeout", num_answering)
     for application in applications:
         application.api.running_requests.abort()
     await asyncio.wait((serving,), timeout=_GRACE_S)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 _PREFIX = "server."
-"""Prefix of the server's flags in the argparse namespace, which the engine's flags share."""
+"""Prefix of the server's flags in the argparse namespace, which also holds the engine's flags."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ IGNORED: dict[str, bool] = {
     "enable_offline_docs": True,
     "enable_ssl_refresh": True,
 }
-"""Flags of vLLM's server that are accepted with a warning and ignored; the value: whether it is a switch."""
+"""Flags of vLLM's server that are ignored with a warning, by name; True if the flag is a switch."""
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:

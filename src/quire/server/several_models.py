@@ -41,12 +41,12 @@ from quire.server.settings import ServerSettings
 
 LORA_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 _POOL_PATHS = ("/sleep", "/wake_up")
-"""Routes of a single engine that would change the state of a model without the pool."""
+"""Routes for a single model that are refused here: they would change its state without the pool."""
 _STATUS_PATHS = frozenset({"/v1/models", "/health", "/ping", "/load", "/metrics"})
 _MAX_FORM_FIELD = 1 << 16
 """Maximum size in bytes of the part of a form that names the model."""
 _LARGE_BYTES = 1 << 20
-"""Size above which the names in a body are looked up in a thread."""
+"""Size in bytes above which a body is searched for the model's name in a thread."""
 _FORM_MODEL = re.compile(rb'name="?model"?[;\r]')
 """Header of the part of a form that names the model."""
 
@@ -66,7 +66,7 @@ class ModelBody(BaseModel):
 
 
 class ServedModel:
-    """A model of a server with several: its routes, and its entry in the pool."""
+    """One model of a server with several models: its routes, and its entry in the pool."""
 
     def __init__(self, application: Application, pool_model: PoolModel) -> None:
         self.application = application
@@ -75,10 +75,10 @@ class ServedModel:
         routes = (route for route in application.routes.routes if isinstance(route, Route))
         paths = {route.path for route in routes if "POST" in (route.methods or ())}
         self.engine_paths = paths - UNLIMITED_PATHS.keys() - (TOKENLESS_PATHS - LORA_PATHS)
-        """Paths with POSTs that need the engine."""
+        """Paths with POSTs that need the engine, so that the model must be awake."""
 
     def cards(self) -> dict[str, dict[str, Any]]:
-        """Return the descriptions of the model and its adapters, with the state of the model."""
+        """Return the /v1/models entries of the model and its adapters by name, with the model's state."""
         pool_model = self.pool_model
         status: dict[str, Any] = {"value": pool_model.state, "pinned": pool_model.pinned}
         if pool_model.sleep_level:
@@ -90,7 +90,8 @@ class ServedModel:
 
 
 class ModelRouter:
-    """ASGI application that sends each request to the routes of its model, once that model is awake."""
+    """ASGI application that sends each request to the routes of its model. A request that needs the engine
+    waits until the model is awake."""
 
     def __init__(
         self,
@@ -98,7 +99,7 @@ class ModelRouter:
         pool: ModelPool,
         settings: ServerSettings,
     ) -> None:
-        """Set the models; the first one answers requests that name none."""
+        """Set the models; the first model answers requests that name no model."""
         self._models = list(models)
         self._pool = pool
         self._settings = settings
@@ -134,8 +135,8 @@ class ModelRouter:
             self._pool.release(model.pool_model)
 
     async def _choose(self, path: str, scope: Scope, body: bytes) -> ServedModel:
-        """Return the model that a body names; a body that cannot be read goes to the first one, which reports
-        the error."""
+        """Return the model that the body names, or else the query, or else the first model. An invalid body
+        names no model; the routes of the returned model report the error."""
         is_large = len(body) > _LARGE_BYTES
         names = await asyncio.to_thread(_names_of, path, body) if is_large else _names_of(path, body)
         if path not in LORA_PATHS:
@@ -147,7 +148,8 @@ class ModelRouter:
         return named_model or next(with_adapters, self._models[0])
 
     def find(self, name: str | None) -> ServedModel:
-        """Return the model with this name, or with an adapter of this name; raise NotFound."""
+        """Return the model with this name or with an adapter of this name; without a name, the first model.
+        Raise NotFound for an unknown name."""
         if not name:
             return self._models[0]
         if (model := self._find_by_name(name)) is not None:
@@ -169,7 +171,7 @@ class ModelRouter:
         app = self._app
 
         async def health(model: str | None = None) -> Response:
-            """Whether the server makes progress, or whether one model does: 200, or 503 with the cause."""
+            """Return 200 if the server, or the named model, makes progress, else 503 with the cause."""
             try:
                 if model is None:
                     self._pool.check()
@@ -229,7 +231,8 @@ class ModelRouter:
         return {name: card for model in self._models for name, card in model.cards().items()}
 
     def _model_to_change(self, body: ModelBody, request: Request) -> ServedModel:
-        """Return the model of a request that loads or unloads it; raise Forbidden without the right to."""
+        """Return the model that a request loads or unloads. Raise Forbidden unless the request has an
+        operator's key or the server is in developer mode."""
         if not self._settings.dev_mode and not is_operator(request.scope):
             raise Forbidden(
                 "Only operators load and unload models: give a key `operator: true` in the file of --api-key "
@@ -243,7 +246,7 @@ def _state_of(model: ServedModel) -> Response:
 
 
 def _names_of(path: str, body: bytes) -> _Names:
-    """Return the names in a body; none if it is invalid."""
+    """Return the model and adapter names in a body; all are None if the body is invalid."""
     if path in FORM_PATHS:
         return _Names(_form_model(body))
     try:
@@ -276,6 +279,6 @@ def merged_metrics_text(engines: Sequence[AsyncEngine]) -> str:
 def models_app(
     models: Sequence[ServedModel], pool: ModelPool, settings: ServerSettings, keys: KeyPages | None = None
 ) -> ASGIApp:
-    """Return the ASGI application of several models, within the middleware of the server."""
+    """Return the ASGI application of several models, wrapped in the server's middleware."""
     router = ModelRouter(models, pool, settings)
     return wrap(router, models[0].api.engine, settings, Ledger(settings.keys, keys))

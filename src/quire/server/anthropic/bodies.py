@@ -11,7 +11,7 @@ from quire.server.openai.requests import Body, CacheControl, EngineBody, Many, S
 
 
 class CachedBlock(Body):
-    """A part of a prompt up to which a client wants it to be cached."""
+    """A part of a prompt that may carry a `cache_control`."""
 
     cache_control: CacheControl | None = doc("Hint that the prompt will be used again.")
 
@@ -218,8 +218,8 @@ class CreatedTokens(BaseModel):
 
 
 class MessageUsage(BaseModel):
-    """Token counts. The prompt has `input_tokens`, `cache_read_input_tokens` and
-    `cache_creation_input_tokens` together."""
+    """Token counts. The length of the prompt is the sum of `input_tokens`, `cache_read_input_tokens` and
+    `cache_creation_input_tokens`."""
 
     input_tokens: int
     output_tokens: int

@@ -1,5 +1,5 @@
-"""Encoding of a reply of /v1/messages, whole or as stream events. Parsed pieces become content blocks, of
-which each starts, grows and stops before the next."""
+"""Encoding of a reply of /v1/messages, whole or as stream events. Parsed pieces become content blocks; each
+block stops before the next one starts."""
 
 import json
 import re
@@ -46,7 +46,7 @@ class BlockEvents:
                 return [self._delta("input_json_delta", partial_json=text)]
 
     def end(self) -> list[Event]:
-        """Close the open block. A message has at least one block."""
+        """Close the open block. A message without a block gets an empty text block."""
         return [*([] if self.index >= 0 else self._begin("text", text="")), *self._close()]
 
     def _text(self, text: str) -> list[Event]:

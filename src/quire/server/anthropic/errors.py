@@ -19,7 +19,8 @@ _KINDS = {
 
 
 def as_message_error(body: dict[str, Any], status: int | None = None) -> dict[str, Any]:
-    """Return an error body in this API's format. Without `status` the code in the body is used."""
+    """Return an error body in Anthropic's format. The error type follows from the code in the body, or from
+    `status` if the body has no code."""
     message = body.get("error", body.get("detail"))
     if isinstance(message, dict):
         status, message = message.get("code", status), message.get("message")
@@ -28,7 +29,7 @@ def as_message_error(body: dict[str, Any], status: int | None = None) -> dict[st
 
 
 class MessageErrorMiddleware:
-    """Rewrites the error replies of `app` on the paths of this API."""
+    """ASGI middleware that rewrites the error replies of `app` on the paths of Anthropic's API."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

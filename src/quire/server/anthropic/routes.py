@@ -39,5 +39,5 @@ async def count_message_tokens(api: GenerationService, body: CountBody, request:
 
 
 async def _as_chat(body: CountBody, request: Request, *, budgets: bool) -> ChatBody:
-    """Translate the body; in a thread if the body is long or its length is unknown."""
+    """Translate the body to a chat body, in a thread if it is long or of unknown length."""
     return await off_loop(num_body_bytes(request), lambda: as_chat(body, budgets=budgets))

@@ -15,7 +15,7 @@ Format = Literal["json", "text", "srt", "verbose_json", "vtt"]
 
 
 class SpeechForm(CallBody):
-    """Fields of both forms."""
+    """Fields that the forms of transcriptions and translations share."""
 
     model_config = ConfigDict(strict=False)
 

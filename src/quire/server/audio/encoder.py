@@ -29,17 +29,17 @@ class SpeechRequest:
     job: ApiCall
     transcriber: Transcriber
     language: str | None
-    """Language of the audio; None if it is not set and the model does not detect it."""
+    """Language code of the audio; None if the request sets none and the model does not detect it."""
     starts: Sequence[int]
-    """First samples of the chunks."""
+    """Index of the first sample of each chunk."""
     length: int
-    """Number of samples."""
+    """Number of samples of the audio."""
     granularities: frozenset[str] = frozenset({"segment"})
     """Units with timestamps in verbose_json: segments, words."""
     no_speech: Sequence[float | None] = ()
-    """Probability of each chunk that it contains no speech."""
+    """Probability per chunk that the chunk contains no speech, None if unknown; empty if not computed."""
     token_starts: list[list[int]] = field(default_factory=list)
-    """For each chunk, after alignment, the encoder state at which the text after each token begins."""
+    """For each chunk, the encoder state at which the text after each token begins; empty if not aligned."""
 
     @property
     def seconds(self) -> float:
@@ -47,12 +47,12 @@ class SpeechRequest:
 
     @property
     def ends(self) -> list[int]:
-        """Return the samples after the chunks."""
+        """Return the index after the last sample of each chunk."""
         return [*self.starts[1:], self.length]
 
 
 class SpeechEncoder(ChunkEncoder):
-    """Encodes a transcription or translation. Its chunks are the prompts of one job."""
+    """Encodes a transcription or translation. Each chunk of the audio is a prompt of the same call."""
 
     def __init__(self, api: GenerationService, speech: SpeechRequest) -> None:
         self._speech, form = speech, speech.form
@@ -63,7 +63,7 @@ class SpeechEncoder(ChunkEncoder):
         super().__init__(api, speech.job, object=kind, options=options, num_choices=1)
         self._num_finished = 0
         self._has_text = self._is_new_chunk = False
-        """Whether text was sent, and whether the next text belongs to another chunk."""
+        """Whether text was sent, and whether the next text belongs to the next chunk of the audio."""
 
     # ---- streaming
 

@@ -138,7 +138,7 @@ def _granularities(form: SpeechForm) -> frozenset[str]:
 async def _read_audio(
     api: GenerationService, form: SpeechForm, max_samples: int
 ) -> tuple[Samples, list[tuple[int, PreparedItem]]]:
-    """Return the audio samples and the preprocessed chunks with their first samples."""
+    """Return the audio samples, and the preprocessed chunks with the indices of their first samples."""
     data, limit = await form.file.read(), api.settings.max_audio_bytes
     if len(data) > limit:
         raise TooLarge(f"Maximum file size exceeded: the limit is {limit} bytes", param="file")
@@ -181,8 +181,8 @@ class _SpeechRuns:
         return codes[output.outputs[0].token_ids[0]]
 
     async def no_speech_probs(self, pieces: list[tuple[int, PreparedItem]]) -> list[float | None]:
-        """Return for each chunk the probability of silence: the model predicts a no-speech token instead of a
-        language."""
+        """Return for each chunk the probability that it has no speech, None if unknown. It is the probability
+        of the no-speech token where a language token is expected."""
         assert (token_id := self.transcriber.no_speech) is not None
         ids = self.transcriber.prompt(self.task, None, before=_previous_text(self.form))
         prompts = [self.prompt(ids, piece) for _, piece in pieces]
@@ -196,7 +196,8 @@ class _SpeechRuns:
     async def align(
         self, speech: SpeechRequest, pieces: list[tuple[int, PreparedItem]], outputs: list[RequestOutput]
     ) -> None:
-        """Compute the start times of the tokens of all chunks."""
+        """Run the model on the transcribed chunks, and add the start of the text after each token to
+        `speech.token_starts`."""
         inputs = [
             self.transcriber.aligning(prompt.token_ids, output.outputs[0].token_ids, end - start)
             for prompt, output, start, end in zip(

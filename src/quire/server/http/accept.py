@@ -34,7 +34,8 @@ class ConnectionHandle:
 
 
 class ConnectionDealer:
-    """The supervisor's side. A process receives connections from `admit` until `drop`."""
+    """Supervisor's side: accepts connections and passes them to API processes. A process receives
+    connections from `admit` until `drop`."""
 
     def __init__(self, listener: socket.socket, closed_file: Path, count: int) -> None:
         listener.setblocking(False)
@@ -45,14 +46,14 @@ class ConnectionDealer:
         """Number of connections that each process has closed; each process writes its own count."""
         self._num_passed = [0] * count
         self._channels: list[tuple[socket.socket, socket.socket] | None] = [None] * count
-        """The supervisor's end and the process's end, by process."""
+        """Channels by process: the supervisor's end and the process's end; None without a process."""
         self._serving: set[int] = set()
         self._pending: socket.socket | None = None
         """Accepted connection that no process could take yet."""
 
     @property
     def readable_sockets(self) -> Sequence[socket.socket]:
-        """Return the sockets that are readable when `deal` has work."""
+        """Return the sockets to poll; `deal` has work when one of them is readable."""
         return [self._listener] if self._serving and self._pending is None else []
 
     def open(self, index: int) -> ConnectionHandle:
@@ -65,14 +66,14 @@ class ConnectionDealer:
         return ConnectionHandle(process_end, self._file, index)
 
     def admit(self, index: int) -> None:
-        """Start to pass connections to a process that has its end of the channel and serves."""
+        """Start passing connections to a process that has its end of the channel and serves."""
         channels = self._channels[index]
         if channels is not None and index not in self._serving:
             channels[1].close()
             self._serving.add(index)
 
     def drop(self, index: int) -> None:
-        """Stop to pass connections to a process, which has ended."""
+        """Stop passing connections to a process, and close its channel."""
         self._serving.discard(index)
         for end in self._channels[index] or ():
             end.close()
@@ -100,8 +101,8 @@ class ConnectionDealer:
             self._pending = None
 
     def _pass_to_process(self, connection: socket.socket) -> bool:
-        """Pass a connection to the process with the fewest open ones; among equals, with the fewest in
-        total."""
+        """Pass a connection to the process with the fewest open connections; among equals, to the one that
+        received the fewest. Return whether a process took the connection."""
         for index in sorted(
             self._serving, key=lambda i: (self._num_passed[i] - self._closed[i], self._num_passed[i])
         ):
@@ -151,7 +152,7 @@ class ConnectionSource:
         raise NotImplementedError
 
     def count_closed(self) -> None:
-        """Note that a connection was closed."""
+        """Count a closed connection; only `ConnectionReceiver` keeps this count."""
 
     def _connect_socket(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -163,8 +164,8 @@ class ConnectionSource:
 class ConnectionAcceptor(ConnectionSource):
     """Accepts from listening sockets, many connections in one turn of the event loop.
 
-    uvloop accepts one connection per turn. In a flood of connections a turn also handles requests of many
-    others, so a new one would wait for as many turns as connections are queued before it.
+    uvloop accepts one connection per turn. In a flood of connections, each turn also handles requests of
+    many open connections. A new connection would wait one such turn for each connection queued before it.
     """
 
     def __init__(self, listeners: Sequence[socket.socket]) -> None:
@@ -184,7 +185,7 @@ class ConnectionAcceptor(ConnectionSource):
             listener.close()
 
     def _listen(self, listener: socket.socket) -> None:
-        if listener.fileno() >= 0:  # it may be closed in a pause
+        if listener.fileno() >= 0:  # `stop` may have closed the listener during a pause
             asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
     def _accept(self, listener: socket.socket) -> None:
@@ -205,7 +206,7 @@ class ConnectionAcceptor(ConnectionSource):
 
 
 class ConnectionReceiver(ConnectionSource):
-    """The API process's side: receives connections, and counts those that it has closed."""
+    """API process's side: receives connections from the supervisor, and counts the closed connections."""
 
     def __init__(self, handle: ConnectionHandle) -> None:
         super().__init__()

@@ -12,8 +12,8 @@ _OTHER_SITES = (b"cross-site", b"same-site")
 
 
 class CorsMiddleware:
-    """CORS middleware for requests with an Origin header. Requests without one, from clients other than
-    browsers and most from the server's own page, skip it."""
+    """CORS middleware for requests with an Origin header. Other requests skip it: those of clients that are
+    not browsers, and most of the server's own page."""
 
     def __init__(self, app: ASGIApp, access: AccessSection) -> None:
         self._app = app
@@ -37,8 +37,8 @@ class CorsMiddleware:
 
     def _is_refused(self, scope: Scope, origin: str) -> bool:
         """Whether to refuse a request of a page with another origin. Browsers hide the responses from such
-        pages, but still send simple requests; those that change something are refused. Only `Sec-Fetch-Site`
-        is reliable: with a proxy, the server does not know its own origin."""
+        pages, but still send simple requests. Requests with methods that may change something are refused.
+        Only `Sec-Fetch-Site` is reliable: behind a proxy, the server's own origin is unknown."""
         if (
             scope["type"] != "http"
             or scope["method"] in _SAFE_METHODS

@@ -34,13 +34,13 @@ class NotFound(RequestError):
 
 
 class InvalidBody(RequestError):
-    """The body has fields that exclude each other; vLLM reports this as a validation error."""
+    """The fields of the body are invalid together; the error type is that of a validation error in vLLM."""
 
     kind = "Bad Request"
 
 
 class InvalidUserInput(RequestError):
-    """The requested change is impossible; the error type has vLLM's name."""
+    """An adapter cannot be loaded or unloaded as requested; the error type has vLLM's name."""
 
     kind = "InvalidUserInput"
 
@@ -58,7 +58,7 @@ class TooLarge(RequestError):
 
 
 class TooMany(RequestError):
-    """The request exceeds a limit at the moment, and may be sent again after `retry_after_s`."""
+    """The request exceeds a limit at the moment; it may be sent again after `retry_after_s` seconds."""
 
     status = 429
 
@@ -93,7 +93,7 @@ def error_body(error: Exception) -> dict[str, Any]:
 
 
 def as_request_error(error: ValidationError) -> RequestError:
-    """Convert the validation error of a body that was derived from another one."""
+    """Convert the validation error of a chat body that was translated from the body of another API."""
     first = error.errors(include_url=False, include_input=False)[0]
     path = ".".join(map(str, first["loc"]))[:_MAX_PATH]
     return RequestError(f"{path}: {first['msg']}", param=path)
@@ -111,7 +111,7 @@ def error_response(body: dict[str, Any]) -> Response:
 def response_to(error: Exception, *, log_stack: bool = False) -> Response:
     """Return the response to a request that ended with an exception."""
     if isinstance(error, ClientDisconnected):
-        return Response(status_code=499)  # for access logs
+        return Response(status_code=499)  # seen in access logs only
     if isinstance(error, HTTPException):
         return _http_error(error)
     if log_stack and isinstance(error, EngineError):
@@ -149,7 +149,7 @@ def validation_error(error: ValidationError) -> Response:
 
 
 def _keys(item: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the keys of a validation error to show; the context of invalid JSON has its reason."""
+    """Return the keys of a validation error to show; for invalid JSON also `ctx`, which has the reason."""
     return ("type", "loc", "msg", "ctx") if item["type"] == "json_invalid" else ("type", "loc", "msg")
 
 
@@ -163,8 +163,8 @@ def _list_errors(errors: Sequence[Any]) -> Response:
 
 
 def _http_error(error: HTTPException, intended: str | None = None) -> Response:
-    """Return the error in OpenAI's format, and FastAPI's `detail` for unknown routes and methods; an unknown
-    route is answered with the one that the client probably meant."""
+    """Return the error in OpenAI's format. The error for an unknown route or method also has FastAPI's
+    `detail`, and suggests the `intended` route if there is one."""
     status = error.status_code
     if status in (404, 405):  # no such route or method
         hint = f"; did you mean {intended}?" if status == 404 and intended is not None else ""

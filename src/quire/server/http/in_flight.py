@@ -1,6 +1,4 @@
-"""The running requests. Each is cancelled when its client disconnects, and all when a drain times out. Long
-texts that need no model, such as those to tokenize, are limited in number. Handlers share the time of the
-event loop, key by key."""
+"""Running requests: their cancellation, the limit of long bodies, and turns on the event loop by API key."""
 
 import asyncio
 import sys
@@ -20,11 +18,11 @@ T = TypeVar("T")
 
 _LONG_BYTES = 1 << 14
 _MAX_LONG_BODIES = 2
-"""Long bodies that an API process handles at once. They share the threads with the prompts of other requests,
-and tokenization takes about a hundred times the memory of the text."""
+"""Number of long bodies, such as those of /tokenize, that an API process handles at once. They share the
+threads with the prompts of other requests, and tokenization takes about 100 times the text's memory."""
 
 _TURN_S = 0.004
-"""Time of one turn of the event loop after which no further handler begins."""
+"""Seconds of one turn of the event loop after which no further handler begins."""
 
 
 def is_disconnected(receive: Receive) -> bool:
@@ -32,7 +30,7 @@ def is_disconnected(receive: Receive) -> bool:
 
 
 class RunningRequests:
-    """The set of running requests."""
+    """The running requests: each is cancelled when its client disconnects, and all when a drain times out."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -76,12 +74,12 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 
 def num_body_bytes(request: Request) -> int:
-    """Return the length of a body; that of a chunked one is unknown and counts as very long."""
+    """Return the length of a body in bytes; a chunked body has an unknown length: `sys.maxsize`."""
     return int(request.headers.get("content-length", sys.maxsize))
 
 
 class LongBodyLimit:
-    """Semaphore for requests with long bodies; short ones pass freely."""
+    """Semaphore for requests with long bodies; requests with short bodies do not wait."""
 
     def __init__(self, max_running: int = _MAX_LONG_BODIES) -> None:
         self._slots = asyncio.Semaphore(max_running)
@@ -101,8 +99,8 @@ class HandlerQueue:
 
     A handler parses a body, tokenizes it and starts its requests without a suspension. If many requests
     arrive at once, only a few begin. The others wait for later turns, so that streams and health checks
-    continue between them. Each turn continues one of them, of one key after the other. A request takes no
-    time if its client disconnects while it waits.
+    continue in between. Each turn resumes one waiting handler, with the keys in round-robin order. A handler
+    that was cancelled while it waited takes no turn.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -135,7 +133,7 @@ class HandlerQueue:
             turn = turns.popleft()
             if turns:
                 self._waiting[tenant] = turns  # behind the other keys
-            if not turn.done():  # it is done if its request was cancelled
+            if not turn.done():  # done if the request was cancelled
                 turn.set_result(None)
                 self._begin()
                 return

@@ -72,7 +72,7 @@ class AdmissionMiddleware:
         weight_version: Callable[[], str] = str,
     ) -> None:
         """Bodies of POSTs to `form_paths` are forms of at most `max_form_bytes`. `weight_version`
-        returns the value of the header x-weight-version; without one there is no header."""
+        returns the value of the header x-weight-version; if it is empty, the header is omitted."""
         self._app = app
         self._ledger = ledger
         self._open_paths = open_paths

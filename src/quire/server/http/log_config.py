@@ -12,8 +12,8 @@ _QUIRE, _VLLM = "quire", "vllm"
 
 
 def read_log_config(path: str) -> dict[str, Any]:
-    """Return the configuration. The settings of the logger `vllm` also apply to `quire`, unless it has its
-    own."""
+    """Return the configuration. The settings of the logger `vllm` also apply to `quire`, unless the file has
+    settings for `quire`."""
     try:
         config = msgspec.json.decode(Path(path).expanduser().read_bytes(), type=dict[str, Any])
     except OSError as error:

@@ -13,7 +13,7 @@ Wrap = Callable[[ASGIApp], ASGIApp]
 
 
 def wrap_in_middleware(app: ASGIApp, paths: Sequence[str]) -> ASGIApp:
-    """Wrap the application in each middleware, the last one outermost."""
+    """Wrap the application in each middleware; the last middleware is the outermost."""
     for path in paths:
         app = load_middleware(path)(app)
     return app

@@ -22,7 +22,7 @@ async def _valid_text(request: Request) -> None:
 BODY: dict[str, Any] = {"dependencies": [Depends(_valid_text)]}
 """Route options of a route with a body: the body must be valid text."""
 CODES = (400, 404, 413, 422, 429, 500, 503)
-"""Status codes of errors of a route that uses the engine."""
+"""Error status codes of a route that uses the engine."""
 
 
 def add_post(
@@ -52,8 +52,8 @@ def add_post(
 def replies_of(
     model: type | None, *codes: int, stream: bool = False, error: type = ErrorReply
 ) -> dict[str, Any]:
-    """Return the route options that document its responses. Without a model, the successful response has no
-    body."""
+    """Return the options of a route that document its responses. If `model` is None, the successful response
+    has no body."""
     success: dict[str, Any] = {"description": "Done.", "content": {}} if model is None else {"model": model}
     described: dict[int | str, dict[str, Any]] = {200: success}
     if stream:
@@ -69,8 +69,8 @@ def replies_of(
 
 
 def document(app: FastAPI) -> dict[str, Any]:
-    """Return FastAPI's document without its 422 for invalid bodies. Here that is 400; 422 is a failed media
-    fetch."""
+    """Return FastAPI's OpenAPI document without status 422 for invalid bodies: this server answers them with
+    400, and uses 422 for media that cannot be fetched."""
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
         for path in document["paths"].values():

@@ -22,7 +22,7 @@ from quire.server.http.errors import error_info
 from quire.server.http.refusals import OpenConnections, RefusalLog, network_of
 
 MAX_PIPELINED = 16
-"""Maximum pipelined requests that wait for the running one."""
+"""Maximum pipelined requests that wait for the running request."""
 MAX_PIPELINED_BYTES = 256 << 10
 """Maximum unparsed bytes of pipelined requests."""
 LINGER_S = 2.0
@@ -57,7 +57,7 @@ class HttpLimits:
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """Protocol of one connection; further arguments are uvicorn's."""
+    """HTTP protocol of one connection. `settings` are the arguments of uvicorn's protocol."""
 
     __slots__ = (  # next to uvicorn's instance dict, which is faster with at most 30 entries
         *("_answered_early", "_earlier_requests", "_is_ended", "_limits", "_max_bytes", "_max_headers"),
@@ -82,10 +82,10 @@ class HttpProtocol(HttpToolsProtocol):
         self._refusals = refusals
         self._on_closed = on_closed
         self._network: str | None = None
-        """Network that this connection is counted for; None if it is refused."""
+        """Network that this connection is counted for; None if the connection is refused."""
         self._earlier_requests: deque[RequestResponseCycle] = deque()
-        """Requests without a complete response in front of `cycle`, the running one first: there are some
-        only if requests are pipelined."""
+        """Requests before `cycle` that have no complete response yet, the running request first. Empty
+        unless requests are pipelined."""
         self._pipelined = bytearray()
         """Bytes received after a complete request that is still running."""
         self._is_ended = False
@@ -100,8 +100,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._stop_reason: tuple[int, str] | None = None
         """Status and cause with which a parser callback has stopped the parser."""
         self._answered_early: RequestResponseCycle | None = None
-        """The request that already had its response, but not its whole body, at the last check of the
-        time."""
+        """Request that had its complete response, but not its whole body, at the last call of
+        `_check_progress`."""
 
     # ---- the connection
 
@@ -163,7 +163,8 @@ class HttpProtocol(HttpToolsProtocol):
         return self.cycle is not None and self.cycle.more_body
 
     def _parse_in_pieces(self, data: memoryview) -> None:
-        """Pass the parser at most as many bytes as headers may have, until it reports a part of a message."""
+        """Feed the parser in pieces: at most `_max_bytes` bytes may pass between two parts of a message
+        that it reports. Refuse more with status 431."""
         while data:
             if self._is_ended or self._is_answering():
                 self._buffer_pipelined(data)
@@ -224,7 +225,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._stop_at_count()
         if b"transfer-encoding" in headers:
             self._check_coding(headers[b"transfer-encoding"])
-            self.headers = []  # collects the trailers; the request keeps the list that it has
+            self.headers = []  # for the trailers; the request keeps its headers in the old list
         if b"expect" in headers:
             self.expect_100_continue = headers[b"expect"].lower() == b"100-continue"
         if self.parser.should_upgrade():
@@ -312,7 +313,7 @@ class HttpProtocol(HttpToolsProtocol):
         """Answer the complete requests, discard the rest of the input, and close."""
         self._end_input()
         last = self.cycle
-        if self._earlier_requests and last.more_body:  # it will never be complete
+        if self._earlier_requests and last.more_body:  # the last request will never be complete
             self.pipeline.popleft()
             last = self._earlier_requests[-1]
         last.keep_alive = False
@@ -325,7 +326,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._pipelined.clear()
 
     def _disconnect(self) -> None:
-        """End all requests of this connection; uvicorn ends the last of them only."""
+        """Mark all requests of this connection as disconnected; uvicorn does so for the last one only."""
         for cycle in (*self._earlier_requests, *([self.cycle] if self.cycle is not None else [])):
             cycle.disconnected = not cycle.response_complete
             cycle.message_event.set()
@@ -354,8 +355,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._timer = timer
 
     def _check_progress(self) -> None:
-        """Check whether the client is late, and schedule the next check. Requests only record the time, so
-        that they need no timers."""
+        """Close the connection if the client is late, and schedule the next check. Each connection has one
+        timer: its requests only record the time."""
         in_body = self._in_body()
         limit_s = self._limits.body_timeout_s if in_body else self._limits.header_timeout_s
         if not self._awaits_client():
@@ -372,8 +373,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._set_timer(self.loop.call_at(self._waiting_since + limit_s, self._check_progress))
 
     def _awaits_client(self) -> bool:
-        """Whether the server has waited for the client all the time: not while a complete request is
-        answered, an idle connection is kept alive, or reading is paused."""
+        """Whether the server waits for the client, and has not paused reading since the last check. It does
+        not wait while a complete request is answered or an idle connection is kept alive."""
         was_paused, self._was_paused = self._was_paused, self.flow.read_paused
         if self._is_ended or self.timeout_keep_alive_task is not None or was_paused or self._is_answering():
             return False

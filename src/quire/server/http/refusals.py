@@ -18,8 +18,8 @@ _MIN_OTHER_FILES = 64
 
 
 def default_max_connections(num_files: int) -> int:
-    """Return the maximum connections for a limit of open files: seven eighths of it, since other file
-    descriptors are needed too."""
+    """Return the maximum connections for a limit of open files: at most seven eighths of the limit, since
+    other file descriptors are needed, too."""
     if num_files == resource.RLIM_INFINITY:
         return _MAX_DEFAULT
     return max(min(num_files - max(num_files // 8, _MIN_OTHER_FILES), _MAX_DEFAULT), 1)
@@ -27,11 +27,12 @@ def default_max_connections(num_files: int) -> int:
 
 @dataclass
 class RefusalLog:
-    """Log the first refusal of a cause at once, and those that follow as one line per interval and cause."""
+    """Log of refused clients: the first refusal of a cause is logged at once, later refusals as one line per
+    cause and interval."""
 
     interval_s: float = LOG_INTERVAL_S
     _counts: dict[str, int] = field(default_factory=dict)
-    """Refusals since the last log line, by cause; a cause is removed after an interval without any."""
+    """Refusals since the last log line, by cause; a cause is removed after an interval without refusals."""
 
     def count(self, cause: str, client: str) -> None:
         """Count one refusal. `cause` must be one of few texts and must not quote client input."""

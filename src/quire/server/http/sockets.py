@@ -24,8 +24,8 @@ def bind(http: HttpSection) -> socket.socket:
 
 
 def check_is_free(http: HttpSection) -> None:
-    """Raise a ConfigError if the port or socket path of a server is in use, before its model is looked at. No
-    socket file is made: clients would take it for that of a server."""
+    """Raise a ConfigError if the server's port or socket path is in use; call it before slow work. No socket
+    file is created, since clients would take it for the socket of a running server."""
     if http.headless:
         return
     if not http.uds:

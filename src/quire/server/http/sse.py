@@ -88,14 +88,15 @@ class AnswerEncoder:
 
     @property
     def text_only(self) -> bool:
-        """Whether `encode_text` can encode most outputs."""
+        """Whether text-only outputs may be passed to `encode_text` instead of `encode`."""
         return False
 
     def encode(self, output: RequestOutput) -> bytes:
         raise NotImplementedError
 
     def encode_text(self, text: str, num_tokens: int) -> bytes:
-        """Return the events of a text-only output of a single choice, neither first nor last."""
+        """Return the events of a text-only output that is neither the first nor the last, of a response with
+        a single choice."""
         raise NotImplementedError
 
     def finish(self) -> bytes:
@@ -112,8 +113,8 @@ class AnswerEncoder:
 
 
 class EventStream(Response):
-    """Response that streams the outputs of a request as events; the encoder writes the end, even on
-    failure."""
+    """Response that streams the outputs of a request as events. The encoder provides the last events, also
+    after a failure."""
 
     def __init__(
         self,
@@ -159,15 +160,15 @@ class EventStream(Response):
 
 
 class StreamWriter:
-    """Writer of outputs as soon as they arrive. They are buffered while the client reads too slowly."""
+    """Writer of outputs as soon as they arrive. Outputs are buffered while the client reads too slowly."""
 
     def __init__(self, connection: Connection, encoder: AnswerEncoder, encode: Encode | None = None) -> None:
-        """Create a writer. `encode` replaces the method of the encoder."""
+        """Create a writer. `encode`, if given, is called instead of `encoder.encode`."""
         self._connection = connection
         self._encoder, self._encode = encoder, encode or encoder.encode
         self._buffered: dict[str, OutputBuffer] = {}
         self._draining: asyncio.Task[None] | None = None
-        """Task that writes the buffered outputs once the client reads again. If it fails, the stream ends."""
+        """Task that writes the buffered outputs once the client reads again. Its error ends the stream."""
         self._last_id = ""
 
     async def run(self, outputs: Pushed) -> None:

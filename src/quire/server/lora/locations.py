@@ -14,9 +14,9 @@ from quire.server.http.errors import Forbidden, NotFound
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-"""Files of an adapter that adds tokens."""
+"""Tokenizer files of an adapter that adds tokens."""
 _UNSAFE = re.compile(r"[%?#\\\s]|/\.{1,2}(/|$)")
-"""Characters that a server could interpret as something other than a folder below a root."""
+"""Parts of a URL with which a server could return something outside of the allowed root."""
 _NUM_READERS = 4
 """Parallel reads of one download: each holds a chunk in the memory of the API process."""
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -62,7 +62,7 @@ class LoRALocations:
 
     def bounds(self, path: Path) -> tuple[str, ...]:
         """Return the directories that must contain the files of a client's adapter when they are opened,
-        since a link may be added after the check. Downloaded adapters have none."""
+        since a symbolic link may be added after the check. The result is empty for downloaded adapters."""
         return tuple(map(str, self._folders)) if self._may_read(path) else ()
 
     def allows_hub_id(self, location: str) -> bool:
@@ -115,7 +115,7 @@ class LoRALocations:
 
 
 def resolve_path(location: str) -> Path:
-    """Return the path without links and `..`; it need not exist."""
+    """Return the path without links and `..`; the path need not exist."""
     try:
         return Path(location.removeprefix("file://")).expanduser().resolve()
     except (OSError, RuntimeError, ValueError):  # too long, circular links, a NUL byte, an unknown home

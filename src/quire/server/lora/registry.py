@@ -33,7 +33,7 @@ class LoRAModule(msgspec.Struct, frozen=True, omit_defaults=True):
     """Name of the base model."""
     is_3d: bool = False
     within: tuple[str, ...] = ()
-    """Directories that must contain its files, if a client named the adapter."""
+    """Directories that must contain the adapter's files when they are opened; empty: not checked."""
     is_unloading: bool = False
     """Whether the adapter is being unloaded: running requests still use it."""
 
@@ -121,11 +121,11 @@ _TICK_NS = 1_000_000
 class LoRARegistry:
     """Adapters by name, in a file that API processes share, or in memory.
 
-    A process that changes it replaces the file; the other processes notice the new modification time.
+    A process that changes the registry replaces the file; the others notice the new modification time.
     """
 
     def __init__(self, file: Path | None = None, modules: Iterable[LoRAModule] = ()) -> None:
-        """Create a registry. `modules` are the entries of one in memory; one in a file reads them from it."""
+        """Create a registry of the entries in `file`, or, if `file` is None, of `modules` in memory."""
         self._file = file
         self._modules: dict[str, LoRAModule] = {module.name: module for module in modules}
         self._mtime = -1

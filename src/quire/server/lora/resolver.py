@@ -76,7 +76,8 @@ class LoRAResolver:
         self._failed: OrderedDict[str, tuple[float, RequestError | None]] = OrderedDict()
 
     def may_find(self, name: str) -> bool:
-        """Whether the adapter may exist. Raises the recent error of a name that failed."""
+        """Whether an adapter of this name may exist. Raises the error with which this name failed within the
+        last `RETRY_S` seconds."""
         failed_at, error = self._failed.get(name, (float("-inf"), None))
         if time.monotonic() - failed_at < RETRY_S:
             if error is not None:
@@ -85,7 +86,7 @@ class LoRAResolver:
         return self._location_of(name) is not None
 
     def find(self, name: str) -> LoRAModule | None:
-        """Return the adapter of a name, or None. May block for long."""
+        """Return the adapter of this name, or None if there is none. This may block for long."""
         location = self._location_of(name)
         assert location is not None
         try:
@@ -99,7 +100,8 @@ class LoRAResolver:
         return LoRAModule(name, location, str(path), within=self._locations.bounds(path))
 
     def remember_failure(self, name: str, error: RequestError | None) -> None:
-        """Remember that an adapter does not exist or cannot be loaded."""
+        """Remember that an adapter does not exist (`error` is None) or cannot be loaded. A name that is
+        missing in a local folder is not remembered."""
         if self._folder is None or is_url(self._folder) or error is not None or "/" in name:
             self._failed[name] = time.monotonic(), error
             self._failed.move_to_end(name)

@@ -41,7 +41,7 @@ def _refuse() -> None:
 
 
 def add_adapter_routes(app: FastAPI, api: GenerationService) -> None:
-    """Add the routes; without the variable they answer 404 and name it."""
+    """Add the routes. Without VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 they answer 404 and name this variable."""
     if not api.settings.changes_adapters:
         for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
             app.add_api_route(path, _refuse, methods=["POST"], include_in_schema=False)
@@ -68,7 +68,7 @@ def add_adapter_routes(app: FastAPI, api: GenerationService) -> None:
 
     @app.post("/v1/unload_lora_adapter", **described, **BODY)
     async def unload_lora_adapter(body: UnloadAdapterBody) -> Response:
-        """Unload an adapter. Returns when the requests that use it have ended."""
+        """Unload an adapter. Returns when the requests that use the adapter have ended."""
         if not body.lora_name:
             raise InvalidUserInput("'lora_name' needs to be provided to unload a LoRA adapter.")
         await api.adapters.unload(body.lora_name)

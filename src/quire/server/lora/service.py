@@ -54,7 +54,7 @@ class LoRAService:
         return None if module is None or module.is_unloading else module
 
     def request_of(self, name: str | None) -> LoRARequest | None:
-        """Return the adapter of this name, also while it is being unloaded; None: the base model."""
+        """Return the adapter of this name, also while it is being unloaded; None means the base model."""
         module = self._registry.all().get(name) if name is not None and self.enabled else None
         return None if module is None else module.request()
 
@@ -68,13 +68,13 @@ class LoRAService:
         if not resolver.may_find(name) or (module := await self._search(resolver.find, name)) is None:
             return
         async with self._registry.locked(name):
-            # Another request may have loaded it meanwhile.
+            # Another request may have loaded the adapter meanwhile.
             if self.get(name) is not None or not resolver.may_find(name):
                 return
             try:
                 await self._engine.operation.add_adapter(module.request())
             except RequestError as error:
-                if error.param == "lora_request":  # the adapter is invalid; other errors are of the engine
+                if error.param == "lora_request":  # the adapter is invalid; other errors are the engine's
                     resolver.remember_failure(name, error)
                 raise
             self._registry.put(module)
@@ -85,8 +85,8 @@ class LoRAService:
         return self._resolver is not None and self.enabled and self._resolver.may_find(name)
 
     def _is_known(self, name: str) -> bool:
-        """Whether an adapter has this name. It does not count if the process that was unloading it has
-        died."""
+        """Whether an adapter has this name. An adapter does not count if the process that was unloading it
+        has died."""
         known = self._registry.all().get(name)
         return known is not None and not (known.is_unloading and self._registry.is_free(name))
 
@@ -131,7 +131,7 @@ class LoRAService:
                 facts = await self._engine.operation.add_adapter(module.request())
             except RequestError as error:
                 raise RequestError(f"lora_modules: {module.name!r} from {module.root!r}: {error}") from None
-            logger.info("Adapter %r has rank %d and %s", module.name, facts.rank, human(facts.num_bytes))
+            logger.info("Adapter %r loaded: rank %d, %s", module.name, facts.rank, human(facts.num_bytes))
         self._registry.mark_loaded()
 
     async def load(
@@ -161,7 +161,8 @@ class LoRAService:
         logger.info("Adapter %r loaded from %r", name, location)
 
     async def unload(self, name: str) -> None:
-        """Unload an adapter. New requests are refused at once; returns when running requests have ended."""
+        """Unload an adapter: refuse new requests for it at once, and wait until the running ones have
+        ended."""
         self._check_enabled()
         unknown = NotFound(f"The lora adapter '{name}' cannot be found.", param="lora_name")
         if self.get(name) is None:
@@ -222,7 +223,8 @@ def locate_modules(settings: ServerSettings) -> list[LoRAModule]:
 
 
 def default_roots(modules: Sequence[LoRAModule], model: str) -> list[str]:
-    """Return the folders of the command line's adapters and of the model, never a whole disk or home."""
+    """Return the locations from which clients may load adapters by default: the folders above the command
+    line's adapters, and the model's directory, but never a whole disk or home directory."""
     roots = [_folder_above(module.root) for module in modules]
     return [*roots, *([model] if Path(model).is_dir() else [])]
 

@@ -32,8 +32,8 @@ class AnswerFormat:
     breaks: tuple[tuple[int, ...], ...] = ()
     """Other token sequences that end the reasoning."""
     may_think: bool = False
-    """Whether reasoning may precede a constrained output. If its start mark is several tokens, the request
-    must turn thinking on."""
+    """Whether reasoning may precede a constrained output. If the start mark has several tokens, this requires
+    that the request turns thinking on."""
 
 
 class Parsers:
@@ -56,10 +56,10 @@ class Parsers:
         return self._auto is not False and self.tools is not None
 
     def detect(self, model_template: str | dict[str, str] | None, template: str | None) -> None:
-        """Choose the parsers that are not configured by the chat template.
+        """Select the parsers that are not configured, according to the chat template.
 
-        With a detected reasoning parser an output begins inside of reasoning only if the prompt opens it:
-        the template may belong to a model that does not think."""
+        With a detected reasoning parser, an output begins inside of reasoning only if the prompt opens the
+        reasoning or the request turns thinking on: the template may belong to a model that does not think."""
         if self.tools and self.reasoning:
             return
         fitting = detect_parsers(model_template, template)
@@ -164,7 +164,8 @@ class OutputParser:
         omit_reasoning: bool = False,
         single_call: bool = False,
     ) -> None:
-        """Count the tokens between the `reasoning` marks; `breaks` are other tokens that end it."""
+        """Create a parser. Tokens between the `reasoning` marks are counted; `breaks` are other token
+        sequences that end the reasoning."""
         self._parser = parser
         self._reasoning, self._breaks = reasoning, tuple(breaks)
         self._token_ids: list[int] = []
@@ -172,7 +173,8 @@ class OutputParser:
         self._omit_reasoning, self._single_call = omit_reasoning, single_call
 
     def parse(self, output: CompletionOutput) -> list[Piece]:
-        """Return the pieces that are certain; the last output also returns all that was held back."""
+        """Return the pieces that later text cannot change. The last output also returns all text that was
+        held back."""
         if self._reasoning is not None:
             self._token_ids += output.token_ids
         pieces = self.parse_text(output.text)
@@ -181,7 +183,7 @@ class OutputParser:
         return pieces
 
     def parse_text(self, text: str) -> list[Piece]:
-        """Parse the text of an output that is not the last, without its tokens."""
+        """Parse the text of an output that is not the last. Its tokens are not counted as reasoning."""
         if self._parser is None:
             return [TextPiece(text)] if text else []
         return self._filter(self._parser.feed(text))

@@ -12,7 +12,8 @@ SESSION_HEADER = "x-session-id"
 
 
 def cache_hints(body: Any, headers: Mapping[str, str]) -> CacheHints | None:
-    """Return the hints of a request, or None without any. A body without the fields may have the header."""
+    """Return the cache hints of a request, or None if there are none. A body that is not a `GenerateBody`
+    has only the hint of a session id."""
     session = _session(body, headers)
     if not isinstance(body, GenerateBody):
         return None if session is None else CacheHints(DEFAULT_RETENTION_S, session, CACHE_SCOPE.get())

@@ -26,9 +26,10 @@ from quire.server.openai.tools import ToolUse, tool_use
 from quire.text.tokenizer import Tokenizer
 
 _NUM_DECODED_TOKENS = 64
-"""Last tokens of a prompt without text that are decoded, to detect an opened reasoning block."""
+"""Number of last prompt tokens that are decoded if the prompt has no text, to detect an open reasoning
+block."""
 _MAX_STOPS = {"msg": 64}
-"""Maximum stop strings of the APIs that allow more than usual, by id prefix."""
+"""Maximum number of stop strings, by id prefix, of APIs that allow more than `MAX_STOP_STRINGS`."""
 _THINKING_VARIABLES = ("enable_thinking", "thinking")
 """Chat template variables that turn reasoning on and off."""
 
@@ -94,7 +95,8 @@ async def prepare_chat(
 def _read_tools(
     api: GenerationService, body: ChatBody, tokenizer: Tokenizer | None
 ) -> tuple[ToolUse, dict[str, Any] | None, dict[str, Any] | None]:
-    """Return the tool use, the requested constraint of structured output, and that with the tools."""
+    """Return the tool use, the requested structured output constraint, and the constraint to apply, which
+    also covers tool calls."""
     tools = tool_use(body, auto=api.parsers.auto)
     requested = constraint_of(body)
     constraint = tools.constrain(

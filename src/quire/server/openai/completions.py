@@ -122,7 +122,7 @@ class CompletionEncoder(ChunkEncoder):
         super().__init__(api, job, object=_OBJECT, options=options, num_choices=num_choices)
         self._prompt_indices = {id: prompt_index for prompt_index, id in enumerate(job.engine_ids())}
         self._num_top = -1 if body.logprob_token_ids is not None else body.logprobs
-        """Number of logprobs per position, or None for no logprobs."""
+        """Number of top logprobs per position; -1: all that the engine returned; None: no logprobs."""
         self._is_text_only = self._num_top is None and not (
             body.return_token_ids or self._usage_in_every_chunk
         )

@@ -13,7 +13,7 @@ from quire.server.openai.service import ApiCall, GenerationService
 
 
 class ChunkEncoder(AnswerEncoder):
-    """Base of the encoders of chunks with choices. A stream ends with the usage, if that was requested."""
+    """Base of the encoders of chunks with choices. A stream ends with the usage if usage was requested."""
 
     def __init__(
         self,
@@ -71,8 +71,8 @@ class ChunkEncoder(AnswerEncoder):
 
 
 def routed_experts(output: CompletionOutput) -> dict[str, str]:
-    """Return the field of a choice with the experts of its tokens, an array of numpy in base64; no field if
-    they are not returned."""
+    """Return the field of a choice with the routed experts of its tokens, a numpy array in base64; no field
+    if the engine did not return them."""
     if output.routed_experts is None:
         return {}
     file = io.BytesIO()

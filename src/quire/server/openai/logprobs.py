@@ -25,7 +25,8 @@ class TokenFormatter:
         return f"token_id:{token_id}" if self.as_ids else entry.decoded_token or ""
 
     def bytes(self, token_id: int, entry: Logprob) -> list[int]:
-        """Return the bytes of a token. Its text may have a replacement character for a partial one."""
+        """Return the bytes of a token. The token's text may have a replacement character in place of the
+        bytes of a partial character."""
         spelled = self.tokenizer and self.tokenizer.token_bytes
         if spelled:
             return list(spelled[token_id])

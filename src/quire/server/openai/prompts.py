@@ -37,11 +37,11 @@ PoolingInput = str | list[int] | tuple[str, str] | ScoreInputs
 
 _LONG = 8192
 """Characters or token ids from which work runs in a thread, as it would block the event loop for
-milliseconds: the tokens of 8,000 characters take about 5 ms."""
+milliseconds: tokenization of 8,000 characters takes about 5 ms."""
 _PROMPT_CHARS = 32
-"""Characters that each prompt of a call counts as, beside its own."""
+"""Characters that are added to the size of each prompt of a call, for the fixed cost of a prompt."""
 _VALUE_CHARS = 16
-"""Characters that a value other than a text counts as, since it takes as long to handle."""
+"""Characters that a value other than a text counts as: handling the value takes as long."""
 _EMBEDS = "_embeds"
 """Suffix of the types of content parts that are embeddings."""
 _END = object()
@@ -51,7 +51,7 @@ _EMBEDS_CONFLICTS = {
     "truncate_prompt_tokens": "truncate_prompt_tokens is unsupported with prompt embeds.",
     "use_beam_search": "Beam search is unsupported with prompt embeds.",
 }
-"""Errors for fields that need the tokens of a prompt."""
+"""Errors by field, for fields that need prompt tokens, which prompt embeddings do not have."""
 
 
 async def off_loop(size: int, work: Callable[[], T]) -> T:
@@ -73,7 +73,7 @@ class _ParsedChat:
 
 
 class PromptReader:
-    """Converter of bodies to prompts, which handles long ones in a thread."""
+    """Converter of request bodies to prompts. Long bodies are converted in a thread."""
 
     def __init__(
         self,
@@ -81,7 +81,8 @@ class PromptReader:
         settings: ApiSection,
         adapter_of: Callable[[str | None], LoRARequest | None] = lambda name: None,
     ) -> None:
-        """`adapter_of` returns the adapter of a model name, which may have its own tokenizer."""
+        """Create a reader. `adapter_of` returns the adapter of a model name; an adapter may have its own
+        tokenizer."""
         self._inputs = engine.inputs
         self._adapter_of = adapter_of
         self._template = engine.facts.chat_template
@@ -92,7 +93,7 @@ class PromptReader:
         self._without_limits.max_prompt_len = None
         self._without_limits.max_chars = sys.maxsize
         self._without_token_limit = copy.copy(self._without_limits)
-        """Input processor without a limit on tokens, but on characters, to count tokens."""
+        """Input processor with a limit on characters but none on tokens, to count tokens."""
         self._without_token_limit.max_chars = engine.inputs.max_chars
 
     async def read_completion(self, body: CompletionBody, *, max_sequences: int) -> list[Prompt]:
@@ -178,7 +179,7 @@ class PromptReader:
             side.prepared = prepared
 
     async def read_unlimited(self, body: ConversationBody) -> Prompt:
-        """Return the prompt of a conversation of any number of tokens, for /tokenize."""
+        """Return the prompt of a conversation without a limit on its tokens, to count or show them."""
         chat = await self._parse_chat(body)
         return await off_loop(
             chat.size, lambda: self._render(chat, self._with_adapter(self._without_token_limit, body))
@@ -202,7 +203,8 @@ class PromptReader:
         return _ParsedChat(body, messages, prepared, text_size + num_tokens, text_size)
 
     def variables(self, body: ConversationBody) -> dict[str, Any]:
-        """Return the chat template variables of server and body. The effort `none` disables thinking."""
+        """Return the chat template variables of server and body. The reasoning effort `none` disables
+        thinking."""
         effort = getattr(body, "reasoning_effort", None)
         return {
             **self._settings.default_chat_template_kwargs,
@@ -370,7 +372,7 @@ def _part_size(text: str) -> int:
 
 
 def _prompt_size(prompt: Any) -> int:
-    """Return the number of characters or token ids of a prompt, and what a short one takes as well."""
+    """Return the number of characters or token ids of a prompt, plus its fixed cost `_PROMPT_CHARS`."""
     return _PROMPT_CHARS + (len(prompt) if isinstance(prompt, str | list) else num_chars(prompt))
 
 
@@ -380,7 +382,7 @@ def num_chars(value: Any) -> int:
 
 
 def _count(value: Any, size_of: Callable[[str], int]) -> int:
-    """Add up the sizes of nested values. It stops after a thousand of them, whatever their number."""
+    """Add up the sizes of nested values, until the sum reaches `_LONG`."""
     count, pending = 0, [iter((value,))]
     while pending and count < _LONG:
         item = next(pending[-1], _END)

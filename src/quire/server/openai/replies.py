@@ -32,7 +32,7 @@ class ErrorReply(BaseModel):
 
 
 class CachedTokens(BaseModel):
-    """Prompt tokens found in the prefix cache, and those of media."""
+    """Prompt tokens found in the prefix cache, and prompt tokens of media."""
 
     cached_tokens: int | None = None
     created_cache_tokens: int | None = doc("Prompt tokens computed and added to the prefix cache.")

@@ -40,7 +40,7 @@ Unbuilt = JsonValue
 
 
 class Body(BaseModel):
-    """Base of all bodies. Unknown fields are accepted and have no effect; those of a request are logged."""
+    """Base of all bodies. Unknown fields are accepted and have no effect; the top-level ones are logged."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, hide_input_in_errors=True)
 

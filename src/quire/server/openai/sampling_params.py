@@ -34,7 +34,7 @@ _LISTS = (
     *("logit_bias", "stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logprob_token_ids"),
     *("vllm_xargs", "extra_args"),
 )
-"""Fields of a body or of SamplingParams with any number of values."""
+"""Fields of a body or of SamplingParams that may hold many values."""
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields that take their defaults from the model's generation config."""
 _FUNCTION_FIELDS = ("functions", "function_call")
@@ -49,7 +49,7 @@ _GUIDED = {
 }
 """Older field names, with the key of `structured_outputs` that replaced them."""
 _HANDLED = frozenset({*UNSUPPORTED["body field"], *_GUIDED, *_FUNCTION_FIELDS, "best_of", "prompt_embeds"})
-"""Fields outside the models of bodies that have an effect, an error or a warning of their own."""
+"""Fields that the body models do not declare, but that have an effect, an error or a warning of their own."""
 
 
 class UnknownFields:
@@ -207,8 +207,9 @@ def sampling_params(
     may_think: bool = True,
     keeps_special_tokens: bool = False,
 ) -> SamplingParams:
-    """Return the sampling parameters of a body. `constraint` is that of structured output. `reasoning` has
-    the marks of reasoning, if it is parsed. `may_think`: whether reasoning may precede constrained output."""
+    """Return the sampling parameters of a body. `constraint`: the structured output constraint. `reasoning`:
+    the token ids of the reasoning marks; None if reasoning is not parsed. `may_think`: whether reasoning may
+    precede constrained output."""
     fields = {name: getattr(body, name) for name in _SAMPLING}
     if keeps_special_tokens:
         fields["skip_special_tokens"] = False
@@ -220,7 +221,7 @@ def sampling_params(
         )
     defaults = facts.default_sampling
     if (body.n or 1) > 1 and defaults.get("temperature") == 0:
-        defaults = defaults | {"temperature": None}  # several choices are sampled, also of a greedy model
+        defaults = defaults | {"temperature": None}  # several choices ignore a greedy default
     for name in _DEFAULTED:
         if fields[name] is None:
             fields[name] = defaults.get(name)
@@ -242,7 +243,7 @@ def sampling_params(
 
 
 def extra_args(args: dict[str, Any] | None, transfer: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the `extra_args` of sampling parameters with a transfer of the prefix, if there is one."""
+    """Return the `extra_args` of sampling parameters, with the KV transfer parameters if there are any."""
     return args if transfer is None else {**(args or {}), FIELD: transfer}
 
 

@@ -78,15 +78,15 @@ class ApiCall:
     model: str
     priority: int
     rank: int | None
-    """Engine core that must run it, if set."""
+    """Rank of the engine core that must run the call; None: any engine core."""
     prompts: list[Prompt]
     params: list[Params]
     timeline: JobTimeline | None = None
-    """Timings of the call, if the client requested them."""
+    """Timings of the call; None if the client did not request them."""
     account: KeyAccount | None = None
-    """Account of its API key."""
+    """Account of the call's API key; None without a named key."""
     lora: LoRARequest | None = None
-    """LoRA adapter to use."""
+    """LoRA adapter to use; None: the base model."""
 
     @property
     def hints(self) -> CacheHints | None:
@@ -94,7 +94,7 @@ class ApiCall:
 
     @property
     def routing(self) -> dict[str, Any]:
-        """Return the arguments of the engine that all requests of the call share."""
+        """Return the keyword arguments of the engine that all requests of the call share."""
         return {"priority": self.priority, "rank": self.rank, "account": self.account, "lora": self.lora}
 
     @property
@@ -127,13 +127,13 @@ class GenerationService:
         self.running_requests = RunningRequests()
         self.long_bodies = LongBodyLimit()
         self._lock = asyncio.Lock()
-        """Lock of the large calls, of which one at a time has the event loop."""
+        """Lock for the pauses of large calls: one of these calls at a time resumes on the event loop."""
         facts = engine.facts
         self.fingerprint = _fingerprint(settings.api, facts)
 
     async def check_model(self, name: str | None, *, pools: bool | None = None) -> None:
         """Raise NotFound unless this is the name of the model or of an adapter, which is resolved if
-        necessary. With `pools`, also check whether the model is a pooling model."""
+        necessary. `pools`: also require a pooling model (True) or a generative model (False)."""
         if name and name not in self.engine.facts.model_names:
             await self.adapters.resolve(name)
             if self.adapters.get(name) is None:
@@ -174,7 +174,8 @@ class GenerationService:
         prompts: list[Prompt],
         params: Sequence[Params],
     ) -> ApiCall:
-        """Build the call of a request, charge its prompt tokens to the key and log it."""
+        """Build the call of a request, charge the prompt tokens to the request's key, and log the prompts if
+        this is enabled."""
         base = request.headers.get("x-request-id") or body.request_id or uuid.uuid4().hex
         _check_id(base)
         priority = _header_int(request, "x-vllm-priority")
@@ -203,8 +204,8 @@ class GenerationService:
         return job
 
     def _resolve_model(self, name: str | None, request: Request) -> tuple[str, LoRARequest | None]:
-        """Return the model name for the response, and the adapter; raise NotFound if it was unloaded
-        meanwhile."""
+        """Return the model name for the response, and the adapter (None: the base model). Raise NotFound if
+        the adapter was unloaded meanwhile."""
         names = self.engine.facts.model_names
         if not name or name in names:
             return names[0], None
@@ -219,8 +220,8 @@ class GenerationService:
         return TokenFormatter(self.inputs_of(body.model).tokenizer, as_ids)
 
     def output_limit(self, max_tokens: int | None, prompt_len: int) -> int:
-        """Return the maximum output tokens: the least of the requested number, the room left and the model's
-        default."""
+        """Return the maximum output tokens: the least of the requested number, the room left in
+        max_model_len, and the model's default."""
         limit = self.engine.inputs.max_model_len
         if max_tokens is not None and max_tokens > limit:
             raise RequestError(
@@ -280,7 +281,7 @@ class GenerationService:
 
     async def streamed(self, job: ApiCall, *, in_order: bool = False) -> Outputs:
         """Start the requests and return their outputs as they arrive. With several prompts, the ids are
-        `job.engine_ids()`. With `in_order`, the outputs of one prompt follow those of another."""
+        `job.engine_ids()`. With `in_order`, all outputs of a prompt precede those of the next prompt."""
         streams: list[Outputs] = []
         pause = self.pauses()
         checker = ParamsChecker(self.engine.inputs, job.lora)
@@ -320,7 +321,7 @@ class GenerationService:
         return [last[id] for id in job.engine_ids()]
 
     def reports_cache(self, hints: CacheHints | None) -> bool:
-        """Whether the usage of a request has its cached tokens."""
+        """Whether the usage of a request with these hints reports its cached tokens."""
         return self.settings.api.enable_prompt_tokens_details or hints is not None
 
     def usage(
@@ -334,7 +335,8 @@ class GenerationService:
         num_created: int | None = None,
         hints: CacheHints | None = None,
     ) -> dict[str, Any]:
-        """Return the usage. Cached tokens are reported if the server is set so, or the request has hints."""
+        """Return the usage. Cached tokens are reported with --enable-prompt-tokens-details, or if the request
+        has cache hints."""
         usage: dict[str, Any] = {
             "prompt_tokens": num_prompt,
             "total_tokens": num_prompt + num_output,
@@ -357,7 +359,8 @@ class GenerationService:
         return usage
 
     def metrics(self, stats: RequestStateStats | None, num_sequences: int) -> dict[str, Any] | None:
-        """Return the timings of a request with a single choice, if enabled."""
+        """Return the timings of a request with a single choice; None if they are disabled or unknown, or for
+        several choices."""
         if not self.settings.api.enable_per_request_metrics or stats is None or num_sequences != 1:
             return None
         return request_metrics(stats)
@@ -367,8 +370,8 @@ class GenerationService:
 
 
 class ParamsChecker:
-    """Checker of the params of one call. Equal params and grammars are checked once, long ones and
-    grammars in a thread."""
+    """Checker of the sampling parameters of one call. Shared parameters and equal grammars are checked once;
+    long parameters and grammars are checked in a thread."""
 
     def __init__(self, inputs: InputProcessor, lora: LoRARequest | None) -> None:
         self._inputs, self._lora = inputs, lora
@@ -395,8 +398,8 @@ class ParamsChecker:
 
 
 def answer_size(outputs: Sequence[RequestOutput]) -> int:
-    """Return the size of an answer as the number of characters that take as long to tokenize as it takes to
-    encode."""
+    """Return the cost of encoding an answer, as the number of characters whose tokenization takes as
+    long."""
     size = sum(_positions_size(output.prompt_logprobs) for output in outputs)
     for output in outputs:
         for choice in output.outputs:

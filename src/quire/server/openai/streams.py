@@ -27,7 +27,7 @@ MAX_BLOCKING_S = 0.005
 
 class Pauses:
     """Pauses that yield to the event loop within a large call. Several tasks of one call may share an
-    instance, and several calls the lock `lock`; then one task at a time resumes."""
+    instance, and several calls may share `lock`: then one task at a time resumes."""
 
     def __init__(
         self, clock: Callable[[], float] = time.perf_counter, lock: asyncio.Lock | None = None
@@ -57,7 +57,7 @@ async def collect_final_outputs(outputs: Outputs) -> dict[str, RequestOutput]:
 
 
 class LoggedOutputs:
-    """Outputs that are logged when they are complete."""
+    """Outputs whose texts are logged when the stream is closed."""
 
     def __init__(self, outputs: Outputs, name: str, cut: Callable[[str], str]) -> None:
         self._outputs, self._name, self._cut = outputs, name, cut
@@ -80,7 +80,8 @@ class LoggedOutputs:
 
 
 class MergedOutputs:
-    """Outputs of several requests as one stream, in order of arrival, under the ids of the mapping."""
+    """Outputs of several requests as one stream, in order of arrival. The keys of `streams` become the
+    request ids of the outputs."""
 
     def __init__(self, streams: Mapping[str, Outputs], pauses: Pauses) -> None:
         self._streams, self._pauses = streams, pauses
@@ -96,7 +97,7 @@ class MergedOutputs:
         item = await self._arrived.get()
         if isinstance(item, RequestOutput):
             return item
-        self._arrived.put_nowait(item)  # the next call gets it again
+        self._arrived.put_nowait(item)  # the next call gets the same end or error
         raise StopAsyncIteration if item is None else item
 
     async def _queue(self) -> None:
@@ -129,8 +130,8 @@ class MergedOutputs:
 
 
 class OrderedOutputs:
-    """Outputs of concurrent requests, read one request after another. The outputs of later requests are kept
-    until then."""
+    """Outputs of concurrent requests, one request after another. Outputs of later requests are kept until
+    the earlier requests have finished."""
 
     def __init__(self, streams: Sequence[Outputs]) -> None:
         self._streams = streams
@@ -167,13 +168,13 @@ async def _next(outputs: Outputs) -> RequestOutput:
 
 
 def _push(id: str, outputs: Outputs, reader: Callable[[RequestOutput], None]) -> asyncio.Future[None]:
-    """Begin to pass outputs to `reader`, under another id; the future is done after the last one."""
+    """Begin to pass outputs with the request id `id` to `reader`; the future is done after the last."""
 
     def forward_named(output: RequestOutput) -> None:
         output.request_id = id
         reader(output)
 
-    if isinstance(outputs, OutputStream):  # without a task, of which a call would have a thousand
+    if isinstance(outputs, OutputStream):  # without a task: a call may have a thousand prompts
         return outputs.push(forward_named)
     return asyncio.create_task(_forward(outputs, forward_named))
 

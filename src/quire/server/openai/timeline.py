@@ -12,11 +12,11 @@ from quire.text.tokenizer import Tokenizer
 
 TIMELINE_HEADER = "x-request-timeline"
 TOKENS_BEFORE, TOKENS_AFTER = 8, 16
-"""Tokens shown around the place where a prompt differs from an earlier one."""
+"""Tokens shown before and after the place where a prompt differs from an earlier prompt."""
 
 
 def request_metrics(stats: RequestStateStats) -> dict[str, float | None]:
-    """Return the timings of a request in vLLM's format; unknown ones are None."""
+    """Return the timings of a request in vLLM's format; unknown timings are None."""
     num_tokens, first, last = stats.num_generation_tokens, stats.first_token_ts, stats.last_token_ts
     generation, total = _ms(first, last), _ms(stats.scheduled_ts, last)
     return {
@@ -53,7 +53,7 @@ class JobTimeline:
             self._timelines[output.request_id] = timeline
 
     def _text_around(self, token_ids: Sequence[int], at: int) -> str | None:
-        """Return the text of the request itself around a token; that of the earlier request is not shown."""
+        """Return the text of this request around a token. The text of the earlier request is not shown."""
         if self._tokenizer is None:
             return None
         around = token_ids[max(at - TOKENS_BEFORE, 0) : at + TOKENS_AFTER]

@@ -45,8 +45,9 @@ class ToolUse:
         parser: str | None,
         tokenizer: Tokenizer | None,
     ) -> dict[str, Any] | None:
-        """Return the structured output constraint: the one of the request, that of forced calls, or a grammar
-        that allows both. `is_format`: whether the request has it as `response_format`."""
+        """Return the structured output constraint: that of the request, that of forced calls, or a grammar
+        of optional calls and the requested format. `is_format`: whether the request has its constraint as
+        `response_format`."""
         if self.calls in (REQUIRED, NAMED):
             if requested is not None and not is_format:
                 raise RequestError(

@@ -104,7 +104,7 @@ def _add_rest_routes(app: FastAPI, api: GenerationService) -> None:
 def _add_abort_route(app: FastAPI, api: GenerationService) -> None:
     @app.post("/abort_requests", **replies_of(AbortReply, *_CODES))
     async def abort_requests(body: AbortBody) -> Response:
-        """Abort requests, in whichever process they run."""
+        """Abort requests by id, in any API process."""
         return json_response({"aborted": await api.engine.operation.abort(body.request_ids)})
 
 
@@ -140,7 +140,7 @@ def _add_worker_routes(app: FastAPI, api: GenerationService) -> None:
 
     @app.get("/get_world_size", **replies_of(WorldReply, *_CODES))
     async def get_world_size(include_dp: bool = True) -> Response:
-        """Return the number of workers of all engines, or of one."""
+        """Return the number of workers of all engines, or of one engine without `include_dp`."""
         parallel = api.engine.operation.settings["parallel"]
         names = ["tensor_parallel_size", "pipeline_parallel_size", *["data_parallel_size"] * include_dp]
         size = 1
@@ -174,7 +174,8 @@ def _add_cache_routes(app: FastAPI, api: GenerationService) -> None:
     async def reset_prefix_cache(
         reset_running_requests: bool = False, reset_external: bool = False
     ) -> Response:
-        """Clear the prefix cache. It fails while requests hold blocks, unless these are to be recomputed."""
+        """Clear the prefix cache. This fails while requests hold blocks, unless `reset_running_requests`
+        is set, so that these requests are recomputed."""
         return json_response(
             {"success": await api.engine.operation.reset_prefix_cache(reset_running_requests, reset_external)}
         )
@@ -187,7 +188,7 @@ def _add_cache_routes(app: FastAPI, api: GenerationService) -> None:
 
     @app.post("/reset_encoder_cache", operation_id="reset_encoder_cache", **replies_of(ResetReply, *_CODES))
     async def reset_encoder_cache() -> Response:
-        """Clear the encoder cache of items that no request needs. Return whether it is empty."""
+        """Clear the encoder cache of items that no request needs. Return whether the cache is empty."""
         return json_response({"success": await api.engine.operation.reset_encoder_cache()})
 
 
@@ -229,7 +230,7 @@ def tokenizer_info(tokenizer: Tokenizer, max_len: int) -> dict[str, Any]:
 
 
 def _with_vllm_names(settings: Any) -> dict[str, Any]:
-    """Return the settings with those sections that clients of vLLM read, under its names."""
+    """Return the settings, with the sections that clients of vLLM read also under vLLM's names."""
     lora = settings.get("lora", {})
     return {
         **settings,
@@ -241,7 +242,7 @@ def _with_vllm_names(settings: Any) -> dict[str, Any]:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment variables of Quire and vLLM, without secret ones."""
+    """Return the environment variables of Quire and vLLM, without secrets."""
     return {
         name: value
         for name, value in sorted(os.environ.items())

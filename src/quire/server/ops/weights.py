@@ -65,7 +65,7 @@ def add_weight_routes(app: FastAPI, api: GenerationService) -> None:
 
     @app.post("/start_weight_update", **replies_of(WeightUpdateReply, *_CODES))
     async def start_weight_update() -> Response:
-        """Start an update. The engine serves its old weights until it is finished."""
+        """Start an update. The engine serves its old weights until the update is finished."""
         await api.engine.operation.start_weight_update()
         return json_response({"message": "Weight update started"})
 
@@ -78,13 +78,13 @@ def add_weight_routes(app: FastAPI, api: GenerationService) -> None:
 
     @app.post("/update_weights", **replies_of(WeightUpdateReply, *_CODES))
     async def update_weights(body: UpdateWeightsBody) -> Response:
-        """Receive new weights. If one does not fit the model, the whole update is dropped."""
+        """Receive new weights. If a tensor does not fit the model, the whole update is dropped."""
         await api.engine.operation.update_weights(body.update_info)
         return json_response({"message": "Weights updated"})
 
     @app.post("/finish_weight_update", **replies_of(WeightUpdateReply, *_CODES))
     async def finish_weight_update(body: FinishUpdateBody | None = None) -> Response:
-        """Apply the received weights between two steps, and drop the cached prefixes of the old ones."""
+        """Apply the received weights between two steps, and drop cached prefixes of the old weights."""
         await api.engine.operation.finish_weight_update(None if body is None else body.weight_version)
         return json_response({"message": "Weight update finished"})
 

@@ -51,12 +51,13 @@ def read_assets(folder: Path) -> dict[str, Asset]:
 
 
 ASSETS = read_assets(Path(__file__).parent)
-# Paths that hold no secret: a browser must load them before it can ask for the API key.
+# Paths without secrets: a browser must load them before it can ask the user for the API key.
 OPEN_PATHS = frozenset({"/", *(f"/page/{name}" for name in ASSETS)})
 
 
 class SnapshotFeed:
-    """Snapshots of the engine as events: one per tick for all listeners, none without listeners."""
+    """Snapshots of the engine as server-sent events: one per `TICK_S` seconds, which all listeners share, and
+    none without listeners."""
 
     def __init__(self, engine: AsyncEngine, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine = engine

@@ -5,10 +5,10 @@ const RETRY_FIRST_MS = 500;
 const RETRY_LONGEST_MS = 8000;
 const SILENCE_MS = 5000;
 
-/** The server wants a key and the user gave none. */
+/** The server requires an API key, and the user did not enter one. */
 export class KeyNeeded extends Error {}
 
-/** Fetch with the key; asks for one when the server does. Throws with the server's own message. */
+/** Fetch with the API key; ask the user for one if the server answers 401. Throws the server's message. */
 export async function request(path, options = {}) {
   for (;;) {
     const key = sessionStorage.getItem(KEY_NAME);
@@ -17,7 +17,7 @@ export async function request(path, options = {}) {
     const response = await fetch(path, { ...options, headers, cache: "no-store" });
     if (response.ok) return response;
     if (response.status !== 401) throw new Error(await problemOf(response));
-    // Another request may have asked while this one was on its way.
+    // Another request may have asked for the key in the meantime.
     if (key === sessionStorage.getItem(KEY_NAME)) await askForKey(key !== null);
   }
 }
@@ -29,7 +29,7 @@ async function problemOf(response) {
 
 let asking = null;
 
-/** One dialog at a time, whoever asks. */
+/** Ask the user for the API key; concurrent callers share one dialog. */
 export function askForKey(refused = false) {
   asking ??= showKeyDialog(refused).finally(() => { asking = null; });
   return asking;
@@ -72,7 +72,7 @@ export async function* events(response) {
   }
 }
 
-/** Listen for ever; `onState` hears "live", "lost" or "locked". After "locked", `unlocked()` is awaited. */
+/** Listen without end; `onState` gets "live", "lost" or "locked". After "locked", await `unlocked()`. */
 export async function follow(path, { onEvent, onState, unlocked }) {
   let wait = RETRY_FIRST_MS;
   for (;;) {
@@ -80,7 +80,7 @@ export async function follow(path, { onEvent, onState, unlocked }) {
       for await (const data of lively(path)) {
         wait = RETRY_FIRST_MS;
         onState("live");
-        // Outside of this try: a mistake in the view must not look like a lost connection.
+        // Outside of this try: an error in the view must not look like a lost connection.
         queueMicrotask(() => onEvent(JSON.parse(data)));
       }
     } catch (error) {
@@ -96,7 +96,7 @@ export async function follow(path, { onEvent, onState, unlocked }) {
   }
 }
 
-/** Events of a stream that is given up when it falls silent. */
+/** Events of a stream, which is aborted after `SILENCE_MS` without an event. */
 async function* lively(path) {
   const control = new AbortController();
   let timer = 0;

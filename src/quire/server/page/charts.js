@@ -51,7 +51,7 @@ export class BlockMap extends Drawing {
   }
 }
 
-/** The last values, newest at the right; the top is the largest of them. */
+/** A line of the last values, newest at the right; the largest value is at the top. */
 export class Sparkline extends Drawing {
   #values = [];
 

@@ -48,7 +48,7 @@ export class Chat {
     }, { passive: true });
   }
 
-  /** What the model takes beside text. */
+  /** Kinds of input that the model takes besides text. */
   set modalities(names) {
     this.#images.sees = names.includes("image");
   }
@@ -68,7 +68,7 @@ export class Chat {
     this.#input.focus();
   }
 
-  /** How much of the context the conversation takes. */
+  /** Show how many tokens of the context the conversation takes. */
   showContext(usedLen = this.#usedLen) {
     this.#usedLen = usedLen;
     const limit = this.maxLen ? ` of ${count(this.maxLen)}` : "";
@@ -85,7 +85,7 @@ export class Chat {
   #ask(text) {
     if (!(text || this.#images.size) || this.#running || !this.#controls.check()) return;
     const urls = this.#images.take();
-    // With it every further question would be refused, too.
+    // With the refused question in the conversation, every further question would be refused, too.
     if (this.#refused) this.#messages.pop();
     this.#input.value = "";
     this.#fit();
@@ -122,7 +122,7 @@ export class Chat {
     if (this.#running === control) this.#begin(null);
   }
 
-  /** Returns the finish reason. */
+  /** Stream the reply into `answer` and return the finish reason. */
   async #stream(answer, signal) {
     const response = await request("v1/chat/completions", {
       method: "POST",
@@ -170,7 +170,7 @@ export class Chat {
     this.#input.style.height = `${this.#input.scrollHeight}px`;
   }
 
-  /** Follow the text only while the reader is at its end. */
+  /** Scroll with the growing text only while its end is visible. */
   #keepAtEnd() {
     if (this.#atEnd) this.#toEnd();
   }
@@ -193,7 +193,7 @@ async function copyText(text, button) {
   setTimeout(() => { button.textContent = "Copy"; }, 1500);
 }
 
-/** Browsers offer the clipboard on https and localhost only; elsewhere the old way still works. */
+/** Browsers offer the clipboard on https and localhost only; `execCommand` also works elsewhere. */
 async function writeClipboard(text) {
   if (navigator.clipboard) return navigator.clipboard.writeText(text);
   const area = document.createElement("textarea");

@@ -1,4 +1,4 @@
-// The sampling controls: what is left empty is not sent, so that the model's own default holds.
+// The sampling controls: an empty field is not sent, so that the model's default applies.
 
 const STORE = "quire-controls";
 
@@ -19,7 +19,7 @@ export class Controls {
     this.#changed();
   }
 
-  /** Whether all values are possible; shows the first that is not. */
+  /** Whether all values are valid; shows the first invalid one. */
   check() {
     const wrong = this.#fields.find((field) => !field.validity.valid);
     if (!wrong) return true;
@@ -32,7 +32,7 @@ export class Controls {
     return this.#fields.find((field) => field.name === "system").value.trim();
   }
 
-  /** The fields of the request body. */
+  /** The sampling fields of the request body. */
   get sampling() {
     const numbers = this.#fields.filter((field) => field.type === "number" && field.value !== "");
     return Object.fromEntries(numbers.map((field) => [field.name, field.valueAsNumber]));

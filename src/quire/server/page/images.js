@@ -6,13 +6,13 @@ export class Images {
   /** Settles when every image taken so far has been read. */
   ready = Promise.resolve();
   #sees = false;
-  #urls = new Map(); // by their thumbnails
+  #urls = new Map(); // data URLs by thumbnail
   #list = document.getElementById("images");
   #note = document.getElementById("image-note");
   #button = document.getElementById("add-images");
   #picker = document.getElementById("image-files");
 
-  /** `place` is where they may be dropped, `input` where they may be pasted. */
+  /** `place` is where images may be dropped, `input` where they may be pasted. */
   constructor(place, input) {
     this.#button.addEventListener("click", () => this.#picker.click());
     this.#picker.addEventListener("change", () => {
@@ -21,7 +21,7 @@ export class Images {
     });
     input.addEventListener("paste", (event) => {
       const { files, types } = event.clipboardData;
-      // Office programs copy texts together with a picture of them.
+      // Office programs copy text together with a picture of the text.
       if (!files.length || types.includes("text/plain")) return;
       event.preventDefault();
       this.#takeAll([...files]);
@@ -41,7 +41,7 @@ export class Images {
     return this.#urls.size;
   }
 
-  /** The urls of all, which are gone from here then. */
+  /** Remove all images and return their data URLs. */
   take() {
     const urls = [...this.#urls.values()];
     this.#urls.clear();
@@ -53,7 +53,7 @@ export class Images {
 
   #dragged(event, place) {
     if (!event.dataTransfer.types.includes("Files")) return;
-    // Left alone, a browser goes to the file, and the conversation is lost.
+    // By default the browser opens a dropped file, and the conversation is lost.
     event.preventDefault();
     const leaves = event.type === "dragleave" && !place.contains(event.relatedTarget);
     if (event.type === "drop" || leaves) place.classList.remove("dropping");
@@ -102,7 +102,7 @@ export class Images {
   }
 }
 
-/** A message's content as the API has it; a text alone stays one. */
+/** The content of a message in the API's format: a string without images, else a list of parts. */
 export function content(text, urls) {
   if (!urls.length) return text;
   const parts = urls.map((url) => ({ type: "image_url", image_url: { url } }));

@@ -1,10 +1,10 @@
-// The live view of the engine: each snapshot is written into the elements that carry its field's name.
+// The live view of the engine: a field of a snapshot is shown in the elements with its name as `data-field`.
 
 import { BlockMap, Sparkline } from "./charts.js";
 import { NOTHING, count, duration, percent, rate, span } from "./numbers.js";
 import { Slowest } from "./slowest.js";
 
-const SPARK_VALUES = 240; // a minute at four a second
+const SPARK_VALUES = 240; // one minute, at four values per second
 
 const FORMATS = {
   model: String,
@@ -49,7 +49,7 @@ export class LiveView {
   #status = document.getElementById("status");
   #statusText = document.getElementById("status-text");
 
-  /** A state of the connection, as `follow` names it; "live" waits for what the snapshot says. */
+  /** Show a connection state of `follow`, except "live": the next snapshot shows the engine's state. */
   connection(state) {
     if (state !== "live") this.#state(state);
   }
@@ -81,12 +81,12 @@ export class LiveView {
   }
 }
 
-/** The value at a dotted name; undefined where the engine has none (yet). */
+/** The value at a dotted name; undefined if the engine has no value (yet). */
 function valueAt(snapshot, name) {
   return name.split(".").reduce((found, key) => found?.[key], snapshot) ?? undefined;
 }
 
-/** Untouched text costs no layout and says nothing to a screen reader. */
+/** Set only text that differs: unchanged text causes no layout, and screen readers do not read it again. */
 function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }

@@ -1,5 +1,5 @@
 // A small part of Markdown as DOM nodes: code, headings, lists, quotes, bold, italic.
-// Text enters the page through textContent only, so nothing a model writes can become markup.
+// Text enters the page through textContent only, so no output of the model can become markup.
 
 const FENCE = /^\s*(`{3,}|~{3,})\s*([\w+#.-]*)[^`]*$/;
 const HEADING = /^(#{1,6})\s+(.*?)\s*#*$/;
@@ -8,7 +8,7 @@ const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/;
 const QUOTE = /^\s*>\s?/;
 const INLINE = /(`+)(?!`)(.*?[^`])\1(?!`)|\*\*(?=\S)(.+?)\*\*|\*([^\s*](?:[^*\n]*[^\s*])?)\*/g;
 
-/** Shows a text that grows: only blocks that changed are built again. */
+/** Shows a growing text: only blocks that changed are built again. */
 export class MarkdownView {
   #root;
   #sources = [];
@@ -55,7 +55,7 @@ function split(text) {
   return blocks;
 }
 
-/** Where a block of each kind that begins at `start` ends. */
+/** By kind, the line after a block that begins at line `start`. */
 const ENDS = {
   code(lines, start) {
     const fence = FENCE.exec(lines[start])[1];
@@ -105,7 +105,7 @@ const BUILDERS = {
   },
   heading(lines) {
     const [, marks, title] = HEADING.exec(lines[0]);
-    // The page itself has the first two levels.
+    // The page itself uses the first two heading levels.
     return inline(document.createElement(`h${Math.min(marks.length + 2, 6)}`), title);
   },
   rule: () => document.createElement("hr"),
@@ -119,7 +119,7 @@ function build(block) {
   return BUILDERS[block.kind](block.lines);
 }
 
-/** Code that grows keeps its node, and with it the place where the reader scrolled to. */
+/** Update a block of code in its node, which keeps its scroll position; false if this is not possible. */
 function grow(node, block) {
   if (block.kind !== "code" || node.dataset.opening !== block.lines[0]) return false;
   node.querySelector("code").textContent = codeOf(block.lines);

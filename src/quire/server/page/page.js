@@ -10,13 +10,13 @@ const view = new LiveView();
 const unlock = document.getElementById("unlock");
 const showEngine = document.getElementById("show-engine");
 
-// On a narrow screen chat and engine take turns.
+// On a narrow screen only one of chat and live view is shown.
 showEngine.addEventListener("click", () => {
   const shown = document.body.classList.toggle("show-engine");
   showEngine.setAttribute("aria-expanded", String(shown));
 });
 
-/** Resolves when the user has given a key after all. */
+/** Resolves when the user has entered a key after a click on `unlock`. */
 function unlocked() {
   return new Promise((resolve) => {
     const ask = () => askForKey().then(() => {

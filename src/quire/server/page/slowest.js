@@ -1,4 +1,4 @@
-// The slowest of the last requests: a bar each of where its time went.
+// The slowest of the last requests, each with a bar of its queue, prefill and decode time.
 
 import { element } from "./markdown.js";
 import { count, span } from "./numbers.js";

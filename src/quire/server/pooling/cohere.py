@@ -158,7 +158,7 @@ def _inputs_of(body: CohereBody) -> tuple[str, Sequence[str | MixedInput]]:
 def _read_input(
     api: GenerationService, instruction: str, name: str, input: str | MixedInput
 ) -> str | ScoreInputs:
-    """Return the text with the instruction prepended, or a message."""
+    """Return the input with the instruction prepended, as a text or as content parts."""
     if isinstance(input, str):
         return instruction + input
     for part in input.content:

@@ -69,7 +69,8 @@ async def pool(
     task: Any = None,
     dimensions: int | None = None,
 ) -> tuple[ApiCall, list[Pooled]]:
-    """Return the model's outputs in the order of the prompts. All are cancelled if the client disconnects."""
+    """Return the call and the model's outputs in the order of the prompts. All requests of the call are
+    cancelled if the client disconnects."""
     params = PoolingParams(task=task, use_activation=body.activates, dimensions=dimensions)
     job = api.job(id_prefix, body, request, prompts, [params] * len(prompts))
     return job, await api.until_disconnect(request, _run_all(api, job))

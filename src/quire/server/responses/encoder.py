@@ -19,7 +19,7 @@ from quire.server.responses.output import Event, ResponseItems
 _STATUSES = {"length": "incomplete", "abort": "cancelled", "error": "failed"}
 """Status of a response that did not complete, by the engine's finish reason."""
 _EVENTS = {"cancelled": "incomplete"}
-"""Name of the last event where it differs from the status."""
+"""Name of the last event by status, where the name differs from the status."""
 
 
 class ResponseEncoder(AnswerEncoder):
@@ -32,8 +32,8 @@ class ResponseEncoder(AnswerEncoder):
         frame: dict[str, Any],
         on_end: Callable[[dict[str, Any]], None],
     ) -> None:
-        """Create an encoder. `frame`: the fields that do not change. `on_end` is called with the ended
-        response."""
+        """Create an encoder. `frame`: the response's fields that do not change. `on_end` is called with the
+        final response."""
         self._api, self._chat, self._frame, self._on_end = api, chat, frame, on_end
         self.status = "queued"
         self._final_status = "completed"

@@ -196,8 +196,8 @@ class ItemMessages:
             self._messages.append({"role": "user", "content": content})
 
     def _add_system(self, text: str) -> None:
-        """Append a system message. Many templates accept only a leading one, so those at the start are
-        merged."""
+        """Append a system message. Many templates accept only one system message, at the start, so several
+        at the start are merged."""
         if len(self._messages) == 1 and self._messages[0]["role"] == "system":
             self._messages[0]["content"].append(text)
         else:
@@ -225,7 +225,8 @@ class ItemMessages:
         self._messages.append(message)
 
     def _assistant_message(self, *absent: str) -> dict[str, Any]:
-        """Return the last assistant message, or a new one if it has a field in `absent` or there is none."""
+        """Return the last message if it is an assistant message without the fields in `absent`; otherwise
+        append a new assistant message and return that."""
         last = self._messages[-1] if self._messages else {}
         if last.get("role") != "assistant" or any(name in last for name in absent):
             last = {"role": "assistant"}

@@ -58,7 +58,7 @@ class _OpenItem:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self.logprobs)}
 
     def as_dict(self, status: str, *, has_part: bool = True) -> Item:
-        """Return the item in the API's format, with its content part unless that has not begun."""
+        """Return the item in the API's format. `has_part`: whether its content part has begun."""
         item: Item = {"id": self.id, "type": self.type, "status": status} | self.fixed_fields
         if _KINDS[self.type].part:
             return item | {"content": [self.part()] if has_part else []}

@@ -129,7 +129,7 @@ class Responses:
         return json_response(stored.as_dict())
 
     async def delete_response(self, response_id: str, request: Request) -> Response:
-        """Delete a stored response. One that runs in the background is cancelled."""
+        """Delete a stored response. A response that runs in the background is cancelled first."""
         stored = self._stored(response_id, request)
         if stored.run is not None:
             await stored.run.cancel()
@@ -203,7 +203,7 @@ def _owner(request: Request) -> int:
 async def _generate_whole(
     api: GenerationService, chat: ChatRequest, encoder: ResponseEncoder
 ) -> dict[str, Any]:
-    """Generate a response token by token and return it whole."""
+    """Generate a response token by token and return the whole response."""
     outputs = await api.streamed(chat.job)
     try:
         async for output in outputs:

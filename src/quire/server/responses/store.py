@@ -129,7 +129,7 @@ class StoreFull(TooMany):
 
 
 class StoredTurn:
-    """Items that were received or generated together. Later responses of the conversation share them."""
+    """Items that were received or generated together. Later responses of the conversation share the turn."""
 
     def __init__(self, items: list[Item], owner: int = 0) -> None:
         """Create a turn that only the tenant `owner` may read."""
@@ -143,14 +143,14 @@ class StoredResponse:
     """A response and the turns of the conversation that it answers."""
 
     response: dict[str, Any]
-    """The final response; while it runs, the fields that do not change."""
+    """The final response; before the end of generation, only the fields that do not change."""
     input_turns: tuple[StoredTurn, ...]
     output_turn: StoredTurn | None = None
     run: BackgroundRun | None = None
-    """The background run, if there is one."""
+    """The background run; None for a response that was not generated in the background."""
     stored_at: float = 0.0
     num_bytes: int = 0
-    """Size of the response without its turns."""
+    """Size in bytes of the response and its events, without its turns."""
     counted_turns: tuple[StoredTurn, ...] = ()
     """Turns that the store counts for this response."""
 
@@ -198,7 +198,8 @@ class ResponseStore:
         return self._responses[id]
 
     def item(self, id: str, owner: int = 0) -> Item | None:
-        """Return a stored item; call `expire` before. Threads may call this, as it changes nothing."""
+        """Return a stored item, or None. Call `expire` before; this method changes nothing, so that threads
+        may call it."""
         return next(iter([*self._items.get((owner, id), {}).values()]), None)
 
     def put(self, stored: StoredResponse) -> None:
@@ -262,7 +263,7 @@ class ResponseStore:
                 self._items.pop(key, None)
 
     def expire(self) -> None:
-        """Drop the responses that are too old or above the limits."""
+        """Drop the responses that are too old, and the oldest ones above the limits, except running ones."""
         limits, now = self.limits, self.now()
         for id, stored in list(self._responses.items()):
             is_expired = now - stored.stored_at > limits.ttl_s

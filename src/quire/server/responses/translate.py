@@ -24,7 +24,7 @@ _ALLOWED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 """Fields with the values that are allowed besides null, and the remedy for other values."""
 _NOT_COPIED = ("stream", "stream_options", "request_id", *_ALLOWED_VALUES)
-"""Fields of both bodies that are not copied unchanged."""
+"""Fields that are not copied unchanged to the chat body."""
 _SHARED = GenerateBody.model_fields.keys() - set(_NOT_COPIED) | {"parallel_tool_calls"}
 
 

@@ -49,7 +49,7 @@ async def create_tokens_of_tokens(api: GenerationService, body: TokensBody, requ
         raise InvalidBody("Stream options can only be defined when `stream=True`.", param="stream_options")
     max_tokens = body.sampling_params.get("max_tokens")
     num_output = max_tokens if isinstance(max_tokens, int) else 1
-    as_prompt = CompletionBody.model_construct(  # its values are valid, and a million ids take long to check
+    as_prompt = CompletionBody.model_construct(  # unchecked: the values are valid, and may be a million ids
         prompt=body.token_ids,
         max_tokens=num_output,
         cache_salt=body.cache_salt,

@@ -54,7 +54,7 @@ async def _render(
     job: ApiCall,
     body_of: Callable[[list[dict[str, Any]]], Any],
 ) -> Response:
-    """Return the reply that `body_of` makes of one object for each prompt."""
+    """Return the reply that `body_of` builds from the rendered prompts, one dict per prompt."""
     if any(prompt.embeds is not None for prompt in job.prompts):
         raise RequestError("`prompt_embeds` have no token ids and cannot be rendered", param="prompt_embeds")
     size = sum(len(prompt.text or "") + len(prompt.token_ids) for prompt in job.prompts)

@@ -25,7 +25,8 @@ from quire.server.tokens.render import (
 )
 
 _MAX_IDS = 1 << 17
-"""Minimum of the limit on detokenized ids per request. Decoding holds the GIL for tens of milliseconds."""
+"""Token ids that a request to /detokenize may have even if max_model_len is less. Decoding this many holds
+the GIL for tens of milliseconds."""
 
 
 def add_tokens_in_out(app: FastAPI, api: GenerationService) -> None:
