@@ -24,7 +24,7 @@ T = TypeVar("T")
 CHUNK_BYTES = 16 << 20
 """Bytes of one ranged read."""
 NUM_READERS = 16
-"""Ranged reads at the same time; each holds one chunk in memory."""
+"""Number of parallel ranged reads; each holds one chunk in memory."""
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
 """The extra of Quire that installs the fsspec driver of a scheme."""
 _URL = re.compile(r"(?P<scheme>[a-zA-Z][\w+.-]*)://[^:]+(:\d+)?[^:]*")
@@ -135,7 +135,7 @@ class StoreFolder:
         return snapshot
 
     def remember(self, *, replace: bool) -> None:
-        """Save the listing for offline mode; an earlier one only with `replace`."""
+        """Save the listing for offline mode; an earlier listing is replaced only with `replace`."""
         if self._offline or self._read_saved() == self._listing():
             return
         if replace or not self._saved.exists():
@@ -181,8 +181,8 @@ class StoreFolder:
             raise _store_error(self.url, error) from None
 
     def _fetch(self, files: Sequence[StoredFile]) -> None:
-        """Read the chunks of all files in parallel. The files get their names when all of them are complete
-        and none of them has changed since the listing."""
+        """Read the chunks of all files in parallel. When all files are complete, each gets its final name. A
+        file that has changed since the listing is discarded instead, and a ConfigError is raised."""
         if not files:
             return
         blobs = self._folder / "blobs"
@@ -371,7 +371,8 @@ def _open_url(url: str) -> tuple[Any, str]:
 
 
 def _options(scheme: str) -> dict[str, Any]:
-    """Return the options of the fsspec driver. Botocore reads all variables of AWS but AWS_REGION."""
+    """Return the options of the fsspec driver. Botocore reads all AWS variables except AWS_REGION, which is
+    therefore passed as an option."""
     if EXTRAS.get(scheme) != "s3":
         return {}
     options: dict[str, Any] = {"config_kwargs": {"max_pool_connections": NUM_READERS}}

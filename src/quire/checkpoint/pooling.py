@@ -24,7 +24,7 @@ _BIDIRECTIONAL = "LlamaBidirectional"
 _BIDIRECTIONAL_PREFIXES = (_BIDIRECTIONAL, "EuroBert")
 """Prefixes of architectures that attend in both directions without a key for it in config.json."""
 _DUAL_ENCODERS = ("CLIPModel", "SiglipModel")
-"""Encoders with the embedding of a text at its last token."""
+"""Encoders whose embedding of a text is the hidden state of its last token."""
 _REWARDS: dict[str, dict[str, Any]] = {
     "InternLM2ForRewardModel": {"head": "value", "labels": ("LABEL_0",), "is_raw": True},
     "Qwen2ForProcessRewardModel": {
@@ -76,7 +76,7 @@ class StoredPooling:
     matryoshka_dimensions: tuple[int, ...] = ()
     """Embedding sizes that the model was trained for; empty: any."""
     label_tokens: tuple[str, ...] = ()
-    """Tokens with logits that are the classes, if the classifier is part of the output head."""
+    """Tokens whose logits are the scores of the classes, if the classifier is part of the output head."""
     two_way: bool = False
     """Whether the score is the softmax over the two label tokens: one class."""
     bidirectional: str = ""
@@ -88,7 +88,7 @@ class StoredPooling:
     dense: tuple[DenseFacts, ...] = ()
     """Dense layers after pooling, in order."""
     task_heads: tuple[TaskHead, ...] = ()
-    """Output layers by task, of models with several; the first is the default."""
+    """Output layer of each task, for models with several; the first is the default."""
     head: str = ""
     """Head of a token classifier: tokens | reward | value, a key of the table in `models/`."""
     is_raw: bool = False
@@ -292,7 +292,7 @@ def resolve_pooling(
     convert: str = "auto",
     pooler: Mapping[str, Any] | None = None,
 ) -> PoolingFacts | None:
-    """Merge the user's and the checkpoint's settings; None for an engine that generates."""
+    """Merge the user's and the checkpoint's pooling settings; return None for an engine that generates."""
     if not _pools(stored, is_encoder, runner, convert):
         return None
     requested = _check_pooler_config(pooler or {})
@@ -346,7 +346,7 @@ def _pools(stored: StoredPooling, is_encoder: bool, runner: str, convert: str) -
 def _choose_classes(
     stored: StoredPooling, convert: str, returned: tuple[int, ...]
 ) -> tuple[str, tuple[str, ...], tuple[int, ...]]:
-    """Return the task, the class names, and the token ids of the output head for these classes. A generative
+    """Return the task, the class names, and the token ids whose logits score these classes. A generative
     model can score steps by the logits of some tokens."""
     generates = stored.architecture.endswith(GENERATIVE) and not stored.label_tokens
     label_ids = returned if generates and convert != "embed" else ()

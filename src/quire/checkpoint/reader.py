@@ -40,7 +40,7 @@ class ConfigReader:
         return self.but(**{key: value for key, value in values.items() if self.get(key) is None})
 
     def require(self, key: str, value: Any) -> None:
-        """Raise if the key has another value than the only one that is supported."""
+        """Raise if the key is set to anything but `value`, the only supported value."""
         if self.get(key) not in (None, value):
             raise self.wrong(key, f"{value} (nothing else is supported)")
 

@@ -116,8 +116,8 @@ def _layer(facts: ArchFacts, layer: LayerFacts) -> LayerWeights:
 
 
 def _zamba_layer(facts: ArchFacts, layer: LayerFacts) -> LayerWeights:
-    """Count a Zamba2 layer: Mamba, and a projection after the shared block. The first layer that uses a
-    block also counts the shared weights."""
+    """Count the parameters of a Zamba2 layer: Mamba, and a projection after the shared block. The first layer
+    that uses a shared block also counts the weights of this block."""
     shared, hidden = facts.shared, facts.hidden
     assert shared is not None
     mixer, dense = _mamba(facts) + hidden, 0
