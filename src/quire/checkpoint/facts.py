@@ -52,7 +52,7 @@ class LayerFacts:
     """Whether tokens attend only within chunks of `window` positions (Llama 4)."""
     mixer: str = "attention"
     """Token mixer: attention | latent (MLA) | selective (Mamba) | mamba (Mamba-2) | delta | lightning | conv |
-    attention+mamba (in parallel) | none (feed-forward only) | transformers (which caches the layer itself)"""
+    attention+mamba (in parallel) | none (feed-forward only) | transformers (which also caches the layer)"""
     moe: bool = False
     """Whether the feed-forward part is a mixture of experts."""
     heads: int = 0

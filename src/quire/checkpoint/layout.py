@@ -46,7 +46,7 @@ class CacheSpec:
     """KV heads per token and plane; 0 for caches without heads."""
 
     def stored_as(self, kv_dtype: str) -> "CacheSpec":
-        """Return the spec for a KV cache dtype: `numbers` includes the scales of heads, if the dtype has any."""
+        """Return the spec for a KV cache dtype; `numbers` then includes the scales of heads, if any."""
         scales = SCALE_BYTES * self.heads if kv_dtype == INT8_CACHE else 0
         return replace(self, numbers=self.numbers + scales)
 

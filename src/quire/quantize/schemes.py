@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 Parts = dict[str, Tensor]
-"""By the suffix that replaces `weight` in their names."""
+"""Stored tensors of one weight, by the suffix that replaces `weight` in the tensor name."""
 _LARGEST_FP8 = 448.0
 
 
@@ -28,7 +28,7 @@ class RoundingScheme:
     """Whether activations are quantized as well, dynamically per token."""
 
     def config(self, group: int, ignore: list[str]) -> dict[str, Any]:
-        """Return the quantization_config."""
+        """Return the quantization_config of config.json."""
         numbers = {"num_bits": self.bits, "type": self.kind, "symmetric": True}
         granularity = {"strategy": "group", "group_size": group} if self.grouped else {"strategy": "channel"}
         activations = numbers | {"strategy": "token", "dynamic": True} if self.dynamic else None

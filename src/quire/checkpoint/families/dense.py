@@ -30,7 +30,7 @@ def mistral(keys: ConfigReader) -> ArchFacts:
 
 
 def ministral3(keys: ConfigReader) -> ArchFacts:
-    """Read Ministral 3: queries are scaled beyond yarn's original length."""
+    """Read Ministral 3: queries at positions beyond yarn's original length are scaled."""
     windows = same_window(sliding_window(keys, None), keys)
     return decoder(keys, head_dim=128, windows=windows, attention_temperature=attention_temperature(keys))
 
@@ -320,7 +320,7 @@ def starcoder2(keys: ConfigReader) -> ArchFacts:
 
 
 def gpt_keys(keys: ConfigReader) -> ConfigReader:
-    """Return the keys of GPT-2 and GPT-J under the names of Llama."""
+    """Return the keys of GPT-2 or GPT-J, with Llama's names for them as well."""
     hidden = keys.size("n_embd")
     return keys.but(
         hidden_size=hidden,

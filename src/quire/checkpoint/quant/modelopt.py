@@ -39,7 +39,7 @@ def read_modelopt(keys: ConfigReader) -> QuantFacts:
 
 def _read_layers(keys: ConfigReader) -> list[LayerRule]:
     """Read `quantized_layers`, the format of each layer by name. The rule of the most frequent format is the
-    last one. All experts of a layer have the format of the first one."""
+    last rule. Only the format of the first expert of a layer is read; the other experts have the same."""
     layers: Any = keys.get("quantized_layers")
     if not isinstance(layers, dict) or not all(isinstance(layer, dict) for layer in layers.values()):
         raise keys.wrong("quantized_layers", "an object with the quant_algo of each layer")
