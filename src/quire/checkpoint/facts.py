@@ -51,8 +51,8 @@ class LayerFacts:
     chunked: bool = False
     """Whether tokens attend only within chunks of `window` positions (Llama 4)."""
     mixer: str = "attention"
-    """Token mixer: attention | latent (MLA) | selective (Mamba) | mamba (Mamba-2) | delta | lightning | conv |
-    attention+mamba (in parallel) | none (feed-forward only) | transformers (which also caches the layer)"""
+    """Token mixer: attention | latent (MLA) | selective (Mamba) | mamba (Mamba-2) | delta | lightning | conv;
+    attention+mamba: both in parallel; none: feed-forward only; transformers: its code, with its own cache."""
     moe: bool = False
     """Whether the feed-forward part is a mixture of experts."""
     heads: int = 0

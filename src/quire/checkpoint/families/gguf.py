@@ -362,8 +362,8 @@ def read_experts(
 
 
 def gpt_oss(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
-    """Read GPT-OSS: every other layer has a window, and yarn's bounds are not rounded. The header does not say
-    this."""
+    """Read GPT-OSS: every other layer has a window, and yarn's bounds are not rounded. The header does not
+    say this."""
     rope = replace(read_gguf_rope(file, arch, arch.size("attention.key_length")), truncate=False)
     windows = read_windows(arch, every=2, window=arch.size("attention.sliding_window"))
     inner = _expert_width(arch)

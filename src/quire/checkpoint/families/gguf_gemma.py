@@ -50,8 +50,8 @@ def gemma3(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
 
 
 def _gemma_facts(arch: ConfigReader, largest: int) -> dict[str, Any]:
-    """Return the facts of Gemma; the norm weights include the added 1. Queries are scaled by the head size; in
-    the model with `largest` layers by the hidden size per head, which the header does not say."""
+    """Return the facts of Gemma; the norm weights include the added 1. Queries are scaled by the head size;
+    in the model with `largest` layers by the hidden size per head, which the header does not say."""
     hidden, heads = arch.size("embedding_length"), arch.size("attention.head_count")
     is_largest = arch.size("block_count") == largest
     width = hidden // heads if is_largest else arch.size("attention.key_length", hidden // heads)

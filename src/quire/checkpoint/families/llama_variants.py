@@ -11,7 +11,8 @@ from quire.checkpoint.families.moe import add_experts, deepseek_experts, first_d
 from quire.checkpoint.reader import ConfigReader
 
 NORMED_VOCAB = 125696
-"""Vocabulary size of Baichuan 2. Only Baichuan 2 normalizes the rows of the output head, and no key says so."""
+"""Vocabulary size of Baichuan 2: only this model normalizes the rows of the output head, without a key for
+it."""
 
 
 def internlm(keys: ConfigReader) -> ArchFacts:

@@ -255,7 +255,7 @@ def granite_hybrid(keys: ConfigReader) -> ArchFacts:
 
 
 def bamba(keys: ConfigReader) -> ArchFacts:
-    """Read Bamba: Mamba-2, and in the layers of `attn_layer_indices` attention that rotates half of a head."""
+    """Read Bamba: Mamba-2, and attention that rotates half of each head in `attn_layer_indices`."""
     attention_layers, count = read_layer_numbers(keys, "attn_layer_indices"), keys.size("num_hidden_layers")
     keys = keys.defaults(rms_norm_eps=1e-5).but(partial_rotary_factor=0.5)
     facts = llama(keys)

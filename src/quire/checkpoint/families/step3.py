@@ -18,8 +18,8 @@ _NAMES = {
 }
 """Name in transformers of each key of StepFun."""
 _DENSE_LAYERS = 4
-"""Number of first layers of Step3 without experts, if config.json does not list the MoE layers; the last layer
-then has no experts either."""
+"""Number of first layers of Step3 without experts, if config.json does not list the MoE layers; the last
+layer then has no experts either."""
 _ONLY = {
     "att_impl_type": "GQA",
     "moe_router_activation": "sigmoid",
