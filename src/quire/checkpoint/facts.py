@@ -45,7 +45,7 @@ class LayerFacts:
     """Properties that may differ from layer to layer."""
 
     rope: RopeFacts | None
-    """None: no rotary embedding (NoPE)."""
+    """Rotary embedding of the layer; None: there is none (NoPE)."""
     window: int | None = None
     """Sliding window in tokens; None: full attention."""
     chunked: bool = False
@@ -119,8 +119,8 @@ class MoeFacts:
     num_identity_experts: int = 0
     """Number of additional identity experts (LongCat-Flash)."""
     spread: float = 0.0
-    """SparseMixer (Phi-3.5-MoE) threshold: a logit is masked if its distance to the maximum, as a fraction of
-    the larger magnitude of the two, exceeds this."""
+    """SparseMixer (Phi-3.5-MoE) threshold: a logit is masked if its distance to the maximum is more than this
+    fraction of max(|logit|, maximum)."""
     choice_bias: bool = False
     """Whether a bias is added to the scores for the selection of experts only, not for their weights."""
     router_bias: bool = False
@@ -218,13 +218,13 @@ class StateFacts:
 
 @dataclass(frozen=True, slots=True)
 class SharedFacts:
-    """Attention and feed-forward blocks shared by several layers (Zamba2). They also read the embedding; each
-    use adds low-rank weights to the shared ones."""
+    """Attention and feed-forward blocks shared by several layers (Zamba2). They also read the embedding. Each
+    layer that uses a block adds its own low-rank weights to the shared weights."""
 
     blocks: int
     rank: int
     adapts_attention: bool
-    """Whether queries, keys and values have low-rank weights per use; the feed-forward part always has."""
+    """Whether queries, keys and values have low-rank weights per layer; the feed-forward part always has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,12 +235,12 @@ class EncoderFacts:
     prefix: str
     """Prefix of the tensor names, except those of the classifier."""
     positions: int = 0
-    """Number of learned positions; 0: rotary embedding instead."""
+    """Number of learned positions; 0: the encoder has rotary embedding instead."""
     first_position: int = 0
     """The position of the first token."""
     padding: int | None = None
-    """Token id of padding. Padding tokens have the position before `first_position`, and the positions of
-    other tokens do not count them. None: padding tokens are not treated specially."""
+    """Token id of padding; None: it needs no special treatment. In BERT-like models padding tokens have the
+    position before `first_position`, and the positions of other tokens do not count them. SigLIP pads texts."""
     token_types: int = 0
     """Number of token-type embeddings (segments of a prompt)."""
     distances: int = 0
@@ -271,7 +271,7 @@ class AltUpFacts:
     per_layer: int
     """Size of a token's per-layer embedding."""
     vocab: int
-    """Vocabulary of the per-layer embedding; larger token ids use the embedding of token 0."""
+    """Vocabulary size of the per-layer embedding; larger token ids use the embedding of token 0."""
     media_id: int | None = None
     """Token id whose per-layer embedding all placeholder tokens use; None: each placeholder token has its
     own."""
@@ -432,9 +432,9 @@ class ArchFacts:
     predicting: LayerFacts | None = None
     """The MTP layer; None: it is like the last attention layer."""
     drafts: HeadFacts | None = None
-    """Set for draft heads only."""
+    """Inputs and outputs of a draft head; None: the model is no draft head."""
     borrowed: TransformersFacts | None = None
-    """Set if transformers runs the model."""
+    """Settings of a model that runs through transformers; None: Quire has its model code."""
 
     @property
     def size_out(self) -> int:

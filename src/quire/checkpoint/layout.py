@@ -25,7 +25,7 @@ MARK_BYTES = 4
 """Bytes per row of the unused placeholder state of a layer that transformers caches itself: such a row has no
 pages."""
 CROSS_BLOCK_SIZE = 16
-"""Block size of cross-attention states: their number is rounded up to a multiple of it."""
+"""Block size of cross-attention states: the number of states is rounded up to a multiple of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class CacheSpec:
     window: int | None = None
     """Sliding window in tokens, the token itself included; None: full attention."""
     bytes_per_row: int = 0
-    """Size of an SSM state, which a layer may have in addition to pages."""
+    """Bytes of the SSM state of a row, which a layer may have in addition to pages; 0: there is none."""
     heads: int = field(default=0, compare=False)
     """KV heads per token and plane; 0 for caches without heads."""
 
@@ -88,7 +88,7 @@ class CacheLayout:
     several side by side. A block is one page in every slab, and belongs to one group at a time."""
 
     specs: tuple[CacheSpec | None, ...]
-    """Spec of each layer; None: it has no cache."""
+    """Spec of each layer; None: the layer has no cache."""
     groups: tuple[CacheGroup, ...]
     largest: int = 0
     """Elements per token in each of the two planes of a slab, if layers with smaller pages lie side by side
@@ -150,7 +150,7 @@ class CacheLayout:
 
     @property
     def _pages(self) -> dict[tuple[int, int], int]:
-        """Return the number of slabs of each page kind: the largest number of such layers in one group."""
+        """Return the number of slabs of each page kind: the largest number of layers of this kind in a group."""
         most = Counter[tuple[int, int]]()
         for group in self.groups:
             most |= Counter(self._page(layer) for layer in group.layers)

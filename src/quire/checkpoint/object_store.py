@@ -26,7 +26,7 @@ CHUNK_BYTES = 16 << 20
 NUM_READERS = 16
 """Number of parallel ranged reads; each holds one chunk in memory."""
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
-"""The extra of Quire that installs the fsspec driver of a scheme."""
+"""Extra of Quire that installs the fsspec driver, by URL scheme."""
 _URL = re.compile(r"(?P<scheme>[a-zA-Z][\w+.-]*)://[^:]+(:\d+)?[^:]*")
 """A URL without `::`, which would name a file inside an archive."""
 _VERSION_KEYS = (
@@ -82,7 +82,7 @@ class StoredFile:
 
     @property
     def key(self) -> str:
-        """Return the name of its copy in the cache."""
+        """Return the name of the file's copy in the cache."""
         return hashlib.sha256(f"{self.name}\n{self.num_bytes}\n{self.version}".encode()).hexdigest()[:40]
 
 
@@ -166,7 +166,7 @@ class StoreFolder:
         return {file.name: file for file in sorted(files, key=lambda file: file.name)}
 
     def _info(self, path: str) -> dict[str, Any]:
-        """Return what the store reports of a file; empty if it does not exist."""
+        """Return the metadata that the store reports of a file; empty if the file does not exist."""
         try:
             return dict(self._fs.info(path))
         except FileNotFoundError:
@@ -291,7 +291,7 @@ class StoreFolder:
 
 
 class _Part:
-    """An unfinished download: the data at their offsets in one file, the finished chunks in another."""
+    """An unfinished download: a file with the data at their offsets, and a list of the finished chunks."""
 
     def __init__(self, blob: Path, file: StoredFile) -> None:
         self.file, self._blob = file, blob
@@ -313,7 +313,7 @@ class _Part:
         return sum(end - start for start, end in self.missing())
 
     def write(self, start: int, data: bytes) -> None:
-        """Store a chunk. It counts as finished only when its data are on the disk."""
+        """Store a chunk. The chunk counts as finished only when its data are on the disk."""
         with self._data.open("r+b") as file:
             file.seek(start)
             file.write(data)

@@ -24,7 +24,7 @@ _BIDIRECTIONAL = "LlamaBidirectional"
 _BIDIRECTIONAL_PREFIXES = (_BIDIRECTIONAL, "EuroBert")
 """Prefixes of architectures that attend in both directions without a key for it in config.json."""
 _DUAL_ENCODERS = ("CLIPModel", "SiglipModel")
-"""Encoders whose embedding of a text is the hidden state of its last token."""
+"""Encoders whose embedding of a text is the output of its last token."""
 _REWARDS: dict[str, dict[str, Any]] = {
     "InternLM2ForRewardModel": {"head": "value", "labels": ("LABEL_0",), "is_raw": True},
     "Qwen2ForProcessRewardModel": {
@@ -108,7 +108,7 @@ class PoolingFacts:
     """Pooling settings of an engine."""
 
     task: str
-    """`embed` or `classify`; both also exist per token."""
+    """`embed` or `classify`; each of the two also exists per token."""
     type: str
     """LAST, CLS or MEAN: hidden state of the last token, of the first, or the mean of all."""
     size: int
@@ -138,7 +138,7 @@ class PoolingFacts:
     token_type: str = "ALL"
     """Tokens with outputs: ALL, or those that end a STEP."""
     step_tag_id: int | None = None
-    """Token that ends a step; None: all tokens."""
+    """Token that ends a step; None: each token has an output."""
     returned_token_ids: tuple[int, ...] = ()
     """Indices of the outputs that are returned per token; empty: all."""
     label_ids: tuple[int, ...] = ()
@@ -161,7 +161,7 @@ class PoolingFacts:
         return bool(self.projection) or self.tasks == ("token_embed",)
 
     def head_of(self, task: str | None) -> TaskHead | None:
-        """Return the output layer of a task; None if all tasks have the same."""
+        """Return the output layer of a task; None if all tasks have the same output layer."""
         return next((head for head in self.task_heads if head.task == task), None)
 
     @property
@@ -209,7 +209,7 @@ def read_pooling(path: Path, keys: ConfigReader, architecture: str) -> StoredPoo
 
 
 def _read_type(keys: ConfigReader, architecture: str) -> dict[str, Any]:
-    """Return the pooling type, for architectures with one in config.json."""
+    """Return settings of StoredPooling: the pooling type, of architectures that have it in config.json."""
     if architecture.endswith(_CLASSES) and keys.get("classifier_pooling") is not None:
         key, known = "classifier_pooling", ["cls", "mean"]
     elif architecture in _DUAL_ENCODERS:

@@ -25,16 +25,16 @@ class TaskHead:
     """`linear`, or `masked_lm` with the output log(1 + relu(logits)); empty: the hidden state, after the
     Dense layers of sentence-transformers if there are any."""
     name: str = ""
-    """Name of a linear layer in the checkpoint."""
+    """Name of the linear layer in the checkpoint; empty for other kinds."""
     bias: bool = False
     activation: str = "normalize"
     """normalize | relu | identity"""
     reduce: str = ""
-    """`max` or `sum` over the outputs of all tokens, for a text; empty: the pooling type selects a state."""
+    """`max` or `sum` over the outputs of all tokens of a text; empty: the pooling type selects a state."""
     skipped_ids: tuple[int, ...] = ()
     """Special tokens that have no output."""
     file: str = ""
-    """File of the weights, if it is not one of the model's own."""
+    """File of the layer's weights; empty: they are in the model's weight files."""
 
 
 def read_task_heads(

@@ -50,7 +50,7 @@ def _has_dense(facts: ArchFacts) -> bool:
 
 
 def check_divisible(facts: ArchFacts, size: int, *, with_experts: bool = True) -> None:
-    """Raise if a layer cannot be divided between `size` ranks; with `with_experts`, an expert counts, too."""
+    """Raise if `size` ranks cannot divide a layer evenly; with `with_experts`, experts are divided, too."""
     if size == 1:
         return
     if facts.borrowed is not None:

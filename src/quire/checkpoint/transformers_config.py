@@ -44,7 +44,7 @@ _UNPAGED_KINDS = frozenset({"diffllama", "doge", "hrm_text", "jetmoe"})
 
 
 def source_of(keys: ConfigReader, name: str, *, trusted: bool) -> str | None:
-    """Return the source of the model code: `transformers`, the `checkpoint`, or None."""
+    """Return the source of the model code: `transformers` or `checkpoint`; None: there is no usable code."""
     if f'"{name}"' in _read_model_tables():
         return "transformers"
     return "checkpoint" if keys.get("auto_map") and trusted and is_installed() else None
@@ -127,7 +127,7 @@ def _read_model_code(kind: str) -> str:
 
 
 def _read_unpaged_model(whole: ConfigReader, keys: ConfigReader, path: Path, *, remote: bool) -> ArchFacts:
-    """Read the facts of a model that transformers runs with its cache: only its sizes."""
+    """Read the facts of a model that transformers runs with its own cache: only the model's sizes."""
     hidden, heads = _size(keys, _HIDDEN), _size_or_one(keys, _HEADS)
     return ArchFacts(
         architecture=OWN_CACHE,
@@ -146,7 +146,8 @@ def _read_unpaged_model(whole: ConfigReader, keys: ConfigReader, path: Path, *, 
 
 
 def _size_or_one(keys: ConfigReader, names: tuple[str, ...]) -> int:
-    """Return a size that only the estimate of the number of parameters needs; 1 if it differs by layer."""
+    """Return the size under the first key with a positive integer; 1 if there is none, such as for lists by
+    layer. Only the estimate of the number of parameters uses it."""
     values = [keys.get(name) for name in names]
     return next((value for value in values if isinstance(value, int) and value > 0), 1)
 

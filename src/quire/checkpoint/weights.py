@@ -58,7 +58,7 @@ class Weights(NamedTuple):
 
     embedding: int
     head: int
-    """0 if the head is tied to the embedding."""
+    """Parameters of the output head; 0 if the head is tied to the embedding."""
     layers: tuple[LayerWeights, ...]
     tower: int = 0
     """Parameters of an encoder for cross-attention; other encoders are not counted."""
@@ -219,4 +219,4 @@ _MIXERS: dict[str, Callable[[ArchFacts], int]] = {
     "transformers": _attention,
     "none": lambda facts: 0,
 }
-"""Parameter count of each `LayerFacts.mixer`."""
+"""Function that counts the parameters of each `LayerFacts.mixer`."""

@@ -37,7 +37,7 @@ _ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
-"""Architectures of directories for which a header can be written."""
+"""GGUF architecture by architecture in config.json, for models whose GGUF header can be written."""
 
 Values = NDArray[Any]
 
@@ -75,7 +75,7 @@ class _Writer:
 
 
 def write_gguf(stored: SourceModel, to: str, folder: Path, progress: Callable[[], object]) -> int:
-    """Write one file into `folder`; return the number of bytes of its tensors."""
+    """Write one GGUF file into `folder`; return the number of bytes of its tensors."""
     kind, file_type = GGUF_KINDS[to]
     source = stored.checkpoint.path
     name = _TYPE.sub("", source.stem) if stored.is_gguf else source.name

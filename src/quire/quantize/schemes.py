@@ -17,7 +17,7 @@ class RoundingScheme:
     """Rounding and storage of the weights of linear layers."""
 
     format: str
-    """The format's name in compressed-tensors."""
+    """Name of the format in compressed-tensors."""
     pack: Callable[[Tensor, int, torch.dtype], Parts]
     """Packs a float32 weight [outputs, inputs], given the group size and the dtype of scales."""
     bits: int
@@ -69,7 +69,7 @@ def _int4(weight: Tensor, group: int, dtype: torch.dtype) -> Parts:
 
 
 def _scale(weight: Tensor, largest: float, dtype: torch.dtype) -> Tensor:
-    """Return the scale of each row, rounded to the stored dtype."""
+    """Return the scale of each row (of the last dimension), rounded to the stored dtype."""
     scale = (weight.abs().amax(-1, keepdim=True) / largest).to(dtype)
     return torch.where(scale == 0, 1, scale)
 

@@ -56,7 +56,7 @@ class SourceModel:
         return len(self.shapes)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors one by one; those of a GGUF file in float32, others as stored."""
+        """Yield all tensors one by one: tensors of a GGUF file in float32, other tensors as stored."""
         loaded: tuple[str, Tensor] | None = None
         for name in self.shapes:
             whole = self._whole.get(name)
@@ -92,7 +92,7 @@ def _dtype(checkpoint: Checkpoint) -> torch.dtype:
 
 
 def gguf_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the config.json of a GGUF file's model."""
+    """Return the contents of a config.json for the model of a GGUF file."""
     facts, path = checkpoint.facts, checkpoint.path
     moe = facts.moe
     if facts.architecture not in _MODEL_TYPES or (moe and "Moe" not in facts.architecture):

@@ -139,8 +139,8 @@ def granite(keys: ConfigReader) -> ArchFacts:
 
 
 def granite_swa(keys: ConfigReader) -> ArchFacts:
-    """Read Granite with sliding windows: three window layers per full layer; each may have its own rope base,
-    or none."""
+    """Read Granite with sliding windows: three window layers per full-attention layer. Each layer may have its
+    own rope base, or no rotary embedding."""
     num_layers = keys.size("num_hidden_layers")
     default = [SLIDING if layer % 4 else FULL for layer in range(num_layers)]
     windows = windows_by_kind(keys, sliding_window(keys, 128), default=default)
@@ -209,7 +209,7 @@ def olmo2(keys: ConfigReader, **facts: Any) -> ArchFacts:
 
 
 def olmo3(keys: ConfigReader) -> ArchFacts:
-    """Read OLMo 3: three window layers per full layer; rope scaling applies to full layers only."""
+    """Read OLMo 3: three window layers per full-attention layer; only the latter have rope scaling."""
     keys = keys.defaults(rope_theta=500000.0)
     pattern = [SLIDING if (layer + 1) % 4 else FULL for layer in range(keys.size("num_hidden_layers"))]
     kinds = layer_kinds(keys, SLIDING, FULL, default=pattern)
@@ -252,7 +252,7 @@ def cohere(keys: ConfigReader, **facts: Any) -> ArchFacts:
 
 
 def cohere2(keys: ConfigReader) -> ArchFacts:
-    """Read Cohere 2: three window layers with rotary embedding per full layer without."""
+    """Read Cohere 2: three window layers with rotary embedding per full-attention layer without."""
     keys = keys.defaults(rope_theta=10000.0)
     interval, num_layers = keys.size("sliding_window_pattern", 4), keys.size("num_hidden_layers")
     pattern = [SLIDING if (layer + 1) % interval else FULL for layer in range(num_layers)]
@@ -287,7 +287,7 @@ def jais2(keys: ConfigReader) -> ArchFacts:
 
 
 def cwm(keys: ConfigReader) -> ArchFacts:
-    """Read CWM: three window layers per full layer."""
+    """Read CWM: three window layers per full-attention layer."""
     pattern = [SLIDING if layer % 4 else FULL for layer in range(keys.size("num_hidden_layers"))]
     windows = windows_by_kind(keys, sliding_window(keys, 8192), default=pattern)
     keys = keys.defaults(rope_theta=1e6, rms_norm_eps=1e-5)

@@ -75,7 +75,7 @@ def _bert(keys: ConfigReader, prefix: str, first_position: int = 0, padding: int
 
 
 def modernbert(keys: ConfigReader) -> ArchFacts:
-    """Read ModernBERT: most layers have a local window and another rope base."""
+    """Read ModernBERT: most layers have a sliding window and another rope base."""
     every = keys.size("global_attn_every_n_layers", 3)
     kinds = ("full_attention", "sliding_attention")
     named = layer_kinds(
@@ -246,7 +246,7 @@ def _with_theta(keys: ConfigReader, theta: float) -> ConfigReader:
 
 
 def _encoder(keys: ConfigReader, *, biases: bool = False, **facts: Any) -> ArchFacts:
-    """Read an encoder with layer norms; `biases` is about all linear layers."""
+    """Read an encoder with layer norms; `biases`: whether linear layers have biases by default."""
     heads = keys.size("num_attention_heads")
     facts = {"qkv_bias": biases, "out_bias": biases, "mlp_bias": biases, **facts}
     return ArchFacts(

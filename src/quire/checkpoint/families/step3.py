@@ -55,7 +55,7 @@ def step3(keys: ConfigReader) -> ArchFacts:
 
 def step35(keys: ConfigReader) -> ArchFacts:
     """Read Step-3.5. Window layers have another number of heads, and each head's output has a gate. Lists
-    with a value per layer also cover the MTP layers after the last."""
+    with a value per layer also cover the MTP layers after the last layer."""
     for key, value in _ONLY.items():
         keys.require(key, value)
     keys = keys.defaults(**{new: keys.get(old) for old, new in _NAMES.items()})

@@ -84,5 +84,5 @@ def _read_facts(
 
 
 def _size(keys: ConfigReader, default: int, *names: str) -> int:
-    """Return the first of these keys that is set, or the default."""
+    """Return the size under the first of these keys that is set, or the default."""
     return next((keys.size(name) for name in names if keys.get(name) is not None), default)

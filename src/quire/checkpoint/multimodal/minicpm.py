@@ -75,7 +75,7 @@ def minicpm_v(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
 
 
 def _version(keys: ConfigReader) -> float:
-    """Return the version. Early files of 2.5 (96 queries) and of 2.0 (not supported) have no such key."""
+    """Return the version; early files of 2.5 (96 queries) and of 2.0 (not supported) have no key for it."""
     version = keys.get("version")
     if version is None and keys.get("query_num") == 96:
         return 2.5

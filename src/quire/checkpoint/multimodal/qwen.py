@@ -53,8 +53,8 @@ class GridFacts:
     pace: float = 0.0
     """M-RoPE positions per second of video; 0: one per temporal patch."""
     times: str = ""
-    """Place of the times of video frames in the prompt: `before` each frame, `behind` it, or `seconds` (behind
-    it, with that word); empty: times are not written."""
+    """Place of the times of video frames in the prompt: `before` each frame, `behind` it, or `seconds`
+    (behind it, with that word); empty: times are not written."""
     merger: int = 0
     """Intermediate size of a gated merger; 0: the merger has no gate."""
     head_norms: bool = False

@@ -46,7 +46,7 @@ class Step3Facts:
     vit: ViTFacts
     """Encoder for the whole image."""
     size_mid: int
-    """Output size of the first convolution; that of the second is twice as large."""
+    """Output size of the first convolution; the output of the second convolution is twice as large."""
     stride: int
     """Stride of the first convolution."""
     size_out: int

@@ -24,7 +24,8 @@ class QuantFacts:
     method: str
     """Method name in the checkpoint."""
     rules: tuple[LayerRule, ...]
-    """The first matching rule applies; a layer without one is not quantized."""
+    """Rules by layer name: the first matching rule applies; a layer without a matching rule is not
+    quantized."""
     cache: str | None = None
     """KV cache dtype that the checkpoint was quantized for; None: the model's dtype."""
 

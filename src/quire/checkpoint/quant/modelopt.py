@@ -22,7 +22,7 @@ _MIXED = "MIXED_PRECISION"
 """The quant_algo of a checkpoint with a format for each layer."""
 _OTHER_EXPERT = re.compile(r"\.experts\.[1-9]")
 _GROUPS = {"NVFP4": 16, "W4A16_NVFP4": 16, "MXFP8": 32}
-"""The inputs per scale of formats with blocks."""
+"""Number of inputs per scale, of formats with blocks."""
 
 
 def read_modelopt(keys: ConfigReader) -> QuantFacts:

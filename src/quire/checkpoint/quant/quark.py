@@ -43,7 +43,7 @@ def read_quark(keys: ConfigReader) -> QuantFacts:
 
 def _section(keys: ConfigReader, key: str) -> ConfigReader:
     """Return the settings of a key; empty if the key is missing. Of a list, only the first settings are
-    returned: the second ones are about the scales of the first."""
+    returned: the second settings are about the scales of the first."""
     value: Any = keys.get(key) or {}
     value = value[0] if isinstance(value, list) else value
     if not isinstance(value, dict):

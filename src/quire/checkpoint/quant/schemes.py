@@ -24,7 +24,7 @@ class Scheme:
 
     @property
     def bits_per_weight(self) -> float:
-        """Return the bits that a weight takes in memory, its share of the scales included."""
+        """Return the approximate bits that a weight takes in memory, its share of the scales included."""
         return 8.02
 
 
@@ -40,7 +40,7 @@ class Fp8(Scheme):
     quantized."""
     block: tuple[int, int] = (128, 128)
     scale_name: str = "weight_scale"
-    """Suffix of the scales."""
+    """Suffix of the tensor of scales."""
     stored: bool = True
     """Whether the checkpoint is quantized; otherwise weights are quantized while they are loaded."""
 
@@ -67,7 +67,7 @@ class Grouped(Scheme):
     marks: ClassVar = ("qweight", "weight_packed", "weight_scale", "weight_scale_and_zero")
     bits: int
     group: int
-    """Inputs per group; -1: all."""
+    """Number of inputs per group; -1: all inputs are one group."""
     symmetric: bool
     act_order: bool
     """Whether the inputs of a group are not consecutive: the checkpoint stores the group of each input."""
@@ -159,7 +159,7 @@ class BlockFloat(Scheme):
     marks: ClassVar = ("weight_scale",)
     kind: Literal["nvfp4", "mxfp4", "mxfp8"]
     codes_name: str = "weight"
-    """Suffix of the packed values."""
+    """Suffix of the tensor of packed values."""
     tensor_scale: str = ""
     """Suffix of the scale per tensor; empty if there is none."""
     is_divisor: bool = False
