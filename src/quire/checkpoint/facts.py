@@ -240,7 +240,7 @@ class EncoderFacts:
     """The position of the first token."""
     padding: int | None = None
     """Token id of padding; None: it needs no special treatment. In BERT-like models padding tokens have the
-    position before `first_position`, and the positions of other tokens do not count them. SigLIP pads texts."""
+    position before `first_position`, and the positions of other tokens do not count them."""
     token_types: int = 0
     """Number of token-type embeddings (segments of a prompt)."""
     distances: int = 0

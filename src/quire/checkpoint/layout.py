@@ -150,7 +150,7 @@ class CacheLayout:
 
     @property
     def _pages(self) -> dict[tuple[int, int], int]:
-        """Return the number of slabs of each page kind: the largest number of layers of this kind in a group."""
+        """Return the number of slabs of each page kind: its largest number of layers in one group."""
         most = Counter[tuple[int, int]]()
         for group in self.groups:
             most |= Counter(self._page(layer) for layer in group.layers)

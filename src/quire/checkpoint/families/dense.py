@@ -139,8 +139,8 @@ def granite(keys: ConfigReader) -> ArchFacts:
 
 
 def granite_swa(keys: ConfigReader) -> ArchFacts:
-    """Read Granite with sliding windows: three window layers per full-attention layer. Each layer may have its
-    own rope base, or no rotary embedding."""
+    """Read Granite with sliding windows: three window layers per full-attention layer. Each layer may have
+    its own rope base, or no rotary embedding."""
     num_layers = keys.size("num_hidden_layers")
     default = [SLIDING if layer % 4 else FULL for layer in range(num_layers)]
     windows = windows_by_kind(keys, sliding_window(keys, 128), default=default)
