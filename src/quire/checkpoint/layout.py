@@ -220,7 +220,7 @@ def layout(
     Layers with equal windows form groups of about equal size, since a block of a small group leaves slabs
     unused. Layers with another page size than most, such as a draft's, have separate slabs and join the first
     full-attention group. If these groups take more memory than one full-attention group of all layers, the
-    layout is that one group. If it takes much less memory, layers lie side by side in slabs instead.
+    layout is that one group. Layers lie side by side in slabs instead if that takes much less memory.
     """
     specs = [spec and spec.stored_as(kv_dtype) for spec in specs]
     return replace(_layout_of_pages(specs, max_len), states_per_row=states_per_row)

@@ -1,4 +1,4 @@
-"""Output layers of models with one for each pooling task: BGE-M3, ColBERT, SPLADE."""
+"""Output layers of models with a separate layer for each pooling task: BGE-M3, ColBERT, SPLADE."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Writes a GGUF file: from another one with its metadata, or from a directory of a supported architecture."""
+"""Writes a GGUF file: from another GGUF file with its metadata, or from a directory of some architectures."""
 
 import re
 from collections.abc import Callable, Iterator

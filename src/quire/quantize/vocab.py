@@ -1,4 +1,4 @@
-"""A tokenizer in the form of a GGUF header, verified by reading it back."""
+"""The tokenizer keys of a GGUF header, verified by reading them back."""
 
 import json
 from collections.abc import Sequence

@@ -177,7 +177,7 @@ def token_id(keys: ConfigReader, *names: str, default: int | None = None) -> int
 
 
 def side_of(keys: ConfigReader, key: str, default: int) -> int:
-    """Return the side of a square in the unit of the key; some files give it as a pair."""
+    """Return the side of a square; some files give it as a pair of equal numbers."""
     value = keys.get(key)
     if isinstance(value, (list, tuple)) and len(set(value)) == 1:
         value = value[0]

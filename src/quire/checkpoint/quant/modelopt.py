@@ -1,4 +1,4 @@
-"""ModelOpt: FP8, NVFP4 and MXFP8 checkpoints of NVIDIA, with one format for all layers or one for each."""
+"""ModelOpt: FP8, NVFP4 and MXFP8 checkpoints of NVIDIA, with one format for all layers or for each layer."""
 
 import re
 from typing import Any
