@@ -88,8 +88,8 @@ def check_vocabulary(
     target_vocab: Mapping[str, int] | None,
     draft_vocab: Mapping[str, int] | None,
 ) -> None:
-    """Raise if the draft model has another vocabulary than the target. If both tokenizers are available, the
-    number of unused ids may differ."""
+    """Raise if the draft model has another vocabulary than the target. If both tokenizers are available,
+    their tokens are compared, and the number of unused ids may differ."""
     if draft.method != "draft_model":
         return
     if target_vocab is None or draft_vocab is None:
@@ -180,8 +180,7 @@ _READERS: dict[str, Callable[[ConfigReader, ArchFacts], ArchFacts]] = {"eagle": 
 
 
 def _mtp_facts(target: ArchFacts, path: Path) -> ArchFacts:
-    """Return the facts of the MTP layer; it equals the target's last attention layer unless the family
-    differs."""
+    """Return the facts of the MTP layer: the target's `predicting`, or else like its last attention layer."""
     if target.architecture not in _MTP_ARCHITECTURES:
         raise ConfigError(
             f"{path}: a {target.architecture} has no layers for multi-token prediction; "

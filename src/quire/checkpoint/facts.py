@@ -32,7 +32,7 @@ class RopeFacts:
     """Divisor of each frequency: for `factors` from the rope_freqs tensor of a GGUF file, for `longrope` the
     factors within the original length."""
     long_factors: tuple[float, ...] = ()
-    """`longrope` only: the divisors of an engine with a max length above the original length."""
+    """`longrope` only: the divisors if the engine's maximum length is above the original length."""
     sections: tuple[int, ...] = ()
     """M-RoPE: how many of the dim / 2 frequencies rotate by time, height and width; empty: all rotate by the
     token position."""
@@ -45,14 +45,14 @@ class LayerFacts:
     """Properties that may differ from layer to layer."""
 
     rope: RopeFacts | None
-    """None: no rotary embedding (NoPE)."""
+    """Rotary embedding of the layer; None: there is none (NoPE)."""
     window: int | None = None
     """Sliding window in tokens; None: full attention."""
     chunked: bool = False
     """Whether tokens attend only within chunks of `window` positions (Llama 4)."""
     mixer: str = "attention"
     """Token mixer: attention | latent (MLA) | selective (Mamba) | mamba (Mamba-2) | delta | lightning | conv;
-    attention+mamba in parallel; none for a layer without one; transformers for one that it caches itself."""
+    attention+mamba: both in parallel; none: feed-forward only; transformers: its code, with its own cache."""
     moe: bool = False
     """Whether the feed-forward part is a mixture of experts."""
     heads: int = 0
@@ -64,29 +64,30 @@ class LayerFacts:
     intermediate: int = 0
     """Intermediate size of the feed-forward part; 0: the model's."""
     keys_are_values: bool = False
-    """Whether the value projection is the key projection, before norm and rotation."""
+    """Whether the layer has no value projection: its values are the projected keys, before their norm and
+    rotation."""
     activation: str = ""
     """Activation of the feed-forward part and of the shared expert; empty: the model's."""
     expert_activation: str = ""
-    """Activation of the routed experts; empty: that of the mixture."""
+    """Activation of the routed experts; empty: the activation in the model's `moe`."""
     kv_sharing_target: int | None = None
-    """Number of the layer with the KV cache that this layer attends to (KV sharing); None: it has one
-    itself."""
+    """Index of the layer whose KV cache this layer attends to (KV sharing); None: the layer has its own KV
+    cache."""
     has_indexer: bool = True
-    """Whether the layer has an indexer, in models with indexers; otherwise it uses the last indexer's
-    tokens."""
+    """Whether the layer has a sparse-attention indexer, in models with indexers; otherwise it attends to the
+    tokens that the last indexer before it selected."""
     sparsity: float = 0.0
     """Approximate fraction of feed-forward gates that are set to 0."""
     block: int = -1
-    """Number of the layer that holds the shared attention and feed-forward weights (Zamba2); -1: not
-    shared."""
+    """Index of the layer that holds the shared attention and feed-forward weights (Zamba2); -1: this layer
+    uses no shared block."""
     use: int = 0
-    """Number of layers before this one that use a shared block."""
+    """Number of layers before this layer that use a shared block."""
     residual_scales: tuple[float, ...] = ()
     """Factors in the residual sums: input and output of the mixer, then of the feed-forward part
     (MiniMax-Text-01)."""
     depth: float = 0.0
-    """Number of the layer divided by that of the last, for the decays of lightning attention."""
+    """Index of the layer divided by the index of the last layer, for the decays of lightning attention."""
 
 
 class Routing(NamedTuple):
@@ -104,7 +105,7 @@ class Routing(NamedTuple):
     """Number of equal expert groups; experts are selected from the best `top_groups` groups."""
     top_groups: int = 1
     group_best: int = 1
-    """Number of best experts with scores that are summed for the score of a group."""
+    """Number of best experts of a group; the sum of their scores is the score of the group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +119,8 @@ class MoeFacts:
     num_identity_experts: int = 0
     """Number of additional identity experts (LongCat-Flash)."""
     spread: float = 0.0
-    """SparseMixer (Phi-3.5-MoE) threshold: logits further from the maximum than this fraction of themselves
-    are masked."""
+    """SparseMixer (Phi-3.5-MoE) threshold: a logit is masked if its distance to the maximum is more than this
+    fraction of max(|logit|, maximum)."""
     choice_bias: bool = False
     """Whether a bias is added to the scores for the selection of experts only, not for their weights."""
     router_bias: bool = False
@@ -127,7 +128,7 @@ class MoeFacts:
     """Whether router logits are computed in float32 regardless of the model dtype."""
     expert_bias: bool = False
     activation: str = ""
-    """Activation of the experts, if it differs from the model's."""
+    """Activation of the experts; empty: the model's."""
     plain: bool = False
     """Whether the experts and the shared expert have no gate projection."""
     latent: int = 0
@@ -197,7 +198,7 @@ class StateFacts:
     """Mamba-2: whether the gate is applied before the output norm (`gate_first`), after it (`gate_last`), or
     there is no norm (`none`). Mamba: norms of dt, B and C: `none`, `bare` without weights, or `weighed`."""
     norm_eps: float = 0.0
-    """Epsilon of these norms; 0: that of the model's other norms."""
+    """Epsilon of the norms that `norm` selects; 0: the epsilon of the model's other norms."""
     rank: int = 0
     """Mamba: rank of the time-step projection. Delta rule: rank of the projections of decay and output gate;
     0: one matrix each."""
@@ -206,7 +207,7 @@ class StateFacts:
     time_limits: tuple[float, float] = (0.0, float("inf"))
     """Mamba-2: smallest and largest time step."""
     decays_channels: bool = False
-    """Delta rule: whether each key channel of a head has a decay (KDA), not each head."""
+    """Delta rule: whether each key channel of a head has its own decay (KDA); otherwise each head has one."""
     log_bound: float = 0.0
     """Delta rule: lower limit of the log decay, approached by a sigmoid; 0: none."""
     beta_scale: float = 1.0
@@ -217,13 +218,13 @@ class StateFacts:
 
 @dataclass(frozen=True, slots=True)
 class SharedFacts:
-    """Attention and feed-forward blocks shared by several layers (Zamba2). They also read the embedding; each
-    use adds low-rank weights to the shared ones."""
+    """Attention and feed-forward blocks shared by several layers (Zamba2). They also read the embedding. Each
+    layer that uses a block adds its own low-rank weights to the shared weights."""
 
     blocks: int
     rank: int
     adapts_attention: bool
-    """Whether queries, keys and values have low-rank weights per use; the feed-forward part always has."""
+    """Whether queries, keys and values have low-rank weights per layer; the feed-forward part always has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,11 +235,12 @@ class EncoderFacts:
     prefix: str
     """Prefix of the tensor names, except those of the classifier."""
     positions: int = 0
-    """Number of learned positions; 0: rotary embedding instead."""
+    """Number of learned positions; 0: the encoder has rotary embedding instead."""
     first_position: int = 0
     """The position of the first token."""
     padding: int | None = None
-    """Token id of padding, which has the position before the first one and is not counted."""
+    """Token id of padding; None: it needs no special treatment. In BERT-like models padding tokens have the
+    position before `first_position`, and the positions of other tokens do not count them."""
     token_types: int = 0
     """Number of token-type embeddings (segments of a prompt)."""
     distances: int = 0
@@ -269,26 +271,28 @@ class AltUpFacts:
     per_layer: int
     """Size of a token's per-layer embedding."""
     vocab: int
-    """Vocabulary of the per-layer embedding; larger token ids use the embedding of token 0."""
+    """Vocabulary size of the per-layer embedding; larger token ids use the embedding of token 0."""
     media_id: int | None = None
-    """Token with the per-layer embedding of all placeholder tokens; None: each has its own."""
+    """Token id whose per-layer embedding all placeholder tokens use; None: each placeholder token has its
+    own."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadFacts:
-    """A draft head: what it reads of the target model."""
+    """A draft head (EAGLE, EAGLE-3 or MTP): its inputs from the target model, and its outputs."""
 
     target_hidden: int
     aux_layers: tuple[int, ...] = ()
-    """Target layers with inputs that are concatenated as the input of the draft; the number of layers selects
-    the last layer's output. Empty: the input of the target's output head."""
+    """Indices of the target layers whose inputs are concatenated as the input of the draft. The number of
+    target layers as index means the last layer's output. Empty: the input of the target's output head."""
     vocab: int = 0
-    """Size of the draft's output vocabulary; 0: the target's head or all tokens."""
+    """Size of the output vocabulary of an EAGLE-3 draft; 0 for other drafts, which use the whole
+    vocabulary."""
     keeps_normed: bool = False
     """Whether the residual stream starts from the normed hidden state."""
     layers_of: str = ""
-    """Target architecture with layers like the draft's, if the draft is part of the target's checkpoint
-    (MTP)."""
+    """Target architecture whose layer code the draft uses, if the draft is part of the target's checkpoint
+    (MTP); empty for other drafts."""
     first: int = 0
     """Number of target layers before the draft layer in the checkpoint."""
 
@@ -304,12 +308,13 @@ class MediaFacts:
     tower: Any
     """Shape of the encoders: a frozen dataclass of the family in `checkpoint/multimodal/`."""
     levels: int = 0
-    """Number of first layers that add further encoder outputs to their hidden states (DeepStack)."""
+    """Number of decoder layers, from the first on, that add further encoder outputs to their hidden states
+    (DeepStack)."""
     is_whole: bool = False
     """Whether the tokens of an item attend to each other in both directions; chunked prefill must not split
     an item."""
     whole_in_windows: bool = False
-    """Whether `is_whole` is only about layers with a sliding window; the others are causal."""
+    """Whether `is_whole` applies only to layers with a sliding window; the other layers are causal."""
     is_prefix: bool = False
     """Whether all prompt tokens of a request with items attend in both directions; chunked prefill must not
     split the prompt."""
@@ -333,7 +338,7 @@ class TransformersFacts:
     remote: bool = False
     """Whether to run the model code of the checkpoint; otherwise transformers' own."""
     own_cache: bool = False
-    """Whether the model computes one sequence at a time, with transformers' cache of it in place of pages."""
+    """Whether the model computes one sequence at a time, with transformers' cache instead of KV blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,8 +385,8 @@ class ArchFacts:
     qk_l2_norm: bool = False
     """Whether rotated queries and keys are L2-normalized first (Llama 4)."""
     attention_temperature: tuple[float, float] | None = None
-    """Attention temperature (Llama 4): interval in positions and weight of its log term, a factor on
-    queries."""
+    """Attention temperature (Llama 4), a factor on queries: interval in positions, and weight of the log
+    term; None: no such factor."""
     fused_qkv: bool = False
     """Whether query, key and value are one tensor in the checkpoint."""
     fused_gate_up: bool = False
@@ -401,7 +406,8 @@ class ArchFacts:
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     attention_scales: tuple[float, float] = (1.0, 1.0)
-    """Factors on the input and output of attention; only some families use this and the next two."""
+    """Factors on the input and output of attention. Only some families use `attention_scales`, `mlp_scales`
+    and `state_scale`."""
     mlp_scales: tuple[float, float] = (1.0, 1.0)
     """Factors on the gate and the output of the feed-forward part."""
     state_scale: float = 1.0
@@ -412,7 +418,7 @@ class ArchFacts:
     learned_positions: bool = False
     parallel_norms: int = 0
     """Number of input norms if attention and feed-forward run in parallel; 0: they run one after the other.
-    Only for families with both forms."""
+    Only used by families that have models of both kinds."""
     moe: MoeFacts | None = None
     mla: MlaFacts | None = None
     state: StateFacts | None = None
@@ -420,15 +426,15 @@ class ArchFacts:
     shared: SharedFacts | None = None
     encoder: EncoderFacts | None = None
     unused: str = ""
-    """Regular expression of checkpoint tensors that are skipped on purpose."""
+    """Regular expression for names of checkpoint tensors that are not loaded; empty: all are loaded."""
     media: MediaFacts | None = None
     """Multimodal inputs; None for text-only models, or if they are disabled."""
     predicting: LayerFacts | None = None
-    """The MTP layer, if it is not like the last layer."""
+    """The MTP layer; None: it is like the last attention layer."""
     drafts: HeadFacts | None = None
-    """Set for draft heads only."""
+    """Inputs and outputs of a draft head; None: the model is no draft head."""
     borrowed: TransformersFacts | None = None
-    """Set if transformers runs the model."""
+    """Settings of a model that runs through transformers; None: Quire has its model code."""
 
     @property
     def size_out(self) -> int:
@@ -436,7 +442,7 @@ class ArchFacts:
         return (self.encoder.size_out if self.encoder is not None else 0) or self.hidden
 
     def of_layer(self, layer: LayerFacts) -> "ArchFacts":
-        """Return these facts with the values of one layer in place of the model's."""
+        """Return the facts with the values that one layer sets in place of the model's."""
         names = ("heads", "kv_heads", "head_dim", "intermediate", "activation")
         changes: dict[str, Any] = {name: getattr(layer, name) for name in names if getattr(layer, name)}
         if self.moe is not None and layer.expert_activation:

@@ -104,8 +104,8 @@ class GGUFTensor:
 
 
 class GGUFFile:
-    """A GGUF file (version 2 or 3, little endian), mapped read-only while it or a view of it lives. Any part
-    of a split file opens all parts: the first has the metadata, each has tensors."""
+    """A GGUF file (version 2 or 3, little endian), mapped read-only as long as the object or a view of it
+    exists. Any part of a split file opens all parts: the first has the metadata, each has tensors."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)

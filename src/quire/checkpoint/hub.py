@@ -41,8 +41,8 @@ _WEIGHTS = {
 }
 """Patterns of weight files by load format; the first that matches is downloaded. Other formats need none."""
 _BESIDE = ("*_Dense/pytorch_model.bin", *BESIDE)
-"""Weights of output layers, which may have another format than those of the model: of Dense layers of
-sentence-transformers, and of BGE-M3."""
+"""Weight files of output layers (Dense layers of sentence-transformers, and BGE-M3), which may have another
+format than the model's weights."""
 _CHUNK_BYTES = 1 << 20
 
 
@@ -81,7 +81,7 @@ class ModelFiles:
     """Downloads the missing weights; None if all files of the model are here."""
 
     def fetch_weights(self) -> bool:
-        """Download the weights, unless they are here; return whether they were not."""
+        """Call `download`, if it is set; return whether it was set."""
         if self.download is not None:
             self.download()
         return self.download is not None
@@ -109,7 +109,7 @@ def find_model(
     needs_config: bool = True,
 ) -> ModelFiles:
     """Return a directory with config.json (if `needs_config`) or a .gguf file. For a directory on the hub or
-    in an object store, files other than the weights are downloaded; Python files only `with_code`."""
+    in an object store, files other than the weights are downloaded; Python files only with `with_code`."""
     if gguf_file is not None:
         model = _join_gguf_file(model, gguf_file)
     if model is None or is_default_model(model):
@@ -166,7 +166,7 @@ def _join_gguf_file(model: str | None, gguf_file: str) -> str:
 
 
 def _gguf_file(path: Path) -> Path:
-    """Return the path; of a split file the first part, if all parts exist."""
+    """Return the path of the file, or of the first part of a split file; raise if a part is missing."""
     if path.suffix != ".gguf":
         raise ConfigError(
             f"model {str(path)!r} is a file, but not a .gguf file; give a .gguf file or a directory"
@@ -180,7 +180,7 @@ def _check_directory(folder: Path, needs_config: bool) -> Path:
 
 
 def _choose_gguf(names: Iterable[str], place: str, needs_config: bool) -> str | None:
-    """Return the .gguf file to load from a folder with these files; None if it is a folder of weights."""
+    """Return the .gguf file to load from a folder with these files; None: load the folder itself."""
     names = set(names)
     files = [name for name in names if name.endswith(".gguf") and not name.startswith("mmproj")]
     if ("config.json" in names or not needs_config) and (
@@ -196,7 +196,7 @@ def _choose_gguf(names: Iterable[str], place: str, needs_config: bool) -> str | 
 
 
 def _snapshot(source: "_Hub | _Store", wanted: list[str], load_format: str, needs_config: bool) -> ModelFiles:
-    """Return a directory with the files of a model other than its weights."""
+    """Return a directory with all files of a model but its weights, and the download of the weights."""
     patterns = _WEIGHTS.get(load_format, ())
     folder = source.download([*wanted, *(_BESIDE if patterns else ())], _UNWANTED)
     if needs_config and not (folder / "config.json").is_file():
@@ -299,7 +299,7 @@ class _Hub:
 
             api, settings = huggingface_hub.HfApi(token=self.settings["token"]), self.settings
             list_files = partial(api.get_paths_info, self.name, wanted, revision=settings["revision"])
-            with contextlib.suppress(ConfigError):  # it may be in the local cache
+            with contextlib.suppress(ConfigError):  # the adapter may be in the local cache
                 check(sum(getattr(file, "size", 0) for file in self._call(list_files)))
         return self.download(wanted)
 

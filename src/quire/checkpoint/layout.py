@@ -9,21 +9,23 @@ from itertools import accumulate
 from quire.checkpoint.facts import ArchFacts, LayerFacts, StateFacts
 
 _MAX_SHARED_FRACTION = 0.75
-"""Layers share slabs side by side if that takes less than this fraction of the memory."""
+"""Layers lie side by side in shared slabs if that takes less than this fraction of the memory of separate
+slabs."""
 _MAX_WASTE = 1.25
-"""Groups have the size of the largest kind of layer if it has fewer than this factor times the smallest's
-layers."""
+"""Groups are as large as the most common kind of layers if that has fewer layers than this factor times the
+rarest kind; otherwise they are as large as the rarest kind."""
 INT8_CACHE = "int8_per_token_head"
 """KV cache dtype with a scale for each token and head."""
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, INT8_CACHE: 1}
 SCALE_BYTES = 4
 """Bytes of the float32 scale behind each head of an int8 cache."""
 ROW_KINDS = ("state", "cross_attention")
-"""Kinds of cache with a fixed size per row."""
+"""Kinds of cache with a fixed size per row (running request)."""
 MARK_BYTES = 4
-"""State of a layer that transformers caches itself: memory that is not used, of a row without pages."""
+"""Bytes per row of the unused placeholder state of a layer that transformers caches itself: such a row has no
+pages."""
 CROSS_BLOCK_SIZE = 16
-"""Block size of cross-attention states: their number is rounded up to a multiple of it."""
+"""Block size of cross-attention states: the number of states is rounded up to a multiple of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +41,12 @@ class CacheSpec:
     window: int | None = None
     """Sliding window in tokens, the token itself included; None: full attention."""
     bytes_per_row: int = 0
-    """Size of an SSM state, which a layer may have in addition to pages."""
+    """Bytes of the SSM state of a row, which a layer may have in addition to pages; 0: there is none."""
     heads: int = field(default=0, compare=False)
     """KV heads per token and plane; 0 for caches without heads."""
 
     def stored_as(self, kv_dtype: str) -> "CacheSpec":
-        """Return the spec with the scales of heads among its elements, if this KV cache dtype has them."""
+        """Return the spec for a KV cache dtype; `numbers` then includes the scales of heads, if any."""
         scales = SCALE_BYTES * self.heads if kv_dtype == INT8_CACHE else 0
         return replace(self, numbers=self.numbers + scales)
 
@@ -66,7 +68,7 @@ class CacheSpec:
 
     @property
     def page(self) -> tuple[int, int]:
-        """Return planes and elements; layers with equal pages can share memory."""
+        """Return planes, and elements per token and plane; layers with equal pages can share memory."""
         return self.planes, self.numbers
 
 
@@ -82,17 +84,17 @@ class CacheGroup:
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """Groups of layers over one pool of blocks. A block is a page in every slab, and belongs to one group of
-    one request at a time."""
+    """Groups of layers over one pool of KV blocks. A slab is memory that one layer of each group uses, or
+    several side by side. A block is one page in every slab, and belongs to one group at a time."""
 
     specs: tuple[CacheSpec | None, ...]
-    """Spec of each layer; None: it has no cache."""
+    """Spec of each layer; None: the layer has no cache."""
     groups: tuple[CacheGroup, ...]
     largest: int = 0
     """Elements per token in each of the two planes of a slab, if layers with smaller pages lie side by side
     in one slab; 0: each page kind has separate slabs."""
     states_per_row: int = 1
-    """Number of SSM states that each layer keeps of a row: with drafts, one for each position that a step
+    """Number of SSM states that each layer keeps per row: with drafts, one for each position that a step
     computes."""
 
     @property
@@ -112,7 +114,8 @@ class CacheLayout:
 
     @property
     def parts(self) -> dict[int, tuple[int, int]]:
-        """Return for each layer with pages its index among the layers in its slab, and their number."""
+        """Return for each layer with pages: its index among the layers of its group in the same slab, and the
+        number of these layers."""
         return {
             layer: (at % self._layers_per_slab(group), self._layers_per_slab(group))
             for group in self.groups
@@ -120,7 +123,8 @@ class CacheLayout:
         }
 
     def _layers_per_slab(self, group: CacheGroup) -> int:
-        """Return how many layers of a group share one slab. If several, the group has one page kind."""
+        """Return the number of layers of a group that share one slab. If it is above 1, all layers of the
+        group have one page kind."""
         if not self.largest or not group.layers:
             return 1
         _, numbers = self._page(group.layers[0])
@@ -146,7 +150,7 @@ class CacheLayout:
 
     @property
     def _pages(self) -> dict[tuple[int, int], int]:
-        """Return the number of slabs of each page kind: the largest number of such layers in one group."""
+        """Return the number of slabs of each page kind: its largest number of layers in one group."""
         most = Counter[tuple[int, int]]()
         for group in self.groups:
             most |= Counter(self._page(layer) for layer in group.layers)
@@ -158,8 +162,8 @@ class CacheLayout:
         return spec.page
 
     def of(self, layers: Container[int]) -> "CacheLayout":
-        """Return the layout of a pipeline stage with these layers. It has as many groups, and some may be
-        empty."""
+        """Return the layout of a pipeline stage with these layers. It has the same number of groups; some may
+        be empty."""
         specs = tuple(spec if number in layers else None for number, spec in enumerate(self.specs))
         groups = (
             CacheGroup(group.window, tuple(number for number in group.layers if number in layers))
@@ -173,12 +177,13 @@ class CacheLayout:
         return replace(self, groups=tuple(groups))
 
     def row_bytes(self, bytes_per_number: int) -> int:
-        """Return the bytes of one row besides its pages."""
+        """Return the bytes of one row besides its pages: SSM states and cross-attention states."""
         return row_bytes(self.specs, bytes_per_number, self.states_per_row)
 
     @property
     def state_bytes(self) -> int:
-        """Return the bytes of one checkpoint: the SSM states of all layers after a prefix."""
+        """Return the bytes of one state checkpoint of the prefix cache: the SSM states of all layers after a
+        prefix."""
         return sum(spec.bytes_per_row for spec in self.specs if spec is not None)
 
     def block_bytes(self, block_size: int, bytes_per_number: int) -> int:
@@ -202,7 +207,8 @@ def has_ssm_state(specs: Sequence[CacheSpec | None]) -> bool:
 
 
 def row_bytes(specs: Sequence[CacheSpec | None], bytes_per_number: int, num_states: int = 1) -> int:
-    """Return the bytes of one row besides pages, over all layers, with `num_states` SSM states in each."""
+    """Return the bytes of one row besides its pages, over all layers, with `num_states` SSM states per
+    layer."""
     return sum(spec.row_bytes(bytes_per_number, num_states) for spec in specs if spec is not None)
 
 
@@ -212,9 +218,9 @@ def layout(
     """Build the cache layout for a KV cache dtype.
 
     Layers with equal windows form groups of about equal size, since a block of a small group leaves slabs
-    unused. Layers with another page size, such as a draft's, share no memory with the others: they join a
-    group with full attention. If that takes more than one group of all layers with full attention, there is
-    only that group. If it takes much less memory, layers lie side by side in slabs.
+    unused. Layers with another page size than most, such as a draft's, have separate slabs and join the first
+    full-attention group. If these groups take more memory than one full-attention group of all layers, the
+    layout is that one group. Layers lie side by side in slabs instead if that takes much less memory.
     """
     specs = [spec and spec.stored_as(kv_dtype) for spec in specs]
     return replace(_layout_of_pages(specs, max_len), states_per_row=states_per_row)
@@ -242,8 +248,8 @@ def _layout_of_pages(specs: Sequence[CacheSpec | None], max_len: int) -> CacheLa
 
 
 def _group_layers(paged: Mapping[int, CacheSpec], max_len: int, largest: int = 0) -> list[CacheGroup]:
-    """Group layers by page kind and by their window, if it is shorter than the longest sequence. With
-    `largest` several of them may lie in one slab."""
+    """Group layers by window and by page size; a window of `max_len` or more counts as full attention. With
+    `largest` (elements per token and plane of a slab), several layers may lie in one slab."""
     alike: dict[tuple[int | None, int], list[int]] = {}
     for layer, spec in paged.items():
         window = None if spec.window is None or spec.window >= max_len else spec.window
@@ -259,7 +265,7 @@ def _group_layers(paged: Mapping[int, CacheSpec], max_len: int, largest: int = 0
 
 
 def _find_odd_layers(paged: Mapping[int, CacheSpec]) -> set[int]:
-    """Return the layers with pages that are not of the most common kind, counted in elements."""
+    """Return the layers whose page kind is not the most common page kind, counted in elements."""
     numbers = Counter[tuple[int, int]]()
     for spec in paged.values():
         numbers[spec.page] += spec.planes * spec.numbers
@@ -273,8 +279,8 @@ def _count_elements(layout: CacheLayout, num_tokens: int) -> int:
 
 
 def cache_specs(facts: ArchFacts) -> tuple[CacheSpec | None, ...]:
-    """Return the cache of each layer, which is None for encoders. Cross-attention states follow as a last
-    entry."""
+    """Return the cache spec of each layer; None for a layer without a cache, such as those of encoders. If
+    the model has cross-attention states, their spec follows as the last entry."""
     if facts.encoder is not None:
         return (None,) * len(facts.layers)
     specs = tuple(_spec(facts, layer) for layer in facts.layers)
@@ -287,7 +293,7 @@ def cache_specs(facts: ArchFacts) -> tuple[CacheSpec | None, ...]:
 
 
 def cross_attention_spec(num_layers: int, num_vectors: int, numbers: int) -> CacheSpec:
-    """Return the cache of cross-attention states: keys and values of each layer, in whole blocks."""
+    """Return the cache spec of cross-attention states: keys and values of each layer, in whole blocks."""
     rounded = -(-num_vectors // CROSS_BLOCK_SIZE) * CROSS_BLOCK_SIZE
     return CacheSpec("cross_attention", numbers=num_layers * rounded * numbers)
 

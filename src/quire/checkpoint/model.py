@@ -147,8 +147,8 @@ def _read_directory(
 
 
 def _split_multimodal(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts | None]:
-    """Split a multimodal config into the decoder's keys, as of a text-only model, and the multimodal
-    inputs."""
+    """Split a config into the keys of the decoder, as in a text-only config.json, and its multimodal inputs
+    (None if the config is not multimodal, or only the decoder is supported)."""
     named = [_media_family(name) for name in _architectures(keys)]
     read = next((MEDIA_FAMILIES[name] for name in named if name in MEDIA_FAMILIES), None)
     if read is None:
@@ -160,8 +160,8 @@ def _split_multimodal(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts | No
 
 
 def _pooling_keys(whole: ConfigReader, decoder: ConfigReader, named: str) -> tuple[ConfigReader, str]:
-    """Return the keys for pooling, and the architecture. A multimodal classifier has its labels at the top
-    level, which override the decoder's."""
+    """Return the config keys for pooling and the architecture name. A multimodal classifier has its labels at
+    the top level of config.json; they override those of the decoder."""
     named = next((name for name in _architectures(whole) if name.endswith(RETRIEVAL)), named)
     architecture = next((name for name in _architectures(whole) if _media_family(name) != name), named)
     class_keys = {key: whole.get(key) for key in _CLASS_KEYS if whole.get(key) is not None}
@@ -169,8 +169,8 @@ def _pooling_keys(whole: ConfigReader, decoder: ConfigReader, named: str) -> tup
 
 
 def _read_facts(keys: ConfigReader, path: Path, model_impl: str, trusted: bool) -> tuple[str, ArchFacts]:
-    """Return the architecture name in config.json and its facts, from Quire's families or for
-    transformers."""
+    """Return the architecture name in config.json, and the facts: those of a family of Quire, or of a model
+    that runs through transformers."""
     named = _architectures(keys)
     known = [name for name in named if _family(name) in FAMILIES]
     if known and model_impl not in RUN_BY_TRANSFORMERS:
@@ -232,7 +232,7 @@ def _unsupported_message(keys: ConfigReader, name: str, model_impl: str) -> str:
 
 
 def _nearest_architecture(keys: ConfigReader, name: str) -> str:
-    """Return a hint at the architecture with the nearest model_type, else at that with the nearest name."""
+    """Return a hint that names the architecture with the nearest model_type, or else the nearest name."""
     kinds = {family.model_type: architecture for architecture, family in FAMILIES.items()}
     close = get_close_matches(str(keys.get("model_type")), kinds, n=1, cutoff=0.7)
     if close:
@@ -294,7 +294,8 @@ def _read_gguf(path: Path) -> Checkpoint:
 
 
 def _read_gguf_sampling(header: ConfigReader) -> dict[str, Any]:
-    """Return the default sampling parameters of a header. Its numbers have 32 bits: 0.95 is read as such."""
+    """Return the default sampling parameters of a GGUF header. Numbers are rounded to 7 digits: a header has
+    float32, in which 0.95 is not exact."""
     stored = {name: key for name, key in SAMPLING_KEYS.items() if header.get(key) is not None}
     numbers = ((name, header.any_number(key)) for name, key in stored.items())
     return {name: float(f"{value:.7g}") if isinstance(value, float) else value for name, value in numbers}

@@ -24,9 +24,9 @@ T = TypeVar("T")
 CHUNK_BYTES = 16 << 20
 """Bytes of one ranged read."""
 NUM_READERS = 16
-"""Ranged reads at the same time; each holds one chunk in memory."""
+"""Number of parallel ranged reads; each holds one chunk in memory."""
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
-"""The extra of Quire that installs the fsspec driver of a scheme."""
+"""Extra of Quire that installs the fsspec driver, by URL scheme."""
 _URL = re.compile(r"(?P<scheme>[a-zA-Z][\w+.-]*)://[^:]+(:\d+)?[^:]*")
 """A URL without `::`, which would name a file inside an archive."""
 _VERSION_KEYS = (
@@ -82,7 +82,7 @@ class StoredFile:
 
     @property
     def key(self) -> str:
-        """Return the name of its copy in the cache."""
+        """Return the name of the file's copy in the cache."""
         return hashlib.sha256(f"{self.name}\n{self.num_bytes}\n{self.version}".encode()).hexdigest()[:40]
 
 
@@ -135,7 +135,7 @@ class StoreFolder:
         return snapshot
 
     def remember(self, *, replace: bool) -> None:
-        """Save the listing for offline mode; an earlier one only with `replace`."""
+        """Save the listing for offline mode; an earlier listing is replaced only with `replace`."""
         if self._offline or self._read_saved() == self._listing():
             return
         if replace or not self._saved.exists():
@@ -166,7 +166,7 @@ class StoreFolder:
         return {file.name: file for file in sorted(files, key=lambda file: file.name)}
 
     def _info(self, path: str) -> dict[str, Any]:
-        """Return what the store reports of a file; empty if it does not exist."""
+        """Return the metadata that the store reports of a file; empty if the file does not exist."""
         try:
             return dict(self._fs.info(path))
         except FileNotFoundError:
@@ -181,8 +181,8 @@ class StoreFolder:
             raise _store_error(self.url, error) from None
 
     def _fetch(self, files: Sequence[StoredFile]) -> None:
-        """Read the chunks of all files in parallel. The files get their names when all of them are complete
-        and none of them has changed since the listing."""
+        """Read the chunks of all files in parallel. When all files are complete, each gets its final name. A
+        file that has changed since the listing is discarded instead, and a ConfigError is raised."""
         if not files:
             return
         blobs = self._folder / "blobs"
@@ -291,7 +291,7 @@ class StoreFolder:
 
 
 class _Part:
-    """An unfinished download: the data at their offsets in one file, the finished chunks in another."""
+    """An unfinished download: a file with the data at their offsets, and a list of the finished chunks."""
 
     def __init__(self, blob: Path, file: StoredFile) -> None:
         self.file, self._blob = file, blob
@@ -313,7 +313,7 @@ class _Part:
         return sum(end - start for start, end in self.missing())
 
     def write(self, start: int, data: bytes) -> None:
-        """Store a chunk. It counts as finished only when its data are on the disk."""
+        """Store a chunk. The chunk counts as finished only when its data are on the disk."""
         with self._data.open("r+b") as file:
             file.seek(start)
             file.write(data)
@@ -371,7 +371,8 @@ def _open_url(url: str) -> tuple[Any, str]:
 
 
 def _options(scheme: str) -> dict[str, Any]:
-    """Return the options of the fsspec driver. Botocore reads all variables of AWS but AWS_REGION."""
+    """Return the options of the fsspec driver. Botocore reads all AWS variables except AWS_REGION, which is
+    therefore passed as an option."""
     if EXTRAS.get(scheme) != "s3":
         return {}
     options: dict[str, Any] = {"config_kwargs": {"max_pool_connections": NUM_READERS}}

@@ -24,7 +24,7 @@ _BIDIRECTIONAL = "LlamaBidirectional"
 _BIDIRECTIONAL_PREFIXES = (_BIDIRECTIONAL, "EuroBert")
 """Prefixes of architectures that attend in both directions without a key for it in config.json."""
 _DUAL_ENCODERS = ("CLIPModel", "SiglipModel")
-"""Encoders with the embedding of a text at its last token."""
+"""Encoders whose embedding of a text is the output of its last token."""
 _REWARDS: dict[str, dict[str, Any]] = {
     "InternLM2ForRewardModel": {"head": "value", "labels": ("LABEL_0",), "is_raw": True},
     "Qwen2ForProcessRewardModel": {
@@ -76,7 +76,7 @@ class StoredPooling:
     matryoshka_dimensions: tuple[int, ...] = ()
     """Embedding sizes that the model was trained for; empty: any."""
     label_tokens: tuple[str, ...] = ()
-    """Tokens with logits that are the classes, if the classifier is part of the output head."""
+    """Tokens whose logits are the scores of the classes, if the classifier is part of the output head."""
     two_way: bool = False
     """Whether the score is the softmax over the two label tokens: one class."""
     bidirectional: str = ""
@@ -88,7 +88,7 @@ class StoredPooling:
     dense: tuple[DenseFacts, ...] = ()
     """Dense layers after pooling, in order."""
     task_heads: tuple[TaskHead, ...] = ()
-    """Output layers by task, of models with several; the first is the default."""
+    """Output layer of each task, for models with several; the first is the default."""
     head: str = ""
     """Head of a token classifier: tokens | reward | value, a key of the table in `models/`."""
     is_raw: bool = False
@@ -108,7 +108,7 @@ class PoolingFacts:
     """Pooling settings of an engine."""
 
     task: str
-    """`embed` or `classify`; both also exist per token."""
+    """`embed` or `classify`; each of the two also exists per token."""
     type: str
     """LAST, CLS or MEAN: hidden state of the last token, of the first, or the mean of all."""
     size: int
@@ -138,7 +138,7 @@ class PoolingFacts:
     token_type: str = "ALL"
     """Tokens with outputs: ALL, or those that end a STEP."""
     step_tag_id: int | None = None
-    """Token that ends a step; None: all tokens."""
+    """Token that ends a step; None: each token has an output."""
     returned_token_ids: tuple[int, ...] = ()
     """Indices of the outputs that are returned per token; empty: all."""
     label_ids: tuple[int, ...] = ()
@@ -161,7 +161,7 @@ class PoolingFacts:
         return bool(self.projection) or self.tasks == ("token_embed",)
 
     def head_of(self, task: str | None) -> TaskHead | None:
-        """Return the output layer of a task; None if all tasks have the same."""
+        """Return the output layer of a task; None if all tasks have the same output layer."""
         return next((head for head in self.task_heads if head.task == task), None)
 
     @property
@@ -209,7 +209,7 @@ def read_pooling(path: Path, keys: ConfigReader, architecture: str) -> StoredPoo
 
 
 def _read_type(keys: ConfigReader, architecture: str) -> dict[str, Any]:
-    """Return the pooling type, for architectures with one in config.json."""
+    """Return settings of StoredPooling: the pooling type, of architectures that have it in config.json."""
     if architecture.endswith(_CLASSES) and keys.get("classifier_pooling") is not None:
         key, known = "classifier_pooling", ["cls", "mean"]
     elif architecture in _DUAL_ENCODERS:
@@ -292,7 +292,7 @@ def resolve_pooling(
     convert: str = "auto",
     pooler: Mapping[str, Any] | None = None,
 ) -> PoolingFacts | None:
-    """Merge the user's and the checkpoint's settings; None for an engine that generates."""
+    """Merge the user's and the checkpoint's pooling settings; return None for an engine that generates."""
     if not _pools(stored, is_encoder, runner, convert):
         return None
     requested = _check_pooler_config(pooler or {})
@@ -346,7 +346,7 @@ def _pools(stored: StoredPooling, is_encoder: bool, runner: str, convert: str) -
 def _choose_classes(
     stored: StoredPooling, convert: str, returned: tuple[int, ...]
 ) -> tuple[str, tuple[str, ...], tuple[int, ...]]:
-    """Return the task, the class names, and the token ids of the output head for these classes. A generative
+    """Return the task, the class names, and the token ids whose logits score these classes. A generative
     model can score steps by the logits of some tokens."""
     generates = stored.architecture.endswith(GENERATIVE) and not stored.label_tokens
     label_ids = returned if generates and convert != "embed" else ()

@@ -32,15 +32,15 @@ class ConfigReader:
         return self.values.get(key)
 
     def but(self, **changes: Any) -> "ConfigReader":
-        """Return a reader with some values changed."""
+        """Return a copy of the reader with some values changed."""
         return ConfigReader(self.source, {**self.values, **changes})
 
     def defaults(self, **values: Any) -> "ConfigReader":
-        """Return a reader with values for keys that are missing."""
+        """Return a copy of the reader with these values for keys that are missing."""
         return self.but(**{key: value for key, value in values.items() if self.get(key) is None})
 
     def require(self, key: str, value: Any) -> None:
-        """Raise if the key has another value than the only one that is supported."""
+        """Raise if the key is set to anything but `value`, the only supported value."""
         if self.get(key) not in (None, value):
             raise self.wrong(key, f"{value} (nothing else is supported)")
 
@@ -54,7 +54,7 @@ class ConfigReader:
         return value
 
     def size(self, key: str, default: int | None = None) -> int:
-        """Return a positive integer."""
+        """Return a positive integer; raise if the key is missing and there is no default."""
         value = self._present(key) if default is None else self.values.get(key)
         if value is None:
             assert default is not None
@@ -71,7 +71,7 @@ class ConfigReader:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a positive, finite number."""
+        """Return a positive, finite number; raise if the key is missing and there is no default."""
         value = self._present(key) if default is None else self.values.get(key)
         if value is None:
             assert default is not None
@@ -111,7 +111,7 @@ class ConfigReader:
         return names
 
     def token_ids(self, key: str) -> tuple[int, ...]:
-        """Return one id or a list of ids as a tuple."""
+        """Return one id or a list of ids as a tuple without repeats; empty if the key is missing."""
         value = self.values.get(key)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):

@@ -148,8 +148,8 @@ def _gguf_factors(file: GGUFFile, name: str, dim: int) -> tuple[float, ...]:
 
 
 def longest(rope: RopeFacts) -> int:
-    """Return the maximum sequence length. Scaling extends it, except llama3, where max_position_embeddings
-    includes it."""
+    """Return the maximum sequence length in tokens. Scaling of the kinds linear, dynamic and yarn extends it;
+    for other kinds max_position_embeddings includes the scaling."""
     if rope.kind in ("linear", "dynamic"):
         return int(rope.max_len * rope.factor)
     return int(rope.original_max_len * rope.factor) if rope.kind == "yarn" else rope.max_len
@@ -174,7 +174,7 @@ def _sections(rope: ConfigReader, dim: int) -> tuple[int, ...]:
 
 
 def max_len_of(keys: ConfigReader) -> int:
-    """Return the maximum sequence length in a config.json."""
+    """Return the maximum sequence length that a config.json names, without rope scaling, or the default."""
     lengths = [keys.size(key) for key in _MAX_LEN_KEYS if keys.get(key) is not None]
     if not lengths:
         warn_once(

@@ -1,4 +1,4 @@
-"""Output layers of models with one for each pooling task: BGE-M3, ColBERT, SPLADE."""
+"""Output layers of models with a separate layer for each pooling task: BGE-M3, ColBERT, SPLADE."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,23 +25,23 @@ class TaskHead:
     """`linear`, or `masked_lm` with the output log(1 + relu(logits)); empty: the hidden state, after the
     Dense layers of sentence-transformers if there are any."""
     name: str = ""
-    """Name of a linear layer in the checkpoint."""
+    """Name of the linear layer in the checkpoint; empty for other kinds."""
     bias: bool = False
     activation: str = "normalize"
     """normalize | relu | identity"""
     reduce: str = ""
-    """`max` or `sum` over the outputs of all tokens, for a text; empty: the pooling type selects a state."""
+    """`max` or `sum` over the outputs of all tokens of a text; empty: the pooling type selects a state."""
     skipped_ids: tuple[int, ...] = ()
     """Special tokens that have no output."""
     file: str = ""
-    """File of the weights, if it is not one of the model's own."""
+    """File of the layer's weights; empty: they are in the model's weight files."""
 
 
 def read_task_heads(
     path: Path, keys: ConfigReader, architecture: str, modules: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return `task_heads` as a field of StoredPooling. Other models have none, and one output layer for
-    all tasks. `modules` are the fields read from modules.json."""
+    """Return `task_heads` as a field of StoredPooling; empty for models with one output layer for all tasks.
+    `modules` are the fields read from modules.json; those that only apply to task heads are removed."""
     reduce = modules.pop("reduce", "")
     if reduce or architecture == _SPLADE:
         head = TaskHead("embed", keys.size("vocab_size"), "masked_lm", "", True, "identity", reduce or "max")
@@ -65,7 +65,8 @@ def _colbert_size(path: Path, keys: ConfigReader) -> int:
 
 
 def _bge_m3(keys: ConfigReader) -> tuple[TaskHead, ...]:
-    """Return the dense vector of a text, a vector of each token but the first, and weights of tokens."""
+    """Return the heads for the dense vector of a text, a vector of each token but the first, and a weight of
+    each token."""
     hidden, (tokens, weights) = keys.size("hidden_size"), BESIDE
     first, last = keys.token_ids("bos_token_id") or (0,), keys.token_ids("eos_token_id") or (2,)
     size = keys.size("colbert_dim", hidden) if (keys.get("colbert_dim") or 0) > 0 else hidden

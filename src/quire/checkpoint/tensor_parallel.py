@@ -11,7 +11,7 @@ _ATTENDING = ("attention", "attention+mamba")
 
 
 class _Count(NamedTuple):
-    """A size that is divided between ranks; if it `repeats`, several ranks may hold the same part."""
+    """A size that is divided between ranks; with `repeats`, several ranks may hold the same part."""
 
     number: int
     what: str
@@ -43,14 +43,14 @@ def _counts(facts: ArchFacts, *, with_experts: bool) -> Iterator[_Count]:
 
 
 def _has_dense(facts: ArchFacts) -> bool:
-    """Return whether a layer has a dense feed-forward part. If each layer is either a mixer or a feed-forward
-    part, only layers without mixer have one."""
+    """Return whether any layer has a dense feed-forward part. If each layer is either a mixer or a
+    feed-forward part, only layers without a mixer can have one."""
     has_split_layers = any(layer.mixer == "none" for layer in facts.layers)
     return any(not layer.moe and (layer.mixer == "none" or not has_split_layers) for layer in facts.layers)
 
 
 def check_divisible(facts: ArchFacts, size: int, *, with_experts: bool = True) -> None:
-    """Raise if the number of ranks does not divide every layer; `with_experts`: each expert, too."""
+    """Raise if `size` ranks cannot divide a layer evenly; with `with_experts`, experts are divided, too."""
     if size == 1:
         return
     if facts.borrowed is not None:
@@ -71,7 +71,7 @@ def check_divisible(facts: ArchFacts, size: int, *, with_experts: bool = True) -
 
 
 def shard_facts(facts: ArchFacts, size: int, *, with_experts: bool = True) -> ArchFacts:
-    """Return the facts of one rank's shard of the model; `with_experts`: each expert is divided, too."""
+    """Return the facts of one rank's shard of the model; with `with_experts`, each expert is divided, too."""
     if size == 1:
         return facts
     moe, state = facts.moe, facts.state

@@ -16,14 +16,14 @@ from quire.logs import get_logger, warn_once
 logger = get_logger(__name__)
 
 BORROWED = "TransformersForCausalLM"
-"""Architecture in the model table that runs them."""
+"""Architecture name in the model table for models that run through transformers with Quire's KV cache."""
 
 OWN_CACHE = "TransformersWithOwnCache"
-"""Architecture in the model table of those with transformers' cache."""
+"""Architecture name in the model table for models that run through transformers with its own cache."""
 IMPL_OWN_CACHE = "transformers_own_cache"
-"""Value of model_impl for that, whatever the model."""
+"""Value of model_impl that selects transformers' own cache for any model."""
 RUN_BY_TRANSFORMERS = ("transformers", IMPL_OWN_CACHE)
-"""Values of model_impl that never use Quire's own model."""
+"""Values of model_impl that never use Quire's own model code."""
 
 # Names of one setting in the configs of different models.
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
@@ -36,15 +36,15 @@ _ATTENTION_KINDS = ("full_attention", "sliding_attention")
 _UNPAGED_CODE = re.compile(
     r"recurrent_states?\b|conv_states?\b|cache_params\b|\balibi\b|position_bias\b|class \w*Cache\w*\("
 )
-"""Words in the code of models with attention that is no function of queries, keys and values alone."""
+"""Words in the code of models whose attention depends on more than queries, keys and values."""
 _ATTENTION_CODE = re.compile(r"ALL_ATTENTION_FUNCTIONS|AutoModel\w*\.from_config")
 """Words in the code of models that use transformers' attention interface, or another model that does."""
 _UNPAGED_KINDS = frozenset({"diffllama", "doge", "hrm_text", "jetmoe"})
-"""Model types that attend twice in a layer, with a mask of their own, or with more heads than they name."""
+"""Model types that attend twice in a layer, with their own mask, or with more heads than the config says."""
 
 
 def source_of(keys: ConfigReader, name: str, *, trusted: bool) -> str | None:
-    """Return the source of the model code: `transformers`, the `checkpoint`, or None."""
+    """Return the source of the model code: `transformers` or `checkpoint`; None: there is no usable code."""
     if f'"{name}"' in _read_model_tables():
         return "transformers"
     return "checkpoint" if keys.get("auto_map") and trusted and is_installed() else None
@@ -69,7 +69,7 @@ def read_transformers_model(
     whole: ConfigReader, path: Path, *, remote: bool, own_cache: bool = False
 ) -> ArchFacts:
     """Read the facts that the engine needs of a decoder; transformers reads the rest of config.json. With
-    `own_cache`, or if its code needs that, transformers caches each sequence."""
+    `own_cache`, or if the model does not fit Quire's paged attention, transformers caches each sequence."""
     keys = _text_part(whole)
     if keys.flag("is_encoder_decoder"):
         raise whole.wrong("is_encoder_decoder", "false (only decoders run through transformers)")
@@ -95,7 +95,7 @@ def read_transformers_model(
 
 
 def _needs_own_cache(whole: ConfigReader, keys: ConfigReader, *, remote: bool) -> bool:
-    """Return whether a model attends in other ways than Quire's paged attention, by its code and config."""
+    """Return whether a model, judged by its code and config, does not fit Quire's paged attention."""
     layers: Any = keys.get("layer_types")
     values = [keys.get(name) for name in (*_HEADS, *_KV_HEADS, *_HEAD_DIM, *_INTERMEDIATE)]
     if (
@@ -127,7 +127,7 @@ def _read_model_code(kind: str) -> str:
 
 
 def _read_unpaged_model(whole: ConfigReader, keys: ConfigReader, path: Path, *, remote: bool) -> ArchFacts:
-    """Read the facts of a model that transformers runs with its cache: only its sizes."""
+    """Read the facts of a model that transformers runs with its own cache: only the model's sizes."""
     hidden, heads = _size(keys, _HIDDEN), _size_or_one(keys, _HEADS)
     return ArchFacts(
         architecture=OWN_CACHE,
@@ -146,13 +146,14 @@ def _read_unpaged_model(whole: ConfigReader, keys: ConfigReader, path: Path, *, 
 
 
 def _size_or_one(keys: ConfigReader, names: tuple[str, ...]) -> int:
-    """Return a size that only the estimate of the number of parameters needs; 1 if it differs by layer."""
+    """Return the size under the first key with a positive integer; 1 if there is none, such as for lists by
+    layer. Only the estimate of the number of parameters uses it."""
     values = [keys.get(name) for name in names]
     return next((value for value in values if isinstance(value, int) and value > 0), 1)
 
 
 def _text_part(keys: ConfigReader) -> ConfigReader:
-    """Return the keys of the decoder of a multimodal model."""
+    """Return the keys of the decoder of a multimodal model; keys of other models are returned unchanged."""
     text = keys.get("text_config")
     return ConfigReader(f"{keys.source}, text_config", text) if isinstance(text, dict) else keys
 
@@ -170,15 +171,15 @@ def _size(keys: ConfigReader, names: tuple[str, ...], default: int | None = None
 
 
 def _feed_forward_width(keys: ConfigReader, hidden: int) -> int:
-    """Return the feed-forward width of one token."""
+    """Return the number of feed-forward activations of one token, over all experts that it uses."""
     experts = _size(keys, ("num_experts_per_tok", "num_experts_per_token", "moe_topk"), 1)
     expert = _size(keys, ("moe_intermediate_size",), 1)
     return max(_size(keys, _INTERMEDIATE, 4 * hidden), experts * expert)
 
 
 def _windows(keys: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
-    """Return the sliding windows by layer that config.json names. For other layers with a window the cache
-    only keeps more than is needed."""
+    """Return the sliding window of each layer, as far as config.json names it; None: the KV cache keeps all
+    tokens. A layer with an unnamed window only keeps more tokens than it needs."""
     kinds: Any = keys.get("layer_types")
     if kinds is None:
         return (None,) * num_layers

@@ -58,7 +58,7 @@ class Weights(NamedTuple):
 
     embedding: int
     head: int
-    """0 if the head is tied to the embedding."""
+    """Parameters of the output head; 0 if the head is tied to the embedding."""
     layers: tuple[LayerWeights, ...]
     tower: int = 0
     """Parameters of an encoder for cross-attention; other encoders are not counted."""
@@ -116,8 +116,8 @@ def _layer(facts: ArchFacts, layer: LayerFacts) -> LayerWeights:
 
 
 def _zamba_layer(facts: ArchFacts, layer: LayerFacts) -> LayerWeights:
-    """Count a Zamba2 layer: Mamba, and a projection after the shared block. The first layer that uses a
-    block also counts the shared weights."""
+    """Count the parameters of a Zamba2 layer: Mamba, and a projection after the shared block. The first layer
+    that uses a shared block also counts the weights of this block."""
     shared, hidden = facts.shared, facts.hidden
     assert shared is not None
     mixer, dense = _mamba(facts) + hidden, 0
@@ -219,4 +219,4 @@ _MIXERS: dict[str, Callable[[ArchFacts], int]] = {
     "transformers": _attention,
     "none": lambda facts: 0,
 }
-"""Parameter count of each `LayerFacts.mixer`."""
+"""Function that counts the parameters of each `LayerFacts.mixer`."""

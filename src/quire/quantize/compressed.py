@@ -24,7 +24,7 @@ and vision encoders."""
 _GROUPS = (128, 64, 32)
 """Default group sizes; the first that fits is used."""
 _FILE_BYTES = 4 << 30
-"""Size from which on a new file is begun."""
+"""Bytes of pending tensors at which a file is written."""
 
 
 class RoundingPlan:
@@ -85,7 +85,7 @@ class RoundingPlan:
         raise ConfigError(f"{name} has {inputs} inputs, which groups of {group} do not divide; {remedy}")
 
     def apply(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Return the tensors to write for a tensor of the model."""
+        """Return the tensors to write for one tensor of the model, by name."""
         module = name.removesuffix(".weight")
         if module in self.modules and name.endswith(".weight"):
             parts = self.scheme.pack(tensor.float(), self.group, self.stored.dtype)
@@ -129,7 +129,7 @@ class Files:
 
 
 def write_compressed(plan: RoundingPlan, to: Path, progress: Callable[[], object]) -> int:
-    """Write the quantized model, calling `progress` after each tensor; return the number of bytes."""
+    """Write the quantized model, calling `progress` after each tensor; return the bytes of its tensors."""
     stored = plan.stored
     config = stored.config()
     stored.copy_rest(to)

@@ -1,4 +1,4 @@
-"""Writes a GGUF file: from another one with its metadata, or from a directory of a supported architecture."""
+"""Writes a GGUF file: from another GGUF file with its metadata, or from a directory of some architectures."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ GGUF_KINDS = {
     "gguf-q8_0": (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
 }
 _ENDS = ("token_embd.weight", "output.weight")
-"""Kept in at least 8 bits, since every token passes through them."""
+"""Tensors that are kept in at least 8 bits, since every token passes through them."""
 _EXACT = ("_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", ".bias", "attn_sinks.weight")
 _ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -37,13 +37,13 @@ _ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
-"""Architectures of directories for which a header can be written."""
+"""GGUF architecture by architecture in config.json, for models whose GGUF header can be written."""
 
 Values = NDArray[Any]
 
 
 class _Writer:
-    """A file with its header written first, then its tensors one by one in the same order."""
+    """Writer of one GGUF file: `begin` writes the header, then `add` each tensor in the order of `plan`."""
 
     def __init__(self, path: Path, architecture: str, kind: GGMLQuantizationType) -> None:
         self.writer = GGUFWriter(path, architecture)
@@ -75,7 +75,7 @@ class _Writer:
 
 
 def write_gguf(stored: SourceModel, to: str, folder: Path, progress: Callable[[], object]) -> int:
-    """Write one file into `folder`; return the number of bytes of its tensors."""
+    """Write one GGUF file into `folder`; return the number of bytes of its tensors."""
     kind, file_type = GGUF_KINDS[to]
     source = stored.checkpoint.path
     name = _TYPE.sub("", source.stem) if stored.is_gguf else source.name
@@ -131,7 +131,7 @@ def _plan_file(file: GGUFFile, out: _Writer) -> Iterator[tuple[str, Values]]:
 
 
 def _header_facts(stored: SourceModel) -> ArchFacts:
-    """Return the facts as a header can describe them; raise if it cannot."""
+    """Return the facts that a GGUF header describes; raise if a header cannot describe the model."""
     facts, path = stored.checkpoint.facts, stored.checkpoint.path
     if facts.architecture not in _ARCHITECTURES:
         raise ConfigError(
@@ -197,7 +197,7 @@ def _plan_directory(stored: SourceModel, facts: ArchFacts, out: _Writer) -> Iter
 
 
 def _rope_factors(facts: ArchFacts) -> Values | None:
-    """Return the factors by which llama3 scaling divides each frequency."""
+    """Return the factors by which llama3 scaling divides each frequency; None for other rope kinds."""
     rope = facts.layers[0].rope
     if rope is None or rope.kind != "llama3":
         return None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 Parts = dict[str, Tensor]
-"""By the suffix that replaces `weight` in their names."""
+"""Stored tensors of one weight, by the suffix that replaces `weight` in the tensor name."""
 _LARGEST_FP8 = 448.0
 
 
@@ -17,7 +17,7 @@ class RoundingScheme:
     """Rounding and storage of the weights of linear layers."""
 
     format: str
-    """The format's name in compressed-tensors."""
+    """Name of the format in compressed-tensors."""
     pack: Callable[[Tensor, int, torch.dtype], Parts]
     """Packs a float32 weight [outputs, inputs], given the group size and the dtype of scales."""
     bits: int
@@ -28,7 +28,7 @@ class RoundingScheme:
     """Whether activations are quantized as well, dynamically per token."""
 
     def config(self, group: int, ignore: list[str]) -> dict[str, Any]:
-        """Return the quantization_config."""
+        """Return the quantization_config of config.json."""
         numbers = {"num_bits": self.bits, "type": self.kind, "symmetric": True}
         granularity = {"strategy": "group", "group_size": group} if self.grouped else {"strategy": "channel"}
         activations = numbers | {"strategy": "token", "dynamic": True} if self.dynamic else None
@@ -69,7 +69,7 @@ def _int4(weight: Tensor, group: int, dtype: torch.dtype) -> Parts:
 
 
 def _scale(weight: Tensor, largest: float, dtype: torch.dtype) -> Tensor:
-    """Return the scale of each row, rounded to the stored dtype."""
+    """Return the scale of each row or group (the last dimension), rounded to the stored dtype."""
     scale = (weight.abs().amax(-1, keepdim=True) / largest).to(dtype)
     return torch.where(scale == 0, 1, scale)
 

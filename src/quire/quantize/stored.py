@@ -26,11 +26,11 @@ _MODEL_TYPES = {
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
-"""model_type by the architecture of a GGUF file, for those with a config.json that can be written."""
+"""model_type by architecture, for GGUF files whose config.json can be written."""
 
 
 class SourceModel:
-    """A model directory or a GGUF file, with the names of a directory."""
+    """A model directory or a GGUF file; its tensors have their names in a model directory."""
 
     def __init__(self, path: Path) -> None:
         if path.is_dir() and any(read_json(path / "config.json").get(key) for key in _QUANTIZED):
@@ -56,7 +56,7 @@ class SourceModel:
         return len(self.shapes)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors one by one; those of a GGUF file in float32, others as stored."""
+        """Yield all tensors one by one: tensors of a GGUF file in float32, other tensors as stored."""
         loaded: tuple[str, Tensor] | None = None
         for name in self.shapes:
             whole = self._whole.get(name)
@@ -74,7 +74,7 @@ class SourceModel:
         return into
 
     def config(self) -> dict[str, Any]:
-        """Return the contents of config.json, which is built for a GGUF file."""
+        """Return the contents of config.json; for a GGUF file they are built from its header."""
         if not self.is_gguf:
             return read_json(self.checkpoint.path / "config.json")
         return gguf_config(self.checkpoint)
@@ -92,7 +92,7 @@ def _dtype(checkpoint: Checkpoint) -> torch.dtype:
 
 
 def gguf_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the config.json of a GGUF file's model."""
+    """Return the contents of a config.json for the model of a GGUF file."""
     facts, path = checkpoint.facts, checkpoint.path
     moe = facts.moe
     if facts.architecture not in _MODEL_TYPES or (moe and "Moe" not in facts.architecture):

@@ -1,4 +1,4 @@
-"""A tokenizer in the form of a GGUF header, verified by reading it back."""
+"""The tokenizer keys of a GGUF header, verified by reading them back."""
 
 import json
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ def _tokens(tokenizer: Tokenizer, model: dict[str, Any], size: int) -> dict[str,
 
 
 def _find_pre_tokenizer(tokenizer: Tokenizer, vocab: dict[str, Any]) -> str:
-    """Return the name of the pre-tokenizer that tokenizes like this tokenizer."""
+    """Return the name of the GGUF pre-tokenizer that splits a probe text into the tokenizer's tokens."""
     expected = tokenizer.encode(_PROBE)
     tried: dict[GGUFPreTokenizer, str] = {}
     for name, words in PRE_TOKENIZERS.items():

@@ -26,21 +26,21 @@ from quire.checkpoint.reader import ConfigReader
 
 
 class Family(NamedTuple):
-    """The checkpoints of one architecture."""
+    """One architecture of checkpoints with a config.json: its reader and its model code."""
 
     model_type: str
     """Model type in config.json."""
     read: Callable[[ConfigReader], ArchFacts]
     """Function that reads the facts of a config.json."""
     model: str = "llama:Llama"
-    """File and class of its model in `quire/models/`."""
+    """File and class of the model code in `quire/models/`."""
 
 
 class GGUFFamily(NamedTuple):
-    """The GGUF files of one architecture of llama.cpp."""
+    """One architecture of GGUF files, as llama.cpp names it: its reader and its model code."""
 
     architecture: str
-    """Architecture of these files in FAMILIES."""
+    """Architecture in FAMILIES whose model code runs these files."""
     read: Callable[[GGUFFile, ConfigReader], ArchFacts]
     """Function that reads the facts of a GGUF header; its keys have no architecture prefix."""
 
@@ -205,7 +205,7 @@ ALIASES = {
     "StableLMEpochForCausalLM": "StableLmForCausalLM",
     "XverseForCausalLM": "LlamaForCausalLM",
 }
-"""Other names of these architectures, mostly from remote-code checkpoints."""
+"""Other names of architectures in FAMILIES, mostly from remote-code checkpoints."""
 GGUF_FAMILIES = {
     "arcee": GGUFFamily("ArceeForCausalLM", partial(gguf.gguf_decoder, activation="relu2")),
     "baichuan": GGUFFamily("LlamaForCausalLM", gguf.baichuan),
@@ -254,7 +254,7 @@ GGUF_FAMILIES = {
     "qwen35": GGUFFamily("Qwen3_5ForCausalLM", partial(gguf_hybrid.qwen3next, repeats_keys=True)),
     "qwen35moe": GGUFFamily("Qwen3_5MoeForCausalLM", partial(gguf_hybrid.qwen3next, repeats_keys=True)),
     "qwen3moe": GGUFFamily("Qwen3MoeForCausalLM", gguf.qwen3moe),
-    # The files have separate projections of gates, as checkpoints of Qwen3.5.
+    # The files have separate projections of gates, as checkpoints of Qwen3.5 do.
     "qwen3next": GGUFFamily("Qwen3_5MoeForCausalLM", gguf_hybrid.qwen3next),
     "seed_oss": GGUFFamily("SeedOssForCausalLM", gguf.llama),
     "smollm3": GGUFFamily("SmolLM3ForCausalLM", gguf.smollm3),

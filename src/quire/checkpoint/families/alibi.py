@@ -70,7 +70,7 @@ def jais(keys: ConfigReader) -> ArchFacts:
 
 
 def databricks(keys: ConfigReader) -> ConfigReader:
-    """Return the sizes of MPT and DBRX under their common key names."""
+    """Return the keys of MPT or DBRX, with the sizes under the usual key names as well."""
     names = {"hidden_size": "d_model", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"}
     sizes = {name: keys.size(key) for name, key in names.items()}
     sizes["max_position_embeddings"] = keys.size("max_seq_len", 2048)

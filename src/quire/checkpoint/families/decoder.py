@@ -9,7 +9,7 @@ from quire.checkpoint.rope import longest, max_len_of, read_rope
 from quire.errors import ConfigError
 
 Windows = tuple[int | None, ...]
-"""Sliding window of each layer."""
+"""Sliding window of each layer in tokens; None: full attention."""
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -107,7 +107,8 @@ def same_window(window: int | None, keys: ConfigReader) -> Windows:
 
 
 def sliding_window(keys: ConfigReader, default: int | None = 4096) -> int | None:
-    """Return the window. A missing key means the family's default; null means full attention."""
+    """Return the window in tokens, or None for full attention. Null in config.json means full attention; a
+    missing key means the family's default."""
     if keys.get("sliding_window") is None and ("sliding_window" in keys.values or default is None):
         return None
     return keys.size("sliding_window", default)
@@ -130,7 +131,7 @@ def windows_by_kind(keys: ConfigReader, window: int | None, default: list[str] |
 
 
 def ropes_by_kind(keys: ConfigReader, head_dim: int, *kinds: str) -> dict[str, RopeFacts]:
-    """Return `rope_parameters` by layer type, if they are nested, or the same for all."""
+    """Return the rope of each layer type: from nested `rope_parameters`, or the same rope for all types."""
     block = keys.get("rope_parameters")
     if not isinstance(block, dict) or not all(isinstance(block.get(kind), dict) for kind in kinds):
         return dict.fromkeys(kinds, read_rope(keys, head_dim))

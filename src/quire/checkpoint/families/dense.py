@@ -30,7 +30,7 @@ def mistral(keys: ConfigReader) -> ArchFacts:
 
 
 def ministral3(keys: ConfigReader) -> ArchFacts:
-    """Read Ministral 3: queries are scaled beyond yarn's original length."""
+    """Read Ministral 3: queries at positions beyond yarn's original length are scaled."""
     windows = same_window(sliding_window(keys, None), keys)
     return decoder(keys, head_dim=128, windows=windows, attention_temperature=attention_temperature(keys))
 
@@ -139,8 +139,8 @@ def granite(keys: ConfigReader) -> ArchFacts:
 
 
 def granite_swa(keys: ConfigReader) -> ArchFacts:
-    """Read Granite with sliding windows: three window layers per full layer; each may have its own rope base,
-    or none."""
+    """Read Granite with sliding windows: three window layers per full-attention layer. Each layer may have
+    its own rope base, or no rotary embedding."""
     num_layers = keys.size("num_hidden_layers")
     default = [SLIDING if layer % 4 else FULL for layer in range(num_layers)]
     windows = windows_by_kind(keys, sliding_window(keys, 128), default=default)
@@ -209,7 +209,7 @@ def olmo2(keys: ConfigReader, **facts: Any) -> ArchFacts:
 
 
 def olmo3(keys: ConfigReader) -> ArchFacts:
-    """Read OLMo 3: three window layers per full layer; rope scaling applies to full layers only."""
+    """Read OLMo 3: three window layers per full-attention layer; only the latter have rope scaling."""
     keys = keys.defaults(rope_theta=500000.0)
     pattern = [SLIDING if (layer + 1) % 4 else FULL for layer in range(keys.size("num_hidden_layers"))]
     kinds = layer_kinds(keys, SLIDING, FULL, default=pattern)
@@ -252,7 +252,7 @@ def cohere(keys: ConfigReader, **facts: Any) -> ArchFacts:
 
 
 def cohere2(keys: ConfigReader) -> ArchFacts:
-    """Read Cohere 2: three window layers with rotary embedding per full layer without."""
+    """Read Cohere 2: three window layers with rotary embedding per full-attention layer without."""
     keys = keys.defaults(rope_theta=10000.0)
     interval, num_layers = keys.size("sliding_window_pattern", 4), keys.size("num_hidden_layers")
     pattern = [SLIDING if (layer + 1) % interval else FULL for layer in range(num_layers)]
@@ -287,7 +287,7 @@ def jais2(keys: ConfigReader) -> ArchFacts:
 
 
 def cwm(keys: ConfigReader) -> ArchFacts:
-    """Read CWM: three window layers per full layer."""
+    """Read CWM: three window layers per full-attention layer."""
     pattern = [SLIDING if layer % 4 else FULL for layer in range(keys.size("num_hidden_layers"))]
     windows = windows_by_kind(keys, sliding_window(keys, 8192), default=pattern)
     keys = keys.defaults(rope_theta=1e6, rms_norm_eps=1e-5)
@@ -320,7 +320,7 @@ def starcoder2(keys: ConfigReader) -> ArchFacts:
 
 
 def gpt_keys(keys: ConfigReader) -> ConfigReader:
-    """Return the keys of GPT-2 and GPT-J under the names of Llama."""
+    """Return the keys of GPT-2 or GPT-J, with Llama's names for them as well."""
     hidden = keys.size("n_embd")
     return keys.but(
         hidden_size=hidden,

@@ -16,7 +16,7 @@ def bert(keys: ConfigReader) -> ArchFacts:
 
 
 def roberta(keys: ConfigReader) -> ArchFacts:
-    """Read RoBERTa. Padding has its token id as position; the positions of text start after it."""
+    """Read RoBERTa. The position of padding tokens is their token id; positions of text start after it."""
     padding = keys.get("pad_token_id")
     padding = 1 if padding is None else padding
     if not isinstance(padding, int) or padding < 0:
@@ -75,7 +75,7 @@ def _bert(keys: ConfigReader, prefix: str, first_position: int = 0, padding: int
 
 
 def modernbert(keys: ConfigReader) -> ArchFacts:
-    """Read ModernBERT: most layers have a local window and another rope base."""
+    """Read ModernBERT: most layers have a sliding window and another rope base."""
     every = keys.size("global_attn_every_n_layers", 3)
     kinds = ("full_attention", "sliding_attention")
     named = layer_kinds(
@@ -154,9 +154,9 @@ _NOMIC_KEYS = {
     "rotary_emb_base": "rope_theta",
     "rotary_emb_fraction": "partial_rotary_factor",
 }
-"""Keys of the first checkpoints, and their names in transformers."""
+"""Keys of the first Nomic checkpoints, and their names in transformers."""
 _NOMIC_LEN = 2048
-"""Length that the model was trained for; longer texts would need dynamic rope scaling."""
+"""Length in tokens that Nomic was trained for; longer texts would need dynamic rope scaling."""
 
 
 def nomic(keys: ConfigReader) -> ArchFacts:
@@ -183,7 +183,7 @@ def nomic(keys: ConfigReader) -> ArchFacts:
 
 
 def gte(keys: ConfigReader) -> ArchFacts:
-    """Read GTE of transformers, and the remote-code architecture New of its first checkpoints."""
+    """Read GTE in the format of transformers, or of its first checkpoints (remote-code architecture New)."""
     is_new = any(str(name).startswith(("New", "GteNew")) for name in keys.get("architectures") or ())
     if (kind := keys.get("position_embedding_type")) not in (None, "rope"):
         raise keys.wrong("position_embedding_type", f"rope ({kind!r} is not supported)")
@@ -239,14 +239,14 @@ def _stretched_rope(keys: ConfigReader, theta: float, length: int) -> RopeFacts:
 
 
 def _with_theta(keys: ConfigReader, theta: float) -> ConfigReader:
-    """Set rope_theta to the family's default if config.json has none."""
+    """Return the keys with rope_theta, by default `theta`."""
     rope = keys.get("rope_parameters")
     value = rope.get("rope_theta") if isinstance(rope, dict) else None
     return keys.but(rope_theta=value or keys.get("rope_theta") or theta)
 
 
 def _encoder(keys: ConfigReader, *, biases: bool = False, **facts: Any) -> ArchFacts:
-    """Read an encoder with layer norms; `biases` is about all linear layers."""
+    """Read an encoder with layer norms; `biases`: whether linear layers have biases by default."""
     heads = keys.size("num_attention_heads")
     facts = {"qkv_bias": biases, "out_bias": biases, "mlp_bias": biases, **facts}
     return ArchFacts(
@@ -270,7 +270,7 @@ def _head_dim(keys: ConfigReader) -> int:
 
 
 def _rope_keys(keys: ConfigReader, kind: str, older: str, theta: float) -> ConfigReader:
-    """Return the keys of one layer type: its part of `rope_parameters`, or the older keys."""
+    """Return the keys with the rope of one layer type: its part of `rope_parameters`, or the older keys."""
     parameters = keys.get("rope_parameters") or {}
     section = parameters.get(kind) if isinstance(parameters, dict) else None
     if section is not None and not isinstance(section, dict):

@@ -74,7 +74,7 @@ def llama(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
 
 
 def smollm3(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
-    """Read SmolLM3: every fourth layer has no rotary embedding; there is no key for it."""
+    """Read SmolLM3: every fourth layer has no rotary embedding, which the header does not say."""
     return gguf_decoder(file, arch, rotates=_rotated_layers(arch))
 
 
@@ -115,8 +115,8 @@ def cohere(file: GGUFFile, arch: ConfigReader, **facts: Any) -> ArchFacts:
 
 
 def cohere2(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
-    """Read Cohere 2: three window layers with rotary embedding per full layer without; there is no key for
-    it."""
+    """Read Cohere 2: three window layers with rotary embedding per full-attention layer without. The header
+    does not say this."""
     rotates = _rotated_layers(arch)
     window = arch.size("attention.sliding_window")
     return cohere(
@@ -190,8 +190,8 @@ def olmo(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
 
 
 def baichuan(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
-    """Read Baichuan: 13B has ALiBi slopes, and Baichuan 2 a normalized output head; there are no keys for
-    it."""
+    """Read Baichuan: 13B has ALiBi slopes, and Baichuan 2 a normalized output head. The header does not say
+    this: the number of layers and the vocabulary size distinguish the models."""
     facts = gguf_decoder(file, arch)
     facts = replace(facts, norm_head=facts.vocab == NORMED_VOCAB)
     if len(facts.layers) != 40:
@@ -233,7 +233,7 @@ def glm4moe(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
 
 
 def layers_without_mtp(arch: ConfigReader) -> tuple[int, str]:
-    """Return the number of layers before those of MTP, and a pattern of the tensors of the latter."""
+    """Return the number of layers before the MTP layers, and a pattern of the tensors of the MTP layers."""
     num_mtp, count = optional_size(arch, "nextn_predict_layers") or 0, arch.size("block_count")
     layers = count - num_mtp
     if layers < 1:
@@ -269,8 +269,7 @@ _GATING = {1: "softmax", 2: "sigmoid"}
 
 
 def deepseek2(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
-    """Read DeepSeek-V2, V3 and derived models with latent attention; files of models without experts name the
-    feed-forward part's length as that of experts."""
+    """Read DeepSeek-V2, V3 and derived models with latent attention, with or without experts."""
     layers, unused = layers_without_mtp(arch)
     rope_dim, heads = arch.size("rope.dimension_count"), arch.size("attention.head_count")
     # Files without the keys of MLA have the sizes of whole heads.
@@ -346,8 +345,8 @@ def granitemoe(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
 
 
 def _expert_width(arch: ConfigReader) -> int:
-    """Return the width of an expert. In files without its key, the feed-forward length is the sum over the
-    used experts."""
+    """Return the intermediate size of one expert. In files without a key for it, feed_forward_length is the
+    sum over the experts that a token uses."""
     used = arch.size("expert_used_count")
     if arch.get("expert_feed_forward_length") is None:
         return arch.size("feed_forward_length") // used
@@ -357,14 +356,14 @@ def _expert_width(arch: ConfigReader) -> int:
 def read_experts(
     arch: ConfigReader, inner: int, *, scoring: str = "softmax", renormalized: bool = True, **facts: Any
 ) -> MoeFacts:
-    """Read experts of this width, which are stored in one tensor per matrix."""
+    """Read experts of intermediate size `inner`, which are stored in one tensor per matrix."""
     routing = Routing(arch.size("expert_used_count"), scoring, renormalized)
     return MoeFacts(arch.size("expert_count"), inner, routing, **({"names": "apart"} | facts))
 
 
 def gpt_oss(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
-    """Read GPT-OSS: every other layer has a window, and yarn's bounds are not rounded; there are no keys for
-    it."""
+    """Read GPT-OSS: every other layer has a window, and yarn's bounds are not rounded. The header does not
+    say this."""
     rope = replace(read_gguf_rope(file, arch, arch.size("attention.key_length")), truncate=False)
     windows = read_windows(arch, every=2, window=arch.size("attention.sliding_window"))
     inner = _expert_width(arch)
@@ -380,19 +379,19 @@ def gpt_oss(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
 
 
 def optional_size(arch: ConfigReader, key: str) -> int | None:
-    """Return a size, or None if it is missing or 0."""
+    """Return the size under `key`; None if the key is missing or 0."""
     value = arch.get(key)
     return None if value is None or (isinstance(value, int) and value == 0) else arch.size(key)
 
 
 def has_any(file: GGUFFile, ending: str) -> bool:
-    """Return whether a tensor has a name with this ending."""
+    """Return whether the name of any tensor has this ending."""
     return any(name.endswith(ending) for name in file.tensors)
 
 
 def read_windows(arch: ConfigReader, *, every: int, window: int | None) -> Windows:
-    """Return the window of each layer: all but every `every`-th have one. The file may set another interval,
-    or a flag per layer."""
+    """Return the window of each layer: `window`, or None for every `every`-th layer. The file may set another
+    interval, or a flag per layer."""
     count, pattern = arch.size("block_count"), arch.get("attention.sliding_window_pattern")
     if pattern is None or not hasattr(pattern, "__len__"):
         every = arch.size("attention.sliding_window_pattern", every)
@@ -403,7 +402,7 @@ def read_windows(arch: ConfigReader, *, every: int, window: int | None) -> Windo
 
 
 def per_layer(arch: ConfigReader, key: str) -> list[int]:
-    """Return a size of each layer, which may be 0; the file may have one for all layers."""
+    """Return the size of each layer under `key`, which may be 0; one stored size applies to all layers."""
     value, count = arch.get(key), arch.size("block_count")
     if not hasattr(value, "__len__"):
         return [arch.size(key)] * count
@@ -414,7 +413,7 @@ def per_layer(arch: ConfigReader, key: str) -> list[int]:
 
 
 def check_divides(arch: ConfigReader, key: str, divisor: int) -> int:
-    """Return a size that is a multiple of `divisor`."""
+    """Return the size under `key`; raise if it is no multiple of `divisor`."""
     size = arch.size(key)
     if size % divisor:
         raise arch.wrong(key, f"a multiple of {divisor}")

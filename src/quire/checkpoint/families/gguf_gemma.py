@@ -32,8 +32,8 @@ def gemma2(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
 
 
 def gemma3(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
-    """Read Gemma 3. Full layers have another rope, and only it is scaled; the context length includes
-    scaling."""
+    """Read Gemma 3. Full-attention layers have their own rope, and only this rope is scaled; the context
+    length includes the scaling."""
     head_dim = arch.size("attention.key_length")
     rope = read_gguf_rope(file, arch, head_dim)
     local_rope = replace(rope, kind="default", factor=1.0, theta=arch.number("rope.freq_base_swa", 10000.0))
@@ -50,8 +50,8 @@ def gemma3(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
 
 
 def _gemma_facts(arch: ConfigReader, largest: int) -> dict[str, Any]:
-    """Return the facts of Gemma; the norm weights include the added 1. Queries are scaled by the head size,
-    except in the model with `largest` layers; there is no key for it."""
+    """Return the facts of Gemma; the norm weights include the added 1. Queries are scaled by the head size;
+    in the model with `largest` layers by the hidden size per head, which the header does not say."""
     hidden, heads = arch.size("embedding_length"), arch.size("attention.head_count")
     is_largest = arch.size("block_count") == largest
     width = hidden // heads if is_largest else arch.size("attention.key_length", hidden // heads)
@@ -94,8 +94,8 @@ def gemma3n(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
 
 
 def gemma4(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
-    """Read Gemma 4. Full layers have another head size, and use keys as values if they have none. The last
-    layers may share the KV cache of others."""
+    """Read Gemma 4. Full-attention layers have another head size. Layers without value weights use keys as
+    values. The last layers may share the KV cache of earlier layers."""
     full_dim, local_dim = arch.size("attention.key_length"), arch.size("attention.key_length_swa")
     rope = read_gguf_rope(file, arch, full_dim)
     # Large factors stand for frequencies that do not rotate.
@@ -140,7 +140,7 @@ def gemma4(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
 
 
 def _shared_from(arch: ConfigReader, full: list[bool]) -> list[int | None]:
-    """Return for each layer the layer with the KV cache that it shares, or None if it has one itself."""
+    """Return for each layer the index of the layer whose KV cache it shares; None: it has its own."""
     num_shared = optional_size(arch, "attention.shared_kv_layers") or 0
     first = len(full) - num_shared
     last = {kind: max((at for at in range(max(first, 0)) if full[at] == kind), default=None) for kind in full}

@@ -23,8 +23,8 @@ from quire.checkpoint.rope import read_gguf_rope
 def qwen3next(file: GGUFFile, arch: ConfigReader, *, repeats_keys: bool = False) -> ArchFacts:
     """Read Qwen3-Next and Qwen3.5: gated delta net, gated attention in every fourth layer.
 
-    With `repeats_keys` the loader repeats the keys of each value head, which files of Qwen3.5 have in another
-    order than checkpoints."""
+    With `repeats_keys` the loader repeats queries and keys for each value head, since files of Qwen3.5 assign
+    value heads to key heads in another order than checkpoints do."""
     layers, unused = layers_without_mtp(arch)
     every, groups = arch.size("full_attention_interval", 4), arch.size("ssm.group_count")
     heads = check_divides(arch, "ssm.time_step_rank", groups)
@@ -144,7 +144,7 @@ def granitehybrid(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
         logit_scale=scales.logit_scale,
     )
     if optional_size(arch, "expert_count") is None:
-        stored = file.tensors.get("blk.0.ffn_up.weight")  # the key may name another part's length
+        stored = file.tensors.get("blk.0.ffn_up.weight")  # the key may have the length of another part
         return replace(facts, intermediate=stored.shape[0]) if stored else facts
     shared = optional_size(arch, "expert_shared_feed_forward_length") or 0
     moe = read_experts(arch, facts.intermediate, shared_intermediate=shared)
@@ -153,7 +153,7 @@ def granitehybrid(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
 
 def nemotron_h(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     """Read Nemotron-H. A layer is Mamba-2, attention without rotary embedding, experts or a plain
-    feed-forward part. Time steps are at least 0.001; there is no key for it."""
+    feed-forward part. Time steps are at least 0.001, which the header does not say."""
     count, unused = layers_without_mtp(arch)
     kv_heads, inner = per_layer(arch, "attention.head_count_kv"), per_layer(arch, "feed_forward_length")
     moe = None

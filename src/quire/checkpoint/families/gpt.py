@@ -22,7 +22,7 @@ def stablelm(keys: ConfigReader) -> ArchFacts:
 
 
 def olmo(keys: ConfigReader) -> ArchFacts:
-    """Read OLMo 1, with norms without weights."""
+    """Read OLMo 1, whose norms have no weights."""
     biased, clip = keys.flag("attention_bias"), keys.optional_number("clip_qkv")
     return decoder(keys, attention_bias=biased, norm="layer_bare", norm_eps=1e-5, qkv_clip=clip)
 

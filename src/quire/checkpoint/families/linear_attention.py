@@ -31,7 +31,7 @@ _MINIMAX_KEYS = {
 
 
 def _renamed(keys: ConfigReader, names: dict[str, str]) -> ConfigReader:
-    """Return the keys with the values of their other names, where these are set."""
+    """Return the keys with the new names as well; `names` has the old name of each new name."""
     return keys.but(**{new: keys.get(old) for new, old in names.items() if keys.get(old) is not None})
 
 
@@ -130,7 +130,7 @@ def ling3(keys: ConfigReader) -> ArchFacts:
 
 
 def _mixed(facts: ArchFacts, kinds: list[str], state: StateFacts) -> ArchFacts:
-    """Return the facts with the delta rule in layers of linear attention."""
+    """Return the facts with the delta rule as mixer of all layers that `kinds` names linear_attention."""
     layers = (
         layer if kind == _FULL else replace(layer, rope=None, mixer="delta")
         for layer, kind in zip(facts.layers, kinds, strict=True)
@@ -184,5 +184,5 @@ def minimax(keys: ConfigReader) -> ArchFacts:
 
 
 def _read_scales(keys: ConfigReader, name: str) -> tuple[float, float]:
-    """Return the factors on the input and the output of a part of the layers."""
+    """Return the residual factors on the input and the output of one part of the layers, such as `mlp`."""
     return keys.number(f"{name}_alpha_factor", 1.0), keys.number(f"{name}_beta_factor", 1.0)

@@ -11,7 +11,7 @@ from quire.checkpoint.families.moe import add_experts, deepseek_experts, first_d
 from quire.checkpoint.reader import ConfigReader
 
 NORMED_VOCAB = 125696
-"""Vocabulary of Baichuan 2, which alone normalizes the rows of the output head; there is no key for it."""
+"""Vocabulary size of Baichuan 2. No key says that this model normalizes the rows of the output head."""
 
 
 def internlm(keys: ConfigReader) -> ArchFacts:

@@ -40,7 +40,7 @@ def glm4_moe_lite(keys: ConfigReader) -> ArchFacts:
 
 
 def axk1(keys: ConfigReader) -> ArchFacts:
-    """Read A.X K1: a norm after the experts."""
+    """Read A.X K1: DeepSeek-V3 with a norm after the experts."""
     keys.require("moe_layer_freq", 1)
     return _deepseek_v3(keys, pairs=keys.flag("rope_interleave", True), first=1)
 
@@ -134,7 +134,7 @@ def _with_indexer(keys: ConfigReader, *, pairs: bool) -> ArchFacts:
 
 
 def _deepseek_v3(keys: ConfigReader, *, pairs: bool, first: int) -> ArchFacts:
-    """Read a decoder with DeepSeek-V3's experts from layer `first` on, unless config.json sets it."""
+    """Read a decoder with DeepSeek-V3's experts, by default from layer `first` on."""
     facts = add_experts(
         mla_decoder(keys, pairs=pairs), deepseek_experts(keys, "sigmoid"), first_dense(keys, first)
     )
@@ -142,7 +142,7 @@ def _deepseek_v3(keys: ConfigReader, *, pairs: bool, first: int) -> ArchFacts:
 
 
 def mla_decoder(keys: ConfigReader, *, pairs: bool, rope: RopeFacts | None = None) -> ArchFacts:
-    """Read a decoder with latent attention in all layers; `rope` replaces that of config.json."""
+    """Read a decoder with latent attention in all layers; `rope` replaces the rope of config.json."""
     mla = MlaFacts(
         kv_latent=keys.size("kv_lora_rank", 512),
         nope_dim=keys.size("qk_nope_head_dim", 128),

@@ -35,7 +35,7 @@ def mixtral(keys: ConfigReader) -> ArchFacts:
 
 
 def phimoe(keys: ConfigReader) -> ArchFacts:
-    """Read Phi-3.5-MoE. With longrope, the attention factor is in the file (long_mscale)."""
+    """Read Phi-3.5-MoE. With longrope, config.json has the attention factor (long_mscale)."""
     keys.require("num_experts_per_tok", 2)
     for name in ("rope_parameters", "rope_scaling"):
         block = keys.get(name)
@@ -141,8 +141,8 @@ def exaone_moe(keys: ConfigReader) -> ArchFacts:
 
 
 def cohere2_moe(keys: ConfigReader) -> ArchFacts:
-    """Read Cohere 2 MoE. The first layers are dense and have another window pattern; full ones may be
-    rotated."""
+    """Read Cohere 2 MoE. The first layers are dense and have another window pattern; their full-attention
+    layers may have rotary embedding."""
     count, sparse = keys.size("num_hidden_layers"), first_dense(keys)
     first = min(sparse, default=count)
     prefix, rest = keys.size("prefix_dense_sliding_window_pattern", 1), keys.size("sliding_window_pattern", 4)
@@ -274,7 +274,7 @@ def ernie_moe(keys: ConfigReader) -> ArchFacts:
 
 
 def _count(keys: ConfigReader, key: str) -> int:
-    """Return a size, or 0 if it is missing or 0."""
+    """Return the size under `key`; 0 if the key is missing or 0."""
     return keys.size(key) if keys.get(key) else 0
 
 
@@ -417,7 +417,8 @@ def qwen_sparse_layers(keys: ConfigReader) -> set[int]:
 
 
 def first_dense(keys: ConfigReader, default: int = 0) -> set[int]:
-    """Return the MoE layers: all but the first few, or those that `mlp_layer_types` lists."""
+    """Return the MoE layers: those that `mlp_layer_types` lists, or all but the first few; `default` is the
+    number of first dense layers if config.json has none."""
     count, kinds = keys.size("num_hidden_layers"), keys.get("mlp_layer_types")
     if kinds is not None:
         if not isinstance(kinds, list) or len(kinds) != count or not {*kinds} <= {"dense", "sparse"}:

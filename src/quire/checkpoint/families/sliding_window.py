@@ -59,8 +59,8 @@ def gemma3(keys: ConfigReader) -> ArchFacts:
 
 
 def gemma4(keys: ConfigReader) -> ArchFacts:
-    """Read Gemma 4. Full layers have another head size and may use keys as values. The last layers may share
-    the KV cache of others, with wider feed-forward parts."""
+    """Read Gemma 4. Full-attention layers have another head size and may use keys as values. The last layers
+    may share the KV cache of earlier layers, and then have wider feed-forward parts in some models."""
     if keys.get("use_bidirectional_attention") == "all":
         raise keys.wrong("use_bidirectional_attention", "vision or null (nothing else is supported)")
     count, inner = keys.size("num_hidden_layers"), keys.size("intermediate_size")
@@ -155,8 +155,8 @@ def _read_experts(keys: ConfigReader) -> MoeFacts:
 
 
 def _kv_sharing(keys: ConfigReader, kinds: list[str], shared: int) -> tuple[int, dict[str, int | None]]:
-    """Return the first layer that shares the KV cache of others, and the layer it is shared from, by layer
-    type."""
+    """Return the index of the first layer without its own KV cache, and by layer type the index of the layer
+    whose KV cache is shared."""
     first = len(kinds) - shared
     first = first if first > 0 else len(kinds)
     last = {kind: max((at for at in range(first) if kinds[at] == kind), default=None) for kind in _KINDS}

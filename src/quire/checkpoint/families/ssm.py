@@ -20,7 +20,7 @@ from quire.checkpoint.reader import ConfigReader
 from quire.checkpoint.rope import read_rope
 
 _KINDS = {"linear_attention": True, "mamba": True, "conv": True, "full_attention": False, "attention": False}
-"""Names in `layer_types`, and whether such a layer has a state."""
+"""Names in `layer_types`, and whether such a layer has an SSM state."""
 _MAMBA_LAYER, _ATTENTION_LAYER = LayerFacts(None, mixer="mamba"), LayerFacts(None)
 _MLP_LAYER, _MOE_LAYER = LayerFacts(None, mixer="none"), LayerFacts(None, mixer="none", moe=True)
 _NEMOTRON_LAYERS = {
@@ -35,7 +35,7 @@ _NEMOTRON_LAYERS = {
     "moe": _MOE_LAYER,
     "E": _MOE_LAYER,
 }
-"""Layer names of Nemotron-H."""
+"""Layers by their names in config.json of Nemotron-H."""
 
 
 def mamba(keys: ConfigReader) -> ArchFacts:
@@ -45,7 +45,7 @@ def mamba(keys: ConfigReader) -> ArchFacts:
 
 
 def falcon_mamba(keys: ConfigReader) -> ArchFacts:
-    """Read FalconMamba: Mamba with norms without weights."""
+    """Read FalconMamba: Mamba with norms of dt, B and C that have no weights."""
     facts, eps = mamba(keys), keys.number("mixer_rms_eps", 1e-6)
     assert facts.state is not None
     return replace(facts, state=replace(facts.state, norm="bare", norm_eps=eps))
@@ -89,7 +89,7 @@ _JAMBA_KEYS = ("mamba_dt_rank", "mamba_d_state", "mamba_d_conv", "mamba_conv_bia
 
 
 def _read_mamba(keys: ConfigReader, inner: int, names: tuple[str, ...] = _MAMBA_KEYS) -> StateFacts:
-    """Read Mamba with `inner` channels; `names` are the keys of the other sizes."""
+    """Read a Mamba state with `inner` channels; `names` are the keys of the other settings."""
     rank, size, conv, conv_bias, biased = names
     auto = math.ceil(keys.size("hidden_size") / 16)
     return StateFacts(
@@ -163,7 +163,7 @@ def falcon_h1(keys: ConfigReader) -> ArchFacts:
 
 
 def read_layer_number(keys: ConfigReader, key: str, default: int) -> int:
-    """Return a layer number, or the default."""
+    """Return the layer number under `key`, or the default."""
     number = keys.get(key)
     if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 0):
         raise keys.wrong(key, "the number of a layer")
@@ -255,7 +255,7 @@ def granite_hybrid(keys: ConfigReader) -> ArchFacts:
 
 
 def bamba(keys: ConfigReader) -> ArchFacts:
-    """Read Bamba: Mamba-2, and attention with half rotary embedding in the layers of `attn_layer_indices`."""
+    """Read Bamba: Mamba-2, and attention that rotates half of each head in `attn_layer_indices`."""
     attention_layers, count = read_layer_numbers(keys, "attn_layer_indices"), keys.size("num_hidden_layers")
     keys = keys.defaults(rms_norm_eps=1e-5).but(partial_rotary_factor=0.5)
     facts = llama(keys)
@@ -401,7 +401,7 @@ def _gated_delta(keys: ConfigReader, sparse: list[bool], **facts: Any) -> ArchFa
 def build_layers(
     stateful: list[bool], sparse: list[bool], mixer: str, rope: RopeFacts | None
 ) -> tuple[LayerFacts, ...]:
-    """Build the layers; those with a state use `mixer`."""
+    """Build the layers: those with a state use `mixer`, the others attention with `rope`."""
     return tuple(
         LayerFacts(None, mixer=mixer, moe=moe) if has_state else LayerFacts(rope, moe=moe)
         for has_state, moe in zip(stateful, sparse, strict=True)
@@ -409,7 +409,7 @@ def build_layers(
 
 
 def has_state(keys: ConfigReader, key: str) -> list[bool]:
-    """Return for each layer whether it has a state."""
+    """Return for each layer whether it has an SSM state."""
     num_layers, kinds = keys.size("num_hidden_layers"), keys.get(key)
     if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in _KINDS for kind in kinds):
         raise keys.wrong(key, f"{num_layers} entries, each one of {', '.join(_KINDS)}")

@@ -16,10 +16,10 @@ _NAMES = {
     "moe_top_k": "num_experts_per_tok",
     "share_expert_dims": "share_expert_dim",
 }
-"""Key names of StepFun, and of transformers."""
+"""Name in transformers of each key of StepFun."""
 _DENSE_LAYERS = 4
-"""Number of first layers of Step3 without experts, if the file does not list the others; the last has none,
-too."""
+"""Number of first layers of Step3 without experts, if config.json does not list the MoE layers; the last
+layer then has no experts either."""
 _ONLY = {
     "att_impl_type": "GQA",
     "moe_router_activation": "sigmoid",
@@ -55,7 +55,7 @@ def step3(keys: ConfigReader) -> ArchFacts:
 
 def step35(keys: ConfigReader) -> ArchFacts:
     """Read Step-3.5. Window layers have another number of heads, and each head's output has a gate. Lists
-    with a value per layer also cover the MTP layers after the last."""
+    with a value per layer also cover the MTP layers after the last layer."""
     for key, value in _ONLY.items():
         keys.require(key, value)
     keys = keys.defaults(**{new: keys.get(old) for old, new in _NAMES.items()})
@@ -101,7 +101,7 @@ def _experts(keys: ConfigReader) -> MoeFacts:
 
 
 def _read_layers(keys: ConfigReader, head_dim: int) -> tuple[LayerFacts, ...]:
-    """Read all layers; the MTP layers are last."""
+    """Read all layers, followed by the MTP layers."""
     kinds = _per_layer(keys, "layer_types", _KINDS[0], more="mtp_layer_types")
     if not {*kinds} <= {*_KINDS}:
         raise keys.wrong("layer_types", f"one of {', '.join(_KINDS)} for each layer")
@@ -154,7 +154,7 @@ def _ropes(keys: ConfigReader, head_dim: int, kinds: list[str]) -> list[RopeFact
 
 
 def _window_heads(keys: ConfigReader, head_dim: int) -> int:
-    """Return the number of heads of window layers; 0: as in the other layers."""
+    """Return the number of query heads of window layers; 0: as in the other layers."""
     other = keys.get("attention_other_setting") or {}
     if not isinstance(other, dict):
         raise keys.wrong("attention_other_setting", "an object")

@@ -1,4 +1,4 @@
-"""Tables of multimodal models: the function that reads each of them from config.json, and their code."""
+"""Tables of multimodal models: readers of config.json by architecture, and processors and encoders."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -88,8 +88,9 @@ MEDIA_FAMILIES: dict[str, Callable[[ConfigReader], tuple[ConfigReader, MediaFact
     "VoxtralForConditionalGeneration": qwen_audio.voxtral,
     "WhisperForConditionalGeneration": whisper.whisper,
 }
-"""Readers by architecture. Each returns the keys of the decoder, as of a text-only model (`architectures`
-then names one of FAMILIES), and the multimodal inputs; None: only the decoder is supported."""
+"""Readers by architecture. Each returns the keys of the decoder, as in a text-only config.json
+(`architectures` then names one of FAMILIES), and the multimodal inputs; None: only the decoder is
+supported."""
 
 
 class MediaCode(NamedTuple):

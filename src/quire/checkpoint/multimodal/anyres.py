@@ -14,9 +14,9 @@ class AnyresFacts(LlavaFacts):
     """A LLaVA with several tiles per image."""
 
     shapes: tuple[tuple[int, int], ...] = ()
-    """Heights and widths in pixels that the tiles of an image may cover together."""
+    """Possible sizes of the area that all tiles of an image cover, as heights and widths in pixels."""
     most_tiles: int = 0
-    """Image tokens beyond those of this many tiles are interpolated; 0: no limit."""
+    """An image with more tokens than this many tiles have is interpolated to fewer tokens; 0: no limit."""
     video_id: int | None = None
 
 

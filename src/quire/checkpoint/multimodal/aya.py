@@ -21,7 +21,7 @@ class AyaFacts(ShuffledFacts):
     norm_eps: float
     """Epsilon of the norm before the projector; 0: no norm."""
     intermediate: int
-    """Intermediate size of the projector; half of it are gates."""
+    """Intermediate size of the projector; half of the intermediate values are gates."""
 
     @property
     def size_in(self) -> int:

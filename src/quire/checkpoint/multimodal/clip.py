@@ -8,7 +8,7 @@ from quire.checkpoint.reader import ConfigReader
 from quire.errors import ConfigError
 
 _GEMMA_VOCAB = 256000
-"""Vocabulary of SigLIP 2, which has the tokenizer of Gemma: its padding is token 0."""
+"""Vocabulary size of SigLIP 2, which has the tokenizer of Gemma with padding token 0."""
 
 
 @dataclass(frozen=True, slots=True)

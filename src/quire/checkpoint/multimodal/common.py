@@ -149,7 +149,7 @@ def part(keys: ConfigReader, name: str) -> ConfigReader:
 
 
 def text_part(keys: ConfigReader, name: str = "text_config", default: str = "llama") -> ConfigReader:
-    """Return the keys of the decoder, as of a text-only model."""
+    """Return the keys of the decoder, as in a text-only config.json; `default` is its default model_type."""
     section = keys.get(name)
     text: dict[str, Any] = section if isinstance(section, dict) else {}
     kind = text.get("model_type") or default
@@ -167,7 +167,7 @@ def text_part(keys: ConfigReader, name: str = "text_config", default: str = "lla
 
 
 def token_id(keys: ConfigReader, *names: str, default: int | None = None) -> int:
-    """Return the first id that is set under one of these keys."""
+    """Return the first token id that is set under one of these keys, or the default."""
     ids = [i for name in names for i in keys.token_ids(name)]
     if not ids and default is not None:
         return default
@@ -177,7 +177,7 @@ def token_id(keys: ConfigReader, *names: str, default: int | None = None) -> int
 
 
 def side_of(keys: ConfigReader, key: str, default: int) -> int:
-    """Return the side of a square, which some files give as a pair."""
+    """Return the side of a square; some files give it as a pair of equal numbers."""
     value = keys.get(key)
     if isinstance(value, (list, tuple)) and len(set(value)) == 1:
         value = value[0]

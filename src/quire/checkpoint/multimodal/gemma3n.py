@@ -31,14 +31,14 @@ class Gemma3nFacts:
     kernel: int
     """Kernel size of the convolution in a layer."""
     every: int
-    """Stride of the states that become tokens."""
+    """Stride of the states that become tokens: of `every` consecutive states, one does."""
     residual: float
     """Factor on the output of the feed-forward parts."""
     clip: float
     vocab: int
     """Number of tokens with an embedding in the encoder."""
     first: int
-    """First token id of that vocabulary."""
+    """First token id of the encoder's vocabulary."""
     size_out: int
     tokens: int
     """Tokens per audio clip, whatever its length; shorter clips are padded with the end embedding."""

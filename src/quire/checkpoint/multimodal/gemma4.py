@@ -22,7 +22,7 @@ class Gemma4VisionFacts:
     merge: int
     """Side of the square of patches that becomes one token."""
     positions: int
-    """Number of learned positions of an axis."""
+    """Number of learned positions per axis."""
     theta: float
     norm_eps: float
     is_clipped: bool

@@ -17,7 +17,7 @@ class MoonFacts:
     intermediate: int
     heads: int
     patch: int
-    """Pixels of a patch's side."""
+    """Patch side in pixels."""
     rows: int
     """Rows of the table of learned positions."""
     columns: int
@@ -31,7 +31,7 @@ class MoonFacts:
     projector: str
     """Tensor name of the projector in checkpoints."""
     products: tuple[str, str]
-    """Tensor names of its two linear layers."""
+    """Tensor names of the projector's two linear layers."""
     frames: int = 1
     """Number of video frames that are encoded together and averaged."""
     activation: str = "gelu_pytorch_tanh"
@@ -84,5 +84,5 @@ def _read_facts(
 
 
 def _size(keys: ConfigReader, default: int, *names: str) -> int:
-    """Return the first of these keys that is set, or the default."""
+    """Return the size under the first of these keys that is set, or the default."""
     return next((keys.size(name) for name in names if keys.get(name) is not None), default)

@@ -12,8 +12,8 @@ ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "relu", "silu")
 
 @dataclass(frozen=True, slots=True)
 class Lfm2VLFacts(TowerFacts):
-    """A vision encoder, and the projector of squares of patches. The image size of the encoder is that of its
-    table of positions, which is interpolated."""
+    """A vision encoder, and the projector of squares of patches. The image size in `vit` is that of the table
+    of positions, which is interpolated for other sizes."""
 
     merge: int
     """Side of the square of patches that becomes one token."""

@@ -44,7 +44,7 @@ def read_llava(
     layer: int = -2,
     select: str = "default",
 ) -> LlavaFacts:
-    """Read the keys that all LLaVA models share; the parameters are the family's defaults."""
+    """Read the keys that all LLaVA models share; `tower`, `layer` and `select` are the family's defaults."""
     facts = vit(part(keys, "vision_config"), tower)
     layers = keys.get("vision_feature_layer")
     layers = layer if layers is None else layers

@@ -28,7 +28,7 @@ class MiniCPMFacts:
     image_id: int | None
     """Placeholder token of an image; None: the tokenizer's unknown token."""
     video_id: int | None = None
-    """Placeholder token of a video; None: that of an image."""
+    """Placeholder token of a video; None: the placeholder token of an image."""
     queries: int = 0
     """Number of resampler queries per slice; 0: squares of patches are merged instead."""
     merged: int | None = None
@@ -75,7 +75,7 @@ def minicpm_v(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
 
 
 def _version(keys: ConfigReader) -> float:
-    """Return the version; the first files of 2.5, which has 96 queries, and of 2.0 do not have the key."""
+    """Return the version; early files of 2.5 (96 queries) and of 2.0 (not supported) have no key for it."""
     version = keys.get("version")
     if version is None and keys.get("query_num") == 96:
         return 2.5

@@ -11,8 +11,8 @@ from quire.checkpoint.reader import ConfigReader
 
 @dataclass(frozen=True, slots=True)
 class OmniAudioFacts:
-    """Whisper's layers over chunks of audio. Two states become one token or, with `channels`, each state (of
-    eight mel frames) does."""
+    """Whisper's layers over chunks of audio. Two states become one token; with `channels`, each state (of
+    eight mel frames) becomes one token."""
 
     encoder: WhisperFacts
     window: int
@@ -21,9 +21,9 @@ class OmniAudioFacts:
     audio_id: int
     """Placeholder token of audio."""
     start_id: int
-    """Token before the placeholders."""
+    """Token before the placeholders of an audio clip."""
     end_id: int
-    """Token after the placeholders."""
+    """Token after the placeholders of an audio clip."""
     seen: int = 0
     """Number of chunks that attend to each other; 0: attention stays within a chunk."""
     channels: int = 0

@@ -22,8 +22,8 @@ class OvisFacts(ShuffledFacts):
     hard: bool
     """Whether only the most likely visual word counts (argmax)."""
     mark_ids: tuple[int, ...]
-    """Indicator tokens with the last embeddings of the table: start, end of the overview, of a column, of a
-    row, and end."""
+    """Indicator tokens, which have the last embeddings of the table: start of the image, end of the overview,
+    end of a column, end of a row, end of the image."""
 
     @property
     def num_weights(self) -> int:

@@ -7,7 +7,7 @@ from quire.checkpoint.reader import ConfigReader
 
 def paligemma(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
     """Read PaliGemma, on Gemma or Gemma 2. Only prompts with images attend in both directions. The
-    placeholder token of an image is also its mark in prompts."""
+    placeholder token of an image also marks the image's place in prompts."""
     text = text_part(keys, default="gemma").but(use_bidirectional_attention=None)
     tower = TowerFacts(
         vit=vit(part(keys, "vision_config"), "siglip_vision_model"),

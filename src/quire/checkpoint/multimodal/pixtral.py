@@ -28,7 +28,7 @@ class PixtralFacts:
     is_merged: bool
     """Whether a norm and a merging layer precede the projector."""
     norm_eps: float
-    """Epsilon of that norm."""
+    """Epsilon of the norm before the merging layer."""
     size_out: int
     image_id: int
     """Placeholder token of an image."""

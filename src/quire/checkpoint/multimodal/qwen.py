@@ -26,7 +26,7 @@ class GridFacts:
     patch: int
     """Patch side in pixels."""
     frames: int
-    """Number of video frames per patch; an image is repeated as often."""
+    """Number of video frames per patch; an image is repeated that many times."""
     merge: int
     """Side of the square of patches that are merged into one token."""
     activation: str
@@ -45,7 +45,7 @@ class GridFacts:
     window: int = 0
     """Side in pixels of the attention window of most layers; 0: all layers have full attention."""
     far: tuple[int, ...] = ()
-    """Layers with full attention despite `window`."""
+    """Indices of the layers that have full attention although `window` is set."""
     positions: int = 0
     """Side of the square of learned positions; 0: there are none."""
     aux_layers: tuple[int, ...] = ()
@@ -53,8 +53,8 @@ class GridFacts:
     pace: float = 0.0
     """M-RoPE positions per second of video; 0: one per temporal patch."""
     times: str = ""
-    """How the time of video frames is written: `before` each frame, `behind` it, behind it with the word
-    `seconds`, or empty for not at all."""
+    """Place of the times of video frames in the prompt: `before` each frame, `behind` it, or `seconds`
+    (behind it, with that word); empty: times are not written."""
     merger: int = 0
     """Intermediate size of a gated merger; 0: the merger has no gate."""
     head_norms: bool = False
@@ -74,7 +74,7 @@ class GridFacts:
 
 
 def qwen2_vl(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
-    """Read Qwen2-VL; here `hidden_size` is the decoder's, and `embed_dim` the encoder's."""
+    """Read Qwen2-VL: in vision_config, `hidden_size` is the decoder's size and `embed_dim` the encoder's."""
     vision = part(keys, "vision_config")
     hidden = vision.size("embed_dim", 1280)
     grid = _read_grid(
@@ -110,7 +110,8 @@ def _qwen2_decoder(keys: ConfigReader) -> ConfigReader:
 
 
 def qwen3_vl(architecture: str, *, sections: tuple[int, ...] = (24, 20, 20), deep: bool = True) -> Read:
-    """Return a reader for this decoder; with `deep` its first layers receive further encoder outputs."""
+    """Return a reader of models with this decoder; with `deep`, its first layers add further encoder outputs
+    (DeepStack)."""
 
     def read(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
         vision = part(keys, "vision_config")
@@ -221,7 +222,7 @@ def _read_grid(
     marks: dict[str, tuple[str, int]] = _MARKS,
     **facts: Any,
 ) -> GridFacts:
-    """Read the keys that all these encoders share; `facts` override fields."""
+    """Read an encoder by the keys that all these families share; `facts` override its fields."""
     vision, defaults = part(keys, "vision_config"), defaults or {}
     read: dict[str, Any] = {"activation": vision.get("hidden_act") or "silu", "norm_eps": 1e-6}
     read |= {name: (keys.token_ids(key) or (default,))[0] for name, (key, default) in marks.items()}
@@ -234,7 +235,7 @@ def _read_grid(
 
 
 def check_grid(vision: ConfigReader, grid: GridFacts) -> GridFacts:
-    """Return the facts, or raise if the heads do not fit 2-D rope."""
+    """Return the facts; raise if the head size is no multiple of 4, which 2-D rope needs."""
     if grid.hidden % grid.heads or grid.hidden // grid.heads % 4:
         raise ConfigError(f"{vision.source}: {grid.heads} heads of {grid.hidden} do not fit 2-D rope")
     return grid
@@ -256,14 +257,14 @@ def decoder_part(
     text = section if isinstance(section, dict) else {}
     whole = {key: keys.get(key) for key in ("bos_token_id", "eos_token_id") if keys.get(key) is not None}
     tied = keys.flag("tie_word_embeddings", bool(text.get("tie_word_embeddings")))
-    if not architecture.startswith("Qwen3"):  # older files may have it in either place
+    if not architecture.startswith("Qwen3"):  # older files have the flag in either place
         tied = tied or bool(text.get("tie_word_embeddings"))
     values = {**keys.values, **text, **whole, "tie_word_embeddings": tied, "architectures": [architecture]}
     return _with_rope(ConfigReader(keys.source, values).defaults(**defaults), rope)
 
 
 def _with_rope(keys: ConfigReader, facts: dict[str, Any], *, over: bool = False) -> ConfigReader:
-    """Set rope keys, as overrides or, by default, where they are missing."""
+    """Return the keys with these rope settings, which override those of config.json only with `over`."""
     name = "rope_parameters" if keys.get("rope_parameters") else "rope_scaling"
     block = keys.get(name) or {}
     if not isinstance(block, dict):

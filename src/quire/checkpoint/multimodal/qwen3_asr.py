@@ -10,8 +10,8 @@ _SIZES = {"encoder_layers": 24, "d_model": 1024, "encoder_ffn_dim": 4096, "encod
 
 
 def qwen3_asr(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
-    """Read Qwen3-ASR as transformers has it, or the thinker of the first checkpoints. Without images all
-    sections of M-RoPE are equal: it is plain RoPE."""
+    """Read Qwen3-ASR in the format of transformers, or the `thinker_config` of the first checkpoints. Without
+    images all sections of M-RoPE have equal positions, so that plain RoPE is used."""
     keys = thinker(keys)
     decoder, audio = part(keys, "text_config"), part(keys, "audio_config")
     for name in ("rope_scaling", "rope_parameters"):

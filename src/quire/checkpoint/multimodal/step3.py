@@ -46,7 +46,7 @@ class Step3Facts:
     vit: ViTFacts
     """Encoder for the whole image."""
     size_mid: int
-    """Output size of the first convolution; that of the second is twice as large."""
+    """Output size of the first convolution; the output of the second convolution is twice as large."""
     stride: int
     """Stride of the first convolution."""
     size_out: int
@@ -68,7 +68,7 @@ class Step3Facts:
 
 
 def step3(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
-    """Read the first version of Step3."""
+    """Read the first version of Step3, which has its own vision encoder."""
     text, vision = text_part(keys, default="step3_text"), part(keys, "vision_config")
     vit = read_vit(vision, **_STEP3_SIZES, activation="quick_gelu", norm_eps=1e-5, has_class=True)
     facts = Step3Facts(
@@ -91,7 +91,7 @@ def step37(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
 
 
 _NAMES = {"hidden_size": "width", "num_hidden_layers": "layers", "num_attention_heads": "heads"}
-"""Key names of transformers, and of StepFun."""
+"""StepFun's name of each key of transformers."""
 _STEP3_SIZES: dict[str, Any] = {
     "layers": 63,
     "hidden": 1792,

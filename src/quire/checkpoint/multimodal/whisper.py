@@ -33,7 +33,7 @@ class WhisperFacts:
 
 
 def encoder_of(audio: ConfigReader) -> WhisperFacts:
-    """Read the encoder; defaults are those of Whisper-large-v3. Some files have newer key names."""
+    """Read an audio encoder by Whisper's keys or newer key names. Defaults are those of Whisper-large-v3."""
     return WhisperFacts(
         layers=audio.size("encoder_layers", audio.size("num_hidden_layers", 32)),
         hidden=audio.size("d_model", audio.size("hidden_size", 1280)),

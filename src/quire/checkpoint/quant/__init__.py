@@ -41,7 +41,7 @@ ONLINE = {
 }
 """Methods that quantize the weights of an unquantized checkpoint while it is loaded."""
 _FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""Files of older quantization tools beside config.json, and their method."""
+"""Method by the file name that older quantization tools write beside config.json."""
 _ALIASES = {
     "auto_round": "auto-round",
     "awq_marlin": "awq",

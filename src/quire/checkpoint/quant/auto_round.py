@@ -14,14 +14,14 @@ METHOD = "auto-round"
 _PREFIX = "auto_round:"
 _LAYOUTS: dict[str, Literal["gptq", "awq"]]
 _LAYOUTS = {"auto_gptq": "gptq", "gptq": "gptq", "auto_awq": "awq", "awq": "awq"}
-"""By packing_format without the prefix."""
+"""Weight layouts by packing_format without the prefix."""
 _MX = "llm_compressor"
 _BLOCK_FLOATS: dict[str, Scheme] = {
     "mx_fp": BlockFloat("mxfp4", "weight_packed"),
     "mx_fp4": BlockFloat("mxfp4", "weight_packed"),
     "mx_fp8": BlockFloat("mxfp8"),
 }
-"""By data_type, packed as compressed-tensors does."""
+"""Schemes by data_type; weights are packed as in compressed-tensors."""
 _UNQUANTIZED_BITS = 16
 _WILDCARD = re.compile(r"[*+?^$\[\]()|\\{}]")
 
@@ -62,7 +62,7 @@ def _read_scheme(keys: ConfigReader) -> Scheme:
 
 
 def _read_blocks(keys: ConfigReader) -> list[str]:
-    """Return the names of the blocks that are quantized, a list or separated by commas; empty: all."""
+    """Return the names of the blocks that are quantized, stored as a list or with commas; empty: all."""
     blocks = keys.get("block_name_to_quantize") or keys.get("to_quant_block_names") or []
     if isinstance(blocks, str):
         return [name.strip() for name in blocks.split(",")]
@@ -72,7 +72,7 @@ def _read_blocks(keys: ConfigReader) -> list[str]:
 
 
 def _pattern(keys: ConfigReader, name: str) -> str:
-    """Return the pattern of a layer name, or of a regex."""
+    """Return the pattern of a key of `extra_config`: a layer name, or already a pattern."""
     if not _WILDCARD.search(name):
         return layer_pattern(name)
     try:

@@ -6,7 +6,7 @@ from quire.checkpoint.reader import ConfigReader
 from quire.errors import ConfigError
 
 _VERSIONS = "gemm", "marlin", "exllama"
-"""Versions with the supported weight layout; `gemv` has another."""
+"""Versions with the supported weight layout; `gemv` has another layout."""
 
 
 def read_awq(keys: ConfigReader) -> QuantFacts:

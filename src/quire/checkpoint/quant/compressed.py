@@ -21,7 +21,7 @@ _BLOCK_FLOATS: dict[tuple[Any, ...], BlockFloat] = {
     ("mxfp4-pack-quantized", 4, "group", 32): BlockFloat("mxfp4", "weight_packed"),
     ("mxfp8-quantized", 8, "group", 32): BlockFloat("mxfp8"),
 }
-"""By format, bits, strategy and group size. Activations are not quantized."""
+"""Schemes by format, bits, strategy and group size. Activations are not quantized."""
 _DENSE = (None, "dense")
 _KNOWN = (
     "supported are float weights of 8 bits by tensor, channel or block, symmetric int weights of 4 or 8 bits "
@@ -30,7 +30,7 @@ _KNOWN = (
     "16), mxfp4-pack-quantized and mxfp8-quantized (groups of 32)"
 )
 _IN_ORDER = (None, False, "weight", "static")
-"""Values of actorder with groups of consecutive inputs."""
+"""Values of actorder for which the inputs of a group are consecutive."""
 
 
 def read_compressed(keys: ConfigReader) -> QuantFacts:
@@ -116,7 +116,7 @@ def _describe(args: Mapping[str, Any] | None, what: str) -> str:
 
 
 def _granularity(args: Mapping[str, Any]) -> str:
-    """Return the granularity of the scales. The default follows from the group size."""
+    """Return the granularity of the scales, which follows from the group size if no strategy is set."""
     size = args.get("group_size")
     implied = "tensor" if size is None else "group" if size > 0 else "channel"
     return str(args.get("strategy") or implied)
@@ -184,7 +184,7 @@ def _grouped(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> Sc
 
 
 def _type(args: Mapping[str, Any]) -> tuple[str, int]:
-    """Return the type and the bits of quantized values."""
+    """Return the type and the number of bits of quantized values."""
     return args.get("type", "int"), args.get("num_bits", 8)
 
 

@@ -24,16 +24,17 @@ class QuantFacts:
     method: str
     """Method name in the checkpoint."""
     rules: tuple[LayerRule, ...]
-    """The first matching rule applies; a layer without one is not quantized."""
+    """Rules by layer name: the first matching rule applies; a layer without a matching rule is not
+    quantized."""
     cache: str | None = None
-    """KV cache dtype that the checkpoint has scales for."""
+    """KV cache dtype that the checkpoint was quantized for; None: the model's dtype."""
 
     def scheme(self, name: str) -> Scheme | None:
         return next((rule.scheme for rule in self.rules if re.search(rule.pattern, name)), None)
 
     @property
     def main_scheme(self) -> Scheme | None:
-        """Return the scheme of most layers: the last rule matches those that have no other."""
+        """Return the scheme of most layers: that of the last rule that quantizes."""
         return next((rule.scheme for rule in reversed(self.rules) if rule.scheme is not None), None)
 
 
@@ -50,8 +51,8 @@ def layer_pattern(*names: str) -> str:
 
 
 def target_pattern(name: str) -> str:
-    """Return a pattern of layers with this name, which may have wildcards; after `re:` it is a pattern of the
-    beginning of names."""
+    """Return a pattern of layers with this name, which may have wildcards. A name after `re:` is itself a
+    pattern, for the beginning of layer names."""
     if not name.startswith("re:"):
         return fnmatch.translate(name.replace("language_model.", "")) if "*" in name else layer_pattern(name)
     try:

@@ -11,7 +11,7 @@ from quire.errors import ConfigError
 
 METHOD = "hqq"
 FILE = "qmodel.pt"
-"""Weights that hqq itself has saved; the settings of a layer are beside its weight."""
+"""File of weights that hqq itself has saved; it has the settings of each layer beside the weight."""
 _HEADER_BYTES = 100 << 20
 """Maximum size of the header of a safetensors file."""
 HQQ_AS_STORED = QuantFacts(METHOD, all_but((), Hqq()))

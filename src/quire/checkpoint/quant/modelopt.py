@@ -1,4 +1,4 @@
-"""ModelOpt: FP8, NVFP4 and MXFP8 checkpoints of NVIDIA, with one format for all layers or one for each."""
+"""ModelOpt: FP8, NVFP4 and MXFP8 checkpoints of NVIDIA, with one format for all layers or for each layer."""
 
 import re
 from typing import Any
@@ -22,7 +22,7 @@ _MIXED = "MIXED_PRECISION"
 """The quant_algo of a checkpoint with a format for each layer."""
 _OTHER_EXPERT = re.compile(r"\.experts\.[1-9]")
 _GROUPS = {"NVFP4": 16, "W4A16_NVFP4": 16, "MXFP8": 32}
-"""The inputs per scale of formats with blocks."""
+"""Number of inputs per scale, of formats with blocks."""
 
 
 def read_modelopt(keys: ConfigReader) -> QuantFacts:
@@ -39,7 +39,7 @@ def read_modelopt(keys: ConfigReader) -> QuantFacts:
 
 def _read_layers(keys: ConfigReader) -> list[LayerRule]:
     """Read `quantized_layers`, the format of each layer by name. The rule of the most frequent format is the
-    last one. All experts of a layer have the format of the first one."""
+    last rule. Only the format of the first expert of a layer is read; the other experts have the same."""
     layers: Any = keys.get("quantized_layers")
     if not isinstance(layers, dict) or not all(isinstance(layer, dict) for layer in layers.values()):
         raise keys.wrong("quantized_layers", "an object with the quant_algo of each layer")

@@ -10,7 +10,7 @@ from quire.errors import ConfigError
 METHOD = "quark"
 _BLOCK = 128
 _FP4 = {16: BlockFloat("nvfp4", tensor_scale="weight_scale_2"), 32: BlockFloat("mxfp4")}
-"""By inputs per scale."""
+"""Schemes of fp4 weights by inputs per scale."""
 _KNOWN = (
     "supported are weights of fp8_e4m3 (per_tensor, per_channel, per_block of 128 x 128), symmetric int8 "
     "(per_tensor, per_channel) and fp4 (per_group of 16 or 32)"
@@ -18,8 +18,8 @@ _KNOWN = (
 
 
 def read_quark(keys: ConfigReader) -> QuantFacts:
-    """Read the scheme of all layers and of those in `layer_quant_config`, except those in `exclude`. Outputs
-    of the layers in `kv_cache_group` are keys and values."""
+    """Read the scheme of all layers and of those in `layer_quant_config`, except those in `exclude`. The
+    output format of the layers in `kv_cache_group` is that of the KV cache."""
     export = _section(keys, "export")
     cached = export.names("kv_cache_group")
     layers = _section(keys, "layer_quant_config")
@@ -42,8 +42,8 @@ def read_quark(keys: ConfigReader) -> QuantFacts:
 
 
 def _section(keys: ConfigReader, key: str) -> ConfigReader:
-    """Return the settings of a key, which are empty if it is missing. In a list, the second ones are those of
-    the scales of the first."""
+    """Return the settings of a key; empty if the key is missing. Of a list, only the first settings are
+    returned: the second settings are about the scales of the first."""
     value: Any = keys.get(key) or {}
     value = value[0] if isinstance(value, list) else value
     if not isinstance(value, dict):

@@ -15,16 +15,16 @@ class Scheme:
     """How a layer's weight is stored in fewer bits than it is computed in."""
 
     marks: ClassVar[tuple[str, ...]] = ()
-    """Suffixes of tensors that only layers of this scheme have."""
+    """Suffixes of tensors that quantized layers of this scheme have, and unquantized layers do not."""
 
     def as_stored(self, layer: str, mark: str, size: int, shape_of: StoredShape) -> "Scheme":
-        """Return the scheme with what only the tensors of a layer show. The layer has `size` weights and a
-        tensor with the suffix `mark`."""
+        """Return the scheme with the settings that only the stored tensors of `layer` show. The layer has
+        `size` weights and a tensor with the suffix `mark`."""
         return self
 
     @property
     def bits_per_weight(self) -> float:
-        """Return the bits that a weight takes in memory, its share of the scales included."""
+        """Return the approximate bits that a weight takes in memory, its share of the scales included."""
         return 8.02
 
 
@@ -40,7 +40,7 @@ class Fp8(Scheme):
     quantized."""
     block: tuple[int, int] = (128, 128)
     scale_name: str = "weight_scale"
-    """Suffix of the scales."""
+    """Suffix of the tensor of scales."""
     stored: bool = True
     """Whether the checkpoint is quantized; otherwise weights are quantized while they are loaded."""
 
@@ -67,13 +67,14 @@ class Grouped(Scheme):
     marks: ClassVar = ("qweight", "weight_packed", "weight_scale", "weight_scale_and_zero")
     bits: int
     group: int
-    """Inputs per group; -1: all."""
+    """Number of inputs per group; -1: all inputs are one group."""
     symmetric: bool
     act_order: bool
-    """Whether groups are not consecutive inputs: the file has the group of each input."""
+    """Whether the inputs of a group are not consecutive: the checkpoint stores the group of each input."""
     layout: Literal["awq", "gptq", "gptq_v2", "compressed", "torchao", "torchao_pairs", "torchao_tiles"]
     intended_inputs: Literal["fp8", "int8"] | None = None
-    """Type of the inputs that the checkpoint was made for. Here inputs are not quantized."""
+    """Type of quantized inputs that the checkpoint was made for, or None. Quire does not quantize inputs of
+    these layers."""
 
     @property
     def bits_per_weight(self) -> float:
@@ -89,7 +90,7 @@ class BitsAndBytes(Scheme):
     marks: ClassVar = ("weight.absmax", "SCB")
     kind: Literal["nf4", "fp4", "int8"]
     nested: bool = False
-    """Whether the scales are quantized, too."""
+    """Whether the scales are quantized, too (double quantization)."""
 
     @property
     def bits_per_weight(self) -> float:
@@ -97,7 +98,7 @@ class BitsAndBytes(Scheme):
 
 
 _HQQ_FIELDS = {8: 1, 4: 2, 2: 4, 3: 10, 1: 8}
-"""Codes in a stored integer, by bits."""
+"""Number of codes in a stored integer, by bits of a code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +107,12 @@ class Hqq(Scheme):
 
     marks: ClassVar = ("W_q",)
     bits: int = 0
-    """Bits of a stored code; 0: only the stored tensors show them."""
+    """Bits of a stored code; 0: `as_stored` takes the number from the stored tensors."""
     group: int = 0
-    """Weights in a group; -1: all of an output or input, 0: only the stored tensors show it."""
+    """Number of weights in a group; -1: all weights of an output (axis 1) or an input (axis 0); 0:
+    `as_stored` takes the number from the stored tensors."""
     axis: int = 1
-    """1: a group has consecutive inputs; 0: it has outputs at equal distances."""
+    """1: a group has consecutive inputs; 0: a group has outputs at equal distances."""
     layout: ClassVar = "hqq"
     fields: ClassVar = _HQQ_FIELDS
 
@@ -157,7 +159,7 @@ class BlockFloat(Scheme):
     marks: ClassVar = ("weight_scale",)
     kind: Literal["nvfp4", "mxfp4", "mxfp8"]
     codes_name: str = "weight"
-    """Suffix of the packed values."""
+    """Suffix of the tensor of packed values."""
     tensor_scale: str = ""
     """Suffix of the scale per tensor; empty if there is none."""
     is_divisor: bool = False

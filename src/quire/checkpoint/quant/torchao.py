@@ -85,7 +85,8 @@ def _type(entry: Any) -> str:
 
 
 def _granularity(entry: Any) -> Literal["tensor", "channel"] | None:
-    """Return the granularity of weights, the last of two if activations have one, too."""
+    """Return the granularity of the weight scales (in a list, the entry after that of activations); None: not
+    supported."""
     last = entry[-1] if isinstance(entry, list) and entry else entry
     return "channel" if last is None else _GRANULARITIES.get(_type(last))
 
@@ -120,7 +121,7 @@ def _int4(data: dict[str, Any], *, has_fp8_inputs: bool) -> Scheme | None:
 
 
 def _group_size(granularity: Any) -> Any:
-    """Return the size of the groups of inputs; None if there are none."""
+    """Return the number of inputs per group; None: the granularity has no groups."""
     inner = granularity.get("_data") if _type(granularity) == "PerGroup" else None
     return inner.get("group_size") if isinstance(inner, dict) else None
 
