@@ -49,9 +49,9 @@ class MissReasons:
     """Remembers which blocks were evicted and how known prompts went on, and explains misses by that.
 
     A reason reveals nothing about prompts of other cache scopes or salts. The tokens after a prefix are found
-    by the key of the prefix, which contains scope and salt; equal first blocks are searched in the same scope.
-    Salted prompts without a named API key are never found by others. Without scope and salt the prompts may be
-    of different clients: then a difference is reported by block, as the number of cached tokens is."""
+    by the key of the prefix, which contains scope and salt; equal first blocks are searched in the same
+    scope. Salted prompts without a named API key are never found by others. Without scope and salt, prompts
+    may be of different clients: then a difference is reported by block, as the number of cached tokens is."""
 
     def __init__(
         self,
@@ -73,8 +73,8 @@ class MissReasons:
         self._evicted: RecentEntries[bytes, tuple[float, str]] = RecentEntries(limit)
         """Time and tier of evictions, by key of the block."""
         self._continuations: RecentEntries[bytes, tuple[int, Ints]] = RecentEntries(limit)
-        """By key of a prefix: the last prompt that continued it, as the number of a block (at most that of the
-        block after the prefix) and the tokens from that block on. All keys of these blocks are added
+        """By key of a prefix: the last prompt that continued it, as a block number (at most that of the block
+        after the prefix) and the tokens from that block on. All keys of these blocks are added
         together, so the tokens are forgotten together with them."""
         self._first_blocks: RecentEntries[tuple[str, bytes], tuple[str | None, str]] = RecentEntries(limit)
         """Salt and LoRA adapter of the last prompt, by scope and tokens of its first block."""

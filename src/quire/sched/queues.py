@@ -1,8 +1,8 @@
 """Waiting queues: one class per scheduling policy, and a fair one over several queues.
 
-A removed request leaves its entry behind until the entry reaches the front or stale entries outnumber the rest.
-So the time of an operation does not grow with the queue, except for the logarithm of a heap. A request that enters
-again gets a new entry, which differs from its stale one."""
+A removed request leaves its entry behind until the entry reaches the front or stale entries outnumber the
+others. So the time of an operation does not grow with the queue, except for the logarithm of a heap. A
+request that enters again gets a new entry, which differs from its stale one."""
 
 import heapq
 from collections import deque

@@ -20,8 +20,8 @@ class RetainingPool(BlockPool):
     (their session has ended), other blocks by last use, retained blocks by last use of their session.
 
     Only free blocks are retained: a block in use needs no protection. The limits are shares of the pool. If
-    all hints together exceed their limit, the scope with the most blocks loses some first, so that no API key can
-    take the retention of the others."""
+    all hints together exceed their limit, the scope with the most blocks loses some first, so that no API key
+    can take the retention of the others."""
 
     def __init__(
         self,

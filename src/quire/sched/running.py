@@ -41,7 +41,7 @@ class Running:
         self.prompt_len: Ints = np.zeros(max_rows, np.int32)
         self.num_cached: Ints = np.zeros(max_rows, np.int32)
         self.num_tokens: Ints = np.zeros(max_rows, np.int32)
-        """Number of tokens, including those in flight, whose values are unknown. Accepted drafts are added."""
+        """Number of tokens, including those in flight without a known value. Accepted drafts add to it."""
         self.num_known: Ints = np.zeros(max_rows, np.int32)
         """Number of tokens with a known value."""
         self.num_sent: Ints = np.zeros(max_rows, np.int32)

@@ -59,8 +59,8 @@ class Drafting:
         vocab: int | None = None,
     ) -> None:
         """Build the drafter. Without a proposer the worker proposes drafts for each row that has sampled a
-        token. If the worker runs `ahead` of the host, rows that need token values there get none. `max_samples`
-        limits the sampled positions of a step, with rows padded to a power of two. `max_drafts_of` maps a
+        token. If the worker runs `ahead` of the host, rows that need token values there have none.
+        `max_samples` limits the sampled positions of a step, with rows padded to a power of two. `max_drafts_of` maps a
         number of rows to the most drafts of each. Sequences have drafts up to `max_len` tokens. Proposed
         drafts are cut at ids beyond `vocab`."""
         self._max_drafts_of = max_drafts_of

@@ -51,7 +51,8 @@ class StateCache:
         """Build the cache. Boundaries are multiples of `unit` tokens, which is a multiple of the block size.
         A prompt has a boundary every `interval` tokens; 0: none of these, None: at halves of the prompt. A
         prompt that continues a checkpoint has no boundary in the `least_gap` tokens after it; the boundary
-        where it departs from known prompts needs a quarter of this gap. With `whole_items`, no step ends inside of a media item."""
+        where it departs from known prompts needs a quarter of this gap. With `whole_items`, no
+        step ends inside of a media item."""
         self.pool = RetainingPool(num_slots + 1)
         self.block_size, self.unit, self.interval = block_size, unit, interval
         self.least_gap = least_gap

@@ -50,8 +50,8 @@ class LowerTiers(AdmissionCheck, Protocol):
         """Forget all blocks."""
 
     def offer(self, request: Request, reason: str) -> dict[str, Any] | None:
-        """Keep the prefix of a request that has ended for this reason, if another engine shall read it. Return
-        its `kv_transfer_params`, or None."""
+        """Keep the prefix of a request that has ended for this reason, if another engine shall read it.
+        Return its `kv_transfer_params`, or None."""
 
     def close(self) -> None:
         """End the exchange of prefixes with other engines."""

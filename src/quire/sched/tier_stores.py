@@ -1,8 +1,8 @@
 """TierStores: copies of KV cache entries from the device to host memory and disk.
 
-An entry is copied to host memory when it is evicted from the device, or shortly before, and to disk as soon as
-it is full. The copy is part of a step, before it computes: steps run in order, so the entry is complete and not
-yet overwritten."""
+An entry is copied to host memory when it is evicted from the device, or shortly before, and to disk as soon
+as it is full. The copy is part of a step, before it computes: steps run in order, so the entry is complete
+and not yet overwritten."""
 
 from collections import deque
 from collections.abc import Iterable

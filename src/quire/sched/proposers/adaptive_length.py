@@ -4,10 +4,10 @@ A step of B rows with M drafts takes c(B + M) seconds and yields B + G tokens, w
 of accepted drafts. Each step uses the M with the most tokens per second, and the drafts most likely to be
 accepted. Acceptance is learned by row, costs by rows and tokens per row.
 
-Estimates can be wrong, so there is also a balance of gains and losses. A small part of the time of every step
-is added to it; steps with drafts add or subtract their gain over a plain step. Below zero there are no drafts,
-which bounds the loss on any workload. Rows for which drafts seem not to pay are tried only as often as a
-second budget for trials allows, which fills equally slowly."""
+Estimates can be wrong, so there is also a balance of gains and losses. A small part of the time of every
+step is added to it; steps with drafts add or subtract their gain over a plain step. Below zero there are no
+drafts, which bounds the loss on any workload. Rows for which drafts seem not to pay are tried only as often
+as a second budget for trials allows, which fills equally slowly."""
 
 import math
 from itertools import pairwise
@@ -52,8 +52,8 @@ class AdaptiveDraftLength:
     """Chooses the number of drafts of each row and learns from their acceptance."""
 
     def __init__(self, *, max_rows: int, max_drafts: int, num_kinds: int = 1) -> None:
-        """Build the chooser. Each of `num_kinds` kinds of drafts has its own acceptance rates; kind k of a row
-        is tracked as row * num_kinds + k."""
+        """Set the sizes. Each of `num_kinds` kinds of drafts has its own acceptance rates; kind k of a row is
+        tracked as row * num_kinds + k."""
         self._max_drafts = max_drafts
         self._num_kinds = num_kinds
         self._rates = _AcceptanceRates(max_rows, num_kinds)
