@@ -3,10 +3,11 @@
 A request is admitted once its adapter is read and has a slot on the device; until then later requests
 overtake it. An adapter keeps its slot while it has rows, and then until another adapter needs the slot; the
 least recently used adapter is evicted first. An adapter that always has rows must not block the others for
-ever. After `TURN_S` in a slot that another adapter waits for, it admits no more requests. When its rows have ended,
-the waiting adapter gets the slot, and newer requests of the first adapter wait for a slot in turn. Slots are
-assigned in the order in which the queue first considered the adapters. With S slots, the n-th waiting adapter
-gets a slot after n / S turns, each prolonged by the outputs that are still running at its end."""
+ever. After `TURN_S` in a slot that another adapter waits for, it admits no more requests. When its rows have
+ended, the waiting adapter gets the slot, and newer requests of the first adapter wait for a slot in turn.
+Slots are assigned in the order in which the queue first considered the adapters. With S slots, the n-th
+waiting adapter gets a slot after n / S turns, each prolonged by the outputs that are still running at its
+end."""
 
 import itertools
 import time

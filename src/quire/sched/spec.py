@@ -60,9 +60,9 @@ class Drafting:
     ) -> None:
         """Build the drafter. Without a proposer the worker proposes drafts for each row that has sampled a
         token. If the worker runs `ahead` of the host, rows that need token values there have none.
-        `max_samples` limits the sampled positions of a step, with rows padded to a power of two. `max_drafts_of` maps a
-        number of rows to the most drafts of each. Sequences have drafts up to `max_len` tokens. Proposed
-        drafts are cut at ids beyond `vocab`."""
+        `max_samples` limits the sampled positions of a step, with rows padded to a power of two.
+        `max_drafts_of` maps a number of rows to the most drafts of each. Sequences have drafts up to
+        `max_len` tokens. Proposed drafts are cut at ids beyond `vocab`."""
         self._max_drafts_of = max_drafts_of
         self._max_len = max_len
         self._vocab = vocab

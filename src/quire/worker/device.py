@@ -278,7 +278,7 @@ class Model:
 
     def hidden(self, batch: Batch) -> Any:
         """Run the layers. Return [T, hidden], `HiddenWithAux` for some drafters, or the tensors to send."""
-        last_visible = batch.last_visible  # the batch is one of its groups, too
+        last_visible = batch.last_visible  # the batch is the first of its groups
         routes: list[Tensor] | None = None if self.routes_group is None else []
         for number, group in enumerate(batch.groups):
             group.last_visible = None if number in self.causal_groups else last_visible

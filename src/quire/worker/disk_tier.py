@@ -199,7 +199,7 @@ class DiskTier:
         return blocks
 
     def take_times(self, done: LoadDone) -> None:
-        """Add times and bytes of reads and writes since the last call to `done`, and whether the tier is off."""
+        """Add times and bytes of reads and writes since the last call, and whether the tier is off."""
         with self._lock:
             done.read_s += self._read_s
             done.write_s += self._write_s

@@ -16,8 +16,9 @@ from quire.worker.kv_tiers import CacheEntries, CopiedBlocks
 _LOAD_BYTES = 32 << 20
 """Most bytes of each of two device buffers for entries on their way from the host; at least one entry."""
 _STORE_BYTES = 128 << 20
-"""Most bytes of each of two device buffers for entries on their way to the host. A step waits if it evicts more
-than fits into both buffers: with a prompt of 8,192 tokens, entries not copied ahead are up to 200 MiB."""
+"""Most bytes of each of two device buffers for entries on their way to the host. A step waits if it evicts
+more than fits into both buffers: with a prompt of 8,192 tokens, entries not copied ahead are up to 200
+MiB."""
 _STORE_SHARE = 128
 """A buffer to the host has at most the bytes of the cache divided by this, or `_LOAD_BYTES` if more."""
 

@@ -50,7 +50,7 @@ class MaskedSampling:
             self.later.fill_(LATER if is_later else FREE)
 
     def later_constraints(self, count: int) -> ConstrainedDevice | None:
-        """Return the constraints for sampling in the forward pass; None for more than `max_samples`."""
+        """Return the constraints for sampling in the forward pass; None for too many positions."""
         later = self.later[:count]
         return None if count > self._max_samples else ConstrainedDevice(later, later, later)
 
